@@ -1,0 +1,244 @@
+"""CompressionPlan: what every head keeps, in which number format, in which token lists. Data only.
+
+Methods write a plan; fold, layout, graph, engines and runtime read it, and none of them knows which method wrote it.
+This module imports the standard library alone, so that every part may read a plan.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvlathe.errors import KvlatheError
+
+SCHEMA_VERSION = 1
+RANK_MULTIPLE = 16
+"""Ranks are multiples of this: one 16-wide matrix-unit step, one 32-byte sector in 16 bit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """One (layer, KV head): how its Q and K are projected and how many dimensions of K and V are cached.
+
+    ``input_dim`` is the width of this lane's rows of q (for each query head) and of k as they reach Attend, before RoPE.
+    ``rope`` says what Attend does to them: rotate every plane (``full``), rotate the planes listed in ``planes`` (the
+    input holds only those, first halves then second halves), or nothing (``none``).
+    ``projected``: Q and K then pass their matrices A and B [input_dim, rank_k] inside Attend. A lane that is not
+    projected has ``rank_k`` = input_dim rounded up to 16 (the padding is cached as zeros and counted).
+    ``fill_from``: a removed lane (ranks 0) whose output is the output of that KV head of the same layer; fold adds its
+    W_O to that head's, so a removed lane costs nothing at run time and does not appear in Attend.
+    """
+
+    layer: int
+    head: int
+    input_dim: int
+    rank_k: int
+    rank_v: int
+    rope: Literal["full", "none", "planes"] = "full"
+    planes: tuple[int, ...] = ()
+    projected: bool = False
+    fill_from: int | None = None
+    shard: int = 0
+
+    @property
+    def removed(self) -> bool:
+        return self.rank_k == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A number format of cached tokens.
+
+    ``axis_*``: along which axis a quantization group of ``group_*`` elements runs: ``rank`` (within one token) or
+    ``token`` (one channel over the page's tokens). Ignored at 16 and 32 bit, which are IEEE half and single.
+    ``arithmetic`` = int: QK^T and PV are taken on the codes, nothing is dequantized.
+    """
+
+    bits_k: Literal[32, 16, 8, 4, 2]
+    bits_v: Literal[32, 16, 8, 4, 2]
+    axis_k: Literal["rank", "token"] = "rank"
+    axis_v: Literal["rank", "token"] = "token"
+    group_k: int = 64
+    group_v: int = 64
+    arithmetic: Literal["float", "int"] = "float"
+
+    @property
+    def quantized(self) -> bool:
+        return self.bits_k < 16 or self.bits_v < 16
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRule:
+    """Which of the tokens that reach a bucket it keeps: ``all``; a ``share`` of them by saliency; or a ``budget``."""
+
+    kind: Literal["all", "share", "budget"] = "all"
+    share: float = 1.0
+    budget: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Lanes (indices into ``CompressionPlan.lanes``) that keep equally many tokens in one tier: one page table, one length.
+
+    ``source`` is None for a *fresh* bucket, where new tokens are appended; every lane that is not removed is in exactly
+    one of those. Otherwise it is the index of the fresh bucket whose full pages are sealed into this one. A fresh bucket
+    that no other names as its source is never sealed: its tier is append-able and its pages stay.
+    """
+
+    tier: int
+    lanes: tuple[int, ...]
+    source: int | None = None
+    tokens: TokenRule = TokenRule()
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """The attention shape a plan was made for. ``max_positions`` in tokens."""
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+
+    @property
+    def group_size(self) -> int:
+        """Query heads for each KV head."""
+        return self.query_heads // self.kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionPlan:
+    """Everything downstream needs to know. ``lanes`` are sorted by (layer, head), one for each KV head of the model.
+
+    ``compression`` and ``notes`` are for people and reports only: no code branches on them.
+    ``page_tokens`` P and ``prefill_chunk`` (a multiple of P) fix when pages seal.
+    """
+
+    model: ModelShape
+    lanes: tuple[Lane, ...]
+    tiers: tuple[Tier, ...]
+    buckets: tuple[Bucket, ...]
+    page_tokens: int = 64
+    prefill_chunk: int = 512
+    seed: int = 0
+    compression: str = "none"
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    schema_version: int = SCHEMA_VERSION
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    # -- views ---------------------------------------------------------------------------------------------------
+    def lane(self, layer: int, head: int) -> Lane:
+        return self.lanes[layer * self.model.kv_heads + head]
+
+    def active(self, layer: int) -> tuple[Lane, ...]:
+        """The lanes of a layer that Attend sees, in head order."""
+        h = self.model.kv_heads
+        return tuple(lane for lane in self.lanes[layer * h : (layer + 1) * h] if not lane.removed)
+
+    @property
+    def unit(self) -> int:
+        """Elements a gather moves at once: 16, or 8 where a rotated half can be an odd multiple of 8 (chosen planes)."""
+        return 8 if any(lane.rope == "planes" for lane in self.lanes) else 16
+
+    @property
+    def projected(self) -> bool:
+        return any(lane.projected for lane in self.lanes)
+
+    def cold(self, fresh: int) -> tuple[int, ...]:
+        """Indices of the buckets that the pages of fresh bucket ``fresh`` are sealed into; empty if it is never sealed."""
+        return tuple(i for i, bucket in enumerate(self.buckets) if bucket.source == fresh)
+
+    @property
+    def kept_dims(self) -> float:
+        """Fraction of the head dimensions kept, K and V together (1 - p in the papers)."""
+        kept = sum(lane.rank_k + lane.rank_v for lane in self.lanes)
+        return kept / (2 * self.model.head_dim * len(self.lanes))
+
+    # -- file form -----------------------------------------------------------------------------------------------
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> CompressionPlan:
+        """Raises KvlatheError for another schema version or a malformed plan."""
+        try:
+            raw = json.loads(text)
+            version = raw.get("schema_version")
+            if version != SCHEMA_VERSION:
+                raise KvlatheError(
+                    f"the plan has schema version {version}",
+                    f"this kvlathe reads version {SCHEMA_VERSION}",
+                    "build the engine again",
+                )
+            return cls(
+                **{
+                    **raw,
+                    "model": ModelShape(**raw["model"]),
+                    "lanes": tuple(Lane(**{**x, "planes": tuple(x["planes"])}) for x in raw["lanes"]),
+                    "tiers": tuple(Tier(**x) for x in raw["tiers"]),
+                    "buckets": tuple(
+                        Bucket(**{**x, "lanes": tuple(x["lanes"]), "tokens": TokenRule(**x["tokens"])})
+                        for x in raw["buckets"]
+                    ),
+                }
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise KvlatheError("the plan cannot be read", f"it is malformed ({error})", "build the engine again") from error
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over everything that changes results (not over notes)."""
+        raw = dataclasses.asdict(self)
+        raw.pop("notes")
+        return hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
+
+
+def check(plan: CompressionPlan) -> None:
+    """Raise KvlatheError unless the plan obeys every rule written at its classes."""
+
+    def refuse(fact: str, reason: str) -> None:
+        raise KvlatheError(fact, reason, "mend the method that made this plan")
+
+    m = plan.model
+    if [(x.layer, x.head) for x in plan.lanes] != [(i, h) for i in range(m.layers) for h in range(m.kv_heads)]:
+        refuse("the plan's lanes are not one for each layer and KV head, in order", "every cache address depends on it")
+    if plan.page_tokens % RANK_MULTIPLE or plan.page_tokens <= 0:
+        refuse(f"page_tokens is {plan.page_tokens}", f"pages are whole multiples of {RANK_MULTIPLE} tokens")
+    if plan.prefill_chunk % plan.page_tokens or plan.prefill_chunk <= 0:
+        refuse(f"prefill_chunk is {plan.prefill_chunk}", f"it must be a multiple of the page ({plan.page_tokens} tokens)")
+    for lane in plan.lanes:
+        where = f"layer {lane.layer} head {lane.head}"
+        if lane.rank_k % RANK_MULTIPLE or lane.rank_v % RANK_MULTIPLE:
+            refuse(f"{where} has ranks {lane.rank_k}/{lane.rank_v}", f"ranks are multiples of {RANK_MULTIPLE}")
+        if lane.removed:
+            keeper = None if lane.fill_from is None else plan.lane(lane.layer, lane.fill_from)
+            if keeper is None or keeper.removed or lane.rank_v:
+                refuse(f"{where} is removed", "it needs rank_v 0 and fill_from naming a kept head of its layer")
+        elif lane.rank_v == 0 or lane.fill_from is not None:
+            refuse(f"{where} keeps K", "a kept lane needs rank_v >= 16 and no fill_from")
+        elif not lane.projected and lane.rank_k != -(-lane.input_dim // RANK_MULTIPLE) * RANK_MULTIPLE:
+            refuse(f"{where} has input_dim {lane.input_dim} and rank_k {lane.rank_k}", "an unprojected lane caches its input")
+        if lane.rope == "planes" and lane.input_dim != 2 * len(lane.planes):
+            refuse(f"{where} keeps {len(lane.planes)} planes in {lane.input_dim} dims", "a plane is two dims")
+    fresh: list[int] = []
+    for i, bucket in enumerate(plan.buckets):
+        if not 0 <= bucket.tier < len(plan.tiers):
+            refuse(f"bucket {i} names tier {bucket.tier}", "no such tier")
+        if bucket.source is None:
+            fresh += bucket.lanes
+            if plan.tiers[bucket.tier].quantized:
+                refuse(f"bucket {i} takes new tokens in {plan.tiers[bucket.tier]}", "fresh tokens are 16 or 32 bit")
+        elif not set(bucket.lanes) <= set(plan.buckets[bucket.source].lanes):
+            refuse(f"bucket {i} seals lanes that its source lacks", "a page seals only what it holds")
+    if sorted(fresh) != [i for i, lane in enumerate(plan.lanes) if not lane.removed]:
+        refuse("some lane is in no fresh bucket, or in two", "each new token has one place for each lane")
+    if len({(plan.tiers[b.tier].bits_k, plan.tiers[b.tier].bits_v) for b in plan.buckets if b.source is None}) > 1:
+        refuse("fresh buckets differ in number format", "Attend writes all fresh rows in one hot format")

@@ -1,0 +1,56 @@
+"""StepPlan and Session: one packed step in, logits and rows to append out. Every backend offers this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One packed step of any mix of prefill chunks and decodes. All int32. docs/attend.md gives the meaning.
+
+    Arrays may be padded to a capacity: tokens past ``query_starts[-1]`` belong to nobody, sequences past the real ones
+    have no queries and length 0.
+    """
+
+    input_ids: Int32  # [T]
+    positions: Int32  # [T]
+    query_starts: Int32  # [B+1]
+    query_offsets: Int32  # [Q]
+    lengths: Int32  # [B, S] tokens cached before this step
+    page_tables: tuple[Int32, ...]  # S arrays [B, M_b], with the pages of this step's tokens already reserved
+    logit_rows: Int32  # [R] rows of input_ids whose next-token logits are wanted
+
+
+class Session(Protocol):
+    """A loaded engine. ``run`` computes; the other calls change the pool between steps, on whole pages."""
+
+    def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
+        """Logits [R, vocab]; the step's rows are written to the places after ``lengths`` in the fresh buckets."""
+        ...
+
+    def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...]) -> None:
+        """Quantize (split, drop) full page ``page`` of fresh bucket ``fresh`` into one page of each of its cold buckets."""
+        ...
+
+    def evict(self, bucket: int, pages: Int32, keep: npt.NDArray[np.int64]) -> None:
+        """Compact a sequence's lanes: ``keep`` [lanes of the bucket, n] are the kept token places, ascending."""
+        ...
+
+    def copy_page(self, bucket: int, source: int, target: int) -> None:
+        """Copy on write."""
+        ...
+
+    def read_page(self, bucket: int, page: int) -> bytes:
+        """Swap out: the page's bytes."""
+        ...
+
+    def write_page(self, bucket: int, page: int, data: bytes) -> None:
+        """Swap in."""
+        ...
