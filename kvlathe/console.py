@@ -1,0 +1,125 @@
+"""What a person sees: log lines, progress bars and messages on stderr, results on stdout, tables in one style.
+
+Standard output carries results alone, so that it can be piped; everything else goes to standard error.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+Item = TypeVar("Item")
+
+LEVELS = ("debug", "info", "warning", "error")
+SLOW_SECONDS = 2.0
+"""Work that takes longer than this says so: with a bar on a terminal, with one log line elsewhere."""
+
+log = logging.getLogger("kvlathe")
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+_bars: Progress | None = None
+
+
+def setup(level: str = "info") -> None:
+    """Send kvlathe's log to stderr from ``level`` (one of LEVELS) up. The command line calls this once."""
+    handler = RichHandler(console=err, show_path=level == "debug", log_time_format="[%X]", markup=False)
+    log.handlers[:] = [handler]
+    log.setLevel(level.upper())
+    log.propagate = False
+
+
+def progress(items: Iterable[Item], description: str, total: int | None = None) -> Iterator[Item]:
+    """Yield ``items``, showing how far they are as a bar on stderr.
+
+    The bar appears only on a terminal and leaves nothing behind; bars may nest. Elsewhere (pipes, CI) work slower than
+    SLOW_SECONDS leaves one log line when it is done. ``total`` defaults to ``len(items)`` where there is one.
+    """
+    count = total if total is not None else _length(items)
+    started = time.monotonic()
+    yield from _with_bar(items, description, count) if err.is_terminal else items
+    seconds = time.monotonic() - started
+    if seconds > SLOW_SECONDS:
+        log.info("%s: %.1f s", description, seconds)
+
+
+def _with_bar(items: Iterable[Item], description: str, count: int | None) -> Iterator[Item]:
+    """One live display serves all bars, because a terminal has one bottom line to draw on."""
+    global _bars
+    outermost = _bars is None
+    bars = _bars = _bars or _new_bars()
+    if outermost:
+        bars.start()
+    task = bars.add_task(description, total=count)
+    try:
+        for item in items:
+            yield item
+            bars.advance(task)
+    finally:
+        bars.remove_task(task)
+        if outermost:
+            bars.stop()
+            _bars = None
+
+
+def _new_bars() -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=err, transient=True)
+
+
+def _length(items: Iterable[object]) -> int | None:
+    try:
+        return len(items)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], console: Console = out) -> None:
+    """Print ``rows`` under ``columns``; numbers are right-aligned, None is a dash."""
+    rows = [tuple(row) for row in rows]
+    table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
+    for i, column in enumerate(columns):
+        numeric = any(isinstance(row[i], int | float) for row in rows)
+        table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell(value) for value in row))
+    console.print(table)
+
+
+def cell(value: object) -> str:
+    """A value as people read it: four significant digits, thousands separated, a dash for nothing."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def human_bytes(count: float) -> str:
+    """Bytes in binary units, three significant digits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def fail(message: str) -> None:
+    """One line on stderr, as every command says why it stopped. Plain text: scripts read it too."""
+    print(f"error: {message}", file=sys.stderr)
