@@ -1,0 +1,61 @@
+"""The backends that can build an engine, as data: what each is called, computes in, and which module builds it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from kvlathe.engines.manifest import Limits
+from kvlathe.errors import KvlatheError
+from kvlathe.export.plan import CompressionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class BackendInfo:
+    """``dtypes``: what it computes in, the default first. ``missing`` is why it cannot be used, if it cannot."""
+
+    module: str
+    dtypes: tuple[str, ...]
+    missing: str = ""
+
+
+BACKENDS: Mapping[str, BackendInfo] = {
+    "onnxruntime": BackendInfo("kvlathe.engines.onnxruntime", ("float32", "float16")),
+    "tensorrt_rtx": BackendInfo("kvlathe.engines.tensorrt", ("float16",)),
+    "tensorrt": BackendInfo("kvlathe.engines.tensorrt", ("float16",)),
+    "cuda": BackendInfo("", ("float16",), missing="the native CUDA kernels that it runs are not part of this version"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What a backend made of the ONNX file. ``versions`` of its libraries; ``architectures`` as in Manifest."""
+
+    versions: Mapping[str, str]
+    architectures: tuple[str, ...]
+
+
+class Backend(Protocol):
+    """A backend's module. ``name`` is the key in BACKENDS (one module may serve several)."""
+
+    def identify(self, name: str) -> Built:
+        """Its library versions and targets, before anything is built. Raises KvlatheError where one is missing."""
+        ...
+
+    def build(self, name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> None:
+        """Turn ``folder``'s model.onnx into what this backend runs, in place. Raises KvlatheError if it cannot."""
+        ...
+
+
+def backend(name: str) -> Backend:
+    """The module that builds for ``name``. Raises KvlatheError for a name that is unknown or cannot be used."""
+    info = BACKENDS.get(name)
+    ready = ", ".join(key for key, value in BACKENDS.items() if not value.missing)
+    if info is None:
+        raise KvlatheError(f"there is no backend {name!r}", "", f"choose one of {ready}")
+    if info.missing:
+        raise KvlatheError(f"the backend {name} cannot build an engine yet", info.missing, f"choose one of {ready}")
+    return importlib.import_module(info.module)  # type: ignore[return-value]

@@ -1,0 +1,54 @@
+"""The ONNX Runtime engine: the exported file is the engine. Building it means proving that the runtime takes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from kvlathe.engines.backends import Built
+from kvlathe.engines.manifest import ONNX_FILE, Limits
+from kvlathe.errors import KvlatheError
+from kvlathe.export.plan import CompressionPlan
+
+
+def identify(name: str) -> Built:
+    """ONNX Runtime runs the same file on every machine it runs on; here that is the CPU."""
+    return Built(versions={"onnxruntime": version("onnxruntime")}, architectures=("cpu",))
+
+
+def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> None:
+    """Load the graph once, in a child process: its memory is gone before the next step, and a crash stays there."""
+    command = [sys.executable, "-m", "kvlathe.engines.onnxruntime", str(folder / ONNX_FILE)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONSAFEPATH": "1"})
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise KvlatheError("ONNX Runtime does not load the exported graph", reason, "report this with the command line")
+    missing = set(_wanted(plan)) - set(json.loads(done.stdout))
+    if missing:
+        raise KvlatheError("the exported graph is not what the runtime asks", f"it lacks {sorted(missing)}", "report this")
+
+
+def _wanted(plan: CompressionPlan) -> list[str]:
+    """The tensors of docs/attend.md that every plan has."""
+    tables = [f"page_table_{b}" for b in range(len(plan.buckets))]
+    return ["input_ids", "positions", "query_starts", "query_offsets", "lengths", "logit_rows", *tables, "logits", "rows"]
+
+
+def _load(path: str) -> list[str]:
+    """Names of the graph's inputs and outputs. No optimization and no repacking: weights stay in the mapped file."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return [value.name for value in (*session.get_inputs(), *session.get_outputs())]
+
+
+if __name__ == "__main__":
+    print(json.dumps(_load(sys.argv[1])))
