@@ -119,3 +119,20 @@ class CacheLayout:
                 held = round(tokens // p * p * bucket.tokens.share)
             total += -(-held // p) * self.page_stride[i]
         return total
+
+
+Places = npt.NDArray[np.int64]
+
+
+def element_places(rank: int, tokens: int, axis: str, group: int) -> tuple[Places, Places]:
+    """Where element (token, channel) of a quantized K or V slab lies: its code and its group, both [tokens, rank].
+
+    Code i of b bits is bits (i * b) % 8 and up of byte i * b // 8 (lowest bits first); the (scale, minimum) of group j
+    are halves 2 j and 2 j + 1 of the metadata.
+    """
+    token, channel = np.arange(tokens)[:, None], np.arange(rank)[None, :]
+    if axis == "rank":
+        sizes = groups_along_rank(rank, group)
+        of_channel = np.repeat(np.arange(len(sizes)), sizes)
+        return token * rank + channel, token * len(sizes) + of_channel[None, :]
+    return channel * tokens + token, channel * -(-tokens // group) + token // group

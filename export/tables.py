@@ -1,0 +1,226 @@
+"""The index arrays that Attend needs: where each lane's data lies in packed rows and in the cache's pages.
+
+The eager op and the ONNX function gather by the same arrays, so one place knows the addresses. A *unit* is
+``plan.unit`` elements: what one gather moves. A lane narrower than the widest of its layer repeats its first unit (or
+code) of the same token, which is finite: padded K columns meet zero columns of q', padded V columns are dropped when o
+is packed.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.export.layout import CacheLayout, element_places
+from kvlathe.export.plan import CompressionPlan, Lane, Tier
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Form:
+    """Plan-wide facts that specialise Attend; everything that differs between layers is an array (see LayerTables)."""
+
+    plan: CompressionPlan
+
+    @cached_property
+    def _active(self) -> tuple[Lane, ...]:
+        return tuple(lane for lane in self.plan.lanes if not lane.removed)
+
+    @cached_property
+    def even(self) -> bool:
+        """All lanes have one input width and one kind of RoPE: packed q and k are reshaped, not gathered."""
+        kinds = {(lane.input_dim, lane.rope) for lane in self._active}
+        return len(kinds) == 1 and next(iter(kinds))[1] != "planes"
+
+    @cached_property
+    def rope(self) -> bool:
+        return any(lane.rope != "none" for lane in self._active)
+
+    @cached_property
+    def grain(self) -> int:
+        """Elements that the gather of uneven inputs moves at once: divides every rotated half and every plain width."""
+        widths = (lane.input_dim // (1 if lane.rope == "none" else 2) for lane in self._active)
+        return math.gcd(self.plan.unit, *widths)
+
+    @cached_property
+    def shared(self) -> bool:
+        """Every bucket holds every lane."""
+        return all(len(bucket.lanes) == len(self._active) for bucket in self.plan.buckets)
+
+    @cached_property
+    def hot_bits(self) -> tuple[int, int]:
+        """Bits in which fresh K and V are rounded and stored."""
+        tier = next(self.plan.tiers[b.tier] for b in self.plan.buckets if b.source is None)
+        return tier.bits_k, tier.bits_v
+
+    def tier(self, bucket: int) -> Tier:
+        return self.plan.tiers[self.plan.buckets[bucket].tier]
+
+    @cached_property
+    def pools(self) -> tuple[str, ...]:
+        """The typed views of the cache that the plan's tiers need (quantization metadata is read as halves)."""
+        names = set()
+        for bucket in self.plan.buckets:
+            tier = self.plan.tiers[bucket.tier]
+            for bits in (tier.bits_k, tier.bits_v):
+                names |= {pool_name(bits)} | ({"pool_f16"} if bits < 16 else set())
+        return tuple(name for name in ("pool_f32", "pool_f16", "pool_u8") if name in names)
+
+
+def pool_name(bits: int) -> str:
+    return {32: "pool_f32", 16: "pool_f16"}.get(bits, "pool_u8")
+
+
+class LayerTables(dict[str, Int32]):
+    """The arrays of one layer by node input name, in node order, and the layer's sizes.
+
+    H lanes, G query heads a lane, D the widest input, Rk/Rv the widest ranks, W the width of unpacked inputs (D before
+    a projection, else Rk), P tokens a page, g the grain, u the unit; Hs lanes of this layer in bucket s (at least one
+    row: a bucket without a lane here reads its page's start and nobody looks).
+        q_columns [H*G*W/g], k_columns [H*W/g]           grains of the packed input; its width/g stands for zeros
+        q_partners, k_partners                           the same for the other half of each RoPE pair
+        cos_columns [H*W], sin_columns [H*W]             columns of [cos, 1] and of [-sin, sin, 0]
+        v_units [H*Rv/u]                                 units of packed v
+        row_units [(sum rank_k)/u], o_units              units of [H, Rk] (of [H, G, Rv]) that packing keeps
+        lanes_s [Hs], places_s [H]                       bucket s: its lanes; each lane's place there (Hs: absent)
+        k_units_s [Hs, P, Rk/u], v_units_s               unit rows from the page's start, 16 and 32 bit
+        k_codes_s [Hs, C], k_code_at_s [Hs*P*Rk]         rows of u bytes of the codes; places among [Hs*C*u*8/bits]
+        k_meta_s [Hs, E], k_meta_at_s [Hs*P*Rk]          rows of u halves; places of the scales among [Hs*E*u]
+    """
+
+    def __init__(self, plan: CompressionPlan, layer: int) -> None:
+        super().__init__()
+        self.plan, self.layer, self.form, self.layout = plan, layer, Form(plan), CacheLayout(plan)
+        self.lanes = plan.active(layer)
+        self.H, self.G = len(self.lanes), plan.model.group_size
+        self.D = max(lane.input_dim for lane in self.lanes)
+        self.Rk = max(lane.rank_k for lane in self.lanes)
+        self.Rv = max(lane.rank_v for lane in self.lanes)
+        self.W = self.D if plan.projected else self.Rk
+        if not self.form.even:
+            self._inputs()
+        self._packing()
+        for bucket in range(len(plan.buckets)):
+            self._bucket(bucket)
+
+    def _put(self, name: str, values: npt.ArrayLike) -> None:
+        self[name] = np.ascontiguousarray(values, np.int32)
+
+    # -- packed rows ---------------------------------------------------------------------------------------------
+    def _inputs(self) -> None:
+        """Unpacking of lanes with different widths or RoPE."""
+        g, width = self.form.grain, self.W
+        for name, heads in (("q", self.G), ("k", 1)):
+            total = heads * sum(lane.input_dim for lane in self.lanes)
+            columns = np.full((self.H, heads, width), total)
+            partners = columns.copy()
+            start = 0
+            for h, lane in enumerate(self.lanes):
+                for i in range(heads):
+                    columns[h, i, : lane.input_dim] = start + np.arange(lane.input_dim)
+                    if lane.rope != "none":
+                        partners[h, i, : lane.input_dim] = start + np.roll(
+                            np.arange(lane.input_dim), lane.input_dim // 2
+                        )
+                    start += lane.input_dim
+            self._put(f"{name}_columns", columns.reshape(-1, g)[:, 0] // g)
+            if self.form.rope:
+                self._put(f"{name}_partners", partners.reshape(-1, g)[:, 0] // g)
+        if self.form.rope:
+            self._rope_columns()
+
+    def _rope_columns(self) -> None:
+        count = self.planes
+        cos, sin = np.full((self.H, self.W), count), np.full((self.H, self.W), 2 * count)
+        for h, lane in enumerate(self.lanes):
+            if lane.rope != "none":
+                planes = np.array(lane.planes if lane.rope == "planes" else range(lane.input_dim // 2))
+                cos[h, : lane.input_dim] = np.concatenate([planes, planes])
+                sin[h, : lane.input_dim] = np.concatenate([planes, planes + count])
+        self._put("cos_columns", cos.reshape(-1))
+        self._put("sin_columns", sin.reshape(-1))
+
+    @property
+    def planes(self) -> int:
+        """Columns of cos and sin."""
+        return self.plan.model.head_dim // 2
+
+    def _packing(self) -> None:
+        u, g = self.plan.unit, self.G
+        ranks_k = np.array([lane.rank_k // u for lane in self.lanes])
+        ranks_v = np.array([lane.rank_v // u for lane in self.lanes])
+        self._put("v_units", _padded(np.cumsum(ranks_v) - ranks_v, ranks_v, self.Rv // u))
+        self._put("row_units", _kept(ranks_k, self.Rk // u))
+        self._put("o_units", _kept(np.repeat(ranks_v, g), self.Rv // u))
+
+    # -- pages ---------------------------------------------------------------------------------------------------
+    def _bucket(self, bucket: int) -> None:
+        first = self.layer * self.plan.model.kv_heads
+        held = [h for h, lane in enumerate(self.lanes) if first + lane.head in self.plan.buckets[bucket].lanes]
+        if not self.form.shared:
+            places = np.full(self.H, max(len(held), 1))
+            places[held] = np.arange(len(held))
+            self._put(f"lanes_{bucket}", held or [0])
+            self._put(f"places_{bucket}", places)
+        lanes = [self.lanes[h] for h in held]
+        slabs = [self.layout.slab(bucket, first + lane.head) for lane in lanes]
+        tier = self.form.tier(bucket)
+        ranks_k, ranks_v = [lane.rank_k for lane in lanes], [lane.rank_v for lane in lanes]
+        at_k, at_v = [s.k for s in slabs], [s.v for s in slabs]
+        if tier.bits_k < 16:
+            meta = [s.k_meta for s in slabs]
+            self._codes(f"k_%s_{bucket}", ranks_k, self.Rk, at_k, meta, tier.bits_k, tier.axis_k, tier.group_k)
+        else:
+            self._put(f"k_units_{bucket}", self._units(ranks_k, self.Rk, at_k, tier.bits_k))
+        if tier.bits_v < 16:
+            meta = [s.v_meta for s in slabs]
+            self._codes(f"v_%s_{bucket}", ranks_v, self.Rv, at_v, meta, tier.bits_v, tier.axis_v, tier.group_v)
+        else:
+            self._put(f"v_units_{bucket}", self._units(ranks_v, self.Rv, at_v, tier.bits_v))
+
+    def _units(self, ranks: list[int], widest: int, offsets: list[int], bits: int) -> npt.NDArray[np.int64]:
+        """[Hs, P, widest/u]: rows of token t = offset + t * rank / u + j."""
+        u, tokens = self.plan.unit, np.arange(self.plan.page_tokens)[:, None]
+        rows = np.zeros((max(len(ranks), 1), len(tokens), widest // u), np.int64)
+        for h, (rank, offset) in enumerate(zip(ranks, offsets, strict=True)):
+            unit = np.arange(widest // u)
+            rows[h] = offset * 8 // bits // u + tokens * (rank // u) + np.where(unit < rank // u, unit, 0)
+        return rows
+
+    def _codes(
+        self, name: str, ranks: list[int], widest: int, at: list[int], meta: list[int], bits: int, axis: str, group: int
+    ) -> None:
+        u, tokens, count = self.plan.unit, self.plan.page_tokens, max(len(ranks), 1)
+        places = [element_places(rank, tokens, axis, group) for rank in ranks]
+        code_rows = max([rank * tokens * bits // 8 // u for rank in ranks], default=1)
+        meta_rows = max([-(-2 * (int(groups.max()) + 1) // u) for _, groups in places], default=1)
+        codes, metas = np.zeros((count, code_rows), np.int64), np.zeros((count, meta_rows), np.int64)
+        code_at, meta_at = np.zeros((2, count, tokens, widest), np.int64)
+        for h, (rank, (code, groups)) in enumerate(zip(ranks, places, strict=True)):
+            rows = np.arange(code_rows)
+            codes[h] = at[h] // u + np.where(rows < rank * tokens * bits // 8 // u, rows, 0)
+            rows = np.arange(meta_rows)
+            metas[h] = meta[h] // 2 // u + np.where(rows < -(-2 * (int(groups.max()) + 1) // u), rows, 0)
+            channel = np.where(np.arange(widest) < rank, np.arange(widest), 0)
+            code_at[h] = h * code_rows * u * 8 // bits + code[:, channel]
+            meta_at[h] = h * meta_rows * u + 2 * groups[:, channel]
+        self._put(name % "codes", codes)
+        self._put(name % "code_at", code_at.reshape(-1))
+        self._put(name % "meta", metas)
+        self._put(name % "meta_at", meta_at.reshape(-1))
+
+
+def _padded(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], widest: int) -> npt.NDArray[np.int64]:
+    """Units starts[h] .. starts[h]+counts[h]-1 of each h, padded to ``widest`` by the first one. [len * widest]."""
+    unit = np.arange(widest)[None, :]
+    return (starts[:, None] + np.where(unit < counts[:, None], unit, 0)).reshape(-1)
+
+
+def _kept(counts: npt.NDArray[np.int64], widest: int) -> npt.NDArray[np.int64]:
+    """The first counts[h] of every ``widest`` units."""
+    return np.concatenate([h * widest + np.arange(count) for h, count in enumerate(counts)])
