@@ -1,0 +1,145 @@
+"""report.html: what was built, what it saves and what it costs, on one self-contained page.
+
+The page needs no network and no other file; it follows the reader's light or dark setting and prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.console import cell, human_bytes
+from kvlathe.export import report_charts as charts
+from kvlathe.export.layout import CacheLayout
+from kvlathe.export.plan import CompressionPlan
+
+Array = npt.NDArray[np.floating[Any]]
+TEMPLATE = Path(__file__).with_name("report.html.j2")
+
+
+@dataclass(frozen=True)
+class Stability:
+    """How far the rotations of two disjoint halves of the calibration differ, [L, H] each; K (with Q) and V apart.
+
+    ``epsilon`` = mean |R| and ``delta`` = mean |R_a - R_b| after aligning order and signs; ``angle`` is the largest
+    principal angle between the two kept subspaces, radians (0 at full rank).
+    """
+
+    epsilon_k: Array
+    delta_k: Array
+    angle_k: Array
+    epsilon_v: Array
+    delta_v: Array
+    angle_v: Array
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """Everything the page shows. Byte counts are of one token, all padding and metadata counted.
+
+    ``bytes_baseline`` is the uncompressed cache in the engine's own number format, ``bytes_16bit`` the uncompressed
+    cache in 16 bit. ``spectrum_*`` [L, H, d] are singular values, descending; None for a plan made without
+    calibration. ``measured`` holds accuracy by name where somebody measured it; ``facts`` (calibration, basis ...),
+    ``limits`` and ``versions`` are shown as they are.
+    """
+
+    model: str
+    command: str
+    created: str
+    plan: CompressionPlan
+    bytes_per_token: float
+    bytes_baseline: float
+    bytes_16bit: float
+    spectrum_k: Array | None = None
+    spectrum_v: Array | None = None
+    stability: Stability | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)
+    limits: Mapping[str, object] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+def write_report(path: Path, data: ReportData) -> None:
+    """Write the page to ``path``."""
+    path.write_text(render(data), encoding="utf-8")
+
+
+def render(data: ReportData) -> str:
+    """The page as HTML. Values are escaped; only the charts, which we draw ourselves, enter as markup."""
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters.update(cell=cell, human_bytes=human_bytes)
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(
+        data=data,
+        plan=data.plan,
+        removed=1 - data.bytes_per_token / data.bytes_baseline,
+        removed_16bit=1 - data.bytes_per_token / data.bytes_16bit,
+        charts=_charts(data),
+        curve=data.plan.notes.get("curve"),
+        stability=_stability_rows(data.stability),
+        page=_page_rows(data.plan),
+    )
+
+
+def _charts(data: ReportData) -> dict[str, charts.Markup]:
+    """The charts that this plan has data for, by name."""
+    plan = data.plan
+    drawn = {
+        "bytes": charts.bytes_bars(_byte_rows(data)),
+        "ranks": charts.rank_maps(plan),
+        **{f"page{i}": charts.page_map(plan, i) for i in range(len(plan.buckets))},
+    }
+    if data.spectrum_k is not None and data.spectrum_v is not None:
+        drawn["spectra"] = charts.spectra(data.spectrum_k, data.spectrum_v, plan)
+    if (curve := plan.notes.get("curve")) and curve["points"]:
+        drawn["curve"] = charts.accuracy_curve(curve, 1 - data.bytes_per_token / data.bytes_baseline)
+    if (s := data.stability) is not None:
+        rows = [("K", s.delta_k / s.epsilon_k, s.angle_k), ("V", s.delta_v / s.epsilon_v, s.angle_v)]
+        drawn["stability"] = charts.stability_by_layer(rows)
+    return drawn
+
+
+def _byte_rows(data: ReportData) -> list[tuple[str, float, float]]:
+    """(label, bytes of K, bytes of V) of one token: uncompressed in 16 bit, in the engine's format, and this engine."""
+    k, v = (sum(getattr(lane, name) for lane in data.plan.lanes) for name in ("rank_k", "rank_v"))
+    share = k / (k + v)
+    bits = {data.plan.tiers[bucket.tier].bits_k for bucket in data.plan.buckets if bucket.source is None}
+    same = f"uncompressed, {max(bits)} bit"
+    rows = [("uncompressed, 16 bit", data.bytes_16bit / 2, data.bytes_16bit / 2)]
+    if same != rows[0][0]:
+        rows.append((same, data.bytes_baseline / 2, data.bytes_baseline / 2))
+    return [*rows, ("this engine", data.bytes_per_token * share, data.bytes_per_token * (1 - share))]
+
+
+def _stability_rows(stability: Stability | None) -> list[tuple[str, float, float, float, float]]:
+    """(what, mean epsilon, mean delta, delta / epsilon in %, largest angle in degrees) for K and V."""
+    if stability is None:
+        return []
+    pairs = (
+        ("K (with its queries)", stability.epsilon_k, stability.delta_k, stability.angle_k),
+        ("V", stability.epsilon_v, stability.delta_v, stability.angle_v),
+    )
+    return [
+        (name, float(e.mean()), float(d.mean()), float(100 * d.mean() / e.mean()), float(np.degrees(a.max())))
+        for name, e, d, a in pairs
+    ]
+
+
+def _page_rows(plan: CompressionPlan) -> list[tuple[int, str, int, int, str]]:
+    """(bucket, number format, lanes, bytes of a page, which tokens) of each bucket."""
+    layout = CacheLayout(plan)
+    rows = []
+    for i, bucket in enumerate(plan.buckets):
+        tier = plan.tiers[bucket.tier]
+        rule = {"all": "all", "share": f"{bucket.tokens.share:.0%} by saliency", "budget": f"{bucket.tokens.budget:,}"}
+        bits = f"{tier.bits_k} bit" if tier.bits_k == tier.bits_v else f"K {tier.bits_k} bit, V {tier.bits_v} bit"
+        rows.append((i, bits, len(bucket.lanes), layout.page_stride[i], rule[bucket.tokens.kind]))
+    return rows

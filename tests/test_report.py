@@ -1,0 +1,142 @@
+"""report.html: stands alone, says what the plan says, escapes what it is given."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvlathe.export.layout import CacheLayout
+from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
+from kvlathe.export.report import ReportData, Stability, render, write_report
+
+SHAPE = ModelShape(
+    layers=4, query_heads=4, kv_heads=2, head_dim=64, hidden_size=256, vocab_size=512, max_positions=4096
+)
+
+
+def make_plan(shape: ModelShape = SHAPE, step: int = 16, notes: dict | None = None) -> CompressionPlan:
+    lanes = tuple(
+        Lane(
+            layer,
+            head,
+            shape.head_dim,
+            shape.head_dim - step * (layer % 3),
+            shape.head_dim - step * head % 48,
+            projected=True,
+        )
+        for layer in range(shape.layers)
+        for head in range(shape.kv_heads)
+    )
+    bucket = Bucket(tier=0, lanes=tuple(range(len(lanes))))
+    return CompressionPlan(shape, lanes, (Tier(32, 32),), (bucket,), compression="<b>demo</b>", notes=notes or {})
+
+
+def make_data(plan: CompressionPlan | None = None) -> ReportData:
+    plan = plan or make_plan()
+    m, rng = plan.model, np.random.default_rng(0)
+    spectrum = np.sort(rng.exponential(size=(m.layers, m.kv_heads, m.head_dim)) ** 3)[..., ::-1]
+    positive = rng.uniform(0.01, 0.1, size=(6, m.layers, m.kv_heads))
+    dims = 2 * m.head_dim * m.kv_heads * m.layers
+    return ReportData(
+        model="tiny & <model>",
+        command="kvlathe build --model 'a <b>'",
+        created="2026-01-01T00:00:00Z",
+        plan=plan,
+        bytes_per_token=CacheLayout(plan).bytes_per_token(),
+        bytes_baseline=4 * dims,
+        bytes_16bit=2 * dims,
+        spectrum_k=spectrum,
+        spectrum_v=spectrum,
+        stability=Stability(*positive),
+        measured={"perplexity ratio": 1.0123},
+        limits={"max_seq_len": 4096},
+        versions={"kvlathe": "0"},
+    )
+
+
+class Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.targets: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            if (
+                name.split(":")[-1] in {"src", "href", "action", "data"}
+                and value
+                and not value.startswith(("#", "data:"))
+            ):
+                self.targets.append(value)
+            if name == "id" and value:
+                self.ids.append(value)
+
+
+def parsed(html: str) -> Links:
+    links = Links()
+    links.feed(html)
+    return links
+
+
+def test_the_page_stands_alone_and_is_small(tmp_path: Path) -> None:
+    write_report(tmp_path / "report.html", make_data())
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    links = parsed(html)
+    assert not links.targets and not {"script", "link", "iframe"} & set(links.tags)
+    assert not re.search(r"url\((?!#)|@import", html)
+    assert links.tags.count("svg") == 5 and len(html) < 400_000
+
+
+def test_ids_of_the_charts_do_not_collide() -> None:
+    """Two charts with one clip path's id would cut each other."""
+    html = render(make_data())
+    ids = parsed(html).ids
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r"url\(#([^)]+)\)", html)) | set(re.findall(r'xlink:href="#([^"]+)"', html)) <= set(ids)
+
+
+def test_names_and_commands_are_escaped() -> None:
+    html = render(make_data())
+    assert "<model>" not in html and "tiny &amp; &lt;model&gt;" in html and "<b>demo" not in html
+
+
+def test_the_headline_is_the_ratio_of_the_bytes() -> None:
+    data = make_data()
+    html = render(data)
+    assert f"{100 * (1 - data.bytes_per_token / data.bytes_baseline):.1f} %" in html
+    assert f"{data.bytes_per_token:,.0f}" in html and "1.012" in html
+
+
+def test_every_rank_is_on_the_heat_map() -> None:
+    plan = make_plan(dataclasses.replace(SHAPE, layers=3, kv_heads=4, head_dim=128), step=16)
+    html = render(make_data(plan))
+    drawn = re.findall(r">(\d+)</text>", html)
+    for lane in plan.lanes:
+        assert str(lane.rank_k) in drawn and str(lane.rank_v) in drawn
+
+
+@pytest.mark.parametrize("target", [0.97, None])
+def test_a_search_shows_its_curve(target: float | None) -> None:
+    points = [{"rate": r, "removed": r, "score": 1 - r * r} for r in (0.1, 0.2, 0.3)]
+    curve = {"metric": "retrieval", "baseline": 0.98, "target": target, "points": points}
+    html = render(make_data(make_plan(notes={"curve": curve})))
+    assert "3 plans were measured by retrieval" in html
+    assert ("required" in html) == (target is not None)
+
+
+def test_a_plan_without_calibration_says_how_to_measure() -> None:
+    bare = dataclasses.replace(make_data(), spectrum_k=None, spectrum_v=None, stability=None, measured={})
+    html = render(bare)
+    assert "Singular values" not in html and "kvlathe eval" in html
+
+
+def test_large_models_stay_small() -> None:
+    plan = make_plan(dataclasses.replace(SHAPE, layers=80, kv_heads=8, query_heads=64, head_dim=128))
+    assert len(render(make_data(plan))) < 1_500_000
