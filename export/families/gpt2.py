@@ -1,0 +1,48 @@
+"""GPT-2: learned positions, no RoPE, biases everywhere, fused qkv, weights stored [in, out]."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvlathe.errors import KvlatheError
+from kvlathe.export.families.family import Family
+
+if TYPE_CHECKING:
+    from transformers import GPT2Config
+
+NAMES = {
+    "embed": "transformer.wte",
+    "positions": "transformer.wpe",
+    "attn_norm": "transformer.h.{i}.ln_1",
+    "qkv": "transformer.h.{i}.attn.c_attn",
+    "o": "transformer.h.{i}.attn.c_proj",
+    "mlp_norm": "transformer.h.{i}.ln_2",
+    "up": "transformer.h.{i}.mlp.c_fc",
+    "down": "transformer.h.{i}.mlp.c_proj",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+
+
+def gpt2(config: GPT2Config) -> Family:
+    """Raises KvlatheError for cross-attention."""
+    if config.add_cross_attention:
+        raise KvlatheError("the checkpoint has cross-attention", "only decoders are supported", "choose a plain GPT-2")
+    return Family(
+        names=NAMES,
+        norm="layer",
+        norm_eps=config.layer_norm_epsilon,
+        activation=config.activation_function,
+        kv_heads=config.n_head,
+        intermediate_size=config.n_inner or 4 * config.n_embd,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        in_out=True,
+        scales=tuple(_scale(config, layer) for layer in range(config.n_layer)),
+    )
+
+
+def _scale(config: GPT2Config, layer: int) -> float:
+    scale = (config.n_embd // config.n_head) ** -0.5 if config.scale_attn_weights else 1.0
+    return scale / (layer + 1) if config.scale_attn_by_inverse_layer_idx else scale

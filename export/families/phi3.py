@@ -1,0 +1,27 @@
+"""Phi-3, Phi-3.5 and Phi-4(-mini): fused qkv and gate_up, LongRoPE, RoPE on a part of each head."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvlathe.export.families.family import Family
+from kvlathe.export.families.llama import NAMES
+
+if TYPE_CHECKING:
+    from transformers import Phi3Config
+
+FUSED = {"qkv": "model.layers.{i}.self_attn.qkv_proj", "gate_up": "model.layers.{i}.mlp.gate_up_proj"}
+PHI3_NAMES = {role: name for role, name in NAMES.items() if role not in ("q", "k", "v", "gate", "up")} | FUSED
+
+
+def phi3(config: Phi3Config) -> Family:
+    return Family(
+        names=PHI3_NAMES,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        partial_rotary=True,
+        window=config.sliding_window,
+    )

@@ -1,0 +1,45 @@
+"""Qwen2 and 2.5 (biases on q, k, v) and Qwen3 (RMS norm of each head's q and k before RoPE)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvlathe.export.families.family import Family
+from kvlathe.export.families.llama import NAMES
+
+if TYPE_CHECKING:
+    from transformers import Qwen2Config, Qwen3Config
+
+QK_NORMS = {"q_norm": "model.layers.{i}.self_attn.q_norm", "k_norm": "model.layers.{i}.self_attn.k_norm"}
+
+
+def qwen2(config: Qwen2Config) -> Family:
+    return Family(
+        names=NAMES,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        qkv_bias=True,
+        window=_window(config),
+    )
+
+
+def qwen3(config: Qwen3Config) -> Family:
+    return Family(
+        names=NAMES | QK_NORMS,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        window=_window(config),
+    )
+
+
+def _window(config: Qwen2Config | Qwen3Config) -> int | None:
+    """Only layers of the type ``sliding_attention`` have a window (``use_sliding_window``, ``max_window_layers``)."""
+    return config.sliding_window if "sliding_attention" in (config.layer_types or ()) else None
