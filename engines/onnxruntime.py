@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
 from kvlathe.engines.backends import Built
+from kvlathe.engines.child import ChildFailed, run_module
 from kvlathe.engines.manifest import ONNX_FILE, Limits
 from kvlathe.errors import KvlatheError
 from kvlathe.export.plan import CompressionPlan
@@ -22,20 +21,31 @@ def identify(name: str) -> Built:
 
 def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> None:
     """Load the graph once, in a child process: its memory is gone before the next step, and a crash stays there."""
-    command = [sys.executable, "-m", "kvlathe.engines.onnxruntime", str(folder / ONNX_FILE)]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONSAFEPATH": "1"})
-    if done.returncode != 0:
-        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise KvlatheError("ONNX Runtime does not load the exported graph", reason, "report this with the command line")
-    missing = set(_wanted(plan)) - set(json.loads(done.stdout))
+    try:
+        found = json.loads(run_module("kvlathe.engines.onnxruntime", str(folder / ONNX_FILE)))
+    except ChildFailed as error:
+        raise KvlatheError("ONNX Runtime does not load the exported graph", str(error), "report this") from error
+    missing = set(_wanted(plan)) - set(found)
     if missing:
-        raise KvlatheError("the exported graph is not what the runtime asks", f"it lacks {sorted(missing)}", "report this")
+        raise KvlatheError(
+            "the exported graph is not what the runtime asks", f"it lacks {sorted(missing)}", "report this"
+        )
 
 
 def _wanted(plan: CompressionPlan) -> list[str]:
     """The tensors of docs/attend.md that every plan has."""
     tables = [f"page_table_{b}" for b in range(len(plan.buckets))]
-    return ["input_ids", "positions", "query_starts", "query_offsets", "lengths", "logit_rows", *tables, "logits", "rows"]
+    return [
+        "input_ids",
+        "positions",
+        "query_starts",
+        "query_offsets",
+        "lengths",
+        "logit_rows",
+        *tables,
+        "logits",
+        "rows",
+    ]
 
 
 def _load(path: str) -> list[str]:

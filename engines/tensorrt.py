@@ -1,0 +1,270 @@
+"""TensorRT and TensorRT-RTX engines from the same ONNX file, by the same code.
+
+TensorRT-RTX builds ahead of time on a machine without a GPU; TensorRT builds on the GPU it will run on. Both run the
+model-local function of every Attend node unless a plugin of that name is loaded. The build happens in a child process
+(``_main``), because these libraries end their process when something inside fails. What was built is proved
+afterwards: TensorRT drops what it thinks is not needed and folds what it thinks is constant, so the finished engine's
+own layer list must show, for every Attend node, its score and value products and its softmax.
+
+Running such an engine is not shown here: no GPU that TensorRT-RTX supports was at hand.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module, util
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from kvlathe.engines.backends import Built
+from kvlathe.engines.child import ChildFailed, run_module
+from kvlathe.engines.manifest import ONNX_FILE, WEIGHTS_FILE, Limits
+from kvlathe.errors import KvlatheError
+from kvlathe.export.layout import CacheLayout
+from kvlathe.export.plan import CompressionPlan
+
+ENGINE_FILE = "model.engine"
+LAYERS_FILE = "layers.txt"
+"""The finished engine's layers, as its inspector prints them: readable without a GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Flavour:
+    """One of the two libraries: its Python module, its distribution, and how to get it."""
+
+    module: str
+    distribution: str
+    install: str
+    needs_gpu: bool
+
+
+FLAVOURS = {
+    "tensorrt_rtx": Flavour(
+        "tensorrt_rtx_bindings", "tensorrt-rtx-cu13-bindings", "pip install 'kvlathe[tensorrt]'", False
+    ),
+    "tensorrt": Flavour("tensorrt", "tensorrt", "pip install tensorrt --extra-index-url https://pypi.nvidia.com", True),
+}
+
+PRODUCTS = ("MatMul", "Einsum", "Gemm")
+SOFTMAX = ("Softmax", "Exp")
+
+
+# -- promise before ----------------------------------------------------------------------------------------------------
+def identify(name: str) -> Built:
+    """Version and targets. Raises KvlatheError, with what to install, where the library is missing."""
+    flavour = FLAVOURS[name]
+    if util.find_spec(flavour.module) is None:
+        raise KvlatheError(
+            f"the backend {name} needs the package {flavour.distribution}", "it is missing", flavour.install
+        )
+    trt = import_module(flavour.module)
+    return Built({name: _version(flavour, trt)}, _own_gpu() if flavour.needs_gpu else _ahead_of_time_targets(trt))
+
+
+def _version(flavour: Flavour, trt: Any) -> str:  # noqa: ANN401  the module
+    try:
+        return version(flavour.distribution)
+    except PackageNotFoundError:
+        return str(trt.__version__)
+
+
+def _ahead_of_time_targets(trt: Any) -> tuple[str, ...]:  # noqa: ANN401
+    """Every compute capability the library names; an engine built for no particular one runs on all."""
+    return tuple(name.replace("SM", "sm_") for name in trt.ComputeCapability.__members__ if name.startswith("SM"))
+
+
+def _own_gpu() -> tuple[str, ...]:
+    """The compute capability of GPU 0, from the CUDA driver. Raises KvlatheError where there is no GPU."""
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+        ready = cuda.cuInit(0) == 0 and cuda.cuDeviceComputeCapability(ctypes.byref(major), ctypes.byref(minor), 0) == 0
+    except OSError:
+        ready = False
+    if not ready:
+        raise KvlatheError(
+            "no GPU was found", "TensorRT builds on the GPU it will run on", "use --backend tensorrt_rtx"
+        )
+    return (f"sm_{major.value}{minor.value}",)
+
+
+# -- build ------------------------------------------------------------------------------------------------------------
+def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> None:
+    """model.onnx (fp16) becomes model.engine and layers.txt; the ONNX file and its weights leave the folder.
+
+    Raises KvlatheError with the library's own words if it does not parse or build, and naming the layers if the engine
+    lost an attention.
+    """
+    onnx_path = folder / ONNX_FILE
+    required = required_nodes(onnx_path)
+    job = {
+        "module": FLAVOURS[name].module,
+        "onnx": str(onnx_path),
+        "engine": str(folder / ENGINE_FILE),
+        "layers": str(folder / LAYERS_FILE),
+        "profiles": profiles(plan, limits),
+    }
+    with tempfile.TemporaryDirectory() as links:
+        try:
+            run_module("kvlathe.engines.tensorrt", json.dumps(job), _library_path(FLAVOURS[name], Path(links)))
+        except ChildFailed as error:
+            raise KvlatheError(
+                f"{name} cannot build the exported graph", str(error), "try --backend onnxruntime"
+            ) from error
+    check_attention((folder / LAYERS_FILE).read_text("utf-8"), required)
+    for source in (onnx_path, folder / WEIGHTS_FILE):
+        source.unlink(missing_ok=True)
+
+
+def _library_path(flavour: Flavour, links: Path) -> dict[str, str]:
+    """TensorRT-RTX's parser opens ``libtensorrt_rtx.so`` and its package has ``.so.1`` alone: a link cures it."""
+    spec = None if flavour.needs_gpu else util.find_spec("tensorrt_rtx_libs")
+    if spec is None or not spec.submodule_search_locations:
+        return {}
+    for library in Path(spec.submodule_search_locations[0]).glob("lib*.so.1"):
+        (links / library.name.removesuffix(".1")).symlink_to(library)
+    return {"LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(links), os.environ.get("LD_LIBRARY_PATH")]))}
+
+
+# -- shapes -----------------------------------------------------------------------------------------------------------
+Shapes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""Smallest, most usual and largest shape of one input."""
+Range3 = tuple[int, int, int]
+
+
+def profiles(plan: CompressionPlan, limits: Limits) -> list[dict[str, Shapes]]:
+    """Two optimization profiles: decode (one query a sequence), and a packed step of any mix of chunks and decodes."""
+    batch, tokens = limits.max_batch_size, limits.max_num_tokens
+    chunk = min(plan.prefill_chunk, tokens)
+    return [
+        _profile(plan, limits, tokens=(1, min(batch, tokens), min(batch, tokens)), queries=(1, 1, 1)),
+        _profile(plan, limits, tokens=(1, chunk, tokens), queries=(1, chunk, tokens)),
+    ]
+
+
+def _profile(plan: CompressionPlan, limits: Limits, tokens: Range3, queries: Range3) -> dict[str, Shapes]:
+    """Shapes of docs/attend.md's inputs. The pool may hold every page that the limits allow, in every bucket."""
+    buckets = range(len(plan.buckets))
+    most = -(-limits.max_seq_len // plan.page_tokens)
+    batch, pages = (1, limits.max_batch_size, limits.max_batch_size), (1, -(-most // 2), most)
+    units = [limits.max_batch_size * m * sum(CacheLayout(plan).page_stride) // plan.unit for m in pages]
+    sizes = {
+        "input_ids": [(n,) for n in tokens],
+        "positions": [(n,) for n in tokens],
+        "logit_rows": [(n,) for n in tokens],
+        "query_starts": [(n + 1,) for n in batch],
+        "query_offsets": [(n,) for n in queries],
+        "lengths": [(n, len(buckets)) for n in batch],
+        **{f"page_table_{b}": list(zip(batch, pages, strict=True)) for b in buckets},
+        **{f"pool_{t}": [(n // size, plan.unit) for n in units] for t, size in (("f32", 4), ("f16", 2), ("u8", 1))},
+    }
+    return {name: (low, usual, high) for name, (low, usual, high) in sizes.items()}
+
+
+# -- prove after ------------------------------------------------------------------------------------------------------
+def required_nodes(onnx_path: Path) -> dict[str, frozenset[str]]:
+    """For each Attend node: the nodes of its function that must be seen in the engine (products of two computed
+    tensors, and the softmax's exponentials). Names are as TensorRT's parser gives them.
+    """
+    import onnx
+
+    model = onnx.load(onnx_path, load_external_data=False)
+    bodies = {(f.domain, f.name): _vital(f.node, f.input) for f in model.functions}
+    return {n.name: bodies[n.domain, n.op_type] for n in model.graph.node if (n.domain, n.op_type) in bodies}
+
+
+def _vital(nodes: Iterable[Any], inputs: Iterable[str]) -> frozenset[str]:
+    computed, vital = set(inputs), set()
+    for node in nodes:
+        live = [name in computed for name in node.input if name]
+        if any(live):
+            computed.update(node.output)
+        if (node.op_type in PRODUCTS and all(live)) or (node.op_type in SOFTMAX and any(live)):
+            vital.add(node.name or f"node_of_{node.output[0]}")
+    return frozenset(vital)
+
+
+def check_attention(layers: str, required: Mapping[str, frozenset[str]]) -> None:
+    """Raise KvlatheError naming every Attend node that the engine's layer list does not show whole.
+
+    ``layers`` is the inspector's text: each layer's metadata lists the ONNX nodes it computes, as
+    ``[ONNX Layer: <node in the function> | <Attend node> (Attend)]``, or ``[ONNX Layer: <Attend node>]`` for a plugin.
+    """
+    shown = set(re.findall(r"\[ONNX Layer: ([^\]]+?)(?: \([^)]*\))?\]", layers))
+    lost = {
+        attend: sorted(node for node in nodes if f"{node} | {attend}" not in shown)
+        for attend, nodes in required.items()
+        if attend not in shown
+    }
+    lost = {attend: nodes for attend, nodes in lost.items() if nodes}
+    if lost or not required:
+        what = "; ".join(f"{attend} ({', '.join(nodes)})" for attend, nodes in lost.items()) or "every layer"
+        raise KvlatheError(
+            f"the engine lacks attention of {what}",
+            "TensorRT dropped it or folded it into a constant",
+            "do not use this engine; report this",
+        )
+
+
+# -- the child process ------------------------------------------------------------------------------------------------
+def _main(job: Mapping[str, Any]) -> None:
+    """Parse, build, write the engine and its layer list. Exits with the library's last error on stderr."""
+    trt = import_module(job["module"])
+    logger = _logger(trt)
+    builder = trt.Builder(logger)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(job["onnx"]):
+        error = parser.get_error(0)
+        sys.exit(f"node {error.node_name()} ({error.node_operator()}): {error.desc()}".replace("\n", " "))
+    config = builder.create_builder_config()
+    config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    inputs = [network.get_input(i).name for i in range(network.num_inputs)]
+    for shapes in job["profiles"]:
+        profile = builder.create_optimization_profile()
+        for name in inputs:
+            profile.set_shape(name, *shapes[name])
+        config.add_optimization_profile(profile)
+    engine = builder.build_serialized_network(network, config)
+    if engine is None:
+        sys.exit(logger.last_error or "it gave no reason")
+    with Path(job["engine"]).open("wb") as file:
+        file.write(engine)
+    Path(job["layers"]).write_text(logger.layers or _inspected(trt, logger, engine), "utf-8")
+
+
+def _logger(trt: Any) -> Any:  # noqa: ANN401
+    """Keeps the last error, and the layer list that a builder prints when it is done (as its inspector would)."""
+
+    class Logger(trt.ILogger):
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.last_error = self.layers = ""
+
+        def log(self, severity: Any, message: str) -> None:  # noqa: ANN401
+            if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
+                self.last_error = message.replace("\n", " ")
+            elif message.startswith("Layers:") and "LayerType:" in message:
+                self.layers = message
+
+    return Logger()
+
+
+def _inspected(trt: Any, logger: Any, engine: Any) -> str:  # noqa: ANN401
+    """The engine inspector's own words. It needs the GPU that the engine is for."""
+    loaded = trt.Runtime(logger).deserialize_cuda_engine(engine)
+    if loaded is None:
+        sys.exit(f"the engine was built and cannot be inspected: {logger.last_error}")
+    return loaded.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.ONELINE)
+
+
+if __name__ == "__main__":
+    _main(json.loads(sys.argv[1]))
