@@ -28,20 +28,8 @@ class StepPlan:
     logit_rows: Int32  # [R] rows of input_ids whose next-token logits are wanted
 
 
-class Session(Protocol):
-    """A loaded engine. ``run`` computes; the other calls change the pool between steps, on whole pages."""
-
-    def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
-        """Logits [R, vocab]; the step's rows are written to the places after ``lengths`` in the fresh buckets."""
-        ...
-
-    def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...]) -> None:
-        """Quantize (split, drop) full page ``page`` of fresh bucket ``fresh`` into one page of each of its cold buckets."""
-        ...
-
-    def evict(self, bucket: int, pages: Int32, keep: npt.NDArray[np.int64]) -> None:
-        """Compact a sequence's lanes: ``keep`` [lanes of the bucket, n] are the kept token places, ascending."""
-        ...
+class PageMover(Protocol):
+    """The calls that move whole pages: all that page accounting needs to know of a session."""
 
     def copy_page(self, bucket: int, source: int, target: int) -> None:
         """Copy on write."""
@@ -53,4 +41,20 @@ class Session(Protocol):
 
     def write_page(self, bucket: int, page: int, data: bytes) -> None:
         """Swap in."""
+        ...
+
+
+class Session(PageMover, Protocol):
+    """A loaded engine. ``run`` computes; the other calls change the pool between steps, on whole pages."""
+
+    def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
+        """Logits [R, vocab]; the step's rows are written to the places after ``lengths`` in the fresh buckets."""
+        ...
+
+    def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...]) -> None:
+        """Quantize full page ``page`` of fresh bucket ``fresh`` into one page of each of its cold buckets, in order."""
+        ...
+
+    def evict(self, bucket: int, pages: Int32, keep: npt.NDArray[np.int64]) -> None:
+        """Compact a sequence's lanes: ``keep`` [lanes of the bucket, n] are the kept token places, ascending."""
         ...

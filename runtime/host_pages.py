@@ -1,0 +1,158 @@
+"""HostPages: the arena in host memory and everything that changes pages between steps, in numpy.
+
+A page is one contiguous range, so each bucket sees the arena as a table [page id, page_stride] of bytes; copying,
+swapping, sealing and evicting are operations on rows of it. What computes a step (ONNX Runtime, a native library, a
+reference in a test) is a subclass that adds ``run`` and calls ``append``.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.errors import KvlatheError
+from kvlathe.export.layout import CacheLayout
+from kvlathe.export.plan import CompressionPlan
+from kvlathe.runtime.codec import FLOATS, parts
+from kvlathe.runtime.session import Int32, StepPlan
+
+INT32_UNITS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Scatter:
+    """Where the units of a token's row go in a fresh bucket: to units ``base + place * step`` of its page."""
+
+    bucket: int
+    source: npt.NDArray[np.intp]  # [n] units of one token's row
+    base: npt.NDArray[np.intp]  # [n] units from the page's start
+    step: npt.NDArray[np.intp]  # [n] units from one token to the next
+
+
+class HostPages:
+    """The pool's memory for a plan: ``arena_bytes`` of zeroed, page-aligned memory that costs nothing until touched.
+
+    ``views`` holds it as typed arrays [n, unit] of the formats that Attend reads (pool_f32, pool_f16, pool_u8).
+    """
+
+    def __init__(self, layout: CacheLayout, arena_bytes: int) -> None:
+        check_supported(layout.plan)
+        self.layout, self.plan = layout, layout.plan
+        unit, p = self.plan.unit, self.plan.page_tokens
+        size = -(-max(arena_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        self.rows = [self.memory[: size // stride * stride].reshape(-1, stride) for stride in layout.page_stride]
+        self.parts = [parts(layout, b) for b in range(len(self.plan.buckets))]
+        self.hot = FLOATS[hot_bits(self.plan)]
+        self.row_width = sum(lane.rank_k + lane.rank_v for lane in self.plan.lanes)
+        kinds = {"pool_f32": np.float32, "pool_f16": np.float16, "pool_u8": np.uint8}
+        self.views = {name: self.memory.view(kind).reshape(-1, unit) for name, kind in kinds.items()}
+        self._hot_units = self.memory.view(self.hot).reshape(-1, unit)
+        if len(self._hot_units) > INT32_UNITS:
+            most = f"{INT32_UNITS * unit * self.hot.itemsize:,} bytes"
+            raise KvlatheError(f"a cache of {size:,} bytes is too large", f"addresses reach {most}", "ask for less")
+        self._scatters = [self._scatter(b) for b, bucket in enumerate(self.plan.buckets) if bucket.source is None]
+        self._page_tokens = p
+
+    def _scatter(self, bucket: int) -> _Scatter:
+        starts, unit = row_offsets(self.plan), self.plan.unit
+        source, base, step = [], [], []
+        for index, pair in self.parts[bucket].items():
+            for part, start in zip(pair, starts[index], strict=True):
+                n = part.rank // unit
+                source.append(start // unit + np.arange(n))
+                base.append(part.data // (self.hot.itemsize * unit) + np.arange(n))
+                step.append(np.full(n, n))
+        return _Scatter(bucket, np.concatenate(source), np.concatenate(base), np.concatenate(step))
+
+    def append(self, step: StepPlan, rows: npt.NDArray[np.floating]) -> None:
+        """Write ``rows`` [T, row_width] in the hot format to the places after ``step.lengths`` in the fresh buckets."""
+        counts = np.diff(step.query_starts)
+        sequence = np.repeat(np.arange(len(counts)), counts)
+        nth = np.arange(len(sequence)) - step.query_starts[sequence]
+        units = rows[: len(sequence)].reshape(len(sequence), -1, self.plan.unit)
+        for scatter in self._scatters:
+            place = step.lengths[sequence, scatter.bucket] + nth
+            page = step.page_tables[scatter.bucket][sequence, place // self._page_tokens].astype(np.intp)
+            stride = self.layout.page_stride[scatter.bucket] // (self.hot.itemsize * self.plan.unit)
+            place = place % self._page_tokens
+            target = (page * stride)[:, None] + scatter.base + place[:, None] * scatter.step
+            self._hot_units[target] = units[:, scatter.source]
+
+    def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...]) -> None:
+        """Write full page ``page`` into one page of each cold bucket of ``fresh``, in that bucket's number format."""
+        source = self.rows[fresh][page]
+        for bucket, target in zip(self.plan.cold(fresh), cold_pages, strict=True):
+            for index, pair in self.parts[bucket].items():
+                for part, hot in zip(pair, self.parts[fresh][index], strict=True):
+                    part.write(self.rows[bucket][target], hot.read(source))
+
+    def evict(self, bucket: int, pages: Int32, keep: npt.NDArray[np.int64]) -> None:
+        """Compact a sequence's lanes in place: lane i (in lane order) keeps the token places ``keep[i]``, ascending.
+
+        The caller shortens its page table. Pages must have one owner. Raises KvlatheError if groups run along tokens.
+        """
+        table, p = self.rows[bucket], self._page_tokens
+        used = pages[: -(-keep.shape[1] // p)]
+        for kept, pair in zip(keep, self.parts[bucket].values(), strict=True):
+            for part in pair:
+                if not part.token_major:
+                    raise KvlatheError(
+                        f"bucket {bucket} cannot drop tokens",
+                        "its quantization groups run along the tokens",
+                        "group along the rank in plans that drop tokens",
+                    )
+                for offset, size in part.fields:
+                    columns = slice(offset, offset + p * size)
+                    tokens = table[pages, columns].reshape(-1, size)
+                    packed = table[used, columns].reshape(-1, size)
+                    packed[: len(kept)] = tokens[kept]
+                    table[used, columns] = packed.reshape(len(used), -1)
+
+    def copy_page(self, bucket: int, source: int, target: int) -> None:
+        self.rows[bucket][target] = self.rows[bucket][source]
+
+    def read_page(self, bucket: int, page: int) -> bytes:
+        return self.rows[bucket][page].tobytes()
+
+    def write_page(self, bucket: int, page: int, data: bytes) -> None:
+        self.rows[bucket][page] = np.frombuffer(data, np.uint8)
+
+
+def row_offsets(plan: CompressionPlan) -> dict[int, tuple[int, int]]:
+    """Where K and V of each kept lane begin in a token's row: layer by layer, K of all lanes, then V of all lanes."""
+    offsets, at, heads = {}, 0, plan.model.kv_heads
+    for layer in range(plan.model.layers):
+        indices = [layer * heads + lane.head for lane in plan.active(layer)]
+        width_k = sum(plan.lanes[i].rank_k for i in indices)
+        k, v = at, at + width_k
+        for i in indices:
+            offsets[i] = (k, v)
+            k, v = k + plan.lanes[i].rank_k, v + plan.lanes[i].rank_v
+        at = v
+    return offsets
+
+
+def hot_bits(plan: CompressionPlan) -> int:
+    """Bits of the one format in which new tokens are written."""
+    return next(plan.tiers[bucket.tier].bits_k for bucket in plan.buckets if bucket.source is None)
+
+
+def check_supported(plan: CompressionPlan) -> None:
+    """Refuse a plan whose pages this runtime cannot keep: raises KvlatheError."""
+
+    def refuse(fact: str, reason: str) -> None:
+        raise KvlatheError(fact, reason, "build the engine with another plan")
+
+    for i, bucket in enumerate(plan.buckets):
+        tier = plan.tiers[bucket.tier]
+        if bucket.tokens.kind != "all":
+            refuse(f"bucket {i} keeps a {bucket.tokens.kind} of its tokens", "this runtime keeps all of them")
+        if bucket.source is None and tier.bits_k != tier.bits_v:
+            refuse(f"new K has {tier.bits_k} bits and new V {tier.bits_v}", "a step writes one format")
+        sealed = sorted(lane for cold in plan.cold(i) for lane in plan.buckets[cold].lanes)
+        if sealed and sealed != sorted(bucket.lanes):
+            refuse(f"a lane of bucket {i} seals into no bucket or into two", "its tokens have one place")

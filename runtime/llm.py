@@ -1,0 +1,242 @@
+"""LLM: an engine folder in, text out. What the command line, the evaluation and servers use.
+
+    llm = LLM.load("engine")
+    for answer in llm.generate(["def main():", "# How to install"], SamplingParams(max_new_tokens=32)):
+        print(answer.text, answer.timings.decode_tokens_per_second)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.engines import manifest as manifests
+from kvlathe.engines.manifest import Limits, Manifest
+from kvlathe.errors import KvlatheError
+from kvlathe.export.layout import CacheLayout
+from kvlathe.export.plan import CompressionPlan
+from kvlathe.runtime.engine import Engine
+from kvlathe.runtime.ort_session import OrtSession
+from kvlathe.runtime.pool import PagePool
+from kvlathe.runtime.sampler import Sampler, SamplingParams, TokenLogprob
+from kvlathe.runtime.scheduler import Scheduler
+from kvlathe.runtime.sequence import Chunk, Sequence
+from kvlathe.runtime.session import Session
+from kvlathe.runtime.tokenizer import TextStream, Tokenizer
+
+SESSIONS = {"onnxruntime": OrtSession}
+"""Backend (manifest.backend) -> what runs it here."""
+
+Prompt = str | Items[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds from submission to the first token, and from the first to the last; waiting for others included."""
+
+    prefill_tokens: int
+    prefill_seconds: float
+    decode_tokens: int
+    decode_seconds: float
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """``token_ids`` includes the token that ended the text; ``text`` excludes stop strings and special tokens.
+
+    ``finish_reason``: ``stop`` (end-of-text token or stop string) or ``length``.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    prompt_tokens: int
+    logprobs: list[TokenLogprob] | None
+    timings: Timings
+
+
+class LLM:
+    """An engine with its tokenizer and its cache. Not thread-safe: one call at a time."""
+
+    def __init__(
+        self, session: Session, plan: CompressionPlan, limits: Limits, tokenizer: Tokenizer, cache_bytes: int
+    ) -> None:
+        self.plan, self.limits, self.tokenizer = plan, limits, tokenizer
+        self.layout = CacheLayout(plan)
+        self.pool = PagePool(self.layout, cache_bytes)
+        self.session = session
+        self.engine = Engine(session, self.pool, Scheduler(self.pool, session, limits), tokenizer.stop_ids)
+        self.manifest: Manifest | None = None
+
+    @classmethod
+    def load(
+        cls, engine_dir: str | Path, cache_bytes: int | None = None, threads: int | None = None, verify: bool = True
+    ) -> LLM:
+        """Load an engine folder, checking that its files are those that were built (or just their sizes).
+
+        ``cache_bytes`` of KV cache: by default room for max_batch_size sequences of max_seq_len tokens, at most half of
+        the machine's memory; memory is only taken as it is used. ``threads``: default one for each physical core.
+        Raises KvlatheError where the folder is incomplete, changed, or of a backend that cannot run here.
+        """
+        folder = Path(engine_dir)
+        manifest = manifests.verify(folder, deep=verify)
+        if manifest.backend not in SESSIONS:
+            raise KvlatheError(
+                f"the engine {folder} was built for {manifest.backend}",
+                f"this runtime runs {', '.join(SESSIONS)}",
+                "build it with another --backend",
+            )
+        plan = CompressionPlan.from_json((folder / manifests.PLAN_FILE).read_text("utf-8"))
+        size = cache_bytes or default_cache_bytes(CacheLayout(plan), manifest.limits)
+        session = SESSIONS[manifest.backend](folder, plan, manifest.limits, size, threads)
+        llm = cls(session, plan, manifest.limits, Tokenizer(folder), size)
+        llm.manifest = manifest
+        return llm
+
+    # -- text ------------------------------------------------------------------------------------------------------
+    def generate(
+        self, prompts: Prompt | Items[Prompt], params: SamplingParams | Items[SamplingParams] | None = None
+    ) -> list[Answer]:
+        """Answers in the order of ``prompts`` (texts or token ids), computed together in packed steps.
+
+        ``params``: one for all, or one each. Raises KvlatheError before anything runs if a prompt is empty or too long
+        or there are more prompts than max_batch_size.
+        """
+        batch = as_batch(prompts)
+        if len(batch) > self.limits.max_batch_size:
+            raise KvlatheError(
+                f"{len(batch)} prompts came at once",
+                f"this engine takes {self.limits.max_batch_size}",
+                "send fewer at a time or build with a larger --max_batch_size",
+            )
+        each = list(params) if isinstance(params, Items) else [params or SamplingParams()] * len(batch)
+        sequences = [self.sequence(self.encode(prompt), p) for prompt, p in zip(batch, each, strict=True)]
+        streams = {s: TextStream(self.tokenizer, s.tokens, s.params.stop) for s in sequences}
+        for _ in self._run(streams):
+            pass
+        return [answer(s, streams[s]) for s in sequences]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
+        """The answer's text in pieces of whole characters, as they come."""
+        sequence = self.sequence(self.encode(prompt), params or SamplingParams())
+        text = TextStream(self.tokenizer, sequence.tokens, sequence.params.stop)
+        yield from (piece for _, piece in self._run({sequence: text}) if piece)
+
+    def chat(self, messages: Items[dict[str, Any]], params: SamplingParams | None = None) -> Answer:
+        """The answer to ``messages`` ({"role": ..., "content": ...}) through the checkpoint's chat template."""
+        prompt = self.tokenizer.chat_prompt(messages)
+        return self.generate([self.tokenizer.encode(prompt, add_special_tokens=False)], params)[0]
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+
+    def sequence(self, tokens: list[int], params: SamplingParams) -> Sequence:
+        """A new request for these prompt tokens, checked against the limits. Raises KvlatheError."""
+        self._check(tokens, params.max_new_tokens)
+        return Sequence(tokens, len(tokens), self.pool.open(), self.plan.prefill_chunk, Sampler(params))
+
+    def _check(self, tokens: Items[int], new: int) -> None:
+        if not tokens:
+            raise KvlatheError("the prompt is empty", "there is no token to continue", "give at least one token")
+        vocabulary = self.plan.model.vocab_size
+        if not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            raise KvlatheError("a token id is out of range", f"the vocabulary has {vocabulary}", "check the tokenizer")
+        limits = self.limits
+        for count, limit, flag in (
+            (len(tokens), limits.max_input_len, "max_input_len"),
+            (len(tokens) + new, limits.max_seq_len, "max_seq_len"),
+        ):
+            if count > limit:
+                raise KvlatheError(
+                    f"a prompt of {len(tokens)} tokens with {new} new ones is too long",
+                    f"this engine's {flag} is {limit}",
+                    f"shorten it or build with a larger --{flag}",
+                )
+
+    def _run(self, streams: dict[Sequence, TextStream]) -> Iterator[tuple[Sequence, str]]:
+        """Serve the sequences; yields each new piece of text. Their pages go back however this ends."""
+        scheduler = self.engine.scheduler
+        try:
+            for sequence in streams:
+                scheduler.add(sequence)
+            while not all(sequence.finish_reason for sequence in streams):
+                for sequence in self.engine.step():
+                    yield sequence, self._grow(sequence, streams[sequence])
+        finally:
+            for sequence in streams:
+                scheduler.remove(sequence)
+
+    def _grow(self, sequence: Sequence, text: TextStream) -> str:
+        piece = text.push(sequence.tokens[-1])
+        if text.stopped and not sequence.finish_reason:
+            sequence.finish_reason = "stop"
+            self.engine.scheduler.remove(sequence)
+        return piece + text.close() if sequence.finish_reason else piece
+
+    # -- evaluation ------------------------------------------------------------------------------------------------
+    def logits(self, token_ids: Items[int], rows: Items[int]) -> npt.NDArray[np.float32]:
+        """Next-token logits [len(rows), vocab] after the given places of one sequence, through the paged cache.
+
+        Where the plan seals, the grid is one page, so that every token attends what its decode would attend.
+        """
+        tokens = [int(token) for token in token_ids]
+        self._check(tokens, 0)
+        seals = any(bucket.source is not None for bucket in self.plan.buckets)
+        grid = self.plan.page_tokens if seals else self.plan.prefill_chunk
+        sequence = Sequence(tokens, len(tokens), self.pool.open(), grid, Sampler(SamplingParams()))
+        wanted, found = set(rows), {}
+        try:
+            while sequence.cached < len(tokens):
+                start, count = sequence.cached, sequence.next_tokens(self.limits.max_num_tokens)
+                offsets = [i for i in range(count) if start + i in wanted]
+                reservation = self.pool.reserve(sequence.table, count, sequence.seals_at(start + count))
+                found |= zip(
+                    (start + i for i in offsets),
+                    self.engine.run([Chunk(sequence, count, reservation, offsets)]),
+                    strict=True,
+                )
+        finally:
+            self.pool.release(sequence.table)
+        return np.stack([found[row] for row in rows])
+
+
+def as_batch(prompts: Prompt | Items[Prompt]) -> list[Prompt]:
+    """A text or a list of token ids is a batch of one."""
+    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
+        return [cast(Prompt, prompts)]
+    return list(cast(Items[Prompt], prompts))
+
+
+def answer(sequence: Sequence, text: TextStream) -> Answer:
+    new = sequence.answer
+    prefill, decode = sequence.first_token - sequence.started, sequence.last_token - sequence.first_token
+    return Answer(
+        text=text.text,
+        token_ids=new,
+        finish_reason=sequence.finish_reason or "length",
+        prompt_tokens=sequence.prompt_tokens,
+        logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
+        timings=Timings(sequence.prompt_tokens, prefill, len(new) - 1, decode),
+    )
+
+
+def default_cache_bytes(layout: CacheLayout, limits: Limits) -> int:
+    """Room for a full batch of the longest sequences, at most half of the machine's memory."""
+    pages = 2 * len(layout.page_stride) * max(layout.page_stride)
+    full = limits.max_batch_size * (layout.bytes_for(limits.max_seq_len) + pages)
+    return min(full, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)

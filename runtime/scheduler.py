@@ -1,0 +1,90 @@
+"""Scheduler: which sequences run, and which tokens of them make the next step. First come, first served.
+
+A sequence is admitted once the pool surely holds what everything running and it can grow to, so running sequences do
+not run out of pages. Should slabs be too scattered all the same, the youngest is swapped to host memory until there is
+room. A step takes one token of every decoding sequence, then prompt chunks, oldest first, up to max_num_tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from kvlathe.engines.manifest import Limits
+from kvlathe.errors import KvlatheError
+from kvlathe.runtime.pool import OutOfPages, PagePool, Swapped
+from kvlathe.runtime.sequence import Chunk, Sequence
+from kvlathe.runtime.session import PageMover
+
+
+class Scheduler:
+    def __init__(self, pool: PagePool, mover: PageMover, limits: Limits) -> None:
+        self.pool, self.mover, self.limits = pool, mover, limits
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._swapped: dict[Sequence, Swapped] = {}
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. Raises KvlatheError if it could never be served."""
+        if not self.pool.fits([self.pool.worst_pages(sequence.most_tokens)]):
+            raise KvlatheError(
+                f"a sequence of up to {sequence.most_tokens} tokens does not fit",
+                f"the cache has {self.pool.arena_bytes:,} bytes",
+                "give the cache more memory or ask for fewer tokens",
+            )
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, finished or not; its pages go back."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._swapped.pop(sequence, None)
+        self.pool.release(sequence.table)
+
+    def schedule(self) -> list[Chunk]:
+        """The next step's chunks, their pages reserved. Empty only if nothing is left to do."""
+        self._admit()
+        while True:
+            chunks = self._chunks()
+            if chunks or len(self.running) < 2:
+                return chunks
+            self._preempt()
+
+    def _chunks(self) -> list[Chunk]:
+        budget, chunks = self.limits.max_num_tokens, []
+        for sequence in sorted(self.running, key=lambda s: s.cached < s.prompt_tokens):
+            count = sequence.next_tokens(budget)
+            if not count:
+                break
+            end = sequence.cached + count
+            try:
+                reservation = self.pool.reserve(sequence.table, count, sequence.seals_at(end))
+            except OutOfPages:
+                if len(self.running) == 1:
+                    raise
+                continue
+            wanted = (count - 1,) if end == len(sequence.tokens) else ()
+            chunks.append(Chunk(sequence, count, reservation, wanted))
+            budget -= count
+        return chunks
+
+    def _admit(self) -> None:
+        demands = [self.pool.worst_pages(s.most_tokens) for s in self.running]
+        while self.waiting and len(self.running) < self.limits.max_batch_size:
+            sequence = self.waiting[0]
+            demands.append(self.pool.worst_pages(sequence.most_tokens))
+            if not self.pool.fits(demands):
+                return
+            try:
+                if sequence in self._swapped:
+                    sequence.table = self.pool.swap_in(self._swapped[sequence], self.mover)
+                    del self._swapped[sequence]
+            except OutOfPages:
+                return
+            self.running.append(self.waiting.popleft())
+
+    def _preempt(self) -> None:
+        sequence = self.running.pop()
+        self._swapped[sequence] = self.pool.swap_out(sequence.table, self.mover)
+        self.waiting.appendleft(sequence)

@@ -1,0 +1,182 @@
+"""Tokenizer of an engine folder: text to ids, chat to a prompt, ids to text as they come, and stop strings.
+
+tokenizer.json decides how text is split and which special tokens frame it (its post-processor: transformers 5 reads it
+the same way and ignores add_bos_token beside it); tokenizer_config.json names the special tokens and may hold the chat
+template; generation_config.json may add end-of-text ids. The template is somebody else's program: it runs in jinja2's
+immutable sandbox, with the helpers that transformers gives it.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import tokenizers
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kvlathe.errors import KvlatheError
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder writes for bytes that are no character (yet)."""
+
+
+class Tokenizer:
+    """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json of ``folder``.
+
+    Raises KvlatheError where tokenizer.json is missing or unreadable.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        try:
+            self.backend = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise unreadable(path, error) from error
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        config = read_json(folder / "tokenizer_config.json")
+        self.special = {name: text for name in SPECIAL_TOKENS if (text := token_text(config.get(name)))}
+        self.backend.add_special_tokens([t for t in self.special.values() if self.backend.token_to_id(t) is None])
+        self.stop_ids = stop_ids(read_json(folder / "generation_config.json"), self._id("eos_token"))
+        self.chat_template = chat_template(folder, config)
+
+    def _id(self, name: str) -> int | None:
+        text = self.special.get(name)
+        return None if text is None else self.backend.token_to_id(text)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def chat_prompt(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **values: Any) -> str:  # noqa: ANN401
+        """The prompt that the checkpoint's template makes of ``messages`` ({"role": ..., "content": ...}).
+
+        Encode it with ``add_special_tokens=False``: templates write their own. Raises KvlatheError where there is no
+        template or it refuses the messages.
+        """
+        if self.chat_template is None:
+            raise KvlatheError(
+                "this engine cannot chat", "its checkpoint has no chat template", "give a plain prompt instead"
+            )
+        try:
+            template = sandbox().from_string(self.chat_template)
+            return template.render(
+                messages=list(messages), add_generation_prompt=add_generation_prompt, **self.special, **values
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError) as error:
+            raise KvlatheError("the chat template refused the messages", str(error), "change the messages") from error
+
+
+class TextStream:
+    """The text of one answer, token by token: whole characters only, and cut before the first stop string.
+
+    Text that may be the beginning of a stop string is held back until it is not. The pieces that ``push`` and ``close``
+    return add up to ``text``.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop: Sequence[str] = ()) -> None:
+        # A few tokens of the prompt come first: what a token reads as can depend on the one before it.
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._ids = list(prompt[-4:])
+        self._shown = len(self._ids)  # ids whose text is complete
+        self._anchor = 0  # where decoding begins
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """The text that ``token`` completes, maybe empty. Sets ``stopped`` where a stop string ended the text."""
+        self._ids.append(token)
+        piece = self._new_text()
+        if piece.endswith(UNFINISHED):
+            return ""
+        return self._accept(piece)
+
+    def close(self) -> str:
+        """No more tokens: what was held back, broken characters included."""
+        if self.stopped:
+            return ""
+        piece = self._accept(self._new_text())
+        self.text += self._held
+        return piece + self._held
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._ids[self._anchor : self._shown])
+        return self._tokenizer.decode(self._ids[self._anchor :])[len(before) :]
+
+    def _accept(self, piece: str) -> str:
+        self._anchor, self._shown = self._shown, len(self._ids)
+        held = self._held + piece
+        cuts = [at for at in (held.find(stop) for stop in self._stop) if at >= 0]
+        self.stopped = bool(cuts)
+        end = min(cuts) if cuts else len(held) - self._possible_stop(held)
+        self._held = "" if cuts else held[end:]
+        self.text += held[:end]
+        return held[:end]
+
+    def _possible_stop(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop string."""
+        longest = max((len(stop) for stop in self._stop), default=1) - 1
+        sizes = range(min(longest, len(text)), 0, -1)
+        return next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in self._stop)), 0)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``; empty if there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text("utf-8")))
+    except (OSError, TypeError, ValueError) as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: Exception) -> KvlatheError:
+    return KvlatheError(f"{path} cannot be read", str(error), "build the engine from a complete checkpoint")
+
+
+def token_text(entry: str | dict[str, Any] | None) -> str | None:
+    """Special tokens are written as strings or as {"content": string, ...}."""
+    return entry.get("content") if isinstance(entry, dict) else entry
+
+
+def stop_ids(generation: dict[str, Any], eos: int | None) -> frozenset[int]:
+    """Ids that end a text: generation_config's eos_token_id (one or a list), else the tokenizer's own."""
+    ids = generation.get("eos_token_id", eos)
+    return frozenset(ids) if isinstance(ids, list) else frozenset(() if ids is None else (ids,))
+
+
+def chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """chat_template.jinja comes first, then the config's template: one, or the one named default of several."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text("utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def sandbox() -> ImmutableSandboxedEnvironment:
+    """The environment that chat templates are written for: transformers' settings and helpers."""
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def now(form: str) -> str:
+        return datetime.datetime.now().strftime(form)
+
+    def to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:  # noqa: ANN401
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    env.filters["tojson"] = to_json
+    env.globals.update(raise_exception=refuse, strftime_now=now)
+    return env
