@@ -1,0 +1,9 @@
+#!/usr/bin/env python3
+"""``kvlathe build`` for a checkout: compress a checkpoint's KV cache and write an engine folder."""
+
+from __future__ import annotations
+
+from kvlathe.cli import main
+
+if __name__ == "__main__":
+    main(["build"])

@@ -1,0 +1,6 @@
+#!/usr/bin/env bash
+# Sets up what is missing, then runs the main job on the shipped model: build, generate, evaluate, one table.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/setup.sh
+exec .venv/bin/python scripts/demo.py "$@"

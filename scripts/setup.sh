@@ -1,0 +1,75 @@
+#!/usr/bin/env bash
+# Makes .venv with everything that builds, runs and tests engines, from nothing but Python >= 3.11. Safe to run again.
+# A machine without CUDA never downloads CUDA packages: pip is asked first which torch it would install.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+TORCH=$(sed -n 's/^torch==/torch==/p' constraints.txt)
+CPU_WHEELS=https://download.pytorch.org/whl/cpu
+STAMP=.venv/kvlathe-setup
+
+say() { printf '%s\n' "$*" >&2; }
+die() { say "error: $*"; exit 1; }
+
+find_python() {
+    local candidate
+    for candidate in "${PYTHON:-python3}" python3.14 python3.13 python3.12 python3.11; do
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    die "no Python >= 3.11 was found, because neither python3 nor python3.11 to 3.14 is one: install it, or set PYTHON."
+}
+
+# Debian and Ubuntu ship Python without ensurepip; the package that holds it is named after the version.
+ensure_venv_works() {
+    "$1" -c 'import ensurepip, venv' 2>/dev/null && return
+    local package
+    package=$("$1" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
+    command -v apt-get >/dev/null && [ "$(id -u)" = 0 ] ||
+        die "$1 cannot make virtual environments, because ensurepip is missing: run 'sudo apt-get install $package'."
+    say "installing $package"
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package"; } >&2 </dev/null
+}
+
+# Prints 'cuda' or 'cpu': the build that a plain 'pip install torch' would fetch here, read from its requirements.
+torch_build() {
+    .venv/bin/python -m pip install --quiet --dry-run --no-deps --ignore-installed --report - "$TORCH" |
+        .venv/bin/python -c '
+import json, re, sys
+needs = json.load(sys.stdin)["install"][0]["metadata"].get("requires_dist", [])
+print("cuda" if any(re.match(r"(nvidia|cuda|triton)", need) for need in needs) else "cpu")'
+}
+
+install_torch() {
+    local build
+    build=$(torch_build || echo unknown)
+    if [ "$build" = cpu ]; then
+        .venv/bin/python -m pip install --quiet --no-deps "$TORCH"
+    else
+        .venv/bin/python -m pip install --quiet --no-deps --index-url "$CPU_WHEELS" "$TORCH"
+    fi
+}
+
+wanted=$(cat pyproject.toml constraints.txt scripts/setup.sh | cksum)
+if [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; then
+    exit 0
+fi
+python=$(find_python)
+ensure_venv_works "$python"
+if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
+    say "making .venv with $("$python" --version)"
+    rm -rf .venv
+    "$python" -m venv .venv
+fi
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
+say "installing torch for the CPU (about 200 MB, once)"
+.venv/bin/python -m pip install --quiet 'pip>=23'
+install_torch
+say "installing kvlathe and its tools"
+.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[export,dev]'
+if .venv/bin/python -m pip list --format freeze | grep -q '^nvidia-'; then
+    die "CUDA packages were installed, because a package index answered with them: remove .venv and report this."
+fi
+echo "$wanted" >"$STAMP"

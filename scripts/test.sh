@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Sets up what is missing, then runs every check: linter, types, tests. Arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+scripts/setup.sh
+export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export PYRIGHT_PYTHON_IGNORE_WARNINGS=1 NO_COLOR=1
+ruff check .
+pyright
+python -m pytest -n "${TEST_WORKERS:-$(nproc)}" "$@"
