@@ -57,11 +57,11 @@ class Part:
         mass = scores.logsumexp(-1, keepdim=True)
         return cls(mass, (scores - mass).exp().to(v.dtype) @ v.unsqueeze(1))
 
-    def over(self, lanes: Tensor, places: Tensor) -> Part:
-        """The same part for all H lanes: lanes that have no tokens here get an empty state."""
+    def over(self, places: Tensor) -> Part:
+        """The same part for all H lanes, lane h from place places[h]; lanes at place -1 get an empty state."""
         mass = self.mass.new_full((len(places), *self.mass.shape[1:]), -torch.inf)
         out = self.out.new_zeros((len(places), *self.out.shape[1:]))
-        kept = places < len(lanes)
+        kept = places >= 0
         mass[kept], out[kept] = self.mass[places[kept]], self.out[places[kept]]
         return Part(mass, out)
 
@@ -105,14 +105,14 @@ class AttendLayer(nn.Module):
         """q, k, v packed as in docs/attend.md -> (o [T, sum of G * rank_v], rows [T, sum of rank_k + rank_v])."""
         if torch.compiler.is_exporting():
             return self._node(q, k, v, step)
-        s, u = self.sizes, self.plan.unit
+        u = self.plan.unit
         q, k = self.prepare(q, k, step.cos, step.sin)
         k, v = self._hot(k, 0), self._hot(v, 1)
-        rows = torch.cat([_units(k.transpose(0, 1).flatten(1), self.table("row_units"), u), v], -1)
+        rows = torch.cat([_gathered(k.transpose(0, 1).flatten(1), self.table("row_units"), u), v], -1)
         k, v = k.to(self.dtype), v.to(self.dtype)
-        v = _units(v, self.table("v_units"), u).unflatten(-1, (s.H, s.Rv)).transpose(0, 1)
+        v = _gathered(v, self.table("v_units"), u).transpose(0, 1)
         o = self._uncached(q, k, v, step) if not bool(step.lengths.any()) else self._cached(q, k, v, step)
-        return _units(o.permute(2, 0, 1, 3).flatten(1), self.table("o_units"), u), rows
+        return _gathered(o.permute(2, 0, 1, 3).flatten(1), self.table("o_units"), u), rows
 
     # -- fresh tokens --------------------------------------------------------------------------------------------
     def prepare(self, q: Tensor, k: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -133,15 +133,14 @@ class AttendLayer(nn.Module):
                 assert cos is not None and sin is not None
                 x = x * torch.cat([cos, cos], -1)[:, None, None] + _turned(x) * torch.cat([sin, sin], -1)[:, None, None]
             return F.pad(x, (0, s.W - s.D))
-        shape, grain = (s.H, heads, s.W), self.form.grain
-        x = F.pad(x, (0, grain))
-        own = _units(x, self.table(f"{name}_columns"), grain).unflatten(-1, shape)
+        x, grain = F.pad(x, (0, self.form.grain)), self.form.grain
+        own = _gathered(x, self.table(f"{name}_columns"), grain)
         if not self.form.rope:
             return own
         assert cos is not None and sin is not None
-        partner = _units(x, self.table(f"{name}_partners"), grain).unflatten(-1, shape)
-        cosine = F.pad(cos, (0, 1), value=1.0)[:, self.table("cos_columns")].unflatten(-1, (s.H, 1, s.W))
-        sine = F.pad(torch.cat([-sin, sin], -1), (0, 1))[:, self.table("sin_columns")].unflatten(-1, (s.H, 1, s.W))
+        partner = _gathered(x, self.table(f"{name}_partners"), grain)
+        cosine = F.pad(cos, (0, 1), value=1.0)[:, self.table("cos_columns")]
+        sine = F.pad(torch.cat([-sin, sin], -1), (0, 1))[:, self.table("sin_columns")]
         return own * cosine + partner * sine
 
     def _hot(self, x: Tensor, part: int) -> Tensor:
@@ -178,27 +177,22 @@ class AttendLayer(nn.Module):
         if self.form.shared:
             return Part.of(q, k, v, causal=False)
         lanes = self.table(f"lanes_{bucket}")
-        return Part.of(q[lanes], k, v, causal=False).over(lanes, self.table(f"places_{bucket}"))
+        return Part.of(q[lanes], k, v, causal=False).over(self.table(f"places_{bucket}"))
 
     def _read(self, x: str, bucket: int, pages: Tensor, pools: dict[str, Tensor]) -> Tensor:
         """K or V of all tokens of ``pages`` [M] -> [Hs, M * P, R] float."""
         tier = self.form.tier(bucket)
         bits, stride = (tier.bits_k if x == "k" else tier.bits_v), self.strides[bucket] // self.plan.unit
         if bits >= 16:
-            units = self.table(f"{x}_units_{bucket}")[:, None]
-            return pools[pool_name(bits)][pages[:, None, None] * (stride * 8 // bits) + units].flatten(3).flatten(1, 2)
-        codes = pools["pool_u8"][pages[:, None, None] * stride + self.table(f"{x}_codes_{bucket}")]
+            rows = (pages * (stride * 8 // bits))[:, None, None] + self.table(f"{x}_units_{bucket}")
+            return pools[pool_name(bits)][rows].flatten(-2).flatten(1, 2)
+        codes = pools["pool_u8"][(pages * stride)[:, None] + self.table(f"{x}_codes_{bucket}")]
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
-        codes = ((codes[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)[:, self.table(f"{x}_code_at_{bucket}")]
-        meta = (
-            pools["pool_f16"][pages[:, None, None] * (stride // 2) + self.table(f"{x}_meta_{bucket}")]
-            .flatten(1)
-            .float()
-        )
-        at = self.table(f"{x}_meta_at_{bucket}")
-        values = codes * meta[:, at] + meta[:, at + 1]
-        lanes = len(self.table(f"{x}_codes_{bucket}"))
-        return values.unflatten(1, (lanes, self.plan.page_tokens, -1)).transpose(0, 1).flatten(1, 2)
+        codes = ((codes[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)
+        meta = pools["pool_f16"][(pages * (stride // 2))[:, None] + self.table(f"{x}_meta_{bucket}")].flatten(1).float()
+        code_at, meta_at = self.table(f"{x}_code_at_{bucket}"), self.table(f"{x}_meta_at_{bucket}")
+        values = codes[:, code_at] * meta[:, meta_at] + meta[:, meta_at + 1]
+        return values.squeeze(2).transpose(0, 1).flatten(1, 2)
 
     # -- export --------------------------------------------------------------------------------------------------
     def _node(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> tuple[Tensor, Tensor]:
@@ -234,9 +228,9 @@ def _sequences(step: StepTensors) -> Iterator[tuple[int, slice]]:
     return ((b, slice(a, z)) for b, (a, z) in enumerate(pairwise(starts)) if z > a)
 
 
-def _units(x: Tensor, index: Tensor, size: int) -> Tensor:
-    """[T, n * size] -> the units ``index`` of each row, side by side."""
-    return x.unflatten(-1, (-1, size))[:, index].flatten(1)
+def _gathered(x: Tensor, index: Tensor, size: int) -> Tensor:
+    """x [T, n * size], index [..., m] -> those units of ``size`` elements of each row, [T, ..., m * size]."""
+    return x.unflatten(-1, (-1, size))[:, index].flatten(-2)
 
 
 def _turned(x: Tensor) -> Tensor:

@@ -82,15 +82,15 @@ class LayerTables(dict[str, Int32]):
     H lanes, G query heads a lane, D the widest input, Rk/Rv the widest ranks, W the width of unpacked inputs (D before
     a projection, else Rk), P tokens a page, g the grain, u the unit; Hs lanes of this layer in bucket s (at least one
     row: a bucket without a lane here reads its page's start and nobody looks).
-        q_columns [H*G*W/g], k_columns [H*W/g]           grains of the packed input; its width/g stands for zeros
+        q_columns [H, G, W/g], k_columns [H, 1, W/g]     grains of the packed input; its width/g stands for zeros
         q_partners, k_partners                           the same for the other half of each RoPE pair
-        cos_columns [H*W], sin_columns [H*W]             columns of [cos, 1] and of [-sin, sin, 0]
-        v_units [H*Rv/u]                                 units of packed v
+        cos_columns [H, 1, W], sin_columns [H, 1, W]     columns of [cos, 1] and of [-sin, sin, 0]
+        v_units [H, Rv/u]                                units of packed v
         row_units [(sum rank_k)/u], o_units              units of [H, Rk] (of [H, G, Rv]) that packing keeps
-        lanes_s [Hs], places_s [H]                       bucket s: its lanes; each lane's place there (Hs: absent)
-        k_units_s [Hs, P, Rk/u], v_units_s               unit rows from the page's start, 16 and 32 bit
-        k_codes_s [Hs, C], k_code_at_s [Hs*P*Rk]         rows of u bytes of the codes; places among [Hs*C*u*8/bits]
-        k_meta_s [Hs, E], k_meta_at_s [Hs*P*Rk]          rows of u halves; places of the scales among [Hs*E*u]
+        lanes_s [Hs], places_s [H]                       bucket s: its lanes; each lane's place there (-1: absent)
+        k_units_s [Hs, 1, P, Rk/u], v_units_s            unit rows from the page's start, 16 and 32 bit
+        k_codes_s [Hs*C], k_code_at_s [Hs, 1, P, Rk]     rows of u bytes of the codes; places among [Hs*C*u*8/bits]
+        k_meta_s [Hs*E], k_meta_at_s [Hs, 1, P, Rk]      rows of u halves; places of the scales among [Hs*E*u]
     """
 
     def __init__(self, plan: CompressionPlan, layer: int) -> None:
@@ -128,9 +128,9 @@ class LayerTables(dict[str, Int32]):
                             np.arange(lane.input_dim), lane.input_dim // 2
                         )
                     start += lane.input_dim
-            self._put(f"{name}_columns", columns.reshape(-1, g)[:, 0] // g)
+            self._put(f"{name}_columns", columns[..., ::g] // g)
             if self.form.rope:
-                self._put(f"{name}_partners", partners.reshape(-1, g)[:, 0] // g)
+                self._put(f"{name}_partners", partners[..., ::g] // g)
         if self.form.rope:
             self._rope_columns()
 
@@ -142,8 +142,8 @@ class LayerTables(dict[str, Int32]):
                 planes = np.array(lane.planes if lane.rope == "planes" else range(lane.input_dim // 2))
                 cos[h, : lane.input_dim] = np.concatenate([planes, planes])
                 sin[h, : lane.input_dim] = np.concatenate([planes, planes + count])
-        self._put("cos_columns", cos.reshape(-1))
-        self._put("sin_columns", sin.reshape(-1))
+        self._put("cos_columns", cos[:, None])
+        self._put("sin_columns", sin[:, None])
 
     @property
     def planes(self) -> int:
@@ -163,7 +163,7 @@ class LayerTables(dict[str, Int32]):
         first = self.layer * self.plan.model.kv_heads
         held = [h for h, lane in enumerate(self.lanes) if first + lane.head in self.plan.buckets[bucket].lanes]
         if not self.form.shared:
-            places = np.full(self.H, max(len(held), 1))
+            places = np.full(self.H, -1)
             places[held] = np.arange(len(held))
             self._put(f"lanes_{bucket}", held or [0])
             self._put(f"places_{bucket}", places)
@@ -190,7 +190,7 @@ class LayerTables(dict[str, Int32]):
         for h, (rank, offset) in enumerate(zip(ranks, offsets, strict=True)):
             unit = np.arange(widest // u)
             rows[h] = offset * 8 // bits // u + tokens * (rank // u) + np.where(unit < rank // u, unit, 0)
-        return rows
+        return rows[:, None]
 
     def _codes(
         self, name: str, ranks: list[int], widest: int, at: list[int], meta: list[int], bits: int, axis: str, group: int
@@ -209,16 +209,16 @@ class LayerTables(dict[str, Int32]):
             channel = np.where(np.arange(widest) < rank, np.arange(widest), 0)
             code_at[h] = h * code_rows * u * 8 // bits + code[:, channel]
             meta_at[h] = h * meta_rows * u + 2 * groups[:, channel]
-        self._put(name % "codes", codes)
-        self._put(name % "code_at", code_at.reshape(-1))
-        self._put(name % "meta", metas)
-        self._put(name % "meta_at", meta_at.reshape(-1))
+        self._put(name % "codes", codes.reshape(-1))
+        self._put(name % "code_at", code_at[:, None])
+        self._put(name % "meta", metas.reshape(-1))
+        self._put(name % "meta_at", meta_at[:, None])
 
 
 def _padded(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], widest: int) -> npt.NDArray[np.int64]:
-    """Units starts[h] .. starts[h]+counts[h]-1 of each h, padded to ``widest`` by the first one. [len * widest]."""
+    """Units starts[h] .. starts[h]+counts[h]-1 of each h, padded to ``widest`` by the first one. [len, widest]."""
     unit = np.arange(widest)[None, :]
-    return (starts[:, None] + np.where(unit < counts[:, None], unit, 0)).reshape(-1)
+    return starts[:, None] + np.where(unit < counts[:, None], unit, 0)
 
 
 def _kept(counts: npt.NDArray[np.int64], widest: int) -> npt.NDArray[np.int64]:
