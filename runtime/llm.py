@@ -1,14 +1,14 @@
 """LLM: an engine folder in, text out. What the command line, the evaluation and servers use.
 
-    llm = LLM.load("engine")
-    for answer in llm.generate(["def main():", "# How to install"], SamplingParams(max_new_tokens=32)):
-        print(answer.text, answer.timings.decode_tokens_per_second)
+llm = LLM.load("engine")
+for answer in llm.generate(["def main():", "# How to install"], SamplingParams(max_new_tokens=32)):
+    print(answer.text, answer.timings.decode_tokens_per_second)
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,11 +131,12 @@ class LLM:
             pass
         return [answer(s, streams[s]) for s in sequences]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[str]:
-        """The answer's text in pieces of whole characters, as they come."""
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, Answer]:
+        """The answer's text in pieces of whole characters, as they come; the generator returns the whole answer."""
         sequence = self.sequence(self.encode(prompt), params or SamplingParams())
         text = TextStream(self.tokenizer, sequence.tokens, sequence.params.stop)
         yield from (piece for _, piece in self._run({sequence: text}) if piece)
+        return answer(sequence, text)
 
     def chat(self, messages: Items[dict[str, Any]], params: SamplingParams | None = None) -> Answer:
         """The answer to ``messages`` ({"role": ..., "content": ...}) through the checkpoint's chat template."""
