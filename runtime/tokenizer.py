@@ -70,7 +70,7 @@ class Tokenizer:
             return template.render(
                 messages=list(messages), add_generation_prompt=add_generation_prompt, **self.special, **values
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, OverflowError) as error:
+        except Exception as error:  # it is a program, and may raise anything
             raise KvlatheError("the chat template refused the messages", str(error), "change the messages") from error
 
 
