@@ -65,7 +65,8 @@ class Manifest:
     """``architectures``: what the engine runs on ("cpu", or compute capabilities such as "sm_89").
 
     ``plan_digest`` is CompressionPlan.digest (the meaning; the file's own digest is in ``files``), ``model_digest``
-    names the checkpoint's weights, ``versions`` the libraries that built it. ``created`` is UTC, ISO 8601.
+    names the checkpoint's weights, ``versions`` the libraries that built it. ``made_from`` records plan, ONNX file and
+    weights as exported: a backend may have put its own form in their place. ``created`` is UTC, ISO 8601.
     """
 
     model: str
@@ -82,6 +83,7 @@ class Manifest:
     model_digest: str
     command: str
     created: str
+    made_from: Mapping[str, FileRecord] = dataclasses.field(default_factory=dict)
     files: Mapping[str, FileRecord] = dataclasses.field(default_factory=dict)
     kvlathe_version: str = __version__
     schema_version: int = SCHEMA_VERSION
@@ -128,13 +130,18 @@ def read(folder: Path) -> Manifest:
                 "architectures": tuple(raw["architectures"]),
                 "limits": Limits(**raw["limits"]),
                 "kv_bytes": KvBytes(**raw["kv_bytes"]),
-                "files": {str(name): FileRecord(**record) for name, record in raw["files"].items()},
+                "made_from": _records(raw["made_from"]),
+                "files": _records(raw["files"]),
             }
         )
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise KvlatheError(
             f"{path} cannot be read", f"it is malformed ({error!r})", "build the engine again"
         ) from error
+
+
+def _records(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, FileRecord]:
+    return {str(name): FileRecord(**record) for name, record in raw.items()}
 
 
 def _check_version(folder: Path, version: str, schema: object) -> None:

@@ -1,0 +1,150 @@
+"""BuildRequest: everything a build may be told, and every refusal that needs neither the model nor a library."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvlathe.engines.backends import BACKENDS, backend
+from kvlathe.engines.folder import check_target
+from kvlathe.engines.manifest import Limits
+from kvlathe.errors import KvlatheError
+from kvlathe.export.plan import RANK_MULTIPLE
+
+DTYPE_BYTES = {"float32": 4, "float16": 2}
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """Everything that ``kvlathe build`` takes. None means the default, which depends on the model or the backend.
+
+    At most one of ``removal_rate`` (the papers' r), ``compression_ratio`` (fraction of KV bytes removed) and
+    ``accuracy`` (the largest ratio whose score on ``metric``, over the file ``text`` or ``retrieval``, stays at
+    or above this fraction of the uncompressed score) says how much to compress. ``calibration``: "random" or a
+    .jsonl file of texts; ``stats``: a file that ``kvlathe calibrate`` wrote, used instead. Limits are in tokens,
+    except the batch (sequences). ``kv_bits``: number format of fresh tokens. ``workers``: threads.
+    """
+
+    model: Path
+    output_dir: Path
+    compression: str = "none"
+    removal_rate: float | None = None
+    compression_ratio: float | None = None
+    accuracy: float | None = None
+    metric: Literal["retrieval", "perplexity", "agreement"] = "retrieval"
+    text: Path | None = None
+    retrieval: Path | None = None
+    basis: Literal["svd", "balanced"] = "svd"
+    allocation: Literal["rate", "uniform", "global"] = "rate"
+    rope_fold: Literal["none", "planes"] = "none"
+    centre: bool = False
+    calibration: str | None = None
+    calibration_tokens: int | None = None
+    stats: Path | None = None
+    seed: int = 0
+    backend: str = "onnxruntime"
+    dtype: str | None = None
+    kv_bits: Literal[16, 32] | None = None
+    max_batch_size: int = 8
+    max_input_len: int | None = None
+    max_seq_len: int | None = None
+    max_num_tokens: int | None = None
+    tokens_per_block: int = 64
+    prefill_chunk: int = 512
+    workers: int | None = None
+    overwrite: bool = False
+    use_cache: bool = True
+    command: str = ""
+
+    @property
+    def compute_dtype(self) -> str:
+        return self.dtype or BACKENDS[self.backend].dtypes[0]
+
+    @property
+    def hot_bits(self) -> int:
+        """Fresh tokens are cached as the engine computes."""
+        return self.kv_bits or 8 * DTYPE_BYTES[self.compute_dtype]
+
+    def limits(self, max_seq_len: int) -> Limits:
+        """The profile up to ``max_seq_len``. By default a step holds one chunk beside every sequence's token."""
+        limits = Limits(
+            max_batch_size=self.max_batch_size,
+            max_num_tokens=self.max_num_tokens or self.prefill_chunk + self.max_batch_size,
+            max_input_len=self.max_input_len or max_seq_len,
+            max_seq_len=max_seq_len,
+        )
+        if limits.max_input_len > max_seq_len:
+            raise _refused(
+                f"--max_input_len {limits.max_input_len}", f"sequences end at {max_seq_len} tokens", "lower it"
+            )
+        return limits
+
+
+def check(request: BuildRequest) -> None:
+    """Raise KvlatheError for the first thing that cannot be: options that exclude each other, numbers out of range, a
+    backend that cannot be used, an output folder that exists.
+    """
+    _check_target(request)
+    _check_sizes(request)
+    backend(request.backend)
+    dtypes = BACKENDS[request.backend].dtypes
+    if request.compute_dtype not in dtypes:
+        raise _refused(
+            f"--dtype {request.dtype}", f"{request.backend} computes in {', '.join(dtypes)}", "choose another"
+        )
+    check_target(request.output_dir, request.overwrite)
+
+
+def _check_target(request: BuildRequest) -> None:
+    targets = {
+        "--removal-rate": request.removal_rate,
+        "--compression-ratio": request.compression_ratio,
+        "--accuracy": request.accuracy,
+    }
+    given = [name for name, value in targets.items() if value is not None]
+    if len(given) > 1:
+        raise _refused(" and ".join(given), "each of them says how much to compress", "give one")
+    if given and request.compression == "none":
+        raise _refused(f"{given[0]} with --compression none", "it removes nothing", "name a compression")
+    for name in given:
+        if not 0 <= (targets[name] or 0) < 1 and not (name == "--accuracy" and targets[name] == 1):
+            raise _refused(f"{name} {targets[name]}", "it is a fraction", "give a number from 0 to 1")
+    if request.stats and (request.calibration or request.calibration_tokens):
+        raise _refused("--stats with --calibration", "a Stats file is a finished calibration", "give one of them")
+    wanted = request.retrieval if request.metric == "retrieval" else request.text
+    if request.accuracy is not None and wanted is None:
+        option = "--retrieval" if request.metric == "retrieval" else "--text"
+        raise _refused(
+            f"--accuracy with --metric {request.metric}", "there is nothing to measure it on", f"give {option} FILE"
+        )
+    for path in (request.text, request.retrieval, request.stats):
+        if path is not None and not path.is_file():
+            raise _refused(f"{path}", "there is no such file", "name one that exists")
+
+
+def _check_sizes(request: BuildRequest) -> None:
+    names = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block", "prefill_chunk")
+    for name in (*names, "workers", "calibration_tokens"):
+        if (value := getattr(request, name)) is not None and value < 1:
+            raise _refused(f"--{name} {value}", "it is a count", "give at least 1")
+    if request.tokens_per_block % RANK_MULTIPLE:
+        raise _refused(
+            f"--tokens_per_block {request.tokens_per_block}",
+            f"pages are multiples of {RANK_MULTIPLE} tokens",
+            "give 64 or 128",
+        )
+    if request.prefill_chunk % request.tokens_per_block:
+        page = request.tokens_per_block
+        raise _refused(
+            f"--prefill_chunk {request.prefill_chunk}", f"chunks are whole pages of {page} tokens", "give a multiple"
+        )
+    if request.max_num_tokens is not None and request.max_num_tokens < max(
+        request.prefill_chunk, request.max_batch_size
+    ):
+        need = f"a step must hold one chunk ({request.prefill_chunk} tokens) and one token of every sequence"
+        raise _refused(f"--max_num_tokens {request.max_num_tokens}", need, "raise it or lower --prefill_chunk")
+
+
+def _refused(what: str, reason: str, remedy: str) -> KvlatheError:
+    return KvlatheError(f"{what} cannot be used", reason, remedy)
