@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import sys
+
 from kvlathe.cli import main
 
 if __name__ == "__main__":
-    main(["build"])
+    main(["build", *sys.argv[1:]])

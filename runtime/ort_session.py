@@ -24,6 +24,9 @@ from kvlathe.runtime.session import StepPlan
 class OrtSession(HostPages):
     """Loads ``folder``/model.onnx with an arena of ``arena_bytes``. Raises KvlatheError if ONNX Runtime refuses it."""
 
+    attention = "the function that the ONNX model carries (standard operators, CPU)"
+    """What runs kvlathe::Attend here."""
+
     def __init__(
         self, folder: Path, plan: CompressionPlan, limits: Limits, arena_bytes: int, threads: int | None = None
     ) -> None:
@@ -41,7 +44,7 @@ class OrtSession(HostPages):
             ) from error
         names = [entry.name for entry in self._session.get_inputs()]
         self._inputs = frozenset(names)
-        self._pool = {n: ort.OrtValue.ortvalue_from_numpy(view) for n, view in self.views.items() if n in self._inputs}
+        self.pool = {n: ort.OrtValue.ortvalue_from_numpy(view) for n, view in self.views.items() if n in self._inputs}
 
     def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
         """Logits [R, vocab]; the step's rows are in the pool afterwards. Raises KvlatheError beyond the profile."""
@@ -56,7 +59,7 @@ class OrtSession(HostPages):
             "logit_rows": step.logit_rows,
         }
         feeds = {n: ort.OrtValue.ortvalue_from_numpy(a) for n, a in (arrays | tables).items() if n in self._inputs}
-        logits, rows = self._session.run_with_ort_values(["logits", "rows"], feeds | self._pool)
+        logits, rows = self._session.run_with_ort_values(["logits", "rows"], feeds | self.pool)
         self.append(step, rows.numpy())
         return logits.numpy()
 

@@ -1,0 +1,80 @@
+"""``kvlathe``: the command line. It parses, calls one function of the part that does the work, and prints the result.
+
+Exit codes: 0 done; 1 refused, with one line ``error: ...`` on stderr; 2 wrong usage; 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from kvlathe import __version__, cli_build, cli_run, cli_show, console
+from kvlathe.errors import KvlatheError
+
+EPILOG = """\b
+A first engine:
+  kvlathe build --model models/lathe-5m --output-dir out/fdc --compression fdc --removal-rate 0.15
+  kvlathe generate out/fdc --prompt "def main():" --max-new-tokens 64
+"""
+
+
+def spelling(name: str) -> str:
+    """Flags may be written with - or with _, as in --output-dir and --output_dir."""
+    return name.replace("_", "-")
+
+
+@click.group(
+    context_settings={
+        "token_normalize_func": spelling,
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+    },
+    epilog=EPILOG,
+)
+@click.version_option(__version__, prog_name="kvlathe")
+def cli() -> None:
+    """Compress the KV cache of a decoder LLM, export it as an engine, run the engine."""
+
+
+for command in (*cli_build.COMMANDS, *cli_run.COMMANDS, *cli_show.COMMANDS):
+    cli.add_command(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run ``kvlathe`` with ``arguments`` (by default the process's own) and exit."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code of ``kvlathe`` with ``arguments``. Every failure that a user can cause ends here, in one line."""
+    try:
+        return cli.main(list(arguments), prog_name="kvlathe", standalone_mode=False) or 0
+    except click.ClickException as error:
+        return _failed(arguments, _usage(error), error.exit_code)
+    except KvlatheError as error:
+        return _failed(arguments, str(error), 1)
+    except click.Abort:
+        return _failed(arguments, "interrupted.", 130)
+
+
+def _usage(error: click.ClickException) -> str:
+    context = getattr(error, "ctx", None)
+    hint = f" See '{context.command_path} --help'." if context else ""
+    return error.format_message() + hint
+
+
+def _failed(arguments: Sequence[str], message: str, code: int) -> int:
+    """One line on stderr; scripts that asked for JSON always get one object on stdout."""
+    console.fail(message)
+    if "--json" in arguments:
+        print(json.dumps({"error": message}))
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""``kvlathe inspect`` and ``kvlathe engines``: what an engine is, and which finished builds are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvlathe import console
+from kvlathe.cli_common import ENGINE, Result, reports
+from kvlathe.engines import manifest as manifests
+
+GIB = 1 << 30
+
+
+def show_engine(result: Result) -> None:
+    head = ("model", "compression", "backend", "attention", "compute_dtype", "architectures", "created", "command")
+    size = ("kv_bytes_per_token", "kv_bytes_per_token_baseline", "kv_bytes_per_token_16bit")
+    rows: list[tuple[str, object]] = [(name.replace("_", " "), result[name]) for name in head]
+    rows += [(name.replace("_", " "), result[name]) for name in size]
+    rows.append(("kv bytes removed", f"{result['kv_bytes_removed']:.1%} of the same number format"))
+    rows.append(("bytes on disk", console.human_bytes(result["bytes_on_disk"])))
+    rows += [(name, value) for name, value in result["limits"].items()]
+    console.print_table(result["engine"], ("", ""), rows)
+    console.print_table(f"kept ranks, K/V, of {result['head_dim']}", *rank_table(result["lanes"]))
+
+
+def rank_table(lanes: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and rows: a row a layer, a column a KV head; a removed head names the head that stands in for it."""
+    heads = 1 + max(lane["head"] for lane in lanes)
+    cells = [f"= {x['fill_from']}" if x["fill_from"] is not None else f"{x['rank_k']}/{x['rank_v']}" for x in lanes]
+    rows = [(str(i // heads), *cells[i : i + heads]) for i in range(0, len(cells), heads)]
+    return ("layer", *(f"head {h}" for h in range(heads))), rows
+
+
+@click.command("inspect")
+@ENGINE
+@reports(show_engine)
+def inspect_command(engine: Path) -> Result:
+    """Show an engine: its plan (ranks of every head), bytes for each token, limits, and what runs its attention."""
+    from kvlathe.export.layout import CacheLayout
+    from kvlathe.export.plan import CompressionPlan
+    from kvlathe.runtime.llm import SESSIONS
+
+    manifest = manifests.verify(engine)
+    session = SESSIONS.get(manifest.backend)
+    plan = CompressionPlan.from_json((engine / manifests.PLAN_FILE).read_text("utf-8"))
+    return {
+        "engine": str(engine),
+        **{name: getattr(manifest, name) for name in ("model", "compression", "backend", "compute_dtype")},
+        "attention": session.attention if session else f"not run here: {manifest.backend} engines need its own runtime",
+        "architectures": ", ".join(manifest.architectures),
+        "created": manifest.created,
+        "command": manifest.command,
+        "kv_bytes_per_token": manifest.kv_bytes.per_token,
+        "kv_bytes_per_token_baseline": manifest.kv_bytes.baseline,
+        "kv_bytes_per_token_16bit": manifest.kv_bytes.baseline_16bit,
+        "kv_bytes_removed": manifest.kv_bytes.removed,
+        "bytes_on_disk": manifest.size,
+        "limits": dataclasses.asdict(manifest.limits),
+        "page_tokens": manifest.page_tokens,
+        "page_bytes": CacheLayout(plan).page_stride,
+        "head_dim": plan.model.head_dim,
+        "lanes": [dataclasses.asdict(lane) for lane in plan.lanes],
+        "tiers": [dataclasses.asdict(tier) for tier in plan.tiers],
+        "versions": dict(manifest.versions),
+        "plan_digest": manifest.plan_digest,
+    }
+
+
+@click.group("engines")
+def engines_group() -> None:
+    """Finished builds that are kept, so that the same request again takes a moment."""
+
+
+def show_entries(result: Result) -> None:
+    columns = ("key", "model", "compression", "backend", "size", "days unused")
+    rows = [
+        (x["key"][:12], x["model"], x["compression"], x["backend"], console.human_bytes(x["bytes"]), x["days_unused"])
+        for x in result["engines"]
+    ]
+    console.print_table(f"{result['cache']}: {console.human_bytes(result['bytes'])}", columns, rows)
+
+
+def listing(entries: list[Any]) -> Result:
+    """Cache entries (engines.cache.Entry) as a result."""
+    from kvlathe.engines import cache
+
+    engines = [
+        {
+            "key": entry.key,
+            "model": entry.manifest.model,
+            "compression": entry.manifest.compression,
+            "backend": entry.manifest.backend,
+            "bytes": entry.size,
+            "days_unused": round((time.time() - entry.last_used) / 86400, 2),
+        }
+        for entry in entries
+    ]
+    return {"cache": str(cache.root()), "bytes": sum(entry.size for entry in entries), "engines": engines}
+
+
+@engines_group.command("list")
+@reports(show_entries)
+def list_command() -> Result:
+    """List the finished builds that are kept."""
+    from kvlathe.engines import cache
+
+    return listing(cache.entries())
+
+
+@engines_group.command("prune")
+@click.option("--older-than-days", type=click.FloatRange(0), help="Remove builds unused for this long.")
+@click.option("--max-gib", type=click.FloatRange(0), help="Then remove the least recently used beyond this size.")
+@click.option("--all", "everything", is_flag=True, help="Remove everything, calibration results and curves too.")
+@reports(show_entries)
+def prune_command(older_than_days: float | None, max_gib: float | None, everything: bool) -> Result:
+    """Remove kept builds and list what was removed. Engine folders given out stay as they are."""
+    if older_than_days is None and max_gib is None and not everything:
+        raise click.UsageError("Say what to remove: --older-than-days, --max-gib or --all.")
+    from kvlathe.engines import cache
+
+    return listing(cache.prune(older_than_days, None if max_gib is None else int(max_gib * GIB), everything))
+
+
+COMMANDS = (inspect_command, engines_group)

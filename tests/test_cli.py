@@ -1,0 +1,149 @@
+"""The command line as scripts see it: exit codes, where output goes, spellings, errors in one sentence."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+from kvlathe import cli, cli_common, cli_run, console
+from kvlathe.cli_show import rank_table
+from kvlathe.errors import KvlatheError
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = ("build", "calibrate", "generate", "eval", "inspect", "engines", "compare")
+
+
+def kvlathe(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:  # noqa: ANN401
+    command = [sys.executable, "-m", "kvlathe.cli", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, **options)
+
+
+def test_help_names_every_command_and_is_quick() -> None:
+    started = time.monotonic()
+    done = kvlathe("--help")
+    assert done.returncode == 0 and all(name in done.stdout for name in COMMANDS)
+    assert time.monotonic() - started < 2.0
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([name, "--help"]) == 0
+    assert "Usage: kvlathe" in capsys.readouterr().out
+
+
+def test_every_option_says_what_it_does() -> None:
+    obvious = {"seed", "prompt", "max_new_tokens", "repetition_penalty", "temperature"}
+    for command in cli.cli.commands.values():
+        for parameter in command.params:
+            if isinstance(parameter, click.Option) and parameter.name not in obvious:
+                assert parameter.help, f"{command.name} {parameter.name}"
+
+
+def test_flags_are_written_with_either_sign(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for flag in ("--output_dir", "--output-dir"):
+        assert (
+            cli.run(["build", "--model", str(tmp_path / "none"), flag, str(tmp_path / "out"), "--log_level", "error"])
+            == 1
+        )
+        texts.append(capsys.readouterr().err)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["build", "--model", "MISSING", "--output_dir", "OUT"],
+        ["generate", "MISSING", "--prompt", "x"],
+        ["eval", "MISSING", "--text", "MISSING"],
+        ["inspect", "MISSING"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_a_missing_input_is_one_sentence_and_exit_code_1(arguments: list[str], tmp_path: Path) -> None:
+    arguments = [str(tmp_path / x.lower()) if x.isupper() else x for x in arguments]
+    done = kvlathe(*arguments)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "Traceback" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_json_is_one_object_on_stdout_even_for_a_failure(tmp_path: Path) -> None:
+    done = kvlathe("inspect", str(tmp_path), "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["error"] in done.stderr
+
+
+def test_wrong_usage_is_exit_code_2() -> None:
+    assert kvlathe("generate", "engine").returncode == 2
+    assert kvlathe("engines", "prune").returncode == 2
+    two = kvlathe("build", "--model", "m", "--output-dir", "o", "--removal-rate", "0.1", "--accuracy", "0.9")
+    assert two.returncode == 2 and "--removal-rate and --accuracy" in two.stderr
+
+
+def test_the_root_script_is_the_build_command() -> None:
+    done = subprocess.run([sys.executable, ROOT / "build_engine.py", "--help"], capture_output=True, text=True)
+    assert done.returncode == 0 and "Usage: kvlathe build" in done.stdout
+
+
+def test_ctrl_c_is_exit_code_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(_path: Path) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli_run, "read_text", interrupted)
+    assert cli.run(["generate", "engine", "--prompt-file", "x"]) == 130
+    assert capsys.readouterr().err.strip().endswith("error: interrupted.")
+
+
+def test_what_libraries_print_does_not_reach_stdout() -> None:
+    """Prints of Python and of C code inside the block go to stderr, also what C had only buffered."""
+    code = (
+        "import ctypes, os\n"
+        "from kvlathe.cli_common import only_results_on_stdout\n"
+        "with only_results_on_stdout():\n"
+        "    print('python'); os.write(1, b'raw\\n'); ctypes.CDLL(None).puts(b'c')\n"
+        "print('result')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "result\n" and set(done.stderr.split()) == {"python", "raw", "c"}
+
+
+def test_a_closed_pipe_is_quiet() -> None:
+    line = f"{sys.executable} -m kvlathe.cli build --help | head -n 1"
+    done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith("Usage") and done.stderr == ""
+
+
+def test_a_prompt_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    for name in ("binary", "absent"):
+        with pytest.raises(KvlatheError, match="cannot be read"):
+            cli_common.read_text(tmp_path / name)
+
+
+def test_ranks_are_shown_by_layer_and_head() -> None:
+    lanes = [
+        {"head": 0, "rank_k": 32, "rank_v": 48, "fill_from": None},
+        {"head": 1, "rank_k": 0, "rank_v": 0, "fill_from": 0},
+    ]
+    assert rank_table(lanes) == (("layer", "head 0", "head 1"), [("0", "32/48", "= 0")])
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(None, "-"), (3, "3"), (1234567, "1,234,567"), (0.123456, "0.1235"), (2048.5, "2,048"), (True, "True")],
+)
+def test_numbers_are_shown_short(value: object, shown: str) -> None:
+    assert console.cell(value) == shown
+
+
+def test_progress_passes_everything_on_and_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [*console.progress(range(5), "counting")] == [0, 1, 2, 3, 4]
+    assert capsys.readouterr() == ("", "")
