@@ -54,6 +54,9 @@ def run(arguments: Sequence[str]) -> int:
     """The exit code of ``kvlathe`` with ``arguments``. Every failure that a user can cause ends here, in one line."""
     try:
         return cli.main(list(arguments), prog_name="kvlathe", standalone_mode=False) or 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return error.exit_code
     except click.ClickException as error:
         return _failed(arguments, _usage(error), error.exit_code)
     except KvlatheError as error:

@@ -1,0 +1,101 @@
+"""The main job on the shipped model: build engines, let them write, measure them, print one table.
+
+Every step is a ``kvlathe`` command that is printed before it runs, so that each number can be had again by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvlathe import console
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILDS = {
+    "none": "--compression none",
+    "fdc": "--compression fdc --removal-rate 0.15",
+    "fdc-balanced": "--compression fdc --basis balanced --allocation global --compression-ratio 0.3",
+}
+"""Engine name -> what to build."""
+
+PROMPT = "# How to install\n\nFirst"
+NEW_TOKENS = 64
+COLUMNS = {
+    "kv_bytes_per_token": "KV bytes/token",
+    "kv_bytes_removed": "removed",
+    "perplexity": "perplexity",
+    "perplexity_ratio": "ratio",
+    "retrieval_exact_match": "retrieval",
+    "agreement": "agreement",
+    "tokens_per_second": "decode tokens/s",
+}
+
+
+def kvlathe(*arguments: str | Path) -> dict[str, Any]:
+    """Print and run one command; its JSON result. Its log stays visible; a failure ends the demo with its exit code."""
+    line = [str(argument) for argument in arguments]
+    console.err.print(f"$ kvlathe {shlex.join(line)}", style="bold", markup=False, soft_wrap=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "kvlathe.cli", *line, "--json"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    if done.returncode:
+        sys.exit(done.returncode)
+    return json.loads(done.stdout)
+
+
+def build(name: str, model: Path, out: Path) -> Path:
+    engine = out / name
+    kvlathe("build", "--model", model, "--output-dir", engine, *shlex.split(BUILDS[name]), "--overwrite")
+    return engine
+
+
+def write(engine: Path) -> None:
+    """Print what the engine writes after PROMPT."""
+    answer = kvlathe("generate", engine, "--prompt", PROMPT, "--max-new-tokens", str(NEW_TOKENS))
+    console.out.print(PROMPT + answer["text"], markup=False, soft_wrap=True)
+
+
+def measure(engine: Path, baseline: Path, prompt_file: Path) -> dict[str, Any]:
+    """Accuracy on the shipped tasks, and the speed of writing after a long prompt."""
+    tasks = ("--text", "data/eval_text.jsonl", "--retrieval", "data/line_retrieval.jsonl")
+    scores = kvlathe("eval", engine, "--baseline", baseline, *tasks)
+    answer = kvlathe(
+        "generate", engine, "--prompt-file", prompt_file, "--max-new-tokens", str(NEW_TOKENS), "--ignore-eos"
+    )
+    return scores | {"tokens_per_second": answer["timings"]["decode_tokens_per_second"]}
+
+
+def long_prompt(out: Path) -> Path:
+    """The longest shipped prompt of at most 8,000 characters (about 2,000 tokens), in a file."""
+    rows = (json.loads(line) for line in (ROOT / "data/line_retrieval.jsonl").read_text("utf-8").splitlines())
+    path = out / "prompt.txt"
+    path.write_text(max((row["prompt"] for row in rows if len(row["prompt"]) <= 8000), key=len), "utf-8")
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=Path("models/lathe-5m"))
+    parser.add_argument("--out", type=Path, default=Path("out/demo"))
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    engines = [build(name, options.model, options.out) for name in BUILDS]
+    write(engines[-1])
+    prompt = long_prompt(options.out)
+    results = [measure(engine, engines[0], prompt) for engine in engines]
+    rows = [(engine.name, *(result[key] for key in COLUMNS)) for engine, result in zip(engines, results, strict=True)]
+    console.print_table(f"{options.model.name}, float32 on this CPU", ("engine", *COLUMNS.values()), rows)
+    for engine in engines[1:]:
+        console.out.print(f"open {engine / 'report.html'}", markup=False, soft_wrap=True)
+    console.out.print(
+        json.dumps({e.name: r for e, r in zip(engines, results, strict=True)}), markup=False, soft_wrap=True
+    )
+
+
+if __name__ == "__main__":
+    main()
