@@ -35,7 +35,7 @@ ensure_venv_works() {
 
 # Prints 'cuda' or 'cpu': the build that a plain 'pip install torch' would fetch here, read from its requirements.
 torch_build() {
-    .venv/bin/python -m pip install --quiet --dry-run --no-deps --ignore-installed --report - "$TORCH" |
+    .venv/bin/python -m pip install -qq --dry-run --no-deps --ignore-installed --report - "$TORCH" |
         .venv/bin/python -c '
 import json, re, sys
 needs = json.load(sys.stdin)["install"][0]["metadata"].get("requires_dist", [])
@@ -46,9 +46,9 @@ install_torch() {
     local build
     build=$(torch_build || echo unknown)
     if [ "$build" = cpu ]; then
-        .venv/bin/python -m pip install --quiet --no-deps "$TORCH"
+        .venv/bin/python -m pip install -qq --no-deps "$TORCH"
     else
-        .venv/bin/python -m pip install --quiet --no-deps --index-url "$CPU_WHEELS" "$TORCH"
+        .venv/bin/python -m pip install -qq --no-deps --index-url "$CPU_WHEELS" "$TORCH"
     fi
 }
 
@@ -65,10 +65,10 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
 fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 say "installing torch for the CPU (about 200 MB, once)"
-.venv/bin/python -m pip install --quiet 'pip>=23'
+.venv/bin/python -m pip install -qq 'pip>=23'
 install_torch
 say "installing kvlathe and its tools"
-.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[export,dev]'
+.venv/bin/python -m pip install -qq --constraint constraints.txt --editable '.[export,dev]'
 if .venv/bin/python -m pip list --format freeze | grep -q '^nvidia-'; then
     die "CUDA packages were installed, because a package index answered with them: remove .venv and report this."
 fi

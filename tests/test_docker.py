@@ -1,4 +1,4 @@
-"""The image's recipe, checked without Docker: its files exist, its wheel builds from them alone, it is not run by root."""
+"""The image's recipe, checked without Docker: its files exist, its wheel builds from them alone, root runs nothing."""
 
 from __future__ import annotations
 
