@@ -1,4 +1,4 @@
-"""Basis: the matrices that a method found for each lane, and their file. Fold reads it; nothing else needs it at run time."""
+"""Basis: the matrices that a method found for each lane, and their file. Fold reads it; nothing does at run time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Array = npt.NDArray[np.floating]
 
 @dataclass(frozen=True)
 class LaneBasis:
-    """One lane's matrices. d: the width of the lane's q and k (head_dim, or its chosen planes' dims); a None changes nothing.
+    """One lane's matrices; a None changes nothing. d is head_dim, or the dims of the lane's chosen planes.
 
-    q' = q a and k' = (k - centre_k) b, both [d, up to rank_k]; exact at full rank when a b^T = 1. After RoPE, or folded
-    into W_Q and W_K where the model has none. centre_k [d].
-    v' = (v - centre_v) a_v, and v ~ v' o_v + centre_v: a_v [head_dim, up to rank_v], o_v its counterpart [.., head_dim].
-    Matrices narrower than the plan's rank are padded with zeros.
+    q' = q a and k' = (k - centre_k) b, with a, b [d, up to rank_k]; exact at full rank when a b^T = 1. After RoPE, or
+    folded into W_Q and W_K where the model has none.
+    v' = (v - centre_v) a_v and v ~ v' o_v + centre_v, with a_v [head_dim, up to rank_v] and o_v [same, head_dim].
+    Fold pads with zeros up to the plan's ranks.
     """
 
     a: Array | None = None

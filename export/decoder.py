@@ -92,9 +92,9 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The folded model over a packed step (docs/attend.md gives every input).
 
-    State names are those of ``fold``: ``embed.weight`` [V, D], ``positions.weight``, ``layers.<i>.<part>.weight`` [in, out],
-    ``layers.<i>.attend.proj_q`` ..., ``norm.weight``, ``head.weight`` [D, V] (absent when tied). ``rope.*`` stay float32
-    whatever ``dtype`` is: a half cannot hold a frequency.
+    State names are those of ``fold``: ``embed.weight`` [V, D], ``positions.weight``, ``layers.<i>.<role>.weight``
+    [in, out], ``layers.<i>.attend.proj_q`` ..., ``norm.weight``, ``head.weight`` [D, V] (absent when tied). ``rope.*``
+    stay float32 whatever ``dtype`` is: a half cannot hold a frequency.
     """
 
     def __init__(self, spec: DecoderSpec, plan: CompressionPlan, dtype: torch.dtype = torch.float32) -> None:
@@ -121,7 +121,7 @@ class Decoder(nn.Module):
         pools: dict[str, Tensor],
         logit_rows: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """input_ids, positions [T], logit_rows [R] -> (logits [R, V] float32, rows to append [T, W] in the hot format)."""
+        """input_ids, positions [T], logit_rows [R] -> (logits [R, V] float32, rows [T, W] to append)."""
         x = self.embed(input_ids)
         if self.positions is not None:
             x = x + self.positions(positions)
@@ -162,7 +162,7 @@ class Rotation(NamedTuple):
 
 
 class Captured(NamedTuple):
-    """``hidden`` [T, D] after the layer; ``q`` [T, Hq, d] and ``k`` [T, H, d] after RoPE, ``v`` [T, H, d]. Canonical dims."""
+    """``hidden`` [T, D] after the layer; ``q`` [T, Hq, d], ``k`` [T, H, d] after RoPE, canonical; ``v`` [T, H, d]."""
 
     hidden: Tensor
     q: Tensor
@@ -171,7 +171,7 @@ class Captured(NamedTuple):
 
 
 class FullAttention(nn.Module):
-    """Plain causal attention over one whole sequence at full rank. Its rows are (q, k, v) as the cache would see them."""
+    """Plain causal attention over one whole sequence at full rank. Its rows are (q, k, v) as a cache would see them."""
 
     def __init__(self, spec: DecoderSpec, layer: int) -> None:
         super().__init__()
@@ -181,8 +181,8 @@ class FullAttention(nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
         if step.cos is not None and step.sin is not None:
             q, k = _rotate(q, step.cos, step.sin), _rotate(k, step.cos, step.sin)
-        heads = (x.transpose(0, 1)[None] for x in (q, k, v))
-        o = F.scaled_dot_product_attention(*heads, is_causal=True, scale=self.scale, enable_gqa=True)
+        qs, ks, vs = (x.transpose(0, 1)[None] for x in (q, k, v))
+        o = F.scaled_dot_product_attention(qs, ks, vs, is_causal=True, scale=self.scale, enable_gqa=True)
         return o[0].transpose(0, 1).flatten(1), (q, k, v)
 
 

@@ -35,8 +35,8 @@ from kvlathe.export.spec import DecoderSpec
 class LaneFold:
     """What happens to one lane, all float64: d = head_dim, I = the lane's input_dim.
 
-    ``q``, ``k`` [d, I] and ``shift_k`` [d] enter W_Q and W_K; ``proj_q``, ``proj_k`` [I, rank_k] and ``centre`` [rank_k] are for
-    Attend; ``v`` [d, rank_v], ``out`` [rank_v, d] and ``shift_v`` [d] enter W_V and W_O.
+    ``q``, ``k`` [d, I] and ``shift_k`` [d] enter W_Q and W_K; ``proj_q``, ``proj_k`` [I, rank_k] and ``centre``
+    [rank_k] are for Attend; ``v`` [d, rank_v], ``out`` [rank_v, d] and ``shift_v`` [d] enter W_V and W_O.
     """
 
     head: int
@@ -124,7 +124,8 @@ def _output(
     """W_O and its bias."""
     spec, at = checkpoint.spec, f"layers.{layer}.o."
     heads = checkpoint.weight(f"{at}weight").unflatten(0, (spec.kv_heads, spec.group_size, spec.head_dim))
-    bias = checkpoint.weight(f"{at}bias").double() if checkpoint.has(f"{at}bias") else torch.zeros(spec.hidden_size).double()
+    bias = checkpoint.weight(f"{at}bias") if checkpoint.has(f"{at}bias") else torch.zeros(spec.hidden_size)
+    bias = bias.double()
     rows = []
     for lane in lanes:
         filled = [head for head in range(spec.kv_heads) if plan.lane(layer, head).fill_from == lane.head]
@@ -148,7 +149,9 @@ def _projections(layer: int, lanes: list[LaneFold]) -> Iterator[tuple[str, Tenso
 
 def _lane_folds(spec: DecoderSpec, plan: CompressionPlan, basis: Basis) -> dict[int, list[LaneFold]]:
     if plan.model != spec.shape:
-        raise KvlatheError(f"the plan was made for {plan.model}", f"the checkpoint is {spec.shape}", "plan for this checkpoint")
+        raise KvlatheError(
+            f"the plan was made for {plan.model}", f"the checkpoint is {spec.shape}", "plan for this checkpoint"
+        )
     return {
         layer: [_lane_fold(spec, lane, basis.get((layer, lane.head), LaneBasis())) for lane in plan.active(layer)]
         for layer in range(spec.layers)
@@ -204,7 +207,7 @@ def _check_lane(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> None:
 def _pair(
     lane: Lane, left: str, m: Array | None, right: str, n: Array | None, rows: int, rank: int
 ) -> tuple[Tensor, Tensor]:
-    """Matrix ``left`` [rows, rank] and its counterpart ``right`` [rank, rows], padded with zeros; identities where not given."""
+    """Matrix ``left`` [rows, rank] and its counterpart ``right`` [rank, rows], zero-padded; identities if not given."""
     if (m is None) != (n is None):
         _misfit(lane, f"has {left} or {right} alone", "each undoes the other")
     if m is None or n is None:
@@ -212,7 +215,9 @@ def _pair(
             _misfit(lane, f"keeps {rank} of {rows} dims and has no {left}", "dropping raw dims is no projection")
         return torch.eye(rows, rank, dtype=torch.double), torch.eye(rank, rows, dtype=torch.double)
     if m.ndim != 2 or m.shape != n.shape[::-1] or m.shape[0] != rows or m.shape[1] > rank:
-        _misfit(lane, f"has {left} {list(m.shape)} and {right} {list(n.shape)}", f"the plan has {rows} dims and rank {rank}")
+        _misfit(
+            lane, f"has {left} {list(m.shape)} and {right} {list(n.shape)}", f"the plan has {rows} dims and rank {rank}"
+        )
     return _padded(_double(lane, left, m), rows, rank), _padded(_double(lane, right, n), rank, rows)
 
 
@@ -231,7 +236,9 @@ def _double(lane: Lane, name: str, given: Array) -> Tensor:
 
 
 def _misfit(lane: Lane, fact: str, reason: str) -> NoReturn:
-    raise KvlatheError(f"the basis of layer {lane.layer} head {lane.head} {fact}", reason, "plan again for this checkpoint")
+    raise KvlatheError(
+        f"the basis of layer {lane.layer} head {lane.head} {fact}", reason, "plan again for this checkpoint"
+    )
 
 
 def _padded(m: Tensor, rows: int, columns: int) -> Tensor:

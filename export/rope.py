@@ -1,7 +1,7 @@
-"""Rope: a model's rotary positions as data: one frequency and one amplitude for each plane, and where a plane's dims lie.
+"""Rope: a model's rotary positions as data: a frequency and an amplitude for each plane, and where a plane's dims lie.
 
-Canonical order of a head's d dims: plane j is the pair (j, j + d/2), for all d/2 planes. A model that turns only the first
-``rotary_dim`` dims of a head keeps them as its first planes; the dims it leaves alone become planes of frequency 0.
+Canonical order of a head's d dims: plane j is the pair (j, j + d/2), for all d/2 planes. A model that turns only the
+first ``rotary_dim`` dims of a head keeps them as its first planes; the other dims become planes of frequency 0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Rope:
 def read_rope(config: PreTrainedConfig, head_dim: int, max_seq_len: int, partial: bool) -> Rope:
     """The rotation that transformers applies to sequences of up to ``max_seq_len`` tokens.
 
-    LongRoPE chooses its short or long factors by the length of the sequence at hand; cached keys cannot be turned again, so
+    LongRoPE chooses its short or long factors by the length of the sequence at hand; cached keys cannot turn again, so
     they are chosen here once, by ``max_seq_len``. Dynamic NTK scaling changes nothing up to the model's own length.
     Raises KvlatheError for other kinds of scaling, RoPE by layer, and a partial rotation where ``partial`` is false.
     """
@@ -46,17 +46,25 @@ def read_rope(config: PreTrainedConfig, head_dim: int, max_seq_len: int, partial
     kind = parameters.get("rope_type")
     if kind not in SUPPORTED:
         raise KvlatheError(
-            f"the RoPE type {kind!r} is not supported", "", f"choose a model with one of {', '.join(SUPPORTED)}, the same in all layers"
+            f"the RoPE type {kind!r} is not supported",
+            "",
+            f"choose a model with one of {', '.join(SUPPORTED)}, the same in all layers",
         )
     if not partial and parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise KvlatheError("config.json sets partial_rotary_factor", f"{config.model_type} turns whole heads", "correct config.json")
+        raise KvlatheError(
+            "config.json sets partial_rotary_factor", f"{config.model_type} turns whole heads", "correct config.json"
+        )
     try:
         rotated, scale = _inverse_frequencies(config, parameters, head_dim, max_seq_len)
     except (KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
-        raise KvlatheError("the RoPE parameters of config.json cannot be used", str(error), "correct config.json") from error
+        raise KvlatheError(
+            "the RoPE parameters of config.json cannot be used", str(error), "correct config.json"
+        ) from error
     left = head_dim // 2 - len(rotated)
     if left < 0:
-        raise KvlatheError(f"RoPE turns {2 * len(rotated)} dims of {head_dim}", "a head has no more", "correct config.json")
+        raise KvlatheError(
+            f"RoPE turns {2 * len(rotated)} dims of {head_dim}", "a head has no more", "correct config.json"
+        )
     return Rope(
         inv_freq=(*rotated.tolist(), *[0.0] * left),
         amplitude=(*[float(scale)] * len(rotated), *[1.0] * left),

@@ -1,4 +1,4 @@
-"""DecoderSpec: everything the decoder must know about a model, read from its config.json. No code of the folder is run."""
+"""DecoderSpec: all that the decoder must know of a model, read from its config.json. No code of the folder is run."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ FOREIGN_SETTINGS = (
     "num_experts",
     "num_local_experts",
 )
-"""Settings that change the result in other families and mean nothing in ours: a checkpoint that has one is not what it says."""
+"""Settings that change results in other families and mean nothing in ours: a model with one is not what it says."""
 
 
 @dataclass(frozen=True)
 class DecoderSpec:
     """Sizes and wiring of one decoder.
 
-    ``max_positions``: tokens the model was made for. ``max_seq_len``: tokens of the longest sequence to be served, at most that.
-    ``rope`` is None for learned positions. Heads' dims are in Rope's canonical order wherever this project handles q and k.
+    ``max_positions``: tokens the model was made for; ``max_seq_len``: tokens of the longest sequence to be served, at
+    most that. ``rope`` is None for learned positions. The dims of q and k are in Rope's canonical order everywhere.
     """
 
     model_type: str
@@ -84,7 +84,7 @@ class DecoderSpec:
 
 
 def read_spec(checkpoint_dir: Path | str, max_seq_len: int | None = None) -> DecoderSpec:
-    """The spec of the checkpoint in ``checkpoint_dir``, for sequences of up to ``max_seq_len`` tokens (default: all the model's).
+    """The spec of a checkpoint folder, for sequences of up to ``max_seq_len`` tokens (default: as long as the model's).
 
     Raises KvlatheError for a missing or unreadable config.json, an unsupported family, and every setting that would
     change the result and is not supported (sliding windows shorter than max_seq_len, ALiBi, quantized weights, ...).
@@ -114,13 +114,17 @@ def read_spec(checkpoint_dir: Path | str, max_seq_len: int | None = None) -> Dec
 
 def _read_json(folder: Path) -> dict[str, Any]:
     if not folder.is_dir():
-        raise KvlatheError(f"there is no checkpoint folder {folder}", "", "give the folder of a Hugging Face checkpoint")
+        raise KvlatheError(
+            f"there is no checkpoint folder {folder}", "", "give the folder of a Hugging Face checkpoint"
+        )
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise KvlatheError(
-            f"{folder} has no config.json", "it names the model's family and sizes", "give the folder of a Hugging Face checkpoint"
+            f"{folder} has no config.json",
+            "it names the model's family and sizes",
+            "give the folder of a Hugging Face checkpoint",
         ) from None
     except (OSError, ValueError) as error:
         raise KvlatheError(f"{path} cannot be read", str(error), "download the checkpoint again") from error
@@ -138,10 +142,14 @@ def _refuse_foreign(raw: dict[str, Any]) -> None:
             f"choose one of {', '.join(sorted(FAMILIES))}",
         )
     if raw.get("quantization_config") or raw.get("compression_config"):
-        raise KvlatheError("the checkpoint is quantized", "folding needs its real weights", "give the checkpoint it was made from")
+        raise KvlatheError(
+            "the checkpoint is quantized", "folding needs its real weights", "give the checkpoint it was made from"
+        )
     names = raw.get("architectures") or []
     if names and not any(str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names):
-        raise KvlatheError(f"the checkpoint is a {names[0]}", "an engine needs a language model's head", "give a causal LM")
+        raise KvlatheError(
+            f"the checkpoint is a {names[0]}", "an engine needs a language model's head", "give a causal LM"
+        )
     for key in FOREIGN_SETTINGS:
         if raw.get(key) is not None:
             raise KvlatheError(
@@ -152,7 +160,7 @@ def _refuse_foreign(raw: dict[str, Any]) -> None:
 
 
 def _parse(raw: dict[str, Any]) -> PreTrainedConfig:
-    """transformers' own reading: it knows every default and every older spelling. The class is chosen here, never by the folder."""
+    """transformers' own reading knows every default and older spelling; the class is chosen here, not by the folder."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:
@@ -165,7 +173,9 @@ def _served(max_positions: int, family: Family, asked: int | None) -> int:
     served = max_positions if asked is None else asked
     if not 0 < served <= max_positions:
         raise KvlatheError(
-            f"max_seq_len is {served}", f"the model was made for 1 to {max_positions} positions", "ask for a length in that range"
+            f"max_seq_len is {served}",
+            f"the model was made for 1 to {max_positions} positions",
+            "ask for a length in that range",
         )
     if family.window is not None and served > family.window:
         raise KvlatheError(
@@ -179,12 +189,16 @@ def _served(max_positions: int, family: Family, asked: int | None) -> int:
 def _check_sizes(config: PreTrainedConfig, family: Family, head_dim: int) -> None:
     heads, types = config.num_attention_heads, set(getattr(config, "layer_types", None) or ())
     if family.kv_heads < 1 or heads % family.kv_heads:
-        raise KvlatheError(f"{heads} query heads do not divide over {family.kv_heads} KV heads", "", "correct config.json")
+        raise KvlatheError(
+            f"{heads} query heads do not divide over {family.kv_heads} KV heads", "", "correct config.json"
+        )
     if head_dim < 2 or head_dim % 2:
         raise KvlatheError(f"head_dim is {head_dim}", "heads have an even number of dims", "correct config.json")
     if family.activation not in ACTIVATIONS:
         raise KvlatheError(
-            f"the activation {family.activation!r} is not supported", "", f"choose a model with one of {', '.join(ACTIVATIONS)}"
+            f"the activation {family.activation!r} is not supported",
+            "",
+            f"choose a model with one of {', '.join(ACTIVATIONS)}",
         )
     if types - {"full_attention", "sliding_attention"}:
         raise KvlatheError(

@@ -18,11 +18,13 @@ LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64}
 PHI = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
-def sizes(hidden: int, heads: int, kv_heads: int, head_dim: int | None = None, **more: Any) -> dict[str, Any]:
+def sizes(hidden: int, heads: int, kv_heads: int, head_dim: int | None = None, **more: object) -> dict[str, Any]:
     """Settings under the names that most families share."""
     given = {"head_dim": head_dim} if head_dim else {}
     shared = {"vocab_size": 97, "num_hidden_layers": 2, "intermediate_size": 88, "max_position_embeddings": 512}
-    return shared | {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads} | given | more
+    return (
+        shared | {"hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads} | given | more
+    )
 
 
 def longrope(planes: int) -> dict[str, Any]:
@@ -34,7 +36,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", sizes(64, 4, 2, rope_theta=1e5)),
     "llama-llama3-tied": (
         "Llama",
-        sizes(96, 4, 4, rope_theta=5e5, tie_word_embeddings=True, rope_scaling=LLAMA3 | {"original_max_position_embeddings": 64}),
+        sizes(
+            96,
+            4,
+            4,
+            rope_theta=5e5,
+            tie_word_embeddings=True,
+            rope_scaling=LLAMA3 | {"original_max_position_embeddings": 64},
+        ),
     ),
     "llama-biased-d80-mqa": ("Llama", sizes(70, 5, 1, 80, attention_bias=True, mlp_bias=True)),
     "llama-linear": ("Llama", sizes(56, 7, 1, 24, rope_scaling={"type": "linear", "factor": 3.0})),
@@ -56,39 +65,54 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             96, 3, 1, partial_rotary_factor=0.75, rope_scaling=longrope(12), original_max_position_embeddings=64, **PHI
         ),
     ),
-    "falcon-7b": ("Falcon", dict(vocab_size=97, hidden_size=168, num_hidden_layers=2, num_attention_heads=7)),
+    "falcon-7b": ("Falcon", {"vocab_size": 97, "hidden_size": 168, "num_hidden_layers": 2, "num_attention_heads": 7}),
     "falcon-40b": (
         "Falcon",
-        dict(vocab_size=97, hidden_size=96, num_hidden_layers=2, num_attention_heads=6, num_kv_heads=2)
-        | dict(new_decoder_architecture=True, tie_word_embeddings=False, ffn_hidden_size=100),
+        {"vocab_size": 97, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6, "num_kv_heads": 2}
+        | {"new_decoder_architecture": True, "tie_word_embeddings": False, "ffn_hidden_size": 100},
     ),
     "falcon-11b-one-norm": (
         "Falcon",
-        dict(vocab_size=97, hidden_size=96, num_hidden_layers=2, num_attention_heads=4, num_kv_heads=2, bias=True)
-        | dict(new_decoder_architecture=True, num_ln_in_parallel_attn=1),
+        {
+            "vocab_size": 97,
+            "hidden_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_kv_heads": 2,
+            "bias": True,
+        }
+        | {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
     ),
     "falcon-rw": (
         "Falcon",
-        dict(vocab_size=97, hidden_size=96, num_hidden_layers=2, num_attention_heads=4, bias=True)
-        | dict(multi_query=False, parallel_attn=False),
+        {"vocab_size": 97, "hidden_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "bias": True}
+        | {"multi_query": False, "parallel_attn": False},
     ),
-    "gpt2": ("GPT2", dict(vocab_size=97, n_embd=60, n_layer=2, n_head=3, n_positions=512)),
+    "gpt2": ("GPT2", {"vocab_size": 97, "n_embd": 60, "n_layer": 2, "n_head": 3, "n_positions": 512}),
     "gpt2-scaled": (
         "GPT2",
-        dict(vocab_size=97, n_embd=64, n_layer=2, n_head=2, n_positions=512, n_inner=70, activation_function="relu")
-        | dict(scale_attn_by_inverse_layer_idx=True, scale_attn_weights=False, tie_word_embeddings=False),
+        {
+            "vocab_size": 97,
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 2,
+            "n_positions": 512,
+            "n_inner": 70,
+            "activation_function": "relu",
+        }
+        | {"scale_attn_by_inverse_layer_idx": True, "scale_attn_weights": False, "tie_word_embeddings": False},
     ),
 }
 """Every family and every setting that changes what it computes: name -> (transformers class prefix, config)."""
 
 
-def make(folder: Path, name: str, seed: int = 0, **save: Any) -> PreTrainedModel:
+def make(folder: Path, name: str, seed: int = 0, **save: object) -> PreTrainedModel:
     """Write checkpoint ``name`` of FAMILIES to ``folder``; return the reference model, float32."""
     kind, settings = FAMILIES[name]
     return make_model(folder, kind, settings, seed, **save)
 
 
-def make_model(folder: Path, kind: str, settings: dict[str, Any], seed: int = 0, **save: Any) -> PreTrainedModel:
+def make_model(folder: Path, kind: str, settings: dict[str, Any], seed: int = 0, **save: object) -> PreTrainedModel:
     """Random weights large enough that every one of them matters: biases and norms too."""
     torch.manual_seed(seed)
     config = getattr(transformers, f"{kind}Config")(**settings, attn_implementation="eager")

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from checkpoints import FAMILIES, full_plan, make
+
 from kvlathe.export.basis import Basis
 from kvlathe.export.checkpoint import Checkpoint
 from kvlathe.export.fold import decoder_from

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from checkpoints import FAMILIES, full_plan, make, make_model, random_basis, sizes
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from checkpoints import FAMILIES, full_plan, make, make_model, random_basis, sizes
 from kvlathe.errors import KvlatheError
 from kvlathe.export.basis import Basis, LaneBasis
 from kvlathe.export.checkpoint import Checkpoint
@@ -56,7 +56,13 @@ def test_a_full_rank_basis_with_centres_changes_nothing(
     seed=st.integers(0, 99),
 )
 def test_any_shape(
-    kv_heads: int, group: int, half: int, kind: str, projected: bool, seed: int, tmp_path_factory: pytest.TempPathFactory
+    kv_heads: int,
+    group: int,
+    half: int,
+    kind: str,
+    projected: bool,
+    seed: int,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     folder = tmp_path_factory.mktemp("shape")
     heads, head_dim = kv_heads * group, 2 * half
@@ -87,7 +93,9 @@ def test_the_identity_plan_leaves_every_weight_as_it_was(name: str, tmp_path: Pa
         assert torch.equal(folded, checkpoint.weight(weight)), weight
 
 
-@pytest.mark.parametrize("name", ["llama-biased-d80-mqa", "qwen3", "phi4-mini-partial", "falcon-40b", "gpt2", "falcon-7b"])
+@pytest.mark.parametrize(
+    "name", ["llama-biased-d80-mqa", "qwen3", "phi4-mini-partial", "falcon-40b", "gpt2", "falcon-7b"]
+)
 @pytest.mark.parametrize("orthogonal", [True, False])
 def test_truncation_equals_attention_on_projected_heads(name: str, orthogonal: bool, tmp_path: Path) -> None:
     """Ranks below full: the decoder against the original layers with q a b^T k and v a_v o_v put between."""
@@ -102,13 +110,13 @@ def test_truncation_equals_attention_on_projected_heads(name: str, orthogonal: b
 
 
 def test_a_removed_lane_is_filled_from_its_keeper(tmp_path: Path) -> None:
-    """Layer 0 loses head 1 (filled from 2), layer 1 heads 0 and 2 (filled from 1), at truncated ranks and with centres."""
+    """Layer 0 loses head 1 (filled from 2), layer 1 heads 0 and 2 (from 1), at truncated ranks and with centres."""
     make_model(tmp_path, "Llama", sizes(66, 6, 3, 32, attention_bias=True))
     checkpoint = Checkpoint(tmp_path)
     plan, basis = truncated(full_plan(checkpoint.spec.shape, projected=True), True)
     fills = {(0, 1): 2, (1, 0): 1, (1, 2): 1}
     lanes = tuple(
-        dataclasses.replace(x, rank_k=0, rank_v=0, fill_from=fills[x.layer, x.head]) if (x.layer, x.head) in fills else x
+        dataclasses.replace(x, rank_k=0, rank_v=0, fill_from=source) if (source := fills.get((x.layer, x.head))) else x
         for x in plan.lanes
     )
     kept = tuple(i for i, lane in enumerate(lanes) if not lane.removed)
@@ -139,10 +147,11 @@ def test_chosen_planes_equal_zeroing_the_others(name: str, projected: bool, tmp_
         turn = np.linalg.qr(rng.normal(size=(16, 16)))[0] if projected else None
         basis[lane.layer, lane.head] = LaneBasis(a=turn, b=turn, centre_k=centre)
         zeroing[lane.layer, lane.head] = LaneBasis(a=np.diag(mask), b=np.diag(mask))
-        lanes.append(dataclasses.replace(lane, input_dim=16, rank_k=16, rope="planes", planes=planes, projected=projected))
+        kept = {"input_dim": 16, "rank_k": 16, "rope": "planes", "planes": planes, "projected": projected}
+        lanes.append(dataclasses.replace(lane, **kept))
     ids = ids_for(checkpoint)
-    kept = dataclasses.replace(plan, lanes=tuple(lanes))
-    found = decoder_from(checkpoint, kept, basis).logits(ids, range(len(ids)))
+    smaller = dataclasses.replace(plan, lanes=tuple(lanes))
+    found = decoder_from(checkpoint, smaller, basis).logits(ids, range(len(ids)))
     torch.testing.assert_close(found, plain_forward(checkpoint, plan, zeroing, ids), atol=TOLERANCE, rtol=0)
 
 
@@ -205,9 +214,7 @@ def test_basis_round_trip(tmp_path: Path) -> None:
 # -- references ------------------------------------------------------------------------------------------------------
 
 
-def truncated(
-    plan: CompressionPlan, orthogonal: bool, ranks: tuple[int, ...] = (16,)
-) -> tuple[CompressionPlan, Basis]:
+def truncated(plan: CompressionPlan, orthogonal: bool, ranks: tuple[int, ...] = (16,)) -> tuple[CompressionPlan, Basis]:
     """Lanes cut to ``ranks`` in turn (never above their own), with the first columns of a random full-rank basis."""
     basis, lanes = random_basis(plan, 5, orthogonal), []
     for i, lane in enumerate(plan.lanes):
@@ -256,9 +263,7 @@ class PlainAttention(torch.nn.Module):
                 outputs.append(scores.softmax(-1) @ values)
         return torch.cat(outputs, -1).float(), (q, k, v)
 
-    def cached(
-        self, k: torch.Tensor, v: torch.Tensor, lane: LaneBasis | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def cached(self, k: torch.Tensor, v: torch.Tensor, lane: LaneBasis | None) -> tuple[torch.Tensor, torch.Tensor]:
         """What attention sees of k and v through the lane's basis, brought back to the full dims."""
         if lane is None:
             return k, v

@@ -1,4 +1,4 @@
-"""The supported checkpoint families, by the ``model_type`` of config.json. A new one is one function that returns data."""
+"""The supported checkpoint families, by the ``model_type`` of config.json. A new one is one function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Falcon: 7B (parallel block, one norm, one KV head), 40B / 180B / 11B (grouped fused qkv, two norms or one), RW without ALiBi."""
+"""Falcon: 7B (parallel block, one KV head), 40B, 180B, 11B (grouped fused qkv, two norms or one), RW without ALiBi."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def _norms(config: FalconConfig, new: bool) -> dict[str, str]:
         return SEQUENTIAL
     if norms not in (1, 2) or (norms == 2 and not new) or not config.parallel_attn:
         raise KvlatheError(
-            f"config.json asks for {norms} norms, parallel_attn {config.parallel_attn} and new_decoder_architecture {new}",
-            "Falcon has no such block",
+            f"config.json asks for {norms} norms with parallel_attn {config.parallel_attn}",
+            f"Falcon has no such block where new_decoder_architecture is {new}",
             "correct config.json",
         )
     return TWO_NORMS if norms == 2 else ONE_NORM

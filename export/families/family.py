@@ -13,8 +13,8 @@ class Family:
 
     ``names``: role -> checkpoint tensor name without ``.weight`` / ``.bias``; ``{i}`` stands for the layer. Roles are
     ``embed positions norm head`` once, and ``attn_norm q k v q_norm k_norm o mlp_norm gate up down`` in each layer.
-    Which roles are there says how the layer is wired: ``qkv`` (``gate_up``) instead of ``q k v`` (``gate up``) is a fused
-    tensor, no ``gate`` is a plain MLP, no ``q_norm`` is attention without QK-norm, no ``positions`` is RoPE, and
+    Which roles are there says how the layer is wired: ``qkv`` (``gate_up``) instead of ``q k v`` (``gate up``) is a
+    fused tensor, no ``gate`` is a plain MLP, no ``q_norm`` is attention without QK-norm, no ``positions`` is RoPE, and
     no ``mlp_norm`` is an MLP that shares the attention's norm.
     """
 
