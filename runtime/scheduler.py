@@ -49,7 +49,7 @@ class Scheduler:
             chunks = self._chunks()
             if chunks or len(self.running) < 2:
                 return chunks
-            self._preempt()
+            self.preempt()
 
     def _chunks(self) -> list[Chunk]:
         budget, chunks = self.limits.max_num_tokens, []
@@ -84,7 +84,8 @@ class Scheduler:
                 return
             self.running.append(self.waiting.popleft())
 
-    def _preempt(self) -> None:
+    def preempt(self) -> None:
+        """Move the youngest running sequence to host memory; it is the first to come back."""
         sequence = self.running.pop()
         self._swapped[sequence] = self.pool.swap_out(sequence.table, self.mover)
         self.waiting.appendleft(sequence)

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
+import tempfile
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +15,23 @@ import numpy.typing as npt
 import torch
 
 from kvlathe.engines.manifest import Limits
+from kvlathe.export.basis import Basis
+from kvlathe.export.checkpoint import Checkpoint
 from kvlathe.export.decoder import Decoder
+from kvlathe.export.fold import decoder_from, fold
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
 from kvlathe.runtime.host_pages import HostPages
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.ort_session import OrtSession
+from kvlathe.runtime.sampler import Sampler, SamplingParams
+from kvlathe.runtime.sequence import Chunk, Sequence
 from kvlathe.runtime.session import StepPlan
+from kvlathe.runtime.tokenizer import Tokenizer
 
 MODEL = Path(__file__).resolve().parents[1] / "models" / "lathe-5m"
 HOT, U8 = Tier(32, 32), Tier(8, 8, "rank", "token", 64, 64)
+torch.set_num_threads(1)  # small matrices; the tests run side by side
 LIMITS = Limits(max_batch_size=8, max_num_tokens=1024, max_input_len=3072, max_seq_len=4096)
 
 
@@ -70,3 +85,60 @@ class TorchSession(HostPages):
         )
         self.append(step, rows.numpy())
         return logits.numpy()
+
+
+def model_shape() -> ModelShape:
+    return Checkpoint(MODEL).spec.shape
+
+
+@cache
+def decoder(kind: str) -> Decoder:
+    """The shipped small model under ``plans()[kind]``."""
+    return decoder_from(Checkpoint(MODEL), plans(model_shape())[kind], Basis())
+
+
+@cache
+def engine_folder(kind: str) -> Path:
+    """The same, exported; the folder lives as long as the test process."""
+    folder = Path(tempfile.mkdtemp(prefix="kvlathe-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    from kvlathe.export.to_onnx import export_onnx
+
+    checkpoint, plan = Checkpoint(MODEL), plans(model_shape())[kind]
+    export_onnx(checkpoint.spec, plan, fold(checkpoint, plan, Basis()), folder)
+    return folder
+
+
+def session(backend: str, kind: str, arena_bytes: int, limits: Limits = LIMITS) -> HostPages:
+    if backend == "torch":
+        return TorchSession(decoder(kind), arena_bytes)
+    return OrtSession(engine_folder(kind), decoder(kind).plan, limits, arena_bytes, threads=2)
+
+
+def llm(backend: str, kind: str, tokens: int = 8192, limits: Limits = LIMITS) -> LLM:
+    """With room for about ``tokens`` cached tokens."""
+    layout = CacheLayout(decoder(kind).plan)
+    size = layout.bytes_for(tokens) + 8 * len(layout.page_stride) * max(layout.page_stride)
+    return LLM(session(backend, kind, size, limits), layout.plan, limits, Tokenizer(MODEL), size)
+
+
+def forced(llm: LLM, texts: Items[Items[int]], schedule: Iterable[Items[int]]) -> list[npt.NDArray[np.float32]]:
+    """Feed each text in chunks of the sizes that ``schedule`` gives, step by step, side by side in packed steps.
+
+    Returns the next-token logits [tokens, vocab] of every text.
+    """
+    chunk, sampler = llm.plan.prefill_chunk, Sampler(SamplingParams())
+    sequences = [Sequence(list(text), len(text), llm.pool.open(), chunk, sampler) for text in texts]
+    found: list[list[npt.NDArray[np.float32]]] = [[] for _ in texts]
+    for sizes in schedule:
+        chunks, owners = [], []
+        for i, (sequence, size) in enumerate(zip(sequences, sizes, strict=True)):
+            if count := min(size, len(sequence.tokens) - sequence.cached):
+                seal = sequence.seals_at(sequence.cached + count)
+                chunks.append(Chunk(sequence, count, llm.pool.reserve(sequence.table, count, seal), range(count)))
+                owners += [i] * count
+        for i, row in zip(owners, llm.engine.run(chunks) if chunks else (), strict=True):
+            found[i].append(row)
+    for sequence in sequences:
+        llm.pool.release(sequence.table)
+    return [np.stack(rows) for rows in found]

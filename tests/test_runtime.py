@@ -1,0 +1,289 @@
+"""Laws of the loop, on the shipped small model: paged = at once, alone = in company, and nothing is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from runtime_cases import LIMITS, MODEL, decoder, forced, llm, session
+
+from kvlathe.errors import KvlatheError
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.ort_session import OrtSession
+from kvlathe.runtime.sampler import Sampler, SamplingParams
+from kvlathe.runtime.session import StepPlan
+
+BACKENDS = ("torch", "onnx")
+LENGTHS = (3, 64, 130, 700)
+
+
+@cache
+def text(length: int, start: int = 0) -> tuple[int, ...]:
+    """Real tokens, so that logits are spread as in use."""
+    lines = (MODEL.parents[1] / "data" / "eval_text.jsonl").read_text("utf-8").splitlines()
+    ids = llm("torch", "one").tokenizer.encode(" ".join(json.loads(line)["text"] for line in lines[:24]))
+    return tuple(ids[start : start + length])
+
+
+@cache
+def at_once(length: int, start: int = 0) -> npt.NDArray[np.float32]:
+    """Next-token logits of every token, one pass over the whole text with nothing cached."""
+    return decoder("one").logits(text(length, start), range(length)).numpy()
+
+
+def ragged(seed: int) -> Iterator[list[int]]:
+    """Chunk sizes for LENGTHS, without end: prompts in pieces of any size, single tokens among them."""
+    random = np.random.default_rng(seed)
+    while True:
+        yield [int(random.choice([0, 1, 1, 17, 64, 200])) for _ in LENGTHS]
+
+
+def until_done(sizes: Iterator[list[int]]) -> Iterator[list[int]]:
+    left = np.array(LENGTHS)
+    while left.any():
+        step = next(sizes)
+        left = np.maximum(left - step, 0)
+        yield step
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["one", "split"])
+def test_paged_in_any_chunks_equals_at_once(backend: str, kind: str) -> None:
+    engine = llm(backend, kind)
+    texts = [text(n, 100 * i) for i, n in enumerate(LENGTHS)]
+    for i, logits in enumerate(forced(engine, texts, until_done(ragged(1)))):
+        assert np.abs(logits - at_once(LENGTHS[i], 100 * i)).max() < 1e-3
+    assert engine.pool.bytes_in_use == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_oracle_is_the_engine(backend: str) -> None:
+    rows = [699, 0, 63, 64, 512]
+    assert np.abs(llm(backend, "split").logits(text(700), rows) - at_once(700)[rows]).max() < 1e-3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_answers_do_not_depend_on_the_batch(backend: str) -> None:
+    engine = llm(backend, "split")
+    prompts = [list(text(n, 50 * n)) for n in (5, 90, 300, 64)]
+    params = [
+        SamplingParams(max_new_tokens=12, ignore_eos=True),
+        SamplingParams(max_new_tokens=20, temperature=0.8, top_p=0.9, seed=5, ignore_eos=True),
+        SamplingParams(max_new_tokens=9, temperature=1.2, top_k=40, seed=6, ignore_eos=True),
+        SamplingParams(max_new_tokens=15, repetition_penalty=1.3, ignore_eos=True),
+    ]
+    together = engine.generate(prompts, params)
+    for prompt, each, answer in zip(prompts, params, together, strict=True):
+        alone = engine.generate([prompt], each)[0]
+        assert alone.token_ids == answer.token_ids and len(alone.token_ids) == each.max_new_tokens
+        assert alone.text == answer.text == engine.tokenizer.decode(alone.token_ids)
+    assert engine.pool.bytes_in_use == 0
+
+
+def test_greedy_answers_are_the_argmax_of_one_pass() -> None:
+    engine = llm("torch", "one")
+    answer = engine.generate([list(text(40))], SamplingParams(max_new_tokens=8, logprobs=2, ignore_eos=True))[0]
+    ids = [*text(40), *answer.token_ids]
+    logits = decoder("one").logits(ids, range(39, 47))
+    assert answer.token_ids == logits.argmax(-1).tolist()
+    assert answer.logprobs is not None
+    for row, entry, token in zip(logits.double().log_softmax(-1), answer.logprobs, answer.token_ids, strict=True):
+        assert entry.token_id == token == entry.top[0][0] and len(entry.top) == 2
+        assert entry.logprob == pytest.approx(float(row[token]), abs=1e-3)
+
+
+def test_the_cache_holds_what_the_layout_promises() -> None:
+    for kind in ("one", "split", "sealed", "sealed split"):
+        engine = llm("torch", kind)
+        stream = engine.stream(list(text(100)), SamplingParams(max_new_tokens=40, ignore_eos=True))
+        for _ in stream:
+            sequence = next(iter(engine.engine.scheduler.running), None)
+            if sequence is not None:
+                assert engine.pool.bytes_in_use == engine.layout.bytes_for(sequence.cached)
+        assert engine.pool.bytes_in_use == 0
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+def test_requests_wait_for_room_and_answers_do_not_change() -> None:
+    prompts = [list(text(120 + 10 * i, 77 * i)) for i in range(4)]
+    params = SamplingParams(max_new_tokens=10, ignore_eos=True)
+    roomy = llm("torch", "split").generate(prompts, params)
+    tight = llm("torch", "split", tokens=64)
+    running = []
+    step = tight.engine.step
+
+    def watched() -> list:
+        grown = step()
+        running.append(len(tight.engine.scheduler.running))
+        return grown
+
+    tight.engine.step = watched  # type: ignore[method-assign]
+    assert [a.token_ids for a in tight.generate(prompts, params)] == [a.token_ids for a in roomy]
+    assert max(running) < 4 and tight.pool.bytes_in_use == 0
+
+
+@pytest.mark.parametrize("kind", ["split", "sealed"])
+def test_a_swapped_sequence_goes_on_as_if_nothing_had_happened(kind: str) -> None:
+    prompts = [list(text(100)), list(text(70, 200))]
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    engine = llm("torch", kind)
+    expected = engine.generate(prompts, params)
+    step, calls = engine.engine.step, []
+
+    def preempting() -> list:
+        calls.append(None)
+        scheduler = engine.engine.scheduler
+        if len(calls) % 7 == 0 and scheduler.running:
+            scheduler.preempt()
+        return step()
+
+    engine.engine.step = preempting  # type: ignore[method-assign]
+    assert [a.token_ids for a in engine.generate(prompts, params)] == [a.token_ids for a in expected]
+    assert engine.pool.bytes_in_use == 0
+
+
+def test_forks_share_pages_and_then_part() -> None:
+    engine = llm("torch", "split")
+    sequence = engine.sequence(list(text(100)), SamplingParams(max_new_tokens=50))
+    scheduler = engine.engine.scheduler
+    scheduler.add(sequence)
+    while sequence.cached < 100:
+        engine.engine.step()
+    before = engine.pool.bytes_in_use
+    other = dataclasses.replace(
+        sequence, tokens=[*text(100), 17], table=engine.pool.fork(sequence.table), sampler=Sampler(sequence.params)
+    )
+    assert engine.pool.bytes_in_use == before
+    scheduler.running.append(other)
+    for _ in range(3):
+        engine.engine.step()
+    assert before < engine.pool.bytes_in_use <= before + 2 * sum(engine.pool.strides)
+    for s in (sequence, other):
+        expected = decoder("one").logits(s.tokens[:-1], range(99, len(s.tokens) - 1)).argmax(-1).tolist()
+        assert s.tokens[101:] == expected[1:]
+        scheduler.remove(s)
+    assert engine.pool.bytes_in_use == 0
+
+
+class Failing:
+    """A session whose step number ``at`` raises after it has run."""
+
+    def __init__(self, engine: LLM, at: int) -> None:
+        self.run_step, self.left = engine.session.run, at
+
+    def __call__(self, step: StepPlan) -> npt.NDArray[np.float32]:
+        logits = self.run_step(step)
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("the engine broke")
+        return logits
+
+
+@pytest.mark.parametrize("kind", ["split", "sealed"])
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_failed_step_changes_nothing_and_leaks_nothing(kind: str, at: int) -> None:
+    engine = llm("torch", kind)
+    prompts, params = [list(text(150)), list(text(60, 9))], SamplingParams(max_new_tokens=9, ignore_eos=True)
+    expected = engine.generate(prompts, params)
+    run = engine.session.run
+    engine.session.run = Failing(engine, at)  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="broke"):
+        engine.generate(prompts, params)
+    assert engine.pool.bytes_in_use == 0
+    # The same step again, after the failure:
+    engine.session.run = Failing(engine, at)  # type: ignore[method-assign]
+    sequences = [engine.sequence(prompt, params) for prompt in prompts]
+    engine.session.run.run_step = run  # type: ignore[attr-defined]
+    for sequence in sequences:
+        engine.engine.scheduler.add(sequence)
+    failures = 0
+    while not all(s.finish_reason for s in sequences):
+        try:
+            engine.engine.step()
+        except RuntimeError:
+            failures += 1
+    assert failures == 1 and [s.answer for s in sequences] == [a.token_ids for a in expected]
+    assert engine.pool.bytes_in_use == 0
+
+
+def test_an_abandoned_stream_leaks_nothing() -> None:
+    engine = llm("torch", "one")
+    stream = engine.stream(list(text(50)), SamplingParams(max_new_tokens=500, ignore_eos=True))
+    next(stream)
+    assert engine.pool.bytes_in_use > 0
+    stream.close()
+    assert engine.pool.bytes_in_use == 0 and not engine.engine.scheduler.running
+
+
+# -- text ------------------------------------------------------------------------------------------------------------
+def test_streams_are_the_answer_in_pieces() -> None:
+    engine, params = llm("torch", "one"), SamplingParams(max_new_tokens=24)
+    pieces = list(engine.stream("def main():\n", params))
+    assert len(pieces) > 3 and "".join(pieces) == engine.generate("def main():\n", params)[0].text
+
+
+def test_a_stop_string_ends_the_text_before_it() -> None:
+    engine = llm("torch", "one")
+    whole = engine.generate("def main():\n", SamplingParams(max_new_tokens=40, ignore_eos=True))[0]
+    stop = whole.text[len(whole.text) // 2 :][:3]
+    cut = engine.generate("def main():\n", SamplingParams(max_new_tokens=40, ignore_eos=True, stop=(stop,)))[0]
+    assert cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.index(stop)]
+    assert len(cut.token_ids) < len(whole.token_ids) and engine.pool.bytes_in_use == 0
+
+
+def test_the_ending_token_ends_the_text_and_is_not_part_of_it() -> None:
+    engine = llm("torch", "one")
+    first = engine.generate([list(text(40))], SamplingParams(max_new_tokens=5, ignore_eos=True))[0]
+    engine.engine.stop_ids = frozenset({first.token_ids[2]})
+    at = first.token_ids.index(first.token_ids[2])
+    answer = engine.generate([list(text(40))], SamplingParams(max_new_tokens=5))[0]
+    assert answer.finish_reason == "stop" and answer.token_ids == first.token_ids[: at + 1]
+    assert answer.timings.prefill_tokens == 40 and answer.timings.prefill_tokens_per_second > 0
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("prompts", "new", "said"),
+    [
+        ([[]], 4, "the prompt is empty"),
+        ([""], 4, "the prompt is empty"),
+        ([[5] * 3073], 4, "max_input_len is 3072"),
+        ([[5] * 3000], 2000, "max_seq_len is 4096"),
+        ([[5]] * 9, 4, "takes 8"),
+        ([[5, 8192]], 4, "out of range"),
+        ([[5, -1]], 4, "out of range"),
+    ],
+)
+def test_requests_beyond_the_limits_are_refused_before_anything_runs(prompts: list, new: int, said: str) -> None:
+    engine = llm("torch", "one")
+    with pytest.raises(KvlatheError, match=re.escape(said)):
+        engine.generate(prompts, SamplingParams(max_new_tokens=new))
+    assert engine.pool.bytes_in_use == 0 and not engine.engine.scheduler.waiting
+
+
+def test_a_request_that_can_never_fit_is_refused() -> None:
+    with pytest.raises(KvlatheError, match="does not fit"):
+        llm("torch", "one", tokens=64).generate([list(text(700))], SamplingParams(max_new_tokens=500))
+
+
+def test_onnx_runtime_reads_the_pool_in_place_and_refuses_steps_beyond_the_profile() -> None:
+    found = session("onnx", "one", 1 << 26, dataclasses.replace(LIMITS, max_num_tokens=8))
+    assert isinstance(found, OrtSession)
+    assert [found.pool[name].data_ptr() for name in found.pool] == [found.memory.ctypes.data] * len(found.pool)
+    assert found.memory.ctypes.data % 4096 == 0
+    step = StepPlan(
+        *(np.zeros(9, np.int32),) * 2,
+        np.array([0, 9], np.int32),
+        np.arange(9, dtype=np.int32),
+        np.zeros((1, 1), np.int32),
+        (np.zeros((1, 1), np.int32),),
+        np.zeros(1, np.int32),
+    )
+    with pytest.raises(KvlatheError, match="max_num_tokens is 8"):
+        found.run(step)
