@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -63,7 +64,7 @@ def plans(draw: st.DrawFn) -> CompressionPlan:
     return plan_of(lanes, tiers, buckets, head_dim, group, draw(st.sampled_from([16, 32])))
 
 
-@dataclass
+@dataclass(repr=False)
 class Case:
     """One step of one layer: packed inputs, a poisoned cache, projections; ``expected`` computes the reference."""
 
@@ -81,6 +82,12 @@ class Case:
     tables: list[npt.NDArray[np.int32]]
     memory: npt.NDArray[np.uint8]
     extra_rows: int
+
+    def __repr__(self) -> str:
+        return f"Case({self.plan}, layer {self.layer}, queries {self.queries}, lengths {self.lengths.tolist()})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
 
     @property
     def lanes(self) -> tuple[Lane, ...]:

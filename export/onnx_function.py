@@ -1,0 +1,319 @@
+"""The body of ``kvlathe::Attend`` in standard ONNX operators: the reference semantics for every ONNX runtime.
+
+One function serves every layer of a plan: what differs between layers is in the index arrays (export/tables.py) and in
+the shapes of the weights. docs/attend.md says what is computed; the names of sizes are its. The order of axes is
+[H, G, B, Q or N, rank] throughout, so that a gather delivers K and V as the matrix products want them, and one decode
+query is a matrix-vector product for each query head.
+
+Everything that only depends on the step (token numbers, page ids, masks) is computed from inputs that all layers share,
+by the same nodes in every layer: ONNX Runtime's common-subexpression elimination keeps one copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import FunctionProto, NodeProto, helper, numpy_helper
+
+from kvlathe.export.attend import ATTRIBUTES, node_inputs
+from kvlathe.export.layout import CacheLayout
+from kvlathe.export.plan import CompressionPlan
+from kvlathe.export.tables import Form, pool_name
+
+DOMAIN, NAME, OPSET = "kvlathe", "Attend", 21
+NEVER = -1e30
+"""A score that no softmax sees. Finite: rows of nobody must not make NaN out of infinities."""
+FLOAT, HALF, INT32 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.INT32
+
+
+@dataclass
+class Body:
+    """Nodes of the function under construction. ``op`` adds one and returns its output's name."""
+
+    nodes: list[NodeProto] = field(default_factory=list)
+    constants: dict[bytes, str] = field(default_factory=dict)
+
+    def op(self, kind: str, *inputs: str, **attributes: object) -> str:
+        return self.ops(kind, 1, *inputs, **attributes)[0]
+
+    def ops(self, kind: str, outputs: int, *inputs: str, **attributes: object) -> list[str]:
+        names = [f"{kind.lower()}_{len(self.nodes)}" + (f"_{i}" if outputs > 1 else "") for i in range(outputs)]
+        self.nodes.append(helper.make_node(kind, inputs, names, name=f"{kind}_{len(self.nodes)}", **attributes))
+        return names
+
+    def const(self, value: npt.ArrayLike, dtype: type = np.int64) -> str:
+        tensor = numpy_helper.from_array(np.asarray(value, dtype))
+        key = tensor.SerializeToString()
+        if key not in self.constants:
+            self.constants[key] = self.op("Constant", value=tensor)
+        return self.constants[key]
+
+    def int32(self, value: npt.ArrayLike) -> str:
+        return self.const(value, np.int32)
+
+    def float(self, value: npt.ArrayLike) -> str:
+        return self.const(value, np.float32)
+
+    def reshape(self, x: str, *shape: int) -> str:
+        """0 keeps the dimension of that place."""
+        return self.op("Reshape", x, self.const(shape))
+
+    def unsqueeze(self, x: str, *axes: int) -> str:
+        return self.op("Unsqueeze", x, self.const(axes))
+
+    def gather(self, x: str, index: str, axis: int) -> str:
+        return self.op("Gather", x, index, axis=axis)
+
+    def slice(self, x: str, start: int, end: int) -> str:
+        return self.op("Slice", x, self.const([start]), self.const([end]))
+
+    def transpose(self, x: str, *perm: int) -> str:
+        return self.op("Transpose", x, perm=perm)
+
+    def cast(self, x: str, to: int) -> str:
+        return self.op("Cast", x, to=to)
+
+    def arange(self, length: str) -> str:
+        """0 .. length-1 int32; ``length`` is a scalar."""
+        return self.op("Range", self.int32(0), self.cast(length, INT32), self.int32(1))
+
+
+@dataclass(frozen=True)
+class State:
+    """A softmax state: ``mass`` float [H, G, B, Q, 1], log of the sum of exp; ``out`` float [H, G, B, Q, Rv], the mean."""
+
+    mass: str
+    out: str
+
+
+def attend_function(plan: CompressionPlan, dtype: int = FLOAT) -> FunctionProto:
+    """The function for a plan; ``dtype`` is that of q, k, v, o (onnx FLOAT or FLOAT16). Same plan, same bytes."""
+    writer = _Writer(plan, dtype)
+    writer.write()
+    return helper.make_function(
+        DOMAIN,
+        NAME,
+        node_inputs(plan, 0),
+        ["o", "rows"],
+        writer.body.nodes,
+        [helper.make_opsetid("", OPSET)],
+        attributes=["layer", "scale", *ATTRIBUTES],
+    )
+
+
+class _Writer:
+    def __init__(self, plan: CompressionPlan, dtype: int) -> None:
+        self.plan, self.dtype, self.form, self.body = plan, dtype, Form(plan), Body()
+        self.strides = CacheLayout(plan).page_stride
+
+    def write(self) -> None:
+        x, b = self, self.body
+        x.step()
+        q, k = x.rotated("q", self.plan.model.group_size), x.rotated("k", 1)
+        scale = b.nodes.append(helper.make_node("Constant", [], ["scale"], name="scale")) or "scale"
+        b.nodes[-1].attribute.append(onnx.AttributeProto(name="value_float", ref_attr_name="scale", type=onnx.AttributeProto.FLOAT))
+        q = b.op("Mul", b.transpose(q, 1, 2, 0, 3), scale if self.dtype == FLOAT else b.cast(scale, self.dtype))
+        k = b.transpose(b.reshape(k, 0, 0, -1), 1, 0, 2)
+        if self.plan.projected:
+            q = b.op("MatMul", q, b.unsqueeze("proj_q", 1))
+            k = b.op("Sub", b.op("MatMul", k, "proj_k"), b.unsqueeze("centre_k", 1))
+        k, v = x.hot(k, 0), x.hot("v", 1)
+        x.rows(k, v)
+        q = b.gather(q, self.own_rows, 2)
+        k, v = x.fresh(b.cast(k, self.dtype), b.cast(v, self.dtype))
+        states = [x.state(q, k, v, self.causal)]
+        states += [x.cached(q, bucket) for bucket in range(len(self.plan.buckets))]
+        x.pack(x.merged(states))
+
+    # -- the step: shared by all layers ----------------------------------------------------------------------------
+    def step(self) -> None:
+        """Which packed row is query i of sequence b, and back; the causal mask of fresh tokens."""
+        b = self.body
+        self.starts, ends = b.slice("query_starts", 0, -1), b.slice("query_starts", 1, np.iinfo(np.int32).max)
+        rows = b.op("Add", b.unsqueeze(self.starts, 1), "query_offsets")
+        last = b.op("Max", b.op("Sub", b.unsqueeze(ends, 1), b.int32(1)), b.int32(0))
+        self.own_rows = b.op("Min", rows, last)  # [B, Q]; queries past a sequence's end repeat its last row
+        ahead = b.op("Less", b.unsqueeze("query_offsets", 1), "query_offsets")
+        self.causal = b.op("Where", ahead, b.float(NEVER), b.float(0))  # [Q, Q]
+        tokens = b.arange(b.op("Squeeze", b.op("Shape", "cos" if self.form.rope else "q", start=0, end=1)))
+        before = b.cast(b.op("LessOrEqual", ends, b.unsqueeze(tokens, 1)), INT32)  # [T, B]
+        last = b.op("Squeeze", b.op("Sub", b.cast(b.op("Shape", ends), INT32), b.int32([1])))
+        sequence = b.op("Min", b.op("ReduceSum", before, b.const([1]), keepdims=0), last)
+        queries = b.cast(b.op("Shape", "query_offsets"), INT32)
+        offset = b.op("Sub", tokens, b.gather(self.starts, sequence, 0))
+        offset = b.op("Min", offset, b.op("Sub", queries, b.int32([1])))
+        self.places = b.op("Add", b.op("Mul", sequence, queries), offset)  # [T] among B * Q
+        self.count = b.op("Shape", b.reshape(self.own_rows, -1))  # [1]: B * Q
+
+    # -- fresh tokens ----------------------------------------------------------------------------------------------
+    def rotated(self, x: str, heads: int) -> str:
+        """Packed rows -> [T, H, heads, W] after RoPE."""
+        return self.even(x, heads) if self.form.even else self.uneven(x)
+
+    def even(self, x: str, heads: int) -> str:
+        b, lane = self.body, next(lane for lane in self.plan.lanes if not lane.removed)
+        width = lane.input_dim
+        if self.form.rope:
+            x = b.reshape(x, 0, -1, 2, width // 2)
+            cos, sin = b.unsqueeze("cos", 1, 2), b.unsqueeze("sin", 1)
+            sin = b.unsqueeze(b.op("Concat", b.op("Neg", sin), sin, axis=1), 1)
+            x = b.op("Add", b.op("Mul", x, cos), b.op("Mul", b.gather(x, b.const([1, 0]), 2), sin))
+        x = b.reshape(x, 0, -1, heads, width)
+        if self.plan.projected or width == lane.rank_k:
+            return x
+        return b.op("Pad", x, b.const([0] * 7 + [lane.rank_k - width]))
+
+    def uneven(self, x: str) -> str:
+        b, grain = self.body, self.form.grain
+        padded = b.reshape(b.op("Pad", x, b.const([0, 0, 0, grain])), 0, -1, grain)
+        own = b.reshape(b.gather(padded, f"{x}_columns", 1), 0, 0, 0, -1)
+        if not self.form.rope:
+            return own
+        partner = b.reshape(b.gather(padded, f"{x}_partners", 1), 0, 0, 0, -1)
+        one = b.cast(b.float(1), self.dtype)
+        cos = b.gather(b.op("Pad", "cos", b.const([0, 0, 0, 1]), one), "cos_columns", 1)
+        sin = b.op("Pad", b.op("Concat", b.op("Neg", "sin"), "sin", axis=1), b.const([0, 0, 0, 1]))
+        return b.op("Add", b.op("Mul", own, cos), b.op("Mul", partner, b.gather(sin, "sin_columns", 1)))
+
+    def hot(self, x: str, part: int) -> str:
+        return self.body.cast(x, _float_type(self.form.hot_bits[part]))
+
+    def rows(self, k: str, v: str) -> None:
+        """The output ``rows`` from k' [H, T, Rk] and packed v'."""
+        b, wide = self.body, _float_type(max(self.form.hot_bits))
+        packed = b.reshape(b.transpose(k, 1, 0, 2), 0, -1, self.plan.unit)
+        packed = b.reshape(b.gather(packed, "row_units", 1), 0, -1)
+        b.nodes.append(helper.make_node("Concat", [b.cast(packed, wide), b.cast(v, wide)], ["rows"], name="rows", axis=1))
+
+    def fresh(self, k: str, v: str) -> tuple[str, str]:
+        """k' [H, T, Rk] and packed v' -> K, V [H, 1, B, Q, R] of each sequence's own tokens."""
+        b = self.body
+        v = b.gather(b.reshape(v, 0, -1, self.plan.unit), "v_units", 1)  # [T, H, Rv/u, u]
+        v = b.reshape(b.transpose(v, 1, 0, 2, 3), 0, 0, -1)
+        return tuple(b.unsqueeze(b.gather(x, self.own_rows, 1), 1) for x in (k, v))  # type: ignore[return-value]
+
+    # -- attention -------------------------------------------------------------------------------------------------
+    def state(self, q: str, k: str, v: str, mask: str) -> State:
+        """q [H, G, B, Q, Rk], k and v [H, 1, B, N, R], additive float mask. Softmax in single precision."""
+        b = self.body
+        scores = b.op("MatMul", q, b.transpose(k, 0, 1, 2, 4, 3))
+        scores = b.op("Add", self.single(scores), mask)
+        shares = b.op("Softmax", scores, axis=-1)
+        top, share = (b.op("ReduceMax", x, b.const([-1])) for x in (scores, shares))
+        out = b.op("MatMul", shares if self.dtype == FLOAT else b.cast(shares, self.dtype), v)
+        return State(b.op("Sub", top, b.op("Log", share)), self.single(out))
+
+    def single(self, x: str) -> str:
+        return x if self.dtype == FLOAT else self.body.cast(x, FLOAT)
+
+    def cached(self, q: str, bucket: int) -> State:
+        """Attention over one bucket; empty where the lane or the sequence has no token there."""
+        b = self.body
+        if not self.form.shared:
+            q = b.gather(q, f"lanes_{bucket}", 0)
+        tokens = _Tokens(self, bucket)
+        state = self.state(q, self.read("k", tokens), self.read("v", tokens), tokens.mask)
+        empty = tokens.empty
+        if not self.form.shared:
+            place = b.op("Max", f"places_{bucket}", b.int32(0))
+            state = State(b.gather(state.mass, place, 0), b.gather(state.out, place, 0))
+            absent = b.unsqueeze(b.op("Less", f"places_{bucket}", b.int32(0)), 1, 2, 3, 4)
+            empty = b.op("Or", empty, absent)
+        return State(b.op("Where", empty, b.float(NEVER), state.mass), b.op("Where", empty, b.float(0), state.out))
+
+    def read(self, x: str, tokens: _Tokens) -> str:
+        """K or V of a bucket [Hs, 1, B, N, R] in the op's type."""
+        b, bucket, tier = self.body, tokens.bucket, self.form.tier(tokens.bucket)
+        bits = tier.bits_k if x == "k" else tier.bits_v
+        if bits >= 16:
+            rows = b.gather(f"{x}_units_{bucket}", tokens.place, 2)
+            rows = b.op("Add", rows, b.unsqueeze(tokens.base(bits), 2))
+            data = b.reshape(b.gather(pool_name(bits), rows, 0), 0, 0, 0, 0, -1)
+            return data if _float_type(bits) == self.dtype else b.cast(data, self.dtype)
+        codes = self.codes(x, bits, tokens)
+        meta = self.per_page("pool_f16", f"{x}_meta_{bucket}", 16, tokens)
+        scale_at = tokens.elements(meta, f"{x}_meta_at_{bucket}")
+        scale = b.gather(b.reshape(meta, -1), scale_at, 0)
+        minimum = b.gather(b.reshape(meta, -1), b.op("Add", scale_at, b.int32(1)), 0)
+        code = b.gather(b.reshape(codes, -1), tokens.elements(codes, f"{x}_code_at_{bucket}"), 0)
+        value = b.op("Mul", b.cast(code, FLOAT), b.cast(scale, FLOAT))
+        return b.cast(b.op("Add", value, b.cast(minimum, FLOAT)), self.dtype)
+
+    def codes(self, x: str, bits: int, tokens: _Tokens) -> str:
+        """Unpacked codes uint8 [B, M, codes of a page]."""
+        b = self.body
+        packed = self.per_page("pool_u8", f"{x}_codes_{tokens.bucket}", 8, tokens)
+        if bits == 8:
+            return packed
+        shifts = b.const(np.arange(0, 8, bits), np.uint8)
+        codes = b.op("BitShift", b.unsqueeze(packed, 3), shifts, direction="RIGHT")
+        return b.reshape(b.op("BitwiseAnd", codes, b.const((1 << bits) - 1, np.uint8)), 0, 0, -1)
+
+    def per_page(self, pool: str, rows: str, bits: int, tokens: _Tokens) -> str:
+        """One kind of data of all pages of the table: [B, M, elements of a page]."""
+        b = self.body
+        at = b.op("Add", b.unsqueeze(tokens.page_base(bits), 2), rows)
+        return b.reshape(b.gather(pool, at, 0), 0, 0, -1)
+
+    def merged(self, states: list[State]) -> str:
+        """One softmax over all parts: [H, G, B, Q, Rv]."""
+        b = self.body
+        weights = b.op("Softmax", b.op("Concat", *[state.mass for state in states], axis=-1), axis=-1)
+        parts = b.ops("Split", len(states), weights, axis=-1, num_outputs=len(states))
+        total = b.op("Mul", states[0].out, parts[0])
+        for state, weight in zip(states[1:], parts[1:], strict=True):
+            total = b.op("Add", total, b.op("Mul", state.out, weight))
+        return total if self.dtype == FLOAT else b.cast(total, self.dtype)
+
+    def pack(self, out: str) -> None:
+        """[H, G, B, Q, Rv] -> the output ``o``."""
+        b, u = self.body, self.plan.unit
+        shape = b.op("Concat", b.const([0, 0]), self.count, b.const([-1, u]), axis=0)
+        out = b.gather(b.op("Reshape", out, shape), self.places, 2)  # [H, G, T, Rv/u, u]
+        out = b.reshape(b.transpose(out, 2, 0, 1, 3, 4), 0, -1, u)
+        kept = b.gather(out, "o_units", 1)
+        b.nodes.append(helper.make_node("Reshape", [kept, b.const([0, -1])], ["o"], name="o"))
+
+
+class _Tokens:
+    """The cached tokens of every sequence in one bucket: N = M * P places, those past the length repeat the last."""
+
+    def __init__(self, writer: _Writer, bucket: int) -> None:
+        b, p = writer.body, writer.plan.page_tokens
+        self.writer, self.bucket, self.table = writer, bucket, f"page_table_{bucket}"
+        length = b.gather("lengths", b.int32([bucket]), 1)  # [B, 1]
+        pages = b.op("Shape", self.table, start=1, end=2)
+        every = b.arange(b.op("Squeeze", b.op("Mul", pages, b.const([p]))))  # [N]
+        token = b.op("Min", every, b.op("Max", b.op("Sub", length, b.int32(1)), b.int32(0)))  # [B, N]
+        self.page, self.place = b.op("Div", token, b.int32(p)), b.op("Mod", token, b.int32(p))
+        past = b.op("LessOrEqual", length, every)
+        self.mask = b.unsqueeze(b.op("Where", past, b.float(NEVER), b.float(0)), 1)  # [B, 1, N]
+        self.empty = b.unsqueeze(b.op("LessOrEqual", length, b.int32(0)), 1)  # [B, 1, 1]
+
+    def _stride(self, bits: int) -> str:
+        return self.writer.body.int32(self.writer.strides[self.bucket] * 8 // bits // self.writer.plan.unit)
+
+    def base(self, bits: int) -> str:
+        """First unit row of each token's page, [B, N]."""
+        b = self.writer.body
+        return b.op("Mul", b.op("GatherElements", self.table, self.page, axis=1), self._stride(bits))
+
+    def page_base(self, bits: int) -> str:
+        """First unit row of each page, [B, M]."""
+        return self.writer.body.op("Mul", self.table, self._stride(bits))
+
+    def elements(self, data: str, places: str) -> str:
+        """Flat places in data [B, M, E] of each token's elements: [Hs, 1, B, N, R]."""
+        b = self.writer.body
+        shape = b.cast(b.op("Shape", data), INT32)
+        pages, size = b.slice(shape, 1, 2), b.slice(shape, 2, 3)
+        sequence = b.unsqueeze(b.arange(b.op("Squeeze", b.op("Shape", "lengths", start=0, end=1))), 1)
+        first = b.op("Mul", b.op("Add", b.op("Mul", sequence, pages), self.page), size)
+        return b.op("Add", b.gather(places, self.place, 2), b.unsqueeze(first, 2))
+
+
+def _float_type(bits: int) -> int:
+    return HALF if bits == 16 else FLOAT
