@@ -155,10 +155,6 @@ def build_command(no_cache: bool, dry_run: bool, **options: Any) -> Result:  # n
 
     Say how much with one of --removal-rate, --compression-ratio and --accuracy.
     """
-    sizes = [name for name in ("removal_rate", "compression_ratio", "accuracy") if options[name] is not None]
-    if len(sizes) > 1:
-        flags = " and ".join("--" + name.replace("_", "-") for name in sizes)
-        raise click.UsageError(f"{flags} both say how much to compress; give one.")
     from kvlathe.engines import build as builds
 
     request = builds.BuildRequest(**options, use_cache=not no_cache, command=command_line())

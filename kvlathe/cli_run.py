@@ -133,12 +133,17 @@ def eval_command(
 @click.argument("engine_a", type=PATH)
 @click.argument("engine_b", type=PATH)
 @click.option("--prompt", default="def main():", show_default=True, help="Text that both read.")
+@click.option(
+    "--raw", is_flag=True, help="Feed one step's raw tensors to both graphs, each in its own runtime (polygraphy)."
+)
 @reports(show_pairs)
-def compare_command(engine_a: Path, engine_b: Path, prompt: str) -> Result:
+def compare_command(engine_a: Path, engine_b: Path, prompt: str, raw: bool) -> Result:
     """Run two engines of one model on the same text and say how far their logits differ."""
-    from kvlathe.engines.compare import compare
+    from kvlathe.engines.compare import compare, compare_runtimes
     from kvlathe.runtime.llm import LLM
 
+    if raw:
+        return compare_runtimes(engine_a, engine_b)
     a, b = LLM.load(engine_a), LLM.load(engine_b)
     return compare(a, b, a.tokenizer.encode(prompt))
 
