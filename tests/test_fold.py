@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -21,13 +22,14 @@ from kvlathe.export.fold import decoder_from, fold
 from kvlathe.export.plan import CompressionPlan
 
 TOLERANCE = 1e-4
+Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 
 
 def ids_for(checkpoint: Checkpoint, length: int = 60) -> list[int]:
     return torch.randint(0, checkpoint.spec.vocab_size, (length,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def reference(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
+def expected_logits(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0]
 
@@ -36,14 +38,14 @@ def reference(model: torch.nn.Module, ids: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("orthogonal", [True, False])
 @pytest.mark.parametrize("projected", [True, False])
 def test_a_full_rank_basis_with_centres_changes_nothing(
-    name: str, orthogonal: bool, projected: bool, tmp_path: Path
+    name: str, orthogonal: bool, projected: bool, reference: Reference
 ) -> None:
-    model = make(tmp_path, name)
-    checkpoint = Checkpoint(tmp_path)
+    folder, model = reference(name)
+    checkpoint = Checkpoint(folder)
     plan = full_plan(checkpoint.spec.shape, checkpoint.spec.rope is not None, projected)
     decoder = decoder_from(checkpoint, plan, random_basis(plan, 7, orthogonal))
     ids = ids_for(checkpoint, 70)
-    torch.testing.assert_close(decoder.logits(ids, range(70)), reference(model, ids), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(decoder.logits(ids, range(70)), expected_logits(model, ids), atol=TOLERANCE, rtol=0)
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -73,13 +75,12 @@ def test_any_shape(
     plan = full_plan(checkpoint.spec.shape, projected=projected)
     decoder = decoder_from(checkpoint, plan, random_basis(plan, seed, True))
     ids = ids_for(checkpoint, 20)
-    torch.testing.assert_close(decoder.logits(ids, range(20)), reference(model, ids), atol=TOLERANCE, rtol=0)
+    torch.testing.assert_close(decoder.logits(ids, range(20)), expected_logits(model, ids), atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_identity_plan_leaves_every_weight_as_it_was(name: str, tmp_path: Path) -> None:
-    make(tmp_path, name)
-    checkpoint = Checkpoint(tmp_path)
+def test_the_identity_plan_leaves_every_weight_as_it_was(name: str, reference: Reference) -> None:
+    checkpoint = Checkpoint(reference(name)[0])
     d, rank = checkpoint.spec.head_dim, -(-checkpoint.spec.head_dim // 16) * 16
     plan = full_plan(checkpoint.spec.shape, checkpoint.spec.rope is not None)
     state = dict(fold(checkpoint, plan, Basis()))
@@ -97,10 +98,9 @@ def test_the_identity_plan_leaves_every_weight_as_it_was(name: str, tmp_path: Pa
     "name", ["llama-biased-d80-mqa", "qwen3", "phi4-mini-partial", "falcon-40b", "gpt2", "falcon-7b"]
 )
 @pytest.mark.parametrize("orthogonal", [True, False])
-def test_truncation_equals_attention_on_projected_heads(name: str, orthogonal: bool, tmp_path: Path) -> None:
+def test_truncation_equals_attention_on_projected_heads(name: str, orthogonal: bool, reference: Reference) -> None:
     """Ranks below full: the decoder against the original layers with q a b^T k and v a_v o_v put between."""
-    make(tmp_path, name)
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = Checkpoint(reference(name)[0])
     rope = checkpoint.spec.rope is not None
     plan, basis = truncated(full_plan(checkpoint.spec.shape, rope, projected=rope), orthogonal)
     ids = ids_for(checkpoint)
@@ -131,10 +131,9 @@ def test_a_removed_lane_is_filled_from_its_keeper(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("projected", [False, True])
 @pytest.mark.parametrize("name", ["llama", "phi4-mini-partial", "llama-llama3-tied"])
-def test_chosen_planes_equal_zeroing_the_others(name: str, projected: bool, tmp_path: Path) -> None:
+def test_chosen_planes_equal_zeroing_the_others(name: str, projected: bool, reference: Reference) -> None:
     """Each lane keeps its own planes; all planes but those are zeroed in the reference's q and k."""
-    make(tmp_path, name)
-    checkpoint = Checkpoint(tmp_path)
+    checkpoint = Checkpoint(reference(name)[0])
     d, rng = checkpoint.spec.head_dim, np.random.default_rng(3)
     plan, basis, zeroing = full_plan(checkpoint.spec.shape), Basis(), Basis()
     lanes = []
