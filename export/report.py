@@ -8,35 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jinja2
 import numpy as np
-import numpy.typing as npt
 
 from kvlathe.console import cell, human_bytes
 from kvlathe.export import report_charts as charts
 from kvlathe.export.layout import CacheLayout
+from kvlathe.export.methods import Evidence
 from kvlathe.export.plan import CompressionPlan
 
-Array = npt.NDArray[np.floating[Any]]
 TEMPLATE = Path(__file__).with_name("report.html.j2")
-
-
-@dataclass(frozen=True)
-class Stability:
-    """How far the rotations of two disjoint halves of the calibration differ, [L, H] each; K (with Q) and V apart.
-
-    ``epsilon`` = mean |R| and ``delta`` = mean |R_a - R_b| after aligning order and signs; ``angle`` is the largest
-    principal angle between the two kept subspaces, radians (0 at full rank).
-    """
-
-    epsilon_k: Array
-    delta_k: Array
-    angle_k: Array
-    epsilon_v: Array
-    delta_v: Array
-    angle_v: Array
 
 
 @dataclass(frozen=True)
@@ -44,8 +26,7 @@ class ReportData:
     """Everything the page shows. Byte counts are of one token, all padding and metadata counted.
 
     ``bytes_baseline`` is the uncompressed cache in the engine's own number format, ``bytes_16bit`` the uncompressed
-    cache in 16 bit. ``spectrum_*`` [L, H, d] are singular values, descending; None for a plan made without
-    calibration. ``measured`` holds accuracy by name where somebody measured it; ``facts`` (calibration, basis ...),
+    cache in 16 bit. ``evidence``: spectra and stability, None for a plan made without calibration. ``measured`` holds accuracy by name where somebody measured it; ``facts`` (calibration, basis ...),
     ``limits`` and ``versions`` are shown as they are.
     """
 
@@ -56,9 +37,7 @@ class ReportData:
     bytes_per_token: float
     bytes_baseline: float
     bytes_16bit: float
-    spectrum_k: Array | None = None
-    spectrum_v: Array | None = None
-    stability: Stability | None = None
+    evidence: Evidence | None = None
     measured: Mapping[str, float] = field(default_factory=dict)
     facts: Mapping[str, object] = field(default_factory=dict)
     limits: Mapping[str, object] = field(default_factory=dict)
@@ -84,7 +63,7 @@ def render(data: ReportData) -> str:
         removed_16bit=1 - data.bytes_per_token / data.bytes_16bit,
         charts=_charts(data),
         curve=data.plan.notes.get("curve"),
-        stability=_stability_rows(data.stability),
+        stability=_stability_rows(data.evidence),
         page=_page_rows(data.plan),
     )
 
@@ -97,13 +76,12 @@ def _charts(data: ReportData) -> dict[str, charts.Markup]:
         "ranks": charts.rank_maps(plan),
         **{f"page{i}": charts.page_map(plan, i) for i in range(len(plan.buckets))},
     }
-    if data.spectrum_k is not None and data.spectrum_v is not None:
-        drawn["spectra"] = charts.spectra(data.spectrum_k, data.spectrum_v, plan)
+    if (e := data.evidence) is not None:
+        drawn["spectra"] = charts.spectra(e.spectrum_k, e.spectrum_v, plan)
+        rows = [("K", e.delta_k / e.epsilon_k, e.angle_k), ("V", e.delta_v / e.epsilon_v, e.angle_v)]
+        drawn["stability"] = charts.stability_by_layer(rows)
     if (curve := plan.notes.get("curve")) and curve["points"]:
         drawn["curve"] = charts.accuracy_curve(curve, 1 - data.bytes_per_token / data.bytes_baseline)
-    if (s := data.stability) is not None:
-        rows = [("K", s.delta_k / s.epsilon_k, s.angle_k), ("V", s.delta_v / s.epsilon_v, s.angle_v)]
-        drawn["stability"] = charts.stability_by_layer(rows)
     return drawn
 
 
@@ -119,13 +97,13 @@ def _byte_rows(data: ReportData) -> list[tuple[str, float, float]]:
     return [*rows, ("this engine", data.bytes_per_token * share, data.bytes_per_token * (1 - share))]
 
 
-def _stability_rows(stability: Stability | None) -> list[tuple[str, float, float, float, float]]:
+def _stability_rows(evidence: Evidence | None) -> list[tuple[str, float, float, float, float]]:
     """(what, mean epsilon, mean delta, delta / epsilon in %, largest angle in degrees) for K and V."""
-    if stability is None:
+    if evidence is None:
         return []
     pairs = (
-        ("K (with its queries)", stability.epsilon_k, stability.delta_k, stability.angle_k),
-        ("V", stability.epsilon_v, stability.delta_v, stability.angle_v),
+        ("K (with its queries)", evidence.epsilon_k, evidence.delta_k, evidence.angle_k),
+        ("V", evidence.epsilon_v, evidence.delta_v, evidence.angle_v),
     )
     return [
         (name, float(e.mean()), float(d.mean()), float(100 * d.mean() / e.mean()), float(np.degrees(a.max())))

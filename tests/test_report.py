@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from kvlathe.export.layout import CacheLayout
+from kvlathe.export.methods import Evidence
 from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
-from kvlathe.export.report import ReportData, Stability, render, write_report
+from kvlathe.export.report import ReportData, render, write_report
 
 SHAPE = ModelShape(
     layers=4, query_heads=4, kv_heads=2, head_dim=64, hidden_size=256, vocab_size=512, max_positions=4096
@@ -50,9 +51,7 @@ def make_data(plan: CompressionPlan | None = None) -> ReportData:
         bytes_per_token=CacheLayout(plan).bytes_per_token(),
         bytes_baseline=4 * dims,
         bytes_16bit=2 * dims,
-        spectrum_k=spectrum,
-        spectrum_v=spectrum,
-        stability=Stability(*positive),
+        evidence=Evidence(spectrum, spectrum, *positive),
         measured={"perplexity ratio": 1.0123},
         limits={"max_seq_len": 4096},
         versions={"kvlathe": "0"},
@@ -132,7 +131,7 @@ def test_a_search_shows_its_curve(target: float | None) -> None:
 
 
 def test_a_plan_without_calibration_says_how_to_measure() -> None:
-    bare = dataclasses.replace(make_data(), spectrum_k=None, spectrum_v=None, stability=None, measured={})
+    bare = dataclasses.replace(make_data(), evidence=None, measured={})
     html = render(bare)
     assert "Singular values" not in html and "kvlathe eval" in html
 
