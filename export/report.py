@@ -26,8 +26,8 @@ class ReportData:
     """Everything the page shows. Byte counts are of one token, all padding and metadata counted.
 
     ``bytes_baseline`` is the uncompressed cache in the engine's own number format, ``bytes_16bit`` the uncompressed
-    cache in 16 bit. ``evidence``: spectra and stability, None for a plan made without calibration. ``measured`` holds accuracy by name where somebody measured it; ``facts`` (calibration, basis ...),
-    ``limits`` and ``versions`` are shown as they are.
+    cache in 16 bit. ``evidence``: spectra and stability, None for a plan made without calibration. ``measured`` holds
+    accuracy by name where somebody measured it; ``facts``, ``limits`` and ``versions`` are shown as they are.
     """
 
     model: str
