@@ -82,9 +82,18 @@ class Checkpoint:
         part = cut(self.spec, name, self._read(source))
         return _finite(torch.empty(part.shape, dtype=torch.float32).copy_(part), source)
 
+    def rows(self, name: str, index: Tensor) -> Tensor:
+        """Rows ``index`` [T] of ``weight(name)``, an embedding, float32 [T, D]: only those are read."""
+        source = stored_name(self.spec, name)
+        return _finite(self._read(source)[index].float(), source)
+
     def tensor(self, name: str) -> Tensor:
         """The folder's tensor ``name``, float32, as stored. Raises as ``weight`` does."""
         return _finite(self._read(name).float(), name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the folder's tensor ``name``, from its header."""
+        return tuple(self._where[name].get_slice(name).get_shape())
 
     def _read(self, name: str) -> Tensor:
         """A view of the mapped file: nothing is copied until it is used."""

@@ -131,7 +131,7 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x, fresh = layer(x, step)
             rows.append(fresh)
-        x = self.norm(x[logit_rows])
+        x = self.norm(x.index_select(0, logit_rows))
         logits = F.linear(x, self.embed.weight) if self.head is None else self.head(x)
         return logits.float(), torch.cat(rows, -1)
 
@@ -228,5 +228,5 @@ def rotator(spec: DecoderSpec) -> Rotator | None:
 
 def embed(checkpoint: Checkpoint, input_ids: Tensor, positions: Tensor) -> Tensor:
     """[T, D] float32: what the first layer reads."""
-    x = checkpoint.weight("embed.weight")[input_ids]
-    return x + checkpoint.weight("positions.weight")[positions] if checkpoint.spec.rope is None else x
+    x = checkpoint.rows("embed.weight", input_ids)
+    return x + checkpoint.rows("positions.weight", positions) if checkpoint.spec.rope is None else x
