@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
+from math import gcd
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +25,13 @@ INT32_UNITS = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class _Scatter:
-    """Where the units of a token's row go in a fresh bucket: to units ``base + place * step`` of its page."""
+    """Where the cells of a token's row go in a fresh bucket: ``source`` to ``base + place * step`` of its page."""
 
     bucket: int
-    source: npt.NDArray[np.intp]  # [n] units of one token's row
-    base: npt.NDArray[np.intp]  # [n] units from the page's start
-    step: npt.NDArray[np.intp]  # [n] units from one token to the next
+    stride: int  # cells of a page
+    source: npt.NDArray[np.intp]  # [n], ascending
+    base: npt.NDArray[np.intp]  # [n]
+    step: npt.NDArray[np.intp]  # [n]
 
 
 class HostPages:
@@ -41,7 +43,7 @@ class HostPages:
     def __init__(self, layout: CacheLayout, arena_bytes: int) -> None:
         check_supported(layout.plan)
         self.layout, self.plan = layout, layout.plan
-        unit, p = self.plan.unit, self.plan.page_tokens
+        unit = self.plan.unit
         size = -(-max(arena_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         self.memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
         self.rows = [self.memory[: size // stride * stride].reshape(-1, stride) for stride in layout.page_stride]
@@ -50,37 +52,36 @@ class HostPages:
         self.row_width = sum(lane.rank_k + lane.rank_v for lane in self.plan.lanes)
         kinds = {"pool_f32": np.float32, "pool_f16": np.float16, "pool_u8": np.uint8}
         self.views = {name: self.memory.view(kind).reshape(-1, unit) for name, kind in kinds.items()}
-        self._hot_units = self.memory.view(self.hot).reshape(-1, unit)
-        if len(self._hot_units) > INT32_UNITS:
+        if size // (unit * self.hot.itemsize) > INT32_UNITS:
             most = f"{INT32_UNITS * unit * self.hot.itemsize:,} bytes"
             raise KvlatheError(f"a cache of {size:,} bytes is too large", f"addresses reach {most}", "ask for less")
+        # Rows are scattered in cells as wide as every rank allows, each one opaque element for numpy.
+        self._grain = gcd(*(rank for lane in self.plan.lanes for rank in (lane.rank_k, lane.rank_v)))
+        self._cell = np.dtype((np.void, self._grain * self.hot.itemsize))
+        self._cells = self.memory[: size // self._cell.itemsize * self._cell.itemsize].view(self._cell)
         self._scatters = [self._scatter(b) for b, bucket in enumerate(self.plan.buckets) if bucket.source is None]
-        self._page_tokens = p
 
     def _scatter(self, bucket: int) -> _Scatter:
-        starts, unit = row_offsets(self.plan), self.plan.unit
-        source, base, step = [], [], []
+        starts, size, cells = row_offsets(self.plan), self._cell.itemsize, []
         for index, pair in self.parts[bucket].items():
             for part, start in zip(pair, starts[index], strict=True):
-                n = part.rank // unit
-                source.append(start // unit + np.arange(n))
-                base.append(part.data // (self.hot.itemsize * unit) + np.arange(n))
-                step.append(np.full(n, n))
-        return _Scatter(bucket, np.concatenate(source), np.concatenate(base), np.concatenate(step))
+                n = part.rank // self._grain
+                cells += [(start // self._grain + i, part.data // size + i, n) for i in range(n)]
+        source, base, step = np.array(sorted(cells), np.intp).reshape(-1, 3).T
+        return _Scatter(bucket, self.layout.page_stride[bucket] // size, source, base, step)
 
     def append(self, step: StepPlan, rows: npt.NDArray[np.floating]) -> None:
         """Write ``rows`` [T, row_width] in the hot format to the places after ``step.lengths`` in the fresh buckets."""
-        counts = np.diff(step.query_starts)
-        sequence = np.repeat(np.arange(len(counts)), counts)
-        nth = np.arange(len(sequence)) - step.query_starts[sequence]
-        units = rows[: len(sequence)].reshape(len(sequence), -1, self.plan.unit)
+        starts, p = step.query_starts, self.plan.page_tokens
+        sequence = np.repeat(np.arange(len(starts) - 1), starts[1:] - starts[:-1])
+        nth = np.arange(len(sequence)) - starts[sequence]
+        cells = np.ascontiguousarray(rows[: len(sequence)]).view(self._cell)
         for scatter in self._scatters:
             place = step.lengths[sequence, scatter.bucket] + nth
-            page = step.page_tables[scatter.bucket][sequence, place // self._page_tokens].astype(np.intp)
-            stride = self.layout.page_stride[scatter.bucket] // (self.hot.itemsize * self.plan.unit)
-            place = place % self._page_tokens
-            target = (page * stride)[:, None] + scatter.base + place[:, None] * scatter.step
-            self._hot_units[target] = units[:, scatter.source]
+            page = step.page_tables[scatter.bucket][sequence, place // p].astype(np.intp)
+            target = (page * scatter.stride)[:, None] + scatter.base + (place % p)[:, None] * scatter.step
+            whole = len(scatter.source) == cells.shape[1]
+            self._cells[target.ravel()] = (cells if whole else cells.take(scatter.source, axis=1)).ravel()
 
     def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...]) -> None:
         """Write full page ``page`` into one page of each cold bucket of ``fresh``, in that bucket's number format."""
@@ -95,7 +96,7 @@ class HostPages:
 
         The caller shortens its page table. Pages must have one owner. Raises KvlatheError if groups run along tokens.
         """
-        table, p = self.rows[bucket], self._page_tokens
+        table, p = self.rows[bucket], self.plan.page_tokens
         used = pages[: -(-keep.shape[1] // p)]
         for kept, pair in zip(keep, self.parts[bucket].values(), strict=True):
             for part in pair:

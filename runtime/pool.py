@@ -14,7 +14,7 @@ pages, so a step that fails or is abandoned leaks none.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 
@@ -115,6 +115,8 @@ class PagePool:
                 f"give it {least:,} bytes or more",
             )
         self.arena_bytes = slabs * self.slab_bytes
+        self.reclaim: Callable[[], bool] = lambda: False
+        """Asked to give up pages that are only kept in case they are wanted again; False once there are none."""
         self._idle = list(range(slabs - 1, -1, -1))
         self._slabs: list[dict[int, _Slab]] = [{} for _ in self.strides]
         self._open: list[dict[int, None]] = [{} for _ in self.strides]  # slabs with room, as ordered sets
@@ -193,6 +195,10 @@ class PagePool:
         return page
 
     def _adopt(self, bucket: int) -> None:
+        while not self._idle and not self._open[bucket] and self.reclaim():
+            pass
+        if self._open[bucket]:
+            return
         if not self._idle:
             raise OutOfPages(
                 f"the cache of {self.arena_bytes:,} bytes is full",

@@ -12,13 +12,14 @@ from collections import deque
 from kvlathe.engines.manifest import Limits
 from kvlathe.errors import KvlatheError
 from kvlathe.runtime.pool import OutOfPages, PagePool, Swapped
+from kvlathe.runtime.prefix import PrefixCache
 from kvlathe.runtime.sequence import Chunk, Sequence
 from kvlathe.runtime.session import PageMover
 
 
 class Scheduler:
-    def __init__(self, pool: PagePool, mover: PageMover, limits: Limits) -> None:
-        self.pool, self.mover, self.limits = pool, mover, limits
+    def __init__(self, pool: PagePool, mover: PageMover, limits: Limits, prefixes: PrefixCache | None = None) -> None:
+        self.pool, self.mover, self.limits, self.prefixes = pool, mover, limits, prefixes
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._swapped: dict[Sequence, Swapped] = {}
@@ -34,9 +35,11 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence, finished or not; its pages go back."""
+        """Forget a sequence, finished or not; its pages go back, but for those kept for others that begin alike."""
         if sequence in self.running:
             self.running.remove(sequence)
+            if self.prefixes:
+                self.prefixes.add(sequence.table, sequence.sharable(self.prefixes.seals), sequence.salt)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self._swapped.pop(sequence, None)
@@ -80,6 +83,8 @@ class Scheduler:
                 if sequence in self._swapped:
                     sequence.table = self.pool.swap_in(self._swapped[sequence], self.mover)
                     del self._swapped[sequence]
+                elif self.prefixes and not sequence.cached:
+                    sequence.table, sequence.cached = self.prefixes.find(sequence.tokens, sequence.salt)
             except OutOfPages:
                 return
             self.running.append(self.waiting.popleft())

@@ -27,6 +27,7 @@ class Sequence:
     chunk: int
     sampler: Sampler
     cached: int = 0
+    salt: bytes = b""  # sequences share pages with those of the same salt
     finish_reason: str | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)  # seconds
@@ -40,6 +41,10 @@ class Sequence:
     @property
     def answer(self) -> list[int]:
         return self.tokens[self.prompt_tokens :]
+
+    def sharable(self, seals: bool) -> list[int]:
+        """Tokens whose pages another sequence would compute alike: where pages seal, those of the prompt."""
+        return self.tokens[: min(self.cached, self.prompt_tokens) if seals else self.cached]
 
     @property
     def most_tokens(self) -> int:
