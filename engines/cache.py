@@ -16,13 +16,13 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from kvlathe.engines import manifest as manifests
-from kvlathe.engines.folder import appearing
+from kvlathe.engines.folder import appearing, whole_file
 from kvlathe.engines.manifest import MANIFEST_FILE, Manifest
 from kvlathe.errors import KvlatheError
 
@@ -104,6 +104,15 @@ def keep(key: str, folder: Path) -> None:
         prune(max_bytes=LIMIT_BYTES)
     except (OSError, KvlatheError) as error:
         log.warning("this build is not cached: %s", error)
+
+
+def keep_file(kept: Path, save: Callable[[Path], None]) -> None:
+    """Write a calibration or a curve into the cache through ``save``. A cache that cannot be written only warns."""
+    try:
+        with whole_file(kept) as part:
+            save(part)
+    except (OSError, KvlatheError) as error:
+        log.warning("%s is not cached: %s", kept.name, error)
 
 
 def _link(source: Path, target: Path) -> None:

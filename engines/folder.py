@@ -82,6 +82,24 @@ def appearing(target: Path, overwrite: bool = False) -> Iterator[Path]:
         os.close(lock)
 
 
+@contextmanager
+def whole_file(target: Path) -> Iterator[Path]:
+    """A path to write, which becomes ``target`` if the block succeeds and vanishes if it does not."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        with _sigterm_interrupts():
+            yield part
+            part.replace(target)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        if _disk_is_full(error):
+            raise _full_disk(target) from error
+        raise
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def _prefix(target: Path) -> str:
     return f".{target.name}.building-"
 

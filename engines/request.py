@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import kvlathe
 from kvlathe.engines.backends import BACKENDS, backend
 from kvlathe.engines.folder import check_target
 from kvlathe.engines.manifest import Limits
@@ -62,9 +63,9 @@ class BuildRequest:
         return self.dtype or BACKENDS[self.backend].dtypes[0]
 
     @property
-    def hot_bits(self) -> int:
+    def hot_bits(self) -> Literal[16, 32]:
         """Fresh tokens are cached as the engine computes."""
-        return self.kv_bits or 8 * DTYPE_BYTES[self.compute_dtype]
+        return self.kv_bits or (32 if self.compute_dtype == "float32" else 16)
 
     def limits(self, max_seq_len: int) -> Limits:
         """The profile up to ``max_seq_len``. By default a step holds one chunk beside every sequence's token."""
@@ -79,6 +80,14 @@ class BuildRequest:
                 f"--max_input_len {limits.max_input_len}", f"sequences end at {max_seq_len} tokens", "lower it"
             )
         return limits
+
+
+def shipped(name: str, option: str) -> Path:
+    """A data file of this project, for where the user gave none. Outside the source tree there is none."""
+    path = Path(kvlathe.__file__).parent.parent / "data" / name
+    if not path.is_file():
+        raise KvlatheError(f"{option} is missing", f"{name} is only part of the source tree", f"give {option} FILE")
+    return path
 
 
 def check(request: BuildRequest) -> None:
@@ -112,12 +121,6 @@ def _check_target(request: BuildRequest) -> None:
             raise _refused(f"{name} {targets[name]}", "it is a fraction", "give a number from 0 to 1")
     if request.stats and (request.calibration or request.calibration_tokens):
         raise _refused("--stats with --calibration", "a Stats file is a finished calibration", "give one of them")
-    wanted = request.retrieval if request.metric == "retrieval" else request.text
-    if request.accuracy is not None and wanted is None:
-        option = "--retrieval" if request.metric == "retrieval" else "--text"
-        raise _refused(
-            f"--accuracy with --metric {request.metric}", "there is nothing to measure it on", f"give {option} FILE"
-        )
     for path in (request.text, request.retrieval, request.stats):
         if path is not None and not path.is_file():
             raise _refused(f"{path}", "there is no such file", "name one that exists")

@@ -96,6 +96,16 @@ def _own_gpu() -> tuple[str, ...]:
     return (f"sm_{major.value}{minor.value}",)
 
 
+def polygraphy_speaks(name: str) -> None:
+    """Make polygraphy use this library. It must happen before any of its TensorRT modules is imported."""
+    identify(name)
+    if name == "tensorrt_rtx":
+        from polygraphy import config
+
+        config.USE_TENSORRT_RTX = True
+        sys.modules.setdefault("tensorrt_rtx", import_module(FLAVOURS[name].module))
+
+
 # -- build ------------------------------------------------------------------------------------------------------------
 def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> None:
     """model.onnx (fp16) becomes model.engine and layers.txt; the ONNX file and its weights leave the folder.

@@ -20,8 +20,8 @@ DOORS = {"export": {"plan", "layout"}, "engines": {"manifest"}, "runtime": {"ses
 """What another part may import of a part. Parts look down only: runtime -> engines -> export."""
 
 BELOW = {"export": (), "engines": ("export",), "runtime": ("export", "engines")}
-CONDUCTORS = {"engines/build.py"}
-"""Conducts calibrate -> plan -> fold -> export, so it may reach through the doors of the parts below it."""
+CONDUCTORS = {"engines/build.py", "engines/planning.py"}
+"""They conduct calibrate -> plan -> fold -> export, so they may reach through the doors of the parts below them."""
 
 STDLIB_ONLY = ("export/plan.py", "engines/manifest.py")
 HEAVY = {"torch", "transformers", "safetensors", "onnx", "onnxscript", "scipy", "matplotlib"}

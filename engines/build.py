@@ -1,0 +1,228 @@
+"""One engine from one checkpoint: plan, fold, export, build, report, and one rename.
+
+This is the conductor: with planning.py the only module of engines/ that calls export's verbs. The heavy ones are
+imported where they are used, so that a refusal needs no torch. Nothing is written before the request is known to be
+possible, and nothing remains of a build that did not finish.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvlathe.engines import cache
+from kvlathe.engines import manifest as manifests
+from kvlathe.engines.backends import Backend, Built, backend
+from kvlathe.engines.folder import appearing, nearest_parent
+from kvlathe.engines.manifest import BASIS_FILE, PLAN_FILE, REPORT_FILE, FileRecord, KvBytes, Limits, Manifest
+from kvlathe.engines.planning import Planned, bytes_per_token, calibrate_to, open_checkpoint, plan_for
+from kvlathe.engines.request import DTYPE_BYTES, BuildRequest, check
+from kvlathe.errors import KvlatheError
+from kvlathe.export.layout import CacheLayout
+
+if TYPE_CHECKING:
+    from kvlathe.export.checkpoint import Checkpoint
+
+__all__ = ["BuildRequest", "build", "calibrate_to", "preview"]
+
+log = logging.getLogger("kvlathe")
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+NOT_IN_KEY = ("model", "output_dir", "workers", "overwrite", "use_cache", "command")
+"""Fields of a request that do not change the engine (the model enters by its digest)."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request that was found possible, with the checkpoint it is about and the backend that will build it."""
+
+    request: BuildRequest
+    checkpoint: Checkpoint
+    backend: Backend
+    built: Built
+    limits: Limits
+
+    @cached_property
+    def key(self) -> str:
+        """The cache key: everything that decides the engine's bytes."""
+        fields = {f.name: getattr(self.request, f.name) for f in dataclasses.fields(self.request)}
+        files = [self.checkpoint.path / name for name in TOKENIZER_FILES]
+        return cache.key_of(
+            {
+                **{name: _content(value) for name, value in fields.items() if name not in NOT_IN_KEY},
+                "model": self.checkpoint.digest,
+                "tokenizer": [manifests.sha256_file(path) for path in files if path.is_file()],
+                "versions": self.versions,
+                "architectures": self.built.architectures,
+            }
+        )
+
+    @cached_property
+    def versions(self) -> dict[str, str]:
+        libraries = {name: version(name) for name in ("torch", "transformers", "onnx", "onnxscript", "numpy")}
+        return {**libraries, **self.built.versions}
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as exported, before compression."""
+        from kvlathe.export.tensors import stored_shapes
+
+        numbers = sum(math.prod(shape) for shape in stored_shapes(self.checkpoint.spec).values())
+        return numbers * DTYPE_BYTES[self.request.compute_dtype]
+
+
+def _content(value: object) -> object:
+    """Files enter a key by what they hold."""
+    if isinstance(value, str | Path) and value and Path(value).is_file():
+        return manifests.sha256_file(Path(value))
+    return value
+
+
+# -- promise before ---------------------------------------------------------------------------------------------------
+def prepare(request: BuildRequest) -> Job:
+    """Everything that can be refused is refused here, with KvlatheError; nothing has been written."""
+    check(request)
+    module = backend(request.backend)
+    built = module.identify(request.backend)
+    checkpoint = open_checkpoint(request.model, request.max_seq_len, request.workers)
+    job = Job(request, checkpoint, module, built, request.limits(checkpoint.spec.max_seq_len))
+    _check_disk(job)
+    return job
+
+
+def _check_disk(job: Job) -> None:
+    home = nearest_parent(job.request.output_dir)
+    free = shutil.disk_usage(home).free
+    if free < job.weight_bytes:
+        fact = f"the engine needs about {job.weight_bytes:,} bytes and {home} has {free:,} free"
+        raise KvlatheError(fact, "the weights are written there", "make room or name another --output_dir")
+
+
+def preview(request: BuildRequest) -> dict[str, Any]:
+    """The dry run: what ``build`` would do, and its bytes. Refuses what ``build`` would refuse, and writes nothing."""
+    job = prepare(request)
+    spec = job.checkpoint.spec
+    return {
+        "model": str(job.checkpoint.path),
+        "model_type": spec.model_type,
+        "output_dir": str(request.output_dir),
+        "compression": request.compression,
+        "backend": request.backend,
+        "architectures": list(job.built.architectures),
+        "compute_dtype": request.compute_dtype,
+        "cached": request.use_cache and (cache.root() / "engines" / job.key).is_dir(),
+        "weight_bytes": job.weight_bytes,
+        "kv_bytes_per_token_baseline": bytes_per_token(spec.shape, request.hot_bits, request.tokens_per_block),
+        "limits": dataclasses.asdict(job.limits),
+    }
+
+
+# -- build ------------------------------------------------------------------------------------------------------------
+def build(request: BuildRequest) -> Path:
+    """Build the engine folder and return its path. Raises KvlatheError; Ctrl-C and SIGTERM raise KeyboardInterrupt.
+
+    In every case the folder either appears whole or not at all.
+    """
+    job = prepare(request)
+    with appearing(request.output_dir, request.overwrite) as folder:
+        found = cache.fetch(job.key, folder) if request.use_cache else None
+        if found is None:
+            _make(job, folder)
+        else:
+            log.info("the same engine was built before: taken from the cache")
+            manifests.write(folder, dataclasses.replace(found, command=request.command, created=_now()))
+    if request.use_cache and found is None:
+        cache.keep(job.key, request.output_dir)
+    return request.output_dir
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _make(job: Job, folder: Path) -> None:
+    """Fill ``folder``: plan, basis, graph and weights, what the backend makes of them, tokenizer, report, manifest."""
+    from kvlathe.export.fold import fold
+    from kvlathe.export.to_onnx import export_onnx
+
+    request, checkpoint = job.request, job.checkpoint
+    planned = plan_for(request, checkpoint)
+    plan = planned.plan
+    (folder / PLAN_FILE).write_text(plan.to_json(), "utf-8")
+    planned.basis.save(folder / BASIS_FILE)
+    export_onnx(checkpoint.spec, plan, fold(checkpoint, plan, planned.basis), folder, request.compute_dtype)
+    made_from = manifests.describe_files(folder)
+    job.backend.build(request.backend, folder, plan, job.limits)
+    _copy_tokenizer(checkpoint.path, folder)
+    described = _describe(job, planned, made_from)
+    _report(folder, described, planned)
+    manifests.write(folder, described)
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+    if not (folder / "tokenizer.json").exists():
+        log.warning("%s has no tokenizer.json: the engine takes token ids only", source)
+
+
+def _describe(job: Job, planned: Planned, made_from: Mapping[str, FileRecord]) -> Manifest:
+    request, plan = job.request, planned.plan
+    return Manifest(
+        model=job.checkpoint.path.resolve().name,
+        compression=request.compression,
+        backend=request.backend,
+        versions=job.versions,
+        architectures=job.built.architectures,
+        compute_dtype=request.compute_dtype,
+        limits=job.limits,
+        page_tokens=plan.page_tokens,
+        prefill_chunk=plan.prefill_chunk,
+        kv_bytes=KvBytes(
+            per_token=CacheLayout(plan).bytes_per_token(),
+            baseline=bytes_per_token(plan.model, request.hot_bits, plan.page_tokens),
+            baseline_16bit=bytes_per_token(plan.model, 16, plan.page_tokens),
+        ),
+        plan_digest=plan.digest,
+        model_digest=job.checkpoint.digest,
+        command=request.command,
+        created=_now(),
+        made_from=made_from,
+    )
+
+
+def _report(folder: Path, described: Manifest, planned: Planned) -> None:
+    from kvlathe.export.methods import evidence
+    from kvlathe.export.report import ReportData, write_report
+
+    stats = planned.stats
+    data = ReportData(
+        model=described.model,
+        command=described.command,
+        created=described.created,
+        plan=planned.plan,
+        bytes_per_token=described.kv_bytes.per_token,
+        bytes_baseline=described.kv_bytes.baseline,
+        bytes_16bit=described.kv_bytes.baseline_16bit,
+        evidence=stats and evidence(described.compression, stats, planned.options, planned.plan),
+        facts=dict(stats.source) if stats else {},
+        limits=dataclasses.asdict(described.limits),
+        versions=described.versions,
+    )
+    write_report(folder / REPORT_FILE, data)
