@@ -44,11 +44,13 @@ print("cuda" if any(re.match(r"(nvidia|cuda|triton)", need) for need in needs) e
 
 install_torch() {
     local build
+    .venv/bin/python -c 'import torch, sys; sys.exit(torch.__version__.split("+")[0] != sys.argv[1])' "${TORCH#torch==}" 2>/dev/null && return
     build=$(torch_build || echo unknown)
     if [ "$build" = cpu ]; then
         .venv/bin/python -m pip install -qq --no-deps "$TORCH"
     else
-        .venv/bin/python -m pip install -qq --no-deps --index-url "$CPU_WHEELS" "$TORCH"
+        .venv/bin/python -m pip install -qq --no-deps --index-url "$CPU_WHEELS" "$TORCH" ||
+            die "torch was not installed, because $CPU_WHEELS cannot be reached: install a CPU build of $TORCH into .venv, then run this again."
     fi
 }
 
@@ -64,7 +66,7 @@ if ! .venv/bin/python -m pip --version >/dev/null 2>&1; then
     "$python" -m venv .venv
 fi
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
-say "installing torch for the CPU (about 200 MB, once)"
+say "installing torch in its CPU build"
 .venv/bin/python -m pip install -qq 'pip>=23'
 install_torch
 say "installing kvlathe and its tools"
