@@ -232,7 +232,7 @@ def _vector(lane: Lane, name: str, given: Array | None, size: int) -> Tensor:
 def _double(lane: Lane, name: str, given: Array) -> Tensor:
     if not np.isfinite(given).all():
         _misfit(lane, f"has NaN or infinite numbers in {name}", "nothing sound can be computed from them")
-    return torch.from_numpy(np.asarray(given, np.float64))
+    return torch.from_numpy(np.ascontiguousarray(given, np.float64))
 
 
 def _misfit(lane: Lane, fact: str, reason: str) -> NoReturn:
