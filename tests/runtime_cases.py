@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ from kvlathe.export.decoder import Decoder
 from kvlathe.export.fold import decoder_from, fold
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
+from kvlathe.export.to_onnx import export_onnx
 from kvlathe.runtime.host_pages import HostPages
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.ort_session import OrtSession
@@ -32,6 +34,7 @@ from kvlathe.runtime.tokenizer import Tokenizer
 MODEL = Path(__file__).resolve().parents[1] / "models" / "lathe-5m"
 HOT, U8 = Tier(32, 32), Tier(8, 8, "rank", "token", 64, 64)
 torch.set_num_threads(1)  # small matrices; the tests run side by side
+BACKENDS = ("torch", "onnx")
 LIMITS = Limits(max_batch_size=8, max_num_tokens=1024, max_input_len=3072, max_seq_len=4096)
 
 
@@ -102,8 +105,6 @@ def engine_folder(kind: str) -> Path:
     """The same, exported; the folder lives as long as the test process."""
     folder = Path(tempfile.mkdtemp(prefix="kvlathe-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    from kvlathe.export.to_onnx import export_onnx
-
     checkpoint, plan = Checkpoint(MODEL), plans(model_shape())[kind]
     export_onnx(checkpoint.spec, plan, fold(checkpoint, plan, Basis()), folder)
     return folder
@@ -120,6 +121,20 @@ def llm(backend: str, kind: str, tokens: int = 8192, limits: Limits = LIMITS) ->
     layout = CacheLayout(decoder(kind).plan)
     size = layout.bytes_for(tokens) + 8 * len(layout.page_stride) * max(layout.page_stride)
     return LLM(session(backend, kind, size, limits), layout.plan, limits, Tokenizer(MODEL), size)
+
+
+@cache
+def text(length: int, start: int = 0) -> tuple[int, ...]:
+    """Real tokens, so that logits are spread as in use."""
+    lines = (MODEL.parents[1] / "data" / "eval_text.jsonl").read_text("utf-8").splitlines()
+    ids = Tokenizer(MODEL).encode(" ".join(json.loads(line)["text"] for line in lines[:24]))
+    return tuple(ids[start : start + length])
+
+
+@cache
+def at_once(length: int, start: int = 0) -> npt.NDArray[np.float32]:
+    """Next-token logits of every token, one pass over the whole text with nothing cached."""
+    return decoder("one").logits(text(length, start), range(length)).numpy()
 
 
 def forced(llm: LLM, texts: Items[Items[int]], schedule: Iterable[Items[int]]) -> list[npt.NDArray[np.float32]]:

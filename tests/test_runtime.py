@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterator
-from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 import pytest
-from runtime_cases import LIMITS, MODEL, decoder, forced, llm, session
+from runtime_cases import BACKENDS, LIMITS, at_once, decoder, forced, llm, session, text
 
 from kvlathe.errors import KvlatheError
 from kvlathe.runtime.llm import LLM
@@ -19,22 +17,7 @@ from kvlathe.runtime.ort_session import OrtSession
 from kvlathe.runtime.sampler import Sampler, SamplingParams
 from kvlathe.runtime.session import StepPlan
 
-BACKENDS = ("torch", "onnx")
 LENGTHS = (3, 64, 130, 700)
-
-
-@cache
-def text(length: int, start: int = 0) -> tuple[int, ...]:
-    """Real tokens, so that logits are spread as in use."""
-    lines = (MODEL.parents[1] / "data" / "eval_text.jsonl").read_text("utf-8").splitlines()
-    ids = llm("torch", "one").tokenizer.encode(" ".join(json.loads(line)["text"] for line in lines[:24]))
-    return tuple(ids[start : start + length])
-
-
-@cache
-def at_once(length: int, start: int = 0) -> npt.NDArray[np.float32]:
-    """Next-token logits of every token, one pass over the whole text with nothing cached."""
-    return decoder("one").logits(text(length, start), range(length)).numpy()
 
 
 def ragged(seed: int) -> Iterator[list[int]]:

@@ -9,8 +9,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_cases import HOT, decoder, llm, model_shape, plan_for, plans
-from test_runtime import BACKENDS, at_once, text
+from runtime_cases import BACKENDS, HOT, at_once, decoder, llm, model_shape, plan_for, plans, text
 
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
