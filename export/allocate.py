@@ -1,0 +1,70 @@
+"""Ranks from spectra. K and V lanes are rows alike: [rows, d] in, [rows] multiples of 16 out, each at least 16.
+
+Bytes of a page are proportional to the ranks (16 ranks of 16 tokens fill whole 128-byte lines), so budgets are sums of
+ranks.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.export.plan import RANK_MULTIPLE
+
+Array = npt.NDArray[np.floating]
+Ranks = npt.NDArray[np.int64]
+
+EXACT = 1e-12
+"""Shares of the total that rounding cannot tell from nothing."""
+
+
+def whole(d: int) -> int:
+    """The rank that keeps all of ``d`` dims: d rounded up to a multiple of 16."""
+    return -(-d // RANK_MULTIPLE) * RANK_MULTIPLE
+
+
+def by_rate(spectrum: Array, rate: float) -> Ranks:
+    """The papers' shared rate r (FDC Eq. 1, ZACK Eq. 6): the smallest count whose removed singular values sum to at
+    most r of the total, rounded up to a multiple of 16. At r = 0 everything is kept."""
+    d = spectrum.shape[-1]
+    if rate <= 0:
+        return np.full(len(spectrum), whole(d))
+    total = np.maximum(spectrum.sum(-1, keepdims=True), 1e-300)
+    removed_after = np.cumsum(spectrum[:, ::-1], -1)[:, ::-1] / total  # share removed if dims i.. go
+    count = (removed_after > rate + EXACT).sum(-1)
+    return np.maximum(-(-count // RANK_MULTIPLE), 1) * RANK_MULTIPLE
+
+
+def rate_within(spectrum: Array, budget: int) -> float:
+    """The smallest rate r whose ranks sum to at most ``budget`` (to 1e-6)."""
+    if by_rate(spectrum, 0.0).sum() <= budget:
+        return 0.0
+    low, high = 0.0, 1.0
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (low, middle) if by_rate(spectrum, middle).sum() <= budget else (middle, high)
+    return high
+
+
+def uniform(rows: int, d: int, budget: int) -> Ranks:
+    """The same rank for every row. Rows are K lanes then V lanes; a step that all V lanes cannot have goes to the K
+    lanes.
+    """
+    steps = min(budget // (RANK_MULTIPLE * (rows // 2)), 2 * whole(d) // RANK_MULTIPLE)
+    k, v = max((steps + 1) // 2, 1), max(steps // 2, 1)
+    return np.repeat(np.array([k, v]) * RANK_MULTIPLE, rows // 2)
+
+
+def by_loss(loss: Array, budget: int) -> Ranks:
+    """Greedy: blocks of 16 dims in order of what their removal would cost, until ``budget`` is spent.
+
+    ``loss`` [rows, d] is each dim's own cost, all rows in one unit. Blocks of a row fall in cost, so greedy is optimal.
+    """
+    rows, d = loss.shape
+    blocks = np.zeros((rows, whole(d)))
+    blocks[:, :d] = loss
+    cost = blocks.reshape(rows, -1, RANK_MULTIPLE).sum(-1)
+    cost = np.minimum.accumulate(cost, -1)
+    cost[:, 0] = np.inf
+    best = np.argsort(-cost.ravel(), kind="stable")[: max(budget // RANK_MULTIPLE, rows)]
+    return np.bincount(best // cost.shape[1], minlength=rows) * RANK_MULTIPLE

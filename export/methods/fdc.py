@@ -1,0 +1,24 @@
+"""FDC, sections 5.1 and 5.2: rotate Q with K, and V with W_V, by SVD; drop the dimensions of least singular value.
+
+Differences from the paper: one rotation for each KV head (a GQA cache holds one K for its query heads), ranks in
+multiples of 16, and the options of Options.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from kvlathe.export.methods.options import Options
+from kvlathe.export.rotation import Rotation, balanced_rotation, rotation, score_gram, shared
+from kvlathe.export.stats import Stats
+
+SUMMARY = "rotate and drop dimensions; calibrated on random tokens"
+CALIBRATION: Literal["random", "text"] = "random"
+
+
+def rotate(stats: Stats, options: Options) -> Rotation:
+    """SVD of the stacked queries and keys after RoPE; SVD of the head's W_V."""
+    if options.basis == "balanced":
+        return balanced_rotation(stats)
+    scores = shared(score_gram(stats.whole, options.centre))
+    return rotation(stats, scores, shared(stats.wv_gram), options.centre)

@@ -1,0 +1,127 @@
+"""What a method may be asked (Options), what it answers (Part), and how a request is spelled."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from kvlathe.errors import KvlatheError
+from kvlathe.export.basis import Basis
+from kvlathe.export.plan import Lane
+
+DEFAULT_RATE = 0.15
+"""The removal rate where no target is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How much to remove and how. At most one of ``removal_rate`` (the papers' r) and ``compression_ratio`` (fraction
+    of KV bytes removed, against the uncompressed cache in the same number format); neither means DEFAULT_RATE.
+
+    ``allocation``: ranks by the shared rate, one rank for all lanes at the same bytes (``uniform``), or bytes spent
+    where they save most (``global``). ``rope_fold`` ``planes``: keep whole RoPE planes instead of projecting K after
+    RoPE.
+    ``centre``: take the mean out of K and V (the balanced basis always does).
+    """
+
+    removal_rate: float | None = None
+    compression_ratio: float | None = None
+    basis: Literal["svd", "balanced"] = "svd"
+    allocation: Literal["rate", "uniform", "global"] = "rate"
+    rope_fold: Literal["none", "planes"] = "none"
+    centre: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise unknown(f"{name} {value!r}", value, allowed)
+        for name in ("removal_rate", "compression_ratio"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < 1:
+                raise KvlatheError(f"{name} {value} cannot be used", "it is a fraction", "give a number from 0 up to 1")
+        if self.removal_rate is not None and self.compression_ratio is not None:
+            raise KvlatheError(
+                "removal_rate and compression_ratio exclude each other", "each says how much to remove", "give one"
+            )
+
+    def asked(self, **changes: object) -> Options:
+        """With ``changes``; a new target replaces the old one."""
+        if {"removal_rate", "compression_ratio"} & changes.keys():
+            changes = {"removal_rate": None, "compression_ratio": None, **changes}
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+CHOICES = {"basis": ("svd", "balanced"), "allocation": ("rate", "uniform", "global"), "rope_fold": ("none", "planes")}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one method decided. ``lanes`` is None where it leaves the ranks alone; ``notes`` are for people."""
+
+    lanes: tuple[Lane, ...] | None = None
+    basis: Basis = field(default_factory=Basis)
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One method of a request, with the options written behind its name."""
+
+    name: str
+    options: dict[str, str]
+
+
+def parse(request: str) -> tuple[Asked, ...]:
+    """``name``, ``name:key=value,key=value`` and compositions ``a+b``. Raises KvlatheError where it cannot be read."""
+    return tuple(_parse_one(part.strip()) for part in request.split("+"))
+
+
+def _parse_one(text: str) -> Asked:
+    name, _, tail = text.partition(":")
+    pairs = [pair.partition("=") for pair in tail.split(",")] if tail else []
+    if not name or any(not key or not equals or not value for key, equals, value in pairs):
+        raise KvlatheError(
+            f"the compression {text!r} cannot be read",
+            "it is not name:key=value,key=value",
+            "write for example name or name:key=1",
+        )
+    return Asked(name.strip().lower(), {key.strip(): value.strip() for key, _, value in pairs})
+
+
+def with_written(options: Options, written: dict[str, str]) -> Options:
+    """``options`` overruled by those written in the request. Raises KvlatheError for unknown names and unreadable
+    values.
+    """
+    known = [option.name for option in dataclasses.fields(Options)]
+    values: dict[str, object] = {}
+    for key, text in written.items():
+        if key not in known:
+            raise unknown(f"the option {key!r}", key, known)
+        values[key] = _value(key, text)
+    return options.asked(**values) if values else options
+
+
+def _value(key: str, text: str) -> object:
+    if key in CHOICES:
+        return text
+    if key == "centre":
+        if text not in ("true", "false"):
+            raise KvlatheError(f"{key}={text} cannot be used", "it is a yes or no", "write true or false")
+        return text == "true"
+    try:
+        return float(text)
+    except ValueError:
+        raise KvlatheError(
+            f"{key}={text} cannot be used", "it is not a number", "write a fraction such as 0.2"
+        ) from None
+
+
+def unknown(what: str, given: str, known: Iterable[str]) -> KvlatheError:
+    """A refusal that lists what there is and guesses what was meant."""
+    known = list(known)
+    near = difflib.get_close_matches(str(given), known, 1, 0.5)
+    guess = f"did you mean {near[0]}? choose" if near else "choose"
+    return KvlatheError(f"{what} is unknown", "", f"{guess} one of {', '.join(known)}")

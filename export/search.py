@@ -1,0 +1,251 @@
+"""Search: the largest compression whose score stays at or above a fraction of the uncompressed model's.
+
+Bisection over the fraction of bytes removed, scored by the folded torch decoder. Every score is kept on disk under a
+digest of all that it depends on, so the papers' F_p (accuracy -> ranks) fills up as it is asked, and asking again is a
+look-up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe import tasks
+from kvlathe.console import log, progress
+from kvlathe.errors import KvlatheError
+from kvlathe.export.basis import Basis
+from kvlathe.export.checkpoint import Checkpoint
+from kvlathe.export.decoder import Decoder
+from kvlathe.export.fold import decoder_from
+from kvlathe.export.layout import CacheLayout
+from kvlathe.export.methods import CacheForm, Options, best_ratio, compose
+from kvlathe.export.plan import CompressionPlan
+from kvlathe.export.stats import Stats
+
+Metric = Literal["retrieval", "perplexity", "agreement"]
+
+WINDOWS = 6
+WINDOW_TOKENS = 1024
+QUESTIONS = 24
+"""A search scores many plans, so it reads less than an evaluation: these many windows, and questions evenly spaced."""
+
+RESOLUTION = 0.01
+"""Bisection stops when the best ratio is known to this fraction of the uncompressed bytes."""
+
+
+@dataclass(frozen=True)
+class Exam:
+    """What plans are scored on, as token ids: ``questions`` for retrieval, ``windows`` of text for the other
+    metrics.
+    """
+
+    metric: Metric
+    questions: tuple[tasks.Question, ...] = ()
+    windows: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(dataclasses.asdict(self)).encode()).hexdigest()
+
+    @property
+    def described(self) -> str:
+        """For people and reports."""
+        if self.questions:
+            return f"exact match of {len(self.questions)} answers"
+        return f"{self.metric} over {len(self.windows)} windows of {max(map(len, self.windows))} tokens"
+
+
+def read_exam(checkpoint: Checkpoint, metric: Metric, text: Path | None, retrieval: Path | None) -> Exam:
+    """The exam of ``metric`` from its file; what is longer than the served length is cut or left out. Raises
+    KvlatheError.
+    """
+    encoder, longest = tasks.FolderEncoder(checkpoint.path), checkpoint.spec.max_seq_len
+    path = retrieval if metric == "retrieval" else text
+    if path is None:
+        option = "--retrieval" if metric == "retrieval" else "--text"
+        raise KvlatheError(
+            f"the metric {metric} has nothing to be measured on", "no file was given", f"give {option} FILE"
+        )
+    if metric == "retrieval":
+        fitting = [x for x in tasks.read_questions(path, encoder, every=1) if x.tokens <= longest]
+        if not fitting:
+            raise KvlatheError(f"no question of {path} fits", f"sequences end at {longest} tokens", "give shorter ones")
+        spaced = np.unique(np.linspace(0, len(fitting) - 1, min(QUESTIONS, len(fitting))).round().astype(int))
+        return Exam(metric, questions=tuple(fitting[i] for i in spaced))
+    documents = tasks.encode_documents(encoder, tasks.read_texts(path))
+    found = tasks.windows(documents, encoder.eos_id, WINDOWS, min(WINDOW_TOKENS, longest))
+    return Exam(metric, windows=tuple(map(tuple, found)))
+
+
+class TorchOracle:
+    """A folded decoder as a LogitsOracle."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+
+    def logits(self, token_ids: Sequence[int], rows: Sequence[int]) -> npt.NDArray[np.float32]:
+        return self._decoder.logits(token_ids, rows).numpy()
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+def score(exam: Exam, oracle: tasks.LogitsOracle, said: Sequence[npt.NDArray[np.int64]] = ()) -> float:
+    """Higher is better: share of questions answered, 1 / perplexity, or share of tokens equal to ``said``, what the
+    uncompressed model says next in each window.
+    """
+    if exam.metric == "retrieval":
+        return float(np.mean([tasks.answered(oracle, question) for question in progress(exam.questions, "questions")]))
+    if exam.metric == "perplexity":
+        sums = [tasks.text_sums(oracle, window) for window in progress(exam.windows, "windows")]
+        return 1 / sum(sums[1:], sums[0]).perplexity
+    same = [says(oracle, window) == known for window, known in zip(exam.windows, said, strict=True)]
+    return float(np.concatenate(same).mean())
+
+
+def says(oracle: tasks.LogitsOracle, window: Sequence[int]) -> npt.NDArray[np.int64]:
+    """The next token after every place of the window but its last."""
+    return oracle.logits(window, range(len(window) - 1)).argmax(-1)
+
+
+@dataclass
+class Scores:
+    """Scores by the ratio asked for, remembered in ``path`` (None: only here)."""
+
+    path: Path | None
+    known: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, folder: Path | None, key: str) -> Scores:
+        path = None if folder is None else folder / f"{key}.json"
+        if path is None or not path.is_file():
+            return cls(path)
+        try:
+            return cls(path, {str(k): float(v) for k, v in json.loads(path.read_text("utf-8")).items()})
+        except (OSError, ValueError, AttributeError):
+            log.warning("the remembered scores %s are damaged and will be measured again", path)
+            return cls(path)
+
+    def get(self, name: str, measure: Callable[[], float]) -> float:
+        if name not in self.known:
+            self.known[name] = measure()
+            self._write()
+        return self.known[name]
+
+    def _write(self) -> None:
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self.path.with_suffix(".tmp")
+        fresh.write_text(json.dumps(self.known, indent=1), "utf-8")
+        fresh.replace(self.path)
+
+
+# -- the search --------------------------------------------------------------------------------------------------------
+@dataclass
+class Searcher:
+    """Plans one request at any ratio and scores it. ``scores`` outlive it."""
+
+    checkpoint: Checkpoint
+    stats: Stats
+    request: str
+    options: Options
+    form: CacheForm
+    exam: Exam
+    scores: Scores
+    said: list[npt.NDArray[np.int64]] = field(default_factory=list)
+
+    def plan(self, ratio: float) -> tuple[CompressionPlan, Basis]:
+        spec, options = self.checkpoint.spec, self.options.asked(compression_ratio=ratio)
+        return compose(self.request, spec.shape, spec.rope is not None, self.stats, options, self.form)
+
+    def oracle(self, plan: CompressionPlan, basis: Basis) -> TorchOracle:
+        return TorchOracle(decoder_from(self.checkpoint, plan, basis))
+
+    def score(self, ratio: float) -> float:
+        return self.scores.get(f"{ratio:.6f}", lambda: self._measure(ratio))
+
+    def _measure(self, ratio: float) -> float:
+        if self.exam.metric == "agreement" and not self.said:
+            whole = self.oracle(*self.plan(0.0))
+            self.said = [says(whole, window) for window in self.exam.windows]
+        found = score(self.exam, self.oracle(*self.plan(ratio)), self.said)
+        log.info("%.1f %% of the bytes removed: %s %.4g", 100 * ratio, self.exam.metric, found)
+        return found
+
+
+def search(
+    checkpoint: Checkpoint,
+    stats: Stats,
+    request: str,
+    options: Options,
+    form: CacheForm,
+    accuracy: float,
+    exam: Exam,
+    remembered: Path | None = None,
+) -> tuple[CompressionPlan, Basis]:
+    """The plan of ``request`` that removes most while its score is at least ``accuracy`` times the uncompressed score.
+
+    Perplexity scores by its inverse: accuracy 0.99 allows a ratio of 1 / 0.99. ``remembered``: a folder for scores. The
+    measured points are the plan's notes["curve"]. Raises KvlatheError, naming the best there is, if nothing can be
+    removed.
+    """
+    what = (stats.digest, request, repr(options.asked(compression_ratio=None)), repr(form), exam.digest)
+    key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
+    searcher = Searcher(checkpoint, stats, request, options, form, exam, Scores.open(remembered, key))
+    baseline = searcher.score(0.0)
+    if baseline <= 0:
+        raise KvlatheError(
+            f"the uncompressed model scores 0 on {exam.metric}", "there is nothing to keep", "choose another metric"
+        )
+    ratio = largest(searcher.score, accuracy * baseline, best_ratio(stats.shape), RESOLUTION)
+    if ratio == 0.0:
+        _refuse(searcher, accuracy, baseline)
+    plan, basis = searcher.plan(ratio)
+    return dataclasses.replace(plan, notes=plan.notes | {"curve": _curve(searcher, accuracy, baseline)}), basis
+
+
+def largest(score_at: Callable[[float], float], needed: float, most: float, resolution: float) -> float:
+    """The largest ratio in [0, most], to ``resolution``, found to score at least ``needed``, by bisection; 0 always
+    does.
+    """
+    if score_at(most) >= needed:
+        return most
+    low, high = 0.0, most
+    while high - low > resolution:
+        middle = (low + high) / 2
+        low, high = (middle, high) if score_at(middle) >= needed else (low, middle)
+    return low
+
+
+def _refuse(searcher: Searcher, accuracy: float, baseline: float) -> None:
+    gentle = min(float(ratio) for ratio in searcher.scores.known if float(ratio) > 0)
+    reached = searcher.score(gentle) / baseline
+    raise KvlatheError(
+        f"{searcher.request} cannot keep {accuracy:.4g} of the uncompressed {searcher.exam.metric}",
+        f"removing {gentle:.1%} of the bytes already leaves {reached:.4g}",
+        f"ask for --accuracy {np.floor(1000 * reached) / 1000:.4g} or less",
+    )
+
+
+def _curve(searcher: Searcher, accuracy: float, baseline: float) -> dict[str, Any]:
+    """What report.html draws: each point's bytes are its plan's own, all padding counted."""
+    whole = CacheLayout(searcher.plan(0.0)[0]).bytes_per_token()
+    points = []
+    for name, value in sorted(searcher.scores.known.items()):
+        left = CacheLayout(searcher.plan(float(name))[0]).bytes_per_token()
+        points.append({"removed": 1 - left / whole, "asked": float(name), "score": value})
+    return {
+        "metric": searcher.exam.metric if searcher.exam.metric != "perplexity" else "1 / perplexity",
+        "measured_on": searcher.exam.described,
+        "baseline": baseline,
+        "target": accuracy * baseline,
+        "accuracy": accuracy,
+        "points": points,
+    }

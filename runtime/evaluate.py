@@ -1,0 +1,117 @@
+"""Evaluate: what an engine's compression saves and what it costs, through the engine itself and its paged cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvlathe import tasks
+from kvlathe.console import progress
+from kvlathe.engines.manifest import Limits, Manifest
+from kvlathe.errors import KvlatheError
+from kvlathe.metrics import Sums
+from kvlathe.runtime.tokenizer import Tokenizer
+
+BYTES_OF = "a token of a long sequence; removed: against the uncompressed cache in the same number format"
+
+
+class Model(tasks.LogitsOracle, Protocol):
+    """What is asked of an LLM here: logits of any places of a sequence, its limits and its tokenizer."""
+
+    limits: Limits
+    tokenizer: Tokenizer
+    manifest: Manifest | None
+
+
+def evaluate(
+    engine: Model,
+    baseline: Model | None = None,
+    text: Path | None = None,
+    retrieval: Path | None = None,
+    windows: int = tasks.WINDOWS,
+    window_tokens: int = tasks.WINDOW_TOKENS,
+    every: int = tasks.EVERY,
+) -> dict[str, Any]:
+    """Bytes, and accuracy over the first ``windows`` windows of ``window_tokens`` tokens of ``text`` and over every
+    ``every``-th question of ``retrieval``. Keys:
+
+    ``kv_bytes_per_token``, ``kv_bytes_removed`` (fraction, against the uncompressed cache in the same number format),
+    ``perplexity``, ``perplexity_ratio``, ``agreement`` (share of equal next tokens), ``kl`` (baseline || engine, nats a
+    token), ``retrieval_exact_match``, and ``measured_on``, which says what. A number is None where its file or baseline
+    is missing.
+
+    Windows shrink to what both engines take; longer questions are left out. Raises KvlatheError before anything runs if
+    the engines have different vocabularies or a file cannot be used.
+    """
+    longest = min(model.limits.max_input_len for model in (engine, baseline) if model is not None)
+    if baseline is not None:
+        _check_comparable(engine, baseline)
+    tokens = min(window_tokens, longest)
+    cut = _windows(engine, text, windows, tokens) if text else []
+    questions = tasks.read_questions(retrieval, engine.tokenizer, every) if retrieval else []
+    fitting = [question for question in questions if question.tokens <= longest]
+    if questions and not fitting:
+        raise KvlatheError(f"no question of {retrieval} fits", f"inputs end at {longest} tokens", "give shorter ones")
+    if engine.manifest is None:
+        raise KvlatheError("the engine has no manifest", "its bytes are written there", "load it from its folder")
+    measured_on: dict[str, Any] = {"kv_bytes": BYTES_OF}
+    result: dict[str, Any] = {
+        "kv_bytes_per_token": engine.manifest.kv_bytes.per_token,
+        "kv_bytes_removed": engine.manifest.kv_bytes.removed,
+        **dict.fromkeys(("perplexity", "perplexity_ratio", "retrieval_exact_match", "agreement", "kl")),
+        "measured_on": measured_on,
+    }
+    if text:
+        result |= _on_text(engine, baseline, cut)
+        measured_on["text"] = {"file": text.name, "windows": len(cut), "window_tokens": tokens}
+    if retrieval:
+        right = [tasks.answered(engine, question) for question in progress(fitting, "answering questions")]
+        result["retrieval_exact_match"] = sum(right) / len(right)
+        left_out = len(questions) - len(fitting)
+        measured_on["retrieval"] = {
+            "file": retrieval.name,
+            "questions": len(fitting),
+            "every": every,
+            "too_long": left_out,
+        }
+    return result
+
+
+def _check_comparable(engine: Model, baseline: Model) -> None:
+    ours, theirs = (model.tokenizer.backend.get_vocab() for model in (engine, baseline))
+    if ours != theirs:
+        raise KvlatheError(
+            "the engines cannot be compared", "their vocabularies differ", "name a baseline built from the same model"
+        )
+
+
+def _windows(engine: Model, text: Path, count: int, tokens: int) -> list[list[int]]:
+    documents = tasks.encode_documents(engine.tokenizer, tasks.read_texts(text))
+    return tasks.windows(documents, _eos_id(engine.tokenizer), count, tokens)
+
+
+def _eos_id(tokenizer: Tokenizer) -> int:
+    """What separates documents: the end-of-text token, else the smallest id that ends a text."""
+    found = tokenizer.backend.token_to_id(tokenizer.special.get("eos_token", ""))
+    if found is None and not tokenizer.stop_ids:
+        raise KvlatheError("the engine names no end-of-text token", "it separates documents", "build it again")
+    return min(tokenizer.stop_ids) if found is None else found
+
+
+def _on_text(engine: Model, baseline: Model | None, windows: list[list[int]]) -> dict[str, float]:
+    own, reference = Sums(), Sums()
+    for window in progress(windows, "predicting text"):
+        rows, targets = range(len(window) - 1), np.array(window[1:])
+        known = None if baseline is None else baseline.logits(window, rows)
+        own += Sums.of(engine.logits(window, rows), targets, known)
+        reference += Sums() if known is None else Sums.of(known, targets)
+    found = {"perplexity": own.perplexity}
+    if baseline is None:
+        return found
+    return found | {
+        "perplexity_ratio": own.perplexity / reference.perplexity,
+        "agreement": own.agreed / own.tokens,
+        "kl": own.kl / own.tokens,
+    }
