@@ -31,7 +31,7 @@ def show_build(result: Result) -> None:
         ("seconds", result["seconds"]),
         ("report", result["report"]),
     ]
-    console.print_table(f"{result['model']}, {result['compression']}", ("", ""), rows)
+    console.print_pairs(f"{result['model']}, {result['compression']}", rows)
 
 
 def size_options(command: Callable[..., Any]) -> Callable[..., Any]:

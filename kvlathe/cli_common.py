@@ -75,7 +75,7 @@ def show_pairs(result: Result) -> None:
             rows.append((label, ", ".join(str(v) for v in value)))
         else:
             rows.append((label, value))
-    console.print_table("", ("", ""), rows)
+    console.print_pairs("", rows)
 
 
 def read_text(path: Path) -> str:

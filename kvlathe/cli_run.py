@@ -101,7 +101,7 @@ def say(pieces: Generator[str, None, Answer], silent: bool) -> Answer:
 def show_scores(result: Result) -> None:
     """The issue's keys as a table of one row each; what was not measured is left out."""
     rows = [(NAMES.get(key, key.replace("_", " ")), value) for key, value in result.items() if value is not None]
-    console.print_table("", ("", ""), [row for row in rows if not isinstance(row[1], dict | list)])
+    console.print_pairs("", [row for row in rows if not isinstance(row[1], dict | list)])
 
 
 @click.command("eval")

@@ -24,7 +24,7 @@ def show_engine(result: Result) -> None:
     rows.append(("kv bytes removed", f"{result['kv_bytes_removed']:.1%} of the same number format"))
     rows.append(("bytes on disk", console.human_bytes(result["bytes_on_disk"])))
     rows += [(name, value) for name, value in result["limits"].items()]
-    console.print_table(result["engine"], ("", ""), rows)
+    console.print_pairs(result["engine"], rows)
     console.print_table(f"kept ranks, K/V, of {result['head_dim']}", *rank_table(result["lanes"]))
 
 

@@ -31,7 +31,11 @@ _bars: Progress | None = None
 
 def setup(level: str = "info") -> None:
     """Send kvlathe's log to stderr from ``level`` (one of LEVELS) up. The command line calls this once."""
-    handler = RichHandler(console=err, show_path=level == "debug", log_time_format="[%X]", markup=False)
+    if err.is_terminal:
+        handler: logging.Handler = RichHandler(console=err, show_path=level == "debug", log_time_format="[%X]")
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     log.handlers[:] = [handler]
     log.setLevel(level.upper())
     log.propagate = False
@@ -97,6 +101,15 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[obje
         table.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in rows:
         table.add_row(*(cell(value) for value in row))
+    console.print(table)
+
+
+def print_pairs(title: str, pairs: Iterable[tuple[str, object]], console: Console = out) -> None:
+    """Print names and values, one pair a line."""
+    table = Table.grid(padding=(0, 2))
+    table.title, table.title_justify, table.title_style = title or None, "left", "bold"
+    for name, value in pairs:
+        table.add_row(name, cell(value))
     console.print(table)
 
 
