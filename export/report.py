@@ -65,7 +65,14 @@ def render(data: ReportData) -> str:
         curve=data.plan.notes.get("curve"),
         stability=_stability_rows(data.evidence),
         page=_page_rows(data.plan),
+        facts=_facts(data),
     )
+
+
+def _facts(data: ReportData) -> dict[str, object]:
+    """How the engine was made: the plan's plain notes, then what the builder adds."""
+    plain = {k: v for k, v in data.plan.notes.items() if isinstance(v, str | int | float)}
+    return {name.replace("_", " "): value for name, value in (plain | dict(data.facts)).items()}
 
 
 def _charts(data: ReportData) -> dict[str, charts.Markup]:

@@ -112,7 +112,7 @@ def bytes_bars(rows: Sequence[tuple[str, float, float]]) -> Markup:
 def spectra(spectrum_k: Array, spectrum_v: Array, plan: CompressionPlan) -> Markup:
     """Singular values by layer, mean over its heads, as a share of the largest; a dot where the cache stops keeping."""
     figure, axes = _axes(3.3, 2, sharey=True)
-    heads = plan.model.kv_heads
+    heads, lowest = plan.model.kv_heads, 1.0
     for ax, title, spectrum, field in zip(
         axes, ("K (with its queries)", "V"), (spectrum_k, spectrum_v), ("rank_k", "rank_v"), strict=True
     ):
@@ -124,9 +124,10 @@ def spectra(spectrum_k: Array, spectrum_v: Array, plan: CompressionPlan) -> Mark
             last = min(len(row), max(1, round(ranks[layer])))
             ax.plot([last], row[last - 1], "o", ms=4.5, mfc=colour, mec=PAGE, mew=0.8, zorder=3)
         ax.set_yscale("log")
-        ax.set_ylim(max(share.min() * 0.6, 1e-5), 1.4)
+        lowest = min(lowest, share.min())
         ax.set_title(title)
         ax.set_xlabel("dimension")
+    axes[0].set_ylim(max(0.7 * lowest, 1e-5), 1.4)
     axes[0].set_ylabel("singular value / largest")
     axes[1].legend(fontsize=8, ncols=2, loc="lower left")
     return _svg(figure, "spectra", "Singular values of K and V by layer")
