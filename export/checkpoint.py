@@ -80,7 +80,7 @@ class Checkpoint:
         """
         source = stored_name(self.spec, name)
         part = cut(self.spec, name, self._read(source))
-        return _finite(torch.empty(part.shape, dtype=torch.float32).copy_(part), source)
+        return _finite(part.contiguous().float(), source)
 
     def rows(self, name: str, index: Tensor) -> Tensor:
         """Rows ``index`` [T] of ``weight(name)``, an embedding, float32 [T, D]: only those are read."""

@@ -106,6 +106,8 @@ def _inputs(checkpoint: Checkpoint, layer: int, lanes: list[LaneFold]) -> Iterat
 
 def _columns(weight: Tensor, maps: dict[int, Tensor], spec: DecoderSpec) -> Tensor:
     """[..., heads * d] -> every kept lane's heads, each times its lane's [d, n]; ``heads`` is Hq or H."""
+    if len(maps) == spec.kv_heads and all(torch.equal(m, torch.eye(spec.head_dim)) for m in maps.values()):
+        return weight
     heads = weight.unflatten(-1, (spec.kv_heads, -1, spec.head_dim))
     return torch.cat([(heads[..., h, :, :].double() @ m).float().flatten(-2) for h, m in maps.items()], -1)
 
@@ -129,7 +131,7 @@ def _output(
     rows = []
     for lane in lanes:
         filled = [head for head in range(spec.kv_heads) if plan.lane(layer, head).fill_from == lane.head]
-        outputs = heads[[lane.head, *filled]].double().sum(0)  # [G, d, D]
+        outputs = heads[[lane.head, *filled]].sum(0, dtype=torch.double)  # [G, d, D]
         rows.append((lane.out @ outputs).float().flatten(0, 1))
         bias += lane.shift_v @ outputs.sum(0)
     yield f"{at}weight", torch.cat(rows)
