@@ -184,7 +184,9 @@ class AttendLayer(nn.Module):
         tier = self.form.tier(bucket)
         bits, stride = (tier.bits_k if x == "k" else tier.bits_v), self.strides[bucket] // self.plan.unit
         if bits >= 16:
-            rows = (pages * (stride * 8 // bits))[:, None, None] + self.table(f"{x}_units_{bucket}")
+            tokens = torch.arange(self.plan.page_tokens, device=pages.device)[:, None]
+            rows = (pages * (stride * 8 // bits))[:, None, None] + tokens * self.table(f"{x}_steps_{bucket}")[:, 0]
+            rows = rows + self.table(f"{x}_units_{bucket}")[:, 0]
             return pools[pool_name(bits)][rows].flatten(-2).flatten(1, 2)
         codes = pools["pool_u8"][(pages * stride)[:, None] + self.table(f"{x}_codes_{bucket}")]
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)

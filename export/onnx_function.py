@@ -12,6 +12,7 @@ by the same nodes in every layer: ONNX Runtime's common-subexpression eliminatio
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,13 +37,25 @@ class Body:
     nodes: list[NodeProto] = field(default_factory=list)
     constants: dict[bytes, str] = field(default_factory=dict)
 
-    def op(self, kind: str, *inputs: str, **attributes: object) -> str:
+    def op(self, kind: str, *inputs: str, **attributes: Any) -> str:  # noqa: ANN401 (onnx's own signature)
         return self.ops(kind, 1, *inputs, **attributes)[0]
 
-    def ops(self, kind: str, outputs: int, *inputs: str, **attributes: object) -> list[str]:
+    def ops(self, kind: str, outputs: int, *inputs: str, **attributes: Any) -> list[str]:  # noqa: ANN401
         names = [f"{kind.lower()}_{len(self.nodes)}" + (f"_{i}" if outputs > 1 else "") for i in range(outputs)]
         self.nodes.append(helper.make_node(kind, inputs, names, name=f"{kind}_{len(self.nodes)}", **attributes))
         return names
+
+    def output(self, name: str, x: str) -> None:
+        """The function's output ``name`` is x, the result of the last node."""
+        assert list(self.nodes[-1].output) == [x]
+        self.nodes[-1].output[:] = [name]
+
+    def attribute(self, name: str) -> str:
+        """A float attribute of the function, as a value."""
+        value = self.op("Constant")
+        reference = onnx.AttributeProto(name="value_float", ref_attr_name=name, type=onnx.AttributeProto.FLOAT)
+        self.nodes[-1].attribute.append(reference)
+        return value
 
     def const(self, value: npt.ArrayLike, dtype: type = np.int64) -> str:
         tensor = numpy_helper.from_array(np.asarray(value, dtype))
@@ -74,6 +87,7 @@ class Body:
         return self.op("Transpose", x, perm=perm)
 
     def cast(self, x: str, to: int) -> str:
+        """Runtimes drop casts that change nothing."""
         return self.op("Cast", x, to=to)
 
     def arange(self, length: str) -> str:
@@ -83,7 +97,7 @@ class Body:
 
 @dataclass(frozen=True)
 class State:
-    """A softmax state: ``mass`` float [H, G, B, Q, 1], log of the sum of exp; ``out`` float [H, G, B, Q, Rv], the mean."""
+    """A softmax state: ``mass`` float [H, G, B, Q, 1], log of the sum of exp; ``out`` float [H, G, B, Q, Rv]."""
 
     mass: str
     out: str
@@ -113,9 +127,7 @@ class _Writer:
         x, b = self, self.body
         x.step()
         q, k = x.rotated("q", self.plan.model.group_size), x.rotated("k", 1)
-        scale = b.nodes.append(helper.make_node("Constant", [], ["scale"], name="scale")) or "scale"
-        b.nodes[-1].attribute.append(onnx.AttributeProto(name="value_float", ref_attr_name="scale", type=onnx.AttributeProto.FLOAT))
-        q = b.op("Mul", b.transpose(q, 1, 2, 0, 3), scale if self.dtype == FLOAT else b.cast(scale, self.dtype))
+        q = b.op("Mul", b.transpose(q, 1, 2, 0, 3), b.cast(b.attribute("scale"), self.dtype))
         k = b.transpose(b.reshape(k, 0, 0, -1), 1, 0, 2)
         if self.plan.projected:
             q = b.op("MatMul", q, b.unsqueeze("proj_q", 1))
@@ -186,7 +198,7 @@ class _Writer:
         b, wide = self.body, _float_type(max(self.form.hot_bits))
         packed = b.reshape(b.transpose(k, 1, 0, 2), 0, -1, self.plan.unit)
         packed = b.reshape(b.gather(packed, "row_units", 1), 0, -1)
-        b.nodes.append(helper.make_node("Concat", [b.cast(packed, wide), b.cast(v, wide)], ["rows"], name="rows", axis=1))
+        b.output("rows", b.op("Concat", b.cast(packed, wide), b.cast(v, wide), axis=1))
 
     def fresh(self, k: str, v: str) -> tuple[str, str]:
         """k' [H, T, Rk] and packed v' -> K, V [H, 1, B, Q, R] of each sequence's own tokens."""
@@ -200,14 +212,11 @@ class _Writer:
         """q [H, G, B, Q, Rk], k and v [H, 1, B, N, R], additive float mask. Softmax in single precision."""
         b = self.body
         scores = b.op("MatMul", q, b.transpose(k, 0, 1, 2, 4, 3))
-        scores = b.op("Add", self.single(scores), mask)
+        scores = b.op("Add", b.cast(scores, FLOAT), mask)
         shares = b.op("Softmax", scores, axis=-1)
         top, share = (b.op("ReduceMax", x, b.const([-1])) for x in (scores, shares))
-        out = b.op("MatMul", shares if self.dtype == FLOAT else b.cast(shares, self.dtype), v)
-        return State(b.op("Sub", top, b.op("Log", share)), self.single(out))
-
-    def single(self, x: str) -> str:
-        return x if self.dtype == FLOAT else self.body.cast(x, FLOAT)
+        out = b.op("MatMul", b.cast(shares, self.dtype), v)
+        return State(b.op("Sub", top, b.op("Log", share)), b.cast(out, FLOAT))
 
     def cached(self, q: str, bucket: int) -> State:
         """Attention over one bucket; empty where the lane or the sequence has no token there."""
@@ -229,10 +238,9 @@ class _Writer:
         b, bucket, tier = self.body, tokens.bucket, self.form.tier(tokens.bucket)
         bits = tier.bits_k if x == "k" else tier.bits_v
         if bits >= 16:
-            rows = b.gather(f"{x}_units_{bucket}", tokens.place, 2)
-            rows = b.op("Add", rows, b.unsqueeze(tokens.base(bits), 2))
-            data = b.reshape(b.gather(pool_name(bits), rows, 0), 0, 0, 0, 0, -1)
-            return data if _float_type(bits) == self.dtype else b.cast(data, self.dtype)
+            first = b.op("Add", b.op("Mul", b.unsqueeze(tokens.place, 2), f"{x}_steps_{bucket}"), tokens.base(bits))
+            rows = b.op("Add", first, f"{x}_units_{bucket}")
+            return b.cast(b.reshape(b.gather(pool_name(bits), rows, 0), 0, 0, 0, 0, -1), self.dtype)
         codes = self.codes(x, bits, tokens)
         meta = self.per_page("pool_f16", f"{x}_meta_{bucket}", 16, tokens)
         scale_at = tokens.elements(meta, f"{x}_meta_at_{bucket}")
@@ -266,7 +274,7 @@ class _Writer:
         total = b.op("Mul", states[0].out, parts[0])
         for state, weight in zip(states[1:], parts[1:], strict=True):
             total = b.op("Add", total, b.op("Mul", state.out, weight))
-        return total if self.dtype == FLOAT else b.cast(total, self.dtype)
+        return b.cast(total, self.dtype)
 
     def pack(self, out: str) -> None:
         """[H, G, B, Q, Rv] -> the output ``o``."""
@@ -274,8 +282,7 @@ class _Writer:
         shape = b.op("Concat", b.const([0, 0]), self.count, b.const([-1, u]), axis=0)
         out = b.gather(b.op("Reshape", out, shape), self.places, 2)  # [H, G, T, Rv/u, u]
         out = b.reshape(b.transpose(out, 2, 0, 1, 3, 4), 0, -1, u)
-        kept = b.gather(out, "o_units", 1)
-        b.nodes.append(helper.make_node("Reshape", [kept, b.const([0, -1])], ["o"], name="o"))
+        b.output("o", b.reshape(b.gather(out, "o_units", 1), 0, -1))
 
 
 class _Tokens:
@@ -297,9 +304,10 @@ class _Tokens:
         return self.writer.body.int32(self.writer.strides[self.bucket] * 8 // bits // self.writer.plan.unit)
 
     def base(self, bits: int) -> str:
-        """First unit row of each token's page, [B, N]."""
+        """First unit row of each token's page, [B, N, 1]."""
         b = self.writer.body
-        return b.op("Mul", b.op("GatherElements", self.table, self.page, axis=1), self._stride(bits))
+        first = b.op("Mul", b.op("GatherElements", self.table, self.page, axis=1), self._stride(bits))
+        return b.unsqueeze(first, 2)
 
     def page_base(self, bits: int) -> str:
         """First unit row of each page, [B, M]."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -145,8 +146,10 @@ class CompressionPlan:
 
     @property
     def unit(self) -> int:
-        """Elements a gather moves at once: 16, or 8 where a rotated half can be an odd multiple of 8 (chosen planes)."""
-        return 8 if any(lane.rope == "planes" for lane in self.lanes) else 16
+        """Elements a gather moves at once, 16 to 64: divides every rank, and 128 bytes in the widest format (slabs
+        are aligned to those)."""
+        widest = max(max(tier.bits_k, tier.bits_v) for tier in self.tiers)
+        return math.gcd(128 * 8 // widest, *(rank for lane in self.lanes for rank in (lane.rank_k, lane.rank_v)))
 
     @property
     def projected(self) -> bool:

@@ -88,7 +88,8 @@ class LayerTables(dict[str, Int32]):
         v_units [H, Rv/u]                                units of packed v
         row_units [(sum rank_k)/u], o_units              units of [H, Rk] (of [H, G, Rv]) that packing keeps
         lanes_s [Hs], places_s [H]                       bucket s: its lanes; each lane's place there (-1: absent)
-        k_units_s [Hs, 1, P, Rk/u], v_units_s            unit rows from the page's start, 16 and 32 bit
+        k_units_s [Hs, 1, 1, 1, Rk/u], v_units_s         unit rows of token 0 from the page's start, 16 and 32 bit
+        k_steps_s [Hs, 1, 1, 1, 1], v_steps_s            unit rows from one token to the next
         k_codes_s [Hs*C], k_code_at_s [Hs, 1, P, Rk]     rows of u bytes of the codes; places among [Hs*C*u*8/bits]
         k_meta_s [Hs*E], k_meta_at_s [Hs, 1, P, Rk]      rows of u halves; places of the scales among [Hs*E*u]
     """
@@ -176,21 +177,19 @@ class LayerTables(dict[str, Int32]):
             meta = [s.k_meta for s in slabs]
             self._codes(f"k_%s_{bucket}", ranks_k, self.Rk, at_k, meta, tier.bits_k, tier.axis_k, tier.group_k)
         else:
-            self._put(f"k_units_{bucket}", self._units(ranks_k, self.Rk, at_k, tier.bits_k))
+            self._units(f"k_%s_{bucket}", ranks_k, self.Rk, at_k, tier.bits_k)
         if tier.bits_v < 16:
             meta = [s.v_meta for s in slabs]
             self._codes(f"v_%s_{bucket}", ranks_v, self.Rv, at_v, meta, tier.bits_v, tier.axis_v, tier.group_v)
         else:
-            self._put(f"v_units_{bucket}", self._units(ranks_v, self.Rv, at_v, tier.bits_v))
+            self._units(f"v_%s_{bucket}", ranks_v, self.Rv, at_v, tier.bits_v)
 
-    def _units(self, ranks: list[int], widest: int, offsets: list[int], bits: int) -> npt.NDArray[np.int64]:
-        """[Hs, P, widest/u]: rows of token t = offset + t * rank / u + j."""
-        u, tokens = self.plan.unit, np.arange(self.plan.page_tokens)[:, None]
-        rows = np.zeros((max(len(ranks), 1), len(tokens), widest // u), np.int64)
-        for h, (rank, offset) in enumerate(zip(ranks, offsets, strict=True)):
-            unit = np.arange(widest // u)
-            rows[h] = offset * 8 // bits // u + tokens * (rank // u) + np.where(unit < rank // u, unit, 0)
-        return rows[:, None]
+    def _units(self, name: str, ranks: list[int], widest: int, offsets: list[int], bits: int) -> None:
+        u = self.plan.unit
+        steps = np.array(ranks or [0]) // u
+        first = np.array(offsets or [0]) * 8 // bits // u
+        self._put(name % "units", _padded(first, steps, widest // u)[:, None, None, None])
+        self._put(name % "steps", steps[:, None, None, None, None])
 
     def _codes(
         self, name: str, ranks: list[int], widest: int, at: list[int], meta: list[int], bits: int, axis: str, group: int

@@ -1,9 +1,9 @@
 """Export the decoder as model.onnx with its weights beside it.
 
-1. Trace the decoder on fake tensors: no weight is in memory. 2. Tidy the graph: names people can read, shapes by letter,
-no traces of this machine. 3. Point every weight at its place in model.onnx.data and write it there as it arrives.
-4. Attach the function that gives Attend its meaning. 5. Prove: checker and strict shape inference, on the files.
-Exporting twice gives the same bytes.
+1. Trace the decoder on fake tensors: no weight is in memory. 2. Tidy the graph: names people can read, shapes by
+letter, no traces of this machine. 3. Point every weight at its place in model.onnx.data and write it there as it
+arrives. 4. Attach the function that gives Attend its meaning. 5. Prove: checker and strict shape inference, on the
+files. Exporting twice gives the same bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 import torch
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnxscript import optimizer
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -46,10 +48,11 @@ def export_onnx(
     dtype: str = "float32",
     opset: int = OPSET,
 ) -> Path:
-    """Write ``out_dir``/model.onnx and model.onnx.data; return the former. ``weights`` are the decoder's state, streamed.
+    """Write ``out_dir``/model.onnx and model.onnx.data; return the former.
 
-    ``dtype`` (float32 or float16) is that of weights and activations; logits are float32 and rows in the plan's hot
-    format. Peak memory is the graph and one tensor. Raises KvlatheError for weights that are not the decoder's.
+    ``weights`` are the decoder's state (name, tensor), streamed. ``dtype`` (float32 or float16) is that of weights and
+    activations; logits are float32 and rows in the plan's hot format. Peak memory is the graph and one tensor. Raises
+    KvlatheError for weights that are not the decoder's.
     """
     model = trace(spec, plan, TORCH_TYPES[dtype], opset)
     places = place_weights(model)
@@ -85,6 +88,8 @@ def trace(spec: DecoderSpec, plan: CompressionPlan, dtype: torch.dtype, opset: i
         exported = torch.onnx.export(program, dynamo=True, optimize=False, opset_version=opset, verbose=False)
     assert exported is not None
     model = exported.model
+    optimizer.fold_constants(model)  # TensorRT wants axes and ranges spelled out
+    RemoveUnusedNodesPass()(model)
     _tidy(model, plan)
     return model
 
@@ -163,7 +168,11 @@ def _scoped(node: ir.Node) -> str:
 def _letter_shapes(graph: ir.Graph) -> None:
     """Dynamic sizes carry the letters of docs/attend.md instead of the exporter's symbols."""
     known = {
-        **{"input_ids": ["T"], "query_starts": ["B+1"], "query_offsets": ["Q"], "lengths": ["B"], "logit_rows": ["R"]},
+        "input_ids": ["T"],
+        "query_starts": ["B+1"],
+        "query_offsets": ["Q"],
+        "lengths": ["B"],
+        "logit_rows": ["R"],
         **{f"page_table_{i}": ["B", f"M_{i}"] for i in range(len(graph.inputs))},
         **{f"pool_{kind}": [f"pool_{kind}_units"] for kind in ("f32", "f16", "u8")},
     }
@@ -201,7 +210,7 @@ def place_weights(model: ir.Model) -> dict[str, Place]:
     places, at = {}, 0
     types = {ir.DataType.FLOAT: torch.float32, ir.DataType.FLOAT16: torch.float16}
     for name, value in model.graph.initializers.items():
-        if value.dtype not in types or value.shape is None:
+        if value.dtype is None or value.dtype not in types or value.shape is None:
             continue
         place = Place(at, tuple(int(n) for n in value.shape), types[value.dtype])  # type: ignore[arg-type]
         value.const_value = ir.ExternalTensor(DATA, place.offset, place.size, value.dtype, shape=value.shape, name=name)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 
 from kvlathe.export.attend import AttendLayer
-from tests.attend_cases import Case, cases
+from attend_cases import Case, cases
 
 
 def eager(case: Case, dtype: torch.dtype = torch.float32) -> tuple[np.ndarray, np.ndarray]:
