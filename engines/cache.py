@@ -2,7 +2,7 @@
 
     $KVLATHE_CACHE (or $XDG_CACHE_HOME/kvlathe, or ~/.cache/kvlathe)
       engines/<key>/   an engine folder; its files are hard links of those given out, where the file system allows
-      stats/<key>.npz  calibration results        curves/<key>.json  accuracy against ratio, by model and task
+      stats/<key>.npz  calibration results        curves/  scores by ratio, by model and task
 
 A key is the SHA-256 of everything that decides the result (plan inputs, weights, options, backend, library versions,
 architectures, this package's own source). Entries are used in place, so pruning needs no index.
@@ -53,8 +53,8 @@ def stats_path(key: str) -> Path:
     return root() / "stats" / f"{key}.npz"
 
 
-def curves_path(key: str) -> Path:
-    return root() / "curves" / f"{key}.json"
+def curves_folder() -> Path:
+    return root() / "curves"
 
 
 def key_of(facts: Mapping[str, object]) -> str:

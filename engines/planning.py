@@ -21,12 +21,12 @@ from kvlathe.export.plan import CompressionPlan, ModelShape
 if TYPE_CHECKING:
     from kvlathe.export.basis import Basis
     from kvlathe.export.checkpoint import Checkpoint
-    from kvlathe.export.methods import Options
+    from kvlathe.export.methods import CacheForm, Options
     from kvlathe.export.stats import Stats
 
 log = logging.getLogger("kvlathe")
 
-CALIBRATION_TEXT = "calibration_text.jsonl"
+CALIBRATION_TEXT, TEXT, RETRIEVAL = "calibration_text.jsonl", "eval_text.jsonl", "line_retrieval.jsonl"
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def open_checkpoint(model: Path, max_seq_len: int | None = None, workers: int | 
 
 
 def plan_for(request: BuildRequest, checkpoint: Checkpoint) -> Planned:
-    """Calibrate where the methods need it, and plan."""
+    """Calibrate where the methods need it, and plan; search for the size where an accuracy was asked for."""
     from kvlathe.export.methods import CacheForm, Options, compose
 
     options = Options(
@@ -67,8 +67,27 @@ def plan_for(request: BuildRequest, checkpoint: Checkpoint) -> Planned:
     )
     form = CacheForm(request.hot_bits, request.tokens_per_block, request.prefill_chunk, request.seed)
     spec, stats = checkpoint.spec, statistics(request, checkpoint)
-    plan, basis = compose(request.compression, spec.shape, spec.rope is not None, stats, options, form)
+    if request.accuracy is not None and stats is not None:
+        plan, basis = _searched(request, checkpoint, stats, options, form)
+    else:
+        plan, basis = compose(request.compression, spec.shape, spec.rope is not None, stats, options, form)
     return Planned(plan, basis, stats, options)
+
+
+def _searched(
+    request: BuildRequest, checkpoint: Checkpoint, stats: Stats, options: Options, form: CacheForm
+) -> tuple[CompressionPlan, Basis]:
+    from kvlathe.export.search import read_exam, search
+
+    text = retrieval = None
+    if request.metric == "retrieval":
+        retrieval = request.retrieval or shipped(RETRIEVAL, "--retrieval")
+    else:
+        text = request.text or shipped(TEXT, "--text")
+    exam = read_exam(checkpoint, request.metric, text, retrieval)
+    curves = cache.curves_folder() if request.use_cache else None
+    assert request.accuracy is not None
+    return search(checkpoint, stats, request.compression, options, form, request.accuracy, exam, curves)
 
 
 def statistics(request: BuildRequest, checkpoint: Checkpoint) -> Stats | None:
