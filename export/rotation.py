@@ -26,6 +26,10 @@ RIDGE = 1e-4
 """Added to every covariance, as a share of its mean variance: bases stay exact where calibration saw nothing (dead
 channels, fewer tokens than dims), at an error far below the first removed direction's."""
 
+SCORE_SHARE = 0.15
+"""What a score error costs of what it would if it moved attention freely. Errors of different keys partly cancel: 0.04
+to 0.18 if they were independent, 1 if they conspired. Chosen on text held out of calibration (docs/basis.md)."""
+
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
@@ -107,7 +111,7 @@ def rotation(stats: Stats, scores: Side, outputs: Side, centred: bool) -> Rotati
     zero = np.zeros_like(moments.k)
     hidden = np.maximum(moments.hidden / moments.tokens, 1e-30)[:, None, None]
     queries = stats.shape.group_size * moments.tokens
-    unit = (stats.scale**2)[:, None] * moments.spread / queries  # squared output change for one squared raw score
+    unit = SCORE_SHARE * (stats.scale**2)[:, None] * moments.spread / queries
     loss_k = removed_energy(scores, moments.second("k", True), moments.qq / moments.tokens) * unit[..., None]
     loss_v = removed_energy(outputs, output_covariance(stats, centred), stats.wo_gram)
     return Rotation(

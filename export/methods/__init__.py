@@ -109,7 +109,7 @@ def _part(asked: Asked, method: Method, stats: Stats | None, options: Options) -
         return method.plan()
     if stats is None:
         raise KvlatheError(f"{asked.name} needs statistics", "its bases come from them", "calibrate first")
-    return low_rank(stats, options, method.rotate(stats, options))
+    return low_rank(stats, options, method.rotate)
 
 
 def _one_bucket(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +26,10 @@ def full_lanes(shape: ModelShape, rope: bool) -> tuple[Lane, ...]:
     return tuple(Lane(layer, head, d, allocate.whole(d), allocate.whole(d), kind) for layer, head in places)
 
 
-def low_rank(stats: Stats, options: Options, found: Rotation) -> Part:
+def low_rank(stats: Stats, options: Options, rotate: Callable[[Stats, Options], Rotation]) -> Part:
     """The lanes and bases that reach the target. Raises KvlatheError where no ranks can."""
+    found = rotate(stats, options)
+    budget = _budget(stats, options, found if options.basis == "svd" else rotate(stats, options.asked(basis="svd")))
     planes = options.rope_fold == "planes"
     if planes and not stats.rope:
         raise KvlatheError(
@@ -36,54 +38,51 @@ def low_rank(stats: Stats, options: Options, found: Rotation) -> Part:
     energy = plane_energy(stats) if planes else None
     if energy is not None:
         found = _by_planes(found, energy)
-    ranks, rate = _ranks(stats.shape, options, found)
+    ranks = _ranks(options, found, budget)
     lanes, basis = [], Basis()
-    for lane, k, v in zip(full_lanes(stats.shape, stats.rope), *ranks.tolist(), strict=True):
+    for lane, k, v in zip(full_lanes(stats.shape, stats.rope), *ranks.reshape(2, -1).tolist(), strict=True):
         at = (lane.layer, lane.head)
         kept = _kept_planes(energy[at], k) if energy is not None else ()
         cut, matrices = _cut(lane, k, v, kept, found)
         lanes.append(cut)
         basis[at] = matrices
-    return Part(tuple(lanes), basis, _notes(stats, options, rate))
-
-
-def _notes(stats: Stats, options: Options, rate: float | None) -> dict[str, object]:
-    return {**dataclasses.asdict(options), "removal_rate": rate, "calibration": stats.source}
+    asked = dataclasses.asdict(options) | {"allocation": options.spending}
+    return Part(tuple(lanes), basis, asked | {"calibration": stats.source})
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
-def _ranks(shape: ModelShape, options: Options, found: Rotation) -> tuple[npt.NDArray[np.int64], float | None]:
-    """[2, lanes] ranks of K and of V, and the removal rate where they follow from one."""
-    d = shape.head_dim
-    spectrum, loss = (
-        np.concatenate([x.reshape(-1, d) for x in pair])
-        for pair in ((found.spectrum_k, found.spectrum_v), (found.loss_k, found.loss_v))
-    )
-    rate = options.removal_rate
-    if options.compression_ratio is not None:
-        budget = _budget(len(spectrum), d, options.compression_ratio)
-        rate = allocate.rate_within(spectrum, budget)
-    else:
-        rate = DEFAULT_RATE if rate is None else rate
-        budget = int(allocate.by_rate(spectrum, rate).sum())
-    if options.allocation == "rate":
-        return allocate.by_rate(spectrum, rate).reshape(2, -1), rate
-    if options.allocation == "uniform":
-        return allocate.uniform(len(spectrum), d, budget).reshape(2, -1), None
-    return allocate.by_loss(loss, budget).reshape(2, -1), None
+def _rows(k: Array, v: Array) -> Array:
+    """[L, H, d] of K and of V -> [2 * lanes, d]: every K lane, then every V lane."""
+    return np.concatenate([k, v]).reshape(-1, k.shape[-1])
 
 
-def _budget(rows: int, d: int, ratio: float) -> int:
-    """The sum of ranks that leaves 1 - ``ratio`` of the bytes."""
-    full, least = rows * allocate.whole(d), rows * RANK_MULTIPLE
-    budget = int((1 - ratio) * full + 1e-9) // RANK_MULTIPLE * RANK_MULTIPLE
-    if budget < least:
+def _budget(stats: Stats, options: Options, papers: Rotation) -> int:
+    """The sum of ranks that the target leaves. ``papers``: the method's own bases, which the removal rate is taken
+    of.
+    """
+    spectrum, ratio = _rows(papers.spectrum_k, papers.spectrum_v), options.compression_ratio
+    if ratio is None:
+        rate = DEFAULT_RATE if options.removal_rate is None else options.removal_rate
+        return int(allocate.by_rate(spectrum, rate).sum())
+    rows, d = spectrum.shape
+    budget = int((1 - ratio) * rows * allocate.whole(d) + 1e-9) // RANK_MULTIPLE * RANK_MULTIPLE
+    if budget < rows * RANK_MULTIPLE:
         raise KvlatheError(
             f"a compression ratio of {ratio:g} cannot be reached",
             f"every head keeps at least {RANK_MULTIPLE} of its {d} dimensions of K and of V",
-            f"ask for at most {1 - least / full:.4g}",
+            f"ask for at most {best_ratio(stats.shape):.4g}",
         )
     return budget
+
+
+def _ranks(options: Options, found: Rotation, budget: int) -> npt.NDArray[np.int64]:
+    """[2 * lanes] ranks of K lanes, then of V lanes, summing to at most ``budget``."""
+    spectrum = _rows(found.spectrum_k, found.spectrum_v)
+    if options.spending == "uniform":
+        return allocate.uniform(len(spectrum), spectrum.shape[-1], budget)
+    if options.spending == "global":
+        return allocate.by_loss(_rows(found.loss_k, found.loss_v), budget)
+    return allocate.by_rate(spectrum, allocate.rate_within(spectrum, budget))
 
 
 def best_ratio(shape: ModelShape) -> float:

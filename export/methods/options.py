@@ -21,6 +21,9 @@ class Options:
     """How much to remove and how. At most one of ``removal_rate`` (the papers' r) and ``compression_ratio`` (fraction
     of KV bytes removed, against the uncompressed cache in the same number format); neither means DEFAULT_RATE.
 
+    r is taken by the papers' rule on the papers' bases and sets the bytes; every basis and allocation spends the same
+    bytes.
+
     ``allocation``: ranks by the shared rate, one rank for all lanes at the same bytes (``uniform``), or bytes spent
     where they save most (``global``). ``rope_fold`` ``planes``: keep whole RoPE planes instead of projecting K after
     RoPE.
@@ -30,14 +33,14 @@ class Options:
     removal_rate: float | None = None
     compression_ratio: float | None = None
     basis: Literal["svd", "balanced"] = "svd"
-    allocation: Literal["rate", "uniform", "global"] = "rate"
+    allocation: Literal["rate", "uniform", "global"] | None = None
     rope_fold: Literal["none", "planes"] = "none"
     centre: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             if (value := getattr(self, name)) not in allowed:
-                raise unknown(f"{name} {value!r}", value, allowed)
+                raise unknown(f"{name} {value!r}", value, [choice for choice in allowed if choice])
         for name in ("removal_rate", "compression_ratio"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
@@ -47,6 +50,11 @@ class Options:
                 "removal_rate and compression_ratio exclude each other", "each says how much to remove", "give one"
             )
 
+    @property
+    def spending(self) -> Literal["rate", "uniform", "global"]:
+        """The papers' shared rate goes with their bases; the balanced basis knows its losses and spends by them."""
+        return self.allocation or ("global" if self.basis == "balanced" else "rate")
+
     def asked(self, **changes: object) -> Options:
         """With ``changes``; a new target replaces the old one."""
         if {"removal_rate", "compression_ratio"} & changes.keys():
@@ -54,7 +62,11 @@ class Options:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
-CHOICES = {"basis": ("svd", "balanced"), "allocation": ("rate", "uniform", "global"), "rope_fold": ("none", "planes")}
+CHOICES = {
+    "basis": ("svd", "balanced"),
+    "allocation": (None, "rate", "uniform", "global"),
+    "rope_fold": ("none", "planes"),
+}
 
 
 @dataclass(frozen=True)
