@@ -37,7 +37,7 @@ class BuildRequest:
     text: Path | None = None
     retrieval: Path | None = None
     basis: Literal["svd", "balanced"] = "svd"
-    allocation: Literal["rate", "uniform", "global"] = "rate"
+    allocation: Literal["rate", "uniform", "global"] | None = None
     rope_fold: Literal["none", "planes"] = "none"
     centre: bool = False
     calibration: str | None = None
