@@ -76,5 +76,5 @@ class Rotator(nn.Module):
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """positions [T] -> cos, sin [T, d/2]."""
-        angles = positions.float()[:, None] * self.inv_freq
+        angles = positions.float().unsqueeze(-1) * self.inv_freq
         return (angles.cos() * self.amplitude).to(dtype), (angles.sin() * self.amplitude).to(dtype)

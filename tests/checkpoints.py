@@ -13,6 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from kvlathe.export.basis import Basis, LaneBasis
 from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
 
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64}
 PHI = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
