@@ -18,6 +18,7 @@ from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.runtime.host_pages import HostPages
+from kvlathe.runtime.ragged import by_size
 from kvlathe.runtime.session import StepPlan
 
 
@@ -49,6 +50,12 @@ class OrtSession(HostPages):
     def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
         """Logits [R, vocab]; the step's rows are in the pool afterwards. Raises KvlatheError beyond the profile."""
         self._check(step)
+        logits = np.empty((len(step.logit_rows), self.plan.model.vocab_size), np.float32)
+        for part, places in by_size(step):
+            logits[places] = self._run(part)
+        return logits
+
+    def _run(self, step: StepPlan) -> npt.NDArray[np.float32]:
         tables = {f"page_table_{b}": table for b, table in enumerate(step.page_tables)}
         arrays = {
             "input_ids": step.input_ids,

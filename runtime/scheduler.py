@@ -57,9 +57,10 @@ class Scheduler:
     def _chunks(self) -> list[Chunk]:
         budget, chunks = self.limits.max_num_tokens, []
         for sequence in sorted(self.running, key=lambda s: s.cached < s.prompt_tokens):
-            count = sequence.next_tokens(budget)
-            if not count:
-                break
+            whole = sequence.next_tokens(self.limits.max_num_tokens)
+            count = min(whole, budget)
+            if not count or (count < whole and chunks and chunks[-1].count > 1):
+                break  # a chunk is cut only if no other chunk is in the step
             end = sequence.cached + count
             try:
                 reservation = self.pool.reserve(sequence.table, count, sequence.seals_at(end))
