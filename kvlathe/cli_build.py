@@ -201,7 +201,7 @@ def calibrate_command(model: Path, output: Path, calibration: str, calibration_t
 
     started = time.monotonic()
     stats = builds.calibrate_to(model, output, calibration, calibration_tokens, seed)
-    return {"stats": str(output), "tokens": stats.tokens, "seconds": time.monotonic() - started}
+    return {"stats": str(output), "tokens": stats.whole.tokens, "seconds": time.monotonic() - started}
 
 
 COMMANDS = (build_command, calibrate_command)

@@ -23,7 +23,7 @@ SLOW_SECONDS = 2.0
 """Work that takes longer than this says so: with a bar on a terminal, with one log line elsewhere."""
 
 log = logging.getLogger("kvlathe")
-out = Console(highlight=False)
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 err = Console(stderr=True, highlight=False)
 
 _bars: Progress | None = None
