@@ -15,40 +15,16 @@ Every product is taken in float64. Peak memory: a few copies of one tensor.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NoReturn
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kvlathe.errors import KvlatheError
-from kvlathe.export.basis import Array, Basis, LaneBasis
+from kvlathe.export.basis import Basis
 from kvlathe.export.checkpoint import Checkpoint
 from kvlathe.export.decoder import Decoder
-from kvlathe.export.plan import CompressionPlan, Lane
+from kvlathe.export.lane_fold import LaneFold, lane_folds, padded
+from kvlathe.export.plan import CompressionPlan
 from kvlathe.export.spec import DecoderSpec
-
-
-@dataclass(frozen=True)
-class LaneFold:
-    """What happens to one lane, all float64: d = head_dim, I = the lane's input_dim.
-
-    ``q``, ``k`` [d, I] and ``shift_k`` [d] enter W_Q and W_K; ``proj_q``, ``proj_k`` [I, rank_k] and ``centre``
-    [rank_k] are for Attend; ``v`` [d, rank_v], ``out`` [rank_v, d] and ``shift_v`` [d] enter W_V and W_O.
-    """
-
-    head: int
-    q: Tensor
-    k: Tensor
-    shift_k: Tensor
-    proj_q: Tensor
-    proj_k: Tensor
-    centre: Tensor
-    v: Tensor
-    out: Tensor
-    shift_v: Tensor
 
 
 def fold(checkpoint: Checkpoint, plan: CompressionPlan, basis: Basis) -> Iterator[tuple[str, Tensor]]:
@@ -56,9 +32,7 @@ def fold(checkpoint: Checkpoint, plan: CompressionPlan, basis: Basis) -> Iterato
 
     Raises KvlatheError before the first tensor if plan, basis and checkpoint do not belong together.
     """
-    spec = checkpoint.spec
-    folds = _lane_folds(spec, plan, basis)
-    return _stream(checkpoint, plan, folds)
+    return _stream(checkpoint, plan, lane_folds(checkpoint.spec, plan, basis))
 
 
 def decoder_from(
@@ -142,106 +116,5 @@ def _projections(layer: int, lanes: list[LaneFold]) -> Iterator[tuple[str, Tenso
     """Attend's state: [H, D, Rk] and [H, Rk], padded with zeros to the widest lane of the layer."""
     width, rank = max(x.proj_q.shape[0] for x in lanes), max(x.proj_q.shape[1] for x in lanes)
     for name, matrices in (("proj_q", [x.proj_q for x in lanes]), ("proj_k", [x.proj_k for x in lanes])):
-        yield f"layers.{layer}.attend.{name}", torch.stack([_padded(m, width, rank) for m in matrices]).float()
-    yield f"layers.{layer}.attend.centre_k", torch.stack([_padded(x.centre[None], 1, rank)[0] for x in lanes]).float()
-
-
-# -- from plan and basis to matrices ---------------------------------------------------------------------------------
-
-
-def _lane_folds(spec: DecoderSpec, plan: CompressionPlan, basis: Basis) -> dict[int, list[LaneFold]]:
-    if plan.model != spec.shape:
-        raise KvlatheError(
-            f"the plan was made for {plan.model}", f"the checkpoint is {spec.shape}", "plan for this checkpoint"
-        )
-    return {
-        layer: [_lane_fold(spec, lane, basis.get((layer, lane.head), LaneBasis())) for lane in plan.active(layer)]
-        for layer in range(spec.layers)
-    }
-
-
-def _lane_fold(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> LaneFold:
-    _check_lane(spec, lane, given)
-    d, width, rank = spec.head_dim, lane.input_dim, lane.rank_k
-    picked = torch.eye(d, dtype=torch.double)[:, _dims(lane, d)]
-    in_weights = lane.rope == "none" and not lane.projected
-    rows, columns = (d, width) if in_weights else (width, rank)
-    a, b = _pair(lane, "a", given.a, "b", None if given.b is None else given.b.T, rows, columns)
-    centre, none = _vector(lane, "centre_k", given.centre_k, rows), torch.zeros(d, dtype=torch.double)
-    v, out = _pair(lane, "a_v", given.a_v, "o_v", given.o_v, d, lane.rank_v)
-    through = torch.eye(width, rank, dtype=torch.double)
-    return LaneFold(
-        head=lane.head,
-        q=a if in_weights else picked,
-        k=b.T if in_weights else picked,
-        shift_k=centre if in_weights else none,
-        proj_q=through if in_weights else a,
-        proj_k=through if in_weights else b.T,
-        centre=none.new_zeros(rank) if in_weights else centre @ b.T,
-        v=v,
-        out=out,
-        shift_v=_vector(lane, "centre_v", given.centre_v, d),
-    )
-
-
-def _dims(lane: Lane, d: int) -> list[int]:
-    """The head's canonical dims that this lane's input holds: chosen planes' first halves, then their second halves."""
-    return [*lane.planes, *(plane + d // 2 for plane in lane.planes)] if lane.rope == "planes" else list(range(d))
-
-
-def _check_lane(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> None:
-    def refuse(fact: str, reason: str) -> None:
-        raise KvlatheError(f"layer {lane.layer} head {lane.head} {fact}", reason, "mend the method that made this plan")
-
-    d, planes = spec.head_dim, lane.planes
-    if (lane.rope == "none") != (spec.rope is None):
-        refuse(f"has RoPE {lane.rope!r}", f"the model has {'no RoPE' if spec.rope is None else 'RoPE'}")
-    if lane.rope == "planes" and (len(set(planes)) != len(planes) or not set(planes) <= set(range(d // 2))):
-        refuse(f"keeps the planes {planes}", f"a head has the planes 0 to {d // 2 - 1}, each once")
-    if lane.rope == "planes" and "q_norm" in spec.family.names:
-        refuse("keeps chosen planes", "this model's QK-norm needs all dims of a head")
-    if lane.rope != "planes" and lane.input_dim != d and (lane.projected or lane.rope == "full"):
-        refuse(f"has input_dim {lane.input_dim}", f"the model's heads have {d} dims")
-    if lane.rope != "none" and not lane.projected and (given.a is not None or given.centre_k is not None):
-        refuse("has a basis or a centre for Q and K and is not projected", "neither can be folded past RoPE")
-
-
-def _pair(
-    lane: Lane, left: str, m: Array | None, right: str, n: Array | None, rows: int, rank: int
-) -> tuple[Tensor, Tensor]:
-    """Matrix ``left`` [rows, rank] and its counterpart ``right`` [rank, rows], zero-padded; identities if not given."""
-    if (m is None) != (n is None):
-        _misfit(lane, f"has {left} or {right} alone", "each undoes the other")
-    if m is None or n is None:
-        if rank < rows:
-            _misfit(lane, f"keeps {rank} of {rows} dims and has no {left}", "dropping raw dims is no projection")
-        return torch.eye(rows, rank, dtype=torch.double), torch.eye(rank, rows, dtype=torch.double)
-    if m.ndim != 2 or m.shape != n.shape[::-1] or m.shape[0] != rows or m.shape[1] > rank:
-        _misfit(
-            lane, f"has {left} {list(m.shape)} and {right} {list(n.shape)}", f"the plan has {rows} dims and rank {rank}"
-        )
-    return _padded(_double(lane, left, m), rows, rank), _padded(_double(lane, right, n), rank, rows)
-
-
-def _vector(lane: Lane, name: str, given: Array | None, size: int) -> Tensor:
-    if given is None:
-        return torch.zeros(size, dtype=torch.double)
-    if given.shape != (size,):
-        _misfit(lane, f"has {name} {list(given.shape)}", f"the plan has {size} dims")
-    return _double(lane, name, given)
-
-
-def _double(lane: Lane, name: str, given: Array) -> Tensor:
-    if not np.isfinite(given).all():
-        _misfit(lane, f"has NaN or infinite numbers in {name}", "nothing sound can be computed from them")
-    return torch.from_numpy(np.ascontiguousarray(given, np.float64))
-
-
-def _misfit(lane: Lane, fact: str, reason: str) -> NoReturn:
-    raise KvlatheError(
-        f"the basis of layer {lane.layer} head {lane.head} {fact}", reason, "plan again for this checkpoint"
-    )
-
-
-def _padded(m: Tensor, rows: int, columns: int) -> Tensor:
-    return F.pad(m, (0, columns - m.shape[1], 0, rows - m.shape[0]))
+        yield f"layers.{layer}.attend.{name}", torch.stack([padded(m, width, rank) for m in matrices]).float()
+    yield f"layers.{layer}.attend.centre_k", torch.stack([padded(x.centre[None], 1, rank)[0] for x in lanes]).float()

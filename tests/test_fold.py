@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -166,6 +167,21 @@ def test_lanes_of_different_ranks_and_projections_meet_in_one_layer(tmp_path: Pa
     plan, ids = dataclasses.replace(plan, lanes=lanes), ids_for(checkpoint)
     found = decoder_from(checkpoint, plan, basis).logits(ids, range(len(ids)))
     torch.testing.assert_close(found, plain_forward(checkpoint, plan, basis, ids), atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "falcon-40b", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_errs_at_most_twice_as_much_as_transformers(
+    name: str, dtype: torch.dtype, reference: Reference
+) -> None:
+    """Both sides against float32: ours with a random rotation of every lane, theirs as it is."""
+    folder, model = reference(name)
+    checkpoint = Checkpoint(folder)
+    rope, ids = checkpoint.spec.rope is not None, ids_for(checkpoint)
+    plan = full_plan(checkpoint.spec.shape, rope, projected=rope, bits=16)
+    found = decoder_from(checkpoint, plan, random_basis(plan, 2, True), dtype).logits(ids, range(len(ids)))
+    exact, rounded = expected_logits(model, ids), expected_logits(copy.deepcopy(model).to(dtype), ids).float()
+    assert (found - exact).square().mean() <= 4 * (rounded - exact).square().mean()
 
 
 def test_refusals(tmp_path: Path) -> None:
