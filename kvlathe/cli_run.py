@@ -19,7 +19,7 @@ THREADS = click.option(
     "--threads", type=click.IntRange(1), help="Threads of the CPU. [default: one for each physical core]"
 )
 
-NAMES = {"kv_bytes_per_token": "KV bytes a token", "kv_bytes_removed": "KV bytes removed", "kl": "KL divergence, nats a token"}
+NAMES = {"kv_bytes_per_token": "KV bytes a token", "kv_bytes_removed": "KV bytes removed", "kl": "KL, nats a token"}
 
 
 def show_answer(result: Result) -> None:
