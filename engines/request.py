@@ -102,6 +102,8 @@ def check(request: BuildRequest) -> None:
         raise _refused(
             f"--dtype {request.dtype}", f"{request.backend} computes in {', '.join(dtypes)}", "choose another"
         )
+    if request.kv_bits not in (None, 16, 32):
+        raise _refused(f"--kv_bits {request.kv_bits}", "fresh tokens are cached in 16 or 32 bit", "choose one of these")
     check_target(request.output_dir, request.overwrite)
 
 

@@ -1,0 +1,289 @@
+"""Building: an engine appears whole, proves itself, comes back from the cache; a refusal leaves nothing behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from kvlathe.engines import build as builds
+from kvlathe.engines import cache, planning
+from kvlathe.engines import manifest as manifests
+from kvlathe.engines.build import BuildRequest, build, calibrate_to, prepare, preview
+from kvlathe.engines.compare import raw_step
+from kvlathe.errors import KvlatheError
+from kvlathe.export.layout import CacheLayout
+from kvlathe.export.plan import CompressionPlan
+
+ROOT = Path(__file__).parents[1]
+Reference = Callable[[str], tuple[Path, object]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVLATHE_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def model(reference: Reference) -> Path:
+    return reference("llama-dynamic")[0]
+
+
+@pytest.fixture
+def request_for(model: Path, tmp_path: Path) -> Callable[..., BuildRequest]:
+    def made(**options: Any) -> BuildRequest:  # noqa: ANN401
+        return BuildRequest(model, tmp_path / options.pop("name", "engine"), **options)
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The uncompressed engine of the tiny model. Read only."""
+    return build(BuildRequest(model, tmp_path_factory.mktemp("engines") / "whole", command="kvlathe build whole"))
+
+
+def logits(engine: Path) -> np.ndarray:
+    plan = CompressionPlan.from_json((engine / "plan.json").read_text())
+    session = onnxruntime.InferenceSession(engine / "model.onnx", providers=["CPUExecutionProvider"])
+    step = raw_step(plan)
+    return session.run(["logits"], {value.name: step[value.name] for value in session.get_inputs()})[0]
+
+
+# -- what is built -----------------------------------------------------------------------------------------------------
+def test_an_engine_describes_and_proves_itself(engine: Path) -> None:
+    manifest = manifests.verify(engine)
+    plan = CompressionPlan.from_json((engine / "plan.json").read_text())
+    assert {"plan.json", "model.onnx", "model.onnx.data", "basis.npz", "report.html"} <= set(manifest.files)
+    assert manifest.plan_digest == plan.digest and manifest.command == "kvlathe build whole"
+    assert manifest.kv_bytes.per_token == manifest.kv_bytes.baseline == CacheLayout(plan).bytes_per_token()
+    assert manifest.kv_bytes.baseline_16bit == manifest.kv_bytes.baseline / 2
+    assert manifest.limits.max_seq_len == 512 and manifest.versions["onnxruntime"] == onnxruntime.__version__
+    assert all(
+        manifest.made_from[name] == manifest.files[name] for name in ("plan.json", "model.onnx", "model.onnx.data")
+    )
+    assert all(b".building-" not in path.read_bytes() for path in engine.iterdir())
+
+
+def test_a_changed_weight_is_refused(engine: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(engine, tmp_path / "copy")
+    with (copy / "model.onnx.data").open("r+b") as file:
+        file.write(b"\x00\x01\x02")
+    with pytest.raises(KvlatheError, match=r"model\.onnx\.data .* has changed"):
+        manifests.verify(copy)
+
+
+def test_a_compressed_engine_has_fewer_bytes_and_at_full_rank_the_same_logits(
+    engine: Path, request_for: Callable[..., BuildRequest]
+) -> None:
+    """The whole path, calibration included, changes nothing until it removes something."""
+    whole = logits(engine)
+    same = build(request_for(compression="fdc", removal_rate=0.0, name="same"))
+    assert np.abs(logits(same) - whole).max() < 1e-4
+    less = build(request_for(compression="fdc", compression_ratio=0.4, name="less"))
+    sizes = manifests.verify(less).kv_bytes
+    assert 0.4 <= sizes.removed < 0.75 and sizes.baseline == manifests.read(engine).kv_bytes.per_token
+    assert logits(less).shape == whole.shape
+    assert "<svg" in (less / "report.html").read_text()
+
+
+def test_a_half_precision_engine_caches_in_16_bit(request_for: Callable[..., BuildRequest], engine: Path) -> None:
+    half = build(request_for(dtype="float16"))
+    manifest = manifests.verify(half)
+    assert manifest.compute_dtype == "float16"
+    assert manifest.kv_bytes.per_token == manifests.read(engine).kv_bytes.per_token / 2
+    assert np.abs(logits(half) - logits(engine)).max() < 0.1
+
+
+# -- the cache ---------------------------------------------------------------------------------------------------------
+def test_the_same_request_again_builds_nothing(
+    engine: Path, request_for: Callable[..., BuildRequest], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("built again")
+
+    monkeypatch.setattr(builds, "_make", never)
+    again = build(request_for(command="another command"))
+    assert manifests.verify(again).command == "another command"
+    assert (again / "model.onnx.data").samefile(engine / "model.onnx.data")
+    assert dict(manifests.read(again).files) == dict(manifests.read(engine).files)
+    with pytest.raises(AssertionError):
+        build(request_for(name="fresh", use_cache=False))
+
+
+def test_every_option_that_matters_is_in_the_key(
+    request_for: Callable[..., BuildRequest], reference: Reference
+) -> None:
+    request = request_for()
+    same = [request, dataclasses.replace(request, output_dir=request.output_dir / "x", command="y", workers=1)]
+    changes = {"dtype": "float16", "kv_bits": 16, "max_batch_size": 4, "max_seq_len": 256, "tokens_per_block": 128}
+    others = [dataclasses.replace(request, **{name: value}) for name, value in changes.items()]
+    others += [dataclasses.replace(request, compression="fdc", basis=basis) for basis in ("svd", "balanced")]
+    others.append(dataclasses.replace(request, model=reference("qwen2-g7")[0]))
+    assert len({prepare(one).key for one in same}) == 1
+    assert len({prepare(one).key for one in (request, *others)}) == 1 + len(others)
+
+
+def test_calibration_is_kept_as_a_file_and_in_the_cache(
+    model: Path,
+    tmp_path: Path,
+    request_for: Callable[..., BuildRequest],
+    monkeypatch: pytest.MonkeyPatch,
+    reference: Reference,
+) -> None:
+    written = calibrate_to(model, tmp_path / "model.npz", "random")
+    with pytest.raises(KvlatheError, match="exists"):
+        calibrate_to(model, tmp_path / "model.npz", "random")
+    checkpoint = planning.open_checkpoint(model)
+    monkeypatch.setattr("kvlathe.export.calibrate.calibrate", lambda *_: pytest.fail("calibrated again"))
+    loaded = planning.statistics(request_for(compression="fdc", stats=tmp_path / "model.npz"), checkpoint)
+    cached = planning.statistics(request_for(compression="fdc"), checkpoint)
+    assert loaded is not None and cached is not None
+    assert written.digest == loaded.digest == cached.digest
+    other = planning.open_checkpoint(reference("qwen2-g7")[0])
+    with pytest.raises(KvlatheError, match="another model"):
+        planning.statistics(request_for(compression="fdc", stats=tmp_path / "model.npz"), other)
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+def test_a_dry_run_counts_bytes_and_writes_nothing(request_for: Callable[..., BuildRequest], tmp_path: Path) -> None:
+    seen = preview(request_for(compression="fdc", removal_rate=0.2))
+    json.dumps(seen)
+    assert seen["weight_bytes"] > 100_000 and seen["kv_bytes_per_token_baseline"] == 2 * 2 * 2 * 32 * 4
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"removal_rate": 0.1, "accuracy": 0.9, "compression": "fdc"}, "--removal-rate and --accuracy"),
+        ({"removal_rate": 0.1}, "--removal-rate with --compression none"),
+        ({"compression": "fdc", "compression_ratio": 1.0}, "--compression-ratio 1.0"),
+        ({"compression": "fdc", "accuracy": -0.5}, "--accuracy -0.5"),
+        ({"compression": "fdc", "compression_ratio": 0.99}, "0.99 cannot be reached"),
+        ({"compression": "zip"}, "unknown"),
+        ({"stats": Path("nowhere.npz"), "compression": "fdc"}, "no such file"),
+        ({"max_batch_size": 0}, "--max_batch_size 0"),
+        ({"tokens_per_block": 40}, "multiples of 16"),
+        ({"prefill_chunk": 100}, "whole pages"),
+        ({"max_num_tokens": 10}, "--max_num_tokens 10"),
+        ({"max_seq_len": 513}, "513"),
+        ({"max_seq_len": 256, "max_input_len": 300}, "--max_input_len 300"),
+        ({"kv_bits": 8}, "--kv_bits 8"),
+        ({"dtype": "bfloat16"}, "--dtype bfloat16"),
+        ({"backend": "cuda"}, "kernels .* not part of this version"),
+        ({"backend": "abacus"}, "choose one of onnxruntime"),
+        ({"model": Path("nowhere")}, "nowhere"),
+        ({"compression": "fdc", "calibration_tokens": 64}, "too few"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_sentence_and_leaves_nothing(
+    options: dict[str, Any], words: str, request_for: Callable[..., BuildRequest], tmp_path: Path
+) -> None:
+    request = dataclasses.replace(request_for(), **options)
+    with pytest.raises(KvlatheError, match=words) as refused:
+        build(request)
+    assert "\n" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_library_that_is_missing_is_named_with_what_to_install(request_for: Callable[..., BuildRequest]) -> None:
+    from importlib import util
+
+    if util.find_spec("tensorrt") is not None:
+        pytest.skip("TensorRT is installed here")
+    with pytest.raises(KvlatheError, match=r"needs the package tensorrt.*pip install"):
+        build(request_for(backend="tensorrt"))
+
+
+def test_an_existing_folder_is_refused_or_replaced_whole(
+    engine: Path, request_for: Callable[..., BuildRequest]
+) -> None:
+    request = request_for()
+    old = shutil.copytree(engine, request.output_dir)
+    (old / "mine").write_text("")
+    with pytest.raises(KvlatheError, match="exists"):
+        build(request)
+    assert (old / "mine").exists()
+    build(dataclasses.replace(request, overwrite=True))
+    assert not (old / "mine").exists()
+    manifests.verify(old)
+
+
+def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
+    request_for: Callable[..., BuildRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(KvlatheError, match="1,000 free"):
+        build(request_for())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_leaves_nothing(request_for: Callable[..., BuildRequest], tmp_path: Path) -> None:
+    """The system call fails while the weights are written: a file size limit stands in for the full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    try:
+        with pytest.raises(KvlatheError, match="disk is full"):
+            build(request_for(use_cache=False))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+BUILD = """
+import sys
+from pathlib import Path
+from kvlathe.engines.build import BuildRequest, build
+build(BuildRequest(Path(sys.argv[1]), Path(sys.argv[2]), use_cache=False))
+"""
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
+def test_a_build_that_is_interrupted_leaves_nothing(model: Path, tmp_path: Path, ending: signal.Signals) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", BUILD, str(model), str(tmp_path / "engine")],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not list(tmp_path.glob("*/plan.json")) and not list(tmp_path.glob(".*/plan.json")):
+        assert child.poll() is None
+        time.sleep(0.01)
+    child.send_signal(ending)
+    _, err = child.communicate(timeout=60)
+    assert child.returncode != 0 and "nothing was written" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nothing_is_left_of_a_failed_build_and_the_cache_stays_clean(
+    request_for: Callable[..., BuildRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a bug")
+
+    kept = len(cache.entries())
+    monkeypatch.setattr("kvlathe.export.to_onnx.prove", broken)
+    with pytest.raises(RuntimeError):
+        build(request_for(max_batch_size=3))
+    assert list(tmp_path.iterdir()) == [] and len(cache.entries()) == kept
