@@ -118,8 +118,8 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--allocation",
     type=click.Choice(("rate", "uniform", "global")),
-    help="How ranks follow from the size: one rate, one rank, or one byte budget for all heads. [default: rate with the "
-    "svd basis, global with balanced]",
+    help="Ranks by one removal rate, one rank for all heads, or bytes where they save most. "
+    "[default: rate; global with --basis balanced]",
 )
 @click.option(
     "--rope-fold",
