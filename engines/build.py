@@ -221,7 +221,7 @@ def _report(folder: Path, described: Manifest, planned: Planned) -> None:
         bytes_baseline=described.kv_bytes.baseline,
         bytes_16bit=described.kv_bytes.baseline_16bit,
         evidence=stats and evidence(described.compression, stats, planned.options, planned.plan),
-        facts=dict(stats.source) if stats else {},
+        facts={f"calibration {name}": value for name, value in stats.source.items()} if stats else {},
         limits=dataclasses.asdict(described.limits),
         versions=described.versions,
     )
