@@ -1,9 +1,9 @@
-"""Random plans and steps for the Attend laws, with an independent float64 reference and a cache written byte by byte."""
+"""Random plans and steps for the laws of Attend, with a float64 reference and a cache written byte by byte.
+
+Nothing here uses export/tables.py: addresses come from CacheLayout's slabs, group by group and token by token.
+"""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from kvlathe.export.layout import CacheLayout, group_count, groups_along_rank
 from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
 
 Array = npt.NDArray[np.float64]
-HALF = np.dtype(np.float16)
+VIEWS = {"pool_f32": np.float32, "pool_f16": np.float16, "pool_u8": np.uint8}
 
 
 def plan_of(
@@ -26,12 +26,14 @@ def plan_of(
     return CompressionPlan(shape, tuple(lanes), tuple(tiers), tuple(buckets), page_tokens=page, prefill_chunk=page)
 
 
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
 @st.composite
 def plans(draw: st.DrawFn) -> CompressionPlan:
     """Two layers of mixed lanes: ranks, planes, no RoPE, removed heads; fresh, split and quantized buckets."""
-    head_dim, heads = draw(st.sampled_from([16, 20, 32, 48])), draw(st.integers(1, 3))
-    group, kind = draw(st.integers(1, 3)), draw(st.sampled_from(["full", "none", "planes", "mixed"]))
-    projected = draw(st.booleans())
+    head_dim, heads, group = draw(st.sampled_from([16, 20, 32, 48])), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    kind, projected = draw(st.sampled_from(["full", "none", "planes", "mixed"])), draw(st.booleans())
     lanes = []
     for layer in range(2):
         for head in range(heads):
@@ -39,136 +41,129 @@ def plans(draw: st.DrawFn) -> CompressionPlan:
                 lanes.append(Lane(layer, head, 0, 0, 0, "none", fill_from=0))
                 continue
             rope = draw(st.sampled_from(["full", "none", "planes"])) if kind == "mixed" else kind
-            planes = (
-                tuple(sorted(draw(st.sets(st.integers(0, head_dim // 2 - 1), min_size=1)))) if rope == "planes" else ()
-            )
-            width = 2 * len(planes) if planes else head_dim
+            chosen = draw(st.sets(st.integers(0, head_dim // 2 - 1), min_size=1)) if rope == "planes" else ()
+            width = 2 * len(chosen) or head_dim
             rank_k = 16 * draw(st.integers(1, 3)) if projected else -(-width // 16) * 16
-            lanes.append(Lane(layer, head, width, rank_k, 16 * draw(st.integers(1, 3)), rope, planes, projected))
-    kept = tuple(i for i, lane in enumerate(lanes) if not lane.removed)
+            rank_v = 16 * draw(st.integers(1, 3))
+            lanes.append(Lane(layer, head, width, rank_k, rank_v, rope, tuple(sorted(chosen)), projected))
     hot = draw(st.sampled_from([16, 32]))
-    tiers = [Tier(hot, hot)]
-    split = draw(st.integers(0, 2))
-    if split == 0 or len(kept) < 2:
-        buckets = [Bucket(0, kept)]
-    elif split == 1:
-        buckets = [Bucket(0, kept[::2]), Bucket(0, kept[1::2])]
-    else:
-        buckets = [Bucket(0, kept), Bucket(0, kept[1:], source=0)]
+    tiers, buckets = [Tier(hot, hot)], draw(st.sampled_from(fresh_buckets(lanes)))
     for source in range(len(buckets)):
-        if draw(st.booleans()) and buckets[source].source is None:
-            bits = st.sampled_from([2, 4, 8, 16])
-            axes = st.sampled_from(["rank", "token"])
+        if buckets[source].source is None and draw(st.booleans()):
+            bits, axes = st.sampled_from([2, 4, 8, 16]), st.sampled_from(["rank", "token"])
             tiers.append(Tier(draw(bits), draw(bits), draw(axes), draw(axes), 32, draw(st.sampled_from([16, 32]))))
-            buckets.append(Bucket(len(tiers) - 1, buckets[source].lanes, source=source))
+            buckets = [*buckets, Bucket(len(tiers) - 1, buckets[source].lanes, source=source)]
     return plan_of(lanes, tiers, buckets, head_dim, group, draw(st.sampled_from([16, 32])))
 
 
-@dataclass(repr=False)
-class Case:
-    """One step of one layer: packed inputs, a poisoned cache, projections; ``expected`` computes the reference."""
+def fresh_buckets(lanes: list[Lane]) -> list[list[Bucket]]:
+    """All lanes together; even and odd ones apart; all together with a cold bucket for some of them."""
+    kept = tuple(i for i, lane in enumerate(lanes) if not lane.removed)
+    return [
+        [Bucket(0, kept)],
+        [Bucket(0, kept[::2]), Bucket(0, kept[1::2])],
+        [Bucket(0, kept), Bucket(0, kept[1:], source=0)],
+    ]
 
-    plan: CompressionPlan
-    layer: int
-    scale: float
-    queries: list[int]
-    lengths: npt.NDArray[np.int32]
-    q: list[list[Array]]  # [lane][query head] [T, input_dim]
-    k: list[Array]
-    v: list[Array]
-    proj: list[tuple[Array, Array, Array]]  # A, B, centre of each lane
-    angles: Array  # [T, head_dim / 2]
-    cached: dict[tuple[int, int, int], tuple[Array, Array]]  # (sequence, bucket, lane index) -> K, V
-    tables: list[npt.NDArray[np.int32]]
-    memory: npt.NDArray[np.uint8]
-    extra_rows: int
+
+# -- one step of one layer ---------------------------------------------------------------------------------------------
+
+
+class Case:
+    """Packed inputs, projections and a poisoned cache for one step of one layer; ``expected`` is the reference.
+
+    ``queries`` [B] and ``lengths`` [B][S]; ``spare`` rows and sequences pad the step's capacity.
+    """
+
+    scale = 0.3
+
+    def __init__(
+        self,
+        plan: CompressionPlan,
+        layer: int,
+        queries: list[int],
+        lengths: list[list[int]],
+        seed: int,
+        spare: int = 0,
+    ) -> None:
+        self.plan, self.layer, self.spare, self.rng = plan, layer, spare, np.random.default_rng(seed)
+        self.lanes, self.total = plan.active(layer), sum(queries)
+        self.queries = queries + [0] * spare
+        self.lengths = np.array(lengths + [[0] * len(plan.buckets)] * spare, np.int32)
+        normal, heads = self.rng.normal, range(plan.model.group_size)
+        self.q = [[normal(size=(self.total, lane.input_dim)) for _ in heads] for lane in self.lanes]
+        self.k = [normal(size=(self.total, lane.input_dim)) for lane in self.lanes]
+        self.v = [normal(size=(self.total, lane.rank_v)) for lane in self.lanes]
+        self.angles = normal(size=(self.total, plan.model.head_dim // 2)) * 3
+        self.projections = [self._projection(lane) for lane in self.lanes]
+        self.cached: dict[tuple[int, int, int], tuple[Array, Array]] = {}  # (sequence, bucket, head) -> K, V
+        self._fill_cache()
 
     def __repr__(self) -> str:
         return f"Case({self.plan}, layer {self.layer}, queries {self.queries}, lengths {self.lengths.tolist()})"
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(repr(self))
+    def _projection(self, lane: Lane) -> tuple[Array, Array, Array]:
+        shape = (lane.input_dim, lane.rank_k)
+        if not lane.projected:
+            return np.eye(*shape), np.eye(*shape), np.zeros(lane.rank_k)
+        return self.rng.normal(size=shape) / 4, self.rng.normal(size=shape) / 4, self.rng.normal(size=lane.rank_k)
 
-    @property
-    def lanes(self) -> tuple[Lane, ...]:
-        return self.plan.active(self.layer)
-
-    @property
-    def total(self) -> int:
-        return sum(self.queries)
-
-    def index(self, lane: Lane) -> int:
-        return lane.layer * self.plan.model.kv_heads + lane.head
-
-    def packed(self, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        q = np.concatenate([x for heads in self.q for x in heads], 1)
-        rows = [
-            np.pad(x, ((0, self.extra_rows), (0, 0)), constant_values=3.0)
-            for x in (q, *(np.concatenate(y, 1) for y in (self.k, self.v)))
-        ]
-        return tuple(torch.from_numpy(x).to(dtype) for x in rows)  # type: ignore[return-value]
+    # -- what the op gets ----------------------------------------------------------------------------------------------
+    def packed(self, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        """q, k, v."""
+        rows = ([x for heads in self.q for x in heads], self.k, self.v)
+        spare = ((0, self.spare), (0, 0))
+        return [torch.from_numpy(np.pad(np.concatenate(x, 1), spare, constant_values=3.0)).to(dtype) for x in rows]
 
     def state(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
         """proj_q, proj_k, centre_k, zero-padded."""
         if not self.plan.projected:
             return {}
-        wide, rank = max(x.input_dim for x in self.lanes), max(x.rank_k for x in self.lanes)
-        a, b, c = np.zeros((2, len(self.lanes), wide, rank)), None, np.zeros((len(self.lanes), rank))
-        for h, (lane, (pa, pb, pc)) in enumerate(zip(self.lanes, self.proj, strict=True)):
-            a[0, h, : lane.input_dim, : lane.rank_k], a[1, h, : lane.input_dim, : lane.rank_k] = pa, pb
-            c[h, : lane.rank_k] = pc
-        return {
-            "proj_q": torch.tensor(a[0], dtype=dtype),
-            "proj_k": torch.tensor(a[1], dtype=dtype),
-            "centre_k": torch.tensor(c, dtype=dtype),
-        }
+        wide, rank = max(lane.input_dim for lane in self.lanes), max(lane.rank_k for lane in self.lanes)
+        padded = [np.zeros((len(self.lanes), *shape)) for shape in ((wide, rank), (wide, rank), (rank,))]
+        for h, matrices in enumerate(self.projections):
+            for target, matrix in zip(padded, matrices, strict=True):
+                target[h][tuple(slice(n) for n in matrix.shape)] = matrix
+        names = ("proj_q", "proj_k", "centre_k")
+        return {name: torch.from_numpy(x).to(dtype) for name, x in zip(names, padded, strict=True)}
 
     def step(self, dtype: torch.dtype = torch.float32) -> StepTensors:
-        angles = torch.from_numpy(np.pad(self.angles, ((0, self.extra_rows), (0, 0)))).to(dtype)
-        starts = np.concatenate([[0], np.cumsum(self.queries)]).astype(np.int32)
-        u = self.plan.unit
-        views = {
-            f"pool_{n}": self.memory.view(t).reshape(-1, u)
-            for n, t in (("f32", np.float32), ("f16", HALF), ("u8", np.uint8))
-        }
+        angles = torch.from_numpy(np.pad(self.angles, ((0, self.spare), (0, 0)))).to(dtype)
         return StepTensors(
             angles.cos(),
             angles.sin(),
-            torch.from_numpy(starts),
-            torch.arange(max(1, *self.queries, 1), dtype=torch.int32),
+            torch.tensor(np.cumsum([0, *self.queries]), dtype=torch.int32),
+            torch.arange(max(self.queries), dtype=torch.int32),
             torch.from_numpy(self.lengths),
-            [torch.from_numpy(t) for t in self.tables],
-            {name: torch.from_numpy(view) for name, view in views.items()},
+            [torch.from_numpy(table) for table in self.tables],
+            {n: torch.from_numpy(self.memory.view(kind).reshape(-1, self.plan.unit)) for n, kind in VIEWS.items()},
         )
 
+    # -- the reference -------------------------------------------------------------------------------------------------
     def expected(self) -> tuple[Array, Array]:
-        """o and rows of the real tokens, float64; only the hot format and the cache are rounded."""
+        """o and rows of the real tokens in float64; only the hot format and the cache are rounded."""
         hot = next(self.plan.tiers[b.tier] for b in self.plan.buckets if b.source is None).bits_k
         outs, keys, values = [], [], []
-        for h, lane in enumerate(self.lanes):
-            a, b, centre = self.proj[h]
-            k = rounded(self.turn(self.k[h], lane) @ b - centre, hot)
-            v = rounded(self.v[h], hot)
-            keys.append(k), values.append(v)
-            for q in self.q[h]:
-                outs.append(self.attended(self.turn(q, lane) @ a * self.scale, k, v, lane))
+        for lane, qs, k, v, (a, b, centre) in zip(self.lanes, self.q, self.k, self.v, self.projections, strict=True):
+            keys.append(rounded(self._turned(k, lane) @ b - centre, hot))
+            values.append(rounded(v, hot))
+            outs += [self._attended(self._turned(q, lane) @ a * self.scale, keys[-1], values[-1], lane) for q in qs]
         return np.concatenate(outs, 1), np.concatenate(keys + values, 1)
 
-    def turn(self, x: Array, lane: Lane) -> Array:
+    def _turned(self, x: Array, lane: Lane) -> Array:
+        """RoPE as a product of complex numbers."""
         if lane.rope == "none":
             return x
-        planes = list(lane.planes) if lane.rope == "planes" else list(range(lane.input_dim // 2))
-        z = (x[:, : lane.input_dim // 2] + 1j * x[:, lane.input_dim // 2 :]) * np.exp(1j * self.angles[:, planes])
+        half = lane.input_dim // 2
+        planes = list(lane.planes) if lane.rope == "planes" else list(range(half))
+        z = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * self.angles[:, planes])
         return np.concatenate([z.real, z.imag], 1)
 
-    def attended(self, q: Array, k: Array, v: Array, lane: Lane) -> Array:
-        out, start = np.zeros((self.total, lane.rank_v)), 0
+    def _attended(self, q: Array, k: Array, v: Array, lane: Lane) -> Array:
+        """One query head: plain softmax over all that is cached and the sequence's own tokens so far."""
+        out, start, buckets = np.zeros((self.total, lane.rank_v)), 0, range(len(self.plan.buckets))
         for b, count in enumerate(self.queries):
-            old = [
-                self.cached[b, s, self.index(lane)]
-                for s in range(len(self.plan.buckets))
-                if (b, s, self.index(lane)) in self.cached
-            ]
+            old = [self.cached[b, s, lane.head] for s in buckets if (b, s, lane.head) in self.cached]
             for i in range(start, start + count):
                 ks = np.concatenate([x for x, _ in old] + [k[start : i + 1]])
                 vs = np.concatenate([x for _, x in old] + [v[start : i + 1]])
@@ -176,6 +171,73 @@ class Case:
                 out[i] = p @ vs / p.sum()
             start += count
         return out
+
+    # -- the cache -----------------------------------------------------------------------------------------------------
+    def _fill_cache(self) -> None:
+        """Random pages in a shuffled order in one memory, everything else NaN; unused table entries are any page."""
+        self.layout, p, size, spans = CacheLayout(self.plan), self.plan.page_tokens, 0, []
+        for s, stride in enumerate(self.layout.page_stride):
+            first, count = -(-size // stride), int((-(-self.lengths[:, s] // p)).sum()) + 1
+            spans.append((first, count))
+            size = (first + count) * stride
+        self.memory, self.tables = np.full(-(-size // 256) * 256, 255, np.uint8), []
+        for s, (first, count) in enumerate(spans):
+            ids = iter((first + self.rng.permutation(count)).astype(np.int32))
+            spare = next(ids)
+            width = max(1, *(-(-self.lengths[:, s] // p)))
+            rows = [[next(ids) for _ in range(-(-n // p))] for n in self.lengths[:, s]]
+            self.tables.append(np.array([row + [spare] * (width - len(row)) for row in rows], np.int32))
+            for b, row in enumerate(rows):
+                for lane in self.lanes:
+                    if lane.layer * self.plan.model.kv_heads + lane.head in self.plan.buckets[s].lanes:
+                        self.cached[b, s, lane.head] = self._fill(s, lane, row, int(self.lengths[b, s]))
+
+    def _fill(self, bucket: int, lane: Lane, pages: list[np.int32], length: int) -> tuple[Array, Array]:
+        """Write ``length`` random tokens of one lane; the K and V that a reader must see."""
+        tier = self.plan.tiers[self.plan.buckets[bucket].tier]
+        slab = self.layout.slab(bucket, lane.layer * self.plan.model.kv_heads + lane.head)
+        k = (lane.rank_k, tier.bits_k, tier.axis_k, tier.group_k, slab.k, slab.k_meta)
+        v = (lane.rank_v, tier.bits_v, tier.axis_v, tier.group_v, slab.v, slab.v_meta)
+        seen: tuple[list[Array], list[Array]] = ([], [])
+        for j, page in enumerate(pages):
+            left, base = length - j * self.plan.page_tokens, int(page) * self.layout.page_stride[bucket]
+            for found, (rank, bits, axis, group, at, meta) in zip(seen, (k, v), strict=True):
+                if bits >= 16:
+                    found.append(self._floats(base + at, min(left, self.plan.page_tokens), rank, bits))
+                else:
+                    found.append(self._codes(base + at, base + meta, rank, bits, axis, group)[:left])
+        empty = np.zeros((0, lane.rank_k)), np.zeros((0, lane.rank_v))
+        return np.concatenate([empty[0], *seen[0]]), np.concatenate([empty[1], *seen[1]])
+
+    def _floats(self, at: int, tokens: int, rank: int, bits: int) -> Array:
+        x = self.rng.normal(size=(tokens, rank)).astype(np.float16 if bits == 16 else np.float32)
+        self._write(at, x)
+        return x.astype(np.float64)
+
+    def _codes(self, at: int, meta: int, rank: int, bits: int, axis: str, group: int) -> Array:
+        """A whole page of random codes; its values [tokens, rank], worked out group by group."""
+        tokens = self.plan.page_tokens
+        codes = self.rng.integers(0, 1 << bits, tokens * rank)
+        packed = np.zeros(tokens * rank * bits // 8, np.uint8)
+        for place in range(8 // bits):
+            packed |= (codes[place :: 8 // bits] << (bits * place)).astype(np.uint8)
+        self._write(at, packed)
+        pairs = self.rng.normal(size=(group_count(rank, tokens, axis, group), 2)) / [(1 << bits) - 1, 1]
+        pairs = pairs.astype(np.float16)
+        self._write(meta, pairs)
+        along_tokens = [min(group, tokens - i) for i in range(0, tokens, group)]
+        sizes = groups_along_rank(rank, group) if axis == "rank" else along_tokens
+        lines = codes.reshape(tokens, rank) if axis == "rank" else codes.reshape(rank, tokens)
+        pair = iter(pairs.astype(np.float64))
+        values = [np.concatenate([x * s + m for x, (s, m) in zip(split(line, sizes), pair)]) for line in lines]  # noqa: B905
+        return np.array(values) if axis == "rank" else np.array(values).T
+
+    def _write(self, at: int, values: npt.NDArray) -> None:
+        self.memory[at : at + values.nbytes] = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+
+
+def split(line: npt.NDArray, sizes: tuple[int, ...] | list[int]) -> list[npt.NDArray]:
+    return np.split(line, np.cumsum(sizes)[:-1])
 
 
 def rounded(x: Array, bits: int) -> Array:
@@ -185,149 +247,10 @@ def rounded(x: Array, bits: int) -> Array:
 
 
 @st.composite
-def cases(draw: st.DrawFn, plan: st.SearchStrategy[CompressionPlan] | None = None) -> Case:
-    chosen = draw(plan if plan is not None else plans())
-    batch = draw(st.integers(1, 4))
+def cases(draw: st.DrawFn) -> Case:
+    """Ragged steps of random plans: prefill, decode and idle sequences, empty and full buckets, spare capacity."""
+    plan, batch = draw(plans()), draw(st.integers(1, 4))
     queries = draw(st.lists(st.integers(0, 5), min_size=batch, max_size=batch).filter(any))
-    limit = 3 * chosen.page_tokens
-    lengths = draw(
-        st.lists(
-            st.lists(
-                st.one_of(st.just(0), st.integers(0, limit)), min_size=len(chosen.buckets), max_size=len(chosen.buckets)
-            ),
-            min_size=batch,
-            max_size=batch,
-        )
-    )
-    pad = draw(st.integers(0, 2))
-    return make_case(
-        chosen, draw(st.integers(0, chosen.model.layers - 1)), queries, lengths, draw(st.integers(0, 99)), pad, pad
-    )
-
-
-def make_case(
-    plan: CompressionPlan,
-    layer: int,
-    queries: list[int],
-    lengths: list[list[int]],
-    seed: int,
-    extra_rows: int = 0,
-    extra_batch: int = 0,
-) -> Case:
-    rng = np.random.default_rng(seed)
-    total, lanes = sum(queries), plan.active(layer)
-    q = [[rng.normal(size=(total, x.input_dim)) for _ in range(plan.model.group_size)] for x in lanes]
-    k, v = [rng.normal(size=(total, x.input_dim)) for x in lanes], [rng.normal(size=(total, x.rank_v)) for x in lanes]
-    proj = []
-    for lane in lanes:
-        shape = (lane.input_dim, lane.rank_k)
-        eye, zero = np.eye(*shape), np.zeros(lane.rank_k)
-        random = (rng.normal(size=shape) / 4, rng.normal(size=shape) / 4, rng.normal(size=lane.rank_k))
-        proj.append(random if lane.projected else (eye, eye, zero))
-    queries = queries + [0] * extra_batch
-    padded = np.array(lengths + [[0] * len(plan.buckets)] * extra_batch, np.int32)
-    layout, p = CacheLayout(plan), plan.page_tokens
-    cached, tables, memory = {}, [], [np.full(layout.page_stride[0] * 0, 255, np.uint8)]
-    pages = [int(-(-padded[:, s] // p).sum()) + 1 for s in range(len(plan.buckets))]
-    bases = np.cumsum([0] + [n * size for n, size in zip(pages, layout.page_stride, strict=True)])
-    # One memory for all buckets: page ids count strides of their own bucket, so each bucket's first page is rounded up.
-    first = [-(-int(base) // size) for base, size in zip(bases + 0, layout.page_stride, strict=False)]
-    size, spans = 0, []
-    for s, count in enumerate(pages):
-        first[s] = -(-size // layout.page_stride[s])
-        size = (first[s] + count) * layout.page_stride[s]
-    memory = np.full(-(-size // 256) * 256, 255, np.uint8)
-    for s, count in enumerate(pages):
-        ids = (first[s] + rng.permutation(count)).astype(np.int32)
-        width = max(1, int((-(-padded[:, s] // p)).max()))
-        table, at = np.full((len(padded), width), ids[-1], np.int32), 0
-        for b, length in enumerate(padded[:, s]):
-            need = -(-int(length) // p)
-            table[b, :need] = ids[at : at + need]
-            at += need
-            for index in plan.buckets[s].lanes:
-                if plan.lanes[index].layer == layer:
-                    cached[b, s, index] = fill(plan, layout, s, index, memory, table[b], int(length), rng)
-        tables.append(table)
-    return Case(
-        plan,
-        layer,
-        0.3,
-        queries,
-        padded,
-        q,
-        k,
-        v,
-        proj,
-        rng.normal(size=(total, plan.model.head_dim // 2)) * 3,
-        cached,
-        tables,
-        memory,
-        extra_rows,
-    )
-
-
-def fill(
-    plan: CompressionPlan,
-    layout: CacheLayout,
-    bucket: int,
-    index: int,
-    memory: npt.NDArray[np.uint8],
-    table: npt.NDArray[np.int32],
-    length: int,
-    rng: np.random.Generator,
-) -> tuple[Array, Array]:
-    """Write ``length`` random tokens of one lane; return the K and V that a reader must see."""
-    tier, lane, slab = plan.tiers[plan.buckets[bucket].tier], plan.lanes[index], layout.slab(bucket, index)
-    parts = []
-    for rank, bits, axis, group, at, meta in (
-        (lane.rank_k, tier.bits_k, tier.axis_k, tier.group_k, slab.k, slab.k_meta),
-        (lane.rank_v, tier.bits_v, tier.axis_v, tier.group_v, slab.v, slab.v_meta),
-    ):
-        seen = []
-        for j in range(-(-length // plan.page_tokens)):
-            count = min(plan.page_tokens, length - j * plan.page_tokens)
-            page = int(table[j]) * layout.page_stride[bucket]
-            if bits >= 16:
-                x = rng.normal(size=(count, rank)).astype(np.float16 if bits == 16 else np.float32)
-                memory[page + at :][: x.nbytes] = x.view(np.uint8).reshape(-1)
-                seen.append(x.astype(np.float64))
-            else:
-                seen.append(
-                    fill_codes(memory, page + at, page + meta, rank, plan.page_tokens, bits, axis, group, rng)[:count]
-                )
-        parts.append(np.concatenate(seen) if seen else np.zeros((0, rank)))
-    return parts[0], parts[1]
-
-
-def fill_codes(
-    memory: npt.NDArray[np.uint8],
-    at: int,
-    meta: int,
-    rank: int,
-    tokens: int,
-    bits: int,
-    axis: str,
-    group: int,
-    rng: np.random.Generator,
-) -> Array:
-    """A whole page of random codes; its values [tokens, rank], worked out group by group."""
-    codes = rng.integers(0, 1 << bits, tokens * rank)
-    packed = np.zeros(tokens * rank * bits // 8, np.uint8)
-    for place in range(8 // bits):
-        packed |= (codes[place :: 8 // bits] << (bits * place)).astype(np.uint8)
-    memory[at : at + len(packed)] = packed
-    pairs = rng.normal(size=(group_count(rank, tokens, axis, group), 2)).astype(np.float16)
-    memory[meta : meta + pairs.nbytes] = pairs.view(np.uint8).reshape(-1)
-    sizes = (
-        groups_along_rank(rank, group) if axis == "rank" else [min(group, tokens - i) for i in range(0, tokens, group)]
-    )
-    lines = codes.reshape(tokens, rank) if axis == "rank" else codes.reshape(rank, tokens)
-    values, pair = np.zeros(lines.shape), iter(pairs.astype(np.float64))
-    for i in range(len(lines)):
-        start = 0
-        for size in sizes:
-            scale, minimum = next(pair)
-            values[i, start : start + size] = lines[i, start : start + size] * scale + minimum
-            start += size
-    return values if axis == "rank" else values.T
+    length = st.one_of(st.just(0), st.integers(0, 3 * plan.page_tokens))
+    lengths = [[draw(length) for _ in plan.buckets] for _ in range(batch)]
+    return Case(plan, draw(st.integers(0, 1)), queries, lengths, draw(st.integers(0, 99)), draw(st.integers(0, 2)))
