@@ -1,0 +1,128 @@
+"""TensorRT engines: built ahead of time, and refused unless every layer's attention is in the finished engine."""
+
+from __future__ import annotations
+
+import shutil
+from importlib import util
+from pathlib import Path
+
+import onnx
+import pytest
+
+from kvlathe.engines import manifest as manifests
+from kvlathe.engines import tensorrt
+from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.manifest import Limits
+from kvlathe.engines.tensorrt import check_attention, profiles, required_nodes
+from kvlathe.errors import KvlatheError
+from kvlathe.export.layout import CacheLayout
+from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
+
+MODEL = Path(__file__).parents[1] / "models" / "lathe-5m"
+LIMITS = Limits(max_batch_size=4, max_num_tokens=80, max_input_len=200, max_seq_len=200)
+
+needs_rtx = pytest.mark.skipif(
+    util.find_spec("tensorrt_rtx_bindings") is None,
+    reason="TensorRT-RTX is not installed: pip install 'kvlathe[tensorrt]'",
+)
+
+
+def two_buckets() -> CompressionPlan:
+    lanes = tuple(Lane(0, head, 32, 32, 16 + 16 * head, projected=True) for head in range(2))
+    shape = ModelShape(1, 4, 2, 32, 64, 97, 512)
+    return CompressionPlan(shape, lanes, (Tier(16, 16),), (Bucket(0, (0,)), Bucket(0, (1,))), 64, 64)
+
+
+# -- shapes ------------------------------------------------------------------------------------------------------------
+def test_profiles_are_ordered_and_hold_what_the_limits_allow() -> None:
+    plan = two_buckets()
+    decode, mixed = profiles(plan, LIMITS)
+    assert decode.keys() == mixed.keys() >= {"input_ids", "query_offsets", "page_table_1", "pool_f16"}
+    for low, usual, high in (*decode.values(), *mixed.values()):
+        assert all(a <= b <= c for a, b, c in zip(low, usual, high, strict=True))
+    assert decode["query_offsets"][2] == (1,) and mixed["input_ids"][2] == (80,)
+    assert mixed["page_table_0"][2] == (4, 4)  # 200 tokens are four pages of 64
+    pool_bytes = 2 * mixed["pool_f16"][2][0] * mixed["pool_f16"][2][1]
+    assert pool_bytes == 4 * 4 * sum(CacheLayout(plan).page_stride)
+
+
+# -- the proof ---------------------------------------------------------------------------------------------------------
+REQUIRED = {f"layers.{i}.attend/Attend": frozenset({"MatMul_1", "Softmax_2"}) for i in range(2)}
+WHOLE = "".join(
+    f"Name: fused{i}, LayerType: gemm, Metadata: [ONNX Layer: MatMul_1 | layers.{i}.attend/Attend (Attend)]"
+    f"[ONNX Layer: Softmax_2 | layers.{i}.attend/Attend (Attend)]\n"
+    for i in range(2)
+)
+
+
+def test_an_engine_that_shows_all_attention_passes() -> None:
+    check_attention(WHOLE, REQUIRED)
+    check_attention("Metadata: [ONNX Layer: layers.0.attend/Attend][ONNX Layer: layers.1.attend/Attend]", REQUIRED)
+
+
+@pytest.mark.parametrize("lost", ["MatMul_1 | layers.1", "Softmax_2 | layers.1"])
+def test_a_lost_node_is_named_with_its_layer(lost: str) -> None:
+    with pytest.raises(KvlatheError, match=rf"layers\.1\.attend/Attend \({lost.split()[0]}\)") as refused:
+        check_attention(WHOLE.replace(lost, "other | layers.1"), REQUIRED)
+    assert "layers.0" not in str(refused.value)
+
+
+def test_an_engine_of_a_graph_without_attention_is_refused() -> None:
+    with pytest.raises(KvlatheError, match="every layer"):
+        check_attention(WHOLE, {})
+
+
+# -- real builds -------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The fp16 ONNX engine of the shipped model. Read only."""
+    folder = tmp_path_factory.mktemp("exported") / "engine"
+    return build(BuildRequest(MODEL, folder, dtype="float16", max_seq_len=512, use_cache=False))
+
+
+def test_the_products_and_the_softmaxes_of_every_layer_are_required(exported: Path) -> None:
+    required = required_nodes(exported / "model.onnx")
+    assert len(required) == 4
+    kinds = [name.split("_")[0] for name in next(iter(required.values()))]
+    assert kinds.count("MatMul") == 4  # fresh and cached tokens, scores and values
+    assert kinds.count("Softmax") == 3  # fresh, cached, and their merger
+
+
+@needs_rtx
+def test_the_shipped_model_becomes_an_engine_without_a_gpu(tmp_path: Path) -> None:
+    folder = build(BuildRequest(MODEL, tmp_path / "engine", backend="tensorrt_rtx", max_seq_len=512, use_cache=False))
+    manifest = manifests.verify(folder)
+    assert manifest.compute_dtype == "float16" and "sm_89" in manifest.architectures
+    assert manifest.versions["tensorrt_rtx"]
+    assert "model.engine" in manifest.files and "model.onnx" not in manifest.files
+    assert {"model.onnx", "model.onnx.data"} <= set(manifest.made_from)
+    layers = (folder / "layers.txt").read_text()
+    assert all(f"layers.{i}.attend/Attend" in layers for i in range(4))
+
+
+@needs_rtx
+def test_a_graph_whose_attention_is_not_used_is_refused(exported: Path, tmp_path: Path) -> None:
+    """Layer 2's output is wired past its attention: TensorRT drops the products, and the check names that layer."""
+    broken = shutil.copytree(exported, tmp_path / "broken")
+    model = onnx.load(broken / "model.onnx", load_external_data=False)
+    attend = next(node for node in model.graph.node if node.name.startswith("layers.2.attend"))
+    kept = next(node for node in model.graph.node if node.name.startswith("layers.1.attend"))
+    for node in model.graph.node:
+        node.input[:] = [kept.output[0] if name == attend.output[0] else name for name in node.input]
+    onnx.save(model, broken / "model.onnx")
+    plan = CompressionPlan.from_json((broken / "plan.json").read_text())
+    with pytest.raises(KvlatheError, match=r"lacks attention of layers\.2\.attend/Attend \(MatMul_") as refused:
+        tensorrt.build("tensorrt_rtx", broken, plan, LIMITS)
+    assert "layers.1" not in str(refused.value)
+
+
+@needs_rtx
+def test_what_the_parser_refuses_is_said_in_its_words(exported: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(exported, tmp_path / "broken")
+    model = onnx.load(broken / "model.onnx", load_external_data=False)
+    next(node for node in model.graph.node if node.op_type == "Sqrt").op_type = "Det"
+    onnx.save(model, broken / "model.onnx")
+    plan = CompressionPlan.from_json((broken / "plan.json").read_text())
+    with pytest.raises(KvlatheError, match=r"tensorrt_rtx cannot build .*Det"):
+        tensorrt.build("tensorrt_rtx", broken, plan, LIMITS)
+    assert (broken / "model.onnx").exists()
