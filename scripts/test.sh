@@ -7,4 +7,4 @@ export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export PYRIGHT_PYTHON_IGNORE_WARNINGS=1 NO_COLOR=1
 ruff check .
 pyright
-python -m pytest -n "${TEST_WORKERS:-$(nproc)}" "$@"
+python -m pytest --dist loadfile -n "${TEST_WORKERS:-$(nproc)}" "$@"
