@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from kvlathe.export.basis import Basis, LaneBasis
 from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
 
+torch.set_num_threads(1)  # tiny matrices: threads would only wait for one another
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
