@@ -58,6 +58,12 @@ def test_the_engine_finds_the_line_it_is_asked_for(home: Path, engines: dict[str
         assert answer["timings"]["decode_tokens_per_second"] > 0
 
 
+def test_the_readme_example_runs(engines: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    example = (ROOT / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
+    exec(example.replace("out/fdc", str(engines["fdc"])), {})
+    assert len(capsys.readouterr().out.split()) > 20
+
+
 def test_eval_has_the_keys_that_scripts_read(home: Path, engines: dict[str, Path]) -> None:
     lines = (ROOT / "data/line_retrieval.jsonl").read_text(encoding="utf-8").splitlines()
     (home / "few.jsonl").write_text("\n".join(lines[:9]), encoding="utf-8")
