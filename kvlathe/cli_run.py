@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvlathe import console
+from kvlathe import console, tasks
 from kvlathe.cli_common import ENGINE, PATH, Result, read_text, reports, show_pairs
 
 if TYPE_CHECKING:
@@ -111,10 +111,22 @@ def show_scores(result: Result) -> None:
 )
 @click.option("--text", type=PATH, help="Documents (.jsonl): perplexity, agreement, KL.")
 @click.option("--retrieval", type=PATH, help="Prompts with answers (.jsonl): exact match.")
+@click.option("--windows", type=click.IntRange(1), default=tasks.WINDOWS, show_default=True, help="Windows of text.")
+@click.option(
+    "--window-tokens", type=click.IntRange(2), default=tasks.WINDOW_TOKENS, show_default=True, help="Tokens of each."
+)
+@click.option("--every", type=click.IntRange(1), default=tasks.EVERY, show_default=True, help="Use each N-th prompt.")
 @THREADS
 @reports(show_scores)
 def eval_command(
-    engine: Path, baseline: Path | None, text: Path | None, retrieval: Path | None, threads: int | None
+    engine: Path,
+    baseline: Path | None,
+    text: Path | None,
+    retrieval: Path | None,
+    windows: int,
+    window_tokens: int,
+    every: int,
+    threads: int | None,
 ) -> Result:
     """Measure an engine: perplexity, line retrieval, and agreement with the uncompressed model.
 
@@ -126,7 +138,8 @@ def eval_command(
     from kvlathe.runtime.llm import LLM
 
     reference = LLM.load(baseline, threads=threads) if baseline else None
-    return evaluate(LLM.load(engine, threads=threads), reference, text=text, retrieval=retrieval)
+    llm = LLM.load(engine, threads=threads)
+    return evaluate(llm, reference, text, retrieval, windows, window_tokens, every)
 
 
 @click.command("compare")
