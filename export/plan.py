@@ -55,7 +55,10 @@ class Tier:
 
     ``axis_*``: along which axis a quantization group of ``group_*`` elements runs: ``rank`` (within one token) or
     ``token`` (one channel over the page's tokens). Ignored at 16 and 32 bit, which are IEEE half and single.
-    ``arithmetic`` = int: QK^T and PV are taken on the codes, nothing is dequantized.
+    ``arithmetic`` = int: QK^T and PV are taken on the codes, nothing is dequantized; groups then run along what the
+    product sums over, the rank for K and the tokens for V.
+    ``rounding``: codes to the nearest, or ``stochastic``, up or down by a hash of the plan's seed, the lane, the
+    token's position and the channel (runtime/codec.py): without bias, and the same however often it is done.
     """
 
     bits_k: Literal[32, 16, 8, 4, 2]
@@ -65,6 +68,7 @@ class Tier:
     group_k: int = 64
     group_v: int = 64
     arithmetic: Literal["float", "int"] = "float"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
 
     @property
     def quantized(self) -> bool:
@@ -231,6 +235,12 @@ def check(plan: CompressionPlan) -> None:
             refuse(f"{where} has input_dim {lane.input_dim} and rank_k {lane.rank_k}", "an unprojected lane caches its input")
         if lane.rope == "planes" and lane.input_dim != 2 * len(lane.planes):
             refuse(f"{where} keeps {len(lane.planes)} planes in {lane.input_dim} dims", "a plane is two dims")
+    for tier in plan.tiers:
+        if tier.arithmetic == "int" and (
+            (tier.bits_k < 16 and tier.axis_k != "rank")
+            or (tier.bits_v < 16 and (tier.axis_v != "token" or plan.page_tokens % tier.group_v))
+        ):
+            refuse(f"{tier} multiplies integers", "K's groups then run along the rank, V's along a page's tokens, evenly")
     fresh: list[int] = []
     for i, bucket in enumerate(plan.buckets):
         if not 0 <= bucket.tier < len(plan.tiers):

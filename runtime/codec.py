@@ -1,6 +1,6 @@
 """How K or V of one lane is written in a page: the number formats of a Tier, in numpy.
 
-Unquantized parts are IEEE half or single, [token][rank]. Quantized parts hold asymmetric codes rounded to the nearest,
+Unquantized parts are IEEE half or single, [token][rank]. Quantized parts hold asymmetric codes,
 
     x ~ minimum + scale * code,   scale = (max - min) / (2^bits - 1),   one (scale, minimum) pair of halves a group,
 
@@ -8,6 +8,9 @@ as [token][rank] with groups along the rank, or as [rank][token] with groups alo
 are packed with the first element in the lowest bits. Metadata follows the order of the groups. The rounding of scale
 and minimum to half is part of the code: codes are chosen for the rounded pair. A constant group has scale 0 and is
 exact to half.
+
+Codes are rounded to the nearest, or up where a hash of the plan's seed, the lane, K or V, the token's position and the
+channel (``noise``) falls below the fraction: no bias, no state, the same page from the same tokens.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ class Part:
     bits: int
     axis: str
     groups: tuple[int, ...]  # sizes of the groups along the axis; empty where nothing is quantized
+    key: int | None = None  # of this lane's noise; None: codes are rounded to the nearest
 
     @property
     def token_major(self) -> bool:
@@ -78,8 +82,8 @@ class Part:
         values = unpack(self._code_bytes(page), self.bits) * scale + minimum
         return values if self.axis == "rank" else values.T
 
-    def write(self, page: Bytes, values: Floats) -> None:
-        """Encode ``values`` [tokens, rank] into the page."""
+    def write(self, page: Bytes, values: Floats, position: int = 0) -> None:
+        """Encode ``values`` [tokens, rank], the first of them the ``position``-th of its sequence, into the page."""
         if not self.groups:
             self._floats(page)[:] = values
             return
@@ -89,8 +93,13 @@ class Part:
         high = np.maximum.reduceat(rows, self._starts, axis=1)
         metadata[..., 0], metadata[..., 1] = (high - low) / levels, low
         scale, minimum = self._spread(metadata)
-        codes = np.divide(rows - minimum, scale, out=np.zeros_like(rows), where=scale > 0)
-        self._code_bytes(page)[:] = pack(np.clip(np.rint(codes), 0, levels).astype(np.uint8), self.bits)
+        exact = np.divide(rows - minimum, scale, out=np.zeros_like(rows), where=scale > 0)
+        codes = np.rint(exact) if self.key is None else np.floor(exact + self._noise(self.key, position))
+        self._code_bytes(page)[:] = pack(np.clip(codes, 0, levels).astype(np.uint8), self.bits)
+
+    def _noise(self, key: int, position: int) -> Floats:
+        found = noise(key, position, self.tokens, self.rank)
+        return found if self.axis == "rank" else found.T
 
     def _spread(self, metadata: npt.NDArray[np.float16]) -> tuple[Floats, Floats]:
         """Scale and minimum of every element [rows, axis length]."""
@@ -115,6 +124,31 @@ def unpack(packed: Bytes, bits: int) -> Bytes:
     return ((packed[..., None] >> shifts) & mask).reshape(len(packed), -1)
 
 
+def mixed(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """MurmurHash3's finalizer: every bit of x moves every bit of the result."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> np.uint32(16))
+
+
+def noise_key(*numbers: int) -> int:
+    """A hash of ``numbers`` (taken modulo 2^32), in order: key <- mixed((key xor number) + 0x9E3779B9), from 0."""
+    key = np.zeros(1, np.uint32)
+    for number in numbers:
+        key = mixed((key ^ np.uint32(number & 0xFFFFFFFF)) + np.uint32(0x9E3779B9))
+    return int(key[0])
+
+
+def noise(key: int, position: int, tokens: int, rank: int) -> Floats:
+    """Multiples of 2^-24 in [0, 1), [tokens, rank]: of token ``position`` + t and channel c, the first 24 bits of
+    noise_key(numbers of ``key``, position + t, c).
+    """
+    token = (np.arange(position, position + tokens) & 0xFFFFFFFF).astype(np.uint32)[:, None]
+    channel = np.arange(rank, dtype=np.uint32)[None, :]
+    step = np.uint32(0x9E3779B9)
+    return (mixed((mixed((np.uint32(key) ^ token) + step) ^ channel) + step) >> np.uint32(8)) * np.float32(2**-24)
+
+
 def parts(layout: CacheLayout, bucket: int) -> dict[int, tuple[Part, Part]]:
     """For each lane of a bucket (index into plan.lanes) where its K and its V are and how they are written."""
     plan = layout.plan
@@ -132,8 +166,11 @@ def parts(layout: CacheLayout, bucket: int) -> dict[int, tuple[Part, Part]]:
         lane, slab = plan.lanes[index], layout.slab(bucket, index)
         k_groups = groups(lane.rank_k, tier.bits_k, tier.axis_k, tier.group_k)
         v_groups = groups(lane.rank_v, tier.bits_v, tier.axis_v, tier.group_v)
+        keys = (None, None)
+        if tier.rounding == "stochastic":
+            keys = (noise_key(plan.seed, lane.layer, lane.head, 0), noise_key(plan.seed, lane.layer, lane.head, 1))
         found[index] = (
-            Part(slab.k, slab.k_meta, p, lane.rank_k, tier.bits_k, tier.axis_k, k_groups),
-            Part(slab.v, slab.v_meta, p, lane.rank_v, tier.bits_v, tier.axis_v, v_groups),
+            Part(slab.k, slab.k_meta, p, lane.rank_k, tier.bits_k, tier.axis_k, k_groups, keys[0]),
+            Part(slab.v, slab.v_meta, p, lane.rank_v, tier.bits_v, tier.axis_v, v_groups, keys[1]),
         )
     return found

@@ -42,7 +42,7 @@ class Engine:
             logits = self.session.run(pack(chunks))
             for chunk in chunks:
                 for seal in chunk.reservation.seals:
-                    self.session.seal(seal.fresh, seal.page, seal.cold_pages)
+                    self.session.seal(seal.fresh, seal.page, seal.cold_pages, seal.position)
         except BaseException:
             for chunk in chunks:
                 self.pool.rollback(chunk.reservation)

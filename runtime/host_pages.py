@@ -83,13 +83,14 @@ class HostPages:
             whole = len(scatter.source) == cells.shape[1]
             self._cells[target.ravel()] = (cells if whole else cells.take(scatter.source, axis=1)).ravel()
 
-    def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...]) -> None:
-        """Write full page ``page`` into one page of each cold bucket of ``fresh``, in that bucket's number format."""
+    def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...], position: int) -> None:
+        """Write full page ``page``, whose first token is the sequence's ``position``-th, into one page of each cold
+        bucket of ``fresh``, in that bucket's number format."""
         source = self.rows[fresh][page]
         for bucket, target in zip(self.plan.cold(fresh), cold_pages, strict=True):
             for index, pair in self.parts[bucket].items():
                 for part, hot in zip(pair, self.parts[fresh][index], strict=True):
-                    part.write(self.rows[bucket][target], hot.read(source))
+                    part.write(self.rows[bucket][target], hot.read(source), position)
 
     def evict(self, bucket: int, pages: Int32, keep: npt.NDArray[np.int64]) -> None:
         """Compact a sequence's lanes in place: lane i (in lane order) keeps the token places ``keep[i]``, ascending.

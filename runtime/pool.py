@@ -49,11 +49,15 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """A full page to be sealed after the step has run; ``cold_pages`` in the order of ``plan.cold(fresh)``."""
+    """A full page to be sealed after the step has run; ``cold_pages`` in the order of ``plan.cold(fresh)``.
+
+    ``position``: place of its first token in the sequence.
+    """
 
     fresh: int
     page: int
     cold_pages: tuple[int, ...]
+    position: int
 
 
 @dataclass(eq=False, slots=True)
@@ -258,7 +262,10 @@ class PagePool:
             done.added[b] = len(taken[b])
         for b, count in full.items():
             cold = [taken[c] for c in self._cold[b]]
-            done.seals += [Seal(b, table.pages[b][i], tuple(ids[i] for ids in cold)) for i in range(count)]
+            sealed = table.lengths[self._cold[b][0]]  # a cold bucket keeps every token, so this many went before
+            done.seals += [
+                Seal(b, table.pages[b][i], tuple(ids[i] for ids in cold), sealed + i * p) for i in range(count)
+            ]
         return done
 
     def commit(self, done: Reservation) -> None:

@@ -51,8 +51,11 @@ class Session(PageMover, Protocol):
         """Logits [R, vocab]; the step's rows are written to the places after ``lengths`` in the fresh buckets."""
         ...
 
-    def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...]) -> None:
-        """Quantize full page ``page`` of fresh bucket ``fresh`` into one page of each of its cold buckets, in order."""
+    def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...], position: int) -> None:
+        """Quantize full page ``page`` of fresh bucket ``fresh`` into one page of each of its cold buckets, in order.
+
+        ``position``: place of the page's first token in its sequence, which stochastic rounding depends on.
+        """
         ...
 
     def evict(self, bucket: int, pages: Int32, keep: npt.NDArray[np.int64]) -> None:

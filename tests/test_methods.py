@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from kvlathe import tasks
 from kvlathe.errors import KvlatheError
 from kvlathe.export import allocate, search
+from kvlathe.export.basis import Basis, LaneBasis
 from kvlathe.export.calibrate import calibrate_on, random_sequences
 from kvlathe.export.checkpoint import Checkpoint
 from kvlathe.export.fold import decoder_from
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.methods import METHODS, CacheForm, Options, best_ratio, calibration, compose, evidence
 from kvlathe.export.methods.options import parse
+from kvlathe.export.methods.spin import turn
 from kvlathe.export.plan import RANK_MULTIPLE, CompressionPlan
 from kvlathe.export.rotation import balanced, element_change, principal_angle, removed_energy, ridged, shared
 from kvlathe.export.stats import Stats
@@ -257,13 +259,20 @@ def test_requests_are_read_and_their_options_win(made_up: Stats) -> None:
     ("request_name", "message"),
     [
         ("fcd", "did you mean fdc"),
-        ("gone", "choose one of none, fdc, zack"),
+        ("gone", "choose one of none, fdc, zack, hack"),
         ("fdc:rank=3", "'rank' is unknown"),
         ("fdc:basis=ballanced", "did you mean balanced"),
         ("fdc:removal_rate=much", "not a number"),
         ("fdc:removal_rate=1.5", "a fraction"),
         ("fdc:removal_rate", "cannot be read"),
-        ("fdc+zack", "choose the ranks"),
+        ("fdc+zack", "fdc and zack cannot be composed.*chooses the ranks"),
+        ("hack+zack+hack:bits=8", "hack and hack cannot be composed.*number format"),
+        ("hack:bits=3", "choose one of 2, 4, 8"),
+        ("hack:bit=4", "did you mean bits"),
+        ("hack:group=128", "pages of 64 tokens"),
+        ("fdc+hack:bits=8,compression_ratio=0.5", "'compression_ratio' is unknown"),
+        ("fdc:compression_ratio=0.99+hack:bits=8", "at most 0.9"),
+        ("none:rate=1", "'rate' is unknown"),
         ("fdc:removal_rate=0.1,compression_ratio=0.1", "exclude each other"),
         ("fdc:compression_ratio=0.9", "at most 0.75"),
     ],
@@ -271,6 +280,74 @@ def test_requests_are_read_and_their_options_win(made_up: Stats) -> None:
 def test_unusable_requests_say_what_would_do(request_name: str, message: str, made_up: Stats) -> None:
     with pytest.raises(KvlatheError, match=message):
         plan_of(request_name, made_up)
+
+
+# -- compositions ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", LOW_RANK)
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_composition_commutes_and_keeps_what_each_decides(name: str, bits: int, made_up: Stats) -> None:
+    options, quantized = Options(removal_rate=0.2), f"hack:bits={bits},spin=none"
+    (one, basis), (other, _) = (
+        compose(request, made_up.shape, True, made_up, options, FORM)
+        for request in (f"{name}+{quantized}", f"{quantized}+{name}")
+    )
+    assert dataclasses.replace(one, compression="") == dataclasses.replace(other, compression="")
+    ranks, exact = compose(name, made_up.shape, True, made_up, options, FORM)
+    formats, _ = compose(quantized, made_up.shape, True, None, Options(), FORM)
+    assert one.lanes == ranks.lanes and one.tiers == formats.tiers and one.buckets == formats.buckets
+    assert all(
+        np.array_equal(x.a_v, y.a_v) for x, y in zip(basis.values(), exact.values(), strict=True) if x.a_v is not None
+    )
+
+
+@pytest.mark.parametrize("ratio", [0.75, 0.8, 0.9])
+def test_a_ratio_asked_of_a_composition_counts_all_its_bytes(ratio: float, made_up: Stats) -> None:
+    whole = CacheLayout(plan_of("none", made_up)).bytes_per_token()
+    plan = plan_of("fdc+hack:bits=8", made_up, compression_ratio=ratio)
+    assert (1 - ratio - 0.03) * whole < CacheLayout(plan).bytes_per_token() <= (1 - ratio) * whole
+
+
+def test_what_fixes_the_bytes_takes_no_ratio(made_up: Stats) -> None:
+    with pytest.raises(KvlatheError, match="none of its methods chooses the ranks"):
+        plan_of("hack:bits=8", made_up, compression_ratio=0.5)
+
+
+@settings(deadline=None, max_examples=30)
+@given(seeds, st.sampled_from([16, 20, 48, 64, 80, 128]))
+def test_turns_are_orthogonal_and_spread_every_axis(seed: int, rank: int) -> None:
+    s = turn(rank, np.random.default_rng(seed))
+    np.testing.assert_allclose(s @ s.T, np.eye(rank), atol=1e-12)
+    assert np.abs(s).max() < (0.99 if rank & (rank - 1) else rank**-0.5 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "request_name", ["fdc:removal_rate=0.3", "fdc:rope_fold=planes,removal_rate=0.3", "none", "zack"]
+)
+@pytest.mark.parametrize("rope", [True, False])
+@pytest.mark.parametrize("spin", ["k", "v", "kv", "auto"])
+def test_a_spin_changes_no_product(request_name: str, rope: bool, spin: str) -> None:
+    if "planes" in request_name and not rope:
+        return
+    stats = stats_cases.stats(3, rope=rope)
+    (plan, plain), (turned_plan, turned) = (
+        compose(f"{request_name}+hack:spin={x}", stats.shape, rope, stats, Options(), FORM) for x in ("none", spin)
+    )
+    one = np.eye(stats.shape.head_dim)
+
+    def products(basis: Basis, at: tuple[int, int], width: int) -> tuple[np.ndarray, np.ndarray]:
+        lane = basis.get(at, LaneBasis())
+        qk = np.eye(width) if lane.a is None or lane.b is None else lane.a @ lane.b.T
+        return qk, one if lane.a_v is None or lane.o_v is None else lane.a_v @ lane.o_v
+
+    for lane, other in zip(plan.lanes, turned_plan.lanes, strict=True):
+        at = (lane.layer, lane.head)
+        width = lane.input_dim if lane.projected or lane.rope != "none" else stats.shape.head_dim
+        for x, y in zip(products(plain, at, width), products(turned, at, width), strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-9)
+        assert (lane.rank_k, lane.rank_v) == (other.rank_k, other.rank_v)
+        assert lane.projected == other.projected or (spin in ("k", "kv") or plan.projected)
+    if spin == "auto" and rope and not plan.projected:
+        assert turned_plan == dataclasses.replace(plan, compression=turned_plan.compression)
 
 
 def test_a_method_that_calibrates_says_so() -> None:

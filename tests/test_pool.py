@@ -74,7 +74,7 @@ class PoolMachine(RuleBasedStateMachine):
         rows = np.repeat(np.array(values, self.host.hot)[:, None], self.host.row_width, axis=1)
         self.host.append(step, rows)
         for seal in reservation.seals:
-            self.host.seal(seal.fresh, seal.page, seal.cold_pages)
+            self.host.seal(seal.fresh, seal.page, seal.cold_pages, seal.position)
         return values
 
     @rule(target=sequences)

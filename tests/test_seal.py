@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -14,7 +15,7 @@ from runtime_cases import BACKENDS, HOT, at_once, decoder, llm, model_shape, pla
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier, TokenRule
-from kvlathe.runtime.codec import pack, parts, unpack
+from kvlathe.runtime.codec import noise, noise_key, pack, parts, unpack
 from kvlathe.runtime.host_pages import HostPages, check_supported
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.sampler import Sampler, SamplingParams
@@ -83,7 +84,7 @@ def test_a_sealed_page_holds_the_codes_that_the_layout_promises(tier: Tier, hot:
     for pair in host.parts[0].values():
         for part in pair:
             part.write(host.rows[0][3], random.normal(1, 2, (PAGE, part.rank)).astype(np.float32))
-    host.seal(0, 3, (40,))  # far from page 3 of bucket 0
+    host.seal(0, 3, (40,), 0)  # far from page 3 of bucket 0
     start = 40 * layout.page_stride[1]
     page = host.memory[start : start + layout.page_stride[1]]
     for index, (k, v) in host.parts[0].items():
@@ -122,6 +123,39 @@ def test_a_constant_group_is_exact(bits: int) -> None:
         for part in pair:
             part.write(host.rows[1][0], np.full((PAGE, part.rank), -2.75, np.float32))
             assert (part.read(host.rows[1][0]) == -2.75).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(tier=tiers, seed=st.integers(0, 2**33), position=st.integers(0, 2**33), page=st.integers(0, 3))
+def test_stochastic_codes_are_the_two_next_to_each_number_and_depend_on_the_token_alone(
+    tier: Tier, seed: int, position: int, page: int
+) -> None:
+    plan = dataclasses.replace(small_plan(dataclasses.replace(tier, rounding="stochastic"), HOT), seed=seed)
+    host, random = HostPages(CacheLayout(plan), 1 << 21), np.random.default_rng(seed)
+    for index, cold in host.parts[1].items():
+        for part, other in zip(cold, host.parts[0][index], strict=True):
+            values = random.normal(1, 2, (PAGE, part.rank)).astype(np.float32)
+            other.write(host.rows[0][page], values)
+    for start, target in ((position, 40), (position, 41), (position + PAGE, 42)):
+        host.seal(0, page, (target,), start)
+    first, again, elsewhere = host.rows[1][40:43]
+    assert np.array_equal(first, again)
+    assert (tier.bits_k == tier.bits_v == 16) or not np.array_equal(first, elsewhere)
+    for index, cold in host.parts[1].items():
+        for part, other in zip(cold, host.parts[0][index], strict=True):
+            if part.groups:
+                step = part.read(first) * 0 + np.abs(part._metadata(first)[..., 0].astype(np.float32)).max()
+                assert (np.abs(part.read(first) - other.read(host.rows[0][page])) <= 1.01 * step + 0.01).all()
+
+
+def test_stochastic_rounding_has_no_bias() -> None:
+    found = noise(noise_key(1, 2, 3, 0), 0, 4096, 64)
+    assert found.min() >= 0 and found.max() < 1
+    assert abs(found.mean() - 0.5) < 0.003 and abs(found.var() - 1 / 12) < 0.001
+    flat = (found - 0.5).reshape(-1)
+    for apart in (1, 2, 63, 64, 65, 4096):
+        assert abs((flat[apart:] * flat[:-apart]).mean()) < 0.001
+    assert np.array_equal(noise(7, 64, 8, 16), noise(7, 0, 72, 32)[64:, :16])
 
 
 # -- through the model -----------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """Methods as data: a request such as "name:key=value+name" becomes a plan and a basis. No other folder names a method.
 
-A method is one file with a SUMMARY and either ``plan`` (nothing to calibrate) or CALIBRATION, the source its paper
-calibrates on, and ``rotate``, the bases of all lanes that it believes in.
+A method is one file with a SUMMARY and either ``plan``, what it decides where nothing need be calibrated, or
+CALIBRATION, the source its paper calibrates on, and ``rotate``, the bases of all lanes that it believes in. Methods
+that decide different things compose, in any order.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import numpy.typing as npt
 
 from kvlathe.errors import KvlatheError
 from kvlathe.export.basis import Basis
-from kvlathe.export.methods import fdc, none, zack
-from kvlathe.export.methods.lowrank import best_ratio, full_lanes, kept, low_rank
+from kvlathe.export.methods import fdc, hack, none, zack
+from kvlathe.export.methods.lowrank import best_ratio, full_lanes, kept, low_rank, within
 from kvlathe.export.methods.options import Asked, Options, Part, parse, unknown, with_written
-from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
+from kvlathe.export.methods.spin import spun
+from kvlathe.export.plan import Bucket, CompressionPlan, ModelShape, Tier
 from kvlathe.export.rotation import Rotation, element_change, principal_angle
 from kvlathe.export.stats import Stats
 
@@ -41,18 +43,21 @@ Source = Literal["random", "text"]
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """``rotate`` is None for a method that leaves the ranks alone."""
+    """``rotate`` is None for a method that leaves the ranks alone; ``plan`` is then given what is written behind its
+    name and the tokens of a page.
+    """
 
     summary: str
     calibration: Source | None = None
     rotate: Callable[[Stats, Options], Rotation] | None = None
-    plan: Callable[[], Part] = Part
+    plan: Callable[[dict[str, str], int], Part] = none.plan
 
 
 METHODS: dict[str, Method] = {
-    "none": Method(none.SUMMARY, plan=none.plan),
+    "none": Method(none.SUMMARY),
     "fdc": Method(fdc.SUMMARY, fdc.CALIBRATION, fdc.rotate),
     "zack": Method(zack.SUMMARY, zack.CALIBRATION, zack.rotate),
+    "hack": Method(hack.SUMMARY, plan=hack.plan),
 }
 
 
@@ -85,14 +90,44 @@ def compose(
 
     Raises KvlatheError for unknown names and options, parts that exclude each other, and targets out of reach.
     """
-    parts = [_part(asked, method, stats, options) for asked, method in _methods(request)]
-    deciding = [part for part in parts if part.lanes is not None]
-    if len(deciding) > 1:
-        raise KvlatheError(f"{request!r} cannot be composed", "two of its methods choose the ranks", "keep one of them")
-    ranks = deciding[0] if deciding else Part(full_lanes(shape, rope))
-    assert ranks.lanes is not None
-    notes = {key: value for part in parts for key, value in part.notes.items()}
-    return _one_bucket(shape, ranks.lanes, form, request, notes), ranks.basis
+    asked = _methods(request)
+    rotating = [(one, method) for one, method in asked if method.rotate]
+    fixed = [(one, method.plan(one.options, form.page_tokens)) for one, method in asked if not method.rotate]
+    sealing = [(one, part) for one, part in fixed if part.cold]
+    _only_one("the ranks", [one for one, _ in rotating])
+    _only_one("the number format of full pages", [one for one, _ in sealing])
+    format_part = sealing[0][1] if sealing else Part()
+    if not rotating:
+        _no_share_asked(request, options)
+        return _composed(request, shape, Part(full_lanes(shape, rope)), format_part, form)
+    (one, method), options = rotating[0], with_written(options, rotating[0][0].options)
+    assert method.rotate is not None
+    if stats is None:
+        raise KvlatheError(f"{one.name} needs statistics", "its bases come from them", "calibrate first")
+    rotate, whole = method.rotate, stats
+
+    def at(ratio: float | None) -> tuple[CompressionPlan, Basis]:
+        ranks = low_rank(whole, options if ratio is None else options.asked(compression_ratio=ratio), rotate)
+        return _composed(request, shape, ranks, format_part, form)
+
+    if options.compression_ratio is None or format_part.cold is None:
+        return at(None)
+    return within(options.compression_ratio, shape, form.bits, form.page_tokens, at)
+
+
+def _only_one(what: str, asked: list[Asked]) -> None:
+    if len(asked) > 1:
+        names = " and ".join(one.name for one in asked)
+        raise KvlatheError(f"{names} cannot be composed", f"each of them chooses {what}", "keep one of them")
+
+
+def _no_share_asked(request: str, options: Options) -> None:
+    if options.removal_rate is not None or options.compression_ratio is not None:
+        raise KvlatheError(
+            f"{request} cannot remove a given share",
+            "none of its methods chooses the ranks",
+            "compose it with one that does, or leave the share out",
+        )
 
 
 def _methods(request: str) -> list[tuple[Asked, Method]]:
@@ -103,29 +138,30 @@ def _methods(request: str) -> list[tuple[Asked, Method]]:
     return [(one, METHODS[one.name]) for one in asked]
 
 
-def _part(asked: Asked, method: Method, stats: Stats | None, options: Options) -> Part:
-    options = with_written(options, asked.options)
-    if method.rotate is None:
-        return method.plan()
-    if stats is None:
-        raise KvlatheError(f"{asked.name} needs statistics", "its bases come from them", "calibrate first")
-    return low_rank(stats, options, method.rotate)
-
-
-def _one_bucket(
-    shape: ModelShape, lanes: tuple[Lane, ...], form: CacheForm, request: str, notes: dict[str, object]
-) -> CompressionPlan:
-    return CompressionPlan(
+def _composed(
+    request: str, shape: ModelShape, ranks: Part, formats: Part, form: CacheForm
+) -> tuple[CompressionPlan, Basis]:
+    """Fresh tokens in the cache's own format; full pages in that of ``formats``, if it has one."""
+    assert ranks.lanes is not None
+    lanes, basis, tiers = ranks.lanes, ranks.basis, [Tier(form.bits, form.bits)]
+    kept = tuple(i for i, lane in enumerate(lanes) if not lane.removed)
+    buckets = [Bucket(0, kept)]
+    if formats.cold is not None:
+        lanes, basis = spun(lanes, basis, shape.head_dim, formats.cold, formats.spin, form.seed)
+        tiers.append(formats.cold)
+        buckets.append(Bucket(1, kept, source=0))
+    plan = CompressionPlan(
         model=shape,
         lanes=lanes,
-        tiers=(Tier(form.bits, form.bits),),
-        buckets=(Bucket(0, tuple(i for i, lane in enumerate(lanes) if not lane.removed)),),
+        tiers=tuple(tiers),
+        buckets=tuple(buckets),
         page_tokens=form.page_tokens,
         prefill_chunk=form.prefill_chunk,
         seed=form.seed,
         compression=request,
-        notes=notes,
+        notes=ranks.notes | formats.notes,
     )
+    return plan, basis
 
 
 # -- what a person should see ------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ import numpy.typing as npt
 from kvlathe.errors import KvlatheError
 from kvlathe.export import allocate
 from kvlathe.export.basis import Basis, LaneBasis
+from kvlathe.export.layout import CacheLayout
 from kvlathe.export.methods.options import DEFAULT_RATE, Options, Part
-from kvlathe.export.plan import RANK_MULTIPLE, Lane, ModelShape
+from kvlathe.export.plan import RANK_MULTIPLE, CompressionPlan, Lane, ModelShape
 from kvlathe.export.rotation import Rotation, plane_energy
 from kvlathe.export.stats import Stats
 
@@ -88,6 +89,39 @@ def _ranks(options: Options, found: Rotation, budget: int) -> npt.NDArray[np.int
 def best_ratio(shape: ModelShape) -> float:
     """The largest compression ratio that ranks can reach."""
     return 1 - RANK_MULTIPLE / allocate.whole(shape.head_dim)
+
+
+def within(
+    ratio: float,
+    shape: ModelShape,
+    bits: int,
+    page_tokens: int,
+    at: Callable[[float | None], tuple[CompressionPlan, Basis]],
+) -> tuple[CompressionPlan, Basis]:
+    """The plan of most ranks that removes at least ``ratio`` of the bytes when its pages are quantized as well.
+
+    ``at``: the plan whose ranks alone remove a given ratio. The uncompressed cache that bytes are taken against holds
+    ``bits`` a number. Raises KvlatheError where no ranks are small enough.
+    """
+    whole = 2 * len(full_lanes(shape, True)) * allocate.whole(shape.head_dim) * bits / 8
+
+    def left(found: tuple[CompressionPlan, Basis]) -> float:
+        return CacheLayout(found[0]).bytes_per_token() / whole
+
+    found, most = at(0.0), best_ratio(shape)
+    kept = (1 - ratio) / left(found)
+    while left(found) > 1 - ratio:
+        if kept < 1 - most:
+            least = left(at(most))
+            if least > 1 - ratio:
+                raise KvlatheError(
+                    f"a compression ratio of {ratio:g} cannot be reached",
+                    f"every head keeps at least {RANK_MULTIPLE} dimensions of K and of V",
+                    f"ask for at most {np.floor(1e4 * (1 - least)) / 1e4:.4g}",
+                )
+        found = at(min(1 - kept, most))
+        kept -= 0.01
+    return found
 
 
 # -- one lane ----------------------------------------------------------------------------------------------------------

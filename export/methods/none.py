@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from kvlathe.export.methods.options import Part
+from kvlathe.export.methods.options import Part, chosen
 
 SUMMARY = "nothing is removed"
 
 
-def plan() -> Part:
-    """Nothing is decided, so everything stays."""
+def plan(written: dict[str, str], page_tokens: int) -> Part:
+    """Nothing is decided, so everything stays. Raises KvlatheError: there are no options."""
+    chosen(written, {})
     return Part()

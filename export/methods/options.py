@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kvlathe.errors import KvlatheError
 from kvlathe.export.basis import Basis
-from kvlathe.export.plan import Lane
+from kvlathe.export.plan import Lane, Tier
+
+Spin = Literal["auto", "none", "k", "v", "kv"]
+"""What is turned before it is quantized (spin.py): ``auto`` where groups run along the rank and it costs nothing."""
 
 DEFAULT_RATE = 0.15
 """The removal rate where no target is given."""
@@ -71,10 +74,14 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class Part:
-    """What one method decided. ``lanes`` is None where it leaves the ranks alone; ``notes`` are for people."""
+    """What one method decided; None where it leaves that to others. ``lanes`` with their ``basis``; ``cold``, the
+    number format that full pages are sealed in, and ``spin``, what is spun for it; ``notes`` are for people.
+    """
 
     lanes: tuple[Lane, ...] | None = None
     basis: Basis = field(default_factory=Basis)
+    cold: Tier | None = None
+    spin: Spin = "none"
     notes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -108,12 +115,28 @@ def with_written(options: Options, written: dict[str, str]) -> Options:
     values.
     """
     known = [option.name for option in dataclasses.fields(Options)]
-    values: dict[str, object] = {}
-    for key, text in written.items():
+    values = {key: _value(key, text) for key, text in known_only(written, known).items()}
+    return options.asked(**values) if values else options
+
+
+def known_only(written: dict[str, str], known: Iterable[str]) -> dict[str, str]:
+    """``written``. Raises KvlatheError where it has an option that is not ``known``."""
+    known = list(known)
+    for key in written:
         if key not in known:
             raise unknown(f"the option {key!r}", key, known)
-        values[key] = _value(key, text)
-    return options.asked(**values) if values else options
+    return written
+
+
+def chosen(written: dict[str, str], choices: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """The first of each option's ``choices``, or the one that was written. Raises KvlatheError for any other."""
+    found = {name: allowed[0] for name, allowed in choices.items()}
+    for key, text in known_only(written, choices).items():
+        spelled = {str(choice): choice for choice in choices[key] if choice is not None}
+        if text not in spelled:
+            raise unknown(f"{key} {text!r}", text, spelled)
+        found[key] = spelled[text]
+    return found
 
 
 def _value(key: str, text: str) -> object:

@@ -1,0 +1,50 @@
+"""HACK, sections 5 and 6: full pages are quantized once, and attention multiplies the codes as integers.
+
+K is partitioned along the head dim, V along a page's tokens; each partition has a minimum and a scale. The partial page
+of V (and of K) stays as it is computed until it is full. Differences from the paper: Q and P are quantized
+symmetrically, so no sums of codes are stored (export/integer.py), and where a projection of K exists the kept subspace
+is spun first (spin.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvlathe.errors import KvlatheError
+from kvlathe.export.methods.options import Part, chosen
+from kvlathe.export.plan import Tier
+
+SUMMARY = "quantize full pages to 8, 4 or 2 bit and compute on the codes"
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "bits": (2, 4, 8),
+    "bits_k": (None, 2, 4, 8, 16),
+    "bits_v": (None, 2, 4, 8, 16),
+    "group": (64, 32, 128),
+    "rounding": ("stochastic", "nearest"),
+    "arithmetic": ("int", "float"),
+    "spin": ("auto", "none", "k", "v", "kv"),
+}
+"""Every option with its values, the default first. ``bits_k`` and ``bits_v`` overrule ``bits`` (16: not quantized)."""
+
+
+def plan(written: dict[str, str], page_tokens: int) -> Part:
+    """The tier that full pages are sealed in. Raises KvlatheError for unknown options and groups no page can hold."""
+    asked = chosen(written, CHOICES)
+    group, bits = asked["group"], asked["bits"]
+    if page_tokens % group:
+        raise KvlatheError(
+            f"group={group} cannot be used with pages of {page_tokens} tokens",
+            "V's groups run along a page's tokens",
+            f"choose a smaller group or --tokens-per-block {group}",
+        )
+    tier = Tier(
+        asked["bits_k"] or bits,
+        asked["bits_v"] or bits,
+        axis_k="rank",
+        axis_v="token",
+        group_k=group,
+        group_v=group,
+        arithmetic=asked["arithmetic"],
+        rounding=asked["rounding"],
+    )
+    return Part(cold=tier, spin=asked["spin"])
