@@ -6,7 +6,7 @@ the widest ranks, P tokens a page, N cached tokens of one sequence in one bucket
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import pairwise
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvlathe.export import integer
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.export.tables import Form, LayerTables, pool_name
@@ -48,14 +49,18 @@ class Part:
     out: Tensor
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Part:
-        """q [H, G, Q, Rk] already scaled, k [H, N, Rk], v [H, N, Rv]; ``causal``: query i sees tokens 0 .. i."""
-        scores = (q @ k.unsqueeze(1).mT).float() if q.dtype == torch.float16 else q @ k.unsqueeze(1).mT
-        if causal:
-            later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-            scores = scores.masked_fill(later, -torch.inf)
+    def of(cls, scores: Tensor, output: Callable[[Tensor], Tensor]) -> Part:
+        """scores [H, G, Q, N]; ``output`` takes the mean of the values under shares of that shape."""
+        scores = _wide(scores)
         mass = scores.logsumexp(-1, keepdim=True)
-        return cls(mass, (scores - mass).exp().to(v.dtype) @ v.unsqueeze(1))
+        return cls(mass, output((scores - mass).exp()))
+
+    @classmethod
+    def causal(cls, q: Tensor, k: Tensor, v: Tensor) -> Part:
+        """q [H, G, N, Rk] already scaled, k [H, N, Rk], v [H, N, Rv]; query i sees tokens 0 .. i."""
+        scores = _scores(q, k)
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        return cls.of(scores.masked_fill(later, -torch.inf), lambda shares: _means(shares, v))
 
     def over(self, places: Tensor) -> Part:
         """The same part for all H lanes, lane h from place places[h]; lanes at place -1 get an empty state."""
@@ -162,7 +167,7 @@ class AttendLayer(nn.Module):
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> Tensor:
         out = q.new_zeros((*q.shape[:3], self.sizes.Rv))
         for b, rows in _sequences(step):
-            parts = [Part.of(q[:, :, rows], k[:, rows], v[:, rows], causal=True)]
+            parts = [Part.causal(q[:, :, rows], k[:, rows], v[:, rows])]
             for bucket in range(len(self.plan.buckets)):
                 if step.lengths[b, bucket] > 0:
                     parts.append(self._cold(q[:, :, rows], b, bucket, step))
@@ -173,28 +178,12 @@ class AttendLayer(nn.Module):
         """Attention of sequence b over everything it has in one bucket."""
         count = int(step.lengths[b, bucket])
         pages = step.page_tables[bucket][b, : -(-count // self.plan.page_tokens)].long()
-        k, v = (self._read(x, bucket, pages, step.pools)[:, :count].to(self.dtype) for x in ("k", "v"))
-        if self.form.shared:
-            return Part.of(q, k, v, causal=False)
-        lanes = self.table(f"lanes_{bucket}")
-        return Part.of(q[lanes], k, v, causal=False).over(self.table(f"places_{bucket}"))
-
-    def _read(self, x: str, bucket: int, pages: Tensor, pools: dict[str, Tensor]) -> Tensor:
-        """K or V of all tokens of ``pages`` [M] -> [Hs, M * P, R] float."""
-        tier = self.form.tier(bucket)
-        bits, stride = (tier.bits_k if x == "k" else tier.bits_v), self.strides[bucket] // self.plan.unit
-        if bits >= 16:
-            tokens = torch.arange(self.plan.page_tokens, device=pages.device)[:, None]
-            rows = (pages * (stride * 8 // bits))[:, None, None] + tokens * self.table(f"{x}_steps_{bucket}")[:, 0]
-            rows = rows + self.table(f"{x}_units_{bucket}")[:, 0]
-            return pools[pool_name(bits)][rows].flatten(-2).flatten(1, 2)
-        codes = pools["pool_u8"][(pages * stride)[:, None] + self.table(f"{x}_codes_{bucket}")]
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
-        codes = ((codes[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)
-        meta = pools["pool_f16"][(pages * (stride // 2))[:, None] + self.table(f"{x}_meta_{bucket}")].flatten(1).float()
-        code_at, meta_at = self.table(f"{x}_code_at_{bucket}"), self.table(f"{x}_meta_at_{bucket}")
-        values = codes[:, code_at] * meta[:, meta_at] + meta[:, meta_at + 1]
-        return values.squeeze(2).transpose(0, 1).flatten(1, 2)
+        if not self.form.shared:
+            q = q[self.table(f"lanes_{bucket}")]
+        pool = _Bucket(self, bucket, pages, step.pools, count)
+        missing = torch.arange(len(pages) * self.plan.page_tokens, device=pages.device) >= count
+        part = Part.of(pool.scores(q).masked_fill(missing, -torch.inf), pool.output)
+        return part if self.form.shared else part.over(self.table(f"places_{bucket}"))
 
     # -- export --------------------------------------------------------------------------------------------------
     def _node(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> tuple[Tensor, Tensor]:
@@ -213,6 +202,79 @@ class AttendLayer(nn.Module):
             version=1,
         )
         return out, rows
+
+
+class _Bucket:
+    """All places N = M * P of some pages [M] of one bucket, Hs lanes; the first ``count`` of them hold tokens."""
+
+    def __init__(self, layer: AttendLayer, bucket: int, pages: Tensor, pools: dict[str, Tensor], count: int) -> None:
+        self.layer, self.bucket, self.pages, self.pools, self.count = layer, bucket, pages, pools, count
+        self.tier, self.integer = layer.form.tier(bucket), layer.form.integer(bucket)
+        self.stride = layer.strides[bucket] // layer.plan.unit
+
+    def scores(self, q: Tensor) -> Tensor:
+        """q [Hs, G, Q, Rk] -> [Hs, G, Q, N]."""
+        if not self.integer[0]:
+            return _scores(q, self.values("k").to(q.dtype))
+        return integer.scores(_wide(q), self.codes("k"), *self.metadata("k"), self._table("k_groups"))
+
+    def output(self, shares: Tensor) -> Tensor:
+        """shares [Hs, G, Q, N] -> [Hs, G, Q, Rv] in the layer's type."""
+        if not self.integer[1]:
+            return _means(shares, self.values("v").to(self.layer.dtype))
+        return integer.outputs(shares, self.codes("v"), *self.metadata("v")).to(self.layer.dtype)
+
+    def values(self, x: str) -> Tensor:
+        """K or V [Hs, N, R] float; zeros where there is no token."""
+        found = self._stored(x)
+        found[:, self.count :] = 0
+        return found
+
+    def _stored(self, x: str) -> Tensor:
+        bits = self.tier.bits_k if x == "k" else self.tier.bits_v
+        if bits < 16:
+            scale, minimum = self.metadata(x)
+            return self.codes(x) * scale + minimum
+        tokens = torch.arange(self.layer.plan.page_tokens, device=self.pages.device)[:, None]
+        rows = (self.pages * (self.stride * 8 // bits))[:, None, None] + tokens * self._table(f"{x}_steps")[:, 0]
+        rows = rows + self._table(f"{x}_units")[:, 0]
+        return self.pools[pool_name(bits)][rows].flatten(-2).flatten(1, 2)
+
+    def codes(self, x: str) -> Tensor:
+        """uint8 [Hs, N, R]."""
+        bits = self.tier.bits_k if x == "k" else self.tier.bits_v
+        packed = self.pools["pool_u8"][(self.pages * self.stride)[:, None] + self._table(f"{x}_codes")]
+        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
+        unpacked = ((packed[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)
+        return _by_lane(unpacked[:, self._table(f"{x}_code_at")])
+
+    def metadata(self, x: str) -> tuple[Tensor, Tensor]:
+        """Scale and minimum float, of every element or, for integer products, of every group."""
+        rows = (self.pages * (self.stride // 2))[:, None] + self._table(f"{x}_meta")
+        meta, at = self.pools["pool_f16"][rows].flatten(1).float(), self._table(f"{x}_meta_at")
+        return _by_lane(meta[:, at]), _by_lane(meta[:, at + 1])
+
+    def _table(self, name: str) -> Tensor:
+        return self.layer.table(f"{name}_{self.bucket}")
+
+
+def _by_lane(x: Tensor) -> Tensor:
+    """[M, Hs, 1, P, R] -> [Hs, M * P, R]."""
+    return x.squeeze(2).transpose(0, 1).flatten(1, 2)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype == torch.float16 else x
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """q [H, G, Q, R], k [H, N, R] -> [H, G, Q, N]."""
+    return q @ k.unsqueeze(1).mT
+
+
+def _means(shares: Tensor, v: Tensor) -> Tensor:
+    """shares [H, G, Q, N], v [H, N, R] -> [H, G, Q, R]."""
+    return shares.to(v.dtype) @ v.unsqueeze(1)
 
 
 def node_inputs(plan: CompressionPlan, layer: int) -> list[str]:

@@ -11,15 +11,16 @@ by the same nodes in every layer: ONNX Runtime's common-subexpression eliminatio
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import onnx
-from onnx import FunctionProto, NodeProto, helper, numpy_helper
+from onnx import FunctionProto, helper
 
+from kvlathe.export import onnx_integer
 from kvlathe.export.attend import ATTRIBUTES, node_inputs
+from kvlathe.export.body import INT32, Body
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.export.tables import Form, pool_name
@@ -27,72 +28,7 @@ from kvlathe.export.tables import Form, pool_name
 DOMAIN, NAME, OPSET = "kvlathe", "Attend", 21
 NEVER = -1e30
 """A score that no softmax sees. Finite: rows of nobody must not make NaN out of infinities."""
-FLOAT, HALF, INT32 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.INT32
-
-
-@dataclass
-class Body:
-    """Nodes of the function under construction. ``op`` adds one and returns its output's name."""
-
-    nodes: list[NodeProto] = field(default_factory=list)
-    constants: dict[bytes, str] = field(default_factory=dict)
-
-    def op(self, kind: str, *inputs: str, **attributes: Any) -> str:  # noqa: ANN401 (onnx's own signature)
-        return self.ops(kind, 1, *inputs, **attributes)[0]
-
-    def ops(self, kind: str, outputs: int, *inputs: str, **attributes: Any) -> list[str]:  # noqa: ANN401
-        names = [f"{kind.lower()}_{len(self.nodes)}" + (f"_{i}" if outputs > 1 else "") for i in range(outputs)]
-        self.nodes.append(helper.make_node(kind, inputs, names, name=f"{kind}_{len(self.nodes)}", **attributes))
-        return names
-
-    def output(self, name: str, x: str) -> None:
-        """The function's output ``name`` is x, the result of the last node."""
-        assert list(self.nodes[-1].output) == [x]
-        self.nodes[-1].output[:] = [name]
-
-    def attribute(self, name: str) -> str:
-        """A float attribute of the function, as a value."""
-        value = self.op("Constant")
-        reference = onnx.AttributeProto(name="value_float", ref_attr_name=name, type=onnx.AttributeProto.FLOAT)
-        self.nodes[-1].attribute.append(reference)
-        return value
-
-    def const(self, value: npt.ArrayLike, dtype: type = np.int64) -> str:
-        tensor = numpy_helper.from_array(np.asarray(value, dtype))
-        key = tensor.SerializeToString()
-        if key not in self.constants:
-            self.constants[key] = self.op("Constant", value=tensor)
-        return self.constants[key]
-
-    def int32(self, value: npt.ArrayLike) -> str:
-        return self.const(value, np.int32)
-
-    def float(self, value: npt.ArrayLike) -> str:
-        return self.const(value, np.float32)
-
-    def reshape(self, x: str, *shape: int) -> str:
-        """0 keeps the dimension of that place."""
-        return self.op("Reshape", x, self.const(shape))
-
-    def unsqueeze(self, x: str, *axes: int) -> str:
-        return self.op("Unsqueeze", x, self.const(axes))
-
-    def gather(self, x: str, index: str, axis: int) -> str:
-        return self.op("Gather", x, index, axis=axis)
-
-    def slice(self, x: str, start: int, end: int) -> str:
-        return self.op("Slice", x, self.const([start]), self.const([end]))
-
-    def transpose(self, x: str, *perm: int) -> str:
-        return self.op("Transpose", x, perm=perm)
-
-    def cast(self, x: str, to: int) -> str:
-        """Runtimes drop casts that change nothing."""
-        return self.op("Cast", x, to=to)
-
-    def arange(self, length: str) -> str:
-        """0 .. length-1 int32; ``length`` is a scalar."""
-        return self.op("Range", self.int32(0), self.cast(length, INT32), self.int32(1))
+FLOAT, HALF = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 
 
 @dataclass(frozen=True)
@@ -136,7 +72,7 @@ class _Writer:
         x.rows(k, v)
         q = b.gather(q, self.own_rows, 2)
         k, v = x.fresh(b.cast(k, self.dtype), b.cast(v, self.dtype))
-        states = [x.state(q, k, v, self.causal)]
+        states = [x.state(x.scores(q, k), x.weighted(v), self.causal)]
         states += [x.cached(q, bucket) for bucket in range(len(self.plan.buckets))]
         x.pack(x.merged(states))
 
@@ -208,15 +144,21 @@ class _Writer:
         return tuple(b.unsqueeze(b.gather(x, self.own_rows, 1), 1) for x in (k, v))  # type: ignore[return-value]
 
     # -- attention -------------------------------------------------------------------------------------------------
-    def state(self, q: str, k: str, v: str, mask: str) -> State:
-        """q [H, G, B, Q, Rk], k and v [H, 1, B, N, R], additive float mask. Softmax in single precision."""
+    def scores(self, q: str, k: str) -> str:
+        """q [H, G, B, Q, R] times k [H, 1, B, N, R]."""
+        return self.body.op("MatMul", q, self.body.transpose(k, 0, 1, 2, 4, 3))
+
+    def weighted(self, v: str) -> Callable[[str], str]:
+        """From shares [H, G, B, Q, N] to the mean of v [H, 1, B, N, R]."""
+        return lambda shares: self.body.op("MatMul", self.body.cast(shares, self.dtype), v)
+
+    def state(self, scores: str, output: Callable[[str], str], mask: str) -> State:
+        """scores [H, G, B, Q, N], additive float mask. Softmax in single precision."""
         b = self.body
-        scores = b.op("MatMul", q, b.transpose(k, 0, 1, 2, 4, 3))
         scores = b.op("Add", b.cast(scores, FLOAT), mask)
         shares = b.op("Softmax", scores, axis=-1)
         top, share = (b.op("ReduceMax", x, b.const([-1])) for x in (scores, shares))
-        out = b.op("MatMul", b.cast(shares, self.dtype), v)
-        return State(b.op("Sub", top, b.op("Log", share)), b.cast(out, FLOAT))
+        return State(b.op("Sub", top, b.op("Log", share)), b.cast(output(shares), FLOAT))
 
     def cached(self, q: str, bucket: int) -> State:
         """Attention over one bucket; empty where the lane or the sequence has no token there."""
@@ -224,7 +166,7 @@ class _Writer:
         if not self.form.shared:
             q = b.gather(q, f"lanes_{bucket}", 0)
         tokens = _Tokens(self, bucket)
-        state = self.state(q, self.read("k", tokens), self.read("v", tokens), tokens.mask)
+        state = self.state(self.cached_scores(q, tokens), self.cached_output(tokens), tokens.mask)
         empty = tokens.empty
         if not self.form.shared:
             place = b.op("Max", f"places_{bucket}", b.int32(0))
@@ -232,6 +174,19 @@ class _Writer:
             absent = b.unsqueeze(b.op("Less", f"places_{bucket}", b.int32(0)), 1, 2, 3, 4)
             empty = b.op("Or", empty, absent)
         return State(b.op("Where", empty, b.float(NEVER), state.mass), b.op("Where", empty, b.float(0), state.out))
+
+    def cached_scores(self, q: str, tokens: _Tokens) -> str:
+        if not self.form.integer(tokens.bucket)[0]:
+            return self.scores(q, self.read("k", tokens))
+        coded = self.coded("k", tokens, 1)
+        return onnx_integer.scores(self.body, self.body.cast(q, FLOAT), coded, f"k_groups_{tokens.bucket}")
+
+    def cached_output(self, tokens: _Tokens) -> Callable[[str], str]:
+        if not self.form.integer(tokens.bucket)[1]:
+            return self.weighted(self.read("v", tokens))
+        group = self.form.tier(tokens.bucket).group_v
+        coded = self.coded("v", tokens, group)
+        return lambda shares: onnx_integer.outputs(self.body, shares, coded, group)
 
     def read(self, x: str, tokens: _Tokens) -> str:
         """K or V of a bucket [Hs, 1, B, N, R] in the op's type."""
@@ -241,14 +196,20 @@ class _Writer:
             first = b.op("Add", b.op("Mul", b.unsqueeze(tokens.place, 2), f"{x}_steps_{bucket}"), tokens.base(bits))
             rows = b.op("Add", first, f"{x}_units_{bucket}")
             return b.cast(b.reshape(b.gather(pool_name(bits), rows, 0), 0, 0, 0, 0, -1), self.dtype)
-        codes = self.codes(x, bits, tokens)
+        coded = self.coded(x, tokens, 1)
+        value = b.op("Mul", b.cast(coded.codes, FLOAT), coded.scale)
+        return b.cast(b.op("Add", value, coded.minimum), self.dtype)
+
+    def coded(self, x: str, tokens: _Tokens, group: int) -> onnx_integer.Coded:
+        """K or V of a bucket as it is stored; metadata of every ``group``-th token."""
+        b, bucket, tier = self.body, tokens.bucket, self.form.tier(tokens.bucket)
+        codes = self.codes(x, tier.bits_k if x == "k" else tier.bits_v, tokens)
         meta = self.per_page("pool_f16", f"{x}_meta_{bucket}", 16, tokens)
-        scale_at = tokens.elements(meta, f"{x}_meta_at_{bucket}")
+        scale_at = tokens.elements(meta, f"{x}_meta_at_{bucket}", group)
         scale = b.gather(b.reshape(meta, -1), scale_at, 0)
         minimum = b.gather(b.reshape(meta, -1), b.op("Add", scale_at, b.int32(1)), 0)
-        code = b.gather(b.reshape(codes, -1), tokens.elements(codes, f"{x}_code_at_{bucket}"), 0)
-        value = b.op("Mul", b.cast(code, FLOAT), b.cast(scale, FLOAT))
-        return b.cast(b.op("Add", value, b.cast(minimum, FLOAT)), self.dtype)
+        code = b.gather(b.reshape(codes, -1), tokens.elements(codes, f"{x}_code_at_{bucket}", 1), 0)
+        return onnx_integer.Coded(code, b.cast(scale, FLOAT), b.cast(minimum, FLOAT))
 
     def codes(self, x: str, bits: int, tokens: _Tokens) -> str:
         """Unpacked codes uint8 [B, M, codes of a page]."""
@@ -313,14 +274,19 @@ class _Tokens:
         """First unit row of each page, [B, M]."""
         return self.writer.body.op("Mul", self.table, self._stride(bits))
 
-    def elements(self, data: str, places: str) -> str:
-        """Flat places in data [B, M, E] of each token's elements: [Hs, 1, B, N, R]."""
+    def elements(self, data: str, places: str, group: int) -> str:
+        """Flat places in data [B, M, E] of the elements of every ``group``-th token: [Hs, 1, B, N / group, R]."""
         b = self.writer.body
         shape = b.cast(b.op("Shape", data), INT32)
         pages, size = b.slice(shape, 1, 2), b.slice(shape, 2, 3)
         sequence = b.unsqueeze(b.arange(b.op("Squeeze", b.op("Shape", "lengths", start=0, end=1))), 1)
-        first = b.op("Mul", b.op("Add", b.op("Mul", sequence, pages), self.page), size)
-        return b.op("Add", b.gather(places, self.place, 2), b.unsqueeze(first, 2))
+        page, place = self.page, self.place
+        if group > 1:
+            steps = (b.const([0]), b.const([np.iinfo(np.int64).max]), b.const([1]), b.const([group]))
+            page, place = (b.op("Slice", x, *steps) for x in (page, place))
+            place = b.op("Div", place, b.int32(group))
+        first = b.op("Mul", b.op("Add", b.op("Mul", sequence, pages), page), size)
+        return b.op("Add", b.gather(places, place, 2), b.unsqueeze(first, 2))
 
 
 def _float_type(bits: int) -> int:

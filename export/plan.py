@@ -198,7 +198,9 @@ class CompressionPlan:
                 }
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise KvlatheError("the plan cannot be read", f"it is malformed ({error})", "build the engine again") from error
+            raise KvlatheError(
+                "the plan cannot be read", f"it is malformed ({error})", "build the engine again"
+            ) from error
 
     @property
     def digest(self) -> str:
@@ -220,7 +222,9 @@ def check(plan: CompressionPlan) -> None:
     if plan.page_tokens % RANK_MULTIPLE or plan.page_tokens <= 0:
         refuse(f"page_tokens is {plan.page_tokens}", f"pages are whole multiples of {RANK_MULTIPLE} tokens")
     if plan.prefill_chunk % plan.page_tokens or plan.prefill_chunk <= 0:
-        refuse(f"prefill_chunk is {plan.prefill_chunk}", f"it must be a multiple of the page ({plan.page_tokens} tokens)")
+        refuse(
+            f"prefill_chunk is {plan.prefill_chunk}", f"it must be a multiple of the page ({plan.page_tokens} tokens)"
+        )
     for lane in plan.lanes:
         where = f"layer {lane.layer} head {lane.head}"
         if lane.rank_k % RANK_MULTIPLE or lane.rank_v % RANK_MULTIPLE:
@@ -232,7 +236,10 @@ def check(plan: CompressionPlan) -> None:
         elif lane.rank_v == 0 or lane.fill_from is not None:
             refuse(f"{where} keeps K", "a kept lane needs rank_v >= 16 and no fill_from")
         elif not lane.projected and lane.rank_k != -(-lane.input_dim // RANK_MULTIPLE) * RANK_MULTIPLE:
-            refuse(f"{where} has input_dim {lane.input_dim} and rank_k {lane.rank_k}", "an unprojected lane caches its input")
+            refuse(
+                f"{where} has input_dim {lane.input_dim} and rank_k {lane.rank_k}",
+                "an unprojected lane caches its input",
+            )
         if lane.rope == "planes" and lane.input_dim != 2 * len(lane.planes):
             refuse(f"{where} keeps {len(lane.planes)} planes in {lane.input_dim} dims", "a plane is two dims")
     for tier in plan.tiers:
@@ -240,7 +247,9 @@ def check(plan: CompressionPlan) -> None:
             (tier.bits_k < 16 and tier.axis_k != "rank")
             or (tier.bits_v < 16 and (tier.axis_v != "token" or plan.page_tokens % tier.group_v))
         ):
-            refuse(f"{tier} multiplies integers", "K's groups then run along the rank, V's along a page's tokens, evenly")
+            refuse(
+                f"{tier} multiplies integers", "K's groups then run along the rank, V's along a page's tokens, evenly"
+            )
     fresh: list[int] = []
     for i, bucket in enumerate(plan.buckets):
         if not 0 <= bucket.tier < len(plan.tiers):

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.export.layout import CacheLayout, element_places
+from kvlathe.export.layout import CacheLayout, Places, element_places
 from kvlathe.export.plan import CompressionPlan, Lane, Tier
 
 Int32 = npt.NDArray[np.int32]
@@ -61,6 +61,12 @@ class Form:
     def tier(self, bucket: int) -> Tier:
         return self.plan.tiers[self.plan.buckets[bucket].tier]
 
+    def integer(self, bucket: int) -> tuple[bool, bool]:
+        """Whether K and V of a bucket are multiplied as codes."""
+        tier = self.tier(bucket)
+        exact = tier.arithmetic == "int"
+        return exact and tier.bits_k < 16, exact and tier.bits_v < 16
+
     @cached_property
     def pools(self) -> tuple[str, ...]:
         """The typed views of the cache that the plan's tiers need (quantization metadata is read as halves)."""
@@ -92,6 +98,9 @@ class LayerTables(dict[str, Int32]):
         k_steps_s [Hs, 1, 1, 1, 1], v_steps_s            unit rows from one token to the next
         k_codes_s [Hs*C], k_code_at_s [Hs, 1, P, Rk]     rows of u bytes of the codes; places among [Hs*C*u*8/bits]
         k_meta_s [Hs*E], k_meta_at_s [Hs, 1, P, Rk]      rows of u halves; places of the scales among [Hs*E*u]
+    and where a bucket's tier multiplies integers, g groups along the widest rank, n tokens a group of values:
+        k_groups_s [Hs, g, Rk]                           1 where a channel belongs to a group
+        k_meta_at_s [Hs, 1, P, g], v_meta_at_s [Hs, 1, P/n, Rv]     one place a group instead
     """
 
     def __init__(self, plan: CompressionPlan, layer: int) -> None:
@@ -171,18 +180,30 @@ class LayerTables(dict[str, Int32]):
         lanes = [self.lanes[h] for h in held]
         slabs = [self.layout.slab(bucket, first + lane.head) for lane in lanes]
         tier = self.form.tier(bucket)
-        ranks_k, ranks_v = [lane.rank_k for lane in lanes], [lane.rank_v for lane in lanes]
-        at_k, at_v = [s.k for s in slabs], [s.v for s in slabs]
-        if tier.bits_k < 16:
-            meta = [s.k_meta for s in slabs]
-            self._codes(f"k_%s_{bucket}", ranks_k, self.Rk, at_k, meta, tier.bits_k, tier.axis_k, tier.group_k)
-        else:
-            self._units(f"k_%s_{bucket}", ranks_k, self.Rk, at_k, tier.bits_k)
-        if tier.bits_v < 16:
-            meta = [s.v_meta for s in slabs]
-            self._codes(f"v_%s_{bucket}", ranks_v, self.Rv, at_v, meta, tier.bits_v, tier.axis_v, tier.group_v)
-        else:
-            self._units(f"v_%s_{bucket}", ranks_v, self.Rv, at_v, tier.bits_v)
+        for x, widest in (("k", self.Rk), ("v", self.Rv)):
+            bits, name = getattr(tier, f"bits_{x}"), f"{x}_%s_{bucket}"
+            ranks, at, metas = (
+                [getattr(lane, f"rank_{x}") for lane in lanes],
+                [getattr(slab, x) for slab in slabs],
+                [getattr(slab, f"{x}_meta") for slab in slabs],
+            )
+            if bits >= 16:
+                self._units(name, ranks, widest, at, bits)
+                continue
+            axis, group = getattr(tier, f"axis_{x}"), getattr(tier, f"group_{x}")
+            # a bucket without a lane here reads something of its page, which nobody looks at
+            places = [element_places(rank, self.plan.page_tokens, axis, group) for rank in ranks or [self.plan.unit]]
+            self._codes(name, widest, at or [0], bits, [code for code, _ in places])
+            groups = [of_element for _, of_element in places]
+            if not self.form.integer(bucket)[x == "v"]:
+                self._metas(name, widest, metas or [0], groups)
+            elif x == "v":
+                self._metas(name, widest, metas or [0], [numbers[::group] for numbers in groups])
+            else:
+                firsts = [np.unique(numbers[0], return_index=True)[1] for numbers in groups]
+                self._groups(name, widest, [numbers[0] for numbers in groups])
+                metas_of = [numbers[:, first] for numbers, first in zip(groups, firsts, strict=True)]
+                self._metas(name, max(map(len, firsts)), metas or [0], metas_of)
 
     def _units(self, name: str, ranks: list[int], widest: int, offsets: list[int], bits: int) -> None:
         u = self.plan.unit
@@ -191,27 +212,41 @@ class LayerTables(dict[str, Int32]):
         self._put(name % "units", _padded(first, steps, widest // u)[:, None, None, None])
         self._put(name % "steps", steps[:, None, None, None, None])
 
-    def _codes(
-        self, name: str, ranks: list[int], widest: int, at: list[int], meta: list[int], bits: int, axis: str, group: int
-    ) -> None:
-        u, tokens, count = self.plan.unit, self.plan.page_tokens, max(len(ranks), 1)
-        places = [element_places(rank, tokens, axis, group) for rank in ranks]
-        code_rows = max([rank * tokens * bits // 8 // u for rank in ranks], default=1)
-        meta_rows = max([-(-2 * (int(groups.max()) + 1) // u) for _, groups in places], default=1)
-        codes, metas = np.zeros((count, code_rows), np.int64), np.zeros((count, meta_rows), np.int64)
-        code_at, meta_at = np.zeros((2, count, tokens, widest), np.int64)
-        for h, (rank, (code, groups)) in enumerate(zip(ranks, places, strict=True)):
-            rows = np.arange(code_rows)
-            codes[h] = at[h] // u + np.where(rows < rank * tokens * bits // 8 // u, rows, 0)
-            rows = np.arange(meta_rows)
-            metas[h] = meta[h] // 2 // u + np.where(rows < -(-2 * (int(groups.max()) + 1) // u), rows, 0)
-            channel = np.where(np.arange(widest) < rank, np.arange(widest), 0)
-            code_at[h] = h * code_rows * u * 8 // bits + code[:, channel]
-            meta_at[h] = h * meta_rows * u + 2 * groups[:, channel]
-        self._put(name % "codes", codes.reshape(-1))
-        self._put(name % "code_at", code_at[:, None])
-        self._put(name % "meta", metas.reshape(-1))
-        self._put(name % "meta_at", meta_at[:, None])
+    def _codes(self, name: str, widest: int, at: list[int], bits: int, places: list[Places]) -> None:
+        """Codes of each lane, by their ``places`` [P, rank]; slabs begin ``at`` these bytes."""
+        u = self.plan.unit
+        rows = [place.size * bits // 8 // u for place in places]
+        most = max(rows)
+        self._put(name % "codes", _rows_from([x // u for x in at], rows, most))
+        code_at = [h * most * u * 8 // bits + _widened(place, widest) for h, place in enumerate(places)]
+        self._put(name % "code_at", np.stack(code_at)[:, None])
+
+    def _metas(self, name: str, widest: int, at: list[int], groups: list[Places]) -> None:
+        """Scales of each lane, by group number: [tokens or groups of them, rank or groups of it]."""
+        u = self.plan.unit
+        rows = [-(-2 * (int(numbers.max()) + 1) // u) for numbers in groups]
+        most = max(rows)
+        self._put(name % "meta", _rows_from([x // 2 // u for x in at], rows, most))
+        meta_at = [h * most * u + 2 * _widened(numbers, widest) for h, numbers in enumerate(groups)]
+        self._put(name % "meta_at", np.stack(meta_at)[:, None])
+
+    def _groups(self, name: str, widest: int, numbers: list[Places]) -> None:
+        """[Hs, g, Rk] from the group number of each channel."""
+        member = np.zeros((len(numbers), max(int(x[-1]) + 1 for x in numbers), widest), np.int64)
+        for h, of_channel in enumerate(numbers):
+            member[h, of_channel, np.arange(len(of_channel))] = 1
+        self._put(name % "groups", member)
+
+
+def _widened(places: Places, widest: int) -> Places:
+    """[..., n] -> [..., widest], padded by the first."""
+    return places[..., np.where(np.arange(widest) < places.shape[-1], np.arange(widest), 0)]
+
+
+def _rows_from(starts: list[int], counts: list[int], most: int) -> Places:
+    """Rows of each lane, ``most`` of them: its own, then its first again."""
+    row = np.arange(most)
+    return np.concatenate([start + np.where(row < n, row, 0) for start, n in zip(starts, counts, strict=True)])
 
 
 def _padded(starts: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], widest: int) -> npt.NDArray[np.int64]:

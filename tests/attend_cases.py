@@ -30,7 +30,7 @@ def plan_of(
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> CompressionPlan:
+def plans(draw: st.DrawFn, arithmetic: str = "float") -> CompressionPlan:
     """Two layers of mixed lanes: ranks, planes, no RoPE, removed heads; fresh, split and quantized buckets."""
     head_dim, heads, group = draw(st.sampled_from([16, 20, 32, 48])), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     kind, projected = draw(st.sampled_from(["full", "none", "planes", "mixed"])), draw(st.booleans())
@@ -50,10 +50,17 @@ def plans(draw: st.DrawFn) -> CompressionPlan:
     tiers, buckets = [Tier(hot, hot)], draw(st.sampled_from(fresh_buckets(lanes)))
     for source in range(len(buckets)):
         if buckets[source].source is None and draw(st.booleans()):
-            bits, axes = st.sampled_from([2, 4, 8, 16]), st.sampled_from(["rank", "token"])
-            tiers.append(Tier(draw(bits), draw(bits), draw(axes), draw(axes), 32, draw(st.sampled_from([16, 32]))))
+            tiers.append(draw(quantized_tiers(arithmetic)))
             buckets = [*buckets, Bucket(len(tiers) - 1, buckets[source].lanes, source=source)]
     return plan_of(lanes, tiers, buckets, head_dim, group, draw(st.sampled_from([16, 32])))
+
+
+def quantized_tiers(arithmetic: str = "float") -> st.SearchStrategy[Tier]:
+    bits, axes = st.sampled_from([2, 4, 8, 16]), st.sampled_from(["rank", "token"])
+    groups = st.sampled_from([16, 32])
+    if arithmetic == "int":
+        return st.builds(Tier, bits, bits, st.just("rank"), st.just("token"), groups, st.just(16), st.just("int"))
+    return st.builds(Tier, bits, bits, axes, axes, st.just(32), groups)
 
 
 def fresh_buckets(lanes: list[Lane]) -> list[list[Bucket]]:
@@ -247,9 +254,9 @@ def rounded(x: Array, bits: int) -> Array:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(draw: st.DrawFn, arithmetic: str = "float") -> Case:
     """Ragged steps of random plans: prefill, decode and idle sequences, empty and full buckets, spare capacity."""
-    plan, batch = draw(plans()), draw(st.integers(1, 4))
+    plan, batch = draw(plans(arithmetic)), draw(st.integers(1, 4))
     queries = draw(st.lists(st.integers(0, 5), min_size=batch, max_size=batch).filter(any))
     length = st.one_of(st.just(0), st.integers(0, 3 * plan.page_tokens))
     lengths = [[draw(length) for _ in plan.buckets] for _ in range(batch)]

@@ -48,7 +48,7 @@ def low_rank(stats: Stats, options: Options, rotate: Callable[[Stats, Options], 
         lanes.append(cut)
         basis[at] = matrices
     asked = dataclasses.asdict(options) | {"allocation": options.spending}
-    return Part(tuple(lanes), basis, asked | {"calibration": stats.source})
+    return Part(tuple(lanes), basis, notes=asked | {"calibration": stats.source})
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

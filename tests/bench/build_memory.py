@@ -60,13 +60,19 @@ def tensors() -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
     yield "outside", {"model.embed_tokens.weight": (v, d), "lm_head.weight": (v, d), "model.norm.weight": (d,)}
     for i in range(CONFIG["num_hidden_layers"]):
         at = f"model.layers.{i}."
-        yield f"layer{i}", {
-            **{f"{at}self_attn.{n}_proj.weight": (rows, d) for n, rows in (("q", d), ("k", kv), ("v", kv), ("o", d))},
-            **{f"{at}mlp.{n}_proj.weight": (ff, d) for n in ("gate", "up")},
-            f"{at}mlp.down_proj.weight": (d, ff),
-            f"{at}input_layernorm.weight": (d,),
-            f"{at}post_attention_layernorm.weight": (d,),
-        }
+        yield (
+            f"layer{i}",
+            {
+                **{
+                    f"{at}self_attn.{n}_proj.weight": (rows, d)
+                    for n, rows in (("q", d), ("k", kv), ("v", kv), ("o", d))
+                },
+                **{f"{at}mlp.{n}_proj.weight": (ff, d) for n in ("gate", "up")},
+                f"{at}mlp.down_proj.weight": (d, ff),
+                f"{at}input_layernorm.weight": (d,),
+                f"{at}post_attention_layernorm.weight": (d,),
+            },
+        )
 
 
 def write_checkpoint(folder: Path) -> int:

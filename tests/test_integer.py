@@ -1,0 +1,216 @@
+"""Laws of integer attention: it is the product of the dequantized codes, and nothing is ever dequantized for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx.inliner
+import torch
+from attend_cases import Case, cases, plan_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import helper
+from test_attend import eager
+from test_onnx import one_node, session, through_onnx
+
+from kvlathe.export import integer, onnx_integer
+from kvlathe.export.body import Body
+from kvlathe.export.onnx_function import FLOAT, HALF, NAME, OPSET
+from kvlathe.export.plan import Bucket, Lane, Tier
+from kvlathe.export.tables import Form
+
+Array = np.ndarray
+
+
+def coded(rng: np.random.Generator, lanes: int, tokens: int, rank: int, groups: int, bits: int) -> tuple[Array, ...]:
+    """Codes [H, N, R] with scales and minima of ``groups`` [H, N, g] (or transposed by the caller), all random."""
+    codes = rng.integers(0, 1 << bits, (lanes, tokens, rank)).astype(np.uint8)
+    return codes, rng.uniform(0, 1, (lanes, tokens, groups)), rng.normal(size=(lanes, tokens, groups))
+
+
+class Products:
+    """Random ragged inputs of both products, and what they are in float64 on the dequantized codes."""
+
+    def __init__(self, seed: int, ranks: list[int], heads: int, queries: int, pages: int, bits: int) -> None:
+        rng, group = np.random.default_rng(seed), 32
+        self.tokens, lanes, widest, page = 16, len(ranks), max(ranks), 32
+        n = pages * page
+        counts = [-(-rank // group) for rank in ranks]
+        self.member = np.zeros((lanes, max(counts), widest), np.int32)
+        for h, rank in enumerate(ranks):
+            for c in range(rank):
+                self.member[h, c * counts[h] // rank, c] = 1
+        self.q = rng.normal(size=(lanes, heads, queries, widest)).astype(np.float32)
+        self.q[:, :, :, ranks[0] // 2 :] *= rng.choice([0, 1e-6, 30])
+        self.k = [
+            x.astype(t)
+            for x, t in zip(
+                coded(rng, lanes, n, widest, max(counts), bits), (np.uint8, *2 * (np.float32,)), strict=True
+            )
+        ]
+        spread = rng.exponential(size=(lanes, heads, queries, n)) ** rng.choice([1, 8])
+        spread *= rng.random((1, 1, 1, n)) < 0.8
+        self.shares = (spread / spread.sum(-1, keepdims=True).clip(1e-30)).astype(np.float32)
+        codes, scale, low = coded(rng, lanes, n, widest, widest, bits)
+        self.v = [codes, *(x[:, :: self.tokens].astype(np.float32) for x in (scale, low))]
+
+    @property
+    def scores(self) -> tuple[Array, Array]:
+        """Dequantized product of the same codes, and the sum of its terms' sizes."""
+        codes, scale, low = (x.astype(np.float64) for x in self.k)
+        values = codes * (scale @ self.member) + low @ self.member
+        split = torch.from_numpy(np.where(self.member[:, :, None, None] > 0, self.q[:, None], 0))
+        whole, step = integer.quantized(split, integer.LEVELS_Q)
+        q = (whole.double() * step.double()).sum(1).numpy()
+        return q @ values[:, None].mT, np.abs(q) @ np.abs(values[:, None]).mT
+
+    @property
+    def outputs(self) -> tuple[Array, Array]:
+        codes, scale, low = (x.astype(np.float64) for x in self.v)
+        values = codes * scale.repeat(self.tokens, 1) + low.repeat(self.tokens, 1)
+        split = torch.from_numpy(self.shares).unflatten(-1, (-1, self.tokens))
+        whole, step = integer.quantized(split, integer.LEVELS_P)
+        p = (whole.double() * step.double()).flatten(-2).numpy()
+        mass = p.sum(-1, keepdims=True).clip(1e-30)
+        return p @ values[:, None] / mass, p @ np.abs(values[:, None]) / mass
+
+
+products = st.builds(
+    Products,
+    st.integers(0, 2**32 - 1),
+    st.lists(st.sampled_from([16, 32, 48, 80, 128]), min_size=1, max_size=3),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.sampled_from([2, 4, 8]),
+)
+
+
+def same(found: Array, expected: tuple[Array, Array]) -> None:
+    """To 1e-5 of the sum of the sizes of its terms."""
+    exact, size = expected
+    assert (np.abs(found - exact) <= 1e-5 * size + 1e-12).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(products)
+def test_integer_products_are_the_dequantized_products_of_the_same_codes(x: Products) -> None:
+    tensor = torch.from_numpy
+    same(integer.scores(tensor(x.q), *map(tensor, x.k), tensor(x.member)).numpy(), x.scores)
+    same(integer.outputs(tensor(x.shares), *map(tensor, x.v)).numpy(), x.outputs)
+
+
+@settings(max_examples=15, deadline=None)
+@given(products)
+def test_integer_products_of_the_graph_are_too(x: Products) -> None:
+    b = Body()
+    k, v = (onnx_integer.Coded(*(f"{side}_{part}" for part in ("codes", "scale", "minimum"))) for side in "kv")
+    b.output("scores", onnx_integer.scores(b, "q", k, "member"))
+    b.output("outputs", onnx_integer.outputs(b, "shares", v, x.tokens))
+    feeds = {"q": x.q[:, :, None], "shares": x.shares[:, :, None], "member": x.member}
+    for side, values in (("k", x.k), ("v", x.v)):
+        feeds |= {
+            f"{side}_{part}": y[:, None, None] for part, y in zip(("codes", "scale", "minimum"), values, strict=True)
+        }
+    inputs = [
+        helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(y.dtype), y.shape) for n, y in feeds.items()
+    ]
+    outputs = [helper.make_tensor_value_info(n, FLOAT, None) for n in ("scores", "outputs")]
+    graph = helper.make_graph(b.nodes, "products", inputs, outputs)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
+    scores, means = session(model.SerializeToString()).run(None, feeds)
+    same(scores[:, :, 0], x.scores)
+    same(means[:, :, 0], x.outputs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases("int"))
+def test_integer_attention_is_attention(case: Case) -> None:
+    """Rounding Q moves a score by at most half a step for each channel, rounding P an output by half a step."""
+    out, rows = eager(case)
+    expected_out, expected_rows = case.expected()
+    np.testing.assert_allclose(rows, expected_rows, rtol=2e-3, atol=2e-3)
+    assert np.sqrt(((out - expected_out) ** 2).mean()) < 0.05
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases("int"))
+def test_the_function_is_the_eager_op(case: Case) -> None:
+    """A number on the border of two codes may fall to either side."""
+    out, rows = through_onnx(case)
+    eager_out, eager_rows = eager(case)
+    hot = {"rtol": 1e-5, "atol": 1e-5} if Form(case.plan).hot_bits[0] == 32 else {"rtol": 2e-3, "atol": 2e-3}
+    np.testing.assert_allclose(rows, eager_rows, **hot)
+    far = np.abs(out - eager_out)
+    assert np.median(far) < 1e-3 and far.max() < 0.1
+
+
+@settings(max_examples=10, deadline=None)
+@given(cases("int"))
+def test_half_precision_function_is_attention(case: Case) -> None:
+    out, _ = through_onnx(case, HALF)
+    assert np.sqrt(((out - case.expected()[0]) ** 2).mean()) < 0.06
+
+
+# -- the graph -------------------------------------------------------------------------------------------------------
+MOVES = {"Gather", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "BitShift", "BitwiseAnd", "Identity", "Slice"}
+"""What may be done to codes on their way to a product; none of it makes a number of another type."""
+
+
+def readers_of_codes(function: onnx.FunctionProto) -> set[str]:
+    """Operators that read cached codes as data and are not MOVES, following them from the pool."""
+    codes, found = {"pool_u8"}, set()
+    for node in function.node:
+        if not node.input or node.op_type == "Shape":
+            continue
+        data = node.input if node.op_type in ("MatMulInteger", "Concat") else node.input[:1]
+        if not codes & set(data):
+            assert not codes & set(node.input), f"{node.op_type} reads codes as an index"
+            continue
+        if node.op_type in MOVES:
+            codes |= set(node.output)
+        else:
+            found.add(node.op_type)
+    return found
+
+
+def plan_in(tier: Tier) -> Case:
+    lanes = [Lane(layer, head, 32, 32, 48, projected=True) for layer in range(2) for head in range(2)]
+    buckets = [Bucket(0, (0, 1, 2, 3)), Bucket(1, (0, 1, 2, 3), source=0)]
+    return Case(plan_of(lanes, [Tier(32, 32), tier], buckets, 32, 2), 0, [1, 4], [[3, 32], [0, 48]], 0)
+
+
+def test_no_float_tensor_of_codes_is_in_the_graph() -> None:
+    for bits in (2, 4, 8):
+        model, feeds = one_node(plan_in(Tier(bits, bits, "rank", "token", 32, 16, "int")))
+        (function,) = (f for f in model.functions if f.name == NAME)
+        assert readers_of_codes(function) == {"MatMulInteger"}
+        assert [node.op_type for node in function.node].count("MatMulInteger") == 2
+        assert not [node for node in function.node if node.op_type == "DequantizeLinear"]
+        assert float_shapes(model, feeds).isdisjoint(
+            {(2, 1, 2, 48, 32), (2, 1, 2, 48, 48), (2, 2, 48, 32), (2, 2, 32, 48)}
+        )
+
+
+def test_the_walk_sees_a_dequantizing_graph() -> None:
+    model, feeds = one_node(plan_in(Tier(4, 4, "rank", "token", 32, 16, "float")))
+    (function,) = (f for f in model.functions if f.name == NAME)
+    assert readers_of_codes(function) == {"Cast"}
+    assert {(2, 1, 2, 48, 32), (2, 1, 2, 48, 48)} <= float_shapes(model, feeds)
+
+
+def float_shapes(model: onnx.ModelProto, feeds: dict[str, Array]) -> set[tuple[int, ...]]:
+    """Shapes of all float values of a run of the model's one function, inlined."""
+    inlined = onnx.inliner.inline_local_functions(model)
+    kept = {output.name for output in inlined.graph.output}
+    names = [name for node in inlined.graph.node for name in node.output if name and name not in kept]
+    inlined.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
+    found = session(inlined.SerializeToString()).run(names, feeds)
+    return {tuple(value.shape) for value in found if value.dtype in (np.float16, np.float32)}
+
+
+def test_constant_values_come_out_as_they_are() -> None:
+    """Groups without range have scale 0, and the sum of the rounded shares cancels."""
+    shares = torch.from_numpy(np.random.default_rng(0).dirichlet(np.ones(32), (1, 2, 3)).astype(np.float32))
+    codes, scale, low = torch.zeros(1, 32, 16, dtype=torch.uint8), torch.zeros(1, 2, 16), torch.full((1, 2, 16), -2.75)
+    np.testing.assert_allclose(integer.outputs(shares, codes, scale, low), -2.75, rtol=1e-6)
