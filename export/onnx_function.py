@@ -103,7 +103,7 @@ class State:
     out: str
 
 
-def attend_function(plan: CompressionPlan, dtype: int = FLOAT) -> FunctionProto:
+def attend_function(plan: CompressionPlan, dtype: int = FLOAT, opset: int = OPSET) -> FunctionProto:
     """The function for a plan; ``dtype`` is that of q, k, v, o (onnx FLOAT or FLOAT16). Same plan, same bytes."""
     writer = _Writer(plan, dtype)
     writer.write()
@@ -113,7 +113,7 @@ def attend_function(plan: CompressionPlan, dtype: int = FLOAT) -> FunctionProto:
         node_inputs(plan, 0),
         ["o", "rows"],
         writer.body.nodes,
-        [helper.make_opsetid("", OPSET)],
+        [helper.make_opsetid("", opset)],
         attributes=["layer", "scale", *ATTRIBUTES],
     )
 
@@ -124,21 +124,21 @@ class _Writer:
         self.strides = CacheLayout(plan).page_stride
 
     def write(self) -> None:
-        x, b = self, self.body
-        x.step()
-        q, k = x.rotated("q", self.plan.model.group_size), x.rotated("k", 1)
-        q = b.op("Mul", b.transpose(q, 1, 2, 0, 3), b.cast(b.attribute("scale"), self.dtype))
-        k = b.transpose(b.reshape(k, 0, 0, -1), 1, 0, 2)
+        b = self.body
+        self.step()
+        q = b.transpose(self.rotated("q", self.plan.model.group_size), 1, 2, 0, 3)  # [H, G, T, W]
+        k = b.transpose(b.reshape(self.rotated("k", 1), 0, 0, -1), 1, 0, 2)  # [H, T, W]
+        q = b.op("Mul", q, b.cast(b.attribute("scale"), self.dtype))
         if self.plan.projected:
             q = b.op("MatMul", q, b.unsqueeze("proj_q", 1))
             k = b.op("Sub", b.op("MatMul", k, "proj_k"), b.unsqueeze("centre_k", 1))
-        k, v = x.hot(k, 0), x.hot("v", 1)
-        x.rows(k, v)
+        k, v = self.hot(k, 0), self.hot("v", 1)
+        self.rows(k, v)
         q = b.gather(q, self.own_rows, 2)
-        k, v = x.fresh(b.cast(k, self.dtype), b.cast(v, self.dtype))
-        states = [x.state(q, k, v, self.causal)]
-        states += [x.cached(q, bucket) for bucket in range(len(self.plan.buckets))]
-        x.pack(x.merged(states))
+        k, v = self.fresh(b.cast(k, self.dtype), b.cast(v, self.dtype))
+        states = [self.state(q, k, v, self.causal)]
+        states += [self.cached(q, bucket) for bucket in range(len(self.plan.buckets))]
+        self.pack(self.merged(states))
 
     # -- the step: shared by all layers ----------------------------------------------------------------------------
     def step(self) -> None:
