@@ -53,6 +53,9 @@ FLAVOURS = {
     "tensorrt": Flavour("tensorrt", "tensorrt", "pip install tensorrt --extra-index-url https://pypi.nvidia.com", True),
 }
 
+AMPERE = 80
+"""TensorRT-RTX documentation, "CPU-Only AOT and TensorRT-RTX Engines": what is targeted when nothing is asked for."""
+
 PRODUCTS = ("MatMul", "Einsum", "Gemm")
 SOFTMAX = ("Softmax", "Exp")
 
@@ -77,8 +80,8 @@ def _version(flavour: Flavour, trt: Any) -> str:  # noqa: ANN401  the module
 
 
 def _ahead_of_time_targets(trt: Any) -> tuple[str, ...]:  # noqa: ANN401
-    """Every compute capability the library names; an engine built for no particular one runs on all."""
-    return tuple(name.replace("SM", "sm_") for name in trt.ComputeCapability.__members__ if name.startswith("SM"))
+    """An engine built for no particular GPU runs on Ampere and later; Turing would need an engine of its own."""
+    return tuple(f"sm_{number}" for number in map(int, trt.ComputeCapability.__members__.values()) if number >= AMPERE)
 
 
 def _own_gpu() -> tuple[str, ...]:

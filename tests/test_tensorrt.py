@@ -93,6 +93,7 @@ def test_the_shipped_model_becomes_an_engine_without_a_gpu(tmp_path: Path) -> No
     folder = build(BuildRequest(MODEL, tmp_path / "engine", backend="tensorrt_rtx", max_seq_len=512, use_cache=False))
     manifest = manifests.verify(folder)
     assert manifest.compute_dtype == "float16" and "sm_89" in manifest.architectures
+    assert "sm_75" not in manifest.architectures
     assert manifest.versions["tensorrt_rtx"]
     assert "model.engine" in manifest.files and "model.onnx" not in manifest.files
     assert {"model.onnx", "model.onnx.data"} <= set(manifest.made_from)
