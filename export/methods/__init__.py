@@ -16,7 +16,7 @@ import numpy.typing as npt
 from kvlathe.errors import KvlatheError
 from kvlathe.export.basis import Basis
 from kvlathe.export.methods import fdc, none, zack
-from kvlathe.export.methods.lowrank import best_ratio, full_lanes, kept, low_rank
+from kvlathe.export.methods.lowrank import bases, best_ratio, full_lanes, kept, low_rank
 from kvlathe.export.methods.options import Asked, Options, Part, parse, unknown, with_written
 from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
 from kvlathe.export.rotation import Rotation, element_change, principal_angle
@@ -153,7 +153,7 @@ def evidence(request: str, stats: Stats, options: Options, plan: CompressionPlan
     if not found:
         return None
     rotate, options = found[0]
-    whole, one, other = (rotate(s, options) for s in (stats, stats.half(0), stats.half(1)))
+    whole, one, other = (bases(s, options, rotate) for s in (stats, stats.half(0), stats.half(1)))
     sides = {}
     for side, left, right in (("k", one.b, other.b), ("v", one.a_v, other.a_v)):
         pairs = zip(kept(plan.lanes, left, side), kept(plan.lanes, right, side), strict=True)
