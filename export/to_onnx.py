@@ -28,7 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvlathe.errors import KvlatheError
 from kvlathe.export.decoder import Decoder
-from kvlathe.export.onnx_function import DOMAIN, FLOAT, HALF, OPSET, attend_function
+from kvlathe.export.onnx_body import FLOAT, HALF
+from kvlathe.export.onnx_function import DOMAIN, OPSET, attend_function
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.export.spec import DecoderSpec
 from kvlathe.export.tables import Form, LayerTables
