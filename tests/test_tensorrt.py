@@ -12,8 +12,9 @@ import pytest
 from kvlathe.engines import manifest as manifests
 from kvlathe.engines import tensorrt
 from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.layers import check_attention, required_nodes
 from kvlathe.engines.manifest import Limits
-from kvlathe.engines.tensorrt import check_attention, profiles, required_nodes
+from kvlathe.engines.tensorrt import profiles
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
