@@ -24,7 +24,7 @@ RANK_MULTIPLE = 16
 class Lane:
     """One (layer, KV head): how its Q and K are projected and how many dimensions of K and V are cached.
 
-    ``input_dim`` is the width of this lane's rows of q (for each query head) and of k as they reach Attend, before RoPE.
+    ``input_dim`` is the width of this lane's rows of q (each query head) and of k as they reach Attend, before RoPE.
     ``rope`` says what Attend does to them: rotate every plane (``full``), rotate the planes listed in ``planes`` (the
     input holds only those, first halves then second halves), or nothing (``none``).
     ``projected``: Q and K then pass their matrices A and B [input_dim, rank_k] inside Attend. A lane that is not
@@ -82,11 +82,11 @@ class TokenRule:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Lanes (indices into ``CompressionPlan.lanes``) that keep equally many tokens in one tier: one page table, one length.
+    """Lanes (indices into ``CompressionPlan.lanes``) that keep equally many tokens in one tier: one table, one length.
 
     ``source`` is None for a *fresh* bucket, where new tokens are appended; every lane that is not removed is in exactly
-    one of those. Otherwise it is the index of the fresh bucket whose full pages are sealed into this one. A fresh bucket
-    that no other names as its source is never sealed: its tier is append-able and its pages stay.
+    one of those. Otherwise it is the index of the fresh bucket whose full pages are sealed into this one. A fresh
+    bucket that no other names as its source is never sealed: its tier is append-able and its pages stay.
     """
 
     tier: int
@@ -156,7 +156,7 @@ class CompressionPlan:
         return any(lane.projected for lane in self.lanes)
 
     def cold(self, fresh: int) -> tuple[int, ...]:
-        """Indices of the buckets that the pages of fresh bucket ``fresh`` are sealed into; empty if it is never sealed."""
+        """Indices of the buckets that pages of fresh bucket ``fresh`` are sealed into; empty if it is never sealed."""
         return tuple(i for i, bucket in enumerate(self.buckets) if bucket.source == fresh)
 
     @property
@@ -194,7 +194,9 @@ class CompressionPlan:
                 }
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise KvlatheError("the plan cannot be read", f"it is malformed ({error})", "build the engine again") from error
+            raise KvlatheError(
+                "the plan cannot be read", f"it is malformed ({error})", "build the engine again"
+            ) from error
 
     @property
     def digest(self) -> str:
@@ -216,7 +218,9 @@ def check(plan: CompressionPlan) -> None:
     if plan.page_tokens % RANK_MULTIPLE or plan.page_tokens <= 0:
         refuse(f"page_tokens is {plan.page_tokens}", f"pages are whole multiples of {RANK_MULTIPLE} tokens")
     if plan.prefill_chunk % plan.page_tokens or plan.prefill_chunk <= 0:
-        refuse(f"prefill_chunk is {plan.prefill_chunk}", f"it must be a multiple of the page ({plan.page_tokens} tokens)")
+        refuse(
+            f"prefill_chunk is {plan.prefill_chunk}", f"it must be a multiple of the page ({plan.page_tokens} tokens)"
+        )
     for lane in plan.lanes:
         where = f"layer {lane.layer} head {lane.head}"
         if lane.rank_k % RANK_MULTIPLE or lane.rank_v % RANK_MULTIPLE:
@@ -228,7 +232,10 @@ def check(plan: CompressionPlan) -> None:
         elif lane.rank_v == 0 or lane.fill_from is not None:
             refuse(f"{where} keeps K", "a kept lane needs rank_v >= 16 and no fill_from")
         elif not lane.projected and lane.rank_k != -(-lane.input_dim // RANK_MULTIPLE) * RANK_MULTIPLE:
-            refuse(f"{where} has input_dim {lane.input_dim} and rank_k {lane.rank_k}", "an unprojected lane caches its input")
+            refuse(
+                f"{where} has input_dim {lane.input_dim} and rank_k {lane.rank_k}",
+                "an unprojected lane caches its input",
+            )
         if lane.rope == "planes" and lane.input_dim != 2 * len(lane.planes):
             refuse(f"{where} keeps {len(lane.planes)} planes in {lane.input_dim} dims", "a plane is two dims")
     fresh: list[int] = []
