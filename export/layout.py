@@ -43,7 +43,7 @@ def group_count(rank: int, tokens: int, axis: str, group: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """Byte offsets of one lane from its page's start. The metadata of an unquantized part has an offset and no bytes."""
+    """Byte offsets of one lane from its page's start. Metadata of an unquantized part has an offset and no bytes."""
 
     k: int
     k_meta: int
