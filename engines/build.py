@@ -8,7 +8,6 @@ possible, and nothing remains of a build that did not finish.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import shutil
 from collections.abc import Mapping
@@ -19,12 +18,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvlathe.console import log, progress
 from kvlathe.engines import cache
 from kvlathe.engines import manifest as manifests
 from kvlathe.engines.backends import Backend, Built, backend
 from kvlathe.engines.folder import appearing, nearest_parent
 from kvlathe.engines.manifest import BASIS_FILE, PLAN_FILE, REPORT_FILE, FileRecord, KvBytes, Limits, Manifest
-from kvlathe.engines.planning import Planned, bytes_per_token, calibrate_to, open_checkpoint, plan_for
+from kvlathe.engines.planning import Planned, bytes_per_token, calibrate_to, open_checkpoint, plan_for, resolved
 from kvlathe.engines.request import DTYPE_BYTES, BuildRequest, check
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from kvlathe.export.checkpoint import Checkpoint
 
 __all__ = ["BuildRequest", "build", "calibrate_to", "preview"]
-
-log = logging.getLogger("kvlathe")
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -100,6 +98,7 @@ def prepare(request: BuildRequest) -> Job:
     module = backend(request.backend)
     built = module.identify(request.backend)
     checkpoint = open_checkpoint(request.model, request.max_seq_len, request.workers)
+    request = resolved(request)
     job = Job(request, checkpoint, module, built, request.limits(checkpoint.spec.max_seq_len))
     _check_disk(job)
     return job
@@ -165,8 +164,11 @@ def _make(job: Job, folder: Path) -> None:
     plan = planned.plan
     (folder / PLAN_FILE).write_text(plan.to_json(), "utf-8")
     planned.basis.save(folder / BASIS_FILE)
-    export_onnx(checkpoint.spec, plan, fold(checkpoint, plan, planned.basis), folder, request.compute_dtype)
+    log.info("exporting the graph")
+    weights = progress(fold(checkpoint, plan, planned.basis), "folding and writing weights")
+    export_onnx(checkpoint.spec, plan, weights, folder, request.compute_dtype)
     made_from = manifests.describe_files(folder)
+    log.info("building for %s", request.backend)
     job.backend.build(request.backend, folder, plan, job.limits)
     _copy_tokenizer(checkpoint.path, folder)
     described = _describe(job, planned, made_from)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import shutil
 import time
@@ -21,12 +20,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from kvlathe.console import log
 from kvlathe.engines import manifest as manifests
 from kvlathe.engines.folder import appearing, whole_file
 from kvlathe.engines.manifest import MANIFEST_FILE, Manifest
 from kvlathe.errors import KvlatheError
-
-log = logging.getLogger("kvlathe")
 
 LIMIT_BYTES = 32 << 30
 """The cache keeps no more than this: the least recently used engines leave when a new one arrives."""

@@ -80,6 +80,9 @@ def _logits(folder: Path) -> npt.NDArray[np.float32]:
 
 def _runner(folder: Path, backend: str) -> Any:  # noqa: ANN401  polygraphy's runners share no public type
     """The runner of a backend; entering it loads the engine."""
+    from polygraphy.logger import G_LOGGER
+
+    G_LOGGER.module_severity = {"": G_LOGGER.CRITICAL}  # it talks on stdout
     if backend == "onnxruntime":
         from polygraphy.backend.onnxrt import OnnxrtRunner, SessionFromOnnx
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
-import logging
 import os
 import shutil
 import signal
@@ -20,10 +19,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from kvlathe.console import log
 from kvlathe.engines.manifest import MANIFEST_FILE
 from kvlathe.errors import KvlatheError
-
-log = logging.getLogger("kvlathe")
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -5,11 +5,12 @@ With build.py the only module of engines/ that calls export's verbs.
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvlathe.console import log
 from kvlathe.engines import cache
 from kvlathe.engines.folder import whole_file
 from kvlathe.engines.manifest import sha256_file
@@ -21,12 +22,8 @@ from kvlathe.export.plan import CompressionPlan, ModelShape
 if TYPE_CHECKING:
     from kvlathe.export.basis import Basis
     from kvlathe.export.checkpoint import Checkpoint
-    from kvlathe.export.methods import CacheForm, Options
+    from kvlathe.export.methods import Options
     from kvlathe.export.stats import Stats
-
-log = logging.getLogger("kvlathe")
-
-CALIBRATION_TEXT, TEXT, RETRIEVAL = "calibration_text.jsonl", "eval_text.jsonl", "line_retrieval.jsonl"
 
 
 @dataclass(frozen=True)
@@ -53,9 +50,28 @@ def open_checkpoint(model: Path, max_seq_len: int | None = None, workers: int | 
     return Checkpoint(model, max_seq_len)
 
 
+def resolved(request: BuildRequest) -> BuildRequest:
+    """The request with its defaults written out: what to calibrate on, and what accuracy is measured on.
+
+    Raises KvlatheError for an unknown compression, and where a file of this project is needed and is not there.
+    """
+    from kvlathe.export.methods import calibration
+
+    source, text, retrieval = request.calibration, request.text, request.retrieval
+    kind = calibration(request.compression)
+    if kind is not None and source is None and request.stats is None:
+        source = kind if kind == "random" else str(shipped("calibration_text.jsonl", "--calibration"))
+    if request.accuracy is not None and request.metric == "retrieval":
+        retrieval = retrieval or shipped("line_retrieval.jsonl", "--retrieval")
+    elif request.accuracy is not None:
+        text = text or shipped("eval_text.jsonl", "--text")
+    return dataclasses.replace(request, calibration=source, text=text, retrieval=retrieval)
+
+
 def plan_for(request: BuildRequest, checkpoint: Checkpoint) -> Planned:
-    """Calibrate where the methods need it, and plan; search for the size where an accuracy was asked for."""
+    """Plan a ``resolved`` request: calibrate where its methods need it, search where it asks for an accuracy."""
     from kvlathe.export.methods import CacheForm, Options, compose
+    from kvlathe.export.search import read_exam, search
 
     options = Options(
         removal_rate=request.removal_rate,
@@ -67,43 +83,28 @@ def plan_for(request: BuildRequest, checkpoint: Checkpoint) -> Planned:
     )
     form = CacheForm(request.hot_bits, request.tokens_per_block, request.prefill_chunk, request.seed)
     spec, stats = checkpoint.spec, statistics(request, checkpoint)
-    if request.accuracy is not None and stats is not None:
-        plan, basis = _searched(request, checkpoint, stats, options, form)
+    if request.accuracy is None or stats is None:
+        made = compose(request.compression, spec.shape, spec.rope is not None, stats, options, form)
     else:
-        plan, basis = compose(request.compression, spec.shape, spec.rope is not None, stats, options, form)
-    return Planned(plan, basis, stats, options)
-
-
-def _searched(
-    request: BuildRequest, checkpoint: Checkpoint, stats: Stats, options: Options, form: CacheForm
-) -> tuple[CompressionPlan, Basis]:
-    from kvlathe.export.search import read_exam, search
-
-    text = retrieval = None
-    if request.metric == "retrieval":
-        retrieval = request.retrieval or shipped(RETRIEVAL, "--retrieval")
-    else:
-        text = request.text or shipped(TEXT, "--text")
-    exam = read_exam(checkpoint, request.metric, text, retrieval)
-    curves = cache.curves_folder() if request.use_cache else None
-    assert request.accuracy is not None
-    return search(checkpoint, stats, request.compression, options, form, request.accuracy, exam, curves)
+        exam = read_exam(checkpoint, request.metric, request.text, request.retrieval)
+        curves = cache.curves_folder() if request.use_cache else None
+        made = search(checkpoint, stats, request.compression, options, form, request.accuracy, exam, curves)
+    return Planned(*made, stats, options)
 
 
 def statistics(request: BuildRequest, checkpoint: Checkpoint) -> Stats | None:
-    """The Stats file named in the request, or a calibration; None where the methods need neither."""
+    """The Stats file named in a ``resolved`` request, or a calibration; None where the methods need neither."""
     from kvlathe.export.methods import calibration
     from kvlathe.export.stats import Stats
 
-    kind = calibration(request.compression)
-    if kind is None:
+    if calibration(request.compression) is None:
         return None
     if request.stats is not None:
         stats = Stats.load(request.stats)
         stats.require_model(checkpoint.spec.shape, checkpoint.digest)
         return stats
-    source = request.calibration or (kind if kind == "random" else str(shipped(CALIBRATION_TEXT, "--calibration")))
-    return calibrated(checkpoint, source, request.calibration_tokens, request.seed, request.use_cache)
+    assert request.calibration is not None
+    return calibrated(checkpoint, request.calibration, request.calibration_tokens, request.seed, request.use_cache)
 
 
 def calibrated(

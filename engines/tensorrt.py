@@ -3,8 +3,7 @@
 TensorRT-RTX builds ahead of time on a machine without a GPU; TensorRT builds on the GPU it will run on. Both run the
 model-local function of every Attend node unless a plugin of that name is loaded. The build happens in a child process
 (``_main``), because these libraries end their process when something inside fails. What was built is proved
-afterwards: TensorRT drops what it thinks is not needed and folds what it thinks is constant, so the finished engine's
-own layer list must show, for every Attend node, its score and value products and its softmax.
+afterwards, from the finished engine's own layer list (layers.py).
 
 Running such an engine is not shown here: no GPU that TensorRT-RTX supports was at hand.
 """
@@ -14,10 +13,9 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import re
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module, util
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +24,7 @@ from typing import Any
 
 from kvlathe.engines.backends import Built
 from kvlathe.engines.child import ChildFailed, run_module
+from kvlathe.engines.layers import check_attention, required_nodes
 from kvlathe.engines.manifest import ONNX_FILE, WEIGHTS_FILE, Limits
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
@@ -53,8 +52,8 @@ FLAVOURS = {
     "tensorrt": Flavour("tensorrt", "tensorrt", "pip install tensorrt --extra-index-url https://pypi.nvidia.com", True),
 }
 
-PRODUCTS = ("MatMul", "Einsum", "Gemm")
-SOFTMAX = ("Softmax", "Exp")
+AMPERE = 80
+"""TensorRT-RTX documentation, "CPU-Only AOT and TensorRT-RTX Engines": what is targeted when nothing is asked for."""
 
 
 # -- promise before ----------------------------------------------------------------------------------------------------
@@ -77,8 +76,8 @@ def _version(flavour: Flavour, trt: Any) -> str:  # noqa: ANN401  the module
 
 
 def _ahead_of_time_targets(trt: Any) -> tuple[str, ...]:  # noqa: ANN401
-    """Every compute capability the library names; an engine built for no particular one runs on all."""
-    return tuple(name.replace("SM", "sm_") for name in trt.ComputeCapability.__members__ if name.startswith("SM"))
+    """An engine built for no particular GPU runs on Ampere and later; Turing would need an engine of its own."""
+    return tuple(f"sm_{number}" for number in map(int, trt.ComputeCapability.__members__.values()) if number >= AMPERE)
 
 
 def _own_gpu() -> tuple[str, ...]:
@@ -177,51 +176,6 @@ def _profile(plan: CompressionPlan, limits: Limits, tokens: Range3, queries: Ran
         **{f"pool_{t}": [(n // size, plan.unit) for n in units] for t, size in (("f32", 4), ("f16", 2), ("u8", 1))},
     }
     return {name: (low, usual, high) for name, (low, usual, high) in sizes.items()}
-
-
-# -- prove after ------------------------------------------------------------------------------------------------------
-def required_nodes(onnx_path: Path) -> dict[str, frozenset[str]]:
-    """For each Attend node: the nodes of its function that must be seen in the engine (products of two computed
-    tensors, and the softmax's exponentials). Names are as TensorRT's parser gives them.
-    """
-    import onnx
-
-    model = onnx.load(onnx_path, load_external_data=False)
-    bodies = {(f.domain, f.name): _vital(f.node, f.input) for f in model.functions}
-    return {n.name: bodies[n.domain, n.op_type] for n in model.graph.node if (n.domain, n.op_type) in bodies}
-
-
-def _vital(nodes: Iterable[Any], inputs: Iterable[str]) -> frozenset[str]:
-    computed, vital = set(inputs), set()
-    for node in nodes:
-        live = [name in computed for name in node.input if name]
-        if any(live):
-            computed.update(node.output)
-        if (node.op_type in PRODUCTS and all(live)) or (node.op_type in SOFTMAX and any(live)):
-            vital.add(node.name or f"node_of_{node.output[0]}")
-    return frozenset(vital)
-
-
-def check_attention(layers: str, required: Mapping[str, frozenset[str]]) -> None:
-    """Raise KvlatheError naming every Attend node that the engine's layer list does not show whole.
-
-    ``layers`` is the inspector's text: each layer's metadata lists the ONNX nodes it computes, as
-    ``[ONNX Layer: <node in the function> | <Attend node> (Attend)]``, or ``[ONNX Layer: <Attend node>]`` for a plugin.
-    """
-    shown = set(re.findall(r"\[ONNX Layer: ([^\]]+?)(?: \([^)]*\))?\]", layers))
-    lost = {
-        attend: sorted(node for node in nodes if f"{node} | {attend}" not in shown)
-        for attend, nodes in required.items()
-        if attend not in shown
-    }
-    lost = {attend: nodes for attend, nodes in lost.items() if nodes}
-    if lost or not required:
-        what = "; ".join(f"{attend} ({', '.join(nodes)})" for attend, nodes in lost.items()) or "every layer"
-        raise KvlatheError(
-            f"the engine lacks attention of {what}",
-            "TensorRT dropped it or folded it into a constant",
-            "do not use this engine; report this",
-        )
 
 
 # -- the child process ------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def aligned(size: int) -> int:
 
 
 def groups_along_rank(rank: int, group: int) -> tuple[int, ...]:
-    """Sizes of the quantization groups of ``rank`` channels: one, or near-equal multiples of 16 none above ``group``."""
+    """Sizes of the quantization groups of ``rank`` channels: one, or near-equal multiples of 16 up to ``group``."""
     count = -(-rank // group)
     steps, extra = divmod(rank // 16, count)
     return tuple(16 * (steps + (i < extra)) for i in range(count))
@@ -43,7 +43,7 @@ def group_count(rank: int, tokens: int, axis: str, group: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """Byte offsets of one lane from its page's start. A metadata offset of an unquantized part is where none is stored."""
+    """Byte offsets of one lane from its page's start. Metadata of an unquantized part has an offset and no bytes."""
 
     k: int
     k_meta: int

@@ -15,20 +15,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import onnx
 from onnx import FunctionProto, helper
 
 from kvlathe.export import onnx_integer
 from kvlathe.export.attend import ATTRIBUTES, node_inputs
-from kvlathe.export.body import INT32, Body
 from kvlathe.export.layout import CacheLayout
+from kvlathe.export.onnx_body import FLOAT, HALF, INT32, Body
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.export.tables import Form, pool_name
 
 DOMAIN, NAME, OPSET = "kvlathe", "Attend", 21
 NEVER = -1e30
 """A score that no softmax sees. Finite: rows of nobody must not make NaN out of infinities."""
-FLOAT, HALF = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class State:
     out: str
 
 
-def attend_function(plan: CompressionPlan, dtype: int = FLOAT) -> FunctionProto:
+def attend_function(plan: CompressionPlan, dtype: int = FLOAT, opset: int = OPSET) -> FunctionProto:
     """The function for a plan; ``dtype`` is that of q, k, v, o (onnx FLOAT or FLOAT16). Same plan, same bytes."""
     writer = _Writer(plan, dtype)
     writer.write()
@@ -49,7 +47,7 @@ def attend_function(plan: CompressionPlan, dtype: int = FLOAT) -> FunctionProto:
         node_inputs(plan, 0),
         ["o", "rows"],
         writer.body.nodes,
-        [helper.make_opsetid("", OPSET)],
+        [helper.make_opsetid("", opset)],
         attributes=["layer", "scale", *ATTRIBUTES],
     )
 
@@ -60,21 +58,21 @@ class _Writer:
         self.strides = CacheLayout(plan).page_stride
 
     def write(self) -> None:
-        x, b = self, self.body
-        x.step()
-        q, k = x.rotated("q", self.plan.model.group_size), x.rotated("k", 1)
-        q = b.op("Mul", b.transpose(q, 1, 2, 0, 3), b.cast(b.attribute("scale"), self.dtype))
-        k = b.transpose(b.reshape(k, 0, 0, -1), 1, 0, 2)
+        b = self.body
+        self.step()
+        q = b.transpose(self.rotated("q", self.plan.model.group_size), 1, 2, 0, 3)  # [H, G, T, W]
+        k = b.transpose(b.reshape(self.rotated("k", 1), 0, 0, -1), 1, 0, 2)  # [H, T, W]
+        q = b.op("Mul", q, b.cast(b.attribute("scale"), self.dtype))
         if self.plan.projected:
             q = b.op("MatMul", q, b.unsqueeze("proj_q", 1))
             k = b.op("Sub", b.op("MatMul", k, "proj_k"), b.unsqueeze("centre_k", 1))
-        k, v = x.hot(k, 0), x.hot("v", 1)
-        x.rows(k, v)
+        k, v = self.hot(k, 0), self.hot("v", 1)
+        self.rows(k, v)
         q = b.gather(q, self.own_rows, 2)
-        k, v = x.fresh(b.cast(k, self.dtype), b.cast(v, self.dtype))
-        states = [x.state(x.scores(q, k), x.weighted(v), self.causal)]
-        states += [x.cached(q, bucket) for bucket in range(len(self.plan.buckets))]
-        x.pack(x.merged(states))
+        k, v = self.fresh(b.cast(k, self.dtype), b.cast(v, self.dtype))
+        states = [self.state(self.scores(q, k), self.weighted(v), self.causal)]
+        states += [self.cached(q, bucket) for bucket in range(len(self.plan.buckets))]
+        self.pack(self.merged(states))
 
     # -- the step: shared by all layers ----------------------------------------------------------------------------
     def step(self) -> None:

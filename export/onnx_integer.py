@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from kvlathe.export.body import Body
 from kvlathe.export.integer import LEAST_SCALE, LEVELS_P, LEVELS_Q
+from kvlathe.export.onnx_body import FLOAT, Body
 
-FLOAT, UINT8 = onnx.TensorProto.FLOAT, onnx.TensorProto.UINT8
+UINT8, BOOL = onnx.TensorProto.UINT8, onnx.TensorProto.BOOL
 ZERO_POINT = 128
 """Of Q: unsigned on both sides is the form that is exact and fast on every CPU."""
 
@@ -39,7 +39,7 @@ def quantized(b: Body, x: str, levels: int) -> tuple[str, str]:
 
 def scores(b: Body, q: str, k: Coded, groups: str) -> str:
     """q [Hs, G, B, Q, Rk] float times keys; ``groups`` int32 [Hs, g, Rk] -> [Hs, G, B, Q, N] float."""
-    member = b.cast(b.unsqueeze(groups, 2, 3, 4), onnx.TensorProto.BOOL)
+    member = b.cast(b.unsqueeze(groups, 2, 3, 4), BOOL)
     split = b.op("Where", member, b.unsqueeze(q, 1), b.float(0))
     whole, step = quantized(b, b.transpose(split, 0, 3, 1, 2, 4, 5), LEVELS_Q)  # [Hs, B, g, G, Q, Rk]
     rows = b.op("Concat", b.op("Shape", whole, start=0, end=2), b.const([-1]), b.op("Shape", whole, start=5), axis=0)

@@ -24,7 +24,7 @@ RANK_MULTIPLE = 16
 class Lane:
     """One (layer, KV head): how its Q and K are projected and how many dimensions of K and V are cached.
 
-    ``input_dim`` is the width of this lane's rows of q (for each query head) and of k as they reach Attend, before RoPE.
+    ``input_dim`` is the width of this lane's rows of q (each query head) and of k as they reach Attend, before RoPE.
     ``rope`` says what Attend does to them: rotate every plane (``full``), rotate the planes listed in ``planes`` (the
     input holds only those, first halves then second halves), or nothing (``none``).
     ``projected``: Q and K then pass their matrices A and B [input_dim, rank_k] inside Attend. A lane that is not
@@ -86,11 +86,11 @@ class TokenRule:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Lanes (indices into ``CompressionPlan.lanes``) that keep equally many tokens in one tier: one page table, one length.
+    """Lanes (indices into ``CompressionPlan.lanes``) that keep equally many tokens in one tier: one table, one length.
 
     ``source`` is None for a *fresh* bucket, where new tokens are appended; every lane that is not removed is in exactly
-    one of those. Otherwise it is the index of the fresh bucket whose full pages are sealed into this one. A fresh bucket
-    that no other names as its source is never sealed: its tier is append-able and its pages stay.
+    one of those. Otherwise it is the index of the fresh bucket whose full pages are sealed into this one. A fresh
+    bucket that no other names as its source is never sealed: its tier is append-able and its pages stay.
     """
 
     tier: int
@@ -160,7 +160,7 @@ class CompressionPlan:
         return any(lane.projected for lane in self.lanes)
 
     def cold(self, fresh: int) -> tuple[int, ...]:
-        """Indices of the buckets that the pages of fresh bucket ``fresh`` are sealed into; empty if it is never sealed."""
+        """Indices of the buckets that pages of fresh bucket ``fresh`` are sealed into; empty if it is never sealed."""
         return tuple(i for i, bucket in enumerate(self.buckets) if bucket.source == fresh)
 
     @property

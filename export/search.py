@@ -34,10 +34,10 @@ Metric = Literal["retrieval", "perplexity", "agreement"]
 
 WINDOWS = 6
 WINDOW_TOKENS = 1024
-QUESTIONS = 24
+QUESTIONS = 16
 """A search scores many plans, so it reads less than an evaluation: these many windows, and questions evenly spaced."""
 
-RESOLUTION = 0.01
+RESOLUTION = 0.02
 """Bisection stops when the best ratio is known to this fraction of the uncompressed bytes."""
 
 

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvlathe.errors import KvlatheError
 from kvlathe.export.decoder import Decoder
+from kvlathe.export.onnx_body import FLOAT, HALF
 from kvlathe.export.onnx_function import DOMAIN, OPSET, attend_function
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.export.spec import DecoderSpec
@@ -37,7 +38,7 @@ MODEL, DATA = "model.onnx", "model.onnx.data"
 ALIGN = 4096
 """Bytes: weights begin on memory pages, so that runtimes map the file instead of reading it."""
 IR_VERSION = 10
-TORCH_TYPES = {"float32": torch.float32, "float16": torch.float16}
+TYPES = {"float32": (torch.float32, FLOAT), "float16": (torch.float16, HALF)}
 
 
 def export_onnx(
@@ -54,20 +55,15 @@ def export_onnx(
     activations; logits are float32 and rows in the plan's hot format. Peak memory is the graph and one tensor. Raises
     KvlatheError for weights that are not the decoder's.
     """
-    model = trace(spec, plan, TORCH_TYPES[dtype], opset)
+    torch_type, onnx_type = TYPES[dtype]
+    model = trace(spec, plan, torch_type, opset)
     places = place_weights(model)
-    for layer in range(plan.model.layers):
-        for name, table in LayerTables(plan, layer).items():
-            key = f"layers.{layer}.attend.{name}"
-            model.graph.initializers[key].const_value = ir.tensor(table, name=key)
-    model.metadata_props.update(
-        {"kvlathe.version": _version(), "kvlathe.plan": plan.digest, "kvlathe.opset": str(opset)}
-    )
+    place_tables(model, plan)
+    facts = {"kvlathe.version": _version(), "kvlathe.plan": plan.digest, "kvlathe.opset": str(opset)}
+    model.metadata_props.update(facts)
     model.opset_imports[DOMAIN] = 1
     proto = ir.to_proto(model)
-    proto.functions.append(
-        attend_function(plan, {"float32": onnx.TensorProto.FLOAT}.get(dtype, onnx.TensorProto.FLOAT16))
-    )
+    proto.functions.append(attend_function(plan, onnx_type, opset))
     out_dir.mkdir(parents=True, exist_ok=True)
     write_weights(out_dir / DATA, places, weights)
     path = out_dir / MODEL
@@ -219,6 +215,14 @@ def place_weights(model: ir.Model) -> dict[str, Place]:
     return places
 
 
+def place_tables(model: ir.Model, plan: CompressionPlan) -> None:
+    """The layout arrays are small: they stay in the model file."""
+    for layer in range(plan.model.layers):
+        for name, table in LayerTables(plan, layer).items():
+            key = f"layers.{layer}.attend.{name}"
+            model.graph.initializers[key].const_value = ir.tensor(table, name=key)
+
+
 def write_weights(path: Path, places: dict[str, Place], weights: Iterable[tuple[str, Tensor]]) -> None:
     """Write each tensor at its place as it arrives. Raises KvlatheError for a foreign, missing or misshapen one."""
     waiting = dict(places)
@@ -234,7 +238,7 @@ def write_weights(path: Path, places: dict[str, Place], weights: Iterable[tuple[
                     "fold it for this plan",
                 )
             file.seek(place.offset)
-            file.write(tensor.detach().to(place.dtype).contiguous().numpy().tobytes())
+            file.write(tensor.detach().to(place.dtype).contiguous().numpy().data)
     if waiting:
         raise KvlatheError(
             f"weights are missing ({', '.join(sorted(waiting)[:3])} ...)", "the decoder needs all of them"

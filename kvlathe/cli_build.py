@@ -182,7 +182,8 @@ def describe(engine: Path) -> Result:
 
 def command_line() -> str:
     """This process's own command, as one would type it."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    program = Path(sys.argv[0]).name
+    return shlex.join(["kvlathe" if program == "cli.py" else program, *sys.argv[1:]])
 
 
 @click.command("calibrate")

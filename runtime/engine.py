@@ -28,9 +28,7 @@ class Engine:
         grown = [chunk.sequence for chunk in chunks if chunk.wanted]
         for sequence in grown:
             sequence.accept(next(logits))
-            sequence.finish_reason = self._finish_reason(sequence)
-            if sequence.finish_reason:
-                self.scheduler.remove(sequence)
+            self._finish(sequence)
         return grown
 
     def run(self, chunks: Items[Chunk]) -> npt.NDArray[np.float32]:
@@ -52,7 +50,14 @@ class Engine:
             chunk.sequence.cached += chunk.count
         return logits
 
-    def _finish_reason(self, sequence: Sequence) -> str | None:
-        if sequence.tokens[-1] in self.stop_ids and not sequence.params.ignore_eos:
-            return "stop"
-        return "length" if len(sequence.tokens) >= sequence.most_tokens else None
+    def _finish(self, sequence: Sequence) -> None:
+        """If the sequence has ended, say why and give its pages back."""
+        ended = sequence.tokens[-1] in self.stop_ids and not sequence.params.ignore_eos
+        if ended or (sequence.text and sequence.text.stopped):
+            sequence.finish_reason = "stop"
+        elif len(sequence.tokens) >= sequence.most_tokens:
+            sequence.finish_reason = "length"
+        if sequence.finish_reason:
+            if sequence.text:
+                sequence.text.close()
+            self.scheduler.remove(sequence)

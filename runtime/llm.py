@@ -7,6 +7,7 @@ for answer in llm.generate(["def main():", "# How to install"], SamplingParams(m
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Items
@@ -25,6 +26,7 @@ from kvlathe.export.plan import CompressionPlan
 from kvlathe.runtime.engine import Engine
 from kvlathe.runtime.ort_session import OrtSession
 from kvlathe.runtime.pool import PagePool
+from kvlathe.runtime.prefix import PrefixCache
 from kvlathe.runtime.sampler import Sampler, SamplingParams, TokenLogprob
 from kvlathe.runtime.scheduler import Scheduler
 from kvlathe.runtime.sequence import Chunk, Sequence
@@ -74,23 +76,36 @@ class LLM:
     """An engine with its tokenizer and its cache. Not thread-safe: one call at a time."""
 
     def __init__(
-        self, session: Session, plan: CompressionPlan, limits: Limits, tokenizer: Tokenizer, cache_bytes: int
+        self,
+        session: Session,
+        plan: CompressionPlan,
+        limits: Limits,
+        tokenizer: Tokenizer,
+        cache_bytes: int,
+        share_prefixes: bool = False,
     ) -> None:
         self.plan, self.limits, self.tokenizer = plan, limits, tokenizer
         self.layout = CacheLayout(plan)
         self.pool = PagePool(self.layout, cache_bytes)
         self.session = session
-        self.engine = Engine(session, self.pool, Scheduler(self.pool, session, limits), tokenizer.stop_ids)
+        prefixes = PrefixCache(self.pool) if share_prefixes else None
+        self.engine = Engine(session, self.pool, Scheduler(self.pool, session, limits, prefixes), tokenizer.stop_ids)
         self.manifest: Manifest | None = None
 
     @classmethod
     def load(
-        cls, engine_dir: str | Path, cache_bytes: int | None = None, threads: int | None = None, verify: bool = True
+        cls,
+        engine_dir: str | Path,
+        cache_bytes: int | None = None,
+        threads: int | None = None,
+        verify: bool = True,
+        share_prefixes: bool = False,
     ) -> LLM:
         """Load an engine folder, checking that its files are those that were built (or just their sizes).
 
         ``cache_bytes`` of KV cache: by default room for max_batch_size sequences of max_seq_len tokens, at most half of
         the machine's memory; memory is only taken as it is used. ``threads``: default one for each physical core.
+        ``share_prefixes``: finished requests leave their pages to later ones that begin alike, until room is needed.
         Raises KvlatheError where the folder is incomplete, changed, or of a backend that cannot run here.
         """
         folder = Path(engine_dir)
@@ -104,7 +119,7 @@ class LLM:
         plan = CompressionPlan.from_json((folder / manifests.PLAN_FILE).read_text("utf-8"))
         size = cache_bytes or default_cache_bytes(CacheLayout(plan), manifest.limits)
         session = SESSIONS[manifest.backend](folder, plan, manifest.limits, size, threads)
-        llm = cls(session, plan, manifest.limits, Tokenizer(folder), size)
+        llm = cls(session, plan, manifest.limits, Tokenizer(folder), size, share_prefixes)
         llm.manifest = manifest
         return llm
 
@@ -126,17 +141,22 @@ class LLM:
             )
         each = list(params) if isinstance(params, Items) else [params or SamplingParams()] * len(batch)
         sequences = [self.sequence(self.encode(prompt), p) for prompt, p in zip(batch, each, strict=True)]
-        streams = {s: TextStream(self.tokenizer, s.tokens, s.params.stop) for s in sequences}
-        for _ in self._run(streams):
+        for _ in self._run(sequences):
             pass
-        return [answer(s, streams[s]) for s in sequences]
+        return [answer(sequence) for sequence in sequences]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, Answer]:
-        """The answer's text in pieces of whole characters, as they come; the generator returns the whole answer."""
-        sequence = self.sequence(self.encode(prompt), params or SamplingParams())
-        text = TextStream(self.tokenizer, sequence.tokens, sequence.params.stop)
-        yield from (piece for _, piece in self._run({sequence: text}) if piece)
-        return answer(sequence, text)
+        """The answer's text in pieces of whole characters, as they come; the generator returns the whole answer.
+
+        Several streams may be read in turns: each step serves them all.
+        """
+        sequence, shown = self.sequence(self.encode(prompt), params or SamplingParams()), 0
+        for _ in itertools.chain(self._run([sequence]), [None]):  # another stream's step may have been the last
+            text = sequence.text.text if sequence.text else ""
+            if len(text) > shown:
+                yield text[shown:]
+                shown = len(text)
+        return answer(sequence)
 
     def chat(self, messages: Items[dict[str, Any]], params: SamplingParams | None = None) -> Answer:
         """The answer to ``messages`` ({"role": ..., "content": ...}) through the checkpoint's chat template."""
@@ -149,7 +169,8 @@ class LLM:
     def sequence(self, tokens: list[int], params: SamplingParams) -> Sequence:
         """A new request for these prompt tokens, checked against the limits. Raises KvlatheError."""
         self._check(tokens, params.max_new_tokens)
-        return Sequence(tokens, len(tokens), self.pool.open(), self.plan.prefill_chunk, Sampler(params))
+        text = TextStream(self.tokenizer, tokens, params.stop)
+        return Sequence(tokens, len(tokens), self.pool.open(), self.plan.prefill_chunk, Sampler(params), text)
 
     def _check(self, tokens: Items[int], new: int) -> None:
         if not tokens:
@@ -169,25 +190,18 @@ class LLM:
                     f"shorten it or build with a larger --{flag}",
                 )
 
-    def _run(self, streams: dict[Sequence, TextStream]) -> Iterator[tuple[Sequence, str]]:
-        """Serve the sequences; yields each new piece of text. Their pages go back however this ends."""
+    def _run(self, sequences: Items[Sequence]) -> Iterator[None]:
+        """Serve the sequences, yielding after each step. Their pages go back however this ends."""
         scheduler = self.engine.scheduler
         try:
-            for sequence in streams:
+            for sequence in sequences:
                 scheduler.add(sequence)
-            while not all(sequence.finish_reason for sequence in streams):
-                for sequence in self.engine.step():
-                    yield sequence, self._grow(sequence, streams[sequence])
+            while not all(sequence.finish_reason for sequence in sequences):
+                self.engine.step()
+                yield
         finally:
-            for sequence in streams:
+            for sequence in sequences:
                 scheduler.remove(sequence)
-
-    def _grow(self, sequence: Sequence, text: TextStream) -> str:
-        piece = text.push(sequence.tokens[-1])
-        if text.stopped and not sequence.finish_reason:
-            sequence.finish_reason = "stop"
-            self.engine.scheduler.remove(sequence)
-        return piece + text.close() if sequence.finish_reason else piece
 
     # -- evaluation ------------------------------------------------------------------------------------------------
     def logits(self, token_ids: Items[int], rows: Items[int]) -> npt.NDArray[np.float32]:
@@ -223,11 +237,11 @@ def as_batch(prompts: Prompt | Items[Prompt]) -> list[Prompt]:
     return list(cast(Items[Prompt], prompts))
 
 
-def answer(sequence: Sequence, text: TextStream) -> Answer:
+def answer(sequence: Sequence) -> Answer:
     new = sequence.answer
     prefill, decode = sequence.first_token - sequence.started, sequence.last_token - sequence.first_token
     return Answer(
-        text=text.text,
+        text=sequence.text.text if sequence.text else "",
         token_ids=new,
         finish_reason=sequence.finish_reason or "length",
         prompt_tokens=sequence.prompt_tokens,

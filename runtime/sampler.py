@@ -93,18 +93,20 @@ def penalize(logits: Logits, context: Sequence[int], penalty: float) -> Logits:
 
 
 def filtered(logits: Logits, params: SamplingParams) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
-    """The tokens that temperature, top-k, top-p and min-p leave, most likely first, and their probabilities (sum 1)."""
+    """The tokens that temperature, top-k, top-p and min-p leave, and their probabilities (sum 1)."""
     scaled = logits.astype(np.float64) / params.temperature
     tokens = np.arange(len(scaled))
     if 0 < params.top_k < len(scaled):
         tokens = np.flatnonzero(scaled >= np.partition(scaled, -params.top_k)[-params.top_k])
-    tokens = tokens[np.argsort(-scaled[tokens], kind="stable")]
     probabilities = softmax(scaled[tokens])
     if params.top_p < 1:  # the fewest tokens that reach top_p: one is kept if those before it have less
+        likely = np.flatnonzero(probabilities >= (1 - params.top_p) / len(tokens))  # others: below 1 - top_p
+        order = likely[np.argsort(-probabilities[likely], kind="stable")]
+        tokens, probabilities = tokens[order], probabilities[order]
         keep = np.cumsum(probabilities) - probabilities < params.top_p
         tokens, probabilities = tokens[keep], probabilities[keep]
     if params.min_p > 0:
-        keep = probabilities >= params.min_p * probabilities[0]
+        keep = probabilities >= params.min_p * probabilities.max()
         tokens, probabilities = tokens[keep], probabilities[keep]
     return tokens, probabilities / probabilities.sum()
 

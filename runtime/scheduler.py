@@ -11,7 +11,8 @@ from collections import deque
 
 from kvlathe.engines.manifest import Limits
 from kvlathe.errors import KvlatheError
-from kvlathe.runtime.pool import OutOfPages, PagePool, Swapped
+from kvlathe.runtime.arena import OutOfPages
+from kvlathe.runtime.pool import PagePool, Swapped
 from kvlathe.runtime.prefix import PrefixCache
 from kvlathe.runtime.sequence import Chunk, Sequence
 from kvlathe.runtime.session import PageMover

@@ -11,6 +11,7 @@ import numpy as np
 from kvlathe.runtime.pool import PageTable, Reservation
 from kvlathe.runtime.sampler import Sampler, SamplingParams, TokenLogprob, logprob
 from kvlathe.runtime.session import Int32, StepPlan
+from kvlathe.runtime.tokenizer import TextStream
 
 
 @dataclass(eq=False, slots=True)
@@ -26,6 +27,7 @@ class Sequence:
     table: PageTable
     chunk: int
     sampler: Sampler
+    text: TextStream | None = None
     cached: int = 0
     salt: bytes = b""  # sequences share pages with those of the same salt
     finish_reason: str | None = None
@@ -67,6 +69,8 @@ class Sequence:
         if self.params.logprobs is not None:
             self.logprobs.append(logprob(logits, token, self.params.logprobs))
         self.tokens.append(token)
+        if self.text:
+            self.text.push(token)
         self.last_token = time.perf_counter()
         self.first_token = self.first_token or self.last_token
         return token

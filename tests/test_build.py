@@ -153,7 +153,7 @@ def test_calibration_is_kept_as_a_file_and_in_the_cache(
     checkpoint = planning.open_checkpoint(model)
     monkeypatch.setattr("kvlathe.export.calibrate.calibrate", lambda *_: pytest.fail("calibrated again"))
     loaded = planning.statistics(request_for(compression="fdc", stats=tmp_path / "model.npz"), checkpoint)
-    cached = planning.statistics(request_for(compression="fdc"), checkpoint)
+    cached = planning.statistics(planning.resolved(request_for(compression="fdc")), checkpoint)
     assert loaded is not None and cached is not None
     assert written.digest == loaded.digest == cached.digest
     other = planning.open_checkpoint(reference("qwen2-g7")[0])

@@ -14,8 +14,8 @@ from test_attend import eager
 from test_onnx import one_node, session, through_onnx
 
 from kvlathe.export import integer, onnx_integer
-from kvlathe.export.body import Body
-from kvlathe.export.onnx_function import FLOAT, HALF, NAME, OPSET
+from kvlathe.export.onnx_body import FLOAT, HALF, Body
+from kvlathe.export.onnx_function import NAME, OPSET
 from kvlathe.export.plan import Bucket, Lane, Tier
 from kvlathe.export.tables import Form
 
@@ -205,8 +205,8 @@ def float_shapes(model: onnx.ModelProto, feeds: dict[str, Array]) -> set[tuple[i
     kept = {output.name for output in inlined.graph.output}
     names = [name for node in inlined.graph.node for name in node.output if name and name not in kept]
     inlined.graph.output.extend(helper.make_empty_tensor_value_info(name) for name in names)
-    found = session(inlined.SerializeToString()).run(names, feeds)
-    return {tuple(value.shape) for value in found if value.dtype in (np.float16, np.float32)}
+    found = [np.asarray(value) for value in session(inlined.SerializeToString()).run(names, feeds)]
+    return {value.shape for value in found if value.dtype in (np.float16, np.float32)}
 
 
 def test_constant_values_come_out_as_they_are() -> None:

@@ -25,7 +25,8 @@ from kvlathe.export.basis import Basis, LaneBasis
 from kvlathe.export.checkpoint import Checkpoint
 from kvlathe.export.fold import decoder_from, fold
 from kvlathe.export.layout import CacheLayout
-from kvlathe.export.onnx_function import DOMAIN, FLOAT, HALF, NAME, OPSET, attend_function
+from kvlathe.export.onnx_body import FLOAT, HALF
+from kvlathe.export.onnx_function import DOMAIN, NAME, OPSET, attend_function
 from kvlathe.export.plan import Bucket, CompressionPlan, Lane, Tier
 from kvlathe.export.tables import Form, LayerTables
 from kvlathe.export.to_onnx import export_onnx

@@ -15,8 +15,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
+from kvlathe.runtime.arena import OutOfPages, slab_size
 from kvlathe.runtime.host_pages import HostPages
-from kvlathe.runtime.pool import OutOfPages, PagePool, PageTable, Reservation, slab_size
+from kvlathe.runtime.pool import PagePool, PageTable, Reservation
 from kvlathe.runtime.session import StepPlan
 
 PAGE = 16

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -204,57 +203,7 @@ def test_an_abandoned_stream_leaks_nothing() -> None:
     assert engine.pool.bytes_in_use == 0 and not engine.engine.scheduler.running
 
 
-# -- text ------------------------------------------------------------------------------------------------------------
-def test_streams_are_the_answer_in_pieces() -> None:
-    engine, params = llm("torch", "one"), SamplingParams(max_new_tokens=24)
-    pieces = list(engine.stream("def main():\n", params))
-    assert len(pieces) > 3 and "".join(pieces) == engine.generate("def main():\n", params)[0].text
-
-
-def test_a_stop_string_ends_the_text_before_it() -> None:
-    engine = llm("torch", "one")
-    whole = engine.generate("def main():\n", SamplingParams(max_new_tokens=40, ignore_eos=True))[0]
-    stop = whole.text[len(whole.text) // 2 :][:3]
-    cut = engine.generate("def main():\n", SamplingParams(max_new_tokens=40, ignore_eos=True, stop=(stop,)))[0]
-    assert cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.index(stop)]
-    assert len(cut.token_ids) < len(whole.token_ids) and engine.pool.bytes_in_use == 0
-
-
-def test_the_ending_token_ends_the_text_and_is_not_part_of_it() -> None:
-    engine = llm("torch", "one")
-    first = engine.generate([list(text(40))], SamplingParams(max_new_tokens=5, ignore_eos=True))[0]
-    engine.engine.stop_ids = frozenset({first.token_ids[2]})
-    at = first.token_ids.index(first.token_ids[2])
-    answer = engine.generate([list(text(40))], SamplingParams(max_new_tokens=5))[0]
-    assert answer.finish_reason == "stop" and answer.token_ids == first.token_ids[: at + 1]
-    assert answer.timings.prefill_tokens == 40 and answer.timings.prefill_tokens_per_second > 0
-
-
-# -- refusals --------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("prompts", "new", "said"),
-    [
-        ([[]], 4, "the prompt is empty"),
-        ([""], 4, "the prompt is empty"),
-        ([[5] * 3073], 4, "max_input_len is 3072"),
-        ([[5] * 3000], 2000, "max_seq_len is 4096"),
-        ([[5]] * 9, 4, "takes 8"),
-        ([[5, 8192]], 4, "out of range"),
-        ([[5, -1]], 4, "out of range"),
-    ],
-)
-def test_requests_beyond_the_limits_are_refused_before_anything_runs(prompts: list, new: int, said: str) -> None:
-    engine = llm("torch", "one")
-    with pytest.raises(KvlatheError, match=re.escape(said)):
-        engine.generate(prompts, SamplingParams(max_new_tokens=new))
-    assert engine.pool.bytes_in_use == 0 and not engine.engine.scheduler.waiting
-
-
-def test_a_request_that_can_never_fit_is_refused() -> None:
-    with pytest.raises(KvlatheError, match="does not fit"):
-        llm("torch", "one", tokens=64).generate([list(text(700))], SamplingParams(max_new_tokens=500))
-
-
+# -- the session -----------------------------------------------------------------------------------------------------
 def test_onnx_runtime_reads_the_pool_in_place_and_refuses_steps_beyond_the_profile() -> None:
     found = session("onnx", "one", 1 << 26, dataclasses.replace(LIMITS, max_num_tokens=8))
     assert isinstance(found, OrtSession)

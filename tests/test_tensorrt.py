@@ -12,8 +12,9 @@ import pytest
 from kvlathe.engines import manifest as manifests
 from kvlathe.engines import tensorrt
 from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.layers import check_attention, required_nodes
 from kvlathe.engines.manifest import Limits
-from kvlathe.engines.tensorrt import check_attention, profiles, required_nodes
+from kvlathe.engines.tensorrt import profiles
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
@@ -93,6 +94,7 @@ def test_the_shipped_model_becomes_an_engine_without_a_gpu(tmp_path: Path) -> No
     folder = build(BuildRequest(MODEL, tmp_path / "engine", backend="tensorrt_rtx", max_seq_len=512, use_cache=False))
     manifest = manifests.verify(folder)
     assert manifest.compute_dtype == "float16" and "sm_89" in manifest.architectures
+    assert "sm_75" not in manifest.architectures
     assert manifest.versions["tensorrt_rtx"]
     assert "model.engine" in manifest.files and "model.onnx" not in manifest.files
     assert {"model.onnx", "model.onnx.data"} <= set(manifest.made_from)

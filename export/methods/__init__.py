@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvlathe.errors import KvlatheError
 from kvlathe.export.basis import Basis
 from kvlathe.export.methods import fdc, hack, none, zack
-from kvlathe.export.methods.lowrank import best_ratio, full_lanes, kept, low_rank, within
+from kvlathe.export.methods.lowrank import bases, best_ratio, full_lanes, kept, low_rank, within
 from kvlathe.export.methods.options import Asked, Options, Part, parse, unknown, with_written
 from kvlathe.export.methods.spin import spun
 from kvlathe.export.plan import Bucket, CompressionPlan, ModelShape, Tier
@@ -96,23 +96,35 @@ def compose(
     sealing = [(one, part) for one, part in fixed if part.cold]
     _only_one("the ranks", [one for one, _ in rotating])
     _only_one("the number format of full pages", [one for one, _ in sealing])
-    format_part = sealing[0][1] if sealing else Part()
-    if not rotating:
-        _no_share_asked(request, options)
-        return _composed(request, shape, Part(full_lanes(shape, rope)), format_part, form)
-    (one, method), options = rotating[0], with_written(options, rotating[0][0].options)
-    assert method.rotate is not None
-    if stats is None:
-        raise KvlatheError(f"{one.name} needs statistics", "its bases come from them", "calibrate first")
-    rotate, whole = method.rotate, stats
+    formats = sealing[0][1] if sealing else Part()
+    if rotating:
+        return _ranked(request, shape, *rotating[0], formats, stats, options, form)
+    _no_share_asked(request, options)
+    return _composed(request, shape, Part(full_lanes(shape, rope)), formats, form)
+
+
+def _ranked(
+    request: str,
+    shape: ModelShape,
+    asked: Asked,
+    method: Method,
+    formats: Part,
+    stats: Stats | None,
+    options: Options,
+    form: CacheForm,
+) -> tuple[CompressionPlan, Basis]:
+    """The composition where one method chooses ranks. A share of the bytes is asked of all methods together."""
+    options, rotate = with_written(options, asked.options), method.rotate
+    if stats is None or rotate is None:
+        raise KvlatheError(f"{asked.name} needs statistics", "its bases come from them", "calibrate first")
 
     def at(ratio: float | None) -> tuple[CompressionPlan, Basis]:
-        ranks = low_rank(whole, options if ratio is None else options.asked(compression_ratio=ratio), rotate)
-        return _composed(request, shape, ranks, format_part, form)
+        ranks = low_rank(stats, options if ratio is None else options.asked(compression_ratio=ratio), rotate)
+        return _composed(request, shape, ranks, formats, form)
 
-    if options.compression_ratio is None or format_part.cold is None:
+    if options.compression_ratio is None or formats.cold is None:
         return at(None)
-    return within(options.compression_ratio, shape, form.bits, form.page_tokens, at)
+    return within(options.compression_ratio, shape, form.bits, at)
 
 
 def _only_one(what: str, asked: list[Asked]) -> None:
@@ -189,7 +201,7 @@ def evidence(request: str, stats: Stats, options: Options, plan: CompressionPlan
     if not found:
         return None
     rotate, options = found[0]
-    whole, one, other = (rotate(s, options) for s in (stats, stats.half(0), stats.half(1)))
+    whole, one, other = (bases(s, options, rotate) for s in (stats, stats.half(0), stats.half(1)))
     sides = {}
     for side, left, right in (("k", one.b, other.b), ("v", one.a_v, other.a_v)):
         pairs = zip(kept(plan.lanes, left, side), kept(plan.lanes, right, side), strict=True)

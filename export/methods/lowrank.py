@@ -19,6 +19,9 @@ from kvlathe.export.stats import Stats
 
 Array = npt.NDArray[np.floating]
 
+STEP = 0.01
+"""Of the ranks, by which a plan comes down to a share of the bytes."""
+
 
 def full_lanes(shape: ModelShape, rope: bool) -> tuple[Lane, ...]:
     """Every lane whole: the uncompressed model."""
@@ -29,26 +32,29 @@ def full_lanes(shape: ModelShape, rope: bool) -> tuple[Lane, ...]:
 
 def low_rank(stats: Stats, options: Options, rotate: Callable[[Stats, Options], Rotation]) -> Part:
     """The lanes and bases that reach the target. Raises KvlatheError where no ranks can."""
-    found = rotate(stats, options)
-    budget = _budget(stats, options, found if options.basis == "svd" else rotate(stats, options.asked(basis="svd")))
-    planes = options.rope_fold == "planes"
-    if planes and not stats.rope:
-        raise KvlatheError(
-            "rope_fold=planes cannot be used", "the model has no RoPE", "leave it out: its basis folds as it is"
-        )
-    energy = plane_energy(stats) if planes else None
-    if energy is not None:
-        found = _by_planes(found, energy)
-    ranks = _ranks(options, found, budget)
+    found = bases(stats, options, rotate)
+    ranks = _ranks(options, found, _budget(stats, options, rotate(stats, options.asked(basis="svd"))))
     lanes, basis = [], Basis()
     for lane, k, v in zip(full_lanes(stats.shape, stats.rope), *ranks.reshape(2, -1).tolist(), strict=True):
         at = (lane.layer, lane.head)
-        kept = _kept_planes(energy[at], k) if energy is not None else ()
-        cut, matrices = _cut(lane, k, v, kept, found)
+        planes = _planes(found.b[at], k) if options.rope_fold == "planes" else ()
+        cut, matrices = _cut(lane, k, v, planes, found)
         lanes.append(cut)
         basis[at] = matrices
     asked = dataclasses.asdict(options) | {"allocation": options.spending}
     return Part(tuple(lanes), basis, notes=asked | {"calibration": stats.source})
+
+
+def bases(stats: Stats, options: Options, rotate: Callable[[Stats, Options], Rotation]) -> Rotation:
+    """What is cut: the method's bases, or RoPE planes in place of those of K. Raises KvlatheError without RoPE."""
+    found = rotate(stats, options)
+    if options.rope_fold != "planes":
+        return found
+    if not stats.rope:
+        raise KvlatheError(
+            "rope_fold=planes cannot be used", "the model has no RoPE", "leave it out: its basis folds as it is"
+        )
+    return _by_planes(found, plane_energy(stats))
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -92,13 +98,9 @@ def best_ratio(shape: ModelShape) -> float:
 
 
 def within(
-    ratio: float,
-    shape: ModelShape,
-    bits: int,
-    page_tokens: int,
-    at: Callable[[float | None], tuple[CompressionPlan, Basis]],
+    ratio: float, shape: ModelShape, bits: int, at: Callable[[float | None], tuple[CompressionPlan, Basis]]
 ) -> tuple[CompressionPlan, Basis]:
-    """The plan of most ranks that removes at least ``ratio`` of the bytes when its pages are quantized as well.
+    """The plan of most ranks that removes at least ``ratio`` of the bytes when its full pages are quantized as well.
 
     ``at``: the plan whose ranks alone remove a given ratio. The uncompressed cache that bytes are taken against holds
     ``bits`` a number. Raises KvlatheError where no ranks are small enough.
@@ -108,19 +110,17 @@ def within(
     def left(found: tuple[CompressionPlan, Basis]) -> float:
         return CacheLayout(found[0]).bytes_per_token() / whole
 
-    found, most = at(0.0), best_ratio(shape)
-    kept = (1 - ratio) / left(found)
-    while left(found) > 1 - ratio:
-        if kept < 1 - most:
-            least = left(at(most))
-            if least > 1 - ratio:
-                raise KvlatheError(
-                    f"a compression ratio of {ratio:g} cannot be reached",
-                    f"every head keeps at least {RANK_MULTIPLE} dimensions of K and of V",
-                    f"ask for at most {np.floor(1e4 * (1 - least)) / 1e4:.4g}",
-                )
-        found = at(min(1 - kept, most))
-        kept -= 0.01
+    found = at(0.0)
+    kept, least = (1 - ratio) / left(found), 1 - best_ratio(shape)
+    while left(found) > 1 - ratio:  # metadata and padding do not shrink as ranks do: a few steps down
+        if kept < least - STEP:
+            raise KvlatheError(
+                f"a compression ratio of {ratio:g} cannot be reached",
+                f"every head keeps at least {RANK_MULTIPLE} dimensions of K and of V",
+                f"ask for at most {np.floor(1e4 * (1 - left(found))) / 1e4:.4g}",
+            )
+        found = at(1 - max(kept, least))
+        kept -= STEP
     return found
 
 
@@ -142,18 +142,19 @@ def _cut(lane: Lane, rank_k: int, rank_v: int, planes: tuple[int, ...], found: R
 
 # -- RoPE planes -------------------------------------------------------------------------------------------------------
 def _by_planes(found: Rotation, energy: Array) -> Rotation:
-    """The K side when planes are its dims: each plane's value stands for its two dims."""
-    falling = -np.sort(-energy, -1)
-    spectrum = np.repeat(np.sqrt(falling), 2, -1)
-    unit = found.loss_k.sum(-1, keepdims=True) / np.maximum(energy.sum(-1, keepdims=True), 1e-300)
-    return dataclasses.replace(found, spectrum_k=spectrum, loss_k=np.repeat(falling / 2, 2, -1) * unit)
+    """The K side when planes are its dims: pairs of unit vectors by falling energy; a plane's value stands for both."""
+    half = energy.shape[-1]
+    order = np.argsort(-energy, -1, kind="stable")
+    dims = np.stack([order, order + half], -1).reshape(*energy.shape[:-1], 2 * half)
+    units = np.eye(2 * half)[dims].mT
+    falling = np.repeat(np.take_along_axis(energy, order, -1), 2, -1)
+    unit = found.loss_k.sum(-1, keepdims=True) / np.maximum(falling.sum(-1, keepdims=True), 1e-300)
+    return dataclasses.replace(found, a=units, b=units, spectrum_k=np.sqrt(falling), loss_k=falling * unit)
 
 
-def _kept_planes(energy: Array, rank: int) -> tuple[int, ...]:
-    """The ``rank`` / 2 planes of most energy, ascending; none where all are kept."""
-    if rank >= 2 * len(energy):
-        return ()
-    return tuple(sorted(np.argsort(-energy, kind="stable")[: rank // 2].tolist()))
+def _planes(units: Array, rank: int) -> tuple[int, ...]:
+    """The planes of the first ``rank`` of the unit vectors [d, d], ascending; none where all are kept."""
+    return () if rank >= len(units) else tuple(sorted(units[:, :rank:2].argmax(0).tolist()))
 
 
 def kept(lanes: tuple[Lane, ...], matrices: Array, side: str) -> Iterator[Array]:

@@ -18,10 +18,12 @@ minutes.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ import click
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.console import print_table
+from kvlathe.console import cell, print_table
 from kvlathe.engines.build import build, calibrate_to
 from kvlathe.engines.request import BuildRequest
 from kvlathe.runtime.evaluate import evaluate
@@ -144,6 +146,9 @@ def bases(bench: Bench) -> Iterator[dict[str, Any]]:
             yield row(bench, what, f"{ratio:.0%} removed", found, **{"excess over svd": excess / svd}, **judged)
 
 
+PARTS = {"reference": reference_points, "bases": bases}
+
+
 @click.command()
 @click.option(
     "--model", "models", multiple=True, type=click.Path(path_type=Path), default=[ROOT / "models" / "lathe-5m"]
@@ -153,17 +158,17 @@ def bases(bench: Bench) -> Iterator[dict[str, Any]]:
 @click.option("--calibration", type=click.Path(path_type=Path), default=DATA / "calibration_text.jsonl")
 @click.option("--windows", default=8)
 @click.option("--every", default=3)
-@click.option("--part", type=click.Choice(("reference", "bases", "all")), default="all")
+@click.option("--part", type=click.Choice((*PARTS, "all")), default="all")
 def main(models: tuple[Path, ...], part: str, **settings: Any) -> None:  # noqa: ANN401
     """Measure the cost of compression."""
     rows: list[dict[str, Any]] = []
     for model in models:
         with tempfile.TemporaryDirectory() as folder:
             bench = Bench(model.resolve(), folder=Path(folder), **settings)
-            if part != "bases":
-                rows += reference_points(bench)
-            if part != "reference":
-                rows += bases(bench)
+            parts = [measure for name, measure in PARTS.items() if part in (name, "all")]
+            for found in chain.from_iterable(measure(bench) for measure in parts):
+                print(" ".join(f"{name}={cell(found.get(name))}" for name in COLUMNS), file=sys.stderr, flush=True)
+                rows.append(found)
     print_table("Accuracy through the engine", COLUMNS, [[found.get(name) for name in COLUMNS] for found in rows])
     print(json.dumps({"benchmark": "accuracy", "rows": rows}))
 

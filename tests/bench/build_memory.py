@@ -132,14 +132,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=None, help="where to work (needs about 7 GB)")
     parser.add_argument("--compression", default="fdc")
-    parser.add_argument("--removal-rate", type=float, default=0.15)
+    parser.add_argument("--compression-ratio", type=float, default=0.25)
     parser.add_argument("--dtype", default="float32")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as work:
         size = write_checkpoint(Path(work) / "model")
         options: dict[str, object] = {"compression": arguments.compression, "dtype": arguments.dtype}
         if arguments.compression != "none":
-            options["removal_rate"] = arguments.removal_rate
+            options["compression_ratio"] = arguments.compression_ratio
         peak, seconds = measure(Path(work) / "model", Path(work) / "engine", options)
         engine = sum(path.stat().st_size for path in (Path(work) / "engine").iterdir())
     rows = [("checkpoint", size), ("engine", engine), ("peak resident", peak), ("allowed", size + ALLOWANCE)]

@@ -1,4 +1,4 @@
-"""Body: an ONNX function under construction, one line an operator."""
+"""Body: writes the nodes of an ONNX function one expression at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import onnx
 from onnx import NodeProto, helper, numpy_helper
 
-INT32 = onnx.TensorProto.INT32
+FLOAT, HALF, INT32 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.INT32
 
 
 @dataclass

@@ -1,0 +1,138 @@
+"""Text in, text out: answers, streams, stop strings and refusals, and loading an engine folder."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from runtime_cases import LIMITS, MODEL, decoder, engine_folder, llm, text
+
+from kvlathe.engines import manifest as manifests
+from kvlathe.engines.manifest import KvBytes, Manifest
+from kvlathe.errors import KvlatheError
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.sampler import SamplingParams
+
+
+def test_streams_are_the_answer_in_pieces() -> None:
+    engine, params = llm("torch", "one"), SamplingParams(max_new_tokens=24)
+    pieces = list(engine.stream("def main():\n", params))
+    assert len(pieces) > 3 and "".join(pieces) == engine.generate("def main():\n", params)[0].text
+
+
+def test_streams_may_be_read_in_turns() -> None:
+    engine, params = llm("torch", "split"), SamplingParams(max_new_tokens=12, ignore_eos=True, stop=("##",))
+    prompts = ["def main():\n", "# Install\n", "import os\n"]
+    expected = [answer.text for answer in engine.generate(prompts, params)]
+    streams = [engine.stream(prompt, params) for prompt in prompts]
+    found = ["", "", ""]
+    for turn in 20 * (0, 1, 2):
+        found[turn] += next(streams[turn], "")
+    assert found == expected and engine.pool.bytes_in_use == 0
+
+
+def test_a_stop_string_ends_the_text_before_it() -> None:
+    engine = llm("torch", "one")
+    whole = engine.generate("def main():\n", SamplingParams(max_new_tokens=40, ignore_eos=True))[0]
+    stop = whole.text[len(whole.text) // 2 :][:3]
+    cut = engine.generate("def main():\n", SamplingParams(max_new_tokens=40, ignore_eos=True, stop=(stop,)))[0]
+    assert cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.index(stop)]
+    assert len(cut.token_ids) < len(whole.token_ids) and engine.pool.bytes_in_use == 0
+
+
+def test_the_ending_token_ends_the_text_and_is_not_part_of_it() -> None:
+    engine = llm("torch", "one")
+    first = engine.generate([list(text(40))], SamplingParams(max_new_tokens=5, ignore_eos=True))[0]
+    engine.engine.stop_ids = frozenset({first.token_ids[2]})
+    at = first.token_ids.index(first.token_ids[2])
+    answer = engine.generate([list(text(40))], SamplingParams(max_new_tokens=5))[0]
+    assert answer.finish_reason == "stop" and answer.token_ids == first.token_ids[: at + 1]
+    assert answer.timings.prefill_tokens == 40 and answer.timings.prefill_tokens_per_second > 0
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("prompts", "new", "said"),
+    [
+        ([[]], 4, "the prompt is empty"),
+        ([""], 4, "the prompt is empty"),
+        ([[5] * 3073], 4, "max_input_len is 3072"),
+        ([[5] * 3000], 2000, "max_seq_len is 4096"),
+        ([[5]] * 9, 4, "takes 8"),
+        ([[5, 8192]], 4, "out of range"),
+        ([[5, -1]], 4, "out of range"),
+    ],
+)
+def test_requests_beyond_the_limits_are_refused_before_anything_runs(prompts: list, new: int, said: str) -> None:
+    engine = llm("torch", "one")
+    with pytest.raises(KvlatheError, match=re.escape(said)):
+        engine.generate(prompts, SamplingParams(max_new_tokens=new))
+    assert engine.pool.bytes_in_use == 0 and not engine.engine.scheduler.waiting
+
+
+def test_a_request_that_can_never_fit_is_refused() -> None:
+    with pytest.raises(KvlatheError, match="does not fit"):
+        llm("torch", "one", tokens=64).generate([list(text(700))], SamplingParams(max_new_tokens=500))
+
+
+# -- engine folders --------------------------------------------------------------------------------------------------
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An engine folder as a build leaves it, report aside."""
+    plan = decoder("split").plan
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(MODEL / name, tmp_path)
+    shutil.copytree(engine_folder("split"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / manifests.PLAN_FILE).write_text(plan.to_json())
+    written = Manifest(
+        model="lathe-5m",
+        compression="none",
+        backend="onnxruntime",
+        versions={},
+        architectures=("cpu",),
+        compute_dtype="float32",
+        limits=LIMITS,
+        page_tokens=plan.page_tokens,
+        prefill_chunk=plan.prefill_chunk,
+        kv_bytes=KvBytes(4096.0, 4096.0, 2048.0),
+        plan_digest=plan.digest,
+        model_digest="",
+        command="",
+        created="",
+    )
+    manifests.write(tmp_path, written)
+    return tmp_path
+
+
+def test_a_folder_is_all_it_takes(folder: Path) -> None:
+    engine = LLM.load(folder, threads=2)
+    question = json.loads((MODEL.parents[1] / "data" / "line_retrieval.jsonl").read_text().splitlines()[0])
+    answer = engine.generate(question["prompt"], SamplingParams(max_new_tokens=10, stop=("\n",)))[0]
+    assert answer.text.startswith(question["answer"])
+    assert engine.manifest is not None and engine.manifest.model == "lathe-5m"
+    assert engine.pool.arena_bytes >= LIMITS.max_batch_size * engine.layout.bytes_for(LIMITS.max_seq_len)
+
+
+def test_changed_files_and_foreign_backends_are_refused(folder: Path) -> None:
+    raw = json.loads((folder / manifests.MANIFEST_FILE).read_text())
+    (folder / manifests.MANIFEST_FILE).write_text(json.dumps(raw | {"backend": "tensorrt"}))
+    with pytest.raises(KvlatheError, match="built for tensorrt"):
+        LLM.load(folder)
+    (folder / manifests.MANIFEST_FILE).write_text(json.dumps(raw))
+    with (folder / manifests.PLAN_FILE).open("a") as file:
+        file.write(" ")
+    with pytest.raises(KvlatheError, match=r"plan\.json .* has changed"):
+        LLM.load(folder)
+
+
+def test_a_cache_below_a_page_is_refused(folder: Path) -> None:
+    with pytest.raises(KvlatheError, match="too small"):
+        LLM.load(folder, cache_bytes=1000)
+
+
+def test_chats_need_a_template(folder: Path) -> None:
+    with pytest.raises(KvlatheError, match="no chat template"):
+        LLM.load(folder, threads=2).chat([{"role": "user", "content": "hello"}])
