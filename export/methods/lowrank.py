@@ -113,13 +113,13 @@ def within(
     found = at(0.0)
     kept, least = (1 - ratio) / left(found), 1 - best_ratio(shape)
     while left(found) > 1 - ratio:  # metadata and padding do not shrink as ranks do: a few steps down
-        if kept < least - STEP:
+        found = at(1 - max(kept, least))
+        if kept <= least and left(found) > 1 - ratio:
             raise KvlatheError(
                 f"a compression ratio of {ratio:g} cannot be reached",
                 f"every head keeps at least {RANK_MULTIPLE} dimensions of K and of V",
                 f"ask for at most {np.floor(1e4 * (1 - left(found))) / 1e4:.4g}",
             )
-        found = at(1 - max(kept, least))
         kept -= STEP
     return found
 
