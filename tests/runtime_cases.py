@@ -33,6 +33,7 @@ from kvlathe.runtime.tokenizer import Tokenizer
 
 MODEL = Path(__file__).resolve().parents[1] / "models" / "lathe-5m"
 HOT, U8 = Tier(32, 32), Tier(8, 8, "rank", "token", 64, 64)
+CODED = Tier(4, 4, "rank", "token", 64, 32, "int", "stochastic")
 torch.set_num_threads(1)  # small matrices; the tests run side by side
 BACKENDS = ("torch", "onnx")
 LIMITS = Limits(max_batch_size=8, max_num_tokens=1024, max_input_len=3072, max_seq_len=4096)
@@ -48,13 +49,15 @@ def plan_for(
 
 
 def plans(shape: ModelShape, page: int = 64, chunk: int = 512) -> dict[str, CompressionPlan]:
-    """The same model over one bucket, two buckets (even and odd lanes), and with full pages sealed into 8 bit."""
+    """The same model over one bucket, two buckets (even and odd lanes), and with full pages sealed into 8 bit, or
+    into 4 bit with attention on the codes."""
     every = tuple(range(shape.layers * shape.kv_heads))
     split = (Bucket(0, every[::2]), Bucket(0, every[1::2]))
     return {
         "one": plan_for(shape, (HOT,), (Bucket(0, every),), page, chunk),
         "split": plan_for(shape, (HOT,), split, page, chunk),
         "sealed": plan_for(shape, (HOT, U8), (Bucket(0, every), Bucket(1, every, source=0)), page, chunk),
+        "coded": plan_for(shape, (HOT, CODED), (Bucket(0, every), Bucket(1, every, source=0)), page, chunk),
         "sealed split": plan_for(
             shape,
             (HOT, U8, Tier(16, 16)),

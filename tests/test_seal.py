@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runtime_cases import BACKENDS, HOT, at_once, decoder, llm, model_shape, plan_for, plans, text
+from runtime_cases import BACKENDS, HOT, at_once, decoder, forced, llm, model_shape, plan_for, plans, text
 
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
@@ -159,10 +159,13 @@ def test_stochastic_rounding_has_no_bias() -> None:
 
 
 # -- through the model -----------------------------------------------------------------------------------------------
-def assert_same(logits: Floats, expected: Floats) -> None:
-    """Equal to 1e-3 but for the rare number on the border of two codes, which float noise sends to either side."""
+def assert_same(logits: Floats, expected: Floats, kind: str = "sealed") -> None:
+    """Equal to 1e-3 but for the rare number on the border of two codes, which float noise sends to either side. Where
+    queries and shares are codes too there are more of them; a 4-bit cache itself moves these logits by 0.2.
+    """
+    rms, most = (5e-3, 0.5) if kind == "coded" else (1e-3, 2e-2)
     difference = np.abs(logits - expected)
-    assert np.sqrt((difference**2).mean()) < 1e-3 and difference.max() < 2e-2
+    assert np.sqrt((difference**2).mean()) < rms and difference.max() < most
 
 
 def dequantized_reference(kind: str, length: int, grid: int) -> Floats:
@@ -198,7 +201,7 @@ def test_a_sealing_engine_equals_the_dequantized_reference_and_nearly_the_exact_
     assert (logits.argmax(-1) == exact.argmax(-1)).mean() > 0.97
 
 
-@pytest.mark.parametrize("kind", ["sealed", "sealed split"])
+@pytest.mark.parametrize("kind", ["sealed", "sealed split", "coded"])
 def test_a_grid_of_one_page_is_decoding_token_by_token(kind: str) -> None:
     engine = llm("torch", kind)
     tokens = list(text(150))
@@ -208,7 +211,7 @@ def test_a_grid_of_one_page_is_decoding_token_by_token(kind: str) -> None:
         reservation = engine.pool.reserve(sequence.table, 1, sequence.seals_at(place + 1))
         decoded.append(engine.engine.run([Chunk(sequence, 1, reservation, (0,))])[0])
     engine.pool.release(sequence.table)
-    assert_same(engine.logits(tokens, range(150)), np.stack(decoded))
+    assert_same(engine.logits(tokens, range(150)), np.stack(decoded), kind)
 
 
 def logits_under(engine: LLM, step_tokens: int) -> Floats:
@@ -224,9 +227,28 @@ def logits_under(engine: LLM, step_tokens: int) -> Floats:
     return np.concatenate(found)
 
 
-def test_when_pages_seal_does_not_depend_on_the_schedule() -> None:
-    engine = llm("torch", "sealed")
-    assert_same(logits_under(engine, 1000), logits_under(engine, 150))
+@pytest.mark.parametrize("kind", ["sealed", "coded"])
+def test_when_pages_seal_does_not_depend_on_the_schedule(kind: str) -> None:
+    engine = llm("torch", kind)
+    assert_same(logits_under(engine, 1000), logits_under(engine, 150), kind)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_a_sequence_is_told_does_not_depend_on_its_neighbours(backend: str) -> None:
+    """Also where rounding is stochastic: noise goes by the token's place in its own sequence."""
+    engine, texts = llm(backend, "coded"), [text(150), text(70, 40), text(200, 300)]
+    together = forced(engine, texts, [(64, 0, 64), (64, 64, 64), (22, 6, 64), (0, 0, 8)])
+    for one, found in zip(texts, together, strict=True):
+        (alone,) = forced(engine, [one], [(64,)] * 4)
+        assert_same(found, alone, "coded")
+
+
+def test_an_engine_that_computes_on_codes_is_the_torch_decoder_that_does() -> None:
+    logits, expected = (llm(backend, "coded").logits(text(200), range(200)) for backend in ("onnx", "torch"))
+    assert_same(logits, expected, "coded")
+    exact = at_once(200)
+    assert 1e-4 < np.sqrt(((logits - exact) ** 2).mean()) < 0.5
+    assert (logits.argmax(-1) == exact.argmax(-1)).mean() > 0.8
 
 
 @pytest.mark.parametrize(
