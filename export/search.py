@@ -199,6 +199,12 @@ def search(
     what = (stats.digest, request, repr(options.asked(compression_ratio=None)), repr(form), exam.digest)
     key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
     searcher = Searcher(checkpoint, stats, request, options, form, exam, Scores.open(remembered, key))
+    if any(bucket.source is not None for bucket in searcher.plan(0.0)[0].buckets):
+        raise KvlatheError(
+            f"{request} cannot be searched for an accuracy",
+            "the search scores ranks, without the quantization of full pages",
+            "give --compression-ratio or --removal-rate, and look at kvlathe eval",
+        )
     baseline = searcher.score(0.0)
     if baseline <= 0:
         raise KvlatheError(

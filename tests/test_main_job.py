@@ -97,3 +97,14 @@ def test_an_existing_folder_is_not_written_to(home: Path, engines: dict[str, Pat
 def test_a_prompt_beyond_the_limits_is_refused(home: Path, engines: dict[str, Path]) -> None:
     code, refused, _ = kvlathe(home, "generate", engines["fdc"], "--prompt", "x " * 1100)
     assert code == 1 and "max_input_len is 1024" in refused["error"]
+
+
+def test_a_composition_that_computes_on_codes_finds_the_line_too(home: Path) -> None:
+    request = ["--compression", "hack:bits=8+fdc", "--compression-ratio", "0.75", "--max-seq-len", "1024"]
+    code, built, log = kvlathe(home, "build", "--model", MODEL, "--output-dir", home / "codes", *request)
+    assert code == 0, log
+    assert built["kv_bytes_removed"] >= 0.75
+    row = json.loads((ROOT / "data/line_retrieval.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    (home / "line.txt").write_text(row["prompt"], encoding="utf-8")
+    code, answer, log = kvlathe(home, "generate", home / "codes", "--prompt-file", home / "line.txt", "--stop", ">")
+    assert code == 0 and answer["text"] == row["answer"].removesuffix(">"), log

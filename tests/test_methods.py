@@ -368,6 +368,11 @@ def lathe() -> tuple[Checkpoint, Stats]:
     return checkpoint, calibrate_on(checkpoint, random_sequences(checkpoint.spec.vocab_size, 2048, 0, 512), 0, {})
 
 
+def test_a_search_that_would_not_see_the_quantization_is_refused(lathe: tuple[Checkpoint, Stats]) -> None:
+    with pytest.raises(KvlatheError, match="without the quantization"):
+        search.search(*lathe, "fdc+hack:bits=8", Options(), FORM, 0.9, exam_of("perplexity"))
+
+
 def exam_of(metric: search.Metric) -> search.Exam:
     rng = np.random.default_rng(0)
     windows = tuple(tuple(rng.integers(2, 8192, 40).tolist()) for _ in range(2))

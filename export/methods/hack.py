@@ -1,9 +1,9 @@
 """HACK, sections 5 and 6: full pages are quantized once, and attention multiplies the codes as integers.
 
 K is partitioned along the head dim, V along a page's tokens; each partition has a minimum and a scale. The partial page
-of V (and of K) stays as it is computed until it is full. Differences from the paper: Q and P are quantized
-symmetrically, so no sums of codes are stored (export/integer.py), and where a projection of K exists the kept subspace
-is spun first (spin.py).
+of V (and of K) stays as it is computed until it is full. Differences from the paper: codes are rounded to the nearest
+unless asked otherwise, Q and P are quantized symmetrically, so no sums of codes are stored (export/integer.py), and
+where a projection of K exists the kept subspace is spun first (spin.py). docs/quantization.md has the measurements.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "bits_k": (None, 2, 4, 8, 16),
     "bits_v": (None, 2, 4, 8, 16),
     "group": (64, 32, 128),
-    "rounding": ("stochastic", "nearest"),
+    "rounding": ("nearest", "stochastic"),
     "arithmetic": ("int", "float"),
     "spin": ("auto", "none", "k", "v", "kv"),
 }
