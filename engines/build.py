@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,25 +46,23 @@ NOT_IN_KEY = ("model", "output_dir", "workers", "overwrite", "use_cache", "comma
 
 
 @dataclass(frozen=True)
-class Job:
-    """A request that was found possible, with the checkpoint it is about and the backend that will build it."""
+class Order:
+    """A request that no option forbids, its defaults written out, and its backend. Needs no torch."""
 
     request: BuildRequest
-    checkpoint: Checkpoint
     backend: Backend
     built: Built
-    limits: Limits
 
     @cached_property
     def key(self) -> str:
         """The cache key: everything that decides the engine's bytes."""
         fields = {f.name: getattr(self.request, f.name) for f in dataclasses.fields(self.request)}
-        files = [self.checkpoint.path / name for name in TOKENIZER_FILES]
+        model = self.request.model
+        files = [*sorted(model.glob("*.safetensors")), *(model / name for name in ("config.json", *TOKENIZER_FILES))]
         return cache.key_of(
             {
                 **{name: _content(value) for name, value in fields.items() if name not in NOT_IN_KEY},
-                "model": self.checkpoint.digest,
-                "tokenizer": [manifests.sha256_file(path) for path in files if path.is_file()],
+                "model": {path.name: manifests.sha256_file(path) for path in files if path.is_file()},
                 "versions": self.versions,
                 "architectures": self.built.architectures,
             }
@@ -72,8 +70,17 @@ class Job:
 
     @cached_property
     def versions(self) -> dict[str, str]:
-        libraries = {name: version(name) for name in ("torch", "transformers", "onnx", "onnxscript", "numpy")}
+        libraries = {name: _version(name) for name in ("torch", "transformers", "onnx", "onnxscript", "numpy")}
         return {**libraries, **self.built.versions}
+
+
+@dataclass(frozen=True)
+class Job:
+    """An order that was found possible, with the checkpoint it is about."""
+
+    order: Order
+    checkpoint: Checkpoint
+    limits: Limits
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -81,7 +88,14 @@ class Job:
         from kvlathe.export.tensors import stored_shapes
 
         numbers = sum(math.prod(shape) for shape in stored_shapes(self.checkpoint.spec).values())
-        return numbers * DTYPE_BYTES[self.request.compute_dtype]
+        return numbers * DTYPE_BYTES[self.order.request.compute_dtype]
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "missing"
 
 
 def _content(value: object) -> object:
@@ -92,20 +106,24 @@ def _content(value: object) -> object:
 
 
 # -- promise before ---------------------------------------------------------------------------------------------------
-def prepare(request: BuildRequest) -> Job:
-    """Everything that can be refused is refused here, with KvlatheError; nothing has been written."""
+def accept(request: BuildRequest) -> Order:
+    """Refuse, with KvlatheError, everything that can be refused without the model."""
     check(request)
     module = backend(request.backend)
-    built = module.identify(request.backend)
+    return Order(resolved(request), module, module.identify(request.backend))
+
+
+def prepare(order: Order) -> Job:
+    """Refuse the rest: what is wrong with the checkpoint, and a disk too small. Nothing has been written."""
+    request = order.request
     checkpoint = open_checkpoint(request.model, request.max_seq_len, request.workers)
-    request = resolved(request)
-    job = Job(request, checkpoint, module, built, request.limits(checkpoint.spec.max_seq_len))
+    job = Job(order, checkpoint, request.limits(checkpoint.spec.max_seq_len))
     _check_disk(job)
     return job
 
 
 def _check_disk(job: Job) -> None:
-    home = nearest_parent(job.request.output_dir)
+    home = nearest_parent(job.order.request.output_dir)
     free = shutil.disk_usage(home).free
     if free < job.weight_bytes:
         fact = f"the engine needs about {job.weight_bytes:,} bytes and {home} has {free:,} free"
@@ -114,7 +132,8 @@ def _check_disk(job: Job) -> None:
 
 def preview(request: BuildRequest) -> dict[str, Any]:
     """The dry run: what ``build`` would do, and its bytes. Refuses what ``build`` would refuse, and writes nothing."""
-    job = prepare(request)
+    order = accept(request)
+    job = prepare(order)
     spec = job.checkpoint.spec
     return {
         "model": str(job.checkpoint.path),
@@ -122,9 +141,9 @@ def preview(request: BuildRequest) -> dict[str, Any]:
         "output_dir": str(request.output_dir),
         "compression": request.compression,
         "backend": request.backend,
-        "architectures": list(job.built.architectures),
+        "architectures": list(order.built.architectures),
         "compute_dtype": request.compute_dtype,
-        "cached": request.use_cache and (cache.root() / "engines" / job.key).is_dir(),
+        "cached": request.use_cache and cache.find(order.key) is not None,
         "weight_bytes": job.weight_bytes,
         "kv_bytes_per_token_baseline": bytes_per_token(spec.shape, request.hot_bits, request.tokens_per_block),
         "limits": dataclasses.asdict(job.limits),
@@ -137,16 +156,19 @@ def build(request: BuildRequest) -> Path:
 
     In every case the folder either appears whole or not at all.
     """
-    job = prepare(request)
-    with appearing(request.output_dir, request.overwrite) as folder:
-        found = cache.fetch(job.key, folder) if request.use_cache else None
-        if found is None:
-            _make(job, folder)
-        else:
-            log.info("the same engine was built before: taken from the cache")
+    order = accept(request)
+    found = cache.find(order.key) if request.use_cache else None
+    if found is not None:
+        log.info("the same engine was built before: taken from the cache")
+        with appearing(request.output_dir, request.overwrite) as folder:
+            cache.give(order.key, found, folder)
             manifests.write(folder, dataclasses.replace(found, command=request.command, created=_now()))
-    if request.use_cache and found is None:
-        cache.keep(job.key, request.output_dir)
+        return request.output_dir
+    job = prepare(order)
+    with appearing(request.output_dir, request.overwrite) as folder:
+        _make(job, folder)
+    if request.use_cache:
+        cache.keep(order.key, request.output_dir)
     return request.output_dir
 
 
@@ -159,7 +181,7 @@ def _make(job: Job, folder: Path) -> None:
     from kvlathe.export.fold import fold
     from kvlathe.export.to_onnx import export_onnx
 
-    request, checkpoint = job.request, job.checkpoint
+    request, checkpoint = job.order.request, job.checkpoint
     planned = plan_for(request, checkpoint)
     plan = planned.plan
     (folder / PLAN_FILE).write_text(plan.to_json(), "utf-8")
@@ -169,7 +191,7 @@ def _make(job: Job, folder: Path) -> None:
     export_onnx(checkpoint.spec, plan, weights, folder, request.compute_dtype)
     made_from = manifests.describe_files(folder)
     log.info("building for %s", request.backend)
-    job.backend.build(request.backend, folder, plan, job.limits)
+    job.order.backend.build(request.backend, folder, plan, job.limits)
     _copy_tokenizer(checkpoint.path, folder)
     described = _describe(job, planned, made_from)
     _report(folder, described, planned)
@@ -185,13 +207,13 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _describe(job: Job, planned: Planned, made_from: Mapping[str, FileRecord]) -> Manifest:
-    request, plan = job.request, planned.plan
+    request, plan = job.order.request, planned.plan
     return Manifest(
         model=job.checkpoint.path.resolve().name,
         compression=request.compression,
         backend=request.backend,
-        versions=job.versions,
-        architectures=job.built.architectures,
+        versions=job.order.versions,
+        architectures=job.order.built.architectures,
         compute_dtype=request.compute_dtype,
         limits=job.limits,
         page_tokens=plan.page_tokens,

@@ -71,8 +71,8 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def fetch(key: str, into: Path) -> Manifest | None:
-    """Fill folder ``into`` with the files of engine ``key``, manifest aside. None if there is none or it is damaged."""
+def find(key: str) -> Manifest | None:
+    """The manifest of engine ``key``, its files verified. None if there is none; a damaged one is dropped."""
     folder = root() / "engines" / key
     if not folder.is_dir():
         return None
@@ -82,10 +82,14 @@ def fetch(key: str, into: Path) -> Manifest | None:
         log.warning("a cached engine is dropped: %s", error)
         shutil.rmtree(folder, ignore_errors=True)
         return None
-    for name in found.files:
-        _link(folder / name, into / name)
     os.utime(folder)
     return found
+
+
+def give(key: str, manifest: Manifest, into: Path) -> None:
+    """Fill folder ``into`` with the files of engine ``key``, manifest aside."""
+    for name in manifest.files:
+        _link(root() / "engines" / key / name, into / name)
 
 
 def keep(key: str, folder: Path) -> None:

@@ -106,8 +106,8 @@ def describe_files(folder: Path) -> dict[str, FileRecord]:
 
 
 def write(folder: Path, manifest: Manifest) -> Manifest:
-    """Record every file of ``folder`` in the manifest and write it. Returns the completed manifest."""
-    complete = dataclasses.replace(manifest, files=describe_files(folder))
+    """Record every file of ``folder`` in the manifest (unless it holds records) and write it. Returns it complete."""
+    complete = manifest if manifest.files else dataclasses.replace(manifest, files=describe_files(folder))
     (folder / MANIFEST_FILE).write_text(json.dumps(dataclasses.asdict(complete), indent=1) + "\n", "utf-8")
     return complete
 

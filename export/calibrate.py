@@ -1,7 +1,8 @@
 """Calibrate: run tokens through the original model, layer by layer, and sum up every lane's q, k, v and output.
 
 One layer's weights are in memory at a time, and one sequence of one layer's activations beside the hidden states of
-all. Sequences start at places spread over the served length, so that the statistics know all of RoPE's angles.
+all. Text is spread over the positions that are served, so that the statistics know all of RoPE's angles; random tokens
+start at 0, as in the paper they come from (docs/basis.md has both).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kvlathe.export.stats import ARRAYS, Array, Moments, Stats, check_finite
 RANDOM = "random"
 TOKENS = {"random": 8192, "text": 16384}
 """Fewest tokens of either source, and the default: papers FDC (random tokens) and ZACK (coherent text)."""
-RANDOM_LENGTH = 1024
+RANDOM_LENGTH = 2048
 GOLDEN = (5**0.5 - 1) / 2
 TEXT_LENGTH = (400, 2048)
 """Tokens of a piece of text: shorter documents are passed over, longer ones are cut."""
@@ -44,7 +45,8 @@ def calibrate(checkpoint: Checkpoint, source: str | Path = RANDOM, tokens: int |
         else text_sequences(checkpoint, Path(source), tokens)
     )
     described = {"source": RANDOM if random else Path(source).name, "sequences": len(sequences), "seed": seed}
-    return calibrate_on(checkpoint, sequences, seed, described | {"tokens": sum(map(len, sequences))})
+    described |= {"tokens": sum(map(len, sequences))}
+    return calibrate_on(checkpoint, sequences, seed, described, spread=not random)
 
 
 def _check_tokens(tokens: int, random: bool) -> None:
@@ -96,12 +98,14 @@ def _first(pieces: Sequence[Tensor], tokens: int) -> Iterator[Tensor]:
 
 
 # -- the run -----------------------------------------------------------------------------------------------------------
-def calibrate_on(checkpoint: Checkpoint, sequences: Sequence[Tensor], seed: int, source: Mapping[str, object]) -> Stats:
-    """Statistics on these sequences of token ids, spread over the positions served; even and odd ones are the
-    halves.
+def calibrate_on(
+    checkpoint: Checkpoint, sequences: Sequence[Tensor], seed: int, source: Mapping[str, object], spread: bool = True
+) -> Stats:
+    """Statistics on these sequences of token ids; even and odd ones are the halves. ``spread``: over the positions that
+    are served, else all from position 0.
     """
-    spec = checkpoint.spec
-    positions = _positions(list(map(len, sequences)), spec.max_seq_len, seed)
+    spec, lengths = checkpoint.spec, [len(ids) for ids in sequences]
+    positions = _positions(lengths, spec.max_seq_len, seed) if spread else [torch.arange(n) for n in lengths]
     hidden = [embed(checkpoint, ids, at) for ids, at in zip(sequences, positions, strict=True)]
     halves = [Moments.zeros(spec.shape) for _ in range(2)]
     steps = ((layer, i) for layer in range(spec.layers) for i in range(len(sequences)))
@@ -129,10 +133,12 @@ def calibrate_on(checkpoint: Checkpoint, sequences: Sequence[Tensor], seed: int,
 
 
 def _positions(lengths: Sequence[int], max_seq_len: int, seed: int) -> list[Tensor]:
-    """A place within the served length for each sequence: multiples of the golden ratio from a random start, because
-    they are spread evenly however many there are, in either half too."""
+    """Where each sequence lies. Sequences of every length up to ``max_seq_len`` are served and all start at 0, so
+    position t is met in proportion to 1 - t / max_seq_len. Multiples of the golden ratio spread evenly in either half
+    too.
+    """
     start = float(np.random.default_rng(seed).random())
-    shares = [(start + i * GOLDEN) % 1 for i in range(len(lengths))]
+    shares = [1 - (1 - (start + i * GOLDEN) % 1) ** 0.5 for i in range(len(lengths))]
     return [torch.arange(n) + int(share * (max_seq_len - n + 1)) for n, share in zip(lengths, shares, strict=True)]
 
 

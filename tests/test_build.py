@@ -22,7 +22,7 @@ import pytest
 from kvlathe.engines import build as builds
 from kvlathe.engines import cache, planning
 from kvlathe.engines import manifest as manifests
-from kvlathe.engines.build import BuildRequest, build, calibrate_to, prepare, preview
+from kvlathe.engines.build import BuildRequest, accept, build, calibrate_to, preview
 from kvlathe.engines.compare import raw_step
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
@@ -136,8 +136,8 @@ def test_every_option_that_matters_is_in_the_key(
     others = [dataclasses.replace(request, **{name: value}) for name, value in changes.items()]
     others += [dataclasses.replace(request, compression="fdc", basis=basis) for basis in ("svd", "balanced")]
     others.append(dataclasses.replace(request, model=reference("qwen2-g7")[0]))
-    assert len({prepare(one).key for one in same}) == 1
-    assert len({prepare(one).key for one in (request, *others)}) == 1 + len(others)
+    assert len({accept(one).key for one in same}) == 1
+    assert len({accept(one).key for one in (request, *others)}) == 1 + len(others)
 
 
 def test_calibration_is_kept_as_a_file_and_in_the_cache(
@@ -232,7 +232,7 @@ def test_a_disk_that_is_too_small_is_refused_before_anything_is_written(
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     with pytest.raises(KvlatheError, match="1,000 free"):
-        build(request_for())
+        build(request_for(use_cache=False))
     assert list(tmp_path.iterdir()) == []
 
 

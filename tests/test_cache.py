@@ -46,11 +46,12 @@ def test_an_engine_comes_back_as_it_went_in_without_moving_bytes(tmp_path: Path)
     built = engine(tmp_path / "built", b"abc")
     cache.keep("k", built)
     (tmp_path / "again").mkdir()
-    found = cache.fetch("k", tmp_path / "again")
+    found = cache.find("k")
     assert found == manifests.read(built)
+    cache.give("k", found, tmp_path / "again")
     assert (tmp_path / "again" / "weights").samefile(built / "weights")
     assert not (tmp_path / "again" / "manifest.json").exists()
-    assert cache.fetch("other", tmp_path / "again") is None
+    assert cache.find("other") is None
 
 
 def test_a_cached_engine_outlives_the_folder_it_came_from(tmp_path: Path) -> None:
@@ -58,7 +59,9 @@ def test_a_cached_engine_outlives_the_folder_it_came_from(tmp_path: Path) -> Non
     cache.keep("k", built)
     (built / "weights").unlink()
     (tmp_path / "again").mkdir()
-    assert cache.fetch("k", tmp_path / "again") is not None
+    found = cache.find("k")
+    assert found is not None
+    cache.give("k", found, tmp_path / "again")
     assert (tmp_path / "again" / "weights").read_bytes() == b"abc"
 
 
@@ -66,9 +69,8 @@ def test_a_damaged_entry_is_dropped_not_given_out(tmp_path: Path) -> None:
     built = engine(tmp_path / "built", b"abc")
     cache.keep("k", built)
     (built / "weights").write_bytes(b"abd")  # the same inode: somebody edited an engine in place
-    (tmp_path / "again").mkdir()
-    assert cache.fetch("k", tmp_path / "again") is None
-    assert cache.entries() == [] and list((tmp_path / "again").iterdir()) == []
+    assert cache.find("k") is None
+    assert cache.entries() == []
 
 
 def test_pruning_by_age_by_size_and_whole(tmp_path: Path) -> None:

@@ -100,8 +100,9 @@ def test_moments_of_parts_add_up_to_the_whole(lathe: Checkpoint) -> None:
 
 def test_places_are_spread_over_the_served_length_in_either_half() -> None:
     for half in (_positions([64] * 32, 4096, 1)[i::2] for i in range(2)):
-        starts = sorted(int(at[0]) for at in half)
-        assert max(np.diff([0, *starts, 4096])) < 3 * 4096 / len(starts)
+        starts = np.array([int(at[0]) for at in half]) / 4096
+        density = [((starts >= low) & (starts < low + 0.25)).mean() for low in (0, 0.25, 0.5, 0.75)]
+        np.testing.assert_allclose(density, [7 / 16, 5 / 16, 3 / 16, 1 / 16], atol=0.1)
         assert all(at[0] >= 0 and at[-1] < 4096 for at in half)
 
 
