@@ -85,7 +85,7 @@ def plan_for(request: BuildRequest, checkpoint: Checkpoint) -> Planned:
     spec, stats = checkpoint.spec, statistics(request, checkpoint)
     if request.accuracy is not None and stats is None:
         fact = f"--accuracy cannot be used with --compression {request.compression}"
-        raise KvlatheError(fact, "none of its methods chooses the ranks", "leave it out, or compose it with one that does")
+        raise KvlatheError(fact, "none of its methods chooses the ranks", "compose it with one that does")
     if request.accuracy is None or stats is None:
         made = compose(request.compression, spec.shape, spec.rope is not None, stats, options, form)
     else:
