@@ -115,9 +115,10 @@ def test_packing_comes_back(bits: int, seed: int) -> None:
     assert pack(codes, bits).shape == (5, 48 * bits // 8)
 
 
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_a_constant_group_is_exact(bits: int) -> None:
-    tier = Tier(bits, bits, "rank", "token", 16, 16)
+def test_a_constant_group_is_exact(bits: int, rounding: str) -> None:
+    tier = Tier(bits, bits, "rank", "token", 16, 16, rounding=rounding)  # type: ignore[arg-type]
     host = HostPages(CacheLayout(small_plan(tier, HOT)), 1 << 20)
     for pair in host.parts[1].values():
         for part in pair:

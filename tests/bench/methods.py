@@ -4,7 +4,7 @@
 
 Every token attends what its decode would attend (one-page grid). Bytes are those of all pages of a sequence of 3,072
 tokens, scales and the hot page included (the mean over where in its page a sequence stands), against the uncompressed
-cache in 16 bit. One table and one JSON line.
+cache in 16 bit. Ranks are chosen on statistics of random tokens. One table and one JSON line.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from kvlathe.engines.build import build, calibrate_to
 from kvlathe.engines.planning import bytes_per_token
 from kvlathe.engines.request import BuildRequest
 from kvlathe.export.layout import CacheLayout
+from kvlathe.export.methods import calibration
 from kvlathe.runtime.evaluate import evaluate
 from kvlathe.runtime.llm import LLM
 
@@ -76,7 +77,7 @@ def main(
         calibrate_to(model, folder / "stats.npz", "random")
 
         def built(request: str, number: int) -> LLM:
-            ranked = {"removal_rate": removal_rate, "stats": folder / "stats.npz"} if "fdc" in request else {}
+            ranked = {"removal_rate": removal_rate, "stats": folder / "stats.npz"} if calibration(request) else {}
             build_request = BuildRequest(
                 model, folder / str(number), request, kv_bits=16 if kv_bits == "16" else 32, workers=threads, **ranked
             )
