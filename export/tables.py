@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.export.layout import CacheLayout, element_places
+from kvlathe.export.layout import CacheLayout, element_places, layer_table
 from kvlathe.export.plan import CompressionPlan, Lane, Tier
 
 Int32 = npt.NDArray[np.int32]
@@ -92,6 +92,7 @@ class LayerTables(dict[str, Int32]):
         k_steps_s [Hs, 1, 1, 1, 1], v_steps_s            unit rows from one token to the next
         k_codes_s [Hs*C], k_code_at_s [Hs, 1, P, Rk]     rows of u bytes of the codes; places among [Hs*C*u*8/bits]
         k_meta_s [Hs*E], k_meta_at_s [Hs, 1, P, Rk]      rows of u halves; places of the scales among [Hs*E*u]
+        layout [n]                                       all of this for native code (layout.layer_table), always last
     """
 
     def __init__(self, plan: CompressionPlan, layer: int) -> None:
@@ -108,6 +109,7 @@ class LayerTables(dict[str, Int32]):
         self._packing()
         for bucket in range(len(plan.buckets)):
             self._bucket(bucket)
+        self._put("layout", layer_table(plan, layer))
 
     def _put(self, name: str, values: npt.ArrayLike) -> None:
         self[name] = np.ascontiguousarray(values, np.int32)
