@@ -85,7 +85,10 @@ def _charts(data: ReportData) -> dict[str, charts.Markup]:
     }
     if (e := data.evidence) is not None:
         drawn["spectra"] = charts.spectra(e.spectrum_k, e.spectrum_v, plan)
-        rows = [("K", e.delta_k / e.epsilon_k, e.angle_k), ("V", e.delta_v / e.epsilon_v, e.angle_v)]
+        rows = [
+            ("K", e.delta_k / e.epsilon_k, e.angle_k, e.missed_k),
+            ("V", e.delta_v / e.epsilon_v, e.angle_v, e.missed_v),
+        ]
         drawn["stability"] = charts.stability_by_layer(rows)
     if (curve := plan.notes.get("curve")) and curve["points"]:
         drawn["curve"] = charts.accuracy_curve(curve, 1 - data.bytes_per_token / data.bytes_baseline)
@@ -104,17 +107,17 @@ def _byte_rows(data: ReportData) -> list[tuple[str, float, float]]:
     return [*rows, ("this engine", data.bytes_per_token * share, data.bytes_per_token * (1 - share))]
 
 
-def _stability_rows(evidence: Evidence | None) -> list[tuple[str, float, float, float, float]]:
-    """(what, mean epsilon, mean delta, delta / epsilon in %, largest angle in degrees) for K and V."""
+def _stability_rows(evidence: Evidence | None) -> list[tuple[str, float, float, float, float, float]]:
+    """(what, mean epsilon, mean delta, delta / epsilon in %, largest angle in degrees, energy missed in %)."""
     if evidence is None:
         return []
     pairs = (
-        ("K (with its queries)", evidence.epsilon_k, evidence.delta_k, evidence.angle_k),
-        ("V", evidence.epsilon_v, evidence.delta_v, evidence.angle_v),
+        ("K (with its queries)", evidence.epsilon_k, evidence.delta_k, evidence.angle_k, evidence.missed_k),
+        ("V", evidence.epsilon_v, evidence.delta_v, evidence.angle_v, evidence.missed_v),
     )
     return [
-        (name, float(e.mean()), float(d.mean()), float(100 * d.mean() / e.mean()), float(np.degrees(a.max())))
-        for name, e, d, a in pairs
+        (name, *map(float, (e.mean(), d.mean(), 100 * d.mean() / e.mean(), np.degrees(a.max()), 100 * m.mean())))
+        for name, e, d, a, m in pairs
     ]
 
 

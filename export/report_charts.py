@@ -182,22 +182,25 @@ def accuracy_curve(curve: Mapping[str, Any], chosen: float) -> Markup:
 
 
 @styled
-def stability_by_layer(rows: Iterable[tuple[str, Array, Array]]) -> Markup:
-    """For each (name, delta / epsilon [L, H], angle [L, H] radians): one dot a head, over layers."""
-    figure, axes = _axes(2.6, 2)
-    for (name, ratio, angle), colour, shift in zip(rows, (KEY, VALUE), (-0.12, 0.12), strict=True):
+def stability_by_layer(rows: Iterable[tuple[str, Array, Array, Array]]) -> Markup:
+    """For each (name, delta / epsilon, angle in radians, energy missed), all [L, H]: one dot a head, over layers."""
+    figure, axes = _axes(2.6, 3)
+    for (name, ratio, angle, missed), colour, shift in zip(rows, (KEY, VALUE), (-0.12, 0.12), strict=True):
         layer = np.repeat(np.arange(ratio.shape[0]), ratio.shape[1]) + shift
-        for ax, data in zip(axes, (100 * ratio, np.degrees(angle)), strict=True):
+        for ax, data in zip(axes, (100 * ratio, np.degrees(angle), 100 * missed), strict=True):
             ax.plot(layer, data.ravel(), "o", color=colour, ms=4, alpha=0.75, mew=0, label=name)
     for ax, title, unit in zip(
-        axes, ("Rotation: delta / epsilon", "Kept subspace: largest angle"), ("%", "degrees"), strict=True
+        axes,
+        ("Rotation: delta / epsilon", "Kept subspace: largest angle", "Energy missed"),
+        ("%", "degrees", "%"),
+        strict=True,
     ):
         ax.set_title(title)
         ax.set_ylabel(unit)
         ax.set_xlabel("layer")
         ax.set_ylim(bottom=0)
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes[1].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
+    axes[-1].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0)
     return _svg(figure, "stability", "Stability of the rotations between two calibration sets")
 
 

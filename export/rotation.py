@@ -194,3 +194,13 @@ def principal_angle(one: Array, other: Array) -> float:
     a, b = np.linalg.qr(one)[0], np.linalg.qr(other)[0]
     # the sine is exact where the angle is small, where the cosine is all rounding
     return float(np.arcsin(min(1.0, np.linalg.norm(b - a @ (a.T @ b), 2))))
+
+
+def energy_missed(one: Array, other: Array, moment: Array) -> float:
+    """Fraction of what the columns of ``other`` keep of data with second moment [d, d] that those of ``one`` do not.
+
+    What an unstable rotation costs: directions that mix freely do so because they carry equally much.
+    """
+    a, b = np.linalg.qr(one)[0], np.linalg.qr(other)[0]
+    own = float(np.einsum("ij,ik,kj->", b, moment, b))
+    return max(0.0, 1.0 - float(np.einsum("ij,ik,kj->", a, moment, a)) / own) if own > 0 else 0.0

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.export.layout import CacheLayout, Places, element_places
+from kvlathe.export.layout import CacheLayout, Places, element_places, layer_table
 from kvlathe.export.plan import CompressionPlan, Lane, Tier
 
 Int32 = npt.NDArray[np.int32]
@@ -101,6 +101,7 @@ class LayerTables(dict[str, Int32]):
     and where a bucket's tier multiplies integers, g groups along the widest rank, n tokens a group of values:
         k_groups_s [Hs, g, Rk]                           1 where a channel belongs to a group
         k_meta_at_s [Hs, 1, P, g], v_meta_at_s [Hs, 1, P/n, Rv]     one place a group instead
+        layout [n]                                        all of this for native code (layout.layer_table), always last
     """
 
     def __init__(self, plan: CompressionPlan, layer: int) -> None:
@@ -117,6 +118,7 @@ class LayerTables(dict[str, Int32]):
         self._packing()
         for bucket in range(len(plan.buckets)):
             self._bucket(bucket)
+        self._put("layout", layer_table(plan, layer))
 
     def _put(self, name: str, values: npt.ArrayLike) -> None:
         self[name] = np.ascontiguousarray(values, np.int32)

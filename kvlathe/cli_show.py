@@ -43,15 +43,14 @@ def inspect_command(engine: Path) -> Result:
     """Show an engine: its plan (ranks of every head), bytes for each token, limits, and what runs its attention."""
     from kvlathe.export.layout import CacheLayout
     from kvlathe.export.plan import CompressionPlan
-    from kvlathe.runtime.llm import SESSIONS
+    from kvlathe.runtime.native_session import attention
 
     manifest = manifests.verify(engine)
-    session = SESSIONS.get(manifest.backend)
     plan = CompressionPlan.from_json((engine / manifests.PLAN_FILE).read_text("utf-8"))
     return {
         "engine": str(engine),
         **{name: getattr(manifest, name) for name in ("model", "compression", "backend", "compute_dtype")},
-        "attention": session.attention if session else f"not run here: {manifest.backend} engines need its own runtime",
+        "attention": attention(manifest),
         "architectures": ", ".join(manifest.architectures),
         "created": manifest.created,
         "command": manifest.command,

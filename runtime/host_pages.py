@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
+from kvlathe.runtime import huge_pages
 from kvlathe.runtime.codec import FLOATS, parts
 from kvlathe.runtime.session import Int32, StepPlan
 
@@ -45,7 +46,7 @@ class HostPages:
         self.layout, self.plan = layout, layout.plan
         unit = self.plan.unit
         size = -(-max(arena_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        self.memory = np.frombuffer(mmap.mmap(-1, size), np.uint8)
+        self.memory = np.frombuffer(huge_pages.reserve(size), np.uint8)
         self.rows = [self.memory[: size // stride * stride].reshape(-1, stride) for stride in layout.page_stride]
         self.parts = [parts(layout, b) for b in range(len(self.plan.buckets))]
         self.hot = FLOATS[hot_bits(self.plan)]

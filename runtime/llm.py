@@ -24,7 +24,7 @@ from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.runtime.engine import Engine
-from kvlathe.runtime.ort_session import OrtSession
+from kvlathe.runtime.native_session import session_class
 from kvlathe.runtime.pool import PagePool
 from kvlathe.runtime.prefix import PrefixCache
 from kvlathe.runtime.sampler import Sampler, SamplingParams, TokenLogprob
@@ -33,8 +33,8 @@ from kvlathe.runtime.sequence import Chunk, Sequence
 from kvlathe.runtime.session import Session
 from kvlathe.runtime.tokenizer import TextStream, Tokenizer
 
-SESSIONS = {"onnxruntime": OrtSession}
-"""Backend (manifest.backend) -> what runs it here."""
+SESSIONS = {"onnxruntime": session_class}
+"""Backend (manifest.backend) -> what chooses the session that runs an engine here."""
 
 Prompt = str | Items[int]
 
@@ -118,7 +118,7 @@ class LLM:
             )
         plan = CompressionPlan.from_json((folder / manifests.PLAN_FILE).read_text("utf-8"))
         size = cache_bytes or default_cache_bytes(CacheLayout(plan), manifest.limits)
-        session = SESSIONS[manifest.backend](folder, plan, manifest.limits, size, threads)
+        session = SESSIONS[manifest.backend](manifest)(folder, plan, manifest.limits, size, threads)
         llm = cls(session, plan, manifest.limits, Tokenizer(folder), size, share_prefixes)
         llm.manifest = manifest
         return llm

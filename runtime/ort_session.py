@@ -33,11 +33,8 @@ class OrtSession(HostPages):
     ) -> None:
         super().__init__(CacheLayout(plan), arena_bytes)
         self.limits = limits
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads or physical_cores()
-        options.inter_op_num_threads = 1
-        options.log_severity_level = 3
         try:
+            options = self.options(threads)
             self._session = ort.InferenceSession(str(folder / ONNX_FILE), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's own exceptions have no common base
             raise KvlatheError(
@@ -46,6 +43,14 @@ class OrtSession(HostPages):
         names = [entry.name for entry in self._session.get_inputs()]
         self._inputs = frozenset(names)
         self.pool = {n: ort.OrtValue.ortvalue_from_numpy(view) for n, view in self.views.items() if n in self._inputs}
+
+    def options(self, threads: int | None) -> ort.SessionOptions:
+        """How ONNX Runtime opens the model."""
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = threads or physical_cores()
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        return options
 
     def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
         """Logits [R, vocab]; the step's rows are in the pool afterwards. Raises KvlatheError beyond the profile."""

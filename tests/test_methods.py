@@ -24,7 +24,15 @@ from kvlathe.export.methods import METHODS, CacheForm, Options, best_ratio, cali
 from kvlathe.export.methods.options import parse
 from kvlathe.export.methods.spin import turn
 from kvlathe.export.plan import RANK_MULTIPLE, CompressionPlan
-from kvlathe.export.rotation import balanced, element_change, principal_angle, removed_energy, ridged, shared
+from kvlathe.export.rotation import (
+    balanced,
+    element_change,
+    energy_missed,
+    principal_angle,
+    removed_energy,
+    ridged,
+    shared,
+)
 from kvlathe.export.stats import Stats
 
 LATHE = Path(__file__).resolve().parents[1] / "models" / "lathe-5m"
@@ -405,3 +413,12 @@ def test_accuracy_out_of_reach_names_the_best_there_is(lathe: tuple[Checkpoint, 
         search.search(*lathe, "fdc", Options(), FORM, 10.0, exam_of("perplexity"))
     with pytest.raises(KvlatheError, match="scores 0 on retrieval"):
         search.search(*lathe, "fdc", Options(), FORM, 0.9, exam_of("retrieval"))
+
+
+def test_energy_missed_is_nothing_within_a_degenerate_space_and_all_across_it() -> None:
+    rng = np.random.default_rng(0)
+    flat = np.diag([1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    turn = np.linalg.qr(rng.normal(size=(4, 4)))[0]
+    one, other = np.eye(8)[:, :2], np.vstack([turn, np.zeros((4, 4))])[:, :2]
+    assert energy_missed(one, other, flat) == pytest.approx(0, abs=1e-12)
+    assert energy_missed(np.eye(8)[:, 4:6], other, flat) == pytest.approx(1)

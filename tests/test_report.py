@@ -41,7 +41,7 @@ def make_data(plan: CompressionPlan | None = None) -> ReportData:
     plan = plan or make_plan()
     m, rng = plan.model, np.random.default_rng(0)
     spectrum = np.sort(rng.exponential(size=(m.layers, m.kv_heads, m.head_dim)) ** 3)[..., ::-1]
-    positive = rng.uniform(0.01, 0.1, size=(6, m.layers, m.kv_heads))
+    positive = rng.uniform(0.01, 0.1, size=(8, m.layers, m.kv_heads))
     dims = 2 * m.head_dim * m.kv_heads * m.layers
     return ReportData(
         model="tiny & <model>",

@@ -21,7 +21,7 @@ from kvlathe.export.methods.lowrank import bases, best_ratio, full_lanes, kept, 
 from kvlathe.export.methods.options import Asked, Options, Part, parse, unknown, with_written
 from kvlathe.export.methods.spin import spun
 from kvlathe.export.plan import Bucket, CompressionPlan, ModelShape, Tier
-from kvlathe.export.rotation import Rotation, element_change, principal_angle
+from kvlathe.export.rotation import Rotation, element_change, energy_missed, principal_angle
 from kvlathe.export.stats import Stats
 
 __all__ = [
@@ -182,7 +182,8 @@ class Evidence:
     """Spectra [L, H, d] and the stability of the bases between the two halves of the calibration, [L, H] each.
 
     ``epsilon`` = mean |R|, ``delta`` = mean |R_a - R_b| aligned, ``angle`` = largest principal angle of the kept
-    spaces, radians.
+    spaces, radians, ``missed`` = fraction of the energy of one half's keys (values) that the other half's kept space
+    does not hold and its own does.
     """
 
     spectrum_k: Array
@@ -190,9 +191,11 @@ class Evidence:
     epsilon_k: Array
     delta_k: Array
     angle_k: Array
+    missed_k: Array
     epsilon_v: Array
     delta_v: Array
     angle_v: Array
+    missed_v: Array
 
 
 def evidence(request: str, stats: Stats, options: Options, plan: CompressionPlan) -> Evidence | None:
@@ -201,11 +204,17 @@ def evidence(request: str, stats: Stats, options: Options, plan: CompressionPlan
     if not found:
         return None
     rotate, options = found[0]
-    whole, one, other = (bases(s, options, rotate) for s in (stats, stats.half(0), stats.half(1)))
+    second = stats.half(1)
+    seen = second.whole
+    whole, one, other = (bases(s, options, rotate) for s in (stats, stats.half(0), second))
     sides = {}
-    for side, left, right in (("k", one.b, other.b), ("v", one.a_v, other.a_v)):
-        pairs = zip(kept(plan.lanes, left, side), kept(plan.lanes, right, side), strict=True)
+    for side, left, right, moment in (("k", one.b, other.b, seen.kk), ("v", one.a_v, other.a_v, seen.vv)):
+        pairs = list(zip(kept(plan.lanes, left, side), kept(plan.lanes, right, side), strict=True))
         angles = np.array([principal_angle(x, y) for x, y in pairs])
+        moments = moment.reshape(-1, *moment.shape[2:])
+        missed = [energy_missed(*pair, m) for pair, m in zip(pairs, moments, strict=True)]
         epsilon, delta = element_change(left, right)
-        sides |= {f"epsilon_{side}": epsilon, f"delta_{side}": delta, f"angle_{side}": angles.reshape(epsilon.shape)}
+        shape = epsilon.shape
+        sides |= {f"epsilon_{side}": epsilon, f"delta_{side}": delta}
+        sides |= {f"angle_{side}": angles.reshape(shape), f"missed_{side}": np.reshape(missed, shape)}
     return Evidence(whole.spectrum_k, whole.spectrum_v, **sides)

@@ -1,0 +1,29 @@
+"""``kvlathe native``: build the native kernels, or say which are in use."""
+
+from __future__ import annotations
+
+import click
+
+from kvlathe.cli_common import Result, reports, show_pairs
+from kvlathe.errors import KvlatheError
+
+
+@click.command("native")
+@click.option("--check", is_flag=True, help="Build nothing: only say what is in use.")
+@click.option("--cuda", is_flag=True, help="Build the CUDA kernels too; takes nvcc, and minutes.")
+@reports(show_pairs)
+def native_command(check: bool, cuda: bool) -> Result:
+    """Build the native kernels in this checkout (CMake and a C++ compiler), and show what will run."""
+    from kvlathe.runtime import native, native_build
+
+    if not check:
+        native_build.build(cuda=cuda)
+    found = native.find()
+    if found.native is None:
+        if not check:
+            raise KvlatheError("the native kernels were built and are not in use", found.reason)
+        return {"in_use": "no", "reason": found.reason}
+    return {"in_use": "yes", "library": str(found.native.path), "cpu": found.native.isa}
+
+
+COMMANDS = (native_command,)

@@ -1,0 +1,126 @@
+/* kvlathe native kernels: the C ABI. Plain structs, no TensorRT, torch or Python.
+ *
+ * The paged cache is what export/layout.py writes down: one pool, pages of `page_tokens` tokens,
+ *
+ *     address = pool + page_id * page_stride + offset           offset: from the lane table, bytes from the page's start
+ *
+ * and a lane table row is (layer, head, rank_k, rank_v, k, k_meta, v, v_meta, groups_k, groups_v), int32 each.
+ * One call handles one layer: pass the rows of that layer only.
+ *
+ * Cached tokens of one lane may lie in several parts (a hot 16-bit bucket and a quantized cold one, say). A part is one
+ * bucket: one page table, one length for each sequence, one number format. Parts are attended together; one softmax spans them.
+ *
+ * Inside a lane's slab. 32 and 16 bit: K and V are [token][rank]. Quantized: codes are packed low bits first; axis rank is
+ * [token][rank] with metadata [token][group], groups being near-equal multiples of 16 channels none above group_*;
+ * axis token is [rank][token] with metadata [rank][page_tokens / group]. Metadata is a pair of IEEE halves
+ * (scale, minimum) for each group: x = scale * code + minimum.
+ *
+ * Every function returns a kvlathe_code and, where `status` is not null, writes the same code and one sentence to it.
+ * A refusal happens before any launch and before anything is written. No function throws.
+ */
+#ifndef KVLATHE_ABI_H
+#define KVLATHE_ABI_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(_WIN32)
+#define KVLATHE_API __declspec(dllexport)
+#else
+#define KVLATHE_API __attribute__((visibility("default")))
+#endif
+
+#define KVLATHE_ABI_VERSION 1
+#define KVLATHE_LANE_COLUMNS 10
+#define KVLATHE_MAX_PARTS 3
+#define KVLATHE_MAX_HEADS 64
+
+enum kvlathe_code {
+  KVLATHE_OK = 0,
+  KVLATHE_BAD_VERSION = 1,  /* built for another ABI version */
+  KVLATHE_BAD_ARGUMENT = 2, /* sizes that contradict each other */
+  KVLATHE_MISALIGNED = 3,   /* a pointer, stride or offset that vector loads cannot use */
+  KVLATHE_TOO_SMALL = 4,    /* pool, page table or workspace */
+  KVLATHE_UNSUPPORTED = 5,  /* valid, but not by this kernel or on this device */
+  KVLATHE_DEVICE_ERROR = 6  /* the CUDA runtime refused */
+};
+
+typedef struct kvlathe_status {
+  int32_t code;
+  char message[508];
+} kvlathe_status;
+
+/* Element type of q, o and of parts of 16 or 32 bits. */
+enum kvlathe_element { KVLATHE_F32 = 0, KVLATHE_F16 = 1, KVLATHE_BF16 = 2 };
+
+enum kvlathe_axis { KVLATHE_AXIS_RANK = 0, KVLATHE_AXIS_TOKEN = 1 };
+
+/* One bucket. `lanes` is host memory; `page_table` and `lengths` are where the kernel runs (device memory for CUDA). */
+typedef struct kvlathe_part {
+  int32_t bits_k, bits_v;     /* 32, 16, 8, 4 or 2; above 8: the call's element type */
+  int32_t axis_k, axis_v;     /* of the quantization groups; ignored above 8 bits */
+  int32_t group_k, group_v;   /* elements in a group at most; ignored above 8 bits */
+  int32_t lane_count;         /* rows in `lanes`, sorted by head, no head twice */
+  int32_t page_table_stride;  /* page ids in a row of page_table: the most pages a sequence may have */
+  const int32_t *lanes;       /* [lane_count, KVLATHE_LANE_COLUMNS] */
+  int64_t page_stride;        /* bytes from one page to the next */
+  const int32_t *page_table;  /* [batch, page_table_stride] page ids; entries past the length are not read */
+  const int32_t *lengths;     /* tokens of sequence b at lengths[b * lengths_stride]; 0 is allowed */
+  int64_t lengths_stride;     /* in elements */
+} kvlathe_part;
+
+/* Flags of a call. OVERLAP (CUDA, compute capability 9.0 and later): programmatic dependent launch. The kernel may start while
+ * the one before it on the stream still runs; it reads lengths and page tables at once, and waits for that kernel before it
+ * touches the pool, q, o and the workspace. So the kernel just before must not write lengths or page tables. */
+enum kvlathe_flags { KVLATHE_OVERLAP = 1 };
+
+/* Attention of one new token for each sequence over its cached tokens.
+ *
+ * q' and o' are packed like the op's o (docs/attend.md): the lanes in head order, each lane's query heads side by side,
+ *   q [batch, q_stride]: sum over lanes of group_size * rank_k elements used     (after RoPE and projection)
+ *   o [batch, o_stride]: sum over lanes of group_size * rank_v elements written  (zeros for a sequence without tokens)
+ * softmax(scale * q' k'^T) v', accumulated in float32. */
+typedef struct kvlathe_attend_decode_args {
+  uint32_t abi_version;       /* KVLATHE_ABI_VERSION */
+  int32_t element;            /* kvlathe_element */
+  int32_t batch;
+  int32_t group_size;         /* query heads a lane */
+  int32_t page_tokens;        /* a multiple of 16 */
+  int32_t part_count;         /* 1 .. KVLATHE_MAX_PARTS */
+  float scale;
+  int32_t flags;              /* kvlathe_flags */
+  const kvlathe_part *parts;
+  const void *pool;
+  int64_t pool_bytes;
+  const void *q;
+  int64_t q_stride;           /* in elements */
+  void *o;
+  int64_t o_stride;           /* in elements */
+  void *workspace;            /* CUDA only: kvlathe_cuda_workspace_bytes() bytes, zeroed once; a call leaves it ready for the next */
+  int64_t workspace_bytes;
+  void *stream;               /* CUDA only: a cudaStream_t; null is the default stream */
+} kvlathe_attend_decode_args;
+
+/* The ABI version of this library. */
+KVLATHE_API uint32_t kvlathe_abi_version(void);
+
+/* 1 if the library holds CUDA kernels, else 0. */
+KVLATHE_API int32_t kvlathe_has_cuda(void);
+
+/* The portable reference: any element, bit width, rank and group size; checks every page id. */
+KVLATHE_API int32_t kvlathe_cpu_attend_decode(const kvlathe_attend_decode_args *args, kvlathe_status *status);
+
+/* F16 or BF16 parts of 16 bits, ranks 16 .. 128, group sizes 1 .. 8. Page ids and lengths are trusted: they are in device
+ * memory. Asynchronous on `stream`; may be captured into a CUDA graph. */
+KVLATHE_API int32_t kvlathe_cuda_attend_decode(const kvlathe_attend_decode_args *args, kvlathe_status *status);
+
+/* Bytes of workspace that kvlathe_cuda_attend_decode needs on the current device for up to `batch` sequences of `heads` lanes. */
+KVLATHE_API int32_t kvlathe_cuda_workspace_bytes(int32_t batch, int32_t heads, int64_t *bytes, kvlathe_status *status);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,126 @@
+// Vectors of the instruction set that this file is compiled for, over the compiler's vector extension. Everything has
+// internal linkage: see kernels.h.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#else
+#include "numbers.h"
+#endif
+
+namespace kvlathe {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16, kTileRows = 6, kTileVectors = 4;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8, kTileRows = 4, kTileVectors = 2;
+#else
+constexpr int kLanes = 4, kTileRows = 4, kTileVectors = 2;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef Floats LooseFloats __attribute__((aligned(4), may_alias));
+
+inline Floats load(const float* p) { return *reinterpret_cast<const LooseFloats*>(p); }
+inline void store(float* p, Floats x) { *reinterpret_cast<LooseFloats*>(p) = x; }
+inline Floats all(float x) { return x - Floats{}; }
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+// The sums of four vectors.
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+inline __m256 halved(Floats x) { return _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1)); }
+#else
+inline __m256 halved(Floats x) { return (__m256)x; }
+#endif
+inline void sums(Floats a, Floats b, Floats c, Floats d, float* out) {
+  const __m256 x = _mm256_hadd_ps(_mm256_hadd_ps(halved(a), halved(b)), _mm256_hadd_ps(halved(c), halved(d)));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)));
+}
+#else
+inline void sums(Floats a, Floats b, Floats c, Floats d, float* out) {
+  out[0] = (a[0] + a[1]) + (a[2] + a[3]), out[1] = (b[0] + b[1]) + (b[2] + b[3]);
+  out[2] = (c[0] + c[1]) + (c[2] + c[3]), out[3] = (d[0] + d[1]) + (d[2] + d[3]);
+}
+#endif
+
+inline float sum(Floats x) {
+  float out[4];
+  sums(x, Floats{}, Floats{}, Floats{}, out);
+  return out[0];
+}
+
+inline float largest(Floats x) {
+  float parts[kLanes];
+  store(parts, x);
+  for (int half = kLanes / 2; half; half /= 2) {
+    for (int i = 0; i < half; ++i) parts[i] = parts[i] > parts[i + half] ? parts[i] : parts[i + half];
+  }
+  return parts[0];
+}
+
+// 2^x for x <= 0; exactly 0 below -126. The polynomial's error is 2e-7 of the value.
+inline Floats exp2(Floats x) {
+  const Floats shift = all(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  const Floats clipped = larger(x, all(-126.f));
+  const Floats rounded = clipped + shift;
+  const Floats f = clipped - (rounded - shift);
+  Floats p = all(1.535336188319500e-4f);
+  p = p * f + 1.339887440266574e-3f;
+  p = p * f + 9.618437357674640e-3f;
+  p = p * f + 5.550332471162809e-2f;
+  p = p * f + 2.402264791363012e-1f;
+  p = p * f + 6.931472028550421e-1f;
+  p = p * f + 1.f;
+  Ints power, bits;
+  std::memcpy(&power, &rounded, sizeof power);
+  std::memcpy(&bits, &p, sizeof bits);
+  bits += power << 23;  // the constant's own bits are shifted out
+  Floats result;
+  std::memcpy(&result, &bits, sizeof result);
+  return x < all(-126.f) ? Floats{} : result;
+}
+
+#if defined(__AVX512F__)
+inline Floats load_half(const uint16_t* p) { return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
+inline void store_half(uint16_t* p, Floats x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, 0)); }
+inline Floats load_bytes(const uint8_t* p) {
+  return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
+}
+#elif defined(__AVX2__)
+inline Floats load_half(const uint16_t* p) { return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+inline void store_half(uint16_t* p, Floats x) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, 0)); }
+inline Floats load_bytes(const uint8_t* p) {
+  return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+#else
+inline Floats load_half(const uint16_t* p) {
+  Floats x;
+  for (int i = 0; i < kLanes; ++i) x[i] = float_of_half(p[i]);
+  return x;
+}
+inline void store_half(uint16_t* p, Floats x) {
+  for (int i = 0; i < kLanes; ++i) p[i] = half_of_float(x[i]);
+}
+inline Floats load_bytes(const uint8_t* p) {
+  Floats x;
+  for (int i = 0; i < kLanes; ++i) x[i] = float(p[i]);
+  return x;
+}
+#endif
+
+#if defined(__AVX2__)
+inline float from_half(uint16_t x) { return _cvtsh_ss(x); }
+inline uint16_t to_half(float x) { return _cvtss_sh(x, 0); }
+#else
+inline float from_half(uint16_t x) { return float_of_half(x); }
+inline uint16_t to_half(float x) { return half_of_float(x); }
+#endif
+
+}  // namespace
+}  // namespace kvlathe

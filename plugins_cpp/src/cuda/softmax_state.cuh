@@ -1,0 +1,63 @@
+// The softmax state of one warp as a value: scores arrive tile by tile, the result merges with other states.
+//
+// Fragments of mma.m16n8k16 with tokens (or channels) on M and query heads on N. Lane l of a warp holds, of every 16 x 8
+// fragment, rows l/4 and l/4 + 8 at columns 2 (l%4) and 2 (l%4) + 1: so its two query heads are always the same.
+#pragma once
+
+#include "ring.cuh"
+#include "params.h"
+
+namespace kvlathe::cuda {
+
+constexpr float kSlack = 8.f;  // the reference maximum may lag by this many powers of two before all is rescaled
+
+// kSteps: the widest rank of the call / 16; what the registers are sized for.
+template <int kSteps>
+struct SoftmaxState {
+  float top[2];          // reference maximum (base 2) of the lane's two query heads; the same in all lanes of a column
+  float sum[2];          // this lane's share of the sum
+  float out[kSteps][4];  // v' fragments: channel x query head
+
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) top[i] = -INFINITY, sum[i] = 0.f;
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) out[j][0] = out[j][1] = out[j][2] = out[j][3] = 0.f;
+  }
+
+  // Raises the reference maxima to cover s and rescales what is there. Whole warp.
+  __device__ void raise(const float (&s)[4]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float now = fmaxf(top[i], fmaxf(s[i], s[i + 2]));
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) now = fmaxf(now, __shfl_xor_sync(~0u, now, step));
+      const float factor = now == -INFINITY ? 1.f : exp2_fast(top[i] - now);
+      top[i] = now;
+      sum[i] *= factor;
+#pragma unroll
+      for (int j = 0; j < kSteps; ++j) out[j][i] *= factor, out[j][i + 2] *= factor;
+    }
+  }
+
+  // Turns scores (base 2; -inf where masked) of 16 tokens into weights, in place.
+  __device__ void weigh(float (&s)[4]) {
+    const bool above = fmaxf(s[0], s[2]) > top[0] + kSlack || fmaxf(s[1], s[3]) > top[1] + kSlack;
+    if (__any_sync(~0u, above)) raise(s);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[i] = exp2_fast(s[i] - top[i % 2]);
+    sum[0] += s[0] + s[2];
+    sum[1] += s[1] + s[3];
+  }
+
+  // Completes the sums over the tokens of all lanes of a column.
+  __device__ void close() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], step);
+    }
+  }
+};
+
+}  // namespace kvlathe::cuda

@@ -1,0 +1,214 @@
+// kvlathe::Attend as a custom operator of ONNX Runtime, on its CPU provider and its threads.
+//
+// ONNX Runtime takes a registered operator before the function of the same name that the model carries, so one model.onnx
+// runs with this library and without it. Inputs are those of docs/attend.md; the last one, `layout`, tells which there are.
+// This operator writes the step's k' and v' to the pool, which the function leaves to the session.
+#include <array>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "kvlathe/cpu.h"
+#include "../cpu/layer.h"
+#include "ort_abi.h"
+
+namespace kvlathe {
+namespace {
+
+namespace ort = ort_abi;
+const OrtApi* api = nullptr;
+
+// An OrtStatus on its way out, as an exception inside this file.
+struct Failed {
+  OrtStatus* status;
+};
+
+void check(OrtStatus* status) {
+  if (status) throw Failed{status};
+}
+
+template <class Body>
+OrtStatus* reported(Body body) noexcept {
+  try {
+    body();
+    return nullptr;
+  } catch (const Failed& failed) {
+    return failed.status;
+  } catch (const std::exception& error) {
+    return ort::CreateStatus::call(api, ort::kFail, (std::string("kvlathe::Attend: ") + error.what()).c_str());
+  }
+}
+
+struct Tensor {
+  void* data;
+  std::vector<int64_t> shape;
+  int64_t bytes;  // an element
+
+  explicit Tensor(const OrtValue* value) {
+    OrtTensorTypeAndShapeInfo* info;
+    size_t count;
+    int type;
+    check(ort::GetTensorTypeAndShape::call(api, value, &info));
+    check(ort::GetDimensionsCount::call(api, info, &count));
+    shape.resize(count);
+    check(ort::GetDimensions::call(api, info, shape.data(), count));
+    check(ort::GetTensorElementType::call(api, info, &type));
+    ort::ReleaseTensorTypeAndShapeInfo::call<void>(api, info);
+    check(ort::GetTensorMutableData::call(api, const_cast<OrtValue*>(value), &data));
+    bytes = type == ort::kUint8 ? 1 : type == ort::kHalf ? 2 : 4;
+  }
+
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(data);
+  }
+  int64_t size() const {
+    int64_t total = bytes;
+    for (int64_t n : shape) total *= n;
+    return total;
+  }
+};
+
+// The inputs of one call, taken in the order of the node.
+struct Inputs {
+  const OrtKernelContext* context;
+  size_t next = 0;
+
+  Tensor take() {
+    const OrtValue* value;
+    check(ort::KernelContext_GetInput::call(api, context, next++, &value));
+    return Tensor(value);
+  }
+};
+
+class Kernel {
+ public:
+  explicit Kernel(const OrtKernelInfo* info) : layer_(table(info)) { check(ort::KernelInfoGetAttribute_float::call(api, info, "scale", &scale_)); }
+
+  void compute(OrtKernelContext* context) const {
+    const TableHeader& t = layer_.head;
+    Inputs in{context};
+    const Tensor q = in.take(), k = in.take(), v = in.take();
+    kvlathe_attend_args a{};
+    a.abi_version = KVLATHE_ABI_VERSION;
+    a.scale = scale_;
+    a.q = q.as<float>(), a.k = k.as<float>(), a.v = v.as<float>();
+    if (t.rope) a.cos = in.take().as<float>(), a.sin = in.take().as<float>();
+    a.query_starts = in.take().as<int32_t>();
+    in.take();  // query_offsets: only the function needs them
+    const Tensor lengths = in.take();
+    a.lengths = lengths.as<int32_t>();
+    std::vector<const int32_t*> tables;
+    std::vector<int32_t> widths;
+    for (int32_t s = 0; s < t.buckets; ++s) {
+      const Tensor pages = in.take();
+      tables.push_back(pages.as<int32_t>());
+      widths.push_back(int32_t(pages.shape[1]));
+    }
+    a.page_tables = tables.data(), a.page_table_widths = widths.data();
+    for (int32_t view = 0; view < 3; ++view) {
+      if (!(t.pools >> view & 1)) continue;
+      const Tensor pool = in.take();
+      a.pool = pool.data, a.pool_bytes = pool.size();
+    }
+    if (t.projected) a.proj_q = in.take().as<float>(), a.proj_k = in.take().as<float>(), a.centre_k = in.take().as<float>();
+    check_shapes(q, k, v, lengths);
+    a.tokens = int32_t(q.shape[0]), a.batch = int32_t(lengths.shape[0]);
+    a.o = static_cast<float*>(output(context, 0, {a.tokens, layer_.o_width}));
+    a.rows = output(context, 1, {a.tokens, layer_.rows_width});
+    a.parallel = {run_on_ort, context};
+    kvlathe_status status;
+    if (kvlathe_cpu_attend(&layer_, &a, &status)) throw Refusal(kvlathe_code(status.code), status.message);
+  }
+
+ private:
+  static std::vector<int32_t> table(const OrtKernelInfo* info) {
+    size_t count;
+    int constant = 0;
+    const OrtValue* value = nullptr;
+    check(ort::KernelInfo_GetInputCount::call(api, info, &count));
+    check(ort::KernelInfoGetConstantInput_tensor::call(api, info, count - 1, &constant, &value));
+    if (!constant) throw Refusal(KVLATHE_BAD_ARGUMENT, "the last input, layout, is not a constant");
+    const Tensor tensor(value);
+    return {tensor.as<int32_t>(), tensor.as<int32_t>() + tensor.size() / 4};
+  }
+
+  void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lengths) const {
+    const bool ok = q.shape.size() == 2 && q.shape[1] == layer_.q_width && k.shape[1] == layer_.k_width && v.shape[1] == layer_.v_width &&
+                    lengths.shape.size() == 2 && lengths.shape[1] == layer_.head.buckets && q.bytes == 4;
+    if (!ok) throw Refusal(KVLATHE_BAD_ARGUMENT, "an input's shape or type contradicts the layout");
+  }
+
+  static void* output(OrtKernelContext* context, size_t index, std::array<int64_t, 2> shape) {
+    OrtValue* value;
+    void* data;
+    check(ort::KernelContext_GetOutput::call(api, context, index, shape.data(), shape.size(), &value));
+    check(ort::GetTensorMutableData::call(api, value, &data));
+    return data;
+  }
+
+  static void run_on_ort(void* context, void (*body)(void*, size_t), size_t count, void* state) {
+    OrtStatus* failed = ort::KernelContext_ParallelFor::call(api, static_cast<const OrtKernelContext*>(context), body, count, 0, state);
+    if (!failed) return;
+    ort::ReleaseStatus::call<void>(api, failed);
+    body(state, 0);  // drains whatever is left
+  }
+
+  kvlathe_layer layer_;
+  float scale_ = 1;
+};
+
+template <int kRows>
+OrtCustomOp attend_op() {
+  OrtCustomOp op{};
+  op.version = ort::kVersion;
+  op.GetName = [](const OrtCustomOp*) { return "Attend"; };
+  op.GetExecutionProviderType = [](const OrtCustomOp*) { return "CPUExecutionProvider"; };
+  op.GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
+  op.GetInputType = [](const OrtCustomOp*, size_t) { return int(ort::kUndefined); };
+  op.GetInputCharacteristic = [](const OrtCustomOp*, size_t) { return int(ort::kVariadic); };
+  op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return ort::kMemoryDefault; };
+  op.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
+  op.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 0; };
+  op.GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 2; };
+  op.GetOutputType = [](const OrtCustomOp*, size_t i) { return i ? kRows : int(ort::kFloat); };
+  op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return int(ort::kRequired); };
+  op.GetStartVersion = [](const OrtCustomOp*) { return 1; };
+  op.GetEndVersion = [](const OrtCustomOp*) { return 1; };
+  op.CreateKernelV2 = [](const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
+    return reported([&] { *kernel = new Kernel(info); });
+  };
+  op.KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
+    return reported([&] { static_cast<const Kernel*>(kernel)->compute(context); });
+  };
+  op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  return op;
+}
+
+// The session option kvlathe.hot_bits: the format of the output `rows`.
+bool half_rows(const OrtSessionOptions* options) {
+  int has = 0;
+  char value[8] = "";
+  size_t size = sizeof value;
+  check(ort::HasSessionConfigEntry::call(api, options, "kvlathe.hot_bits", &has));
+  if (has) check(ort::GetSessionConfigEntry::call(api, options, "kvlathe.hot_bits", value, &size));
+  return std::atoi(value) == 16;
+}
+
+}  // namespace
+}  // namespace kvlathe
+
+// What SessionOptions.register_custom_ops_library calls.
+extern "C" KVLATHE_API OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+  using namespace kvlathe;
+  static const OrtCustomOp single = attend_op<ort::kFloat>();
+  static const OrtCustomOp half = attend_op<ort::kHalf>();
+  api = base->GetApi(ort::kVersion);
+  if (!api) return nullptr;  // older than 1.17: the function runs instead
+  return reported([&] {
+    OrtCustomOpDomain* domain;  // lives as long as the process, like the library
+    check(ort::CreateCustomOpDomain::call(api, "kvlathe", &domain));
+    check(ort::CustomOpDomain_Add::call(api, domain, half_rows(options) ? &half : &single));
+    check(ort::AddCustomOpDomain::call(api, options, domain));
+  });
+}

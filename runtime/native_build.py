@@ -1,0 +1,62 @@
+"""Building libkvlathe.so from plugins_cpp/ with CMake. Standard library only: setup.py uses it too."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from kvlathe.errors import KvlatheError
+
+log = logging.getLogger("kvlathe")
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES, HOME = ROOT / "plugins_cpp", ROOT / "build" / "native"
+"""In a checkout: what is built, and where the library is looked for afterwards (runtime/native.py)."""
+LIBRARY = "libkvlathe.so"
+
+
+def obstacle() -> str:
+    """Why nothing can be built here; empty if it can."""
+    if not (SOURCES / "CMakeLists.txt").is_file():
+        return f"{SOURCES} is not there: native kernels are built in a checkout"
+    if not shutil.which("cmake"):
+        return "CMake is not installed"
+    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        return "no C++ compiler is installed"
+    return ""
+
+
+def build(folder: Path = HOME, cuda: bool = False) -> Path:
+    """Build into ``folder`` and return the library's path. ``cuda``: with the CUDA kernels too.
+
+    Raises KvlatheError where something is missing or the compiler fails, with its last words.
+    """
+    if found := obstacle():
+        raise KvlatheError("the native kernels cannot be built", found, "install it; without them ONNX functions run")
+    folder.mkdir(parents=True, exist_ok=True)
+    ninja = ["-G", "Ninja"] if shutil.which("ninja") and not (folder / "CMakeCache.txt").exists() else []
+    for command in (
+        ["cmake", "-S", str(SOURCES), "-B", str(folder), f"-DKVLATHE_CUDA={'ON' if cuda else 'OFF'}", *ninja],
+        ["cmake", "--build", str(folder), "--parallel"],
+    ):
+        log.info("%s", " ".join(command))
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            words = "\n".join((done.stdout + done.stderr).strip().splitlines()[-20:])
+            raise KvlatheError(
+                "the native kernels were not built", f"{command[0]} failed:\n{words}", "mend what it names"
+            )
+    return folder / LIBRARY
+
+
+def build_into(package: Path) -> bool:
+    """Put a library beside the package's modules if one can be built here; say so if not. For setup.py."""
+    if found := obstacle():
+        log.warning("kvlathe: no native kernels, because %s; the ONNX functions run instead", found)
+        return False
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy2(build(Path(folder)), package / LIBRARY)
+    return True

@@ -1,0 +1,79 @@
+"""NativeSession: the same model.onnx, with kvlathe::Attend and sealing done by the native library.
+
+ONNX Runtime prefers an operator that is registered under the name of a function in the model, so the graph stays whole:
+weights, matrix products and threads are ONNX Runtime's, and Attend reads and extends the pool in place.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from kvlathe.engines.manifest import Limits, Manifest
+from kvlathe.export.plan import CompressionPlan
+from kvlathe.runtime import huge_pages, native
+from kvlathe.runtime.host_pages import hot_bits
+from kvlathe.runtime.native import Native, Sealer
+from kvlathe.runtime.ort_session import OrtSession
+from kvlathe.runtime.session import StepPlan
+
+
+class NativeSession(OrtSession):
+    """An OrtSession of a float32 engine, faster. ``library`` must be loaded from a file (Native.load)."""
+
+    def __init__(
+        self,
+        folder: Path,
+        plan: CompressionPlan,
+        limits: Limits,
+        arena_bytes: int,
+        threads: int | None = None,
+        library: Native | None = None,
+    ) -> None:
+        chosen = library or native.find().native
+        assert chosen is not None
+        self.library = chosen
+        super().__init__(folder, plan, limits, arena_bytes, threads)
+        self._sealer = Sealer(self.library, plan)
+        huge_pages.collapse()  # the weights; the arena asks for itself
+
+    def options(self, threads: int | None) -> ort.SessionOptions:
+        options = super().options(threads)
+        options.add_session_config_entry("kvlathe.hot_bits", str(hot_bits(self.plan)))
+        options.register_custom_ops_library(str(self.library.path))
+        return options
+
+    def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
+        self._check(step)
+        return self._run(step)
+
+    def append(self, step: StepPlan, rows: npt.NDArray[np.floating]) -> None:
+        """The operator has written them."""
+
+    def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...]) -> None:
+        for bucket, target in zip(self.plan.cold(fresh), cold_pages, strict=True):
+            self._sealer.seal(fresh, self.rows[fresh][page], bucket, self.rows[bucket][target])
+
+
+def session_class(manifest: Manifest) -> type[OrtSession]:
+    """What runs an engine of the onnxruntime backend in this process."""
+    return OrtSession if _obstacle(manifest) else NativeSession
+
+
+def attention(manifest: Manifest) -> str:
+    """What runs kvlathe::Attend of this engine in this process, and if it is not the native library, why."""
+    if manifest.backend != "onnxruntime":
+        return f"not run here: {manifest.backend} engines need its own runtime"
+    obstacle, found = _obstacle(manifest), native.find().native
+    if obstacle or found is None:
+        return f"{OrtSession.attention}; NOT the native kernels: {obstacle}"
+    return f"native kernels, {found.isa} ({found.path})"
+
+
+def _obstacle(manifest: Manifest) -> str:
+    if manifest.compute_dtype != "float32":
+        return f"they compute in float32 and the engine in {manifest.compute_dtype}"
+    return native.find().reason

@@ -1,0 +1,177 @@
+"""Decode attention over compressed pages against FlashInfer: one layer, 16 bit, on one GPU.
+
+  python3 tests/bench/decode_h200.py --library build/native/libkvlathe.so --baseline flashinfer.txt
+
+Timing: one call on each of ``--layers`` layers of one page-first pool (rotating buffers: a page is as wide as all layers,
+the bytes of a call lie at that stride), captured in one CUDA graph; median over replays, divided by the calls. The
+boundary is FlashInfer's: post-RoPE projected q in, o' out. Ranks: ``mixed`` 16 to 96 with mean 51.2 for K and for V;
+``mixed48`` 16 to 96 and ``uniform48``, equal bytes. GB/s counts K, V, q and o once. ``--baseline`` is the output of
+FlashInfer's benchmark; without it no ratio is printed. Needs torch; prints one table and one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.native.library import OVERLAP, Library
+from tests.native.problem import Problem
+
+READ_RATE = 4.58e12
+"""Bytes a second that the best public decode kernel read on an H200."""
+
+STEPS = {  # ranks / 16 of eight heads; a layer takes one row, permuted, for K and one for V
+    "mixed": ([1, 2, 2, 3, 3, 4, 5, 6], [1, 2, 2, 3, 3, 4, 4, 6], [1, 2, 2, 3, 3, 4, 5, 6], [1, 2, 2, 3, 3, 4, 4, 6]),
+    "mixed48": ([1, 1, 2, 3, 3, 4, 4, 6],),
+    "uniform48": ([3] * 8,),
+    "full": ([8] * 8,),
+}
+MIXED_EXTRA = [1, 2, 2, 3, 3, 4, 5, 6]  # every fifth layer, so that the mean over five layers is 51.2
+
+
+def ranks_of(kind: str, layers: int, heads: int, seed: int) -> list[list[tuple[int, int]]]:
+    """[layers][heads] of (rank_k, rank_v)."""
+    draw, rows = random.Random(seed), STEPS[kind]
+
+    def row(layer: int) -> list[int]:
+        steps = MIXED_EXTRA if kind == "mixed" and layer % 5 == 4 else rows[layer % 5 % len(rows)]
+        steps = [steps[i % len(steps)] for i in range(heads)]
+        draw.shuffle(steps)
+        return [16 * x for x in steps]
+
+    return [list(zip(row(layer), row(layer), strict=True)) for layer in range(layers)]
+
+
+def lengths_of(batch: int, tokens: int, kind: str) -> list[int]:
+    """Tokens of each sequence; ``zipf`` is a heavy tail with the same total as ``even``."""
+    if kind == "even":
+        return [tokens] * batch
+    draw = random.Random(0)
+    raw = [min(max(tokens * 0.25 / draw.random() ** 0.75, 256), 8 * tokens) for _ in range(batch)]
+    lengths = [max(1, round(x * batch * tokens / sum(raw))) for x in raw]
+    lengths[0] += batch * tokens - sum(lengths)
+    return lengths
+
+
+def seconds_a_call(call: Callable[[int], None], calls: int, replays: int) -> float:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for i in range(min(calls, 3)):
+            call(i)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            call(i)
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(replays):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e-3 / calls)
+    return statistics.median(times)
+
+
+def baseline_of(path: Path | None, model: str) -> dict[tuple[int, int, str], float]:
+    """(batch, context, kv format) -> best microseconds in FlashInfer's table."""
+    best: dict[tuple[int, int, str], float] = {}
+    for line in path.read_text().splitlines() if path else ():
+        if match := re.match(rf"{model}\s+(\d+)\s+(\d+)\s+(fp16|fp8)\s+\S+\s+([\d.]+)\s", line):
+            key = (int(match[1]), int(match[2]), match[3])
+            best[key] = min(best.get(key, math.inf), float(match[4]))
+    return best
+
+
+def bytes_of(problem: Problem) -> float:
+    """Bytes that one call must move, mean over the layers: K, V, q and o once."""
+    width = sum(rank_k + rank_v for row in problem.ranks for rank_k, rank_v in row) / len(problem.ranks)
+    return 2 * width * (sum(problem.lengths) + problem.group * len(problem.lengths))
+
+
+def measure(
+    library: Library, a: argparse.Namespace, batch: int, tokens: int, ranks: str, dist: str
+) -> dict[str, object]:
+    layers = a.layers if batch * tokens >= 1 << 18 else 2 * a.layers
+    lengths = lengths_of(batch, tokens, dist)
+    problem = Problem(
+        ranks_of(ranks, layers, a.heads, 0), lengths, a.group, getattr(torch, a.dtype), a.page_tokens, "cuda"
+    )
+    space = torch.zeros(library.workspace_bytes(batch, a.heads), dtype=torch.uint8, device="cuda")
+    args = [problem.args(layer, space) for layer in range(layers)]
+    for one in args:
+        one.flags = OVERLAP if a.overlap else 0
+
+    def call(i: int) -> None:
+        args[i].stream = torch.cuda.current_stream().cuda_stream
+        library.attend_decode(args[i], "cuda")
+
+    seconds = seconds_a_call(call, layers, a.replays)
+    own, plain = problem.errors(1, [0, batch - 1] if batch > 1 else [0])
+    size = bytes_of(problem)
+    del problem
+    torch.cuda.empty_cache()
+    return {
+        "batch": batch, "tokens": tokens, "ranks": ranks, "dist": dist, "us": seconds * 1e6, "mb": size / 1e6,
+        "gb_s": size / seconds / 1e9, "of_read_rate": size / seconds / READ_RATE, "error": own, "plain_error": plain,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", type=Path, required=True)
+    parser.add_argument("--baseline", type=Path)
+    parser.add_argument("--baseline-model", default="llama8b")
+    parser.add_argument("--cases", default="16x32768,64x16384,16x4096,1x32768")
+    parser.add_argument("--ranks", default="mixed", help="comma-separated: " + ", ".join(STEPS))
+    parser.add_argument("--dist", default="even", help="comma-separated: even, zipf")
+    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--group", type=int, default=4)
+    parser.add_argument("--page-tokens", type=int, default=64)
+    parser.add_argument(
+        "--overlap", action="store_true", help="programmatic dependent launch: a call starts under the last"
+    )
+    parser.add_argument("--layers", type=int, default=20)
+    parser.add_argument("--replays", type=int, default=15)
+    a = parser.parse_args()
+    library, baseline = Library(a.library), baseline_of(a.baseline, a.baseline_model)
+    print(
+        f"# {torch.cuda.get_device_name()}, {a.library}, {a.dtype}, {a.heads} heads x {a.group}, page {a.page_tokens}"
+    )
+    columns = f"{'case':>10} {'ranks':>9} {'dist':>5} {'MB':>8} {'us':>8} {'GB/s':>6} {'%read':>6}"
+    print(columns, f"{'FlashInfer':>11} {'ratio':>6}  error / plain")
+    results = []
+    for case in a.cases.split(","):
+        batch, tokens = (int(x) for x in case.split("x"))
+        for ranks in a.ranks.split(","):
+            for dist in a.dist.split(","):
+                r = measure(library, a, batch, tokens, ranks, dist)
+                r["flashinfer_us"] = best = baseline.get((batch, tokens, "fp16")) if dist == "even" else None
+                r["ratio"] = best / r["us"] if best else None
+                beside = f"{best:8.1f} us {r['ratio']:5.2f}x" if best else f"{'-':>11} {'-':>6}"
+                print(
+                    f"{case:>10} {ranks:>9} {dist:>5} {r['mb']:8.1f} {r['us']:8.1f} {r['gb_s']:6.0f} "
+                    f"{100 * r['of_read_rate']:6.1f} {beside}  {r['error']:.1e} / {r['plain_error']:.1e}",
+                    flush=True,
+                )
+                results.append(r)
+    print(json.dumps({"bench": "decode_h200", "device": torch.cuda.get_device_name(), "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""ctypes view of plugins_cpp/include/kvlathe/cpu.h: the op on a test case, without ONNX Runtime around it."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_uint32, c_void_p
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.export.layout import layer_table
+from kvlathe.runtime.native import ABI_VERSION, Native, Status
+from tests.attend_cases import Case
+
+AUTO, PORTABLE, AVX2, AVX512, AVX512_VNNI = range(5)
+Array = npt.NDArray[Any]
+
+
+class Parallel(Structure):
+    _fields_ = [("run", c_void_p), ("context", c_void_p)]
+
+
+class AttendArgs(Structure):
+    _fields_ = [
+        ("abi_version", c_uint32),
+        *((name, c_int32) for name in ("tokens", "batch", "isa", "threads")),
+        ("scale", c_float),
+        *((name, c_void_p) for name in ("q", "k", "v", "cos", "sin", "query_starts", "lengths", "page_tables")),
+        *((name, c_void_p) for name in ("page_table_widths", "proj_q", "proj_k", "centre_k", "pool")),
+        ("pool_bytes", c_int64),
+        *((name, c_void_p) for name in ("o", "rows")),
+        ("parallel", Parallel),
+    ]
+
+
+class Refused(Exception):
+    """What the library says when it refuses."""
+
+
+class Op:
+    """One layer of a plan in the library."""
+
+    def __init__(self, native: Native, table: Array) -> None:
+        self.lib, self.layer, status = native.lib, c_void_p(), Status()
+        table = np.ascontiguousarray(table, np.int32)
+        self.lib.kvlathe_layer_create.argtypes = [c_void_p, c_int64, POINTER(c_void_p), POINTER(Status)]
+        self.lib.kvlathe_cpu_attend.argtypes = [c_void_p, POINTER(AttendArgs), POINTER(Status)]
+        self.lib.kvlathe_layer_destroy.argtypes = [c_void_p]
+        self.lib.kvlathe_layer_destroy.restype = None
+        if self.lib.kvlathe_layer_create(table.ctypes.data, table.size, byref(self.layer), byref(status)):
+            raise Refused(status.message.decode())
+
+    def __del__(self) -> None:
+        self.lib.kvlathe_layer_destroy(self.layer)
+
+    def run(self, args: AttendArgs) -> None:
+        status = Status()
+        if self.lib.kvlathe_cpu_attend(self.layer, byref(args), byref(status)):
+            raise Refused(status.message.decode())
+
+
+def aligned(values: Array, offset: int = 0) -> Array:
+    """A copy that starts ``offset`` bytes after a multiple of 128."""
+    raw = np.zeros(values.nbytes + 256, np.uint8)
+    start = -raw.ctypes.data % 128 + offset
+    out = raw[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+    out[...] = values
+    return out
+
+
+class Call:
+    """The arguments of one case, kept alive; its pool has the pages of the step's own tokens reserved."""
+
+    def __init__(self, case: Case, isa: int = AUTO, threads: int = 1) -> None:
+        self.case, plan = case, case.plan
+        step, state = case.step(), {name: x.numpy() for name, x in case.state().items()}
+        self.q, self.k, self.v = (np.ascontiguousarray(x.numpy()) for x in case.packed())
+        assert step.cos is not None and step.sin is not None
+        self.memory, self.tables = reserve(case)
+        hot = (
+            np.float16
+            if next(plan.tiers[b.tier] for b in plan.buckets if b.source is None).bits_k == 16
+            else np.float32
+        )
+        group, rows = plan.model.group_size, len(self.q)
+        self.o = np.full((rows, group * sum(x.rank_v for x in case.lanes)), np.nan, np.float32)
+        self.rows = np.full((rows, sum(x.rank_k + x.rank_v for x in case.lanes)), np.nan, hot)
+        self.arrays = {
+            "q": self.q, "k": self.k, "v": self.v, "cos": step.cos.numpy(), "sin": step.sin.numpy(),
+            "query_starts": step.query_starts.numpy(), "lengths": np.ascontiguousarray(case.lengths),
+            "page_table_widths": np.array([t.shape[1] for t in self.tables], np.int32),
+            "o": self.o, "rows": self.rows, **state,
+        }  # fmt: skip
+        self.pointers = (c_void_p * len(self.tables))(*(t.ctypes.data for t in self.tables))
+        self.args = AttendArgs(
+            ABI_VERSION, rows, len(case.lengths), isa, threads, case.scale,
+            page_tables=ctypes.addressof(self.pointers), pool=self.memory.ctypes.data, pool_bytes=self.memory.nbytes,
+            **{name: array.ctypes.data for name, array in self.arrays.items()},
+        )  # fmt: skip
+
+    def run(self, native: Native) -> tuple[Array, Array]:
+        """o and rows of the real tokens."""
+        Op(native, layer_table(self.case.plan, self.case.layer)).run(self.args)
+        return self.o[: self.case.total], self.rows[: self.case.total]
+
+
+def reserve(case: Case) -> tuple[Array, list[Array]]:
+    """The case's pool and page tables, grown by poisoned pages for the step's own tokens."""
+    from kvlathe.export.layout import CacheLayout
+
+    plan, strides = case.plan, CacheLayout(case.plan).page_stride
+    at, tables = case.memory.nbytes, []
+    for s, bucket in enumerate(plan.buckets):
+        fresh = np.array(case.queries) * (bucket.source is None)
+        needed = -(-(case.lengths[:, s] + fresh) // plan.page_tokens)
+        table = np.zeros((len(needed), max(1, int(needed.max()))), np.int32)
+        for b, count in enumerate(needed):
+            old = min(-(-int(case.lengths[b, s]) // plan.page_tokens), int(count))
+            table[b, :old] = case.tables[s][b, :old]
+            for i in range(old, int(count)):
+                table[b, i] = -(-at // strides[s])
+                at = (int(table[b, i]) + 1) * strides[s]
+        tables.append(table)
+    memory = np.full(at, 255, np.uint8)
+    memory[: case.memory.nbytes] = case.memory
+    return aligned(memory), tables

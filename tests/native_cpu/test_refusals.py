@@ -1,0 +1,145 @@
+"""What the library cannot do is refused with a sentence, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvlathe.errors import KvlatheError
+from kvlathe.export.layout import CacheLayout, layer_table
+from kvlathe.export.plan import Bucket, Lane, Tier
+from kvlathe.runtime import native as natives
+from kvlathe.runtime.native import Native, Sealer
+from tests.attend_cases import Case, plan_of
+from tests.native_cpu.library import Call, Op, Refused, aligned
+
+
+def small_case() -> Case:
+    plan = plan_of([Lane(0, 0, 32, 32, 16)], [Tier(32, 32)], [Bucket(0, (0,))], 32, 2)
+    return Case(plan, 0, [2, 1], [[20], [3]], seed=0)
+
+
+def other_abi(call: Call) -> None:
+    call.args.abi_version = 99
+
+
+def small_pool(call: Call) -> None:
+    call.args.pool_bytes = CacheLayout(call.case.plan).page_stride[0]
+
+
+def narrow_table(call: Call) -> None:
+    call.arrays["page_table_widths"][0] = 1
+
+
+def foreign_page(call: Call) -> None:
+    call.tables[0][0, 0] = 1 << 20
+
+
+def negative_page(call: Call) -> None:
+    call.tables[0][0, 0] = -1
+
+
+def crooked_pool(call: Call) -> None:
+    call.memory = aligned(call.memory, offset=4)
+    call.args.pool = call.memory.ctypes.data
+
+
+def falling_starts(call: Call) -> None:
+    call.arrays["query_starts"][1] = 9
+
+
+def negative_length(call: Call) -> None:
+    call.arrays["lengths"][0, 0] = -5
+
+
+def no_queries(call: Call) -> None:
+    call.args.q = None
+
+
+def no_angles(call: Call) -> None:
+    call.args.cos = None
+
+
+def unknown_isa(call: Call) -> None:
+    call.args.isa = 77
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (other_abi, "ABI 99"),
+        (small_pool, "outside the pool"),
+        (narrow_table, "page table has 1"),
+        (foreign_page, "outside the pool"),
+        (negative_page, "outside the pool"),
+        (crooked_pool, "not aligned"),
+        (falling_starts, "query_starts"),
+        (negative_length, "negative"),
+        (no_queries, "null"),
+        (no_angles, "RoPE"),
+        (unknown_isa, "not available"),
+    ],
+)
+def test_a_bad_call_is_refused_before_anything_is_written(
+    native: Native, spoil: Callable[[Call], None], message: str
+) -> None:
+    call = Call(small_case())
+    spoil(call)
+    memory = call.memory.copy()
+    with pytest.raises(Refused, match=message):
+        call.run(native)
+    np.testing.assert_array_equal(call.memory, memory)
+    assert np.isnan(call.o).all() and np.isnan(call.rows).all()
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"), [(0, 7, "version 7"), (2, 17, "page_tokens"), (3, 0, "damaged"), (18, 40, "rank")]
+)
+def test_a_damaged_layer_table_is_refused(native: Native, place: int, value: int, message: str) -> None:
+    table = layer_table(small_case().plan, 0)
+    table[place] = value
+    with pytest.raises(Refused, match=message):
+        Op(native, table)
+
+
+@pytest.mark.parametrize(("length", "message"), [(5, "short"), (20, "short"), (-1, "past the table")])
+def test_a_shortened_layer_table_is_refused(native: Native, length: int, message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        Op(native, layer_table(small_case().plan, 0)[:length])
+
+
+def test_a_page_at_a_crooked_address_is_not_sealed(native: Native) -> None:
+    plan = plan_of([Lane(0, 0, 32, 32, 16)], [Tier(32, 32), Tier(8, 8)], [Bucket(0, (0,)), Bucket(1, (0,), 0)], 32, 2)
+    strides = CacheLayout(plan).page_stride
+    source, target = aligned(np.zeros(strides[0], np.uint8), offset=4), aligned(np.zeros(strides[1], np.uint8))
+    with pytest.raises(KvlatheError, match="not aligned"):
+        Sealer(native, plan).seal(0, source, 1, target)
+
+
+def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "libkvlathe.so").write_bytes(b"nothing")
+    with pytest.raises(KvlatheError, match="cannot be loaded"):
+        Native.load(tmp_path / "libkvlathe.so")
+
+
+def test_another_abi_version_is_refused(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(natives, "ABI_VERSION", 2)
+    with pytest.raises(KvlatheError, match="ABI version 1"):
+        Native.load(native.path)
+
+
+def test_the_switch_and_a_missing_library_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value, reason in (
+        ("KVLATHE_NATIVE", "0", "KVLATHE_NATIVE=0"),
+        ("KVLATHE_LIBRARY", str(tmp_path / "x"), "no lib"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.delenv("KVLATHE_LIBRARY", raising=False)
+            patch.setenv(name, value)
+            natives.find.cache_clear()
+            found = natives.find()
+            assert found.native is None and reason in found.reason
+    natives.find.cache_clear()

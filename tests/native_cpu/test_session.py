@@ -1,0 +1,77 @@
+"""The native session answers as the function's session does, through the whole loop; and which one runs is said."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from kvlathe.engines.manifest import FileRecord, KvBytes, Manifest
+from kvlathe.export.layout import CacheLayout
+from kvlathe.runtime import native as natives
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.native import Native
+from kvlathe.runtime.native_session import NativeSession, attention, session_class
+from kvlathe.runtime.ort_session import OrtSession
+from kvlathe.runtime.sampler import SamplingParams
+from kvlathe.runtime.tokenizer import Tokenizer
+from tests.runtime_cases import LIMITS, MODEL, decoder, engine_folder, forced, llm, text
+
+
+def native_llm(native: Native, kind: str) -> LLM:
+    layout = CacheLayout(decoder(kind).plan)
+    size = layout.bytes_for(8192) + 8 * len(layout.page_stride) * max(layout.page_stride)
+    session = NativeSession(engine_folder(kind), layout.plan, LIMITS, size, threads=2, library=native)
+    return LLM(session, layout.plan, LIMITS, Tokenizer(MODEL), size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tolerance"), [("one", 1e-3), ("split", 1e-3), ("sealed", 0.02), ("sealed split", 0.02)]
+)
+def test_logits_are_those_of_the_function(native: Native, kind: str, tolerance: float) -> None:
+    """Where pages are sealed, a rounding error may move a code by one."""
+    texts = [text(n, 100 * i) for i, n in enumerate((3, 130, 700))]
+    schedule = [(1, 64, 512), (1, 1, 1), (1, 65, 187)]
+    found, expected = forced(native_llm(native, kind), texts, schedule), forced(llm("onnx", kind), texts, schedule)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert np.abs(ours - theirs).max() < tolerance
+
+
+def test_greedy_answers_are_those_of_the_function(native: Native) -> None:
+    params = SamplingParams(max_new_tokens=100, ignore_eos=True)
+    prompts = [list(text(90)), list(text(300, 400))]
+    for kind in ("one", "sealed"):
+        ours, theirs = native_llm(native, kind).generate(prompts, params), llm("onnx", kind).generate(prompts, params)
+        assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in theirs]
+
+
+def manifest(dtype: str) -> Manifest:
+    sizes, made_from = KvBytes(1.0, 1.0, 1.0), {"x": FileRecord(1, "")}
+    return Manifest(
+        model="m",
+        compression="none",
+        backend="onnxruntime",
+        versions={},
+        architectures=("cpu",),
+        compute_dtype=dtype,
+        limits=LIMITS,
+        page_tokens=64,
+        prefill_chunk=512,
+        kv_bytes=sizes,
+        plan_digest="",
+        model_digest="",
+        command="",
+        created="",
+        made_from=made_from,
+    )
+
+
+def test_which_path_runs_is_said_loudly(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    single, half = manifest("float32"), manifest("float16")
+    monkeypatch.setattr(natives, "find", lambda: natives.Found(native))
+    assert session_class(single) is NativeSession and attention(single).startswith(f"native kernels, {native.isa}")
+    assert session_class(half) is OrtSession and "NOT the native kernels" in attention(half)
+    monkeypatch.setattr(natives, "find", lambda: natives.Found(None, "it is not there"))
+    assert session_class(single) is OrtSession and "it is not there" in attention(single)
+    assert "not run here" in attention(dataclasses.replace(single, backend="tensorrt_rtx"))
