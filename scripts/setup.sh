@@ -74,4 +74,7 @@ say "installing kvlathe and its tools"
 if .venv/bin/python -m pip list --format freeze | grep -q '^nvidia-'; then
     die "CUDA packages were installed, because a package index answered with them: remove .venv and report this."
 fi
+say "building the native kernels"
+.venv/bin/kvlathe native >/dev/null ||
+    say "going on without native kernels: engines run their ONNX functions, which is slower"
 echo "$wanted" >"$STAMP"

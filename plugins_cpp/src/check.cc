@@ -37,10 +37,13 @@ void check_sizes(const kvlathe_attend_decode_args& a) {
 void check_bits(int32_t bits, int32_t axis, int32_t group, const kvlathe_attend_decode_args& a) {
   const int32_t element_bits = a.element == KVLATHE_F32 ? 32 : 16;
   require(bits == element_bits || bits == 8 || bits == 4 || bits == 2, KVLATHE_BAD_ARGUMENT,
-          "a part has " + std::to_string(bits) + " bits: it must be 8, 4, 2 or the element's " + std::to_string(element_bits));
+          "a part has " + std::to_string(bits) + " bits: it must be 8, 4, 2 or the element's " +
+              std::to_string(element_bits));
   if (bits > 8) return;
-  require(axis == KVLATHE_AXIS_RANK || axis == KVLATHE_AXIS_TOKEN, KVLATHE_BAD_ARGUMENT, "a part's axis is neither rank nor token");
-  require(group >= kRankMultiple && group % kRankMultiple == 0, KVLATHE_BAD_ARGUMENT, "a part's group is no multiple of 16");
+  require(axis == KVLATHE_AXIS_RANK || axis == KVLATHE_AXIS_TOKEN, KVLATHE_BAD_ARGUMENT,
+          "a part's axis is neither rank nor token");
+  require(group >= kRankMultiple && group % kRankMultiple == 0, KVLATHE_BAD_ARGUMENT,
+          "a part's group is no multiple of 16");
   require(axis != KVLATHE_AXIS_TOKEN || a.page_tokens % group == 0, KVLATHE_BAD_ARGUMENT,
           "groups of " + std::to_string(group) + " tokens do not divide a page of " + std::to_string(a.page_tokens));
 }
@@ -49,9 +52,11 @@ void check_slab(const LaneRow& row, const kvlathe_part& part, int64_t page_token
   const std::string where = "the lane of head " + std::to_string(row.head);
   require(row.rank_k > 0 && row.rank_v > 0 && row.rank_k % kRankMultiple == 0 && row.rank_v % kRankMultiple == 0,
           KVLATHE_BAD_ARGUMENT,
-          where + " has ranks " + std::to_string(row.rank_k) + "/" + std::to_string(row.rank_v) + ": not positive multiples of 16");
+          where + " has ranks " + std::to_string(row.rank_k) + "/" + std::to_string(row.rank_v) +
+              ": not positive multiples of 16");
   for (int32_t offset : {row.k, row.k_meta, row.v, row.v_meta}) {
-    require(offset >= 0 && offset % kAlign == 0, KVLATHE_MISALIGNED, where + " has an offset that is not a multiple of 128 bytes");
+    require(offset >= 0 && offset % kAlign == 0, KVLATHE_MISALIGNED,
+            where + " has an offset that is not a multiple of 128 bytes");
   }
   const int64_t end = std::max(row.k + slab_bytes(row.rank_k, page_tokens, part.bits_k),
                                row.v + slab_bytes(row.rank_v, page_tokens, part.bits_v));
@@ -61,10 +66,12 @@ void check_slab(const LaneRow& row, const kvlathe_part& part, int64_t page_token
 
 void check_part(const kvlathe_part& part, const kvlathe_attend_decode_args& a) {
   require(part.lane_count >= 1 && part.lane_count <= KVLATHE_MAX_HEADS && part.lanes, KVLATHE_BAD_ARGUMENT,
-          "a part has " + std::to_string(part.lane_count) + " lanes: 1 to " + std::to_string(KVLATHE_MAX_HEADS) + " are possible");
+          "a part has " + std::to_string(part.lane_count) + " lanes: 1 to " + std::to_string(KVLATHE_MAX_HEADS) +
+              " are possible");
   require(a.batch == 0 || (part.page_table && part.lengths && part.page_table_stride >= 1), KVLATHE_BAD_ARGUMENT,
           "a part has no page table or no lengths");
-  require(part.page_stride > 0 && part.page_stride % kAlign == 0, KVLATHE_MISALIGNED, "a page stride is not a multiple of 128 bytes");
+  require(part.page_stride > 0 && part.page_stride % kAlign == 0, KVLATHE_MISALIGNED,
+          "a page stride is not a multiple of 128 bytes");
   require(a.batch == 0 || part.page_stride <= a.pool_bytes, KVLATHE_TOO_SMALL, "the pool is smaller than one page");
   check_bits(part.bits_k, part.axis_k, part.group_k, a);
   check_bits(part.bits_v, part.axis_v, part.group_v, a);
@@ -80,7 +87,8 @@ std::vector<Head> checked_heads(const kvlathe_attend_decode_args& a) {
     check_part(part, a);
     const auto* rows = reinterpret_cast<const LaneRow*>(part.lanes);
     for (int32_t i = 0; i < part.lane_count; ++i) {
-      require(i == 0 || rows[i].head > rows[i - 1].head, KVLATHE_BAD_ARGUMENT, "a part's lanes are not sorted by head, or not of one layer");
+      require(i == 0 || rows[i].head > rows[i - 1].head, KVLATHE_BAD_ARGUMENT,
+              "a part's lanes are not sorted by head, or not of one layer");
       check_slab(rows[i], part, a.page_tokens);
       Head& head = by_head.try_emplace(rows[i].head, Head{rows[i].rank_k, rows[i].rank_v, 0, 0, {}}).first->second;
       require(head.rank_k == rows[i].rank_k && head.rank_v == rows[i].rank_v, KVLATHE_BAD_ARGUMENT,
@@ -98,7 +106,8 @@ std::vector<Head> checked_heads(const kvlathe_attend_decode_args& a) {
     o += int64_t{a.group_size} * head.rank_v;
     heads.push_back(head);
   }
-  require(q <= a.q_stride && o <= a.o_stride, KVLATHE_TOO_SMALL, "a row of q or o is shorter than the lanes' ranks need");
+  require(q <= a.q_stride && o <= a.o_stride, KVLATHE_TOO_SMALL,
+          "a row of q or o is shorter than the lanes' ranks need");
   return heads;
 }
 

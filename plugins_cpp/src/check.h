@@ -24,7 +24,8 @@ struct LaneRow {
 };
 static_assert(sizeof(LaneRow) == KVLATHE_LANE_COLUMNS * sizeof(int32_t));
 
-// One KV head of the call: its ranks, where it starts in a row of q and of o, and its lane in each part (null: none there).
+// One KV head of the call: its ranks, where it starts in a row of q and of o, and its lane in each part (null: none
+// there).
 struct Head {
   int32_t rank_k, rank_v;
   int64_t q_offset, o_offset;

@@ -2,10 +2,10 @@
 
   python3 tests/bench/decode_h200.py --library build/native/libkvlathe.so --baseline flashinfer.txt
 
-Timing: one call on each of ``--layers`` layers of one page-first pool (rotating buffers: a page is as wide as all layers,
-the bytes of a call lie at that stride), captured in one CUDA graph; median over replays, divided by the calls. The
-boundary is FlashInfer's: post-RoPE projected q in, o' out. Ranks: ``mixed`` 16 to 96 with mean 51.2 for K and for V;
-``mixed48`` 16 to 96 and ``uniform48``, equal bytes. GB/s counts K, V, q and o once. ``--baseline`` is the output of
+Timing: one call on each of ``--layers`` layers of one page-first pool (rotating buffers: a page is as wide as all
+layers, the bytes of a call lie at that stride), captured in one CUDA graph; median over replays, divided by the calls.
+The boundary is FlashInfer's: post-RoPE projected q in, o' out. Ranks: ``mixed`` 16 to 96 with mean 51.2 for K and for
+V; ``mixed48`` 16 to 96 and ``uniform48``, equal bytes. GB/s counts K, V, q and o once. ``--baseline`` is the output of
 FlashInfer's benchmark; without it no ratio is printed. Needs torch; prints one table and one JSON line.
 """
 

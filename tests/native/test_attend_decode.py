@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+
+import numpy as np
 import pytest
 import torch
 
@@ -12,12 +15,26 @@ from tests.native.library import (
     OVERLAP,
     TOO_SMALL,
     UNSUPPORTED,
+    AttendDecodeArgs,
     Library,
     NativeError,
+    Part,
 )
 from tests.native.problem import Problem
 
 MIXED = [[(16, 32), (96, 16), (64, 80), (48, 128), (128, 48), (112, 64), (32, 96), (80, 112)]]
+
+
+def call(library: Library, problem: Problem, args: AttendDecodeArgs) -> None:
+    """Runs a call of its own making on the problem's layer 0."""
+    if problem.device == "cuda":
+        size = library.workspace_bytes(len(problem.lengths), len(problem.ranks[0]))
+        workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        args.workspace, args.workspace_bytes = workspace.data_ptr(), size
+        torch.cuda.synchronize()
+    library.attend_decode(args, problem.device)
+    if problem.device == "cuda":
+        torch.cuda.synchronize()
 
 
 def run(library: Library, problem: Problem, layer: int = 0, times: int = 1, flags: int = 0) -> None:
@@ -82,6 +99,57 @@ def test_sharp_softmax_with_a_late_maximum(library: Library, device: str) -> Non
         for page in range(-(-n // 64)):
             view[problem.table[b, page]] *= 0.1 + 2.0 * page / (n // 64 + 1)
     check(library, problem)
+
+
+def split_parts(problem: Problem, pages: list[int], heads: list[list[int]]) -> tuple[AttendDecodeArgs, list[object]]:
+    """The problem's step as several parts: part i holds ``pages[i]`` pages of each sequence (the last: the rest) for
+    the lanes of ``heads[i]``. Returns the arguments and what must outlive the call."""
+    args, keep, at = problem.args(), [], 0
+    parts = (Part * len(pages))()
+    for i, count in enumerate(pages):
+        end = problem.table.shape[1] if i == len(pages) - 1 else min(at + count, problem.table.shape[1])
+        table = problem.table[:, at:end].contiguous() if end > at else problem.table[:, :1].contiguous()
+        lengths = (problem.length_tensor - at * problem.page_tokens).clamp(0, (end - at) * problem.page_tokens).int()
+        rows = np.ascontiguousarray(problem.lanes[0][heads[i]])
+        ctypes.pointer(parts[i])[0] = args.parts[0]
+        parts[i].lane_count, parts[i].lanes, parts[i].page_table_stride = len(rows), rows.ctypes.data, table.shape[1]
+        parts[i].page_table, parts[i].lengths = table.data_ptr(), lengths.data_ptr()
+        keep += [table, lengths, rows]
+        at = end
+    args.parts, args.part_count = parts, len(pages)
+    return args, [*keep, parts]
+
+
+@pytest.mark.parametrize("pages", [[1, 0], [2, 1, 0], [40, 3, 0]])
+@pytest.mark.parametrize("lengths", [[300, 0, 64, 65, 1, 200], [40_000, 130]])
+def test_one_softmax_spans_the_parts(library: Library, device: str, pages: list[int], lengths: list[int]) -> None:
+    """A lane's tokens in two or three buckets: the same answer as in one."""
+    if device == "cpu" and lengths[0] > 1000:
+        pytest.skip("slow on the reference")
+    problem = Problem([MIXED[0][:4]], lengths, device=device)
+    args, keep = split_parts(problem, pages, [[0, 1, 2, 3]] * len(pages))
+    call(library, problem, args)
+    own, plain = problem.errors(0)
+    assert own <= 2 * plain + 1e-7
+    del keep
+
+
+def test_parts_may_hold_different_lanes(library: Library, device: str) -> None:
+    """Lanes 0 and 2 keep the first page only, lanes 1 and 3 the rest: each head attends its own part."""
+    problem = Problem([MIXED[0][:4]], [300, 64, 70], device=device)
+    args, keep = split_parts(problem, [1, 0], [[0, 2], [1, 3]])
+    call(library, problem, args)
+    table, lengths = problem.table.clone(), list(problem.lengths)
+    exact = []
+    for part, (at, heads) in enumerate([(0, (0, 2)), (1, (1, 3))]):
+        problem.table = table[:, at:].contiguous()
+        problem.lengths = [min(n, 64) if part == 0 else max(0, n - 64) for n in lengths]
+        whole = problem.answer(0, torch.float64)
+        starts = np.cumsum([0, *(4 * rank_v for _, rank_v in problem.ranks[0])])
+        exact += [(starts[h], starts[h + 1], whole) for h in heads]
+    for start, end, whole in exact:
+        assert (problem.o[0][:, start:end].double() - whole[:, start:end]).abs().max() < 2e-3
+    del keep
 
 
 def test_float32_reference_is_exact(library: Library) -> None:

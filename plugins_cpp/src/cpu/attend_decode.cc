@@ -51,7 +51,9 @@ struct Slab {
 struct Call {
   const kvlathe_attend_decode_args& args;
 
-  int64_t length(int part, int sequence) const { return args.parts[part].lengths[sequence * args.parts[part].lengths_stride]; }
+  int64_t length(int part, int sequence) const {
+    return args.parts[part].lengths[sequence * args.parts[part].lengths_stride];
+  }
 
   // Refuses lengths past the table and page ids outside the pool, for all sequences, before anything is written.
   void check_pages() const {
@@ -61,11 +63,13 @@ struct Call {
       for (int b = 0; b < args.batch; ++b) {
         const int64_t used = (length(p, b) + args.page_tokens - 1) / args.page_tokens;
         if (length(p, b) < 0 || used > part.page_table_stride) {
-          throw Refusal(KVLATHE_TOO_SMALL, "sequence " + std::to_string(b) + " needs more pages than its page table has");
+          throw Refusal(KVLATHE_TOO_SMALL,
+                        "sequence " + std::to_string(b) + " needs more pages than its page table has");
         }
         for (int64_t i = 0; i < used; ++i) {
           const int32_t id = part.page_table[int64_t{b} * part.page_table_stride + i];
-          if (id < 0 || id >= pages) throw Refusal(KVLATHE_TOO_SMALL, "page id " + std::to_string(id) + " lies outside the pool");
+          if (id < 0 || id >= pages)
+            throw Refusal(KVLATHE_TOO_SMALL, "page id " + std::to_string(id) + " lies outside the pool");
         }
       }
     }
@@ -76,7 +80,8 @@ struct Call {
     const int64_t id = part.page_table[int64_t{sequence} * part.page_table_stride + token / args.page_tokens];
     const uint8_t* page = static_cast<const uint8_t*>(args.pool) + id * part.page_stride;
     const auto meta = reinterpret_cast<const uint16_t*>(page + (keys ? row.k_meta : row.v_meta));
-    if (keys) return {page + row.k, meta, args.element, part.bits_k, part.axis_k, part.group_k, row.rank_k, args.page_tokens};
+    if (keys)
+      return {page + row.k, meta, args.element, part.bits_k, part.axis_k, part.group_k, row.rank_k, args.page_tokens};
     return {page + row.v, meta, args.element, part.bits_v, part.axis_v, part.group_v, row.rank_v, args.page_tokens};
   }
 

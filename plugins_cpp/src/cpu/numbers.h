@@ -31,7 +31,8 @@ inline uint16_t half_of_float(float value) {
   const uint32_t bits = bits_of_float(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u);
   if (magnitude >= 0x477ff000u) return uint16_t(sign | 0x7c00u);
-  if (magnitude < 0x38800000u) return uint16_t(sign | uint32_t(std::nearbyint(std::ldexp(float_of_bits(magnitude), 24))));
+  if (magnitude < 0x38800000u)
+    return uint16_t(sign | uint32_t(std::nearbyint(std::ldexp(float_of_bits(magnitude), 24))));
   const uint32_t rounded = magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u);
   return uint16_t(sign | rounded >> 13);
 }

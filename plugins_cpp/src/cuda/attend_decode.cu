@@ -1,7 +1,8 @@
 // Decode attention over the paged cache: a persistent grid on the byte-interval schedule (schedule.cuh).
 //
-// Each warp keeps its own ring of tiles in flight and its own softmax state; a block's warps take the tiles of a span in
-// turn and meet only where the span ends. A pair that several blocks share is finished by the block that arrives last.
+// Each warp keeps its own ring of tiles in flight and its own softmax state; a block's warps take the tiles of a span
+// in turn and meet only where the span ends. A pair that several blocks share is finished by the block that arrives
+// last.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -14,7 +15,8 @@
 namespace kvlathe::cuda {
 namespace {
 
-// Touches what the block will need soon, so that address translations are there by then: a sequence that is likely its own.
+// Touches what the block will need soon, so that address translations are there by then: a sequence that is likely its
+// own.
 template <int kParts>
 __device__ void warm_up(const Params<kParts>& p) {
   const int sequence = int(unsigned(blockIdx.x) * unsigned(p.batch) / gridDim.x);
@@ -28,7 +30,8 @@ __device__ void warm_up(const Params<kParts>& p) {
 }
 
 template <class E, int kParts, int kSteps>
-__global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM) attend_decode(const __grid_constant__ Params<kParts> p) {
+__global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
+    attend_decode(const __grid_constant__ Params<kParts> p) {
   extern __shared__ __align__(128) char rings[];  // [warps] rings | merge buffer
   __shared__ Merge merge;
   warm_up(p);
@@ -56,7 +59,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM) attend_decode(co
     for (int part = 0; part < kParts; ++part) {
       const Run run(span, part);
       const LaneParams& lane = p.head[span.head].lane[part];
-      const int units = pinned(fine ? 1 : lane.tile_units), bytes = pinned(lane.unit_bytes() * units), tile_tokens = units * kUnitTokens;
+      const int units = pinned(fine ? 1 : lane.tile_units), bytes = pinned(lane.unit_bytes() * units),
+                tile_tokens = units * kUnitTokens;
       int rows = span.pair.tokens[part] - (run.first + warp * units) * kUnitTokens;
       for (int unit = run.first + warp * units; unit < run.last; unit += warps * units, rows -= warps * tile_tokens) {
         producer.fill();
@@ -108,16 +112,19 @@ struct Workspace {
 };
 
 Workspace workspace_of(const Device& device, int64_t batch, int64_t heads) {
-  return {(batch * heads * int64_t{sizeof(int32_t)} + 127) / 128 * 128, int64_t{device.most_blocks()} * 2 * int64_t{sizeof(Partial)}};
+  return {(batch * heads * int64_t{sizeof(int32_t)} + 127) / 128 * 128,
+          int64_t{device.most_blocks()} * 2 * int64_t{sizeof(Partial)}};
 }
 
 void check_cuda_limits(const kvlathe_attend_decode_args& a, const Device& device, const std::vector<Head>& heads) {
   require(device.major >= 8 || (device.major == 7 && a.element == KVLATHE_F16), KVLATHE_UNSUPPORTED,
-          "this device has compute capability " + std::to_string(device.major) + ".x: the kernels need 7.5, and 8.0 for bfloat16");
+          "this device has compute capability " + std::to_string(device.major) +
+              ".x: the kernels need 7.5, and 8.0 for bfloat16");
   require(a.element != KVLATHE_F32, KVLATHE_UNSUPPORTED, "the CUDA kernels read 16-bit elements, not F32");
   require(a.group_size <= kMaxGroup, KVLATHE_UNSUPPORTED, "group_size " + std::to_string(a.group_size) + " is above 8");
   for (int i = 0; i < a.part_count; ++i) {
-    require(a.parts[i].bits_k == 16 && a.parts[i].bits_v == 16, KVLATHE_UNSUPPORTED, "this build's CUDA kernels read 16-bit parts only");
+    require(a.parts[i].bits_k == 16 && a.parts[i].bits_v == 16, KVLATHE_UNSUPPORTED,
+            "this build's CUDA kernels read 16-bit parts only");
   }
   for (const Head& head : heads) {
     require(head.rank_k <= kMaxRank && head.rank_v <= kMaxRank, KVLATHE_UNSUPPORTED, "a rank is above 128");
@@ -153,7 +160,9 @@ Params<kParts> params_of(const kvlathe_attend_decode_args& a, const std::vector<
       const int32_t bytes = kUnitTokens * 2 * (row.rank_k + row.rank_v), weight = bytes / kWeight;
       int32_t units = 1;
       const int32_t copies = std::max(row.rank_k, row.rank_v) / 16;
-      while (2 * units * bytes <= kTileBytes && 2 * units * copies <= kMostCopies && p.units_per_page % (2 * units) == 0) units *= 2;
+      while (2 * units * bytes <= kTileBytes && 2 * units * copies <= kMostCopies &&
+             p.units_per_page % (2 * units) == 0)
+        units *= 2;
       p.head[h].lane[i] = {row.k, row.v, uint16_t(weight), uint16_t(units)};
       p.part_weight[i] += weight;
       p.least_block_weight = std::max(p.least_block_weight, weight * units);
@@ -178,8 +187,10 @@ Launch fit(Params<kParts>& p, const Device& device) {
     for (int blocks = kBlocksPerSM; blocks >= 1; --blocks) {
       for (int warps = kMaxWarps; warps >= 4 && warps * 128 >= elements; warps /= 2) {
         const int grid = device.sms * blocks;
-        p.merge_floats = (std::max(warps * elements, 2 * grid * p.group_size + 4 + std::max(128 * warps, elements)) + 31) / 32 * 32;
-        const int room = std::min(device.shared_per_block, device.shared_per_sm / blocks - device.shared_reserved) - 1024;
+        p.merge_floats =
+            (std::max(warps * elements, 2 * grid * p.group_size + 4 + std::max(128 * warps, elements)) + 31) / 32 * 32;
+        const int room =
+            std::min(device.shared_per_block, device.shared_per_sm / blocks - device.shared_reserved) - 1024;
         const int left = room - 4 * p.merge_floats;
         p.ring_bytes = std::max(0, left) / warps / 512 * 512;
         if (2 * p.ring_bytes >= halves * widest) return {grid, warps, warps * p.ring_bytes + 4 * p.merge_floats};
@@ -190,13 +201,15 @@ Launch fit(Params<kParts>& p, const Device& device) {
 }
 
 template <class E, int kParts, int kSteps>
-void launch(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads, const Device& device, const Workspace& space) {
+void launch(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads, const Device& device,
+            const Workspace& space) {
   Params<kParts> p = params_of<kParts>(a, heads);
   p.arrivals = static_cast<int32_t*>(a.workspace);
   p.partials = reinterpret_cast<Partial*>(static_cast<char*>(a.workspace) + space.arrivals);
   const Launch at = fit(p, device);
   const auto kernel = attend_decode<E, kParts, kSteps>;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, at.shared_bytes), "reserving shared memory");
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, at.shared_bytes),
+             "reserving shared memory");
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -212,8 +225,10 @@ void launch(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
 
 // The kernel is compiled for two widths of its registers: ranks to 96 and to 128.
 template <class E>
-void launch(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads, const Device& device, const Workspace& space, int widest) {
-  using Launcher = void (*)(const kvlathe_attend_decode_args&, const std::vector<Head>&, const Device&, const Workspace&);
+void launch(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads, const Device& device,
+            const Workspace& space, int widest) {
+  using Launcher =
+      void (*)(const kvlathe_attend_decode_args&, const std::vector<Head>&, const Device&, const Workspace&);
   static constexpr Launcher launchers[KVLATHE_MAX_PARTS][2] = {
       {launch<E, 1, 6>, launch<E, 1, 8>}, {launch<E, 2, 6>, launch<E, 2, 8>}, {launch<E, 3, 6>, launch<E, 3, 8>}};
   launchers[a.part_count - 1][widest > 96](a, heads, device, space);
@@ -226,9 +241,10 @@ void attend_decode(const kvlathe_attend_decode_args& a) {
   if (a.batch == 0) return;
   const Workspace space = workspace_of(device, a.batch, int64_t(heads.size()));
   require(a.workspace && a.workspace_bytes >= space.bytes(), KVLATHE_TOO_SMALL,
-          "the workspace has " + std::to_string(a.workspace_bytes) + " bytes and this call needs " + std::to_string(space.bytes()));
-  require(reinterpret_cast<uintptr_t>(a.workspace) % 128 == 0 && reinterpret_cast<uintptr_t>(a.pool) % 128 == 0, KVLATHE_MISALIGNED,
-          "the workspace or the pool is not aligned to 128 bytes");
+          "the workspace has " + std::to_string(a.workspace_bytes) + " bytes and this call needs " +
+              std::to_string(space.bytes()));
+  require(reinterpret_cast<uintptr_t>(a.workspace) % 128 == 0 && reinterpret_cast<uintptr_t>(a.pool) % 128 == 0,
+          KVLATHE_MISALIGNED, "the workspace or the pool is not aligned to 128 bytes");
   int32_t widest = 0;
   for (const Head& head : heads) widest = std::max({widest, head.rank_k, head.rank_v});
   if (a.element == KVLATHE_F16) {
@@ -252,7 +268,8 @@ extern "C" int32_t kvlathe_cuda_attend_decode(const kvlathe_attend_decode_args* 
 
 extern "C" int32_t kvlathe_cuda_workspace_bytes(int32_t batch, int32_t heads, int64_t* bytes, kvlathe_status* status) {
   return kvlathe::run(status, [&] {
-    if (!bytes || batch < 0 || heads < 1) throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "batch or heads is not positive, or bytes is null");
+    if (!bytes || batch < 0 || heads < 1)
+      throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "batch or heads is not positive, or bytes is null");
     *bytes = kvlathe::cuda::workspace_of(kvlathe::cuda::Device::current(), batch, heads).bytes();
   });
 }

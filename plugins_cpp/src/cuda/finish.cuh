@@ -8,13 +8,13 @@ namespace kvlathe::cuda {
 
 // A pair of which this block left a partial result, and who else did.
 struct Unfinished {
-  bool there, last;  // last: this block arrived last, so it finishes the pair
+  bool there, last;           // last: this block arrived last, so it finishes the pair
   int sequence, head, start;  // start: weight at which the pair starts
   int first_block, block_count;
 };
 
-// Shared by the block. The two unfinished pairs are told apart by where the block's span starts: in the pair's middle (it is
-// the block's first span) or at its start (its last).
+// Shared by the block. The two unfinished pairs are told apart by where the block's span starts: in the pair's middle
+// (it is the block's first span) or at its start (its last).
 struct Merge {
   float2 top_sum[kMaxWarps][kMaxGroup];
   Unfinished unfinished[2];
@@ -26,7 +26,8 @@ __device__ Partial* partial_of(const P& p, int block, bool from_start) {
 }
 
 template <class E, int kParts>
-__device__ void write_out(const Params<kParts>& p, const HeadParams<kParts>& head, int sequence, int element, float value) {
+__device__ void write_out(const Params<kParts>& p, const HeadParams<kParts>& head, int sequence, int element,
+                          float value) {
   p.o[sequence * p.o_stride + head.o_offset + element] = E::round(value);
 }
 
@@ -36,7 +37,8 @@ __device__ void write_empty(const Params<kParts>& p) {
   for (int b = blockIdx.x; b < p.batch; b += gridDim.x) {
     for (int h = 0; h < p.heads; ++h) {
       if (Pair<kParts>(p, b, h).units()) continue;
-      for (int e = threadIdx.x; e < p.group_size * p.head[h].rank_v; e += blockDim.x) write_out<E>(p, p.head[h], b, e, 0.f);
+      for (int e = threadIdx.x; e < p.group_size * p.head[h].rank_v; e += blockDim.x)
+        write_out<E>(p, p.head[h], b, e, 0.f);
     }
   }
 }
@@ -60,8 +62,8 @@ __device__ void put_state(SoftmaxState<kSteps>& state, int group, int rank_v, fl
 
 // Joins the states of the block's warps and writes o', or leaves a partial result. All threads of the block.
 template <class E, int kParts, int kSteps>
-__device__ void finish(const Params<kParts>& p, const Plan<kParts>& plan, const Span<kParts>& span, SoftmaxState<kSteps>& state, float* buffer,
-                       Merge& m) {
+__device__ void finish(const Params<kParts>& p, const Plan<kParts>& plan, const Span<kParts>& span,
+                       SoftmaxState<kSteps>& state, float* buffer, Merge& m) {
   const HeadParams<kParts>& head = p.head[span.head];
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32, elements = p.group_size * head.rank_v;
   put_state(state, p.group_size, head.rank_v, m.top_sum[warp], buffer + warp * elements);
@@ -85,7 +87,8 @@ __device__ void finish(const Params<kParts>& p, const Plan<kParts>& plan, const 
     }
   }
   if (!whole && threadIdx.x == 0) {
-    m.unfinished[from_start] = {true, false, span.sequence, span.head, from_start ? plan.end.start : plan.begin.start, 0, 0};
+    m.unfinished[from_start] = {true, false, span.sequence, span.head, from_start ? plan.end.start : plan.begin.start,
+                                0,    0};
   }
   __syncthreads();
 }
@@ -101,19 +104,20 @@ __device__ inline void weigh_partials(float2* states, int count) {
   for (int i = lane; i < count; i += 32) states[i].x = exp2_fast(states[i].x - top) / sum;
 }
 
-// Sums the partial results of a pair and writes o'. Called by the block that arrives last; all threads. `buffer` holds the
-// states of the partial results (at most one a block), then four sums a thread.
+// Sums the partial results of a pair and writes o'. Called by the block that arrives last; all threads. `buffer` holds
+// the states of the partial results (at most one a block), then four sums a thread.
 template <class E, int kParts>
 __device__ void merge_partials(const Params<kParts>& p, const Unfinished& pair, float* buffer) {
   const HeadParams<kParts>& head = p.head[pair.head];
   const int group = p.group_size, count = pair.block_count, quads = group * head.rank_v / 4;
-  const int teams = int(blockDim.x) / quads;  // at least one: the launcher gives group x rank / 4 threads
+  const int teams = int(blockDim.x) / quads;          // at least one: the launcher gives group x rank / 4 threads
   auto* weights = reinterpret_cast<float2*>(buffer);  // [group][count]: (maximum, sum), then (weight, -)
   auto* sums = reinterpret_cast<float4*>(weights + (count * group + 1) / 2 * 2);
   const auto partial = [&](int i) { return partial_of(p, pair.first_block + i, i == 0); };
   // Each team of threads sums every teams-th partial result, four channels a thread; the teams' sums meet in `sums`.
   const int team = threadIdx.x / quads, quad = threadIdx.x % quads;
-  constexpr int kAhead = 8;  // partial results that a thread asks for at once; the first ones before their weights are known
+  constexpr int kAhead =
+      8;  // partial results that a thread asks for at once; the first ones before their weights are known
   float4 ahead[kAhead], out = {0.f, 0.f, 0.f, 0.f};
   const auto ask = [&](int first) {
 #pragma unroll
@@ -123,9 +127,11 @@ __device__ void merge_partials(const Params<kParts>& p, const Unfinished& pair, 
     }
   };
   if (team < teams) ask(team);
-  for (int i = threadIdx.x; i < count * group; i += blockDim.x) weights[i] = __ldcg(&partial(i % count)->top_sum[i / count]);
+  for (int i = threadIdx.x; i < count * group; i += blockDim.x)
+    weights[i] = __ldcg(&partial(i % count)->top_sum[i / count]);
   __syncthreads();
-  for (int query = threadIdx.x / 32; query < group; query += blockDim.x / 32) weigh_partials(weights + query * count, count);
+  for (int query = threadIdx.x / 32; query < group; query += blockDim.x / 32)
+    weigh_partials(weights + query * count, count);
   __syncthreads();
   if (team < teams) {
     const float2* weight = weights + quad * 4 / head.rank_v * count;
@@ -151,8 +157,8 @@ __device__ void merge_partials(const Params<kParts>& p, const Unfinished& pair, 
   __syncthreads();
 }
 
-// Reports the block's partial result of a pair; learns whether all others are there. One thread, behind a barrier: what the
-// block's other threads have written is covered by its release.
+// Reports the block's partial result of a pair; learns whether all others are there. One thread, behind a barrier: what
+// the block's other threads have written is covered by its release.
 template <int kParts>
 __device__ void arrive(const Params<kParts>& p, const Plan<kParts>& plan, Unfinished& pair) {
   const Pair<kParts> lengths(p, pair.sequence, pair.head);
@@ -166,7 +172,8 @@ __device__ void arrive(const Params<kParts>& p, const Plan<kParts>& plan, Unfini
 // Finishes the pairs that this block shares with others and reaches last. All threads of the block, once, at its end.
 template <class E, int kParts>
 __device__ void finish_shared_pairs(const Params<kParts>& p, const Plan<kParts>& plan, float* buffer, Merge& m) {
-  if (threadIdx.x < 64 && threadIdx.x % 32 == 0 && m.unfinished[threadIdx.x / 32].there) arrive(p, plan, m.unfinished[threadIdx.x / 32]);
+  if (threadIdx.x < 64 && threadIdx.x % 32 == 0 && m.unfinished[threadIdx.x / 32].there)
+    arrive(p, plan, m.unfinished[threadIdx.x / 32]);
   __syncthreads();
   for (int i = 0; i < 2; ++i) {
     const Unfinished& pair = m.unfinished[i];

@@ -27,17 +27,17 @@ struct Producer {
   const Params<kParts>& p;
   Ring& ring;
   SpanWalk<kParts> walk;
-  int part = 0, unit, last, tokens;  // the next tile to fetch, the end of its run, the tokens of the part
+  int part = 0, unit, last, tokens;     // the next tile to fetch, the end of its run, the tokens of the part
   int stride, tile_bytes, tile_tokens;  // stride: units from one tile of this warp to its next
-  int copies_k, copies_v;            // of a tile, 512 bytes each
-  uint32_t bits_k, bits_v;           // this lane's swizzle
+  int copies_k, copies_v;               // of a tile, 512 bytes each
+  uint32_t bits_k, bits_v;              // this lane's swizzle
 
   // Addresses and page ids are worked out 32 tiles at a time, one tile a lane.
-  const char* from;    // K of this lane's tile
-  int delta_v;         // from there to V
-  int taken, later_id; // how many of the 32 are fetched; the page id of this lane's tile of the next 32
+  const char* from;     // K of this lane's tile
+  int delta_v;          // from there to V
+  int taken, later_id;  // how many of the 32 are fetched; the page id of this lane's tile of the next 32
 
-  bool fine;           // one unit a tile
+  bool fine;  // one unit a tile
 
   __device__ Producer(const Params<kParts>& p, const SpanWalk<kParts>& walk, Ring& ring, bool fine)
       : p(p), ring(ring), walk(walk), fine(fine) {
@@ -46,7 +46,9 @@ struct Producer {
     settle();
   }
 
-  __device__ int page_of(int unit) const { return p.units_per_page == 1 ? unit : int(__umulhi(unit, p.units_per_page_magic)); }
+  __device__ int page_of(int unit) const {
+    return p.units_per_page == 1 ? unit : int(__umulhi(unit, p.units_per_page_magic));
+  }
   __device__ int own_unit() const { return unit + int(threadIdx.x % 32) * stride; }
 
   __device__ int load_id(int own) const {
@@ -116,7 +118,8 @@ struct Producer {
 
   __device__ void fetch(uint32_t to) const {
     const int thread = threadIdx.x % 32, rows = tokens - unit * kUnitTokens;
-    const char* k = reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(from), taken)) + thread * 16;
+    const char* k =
+        reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(from), taken)) + thread * 16;
     const char* v = k + __shfl_sync(~0u, delta_v, taken);
     const uint32_t to_k = to + thread * 16, to_v = to_k + copies_k * 512;
     if (rows >= tile_tokens) {

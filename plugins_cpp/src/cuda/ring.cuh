@@ -54,9 +54,9 @@ struct Ring {
   }
 };
 
-// Where 16-byte chunk c of row r lies in a [rows][chunks] tile, so that 8 rows of one column never share a bank group: at
-// chunk r * chunks + (c ^ (r >> shift & mask)). chunks = rank / 8: two, four or a multiple of eight in a row conflict
-// differently. Tiles start at multiples of 512 bytes, and 16 rows on the pattern repeats.
+// Where 16-byte chunk c of row r lies in a [rows][chunks] tile, so that 8 rows of one column never share a bank group:
+// at chunk r * chunks + (c ^ (r >> shift & mask)). chunks = rank / 8: two, four or a multiple of eight in a row
+// conflict differently. Tiles start at multiples of 512 bytes, and 16 rows on the pattern repeats.
 struct Swizzle {
   int shift, mask;
   __device__ explicit Swizzle(int rank) {
@@ -67,8 +67,8 @@ struct Swizzle {
   __device__ int operator()(int row) const { return row >> shift & mask; }
 };
 
-// The swizzle as the copies see it: this lane's copy number i moves chunk lane + 32 i of the tile; four bits each say what
-// to XOR into the low bits of its place.
+// The swizzle as the copies see it: this lane's copy number i moves chunk lane + 32 i of the tile; four bits each say
+// what to XOR into the low bits of its place.
 __device__ inline uint32_t swizzle_bits(int rank) {
   const Swizzle swizzle(rank);
   const unsigned inverse = 65536u / unsigned(rank / 8) + 1;  // exact for the 256 chunks of a tile

@@ -6,7 +6,8 @@
 //   position  = (sequence, head, unit), found from a weight in the prefix sums over sequences and heads
 //   span      = the units of one (sequence, head) that one block takes
 //
-// No sort and no plan kernel. A block's spans are whole pairs but for its first and its last: at most two partial results.
+// No sort and no plan kernel. A block's spans are whole pairs but for its first and its last: at most two partial
+// results.
 #pragma once
 
 #include "params.h"
@@ -142,7 +143,8 @@ struct Plan {
     const int at = __ffs(beyond) - 1, lane = threadIdx.x % 32, sequence = base + at;
     int start = __shfl_sync(~0u, upto - own, at);
     for (int first = 0; first < p.heads; first += 32) {
-      const int own_pair = first + lane < p.heads ? Pair<kParts>(p, sequence, first + lane).weight(p.head[first + lane]) : 0;
+      const int own_pair =
+          first + lane < p.heads ? Pair<kParts>(p, sequence, first + lane).weight(p.head[first + lane]) : 0;
       const int ends = start + inclusive_sum(own_pair);
       if (const unsigned later = __ballot_sync(~0u, ends > x)) {
         const int hit = __ffs(later) - 1, head = first + hit;

@@ -1,11 +1,11 @@
 // The softmax state of one warp as a value: scores arrive tile by tile, the result merges with other states.
 //
-// Fragments of mma.m16n8k16 with tokens (or channels) on M and query heads on N. Lane l of a warp holds, of every 16 x 8
-// fragment, rows l/4 and l/4 + 8 at columns 2 (l%4) and 2 (l%4) + 1: so its two query heads are always the same.
+// Fragments of mma.m16n8k16 with tokens (or channels) on M and query heads on N. Lane l of a warp holds, of every 16 x
+// 8 fragment, rows l/4 and l/4 + 8 at columns 2 (l%4) and 2 (l%4) + 1: so its two query heads are always the same.
 #pragma once
 
-#include "ring.cuh"
 #include "params.h"
+#include "ring.cuh"
 
 namespace kvlathe::cuda {
 

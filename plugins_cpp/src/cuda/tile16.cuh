@@ -1,5 +1,5 @@
-// A tile of one lane, 16 bit: K [token][rank_k] then V [token][rank_v], swizzled in 16-byte chunks, attended in units of
-// 16 tokens.
+// A tile of one lane, 16 bit: K [token][rank_k] then V [token][rank_v], swizzled in 16-byte chunks, attended in units
+// of 16 tokens.
 //
 //   scores  S [16 tokens x 8 heads]   = K  [16 x rank_k] q'^T [rank_k x 8]
 //   output  O [rank_v x 8 heads]     += V^T [rank_v x 16 tokens] P [16 tokens x 8 heads]
@@ -29,13 +29,14 @@ struct MatrixRows {
     const Swizzle swizzle(rank);
     const int first = row * rank * 2 + (column ^ swizzle(row)) * 16;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) at[j] = pinned((first ^ (32 * j & swizzle.mask * 16)) + (32 * j & ~(swizzle.mask * 16)));
+    for (int j = 0; j < 4; ++j)
+      at[j] = pinned((first ^ (32 * j & swizzle.mask * 16)) + (32 * j & ~(swizzle.mask * 16)));
   }
   __device__ uint32_t operator()(uint32_t unit, int j) const { return unit + at[j % 4] + 128 * (j / 4); }
 };
 
-// How this lane reads one (sequence, head)'s tiles: its query heads as fragments of the second factor (heads past the group
-// are zero), the rows it loads, and the sizes.
+// How this lane reads one (sequence, head)'s tiles: its query heads as fragments of the second factor (heads past the
+// group are zero), the rows it loads, and the sizes.
 template <int kSteps>
 struct Lane16 {
   uint32_t q[kSteps][2];
@@ -45,7 +46,8 @@ struct Lane16 {
   template <int kParts>
   __device__ void set(const Params<kParts>& p, const HeadParams<kParts>& head, int sequence) {
     const int lane = threadIdx.x % 32, query = lane / 4;
-    const auto* row = reinterpret_cast<const uint32_t*>(p.q + sequence * p.q_stride + head.q_offset + query * head.rank_k) + lane % 4;
+    const auto* row =
+        reinterpret_cast<const uint32_t*>(p.q + sequence * p.q_stride + head.q_offset + query * head.rank_k) + lane % 4;
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) {
       const bool there = query < p.group_size && j * 16 < head.rank_k;
@@ -61,7 +63,8 @@ struct Lane16 {
 
 // One unit; the first `rows` of its tokens exist.
 template <class E, int kSteps>
-__device__ void attend_unit(SoftmaxState<kSteps>& state, const Lane16<kSteps>& lane16, uint32_t k, uint32_t v, int rows, float scale_log2) {
+__device__ void attend_unit(SoftmaxState<kSteps>& state, const Lane16<kSteps>& lane16, uint32_t k, uint32_t v, int rows,
+                            float scale_log2) {
   float s[4] = {0.f, 0.f, 0.f, 0.f};
   uint32_t a[4];
 #pragma unroll
@@ -89,7 +92,8 @@ __device__ void attend_unit(SoftmaxState<kSteps>& state, const Lane16<kSteps>& l
 
 // `rows` tokens of a tile that has room for `units` units.
 template <class E, int kSteps>
-__device__ void attend_tile(SoftmaxState<kSteps>& state, const Lane16<kSteps>& lane16, uint32_t tile, int units, int rows, float scale_log2) {
+__device__ void attend_tile(SoftmaxState<kSteps>& state, const Lane16<kSteps>& lane16, uint32_t tile, int units,
+                            int rows, float scale_log2) {
   uint32_t k = tile, v = tile + units * lane16.steps_k * 512;
   for (; rows > 0; rows -= kUnitTokens) {
     attend_unit<E>(state, lane16, k, v, rows, scale_log2);
