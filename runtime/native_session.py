@@ -53,7 +53,9 @@ class NativeSession(OrtSession):
     def append(self, step: StepPlan, rows: npt.NDArray[np.floating]) -> None:
         """The operator has written them."""
 
-    def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...]) -> None:
+    def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...], position: int) -> None:
+        if any(tier.rounding == "stochastic" for tier in self.plan.tiers):  # numpy's alone
+            return super().seal(fresh, page, cold_pages, position)
         for bucket, target in zip(self.plan.cold(fresh), cold_pages, strict=True):
             self._sealer.seal(fresh, self.rows[fresh][page], bucket, self.rows[bucket][target])
 

@@ -35,7 +35,7 @@ def test_native_seals_the_same_bytes(native: Native, tier: Tier, hot: int, page:
             values[:, ::5] = 3  # constant groups among them, along the tokens
             part.write(pages.rows[0][1], values)
     target = len(pages.rows[1]) - 1
-    pages.seal(0, 1, (target,))
+    pages.seal(0, 1, (target,), 0)
     expected = pages.rows[1][target].copy()
     pages.rows[1][target] = 0
     Sealer(native, plan).seal(0, pages.rows[0][1], 1, pages.rows[1][target])
