@@ -55,7 +55,8 @@ class NativeSession(OrtSession):
 
     def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...], position: int) -> None:
         if any(tier.rounding == "stochastic" for tier in self.plan.tiers):  # numpy's alone
-            return super().seal(fresh, page, cold_pages, position)
+            super().seal(fresh, page, cold_pages, position)
+            return
         for bucket, target in zip(self.plan.cold(fresh), cold_pages, strict=True):
             self._sealer.seal(fresh, self.rows[fresh][page], bucket, self.rows[bucket][target])
 
