@@ -116,7 +116,14 @@ def _stability_rows(evidence: Evidence | None) -> list[tuple[str, float, float, 
         ("V", evidence.epsilon_v, evidence.delta_v, evidence.angle_v, evidence.missed_v),
     )
     return [
-        (name, *map(float, (e.mean(), d.mean(), 100 * d.mean() / e.mean(), np.degrees(a.max()), 100 * m.mean())))
+        (
+            name,
+            float(e.mean()),
+            float(d.mean()),
+            float(100 * d.mean() / e.mean()),
+            float(np.degrees(a.max())),
+            float(100 * m.mean()),
+        )
         for name, e, d, a, m in pairs
     ]
 
