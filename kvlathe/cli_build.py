@@ -105,7 +105,7 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--compression",
     default="none",
     show_default=True,
-    help="none, fdc (rotate and truncate), zack (its text-calibrated form), hack:bits=8|4|2 (quantize), or fdc+hack:bits=8.",
+    help="none, fdc (rotate and truncate), zack (calibrated on text), hack:bits=8|4|2 (quantize), or fdc+hack:bits=8.",
 )
 @size_options
 @click.option(
