@@ -52,7 +52,7 @@ def stats_path(key: str) -> Path:
 
 
 def curves_folder() -> Path:
-    return root() / "curves"
+    return root() / "curves" / source_digest()[:16]
 
 
 def key_of(facts: Mapping[str, object]) -> str:
@@ -65,8 +65,8 @@ def source_digest() -> str:
     """SHA-256 over the package's Python files: a changed kvlathe must not answer with an older one's engines."""
     package = Path(manifests.__file__).parent.parent
     digest = hashlib.sha256()
-    for part in ("export", "engines"):
-        for path in sorted((package / part).rglob("*.py")):
+    for pattern in ("*.py", "export/**/*.py", "engines/**/*.py"):
+        for path in sorted(package.glob(pattern)):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 

@@ -47,7 +47,7 @@ class Limits:
 class KvBytes:
     """Bytes of KV cache a token, all padding and metadata counted.
 
-    ``baseline`` is the uncompressed plan in the same hot format, ``baseline_16bit`` the uncompressed plan in 16 bit.
+    ``baseline`` is the uncompressed model's K and V in the same hot format, ``baseline_16bit`` in 16 bit; no padding.
     """
 
     per_token: float
@@ -57,7 +57,7 @@ class KvBytes:
     @property
     def removed(self) -> float:
         """Fraction of the baseline's bytes removed (same number format on both sides)."""
-        return 1 - self.per_token / self.baseline
+        return (self.baseline - self.per_token) / self.baseline
 
 
 @dataclass(frozen=True, slots=True)

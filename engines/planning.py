@@ -16,7 +16,6 @@ from kvlathe.engines.folder import whole_file
 from kvlathe.engines.manifest import sha256_file
 from kvlathe.engines.request import BuildRequest, shipped
 from kvlathe.errors import KvlatheError
-from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan, ModelShape
 
 if TYPE_CHECKING:
@@ -105,9 +104,23 @@ def statistics(request: BuildRequest, checkpoint: Checkpoint) -> Stats | None:
     if request.stats is not None:
         stats = Stats.load(request.stats)
         stats.require_model(checkpoint.spec.shape, checkpoint.digest)
+        _require_rope(stats, checkpoint)
         return stats
     assert request.calibration is not None
     return calibrated(checkpoint, request.calibration, request.calibration_tokens, request.seed, request.use_cache)
+
+
+def _require_rope(stats: Stats, checkpoint: Checkpoint) -> None:
+    """Raise KvlatheError where RoPE turns otherwise at the length that was calibrated for (LongRoPE's two factors)."""
+    from kvlathe.export.spec import read_spec
+
+    length, served = stats.source.get("max_seq_len"), checkpoint.spec.max_seq_len
+    if length is not None and read_spec(checkpoint.path, int(length)).rope != checkpoint.spec.rope:
+        raise KvlatheError(
+            f"the statistics are of sequences of up to {length} tokens",
+            f"this model's RoPE differs at {served}",
+            f"calibrate with --max-seq-len {served}",
+        )
 
 
 def calibrated(
@@ -117,7 +130,8 @@ def calibrated(
     from kvlathe.export.calibrate import calibrate
     from kvlathe.export.stats import Stats
 
-    content = sha256_file(Path(source)) if Path(source).is_file() else source
+    read = [path for path in (Path(source), checkpoint.path / "tokenizer.json") if path.is_file()]
+    content = [sha256_file(path) for path in read] if Path(source).is_file() else source
     facts = {"source": content, "tokens": tokens, "seed": seed, "max_seq_len": checkpoint.spec.max_seq_len}
     kept = cache.stats_path(cache.key_of({**facts, "model": checkpoint.digest}))
     if use_cache and kept.is_file():
@@ -129,19 +143,21 @@ def calibrated(
     return stats
 
 
-def calibrate_to(model: Path, output: Path, source: str, tokens: int | None = None, seed: int = 0) -> Stats:
+def calibrate_to(
+    model: Path, output: Path, source: str, tokens: int | None = None, seed: int = 0, max_seq_len: int | None = None
+) -> Stats:
     """``kvlathe calibrate``: write the Stats file that ``BuildRequest.stats`` takes. Raises KvlatheError."""
     if output.exists():
         raise KvlatheError(f"{output} exists", "calibration replaces no file", "name another one")
-    stats = calibrated(open_checkpoint(model), source, tokens, seed)
+    stats = calibrated(open_checkpoint(model, max_seq_len), source, tokens, seed)
     with whole_file(output) as part:
         stats.save(part)
     return stats
 
 
-def bytes_per_token(shape: ModelShape, bits: int, page_tokens: int) -> float:
-    """KV bytes of one token of the uncompressed model in 16 or 32 ``bits``: what ratios are taken against."""
-    from kvlathe.export.methods import CacheForm, Options, compose
+def bytes_per_token(shape: ModelShape, bits: int) -> float:
+    """KV bytes of one token of the uncompressed model at ``bits`` a number, no padding: what ratios are taken against.
 
-    form = CacheForm(bits, page_tokens, page_tokens)  # type: ignore[arg-type]
-    return CacheLayout(compose("none", shape, True, None, Options(), form)[0]).bytes_per_token()
+    Our own cache pads heads to multiples of 16 dims, an ordinary one does not.
+    """
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * bits / 8

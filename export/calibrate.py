@@ -45,6 +45,7 @@ def calibrate(checkpoint: Checkpoint, source: str | Path = RANDOM, tokens: int |
         else text_sequences(checkpoint, Path(source), tokens)
     )
     described = {"source": RANDOM if random else Path(source).name, "sequences": len(sequences), "seed": seed}
+    described["max_seq_len"] = checkpoint.spec.max_seq_len
     described |= {"tokens": sum(map(len, sequences))}
     return calibrate_on(checkpoint, sequences, seed, described, spread=not random)
 

@@ -149,11 +149,11 @@ class Checkpoint:
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
     """The safetensors files of a checkpoint folder. Raises KvlatheError if there are none, and for pickled weights."""
+    if (folder / "model.safetensors").is_file():  # as transformers: a lone file goes before shards beside it
+        return (folder / "model.safetensors",)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return _shards(index)
-    if (folder / "model.safetensors").is_file():
-        return (folder / "model.safetensors",)
     pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
     if pickled:
         raise KvlatheError(

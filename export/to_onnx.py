@@ -237,8 +237,13 @@ def write_weights(path: Path, places: dict[str, Place], weights: Iterable[tuple[
                     f"the decoder wants {wanted}",
                     "fold it for this plan",
                 )
+            stored = tensor.detach().to(place.dtype)
+            if stored.is_floating_point() and not bool(stored.isfinite().all()):
+                raise KvlatheError(
+                    f"weight {name} does not fit {place.dtype}", "it holds larger numbers", "build with --dtype float32"
+                )
             file.seek(place.offset)
-            file.write(tensor.detach().to(place.dtype).contiguous().numpy().data)
+            file.write(stored.contiguous().numpy().data)
     if waiting:
         raise KvlatheError(
             f"weights are missing ({', '.join(sorted(waiting)[:3])} ...)", "the decoder needs all of them"

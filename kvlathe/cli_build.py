@@ -191,9 +191,12 @@ def command_line() -> str:
 @click.option("--output", type=PATH, required=True, help="Statistics file to write (.npz).")
 @click.option("--calibration", default="random", show_default=True, metavar="random|FILE", help=CALIBRATION)
 @click.option("--calibration-tokens", type=click.IntRange(1), help="Tokens to calibrate on.")
+@click.option("--max-seq-len", type=click.IntRange(1), help="As for build. [default: the model's]")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @reports(show_pairs)
-def calibrate_command(model: Path, output: Path, calibration: str, calibration_tokens: int | None, seed: int) -> Result:
+def calibrate_command(
+    model: Path, output: Path, calibration: str, calibration_tokens: int | None, max_seq_len: int | None, seed: int
+) -> Result:
     """Run the model once over calibration tokens and write what planning needs to know of it.
 
     'kvlathe build --stats FILE' then plans without running the model again.
@@ -201,7 +204,7 @@ def calibrate_command(model: Path, output: Path, calibration: str, calibration_t
     from kvlathe.engines import build as builds
 
     started = time.monotonic()
-    stats = builds.calibrate_to(model, output, calibration, calibration_tokens, seed)
+    stats = builds.calibrate_to(model, output, calibration, calibration_tokens, seed, max_seq_len)
     return {"stats": str(output), "tokens": stats.whole.tokens, "seconds": time.monotonic() - started}
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 import pytest
+from checkpoints import make_model, sizes
 
 from kvlathe.engines import build as builds
 from kvlathe.engines import cache, planning
@@ -122,9 +123,24 @@ def test_the_same_request_again_builds_nothing(
     again = build(request_for(command="another command"))
     assert manifests.verify(again).command == "another command"
     assert (again / "model.onnx.data").samefile(engine / "model.onnx.data")
-    assert dict(manifests.read(again).files) == dict(manifests.read(engine).files)
+    same, kept = (set(manifests.read(folder).files.items()) for folder in (again, engine))
+    assert {name for name, _ in same ^ kept} == {"report.html"}
     with pytest.raises(AssertionError):
         build(request_for(name="fresh", use_cache=False))
+
+
+def test_a_cached_engine_speaks_of_this_build_and_the_first_one_stays_as_it_is(
+    engine: Path, model: Path, tmp_path: Path
+) -> None:
+    """The same weights under another name, by another command: the engine is the cached one, what it says is not."""
+    renamed = shutil.copytree(model, tmp_path / "an & other")
+    again = build(BuildRequest(renamed, tmp_path / "again", command="kvlathe build --model 'an & other'"))
+    first, second = ((folder / "report.html").read_text() for folder in (engine, again))
+    assert "kvlathe build whole" in first and "an &amp; other" not in first
+    assert "kvlathe build whole" not in second and "kvlathe build --model &#39;an &amp; other&#39;" in second
+    assert '<span data-field="model">an &amp; other</span>' in second and model.name not in second
+    assert manifests.verify(again).model == "an & other" and manifests.verify(engine).model == model.name
+    assert cache.find(accept(BuildRequest(model, tmp_path / "third")).key) is not None
 
 
 def test_every_option_that_matters_is_in_the_key(
@@ -174,6 +190,16 @@ def test_a_dry_run_counts_bytes_and_writes_nothing(request_for: Callable[..., Bu
     [
         ({"removal_rate": 0.1, "accuracy": 0.9, "compression": "fdc"}, "--removal-rate and --accuracy"),
         ({"removal_rate": 0.1}, "--removal-rate with --compression none"),
+        ({"basis": "balanced"}, "--basis with --compression none"),
+        ({"allocation": "rate"}, "--allocation with --compression none"),
+        ({"rope_fold": "planes"}, "--rope-fold with --compression none"),
+        ({"centre": True}, "--centre with --compression none"),
+        ({"calibration": "random"}, "--calibration with --compression none"),
+        ({"calibration_tokens": 8192}, "--calibration-tokens with --compression none"),
+        ({"stats": Path(__file__)}, "--stats with --compression none"),
+        ({"compression": "fdc", "metric": "agreement"}, "--metric without --accuracy"),
+        ({"compression": "fdc", "text": Path(__file__)}, "--text without --accuracy"),
+        ({"compression": "fdc", "retrieval": Path(__file__)}, "--retrieval without --accuracy"),
         ({"compression": "fdc", "compression_ratio": 1.0}, "--compression-ratio 1.0"),
         ({"compression": "fdc", "accuracy": -0.5}, "--accuracy -0.5"),
         ({"compression": "fdc", "compression_ratio": 0.99}, "0.99 cannot be reached"),
@@ -200,6 +226,20 @@ def test_what_cannot_be_is_refused_in_one_sentence_and_leaves_nothing(
     with pytest.raises(KvlatheError, match=words) as refused:
         build(request)
     assert "\n" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("family", "reason"), [("qwen3", "QK-norm"), ("gpt2", "no RoPE")])
+def test_planes_that_a_model_cannot_choose_are_refused_before_calibration(
+    family: str, reason: str, reference: Reference, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(planning, "statistics", lambda *_: pytest.fail("calibrated"))
+    asked = {"fdc": {"rope_fold": "planes"}, "hack:bits=8+fdc:rope_fold=planes": {}}
+    for compression, options in asked.items():
+        request = BuildRequest(reference(family)[0], tmp_path / "engine", compression, **options)
+        for verb in (build, preview):
+            with pytest.raises(KvlatheError, match=f"{reason}.*leave out --rope-fold planes"):
+                verb(request)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -287,3 +327,12 @@ def test_nothing_is_left_of_a_failed_build_and_the_cache_stays_clean(
     with pytest.raises(RuntimeError):
         build(request_for(max_batch_size=3))
     assert list(tmp_path.iterdir()) == [] and len(cache.entries()) == kept
+
+
+def test_ratios_are_against_a_cache_without_padding(tmp_path: Path) -> None:
+    """Heads of 20 dims are cached as 32: an engine that keeps all of them is larger than an ordinary cache."""
+    make_model(tmp_path / "model", "Llama", sizes(64, 4, 2, head_dim=20))
+    engine = build(BuildRequest(tmp_path / "model", tmp_path / "engine", use_cache=False))
+    kv = manifests.read(engine).kv_bytes
+    assert kv.per_token / kv.baseline == pytest.approx(32 / 20)
+    assert kv.removed == pytest.approx(1 - 32 / 20)

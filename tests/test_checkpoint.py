@@ -107,7 +107,19 @@ def _only_pickle(folder: Path) -> None:
 
 
 def _index(text: str) -> Callable[[Path], object]:
-    return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
+    """Shards in place of the single file, which would go before them."""
+
+    def damage(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(text)
+
+    return damage
+
+
+def test_a_single_file_goes_before_stale_shards(folder: Path) -> None:
+    stale = {"weight_map": {Q: "model-00001-of-1.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(stale))
+    assert [path.name for path in Checkpoint(folder).files] == ["model.safetensors"]
 
 
 DEFECTS: dict[str, tuple[Callable[[Path], object], str]] = {

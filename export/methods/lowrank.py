@@ -72,7 +72,15 @@ def _budget(stats: Stats, options: Options, papers: Rotation) -> int:
         rate = DEFAULT_RATE if options.removal_rate is None else options.removal_rate
         return int(allocate.by_rate(spectrum, rate).sum())
     rows, d = spectrum.shape
-    budget = int((1 - ratio) * rows * allocate.whole(d) + 1e-9) // RANK_MULTIPLE * RANK_MULTIPLE
+    if not ratio:
+        return rows * allocate.whole(d)
+    budget = int((1 - ratio) * rows * d + 1e-9) // RANK_MULTIPLE * RANK_MULTIPLE
+    if d <= RANK_MULTIPLE:
+        raise KvlatheError(
+            f"heads of {d} dimensions cannot be cut",
+            f"ranks are multiples of {RANK_MULTIPLE}",
+            "choose a method that keeps all dimensions",
+        )
     if budget < rows * RANK_MULTIPLE:
         raise KvlatheError(
             f"a compression ratio of {ratio:g} cannot be reached",
@@ -94,7 +102,7 @@ def _ranks(options: Options, found: Rotation, budget: int) -> npt.NDArray[np.int
 
 def best_ratio(shape: ModelShape) -> float:
     """The largest compression ratio that ranks can reach."""
-    return 1 - RANK_MULTIPLE / allocate.whole(shape.head_dim)
+    return max(0.0, 1 - RANK_MULTIPLE / shape.head_dim)
 
 
 def within(
@@ -105,7 +113,7 @@ def within(
     ``at``: the plan whose ranks alone remove a given ratio. The uncompressed cache that bytes are taken against holds
     ``bits`` a number. Raises KvlatheError where no ranks are small enough.
     """
-    whole = 2 * len(full_lanes(shape, True)) * allocate.whole(shape.head_dim) * bits / 8
+    whole = 2 * len(full_lanes(shape, True)) * shape.head_dim * bits / 8
 
     def left(found: tuple[CompressionPlan, Basis]) -> float:
         return CacheLayout(found[0]).bytes_per_token() / whole

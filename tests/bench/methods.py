@@ -44,7 +44,7 @@ COLUMNS = ("method", "bytes left", "perplexity ratio", "retrieval", "agreement",
 def bytes_left(layout: CacheLayout) -> float:
     """Of the uncompressed 16-bit cache, at CONTEXT tokens: the mean over the last page."""
     plan, page = layout.plan, layout.plan.page_tokens
-    whole = bytes_per_token(plan.model, 16, page)
+    whole = bytes_per_token(plan.model, 16)
     held = [layout.bytes_for(tokens) / (whole * tokens) for tokens in range(CONTEXT - page, CONTEXT)]
     return float(np.mean(held))
 
