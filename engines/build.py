@@ -31,6 +31,7 @@ from kvlathe.export.layout import CacheLayout
 
 if TYPE_CHECKING:
     from kvlathe.export.checkpoint import Checkpoint
+    from kvlathe.export.spec import DecoderSpec
 
 __all__ = ["BuildRequest", "build", "calibrate_to", "preview"]
 
@@ -117,9 +118,24 @@ def prepare(order: Order) -> Job:
     """Refuse the rest: what is wrong with the checkpoint, and a disk too small. Nothing has been written."""
     request = order.request
     checkpoint = open_checkpoint(request.model, request.max_seq_len, request.workers)
+    _check_rope_fold(request, checkpoint.spec)
     job = Job(order, checkpoint, request.limits(checkpoint.spec.max_seq_len))
     _check_disk(job)
     return job
+
+
+def _check_rope_fold(request: BuildRequest, spec: DecoderSpec) -> None:
+    """Planes are chosen after calibration; whether a model can keep chosen ones is known before."""
+    from kvlathe.export.methods.options import parse
+
+    asked = [one.options.get("rope_fold", request.rope_fold) for one in parse(request.compression)]
+    if "planes" not in asked:
+        return
+    fact, remedy = "whole RoPE planes cannot be kept", "leave out --rope-fold planes"
+    if spec.rope is None:
+        raise KvlatheError(fact, "this model has no RoPE", remedy)
+    if "q_norm" in spec.family.names:
+        raise KvlatheError(fact, "this model's QK-norm needs all dimensions of a head", remedy)
 
 
 def _check_disk(job: Job) -> None:
@@ -145,7 +161,7 @@ def preview(request: BuildRequest) -> dict[str, Any]:
         "compute_dtype": request.compute_dtype,
         "cached": request.use_cache and cache.find(order.key) is not None,
         "weight_bytes": job.weight_bytes,
-        "kv_bytes_per_token_baseline": bytes_per_token(spec.shape, request.hot_bits, request.tokens_per_block),
+        "kv_bytes_per_token_baseline": bytes_per_token(spec.shape, request.hot_bits),
         "limits": dataclasses.asdict(job.limits),
     }
 
@@ -162,7 +178,7 @@ def build(request: BuildRequest) -> Path:
         log.info("the same engine was built before: taken from the cache")
         with appearing(request.output_dir, request.overwrite) as folder:
             cache.give(order.key, found, folder)
-            manifests.write(folder, dataclasses.replace(found, command=request.command, created=_now()))
+            _renew(folder, found, request)
         return request.output_dir
     job = prepare(order)
     with appearing(request.output_dir, request.overwrite) as folder:
@@ -170,6 +186,22 @@ def build(request: BuildRequest) -> Path:
     if request.use_cache:
         cache.keep(order.key, request.output_dir)
     return request.output_dir
+
+
+def _renew(folder: Path, found: Manifest, request: BuildRequest) -> None:
+    """Make the report and the manifest of a cached engine speak of this build. The cache's own files stay as they are:
+    the report, a link to one of them, is replaced.
+    """
+    from kvlathe.export.report_heading import heading, renewed
+
+    described = dataclasses.replace(found, model=request.model.resolve().name, command=request.command, created=_now())
+    page = folder / REPORT_FILE
+    html = page.read_text("utf-8")
+    page.unlink()
+    fields = heading(described.model, described.compression, described.command, described.created)
+    page.write_text(renewed(html, fields), "utf-8")
+    record = FileRecord(page.stat().st_size, manifests.sha256_file(page))
+    manifests.write(folder, dataclasses.replace(described, files={**found.files, REPORT_FILE: record}))
 
 
 def _now() -> str:
@@ -220,8 +252,8 @@ def _describe(job: Job, planned: Planned, made_from: Mapping[str, FileRecord]) -
         prefill_chunk=plan.prefill_chunk,
         kv_bytes=KvBytes(
             per_token=CacheLayout(plan).bytes_per_token(),
-            baseline=bytes_per_token(plan.model, request.hot_bits, plan.page_tokens),
-            baseline_16bit=bytes_per_token(plan.model, 16, plan.page_tokens),
+            baseline=bytes_per_token(plan.model, request.hot_bits),
+            baseline_16bit=bytes_per_token(plan.model, 16),
         ),
         plan_digest=plan.digest,
         model_digest=job.checkpoint.digest,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,10 @@ from kvlathe.errors import KvlatheError
 from kvlathe.export.plan import RANK_MULTIPLE
 
 DTYPE_BYTES = {"float32": 4, "float16": 2}
+OF_ACCURACY = ("metric", "text", "retrieval")
+"""Options that say how --accuracy is measured."""
+OF_COMPRESSION = ("basis", "allocation", "rope_fold", "centre", "calibration", "calibration_tokens", "stats")
+"""Options that say how a compression removes."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +100,7 @@ def check(request: BuildRequest) -> None:
     backend that cannot be used, an output folder that exists.
     """
     _check_target(request)
+    _check_heard(request)
     _check_sizes(request)
     backend(request.backend)
     dtypes = BACKENDS[request.backend].dtypes
@@ -126,6 +132,17 @@ def _check_target(request: BuildRequest) -> None:
     for path in (request.text, request.retrieval, request.stats):
         if path is not None and not path.is_file():
             raise _refused(f"{path}", "there is no such file", "name one that exists")
+
+
+def _check_heard(request: BuildRequest) -> None:
+    """Refuse options that nothing would look at. What equals its default counts as not given."""
+    given = [f.name for f in dataclasses.fields(request) if getattr(request, f.name) != f.default]
+    for name in given:
+        flag = f"--{name.replace('_', '-')}"
+        if name in OF_COMPRESSION and request.compression == "none":
+            raise _refused(f"{flag} with --compression none", "it removes nothing", "name a compression")
+        if name in OF_ACCURACY and request.accuracy is None:
+            raise _refused(f"{flag} without --accuracy", "it says how that is measured", "leave it out")
 
 
 def _check_sizes(request: BuildRequest) -> None:

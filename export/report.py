@@ -17,6 +17,7 @@ from kvlathe.export import report_charts as charts
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.methods import Evidence
 from kvlathe.export.plan import CompressionPlan
+from kvlathe.export.report_heading import heading
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 
@@ -58,6 +59,7 @@ def render(data: ReportData) -> str:
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
         data=data,
+        heading=heading(data.model, data.plan.compression, data.command, data.created),
         plan=data.plan,
         removed=1 - data.bytes_per_token / data.bytes_baseline,
         removed_16bit=1 - data.bytes_per_token / data.bytes_16bit,

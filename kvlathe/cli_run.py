@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,9 +99,21 @@ def say(pieces: Generator[str, None, Answer], silent: bool) -> Answer:
 
 
 def show_scores(result: Result) -> None:
-    """The issue's keys as a table of one row each; what was not measured is left out."""
+    """What was measured, one row a score, and on what; what was not measured is left out."""
     rows = [(NAMES.get(key, key.replace("_", " ")), value) for key, value in result.items() if value is not None]
-    console.print_pairs("", [row for row in rows if not isinstance(row[1], dict | list)])
+    scores = [row for row in rows if not isinstance(row[1], dict | list)]
+    console.print_pairs("", [*scores, ("measured on", measured_on(result["measured_on"]))])
+
+
+def measured_on(sources: Mapping[str, Any]) -> str:
+    """The ``measured_on`` of an evaluation as a person would say it."""
+    said = []
+    if text := sources.get("text"):
+        said.append(f"{text['windows']} windows of {text['window_tokens']} tokens of {text['file']}")
+    if asked := sources.get("retrieval"):
+        step = f" (one in {asked['every']})" if asked["every"] > 1 else ""
+        said.append(f"{asked['questions']} questions of {asked['file']}{step}, {asked['too_long']} more too long")
+    return "; ".join(said)
 
 
 @click.command("eval")

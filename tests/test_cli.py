@@ -155,6 +155,15 @@ def test_ranks_are_shown_by_layer_and_head() -> None:
     assert rank_table(lanes) == (("layer", "head 0", "head 1"), [("0", "32/48", "= 0")])
 
 
+def test_scores_say_what_they_were_measured_on(capsys: pytest.CaptureFixture[str]) -> None:
+    text = {"file": "eval.jsonl", "windows": 8, "window_tokens": 2048}
+    asked = {"file": "lines.jsonl", "questions": 49, "every": 3, "too_long": 1}
+    cli_run.show_scores({"perplexity": 3.5, "kl": None, "measured_on": {"text": text, "retrieval": asked}})
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "perplexity 3.5" in shown and "KL" not in shown
+    assert "8 windows of 2048 tokens of eval.jsonl; 49 questions of lines.jsonl (one in 3), 1 more too long" in shown
+
+
 @pytest.mark.parametrize(
     ("value", "shown"),
     [(None, "-"), (3, "3"), (1234567, "1,234,567"), (0.123456, "0.1235"), (2048.5, "2,048"), (True, "True")],

@@ -14,6 +14,7 @@ from kvlathe.export.layout import CacheLayout
 from kvlathe.export.methods import Evidence
 from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
 from kvlathe.export.report import ReportData, render, write_report
+from kvlathe.export.report_heading import heading, renewed
 
 SHAPE = ModelShape(
     layers=4, query_heads=4, kv_heads=2, head_dim=64, hidden_size=256, vocab_size=512, max_positions=4096
@@ -104,6 +105,19 @@ def test_ids_of_the_charts_do_not_collide() -> None:
 def test_names_and_commands_are_escaped() -> None:
     html = render(make_data())
     assert "<model>" not in html and "tiny &amp; &lt;model&gt;" in html and "<b>demo" not in html
+
+
+def test_a_renewed_page_is_the_page_of_the_other_build() -> None:
+    """Nothing else depends on model name, command and time, and escaped text cannot end a field or open another."""
+    data = make_data()
+    told = {
+        "model": '<i data-field="model">',
+        "command": "a \\1 'b' <c>\n&amp;",
+        "created": "2030-02-03T04:05:06+00:00",
+    }
+    other = render(dataclasses.replace(data, **told))
+    assert renewed(render(data), heading(compression=data.plan.compression, **told)) == other
+    assert other.count('data-field="') == 4
 
 
 def test_the_headline_is_the_ratio_of_the_bytes() -> None:

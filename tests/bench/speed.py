@@ -4,13 +4,14 @@
 
 Both sides run in one process: same weights in float32, same prompt, same number of threads, as many greedy tokens.
 Decode speed is the median over ``--repeats`` interleaved rounds of tokens after the first divided by their seconds. One
-table and one JSON line.
+table and one JSON line; exit code 1 where a target is missed.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -19,9 +20,8 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
+from kvlathe.console import err, print_table
 from kvlathe.engines.build import build
 from kvlathe.engines.request import BuildRequest
 from kvlathe.export.calibrate import calibrate
@@ -31,6 +31,10 @@ from kvlathe.runtime.sampler import SamplingParams
 
 Decode = Callable[[list[int], int], float]
 """(prompt, new tokens) -> decode tokens/s."""
+
+AT_MOST = {"calibrate_seconds": 60, "export_and_build_seconds": 60, "step_ratio_16x_pool": 1.05}
+AT_LEAST = {"decode_none_over_transformers": 1, "decode_compressed_over_transformers": 1}
+"""Targets by measure."""
 
 
 def seconds(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -93,11 +97,21 @@ def step_seconds(llm: LLM, prompt: list[int], new: int) -> float:
 def main(model: Path, context: int, new_tokens: int, rate: float, threads: int, repeats: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         result = measure(model, Path(scratch), context, new_tokens, rate, threads, repeats)
-    table = Table("measure", "value", title=f"{model.name}, {context} tokens of context, {threads} threads")
-    for name, value in result.items():
-        table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
-    Console(stderr=True).print(table)
-    print(json.dumps(result))
+    rows = [(name, value, *judged(name, value)) for name, value in result.items()]
+    title = f"{model.name}, {context} tokens of context, {threads} threads"
+    print_table(title, ("measure", "value", "target", "ok"), rows, console=err)
+    ok = all(row[-1] is not False for row in rows)
+    print(json.dumps({**result, "ok": ok}))
+    sys.exit(not ok)
+
+
+def judged(name: str, value: float) -> tuple[str | None, bool | None]:
+    """The target of measure ``name`` in words, and whether ``value`` meets it; None where there is no target."""
+    if name in AT_MOST:
+        return f"at most {AT_MOST[name]}", value <= AT_MOST[name]
+    if name in AT_LEAST:
+        return f"at least {AT_LEAST[name]}", value >= AT_LEAST[name]
+    return None, None
 
 
 def measure(
