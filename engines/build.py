@@ -8,6 +8,7 @@ possible, and nothing remains of a build that did not finish.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import shutil
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from kvlathe.engines.planning import Planned, bytes_per_token, calibrate_to, ope
 from kvlathe.engines.request import DTYPE_BYTES, BuildRequest, check
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
+from kvlathe.tokenizer_files import GENERATION, eos_ids, read_backend, read_object
 
 if TYPE_CHECKING:
     from kvlathe.export.checkpoint import Checkpoint
@@ -40,7 +42,7 @@ TOKENIZER_FILES = (
     "tokenizer_config.json",
     "special_tokens_map.json",
     "chat_template.jinja",
-    "generation_config.json",
+    GENERATION,
 )
 NOT_IN_KEY = ("model", "output_dir", "workers", "overwrite", "use_cache", "command")
 """Fields of a request that do not change the engine (the model enters by its digest)."""
@@ -84,6 +86,11 @@ class Job:
     limits: Limits
 
     @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The ids that end a text. Raises KvlatheError where an engine could not read text."""
+        return eos_ids(self.checkpoint.path, read_backend(self.checkpoint.path))
+
+    @cached_property
     def weight_bytes(self) -> int:
         """Bytes of the weights as exported, before compression."""
         from kvlathe.export.tensors import stored_shapes
@@ -120,8 +127,14 @@ def prepare(order: Order) -> Job:
     checkpoint = open_checkpoint(request.model, request.max_seq_len, request.workers)
     _check_rope_fold(request, checkpoint.spec)
     job = Job(order, checkpoint, request.limits(checkpoint.spec.max_seq_len))
+    _check_tokenizer(job)
     _check_disk(job)
     return job
+
+
+def _check_tokenizer(job: Job) -> None:
+    if not job.eos_ids:
+        log.warning("%s names no end-of-text token: only a length ends its answers", job.checkpoint.path)
 
 
 def _check_rope_fold(request: BuildRequest, spec: DecoderSpec) -> None:
@@ -224,18 +237,22 @@ def _make(job: Job, folder: Path) -> None:
     made_from = manifests.describe_files(folder)
     log.info("building for %s", request.backend)
     job.order.backend.build(request.backend, folder, plan, job.limits)
-    _copy_tokenizer(checkpoint.path, folder)
+    _copy_tokenizer(checkpoint.path, folder, job.eos_ids)
     described = _describe(job, planned, made_from)
     _report(folder, described, planned)
     manifests.write(folder, described)
 
 
-def _copy_tokenizer(source: Path, folder: Path) -> None:
+def _copy_tokenizer(source: Path, folder: Path, ends: tuple[int, ...]) -> None:
+    """The tokenizer's files, and in generation_config.json the ids that end a text, wherever the checkpoint has them:
+    its config.json does not come along.
+    """
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    if not (folder / "tokenizer.json").exists():
-        log.warning("%s has no tokenizer.json: the engine takes token ids only", source)
+    if ends:
+        settings = read_object(source / GENERATION) | {"eos_token_id": list(ends)}
+        (folder / GENERATION).write_text(json.dumps(settings, indent=1), "utf-8")
 
 
 def _describe(job: Job, planned: Planned, made_from: Mapping[str, FileRecord]) -> Manifest:

@@ -79,9 +79,9 @@ def show_pairs(result: Result) -> None:
 
 
 def read_text(path: Path) -> str:
-    """A text file that the user named; ``-`` is standard input. Raises KvlatheError."""
+    """A text file that the user named, its line ends as they are; ``-`` is standard input. Raises KvlatheError."""
     try:
-        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+        return (sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise KvlatheError(f"{path} cannot be read", str(reason).lower(), "name a readable text file") from error

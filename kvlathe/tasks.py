@@ -11,13 +11,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
-import tokenizers
 
-from kvlathe import metrics
+from kvlathe import metrics, tokenizer_files
 from kvlathe.errors import KvlatheError
 
 WINDOWS = 8
@@ -39,36 +38,16 @@ class FolderEncoder:
     """The tokenizer of a checkpoint folder, as far as tasks need it. Raises KvlatheError where there is none."""
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        try:
-            self._backend = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
-        except Exception as error:  # tokenizers raises bare Exception
-            raise KvlatheError(f"{path} cannot be read", str(error), "give a checkpoint with its tokenizer") from error
-        self._backend.no_truncation()
-        self._backend.no_padding()
-        self.eos_id = _eos_id(folder, self._backend)
+        self._backend = tokenizer_files.read_backend(folder)
+        self._eos_ids = tokenizer_files.eos_ids(folder, self._backend)
+
+    @property
+    def eos_id(self) -> int:
+        """What separates documents. Raises KvlatheError where the model has no such token."""
+        return tokenizer_files.separator(self._eos_ids)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-
-
-def _eos_id(folder: Path, backend: tokenizers.Tokenizer) -> int:
-    """The id of the tokenizer's end-of-text token, else the model's (the first, where it has several)."""
-    token = _read_object(folder / "tokenizer_config.json").get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    if token and (found := backend.token_to_id(token)) is not None:
-        return found
-    for name in ("generation_config.json", "config.json"):
-        ids = _read_object(folder / name).get("eos_token_id")
-        if ids is not None:
-            return int(ids[0] if isinstance(ids, list) else ids)
-    raise KvlatheError(
-        f"{folder} names no end-of-text token", "it separates documents", "add eos_token to tokenizer_config.json"
-    )
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
 
 
 # -- text --------------------------------------------------------------------------------------------------------------

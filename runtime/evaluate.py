@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvlathe import tasks
+from kvlathe import tasks, tokenizer_files
 from kvlathe.console import progress
 from kvlathe.engines.manifest import Limits, Manifest
 from kvlathe.errors import KvlatheError
@@ -89,15 +89,7 @@ def _check_comparable(engine: Model, baseline: Model) -> None:
 
 def _windows(engine: Model, text: Path, count: int, tokens: int) -> list[list[int]]:
     documents = tasks.encode_documents(engine.tokenizer, tasks.read_texts(text))
-    return tasks.windows(documents, _eos_id(engine.tokenizer), count, tokens)
-
-
-def _eos_id(tokenizer: Tokenizer) -> int:
-    """What separates documents: the end-of-text token, else the smallest id that ends a text."""
-    found = tokenizer.backend.token_to_id(tokenizer.special.get("eos_token", ""))
-    if found is None and not tokenizer.stop_ids:
-        raise KvlatheError("the engine names no end-of-text token", "it separates documents", "build it again")
-    return min(tokenizer.stop_ids) if found is None else found
+    return tasks.windows(documents, tokenizer_files.separator(engine.tokenizer.eos_ids), count, tokens)
 
 
 def _on_text(engine: Model, baseline: Model | None, windows: list[list[int]]) -> dict[str, float]:

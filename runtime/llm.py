@@ -89,7 +89,7 @@ class LLM:
         self.pool = PagePool(self.layout, cache_bytes)
         self.session = session
         prefixes = PrefixCache(self.pool) if share_prefixes else None
-        self.engine = Engine(session, self.pool, Scheduler(self.pool, session, limits, prefixes), tokenizer.stop_ids)
+        self.engine = Engine(session, self.pool, Scheduler(self.pool, session, limits, prefixes), tokenizer.eos_ids)
         self.manifest: Manifest | None = None
 
     @classmethod

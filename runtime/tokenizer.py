@@ -2,8 +2,8 @@
 
 tokenizer.json decides how text is split and which special tokens frame it (its post-processor: transformers 5 reads it
 the same way and ignores add_bos_token beside it); tokenizer_config.json names the special tokens and may hold the chat
-template; generation_config.json may add end-of-text ids. The template is somebody else's program: it runs in jinja2's
-immutable sandbox, with the helpers that transformers gives it.
+template; generation_config.json has the ids that end a text. The template is somebody else's program: it runs in
+jinja2's immutable sandbox, with the helpers that transformers gives it.
 """
 
 from __future__ import annotations
@@ -15,39 +15,28 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from kvlathe import tokenizer_files
 from kvlathe.errors import KvlatheError
 
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a decoder writes for bytes that are no character (yet)."""
 
 
 class Tokenizer:
-    """Reads tokenizer.json, tokenizer_config.json, chat_template.jinja and generation_config.json of ``folder``.
+    """Reads an engine folder's tokenizer.json, the files that name its special tokens, and its chat template.
 
-    Raises KvlatheError where tokenizer.json is missing or unreadable.
+    ``eos_ids`` end a text; the first separates documents. Raises KvlatheError where tokenizer.json is missing or a file
+    is unreadable.
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
-        try:
-            self.backend = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))
-        except Exception as error:  # tokenizers raises bare Exception
-            raise unreadable(path, error) from error
-        self.backend.no_truncation()
-        self.backend.no_padding()
-        config = read_json(folder / "tokenizer_config.json")
-        self.special = {name: text for name in SPECIAL_TOKENS if (text := token_text(config.get(name)))}
+        self.backend = tokenizer_files.read_backend(folder)
+        self.eos_ids = tokenizer_files.eos_ids(folder, self.backend)
+        self.special = tokenizer_files.special_tokens(folder)
         self.backend.add_special_tokens([t for t in self.special.values() if self.backend.token_to_id(t) is None])
-        self.stop_ids = stop_ids(read_json(folder / "generation_config.json"), self._id("eos_token"))
-        self.chat_template = chat_template(folder, config)
-
-    def _id(self, name: str) -> int | None:
-        text = self.special.get(name)
-        return None if text is None else self.backend.token_to_id(text)
+        self.chat_template = chat_template(folder)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -128,37 +117,12 @@ class TextStream:
         return next((n for n in sizes if any(stop.startswith(text[-n:]) for stop in self._stop)), 0)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``; empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_text("utf-8")))
-    except (OSError, TypeError, ValueError) as error:
-        raise unreadable(path, error) from error
-
-
-def unreadable(path: Path, error: Exception) -> KvlatheError:
-    return KvlatheError(f"{path} cannot be read", str(error), "build the engine from a complete checkpoint")
-
-
-def token_text(entry: str | dict[str, Any] | None) -> str | None:
-    """Special tokens are written as strings or as {"content": string, ...}."""
-    return entry.get("content") if isinstance(entry, dict) else entry
-
-
-def stop_ids(generation: dict[str, Any], eos: int | None) -> frozenset[int]:
-    """Ids that end a text: generation_config's eos_token_id (one or a list), else the tokenizer's own."""
-    ids = generation.get("eos_token_id", eos)
-    return frozenset(ids) if isinstance(ids, list) else frozenset(() if ids is None else (ids,))
-
-
-def chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja comes first, then the config's template: one, or the one named default of several."""
+def chat_template(folder: Path) -> str | None:
+    """chat_template.jinja comes first, then tokenizer_config.json's: one, or the one named default of several."""
     path = folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text("utf-8")
-    template = config.get("chat_template")
+    template = tokenizer_files.read_object(folder / "tokenizer_config.json").get("chat_template")
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -129,6 +130,8 @@ def make_model(folder: Path, kind: str, settings: dict[str, Any], seed: int = 0,
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
     model.save_pretrained(folder, **save)
+    words = {f"t{i}": i for i in range(config.vocab_size)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "t0")).save(str(Path(folder) / "tokenizer.json"))
     return model
 
 

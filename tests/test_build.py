@@ -20,6 +20,7 @@ import onnxruntime
 import pytest
 from checkpoints import make_model, sizes
 
+from kvlathe import tokenizer_files
 from kvlathe.engines import build as builds
 from kvlathe.engines import cache, planning
 from kvlathe.engines import manifest as manifests
@@ -28,6 +29,8 @@ from kvlathe.engines.compare import raw_step
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
+from kvlathe.runtime.llm import LLM
+from kvlathe.tasks import FolderEncoder
 
 ROOT = Path(__file__).parents[1]
 Reference = Callable[[str], tuple[Path, object]]
@@ -112,6 +115,22 @@ def test_a_half_precision_engine_caches_in_16_bit(request_for: Callable[..., Bui
     assert np.abs(logits(half) - logits(engine)).max() < 0.1
 
 
+def test_an_engine_ends_its_text_where_the_checkpoint_says(
+    model: Path, request_for: Callable[..., BuildRequest], tmp_path: Path
+) -> None:
+    """Here only config.json says it, and it does not come along: every token ends a text."""
+    copy = shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns("generation_config.json"))
+    config = json.loads((copy / "config.json").read_text())
+    ends = list(range(config["vocab_size"]))[::-1]
+    (copy / "config.json").write_text(json.dumps(config | {"eos_token_id": ends}))
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": None, "pad_token_id": 3}))
+    llm = LLM.load(build(dataclasses.replace(request_for(), model=copy)))
+    assert llm.generate([[5, 6, 7]])[0].finish_reason == "stop"
+    assert tokenizer_files.separator(llm.tokenizer.eos_ids) == FolderEncoder(copy).eos_id == ends[0]
+    written = json.loads((tmp_path / "engine" / "generation_config.json").read_text())
+    assert written == {"eos_token_id": ends, "pad_token_id": 3}
+
+
 # -- the cache ---------------------------------------------------------------------------------------------------------
 def test_the_same_request_again_builds_nothing(
     engine: Path, request_for: Callable[..., BuildRequest], monkeypatch: pytest.MonkeyPatch
@@ -190,15 +209,6 @@ def test_a_dry_run_counts_bytes_and_writes_nothing(request_for: Callable[..., Bu
     [
         ({"removal_rate": 0.1, "accuracy": 0.9, "compression": "fdc"}, "--removal-rate and --accuracy"),
         ({"removal_rate": 0.1}, "--removal-rate with --compression none"),
-        ({"basis": "balanced"}, "--basis with --compression none"),
-        ({"allocation": "rate"}, "--allocation with --compression none"),
-        ({"rope_fold": "planes"}, "--rope-fold with --compression none"),
-        ({"centre": True}, "--centre with --compression none"),
-        ({"calibration": "random"}, "--calibration with --compression none"),
-        ({"calibration_tokens": 8192}, "--calibration-tokens with --compression none"),
-        ({"stats": Path(__file__)}, "--stats with --compression none"),
-        ({"compression": "fdc", "metric": "agreement"}, "--metric without --accuracy"),
-        ({"compression": "fdc", "text": Path(__file__)}, "--text without --accuracy"),
         ({"compression": "fdc", "retrieval": Path(__file__)}, "--retrieval without --accuracy"),
         ({"compression": "fdc", "compression_ratio": 1.0}, "--compression-ratio 1.0"),
         ({"compression": "fdc", "accuracy": -0.5}, "--accuracy -0.5"),
@@ -241,6 +251,19 @@ def test_planes_that_a_model_cannot_choose_are_refused_before_calibration(
             with pytest.raises(KvlatheError, match=f"{reason}.*leave out --rope-fold planes"):
                 verb(request)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_a_tokenizer_that_engines_read_is_refused_before_anything_is_computed(
+    model: Path, request_for: Callable[..., BuildRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer.json"))
+    (copy / "tokenizer.model").write_bytes(b"sentencepiece")
+    monkeypatch.setattr(builds, "plan_for", lambda *_: pytest.fail("planned"))
+    request = dataclasses.replace(request_for(compression="fdc"), model=copy)
+    for verb in (build, preview):
+        with pytest.raises(KvlatheError, match=r"no tokenizer\.json.*AutoTokenizer.*save_pretrained"):
+            verb(request)
+    assert list(tmp_path.iterdir()) == [copy]
 
 
 def test_a_library_that_is_missing_is_named_with_what_to_install(request_for: Callable[..., BuildRequest]) -> None:
@@ -336,3 +359,20 @@ def test_ratios_are_against_a_cache_without_padding(tmp_path: Path) -> None:
     kv = manifests.read(engine).kv_bytes
     assert kv.per_token / kv.baseline == pytest.approx(32 / 20)
     assert kv.removed == pytest.approx(1 - 32 / 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "flag"),
+    [
+        ({"basis": "balanced"}, "--basis"),
+        ({"calibration": "random"}, "--calibration"),
+        ({"compression": "fdc", "metric": "agreement"}, "--metric"),
+        ({"compression": "fdc", "text": Path(__file__)}, "--text"),
+    ],
+)
+def test_an_option_that_nothing_looks_at_is_named(
+    request_for: Callable[..., BuildRequest], options: dict[str, Any], flag: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("WARNING", "kvlathe"):
+        accept(request_for(**options))
+    assert f"{flag} has no effect" in caplog.text

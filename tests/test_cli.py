@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -145,6 +146,17 @@ def test_a_prompt_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     for name in ("binary", "absent"):
         with pytest.raises(KvlatheError, match="cannot be read"):
             cli_common.read_text(tmp_path / name)
+
+
+def test_a_prompt_file_is_read_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = "def f():\r\n\treturn 'é'\r \n"
+    (tmp_path / "prompt").write_bytes(prompt.encode())
+    assert cli_common.read_text(tmp_path / "prompt") == prompt
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(prompt.encode())))
+    assert cli_common.read_text(Path("-")) == prompt
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
+    with pytest.raises(KvlatheError, match="not utf-8"):
+        cli_common.read_text(Path("-"))
 
 
 def test_ranks_are_shown_by_layer_and_head() -> None:

@@ -14,8 +14,10 @@ from runtime_cases import MODEL
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
+from kvlathe import tokenizer_files
 from kvlathe.errors import KvlatheError
 from kvlathe.runtime.tokenizer import TextStream, Tokenizer
+from kvlathe.tasks import FolderEncoder
 
 OURS = Tokenizer(MODEL)
 TEXTS = st.text(max_size=60) | st.sampled_from(["def f(x):\n    return x", "naïve 日本語 👩‍👩‍👧 end", " leading", ""])
@@ -113,21 +115,66 @@ def test_without_a_template_there_is_no_chat() -> None:
         OURS.chat_prompt(CHAT)
 
 
-@pytest.mark.parametrize(("given_ids", "expected"), [(5, {5}), ([5, 7], {5, 7}), (None, {0})])
-def test_ending_ids(tmp_path: Path, given_ids: object, expected: set[int]) -> None:
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(MODEL / name, tmp_path)
-    if given_ids is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given_ids}))
-    assert Tokenizer(tmp_path).stop_ids == expected
+NULL = {"eos_token_id": None}
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]"])
-def test_unreadable_tokenizers_are_refused(tmp_path: Path, content: str | None) -> None:
+@pytest.mark.parametrize(
+    ("generation", "config", "names", "older", "expected"),
+    [
+        ({"eos_token_id": 5}, {"eos_token_id": 6}, {"eos_token": "</s>"}, {}, (5,)),
+        ({"eos_token_id": [7, 5]}, {"eos_token_id": 6}, {"eos_token": "</s>"}, {}, (7, 5)),
+        (NULL, {"eos_token_id": [6, 4]}, {"eos_token": "</s>"}, {}, (6, 4)),
+        ({"eos_token_id": []}, {"eos_token_id": 0}, {"eos_token": "</s>"}, {}, (0,)),
+        (NULL, NULL, {"eos_token": END}, {"eos_token": "<s>"}, (2,)),
+        ({}, {}, {"eos_token": None}, {"eos_token": {"content": "<s>"}}, (1,)),
+        (NULL, {}, {"eos_token": "not in the vocabulary"}, {}, ()),
+        ({}, NULL, {}, {}, ()),
+    ],
+)
+def test_ending_ids_are_those_of_the_first_file_that_names_any(
+    tmp_path: Path, generation: dict, config: dict, names: dict, older: dict, expected: tuple[int, ...]
+) -> None:
+    folder = sentencepiece_like(tmp_path, {}, framed=False)
+    files = {"generation_config": generation, "config": config, "tokenizer_config": names, "special_tokens_map": older}
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    ours = Tokenizer(folder)
+    assert ours.eos_ids == expected
+    if expected:
+        assert FolderEncoder(folder).eos_id == tokenizer_files.separator(ours.eos_ids) == expected[0]
+    else:
+        with pytest.raises(KvlatheError, match=r"no end-of-text token.*generation_config\.json"):
+            _ = FolderEncoder(folder).eos_id
+
+
+def test_special_tokens_of_the_older_file_are_those_of_transformers(tmp_path: Path) -> None:
+    folder = sentencepiece_like(tmp_path, {}, framed=True)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": END}))
+    theirs, ours = AutoTokenizer.from_pretrained(folder), Tokenizer(folder)
+    assert ours.special == {"bos_token": theirs.bos_token, "eos_token": theirs.eos_token}
+    assert ours.eos_ids == (theirs.eos_token_id,)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "", '{"eos_token_id": "2"}', '{"eos_token_id": [true]}'])
+@pytest.mark.parametrize("name", ["generation_config.json", "config.json"])
+@pytest.mark.parametrize("read", [Tokenizer, FolderEncoder])
+def test_a_file_that_cannot_be_understood_is_named(tmp_path: Path, read: type, name: str, content: str) -> None:
+    folder = sentencepiece_like(tmp_path, {}, framed=False)
+    (folder / name).write_text(content)
+    with pytest.raises(KvlatheError, match=name):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(None, "has no tokenizer.json.*AutoTokenizer"), ("{", "cannot be read"), ("[]", "cannot be")]
+)
+@pytest.mark.parametrize("read", [Tokenizer, FolderEncoder])
+def test_unreadable_tokenizers_are_refused(tmp_path: Path, read: type, content: str | None, words: str) -> None:
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(KvlatheError, match="cannot be read"):
-        Tokenizer(tmp_path)
+    with pytest.raises(KvlatheError, match=words):
+        read(tmp_path)
 
 
 # -- streaming -------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import tokenizers
 import torch
 from safetensors.torch import save_file
 
@@ -79,6 +80,7 @@ def write_checkpoint(folder: Path) -> int:
     """Write the synthetic checkpoint; returns the bytes of its weights."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
     weight_map, size = {}, 0
     for shard, shapes in tensors():
         file = f"{shard}.safetensors"
