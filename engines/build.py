@@ -29,7 +29,7 @@ from kvlathe.engines.planning import Planned, bytes_per_token, calibrate_to, ope
 from kvlathe.engines.request import DTYPE_BYTES, BuildRequest, check
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
-from kvlathe.tokenizer_files import GENERATION, eos_ids, read_backend, read_object
+from kvlathe.tokenizer_files import GENERATION, eos_ids, has_backend, read_backend, read_object
 
 if TYPE_CHECKING:
     from kvlathe.export.checkpoint import Checkpoint
@@ -87,8 +87,9 @@ class Job:
 
     @cached_property
     def eos_ids(self) -> tuple[int, ...]:
-        """The ids that end a text. Raises KvlatheError where an engine could not read text."""
-        return eos_ids(self.checkpoint.path, read_backend(self.checkpoint.path))
+        """The ids that end a text. Raises KvlatheError where the tokenizer's files cannot be read."""
+        path = self.checkpoint.path
+        return eos_ids(path, read_backend(path) if has_backend(path) else None)
 
     @cached_property
     def weight_bytes(self) -> int:
@@ -133,6 +134,12 @@ def prepare(order: Order) -> Job:
 
 
 def _check_tokenizer(job: Job) -> None:
+    if not has_backend(job.checkpoint.path):
+        log.warning(
+            "%s has no tokenizer.json: the engine takes token ids only; for text, load the tokenizer with "
+            "transformers' AutoTokenizer and save_pretrained it into that folder",
+            job.checkpoint.path,
+        )
     if not job.eos_ids:
         log.warning("%s names no end-of-text token: only a length ends its answers", job.checkpoint.path)
 

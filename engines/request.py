@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import kvlathe
+from kvlathe.console import log
 from kvlathe.engines.backends import BACKENDS, backend
 from kvlathe.engines.folder import check_target
 from kvlathe.engines.manifest import Limits
@@ -135,14 +136,14 @@ def _check_target(request: BuildRequest) -> None:
 
 
 def _check_heard(request: BuildRequest) -> None:
-    """Refuse options that nothing would look at. What equals its default counts as not given."""
+    """Say which options nothing will look at: scripts pass the same flags to every build. A default is not given."""
     given = [f.name for f in dataclasses.fields(request) if getattr(request, f.name) != f.default]
     for name in given:
         flag = f"--{name.replace('_', '-')}"
         if name in OF_COMPRESSION and request.compression == "none":
-            raise _refused(f"{flag} with --compression none", "it removes nothing", "name a compression")
+            log.warning("%s has no effect with --compression none", flag)
         if name in OF_ACCURACY and request.accuracy is None:
-            raise _refused(f"{flag} without --accuracy", "it says how that is measured", "leave it out")
+            log.warning("%s has no effect without --accuracy", flag)
 
 
 def _check_sizes(request: BuildRequest) -> None:

@@ -49,7 +49,12 @@ def _text(entry: object) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def eos_ids(folder: Path, backend: tokenizers.Tokenizer) -> tuple[int, ...]:
+def has_backend(folder: Path) -> bool:
+    """Without one an engine takes and gives token ids only."""
+    return (folder / "tokenizer.json").is_file()
+
+
+def eos_ids(folder: Path, backend: tokenizers.Tokenizer | None) -> tuple[int, ...]:
     """The ids that end a text; the first also separates documents. Empty where nothing names one.
 
     The first of these that names any: eos_token_id (one or a list) of generation_config.json, then of config.json, then
@@ -63,7 +68,7 @@ def eos_ids(folder: Path, backend: tokenizers.Tokenizer) -> tuple[int, ...]:
             raise KvlatheError(fact, "token ids are whole numbers", REPLACE)
         if ids:
             return tuple(ids)
-    found = backend.token_to_id(special_tokens(folder).get("eos_token", ""))
+    found = None if backend is None else backend.token_to_id(special_tokens(folder).get("eos_token", ""))
     return () if found is None else (found,)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvlathe import tokenizer_files
@@ -27,22 +28,32 @@ UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 class Tokenizer:
     """Reads an engine folder's tokenizer.json, the files that name its special tokens, and its chat template.
 
-    ``eos_ids`` end a text; the first separates documents. Raises KvlatheError where tokenizer.json is missing or a file
-    is unreadable.
+    ``eos_ids`` end a text; the first separates documents. Raises KvlatheError where a file is unreadable. An engine
+    without tokenizer.json takes token ids: encoding is refused, and ids decode to no text.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.backend = tokenizer_files.read_backend(folder)
-        self.eos_ids = tokenizer_files.eos_ids(folder, self.backend)
+        self.folder = folder
+        backend = tokenizer_files.read_backend(folder) if tokenizer_files.has_backend(folder) else None
+        self.eos_ids = tokenizer_files.eos_ids(folder, backend)
         self.special = tokenizer_files.special_tokens(folder)
-        self.backend.add_special_tokens([t for t in self.special.values() if self.backend.token_to_id(t) is None])
+        if backend is not None:
+            backend.add_special_tokens([t for t in self.special.values() if backend.token_to_id(t) is None])
+        self._backend = backend
         self.chat_template = chat_template(folder)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if self._backend is None:
+            return ""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """Raises KvlatheError where there is none."""
+        return self._backend or tokenizer_files.read_backend(self.folder)
 
     def chat_prompt(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = True, **values: Any) -> str:  # noqa: ANN401
         """The prompt that the checkpoint's template makes of ``messages`` ({"role": ..., "content": ...}).

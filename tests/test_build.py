@@ -30,6 +30,7 @@ from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.sampler import SamplingParams
 from kvlathe.tasks import FolderEncoder
 
 ROOT = Path(__file__).parents[1]
@@ -209,7 +210,6 @@ def test_a_dry_run_counts_bytes_and_writes_nothing(request_for: Callable[..., Bu
     [
         ({"removal_rate": 0.1, "accuracy": 0.9, "compression": "fdc"}, "--removal-rate and --accuracy"),
         ({"removal_rate": 0.1}, "--removal-rate with --compression none"),
-        ({"compression": "fdc", "retrieval": Path(__file__)}, "--retrieval without --accuracy"),
         ({"compression": "fdc", "compression_ratio": 1.0}, "--compression-ratio 1.0"),
         ({"compression": "fdc", "accuracy": -0.5}, "--accuracy -0.5"),
         ({"compression": "fdc", "compression_ratio": 0.99}, "0.99 cannot be reached"),
@@ -253,17 +253,19 @@ def test_planes_that_a_model_cannot_choose_are_refused_before_calibration(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_without_a_tokenizer_that_engines_read_is_refused_before_anything_is_computed(
-    model: Path, request_for: Callable[..., BuildRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_engine_without_tokenizer_json_takes_token_ids_and_says_what_gives_it_text(
+    model: Path, request_for: Callable[..., BuildRequest], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     copy = shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer.json"))
     (copy / "tokenizer.model").write_bytes(b"sentencepiece")
-    monkeypatch.setattr(builds, "plan_for", lambda *_: pytest.fail("planned"))
-    request = dataclasses.replace(request_for(compression="fdc"), model=copy)
-    for verb in (build, preview):
-        with pytest.raises(KvlatheError, match=r"no tokenizer\.json.*AutoTokenizer.*save_pretrained"):
-            verb(request)
-    assert list(tmp_path.iterdir()) == [copy]
+    with caplog.at_level("WARNING", "kvlathe"):
+        llm = LLM.load(build(dataclasses.replace(request_for(), model=copy)))
+    assert "takes token ids only" in caplog.text and "save_pretrained" in caplog.text
+    whole = LLM.load(build(request_for(name="whole")))
+    params = SamplingParams(max_new_tokens=5)
+    assert llm.generate([3, 4, 5], params)[0].token_ids == whole.generate([3, 4, 5], params)[0].token_ids
+    with pytest.raises(KvlatheError, match=r"no tokenizer\.json.*AutoTokenizer.*save_pretrained"):
+        llm.generate("text", params)
 
 
 def test_a_library_that_is_missing_is_named_with_what_to_install(request_for: Callable[..., BuildRequest]) -> None:

@@ -174,7 +174,7 @@ def test_unreadable_tokenizers_are_refused(tmp_path: Path, read: type, content: 
     if content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(KvlatheError, match=words):
-        read(tmp_path)
+        read(tmp_path).encode("text")
 
 
 # -- streaming -------------------------------------------------------------------------------------------------------
