@@ -128,11 +128,12 @@ def calibrated(
 ) -> Stats:
     """Statistics on ``source`` ("random" or a .jsonl file), from the cache where they were taken before."""
     from kvlathe.export.calibrate import calibrate
-    from kvlathe.export.stats import Stats
+    from kvlathe.export.stats import SCHEMA_VERSION, Stats
 
     read = [path for path in (Path(source), checkpoint.path / "tokenizer.json") if path.is_file()]
     content = [sha256_file(path) for path in read] if Path(source).is_file() else source
     facts = {"source": content, "tokens": tokens, "seed": seed, "max_seq_len": checkpoint.spec.max_seq_len}
+    facts["schema_version"] = SCHEMA_VERSION
     kept = cache.stats_path(cache.key_of({**facts, "model": checkpoint.digest}))
     if use_cache and kept.is_file():
         log.info("calibration found in the cache")

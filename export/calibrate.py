@@ -20,6 +20,7 @@ from kvlathe.console import progress
 from kvlathe.errors import KvlatheError
 from kvlathe.export.checkpoint import Checkpoint
 from kvlathe.export.decoder import Captured, LayerRunner, embed
+from kvlathe.export.entropy import Entropies
 from kvlathe.export.stats import ARRAYS, Array, Moments, Stats, check_finite
 
 RANDOM = "random"
@@ -108,7 +109,7 @@ def calibrate_on(
     spec, lengths = checkpoint.spec, [len(ids) for ids in sequences]
     positions = _positions(lengths, spec.max_seq_len, seed) if spread else [torch.arange(n) for n in lengths]
     hidden = [embed(checkpoint, ids, at) for ids, at in zip(sequences, positions, strict=True)]
-    halves = [Moments.zeros(spec.shape) for _ in range(2)]
+    halves, entropies = [Moments.zeros(spec.shape) for _ in range(2)], Entropies.empty(spec.shape, len(sequences))
     steps = ((layer, i) for layer in range(spec.layers) for i in range(len(sequences)))
     runner, grams = None, [_grams(checkpoint, layer) for layer in range(spec.layers)]
     for layer, i in progress(steps, "calibrating", spec.layers * len(sequences)):
@@ -117,10 +118,12 @@ def calibrate_on(
         assert runner is not None
         captured = runner(hidden[i], positions[i])
         _accumulate(halves[i % 2], layer, hidden[i], captured, grams[layer][2], spec.scale(layer))
+        entropies.observe(i, layer, hidden[i].numpy(), *_heads(captured), spec.scale(layer))
         hidden[i] = captured.hidden
     counted = [sum(len(ids) for ids in sequences[i::2]) for i in range(2)]
     for half in halves:
         check_finite({name: getattr(half, name) for name in ARRAYS})
+    check_finite(entropies.arrays())
     return Stats(
         shape=spec.shape,
         rope=spec.rope is not None,
@@ -128,6 +131,7 @@ def calibrate_on(
         wv_gram=np.stack([gram[0] for gram in grams]),
         wo_gram=np.stack([gram[1] for gram in grams]),
         halves=(_counted(halves[0], counted[0]), _counted(halves[1], counted[1])),
+        entropies=entropies,
         model_digest=checkpoint.digest,
         source=dict(source),
     )
@@ -178,6 +182,12 @@ def _accumulate(sums: Moments, layer: int, hidden: Tensor, seen: Captured, wo_gr
     for name, x in (("k_max", k), ("v_max", v)):
         largest = getattr(sums, name)
         largest[layer] = np.maximum(largest[layer], x.abs().amax(1).double().numpy())
+
+
+def _heads(seen: Captured) -> tuple[Array, Array]:
+    """q [Hq, T, d] and k [H, T, d]."""
+    q, k = (x.transpose(0, 1).double().numpy() for x in (seen.q, seen.k))
+    return q, k
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

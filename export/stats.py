@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.errors import KvlatheError
+from kvlathe.export.entropy import Entropies
 from kvlathe.export.plan import ModelShape
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 MAXIMA = ("k_max", "v_max")
 
 Array = npt.NDArray[np.float64]
@@ -93,8 +94,8 @@ class Stats:
     """A calibration, in two halves (every other sequence).
 
     ``wv_gram`` [L, H, d, d] = W_V^T W_V of the lane; ``wo_gram`` = sum over its query heads of W_O W_O^T. ``scale`` [L]
-    multiplies the scores. ``rope``: whether positions rotate q and k. ``source`` says where the tokens came from, for
-    people.
+    multiplies the scores. ``rope``: whether positions rotate q and k. ``entropies`` of each calibration sequence, in
+    order. ``source`` says where the tokens came from, for people.
     """
 
     shape: ModelShape
@@ -103,6 +104,7 @@ class Stats:
     wv_gram: Array
     wo_gram: Array
     halves: tuple[Moments, Moments]
+    entropies: Entropies
     model_digest: str
     source: dict[str, Any]
 
@@ -142,6 +144,7 @@ class Stats:
             "shape": dataclasses.asdict(self.shape),
             "rope": self.rope,
             "tokens": [half.tokens for half in self.halves],
+            "texts": self.entropies.texts,
             "model_digest": self.model_digest,
             "source": self.source,
         }
@@ -149,6 +152,7 @@ class Stats:
 
     def _arrays(self) -> dict[str, Array]:
         own = {name: getattr(self, name) for name in ("scale", "wv_gram", "wo_gram")}
+        own |= {f"entropy.{name}": array for name, array in self.entropies.arrays().items()}
         return own | {f"half{i}.{name}": getattr(half, name) for i, half in enumerate(self.halves) for name in ARRAYS}
 
     def save(self, path: Path | str) -> None:
@@ -179,10 +183,11 @@ def _assembled(header: dict[str, Any], arrays: dict[str, Array]) -> Stats:
     halves = []
     for i, tokens in enumerate(header["tokens"]):
         own = {name: arrays[f"half{i}.{name}"] for name in ARRAYS}
-        for name, array in own.items():
-            if array.shape != getattr(empty, name).shape:
-                raise ValueError(f"{name} has the shape {array.shape}")
+        _check_shapes(own, {name: getattr(empty, name).shape for name in ARRAYS})
         halves.append(Moments(tokens, **own))
+    wanted = Entropies.shapes(shape, header["texts"])
+    entropies = {name: arrays[f"entropy.{name}"] for name in wanted}
+    _check_shapes(entropies, wanted)
     return Stats(
         shape,
         header["rope"],
@@ -190,9 +195,16 @@ def _assembled(header: dict[str, Any], arrays: dict[str, Array]) -> Stats:
         arrays["wv_gram"],
         arrays["wo_gram"],
         (halves[0], halves[1]),
+        Entropies(**entropies),
         header["model_digest"],
         header["source"],
     )
+
+
+def _check_shapes(found: dict[str, Array], wanted: dict[str, tuple[int, ...]]) -> None:
+    for name, array in found.items():
+        if array.shape != wanted[name]:
+            raise ValueError(f"{name} has the shape {array.shape}")
 
 
 def check_finite(arrays: dict[str, Array]) -> None:

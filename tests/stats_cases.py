@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvlathe.export.entropy import Entropies
 from kvlathe.export.plan import ModelShape
 from kvlathe.export.stats import Moments, Stats
 
@@ -28,6 +29,15 @@ def moments(shape: ModelShape, rng: np.random.Generator, tokens: int = 200) -> M
     return Moments(tokens, spread=rng.uniform(1, 50, lanes), hidden=rng.uniform(5, 9, shape.layers), **found)
 
 
+def entropies(shape: ModelShape, rng: np.random.Generator, texts: int = 5) -> Entropies:
+    """Any numbers that effective ranks and cosines can be."""
+    sizes = Entropies.shapes(shape, texts)
+    found = {name: 1 + 15 * rng.random(size) for name, size in sizes.items()}
+    side = rng.random((texts, shape.layers, shape.kv_heads, 12))
+    side /= np.linalg.norm(side, axis=-1, keepdims=True)
+    return Entropies(**found | {"likeness": side @ side.mT})
+
+
 def stats(seed: int, shape: ModelShape = SHAPE, rope: bool = True) -> Stats:
     rng = np.random.default_rng(seed)
     wv, wo = (samples(rng, (shape.layers, shape.kv_heads), shape.hidden_size, shape.head_dim) for _ in range(2))
@@ -38,6 +48,7 @@ def stats(seed: int, shape: ModelShape = SHAPE, rope: bool = True) -> Stats:
         wv_gram=wv.mT @ wv,
         wo_gram=wo.mT @ wo,
         halves=(moments(shape, rng), moments(shape, rng)),
+        entropies=entropies(shape, rng),
         model_digest="made up",
         source={"source": "made up", "tokens": 400},
     )
