@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import json
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -77,11 +78,45 @@ class Tier:
 
 @dataclass(frozen=True, slots=True)
 class TokenRule:
-    """Which of the tokens that reach a bucket it keeps: ``all``; a ``share`` of them by saliency; or a ``budget``."""
+    """Which of the n tokens that reached a bucket it keeps, once their prompt has ended. With P tokens a page:
+
+    ``all`` of them. A ``share``, for cold buckets that divide the tokens of their source by saliency, the first of them
+    taking the most salient: ``split_tokens`` says how many of n are whose; a bucket has those sealed that fill pages,
+    the others wait in the source, in its format, and are ranked again with the next ones. Or a ``budget`` (a multiple
+    of P): the most salient of the n tokens but the newest n mod P, which are kept beside them (by the source, if there
+    is one). ``recent``, of a budget: this many of its tokens are the newest ones, whatever their saliency.
+    """
 
     kind: Literal["all", "share", "budget"] = "all"
     share: float = 1.0
     budget: int = 0
+    recent: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Which query rows are observed, and how their attention probabilities become the saliency of a cached token.
+
+    Windows are the prompt, then every page of later tokens. Of each window these rows are observed: its last ones, as
+    many as the larger of ``last`` and the share ``recent`` of the window; the share ``random`` of the window drawn from
+    the others, by a hash of the plan's seed and the position; and the tokens whose ids are ``special``.
+
+    The saliency of a token in a lane is the sum over the observed rows, and over the lane's query heads, of the
+    probability that they give it; ``normalized``: divided by the number of observed rows at or after it. Rows count
+    from the token's arrival on or, where it is not ``accumulated``, from the last ranking on.
+    A token that no row has observed ranks first: nothing is known against it.
+    ``pooling`` (odd): then the largest among so many neighbouring kept tokens. ``noise``: then its logarithm plus this
+    many times a Gumbel variate (a hash of the plan's seed, the lane and the position).
+    """
+
+    recent: float = 0.0
+    random: float = 0.0
+    last: int = 0
+    special: tuple[int, ...] = ()
+    normalized: bool = False
+    accumulated: bool = True
+    pooling: int = 1
+    noise: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +157,8 @@ class CompressionPlan:
     """Everything downstream needs to know. ``lanes`` are sorted by (layer, head), one for each KV head of the model.
 
     ``compression`` and ``notes`` are for people and reports only: no code branches on them.
-    ``page_tokens`` P and ``prefill_chunk`` (a multiple of P) fix when pages seal.
+    ``page_tokens`` P and ``prefill_chunk`` (a multiple of P) fix when pages seal. ``probe``: what ranks the tokens,
+    where a token rule chooses among them; a prompt then stays in the fresh buckets until it ends and is ranked once.
     """
 
     model: ModelShape
@@ -132,6 +168,7 @@ class CompressionPlan:
     page_tokens: int = 64
     prefill_chunk: int = 512
     seed: int = 0
+    probe: Probe | None = None
     compression: str = "none"
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -163,6 +200,30 @@ class CompressionPlan:
         """Indices of the buckets that pages of fresh bucket ``fresh`` are sealed into; empty if it is never sealed."""
         return tuple(i for i, bucket in enumerate(self.buckets) if bucket.source == fresh)
 
+    def scored(self, bucket: int) -> bool:
+        """Whether the tokens of a bucket are ranked while they are there, so that it keeps their scores."""
+        ruled = (bucket, *self.cold(bucket))
+        return any(self.buckets[b].tokens.kind != "all" for b in ruled) and not self._settled(bucket)
+
+    def _settled(self, bucket: int) -> bool:
+        """Tokens that a share sealed are not ranked again."""
+        return self.buckets[bucket].source is not None and self.buckets[bucket].tokens.kind == "share"
+
+    @property
+    def ranked(self) -> bool:
+        """Whether later queries decide which tokens are kept, or how."""
+        return self.probe is not None
+
+    @property
+    def sharable(self) -> bool:
+        """Whether sequences that begin alike have the same pages: for prefix sharing and forks."""
+        return not self.ranked
+
+    @property
+    def recomputable(self) -> bool:
+        """Whether a cache that was given up comes back the same by a prefill of all tokens; else preempt by swap."""
+        return not self.ranked and all(bucket.source is None for bucket in self.buckets)
+
     @property
     def kept_dims(self) -> float:
         """Fraction of the head dimensions kept, K and V together (1 - p in the papers)."""
@@ -189,7 +250,8 @@ class CompressionPlan:
                 **{
                     **raw,
                     "model": ModelShape(**raw["model"]),
-                    "lanes": tuple(Lane(**{**x, "planes": tuple(x["planes"])}) for x in raw["lanes"]),
+                    "probe": None if raw["probe"] is None else Probe(**_with_tuple(raw["probe"], "special")),
+                    "lanes": tuple(Lane(**_with_tuple(x, "planes")) for x in raw["lanes"]),
                     "tiers": tuple(Tier(**x) for x in raw["tiers"]),
                     "buckets": tuple(
                         Bucket(**{**x, "lanes": tuple(x["lanes"]), "tokens": TokenRule(**x["tokens"])})
@@ -208,6 +270,21 @@ class CompressionPlan:
         raw = dataclasses.asdict(self)
         raw.pop("notes")
         return hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
+
+
+def _with_tuple(raw: dict[str, Any], name: str) -> dict[str, Any]:
+    return {**raw, name: tuple(raw[name])}
+
+
+def split_tokens(shares: Sequence[float], tokens: int) -> tuple[int, ...]:
+    """How many of ``tokens`` tokens each of the ``shares``, which sum to 1, has: round(share * tokens), the last share
+    what is left. No count falls as ``tokens`` grows, and each further token adds one to one of them.
+    """
+    counts, left, whole = [], tokens, 1.0
+    for share in shares[:-1]:
+        counts.append(round(share / whole * left))
+        left, whole = left - counts[-1], whole - share
+    return (*counts, left)
 
 
 def check(plan: CompressionPlan) -> None:
@@ -264,3 +341,51 @@ def check(plan: CompressionPlan) -> None:
         refuse("some lane is in no fresh bucket, or in two", "each new token has one place for each lane")
     if len({(plan.tiers[b.tier].bits_k, plan.tiers[b.tier].bits_v) for b in plan.buckets if b.source is None}) > 1:
         refuse("fresh buckets differ in number format", "Attend writes all fresh rows in one hot format")
+    _check_rules(plan, refuse)
+    _check_probe(plan, refuse)
+
+
+def _check_rules(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> None:
+    """Token rules go with the buckets they stand at."""
+    for i, bucket in enumerate(plan.buckets):
+        rule, tier = bucket.tokens, plan.tiers[bucket.tier]
+        if rule.kind == "share" and not 0 < rule.share <= 1:
+            refuse(f"bucket {i} keeps a share of {rule.share}", "a share is above 0 and at most 1")
+        if rule.kind == "budget" and (rule.budget <= 0 or rule.budget % plan.page_tokens):
+            refuse(f"bucket {i} has a budget of {rule.budget} tokens", f"budgets are whole pages of {plan.page_tokens}")
+        if not 0 <= rule.recent <= (rule.budget if rule.kind == "budget" else 0):
+            refuse(f"bucket {i} keeps its {rule.recent} newest tokens", "they are part of a budget")
+        if rule.kind == "budget" and (
+            (tier.bits_k < 16 and tier.axis_k != "rank") or (tier.bits_v < 16 and tier.axis_v != "rank")
+        ):
+            refuse(
+                f"bucket {i} drops tokens of {tier}", "groups along the tokens cannot lose any: group along the rank"
+            )
+        rules = [plan.buckets[c].tokens for c in plan.cold(i)]
+        if bucket.source is None and rule.kind != "all" and (rules or rule.kind == "share"):
+            refuse(f"fresh bucket {i} has a rule of its own", "only a budget where nothing is sealed")
+        if any(r.kind == "share" for r in rules) and (
+            any(set(plan.buckets[c].lanes) != set(bucket.lanes) for c in plan.cold(i))
+            or abs(sum(r.share for r in rules) - 1) > 1e-9
+            or any(r.kind != "share" for r in rules)
+        ):
+            refuse(
+                f"the tokens of bucket {i} are not divided",
+                "its cold buckets hold all of its lanes, in shares that sum to 1",
+            )
+
+
+def _check_probe(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> None:
+    """There is a probe where tokens are chosen, it observes some row of every window, and nowhere else is one."""
+    choosing = any(bucket.tokens.kind != "all" for bucket in plan.buckets)
+    probe = plan.probe
+    if choosing != (probe is not None):
+        refuse("the plan has a probe and no rule, or a rule and no probe", "a rule chooses by what a probe observes")
+    if probe is None:
+        return
+    if not (0 <= probe.recent <= 1 and 0 <= probe.random <= 1 and probe.last >= 0):
+        refuse(f"{probe} cannot be computed", "recent and random are shares, last is a count")
+    if not (probe.recent or probe.random or probe.last):
+        refuse(f"{probe} observes nothing", "every window needs rows that rank its tokens")
+    if probe.pooling < 1 or probe.pooling % 2 == 0 or probe.noise < 0:
+        refuse(f"{probe} cannot be computed", "pooling is odd, noise at least 0")

@@ -14,7 +14,7 @@ from runtime_cases import BACKENDS, HOT, at_once, decoder, forced, llm, model_sh
 
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
-from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier, TokenRule
+from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
 from kvlathe.runtime.codec import noise, noise_key, pack, parts, unpack
 from kvlathe.runtime.host_pages import HostPages, check_supported
 from kvlathe.runtime.llm import LLM
@@ -257,7 +257,6 @@ def test_an_engine_that_computes_on_codes_is_the_torch_decoder_that_does() -> No
     [
         ((Bucket(0, (0, 1)), Bucket(1, (0,), 0)), "seals into no bucket"),
         ((Bucket(0, (0, 1)), Bucket(1, (0, 1), 0), Bucket(1, (1,), 0)), "or into two"),
-        ((Bucket(0, (0, 1), tokens=TokenRule("budget", budget=64)),), "keeps a budget"),
     ],
 )
 def test_plans_that_this_runtime_cannot_keep_are_refused(buckets: tuple[Bucket, ...], said: str) -> None:
