@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvlathe.export import integer
-from kvlathe.export.layout import CacheLayout
+from kvlathe.export.layout import CacheLayout, sum_bytes
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.export.tables import Form, LayerTables, pool_name
 
@@ -216,13 +216,13 @@ class _Bucket:
         """q [Hs, G, Q, Rk] -> [Hs, G, Q, N]."""
         if not self.integer[0]:
             return _scores(q, self.values("k").to(q.dtype))
-        return integer.scores(_wide(q), self.codes("k"), *self.metadata("k"), self._table("k_groups"))
+        return integer.scores(_wide(q), self.coded("k"), self._table("k_groups"))
 
     def output(self, shares: Tensor) -> Tensor:
         """shares [Hs, G, Q, N] -> [Hs, G, Q, Rv] in the layer's type."""
         if not self.integer[1]:
             return _means(shares, self.values("v").to(self.layer.dtype))
-        return integer.outputs(shares, self.codes("v"), *self.metadata("v")).to(self.layer.dtype)
+        return integer.outputs(shares, self.coded("v")).to(self.layer.dtype)
 
     def values(self, x: str) -> Tensor:
         """K or V [Hs, N, R] float; zeros where there is no token."""
@@ -239,6 +239,18 @@ class _Bucket:
         rows = (self.pages * (self.stride * 8 // bits))[:, None, None] + tokens * self._table(f"{x}_steps")[:, 0]
         rows = rows + self._table(f"{x}_units")[:, 0]
         return self.pools[pool_name(bits)][rows].flatten(-2).flatten(1, 2)
+
+    def coded(self, x: str) -> integer.Coded:
+        """K or V for integer products."""
+        return integer.Coded(self.codes(x), *self.metadata(x), self.sums(x) if self.tier.sums else None)
+
+    def sums(self, x: str) -> Tensor:
+        """The stored sums of the groups' codes, float."""
+        tier = self.tier
+        width = sum_bytes(tier.bits_k, tier.group_k) if x == "k" else sum_bytes(tier.bits_v, tier.group_v)
+        rows = (self.pages * self.stride)[:, None] + self._table(f"{x}_sums")
+        data, at = self.pools["pool_u8"][rows].flatten(1).float(), self._table(f"{x}_sums_at")
+        return _by_lane(reduce(torch.add, (data[:, at + i] * 256.0**i for i in range(width))))
 
     def codes(self, x: str) -> Tensor:
         """uint8 [Hs, N, R]."""

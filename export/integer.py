@@ -1,54 +1,106 @@
 """Attention on codes (HACK, Eq. 4): QK^T and PV as integer products plus corrections; nothing is dequantized.
 
-For one partition, with a ~ s_a a' (symmetric: its minimum is 0) and b ~ s_b b' + m_b,
+For one partition of n elements, with a ~ s_a a' + m_a and b ~ s_b b' + m_b,
 
-    sum a b ~ s_a s_b sum a' b' + m_b s_a sum a'
+    sum a b ~ s_a (s_b sum a' b' + m_b sum a') + m_a (s_b sum b' + n m_b)
 
-where only sum a' b' is a matrix product, of 8-bit integers into 32 bit; partitions add up. With a minimum of a there
-would be two more terms, m_a s_b sum b' + n m_a m_b, and sum b' would have to be stored with the cache. Q is symmetric
-in one scale a partition, and P, which is in [0, 1], in one scale for each query and partition: one far larger share
-elsewhere, an attention sink, then does not round the others to zero.
+where only sum a' b' is a matrix product, of 8-bit integers into 32 bit; partitions add up. The paper's form stores
+sum b' with the cache. Ours makes a symmetric, m_a = 0, and the second half vanishes: Q is symmetric in one scale a
+partition, and P, which is in [0, 1], in one scale for each query and partition: one far larger share elsewhere, an
+attention sink, then does not round the others to zero. Which form a tier takes is ``Tier.sums``.
 
 These are the eager forms; export/onnx_integer.py writes the same into the graph.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-LEVELS_Q, LEVELS_P = 127, 255
+LEVELS_Q, LEVELS = 127, 255
+"""Of Q with a sign; of everything else, in 8 bits without one."""
+
 LEAST_SCALE = 1e-30
 """Scales below this are those of rows of zeros, or as good as that."""
 
 
-def quantized(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:
-    """Whole numbers of at most ``levels`` and their scale [..., 1], symmetric over the last axis: x ~ scale * codes."""
-    scale = (x.abs().amax(-1, keepdim=True) / levels).clamp(min=LEAST_SCALE)
-    return (x / scale).round(), scale
-
-
-def scores(q: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor, groups: Tensor) -> Tensor:
-    """q [H, G, Q, Rk] times keys, [H, G, Q, N].
-
-    ``codes`` [H, N, Rk] of the keys, ``scale`` and ``minimum`` [H, N, g] of their groups along the rank, ``groups``
-    [H, g, Rk]: 1 where a channel belongs to a group.
+@dataclass(frozen=True)
+class Coded:
+    """Cached K or V: ``codes`` [H, N, R]; ``scale``, ``minimum`` and, where they are stored, ``sums`` of each group's
+    codes: [H, N, g] of groups along the rank, [H, N / n, R] of groups of n tokens.
     """
-    split = torch.where(groups[:, :, None, None].bool(), q.unsqueeze(1), 0.0)  # [H, g, G, Q, Rk]
-    whole, step = quantized(split, LEVELS_Q)
-    products = (whole.int().flatten(1, 3) @ codes.int().mT).unflatten(1, split.shape[1:4])
-    factor, offset = (x.mT[:, :, None, None] for x in (scale, minimum))  # [H, g, 1, 1, N]
-    return (step * (products * factor + whole.sum(-1, keepdim=True) * offset)).sum(1)
+
+    codes: Tensor
+    scale: Tensor
+    minimum: Tensor
+    sums: Tensor | None = None
 
 
-def outputs(shares: Tensor, codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-    """The mean of values under shares [H, G, Q, N] that sum to 1, [H, G, Q, Rv].
-
-    ``codes`` [H, N, Rv] of the values, ``scale`` and ``minimum`` [H, N / n, Rv] of their groups of n tokens.
+@dataclass(frozen=True)
+class Rounded:
+    """One side of a product in 8 bits, a partition in its last axis: x ~ step * whole + low. ``low`` is None where it
+    is 0; otherwise ``count`` elements are in each partition. Both and ``step`` are [..., 1].
     """
-    partitions = (scale.shape[1], shares.shape[-1] // scale.shape[1])
+
+    whole: Tensor
+    step: Tensor
+    low: Tensor | None = None
+    count: Tensor | None = None
+
+    @classmethod
+    def symmetric(cls, x: Tensor, levels: int) -> Rounded:
+        step = (x.abs().amax(-1, keepdim=True) / levels).clamp(min=LEAST_SCALE)
+        return cls((x / step).round(), step)
+
+    @classmethod
+    def asymmetric(cls, x: Tensor, member: Tensor) -> Rounded:
+        """Of the elements where ``member``; the others get code 0 and count as nothing."""
+        count = member.sum(-1, keepdim=True)
+        low = torch.where(member, x, torch.inf).amin(-1, keepdim=True).where(count > 0, 0.0)
+        high = torch.where(member, x, -torch.inf).amax(-1, keepdim=True)
+        step = ((high - low) / LEVELS).clamp(min=LEAST_SCALE)
+        return cls(torch.where(member, ((x - low) / step).round(), 0.0), step, low, count)
+
+    @property
+    def total(self) -> Tensor:
+        """The sum of each partition."""
+        own = self.step * self.whole.sum(-1, keepdim=True)
+        return own if self.low is None or self.count is None else own + self.count * self.low
+
+    def times(self, products: Tensor, scale: Tensor, minimum: Tensor, sums: Tensor | None) -> Tensor:
+        """Eq. 4 of every partition, from products of codes and the other side's metadata."""
+        found = self.step * (products * scale + self.whole.sum(-1, keepdim=True) * minimum)
+        if self.low is None or self.count is None or sums is None:
+            return found
+        return found + self.low * (sums * scale + self.count * minimum)
+
+
+def scores(q: Tensor, k: Coded, groups: Tensor) -> Tensor:
+    """q [H, G, Q, Rk] times keys, [H, G, Q, N]; ``groups`` [H, g, Rk] is 1 where a channel belongs to a group."""
+    member = groups[:, :, None, None].bool()
+    split = torch.where(member, q.unsqueeze(1), 0.0)  # [H, g, G, Q, Rk]
+    if k.sums is None:
+        rounded = Rounded.symmetric(split, LEVELS_Q)
+    else:
+        rounded = Rounded.asymmetric(split, member.expand_as(split))
+    products = (rounded.whole.int().flatten(1, 3) @ k.codes.int().mT).unflatten(1, split.shape[1:4])
+    scale, minimum, sums = (None if x is None else x.mT[:, :, None, None] for x in (k.scale, k.minimum, k.sums))
+    assert scale is not None and minimum is not None  # [H, g, 1, 1, N]
+    return rounded.times(products, scale, minimum, sums).sum(1)
+
+
+def outputs(shares: Tensor, v: Coded) -> Tensor:
+    """The mean of values under shares [H, G, Q, N] that sum to 1, [H, G, Q, Rv]."""
+    partitions = (v.scale.shape[1], shares.shape[-1] // v.scale.shape[1])
     split = shares.unflatten(-1, partitions).permute(0, 3, 1, 2, 4)  # [H, N/n, G, Q, n]
-    whole, step = quantized(split, LEVELS_P)
-    products = (whole.int().flatten(2, 3) @ codes.int().unflatten(1, partitions)).unflatten(2, split.shape[2:4])
-    factor, offset, sums = scale[:, :, None, None], minimum[:, :, None, None], whole.sum(-1, keepdim=True)
-    return (step * (products * factor + sums * offset)).sum(1) / (step * sums).sum(1).clamp(min=LEAST_SCALE)
+    if v.sums is None:
+        rounded = Rounded.symmetric(split, LEVELS)
+    else:
+        rounded = Rounded.asymmetric(split, torch.ones_like(split, dtype=torch.bool))
+    codes = v.codes.int().unflatten(1, partitions)
+    products = (rounded.whole.int().flatten(2, 3) @ codes).unflatten(2, split.shape[2:4])
+    scale, minimum, sums = (None if x is None else x[:, :, None, None] for x in (v.scale, v.minimum, v.sums))
+    assert scale is not None and minimum is not None  # [H, N/n, 1, 1, Rv]
+    return rounded.times(products, scale, minimum, sums).sum(1) / rounded.total.sum(1).clamp(min=LEAST_SCALE)

@@ -7,11 +7,13 @@
     address = base + page_id * page_stride[bucket] + slab.k          (layer and lane offsets are already in the slab)
 
 16 and 32 bit: K and V are [token][rank]. Quantized K: [token][rank] (groups along the rank) or [rank][token] (groups
-along the page's tokens), packed; likewise V. Metadata: one (scale, minimum) pair of IEEE halves for each group.
+along the page's tokens), packed; likewise V. Metadata: one (scale, minimum) pair of IEEE halves for each group; then,
+128-byte aligned, the sum of each group's codes where the tier stores it, little-endian in ``sum_bytes``.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,6 +43,11 @@ def group_count(rank: int, tokens: int, axis: str, group: int) -> int:
     return tokens * len(groups_along_rank(rank, group)) if axis == "rank" else rank * -(-tokens // group)
 
 
+def sum_bytes(bits: int, group: int) -> int:
+    """Bytes that hold the sum of ``group`` codes of ``bits`` bits."""
+    return -(-(bits + math.ceil(math.log2(group))) // 8)
+
+
 @dataclass(frozen=True, slots=True)
 class Slab:
     """Byte offsets of one lane from its page's start. Metadata of an unquantized part has an offset and no bytes."""
@@ -51,6 +58,15 @@ class Slab:
     v_meta: int
     groups_k: int
     groups_v: int
+
+    @property
+    def k_sums(self) -> int:
+        """Where sums of K's codes begin, in tiers that store them; ``v_sums`` likewise."""
+        return self.k_meta + aligned(self.groups_k * META_BYTES)
+
+    @property
+    def v_sums(self) -> int:
+        return self.v_meta + aligned(self.groups_v * META_BYTES)
 
 
 @dataclass(frozen=True)
@@ -69,11 +85,15 @@ class CacheLayout:
             groups_k, groups_v = self._groups(lane, tier)
             k = at
             k_meta = k + aligned(lane.rank_k * self.plan.page_tokens * tier.bits_k // 8)
-            v = k_meta + aligned(groups_k * META_BYTES)
+            v = k_meta + self._meta_bytes(groups_k, tier, tier.bits_k, tier.group_k)
             v_meta = v + aligned(lane.rank_v * self.plan.page_tokens * tier.bits_v // 8)
-            at = v_meta + aligned(groups_v * META_BYTES)
+            at = v_meta + self._meta_bytes(groups_v, tier, tier.bits_v, tier.group_v)
             slabs[index] = Slab(k, k_meta, v, v_meta, groups_k, groups_v)
         return slabs, at
+
+    def _meta_bytes(self, groups: int, tier: Tier, bits: int, group: int) -> int:
+        sums = aligned(groups * sum_bytes(bits, group)) if tier.sums else 0
+        return aligned(groups * META_BYTES) + sums
 
     def _groups(self, lane: Lane, tier: Tier) -> tuple[int, int]:
         p = self.plan.page_tokens

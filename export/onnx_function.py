@@ -19,7 +19,7 @@ from onnx import FunctionProto, helper
 
 from kvlathe.export import onnx_integer
 from kvlathe.export.attend import ATTRIBUTES, node_inputs
-from kvlathe.export.layout import CacheLayout
+from kvlathe.export.layout import CacheLayout, sum_bytes
 from kvlathe.export.onnx_body import FLOAT, HALF, INT32, Body
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.export.tables import Form, pool_name
@@ -207,7 +207,21 @@ class _Writer:
         scale = b.gather(b.reshape(meta, -1), scale_at, 0)
         minimum = b.gather(b.reshape(meta, -1), b.op("Add", scale_at, b.int32(1)), 0)
         code = b.gather(b.reshape(codes, -1), tokens.elements(codes, f"{x}_code_at_{bucket}", 1), 0)
-        return onnx_integer.Coded(code, b.cast(scale, FLOAT), b.cast(minimum, FLOAT))
+        sums = self.sums(x, tokens, group) if tier.sums else None
+        return onnx_integer.Coded(code, b.cast(scale, FLOAT), b.cast(minimum, FLOAT), sums)
+
+    def sums(self, x: str, tokens: _Tokens, group: int) -> str:
+        """The stored sums of the groups' codes, float, in the places of their metadata."""
+        b, tier = self.body, self.form.tier(tokens.bucket)
+        width = sum_bytes(tier.bits_k, tier.group_k) if x == "k" else sum_bytes(tier.bits_v, tier.group_v)
+        data = self.per_page("pool_u8", f"{x}_sums_{tokens.bucket}", 8, tokens)
+        at = tokens.elements(data, f"{x}_sums_at_{tokens.bucket}", group)
+        places = [at, *(b.op("Add", at, b.int32(i)) for i in range(1, width))]
+        parts = [b.cast(b.gather(b.reshape(data, -1), place, 0), FLOAT) for place in places]
+        total = parts[0]
+        for i, part in enumerate(parts[1:], 1):
+            total = b.op("Add", total, b.op("Mul", part, b.float(256**i)))
+        return total
 
     def codes(self, x: str, bits: int, tokens: _Tokens) -> str:
         """Unpacked codes uint8 [B, M, codes of a page]."""

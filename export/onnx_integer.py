@@ -11,76 +11,106 @@ from dataclasses import dataclass
 import numpy as np
 import onnx
 
-from kvlathe.export.integer import LEAST_SCALE, LEVELS_P, LEVELS_Q
+from kvlathe.export.integer import LEAST_SCALE, LEVELS, LEVELS_Q
 from kvlathe.export.onnx_body import FLOAT, Body
 
 UINT8, BOOL = onnx.TensorProto.UINT8, onnx.TensorProto.BOOL
 ZERO_POINT = 128
-"""Of Q: unsigned on both sides is the form that is exact and fast on every CPU."""
+"""Of symmetric Q: unsigned on both sides is the form that is exact and fast on every CPU."""
 
 
 @dataclass(frozen=True)
 class Coded:
-    """K or V of a bucket: ``codes`` uint8 [Hs, 1, B, N, R]; ``scale`` and ``minimum`` float, [Hs, 1, B, N, g] of K and
-    [Hs, 1, B, N / n, R] of V.
+    """K or V of a bucket: ``codes`` uint8 [Hs, 1, B, N, R]; ``scale``, ``minimum`` and, where the tier stores them,
+    ``sums`` of each group's codes, float: [Hs, 1, B, N, g] of K and [Hs, 1, B, N / n, R] of V.
     """
 
     codes: str
     scale: str
     minimum: str
+    sums: str | None = None
+
+    def metadata(self, b: Body, *perm: int) -> tuple[str, str, str | None]:
+        """Scale, minimum and sums as [Hs, B, groups, 1, 1, tokens or channels]."""
+        scale, minimum = (b.unsqueeze(b.transpose(x, *perm), 3) for x in (self.scale, self.minimum))
+        return scale, minimum, self.sums and b.unsqueeze(b.transpose(self.sums, *perm), 3)
 
 
-def quantized(b: Body, x: str, levels: int) -> tuple[str, str]:
-    """Whole numbers (float) and their scale [..., 1], symmetric over the last axis."""
-    largest = b.op("ReduceMax", b.op("Abs", x), b.const([-1]))
-    scale = b.op("Max", b.op("Div", largest, b.float(levels)), b.float(LEAST_SCALE))
-    return b.op("Round", b.op("Div", x, scale)), scale
+@dataclass(frozen=True)
+class Rounded:
+    """integer.Rounded: ``whole`` numbers (as float) [Hs, B, groups, G, Q, elements]; the others end in [.., 1]."""
+
+    whole: str
+    step: str
+    low: str | None = None
+    count: str | None = None
+
+    @classmethod
+    def symmetric(cls, b: Body, x: str, levels: int) -> Rounded:
+        largest = b.op("ReduceMax", b.op("Abs", x), b.const([-1]))
+        step = b.op("Max", b.op("Div", largest, b.float(levels)), b.float(LEAST_SCALE))
+        return cls(b.op("Round", b.op("Div", x, step)), step)
+
+    @classmethod
+    def asymmetric(cls, b: Body, x: str, member: str) -> Rounded:
+        """Of the elements where ``member``, bool, broadcasts against x."""
+        count = b.op("ReduceSum", b.cast(member, FLOAT), b.const([-1]))
+        low = b.op("ReduceMin", b.op("Where", member, x, b.float(np.inf)), b.const([-1]))
+        low = b.op("Where", b.op("Greater", count, b.float(0)), low, b.float(0))
+        high = b.op("ReduceMax", b.op("Where", member, x, b.float(-np.inf)), b.const([-1]))
+        step = b.op("Max", b.op("Div", b.op("Sub", high, low), b.float(LEVELS)), b.float(LEAST_SCALE))
+        whole = b.op("Where", member, b.op("Round", b.op("Div", b.op("Sub", x, low), step)), b.float(0))
+        return cls(whole, step, low, count)
+
+    def total(self, b: Body) -> str:
+        """The sum of each partition."""
+        own = b.op("Mul", self.step, self._sums(b))
+        return own if self.low is None or self.count is None else b.op("Add", own, b.op("Mul", self.count, self.low))
+
+    def times(self, b: Body, products: str, scale: str, minimum: str, sums: str | None) -> str:
+        """Eq. 4 of every partition, from integer products whose rows were ``whole`` with axes merged."""
+        shape = b.op("Concat", b.op("Shape", self.whole, start=0, end=5), b.const([-1]), axis=0)
+        products = b.cast(b.op("Reshape", products, shape), FLOAT)
+        found = b.op("Add", b.op("Mul", products, scale), b.op("Mul", self._sums(b), minimum))
+        found = b.op("Mul", self.step, found)
+        if self.low is None or self.count is None or sums is None:
+            return found
+        other = b.op("Add", b.op("Mul", sums, scale), b.op("Mul", self.count, minimum))
+        return b.op("Add", found, b.op("Mul", self.low, other))
+
+    def _sums(self, b: Body) -> str:
+        return b.op("ReduceSum", self.whole, b.const([-1]))
 
 
 def scores(b: Body, q: str, k: Coded, groups: str) -> str:
     """q [Hs, G, B, Q, Rk] float times keys; ``groups`` int32 [Hs, g, Rk] -> [Hs, G, B, Q, N] float."""
     member = b.cast(b.unsqueeze(groups, 2, 3, 4), BOOL)
-    split = b.op("Where", member, b.unsqueeze(q, 1), b.float(0))
-    whole, step = quantized(b, b.transpose(split, 0, 3, 1, 2, 4, 5), LEVELS_Q)  # [Hs, B, g, G, Q, Rk]
-    rows = b.op("Concat", b.op("Shape", whole, start=0, end=2), b.const([-1]), b.op("Shape", whole, start=5), axis=0)
-    unsigned = b.cast(b.op("Add", whole, b.float(ZERO_POINT)), UINT8)
+    split = b.transpose(b.op("Where", member, b.unsqueeze(q, 1), b.float(0)), 0, 3, 1, 2, 4, 5)
+    if k.sums is None:  # split: [Hs, B, g, G, Q, Rk]
+        zero, rounded = ZERO_POINT, Rounded.symmetric(b, split, LEVELS_Q)
+    else:
+        zero, rounded = 0, Rounded.asymmetric(b, split, b.transpose(member, 0, 3, 1, 2, 4, 5))
+    first, last = b.op("Shape", rounded.whole, start=0, end=2), b.op("Shape", rounded.whole, start=5)
+    rows = b.op("Concat", first, b.const([-1]), last, axis=0)
+    unsigned = b.op("Reshape", b.cast(b.op("Add", rounded.whole, b.float(zero)), UINT8), rows)
     keys = b.op("Squeeze", b.transpose(k.codes, 0, 2, 1, 4, 3), b.const([2]))  # [Hs, B, Rk, N]
-    zero = b.const(ZERO_POINT, np.uint8)
-    products = b.op("MatMulInteger", b.op("Reshape", unsigned, rows), keys, zero)
-    products = _apart(b, products, whole)
-    factor, offset = (
-        b.unsqueeze(b.transpose(x, 0, 2, 4, 1, 3), 3) for x in (k.scale, k.minimum)
-    )  # [Hs, B, g, 1, 1, N]
-    return _corrected(b, products, whole, step, factor, offset)
+    products = b.op("MatMulInteger", unsigned, keys, b.const(zero, np.uint8))
+    return _added(b, rounded.times(b, products, *k.metadata(b, 0, 2, 4, 1, 3)))
 
 
 def outputs(b: Body, shares: str, v: Coded, tokens: int) -> str:
     """The mean of values in groups of ``tokens`` under shares [Hs, G, B, Q, N] float -> [Hs, G, B, Q, Rv] float."""
     split = b.transpose(b.reshape(shares, 0, 0, 0, 0, -1, tokens), 0, 2, 4, 1, 3, 5)  # [Hs, B, N/n, G, Q, n]
-    whole, step = quantized(b, split, LEVELS_P)
+    if v.sums is None:
+        rounded = Rounded.symmetric(b, split, LEVELS)
+    else:
+        rounded = Rounded.asymmetric(b, split, b.const(np.ones(tokens), np.bool_))
     values = b.op("Squeeze", v.codes, b.const([1]))  # [Hs, B, N, Rv]
     shape = (b.op("Shape", values, start=0, end=2), b.const([-1, tokens]), b.op("Shape", values, start=3))
     values = b.op("Reshape", values, b.op("Concat", *shape, axis=0))
-    products = b.op("MatMulInteger", b.reshape(b.cast(whole, UINT8), 0, 0, 0, -1, tokens), values)
-    products = _apart(b, products, whole)
-    factor, offset = (
-        b.unsqueeze(b.transpose(x, 0, 2, 3, 1, 4), 3) for x in (v.scale, v.minimum)
-    )  # [Hs, B, N/n, 1, 1, Rv]
-    total = _corrected(b, products, whole, step, factor, offset)
-    mass = _added(b, b.op("Mul", step, b.op("ReduceSum", whole, b.const([-1]))))
-    return b.op("Div", total, b.op("Max", mass, b.float(LEAST_SCALE)))
-
-
-def _apart(b: Body, products: str, whole: str) -> str:
-    """Integer products whose rows were ``whole`` with axes merged, as float [Hs, B, groups, G, Q, ...]."""
-    shape = b.op("Concat", b.op("Shape", whole, start=0, end=5), b.const([-1]), axis=0)
-    return b.cast(b.op("Reshape", products, shape), FLOAT)
-
-
-def _corrected(b: Body, products: str, whole: str, step: str, factor: str, offset: str) -> str:
-    """Eq. 4 and the sum over partitions: [Hs, B, groups, G, Q, ...] -> [Hs, G, B, Q, ...]."""
-    sums = b.op("ReduceSum", whole, b.const([-1]))
-    return _added(b, b.op("Mul", step, b.op("Add", b.op("Mul", products, factor), b.op("Mul", sums, offset))))
+    products = b.op("MatMulInteger", b.reshape(b.cast(rounded.whole, UINT8), 0, 0, 0, -1, tokens), values)
+    total = _added(b, rounded.times(b, products, *v.metadata(b, 0, 2, 3, 1, 4)))
+    return b.op("Div", total, b.op("Max", _added(b, rounded.total(b)), b.float(LEAST_SCALE)))
 
 
 def _added(b: Body, x: str) -> str:

@@ -60,6 +60,8 @@ class Tier:
     product sums over, the rank for K and the tokens for V.
     ``rounding``: codes to the nearest, or ``stochastic``, up or down by a hash of the plan's seed, the lane, the
     token's position and the channel (runtime/codec.py): without bias, and the same however often it is done.
+    ``sums``: the sum of each group's codes is stored beside its metadata, so that integer products need no symmetry of
+    the other side (export/integer.py).
     """
 
     bits_k: Literal[32, 16, 8, 4, 2]
@@ -70,6 +72,7 @@ class Tier:
     group_v: int = 64
     arithmetic: Literal["float", "int"] = "float"
     rounding: Literal["nearest", "stochastic"] = "nearest"
+    sums: bool = False
 
     @property
     def quantized(self) -> bool:
@@ -327,6 +330,8 @@ def check(plan: CompressionPlan) -> None:
             refuse(
                 f"{tier} multiplies integers", "K's groups then run along the rank, V's along a page's tokens, evenly"
             )
+        if tier.sums and tier.arithmetic != "int":
+            refuse(f"{tier} stores sums of codes", "only products of integers read them")
     fresh: list[int] = []
     for i, bucket in enumerate(plan.buckets):
         if not 0 <= bucket.tier < len(plan.tiers):

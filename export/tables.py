@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.export.layout import CacheLayout, Places, element_places, layer_table
+from kvlathe.export.layout import CacheLayout, Places, element_places, layer_table, sum_bytes
 from kvlathe.export.plan import CompressionPlan, Lane, Tier
 
 Int32 = npt.NDArray[np.int32]
@@ -101,6 +101,7 @@ class LayerTables(dict[str, Int32]):
     and where a bucket's tier multiplies integers, g groups along the widest rank, n tokens a group of values:
         k_groups_s [Hs, g, Rk]                           1 where a channel belongs to a group
         k_meta_at_s [Hs, 1, P, g], v_meta_at_s [Hs, 1, P/n, Rv]     one place a group instead
+        k_sums_s [Hs*F], k_sums_at_s (and v)             stored sums: rows of u bytes; each group's first byte
         layout [n]                                        all of this for native code (layout.layer_table), always last
     """
 
@@ -197,15 +198,15 @@ class LayerTables(dict[str, Int32]):
             places = [element_places(rank, self.plan.page_tokens, axis, group) for rank in ranks or [self.plan.unit]]
             self._codes(name, widest, at or [0], bits, [code for code, _ in places])
             groups = [of_element for _, of_element in places]
-            if not self.form.integer(bucket)[x == "v"]:
-                self._metas(name, widest, metas or [0], groups)
-            elif x == "v":
-                self._metas(name, widest, metas or [0], [numbers[::group] for numbers in groups])
-            else:
-                firsts = [np.unique(numbers[0], return_index=True)[1] for numbers in groups]
-                self._groups(name, widest, [numbers[0] for numbers in groups])
-                metas_of = [numbers[:, first] for numbers, first in zip(groups, firsts, strict=True)]
-                self._metas(name, max(map(len, firsts)), metas or [0], metas_of)
+            if self.form.integer(bucket)[x == "v"]:
+                if x == "k":
+                    self._groups(name, widest, [numbers[0] for numbers in groups])
+                groups = [_once(numbers) if x == "k" else numbers[::group] for numbers in groups]
+                widest = max(numbers.shape[1] for numbers in groups) if x == "k" else widest
+            self._metas(name, widest, metas or [0], groups)
+            if tier.sums:
+                sums = [getattr(slab, f"{x}_sums") for slab in slabs]
+                self._numbered(name, "sums", widest, sums or [0], groups, sum_bytes(bits, group))
 
     def _units(self, name: str, ranks: list[int], widest: int, offsets: list[int], bits: int) -> None:
         u = self.plan.unit
@@ -225,12 +226,16 @@ class LayerTables(dict[str, Int32]):
 
     def _metas(self, name: str, widest: int, at: list[int], groups: list[Places]) -> None:
         """Scales of each lane, by group number: [tokens or groups of them, rank or groups of it]."""
+        self._numbered(name, "meta", widest, [x // 2 for x in at], groups, 2)
+
+    def _numbered(self, name: str, kind: str, widest: int, at: list[int], groups: list[Places], size: int) -> None:
+        """``size`` elements for each group number, in unit rows that begin ``at`` these elements of a page."""
         u = self.plan.unit
-        rows = [-(-2 * (int(numbers.max()) + 1) // u) for numbers in groups]
+        rows = [-(-size * (int(numbers.max()) + 1) // u) for numbers in groups]
         most = max(rows)
-        self._put(name % "meta", _rows_from([x // 2 // u for x in at], rows, most))
-        meta_at = [h * most * u + 2 * _widened(numbers, widest) for h, numbers in enumerate(groups)]
-        self._put(name % "meta_at", np.stack(meta_at)[:, None])
+        self._put(name % kind, _rows_from([x // u for x in at], rows, most))
+        places = [h * most * u + size * _widened(numbers, widest) for h, numbers in enumerate(groups)]
+        self._put(name % f"{kind}_at", np.stack(places)[:, None])
 
     def _groups(self, name: str, widest: int, numbers: list[Places]) -> None:
         """[Hs, g, Rk] from the group number of each channel."""
@@ -238,6 +243,11 @@ class LayerTables(dict[str, Int32]):
         for h, of_channel in enumerate(numbers):
             member[h, of_channel, np.arange(len(of_channel))] = 1
         self._put(name % "groups", member)
+
+
+def _once(numbers: Places) -> Places:
+    """Group numbers [P, rank] of groups along the rank, each group once: [P, g]."""
+    return numbers[:, np.unique(numbers[0], return_index=True)[1]]
 
 
 def _widened(places: Places, widest: int) -> Places:

@@ -7,7 +7,7 @@ Unquantized parts are IEEE half or single, [token][rank]. Quantized parts hold a
 as [token][rank] with groups along the rank, or as [rank][token] with groups along the page's tokens. Codes below 8 bit
 are packed with the first element in the lowest bits. Metadata follows the order of the groups. The rounding of scale
 and minimum to half is part of the code: codes are chosen for the rounded pair. A constant group has scale 0 and is
-exact to half.
+exact to half. Where a tier stores sums, those of each group's codes follow in the same order, little-endian.
 
 Codes are rounded to the nearest, or up where a hash of the plan's seed, the lane, K or V, the token's position and the
 channel (``noise``) falls below the fraction: no bias, no state, the same page from the same tokens.
@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.export.layout import META_BYTES, CacheLayout, groups_along_rank
+from kvlathe.export.layout import META_BYTES, CacheLayout, groups_along_rank, sum_bytes
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
@@ -40,6 +40,7 @@ class Part:
     axis: str
     groups: tuple[int, ...]  # sizes of the groups along the axis; empty where nothing is quantized
     key: int | None = None  # of this lane's noise; None: codes are rounded to the nearest
+    sums: tuple[int, int] | None = None  # byte offset of the groups' sums of codes, and bytes of each
 
     @property
     def token_major(self) -> bool:
@@ -49,8 +50,10 @@ class Part:
     @property
     def fields(self) -> tuple[tuple[int, int], ...]:
         """(offset, bytes a token) of what a token-major part holds for each token."""
+        if not self.groups:
+            return ((self.data, self.rank * self.bits // 8),)
         fields = ((self.data, self.rank * self.bits // 8), (self.meta, len(self.groups) * META_BYTES))
-        return fields if self.groups else fields[:1]
+        return fields if self.sums is None else (*fields, (self.sums[0], len(self.groups) * self.sums[1]))
 
     @cached_property
     def _starts(self) -> npt.NDArray[np.intp]:
@@ -94,8 +97,15 @@ class Part:
         metadata[..., 0], metadata[..., 1] = (high - low) / levels, low
         scale, minimum = self._spread(metadata)
         exact = np.divide(rows - minimum, scale, out=np.zeros_like(rows), where=scale > 0)
-        codes = np.rint(exact) if self.key is None else np.floor(exact + self._noise(self.key, position))
-        self._code_bytes(page)[:] = pack(np.clip(codes, 0, levels).astype(np.uint8), self.bits)
+        exact = np.rint(exact) if self.key is None else np.floor(exact + self._noise(self.key, position))
+        codes = np.clip(exact, 0, levels).astype(np.uint8)
+        self._code_bytes(page)[:] = pack(codes, self.bits)
+        if self.sums is not None:
+            self._write_sums(page, np.add.reduceat(codes, self._starts, axis=1, dtype=np.uint32), *self.sums)
+
+    def _write_sums(self, page: Bytes, sums: npt.NDArray[np.uint32], at: int, width: int) -> None:
+        low_bytes = sums.astype("<u4")[..., None].view(np.uint8)[..., :width]
+        page[at : at + low_bytes.size] = low_bytes.ravel()
 
     def _noise(self, key: int, position: int) -> Floats:
         found = noise(key, position, self.tokens, self.rank)
@@ -166,11 +176,16 @@ def parts(layout: CacheLayout, bucket: int) -> dict[int, tuple[Part, Part]]:
         lane, slab = plan.lanes[index], layout.slab(bucket, index)
         k_groups = groups(lane.rank_k, tier.bits_k, tier.axis_k, tier.group_k)
         v_groups = groups(lane.rank_v, tier.bits_v, tier.axis_v, tier.group_v)
+        sums = (
+            (slab.k_sums, sum_bytes(tier.bits_k, tier.group_k)),
+            (slab.v_sums, sum_bytes(tier.bits_v, tier.group_v)),
+        )
+        sums_k, sums_v = sums if tier.sums else (None, None)
         keys = (None, None)
         if tier.rounding == "stochastic":
             keys = (noise_key(plan.seed, lane.layer, lane.head, 0), noise_key(plan.seed, lane.layer, lane.head, 1))
         found[index] = (
-            Part(slab.k, slab.k_meta, p, lane.rank_k, tier.bits_k, tier.axis_k, k_groups, keys[0]),
-            Part(slab.v, slab.v_meta, p, lane.rank_v, tier.bits_v, tier.axis_v, v_groups, keys[1]),
+            Part(slab.k, slab.k_meta, p, lane.rank_k, tier.bits_k, tier.axis_k, k_groups, keys[0], sums_k),
+            Part(slab.v, slab.v_meta, p, lane.rank_v, tier.bits_v, tier.axis_v, v_groups, keys[1], sums_v),
         )
     return found

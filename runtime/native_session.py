@@ -54,7 +54,7 @@ class NativeSession(OrtSession):
         """The operator has written them."""
 
     def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...], position: int) -> None:
-        if any(tier.rounding == "stochastic" for tier in self.plan.tiers):  # numpy's alone
+        if any(tier.rounding == "stochastic" or tier.sums for tier in self.plan.tiers):  # numpy's alone
             super().seal(fresh, page, cold_pages, position)
             return
         for bucket, target in zip(self.plan.cold(fresh), cold_pages, strict=True):

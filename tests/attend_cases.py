@@ -59,7 +59,8 @@ def quantized_tiers(arithmetic: str = "float") -> st.SearchStrategy[Tier]:
     bits, axes = st.sampled_from([2, 4, 8, 16]), st.sampled_from(["rank", "token"])
     groups = st.sampled_from([16, 32])
     if arithmetic == "int":
-        return st.builds(Tier, bits, bits, st.just("rank"), st.just("token"), groups, st.just(16), st.just("int"))
+        along = st.just("rank"), st.just("token"), groups, st.just(16)
+        return st.builds(Tier, bits, bits, *along, st.just("int"), sums=st.booleans())
     return st.builds(Tier, bits, bits, axes, axes, st.just(32), groups)
 
 
@@ -203,16 +204,18 @@ class Case:
         """Write ``length`` random tokens of one lane; the K and V that a reader must see."""
         tier = self.plan.tiers[self.plan.buckets[bucket].tier]
         slab = self.layout.slab(bucket, lane.layer * self.plan.model.kv_heads + lane.head)
-        k = (lane.rank_k, tier.bits_k, tier.axis_k, tier.group_k, slab.k, slab.k_meta)
-        v = (lane.rank_v, tier.bits_v, tier.axis_v, tier.group_v, slab.v, slab.v_meta)
+        sums = (slab.k_sums, slab.v_sums) if tier.sums else (None, None)
+        k = (lane.rank_k, tier.bits_k, tier.axis_k, tier.group_k, slab.k, slab.k_meta, sums[0])
+        v = (lane.rank_v, tier.bits_v, tier.axis_v, tier.group_v, slab.v, slab.v_meta, sums[1])
         seen: tuple[list[Array], list[Array]] = ([], [])
         for j, page in enumerate(pages):
             left, base = length - j * self.plan.page_tokens, int(page) * self.layout.page_stride[bucket]
-            for found, (rank, bits, axis, group, at, meta) in zip(seen, (k, v), strict=True):
+            for found, (rank, bits, axis, group, at, meta, sums) in zip(seen, (k, v), strict=True):
                 if bits >= 16:
                     found.append(self._floats(base + at, min(left, self.plan.page_tokens), rank, bits))
                 else:
-                    found.append(self._codes(base + at, base + meta, rank, bits, axis, group)[:left])
+                    summed = None if sums is None else base + sums
+                    found.append(self._codes(base + at, base + meta, summed, rank, bits, axis, group)[:left])
         empty = np.zeros((0, lane.rank_k)), np.zeros((0, lane.rank_v))
         return np.concatenate([empty[0], *seen[0]]), np.concatenate([empty[1], *seen[1]])
 
@@ -221,7 +224,7 @@ class Case:
         self._write(at, x)
         return x.astype(np.float64)
 
-    def _codes(self, at: int, meta: int, rank: int, bits: int, axis: str, group: int) -> Array:
+    def _codes(self, at: int, meta: int, sums: int | None, rank: int, bits: int, axis: str, group: int) -> Array:
         """A whole page of random codes; its values [tokens, rank], worked out group by group."""
         tokens = self.plan.page_tokens
         codes = self.rng.integers(0, 1 << bits, tokens * rank)
@@ -235,6 +238,10 @@ class Case:
         along_tokens = [min(group, tokens - i) for i in range(0, tokens, group)]
         sizes = groups_along_rank(rank, group) if axis == "rank" else along_tokens
         lines = codes.reshape(tokens, rank) if axis == "rank" else codes.reshape(rank, tokens)
+        if sums is not None:
+            width = 1 if (2**bits - 1) * group < 256 else 2
+            totals = [int(x.sum()).to_bytes(width, "little") for line in lines for x in split(line, sizes)]
+            self._write(sums, np.frombuffer(b"".join(totals), np.uint8))
         pair = iter(pairs.astype(np.float64))
         values = [np.concatenate([x * s + m for x, (s, m) in zip(split(line, sizes), pair)]) for line in lines]  # noqa: B905
         return np.array(values) if axis == "rank" else np.array(values).T

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import onnx
 import onnx.inliner
@@ -10,14 +12,23 @@ from attend_cases import Case, cases, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper
+from runtime_cases import HOT, LIMITS, MODEL, TorchSession, model_shape, plan_for, text
 from test_attend import eager
 from test_onnx import one_node, session, through_onnx
 
 from kvlathe.export import integer, onnx_integer
+from kvlathe.export.basis import Basis
+from kvlathe.export.checkpoint import Checkpoint
+from kvlathe.export.fold import decoder_from
+from kvlathe.export.layout import CacheLayout
 from kvlathe.export.onnx_body import FLOAT, HALF, Body
 from kvlathe.export.onnx_function import NAME, OPSET
 from kvlathe.export.plan import Bucket, Lane, Tier
 from kvlathe.export.tables import Form
+from kvlathe.metrics import Sums
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.tokenizer import Tokenizer
+from kvlathe.tasks import text_sums
 
 Array = np.ndarray
 
@@ -29,11 +40,16 @@ def coded(rng: np.random.Generator, lanes: int, tokens: int, rank: int, groups: 
 
 
 class Products:
-    """Random ragged inputs of both products, and what they are in float64 on the dequantized codes."""
+    """Random ragged inputs of both products, and what they are in float64 on the dequantized codes.
 
-    def __init__(self, seed: int, ranks: list[int], heads: int, queries: int, pages: int, bits: int) -> None:
+    ``k`` and ``v``: codes, scale, minimum and the sums of each group's codes, which only the ``stored`` form reads.
+    """
+
+    def __init__(
+        self, seed: int, ranks: list[int], heads: int, queries: int, pages: int, bits: int, stored: bool
+    ) -> None:
         rng, group = np.random.default_rng(seed), 32
-        self.tokens, lanes, widest, page = 16, len(ranks), max(ranks), 32
+        self.tokens, lanes, widest, page, self.stored = 16, len(ranks), max(ranks), 32, stored
         n = pages * page
         counts = [-(-rank // group) for rank in ranks]
         self.member = np.zeros((lanes, max(counts), widest), np.int32)
@@ -53,24 +69,38 @@ class Products:
         self.shares = (spread / spread.sum(-1, keepdims=True).clip(1e-30)).astype(np.float32)
         codes, scale, low = coded(rng, lanes, n, widest, widest, bits)
         self.v = [codes, *(x[:, :: self.tokens].astype(np.float32) for x in (scale, low))]
+        self.k.append((self.k[0].astype(np.float32) @ self.member.transpose(0, 2, 1)).astype(np.float32))
+        self.v.append(codes.reshape(lanes, -1, self.tokens, widest).sum(2).astype(np.float32))
+
+    def coded(self, side: list[Array], stored: bool) -> integer.Coded:
+        codes, scale, low, sums = map(torch.from_numpy, side)
+        return integer.Coded(codes, scale, low, sums if stored else None)
+
+    def rounded(self, x: torch.Tensor, member: torch.Tensor, levels: int) -> Array:
+        """x as 8-bit numbers hold it, in float64."""
+        if self.stored:
+            found = integer.Rounded.asymmetric(x, member)
+            assert found.low is not None
+            return torch.where(member, found.whole.double() * found.step + found.low, 0).numpy()
+        found = integer.Rounded.symmetric(x, levels)
+        return (found.whole.double() * found.step).numpy()
 
     @property
     def scores(self) -> tuple[Array, Array]:
         """Dequantized product of the same codes, and the sum of its terms' sizes."""
-        codes, scale, low = (x.astype(np.float64) for x in self.k)
+        codes, scale, low, _ = (x.astype(np.float64) for x in self.k)
         values = codes * (scale @ self.member) + low @ self.member
-        split = torch.from_numpy(np.where(self.member[:, :, None, None] > 0, self.q[:, None], 0))
-        whole, step = integer.quantized(split, integer.LEVELS_Q)
-        q = (whole.double() * step.double()).sum(1).numpy()
+        member = torch.from_numpy(self.member[:, :, None, None] > 0)
+        split = torch.where(member, torch.from_numpy(self.q[:, None]), 0.0)
+        q = self.rounded(split, member.expand_as(split), integer.LEVELS_Q).sum(1)
         return q @ values[:, None].mT, np.abs(q) @ np.abs(values[:, None]).mT
 
     @property
     def outputs(self) -> tuple[Array, Array]:
-        codes, scale, low = (x.astype(np.float64) for x in self.v)
+        codes, scale, low, _ = (x.astype(np.float64) for x in self.v)
         values = codes * scale.repeat(self.tokens, 1) + low.repeat(self.tokens, 1)
         split = torch.from_numpy(self.shares).unflatten(-1, (-1, self.tokens))
-        whole, step = integer.quantized(split, integer.LEVELS_P)
-        p = (whole.double() * step.double()).flatten(-2).numpy()
+        p = self.rounded(split, torch.ones_like(split, dtype=torch.bool), integer.LEVELS).reshape(self.shares.shape)
         mass = p.sum(-1, keepdims=True).clip(1e-30)
         return p @ values[:, None] / mass, p @ np.abs(values[:, None]) / mass
 
@@ -83,6 +113,7 @@ products = st.builds(
     st.integers(1, 5),
     st.integers(1, 3),
     st.sampled_from([2, 4, 8]),
+    st.booleans(),
 )
 
 
@@ -96,22 +127,52 @@ def same(found: Array, expected: tuple[Array, Array]) -> None:
 @given(products)
 def test_integer_products_are_the_dequantized_products_of_the_same_codes(x: Products) -> None:
     tensor = torch.from_numpy
-    same(integer.scores(tensor(x.q), *map(tensor, x.k), tensor(x.member)).numpy(), x.scores)
-    same(integer.outputs(tensor(x.shares), *map(tensor, x.v)).numpy(), x.outputs)
+    same(integer.scores(tensor(x.q), x.coded(x.k, x.stored), tensor(x.member)).numpy(), x.scores)
+    same(integer.outputs(tensor(x.shares), x.coded(x.v, x.stored)).numpy(), x.outputs)
+
+
+@settings(max_examples=40, deadline=None)
+@given(products)
+def test_both_forms_are_the_exact_product_up_to_half_a_step_of_q_and_of_p(x: Products) -> None:
+    """So they differ by two half steps at most: the stored sums buy nothing but the finer step of a one-sided range."""
+    member, q = torch.from_numpy(x.member), torch.from_numpy(x.q)
+    codes, scale, low, _ = (torch.from_numpy(y).double() for y in x.k)
+    keys = codes * (scale @ member.double()) + low @ member.double()
+    exact = (q.double() @ keys.unsqueeze(1).mT).numpy()
+    spread = torch.where(member[:, :, None, None].bool(), q.unsqueeze(1), 0.0).abs().amax(-1)  # [H, g, G, Q]
+    sizes = (keys.abs().unsqueeze(1) * member[:, :, None]).sum(-1)  # [H, g, N]
+    # a range of 2 max |q| in 255 steps, or of max |q| in 127: half a step either way is at most max |q| / 254
+    allowed = torch.einsum("hcgq,hcn->hgqn", spread.double(), sizes).numpy() / 254 * 1.001 + 1e-5 * np.abs(exact) + 1e-6
+    forms = [integer.scores(q, x.coded(x.k, stored), member).numpy() for stored in (False, True)]
+    for form in forms:
+        assert (np.abs(form - exact) <= allowed).all()
+    assert (np.abs(forms[0] - forms[1]) <= 2 * allowed).all()
+    shares = torch.from_numpy(x.shares)
+    codes, scale, low, _ = (torch.from_numpy(y).double() for y in x.v)
+    values = codes * scale.repeat_interleave(x.tokens, 1) + low.repeat_interleave(x.tokens, 1)
+    exact = (shares.double() @ values.unsqueeze(1)).numpy()
+    spread = shares.unflatten(-1, (-1, x.tokens)).amax(-1)  # [H, G, Q, N/n]
+    sizes = values.abs().unflatten(1, (-1, x.tokens)).sum(2)  # [H, N/n, R]
+    allowed = torch.einsum("hgqp,hpr->hgqr", spread.double(), sizes).numpy() / 510
+    moved = x.tokens * spread.double().sum(-1, keepdim=True).numpy() / 510  # of the sum of the shares
+    allowed = 1.1 * (allowed + moved * (np.abs(exact) + allowed)) / np.maximum(1 - moved, 0.1) + 1e-4
+    empty = x.shares.sum(-1, keepdims=True) == 0
+    for stored in (False, True):
+        form = integer.outputs(shares, x.coded(x.v, stored)).numpy()
+        assert (empty | (np.abs(form - exact) <= allowed)).all()
 
 
 @settings(max_examples=15, deadline=None)
 @given(products)
 def test_integer_products_of_the_graph_are_too(x: Products) -> None:
     b = Body()
-    k, v = (onnx_integer.Coded(*(f"{side}_{part}" for part in ("codes", "scale", "minimum"))) for side in "kv")
+    names = ("codes", "scale", "minimum", "sums")[: 4 if x.stored else 3]
+    k, v = (onnx_integer.Coded(*(f"{side}_{part}" for part in names)) for side in "kv")
     b.output("scores", onnx_integer.scores(b, "q", k, "member"))
     b.output("outputs", onnx_integer.outputs(b, "shares", v, x.tokens))
     feeds = {"q": x.q[:, :, None], "shares": x.shares[:, :, None], "member": x.member}
     for side, values in (("k", x.k), ("v", x.v)):
-        feeds |= {
-            f"{side}_{part}": y[:, None, None] for part, y in zip(("codes", "scale", "minimum"), values, strict=True)
-        }
+        feeds |= {f"{side}_{part}": y[:, None, None] for part, y in zip(names, values, strict=False)}
     inputs = [
         helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(y.dtype), y.shape) for n, y in feeds.items()
     ]
@@ -153,15 +214,21 @@ def test_half_precision_function_is_attention(case: Case) -> None:
 
 
 # -- the graph -------------------------------------------------------------------------------------------------------
+SUMS = {"k_sums_1", "v_sums_1"}
 MOVES = {"Gather", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "BitShift", "BitwiseAnd", "Identity", "Slice"}
 """What may be done to codes on their way to a product; none of it makes a number of another type."""
 
 
 def readers_of_codes(function: onnx.FunctionProto) -> set[str]:
-    """Operators that read cached codes as data and are not MOVES, following them from the pool."""
-    codes, found = {"pool_u8"}, set()
+    """Operators that read cached codes as data and are not MOVES, following them from the pool. Bytes of the pool that
+    are gathered by the rows of stored sums are no codes."""
+    codes, of_sums, found = {"pool_u8"}, set(SUMS), set()
     for node in function.node:
         if not node.input or node.op_type == "Shape":
+            continue
+        if node.op_type == "Add" and of_sums & set(node.input):
+            of_sums |= set(node.output)
+        if node.op_type == "Gather" and node.input[0] == "pool_u8" and node.input[1] in of_sums:
             continue
         data = node.input if node.op_type in ("MatMulInteger", "Concat") else node.input[:1]
         if not codes & set(data):
@@ -181,8 +248,8 @@ def plan_in(tier: Tier) -> Case:
 
 
 def test_no_float_tensor_of_codes_is_in_the_graph() -> None:
-    for bits in (2, 4, 8):
-        model, feeds = one_node(plan_in(Tier(bits, bits, "rank", "token", 32, 16, "int")))
+    for bits, stored in itertools.product((2, 4, 8), (False, True)):
+        model, feeds = one_node(plan_in(Tier(bits, bits, "rank", "token", 32, 16, "int", sums=stored)))
         (function,) = (f for f in model.functions if f.name == NAME)
         assert readers_of_codes(function) == {"MatMulInteger"}
         assert [node.op_type for node in function.node].count("MatMulInteger") == 2
@@ -213,4 +280,34 @@ def test_constant_values_come_out_as_they_are() -> None:
     """Groups without range have scale 0, and the sum of the rounded shares cancels."""
     shares = torch.from_numpy(np.random.default_rng(0).dirichlet(np.ones(32), (1, 2, 3)).astype(np.float32))
     codes, scale, low = torch.zeros(1, 32, 16, dtype=torch.uint8), torch.zeros(1, 2, 16), torch.full((1, 2, 16), -2.75)
-    np.testing.assert_allclose(integer.outputs(shares, codes, scale, low), -2.75, rtol=1e-6)
+    for sums in (None, torch.zeros(1, 2, 16)):
+        found = integer.outputs(shares, integer.Coded(codes, scale, low, sums))
+        np.testing.assert_allclose(found, -2.75, rtol=1e-6)
+
+
+# -- what it costs -----------------------------------------------------------------------------------------------------
+def perplexity(tier: Tier | None) -> float:
+    """Of the shipped small model, every token attending the pages sealed in ``tier``."""
+    shape, windows = model_shape(), [text(768, 768 * i) for i in range(3)]
+    every = tuple(range(shape.layers * shape.kv_heads))
+    cold = (Bucket(1, every, source=0),) if tier else ()
+    plan = plan_for(shape, (HOT, *((tier,) if tier else ())), (Bucket(0, every), *cold))
+    layout = CacheLayout(plan)
+    size = layout.bytes_for(1024) + 8 * sum(layout.page_stride)
+    pages = TorchSession(decoder_from(Checkpoint(MODEL), plan, Basis()), size)
+    llm = LLM(pages, plan, LIMITS, Tokenizer(MODEL), size)
+    return sum((text_sums(llm, window) for window in windows), Sums()).perplexity
+
+
+def test_products_of_codes_cost_no_more_than_dequantizing() -> None:
+    """At 8 bit nothing to speak of; at 4 bit what the same codes cost when they are dequantized, in either form."""
+    plain = perplexity(None)
+    ratio = {
+        (bits, arithmetic, stored): perplexity(Tier(bits, bits, arithmetic=arithmetic, sums=stored)) / plain
+        for bits in (8, 4)
+        for arithmetic, stored in (("float", False), ("int", False), ("int", True))
+    }
+    assert ratio[8, "int", False] <= 1.0005
+    for (bits, _, _), found in ratio.items():
+        assert abs(found - ratio[bits, "float", False]) < (0.001 if bits == 8 else 0.005)
+    assert ratio[4, "float", False] > 1.002  # the codes were read

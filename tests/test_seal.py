@@ -35,6 +35,19 @@ tiers = st.builds(
 )
 
 
+coded_tiers = st.builds(
+    Tier,
+    bits_k=st.sampled_from([2, 4, 8, 16]),
+    bits_v=st.sampled_from([2, 4, 8, 16]),
+    axis_k=st.just("rank"),
+    axis_v=st.just("token"),
+    group_k=st.sampled_from([16, 32, 48]),
+    group_v=st.sampled_from([16, 32]),
+    arithmetic=st.just("int"),
+    sums=st.booleans(),
+)
+
+
 def small_plan(tier: Tier, hot: Tier) -> CompressionPlan:
     shape = ModelShape(1, 2, 2, 64, 64, 64, 256)
     lanes = (Lane(0, 0, 64, 48, 64, projected=True), Lane(0, 1, 64, 16, 80, projected=True))
@@ -76,7 +89,7 @@ def from_bits(data: npt.NDArray[np.uint8], bits: int, count: int) -> list[int]:
 
 
 @settings(max_examples=25, deadline=None)
-@given(tier=tiers, hot=st.sampled_from([Tier(16, 16), HOT]), seed=st.integers(0, 99))
+@given(tier=tiers | coded_tiers, hot=st.sampled_from([Tier(16, 16), HOT]), seed=st.integers(0, 99))
 def test_a_sealed_page_holds_the_codes_that_the_layout_promises(tier: Tier, hot: Tier, seed: int) -> None:
     plan = small_plan(tier, hot)
     layout = CacheLayout(plan)
@@ -90,9 +103,9 @@ def test_a_sealed_page_holds_the_codes_that_the_layout_promises(tier: Tier, hot:
     for index, (k, v) in host.parts[0].items():
         slab = layout.slab(1, index)
         cold = host.parts[1][index]
-        for x, bits, axis, group, data, meta, part in (
-            (k, tier.bits_k, tier.axis_k, tier.group_k, slab.k, slab.k_meta, cold[0]),
-            (v, tier.bits_v, tier.axis_v, tier.group_v, slab.v, slab.v_meta, cold[1]),
+        for x, bits, axis, group, data, meta, sums, part in (
+            (k, tier.bits_k, tier.axis_k, tier.group_k, slab.k, slab.k_meta, slab.k_sums, cold[0]),
+            (v, tier.bits_v, tier.axis_v, tier.group_v, slab.v, slab.v_meta, slab.v_sums, cold[1]),
         ):
             values, got = x.read(host.rows[0][3]), part.read(page)
             if bits == 16:
@@ -103,6 +116,13 @@ def test_a_sealed_page_holds_the_codes_that_the_layout_promises(tier: Tier, hot:
             halves = page[meta : meta + 4 * len(pairs)].view(np.float16).reshape(-1, 2)
             np.testing.assert_array_equal(halves, np.array(pairs, np.float16))
             assert np.abs(np.array(found) - codes).max() <= 1 and np.mean(np.array(found) != codes) < 0.01  # ties
+            if tier.sums:
+                width = 1 if bits + math.log2(group) <= 8 else 2  # the sum of the widest group of the largest codes
+                row = x.rank if axis == "rank" else PAGE
+                sizes = group_sizes(row, group, axis == "rank") * (len(found) // row)
+                totals = [sum(part) for part in np.split(found, np.cumsum(sizes)[:-1])]
+                stored = page[sums : sums + width * len(totals)].tobytes()
+                assert [int.from_bytes(stored[i : i + width], "little") for i in range(0, len(stored), width)] == totals
             step = max(scale for scale, _ in pairs)
             np.testing.assert_allclose(got, values, atol=0.51 * step + 0.01)
             np.testing.assert_allclose(got, expected, atol=1.01 * step)

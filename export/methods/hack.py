@@ -2,8 +2,9 @@
 
 K is partitioned along the head dim, V along a page's tokens; each partition has a minimum and a scale. The partial page
 of V (and of K) stays as it is computed until it is full. Differences from the paper: codes are rounded to the nearest
-unless asked otherwise, Q and P are quantized symmetrically, so no sums of codes are stored (export/integer.py), and
-where a projection of K exists the kept subspace is spun first (spin.py). docs/quantization.md has the measurements.
+unless asked otherwise, Q and P are quantized symmetrically, so no sums of codes are stored (export/integer.py) unless
+asked for, and where a projection of K exists the kept subspace is spun first (spin.py). docs/quantization.md has the
+measurements.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "group": (64, 32, 128),
     "rounding": ("nearest", "stochastic"),
     "arithmetic": ("int", "float"),
+    "sums": ("none", "stored"),
     "spin": ("auto", "none", "k", "v", "kv"),
 }
-"""Every option with its values, the default first. ``bits_k`` and ``bits_v`` overrule ``bits`` (16: not quantized)."""
+"""Every option with its values, the default first. ``bits_k`` and ``bits_v`` overrule ``bits`` (16: not quantized).
+``sums=stored`` is the paper's form: Q and P asymmetric, sums of codes in the page.
+"""
 
 
 def plan(written: dict[str, str], page_tokens: int) -> Part:
@@ -37,6 +41,10 @@ def plan(written: dict[str, str], page_tokens: int) -> Part:
             "V's groups run along a page's tokens",
             f"choose a smaller group or --tokens-per-block {group}",
         )
+    if asked["sums"] == "stored" and asked["arithmetic"] != "int":
+        raise KvlatheError(
+            "sums=stored contradicts arithmetic=float", "only products of integers read the sums", "drop one of them"
+        )
     tier = Tier(
         asked["bits_k"] or bits,
         asked["bits_v"] or bits,
@@ -46,5 +54,6 @@ def plan(written: dict[str, str], page_tokens: int) -> Part:
         group_v=group,
         arithmetic=asked["arithmetic"],
         rounding=asked["rounding"],
+        sums=asked["sums"] == "stored",
     )
     return Part(cold=tier, spin=asked["spin"])
