@@ -15,6 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import gcd
 
+import numpy as np
+import numpy.typing as npt
+
 from kvlathe.errors import KvlatheError
 
 MAX_SLAB_PAGES = 32
@@ -67,6 +70,8 @@ class PageArena:
         self.reclaim: Callable[[], bool] = lambda: False
         """Asked to give up pages that are only kept in case they are wanted again; False once there are none."""
         self._idle = list(range(slabs - 1, -1, -1))
+        whole = [self.slab_bytes // n - (self.slab_bytes % n > 0) for n in self.strides]
+        self._least = np.array(whole, np.int64)  # pages of each bucket that any slab surely lends
         self._slabs: list[dict[int, _Slab]] = [{} for _ in self.strides]
         self._open: list[dict[int, None]] = [{} for _ in self.strides]  # slabs with room, as ordered sets
         self._owners: list[Counter[int]] = [Counter() for _ in self.strides]
@@ -90,11 +95,11 @@ class PageArena:
 
     def fits(self, demands: Sequence[Sequence[int]]) -> bool:
         """Whether an empty pool surely holds all ``demands`` (pages of each bucket) together."""
-        slabs = 0
-        for stride, *counts in zip(self.strides, *demands, strict=True):
-            least = self.slab_bytes // stride - (self.slab_bytes % stride > 0)
-            slabs += -(-sum(counts) // least)
-        return slabs * self.slab_bytes <= self.arena_bytes
+        return self.holds(np.asarray(demands, np.int64).sum(0, keepdims=True))
+
+    def holds(self, totals: npt.NDArray[np.int64]) -> bool:
+        """Whether an empty pool surely holds each of ``totals`` [n, buckets] pages, one after the other."""
+        return int((-(-totals // self._least)).sum(1).max()) * self.slab_bytes <= self.arena_bytes
 
     # -- pages -----------------------------------------------------------------------------------------------------
     def take(self, counts: Sequence[int]) -> list[list[int]]:

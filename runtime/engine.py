@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 
 import numpy as np
@@ -13,6 +14,8 @@ from kvlathe.runtime.scheduler import Scheduler
 from kvlathe.runtime.sequence import Chunk, Sequence, pack
 from kvlathe.runtime.session import Session
 
+Rows = npt.NDArray[np.float32]
+
 
 class Engine:
     """Runs sequences through a session. ``stop_ids`` end a sequence (unless its parameters ignore them)."""
@@ -22,14 +25,54 @@ class Engine:
         self.stop_ids = frozenset(stop_ids)
 
     def step(self) -> list[Sequence]:
-        """One packed step. Returns the sequences that got a token; those that ended are no longer scheduled."""
+        """One packed step. Returns the sequences that got a token or ended; those that ended are no longer scheduled.
+
+        Where a step fails, it is taken apart until those that fail alone are found: they end with ``error``, the others
+        go on.
+        """
+        changed = self._overdue()
         chunks = self.scheduler.schedule()
-        logits = iter(self.run(chunks))
-        grown = [chunk.sequence for chunk in chunks if chunk.wanted]
-        for sequence in grown:
-            sequence.accept(next(logits))
-            self._finish(sequence)
-        return grown
+        for sequence in self.scheduler.forked():
+            assert sequence.beginning and sequence.beginning.logits is not None
+            changed.append(self._grow(sequence, sequence.beginning.logits))
+        started = time.perf_counter()
+        for chunk, rows in self._run_apart(chunks):
+            if isinstance(rows, Exception):
+                changed.append(self.fail(chunk.sequence, rows))
+            elif chunk.wanted:
+                if not chunk.sequence.answered:
+                    self.scheduler.prompt_done(chunk.sequence, rows[-1])
+                changed.append(self._grow(chunk.sequence, rows[-1]))
+        tokens = sum(chunk.count for chunk in chunks)
+        self.scheduler.costs.ran(tokens, len(chunks), time.perf_counter() - started)
+        return changed
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence between two steps, whatever it is doing."""
+        if not sequence.finish_reason:
+            self._end(sequence, "cancelled")
+
+    def fail(self, sequence: Sequence, error: Exception) -> Sequence:
+        """End a sequence that cannot go on."""
+        return self._end(sequence, "error", error)
+
+    def _run_apart(self, chunks: Items[Chunk]) -> Iterator[tuple[Chunk, Rows | Exception]]:
+        """Each chunk and its logits [rows wanted, vocab], or why it failed when it ran alone."""
+        if not chunks:
+            return
+        try:
+            rows = self.run(chunks)
+        except Exception as error:  # a session may raise anything
+            if len(chunks) == 1:
+                yield chunks[0], error
+                return
+            half = len(chunks) // 2
+            for part in (chunks[:half], chunks[half:]):
+                yield from self._run_apart([self.scheduler.again(chunk) for chunk in part])
+            return
+        ends = np.cumsum([len(chunk.wanted) for chunk in chunks]).tolist()
+        for chunk, end in zip(chunks, ends, strict=True):
+            yield chunk, rows[end - len(chunk.wanted) : end]
 
     def run(self, chunks: Items[Chunk]) -> npt.NDArray[np.float32]:
         """Logits [rows wanted, vocab]. The chunks' tokens are cached afterwards; if anything fails, none of them is."""
@@ -50,14 +93,26 @@ class Engine:
             chunk.sequence.cached += chunk.count
         return logits
 
-    def _finish(self, sequence: Sequence) -> None:
-        """If the sequence has ended, say why and give its pages back."""
-        ended = sequence.tokens[-1] in self.stop_ids and not sequence.params.ignore_eos
+    def _grow(self, sequence: Sequence, logits: Rows) -> Sequence:
+        """One more token from ``logits`` [vocab], and the end if it was the last."""
+        try:
+            token = sequence.accept(logits)
+        except Exception as error:  # its own parameters, or logits that are not numbers
+            return self.fail(sequence, error)
+        params = sequence.params
+        ended = (token in self.stop_ids and not params.ignore_eos) or token in params.stop_ids
         if ended or (sequence.text and sequence.text.stopped):
-            sequence.finish_reason = "stop"
-        elif len(sequence.tokens) >= sequence.most_tokens:
-            sequence.finish_reason = "length"
-        if sequence.finish_reason:
-            if sequence.text:
-                sequence.text.close()
-            self.scheduler.remove(sequence)
+            return self._end(sequence, "stop")
+        return self._end(sequence, "length") if len(sequence.tokens) >= sequence.most_tokens else sequence
+
+    def _end(self, sequence: Sequence, reason: str, error: Exception | None = None) -> Sequence:
+        """Say why, and give the pages back."""
+        sequence.end(reason, error)
+        self.scheduler.remove(sequence)
+        return sequence
+
+    def _overdue(self) -> list[Sequence]:
+        """End those whose deadline has passed."""
+        now, scheduler = time.perf_counter(), self.scheduler
+        late = [s for s in (*scheduler.running, *scheduler.waiting) if s.deadline < now]
+        return [self._end(sequence, "timeout") for sequence in late]

@@ -163,6 +163,11 @@ class LLM:
         prompt = self.tokenizer.chat_prompt(messages)
         return self.generate([self.tokenizer.encode(prompt, add_special_tokens=False)], params)[0]
 
+    @property
+    def sharable(self) -> bool:
+        """Whether sequences that begin alike may share what they begin with."""
+        return all(bucket.tokens.kind == "all" for bucket in self.plan.buckets)
+
     def encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
 
@@ -198,6 +203,9 @@ class LLM:
                 scheduler.add(sequence)
             while not all(sequence.finish_reason for sequence in sequences):
                 self.engine.step()
+                for sequence in sequences:
+                    if sequence.error:
+                        raise sequence.error
                 yield
         finally:
             for sequence in sequences:

@@ -174,7 +174,11 @@ class PagePool(PageArena):
     def swap_in(self, swapped: Swapped, mover: PageMover) -> PageTable:
         """Raises OutOfPages; ``swapped`` is unchanged then."""
         taken = self.take([len(pages) for pages in swapped.data])
-        for b, ids in enumerate(taken):
-            for page, data in zip(ids, swapped.data[b], strict=True):
-                mover.write_page(b, page, data)
+        try:
+            for b, ids in enumerate(taken):
+                for page, data in zip(ids, swapped.data[b], strict=True):
+                    mover.write_page(b, page, data)
+        except BaseException:
+            self.drop(taken)
+            raise
         return PageTable(taken, list(swapped.lengths))

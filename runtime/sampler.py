@@ -1,8 +1,9 @@
 """Sampling: one token from one row of logits, by the request's own parameters and its own random stream.
 
-The processors run in the order of transformers' generate: repetition penalty, temperature, top-k, top-p, min-p. A row
-never sees its neighbours in the batch, and its random stream is numpy's Philox keyed by the request's seed, so a
-request's tokens depend on nothing but its own logits.
+The processors run in the order of transformers' generate: repetition penalty, temperature, top-k, top-p, min-p; the
+logit bias and the presence and frequency penalties of the OpenAI API come before the temperature. A row never sees its
+neighbours in the batch, and its random stream is numpy's Philox keyed by the request's seed, so a request's tokens
+depend on nothing but its own logits.
 """
 
 from __future__ import annotations
@@ -23,8 +24,11 @@ Logits = npt.NDArray[np.float32]
 class SamplingParams:
     """What one request asks for. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
 
-    ``stop``: strings that end the text (and are not part of it). ``logprobs``: None, or how many of the most likely
-    tokens to report beside each chosen one. ``seed`` None draws a new one. Raises KvlatheError for values out of range.
+    ``stop``: strings that end the text (and are not part of it); ``stop_ids``: tokens that do. ``logprobs``: None, or
+    how many of the most likely tokens to report beside each chosen one. ``seed`` None draws a new one.
+    ``presence_penalty`` is taken from the logit of every token that the answer has, ``frequency_penalty`` as often as
+    it has it; ``repetition_penalty`` counts the prompt too. ``logit_bias``: (token id, what is added to its logit).
+    Raises KvlatheError for values out of range.
     """
 
     max_new_tokens: int = 128
@@ -33,8 +37,12 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     ignore_eos: bool = False
 
@@ -46,6 +54,9 @@ class SamplingParams:
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
             ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0"),
+            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
+            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
+            ("logit_bias", all(abs(bias) <= 100 for _, bias in self.logit_bias), "between -100 and 100 for each token"),
             ("seed", self.seed is None or 0 <= self.seed < 2**64, "from 0 to 2^64 - 1"),
             ("stop", all(self.stop), "strings that are not empty"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 100, "from 0 to 100"),
@@ -72,16 +83,41 @@ class Sampler:
         seed = secrets.randbits(64) if params.seed is None else params.seed
         self._random = np.random.Generator(np.random.Philox(key=seed))
 
-    def choose(self, logits: Logits, context: Sequence[int]) -> int:
-        """A token id from ``logits`` [vocab]; ``context`` is the prompt and the answer so far."""
-        if self.params.repetition_penalty != 1:
-            logits = penalize(logits, context, self.params.repetition_penalty)
+    def choose(self, logits: Logits, context: Sequence[int], prompt_tokens: int = 0) -> int:
+        """A token id from ``logits`` [vocab]; ``context`` is the prompt, of ``prompt_tokens``, and the answer so far.
+
+        Raises KvlatheError where a logit is not a number.
+        """
+        logits = self._adjusted(logits, context, prompt_tokens)
+        if not np.isfinite(logits.max()):
+            raise KvlatheError("the model's output is not a number", "a logit is NaN or infinite", "check the engine")
         if self.params.temperature == 0:
             return int(logits.argmax())
         tokens, probabilities = filtered(logits, self.params)
         cumulative = np.cumsum(probabilities)
         drawn = self._random.random() * cumulative[-1]
         return int(tokens[min(np.searchsorted(cumulative, drawn, side="right"), len(tokens) - 1)])
+
+    def _adjusted(self, logits: Logits, context: Sequence[int], prompt_tokens: int) -> Logits:
+        params = self.params
+        if params.repetition_penalty != 1:
+            logits = penalize(logits, context, params.repetition_penalty)
+        if params.presence_penalty or params.frequency_penalty:
+            answer = np.asarray(context[prompt_tokens:], np.int64)
+            logits = discourage(logits, answer, params.presence_penalty, params.frequency_penalty)
+        if params.logit_bias:
+            logits = logits.copy()
+            for token, bias in params.logit_bias:
+                logits[token] += bias
+        return logits
+
+
+def discourage(logits: Logits, answer: npt.NDArray[np.int64], presence: float, frequency: float) -> Logits:
+    """Take ``presence`` from the logit of every token in ``answer``, and ``frequency`` for each time it is there."""
+    tokens, times = np.unique(answer, return_counts=True)
+    changed = logits.copy()
+    changed[tokens] -= presence + frequency * times
+    return changed
 
 
 def penalize(logits: Logits, context: Sequence[int], penalty: float) -> Logits:

@@ -1,98 +1,256 @@
-"""Scheduler: which sequences run, and which tokens of them make the next step. First come, first served.
+"""Scheduler: which sequences run, and which tokens of them make the next step.
 
-A sequence is admitted once the pool surely holds what everything running and it can grow to, so running sequences do
-not run out of pages. Should slabs be too scattered all the same, the youngest is swapped to host memory until there is
-room. A step takes one token of every decoding sequence, then prompt chunks, oldest first, up to max_num_tokens.
+Sequences are admitted in the order of FairQueue, never past one that waits for room, once the pool is expected to hold
+them at the fullest moment (Foresight). The guess may be wrong: a decode that finds no page sends the youngest away, to
+host memory or, where the plan allows and that is cheaper, to be computed again; it is the first to come back. The
+oldest is never sent away, so everyone ends.
+
+A step takes one token of every decoding sequence, then prompt chunks, oldest first: up to max_num_tokens alone, up to
+``prompt_tokens`` beside decodes, so that long prompts do not hold answers up.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import bisect
+import contextlib
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Items
+
+import numpy as np
 
 from kvlathe.engines.manifest import Limits
 from kvlathe.errors import KvlatheError
 from kvlathe.runtime.arena import OutOfPages
+from kvlathe.runtime.fair_queue import FairQueue
+from kvlathe.runtime.foresight import Costs, Foresight
 from kvlathe.runtime.pool import PagePool, Swapped
 from kvlathe.runtime.prefix import PrefixCache
-from kvlathe.runtime.sequence import Chunk, Sequence
+from kvlathe.runtime.sequence import Beginning, Chunk, Sequence
 from kvlathe.runtime.session import PageMover
+
+PROMPT_TOKENS = 512
+"""Prompt tokens beside decodes in one step, unless asked otherwise."""
 
 
 class Scheduler:
-    def __init__(self, pool: PagePool, mover: PageMover, limits: Limits, prefixes: PrefixCache | None = None) -> None:
-        self.pool, self.mover, self.limits, self.prefixes = pool, mover, limits, prefixes
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self._swapped: dict[Sequence, Swapped] = {}
+    """``preemptions``: sequences sent away so far. ``queries``: tokens looked up in ``prefixes``."""
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Raises KvlatheError if it could never be served."""
+    def __init__(
+        self,
+        pool: PagePool,
+        mover: PageMover,
+        limits: Limits,
+        prefixes: PrefixCache | None = None,
+        prompt_tokens: int = PROMPT_TOKENS,
+    ) -> None:
+        self.pool, self.mover, self.limits, self.prefixes = pool, mover, limits, prefixes
+        self.prompt_tokens = prompt_tokens
+        self.waiting = FairQueue()
+        self.running: list[Sequence] = []  # oldest first
+        self.costs = Costs()
+        self.foresight = Foresight(pool, self.costs)
+        self.preemptions = self.queries = 0
+        self._swapped: dict[Sequence, Swapped] = {}
+        self._beginnings: list[Beginning] = []  # those that hold pages
+        self._blocked = False  # the next in line found no room, and nothing has changed since
+        self._recomputable = all(b.source is None and b.tokens.kind == "all" for b in pool.plan.buckets)
+        pool.reclaim = self._reclaim
+
+    # -- who is here -----------------------------------------------------------------------------------------------
+    def check(self, sequence: Sequence) -> None:
+        """Raises KvlatheError if it could never be served."""
         if not self.pool.fits([self.pool.worst_pages(sequence.most_tokens)]):
             raise KvlatheError(
                 f"a sequence of up to {sequence.most_tokens} tokens does not fit",
                 f"the cache has {self.pool.arena_bytes:,} bytes",
                 "give the cache more memory or ask for fewer tokens",
             )
-        self.waiting.append(sequence)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. Raises KvlatheError if it could never be served."""
+        self.check(sequence)
+        self.waiting.push(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, finished or not; its pages go back, but for those kept for others that begin alike."""
         if sequence in self.running:
             self.running.remove(sequence)
-            if self.prefixes:
-                self.prefixes.add(sequence.table, sequence.sharable(self.prefixes.seals), sequence.salt)
+            self.remember(sequence)
+            if sequence.finish_reason in ("stop", "length"):
+                self.foresight.ended(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self._swapped.pop(sequence, None)
         self.pool.release(sequence.table)
+        self._leave(sequence)
+        self._blocked = False
 
+    def remember(self, sequence: Sequence) -> None:
+        """Let later sequences that begin alike share what is cached."""
+        if self.prefixes:
+            self.prefixes.add(sequence.table, sequence.sharable(self.prefixes.seals), sequence.salt)
+
+    # -- one step --------------------------------------------------------------------------------------------------
     def schedule(self) -> list[Chunk]:
-        """The next step's chunks, their pages reserved. Empty only if nothing is left to do."""
+        """The next step's chunks, their pages reserved. Empty only if nothing is left to compute."""
         self._admit()
-        while True:
-            chunks = self._chunks()
-            if chunks or len(self.running) < 2:
-                return chunks
-            self.preempt()
+        for sequence in self.running:
+            self._lead(sequence)
+        chunks: list[Chunk] = []
+        try:
+            self._decodes(chunks)
+            while not self._prompts(chunks) and not chunks and len(self.running) > 1:
+                self.preempt()
+        except BaseException:
+            for chunk in chunks:
+                self.pool.rollback(chunk.reservation)
+            raise
+        return chunks
 
-    def _chunks(self) -> list[Chunk]:
-        budget, chunks = self.limits.max_num_tokens, []
-        for sequence in sorted(self.running, key=lambda s: s.cached < s.prompt_tokens):
-            whole = sequence.next_tokens(self.limits.max_num_tokens)
-            count = min(whole, budget)
-            if not count or (count < whole and chunks and chunks[-1].count > 1):
-                break  # a chunk is cut only if no other chunk is in the step
-            end = sequence.cached + count
+    def forked(self) -> list[Sequence]:
+        """Running sequences whose prompt has been computed by another: they have their pages now, and its logits in
+        ``beginning`` to go on from."""
+        found = [s for s in self.running if s.beginning and s.follows and s.beginning.table]
+        for sequence in found:
+            beginning = sequence.beginning
+            assert beginning and beginning.table
+            sequence.table, sequence.cached = self.pool.fork(beginning.table), sequence.prompt_tokens
+            self._leave(sequence)
+        return found
+
+    def prompt_done(self, sequence: Sequence, logits: np.ndarray) -> None:
+        """The prompt is cached and ``logits`` [vocab] follow it: others may begin there."""
+        self.remember(sequence)
+        beginning = sequence.beginning
+        if beginning and beginning.leader is sequence and beginning.followers:
+            beginning.table, beginning.logits = self.pool.fork(sequence.table), logits.copy()
+            self._beginnings.append(beginning)
+
+    def again(self, chunk: Chunk) -> Chunk:
+        """The same chunk after its step was rolled back, its pages reserved anew."""
+        return self._chunk(chunk.sequence, chunk.count)
+
+    def _decodes(self, chunks: list[Chunk]) -> None:
+        """One token of each decoding sequence; where pages run out, the youngest leaves."""
+        for sequence in [s for s in self.running if s.decoding][: self.limits.max_num_tokens]:
+            while sequence in self.running:
+                try:
+                    chunks.append(self._chunk(sequence, 1))
+                    break
+                except OutOfPages:
+                    if len(self.running) == 1:
+                        raise
+                    self.preempt()
+
+    def _prompts(self, chunks: list[Chunk]) -> bool:
+        """Prompt chunks into what is left of the step. False if the pages ran out: the rest waits."""
+        limit = self.limits.max_num_tokens
+        room = min(limit - len(chunks), self.prompt_tokens) if chunks else limit
+        for sequence in self.running:
+            if sequence.decoding or sequence.follows:
+                continue
+            whole = sequence.next_tokens(limit)
+            count = min(whole, room)
+            if count < min(whole, self.pool.plan.page_tokens):
+                break  # not worth a step
             try:
-                reservation = self.pool.reserve(sequence.table, count, sequence.seals_at(end))
+                chunks.append(self._chunk(sequence, count))
             except OutOfPages:
                 if len(self.running) == 1:
                     raise
-                continue
-            wanted = (count - 1,) if end == len(sequence.tokens) else ()
-            chunks.append(Chunk(sequence, count, reservation, wanted))
-            budget -= count
-        return chunks
+                self._blocked = True
+                return False
+            room -= count
+        return True
 
+    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
+        end = sequence.cached + count
+        reservation = self.pool.reserve(sequence.table, count, sequence.seals_at(end))
+        return Chunk(sequence, count, reservation, (count - 1,) if end == len(sequence.tokens) else ())
+
+    # -- coming and going ------------------------------------------------------------------------------------------
     def _admit(self) -> None:
-        demands = [self.pool.worst_pages(s.most_tokens) for s in self.running]
-        while self.waiting and len(self.running) < self.limits.max_batch_size:
-            sequence = self.waiting[0]
-            demands.append(self.pool.worst_pages(sequence.most_tokens))
-            if not self.pool.fits(demands):
+        while len(self.running) < self.limits.max_batch_size and (next_ := self.waiting.peek()):
+            if self.running and (self._blocked or not self.foresight.fits([*self.running, next_])):
+                self._blocked = True
                 return
             try:
-                if sequence in self._swapped:
-                    sequence.table = self.pool.swap_in(self._swapped[sequence], self.mover)
-                    del self._swapped[sequence]
-                elif self.prefixes and not sequence.cached:
-                    sequence.table, sequence.cached = self.prefixes.find(sequence.tokens, sequence.salt)
+                self._prepare(next_)
             except OutOfPages:
+                if not self.running:
+                    raise
+                self._blocked = True
                 return
-            self.running.append(self.waiting.popleft())
+            bisect.insort(self.running, self.waiting.pop(), key=lambda s: s.arrival)
+            next_.admitted = next_.admitted or time.perf_counter()
+
+    def _prepare(self, sequence: Sequence) -> None:
+        """Its pages from the host, its beginning from the prefix cache, or nothing. Raises OutOfPages."""
+        if swapped := self._swapped.get(sequence):
+            with self._moving(self._bytes(swapped.data)):
+                sequence.table = self.pool.swap_in(swapped, self.mover)
+            del self._swapped[sequence]
+        self._lead(sequence)
+        if self.prefixes and not sequence.cached and not sequence.follows:
+            self.queries += len(sequence.tokens)
+            sequence.table, sequence.cached = self.prefixes.find(sequence.tokens, sequence.salt)
 
     def preempt(self) -> None:
-        """Move the youngest running sequence to host memory; it is the first to come back."""
+        """The youngest running sequence leaves; it is the first to come back."""
         sequence = self.running.pop()
-        self._swapped[sequence] = self.pool.swap_out(sequence.table, self.mover)
-        self.waiting.appendleft(sequence)
+        size = self._bytes(sequence.table.pages)
+        if self._recomputable and self.costs.recompute_is_cheaper(sequence.cached, size):
+            self.remember(sequence)
+            self.pool.release(sequence.table)
+            self.costs.lost(sequence.cached)
+            sequence.cached = 0
+        else:
+            with self._moving(size):
+                self._swapped[sequence] = self.pool.swap_out(sequence.table, self.mover)
+        self.waiting.push_back(sequence)
+        self._blocked = True
+        self.preemptions += 1
+        self.costs.judge()
+
+    def _bytes(self, pages: Items[Items[object]]) -> int:
+        return sum(len(ids) * stride for ids, stride in zip(pages, self.pool.strides, strict=True))
+
+    @contextlib.contextmanager
+    def _moving(self, size: int) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.costs.moved(size, time.perf_counter() - started)
+
+    def _lead(self, sequence: Sequence) -> None:
+        """Compute the prompt that it shares, if nobody does."""
+        beginning = sequence.beginning
+        if beginning and sequence.follows and not beginning.leader and not beginning.table:
+            beginning.leader = sequence
+            beginning.followers.discard(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """It follows nobody any more, and nobody follows it unless its prompt was computed."""
+        beginning = sequence.beginning
+        if beginning is None:
+            return
+        beginning.followers.discard(sequence)
+        if beginning.leader is sequence and not beginning.table:
+            beginning.leader = None
+        if beginning.table and not beginning.followers:
+            self._forget(beginning)
+
+    def _forget(self, beginning: Beginning) -> None:
+        self._beginnings.remove(beginning)
+        assert beginning.table
+        self.pool.release(beginning.table)
+        beginning.table = beginning.leader = None
+
+    def _reclaim(self) -> bool:
+        """Give up pages that are only kept in case they are wanted again. False if there are none."""
+        if self.prefixes and self.prefixes.reclaim():
+            return True
+        if not self._beginnings:
+            return False
+        self._forget(self._beginnings[0])
+        return True

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -12,6 +14,17 @@ from kvlathe.runtime.pool import PageTable, Reservation
 from kvlathe.runtime.sampler import Sampler, SamplingParams, TokenLogprob, logprob
 from kvlathe.runtime.session import Int32, StepPlan
 from kvlathe.runtime.tokenizer import TextStream
+
+
+@dataclass(eq=False, slots=True)
+class Beginning:
+    """A prompt that several sequences continue. The ``leader`` computes it; then ``table`` holds its pages and
+    ``logits`` [vocab] what follows it, for the ``followers``, those that have not begun yet."""
+
+    followers: set[Sequence] = field(default_factory=set)
+    leader: Sequence | None = None
+    table: PageTable | None = None
+    logits: np.ndarray | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -29,10 +42,15 @@ class Sequence:
     sampler: Sampler
     text: TextStream | None = None
     cached: int = 0
-    salt: bytes = b""  # sequences share pages with those of the same salt
-    finish_reason: str | None = None
+    salt: bytes = b""  # the tenant: sequences share pages with those of the same salt, and take turns with the others
+    beginning: Beginning | None = None
+    arrival: int = 0  # number in the queue
+    deadline: float = math.inf  # of time.perf_counter(): it ends then, finished or not
+    finish_reason: str | None = None  # stop, length, cancelled, timeout, error
+    error: Exception | None = None  # why, where the reason is error
     logprobs: list[TokenLogprob] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)  # seconds
+    admitted: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
 
@@ -43,6 +61,21 @@ class Sequence:
     @property
     def answer(self) -> list[int]:
         return self.tokens[self.prompt_tokens :]
+
+    @property
+    def answered(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def follows(self) -> bool:
+        """Whether another sequence computes its prompt."""
+        return self.beginning is not None and self in self.beginning.followers
+
+    @property
+    def decoding(self) -> bool:
+        """Whether its next chunk is its newest token alone."""
+        return self.cached + 1 == len(self.tokens) > self.prompt_tokens
 
     def sharable(self, seals: bool) -> list[int]:
         """Tokens whose pages another sequence would compute alike: where pages seal, those of the prompt."""
@@ -65,7 +98,7 @@ class Sequence:
 
     def accept(self, logits: np.ndarray) -> int:
         """Choose the next token from ``logits`` [vocab] and add it."""
-        token = self.sampler.choose(logits, self.tokens)
+        token = self.sampler.choose(logits, self.tokens, self.prompt_tokens)
         if self.params.logprobs is not None:
             self.logprobs.append(logprob(logits, token, self.params.logprobs))
         self.tokens.append(token)
@@ -74,6 +107,12 @@ class Sequence:
         self.last_token = time.perf_counter()
         self.first_token = self.first_token or self.last_token
         return token
+
+    def end(self, reason: str, error: Exception | None = None) -> None:
+        """No more tokens, and why."""
+        self.finish_reason, self.error = reason, error
+        if self.text:
+            self.text.close()
 
 
 @dataclass(eq=False, slots=True)
@@ -88,29 +127,28 @@ class Chunk:
 
 def pack(chunks: Items[Chunk]) -> StepPlan:
     """The chunks side by side, no padding."""
-    counts = [chunk.count for chunk in chunks]
+    sequences = [chunk.sequence for chunk in chunks]
+    counts = np.array([chunk.count for chunk in chunks], np.int32)
     starts = np.zeros(len(chunks) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
-    ids: list[int] = []
-    positions: list[int] = []
-    for chunk in chunks:
-        sequence, end = chunk.sequence, chunk.sequence.cached + chunk.count
-        ids += sequence.tokens[sequence.cached : end]
-        positions += range(sequence.cached, end)
+    cached = np.array([sequence.cached for sequence in sequences], np.int32)
+    places = np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], counts)
+    fresh = (c.sequence.tokens[c.sequence.cached : c.sequence.cached + c.count] for c in chunks)
     return StepPlan(
-        input_ids=np.array(ids, np.int32),
-        positions=np.array(positions, np.int32),
+        input_ids=np.fromiter(chain.from_iterable(fresh), np.int32, int(starts[-1])),
+        positions=places + np.repeat(cached, counts),
         query_starts=starts,
-        query_offsets=np.arange(max(counts), dtype=np.int32),
-        lengths=np.array([chunk.sequence.table.lengths for chunk in chunks], np.int32),
-        page_tables=tuple(map(_page_table, zip(*(chunk.sequence.table.pages for chunk in chunks), strict=True))),
-        logit_rows=np.array([s + i for s, chunk in zip(starts, chunks, strict=False) for i in chunk.wanted], np.int32),
+        query_offsets=np.arange(counts.max(), dtype=np.int32),
+        lengths=np.array([sequence.table.lengths for sequence in sequences], np.int32),
+        page_tables=tuple(map(_page_table, zip(*(sequence.table.pages for sequence in sequences), strict=True))),
+        logit_rows=np.array([s + i for s, c in zip(starts.tolist(), chunks, strict=False) for i in c.wanted], np.int32),
     )
 
 
 def _page_table(rows: Items[list[int]]) -> Int32:
     """[B, longest row, at least 1]; short rows end in page 0, which nobody reads past a sequence's length."""
-    table = np.zeros((len(rows), max(1, *map(len, rows))), np.int32)
-    for row, pages in zip(table, rows, strict=True):
-        row[: len(pages)] = pages
+    lengths = np.fromiter(map(len, rows), np.intp, len(rows))
+    table = np.zeros((len(rows), max(1, int(lengths.max()))), np.int32)
+    taken = np.arange(table.shape[1]) < lengths[:, None]
+    table[taken] = np.fromiter(chain.from_iterable(rows), np.int32, int(lengths.sum()))
     return table

@@ -154,43 +154,49 @@ def test_forks_share_pages_and_then_part() -> None:
 
 
 class Failing:
-    """A session whose step number ``at`` raises after it has run."""
+    """A session's ``run`` that raises when it has run: at its ``at``-th step, or whenever token ``guilty`` is in it."""
 
-    def __init__(self, engine: LLM, at: int) -> None:
-        self.run_step, self.left = engine.session.run, at
+    def __init__(self, engine: LLM, at: int = 0, guilty: int = -1) -> None:
+        self.run_step, self.left, self.guilty = engine.session.run, at, guilty
 
     def __call__(self, step: StepPlan) -> npt.NDArray[np.float32]:
         logits = self.run_step(step)
         self.left -= 1
-        if self.left == 0:
+        if self.left == 0 or self.guilty in step.input_ids:
             raise RuntimeError("the engine broke")
         return logits
 
 
 @pytest.mark.parametrize("kind", ["split", "sealed"])
 @pytest.mark.parametrize("at", [1, 3])
-def test_a_failed_step_changes_nothing_and_leaks_nothing(kind: str, at: int) -> None:
+def test_a_step_that_fails_once_is_taken_again_and_changes_nothing(kind: str, at: int) -> None:
     engine = llm("torch", kind)
     prompts, params = [list(text(150)), list(text(60, 9))], SamplingParams(max_new_tokens=9, ignore_eos=True)
     expected = engine.generate(prompts, params)
-    run = engine.session.run
-    engine.session.run = Failing(engine, at)  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="broke"):
-        engine.generate(prompts, params)
-    assert engine.pool.bytes_in_use == 0
-    # The same step again, after the failure:
-    engine.session.run = Failing(engine, at)  # type: ignore[method-assign]
-    sequences = [engine.sequence(prompt, params) for prompt in prompts]
-    engine.session.run.run_step = run  # type: ignore[attr-defined]
+    engine.session.run = failing = Failing(engine, at)  # type: ignore[method-assign]
+    assert [a.token_ids for a in engine.generate(prompts, params)] == [a.token_ids for a in expected]
+    assert failing.left < 0 and engine.pool.bytes_in_use == 0
+
+
+@pytest.mark.parametrize("kind", ["split", "sealed"])
+def test_only_the_request_whose_step_fails_ends(kind: str) -> None:
+    engine = llm("torch", kind)
+    prompts, params = [list(text(60, 9 * i)) for i in range(5)], SamplingParams(max_new_tokens=9, ignore_eos=True)
+    expected = engine.generate(prompts, params)
+    prompts[3][30] = 8191
+    assert not any(8191 in [*prompt, *a.token_ids] for prompt, a in zip(prompts[:3], expected, strict=False))
+    engine.session.run = Failing(engine, guilty=8191)  # type: ignore[method-assign]
+    sequences = [engine.sequence(list(prompt), params) for prompt in prompts]
     for sequence in sequences:
         engine.engine.scheduler.add(sequence)
-    failures = 0
     while not all(s.finish_reason for s in sequences):
-        try:
-            engine.engine.step()
-        except RuntimeError:
-            failures += 1
-    assert failures == 1 and [s.answer for s in sequences] == [a.token_ids for a in expected]
+        engine.engine.step()
+    assert [s.finish_reason for s in sequences] == ["length"] * 3 + ["error", "length"]
+    assert str(sequences[3].error) == "the engine broke" and engine.pool.bytes_in_use == 0
+    for i in (0, 1, 2, 4):
+        assert sequences[i].answer == expected[i].token_ids
+    with pytest.raises(RuntimeError, match="broke"):
+        engine.generate([prompts[3]], params)
     assert engine.pool.bytes_in_use == 0
 
 
