@@ -34,6 +34,7 @@ from kvlathe.export.rotation import (
     shared,
 )
 from kvlathe.export.stats import Stats
+from kvlathe.runtime.codec import parts
 
 LATHE = Path(__file__).resolve().parents[1] / "models" / "lathe-5m"
 LOW_RANK = tuple(name for name, method in METHODS.items() if method.rotate)
@@ -268,6 +269,8 @@ def test_requests_are_read_and_their_options_win(made_up: Stats) -> None:
     [
         ("fcd", "did you mean fdc"),
         ("gone", "choose one of none, fdc, zack, hack"),
+        ("kivi:group=128", "pages of 64 tokens"),
+        ("kivi+hack", "kivi and hack cannot be composed.*number format"),
         ("fdc:rank=3", "'rank' is unknown"),
         ("fdc:basis=ballanced", "did you mean balanced"),
         ("fdc:removal_rate=much", "not a number"),
@@ -307,6 +310,30 @@ def test_composition_commutes_and_keeps_what_each_decides(name: str, bits: int, 
     assert all(
         np.array_equal(x.a_v, y.a_v) for x, y in zip(basis.values(), exact.values(), strict=True) if x.a_v is not None
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "group_k", "group_v"), [("kivi", 32, 32), ("kivi:group=64", 64, 64), ("kvquant", 64, 128)]
+)
+def test_comparison_plans_group_keys_by_channel_and_values_by_token(
+    name: str, group_k: int, group_v: int, made_up: Stats
+) -> None:
+    """A channel of K scaled up and a token of V scaled up leave the relative error of all others where it was."""
+    plan = plan_of(name, made_up)
+    (fresh, cold), rng = plan.buckets, np.random.default_rng(0)
+    (k, v) = next(iter(parts(CacheLayout(plan), 1).values()))
+    page = np.zeros(CacheLayout(plan).page_stride[1], np.uint8)
+    values = rng.normal(size=(plan.page_tokens, k.rank)).astype(np.float32)
+    loud_channel, loud_token = values.copy(), values.copy()
+    loud_channel[:, 3] *= 1000
+    loud_token[3] *= 1000
+    for part, loud, axis in ((k, loud_channel, 1), (v, loud_token, 0)):
+        part.write(page, values)
+        plain = part.read(page)
+        part.write(page, loud)
+        np.testing.assert_array_equal(np.delete(part.read(page), 3, axis), np.delete(plain, 3, axis))
+    assert len(k.groups) == plan.page_tokens // group_k and len(v.groups) == -(-v.rank // group_v)
+    assert cold.source == 0 and not plan.tiers[fresh.tier].quantized and plan.tiers[cold.tier].arithmetic == "float"
 
 
 @pytest.mark.parametrize("ratio", [0.75, 0.8, 0.9])

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from kvlathe.errors import KvlatheError
 from kvlathe.export.basis import Basis
-from kvlathe.export.methods import fdc, hack, none, zack
+from kvlathe.export.methods import fdc, hack, kivi, kvquant, none, zack
 from kvlathe.export.methods.lowrank import bases, best_ratio, full_lanes, kept, low_rank, within
 from kvlathe.export.methods.options import Asked, Options, Part, parse, unknown, with_written
 from kvlathe.export.methods.spin import spun
@@ -58,6 +58,8 @@ METHODS: dict[str, Method] = {
     "fdc": Method(fdc.SUMMARY, fdc.CALIBRATION, fdc.rotate),
     "zack": Method(zack.SUMMARY, zack.CALIBRATION, zack.rotate),
     "hack": Method(hack.SUMMARY, plan=hack.plan),
+    "kivi": Method(kivi.SUMMARY, plan=kivi.plan),
+    "kvquant": Method(kvquant.SUMMARY, plan=kvquant.plan),
 }
 
 
