@@ -94,25 +94,37 @@ class Decoder(nn.Module):
 
     State names are those of ``fold``: ``embed.weight`` [V, D], ``positions.weight``, ``layers.<i>.<role>.weight``
     [in, out], ``layers.<i>.attend.proj_q`` ..., ``norm.weight``, ``head.weight`` [D, V] (absent when tied). ``rope.*``
-    stay float32 whatever ``dtype`` is: a half cannot hold a frequency.
+    stay float32 whatever ``dtype`` is: a half cannot hold a frequency. With ``stage`` only that stage of the plan: its
+    layers under their own names, reading and giving hidden states where the model does not begin or end.
     """
 
-    def __init__(self, spec: DecoderSpec, plan: CompressionPlan, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, spec: DecoderSpec, plan: CompressionPlan, dtype: torch.dtype = torch.float32, stage: int | None = None
+    ) -> None:
         super().__init__()
-        self.spec, self.plan, self.dtype = spec, plan, dtype
-        self.embed = Table(spec.vocab_size, spec.hidden_size, dtype)
-        self.positions = None if spec.rope else Table(spec.max_positions, spec.hidden_size, dtype)
+        part = plan if stage is None else plan.part(stage)
+        layers = range(spec.layers) if stage is None else plan.layers_of(stage)
+        self.spec, self.plan, self.dtype = spec, part, dtype
+        self.first, self.last = layers[0] == 0, layers[-1] == spec.layers - 1
+        tied = self.last and spec.tied_head
+        self.embed = Table(spec.vocab_size, spec.hidden_size, dtype) if self.first or tied else None
+        learned = self.first and spec.rope is None
+        self.positions = Table(spec.max_positions, spec.hidden_size, dtype) if learned else None
         self.rope = Rotator(spec.head_dim // 2) if spec.rope else None
-        self.layers = nn.ModuleList(
-            DecoderLayer(spec, Widths.folded(plan, i), AttendLayer(plan, i, spec.scale(i), dtype), dtype)
-            for i in range(spec.layers)
+        self.layers = nn.ModuleDict(
+            {
+                str(layer): DecoderLayer(
+                    spec, Widths.folded(part, i), AttendLayer(part, i, spec.scale(layer), dtype), dtype
+                )
+                for i, layer in enumerate(layers)
+            }
         )
-        self.norm = Norm(spec.family.norm, spec.hidden_size, spec.family.norm_eps, dtype)
-        self.head = None if spec.tied_head else Linear(spec.hidden_size, spec.vocab_size, False, dtype)
+        self.norm = Norm(spec.family.norm, spec.hidden_size, spec.family.norm_eps, dtype) if self.last else None
+        self.head = Linear(spec.hidden_size, spec.vocab_size, False, dtype) if self.last and not tied else None
 
     def forward(
         self,
-        input_ids: Tensor,
+        source: Tensor,
         positions: Tensor,
         query_starts: Tensor,
         query_offsets: Tensor,
@@ -121,19 +133,26 @@ class Decoder(nn.Module):
         pools: dict[str, Tensor],
         logit_rows: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """input_ids, positions [T], logit_rows [R] -> (logits [R, V] float32, rows [T, W] to append)."""
-        x = self.embed(input_ids)
+        """source: input_ids [T] or, past the first stage, hidden [T, D]; positions [T], logit_rows [R]
+        -> (logits [R, V] float32 or, before the last stage, hidden [T, D]; rows [T, W] to append)."""
+        x = self.embed(source) if self.first and self.embed is not None else source
         if self.positions is not None:
             x = x + self.positions(positions)
         cos, sin = self.rope(positions, self.dtype) if self.rope else (None, None)
         step = StepTensors(cos, sin, query_starts, query_offsets, lengths, list(page_tables), pools)
         rows = []
-        for layer in self.layers:
+        for layer in self.layers.values():
             x, fresh = layer(x, step)
             rows.append(fresh)
+        return self._logits(x, logit_rows) if self.last else x, torch.cat(rows, -1)
+
+    def _logits(self, x: Tensor, logit_rows: Tensor) -> Tensor:
+        assert self.norm is not None
         x = self.norm(x.index_select(0, logit_rows))
-        logits = F.linear(x, self.embed.weight) if self.head is None else self.head(x)
-        return logits.float(), torch.cat(rows, -1)
+        if self.head is not None:
+            return self.head(x).float()
+        assert self.embed is not None
+        return F.linear(x, self.embed.weight).float()
 
     @torch.inference_mode()
     def logits(self, input_ids: Sequence[int], rows: Sequence[int]) -> Tensor:

@@ -138,6 +138,18 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
+class Stage:
+    """Consecutive layers that compute the same tokens of a prompt, and are one graph: from ``first_layer`` to the layer
+    before the next stage's. At most ``tokens`` tokens of a prompt enter it: its last rows that the probe observes, and
+    of the others those of most saliency in the layer before, summed over its lanes. The rest leave for all later
+    layers. The first stage has them all, and its ``tokens`` is 0.
+    """
+
+    first_layer: int
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """The attention shape a plan was made for. ``max_positions`` in tokens."""
 
@@ -156,12 +168,23 @@ class ModelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Pass:
+    """Stages ``first`` .. ``end`` - 1, which all compute the same ``tokens`` tokens of a prompt."""
+
+    first: int
+    end: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class CompressionPlan:
     """Everything downstream needs to know. ``lanes`` are sorted by (layer, head), one for each KV head of the model.
 
     ``compression`` and ``notes`` are for people and reports only: no code branches on them.
     ``page_tokens`` P and ``prefill_chunk`` (a multiple of P) fix when pages seal. ``probe``: what ranks the tokens,
     where a token rule chooses among them; a prompt then stays in the fresh buckets until it ends and is ranked once.
+    ``stages``: the groups of layers that a prompt passes one after the other, losing tokens in between; empty: one
+    graph. A bucket's lanes are of one stage, so that it has one length.
     """
 
     model: ModelShape
@@ -172,6 +195,7 @@ class CompressionPlan:
     prefill_chunk: int = 512
     seed: int = 0
     probe: Probe | None = None
+    stages: tuple[Stage, ...] = ()
     compression: str = "none"
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
@@ -227,6 +251,48 @@ class CompressionPlan:
         """Whether a cache that was given up comes back the same by a prefill of all tokens; else preempt by swap."""
         return not self.ranked and all(bucket.source is None for bucket in self.buckets)
 
+    # -- stages --------------------------------------------------------------------------------------------------
+    @property
+    def graphs(self) -> int:
+        """Graphs that a token passes."""
+        return max(1, len(self.stages))
+
+    def layers_of(self, stage: int) -> range:
+        ends = [*(s.first_layer for s in self.stages[1:]), self.model.layers]
+        return range(self.stages[stage].first_layer if self.stages else 0, ends[stage])
+
+    def buckets_of(self, stage: int) -> tuple[int, ...]:
+        """The buckets whose lanes are in the layers of a stage."""
+        layers = self.layers_of(stage)
+        return tuple(i for i, bucket in enumerate(self.buckets) if self.lanes[bucket.lanes[0]].layer in layers)
+
+    def part(self, stage: int) -> CompressionPlan:
+        """The plan of one stage alone: its layers, lanes and buckets, counted from 0. Pages are laid out as in the
+        whole plan, so its graph reads and fills the same ones."""
+        if not self.stages:
+            return self
+        layers, buckets = self.layers_of(stage), self.buckets_of(stage)
+        heads, first = self.model.kv_heads, layers[0]
+        own = self.lanes[first * heads : (layers[-1] + 1) * heads]
+        return dataclasses.replace(
+            self,
+            model=dataclasses.replace(self.model, layers=len(layers)),
+            lanes=tuple(dataclasses.replace(lane, layer=lane.layer - first) for lane in own),
+            buckets=tuple(_moved(self.buckets[b], first * heads, buckets) for b in buckets),
+            stages=(Stage(0),),
+        )
+
+    def passes(self, tokens: int) -> tuple[Pass, ...]:
+        """How a prompt of ``tokens`` tokens goes through the stages; those between which it loses none are one."""
+        found = [Pass(0, 1, tokens)]
+        for i, stage in enumerate(self.stages[1:], 1):
+            last = found[-1]
+            if last.tokens <= stage.tokens:
+                found[-1] = Pass(last.first, i + 1, last.tokens)
+            else:
+                found.append(Pass(i, i + 1, stage.tokens))
+        return tuple(found)
+
     @property
     def kept_dims(self) -> float:
         """Fraction of the head dimensions kept, K and V together (1 - p in the papers)."""
@@ -255,6 +321,7 @@ class CompressionPlan:
                     "model": ModelShape(**raw["model"]),
                     "probe": None if raw["probe"] is None else Probe(**_with_tuple(raw["probe"], "special")),
                     "lanes": tuple(Lane(**_with_tuple(x, "planes")) for x in raw["lanes"]),
+                    "stages": tuple(Stage(**x) for x in raw["stages"]),
                     "tiers": tuple(Tier(**x) for x in raw["tiers"]),
                     "buckets": tuple(
                         Bucket(**{**x, "lanes": tuple(x["lanes"]), "tokens": TokenRule(**x["tokens"])})
@@ -275,8 +342,19 @@ class CompressionPlan:
         return hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
 
 
+def graph_files(plan: CompressionPlan) -> tuple[str, ...]:
+    """Names of the ONNX files, one for each graph."""
+    return tuple(f"model.g{i}.onnx" for i in range(len(plan.stages))) or ("model.onnx",)
+
+
 def _with_tuple(raw: dict[str, Any], name: str) -> dict[str, Any]:
     return {**raw, name: tuple(raw[name])}
+
+
+def _moved(bucket: Bucket, lanes: int, buckets: Sequence[int]) -> Bucket:
+    """The bucket where lanes are counted from ``lanes`` on and only ``buckets`` are left."""
+    source = None if bucket.source is None else buckets.index(bucket.source)
+    return dataclasses.replace(bucket, lanes=tuple(lane - lanes for lane in bucket.lanes), source=source)
 
 
 def split_tokens(shares: Sequence[float], tokens: int) -> tuple[int, ...]:
@@ -348,6 +426,7 @@ def check(plan: CompressionPlan) -> None:
         refuse("fresh buckets differ in number format", "Attend writes all fresh rows in one hot format")
     _check_rules(plan, refuse)
     _check_probe(plan, refuse)
+    _check_stages(plan, refuse)
 
 
 def _check_rules(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> None:
@@ -382,7 +461,7 @@ def _check_rules(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> N
 
 def _check_probe(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> None:
     """There is a probe where tokens are chosen, it observes some row of every window, and nowhere else is one."""
-    choosing = any(bucket.tokens.kind != "all" for bucket in plan.buckets)
+    choosing = bool(plan.stages) or any(bucket.tokens.kind != "all" for bucket in plan.buckets)
     probe = plan.probe
     if choosing != (probe is not None):
         refuse("the plan has a probe and no rule, or a rule and no probe", "a rule chooses by what a probe observes")
@@ -394,3 +473,19 @@ def _check_probe(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> N
         refuse(f"{probe} observes nothing", "every window needs rows that rank its tokens")
     if probe.pooling < 1 or probe.pooling % 2 == 0 or probe.noise < 0:
         refuse(f"{probe} cannot be computed", "pooling is odd, noise at least 0")
+
+
+def _check_stages(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> None:
+    """Stages cover the layers in order, lose tokens and never gain any, and share no bucket."""
+    if not plan.stages:
+        return
+    firsts, tokens = [s.first_layer for s in plan.stages], [s.tokens for s in plan.stages[1:]]
+    if firsts[0] != 0 or plan.stages[0].tokens or firsts != sorted({*firsts} & {*range(plan.model.layers)}):
+        refuse(f"stages begin at the layers {firsts}", "the first has layer 0 and every token, the others follow")
+    least = plan.probe.last if plan.probe else 0
+    if tokens != sorted(tokens, reverse=True) or any(n <= least for n in tokens):
+        refuse(f"{tokens} tokens enter the stages", f"no token comes back, and more than the {least} last ones stay")
+    for i, bucket in enumerate(plan.buckets):
+        layers = {plan.lanes[lane].layer for lane in bucket.lanes}
+        if not layers or not any(layers <= {*plan.layers_of(stage)} for stage in range(len(plan.stages))):
+            refuse(f"bucket {i} holds the layers {sorted(layers)}", "a bucket has one length, so one stage")

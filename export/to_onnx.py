@@ -1,4 +1,4 @@
-"""Export the decoder as model.onnx with its weights beside it.
+"""Export the decoder as model.onnx, or as one graph for each stage of its plan, with the weights beside them.
 
 1. Trace the decoder on fake tensors: no weight is in memory. 2. Tidy the graph: names people can read, shapes by
 letter, no traces of this machine. 3. Point every weight at its place in model.onnx.data and write it there as it
@@ -30,11 +30,11 @@ from kvlathe.errors import KvlatheError
 from kvlathe.export.decoder import Decoder
 from kvlathe.export.onnx_body import FLOAT, HALF
 from kvlathe.export.onnx_function import DOMAIN, OPSET, attend_function
-from kvlathe.export.plan import CompressionPlan
+from kvlathe.export.plan import CompressionPlan, graph_files
 from kvlathe.export.spec import DecoderSpec
 from kvlathe.export.tables import Form, LayerTables
 
-MODEL, DATA = "model.onnx", "model.onnx.data"
+DATA = "model.onnx.data"
 ALIGN = 4096
 """Bytes: weights begin on memory pages, so that runtimes map the file instead of reading it."""
 IR_VERSION = 10
@@ -49,49 +49,60 @@ def export_onnx(
     dtype: str = "float32",
     opset: int = OPSET,
 ) -> Path:
-    """Write ``out_dir``/model.onnx and model.onnx.data; return the former.
+    """Write ``out_dir``/model.onnx, or a graph for each stage (graph_files), and model.onnx.data, whose weights they
+    share; return the first.
 
     ``weights`` are the decoder's state (name, tensor), streamed. ``dtype`` (float32 or float16) is that of weights and
-    activations; logits are float32 and rows in the plan's hot format. Peak memory is the graph and one tensor. Raises
+    activations; logits are float32 and rows in the plan's hot format. Peak memory is the graphs and one tensor. Raises
     KvlatheError for weights that are not the decoder's.
     """
+    places: dict[str, Place] = {}
+    graphs = {name: _graph(spec, plan, stage, places, dtype, opset) for stage, name in enumerate(graph_files(plan))}
+    out_dir.mkdir(parents=True, exist_ok=True)
+    write_weights(out_dir / DATA, places, weights)
+    for name, proto in graphs.items():
+        (out_dir / name).write_bytes(proto.SerializeToString(deterministic=True))
+        prove(out_dir / name)
+    return out_dir / next(iter(graphs))
+
+
+def _graph(
+    spec: DecoderSpec, plan: CompressionPlan, stage: int, places: dict[str, Place], dtype: str, opset: int
+) -> onnx.ModelProto:
+    """The model of one stage; its weights are added to ``places``."""
     torch_type, onnx_type = TYPES[dtype]
-    model = trace(spec, plan, torch_type, opset)
-    places = place_weights(model)
-    place_tables(model, plan)
+    model = trace(spec, plan, torch_type, opset, stage)
+    place_weights(model, places)
+    place_tables(model, plan, stage)
     facts = {"kvlathe.version": _version(), "kvlathe.plan": plan.digest, "kvlathe.opset": str(opset)}
     model.metadata_props.update(facts)
     model.opset_imports[DOMAIN] = 1
     proto = ir.to_proto(model)
-    proto.functions.append(attend_function(plan, onnx_type, opset))
-    out_dir.mkdir(parents=True, exist_ok=True)
-    write_weights(out_dir / DATA, places, weights)
-    path = out_dir / MODEL
-    path.write_bytes(proto.SerializeToString(deterministic=True))
-    prove(path)
-    return path
+    proto.functions.append(attend_function(plan.part(stage), onnx_type, opset))
+    return proto
 
 
 # -- trace -------------------------------------------------------------------------------------------------------------
 
 
-def trace(spec: DecoderSpec, plan: CompressionPlan, dtype: torch.dtype, opset: int) -> ir.Model:
-    """The decoder's graph with Attend nodes, tidied; its initializers have shapes and types but no values."""
+def trace(spec: DecoderSpec, plan: CompressionPlan, dtype: torch.dtype, opset: int, stage: int = 0) -> ir.Model:
+    """The graph of one stage with Attend nodes, tidied; its initializers have shapes and types but no values."""
     with FakeTensorMode(allow_non_fake_inputs=True), _quiet():
-        decoder = Decoder(spec, plan, dtype).eval()
-        arguments, dims = _example(plan)
+        decoder = Decoder(spec, plan, dtype, stage).eval()
+        arguments, dims = _example(decoder)
         program = torch.export.export(decoder, arguments, dynamic_shapes=dims, strict=False)
         exported = torch.onnx.export(program, dynamo=True, optimize=False, opset_version=opset, verbose=False)
     assert exported is not None
     model = exported.model
     optimizer.fold_constants(model)  # TensorRT wants axes and ranges spelled out
     RemoveUnusedNodesPass()(model)
-    _tidy(model, plan)
+    _tidy(model, decoder)
     return model
 
 
-def _example(plan: CompressionPlan) -> tuple[tuple[object, ...], tuple[object, ...]]:
+def _example(decoder: Decoder) -> tuple[tuple[object, ...], tuple[object, ...]]:
     """Inputs of the decoder with no two sizes alike, and the letters of their dynamic sizes."""
+    plan = decoder.plan
     form, buckets = Form(plan), range(len(plan.buckets))
     sizes = {"T": 11, "B": 3, "B+1": 4, "Q": 5, "R": 7}
     letters = {name: torch.export.Dim(name.replace("+1", "_plus_1")) for name in sizes}
@@ -109,7 +120,8 @@ def _example(plan: CompressionPlan) -> tuple[tuple[object, ...], tuple[object, .
         {name: {0: torch.export.Dim(f"{name}_units")} for name in pools},
         {0: letters["R"]},
     )
-    arguments = (ints("T"), ints("T"), ints("B+1"), ints("Q"), ints("B", len(buckets)), tables, pools, ints("R"))
+    source = ints("T") if decoder.first else torch.zeros(sizes["T"], decoder.spec.hidden_size, dtype=decoder.dtype)
+    arguments = (source, ints("T"), ints("B+1"), ints("Q"), ints("B", len(buckets)), tables, pools, ints("R"))
     return arguments, dims
 
 
@@ -130,13 +142,14 @@ def _quiet() -> Iterator[None]:
 # -- tidy --------------------------------------------------------------------------------------------------------------
 
 
-def _tidy(model: ir.Model, plan: CompressionPlan) -> None:
-    graph = model.graph
-    renamed = {f"page_tables_{i}": f"page_table_{i}" for i in range(len(plan.buckets))}
+def _tidy(model: ir.Model, decoder: Decoder) -> None:
+    graph, plan = model.graph, decoder.plan
+    renamed = {"source": "input_ids" if decoder.first else "hidden"}
+    renamed |= {f"page_tables_{i}": f"page_table_{i}" for i in range(len(plan.buckets))}
     renamed |= {f"pools_{name}": name for name in Form(plan).pools}
     for value in graph.inputs:
         value.name = renamed.get(value.name or "", value.name)
-    for value, name in zip(graph.outputs, ("logits", "rows"), strict=True):
+    for value, name in zip(graph.outputs, ("logits" if decoder.last else "next_hidden", "rows"), strict=True):
         value.name = name
     _letter_shapes(graph)
     used: Counter[str] = Counter()
@@ -165,6 +178,7 @@ def _letter_shapes(graph: ir.Graph) -> None:
     """Dynamic sizes carry the letters of docs/attend.md instead of the exporter's symbols."""
     known = {
         "input_ids": ["T"],
+        "hidden": ["T"],
         "query_starts": ["B+1"],
         "query_offsets": ["Q"],
         "lengths": ["B"],
@@ -200,25 +214,29 @@ class Place:
     def size(self) -> int:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
+    @property
+    def reserved(self) -> int:
+        return -(-self.size // ALIGN) * ALIGN
 
-def place_weights(model: ir.Model) -> dict[str, Place]:
-    """Lay the float initializers out one behind the other and point each at its place."""
-    places, at = {}, 0
+
+def place_weights(model: ir.Model, places: dict[str, Place]) -> None:
+    """Point each float initializer at its place: the one it has, or the next free one."""
+    at = max((place.offset + place.reserved for place in places.values()), default=0)
     types = {ir.DataType.FLOAT: torch.float32, ir.DataType.FLOAT16: torch.float16}
     for name, value in model.graph.initializers.items():
         if value.dtype is None or value.dtype not in types or value.shape is None:
             continue
-        place = Place(at, tuple(int(n) for n in value.shape), types[value.dtype])  # type: ignore[arg-type]
+        place = places.get(name) or Place(at, tuple(int(n) for n in value.shape), types[value.dtype])  # type: ignore[arg-type]
         value.const_value = ir.ExternalTensor(DATA, place.offset, place.size, value.dtype, shape=value.shape, name=name)
+        at = max(at, place.offset + place.reserved)
         places[name] = place
-        at += -(-place.size // ALIGN) * ALIGN
-    return places
 
 
-def place_tables(model: ir.Model, plan: CompressionPlan) -> None:
+def place_tables(model: ir.Model, plan: CompressionPlan, stage: int) -> None:
     """The layout arrays are small: they stay in the model file."""
-    for layer in range(plan.model.layers):
-        for name, table in LayerTables(plan, layer).items():
+    part = plan.part(stage)
+    for i, layer in enumerate(plan.layers_of(stage)):
+        for name, table in LayerTables(part, i).items():
             key = f"layers.{layer}.attend.{name}"
             model.graph.initializers[key].const_value = ir.tensor(table, name=key)
 
@@ -257,7 +275,9 @@ def prove(path: Path) -> None:
     """The written file passes the checker and strict shape inference. Raises onnx's errors: that is our bug."""
     onnx.checker.check_model(str(path))
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        onnx.shape_inference.infer_shapes_path(str(path), str(Path(folder) / MODEL), strict_mode=True, data_prop=True)
+        onnx.shape_inference.infer_shapes_path(
+            str(path), str(Path(folder) / path.name), strict_mode=True, data_prop=True
+        )
 
 
 def _version() -> str:
