@@ -28,7 +28,8 @@ HALF_OR_FLOAT = {16: torch.float16, 32: torch.float32}
 class StepTensors:
     """What every layer of one step shares: the op's inputs of the same names. ``cos``/``sin`` are None without RoPE.
 
-    Without cached tokens (``lengths`` all 0) ``page_tables`` and ``pools`` may stay empty.
+    Without cached tokens (``lengths`` all 0) ``page_tables`` and ``pools`` may stay empty. ``probe_weights``: None
+    where no row is observed.
     """
 
     cos: Tensor | None
@@ -38,6 +39,7 @@ class StepTensors:
     lengths: Tensor
     page_tables: list[Tensor] = field(default_factory=list)
     pools: dict[str, Tensor] = field(default_factory=dict)
+    probe_weights: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,10 @@ class AttendLayer(nn.Module):
     def table(self, name: str) -> Tensor:
         return self.get_buffer(name)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> tuple[Tensor, Tensor]:
-        """q, k, v packed as in docs/attend.md -> (o [T, sum of G * rank_v], rows [T, sum of rank_k + rank_v])."""
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> tuple[Tensor, ...]:
+        """q, k, v packed as in docs/attend.md -> (o [T, sum of G * rank_v], rows [T, sum of rank_k + rank_v]), and
+        mass [B, H, N] where the plan has a probe.
+        """
         if torch.compiler.is_exporting():
             return self._node(q, k, v, step)
         u = self.plan.unit
@@ -117,7 +121,8 @@ class AttendLayer(nn.Module):
         k, v = k.to(self.dtype), v.to(self.dtype)
         v = _gathered(v, self.table("v_units"), u).transpose(0, 1)
         o = self._uncached(q, k, v, step) if not bool(step.lengths.any()) else self._cached(q, k, v, step)
-        return _gathered(o.permute(2, 0, 1, 3).flatten(1), self.table("o_units"), u), rows
+        o = _gathered(o.permute(2, 0, 1, 3).flatten(1), self.table("o_units"), u)
+        return (o, rows) if self.plan.probe is None else (o, rows, self.mass(q, k, step))
 
     # -- fresh tokens --------------------------------------------------------------------------------------------
     def prepare(self, q: Tensor, k: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -176,32 +181,84 @@ class AttendLayer(nn.Module):
 
     def _cold(self, q: Tensor, b: int, bucket: int, step: StepTensors) -> Part:
         """Attention of sequence b over everything it has in one bucket."""
+        pool, scores = self._cold_scores(q, b, bucket, step)
+        part = Part.of(scores, pool.output)
+        return part if self.form.shared else part.over(self.table(f"places_{bucket}"))
+
+    def _cold_scores(self, q: Tensor, b: int, bucket: int, step: StepTensors) -> tuple[_Bucket, Tensor]:
+        """Scores [Hs, G, Q, M * P] of the bucket's own lanes; -inf where there is no token."""
         count = int(step.lengths[b, bucket])
         pages = step.page_tables[bucket][b, : -(-count // self.plan.page_tokens)].long()
         if not self.form.shared:
             q = q[self.table(f"lanes_{bucket}")]
         pool = _Bucket(self, bucket, pages, step.pools, count)
         missing = torch.arange(len(pages) * self.plan.page_tokens, device=pages.device) >= count
-        part = Part.of(pool.scores(q).masked_fill(missing, -torch.inf), pool.output)
-        return part if self.form.shared else part.over(self.table(f"places_{bucket}"))
+        return pool, pool.scores(q).masked_fill(missing, -torch.inf)
+
+    def mass(self, q: Tensor, k: Tensor, step: StepTensors) -> Tensor:
+        """Probe mass [B, H, N] float32 of prepared q [H, G, T, Rk] and k [H, T, Rk] (docs/attend.md).
+
+        A softmax of its own for the observed rows alone; the others cost nothing.
+        """
+        widths = [table.shape[1] * self.plan.page_tokens for table in step.page_tables] or [0] * len(self.plan.buckets)
+        mass = q.new_zeros(
+            (len(step.lengths), self.sizes.H, sum(widths) + len(step.query_offsets)), dtype=torch.float32
+        )
+        if step.probe_weights is None:
+            return mass
+        for b, rows in _sequences(step):
+            observed = step.probe_weights[rows].nonzero()[:, 0]
+            if len(observed):
+                probe = q[:, :, rows][:, :, observed]
+                shares = torch.cat(list(self._probe_scores(probe, k[:, rows], observed, b, step, widths)), -1).softmax(
+                    -1
+                )
+                weights = step.probe_weights[rows][observed].to(shares.dtype)
+                seen = torch.einsum("hgrn,r->hn", shares, weights)
+                mass[b, :, : seen.shape[1]] = seen.to(mass.dtype)
+        return mass
+
+    def _probe_scores(
+        self, q: Tensor, k: Tensor, observed: Tensor, b: int, step: StepTensors, widths: list[int]
+    ) -> Iterator[Tensor]:
+        """Scores [H, G, R, places] of sequence b's ``observed`` rows q over each bucket, then over its own tokens k."""
+        for bucket, width in enumerate(widths):
+            found = q.new_full((*q.shape[:3], width), -torch.inf, dtype=_wide(q).dtype)
+            if step.lengths[b, bucket] > 0:
+                scores = _wide(self._cold_scores(q, b, bucket, step)[1])
+                held = slice(None) if self.form.shared else self.table(f"places_{bucket}") >= 0
+                found[held, ..., : scores.shape[-1]] = scores[: len(found[held])]
+            yield found
+        later = torch.arange(k.shape[1], device=k.device) > observed[:, None]
+        yield _wide(_scores(q, k)).masked_fill(later, -torch.inf)
 
     # -- export --------------------------------------------------------------------------------------------------
-    def _node(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> tuple[Tensor, Tensor]:
+    def _node(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> tuple[Tensor, ...]:
         """The node ``kvlathe::Attend``; its inputs are in the order of ``node_inputs``."""
         values = {"q": q, "k": k, "v": v, "cos": step.cos, "sin": step.sin, "query_starts": step.query_starts}
         values |= {"query_offsets": step.query_offsets, "lengths": step.lengths, **step.pools}
+        values |= {"probe_weights": step.probe_weights}
         values |= {f"page_table_{i}": table for i, table in enumerate(step.page_tables)}
         values |= dict(self.named_buffers())
         width = sum(lane.rank_k + lane.rank_v for lane in self.sizes.lanes)
-        out, rows = torch.onnx.ops.symbolic_multi_out(
+        shapes: list[tuple[int, ...]] = [
+            (q.shape[0], self.sizes.G * sum(x.rank_v for x in self.sizes.lanes)),
+            (q.shape[0], width),
+        ]
+        dtypes = [self.dtype, HALF_OR_FLOAT[max(self.form.hot_bits)]]
+        if self.plan.probe is not None:
+            places = sum(table.shape[1] for table in step.page_tables) * self.plan.page_tokens
+            shapes += [(len(step.lengths), self.sizes.H, places + len(step.query_offsets))]
+            dtypes += [torch.float32]
+        outputs = torch.onnx.ops.symbolic_multi_out(
             "kvlathe::Attend",
             [values[name] for name in node_inputs(self.plan, self.layer)],
             attrs={"layer": self.layer, "scale": self.scale, **ATTRIBUTES},
-            dtypes=(self.dtype, HALF_OR_FLOAT[max(self.form.hot_bits)]),
-            shapes=((q.shape[0], self.sizes.G * sum(x.rank_v for x in self.sizes.lanes)), (q.shape[0], width)),
+            dtypes=dtypes,
+            shapes=shapes,
             version=1,
         )
-        return out, rows
+        return tuple(outputs)
 
 
 class _Bucket:
@@ -295,6 +352,7 @@ def node_inputs(plan: CompressionPlan, layer: int) -> list[str]:
     names = ["q", "k", "v", *(["cos", "sin"] if form.rope else []), "query_starts", "query_offsets", "lengths"]
     names += [f"page_table_{i}" for i in buckets] + list(form.pools)
     names += ["proj_q", "proj_k", "centre_k"] if plan.projected else []
+    names += ["probe_weights"] if plan.probe is not None else []
     return names + list(LayerTables(plan, layer))
 
 

@@ -43,7 +43,7 @@ class Widths:
 
 
 class DecoderLayer(nn.Module):
-    """One layer around ``attend``, which maps (q, k, v, step) to (o, rows): AttendLayer, or FullAttention to observe.
+    """One layer around ``attend``, which maps (q, k, v, step) to o and more: AttendLayer, or FullAttention to observe.
 
     v and o always have a bias (centring leaves constants there), k has one wherever no RoPE follows it.
     """
@@ -70,16 +70,16 @@ class DecoderLayer(nn.Module):
         self.down = Linear(inner, hidden, family.mlp_bias, dtype)
         self.act = ACTIVATIONS[family.activation]
 
-    def forward(self, x: Tensor, step: StepTensors | Rotation) -> tuple[Tensor, Tensor]:
-        """x [T, D] -> (next x [T, D], what ``attend`` hands on)."""
+    def forward(self, x: Tensor, step: StepTensors | Rotation) -> tuple[Tensor, ...]:
+        """x [T, D] -> (next x [T, D], all that ``attend`` hands on beside o)."""
         normed = self.attn_norm(x)
         q, k, v = self.q(normed), self.k(normed), self.v(normed)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self._by_head(self.q_norm, q), self._by_head(self.k_norm, k)
-        o, rows = self.attend(q, k, v, step)
+        o, *handed_on = self.attend(q, k, v, step)
         attended = x + self.o(o)
         read = x if self.parallel else attended
-        return attended + self._mlp(normed if self.mlp_norm is None else self.mlp_norm(read)), rows
+        return attended + self._mlp(normed if self.mlp_norm is None else self.mlp_norm(read)), *handed_on
 
     def _mlp(self, x: Tensor) -> Tensor:
         up = self.up(x)
@@ -132,19 +132,24 @@ class Decoder(nn.Module):
         page_tables: Sequence[Tensor],
         pools: dict[str, Tensor],
         logit_rows: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+        probe_weights: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
         """source: input_ids [T] or, past the first stage, hidden [T, D]; positions [T], logit_rows [R]
-        -> (logits [R, V] float32 or, before the last stage, hidden [T, D]; rows [T, W] to append)."""
+        -> (logits [R, V] float32 or, before the last stage, hidden [T, D]; rows [T, W] to append), and mass [B, lanes
+        of all layers, N] where the plan has a probe.
+        """
         x = self.embed(source) if self.first and self.embed is not None else source
         if self.positions is not None:
             x = x + self.positions(positions)
         cos, sin = self.rope(positions, self.dtype) if self.rope else (None, None)
-        step = StepTensors(cos, sin, query_starts, query_offsets, lengths, list(page_tables), pools)
-        rows = []
+        step = StepTensors(cos, sin, query_starts, query_offsets, lengths, list(page_tables), pools, probe_weights)
+        handed_on = []
         for layer in self.layers.values():
-            x, fresh = layer(x, step)
-            rows.append(fresh)
-        return self._logits(x, logit_rows) if self.last else x, torch.cat(rows, -1)
+            x, *more = layer(x, step)
+            handed_on.append(more)
+        rows, *mass = zip(*handed_on, strict=True)
+        x = self._logits(x, logit_rows) if self.last else x
+        return x, torch.cat(rows, -1), *(torch.cat(of_layer, 1) for of_layer in mass)
 
     def _logits(self, x: Tensor, logit_rows: Tensor) -> Tensor:
         assert self.norm is not None

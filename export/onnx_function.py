@@ -31,10 +31,18 @@ NEVER = -1e30
 
 @dataclass(frozen=True)
 class State:
-    """A softmax state: ``mass`` float [H, G, B, Q, 1], log of the sum of exp; ``out`` float [H, G, B, Q, Rv]."""
+    """A softmax state: ``mass`` float [H, G, B, Q, 1], log of the sum of exp; ``out`` float [H, G, B, Q, Rv].
+
+    ``shares`` float [Hs, G, B, Q, N]: the softmax over this part alone, of its own lanes; anything where it is empty.
+    """
 
     mass: str
     out: str
+    shares: str
+
+
+def output_names(plan: CompressionPlan) -> list[str]:
+    return ["o", "rows"] + (["mass"] if plan.probe is not None else [])
 
 
 def attend_function(plan: CompressionPlan, dtype: int = FLOAT, opset: int = OPSET) -> FunctionProto:
@@ -45,7 +53,7 @@ def attend_function(plan: CompressionPlan, dtype: int = FLOAT, opset: int = OPSE
         DOMAIN,
         NAME,
         node_inputs(plan, 0),
-        ["o", "rows"],
+        output_names(plan),
         writer.body.nodes,
         [helper.make_opsetid("", opset)],
         attributes=["layer", "scale", *ATTRIBUTES],
@@ -56,6 +64,7 @@ class _Writer:
     def __init__(self, plan: CompressionPlan, dtype: int) -> None:
         self.plan, self.dtype, self.form, self.body = plan, dtype, Form(plan), Body()
         self.strides = CacheLayout(plan).page_stride
+        self.empty: list[str] = []  # for each bucket: which sequences have nothing there, [B, 1]
 
     def write(self) -> None:
         b = self.body
@@ -72,7 +81,10 @@ class _Writer:
         k, v = self.fresh(b.cast(k, self.dtype), b.cast(v, self.dtype))
         states = [self.state(self.scores(q, k), self.weighted(v), self.causal)]
         states += [self.cached(q, bucket) for bucket in range(len(self.plan.buckets))]
-        self.pack(self.merged(states))
+        parts = self.parts(states)
+        self.pack(self.merged(states, parts))
+        if self.plan.probe is not None:
+            self.mass(states, parts)
 
     # -- the step: shared by all layers ----------------------------------------------------------------------------
     def step(self) -> None:
@@ -156,7 +168,7 @@ class _Writer:
         scores = b.op("Add", b.cast(scores, FLOAT), mask)
         shares = b.op("Softmax", scores, axis=-1)
         top, share = (b.op("ReduceMax", x, b.const([-1])) for x in (scores, shares))
-        return State(b.op("Sub", top, b.op("Log", share)), b.cast(output(shares), FLOAT))
+        return State(b.op("Sub", top, b.op("Log", share)), b.cast(output(shares), FLOAT), shares)
 
     def cached(self, q: str, bucket: int) -> State:
         """Attention over one bucket; empty where the lane or the sequence has no token there."""
@@ -164,14 +176,19 @@ class _Writer:
         if not self.form.shared:
             q = b.gather(q, f"lanes_{bucket}", 0)
         tokens = _Tokens(self, bucket)
+        self.empty.append(tokens.none)
         state = self.state(self.cached_scores(q, tokens), self.cached_output(tokens), tokens.mask)
         empty = tokens.empty
         if not self.form.shared:
             place = b.op("Max", f"places_{bucket}", b.int32(0))
-            state = State(b.gather(state.mass, place, 0), b.gather(state.out, place, 0))
-            absent = b.unsqueeze(b.op("Less", f"places_{bucket}", b.int32(0)), 1, 2, 3, 4)
-            empty = b.op("Or", empty, absent)
-        return State(b.op("Where", empty, b.float(NEVER), state.mass), b.op("Where", empty, b.float(0), state.out))
+            state = State(b.gather(state.mass, place, 0), b.gather(state.out, place, 0), state.shares)
+            empty = b.op("Or", empty, b.unsqueeze(self.absent(bucket), 2, 3, 4))
+        mass, out = b.op("Where", empty, b.float(NEVER), state.mass), b.op("Where", empty, b.float(0), state.out)
+        return State(mass, out, state.shares)
+
+    def absent(self, bucket: int) -> str:
+        """Whether a bucket lacks each lane, [H, 1]."""
+        return self.body.unsqueeze(self.body.op("Less", f"places_{bucket}", self.body.int32(0)), 1)
 
     def cached_scores(self, q: str, tokens: _Tokens) -> str:
         if not self.form.integer(tokens.bucket)[0]:
@@ -239,15 +256,49 @@ class _Writer:
         at = b.op("Add", b.unsqueeze(tokens.page_base(bits), 2), rows)
         return b.reshape(b.gather(pool, at, 0), 0, 0, -1)
 
-    def merged(self, states: list[State]) -> str:
-        """One softmax over all parts: [H, G, B, Q, Rv]."""
+    def parts(self, states: list[State]) -> list[str]:
+        """The share [H, G, B, Q, 1] of each state in the one softmax over all of them."""
         b = self.body
         weights = b.op("Softmax", b.op("Concat", *[state.mass for state in states], axis=-1), axis=-1)
-        parts = b.ops("Split", len(states), weights, axis=-1, num_outputs=len(states))
+        return b.ops("Split", len(states), weights, axis=-1, num_outputs=len(states))
+
+    def merged(self, states: list[State], parts: list[str]) -> str:
+        """The output of the one softmax: [H, G, B, Q, Rv]."""
+        b = self.body
         total = b.op("Mul", states[0].out, parts[0])
-        for state, weight in zip(states[1:], parts[1:], strict=True):
-            total = b.op("Add", total, b.op("Mul", state.out, weight))
+        for state, part in zip(states[1:], parts[1:], strict=True):
+            total = b.op("Add", total, b.op("Mul", state.out, part))
         return b.cast(total, self.dtype)
+
+    def mass(self, states: list[State], parts: list[str]) -> None:
+        """The output ``mass``: what the observed rows attend, summed over them and the query heads."""
+        b = self.body
+        weights = b.gather("probe_weights", self.own_rows, 0)  # [B, Q]
+        counts = b.op("Sub", b.slice("query_starts", 1, np.iinfo(np.int32).max), self.starts)
+        real = b.op("Less", "query_offsets", b.unsqueeze(counts, 1))
+        weights = b.unsqueeze(b.op("Where", real, weights, b.float(0)), 2)  # [B, Q, 1]
+        fresh, *cached = [b.transpose(b.op("Mul", part, weights), 0, 1, 2, 4, 3) for part in parts]  # [H, G, B, 1, Q]
+        found = [
+            self.cached_mass(x, state.shares, bucket)
+            for bucket, (x, state) in enumerate(zip(cached, states[1:], strict=True))
+        ]
+        found.append(self.observed(fresh, states[0].shares))
+        b.output("mass", b.transpose(b.op("Concat", *found, axis=2), 1, 0, 2))
+
+    def cached_mass(self, weights: str, shares: str, bucket: int) -> str:
+        """[H, B, M * P]; zeros where a bucket lacks the lane or the sequence has nothing there."""
+        b, empty = self.body, self.empty[bucket]  # [B, 1]
+        if self.form.shared:
+            found = self.observed(weights, shares)
+        else:
+            found = self.observed(b.gather(weights, f"lanes_{bucket}", 0), shares)
+            found = b.gather(found, b.op("Max", f"places_{bucket}", b.int32(0)), 0)
+            empty = b.op("Or", empty, b.unsqueeze(self.absent(bucket), 2))
+        return b.op("Where", empty, b.float(0), found)
+
+    def observed(self, weights: str, shares: str) -> str:
+        """weights [H, G, B, 1, Q], shares [H, G, B, Q, N] -> [H, B, N]."""
+        return self.body.op("ReduceSum", self.body.op("MatMul", weights, shares), self.body.const([1, 3]), keepdims=0)
 
     def pack(self, out: str) -> None:
         """[H, G, B, Q, Rv] -> the output ``o``."""
@@ -271,7 +322,8 @@ class _Tokens:
         self.page, self.place = b.op("Div", token, b.int32(p)), b.op("Mod", token, b.int32(p))
         past = b.op("LessOrEqual", length, every)
         self.mask = b.unsqueeze(b.op("Where", past, b.float(NEVER), b.float(0)), 1)  # [B, 1, N]
-        self.empty = b.unsqueeze(b.op("LessOrEqual", length, b.int32(0)), 1)  # [B, 1, 1]
+        self.none = b.op("LessOrEqual", length, b.int32(0))  # [B, 1]
+        self.empty = b.unsqueeze(self.none, 1)  # [B, 1, 1]
 
     def _stride(self, bits: int) -> str:
         return self.writer.body.int32(self.writer.strides[self.bucket] * 8 // bits // self.writer.plan.unit)

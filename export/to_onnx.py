@@ -122,7 +122,9 @@ def _example(decoder: Decoder) -> tuple[tuple[object, ...], tuple[object, ...]]:
     )
     source = ints("T") if decoder.first else torch.zeros(sizes["T"], decoder.spec.hidden_size, dtype=decoder.dtype)
     arguments = (source, ints("T"), ints("B+1"), ints("Q"), ints("B", len(buckets)), tables, pools, ints("R"))
-    return arguments, dims
+    if plan.probe is None:
+        return arguments, dims
+    return (*arguments, ints("T").float()), (*dims, t)
 
 
 @contextlib.contextmanager
@@ -149,7 +151,8 @@ def _tidy(model: ir.Model, decoder: Decoder) -> None:
     renamed |= {f"pools_{name}": name for name in Form(plan).pools}
     for value in graph.inputs:
         value.name = renamed.get(value.name or "", value.name)
-    for value, name in zip(graph.outputs, ("logits" if decoder.last else "next_hidden", "rows"), strict=True):
+    names = ("logits" if decoder.last else "next_hidden", "rows", *(["mass"] if plan.probe else []))
+    for value, name in zip(graph.outputs, names, strict=True):
         value.name = name
     _letter_shapes(graph)
     used: Counter[str] = Counter()
@@ -183,6 +186,7 @@ def _letter_shapes(graph: ir.Graph) -> None:
         "query_offsets": ["Q"],
         "lengths": ["B"],
         "logit_rows": ["R"],
+        "probe_weights": ["T"],
         **{f"page_table_{i}": ["B", f"M_{i}"] for i in range(len(graph.inputs))},
         **{f"pool_{kind}": [f"pool_{kind}_units"] for kind in ("f32", "f16", "u8")},
     }

@@ -5,6 +5,8 @@ Nothing here uses export/tables.py: addresses come from CacheLayout's slabs, gro
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvlathe.export.attend import StepTensors
 from kvlathe.export.layout import CacheLayout, group_count, groups_along_rank
-from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
+from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Probe, Tier, TokenRule
 
 Array = npt.NDArray[np.float64]
 VIEWS = {"pool_f32": np.float32, "pool_f16": np.float16, "pool_u8": np.uint8}
@@ -52,7 +54,27 @@ def plans(draw: st.DrawFn, arithmetic: str = "float") -> CompressionPlan:
         if buckets[source].source is None and draw(st.booleans()):
             tiers.append(draw(quantized_tiers(arithmetic)))
             buckets = [*buckets, Bucket(len(tiers) - 1, buckets[source].lanes, source=source)]
-    return plan_of(lanes, tiers, buckets, head_dim, group, draw(st.sampled_from([16, 32])))
+    plan = plan_of(lanes, tiers, buckets, head_dim, group, draw(st.sampled_from([16, 32])))
+    return draw(st.sampled_from([plan, observing(plan)]))
+
+
+def observing(plan: CompressionPlan) -> CompressionPlan:
+    """The plan with a probe: what was sealed whole is divided in two shares, what stays has a budget."""
+    buckets = list(plan.buckets)
+    for i, bucket in enumerate(plan.buckets):
+        if bucket.source is not None and plan.cold(bucket.source) == (i,) and whole(plan, i):
+            buckets[i] = dataclasses.replace(bucket, tokens=TokenRule("share", share=0.5))
+            buckets.append(buckets[i])
+        elif bucket.source is None and not plan.cold(i):
+            buckets[i] = dataclasses.replace(bucket, tokens=TokenRule("budget", budget=plan.page_tokens))
+    chosen = any(bucket.tokens.kind != "all" for bucket in buckets)
+    return dataclasses.replace(plan, buckets=tuple(buckets), probe=Probe(last=1) if chosen else None)
+
+
+def whole(plan: CompressionPlan, cold: int) -> bool:
+    """Whether a cold bucket holds every lane of its source."""
+    source = plan.buckets[cold].source
+    return source is not None and set(plan.buckets[cold].lanes) == set(plan.buckets[source].lanes)
 
 
 def quantized_tiers(arithmetic: str = "float") -> st.SearchStrategy[Tier]:
@@ -104,6 +126,7 @@ class Case:
         self.v = [normal(size=(self.total, lane.rank_v)) for lane in self.lanes]
         self.angles = normal(size=(self.total, plan.model.head_dim // 2)) * 3
         self.projections = [self._projection(lane) for lane in self.lanes]
+        self.weights = self.rng.integers(0, 2, self.total).astype(np.float32)
         self.cached: dict[tuple[int, int, int], tuple[Array, Array]] = {}  # (sequence, bucket, head) -> K, V
         self._fill_cache()
 
@@ -145,6 +168,7 @@ class Case:
             torch.from_numpy(self.lengths),
             [torch.from_numpy(table) for table in self.tables],
             {n: torch.from_numpy(self.memory.view(kind).reshape(-1, self.plan.unit)) for n, kind in VIEWS.items()},
+            torch.from_numpy(np.pad(self.weights, (0, self.spare), constant_values=np.nan)),
         )
 
     # -- the reference -------------------------------------------------------------------------------------------------
@@ -157,6 +181,31 @@ class Case:
             values.append(rounded(v, hot))
             outs += [self._attended(self._turned(q, lane) @ a * self.scale, keys[-1], values[-1], lane) for q in qs]
         return np.concatenate(outs, 1), np.concatenate(keys + values, 1)
+
+    def expected_mass(self) -> Array:
+        """Probe mass [B, H, N] in float64, head by head and row by row."""
+        hot = next(self.plan.tiers[b.tier] for b in self.plan.buckets if b.source is None).bits_k
+        widths = [table.shape[1] * self.plan.page_tokens for table in self.tables]
+        starts = np.cumsum([0, *widths])
+        mass = np.zeros((len(self.queries), len(self.lanes), starts[-1] + max(self.queries)))
+        for h, (lane, qs, k, (a, b, centre)) in enumerate(
+            zip(self.lanes, self.q, self.k, self.projections, strict=True)
+        ):
+            k = rounded(self._turned(k, lane) @ b - centre, hot)
+            for q in (self._turned(q, lane) @ a * self.scale for q in qs):
+                row = 0
+                for s, count in enumerate(self.queries):
+                    for i in range(count):
+                        keys, at = [k[row - i : row + 1]], [starts[-1] + np.arange(i + 1)]
+                        for bucket in range(len(widths)):
+                            if (s, bucket, lane.head) in self.cached:
+                                keys.append(self.cached[s, bucket, lane.head][0])
+                                at.append(starts[bucket] + np.arange(len(keys[-1])))
+                        scores = np.concatenate(keys) @ q[row]
+                        p = np.exp(scores - scores.max())
+                        mass[s, h, np.concatenate(at)] += self.weights[row] * p / p.sum()
+                        row += 1
+        return mass
 
     def _turned(self, x: Array, lane: Lane) -> Array:
         """RoPE as a product of complex numbers."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -15,7 +17,7 @@ def eager(case: Case, dtype: torch.dtype = torch.float32) -> tuple[npt.NDArray[n
     """o and rows of the real tokens."""
     layer = AttendLayer(case.plan, case.layer, case.scale, dtype)
     layer.load_state_dict(case.state(dtype))
-    out, rows = layer(*case.packed(dtype), case.step(dtype))
+    out, rows, *_ = layer(*case.packed(dtype), case.step(dtype))
     return out[: case.total].double().numpy(), rows[: case.total].double().numpy()
 
 
@@ -27,3 +29,21 @@ def test_eager_is_plain_attention(case: Case) -> None:
     expected_out, expected_rows = case.expected()
     np.testing.assert_allclose(rows, expected_rows, rtol=2e-3, atol=2e-3)
     np.testing.assert_allclose(out, expected_out, rtol=3e-3, atol=3e-3)
+
+
+def observed_mass(case: Case) -> npt.NDArray[np.floating]:
+    """mass [B, H, N] of the eager op."""
+    layer = AttendLayer(case.plan, case.layer, case.scale)
+    layer.load_state_dict(case.state())
+    return layer(*case.packed(), case.step())[2].numpy()
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases().filter(lambda case: case.plan.probe is not None))
+def test_probe_mass_is_what_observed_rows_attend(case: Case) -> None:
+    found = observed_mass(case)
+    np.testing.assert_allclose(found, case.expected_mass(), rtol=3e-3, atol=3e-3)
+    starts = np.cumsum([0, *case.queries])
+    rows = [case.weights[a:z].sum() for a, z in pairwise(starts)]
+    heads = case.plan.model.group_size
+    np.testing.assert_allclose(found.sum(-1), np.outer(rows, [heads] * len(case.lanes)), rtol=1e-4)

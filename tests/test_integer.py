@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import helper
 from runtime_cases import HOT, LIMITS, MODEL, TorchSession, model_shape, plan_for, text
-from test_attend import eager
+from test_attend import eager, observed_mass
 from test_onnx import one_node, session, through_onnx
 
 from kvlathe.export import integer, onnx_integer
@@ -93,7 +93,8 @@ class Products:
         member = torch.from_numpy(self.member[:, :, None, None] > 0)
         split = torch.where(member, torch.from_numpy(self.q[:, None]), 0.0)
         q = self.rounded(split, member.expand_as(split), integer.LEVELS_Q).sum(1)
-        return q @ values[:, None].mT, np.abs(q) @ np.abs(values[:, None]).mT
+        sizes = codes * (np.abs(scale) @ self.member) + np.abs(low) @ self.member
+        return q @ values[:, None].mT, np.abs(q) @ sizes[:, None].mT
 
     @property
     def outputs(self) -> tuple[Array, Array]:
@@ -102,7 +103,8 @@ class Products:
         split = torch.from_numpy(self.shares).unflatten(-1, (-1, self.tokens))
         p = self.rounded(split, torch.ones_like(split, dtype=torch.bool), integer.LEVELS).reshape(self.shares.shape)
         mass = p.sum(-1, keepdims=True).clip(1e-30)
-        return p @ values[:, None] / mass, p @ np.abs(values[:, None]) / mass
+        sizes = codes * np.abs(scale).repeat(self.tokens, 1) + np.abs(low).repeat(self.tokens, 1)
+        return p @ values[:, None] / mass, p @ sizes[:, None] / mass
 
 
 products = st.builds(
@@ -198,18 +200,22 @@ def test_integer_attention_is_attention(case: Case) -> None:
 @given(cases("int"))
 def test_the_function_is_the_eager_op(case: Case) -> None:
     """A number on the border of two codes may fall to either side."""
-    out, rows = through_onnx(case)
+    out, rows, *mass = through_onnx(case)
     eager_out, eager_rows = eager(case)
     close = 1e-5 if Form(case.plan).hot_bits[0] == 32 else 2e-3
     np.testing.assert_allclose(rows, eager_rows, rtol=close, atol=close)
     far = np.abs(out - eager_out)
     assert np.median(far) < 1e-3 and far.max() < 0.1
+    for found in mass:
+        wrong = np.abs(found - observed_mass(case))
+        assert np.median(wrong) < 1e-4 and wrong.max() < 0.1
+        assert np.abs(found - case.expected_mass()).max() < 0.2
 
 
 @settings(max_examples=10, deadline=None)
 @given(cases("int"))
 def test_half_precision_function_is_attention(case: Case) -> None:
-    out, _ = through_onnx(case, HALF)
+    out, *_ = through_onnx(case, HALF)
     assert np.sqrt(((out - case.expected()[0]) ** 2).mean()) < 0.06
 
 

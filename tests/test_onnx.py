@@ -17,7 +17,7 @@ from attend_cases import VIEWS, Case, cases, plan_of
 from checkpoints import make
 from hypothesis import given, settings
 from onnx import helper, numpy_helper
-from test_attend import eager
+from test_attend import eager, observed_mass
 
 from kvlathe.errors import KvlatheError
 from kvlathe.export.attend import node_inputs
@@ -32,7 +32,7 @@ from kvlathe.export.tables import Form, LayerTables
 from kvlathe.export.to_onnx import export_onnx
 
 LETTERS = {"q": ["T"], "k": ["T"], "v": ["T"], "cos": ["T"], "sin": ["T"], "query_starts": ["B+1"]}
-LETTERS |= {"query_offsets": ["Q"], "lengths": ["B"]}
+LETTERS |= {"query_offsets": ["Q"], "lengths": ["B"], "probe_weights": ["T"]}
 
 
 def session(model: str | bytes) -> ort.InferenceSession:
@@ -46,6 +46,7 @@ def one_node(case: Case, dtype: int = FLOAT) -> tuple[onnx.ModelProto, dict[str,
     kind, step = {FLOAT: torch.float32, HALF: torch.float16}[dtype], case.step()
     values = dict(zip("qkv", case.packed(kind), strict=True)) | {"cos": step.cos.to(kind), "sin": step.sin.to(kind)}
     values |= {name: getattr(step, name) for name in ("query_starts", "query_offsets", "lengths")} | step.pools
+    values |= {"probe_weights": step.probe_weights}
     values |= {f"page_table_{i}": table for i, table in enumerate(step.page_tables)}
     fixed = {name: value.numpy() for name, value in case.state(kind).items()} | LayerTables(case.plan, case.layer)
     names = node_inputs(case.plan, case.layer)
@@ -57,7 +58,11 @@ def one_node(case: Case, dtype: int = FLOAT) -> tuple[onnx.ModelProto, dict[str,
         inputs.append(helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(value.dtype), shape))
     hot = HALF if max(Form(case.plan).hot_bits) == 16 else FLOAT
     outputs = [helper.make_tensor_value_info(n, t, ["T", n]) for n, t in (("o", dtype), ("rows", hot))]
-    node = helper.make_node(NAME, names, ["o", "rows"], domain=DOMAIN, layer=case.layer, scale=case.scale)
+    if case.plan.probe is not None:
+        outputs.append(helper.make_tensor_value_info("mass", FLOAT, ["B", "H", "N"]))
+    node = helper.make_node(
+        NAME, names, [output.name for output in outputs], domain=DOMAIN, layer=case.layer, scale=case.scale
+    )
     graph = helper.make_graph(
         [node], "one", inputs, outputs, [numpy_helper.from_array(fixed[n], n) for n in names if n in fixed]
     )
@@ -66,18 +71,19 @@ def one_node(case: Case, dtype: int = FLOAT) -> tuple[onnx.ModelProto, dict[str,
     return helper.make_model(graph, functions=functions, opset_imports=opsets, ir_version=10), feeds
 
 
-def through_onnx(case: Case, dtype: int = FLOAT) -> tuple[npt.NDArray, npt.NDArray]:
+def through_onnx(case: Case, dtype: int = FLOAT) -> tuple[npt.NDArray, ...]:
+    """o and rows of the real tokens, and mass where the plan has a probe."""
     model, feeds = one_node(case, dtype)
     onnx.checker.check_model(model)
     onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
-    out, rows = session(model.SerializeToString()).run(None, feeds)
-    return out[: case.total].astype(np.float64), rows[: case.total].astype(np.float64)
+    out, rows, *mass = session(model.SerializeToString()).run(None, feeds)
+    return out[: case.total].astype(np.float64), rows[: case.total].astype(np.float64), *mass
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
 def test_function_is_the_eager_op(case: Case) -> None:
-    out, rows = through_onnx(case)
+    out, rows, *mass = through_onnx(case)
     eager_out, eager_rows = eager(case)
     exact = Form(case.plan).hot_bits[0] == 32
     np.testing.assert_allclose(
@@ -86,12 +92,16 @@ def test_function_is_the_eager_op(case: Case) -> None:
     np.testing.assert_allclose(
         out, eager_out, **({"rtol": 1e-4, "atol": 1e-4} if exact else {"rtol": 4e-3, "atol": 4e-3})
     )
+    for found in mass:
+        np.testing.assert_allclose(
+            found, observed_mass(case), rtol=1e-4 if exact else 4e-3, atol=1e-5 if exact else 4e-3
+        )
 
 
 @settings(max_examples=20, deadline=None)
 @given(cases())
 def test_half_precision_function_is_attention(case: Case) -> None:
-    out, rows = through_onnx(case, HALF)
+    out, rows, *_ = through_onnx(case, HALF)
     expected_out, expected_rows = case.expected()
     np.testing.assert_allclose(rows, expected_rows, rtol=1e-2, atol=3e-2)
     np.testing.assert_allclose(out, expected_out, rtol=5e-2, atol=6e-2)
