@@ -63,13 +63,13 @@ def resolved(request: BuildRequest) -> BuildRequest:
     if request.accuracy is not None and request.metric == "retrieval":
         retrieval = retrieval or shipped("line_retrieval.jsonl", "--retrieval")
     elif request.accuracy is not None:
-        text = text or shipped("eval_text.jsonl", "--text")
+        text = text or shipped("calibration_text.jsonl", "--text")
     return dataclasses.replace(request, calibration=source, text=text, retrieval=retrieval)
 
 
 def plan_for(request: BuildRequest, checkpoint: Checkpoint) -> Planned:
     """Plan a ``resolved`` request: calibrate where its methods need it, search where it asks for an accuracy."""
-    from kvlathe.export.methods import CacheForm, Options, compose
+    from kvlathe.export.methods import CacheForm, Options, compose, families
     from kvlathe.export.search import read_exam, search
 
     options = Options(
@@ -82,15 +82,14 @@ def plan_for(request: BuildRequest, checkpoint: Checkpoint) -> Planned:
     )
     form = CacheForm(request.hot_bits, request.tokens_per_block, request.prefill_chunk, request.seed)
     spec, stats = checkpoint.spec, statistics(request, checkpoint)
-    if request.accuracy is not None and stats is None:
-        fact = f"--accuracy cannot be used with --compression {request.compression}"
-        raise KvlatheError(fact, "none of its methods chooses the ranks", "compose it with one that does")
-    if request.accuracy is None or stats is None:
-        made = compose(request.compression, spec.shape, spec.rope is not None, stats, options, form)
+    about = (request.compression, spec.shape, spec.rope is not None, stats, options, form)
+    if request.accuracy is None:
+        made = compose(*about)
     else:
         exam = read_exam(checkpoint, request.metric, request.text, request.retrieval)
         curves = cache.curves_folder() if request.use_cache else None
-        made = search(checkpoint, stats, request.compression, options, form, request.accuracy, exam, curves)
+        known_by = (checkpoint.digest, stats and stats.digest, options, form)
+        made = search(checkpoint, families(*about), request.accuracy, exam, known_by, curves)
     return Planned(*made, stats, options)
 
 

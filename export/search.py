@@ -1,8 +1,8 @@
 """Search: the largest compression whose score stays at or above a fraction of the uncompressed model's.
 
-Bisection over the fraction of bytes removed, scored by the folded torch decoder. Every score is kept on disk under a
-digest of all that it depends on, so the papers' F_p (accuracy -> ranks) fills up as it is asked, and asking again is a
-look-up.
+Bisection over the fraction of bytes removed, scored by the folded torch decoder with every token attending what its
+decode would attend (sealed.py). Every score is kept on disk under a digest of all that it depends on, so the papers'
+F_p (accuracy -> ranks) fills up as it is asked, and asking again is a look-up.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -21,14 +21,11 @@ import numpy.typing as npt
 from kvlathe import tasks
 from kvlathe.console import log, progress
 from kvlathe.errors import KvlatheError
-from kvlathe.export.basis import Basis
 from kvlathe.export.checkpoint import Checkpoint
 from kvlathe.export.decoder import Decoder
 from kvlathe.export.fold import decoder_from
-from kvlathe.export.layout import CacheLayout
-from kvlathe.export.methods import CacheForm, Options, best_ratio, compose
-from kvlathe.export.plan import CompressionPlan
-from kvlathe.export.stats import Stats
+from kvlathe.export.methods import EXACT, CacheForm, Family, Made, Options, compose, removed
+from kvlathe.export.sealed import reading
 
 Metric = Literal["retrieval", "perplexity", "agreement"]
 
@@ -64,8 +61,10 @@ class Exam:
 
 
 def read_exam(checkpoint: Checkpoint, metric: Metric, text: Path | None, retrieval: Path | None) -> Exam:
-    """The exam of ``metric`` from its file; what is longer than the served length is cut or left out. Raises
-    KvlatheError.
+    """The exam of ``metric`` from its file; what is longer than the served length is cut or left out.
+
+    Text is read from the file's end (calibration reads from its beginning), and every EVERY-th question is left to
+    evaluations. Raises KvlatheError.
     """
     encoder, longest = tasks.FolderEncoder(checkpoint.path), checkpoint.spec.max_seq_len
     path = retrieval if metric == "retrieval" else text
@@ -75,14 +74,19 @@ def read_exam(checkpoint: Checkpoint, metric: Metric, text: Path | None, retriev
             f"the metric {metric} has nothing to be measured on", "no file was given", f"give {option} FILE"
         )
     if metric == "retrieval":
-        fitting = [x for x in tasks.read_questions(path, encoder, every=1) if x.tokens <= longest]
+        fitting = [x for x in _held_back(tasks.read_questions(path, encoder, every=1)) if x.tokens <= longest]
         if not fitting:
             raise KvlatheError(f"no question of {path} fits", f"sequences end at {longest} tokens", "give shorter ones")
         spaced = np.unique(np.linspace(0, len(fitting) - 1, min(QUESTIONS, len(fitting))).round().astype(int))
         return Exam(metric, questions=tuple(fitting[i] for i in spaced))
-    documents = tasks.encode_documents(encoder, tasks.read_texts(path))
+    documents = tasks.encode_documents(encoder, tasks.read_texts(path)[::-1])
     found = tasks.windows(documents, encoder.eos_id, WINDOWS, min(WINDOW_TOKENS, longest))
     return Exam(metric, windows=tuple(map(tuple, found)))
+
+
+def _held_back(questions: list[tasks.Question]) -> list[tasks.Question]:
+    """All but those that an evaluation asks, unless there are no others."""
+    return [x for i, x in enumerate(questions) if i % tasks.EVERY] or questions
 
 
 class TorchOracle:
@@ -150,108 +154,120 @@ class Scores:
 # -- the search --------------------------------------------------------------------------------------------------------
 @dataclass
 class Searcher:
-    """Plans one request at any ratio and scores it. ``scores`` outlive it."""
+    """Scores the plans of ``families``. ``scores`` outlive it."""
 
     checkpoint: Checkpoint
-    stats: Stats
-    request: str
-    options: Options
-    form: CacheForm
+    families: Sequence[Family]
     exam: Exam
     scores: Scores
     said: list[npt.NDArray[np.int64]] = field(default_factory=list)
 
-    def plan(self, ratio: float) -> tuple[CompressionPlan, Basis]:
-        spec, options = self.checkpoint.spec, self.options.asked(compression_ratio=ratio)
-        return compose(self.request, spec.shape, spec.rope is not None, self.stats, options, self.form)
+    def oracle(self, made: Made) -> TorchOracle:
+        return TorchOracle(reading(decoder_from(self.checkpoint, *made)))
 
-    def oracle(self, plan: CompressionPlan, basis: Basis) -> TorchOracle:
-        return TorchOracle(decoder_from(self.checkpoint, plan, basis))
+    def baseline(self) -> float:
+        return self.scores.get("uncompressed", lambda: self._measure(self._uncompressed(), "uncompressed"))
 
-    def score(self, ratio: float) -> float:
-        return self.scores.get(f"{ratio:.6f}", lambda: self._measure(ratio))
+    def _uncompressed(self) -> Made:
+        spec = self.checkpoint.spec
+        return compose("none", spec.shape, spec.rope is not None, None, Options(), CacheForm(32))
 
-    def _measure(self, ratio: float) -> float:
+    def score(self, family: Family, ratio: float) -> float:
+        name = f"{family.name} {ratio!r}"
+        return self.scores.get(name, lambda: self._measure(family.plan(ratio), f"{family.name}, {ratio:.1%} removed"))
+
+    def _measure(self, made: Made, what: str) -> float:
         if self.exam.metric == "agreement" and not self.said:
-            whole = self.oracle(*self.plan(0.0))
+            whole = self.oracle(self._uncompressed())
             self.said = [says(whole, window) for window in self.exam.windows]
-        found = score(self.exam, self.oracle(*self.plan(ratio)), self.said)
-        log.info("%.1f %% of the bytes removed: %s %.4g", 100 * ratio, self.exam.metric, found)
+        found = score(self.exam, self.oracle(made), self.said)
+        log.info("%s: %s %.4g", what, self.exam.metric, found)
         return found
+
+    def points(self) -> Iterator[tuple[Family, float, float]]:
+        """(family, ratio, score) of all that was measured."""
+        by_name = {family.name: family for family in self.families}
+        for point, value in self.scores.known.items():
+            name, _, ratio = point.rpartition(" ")
+            if name in by_name:
+                yield by_name[name], float(ratio), value
 
 
 def search(
     checkpoint: Checkpoint,
-    stats: Stats,
-    request: str,
-    options: Options,
-    form: CacheForm,
+    families: Sequence[Family],
     accuracy: float,
     exam: Exam,
+    known_by: object,
     remembered: Path | None = None,
-) -> tuple[CompressionPlan, Basis]:
-    """The plan of ``request`` that removes most while its score is at least ``accuracy`` times the uncompressed score.
+) -> Made:
+    """The plan of ``families`` that removes most while its score is at least ``accuracy`` times the uncompressed score.
 
-    Perplexity scores by its inverse: accuracy 0.99 allows a ratio of 1 / 0.99. ``remembered``: a folder for scores. The
-    measured points are the plan's notes["curve"]. Raises KvlatheError, naming the best there is, if nothing can be
-    removed.
+    Perplexity scores by its inverse: accuracy 0.99 allows a ratio of 1 / 0.99. ``remembered``: a folder for scores;
+    ``known_by``: what they depend on beside the exam. The measured points are the plan's notes["curve"]. Raises
+    KvlatheError, naming the best there is, if nothing can be removed.
     """
-    what = (stats.digest, request, repr(options.asked(compression_ratio=None)), repr(form), exam.digest)
-    key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
-    searcher = Searcher(checkpoint, stats, request, options, form, exam, Scores.open(remembered, key))
-    if any(bucket.source is not None for bucket in searcher.plan(0.0)[0].buckets):
-        raise KvlatheError(
-            f"{request} cannot be searched for an accuracy",
-            "the search scores ranks, without the quantization of full pages",
-            "give --compression-ratio or --removal-rate, and look at kvlathe eval",
-        )
-    baseline = searcher.score(0.0)
+    key = hashlib.sha256(json.dumps((repr(known_by), exam.digest)).encode()).hexdigest()[:32]
+    searcher = Searcher(checkpoint, families, exam, Scores.open(remembered, key))
+    baseline = searcher.baseline()
     if baseline <= 0:
         raise KvlatheError(
             f"the uncompressed model scores 0 on {exam.metric}", "there is nothing to keep", "choose another metric"
         )
-    ratio = largest(searcher.score, accuracy * baseline, best_ratio(stats.shape), RESOLUTION)
-    if ratio == 0.0:
+    best: tuple[float, Family] | None = None
+    for family in sorted(families, key=lambda x: -x.least):
+        least = max(family.least, best[0] + RESOLUTION if best else 0.0)
+        found = largest(lambda ratio, of=family: searcher.score(of, ratio), accuracy * baseline, least, family.most)
+        if found is not None and found > max(EXACT, best[0] if best else 0.0):
+            best = found, family
+    if best is None:
         _refuse(searcher, accuracy, baseline)
-    plan, basis = searcher.plan(ratio)
+    plan, basis = best[1].plan(best[0])
     return dataclasses.replace(plan, notes=plan.notes | {"curve": _curve(searcher, accuracy, baseline)}), basis
 
 
-def largest(score_at: Callable[[float], float], needed: float, most: float, resolution: float) -> float:
-    """The largest ratio in [0, most], to ``resolution``, found to score at least ``needed``, by bisection; 0 always
-    does.
+def largest(
+    score_at: Callable[[float], float], needed: float, least: float, most: float, resolution: float = RESOLUTION
+) -> float | None:
+    """The largest ratio in [least, most], to ``resolution``, found to score at least ``needed``, by bisection; None if
+    ``least`` does not. A ratio of 0 always does.
     """
-    if score_at(most) >= needed:
+    if least > most or (least > EXACT and score_at(least) < needed):
+        return None
+    if most > least and score_at(most) >= needed:
         return most
-    low, high = 0.0, most
+    low, high = least, most
     while high - low > resolution:
         middle = (low + high) / 2
         low, high = (middle, high) if score_at(middle) >= needed else (low, middle)
     return low
 
 
-def _refuse(searcher: Searcher, accuracy: float, baseline: float) -> None:
-    gentle = min(float(ratio) for ratio in searcher.scores.known if float(ratio) > 0)
-    reached = searcher.score(gentle) / baseline
+def _refuse(searcher: Searcher, accuracy: float, baseline: float) -> NoReturn:
+    points = list(searcher.points())
+    if not points:
+        what = " and ".join(family.name for family in searcher.families)
+        raise KvlatheError(f"{what} removes nothing here", "the heads are too small to cut", "choose another method")
+    family, ratio, best = max(points, key=lambda point: (point[2], -point[1]))
+    reached = best / baseline
     raise KvlatheError(
-        f"{searcher.request} cannot keep {accuracy:.4g} of the uncompressed {searcher.exam.metric}",
-        f"removing {gentle:.1%} of the bytes already leaves {reached:.4g}",
+        f"{family.name} cannot keep {accuracy:.4g} of the uncompressed {searcher.exam.metric}",
+        f"removing {ratio:.1%} of the bytes already leaves {reached:.4g}",
         f"ask for --accuracy {np.floor(1000 * reached) / 1000:.4g} or less",
     )
 
 
 def _curve(searcher: Searcher, accuracy: float, baseline: float) -> dict[str, Any]:
     """What report.html draws: each point's bytes are its plan's own, all padding counted."""
-    whole = CacheLayout(searcher.plan(0.0)[0]).bytes_per_token()
-    points = []
-    for name, value in sorted(searcher.scores.known.items()):
-        left = CacheLayout(searcher.plan(float(name))[0]).bytes_per_token()
-        points.append({"removed": 1 - left / whole, "asked": float(name), "score": value})
+    points = [
+        {"removed": removed(family.plan(ratio)[0], family.bits), "asked": ratio, "score": value, "of": family.name}
+        for family, ratio, value in searcher.points()
+    ]
     return {
         "metric": searcher.exam.metric if searcher.exam.metric != "perplexity" else "1 / perplexity",
         "measured_on": searcher.exam.described,
         "baseline": baseline,
         "target": accuracy * baseline,
         "accuracy": accuracy,
-        "points": points,
+        "points": sorted(points, key=lambda point: (point["of"], point["removed"])),
     }

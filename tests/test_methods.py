@@ -20,7 +20,17 @@ from kvlathe.export.calibrate import calibrate_on, random_sequences
 from kvlathe.export.checkpoint import Checkpoint
 from kvlathe.export.fold import decoder_from
 from kvlathe.export.layout import CacheLayout
-from kvlathe.export.methods import METHODS, CacheForm, Options, best_ratio, calibration, compose, evidence
+from kvlathe.export.methods import (
+    METHODS,
+    CacheForm,
+    Options,
+    best_ratio,
+    calibration,
+    compose,
+    evidence,
+    families,
+    removed,
+)
 from kvlathe.export.methods.options import parse
 from kvlathe.export.methods.spin import turn
 from kvlathe.export.plan import RANK_MULTIPLE, CompressionPlan
@@ -394,8 +404,10 @@ def test_a_method_that_calibrates_says_so() -> None:
 # -- the search --------------------------------------------------------------------------------------------------------
 @given(st.floats(0, 1), st.floats(0.1, 0.9))
 def test_bisection_finds_the_edge(edge: float, most: float) -> None:
-    found = search.largest(lambda ratio: float(ratio <= edge), 1.0, most, 0.01)
-    assert found <= edge and found >= min(edge, most) - 0.01
+    found = search.largest(lambda ratio: float(ratio <= edge), 1.0, 0.0, most, 0.01)
+    assert found is not None and found <= edge and found >= min(edge, most) - 0.01
+    floor = search.largest(lambda ratio: float(ratio <= edge), 1.0, most / 2, most, 0.01)
+    assert (floor is None) == (edge < most / 2)
 
 
 @pytest.fixture(scope="module")
@@ -404,9 +416,13 @@ def lathe() -> tuple[Checkpoint, Stats]:
     return checkpoint, calibrate_on(checkpoint, random_sequences(checkpoint.spec.vocab_size, 2048, 0, 512), 0, {})
 
 
-def test_a_search_that_would_not_see_the_quantization_is_refused(lathe: tuple[Checkpoint, Stats]) -> None:
-    with pytest.raises(KvlatheError, match="without the quantization"):
-        search.search(*lathe, "fdc+hack:bits=8", Options(), FORM, 0.9, exam_of("perplexity"))
+def searched(
+    lathe: tuple[Checkpoint, Stats], request: str, accuracy: float, exam: search.Exam, kept: Path | None = None
+) -> tuple[CompressionPlan, Basis]:
+    checkpoint, stats = lathe
+    options = Options(basis="balanced")
+    found = families(request, stats.shape, stats.rope, stats, options, FORM)
+    return search.search(checkpoint, found, accuracy, exam, (stats.digest, options, FORM), kept)
 
 
 def exam_of(metric: search.Metric) -> search.Exam:
@@ -421,10 +437,9 @@ def test_a_search_keeps_its_promise_and_is_a_lookup_afterwards(
     metric: search.Metric, lathe: tuple[Checkpoint, Stats], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exam = exam_of(metric)
-    options = Options(basis="balanced")
-    plan, basis = search.search(*lathe, "fdc", options, FORM, 0.5, exam, tmp_path)
+    plan, basis = searched(lathe, "fdc", 0.5, exam, tmp_path)
     curve = plan.notes["curve"]
-    whole = search.TorchOracle(decoder_from(lathe[0], *compose("none", plan.model, True, None, options, FORM)))
+    whole = search.TorchOracle(decoder_from(lathe[0], *compose("none", plan.model, True, None, Options(), FORM)))
     said = [search.says(whole, window) for window in exam.windows]
     reached = search.score(exam, search.TorchOracle(decoder_from(lathe[0], plan, basis)), said)
     assert curve["baseline"] == pytest.approx(search.score(exam, whole, said), rel=1e-4)
@@ -432,15 +447,36 @@ def test_a_search_keeps_its_promise_and_is_a_lookup_afterwards(
     removed = 1 - plan.kept_dims
     assert max(point["removed"] for point in curve["points"] if point["score"] >= curve["target"]) == removed > 0
     monkeypatch.setattr(search, "decoder_from", None)
-    again, _ = search.search(*lathe, "fdc", options, FORM, 0.5, exam, tmp_path)
+    again, _ = searched(lathe, "fdc", 0.5, exam, tmp_path)
     assert again == plan
+
+
+def test_a_search_chooses_bits_that_a_request_leaves_open(lathe: tuple[Checkpoint, Stats]) -> None:
+    """Random tokens, so nothing is predicted well: 8 bit keeps all of it, and the fewest bits that do win."""
+    checkpoint, stats = lathe
+    form = dataclasses.replace(FORM, page_tokens=32, prefill_chunk=32)
+    found = families("hack:group=32,arithmetic=float", stats.shape, True, None, Options(), form)
+    names = [family.name for family in found]
+    assert names == [f"hack:group=32,arithmetic=float,bits={bits}" for bits in (2, 4, 8)]
+    assert all(family.least == family.most for family in found)
+    plan, _ = search.search(checkpoint, found, 0.8, exam_of("perplexity"), ())
+    scores = {point["of"]: point["score"] for point in plan.notes["curve"]["points"]}
+    enough = [name for name in names if scores.get(name, 0.0) >= plan.notes["curve"]["target"]]
+    assert plan.compression == enough[0] and plan.tiers[1].bits_k == int(enough[0][-1])
 
 
 def test_accuracy_out_of_reach_names_the_best_there_is(lathe: tuple[Checkpoint, Stats]) -> None:
     with pytest.raises(KvlatheError, match=r"already leaves .* or less"):
-        search.search(*lathe, "fdc", Options(), FORM, 10.0, exam_of("perplexity"))
+        searched(lathe, "fdc", 10.0, exam_of("perplexity"))
     with pytest.raises(KvlatheError, match="scores 0 on retrieval"):
-        search.search(*lathe, "fdc", Options(), FORM, 0.9, exam_of("retrieval"))
+        searched(lathe, "fdc", 0.9, exam_of("retrieval"))
+
+
+@pytest.mark.parametrize("request_name", ["fdc", "fdc+hack:bits=4", "hack", "zack+hack"])
+def test_a_family_reaches_what_it_says(request_name: str, made_up: Stats) -> None:
+    for family in families(request_name, made_up.shape, True, made_up, Options(), FORM):
+        for ratio in {family.least, (family.least + family.most) / 2, family.most}:
+            assert removed(family.plan(ratio)[0], FORM.bits) >= ratio - 1e-9
 
 
 def test_energy_missed_is_nothing_within_a_degenerate_space_and_all_across_it() -> None:

@@ -7,8 +7,10 @@ that decide different things compose, in any order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -16,11 +18,12 @@ import numpy.typing as npt
 
 from kvlathe.errors import KvlatheError
 from kvlathe.export.basis import Basis
+from kvlathe.export.layout import CacheLayout
 from kvlathe.export.methods import fdc, hack, kivi, kvquant, none, zack
 from kvlathe.export.methods.lowrank import bases, best_ratio, full_lanes, kept, low_rank, within
 from kvlathe.export.methods.options import Asked, Options, Part, parse, unknown, with_written
 from kvlathe.export.methods.spin import spun
-from kvlathe.export.plan import Bucket, CompressionPlan, ModelShape, Tier
+from kvlathe.export.plan import RANK_MULTIPLE, Bucket, CompressionPlan, ModelShape, Tier
 from kvlathe.export.rotation import Rotation, element_change, energy_missed, principal_angle
 from kvlathe.export.stats import Stats
 
@@ -28,36 +31,44 @@ __all__ = [
     "METHODS",
     "CacheForm",
     "Evidence",
+    "Family",
     "Method",
     "Options",
     "best_ratio",
     "calibration",
     "compose",
     "evidence",
+    "families",
+    "removed",
     "summaries",
 ]
 
 Array = npt.NDArray[np.floating]
 Source = Literal["random", "text"]
 
+EXACT = 1e-9
+"""Shares of the bytes that rounding cannot tell apart."""
+
 
 @dataclass(frozen=True, slots=True)
 class Method:
     """``rotate`` is None for a method that leaves the ranks alone; ``plan`` is then given what is written behind its
-    name and the tokens of a page.
+    name and the tokens of a page. ``sizes``: the options that say how small it makes the cache, and their values; a
+    search for an accuracy tries those that the request leaves open.
     """
 
     summary: str
     calibration: Source | None = None
     rotate: Callable[[Stats, Options], Rotation] | None = None
     plan: Callable[[dict[str, str], int], Part] = none.plan
+    sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 METHODS: dict[str, Method] = {
     "none": Method(none.SUMMARY),
     "fdc": Method(fdc.SUMMARY, fdc.CALIBRATION, fdc.rotate),
     "zack": Method(zack.SUMMARY, zack.CALIBRATION, zack.rotate),
-    "hack": Method(hack.SUMMARY, plan=hack.plan),
+    "hack": Method(hack.SUMMARY, plan=hack.plan, sizes=hack.SIZES),
     "kivi": Method(kivi.SUMMARY, plan=kivi.plan),
     "kvquant": Method(kvquant.SUMMARY, plan=kvquant.plan),
 }
@@ -176,6 +187,68 @@ def _composed(
         notes=ranks.notes | formats.notes,
     )
     return plan, basis
+
+
+# -- what a search may choose from ------------------------------------------------------------------------------------
+Made = tuple[CompressionPlan, Basis]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Plans of one request by the share of the bytes that they remove, from ``least`` to ``most`` (equal where it is
+    one plan); shares are of the uncompressed cache in the form's bits. ``name``: the request, all written.
+    """
+
+    name: str
+    bits: int
+    least: float
+    most: float
+    plan: Callable[[float], Made]
+
+
+def removed(plan: CompressionPlan, bits: int) -> float:
+    """Share of the bytes that ``plan`` removes of the uncompressed cache in ``bits`` a number, a long sequence."""
+    whole = 2 * len(plan.lanes) * plan.model.head_dim * bits / 8
+    return 1 - CacheLayout(plan).bytes_per_token() / whole
+
+
+def families(
+    request: str, shape: ModelShape, rope: bool, stats: Stats | None, options: Options, form: CacheForm
+) -> list[Family]:
+    """Everything that ``request`` leaves open. Raises KvlatheError for what ``compose`` refuses."""
+    ranked = any(method.rotate for _, method in _methods(request))
+
+    def family(name: str) -> Family:
+        def at(ratio: float) -> Made:
+            asked = options.asked(compression_ratio=ratio if ranked else None)
+            return compose(name, shape, rope, stats, asked, form)
+
+        whole = at(0.0)[0]
+        least = removed(whole, form.bits)
+        return Family(name, form.bits, least, removed(_smallest(whole), form.bits) - EXACT if ranked else least, at)
+
+    return [family(name) for name in _variants(request)]
+
+
+def _smallest(plan: CompressionPlan) -> CompressionPlan:
+    """``plan`` with every lane cut to the least rank."""
+    lanes = (dataclasses.replace(x, rank_k=RANK_MULTIPLE, rank_v=RANK_MULTIPLE, projected=True) for x in plan.lanes)
+    return dataclasses.replace(plan, lanes=tuple(lanes))
+
+
+def _variants(request: str) -> list[str]:
+    """``request`` with every value of every size that it leaves open."""
+    parts = [_written_out(text.strip()) for text in request.split("+")]
+    return ["+".join(choice) for choice in itertools.product(*parts)]
+
+
+def _written_out(text: str) -> list[str]:
+    """One method of a request, each way its open sizes may be written."""
+    ((asked, method),), found = _methods(text), [text]
+    for key, values in method.sizes.items():
+        if not any(name.startswith(key) for name in asked.options):
+            found = [f"{start}{',' if ':' in start else ':'}{key}={value}" for start in found for value in values]
+    return found
 
 
 # -- what a person should see ------------------------------------------------------------------------------------------

@@ -30,6 +30,8 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 ``sums=stored`` is the paper's form: Q and P asymmetric, sums of codes in the page.
 """
 
+SIZES = {"bits": ("2", "4", "8")}
+
 
 def plan(written: dict[str, str], page_tokens: int) -> Part:
     """The tier that full pages are sealed in. Raises KvlatheError for unknown options and groups no page can hold."""
