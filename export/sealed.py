@@ -32,7 +32,7 @@ def reading(decoder: Decoder) -> Decoder:
     Raises KvlatheError for a plan that chooses among tokens: what a page then holds depends on later queries.
     """
     plan = decoder.plan
-    if any(bucket.tokens.kind != "all" for bucket in plan.buckets):
+    if plan.ranked:
         raise KvlatheError(
             "this plan cannot be scored before it is built",
             "it chooses tokens by the attention they get",
@@ -155,21 +155,28 @@ class Seal:
         return noise((self.plan.seed, self.lane.layer, self.lane.head, side), *x.shape).to(x.device)
 
     def queries(self, q: Tensor) -> Tensor:
-        """q [G, T, Rk] as the product with codes takes it: symmetric 8-bit codes in the groups of the keys."""
+        """q [G, T, Rk] as the product with codes takes it: 8-bit codes in the groups of the keys."""
         if self.tier is None or self.tier.arithmetic == "float" or self.tier.bits_k >= 16:
             return q
         groups = groups_along_rank(self.lane.rank_k, self.tier.group_k)
         parts = q.float().split([*groups, q.shape[-1] - sum(groups)], -1)
-        coded = [torch.mul(*integer.quantized(part, integer.LEVELS_Q)) for part in parts[:-1]]
-        return torch.cat([*coded, parts[-1]], -1)
+        return torch.cat([*(self._in_codes(part, integer.LEVELS_Q) for part in parts[:-1]), parts[-1]], -1)
 
     def shares(self, shares: Tensor) -> Tensor:
         """shares [G, T, N] of whole pages: one 8-bit scale for each group of tokens, then divided by their sum."""
         if self.tier is None or self.tier.arithmetic == "float" or self.tier.bits_v >= 16:
             return shares
         split = shares.float().unflatten(-1, (-1, self.tier.group_v))
-        coded = torch.mul(*integer.quantized(split, integer.LEVELS_P)).flatten(-2)
+        coded = self._in_codes(split, integer.LEVELS).flatten(-2)
         return coded / coded.sum(-1, keepdim=True).clamp(min=integer.LEAST_SCALE)
+
+    def _in_codes(self, x: Tensor, levels: int) -> Tensor:
+        """x, partitions in its last axis, as products with codes take it."""
+        if self.tier is None or not self.tier.sums:
+            code = integer.Rounded.symmetric(x, levels)
+        else:
+            code = integer.Rounded.asymmetric(x, torch.ones_like(x, dtype=torch.bool))
+        return code.step * code.whole + (0.0 if code.low is None else code.low)
 
 
 # -- codes -------------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from kvlathe.export.basis import Basis
 from kvlathe.export.checkpoint import Checkpoint
 from kvlathe.export.fold import decoder_from
 from kvlathe.export.layout import CacheLayout
-from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier, TokenRule
+from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Probe, Tier, TokenRule
 from kvlathe.runtime import codec
 
 
@@ -79,11 +79,7 @@ def test_a_plan_that_chooses_tokens_is_refused() -> None:
     shape = model_shape()
     every = tuple(range(shape.layers * shape.kv_heads))
     plan = plans(shape)["sealed"]
-    buckets = (
-        Bucket(0, every),
-        Bucket(1, every, 0, TokenRule("share", 0.5)),
-        Bucket(1, every, 0, TokenRule("share", 0.5)),
-    )
-    chosen = CompressionPlan(shape, plan.lanes, plan.tiers, buckets)
+    halves = [Bucket(1, every, 0, TokenRule("share", 0.5)) for _ in range(2)]
+    chosen = CompressionPlan(shape, plan.lanes, plan.tiers, (Bucket(0, every), *halves), probe=Probe(last=8))
     with pytest.raises(KvlatheError, match="chooses tokens"):
         sealed.reading(decoder_from(Checkpoint(MODEL), chosen, Basis()))
