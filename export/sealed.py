@@ -32,14 +32,14 @@ def reading(decoder: Decoder) -> Decoder:
     Raises KvlatheError for a plan that chooses among tokens: what a page then holds depends on later queries.
     """
     plan = decoder.plan
-    if plan.ranked:
+    if plan.ranked or plan.stages:
         raise KvlatheError(
             "this plan cannot be scored before it is built",
             "it chooses tokens by the attention they get",
             "give --compression-ratio, and look at kvlathe eval",
         )
     if any(bucket.source is not None for bucket in plan.buckets):
-        for layer in decoder.layers:
+        for layer in decoder.layers.values():
             assert isinstance(layer.attend, AttendLayer)
             layer.attend = SealedAttend.of(layer.attend)
     return decoder
