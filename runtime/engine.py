@@ -80,7 +80,8 @@ class Engine:
             for chunk in chunks:
                 for copy in chunk.reservation.copies:
                     self.session.copy_page(copy.bucket, copy.source, copy.target)
-            logits = self.session.run(pack(chunks))
+            step = pack(chunks)
+            logits = self.session.run(step)
             for chunk in chunks:
                 for seal in chunk.reservation.seals:
                     self.session.seal(seal.fresh, seal.page, seal.cold_pages, seal.position)
@@ -88,9 +89,10 @@ class Engine:
             for chunk in chunks:
                 self.pool.rollback(chunk.reservation)
             raise
-        for chunk in chunks:
+        for chunk, start in zip(chunks, step.query_starts.tolist(), strict=False):
             self.pool.commit(chunk.reservation)
-            chunk.sequence.cached += chunk.count
+            hidden = None if step.hidden is None else step.hidden[start : start + chunk.count]
+            chunk.sequence.advance(chunk.count, hidden)
         return logits
 
     def _grow(self, sequence: Sequence, logits: Rows) -> Sequence:

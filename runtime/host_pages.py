@@ -51,8 +51,7 @@ class HostPages:
         self.parts = [parts(layout, b) for b in range(len(self.plan.buckets))]
         self.hot = FLOATS[hot_bits(self.plan)]
         self.row_width = sum(lane.rank_k + lane.rank_v for lane in self.plan.lanes)
-        kinds = {"pool_f32": np.float32, "pool_f16": np.float16, "pool_u8": np.uint8}
-        self.views = {name: self.memory.view(kind).reshape(-1, unit) for name, kind in kinds.items()}
+        self.views = typed_views(self.memory, unit)
         if size // (unit * self.hot.itemsize) > INT32_UNITS:
             most = f"{INT32_UNITS * unit * self.hot.itemsize:,} bytes"
             raise KvlatheError(f"a cache of {size:,} bytes is too large", f"addresses reach {most}", "ask for less")
@@ -60,10 +59,16 @@ class HostPages:
         self._grain = gcd(*(rank for lane in self.plan.lanes for rank in (lane.rank_k, lane.rank_v)))
         self._cell = np.dtype((np.void, self._grain * self.hot.itemsize))
         self._cells = self.memory[: size // self._cell.itemsize * self._cell.itemsize].view(self._cell)
-        self._scatters = [self._scatter(b) for b, bucket in enumerate(self.plan.buckets) if bucket.source is None]
+        self._scatters = [self._scatters_of(stage) for stage in range(self.plan.graphs)]
 
-    def _scatter(self, bucket: int) -> _Scatter:
-        starts, size, cells = row_offsets(self.plan), self._cell.itemsize, []
+    def _scatters_of(self, stage: int) -> list[_Scatter]:
+        """Of the fresh buckets in the layers of a stage."""
+        starts = row_offsets(self.plan, stage)
+        fresh = (b for b in self.plan.buckets_of(stage) if self.plan.buckets[b].source is None)
+        return [self._scatter(b, starts) for b in fresh]
+
+    def _scatter(self, bucket: int, starts: dict[int, tuple[int, int]]) -> _Scatter:
+        size, cells = self._cell.itemsize, []
         for index, pair in self.parts[bucket].items():
             for part, start in zip(pair, starts[index], strict=True):
                 n = part.rank // self._grain
@@ -71,13 +76,14 @@ class HostPages:
         source, base, step = np.array(sorted(cells), np.intp).reshape(-1, 3).T
         return _Scatter(bucket, self.layout.page_stride[bucket] // size, source, base, step)
 
-    def append(self, step: StepPlan, rows: npt.NDArray[np.floating]) -> None:
-        """Write ``rows`` [T, row_width] in the hot format to the places after ``step.lengths`` in the fresh buckets."""
+    def append(self, step: StepPlan, rows: npt.NDArray[np.floating], stage: int = 0) -> None:
+        """Write ``rows`` [T, width of the stage's lanes] in the hot format to the places after ``step.lengths`` in its
+        fresh buckets."""
         starts, p = step.query_starts, self.plan.page_tokens
         sequence = np.repeat(np.arange(len(starts) - 1), starts[1:] - starts[:-1])
         nth = np.arange(len(sequence)) - starts[sequence]
         cells = np.ascontiguousarray(rows[: len(sequence)]).view(self._cell)
-        for scatter in self._scatters:
+        for scatter in self._scatters[stage]:
             place = step.lengths[sequence, scatter.bucket] + nth
             page = step.page_tables[scatter.bucket][sequence, place // p].astype(np.intp)
             target = (page * scatter.stride)[:, None] + scatter.base + (place % p)[:, None] * scatter.step
@@ -125,10 +131,10 @@ class HostPages:
         self.rows[bucket][page] = np.frombuffer(data, np.uint8)
 
 
-def row_offsets(plan: CompressionPlan) -> dict[int, tuple[int, int]]:
-    """Where K and V of each kept lane begin in a token's row: layer by layer, K of all lanes, then V of all lanes."""
+def row_offsets(plan: CompressionPlan, stage: int = 0) -> dict[int, tuple[int, int]]:
+    """Where K and V of each kept lane of a stage begin in a token's row: layer by layer, K of all lanes, then V."""
     offsets, at, heads = {}, 0, plan.model.kv_heads
-    for layer in range(plan.model.layers):
+    for layer in plan.layers_of(stage):
         indices = [layer * heads + lane.head for lane in plan.active(layer)]
         width_k = sum(plan.lanes[i].rank_k for i in indices)
         k, v = at, at + width_k
@@ -137,6 +143,12 @@ def row_offsets(plan: CompressionPlan) -> dict[int, tuple[int, int]]:
             k, v = k + plan.lanes[i].rank_k, v + plan.lanes[i].rank_v
         at = v
     return offsets
+
+
+def typed_views(memory: npt.NDArray[np.uint8], unit: int) -> dict[str, npt.NDArray]:
+    """The arena as Attend reads it: arrays [n, unit] of every format."""
+    kinds = {"pool_f32": np.float32, "pool_f16": np.float16, "pool_u8": np.uint8}
+    return {name: memory.view(kind).reshape(-1, unit) for name, kind in kinds.items()}
 
 
 def hot_bits(plan: CompressionPlan) -> int:

@@ -18,6 +18,7 @@ from kvlathe.runtime import huge_pages, native
 from kvlathe.runtime.host_pages import hot_bits
 from kvlathe.runtime.native import Native, Sealer
 from kvlathe.runtime.ort_session import OrtSession
+from kvlathe.runtime.ragged import whole
 from kvlathe.runtime.session import StepPlan
 
 
@@ -46,11 +47,9 @@ class NativeSession(OrtSession):
         options.register_custom_ops_library(str(self.library.path))
         return options
 
-    def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
-        self._check(step)
-        return self._run(step)
+    shares = staticmethod(whole)
 
-    def append(self, step: StepPlan, rows: npt.NDArray[np.floating]) -> None:
+    def append(self, step: StepPlan, rows: npt.NDArray[np.floating], stage: int = 0) -> None:
         """The operator has written them."""
 
     def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...], position: int) -> None:

@@ -1,4 +1,4 @@
-"""OrtSession: an exported model on ONNX Runtime's CPU provider, over pages in host memory.
+"""OrtSession: an exported model on ONNX Runtime's CPU provider, over pages in host memory; one graph for each stage.
 
 The pool reaches the graph as OrtValues that share the arena's memory; nothing is copied, however large it is. The graph
 only reads it: its second output holds the step's rows, which ``append`` writes to their places.
@@ -7,42 +7,79 @@ only reads it: its second output holds the step's rows, which ``append`` writes 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import onnxruntime as ort
 
-from kvlathe.engines.manifest import ONNX_FILE, Limits
+from kvlathe.engines.manifest import Limits
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
-from kvlathe.export.plan import CompressionPlan
-from kvlathe.runtime.host_pages import HostPages
-from kvlathe.runtime.ragged import by_size
+from kvlathe.export.plan import CompressionPlan, graph_files
+from kvlathe.runtime.host_pages import HostPages, typed_views
+from kvlathe.runtime.ragged import Share, by_size
 from kvlathe.runtime.session import StepPlan
 
 
+class Graph:
+    """One stage's graph: what it is fed and what it gives."""
+
+    def __init__(self, path: Path, plan: CompressionPlan, stage: int, options: ort.SessionOptions) -> None:
+        try:
+            self._session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # ONNX Runtime's own exceptions have no common base
+            raise KvlatheError(
+                f"ONNX Runtime {ort.__version__} cannot load {path}", str(error), "build the engine again"
+            ) from error
+        self.plan, self.buckets = plan.part(stage), plan.buckets_of(stage)
+        self._inputs = {entry.name: entry.type for entry in self._session.get_inputs()}
+        self._output = self._session.get_outputs()[0].name
+        self.pool: dict[str, ort.OrtValue] = {}
+
+    def bind(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Read the cache from ``memory``."""
+        views = typed_views(memory, self.plan.unit)
+        self.pool = {n: ort.OrtValue.ortvalue_from_numpy(view) for n, view in views.items() if n in self._inputs}
+
+    def run(self, step: StepPlan, source: npt.NDArray[np.float32] | None) -> tuple[npt.NDArray, npt.NDArray]:
+        """Logits [R, vocab] of the last stage, else hidden states [T, D]; rows to append. ``source`` [T, D]: what
+        enters a later stage than the first."""
+        arrays: dict[str, npt.NDArray] = {
+            "input_ids": step.input_ids,
+            "positions": step.positions,
+            "query_starts": step.query_starts,
+            "query_offsets": step.query_offsets,
+            "lengths": np.ascontiguousarray(step.lengths[:, self.buckets]),
+            "logit_rows": step.logit_rows,
+            **{f"page_table_{i}": step.page_tables[b] for i, b in enumerate(self.buckets)},
+        }
+        if source is not None:
+            half = self._inputs.get("hidden") == "tensor(float16)"
+            arrays["hidden"] = source.astype(np.float16) if half else np.ascontiguousarray(source)
+        feeds = {n: ort.OrtValue.ortvalue_from_numpy(a) for n, a in arrays.items() if n in self._inputs}
+        out, rows = self._session.run_with_ort_values([self._output, "rows"], feeds | self.pool)
+        return out.numpy(), rows.numpy()
+
+
 class OrtSession(HostPages):
-    """Loads ``folder``/model.onnx with an arena of ``arena_bytes``. Raises KvlatheError if ONNX Runtime refuses it."""
+    """Loads ``folder``'s graphs with an arena of ``arena_bytes``. Raises KvlatheError if ONNX Runtime refuses one."""
 
     attention = "the function that the ONNX model carries (standard operators, CPU)"
     """What runs kvlathe::Attend here."""
+    shares: Callable[[StepPlan, int], Iterator[Share]] = staticmethod(by_size)
+    """How what passes a stage is cut up."""
 
     def __init__(
         self, folder: Path, plan: CompressionPlan, limits: Limits, arena_bytes: int, threads: int | None = None
     ) -> None:
         super().__init__(CacheLayout(plan), arena_bytes)
         self.limits = limits
-        try:
-            options = self.options(threads)
-            self._session = ort.InferenceSession(str(folder / ONNX_FILE), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # ONNX Runtime's own exceptions have no common base
-            raise KvlatheError(
-                f"ONNX Runtime {ort.__version__} cannot load {folder / ONNX_FILE}", str(error), "build the engine again"
-            ) from error
-        names = [entry.name for entry in self._session.get_inputs()]
-        self._inputs = frozenset(names)
-        self.pool = {n: ort.OrtValue.ortvalue_from_numpy(view) for n, view in self.views.items() if n in self._inputs}
+        options = self.options(threads)
+        self.graphs = [Graph(folder / name, plan, i, options) for i, name in enumerate(graph_files(plan))]
+        for graph in self.graphs:
+            graph.bind(self.memory)
 
     def options(self, threads: int | None) -> ort.SessionOptions:
         """How ONNX Runtime opens the model."""
@@ -50,30 +87,30 @@ class OrtSession(HostPages):
         options.intra_op_num_threads = threads or physical_cores()
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
+        if self.plan.stages:  # the threads of a graph that has run must not spin while the next one runs
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         return options
 
     def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
         """Logits [R, vocab]; the step's rows are in the pool afterwards. Raises KvlatheError beyond the profile."""
         self._check(step)
         logits = np.empty((len(step.logit_rows), self.plan.model.vocab_size), np.float32)
-        for part, places in by_size(step):
-            logits[places] = self._run(part)
+        hidden, last = self._between(step), len(self.graphs) - 1
+        for stage, graph in enumerate(self.graphs):
+            for share in self.shares(step, stage):
+                out, rows = graph.run(share.step, hidden[share.tokens] if stage else None)
+                self.append(share.step, rows, stage)
+                if stage == last:
+                    logits[share.logits] = out
+                else:
+                    hidden[share.tokens] = out
         return logits
 
-    def _run(self, step: StepPlan) -> npt.NDArray[np.float32]:
-        tables = {f"page_table_{b}": table for b, table in enumerate(step.page_tables)}
-        arrays = {
-            "input_ids": step.input_ids,
-            "positions": step.positions,
-            "query_starts": step.query_starts,
-            "query_offsets": step.query_offsets,
-            "lengths": step.lengths,
-            "logit_rows": step.logit_rows,
-        }
-        feeds = {n: ort.OrtValue.ortvalue_from_numpy(a) for n, a in (arrays | tables).items() if n in self._inputs}
-        logits, rows = self._session.run_with_ort_values(["logits", "rows"], feeds | self.pool)
-        self.append(step, rows.numpy())
-        return logits.numpy()
+    def _between(self, step: StepPlan) -> npt.NDArray[np.float32]:
+        """The hidden states of the step's tokens between two stages [T, D]."""
+        if step.hidden is not None or len(self.graphs) == 1:
+            return np.empty((0, 0), np.float32) if step.hidden is None else step.hidden
+        return np.empty((len(step.input_ids), self.plan.model.hidden_size), np.float32)
 
     def _check(self, step: StepPlan) -> None:
         for count, limit, flag in (

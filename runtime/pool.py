@@ -6,6 +6,7 @@ pages, so a step that fails or is abandoned leaks none. A Session moves the byte
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvlathe.export.layout import CacheLayout
@@ -49,6 +50,7 @@ class Reservation:
 
     table: PageTable
     tokens: int
+    fresh: list[int]  # buckets that get them
     added: list[int]  # pages appended to table.pages, for each bucket
     copies: list[Copy] = field(default_factory=list)
     seals: list[Seal] = field(default_factory=list)
@@ -70,6 +72,7 @@ class PagePool(PageArena):
         self.layout, self.plan = layout, layout.plan
         self._cold = [self.plan.cold(b) for b in range(len(self.strides))]
         self._fresh = [b for b, bucket in enumerate(self.plan.buckets) if bucket.source is None]
+        self._stage = {b: stage for stage in range(self.plan.graphs) for b in self.plan.buckets_of(stage)}
 
     def open(self) -> PageTable:
         return PageTable([[] for _ in self.strides], [0] * len(self.strides))
@@ -82,14 +85,18 @@ class PagePool(PageArena):
             for b, bucket in enumerate(self.plan.buckets)
         ]
 
-    def reserve(self, table: PageTable, tokens: int, seal: bool = False) -> Reservation:
+    def reserve(
+        self, table: PageTable, tokens: int, seal: bool = False, stages: Iterable[int] | None = None
+    ) -> Reservation:
         """Take every page that appending ``tokens`` tokens can need; with ``seal`` also those to seal full pages into.
 
-        ``table.pages`` then includes the new pages of the fresh buckets. Raises OutOfPages; nothing was taken then.
+        ``stages``: the stages that they pass, if not all. ``table.pages`` then includes the new pages of the fresh
+        buckets. Raises OutOfPages; nothing was taken then.
         """
         p = self.plan.page_tokens
         counts, cows, full = [0] * len(self.strides), [], {}
-        for b in self._fresh:
+        fresh = [b for b in self._fresh if stages is None or self._stage[b] in stages]
+        for b in fresh:
             held, pages = table.lengths[b], table.pages[b]
             counts[b] = -(-(held + tokens) // p) - len(pages)
             if held % p and self._owners[b][pages[held // p]] > 1:
@@ -100,12 +107,12 @@ class PagePool(PageArena):
                 for cold in self._cold[b]:
                     counts[cold] += full[b]
         taken = self.take(counts)
-        done = Reservation(table, tokens, [0] * len(counts))
+        done = Reservation(table, tokens, fresh, [0] * len(counts))
         for b in cows:
             place, target = table.lengths[b] // p, taken[b].pop()
             done.copies.append(Copy(b, table.pages[b][place], target))
             table.pages[b][place] = target
-        for b in self._fresh:
+        for b in fresh:
             table.pages[b] += taken[b]
             done.added[b] = len(taken[b])
         for b, count in full.items():
@@ -119,7 +126,7 @@ class PagePool(PageArena):
     def commit(self, done: Reservation) -> None:
         """The step has run and its seals are done: the tokens are there."""
         table = done.table
-        for b in self._fresh:
+        for b in done.fresh:
             table.lengths[b] += done.tokens
         for copy in done.copies:
             self._drop(copy.bucket, copy.source)

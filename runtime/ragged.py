@@ -1,4 +1,4 @@
-"""Ragged steps for sessions that pad: a step becomes one step for each size of chunk, so that padding stays small.
+"""Shares of a step: the sequences that pass a stage and, for sessions that pad, those of them that are alike in size.
 
 The exported function computes [sequences, most queries] squares. One prompt chunk of 512 beside 7 decodes would cost
 8 chunks (lathe-27m at 1 K context: 3.9 s of processor time together, 0.6 s apart). Native kernels need none of it.
@@ -8,31 +8,57 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from kvlathe.runtime.session import Int32, StepPlan
 
 
-def by_size(step: StepPlan) -> Iterator[tuple[StepPlan, Int32 | slice]]:
-    """Steps of the sequences whose query counts have equally many binary digits, and the places of their logit rows.
+class Share(NamedTuple):
+    """Some sequences of a step as a step of their own; the places of their tokens and of their logit rows in it."""
 
-    Together they are ``step``. Sequences without queries are left out unless there is only one size.
+    step: StepPlan
+    tokens: Int32 | slice
+    logits: Int32 | slice
+
+
+def passing(step: StepPlan, stage: int) -> npt.NDArray[np.bool_]:
+    """Which sequences pass a stage, [B]."""
+    if step.stages is None:
+        return np.ones(len(step.lengths), np.bool_)
+    return (step.stages[:, 0] <= stage) & (stage < step.stages[:, 1])
+
+
+def whole(step: StepPlan, stage: int) -> Iterator[Share]:
+    """Everything that passes a stage, if anything does."""
+    present = passing(step, stage)
+    if present.all():
+        yield Share(step, slice(None), slice(None))
+    elif present.any():
+        yield _share(step, present)
+
+
+def by_size(step: StepPlan, stage: int = 0) -> Iterator[Share]:
+    """What passes a stage, the sequences whose query counts have equally many binary digits together.
+
+    Sequences without queries are left out unless there is only one size.
     """
-    counts = np.diff(step.query_starts)
+    present, counts = passing(step, stage), np.diff(step.query_starts)
     digits = np.frexp(counts)[1]
-    sizes = np.unique(digits[counts > 0])
+    sizes = np.unique(digits[present & (counts > 0)])
     if len(sizes) < 2:
-        yield step, slice(None)
+        yield from whole(step, stage)
         return
-    owner = np.repeat(np.arange(len(counts)), counts)
     for size in sizes:
-        yield _part(step, np.flatnonzero(digits == size), np.flatnonzero(digits[owner] == size))
+        yield _share(step, present & (digits == size))
 
 
-def _part(step: StepPlan, sequences: np.ndarray, tokens: np.ndarray) -> tuple[StepPlan, Int32]:
-    """The step of these sequences, which own these tokens, and the places of its logit rows in the whole step's."""
-    counts = np.diff(step.query_starts)[sequences]
+def _share(step: StepPlan, chosen: npt.NDArray[np.bool_]) -> Share:
+    """The share of the ``chosen`` sequences [B]."""
+    counts = np.diff(step.query_starts)
+    tokens = np.flatnonzero(np.repeat(chosen, counts)).astype(np.int32)
     new_place = np.full(len(step.input_ids), -1, np.int32)
     new_place[tokens] = np.arange(len(tokens), dtype=np.int32)
     rows = new_place[step.logit_rows]
@@ -40,10 +66,12 @@ def _part(step: StepPlan, sequences: np.ndarray, tokens: np.ndarray) -> tuple[St
         step,
         input_ids=step.input_ids[tokens],
         positions=step.positions[tokens],
-        query_starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
-        query_offsets=np.arange(counts.max(), dtype=np.int32),
-        lengths=step.lengths[sequences],
-        page_tables=tuple(table[sequences] for table in step.page_tables),
+        query_starts=np.concatenate([[0], np.cumsum(counts[chosen])]).astype(np.int32),
+        query_offsets=np.arange(counts[chosen].max(), dtype=np.int32),
+        lengths=step.lengths[chosen],
+        page_tables=tuple(table[chosen] for table in step.page_tables),
         logit_rows=rows[rows >= 0],
+        stages=None,
+        hidden=None,
     )
-    return part, np.flatnonzero(rows >= 0).astype(np.int32)
+    return Share(part, tokens, np.flatnonzero(rows >= 0).astype(np.int32))

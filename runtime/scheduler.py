@@ -54,7 +54,6 @@ class Scheduler:
         self._swapped: dict[Sequence, Swapped] = {}
         self._beginnings: list[Beginning] = []  # those that hold pages
         self._blocked = False  # the next in line found no room, and nothing has changed since
-        self._recomputable = all(b.source is None and b.tokens.kind == "all" for b in pool.plan.buckets)
         pool.reclaim = self._reclaim
 
     # -- who is here -----------------------------------------------------------------------------------------------
@@ -165,9 +164,8 @@ class Scheduler:
         return True
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
-        end = sequence.cached + count
-        reservation = self.pool.reserve(sequence.table, count, sequence.seals_at(end))
-        return Chunk(sequence, count, reservation, (count - 1,) if end == len(sequence.tokens) else ())
+        reservation = self.pool.reserve(sequence.table, count, sequence.seals_after(count), sequence.stages)
+        return Chunk(sequence, count, reservation, (count - 1,) if sequence.completes(count) else ())
 
     # -- coming and going ------------------------------------------------------------------------------------------
     def _admit(self) -> None:
@@ -200,7 +198,7 @@ class Scheduler:
         """The youngest running sequence leaves; it is the first to come back."""
         sequence = self.running.pop()
         size = self._bytes(sequence.table.pages)
-        if self._recomputable and self.costs.recompute_is_cheaper(sequence.cached, size):
+        if self.pool.plan.recomputable and self.costs.recompute_is_cheaper(sequence.cached, size):
             self.remember(sequence)
             self.pool.release(sequence.table)
             self.costs.lost(sequence.cached)

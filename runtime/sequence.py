@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Sequence as Items
@@ -13,6 +14,7 @@ import numpy as np
 from kvlathe.runtime.pool import PageTable, Reservation
 from kvlathe.runtime.sampler import Sampler, SamplingParams, TokenLogprob, logprob
 from kvlathe.runtime.session import Int32, StepPlan
+from kvlathe.runtime.staging import Rows, Staging
 from kvlathe.runtime.tokenizer import TextStream
 
 
@@ -43,6 +45,8 @@ class Sequence:
     text: TextStream | None = None
     cached: int = 0
     salt: bytes = b""  # the tenant: sequences share pages with those of the same salt, and take turns with the others
+    staging: Staging | None = None  # while its prompt passes the stages of its plan one after the other
+    prompt_rows: list[int] | None = None  # of a staged prompt: the rows that each layer computed
     beginning: Beginning | None = None
     arrival: int = 0  # number in the queue
     deadline: float = math.inf  # of time.perf_counter(): it ends then, finished or not
@@ -88,6 +92,8 @@ class Sequence:
 
     def next_tokens(self, budget: int) -> int:
         """How many tokens its next chunk takes where a step has room for ``budget`` more."""
+        if self.staging:
+            return self.staging.next_rows(budget)
         border = (self.cached // self.chunk + 1) * self.chunk
         end = len(self.tokens) if self.cached >= self.prompt_tokens else min(border, self.prompt_tokens)
         return min(end - self.cached, budget)
@@ -95,6 +101,28 @@ class Sequence:
     def seals_at(self, end: int) -> bool:
         """Whether full pages seal once ``end`` tokens are cached: on the grid, at the prompt's end, in decoding."""
         return end % self.chunk == 0 or end >= self.prompt_tokens
+
+    # What the next ``count`` tokens mean, which may be rows of one pass of a staged prompt.
+    @property
+    def stages(self) -> range | None:
+        """The stages that they pass; None: all."""
+        return self.staging.stages if self.staging else None
+
+    def seals_after(self, count: int) -> bool:
+        return count == self.staging.left if self.staging else self.seals_at(self.cached + count)
+
+    def completes(self, count: int) -> bool:
+        """Whether every known token is cached then, so that the next one can be chosen."""
+        if self.staging:
+            return self.staging.last and count == self.staging.left
+        return self.cached + count == len(self.tokens)
+
+    def advance(self, count: int, hidden: Rows | None = None, mass: Rows | None = None) -> None:
+        """They are cached. For a staged prompt, ``hidden`` and ``mass`` as Staging.advance takes them."""
+        if self.staging is None:
+            self.cached += count
+        elif self.staging.advance(count, hidden, mass):
+            self.cached, self.prompt_rows, self.staging = self.prompt_tokens, self.staging.rows, None
 
     def accept(self, logits: np.ndarray) -> int:
         """Choose the next token from ``logits`` [vocab] and add it."""
@@ -134,7 +162,7 @@ def pack(chunks: Items[Chunk]) -> StepPlan:
     cached = np.array([sequence.cached for sequence in sequences], np.int32)
     places = np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], counts)
     fresh = (c.sequence.tokens[c.sequence.cached : c.sequence.cached + c.count] for c in chunks)
-    return StepPlan(
+    step = StepPlan(
         input_ids=np.fromiter(chain.from_iterable(fresh), np.int32, int(starts[-1])),
         positions=places + np.repeat(cached, counts),
         query_starts=starts,
@@ -143,6 +171,26 @@ def pack(chunks: Items[Chunk]) -> StepPlan:
         page_tables=tuple(map(_page_table, zip(*(sequence.table.pages for sequence in sequences), strict=True))),
         logit_rows=np.array([s + i for s, c in zip(starts.tolist(), chunks, strict=False) for i in c.wanted], np.int32),
     )
+    return _staged(step, chunks) if any(sequence.staging for sequence in sequences) else step
+
+
+def _staged(step: StepPlan, chunks: Items[Chunk]) -> StepPlan:
+    """The step with the rows of staged prompts: the tokens that are still there, and what they enter with."""
+    stages, hidden = np.zeros((len(chunks), 2), np.int32), None
+    for i, (chunk, start) in enumerate(zip(chunks, step.query_starts.tolist(), strict=False)):
+        staging, rows = chunk.sequence.staging, slice(start, start + chunk.count)
+        if staging is None:
+            stages[i] = 0, np.iinfo(np.int32).max
+            continue
+        if hidden is None:
+            hidden = np.zeros((len(step.input_ids), staging.plan.model.hidden_size), np.float32)
+        places = staging.positions[staging.places(chunk.count)]
+        step.positions[rows] = places
+        step.input_ids[rows] = np.array(chunk.sequence.tokens, np.int32)[places]
+        stages[i] = staging.stages.start, staging.stages.stop
+        if staging.source is not None:
+            hidden[rows] = staging.source[staging.places(chunk.count)]
+    return dataclasses.replace(step, stages=stages, hidden=hidden)
 
 
 def _page_table(rows: Items[list[int]]) -> Int32:

@@ -26,6 +26,8 @@ class StepPlan:
     lengths: Int32  # [B, S] tokens cached before this step
     page_tables: tuple[Int32, ...]  # S arrays [B, M_b], with the pages of this step's tokens already reserved
     logit_rows: Int32  # [R] rows of input_ids whose next-token logits are wanted
+    stages: Int32 | None = None  # [B, 2] the stages that each sequence passes: first, end; None: all of them
+    hidden: npt.NDArray[np.float32] | None = None  # [T, D] rows that enter past stage 0; then those that leave early
 
 
 class PageMover(Protocol):
@@ -48,7 +50,11 @@ class Session(PageMover, Protocol):
     """A loaded engine. ``run`` computes; the other calls change the pool between steps, on whole pages."""
 
     def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
-        """Logits [R, vocab]; the step's rows are written to the places after ``lengths`` in the fresh buckets."""
+        """Logits [R, vocab]; the step's rows are written to the places after ``lengths`` in the fresh buckets.
+
+        Where ``step.stages`` is given, only those of the layers that each sequence passes are computed, and
+        ``step.hidden`` holds afterwards what its tokens leave with.
+        """
         ...
 
     def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...], position: int) -> None:

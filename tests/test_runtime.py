@@ -213,7 +213,8 @@ def test_an_abandoned_stream_leaks_nothing() -> None:
 def test_onnx_runtime_reads_the_pool_in_place_and_refuses_steps_beyond_the_profile() -> None:
     found = session("onnx", "one", 1 << 26, dataclasses.replace(LIMITS, max_num_tokens=8))
     assert isinstance(found, OrtSession)
-    assert [found.pool[name].data_ptr() for name in found.pool] == [found.memory.ctypes.data] * len(found.pool)
+    pool = found.graphs[0].pool
+    assert [view.data_ptr() for view in pool.values()] == [found.memory.ctypes.data] * len(pool)
     assert found.memory.ctypes.data % 4096 == 0
     step = StepPlan(
         *(np.zeros(9, np.int32),) * 2,
