@@ -16,17 +16,21 @@ from kvlathe.errors import KvlatheError
 
 PRODUCTS = ("MatMul", "Einsum", "Gemm")
 SOFTMAX = ("Softmax", "Exp")
+PLUGIN = frozenset({"its plugin"})
+"""What an Attend node that must be one plugin layer requires: no node of a function has such a name."""
 
 
-def required_nodes(onnx_path: Path) -> dict[str, frozenset[str]]:
+def required_nodes(onnx_path: Path, plugin: bool = False) -> dict[str, frozenset[str]]:
     """For each Attend node: the nodes of its function that must be seen in the engine (products of two computed
-    tensors, and the softmax's exponentials). Names are as TensorRT's parser gives them.
+    tensors, and the softmax's exponentials). Names are as TensorRT's parser gives them. With ``plugin`` none of them
+    will do: the node itself must be there as one layer.
     """
     import onnx
 
     model = onnx.load(onnx_path, load_external_data=False)
     bodies = {(f.domain, f.name): _vital(f.node, f.input) for f in model.functions}
-    return {n.name: bodies[n.domain, n.op_type] for n in model.graph.node if (n.domain, n.op_type) in bodies}
+    attends = {n.name: bodies[n.domain, n.op_type] for n in model.graph.node if (n.domain, n.op_type) in bodies}
+    return dict.fromkeys(attends, PLUGIN) if plugin else attends
 
 
 def _vital(nodes: Iterable[Any], inputs: Iterable[str]) -> frozenset[str]:

@@ -1,9 +1,9 @@
 """TensorRT and TensorRT-RTX engines from the same ONNX file, by the same code.
 
-TensorRT-RTX builds ahead of time on a machine without a GPU; TensorRT builds on the GPU it will run on. Both run the
-model-local function of every Attend node unless a plugin of that name is loaded. The build happens in a child process
-(``_main``), because these libraries end their process when something inside fails. What was built is proved
-afterwards, from the finished engine's own layer list (layers.py).
+TensorRT-RTX builds ahead of time on a machine without a GPU; TensorRT builds on the GPU it will run on. Attend becomes
+our plugin where its library is built (plugin_library.py), and else its model-local function. The build happens in a
+child process (``_main``), because these libraries end their process when something inside fails. What was built is
+proved afterwards, from the finished engine's own layer list (layers.py).
 
 Running such an engine is not shown here: no GPU that TensorRT-RTX supports was at hand.
 """
@@ -22,10 +22,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from kvlathe.console import log
+from kvlathe.engines import plugin_library
 from kvlathe.engines.backends import Built
 from kvlathe.engines.child import ChildFailed, run_module
 from kvlathe.engines.layers import check_attention, required_nodes
-from kvlathe.engines.manifest import ONNX_FILE, WEIGHTS_FILE, Limits
+from kvlathe.engines.manifest import ONNX_FILE, WEIGHTS_FILE, Limits, sha256_file
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
@@ -52,6 +54,8 @@ FLAVOURS = {
     "tensorrt": Flavour("tensorrt", "tensorrt", "pip install tensorrt --extra-index-url https://pypi.nvidia.com", True),
 }
 
+ATTEND, POOL = ("kvlathe", "Attend"), "pool_f16"
+"""The node that the plugin computes, and the input that it updates in place."""
 AMPERE = 80
 """TensorRT-RTX documentation, "CPU-Only AOT and TensorRT-RTX Engines": what is targeted when nothing is asked for."""
 
@@ -65,7 +69,12 @@ def identify(name: str) -> Built:
             f"the backend {name} needs the package {flavour.distribution}", "it is missing", flavour.install
         )
     trt = import_module(flavour.module)
-    return Built({name: _version(flavour, trt)}, _own_gpu() if flavour.needs_gpu else _ahead_of_time_targets(trt))
+    versions = {name: _version(flavour, trt)}
+    if library := plugin_library.find():
+        versions["plugin"] = sha256_file(library)[:16]
+    else:
+        log.warning("%s is not built: engines run Attend as the function in the graph", plugin_library.LIBRARY)
+    return Built(versions, _own_gpu() if flavour.needs_gpu else _ahead_of_time_targets(trt))
 
 
 def _version(flavour: Flavour, trt: Any) -> str:  # noqa: ANN401  the module
@@ -112,14 +121,15 @@ def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> Non
     Raises KvlatheError with the library's own words if it does not parse or build, and naming the layers if the engine
     lost an attention.
     """
-    onnx_path = folder / ONNX_FILE
-    required = required_nodes(onnx_path)
+    onnx_path, library = folder / ONNX_FILE, plugin_library.find()
+    required = required_nodes(onnx_path, plugin=library is not None)
     job = {
         "module": FLAVOURS[name].module,
         "onnx": str(onnx_path),
         "engine": str(folder / ENGINE_FILE),
         "layers": str(folder / LAYERS_FILE),
         "profiles": profiles(plan, limits),
+        "plugin": str(library or ""),
     }
     with tempfile.TemporaryDirectory() as links:
         try:
@@ -183,14 +193,18 @@ def _main(job: Mapping[str, Any]) -> None:
     """Parse, build, write the engine and its layer list. Exits with the library's last error on stderr."""
     trt = import_module(job["module"])
     logger = _logger(trt)
+    if job["plugin"] and trt.get_plugin_registry().load_library(job["plugin"]) is None:
+        sys.exit(f"the plugin library {job['plugin']} cannot be loaded: {logger.last_error}")
     builder = trt.Builder(logger)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)
-    if not parser.parse_from_file(job["onnx"]):
+    if not parser.parse(_graph(job), job["onnx"]):
         error = parser.get_error(0)
         sys.exit(f"node {error.node_name()} ({error.node_operator()}): {error.desc()}".replace("\n", " "))
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
+    if job["plugin"]:
+        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     inputs = [network.get_input(i).name for i in range(network.num_inputs)]
     for shapes in job["profiles"]:
         profile = builder.create_optimization_profile()
@@ -203,6 +217,26 @@ def _main(job: Mapping[str, Any]) -> None:
     with Path(job["engine"]).open("wb") as file:
         file.write(engine)
     Path(job["layers"]).write_text(logger.layers or _inspected(trt, logger, engine), "utf-8")
+
+
+def _graph(job: Mapping[str, Any]) -> bytes:
+    """The ONNX file; for the plugin with its third output, the pool that it has updated in place, handed from layer to
+    layer. Plugins take no unsigned bytes: for them the same bytes are signed."""
+    import onnx
+
+    model = onnx.load(job["onnx"], load_external_data=False)
+    if not job["plugin"]:
+        return model.SerializeToString()
+    for value in model.graph.input:
+        if value.type.tensor_type.elem_type == onnx.TensorProto.UINT8:
+            value.type.tensor_type.elem_type = onnx.TensorProto.INT8
+    pool = POOL
+    for node in model.graph.node:
+        if (node.domain, node.op_type) == ATTEND:
+            node.input[:] = [pool if name == POOL else name for name in node.input]
+            pool = f"{node.name}/pool"
+            node.output.append(pool)
+    return model.SerializeToString()
 
 
 def _logger(trt: Any) -> Any:  # noqa: ANN401

@@ -253,7 +253,7 @@ class AttendLayer(nn.Module):
         outputs = torch.onnx.ops.symbolic_multi_out(
             "kvlathe::Attend",
             [values[name] for name in node_inputs(self.plan, self.layer)],
-            attrs={"layer": self.layer, "scale": self.scale, **ATTRIBUTES},
+            attrs={"layer": self.layer, "scale": self.scale, "layout": self.sizes["layout"].tolist(), **ATTRIBUTES},
             dtypes=dtypes,
             shapes=shapes,
             version=1,

@@ -56,7 +56,7 @@ def attend_function(plan: CompressionPlan, dtype: int = FLOAT, opset: int = OPSE
         output_names(plan),
         writer.body.nodes,
         [helper.make_opsetid("", opset)],
-        attributes=["layer", "scale", *ATTRIBUTES],
+        attributes=["layer", "scale", "layout", *ATTRIBUTES],
     )
 
 

@@ -1,5 +1,6 @@
 // The CUDA entries of a library that was built without nvcc: they refuse, with the remedy.
 #include "check.h"
+#include "kvlathe/cache.h"
 
 namespace {
 int32_t refuse(kvlathe_status* status) {
@@ -16,3 +17,9 @@ extern "C" int32_t kvlathe_cuda_attend_decode(const kvlathe_attend_decode_args*,
 extern "C" int32_t kvlathe_cuda_workspace_bytes(int32_t, int32_t, int64_t*, kvlathe_status* status) {
   return refuse(status);
 }
+extern "C" int32_t kvlathe_cuda_spread(const kvlathe_spread_args*, kvlathe_status* status) { return refuse(status); }
+extern "C" int32_t kvlathe_cuda_append(const kvlathe_layer*, const kvlathe_append_args*, kvlathe_status* status) {
+  return refuse(status);
+}
+extern "C" int32_t kvlathe_cuda_seal(const kvlathe_cuda_seal_args*, kvlathe_status* status) { return refuse(status); }
+extern "C" int32_t kvlathe_cuda_evict(const kvlathe_cuda_evict_args*, kvlathe_status* status) { return refuse(status); }

@@ -1,0 +1,110 @@
+/* kvlathe native kernels on CUDA that change the cache: spread, append, seal, evict. Part of the C ABI (abi.h).
+ *
+ * Pointers are device memory unless said otherwise. Calls are asynchronous on `stream`, allocate nothing and may be captured
+ * into a CUDA graph. What lies in device memory (page ids, lengths) is trusted. */
+#ifndef KVLATHE_CACHE_H
+#define KVLATHE_CACHE_H
+
+#include "kvlathe/abi.h"
+#include "kvlathe/cpu.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What every query of a packed step may read, from what its sequence has. Once a step.
+ *
+ * Row t of `sequence_of` and `visible` belongs to token t: its sequence, or -1 (and lengths 0) past query_starts[batch]; and the
+ * tokens of each bucket it attends: lengths, and in a fresh bucket also the step's tokens up to itself. `spread_tables[s]`
+ * gets the sequence's row of page_tables[s] (null: not wanted). Outputs cover all `tokens` rows. */
+typedef struct kvlathe_spread_args {
+  uint32_t abi_version;
+  int32_t tokens, batch, buckets;     /* T, B, S <= KVLATHE_MAX_PARTS */
+  uint32_t fresh;                     /* bit s: bucket s takes new tokens */
+  int32_t reserved;
+  const int32_t *query_starts;        /* [B + 1] */
+  const int32_t *lengths;             /* [B, S], before the step */
+  const int32_t *const *page_tables;  /* host array of S: [B, page_table_widths[s]] */
+  const int32_t *page_table_widths;   /* host [S] */
+  int32_t *sequence_of;               /* [T] */
+  int32_t *visible;                   /* [T, S] */
+  int32_t *const *spread_tables;      /* host array of S: null or [T, page_table_widths[s]] */
+  void *stream;
+} kvlathe_spread_args;
+
+KVLATHE_API int32_t kvlathe_cuda_spread(const kvlathe_spread_args *args, kvlathe_status *status);
+
+/* One layer's fresh tokens: RoPE, projection, centre, rounding; k' and v' go to their places in the pages, q' to a packed row.
+ *
+ * Sizes and packing are those of docs/attend.md. The products are summed in float32; k' and v' are rounded once. Elements and
+ * the hot format are one 16-bit type. */
+typedef struct kvlathe_append_args {
+  uint32_t abi_version;
+  int32_t element;              /* F16 or BF16: q, k, v, cos, sin, proj_*, centre_k, q_out, the pages, rows */
+  int32_t tokens;               /* T */
+  int32_t reserved;
+  const void *q, *k, *v;        /* before RoPE; rows start at multiples of the strides, in elements, multiples of 8 */
+  int64_t q_stride, k_stride, v_stride;
+  const void *cos, *sin;        /* [T, planes]; unused if no lane has RoPE */
+  const int32_t *sequence_of;   /* [T], from kvlathe_cuda_spread */
+  const int32_t *visible;       /* [T, S], likewise: token t's own place is visible - 1 */
+  const int32_t *const *page_tables;  /* host array of S: rows of sequences */
+  const int32_t *page_table_widths;   /* host [S] */
+  const int32_t *layout;        /* the layer's table in device memory; read only for lanes that keep chosen RoPE planes */
+  const void *proj_q, *proj_k;  /* [H, D, Rk]; unused if the plan does not project */
+  const void *centre_k;         /* [H, Rk]; likewise */
+  void *pool;
+  int64_t pool_bytes;
+  void *q_out;                  /* [T, q_out_stride]: the lanes in head order, each lane's query heads side by side, rank_k each */
+  int64_t q_out_stride;
+  void *rows;                   /* null, or [T, sum of ranks]: k' of the lanes, then v' */
+  void *stream;
+} kvlathe_append_args;
+
+KVLATHE_API int32_t kvlathe_cuda_append(const kvlathe_layer *layer, const kvlathe_append_args *args, kvlathe_status *status);
+
+/* Full pages from a 16-bit bucket into another number format, every lane of `target`, all layers. Codes are those of
+ * runtime/codec.py, bit for bit: nearest, or stochastic by the hash of (seed, layer, head, K or V, position, channel). */
+typedef struct kvlathe_seal_page {
+  int32_t source, target;  /* page ids */
+  int32_t position;        /* place of the page's first token in its sequence */
+} kvlathe_seal_page;
+
+typedef struct kvlathe_cuda_seal_args {
+  uint32_t abi_version;
+  int32_t element;                     /* of the source, and of a target of 16 bits */
+  int32_t page_tokens;
+  int32_t stochastic;                  /* 0: to the nearest */
+  int64_t seed;
+  const kvlathe_part *source, *target; /* host; lanes of all layers, sorted by layer and head; no page tables, no lengths */
+  const kvlathe_seal_page *pages;      /* host [page_count] */
+  int32_t page_count;
+  int32_t reserved;
+  void *pool;
+  int64_t pool_bytes;
+  void *stream;
+} kvlathe_cuda_seal_args;
+
+KVLATHE_API int32_t kvlathe_cuda_seal(const kvlathe_cuda_seal_args *args, kvlathe_status *status);
+
+/* Compacts one sequence in one bucket: lane i (in the part's order) keeps the token places keep[i, 0 .. kept - 1], ascending,
+ * and they move to places 0 .. kept - 1. Refused where a quantization group runs along the tokens. */
+typedef struct kvlathe_cuda_evict_args {
+  uint32_t abi_version;
+  int32_t element;
+  int32_t page_tokens;
+  int32_t kept;
+  const kvlathe_part *part;   /* host; as in kvlathe_cuda_seal */
+  const int32_t *pages;       /* the sequence's page ids */
+  const int64_t *keep;        /* [lanes, kept] */
+  void *pool;
+  int64_t pool_bytes;
+  void *stream;
+} kvlathe_cuda_evict_args;
+
+KVLATHE_API int32_t kvlathe_cuda_evict(const kvlathe_cuda_evict_args *args, kvlathe_status *status);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,45 @@
+// What the hosts of the cache kernels share: refusals, and the device's own errors.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#include "../check.h"
+
+namespace kvlathe::cuda {
+
+inline void require(bool ok, kvlathe_code code, const std::string& message) {
+  if (!ok) throw Refusal(code, message);
+}
+
+inline void check_cuda(cudaError_t error, const char* what) {
+  require(error == cudaSuccess, KVLATHE_DEVICE_ERROR, std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+inline void check_version(uint32_t version) {
+  require(version == KVLATHE_ABI_VERSION, KVLATHE_BAD_VERSION,
+          "the caller was built for kvlathe ABI " + std::to_string(version) + " and this library has " +
+              std::to_string(KVLATHE_ABI_VERSION) + ": rebuild one of them");
+}
+
+inline void check_aligned(const void* pointer, uintptr_t bytes, const char* what) {
+  require(reinterpret_cast<uintptr_t>(pointer) % bytes == 0, KVLATHE_MISALIGNED,
+          std::string(what) + " is not aligned to " + std::to_string(bytes) + " bytes");
+}
+
+inline void check_element(int32_t element) {
+  require(element == KVLATHE_F16 || element == KVLATHE_BF16, KVLATHE_UNSUPPORTED,
+          "the CUDA kernels compute with F16 and BF16 elements only");
+}
+
+// More than 48 KB of shared memory must be asked for.
+template <class Kernel>
+void reserve_shared(Kernel kernel, int bytes) {
+  if (bytes > (48 << 10)) {
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "reserving shared memory");
+  }
+}
+
+}  // namespace kvlathe::cuda

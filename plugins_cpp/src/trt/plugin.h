@@ -1,0 +1,109 @@
+// kvlathe::Attend as an IPluginV3: what TensorRT asks, answered from one layer's table.
+//
+// The table (layer_table of export/layout.py) comes as the field `layout`, so shapes, types and the meaning of every input are
+// known and checked when the plugin is created. The cache is updated in place: output `pool` is the input pool_f16.
+#pragma once
+
+#include <NvInfer.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "../cpu/layer.h"
+#include "kvlathe/cache.h"
+
+#if NV_TENSORRT_MAJOR < 10 || (NV_TENSORRT_MAJOR == 10 && NV_TENSORRT_MINOR < 3)
+#error "the plugin needs the headers of TensorRT 10.3 or later: aliased plugin outputs"
+#endif
+
+namespace kvlathe::trt {
+
+constexpr char kName[] = "Attend", kVersion[] = "1", kNamespace[] = "kvlathe";
+
+// Where the op's inputs are (docs/attend.md); -1: the plan has no such input.
+struct Places {
+  explicit Places(const TableHeader& table);
+  int32_t q, k, v, cos, sin, query_starts, query_offsets, lengths, page_tables, pool_f16, pool_u8, proj_q, proj_k, centre_k, tables;
+};
+
+enum Output : int32_t { kO = 0, kRows = 1, kPool = 2, kOutputs = 3 };
+
+// One layer, read once and shared by all clones.
+struct Form {
+  Form(std::vector<int32_t> table, float scale) : layer(std::move(table)), places(layer.head), scale(scale) {}
+  const kvlathe_layer layer;
+  const Places places;
+  const float scale;
+};
+
+// Bytes of each piece of the workspace.
+struct Pieces {
+  size_t queries, sequences, visible, tables, attend;
+  size_t bytes() const { return queries + sequences + visible + tables + attend; }
+};
+
+class Plugin final : public nvinfer1::IPluginV3,
+                     public nvinfer1::IPluginV3OneCore,
+                     public nvinfer1::IPluginV3OneBuildV2,
+                     public nvinfer1::IPluginV3OneRuntime {
+ public:
+  // Throws Refusal for a form that the CUDA kernels do not run.
+  Plugin(std::shared_ptr<const Form> form, nvinfer1::TensorRTPhase phase);
+
+  nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override;
+  nvinfer1::IPluginV3* clone() noexcept override;
+  char const* getPluginName() const noexcept override { return kName; }
+  char const* getPluginVersion() const noexcept override { return kVersion; }
+  char const* getPluginNamespace() const noexcept override { return kNamespace; }
+
+  int32_t getNbOutputs() const noexcept override { return kOutputs; }
+  int32_t getOutputDataTypes(nvinfer1::DataType* types, int32_t outputs, nvinfer1::DataType const* inputTypes,
+                             int32_t inputs) const noexcept override;
+  int32_t getOutputShapes(nvinfer1::DimsExprs const* in, int32_t inputs, nvinfer1::DimsExprs const* shapeIn, int32_t shapeInputs,
+                          nvinfer1::DimsExprs* out, int32_t outputs, nvinfer1::IExprBuilder& builder) noexcept override;
+  bool supportsFormatCombination(int32_t at, nvinfer1::DynamicPluginTensorDesc const* tensors, int32_t inputs,
+                                 int32_t outputs) noexcept override;
+  int32_t configurePlugin(nvinfer1::DynamicPluginTensorDesc const* in, int32_t inputs, nvinfer1::DynamicPluginTensorDesc const* out,
+                          int32_t outputs) noexcept override;
+  size_t getWorkspaceSize(nvinfer1::DynamicPluginTensorDesc const* in, int32_t inputs, nvinfer1::DynamicPluginTensorDesc const* out,
+                          int32_t outputs) const noexcept override;
+  int32_t getAliasedInput(int32_t output) noexcept override;
+
+  int32_t onShapeChange(nvinfer1::PluginTensorDesc const* in, int32_t inputs, nvinfer1::PluginTensorDesc const* out,
+                        int32_t outputs) noexcept override;
+  int32_t enqueue(nvinfer1::PluginTensorDesc const* inDesc, nvinfer1::PluginTensorDesc const* outDesc, void const* const* in,
+                  void* const* out, void* workspace, cudaStream_t stream) noexcept override;
+  nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext*) noexcept override { return clone(); }
+  nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override;
+
+ private:
+  bool float_input(int32_t at) const;
+  Pieces pieces(int64_t tokens, const std::vector<int64_t>& widths, int64_t attend) const;
+  void check_shapes(nvinfer1::PluginTensorDesc const* in, int32_t inputs) const;
+  void run(nvinfer1::PluginTensorDesc const* desc, void const* const* in, void* const* out, char* workspace, cudaStream_t stream) const;
+
+  std::shared_ptr<const Form> form_;
+  nvinfer1::TensorRTPhase phase_;
+  int32_t layout_at_ = -1;  // the input `layout`: the last one
+  std::vector<nvinfer1::PluginField> fields_;
+  nvinfer1::PluginFieldCollection collection_{};
+};
+
+// Says it to TensorRT's logger where one was given, else to stderr.
+void report(const char* message) noexcept;
+
+// Runs `body`; what it throws is reported and becomes `failed`.
+template <class Body, class Result>
+Result guarded(Result failed, Body body) noexcept {
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    report(error.what());
+  } catch (...) {
+    report("an unknown failure");
+  }
+  return failed;
+}
+
+}  // namespace kvlathe::trt

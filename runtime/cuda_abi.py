@@ -1,0 +1,186 @@
+"""The CUDA entries of libkvlathe.so (abi.h, cache.h) by ctypes. Pointers are device addresses; nothing here knows torch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_uint32, c_void_p
+
+from kvlathe.errors import KvlatheError
+from kvlathe.export.layout import CacheLayout, layer_table
+from kvlathe.export.plan import CompressionPlan
+from kvlathe.runtime.native import ABI_VERSION, Native, Part, Status
+
+F16, BF16 = 1, 2
+OVERLAP = 1
+MOST_PARTS = 3
+
+
+def _ints(*names: str) -> list[tuple[str, type]]:
+    return [(name, c_int32) for name in names]
+
+
+def _pointers(*names: str) -> list[tuple[str, type]]:
+    return [(name, c_void_p) for name in names]
+
+
+class AttendDecodeArgs(Structure):
+    _fields_ = [
+        ("abi_version", c_uint32),
+        *_ints("element", "batch", "group_size", "page_tokens", "part_count"),
+        ("scale", c_float),
+        ("flags", c_int32),
+        ("parts", POINTER(Part)),
+        ("pool", c_void_p),
+        ("pool_bytes", c_int64),
+        ("q", c_void_p),
+        ("q_stride", c_int64),
+        ("o", c_void_p),
+        ("o_stride", c_int64),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_int64),
+        ("stream", c_void_p),
+    ]
+
+
+class SpreadArgs(Structure):
+    _fields_ = [
+        ("abi_version", c_uint32),
+        *_ints("tokens", "batch", "buckets"),
+        ("fresh", c_uint32),
+        ("reserved", c_int32),
+        *_pointers("query_starts", "lengths", "page_tables", "page_table_widths", "sequence_of", "visible"),
+        *_pointers("spread_tables", "stream"),
+    ]
+
+
+class AppendArgs(Structure):
+    _fields_ = [
+        ("abi_version", c_uint32),
+        *_ints("element", "tokens", "reserved"),
+        *_pointers("q", "k", "v"),
+        *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride")),
+        *_pointers("cos", "sin", "sequence_of", "visible", "page_tables", "page_table_widths", "layout"),
+        *_pointers("proj_q", "proj_k", "centre_k", "pool"),
+        ("pool_bytes", c_int64),
+        ("q_out", c_void_p),
+        ("q_out_stride", c_int64),
+        *_pointers("rows", "stream"),
+    ]
+
+
+class SealPage(Structure):
+    _fields_ = _ints("source", "target", "position")
+
+
+class SealArgs(Structure):
+    _fields_ = [
+        ("abi_version", c_uint32),
+        *_ints("element", "page_tokens", "stochastic"),
+        ("seed", c_int64),
+        ("source", POINTER(Part)),
+        ("target", POINTER(Part)),
+        ("pages", POINTER(SealPage)),
+        *_ints("page_count", "reserved"),
+        ("pool", c_void_p),
+        ("pool_bytes", c_int64),
+        ("stream", c_void_p),
+    ]
+
+
+class EvictArgs(Structure):
+    _fields_ = [
+        ("abi_version", c_uint32),
+        *_ints("element", "page_tokens", "kept"),
+        ("part", POINTER(Part)),
+        *_pointers("pages", "keep", "pool"),
+        ("pool_bytes", c_int64),
+        ("stream", c_void_p),
+    ]
+
+
+class CudaLibrary:
+    """The library's CUDA calls; a refusal becomes KvlatheError with its words."""
+
+    def __init__(self, native: Native) -> None:
+        """Raises KvlatheError if the library was built without CUDA."""
+        self.path, lib = native.path, native.lib
+        if not lib.kvlathe_has_cuda():
+            raise KvlatheError(
+                f"{native.path} holds no CUDA kernels", "it was built without nvcc", "build it again: kvlathe native --cuda"
+            )
+        lib.kvlathe_layer_create.argtypes = [c_void_p, c_int64, POINTER(c_void_p), POINTER(Status)]
+        lib.kvlathe_layer_destroy.argtypes, lib.kvlathe_layer_destroy.restype = [c_void_p], None
+        lib.kvlathe_cuda_attend_decode.argtypes = [POINTER(AttendDecodeArgs), POINTER(Status)]
+        lib.kvlathe_cuda_spread.argtypes = [POINTER(SpreadArgs), POINTER(Status)]
+        lib.kvlathe_cuda_append.argtypes = [c_void_p, POINTER(AppendArgs), POINTER(Status)]
+        lib.kvlathe_cuda_seal.argtypes = [POINTER(SealArgs), POINTER(Status)]
+        lib.kvlathe_cuda_evict.argtypes = [POINTER(EvictArgs), POINTER(Status)]
+        lib.kvlathe_cuda_workspace_bytes.argtypes = [c_int32, c_int32, POINTER(c_int64), POINTER(Status)]
+        self.lib = lib
+
+    def call(self, name: str, *arguments: object) -> None:
+        """``kvlathe_<name>`` with ``arguments`` and a status."""
+        status = Status()
+        if getattr(self.lib, f"kvlathe_{name}")(*arguments, byref(status)):
+            raise KvlatheError(f"{name} cannot run", status.message.decode(), "report this")
+
+    def workspace_bytes(self, batch: int, heads: int) -> int:
+        size = c_int64()
+        self.call("cuda_workspace_bytes", batch, heads, byref(size))
+        return size.value
+
+
+class LayerForm:
+    """One layer of a plan for the library: its handle, and the parts that its attention reads."""
+
+    def __init__(self, library: CudaLibrary, plan: CompressionPlan, layer: int) -> None:
+        self.library, self.handle = library, c_void_p()
+        table = layer_table(plan, layer)
+        library.call("layer_create", table.ctypes.data, table.size, byref(self.handle))
+        lanes, group = plan.active(layer), plan.model.group_size
+        self.heads = len(lanes)
+        self.queries, self.out = (group * sum(ranks) for ranks in zip(*((x.rank_k, x.rank_v) for x in lanes), strict=True))
+        tables = [t[t[:, 0] == layer].copy() for t in map(CacheLayout(plan).lane_table, range(len(plan.buckets)))]
+        self.buckets = [b for b, rows in enumerate(tables) if len(rows)]
+        self._tables = [tables[b] for b in self.buckets]
+        self.parts = (Part * len(self.buckets))(*(part_of(plan, b, tables[b]) for b in self.buckets))
+
+    def __del__(self) -> None:
+        if self.handle:
+            self.library.lib.kvlathe_layer_destroy(self.handle)
+
+
+def part_of(plan: CompressionPlan, bucket: int, lanes: object) -> Part:
+    """Bucket ``bucket`` with ``lanes`` (rows of its lane table, which must outlive the part); no page table yet."""
+    tier = plan.tiers[plan.buckets[bucket].tier]
+    axes = (int(tier.axis_k == "token"), int(tier.axis_v == "token"))
+    sizes = (tier.bits_k, tier.bits_v, *axes, tier.group_k, tier.group_v, len(lanes), 0)  # type: ignore[arg-type]
+    stride = CacheLayout(plan).page_stride[bucket]
+    return Part(*sizes, lanes.ctypes.data, stride, None, None, 0)  # type: ignore[attr-defined]
+
+
+class PageKernels:
+    """Seal and evict on whole pages of a plan: every lane of every layer in one call."""
+
+    def __init__(self, library: CudaLibrary, plan: CompressionPlan, pool: int, pool_bytes: int, element: int = F16) -> None:
+        """``pool``: device address of the arena."""
+        self.library, self.plan, self.pool, self.pool_bytes, self.element = library, plan, pool, pool_bytes, element
+        self._tables = [CacheLayout(plan).lane_table(b) for b in range(len(plan.buckets))]
+        self.parts = [part_of(plan, b, table) for b, table in enumerate(self._tables)]
+
+    def seal(self, fresh: int, cold: int, pages: Sequence[tuple[int, int, int]], stream: int) -> None:
+        """``pages``: (page of ``fresh``, page of ``cold``, position of its first token)."""
+        jobs = (SealPage * len(pages))(*(SealPage(*page) for page in pages))
+        stochastic = self.plan.tiers[self.plan.buckets[cold].tier].rounding == "stochastic"
+        args = SealArgs(ABI_VERSION, self.element, self.plan.page_tokens, int(stochastic), self.plan.seed)
+        args.source, args.target = ctypes.pointer(self.parts[fresh]), ctypes.pointer(self.parts[cold])
+        args.pages, args.page_count = jobs, len(pages)
+        args.pool, args.pool_bytes, args.stream = self.pool, self.pool_bytes, stream
+        self.library.call("cuda_seal", byref(args))
+
+    def evict(self, bucket: int, pages: int, keep: int, kept: int, stream: int) -> None:
+        """``pages`` and ``keep`` [lanes, kept]: device addresses of int32 and int64."""
+        args = EvictArgs(ABI_VERSION, self.element, self.plan.page_tokens, kept, ctypes.pointer(self.parts[bucket]))
+        args.pages, args.keep, args.pool, args.pool_bytes, args.stream = pages, keep, self.pool, self.pool_bytes, stream
+        self.library.call("cuda_evict", byref(args))

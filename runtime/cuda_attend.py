@@ -1,0 +1,132 @@
+"""kvlathe::Attend on one GPU by the native kernels: a packed step is spread over its queries once, then each layer appends
+its fresh tokens and attends. Everything is asynchronous on the current stream and may be captured into a CUDA graph.
+
+Sizes as in docs/attend.md. All floating tensors are of one 16-bit type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from ctypes import addressof, byref, c_int32, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvlathe.export.layout import layer_table
+from kvlathe.export.plan import CompressionPlan
+from kvlathe.runtime.cuda_abi import BF16, F16, AppendArgs, AttendDecodeArgs, CudaLibrary, LayerForm, SpreadArgs
+from kvlathe.runtime.native import ABI_VERSION
+
+ELEMENTS = {torch.float16: F16, torch.bfloat16: BF16}
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """A step on the device, int32: ``query_starts`` [B+1], ``lengths`` [B, S], ``page_tables`` S times [B, M_s].
+
+    ``single``: sequence b has exactly row b, or none (a decode step).
+    """
+
+    query_starts: Tensor
+    lengths: Tensor
+    page_tables: Sequence[Tensor]
+    single: bool
+
+
+class Attention:
+    """The attention of every layer of a plan over one pool."""
+
+    def __init__(
+        self, library: CudaLibrary, plan: CompressionPlan, scales: Sequence[float], pool: Tensor, most_rows: int
+    ) -> None:
+        """``pool``: uint8 on the GPU. ``most_rows``: tokens of the largest step."""
+        self.library, self.plan, self.scales, self.pool = library, plan, scales, pool
+        self.forms = [LayerForm(library, plan, layer) for layer in range(plan.model.layers)]
+        self.layouts = [torch.from_numpy(layer_table(plan, x)).to(pool.device) for x in range(plan.model.layers)]
+        size = max(library.workspace_bytes(most_rows, form.heads) for form in self.forms)
+        self.workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
+        self.fresh = sum(1 << b for b, bucket in enumerate(plan.buckets) if bucket.source is None)
+
+    def spread(self, step: StepInputs, tokens: int) -> Spread:
+        """What each of ``tokens`` rows may read."""
+        device, buckets = self.pool.device, len(self.plan.buckets)
+        done = Spread(
+            step,
+            torch.empty(tokens, dtype=torch.int32, device=device),
+            torch.empty(tokens, buckets, dtype=torch.int32, device=device),
+            step.page_tables if step.single else [t.new_empty(tokens, t.shape[1]) for t in step.page_tables],
+        )
+        args = SpreadArgs(ABI_VERSION, tokens, len(step.lengths), buckets, self.fresh)
+        args.query_starts, args.lengths = step.query_starts.data_ptr(), step.lengths.data_ptr()
+        args.page_tables, args.page_table_widths = done.addresses, done.widths
+        args.sequence_of, args.visible = done.sequence_of.data_ptr(), done.visible.data_ptr()
+        wanted = (c_void_p * buckets)() if step.single else _addresses(done.tables)
+        args.spread_tables, args.stream = _address(wanted), _stream()
+        self.library.call("cuda_spread", byref(args))
+        return done
+
+    def run(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None, spread: Spread,
+        weights: Mapping[str, Tensor],
+    ) -> Tensor:  # fmt: skip
+        """q, k, v: rows before RoPE, views of one matrix are fine -> o [T, sum of G * rank_v]; the pool has k' and v'.
+
+        ``weights``: proj_q, proj_k, centre_k where the plan projects.
+        """
+        form, tokens = self.forms[layer], len(q)
+        queries, out = q.new_empty(tokens, form.queries), q.new_empty(tokens, form.out)
+        self._append(layer, q, k, v, angles, spread, weights, queries)
+        for part, bucket in zip(form.parts, form.buckets, strict=True):
+            table = spread.tables[bucket]
+            part.page_table, part.page_table_stride = table.data_ptr(), table.shape[1]
+            part.lengths = spread.visible.data_ptr() + 4 * bucket
+            part.lengths_stride = spread.visible.shape[1]
+        args = AttendDecodeArgs(ABI_VERSION, ELEMENTS[q.dtype], tokens, self.plan.model.group_size)
+        args.page_tokens, args.part_count, args.scale = self.plan.page_tokens, len(form.parts), self.scales[layer]
+        args.parts, args.pool, args.pool_bytes = form.parts, self.pool.data_ptr(), self.pool.numel()
+        args.q, args.q_stride, args.o, args.o_stride = queries.data_ptr(), form.queries, out.data_ptr(), form.out
+        args.workspace, args.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
+        args.stream = _stream()
+        self.library.call("cuda_attend_decode", byref(args))
+        return out
+
+    def _append(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None, spread: Spread,
+        weights: Mapping[str, Tensor], queries: Tensor,
+    ) -> None:  # fmt: skip
+        args = AppendArgs(ABI_VERSION, ELEMENTS[q.dtype], len(q))
+        args.q, args.k, args.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        args.q_stride, args.k_stride, args.v_stride = q.stride(0), k.stride(0), v.stride(0)
+        if angles is not None:
+            args.cos, args.sin = angles[0].data_ptr(), angles[1].data_ptr()
+        args.sequence_of, args.visible = spread.sequence_of.data_ptr(), spread.visible.data_ptr()
+        args.page_tables, args.page_table_widths = spread.addresses, spread.widths
+        args.layout = self.layouts[layer].data_ptr()
+        for name in ("proj_q", "proj_k", "centre_k") if self.plan.projected else ():
+            setattr(args, name, weights[name].data_ptr())
+        args.pool, args.pool_bytes = self.pool.data_ptr(), self.pool.numel()
+        args.q_out, args.q_out_stride, args.stream = queries.data_ptr(), queries.stride(0), _stream()
+        self.library.call("cuda_append", self.forms[layer].handle, byref(args))
+
+
+class Spread:
+    """A step as the kernels take it: row by row. Keeps what the calls point to."""
+
+    def __init__(self, step: StepInputs, sequence_of: Tensor, visible: Tensor, tables: Sequence[Tensor]) -> None:
+        self.step, self.sequence_of, self.visible, self.tables = step, sequence_of, visible, tables
+        self._addresses = _addresses(step.page_tables)
+        self._widths = (c_int32 * len(step.page_tables))(*(t.shape[1] for t in step.page_tables))
+        self.addresses, self.widths = _address(self._addresses), _address(self._widths)
+
+
+def _addresses(tensors: Sequence[Tensor]) -> object:
+    return (c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
+
+
+def _address(array: object) -> c_void_p:
+    return c_void_p(addressof(array))  # type: ignore[arg-type]
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream
