@@ -1,4 +1,4 @@
-"""libkvlathe_trt.so, the TensorRT plugin: where it is, or why there is none. Without it the function in the graph runs."""
+"""libkvlathe_trt.so, the TensorRT plugin: where it is, if it is built. Without it the function in the graph runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def find() -> Path | None:
     if chosen:
         path = Path(chosen)
         if not path.is_file():
-            raise KvlatheError(f"{VARIABLE} names {chosen}", "there is no such file", "build it: docs/native.md says how")
+            raise KvlatheError(
+                f"{VARIABLE} names {chosen}", "there is no such file", "build it: docs/native.md says how"
+            )
         return path.resolve()
     package = Path(kvlathe.__file__).resolve().parent
     places = (package / LIBRARY, package.parent / "build" / "native" / LIBRARY)

@@ -121,7 +121,7 @@ def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> Non
     Raises KvlatheError with the library's own words if it does not parse or build, and naming the layers if the engine
     lost an attention.
     """
-    onnx_path, library = folder / ONNX_FILE, plugin_library.find()
+    onnx_path, library = folder / ONNX_FILE, None if plan.ranked else plugin_library.find()  # it counts no mass
     required = required_nodes(onnx_path, plugin=library is not None)
     job = {
         "module": FLAVOURS[name].module,

@@ -1,4 +1,4 @@
-"""The CUDA entries of libkvlathe.so (abi.h, cache.h) by ctypes. Pointers are device addresses; nothing here knows torch."""
+"""The CUDA entries of libkvlathe.so (abi.h, cache.h) by ctypes. Pointers are device addresses; no torch here."""
 
 from __future__ import annotations
 
@@ -107,7 +107,9 @@ class CudaLibrary:
         self.path, lib = native.path, native.lib
         if not lib.kvlathe_has_cuda():
             raise KvlatheError(
-                f"{native.path} holds no CUDA kernels", "it was built without nvcc", "build it again: kvlathe native --cuda"
+                f"{native.path} holds no CUDA kernels",
+                "it was built without nvcc",
+                "build it again: kvlathe native --cuda",
             )
         lib.kvlathe_layer_create.argtypes = [c_void_p, c_int64, POINTER(c_void_p), POINTER(Status)]
         lib.kvlathe_layer_destroy.argtypes, lib.kvlathe_layer_destroy.restype = [c_void_p], None
@@ -140,7 +142,9 @@ class LayerForm:
         library.call("layer_create", table.ctypes.data, table.size, byref(self.handle))
         lanes, group = plan.active(layer), plan.model.group_size
         self.heads = len(lanes)
-        self.queries, self.out = (group * sum(ranks) for ranks in zip(*((x.rank_k, x.rank_v) for x in lanes), strict=True))
+        self.queries, self.out = (
+            group * sum(ranks) for ranks in zip(*((x.rank_k, x.rank_v) for x in lanes), strict=True)
+        )
         tables = [t[t[:, 0] == layer].copy() for t in map(CacheLayout(plan).lane_table, range(len(plan.buckets)))]
         self.buckets = [b for b, rows in enumerate(tables) if len(rows)]
         self._tables = [tables[b] for b in self.buckets]
@@ -163,7 +167,9 @@ def part_of(plan: CompressionPlan, bucket: int, lanes: object) -> Part:
 class PageKernels:
     """Seal and evict on whole pages of a plan: every lane of every layer in one call."""
 
-    def __init__(self, library: CudaLibrary, plan: CompressionPlan, pool: int, pool_bytes: int, element: int = F16) -> None:
+    def __init__(
+        self, library: CudaLibrary, plan: CompressionPlan, pool: int, pool_bytes: int, element: int = F16
+    ) -> None:
         """``pool``: device address of the arena."""
         self.library, self.plan, self.pool, self.pool_bytes, self.element = library, plan, pool, pool_bytes, element
         self._tables = [CacheLayout(plan).lane_table(b) for b in range(len(plan.buckets))]

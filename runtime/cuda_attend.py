@@ -1,5 +1,5 @@
-"""kvlathe::Attend on one GPU by the native kernels: a packed step is spread over its queries once, then each layer appends
-its fresh tokens and attends. Everything is asynchronous on the current stream and may be captured into a CUDA graph.
+"""kvlathe::Attend on one GPU by the native kernels: a step is spread over its queries once, then each layer appends its
+fresh tokens and attends. Everything is asynchronous on the current stream and may be captured into a CUDA graph.
 
 Sizes as in docs/attend.md. All floating tensors are of one 16-bit type.
 """

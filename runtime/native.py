@@ -55,11 +55,12 @@ class SealArgs(Structure):
 
 @dataclass(frozen=True)
 class Native:
-    """A loaded library. ``isa``: the instruction set that its CPU kernels use here."""
+    """A loaded library. ``isa``: the instruction set that its CPU kernels use here; ``cuda``: it holds CUDA kernels."""
 
     path: Path
     lib: ctypes.CDLL
     isa: str
+    cuda: bool
 
     @classmethod
     def load(cls, path: Path) -> Native:
@@ -75,7 +76,7 @@ class Native:
         if found != ABI_VERSION:
             fact, reason = f"{path} has ABI version {found}", f"this kvlathe speaks {ABI_VERSION}"
             raise KvlatheError(fact, reason, "build it again: kvlathe native")
-        return cls(path, lib, lib.kvlathe_cpu_isa().decode())
+        return cls(path, lib, lib.kvlathe_cpu_isa().decode(), bool(lib.kvlathe_has_cuda()))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""Building libkvlathe.so from plugins_cpp/ with CMake. Standard library only: setup.py uses it too."""
+"""Building libkvlathe.so from plugins_cpp/ with CMake. Standard library only: setup.py uses it too.
+
+The TensorRT plugin is built beside it where TENSORRT_INCLUDE_DIR names the folder of NvInfer.h.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ log = logging.getLogger("kvlathe")
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES, HOME = ROOT / "plugins_cpp", ROOT / "build" / "native"
 """In a checkout: what is built, and where the library is looked for afterwards (runtime/native.py)."""
-LIBRARY = "libkvlathe.so"
+LIBRARY, PLUGIN = "libkvlathe.so", "libkvlathe_trt.so"
 
 
 def obstacle() -> str:
@@ -49,6 +52,8 @@ def build(folder: Path = HOME, cuda: bool = False) -> Path:
             raise KvlatheError(
                 "the native kernels were not built", f"{command[0]} failed:\n{words}", "mend what it names"
             )
+    if not (folder / PLUGIN).is_file():
+        log.warning("no %s: it needs TensorRT's headers, TENSORRT_INCLUDE_DIR=.../include (docs/native.md)", PLUGIN)
     return folder / LIBRARY
 
 
@@ -58,5 +63,6 @@ def build_into(package: Path) -> bool:
         log.warning("kvlathe: no native kernels, because %s; the ONNX functions run instead", found)
         return False
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copy2(build(Path(folder)), package / LIBRARY)
+        for built in build(Path(folder)).parent.glob("libkvlathe*.so"):
+            shutil.copy2(built, package / built.name)
     return True

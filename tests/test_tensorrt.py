@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import subprocess
 from importlib import util
 from pathlib import Path
 
@@ -10,9 +13,9 @@ import onnx
 import pytest
 
 from kvlathe.engines import manifest as manifests
-from kvlathe.engines import tensorrt
+from kvlathe.engines import plugin_library, tensorrt
 from kvlathe.engines.build import BuildRequest, build
-from kvlathe.engines.layers import check_attention, required_nodes
+from kvlathe.engines.layers import PLUGIN, check_attention, required_nodes
 from kvlathe.engines.manifest import Limits
 from kvlathe.engines.tensorrt import profiles
 from kvlathe.errors import KvlatheError
@@ -26,6 +29,14 @@ needs_rtx = pytest.mark.skipif(
     util.find_spec("tensorrt_rtx_bindings") is None,
     reason="TensorRT-RTX is not installed: pip install 'kvlathe[tensorrt]'",
 )
+
+
+@pytest.fixture(autouse=True)
+def without_plugin(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The plugin that the environment names ("" if none); the tests run without unless they name it again."""
+    named = os.environ.get(plugin_library.VARIABLE, "0")
+    monkeypatch.setenv(plugin_library.VARIABLE, "0")
+    return "" if named == "0" else named
 
 
 def two_buckets() -> CompressionPlan:
@@ -100,6 +111,55 @@ def test_the_shipped_model_becomes_an_engine_without_a_gpu(tmp_path: Path) -> No
     assert {"model.onnx", "model.onnx.data"} <= set(manifest.made_from)
     layers = (folder / "layers.txt").read_text()
     assert all(f"layers.{i}.attend/Attend" in layers for i in range(4))
+
+
+# -- with the plugin ---------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The plugin library: the one that the environment names, or a fresh build without kernels."""
+    if named := os.environ.get(plugin_library.VARIABLE, "0").strip("0"):
+        return Path(named)
+    headers = os.environ.get("TENSORRT_INCLUDE_DIR", "")
+    if not Path(headers, "NvInfer.h").is_file():
+        pytest.skip("no TensorRT headers: set TENSORRT_INCLUDE_DIR to include/ of https://github.com/NVIDIA/TensorRT")
+    sources, folder = Path(__file__).parents[1] / "plugins_cpp", tmp_path_factory.mktemp("plugin")
+    for command in (
+        ["cmake", "-S", str(sources), "-B", str(folder), "-DKVLATHE_CUDA=OFF", f"-DTENSORRT_INCLUDE_DIR={headers}"],
+        ["cmake", "--build", str(folder), "-j2", "--target", "kvlathe_trt"],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode or "SKIPPING the TensorRT plugin" in done.stderr:
+            pytest.skip(f"the plugin cannot be built here: {done.stderr[-300:]}")
+    return folder / plugin_library.LIBRARY
+
+
+@needs_rtx
+@pytest.mark.parametrize("compression", ["none", "hack:bits=8"])
+def test_every_attention_becomes_one_plugin_layer(
+    plugin: Path, compression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quantized pages too: the graph's unsigned bytes, which no plugin takes, reach it as signed ones."""
+    monkeypatch.setenv(plugin_library.VARIABLE, str(plugin))
+    request = BuildRequest(
+        MODEL, tmp_path / "engine", compression=compression, backend="tensorrt_rtx", max_seq_len=512, use_cache=False
+    )
+    folder = build(request)
+    layers = (folder / "layers.txt").read_text()
+    found = re.findall(r"Name: (layers\.\d+\.attend/Attend), LayerType: PluginV3,", layers)
+    assert sorted(set(found)) == [f"layers.{i}.attend/Attend" for i in range(4)]
+    assert "Softmax" not in layers and "Gather" not in "".join(line for line in layers.splitlines() if "attend" in line)
+    assert manifests.verify(folder).versions["plugin"]
+
+
+def test_a_plugin_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(plugin_library.VARIABLE, str(tmp_path / "nothing.so"))
+    with pytest.raises(KvlatheError, match="there is no such file"):
+        plugin_library.find()
+
+
+def test_an_engine_that_ran_the_function_instead_of_the_plugin_is_refused() -> None:
+    with pytest.raises(KvlatheError, match=r"layers\.0\.attend/Attend \(its plugin\)"):
+        check_attention(WHOLE, dict.fromkeys(REQUIRED, PLUGIN))
 
 
 @needs_rtx

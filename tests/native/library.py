@@ -62,6 +62,7 @@ class Library:
     """libkvlathe.so; a refusal of the library becomes NativeError."""
 
     def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
         self.lib = ctypes.CDLL(str(path))
         self.lib.kvlathe_abi_version.restype = c_uint32
         for entry in (self.lib.kvlathe_cpu_attend_decode, self.lib.kvlathe_cuda_attend_decode):

@@ -1,0 +1,103 @@
+"""A test case of Attend in 16 bit on a device: what CUDA kernels and the TensorRT plugin are given and must leave."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kvlathe.errors import KvlatheError
+from kvlathe.export.layout import CacheLayout
+from kvlathe.export.plan import CompressionPlan, Lane
+from kvlathe.runtime.cuda_abi import CudaLibrary
+from kvlathe.runtime.cuda_attend import Attention, StepInputs
+from tests.attend_cases import Case
+from tests.native_cpu.library import Array, reserve
+
+CLOSE = {"rtol": 1e-2, "atol": 1.5e-2}
+"""16-bit elements, cos and sin among them, against float64 of the same inputs."""
+
+
+def halves(x: Array) -> Array:
+    return x.astype(np.float16).astype(np.float64)
+
+
+class Step16:
+    """The inputs of one case in halves, and its laws. Inputs are rounded first, so that both sides see the same."""
+
+    @staticmethod
+    def takes(plan: CompressionPlan) -> bool:
+        return all(plan.tiers[b.tier].bits_k == 16 for b in plan.buckets if b.source is None) and len(plan.buckets) <= 3
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.plan = case, case.plan
+        case.q = [[halves(x) for x in heads] for heads in case.q]
+        case.k, case.v = [halves(x) for x in case.k], [halves(x) for x in case.v]
+        case.projections = [tuple(map(halves, matrices)) for matrices in case.projections]  # type: ignore[misc]
+        self.memory, self.tables = reserve(case)
+        self.q, self.k, self.v = case.packed(torch.float16)
+        step = case.step(torch.float32)
+        assert step.cos is not None and step.sin is not None
+        self.cos, self.sin = step.cos.half(), step.sin.half()
+        self.query_starts, self.query_offsets = step.query_starts, step.query_offsets
+        self.lengths = torch.from_numpy(np.ascontiguousarray(case.lengths))
+        self.state = case.state(torch.float16)
+
+    def run(self, library: CudaLibrary, device: str) -> tuple[Array, Array]:
+        """o of the real tokens and the pool's bytes, by the session's own path."""
+        pool = torch.from_numpy(self.memory.copy()).to(device)
+        layers = self.plan.model.layers
+        attention = Attention(library, self.plan, [self.case.scale] * layers, pool, len(self.q))
+        tables = [torch.from_numpy(table).to(device) for table in self.tables]
+        single = bool((self.query_starts == torch.arange(len(self.query_starts))).all())
+        inputs = StepInputs(self.query_starts.to(device), self.lengths.to(device), tables, single)
+        spread = attention.spread(inputs, len(self.q))
+        q, k, v, cos, sin = (x.to(device) for x in (self.q, self.k, self.v, self.cos, self.sin))
+        weights = {name: x.to(device) for name, x in self.state.items()}
+        try:
+            out = attention.run(self.case.layer, q, k, v, (cos, sin), spread, weights)
+        except KvlatheError as refusal:
+            if "16-bit parts only" not in str(refusal):
+                raise
+            return np.zeros(
+                (0, 0)
+            ), pool.cpu().numpy()  # this build attends no codes: the rows are written all the same
+        return out[: self.case.total].cpu().double().numpy(), pool.cpu().numpy()
+
+    def check_out(self, out: Array) -> None:
+        if out.size:
+            np.testing.assert_allclose(out, self.case.expected()[0], **CLOSE)
+
+    def check_rows(self, rows: Array) -> None:
+        np.testing.assert_allclose(rows, self.case.expected()[1], **CLOSE)
+
+    def check_memory(self, memory: Array) -> None:
+        """The step's k' and v', and nothing else, were written: after each length in the fresh buckets."""
+        written = np.zeros(len(self.memory), bool)
+        expected, rows = self.case.expected()[1], self.rows_at(memory, written)
+        np.testing.assert_allclose(rows, expected, **CLOSE)
+        np.testing.assert_array_equal(memory[~written], self.memory[~written])
+
+    def rows_at(self, memory: Array, written: Array) -> Array:
+        """[tokens, sum of ranks] as read from the pool; marks the bytes."""
+        lanes, layout = self.case.lanes, CacheLayout(self.plan)
+        found: list[list[Array]] = []
+        for b, count in enumerate(self.case.queries):
+            for i in range(count):
+                keys, values = zip(*(self._row(memory, written, layout, lane, b, i) for lane in lanes), strict=True)
+                found.append([*keys, *values])
+        return np.array([np.concatenate(row) for row in found]).astype(np.float64)
+
+    def _row(
+        self, memory: Array, written: Array, layout: CacheLayout, lane: Lane, b: int, i: int
+    ) -> tuple[Array, Array]:
+        index = lane.layer * self.plan.model.kv_heads + lane.head
+        bucket = next(s for s, x in enumerate(self.plan.buckets) if x.source is None and index in x.lanes)
+        slab = layout.slab(bucket, index)
+        page, place = divmod(int(self.case.lengths[b, bucket]) + i, self.plan.page_tokens)
+        start = int(self.tables[bucket][b, page]) * layout.page_stride[bucket]
+        row = []
+        for at, rank in ((slab.k, lane.rank_k), (slab.v, lane.rank_v)):
+            span = slice(start + at + place * rank * 2, start + at + (place + 1) * rank * 2)
+            written[span] = True
+            row.append(memory[span].view(np.float16))
+        return row[0], row[1]

@@ -1,0 +1,134 @@
+"""Append, seal and evict on the GPU against references: the float64 step, and runtime/codec.py bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+
+from kvlathe.errors import KvlatheError
+from kvlathe.export.layout import CacheLayout
+from kvlathe.export.plan import Bucket, Lane, Tier
+from kvlathe.runtime.codec import parts
+from kvlathe.runtime.cuda_abi import CudaLibrary, PageKernels
+from kvlathe.runtime.host_pages import HostPages
+from kvlathe.runtime.native import Native
+from tests.attend_cases import Case, cases, plan_of
+from tests.native.library import Library
+from tests.native.step16 import Step16
+
+SLOW = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module")
+def cuda(library: Library) -> Iterator[CudaLibrary]:
+    if not (torch.cuda.is_available() and library.has_cuda):
+        pytest.skip("no GPU, or a library without CUDA kernels")
+    yield CudaLibrary(Native.load(library.path))
+
+
+@SLOW
+@given(case=cases())
+def test_a_step_is_plain_attention(cuda: CudaLibrary, case: Case) -> None:
+    """Ragged steps of random plans: rows, the pages they lie in, and o; nothing else in the pool changes."""
+    assume(Step16.takes(case.plan))
+    step = Step16(case)
+    out, memory = step.run(cuda, "cuda")
+    step.check_memory(memory)
+    step.check_out(out)
+
+
+@pytest.mark.parametrize("queries", [[1] * 40, [200, 1, 37]])
+def test_a_larger_step(cuda: CudaLibrary, queries: list[int]) -> None:
+    """Several blocks of rows, wide projections, one lane with chosen planes, one without a projection of its own."""
+    lanes = [
+        Lane(0, 0, 128, 96, 48, projected=True),
+        Lane(0, 1, 128, 128, 128),
+        Lane(0, 2, 20, 16, 16, "planes", (0, 3, 4, 9, 17, 20, 21, 40, 63, 60), True),
+    ]
+    plan = plan_of(lanes, [Tier(16, 16)], [Bucket(0, (0, 1, 2))], 128, 4, 64)
+    case = Case(plan, 0, queries, [[n] for n in range(60, 60 + len(queries))], seed=1)
+    step = Step16(case)
+    out, memory = step.run(cuda, "cuda")
+    step.check_memory(memory)
+    step.check_out(out)
+
+
+TIERS = [
+    Tier(8, 8),
+    Tier(4, 4, "rank", "token", 32, 16),
+    Tier(2, 2, "rank", "rank", 48, 32),
+    Tier(8, 2, "token", "rank", 48, 64),
+    Tier(4, 8, "token", "token", 64, 32),
+    Tier(16, 4, "rank", "token", 64, 64),
+    Tier(4, 2, "rank", "token", 64, 64, rounding="stochastic"),
+    Tier(8, 4, "token", "rank", 32, 32, rounding="stochastic"),
+]
+
+
+def sealing(tier: Tier, page: int) -> CacheLayout:
+    """Two layers of three lanes, the cold bucket without one of them."""
+    lanes = [Lane(layer, h, 128, *ranks, projected=True) for layer in range(2) for h, ranks in enumerate(RANKS)]
+    return CacheLayout(
+        plan_of(lanes, [Tier(16, 16), tier], [Bucket(0, tuple(range(6))), Bucket(1, (0, 1, 3, 5), 0)], 128, 2, page)
+    )
+
+
+RANKS = [(128, 48), (80, 16), (16, 112)]
+
+
+@pytest.mark.parametrize("page", [64, 80])
+@pytest.mark.parametrize("tier", TIERS, ids=str)
+def test_seal_writes_the_codes_of_the_codec(cuda: CudaLibrary, tier: Tier, page: int) -> None:
+    layout, rng = sealing(tier, page), np.random.default_rng(3)
+    size = 40 * max(layout.page_stride)
+    host = rng.standard_normal(size // 2).astype(np.float16)
+    host[: layout.page_stride[0] // 4] = np.float16(0.3)  # half a page of constant groups
+    memory = host.view(np.uint8).copy()
+    pool = torch.from_numpy(memory.copy()).cuda()
+    last = size // layout.page_stride[1]
+    jobs = [(i, last - 1 - i, 7 + i * page) for i in range(3)]
+    PageKernels(cuda, layout.plan, pool.data_ptr(), size).seal(0, 1, jobs, torch.cuda.current_stream().cuda_stream)
+    hot, cold = parts(layout, 0), parts(layout, 1)
+    for source, target, position in jobs:
+        pages = [
+            memory[page * stride :][:stride] for page, stride in zip((source, target), layout.page_stride, strict=True)
+        ]
+        for lane, pair in cold.items():
+            for part, fresh in zip(pair, hot[lane], strict=True):
+                part.write(pages[1], fresh.read(pages[0]), position)
+    np.testing.assert_array_equal(pool.cpu().numpy(), memory)
+
+
+@pytest.mark.parametrize(
+    "tier", [Tier(16, 16), Tier(4, 8, "rank", "rank", 32, 64), Tier(2, 2, "rank", "rank")], ids=str
+)
+@pytest.mark.parametrize("kept", [1, 64, 150])
+def test_evict_keeps_the_places_it_is_told(cuda: CudaLibrary, tier: Tier, kept: int) -> None:
+    layout, rng = sealing(tier, 64), np.random.default_rng(kept)
+    host = HostPages(layout, 40 * max(layout.page_stride))
+    host.memory[:] = rng.integers(0, 255, len(host.memory), np.uint8)
+    pages = np.array([7, 2, 11, 5], np.int32)
+    keep = np.array([np.sort(rng.permutation(250)[:kept]) for _ in range(4)], np.int64)
+    pool = torch.from_numpy(host.memory.copy()).cuda()
+    on_gpu = torch.from_numpy(pages).cuda(), torch.from_numpy(keep).cuda()
+    kernels = PageKernels(cuda, layout.plan, pool.data_ptr(), len(host.memory))
+    kernels.evict(1, on_gpu[0].data_ptr(), on_gpu[1].data_ptr(), kept, torch.cuda.current_stream().cuda_stream)
+    host.evict(1, pages, keep)
+    np.testing.assert_array_equal(pool.cpu().numpy(), host.memory)
+
+
+def test_what_cannot_be_is_refused_in_words(cuda: CudaLibrary) -> None:
+    layout = sealing(Tier(8, 8), 64)
+    pool = torch.zeros(4 * layout.page_stride[0], dtype=torch.uint8, device="cuda")
+    kernels = PageKernels(cuda, layout.plan, pool.data_ptr(), pool.numel())
+    with pytest.raises(KvlatheError, match="outside the pool"):
+        kernels.seal(0, 1, [(4, 0, 0)], 0)
+    with pytest.raises(KvlatheError, match="groups run along them"):
+        kernels.evict(1, pool.data_ptr(), pool.data_ptr(), 1, 0)
+    small = PageKernels(cuda, layout.plan, pool.data_ptr() + 64, pool.numel())
+    with pytest.raises(KvlatheError, match="not aligned"):
+        small.seal(0, 1, [(0, 1, 0)], 0)
