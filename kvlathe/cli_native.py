@@ -24,9 +24,9 @@ def native_command(check: bool, cuda: bool) -> Result:
         if not check:
             raise KvlatheError("the native kernels were built and are not in use", found.reason)
         return {"in_use": "no", "reason": found.reason}
-    cuda = "yes" if found.native.cuda else "no: it was built without --cuda"
+    kernels = "yes" if found.native.cuda else "no: it was built without --cuda"
     plugin = str(plugin_library.find() or f"no: {plugin_library.LIBRARY} is not built (docs/native.md)")
-    library = {"library": str(found.native.path), "cpu": found.native.isa, "cuda": cuda}
+    library = {"library": str(found.native.path), "cpu": found.native.isa, "cuda": kernels}
     return {"in_use": "yes", **library, "tensorrt_plugin": plugin}
 
 
