@@ -29,7 +29,7 @@ from kvlathe.engines.planning import Planned, bytes_per_token, calibrate_to, ope
 from kvlathe.engines.request import DTYPE_BYTES, BuildRequest, check
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
-from kvlathe.tokenizer_files import GENERATION, eos_ids, has_backend, read_backend, read_object
+from kvlathe.tokenizer_files import FILES, GENERATION, eos_ids, has_backend, read_backend, read_object
 
 if TYPE_CHECKING:
     from kvlathe.export.checkpoint import Checkpoint
@@ -37,13 +37,6 @@ if TYPE_CHECKING:
 
 __all__ = ["BuildRequest", "build", "calibrate_to", "preview"]
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    GENERATION,
-)
 NOT_IN_KEY = ("model", "output_dir", "workers", "overwrite", "use_cache", "command")
 """Fields of a request that do not change the engine (the model enters by its digest)."""
 
@@ -61,7 +54,7 @@ class Order:
         """The cache key: everything that decides the engine's bytes."""
         fields = {f.name: getattr(self.request, f.name) for f in dataclasses.fields(self.request)}
         model = self.request.model
-        files = [*sorted(model.glob("*.safetensors")), *(model / name for name in ("config.json", *TOKENIZER_FILES))]
+        files = [*sorted(model.glob("*.safetensors")), *(model / name for name in ("config.json", *FILES))]
         return cache.key_of(
             {
                 **{name: _content(value) for name, value in fields.items() if name not in NOT_IN_KEY},
@@ -254,7 +247,7 @@ def _copy_tokenizer(source: Path, folder: Path, ends: tuple[int, ...]) -> None:
     """The tokenizer's files, and in generation_config.json the ids that end a text, wherever the checkpoint has them:
     its config.json does not come along.
     """
-    for name in TOKENIZER_FILES:
+    for name in FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     if ends:

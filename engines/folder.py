@@ -26,8 +26,8 @@ from kvlathe.errors import KvlatheError
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def check_target(target: Path, overwrite: bool = False) -> None:
-    """Raise KvlatheError unless an engine folder can appear at ``target``."""
+def check_target(target: Path, overwrite: bool = False, proof: str = MANIFEST_FILE) -> None:
+    """Raise KvlatheError unless a folder can appear at ``target``. ``proof``: a file that what it replaces must hold."""
     if target.exists() or target.is_symlink():
         if not overwrite:
             raise KvlatheError(
@@ -35,9 +35,9 @@ def check_target(target: Path, overwrite: bool = False) -> None:
                 "a build never writes into a folder",
                 "name another --output_dir or pass --overwrite",
             )
-        if not (target / MANIFEST_FILE).is_file():
+        if not (target / proof).is_file():
             raise KvlatheError(
-                f"{target} is not an engine folder", "--overwrite replaces engines only", "name another one"
+                f"{target} is nothing that --overwrite replaces", f"it has no {proof}", "name another folder"
             )
     home = nearest_parent(target)
     if not home.is_dir() or not os.access(home, os.W_OK | os.X_OK):
@@ -50,13 +50,13 @@ def nearest_parent(target: Path) -> Path:
 
 
 @contextmanager
-def appearing(target: Path, overwrite: bool = False) -> Iterator[Path]:
+def appearing(target: Path, overwrite: bool = False, proof: str = MANIFEST_FILE) -> Iterator[Path]:
     """A new folder to write into, which becomes ``target`` if the block succeeds and vanishes if it does not.
 
     SIGTERM inside the block is taken as Ctrl-C, so that it cleans up too. Raises KvlatheError for a full disk and for a
-    target that exists (with ``overwrite``: that is no engine folder); every other error passes through.
+    target that exists (with ``overwrite``: that does not hold the file ``proof``); every other error passes through.
     """
-    check_target(target, overwrite)
+    check_target(target, overwrite, proof)
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(target)
     work = Path(tempfile.mkdtemp(prefix=_prefix(target), dir=target.parent))

@@ -16,6 +16,9 @@ from kvlathe.errors import KvlatheError
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GENERATION = "generation_config.json"
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", GENERATION)
+"""All that text is read and written by."""
+
 REPLACE = "replace it with the checkpoint's own file"
 
 

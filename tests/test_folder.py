@@ -88,7 +88,7 @@ def test_existing_targets_are_refused_and_overwritten_only_if_they_are_engines(t
     (target / "old").write_text("")
     with pytest.raises(KvlatheError, match="exists"):
         check_target(target)
-    with pytest.raises(KvlatheError, match="replaces engines only"):
+    with pytest.raises(KvlatheError, match="nothing that --overwrite replaces"):
         check_target(target, overwrite=True)
     (target / "manifest.json").write_text("{}")
     with appearing(target, overwrite=True) as work:
