@@ -27,7 +27,7 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def check_target(target: Path, overwrite: bool = False, proof: str = MANIFEST_FILE) -> None:
-    """Raise KvlatheError unless a folder can appear at ``target``. ``proof``: a file that what it replaces must hold."""
+    """Raise KvlatheError unless a folder can appear at ``target``. ``proof``: a file of what may be replaced."""
     if target.exists() or target.is_symlink():
         if not overwrite:
             raise KvlatheError(

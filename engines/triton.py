@@ -10,7 +10,6 @@ Both run in Triton's Python backend. docs/triton.md says what each tensor means.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -96,9 +95,9 @@ def write_repository(
 ) -> dict[str, Path]:
     """Write the two models and return their folders by name.
 
-    ``copy``: the repository holds the engine's files; otherwise a link to them. ``streaming``: models are decoupled (many
-    responses a request); otherwise one response, which plain inference calls can receive. ``settings``: what the token
-    model loads the engine with, None left out. Raises KvlatheError where ``engine`` is none or cannot do what is asked.
+    ``copy``: the repository holds the engine's files; otherwise a link to them. ``streaming``: models are decoupled
+    (many responses a request); otherwise one response, which plain inference calls can receive. ``settings``: what the
+    token model loads the engine with, None left out. Raises KvlatheError where ``engine`` is none or takes no text.
     """
     manifest = manifests.verify(engine)
     _check(engine, name)
@@ -145,8 +144,6 @@ def _write_model(
     config = config_text(folder.name, inputs, outputs, decoupled, parameters)
     (folder / "config.pbtxt").write_text(config, "utf-8")
     (folder / VERSION / "model.py").write_text(MODEL_FILE.format(module=module), "utf-8")
-    for path in (folder, folder / VERSION):
-        os.chmod(path, 0o755)
 
 
 def config_text(

@@ -1,6 +1,6 @@
 """What both Triton models share: reading a request's tensors, answering it, and noticing that its client has gone.
 
-``triton_python_backend_utils`` exists only inside Triton's Python backend, so this module and its users import there alone.
+``triton_python_backend_utils`` exists only inside Triton's Python backend: this and its users are imported there alone.
 """
 
 from __future__ import annotations
@@ -74,10 +74,11 @@ def text(name: str, item: bytes) -> str:
 
 
 class Watch:
-    """Looks every WATCH_SECONDS which open calls have lost their client, and ends those."""
+    """Looks every WATCH_SECONDS which open calls have lost their client, and ends those. Then it calls ``also``."""
 
-    def __init__(self) -> None:
+    def __init__(self, also: Callable[[], None] = lambda: None) -> None:
         self._open: dict[Call, Callable[[], None]] = {}
+        self._also = also
         threading.Thread(target=self._look, name="watch", daemon=True).start()
 
     def add(self, call: Call, end: Callable[[], None]) -> None:
@@ -99,6 +100,7 @@ class Watch:
     def _look(self) -> None:
         while True:
             time.sleep(WATCH_SECONDS)
+            self._also()
             for call in list(self._open):
                 if call.gone():
                     self._end(call)

@@ -61,7 +61,7 @@ class TritonPythonModel:
         for response in self._call(inputs, request_id, ["text", "finish_reason"]):
             if response.has_error():
                 call.refuse(Exception(response.error().message()), response.error().code())
-                return
+                continue  # responses are read to their end, or this model could not be unloaded
             outputs = {tensor.name(): tensor.as_numpy().reshape(-1)[0] for tensor in response.output_tensors()}
             if outputs:  # the last response of a stream may be empty
                 piece, reason = before.encode() + outputs["text"], outputs["finish_reason"]

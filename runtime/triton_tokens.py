@@ -14,16 +14,18 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb  # pyright: ignore[reportMissingImports]
 
 from kvlathe.errors import KvlatheError
-from kvlathe.runtime.async_engine import AsyncEngine, Busy, Delta, Request
+from kvlathe.runtime.async_engine import MAX_WAITING, AsyncEngine, Busy, Delta, Request
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.sampler import SamplingParams
 from kvlathe.runtime.triton_call import Call, Watch, folder
+from kvlathe.runtime.triton_gauges import Gauges
 
 
 @dataclass(eq=False, slots=True)
@@ -75,8 +77,7 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         self.decoupled = bool(config["model_transaction_policy"]["decoupled"])
         self.engine = load(folder(args) / "engine", settings(config)).start()
-        self.vocabulary = self.engine.llm.plan.model.vocab_size
-        self.watch = Watch()
+        self.watch = Watch(Gauges(self.engine, args["model_name"]).report)
         self.work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._work, name="work", daemon=True).start()
 
@@ -150,11 +151,12 @@ def settings(config: Mapping[str, Any]) -> dict[str, str]:
     return {key: entry["string_value"] for key, entry in config.get("parameters", {}).items()}
 
 
-def load(engine: Any, given: Mapping[str, str]) -> AsyncEngine:  # noqa: ANN401
-    numbers = {key: int(given[key]) for key in ("cache_bytes", "threads") if key in given}
-    llm = LLM.load(engine, share_prefixes=given.get("share_prefixes", "True") == "True", **numbers)
-    waiting = {"max_waiting": int(given["max_waiting"])} if "max_waiting" in given else {}
-    return AsyncEngine(llm, **waiting)
+def load(engine: Path, given: Mapping[str, str]) -> AsyncEngine:
+    """The engine as config.pbtxt asks for it; what it leaves out is as in ``kvlathe serve``."""
+    numbers = {key: int(given[key]) for key in ("cache_bytes", "threads", "max_waiting") if key in given}
+    share = given.get("share_prefixes", "True") == "True"
+    llm = LLM.load(engine, numbers.get("cache_bytes"), numbers.get("threads"), share_prefixes=share)
+    return AsyncEngine(llm, numbers.get("max_waiting", MAX_WAITING))
 
 
 def prompt(call: Call) -> list[int]:
@@ -163,8 +165,8 @@ def prompt(call: Call) -> list[int]:
     if ids is None:
         raise KvlatheError("input_ids is missing", "a request continues a prompt", "send it")
     length = call.one("input_lengths", ids.size)
-    if not 0 < length <= ids.size:
-        raise KvlatheError(f"input_lengths is {length}", f"input_ids has {ids.size} tokens", "send 1 to that many")
+    if not 0 <= length <= ids.size:
+        raise KvlatheError(f"input_lengths is {length}", f"input_ids has {ids.size} tokens", "send no more than that")
     return ids.reshape(-1)[:length].tolist()
 
 

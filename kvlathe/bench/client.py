@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from kvlathe.bench_load import Request
+from kvlathe.bench.load import Request
 
 Enough = Callable[[Sequence["Outcome"]], bool]
 """Told of all outcomes so far each time something may have changed: whether the rest need not be waited for."""
