@@ -130,9 +130,7 @@ class TritonPythonModel:
             return
         reason = answer.take(delta)
         answer.over = reason is not None
-        if reason == "cancelled":
-            answer.call.refuse(KvlatheError("the request ended early", "it was cancelled"), pb.TritonError.CANCELLED)
-        elif delta.error is not None:
+        if delta.error is not None:
             answer.call.refuse(delta.error, pb.TritonError.INTERNAL)
         elif answer.over or answer.streaming:
             answer.send(reason)

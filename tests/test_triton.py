@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import queue
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -127,9 +129,14 @@ class Stream:
         self.client.close()
 
 
+@cache
+def greedy(llm: LLM, prompt: tuple[int, ...], new: int) -> list[int]:
+    return llm.generate([prompt], SamplingParams(max_new_tokens=new, ignore_eos=True))[0].token_ids
+
+
 def same(llm: LLM, prompt: list[int], got: list[int], new: int) -> bool:
     """Whether ``got`` is the greedy answer: exactly, or up to a step where the two best logits differ by under 1e-3."""
-    wanted = llm.generate([prompt], SamplingParams(max_new_tokens=new, ignore_eos=True))[0].token_ids
+    wanted = greedy(llm, tuple(prompt), new)
     differ = [i for i, (a, b) in enumerate(zip(got, wanted, strict=True)) if a != b]
     if not differ:
         return True
@@ -277,7 +284,7 @@ def test_text_errors_reach_the_client(server: Server) -> None:
 
 # -- many, and gone ------------------------------------------------------------------------------------------------
 def test_many_clients_share_steps_and_get_what_they_get_alone(server: Server, alone: LLM) -> None:
-    prompts = [alone.encode(PROMPTS[i % len(PROMPTS)])[: 1 + i % 5] for i in range(CLIENTS)]
+    prompts = [alone.encode(PROMPTS[i % len(PROMPTS)])[: 1 + i // 16] for i in range(CLIENTS)]
     got: dict[int, list[int]] = {}
 
     def client(i: int) -> None:
@@ -291,7 +298,7 @@ def test_many_clients_share_steps_and_get_what_they_get_alone(server: Server, al
         together = max(together, server.gauge("kvlathe_num_requests_running"))
         time.sleep(0.02)
     assert len(got) == CLIENTS and together > CLIENTS / 4
-    assert all(same(alone, prompt, got[i], 96) for i, prompt in enumerate(prompts))
+    assert all(same(alone, prompts[i], got[i], 96) for i in range(CLIENTS))
     assert until(server.idle)
 
 
@@ -323,8 +330,8 @@ def test_a_request_is_stopped_by_its_id(server: Server) -> None:
     next(results)
     stopper = Stream(server, "kvlathe", {"stop": True}, request_id="long one")
     assert list(stopper) == []
-    with pytest.raises(Exception, match="cancelled"):
-        list(results)
+    rest = list(results)
+    assert len(rest) < 900 and rest[-1].as_numpy("finish_reason")[0, 0] == b"cancelled"
     assert until(server.idle)
 
 
@@ -348,8 +355,6 @@ def test_plain_inference_calls_take_a_repository_without_streaming(plain_server:
 
 
 def test_the_command_writes_a_repository(engine: Path, tmp_path: Path) -> None:
-    import sys
-
     command = [sys.executable, "-m", "kvlathe.cli", "triton-repo", str(engine), str(tmp_path / "out"), "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
