@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import click
 
-from kvlathe import __version__, cli_build, cli_native, cli_run, cli_show, cli_triton, console
+from kvlathe import __version__, cli_build, cli_eval, cli_native, cli_run, cli_show, cli_triton, console
 from kvlathe.errors import KvlatheError
 
 EPILOG = """\b
@@ -40,7 +40,14 @@ def cli() -> None:
     """Compress the KV cache of a decoder LLM, export it as an engine, run the engine."""
 
 
-for command in (*cli_build.COMMANDS, *cli_run.COMMANDS, *cli_show.COMMANDS, *cli_native.COMMANDS, *cli_triton.COMMANDS):
+for command in (
+    *cli_build.COMMANDS,
+    *cli_run.COMMANDS,
+    *cli_eval.COMMANDS,
+    *cli_show.COMMANDS,
+    *cli_native.COMMANDS,
+    *cli_triton.COMMANDS,
+):
     cli.add_command(command)
 
 

@@ -1,15 +1,15 @@
-"""``kvlathe generate``, ``eval`` and ``compare``: what an engine says, how well, and whether two say the same."""
+"""``kvlathe generate`` and ``compare``: what an engine says, and whether two say the same."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvlathe import console, tasks
+from kvlathe import console
 from kvlathe.cli_common import ENGINE, PATH, Result, read_text, reports, show_pairs
 
 if TYPE_CHECKING:
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 THREADS = click.option(
     "--threads", type=click.IntRange(1), help="Threads of the CPU. [default: one for each physical core]"
 )
-
-NAMES = {"kv_bytes_per_token": "KV bytes a token", "kv_bytes_removed": "KV bytes removed", "kl": "KL, nats a token"}
 
 
 def show_answer(result: Result) -> None:
@@ -98,62 +96,6 @@ def say(pieces: Generator[str, None, Answer], silent: bool) -> Answer:
             click.echo(piece, nl=False)
 
 
-def show_scores(result: Result) -> None:
-    """What was measured, one row a score, and on what; what was not measured is left out."""
-    rows = [(NAMES.get(key, key.replace("_", " ")), value) for key, value in result.items() if value is not None]
-    scores = [row for row in rows if not isinstance(row[1], dict | list)]
-    console.print_pairs("", [*scores, ("measured on", measured_on(result["measured_on"]))])
-
-
-def measured_on(sources: Mapping[str, Any]) -> str:
-    """The ``measured_on`` of an evaluation as a person would say it."""
-    said = []
-    if text := sources.get("text"):
-        said.append(f"{text['windows']} windows of {text['window_tokens']} tokens of {text['file']}")
-    if asked := sources.get("retrieval"):
-        step = f" (one in {asked['every']})" if asked["every"] > 1 else ""
-        said.append(f"{asked['questions']} questions of {asked['file']}{step}, {asked['too_long']} more too long")
-    return "; ".join(said)
-
-
-@click.command("eval")
-@ENGINE
-@click.option(
-    "--baseline", type=PATH, metavar="ENGINE0", help="Uncompressed engine of the same model, to compare with."
-)
-@click.option("--text", type=PATH, help="Documents (.jsonl): perplexity, agreement, KL.")
-@click.option("--retrieval", type=PATH, help="Prompts with answers (.jsonl): exact match.")
-@click.option("--windows", type=click.IntRange(1), default=tasks.WINDOWS, show_default=True, help="Windows of text.")
-@click.option(
-    "--window-tokens", type=click.IntRange(2), default=tasks.WINDOW_TOKENS, show_default=True, help="Tokens of each."
-)
-@click.option("--every", type=click.IntRange(1), default=tasks.EVERY, show_default=True, help="Use each N-th prompt.")
-@THREADS
-@reports(show_scores)
-def eval_command(
-    engine: Path,
-    baseline: Path | None,
-    text: Path | None,
-    retrieval: Path | None,
-    windows: int,
-    window_tokens: int,
-    every: int,
-    threads: int | None,
-) -> Result:
-    """Measure an engine: perplexity, line retrieval, and agreement with the uncompressed model.
-
-    Agreement (share of equal next tokens) and KL need --baseline; what was not asked for is null.
-    """
-    if text is None and retrieval is None:
-        raise click.UsageError("Give --text, --retrieval or both.")
-    from kvlathe.runtime.evaluate import evaluate
-    from kvlathe.runtime.llm import LLM
-
-    reference = LLM.load(baseline, threads=threads) if baseline else None
-    llm = LLM.load(engine, threads=threads)
-    return evaluate(llm, reference, text, retrieval, windows, window_tokens, every)
-
-
 @click.command("compare")
 @click.argument("engine_a", type=PATH)
 @click.argument("engine_b", type=PATH)
@@ -173,4 +115,4 @@ def compare_command(engine_a: Path, engine_b: Path, prompt: str, raw: bool) -> R
     return compare(a, b, a.tokenizer.encode(prompt))
 
 
-COMMANDS = (generate_command, eval_command, compare_command)
+COMMANDS = (generate_command, compare_command)

@@ -96,11 +96,16 @@ class Question:
 def read_questions(path: Path, encoder: Encoder, every: int = EVERY) -> list[Question]:
     """Every ``every``-th line of a .jsonl file of prompts with answers."""
     rows = _rows(path, ("prompt", "answer"))[::every]
-    questions = (
-        Question(tuple(encoder.encode(row["prompt"])), tuple(encoder.encode(row["answer"], add_special_tokens=False)))
-        for row in rows
-    )
-    return [question for question in questions if question.prompt and question.answer]
+    questions = (question(encoder, row["prompt"], row["answer"]) for row in rows)
+    return [asked for asked in questions if asked.prompt and asked.answer]
+
+
+def question(encoder: Encoder, prompt: str, answer: str) -> Question:
+    """The answer is split as it is behind the prompt, where the prompt's own tokens stay what they are."""
+    asked = encoder.encode(prompt)
+    both = encoder.encode(prompt + answer)
+    behind = both[len(asked) :] if both[: len(asked)] == asked else encoder.encode(answer, add_special_tokens=False)
+    return Question(tuple(asked), tuple(behind))
 
 
 def answered(oracle: LogitsOracle, question: Question) -> bool:

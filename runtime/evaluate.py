@@ -11,16 +11,25 @@ from kvlathe import tasks, tokenizer_files
 from kvlathe.console import progress
 from kvlathe.engines.manifest import Limits, Manifest
 from kvlathe.errors import KvlatheError
+from kvlathe.export.plan import CompressionPlan
 from kvlathe.metrics import Sums
 from kvlathe.runtime.tokenizer import Tokenizer
 
 BYTES_OF = "a token of a long sequence; removed: against the uncompressed cache in the same number format"
 
 
+RANKED_PROMPT = 0.75
+"""Of a window, where tokens are ranked by their prompt: the prompt's share; what follows it is scored."""
+
+
 class Model(tasks.LogitsOracle, Protocol):
-    """What is asked of an LLM here: logits of any places of a sequence, its limits and its tokenizer."""
+    """What is asked of an LLM here: logits of any places of a sequence, its limits, plan and tokenizer.
+
+    Where the plan ranks the tokens of a prompt, the prompt is what comes before the first place asked for.
+    """
 
     limits: Limits
+    plan: CompressionPlan
     tokenizer: Tokenizer
     manifest: Manifest | None
 
@@ -45,11 +54,9 @@ def evaluate(
     Windows shrink to what both engines take; longer questions are left out. Raises KvlatheError before anything runs if
     the engines have different vocabularies or a file cannot be used.
     """
-    longest = min(model.limits.max_input_len for model in (engine, baseline) if model is not None)
-    if baseline is not None:
-        _check_comparable(engine, baseline)
+    longest = longest_input(engine, baseline)
     tokens = min(window_tokens, longest)
-    cut = _windows(engine, text, windows, tokens) if text else []
+    cut = cut_windows(engine, text, windows, tokens) if text else []
     questions = tasks.read_questions(retrieval, engine.tokenizer, every) if retrieval else []
     fitting = [question for question in questions if question.tokens <= longest]
     if questions and not fitting:
@@ -64,8 +71,10 @@ def evaluate(
         "measured_on": measured_on,
     }
     if text:
-        result |= _on_text(engine, baseline, cut)
+        result |= text_scores(engine, baseline, cut)
         measured_on["text"] = {"file": text.name, "windows": len(cut), "window_tokens": tokens}
+        if engine.plan.ranked:
+            measured_on["text"]["scored_tokens"] = len(scored_rows(engine, tokens))
     if retrieval:
         right = [tasks.answered(engine, question) for question in progress(fitting, "answering questions")]
         result["retrieval_exact_match"] = sum(right) / len(right)
@@ -79,6 +88,13 @@ def evaluate(
     return result
 
 
+def longest_input(engine: Model, baseline: Model | None) -> int:
+    """Tokens of the longest input that both take. Raises KvlatheError if their vocabularies differ."""
+    if baseline is not None:
+        _check_comparable(engine, baseline)
+    return min(model.limits.max_input_len for model in (engine, baseline) if model is not None)
+
+
 def _check_comparable(engine: Model, baseline: Model) -> None:
     ours, theirs = (model.tokenizer.backend.get_vocab() for model in (engine, baseline))
     if ours != theirs:
@@ -87,15 +103,25 @@ def _check_comparable(engine: Model, baseline: Model) -> None:
         )
 
 
-def _windows(engine: Model, text: Path, count: int, tokens: int) -> list[list[int]]:
+def cut_windows(engine: Model, text: Path, count: int, tokens: int) -> list[list[int]]:
+    """The first ``count`` windows of ``tokens`` tokens of a file of texts."""
     documents = tasks.encode_documents(engine.tokenizer, tasks.read_texts(text))
     return tasks.windows(documents, tokenizer_files.separator(engine.tokenizer.eos_ids), count, tokens)
 
 
-def _on_text(engine: Model, baseline: Model | None, windows: list[list[int]]) -> dict[str, float]:
+def scored_rows(model: Model, tokens: int) -> range:
+    """The places of a window of ``tokens`` tokens whose next token is predicted: all of them, or, where the plan ranks
+    the tokens of a prompt, those from the prompt's last on.
+    """
+    return range(int(RANKED_PROMPT * tokens) - 1 if model.plan.ranked and tokens > 2 else 0, tokens - 1)
+
+
+def text_scores(engine: Model, baseline: Model | None, windows: list[list[int]]) -> dict[str, float]:
+    """``perplexity`` and, with a baseline, ``perplexity_ratio``, ``agreement`` and ``kl``, over the same places."""
     own, reference = Sums(), Sums()
     for window in progress(windows, "predicting text"):
-        rows, targets = range(len(window) - 1), np.array(window[1:])
+        rows = scored_rows(engine, len(window))
+        targets = np.array(window)[rows.start + 1 :]
         known = None if baseline is None else baseline.logits(window, rows)
         own += Sums.of(engine.logits(window, rows), targets, known)
         reference += Sums() if known is None else Sums.of(known, targets)

@@ -15,7 +15,7 @@ from typing import Any
 import click
 import pytest
 
-from kvlathe import cli, cli_common, cli_run, console
+from kvlathe import cli, cli_common, cli_eval, cli_run, console
 from kvlathe.cli_show import rank_table
 from kvlathe.errors import KvlatheError
 
@@ -172,7 +172,7 @@ def test_ranks_are_shown_by_layer_and_head() -> None:
 def test_scores_say_what_they_were_measured_on(capsys: pytest.CaptureFixture[str]) -> None:
     text = {"file": "eval.jsonl", "windows": 8, "window_tokens": 2048}
     asked = {"file": "lines.jsonl", "questions": 49, "every": 3, "too_long": 1}
-    cli_run.show_scores({"perplexity": 3.5, "kl": None, "measured_on": {"text": text, "retrieval": asked}})
+    cli_eval.show_scores({"perplexity": 3.5, "kl": None, "measured_on": {"text": text, "retrieval": asked}})
     shown = " ".join(capsys.readouterr().out.split())
     assert "perplexity 3.5" in shown and "KL" not in shown
     assert "8 windows of 2048 tokens of eval.jsonl; 49 questions of lines.jsonl (one in 3), 1 more too long" in shown

@@ -120,6 +120,7 @@ class Stub:
     blur: float = 0.0
     longest: int = 512
     wrong: tuple[int, ...] = ()
+    ranked: bool = False
 
     @property
     def limits(self) -> Limits:
@@ -128,6 +129,10 @@ class Stub:
     @property
     def tokenizer(self) -> Tokenizer:
         return Tokenizer(LATHE)
+
+    @property
+    def plan(self) -> Any:  # noqa: ANN401
+        return type("P", (), {"ranked": self.ranked})
 
     @property
     def manifest(self) -> Any:  # noqa: ANN401
