@@ -248,7 +248,7 @@ class AttendLayer(nn.Module):
         dtypes = [self.dtype, HALF_OR_FLOAT[max(self.form.hot_bits)]]
         if self.plan.probe is not None:
             places = sum(table.shape[1] for table in step.page_tables) * self.plan.page_tokens
-            shapes += [(len(step.lengths), self.sizes.H, places + len(step.query_offsets))]
+            shapes += [(step.lengths.shape[0], self.sizes.H, places + step.query_offsets.shape[0])]
             dtypes += [torch.float32]
         outputs = torch.onnx.ops.symbolic_multi_out(
             "kvlathe::Attend",

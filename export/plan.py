@@ -212,6 +212,10 @@ class CompressionPlan:
         h = self.model.kv_heads
         return tuple(lane for lane in self.lanes[layer * h : (layer + 1) * h] if not lane.removed)
 
+    def kept_before(self, layer: int) -> int:
+        """Lanes that are not removed in the layers before: the place of a layer's first one among them all."""
+        return sum(not lane.removed for lane in self.lanes[: layer * self.model.kv_heads])
+
     @property
     def unit(self) -> int:
         """Elements a gather moves at once, 16 to 64: divides every rank, and 128 bytes in the widest format (slabs

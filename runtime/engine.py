@@ -89,10 +89,9 @@ class Engine:
             for chunk in chunks:
                 self.pool.rollback(chunk.reservation)
             raise
-        for chunk, start in zip(chunks, step.query_starts.tolist(), strict=False):
+        for place, chunk in enumerate(chunks):
             self.pool.commit(chunk.reservation)
-            hidden = None if step.hidden is None else step.hidden[start : start + chunk.count]
-            chunk.sequence.advance(chunk.count, hidden)
+            chunk.sequence.advance(chunk.count, step, place)
         return logits
 
     def _grow(self, sequence: Sequence, logits: Rows) -> Sequence:

@@ -31,6 +31,7 @@ from kvlathe.runtime.sampler import Sampler, SamplingParams, TokenLogprob
 from kvlathe.runtime.scheduler import Scheduler
 from kvlathe.runtime.sequence import Chunk, Sequence
 from kvlathe.runtime.session import Session
+from kvlathe.runtime.staging import Staging
 from kvlathe.runtime.tokenizer import TextStream, Tokenizer
 
 SESSIONS = {"onnxruntime": session_class}
@@ -61,7 +62,8 @@ class Timings:
 class Answer:
     """``token_ids`` includes the token that ended the text; ``text`` excludes stop strings and special tokens.
 
-    ``finish_reason``: ``stop`` (end-of-text token or stop string) or ``length``.
+    ``finish_reason``: ``stop`` (end-of-text token or stop string) or ``length``. ``prompt_rows``: where the plan
+    dropped hidden states of the prompt, the rows that each layer computed of it.
     """
 
     text: str
@@ -70,6 +72,7 @@ class Answer:
     prompt_tokens: int
     logprobs: list[TokenLogprob] | None
     timings: Timings
+    prompt_rows: list[int] | None = None
 
 
 class LLM:
@@ -166,7 +169,7 @@ class LLM:
     @property
     def sharable(self) -> bool:
         """Whether sequences that begin alike may share what they begin with."""
-        return all(bucket.tokens.kind == "all" for bucket in self.plan.buckets)
+        return self.plan.sharable
 
     def encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
@@ -175,7 +178,15 @@ class LLM:
         """A new request for these prompt tokens, checked against the limits. Raises KvlatheError."""
         self._check(tokens, params.max_new_tokens)
         text = TextStream(self.tokenizer, tokens, params.stop)
-        return Sequence(tokens, len(tokens), self.pool.open(), self.plan.prefill_chunk, Sampler(params), text)
+        return self._open(tokens, len(tokens), self.plan.prefill_chunk, Sampler(params), text)
+
+    def _open(
+        self, tokens: list[int], prompt: int, chunk: int, sampler: Sampler, text: TextStream | None = None
+    ) -> Sequence:
+        """A sequence whose first ``prompt`` tokens are its prompt."""
+        staged = len(self.plan.passes(prompt)) > 1
+        staging = Staging(self.plan, prompt, chunk) if staged else None
+        return Sequence(tokens, prompt, self.pool.open(), chunk, sampler, text, staging=staging)
 
     def _check(self, tokens: Items[int], new: int) -> None:
         if not tokens:
@@ -215,27 +226,32 @@ class LLM:
     def logits(self, token_ids: Items[int], rows: Items[int]) -> npt.NDArray[np.float32]:
         """Next-token logits [len(rows), vocab] after the given places of one sequence, through the paged cache.
 
-        Where the plan seals, the grid is one page, so that every token attends what its decode would attend.
+        Where the plan seals, the grid is one page, so that every token attends what its decode would attend. Where it
+        ranks prompts, the tokens up to the first of ``rows`` are the prompt, and those after it are decoded.
         """
         tokens = [int(token) for token in token_ids]
         self._check(tokens, 0)
-        seals = any(bucket.source is not None for bucket in self.plan.buckets)
-        grid = self.plan.page_tokens if seals else self.plan.prefill_chunk
-        sequence = Sequence(tokens, len(tokens), self.pool.open(), grid, Sampler(SamplingParams()))
+        ranked, seals = self.plan.ranked, any(bucket.source is not None for bucket in self.plan.buckets)
+        grid = self.plan.page_tokens if seals and not ranked else self.plan.prefill_chunk
+        prompt = min(rows) + 1 if ranked else len(tokens)
+        sequence = self._open(tokens, prompt, grid, Sampler(SamplingParams()))
         wanted, found = set(rows), {}
         try:
             while sequence.cached < len(tokens):
-                start, count = sequence.cached, sequence.next_tokens(self.limits.max_num_tokens)
-                offsets = [i for i in range(count) if start + i in wanted]
-                reservation = self.pool.reserve(sequence.table, count, sequence.seals_at(start + count))
-                found |= zip(
-                    (start + i for i in offsets),
-                    self.engine.run([Chunk(sequence, count, reservation, offsets)]),
-                    strict=True,
-                )
+                alone = ranked and sequence.cached >= prompt
+                count = sequence.next_tokens(1 if alone else self.limits.max_num_tokens)
+                found |= self._logits(sequence, count, wanted)
         finally:
             self.pool.release(sequence.table)
         return np.stack([found[row] for row in rows])
+
+    def _logits(self, sequence: Sequence, count: int, wanted: set[int]) -> dict[int, npt.NDArray[np.float32]]:
+        """Compute the next ``count`` rows of a sequence: the logits of those of its places that are ``wanted``."""
+        places = sequence.places(count)
+        offsets = [i for i, place in enumerate(places) if place in wanted and sequence.sees_logits]
+        reservation = self.pool.reserve(sequence.table, sequence.arriving(count), sequence.seals_after(count))
+        rows = self.engine.run([Chunk(sequence, count, reservation, offsets)])
+        return dict(zip((places[i] for i in offsets), rows, strict=True))
 
 
 def as_batch(prompts: Prompt | Items[Prompt]) -> list[Prompt]:
@@ -255,6 +271,7 @@ def answer(sequence: Sequence) -> Answer:
         prompt_tokens=sequence.prompt_tokens,
         logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
         timings=Timings(sequence.prompt_tokens, prefill, len(new) - 1, decode),
+        prompt_rows=sequence.prompt_rows,
     )
 
 

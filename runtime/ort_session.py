@@ -33,9 +33,11 @@ class Graph:
             raise KvlatheError(
                 f"ONNX Runtime {ort.__version__} cannot load {path}", str(error), "build the engine again"
             ) from error
-        self.plan, self.buckets = plan.part(stage), plan.buckets_of(stage)
+        self.stage, self.plan, self.buckets = stage, plan.part(stage), plan.buckets_of(stage)
         self._inputs = {entry.name: entry.type for entry in self._session.get_inputs()}
-        self._output = self._session.get_outputs()[0].name
+        self._outputs = [entry.name for entry in self._session.get_outputs()]
+        layers = plan.layers_of(stage)
+        self.lanes = slice(plan.kept_before(layers.start), plan.kept_before(layers.stop))
         self.pool: dict[str, ort.OrtValue] = {}
 
     def bind(self, memory: npt.NDArray[np.uint8]) -> None:
@@ -43,9 +45,9 @@ class Graph:
         views = typed_views(memory, self.plan.unit)
         self.pool = {n: ort.OrtValue.ortvalue_from_numpy(view) for n, view in views.items() if n in self._inputs}
 
-    def run(self, step: StepPlan, source: npt.NDArray[np.float32] | None) -> tuple[npt.NDArray, npt.NDArray]:
-        """Logits [R, vocab] of the last stage, else hidden states [T, D]; rows to append. ``source`` [T, D]: what
-        enters a later stage than the first."""
+    def run(self, step: StepPlan, source: npt.NDArray[np.float32] | None) -> list[npt.NDArray]:
+        """Logits [R, vocab] of the last stage, else hidden states [T, D]; rows to append; mass, where the graph has it.
+        ``source`` [T, D]: what enters a later stage than the first."""
         arrays: dict[str, npt.NDArray] = {
             "input_ids": step.input_ids,
             "positions": step.positions,
@@ -53,14 +55,14 @@ class Graph:
             "query_offsets": step.query_offsets,
             "lengths": np.ascontiguousarray(step.lengths[:, self.buckets]),
             "logit_rows": step.logit_rows,
+            "probe_weights": _weights(step),
             **{f"page_table_{i}": step.page_tables[b] for i, b in enumerate(self.buckets)},
         }
         if source is not None:
             half = self._inputs.get("hidden") == "tensor(float16)"
             arrays["hidden"] = source.astype(np.float16) if half else np.ascontiguousarray(source)
         feeds = {n: ort.OrtValue.ortvalue_from_numpy(a) for n, a in arrays.items() if n in self._inputs}
-        out, rows = self._session.run_with_ort_values([self._output, "rows"], feeds | self.pool)
-        return out.numpy(), rows.numpy()
+        return [value.numpy() for value in self._session.run_with_ort_values(self._outputs, feeds | self.pool)]
 
 
 class OrtSession(HostPages):
@@ -98,13 +100,25 @@ class OrtSession(HostPages):
         hidden, last = self._between(step), len(self.graphs) - 1
         for stage, graph in enumerate(self.graphs):
             for share in self.shares(step, stage):
-                out, rows = graph.run(share.step, hidden[share.tokens] if stage else None)
+                out, rows, *mass = graph.run(share.step, hidden[share.tokens] if stage else None)
                 self.append(share.step, rows, stage)
+                if mass and step.mass is not None:
+                    self._keep_mass(step, share, graph, mass[0])
                 if stage == last:
                     logits[share.logits] = out
                 else:
                     hidden[share.tokens] = out
         return logits
+
+    def _keep_mass(self, step: StepPlan, share: Share, graph: Graph, mass: npt.NDArray[np.float32]) -> None:
+        """Put a share's mass [b, lanes, N of its buckets and queries] where it belongs in the step's."""
+        assert step.mass is not None
+        p, at = self.plan.page_tokens, 0
+        ends = np.cumsum([0, *(table.shape[1] * p for table in step.page_tables)]).tolist()
+        for start, end in (*((ends[b], ends[b + 1]) for b in graph.buckets), (ends[-1], step.mass.shape[2])):
+            size = min(end - start, mass.shape[2] - at)
+            step.mass[share.sequences, graph.lanes, start : start + size] = mass[:, :, at : at + size]
+            at += size
 
     def _between(self, step: StepPlan) -> npt.NDArray[np.float32]:
         """The hidden states of the step's tokens between two stages [T, D]."""
@@ -121,6 +135,10 @@ class OrtSession(HostPages):
                 raise KvlatheError(
                     f"a step of {count} exceeds this engine", f"its {flag} is {limit}", f"build with a larger --{flag}"
                 )
+
+
+def _weights(step: StepPlan) -> npt.NDArray[np.float32]:
+    return np.zeros(len(step.input_ids), np.float32) if step.probe_weights is None else step.probe_weights
 
 
 def physical_cores() -> int:

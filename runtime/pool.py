@@ -6,7 +6,7 @@ pages, so a step that fails or is abandoned leaks none. A Session moves the byte
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvlathe.export.layout import CacheLayout
@@ -46,11 +46,10 @@ class Seal:
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """Room for ``tokens`` more tokens of one sequence, and the page moves that belong to the step."""
+    """Room for ``tokens`` more tokens of one sequence in each bucket, and the page moves that belong to the step."""
 
     table: PageTable
-    tokens: int
-    fresh: list[int]  # buckets that get them
+    tokens: list[int]  # of each fresh bucket
     added: list[int]  # pages appended to table.pages, for each bucket
     copies: list[Copy] = field(default_factory=list)
     seals: list[Seal] = field(default_factory=list)
@@ -72,7 +71,6 @@ class PagePool(PageArena):
         self.layout, self.plan = layout, layout.plan
         self._cold = [self.plan.cold(b) for b in range(len(self.strides))]
         self._fresh = [b for b, bucket in enumerate(self.plan.buckets) if bucket.source is None]
-        self._stage = {b: stage for stage in range(self.plan.graphs) for b in self.plan.buckets_of(stage)}
 
     def open(self) -> PageTable:
         return PageTable([[] for _ in self.strides], [0] * len(self.strides))
@@ -85,34 +83,32 @@ class PagePool(PageArena):
             for b, bucket in enumerate(self.plan.buckets)
         ]
 
-    def reserve(
-        self, table: PageTable, tokens: int, seal: bool = False, stages: Iterable[int] | None = None
-    ) -> Reservation:
-        """Take every page that appending ``tokens`` tokens can need; with ``seal`` also those to seal full pages into.
+    def reserve(self, table: PageTable, tokens: int | Sequence[int], seal: bool = False) -> Reservation:
+        """Take every page that appending ``tokens`` tokens (to each fresh bucket, or a number for each) can need; with
+        ``seal`` also those to seal full pages of the buckets into that get some.
 
-        ``stages``: the stages that they pass, if not all. ``table.pages`` then includes the new pages of the fresh
-        buckets. Raises OutOfPages; nothing was taken then.
+        ``table.pages`` then includes the new pages of the fresh buckets. Raises OutOfPages; nothing was taken then.
         """
+        each = [tokens] * len(self.strides) if isinstance(tokens, int) else list(tokens)
         p = self.plan.page_tokens
         counts, cows, full = [0] * len(self.strides), [], {}
-        fresh = [b for b in self._fresh if stages is None or self._stage[b] in stages]
-        for b in fresh:
+        for b in self._fresh:
             held, pages = table.lengths[b], table.pages[b]
-            counts[b] = -(-(held + tokens) // p) - len(pages)
-            if held % p and self._owners[b][pages[held // p]] > 1:
+            counts[b] = -(-(held + each[b]) // p) - len(pages)
+            if each[b] and held % p and self._owners[b][pages[held // p]] > 1:
                 cows.append(b)
                 counts[b] += 1
-            if seal and self._cold[b]:
-                full[b] = (held + tokens) // p
+            if seal and each[b] and self._cold[b]:
+                full[b] = (held + each[b]) // p
                 for cold in self._cold[b]:
                     counts[cold] += full[b]
         taken = self.take(counts)
-        done = Reservation(table, tokens, fresh, [0] * len(counts))
+        done = Reservation(table, each, [0] * len(counts))
         for b in cows:
             place, target = table.lengths[b] // p, taken[b].pop()
             done.copies.append(Copy(b, table.pages[b][place], target))
             table.pages[b][place] = target
-        for b in fresh:
+        for b in self._fresh:
             table.pages[b] += taken[b]
             done.added[b] = len(taken[b])
         for b, count in full.items():
@@ -126,8 +122,8 @@ class PagePool(PageArena):
     def commit(self, done: Reservation) -> None:
         """The step has run and its seals are done: the tokens are there."""
         table = done.table
-        for b in done.fresh:
-            table.lengths[b] += done.tokens
+        for b in self._fresh:
+            table.lengths[b] += done.tokens[b]
         for copy in done.copies:
             self._drop(copy.bucket, copy.source)
         for seal in done.seals:

@@ -17,9 +17,10 @@ from kvlathe.runtime.session import Int32, StepPlan
 
 
 class Share(NamedTuple):
-    """Some sequences of a step as a step of their own; the places of their tokens and of their logit rows in it."""
+    """Some ``sequences`` of a step as a step of their own; the places of their tokens and of their logit rows in it."""
 
     step: StepPlan
+    sequences: Int32 | slice
     tokens: Int32 | slice
     logits: Int32 | slice
 
@@ -35,7 +36,7 @@ def whole(step: StepPlan, stage: int) -> Iterator[Share]:
     """Everything that passes a stage, if anything does."""
     present = passing(step, stage)
     if present.all():
-        yield Share(step, slice(None), slice(None))
+        yield Share(step, slice(None), slice(None), slice(None))
     elif present.any():
         yield _share(step, present)
 
@@ -71,7 +72,6 @@ def _share(step: StepPlan, chosen: npt.NDArray[np.bool_]) -> Share:
         lengths=step.lengths[chosen],
         page_tables=tuple(table[chosen] for table in step.page_tables),
         logit_rows=rows[rows >= 0],
-        stages=None,
-        hidden=None,
+        probe_weights=None if step.probe_weights is None else step.probe_weights[tokens],
     )
-    return Share(part, tokens, np.flatnonzero(rows >= 0).astype(np.int32))
+    return Share(part, np.flatnonzero(chosen).astype(np.int32), tokens, np.flatnonzero(rows >= 0).astype(np.int32))

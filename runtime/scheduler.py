@@ -164,7 +164,7 @@ class Scheduler:
         return True
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
-        reservation = self.pool.reserve(sequence.table, count, sequence.seals_after(count), sequence.stages)
+        reservation = self.pool.reserve(sequence.table, sequence.arriving(count), sequence.seals_after(count))
         return Chunk(sequence, count, reservation, (count - 1,) if sequence.completes(count) else ())
 
     # -- coming and going ------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 from kvlathe.runtime.pool import PageTable, Reservation
 from kvlathe.runtime.sampler import Sampler, SamplingParams, TokenLogprob, logprob
 from kvlathe.runtime.session import Int32, StepPlan
-from kvlathe.runtime.staging import Rows, Staging
+from kvlathe.runtime.staging import Staging
 from kvlathe.runtime.tokenizer import TextStream
 
 
@@ -103,10 +103,18 @@ class Sequence:
         return end % self.chunk == 0 or end >= self.prompt_tokens
 
     # What the next ``count`` tokens mean, which may be rows of one pass of a staged prompt.
+    def arriving(self, count: int) -> int | list[int]:
+        """How many reach each bucket; one number where all buckets get them."""
+        return self.staging.arriving(count) if self.staging else count
+
+    def places(self, count: int) -> Items[int]:
+        """Where they are among the sequence's tokens."""
+        return self.staging.places(count) if self.staging else range(self.cached, self.cached + count)
+
     @property
-    def stages(self) -> range | None:
-        """The stages that they pass; None: all."""
-        return self.staging.stages if self.staging else None
+    def sees_logits(self) -> bool:
+        """Whether they pass the last stage."""
+        return self.staging is None or self.staging.last
 
     def seals_after(self, count: int) -> bool:
         return count == self.staging.left if self.staging else self.seals_at(self.cached + count)
@@ -117,11 +125,11 @@ class Sequence:
             return self.staging.last and count == self.staging.left
         return self.cached + count == len(self.tokens)
 
-    def advance(self, count: int, hidden: Rows | None = None, mass: Rows | None = None) -> None:
-        """They are cached. For a staged prompt, ``hidden`` and ``mass`` as Staging.advance takes them."""
+    def advance(self, count: int, step: StepPlan, place: int) -> None:
+        """They are computed: the sequence's part, at ``place``, of a step that has run."""
         if self.staging is None:
             self.cached += count
-        elif self.staging.advance(count, hidden, mass):
+        elif self.staging.advance(count, step, place):
             self.cached, self.prompt_rows, self.staging = self.prompt_tokens, self.staging.rows, None
 
     def accept(self, logits: np.ndarray) -> int:
@@ -176,21 +184,20 @@ def pack(chunks: Items[Chunk]) -> StepPlan:
 
 def _staged(step: StepPlan, chunks: Items[Chunk]) -> StepPlan:
     """The step with the rows of staged prompts: the tokens that are still there, and what they enter with."""
-    stages, hidden = np.zeros((len(chunks), 2), np.int32), None
-    for i, (chunk, start) in enumerate(zip(chunks, step.query_starts.tolist(), strict=False)):
-        staging, rows = chunk.sequence.staging, slice(start, start + chunk.count)
-        if staging is None:
-            stages[i] = 0, np.iinfo(np.int32).max
-            continue
-        if hidden is None:
-            hidden = np.zeros((len(step.input_ids), staging.plan.model.hidden_size), np.float32)
-        places = staging.positions[staging.places(chunk.count)]
-        step.positions[rows] = places
-        step.input_ids[rows] = np.array(chunk.sequence.tokens, np.int32)[places]
-        stages[i] = staging.stages.start, staging.stages.stop
-        if staging.source is not None:
-            hidden[rows] = staging.source[staging.places(chunk.count)]
-    return dataclasses.replace(step, stages=stages, hidden=hidden)
+    plan = next(chunk.sequence.staging.plan for chunk in chunks if chunk.sequence.staging)
+    tokens, lanes = len(step.input_ids), sum(not lane.removed for lane in plan.lanes)
+    width = sum(table.shape[1] for table in step.page_tables) * plan.page_tokens + len(step.query_offsets)
+    step = dataclasses.replace(
+        step,
+        stages=np.tile(np.array([0, plan.graphs], np.int32), (len(chunks), 1)),
+        probe_weights=np.zeros(tokens, np.float32),
+        mass=np.zeros((len(chunks), lanes, width), np.float32),
+        hidden=np.zeros((tokens, plan.model.hidden_size), np.float32),
+    )
+    for i, chunk in enumerate(chunks):
+        if chunk.sequence.staging:
+            chunk.sequence.staging.enter(step, i, chunk.sequence.tokens)
+    return step
 
 
 def _page_table(rows: Items[list[int]]) -> Int32:

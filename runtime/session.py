@@ -27,6 +27,8 @@ class StepPlan:
     page_tables: tuple[Int32, ...]  # S arrays [B, M_b], with the pages of this step's tokens already reserved
     logit_rows: Int32  # [R] rows of input_ids whose next-token logits are wanted
     stages: Int32 | None = None  # [B, 2] the stages that each sequence passes: first, end; None: all of them
+    probe_weights: npt.NDArray[np.float32] | None = None  # [T] 1 for rows whose attention is observed, else 0
+    mass: npt.NDArray[np.float32] | None = None  # [B, lanes, N] zeros; then what they give (docs/attend.md)
     hidden: npt.NDArray[np.float32] | None = None  # [T, D] rows that enter past stage 0; then those that leave early
 
 
@@ -52,7 +54,8 @@ class Session(PageMover, Protocol):
     def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
         """Logits [R, vocab]; the step's rows are written to the places after ``lengths`` in the fresh buckets.
 
-        Where ``step.stages`` is given, only those of the layers that each sequence passes are computed, and
+        Where ``step.mass`` is given, it holds the observed rows' attention afterwards: of all kept lanes, layer by
+        layer. Where ``step.stages`` is given, only those of the layers that each sequence passes are computed, and
         ``step.hidden`` holds afterwards what its tokens leave with.
         """
         ...

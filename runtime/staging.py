@@ -8,13 +8,14 @@ pass on the host. A step may hold chunks of any stages beside decodes, which pas
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from kvlathe.export.plan import CompressionPlan, Pass
-from kvlathe.runtime.session import Int32
+from kvlathe.runtime.session import Int32, StepPlan
 
 Rows = npt.NDArray[np.float32]
 
@@ -62,26 +63,54 @@ class Staging:
         """The next chunk: up to the pass's end or the grid, which counts the rows of a pass."""
         return min(self.left, self.chunk - self.done % self.chunk, most)
 
-    def places(self, count: int) -> slice:
-        return slice(self.done, self.done + count)
+    def arriving(self, count: int) -> list[int]:
+        """How many of ``count`` rows of this pass reach each bucket."""
+        reached = {bucket for stage in self.stages for bucket in self.plan.buckets_of(stage)}
+        return [count if bucket in reached else 0 for bucket in range(len(self.plan.buckets))]
 
-    def advance(self, count: int, hidden: Rows | None, mass: npt.NDArray[np.floating] | None) -> bool:
-        """``count`` rows more are computed; whether that was the prompt's last.
+    def places(self, count: int) -> list[int]:
+        """Of the next ``count`` rows in the prompt."""
+        return self.positions[self.done : self.done + count].tolist()
 
-        hidden [count, D] is what they leave the pass with; ``mass`` [rows so far] what they give each row in the pass's
-        last layer, summed over its lanes.
-        """
+    def enter(self, step: StepPlan, sequence: int, tokens: Sequence[int]) -> None:
+        """Write the next rows into the place of ``sequence`` in ``step``. ``tokens``: the prompt's ids."""
+        assert self.plan.probe and step.stages is not None
+        assert step.probe_weights is not None and step.hidden is not None
+        start, end = step.query_starts[sequence : sequence + 2].tolist()
+        rows = slice(self.done, self.done + end - start)
+        places = self.positions[rows]
+        step.positions[start:end] = places
+        step.input_ids[start:end] = np.array(tokens, np.int32)[places]
+        step.probe_weights[start:end] = places >= self.tokens - self.plan.probe.last
+        step.stages[sequence] = self.stages.start, self.stages.stop
+        if self.source is not None:
+            step.hidden[start:end] = self.source[rows]
+
+    def advance(self, count: int, step: StepPlan, sequence: int) -> bool:
+        """``count`` rows more are computed, those of ``sequence`` in ``step``; whether that was the prompt's last."""
         for layer in (layer for stage in self.stages for layer in self.plan.layers_of(stage)):
             self.rows[layer] += count
+        if not self.last:
+            self._observe(count, step, sequence)
         self.done += count
-        if self.last:
-            return not self.left
-        assert hidden is not None and mass is not None
-        self._hidden.append(hidden)
-        self._mass[: self.done] += mass
-        if not self.left:
+        ended = not self.left
+        if ended and not self.last:
             self._next()
-        return False
+            return False
+        return ended
+
+    def _observe(self, count: int, step: StepPlan, sequence: int) -> None:
+        """Keep the rows' hidden states, and add up the attention that each row has got in the pass's last layer."""
+        assert step.hidden is not None and step.mass is not None
+        start = int(step.query_starts[sequence])
+        self._hidden.append(step.hidden[start : start + count])
+        layer = self.plan.layers_of(self._passes[0].end - 1)[-1]
+        ends = np.cumsum([0, *(table.shape[1] * self.plan.page_tokens for table in step.page_tables)])
+        for i, lane in enumerate(self.plan.active(layer), self.plan.kept_before(layer)):
+            index = lane.layer * self.plan.model.kv_heads + lane.head
+            bucket = next(b for b, x in enumerate(self.plan.buckets) if x.source is None and index in x.lanes)
+            places = np.r_[ends[bucket] : ends[bucket] + self.done, ends[-1] : ends[-1] + count]
+            self._mass[: self.done + count] += step.mass[sequence, i, places]
 
     def _next(self) -> None:
         """Only the rows that stay enter the next pass."""

@@ -57,7 +57,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def fill(self, sequence: Sequence, reservation: Reservation) -> list[int]:
         """Write the next tokens: each is one number in every element. Codes of equal numbers are exact."""
-        count = reservation.tokens
+        count = reservation.tokens[0]
         values = [(self.clock + i) % 1000 for i in range(count)]
         self.clock += count
         table = sequence.table
