@@ -12,7 +12,7 @@ from typing import NoReturn
 
 import click
 
-from kvlathe import __version__, cli_build, cli_eval, cli_native, cli_run, cli_show, cli_triton, console
+from kvlathe import __version__, cli_bench, cli_build, cli_eval, cli_native, cli_run, cli_show, cli_triton, console
 from kvlathe.errors import KvlatheError
 
 EPILOG = """\b
@@ -47,6 +47,7 @@ for command in (
     *cli_show.COMMANDS,
     *cli_native.COMMANDS,
     *cli_triton.COMMANDS,
+    *cli_bench.COMMANDS,
 ):
     cli.add_command(command)
 

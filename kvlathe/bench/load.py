@@ -1,4 +1,4 @@
-"""What a load test sends: the papers' traces as length distributions, prompts cut from real text, Poisson arrivals.
+"""What a load test sends: lengths as in the papers' traces, prompts cut from real text, Poisson arrivals.
 
 A paper gives a trace's mean, least and largest length. A beta distribution over [least, largest] with that mean is the
 plainest one that keeps all three (a lognormal or gamma of the same mean runs past the largest); its concentration,
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvlathe.bench.traces import Lengths, Trace
 from kvlathe.errors import KvlatheError
 
 CONCENTRATION = 4.0
@@ -26,46 +27,16 @@ FEWEST_NEW = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
-    """Tokens: mean, least, largest."""
-
-    mean: float
-    least: float
-    largest: float
-
-    def draw(self, random: np.random.Generator, count: int) -> npt.NDArray[np.float64]:
-        """[count] lengths."""
-        share = (self.mean - self.least) / (self.largest - self.least)
-        drawn = random.beta(CONCENTRATION * share, CONCENTRATION * (1 - share), count)
-        return self.least + (self.largest - self.least) * drawn
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Prompts and answers of one data set."""
-
-    prompt: Lengths
-    answer: Lengths
-
-    @property
-    def longest(self) -> float:
-        return self.prompt.largest + self.answer.largest
-
-
-TRACES = {
-    "imdb": Trace(Lengths(315, 106, 821), Lengths(37, 16, 87)),
-    "arxiv": Trace(Lengths(6300, 1600, 14100), Lengths(243, 29, 464)),
-    "cocktail": Trace(Lengths(16200, 9400, 28800), Lengths(159, 44, 246)),
-    "humaneval": Trace(Lengths(204, 75, 697), Lengths(139, 11, 552)),
-    "pg19": Trace(Lengths(277, 138, 419), Lengths(61500, 24300, 97500)),
-}
-"""ZACK, table 3; HACK, table 4 (the same four); FDC, table 6 (pg19)."""
-
-
-@dataclass(frozen=True, slots=True)
 class Request:
     prompt: list[int]  # token ids
     new_tokens: int
+
+
+def draw(lengths: Lengths, random: np.random.Generator, count: int) -> npt.NDArray[np.float64]:
+    """[count] lengths."""
+    width = lengths.largest - lengths.least
+    share = (lengths.mean - lengths.least) / width
+    return lengths.least + width * random.beta(CONCENTRATION * share, CONCENTRATION * (1 - share), count)
 
 
 def scale_for(trace: Trace, limit: int, fit: bool) -> float:
@@ -81,8 +52,8 @@ def requests(trace: Trace, text: Sequence[int], count: int, limit: int, seed: in
     """``count`` requests whose prompts are slices of ``text`` (token ids, read round and round) at random places."""
     random = np.random.default_rng(seed)
     scale = scale_for(trace, limit, fit)
-    prompts = np.maximum(1, trace.prompt.draw(random, count) * scale).astype(int)
-    answers = np.maximum(FEWEST_NEW, trace.answer.draw(random, count) * scale).astype(int)
+    prompts = np.maximum(1, draw(trace.prompt, random, count) * scale).astype(int)
+    answers = np.maximum(FEWEST_NEW, draw(trace.answer, random, count) * scale).astype(int)
     starts = random.integers(0, len(text), count)
     ring = np.resize(np.asarray(text), len(text) + int(prompts.max()))
     return [

@@ -1,0 +1,55 @@
+"""Normalized latency, first tokens and time between tokens against the request rate, as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvlathe.bench.measure import Point
+from kvlathe.errors import KvlatheError
+
+PANELS = (
+    ("latency", "normalized latency, s/token"),
+    ("first_token_p99", "first token, p99, s"),
+    ("between_tokens_p99", "between tokens, p99, s"),
+)
+
+
+def draw(
+    curves: Mapping[str, Sequence[Point]], largest: Mapping[str, float], limit: float, title: str, to: Path
+) -> None:
+    """One panel a measure, one line a server; the latency limit and each server's largest rate are marked.
+
+    Runs that were left because they were lost are shown as crosses at the latency they had surely passed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise KvlatheError(
+            "no plot was drawn", "matplotlib is not installed", "pip install 'kvlathe[bench]'"
+        ) from error
+    figure = Figure(figsize=(12, 4), layout="constrained")
+    axes = figure.subplots(1, len(PANELS))
+    for (measure, label), axis in zip(PANELS, axes, strict=True):
+        for i, (name, points) in enumerate(curves.items()):
+            done = [(point.rate, value) for point in points if (value := getattr(point, measure)) is not None]
+            whole = [(rate, value) for rate, value in done if measure != "latency" or _finished(points, rate)]
+            axis.plot(*_columns(whole), "o-", color=f"C{i}", label=f"{name}: {largest[name]:.3g}/s")
+            if measure == "latency":
+                axis.plot(*_columns([pair for pair in done if pair not in whole]), "x", color=f"C{i}")
+                axis.axvline(largest[name], color=f"C{i}", linewidth=0.8, linestyle=":")
+        axis.set(xlabel="requests/s", ylabel=label, ylim=(0, None))
+        axis.grid(alpha=0.3)
+    axes[0].axhline(limit, color="black", linewidth=0.8, linestyle="--", label="limit")
+    axes[0].set_ylim(0, 2 * limit)
+    axes[0].legend()
+    figure.suptitle(title)
+    figure.savefig(to, dpi=120)
+
+
+def _finished(points: Sequence[Point], rate: float) -> bool:
+    return any(point.rate == rate and point.tokens_per_second is not None for point in points)
+
+
+def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [a for a, _ in pairs], [b for _, b in pairs]

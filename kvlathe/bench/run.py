@@ -1,0 +1,127 @@
+"""The whole comparison: the same requests against every server, at equal cache memory, for the same latency."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvlathe.bench import measure, plot
+from kvlathe.bench.load import Request, documents, requests, scale_for
+from kvlathe.bench.measure import Point, Target
+from kvlathe.bench.servers import cache_bytes, is_url, served_model, serving
+from kvlathe.bench.traces import TRACES
+from kvlathe.console import log
+from kvlathe.engines import manifest as manifests
+from kvlathe.errors import KvlatheError
+from kvlathe.runtime.tokenizer import Tokenizer
+
+IDLE_REQUESTS = 6
+"""That are sent alone to learn the idle latency, after as many that warm the server up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """As on the command line (``kvlathe bench-serve --help``)."""
+
+    trace: str = "humaneval"
+    fit: bool = False
+    count: int = 100
+    cache_requests: int = 8
+    latency_factor: float = 2.0
+    tolerance: float = 0.08
+    text: Path = Path("data/eval_text.jsonl")
+    tokenizer: Path | None = None
+    max_seq_len: int | None = None
+    api_key: str | None = None
+    seed: int = 0
+    plot: Path = Path("bench-serve.png")
+    threads: int | None = None
+
+
+def compare(targets: Sequence[str], options: Options) -> dict[str, Any]:
+    """Serve, load and stop each target in turn; the first one's idle latency sets the limit, its rate is 1.
+
+    Raises KvlatheError where a target does not answer, or the requests would not fit.
+    """
+    engines = [Path(target) for target in targets if not is_url(target)]
+    limits = [manifests.verify(engine, deep=False).limits for engine in engines]
+    longest = options.max_seq_len or min((limit.max_seq_len for limit in limits), default=0)
+    if not longest:
+        raise KvlatheError("the longest request is not known", "URLs do not tell it", "give --max-seq-len")
+    load = make_load(options, longest, options.tokenizer or (engines[0] if engines else None))
+    most = max(len(request.prompt) + request.new_tokens for request in load)
+    cache = cache_bytes(engines[0], most, options.cache_requests) if engines else None
+    servers: list[dict[str, Any]] = []
+    limit = 0.0
+    for i, name in enumerate(unique(targets)):
+        with _target(targets[i], name, cache, options) as target:
+            measure.idle(target, load[:IDLE_REQUESTS])
+            idle = measure.idle(target, load[:IDLE_REQUESTS])
+            limit = limit or options.latency_factor * idle
+            log.info("%s: idle latency %.4g s/token", name, idle)
+            rate, points = _search(target, load, limit, idle, options)
+        ratio = rate / servers[0]["largest_rate"] if servers and servers[0]["largest_rate"] else 1.0
+        servers.append({"name": name, "idle_latency": idle, "largest_rate": rate, "ratio": ratio, "points": points})
+    curves = {server["name"]: server["points"] for server in servers}
+    scale = scale_for(TRACES[options.trace], longest, options.fit)
+    title = f"{options.trace} x {scale:.3g}" + (f", {cache:,} bytes of KV cache each" if cache else "")
+    plot.draw(curves, {server["name"]: server["largest_rate"] for server in servers}, limit, title, options.plot)
+    return {
+        "trace": options.trace,
+        "scale": scale,
+        "requests": options.count,
+        "longest_request": most,
+        "cache_bytes": cache,
+        "latency_limit": limit,
+        "seed": options.seed,
+        "plot": str(options.plot),
+        "servers": [server | {"points": [*map(dataclasses.asdict, server["points"])]} for server in servers],
+        "ratio": servers[-1]["ratio"],
+    }
+
+
+def make_load(options: Options, longest: int, tokenizer: Path | None) -> list[Request]:
+    if tokenizer is None:
+        raise KvlatheError("prompts cannot be made", "a URL has no tokenizer", "give --tokenizer")
+    reader = Tokenizer(tokenizer)
+    text = [token for document in documents(options.text) for token in reader.encode(document)]
+    return requests(TRACES[options.trace], text, options.count, longest, options.seed, options.fit)
+
+
+def unique(targets: Sequence[str]) -> list[str]:
+    """Short names of the targets: the last part of a path, numbered where two are alike."""
+    short = [target if is_url(target) else Path(target).resolve().name for target in targets]
+    return [f"{name} ({i})" if short.count(name) > 1 else name for i, name in enumerate(short)]
+
+
+@contextlib.contextmanager
+def _target(target: str, name: str, cache: int | None, options: Options) -> Any:  # noqa: ANN401
+    if is_url(target):
+        url = target.rstrip("/").removesuffix("/v1")
+        yield Target(name, url, served_model(url, options.api_key), options.api_key)
+        return
+    assert cache is not None
+    with serving(Path(target), cache, options.threads) as started:
+        yield dataclasses.replace(started, name=name)
+
+
+def _search(
+    target: Target, load: Sequence[Request], limit: float, idle: float, options: Options
+) -> tuple[float, list[Point]]:
+    """From the rate at which requests would just follow one another, if each took its idle time."""
+
+    def probe(rate: float) -> Point:
+        point = measure.run(target, load, rate, limit, options.seed)
+        log.info(
+            "%s: %.3g requests/s: %.4g s/token%s", target.name, rate, point.latency, "" if point.within else ", lost"
+        )
+        return point
+
+    alone = idle * float(np.mean([request.new_tokens for request in load]))
+    return measure.largest_rate(probe, 1 / alone, options.tolerance)
