@@ -1,17 +1,20 @@
-"""Decode attention over compressed pages against FlashInfer: one layer, 16 bit, on one GPU.
+"""Decode attention over compressed pages against FlashInfer: one layer, 16, 8, 4 or 2 bit, on one GPU.
 
   python3 tests/bench/decode_h200.py --library build/native/libkvlathe.so --baseline flashinfer.txt
 
 Timing: one call on each of ``--layers`` layers of one page-first pool (rotating buffers: a page is as wide as all
 layers, the bytes of a call lie at that stride), captured in one CUDA graph; median over replays, divided by the calls.
 The boundary is FlashInfer's: post-RoPE projected q in, o' out. Ranks: ``mixed`` 16 to 96 with mean 51.2 for K and for
-V; ``mixed48`` 16 to 96 and ``uniform48``, equal bytes. GB/s counts K, V, q and o once. ``--baseline`` is the output of
-FlashInfer's benchmark; without it no ratio is printed. Needs torch; prints one table and one JSON line.
+V; ``mixed48`` 16 to 96 and ``uniform48``, equal bytes. GB/s counts K, V, q and o once. Below 16 bit a sequence has its
+tokens in sealed pages (groups of 64; scales and padding count) and 32 more in a 16-bit page, and the baseline is fp8.
+``--baseline`` is the output of FlashInfer's benchmark; without it no ratio is printed. Needs torch; prints one table
+and one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -20,11 +23,14 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from kvlathe.export.plan import Tier
+from tests.native.codes_problem import CodesProblem
 from tests.native.library import OVERLAP, Library
 from tests.native.problem import Problem
 
@@ -103,31 +109,43 @@ def bytes_of(problem: Problem) -> float:
     return 2 * width * (sum(problem.lengths) + problem.group * len(problem.lengths))
 
 
-def measure(
-    library: Library, a: argparse.Namespace, batch: int, tokens: int, ranks: str, dist: str
-) -> dict[str, object]:
-    layers = a.layers if batch * tokens >= 1 << 18 else 2 * a.layers
-    lengths = lengths_of(batch, tokens, dist)
-    problem = Problem(
-        ranks_of(ranks, layers, a.heads, 0), lengths, a.group, getattr(torch, a.dtype), a.page_tokens, "cuda"
+def problem_of(
+    a: argparse.Namespace, bits: int, ranks: list[list[tuple[int, int]]], lengths: list[int]
+) -> Problem | CodesProblem:
+    dtype = getattr(torch, a.dtype)
+    if bits == 16:
+        return Problem(ranks, lengths, a.group, dtype, a.page_tokens, "cuda")
+    sealed = [[-(-n // a.page_tokens) * a.page_tokens] for n in lengths]
+    tier = Tier(bits, bits, arithmetic="int")  # pyright: ignore[reportArgumentType]
+    return CodesProblem(
+        ranks, sealed, [a.page_tokens // 2] * len(lengths), [tier], a.group, dtype, a.page_tokens, "cuda"
     )
+
+
+def measure(
+    library: Library, a: argparse.Namespace, batch: int, tokens: int, bits: int, ranks: str, dist: str
+) -> dict[str, Any]:
+    layers = max(2, a.layers if batch * tokens >= 1 << 18 else 2 * a.layers)
+    lengths = lengths_of(batch, tokens, dist)
+    problem = problem_of(a, bits, ranks_of(ranks, layers, a.heads, 0), lengths)
     space = torch.zeros(library.workspace_bytes(batch, a.heads), dtype=torch.uint8, device="cuda")
     args = [problem.args(layer, space) for layer in range(layers)]
     for one in args:
-        one.flags = OVERLAP if a.overlap else 0
+        one.flags = 0 if a.no_overlap else OVERLAP
 
     def call(i: int) -> None:
         args[i].stream = torch.cuda.current_stream().cuda_stream
         library.attend_decode(args[i], "cuda")
 
     seconds = seconds_a_call(call, layers, a.replays)
-    own, plain = problem.errors(1, [0, batch - 1] if batch > 1 else [0])
-    size = bytes_of(problem)
+    errors = problem.errors(1, [0, batch - 1] if batch > 1 else [0])
+    size = bytes_of(problem) if isinstance(problem, Problem) else problem.bytes()
     del problem
     torch.cuda.empty_cache()
     return {
-        "batch": batch, "tokens": tokens, "ranks": ranks, "dist": dist, "us": seconds * 1e6, "mb": size / 1e6,
-        "gb_s": size / seconds / 1e9, "of_read_rate": size / seconds / READ_RATE, "error": own, "plain_error": plain,
+        "batch": batch, "tokens": tokens, "bits": bits, "ranks": ranks, "dist": dist, "us": seconds * 1e6,
+        "mb": size / 1e6, "gb_s": size / seconds / 1e9, "of_read_rate": size / seconds / READ_RATE,
+        "error": errors[0], "plain_error": errors[1],
     }  # fmt: skip
 
 
@@ -143,33 +161,35 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--page-tokens", type=int, default=64)
+    parser.add_argument("--bits", default="16", help="comma-separated: 16, 8, 4, 2")
     parser.add_argument(
-        "--overlap", action="store_true", help="programmatic dependent launch: a call starts under the last"
+        "--no-overlap",
+        action="store_true",
+        help="without programmatic dependent launch (FlashInfer uses it by default)",
     )
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--replays", type=int, default=15)
     a = parser.parse_args()
-    library, baseline = Library(a.library), baseline_of(a.baseline, a.baseline_model)
+    library, baseline = Library(a.library.resolve()), baseline_of(a.baseline, a.baseline_model)
     print(
         f"# {torch.cuda.get_device_name()}, {a.library}, {a.dtype}, {a.heads} heads x {a.group}, page {a.page_tokens}"
     )
-    columns = f"{'case':>10} {'ranks':>9} {'dist':>5} {'MB':>8} {'us':>8} {'GB/s':>6} {'%read':>6}"
+    columns = f"{'case':>10} {'bits':>4} {'ranks':>9} {'dist':>5} {'MB':>8} {'us':>8} {'GB/s':>6} {'%read':>6}"
     print(columns, f"{'FlashInfer':>11} {'ratio':>6}  error / plain")
+    grid = itertools.product(a.cases.split(","), map(int, a.bits.split(",")), a.ranks.split(","), a.dist.split(","))
     results = []
-    for case in a.cases.split(","):
+    for case, bits, ranks, dist in grid:
         batch, tokens = (int(x) for x in case.split("x"))
-        for ranks in a.ranks.split(","):
-            for dist in a.dist.split(","):
-                r = measure(library, a, batch, tokens, ranks, dist)
-                r["flashinfer_us"] = best = baseline.get((batch, tokens, "fp16")) if dist == "even" else None
-                r["ratio"] = best / r["us"] if best else None
-                beside = f"{best:8.1f} us {r['ratio']:5.2f}x" if best else f"{'-':>11} {'-':>6}"
-                print(
-                    f"{case:>10} {ranks:>9} {dist:>5} {r['mb']:8.1f} {r['us']:8.1f} {r['gb_s']:6.0f} "
-                    f"{100 * r['of_read_rate']:6.1f} {beside}  {r['error']:.1e} / {r['plain_error']:.1e}",
-                    flush=True,
-                )
-                results.append(r)
+        r = measure(library, a, batch, tokens, bits, ranks, dist)
+        best = baseline.get((batch, tokens, "fp16" if bits == 16 else "fp8")) if dist == "even" else None
+        r["flashinfer_us"], r["ratio"] = best, best / r["us"] if best else None
+        beside = f"{best:8.1f} us {r['ratio']:5.2f}x" if best else f"{'-':>11} {'-':>6}"
+        print(
+            f"{case:>10} {bits:>4} {ranks:>9} {dist:>5} {r['mb']:8.1f} {r['us']:8.1f} {r['gb_s']:6.0f} "
+            f"{100 * r['of_read_rate']:6.1f} {beside}  {r['error']:.1e} / {r['plain_error']:.1e}",
+            flush=True,
+        )
+        results.append(r)
     print(json.dumps({"bench": "decode_h200", "device": torch.cuda.get_device_name(), "results": results}))
 
 

@@ -1,83 +1,16 @@
-// Decode attention over the paged cache: a persistent grid on the byte-interval schedule (schedule.cuh).
-//
-// Each warp keeps its own ring of tiles in flight and its own softmax state; a block's warps take the tiles of a span
-// in turn and meet only where the span ends. A pair that several blocks share is finished by the block that arrives
-// last.
+// The CUDA side of kvlathe_cuda_attend_decode: checks, sizes, launch. The kernel is in attend_decode.cuh.
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <string>
 
 #include "../check.h"
-#include "finish.cuh"
-#include "producer.cuh"
+#include "codes.cuh"
+#include "kernels.h"
+#include "params.h"
 
 namespace kvlathe::cuda {
 namespace {
-
-// Touches what the block will need soon, so that address translations are there by then: a sequence that is likely its
-// own.
-template <int kParts>
-__device__ void warm_up(const Params<kParts>& p) {
-  const int sequence = int(unsigned(blockIdx.x) * unsigned(p.batch) / gridDim.x);
-  if (threadIdx.x == 32) prefetch(p.arrivals + sequence * p.heads);
-  if (threadIdx.x == 64) prefetch(p.partials + 2 * blockIdx.x);
-  if (threadIdx.x == 96) prefetch(p.q + sequence * p.q_stride);
-#pragma unroll
-  for (int i = 0; i < kParts; ++i) {
-    if (threadIdx.x == 127) prefetch(p.part[i].page_table + int64_t{sequence} * p.part[i].table_stride);
-  }
-}
-
-template <class E, int kParts, int kSteps>
-__global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
-    attend_decode(const __grid_constant__ Params<kParts> p) {
-  extern __shared__ __align__(128) char rings[];  // [warps] rings | merge buffer
-  __shared__ Merge merge;
-  warm_up(p);
-  const Plan<kParts> plan(p);
-
-  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  auto* buffer = reinterpret_cast<float*>(rings + warps * p.ring_bytes);
-  const bool fine = plan.share < kFineShare;
-  Ring ring{uint32_t(pinned(shared_address(rings) + warp * p.ring_bytes)), pinned(p.ring_bytes)};
-  SpanWalk<kParts> walk(p, plan);
-  Producer<kParts> producer(p, walk, ring, fine);
-  wait_for_previous_kernel();
-  if (plan.some_empty) write_empty<E>(p);
-  if (!plan.any) return;
-  Lane16<kSteps> lane16;
-  if (walk.valid) lane16.set(p, p.head[walk.span.head], walk.span.sequence);
-  producer.fill();
-  if (threadIdx.x < 2) merge.unfinished[threadIdx.x].there = false;
-  __syncthreads();
-  SoftmaxState<kSteps> state;
-  while (walk.valid) {
-    const Span<kParts> span = walk.span;
-    state.clear();
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const Run run(span, part);
-      const LaneParams& lane = p.head[span.head].lane[part];
-      const int units = pinned(fine ? 1 : lane.tile_units), bytes = pinned(lane.unit_bytes() * units),
-                tile_tokens = units * kUnitTokens;
-      int rows = span.pair.tokens[part] - (run.first + warp * units) * kUnitTokens;
-      for (int unit = run.first + warp * units; unit < run.last; unit += warps * units, rows -= warps * tile_tokens) {
-        producer.fill();
-        const uint32_t tile = ring.wait_oldest(bytes);
-        attend_tile<E>(state, lane16, tile, units, min(tile_tokens, rows), p.scale_log2);
-        ring.release_oldest(bytes);
-      }
-    }
-    producer.fill();
-    walk.next();  // the next span's queries come while this one is finished
-    if (walk.valid) lane16.set(p, p.head[walk.span.head], walk.span.sequence);
-    finish<E>(p, plan, span, state, buffer, merge);
-  }
-  finish_shared_pairs<E>(p, plan, buffer, merge);
-}
-
-// -- host -------------------------------------------------------------------------------------------------------------
 
 void require(bool ok, kvlathe_code code, const std::string& message) {
   if (!ok) throw Refusal(code, message);
@@ -116,6 +49,18 @@ Workspace workspace_of(const Device& device, int64_t batch, int64_t heads) {
           int64_t{device.most_blocks()} * 2 * int64_t{sizeof(Partial)}};
 }
 
+void check_codes(const kvlathe_attend_decode_args& a, const kvlathe_part& part) {
+  require(part.bits_k == part.bits_v, KVLATHE_UNSUPPORTED,
+          "a part has " + std::to_string(part.bits_k) + " bits for K and " + std::to_string(part.bits_v) +
+              " for V: the CUDA kernels read one width");
+  require(part.axis_k == KVLATHE_AXIS_RANK && part.axis_v == KVLATHE_AXIS_TOKEN, KVLATHE_UNSUPPORTED,
+          "the CUDA kernels take products of codes: K in groups along the rank, V along the tokens");
+  require(a.page_tokens % kChunkTokens == 0 && (a.page_tokens & (a.page_tokens - 1)) == 0, KVLATHE_UNSUPPORTED,
+          "quantized pages of " + std::to_string(a.page_tokens) + " tokens: the CUDA kernels need 64, 128, 256, ...");
+  require(part.group_v >= 32 && (part.group_v & (part.group_v - 1)) == 0, KVLATHE_UNSUPPORTED,
+          "groups of " + std::to_string(part.group_v) + " tokens: the CUDA kernels need 32, 64, 128, ...");
+}
+
 void check_cuda_limits(const kvlathe_attend_decode_args& a, const Device& device, const std::vector<Head>& heads) {
   require(device.major >= 8 || (device.major == 7 && a.element == KVLATHE_F16), KVLATHE_UNSUPPORTED,
           "this device has compute capability " + std::to_string(device.major) +
@@ -123,12 +68,52 @@ void check_cuda_limits(const kvlathe_attend_decode_args& a, const Device& device
   require(a.element != KVLATHE_F32, KVLATHE_UNSUPPORTED, "the CUDA kernels read 16-bit elements, not F32");
   require(a.group_size <= kMaxGroup, KVLATHE_UNSUPPORTED, "group_size " + std::to_string(a.group_size) + " is above 8");
   for (int i = 0; i < a.part_count; ++i) {
-    require(a.parts[i].bits_k == 16 && a.parts[i].bits_v == 16, KVLATHE_UNSUPPORTED,
-            "this build's CUDA kernels read 16-bit parts only");
+    if (a.parts[i].bits_k != 16 || a.parts[i].bits_v != 16) check_codes(a, a.parts[i]);
   }
   for (const Head& head : heads) {
     require(head.rank_k <= kMaxRank && head.rank_v <= kMaxRank, KVLATHE_UNSUPPORTED, "a rank is above 128");
   }
+}
+
+int log2_of(int x) {
+  int bits = 0;
+  while (x >> (bits + 1)) ++bits;
+  return bits;
+}
+
+PartParams part_params(const kvlathe_attend_decode_args& a, const kvlathe_part& part) {
+  const bool codes = part.bits_k < 16;
+  const int32_t unit = codes ? a.page_tokens : kRowTokens, units = a.page_tokens / unit;
+  return {part.page_table,       part.lengths, part.page_stride,
+          part.lengths_stride,   part.page_table_stride, part.bits_k,
+          log2_of(unit),         units,        int32_t((uint64_t{1} << 32) / uint64_t(units) + 1),
+          codes ? log2_of(part.group_v) : 0};
+}
+
+// 16 bit: a tile is a power of two of units that a page holds evenly, up to kTileBytes.
+LaneParams lane_params16(const LaneRow& row, int32_t units_per_page) {
+  const int32_t bytes = kRowTokens * 2 * (row.rank_k + row.rank_v), copies = std::max(row.rank_k, row.rank_v) / 16;
+  int32_t units = 1;
+  while (2 * units * bytes <= kTileBytes && 2 * units * copies <= kMostCopies && units_per_page % (2 * units) == 0)
+    units *= 2;
+  return {row.k, row.v, bytes, 0, 0, uint16_t(bytes / kWeight), uint8_t(units), 0};
+}
+
+// Quantized: a tile is the lane's whole slab of a page, K | metadata | V | metadata.
+LaneParams lane_params_codes(const LaneRow& row, const kvlathe_part& part, int32_t page_tokens) {
+  const int32_t k_meta = row.k_meta - row.k, v = row.v - row.k, v_meta = row.v_meta - row.k;
+  const int32_t bytes = v_meta + 4 * row.groups_v;
+  require(k_meta >= slab_bytes(row.rank_k, page_tokens, part.bits_k) && v >= k_meta + 4 * row.groups_k &&
+              v_meta >= v + slab_bytes(row.rank_v, page_tokens, part.bits_v) && v_meta < 1 << 20,
+          KVLATHE_UNSUPPORTED,
+          "the lane of head " + std::to_string(row.head) + " is not in the order K, metadata, V, metadata");
+  const int32_t groups_k = (row.rank_k + part.group_k - 1) / part.group_k;
+  require(row.groups_k == groups_k * page_tokens && row.groups_v == row.rank_v * (page_tokens / part.group_v),
+          KVLATHE_BAD_ARGUMENT,
+          "the lane of head " + std::to_string(row.head) + " has other group counts than its part's groups give");
+  const int32_t copied = (bytes + 15) / 16 * 16;
+  return {row.k, v, copied, uint16_t(k_meta / 16), uint16_t(v_meta / 16), uint16_t(copied / kWeight + kTileWeight),
+          1, uint8_t(groups_k)};
 }
 
 template <int kParts>
@@ -144,28 +129,20 @@ Params<kParts> params_of(const kvlathe_attend_decode_args& a, const std::vector<
   p.heads = int32_t(heads.size());
   p.group_size = a.group_size;
   p.page_tokens = a.page_tokens;
-  p.units_per_page = a.page_tokens / kUnitTokens;
-  p.units_per_page_magic = int32_t((uint64_t{1} << 32) / uint64_t(p.units_per_page) + 1);
   p.least_block_weight = kLeastBlockWeight;
-  for (int i = 0; i < kParts; ++i) {
-    const kvlathe_part& part = a.parts[i];
-    p.part[i] = {part.page_table, part.lengths, part.page_stride, part.lengths_stride, part.page_table_stride};
-  }
+  for (int i = 0; i < kParts; ++i) p.part[i] = part_params(a, a.parts[std::min(i, a.part_count - 1)]);
   for (size_t h = 0; h < heads.size(); ++h) {
     const Head& head = heads[h];
     p.head[h] = {int32_t(head.q_offset), int32_t(head.o_offset), uint16_t(head.rank_k), uint16_t(head.rank_v), {}};
-    for (int i = 0; i < kParts; ++i) {
+    for (int i = 0; i < a.part_count; ++i) {
       if (!head.lane[i]) continue;
-      const LaneRow& row = *head.lane[i];
-      const int32_t bytes = kUnitTokens * 2 * (row.rank_k + row.rank_v), weight = bytes / kWeight;
-      int32_t units = 1;
-      const int32_t copies = std::max(row.rank_k, row.rank_v) / 16;
-      while (2 * units * bytes <= kTileBytes && 2 * units * copies <= kMostCopies &&
-             p.units_per_page % (2 * units) == 0)
-        units *= 2;
-      p.head[h].lane[i] = {row.k, row.v, uint16_t(weight), uint16_t(units)};
-      p.part_weight[i] += weight;
-      p.least_block_weight = std::max(p.least_block_weight, weight * units);
+      const bool codes = a.parts[i].bits_k < 16;
+      LaneParams& lane = p.head[h].lane[i];
+      lane = codes ? lane_params_codes(*head.lane[i], a.parts[i], a.page_tokens)
+                   : lane_params16(*head.lane[i], p.part[i].units_per_page);
+      if (codes) p.codes_bytes = std::max(p.codes_bytes, codes_bytes(head.rank_k, lane.groups_k));
+      p.part_weight[i] += lane.weight;
+      p.least_block_weight = std::max(p.least_block_weight, lane.weight * lane.tile_units);
     }
   }
   return p;
@@ -177,37 +154,38 @@ struct Launch {
 
 // As many warps as leave each a ring of one and a half of the widest tiles, or of one.
 template <int kParts>
-Launch fit(Params<kParts>& p, const Device& device) {
+Launch fit(Params<kParts>& p, const Device& device, int static_bytes) {
   int widest = 0, elements = 0;
   for (int h = 0; h < p.heads; ++h) {
-    for (const LaneParams& lane : p.head[h].lane) widest = std::max(widest, lane.unit_bytes() * lane.tile_units);
+    for (const LaneParams& lane : p.head[h].lane) widest = std::max(widest, ring_room(lane.bytes * lane.tile_units));
     elements = std::max(elements, p.group_size * p.head[h].rank_v);
+    widest = std::max(widest, ring_room(p.group_size * p.head[h].rank_k * 2));
   }
   for (const int halves : {3, 2}) {
     for (int blocks = kBlocksPerSM; blocks >= 1; --blocks) {
-      for (int warps = kMaxWarps; warps >= 4 && warps * 128 >= elements; warps /= 2) {
-        const int grid = device.sms * blocks;
-        p.merge_floats =
-            (std::max(warps * elements, 2 * grid * p.group_size + 4 + std::max(128 * warps, elements)) + 31) / 32 * 32;
-        const int room =
-            std::min(device.shared_per_block, device.shared_per_sm / blocks - device.shared_reserved) - 1024;
-        const int left = room - 4 * p.merge_floats;
+      for (int warps = kMaxWarps; warps >= 2 && warps * 128 >= elements; warps /= 2) {
+        // The block's warps meet in the merge buffer, then the teams of merge_partials.
+        p.merge_floats = (std::max(warps * elements, 144 * warps) + 31) / 32 * 32;
+        const int room = std::min(device.shared_per_block, device.shared_per_sm / blocks - device.shared_reserved);
+        const int left = room - static_bytes - 4 * p.merge_floats - warps * p.codes_bytes;
         p.ring_bytes = std::max(0, left) / warps / 512 * 512;
-        if (2 * p.ring_bytes >= halves * widest) return {grid, warps, warps * p.ring_bytes + 4 * p.merge_floats};
+        if (2 * p.ring_bytes >= halves * widest)
+          return {device.sms * blocks, warps, warps * (p.ring_bytes + p.codes_bytes) + 4 * p.merge_floats};
       }
     }
   }
-  throw Refusal(KVLATHE_UNSUPPORTED, "the device's shared memory holds no tile of ranks this wide");
+  throw Refusal(KVLATHE_UNSUPPORTED, "the device's shared memory holds no tile of ranks and pages this large");
 }
 
-template <class E, int kParts, int kSteps>
-void launch(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads, const Device& device,
-            const Workspace& space) {
+template <int kParts>
+void launch(const void* kernel, const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
+            const Device& device, const Workspace& space) {
   Params<kParts> p = params_of<kParts>(a, heads);
   p.arrivals = static_cast<int32_t*>(a.workspace);
   p.partials = reinterpret_cast<Partial*>(static_cast<char*>(a.workspace) + space.arrivals);
-  const Launch at = fit(p, device);
-  const auto kernel = attend_decode<E, kParts, kSteps>;
+  cudaFuncAttributes attributes{};
+  check_cuda(cudaFuncGetAttributes(&attributes, kernel), "this library has no kernel for this device");
+  const Launch at = fit(p, device, int(attributes.sharedSizeBytes));
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, at.shared_bytes),
              "reserving shared memory");
   cudaLaunchAttribute overlap{};
@@ -220,18 +198,8 @@ void launch(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
   config.stream = static_cast<cudaStream_t>(a.stream);
   config.attrs = &overlap;
   config.numAttrs = (a.flags & KVLATHE_OVERLAP) && device.major >= 9 ? 1 : 0;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, p), "launching attend_decode");
-}
-
-// The kernel is compiled for two widths of its registers: ranks to 96 and to 128.
-template <class E>
-void launch(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads, const Device& device,
-            const Workspace& space, int widest) {
-  using Launcher =
-      void (*)(const kvlathe_attend_decode_args&, const std::vector<Head>&, const Device&, const Workspace&);
-  static constexpr Launcher launchers[KVLATHE_MAX_PARTS][2] = {
-      {launch<E, 1, 6>, launch<E, 1, 8>}, {launch<E, 2, 6>, launch<E, 2, 8>}, {launch<E, 3, 6>, launch<E, 3, 8>}};
-  launchers[a.part_count - 1][widest > 96](a, heads, device, space);
+  void* arguments[] = {&p};
+  check_cuda(cudaLaunchKernelExC(&config, kernel, arguments), "launching attend_decode");
 }
 
 void attend_decode(const kvlathe_attend_decode_args& a) {
@@ -245,12 +213,20 @@ void attend_decode(const kvlathe_attend_decode_args& a) {
               std::to_string(space.bytes()));
   require(reinterpret_cast<uintptr_t>(a.workspace) % 128 == 0 && reinterpret_cast<uintptr_t>(a.pool) % 128 == 0,
           KVLATHE_MISALIGNED, "the workspace or the pool is not aligned to 128 bytes");
-  int32_t widest = 0;
-  for (const Head& head : heads) widest = std::max({widest, head.rank_k, head.rank_v});
-  if (a.element == KVLATHE_F16) {
-    launch<Half>(a, heads, device, space, widest);
+  bool wide = false;
+  for (const Head& head : heads) wide |= std::max(head.rank_k, head.rank_v) > 96;
+  int bits = 16;  // of the quantized parts; 0: of several widths
+  for (int i = 0; i < a.part_count; ++i) {
+    if (a.parts[i].bits_k < 16) bits = bits == 16 || bits == a.parts[i].bits_k ? a.parts[i].bits_k : 0;
+  }
+  const bool half = a.element == KVLATHE_F16;
+  if (bits == 16) {
+    static constexpr decltype(&launch<1>) launchers[KVLATHE_MAX_PARTS] = {launch<1>, launch<2>, launch<3>};
+    launchers[a.part_count - 1](decode_kernel_16(half, wide, a.part_count), a, heads, device, space);
+  } else if (bits && a.part_count <= 2) {
+    launch<2>(decode_kernel_codes(half, wide, bits), a, heads, device, space);
   } else {
-    launch<Bfloat>(a, heads, device, space, widest);
+    launch<3>(decode_kernel_any(half, wide), a, heads, device, space);
   }
 }
 

@@ -40,6 +40,70 @@ __device__ inline void wait_copy_groups() {
 #endif
 }
 
+// A barrier in shared memory that a bulk copy completes: its phase ends when the announced bytes have landed.
+__device__ inline void init_barrier(uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+#endif
+}
+
+__device__ inline void publish_barriers() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+__device__ inline void wait_barrier(uint32_t barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t done = 0;
+  while (!done) {
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  }
+#endif
+}
+
+// Copies contiguous bytes (a multiple of 16) to shared memory asynchronously. Whole warp. From 9.0 on one lane hands it
+// to the copy engine and `barrier` tells the end; before, it is part of the warp's next copy group.
+__device__ inline void copy_bytes(uint32_t to, const char* from, int bytes, uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  if (threadIdx.x % 32 == 0) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // what the warp did here before comes first
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+  }
+#else
+  for (int at = threadIdx.x % 32 * 16; at < bytes; at += 512) copy16(to + at, from + at, true);
+#endif
+}
+
+__device__ inline uint32_t load_word(uint32_t from) {
+  uint32_t x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from));
+  return x;
+}
+
+__device__ inline uint16_t load_half(uint32_t from) {
+  uint16_t x;
+  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(x) : "r"(from));
+  return x;
+}
+
+__device__ inline void load_words(uint32_t (&x)[4], uint32_t from) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(from));
+}
+
+__device__ inline void store_word(uint32_t to, uint32_t x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
+}
+
 // Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -91,6 +155,7 @@ struct Half {
     return *reinterpret_cast<uint32_t*>(&pair);
   }
   __device__ static uint16_t round(float x) { return __half_as_ushort(__float2half_rn(x)); }
+  __device__ static float widen(uint16_t x) { return __half2float(__ushort_as_half(x)); }
   // d[16 x 8] += a[16 x 16] b[16 x 8]
   __device__ static void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
@@ -115,6 +180,7 @@ struct Bfloat {
     return *reinterpret_cast<uint32_t*>(&pair);
   }
   __device__ static uint16_t round(float x) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
+  __device__ static float widen(uint16_t x) { return __uint_as_float(uint32_t{x} << 16); }
   __device__ static void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800  // the launcher refuses bfloat16 on older devices
     asm volatile(
@@ -124,5 +190,40 @@ struct Bfloat {
 #endif
   }
 };
+
+// d[16 x 8] += a[16 x 16] b[16 x 8] on bytes: a unsigned, b signed. Rows l / 4 (a0) and l / 4 + 8 (a1) of lane l.
+__device__ inline void multiply_signed(int32_t (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+               : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+               : "r"(a0), "r"(a1), "r"(b));
+#else
+  asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+               : "+r"(d[0]), "+r"(d[1])
+               : "r"(a0), "r"(b));
+  asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+               : "+r"(d[2]), "+r"(d[3])
+               : "r"(a1), "r"(b));
+#endif
+}
+
+// d[16 x 8] += a[16 x 32] b[32 x 8] on unsigned bytes; a2, a3, b1 are the second half of the inner dimension.
+__device__ inline void multiply_unsigned(int32_t (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                         uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#else
+  const auto rows = [](int32_t& x, int32_t& y, uint32_t a, uint32_t b) {
+    asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.u8.u8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+                 : "+r"(x), "+r"(y)
+                 : "r"(a), "r"(b));
+  };
+  rows(d[0], d[1], a0, b0), rows(d[2], d[3], a1, b0);
+  rows(d[0], d[1], a2, b1), rows(d[2], d[3], a3, b1);
+#endif
+}
 
 }  // namespace kvlathe::cuda

@@ -13,9 +13,12 @@ struct Unfinished {
   int first_block, block_count;
 };
 
-// Shared by the block. The two unfinished pairs are told apart by where the block's span starts: in the pair's middle
+// Shared by the block: what its warps do together. The two unfinished pairs are told apart by where the block's span starts: in the pair's middle
 // (it is the block's first span) or at its start (its last).
-struct Merge {
+template <int kParts>
+struct Block {
+  Walk<kParts> walk;               // the span that the block attends
+  int share, begin_start, end_start;  // of the plan
   float2 top_sum[kMaxWarps][kMaxGroup];
   Unfinished unfinished[2];
 };
@@ -36,7 +39,7 @@ template <class E, int kParts>
 __device__ void write_empty(const Params<kParts>& p) {
   for (int b = blockIdx.x; b < p.batch; b += gridDim.x) {
     for (int h = 0; h < p.heads; ++h) {
-      if (Pair<kParts>(p, b, h).units()) continue;
+      if (Pair<kParts>(p, b, h).units(p)) continue;
       for (int e = threadIdx.x; e < p.group_size * p.head[h].rank_v; e += blockDim.x)
         write_out<E>(p, p.head[h], b, e, 0.f);
     }
@@ -60,15 +63,21 @@ __device__ void put_state(SoftmaxState<kSteps>& state, int group, int rank_v, fl
   }
 }
 
-// Joins the states of the block's warps and writes o', or leaves a partial result. All threads of the block.
+// Joins the states of the block's warps and writes o', or leaves a partial result; moves on to the next span. All
+// threads of the block.
 template <class E, int kParts, int kSteps>
-__device__ void finish(const Params<kParts>& p, const Plan<kParts>& plan, const Span<kParts>& span,
-                       SoftmaxState<kSteps>& state, float* buffer, Merge& m) {
-  const HeadParams<kParts>& head = p.head[span.head];
+__device__ void finish(const Params<kParts>& p, SoftmaxState<kSteps>& state, float* buffer, Block<kParts>& m) {
+  const Span<kParts>& span = m.walk.span;
+  const int sequence = span.sequence, head_index = span.head;
+  const bool from_start = span.first == 0, whole = from_start && span.last == span.total;
+  const HeadParams<kParts>& head = p.head[head_index];
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32, elements = p.group_size * head.rank_v;
   put_state(state, p.group_size, head.rank_v, m.top_sum[warp], buffer + warp * elements);
   __syncthreads();
-  const bool whole = span.first == 0 && span.last == span.total, from_start = span.first == 0;
+  if (threadIdx.x == blockDim.x - 1) {
+    if (!whole) m.unfinished[from_start] = {true, false, sequence, head_index, from_start ? m.end_start : m.begin_start, 0, 0};
+    m.walk.next(p);
+  }
   Partial* partial = partial_of(p, blockIdx.x, from_start);
   for (int e = threadIdx.x; e < elements; e += blockDim.x) {
     const int query = e / head.rank_v;
@@ -80,79 +89,70 @@ __device__ void finish(const Params<kParts>& p, const Plan<kParts>& plan, const 
       out += weight * buffer[w * elements + e];
     }
     if (whole) {
-      write_out<E>(p, head, span.sequence, e, out / sum);
+      write_out<E>(p, head, sequence, e, out / sum);
     } else {
       partial->out[e] = out;
       if (e % head.rank_v == 0) partial->top_sum[query] = {top, sum};
     }
   }
-  if (!whole && threadIdx.x == 0) {
-    m.unfinished[from_start] = {true, false, span.sequence, span.head, from_start ? plan.end.start : plan.begin.start,
-                                0,    0};
-  }
   __syncthreads();
 }
 
-// Turns the (maximum, sum) of one query's partial results into their weights in the whole. One warp.
-__device__ inline void weigh_partials(float2* states, int count) {
-  const int lane = threadIdx.x % 32;
-  float top = -INFINITY, sum = 0.f;
-  for (int i = lane; i < count; i += 32) top = fmaxf(top, states[i].x);
-  for (int step = 1; step < 32; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-  for (int i = lane; i < count; i += 32) sum += exp2_fast(states[i].x - top) * states[i].y;
-  for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(~0u, sum, step);
-  for (int i = lane; i < count; i += 32) states[i].x = exp2_fast(states[i].x - top) / sum;
-}
-
-// Sums the partial results of a pair and writes o'. Called by the block that arrives last; all threads. `buffer` holds
-// the states of the partial results (at most one a block), then four sums a thread.
+// Sums the partial results of a pair and writes o'. Called by the block that arrives last; all threads. Teams of threads
+// each join every teams-th partial result, four channels a thread, all asked for at once; then the teams join theirs in
+// `buffer`: four sums a thread, and the (maximum, sum) of each team's queries.
 template <class E, int kParts>
 __device__ void merge_partials(const Params<kParts>& p, const Unfinished& pair, float* buffer) {
   const HeadParams<kParts>& head = p.head[pair.head];
   const int group = p.group_size, count = pair.block_count, quads = group * head.rank_v / 4;
-  const int teams = int(blockDim.x) / quads;          // at least one: the launcher gives group x rank / 4 threads
-  auto* weights = reinterpret_cast<float2*>(buffer);  // [group][count]: (maximum, sum), then (weight, -)
-  auto* sums = reinterpret_cast<float4*>(weights + (count * group + 1) / 2 * 2);
-  const auto partial = [&](int i) { return partial_of(p, pair.first_block + i, i == 0); };
-  // Each team of threads sums every teams-th partial result, four channels a thread; the teams' sums meet in `sums`.
-  const int team = threadIdx.x / quads, quad = threadIdx.x % quads;
-  constexpr int kAhead =
-      8;  // partial results that a thread asks for at once; the first ones before their weights are known
-  float4 ahead[kAhead], out = {0.f, 0.f, 0.f, 0.f};
-  const auto ask = [&](int first) {
-#pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
-      const int i = first + k * teams;
-      if (i < count) ahead[k] = __ldcg(reinterpret_cast<const float4*>(partial(i)->out) + quad);
-    }
-  };
-  if (team < teams) ask(team);
-  for (int i = threadIdx.x; i < count * group; i += blockDim.x)
-    weights[i] = __ldcg(&partial(i % count)->top_sum[i / count]);
-  __syncthreads();
-  for (int query = threadIdx.x / 32; query < group; query += blockDim.x / 32)
-    weigh_partials(weights + query * count, count);
-  __syncthreads();
+  const int teams = min(int(blockDim.x) / quads, count);  // at least one: the launcher gives group x rank / 4 threads
+  auto* sums = reinterpret_cast<float4*>(buffer);
+  auto* states = reinterpret_cast<float2*>(sums + blockDim.x);
+  const int team = threadIdx.x / quads, quad = threadIdx.x % quads, query = quad * 4 / head.rank_v;
   if (team < teams) {
-    const float2* weight = weights + quad * 4 / head.rank_v * count;
+    constexpr int kAhead = 8;
+    float top = -INFINITY, sum = 0.f;
+    float4 out = {0.f, 0.f, 0.f, 0.f};
     for (int first = team; first < count; first += kAhead * teams) {
+      float4 parts[kAhead];
+      float2 top_sum[kAhead];
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
         const int i = first + k * teams;
-        if (i >= count) break;
-        const float w = weight[i].x;
-        out.x += w * ahead[k].x, out.y += w * ahead[k].y, out.z += w * ahead[k].z, out.w += w * ahead[k].w;
+        top_sum[k] = {-INFINITY, 0.f};
+        parts[k] = {0.f, 0.f, 0.f, 0.f};
+        if (i >= count) continue;
+        const Partial* partial = partial_of(p, pair.first_block + i, i == 0);
+        top_sum[k] = __ldcg(partial->top_sum + query);
+        parts[k] = __ldcg(reinterpret_cast<const float4*>(partial->out) + quad);
       }
-      ask(first + kAhead * teams);
+      float now = top;
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) now = fmaxf(now, top_sum[k].x);
+      const float factor = exp2_fast(top - now);
+      top = now, sum *= factor, out.x *= factor, out.y *= factor, out.z *= factor, out.w *= factor;
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        const float w = exp2_fast(top_sum[k].x - now);
+        sum += w * top_sum[k].y;
+        out.x += w * parts[k].x, out.y += w * parts[k].y, out.z += w * parts[k].z, out.w += w * parts[k].w;
+      }
     }
     sums[threadIdx.x] = out;
+    if (quad * 4 % head.rank_v == 0) states[team * group + query] = {top, sum};
   }
   __syncthreads();
   const auto* flat = reinterpret_cast<const float*>(sums);
   for (int e = threadIdx.x; e < 4 * quads; e += blockDim.x) {
-    float out = 0.f;
-    for (int i = 0; i < teams; ++i) out += flat[i * 4 * quads + e];
-    write_out<E>(p, head, pair.sequence, e, out);
+    const float2* state = states + e / head.rank_v;
+    float top = -INFINITY, sum = 0.f, out = 0.f;
+    for (int i = 0; i < teams; ++i) top = fmaxf(top, state[i * group].x);
+    for (int i = 0; i < teams; ++i) {
+      const float w = exp2_fast(state[i * group].x - top);
+      sum += w * state[i * group].y;
+      out += w * flat[i * 4 * quads + e];
+    }
+    write_out<E>(p, head, pair.sequence, e, out / sum);
   }
   __syncthreads();
 }
@@ -160,10 +160,11 @@ __device__ void merge_partials(const Params<kParts>& p, const Unfinished& pair, 
 // Reports the block's partial result of a pair; learns whether all others are there. One thread, behind a barrier: what
 // the block's other threads have written is covered by its release.
 template <int kParts>
-__device__ void arrive(const Params<kParts>& p, const Plan<kParts>& plan, Unfinished& pair) {
+__device__ void arrive(const Params<kParts>& p, int share, Unfinished& pair) {
   const Pair<kParts> lengths(p, pair.sequence, pair.head);
-  pair.first_block = plan.owner(pair.start);
-  pair.block_count = plan.owner(pair.start + lengths.weight_before_last(p.head[pair.head])) - pair.first_block + 1;
+  const int last = pair.start + lengths.weight_before_last(p, pair.head);  // where the pair's last tile starts
+  pair.first_block = unsigned(pair.start) / unsigned(share);               // the block that takes a tile that starts there
+  pair.block_count = int(unsigned(last) / unsigned(share)) - pair.first_block + 1;
   int32_t* arrivals = p.arrivals + pair.sequence * p.heads + pair.head;
   pair.last = add_ordered(arrivals, 1) == pair.block_count - 1;
   if (pair.last) *arrivals = 0;
@@ -171,10 +172,11 @@ __device__ void arrive(const Params<kParts>& p, const Plan<kParts>& plan, Unfini
 
 // Finishes the pairs that this block shares with others and reaches last. All threads of the block, once, at its end.
 template <class E, int kParts>
-__device__ void finish_shared_pairs(const Params<kParts>& p, const Plan<kParts>& plan, float* buffer, Merge& m) {
+__device__ void finish_shared_pairs(const Params<kParts>& p, float* buffer, Block<kParts>& m) {
   if (threadIdx.x < 64 && threadIdx.x % 32 == 0 && m.unfinished[threadIdx.x / 32].there)
-    arrive(p, plan, m.unfinished[threadIdx.x / 32]);
+    arrive(p, m.share, m.unfinished[threadIdx.x / 32]);
   __syncthreads();
+#pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const Unfinished& pair = m.unfinished[i];
     if (pair.there && pair.last) merge_partials<E>(p, pair, buffer);

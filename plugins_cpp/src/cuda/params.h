@@ -8,8 +8,9 @@
 namespace kvlathe::cuda {
 
 constexpr int kMaxRank = 128;
-constexpr int kMaxGroup = 8;     // query heads a lane: the N of mma.m16n8k16
-constexpr int kUnitTokens = 16;  // a unit of work: 16 tokens of a lane, the M of mma.m16n8k16
+constexpr int kMaxGroup = 8;      // query heads a lane: the N of mma.m16n8k16
+constexpr int kRowTokens = 16;    // the M of mma.m16n8k16: what 16-bit tiles are cut into
+constexpr int kChunkTokens = 64;  // quantized pages are attended in chunks of this many tokens
 
 // Tuning, fixed when the library is built.
 #ifndef KVLATHE_WARPS
@@ -20,26 +21,33 @@ constexpr int kUnitTokens = 16;  // a unit of work: 16 tokens of a lane, the M o
 #endif
 constexpr int kMaxWarps = KVLATHE_WARPS;
 constexpr int kBlocksPerSM = KVLATHE_BLOCKS_PER_SM;
-constexpr int kTileBytes = 6 << 10;              // narrow lanes take several units at once, up to this
-constexpr int kWeight = 512;                     // bytes a unit of scheduled work: 16 tokens x 16 channels x 2 bytes
+constexpr int kTileBytes = 6 << 10;              // narrow 16-bit lanes take several units at once, up to this
+constexpr int kWeight = 128;                     // bytes a unit of scheduled work
 constexpr int kFineShare = (1 << 18) / kWeight;  // blocks with less work take one unit a tile: evenness beats overhead
 constexpr int kLeastBlockWeight = (16 << 10) / kWeight;  // a block with less work costs more than it saves
+constexpr int kTileWeight = (1 << 10) / kWeight;         // what a quantized tile costs beyond its bytes
 
 struct PartParams {
   const int32_t* page_table;
   const int32_t* lengths;
   int64_t page_stride, lengths_stride;
   int32_t table_stride;
+  int32_t bits;        // 16, 8, 4 or 2
+  int32_t unit_shift;  // log2 of the tokens in a unit: 16 of a 16-bit lane, a page of a quantized one
+  int32_t units_per_page, units_per_page_magic;  // u / units_per_page == umulhi(u, magic), but for 1
+  int32_t groups_v;                              // log2 of a quantized V group's tokens
 };
 
-// One lane in one part: byte offsets from the page's start. A tile is what one warp fetches and attends at once:
-// tile_units (a power of two) units of one page. weight: of a unit, in kWeight bytes; 0: the part does not hold this
-// lane.
+// One lane in one part. A tile is what one warp fetches and attends at once: tile_units (a power of two) units of one
+// page. weight: of a unit, in kWeight bytes; 0: the part does not hold this lane.
+// 16 bit: a unit's K lies at k + unit * bytes of its rows, likewise V. Quantized: a tile is the slab of one page,
+// `bytes` from k on; V and the metadata lie at offsets from its start.
 struct LaneParams {
   int32_t k, v;
-  uint16_t weight, tile_units;
-
-  __host__ __device__ int unit_bytes() const { return weight * kWeight; }
+  int32_t bytes;             // of a unit
+  uint16_t k_meta, v_meta;   // in 16 bytes
+  uint16_t weight;
+  uint8_t tile_units, groups_k;
 };
 
 template <int kParts>
@@ -55,7 +63,6 @@ struct Partial {
   float out[kMaxGroup * kMaxRank];  // [group][rank_v], not divided by the sum
 };
 
-// Kept below 4 KB: a launch with more is microseconds slower.
 template <int kParts>
 struct Params {
   const char* pool;
@@ -66,14 +73,14 @@ struct Params {
   Partial* partials;  // [blocks, 2]
   float scale_log2;
   int32_t batch, heads, group_size, page_tokens;
-  int32_t units_per_page, units_per_page_magic;  // u / units_per_page == umulhi(u, magic), but for 1
-  int32_t ring_bytes;                            // shared memory of one warp's ring
-  int32_t merge_floats;                          // shared memory of the merge buffer
-  int32_t part_weight[kParts];                   // sum over heads
-  int32_t least_block_weight;                    // at least a tile's: then no block between two others is empty
+  int32_t ring_bytes;           // shared memory of one warp's ring
+  int32_t codes_bytes;          // shared memory of one warp's quantized queries
+  int32_t merge_floats;         // shared memory of the merge buffer
+  int32_t part_weight[kParts];  // sum over heads
+  int32_t least_block_weight;   // at least a tile's: then no block between two others is empty
   PartParams part[kParts];
   HeadParams<kParts> head[KVLATHE_MAX_HEADS];
 };
-static_assert(sizeof(Params<KVLATHE_MAX_PARTS>) <= 4096);
+static_assert(sizeof(Params<KVLATHE_MAX_PARTS>) <= 8192);
 
 }  // namespace kvlathe::cuda

@@ -6,20 +6,27 @@
 
 namespace kvlathe::cuda {
 
-constexpr int kMostTiles = 4;   // in flight a warp
-constexpr int kMostCopies = 8;  // 512-byte copies of K, and of V, in a tile
+constexpr int kMostTiles = 6;   // in flight a warp, queries counted
+constexpr int kSlots = 8;       // barriers a warp: a power of two above kMostTiles
+constexpr int kMostCopies = 8;  // 512-byte copies of K, and of V, in a 16-bit tile
+
+// Tiles start at multiples of 512 bytes: the swizzle's pattern.
+__host__ __device__ inline int ring_room(int bytes) { return (bytes + 511) & ~511; }
 
 struct Ring {
   uint32_t base;
   int size;
+  uint32_t barriers;       // [kSlots], one a tile; used by bulk copies only
   int head = 0, tail = 0;  // where the next tile goes; where the oldest lies
   int used = 0, tiles = 0;
+  int slot = 0;         // of the oldest tile
+  uint32_t phases = 0;  // bit i: the parity that ends the next wait on barrier i
 
   // A tile never wraps: the rest of the ring is left empty instead, and counted.
   __device__ int start(int at, int bytes) const { return at + bytes <= size ? at : 0; }
   __device__ int cost(int at, int bytes) const { return at + bytes <= size ? bytes : size - at + bytes; }
 
-  // Room for a tile: its shared address, or 0 while the ring is full.
+  // Room for a tile (ring_room bytes): its shared address, or 0 while the ring is full.
   __device__ uint32_t place(int bytes) {
     if (used + bytes > size || tiles == kMostTiles) return 0;
     const int taken = cost(head, bytes);
@@ -30,10 +37,25 @@ struct Ring {
     ++tiles;
     return base + at;
   }
+  // The barrier of the tile placed last.
+  __device__ uint32_t newest_barrier() const { return barriers + ((slot + tiles - 1) & (kSlots - 1)) * 8; }
 
-  // Waits for the oldest tile. Its copies were one group each, so the newer ones may stay in flight.
-  __device__ uint32_t wait_oldest(int bytes) const {
-    if (tiles == 4) {
+  // Waits for the oldest tile. Its copies were one group each, so the newer ones may stay in flight; a bulk copy
+  // (kBulk, from 9.0 on) is known by its barrier.
+  template <bool kBulk = false>
+  __device__ uint32_t wait_oldest(int bytes) {
+#if __CUDA_ARCH__ >= 900
+    if (kBulk) {
+      wait_barrier(barriers + slot * 8, phases >> slot & 1);
+      phases ^= 1u << slot;
+      return base + start(tail, bytes);
+    }
+#endif
+    if (tiles == 6) {
+      wait_copy_groups<5>();
+    } else if (tiles == 5) {
+      wait_copy_groups<4>();
+    } else if (tiles == 4) {
       wait_copy_groups<3>();
     } else if (tiles == 3) {
       wait_copy_groups<2>();
@@ -50,6 +72,7 @@ struct Ring {
     __syncwarp();
     used -= cost(tail, bytes);
     tail = start(tail, bytes) + bytes;
+    slot = (slot + 1) & (kSlots - 1);
     if (--tiles == 0) head = tail = used = 0;  // so that any tile fits an empty ring
   }
 };

@@ -1,8 +1,8 @@
 // The byte-interval schedule: block c takes bytes [c, c + 1) x share of the step's work, rounded up to whole tiles.
 //
-//   weight    = bytes in units of 512: one layer's work fits 31 bits up to 1 TB
+//   weight    = bytes in units of 128: one layer's work fits 31 bits up to 256 GB
 //   work      = sequence 0: head 0: units of part 0, units of part 1, ... | head 1: ... | sequence 1: ...
-//   unit      = 16 tokens of one lane; a tile is the few units that a warp takes at once
+//   unit      = 16 tokens of one 16-bit lane, a page of a quantized one; a tile is the units that a warp takes at once
 //   position  = (sequence, head, unit), found from a weight in the prefix sums over sequences and heads
 //   span      = the units of one (sequence, head) that one block takes
 //
@@ -31,28 +31,30 @@ struct Pair {
       tokens[i] = p.head[head].lane[i].weight ? __ldg(p.part[i].lengths + sequence * p.part[i].lengths_stride) : 0;
     }
   }
-  __device__ static int units_of(int tokens) { return (tokens + kUnitTokens - 1) / kUnitTokens; }
-  __device__ int units(int part) const { return units_of(tokens[part]); }
-  __device__ int units() const {
+  __device__ static int units_of(const PartParams& part, int tokens) {
+    return (tokens + (1 << part.unit_shift) - 1) >> part.unit_shift;
+  }
+  __device__ int units(const Params<kParts>& p, int part) const { return units_of(p.part[part], tokens[part]); }
+  __device__ int units(const Params<kParts>& p) const {
     int n = 0;
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) n += units(i);
+    for (int i = 0; i < kParts; ++i) n += units(p, i);
     return n;
   }
-  __device__ int weight(const HeadParams<kParts>& head) const {
+  __device__ int weight(const Params<kParts>& p, int head) const {
     int n = 0;
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) n += units(i) * head.lane[i].weight;
+    for (int i = 0; i < kParts; ++i) n += units(p, i) * p.head[head].lane[i].weight;
     return n;
   }
   // Weight of the pair before its last tile.
-  __device__ int weight_before_last(const HeadParams<kParts>& head) const {
+  __device__ int weight_before_last(const Params<kParts>& p, int head) const {
     int before = 0, n = 0;
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
-      const LaneParams& lane = head.lane[i];
-      if (units(i)) before = n + ((units(i) - 1) & -lane.tile_units) * lane.weight;
-      n += units(i) * lane.weight;
+      const LaneParams& lane = p.head[head].lane[i];
+      if (units(p, i)) before = n + ((units(p, i) - 1) & -int(lane.tile_units)) * lane.weight;
+      n += units(p, i) * lane.weight;
     }
     return before;
   }
@@ -64,25 +66,27 @@ struct Span {
   Pair<kParts> pair;
 };
 
-// Sum of x over the lanes up to this one. Whole warp.
+// Sum of x over the lanes up to this one, in each kWidth lanes. Whole warp.
+template <int kWidth = 32>
 __device__ inline int inclusive_sum(int x) {
-  for (int step = 1; step < 32; step *= 2) {
-    const int other = __shfl_up_sync(~0u, x, step);
-    if (int(threadIdx.x % 32) >= step) x += other;
+#pragma unroll
+  for (int step = 1; step < kWidth; step *= 2) {
+    const int other = __shfl_up_sync(~0u, x, step, kWidth);
+    if (int(threadIdx.x % kWidth) >= step) x += other;
   }
   return x;
 }
 
 // The first tile of a pair that starts `rest` into it or later.
 template <int kParts>
-__device__ int unit_at(const Pair<kParts>& pair, const HeadParams<kParts>& head, int rest) {
+__device__ int unit_at(const Params<kParts>& p, const Pair<kParts>& pair, int head, int rest) {
   int unit = 0;
 #pragma unroll
   for (int i = 0; i < kParts; ++i) {
-    const LaneParams& lane = head.lane[i];
+    const LaneParams& lane = p.head[head].lane[i];
     if (rest <= 0 || !lane.weight) continue;
-    const int wanted = ((rest + lane.weight - 1) / lane.weight + lane.tile_units - 1) & -lane.tile_units;
-    const int skipped = min(pair.units(i), wanted);
+    const int wanted = (int(unsigned(rest + lane.weight - 1) / lane.weight) + lane.tile_units - 1) & -int(lane.tile_units);
+    const int skipped = min(pair.units(p, i), wanted);
     unit += skipped;
     rest = skipped < wanted ? rest - skipped * lane.weight : 0;
   }
@@ -101,96 +105,102 @@ struct Plan {
     const int lane = threadIdx.x % 32;
     int own = 0;
     bool empty = false;
-    for (int b = lane; b < p.batch; b += 32) {
-      own += weight(p, b);
-#pragma unroll
-      for (int i = 0; i < kParts; ++i) empty |= __ldg(p.part[i].lengths + b * p.part[i].lengths_stride) == 0;
-    }
+    for (int b = lane; b < p.batch; b += 32) own += weight(p, b, empty);
     some_empty = __any_sync(~0u, empty);
-    const int total = __shfl_sync(~0u, inclusive_sum(own), 31);
-    share = max(p.least_block_weight, int((unsigned(total) + gridDim.x - 1) / gridDim.x));
+    for (int step = 16; step; step /= 2) own += __shfl_xor_sync(~0u, own, step);
+    share = max(p.least_block_weight, int((unsigned(own) + gridDim.x - 1) / gridDim.x));
     const int from = blockIdx.x * share, to = from + share;
-    any = from < total;
+    any = from < own;
     begin = end = {p.batch, 0, 0, 0};
     if (!any) return;
     int before = 0;
     for (int base = 0; base < p.batch && end.sequence == p.batch; base += 32) {
-      const int weight_here = base + lane < p.batch ? weight(p, base + lane) : 0;
-      const int upto = before + inclusive_sum(weight_here);
-      if (begin.sequence == p.batch) begin = find(p, base, upto, weight_here, from);
-      end = find(p, base, upto, weight_here, to);
+      const int here = base + lane < p.batch ? weight(p, base + lane, empty) : 0, upto = before + inclusive_sum(here);
+      if (begin.sequence == p.batch) enter(p, begin, base, upto, here, from);
+      enter(p, end, base, upto, here, to);
       before = __shfl_sync(~0u, upto, 31);
     }
+    descend(p, from, to);
   }
 
-  // The block that takes the tile starting at weight x.
-  __device__ int owner(int x) const { return unsigned(x) / unsigned(share); }
-
  private:
-  __device__ static int weight(const Params<kParts>& p, int sequence) {
+  __device__ static int weight(const Params<kParts>& p, int sequence, bool& empty) {
     int sum = 0;
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
-      sum += p.part_weight[i] * Pair<kParts>::units_of(__ldg(p.part[i].lengths + sequence * p.part[i].lengths_stride));
+      const int tokens = __ldg(p.part[i].lengths + sequence * p.part[i].lengths_stride);
+      empty |= tokens == 0;
+      sum += p.part_weight[i] * Pair<kParts>::units_of(p.part[i], tokens);
     }
     return sum;
   }
 
-  // The first tile that starts at x or later, if one of the warp's 32 sequences from `base` on reaches beyond x.
-  __device__ static Position find(const Params<kParts>& p, int base, int upto, int own, int x) {
+  // Finds the sequence that reaches beyond x, if it is one of the warp's 32 from `base` on.
+  __device__ static void enter(const Params<kParts>& p, Position& at, int base, int upto, int own, int x) {
     const unsigned beyond = __ballot_sync(~0u, upto > x);
-    if (!beyond) return {p.batch, 0, 0, 0};
-    const int at = __ffs(beyond) - 1, lane = threadIdx.x % 32, sequence = base + at;
-    int start = __shfl_sync(~0u, upto - own, at);
-    for (int first = 0; first < p.heads; first += 32) {
-      const int own_pair =
-          first + lane < p.heads ? Pair<kParts>(p, sequence, first + lane).weight(p.head[first + lane]) : 0;
-      const int ends = start + inclusive_sum(own_pair);
-      if (const unsigned later = __ballot_sync(~0u, ends > x)) {
-        const int hit = __ffs(later) - 1, head = first + hit;
-        start = __shfl_sync(~0u, ends - own_pair, hit);
-        return {sequence, head, unit_at(Pair<kParts>(p, sequence, head), p.head[head], x - start), start};
-      }
-      start = __shfl_sync(~0u, ends, 31);
+    if (!beyond) return;
+    at.sequence = base + __ffs(beyond) - 1;
+    at.start = __shfl_sync(~0u, upto - own, __ffs(beyond) - 1);
+  }
+
+  // Finds heads and units: one half of the warp looks for the begin, the other for the end.
+  __device__ void descend(const Params<kParts>& p, int from, int to) {
+    const int lane = threadIdx.x % 32, side = lane / 16, x = side ? to : from;
+    const int sequence = min(side ? end.sequence : begin.sequence, p.batch - 1);
+    int start = side ? end.start : begin.start, head = -1;
+    for (int first = 0; first < p.heads; first += 16) {
+      const int h = first + lane % 16, own = h < p.heads ? Pair<kParts>(p, sequence, h).weight(p, h) : 0;
+      const int ends = start + inclusive_sum<16>(own);
+      const unsigned later = __ballot_sync(~0u, ends > x) >> 16 * side & 0xffff;
+      const int hit = later ? __ffs(later) - 1 : 15;
+      const int next = __shfl_sync(~0u, later ? ends - own : ends, hit, 16);
+      if (head < 0) start = next, head = later ? first + hit : -1;
+      if (__all_sync(~0u, head >= 0)) break;
     }
-    return {sequence + 1, 0, 0, start};
+    head = max(head, 0);  // an end beyond all work has none
+    const int unit = unit_at(p, Pair<kParts>(p, sequence, head), head, x - start);
+    begin = {begin.sequence, __shfl_sync(~0u, head, 0), __shfl_sync(~0u, unit, 0), __shfl_sync(~0u, start, 0)};
+    if (end.sequence == p.batch) return;
+    end = {end.sequence, __shfl_sync(~0u, head, 16), __shfl_sync(~0u, unit, 16), __shfl_sync(~0u, start, 16)};
   }
 };
 
-// Walks the spans of one block, skipping empty ones.
+// A place in the spans of one block, empty ones skipped. Plain data: it waits in shared memory between its few uses.
 template <int kParts>
-struct SpanWalk {
-  const Params<kParts>& p;
+struct Walk {
   Position end;
   Span<kParts> span;
   bool valid;
 
-  __device__ SpanWalk(const Params<kParts>& p, const Plan<kParts>& plan) : p(p), end(plan.end) {
-    span.sequence = plan.begin.sequence;
-    span.head = plan.begin.head;
-    enter(plan.begin.unit);
-    if (valid && span.first >= span.last) next();
+  __device__ static Walk start(const Params<kParts>& p, const Plan<kParts>& plan) {
+    Walk walk;
+    walk.end = plan.end;
+    walk.span.sequence = plan.begin.sequence;
+    walk.span.head = plan.begin.head;
+    walk.enter(p, plan.begin.unit);
+    if (walk.valid && walk.span.first >= walk.span.last) walk.next(p);
+    return walk;
   }
 
   // Enters (span.sequence, span.head) at a unit; clears `valid` past the block's end.
-  __device__ void enter(int first) {
+  __device__ void enter(const Params<kParts>& p, int first) {
     const bool final = span.sequence == end.sequence && span.head == end.head;
     valid = span.sequence < end.sequence || (span.sequence == end.sequence && span.head <= end.head);
     valid = valid && span.sequence < p.batch && !(final && end.unit == 0);
     if (!valid) return;
     span.pair = Pair<kParts>(p, span.sequence, span.head);
-    span.total = span.pair.units();
+    span.total = span.pair.units(p);
     span.first = first;
     span.last = final ? end.unit : span.total;
   }
 
-  __device__ void next() {
+  __device__ void next(const Params<kParts>& p) {
     do {
       if (++span.head == p.heads) {
         span.head = 0;
         ++span.sequence;
       }
-      enter(0);
+      enter(p, 0);
     } while (valid && span.first >= span.last);
   }
 };

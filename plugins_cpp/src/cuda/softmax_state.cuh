@@ -25,19 +25,28 @@ struct SoftmaxState {
     for (int j = 0; j < kSteps; ++j) out[j][0] = out[j][1] = out[j][2] = out[j][3] = 0.f;
   }
 
-  // Raises the reference maxima to cover s and rescales what is there. Whole warp.
-  __device__ void raise(const float (&s)[4]) {
+  // Raises the reference maxima to `now`, the same in all lanes of a column, and rescales what is there.
+  __device__ void raise_to(const float (&now)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float now = fmaxf(top[i], fmaxf(s[i], s[i + 2]));
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2) now = fmaxf(now, __shfl_xor_sync(~0u, now, step));
-      const float factor = now == -INFINITY ? 1.f : exp2_fast(top[i] - now);
-      top[i] = now;
+      const float factor = now[i] == -INFINITY ? 1.f : exp2_fast(top[i] - now[i]);
+      top[i] = now[i];
       sum[i] *= factor;
 #pragma unroll
       for (int j = 0; j < kSteps; ++j) out[j][i] *= factor, out[j][i + 2] *= factor;
     }
+  }
+
+  // Raises the reference maxima to cover s. Whole warp.
+  __device__ void raise(const float (&s)[4]) {
+    float now[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      now[i] = fmaxf(top[i], fmaxf(s[i], s[i + 2]));
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) now[i] = fmaxf(now[i], __shfl_xor_sync(~0u, now[i], step));
+    }
+    raise_to(now);
   }
 
   // Turns scores (base 2; -inf where masked) of 16 tokens into weights, in place.

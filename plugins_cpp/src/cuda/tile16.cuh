@@ -43,21 +43,20 @@ struct Lane16 {
   MatrixRows k, v;
   int steps_k, steps_v;
 
-  template <int kParts>
-  __device__ void set(const Params<kParts>& p, const HeadParams<kParts>& head, int sequence) {
+  // `queries`: shared, [group][rank_k].
+  __device__ void set(uint32_t queries, int group, int rank_k, int rank_v) {
     const int lane = threadIdx.x % 32, query = lane / 4;
-    const auto* row =
-        reinterpret_cast<const uint32_t*>(p.q + sequence * p.q_stride + head.q_offset + query * head.rank_k) + lane % 4;
+    const uint32_t row = queries + query * rank_k * 2 + lane % 4 * 4;
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) {
-      const bool there = query < p.group_size && j * 16 < head.rank_k;
-      q[j][0] = there ? __ldg(row + j * 8) : 0u;
-      q[j][1] = there ? __ldg(row + j * 8 + 4) : 0u;
+      const bool there = query < group && j * 16 < rank_k;
+      q[j][0] = there ? load_word(row + j * 32) : 0u;
+      q[j][1] = there ? load_word(row + j * 32 + 16) : 0u;
     }
-    k.set(head.rank_k, lane % 16, lane / 16);
-    v.set(head.rank_v, lane / 16 * 8 + lane % 8, lane / 8 % 2);
-    steps_k = pinned(head.rank_k / 16);
-    steps_v = pinned(head.rank_v / 16);
+    k.set(rank_k, lane % 16, lane / 16);
+    v.set(rank_v, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    steps_k = pinned(rank_k / 16);
+    steps_v = pinned(rank_v / 16);
   }
 };
 
@@ -75,7 +74,7 @@ __device__ void attend_unit(SoftmaxState<kSteps>& state, const Lane16<kSteps>& l
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) s[i] *= scale_log2;
-  if (rows < kUnitTokens) {
+  if (rows < kRowTokens) {
     const int row = threadIdx.x % 32 / 4;
     if (row >= rows) s[0] = s[1] = -INFINITY;
     if (row + 8 >= rows) s[2] = s[3] = -INFINITY;
@@ -95,7 +94,7 @@ template <class E, int kSteps>
 __device__ void attend_tile(SoftmaxState<kSteps>& state, const Lane16<kSteps>& lane16, uint32_t tile, int units,
                             int rows, float scale_log2) {
   uint32_t k = tile, v = tile + units * lane16.steps_k * 512;
-  for (; rows > 0; rows -= kUnitTokens) {
+  for (; rows > 0; rows -= kRowTokens) {
     attend_unit<E>(state, lane16, k, v, rows, scale_log2);
     k += lane16.steps_k * 512;
     v += lane16.steps_v * 512;
