@@ -7,6 +7,7 @@ float64. The kernel is the integer form: it may differ from it by rounding only,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 import torch
@@ -45,14 +46,14 @@ def check(library: Library, problem: CodesProblem, times: int = 1, flags: int = 
 
 
 def problem_of(
-    bits: int,
+    bits: Literal[8, 4, 2],
     sealed: Sequence[Sequence[int]] = ((640,), (0,), (64,), (1024,), (0,)),
     tails: Sequence[int] = (33, 0, 0, 64, 7),
     ranks: Sequence[Sequence[tuple[int, int]]] = MIXED,
     dtype: torch.dtype = torch.float16,
     seed: int = 0,
 ) -> CodesProblem:
-    tier = Tier(bits, bits, arithmetic="int")  # pyright: ignore[reportArgumentType]
+    tier = Tier(bits, bits, arithmetic="int")
     return CodesProblem(ranks, sealed, tails, [tier], dtype=dtype, device="cuda", seed=seed)
 
 
@@ -67,14 +68,14 @@ def gpu() -> str:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [MIXED, NARROW])
 def test_ragged_batches(
-    library: Library, gpu: str, bits: int, dtype: torch.dtype, ranks: Sequence[Sequence[tuple[int, int]]]
+    library: Library, gpu: str, bits: Literal[8, 4, 2], dtype: torch.dtype, ranks: Sequence[Sequence[tuple[int, int]]]
 ) -> None:
     check(library, problem_of(bits, ranks=ranks, dtype=dtype), times=2)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize(("group", "page"), [(32, 64), (64, 128), (128, 128), (16, 64), (48, 64)])
-def test_groups_and_pages(library: Library, gpu: str, bits: int, group: int, page: int) -> None:
+def test_groups_and_pages(library: Library, gpu: str, bits: Literal[8, 4, 2], group: int, page: int) -> None:
     tier = Tier(bits, bits, group_k=group, group_v=64 if group in (16, 48) else group, arithmetic="int")
     sealed, tails = [[5 * page], [0], [page], [0]], [page - 1, 0, 1, 17]
     check(library, CodesProblem(NARROW, sealed, tails, [tier], page_tokens=page, device=gpu))
@@ -97,7 +98,7 @@ def test_two_widths_in_one_call(library: Library, gpu: str) -> None:
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("sealed", [[140_032], [40_000 // 64 * 64, 64, 0, 70_016], [4992] * 40, [64] * 300])
-def test_many_blocks_share_the_work(library: Library, gpu: str, bits: int, sealed: list[int]) -> None:
+def test_many_blocks_share_the_work(library: Library, gpu: str, bits: Literal[8, 4, 2], sealed: list[int]) -> None:
     tails = [(17 * b) % 65 for b in range(len(sealed))]
     check(library, problem_of(bits, sealed=[[n] for n in sealed], tails=tails), times=3)
     check(library, problem_of(bits, sealed=[[n] for n in sealed], tails=tails, seed=1), times=3, flags=OVERLAP)
