@@ -57,7 +57,8 @@ class Tier:
     ``axis_*``: along which axis a quantization group of ``group_*`` elements runs: ``rank`` (within one token) or
     ``token`` (one channel over the page's tokens). Ignored at 16 and 32 bit, which are IEEE half and single.
     ``arithmetic`` = int: QK^T and PV are taken on the codes, nothing is dequantized; groups then run along what the
-    product sums over, the rank for K and the tokens for V.
+    product sums over, the rank for K and the tokens for V. Where V's groups run along the rank (tokens may be dropped
+    then), only QK^T is.
     ``rounding``: codes to the nearest, or ``stochastic``, up or down by a hash of the plan's seed, the lane, the
     token's position and the channel (runtime/codec.py): without bias, and the same however often it is done.
     ``sums``: the sum of each group's codes is stored beside its metadata, so that integer products need no symmetry of
@@ -407,12 +408,12 @@ def check(plan: CompressionPlan) -> None:
     for tier in plan.tiers:
         if tier.arithmetic == "int" and (
             (tier.bits_k < 16 and tier.axis_k != "rank")
-            or (tier.bits_v < 16 and (tier.axis_v != "token" or plan.page_tokens % tier.group_v))
+            or (tier.bits_v < 16 and tier.axis_v == "token" and plan.page_tokens % tier.group_v)
         ):
             refuse(
                 f"{tier} multiplies integers", "K's groups then run along the rank, V's along a page's tokens, evenly"
             )
-        if tier.sums and tier.arithmetic != "int":
+        if tier.sums and (tier.arithmetic != "int" or tier.axis_v != "token"):
             refuse(f"{tier} stores sums of codes", "only products of integers read them")
     fresh: list[int] = []
     for i, bucket in enumerate(plan.buckets):

@@ -19,11 +19,12 @@ import numpy.typing as npt
 from kvlathe.errors import KvlatheError
 from kvlathe.export.basis import Basis
 from kvlathe.export.layout import CacheLayout
-from kvlathe.export.methods import fdc, hack, kivi, kvquant, none, zack
+from kvlathe.export.methods import fdc, hack, kivi, kvquant, none, uncomp, zack
+from kvlathe.export.methods.buckets import buckets, cold_tier, without
 from kvlathe.export.methods.lowrank import bases, best_ratio, full_lanes, kept, low_rank, within
 from kvlathe.export.methods.options import Asked, Options, Part, parse, unknown, with_written
 from kvlathe.export.methods.spin import spun
-from kvlathe.export.plan import RANK_MULTIPLE, Bucket, CompressionPlan, ModelShape, Tier
+from kvlathe.export.plan import RANK_MULTIPLE, CompressionPlan, ModelShape, Tier
 from kvlathe.export.rotation import Rotation, element_change, energy_missed, principal_angle
 from kvlathe.export.stats import Stats
 
@@ -53,7 +54,8 @@ EXACT = 1e-9
 @dataclass(frozen=True, slots=True)
 class Method:
     """``rotate`` is None for a method that leaves the ranks alone; ``plan`` is then given what is written behind its
-    name and the tokens of a page. ``sizes``: the options that say how small it makes the cache, and their values; a
+    name and the tokens of a page. ``choose`` decides by statistics which tokens are kept; it is also given the seed.
+    ``sizes``: the options that say how small it makes the cache, and their values; a
     search for an accuracy tries those that the request leaves open.
     """
 
@@ -61,6 +63,7 @@ class Method:
     calibration: Source | None = None
     rotate: Callable[[Stats, Options], Rotation] | None = None
     plan: Callable[[dict[str, str], int], Part] = none.plan
+    choose: Callable[[Stats, dict[str, str], int, int], Part] | None = None
     sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -70,6 +73,7 @@ METHODS: dict[str, Method] = {
     "zack": Method(zack.SUMMARY, zack.CALIBRATION, zack.rotate),
     "hack": Method(hack.SUMMARY, plan=hack.plan, sizes=hack.SIZES),
     "kivi": Method(kivi.SUMMARY, plan=kivi.plan),
+    "uncomp": Method(uncomp.SUMMARY, uncomp.CALIBRATION, choose=uncomp.choose),
     "kvquant": Method(kvquant.SUMMARY, plan=kvquant.plan),
 }
 
@@ -92,8 +96,10 @@ def summaries() -> dict[str, str]:
 
 
 def calibration(request: str) -> Source | None:
-    """The source of tokens that the request's methods calibrate on by default; None where none is needed."""
-    return next((method.calibration for _, method in _methods(request) if method.calibration), None)
+    """The source of tokens that the request's methods calibrate on by default: text where one of them needs it, None
+    where none is needed."""
+    found = {method.calibration for _, method in _methods(request)}
+    return "text" if "text" in found else "random" if "random" in found else None
 
 
 def compose(
@@ -105,15 +111,39 @@ def compose(
     """
     asked = _methods(request)
     rotating = [(one, method) for one, method in asked if method.rotate]
-    fixed = [(one, method.plan(one.options, form.page_tokens)) for one, method in asked if not method.rotate]
-    sealing = [(one, part) for one, part in fixed if part.cold]
     _only_one("the ranks", [one for one, _ in rotating])
-    _only_one("the number format of full pages", [one for one, _ in sealing])
-    formats = sealing[0][1] if sealing else Part()
+    chosen = _chosen([(one, _decided(one, method, stats, form)) for one, method in asked if not method.rotate])
     if rotating:
-        return _ranked(request, shape, *rotating[0], formats, stats, options, form)
+        return _ranked(request, shape, *rotating[0], chosen, stats, options, form)
     _no_share_asked(request, options)
-    return _composed(request, shape, Part(full_lanes(shape, rope)), formats, form)
+    return _composed(request, shape, Part(full_lanes(shape, rope)), chosen, form)
+
+
+def _decided(asked: Asked, method: Method, stats: Stats | None, form: CacheForm) -> Part:
+    """What one method decides that leaves the ranks alone."""
+    if method.choose is None:
+        return method.plan(asked.options, form.page_tokens)
+    return method.choose(_needed(asked, stats), asked.options, form.page_tokens, form.seed)
+
+
+def _needed(asked: Asked, stats: Stats | None) -> Stats:
+    if stats is None:
+        raise KvlatheError(f"{asked.name} needs statistics", "it decides by them", "calibrate first")
+    return stats
+
+
+def _chosen(parts: list[tuple[Asked, Part]]) -> Part:
+    """Number format and token rules, each by at most one of the parts."""
+    sealing = [(one, part) for one, part in parts if part.cold]
+    ruling = [(one, part) for one, part in parts if part.tokens]
+    _only_one("the number format of full pages", [one for one, _ in sealing])
+    _only_one("which tokens are kept", [one for one, _ in ruling])
+    found = ruling[0][1] if ruling else Part()
+    if not sealing:
+        return found
+    formats = sealing[0][1]
+    found = dataclasses.replace(found, cold=formats.cold, spin=formats.spin, notes=found.notes | formats.notes)
+    return dataclasses.replace(found, cold=cold_tier(found))
 
 
 def _ranked(
@@ -121,21 +151,26 @@ def _ranked(
     shape: ModelShape,
     asked: Asked,
     method: Method,
-    formats: Part,
+    chosen: Part,
     stats: Stats | None,
     options: Options,
     form: CacheForm,
 ) -> tuple[CompressionPlan, Basis]:
     """The composition where one method chooses ranks. A share of the bytes is asked of all methods together."""
-    options, rotate = with_written(options, asked.options), method.rotate
-    if stats is None or rotate is None:
-        raise KvlatheError(f"{asked.name} needs statistics", "its bases come from them", "calibrate first")
+    options, rotate, stats = with_written(options, asked.options), method.rotate, _needed(asked, stats)
+    assert rotate
 
     def at(ratio: float | None) -> tuple[CompressionPlan, Basis]:
         ranks = low_rank(stats, options if ratio is None else options.asked(compression_ratio=ratio), rotate)
-        return _composed(request, shape, ranks, formats, form)
+        return _composed(request, shape, ranks, chosen, form)
 
-    if options.compression_ratio is None or formats.cold is None:
+    if options.compression_ratio is not None and any(rule.kind == "budget" for rule in chosen.tokens):
+        raise KvlatheError(
+            f"{request} cannot remove a given share",
+            "what a budget of tokens removes depends on the sequence's length",
+            "say what the ranks remove: --removal-rate",
+        )
+    if options.compression_ratio is None or chosen.cold is None:
         return at(None)
     return within(options.compression_ratio, shape, form.bits, at)
 
@@ -164,27 +199,26 @@ def _methods(request: str) -> list[tuple[Asked, Method]]:
 
 
 def _composed(
-    request: str, shape: ModelShape, ranks: Part, formats: Part, form: CacheForm
+    request: str, shape: ModelShape, ranks: Part, chosen: Part, form: CacheForm
 ) -> tuple[CompressionPlan, Basis]:
-    """Fresh tokens in the cache's own format; full pages in that of ``formats``, if it has one."""
+    """Fresh tokens in the cache's own format; full pages, tokens and stages as ``chosen``."""
     assert ranks.lanes is not None
-    lanes, basis, tiers = ranks.lanes, ranks.basis, [Tier(form.bits, form.bits)]
-    kept = tuple(i for i, lane in enumerate(lanes) if not lane.removed)
-    buckets = [Bucket(0, kept)]
-    if formats.cold is not None:
-        lanes, basis = spun(lanes, basis, shape.head_dim, formats.cold, formats.spin, form.seed)
-        tiers.append(formats.cold)
-        buckets.append(Bucket(1, kept, source=0))
+    lanes, basis, tiers = without(ranks.lanes, chosen.removed), ranks.basis, [Tier(form.bits, form.bits)]
+    if chosen.cold is not None:
+        lanes, basis = spun(lanes, basis, shape.head_dim, chosen.cold, chosen.spin, form.seed)
+        tiers.append(chosen.cold)
     plan = CompressionPlan(
         model=shape,
         lanes=lanes,
         tiers=tuple(tiers),
-        buckets=tuple(buckets),
+        buckets=buckets(lanes, chosen),
         page_tokens=form.page_tokens,
         prefill_chunk=form.prefill_chunk,
         seed=form.seed,
+        probe=chosen.probe,
+        stages=chosen.stages,
         compression=request,
-        notes=ranks.notes | formats.notes,
+        notes=ranks.notes | chosen.notes,
     )
     return plan, basis
 

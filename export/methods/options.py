@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from kvlathe.errors import KvlatheError
 from kvlathe.export.basis import Basis
-from kvlathe.export.plan import Lane, Tier
+from kvlathe.export.plan import Lane, Probe, Stage, Tier, TokenRule
 
 Spin = Literal["auto", "none", "k", "v", "kv"]
 """What is turned before it is quantized (spin.py): ``auto`` where groups run along the rank and it costs nothing."""
@@ -75,13 +75,19 @@ CHOICES = {
 @dataclass(frozen=True)
 class Part:
     """What one method decided; None where it leaves that to others. ``lanes`` with their ``basis``; ``cold``, the
-    number format that full pages are sealed in, and ``spin``, what is spun for it; ``notes`` are for people.
+    number format that full pages are sealed in, and ``spin``, what is spun for it; ``tokens``, which tokens each lane
+    keeps (one rule for all of them, or one each), by what ``probe`` observes; ``stages`` of the layers; ``removed``,
+    lanes that are filled from another head, lane -> head; ``notes`` are for people.
     """
 
     lanes: tuple[Lane, ...] | None = None
     basis: Basis = field(default_factory=Basis)
     cold: Tier | None = None
     spin: Spin = "none"
+    tokens: tuple[TokenRule, ...] = ()
+    probe: Probe | None = None
+    stages: tuple[Stage, ...] = ()
+    removed: Mapping[int, int] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
 
 
