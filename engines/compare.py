@@ -66,6 +66,9 @@ def compare_runtimes(a: Path, b: Path) -> dict[str, Any]:
 def _logits(folder: Path) -> npt.NDArray[np.float32]:
     manifest = verify(folder)
     plan = CompressionPlan.from_json((folder / PLAN_FILE).read_text("utf-8"))
+    if plan.stages:
+        fact = f"{folder} cannot be compared by runtime"
+        raise KvlatheError(fact, "a raw step is one graph's, and it has several", "compare what they say, without it")
     try:
         with _runner(folder, manifest.backend) as runner:
             feed = raw_step(plan)

@@ -1,4 +1,4 @@
-"""The ONNX Runtime engine: the exported file is the engine. Building it means proving that the runtime takes it."""
+"""The ONNX Runtime engine: the exported graphs are the engine. Building means proving that the runtime takes them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 from kvlathe.engines.backends import Built
 from kvlathe.engines.child import ChildFailed, run_module
-from kvlathe.engines.manifest import ONNX_FILE, Limits
+from kvlathe.engines.manifest import Limits
 from kvlathe.errors import KvlatheError
-from kvlathe.export.plan import CompressionPlan
+from kvlathe.export.plan import CompressionPlan, graph_files
 
 
 def identify(name: str) -> Built:
@@ -20,30 +20,31 @@ def identify(name: str) -> Built:
 
 
 def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> None:
-    """Load the graph once, in a child process: its memory is gone before the next step, and a crash stays there."""
-    try:
-        found = json.loads(run_module("kvlathe.engines.onnxruntime", str(folder / ONNX_FILE)))
-    except ChildFailed as error:
-        raise KvlatheError("ONNX Runtime does not load the exported graph", str(error), "report this") from error
-    missing = set(_wanted(plan)) - set(found)
-    if missing:
-        raise KvlatheError(
-            "the exported graph is not what the runtime asks", f"it lacks {sorted(missing)}", "report this"
-        )
+    """Load each graph once, in a child process: its memory is gone before the next step, and a crash stays there."""
+    for stage, name in enumerate(graph_files(plan)):
+        try:
+            found = json.loads(run_module("kvlathe.engines.onnxruntime", str(folder / name)))
+        except ChildFailed as error:
+            raise KvlatheError("ONNX Runtime does not load the exported graph", str(error), "report this") from error
+        missing = set(_wanted(plan, stage)) - set(found)
+        if missing:
+            raise KvlatheError(
+                f"the exported {name} is not what the runtime asks", f"it lacks {sorted(missing)}", "report this"
+            )
 
 
-def _wanted(plan: CompressionPlan) -> list[str]:
-    """The tensors of docs/attend.md that every plan has."""
-    tables = [f"page_table_{b}" for b in range(len(plan.buckets))]
+def _wanted(plan: CompressionPlan, stage: int) -> list[str]:
+    """The tensors of docs/attend.md that the graph of every plan has."""
+    tables = [f"page_table_{b}" for b in range(len(plan.buckets_of(stage)))]
     return [
-        "input_ids",
+        "input_ids" if stage == 0 else "hidden",
         "positions",
         "query_starts",
         "query_offsets",
         "lengths",
         "logit_rows",
         *tables,
-        "logits",
+        "logits" if stage == plan.graphs - 1 else "next_hidden",
         "rows",
     ]
 

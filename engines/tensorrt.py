@@ -121,6 +121,12 @@ def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> Non
     Raises KvlatheError with the library's own words if it does not parse or build, and naming the layers if the engine
     lost an attention.
     """
+    if plan.stages:
+        raise KvlatheError(
+            f"{name} cannot build a plan that drops hidden states",
+            "it has a graph for each group of layers, and an engine holds one",
+            "compress in one group (stages=1), or build for onnxruntime",
+        )
     onnx_path, library = folder / ONNX_FILE, None if plan.ranked else plugin_library.find()  # it counts no mass
     required = required_nodes(onnx_path, plugin=library is not None)
     job = {
