@@ -1,10 +1,13 @@
-"""Methods and compositions in one table: bytes left, perplexity ratio, retrieval and agreement, through the engine.
+"""Every method, the comparison plans and compositions in one table, through exported engines.
 
-    python tests/bench/methods.py [--model DIR] [--only REQUEST ...] [--windows 8] [--window-tokens 2048] [--every 3]
+    python tests/bench/methods.py [--model DIR ...] [--only REQUEST ...] [--quick] [--json-lines FILE]
 
-Every token attends what its decode would attend (one-page grid). Bytes are those of all pages of a sequence of 3,072
-tokens, scales and the hot page included (the mean over where in its page a sequence stands), against the uncompressed
-cache in 16 bit. Ranks are chosen on statistics of random tokens. One table and one JSON line.
+Bytes are those of all pages of a sequence of 3,072 tokens: scales, sums, scores, padding and the hot page included (the
+mean over where in its page the sequence stands), against the uncompressed cache in 16 bit. Perplexity, agreement and
+retrieval are those of ``kvlathe eval``: every token attends what its decode would attend, plans that rank a prompt get
+1,536 tokens of each window as a prompt and are scored on the rest, all against the uncompressed engine in 32 bit.
+Methods that need statistics get the kind that they calibrate on by default. A request that is refused is a row with the
+reason. One table and one JSON line a model; rows appear on stderr as they are measured.
 """
 
 from __future__ import annotations
@@ -12,33 +15,51 @@ from __future__ import annotations
 import json
 import tempfile
 import time
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 from accuracy import DATA, ROOT, Remembering
+from palu import low_rank_checkpoint
 
 from kvlathe.console import print_table
 from kvlathe.engines.build import build, calibrate_to
 from kvlathe.engines.planning import bytes_per_token
 from kvlathe.engines.request import BuildRequest
+from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.methods import calibration
 from kvlathe.runtime.evaluate import evaluate
 from kvlathe.runtime.llm import LLM
 
-REQUESTS = (
-    "fdc",
-    "hack:bits=8",
-    "hack:bits=4",
-    "hack:bits=2",
-    "fdc+hack:bits=8",
-    "fdc+hack:bits=4",
-    "fdc+hack:bits=4,spin=none",
-)
+REQUESTS = {
+    "methods": (
+        "none",
+        "fdc:removal_rate=0.15",
+        "zack:removal_rate=0.15",
+        "hack:bits=8",
+        "hack:bits=4",
+        "hack:bits=4,arithmetic=float",
+        "hack:bits=4,sums=stored",
+        "hack:bits=2",
+        "hack:bits=2,rounding=stochastic",
+    ),
+    "comparison": ("palu:0.7", "palu:0.5", "kivi:bits=4", "kivi:bits=2", "kvquant:bits=4"),
+    "compositions": (
+        "fdc:removal_rate=0.15+hack:bits=8",
+        "fdc:removal_rate=0.15+hack:bits=4",
+        "fdc:removal_rate=0.15+hack:bits=4,spin=none",
+        "fdc:basis=balanced,removal_rate=0.15+hack:bits=4",
+        "fdc:removal_rate=0.15+kvquant:bits=4",
+    ),
+}
+"""``palu:`` and the share of ranks that it keeps is no plan of ours: palu.py says how it is measured."""
+
 CONTEXT = 3072
-COLUMNS = ("method", "bytes left", "perplexity ratio", "retrieval", "agreement", "kl", "seconds")
+QUICK = {"windows": 2, "window_tokens": 1024, "every": 15}
+COLUMNS = ("method", "bytes left", "perplexity ratio", "retrieval", "agreement", "kl", "seconds", "note")
 
 
 def bytes_left(layout: CacheLayout) -> float:
@@ -49,48 +70,101 @@ def bytes_left(layout: CacheLayout) -> float:
     return float(np.mean(held))
 
 
-def measure(llm: LLM, baseline: Any, asked: dict[str, Any]) -> dict[str, Any]:  # noqa: ANN401
-    started = time.monotonic()
-    found = evaluate(llm, baseline, **asked)
-    kept = {"retrieval": found["retrieval_exact_match"], "perplexity ratio": found["perplexity_ratio"]}
-    kept |= {name: found[name] for name in ("agreement", "kl")}
-    return {**kept, "bytes left": bytes_left(llm.layout), "seconds": time.monotonic() - started}
+class Bench:
+    """One model: its statistics by kind, its uncompressed engine, and the rows."""
+
+    def __init__(self, model: Path, folder: Path, threads: int | None, kv_bits: int, exam: dict[str, Any]) -> None:
+        self.model, self.folder, self.threads, self.kv_bits, self.exam = model, folder, threads, kv_bits, exam
+        self.built = 0
+
+    @cached_property
+    def baseline(self) -> Any:  # noqa: ANN401
+        return Remembering(self.engine(self.model, "none", 32))
+
+    def stats(self, kind: str) -> Path:
+        path = self.folder / f"{kind}.npz"
+        if not path.exists():
+            calibrate_to(self.model, path, kind if kind == "random" else str(DATA / "calibration_text.jsonl"))
+        return path
+
+    def engine(self, model: Path, request: str, bits: int | None = None) -> LLM:
+        self.built += 1
+        kind = calibration(request)
+        request_of = BuildRequest(
+            model,
+            self.folder / f"engine{self.built}",
+            request,
+            kv_bits=bits or self.kv_bits,  # type: ignore[arg-type]
+            workers=self.threads,
+            stats=None if kind is None else self.stats(kind),
+        )
+        return LLM.load(build(request_of), threads=self.threads)
+
+    def row(self, request: str) -> dict[str, Any]:
+        started = time.monotonic()
+        try:
+            name, _, kept = request.partition(":")
+            if name == "palu":
+                folder = self.folder / f"low_rank_{kept}"
+                text = DATA / "calibration_text.jsonl"
+                llm = self.engine(low_rank_checkpoint(self.model, folder, text, float(kept)), "none")
+                left, note = float(kept), "accuracy by low-rank weights, bytes computed"
+            else:
+                llm, note = self.engine(self.model, request), ""
+                left = bytes_left(llm.layout)
+            found = evaluate(llm, self.baseline, **self.exam)
+        except KvlatheError as error:
+            return {"method": request, "note": str(error)}
+        kept_scores = {"retrieval": found["retrieval_exact_match"], "perplexity ratio": found["perplexity_ratio"]}
+        kept_scores |= {name: found[name] for name in ("agreement", "kl")}
+        return {
+            "method": request,
+            "bytes left": left,
+            **kept_scores,
+            "seconds": time.monotonic() - started,
+            "note": note,
+        }
 
 
 @click.command()
-@click.option("--model", type=click.Path(path_type=Path), default=ROOT / "models" / "lathe-5m")
-@click.option("--only", multiple=True, help="Requests to measure instead of the usual ones.")
-@click.option("--removal-rate", default=0.15, show_default=True, help="Of the methods that choose ranks.")
+@click.option(
+    "--model", "models", multiple=True, type=click.Path(path_type=Path), default=(ROOT / "models" / "lathe-5m",)
+)
+@click.option("--only", multiple=True, help="Requests, or names of groups: methods, comparison, compositions.")
+@click.option("--quick", is_flag=True, help="Few windows and questions: what runs, not what it is worth.")
 @click.option("--kv-bits", type=click.Choice(("16", "32")), default="16", show_default=True, help="The hot format.")
 @click.option("--windows", default=8, show_default=True)
 @click.option("--window-tokens", default=2048, show_default=True)
 @click.option("--every", default=3, show_default=True)
 @click.option("--threads", type=int)
+@click.option("--json-lines", type=click.Path(path_type=Path), help="Append every row here as it is measured.")
 def main(
-    model: Path, only: tuple[str, ...], removal_rate: float, kv_bits: str, threads: int | None, **asked: int
+    models: tuple[Path, ...],
+    only: tuple[str, ...],
+    quick: bool,
+    kv_bits: str,
+    threads: int | None,
+    json_lines: Path | None,
+    **asked: int,
 ) -> None:
-    """Measure methods and compositions."""
+    """Measure methods, comparison plans and compositions."""
+    chosen = [request for name in only or REQUESTS for request in REQUESTS.get(name, (name,))]
+    asked |= QUICK if quick else {}
     exam = {"text": DATA / "eval_text.jsonl", "retrieval": DATA / "line_retrieval.jsonl", **asked}
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        calibrate_to(model, folder / "stats.npz", "random")
-
-        def built(request: str, number: int) -> LLM:
-            ranked = {"removal_rate": removal_rate, "stats": folder / "stats.npz"} if calibration(request) else {}
-            build_request = BuildRequest(
-                model, folder / str(number), request, kv_bits=16 if kv_bits == "16" else 32, workers=threads, **ranked
-            )
-            return LLM.load(build(build_request), threads=threads)
-
-        plain = LLM.load(build(BuildRequest(model, folder / "none", kv_bits=32, workers=threads)), threads=threads)
-        baseline = Remembering(plain)
-        for number, request in enumerate(("none", *(only or REQUESTS))):
-            rows.append({"method": request, **measure(built(request, number), baseline, exam)})
-            click.echo(json.dumps(rows[-1]), err=True)
-    title = f"{model.name}, r = {removal_rate:g} where ranks are chosen; bytes of {CONTEXT} tokens against 16 bit"
-    print_table(title, COLUMNS, [[row[name] for name in COLUMNS] for row in rows])
-    print(json.dumps({"benchmark": "methods", "model": model.name, "context": CONTEXT, **asked, "rows": rows}))
+    for model in models:
+        with tempfile.TemporaryDirectory() as scratch:
+            bench = Bench(model, Path(scratch), threads, int(kv_bits), exam)
+            rows = []
+            for request in chosen:
+                rows.append(bench.row(request))
+                line = json.dumps({"model": model.name, **rows[-1]})
+                click.echo(line, err=True)
+                if json_lines is not None:
+                    with json_lines.open("a", encoding="utf-8") as stream:
+                        stream.write(line + "\n")
+        title = f"{model.name}; bytes of {CONTEXT} tokens against 16 bit"
+        print_table(title, COLUMNS, [[row.get(name) for name in COLUMNS] for row in rows])
+        print(json.dumps({"benchmark": "methods", "model": model.name, "context": CONTEXT, **asked, "rows": rows}))
 
 
 if __name__ == "__main__":
