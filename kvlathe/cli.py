@@ -12,7 +12,18 @@ from typing import NoReturn
 
 import click
 
-from kvlathe import __version__, cli_bench, cli_build, cli_eval, cli_native, cli_run, cli_show, cli_triton, console
+from kvlathe import (
+    __version__,
+    cli_bench,
+    cli_build,
+    cli_eval,
+    cli_native,
+    cli_run,
+    cli_serve,
+    cli_show,
+    cli_triton,
+    console,
+)
 from kvlathe.errors import KvlatheError
 
 EPILOG = """\b
@@ -40,15 +51,9 @@ def cli() -> None:
     """Compress the KV cache of a decoder LLM, export it as an engine, run the engine."""
 
 
-for command in (
-    *cli_build.COMMANDS,
-    *cli_run.COMMANDS,
-    *cli_eval.COMMANDS,
-    *cli_show.COMMANDS,
-    *cli_native.COMMANDS,
-    *cli_triton.COMMANDS,
-    *cli_bench.COMMANDS,
-):
+PARTS = (cli_build, cli_run, cli_eval, cli_serve, cli_triton, cli_bench, cli_show, cli_native)
+
+for command in (command for part in PARTS for command in part.COMMANDS):
     cli.add_command(command)
 
 

@@ -22,7 +22,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -45,12 +45,17 @@ class Busy(KvlatheError):
         self.retry_after = retry_after
 
 
+class Closing(Busy):
+    """The engine accepts nothing more."""
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What one step added to one answer of a request.
 
     ``index``: prompt number x n + choice. ``text`` is whole characters, stop strings excluded (and may be empty: text
-    that could begin a stop string is held back); ``logprobs`` is as long as ``token_ids`` where asked for, else empty.
+    that could begin a stop string is held back); ``logprobs`` is as long as ``token_ids`` where asked for, else empty;
+    ``prompt_logprobs``, if asked for, come with an answer's first delta, for the prompt's tokens but the first.
     ``finish_reason``: None while it goes on; stop, length, cancelled, timeout (the deadline passed), error (``error``).
     """
 
@@ -58,6 +63,7 @@ class Delta:
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
     error: Exception | None = None
 
@@ -87,6 +93,7 @@ class Request:
             text[characters:],
             tuple(sequence.tokens[sequence.prompt_tokens + tokens :]),
             tuple(sequence.logprobs[tokens:]),
+            () if tokens else tuple(sequence.prompt_logprobs),
             sequence.finish_reason,
             sequence.error,
         )
@@ -197,7 +204,7 @@ class AsyncEngine:
         n: int = 1,
         tenant: str = "",
         seconds: float | None = None,
-    ) -> AsyncIterator[Delta]:
+    ) -> AsyncGenerator[Delta, None]:
         """The deltas of ``submit`` in asyncio. Leaving the loop early, or cancelling its task, cancels the request."""
         deltas: asyncio.Queue[Delta] = asyncio.Queue()
         loop = asyncio.get_running_loop()
@@ -238,7 +245,7 @@ class AsyncEngine:
         seconds: float | None,
     ) -> Request:
         sequences = []
-        shared = n > 1 and self.llm.sharable
+        shared = n > 1 and self.llm.sharable and params.prompt_logprobs is None
         for prompt in prompts:
             beginning = Beginning() if shared else None
             for choice in range(n):
@@ -257,10 +264,14 @@ class AsyncEngine:
 
     def _check_room(self, count: int) -> None:
         if self._draining:
-            raise Busy("the server is shutting down", "it finishes what it has begun", 5)
+            raise Closing("the server is shutting down", "it finishes what it has begun", 5)
         if not self._thread.is_alive():
-            raise Busy("the engine does not run", "its thread was not started or has ended", 5)
-        scheduler = self.llm.engine.scheduler
+            raise Closing("the engine does not run", "its thread was not started or has ended", 5)
+        scheduler, most = self.llm.engine.scheduler, self.max_waiting + self.llm.limits.max_batch_size
+        if count > most:
+            raise KvlatheError(
+                f"a request of {count} sequences came", f"this server queues {most} at most", "send fewer at a time"
+            )
         free = 0 if scheduler.waiting else self.llm.limits.max_batch_size - len(scheduler.running)
         if self._open - len(scheduler.running) + count > self.max_waiting + free:
             reason = f"{self.waiting} sequences wait, of at most {self.max_waiting}"

@@ -39,7 +39,10 @@ class Engine:
         for chunk, rows in self._run_apart(chunks):
             if isinstance(rows, Exception):
                 changed.append(self.fail(chunk.sequence, rows))
-            elif chunk.wanted:
+                continue
+            if chunk.sequence.reports_prompt:
+                chunk.sequence.report_prompt(chunk.sequence.cached - chunk.count, rows)
+            if chunk.sequence.cached == len(chunk.sequence.tokens):
                 if not chunk.sequence.answered:
                     self.scheduler.prompt_done(chunk.sequence, rows[-1])
                 changed.append(self._grow(chunk.sequence, rows[-1]))
@@ -96,6 +99,8 @@ class Engine:
 
     def _grow(self, sequence: Sequence, logits: Rows) -> Sequence:
         """One more token from ``logits`` [vocab], and the end if it was the last."""
+        if len(sequence.tokens) >= sequence.most_tokens:  # only the prompt was asked about
+            return self._end(sequence, "length")
         try:
             token = sequence.accept(logits)
         except Exception as error:  # its own parameters, or logits that are not numbers

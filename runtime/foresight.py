@@ -86,7 +86,8 @@ class Foresight:
 
     def ended(self, sequence: Sequence) -> None:
         """Learn from a sequence that came to its own end."""
-        self.share.add((len(sequence.tokens) - sequence.prompt_tokens) / sequence.params.max_new_tokens)
+        if sequence.params.max_new_tokens:
+            self.share.add(sequence.answered / sequence.params.max_new_tokens)
         self.costs.judge()
 
     @property
@@ -98,8 +99,8 @@ class Foresight:
     def to_go(self, sequence: Sequence) -> int:
         """Tokens that a sequence is still expected to add; at least a page's where it may, at most all it may."""
         most = sequence.params.max_new_tokens
-        done = len(sequence.tokens) - sequence.prompt_tokens
-        return min(most - done, max(int(most * self.expected_share + 0.999) - done, self.pool.plan.page_tokens))
+        expected = int(most * self.expected_share + 0.999) - sequence.answered
+        return min(most - sequence.answered, max(expected, self.pool.plan.page_tokens))
 
     def fits(self, sequences: Iterable[Sequence]) -> bool:
         """Whether the pool is expected to hold all of them at every moment until the last one ends."""

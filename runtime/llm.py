@@ -177,6 +177,13 @@ class LLM:
     def sequence(self, tokens: list[int], params: SamplingParams) -> Sequence:
         """A new request for these prompt tokens, checked against the limits. Raises KvlatheError."""
         self._check(tokens, params.max_new_tokens)
+        if params.prompt_logprobs is not None and self.plan.stages:
+            raise KvlatheError(
+                "this engine cannot report prompt_logprobs",
+                "tokens of the prompt leave it between its layers",
+                "ask about the answer only",
+            )
+        self._check_ids((*params.stop_ids, *(token for token, _ in params.logit_bias)))
         text = TextStream(self.tokenizer, tokens, params.stop)
         return self._open(tokens, len(tokens), self.plan.prefill_chunk, Sampler(params), text)
 
@@ -191,9 +198,7 @@ class LLM:
     def _check(self, tokens: Items[int], new: int) -> None:
         if not tokens:
             raise KvlatheError("the prompt is empty", "there is no token to continue", "give at least one token")
-        vocabulary = self.plan.model.vocab_size
-        if not 0 <= min(tokens) <= max(tokens) < vocabulary:
-            raise KvlatheError("a token id is out of range", f"the vocabulary has {vocabulary}", "check the tokenizer")
+        self._check_ids(tokens)
         limits = self.limits
         for count, limit, flag in (
             (len(tokens), limits.max_input_len, "max_input_len"),
@@ -205,6 +210,11 @@ class LLM:
                     f"this engine's {flag} is {limit}",
                     f"shorten it or build with a larger --{flag}",
                 )
+
+    def _check_ids(self, tokens: Items[int]) -> None:
+        vocabulary = self.plan.model.vocab_size
+        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            raise KvlatheError("a token id is out of range", f"the vocabulary has {vocabulary}", "check the tokenizer")
 
     def _run(self, sequences: Items[Sequence]) -> Iterator[None]:
         """Serve the sequences, yielding after each step. Their pages go back however this ends."""

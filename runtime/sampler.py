@@ -28,6 +28,7 @@ class SamplingParams:
     how many of the most likely tokens to report beside each chosen one. ``seed`` None draws a new one.
     ``presence_penalty`` is taken from the logit of every token that the answer has, ``frequency_penalty`` as often as
     it has it; ``repetition_penalty`` counts the prompt too. ``logit_bias``: (token id, what is added to its logit).
+    ``prompt_logprobs``: like ``logprobs``, for the prompt's own tokens; then ``max_new_tokens`` may be 0.
     Raises KvlatheError for values out of range.
     """
 
@@ -44,11 +45,12 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         ranges = (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("max_new_tokens", self.max_new_tokens >= (self.prompt_logprobs is None), "at least 1"),
             ("temperature", 0 <= self.temperature < float("inf"), "0 or more"),
             ("top_k", self.top_k >= 0, "0 or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
@@ -60,6 +62,7 @@ class SamplingParams:
             ("seed", self.seed is None or 0 <= self.seed < 2**64, "from 0 to 2^64 - 1"),
             ("stop", all(self.stop), "strings that are not empty"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 100, "from 0 to 100"),
+            ("prompt_logprobs", self.prompt_logprobs is None or 0 <= self.prompt_logprobs <= 100, "from 0 to 100"),
         )
         for name, right, allowed in ranges:
             if not right:

@@ -86,8 +86,8 @@ class Scheduler:
         self._blocked = False
 
     def remember(self, sequence: Sequence) -> None:
-        """Let later sequences that begin alike share what is cached."""
-        if self.prefixes:
+        """Let later sequences that begin alike share what is cached, where the plan allows."""
+        if self.prefixes and self.pool.plan.sharable:
             self.prefixes.add(sequence.table, sequence.sharable(self.prefixes.seals), sequence.salt)
 
     # -- one step --------------------------------------------------------------------------------------------------
@@ -165,6 +165,8 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
         reservation = self.pool.reserve(sequence.table, sequence.arriving(count), sequence.seals_after(count))
+        if sequence.reports_prompt and sequence.cached < sequence.prompt_tokens:
+            return Chunk(sequence, count, reservation, range(count))
         return Chunk(sequence, count, reservation, (count - 1,) if sequence.completes(count) else ())
 
     # -- coming and going ------------------------------------------------------------------------------------------
@@ -190,7 +192,7 @@ class Scheduler:
                 sequence.table = self.pool.swap_in(swapped, self.mover)
             del self._swapped[sequence]
         self._lead(sequence)
-        if self.prefixes and not sequence.cached and not sequence.follows:
+        if self.prefixes and not (sequence.cached or sequence.follows or sequence.reports_prompt):
             self.queries += len(sequence.tokens)
             sequence.table, sequence.cached = self.prefixes.find(sequence.tokens, sequence.salt)
 

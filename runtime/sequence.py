@@ -53,6 +53,7 @@ class Sequence:
     finish_reason: str | None = None  # stop, length, cancelled, timeout, error
     error: Exception | None = None  # why, where the reason is error
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens but the first
     started: float = field(default_factory=time.perf_counter)  # seconds
     admitted: float = 0.0
     first_token: float = 0.0
@@ -132,6 +133,17 @@ class Sequence:
         elif self.staging.advance(count, step, place):
             self.cached, self.prompt_rows, self.staging = self.prompt_tokens, self.staging.rows, None
 
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether the logits after every token of the prompt are wanted."""
+        return self.params.prompt_logprobs is not None
+
+    def report_prompt(self, start: int, logits: np.ndarray) -> None:
+        """Log-probabilities of the prompt's tokens after place ``start``; ``logits`` [n, vocab] follow that place."""
+        for place, row in enumerate(logits, start + 1):
+            if len(self.prompt_logprobs) + 1 == place < self.prompt_tokens:  # not a second time
+                self.prompt_logprobs.append(logprob(row, self.tokens[place], self.params.prompt_logprobs or 0))
+
     def accept(self, logits: np.ndarray) -> int:
         """Choose the next token from ``logits`` [vocab] and add it."""
         token = self.sampler.choose(logits, self.tokens, self.prompt_tokens)
@@ -147,6 +159,8 @@ class Sequence:
     def end(self, reason: str, error: Exception | None = None) -> None:
         """No more tokens, and why."""
         self.finish_reason, self.error = reason, error
+        self.last_token = self.last_token or time.perf_counter()
+        self.first_token = self.first_token or self.last_token
         if self.text:
             self.text.close()
 

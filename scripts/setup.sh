@@ -70,7 +70,7 @@ say "installing torch in its CPU build"
 .venv/bin/python -m pip install -qq 'pip>=23'
 install_torch
 say "installing kvlathe and its tools"
-.venv/bin/python -m pip install -qq --constraint constraints.txt --editable '.[export,eval,dev,triton,bench]'
+.venv/bin/python -m pip install -qq --constraint constraints.txt --editable '.[export,eval,serve,dev,triton,bench]'
 if .venv/bin/python -m pip list --format freeze | grep -q '^nvidia-'; then
     die "CUDA packages were installed, because a package index answered with them: remove .venv and report this."
 fi

@@ -38,7 +38,8 @@ SOMEONES_MACHINE = re.compile(r"(?<![\w.<>$}-])/(?:home|root|Users|wor[k])/\w|\.
 def sources() -> list[Path]:
     """Every Python file of the product, once (kvlathe/export and its like are links to the top-level folders)."""
     files = [path for part in PARTS for path in (ROOT / part).rglob("*.py")]
-    return sorted([*files, *(ROOT / "kvlathe").glob("*.py"), ROOT / "build_engine.py"])
+    own = ("*.py", "server/*.py")
+    return sorted([*files, *(path for kind in own for path in (ROOT / "kvlathe").glob(kind)), ROOT / "build_engine.py"])
 
 
 def name_of(path: Path) -> str:
@@ -128,7 +129,13 @@ def test_running_an_engine_needs_no_building_library(path: Path) -> None:
 
 def test_the_command_line_and_the_runtime_import_without_building_libraries() -> None:
     """The same by experiment: heavy imports are made to fail, then everything that runs an engine is imported."""
-    modules = ["kvlathe.cli", "kvlathe.runtime.llm", "kvlathe.runtime.evaluate", "kvlathe.engines.manifest"]
+    modules = [
+        "kvlathe.cli",
+        "kvlathe.server.run",
+        "kvlathe.runtime.llm",
+        "kvlathe.runtime.evaluate",
+        "kvlathe.engines.manifest",
+    ]
     code = (
         "import sys, importlib\n"
         f"sys.modules.update(dict.fromkeys({sorted(HEAVY)!r}))\n"

@@ -1,0 +1,292 @@
+"""From requests to answers: text to tokens, deltas of the engine to choices, whole or as a stream of events."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvlathe.errors import KvlatheError
+from kvlathe.runtime.async_engine import AsyncEngine, Delta
+from kvlathe.runtime.sampler import SamplingParams, TokenLogprob
+from kvlathe.runtime.tokenizer import UNFINISHED, Tokenizer
+from kvlathe.server.errors import ApiError, refusal
+from kvlathe.server.schema import ChatRequest, CompletionRequest
+
+DEFAULT_TOKENS = 16
+"""Of a completion that does not say max_tokens, as the OpenAI API has it."""
+
+Json = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Job:
+    """A request as the engine takes it. ``param``: the field that its prompts came in."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    n: int
+    param: str
+    kind: Kind
+    seconds: float | None = None
+    usage_chunk: bool = False
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        self.id = f"{self.kind.prefix}-{uuid.uuid4().hex}"
+
+
+class Kind(ABC):
+    """One of the two APIs: how a choice is written."""
+
+    prefix = object = chunk_object = ""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def opening(self, index: int) -> Json | None:
+        """What a stream says of a choice before its text."""
+        return None
+
+    @abstractmethod
+    def choice(self, delta: Delta) -> Json:
+        """A whole answer."""
+
+    def chunk(self, delta: Delta) -> Json:
+        """A piece of one."""
+        return self.choice(delta)
+
+    def token(self, token: int) -> str:
+        return self.tokenizer.decode([token], skip_special_tokens=False)
+
+
+class Completions(Kind):
+    """``echoes``: prompts to begin the texts with, for each of their ``n`` choices."""
+
+    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def __init__(self, tokenizer: Tokenizer, reports: bool, echoes: Sequence[list[int]] = (), n: int = 1) -> None:
+        super().__init__(tokenizer)
+        self.reports, self.echoes, self.n = reports, echoes, n
+        self._offsets: dict[int, int] = {}  # characters that have gone before, for each choice
+        self._echoed: set[int] = set()
+
+    def choice(self, delta: Delta) -> Json:
+        text, reports = delta.text, [*delta.logprobs]
+        if self.echoes and delta.index not in self._echoed:
+            self._echoed.add(delta.index)
+            prompt = self.echoes[delta.index // self.n]
+            text = self.tokenizer.decode(prompt) + text
+            if self.reports:
+                reports = [TokenLogprob(prompt[0], float("nan"), ()), *delta.prompt_logprobs, *reports]
+        logprobs = self._logprobs(delta.index, reports) if self.reports else None
+        return {"index": delta.index, "text": text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+
+    def _logprobs(self, index: int, reports: list[TokenLogprob]) -> Json:
+        tokens, offsets = [self.token(r.token_id) for r in reports], []
+        at = self._offsets.get(index, 0)
+        for token in tokens:
+            offsets.append(at)
+            at += len(token)
+        self._offsets[index] = at
+        known = [r.logprob == r.logprob for r in reports]  # the first token of a prompt has no probability
+        tops = [{self.token(t): p for t, p in [(r.token_id, r.logprob), *r.top]} for r in reports]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [r.logprob if k else None for r, k in zip(reports, known, strict=True)],
+            "top_logprobs": [top if k else None for top, k in zip(tops, known, strict=True)],
+            "text_offset": offsets,
+        }
+
+
+class Chat(Kind):
+    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(self, tokenizer: Tokenizer, reports: bool) -> None:
+        super().__init__(tokenizer)
+        self.reports = reports
+
+    def opening(self, index: int) -> Json:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def choice(self, delta: Delta) -> Json:
+        return self._with("message", {"role": "assistant", "content": delta.text}, delta)
+
+    def chunk(self, delta: Delta) -> Json:
+        return self._with("delta", {"content": delta.text} if delta.text else {}, delta)
+
+    def _with(self, name: str, value: Json, delta: Delta) -> Json:
+        logprobs = {"content": [self._report(r) for r in delta.logprobs]} if self.reports else None
+        return {"index": delta.index, name: value, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+
+    def _report(self, report: TokenLogprob) -> Json:
+        tops = [self._likely(token, logprob) for token, logprob in report.top]
+        return {**self._likely(report.token_id, report.logprob), "top_logprobs": tops}
+
+    def _likely(self, token: int, logprob: float) -> Json:
+        text = self.token(token)
+        return {"token": text, "logprob": logprob, "bytes": None if UNFINISHED in text else list(text.encode())}
+
+
+class Answerer:
+    """Answers requests with one engine, under the served ``model`` name."""
+
+    def __init__(self, engine: AsyncEngine, model: str, max_new_tokens: int | None = None) -> None:
+        self.engine, self.llm, self.model = engine, engine.llm, model
+        self.max_new_tokens = max_new_tokens or self.llm.limits.max_seq_len
+        self.fingerprint = f"fp_{self.llm.plan.digest[:12]}"
+
+    # -- requests to jobs (tokenizing takes a while: call these in a worker thread) --------------------------------
+    def completion(self, request: CompletionRequest) -> Job:
+        prompts = [self._encode(p, "prompt", True) if isinstance(p, str) else p for p in request.prompts]
+        tokens = DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
+        if not tokens and not request.echo:
+            raise ApiError(400, "max_tokens: it may be 0 only with echo", "max_tokens", "invalid_value")
+        n, echo = request.n or 1, bool(request.echo)
+        wanted = (request.logprobs or 0) if echo and (request.logprobs is not None or not tokens) else None
+        params = self._params(request, tokens, request.logprobs, wanted)
+        kind = Completions(self.llm.tokenizer, request.logprobs is not None, prompts if echo else (), n)
+        return self._job(request, prompts, params, n, "prompt", kind)
+
+    def chat(self, request: ChatRequest) -> Job:
+        try:
+            text = self.llm.tokenizer.chat_prompt([message.for_template() for message in request.messages])
+        except KvlatheError as error:
+            raise ApiError(422, f"messages: {error}", "messages", "chat_template") from error
+        prompt = self._encode(text, "messages", False)
+        left = max(1, self.llm.limits.max_seq_len - len(prompt))
+        tokens = request.max_completion_tokens or request.max_tokens or min(left, self.max_new_tokens)
+        params = self._params(request, tokens, (request.top_logprobs or 0) if request.logprobs else None)
+        kind = Chat(self.llm.tokenizer, bool(request.logprobs))
+        return self._job(request, [prompt], params, request.n or 1, "messages", kind)
+
+    def _encode(self, text: str, param: str, special: bool) -> list[int]:
+        try:
+            text.encode()  # JSON can spell halves of characters
+            return self.llm.tokenizer.encode(text, add_special_tokens=special)
+        except KvlatheError as error:  # an engine without tokenizer.json
+            raise ApiError(422, f"{param}: {error}", param, "no_tokenizer") from error
+        except UnicodeError as error:
+            raise ApiError(400, f"{param}: it is not Unicode text ({error})", param, "invalid_value") from error
+
+    def _params(
+        self,
+        request: CompletionRequest | ChatRequest,
+        tokens: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+    ) -> SamplingParams:
+        if tokens > self.max_new_tokens:
+            said = f"max_tokens: {tokens} is too much: this server answers with {self.max_new_tokens} tokens at most"
+            raise ApiError(400, said, "max_tokens", "invalid_value")
+        try:
+            return request.params(tokens, logprobs, prompt_logprobs)
+        except KvlatheError as error:
+            raise refusal(error, None) from error
+
+    def _job(
+        self,
+        request: CompletionRequest | ChatRequest,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        n: int,
+        param: str,
+        kind: Kind,
+    ) -> Job:
+        asked = bool(request.stream_options and request.stream_options.include_usage)
+        return Job(prompts, params, n, param, kind, request.deadline_seconds, asked)
+
+    # -- jobs to answers -------------------------------------------------------------------------------------------
+    async def whole(self, job: Job, tenant: str) -> Json:
+        """The response of a request that does not stream. Raises ApiError."""
+        parts: dict[int, list[Delta]] = {}
+        async with aclosing(self._deltas(job, tenant)) as deltas:
+            async for delta in deltas:
+                if failure := failed(delta):
+                    raise failure
+                parts.setdefault(delta.index, []).append(delta)
+        choices = [job.kind.choice(joined(parts[index])) for index in sorted(parts)]
+        generated = sum(len(delta.token_ids) for deltas in parts.values() for delta in deltas)
+        return {**self._head(job, job.kind.object), "choices": choices, "usage": usage(job, generated)}
+
+    async def events(self, job: Job, tenant: str) -> AsyncGenerator[str, None]:
+        """Server-sent events of a request that streams. What fails before the first one raises ApiError."""
+        head, generated = self._head(job, job.kind.chunk_object), 0
+        if job.usage_chunk:
+            head["usage"] = None
+        opened: set[int] = set()
+        async with aclosing(self._deltas(job, tenant)) as deltas:
+            async for delta in deltas:
+                generated += len(delta.token_ids)
+                if failure := failed(delta):
+                    if not opened:
+                        raise failure
+                    yield event(failure.body)
+                    break
+                opening = None if delta.index in opened else job.kind.opening(delta.index)
+                opened.add(delta.index)
+                if opening:
+                    yield event({**head, "choices": [opening]})
+                if delta.text or delta.logprobs or delta.prompt_logprobs or delta.finish_reason:
+                    yield event({**head, "choices": [job.kind.chunk(delta)]})
+            else:
+                if job.usage_chunk:
+                    yield event({**head, "choices": [], "usage": usage(job, generated)})
+        yield "data: [DONE]\n\n"
+
+    async def _deltas(self, job: Job, tenant: str) -> AsyncGenerator[Delta, None]:
+        try:
+            async with aclosing(self.engine.stream(job.prompts, job.params, job.n, tenant, job.seconds)) as deltas:
+                async for delta in deltas:
+                    yield delta
+        except KvlatheError as error:
+            raise refusal(error, job.param) from error
+
+    def _head(self, job: Job, kind: str) -> Json:
+        return {
+            "id": job.id,
+            "object": kind,
+            "created": job.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+        }
+
+
+def failed(delta: Delta) -> ApiError | None:
+    """The error that a delta is, if it is one."""
+    if delta.finish_reason == "error":
+        said = f"the engine failed while it computed this request ({type(delta.error).__name__}); others go on"
+        return ApiError(500, said, code="engine_error")
+    if delta.finish_reason == "timeout":
+        return ApiError(408, "deadline_seconds: the answer was not ready in time", "deadline_seconds", "deadline")
+    if delta.finish_reason == "cancelled":
+        return ApiError(503, "the server shut down before the answer was ready", code="shutting_down")
+    return None
+
+
+def joined(deltas: list[Delta]) -> Delta:
+    """All that was said of one choice."""
+    return Delta(
+        deltas[0].index,
+        "".join(delta.text for delta in deltas),
+        tuple(token for delta in deltas for token in delta.token_ids),
+        tuple(entry for delta in deltas for entry in delta.logprobs),
+        deltas[0].prompt_logprobs,
+        deltas[-1].finish_reason,
+    )
+
+
+def usage(job: Job, generated: int) -> Json:
+    prompt = sum(map(len, job.prompts))
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+
+
+def event(data: Json) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -1,0 +1,118 @@
+"""Every failure as the OpenAI API says it: {"error": {"message", "type", "param", "code"}}, and its status."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+
+from kvlathe.errors import KvlatheError
+from kvlathe.runtime.async_engine import Busy, Closing
+
+log = logging.getLogger("kvlathe")
+
+TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
+
+
+class ErrorBody(BaseModel):
+    message: str = Field(description="What is wrong, why, and what to do.")
+    type: str = Field(description="invalid_request_error, authentication_error, rate_limit_error, server_error, ...")
+    param: str | None = Field(None, description="The field of the request that is at fault.")
+    code: str | None = Field(None, description="A short name of the error for programs.")
+
+
+class ErrorResponse(BaseModel):
+    """The form of every error."""
+
+    error: ErrorBody
+
+
+class ApiError(HTTPException):
+    """A failure with its status; ``param`` names the field at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.param, self.code = param, code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
+        said = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+        return {"error": {key: value and value.encode(errors="replace").decode() for key, value in said.items()}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status_code, self.headers)
+
+
+def refusal(error: KvlatheError, param: str | None) -> ApiError:
+    """What a refusal of the engine is in HTTP."""
+    if isinstance(error, Busy):
+        again = {"Retry-After": str(error.retry_after)}
+        status, code = (503, "shutting_down") if isinstance(error, Closing) else (429, "queue_full")
+        return ApiError(status, str(error), code=code, headers=again)
+    if "is too long" in error.fact or "does not fit" in error.fact:
+        return ApiError(400, f"{param}: {error}", param, "context_length_exceeded")
+    return ApiError(400, f"{param}: {error}" if param else str(error), param, "invalid_value")
+
+
+def handle(app: FastAPI) -> None:
+    """Answer every exception in this form."""
+
+    async def api_error(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        if not isinstance(error, ApiError):  # no such path, method not allowed, a body that breaks off
+            error = ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+        return error.response()
+
+    async def invalid(_: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return invalid_request(error).response()
+
+    async def unexpected(_: Request, error: Exception) -> JSONResponse:
+        return ApiError(500, f"the server failed ({type(error).__name__}); its log says more").response()
+
+    app.add_exception_handler(HTTPException, api_error)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(Exception, unexpected)
+
+
+def invalid_request(error: RequestValidationError) -> ApiError:
+    """400 that names the first field at fault; where it may be of several types, what is wrong deepest inside it."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "it ends early")
+        return ApiError(400, f"the body is not JSON ({reason})", None, "invalid_json")
+    same = [(field_of(e["loc"][1:], error.body), e) for e in error.errors() if e["loc"][:2] == first["loc"][:2]]
+    path, found = max(same, key=lambda entry: len(entry[0]))
+    param = ".".join(path) or None
+    if found["type"] == "extra_forbidden":
+        return ApiError(400, f"Unrecognized request argument supplied: {param}", param, "unknown_parameter")
+    code = {"missing": "missing_required_parameter", "unsupported": "unsupported_parameter"}.get(found["type"])
+    return ApiError(400, f"{param or 'body'}: {found['msg']}", param, code or "invalid_value")
+
+
+def field_of(loc: Sequence[str | int], body: Any) -> list[str]:  # noqa: ANN401
+    """The path in ``body`` that a pydantic ``loc`` means: without the names of the types that were tried."""
+    path = []
+    for i, part in enumerate(loc):
+        if isinstance(body, dict) and (part in body or i == len(loc) - 1):
+            body = body.get(part)
+        elif isinstance(body, list) and isinstance(part, int) and part < len(body):
+            body = body[part]
+        else:
+            continue
+        path.append(str(part))
+    return path

@@ -1,0 +1,66 @@
+"""Gate: what is checked before a request is read. Keys, sizes, and what every response carries. Plain ASGI."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvlathe.server.errors import ApiError
+
+
+class Gate:
+    """Lets requests to /v1 through that carry one of ``keys`` (none: all), and bodies of at most ``max_body`` bytes.
+
+    The key is the tenant: ``scope["state"]["tenant"]``. Clients share cached beginnings only with their own.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str], max_body: int) -> None:
+        self.app, self.keys, self.max_body = app, [key.encode() for key in keys], max_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        try:
+            if scope["path"].startswith("/v1/"):
+                scope.setdefault("state", {})["tenant"] = self._tenant(headers.get(b"authorization", b""))
+            self._check(headers.get(b"content-length", b"0"))
+        except ApiError as refused:
+            await refused.response()(scope, receive, send)
+            return
+        await self.app(scope, self._counted(receive), send)
+
+    def _tenant(self, authorization: bytes) -> str:
+        """The key itself, once it is known to be one."""
+        if not self.keys:
+            return ""
+        scheme, _, key = authorization.partition(b" ")
+        known = [hmac.compare_digest(key, ours) for ours in self.keys]
+        if scheme.lower() == b"bearer" and any(known):
+            return key.decode()
+        said = "Incorrect API key provided" if key else "You didn't provide an API key: send Authorization: Bearer KEY"
+        raise ApiError(401, said, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+    def _check(self, length: bytes) -> None:
+        if length.isdigit() and int(length) > self.max_body:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self.max_body:,} bytes", code="body_too_large")
+
+    def _counted(self, receive: Receive) -> Receive:
+        """The same for bodies that do not say their length."""
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self.max_body:
+                raise self._too_large()
+            return message
+
+        return counted

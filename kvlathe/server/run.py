@@ -1,0 +1,104 @@
+"""Serve an engine folder until a signal comes, then finish what was begun."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import uvicorn
+
+from kvlathe.errors import KvlatheError
+from kvlathe.runtime.async_engine import AsyncEngine
+from kvlathe.runtime.llm import LLM
+from kvlathe.server.app import create_app
+from kvlathe.server.metrics import Metrics
+
+log = logging.getLogger("kvlathe")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Of one server. Bytes, tokens, seconds. ``keys``: API keys, none if empty. ``cache_bytes`` None: LLM's default."""
+
+    host: str
+    port: int
+    model: str | None
+    keys: tuple[str, ...]
+    max_body: int
+    max_waiting: int
+    max_new_tokens: int | None
+    cache_bytes: int | None
+    prompt_tokens: int
+    share_prefixes: bool
+    threads: int | None
+    drain_seconds: float
+
+
+class Server(uvicorn.Server):
+    """Uvicorn, but a signal drains first: new requests get 503, running ones end, then it stops. A second one stops
+    at once."""
+
+    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain_seconds: float) -> None:
+        super().__init__(config)
+        self.engine, self.drain_seconds = engine, drain_seconds
+        self._until: float | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._until is None:
+            log.info("%s: draining for at most %g s", signal.Signals(sig).name, self.drain_seconds)
+            self._until = time.monotonic() + self.drain_seconds
+        else:
+            self._until = 0
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called by uvicorn ten times a second."""
+        if self._until is not None:
+            self.engine.drain()
+            if not self.engine.open or time.monotonic() > self._until:
+                await asyncio.to_thread(self.engine.close)  # what is left is told that the server shut down
+                self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 is any that is free."""
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    bound = socket.socket(family, kind)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(address)
+    return bound
+
+
+def serve(folder: Path, settings: Settings) -> None:
+    """Load the engine and serve it until SIGTERM or SIGINT. Raises KvlatheError for what cannot be loaded or bound."""
+    llm = LLM.load(folder, settings.cache_bytes, settings.threads, share_prefixes=settings.share_prefixes)
+    llm.engine.scheduler.prompt_tokens = settings.prompt_tokens
+    name = settings.model or (llm.manifest.model if llm.manifest else folder.name)
+    metrics = Metrics(name)
+    engine = AsyncEngine(llm, settings.max_waiting, metrics)
+    metrics.watch(engine)
+    app = create_app(engine, metrics, name, settings.keys, settings.max_body, settings.max_new_tokens)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=5,
+    )
+    try:
+        bound = listen(settings.host, settings.port)
+    except OSError as error:
+        raise KvlatheError(
+            f"{settings.host}:{settings.port} cannot be listened on", str(error.strerror), "choose another --port"
+        ) from error
+    with engine, bound:
+        address = f"http://{settings.host}:{bound.getsockname()[1]}"
+        log.info("serving %s on %s (API: %s/docs)", name, address, address)
+        asyncio.run(Server(config, engine, settings.drain_seconds).serve([bound]))
+    log.info("stopped")

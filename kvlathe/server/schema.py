@@ -1,0 +1,299 @@
+"""What clients say and hear: the OpenAI API's completions and chat completions, with the extensions that vLLM has too.
+
+Fields of the OpenAI API that would change the answer in a way an engine cannot are refused unless they ask for nothing;
+those that change nothing about the text are accepted and ignored; unknown ones are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from kvlathe.runtime.sampler import SamplingParams
+
+MAX_CHOICES = 128
+MAX_STOPS = 16
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+NOTHING: tuple[Any, ...] = (None, [], {}, "", "none", ["text"], {"type": "text"})
+"""Values by which a field asks for what is done anyway."""
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    include_usage: bool | None = Field(None, description="One more chunk at the end, with usage and no choices.")
+    include_obfuscation: bool | None = Field(None, description="Ignored.")
+
+
+class Sampled(Strict):
+    """What both kinds of request have in common."""
+
+    model: str = Field(description="The served model's name, as /v1/models lists it.")
+    temperature: float | None = Field(None, ge=0, le=2, description="0 always takes the likeliest. Default: 1.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Draw from the likeliest tokens of joint mass top_p.")
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Choices for each prompt. Default: 1.")
+    stop: str | list[str] | None = Field(None, description=f"Up to {MAX_STOPS} strings that end the text.")
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="Same seed, same text; choice i adds i.")
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, float] | None = Field(None, description="Token id -> what is added to its logit, +-100.")
+    stream: bool | None = Field(None, description="Server-sent events, ended by data: [DONE].")
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Ignored.")
+    # Extensions, named as in vLLM.
+    top_k: int | None = Field(None, ge=0, lt=2**31, description="Extension: draw from the k likeliest only; 0 is off.")
+    min_p: float | None = Field(None, ge=0, le=1, description="Extension: drop what is less likely than this share.")
+    repetition_penalty: float | None = Field(None, gt=0, le=100, description="Extension; counts the prompt too.")
+    ignore_eos: bool | None = Field(None, description="Extension: go on past the end-of-text token.")
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOPS, description="Extension.")
+    deadline_seconds: float | None = Field(None, gt=0, description="Extension: give up after so long, with 408.")
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
+        stops = [stop] if isinstance(stop, str) else stop or []
+        if len(stops) > MAX_STOPS or not all(stops):
+            raise PydanticCustomError("stop", "at most {most} strings, none of them empty", {"most": MAX_STOPS})
+        return stop
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _biases(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
+        if biases and (len(biases) > 1024 or not all(k.isdecimal() and abs(v) <= 100 for k, v in biases.items())):
+            raise PydanticCustomError(
+                "logit_bias", "at most 1024 token ids (decimal), each with a number from -100 to 100"
+            )
+        return biases
+
+    def params(self, max_new_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
+        """What the engine is asked for."""
+        given = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "logit_bias": tuple((int(k), v) for k, v in (self.logit_bias or {}).items()),
+            "seed": None if self.seed is None else self.seed % 2**64,
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            "stop_ids": tuple(self.stop_token_ids or ()),
+            "ignore_eos": self.ignore_eos,
+            "max_new_tokens": max_new_tokens,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+        }
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+
+def unsupported(value: Any) -> Any:  # noqa: ANN401
+    """A field that is refused unless it asks for nothing."""
+    if value in NOTHING:
+        return value
+    raise PydanticCustomError("unsupported", "this server cannot do that; leave the field out")
+
+
+class CompletionRequest(Sampled):
+    """POST /v1/completions."""
+
+    prompt: (
+        str
+        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[list[str], Field(min_length=1)]
+        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+    ) = Field(description="A text, a list of token ids, or a list of either; several prompts are answered together.")
+    max_tokens: int | None = Field(None, ge=0, lt=2**31, description="Default: 16. 0 only with echo.")
+    logprobs: int | None = Field(None, ge=0, le=20, description="Report the so many likeliest beside each token.")
+    echo: bool | None = Field(None, description="Begin with the prompt; with logprobs, those of its tokens too.")
+    best_of: int | None = Field(None, description="Refused unless it equals n.")
+    suffix: Any = Field(None, description="Refused unless empty.")
+
+    _nothing = field_validator("suffix")(unsupported)
+
+    @field_validator("best_of")
+    @classmethod
+    def _best_of(cls, value: int | None, info: Any) -> int | None:  # noqa: ANN401
+        return unsupported(None if value == (info.data.get("n") or 1) else value)
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """One entry for each prompt."""
+        prompt: Any = self.prompt
+        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn. Fields beside role and content reach the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = Field(None, description="A text, or parts of type text.")
+    name: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        content = self.content
+        text = content if isinstance(content, str) else "".join(part.text for part in content or [])
+        return {**self.model_dump(exclude_none=True), "content": text}
+
+
+class ChatRequest(Sampled):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31, description="Default: all that the engine's limits leave.")
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="Goes before max_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="Needs logprobs.")
+    # Refused unless they ask for nothing.
+    tools: Any = None
+    tool_choice: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    # Ignored: they say nothing about the text.
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    parallel_tool_calls: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    moderation: Any = None
+
+    _nothing = field_validator(
+        "tools",
+        "tool_choice",
+        "functions",
+        "function_call",
+        "response_format",
+        "modalities",
+        "audio",
+        "prediction",
+        "web_search_options",
+        "reasoning_effort",
+        "verbosity",
+    )(unsupported)
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _needs_logprobs(cls, value: int | None, info: Any) -> int | None:  # noqa: ANN401
+        if value is not None and not info.data.get("logprobs"):
+            raise PydanticCustomError("top_logprobs", "needs logprobs to be true")
+        return value
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+class Usage(BaseModel):
+    """Tokens. A prompt with several choices counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+FinishReason = Literal["stop", "length"]
+
+
+class CompletionLogprobs(BaseModel):
+    """One entry for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None] = Field(description="Of the model before any sampling parameter.")
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int] = Field(description="Where the token begins, in characters of the text.")
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+class Completion(BaseModel):
+    """Also the form of a stream's chunks, whose texts add up."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int = Field(description="Unix seconds.")
+    model: str
+    system_fingerprint: str = Field(description="Of the compression plan.")
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class Likely(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None = Field(description="None where the token is part of a character.")
+
+
+class TokenReport(Likely):
+    top_logprobs: list[Likely]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenReport]
+
+
+class Reply(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: Reply
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(BaseModel):
+    """Chunks of a stream have object chat.completion.chunk, and delta in place of message."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int = Field(description="Unix seconds.")
+    model: str
+    system_fingerprint: str = Field(description="Of the compression plan.")
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["kvlathe"] = "kvlathe"
+    max_model_len: int = Field(description="Tokens of prompt and answer together.")
+    kv_bytes_per_token: float
+    kv_bytes_removed: float = Field(description="Share of the uncompressed cache's bytes, same number format.")
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Health(BaseModel):
+    status: Literal["ok", "draining", "dead"]

@@ -1,0 +1,379 @@
+"""The HTTP server as its clients see it: the official OpenAI client, and what a rude one gets."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2 as httpx
+import numpy as np
+import numpy.typing as npt
+import openai
+import pytest
+from runtime_cases import llm, text
+from serving_cases import MODEL_NAME, Served, serving, with_template
+
+from kvlathe.runtime.sampler import SamplingParams
+from kvlathe.runtime.session import StepPlan
+
+KEY = "sk-test"
+PROMPT = "def main():\n"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with serving(with_template(llm("torch", "split")), keys=[KEY, "sk-other"], max_body=1 << 16) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(served: Served) -> Iterator[None]:
+    yield
+    assert served.idle()
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+
+def alone(prompt: str, **params: Any) -> Any:  # noqa: ANN401
+    return llm("torch", "split").generate([prompt], SamplingParams(**params))[0]
+
+
+def post(served: Served, path: str = "completions", key: str = KEY, **body: Any) -> httpx.Response:  # noqa: ANN401
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.post(f"{served.url}/v1/{path}", json={"model": MODEL_NAME, **body}, headers=headers, timeout=60)
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+def test_a_completion_is_the_engines_answer(client: openai.OpenAI) -> None:
+    found = client.completions.create(model=MODEL_NAME, prompt=PROMPT, max_tokens=24, temperature=0)
+    expected = alone(PROMPT, max_new_tokens=24)
+    assert found.choices[0].text == expected.text and found.choices[0].finish_reason == "length"
+    assert found.usage and found.usage.prompt_tokens == expected.prompt_tokens
+    assert found.usage.completion_tokens == 24 and found.object == "text_completion"
+
+
+def test_a_stream_is_the_same_in_pieces_with_usage_at_the_end(client: openai.OpenAI) -> None:
+    chunks = list(
+        client.completions.create(
+            model=MODEL_NAME,
+            prompt=PROMPT,
+            max_tokens=24,
+            temperature=0.8,
+            seed=3,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    expected = alone(PROMPT, max_new_tokens=24, temperature=0.8, seed=3)
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == expected.text
+    assert [c.finish_reason for chunk in chunks for c in chunk.choices if c.finish_reason] == ["length"]
+    assert not chunks[-1].choices and chunks[-1].usage and chunks[-1].usage.completion_tokens == 24
+    assert len({chunk.id for chunk in chunks}) == 1 and len(chunks) > 5
+
+
+def test_several_prompts_and_choices_are_numbered_prompt_by_prompt(client: openai.OpenAI) -> None:
+    prompts = [PROMPT, "# Install\n"]
+    found = client.completions.create(
+        model=MODEL_NAME, prompt=prompts, n=3, max_tokens=6, temperature=1, seed=-1, extra_body={"ignore_eos": True}
+    )
+    assert [choice.index for choice in found.choices] == list(range(6))
+    for choice in found.choices:
+        seed = (2**64 - 1 + choice.index % 3) % 2**64
+        expected = alone(prompts[choice.index // 3], max_new_tokens=6, temperature=1, seed=seed, ignore_eos=True)
+        assert choice.text == expected.text
+
+
+def test_token_ids_are_a_prompt_too(client: openai.OpenAI, served: Served) -> None:
+    ids = served.llm.tokenizer.encode(PROMPT)
+    each: Any = (ids, [ids])
+    for prompt in each:
+        found = client.completions.create(model=MODEL_NAME, prompt=prompt, max_tokens=5, temperature=0)
+        assert found.choices[0].text == alone(PROMPT, max_new_tokens=5).text
+
+
+def test_stop_strings_and_stop_tokens_end_the_text(client: openai.OpenAI) -> None:
+    whole = alone(PROMPT, max_new_tokens=40, ignore_eos=True)
+    stop = whole.text[20:23]
+    found = client.completions.create(model=MODEL_NAME, prompt=PROMPT, max_tokens=40, temperature=0, stop=[stop, "zzz"])
+    assert found.choices[0].text == whole.text[: whole.text.index(stop)] and found.choices[0].finish_reason == "stop"
+    body = {"stop_token_ids": [whole.token_ids[3]]}
+    found = client.completions.create(model=MODEL_NAME, prompt=PROMPT, max_tokens=40, temperature=0, extra_body=body)
+    assert found.usage and found.usage.completion_tokens == whole.token_ids.index(whole.token_ids[3]) + 1
+
+
+def test_logprobs_and_echo(client: openai.OpenAI, served: Served) -> None:
+    found = client.completions.create(
+        model=MODEL_NAME, prompt=PROMPT, max_tokens=4, temperature=0, logprobs=2, echo=True
+    )
+    choice, expected = found.choices[0], alone(PROMPT, max_new_tokens=4, logprobs=2)
+    assert choice.text == PROMPT + expected.text and choice.logprobs
+    report = choice.logprobs
+    assert report.token_logprobs and report.tokens and report.text_offset and report.top_logprobs
+    assert "".join(report.tokens) == choice.text and report.token_logprobs[0] is None
+    assert all(choice.text[at:].startswith(token) for at, token in zip(report.text_offset, report.tokens, strict=True))
+    assert report.token_logprobs[-4:] == pytest.approx([entry.logprob for entry in expected.logprobs], abs=1e-3)
+    assert all(len(top) in (2, 3) for top in report.top_logprobs[1:])
+    ids = served.llm.tokenizer.encode(PROMPT)
+    logits = llm("torch", "split").logits(ids, range(len(ids) - 1)).astype(np.float64)
+    scores = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    assert report.token_logprobs[1 : len(ids)] == pytest.approx(scores[range(len(ids) - 1), ids[1:]].tolist(), abs=1e-3)
+    scored = client.completions.create(model=MODEL_NAME, prompt=PROMPT, max_tokens=0, logprobs=1, echo=True)
+    assert scored.choices[0].text == PROMPT and scored.choices[0].logprobs
+    assert scored.choices[0].logprobs.token_logprobs == pytest.approx(report.token_logprobs[: len(ids)], abs=1e-3)
+
+
+def test_penalties_and_biases_reach_the_sampler(client: openai.OpenAI, served: Served) -> None:
+    plain = alone("def main():", max_new_tokens=20, ignore_eos=True)
+    again = client.completions.create(
+        model=MODEL_NAME,
+        prompt="def main():",
+        max_tokens=20,
+        temperature=0,
+        frequency_penalty=2,
+        presence_penalty=2,
+        extra_body={"ignore_eos": True},
+    )
+    assert len(set(plain.token_ids)) < 10 < len(set(served.llm.tokenizer.encode(again.choices[0].text)))
+    biased = client.completions.create(
+        model=MODEL_NAME, prompt=PROMPT, max_tokens=3, temperature=0, logit_bias={"17": 100}
+    )
+    assert served.llm.tokenizer.encode(biased.choices[0].text, add_special_tokens=False) == [17] * 3
+
+
+def test_chats_go_through_the_template(client: openai.OpenAI) -> None:
+    messages: Any = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]},
+    ]
+    found = client.chat.completions.create(
+        model=MODEL_NAME,
+        messages=messages,
+        max_completion_tokens=8,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    expected = alone("<system>be brief\n<user>hello\n<assistant>", max_new_tokens=8)
+    choice = found.choices[0]
+    assert choice.message.content == expected.text and choice.message.role == "assistant"
+    assert choice.logprobs and choice.logprobs.content
+    assert "".join(entry.token for entry in choice.logprobs.content) == expected.text
+    assert all(len(entry.top_logprobs) == 2 and entry.bytes for entry in choice.logprobs.content)
+    chunks = list(
+        client.chat.completions.create(
+            model=MODEL_NAME, messages=messages, max_tokens=8, temperature=0, stream=True, n=2
+        )
+    )
+    deltas = [choice for chunk in chunks for choice in chunk.choices if choice.index == 1]
+    assert deltas[0].delta.role == "assistant" and deltas[-1].finish_reason == "length"
+    assert "".join(choice.delta.content or "" for choice in deltas) == expected.text
+
+
+def test_models_health_metrics_and_documentation(client: openai.OpenAI, served: Served) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL_NAME]
+    assert client.models.retrieve(MODEL_NAME).owned_by == "kvlathe"
+    assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
+    assert "/v1/chat/completions" in httpx.get(f"{served.url}/openapi.json").json()["paths"]
+    said = httpx.get(f"{served.url}/metrics").text
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "prefix_cache_hits_total",
+        "prefix_cache_queries_total",
+        "num_preemptions_total",
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "time_to_first_token_seconds_bucket",
+        "time_per_output_token_seconds_bucket",
+        "e2e_request_latency_seconds_bucket",
+        "kv_cache_bytes_saved",
+    ):
+        assert re.search(rf'^kvlathe_{name}{{.*model_name="lathe-5m".*}} [\d.-]', said, re.MULTILINE), name
+
+
+def test_metrics_count_what_happened(client: openai.OpenAI, served: Served) -> None:
+    def counts() -> dict[str, float]:
+        said = httpx.get(f"{served.url}/metrics").text
+        return {k: float(v) for k, v in re.findall(r"^kvlathe_(\w+){[^}]*} ([\d.e+-]+)$", said, re.MULTILINE)}
+
+    before = counts()
+    client.completions.create(
+        model=MODEL_NAME, prompt=[[5] * 10, [6] * 20], max_tokens=7, extra_body={"ignore_eos": True}
+    )
+    assert served.idle()
+    after = counts()
+    assert after["prompt_tokens_total"] - before["prompt_tokens_total"] == 30
+    assert after["generation_tokens_total"] - before["generation_tokens_total"] == 14
+    assert after["time_to_first_token_seconds_count"] - before["time_to_first_token_seconds_count"] == 2
+    assert after["time_per_output_token_seconds_count"] - before["time_per_output_token_seconds_count"] == 12
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("completions", {"prompt": "a", "temperature": 3}, 400, "temperature"),
+        ("completions", {"prompt": "a", "temperature": "1"}, 400, "temperature"),
+        ("completions", {}, 400, "prompt"),
+        ("completions", {"prompt": []}, 400, "prompt"),
+        ("completions", {"prompt": ""}, 400, "prompt"),
+        ("completions", {"prompt": [99999]}, 400, "prompt"),
+        ("completions", {"prompt": [-1]}, 400, "prompt.0"),
+        ("completions", {"prompt": "\ud800"}, 400, "prompt"),
+        ("completions", {"prompt": "a", "max_tokens": 5000}, 400, "max_tokens"),
+        ("completions", {"prompt": [5] * 4000, "max_tokens": 200}, 400, "prompt"),
+        ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
+        ("completions", {"prompt": "a", "n": 0}, 400, "n"),
+        ("completions", {"prompt": "a", "n": 100}, 400, "prompt"),
+        ("completions", {"prompt": "a", "best_of": 3}, 400, "best_of"),
+        ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
+        ("completions", {"prompt": "a", "stop": ["a", ""]}, 400, "stop"),
+        ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias"),
+        ("completions", {"prompt": "a", "logit_bias": {"99999": 1}}, 400, "prompt"),
+        ("completions", {"prompt": "a", "trust_remote_code": True}, 400, "trust_remote_code"),
+        ("completions", {"prompt": "a", "stream_options": {"foo": 1}}, 400, "stream_options.foo"),
+        ("completions", {"prompt": "a", "deadline_seconds": 1e-6}, 408, "deadline_seconds"),
+        ("chat/completions", {"messages": []}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "wizard", "content": "a"}]}, 400, "messages.0.role"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "tools"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, 400, "top_logprobs"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "messages.0.content.0.type"),
+        ("completions", {"model": "gpt-4", "prompt": "a"}, 404, "model"),
+    ],
+)  # fmt: skip
+def test_bad_requests_are_answered_in_the_openai_form(
+    served: Served, path: str, body: dict[str, Any], status: int, param: str
+) -> None:
+    content = json.dumps({"model": MODEL_NAME, **body})
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    found = httpx.post(f"{served.url}/v1/{path}", content=content, headers=headers, timeout=60)
+    error = found.json()["error"]
+    assert found.status_code == status and error["param"] == param, error
+    assert param.split(".")[-1] in error["message"] and set(error) == {"message", "type", "param", "code"}
+
+
+def test_the_client_raises_its_own_errors(client: openai.OpenAI, served: Served) -> None:
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.completions.create(model="gpt-4", prompt="a")
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.completions.create(model=MODEL_NAME, prompt="a", temperature=9)
+    stranger = openai.OpenAI(base_url=f"{served.url}/v1", api_key="sk-wrong", max_retries=0)
+    with pytest.raises(openai.AuthenticationError, match="Incorrect API key"):
+        stranger.models.list()
+
+
+def test_what_is_no_request_at_all(served: Served) -> None:
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    for content, status in ((b'{"model"', 400), (b"[]", 400), (b"", 400), (b"\xff", 400), (b" " * (1 << 17), 413)):
+        found = httpx.post(f"{served.url}/v1/completions", content=content, headers=headers)
+        assert found.status_code == status and found.json()["error"]["message"]
+    chunked = httpx.post(f"{served.url}/v1/completions", content=iter([b" " * 40000] * 3), headers=headers)
+    assert chunked.status_code == 413
+    assert httpx.get(f"{served.url}/v1/completions", headers=headers).status_code == 405
+    assert httpx.get(f"{served.url}/etc/passwd").json()["error"]["type"] == "not_found_error"
+    assert httpx.get(f"{served.url}/v1/models").status_code == 401
+
+
+def test_a_template_that_refuses_is_the_clients_fault(served: Served) -> None:
+    kept = served.llm.tokenizer.chat_template
+    for template in ("{{ raise_exception('roles must alternate') }}", "{{ ''.__class__.__mro__ }}", None):
+        served.llm.tokenizer.chat_template = template
+        found = post(served, "chat/completions", messages=[{"role": "user", "content": "a"}])
+        assert found.status_code == 422 and found.json()["error"]["param"] == "messages"
+    served.llm.tokenizer.chat_template = kept
+
+
+def test_templates_are_not_read_from_requests(served: Served) -> None:
+    content = "{% for x in ().__class__.__base__.__subclasses__() %}{{ x }}{% endfor %}{{ 7 * 7 }}"
+    found = post(
+        served, "chat/completions", messages=[{"role": "user", "content": content}], max_tokens=4, temperature=0
+    )
+    expected = alone(f"<user>{content}\n<assistant>", max_new_tokens=4)
+    assert found.json()["choices"][0]["message"]["content"] == expected.text
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+def raw_request(served: Served, **body: Any) -> socket.socket:  # noqa: ANN401
+    """A connection on which a request was sent and nothing was read."""
+    content = json.dumps({"model": MODEL_NAME, "ignore_eos": True, **body}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(content)}"
+    port = int(served.url.rsplit(":", 1)[1])
+    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+    connection.sendall(head.encode() + b"\r\nContent-Type: application/json\r\n\r\n" + content)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_takes_its_pages_with_it(served: Served, client: openai.OpenAI, stream: bool) -> None:
+    gone = raw_request(served, prompt=PROMPT, max_tokens=2000, stream=stream, n=2)
+    until = time.monotonic() + 30
+    while not served.llm.engine.scheduler.running and time.monotonic() < until:
+        time.sleep(0.01)
+    if stream:
+        assert b"200 OK" in gone.recv(100)
+    assert served.llm.pool.bytes_in_use
+    other = client.completions.create(model=MODEL_NAME, prompt=PROMPT, max_tokens=30, temperature=0, stream=True)
+    gone.close()
+    assert "".join(chunk.choices[0].text for chunk in other) == alone(PROMPT, max_new_tokens=30).text
+    assert served.idle(20)  # 2000 tokens would take longer
+
+
+def test_a_step_that_raises_fails_the_guilty_alone(served: Served, client: openai.OpenAI) -> None:
+    run = served.llm.session.run
+
+    def breaking(step: StepPlan) -> npt.NDArray[np.float32]:
+        if 8191 in step.input_ids:
+            raise RuntimeError("secret detail")
+        return run(step)
+
+    served.llm.session.run = breaking  # type: ignore[method-assign]
+    try:
+        good = raw_request(served, prompt=PROMPT, max_tokens=20, temperature=0, ignore_eos=False)
+        found = post(served, prompt=[8191, 5])
+        assert (
+            found.status_code == 500 and "secret" not in found.text and found.json()["error"]["code"] == "engine_error"
+        )
+        with pytest.raises(openai.APIError, match="engine failed"):
+            list(client.completions.create(model=MODEL_NAME, prompt=[8191, 5], stream=True))
+        answer = b""
+        while b'"usage"' not in answer:
+            answer += good.recv(4096)
+        assert json.loads(answer.split(b"\r\n\r\n")[1])["choices"][0]["text"] == alone(PROMPT, max_new_tokens=20).text
+        good.close()
+    finally:
+        served.llm.session.run = run  # type: ignore[method-assign]
+
+
+def test_a_full_queue_is_429_with_retry_after(served: Served) -> None:
+    kept, served.engine.max_waiting = served.engine.max_waiting, 2
+    busy = raw_request(served, prompt=[list(text(20, i)) for i in range(10)], max_tokens=700)
+    until = time.monotonic() + 30
+    while served.engine.open < 10 and time.monotonic() < until:
+        time.sleep(0.01)
+    found = post(served, prompt="a")
+    assert found.status_code == 429 and int(found.headers["retry-after"]) >= 1
+    assert found.json()["error"]["code"] == "queue_full"
+    busy.close()
+    served.engine.max_waiting = kept
+
+
+def test_tenants_keys_are_their_own(served: Served) -> None:
+    assert post(served, key="sk-other", prompt="a", max_tokens=1).status_code == 200
+    seen = []
+    submit = served.engine.submit
+    served.engine.submit = lambda *a, **k: seen.append(a[4]) or submit(*a, **k)  # type: ignore[method-assign]
+    for key in (KEY, "sk-other"):
+        post(served, key=key, prompt="a", max_tokens=1)
+    served.engine.submit = submit  # type: ignore[method-assign]
+    assert seen == [KEY, "sk-other"]
