@@ -51,7 +51,7 @@ def show_answer(result: Result) -> None:
 @click.option(
     "--min-p", type=click.FloatRange(0, 1), default=0.0, help="Drop what is less likely than this share of the best."
 )
-@click.option("--repetition-penalty", type=click.FloatRange(0, min_open=True), default=1.0)
+@click.option("--repetition-penalty", type=click.FloatRange(0.01, 100), default=1.0)
 @click.option("--seed", type=click.IntRange(0), help="Same seed, same text.")
 @click.option("--stop", multiple=True, help="End before this text; may be given again.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token.")

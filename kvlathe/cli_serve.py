@@ -71,7 +71,9 @@ class Size(click.ParamType):
 @click.option("--share-prefixes/--no-share-prefixes", default=True, show_default=True, help="Reuse common beginnings.")
 @click.option("--drain-seconds", type=click.FloatRange(0), default=30.0, show_default=True, help="After SIGTERM.")
 @THREADS
-@click.option("--log-level", type=click.Choice(console.LEVELS), default="info", show_default=True)
+@click.option(
+    "--log-level", type=click.Choice(console.LEVELS), default="info", show_default=True, help="What stderr says."
+)
 def serve_command(
     engine: Path,
     host: str,

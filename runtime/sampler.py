@@ -55,7 +55,7 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, "0 or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < float("inf"), "above 0"),
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "between 0.01 and 100"),
             ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
             ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
             ("logit_bias", all(abs(bias) <= 100 for _, bias in self.logit_bias), "between -100 and 100 for each token"),
@@ -133,7 +133,8 @@ def penalize(logits: Logits, context: Sequence[int], penalty: float) -> Logits:
 
 def filtered(logits: Logits, params: SamplingParams) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float64]]:
     """The tokens that temperature, top-k, top-p and min-p leave, and their probabilities (sum 1)."""
-    scaled = logits.astype(np.float64) / params.temperature
+    with np.errstate(over="ignore"):  # -inf is right: nothing but the maximum is left at temperatures near 0
+        scaled = (logits.astype(np.float64) - logits.max()) / params.temperature
     tokens = np.arange(len(scaled))
     if 0 < params.top_k < len(scaled):
         tokens = np.flatnonzero(scaled >= np.partition(scaled, -params.top_k)[-params.top_k])

@@ -60,9 +60,11 @@ def serving(
         thread.start()
         while not server.started:
             time.sleep(0.01)
-        yield Served(f"http://127.0.0.1:{bound.getsockname()[1]}", engine, server)
-        server.should_exit = True
-        thread.join()
+        try:
+            yield Served(f"http://127.0.0.1:{bound.getsockname()[1]}", engine, server)
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"

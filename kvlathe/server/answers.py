@@ -146,7 +146,7 @@ class Answerer:
     # -- requests to jobs (tokenizing takes a while: call these in a worker thread) --------------------------------
     def completion(self, request: CompletionRequest) -> Job:
         prompts = [self._encode(p, "prompt", True) if isinstance(p, str) else p for p in request.prompts]
-        tokens = DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens
+        tokens = min(DEFAULT_TOKENS, self.max_new_tokens) if request.max_tokens is None else request.max_tokens
         if not tokens and not request.echo:
             raise ApiError(400, "max_tokens: it may be 0 only with echo", "max_tokens", "invalid_value")
         n, echo = request.n or 1, bool(request.echo)

@@ -8,14 +8,22 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from kvlathe.runtime.sampler import SamplingParams
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def whole(value: Any) -> Any:  # noqa: ANN401
+    """JSON knows no integers: 1.0 is one."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(whole)]
+TokenId = Annotated[Integer, Field(ge=0, lt=2**31)]
 NOTHING: tuple[Any, ...] = (None, [], {}, "", "none", ["text"], {"type": "text"})
 """Values by which a field asks for what is done anyway."""
 
@@ -35,9 +43,9 @@ class Sampled(Strict):
     model: str = Field(description="The served model's name, as /v1/models lists it.")
     temperature: float | None = Field(None, ge=0, le=2, description="0 always takes the likeliest. Default: 1.")
     top_p: float | None = Field(None, gt=0, le=1, description="Draw from the likeliest tokens of joint mass top_p.")
-    n: int | None = Field(None, ge=1, le=MAX_CHOICES, description="Choices for each prompt. Default: 1.")
+    n: Integer | None = Field(None, ge=1, le=MAX_CHOICES, description="Choices for each prompt. Default: 1.")
     stop: str | list[str] | None = Field(None, description=f"Up to {MAX_STOPS} strings that end the text.")
-    seed: int | None = Field(None, ge=-(2**63), lt=2**63, description="Same seed, same text; choice i adds i.")
+    seed: Integer | None = Field(None, ge=-(2**63), lt=2**63, description="Same seed, same text; choice i adds i.")
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: dict[str, float] | None = Field(None, description="Token id -> what is added to its logit, +-100.")
@@ -45,9 +53,11 @@ class Sampled(Strict):
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Ignored.")
     # Extensions, named as in vLLM.
-    top_k: int | None = Field(None, ge=0, lt=2**31, description="Extension: draw from the k likeliest only; 0 is off.")
+    top_k: Integer | None = Field(
+        None, ge=0, lt=2**31, description="Extension: draw from the k likeliest only; 0 is off."
+    )
     min_p: float | None = Field(None, ge=0, le=1, description="Extension: drop what is less likely than this share.")
-    repetition_penalty: float | None = Field(None, gt=0, le=100, description="Extension; counts the prompt too.")
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="Extension; counts the prompt too.")
     ignore_eos: bool | None = Field(None, description="Extension: go on past the end-of-text token.")
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOPS, description="Extension.")
     deadline_seconds: float | None = Field(None, gt=0, description="Extension: give up after so long, with 408.")
@@ -107,10 +117,10 @@ class CompletionRequest(Sampled):
         | Annotated[list[str], Field(min_length=1)]
         | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
     ) = Field(description="A text, a list of token ids, or a list of either; several prompts are answered together.")
-    max_tokens: int | None = Field(None, ge=0, lt=2**31, description="Default: 16. 0 only with echo.")
-    logprobs: int | None = Field(None, ge=0, le=20, description="Report the so many likeliest beside each token.")
+    max_tokens: Integer | None = Field(None, ge=0, lt=2**31, description="Default: 16. 0 only with echo.")
+    logprobs: Integer | None = Field(None, ge=0, le=20, description="Report the so many likeliest beside each token.")
     echo: bool | None = Field(None, description="Begin with the prompt; with logprobs, those of its tokens too.")
-    best_of: int | None = Field(None, description="Refused unless it equals n.")
+    best_of: Integer | None = Field(None, description="Refused unless it equals n.")
     suffix: Any = Field(None, description="Refused unless empty.")
 
     _nothing = field_validator("suffix")(unsupported)
@@ -153,10 +163,10 @@ class ChatRequest(Sampled):
     """POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1, lt=2**31, description="Default: all that the engine's limits leave.")
-    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31, description="Goes before max_tokens.")
+    max_tokens: Integer | None = Field(None, ge=1, lt=2**31, description="Default: all that the engine's limits leave.")
+    max_completion_tokens: Integer | None = Field(None, ge=1, lt=2**31, description="Goes before max_tokens.")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20, description="Needs logprobs.")
+    top_logprobs: Integer | None = Field(None, ge=0, le=20, description="Needs logprobs.")
     # Refused unless they ask for nothing.
     tools: Any = None
     tool_choice: Any = None
