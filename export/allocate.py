@@ -1,7 +1,7 @@
-"""Ranks from spectra. K and V lanes are rows alike: [rows, d] in, [rows] multiples of 16 out, each at least 16.
+"""Allocation under one budget: ranks from spectra, or any forms from measured losses.
 
-Bytes of a page are proportional to the ranks (16 ranks of 16 tokens fill whole 128-byte lines), so budgets are sums of
-ranks.
+Ranks: K and V lanes are rows alike, [rows, d] in, [rows] multiples of 16 out, each at least 16. Bytes of a page are
+proportional to the ranks (16 ranks of 16 tokens fill whole 128-byte lines), so budgets are sums of ranks.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from kvlathe.errors import KvlatheError
 from kvlathe.export.plan import RANK_MULTIPLE
 
 Array = npt.NDArray[np.floating]
@@ -68,3 +69,39 @@ def by_loss(loss: Array, budget: int) -> Ranks:
     cost[:, 0] = np.inf
     best = np.argsort(-cost.ravel(), kind="stable")[: max(budget // RANK_MULTIPLE, rows)]
     return np.bincount(best // cost.shape[1], minlength=rows) * RANK_MULTIPLE
+
+
+MOST_CELLS = 1 << 27
+"""Of the table that ``cheapest`` fills, one byte each."""
+
+
+def cheapest(loss: Array, cost: Ranks, budget: int) -> Ranks:
+    """One option for every row, [rows], with the least sum of losses among those whose costs sum to at most ``budget``.
+
+    ``loss``, ``cost`` [rows, options], costs positive. Exact, by dynamic programming over the budget (the multiple-choice
+    knapsack), unless that is more than MOST_CELLS steps: costs are then rounded up to a coarser unit. Options of equal
+    loss go to the cheaper one. Raises KvlatheError if the cheapest options cost more than the budget.
+    """
+    least = int(cost.min(-1).sum())
+    if least > budget:
+        raise KvlatheError(
+            f"{budget:,} bytes a page cannot be reached", f"the smallest form of every head needs {least:,}", "ask for more"
+        )
+    unit = int(np.gcd.reduce(cost, axis=None))
+    while len(loss) * (budget // unit + 1) > MOST_CELLS:
+        unit *= 2
+    units = -(-cost // unit)
+    room = max(budget // unit, int(units.min(-1).sum()))
+    best, chosen = np.zeros(room + 1), np.zeros((len(loss), room + 1), np.uint8)
+    for row, (losses, sizes) in enumerate(zip(loss, units, strict=True)):
+        reached = np.full((loss.shape[1], room + 1), np.inf)
+        for option, size in enumerate(sizes):
+            if size <= room:
+                reached[option, size:] = best[: room + 1 - size] + losses[option]
+        chosen[row] = reached.argmin(0)
+        best = np.take_along_axis(reached, chosen[row][None].astype(np.intp), 0)[0]
+    left, found = int(np.flatnonzero(best <= best[room] + EXACT * abs(best[room]))[0]), np.zeros(len(loss), np.int64)
+    for row in reversed(range(len(loss))):
+        found[row] = chosen[row, left]
+        left -= int(units[row, found[row]])
+    return found

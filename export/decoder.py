@@ -162,6 +162,10 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def logits(self, input_ids: Sequence[int], rows: Sequence[int]) -> Tensor:
         """[len(rows), V] float32: next-token logits of one sequence, prefilled at once with nothing cached."""
+        return self.read(input_ids, rows)
+
+    def read(self, input_ids: Sequence[int], rows: Sequence[int]) -> Tensor:
+        """The same, where gradients may be taken."""
         count = len(input_ids)
         return self(
             torch.tensor(input_ids, dtype=torch.int32),

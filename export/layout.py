@@ -48,6 +48,11 @@ def sum_bytes(bits: int, group: int) -> int:
     return -(-(bits + math.ceil(math.log2(group))) // 8)
 
 
+def coded_bytes(rank: int, tokens: int, bits: int, axis: str, group: int) -> int:
+    """Bytes of one lane's quantized K or V in a page of ``tokens`` tokens: codes and metadata, aligned; no sums."""
+    return aligned(rank * tokens * bits // 8) + aligned(group_count(rank, tokens, axis, group) * META_BYTES)
+
+
 @dataclass(frozen=True, slots=True)
 class Slab:
     """Byte offsets of one lane from its page's start. Metadata of an unquantized part has an offset and no bytes."""

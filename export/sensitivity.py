@@ -1,0 +1,212 @@
+"""Sensitivity: what each lane's K and V may lose before the model's answers change, measured on the model itself.
+
+A gradient says how a change of attention's output moves what is scored; the change itself is computed, by cutting and
+coding one lane's K (or V) in every form of a grid and attending with it. To second order the score then loses
+
+    text       KL(model || changed) = 1/2 E_y (grad log p(y) . change)^2, labels y drawn from the model (Fisher)
+    questions  sum over the answer's tokens of (change of the margin / margin)^2, by random signs of the margins
+
+Changes of different tokens and lanes are taken as independent, so losses add up. One backward pass for each sequence
+and draw, and one attention of one lane for each form: no form is ever run through the whole model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvlathe import tasks
+from kvlathe.console import progress
+from kvlathe.export.attend import AttendLayer
+from kvlathe.export.decoder import Decoder
+from kvlathe.export.sealed import rounded
+
+Array = npt.NDArray[np.float64]
+
+TEXT_DRAWS, QUESTION_DRAWS = 2, 4
+LEAST_MARGIN = 0.5
+"""Logits: below this an answer is as good as undecided, and its margin says nothing of how sure it was."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to cache one side of a lane: x' = (x - centre) into, cut and turned; read through ``back``. For K, [d,
+    rank] both; for V ``back`` is the right inverse, [rank, d]. Codes of ``bits`` in groups along ``axis``.
+    """
+
+    into: Tensor
+    back: Tensor
+    centre: Tensor
+    bits: int
+    axis: str
+    group: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One lane of one sequence: q [G, T, d] scaled, k and v [T, d], and ``pull`` [S, G, T, d], the gradients of S
+    drawn scores by the lane's output.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pull: Tensor
+
+
+# -- what is scored ----------------------------------------------------------------------------------------------------
+Scored = Callable[[Tensor, torch.Generator], Tensor]
+
+
+def text_score(logits: Tensor, draw: torch.Generator) -> Tensor:
+    """Sum of log p(y) over all places, y drawn from the model."""
+    logs = logits.log_softmax(-1)
+    with torch.no_grad():
+        labels = torch.multinomial(logs.exp(), 1, generator=draw)
+    return logs.gather(-1, labels).sum()
+
+
+def margin_score(answer: Tensor) -> Scored:
+    """Sum of the answer's margins, each over its own size, with random signs."""
+
+    def score(logits: Tensor, draw: torch.Generator) -> Tensor:
+        own = logits.gather(-1, answer[:, None])[:, 0]
+        margin = own - logits.scatter(-1, answer[:, None], -torch.inf).amax(-1)
+        signs = torch.randint(2, margin.shape, generator=draw, device=draw.device) * 2 - 1
+        return (signs * margin / margin.detach().abs().clamp(min=LEAST_MARGIN)).sum()
+
+    return score
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A sequence, the places whose logits are scored, and how."""
+
+    ids: tuple[int, ...]
+    rows: range
+    score: Scored
+    draws: int
+    weight: float  # of a squared change of the score
+
+
+def of_text(windows: Sequence[Sequence[int]]) -> list[Reading]:
+    total = sum(len(window) - 1 for window in windows)
+    return [
+        Reading(tuple(window), range(len(window) - 1), text_score, TEXT_DRAWS, 0.5 / (total * TEXT_DRAWS))
+        for window in windows
+    ]
+
+
+def of_questions(questions: Sequence[tasks.Question]) -> list[Reading]:
+    total = sum(len(question.answer) for question in questions)
+    found = []
+    for question in questions:
+        ids = question.prompt + question.answer
+        score = margin_score(torch.tensor(question.answer))
+        rows = range(len(question.prompt) - 1, len(ids) - 1)
+        found.append(Reading(ids, rows, score, QUESTION_DRAWS, 1 / (total * QUESTION_DRAWS)))
+    return found
+
+
+# -- observing ---------------------------------------------------------------------------------------------------------
+def observed(decoder: Decoder, reading: Reading, draw: torch.Generator) -> list[list[Seen]]:
+    """Every lane of every layer, [L][H]. ``decoder`` is the uncompressed model."""
+    layers = [layer.attend for layer in decoder.layers.values()]
+    taken: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+    probes: dict[int, Tensor] = {}
+
+    def hook(index: int) -> Callable[..., tuple[Tensor, Tensor]]:
+        def keep(layer: AttendLayer, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+            q, k, v, step = inputs
+            taken[index] = (*(x.detach() for x in layer.prepare(q, k, step.cos, step.sin)), v.detach())  # type: ignore
+            probes[index] = torch.zeros_like(outputs[0], requires_grad=True)
+            return outputs[0] + probes[index], *outputs[1:]
+
+        return keep
+
+    handles = [layer.register_forward_hook(hook(i)) for i, layer in enumerate(layers)]
+    try:
+        logits = decoder.read(reading.ids, reading.rows)
+    finally:
+        for handle in handles:
+            handle.remove()
+    pulls: list[list[Tensor]] = []
+    for n in range(reading.draws):
+        asked = list(probes.values())
+        pulls.append(list(torch.autograd.grad(reading.score(logits, draw), asked, retain_graph=n + 1 < reading.draws)))
+    return [_lanes(decoder, *taken[i], torch.stack([pull[i] for pull in pulls])) for i in range(len(layers))]
+
+
+def _lanes(decoder: Decoder, q: Tensor, k: Tensor, v: Tensor, pull: Tensor) -> list[Seen]:
+    d, (heads, group) = decoder.spec.head_dim, q.shape[:2]
+    v = v.unflatten(-1, (heads, -1))[..., :d]
+    pull = pull.unflatten(-1, (heads, group, -1))[..., :d]
+    return [Seen(q[h, ..., :d], k[h, :, :d], v[:, h], pull[:, :, h].transpose(1, 2)) for h in range(heads)]
+
+
+# -- one lane's losses -------------------------------------------------------------------------------------------------
+class Lane:
+    """The attention of one lane over one sequence, and how far each form of K or V moves it along the pulls."""
+
+    def __init__(self, seen: Seen, page: int) -> None:
+        short = -seen.k.shape[0] % page
+        self.q, self.k, self.v, self.pull = (F.pad(x, (0, 0, 0, short)) for x in (seen.q, seen.k, seen.v, seen.pull))
+        self.page, self.tokens = page, self.k.shape[0]
+        pages = torch.arange(self.tokens) // page
+        self.later = torch.ones(self.tokens, self.tokens, dtype=torch.bool).triu(1)
+        self.own = pages[:, None] == pages[None, :]
+        self.shares = self._softmax(self.q @ self.k.mT)
+        self.worth = self.pull @ self.v.mT  # [S, G, T, T]: what a share of each value adds to the scores
+        self.before = (self.shares * self.worth).sum(-1)
+
+    def _softmax(self, scores: Tensor) -> Tensor:
+        return scores.masked_fill(self.later, -torch.inf).softmax(-1)
+
+    def keys(self, forms: Sequence[Form]) -> Iterator[float]:
+        """Sum of squared moves for each form of K. Forms of one rank share their unquantized scores."""
+        for form in forms:
+            kept = (self.k - form.centre) @ form.into
+            q = self.q @ form.back
+            scores = q @ rounded(kept, form.bits, form.axis, form.group, self.page).mT
+            shares = self._softmax(torch.where(self.own, q @ kept.mT, scores))
+            yield self._moved((shares * self.worth).sum(-1))
+
+    def values(self, forms: Sequence[Form]) -> Iterator[float]:
+        """Sum of squared moves for each form of V."""
+        elsewhere = self.shares.masked_fill(self.own, 0.0)
+        here = self.shares - elsewhere
+        for form in forms:
+            kept = (self.v - form.centre) @ form.into
+            read = rounded(kept, form.bits, form.axis, form.group, self.page)
+            out = (elsewhere @ read + here @ kept) @ form.back + form.centre
+            yield self._moved((self.pull * out).sum(-1))
+
+    def _moved(self, after: Tensor) -> float:
+        """after [S, G, T]: the query heads of a token move together."""
+        return float((after - self.before).sum(1).square().sum())
+
+
+Forms = Callable[[int, int], tuple[list[Form], list[Form]]]
+"""(layer, head) -> every form of K and every form of V of that lane, in the order of the tables."""
+
+
+def losses(decoder: Decoder, readings: Sequence[Reading], forms: Forms, page: int, seed: int = 0) -> tuple[Array, Array]:
+    """What each form of K and of V costs, each [lanes, forms]: nats a token for text, squared margins for questions."""
+    draw = torch.Generator(torch.get_default_device()).manual_seed(seed)
+    heads, layers = decoder.spec.kv_heads, decoder.spec.layers
+    found: list[list[Array]] = [[np.zeros(0)] * (layers * heads) for _ in range(2)]
+    for reading in progress(readings, "measuring sensitivity"):
+        seen = observed(decoder, reading, draw)
+        with torch.inference_mode():
+            for lane in range(layers * heads):
+                one = Lane(seen[lane // heads][lane % heads], page)
+                for side, measured in enumerate(zip((one.keys, one.values), forms(*divmod(lane, heads)), strict=True)):
+                    moved = reading.weight * np.array(list(measured[0](measured[1])))
+                    found[side][lane] = moved + (found[side][lane] if found[side][lane].size else 0.0)
+    return np.stack(found[0]), np.stack(found[1])
