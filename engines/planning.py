@@ -14,15 +14,19 @@ from kvlathe.console import log
 from kvlathe.engines import cache
 from kvlathe.engines.folder import whole_file
 from kvlathe.engines.manifest import sha256_file
-from kvlathe.engines.request import BuildRequest, shipped
+from kvlathe.engines.request import BuildRequest, shipped, warn_unheard
 from kvlathe.errors import KvlatheError
 from kvlathe.export.plan import CompressionPlan, ModelShape
 
 if TYPE_CHECKING:
     from kvlathe.export.basis import Basis
     from kvlathe.export.checkpoint import Checkpoint
-    from kvlathe.export.methods import Options
+    from kvlathe.export.methods import CacheForm, Family, Options
     from kvlathe.export.stats import Stats
+
+DEFAULT_ACCURACY = 0.99
+RANDOM = "random"
+"""As a calibration's source."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +58,52 @@ def resolved(request: BuildRequest) -> BuildRequest:
 
     Raises KvlatheError for an unknown compression, and where a file of this project is needed and is not there.
     """
-    from kvlathe.export.methods import calibration
+    from kvlathe.export.methods import calibration, measured
 
-    source, text, retrieval = request.calibration, request.text, request.retrieval
-    kind = calibration(request.compression)
+    measures = measured(request.compression)
+    warn_unheard(request, measures)
+    kind, source = calibration(request.compression), request.calibration
     if kind is not None and source is None and request.stats is None:
         source = kind if kind == "random" else str(shipped("calibration_text.jsonl", "--calibration"))
-    if request.accuracy is not None and request.metric == "retrieval":
-        retrieval = retrieval or shipped("line_retrieval.jsonl", "--retrieval")
-    elif request.accuracy is not None:
-        text = text or shipped("calibration_text.jsonl", "--text")
-    return dataclasses.replace(request, calibration=source, text=text, retrieval=retrieval)
+    request = dataclasses.replace(request, calibration=source)
+    return _measured_on(request) if measures else _scored_on(request)
+
+
+def _scored_on(request: BuildRequest) -> BuildRequest:
+    """What an accuracy is taken on."""
+    if request.accuracy is None:
+        return request
+    if request.metric == "retrieval":
+        return dataclasses.replace(
+            request, retrieval=request.retrieval or shipped("line_retrieval.jsonl", "--retrieval")
+        )
+    return dataclasses.replace(request, text=request.text or shipped("calibration_text.jsonl", "--text"))
+
+
+def _measured_on(request: BuildRequest) -> BuildRequest:
+    """How much to remove, where that was not said, and what sensitivity is taken on: text in any case (random tokens
+    where that is what was calibrated on), and questions where retrieval is what counts.
+    """
+    if request.removal_rate is not None:
+        raise KvlatheError(
+            f"--removal-rate cannot be used with {request.compression}",
+            "it weighs every head's losses itself",
+            "give --accuracy or --compression-ratio",
+        )
+    if request.compression_ratio is None and request.accuracy is None:
+        request = dataclasses.replace(request, accuracy=DEFAULT_ACCURACY)
+        log.info("no size was asked for: %s of the uncompressed %s", DEFAULT_ACCURACY, request.metric)
+    if request.accuracy is not None:
+        request = _scored_on(request)
+    if request.text is None and request.calibration != RANDOM:
+        own = request.calibration and Path(request.calibration)
+        request = dataclasses.replace(request, text=own or shipped("calibration_text.jsonl", "--text"))
+    return request
 
 
 def plan_for(request: BuildRequest, checkpoint: Checkpoint) -> Planned:
     """Plan a ``resolved`` request: calibrate where its methods need it, search where it asks for an accuracy."""
-    from kvlathe.export.methods import CacheForm, Options, compose, families
+    from kvlathe.export.methods import CacheForm, Options, compose, families, measured
     from kvlathe.export.search import read_exam, search
 
     options = Options(
@@ -83,14 +117,37 @@ def plan_for(request: BuildRequest, checkpoint: Checkpoint) -> Planned:
     form = CacheForm(request.hot_bits, request.tokens_per_block, request.prefill_chunk, request.seed)
     spec, stats = checkpoint.spec, statistics(request, checkpoint)
     about = (request.compression, spec.shape, spec.rope is not None, stats, options, form)
-    if request.accuracy is None:
-        made = compose(*about)
-    else:
+    curves = cache.curves_folder() if request.use_cache else None
+    open_to = [_family(request, checkpoint, stats, form, curves)] if measured(request.compression) else None
+    if request.accuracy is not None:
         exam = read_exam(checkpoint, request.metric, request.text, request.retrieval)
-        curves = cache.curves_folder() if request.use_cache else None
-        known_by = (checkpoint.digest, stats and stats.digest, options, form)
-        made = search(checkpoint, families(*about), request.accuracy, exam, known_by, curves)
+        known_by = (checkpoint.digest, stats and stats.digest, options, form, request.text, request.retrieval)
+        made = search(checkpoint, open_to or families(*about), request.accuracy, exam, known_by, curves)
+    elif open_to:
+        made = open_to[0].at(request.compression_ratio or 0.0)
+    else:
+        made = compose(*about)
     return Planned(*made, stats, options)
+
+
+def _family(
+    request: BuildRequest, checkpoint: Checkpoint, stats: Stats | None, form: CacheForm, remembered: Path | None
+) -> Family:
+    """The plans that measuring the model's sensitivity opens."""
+    from kvlathe.export.calibrate import random_sequences
+    from kvlathe.export.measured import WINDOWS, family, priced, readings
+    from kvlathe.export.search import WINDOW_TOKENS, Exam, read_exam
+
+    assert stats is not None
+    if request.text is not None:
+        exams = [read_exam(checkpoint, "perplexity", request.text, None)]
+    else:
+        length = min(WINDOW_TOKENS, checkpoint.spec.max_seq_len)
+        drawn = random_sequences(checkpoint.spec.vocab_size, WINDOWS * length, request.seed, length)
+        exams = [Exam("perplexity", windows=tuple(tuple(ids.tolist()) for ids in drawn))]
+    if request.metric == "retrieval" and request.retrieval is not None:
+        exams.append(read_exam(checkpoint, "retrieval", None, request.retrieval))
+    return family(request.compression, priced(checkpoint, stats, form, readings(exams), remembered), form)
 
 
 def statistics(request: BuildRequest, checkpoint: Checkpoint) -> Stats | None:

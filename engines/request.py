@@ -18,7 +18,8 @@ from kvlathe.export.plan import RANK_MULTIPLE
 DTYPE_BYTES = {"float32": 4, "float16": 2}
 OF_ACCURACY = ("metric", "text", "retrieval")
 """Options that say how --accuracy is measured."""
-OF_COMPRESSION = ("basis", "allocation", "rope_fold", "centre", "calibration", "calibration_tokens", "stats")
+OF_BASES = ("basis", "allocation", "rope_fold", "centre")
+OF_COMPRESSION = (*OF_BASES, "calibration", "calibration_tokens", "stats")
 """Options that say how a compression removes."""
 
 
@@ -101,7 +102,6 @@ def check(request: BuildRequest) -> None:
     backend that cannot be used, an output folder that exists.
     """
     _check_target(request)
-    _check_heard(request)
     _check_sizes(request)
     backend(request.backend)
     dtypes = BACKENDS[request.backend].dtypes
@@ -135,14 +135,17 @@ def _check_target(request: BuildRequest) -> None:
             raise _refused(f"{path}", "there is no such file", "name one that exists")
 
 
-def _check_heard(request: BuildRequest) -> None:
-    """Say which options nothing will look at: scripts pass the same flags to every build. A default is not given."""
+def warn_unheard(request: BuildRequest, measures: bool) -> None:
+    """Say which options nothing will look at: scripts pass the same flags to every build. A default is not given.
+
+    ``measures``: the compression chooses by measurements of its own, so that it hears what these are taken on.
+    """
     given = [f.name for f in dataclasses.fields(request) if getattr(request, f.name) != f.default]
     for name in given:
         flag = f"--{name.replace('_', '-')}"
-        if name in OF_COMPRESSION and request.compression == "none":
-            log.warning("%s has no effect with --compression none", flag)
-        if name in OF_ACCURACY and request.accuracy is None:
+        if name in (OF_BASES if measures else OF_COMPRESSION if request.compression == "none" else ()):
+            log.warning("%s has no effect with --compression %s", flag, request.compression)
+        if name in OF_ACCURACY and request.accuracy is None and not measures:
             log.warning("%s has no effect without --accuracy", flag)
 
 

@@ -78,14 +78,16 @@ MOST_CELLS = 1 << 27
 def cheapest(loss: Array, cost: Ranks, budget: int) -> Ranks:
     """One option for every row, [rows], with the least sum of losses among those whose costs sum to at most ``budget``.
 
-    ``loss``, ``cost`` [rows, options], costs positive. Exact, by dynamic programming over the budget (the multiple-choice
-    knapsack), unless that is more than MOST_CELLS steps: costs are then rounded up to a coarser unit. Options of equal
-    loss go to the cheaper one. Raises KvlatheError if the cheapest options cost more than the budget.
+    ``loss``, ``cost`` [rows, options], costs positive. Exact, by dynamic programming over the budget (multiple-choice
+    knapsack), unless that is more than MOST_CELLS steps: costs are then rounded up to a coarser unit. What cannot lower
+    the sum is not spent. Raises KvlatheError if the cheapest options cost more than the budget.
     """
     least = int(cost.min(-1).sum())
     if least > budget:
         raise KvlatheError(
-            f"{budget:,} bytes a page cannot be reached", f"the smallest form of every head needs {least:,}", "ask for more"
+            f"{budget:,} bytes a page cannot be reached",
+            f"the smallest form of every head needs {least:,}",
+            "ask for more",
         )
     unit = int(np.gcd.reduce(cost, axis=None))
     while len(loss) * (budget // unit + 1) > MOST_CELLS:

@@ -61,6 +61,8 @@ class Tier:
     then), only QK^T is.
     ``rounding``: codes to the nearest, or ``stochastic``, up or down by a hash of the plan's seed, the lane, the
     token's position and the channel (runtime/codec.py): without bias, and the same however often it is done.
+    ``span_*``: the middle part of a group's range that its codes cover; what lies outside is cut to it. Below 1 coarse
+    codes err less: a group's ends are rare (docs/auto.md).
     ``sums``: the sum of each group's codes is stored beside its metadata, so that integer products need no symmetry of
     the other side (export/integer.py).
     """
@@ -74,6 +76,8 @@ class Tier:
     arithmetic: Literal["float", "int"] = "float"
     rounding: Literal["nearest", "stochastic"] = "nearest"
     sums: bool = False
+    span_k: float = 1.0
+    span_v: float = 1.0
 
     @property
     def quantized(self) -> bool:
@@ -413,6 +417,8 @@ def check(plan: CompressionPlan) -> None:
             refuse(
                 f"{tier} multiplies integers", "K's groups then run along the rank, V's along a page's tokens, evenly"
             )
+        if not (0 < tier.span_k <= 1 and 0 < tier.span_v <= 1):
+            refuse(f"{tier} covers more than a group's range, or none of it", "spans are above 0 and at most 1")
         if tier.sums and (tier.arithmetic != "int" or tier.axis_v != "token"):
             refuse(f"{tier} stores sums of codes", "only products of integers read them")
     fresh: list[int] = []

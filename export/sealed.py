@@ -140,13 +140,18 @@ class Seal:
         if self.tier is None:
             return k, v
         t, rank_k, rank_v = self.tier, self.lane.rank_k, self.lane.rank_v
-        sides = ((k, rank_k, t.bits_k, t.axis_k, t.group_k), (v, rank_v, t.bits_v, t.axis_v, t.group_v))
+        sides = (
+            (k, rank_k, Code(t.bits_k, t.axis_k, t.group_k, t.span_k)),
+            (v, rank_v, Code(t.bits_v, t.axis_v, t.group_v, t.span_v)),
+        )
         read = []
-        for side, (x, rank, bits, axis, group) in enumerate(sides):
+        for side, (x, rank, code) in enumerate(sides):
+            if code.bits >= 16:
+                read.append(x)
+                continue
             own = x[:, :rank].float()
-            if bits < 16:
-                own = rounded(own, bits, axis, group, self.plan.page_tokens, self._noise(own, side))
-            read.append(torch.cat([own, x[:, rank:].float()], -1).to(x.dtype if bits >= 16 else torch.float32))
+            own = rounded(own, code, self.plan.page_tokens, self._noise(own, side))
+            read.append(torch.cat([own, x[:, rank:].float()], -1))
         return read[0], read[1]
 
     def _noise(self, x: Tensor, side: int) -> Tensor | None:
@@ -164,9 +169,10 @@ class Seal:
 
     def shares(self, shares: Tensor) -> Tensor:
         """shares [G, T, N] of whole pages: one 8-bit scale for each group of tokens, then divided by their sum."""
-        if self.tier is None or self.tier.arithmetic == "float" or self.tier.bits_v >= 16:
+        t = self.tier
+        if t is None or t.arithmetic == "float" or t.bits_v >= 16 or t.axis_v == "rank":
             return shares
-        split = shares.float().unflatten(-1, (-1, self.tier.group_v))
+        split = shares.float().unflatten(-1, (-1, t.group_v))
         coded = self._in_codes(split, integer.LEVELS).flatten(-2)
         return coded / coded.sum(-1, keepdim=True).clamp(min=integer.LEAST_SCALE)
 
@@ -180,27 +186,38 @@ class Seal:
 
 
 # -- codes -------------------------------------------------------------------------------------------------------------
-def rounded(x: Tensor, bits: int, axis: str, group: int, page: int, dither: Tensor | None = None) -> Tensor:
-    """x [whole pages of tokens, rank] float32 as it is read back from codes of ``bits``.
+@dataclass(frozen=True, slots=True)
+class Code:
+    """How numbers are coded: one side of a Tier."""
+
+    bits: int
+    axis: str
+    group: int
+    span: float = 1.0
+
+
+def rounded(x: Tensor, code: Code, page: int, dither: Tensor | None = None) -> Tensor:
+    """x [whole pages of tokens, rank] float32 as it is read back from its codes.
 
     ``dither`` [tokens, rank] in [0, 1): codes are rounded down after adding it; None: to the nearest.
     """
     pages = x.unflatten(0, (-1, page))
     noises = None if dither is None else dither.unflatten(0, (-1, page))
-    if axis == "rank":
-        sizes, along = list(groups_along_rank(x.shape[-1], group)), -1
+    if code.axis == "rank":
+        sizes, along = list(groups_along_rank(x.shape[-1], code.group)), -1
     else:
-        sizes, along = [min(group, page - at) for at in range(0, page, group)], -2
+        sizes, along = [min(code.group, page - at) for at in range(0, page, code.group)], -2
     pieces = pages.split(sizes, along)
     dithers = [None] * len(sizes) if noises is None else noises.split(sizes, along)
-    return torch.cat([_coded(a, b, bits, along) for a, b in zip(pieces, dithers, strict=True)], along).flatten(0, 1)
+    return torch.cat([_coded(a, b, code, along) for a, b in zip(pieces, dithers, strict=True)], along).flatten(0, 1)
 
 
-def _coded(x: Tensor, dither: Tensor | None, bits: int, along: int) -> Tensor:
+def _coded(x: Tensor, dither: Tensor | None, code: Code, along: int) -> Tensor:
     """One group along an axis: codes for the (scale, minimum) that halves can hold, and what they stand for."""
-    levels = (1 << bits) - 1
-    low, high = x.amin(along, keepdim=True), x.amax(along, keepdim=True)
-    scale, low = ((high - low) / levels).half().float(), low.half().float()
+    levels = (1 << code.bits) - 1
+    low, width = x.amin(along, keepdim=True), x.amax(along, keepdim=True) - x.amin(along, keepdim=True)
+    scale = (width * code.span / levels).half().float()
+    low = (low + width * ((1 - code.span) / 2)).half().float()
     exact = torch.where(scale > 0, (x - low) / scale, 0.0)
     codes = exact.round() if dither is None else (exact + dither).floor().float()
     return codes.clamp(0, levels) * scale + low

@@ -12,8 +12,9 @@ and draw, and one attention of one lane for each form: no form is ever run throu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,9 +26,9 @@ from kvlathe import tasks
 from kvlathe.console import progress
 from kvlathe.export.attend import AttendLayer
 from kvlathe.export.decoder import Decoder
-from kvlathe.export.sealed import rounded
+from kvlathe.export.sealed import Code, rounded
 
-Array = npt.NDArray[np.float64]
+Array = npt.NDArray[np.floating]
 
 TEXT_DRAWS, QUESTION_DRAWS = 2, 4
 LEAST_MARGIN = 0.5
@@ -36,16 +37,14 @@ LEAST_MARGIN = 0.5
 
 @dataclass(frozen=True)
 class Form:
-    """One way to cache one side of a lane: x' = (x - centre) into, cut and turned; read through ``back``. For K, [d,
-    rank] both; for V ``back`` is the right inverse, [rank, d]. Codes of ``bits`` in groups along ``axis``.
+    """One cut of one side of a lane, and the codes it may be stored in: x' = (x - centre) into, [d, rank], read through
+    ``back`` [d, rank] (q back for K, x' back^T for V).
     """
 
     into: Tensor
     back: Tensor
     centre: Tensor
-    bits: int
-    axis: str
-    group: int
+    codes: tuple[Code, ...]
 
 
 @dataclass(frozen=True)
@@ -117,14 +116,15 @@ def of_questions(questions: Sequence[tasks.Question]) -> list[Reading]:
 # -- observing ---------------------------------------------------------------------------------------------------------
 def observed(decoder: Decoder, reading: Reading, draw: torch.Generator) -> list[list[Seen]]:
     """Every lane of every layer, [L][H]. ``decoder`` is the uncompressed model."""
-    layers = [layer.attend for layer in decoder.layers.values()]
+    layers = [cast(AttendLayer, layer.attend) for layer in decoder.layers.values()]
     taken: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     probes: dict[int, Tensor] = {}
 
-    def hook(index: int) -> Callable[..., tuple[Tensor, Tensor]]:
-        def keep(layer: AttendLayer, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    def hook(index: int) -> Callable[..., tuple[Tensor, ...]]:
+        def keep(layer: AttendLayer, inputs: tuple[Any, ...], outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             q, k, v, step = inputs
-            taken[index] = (*(x.detach() for x in layer.prepare(q, k, step.cos, step.sin)), v.detach())  # type: ignore
+            ready = layer.prepare(q, k, step.cos, step.sin)
+            taken[index] = (ready[0].detach(), ready[1].detach(), v.detach())
             probes[index] = torch.zeros_like(outputs[0], requires_grad=True)
             return outputs[0] + probes[index], *outputs[1:]
 
@@ -168,45 +168,52 @@ class Lane:
     def _softmax(self, scores: Tensor) -> Tensor:
         return scores.masked_fill(self.later, -torch.inf).softmax(-1)
 
-    def keys(self, forms: Sequence[Form]) -> Iterator[float]:
-        """Sum of squared moves for each form of K. Forms of one rank share their unquantized scores."""
+    def keys(self, forms: Iterable[Form]) -> Iterator[float]:
+        """Sum of squared moves for each code of each form of K."""
+        pages = torch.arange(self.tokens // self.page)
         for form in forms:
-            kept = (self.k - form.centre) @ form.into
-            q = self.q @ form.back
-            scores = q @ rounded(kept, form.bits, form.axis, form.group, self.page).mT
-            shares = self._softmax(torch.where(self.own, q @ kept.mT, scores))
-            yield self._moved((shares * self.worth).sum(-1))
+            kept, q = (self.k - form.centre) @ form.into, self.q @ form.back
+            fresh = q.unflatten(1, (-1, self.page)) @ kept.unflatten(0, (-1, self.page)).mT  # [G, pages, P, P]
+            for code in form.codes:
+                scores = q @ rounded(kept, code, self.page).mT
+                blocks = scores.view(len(q), len(pages), self.page, len(pages), self.page)
+                blocks[:, pages, :, pages] = fresh.transpose(0, 1)
+                yield self._moved((self._softmax(scores) * self.worth).sum(-1))
 
-    def values(self, forms: Sequence[Form]) -> Iterator[float]:
-        """Sum of squared moves for each form of V."""
+    def values(self, forms: Iterable[Form]) -> Iterator[float]:
+        """Sum of squared moves for each code of each form of V."""
         elsewhere = self.shares.masked_fill(self.own, 0.0)
         here = self.shares - elsewhere
         for form in forms:
             kept = (self.v - form.centre) @ form.into
-            read = rounded(kept, form.bits, form.axis, form.group, self.page)
-            out = (elsewhere @ read + here @ kept) @ form.back + form.centre
-            yield self._moved((self.pull * out).sum(-1))
+            fresh = here @ kept
+            for code in form.codes:
+                out = (elsewhere @ rounded(kept, code, self.page) + fresh) @ form.back.mT + form.centre
+                yield self._moved((self.pull * out).sum(-1))
 
     def _moved(self, after: Tensor) -> float:
         """after [S, G, T]: the query heads of a token move together."""
         return float((after - self.before).sum(1).square().sum())
 
 
-Forms = Callable[[int, int], tuple[list[Form], list[Form]]]
-"""(layer, head) -> every form of K and every form of V of that lane, in the order of the tables."""
+Forms = Callable[[str, int, int], list[Form]]
+"""("k" or "v", layer, head) -> the forms of that side of that lane."""
 
 
-def losses(decoder: Decoder, readings: Sequence[Reading], forms: Forms, page: int, seed: int = 0) -> tuple[Array, Array]:
-    """What each form of K and of V costs, each [lanes, forms]: nats a token for text, squared margins for questions."""
+def losses(decoder: Decoder, readings: Sequence[Reading], forms: Forms, page: int, seed: int = 0) -> Array:
+    """What each code of each form costs, [2 * lanes, options], K lanes then V lanes, summed over ``readings``.
+
+    ``decoder`` is the uncompressed model; ``page`` tokens are read as they are before they are coded.
+    """
     draw = torch.Generator(torch.get_default_device()).manual_seed(seed)
-    heads, layers = decoder.spec.kv_heads, decoder.spec.layers
-    found: list[list[Array]] = [[np.zeros(0)] * (layers * heads) for _ in range(2)]
+    heads = decoder.spec.kv_heads
+    total: dict[tuple[str, int], Array] = {}
     for reading in progress(readings, "measuring sensitivity"):
-        seen = observed(decoder, reading, draw)
+        seen = [lane for layer in observed(decoder, reading, draw) for lane in layer]
         with torch.inference_mode():
-            for lane in range(layers * heads):
-                one = Lane(seen[lane // heads][lane % heads], page)
-                for side, measured in enumerate(zip((one.keys, one.values), forms(*divmod(lane, heads)), strict=True)):
-                    moved = reading.weight * np.array(list(measured[0](measured[1])))
-                    found[side][lane] = moved + (found[side][lane] if found[side][lane].size else 0.0)
-    return np.stack(found[0]), np.stack(found[1])
+            for i, lane in enumerate(seen):
+                one = Lane(lane, page)
+                for side, measure in (("k", one.keys), ("v", one.values)):
+                    moved = reading.weight * np.array(list(measure(forms(side, *divmod(i, heads)))))
+                    total[side, i] = total.get((side, i), 0.0) + moved
+    return np.stack([total[side, i] for side in "kv" for i in range(heads * decoder.spec.layers)])

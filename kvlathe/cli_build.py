@@ -105,7 +105,8 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--compression",
     default="none",
     show_default=True,
-    help="none, fdc (rotate and truncate), zack (calibrated on text), hack:bits=8|4|2 (quantize), or fdc+hack:bits=8.",
+    help="auto (ranks and bits of each head, measured), fdc (rotate and truncate), zack (calibrated on text), "
+    "hack:bits=8|4|2 (quantize), compositions such as fdc+hack:bits=8, or none. docs/ names all.",
 )
 @size_options
 @click.option(

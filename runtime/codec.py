@@ -2,7 +2,9 @@
 
 Unquantized parts are IEEE half or single, [token][rank]. Quantized parts hold asymmetric codes,
 
-    x ~ minimum + scale * code,   scale = (max - min) / (2^bits - 1),   one (scale, minimum) pair of halves a group,
+    x ~ minimum + scale * code,   scale = (max - min) / (2^bits - 1),   one (scale, minimum) pair of halves a group
+
+(max - min is first cut to its middle part where the tier's span is below 1),
 
 as [token][rank] with groups along the rank, or as [rank][token] with groups along the page's tokens. Codes below 8 bit
 are packed with the first element in the lowest bits. Metadata follows the order of the groups. The rounding of scale
@@ -41,6 +43,7 @@ class Part:
     groups: tuple[int, ...]  # sizes of the groups along the axis; empty where nothing is quantized
     key: int | None = None  # of this lane's noise; None: codes are rounded to the nearest
     sums: tuple[int, int] | None = None  # byte offset of the groups' sums of codes, and bytes of each
+    span: float = 1.0  # of a group's range, what its codes cover
 
     @property
     def token_major(self) -> bool:
@@ -94,7 +97,8 @@ class Part:
         metadata, levels = self._metadata(page), (1 << self.bits) - 1
         low = np.minimum.reduceat(rows, self._starts, axis=1)
         high = np.maximum.reduceat(rows, self._starts, axis=1)
-        metadata[..., 0], metadata[..., 1] = (high - low) / levels, low
+        width = high - low
+        metadata[..., 0], metadata[..., 1] = width * self.span / levels, low + width * ((1 - self.span) / 2)
         scale, minimum = self._spread(metadata)
         exact = np.divide(rows - minimum, scale, out=np.zeros_like(rows), where=scale > 0)
         exact = np.rint(exact) if self.key is None else np.floor(exact + self._noise(self.key, position))
@@ -185,7 +189,7 @@ def parts(layout: CacheLayout, bucket: int) -> dict[int, tuple[Part, Part]]:
         if tier.rounding == "stochastic":
             keys = (noise_key(plan.seed, lane.layer, lane.head, 0), noise_key(plan.seed, lane.layer, lane.head, 1))
         found[index] = (
-            Part(slab.k, slab.k_meta, p, lane.rank_k, tier.bits_k, tier.axis_k, k_groups, keys[0], sums_k),
-            Part(slab.v, slab.v_meta, p, lane.rank_v, tier.bits_v, tier.axis_v, v_groups, keys[1], sums_v),
+            Part(slab.k, slab.k_meta, p, lane.rank_k, tier.bits_k, tier.axis_k, k_groups, keys[0], sums_k, tier.span_k),
+            Part(slab.v, slab.v_meta, p, lane.rank_v, tier.bits_v, tier.axis_v, v_groups, keys[1], sums_v, tier.span_v),
         )
     return found

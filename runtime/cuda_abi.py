@@ -172,6 +172,10 @@ class PageKernels:
     ) -> None:
         """``pool``: device address of the arena."""
         self.library, self.plan, self.pool, self.pool_bytes, self.element = library, plan, pool, pool_bytes, element
+        if any(min(tier.span_k, tier.span_v) < 1 for tier in plan.tiers):
+            raise KvlatheError(
+                "these kernels cannot seal this plan", "its codes cover part of a group's range", "use another backend"
+            )
         self._tables = [CacheLayout(plan).lane_table(b) for b in range(len(plan.buckets))]
         self.parts = [part_of(plan, b, table) for b, table in enumerate(self._tables)]
 

@@ -53,7 +53,7 @@ class NativeSession(OrtSession):
         """The operator has written them."""
 
     def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...], position: int) -> None:
-        if any(tier.rounding == "stochastic" or tier.sums for tier in self.plan.tiers):  # numpy's alone
+        if any(t.rounding == "stochastic" or t.sums or min(t.span_k, t.span_v) < 1 for t in self.plan.tiers):  # numpy's
             super().seal(fresh, page, cold_pages, position)
             return
         for bucket, target in zip(self.plan.cold(fresh), cold_pages, strict=True):

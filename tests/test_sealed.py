@@ -27,7 +27,17 @@ def one_lane(tier: Tier, rank_k: int, rank_v: int, page: int, seed: int) -> Comp
 
 
 bits, axes, groups = st.sampled_from([8, 4, 2, 16]), st.sampled_from(["rank", "token"]), st.sampled_from([32, 64, 128])
-tiers = st.builds(Tier, bits, bits, axes, axes, groups, groups, rounding=st.sampled_from(["nearest", "stochastic"]))
+tiers = st.builds(
+    Tier,
+    bits,
+    bits,
+    axes,
+    axes,
+    groups,
+    groups,
+    rounding=st.sampled_from(["nearest", "stochastic"]),
+    span_k=st.sampled_from([1.0, 0.65]),
+)
 
 
 @settings(deadline=None, max_examples=60)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvlathe.errors import KvlatheError
 from kvlathe.export.basis import Basis
 from kvlathe.export.layout import CacheLayout
-from kvlathe.export.methods import fdc, hack, kivi, kvquant, none, uncomp, zack
+from kvlathe.export.methods import auto, fdc, hack, kivi, kvquant, none, uncomp, zack
 from kvlathe.export.methods.buckets import buckets, cold_tier, without
 from kvlathe.export.methods.lowrank import bases, best_ratio, full_lanes, kept, low_rank, within
 from kvlathe.export.methods.options import Asked, Options, Part, parse, unknown, with_written
@@ -40,6 +40,7 @@ __all__ = [
     "compose",
     "evidence",
     "families",
+    "measured",
     "removed",
     "summaries",
 ]
@@ -55,8 +56,9 @@ EXACT = 1e-9
 class Method:
     """``rotate`` is None for a method that leaves the ranks alone; ``plan`` is then given what is written behind its
     name and the tokens of a page. ``choose`` decides by statistics which tokens are kept; it is also given the seed.
-    ``sizes``: the options that say how small it makes the cache, and their values; a
-    search for an accuracy tries those that the request leaves open.
+    ``sizes``: the options that say how small it makes the cache, and their values; a search for an accuracy tries those
+    that the request leaves open. ``measured``: its plans come from measurements of the model (export/measured.py), not
+    from ``compose``.
     """
 
     summary: str
@@ -65,9 +67,11 @@ class Method:
     plan: Callable[[dict[str, str], int], Part] = none.plan
     choose: Callable[[Stats, dict[str, str], int, int], Part] | None = None
     sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    measured: bool = False
 
 
 METHODS: dict[str, Method] = {
+    "auto": Method(auto.SUMMARY, auto.CALIBRATION, auto.rotate, measured=True),
     "none": Method(none.SUMMARY),
     "fdc": Method(fdc.SUMMARY, fdc.CALIBRATION, fdc.rotate),
     "zack": Method(zack.SUMMARY, zack.CALIBRATION, zack.rotate),
@@ -102,6 +106,21 @@ def calibration(request: str) -> Source | None:
     return "text" if "text" in found else "random" if "random" in found else None
 
 
+def measured(request: str) -> bool:
+    """Whether the request's plans come from measurements. Raises KvlatheError for a composition of those: they choose
+    everything themselves.
+    """
+    asked = _methods(request)
+    found = [one for one, method in asked if method.measured]
+    if found and len(asked) > 1:
+        names = " and ".join(one.name for one, _ in asked)
+        reason = f"{found[0].name} chooses the ranks and the number formats itself"
+        raise KvlatheError(f"{names} cannot be composed", reason, f"ask for {found[0].name} alone, or for the others")
+    if found and found[0].options:
+        raise KvlatheError(f"{request} has options", f"{found[0].name} takes none", "leave them out")
+    return bool(found)
+
+
 def compose(
     request: str, shape: ModelShape, rope: bool, stats: Stats | None, options: Options, form: CacheForm
 ) -> tuple[CompressionPlan, Basis]:
@@ -109,6 +128,8 @@ def compose(
 
     Raises KvlatheError for unknown names and options, parts that exclude each other, and targets out of reach.
     """
+    if measured(request):
+        raise KvlatheError(f"{request} cannot be planned from statistics", "it measures the model", "build an engine")
     asked = _methods(request)
     rotating = [(one, method) for one, method in asked if method.rotate]
     _only_one("the ranks", [one for one, _ in rotating])
@@ -238,6 +259,16 @@ class Family:
     least: float
     most: float
     plan: Callable[[float], Made]
+
+    def at(self, ratio: float) -> Made:
+        """The plan that removes at least ``ratio`` of the bytes. Raises KvlatheError where none does."""
+        if ratio > self.most:
+            raise KvlatheError(
+                f"a compression ratio of {ratio:g} cannot be reached",
+                "every head keeps its smallest form",
+                f"ask for at most {int(1e4 * self.most) / 1e4:.4g}",
+            )
+        return self.plan(ratio)
 
 
 def removed(plan: CompressionPlan, bits: int) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -36,7 +35,9 @@ Choice = npt.NDArray[np.int64]
 
 BITS: tuple[Literal[8, 4, 2], ...] = (8, 4, 2)
 GROUP = 128
-AXES: dict[str, Literal["rank", "token"]] = {"k": "rank", "v": "rank"}
+"""Channels in a group: heads up to this size have one group a token."""
+SPAN = {8: 1.0, 4: 0.95, 2: 0.65}
+"""Of a group's range, what codes cover: least squared error for 64 to 128 normal numbers; spun ones nearly are that."""
 FORMATS = 2
 """Number formats that a side may use in one plan: each pair of formats is a bucket, which costs time in every step."""
 
@@ -72,10 +73,10 @@ class Grid:
     def _rotation(self) -> Rotation:
         return balanced_rotation(self.stats)
 
-    def size(self, side: str, option: int) -> int:
-        """Bytes of a lane's side in a sealed page."""
-        rank, bits = self.options[option]
-        return coded_bytes(rank, self.page_tokens, bits, AXES[side], GROUP)
+    @cached_property
+    def sizes(self) -> Choice:
+        """Bytes of one side of a lane in a sealed page, [options]."""
+        return np.array([coded_bytes(rank, self.page_tokens, bits, "rank", GROUP) for rank, bits in self.options])
 
     def cut(self, side: str, layer: int, head: int, rank: int) -> Cut:
         found, at, d = self._rotation, (layer, head), self.stats.shape.head_dim
@@ -92,16 +93,15 @@ class Grid:
 # -- choosing ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """The grid with its prices: ``loss`` and ``cost`` (bytes a page), each [2 lanes, options], K lanes then V lanes."""
+    """The grid with its prices: ``loss`` [2 lanes, options], K lanes then V lanes."""
 
     grid: Grid
     loss: Array
-    cost: Choice
 
-    @classmethod
-    def of(cls, grid: Grid, loss_k: Array, loss_v: Array) -> Priced:
-        sizes = [[grid.size(side, i) for i in range(len(grid.options))] for side in "kv"]
-        return cls(grid, np.concatenate([loss_k, loss_v]), np.repeat(np.array(sizes), len(loss_k), 0))
+    @cached_property
+    def cost(self) -> Choice:
+        """Bytes a page, like ``loss``."""
+        return np.repeat(self.grid.sizes[None], len(self.loss), 0)
 
     def chosen(self, budget: int) -> Choice:
         """The best option of every row, [2 lanes], of at most ``budget`` bytes a page and FORMATS formats a side."""
@@ -139,7 +139,7 @@ def made(grid: Grid, choice: Choice, hot: Tier) -> Chosen:
     ):
         cut, basis[lane.layer, lane.head] = _cut(lane, rank_k, rank_v, grid)
         lanes.append(cut)
-        tier = Tier(bits_k, bits_v, AXES["k"], AXES["v"], GROUP, GROUP)
+        tier = Tier(bits_k, bits_v, "rank", "rank", GROUP, GROUP, span_k=SPAN[bits_k], span_v=SPAN[bits_v])
         members.setdefault(tier, []).append(i)
     cold = tuple(Bucket(1 + n, tuple(own), source=0) for n, own in enumerate(members.values()))
     return Chosen(tuple(lanes), basis, (hot, *members), (Bucket(0, tuple(range(len(lanes)))), *cold))
@@ -156,13 +156,3 @@ def _cut(lane: Lane, rank_k: int, rank_v: int, grid: Grid) -> tuple[Lane, LaneBa
 def shuffled(choice: Choice, rng: np.random.Generator, lanes: int) -> Choice:
     """The same options dealt to other lanes, K among K and V among V: equal bytes, no adaptation."""
     return np.concatenate([rng.permutation(choice[:lanes]), rng.permutation(choice[lanes:])])
-
-
-def formats(choice: Sequence[int], grid: Grid) -> dict[str, int]:
-    """Sides in each number format, for people."""
-    counted: dict[str, int] = {}
-    for side, own in (("K", choice[: len(choice) // 2]), ("V", choice[len(choice) // 2 :])):
-        for i in own:
-            name = f"{side} in {grid.options[i][1]} bit"
-            counted[name] = counted.get(name, 0) + 1
-    return counted
