@@ -290,7 +290,7 @@ class _Bucket:
     def _stored(self, x: str) -> Tensor:
         bits = self.tier.bits_k if x == "k" else self.tier.bits_v
         if bits < 16:
-            scale, minimum = self.metadata(x)
+            scale, minimum = (self._spread(x, part) for part in self.metadata(x))
             return self.codes(x) * scale + minimum
         tokens = torch.arange(self.layer.plan.page_tokens, device=self.pages.device)[:, None]
         rows = (self.pages * (self.stride * 8 // bits))[:, None, None] + tokens * self._table(f"{x}_steps")[:, 0]
@@ -314,11 +314,19 @@ class _Bucket:
         bits = self.tier.bits_k if x == "k" else self.tier.bits_v
         packed = self.pools["pool_u8"][(self.pages * self.stride)[:, None] + self._table(f"{x}_codes")]
         shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
-        unpacked = ((packed[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1)
-        return _by_lane(unpacked[:, self._table(f"{x}_code_at")])
+        unpacked, at = ((packed[..., None] >> shifts) & ((1 << bits) - 1)).flatten(1), self._table(f"{x}_code_at")
+        if self.layer.form.axis(self.bucket, x) == "rank":
+            return _by_lane(_gathered(unpacked, at, self.layer.plan.unit))
+        return _by_lane(unpacked.unflatten(1, (-1, self.layer.plan.page_tokens))[:, at[:, :, 0]].mT)
+
+    def _spread(self, x: str, part: Tensor) -> Tensor:
+        """Metadata of groups -> of every element [Hs, N, R]."""
+        if self.layer.form.axis(self.bucket, x) == "rank":
+            return part @ self._table(f"{x}_groups").to(part.dtype)
+        return part.repeat_interleave(self.layer.form.steps(self.bucket, x), 1)
 
     def metadata(self, x: str) -> tuple[Tensor, Tensor]:
-        """Scale and minimum float, of every element or, for integer products, of every group."""
+        """Scale and minimum float: [Hs, N, g] of groups along the rank, [Hs, N/n, R] along the tokens."""
         rows = (self.pages * (self.stride // 2))[:, None] + self._table(f"{x}_meta")
         meta, at = self.pools["pool_f16"][rows].flatten(1).float(), self._table(f"{x}_meta_at")
         return _by_lane(meta[:, at]), _by_lane(meta[:, at + 1])

@@ -193,14 +193,14 @@ class _Writer:
     def cached_scores(self, q: str, tokens: _Tokens) -> str:
         if not self.form.integer(tokens.bucket)[0]:
             return self.scores(q, self.read("k", tokens))
-        coded = self.coded("k", tokens, 1)
+        coded = self.coded("k", tokens)
         return onnx_integer.scores(self.body, self.body.cast(q, FLOAT), coded, f"k_groups_{tokens.bucket}")
 
     def cached_output(self, tokens: _Tokens) -> Callable[[str], str]:
         if not self.form.integer(tokens.bucket)[1]:
             return self.weighted(self.read("v", tokens))
         group = self.form.tier(tokens.bucket).group_v
-        coded = self.coded("v", tokens, group)
+        coded = self.coded("v", tokens)
         return lambda shares: onnx_integer.outputs(self.body, shares, coded, group)
 
     def read(self, x: str, tokens: _Tokens) -> str:
@@ -211,21 +211,48 @@ class _Writer:
             first = b.op("Add", b.op("Mul", b.unsqueeze(tokens.place, 2), f"{x}_steps_{bucket}"), tokens.base(bits))
             rows = b.op("Add", first, f"{x}_units_{bucket}")
             return b.cast(b.reshape(b.gather(pool_name(bits), rows, 0), 0, 0, 0, 0, -1), self.dtype)
-        coded = self.coded(x, tokens, 1)
-        value = b.op("Mul", b.cast(coded.codes, FLOAT), coded.scale)
-        return b.cast(b.op("Add", value, coded.minimum), self.dtype)
+        coded = self.coded(x, tokens)
+        codes, scale, minimum = b.cast(coded.codes, FLOAT), coded.scale, coded.minimum
+        if self.form.axis(bucket, x) == "rank":
+            member = b.unsqueeze(b.cast(f"{x}_groups_{bucket}", FLOAT), 1, 2)  # [Hs, 1, 1, g, R]
+            scale, minimum = (b.op("MatMul", part, member) for part in (scale, minimum))
+            return b.cast(b.op("Add", b.op("Mul", codes, scale), minimum), self.dtype)
+        parts = (
+            b.op("Shape", scale, start=0, end=4),
+            b.const([self.form.steps(bucket, x)]),
+            b.op("Shape", scale, start=4),
+        )
+        codes = b.op("Reshape", codes, b.op("Concat", *parts, axis=0))  # [Hs, 1, B, N/n, n, R]
+        scale, minimum = (b.unsqueeze(part, 4) for part in (scale, minimum))
+        return b.cast(self.joined(b.op("Add", b.op("Mul", codes, scale), minimum)), self.dtype)
 
-    def coded(self, x: str, tokens: _Tokens, group: int) -> onnx_integer.Coded:
-        """K or V of a bucket as it is stored; metadata of every ``group``-th token."""
+    def joined(self, x: str) -> str:
+        """[Hs, 1, B, i, j, R] -> [Hs, 1, B, i * j, R]."""
+        b = self.body
+        sizes = (b.op("Shape", x, start=0, end=3), b.const([-1]), b.op("Shape", x, start=5))
+        return b.op("Reshape", x, b.op("Concat", *sizes, axis=0))
+
+    def coded(self, x: str, tokens: _Tokens) -> onnx_integer.Coded:
+        """K or V of a bucket as it is stored: codes [Hs, 1, B, N, R], metadata one number a group."""
         b, bucket, tier = self.body, tokens.bucket, self.form.tier(tokens.bucket)
-        codes = self.codes(x, tier.bits_k if x == "k" else tier.bits_v, tokens)
-        meta = self.per_page("pool_f16", f"{x}_meta_{bucket}", 16, tokens)
-        scale_at = tokens.elements(meta, f"{x}_meta_at_{bucket}", group)
+        meta, steps = self.per_page("pool_f16", f"{x}_meta_{bucket}", 16, tokens), self.form.steps(bucket, x)
+        scale_at = tokens.elements(meta, f"{x}_meta_at_{bucket}", steps)
         scale = b.gather(b.reshape(meta, -1), scale_at, 0)
         minimum = b.gather(b.reshape(meta, -1), b.op("Add", scale_at, b.int32(1)), 0)
-        code = b.gather(b.reshape(codes, -1), tokens.elements(codes, f"{x}_code_at_{bucket}", 1), 0)
-        sums = self.sums(x, tokens, group) if tier.sums else None
-        return onnx_integer.Coded(code, b.cast(scale, FLOAT), b.cast(minimum, FLOAT), sums)
+        sums = self.sums(x, tokens, steps) if tier.sums else None
+        return onnx_integer.Coded(self.codes(x, tokens), b.cast(scale, FLOAT), b.cast(minimum, FLOAT), sums)
+
+    def codes(self, x: str, tokens: _Tokens) -> str:
+        """Codes of a bucket uint8 [Hs, 1, B, N, R]: runs of ``unit`` codes of a token, or of P codes of a channel."""
+        b, bucket, tier = self.body, tokens.bucket, self.form.tier(tokens.bucket)
+        unpacked, places = self.unpacked(x, tier.bits_k if x == "k" else tier.bits_v, tokens), f"{x}_code_at_{bucket}"
+        of_rank, page = self.form.axis(bucket, x) == "rank", self.plan.page_tokens
+        size = self.plan.unit if of_rank else page
+        at = tokens.elements(b.reshape(unpacked, 0, 0, -1, size), places, 1 if of_rank else page)
+        runs = b.gather(b.reshape(unpacked, -1, size), at, 0)
+        if of_rank:
+            return b.reshape(runs, 0, 0, 0, 0, -1)
+        return self.joined(b.transpose(runs, 0, 1, 2, 3, 5, 4))
 
     def sums(self, x: str, tokens: _Tokens, group: int) -> str:
         """The stored sums of the groups' codes, float, in the places of their metadata."""
@@ -240,15 +267,15 @@ class _Writer:
             total = b.op("Add", total, b.op("Mul", part, b.float(256**i)))
         return total
 
-    def codes(self, x: str, bits: int, tokens: _Tokens) -> str:
-        """Unpacked codes uint8 [B, M, codes of a page]."""
+    def unpacked(self, x: str, bits: int, tokens: _Tokens) -> str:
+        """All codes of the pages, uint8 [B, M, codes of a page]. A byte's codes are looked up: shifting it by each of
+        their places is ten times slower in ONNX Runtime."""
         b = self.body
         packed = self.per_page("pool_u8", f"{x}_codes_{tokens.bucket}", 8, tokens)
         if bits == 8:
             return packed
-        shifts = b.const(np.arange(0, 8, bits), np.uint8)
-        codes = b.op("BitShift", b.unsqueeze(packed, 3), shifts, direction="RIGHT")
-        return b.reshape(b.op("BitwiseAnd", codes, b.const((1 << bits) - 1, np.uint8)), 0, 0, -1)
+        codes = np.arange(256)[:, None] >> np.arange(0, 8, bits) & (1 << bits) - 1
+        return b.reshape(b.gather(b.const(codes, np.uint8), b.cast(packed, INT32), 0), 0, 0, -1)
 
     def per_page(self, pool: str, rows: str, bits: int, tokens: _Tokens) -> str:
         """One kind of data of all pages of the table: [B, M, elements of a page]."""

@@ -67,6 +67,16 @@ class Form:
         exact = tier.arithmetic == "int"
         return exact and tier.bits_k < 16, exact and tier.bits_v < 16 and tier.axis_v == "token"
 
+    def axis(self, bucket: int, x: str) -> str:
+        """Along what the groups of K or V ("k" or "v") run in a bucket."""
+        return self.tier(bucket).axis_k if x == "k" else self.tier(bucket).axis_v
+
+    def steps(self, bucket: int, x: str) -> int:
+        """Tokens from one place of metadata to the next: 1, or what divides all groups that run along the tokens."""
+        tier = self.tier(bucket)
+        group = tier.group_k if x == "k" else tier.group_v
+        return math.gcd(self.plan.page_tokens, group) if self.axis(bucket, x) == "token" else 1
+
     @cached_property
     def pools(self) -> tuple[str, ...]:
         """The typed views of the cache that the plan's tiers need (quantization metadata is read as halves)."""
@@ -96,11 +106,13 @@ class LayerTables(dict[str, Int32]):
         lanes_s [Hs], places_s [H]                       bucket s: its lanes; each lane's place there (-1: absent)
         k_units_s [Hs, 1, 1, 1, Rk/u], v_units_s         unit rows of token 0 from the page's start, 16 and 32 bit
         k_steps_s [Hs, 1, 1, 1, 1], v_steps_s            unit rows from one token to the next
-        k_codes_s [Hs*C], k_code_at_s [Hs, 1, P, Rk]     rows of u bytes of the codes; places among [Hs*C*u*8/bits]
-        k_meta_s [Hs*E], k_meta_at_s [Hs, 1, P, Rk]      rows of u halves; places of the scales among [Hs*E*u]
-    and where a bucket's tier multiplies integers, g groups along the widest rank, n tokens a group of values:
-        k_groups_s [Hs, g, Rk]                           1 where a channel belongs to a group
-        k_meta_at_s [Hs, 1, P, g], v_meta_at_s [Hs, 1, P/n, Rv]     one place a group instead
+        k_codes_s [Hs*C], k_meta_s [Hs*E] (and v)        rows of u bytes of the codes, of u halves of the metadata
+    groups along the rank, g of them in the widest:
+        k_code_at_s [Hs, 1, P, Rk/u]                     runs of u codes among all of the page's
+        k_meta_at_s [Hs, 1, P, g], k_groups_s [Hs, g, Rk]    each group's scale; 1 where a channel belongs to a group
+    groups along the tokens, whose borders are multiples of n = Form.steps:
+        k_code_at_s [Hs, 1, 1, Rk]                       runs of P codes, one a channel
+        k_meta_at_s [Hs, 1, P/n, Rk]                     the scale of the group of every n-th token
         k_sums_s [Hs*F], k_sums_at_s (and v)             stored sums: rows of u bytes; each group's first byte
         layout [n]                                        all of this for native code (layout.layer_table), always last
     """
@@ -196,13 +208,14 @@ class LayerTables(dict[str, Int32]):
             axis, group = getattr(tier, f"axis_{x}"), getattr(tier, f"group_{x}")
             # a bucket without a lane here reads something of its page, which nobody looks at
             places = [element_places(rank, self.plan.page_tokens, axis, group) for rank in ranks or [self.plan.unit]]
-            self._codes(name, widest, at or [0], bits, [code for code, _ in places])
+            self._codes(name, widest, at or [0], bits, [code for code, _ in places], axis)
             groups = [of_element for _, of_element in places]
-            if self.form.integer(bucket)[x == "v"]:
-                if x == "k":
-                    self._groups(name, widest, [numbers[0] for numbers in groups])
-                groups = [_once(numbers) if x == "k" else numbers[::group] for numbers in groups]
-                widest = max(numbers.shape[1] for numbers in groups) if x == "k" else widest
+            if axis == "rank":
+                self._groups(name, widest, [numbers[0] for numbers in groups])
+                groups = [_once(numbers) for numbers in groups]
+                widest = max(numbers.shape[1] for numbers in groups)
+            else:
+                groups = [numbers[:: self.form.steps(bucket, x)] for numbers in groups]
             self._metas(name, widest, metas or [0], groups)
             if tier.sums:
                 sums = [getattr(slab, f"{x}_sums") for slab in slabs]
@@ -215,13 +228,17 @@ class LayerTables(dict[str, Int32]):
         self._put(name % "units", _padded(first, steps, widest // u)[:, None, None, None])
         self._put(name % "steps", steps[:, None, None, None, None])
 
-    def _codes(self, name: str, widest: int, at: list[int], bits: int, places: list[Places]) -> None:
-        """Codes of each lane, by their ``places`` [P, rank]; slabs begin ``at`` these bytes."""
-        u = self.plan.unit
+    def _codes(self, name: str, widest: int, at: list[int], bits: int, places: list[Places], axis: str) -> None:
+        """Runs of codes of each lane, by the ``places`` [P, rank] of single ones; slabs begin ``at`` these bytes."""
+        u, p = self.plan.unit, self.plan.page_tokens
         rows = [place.size * bits // 8 // u for place in places]
         most = max(rows)
         self._put(name % "codes", _rows_from([x // u for x in at], rows, most))
-        code_at = [h * most * u * 8 // bits + _widened(place, widest) for h, place in enumerate(places)]
+        if axis == "rank":
+            runs, size, count = [place[:, ::u] // u for place in places], u, widest // u
+        else:
+            runs, size, count = [place[:1] // p for place in places], p, widest
+        code_at = [h * most * u * 8 // bits // size + _widened(run, count) for h, run in enumerate(runs)]
         self._put(name % "code_at", np.stack(code_at)[:, None])
 
     def _metas(self, name: str, widest: int, at: list[int], groups: list[Places]) -> None:

@@ -222,19 +222,26 @@ def test_half_precision_function_is_attention(case: Case) -> None:
 # -- the graph -------------------------------------------------------------------------------------------------------
 SUMS = {"k_sums_1", "v_sums_1"}
 MOVES = {"Gather", "Reshape", "Transpose", "Squeeze", "Unsqueeze", "BitShift", "BitwiseAnd", "Identity", "Slice"}
-"""What may be done to codes on their way to a product; none of it makes a number of another type."""
+"""What may be done to codes on their way to a product; none of it makes a number of another type. Packed bytes may also
+be cast to whole numbers, to look their codes up."""
 
 
 def readers_of_codes(function: onnx.FunctionProto) -> set[str]:
     """Operators that read cached codes as data and are not MOVES, following them from the pool. Bytes of the pool that
     are gathered by the rows of stored sums are no codes."""
-    codes, of_sums, found = {"pool_u8"}, set(SUMS), set()
+    codes, of_sums, found, tables = {"pool_u8"}, set(SUMS), set(), set()
     for node in function.node:
+        if node.op_type == "Constant" and node.attribute[0].t.data_type == onnx.TensorProto.UINT8:
+            tables |= set(node.output)
         if not node.input or node.op_type == "Shape":
             continue
         if node.op_type == "Add" and of_sums & set(node.input):
             of_sums |= set(node.output)
         if node.op_type == "Gather" and node.input[0] == "pool_u8" and node.input[1] in of_sums:
+            continue
+        looks_up = node.op_type == "Gather" and node.input[0] in tables
+        if looks_up or (node.op_type == "Cast" and node.attribute[0].i == onnx.TensorProto.INT32):
+            codes |= set(node.output) if codes & set(node.input) else set()
             continue
         data = node.input if node.op_type in ("MatMulInteger", "Concat") else node.input[:1]
         if not codes & set(data):
