@@ -15,18 +15,17 @@ from kvlathe.export.plan import CompressionPlan
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """``dtypes``: what it computes in, the default first. ``missing`` is why it cannot be used, if it cannot."""
+    """``dtypes``: what it computes in, the default first."""
 
     module: str
     dtypes: tuple[str, ...]
-    missing: str = ""
 
 
 BACKENDS: Mapping[str, BackendInfo] = {
     "onnxruntime": BackendInfo("kvlathe.engines.onnxruntime", ("float32", "float16")),
     "tensorrt_rtx": BackendInfo("kvlathe.engines.tensorrt", ("float16",)),
     "tensorrt": BackendInfo("kvlathe.engines.tensorrt", ("float16",)),
-    "cuda": BackendInfo("", ("float16",), missing="the native CUDA kernels that it runs are not part of this version"),
+    "cuda": BackendInfo("kvlathe.engines.cuda", ("float16",)),
 }
 
 
@@ -51,11 +50,8 @@ class Backend(Protocol):
 
 
 def backend(name: str) -> Backend:
-    """The module that builds for ``name``. Raises KvlatheError for a name that is unknown or cannot be used."""
+    """The module that builds for ``name``. Raises KvlatheError for a name that is unknown."""
     info = BACKENDS.get(name)
-    ready = ", ".join(key for key, value in BACKENDS.items() if not value.missing)
     if info is None:
-        raise KvlatheError(f"there is no backend {name!r}", "", f"choose one of {ready}")
-    if info.missing:
-        raise KvlatheError(f"the backend {name} cannot build an engine yet", info.missing, f"choose one of {ready}")
+        raise KvlatheError(f"there is no backend {name!r}", "", f"choose one of {', '.join(BACKENDS)}")
     return importlib.import_module(info.module)  # type: ignore[return-value]

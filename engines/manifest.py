@@ -23,6 +23,7 @@ MANIFEST_FILE = "manifest.json"
 PLAN_FILE = "plan.json"
 ONNX_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
+DECODER_FILE = "decoder.json"
 BASIS_FILE = "basis.npz"
 REPORT_FILE = "report.html"
 

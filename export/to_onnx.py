@@ -9,6 +9,7 @@ files. Exporting twice gives the same bytes.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import tempfile
 import warnings
@@ -75,11 +76,24 @@ def _graph(
     place_weights(model, places)
     place_tables(model, plan, stage)
     facts = {"kvlathe.version": _version(), "kvlathe.plan": plan.digest, "kvlathe.opset": str(opset)}
-    model.metadata_props.update(facts)
+    model.metadata_props.update(facts | {"kvlathe.wiring": json.dumps(wiring(spec))})
     model.opset_imports[DOMAIN] = 1
     proto = ir.to_proto(model)
     proto.functions.append(attend_function(plan.part(stage), onnx_type, opset))
     return proto
+
+
+def wiring(spec: DecoderSpec) -> dict[str, object]:
+    """What the weights' names and shapes do not say of the decoder: for runtimes that build it from the weights."""
+    family = spec.family
+    return {
+        "norm": family.norm,
+        "norm_eps": family.norm_eps,
+        "activation": family.activation,
+        "parallel": family.parallel,
+        "head_dim": spec.head_dim,
+        "scales": [spec.scale(layer) for layer in range(spec.layers)],
+    }
 
 
 # -- trace -------------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def inspect_command(engine: Path) -> Result:
     """Show an engine: its plan (ranks of every head), bytes for each token, limits, and what runs its attention."""
     from kvlathe.export.layout import CacheLayout
     from kvlathe.export.plan import CompressionPlan
-    from kvlathe.runtime.native_session import attention
+    from kvlathe.runtime.sessions import attention
 
     manifest = manifests.verify(engine)
     plan = CompressionPlan.from_json((engine / manifests.PLAN_FILE).read_text("utf-8"))

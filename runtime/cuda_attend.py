@@ -67,7 +67,7 @@ class Attention:
         return done
 
     def run(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None, spread: Spread,
+        self, spread: Spread, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None,
         weights: Mapping[str, Tensor],
     ) -> Tensor:  # fmt: skip
         """q, k, v: rows before RoPE, views of one matrix are fine -> o [T, sum of G * rank_v]; the pool has k' and v'.

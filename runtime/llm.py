@@ -8,7 +8,6 @@ for answer in llm.generate(["def main():", "# How to install"], SamplingParams(m
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -23,8 +22,8 @@ from kvlathe.engines.manifest import Limits, Manifest
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
+from kvlathe.runtime import sessions
 from kvlathe.runtime.engine import Engine
-from kvlathe.runtime.native_session import session_class
 from kvlathe.runtime.pool import PagePool
 from kvlathe.runtime.prefix import PrefixCache
 from kvlathe.runtime.sampler import Sampler, SamplingParams, TokenLogprob
@@ -33,9 +32,6 @@ from kvlathe.runtime.sequence import Chunk, Sequence
 from kvlathe.runtime.session import Session
 from kvlathe.runtime.staging import Staging
 from kvlathe.runtime.tokenizer import TextStream, Tokenizer
-
-SESSIONS = {"onnxruntime": session_class}
-"""Backend (manifest.backend) -> what chooses the session that runs an engine here."""
 
 Prompt = str | Items[int]
 
@@ -113,15 +109,10 @@ class LLM:
         """
         folder = Path(engine_dir)
         manifest = manifests.verify(folder, deep=verify)
-        if manifest.backend not in SESSIONS:
-            raise KvlatheError(
-                f"the engine {folder} was built for {manifest.backend}",
-                f"this runtime runs {', '.join(SESSIONS)}",
-                "build it with another --backend",
-            )
+        runner = sessions.runner(manifest, folder)
         plan = CompressionPlan.from_json((folder / manifests.PLAN_FILE).read_text("utf-8"))
-        size = cache_bytes or default_cache_bytes(CacheLayout(plan), manifest.limits)
-        session = SESSIONS[manifest.backend](manifest)(folder, plan, manifest.limits, size, threads)
+        size = cache_bytes or sessions.cache_bytes(manifest, CacheLayout(plan))
+        session = runner.session(manifest)(folder, plan, manifest.limits, size, threads)
         llm = cls(session, plan, manifest.limits, Tokenizer(folder), size, share_prefixes)
         llm.manifest = manifest
         return llm
@@ -283,10 +274,3 @@ def answer(sequence: Sequence) -> Answer:
         timings=Timings(sequence.prompt_tokens, prefill, len(new) - 1, decode),
         prompt_rows=sequence.prompt_rows,
     )
-
-
-def default_cache_bytes(layout: CacheLayout, limits: Limits) -> int:
-    """Room for a full batch of the longest sequences, at most half of the machine's memory."""
-    pages = 2 * len(layout.page_stride) * max(layout.page_stride)
-    full = limits.max_batch_size * (layout.bytes_for(limits.max_seq_len) + pages)
-    return min(full, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2)

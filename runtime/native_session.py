@@ -67,8 +67,6 @@ def session_class(manifest: Manifest) -> type[OrtSession]:
 
 def attention(manifest: Manifest) -> str:
     """What runs kvlathe::Attend of this engine in this process, and if it is not the native library, why."""
-    if manifest.backend != "onnxruntime":
-        return f"not run here: {manifest.backend} engines need its own runtime"
     obstacle, found = _obstacle(manifest), native.find().native
     if obstacle or found is None:
         return f"{OrtSession.attention}; NOT the native kernels: {obstacle}"

@@ -16,6 +16,9 @@ from tests.native_cpu.library import Array, reserve
 CLOSE = {"rtol": 1e-2, "atol": 1.5e-2}
 """16-bit elements, cos and sin among them, against float64 of the same inputs."""
 
+NOT_ATTENDED = ("do not divide a page",)
+"""Refusals of quantized parts that the attention kernels may make."""
+
 
 def halves(x: Array) -> Array:
     return x.astype(np.float16).astype(np.float64)
@@ -54,13 +57,11 @@ class Step16:
         q, k, v, cos, sin = (x.to(device) for x in (self.q, self.k, self.v, self.cos, self.sin))
         weights = {name: x.to(device) for name, x in self.state.items()}
         try:
-            out = attention.run(self.case.layer, q, k, v, (cos, sin), spread, weights)
+            out = attention.run(spread, self.case.layer, q, k, v, (cos, sin), weights)
         except KvlatheError as refusal:
-            if "16-bit parts only" not in str(refusal):
+            if not any(words in str(refusal) for words in NOT_ATTENDED):
                 raise
-            return np.zeros(
-                (0, 0)
-            ), pool.cpu().numpy()  # this build attends no codes: the rows are written all the same
+            return np.zeros((0, 0)), pool.cpu().numpy()  # the rows are written all the same
         return out[: self.case.total].cpu().double().numpy(), pool.cpu().numpy()
 
     def check_out(self, out: Array) -> None:

@@ -69,11 +69,11 @@ TIERS = [
 ]
 
 
-def sealing(tier: Tier, page: int) -> CacheLayout:
-    """Two layers of three lanes, the cold bucket without one of them."""
+def sealing(tier: Tier, page: int, cold: tuple[int, ...] = (0, 1, 3, 5)) -> CacheLayout:
+    """Two layers of three lanes; the cold bucket holds ``cold``."""
     lanes = [Lane(layer, h, 128, *ranks, projected=True) for layer in range(2) for h, ranks in enumerate(RANKS)]
     return CacheLayout(
-        plan_of(lanes, [Tier(16, 16), tier], [Bucket(0, tuple(range(6))), Bucket(1, (0, 1, 3, 5), 0)], 128, 2, page)
+        plan_of(lanes, [Tier(16, 16), tier], [Bucket(0, tuple(range(6))), Bucket(1, cold, 0)], 128, 2, page)
     )
 
 
@@ -108,11 +108,11 @@ def test_seal_writes_the_codes_of_the_codec(cuda: CudaLibrary, tier: Tier, page:
 )
 @pytest.mark.parametrize("kept", [1, 64, 150])
 def test_evict_keeps_the_places_it_is_told(cuda: CudaLibrary, tier: Tier, kept: int) -> None:
-    layout, rng = sealing(tier, 64), np.random.default_rng(kept)
+    layout, rng = sealing(tier, 64, tuple(range(6))), np.random.default_rng(kept)
     host = HostPages(layout, 40 * max(layout.page_stride))
     host.memory[:] = rng.integers(0, 255, len(host.memory), np.uint8)
     pages = np.array([7, 2, 11, 5], np.int32)
-    keep = np.array([np.sort(rng.permutation(250)[:kept]) for _ in range(4)], np.int64)
+    keep = np.array([np.sort(rng.permutation(250)[:kept]) for _ in range(6)], np.int64)
     pool = torch.from_numpy(host.memory.copy()).cuda()
     on_gpu = torch.from_numpy(pages).cuda(), torch.from_numpy(keep).cuda()
     kernels = PageKernels(cuda, layout.plan, pool.data_ptr(), len(host.memory))

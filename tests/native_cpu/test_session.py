@@ -12,9 +12,10 @@ from kvlathe.export.layout import CacheLayout
 from kvlathe.runtime import native as natives
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import Native
-from kvlathe.runtime.native_session import NativeSession, attention, session_class
+from kvlathe.runtime.native_session import NativeSession, session_class
 from kvlathe.runtime.ort_session import OrtSession
 from kvlathe.runtime.sampler import SamplingParams
+from kvlathe.runtime.sessions import attention
 from kvlathe.runtime.tokenizer import Tokenizer
 from tests.runtime_cases import LIMITS, MODEL, decoder, engine_folder, forced, llm, text
 

@@ -15,7 +15,7 @@ namespace kvlathe::cuda {
 namespace {
 
 constexpr int kRows = 16;      // the M of mma.m16n8k16
-constexpr int kWarps = 4;
+constexpr int kWarps = 8;
 constexpr int kMaxInput = 256; // dims of a lane before the projection
 constexpr int kPad = 8;        // elements between rows in shared memory: ldmatrix without bank conflicts
 
@@ -62,16 +62,30 @@ __device__ char* place_of(const AppendParams& p, const AppendLane& lane, int t, 
   return p.pool + page * table.page_stride + offset + place % p.page_tokens * rank * 2;
 }
 
-// One turned element: c of a lane's row x.
+// A row of a lane's input, turned, into shared memory; zeros up to `inner`. One warp; kPairs pairs a lane are in flight.
 template <class E>
-__device__ uint16_t turned(const AppendParams& p, const AppendLane& lane, const uint16_t* x, int t, int c) {
-  if (c >= lane.input_dim) return 0;
-  if (!lane.rope) return x[c];
-  const int half = lane.input_dim / 2, pair = c < half ? c : c - half;
-  const int plane = lane.planes_at ? p.layout[lane.planes_at + pair] : pair;
-  const float cos = widen<E>(p.cos[int64_t{t} * p.planes + plane]), sin = widen<E>(p.sin[int64_t{t} * p.planes + plane]);
-  const float own = widen<E>(x[c]), other = widen<E>(x[c < half ? c + half : c - half]);
-  return E::round(c < half ? own * cos - other * sin : own * cos + other * sin);
+__device__ void turn_row(const AppendParams& p, const AppendLane& lane, const uint16_t* from, int t, int inner, uint16_t* to) {
+  constexpr int kPairs = 2;
+  const int half = lane.input_dim / 2;
+  const uint16_t *cos = p.cos + int64_t{t} * p.planes, *sin = p.sin + int64_t{t} * p.planes;
+  for (int first = threadIdx.x % 32; first < half; first += 32 * kPairs) {
+    uint16_t a[kPairs], b[kPairs], c[kPairs], s[kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int pair = min(first + 32 * i, half - 1), plane = lane.planes_at ? p.layout[lane.planes_at + pair] : pair;
+      a[i] = from[pair], b[i] = from[pair + half];
+      if (lane.rope) c[i] = cos[plane], s[i] = sin[plane];
+    }
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int pair = first + 32 * i;
+      if (pair >= half) continue;
+      const float x = widen<E>(a[i]), y = widen<E>(b[i]), u = widen<E>(c[i]), v = widen<E>(s[i]);
+      to[pair] = lane.rope ? E::round(x * u - y * v) : a[i];
+      to[pair + half] = lane.rope ? E::round(y * u + x * v) : b[i];
+    }
+  }
+  for (int i = lane.input_dim + threadIdx.x % 32; i < inner; i += 32) to[i] = 0;
 }
 
 // The lane's matrix [padded input_dim, rank_k] into shared memory; rows past input_dim are zeros.
@@ -132,11 +146,11 @@ __global__ void __launch_bounds__(kWarps * 32) append_rows(const __grid_constant
   if (rows <= 0) return;
   uint16_t *matrix = shared, *x = matrix + (lane.projected ? inner * (rank + kPad) : 0), *out = x + kRows * (inner + kPad);
   if (lane.projected) fetch_matrix(p, lane, keys ? p.proj_k : p.proj_q, matrix);
-  for (int i = threadIdx.x; i < kRows * inner; i += blockDim.x) {
-    const int row = i / inner, c = i % inner, t = (first + row) / heads;
-    const uint16_t* from = keys ? p.k + t * p.k_stride + lane.k_at
-                                : p.q + t * p.q_stride + lane.q_at + (first + row) % heads * lane.input_dim;
-    x[row * (inner + kPad) + c] = row < rows ? turned<E>(p, lane, from, t, c) : 0;
+#pragma unroll
+  for (int i = 0; i < kRows / kWarps; ++i) {
+    const int row = threadIdx.x / 32 + i * kWarps, at = first + min(row, rows - 1), t = at / heads;  // rows past the last: any
+    const uint16_t* from = keys ? p.k + t * p.k_stride + lane.k_at : p.q + t * p.q_stride + lane.q_at + at % heads * lane.input_dim;
+    turn_row<E>(p, lane, from, t, inner, x + row * (inner + kPad));
   }
   if (keys) append_values(p, lane, first, rows);
   wait_copy_groups<0>();

@@ -80,7 +80,7 @@ __device__ void seal_group(const SealParams& p, const SealSlab& slab, const Grou
       if (p.stochastic) {
         const int token = slab.by_token ? i : group.row, channel = slab.by_token ? group.row : i;
         const uint32_t noise = hashed(hashed(slab.key, uint32_t(position + token)), uint32_t(channel)) >> 8;
-        x = floorf(__fadd_rn(x, __fmul_rn(float(noise), 0x1p-24f)));
+        x = float(floor(double(x) + noise * 0x1p-24));  // exact, so that no rounding decides
       } else {
         x = rintf(x);
       }

@@ -1,0 +1,231 @@
+"""The cuda backend end to end on one GPU, Llama-3.1-8B shape with random weights: decode, capacity, a long request.
+
+  python3 tests/bench/cuda_backend.py --library build/native/libkvlathe.so
+
+Plans: ``none`` (16 bit, full rank, nothing projected), ``ranks`` (16 bit, ranks 16 to 96 with mean 51.2 for K and V) and
+``ranks8`` (the same, full pages sealed into 8 bit). The cache is filled with random pages; every decode step then runs as
+in serving: pages reserved, sealed and committed by PagePool, its inputs written by the host while the GPU computes the
+step before, tokens sampled greedily on the GPU and read back one step behind. ``step`` is wall time a step, ``GPU`` that
+of a replayed graph alone; their difference is the host's overhead. Needs torch; prints tables and one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from kvlathe.engines.manifest import Limits
+from kvlathe.export.layout import CacheLayout
+from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
+from kvlathe.runtime.cuda_abi import CudaLibrary
+from kvlathe.runtime.cuda_decoder import TorchDecoder, Wiring
+from kvlathe.runtime.cuda_session import CudaSession
+from kvlathe.runtime.native import Native
+from kvlathe.runtime.pool import PagePool, PageTable
+from kvlathe.runtime.session import StepPlan
+from tests.bench.decode_h200 import ranks_of
+
+SHAPE = ModelShape(32, 32, 8, 128, 4096, 128256, 131072)
+INNER = 14336
+SPARE = 3 << 30
+"""Bytes left to graphs, workspaces and the step itself."""
+
+
+def plan_of(kind: str) -> CompressionPlan:
+    ranks = ranks_of("full" if kind == "none" else "mixed", SHAPE.layers, SHAPE.kv_heads, 0)
+    lanes = tuple(
+        Lane(i, h, 128, *pair, projected=kind != "none") for i, row in enumerate(ranks) for h, pair in enumerate(row)
+    )
+    every = tuple(range(len(lanes)))
+    tiers, buckets = (Tier(16, 16),), (Bucket(0, every),)
+    if kind == "ranks8":
+        tiers, buckets = (*tiers, Tier(8, 8, arithmetic="int")), (*buckets, Bucket(1, every, source=0))
+    return CompressionPlan(SHAPE, lanes, tiers, buckets, 64, 512, compression=kind)
+
+
+def weights_of(plan: CompressionPlan, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Random weights of a plan's folded model, by the decoder's names."""
+    torch.manual_seed(0)
+
+    def random_(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda").normal_(0, shape[0] ** -0.5)
+
+    def ones(size: int) -> torch.Tensor:
+        return torch.ones(size, dtype=dtype, device="cuda")
+
+    hidden, d, found = SHAPE.hidden_size, SHAPE.head_dim, {}
+    for i in range(SHAPE.layers):
+        lanes = plan.active(i)
+        v, rank = sum(lane.rank_v for lane in lanes), max(lane.rank_k for lane in lanes)
+        layer = {
+            "attn_norm.weight": ones(hidden), "mlp_norm.weight": ones(hidden),
+            "q.weight": random_(hidden, SHAPE.query_heads * d), "k.weight": random_(hidden, SHAPE.kv_heads * d),
+            "v.weight": random_(hidden, v), "o.weight": random_(SHAPE.group_size * v, hidden),
+            "gate.weight": random_(hidden, INNER), "up.weight": random_(hidden, INNER), "down.weight": random_(INNER, hidden),
+        }  # fmt: skip
+        if plan.projected:
+            layer |= {f"attend.proj_{x}": random_(d, len(lanes) * rank).view(len(lanes), d, rank) for x in "qk"}
+            layer["attend.centre_k"] = torch.zeros(len(lanes), rank, dtype=dtype, device="cuda")
+        found |= {f"layers.{i}.{name}": x for name, x in layer.items()}
+    angles = 500000.0 ** -(torch.arange(d // 2, device="cuda") / (d // 2))
+    found |= {"rope.inv_freq": angles, "rope.amplitude": torch.ones_like(angles)}
+    found |= {"embed.weight": random_(SHAPE.vocab_size, hidden), "head.weight": random_(hidden, SHAPE.vocab_size)}
+    return found | {"norm.weight": ones(hidden)}
+
+
+class Bench:
+    """One plan's session, its pool full of random pages, and sequences that pretend to have them."""
+
+    def __init__(self, library: CudaLibrary, kind: str, batch: int, tokens: int, dtype: torch.dtype) -> None:
+        self.plan = plan_of(kind)
+        layout = CacheLayout(self.plan)
+        wiring = Wiring("rms", 1e-5, "silu", False, SHAPE.head_dim, (SHAPE.head_dim**-0.5,) * SHAPE.layers)
+        decoder = TorchDecoder(wiring, weights_of(self.plan, dtype))
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0] - SPARE
+        self.sequence_bytes = layout.bytes_for(tokens) + 2 * sum(layout.page_stride)
+        self.most = free // self.sequence_bytes
+        self.batch = batch or self.most
+        size = free if not batch else min(free, self.batch * (self.sequence_bytes + 8 * sum(layout.page_stride)))
+        limits = Limits(self.batch, max(512, self.batch), 131072, tokens + 8192)
+        self.session = CudaSession.of(library, decoder, self.plan, limits, size)
+        for start in range(0, len(self.session.pool), 1 << 30):  # bytes below 0x3c: every half of them is small
+            self.session.pool[start : start + (1 << 30)].random_(0, 0x3C)
+        self.pool = PagePool(layout, size)
+        draw = random.Random(0)
+        lengths = [tokens - draw.randrange(64) for _ in range(self.batch)]  # seals come apart, as in serving
+        self.tables = [self.grown(length) for length in lengths]
+        self.positions = np.array(lengths, np.int32)
+        self.widths = self.session.widths
+        self.page_tables = [np.zeros((self.batch, width), np.int32) for width in self.widths]
+        for b in range(self.batch):
+            self.refresh(b)
+        self.starts = np.arange(self.batch + 1, dtype=np.int32)
+
+    def grown(self, length: int) -> PageTable:
+        table = self.pool.open()
+        for start in range(0, length, 512):
+            count = min(512, length - start)
+            self.pool.commit(self.pool.reserve(table, count, True))
+        return table
+
+    def refresh(self, b: int) -> None:
+        for mine, pages in zip(self.page_tables, self.tables[b].pages, strict=True):
+            mine[b, : len(pages)] = pages
+
+    def step(self, first: bool) -> torch.Tensor:
+        """One decode step of every sequence, queued: what an engine does, without waiting for its tokens."""
+        lengths = np.array([table.lengths for table in self.tables], np.int32)
+        reserved = [self.pool.reserve(table, 1, True) for table in self.tables]
+        for b, one in enumerate(reserved):
+            if any(one.added):
+                self.refresh(b)
+        ids = np.zeros(self.batch, np.int32)
+        plan = StepPlan(
+            ids, self.positions, self.starts, np.zeros(1, np.int32), lengths, tuple(self.page_tables), self.starts[:-1]
+        )
+        tokens = self.session.follow(plan, first)
+        for b, one in enumerate(reserved):
+            for seal in one.seals:
+                self.session.seal(seal.fresh, seal.page, seal.cold_pages, seal.position)
+            self.pool.commit(one)
+            if one.seals:
+                self.refresh(b)
+        self.positions = self.positions + 1
+        return tokens
+
+    def run(self, steps: int) -> dict[str, Any]:
+        """Seconds a step by the clock and on the GPU, over ``steps`` steps after a warm-up."""
+        told = [torch.zeros(self.batch, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        done = [torch.cuda.Event(), torch.cuda.Event()]
+        for i in range(8):
+            self.step(first=i == 0)
+        torch.cuda.synchronize()
+        start, seen = time.perf_counter(), 0
+        for i in range(steps):
+            told[i % 2].copy_(self.step(first=False), non_blocking=True)
+            done[i % 2].record()
+            if i:
+                done[(i - 1) % 2].synchronize()
+                seen += len(told[(i - 1) % 2].tolist())  # the tokens that a server would send now
+        torch.cuda.synchronize()
+        wall = (time.perf_counter() - start) / steps
+        gpu = self.replayed()
+        layout = CacheLayout(self.plan)
+        return {
+            "plan": self.plan.compression, "batch": self.batch, "tokens": int(self.positions.mean()), "ms": wall * 1e3,
+            "gpu_ms": gpu * 1e3, "overhead": 1 - gpu / wall, "tokens_s": self.batch / wall,
+            "bytes_per_token": layout.bytes_per_token(), "most": int(self.most), "seen": seen,
+        }  # fmt: skip
+
+    def replayed(self) -> float:
+        """Seconds of one replay on the GPU, among others."""
+        graph = next(g.graph for size, g in sorted(self.session._graphs.items()) if size >= self.batch)
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize()
+        first.record()
+        for _ in range(20):
+            graph.replay()
+        last.record()
+        torch.cuda.synchronize()
+        return first.elapsed_time(last) * 1e-3 / 20
+
+    def profile(self) -> list[tuple[str, int, float]]:
+        """(kernel, calls, microseconds) of one captured step, the longest first."""
+        graph = next(g.graph for size, g in sorted(self.session._graphs.items()) if size >= self.batch)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+            graph.replay()
+            torch.cuda.synchronize()
+        rows = [(e.key, e.count, e.self_device_time_total) for e in found.key_averages() if e.self_device_time_total]
+        return sorted(rows, key=lambda row: -row[2])
+
+
+def show(r: dict[str, Any]) -> None:
+    print(
+        f"{r['plan']:>8} {r['batch']:>5} x {r['tokens']:>6} {r['ms']:8.3f} {r['gpu_ms']:8.3f} {100 * r['overhead']:6.1f}% "
+        f"{r['tokens_s']:9.1f} {r['bytes_per_token']:9.0f} {r['most']:6d}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", type=Path, required=True)
+    parser.add_argument("--plans", default="none,ranks,ranks8", help="comma-separated")
+    parser.add_argument(
+        "--cases", default="16x32768,0x32768,1x61800", help="batch x tokens; batch 0 is the largest that fits"
+    )
+    parser.add_argument("--steps", type=int, default=128, help="2048 for the case with batch 1")
+    parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a captured step of the first case")
+    a = parser.parse_args()
+    library, results = CudaLibrary(Native.load(a.library)), []
+    print(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}, {a.dtype}, Llama-3.1-8B shape, random weights")
+    print(
+        f"{'plan':>8} {'batch x tokens':>14} {'step ms':>8} {'GPU ms':>8} {'host':>7} {'tokens/s':>9} {'B/token':>9} {'most':>6}"
+    )
+    for i, case in enumerate(a.cases.split(",")):
+        batch, tokens = (int(x) for x in case.split("x"))
+        for kind in a.plans.split(","):
+            bench = Bench(library, kind, batch, tokens, getattr(torch, a.dtype))
+            results.append(bench.run(2048 if batch == 1 else a.steps))
+            show(results[-1])
+            for name, count, us in bench.profile()[:14] if a.profile and i == 0 else ():
+                print(f"    {us:9.1f} us {count:5d} x {name[:110]}")
+            del bench
+            torch.cuda.empty_cache()
+    print(json.dumps({"bench": "cuda_backend", "device": torch.cuda.get_device_name(), "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""The cuda backend end to end on a GPU: the same logits and the same tokens as the onnxruntime engine of the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvlathe.engines.build import BuildRequest, build
+from kvlathe.runtime import native
+from kvlathe.runtime.cuda_session import CudaSession
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.sampler import SamplingParams
+from kvlathe.runtime.session import StepPlan
+from tests.native.library import Library
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "lathe-5m"
+PROMPTS = [
+    "def main():\n",
+    "# How to install\n\nRun ",
+    "The cache of keys and values " * 30,
+    "import numpy as np\n\n\nclass ",
+]
+PLANS = {
+    "none": {},
+    "projected": {"compression": "fdc", "removal_rate": 0.15},
+    "8 bit": {"compression": "fdc+hack:bits=8", "removal_rate": 0.15},
+}
+LIMITS = {"max_batch_size": 4, "max_seq_len": 1024, "prefill_chunk": 128}
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def pair(
+    request: pytest.FixtureRequest, library: Library, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LLM, LLM]]:
+    """The same plan on the GPU and on the CPU, both with 16-bit hot pages."""
+    if not (torch.cuda.is_available() and library.has_cuda):
+        pytest.skip("no GPU, or a library without CUDA kernels")
+    folder, patch = tmp_path_factory.mktemp("engines"), pytest.MonkeyPatch()
+    patch.setenv("KVLATHE_LIBRARY", str(library.path.resolve()))
+    native.find.cache_clear()
+    engines = []
+    for backend, dtype in (("cuda", "float16"), ("onnxruntime", "float32")):
+        asked = BuildRequest(
+            MODEL,
+            folder / backend,
+            backend=backend,
+            dtype=dtype,
+            kv_bits=16,
+            use_cache=False,
+            **LIMITS,
+            **PLANS[request.param],
+        )
+        engines.append(LLM.load(build(asked)))
+    assert isinstance(engines[0].session, CudaSession)
+    yield engines[0], engines[1]
+    patch.undo()
+    native.find.cache_clear()
+
+
+def test_logits_are_those_of_the_cpu(pair: tuple[LLM, LLM]) -> None:
+    """Across chunks and sealed pages, relative to the spread of the logits. 8-bit pages of nearly equal values may round
+    to neighbouring codes."""
+    tokens = pair[1].encode(PROMPTS[2])[:300]
+    on_gpu, on_cpu = (llm.logits(tokens, range(len(tokens))) for llm in pair)
+    assert np.abs(on_gpu - on_cpu).max() <= 1e-2 * np.abs(on_cpu).max()
+    alike = (on_gpu.argmax(-1) == on_cpu.argmax(-1)).mean()
+    assert alike >= 0.98
+
+
+def test_answers_are_those_of_the_cpu(pair: tuple[LLM, LLM]) -> None:
+    """Four requests at once, through prefill chunks, graphs of shrinking batches and seals: greedy tokens."""
+    params = SamplingParams(max_new_tokens=100, temperature=0.0, ignore_eos=True)
+    on_gpu, on_cpu = ([answer.token_ids for answer in llm.generate(PROMPTS, params)] for llm in pair)
+    assert all(len(tokens) == 100 for tokens in on_gpu)
+    same = [
+        next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), 100)
+        for x, y in zip(on_gpu, on_cpu, strict=True)
+    ]
+    assert sorted(same)[1:] == [100] * 3 or min(same) >= 60, same
+
+
+def test_a_request_does_not_depend_on_its_neighbours(pair: tuple[LLM, LLM]) -> None:
+    params = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
+    alone = [pair[0].generate(prompt, params)[0].token_ids for prompt in PROMPTS]
+    assert sum(a == b.token_ids for a, b in zip(alone, pair[0].generate(PROMPTS, params), strict=True)) >= 3
+
+
+def test_pages_move_and_come_back(pair: tuple[LLM, LLM]) -> None:
+    session = pair[0].session
+    data = bytes(np.random.default_rng(1).integers(0, 255, session.strides[0], np.uint8))
+    session.write_page(0, 3, data)
+    session.copy_page(0, 3, 5)
+    assert session.read_page(0, 5) == data == session.read_page(0, 3)
+
+
+def test_greedy_steps_follow_each_other_on_the_gpu(pair: tuple[LLM, LLM]) -> None:
+    """``follow`` gives what run and an argmax on the host give."""
+    llm = pair[0]
+    session, table, tokens = llm.session, llm.pool.open(), [7, 30, 400]
+    expected: list[int] = []
+    steps = []
+    for _ in range(12):
+        steps.append(_step(llm, table, tokens[-1] if steps else 7))
+        tokens.append(int(session.run(steps[-1]).argmax()))
+        expected.append(tokens[-1])
+    found = [session.follow(step, first=i == 0).clone() for i, step in enumerate(steps)]
+    assert torch.cat(found).tolist() == expected
+    llm.pool.release(table)
+
+
+def _step(llm: LLM, table, token: int) -> StepPlan:  # noqa: ANN001
+    """The next token of a sequence alone, committed."""
+    held = list(table.lengths)
+    done = llm.pool.reserve(table, 1)
+    pages = tuple(np.array([ids or [0]], np.int32) for ids in table.pages)
+    ints = {
+        name: np.array(x, np.int32)
+        for name, x in {"input_ids": [token], "positions": [sum(held)], "query_starts": [0, 1]}.items()
+    }
+    step = StepPlan(
+        **ints,
+        query_offsets=np.zeros(1, np.int32),
+        lengths=np.array([held], np.int32),
+        page_tables=pages,
+        logit_rows=np.zeros(1, np.int32),
+    )
+    llm.pool.commit(done)
+    return step
+
+
+def test_a_captured_step_holds_no_attention_of_torch(pair: tuple[LLM, LLM]) -> None:
+    """Kernels of a replayed decode step: ours, matrix products and elementwise ones; no softmax, no torch attention."""
+    llm = pair[0]
+    session, table = llm.session, llm.pool.open()
+    step = _step(llm, table, 9)
+    session.run(step)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        session.run(step)
+        torch.cuda.synchronize()
+    names = " ".join(event.key for event in profile.key_averages())
+    assert "attend" in names and "append_rows" in names
+    assert not any(word in names.lower() for word in ("softmax", "sdpa", "flash", "fmha", "scaled_dot"))
+    llm.pool.release(table)

@@ -1,0 +1,108 @@
+"""The cuda backend's decoder is the exporter's, family by family; what its kernels cannot run is refused at build."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import FAMILIES, full_plan
+from torch import Tensor
+
+from kvlathe.engines import cuda
+from kvlathe.engines import manifest as manifests
+from kvlathe.engines.build import BuildRequest, build
+from kvlathe.errors import KvlatheError
+from kvlathe.export.attend import StepTensors
+from kvlathe.export.basis import Basis
+from kvlathe.export.checkpoint import Checkpoint
+from kvlathe.export.decoder import Decoder
+from kvlathe.export.fold import decoder_from
+from kvlathe.export.plan import Bucket, CompressionPlan, Probe, Tier, TokenRule
+from kvlathe.export.to_onnx import wiring
+from kvlathe.runtime.cuda_decoder import TorchDecoder, Wiring, read_decoder
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.sessions import attention
+
+MODEL = Path(__file__).resolve().parents[1] / "models" / "lathe-5m"
+Reference = Callable[[str], tuple[Path, torch.nn.Module]]
+
+
+def logits_of(twin: TorchDecoder, decoder: Decoder, ids: Tensor) -> Tensor:
+    """All logits of one sequence, attention by the exporter's eager op."""
+    count, starts = len(ids), torch.tensor([0, len(ids)], dtype=torch.int32)
+    offsets, lengths = (
+        torch.arange(count, dtype=torch.int32),
+        torch.zeros(1, len(decoder.plan.buckets), dtype=torch.int32),
+    )
+
+    def attend(
+        layer: int, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None, weights: Mapping[str, Tensor]
+    ) -> Tensor:
+        op = list(decoder.layers.values())[layer].attend
+        assert {name for name, _ in op.named_parameters()} <= weights.keys()
+        cos, sin = angles or (None, None)
+        return op(q, k, v, StepTensors(cos, sin, starts, offsets, lengths))[0]
+
+    return twin(ids.int(), offsets, offsets, attend)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_computes_what_the_exporter_defines(name: str, reference: Reference) -> None:
+    checkpoint = Checkpoint(reference(name)[0])
+    spec = checkpoint.spec
+    decoder = decoder_from(checkpoint, full_plan(spec.shape, spec.rope is not None), Basis())
+    ids = torch.randint(0, spec.vocab_size, (90,), generator=torch.Generator().manual_seed(1))
+    facts = json.loads(json.dumps(wiring(spec)))  # as it travels
+    twin = TorchDecoder(Wiring(**{**facts, "scales": tuple(facts["scales"])}), dict(decoder.state_dict()))
+    expected = decoder.logits(ids.tolist(), range(90))
+    torch.testing.assert_close(logits_of(twin, decoder, ids), expected, atol=1e-4, rtol=0)
+
+
+def test_an_engine_folder_holds_what_the_decoder_needs(tmp_path: Path) -> None:
+    """Built without a GPU; the weights read back are those that were folded, and inspect says what is missing here."""
+    folder = build(BuildRequest(MODEL, tmp_path / "engine", backend="cuda", max_seq_len=512, use_cache=False))
+    manifest = manifests.verify(folder)
+    assert manifest.backend == "cuda" and manifest.compute_dtype == "float16" and "sm_90" in manifest.architectures
+    assert not (folder / "model.onnx").exists() and "model.onnx" in manifest.made_from
+    facts, tensors = read_decoder(folder, manifests.DECODER_FILE, "cpu")
+    checkpoint = Checkpoint(MODEL)
+    spec, plan = checkpoint.spec, CompressionPlan.from_json((folder / "plan.json").read_text())
+    decoder = decoder_from(checkpoint, plan, Basis())
+    assert tensors.keys() == decoder.state_dict().keys()
+    ids = torch.arange(5, 60)
+    twin = TorchDecoder(facts, {name: x.float() for name, x in tensors.items()})
+    expected = decoder.logits(ids.tolist(), range(55))
+    torch.testing.assert_close(logits_of(twin, decoder, ids), expected, atol=0.05, rtol=0)
+    assert facts == Wiring(**{**wiring(spec), "scales": facts.scales})  # type: ignore[arg-type]
+    if not torch.cuda.is_available():
+        with pytest.raises(KvlatheError, match="needs a GPU"):
+            LLM.load(folder)
+        assert "NOT run here" in attention(manifest)
+
+
+def one_bucket() -> CompressionPlan:
+    plan = full_plan(Checkpoint(MODEL).spec.shape, True)
+    return dataclasses.replace(plan, tiers=(Tier(16, 16),), buckets=(Bucket(0, plan.buckets[0].lanes),))
+
+
+def test_plans_that_the_kernels_do_not_run_are_refused_with_what_to_do() -> None:
+    plan = one_bucket()
+    every = plan.buckets[0].lanes
+    cuda.check_plan(plan)
+    budget = dataclasses.replace(
+        plan, buckets=(Bucket(0, every, None, TokenRule("budget", budget=128)),), probe=Probe(last=8)
+    )
+    stored = dataclasses.replace(
+        plan,
+        tiers=(Tier(16, 16), Tier(8, 8, group_v=16, arithmetic="int", sums=True)),
+        buckets=(Bucket(0, every), Bucket(1, every, 0)),
+    )
+    many = dataclasses.replace(plan, buckets=tuple(Bucket(0, (lane,)) for lane in every))
+    hot = dataclasses.replace(plan, tiers=(Tier(32, 32),))
+    for refused, words in ((budget, "ranked"), (stored, "sums of codes"), (many, "8 buckets"), (hot, "32 bits")):
+        with pytest.raises(KvlatheError, match=words):
+            cuda.check_plan(refused)
