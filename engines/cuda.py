@@ -63,6 +63,13 @@ def check_plan(plan: CompressionPlan) -> None:
         refuse("tokens are ranked by what attends them", "choose --backend onnxruntime or a compression that keeps all")
     if any(tier.sums for tier in plan.tiers):
         refuse("pages store sums of codes", "choose a compression without stored sums")
+    for tier in (plan.tiers[b.tier] for b in plan.buckets if plan.tiers[b.tier].quantized):
+        if tier.bits_k != tier.bits_v or (tier.axis_k, tier.axis_v) != ("rank", "token"):
+            refuse(f"{tier} is no product of codes", "group K along the rank and V along the tokens, in equal bits")
+        if tier.group_v < 32 or tier.group_v & (tier.group_v - 1) or plan.page_tokens % tier.group_v:
+            refuse(f"V has groups of {tier.group_v} tokens", "choose 32, 64 or 128, dividing a page")
+        if plan.page_tokens % 64 or plan.page_tokens & (plan.page_tokens - 1):
+            refuse(f"quantized pages have {plan.page_tokens} tokens", "build with --tokens_per_block 64 or 128")
     if len(plan.buckets) > MOST_BUCKETS:
         refuse(f"it has {len(plan.buckets)} buckets of at most {MOST_BUCKETS}", "choose --backend onnxruntime")
     widest = max(rank for lane in plan.lanes for rank in (lane.rank_k, lane.rank_v))

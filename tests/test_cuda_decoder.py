@@ -103,6 +103,13 @@ def test_plans_that_the_kernels_do_not_run_are_refused_with_what_to_do() -> None
     )
     many = dataclasses.replace(plan, buckets=tuple(Bucket(0, (lane,)) for lane in every))
     hot = dataclasses.replace(plan, tiers=(Tier(32, 32),))
-    for refused, words in ((budget, "ranked"), (stored, "sums of codes"), (many, "8 buckets"), (hot, "32 bits")):
+    keys = dataclasses.replace(plan, tiers=(Tier(16, 16), Tier(4, 4, "token", "token")), buckets=stored.buckets)
+    for refused, words in (
+        (keys, "no product of codes"),
+        (budget, "ranked"),
+        (stored, "sums of codes"),
+        (many, "8 buckets"),
+        (hot, "32 bits"),
+    ):
         with pytest.raises(KvlatheError, match=words):
             cuda.check_plan(refused)

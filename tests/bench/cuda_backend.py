@@ -2,11 +2,11 @@
 
   python3 tests/bench/cuda_backend.py --library build/native/libkvlathe.so
 
-Plans: ``none`` (16 bit, full rank, nothing projected), ``ranks`` (16 bit, ranks 16 to 96 with mean 51.2 for K and V) and
-``ranks8`` (the same, full pages sealed into 8 bit). The cache is filled with random pages; every decode step then runs as
-in serving: pages reserved, sealed and committed by PagePool, its inputs written by the host while the GPU computes the
-step before, tokens sampled greedily on the GPU and read back one step behind. ``step`` is wall time a step, ``GPU`` that
-of a replayed graph alone; their difference is the host's overhead. Needs torch; prints tables and one JSON line.
+Plans: ``none`` (16 bit, full rank, nothing projected), ``ranks`` (16 bit, ranks 16 to 96, mean 51.2 for K and for V)
+and ``ranks8`` (the same, full pages sealed into 8 bit). The cache is filled with random pages; every decode step then
+runs as in serving: pages reserved, sealed and committed by PagePool, inputs written by the host while the GPU computes
+the step before, tokens sampled greedily on the GPU and read back one step behind. ``step`` is wall time a step, ``GPU``
+that of a replayed graph alone; their difference is the host's overhead. Needs torch; prints tables and one JSON line.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def weights_of(plan: CompressionPlan, dtype: torch.dtype) -> dict[str, torch.Ten
             "attn_norm.weight": ones(hidden), "mlp_norm.weight": ones(hidden),
             "q.weight": random_(hidden, SHAPE.query_heads * d), "k.weight": random_(hidden, SHAPE.kv_heads * d),
             "v.weight": random_(hidden, v), "o.weight": random_(SHAPE.group_size * v, hidden),
-            "gate.weight": random_(hidden, INNER), "up.weight": random_(hidden, INNER), "down.weight": random_(INNER, hidden),
+            "gate.weight": random_(hidden, INNER), "up.weight": random_(hidden, INNER),
+            "down.weight": random_(INNER, hidden),
         }  # fmt: skip
         if plan.projected:
             layer |= {f"attend.proj_{x}": random_(d, len(lanes) * rank).view(len(lanes), d, rank) for x in "qk"}
@@ -192,8 +193,8 @@ class Bench:
 
 def show(r: dict[str, Any]) -> None:
     print(
-        f"{r['plan']:>8} {r['batch']:>5} x {r['tokens']:>6} {r['ms']:8.3f} {r['gpu_ms']:8.3f} {100 * r['overhead']:6.1f}% "
-        f"{r['tokens_s']:9.1f} {r['bytes_per_token']:9.0f} {r['most']:6d}",
+        f"{r['plan']:>8} {r['batch']:>5} x {r['tokens']:>6} {r['ms']:8.3f} {r['gpu_ms']:8.3f} "
+        f"{100 * r['overhead']:6.1f}% {r['tokens_s']:9.1f} {r['bytes_per_token']:9.0f} {r['most']:6d}",
         flush=True,
     )
 
@@ -212,7 +213,8 @@ def main() -> None:
     library, results = CudaLibrary(Native.load(a.library)), []
     print(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}, {a.dtype}, Llama-3.1-8B shape, random weights")
     print(
-        f"{'plan':>8} {'batch x tokens':>14} {'step ms':>8} {'GPU ms':>8} {'host':>7} {'tokens/s':>9} {'B/token':>9} {'most':>6}"
+        f"{'plan':>8} {'batch x tokens':>14} {'step ms':>8} {'GPU ms':>8} {'host':>7} {'tokens/s':>9} {'B/token':>9}"
+        f" {'most':>6}"
     )
     for i, case in enumerate(a.cases.split(",")):
         batch, tokens = (int(x) for x in case.split("x"))

@@ -16,7 +16,7 @@ from tests.native_cpu.library import Array, reserve
 CLOSE = {"rtol": 1e-2, "atol": 1.5e-2}
 """16-bit elements, cos and sin among them, against float64 of the same inputs."""
 
-NOT_ATTENDED = ("do not divide a page",)
+NOT_ATTENDED = ("do not divide a page", "the CUDA kernels take products", "the CUDA kernels need", "read one width")
 """Refusals of quantized parts that the attention kernels may make."""
 
 
@@ -65,8 +65,10 @@ class Step16:
         return out[: self.case.total].cpu().double().numpy(), pool.cpu().numpy()
 
     def check_out(self, out: Array) -> None:
+        """Products of codes round the queries to 8 bits and the shares too."""
         if out.size:
-            np.testing.assert_allclose(out, self.case.expected()[0], **CLOSE)
+            wide = 4.0 if any(tier.quantized for tier in self.plan.tiers) else 1.0
+            np.testing.assert_allclose(out, self.case.expected()[0], rtol=CLOSE["rtol"], atol=wide * CLOSE["atol"])
 
     def check_rows(self, rows: Array) -> None:
         np.testing.assert_allclose(rows, self.case.expected()[1], **CLOSE)

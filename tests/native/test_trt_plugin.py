@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Callable
 from ctypes import Structure, byref, c_char, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -267,6 +268,18 @@ def test_answers_and_pages_on_the_gpu(host: Host, case: Case) -> None:
         pytest.skip("no GPU")
     assume(Step16.takes(case.plan) and not any(tier.quantized for tier in case.plan.tiers))
     call = Call(case, host, "cuda")
+    out, rows, memory = call.run()
+    call.step.check_out(out)
+    call.step.check_rows(rows)
+    call.step.check_memory(memory)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_quantized_pages_on_the_gpu(host: Host, bits: Literal[8, 4, 2]) -> None:
+    """A sealed page and a 16-bit tail under one softmax; decode and prefill rows in one step."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    call = Call(two_lanes(Tier(bits, bits, "rank", "token", 64, 64)), host, "cuda")
     out, rows, memory = call.run()
     call.step.check_out(out)
     call.step.check_rows(rows)
