@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from kvlathe.engines.manifest import Limits
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
+from kvlathe.runtime.arena import OutOfPages
 from kvlathe.runtime.cuda_abi import CudaLibrary
 from kvlathe.runtime.cuda_decoder import TorchDecoder, Wiring
 from kvlathe.runtime.cuda_session import CudaSession
@@ -96,7 +97,7 @@ class Bench:
         free = torch.cuda.mem_get_info()[0] - SPARE
         self.sequence_bytes = layout.bytes_for(tokens) + 2 * sum(layout.page_stride)
         self.most = free // self.sequence_bytes
-        self.batch = batch or self.most
+        self.batch = batch or int(self.most)
         size = free if not batch else min(free, self.batch * (self.sequence_bytes + 8 * sum(layout.page_stride)))
         limits = Limits(self.batch, max(512, self.batch), 131072, tokens + 8192)
         self.session = CudaSession.of(library, decoder, self.plan, limits, size)
@@ -105,19 +106,35 @@ class Bench:
         self.pool = PagePool(layout, size)
         draw = random.Random(0)
         lengths = [tokens - draw.randrange(64) for _ in range(self.batch)]  # seals come apart, as in serving
-        self.tables = [self.grown(length) for length in lengths]
-        self.positions = np.array(lengths, np.int32)
+        self.tables = self.grown_until_full(lengths)
+        self.batch = len(self.tables)
+        self.positions = np.array(lengths[: self.batch], np.int32)
         self.widths = self.session.widths
         self.page_tables = [np.zeros((self.batch, width), np.int32) for width in self.widths]
         for b in range(self.batch):
             self.refresh(b)
         self.starts = np.arange(self.batch + 1, dtype=np.int32)
 
+    def grown_until_full(self, lengths: list[int]) -> list[PageTable]:
+        """Those that fit, each with room to go on decoding."""
+        tables: list[PageTable] = []
+        try:
+            for length in lengths:
+                tables.append(self.grown(length))
+        except OutOfPages:
+            for table in tables[-2:]:  # room for the steps to come
+                self.pool.release(table)
+            del tables[-2:]
+        return tables
+
     def grown(self, length: int) -> PageTable:
         table = self.pool.open()
-        for start in range(0, length, 512):
-            count = min(512, length - start)
-            self.pool.commit(self.pool.reserve(table, count, True))
+        try:
+            for start in range(0, length, 512):
+                self.pool.commit(self.pool.reserve(table, min(512, length - start), True))
+        except OutOfPages:
+            self.pool.release(table)
+            raise
         return table
 
     def refresh(self, b: int) -> None:
@@ -166,7 +183,7 @@ class Bench:
         return {
             "plan": self.plan.compression, "batch": self.batch, "tokens": int(self.positions.mean()), "ms": wall * 1e3,
             "gpu_ms": gpu * 1e3, "overhead": 1 - gpu / wall, "tokens_s": self.batch / wall,
-            "bytes_per_token": layout.bytes_per_token(), "most": int(self.most), "seen": seen,
+            "bytes_per_token": layout.bytes_per_token(), "seen": seen,
         }  # fmt: skip
 
     def replayed(self) -> float:
@@ -194,7 +211,7 @@ class Bench:
 def show(r: dict[str, Any]) -> None:
     print(
         f"{r['plan']:>8} {r['batch']:>5} x {r['tokens']:>6} {r['ms']:8.3f} {r['gpu_ms']:8.3f} "
-        f"{100 * r['overhead']:6.1f}% {r['tokens_s']:9.1f} {r['bytes_per_token']:9.0f} {r['most']:6d}",
+        f"{100 * r['overhead']:6.1f}% {r['tokens_s']:9.1f} {r['bytes_per_token']:9.0f}",
         flush=True,
     )
 
@@ -212,10 +229,7 @@ def main() -> None:
     a = parser.parse_args()
     library, results = CudaLibrary(Native.load(a.library)), []
     print(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}, {a.dtype}, Llama-3.1-8B shape, random weights")
-    print(
-        f"{'plan':>8} {'batch x tokens':>14} {'step ms':>8} {'GPU ms':>8} {'host':>7} {'tokens/s':>9} {'B/token':>9}"
-        f" {'most':>6}"
-    )
+    print(f"{'plan':>8} {'batch x tokens':>14} {'step ms':>8} {'GPU ms':>8} {'host':>7} {'tokens/s':>9} {'B/token':>9}")
     for i, case in enumerate(a.cases.split(",")):
         batch, tokens = (int(x) for x in case.split("x"))
         for kind in a.plans.split(","):

@@ -23,8 +23,10 @@ from kvlathe.export.attend import node_inputs
 from kvlathe.export.layout import layer_table
 from kvlathe.export.plan import Bucket, Lane, Tier
 from kvlathe.export.tables import LayerTables
+from kvlathe.runtime.cuda_abi import CudaLibrary
+from kvlathe.runtime.native import Native
 from tests.attend_cases import Case, cases, plan_of
-from tests.native.library import ROOT
+from tests.native.library import ROOT, Library
 from tests.native.step16 import Step16
 
 FLOAT, HALF, INT8, INT32 = 0, 1, 2, 3
@@ -199,7 +201,7 @@ def test_everything_up_to_enqueue(host: Host, tier: Tier | None) -> None:
     assert job.workspace_bytes > 6 * 4 * 80 * 2
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=cases())
 def test_any_plan_in_16_bit_is_taken(host: Host, case: Case) -> None:
     """Every set of inputs that a plan can have: RoPE or none, projections or none, up to three buckets."""
@@ -274,13 +276,17 @@ def test_answers_and_pages_on_the_gpu(host: Host, case: Case) -> None:
     call.step.check_memory(memory)
 
 
-@pytest.mark.parametrize("bits", [8, 4, 2])
-def test_quantized_pages_on_the_gpu(host: Host, bits: Literal[8, 4, 2]) -> None:
-    """A sealed page and a 16-bit tail under one softmax; decode and prefill rows in one step."""
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
+@pytest.mark.parametrize("bits", [16, 8, 4, 2])
+def test_the_plugin_and_the_cuda_backend_give_the_same(
+    host: Host, library: Library, bits: Literal[16, 8, 4, 2]
+) -> None:
+    """A sealed page and a 16-bit tail under one softmax, decode and prefill rows in one step: bit for bit."""
+    if not (torch.cuda.is_available() and library.has_cuda):
+        pytest.skip("no GPU, or a library without CUDA kernels")
     call = Call(two_lanes(Tier(bits, bits, "rank", "token", 64, 64)), host, "cuda")
     out, rows, memory = call.run()
-    call.step.check_out(out)
     call.step.check_rows(rows)
-    call.step.check_memory(memory)
+    call.step.check_out(out)
+    backend = call.step.run(CudaLibrary(Native.load(library.path)), "cuda")
+    np.testing.assert_array_equal(memory, backend[1])
+    np.testing.assert_array_equal(out, backend[0])
