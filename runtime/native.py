@@ -20,7 +20,7 @@ from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY = "libkvlathe.so"
 
 

@@ -64,7 +64,7 @@ class Remembering:
 
     def __init__(self, llm: LLM) -> None:
         self.limits, self.tokenizer, self.manifest = llm.limits, llm.tokenizer, llm.manifest
-        self._llm, self._known = llm, {}
+        self.plan, self._llm, self._known = llm.plan, llm, {}
 
     def logits(self, token_ids: Sequence[int], rows: Sequence[int]) -> npt.NDArray[np.float32]:
         key = (tuple(token_ids), tuple(rows))

@@ -31,6 +31,8 @@ class AttendArgs(Structure):
         ("pool_bytes", c_int64),
         *((name, c_void_p) for name in ("o", "rows")),
         ("parallel", Parallel),
+        *((name, c_void_p) for name in ("probe_weights", "mass")),
+        ("mass_places", c_int64),
     ]
 
 
@@ -92,12 +94,29 @@ class Call:
             "page_table_widths": np.array([t.shape[1] for t in self.tables], np.int32),
             "o": self.o, "rows": self.rows, **state,
         }  # fmt: skip
+        places = sum(table.shape[1] for table in self.tables) * plan.page_tokens + max(case.queries)
+        self.mass = np.full((len(case.lengths), len(case.lanes), places), np.nan, np.float32)
+        if plan.probe is not None:
+            self.arrays |= {"probe_weights": case.weights.astype(np.float32), "mass": self.mass}
         self.pointers = (c_void_p * len(self.tables))(*(t.ctypes.data for t in self.tables))
         self.args = AttendArgs(
             ABI_VERSION, rows, len(case.lengths), isa, threads, case.scale,
+            mass_places=places,
             page_tables=ctypes.addressof(self.pointers), pool=self.memory.ctypes.data, pool_bytes=self.memory.nbytes,
             **{name: array.ctypes.data for name, array in self.arrays.items()},
         )  # fmt: skip
+
+    def expected_mass(self) -> Array:
+        """What the case says, at this call's places: its page tables hold the step's own tokens too."""
+        case, page = self.case, self.case.plan.page_tokens
+        found, old, new = np.zeros_like(self.mass), 0, 0
+        wanted = case.expected_mass()
+        for theirs, ours in zip(case.tables, self.tables, strict=True):
+            size = min(theirs.shape[1], ours.shape[1]) * page
+            found[:, :, new : new + size] = wanted[:, :, old : old + size]
+            old, new = old + theirs.shape[1] * page, new + ours.shape[1] * page
+        found[:, :, new:] = wanted[:, :, old:]
+        return found
 
     def run(self, native: Native) -> tuple[Array, Array]:
         """o and rows of the real tokens."""

@@ -34,6 +34,14 @@ def test_native_is_plain_attention(native: Native, isa: str, case: Case, threads
     appended_where_promised(call, before, rows)
 
 
+@settings(max_examples=80, deadline=None)
+@given(case=cases().filter(lambda case: case.plan.probe is not None), threads=st.integers(1, 4))
+def test_native_mass_is_what_observed_rows_attend(native: Native, case: Case, threads: int) -> None:
+    call = Call(case, threads=threads)
+    call.run(native)
+    np.testing.assert_allclose(call.mass, call.expected_mass(), rtol=3e-3, atol=3e-3)
+
+
 def appended_where_promised(call: Call, before: np.ndarray, rows: np.ndarray) -> None:
     """The step's rows, and nothing else, were written: at the places after each length in the fresh buckets."""
     case, plan, layout = call.case, call.case.plan, CacheLayout(call.case.plan)

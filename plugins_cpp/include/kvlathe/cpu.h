@@ -55,6 +55,9 @@ typedef struct kvlathe_attend_args {
   float *o;                     /* [T, sum of group_size * rank_v] */
   void *rows;                   /* null, or [T, sum of ranks] in the hot format: the step's k' of all lanes, then v' */
   kvlathe_parallel parallel;
+  const float *probe_weights;   /* null, or [T]: 1 for a row that is observed, else 0 */
+  float *mass;                  /* with probe_weights: [B, H, mass_places], probe mass of docs/attend.md */
+  int64_t mass_places;          /* N: the places of all page tables, then those of the step's own tokens (Q) */
 } kvlathe_attend_args;
 
 KVLATHE_API int32_t kvlathe_cpu_attend(const kvlathe_layer *layer, const kvlathe_attend_args *args, kvlathe_status *status);

@@ -5,6 +5,7 @@
 //    A prompt's queries go in tiles: a block of keys and values is unpacked once for the whole tile. A decoding sequence's
 //    few query heads read the pages as they lie, cut into spans so that all threads have work.
 // 3. merge: the spans' softmax states become one.
+// 4. observe: rows with a probe weight take a softmax of their own, whose shares are summed by place.
 #include <algorithm>
 #include <cmath>
 #include <string>
@@ -22,6 +23,7 @@ constexpr int64_t kSpanBlocks = 8;    // least blocks of a decoding span: 512 to
 constexpr int64_t kMostSpans = 32;    // of one lane and sequence
 constexpr int64_t kPrepareRows = 32;  // tokens that are projected together
 constexpr int64_t kTileRows = 256;    // queries times heads of a tile, about
+constexpr int64_t kObserved = 64;     // rows times heads that are observed together, about
 constexpr float kLog2E = 1.44269504088896f;
 
 // Tokens first .. first + count - 1 of one sequence's bucket, all in one page.
@@ -91,10 +93,14 @@ struct Step {
   void span(const Item& item, const float* prepared) const;
   void finish(const State& state, int64_t m, int64_t row, const Lane& lane) const;
   void merge(const Item* items, int64_t count) const;
+  void observe(int32_t b, int32_t h, const float* prepared) const;
+  void observe(int32_t b, int32_t h, const float* prepared, const int64_t* rows, int64_t count) const;
+  void add_shares(int32_t b, int32_t h, const std::vector<Block>& blocks, float* scores, int64_t limit, float weight) const;
 
   std::vector<int64_t> q_at_;       // where each lane's prepared queries start: tokens times this
   std::vector<int32_t> sequence_;   // of each row; -1: nobody's
   float* states_ = nullptr;         // of all spans
+  std::vector<int64_t> place_at_;   // where each bucket's places start in the mass, and those of the step's own tokens
 };
 
 // While `rows` are read, `next` is fetched. Long slabs are left to the processor: it does them better.
@@ -123,6 +129,7 @@ void Step::check() const {
   require(!t.projected || (a.proj_q && a.proj_k && a.centre_k), KVLATHE_BAD_ARGUMENT, "the layer projects and a projection is null");
   require(reinterpret_cast<uintptr_t>(a.pool) % 64 == 0, KVLATHE_MISALIGNED, "the pool is not aligned to 64 bytes");
   require(a.query_starts[0] >= 0 && a.query_starts[a.batch] <= a.tokens, KVLATHE_BAD_ARGUMENT, "query_starts leaves the step's tokens");
+  require(!a.probe_weights || a.mass, KVLATHE_BAD_ARGUMENT, "rows are observed and mass is null");
   for (int32_t b = 0; b < a.batch; ++b) require(queries(b) >= 0, KVLATHE_BAD_ARGUMENT, "query_starts falls");
   for (int32_t s = 0; s < t.buckets; ++s) check_pages(s);
 }
@@ -359,6 +366,64 @@ void Step::merge(const Item* items, int64_t count) const {
   }
 }
 
+// -- probe mass ----------------------------------------------------------------------------------------------------------
+// Rows of sequence b with a weight: what lane h's query heads give each place.
+void Step::observe(int32_t b, int32_t h, const float* prepared) const {
+  std::vector<int64_t> observed;
+  for (int64_t row = a.query_starts[b]; row < a.query_starts[b + 1]; ++row) {
+    if (a.probe_weights[row] != 0) observed.push_back(row);
+  }
+  const int64_t step = std::max<int64_t>(kObserved / layer.head.group_size, 1), count = int64_t(observed.size());
+  for (int64_t i = 0; i < count; i += step) observe(b, h, prepared, observed.data() + i, std::min(step, count - i));
+}
+
+void Step::observe(int32_t b, int32_t h, const float* prepared, const int64_t* rows_of_step, int64_t count) const {
+  thread_local Buffer buffer;
+  const Lane& lane = layer.lanes[h];
+  const int64_t heads = layer.head.group_size, rank = lane.rank_k, m = count * heads;
+  const int64_t before = cached(b, lane.fresh) - a.query_starts[b] + 1;  // a row sees this many tokens more than its number
+  const std::vector<Block> blocks = list_blocks(b, h, before + rows_of_step[count - 1], 0, INT64_MAX);
+  const int64_t width = int64_t(blocks.size()) * kBlock;
+  float* q = buffer.floats(size_t(m * (rank + width) + 2 * rank * kBlock));
+  float *scores = q + m * rank, *packed = scores + m * width, *turned = packed + rank * kBlock;
+  for (int64_t i = 0; i < count; ++i) std::copy_n(queries_of(prepared, h) + rows_of_step[i] * heads * rank, heads * rank, q + i * heads * rank);
+  for (size_t j = 0; j < blocks.size(); ++j) {
+    const Rows keys = rows(b, h, blocks[j], true);
+    int64_t ld;
+    const float* k = kernels.unpack(keys, packed, &ld);
+    if (!keys.by_channel) kernels.transpose(k, ld, turned, kBlock, blocks[j].count, int(rank)), k = turned, ld = kBlock;
+    kernels.multiply(q, rank, k, ld, scores + j * kBlock, width, int(m), (blocks[j].count + 15) / 16 * 16, int(rank), false);
+  }
+  for (int64_t i = 0; i < m; ++i) {
+    const int64_t row = rows_of_step[i / heads];
+    add_shares(b, h, blocks, scores + i * width, before + row, a.probe_weights[row]);
+  }
+}
+
+// One row's scores of `blocks`, kBlock apart, of which it sees `limit` tokens of the fresh bucket: its shares by place.
+void Step::add_shares(int32_t b, int32_t h, const std::vector<Block>& blocks, float* scores, int64_t limit, float weight) const {
+  const int32_t fresh = layer.lanes[h].fresh;
+  const auto seen = [&](const Block& at) {
+    return at.bucket == fresh ? std::clamp<int64_t>(limit - at.first, 0, at.count) : int64_t{at.count};
+  };
+  float top = -INFINITY;
+  double sum = 0;
+  for (size_t j = 0; j < blocks.size(); ++j) top = std::max(top, *std::max_element(scores + j * kBlock, scores + j * kBlock + std::max<int64_t>(seen(blocks[j]), 1)));
+  for (size_t j = 0; j < blocks.size(); ++j) {
+    for (int64_t t = 0; t < seen(blocks[j]); ++t) sum += scores[j * kBlock + t] = std::exp2(scores[j * kBlock + t] - top);
+  }
+  float* mass = a.mass + (int64_t{b} * layer.head.lanes + h) * a.mass_places;
+  const float share = float(weight / sum);
+  for (size_t j = 0; j < blocks.size(); ++j) {
+    const Block& at = blocks[j];
+    const int64_t old = cached(b, at.bucket);
+    for (int64_t t = 0; t < seen(at); ++t) {
+      const int64_t token = at.first + t, place = token < old ? place_at_[at.bucket] + token : place_at_.back() + token - old;
+      mass[place] += scores[j * kBlock + t] * share;
+    }
+  }
+}
+
 void Step::run() {
   thread_local Buffer prepared_buffer, state_buffer;
   check();
@@ -391,6 +456,11 @@ void Step::run() {
     if (items[i].state_at >= 0) merge(&items[i], int64_t(end - i));
     i = end;
   }
+  if (!a.probe_weights) return;
+  std::fill_n(a.mass, int64_t{a.batch} * lanes * a.mass_places, 0.f);
+  place_at_.assign(1, 0);
+  for (int32_t s = 0; s < layer.head.buckets; ++s) place_at_.push_back(place_at_.back() + int64_t{a.page_table_widths[s]} * layer.head.page_tokens);
+  run_items(a.parallel, a.threads, a.batch * lanes, [&](int64_t i) { observe(int32_t(i / lanes), int32_t(i % lanes), prepared); });
 }
 
 }  // namespace

@@ -3,7 +3,6 @@
 // ONNX Runtime takes a registered operator before the function of the same name that the model carries, so one model.onnx
 // runs with this library and without it. Inputs are those of docs/attend.md; the last one, `layout`, tells which there are.
 // This operator writes the step's k' and v' to the pool, which the function leaves to the session.
-#include <array>
 #include <cstdlib>
 #include <string>
 #include <vector>
@@ -83,7 +82,12 @@ struct Inputs {
 
 class Kernel {
  public:
-  explicit Kernel(const OrtKernelInfo* info) : layer_(table(info)) { check(ort::KernelInfoGetAttribute_float::call(api, info, "scale", &scale_)); }
+  explicit Kernel(const OrtKernelInfo* info) : layer_(table(info)) {
+    size_t outputs;
+    check(ort::KernelInfoGetAttribute_float::call(api, info, "scale", &scale_));
+    check(ort::KernelInfo_GetOutputCount::call(api, info, &outputs));
+    observes_ = outputs > 2;
+  }
 
   void compute(OrtKernelContext* context) const {
     const TableHeader& t = layer_.head;
@@ -95,7 +99,7 @@ class Kernel {
     a.q = q.as<float>(), a.k = k.as<float>(), a.v = v.as<float>();
     if (t.rope) a.cos = in.take().as<float>(), a.sin = in.take().as<float>();
     a.query_starts = in.take().as<int32_t>();
-    in.take();  // query_offsets: only the function needs them
+    const Tensor offsets = in.take();  // only their number matters, and to the mass alone
     const Tensor lengths = in.take();
     a.lengths = lengths.as<int32_t>();
     std::vector<const int32_t*> tables;
@@ -112,10 +116,16 @@ class Kernel {
       a.pool = pool.data, a.pool_bytes = pool.size();
     }
     if (t.projected) a.proj_q = in.take().as<float>(), a.proj_k = in.take().as<float>(), a.centre_k = in.take().as<float>();
+    if (observes_) a.probe_weights = in.take().as<float>();
     check_shapes(q, k, v, lengths);
     a.tokens = int32_t(q.shape[0]), a.batch = int32_t(lengths.shape[0]);
     a.o = static_cast<float*>(output(context, 0, {a.tokens, layer_.o_width}));
     a.rows = output(context, 1, {a.tokens, layer_.rows_width});
+    if (observes_) {
+      for (int32_t width : widths) a.mass_places += int64_t{width} * t.page_tokens;
+      a.mass_places += offsets.shape[0];
+      a.mass = static_cast<float*>(output(context, 2, {a.batch, t.lanes, a.mass_places}));
+    }
     a.parallel = {run_on_ort, context};
     kvlathe_status status;
     if (kvlathe_cpu_attend(&layer_, &a, &status)) throw Refusal(kvlathe_code(status.code), status.message);
@@ -139,7 +149,7 @@ class Kernel {
     if (!ok) throw Refusal(KVLATHE_BAD_ARGUMENT, "an input's shape or type contradicts the layout");
   }
 
-  static void* output(OrtKernelContext* context, size_t index, std::array<int64_t, 2> shape) {
+  static void* output(OrtKernelContext* context, size_t index, const std::vector<int64_t>& shape) {
     OrtValue* value;
     void* data;
     check(ort::KernelContext_GetOutput::call(api, context, index, shape.data(), shape.size(), &value));
@@ -155,6 +165,7 @@ class Kernel {
   }
 
   kvlathe_layer layer_;
+  bool observes_ = false;  // the plan has a probe
   float scale_ = 1;
 };
 
@@ -170,9 +181,9 @@ OrtCustomOp attend_op() {
   op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return ort::kMemoryDefault; };
   op.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
   op.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 0; };
-  op.GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 2; };
-  op.GetOutputType = [](const OrtCustomOp*, size_t i) { return i ? kRows : int(ort::kFloat); };
-  op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return int(ort::kRequired); };
+  op.GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 3; };
+  op.GetOutputType = [](const OrtCustomOp*, size_t i) { return i == 1 ? kRows : int(ort::kFloat); };
+  op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t i) { return int(i == 2 ? ort::kOptional : ort::kRequired); };
   op.GetStartVersion = [](const OrtCustomOp*) { return 1; };
   op.GetEndVersion = [](const OrtCustomOp*) { return 1; };
   op.CreateKernelV2 = [](const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** kernel) {

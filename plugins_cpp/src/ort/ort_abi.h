@@ -51,7 +51,7 @@ namespace kvlathe::ort_abi {
 
 constexpr uint32_t kVersion = 17;
 enum Element : int { kUndefined = 0, kFloat = 1, kUint8 = 2, kHalf = 10 };
-enum Characteristic : int { kRequired = 0, kVariadic = 2 };
+enum Characteristic : int { kRequired = 0, kOptional = 1, kVariadic = 2 };
 constexpr int kFail = 1, kMemoryDefault = 0;
 
 // The function at a place of the table.
@@ -79,6 +79,7 @@ using KernelContext_GetOutput = Call<91, OrtKernelContext*, size_t, const int64_
 using ReleaseStatus = Call<93, OrtStatus*>;                                // returns nothing
 using ReleaseTensorTypeAndShapeInfo = Call<99, OrtTensorTypeAndShapeInfo*>;  // returns nothing
 using KernelInfo_GetInputCount = Call<230, const OrtKernelInfo*, size_t*>;
+using KernelInfo_GetOutputCount = Call<231, const OrtKernelInfo*, size_t*>;
 using HasSessionConfigEntry = Call<237, const OrtSessionOptions*, const char*, int*>;
 using GetSessionConfigEntry = Call<238, const OrtSessionOptions*, const char*, char*, size_t*>;
 using KernelInfoGetConstantInput_tensor = Call<249, const OrtKernelInfo*, size_t, int*, const OrtValue**>;
