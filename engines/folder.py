@@ -63,7 +63,7 @@ def appearing(target: Path, overwrite: bool = False, proof: str = MANIFEST_FILE)
     lock = os.open(work, os.O_RDONLY)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with _sigterm_interrupts():
+        with sigterm_interrupts():
             yield work
             work.chmod(0o777 & ~_umask())  # mkdtemp made it private
             _rename(work, target, overwrite)
@@ -86,7 +86,7 @@ def whole_file(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        with _sigterm_interrupts():
+        with sigterm_interrupts():
             yield part
             part.replace(target)
     except OSError as error:
@@ -122,8 +122,8 @@ def _remove_abandoned(target: Path) -> None:
 
 
 @contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Only the main thread may set handlers; elsewhere SIGTERM keeps its meaning."""
+def sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM inside the block is Ctrl-C. Only the main thread may set handlers; elsewhere it keeps its meaning."""
 
     def interrupt(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -18,11 +18,14 @@ from kvlathe.bench.servers import cache_bytes, is_url, served_model, serving
 from kvlathe.bench.traces import TRACES
 from kvlathe.console import log
 from kvlathe.engines import manifest as manifests
+from kvlathe.engines.folder import sigterm_interrupts
 from kvlathe.errors import KvlatheError
 from kvlathe.runtime.tokenizer import Tokenizer
 
 IDLE_REQUESTS = 6
-"""That are sent alone to learn the idle latency, after as many that warm the server up."""
+"""That are sent alone to learn the idle latency."""
+
+WARM_REQUESTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +63,8 @@ def compare(targets: Sequence[str], options: Options) -> dict[str, Any]:
     servers: list[dict[str, Any]] = []
     limit = 0.0
     for i, name in enumerate(unique(targets)):
-        with _target(targets[i], name, cache, options) as target:
-            measure.idle(target, load[:IDLE_REQUESTS])
+        with sigterm_interrupts(), _target(targets[i], name, cache, options) as target:
+            measure.idle(target, [dataclasses.replace(request, new_tokens=8) for request in load[:WARM_REQUESTS]])
             idle = measure.idle(target, load[:IDLE_REQUESTS])
             limit = limit or options.latency_factor * idle
             log.info("%s: idle latency %.4g s/token", name, idle)
