@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kvlathe.cli_common import ENGINE, PATH, Result, reports, show_pairs
+from kvlathe.cli_serve import Size
 
 
 @click.command("triton-repo")
@@ -21,7 +22,12 @@ from kvlathe.cli_common import ENGINE, PATH, Result, reports, show_pairs
     help="Decoupled models, which send tokens as they come; without, one response, which plain infer calls can take.",
 )
 @click.option("--overwrite", is_flag=True, help="Replace a repository of the same name.")
-@click.option("--cache-bytes", type=click.IntRange(1), help="KV cache. [default: a full batch of the longest requests]")
+@click.option(
+    "--cache-size",
+    "cache_bytes",
+    type=Size(),
+    help="Memory of the KV cache. [default: a full batch, at most half of the machine's]",
+)
 @click.option("--threads", type=click.IntRange(1), help="Threads of the CPU. [default: one for each physical core]")
 @click.option("--max-waiting", type=click.IntRange(0), help="Requests that may wait; further ones are refused.")
 @click.option("--share-prefixes/--no-share-prefixes", default=True, help="Keep pages for requests that begin alike.")

@@ -72,14 +72,25 @@ def test_the_largest_rate_is_found_to_the_tolerance(capacity: float) -> None:
     def probe(rate: float) -> Point:
         return Point(rate, rate <= capacity, rate)
 
-    rate, points = measure.largest_rate(probe, 1.0, 0.05)
+    ((rate, points),) = measure.in_turns([measure.search(1.0, 0.05)], lambda _, rate: probe(rate))
     assert rate <= capacity < rate * 1.0501
     assert [point.rate for point in points] == sorted(point.rate for point in points) and len(points) < 16
 
 
 def test_a_server_that_is_never_fast_enough_has_rate_nought() -> None:
-    rate, points = measure.largest_rate(lambda rate: Point(rate, False, 1.0), 1.0, 0.05)
+    ((rate, points),) = measure.in_turns([measure.search(1.0, 0.05)], lambda _, rate: Point(rate, False, 1.0))
     assert rate == 0 and len(points) <= measure.MOST_DOUBLINGS + 1
+
+
+def test_searches_take_turns() -> None:
+    asked: list[int] = []
+
+    def probe(i: int, rate: float) -> Point:
+        asked.append(i)
+        return Point(rate, rate <= (3.0, 50.0)[i], rate)
+
+    (slow, _), (fast, _) = measure.in_turns([measure.search(1.0, 0.1), measure.search(1.0, 0.1)], probe)
+    assert asked[:6] == [0, 1, 0, 1, 0, 1] and slow <= 3 < slow * 1.101 and fast <= 50 < fast * 1.101
 
 
 def test_equal_memory_is_room_for_exactly_so_many_requests(tmp_path: Path) -> None:
@@ -155,7 +166,7 @@ def stub() -> Iterator[Stub]:
 def test_a_run_measures_what_the_server_does(stub: Stub) -> None:
     target = Target("stub", stub.url, "stub")
     requests = [Request([1, 2, 3], 8)] * 12
-    idle = measure.idle(target, requests[:2])
+    idle = measure.alone(target, requests[0])
     assert 0.005 <= idle < 0.02
     slow = measure.run(target, requests, rate=10.0, limit=0.1, seed=0)
     assert slow.within and slow.latency < 2.5 * idle and slow.first_token_p50 is not None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,14 +55,11 @@ def least_latency(outcomes: Sequence[Outcome], now: float) -> float:
     return sum(max(0.0, outcome.normalized_seconds(now)) for outcome in outcomes) / len(outcomes)
 
 
-def idle(target: Target, requests: Sequence[Request]) -> float:
-    """Mean normalized latency of ``requests`` one after another, each alone."""
-    found = []
-    for request in requests:
-        outcomes = asyncio.run(open_loop(target.url, target.model, [request], [0.0], _never, target.key))
-        _check(target, outcomes)
-        found.append(outcomes[0].normalized_seconds(0.0))
-    return float(np.mean(found))
+def alone(target: Target, request: Request) -> float:
+    """Normalized latency of a request that has the server for itself."""
+    outcomes = asyncio.run(open_loop(target.url, target.model, [request], [0.0], _never, target.key))
+    _check(target, outcomes)
+    return outcomes[0].normalized_seconds(0.0)
 
 
 def run(target: Target, requests: Sequence[Request], rate: float, limit: float, seed: int) -> Point:
@@ -90,21 +87,38 @@ def run(target: Target, requests: Sequence[Request], rate: float, limit: float, 
     return Point(rate, latency <= limit, latency, *figures)
 
 
-def largest_rate(probe: Callable[[float], Point], start: float, tolerance: float) -> tuple[float, list[Point]]:
-    """The largest rate found within the limit (0: none), and all points: double or halve, then bisect to ``tolerance``.
+Search = Generator[float, Point, tuple[float, list[Point]]]
 
-    ``tolerance`` is relative: the next probed rate above the answer, at most that much larger, was not within.
+
+def search(start: float, tolerance: float) -> Search:
+    """Find the largest rate within the limit: yields rates, is sent their points, returns the rate and all points.
+
+    It doubles or halves from ``start``, then bisects until the next probed rate above the answer, at most 1 +
+    ``tolerance`` times as large, was not within. The answer is 0 where nothing was.
     """
-    points = [probe(start)]
+    points = [(yield start)]
     step = 2.0 if points[0].within else 0.5
     while points[-1].within == (step > 1) and len(points) <= MOST_DOUBLINGS:
-        points.append(probe(points[-1].rate * step))
+        points.append((yield points[-1].rate * step))
     low = max((point.rate for point in points if point.within), default=0.0)
     high = min((point.rate for point in points if not point.within), default=low)
     while low and high > low * (1 + tolerance):
-        points.append(probe((low * high) ** 0.5))
+        points.append((yield (low * high) ** 0.5))
         low, high = (points[-1].rate, high) if points[-1].within else (low, points[-1].rate)
     return low, sorted(points, key=lambda point: point.rate)
+
+
+def in_turns(searches: Sequence[Search], probe: Callable[[int, float], Point]) -> list[tuple[float, list[Point]]]:
+    """What each search returns; they take turns, so that a machine that slows down slows all of them."""
+    rates, found = {i: next(search) for i, search in enumerate(searches)}, dict[int, tuple[float, list[Point]]]()
+    while rates:
+        for i, rate in list(rates.items()):
+            try:
+                rates[i] = searches[i].send(probe(i, rate))
+            except StopIteration as end:
+                found[i] = end.value
+                del rates[i]
+    return [found[i] for i in range(len(searches))]
 
 
 def _never(_outcomes: Sequence[Outcome]) -> bool:

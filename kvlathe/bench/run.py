@@ -48,7 +48,7 @@ class Options:
 
 
 def compare(targets: Sequence[str], options: Options) -> dict[str, Any]:
-    """Serve, load and stop each target in turn; the first one's idle latency sets the limit, its rate is 1.
+    """Serve all targets, load them in turns; the first one's idle latency sets the limit, its rate counts as 1.
 
     Raises KvlatheError where a target does not answer, or the requests would not fit.
     """
@@ -60,21 +60,21 @@ def compare(targets: Sequence[str], options: Options) -> dict[str, Any]:
     load = make_load(options, longest, options.tokenizer or (engines[0] if engines else None))
     most = max(len(request.prompt) + request.new_tokens for request in load)
     cache = cache_bytes(engines[0], most, options.cache_requests) if engines else None
-    servers: list[dict[str, Any]] = []
-    limit = 0.0
-    for i, name in enumerate(unique(targets)):
-        with sigterm_interrupts(), _target(targets[i], name, cache, options) as target:
-            measure.idle(target, [dataclasses.replace(request, new_tokens=8) for request in load[:WARM_REQUESTS]])
-            idle = measure.idle(target, load[:IDLE_REQUESTS])
-            limit = limit or options.latency_factor * idle
-            log.info("%s: idle latency %.4g s/token", name, idle)
-            rate, points = _search(target, load, limit, idle, options)
-        ratio = rate / servers[0]["largest_rate"] if servers and servers[0]["largest_rate"] else 1.0
-        servers.append({"name": name, "idle_latency": idle, "largest_rate": rate, "ratio": ratio, "points": points})
-    curves = {server["name"]: server["points"] for server in servers}
+    with sigterm_interrupts(), contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(_target(target, name, cache, options))
+            for target, name in zip(targets, unique(targets), strict=True)
+        ]
+        idle = _idle(servers, load)
+        limit = options.latency_factor * idle[0]
+        found = _search(servers, load, limit, idle, options)
+    names = [server.name for server in servers]
+    rates = [rate for rate, _ in found]
     scale = scale_for(TRACES[options.trace], longest, options.fit)
     title = f"{options.trace} x {scale:.3g}" + (f", {cache:,} bytes of KV cache each" if cache else "")
-    plot.draw(curves, {server["name"]: server["largest_rate"] for server in servers}, limit, title, options.plot)
+    curves = {name: points for name, (_, points) in zip(names, found, strict=True)}
+    plot.draw(curves, dict(zip(names, rates, strict=True)), limit, title, options.plot)
+    ratios = [rate / rates[0] if rates[0] else None for rate in rates]
     return {
         "trace": options.trace,
         "scale": scale,
@@ -84,9 +84,45 @@ def compare(targets: Sequence[str], options: Options) -> dict[str, Any]:
         "latency_limit": limit,
         "seed": options.seed,
         "plot": str(options.plot),
-        "servers": [server | {"points": [*map(dataclasses.asdict, server["points"])]} for server in servers],
-        "ratio": servers[-1]["ratio"],
+        "servers": [
+            {
+                "name": names[i],
+                "idle_latency": idle[i],
+                "largest_rate": rates[i],
+                "ratio": ratios[i],
+                "points": [*map(dataclasses.asdict, found[i][1])],
+            }
+            for i in range(len(servers))
+        ],
+        "ratio": ratios[-1],
     }
+
+
+def _idle(servers: Sequence[Target], load: Sequence[Request]) -> list[float]:
+    """Mean normalized latency of single requests, the servers in turns; a few short ones come first, to warm up."""
+    for request in load[:WARM_REQUESTS]:
+        for server in servers:
+            measure.alone(server, dataclasses.replace(request, new_tokens=8))
+    alone = [[measure.alone(server, request) for server in servers] for request in load[:IDLE_REQUESTS]]
+    means = np.mean(alone, axis=0).tolist()
+    for server, latency in zip(servers, means, strict=True):
+        log.info("%s: idle latency %.4g s/token", server.name, latency)
+    return means
+
+
+def _search(
+    servers: Sequence[Target], load: Sequence[Request], limit: float, idle: Sequence[float], options: Options
+) -> list[tuple[float, list[Point]]]:
+    """From the rate at which requests would just follow one another, if each took its idle time."""
+
+    def probe(i: int, rate: float) -> Point:
+        point = measure.run(servers[i], load, rate, limit, options.seed)
+        end = "" if point.within else ", lost"
+        log.info("%s: %.3g requests/s: %.4g s/token%s", servers[i].name, rate, point.latency, end)
+        return point
+
+    tokens = float(np.mean([request.new_tokens for request in load]))
+    return measure.in_turns([measure.search(1 / (latency * tokens), options.tolerance) for latency in idle], probe)
 
 
 def make_load(options: Options, longest: int, tokenizer: Path | None) -> list[Request]:
@@ -112,19 +148,3 @@ def _target(target: str, name: str, cache: int | None, options: Options) -> Any:
     assert cache is not None
     with serving(Path(target), cache, options.threads) as started:
         yield dataclasses.replace(started, name=name)
-
-
-def _search(
-    target: Target, load: Sequence[Request], limit: float, idle: float, options: Options
-) -> tuple[float, list[Point]]:
-    """From the rate at which requests would just follow one another, if each took its idle time."""
-
-    def probe(rate: float) -> Point:
-        point = measure.run(target, load, rate, limit, options.seed)
-        log.info(
-            "%s: %.3g requests/s: %.4g s/token%s", target.name, rate, point.latency, "" if point.within else ", lost"
-        )
-        return point
-
-    alone = idle * float(np.mean([request.new_tokens for request in load]))
-    return measure.largest_rate(probe, 1 / alone, options.tolerance)
