@@ -2,13 +2,15 @@
 
     arena | page 0 | page 1 | ...                      a page is one contiguous range: one memcpy moves it
     page  | layer 0: lane, lane, ... | layer 1: ... |  P tokens of every lane of the bucket, all layers
+          | scores |                                   where the bucket's tokens are ranked (CompressionPlan.scored)
     lane  | K | K metadata | V | V metadata |          each part 128-byte aligned; ranks are never padded
 
     address = base + page_id * page_stride[bucket] + slab.k          (layer and lane offsets are already in the slab)
 
 16 and 32 bit: K and V are [token][rank]. Quantized K: [token][rank] (groups along the rank) or [rank][token] (groups
 along the page's tokens), packed; likewise V. Metadata: one (scale, minimum) pair of IEEE halves for each group; then,
-128-byte aligned, the sum of each group's codes where the tier stores it, little-endian in ``sum_bytes``.
+128-byte aligned, the sum of each group's codes where the tier stores it, little-endian in ``sum_bytes``. Scores, after
+all lanes: float32 mass [lanes of the bucket, P], then int32 position of each token likewise, where the plan keeps it.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.export.plan import CompressionPlan, Lane, Tier
+from kvlathe.export.plan import CompressionPlan, Lane, Tier, split_tokens
 
 ALIGN = 128
 META_BYTES = 4
@@ -113,7 +115,18 @@ class CacheLayout:
     @cached_property
     def page_stride(self) -> tuple[int, ...]:
         """Bytes of a page of each bucket."""
-        return tuple(size for _, size in self._placed)
+        return tuple(size + self._score_bytes(b) for b, (_, size) in enumerate(self._placed))
+
+    def scores_at(self, bucket: int) -> int:
+        """Where the scores of a bucket begin, in bytes from its page's start."""
+        return self._placed[bucket][1]
+
+    def _score_bytes(self, bucket: int) -> int:
+        """Of a page: what ranking its tokens needs is kept with them, and counted."""
+        if not self.plan.scored(bucket):
+            return 0
+        fields = 8 if self.plan.keeps_positions else 4
+        return aligned(fields * len(self.plan.buckets[bucket].lanes) * self.plan.page_tokens)
 
     def lane_table(self, bucket: int) -> npt.NDArray[np.int32]:
         """[lanes of the bucket, TABLE_COLUMNS] int32: what C++ reads. Sorted by (layer, head)."""
@@ -126,24 +139,57 @@ class CacheLayout:
         return np.array(rows, np.int32).reshape(-1, len(TABLE_COLUMNS))
 
     def bytes_per_token(self) -> float:
-        """Bytes one token costs once its page is full and, where the plan seals, sealed. All padding counted."""
-        return self.bytes_for(1 << 20, sealed=True) / (1 << 20)
+        """Bytes one token costs once its page is full and, where the plan seals, sealed. All padding counted.
+
+        Of a very long sequence or, where there is a budget, of the longest one.
+        """
+        budget = any(bucket.tokens.kind == "budget" for bucket in self.plan.buckets)
+        tokens = self.plan.model.max_positions if budget else 1 << 20
+        return self.bytes_for(tokens, sealed=True) / tokens
 
     def bytes_for(self, tokens: int, sealed: bool = False) -> int:
         """Bytes of all pages that hold a sequence of ``tokens`` tokens (a decode in progress: hot tail included).
 
-        With ``sealed`` the hot page of a plan that seals is not counted (the limit of a long sequence).
+        With ``sealed`` the hot pages of a plan that seals are not counted (the limit of a long sequence).
         """
         p, total = self.plan.page_tokens, 0
-        for i, bucket in enumerate(self.plan.buckets):
-            if bucket.source is None:
-                held = tokens if not self.plan.cold(i) else (0 if sealed else tokens % p)
-            elif bucket.tokens.kind == "budget":
-                held = min(bucket.tokens.budget, tokens // p * p)
-            else:
-                held = round(tokens // p * p * bucket.tokens.share)
-            total += -(-held // p) * self.page_stride[i]
+        for b, stride in enumerate(self.page_stride):
+            if not (sealed and self.plan.cold(b)):
+                total += -(-self.held(b, tokens) // p) * stride
         return total
+
+    def prompt_bytes(self, tokens: int) -> int:
+        """Bytes of all pages that hold a prompt of ``tokens`` tokens before any of them is sealed or dropped."""
+        fresh = (stride for b, stride in enumerate(self.page_stride) if self.plan.buckets[b].source is None)
+        return -(-tokens // self.plan.page_tokens) * sum(fresh)
+
+    def held(self, bucket: int, tokens: int) -> int:
+        """Tokens that a bucket holds once ``tokens`` have reached it and the prompt has ended (TokenRule)."""
+        whole = tokens // self.plan.page_tokens * self.plan.page_tokens
+        rule, cold = self.plan.buckets[bucket].tokens, self.plan.cold(bucket)
+        if self.plan.buckets[bucket].source is not None:
+            return self._sealed(bucket, tokens) if rule.kind == "share" else min(whole, rule.budget or whole)
+        if rule.kind == "budget":
+            return min(whole, rule.budget) + tokens - whole
+        if cold and self.plan.buckets[cold[0]].tokens.kind == "share":
+            return tokens - sum(self._sealed(c, tokens) for c in cold)
+        return tokens - whole if cold else tokens
+
+    def _sealed(self, bucket: int, tokens: int) -> int:
+        """Tokens in the full pages of a bucket that has a share of them."""
+        source = self.plan.buckets[bucket].source
+        assert source is not None
+        count = self.shares(source, tokens)[self.plan.cold(source).index(bucket)]
+        return count // self.plan.page_tokens * self.plan.page_tokens
+
+    def shares(self, fresh: int, tokens: int) -> tuple[int, ...]:
+        """How ``tokens`` tokens are divided among the cold buckets of a fresh one, where they have shares."""
+        return split_tokens([self.plan.buckets[c].tokens.share for c in self.plan.cold(fresh)], tokens)
+
+    def settles_at(self, fresh: int, tokens: int) -> bool:
+        """Whether tokens of a fresh bucket or its cold ones can move when its ``tokens``-th token is cached."""
+        moved = any(self.held(c, tokens) != self.held(c, tokens - 1) for c in self.plan.cold(fresh))
+        return moved or tokens % self.plan.page_tokens == 0
 
 
 Places = npt.NDArray[np.int64]

@@ -105,16 +105,16 @@ class TokenRule:
 class Probe:
     """Which query rows are observed, and how their attention probabilities become the saliency of a cached token.
 
-    Windows are the prompt, then every page of later tokens. Of each window these rows are observed: its last ones, as
-    many as the larger of ``last`` and the share ``recent`` of the window; the share ``random`` of the window drawn from
-    the others, by a hash of the plan's seed and the position; and the tokens whose ids are ``special``.
+    Windows are the prompt, then every P later positions, from multiples of P on. Of each window these rows are
+    observed: its last ones, as many as the larger of ``last`` and the share ``recent`` of the window; the share
+    ``random`` of the window drawn from the others, by a hash of the plan's seed and the position; and the tokens whose
+    ids are ``special``.
 
     The saliency of a token in a lane is the sum over the observed rows, and over the lane's query heads, of the
-    probability that they give it; ``normalized``: divided by the number of observed rows at or after it. Rows count
-    from the token's arrival on or, where it is not ``accumulated``, from the last ranking on.
-    A token that no row has observed ranks first: nothing is known against it.
-    ``pooling`` (odd): then the largest among so many neighbouring kept tokens. ``noise``: then its logarithm plus this
-    many times a Gumbel variate (a hash of the plan's seed, the lane and the position).
+    probability that they give it. ``normalized``: divided by the number of observed rows at or after it; a token that
+    none has observed then ranks first. Rows count from the token's arrival on or, where it is not ``accumulated``, from
+    the last ranking on. ``pooling`` (odd): then the largest among so many neighbouring kept tokens. ``noise``: then its
+    logarithm plus this many times a Gumbel variate (a hash of the plan's seed, the lane and the position).
     """
 
     recent: float = 0.0
@@ -235,6 +235,12 @@ class CompressionPlan:
     def cold(self, fresh: int) -> tuple[int, ...]:
         """Indices of the buckets that pages of fresh bucket ``fresh`` are sealed into; empty if it is never sealed."""
         return tuple(i for i, bucket in enumerate(self.buckets) if bucket.source == fresh)
+
+    @property
+    def keeps_positions(self) -> bool:
+        """Whether scores stand beside their token's position: what counts rows or draws lots needs it."""
+        drawn = any(tier.rounding == "stochastic" for tier in self.tiers)
+        return self.probe is not None and (self.probe.normalized or self.probe.noise > 0 or drawn)
 
     def scored(self, bucket: int) -> bool:
         """Whether the tokens of a bucket are ranked while they are there, so that it keeps their scores."""
@@ -482,6 +488,8 @@ def _check_probe(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> N
         refuse(f"{probe} cannot be computed", "recent and random are shares, last is a count")
     if not (probe.recent or probe.random or probe.last):
         refuse(f"{probe} observes nothing", "every window needs rows that rank its tokens")
+    if probe.normalized and not probe.accumulated:
+        refuse(f"{probe} cannot be computed", "rows at or after a token are counted from its arrival on")
     if probe.pooling < 1 or probe.pooling % 2 == 0 or probe.noise < 0:
         refuse(f"{probe} cannot be computed", "pooling is odd, noise at least 0")
 

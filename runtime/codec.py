@@ -27,6 +27,7 @@ from kvlathe.export.layout import META_BYTES, CacheLayout, groups_along_rank, su
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
+Positions = int | npt.NDArray[np.integer]
 FLOATS = {16: np.dtype(np.float16), 32: np.dtype(np.float32)}
 
 
@@ -88,8 +89,10 @@ class Part:
         values = unpack(self._code_bytes(page), self.bits) * scale + minimum
         return values if self.axis == "rank" else values.T
 
-    def write(self, page: Bytes, values: Floats, position: int = 0) -> None:
-        """Encode ``values`` [tokens, rank], the first of them the ``position``-th of its sequence, into the page."""
+    def write(self, page: Bytes, values: Floats, position: Positions = 0) -> None:
+        """Encode ``values`` [tokens, rank] into the page. ``position`` in the sequence: of the first of them, which the
+        others follow; or of each [tokens].
+        """
         if not self.groups:
             self._floats(page)[:] = values
             return
@@ -111,7 +114,7 @@ class Part:
         low_bytes = sums.astype("<u4")[..., None].view(np.uint8)[..., :width]
         page[at : at + low_bytes.size] = low_bytes.ravel()
 
-    def _noise(self, key: int, position: int) -> Floats:
+    def _noise(self, key: int, position: Positions) -> Floats:
         found = noise(key, position, self.tokens, self.rank)
         return found if self.axis == "rank" else found.T
 
@@ -153,11 +156,12 @@ def noise_key(*numbers: int) -> int:
     return int(key[0])
 
 
-def noise(key: int, position: int, tokens: int, rank: int) -> Floats:
-    """Multiples of 2^-24 in [0, 1), [tokens, rank]: of token ``position`` + t and channel c, the first 24 bits of
-    noise_key(numbers of ``key``, position + t, c).
+def noise(key: int, position: Positions, tokens: int, rank: int) -> Floats:
+    """Multiples of 2^-24 in [0, 1), [tokens, rank]: of a token and channel c, the first 24 bits of noise_key(numbers of
+    ``key``, the token's position, c). ``position`` as in Part.write.
     """
-    token = (np.arange(position, position + tokens) & 0xFFFFFFFF).astype(np.uint32)[:, None]
+    found = position.astype(np.int64) if isinstance(position, np.ndarray) else np.arange(position, position + tokens)
+    token = (found & 0xFFFFFFFF).astype(np.uint32)[:, None]
     channel = np.arange(rank, dtype=np.uint32)[None, :]
     step = np.uint32(0x9E3779B9)
     return (mixed((mixed((np.uint32(key) ^ token) + step) ^ channel) + step) >> np.uint32(8)) * np.float32(2**-24)

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.runtime.pool import PagePool
+from kvlathe.runtime.ranking import carry_out
 from kvlathe.runtime.scheduler import Scheduler
 from kvlathe.runtime.sequence import Chunk, Sequence, pack
 from kvlathe.runtime.session import Session
@@ -85,17 +86,32 @@ class Engine:
                     self.session.copy_page(copy.bucket, copy.source, copy.target)
             step = pack(chunks)
             logits = self.session.run(step)
-            for chunk in chunks:
-                for seal in chunk.reservation.seals:
-                    self.session.seal(seal.fresh, seal.page, seal.cold_pages, seal.position)
+            self._settle(chunks)
         except BaseException:
             for chunk in chunks:
                 self.pool.rollback(chunk.reservation)
             raise
         for place, chunk in enumerate(chunks):
             self.pool.commit(chunk.reservation)
+            for bucket in self.pool.forgotten(chunk.reservation, chunk.sequence.ends_prompt(chunk.count)):
+                self.session.forget(bucket, chunk.sequence.table.pages[bucket])
             chunk.sequence.advance(chunk.count, step, place)
         return logits
+
+    def _settle(self, chunks: Items[Chunk]) -> None:
+        """Seal what has become full, and move tokens to where they rank."""
+        try:
+            for chunk in chunks:
+                for seal in chunk.reservation.seals:
+                    self.session.seal(seal.fresh, seal.page, seal.cold_pages, seal.position)
+                for ranking in chunk.reservation.rankings:
+                    assert chunk.sequence.probes
+                    end = chunk.sequence.cached + chunk.count
+                    carry_out(self.session, self.pool.plan, ranking, chunk.sequence.probes, chunk.sequence.tokens, end)
+        except BaseException:
+            if self.pool.plan.ranked:
+                self.session.unobserve()
+            raise
 
     def _grow(self, sequence: Sequence, logits: Rows) -> Sequence:
         """One more token from ``logits`` [vocab], and the end if it was the last."""

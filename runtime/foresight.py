@@ -109,8 +109,17 @@ class Foresight:
         order = np.argsort(-to_go, kind="stable")
         to_go, held = to_go[order], np.array([len(s.tokens) for s in together])[order]
         pages = self._pages_of(held[None, :] + to_go[:, None])  # [moment, sequence, bucket]
+        if self.pool.plan.ranked:  # a prompt is whole until it is ranked
+            pages = np.maximum(pages, np.array([self._prompt_pages(together[i]) for i in order]))
         present = np.tri(len(together), dtype=bool)  # at moment k: those with as much to go or more
         return self.pool.holds((pages * present[:, :, None]).sum(1))
+
+    def _prompt_pages(self, sequence: Sequence) -> list[int]:
+        """What the prompt of a sequence still needs at one time, by bucket."""
+        return self.pool.prompt_pages(sequence.prompt_tokens if sequence.cached < sequence.prompt_tokens else 0)
+
+    def _grown(self, tokens: int) -> list[int]:
+        return self.pool.grown_pages(tokens) if self.pool.plan.ranked else self.pool.worst_pages(tokens)
 
     def _pages_of(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Pages [..., buckets] that sequences of ``tokens`` tokens can need at one time."""
@@ -118,6 +127,6 @@ class Foresight:
         steps = -(-tokens // p)
         known = len(self._pages)
         if (most := int(steps.max())) >= known:
-            more = [self.pool.worst_pages(n * p) for n in range(known, max(most + 1, 2 * known))]
+            more = [self._grown(n * p) for n in range(known, max(most + 1, 2 * known))]
             self._pages = np.concatenate([self._pages, np.array(more, np.int64)])
         return self._pages[steps]

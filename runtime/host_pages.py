@@ -1,13 +1,15 @@
 """HostPages: the arena in host memory and everything that changes pages between steps, in numpy.
 
 A page is one contiguous range, so each bucket sees the arena as a table [page id, page_stride] of bytes; copying,
-swapping, sealing and evicting are operations on rows of it. What computes a step (ONNX Runtime, a native library, a
-reference in a test) is a subclass that adds ``run`` and calls ``append``.
+swapping, sealing and moving tokens are operations on rows of it. What computes a step (ONNX Runtime, a native library,
+a reference in a test) is a subclass that adds ``run`` and calls ``append`` and, where the plan has a probe,
+``page_scores``.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -18,8 +20,9 @@ from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.runtime import huge_pages
-from kvlathe.runtime.codec import FLOATS, parts
-from kvlathe.runtime.session import Int32, StepPlan
+from kvlathe.runtime.codec import FLOATS, Bytes, Positions, parts
+from kvlathe.runtime.page_scores import PageScores
+from kvlathe.runtime.session import Scores, StepPlan
 
 INT32_UNITS = 2**31 - 1
 
@@ -49,6 +52,7 @@ class HostPages:
         self.memory = np.frombuffer(huge_pages.reserve(size), np.uint8)
         self.rows = [self.memory[: size // stride * stride].reshape(-1, stride) for stride in layout.page_stride]
         self.parts = [parts(layout, b) for b in range(len(self.plan.buckets))]
+        self.page_scores = PageScores(layout, self.rows)
         self.hot = FLOATS[hot_bits(self.plan)]
         self.row_width = sum(lane.rank_k + lane.rank_v for lane in self.plan.lanes)
         self.views = typed_views(self.memory, unit)
@@ -90,36 +94,78 @@ class HostPages:
             whole = len(scatter.source) == cells.shape[1]
             self._cells[target.ravel()] = (cells if whole else cells.take(scatter.source, axis=1)).ravel()
 
+    # -- pages change between steps --------------------------------------------------------------------------------
     def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...], position: int) -> None:
-        """Write full page ``page``, whose first token is the sequence's ``position``-th, into one page of each cold
-        bucket of ``fresh``, in that bucket's number format."""
+        """As Session.seal."""
         source = self.rows[fresh][page]
         for bucket, target in zip(self.plan.cold(fresh), cold_pages, strict=True):
-            for index, pair in self.parts[bucket].items():
-                for part, hot in zip(pair, self.parts[fresh][index], strict=True):
-                    part.write(self.rows[bucket][target], hot.read(source), position)
+            self.encode(fresh, source, bucket, target, [position] * len(self.parts[bucket]))
+            self.page_scores.carry(fresh, source, bucket, self.rows[bucket][target])
 
-    def evict(self, bucket: int, pages: Int32, keep: npt.NDArray[np.int64]) -> None:
-        """Compact a sequence's lanes in place: lane i (in lane order) keeps the token places ``keep[i]``, ascending.
+    def encode(self, fresh: int, source: Bytes, cold: int, target: int, positions: Sequence[Positions]) -> None:
+        """Write the lanes of bucket ``cold`` from the bytes of a full page of bucket ``fresh`` into page ``target``, in
+        its number format. ``positions`` of each lane's tokens, as in codec.Part.write."""
+        for (index, pair), position in zip(self.parts[cold].items(), positions, strict=True):
+            for part, hot in zip(pair, self.parts[fresh][index], strict=True):
+                part.write(self.rows[cold][target], hot.read(source), position)
 
-        The caller shortens its page table. Pages must have one owner. Raises KvlatheError if groups run along tokens.
-        """
+    def move(
+        self, source: int, pages: Sequence[int], target: int, target_pages: Sequence[int], places: npt.NDArray[np.int64]
+    ) -> None:
+        """As Session.move. Raises KvlatheError if the source's tokens cannot leave their groups."""
+        lanes = list(self.parts[target])
+        if source == target:
+            self._gather(source, pages, lanes, places, self.rows[source], target_pages)
+            return
+        full = aligned_bytes(len(target_pages), self.layout.page_stride[source])
+        self._gather(source, pages, lanes, places, full, range(len(target_pages)))
+        for page, data in zip(target_pages, full, strict=True):
+            self.encode(source, data, target, page, self.page_scores.positions(source, data, lanes))
+            self.page_scores.carry(source, data, target, self.rows[target][page])
+
+    def _gather(
+        self,
+        bucket: int,
+        pages: Sequence[int],
+        lanes: Sequence[int],
+        places: npt.NDArray[np.int64],
+        into: npt.NDArray[np.uint8],
+        targets: Sequence[int],
+    ) -> None:
+        """Copy the tokens ``places`` [lanes, n] of some lanes of a bucket into the rows ``targets`` of ``into``, which
+        are laid out like its pages."""
         table, p = self.rows[bucket], self.plan.page_tokens
-        used = pages[: -(-keep.shape[1] // p)]
-        for kept, pair in zip(keep, self.parts[bucket].values(), strict=True):
-            for part in pair:
-                if not part.token_major:
-                    raise KvlatheError(
-                        f"bucket {bucket} cannot drop tokens",
-                        "its quantization groups run along the tokens",
-                        "group along the rank in plans that drop tokens",
-                    )
-                for offset, size in part.fields:
-                    columns = slice(offset, offset + p * size)
-                    tokens = table[pages, columns].reshape(-1, size)
-                    packed = table[used, columns].reshape(-1, size)
-                    packed[: len(kept)] = tokens[kept]
-                    table[used, columns] = packed.reshape(len(used), -1)
+        source, rows = np.array(pages, np.intp), np.array(targets, np.intp)
+        for index, kept in zip(lanes, places, strict=True):
+            for offset, size in (*self._fields(bucket, index), *self.page_scores.fields(bucket, index)):
+                columns = slice(offset, offset + p * size)
+                tokens = table[source, columns].reshape(-1, size)
+                packed = np.zeros((len(rows) * p, size), np.uint8)
+                packed[: len(kept)] = tokens[kept]
+                into[rows, columns] = packed.reshape(len(rows), -1)
+
+    def _fields(self, bucket: int, lane: int) -> list[tuple[int, int]]:
+        """(offset, bytes a token) of a lane's K and V. Raises KvlatheError if groups run along tokens."""
+        pair = self.parts[bucket][lane]
+        if not all(part.token_major for part in pair):
+            raise KvlatheError(
+                f"bucket {bucket} cannot drop tokens",
+                "its quantization groups run along the tokens",
+                "group along the rank in plans that drop tokens",
+            )
+        return [field for part in pair for field in part.fields]
+
+    def scores(self, bucket: int, pages: Sequence[int], tokens: int) -> Scores:
+        """As Session.scores."""
+        return self.page_scores.read(bucket, pages, tokens)
+
+    def unobserve(self) -> None:
+        """As Session.unobserve."""
+        self.page_scores.undo()
+
+    def forget(self, bucket: int, pages: Sequence[int]) -> None:
+        """As Session.forget."""
+        self.page_scores.forget(bucket, pages)
 
     def copy_page(self, bucket: int, source: int, target: int) -> None:
         self.rows[bucket][target] = self.rows[bucket][source]
@@ -129,6 +175,13 @@ class HostPages:
 
     def write_page(self, bucket: int, page: int, data: bytes) -> None:
         self.rows[bucket][page] = np.frombuffer(data, np.uint8)
+
+
+def aligned_bytes(rows: int, stride: int) -> npt.NDArray[np.uint8]:
+    """Zeroed bytes [rows, stride], each row as aligned as a page is if ``stride`` is a page's."""
+    memory = np.zeros(rows * stride + 128, np.uint8)
+    first = -memory.ctypes.data % 128
+    return memory[first : first + rows * stride].reshape(rows, stride)
 
 
 def row_offsets(plan: CompressionPlan, stage: int = 0) -> dict[int, tuple[int, int]]:
@@ -164,10 +217,10 @@ def check_supported(plan: CompressionPlan) -> None:
 
     for i, bucket in enumerate(plan.buckets):
         tier = plan.tiers[bucket.tier]
-        if bucket.tokens.kind != "all":
-            refuse(f"bucket {i} keeps a {bucket.tokens.kind} of its tokens", "this runtime keeps all of them")
         if bucket.source is None and tier.bits_k != tier.bits_v:
             refuse(f"new K has {tier.bits_k} bits and new V {tier.bits_v}", "a step writes one format")
+        if plan.cold(i) and plan.buckets[plan.cold(i)[0]].tokens.kind == "share":
+            continue  # divided: CompressionPlan has checked that they hold all lanes
         sealed = sorted(lane for cold in plan.cold(i) for lane in plan.buckets[cold].lanes)
         if sealed and sealed != sorted(bucket.lanes):
             refuse(f"a lane of bucket {i} seals into no bucket or into two", "its tokens have one place")

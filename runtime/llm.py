@@ -26,6 +26,7 @@ from kvlathe.runtime import sessions
 from kvlathe.runtime.engine import Engine
 from kvlathe.runtime.pool import PagePool
 from kvlathe.runtime.prefix import PrefixCache
+from kvlathe.runtime.probes import Probes
 from kvlathe.runtime.sampler import Sampler, SamplingParams, TokenLogprob
 from kvlathe.runtime.scheduler import Scheduler
 from kvlathe.runtime.sequence import Chunk, Sequence
@@ -184,7 +185,8 @@ class LLM:
         """A sequence whose first ``prompt`` tokens are its prompt."""
         staged = len(self.plan.passes(prompt)) > 1
         staging = Staging(self.plan, prompt, chunk) if staged else None
-        return Sequence(tokens, prompt, self.pool.open(), chunk, sampler, text, staging=staging)
+        probes = Probes(self.plan, prompt)
+        return Sequence(tokens, prompt, self.pool.open(), chunk, sampler, text, probes=probes, staging=staging)
 
     def _check(self, tokens: Items[int], new: int) -> None:
         if not tokens:
@@ -224,24 +226,29 @@ class LLM:
                 scheduler.remove(sequence)
 
     # -- evaluation ------------------------------------------------------------------------------------------------
-    def logits(self, token_ids: Items[int], rows: Items[int]) -> npt.NDArray[np.float32]:
+    def logits(self, token_ids: Items[int], rows: Items[int], prompt: int | None = None) -> npt.NDArray[np.float32]:
         """Next-token logits [len(rows), vocab] after the given places of one sequence, through the paged cache.
 
         Where the plan seals, the grid is one page, so that every token attends what its decode would attend. Where it
-        ranks prompts, the tokens up to the first of ``rows`` are the prompt, and those after it are decoded.
+        ranks a prompt, the first ``prompt`` tokens are one (default: up to the first of ``rows``), ranked when it ends;
+        the others are fed as their decode would see them. Rows inside a prompt attend a cache that is not compressed.
         """
         tokens = [int(token) for token in token_ids]
         self._check(tokens, 0)
         ranked, seals = self.plan.ranked, any(bucket.source is not None for bucket in self.plan.buckets)
         grid = self.plan.page_tokens if seals and not ranked else self.plan.prefill_chunk
-        prompt = min(rows) + 1 if ranked else len(tokens)
-        sequence = self._open(tokens, prompt, grid, Sampler(SamplingParams()))
+        first = (min(rows) + 1 if prompt is None else prompt) if ranked else len(tokens)
+        if not 1 <= first <= len(tokens):
+            raise KvlatheError(
+                f"a prompt of {first} tokens cannot be", f"there are {len(tokens)}", "give a part of them"
+            )
+        sequence = self._open(tokens, first, grid, Sampler(SamplingParams()))
         wanted, found = set(rows), {}
         try:
             while sequence.cached < len(tokens):
-                alone = ranked and sequence.cached >= prompt
-                count = sequence.next_tokens(1 if alone else self.limits.max_num_tokens)
-                found |= self._logits(sequence, count, wanted)
+                decodes = ranked and sequence.cached >= first
+                most = self.pool.steady(sequence.table) if decodes else self.limits.max_num_tokens
+                found |= self._logits(sequence, sequence.next_tokens(min(most, self.limits.max_num_tokens)), wanted)
         finally:
             self.pool.release(sequence.table)
         return np.stack([found[row] for row in rows])

@@ -6,6 +6,7 @@ weights, matrix products and threads are ONNX Runtime's, and Attend reads and ex
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import onnxruntime as ort
 from kvlathe.engines.manifest import Limits, Manifest
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.runtime import huge_pages, native
+from kvlathe.runtime.codec import Bytes, Positions
 from kvlathe.runtime.host_pages import hot_bits
 from kvlathe.runtime.native import Native, Sealer
 from kvlathe.runtime.ort_session import OrtSession
@@ -52,12 +54,11 @@ class NativeSession(OrtSession):
     def append(self, step: StepPlan, rows: npt.NDArray[np.floating], stage: int = 0) -> None:
         """The operator has written them."""
 
-    def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...], position: int) -> None:
+    def encode(self, fresh: int, source: Bytes, cold: int, target: int, positions: Sequence[Positions]) -> None:
         if any(t.rounding == "stochastic" or t.sums or min(t.span_k, t.span_v) < 1 for t in self.plan.tiers):  # numpy's
-            super().seal(fresh, page, cold_pages, position)
-            return
-        for bucket, target in zip(self.plan.cold(fresh), cold_pages, strict=True):
-            self._sealer.seal(fresh, self.rows[fresh][page], bucket, self.rows[bucket][target])
+            super().encode(fresh, source, cold, target, positions)
+        else:
+            self._sealer.seal(fresh, source, cold, self.rows[cold][target])
 
 
 def session_class(manifest: Manifest) -> type[OrtSession]:

@@ -97,17 +97,19 @@ class OrtSession(HostPages):
         """Logits [R, vocab]; the step's rows are in the pool afterwards. Raises KvlatheError beyond the profile."""
         self._check(step)
         logits = np.empty((len(step.logit_rows), self.plan.model.vocab_size), np.float32)
-        hidden, last = self._between(step), len(self.graphs) - 1
+        hidden, last, observed = self._between(step), len(self.graphs) - 1, []
         for stage, graph in enumerate(self.graphs):
             for share in self.shares(step, stage):
                 out, rows, *mass = graph.run(share.step, hidden[share.tokens] if stage else None)
                 self.append(share.step, rows, stage)
                 if mass and step.mass is not None:
                     self._keep_mass(step, share, graph, mass[0])
+                observed += [(share.step, found, stage) for found in mass]
                 if stage == last:
                     logits[share.logits] = out
                 else:
                     hidden[share.tokens] = out
+        self.page_scores.observe(observed)  # once nothing can fail any more
         return logits
 
     def _keep_mass(self, step: StepPlan, share: Share, graph: Graph, mass: npt.NDArray[np.float32]) -> None:

@@ -6,20 +6,25 @@ pages, so a step that fails or is abandoned leaks none. A Session moves the byte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
+from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.runtime.arena import PageArena
 from kvlathe.runtime.session import PageMover
+from kvlathe.runtime.settle import Choice, Moves, pages_of, settle
 
 
 @dataclass(eq=False, slots=True)
 class PageTable:
-    """One sequence: for each bucket its page ids, oldest first, and how many committed tokens they hold."""
+    """One sequence. For each bucket: its page ids, oldest first, how many committed tokens they hold, and how many have
+    reached the bucket so far (of a cold bucket: 0)."""
 
     pages: list[list[int]]
     lengths: list[int]
+    arrived: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +49,42 @@ class Seal:
     position: int
 
 
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """A ``choice`` to be made after the seals, among the tokens in ``pages``; ``targets``: new pages for each part."""
+
+    choice: Choice
+    pages: tuple[int, ...]
+    targets: tuple[tuple[int, ...], ...]
+
+
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """Room for ``tokens`` more tokens of one sequence in each bucket, and the page moves that belong to the step."""
+    """Room for more ``tokens`` of one sequence (in each bucket), and the page moves that belong to the step.
+
+    ``taken``: all pages that it took. ``before``: the table's pages if it is rolled back; ``after`` and ``lengths``:
+    its pages and lengths once it is committed.
+    """
 
     table: PageTable
-    tokens: list[int]  # of each fresh bucket
-    added: list[int]  # pages appended to table.pages, for each bucket
+    tokens: list[int]
+    taken: list[list[int]]
+    before: list[list[int]]
+    after: list[list[int]]
+    lengths: list[int]
+    seal: bool
     copies: list[Copy] = field(default_factory=list)
     seals: list[Seal] = field(default_factory=list)
+    rankings: list[Ranking] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """A sequence outside the arena: the bytes of its pages and its lengths, for each bucket."""
+    """A sequence outside the arena: the bytes of its pages (scores are in them), and its counts, for each bucket."""
 
     data: list[list[bytes]]
     lengths: list[int]
+    arrived: list[int]
 
 
 class PagePool(PageArena):
@@ -73,104 +97,174 @@ class PagePool(PageArena):
         self._fresh = [b for b, bucket in enumerate(self.plan.buckets) if bucket.source is None]
 
     def open(self) -> PageTable:
-        return PageTable([[] for _ in self.strides], [0] * len(self.strides))
+        return PageTable([[] for _ in self.strides], [0] * len(self.strides), [0] * len(self.strides))
 
-    def worst_pages(self, tokens: int) -> list[int]:
-        """Pages of each bucket that a sequence growing to ``tokens`` tokens can need at one time."""
-        p, hot = self.plan.page_tokens, self.plan.prefill_chunk
-        return [
-            tokens // p if bucket.source is not None else -(-(min(tokens, hot) if self._cold[b] else tokens) // p)
-            for b, bucket in enumerate(self.plan.buckets)
-        ]
+    # -- how much --------------------------------------------------------------------------------------------------
+    def worst_pages(self, tokens: int, prompt: int | None = None) -> list[int]:
+        """Pages of each bucket that a sequence growing to ``tokens`` tokens can need at one time.
 
+        ``prompt``: how many of them are its prompt (None: unknown, up to all). Where a plan ranks prompts, they are in
+        fresh pages until they end.
+        """
+        grown, begun = self.grown_pages(tokens), self.prompt_pages(tokens if prompt is None else prompt)
+        return [max(pair) for pair in zip(grown, begun, strict=True)]
+
+    def grown_pages(self, tokens: int) -> list[int]:
+        """What a decode of up to ``tokens`` tokens can need at one time, the step in which pages move included."""
+        return [self._grown(b, tokens) for b in range(len(self.strides))]
+
+    def _grown(self, b: int, tokens: int) -> int:
+        p, cold = self.plan.page_tokens, self._cold[b]
+        rule = self.plan.buckets[cold[0] if cold else b].tokens
+        if cold and rule.kind == "share":
+            most = len(cold) * (p - 1) + 1  # and then one of its tiers has a page
+            return -(-min(tokens, most) // p) + (-(-(most - p) // p) if tokens >= p else 0)
+        if cold:
+            return -(-min(tokens, p) // p)
+        if rule.kind == "budget" and tokens >= rule.budget + p:
+            return 2 * rule.budget // p + 1
+        return -(-tokens // p) if self.plan.buckets[b].source is None else self.layout.held(b, tokens) // p
+
+    def prompt_pages(self, prompt: int) -> list[int]:
+        """What a prompt of up to ``prompt`` tokens can need at one time, the step that ends it included."""
+        return [self._begun(b, prompt) for b in range(len(self.strides))]
+
+    def _begun(self, b: int, prompt: int) -> int:
+        p, cold, held = self.plan.page_tokens, self._cold[b], self.layout.held(b, prompt)
+        if not self.plan.ranked:
+            hot = min(prompt, self.plan.prefill_chunk) if cold else prompt
+            return prompt // p if self.plan.buckets[b].source is not None else -(-hot // p)
+        rule = self.plan.buckets[cold[0] if cold else b].tokens
+        if self.plan.buckets[b].source is None:
+            chosen = -(-held // p) if rule.kind == ("share" if cold else "budget") else 0
+            return -(-prompt // p) + chosen
+        return held // p if rule.kind != "budget" or held == prompt // p * p else prompt // p + held // p
+
+    def steady(self, table: PageTable) -> int:
+        """Tokens, at least 1, that a decode adds up to the next time that tokens can move."""
+        ends = range(1, self.plan.page_tokens + 1)
+        return next(n for n in ends if any(self.layout.settles_at(b, table.arrived[b] + n) for b in self._fresh))
+
+    # -- a step ----------------------------------------------------------------------------------------------------
     def reserve(self, table: PageTable, tokens: int | Sequence[int], seal: bool = False) -> Reservation:
-        """Take every page that appending ``tokens`` tokens (to each fresh bucket, or a number for each) can need; with
-        ``seal`` also those to seal full pages of the buckets into that get some.
+        """Take every page that appending ``tokens`` tokens (to each fresh bucket, or a number for each bucket) can
+        need; with ``seal`` also those that the buckets which get some seal full pages into and move tokens to.
 
         ``table.pages`` then includes the new pages of the fresh buckets. Raises OutOfPages; nothing was taken then.
         """
-        each = [tokens] * len(self.strides) if isinstance(tokens, int) else list(tokens)
-        p = self.plan.page_tokens
-        counts, cows, full = [0] * len(self.strides), [], {}
-        for b in self._fresh:
-            held, pages = table.lengths[b], table.pages[b]
-            counts[b] = -(-(held + each[b]) // p) - len(pages)
-            if each[b] and held % p and self._owners[b][pages[held // p]] > 1:
-                cows.append(b)
-                counts[b] += 1
-            if seal and each[b] and self._cold[b]:
-                full[b] = (held + each[b]) // p
-                for cold in self._cold[b]:
-                    counts[cold] += full[b]
-        taken = self.take(counts)
-        done = Reservation(table, each, [0] * len(counts))
-        for b in cows:
-            place, target = table.lengths[b] // p, taken[b].pop()
-            done.copies.append(Copy(b, table.pages[b][place], target))
-            table.pages[b][place] = target
-        for b in self._fresh:
-            table.pages[b] += taken[b]
-            done.added[b] = len(taken[b])
-        for b, count in full.items():
-            cold = [taken[c] for c in self._cold[b]]
-            sealed = table.lengths[self._cold[b][0]]  # a cold bucket keeps every token, so this many went before
-            done.seals += [
-                Seal(b, table.pages[b][i], tuple(ids[i] for ids in cold), sealed + i * p) for i in range(count)
-            ]
+        p, buckets = self.plan.page_tokens, range(len(self.strides))
+        more = [tokens] * len(buckets) if isinstance(tokens, int) else list(tokens)
+        fresh = [b for b in self._fresh if more[b]]
+        more = [more[b] if b in fresh else 0 for b in buckets]
+        lengths = [held + new for held, new in zip(table.lengths, more, strict=True)]
+        counts = [-(-lengths[b] // p) - len(table.pages[b]) if b in fresh else 0 for b in buckets]
+        shared = [b for b in fresh if self._writes_shared(table, b)]
+        moves = {b: settle(self.layout, b, lengths, table.arrived[b] + more[b]) for b in fresh} if seal else {}
+        taken = self.take(self._counts(counts, shared, moves))
+        spare = [iter(ids) for ids in taken]
+        during = [ids + list(islice(spare[b], counts[b])) for b, ids in enumerate(table.pages)]
+        done = Reservation(table, more, taken, table.pages, during, lengths, seal)
+        for b in shared:
+            place, target = table.lengths[b] // p, next(spare[b])
+            done.copies.append(Copy(b, during[b][place], target))
+            during[b][place] = target
+        table.pages = during
+        for b, move in moves.items():
+            self._move(done, b, move, spare)
         return done
 
+    def _writes_shared(self, table: PageTable, b: int) -> bool:
+        place, within = divmod(table.lengths[b], self.plan.page_tokens)
+        return within > 0 and self._owners[b][table.pages[b][place]] > 1
+
+    def _counts(self, appended: list[int], shared: list[int], moves: Mapping[int, Moves]) -> list[int]:
+        """Pages of each bucket: to append to, to copy to, to seal into and to move to."""
+        counts = list(appended)
+        for b in shared:
+            counts[b] += 1
+        for b, move in moves.items():
+            for c in self._cold[b]:
+                counts[c] += move.seals
+            for choice in move.choices:
+                for target, pages in pages_of(choice, self.plan.page_tokens):
+                    counts[target] += pages
+        return counts
+
+    def _move(self, done: Reservation, b: int, move: Moves, spare: list[Iterator[int]]) -> None:
+        """Give each move of fresh bucket ``b`` its pages; ``done.after`` is then what the table comes to."""
+        p, cold, first = self.plan.page_tokens, self._cold[b], done.table.arrived[b] + done.tokens[b] - done.lengths[b]
+        if not move.seals and not move.choices:
+            return
+        done.after = [list(ids) for ids in done.after] if done.after is done.table.pages else done.after
+        sealed = {c: list(islice(spare[c], move.seals)) for c in cold}
+        for i in range(move.seals):
+            done.seals.append(Seal(b, done.after[b][i], tuple(sealed[c][i] for c in cold), first + i * p))
+        del done.after[b][: move.seals]
+        done.lengths[b] -= move.seals * p
+        for c in cold:
+            done.after[c] += sealed[c]
+            done.lengths[c] += move.seals * p
+        for choice in move.choices:
+            source, targets = tuple(done.after[choice.bucket]), []
+            done.after[choice.bucket], done.lengths[choice.bucket] = [], 0
+            for (target, spans), (_, pages) in zip(choice.to, pages_of(choice, p), strict=True):
+                targets.append(tuple(islice(spare[target], pages)))
+                done.after[target] += targets[-1]
+                done.lengths[target] += sum(stop - start for start, stop in spans)
+            done.rankings.append(Ranking(choice, source, tuple(targets)))
+
     def commit(self, done: Reservation) -> None:
-        """The step has run and its seals are done: the tokens are there."""
+        """The step has run and its moves are done: the tokens are there."""
         table = done.table
+        table.pages, table.lengths = done.after, done.lengths
+        table.arrived = [n + new for n, new in zip(table.arrived, done.tokens, strict=True)]
+        if not (done.copies or done.seals or done.rankings):
+            return
+        for b, after in enumerate(done.after):
+            kept = set(after)
+            for page in (*done.before[b], *done.taken[b]):
+                if page not in kept:
+                    self._drop(b, page)
+
+    def forgotten(self, done: Reservation, prompt_ended: bool) -> list[int]:
+        """Buckets whose scores begin anew after a committed step: where rows count only until tokens can be ranked."""
+        probe, found = self.plan.probe, []
+        if probe is None or probe.accumulated or not done.seal:
+            return found
         for b in self._fresh:
-            table.lengths[b] += done.tokens[b]
-        for copy in done.copies:
-            self._drop(copy.bucket, copy.source)
-        for seal in done.seals:
-            table.pages[seal.fresh].remove(seal.page)
-            table.lengths[seal.fresh] -= self.plan.page_tokens
-            self._drop(seal.fresh, seal.page)
-            for cold, page in zip(self._cold[seal.fresh], seal.cold_pages, strict=True):
-                table.pages[cold].append(page)
-                table.lengths[cold] += self.plan.page_tokens
+            if done.tokens[b] and (prompt_ended or done.table.arrived[b] % self.plan.page_tokens == 0):
+                found += [b, *self._cold[b]]
+        return found
 
     def rollback(self, done: Reservation) -> None:
         """The step did not happen: every page goes back, the table is what it was."""
-        table = done.table
-        for seal in done.seals:
-            for cold, page in zip(self._cold[seal.fresh], seal.cold_pages, strict=True):
-                self._drop(cold, page)
-        for b, count in enumerate(done.added):
-            for _ in range(count):
-                self._drop(b, table.pages[b].pop())
-        for copy in done.copies:
-            pages = table.pages[copy.bucket]
-            pages[pages.index(copy.target)] = copy.source
-            self._drop(copy.bucket, copy.target)
-
-    def truncate(self, table: PageTable, bucket: int, tokens: int) -> None:
-        """After ``Session.evict``: the bucket keeps ``tokens`` tokens; the pages behind them go back."""
-        keep = -(-tokens // self.plan.page_tokens)
-        for page in table.pages[bucket][keep:]:
-            self._drop(bucket, page)
-        del table.pages[bucket][keep:]
-        table.lengths[bucket] = tokens
+        done.table.pages = done.before
+        self.drop(done.taken)
 
     def fork(self, table: PageTable) -> PageTable:
-        """A second sequence over the same pages; whoever writes to a shared page first gets its own copy."""
+        """A second sequence over the same pages; whoever writes to a shared page first gets its own copy.
+
+        Raises KvlatheError where a token rule forbids it.
+        """
+        if not self.plan.sharable:
+            raise KvlatheError(
+                "this sequence cannot be forked",
+                "its engine ranks tokens by what later ones attend, so two continuations keep different ones",
+                "send the prompt again, or build without a token rule",
+            )
         self.share(table.pages)
-        return PageTable([list(ids) for ids in table.pages], list(table.lengths))
+        return PageTable([list(ids) for ids in table.pages], list(table.lengths), list(table.arrived))
 
     def release(self, table: PageTable) -> None:
         """Give everything back. The table is empty and may be released again."""
         self.drop(table.pages)
         table.pages = [[] for _ in self.strides]
-        table.lengths = [0] * len(self.strides)
+        table.lengths, table.arrived = [0] * len(self.strides), [0] * len(self.strides)
 
     def swap_out(self, table: PageTable, mover: PageMover) -> Swapped:
         """Move a sequence to host memory and release its pages."""
         data = [[mover.read_page(b, page) for page in ids] for b, ids in enumerate(table.pages)]
-        swapped = Swapped(data, list(table.lengths))
+        swapped = Swapped(data, list(table.lengths), list(table.arrived))
         self.release(table)
         return swapped
 
@@ -184,4 +278,4 @@ class PagePool(PageArena):
         except BaseException:
             self.drop(taken)
             raise
-        return PageTable(taken, list(swapped.lengths))
+        return PageTable(taken, list(swapped.lengths), list(swapped.arrived))

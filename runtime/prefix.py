@@ -14,13 +14,23 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from kvlathe.errors import KvlatheError
 from kvlathe.runtime.pool import PagePool, PageTable
 
 
 class PrefixCache:
-    """Of one pool. ``hits`` counts tokens that were not computed again."""
+    """Of one pool. ``hits`` counts tokens that were not computed again.
+
+    Raises KvlatheError where the plan's token rules forbid sharing.
+    """
 
     def __init__(self, pool: PagePool) -> None:
+        if not pool.plan.sharable:
+            raise KvlatheError(
+                "this engine cannot share prefixes",
+                "it ranks the tokens of a prompt by what later ones attend, so equal beginnings do not stay equal",
+                "load it without sharing, or build without a token rule",
+            )
         self.pool, plan = pool, pool.plan
         self.seals = any(bucket.source is not None for bucket in plan.buckets)
         self.block = plan.prefill_chunk if self.seals else plan.page_tokens
@@ -42,6 +52,7 @@ class PrefixCache:
             found += self.block
         self.pool.share(table.pages)
         table.lengths = [found if kept else 0 for kept in self._kept]
+        table.arrived = [found if bucket.source is None else 0 for bucket in self.pool.plan.buckets]
         self.hits += found
         return table, found
 

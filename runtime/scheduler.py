@@ -59,7 +59,7 @@ class Scheduler:
     # -- who is here -----------------------------------------------------------------------------------------------
     def check(self, sequence: Sequence) -> None:
         """Raises KvlatheError if it could never be served."""
-        if not self.pool.fits([self.pool.worst_pages(sequence.most_tokens)]):
+        if not self.pool.fits([self.pool.worst_pages(sequence.most_tokens, sequence.prompt_tokens)]):
             raise KvlatheError(
                 f"a sequence of up to {sequence.most_tokens} tokens does not fit",
                 f"the cache has {self.pool.arena_bytes:,} bytes",

@@ -12,6 +12,7 @@ from itertools import chain
 import numpy as np
 
 from kvlathe.runtime.pool import PageTable, Reservation
+from kvlathe.runtime.probes import Probes
 from kvlathe.runtime.sampler import Sampler, SamplingParams, TokenLogprob, logprob
 from kvlathe.runtime.session import Int32, StepPlan
 from kvlathe.runtime.staging import Staging
@@ -45,6 +46,7 @@ class Sequence:
     text: TextStream | None = None
     cached: int = 0
     salt: bytes = b""  # the tenant: sequences share pages with those of the same salt, and take turns with the others
+    probes: Probes | None = None  # which of its rows are observed, where the plan has a probe
     staging: Staging | None = None  # while its prompt passes the stages of its plan one after the other
     prompt_rows: list[int] | None = None  # of a staged prompt: the rows that each layer computed
     beginning: Beginning | None = None
@@ -100,8 +102,11 @@ class Sequence:
         return min(end - self.cached, budget)
 
     def seals_at(self, end: int) -> bool:
-        """Whether full pages seal once ``end`` tokens are cached: on the grid, at the prompt's end, in decoding."""
-        return end % self.chunk == 0 or end >= self.prompt_tokens
+        """Whether full pages seal once ``end`` tokens are cached: on the grid, at the prompt's end, in decoding.
+
+        A prompt whose tokens are ranked seals at its end only.
+        """
+        return end >= self.prompt_tokens or (end % self.chunk == 0 and (self.probes is None or not self.probes.probe))
 
     # What the next ``count`` tokens mean, which may be rows of one pass of a staged prompt.
     def arriving(self, count: int) -> int | list[int]:
@@ -119,6 +124,12 @@ class Sequence:
 
     def seals_after(self, count: int) -> bool:
         return count == self.staging.left if self.staging else self.seals_at(self.cached + count)
+
+    def ends_prompt(self, count: int) -> bool:
+        """Whether the prompt, or its pass, ends with them."""
+        if self.staging:
+            return count == self.staging.left
+        return self.cached < self.prompt_tokens <= self.cached + count
 
     def completes(self, count: int) -> bool:
         """Whether every known token is cached then, so that the next one can be chosen."""
@@ -193,7 +204,20 @@ def pack(chunks: Items[Chunk]) -> StepPlan:
         page_tables=tuple(map(_page_table, zip(*(sequence.table.pages for sequence in sequences), strict=True))),
         logit_rows=np.array([s + i for s, c in zip(starts.tolist(), chunks, strict=False) for i in c.wanted], np.int32),
     )
-    return _staged(step, chunks) if any(sequence.staging for sequence in sequences) else step
+    step = _staged(step, chunks) if any(sequence.staging for sequence in sequences) else step
+    return _observed(step, chunks) if any(sequence.probes for sequence in sequences) else step
+
+
+def _observed(step: StepPlan, chunks: Items[Chunk]) -> StepPlan:
+    """The step with the weights of its rows, whose positions it has."""
+    weights = np.zeros(len(step.input_ids), np.float32)
+    for chunk, start in zip(chunks, step.query_starts.tolist(), strict=False):
+        if chunk.sequence.probes:
+            rows = slice(start, start + chunk.count)
+            first, last = step.positions[rows][[0, -1]].tolist()
+            found = chunk.sequence.probes.weights(chunk.sequence.tokens, first, last + 1)
+            weights[rows] = found[step.positions[rows] - first]
+    return dataclasses.replace(step, probe_weights=weights)
 
 
 def _staged(step: StepPlan, chunks: Items[Chunk]) -> StepPlan:

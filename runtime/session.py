@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,15 @@ class StepPlan:
     hidden: npt.NDArray[np.float32] | None = None  # [T, D] rows that enter past stage 0; then those that leave early
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Of a sequence's tokens in one bucket, [lanes of the bucket, tokens]: the probe mass of each, and its position
+    where the plan keeps those."""
+
+    mass: Float32
+    position: Int32 | None
+
+
 class PageMover(Protocol):
     """The calls that move whole pages: all that page accounting needs to know of a session."""
 
@@ -52,12 +63,17 @@ class Session(PageMover, Protocol):
     """A loaded engine. ``run`` computes; the other calls change the pool between steps, on whole pages."""
 
     def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
-        """Logits [R, vocab]; the step's rows are written to the places after ``lengths`` in the fresh buckets.
+        """Logits [R, vocab]; the step's rows are written to the places after ``lengths`` in the fresh buckets, and what
+        observed rows attended is added to the scores of the pages.
 
         Where ``step.mass`` is given, it holds the observed rows' attention afterwards: of all kept lanes, layer by
         layer. Where ``step.stages`` is given, only those of the layers that each sequence passes are computed, and
         ``step.hidden`` holds afterwards what its tokens leave with.
         """
+        ...
+
+    def unobserve(self) -> None:
+        """The scores are again what they were before the last ``run``: its step is rolled back."""
         ...
 
     def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...], position: int) -> None:
@@ -67,6 +83,20 @@ class Session(PageMover, Protocol):
         """
         ...
 
-    def evict(self, bucket: int, pages: Int32, keep: npt.NDArray[np.int64]) -> None:
-        """Compact a sequence's lanes: ``keep`` [lanes of the bucket, n] are the kept token places, ascending."""
+    def scores(self, bucket: int, pages: Sequence[int], tokens: int) -> Scores:
+        """Of the first ``tokens`` tokens in ``pages`` of a bucket whose tokens are ranked."""
+        ...
+
+    def move(
+        self, source: int, pages: Sequence[int], target: int, target_pages: Sequence[int], places: npt.NDArray[np.int64]
+    ) -> None:
+        """Write tokens of a sequence, with their scores, into new pages of bucket ``target``, in its number format.
+
+        ``places`` [lanes of the target, n]: for each lane (in lane order) the places of its tokens in ``pages`` of
+        bucket ``source``, ascending. Within a bucket the bytes stay what they are; else the target's pages are filled.
+        """
+        ...
+
+    def forget(self, bucket: int, pages: Sequence[int]) -> None:
+        """The probe mass of all tokens in ``pages`` is 0 from now on."""
         ...

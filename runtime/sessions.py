@@ -76,8 +76,10 @@ def attention(manifest: Manifest) -> str:
 
 
 def cache_bytes(manifest: Manifest, layout: CacheLayout) -> int:
-    """Room for a full batch of the longest sequences, at most what the memory there is allows."""
+    """Room for a full batch of the longest sequences and, where prompts are ranked when they end, for two that have
+    not; at most what the memory there is allows."""
     limits: Limits = manifest.limits
     pages = 2 * len(layout.page_stride) * max(layout.page_stride)
     full = limits.max_batch_size * (layout.bytes_for(limits.max_seq_len) + pages)
+    full += 2 * layout.prompt_bytes(limits.max_seq_len) if layout.plan.ranked else 0
     return min(full, RUNNERS[manifest.backend].room(manifest))

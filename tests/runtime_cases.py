@@ -21,7 +21,7 @@ from kvlathe.export.checkpoint import Checkpoint
 from kvlathe.export.decoder import Decoder
 from kvlathe.export.fold import decoder_from, fold
 from kvlathe.export.layout import CacheLayout
-from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
+from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Probe, Tier, TokenRule
 from kvlathe.export.to_onnx import export_onnx
 from kvlathe.runtime.host_pages import HostPages
 from kvlathe.runtime.llm import LLM
@@ -33,6 +33,10 @@ from kvlathe.runtime.tokenizer import Tokenizer
 
 MODEL = Path(__file__).resolve().parents[1] / "models" / "lathe-5m"
 HOT, U8 = Tier(32, 32), Tier(8, 8, "rank", "token", 64, 64)
+FOUR = Tier(4, 4, "rank", "rank", 64, 64, rounding="stochastic")
+NORMALIZED = Probe(recent=0.05, random=0.05, normalized=True)
+HEAVY = Probe(recent=1.0, pooling=5, noise=0.5)
+RANKED = ("divided", "budget", "sealed budget")
 CODED = Tier(4, 4, "rank", "token", 64, 32, "int", "stochastic")
 torch.set_num_threads(1)  # small matrices; the tests run side by side
 BACKENDS = ("torch", "onnx")
@@ -40,12 +44,17 @@ LIMITS = Limits(max_batch_size=8, max_num_tokens=1024, max_input_len=3072, max_s
 
 
 def plan_for(
-    shape: ModelShape, tiers: tuple[Tier, ...], buckets: tuple[Bucket, ...], page: int = 64, chunk: int = 512
+    shape: ModelShape,
+    tiers: tuple[Tier, ...],
+    buckets: tuple[Bucket, ...],
+    page: int = 64,
+    chunk: int = 512,
+    probe: Probe | None = None,
 ) -> CompressionPlan:
     """Every lane at full rank, nothing projected."""
     d = shape.head_dim
     lanes = tuple(Lane(i, h, d, d, d) for i in range(shape.layers) for h in range(shape.kv_heads))
-    return CompressionPlan(shape, lanes, tiers, buckets, page_tokens=page, prefill_chunk=chunk)
+    return CompressionPlan(shape, lanes, tiers, buckets, page_tokens=page, prefill_chunk=chunk, probe=probe)
 
 
 def plans(shape: ModelShape, page: int = 64, chunk: int = 512) -> dict[str, CompressionPlan]:
@@ -65,6 +74,30 @@ def plans(shape: ModelShape, page: int = 64, chunk: int = 512) -> dict[str, Comp
             page,
             chunk,
         ),
+        **ranked_plans(shape, page, chunk),
+    }
+
+
+def ranked_plans(shape: ModelShape, page: int = 64, chunk: int = 512) -> dict[str, CompressionPlan]:
+    """Plans whose tokens are ranked: divided between two number formats, or cut to budgets, hot or sealed."""
+    every = tuple(range(shape.layers * shape.kv_heads))
+    budgets = [TokenRule("budget", budget=n * page, recent=r) for n, r in ((2, 0), (3, 16))]
+    cold = (
+        Bucket(0, every),
+        Bucket(1, every[1:], 0, budgets[0]),
+        Bucket(2, every[:1], 0, budgets[1]),
+    )
+    divided = (
+        Bucket(0, every),
+        Bucket(1, every, 0, TokenRule("share", share=0.6)),
+        Bucket(2, every, 0, TokenRule("share", share=0.4)),
+    )
+    fresh = (Bucket(0, every[::2], None, budgets[0]), Bucket(0, every[1::2], None, budgets[1]))
+    eight = Tier(8, 8, "rank", "rank")
+    return {
+        "divided": plan_for(shape, (HOT, U8, FOUR), divided, page, chunk, NORMALIZED),
+        "budget": plan_for(shape, (HOT,), fresh, page, chunk, Probe(last=8, accumulated=False)),
+        "sealed budget": plan_for(shape, (HOT, FOUR, eight), cold, page, chunk, HEAVY),
     }
 
 
@@ -79,7 +112,8 @@ class TorchSession(HostPages):
     @torch.inference_mode()
     def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
         tensor = torch.from_numpy
-        logits, rows = self.decoder(
+        probed = [] if self.plan.probe is None else [tensor(step.probe_weights)]
+        logits, rows, *mass = self.decoder(
             tensor(step.input_ids),
             tensor(step.positions),
             tensor(step.query_starts),
@@ -88,8 +122,10 @@ class TorchSession(HostPages):
             [tensor(table) for table in step.page_tables],
             self.pools,
             tensor(step.logit_rows),
+            *probed,
         )
         self.append(step, rows.numpy())
+        self.page_scores.observe((step, found.numpy(), 0) for found in mass)
         return logits.numpy()
 
 
@@ -123,6 +159,7 @@ def llm(backend: str, kind: str, tokens: int = 8192, limits: Limits = LIMITS) ->
     """With room for about ``tokens`` cached tokens."""
     layout = CacheLayout(decoder(kind).plan)
     size = layout.bytes_for(tokens) + 8 * len(layout.page_stride) * max(layout.page_stride)
+    size += layout.prompt_bytes(tokens) if layout.plan.ranked else 0
     return LLM(session(backend, kind, size, limits), layout.plan, limits, Tokenizer(MODEL), size)
 
 

@@ -225,35 +225,3 @@ def test_bytes_of_a_sequence_are_the_layouts_promise() -> None:
         for tokens in range(1, 5 * PAGE):
             pool.commit(pool.reserve(table, 1, seal=True))
             assert pool.bytes_in_use == layout.bytes_for(tokens)
-
-
-def read(host: HostPages, table: PageTable) -> list[np.ndarray]:
-    """K and V of every lane of bucket 0, all tokens of its pages."""
-    parts = [part for pair in host.parts[0].values() for part in pair]
-    return [np.concatenate([part.read(host.rows[0][page]) for page in table.pages[0]]) for part in parts]
-
-
-def test_evicted_tokens_give_their_pages_back() -> None:
-    layout = CacheLayout(plan_of("one"))
-    pool = PagePool(layout, 20 * layout.page_stride[0])
-    host = HostPages(layout, pool.arena_bytes)
-    table = pool.open()
-    pool.commit(pool.reserve(table, 4 * PAGE))
-    rows = np.random.default_rng(0).standard_normal((4 * PAGE, host.row_width)).astype(np.float32)
-    step = StepPlan(
-        *(np.zeros(4 * PAGE, np.int32),) * 2,
-        np.array([0, 4 * PAGE], np.int32),
-        np.arange(4 * PAGE, dtype=np.int32),
-        np.zeros((1, 1), np.int32),
-        (np.array(table.pages, np.int32),),
-        np.zeros(0, np.int32),
-    )
-    host.append(step, rows)
-    before = read(host, table)
-    keep = np.sort(np.random.default_rng(1).permuted(np.tile(np.arange(4 * PAGE), (4, 1)), axis=1)[:, :21], axis=1)
-    host.evict(0, np.array(table.pages[0], np.int32), keep)
-    pool.truncate(table, 0, 21)
-    assert len(table.pages[0]) == 2 and pool.bytes_in_use == 2 * layout.page_stride[0]
-    after = [values[:21] for values in read(host, table)]
-    for i, (old, new) in enumerate(zip(before, after, strict=True)):
-        np.testing.assert_array_equal(new, old[keep[i // 2]])

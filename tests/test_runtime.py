@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import pytest
-from runtime_cases import BACKENDS, LIMITS, at_once, decoder, forced, llm, session, text
+from runtime_cases import BACKENDS, LIMITS, RANKED, at_once, decoder, forced, llm, session, text
 
 from kvlathe.errors import KvlatheError
 from kvlathe.runtime.llm import LLM
@@ -81,13 +81,17 @@ def test_greedy_answers_are_the_argmax_of_one_pass() -> None:
 
 
 def test_the_cache_holds_what_the_layout_promises() -> None:
-    for kind in ("one", "split", "sealed", "sealed split"):
+    for kind in ("one", "split", "sealed", "sealed split", *RANKED):
         engine = llm("torch", kind)
-        stream = engine.stream(list(text(100)), SamplingParams(max_new_tokens=40, ignore_eos=True))
+        prompt = list(text(300 if kind in RANKED else 100))
+        stream = engine.stream(prompt, SamplingParams(max_new_tokens=90 if kind in RANKED else 40, ignore_eos=True))
         for _ in stream:
             sequence = next(iter(engine.engine.scheduler.running), None)
             if sequence is not None:
                 assert engine.pool.bytes_in_use == engine.layout.bytes_for(sequence.cached)
+                assert sequence.table.lengths == [
+                    engine.layout.held(b, sequence.cached) for b in range(len(sequence.table.lengths))
+                ]
         assert engine.pool.bytes_in_use == 0
 
 
@@ -110,10 +114,10 @@ def test_requests_wait_for_room_and_answers_do_not_change() -> None:
     assert max(running) < 4 and tight.pool.bytes_in_use == 0
 
 
-@pytest.mark.parametrize("kind", ["split", "sealed"])
+@pytest.mark.parametrize("kind", ["split", "sealed", *RANKED])
 def test_a_swapped_sequence_goes_on_as_if_nothing_had_happened(kind: str) -> None:
-    prompts = [list(text(100)), list(text(70, 200))]
-    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    prompts = [list(text(400 if kind in RANKED else 100)), list(text(70, 200))]
+    params = SamplingParams(max_new_tokens=70 if kind in RANKED else 30, ignore_eos=True)
     engine = llm("torch", kind)
     expected = engine.generate(prompts, params)
     step, calls = engine.engine.step, []

@@ -288,4 +288,4 @@ def test_plans_that_this_runtime_cannot_keep_are_refused(buckets: tuple[Bucket, 
 def test_dropping_tokens_from_groups_along_tokens_is_refused() -> None:
     host = HostPages(CacheLayout(decoder("sealed").plan), 1 << 22)
     with pytest.raises(KvlatheError, match="groups run along the tokens"):
-        host.evict(1, np.zeros(1, np.int32), np.zeros((8, 3), np.int64))
+        host.move(1, [0], 1, [1], np.zeros((8, 3), np.int64))
