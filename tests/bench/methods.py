@@ -45,6 +45,10 @@ REQUESTS = {
         "hack:bits=4,sums=stored",
         "hack:bits=2",
         "hack:bits=2,rounding=stochastic",
+        "zipcache:high=4,low=2,salient=0.6",
+        "uncomp:budget=384",
+        "auto@0.7",
+        "auto@0.8",
     ),
     "comparison": ("palu:0.7", "palu:0.5", "kivi:bits=4", "kivi:bits=2", "kvquant:bits=4"),
     "compositions": (
@@ -53,9 +57,12 @@ REQUESTS = {
         "fdc:removal_rate=0.15+hack:bits=4,spin=none",
         "fdc:basis=balanced,removal_rate=0.15+hack:bits=4",
         "fdc:removal_rate=0.15+kvquant:bits=4",
+        "fdc:removal_rate=0.15+kivi:bits=2",
     ),
 }
-"""``palu:`` and the share of ranks that it keeps is no plan of ours: palu.py says how it is measured."""
+"""``request@ratio``: with --compression-ratio. ``palu:`` and the share of ranks that it keeps is no plan of ours:
+palu.py says how that is measured.
+"""
 
 CONTEXT = 3072
 QUICK = {"windows": 2, "window_tokens": 1024, "every": 15}
@@ -89,6 +96,7 @@ class Bench:
 
     def engine(self, model: Path, request: str, bits: int | None = None) -> LLM:
         self.built += 1
+        request, _, ratio = request.partition("@")
         kind = calibration(request)
         request_of = BuildRequest(
             model,
@@ -96,6 +104,7 @@ class Bench:
             request,
             kv_bits=bits or self.kv_bits,  # type: ignore[arg-type]
             workers=self.threads,
+            compression_ratio=float(ratio) if ratio else None,
             stats=None if kind is None else self.stats(kind),
         )
         return LLM.load(build(request_of), threads=self.threads)
