@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -44,7 +45,17 @@ def _cuda_attention(manifest: Manifest) -> str:
         return f"it will NOT run here: {found.reason}"
     if not found.native.cuda:
         return f"it will NOT run here: {found.native.path} holds no CUDA kernels; kvlathe native --cuda builds them"
+    if not _has_gpu():
+        return "it will NOT run here: the driver sees no GPU"
     return f"native CUDA kernels, decode steps as CUDA graphs ({found.native.path})"
+
+
+def _has_gpu() -> bool:
+    try:
+        cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+        return cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 and count.value > 0
+    except OSError:
+        return False
 
 
 def _host_room(manifest: Manifest) -> int:
