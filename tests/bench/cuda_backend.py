@@ -98,7 +98,8 @@ class Bench:
         self.sequence_bytes = layout.bytes_for(tokens) + 2 * sum(layout.page_stride)
         self.most = free // self.sequence_bytes
         self.batch = batch or int(self.most)
-        size = free if not batch else min(free, self.batch * (self.sequence_bytes + 8 * sum(layout.page_stride)))
+        wanted = self.batch * (layout.bytes_for(tokens + 4096) + 16 * sum(layout.page_stride))
+        size = min(free, max(wanted, 8 << 30)) if batch else free
         limits = Limits(self.batch, max(512, self.batch), 131072, tokens + 8192)
         self.session = CudaSession.of(library, decoder, self.plan, limits, size)
         for start in range(0, len(self.session.pool), 1 << 30):  # bytes below 0x3c: every half of them is small

@@ -32,6 +32,8 @@ from tests.native.step16 import Step16
 FLOAT, HALF, INT8, INT32 = 0, 1, 2, 3
 TYPES = {torch.float16: HALF, torch.int8: INT8, torch.int32: INT32}
 Array = np.ndarray
+RARE = [HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much]
+"""Most plans that are drawn are not in 16 bit."""
 
 
 class Tensor(Structure):
@@ -201,7 +203,7 @@ def test_everything_up_to_enqueue(host: Host, tier: Tier | None) -> None:
     assert job.workspace_bytes > 6 * 4 * 80 * 2
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=RARE)
 @given(case=cases())
 def test_any_plan_in_16_bit_is_taken(host: Host, case: Case) -> None:
     """Every set of inputs that a plan can have: RoPE or none, projections or none, up to three buckets."""
@@ -262,7 +264,7 @@ def test_enqueue_says_what_is_missing_and_does_not_throw(host: Host) -> None:
     refused(call, "enqueue failed", memory)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=RARE)
 @given(case=cases())
 def test_answers_and_pages_on_the_gpu(host: Host, case: Case) -> None:
     """o, rows and the pool, after build, serialization, deserialization and a dirty workspace."""
