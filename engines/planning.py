@@ -103,7 +103,7 @@ def _measured_on(request: BuildRequest) -> BuildRequest:
 
 def plan_for(request: BuildRequest, checkpoint: Checkpoint) -> Planned:
     """Plan a ``resolved`` request: calibrate where its methods need it, search where it asks for an accuracy."""
-    from kvlathe.export.methods import CacheForm, Options, compose, families, measured
+    from kvlathe.export.methods import CacheForm, Options, beside, compose, families, measured
     from kvlathe.export.search import read_exam, search
 
     options = Options(
@@ -122,7 +122,8 @@ def plan_for(request: BuildRequest, checkpoint: Checkpoint) -> Planned:
     if request.accuracy is not None:
         exam = read_exam(checkpoint, request.metric, request.text, request.retrieval)
         known_by = (checkpoint.digest, stats and stats.digest, options, form, request.text, request.retrieval)
-        made = search(checkpoint, open_to or families(*about), request.accuracy, exam, known_by, curves)
+        shown = beside(spec.shape, spec.rope is not None, stats, form) if open_to else ()
+        made = search(checkpoint, open_to or families(*about), request.accuracy, exam, known_by, curves, shown)
     elif open_to:
         made = open_to[0].at(request.compression_ratio or 0.0)
     else:

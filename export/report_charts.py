@@ -165,19 +165,31 @@ def _name_cells(ax: Axes, layers: int, heads: int) -> None:
 
 
 @styled
-def accuracy_curve(curve: Mapping[str, Any], chosen: float) -> Markup:
-    """Score against the fraction of bytes removed, the score that had to be kept, and this engine's place on it."""
-    figure, (ax,) = _axes(3.1)
-    points = sorted((float(p["removed"]), float(p["score"])) for p in curve["points"])
-    removed, scores = np.array(points).T
-    ax.plot(100 * removed, scores, "-o", color=KEY, ms=4, lw=1.4, label="measured")
+def accuracy_curve(curve: Mapping[str, Any], chosen: float | None) -> Markup:
+    """Score against the fraction of bytes removed: one line for each request that was measured (point["of"]), the score
+    that had to be kept, and this engine's place.
+    """
+    groups = sorted(
+        {str(p.get("of", "measured")) for p in curve["points"]}, key=lambda name: (name != curve.get("of"), name)
+    )
+    figure, (ax,) = _axes(3.1 if len(groups) == 1 else 4.2)
+    for i, name in enumerate(groups):
+        own = [p for p in curve["points"] if str(p.get("of", "measured")) == name]
+        removed, scores = np.array(sorted((float(p["removed"]), float(p["score"])) for p in own)).T
+        colour = KEY if i == 0 else LAYERS((i - 1) / max(1, len(groups) - 2))
+        width, marker = (1.6, "o") if i == 0 else (0.9, "sD^vP*X"[(i - 1) % 7])
+        ax.plot(100 * removed, scores, "-", marker=marker, color=colour, ms=4.5, lw=width, label=name)
     ax.axhline(curve["baseline"], color=MUTED, lw=0.9, label="uncompressed")
     if curve.get("target") is not None:
         ax.axhline(curve["target"], color=VALUE, lw=1.2, ls="--", label="required")
-    ax.axvline(100 * chosen, color=MUTED, lw=0.9, ls=":", label="this engine")
+    if chosen is not None:
+        ax.axvline(100 * chosen, color=MUTED, lw=0.9, ls=":", label="this engine")
     ax.set_xlabel("KV bytes removed, %")
     ax.set_ylabel(str(curve["metric"]))
-    ax.legend(loc="best")
+    if len(groups) == 1:
+        ax.legend(loc="best")
+    else:
+        ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
     return _svg(figure, "curve", f"{curve['metric']} against KV bytes removed")
 
 

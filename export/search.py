@@ -34,8 +34,11 @@ WINDOW_TOKENS = 1024
 QUESTIONS = 16
 """A search scores many plans, so it reads less than an evaluation: these many windows, and questions evenly spaced."""
 
-RESOLUTION = 0.02
+RESOLUTION = 0.01
 """Bisection stops when the best ratio is known to this fraction of the uncompressed bytes."""
+
+BESIDE = (0.2, 0.4)
+"""Where between their ends families are scored that only stand beside others."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ class TorchOracle:
         self._decoder = decoder
 
     def logits(self, token_ids: Sequence[int], rows: Sequence[int]) -> npt.NDArray[np.float32]:
-        return self._decoder.logits(token_ids, rows).numpy()
+        return self._decoder.logits(token_ids, rows).cpu().numpy()
 
 
 # -- scores ------------------------------------------------------------------------------------------------------------
@@ -200,15 +203,16 @@ def search(
     exam: Exam,
     known_by: object,
     remembered: Path | None = None,
+    beside: Sequence[Family] = (),
 ) -> Made:
     """The plan of ``families`` that removes most while its score is at least ``accuracy`` times the uncompressed score.
 
     Perplexity scores by its inverse: accuracy 0.99 allows a ratio of 1 / 0.99. ``remembered``: a folder for scores;
-    ``known_by``: what they depend on beside the exam. The measured points are the plan's notes["curve"]. Raises
-    KvlatheError, naming the best there is, if nothing can be removed.
+    ``known_by``: what they depend on beside the exam; ``beside``: scored at BESIDE for comparison. The measured points
+    are the plan's notes["curve"]. Raises KvlatheError, naming the best there is, if nothing can be removed.
     """
     key = hashlib.sha256(json.dumps((repr(known_by), exam.digest)).encode()).hexdigest()[:32]
-    searcher = Searcher(checkpoint, families, exam, Scores.open(remembered, key))
+    searcher = Searcher(checkpoint, [*families, *beside], exam, Scores.open(remembered, key))
     baseline = searcher.baseline()
     if baseline <= 0:
         raise KvlatheError(
@@ -222,8 +226,12 @@ def search(
             best = found, family
     if best is None:
         _refuse(searcher, accuracy, baseline)
+    for family in beside:
+        for ratio in dict.fromkeys(family.least + share * (family.most - family.least) for share in BESIDE):
+            searcher.score(family, ratio)
     plan, basis = best[1].plan(best[0])
-    return dataclasses.replace(plan, notes=plan.notes | {"curve": _curve(searcher, accuracy, baseline)}), basis
+    curve = _curve(searcher, accuracy, baseline) | {"of": best[1].name}
+    return dataclasses.replace(plan, notes=plan.notes | {"curve": curve}), basis
 
 
 def largest(

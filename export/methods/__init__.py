@@ -7,6 +7,7 @@ that decide different things compose, in any order.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
@@ -35,6 +36,7 @@ __all__ = [
     "Family",
     "Method",
     "Options",
+    "beside",
     "best_ratio",
     "calibration",
     "compose",
@@ -71,11 +73,11 @@ class Method:
 
 
 METHODS: dict[str, Method] = {
-    "auto": Method(auto.SUMMARY, auto.CALIBRATION, auto.rotate, measured=True),
     "none": Method(none.SUMMARY),
     "fdc": Method(fdc.SUMMARY, fdc.CALIBRATION, fdc.rotate),
     "zack": Method(zack.SUMMARY, zack.CALIBRATION, zack.rotate),
     "hack": Method(hack.SUMMARY, plan=hack.plan, sizes=hack.SIZES),
+    "auto": Method(auto.SUMMARY, auto.CALIBRATION, auto.rotate, measured=True),
     "kivi": Method(kivi.SUMMARY, plan=kivi.plan),
     "uncomp": Method(uncomp.SUMMARY, uncomp.CALIBRATION, choose=uncomp.choose),
     "kvquant": Method(kvquant.SUMMARY, plan=kvquant.plan),
@@ -275,6 +277,18 @@ def removed(plan: CompressionPlan, bits: int) -> float:
     """Share of the bytes that ``plan`` removes of the uncompressed cache in ``bits`` a number, a long sequence."""
     whole = 2 * len(plan.lanes) * plan.model.head_dim * bits / 8
     return 1 - CacheLayout(plan).bytes_per_token() / whole
+
+
+def beside(shape: ModelShape, rope: bool, stats: Stats | None, form: CacheForm) -> list[Family]:
+    """What measured plans are shown beside: every method that chooses ranks or a number format for all tokens. One that
+    this form cannot hold is left out.
+    """
+    found: list[Family] = []
+    for name, method in METHODS.items():
+        if not method.measured and (method.sizes or method.rotate):
+            with contextlib.suppress(KvlatheError):
+                found += families(name, shape, rope, stats, Options(), form)
+    return found
 
 
 def families(
