@@ -55,8 +55,8 @@ void check_codes(const kvlathe_attend_decode_args& a, const kvlathe_part& part) 
               " for V: the CUDA kernels read one width");
   require(part.axis_k == KVLATHE_AXIS_RANK && part.axis_v == KVLATHE_AXIS_TOKEN, KVLATHE_UNSUPPORTED,
           "the CUDA kernels take products of codes: K in groups along the rank, V along the tokens");
-  require(a.page_tokens % kChunkTokens == 0 && (a.page_tokens & (a.page_tokens - 1)) == 0, KVLATHE_UNSUPPORTED,
-          "quantized pages of " + std::to_string(a.page_tokens) + " tokens: the CUDA kernels need 64, 128, 256, ...");
+  require(a.page_tokens == 64 || a.page_tokens == 128 || a.page_tokens == 256, KVLATHE_UNSUPPORTED,
+          "quantized pages of " + std::to_string(a.page_tokens) + " tokens: the CUDA kernels need 64, 128 or 256");
   require(part.group_v >= 32 && (part.group_v & (part.group_v - 1)) == 0, KVLATHE_UNSUPPORTED,
           "groups of " + std::to_string(part.group_v) + " tokens: the CUDA kernels need 32, 64, 128, ...");
 }
@@ -96,7 +96,7 @@ LaneParams lane_params16(const LaneRow& row, int32_t units_per_page) {
   int32_t units = 1;
   while (2 * units * bytes <= kTileBytes && 2 * units * copies <= kMostCopies && units_per_page % (2 * units) == 0)
     units *= 2;
-  return {row.k, row.v, bytes, 0, 0, uint16_t(bytes / kWeight), uint8_t(units), 0};
+  return {row.k, row.v, bytes, bytes * units, 0, 0, uint16_t(bytes / kWeight), uint8_t(units), 0};
 }
 
 // Quantized: a tile is the lane's whole slab of a page, K | metadata | V | metadata.
@@ -112,7 +112,8 @@ LaneParams lane_params_codes(const LaneRow& row, const kvlathe_part& part, int32
           KVLATHE_BAD_ARGUMENT,
           "the lane of head " + std::to_string(row.head) + " has other group counts than its part's groups give");
   const int32_t copied = (bytes + 15) / 16 * 16;
-  return {row.k, v, copied, uint16_t(k_meta / 16), uint16_t(v_meta / 16), uint16_t(copied / kWeight + kTileWeight),
+  const int32_t gaps = part.bits_k == 8 ? page_tokens / kPieceTokens * kPieceGap : 0;
+  return {row.k, v, copied, copied + gaps, uint16_t(k_meta / 16), uint16_t(v_meta / 16), uint16_t(copied / kWeight + kTileWeight),
           1, uint8_t(groups_k)};
 }
 
@@ -152,18 +153,21 @@ struct Launch {
   int grid, warps, shared_bytes;
 };
 
-// As many warps as leave each a ring of one and a half of the widest tiles, or of one.
+// As many warps as leave each a ring of one and a half of the widest tiles, or of one. Quantized tiles take more
+// instructions a byte, so there warps come first.
 template <int kParts>
 Launch fit(Params<kParts>& p, const Device& device, int static_bytes) {
   int widest = 0, elements = 0;
+  bool codes = false;
+  for (int i = 0; i < kParts; ++i) codes |= p.part[i].bits < 16;
   for (int h = 0; h < p.heads; ++h) {
-    for (const LaneParams& lane : p.head[h].lane) widest = std::max(widest, ring_room(lane.bytes * lane.tile_units));
+    for (const LaneParams& lane : p.head[h].lane) widest = std::max(widest, ring_room(lane.tile_bytes));
     elements = std::max(elements, p.group_size * p.head[h].rank_v);
     widest = std::max(widest, ring_room(p.group_size * p.head[h].rank_k * 2));
   }
-  for (const int halves : {3, 2}) {
+  for (int halves = codes ? 2 : 3; halves >= 2; --halves) {
     for (int blocks = kBlocksPerSM; blocks >= 1; --blocks) {
-      for (int warps = kMaxWarps; warps >= 2 && warps * 128 >= elements; warps /= 2) {
+      for (int warps = kMaxWarps; warps >= 2 && warps * 128 >= elements; warps -= 2) {
         // The block's warps meet in the merge buffer, then the teams of merge_partials.
         p.merge_floats = (std::max(warps * elements, 144 * warps) + 31) / 32 * 32;
         const int room = std::min(device.shared_per_block, device.shared_per_sm / blocks - device.shared_reserved);

@@ -27,60 +27,57 @@ __device__ void warm_up(const Params<kParts>& p) {
   }
 }
 
-// The tiles of one run of 16-bit units that are this warp's: units from `unit` on.
-template <class E, int kSteps, class P, class Feed>
-__device__ void attend_run16(SoftmaxState<kSteps>& state, const P& p, Feed& feed, Ring& ring, uint32_t queries,
-                             int head, int part, int unit, int last, int tokens) {
-  const auto& lane = p.head[head].lane[part];
-  const int query_room = ring_room(query_bytes(p, p.head[head]));
-  const int units = pinned(feed.units_of(lane)), bytes = pinned(lane.bytes * units), stride = blockDim.x / 32 * units;
-  Lane16<kSteps> lane16;
-  lane16.set(queries, p.group_size, p.head[head].rank_k, p.head[head].rank_v);
-  ring.release_oldest(query_room);
-  int rows = tokens - unit * kRowTokens;
-  for (; unit < last; unit += stride, rows -= stride * kRowTokens) {
-    feed.fill();
-    const uint32_t tile = ring.wait_oldest(bytes);
-    attend_tile<E>(state, lane16, tile, units, min(units * kRowTokens, rows), p.scale_log2);
-    ring.release_oldest(bytes);
-  }
-}
+// What the quantized tiles of a run are like; one a warp, in shared memory, to leave registers to the tiles.
+struct Page {
+  int k_meta, v, v_meta;  // offsets from a tile's start
+  int row_bytes, v_stride, meta_stride, steps_k, steps_v, group_shift;
+  Groups groups;
 
-// Likewise of quantized pages.
-template <class E, int kBits, int kSteps, class P, class Feed>
-__device__ void attend_run_codes(SoftmaxState<kSteps>& state, const P& p, Feed& feed, Ring& ring, uint32_t codes,
-                                 uint32_t queries, int head, int part, int unit, int last, int tokens) {
-  using C = Codes<kBits>;
-  const auto& at = p.head[head];
-  const auto& lane = at.lane[part];
-  const int thread = threadIdx.x % 32, room = ring_room(lane.bytes), stride = blockDim.x / 32;
-  quantize_queries<E, kBits>(codes, queries, p.group_size, at.rank_k, lane.groups_k, p.scale_log2);
-  ring.release_oldest(ring_room(query_bytes(p, at)));
-  Chunk chunk;
-  chunk.row_bytes = at.rank_k * kBits / 8;
-  chunk.groups_k = lane.groups_k;
-  chunk.v_stride = p.page_tokens * kBits / 8;
-  chunk.meta_stride = p.page_tokens >> p.part[part].groups_v << 2;
-  chunk.steps_k = at.rank_k / 16;
-  chunk.steps_v = at.rank_v / 16;
-  chunk.split = p.part[part].groups_v == 5;
-  const int token = C::first_token(thread / 4);
-  const int k = token * chunk.row_bytes + thread % 4 / C::kIn * 4;
-  const int k_meta = lane.k_meta * 16 + token * chunk.groups_k * 4;
-  const int v = lane.v + thread / 4 * chunk.v_stride + thread % 4 / C::kIn * 16;
-  const int v_meta = lane.v_meta * 16 + thread / 4 * chunk.meta_stride;
-  for (; unit < last; unit += stride) {
-    feed.fill();
-    const uint32_t tile = ring.template wait_oldest<true>(room);
-    const int rows = min(tokens - unit * p.page_tokens, p.page_tokens);
+  template <int kBits, class P>
+  __device__ static Page of(const P& p, int head, int part) {
+    const auto& at = p.head[head];
+    const auto& lane = at.lane[part];
+    Page x{};
+    x.group_shift = p.part[part].groups_v;
+    const int gaps = lane.tile_bytes - lane.bytes;
+    x.k_meta = lane.k_meta * 16 + gaps, x.v = lane.v + gaps, x.v_meta = lane.v_meta * 16 + gaps;
+    x.row_bytes = at.rank_k * kBits / 8;
+    x.v_stride = p.page_tokens * kBits / 8;
+    x.meta_stride = p.page_tokens >> x.group_shift << 2;
+    x.steps_k = at.rank_k / 16, x.steps_v = at.rank_v / 16;
+    x.groups.set(x.steps_k, lane.groups_k);
+    return x;
+  }
+
+  // A tile whose first `rows` tokens exist.
+  template <int kBits, int kSteps>
+  __device__ void attend(SoftmaxState<kSteps>& state, uint32_t tile, uint32_t codes, int rows) const {
+    using C = Codes<kBits>;
+    const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 / C::kIn;
+#pragma unroll 1
     for (int first = 0; first < rows; first += kChunkTokens) {
-      chunk.k = tile + k + first * chunk.row_bytes;
-      chunk.k_meta = tile + k_meta + first * chunk.groups_k * 4;
-      chunk.v = tile + v + first * kBits / 8;
-      chunk.v_meta = tile + v_meta + (first >> p.part[part].groups_v) * 4;
+      const int token = first + C::first_token(row);
+      Chunk chunk;
+      chunk.k = tile + token * row_bytes + column * 4 + (kBits == 8 ? token / kPieceTokens * kPieceGap : 0);
+      chunk.k_meta = tile + k_meta + token * groups.count * 4;
+      chunk.v = tile + v + row * v_stride + first * kBits / 8 + column * 16;
+      chunk.v_meta = tile + v_meta + row * meta_stride + (first >> group_shift) * 4;
+      chunk.row_bytes = row_bytes, chunk.v_stride = v_stride, chunk.meta_stride = meta_stride;
+      chunk.groups = groups, chunk.steps_k = steps_k, chunk.steps_v = steps_v, chunk.split = group_shift == 5;
       attend_chunk<kBits>(state, chunk, codes, rows - first);
     }
-    ring.release_oldest(room);
+  }
+};
+
+// Runs `body` with the width as a constant: kBits, or what `bits` says where kBits is 0.
+template <int kBits, class Body>
+__device__ void with_width(int bits, Body body) {
+  if constexpr (kBits == 8 || kBits == 4 || kBits == 2) {
+    body(std::integral_constant<int, kBits>{});
+  } else if constexpr (kBits == 0) {
+    if (bits == 8) body(std::integral_constant<int, 8>{});
+    if (bits == 4) body(std::integral_constant<int, 4>{});
+    if (bits == 2) body(std::integral_constant<int, 2>{});
   }
 }
 
@@ -91,6 +88,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
   extern __shared__ __align__(128) char shared[];  // [warps] rings | merge buffer | [warps] quantized queries
   __shared__ Block<kParts> block;
   __shared__ Runs<kParts> runs[kMaxWarps];
+  __shared__ Page pages[kMaxWarps];
   __shared__ __align__(8) uint64_t barriers[kMaxWarps][kSlots];
   constexpr bool kQuantized = kBits < 16;
   warm_up(p);
@@ -113,35 +111,61 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
   wait_for_previous_kernel();
   if (plan.some_empty) write_empty<E>(p);
   if (!plan.any) return;
-  producer.fill();
   SoftmaxState<kSteps> state;
-  while (block.walk.valid) {
-    state.clear();
-#pragma unroll 1
-    for (int part = 0; part < kParts; ++part) {
-      const int head = block.walk.span.head;
-      const Run run(p, block.walk.span, part);
-      const int unit = run.first + warp * producer.units_of(p.head[head].lane[part]);
-      if (unit >= run.last) continue;
-      producer.fill();
-      const uint32_t queries = ring.wait_oldest(ring_room(query_bytes(p, p.head[head])));
-      const int bits = kBits == 16 ? 16 : p.part[part].bits;
-      const auto codes_run = [&](auto width) {
-        attend_run_codes<E, decltype(width)::value>(state, p, producer, ring, codes, queries, head, part, unit, run.last,
-                                                    run.tokens);
-      };
-      if (bits == 16) {
-        attend_run16<E>(state, p, producer, ring, queries, head, part, unit, run.last, run.tokens);
-      } else if constexpr (kBits == 8 || kBits == 4 || kBits == 2) {
-        codes_run(std::integral_constant<int, kBits>{});
-      } else if constexpr (kBits == 0) {
-        if (bits == 8) codes_run(std::integral_constant<int, 8>{});
-        if (bits == 4) codes_run(std::integral_constant<int, 4>{});
-        if (bits == 2) codes_run(std::integral_constant<int, 2>{});
-      }
-    }
+  state.clear();
+  Lane16<kSteps> lane16;
+  int part = -1, head = 0, unit = 0, last = 0, tokens = 0, stride = 0, bytes = 0;  // the run being attended
+  // One loop with one copy of the producer in it: code that does not fit the instruction caches costs more than turns.
+  for (;;) {
     producer.fill();
-    finish<E>(p, state, buffer, block);
+    if (unit >= last) {  // the next run
+      if (++part == kParts) {
+        finish<E>(p, state, buffer, block);
+        state.clear();
+        part = 0;
+      }
+      if (!block.walk.valid) break;
+      head = block.walk.span.head;
+      const HeadParams<kParts>& at = p.head[head];
+      const Run run(p, block.walk.span, part);
+      const int units = producer.units_of(at.lane[part]), room = ring_room(query_bytes(p, at));
+      unit = run.first + warp * units, last = run.last, tokens = run.tokens;
+      if (unit >= last) continue;
+      stride = pinned(warps * units);
+      bytes = pinned(producer.room_of(at.lane[part]));
+      const uint32_t queries = ring.wait_oldest(room);
+      if (kBits == 16 || p.part[part].bits == 16) {
+        if (kQuantized) {  // kept for each tile: few tiles are 16 bit where others are not
+          for (int i = threadIdx.x % 32 * 4; i < query_bytes(p, at); i += 128) store_word(codes + i, load_word(queries + i));
+        } else {
+          lane16.set(queries, p.group_size, at.rank_k, at.rank_v);
+        }
+      } else {
+        with_width<kBits>(p.part[part].bits, [&](auto width) {
+          constexpr int kWidth = decltype(width)::value;
+          const Page page = Page::of<kWidth>(p, head, part);
+          if (threadIdx.x % 32 == 0) pages[warp] = page;
+          quantize_queries<E, kWidth, kSteps>(codes, queries, p.group_size, at.rank_k, page.groups, p.scale_log2);
+        });
+      }
+      ring.release_oldest<kQuantized>(room);
+      continue;
+    }
+    if (kBits == 16 || p.part[part].bits == 16) {
+      if (kQuantized) lane16.set(codes, p.group_size, p.head[head].rank_k, p.head[head].rank_v);
+      const uint32_t tile = ring.wait_oldest(bytes);
+      const int units = producer.units_of(p.head[head].lane[part]);
+      attend_tile<E>(state, lane16, tile, units, min(units * kRowTokens, tokens - unit * kRowTokens), p.scale_log2);
+      ring.release_oldest<kQuantized>(bytes);
+    } else {
+      with_width<kBits>(p.part[part].bits, [&](auto width) {
+        const uint32_t tile = ring.wait_oldest<true>(bytes);
+        pages[warp].template attend<decltype(width)::value>(state, tile, codes,
+                                                            min(tokens - unit * p.page_tokens, p.page_tokens));
+        ring.release_oldest(bytes);
+      });
+    }
+    unit += stride;
   }
   finish_shared_pairs<E>(p, buffer, block);
 }

@@ -52,47 +52,62 @@ struct Codes {
 // [groups][8 queries] of (A, A sum q').
 __host__ __device__ inline int codes_bytes(int rank_k, int groups_k) { return rank_k / 16 * 128 + groups_k * 64; }
 
-// Group g of `groups`: near-equal multiples of 16 channels (groups_along_rank of export/layout.py), in steps of 16.
-__device__ inline int steps_of_group(int steps, int groups, int g) {
-  const int least = groups == 1 ? steps : steps / groups;
-  return least + (g < steps - least * groups);
-}
+// The groups of a rank: near-equal multiples of 16 channels (groups_along_rank of export/layout.py), in steps of 16.
+struct Groups {
+  int count, least, longer;  // the first `longer` have one step more than `least`
+  __device__ void set(int steps, int groups) {
+    count = groups;
+    least = groups == 1 ? steps : steps / groups;
+    longer = steps - least * groups;
+  }
+  __device__ int steps(int group) const { return least + (group < longer); }
+};
 
 // Quantizes the queries of a run. `queries`: shared, [group][rank_k]. Whole warp.
-template <class E, int kBits>
-__device__ void quantize_queries(uint32_t codes, uint32_t queries, int group, int rank_k, int groups,
+template <class E, int kBits, int kSteps>
+__device__ void quantize_queries(uint32_t codes, uint32_t queries, int group, int rank_k, const Groups& groups,
                                  float scale_log2) {
+  using C = Codes<kBits>;
   const int lane = threadIdx.x % 32, query = lane / 4, steps = rank_k / 16;
-  const uint32_t row = queries + (query * rank_k + Codes<kBits>::first_channel(lane % 4)) * 2;
-  const auto element = [&](int step, int b) {
-    return query < group ? E::widen(load_half(row + (step * 16 + Codes<kBits>::kIn * b) * 2)) : 0.f;
-  };
+  const uint32_t row = queries + (query * rank_k + C::first_channel(lane % 4)) * 2;
+  float x[kSteps][4];
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+    for (int b = 0; b < 4; ++b)
+      x[step][b] = query < group && step < steps ? E::widen(load_half(row + (step * 16 + C::kIn * b) * 2)) : 0.f;
+  }
   const auto over_columns = [](float x, auto join) {
     x = join(x, __shfl_xor_sync(~0u, x, 1));
     return join(x, __shfl_xor_sync(~0u, x, 2));
   };
-  for (int g = 0, begin = 0; g < groups; ++g) {
-    const int end = begin + steps_of_group(steps, groups, g);
+#pragma unroll 1
+  for (int g = 0, begin = 0; g < groups.count; ++g) {
+    const int end = begin + groups.steps(g);
     float most = 0.f, sum = 0.f;
-    for (int step = begin; step < end; ++step) {
 #pragma unroll
-      for (int b = 0; b < 4; ++b) most = fmaxf(most, fabsf(element(step, b)));
+    for (int step = 0; step < kSteps; ++step) {
+      if (step < begin || step >= end) continue;
+#pragma unroll
+      for (int b = 0; b < 4; ++b) most = fmaxf(most, fabsf(x[step][b]));
     }
     most = fmaxf(over_columns(most, [](float x, float y) { return fmaxf(x, y); }), 1e-28f);
-    const float inverse = 127.f / most;
-    for (int step = begin; step < end; ++step) {
+    const float inverse = __fdividef(127.f, most);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      if (step < begin || step >= end) continue;
       uint32_t word = 0;
 #pragma unroll
-      for (int b = 0; b < 4; ++b) {
-        const int whole = __float2int_rn(element(step, b) * inverse);
-        sum += float(whole);
-        word |= uint32_t(whole & 255) << 8 * b;
+      for (int b = 0; b < 4; ++b) {  // the low byte of x + kMagic is x rounded, in two's complement
+        const float whole = fmaf(x[step][b], inverse, kMagic);
+        sum += whole - kMagic;
+        word = __byte_perm(word, __float_as_uint(whole), b == 0 ? 0x3214 : b == 1 ? 0x3240 : b == 2 ? 0x3410 : 0x4210);
       }
       store_word(codes + step * 128 + lane * 4, word);
     }
     sum = over_columns(sum, [](float x, float y) { return x + y; });
     if (lane % 4 == 0) {
-      const float a = short_mantissa(most / 127.f * scale_log2);
+      const float a = short_mantissa(most * (1.f / 127.f) * scale_log2);
       const uint32_t to = codes + steps * 128 + (g * 8 + query) * 8;
       store_word(to, __float_as_uint(a));
       store_word(to + 4, __float_as_uint(a * sum));
@@ -106,7 +121,8 @@ __device__ void quantize_queries(uint32_t codes, uint32_t queries, int group, in
 struct Chunk {
   uint32_t k, k_meta;      // the token of row g of the first block
   uint32_t v, v_meta;      // channel g
-  int row_bytes, groups_k;  // of a token's K
+  int row_bytes;           // of a token's K
+  Groups groups;           // of K
   int v_stride, meta_stride;  // bytes from one channel to the next
   int steps_k, steps_v;
   bool split;  // V has groups of 32 tokens
@@ -131,11 +147,12 @@ __device__ void scores_of(float (&s)[kPairs][4], const Chunk& at, uint32_t codes
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[p][i] = 0.f;
   }
-  for (int g = 0; g < at.groups_k; ++g) {
+#pragma unroll 1
+  for (int g = 0; g < at.groups.count; ++g) {
     int32_t sums[kPairs][4];
 #pragma unroll
     for (int p = 0; p < kPairs; ++p) sums[p][0] = sums[p][1] = sums[p][2] = sums[p][3] = kMagicBits;
-    const int steps = steps_of_group(at.steps_k, at.groups_k, g);
+    const int steps = at.groups.steps(g);
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) {
       if (j >= steps) break;
@@ -146,16 +163,15 @@ __device__ void scores_of(float (&s)[kPairs][4], const Chunk& at, uint32_t codes
                         C::take(load_word(rows[p][1] + j * C::kStepBytes)), q);
       }
     }
-    uint32_t constant[4];  // (A, A sum q') of the two queries
-    load_words(constant, constants + g * 64);
-    const float a[2] = {__uint_as_float(constant[0]), __uint_as_float(constant[2])};
-    const float a_sum[2] = {__uint_as_float(constant[1]), __uint_as_float(constant[3])};
+    const uint4 constant = load_words(constants + g * 64);  // (A, A sum q') of the two queries
+    const float a[2] = {__uint_as_float(constant.x), __uint_as_float(constant.z)};
+    const float a_sum[2] = {__uint_as_float(constant.y), __uint_as_float(constant.w)};
     const float less[2] = {-kMagic * a[0], -kMagic * a[1]};
 #pragma unroll
     for (int p = 0; p < kPairs; ++p) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const float2 meta = meta_at(at.k_meta + ((4 * p + e) * C::kIn * at.groups_k + g) * 4);
+        const float2 meta = meta_at(at.k_meta + ((4 * p + e) * C::kIn * at.groups.count + g) * 4);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float product = fmaf(__int_as_float(sums[p][2 * e + i]), a[i], less[i]);
@@ -212,9 +228,8 @@ __device__ void add_values(SoftmaxState<kSteps>& state, const Chunk& at, const u
 #pragma unroll
   for (int j = 0; j < kSteps; ++j) {
     if (j >= at.steps_v) break;
-    uint32_t low[4], high[4];
-    load_words(low, row);
-    load_words(high, row + 8 * at.v_stride);
+    const uint4 lows = load_words(row), highs = load_words(row + 8 * at.v_stride);
+    const uint32_t low[4] = {lows.x, lows.y, lows.z, lows.w}, high[4] = {highs.x, highs.y, highs.z, highs.w};
     int32_t sums[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
 #pragma unroll
     for (int p = 0; p < kPairs; p += 2) {
@@ -269,6 +284,7 @@ __device__ void attend_chunk(SoftmaxState<kSteps>& state, const Chunk& at, uint3
     add_values<kBits>(state, at, weights, step, total, at.v_meta);
     return;
   }
+#pragma unroll 1
   for (int half = 0; half < 2; ++half) {
     uint32_t own[kPairs];
 #pragma unroll

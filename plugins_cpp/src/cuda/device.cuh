@@ -66,43 +66,51 @@ __device__ inline void wait_barrier(uint32_t barrier, uint32_t parity) {
 #endif
 }
 
-// Copies contiguous bytes (a multiple of 16) to shared memory asynchronously. Whole warp. From 9.0 on one lane hands it
-// to the copy engine and `barrier` tells the end; before, it is part of the warp's next copy group.
-__device__ inline void copy_bytes(uint32_t to, const char* from, int bytes, uint32_t barrier) {
+// Shared memory that this thread reached by ordinary instructions may then be written by bulk copies.
+__device__ inline void fence_for_bulk_copies() {
 #if __CUDA_ARCH__ >= 900
-  if (threadIdx.x % 32 == 0) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // what the warp did here before comes first
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                 "l"(from), "r"(bytes), "r"(barrier)
-                 : "memory");
-  }
-#else
-  for (int at = threadIdx.x % 32 * 16; at < bytes; at += 512) copy16(to + at, from + at, true);
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-__device__ inline uint32_t load_word(uint32_t from) {
-  uint32_t x;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(from));
-  return x;
+// Says how many bytes the bulk copies of a barrier's next phase bring. Whole warp; before them.
+__device__ inline void announce_copies(uint32_t barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  if (threadIdx.x % 32 == 0)
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  __syncwarp();
+#endif
 }
 
-__device__ inline uint16_t load_half(uint32_t from) {
-  uint16_t x;
-  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(x) : "r"(from));
-  return x;
+// Copies `count` (at most 31) adjacent pieces of `bytes` (a multiple of 16) to shared memory asynchronously, `gap` bytes
+// further apart than they lie. Whole warp. From 9.0 on a lane hands its piece to the copy engine and `barrier` tells
+// the end; before, they are part of the warp's next copy group.
+__device__ inline void copy_pieces(uint32_t to, const char* from, int count, int bytes, int gap, uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+  const int piece = threadIdx.x % 32;
+  if (piece < count) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     to + piece * (bytes + gap)),
+                 "l"(from + piece * bytes), "r"(bytes), "r"(barrier)
+                 : "memory");
+  }
+#else
+  for (int piece = 0; piece < count; ++piece) {
+    for (int at = threadIdx.x % 32 * 16; at < bytes; at += 512)
+      copy16(to + piece * (bytes + gap) + at, from + piece * bytes + at, true);
+  }
+#endif
 }
 
-__device__ inline void load_words(uint32_t (&x)[4], uint32_t from) {
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-               : "r"(from));
+// Reads and writes of shared memory by address that the compiler may reorder like any others.
+template <class T>
+__device__ inline T& shared_at(uint32_t address) {
+  return *static_cast<T*>(__cvta_shared_to_generic(address));
 }
-
-__device__ inline void store_word(uint32_t to, uint32_t x) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
-}
+__device__ inline uint32_t load_word(uint32_t from) { return shared_at<const uint32_t>(from); }
+__device__ inline uint16_t load_half(uint32_t from) { return shared_at<const uint16_t>(from); }
+__device__ inline uint4 load_words(uint32_t from) { return shared_at<const uint4>(from); }
+__device__ inline void store_word(uint32_t to, uint32_t x) { shared_at<uint32_t>(to) = x; }
 
 // Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
 __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t row) {
@@ -120,7 +128,7 @@ __device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t row) 
 // Transposes an 8 x 8 matrix of 16-bit elements held by a warp.
 __device__ inline uint32_t transposed(uint32_t x) {
   uint32_t y;
-  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
 
@@ -159,15 +167,15 @@ struct Half {
   // d[16 x 8] += a[16 x 16] b[16 x 8]
   __device__ static void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
-    asm volatile(
+    asm(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[0]), "r"(a[1]), "r"(b0));
-    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
                  : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                  : "r"(a[2]), "r"(a[3]), "r"(b1));
 #endif
@@ -183,7 +191,7 @@ struct Bfloat {
   __device__ static float widen(uint16_t x) { return __uint_as_float(uint32_t{x} << 16); }
   __device__ static void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800  // the launcher refuses bfloat16 on older devices
-    asm volatile(
+    asm(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -194,14 +202,14 @@ struct Bfloat {
 // d[16 x 8] += a[16 x 16] b[16 x 8] on bytes: a unsigned, b signed. Rows l / 4 (a0) and l / 4 + 8 (a1) of lane l.
 __device__ inline void multiply_signed(int32_t (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
                : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
                : "r"(a0), "r"(a1), "r"(b));
 #else
-  asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+  asm("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
                : "+r"(d[0]), "+r"(d[1])
                : "r"(a0), "r"(b));
-  asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+  asm("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
                : "+r"(d[2]), "+r"(d[3])
                : "r"(a1), "r"(b));
 #endif
@@ -211,13 +219,13 @@ __device__ inline void multiply_signed(int32_t (&d)[4], uint32_t a0, uint32_t a1
 __device__ inline void multiply_unsigned(int32_t (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                          uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile(
+  asm(
       "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 #else
   const auto rows = [](int32_t& x, int32_t& y, uint32_t a, uint32_t b) {
-    asm volatile("mma.sync.aligned.m8n8k16.row.col.s32.u8.u8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+    asm("mma.sync.aligned.m8n8k16.row.col.s32.u8.u8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
                  : "+r"(x), "+r"(y)
                  : "r"(a), "r"(b));
   };

@@ -50,8 +50,10 @@ struct Producer {
   // The run in hand.
   bool any = false, queries_due = false, bulk;  // bulk: it is quantized
   int unit, last, tokens;               // the next tile to fetch, the end of the run, the tokens of the part
-  int stride, tile_bytes, tile_tokens;  // stride: units from one tile of this warp to its next
+  int tile_room, tile_bytes;            // in the ring, in the pool
+  int stride, tile_tokens;              // stride: units from one tile of this warp to its next
   int copies_k, copies_v;               // 16 bit: of a tile, 512 bytes each
+  int pieces, piece_bytes;              // quantized: of K, that are set apart in the tile
   uint32_t bits_k, bits_v;              // 16 bit: this lane's swizzle
 
   // Addresses and page ids are worked out 32 tiles at a time, one tile a lane.
@@ -68,6 +70,10 @@ struct Producer {
   }
 
   __device__ int units_of(const LaneParams& lane) const { return fine ? 1 : lane.tile_units; }
+  // What a tile takes in a ring.
+  __device__ int room_of(const LaneParams& lane) const {
+    return ring_room(fine ? lane.tile_bytes / lane.tile_units : lane.tile_bytes);
+  }
   __device__ int page_of(int part, int unit) const {
     const PartParams& at = p.part[part];
     return at.units_per_page == 1 ? unit : int(__umulhi(unit, at.units_per_page_magic));
@@ -118,8 +124,12 @@ struct Producer {
     bulk = kQuantized && p.part[ahead.part].bits < 16;
     stride = pinned(blockDim.x / 32 * units);
     tile_bytes = pinned(lane.bytes * units);
+    tile_room = pinned(room_of(lane));
     tile_tokens = units << p.part[ahead.part].unit_shift;
-    if (!bulk) {
+    if (bulk) {
+      pieces = p.part[ahead.part].bits == 8 ? p.page_tokens / kPieceTokens : 0;
+      piece_bytes = kPieceTokens * at.rank_k;
+    } else {
       copies_k = pinned(units * (at.rank_k / 16));
       copies_v = pinned(units * (at.rank_v / 16));
       bits_k = swizzle_bits(at.rank_k);
@@ -146,11 +156,11 @@ struct Producer {
 
   __device__ void fill() {
     while (any) {
-      const int bytes = queries_due ? query_bytes(p, p.head[runs.now_head]) : tile_bytes;
-      const uint32_t to = ring.place(ring_room(bytes));
+      const int room = queries_due ? ring_room(query_bytes(p, p.head[runs.now_head])) : tile_room;
+      const uint32_t to = ring.place(room);
       if (!to) return;
       if (queries_due) {
-        fetch_queries(to, bytes);
+        fetch_queries(to, query_bytes(p, p.head[runs.now_head]));
         close_copy_group();
         queries_due = false;
         continue;
@@ -175,7 +185,11 @@ struct Producer {
     const int thread = threadIdx.x % 32, rows = tokens - unit * kRowTokens;
     const char* tile = reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(from), taken));
     if (bulk) {
-      copy_bytes(to, tile, tile_bytes, ring.newest_barrier());
+      const uint32_t barrier = ring.newest_barrier();
+      announce_copies(barrier, tile_bytes);
+      copy_pieces(to, tile, pieces, piece_bytes, kPieceGap, barrier);
+      const int done = pieces * piece_bytes;
+      copy_pieces(to + done + pieces * kPieceGap, tile + done, 1, tile_bytes - done, 0, barrier);
       return;
     }
     const char* k = tile + thread * 16;

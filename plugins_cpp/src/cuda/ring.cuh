@@ -68,7 +68,10 @@ struct Ring {
     return base + start(tail, bytes);
   }
 
+  // kOrdinary: what lay here was written by ordinary copies, and bulk copies may come next.
+  template <bool kOrdinary = false>
   __device__ void release_oldest(int bytes) {
+    if (kOrdinary) fence_for_bulk_copies();
     __syncwarp();
     used -= cost(tail, bytes);
     tail = start(tail, bytes) + bytes;
