@@ -131,7 +131,11 @@ Params<kParts> params_of(const kvlathe_attend_decode_args& a, const std::vector<
   p.group_size = a.group_size;
   p.page_tokens = a.page_tokens;
   p.least_block_weight = kLeastBlockWeight;
-  for (int i = 0; i < kParts; ++i) p.part[i] = part_params(a, a.parts[std::min(i, a.part_count - 1)]);
+  bool any_codes = false;
+  for (int i = 0; i < kParts; ++i) {
+    p.part[i] = part_params(a, a.parts[std::min(i, a.part_count - 1)]);
+    any_codes |= p.part[i].bits < 16;
+  }
   for (size_t h = 0; h < heads.size(); ++h) {
     const Head& head = heads[h];
     p.head[h] = {int32_t(head.q_offset), int32_t(head.o_offset), uint16_t(head.rank_k), uint16_t(head.rank_v), {}};
@@ -142,6 +146,7 @@ Params<kParts> params_of(const kvlathe_attend_decode_args& a, const std::vector<
       lane = codes ? lane_params_codes(*head.lane[i], a.parts[i], a.page_tokens)
                    : lane_params16(*head.lane[i], p.part[i].units_per_page);
       if (codes) p.codes_bytes = std::max(p.codes_bytes, codes_bytes(head.rank_k, lane.groups_k));
+      if (any_codes) p.codes_bytes = std::max(p.codes_bytes, a.group_size * head.rank_k * 2);  // or the queries as they are
       p.part_weight[i] += lane.weight;
       p.least_block_weight = std::max(p.least_block_weight, lane.weight * lane.tile_units);
     }
