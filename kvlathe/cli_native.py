@@ -10,15 +10,20 @@ from kvlathe.errors import KvlatheError
 
 @click.command("native")
 @click.option("--check", is_flag=True, help="Build nothing: only say what is in use.")
-@click.option("--cuda", is_flag=True, help="Build the CUDA kernels too; takes nvcc, and minutes.")
+@click.option("--cuda", is_flag=True, help="Build the CUDA kernels too; takes nvcc, and minutes an architecture.")
+@click.option(
+    "--cuda-architectures",
+    default="",
+    help="Compute capabilities as CMake names them: native (this GPU), 90a, 80;89. By default all from 7.5 to 12.1.",
+)
 @reports(show_pairs)
-def native_command(check: bool, cuda: bool) -> Result:
+def native_command(check: bool, cuda: bool, cuda_architectures: str) -> Result:
     """Build the native kernels in this checkout (CMake and a C++ compiler), and show what will run."""
     from kvlathe.engines import plugin_library
     from kvlathe.runtime import native, native_build
 
     if not check:
-        native_build.build(cuda=cuda)
+        native_build.build(cuda=cuda or bool(cuda_architectures), architectures=cuda_architectures)
     found = native.find()
     if found.native is None:
         if not check:

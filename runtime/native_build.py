@@ -35,8 +35,9 @@ def obstacle() -> str:
     return ""
 
 
-def build(folder: Path = HOME, cuda: bool = False) -> Path:
-    """Build into ``folder`` and return the library's path. ``cuda``: with the CUDA kernels too.
+def build(folder: Path = HOME, cuda: bool = False, architectures: str = "") -> Path:
+    """Build into ``folder`` and return the library's path. ``cuda``: with the CUDA kernels too, for ``architectures``
+    (as CMake names them: "90a", "80;89", "native"); by default for all that the kernels are written for.
 
     Raises KvlatheError where something is missing or the compiler fails, with its last words.
     """
