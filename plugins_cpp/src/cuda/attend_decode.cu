@@ -84,9 +84,15 @@ int log2_of(int x) {
 PartParams part_params(const kvlathe_attend_decode_args& a, const kvlathe_part& part) {
   const bool codes = part.bits_k < 16;
   const int32_t unit = codes ? a.page_tokens : kRowTokens, units = a.page_tokens / unit;
-  return {part.page_table,       part.lengths, part.page_stride,
-          part.lengths_stride,   part.page_table_stride, part.bits_k,
-          log2_of(unit),         units,        int32_t((uint64_t{1} << 32) / uint64_t(units) + 1),
+  return {part.page_table,
+          part.lengths,
+          part.page_stride,
+          part.lengths_stride,
+          part.page_table_stride,
+          part.bits_k,
+          log2_of(unit),
+          units,
+          int32_t((uint64_t{1} << 32) / uint64_t(units) + 1),
           codes ? log2_of(part.group_v) : 0};
 }
 
@@ -113,8 +119,15 @@ LaneParams lane_params_codes(const LaneRow& row, const kvlathe_part& part, int32
           "the lane of head " + std::to_string(row.head) + " has other group counts than its part's groups give");
   const int32_t copied = (bytes + 15) / 16 * 16;
   const int32_t gaps = part.bits_k == 8 ? page_tokens / kPieceTokens * kPieceGap : 0;
-  return {row.k, v, copied, copied + gaps, uint16_t(k_meta / 16), uint16_t(v_meta / 16), uint16_t(copied / kWeight + kTileWeight),
-          1, uint8_t(groups_k)};
+  return {row.k,
+          v,
+          copied,
+          copied + gaps,
+          uint16_t(k_meta / 16),
+          uint16_t(v_meta / 16),
+          uint16_t(copied / kWeight + kTileWeight),
+          1,
+          uint8_t(groups_k)};
 }
 
 template <int kParts>
@@ -146,7 +159,8 @@ Params<kParts> params_of(const kvlathe_attend_decode_args& a, const std::vector<
       lane = codes ? lane_params_codes(*head.lane[i], a.parts[i], a.page_tokens)
                    : lane_params16(*head.lane[i], p.part[i].units_per_page);
       if (codes) p.codes_bytes = std::max(p.codes_bytes, codes_bytes(head.rank_k, lane.groups_k));
-      if (any_codes) p.codes_bytes = std::max(p.codes_bytes, a.group_size * head.rank_k * 2);  // or the queries as they are
+      if (any_codes)
+        p.codes_bytes = std::max(p.codes_bytes, a.group_size * head.rank_k * 2);  // or the queries as they are
       p.part_weight[i] += lane.weight;
       p.least_block_weight = std::max(p.least_block_weight, lane.weight * lane.tile_units);
     }

@@ -136,7 +136,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
       const uint32_t queries = ring.wait_oldest(room);
       if (kBits == 16 || p.part[part].bits == 16) {
         if (kQuantized) {  // kept for each tile: few tiles are 16 bit where others are not
-          for (int i = threadIdx.x % 32 * 4; i < query_bytes(p, at); i += 128) store_word(codes + i, load_word(queries + i));
+          for (int i = threadIdx.x % 32 * 4; i < query_bytes(p, at); i += 128)
+            store_word(codes + i, load_word(queries + i));
         } else {
           lane16.set(queries, p.group_size, at.rank_k, at.rank_v);
         }

@@ -28,7 +28,7 @@ template <int kBits>
 struct Codes {
   static constexpr int kIn = 8 / kBits;  // codes in a byte
   static constexpr uint32_t kMask = kBits == 8 ? ~0u : kBits == 4 ? 0x0f0f0f0fu : 0x03030303u;
-  static constexpr int kStepBytes = 2 * kBits;                // 16 codes
+  static constexpr int kStepBytes = 2 * kBits;                  // 16 codes
   static constexpr int kChunkBytes = kChunkTokens * kBits / 8;  // a channel's tokens
 
   // Token of row g of block e of pair p: first(g) + 4 kIn p + kIn e.
@@ -119,10 +119,10 @@ __device__ void quantize_queries(uint32_t codes, uint32_t queries, int group, in
 
 // Where one chunk of a tile lies, as this lane reads it; sizes of the lane.
 struct Chunk {
-  uint32_t k, k_meta;      // the token of row g of the first block
-  uint32_t v, v_meta;      // channel g
-  int row_bytes;           // of a token's K
-  Groups groups;           // of K
+  uint32_t k, k_meta;         // the token of row g of the first block
+  uint32_t v, v_meta;         // channel g
+  int row_bytes;              // of a token's K
+  Groups groups;              // of K
   int v_stride, meta_stride;  // bytes from one channel to the next
   int steps_k, steps_v;
   bool split;  // V has groups of 32 tokens
@@ -269,7 +269,7 @@ __device__ void attend_chunk(SoftmaxState<kSteps>& state, const Chunk& at, uint3
 
   // Sums of p' by the matrix unit: every row of a product with ones is the sum over its inner dimension.
   constexpr uint32_t kOnes = 0x01010101u;
-  const auto total_of = [&](const uint32_t(&p)[kPairs], float(&total)[2]) {
+  const auto total_of = [&](const uint32_t (&p)[kPairs], float (&total)[2]) {
     int32_t sums[4] = {0, 0, 0, 0};
     multiply_unsigned(sums, kOnes, kOnes, kOnes, kOnes, p[0], p[1]);
     multiply_unsigned(sums, kOnes, kOnes, kOnes, kOnes, p[2], p[3]);

@@ -57,11 +57,10 @@ __device__ inline void wait_barrier(uint32_t barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
   uint32_t done = 0;
   while (!done) {
-    asm volatile(
-        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
   }
 #endif
 }
@@ -82,9 +81,9 @@ __device__ inline void announce_copies(uint32_t barrier, int bytes) {
 #endif
 }
 
-// Copies `count` (at most 31) adjacent pieces of `bytes` (a multiple of 16) to shared memory asynchronously, `gap` bytes
-// further apart than they lie. Whole warp. From 9.0 on a lane hands its piece to the copy engine and `barrier` tells
-// the end; before, they are part of the warp's next copy group.
+// Copies `count` (at most 31) adjacent pieces of `bytes` (a multiple of 16) to shared memory asynchronously, `gap`
+// bytes further apart than they lie. Whole warp. From 9.0 on a lane hands its piece to the copy engine and `barrier`
+// tells the end; before, they are part of the warp's next copy group.
 __device__ inline void copy_pieces(uint32_t to, const char* from, int count, int bytes, int gap, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
   const int piece = threadIdx.x % 32;
@@ -167,17 +166,16 @@ struct Half {
   // d[16 x 8] += a[16 x 16] b[16 x 8]
   __device__ static void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
-    asm(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
     asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(b0));
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b0));
     asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-                 : "r"(a[2]), "r"(a[3]), "r"(b1));
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[2]), "r"(a[3]), "r"(b1));
 #endif
   }
 };
@@ -191,8 +189,7 @@ struct Bfloat {
   __device__ static float widen(uint16_t x) { return __uint_as_float(uint32_t{x} << 16); }
   __device__ static void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800  // the launcher refuses bfloat16 on older devices
-    asm(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #endif
@@ -203,15 +200,15 @@ struct Bfloat {
 __device__ inline void multiply_signed(int32_t (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
 #if __CUDA_ARCH__ >= 800
   asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
-               : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-               : "r"(a0), "r"(a1), "r"(b));
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a0), "r"(a1), "r"(b));
 #else
   asm("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
-               : "+r"(d[0]), "+r"(d[1])
-               : "r"(a0), "r"(b));
+      : "+r"(d[0]), "+r"(d[1])
+      : "r"(a0), "r"(b));
   asm("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
-               : "+r"(d[2]), "+r"(d[3])
-               : "r"(a1), "r"(b));
+      : "+r"(d[2]), "+r"(d[3])
+      : "r"(a1), "r"(b));
 #endif
 }
 
@@ -219,15 +216,14 @@ __device__ inline void multiply_signed(int32_t (&d)[4], uint32_t a0, uint32_t a1
 __device__ inline void multiply_unsigned(int32_t (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
                                          uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
-  asm(
-      "mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 #else
   const auto rows = [](int32_t& x, int32_t& y, uint32_t a, uint32_t b) {
     asm("mma.sync.aligned.m8n8k16.row.col.s32.u8.u8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
-                 : "+r"(x), "+r"(y)
-                 : "r"(a), "r"(b));
+        : "+r"(x), "+r"(y)
+        : "r"(a), "r"(b));
   };
   rows(d[0], d[1], a0, b0), rows(d[2], d[3], a1, b0);
   rows(d[0], d[1], a2, b1), rows(d[2], d[3], a3, b1);

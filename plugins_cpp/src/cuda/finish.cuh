@@ -13,11 +13,11 @@ struct Unfinished {
   int first_block, block_count;
 };
 
-// Shared by the block: what its warps do together. The two unfinished pairs are told apart by where the block's span starts: in the pair's middle
-// (it is the block's first span) or at its start (its last).
+// Shared by the block: what its warps do together. The two unfinished pairs are told apart by where the block's span
+// starts: in the pair's middle (it is the block's first span) or at its start (its last).
 template <int kParts>
 struct Block {
-  Walk<kParts> walk;               // the span that the block attends
+  Walk<kParts> walk;                  // the span that the block attends
   int share, begin_start, end_start;  // of the plan
   float2 top_sum[kMaxWarps][kMaxGroup];
   Unfinished unfinished[2];
@@ -75,7 +75,8 @@ __device__ void finish(const Params<kParts>& p, SoftmaxState<kSteps>& state, flo
   put_state(state, p.group_size, head.rank_v, m.top_sum[warp], buffer + warp * elements);
   __syncthreads();
   if (threadIdx.x == blockDim.x - 1) {
-    if (!whole) m.unfinished[from_start] = {true, false, sequence, head_index, from_start ? m.end_start : m.begin_start, 0, 0};
+    if (!whole)
+      m.unfinished[from_start] = {true, false, sequence, head_index, from_start ? m.end_start : m.begin_start, 0, 0};
     m.walk.next(p);
   }
   Partial* partial = partial_of(p, blockIdx.x, from_start);
@@ -98,9 +99,9 @@ __device__ void finish(const Params<kParts>& p, SoftmaxState<kSteps>& state, flo
   __syncthreads();
 }
 
-// Sums the partial results of a pair and writes o'. Called by the block that arrives last; all threads. Teams of threads
-// each join every teams-th partial result, four channels a thread, all asked for at once; then the teams join theirs in
-// `buffer`: four sums a thread, and the (maximum, sum) of each team's queries.
+// Sums the partial results of a pair and writes o'. Called by the block that arrives last; all threads. Teams of
+// threads each join every teams-th partial result, four channels a thread, all asked for at once; then the teams join
+// theirs in `buffer`: four sums a thread, and the (maximum, sum) of each team's queries.
 template <class E, int kParts>
 __device__ void merge_partials(const Params<kParts>& p, const Unfinished& pair, float* buffer) {
   const HeadParams<kParts>& head = p.head[pair.head];
@@ -163,7 +164,7 @@ template <int kParts>
 __device__ void arrive(const Params<kParts>& p, int share, Unfinished& pair) {
   const Pair<kParts> lengths(p, pair.sequence, pair.head);
   const int last = pair.start + lengths.weight_before_last(p, pair.head);  // where the pair's last tile starts
-  pair.first_block = unsigned(pair.start) / unsigned(share);               // the block that takes a tile that starts there
+  pair.first_block = unsigned(pair.start) / unsigned(share);  // the block that takes a tile that starts there
   pair.block_count = int(unsigned(last) / unsigned(share)) - pair.first_block + 1;
   int32_t* arrivals = p.arrivals + pair.sequence * p.heads + pair.head;
   pair.last = add_ordered(arrivals, 1) == pair.block_count - 1;

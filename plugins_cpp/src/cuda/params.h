@@ -12,8 +12,8 @@ constexpr int kMaxGroup = 8;      // query heads a lane: the N of mma.m16n8k16
 constexpr int kRowTokens = 16;    // the M of mma.m16n8k16: what 16-bit tiles are cut into
 constexpr int kChunkTokens = 64;  // quantized pages are attended in chunks of this many tokens
 
-// K of 8 bits lies in its tile in pieces of 16 tokens set apart by 16 bytes: the tokens that a warp reads at once are 16
-// apart, and would be in the same banks.
+// K of 8 bits lies in its tile in pieces of 16 tokens set apart by 16 bytes: the tokens that a warp reads at once are
+// 16 apart, and would be in the same banks.
 constexpr int kPieceTokens = 16, kPieceGap = 16;
 
 // Tuning, fixed when the library is built.
@@ -48,9 +48,9 @@ struct PartParams {
 // `bytes` from k on; V and the metadata lie at offsets from its start.
 struct LaneParams {
   int32_t k, v;
-  int32_t bytes;             // of a unit, in the pool
-  int32_t tile_bytes;        // of a tile of tile_units, in a ring
-  uint16_t k_meta, v_meta;   // in 16 bytes
+  int32_t bytes;            // of a unit, in the pool
+  int32_t tile_bytes;       // of a tile of tile_units, in a ring
+  uint16_t k_meta, v_meta;  // in 16 bytes
   uint16_t weight;
   uint8_t tile_units, groups_k;
 };

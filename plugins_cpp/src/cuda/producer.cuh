@@ -34,8 +34,8 @@ __device__ int query_bytes(const Params<kParts>& p, const HeadParams<kParts>& he
 // What a producer needs only from run to run; one a warp, in shared memory, to leave registers to the tiles.
 template <int kParts>
 struct Runs {
-  Walk<kParts> walk;                   // where the run ahead lies, while walk.valid
-  int part, unit, last, tokens;        // the run ahead
+  Walk<kParts> walk;                     // where the run ahead lies, while walk.valid
+  int part, unit, last, tokens;          // the run ahead
   int now_sequence, now_head, now_part;  // the run in hand
 };
 
@@ -49,12 +49,12 @@ struct Producer {
 
   // The run in hand.
   bool any = false, queries_due = false, bulk;  // bulk: it is quantized
-  int unit, last, tokens;               // the next tile to fetch, the end of the run, the tokens of the part
-  int tile_room, tile_bytes;            // in the ring, in the pool
-  int stride, tile_tokens;              // stride: units from one tile of this warp to its next
-  int copies_k, copies_v;               // 16 bit: of a tile, 512 bytes each
-  int pieces, piece_bytes;              // quantized: of K, that are set apart in the tile
-  uint32_t bits_k, bits_v;              // 16 bit: this lane's swizzle
+  int unit, last, tokens;                       // the next tile to fetch, the end of the run, the tokens of the part
+  int tile_room, tile_bytes;                    // in the ring, in the pool
+  int stride, tile_tokens;                      // stride: units from one tile of this warp to its next
+  int copies_k, copies_v;                       // 16 bit: of a tile, 512 bytes each
+  int pieces, piece_bytes;                      // quantized: of K, that are set apart in the tile
+  uint32_t bits_k, bits_v;                      // 16 bit: this lane's swizzle
 
   // Addresses and page ids are worked out 32 tiles at a time, one tile a lane.
   const char* from;     // this lane's tile; 16 bit: its K
@@ -177,7 +177,8 @@ struct Producer {
   }
 
   __device__ void fetch_queries(uint32_t to, int bytes) const {
-    const auto* q = reinterpret_cast<const char*>(p.q + runs.now_sequence * p.q_stride + p.head[runs.now_head].q_offset);
+    const auto* q =
+        reinterpret_cast<const char*>(p.q + runs.now_sequence * p.q_stride + p.head[runs.now_head].q_offset);
     for (int at = threadIdx.x % 32 * 16; at < bytes; at += 512) copy16(to + at, q + at, true);
   }
 

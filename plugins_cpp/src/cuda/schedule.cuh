@@ -85,7 +85,8 @@ __device__ int unit_at(const Params<kParts>& p, const Pair<kParts>& pair, int he
   for (int i = 0; i < kParts; ++i) {
     const LaneParams& lane = p.head[head].lane[i];
     if (rest <= 0 || !lane.weight) continue;
-    const int wanted = (int(unsigned(rest + lane.weight - 1) / lane.weight) + lane.tile_units - 1) & -int(lane.tile_units);
+    const int wanted =
+        (int(unsigned(rest + lane.weight - 1) / lane.weight) + lane.tile_units - 1) & -int(lane.tile_units);
     const int skipped = min(pair.units(p, i), wanted);
     unit += skipped;
     rest = skipped < wanted ? rest - skipped * lane.weight : 0;
