@@ -20,7 +20,7 @@ import numpy.typing as npt
 from kvlathe.errors import KvlatheError
 from kvlathe.export.basis import Basis
 from kvlathe.export.layout import CacheLayout
-from kvlathe.export.methods import auto, fdc, hack, kivi, kvquant, none, uncomp, zack
+from kvlathe.export.methods import auto, fdc, h2o, hack, keyformer, kivi, kvquant, none, snapkv, uncomp, zack, zipcache
 from kvlathe.export.methods.buckets import buckets, cold_tier, without
 from kvlathe.export.methods.lowrank import bases, best_ratio, full_lanes, kept, low_rank, within
 from kvlathe.export.methods.options import Asked, Options, Part, parse, unknown, with_written
@@ -78,6 +78,10 @@ METHODS: dict[str, Method] = {
     "zack": Method(zack.SUMMARY, zack.CALIBRATION, zack.rotate),
     "hack": Method(hack.SUMMARY, plan=hack.plan, sizes=hack.SIZES),
     "auto": Method(auto.SUMMARY, auto.CALIBRATION, auto.rotate, measured=True),
+    "zipcache": Method(zipcache.SUMMARY, plan=zipcache.plan),
+    "h2o": Method(h2o.SUMMARY, plan=h2o.plan),
+    "snapkv": Method(snapkv.SUMMARY, plan=snapkv.plan),
+    "keyformer": Method(keyformer.SUMMARY, plan=keyformer.plan),
     "kivi": Method(kivi.SUMMARY, plan=kivi.plan),
     "uncomp": Method(uncomp.SUMMARY, uncomp.CALIBRATION, choose=uncomp.choose),
     "kvquant": Method(kvquant.SUMMARY, plan=kvquant.plan),
@@ -157,14 +161,16 @@ def _needed(asked: Asked, stats: Stats | None) -> Stats:
 
 def _chosen(parts: list[tuple[Asked, Part]]) -> Part:
     """Number format and token rules, each by at most one of the parts."""
-    sealing = [(one, part) for one, part in parts if part.cold]
-    ruling = [(one, part) for one, part in parts if part.tokens]
+    sealing = [(one, part) for one, part in parts if part.cold or part.split]
+    ruling = [(one, part) for one, part in parts if part.tokens or part.split]
     _only_one("the number format of full pages", [one for one, _ in sealing])
     _only_one("which tokens are kept", [one for one, _ in ruling])
     found = ruling[0][1] if ruling else Part()
     if not sealing:
         return found
     formats = sealing[0][1]
+    if formats.split:
+        return formats
     found = dataclasses.replace(found, cold=formats.cold, spin=formats.spin, notes=found.notes | formats.notes)
     return dataclasses.replace(found, cold=cold_tier(found))
 
@@ -193,7 +199,7 @@ def _ranked(
             "what a budget of tokens removes depends on the sequence's length",
             "say what the ranks remove: --removal-rate",
         )
-    if options.compression_ratio is None or chosen.cold is None:
+    if options.compression_ratio is None or (chosen.cold is None and not chosen.split):
         return at(None)
     return within(options.compression_ratio, shape, form.bits, at)
 
@@ -227,6 +233,7 @@ def _composed(
     """Fresh tokens in the cache's own format; full pages, tokens and stages as ``chosen``."""
     assert ranks.lanes is not None
     lanes, basis, tiers = without(ranks.lanes, chosen.removed), ranks.basis, [Tier(form.bits, form.bits)]
+    tiers += [tier for tier, _ in chosen.split]
     if chosen.cold is not None:
         lanes, basis = spun(lanes, basis, shape.head_dim, chosen.cold, chosen.spin, form.seed)
         tiers.append(chosen.cold)

@@ -28,7 +28,11 @@ def buckets(lanes: Sequence[Lane], chosen: Part) -> tuple[Bucket, ...]:
     for layers in _layers(chosen.stages, lanes[-1].layer + 1):
         kept = tuple(i for i, lane in enumerate(lanes) if lane.layer in layers and not lane.removed)
         by_rule = {rule: tuple(i for i in kept if rules[i] == rule) for rule in dict.fromkeys(rules[i] for i in kept)}
-        if chosen.cold is None:
+        if chosen.split:
+            fresh = len(found)
+            cold = [Bucket(1 + i, kept, fresh, TokenRule("share", share=s)) for i, (_, s) in enumerate(chosen.split)]
+            found += [Bucket(0, kept), *cold]
+        elif chosen.cold is None:
             found += [Bucket(0, held, tokens=rule) for rule, held in by_rule.items()]
         else:
             fresh = len(found)

@@ -83,6 +83,9 @@ class Part:
     lanes: tuple[Lane, ...] | None = None
     basis: Basis = field(default_factory=Basis)
     cold: Tier | None = None
+    split: tuple[
+        tuple[Tier, float], ...
+    ] = ()  # or several formats and the shares of the tokens, the most salient first
     spin: Spin = "none"
     tokens: tuple[TokenRule, ...] = ()
     probe: Probe | None = None
