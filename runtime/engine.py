@@ -106,7 +106,7 @@ class Engine:
                     self.session.seal(seal.fresh, seal.page, seal.cold_pages, seal.position)
                 for ranking in chunk.reservation.rankings:
                     assert chunk.sequence.probes
-                    end = chunk.sequence.cached + chunk.count
+                    end = chunk.sequence.places(chunk.count)[-1] + 1
                     carry_out(self.session, self.pool.plan, ranking, chunk.sequence.probes, chunk.sequence.tokens, end)
         except BaseException:
             if self.pool.plan.ranked:

@@ -24,7 +24,7 @@ from kvlathe.export.checkpoint import Checkpoint
 from kvlathe.export.decoder import LayerRunner, embed
 from kvlathe.export.fold import fold
 from kvlathe.export.layout import CacheLayout
-from kvlathe.export.plan import Bucket, CompressionPlan, Pass, Probe, Stage
+from kvlathe.export.plan import Bucket, CompressionPlan, Pass, Probe, Stage, TokenRule
 from kvlathe.export.to_onnx import export_onnx
 from kvlathe.runtime import native
 from kvlathe.runtime.llm import LLM
@@ -115,8 +115,9 @@ def folder_of(plan_text: str) -> Path:
 
 
 def engine(plan: CompressionPlan, kind: type[OrtSession] = OrtSession, tokens: int = 6000) -> LLM:
-    layout = CacheLayout(plan)
-    size = layout.bytes_for(tokens) + 8 * len(layout.page_stride) * max(layout.page_stride)
+    size = 4 * tokens * SHAPE.layers * SHAPE.kv_heads * 2 * SHAPE.head_dim + (
+        1 << 22
+    )  # a prompt is whole until it ends
     session = kind(folder_of(plan.to_json()), plan, LIMITS, size, threads=1)
     return LLM(session, plan, LIMITS, Tokenizer(MODEL), size)
 
@@ -226,3 +227,33 @@ def test_a_staged_sequence_does_not_depend_on_its_neighbours() -> None:
         together.engine.step()
     assert [sequence.answer for sequence in sequences] == alone
     assert together.pool.bytes_in_use == 0
+
+
+# -- with token budgets ----------------------------------------------------------------------------------------------
+def budgeted(budget: int, *stages: Stage) -> CompressionPlan:
+    plan = staged(*stages, split=True)
+    rule = TokenRule("budget", budget=budget, recent=16)
+    buckets = tuple(dataclasses.replace(bucket, tokens=rule) for bucket in plan.buckets)
+    return dataclasses.replace(plan, buckets=buckets, probe=Probe(last=8, accumulated=False))
+
+
+def test_a_budget_as_long_as_the_text_is_the_uncompressed_model() -> None:
+    found = engine(budgeted(640, Stage(0), Stage(2, 640))).logits(text(600), range(500, 600))
+    np.testing.assert_allclose(found, at_once(600)[500:], atol=1e-5 * np.abs(at_once(600)).max())
+
+
+def test_budgets_hold_in_every_stage_and_neighbours_change_nothing() -> None:
+    plan, params = budgeted(128, Stage(0), Stage(2, 320)), SamplingParams(max_new_tokens=80, ignore_eos=True)
+    prompts = [list(text(n, start)) for n, start in ((640, 0), (50, 900), (900, 300), (330, 40))]
+    alone = [engine(plan).generate([prompt], params)[0].token_ids for prompt in prompts]
+    together, held = engine(plan, tokens=12000), []
+    sequences = [together.sequence(list(prompt), params) for prompt in prompts]
+    for i, sequence in enumerate(sequences):
+        together.engine.scheduler.add(sequence)
+        for _ in range(2 * i + 1):
+            together.engine.step()
+    while not all(sequence.finish_reason for sequence in sequences):
+        together.engine.step()
+        held += [max(s.table.lengths) for s in sequences if s.decoding]
+    assert [sequence.answer for sequence in sequences] == alone
+    assert max(held) < 128 + 2 * plan.page_tokens and together.pool.bytes_in_use == 0
