@@ -7,8 +7,6 @@ the same kernels without a graph. The one thing that is waited for is what the c
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from kvlathe.runtime import native
 from kvlathe.runtime.cuda_abi import CudaLibrary, PageKernels
 from kvlathe.runtime.cuda_attend import Attention, StepInputs
 from kvlathe.runtime.cuda_decoder import TorchDecoder, read_decoder
+from kvlathe.runtime.cuda_graph import DecodeGraph, StepBlock, StepViews
 from kvlathe.runtime.session import Int32, StepPlan
 
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -90,7 +89,7 @@ class CudaSession:
         graph = self._graph_of(step)
         if graph is not None:
             return graph.run(step).logits[: len(step.logit_rows)]
-        block = _Block.of(step)
+        block = StepBlock.of(step)
         block.send(step)
         return self._compute(block.views(), single=False)
 
@@ -117,7 +116,7 @@ class CudaSession:
                     f"a step of {count} exceeds this engine", f"its {flag} is {limit}", f"build with a larger --{flag}"
                 )
 
-    def _compute(self, on_gpu: _Views, single: bool) -> Tensor:
+    def _compute(self, on_gpu: StepViews, single: bool) -> Tensor:
         inputs = StepInputs(on_gpu.query_starts, on_gpu.lengths, on_gpu.page_tables, single)
         spread = self.attention.spread(inputs, len(on_gpu.input_ids))
 
@@ -156,95 +155,6 @@ class CudaSession:
 
     def write_page(self, bucket: int, page: int, data: bytes) -> None:
         self._views[bucket][page].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-
-# -- a step's inputs -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Views:
-    """A step's int32 arrays inside one block."""
-
-    input_ids: Tensor
-    positions: Tensor
-    query_starts: Tensor
-    lengths: Tensor
-    logit_rows: Tensor
-    page_tables: tuple[Tensor, ...]
-
-
-class _Block:
-    """A step's arrays, of fixed sizes, in one block of int32 on the GPU and in two in pinned memory that take turns: a
-    step's inputs are written while those of the step before may still be on their way."""
-
-    def __init__(self, tokens: int, batch: int, rows: int, widths: list[int]) -> None:
-        self.shapes = [(tokens,), (tokens,), (batch + 1,), (batch, len(widths)), (rows,), *((batch, w) for w in widths)]
-        self.offsets = np.cumsum([0, *(-(-int(np.prod(shape)) // 64) * 64 for shape in self.shapes)])
-        size = int(self.offsets[-1])
-        self.gpu = torch.zeros(size, dtype=torch.int32, device="cuda")
-        self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
-        self._arrays = [[view.numpy() for view in self._cut(host)] for host in self._hosts]
-        self._sent, self._turn = [torch.cuda.Event(), torch.cuda.Event()], 0
-
-    @classmethod
-    def of(cls, step: StepPlan) -> _Block:
-        """A block just large enough for a step."""
-        widths = [table.shape[1] for table in step.page_tables]
-        return cls(len(step.input_ids), len(step.query_starts) - 1, len(step.logit_rows), widths)
-
-    def _cut(self, block: Tensor) -> list[Tensor]:
-        pairs = zip(self.offsets, self.shapes, strict=False)
-        return [block[at : at + int(np.prod(shape))].view(shape) for at, shape in pairs]
-
-    def send(self, step: StepPlan) -> None:
-        """Queue the copy of a step's arrays to the GPU. Rows and sequences beyond the step's belong to nobody."""
-        self._turn ^= 1
-        self._sent[self._turn].synchronize()  # of two steps ago
-        self._write(step, self._arrays[self._turn])
-        self.gpu.copy_(self._hosts[self._turn], non_blocking=True)
-        self._sent[self._turn].record()
-
-    @staticmethod
-    def _write(step: StepPlan, arrays: list[npt.NDArray[np.int32]]) -> None:
-        ids, positions, starts, lengths, rows, *tables = arrays
-        tokens, batch = len(step.input_ids), len(step.query_starts) - 1
-        ids[:tokens], positions[:tokens] = step.input_ids, step.positions
-        starts[: batch + 1], starts[batch + 1 :] = step.query_starts, tokens
-        lengths[:batch], lengths[batch:] = step.lengths, 0
-        rows[: len(step.logit_rows)], rows[len(step.logit_rows) :] = step.logit_rows, 0
-        for table, mine in zip(step.page_tables, tables, strict=True):
-            mine[:batch, : table.shape[1]] = table
-
-    def views(self) -> _Views:
-        ids, positions, starts, lengths, rows, *tables = self._cut(self.gpu)
-        return _Views(ids, positions, starts, lengths, rows, tuple(tables))
-
-
-class DecodeGraph:
-    """One decode step of up to ``batch`` sequences, captured."""
-
-    def __init__(self, batch: int, widths: list[int], compute: Callable[[_Views], Tensor], memory: object) -> None:
-        self.block = _Block(batch, batch, batch, widths)
-        views = self.block.views()  # zeros: nobody's tokens
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            compute(views)  # cuBLAS and the kernels set themselves up outside the capture
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=memory):  # type: ignore[arg-type]
-            self.logits = compute(views)
-            self.best = self.logits.argmax(-1).int()
-        self.input_ids = views.input_ids
-
-    def run(self, step: StepPlan, follow: bool = False) -> DecodeGraph:
-        """Queue a step; ``logits`` [batch, vocab] and ``best`` [batch] are its own until the next. ``follow``: its
-        input is ``best`` of the step before."""
-        self.block.send(step)
-        if follow:
-            self.input_ids.copy_(self.best)
-        self.graph.replay()
-        return self
 
 
 # -- what is here ------------------------------------------------------------------------------------------------------
