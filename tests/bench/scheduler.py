@@ -1,0 +1,113 @@
+"""What a step costs before and after the model: schedule, pages, step arrays, commit. A session that computes nothing.
+
+python tests/bench/scheduler.py [--steps 200] [--context 2048]
+
+Prints a table and one JSON line; fails above 1 ms a step at 32 sequences or 2.5 ms at 256. Sampling and text are not
+part of it. Every sequence decodes; the plans have one bucket, two buckets, and pages that seal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+
+import numpy as np
+
+from kvlathe.engines.manifest import Limits
+from kvlathe.export.layout import CacheLayout
+from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
+from kvlathe.runtime.engine import Engine
+from kvlathe.runtime.pool import PagePool
+from kvlathe.runtime.sampler import Sampler, SamplingParams
+from kvlathe.runtime.scheduler import Scheduler
+from kvlathe.runtime.sequence import Sequence
+from kvlathe.runtime.session import Int32, StepPlan
+
+MOST_MS = {32: 1.0, 256: 2.5}
+VOCABULARY = 16
+
+
+class Idle:
+    """A session whose every next token is 0."""
+
+    def run(self, step: StepPlan) -> np.ndarray:
+        return np.zeros((len(step.logit_rows), VOCABULARY), np.float32)
+
+    def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...], position: int) -> None: ...
+    def evict(self, bucket: int, pages: Int32, keep: np.ndarray) -> None: ...
+    def copy_page(self, bucket: int, source: int, target: int) -> None: ...
+    def write_page(self, bucket: int, page: int, data: bytes) -> None: ...
+    def read_page(self, bucket: int, page: int) -> bytes:
+        return b""
+
+
+def plans() -> dict[str, CompressionPlan]:
+    shape = ModelShape(1, 2, 2, 16, 32, VOCABULARY, 1 << 20)
+    lanes = tuple(Lane(0, h, 16, 16, 16) for h in range(2))
+    hot, cold = Tier(16, 16), Tier(8, 8)
+    forms = {
+        "one bucket": ((hot,), (Bucket(0, (0, 1)),)),
+        "two buckets": ((hot,), (Bucket(0, (0,)), Bucket(0, (1,)))),
+        "sealed": ((hot, cold), (Bucket(0, (0, 1)), Bucket(1, (0, 1), source=0))),
+    }
+    return {name: CompressionPlan(shape, lanes, *form) for name, form in forms.items()}
+
+
+class Greedy(Sampler):
+    """Not measured here."""
+
+    def choose(self, logits: np.ndarray, context: object, prompt_tokens: int = 0) -> int:
+        return 0
+
+
+def milliseconds(plan: CompressionPlan, batch: int, context: int, steps: int) -> list[float]:
+    """Of each of ``steps`` steps of ``batch`` sequences that decode from about ``context`` tokens on."""
+    layout = CacheLayout(plan)
+    most = context + 128 + steps
+    pool = PagePool(layout, 2 * batch * (layout.bytes_for(most) + 2 * sum(layout.page_stride)))
+    session = Idle()
+    engine = Engine(session, pool, Scheduler(pool, session, Limits(batch, 8192, most, most)), ())
+    for i in range(batch):
+        prompt = [1] * (context + i % 64)
+        params = SamplingParams(max_new_tokens=steps + 2)
+        sequence = Sequence(prompt, len(prompt), pool.open(), plan.prefill_chunk, Greedy(params), arrival=i)
+        while count := sequence.next_tokens(plan.prefill_chunk):
+            pool.commit(pool.reserve(sequence.table, count, sequence.seals_at(sequence.cached + count)))
+            sequence.cached += count
+        sequence.tokens.append(0)
+        engine.scheduler.running.append(sequence)
+    found = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        engine.step()
+        found.append(1e3 * (time.perf_counter() - started))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--context", type=int, default=2048, help="tokens cached by each sequence")
+    args = parser.parse_args()
+    rows = []
+    print(f"{'plan':12} {'batch':>5} {'median ms':>10} {'p95 ms':>8}")
+    for name, plan in plans().items():
+        for batch in MOST_MS:
+            times = milliseconds(plan, batch, args.context, args.steps)
+            row = {
+                "plan": name,
+                "batch": batch,
+                "median_ms": statistics.median(times),
+                "p95_ms": np.quantile(times, 0.95),
+            }
+            rows.append(row)
+            print(f"{name:12} {batch:5} {row['median_ms']:10.3f} {row['p95_ms']:8.3f}")
+    print(json.dumps({"context": args.context, "steps": args.steps, "rows": rows}))
+    sys.exit(any(row["median_ms"] > MOST_MS[row["batch"]] for row in rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Random schedules against an invariant checker that knows no model, and laws of turns, foresight and preemption."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from functools import cache
+
+import numpy as np
+import pytest
+from fake_session import SHAPE, FakeSession, solo
+from runtime_cases import plans
+
+from kvlathe.engines.manifest import Limits
+from kvlathe.export.layout import CacheLayout
+from kvlathe.export.plan import CompressionPlan
+from kvlathe.runtime.engine import Engine
+from kvlathe.runtime.fair_queue import FairQueue
+from kvlathe.runtime.pool import PagePool, PageTable
+from kvlathe.runtime.prefix import PrefixCache
+from kvlathe.runtime.sampler import Sampler, SamplingParams
+from kvlathe.runtime.scheduler import Scheduler
+from kvlathe.runtime.sequence import Beginning, Sequence
+
+KINDS = ("one", "split", "sealed", "sealed split")
+BROKEN = 250
+LIMITS = Limits(max_batch_size=6, max_num_tokens=48, max_input_len=96, max_seq_len=160)
+
+
+@cache
+def plan_of(kind: str) -> CompressionPlan:
+    return plans(SHAPE, page=32, chunk=64)[kind]
+
+
+def engine_for(kind: str, tokens: int, broken: int = -1, share: bool = False, limits: Limits = LIMITS) -> Engine:
+    """With room for about ``tokens`` tokens."""
+    layout = CacheLayout(plan_of(kind))
+    size = layout.bytes_for(tokens) + 2 * len(layout.page_stride) * max(layout.page_stride)
+    pool = PagePool(layout, size)
+    session = FakeSession(plan_of(kind), pool, broken)
+    prefixes = PrefixCache(pool) if share else None
+    return Engine(session, pool, Scheduler(pool, session, limits, prefixes, prompt_tokens=32), ())
+
+
+def sequence_for(engine: Engine, prompt: list[int], new: int, salt: bytes = b"") -> Sequence:
+    sampler = Sampler(SamplingParams(max_new_tokens=new))
+    return Sequence(list(prompt), len(prompt), engine.pool.open(), engine.pool.plan.prefill_chunk, sampler, salt=salt)
+
+
+# -- the checker -----------------------------------------------------------------------------------------------------
+def tables(engine: Engine) -> list[PageTable]:
+    """Everything that may own pages."""
+    scheduler = engine.scheduler
+    kept = [b.table for b in scheduler._beginnings if b.table]
+    blocks = scheduler.prefixes._blocks.values() if scheduler.prefixes else ()
+    return [s.table for s in scheduler.running] + kept + [PageTable(list(block), []) for block in blocks]
+
+
+def check(engine: Engine, everyone: list[Sequence]) -> None:
+    pool, scheduler = engine.pool, engine.scheduler
+    for b in range(len(pool.strides)):
+        owners = Counter(page for table in tables(engine) for page in table.pages[b])
+        assert owners == pool._owners[b], "a page has other owners than tables"
+    assert len(scheduler.running) <= LIMITS.max_batch_size
+    here = [*scheduler.running, *scheduler.waiting]
+    assert len(set(here)) == len(here) and set(here) == {s for s in everyone if not s.finish_reason}
+    assert all(not any(s.table.pages) for s in everyone if s not in scheduler.running)
+    for sequence in scheduler.running:  # nobody of its tenant who came before still waits for a first turn
+        assert not any(w.salt == sequence.salt and w.arrival < sequence.arrival and not w.admitted for w in here)
+    arrivals = [s.arrival for s in scheduler.running]
+    assert arrivals == sorted(arrivals)
+
+
+def play(seed: int) -> tuple[Engine, list[Sequence], Counter[str]]:
+    """One random schedule, checked after every step."""
+    random = np.random.default_rng(seed)
+    kind = KINDS[seed % len(KINDS)]
+    engine = engine_for(kind, int(random.integers(170, 220)), BROKEN, share=bool(random.integers(2)))
+    scheduler, session, everyone = engine.scheduler, engine.session, []
+    scheduler.costs.token.add(float(random.choice([1e-9, 1.0])))  # computing again is free, or dear
+    scheduler.costs.byte.add(1e-6)
+    if random.random() < 0.6:  # too hopeful, and never the wiser
+        scheduler.foresight.share.add(0.05)
+        scheduler.foresight.ended = lambda sequence: None  # type: ignore[method-assign]
+    stem = [int(t) for t in random.integers(0, BROKEN, 80)]
+    planned, steps = int(random.integers(2, 5)), 0
+
+    def submit() -> None:
+        own = [int(t) for t in random.integers(0, BROKEN, random.integers(1, 40))]
+        prompt = stem[: random.choice([0, 0, 17, 40, 64])] + own
+        if random.random() < 0.06:
+            prompt[-1] = BROKEN
+        twins = int(random.choice([1, 1, 1, 1, 3]))
+        beginning = Beginning() if twins > 1 else None
+        for _ in range(twins):
+            new = int(random.integers(1, 20) if random.random() < 0.4 else random.integers(34, 72))
+            sequence = sequence_for(engine, prompt[:96], new, random.choice([b"a", b"b"]))
+            if beginning:
+                sequence.salt, sequence.beginning = b"a", beginning
+                beginning.followers.add(sequence)
+            if random.random() < 0.08:
+                sequence.deadline = time.perf_counter() + float(random.choice([0, 2e-3]))
+            everyone.append(sequence)
+            scheduler.add(sequence)
+
+    while planned or any(not s.finish_reason for s in everyone):
+        if planned and random.random() < 0.4:
+            planned -= 1
+            for _ in range(random.integers(1, 4)):
+                submit()
+        if everyone and random.random() < 0.03:
+            engine.cancel(everyone[random.integers(len(everyone))])
+        before = time.perf_counter()
+        done = sum(s.cached + len(s.tokens) for s in everyone)
+        gone = scheduler.preemptions
+        changed = engine.step()
+        steps += 1
+        assert all(s.finish_reason for s in everyone if s.deadline < before), "a deadline was not kept"
+        moved = sum(s.cached + len(s.tokens) for s in everyone) != done
+        assert moved or changed or gone != scheduler.preemptions or not any(not s.finish_reason for s in everyone)
+        check(engine, everyone)
+        work = sum(-(-s.prompt_tokens // 16) + s.params.max_new_tokens for s in everyone)
+        assert steps < 100 + 20 * work, "somebody starves"
+    assert session.largest[0] <= LIMITS.max_num_tokens and session.largest[1] <= LIMITS.max_batch_size
+    for sequence in everyone:
+        expected = solo(sequence.tokens[: sequence.prompt_tokens], sequence.answered)
+        assert sequence.answer == expected, "an answer depends on the schedule"
+        assert sequence.finish_reason != "error" or BROKEN in sequence.tokens
+        assert sequence.finish_reason != "length" or sequence.answered == sequence.params.max_new_tokens
+        assert sequence.finish_reason != "length" or BROKEN not in sequence.tokens[:-1]
+    while scheduler._reclaim():
+        pass
+    assert not engine.pool.bytes_in_use
+    return engine, everyone, Counter(str(s.finish_reason) for s in everyone)
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_a_thousand_random_schedules(part: int) -> None:
+    ends: Counter[str] = Counter()
+    preemptions = hits = 0
+    for seed in range(100 * part, 100 * (part + 1)):
+        engine, _, reasons = play(seed)
+        ends += reasons
+        preemptions += engine.scheduler.preemptions
+        hits += engine.scheduler.prefixes.hits if engine.scheduler.prefixes else 0
+    assert set(ends) == {"length", "cancelled", "timeout", "error"} and preemptions > 5 and hits > 100, (
+        ends,
+        preemptions,
+        hits,
+    )
+
+
+# -- preemption ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("kind", "price", "swaps"), [("one", 1.0, True), ("one", 1e-12, False), ("sealed", 1e-12, True)]
+)
+def test_preemption_takes_the_cheaper_way_that_the_plan_allows(kind: str, price: float, swaps: bool) -> None:
+    engine = engine_for(kind, 400)
+    scheduler = engine.scheduler
+    scheduler.costs.token.add(price)
+    scheduler.costs.byte.add(1e-6)
+    first, second = (sequence_for(engine, list(range(i, i + 50)), 20) for i in (0, 60))
+    for sequence in (first, second):
+        scheduler.add(sequence)
+    while not second.answered:
+        engine.step()
+    scheduler.preempt()
+    assert (second in scheduler._swapped) == swaps and scheduler.running == [first]
+    assert second.cached == (second.cached if swaps else 0) and not any(second.table.pages)
+    while not (first.finish_reason and second.finish_reason):
+        engine.step()
+    assert [s.answer for s in (first, second)] == [solo(range(i, i + 50), 20) for i in (0, 60)]
+
+
+def test_swapping_that_fails_leaves_the_pool_whole() -> None:
+    engine = engine_for("split", 400)
+    sequences = [sequence_for(engine, list(range(i, i + 50)), 20) for i in (0, 60)]
+    for sequence in sequences:
+        engine.scheduler.add(sequence)
+    engine.step()
+    engine.step()
+    engine.scheduler.preempt()
+    write, calls = engine.session.write_page, []
+
+    def failing(bucket: int, page: int, data: bytes) -> None:
+        calls.append(page)
+        if len(calls) == 2:
+            raise OSError("the host failed")
+        write(bucket, page, data)
+
+    engine.session.write_page = failing  # type: ignore[method-assign]
+    engine.scheduler._blocked = False
+    with pytest.raises(OSError, match="host failed"):
+        engine.step()
+    check(engine, sequences)
+    while any(not s.finish_reason for s in sequences):
+        engine.step()
+    assert [s.answer for s in sequences] == [solo(range(i, i + 50), 20) for i in (0, 60)]
+    assert not engine.pool.bytes_in_use
+
+
+# -- foresight -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_foreseen_with_full_answers_is_never_preempted(kind: str) -> None:
+    """Answers that take all they may, in the lockstep that is assumed: the fullest moment is an upper bound."""
+    random = np.random.default_rng(3)
+    engine = engine_for(kind, 600)
+    sequences = [
+        sequence_for(engine, [int(t) for t in random.integers(0, 99, 16)], int(random.integers(1, 120)))
+        for _ in range(40)
+    ]
+    for sequence in sequences:
+        engine.scheduler.add(sequence)
+    together = 0
+    while any(not s.finish_reason for s in sequences):
+        engine.step()
+        together = max(together, len(engine.scheduler.running))
+    assert engine.scheduler.preemptions == 0 and together > 2
+
+
+def test_foresight_admits_more_than_worst_cases_would() -> None:
+    engine = engine_for("one", 640)
+    almost = [sequence_for(engine, list(range(16)), 200) for _ in range(4)]
+    for i, sequence in enumerate(almost):
+        sequence.tokens += [7] * (190 - 50 * i)  # they end one after the other
+    fresh = sequence_for(engine, list(range(16)), 200)
+    assert engine.scheduler.foresight.fits([*almost, fresh])
+    assert not engine.pool.fits([engine.pool.worst_pages(s.most_tokens) for s in [*almost, fresh]])
+    assert not engine.scheduler.foresight.fits([sequence_for(engine, list(range(16)), 200) for _ in range(5)])
+
+
+def test_short_answers_let_more_in_and_dear_preemption_fewer() -> None:
+    foresight = engine_for("one", 640).scheduler.foresight
+    sequence = sequence_for(engine_for("one", 640), list(range(16)), 1000)
+    assert foresight.to_go(sequence) == 1000
+    for _ in range(50):
+        foresight.share.add(0.2)
+    assert foresight.to_go(sequence) == 200
+    for i in range(50):
+        foresight.share.add(0.1 + 0.2 * (i % 2))
+    calm = foresight.to_go(sequence)
+    assert 300 < calm < 500
+    foresight.costs.ran(10, 10, 1.0)
+    foresight.costs.moved(1000, 0.5)
+    foresight.costs.judge()
+    assert foresight.to_go(sequence) > calm
+
+
+# -- turns -----------------------------------------------------------------------------------------------------------
+def test_tenants_take_turns_whoever_came_first() -> None:
+    engine, queue = engine_for("one", 640), FairQueue()
+    for tenant, count in ((b"flood", 50), (b"single", 1), (b"pair", 2)):
+        for _ in range(count):
+            queue.push(sequence_for(engine, [1] * 10, 10, tenant))
+    order = [queue.pop().salt for _ in range(len(queue))]
+    assert order.index(b"single") <= 2 and [i for i, s in enumerate(order) if s == b"pair"][1] <= 5
+
+
+def test_one_tenant_is_served_in_order_and_those_who_come_back_go_first() -> None:
+    engine, queue = engine_for("one", 640), FairQueue()
+    sequences = [sequence_for(engine, [1] * n, 10) for n in (30, 5, 20, 1)]
+    for sequence in sequences:
+        queue.push(sequence)
+    first, second = queue.pop(), queue.pop()
+    queue.push_back(second)
+    queue.push_back(first)
+    queue.remove(sequences[2])
+    assert [queue.pop() for _ in range(len(queue))] == [first, second, sequences[3]] and queue.peek() is None
+
+
+def test_a_long_prompt_does_not_hold_answers_up() -> None:
+    engine = engine_for("one", 640)
+    short, long = sequence_for(engine, [1, 2, 3], 40), sequence_for(engine, [5] * 96, 4)
+    engine.scheduler.add(short)
+    engine.step()
+    engine.scheduler.add(long)
+    steps = 0
+    while not long.answered:
+        before = short.answered
+        engine.step()
+        steps += 1
+        assert short.answered == before + 1
+    assert steps == 3  # 96 tokens, at most 32 beside a decode
