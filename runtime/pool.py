@@ -95,6 +95,7 @@ class PagePool(PageArena):
         self.layout, self.plan = layout, layout.plan
         self._cold = [self.plan.cold(b) for b in range(len(self.strides))]
         self._fresh = [b for b, bucket in enumerate(self.plan.buckets) if bucket.source is None]
+        self._none: list[list[int]] = [[] for _ in self.strides]
 
     def open(self) -> PageTable:
         return PageTable([[] for _ in self.strides], [0] * len(self.strides), [0] * len(self.strides))
@@ -152,6 +153,10 @@ class PagePool(PageArena):
 
         ``table.pages`` then includes the new pages of the fresh buckets. Raises OutOfPages; nothing was taken then.
         """
+        if isinstance(tokens, int) and not self.plan.ranked and self._has_room(table, tokens):
+            lengths = [n + tokens * (b in self._fresh) for b, n in enumerate(table.lengths)]
+            more = [tokens * (b in self._fresh) for b in range(len(lengths))]
+            return Reservation(table, more, self._none, table.pages, table.pages, lengths, seal)
         p, buckets = self.plan.page_tokens, range(len(self.strides))
         more = [tokens] * len(buckets) if isinstance(tokens, int) else list(tokens)
         fresh = [b for b in self._fresh if more[b]]
@@ -172,6 +177,15 @@ class PagePool(PageArena):
         for b, move in moves.items():
             self._move(done, b, move, spare)
         return done
+
+    def _has_room(self, table: PageTable, tokens: int) -> bool:
+        """Whether the tokens fill none of the pages that are there and are its own: most steps of a decode."""
+        p = self.plan.page_tokens
+        for b in self._fresh:
+            place, used = divmod(table.lengths[b], p)
+            if not used or used + tokens >= p or self._owners[b][table.pages[b][place]] > 1:
+                return False
+        return True
 
     def _writes_shared(self, table: PageTable, b: int) -> bool:
         place, within = divmod(table.lengths[b], self.plan.page_tokens)

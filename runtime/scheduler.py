@@ -165,7 +165,7 @@ class Scheduler:
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
         reservation = self.pool.reserve(sequence.table, sequence.arriving(count), sequence.seals_after(count))
-        if sequence.reports_prompt and sequence.cached < sequence.prompt_tokens:
+        if sequence.cached < sequence.prompt_tokens and sequence.reports_prompt:
             return Chunk(sequence, count, reservation, range(count))
         return Chunk(sequence, count, reservation, (count - 1,) if sequence.completes(count) else ())
 

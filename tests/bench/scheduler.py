@@ -56,13 +56,6 @@ def plans() -> dict[str, CompressionPlan]:
     return {name: CompressionPlan(shape, lanes, *form) for name, form in forms.items()}
 
 
-class Greedy(Sampler):
-    """Not measured here."""
-
-    def choose(self, logits: np.ndarray, context: object, prompt_tokens: int = 0) -> int:
-        return 0
-
-
 def milliseconds(plan: CompressionPlan, batch: int, context: int, steps: int) -> list[float]:
     """Of each of ``steps`` steps of ``batch`` sequences that decode from about ``context`` tokens on."""
     layout = CacheLayout(plan)
@@ -73,7 +66,7 @@ def milliseconds(plan: CompressionPlan, batch: int, context: int, steps: int) ->
     for i in range(batch):
         prompt = [1] * (context + i % 64)
         params = SamplingParams(max_new_tokens=steps + 2)
-        sequence = Sequence(prompt, len(prompt), pool.open(), plan.prefill_chunk, Greedy(params), arrival=i)
+        sequence = Sequence(prompt, len(prompt), pool.open(), plan.prefill_chunk, Sampler(params), arrival=i)
         while count := sequence.next_tokens(plan.prefill_chunk):
             pool.commit(pool.reserve(sequence.table, count, sequence.seals_at(sequence.cached + count)))
             sequence.cached += count
@@ -82,8 +75,11 @@ def milliseconds(plan: CompressionPlan, batch: int, context: int, steps: int) ->
     found = []
     for _ in range(steps):
         started = time.perf_counter()
-        engine.step()
+        chunks = engine.scheduler.schedule()
+        engine.run(chunks)
         found.append(1e3 * (time.perf_counter() - started))
+        for chunk in chunks:
+            chunk.sequence.tokens.append(0)
     return found
 
 
