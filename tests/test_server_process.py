@@ -1,0 +1,85 @@
+"""``kvlathe serve`` as a process: it says where it listens, serves, and SIGTERM under load loses nothing."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2 as httpx
+import openai
+import pytest
+from test_llm import folder  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def process(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:  # noqa: F811
+    command = [sys.executable, "-m", "kvlathe.cli", "serve", str(folder), "--port", "0", "--threads", "1"]
+    started = subprocess.Popen(
+        [*command, "--drain-seconds", "60", "--cache-size", "64M"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    assert started.stderr
+    lines = iter(started.stderr.readline, "")
+    address = next(found[0] for found in map(re.compile(r"http://[\d.]+:\d+").search, lines) if found)
+    yield started, address
+    started.kill()
+    started.wait()
+
+
+def test_sigterm_under_load_refuses_the_new_and_finishes_the_old(process: tuple[subprocess.Popen[str], str]) -> None:
+    server, url = process
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            assert httpx.get(f"{url}/health").status_code == 200
+            break
+        except httpx.ConnectError:
+            time.sleep(0.05)
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+    tokens, begun, ends = [0] * 8, threading.Barrier(9), [""] * 8
+
+    def read(i: int) -> None:
+        stream = client.completions.create(
+            model="lathe-5m",
+            prompt=f"def f{i}():",
+            max_tokens=120,
+            stream=True,
+            extra_body={"ignore_eos": True},
+            logprobs=0,
+        )
+        for number, chunk in enumerate(stream):
+            if number == 0:
+                begun.wait(60)
+            tokens[i] += sum(len(c.logprobs.tokens or ()) for c in chunk.choices if c.logprobs)
+            ends[i] = next((c.finish_reason for c in chunk.choices), None) or ends[i]
+
+    readers = [threading.Thread(target=read, args=(i,)) for i in range(8)]
+    for reader in readers:
+        reader.start()
+    begun.wait(60)
+    server.send_signal(signal.SIGTERM)
+    refused = None
+    while refused is None:
+        try:
+            client.completions.create(model="lathe-5m", prompt="a", max_tokens=1)
+        except openai.APIStatusError as error:
+            refused = error
+    assert refused.status_code == 503 and "retry-after" in refused.response.headers
+    for reader in readers:
+        reader.join(120)
+    assert tokens == [120] * 8 and ends == ["length"] * 8
+    assert server.wait(60) == 0
+
+
+def test_a_port_in_use_is_refused_in_one_line(process: tuple[subprocess.Popen[str], str], folder: Path) -> None:  # noqa: F811
+    port = process[1].rsplit(":", 1)[1]
+    command = [sys.executable, "-m", "kvlathe.cli", "serve", str(folder), "--port", port]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "cannot be listened on" in done.stderr and "Traceback" not in done.stderr
