@@ -53,7 +53,7 @@ def tables(engine: Engine) -> list[PageTable]:
     scheduler = engine.scheduler
     kept = [b.table for b in scheduler._beginnings if b.table]
     blocks = scheduler.prefixes._blocks.values() if scheduler.prefixes else ()
-    return [s.table for s in scheduler.running] + kept + [PageTable(list(block), []) for block in blocks]
+    return [s.table for s in scheduler.running] + kept + [PageTable(list(block), [], []) for block in blocks]
 
 
 def check(engine: Engine, everyone: list[Sequence]) -> None:
