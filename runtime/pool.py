@@ -12,7 +12,7 @@ from itertools import islice
 
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
-from kvlathe.runtime.arena import PageArena
+from kvlathe.runtime.arena import OutOfPages, PageArena
 from kvlathe.runtime.session import PageMover
 from kvlathe.runtime.settle import Choice, Moves, pages_of, settle
 
@@ -153,7 +153,7 @@ class PagePool(PageArena):
 
         ``table.pages`` then includes the new pages of the fresh buckets. Raises OutOfPages; nothing was taken then.
         """
-        if isinstance(tokens, int) and not self.plan.ranked and self._has_room(table, tokens):
+        if isinstance(tokens, int) and not self.plan.ranked and self._has_room(table, tokens, seal):
             lengths = [n + tokens * (b in self._fresh) for b, n in enumerate(table.lengths)]
             more = [tokens * (b in self._fresh) for b in range(len(lengths))]
             return Reservation(table, more, self._none, table.pages, table.pages, lengths, seal)
@@ -165,7 +165,12 @@ class PagePool(PageArena):
         counts = [-(-lengths[b] // p) - len(table.pages[b]) if b in fresh else 0 for b in buckets]
         shared = [b for b in fresh if self._writes_shared(table, b)]
         moves = {b: settle(self.layout, b, lengths, table.arrived[b] + more[b]) for b in fresh} if seal else {}
-        taken = self.take(self._counts(counts, shared, moves))
+        try:
+            taken = self.take(self._counts(counts, shared, moves))
+        except OutOfPages:
+            if all(self._writes_shared(table, b) for b in shared):
+                raise
+            return self.reserve(table, tokens, seal)  # who shared a page has given it up for this: no copy is needed
         spare = [iter(ids) for ids in taken]
         during = [ids + list(islice(spare[b], counts[b])) for b, ids in enumerate(table.pages)]
         done = Reservation(table, more, taken, table.pages, during, lengths, seal)
@@ -178,12 +183,15 @@ class PagePool(PageArena):
             self._move(done, b, move, spare)
         return done
 
-    def _has_room(self, table: PageTable, tokens: int) -> bool:
-        """Whether the tokens fill none of the pages that are there and are its own: most steps of a decode."""
+    def _has_room(self, table: PageTable, tokens: int, seal: bool) -> bool:
+        """Whether the tokens fill none of the pages that are there and are its own, and none waits to be sealed: most
+        steps of a decode."""
         p = self.plan.page_tokens
         for b in self._fresh:
             place, used = divmod(table.lengths[b], p)
-            if not used or used + tokens >= p or self._owners[b][table.pages[b][place]] > 1:
+            if not used or used + tokens >= p or (seal and place and self._cold[b]):
+                return False
+            if self._owners[b][table.pages[b][place]] > 1:
                 return False
         return True
 
