@@ -186,12 +186,21 @@ class AsyncEngine:
         ``seconds``: the deadline, from now. Raises KvlatheError for what this engine cannot serve, Busy if the queue is
         full; nothing was queued then.
         """
+        self.check_count(len(prompts) * n)
         request = self._request(prompts, params, on_delta, n, tenant.encode(), seconds)
         with self._lock:
             self._check_room(len(request.sequences))
             self._open += len(request.sequences)
             self._commands.put(lambda: self._enqueue(request))
         return request
+
+    def check_count(self, count: int) -> None:
+        """Raises KvlatheError for more sequences than ever have room at once."""
+        most = self.max_waiting + self.llm.limits.max_batch_size
+        if count > most:
+            raise KvlatheError(
+                f"a request of {count} sequences came", f"this server queues {most} at most", "send fewer at a time"
+            )
 
     def cancel(self, request: Request) -> None:
         """End what is left of a request before the next step. Harmless if it has ended."""
@@ -267,11 +276,7 @@ class AsyncEngine:
             raise Closing("the server is shutting down", "it finishes what it has begun", 5)
         if not self._thread.is_alive():
             raise Closing("the engine does not run", "its thread was not started or has ended", 5)
-        scheduler, most = self.llm.engine.scheduler, self.max_waiting + self.llm.limits.max_batch_size
-        if count > most:
-            raise KvlatheError(
-                f"a request of {count} sequences came", f"this server queues {most} at most", "send fewer at a time"
-            )
+        scheduler = self.llm.engine.scheduler
         free = 0 if scheduler.waiting else self.llm.limits.max_batch_size - len(scheduler.running)
         if self._open - len(scheduler.running) + count > self.max_waiting + free:
             reason = f"{self.waiting} sequences wait, of at most {self.max_waiting}"

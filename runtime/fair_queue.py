@@ -1,14 +1,15 @@
 """FairQueue: whose turn it is. First come, first served within a tenant; tenants share by the tokens they ask for.
 
 Start-time fair queueing (Goyal, Vin and Cheng, 1996): a request starts, in virtual time, when the one before it of the
-same tenant ends, or now if the tenant was idle; the earliest start goes first. So a tenant that sends a thousand
-requests at once delays others by one request at most, and nobody waits for ever. With one tenant the order is that of
-arrival.
+same tenant ends, or when it came if the tenant was idle; the earliest start goes first. So a tenant that sends a
+thousand requests at once delays others by one request at most, and nobody waits for ever. Requests that leave the queue
+unserved cost their tenant nothing. With one tenant the order is that of arrival.
 """
 
 from __future__ import annotations
 
-import heapq
+import bisect
+from collections import OrderedDict
 from collections.abc import Iterator
 
 from kvlathe.runtime.sequence import Sequence
@@ -19,9 +20,10 @@ class FairQueue:
 
     def __init__(self) -> None:
         self._clock = 0  # virtual time, in tokens
-        self._ends: dict[bytes, int] = {}  # when each tenant's last request ends, in virtual time
-        self._heap: list[tuple[int, int, Sequence]] = []  # start, number of arrival, sequence
-        self._waiting: dict[Sequence, None] = {}
+        self._ends: dict[bytes, int] = {}  # when each tenant's last turn ends, in virtual time
+        self._waiting: dict[Sequence, int] = {}  # and the virtual time at which each came
+        self._lines: dict[bytes, OrderedDict[Sequence, None]] = {}  # of tenants, none of them empty
+        self._back: list[Sequence] = []  # oldest first
         self._arrivals = 0
 
     def __len__(self) -> int:
@@ -34,36 +36,46 @@ class FairQueue:
         return iter(list(self._waiting))
 
     def push(self, sequence: Sequence) -> None:
-        start = max(self._clock, self._ends.get(sequence.salt, 0))
-        self._ends[sequence.salt] = start + sequence.most_tokens
         sequence.arrival = self._arrivals
         self._arrivals += 1
-        self._insert(start, sequence)
+        self._waiting[sequence] = self._clock
+        self._lines.setdefault(sequence.salt, OrderedDict())[sequence] = None
 
     def push_back(self, sequence: Sequence) -> None:
         """Return a sequence that was popped: it comes before all that never were."""
-        self._insert(-1, sequence)
+        self._waiting[sequence] = self._clock
+        bisect.insort(self._back, sequence, key=lambda s: s.arrival)
 
     def peek(self) -> Sequence | None:
         """Who is next."""
-        while self._heap and self._heap[0][2] not in self._waiting:
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
+        if self._back:
+            return self._back[0]
+        heads = (next(iter(line)) for line in self._lines.values())
+        return min(heads, key=lambda s: (self._start(s), s.arrival), default=None)
 
     def pop(self) -> Sequence:
         sequence = self.peek()
         if sequence is None:
             raise IndexError("nobody waits")
-        self._clock = max(self._clock, heapq.heappop(self._heap)[0])
-        del self._waiting[sequence]
-        if not self._waiting:
-            self._ends.clear()  # everybody is idle: nobody is owed anything
+        if not self._back:
+            start = self._start(sequence)
+            self._clock, self._ends[sequence.salt] = max(self._clock, start), start + sequence.most_tokens
+        self.remove(sequence)
         return sequence
 
     def remove(self, sequence: Sequence) -> None:
         """Take a waiting sequence out, wherever it is."""
         del self._waiting[sequence]
+        if sequence in self._back:
+            self._back.remove(sequence)
+        else:
+            line = self._lines[sequence.salt]
+            del line[sequence]
+            if not line:
+                del self._lines[sequence.salt]
+        if not self._waiting:
+            self._ends.clear()  # everybody is idle: nobody is owed anything
 
-    def _insert(self, start: int, sequence: Sequence) -> None:
-        heapq.heappush(self._heap, (start, sequence.arrival, sequence))
-        self._waiting[sequence] = None
+    def _start(self, head: Sequence) -> int:
+        """Of the first in a tenant's line, in virtual time."""
+        return max(self._waiting[head], self._ends.get(head.salt, 0))

@@ -7,7 +7,8 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx2 as httpx
 import numpy as np
@@ -15,10 +16,13 @@ import numpy.typing as npt
 import openai
 import pytest
 from runtime_cases import llm, text
-from serving_cases import MODEL_NAME, Served, serving, with_template
+from serving_cases import MODEL_NAME, Served, replaced, serving, with_template
 
+from kvlathe.engines.manifest import Manifest
+from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.sampler import SamplingParams
 from kvlathe.runtime.session import StepPlan
+from kvlathe.server.metrics import State
 
 KEY = "sk-test"
 PROMPT = "def main():\n"
@@ -235,12 +239,16 @@ IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
         ("completions", {"prompt": [5] * 4000, "max_tokens": 200}, 400, "prompt"),
         ("completions", {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
         ("completions", {"prompt": "a", "n": 0}, 400, "n"),
-        ("completions", {"prompt": "a", "n": 100}, 400, "prompt"),
+        ("completions", {"prompt": "a", "n": 100}, 400, "n"),
+        ("completions", {"prompt": [[5]] * 200}, 400, "prompt"),
+        ("completions", {"prompt": [[5]] * 8000, "n": 128}, 400, "n"),
         ("completions", {"prompt": "a", "best_of": 3}, 400, "best_of"),
         ("completions", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
         ("completions", {"prompt": "a", "stop": ["a", ""]}, 400, "stop"),
         ("completions", {"prompt": "a", "logit_bias": {"x": 1}}, 400, "logit_bias"),
-        ("completions", {"prompt": "a", "logit_bias": {"99999": 1}}, 400, "prompt"),
+        ("completions", {"prompt": "a", "logit_bias": {"99999": 1}}, 400, "logit_bias"),
+        ("completions", {"prompt": "a", "logit_bias": {"1" * 5000: 1}}, 400, "logit_bias"),
+        ("completions", {"prompt": "a", "stop_token_ids": [8192]}, 400, "stop_token_ids"),
         ("completions", {"prompt": "a", "trust_remote_code": True}, 400, "trust_remote_code"),
         ("completions", {"prompt": "a", "stream_options": {"foo": 1}}, 400, "stream_options.foo"),
         ("completions", {"prompt": "a", "deadline_seconds": 1e-6}, 408, "deadline_seconds"),
@@ -327,6 +335,50 @@ def test_a_client_that_leaves_takes_its_pages_with_it(served: Served, client: op
     gone.close()
     assert "".join(chunk.choices[0].text for chunk in other) == alone(PROMPT, max_new_tokens=30).text
     assert served.idle(20)  # 2000 tokens would take longer
+
+
+def test_a_client_that_leaves_the_queue_is_not_served(served: Served) -> None:
+    """A stream has said nothing yet while it waits: its client's leaving must be noticed all the same."""
+    kept = served.llm.limits
+    replaced(served.llm, max_batch_size=1)
+    runs = raw_request(served, prompt=PROMPT, max_tokens=1500, stream=True)
+    assert b"200 OK" in runs.recv(100)
+    waits = [raw_request(served, prompt=PROMPT, max_tokens=4, stream=stream) for stream in (True, False)]
+    until = time.monotonic() + 30
+    while served.engine.open < 3 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert served.engine.open == 3
+    for gone in waits:
+        gone.close()
+    while served.engine.open > 1 and time.monotonic() < until:
+        time.sleep(0.01)
+    assert served.engine.open == served.engine.running == 1
+    runs.close()
+    assert served.idle(20)
+    served.llm.limits = served.llm.engine.scheduler.limits = kept
+
+
+def test_saved_bytes_count_shared_pages_once() -> None:
+    engine = llm("torch", "split")
+    engine.manifest = cast(
+        Manifest, SimpleNamespace(kv_bytes=SimpleNamespace(baseline=engine.layout.bytes_per_token() * 4))
+    )
+    state = State(AsyncEngine(engine), MODEL_NAME)
+
+    def gauges() -> dict[str, float]:
+        return {family.name: family.samples[0].value for family in state.collect()}
+
+    first, second = (engine.sequence([5] * 100, SamplingParams(max_new_tokens=30)) for _ in range(2))
+    engine.engine.scheduler.add(first)
+    while not first.answered:
+        engine.engine.step()
+    alone, used = gauges()["kvlathe_kv_cache_bytes_saved"], gauges()["kvlathe_kv_cache_bytes"]
+    second.table, second.cached = engine.pool.fork(first.table), first.cached
+    engine.engine.scheduler.running.append(second)
+    assert alone > used and gauges()["kvlathe_kv_cache_bytes_saved"] == pytest.approx(alone, rel=1e-3)
+    for sequence in (first, second):
+        engine.engine.cancel(sequence)
+    assert not engine.pool.bytes_in_use
 
 
 def test_a_step_that_raises_fails_the_guilty_alone(served: Served, client: openai.OpenAI) -> None:

@@ -6,7 +6,7 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -145,6 +145,7 @@ class Answerer:
 
     # -- requests to jobs (tokenizing takes a while: call these in a worker thread) --------------------------------
     def completion(self, request: CompletionRequest) -> Job:
+        self._check_count(len(request.prompts), request.n or 1)
         prompts = [self._encode(p, "prompt", True) if isinstance(p, str) else p for p in request.prompts]
         tokens = min(DEFAULT_TOKENS, self.max_new_tokens) if request.max_tokens is None else request.max_tokens
         if not tokens and not request.echo:
@@ -160,6 +161,7 @@ class Answerer:
             text = self.llm.tokenizer.chat_prompt([message.for_template() for message in request.messages])
         except KvlatheError as error:
             raise ApiError(422, f"messages: {error}", "messages", "chat_template") from error
+        self._check_count(1, request.n or 1)
         prompt = self._encode(text, "messages", False)
         left = max(1, self.llm.limits.max_seq_len - len(prompt))
         tokens = request.max_completion_tokens or request.max_tokens or min(left, self.max_new_tokens)
@@ -176,6 +178,19 @@ class Answerer:
         except UnicodeError as error:
             raise ApiError(400, f"{param}: it is not Unicode text ({error})", param, "invalid_value") from error
 
+    def _check_count(self, prompts: int, n: int) -> None:
+        """Before anything is made of them: a body of a few megabytes can ask for millions."""
+        try:
+            self.engine.check_count(prompts * n)
+        except KvlatheError as error:
+            raise refusal(error, "n" if n > 1 else "prompt") from error
+
+    def _check_ids(self, param: str, ids: Iterable[int]) -> None:
+        vocabulary = self.llm.plan.model.vocab_size
+        if wrong := [token for token in ids if token >= vocabulary]:
+            said = f"{param}: there is no token {wrong[0]}: the vocabulary has {vocabulary}"
+            raise ApiError(400, said, param, "invalid_value")
+
     def _params(
         self,
         request: CompletionRequest | ChatRequest,
@@ -184,12 +199,16 @@ class Answerer:
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
         if tokens > self.max_new_tokens:
-            said = f"max_tokens: {tokens} is too much: this server answers with {self.max_new_tokens} tokens at most"
-            raise ApiError(400, said, "max_tokens", "invalid_value")
+            param = "max_completion_tokens" if getattr(request, "max_completion_tokens", None) else "max_tokens"
+            said = f"{param}: {tokens} is too much: this server answers with {self.max_new_tokens} tokens at most"
+            raise ApiError(400, said, param, "invalid_value")
         try:
-            return request.params(tokens, logprobs, prompt_logprobs)
+            params = request.params(tokens, logprobs, prompt_logprobs)
         except KvlatheError as error:
             raise refusal(error, None) from error
+        self._check_ids("stop_token_ids", params.stop_ids)
+        self._check_ids("logit_bias", (token for token, _ in params.logit_bias))
+        return params
 
     def _job(
         self,

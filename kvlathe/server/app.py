@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -14,7 +14,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvlathe import __version__
 from kvlathe.runtime.async_engine import AsyncEngine
-from kvlathe.server.answers import Answerer, Job, Json
+from kvlathe.server.answers import Answerer, Job
 from kvlathe.server.errors import ApiError, ErrorResponse, handle
 from kvlathe.server.gate import Gate
 from kvlathe.server.metrics import Metrics
@@ -42,6 +42,7 @@ FAILURES: dict[int | str, dict[str, Any]] = {
 ERRORS = {status: said | {"model": ErrorResponse} for status, said in FAILURES.items()}
 STREAM = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
 MAX_BODY = 4 << 20
+T = TypeVar("T")
 
 
 def create_app(
@@ -68,7 +69,9 @@ def create_app(
         if not stream:
             return JSONResponse(await while_connected(request, answerer.whole(job, tenant)))
         events = answerer.events(job, tenant)
-        first = await anext(events)  # what is refused is refused with a status, before the stream begins
+        first = await while_connected(
+            request, anext(events)
+        )  # what is refused is refused with a status, before the stream begins
 
         async def rest() -> AsyncGenerator[str, None]:
             try:
@@ -128,8 +131,8 @@ def create_app(
     return app
 
 
-async def while_connected(request: Request, answer: Awaitable[Json]) -> Json:
-    """The answer, given up as soon as the client has gone."""
+async def while_connected(request: Request, answer: Awaitable[T]) -> T:
+    """What ``answer`` comes to, given up as soon as the client has gone."""
     work = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(disconnected(request))
     try:

@@ -79,7 +79,8 @@ class State(Collector):
         engine, llm = self._engine, self._engine.llm
         scheduler, pool = llm.engine.scheduler, llm.pool
         running = list(scheduler.running)
-        used, whole = self._bytes(running), self._uncompressed(running)
+        used = self._bytes(running)
+        whole = self._uncompressed(running, used)
         hits = scheduler.prefixes.hits if scheduler.prefixes else 0
         gauges = (
             ("num_requests_running", "Sequences that run.", engine.running),
@@ -106,9 +107,11 @@ class State(Collector):
         owned = [set(chain.from_iterable(ids)) for ids in zip(*(s.table.pages for s in sequences), strict=True)]
         return sum(len(pages) * stride for pages, stride in zip(owned, strides, strict=False))
 
-    def _uncompressed(self, sequences: Iterable[Sequence]) -> int:
-        """Bytes of pages of the same number of tokens, uncompressed in the same number format."""
+    def _uncompressed(self, sequences: Iterable[Sequence], own: int) -> int:
+        """Bytes of pages of the same number of tokens, uncompressed in the same number format, shared ones once: in
+        proportion to their ``own`` bytes, as sharing is not compression."""
         llm = self._engine.llm
-        page = llm.plan.page_tokens
+        page, strides = llm.plan.page_tokens, llm.pool.strides
         pages = sum(-(-sequence.cached // page) for sequence in sequences)
-        return round(pages * page * llm.manifest.kv_bytes.baseline) if llm.manifest else 0
+        held = sum(len(ids) * stride for s in sequences for ids, stride in zip(s.table.pages, strides, strict=False))
+        return round(own / max(1, held) * pages * page * llm.manifest.kv_bytes.baseline) if llm.manifest else 0

@@ -6,6 +6,7 @@ those that change nothing about the text are accepted and ignored; unknown ones 
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
@@ -15,6 +16,7 @@ from kvlathe.runtime.sampler import SamplingParams
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
+TOKEN = re.compile("[0-9]{1,10}")
 
 
 def whole(value: Any) -> Any:  # noqa: ANN401
@@ -73,7 +75,7 @@ class Sampled(Strict):
     @field_validator("logit_bias")
     @classmethod
     def _biases(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
-        if biases and (len(biases) > 1024 or not all(k.isdecimal() and abs(v) <= 100 for k, v in biases.items())):
+        if biases and (len(biases) > 1024 or not all(TOKEN.fullmatch(k) and abs(v) <= 100 for k, v in biases.items())):
             raise PydanticCustomError(
                 "logit_bias", "at most 1024 token ids (decimal), each with a number from -100 to 100"
             )
