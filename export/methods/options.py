@@ -116,7 +116,10 @@ def _parse_one(text: str) -> Asked:
             "it is not name:key=value,key=value",
             "write for example name or name:key=1",
         )
-    return Asked(name.strip().lower(), {key.strip(): value.strip() for key, _, value in pairs})
+    options = {key.strip(): value.strip() for key, _, value in pairs}
+    if len(options) < len(pairs):
+        raise KvlatheError(f"the compression {text!r} cannot be read", "it has an option twice", "keep one of them")
+    return Asked(name.strip().lower(), options)
 
 
 def with_written(options: Options, written: dict[str, str]) -> Options:

@@ -26,6 +26,8 @@ from kvlathe.export.stats import Stats
 SUMMARY = "keep a budget of tokens for each group of heads, fewer hidden states in later layers; calibrated on text"
 CALIBRATION: Literal["random", "text"] = "text"
 ORDERS = ("entropy", "reversed", "random")
+MOST = 1 << 30
+"""Larger than any option needs to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,9 @@ def _read(key: str, text: str, default: object) -> Any:  # noqa: ANN401  the fie
         wanted = "auto or a number" if kind else "a number"
         raise KvlatheError(f"{key}={text} cannot be used", f"it is not {wanted}", f"write {key}={default}") from None
     least = {"groups": 1, "stages": 1, "budget": 1, "least": entropy.LAST + 1}.get(key, 0)
-    if value < least or (key == "recent" and value > 1):
-        raise KvlatheError(f"{key}={text} cannot be used", f"it is at least {least}", f"write {key}={default}")
+    most = 1 if key == "recent" else MOST
+    if not least <= value <= most:
+        raise KvlatheError(f"{key}={text} cannot be used", f"it is from {least} to {most}", f"write {key}={default}")
     return text if kind else value
 
 
@@ -172,6 +175,12 @@ def _stages(asked: Asked, hidden: entropy.Array, shape: ModelShape) -> tuple[Sta
         borders = entropy.drops(hidden, asked.epsilon)
     else:
         borders = _largest_drops(hidden, int(asked.stages) - 1)
+    if borders and asked.stages != "auto" and asked.least >= shape.max_positions:
+        raise KvlatheError(
+            f"stages={asked.stages},least={asked.least} cannot be used",
+            f"the model takes {shape.max_positions} tokens, so that none would leave",
+            "choose a smaller least, or stages=1",
+        )
     if not borders or asked.least >= shape.max_positions:
         return ()
     sizes = np.linspace(shape.max_positions, asked.least, len(borders) + 1).round().astype(int).tolist()
