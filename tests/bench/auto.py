@@ -1,10 +1,11 @@
 """The frontier: bytes against accuracy of ``auto`` and of every method that one sequence can score, in one table.
 
     python tests/bench/auto.py [--model DIR] [--windows 8] [--window-tokens 1024] [--every 3] [--device cuda] [--plot F]
-                               [--engine 0.8 ...]
+                               [--engine 0.8 ...] [--no-frontier]
 
 Plans are scored by the torch decoder as an engine computes them on a one-page grid (tests/test_sealed.py); ``--engine``
-builds, loads and measures ``auto`` at a ratio as a user would. Bytes: all pages of a sequence of 3,072 tokens, scales
+builds, loads and measures ``auto`` at a ratio as a user would (``--no-frontier``: that, and the torch decoder's row of
+the same ratio, alone). Bytes: all pages of a sequence of 3,072 tokens, scales
 and the hot page included (the mean over the last page), against the uncompressed cache in 16 bit. ``auto`` is measured
 on the end of the calibration text and on questions that are not asked here. ``shuffled``: the same forms dealt to other
 heads. One table, what each target costs in bytes, and one JSON line.
@@ -29,6 +30,7 @@ from methods import bytes_left
 
 from kvlathe import tasks
 from kvlathe.console import print_table
+from kvlathe.engines import cache
 from kvlathe.engines.build import build
 from kvlathe.engines.planning import calibrated
 from kvlathe.engines.request import BuildRequest
@@ -101,11 +103,14 @@ class Bench:
         return found
 
 
-def measured_rows(bench: Bench, found: auto.Priced) -> Iterator[dict[str, Any]]:
+def measured_rows(bench: Bench, found: auto.Priced, ratios: Sequence[float]) -> Iterator[dict[str, Any]]:
     plans = family("auto", found, FORM)
-    for ratio in RATIOS:
+    for ratio in ratios:
         if plans.least <= ratio <= plans.most:
             yield bench.row("auto", ratio, plans.at(ratio))
+
+
+def shuffled_rows(bench: Bench, found: auto.Priced) -> Iterator[dict[str, Any]]:
     shape = bench.checkpoint.spec.shape
     for ratio in SHUFFLED:
         choice = found.chosen(int((1 - ratio) * 4 * shape.layers * shape.kv_heads * shape.head_dim * FORM.page_tokens))
@@ -136,17 +141,20 @@ def engine_rows(bench: Bench, ratios: Sequence[float], asked: dict[str, Any]) ->
     with tempfile.TemporaryDirectory() as scratch:
         plain = Remembering(LLM.load(build(BuildRequest(model, Path(scratch) / "none", kv_bits=32))))
         for ratio in ratios:
-            request = BuildRequest(model, Path(scratch) / str(ratio), "auto", compression_ratio=ratio, kv_bits=16)
+            request = BuildRequest(
+                model,
+                Path(scratch) / str(ratio),
+                "auto",
+                compression_ratio=ratio,
+                kv_bits=16,
+                retrieval=DATA / "line_retrieval.jsonl",
+            )
             llm = LLM.load(build(request))
             found = evaluate(llm, plain, DATA / "eval_text.jsonl", DATA / "line_retrieval.jsonl", **asked)
             row = {"perplexity ratio": found["perplexity_ratio"], "retrieval": found["retrieval_exact_match"]}
-            yield {
-                "method": "auto, engine",
-                "asked": ratio,
-                "bytes left": bytes_left(llm.layout),
-                "kl": found["kl"],
-                **row,
-            }
+            row |= {"method": "auto, engine", "asked": ratio, "bytes left": bytes_left(llm.layout), "kl": found["kl"]}
+            click.echo(json.dumps(row), err=True)
+            yield row
 
 
 def fewest(rows: list[dict[str, Any]], metric: str, needed: float, baseline: float) -> float | None:
@@ -196,8 +204,9 @@ def chart(rows: list[dict[str, Any]]) -> str:
 @click.option(
     "--engine", "ratios", multiple=True, type=float, help="Ratios to measure through the exported engine too."
 )
+@click.option("--frontier/--no-frontier", default=True, help="Measure more than the ratios of --engine.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Write the frontier as an HTML page.")
-def main(model: Path, device: str, ratios: tuple[float, ...], plot: Path | None, **asked: int) -> None:
+def main(model: Path, device: str, ratios: tuple[float, ...], frontier: bool, plot: Path | None, **asked: int) -> None:
     """Measure the frontier of bytes against accuracy."""
     checkpoint = Checkpoint(model)
     encoder, text, questions = (
@@ -210,10 +219,12 @@ def main(model: Path, device: str, ratios: tuple[float, ...], plot: Path | None,
     bench = Bench(checkpoint, windows, tasks.read_questions(questions, encoder, asked["every"]), device)
     stats = calibrated(checkpoint, str(text))
     exams = [read_exam(checkpoint, "perplexity", text, None), read_exam(checkpoint, "retrieval", None, questions)]
-    found = priced(checkpoint, stats, FORM, readings(exams))
+    found = priced(checkpoint, stats, FORM, readings(exams), cache.curves_folder())
     spec = checkpoint.spec
     none = compose("none", spec.shape, spec.rope is not None, None, Options(), FORM)
-    rows = [bench.row("none", None, none), *measured_rows(bench, found), *other_rows(bench, found)]
+    rows = [bench.row("none", None, none), *measured_rows(bench, found, RATIOS if frontier else ratios)]
+    if frontier:
+        rows += [*shuffled_rows(bench, found), *other_rows(bench, found)]
     rows += list(engine_rows(bench, ratios, asked))
     goals = targets(rows)
     title = f"{model.name}: bytes of 3,072 tokens against 16 bit"
