@@ -59,8 +59,10 @@ class HostPages:
         if size // (unit * self.hot.itemsize) > INT32_UNITS:
             most = f"{INT32_UNITS * unit * self.hot.itemsize:,} bytes"
             raise KvlatheError(f"a cache of {size:,} bytes is too large", f"addresses reach {most}", "ask for less")
-        # Rows are scattered in cells as wide as every rank allows, each one opaque element for numpy.
-        self._grain = gcd(*(rank for lane in self.plan.lanes for rank in (lane.rank_k, lane.rank_v)))
+        # Rows are scattered in cells as wide as every rank and page allows, each one opaque element for numpy.
+        ranks = (rank for lane in self.plan.lanes for rank in (lane.rank_k, lane.rank_v))
+        fresh = (stride for b, stride in zip(self.plan.buckets, layout.page_stride, strict=True) if b.source is None)
+        self._grain = gcd(*ranks, *(stride // self.hot.itemsize for stride in fresh))
         self._cell = np.dtype((np.void, self._grain * self.hot.itemsize))
         self._cells = self.memory[: size // self._cell.itemsize * self._cell.itemsize].view(self._cell)
         self._scatters = [self._scatters_of(stage) for stage in range(self.plan.graphs)]

@@ -75,11 +75,9 @@ def plans(draw: st.DrawFn) -> CompressionPlan:
         else:
             parts = draw(st.sampled_from([[lanes], [lanes[:1], lanes[1:]]]))
             buckets += [Bucket(1 + i, part, fresh, draw(budgets())) for i, part in enumerate(parts)]
-    return CompressionPlan(SHAPE, _lanes(), TIERS, tuple(buckets), PAGE, 2 * PAGE, 7, draw(probes()))
-
-
-def _lanes():  # noqa: ANN202
-    return plan_for(SHAPE, TIERS, (Bucket(0, EVERY),)).lanes
+    shape = dataclasses.replace(SHAPE, head_dim=draw(st.sampled_from([16, 48])))  # scores then break the cells of rows
+    lanes = plan_for(shape, TIERS, (Bucket(0, EVERY),)).lanes
+    return CompressionPlan(shape, lanes, TIERS, tuple(buckets), PAGE, 2 * PAGE, 7, draw(probes()))
 
 
 def budgets() -> st.SearchStrategy[TokenRule]:
