@@ -9,7 +9,7 @@ from collections.abc import Sequence as Items
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.runtime.pool import PagePool
+from kvlathe.runtime.pool import PageMoves, PagePool
 from kvlathe.runtime.ranking import carry_out
 from kvlathe.runtime.scheduler import Scheduler
 from kvlathe.runtime.sequence import Chunk, Sequence, pack
@@ -80,31 +80,37 @@ class Engine:
 
     def run(self, chunks: Items[Chunk]) -> npt.NDArray[np.float32]:
         """Logits [rows wanted, vocab]. The chunks' tokens are cached afterwards; if anything fails, none of them is."""
+        moving = [(chunk, moves) for chunk in chunks if (moves := chunk.reservation.moves)]
         try:
-            for chunk in chunks:
-                for copy in chunk.reservation.copies:
+            for _, moves in moving:
+                for copy in moves.copies:
                     self.session.copy_page(copy.bucket, copy.source, copy.target)
             step = pack(chunks)
             logits = self.session.run(step)
-            self._settle(chunks)
+            self._settle(moving)
         except BaseException:
             for chunk in chunks:
                 self.pool.rollback(chunk.reservation)
             raise
         for place, chunk in enumerate(chunks):
             self.pool.commit(chunk.reservation)
-            for bucket in self.pool.forgotten(chunk.reservation, chunk.sequence.ends_prompt(chunk.count)):
-                self.session.forget(bucket, chunk.sequence.table.pages[bucket])
+            if self.pool.plan.ranked:
+                self._forget(chunk)
             chunk.sequence.advance(chunk.count, step, place)
         return logits
 
-    def _settle(self, chunks: Items[Chunk]) -> None:
+    def _forget(self, chunk: Chunk) -> None:
+        """Begin the scores of a sequence anew where its probe says so, after a committed step."""
+        for bucket in self.pool.forgotten(chunk.reservation, chunk.sequence.ends_prompt(chunk.count)):
+            self.session.forget(bucket, chunk.sequence.table.pages[bucket])
+
+    def _settle(self, moving: Items[tuple[Chunk, PageMoves]]) -> None:
         """Seal what has become full, and move tokens to where they rank."""
         try:
-            for chunk in chunks:
-                for seal in chunk.reservation.seals:
+            for chunk, moves in moving:
+                for seal in moves.seals:
                     self.session.seal(seal.fresh, seal.page, seal.cold_pages, seal.position)
-                for ranking in chunk.reservation.rankings:
+                for ranking in moves.rankings:
                     assert chunk.sequence.probes
                     end = chunk.sequence.places(chunk.count)[-1] + 1
                     carry_out(self.session, self.pool.plan, ranking, chunk.sequence.probes, chunk.sequence.tokens, end)

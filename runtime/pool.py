@@ -9,22 +9,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from operator import add
+
+import numpy as np
 
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.runtime.arena import OutOfPages, PageArena
-from kvlathe.runtime.session import PageMover
+from kvlathe.runtime.session import Int32, PageMover
 from kvlathe.runtime.settle import Choice, Moves, pages_of, settle
 
 
 @dataclass(eq=False, slots=True)
 class PageTable:
     """One sequence. For each bucket: its page ids, oldest first, how many committed tokens they hold, and how many have
-    reached the bucket so far (of a cold bucket: 0)."""
+    reached the bucket so far (of a cold bucket: 0). Lists that have run in a step are replaced, never changed."""
 
     pages: list[list[int]]
     lengths: list[int]
     arrived: list[int]
+    _rows: list[Int32] = field(default_factory=list)
+    _of: list[list[int]] | None = None
+
+    @property
+    def rows(self) -> list[Int32]:
+        """``pages`` as arrays, made anew only when they have changed."""
+        if self._of is not self.pages:
+            self._of, self._rows = self.pages, [np.array(ids, np.int32) for ids in self.pages]
+        return self._rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,23 +71,31 @@ class Ranking:
 
 
 @dataclass(eq=False, slots=True)
-class Reservation:
-    """Room for more ``tokens`` of one sequence (in each bucket), and the page moves that belong to the step.
+class PageMoves:
+    """What a step does to the pages of one sequence beside writing new tokens.
 
-    ``taken``: all pages that it took. ``before``: the table's pages if it is rolled back; ``after`` and ``lengths``:
-    its pages and lengths once it is committed.
+    ``taken``: all pages that it took. ``before``: the table's pages if it is rolled back; ``after``: once it is
+    committed.
     """
 
-    table: PageTable
-    tokens: list[int]
     taken: list[list[int]]
     before: list[list[int]]
     after: list[list[int]]
-    lengths: list[int]
-    seal: bool
     copies: list[Copy] = field(default_factory=list)
     seals: list[Seal] = field(default_factory=list)
     rankings: list[Ranking] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Room for more ``tokens`` of one sequence (in each bucket). ``lengths``: of its table once it is committed;
+    ``moves``: None where its pages stay what they are."""
+
+    table: PageTable
+    tokens: list[int]
+    lengths: list[int]
+    seal: bool
+    moves: PageMoves | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +115,7 @@ class PagePool(PageArena):
         self.layout, self.plan = layout, layout.plan
         self._cold = [self.plan.cold(b) for b in range(len(self.strides))]
         self._fresh = [b for b, bucket in enumerate(self.plan.buckets) if bucket.source is None]
-        self._none: list[list[int]] = [[] for _ in self.strides]
+        self._one = [int(b in self._fresh) for b in range(len(self.strides))]  # a token for each fresh bucket
 
     def open(self) -> PageTable:
         return PageTable([[] for _ in self.strides], [0] * len(self.strides), [0] * len(self.strides))
@@ -153,10 +173,9 @@ class PagePool(PageArena):
 
         ``table.pages`` then includes the new pages of the fresh buckets. Raises OutOfPages; nothing was taken then.
         """
-        if isinstance(tokens, int) and not self.plan.ranked and self._has_room(table, tokens, seal):
-            lengths = [n + tokens * (b in self._fresh) for b, n in enumerate(table.lengths)]
-            more = [tokens * (b in self._fresh) for b in range(len(lengths))]
-            return Reservation(table, more, self._none, table.pages, table.pages, lengths, seal)
+        if tokens == 1 and not self.plan.ranked and self._has_room(table, seal):
+            lengths = list(map(add, table.lengths, self._one))
+            return Reservation(table, self._one, lengths, seal)
         p, buckets = self.plan.page_tokens, range(len(self.strides))
         more = [tokens] * len(buckets) if isinstance(tokens, int) else list(tokens)
         fresh = [b for b in self._fresh if more[b]]
@@ -173,23 +192,23 @@ class PagePool(PageArena):
             return self.reserve(table, tokens, seal)  # who shared a page has given it up for this: no copy is needed
         spare = [iter(ids) for ids in taken]
         during = [ids + list(islice(spare[b], counts[b])) for b, ids in enumerate(table.pages)]
-        done = Reservation(table, more, taken, table.pages, during, lengths, seal)
+        done = PageMoves(taken, table.pages, during)
         for b in shared:
             place, target = table.lengths[b] // p, next(spare[b])
             done.copies.append(Copy(b, during[b][place], target))
             during[b][place] = target
-        table.pages = during
         for b, move in moves.items():
-            self._move(done, b, move, spare)
-        return done
+            self._move(done, b, move, lengths, table.arrived[b] + more[b], spare)
+        table.pages = during
+        return Reservation(table, more, lengths, seal, done)
 
-    def _has_room(self, table: PageTable, tokens: int, seal: bool) -> bool:
-        """Whether the tokens fill none of the pages that are there and are its own, and none waits to be sealed: most
-        steps of a decode."""
+    def _has_room(self, table: PageTable, seal: bool) -> bool:
+        """Whether one token more fills none of the pages that are there and are its own, and none waits to be sealed:
+        most steps of a decode."""
         p = self.plan.page_tokens
         for b in self._fresh:
             place, used = divmod(table.lengths[b], p)
-            if not used or used + tokens >= p or (seal and place and self._cold[b]):
+            if not 0 < used < p - 1 or (seal and place and self._cold[b]):
                 return False
             if self._owners[b][table.pages[b][place]] > 1:
                 return False
@@ -212,40 +231,44 @@ class PagePool(PageArena):
                     counts[target] += pages
         return counts
 
-    def _move(self, done: Reservation, b: int, move: Moves, spare: list[Iterator[int]]) -> None:
-        """Give each move of fresh bucket ``b`` its pages; ``done.after`` is then what the table comes to."""
-        p, cold, first = self.plan.page_tokens, self._cold[b], done.table.arrived[b] + done.tokens[b] - done.lengths[b]
+    def _move(
+        self, done: PageMoves, b: int, move: Moves, lengths: list[int], arrived: int, spare: list[Iterator[int]]
+    ) -> None:
+        """Give each move of fresh bucket ``b`` its pages; ``done.after`` and ``lengths`` become the table's.
+
+        ``arrived``: tokens that have reached the bucket.
+        """
+        p, cold, first = self.plan.page_tokens, self._cold[b], arrived - lengths[b]
         if not move.seals and not move.choices:
             return
-        done.after = [list(ids) for ids in done.after] if done.after is done.table.pages else done.after
+        done.after = [list(ids) for ids in done.after]
         sealed = {c: list(islice(spare[c], move.seals)) for c in cold}
         for i in range(move.seals):
             done.seals.append(Seal(b, done.after[b][i], tuple(sealed[c][i] for c in cold), first + i * p))
         del done.after[b][: move.seals]
-        done.lengths[b] -= move.seals * p
+        lengths[b] -= move.seals * p
         for c in cold:
             done.after[c] += sealed[c]
-            done.lengths[c] += move.seals * p
+            lengths[c] += move.seals * p
         for choice in move.choices:
             source, targets = tuple(done.after[choice.bucket]), []
-            done.after[choice.bucket], done.lengths[choice.bucket] = [], 0
+            done.after[choice.bucket], lengths[choice.bucket] = [], 0
             for (target, spans), (_, pages) in zip(choice.to, pages_of(choice, p), strict=True):
                 targets.append(tuple(islice(spare[target], pages)))
                 done.after[target] += targets[-1]
-                done.lengths[target] += sum(stop - start for start, stop in spans)
+                lengths[target] += sum(stop - start for start, stop in spans)
             done.rankings.append(Ranking(choice, source, tuple(targets)))
 
     def commit(self, done: Reservation) -> None:
         """The step has run and its moves are done: the tokens are there."""
-        table = done.table
-        table.pages, table.lengths = done.after, done.lengths
-        table.arrived = [n + new for n, new in zip(table.arrived, done.tokens, strict=True)]
-        if not (done.copies or done.seals or done.rankings):
+        table, moves = done.table, done.moves
+        table.lengths, table.arrived = done.lengths, list(map(add, table.arrived, done.tokens))
+        if moves is None:
             return
-        for b, after in enumerate(done.after):
-            kept = set(after)
-            for page in (*done.before[b], *done.taken[b]):
-                if page not in kept:
+        table.pages = moves.after
+        if moves.copies or moves.seals or moves.rankings:
+            for b, after in enumerate(moves.after):
+                for page in {*moves.before[b], *moves.taken[b]}.difference(after):
                     self._drop(b, page)
 
     def forgotten(self, done: Reservation, prompt_ended: bool) -> list[int]:
@@ -260,8 +283,9 @@ class PagePool(PageArena):
 
     def rollback(self, done: Reservation) -> None:
         """The step did not happen: every page goes back, the table is what it was."""
-        done.table.pages = done.before
-        self.drop(done.taken)
+        if done.moves:
+            done.table.pages = done.moves.before
+            self.drop(done.moves.taken)
 
     def fork(self, table: PageTable) -> PageTable:
         """A second sequence over the same pages; whoever writes to a shared page first gets its own copy.

@@ -32,6 +32,9 @@ from kvlathe.runtime.session import PageMover
 PROMPT_TOKENS = 512
 """Prompt tokens beside decodes in one step, unless asked otherwise."""
 
+FIRST = (0,)
+"""What wants logits in a chunk of one token."""
+
 
 class Scheduler:
     """``preemptions``: sequences sent away so far. ``queries``: tokens looked up in ``prefixes``."""
@@ -132,15 +135,18 @@ class Scheduler:
 
     def _decodes(self, chunks: list[Chunk]) -> None:
         """One token of each decoding sequence; where pages run out, the youngest leaves."""
-        for sequence in [s for s in self.running if s.decoding][: self.limits.max_num_tokens]:
-            while sequence in self.running:
-                try:
-                    chunks.append(self._chunk(sequence, 1))
-                    break
-                except OutOfPages:
-                    if len(self.running) == 1:
-                        raise
-                    self.preempt()
+        decoding = [s for s in self.running if s.decoding][: self.limits.max_num_tokens]
+        while len(chunks) < len(decoding):
+            sequence = decoding[len(chunks)]
+            try:
+                room = self.pool.reserve(sequence.table, 1, seal=True)
+            except OutOfPages:
+                if len(self.running) == 1:
+                    raise
+                if self.preempt() is decoding[-1]:
+                    decoding.pop()
+            else:
+                chunks.append(Chunk(sequence, 1, room, FIRST))
 
     def _prompts(self, chunks: list[Chunk]) -> bool:
         """Prompt chunks into what is left of the step. False if the pages ran out: the rest waits."""
@@ -196,7 +202,7 @@ class Scheduler:
             self.queries += len(sequence.tokens)
             sequence.table, sequence.cached = self.prefixes.find(sequence.tokens, sequence.salt)
 
-    def preempt(self) -> None:
+    def preempt(self) -> Sequence:
         """The youngest running sequence leaves; it is the first to come back."""
         sequence = self.running.pop()
         size = self._bytes(sequence.table.pages)
@@ -212,6 +218,7 @@ class Scheduler:
         self._blocked = True
         self.preemptions += 1
         self.costs.judge()
+        return sequence
 
     def _bytes(self, pages: Items[Items[object]]) -> int:
         return sum(len(ids) * stride for ids, stride in zip(pages, self.pool.strides, strict=True))

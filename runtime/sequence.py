@@ -201,7 +201,7 @@ def pack(chunks: Items[Chunk]) -> StepPlan:
         query_starts=starts,
         query_offsets=np.arange(counts.max(), dtype=np.int32),
         lengths=np.array([sequence.table.lengths for sequence in sequences], np.int32),
-        page_tables=tuple(map(_page_table, zip(*(sequence.table.pages for sequence in sequences), strict=True))),
+        page_tables=tuple(map(_page_table, zip(*(sequence.table.rows for sequence in sequences), strict=True))),
         logit_rows=np.array([s + i for s, c in zip(starts.tolist(), chunks, strict=False) for i in c.wanted], np.int32),
     )
     step = _staged(step, chunks) if any(sequence.staging for sequence in sequences) else step
@@ -238,10 +238,10 @@ def _staged(step: StepPlan, chunks: Items[Chunk]) -> StepPlan:
     return step
 
 
-def _page_table(rows: Items[list[int]]) -> Int32:
+def _page_table(rows: Items[Int32]) -> Int32:
     """[B, longest row, at least 1]; short rows end in page 0, which nobody reads past a sequence's length."""
     lengths = np.fromiter(map(len, rows), np.intp, len(rows))
     table = np.zeros((len(rows), max(1, int(lengths.max()))), np.int32)
     taken = np.arange(table.shape[1]) < lengths[:, None]
-    table[taken] = np.fromiter(chain.from_iterable(rows), np.int32, int(lengths.sum()))
+    table[taken] = np.concatenate(rows)
     return table

@@ -70,11 +70,11 @@ class PoolMachine(RuleBasedStateMachine):
             page_tables=tuple(np.array([ids or [0]], np.int32) for ids in table.pages),
             logit_rows=np.zeros(0, np.int32),
         )
-        for copy in reservation.copies:
+        for copy in reservation.moves.copies if reservation.moves else ():
             self.host.copy_page(copy.bucket, copy.source, copy.target)
         rows = np.repeat(np.array(values, self.host.hot)[:, None], self.host.row_width, axis=1)
         self.host.append(step, rows)
-        for seal in reservation.seals:
+        for seal in reservation.moves.seals if reservation.moves else ():
             self.host.seal(seal.fresh, seal.page, seal.cold_pages, seal.position)
         return values
 
@@ -83,7 +83,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.live.append(Sequence(self.pool.open(), []))
         return self.live[-1]
 
-    @rule(sequence=sequences, count=st.integers(1, 40), seal=st.booleans(), fails=st.booleans())
+    @rule(sequence=sequences, count=st.just(1) | st.integers(1, 40), seal=st.booleans(), fails=st.booleans())
     def grow(self, sequence: Sequence, count: int, seal: bool, fails: bool) -> None:
         before = ([list(ids) for ids in sequence.table.pages], list(sequence.table.lengths), self.pool.pages_in_use)
         try:

@@ -306,10 +306,11 @@ def test_tokens_are_where_they_rank_under_any_schedule(plan: CompressionPlan, se
 def fail(engine: LLM, session: Numbers, chunks: list[Chunk]) -> None:
     """The step runs, then something breaks: everything is as before."""
     before = engine.pool.pages_in_use
-    taken = sum(len(ids) for chunk in chunks for ids in chunk.reservation.taken)
+    moves = [chunk.reservation.moves for chunk in chunks if chunk.reservation.moves]
+    taken = sum(len(ids) for move in moves for ids in move.taken)
     session.seal, session.move = broken, broken  # type: ignore[method-assign]
     try:
-        if any(chunk.reservation.seals or chunk.reservation.rankings for chunk in chunks):
+        if any(move.seals or move.rankings for move in moves):
             with pytest.raises(RuntimeError, match="broken"):
                 engine.engine.run(chunks)
         else:

@@ -147,7 +147,7 @@ class Bench:
         lengths = np.array([table.lengths for table in self.tables], np.int32)
         reserved = [self.pool.reserve(table, 1, True) for table in self.tables]
         for b, one in enumerate(reserved):
-            if any(one.added):
+            if one.moves:
                 self.refresh(b)
         ids = np.zeros(self.batch, np.int32)
         plan = StepPlan(
@@ -155,10 +155,10 @@ class Bench:
         )
         tokens = self.session.follow(plan, first)
         for b, one in enumerate(reserved):
-            for seal in one.seals:
+            for seal in one.moves.seals if one.moves else ():
                 self.session.seal(seal.fresh, seal.page, seal.cold_pages, seal.position)
             self.pool.commit(one)
-            if one.seals:
+            if one.moves:
                 self.refresh(b)
         self.positions = self.positions + 1
         return tokens
