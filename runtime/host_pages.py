@@ -136,15 +136,28 @@ class HostPages:
     ) -> None:
         """Copy the tokens ``places`` [lanes, n] of some lanes of a bucket into the rows ``targets`` of ``into``, which
         are laid out like its pages."""
-        table, p = self.rows[bucket], self.plan.page_tokens
-        source, rows = np.array(pages, np.intp), np.array(targets, np.intp)
-        for index, kept in zip(lanes, places, strict=True):
-            for offset, size in (*self._fields(bucket, index), *self.page_scores.fields(bucket, index)):
+        fields = [(*self._fields(bucket, lane), *self.page_scores.fields(bucket, lane)) for lane in lanes]
+        self.copy_tokens(self.rows[bucket], pages, into, targets, np.array(fields, np.int64), places)
+
+    def copy_tokens(
+        self,
+        source: npt.NDArray[np.uint8],
+        pages: Sequence[int],
+        target: npt.NDArray[np.uint8],
+        targets: Sequence[int],
+        fields: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+    ) -> None:
+        """Copy the tokens ``places`` [lanes, n] of ``pages`` of ``source`` into the rows ``targets`` of ``target``, and
+        zeros behind them. ``fields`` [lanes, fields, 2]: offset and bytes a token of what a lane has in a page."""
+        p, from_rows, rows = self.plan.page_tokens, np.array(pages, np.intp), np.array(targets, np.intp)
+        for of_lane, kept in zip(fields.tolist(), places, strict=True):
+            for offset, size in of_lane:
                 columns = slice(offset, offset + p * size)
-                tokens = table[source, columns].reshape(-1, size)
+                tokens = source[from_rows, columns].reshape(-1, size)
                 packed = np.zeros((len(rows) * p, size), np.uint8)
                 packed[: len(kept)] = tokens[kept]
-                into[rows, columns] = packed.reshape(len(rows), -1)
+                target[rows, columns] = packed.reshape(len(rows), -1)
 
     def _fields(self, bucket: int, lane: int) -> list[tuple[int, int]]:
         """(offset, bytes a token) of a lane's K and V. Raises KvlatheError if groups run along tokens."""

@@ -18,8 +18,8 @@ from kvlathe.export.plan import CompressionPlan
 from kvlathe.runtime import huge_pages, native
 from kvlathe.runtime.codec import Bytes, Positions
 from kvlathe.runtime.host_pages import hot_bits
-from kvlathe.runtime.native import Native, Sealer
-from kvlathe.runtime.ort_session import OrtSession
+from kvlathe.runtime.native import Native, PageWriter
+from kvlathe.runtime.ort_session import OrtSession, physical_cores
 from kvlathe.runtime.ragged import whole
 from kvlathe.runtime.session import StepPlan
 
@@ -40,7 +40,7 @@ class NativeSession(OrtSession):
         assert chosen is not None
         self.library = chosen
         super().__init__(folder, plan, limits, arena_bytes, threads)
-        self._sealer = Sealer(self.library, plan)
+        self._writer = PageWriter(self.library, plan, threads or physical_cores())
         huge_pages.collapse()  # the weights; the arena asks for itself
 
     def options(self, threads: int | None) -> ort.SessionOptions:
@@ -55,10 +55,18 @@ class NativeSession(OrtSession):
         """The operator has written them."""
 
     def encode(self, fresh: int, source: Bytes, cold: int, target: int, positions: Sequence[Positions]) -> None:
-        if any(t.rounding == "stochastic" or t.sums or min(t.span_k, t.span_v) < 1 for t in self.plan.tiers):  # numpy's
-            super().encode(fresh, source, cold, target, positions)
-        else:
-            self._sealer.seal(fresh, source, cold, self.rows[cold][target])
+        self._writer.seal(fresh, source, cold, self.rows[cold][target], positions)
+
+    def copy_tokens(
+        self,
+        source: Bytes,
+        pages: Sequence[int],
+        target: Bytes,
+        targets: Sequence[int],
+        fields: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+    ) -> None:
+        self._writer.move(fields, source, pages, target, targets, places)
 
 
 def session_class(manifest: Manifest) -> type[OrtSession]:

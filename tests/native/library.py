@@ -9,7 +9,7 @@ import subprocess
 from ctypes import POINTER, Structure, byref, c_char, c_float, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 F32, F16, BF16 = 0, 1, 2
 OVERLAP = 1
 OK, BAD_VERSION, BAD_ARGUMENT, MISALIGNED, TOO_SMALL, UNSUPPORTED, DEVICE_ERROR = range(7)

@@ -12,7 +12,7 @@ from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout, layer_table
 from kvlathe.export.plan import Bucket, Lane, Tier
 from kvlathe.runtime import native as natives
-from kvlathe.runtime.native import Native, Sealer
+from kvlathe.runtime.native import Native, PageWriter
 from tests.attend_cases import Case, plan_of
 from tests.native_cpu.library import Call, Op, Refused, aligned
 
@@ -116,7 +116,7 @@ def test_a_page_at_a_crooked_address_is_not_sealed(native: Native) -> None:
     strides = CacheLayout(plan).page_stride
     source, target = aligned(np.zeros(strides[0], np.uint8), offset=4), aligned(np.zeros(strides[1], np.uint8))
     with pytest.raises(KvlatheError, match="not aligned"):
-        Sealer(native, plan).seal(0, source, 1, target)
+        PageWriter(native, plan).seal(0, source, 1, target, [0])
 
 
 def test_a_file_that_is_no_library_is_refused(tmp_path: Path) -> None:
@@ -143,3 +143,16 @@ def test_the_switch_and_a_missing_library_are_said(monkeypatch: pytest.MonkeyPat
             found = natives.find()
             assert found.native is None and reason in found.reason
     natives.find.cache_clear()
+
+
+def test_an_instruction_set_that_is_not_there_is_refused(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loudly: whoever asks for one does not want the function of the model instead."""
+    monkeypatch.setenv("KVLATHE_LIBRARY", str(native.path))
+    monkeypatch.setenv("KVLATHE_ISA", "portable")
+    assert Native.load(native.path).isa == "portable"
+    monkeypatch.setenv("KVLATHE_ISA", "neon")
+    natives.find.cache_clear()
+    with pytest.raises(KvlatheError, match=r"KVLATHE_ISA is neon"):
+        natives.find()
+    with pytest.raises(Refused, match="must be portable"):
+        Call(small_case()).run(native)

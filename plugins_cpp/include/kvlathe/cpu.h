@@ -1,4 +1,4 @@
-/* kvlathe native kernels on the CPU: the whole op kvlathe::Attend (docs/attend.md), and seal. Part of the C ABI (abi.h). */
+/* kvlathe native kernels on the CPU: the whole op kvlathe::Attend (docs/attend.md), seal and move. Part of the C ABI (abi.h). */
 #ifndef KVLATHE_CPU_H
 #define KVLATHE_CPU_H
 
@@ -62,8 +62,11 @@ typedef struct kvlathe_attend_args {
 
 KVLATHE_API int32_t kvlathe_cpu_attend(const kvlathe_layer *layer, const kvlathe_attend_args *args, kvlathe_status *status);
 
-/* Writes every lane of `target` from the same lane of `source`: one full page into another number format. Rounds to the
- * nearest; a group's (scale, minimum) is its range. The parts' page tables and lengths are not used. */
+/* Writes every lane of `target` from the same lane of `source`: one full page of 16 or 32 bit into another number format. Bytes
+ * are those of runtime/codec.py: a group's (scale, minimum) is the middle part `span` of its range, codes are the nearest or,
+ * stochastic, drawn by the hash of (seed, layer, head, K or V, position, channel). With `sums` each group's sum of codes
+ * follows the metadata, 128-byte aligned, little-endian, in as many bytes as the largest takes. The parts' page tables
+ * and lengths are not used. */
 typedef struct kvlathe_seal_args {
   uint32_t abi_version;
   int32_t page_tokens;
@@ -72,12 +75,49 @@ typedef struct kvlathe_seal_args {
   const kvlathe_part *source, *target; /* `lanes` may be of all layers, sorted by layer and head */
   const void *source_page;
   void *target_page;
+  double span_k, span_v;      /* above 0, at most 1 */
+  int32_t sums;               /* 1: stored */
+  int32_t stochastic;         /* 0: to the nearest */
+  int64_t seed;
+  const uint32_t *positions;  /* stochastic: of each token in its sequence, modulo 2^32: lane i's at [i * positions_stride] */
+  int64_t positions_stride;   /* 0: all lanes hold the same tokens */
 } kvlathe_seal_args;
 
 KVLATHE_API int32_t kvlathe_cpu_seal(const kvlathe_seal_args *args, kvlathe_status *status);
 
-/* "avx512vnni", "avx512", "avx2" or "portable": what KVLATHE_ISA_AUTO means here. */
-KVLATHE_API const char *kvlathe_cpu_isa(void);
+/* Copies tokens of one sequence, lane by lane, into other pages of the same layout: place places[i, j] of lane i in the source
+ * pages becomes place j in the target pages; what is left of the last target page is zeroed. What a lane has for each token
+ * is a list of fields, `size` bytes a token from byte `at` of a page on (codes, metadata, scores): groups along the
+ * tokens cannot be moved like this, and the caller refuses them. Source and target pages are distinct. */
+typedef struct kvlathe_token_field {
+  int64_t at, size;
+} kvlathe_token_field;
+
+typedef struct kvlathe_move_args {
+  uint32_t abi_version;
+  int32_t page_tokens;
+  int32_t lanes, fields;              /* fields of each lane */
+  const kvlathe_token_field *field;   /* [lanes, fields] */
+  int64_t page_stride;                /* bytes of a page, both sides */
+  const void *source;                 /* page id p is at source + p * page_stride */
+  int64_t source_bytes;
+  const int64_t *source_pages;        /* [source_count] ids */
+  int64_t source_count;
+  void *target;
+  int64_t target_bytes;
+  const int64_t *target_pages;        /* [target_count] ids */
+  int64_t target_count;
+  const int64_t *places;              /* [lanes, kept] */
+  int64_t kept;
+  int32_t threads;
+  int32_t reserved;
+} kvlathe_move_args;
+
+KVLATHE_API int32_t kvlathe_cpu_move(const kvlathe_move_args *args, kvlathe_status *status);
+
+/* "avx512vnni", "avx512", "avx2" or "portable": what KVLATHE_ISA_AUTO means here, which is the best that this machine has or
+ * what the environment's KVLATHE_ISA names. Null, and a status, where that is unknown or this machine lacks it. */
+KVLATHE_API const char *kvlathe_cpu_isa(kvlathe_status *status);
 
 #ifdef __cplusplus
 }

@@ -25,6 +25,14 @@ struct Rows {
   int64_t ahead_step;
 };
 
+// How numbers become codes.
+struct Coding {
+  float span, edge;       // the middle part of a group's range that codes cover, and the part below it: (1 - span) / 2
+  const uint32_t* noise;  // of each token, before its channels are hashed in; null: to the nearest
+  uint8_t* sums;          // of each group's codes, in the order of the metadata; null: not stored
+  int sum_bytes;
+};
+
 struct Kernels {
   const char* name;
 
@@ -52,7 +60,7 @@ struct Kernels {
   void (*store)(const float* src, const float* centre, int n, int bits, void* dst);
 
   // Codes and (scale, minimum) of x [rows, inner] into the memory that `rows` describes.
-  void (*quantize)(const float* x, int64_t ldx, const Rows& rows);
+  void (*quantize)(const float* x, int64_t ldx, const Rows& rows, const Coding& coding);
 };
 
 constexpr int kDotScratch = 2128;  // floats for each row of x: room for its integer form

@@ -1,5 +1,7 @@
 #include "select.h"
 
+#include <cstdlib>
+#include <cstring>
 #include <string>
 
 #include "../check.h"
@@ -7,6 +9,8 @@
 
 namespace kvlathe {
 namespace {
+
+const char* const kNames[] = {"auto", "portable", "avx2", "avx512", "avx512vnni"};
 
 const Kernels* supported(int32_t isa) {
 #if defined(KVLATHE_X86)
@@ -27,7 +31,22 @@ const Kernels* supported(int32_t isa) {
 
 }  // namespace
 
+namespace {
+
+// The one that KVLATHE_ISA names, by the name that kvlathe_cpu_isa gives it; AUTO where it names none.
+int32_t asked_for() {
+  const char* name = std::getenv("KVLATHE_ISA");
+  if (!name || !*name) return KVLATHE_ISA_AUTO;
+  for (int32_t isa = KVLATHE_ISA_PORTABLE; isa <= KVLATHE_ISA_AVX512_VNNI; ++isa) {
+    if (std::strcmp(name, kNames[isa]) == 0) return isa;
+  }
+  throw Refusal(KVLATHE_BAD_ARGUMENT, std::string("KVLATHE_ISA is ") + name + " and must be portable, avx2, avx512 or avx512vnni");
+}
+
+}  // namespace
+
 const Kernels& kernels_for(int32_t isa) {
+  if (isa == KVLATHE_ISA_AUTO) isa = asked_for();
   if (isa == KVLATHE_ISA_AUTO) {
     for (int32_t best : {KVLATHE_ISA_AVX512_VNNI, KVLATHE_ISA_AVX512, KVLATHE_ISA_AVX2}) {
       if (const Kernels* found = supported(best)) return *found;
@@ -35,9 +54,14 @@ const Kernels& kernels_for(int32_t isa) {
     return kPortable;
   }
   if (const Kernels* found = supported(isa)) return *found;
-  throw Refusal(KVLATHE_UNSUPPORTED, "instruction set " + std::to_string(isa) + " is not available on this machine");
+  const bool known = isa > 0 && isa <= KVLATHE_ISA_AVX512_VNNI;
+  throw Refusal(KVLATHE_UNSUPPORTED, "instruction set " + (known ? std::string(kNames[isa]) : std::to_string(isa)) + " is not available on this machine");
 }
 
 }  // namespace kvlathe
 
-extern "C" const char* kvlathe_cpu_isa(void) { return kvlathe::kernels_for(KVLATHE_ISA_AUTO).name; }
+extern "C" const char* kvlathe_cpu_isa(kvlathe_status* status) {
+  const char* name = nullptr;
+  kvlathe::run(status, [&] { name = kvlathe::kernels_for(KVLATHE_ISA_AUTO).name; });
+  return name;
+}

@@ -24,12 +24,22 @@ constexpr int kLanes = 4, kTileRows = 4, kTileVectors = 2;
 
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t UnsignedInts __attribute__((vector_size(4 * kLanes)));
 typedef Floats LooseFloats __attribute__((aligned(4), may_alias));
+typedef UnsignedInts LooseInts __attribute__((aligned(4), may_alias));
 
 inline Floats load(const float* p) { return *reinterpret_cast<const LooseFloats*>(p); }
+inline UnsignedInts load(const uint32_t* p) { return *reinterpret_cast<const LooseInts*>(p); }
 inline void store(float* p, Floats x) { *reinterpret_cast<LooseFloats*>(p) = x; }
 inline Floats all(float x) { return x - Floats{}; }
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+// Numbers 0 .. 255, cut to integers.
+inline void store_bytes(uint8_t* p, Floats x) {
+  typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
+  const Bytes bytes = __builtin_convertvector(__builtin_convertvector(x, Ints), Bytes);
+  std::memcpy(p, &bytes, sizeof bytes);
+}
 
 // The sums of four vectors.
 #if defined(__AVX2__)
