@@ -56,10 +56,18 @@ def open_checkpoint(model: Path, max_seq_len: int | None = None, workers: int | 
 def resolved(request: BuildRequest) -> BuildRequest:
     """The request with its defaults written out: what to calibrate on, and what accuracy is measured on.
 
-    Raises KvlatheError for an unknown compression, and where a file of this project is needed and is not there.
+    Raises KvlatheError for a compression that no model can have, and where a file of this project is needed and is not
+    there.
     """
-    from kvlathe.export.methods import calibration, measured
+    from kvlathe.export.methods import calibration, measured, verify
 
+    found = verify(request.compression, _options(request), request.tokens_per_block)
+    if request.accuracy is not None and found.probe is not None:
+        raise KvlatheError(
+            f"--accuracy cannot be used with {request.compression}",
+            "it chooses tokens by the attention they get, which no plan foresees",
+            "choose its options, and look at kvlathe eval",
+        )
     measures = measured(request.compression)
     warn_unheard(request, measures)
     kind, source = calibration(request.compression), request.calibration
@@ -103,17 +111,10 @@ def _measured_on(request: BuildRequest) -> BuildRequest:
 
 def plan_for(request: BuildRequest, checkpoint: Checkpoint) -> Planned:
     """Plan a ``resolved`` request: calibrate where its methods need it, search where it asks for an accuracy."""
-    from kvlathe.export.methods import CacheForm, Options, beside, compose, families, measured
+    from kvlathe.export.methods import CacheForm, beside, compose, families, measured
     from kvlathe.export.search import read_exam, search
 
-    options = Options(
-        removal_rate=request.removal_rate,
-        compression_ratio=request.compression_ratio,
-        basis=request.basis,
-        allocation=request.allocation,
-        rope_fold=request.rope_fold,
-        centre=request.centre,
-    )
+    options = _options(request)
     form = CacheForm(request.hot_bits, request.tokens_per_block, request.prefill_chunk, request.seed)
     spec, stats = checkpoint.spec, statistics(request, checkpoint)
     about = (request.compression, spec.shape, spec.rope is not None, stats, options, form)
@@ -129,6 +130,19 @@ def plan_for(request: BuildRequest, checkpoint: Checkpoint) -> Planned:
     else:
         made = compose(*about)
     return Planned(*made, stats, options)
+
+
+def _options(request: BuildRequest) -> Options:
+    from kvlathe.export.methods import Options
+
+    return Options(
+        removal_rate=request.removal_rate,
+        compression_ratio=request.compression_ratio,
+        basis=request.basis,
+        allocation=request.allocation,
+        rope_fold=request.rope_fold,
+        centre=request.centre,
+    )
 
 
 def _family(

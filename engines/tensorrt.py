@@ -128,6 +128,7 @@ def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> Non
             "compress in one group (stages=1), or build for onnxruntime",
         )
     onnx_path, library = folder / ONNX_FILE, None if plan.ranked else plugin_library.find()  # it counts no mass
+    _check_products(name, plan, library)
     required = required_nodes(onnx_path, plugin=library is not None)
     job = {
         "module": FLAVOURS[name].module,
@@ -147,6 +148,19 @@ def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> Non
     check_attention((folder / LAYERS_FILE).read_text("utf-8"), required)
     for source in (onnx_path, folder / WEIGHTS_FILE):
         source.unlink(missing_ok=True)
+
+
+def _check_products(name: str, plan: CompressionPlan, library: Path | None) -> None:
+    """Raise KvlatheError for products of codes in the function: the parser has no MatMulInteger."""
+    coded = [plan.tiers[b.tier] for b in plan.buckets if plan.tiers[b.tier].arithmetic == "int"]
+    bits = sorted({n for tier in coded for n in (tier.bits_k, tier.bits_v) if n < 16})
+    if bits and library is None:
+        why = "its plugin ranks no tokens" if plan.ranked else f"{plugin_library.LIBRARY} is not built"
+        raise KvlatheError(
+            f"{name} cannot multiply codes of {' and '.join(map(str, bits))} bits",
+            f"it has no MatMulInteger, and {why}",
+            "ask for arithmetic=float, or build for onnxruntime",
+        )
 
 
 def _library_path(flavour: Flavour, links: Path) -> dict[str, str]:

@@ -36,7 +36,7 @@ def reading(decoder: Decoder) -> Decoder:
         raise KvlatheError(
             "this plan cannot be scored before it is built",
             "it chooses tokens by the attention they get",
-            "give --compression-ratio, and look at kvlathe eval",
+            "choose its options, and look at kvlathe eval",
         )
     if any(bucket.source is not None for bucket in plan.buckets):
         for layer in decoder.layers.values():

@@ -253,6 +253,36 @@ def test_planes_that_a_model_cannot_choose_are_refused_before_calibration(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("compression", "options", "words"),
+    [
+        ("fdc+zack", {}, "fdc and zack cannot be composed"),
+        ("uncomp+h2o", {}, "uncomp and h2o cannot be composed.*which tokens"),
+        ("zipcache+hack", {}, "zipcache and hack cannot be composed.*number format"),
+        ("uncomp+kivi:bits=4", {}, "by channel cannot be composed with token budgets"),
+        ("uncomp+hack:sums=stored", {}, "sums=stored cannot be composed"),
+        ("uncomp:budget=20", {}, "a page holds 64"),
+        ("uncomp:budgets=400", {}, "did you mean budget"),
+        ("fdc:basis=sdv", {}, "did you mean svd"),
+        ("fdc+hack:group=128", {}, "--tokens-per-block 128"),
+        ("zipcache:high=4,low=4", {}, "contradict"),
+        ("fdc+h2o", {"compression_ratio": 0.5}, "depends on the sequence's length"),
+        ("fdc+zipcache", {"accuracy": 0.99, "metric": "perplexity"}, "--accuracy cannot be used"),
+    ],
+)
+def test_what_no_model_can_have_is_refused_before_calibration(
+    compression: str,
+    options: dict[str, Any],
+    words: str,
+    request_for: Callable[..., BuildRequest],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(planning, "statistics", lambda *_: pytest.fail("calibrated"))
+    for verb in (build, preview):
+        with pytest.raises(KvlatheError, match=words):
+            verb(request_for(compression=compression, **options))
+
+
 def test_an_engine_without_tokenizer_json_takes_token_ids_and_says_what_gives_it_text(
     model: Path, request_for: Callable[..., BuildRequest], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

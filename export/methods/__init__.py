@@ -45,6 +45,7 @@ __all__ = [
     "measured",
     "removed",
     "summaries",
+    "verify",
 ]
 
 Array = npt.NDArray[np.floating]
@@ -57,7 +58,8 @@ EXACT = 1e-9
 @dataclass(frozen=True, slots=True)
 class Method:
     """``rotate`` is None for a method that leaves the ranks alone; ``plan`` is then given what is written behind its
-    name and the tokens of a page. ``choose`` decides by statistics which tokens are kept; it is also given the seed.
+    name and the tokens of a page. ``choose`` decides by statistics which tokens are kept; it is also given the seed,
+    and ``plan`` then says of its decision what needs no statistics.
     ``sizes``: the options that say how small it makes the cache, and their values; a search for an accuracy tries those
     that the request leaves open. ``measured``: its plans come from measurements of the model (export/measured.py), not
     from ``compose``.
@@ -83,7 +85,7 @@ METHODS: dict[str, Method] = {
     "snapkv": Method(snapkv.SUMMARY, plan=snapkv.plan),
     "keyformer": Method(keyformer.SUMMARY, plan=keyformer.plan),
     "kivi": Method(kivi.SUMMARY, plan=kivi.plan),
-    "uncomp": Method(uncomp.SUMMARY, uncomp.CALIBRATION, choose=uncomp.choose),
+    "uncomp": Method(uncomp.SUMMARY, uncomp.CALIBRATION, plan=uncomp.outline, choose=uncomp.choose),
     "kvquant": Method(kvquant.SUMMARY, plan=kvquant.plan),
 }
 
@@ -127,6 +129,33 @@ def measured(request: str) -> bool:
     return bool(found)
 
 
+def verify(request: str, options: Options, page_tokens: int) -> Part:
+    """Raise KvlatheError for all that can be refused without a model: unknown names and options, parts that exclude
+    each other, a target that none of them can be asked for. Returns what is known of formats and tokens by then.
+    """
+    if measured(request):
+        return Part()
+    asked = _methods(request)
+    rotating = [one for one, method in asked if method.rotate]
+    _only_one("the ranks", rotating)
+    chosen = _chosen([(one, method.plan(one.options, page_tokens)) for one, method in asked if not method.rotate])
+    if rotating:
+        options = with_written(options, rotating[0].options)
+    elif options.removal_rate is not None or options.compression_ratio is not None:
+        raise KvlatheError(
+            f"{request} cannot remove a given share",
+            "none of its methods chooses the ranks",
+            "compose it with one that does, or leave the share out",
+        )
+    if options.compression_ratio is not None and any(rule.kind == "budget" for rule in chosen.tokens):
+        raise KvlatheError(
+            f"{request} cannot remove a given share",
+            "what a budget of tokens removes depends on the sequence's length",
+            "say what the ranks remove: --removal-rate",
+        )
+    return chosen
+
+
 def compose(
     request: str, shape: ModelShape, rope: bool, stats: Stats | None, options: Options, form: CacheForm
 ) -> tuple[CompressionPlan, Basis]:
@@ -136,13 +165,12 @@ def compose(
     """
     if measured(request):
         raise KvlatheError(f"{request} cannot be planned from statistics", "it measures the model", "build an engine")
+    verify(request, options, form.page_tokens)
     asked = _methods(request)
     rotating = [(one, method) for one, method in asked if method.rotate]
-    _only_one("the ranks", [one for one, _ in rotating])
     chosen = _chosen([(one, _decided(one, method, stats, form)) for one, method in asked if not method.rotate])
     if rotating:
         return _ranked(request, shape, *rotating[0], chosen, stats, options, form)
-    _no_share_asked(request, options)
     return _composed(request, shape, Part(full_lanes(shape, rope)), chosen, form)
 
 
@@ -193,12 +221,6 @@ def _ranked(
         ranks = low_rank(stats, options if ratio is None else options.asked(compression_ratio=ratio), rotate)
         return _composed(request, shape, ranks, chosen, form)
 
-    if options.compression_ratio is not None and any(rule.kind == "budget" for rule in chosen.tokens):
-        raise KvlatheError(
-            f"{request} cannot remove a given share",
-            "what a budget of tokens removes depends on the sequence's length",
-            "say what the ranks remove: --removal-rate",
-        )
     if options.compression_ratio is None or (chosen.cold is None and not chosen.split):
         return at(None)
     return within(options.compression_ratio, shape, form.bits, at)
@@ -208,15 +230,6 @@ def _only_one(what: str, asked: list[Asked]) -> None:
     if len(asked) > 1:
         names = " and ".join(one.name for one in asked)
         raise KvlatheError(f"{names} cannot be composed", f"each of them chooses {what}", "keep one of them")
-
-
-def _no_share_asked(request: str, options: Options) -> None:
-    if options.removal_rate is not None or options.compression_ratio is not None:
-        raise KvlatheError(
-            f"{request} cannot remove a given share",
-            "none of its methods chooses the ranks",
-            "compose it with one that does, or leave the share out",
-        )
 
 
 def _methods(request: str) -> list[tuple[Asked, Method]]:

@@ -26,6 +26,7 @@ from kvlathe.export.stats import Stats
 SUMMARY = "keep a budget of tokens for each group of heads, fewer hidden states in later layers; calibrated on text"
 CALIBRATION: Literal["random", "text"] = "text"
 ORDERS = ("entropy", "reversed", "random")
+PROBE = Probe(last=entropy.LAST, accumulated=False)
 MOST = 1 << 30
 """Larger than any option needs to be."""
 
@@ -78,6 +79,12 @@ def _read(key: str, text: str, default: object) -> Any:  # noqa: ANN401  the fie
     return text if kind else value
 
 
+def outline(written: dict[str, str], page_tokens: int) -> Part:
+    """That there are budgets, and by what tokens are ranked. Raises KvlatheError for options no model can have."""
+    rules = (TokenRule("budget", budget=size) for size in _budgets(read(written), page_tokens))
+    return Part(tokens=tuple(rules), probe=PROBE)
+
+
 def choose(stats: Stats, written: dict[str, str], page_tokens: int, seed: int) -> Part:
     """The budgets, stages and removed heads. Raises KvlatheError for options that this model cannot have."""
     asked, shape, found = read(written), stats.shape, stats.entropies
@@ -94,7 +101,7 @@ def choose(stats: Stats, written: dict[str, str], page_tokens: int, seed: int) -
     return Part(
         removed=removed,
         tokens=tuple(rules[group] for group in groups),
-        probe=Probe(last=entropy.LAST, accumulated=False),
+        probe=PROBE,
         stages=_stages(asked, hidden, shape),
         notes={
             "head_votes": votes.tolist(),

@@ -16,8 +16,8 @@ from kvlathe.export.plan import Probe, Tier
 
 SUMMARY = "tokens that few probe rows attend get 2 bit, the salient ones 4"
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "high": (4, 8, 2),
-    "low": (2, 4, 8),
+    "high": (4, 8),
+    "low": (2, 4),
     "keys": ("channel", "token"),
     "probe": ("mixed", "recent", "random"),
     "score": ("normalized", "accumulated"),
@@ -34,6 +34,12 @@ def plan(written: dict[str, str], page_tokens: int) -> Part:
     share = _share(written.get("salient", str(SALIENT)))
     asked = chosen({key: text for key, text in written.items() if key != "salient"}, {**CHOICES, "salient": (SALIENT,)})
     high, low = (_tier(asked[name], asked["keys"], page_tokens) for name in ("high", "low"))
+    if asked["high"] <= asked["low"]:
+        raise KvlatheError(
+            f"high={asked['high']},low={asked['low']} contradict each other",
+            "salient tokens get more bits than the others",
+            "write for example high=4,low=2",
+        )
     if share in (0, 1):
         return Part(cold=high if share else low)
     recent, random = PROBES[asked["probe"]]
