@@ -80,12 +80,10 @@ def family(request: str, found: auto.Priced, form: CacheForm) -> Family:
         choice = found.chosen(int((1 - ratio) * page + 1e-6))
         return plan_of(request, found, choice, form)
 
-    smallest = found.cost.min(-1).sum()
+    most = 1 - float(found.cost.min(-1).sum()) / page
     gentlest = removed(plan_of(request, found, found.chosen(int(found.cost.max(-1).sum())), form)[0], form.bits)
-    log.info(
-        "forms of every head are priced: from %.1f %% to %.1f %% removed", 100 * gentlest, 100 * (1 - smallest / page)
-    )
-    return Family(request, form.bits, gentlest, 1 - smallest / page, at)
+    log.info("forms of every head are priced: from %.1f %% to %.1f %% removed", 100 * gentlest, 100 * most)
+    return Family(request, request, form.bits, gentlest, most, at)
 
 
 def plan_of(request: str, found: auto.Priced, choice: auto.Choice, form: CacheForm) -> Made:

@@ -64,11 +64,30 @@ def render(data: ReportData) -> str:
         removed=1 - data.bytes_per_token / data.bytes_baseline,
         removed_16bit=1 - data.bytes_per_token / data.bytes_16bit,
         charts=_charts(data),
-        curve=data.plan.notes.get("curve"),
+        curve=_curve_facts(data),
         stability=_stability_rows(data.evidence),
         page=_page_rows(data.plan),
         facts=_facts(data),
     )
+
+
+def _curve_facts(data: ReportData) -> dict[str, object] | None:
+    """The search's curve with what its section says: the chosen request's own points, and those of others; every point
+    as (plan, bytes of a token, score), smallest first; how many the chart leaves out.
+    """
+    curve = data.plan.notes.get("curve")
+    if not curve:
+        return None
+    own = [point for point in curve["points"] if point.get("of") == curve.get("of")]
+    rows = [(p.get("plan", "measured"), data.bytes_baseline * (1 - p["removed"]), p["score"]) for p in curve["points"]]
+    lowest = charts.lost_below(curve)
+    return curve | {
+        "own": len(own),
+        "others": len(rows) - len(own),
+        "rows": sorted(rows, key=lambda row: row[1]),
+        "lowest": lowest,
+        "below": sum(score < lowest for _, _, score in rows),
+    }
 
 
 def _facts(data: ReportData) -> dict[str, object]:
@@ -93,7 +112,8 @@ def _charts(data: ReportData) -> dict[str, charts.Markup]:
         ]
         drawn["stability"] = charts.stability_by_layer(rows)
     if (curve := plan.notes.get("curve")) and curve["points"]:
-        drawn["curve"] = charts.accuracy_curve(curve, 1 - data.bytes_per_token / data.bytes_baseline)
+        common = None if data.bytes_16bit == data.bytes_baseline else data.bytes_16bit
+        drawn["curve"] = charts.accuracy_curve(curve, data.bytes_baseline, data.bytes_per_token, common)
     return drawn
 
 

@@ -19,6 +19,7 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from kvlathe.console import cell
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
 
@@ -164,33 +165,59 @@ def _name_cells(ax: Axes, layers: int, heads: int) -> None:
         spine.set_visible(False)
 
 
+LOST = 0.25
+"""Of the uncompressed score: an accuracy chart ends there, where no plan is of use any more and all are far apart."""
+
+
 @styled
-def accuracy_curve(curve: Mapping[str, Any], chosen: float | None) -> Markup:
-    """Score against the fraction of bytes removed: one line for each request that was measured (point["of"]), the score
-    that had to be kept, and this engine's place.
+def accuracy_curve(curve: Mapping[str, Any], whole: float, chosen: float | None, common: float | None = None) -> Markup:
+    """Score against bytes: one line for each request that was measured (point["of"]), the score that had to be kept.
+
+    Bytes are a token's: ``whole`` of the cache that point["removed"] is a fraction of, ``chosen`` of this engine,
+    ``common`` of the uncompressed cache in 16 bit where that is another.
     """
     groups = sorted(
         {str(p.get("of", "measured")) for p in curve["points"]}, key=lambda name: (name != curve.get("of"), name)
     )
-    figure, (ax,) = _axes(3.1 if len(groups) == 1 else 4.2)
+    figure, (ax,) = _axes(3.4 if len(groups) == 1 else 4.2)
     for i, name in enumerate(groups):
         own = [p for p in curve["points"] if str(p.get("of", "measured")) == name]
-        removed, scores = np.array(sorted((float(p["removed"]), float(p["score"])) for p in own)).T
+        kept, scores = np.array(sorted((whole * (1 - float(p["removed"])), float(p["score"])) for p in own)).T
         colour = KEY if i == 0 else LAYERS((i - 1) / max(1, len(groups) - 2))
-        width, marker = (1.6, "o") if i == 0 else (0.9, "sD^vP*X"[(i - 1) % 7])
-        ax.plot(100 * removed, scores, "-", marker=marker, color=colour, ms=4.5, lw=width, label=name)
+        width, marker, above = (1.8, "o", 3) if i == 0 else (0.9, "sD^vP*X"[(i - 1) % 7], 2)
+        ax.plot(kept, scores, "-", marker=marker, color=colour, ms=5, lw=width, label=name, zorder=above)
     ax.axhline(curve["baseline"], color=MUTED, lw=0.9, label="uncompressed")
     if curve.get("target") is not None:
         ax.axhline(curve["target"], color=VALUE, lw=1.2, ls="--", label="required")
     if chosen is not None:
-        ax.axvline(100 * chosen, color=MUTED, lw=0.9, ls=":", label="this engine")
-    ax.set_xlabel("KV bytes removed, %")
+        ax.axvline(chosen, color=MUTED, lw=0.9, ls=":", label="this engine")
+    least = min(curve["baseline"], *(p["score"] for p in curve["points"]))
+    lowest, top = max(least, lost_below(curve)), max(curve["baseline"], *(p["score"] for p in curve["points"]))
+    ax.set_ylim(lowest - 0.04 * (top - lowest), top + 0.06 * (top - lowest) or None)
+    _bytes_axis(ax, [whole] if common is None else [whole, common])
     ax.set_ylabel(str(curve["metric"]))
     if len(groups) == 1:
         ax.legend(loc="best")
     else:
         ax.legend(loc="center left", bbox_to_anchor=(1, 0.5), fontsize=8)
-    return _svg(figure, "curve", f"{curve['metric']} against KV bytes removed")
+    return _svg(figure, "curve", f"{curve['metric']} against bytes of a token")
+
+
+def lost_below(curve: Mapping[str, Any]) -> float:
+    """The score below which accuracy_curve shows no point."""
+    return min((1 - LOST) * curve["baseline"], curve["target"] if curve.get("target") is not None else np.inf)
+
+
+def _bytes_axis(ax: Axes, uncompressed: Sequence[float]) -> None:
+    """Halves and doubles of the uncompressed bytes; each step to the left is as good as the last."""
+    ax.set_xscale("log", base=2)
+    ax.set_xlim(right=1.06 * max(uncompressed))
+    low, high = ax.get_xlim()
+    halves = [max(uncompressed) / 2**n for n in range(12)]
+    ax.set_xticks(ticks := [x for x in halves if low <= x <= high], [cell(x) for x in ticks])
+    ax.set_xticks([], minor=True)
+    common = f", {cell(uncompressed[1])} in 16 bit" if len(uncompressed) > 1 else ""
+    ax.set_xlabel(f"KV bytes of a token, log scale (uncompressed: {cell(uncompressed[0])}{common})")
 
 
 @styled

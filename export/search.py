@@ -40,6 +40,9 @@ RESOLUTION = 0.01
 BESIDE = (0.2, 0.4)
 """Where between their ends families are scored that only stand beside others."""
 
+SCHEMA = 2
+"""Of the remembered scores."""
+
 
 @dataclass(frozen=True)
 class Exam:
@@ -176,7 +179,7 @@ class Searcher:
         return compose("none", spec.shape, spec.rope is not None, None, Options(), CacheForm(32))
 
     def score(self, family: Family, ratio: float) -> float:
-        name = f"{family.name} {ratio!r}"
+        name = f"{family.name} {float(ratio)!r}"
         return self.scores.get(name, lambda: self._measure(family.plan(ratio), f"{family.name}, {ratio:.1%} removed"))
 
     def _measure(self, made: Made, what: str) -> float:
@@ -211,7 +214,7 @@ def search(
     ``known_by``: what they depend on beside the exam; ``beside``: scored at BESIDE for comparison. The measured points
     are the plan's notes["curve"]. Raises KvlatheError, naming the best there is, if nothing can be removed.
     """
-    key = hashlib.sha256(json.dumps((repr(known_by), exam.digest)).encode()).hexdigest()[:32]
+    key = hashlib.sha256(json.dumps((SCHEMA, repr(known_by), exam.digest)).encode()).hexdigest()[:32]
     searcher = Searcher(checkpoint, [*families, *beside], exam, Scores.open(remembered, key))
     baseline = searcher.baseline()
     if baseline <= 0:
@@ -226,12 +229,22 @@ def search(
             best = found, family
     if best is None:
         _refuse(searcher, accuracy, baseline)
+    gentlest = min(family.least for family in families)
     for family in beside:
-        for ratio in dict.fromkeys(family.least + share * (family.most - family.least) for share in BESIDE):
+        for ratio in _shown(family, gentlest):
             searcher.score(family, ratio)
     plan, basis = best[1].plan(best[0])
-    curve = _curve(searcher, accuracy, baseline) | {"of": best[1].name}
+    curve = _curve(searcher, accuracy, baseline) | {"of": best[1].of}
     return dataclasses.replace(plan, notes=plan.notes | {"curve": curve}), basis
+
+
+def _shown(family: Family, gentlest: float) -> list[float]:
+    """Where to score a family that stands beside others. What has one size is left out if it is larger than all of
+    theirs: it loses next to nothing, and scoring it takes as long as any.
+    """
+    if family.least == family.most:
+        return [family.least] if family.least > gentlest + EXACT else []
+    return [family.least + share * (family.most - family.least) for share in BESIDE]
 
 
 def largest(
@@ -266,9 +279,10 @@ def _refuse(searcher: Searcher, accuracy: float, baseline: float) -> NoReturn:
 
 
 def _curve(searcher: Searcher, accuracy: float, baseline: float) -> dict[str, Any]:
-    """What report.html draws: each point's bytes are its plan's own, all padding counted."""
+    """What report.html draws: each point's bytes are its plan's own, all padding counted; ``of`` names its line."""
     points = [
-        {"removed": removed(family.plan(ratio)[0], family.bits), "asked": ratio, "score": value, "of": family.name}
+        {"of": family.of, "plan": family.name, "asked": ratio, "score": value}
+        | {"removed": removed(family.plan(ratio)[0], family.bits)}
         for family, ratio, value in searcher.points()
     ]
     return {

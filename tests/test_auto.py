@@ -19,13 +19,13 @@ from kvlathe import metrics
 from kvlathe.engines.build import accept, build
 from kvlathe.engines.request import BuildRequest
 from kvlathe.errors import KvlatheError
-from kvlathe.export import allocate, measured, sensitivity
+from kvlathe.export import allocate, measured, search, sensitivity
 from kvlathe.export.calibrate import calibrate_on, random_sequences
 from kvlathe.export.checkpoint import Checkpoint
 from kvlathe.export.decoder import Decoder
 from kvlathe.export.fold import decoder_from
 from kvlathe.export.layout import CacheLayout
-from kvlathe.export.methods import CacheForm, Options, auto, compose, evidence
+from kvlathe.export.methods import CacheForm, Options, auto, beside, compose, evidence, removed
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.export.sealed import Code, reading, rounded
 from kvlathe.export.stats import Stats
@@ -223,6 +223,27 @@ def test_losses_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     first = measured.priced(checkpoint, stats, FORM, read, tmp_path)
     monkeypatch.setattr(measured, "losses", None)
     np.testing.assert_array_equal(measured.priced(checkpoint, stats, FORM, read, tmp_path).loss, first.loss)
+
+
+def test_a_search_scores_other_methods_beside_its_own_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those smaller than its gentlest, each method one line of the chart; asked again, nothing is scored."""
+    checkpoint, stats, _ = lathe()
+    found = measured.priced(checkpoint, stats, FORM, sensitivity.of_text([windows(1, 96)[0]]))
+    own = measured.family("auto", found, FORM)
+    others = beside(stats.shape, True, stats, FORM)
+    exam = search.Exam("perplexity", windows=(windows(3, 150)[2],))
+    plan, _ = search.search(checkpoint, [own], 0.98, exam, (), tmp_path, others)
+    curve = plan.notes["curve"]
+    points = curve["points"]
+    assert curve["of"] == plan.compression == "auto" and CompressionPlan.from_json(plan.to_json()) == plan
+    assert {p["of"] for p in points} == {"auto", "fdc", "zack", "hack", "kivi", "kvquant"}
+    coded = {p["plan"] for p in points if ":" in p["plan"]}
+    assert coded == {f"{name}:bits={bits}" for name in ("hack", "kivi", "kvquant") for bits in (2, 4)}
+    assert max(p["removed"] for p in points if p["of"] == "auto" and p["score"] >= curve["target"]) == pytest.approx(
+        removed(plan, FORM.bits)
+    )
+    monkeypatch.setattr(search, "decoder_from", None)
+    assert search.search(checkpoint, [own], 0.98, exam, (), tmp_path, others)[0] == plan
 
 
 # -- any model ---------------------------------------------------------------------------------------------------------

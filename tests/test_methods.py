@@ -460,7 +460,8 @@ def test_a_search_chooses_bits_that_a_request_leaves_open(lathe: tuple[Checkpoin
     assert names == [f"hack:group=32,arithmetic=float,bits={bits}" for bits in (2, 4, 8)]
     assert all(family.least == family.most for family in found)
     plan, _ = search.search(checkpoint, found, 0.8, exam_of("perplexity"), ())
-    scores = {point["of"]: point["score"] for point in plan.notes["curve"]["points"]}
+    assert {point["of"] for point in plan.notes["curve"]["points"]} == {"hack:group=32,arithmetic=float"}
+    scores = {point["plan"]: point["score"] for point in plan.notes["curve"]["points"]}
     enough = [name for name in names if scores.get(name, 0.0) >= plan.notes["curve"]["target"]]
     assert plan.compression == enough[0] and plan.tiers[1].bits_k == int(enough[0][-1])
 

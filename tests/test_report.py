@@ -140,8 +140,29 @@ def test_a_search_shows_its_curve(target: float | None) -> None:
     points = [{"rate": r, "removed": r, "score": 1 - r * r} for r in (0.1, 0.2, 0.3)]
     curve = {"metric": "retrieval", "baseline": 0.98, "target": target, "points": points}
     html = render(make_data(make_plan(notes={"curve": curve})))
-    assert "3 plans were measured by retrieval" in html
+    assert "3 plans were measured by retrieval" in html and "of other methods" not in html
     assert ("required" in html) == (target is not None)
+
+
+def test_other_methods_are_lines_of_the_same_chart_and_rows_of_its_table() -> None:
+    scores = {"ours": (0.99, 0.98, 0.1), "theirs": (0.97, 0.7)}
+    points = [
+        {"of": of, "plan": f"{of}:size={i}", "removed": (0.5, 0.75, 0.875)[i], "score": score}
+        for of, own in scores.items()
+        for i, score in enumerate(own)
+    ]
+    curve = {"metric": "agreement", "baseline": 1.0, "target": 0.98, "of": "ours", "points": points}
+    data = make_data(make_plan(notes={"curve": curve}))
+    html = render(data)
+    assert "3 plans were measured by agreement" in html and "and 2 of other methods" in html
+    assert "ends at 0.75; 2 plans are below it" in html
+    chart = html[html.index("<svg", html.index("Accuracy against size")) :]
+    legend = chart[: chart.index("</svg>")]
+    assert legend.count(">ours</text>") == legend.count(">theirs</text>") == 1 and "size=" not in legend
+    cells = re.findall(r'<td>(\S+:size=\d)</td><td class="n">([\d,]+)</td>', html)
+    wanted = {p["plan"]: f"{data.bytes_baseline * (1 - p['removed']):,.0f}" for p in points}
+    assert dict(cells) == wanted
+    assert [name for name, _ in cells] == sorted(wanted, key=lambda name: (int(wanted[name].replace(",", "")), name))
 
 
 def test_a_plan_without_calibration_says_how_to_measure() -> None:

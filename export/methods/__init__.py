@@ -84,9 +84,9 @@ METHODS: dict[str, Method] = {
     "h2o": Method(h2o.SUMMARY, plan=h2o.plan),
     "snapkv": Method(snapkv.SUMMARY, plan=snapkv.plan),
     "keyformer": Method(keyformer.SUMMARY, plan=keyformer.plan),
-    "kivi": Method(kivi.SUMMARY, plan=kivi.plan),
+    "kivi": Method(kivi.SUMMARY, plan=kivi.plan, sizes=kivi.SIZES),
     "uncomp": Method(uncomp.SUMMARY, uncomp.CALIBRATION, plan=uncomp.outline, choose=uncomp.choose),
-    "kvquant": Method(kvquant.SUMMARY, plan=kvquant.plan),
+    "kvquant": Method(kvquant.SUMMARY, plan=kvquant.plan, sizes=kvquant.SIZES),
 }
 
 
@@ -273,10 +273,12 @@ Made = tuple[CompressionPlan, Basis]
 @dataclass(frozen=True, slots=True)
 class Family:
     """Plans of one request by the share of the bytes that they remove, from ``least`` to ``most`` (equal where it is
-    one plan); shares are of the uncompressed cache in the form's bits. ``name``: the request, all written.
+    one plan); shares are of the uncompressed cache in the form's bits. ``name``: the request, all written; ``of``: as
+    it was asked, which is what families of one request have in common.
     """
 
     name: str
+    of: str
     bits: int
     least: float
     most: float
@@ -324,7 +326,8 @@ def families(
 
         whole = at(0.0)[0]
         least = removed(whole, form.bits)
-        return Family(name, form.bits, least, removed(_smallest(whole), form.bits) - EXACT if ranked else least, at)
+        most = removed(_smallest(whole), form.bits) - EXACT if ranked else least
+        return Family(name, request, form.bits, least, most, at)
 
     return [family(name) for name in _variants(request)]
 

@@ -15,6 +15,7 @@ from kvlathe.export.plan import Tier
 
 SUMMARY = "comparison: quantize K by channel and V by token to 2, 4 or 8 bit"
 CHOICES: dict[str, tuple[Any, ...]] = {"bits": (2, 4, 8), "group": (32, 64, 128)}
+SIZES = {"bits": ("2", "4", "8")}
 
 
 def plan(written: dict[str, str], page_tokens: int) -> Part:

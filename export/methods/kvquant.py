@@ -16,6 +16,7 @@ from kvlathe.export.plan import Tier
 
 SUMMARY = "comparison: quantize to 4 bit, one scale a channel of K and a token of V"
 CHOICES: dict[str, tuple[Any, ...]] = {"bits": (4, 2, 8)}
+SIZES = {"bits": ("2", "4", "8")}
 WHOLE = 1 << 12
 """Channels in a group of V: more than any head has."""
 

@@ -185,13 +185,18 @@ def targets(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def chart(rows: list[dict[str, Any]]) -> str:
-    """The frontier as a page."""
-    points = [{"removed": 1 - x["bytes left"], "score": 1 / x["perplexity ratio"], "of": x["method"]} for x in rows[1:]]
+    """The frontier as a page; bytes in units of the uncompressed 16-bit cache."""
+    points = [
+        {"removed": 1 - x["bytes left"], "score": 1 / x["perplexity ratio"], "of": x["method"].partition(":")[0]}
+        for x in rows[1:]
+    ]
     curve = {"metric": "perplexity, uncompressed over compressed", "baseline": 1.0, "of": "auto", "points": points}
     right = [{**point, "score": x["retrieval"]} for point, x in zip(points, rows[1:], strict=True)]
     answers = {"metric": "retrieval", "baseline": rows[0]["retrieval"], "of": "auto", "points": right}
     colours = "--ink:#1b2423;--muted:#5d6b69;--grid:#e3e8e6;--page:#fff;--key:#1f7a74;--value:#d0873a"
-    drawn = "".join(str(accuracy_curve(x, None)).replace("curve-", f"{i}-") for i, x in enumerate((curve, answers)))
+    drawn = "".join(
+        str(accuracy_curve(x, 1.0, None)).replace("curve-", f"{i}-") for i, x in enumerate((curve, answers))
+    )
     return f"<!doctype html><meta charset=utf-8><style>:root{{{colours}}}</style>{drawn}"
 
 
