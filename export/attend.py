@@ -279,7 +279,13 @@ class _Bucket:
         """shares [Hs, G, Q, N] -> [Hs, G, Q, Rv] in the layer's type."""
         if not self.integer[1]:
             return _means(shares, self.values("v").to(self.layer.dtype))
-        return integer.outputs(shares, self.coded("v")).to(self.layer.dtype)
+        coded = self.coded("v")
+        if self.tier.axis_v == "token":
+            return integer.outputs(shares, coded).to(self.layer.dtype)
+        for part in (coded.scale, coded.minimum):
+            part[:, self.count :] = 0  # of no token: it may be anything
+        groups = self._table("v_groups")
+        return integer.outputs_by_rank(shares, coded, groups, self.layer.plan.page_tokens).to(self.layer.dtype)
 
     def values(self, x: str) -> Tensor:
         """K or V [Hs, N, R] float; zeros where there is no token."""

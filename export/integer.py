@@ -9,6 +9,9 @@ sum b' with the cache. Ours makes a symmetric, m_a = 0, and the second half vani
 partition, and P, which is in [0, 1], in one scale for each query and partition: one far larger share elsewhere, an
 attention sink, then does not round the others to zero. Which form a tier takes is ``Tier.sums``.
 
+Values in groups along the rank have no scale in common for the tokens that PV sums over: each token's scale then goes
+into its share, sum P (s v' + m) = sum (P s) v' + sum P m, and P s is what is rounded.
+
 These are the eager forms; export/onnx_integer.py writes the same into the graph.
 """
 
@@ -104,3 +107,15 @@ def outputs(shares: Tensor, v: Coded) -> Tensor:
     scale, minimum, sums = (None if x is None else x[:, :, None, None] for x in (v.scale, v.minimum, v.sums))
     assert scale is not None and minimum is not None  # [H, N/n, 1, 1, Rv]
     return rounded.times(products, scale, minimum, sums).sum(1) / rounded.total.sum(1).clamp(min=LEAST_SCALE)
+
+
+def outputs_by_rank(shares: Tensor, v: Coded, groups: Tensor, tokens: int) -> Tensor:
+    """As ``outputs``, of values in groups along the rank: ``groups`` [H, g, Rv] is 1 where a channel belongs to one.
+    Shares times scales are rounded in partitions of ``tokens`` tokens.
+    """
+    scaled = shares.unsqueeze(1) * v.scale.mT[:, :, None, None]  # [H, g, G, Q, N]
+    rounded = Rounded.symmetric(scaled.unflatten(-1, (-1, tokens)).movedim(-2, 1), LEVELS)  # [H, N/n, g, G, Q, n]
+    codes = v.codes.int().unflatten(1, (-1, tokens))
+    products = (rounded.whole.int().flatten(2, 4) @ codes).unflatten(2, rounded.whole.shape[2:5])
+    lowest = torch.einsum("hgqn,hnj->hjgq", shares, v.minimum).unsqueeze(-1)
+    return (((rounded.step * products).sum(1) + lowest) * groups[:, :, None, None]).sum(1)

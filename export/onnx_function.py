@@ -199,9 +199,11 @@ class _Writer:
     def cached_output(self, tokens: _Tokens) -> Callable[[str], str]:
         if not self.form.integer(tokens.bucket)[1]:
             return self.weighted(self.read("v", tokens))
-        group = self.form.tier(tokens.bucket).group_v
-        coded = self.coded("v", tokens)
-        return lambda shares: onnx_integer.outputs(self.body, shares, coded, group)
+        coded, tier, page = self.coded("v", tokens), self.form.tier(tokens.bucket), self.plan.page_tokens
+        if tier.axis_v == "token":
+            return lambda shares: onnx_integer.outputs(self.body, shares, coded, tier.group_v)
+        groups = f"v_groups_{tokens.bucket}"
+        return lambda shares: onnx_integer.outputs_by_rank(self.body, shares, coded, groups, page)
 
     def read(self, x: str, tokens: _Tokens) -> str:
         """K or V of a bucket [Hs, 1, B, N, R] in the op's type."""

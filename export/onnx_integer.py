@@ -113,6 +113,27 @@ def outputs(b: Body, shares: str, v: Coded, tokens: int) -> str:
     return b.op("Div", total, b.op("Max", _added(b, rounded.total(b)), b.float(LEAST_SCALE)))
 
 
+def outputs_by_rank(b: Body, shares: str, v: Coded, groups: str, tokens: int) -> str:
+    """As ``outputs``, of values in groups along the rank: ``v``'s metadata is [Hs, 1, B, N, g], ``groups`` int32
+    [Hs, g, Rv]; shares times scales are rounded in partitions of ``tokens`` tokens.
+    """
+    scale = b.unsqueeze(b.transpose(v.scale, 0, 4, 1, 2, 3), 4)  # [Hs, g, 1, B, 1, N]
+    parts = b.reshape(b.op("Mul", b.unsqueeze(shares, 1), scale), 0, 0, 0, 0, 0, -1, tokens)
+    rounded = Rounded.symmetric(b, b.transpose(parts, 0, 3, 5, 1, 2, 4, 6), LEVELS)  # [Hs, B, N/n, g, G, Q, n]
+    values = b.op("Squeeze", v.codes, b.const([1]))  # [Hs, B, N, Rv]
+    shape = (b.op("Shape", values, start=0, end=2), b.const([-1, tokens]), b.op("Shape", values, start=3))
+    values = b.op("Reshape", values, b.op("Concat", *shape, axis=0))
+    products = b.op("MatMulInteger", b.reshape(b.cast(rounded.whole, UINT8), 0, 0, 0, -1, tokens), values)
+    shape = (b.op("Shape", rounded.whole, start=0, end=6), b.const([-1]))
+    products = b.cast(b.op("Reshape", products, b.op("Concat", *shape, axis=0)), FLOAT)
+    found = b.op("ReduceSum", b.op("Mul", rounded.step, products), b.const([2]), keepdims=0)  # [Hs, B, g, G, Q, Rv]
+    lowest = b.op("MatMul", shares, v.minimum)  # [Hs, G, B, Q, g]
+    lowest = b.unsqueeze(b.transpose(lowest, 0, 2, 4, 1, 3), 5)
+    member = b.cast(b.unsqueeze(groups, 1, 3, 4), FLOAT)  # [Hs, 1, g, 1, 1, Rv]
+    found = b.op("ReduceSum", b.op("Mul", b.op("Add", found, lowest), member), b.const([2]), keepdims=0)
+    return b.transpose(found, 0, 2, 1, 3, 4)
+
+
 def _added(b: Body, x: str) -> str:
     """The sum over partitions: [Hs, B, groups, G, Q, ...] -> [Hs, G, B, Q, ...]."""
     return b.transpose(b.op("ReduceSum", x, b.const([2]), keepdims=0), 0, 2, 1, 3, 4)

@@ -56,9 +56,9 @@ class Tier:
 
     ``axis_*``: along which axis a quantization group of ``group_*`` elements runs: ``rank`` (within one token) or
     ``token`` (one channel over the page's tokens). Ignored at 16 and 32 bit, which are IEEE half and single.
-    ``arithmetic`` = int: QK^T and PV are taken on the codes, nothing is dequantized; groups then run along what the
-    product sums over, the rank for K and the tokens for V. Where V's groups run along the rank (tokens may be dropped
-    then), only QK^T is.
+    ``arithmetic`` = int: QK^T and PV are taken on the codes, nothing is dequantized; K's groups then run
+    along the rank, which the product sums over; V's along the tokens or, where tokens may be dropped, the rank too
+    (their scales go into the shares: export/integer.py).
     ``rounding``: codes to the nearest, or ``stochastic``, up or down by a hash of the plan's seed, the lane, the
     token's position and the channel (runtime/codec.py): without bias, and the same however often it is done.
     ``span_*``: the middle part of a group's range that its codes cover; what lies outside is cut to it. Below 1 coarse

@@ -168,7 +168,11 @@ class Seal:
         return torch.cat([*(self._in_codes(part, integer.LEVELS_Q) for part in parts[:-1]), parts[-1]], -1)
 
     def shares(self, shares: Tensor) -> Tensor:
-        """shares [G, T, N] of whole pages: one 8-bit scale for each group of tokens, then divided by their sum."""
+        """shares [G, T, N] of whole pages: one 8-bit scale for each group of tokens, then divided by their sum.
+
+        As they are where V's groups run along the rank: only plans that drop tokens multiply such codes, and those are
+        not scored here.
+        """
         t = self.tier
         if t is None or t.arithmetic == "float" or t.bits_v >= 16 or t.axis_v == "rank":
             return shares

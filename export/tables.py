@@ -65,7 +65,7 @@ class Form:
         """Whether K and V of a bucket are multiplied as codes."""
         tier = self.tier(bucket)
         exact = tier.arithmetic == "int"
-        return exact and tier.bits_k < 16, exact and tier.bits_v < 16 and tier.axis_v == "token"
+        return exact and tier.bits_k < 16, exact and tier.bits_v < 16
 
     def axis(self, bucket: int, x: str) -> str:
         """Along what the groups of K or V ("k" or "v") run in a bucket."""

@@ -81,8 +81,9 @@ def quantized_tiers(arithmetic: str = "float") -> st.SearchStrategy[Tier]:
     bits, axes = st.sampled_from([2, 4, 8, 16]), st.sampled_from(["rank", "token"])
     groups = st.sampled_from([16, 32])
     if arithmetic == "int":
-        along = st.just("rank"), st.just("token"), groups, st.just(16)
-        return st.builds(Tier, bits, bits, *along, st.just("int"), sums=st.booleans())
+        rank, token, products = st.just("rank"), st.just("token"), st.just("int")
+        by_token = st.builds(Tier, bits, bits, rank, token, groups, st.just(16), products, sums=st.booleans())
+        return by_token | st.builds(Tier, bits, bits, rank, rank, groups, groups, products)
     return st.builds(Tier, bits, bits, axes, axes, st.just(32), groups)
 
 
@@ -282,6 +283,7 @@ class Case:
             packed |= (codes[place :: 8 // bits] << (bits * place)).astype(np.uint8)
         self._write(at, packed)
         pairs = self.rng.normal(size=(group_count(rank, tokens, axis, group), 2)) / [(1 << bits) - 1, 1]
+        pairs[:, 0] = np.abs(pairs[:, 0])  # a scale is a range over its levels
         pairs = pairs.astype(np.float16)
         self._write(meta, pairs)
         along_tokens = [min(group, tokens - i) for i in range(0, tokens, group)]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import onnx
 import onnx.inliner
@@ -106,6 +104,19 @@ class Products:
         sizes = codes * np.abs(scale).repeat(self.tokens, 1) + np.abs(low).repeat(self.tokens, 1)
         return p @ values[:, None] / mass, p @ sizes[:, None] / mass
 
+    @property
+    def by_rank(self) -> tuple[Array, Array]:
+        """Of values with the codes and groups of the keys: dequantized, the shares times their scales as 8 bits."""
+        codes, low = (self.k[i].astype(np.float64) for i in (0, 2))
+        scaled = torch.from_numpy(self.shares[:, None] * self.k[1].transpose(0, 2, 1)[:, :, None, None])
+        rounded = integer.Rounded.symmetric(scaled.unflatten(-1, (-1, self.tokens)), integer.LEVELS)
+        p = (rounded.whole.double() * rounded.step).flatten(-2).numpy()  # [H, g, G, Q, N]
+        member = self.member[:, :, None, None]
+        values, lows = codes[:, None, None], (self.shares @ low[:, None])  # [H, 1, 1, N, R], [H, G, Q, g]
+        found = ((p @ values) * member).sum(1) + lows @ self.member[:, None]
+        sizes = ((p @ values) * member).sum(1) + (self.shares @ np.abs(low)[:, None]) @ self.member[:, None]
+        return found, sizes
+
 
 products = st.builds(
     Products,
@@ -131,6 +142,8 @@ def test_integer_products_are_the_dequantized_products_of_the_same_codes(x: Prod
     tensor = torch.from_numpy
     same(integer.scores(tensor(x.q), x.coded(x.k, x.stored), tensor(x.member)).numpy(), x.scores)
     same(integer.outputs(tensor(x.shares), x.coded(x.v, x.stored)).numpy(), x.outputs)
+    by_rank = integer.outputs_by_rank(tensor(x.shares), x.coded(x.k, False), tensor(x.member), x.tokens)
+    same(by_rank.numpy(), x.by_rank)
 
 
 @settings(max_examples=40, deadline=None)
@@ -162,6 +175,14 @@ def test_both_forms_are_the_exact_product_up_to_half_a_step_of_q_and_of_p(x: Pro
     for stored in (False, True):
         form = integer.outputs(shares, x.coded(x.v, stored)).numpy()
         assert (empty | (np.abs(form - exact) <= allowed)).all()
+    exact = (shares.double() @ keys.unsqueeze(1)).numpy()
+    scaled = (
+        (shares.unsqueeze(1) * torch.from_numpy(x.k[1]).mT[:, :, None, None]).unflatten(-1, (-1, x.tokens)).amax(-1)
+    )
+    sizes = torch.from_numpy(x.k[0]).double().unflatten(1, (-1, x.tokens)).sum(2)  # [H, N/n, R]
+    allowed = torch.einsum("hcgqp,hpr,hcr->hgqr", scaled.double(), sizes, member.double()).numpy() / 510 * 1.001 + 1e-4
+    form = integer.outputs_by_rank(shares, x.coded(x.k, False), member, x.tokens).numpy()
+    assert (np.abs(form - exact) <= allowed).all()
 
 
 @settings(max_examples=15, deadline=None)
@@ -172,18 +193,21 @@ def test_integer_products_of_the_graph_are_too(x: Products) -> None:
     k, v = (onnx_integer.Coded(*(f"{side}_{part}" for part in names)) for side in "kv")
     b.output("scores", onnx_integer.scores(b, "q", k, "member"))
     b.output("outputs", onnx_integer.outputs(b, "shares", v, x.tokens))
+    by_rank = onnx_integer.Coded(k.codes, k.scale, k.minimum)
+    b.output("by_rank", onnx_integer.outputs_by_rank(b, "shares", by_rank, "member", x.tokens))
     feeds = {"q": x.q[:, :, None], "shares": x.shares[:, :, None], "member": x.member}
     for side, values in (("k", x.k), ("v", x.v)):
         feeds |= {f"{side}_{part}": y[:, None, None] for part, y in zip(names, values, strict=False)}
     inputs = [
         helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(y.dtype), y.shape) for n, y in feeds.items()
     ]
-    outputs = [helper.make_tensor_value_info(n, FLOAT, None) for n in ("scores", "outputs")]
+    outputs = [helper.make_tensor_value_info(n, FLOAT, None) for n in ("scores", "outputs", "by_rank")]
     graph = helper.make_graph(b.nodes, "products", inputs, outputs)
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], ir_version=10)
-    scores, means = map(np.asarray, session(model.SerializeToString()).run(None, feeds))
+    scores, means, by_rank = map(np.asarray, session(model.SerializeToString()).run(None, feeds))
     same(scores[:, :, 0], x.scores)
     same(means[:, :, 0], x.outputs)
+    same(by_rank[:, :, 0], x.by_rank)
 
 
 @settings(max_examples=40, deadline=None)
@@ -261,8 +285,11 @@ def plan_in(tier: Tier) -> Case:
 
 
 def test_no_float_tensor_of_codes_is_in_the_graph() -> None:
-    for bits, stored in itertools.product((2, 4, 8), (False, True)):
-        model, feeds = one_node(plan_in(Tier(bits, bits, "rank", "token", 32, 16, "int", sums=stored)))
+    """Whether the plan stores sums of codes or not, and where V's groups run along the rank: tokens may then go."""
+    for bits, axis, stored in (
+        (b, *x) for b in (2, 4, 8) for x in (("token", False), ("token", True), ("rank", False))
+    ):
+        model, feeds = one_node(plan_in(Tier(bits, bits, "rank", axis, 32, 16, "int", sums=stored)))
         (function,) = (f for f in model.functions if f.name == NAME)
         assert readers_of_codes(function) == {"MatMulInteger"}
         assert [node.op_type for node in function.node].count("MatMulInteger") == 2

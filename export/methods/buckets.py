@@ -47,8 +47,8 @@ def _layers(stages: Sequence[Stage], layers: int) -> list[range]:
 
 
 def cold_tier(chosen: Part) -> Tier | None:
-    """The format of full pages. Tokens that may be dropped share no group of V: those then run along the rank, and
-    products with V are not taken on codes. Raises KvlatheError where sums of codes are asked for beside that.
+    """The format of full pages. Tokens that may be dropped share no group of V: those then run along the rank.
+    Raises KvlatheError where sums of codes are asked for beside that.
     """
     tier = chosen.cold
     if tier is None or not any(rule.kind == "budget" for rule in chosen.tokens) or tier.bits_v >= 16:
