@@ -139,13 +139,32 @@ class CacheLayout:
         return np.array(rows, np.int32).reshape(-1, len(TABLE_COLUMNS))
 
     def bytes_per_token(self) -> float:
-        """Bytes one token costs once its page is full and, where the plan seals, sealed. All padding counted.
+        """Bytes one token costs once its page is full and, where the plan seals, sealed. All padding counted."""
+        return self.bytes_for(self.long, sealed=True) / self.long
 
-        Of a very long sequence or, where there is a budget, of the longest one.
-        """
-        budget = any(bucket.tokens.kind == "budget" for bucket in self.plan.buckets)
-        tokens = self.plan.model.max_positions if budget else 1 << 20
-        return self.bytes_for(tokens, sealed=True) / tokens
+    @property
+    def long(self) -> int:
+        """Tokens of the sequence that ``bytes_per_token`` is of: very many or, where there is a budget, the most."""
+        return self.plan.model.max_positions if self.bounded else 1 << 20
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a token costs less, the longer its sequence is."""
+        return any(bucket.tokens.kind == "budget" for bucket in self.plan.buckets)
+
+    def described(self) -> list[tuple[int, str, str, int, int, str]]:
+        """For people, of each bucket: its number, number format, layers, lanes, bytes of a page, which tokens."""
+        rows = []
+        for i, bucket in enumerate(self.plan.buckets):
+            tier, rule = self.plan.tiers[bucket.tier], bucket.tokens
+            bits = f"{tier.bits_k} bit" if tier.bits_k == tier.bits_v else f"K {tier.bits_k} bit, V {tier.bits_v} bit"
+            layers = sorted({self.plan.lanes[lane].layer for lane in bucket.lanes})
+            where = f"{layers[0]} to {layers[-1]}" if layers[1:] else str(layers[0])
+            tokens = {"all": "all", "share": f"{rule.share:.0%} by saliency", "budget": f"{rule.budget:,}"}[rule.kind]
+            if self.plan.cold(i):
+                tokens = "until they are sealed"
+            rows.append((i, bits, where, len(bucket.lanes), self.page_stride[i], tokens))
+        return rows
 
     def bytes_for(self, tokens: int, sealed: bool = False) -> int:
         """Bytes of all pages that hold a sequence of ``tokens`` tokens (a decode in progress: hot tail included).

@@ -66,7 +66,8 @@ def render(data: ReportData) -> str:
         charts=_charts(data),
         curve=_curve_facts(data),
         stability=_stability_rows(data.evidence),
-        page=_page_rows(data.plan),
+        page=CacheLayout(data.plan).described(),
+        layout=CacheLayout(data.plan),
         facts=_facts(data),
     )
 
@@ -119,14 +120,23 @@ def _charts(data: ReportData) -> dict[str, charts.Markup]:
 
 def _byte_rows(data: ReportData) -> list[tuple[str, float, float]]:
     """(label, bytes of K, bytes of V) of one token: uncompressed in 16 bit, in the engine's format, and this engine."""
-    k, v = (sum(getattr(lane, name) for lane in data.plan.lanes) for name in ("rank_k", "rank_v"))
-    share = k / (k + v)
+    share = _share_of_keys(data.plan)
     bits = {data.plan.tiers[bucket.tier].bits_k for bucket in data.plan.buckets if bucket.source is None}
     same = f"uncompressed, {max(bits)} bit"
     rows = [("uncompressed, 16 bit", data.bytes_16bit / 2, data.bytes_16bit / 2)]
     if same != rows[0][0]:
         rows.append((same, data.bytes_baseline / 2, data.bytes_baseline / 2))
     return [*rows, ("this engine", data.bytes_per_token * share, data.bytes_per_token * (1 - share))]
+
+
+def _share_of_keys(plan: CompressionPlan) -> float:
+    """Of the bytes of K and V, metadata included, in a long sequence."""
+    layout, k, v = CacheLayout(plan), 0, 0
+    for b in (b for b in range(len(plan.buckets)) if not plan.cold(b)):
+        keys = sum((slab := layout.slab(b, lane)).v - slab.k for lane in plan.buckets[b].lanes)
+        held = layout.held(b, layout.long)
+        k, v = k + held * keys, v + held * (layout.scores_at(b) - keys)
+    return k / (k + v)
 
 
 def _stability_rows(evidence: Evidence | None) -> list[tuple[str, float, float, float, float, float]]:
@@ -148,15 +158,3 @@ def _stability_rows(evidence: Evidence | None) -> list[tuple[str, float, float, 
         )
         for name, e, d, a, m in pairs
     ]
-
-
-def _page_rows(plan: CompressionPlan) -> list[tuple[int, str, int, int, str]]:
-    """(bucket, number format, lanes, bytes of a page, which tokens) of each bucket."""
-    layout = CacheLayout(plan)
-    rows = []
-    for i, bucket in enumerate(plan.buckets):
-        tier = plan.tiers[bucket.tier]
-        rule = {"all": "all", "share": f"{bucket.tokens.share:.0%} by saliency", "budget": f"{bucket.tokens.budget:,}"}
-        bits = f"{tier.bits_k} bit" if tier.bits_k == tier.bits_v else f"K {tier.bits_k} bit, V {tier.bits_v} bit"
-        rows.append((i, bits, len(bucket.lanes), layout.page_stride[i], rule[bucket.tokens.kind]))
-    return rows

@@ -26,6 +26,10 @@ def show_engine(result: Result) -> None:
     rows += [(name, value) for name, value in result["limits"].items()]
     console.print_pairs(result["engine"], rows)
     console.print_table(f"kept ranks, K/V, of {result['head_dim']}", *rank_table(result["lanes"]))
+    columns = ("bucket", "format", "layers", "heads", "bytes a page", "tokens")
+    console.print_table("what is kept of the tokens", columns, [tuple(bucket.values()) for bucket in result["buckets"]])
+    for stage in result["stages"][1:]:
+        console.print_pairs("", [(f"tokens of a prompt from layer {stage['first_layer']} on", stage["tokens"])])
 
 
 def rank_table(lanes: list[dict[str, Any]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
@@ -47,6 +51,8 @@ def inspect_command(engine: Path) -> Result:
 
     manifest = manifests.verify(engine)
     plan = CompressionPlan.from_json((engine / manifests.PLAN_FILE).read_text("utf-8"))
+    layout = CacheLayout(plan)
+    fields = ("bucket", "format", "layers", "heads", "page_bytes", "tokens")
     return {
         "engine": str(engine),
         **{name: getattr(manifest, name) for name in ("model", "compression", "backend", "compute_dtype")},
@@ -61,9 +67,11 @@ def inspect_command(engine: Path) -> Result:
         "bytes_on_disk": manifest.size,
         "limits": dataclasses.asdict(manifest.limits),
         "page_tokens": manifest.page_tokens,
-        "page_bytes": CacheLayout(plan).page_stride,
+        "page_bytes": layout.page_stride,
         "head_dim": plan.model.head_dim,
         "lanes": [dataclasses.asdict(lane) for lane in plan.lanes],
+        "buckets": [dict(zip(fields, row, strict=True)) for row in layout.described()],
+        "stages": [dataclasses.asdict(stage) for stage in plan.stages],
         "tiers": [dataclasses.asdict(tier) for tier in plan.tiers],
         "versions": dict(manifest.versions),
         "plan_digest": manifest.plan_digest,

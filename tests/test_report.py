@@ -12,8 +12,8 @@ import pytest
 
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.methods import Evidence
-from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
-from kvlathe.export.report import ReportData, render, write_report
+from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Probe, Stage, Tier, TokenRule
+from kvlathe.export.report import ReportData, _byte_rows, render, write_report
 from kvlathe.export.report_heading import heading, renewed
 
 SHAPE = ModelShape(
@@ -125,6 +125,22 @@ def test_the_headline_is_the_ratio_of_the_bytes() -> None:
     html = render(data)
     assert f"{100 * (1 - data.bytes_per_token / data.bytes_baseline):.1f} %" in html
     assert f"{data.bytes_per_token:,.0f}" in html and "1.012" in html
+
+
+def test_formats_budgets_and_stages_are_said() -> None:
+    lanes = tuple(Lane(layer, 0, 64, 64, 64) for layer in range(4))
+    tiers = (Tier(16, 16), Tier(8, 2, "rank", "rank"))
+    rule = TokenRule("budget", budget=512)
+    buckets = (Bucket(0, (0, 1)), Bucket(1, (0, 1), 0, rule), Bucket(0, (2, 3)), Bucket(1, (2, 3), 2, rule))
+    shape = dataclasses.replace(SHAPE, kv_heads=1, max_positions=2048)
+    stages = (Stage(0), Stage(2, 1024))
+    plan = CompressionPlan(shape, lanes, tiers, buckets, probe=Probe(last=8, accumulated=False), stages=stages)
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", render(make_data(plan))))
+    assert "1 K 8 bit, V 2 bit 0 to 1 2" in text and "2 16 bit 2 to 3 2" in text and "until they are sealed" in text
+    assert "a sequence of 2,048, the longest" in text
+    assert "From layer 2 on a prompt computes at most 1,024 of its tokens" in text
+    (_, k, v), *_ = reversed(_byte_rows(make_data(plan)))
+    assert k / v == pytest.approx((64 * 64 + 4 * 64) / (64 * 16 + 4 * 64))  # 64 tokens: codes, one pair of halves each
 
 
 def test_every_rank_is_on_the_heat_map() -> None:
