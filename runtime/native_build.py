@@ -44,9 +44,9 @@ def build(folder: Path = HOME, cuda: bool = False, architectures: str = "") -> P
     if found := obstacle():
         raise KvlatheError("the native kernels cannot be built", found, "install it; without them ONNX functions run")
     folder.mkdir(parents=True, exist_ok=True)
-    chosen = os.environ.get("KVLATHE_CUDA_ARCHITECTURES")
+    chosen = architectures or os.environ.get("KVLATHE_CUDA_ARCHITECTURES")
     options = [f"-DKVLATHE_CUDA={'ON' if cuda else 'OFF'}"]
-    options += [f"-DKVLATHE_CUDA_ARCHITECTURES={chosen}"] if chosen else []
+    options += [f"-DKVLATHE_CUDA_ARCHITECTURES={chosen}" if chosen else "-UKVLATHE_CUDA_ARCHITECTURES"]
     ninja = ["-G", "Ninja"] if shutil.which("ninja") and not (folder / "CMakeCache.txt").exists() else []
     for command in (
         ["cmake", "-S", str(SOURCES), "-B", str(folder), *options, *ninja],

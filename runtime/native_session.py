@@ -27,6 +27,9 @@ from kvlathe.runtime.session import StepPlan
 class NativeSession(OrtSession):
     """An OrtSession of a float32 engine, faster. ``library`` must be loaded from a file (Native.load)."""
 
+    element_bits = 32
+    """Of the engine's numbers."""
+
     def __init__(
         self,
         folder: Path,
@@ -45,6 +48,7 @@ class NativeSession(OrtSession):
 
     def options(self, threads: int | None) -> ort.SessionOptions:
         options = super().options(threads)
+        options.add_session_config_entry("kvlathe.element_bits", str(self.element_bits))
         options.add_session_config_entry("kvlathe.hot_bits", str(hot_bits(self.plan)))
         options.register_custom_ops_library(str(self.library.path))
         return options
@@ -69,9 +73,18 @@ class NativeSession(OrtSession):
         self._writer.move(fields, source, pages, target, targets, places)
 
 
+class HalfSession(NativeSession):
+    """Of a float16 engine: Attend computes in float32 and rounds its outputs."""
+
+    element_bits = 16
+
+
+SESSIONS = {"float32": NativeSession, "float16": HalfSession}
+
+
 def session_class(manifest: Manifest) -> type[OrtSession]:
     """What runs an engine of the onnxruntime backend in this process."""
-    return OrtSession if _obstacle(manifest) else NativeSession
+    return OrtSession if _obstacle(manifest) else SESSIONS[manifest.compute_dtype]
 
 
 def attention(manifest: Manifest) -> str:
@@ -83,6 +96,6 @@ def attention(manifest: Manifest) -> str:
 
 
 def _obstacle(manifest: Manifest) -> str:
-    if manifest.compute_dtype != "float32":
-        return f"they compute in float32 and the engine in {manifest.compute_dtype}"
+    if manifest.compute_dtype not in SESSIONS:
+        return f"they compute engines in {' or '.join(SESSIONS)} and this one is in {manifest.compute_dtype}"
     return native.find().reason

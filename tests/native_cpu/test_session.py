@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvlathe.engines.manifest import FileRecord, KvBytes, Manifest
+from kvlathe.export.basis import Basis, LaneBasis
+from kvlathe.export.checkpoint import Checkpoint
+from kvlathe.export.fold import fold
 from kvlathe.export.layout import CacheLayout
+from kvlathe.export.plan import CompressionPlan, Tier
+from kvlathe.export.to_onnx import export_onnx
 from kvlathe.runtime import native as natives
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import Native
-from kvlathe.runtime.native_session import NativeSession, session_class
+from kvlathe.runtime.native_session import HalfSession, NativeSession, session_class
 from kvlathe.runtime.ort_session import OrtSession
 from kvlathe.runtime.sampler import SamplingParams
 from kvlathe.runtime.sessions import attention
 from kvlathe.runtime.tokenizer import Tokenizer
-from tests.runtime_cases import LIMITS, MODEL, decoder, engine_folder, forced, llm, text
+from tests.runtime_cases import LIMITS, MODEL, decoder, engine_folder, forced, llm, model_shape, plans, text
 
 
 def native_llm(native: Native, kind: str) -> LLM:
@@ -47,6 +53,26 @@ def test_greedy_answers_are_those_of_the_function(native: Native) -> None:
         assert [answer.token_ids for answer in ours] == [answer.token_ids for answer in theirs]
 
 
+def turned() -> tuple[CompressionPlan, Basis]:
+    """Q and K projected, at full rank, by a random orthogonal matrix; 16-bit hot pages, sealed into 8 bit."""
+    plan, d = plans(model_shape())["sealed"], model_shape().head_dim
+    turn = np.linalg.qr(np.random.default_rng(0).normal(size=(d, d)))[0]
+    lanes = tuple(dataclasses.replace(lane, projected=True) for lane in plan.lanes)
+    basis = Basis({(lane.layer, lane.head): LaneBasis(a=turn, b=turn, centre_k=turn[0]) for lane in lanes})
+    return dataclasses.replace(plan, lanes=lanes, tiers=(Tier(16, 16), *plan.tiers[1:])), basis
+
+
+def test_an_engine_in_half_precision_is_that_of_the_function(native: Native, tmp_path: Path) -> None:
+    """Within what rounding to half moves the logits by, which are up to 24."""
+    (plan, basis), checkpoint = turned(), Checkpoint(MODEL)
+    export_onnx(checkpoint.spec, plan, fold(checkpoint, plan, basis), tmp_path, "float16")
+    size, found = CacheLayout(plan).bytes_for(8192), []
+    for session in (HalfSession(tmp_path, plan, LIMITS, size, 1, native), OrtSession(tmp_path, plan, LIMITS, size, 1)):
+        engine = LLM(session, plan, LIMITS, Tokenizer(MODEL), size)
+        found.append(np.concatenate(forced(engine, [text(90), text(130, 50)], [(64, 128), (1, 1), (25, 1)])))
+    assert np.abs(found[0] - found[1]).max() < 0.06
+
+
 def manifest(dtype: str) -> Manifest:
     sizes, made_from = KvBytes(1.0, 1.0, 1.0), {"x": FileRecord(1, "")}
     return Manifest(
@@ -69,10 +95,11 @@ def manifest(dtype: str) -> Manifest:
 
 
 def test_which_path_runs_is_said_loudly(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
-    single, half = manifest("float32"), manifest("float16")
+    single, half, other = manifest("float32"), manifest("float16"), manifest("bfloat16")
     monkeypatch.setattr(natives, "find", lambda: natives.Found(native))
     assert session_class(single) is NativeSession and attention(single).startswith(f"native kernels, {native.isa}")
-    assert session_class(half) is OrtSession and "NOT the native kernels" in attention(half)
+    assert session_class(half) is HalfSession and attention(half).startswith(f"native kernels, {native.isa}")
+    assert session_class(other) is OrtSession and "NOT the native kernels" in attention(other)
     monkeypatch.setattr(natives, "find", lambda: natives.Found(None, "it is not there"))
     assert session_class(single) is OrtSession and "it is not there" in attention(single)
     assert "not run here" in attention(dataclasses.replace(single, backend="tensorrt_rtx"))

@@ -3,12 +3,16 @@
 // ONNX Runtime takes a registered operator before the function of the same name that the model carries, so one model.onnx
 // runs with this library and without it. Inputs are those of docs/attend.md; the last one, `layout`, tells which there are.
 // This operator writes the step's k' and v' to the pool, which the function leaves to the session.
+#include <array>
 #include <cstdlib>
 #include <string>
 #include <vector>
 
 #include "kvlathe/cpu.h"
 #include "../cpu/layer.h"
+#include "../cpu/numbers.h"
+#include "../cpu/select.h"
+#include "../cpu/work.h"
 #include "ort_abi.h"
 
 namespace kvlathe {
@@ -80,24 +84,43 @@ struct Inputs {
   }
 };
 
+// The kernels compute in float: an engine in half precision is widened on the way in and rounded on the way out.
+void widen(const Tensor& from, float* to) {
+  const auto* halves = from.as<uint16_t>();
+  const int64_t count = from.size() / 2, whole = count / 16 * 16;
+  Rows rows{};
+  rows.data = from.as<uint8_t>(), rows.bits = 16, rows.rows = 1, rows.inner = int32_t(whole);
+  int64_t ld;
+  if (whole) kernels_for(KVLATHE_ISA_AUTO).unpack(rows, to, &ld);
+  for (int64_t i = whole; i < count; ++i) to[i] = float_of_half(halves[i]);
+}
+
 class Kernel {
  public:
   explicit Kernel(const OrtKernelInfo* info) : layer_(table(info)) {
+    const TableHeader& t = layer_.head;
     size_t outputs;
     check(ort::KernelInfoGetAttribute_float::call(api, info, "scale", &scale_));
     check(ort::KernelInfo_GetOutputCount::call(api, info, &outputs));
     observes_ = outputs > 2;
+    const size_t pools = size_t((t.pools & 1) + (t.pools >> 1 & 1) + (t.pools >> 2 & 1));
+    const size_t first = (t.rope ? 8 : 6) + size_t(t.buckets) + pools;  // of proj_q, proj_k, centre_k, in the order that compute() takes
+    for (size_t i = 0; t.projected && i < projections_.size(); ++i) {
+      const Tensor projection = constant(info, first + i, "of the projections");
+      if (projection.bytes == 2) projections_[i].resize(size_t(projection.size() / 2)), widen(projection, projections_[i].data());
+    }
   }
 
   void compute(OrtKernelContext* context) const {
+    thread_local Buffer wide_inputs[5], wide_output;
     const TableHeader& t = layer_.head;
     Inputs in{context};
     const Tensor q = in.take(), k = in.take(), v = in.take();
     kvlathe_attend_args a{};
     a.abi_version = KVLATHE_ABI_VERSION;
     a.scale = scale_;
-    a.q = q.as<float>(), a.k = k.as<float>(), a.v = v.as<float>();
-    if (t.rope) a.cos = in.take().as<float>(), a.sin = in.take().as<float>();
+    a.q = floats(q, wide_inputs[0]), a.k = floats(k, wide_inputs[1]), a.v = floats(v, wide_inputs[2]);
+    if (t.rope) a.cos = floats(in.take(), wide_inputs[3]), a.sin = floats(in.take(), wide_inputs[4]);
     a.query_starts = in.take().as<int32_t>();
     const Tensor offsets = in.take();  // only their number matters, and to the mass alone
     const Tensor lengths = in.take();
@@ -115,11 +138,13 @@ class Kernel {
       const Tensor pool = in.take();
       a.pool = pool.data, a.pool_bytes = pool.size();
     }
-    if (t.projected) a.proj_q = in.take().as<float>(), a.proj_k = in.take().as<float>(), a.centre_k = in.take().as<float>();
+    if (t.projected) a.proj_q = projection(in.take(), 0), a.proj_k = projection(in.take(), 1), a.centre_k = projection(in.take(), 2);
     if (observes_) a.probe_weights = in.take().as<float>();
     check_shapes(q, k, v, lengths);
     a.tokens = int32_t(q.shape[0]), a.batch = int32_t(lengths.shape[0]);
-    a.o = static_cast<float*>(output(context, 0, {a.tokens, layer_.o_width}));
+    void* o = output(context, 0, {a.tokens, layer_.o_width});
+    const int64_t o_size = a.tokens * layer_.o_width;
+    a.o = q.bytes == 2 ? wide_output.floats(size_t(o_size)) : static_cast<float*>(o);
     a.rows = output(context, 1, {a.tokens, layer_.rows_width});
     if (observes_) {
       for (int32_t width : widths) a.mass_places += int64_t{width} * t.page_tokens;
@@ -129,23 +154,37 @@ class Kernel {
     a.parallel = {run_on_ort, context};
     kvlathe_status status;
     if (kvlathe_cpu_attend(&layer_, &a, &status)) throw Refusal(kvlathe_code(status.code), status.message);
+    if (q.bytes == 2) kernels_for(KVLATHE_ISA_AUTO).store(a.o, nullptr, int(o_size), 16, o);
   }
 
  private:
+  static Tensor constant(const OrtKernelInfo* info, size_t index, const std::string& name) {
+    int found = 0;
+    const OrtValue* value = nullptr;
+    check(ort::KernelInfoGetConstantInput_tensor::call(api, info, index, &found, &value));
+    if (!found) throw Refusal(KVLATHE_BAD_ARGUMENT, "input " + std::to_string(index) + ", " + name + ", is not a constant");
+    return Tensor(value);
+  }
+
   static std::vector<int32_t> table(const OrtKernelInfo* info) {
     size_t count;
-    int constant = 0;
-    const OrtValue* value = nullptr;
     check(ort::KernelInfo_GetInputCount::call(api, info, &count));
-    check(ort::KernelInfoGetConstantInput_tensor::call(api, info, count - 1, &constant, &value));
-    if (!constant) throw Refusal(KVLATHE_BAD_ARGUMENT, "the last input, layout, is not a constant");
-    const Tensor tensor(value);
+    const Tensor tensor = constant(info, count - 1, "layout");
     return {tensor.as<int32_t>(), tensor.as<int32_t>() + tensor.size() / 4};
   }
 
+  static const float* floats(const Tensor& x, Buffer& buffer) {
+    if (x.bytes != 2) return x.as<float>();
+    float* wide = buffer.floats(size_t(x.size() / 2));
+    widen(x, wide);
+    return wide;
+  }
+
+  const float* projection(const Tensor& x, size_t which) const { return x.bytes == 2 ? projections_[which].data() : x.as<float>(); }
+
   void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lengths) const {
     const bool ok = q.shape.size() == 2 && q.shape[1] == layer_.q_width && k.shape[1] == layer_.k_width && v.shape[1] == layer_.v_width &&
-                    lengths.shape.size() == 2 && lengths.shape[1] == layer_.head.buckets && q.bytes == 4;
+                    lengths.shape.size() == 2 && lengths.shape[1] == layer_.head.buckets && k.bytes == q.bytes && v.bytes == q.bytes;
     if (!ok) throw Refusal(KVLATHE_BAD_ARGUMENT, "an input's shape or type contradicts the layout");
   }
 
@@ -166,10 +205,11 @@ class Kernel {
 
   kvlathe_layer layer_;
   bool observes_ = false;  // the plan has a probe
+  std::array<std::vector<float>, 3> projections_;  // of an engine in half precision: proj_q, proj_k, centre_k in float
   float scale_ = 1;
 };
 
-template <int kRows>
+template <int kElement, int kRows>
 OrtCustomOp attend_op() {
   OrtCustomOp op{};
   op.version = ort::kVersion;
@@ -182,7 +222,7 @@ OrtCustomOp attend_op() {
   op.GetVariadicInputMinArity = [](const OrtCustomOp*) { return 1; };
   op.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 0; };
   op.GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 3; };
-  op.GetOutputType = [](const OrtCustomOp*, size_t i) { return i == 1 ? kRows : int(ort::kFloat); };
+  op.GetOutputType = [](const OrtCustomOp*, size_t i) { return i == 0 ? kElement : i == 1 ? kRows : int(ort::kFloat); };
   op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t i) { return int(i == 2 ? ort::kOptional : ort::kRequired); };
   op.GetStartVersion = [](const OrtCustomOp*) { return 1; };
   op.GetEndVersion = [](const OrtCustomOp*) { return 1; };
@@ -196,13 +236,13 @@ OrtCustomOp attend_op() {
   return op;
 }
 
-// The session option kvlathe.hot_bits: the format of the output `rows`.
-bool half_rows(const OrtSessionOptions* options) {
+// Whether a session option names 16 bits: kvlathe.element_bits those of o, kvlathe.hot_bits those of the output `rows`.
+bool half(const OrtSessionOptions* options, const char* name) {
   int has = 0;
   char value[8] = "";
   size_t size = sizeof value;
-  check(ort::HasSessionConfigEntry::call(api, options, "kvlathe.hot_bits", &has));
-  if (has) check(ort::GetSessionConfigEntry::call(api, options, "kvlathe.hot_bits", value, &size));
+  check(ort::HasSessionConfigEntry::call(api, options, name, &has));
+  if (has) check(ort::GetSessionConfigEntry::call(api, options, name, value, &size));
   return std::atoi(value) == 16;
 }
 
@@ -212,14 +252,14 @@ bool half_rows(const OrtSessionOptions* options) {
 // What SessionOptions.register_custom_ops_library calls.
 extern "C" KVLATHE_API OrtStatus* RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   using namespace kvlathe;
-  static const OrtCustomOp single = attend_op<ort::kFloat>();
-  static const OrtCustomOp half = attend_op<ort::kHalf>();
+  static const OrtCustomOp ops[2][2] = {{attend_op<ort::kFloat, ort::kFloat>(), attend_op<ort::kFloat, ort::kHalf>()},
+                                        {attend_op<ort::kHalf, ort::kFloat>(), attend_op<ort::kHalf, ort::kHalf>()}};
   api = base->GetApi(ort::kVersion);
   if (!api) return nullptr;  // older than 1.17: the function runs instead
   return reported([&] {
     OrtCustomOpDomain* domain;  // lives as long as the process, like the library
     check(ort::CreateCustomOpDomain::call(api, "kvlathe", &domain));
-    check(ort::CustomOpDomain_Add::call(api, domain, half_rows(options) ? &half : &single));
+    check(ort::CustomOpDomain_Add::call(api, domain, &ops[half(options, "kvlathe.element_bits")][half(options, "kvlathe.hot_bits")]));
     check(ort::AddCustomOpDomain::call(api, options, domain));
   });
 }
