@@ -68,7 +68,11 @@ class Size(click.ParamType):
     show_default=True,
     help="Prompt tokens beside running answers in one step: fewer keep answers smoother, more start prompts sooner.",
 )
-@click.option("--share-prefixes/--no-share-prefixes", default=True, show_default=True, help="Reuse common beginnings.")
+@click.option(
+    "--share-prefixes/--no-share-prefixes",
+    default=None,
+    help="Reuse common beginnings.  [default: where the engine's plan allows it]",
+)
 @click.option("--drain-seconds", type=click.FloatRange(0), default=30.0, show_default=True, help="After SIGTERM.")
 @THREADS
 @click.option(
@@ -85,7 +89,7 @@ def serve_command(
     max_new_tokens: int | None,
     cache_size: int | None,
     step_tokens: int,
-    share_prefixes: bool,
+    share_prefixes: bool | None,
     drain_seconds: float,
     threads: int | None,
     log_level: str,

@@ -30,7 +30,11 @@ from kvlathe.cli_serve import Size
 )
 @click.option("--threads", type=click.IntRange(1), help="Threads of the CPU. [default: one for each physical core]")
 @click.option("--max-waiting", type=click.IntRange(0), help="Requests that may wait; further ones are refused.")
-@click.option("--share-prefixes/--no-share-prefixes", default=True, help="Keep pages for requests that begin alike.")
+@click.option(
+    "--share-prefixes/--no-share-prefixes",
+    default=None,
+    help="Keep pages for requests that begin alike.  [default: where the engine's plan allows it]",
+)
 @reports(show_pairs)
 def triton_repo_command(
     engine: Path,

@@ -82,13 +82,14 @@ class LLM:
         limits: Limits,
         tokenizer: Tokenizer,
         cache_bytes: int,
-        share_prefixes: bool = False,
+        share_prefixes: bool | None = False,
     ) -> None:
         self.plan, self.limits, self.tokenizer = plan, limits, tokenizer
         self.layout = CacheLayout(plan)
         self.pool = PagePool(self.layout, cache_bytes)
         self.session = session
-        prefixes = PrefixCache(self.pool) if share_prefixes else None
+        share = plan.sharable if share_prefixes is None else share_prefixes
+        prefixes = PrefixCache(self.pool) if share else None
         self.engine = Engine(session, self.pool, Scheduler(self.pool, session, limits, prefixes), tokenizer.eos_ids)
         self.manifest: Manifest | None = None
 
@@ -99,13 +100,14 @@ class LLM:
         cache_bytes: int | None = None,
         threads: int | None = None,
         verify: bool = True,
-        share_prefixes: bool = False,
+        share_prefixes: bool | None = False,
     ) -> LLM:
         """Load an engine folder, checking that its files are those that were built (or just their sizes).
 
         ``cache_bytes`` of KV cache: by default room for max_batch_size sequences of max_seq_len tokens, at most half of
         the machine's memory; memory is only taken as it is used. ``threads``: default one for each physical core.
-        ``share_prefixes``: finished requests leave their pages to later ones that begin alike, until room is needed.
+        ``share_prefixes``: finished requests leave their pages to later ones that begin alike, until room is needed;
+        None: where the plan allows it.
         Raises KvlatheError where the folder is incomplete, changed, or of a backend that cannot run here.
         """
         folder = Path(engine_dir)

@@ -152,7 +152,7 @@ def settings(config: Mapping[str, Any]) -> dict[str, str]:
 def load(engine: Path, given: Mapping[str, str]) -> AsyncEngine:
     """The engine as config.pbtxt asks for it; what it leaves out is as in ``kvlathe serve``."""
     numbers = {key: int(given[key]) for key in ("cache_bytes", "threads", "max_waiting") if key in given}
-    share = given.get("share_prefixes", "True") == "True"
+    share = given["share_prefixes"] == "True" if "share_prefixes" in given else None
     llm = LLM.load(engine, numbers.get("cache_bytes"), numbers.get("threads"), share_prefixes=share)
     return AsyncEngine(llm, numbers.get("max_waiting", MAX_WAITING))
 

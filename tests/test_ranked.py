@@ -448,6 +448,13 @@ def test_sharing_and_forking_ranked_tokens_is_refused() -> None:
         pool.fork(pool.open())
 
 
+def test_servers_share_where_the_plan_allows_it() -> None:
+    for kind, shares in (("divided", False), ("one", True)):
+        made = llm("torch", kind)
+        served = LLM(made.session, made.plan, LIMITS, made.tokenizer, made.pool.arena_bytes, share_prefixes=None)
+        assert (served.engine.scheduler.prefixes is not None) == shares
+
+
 def test_a_prompt_outside_the_text_is_refused() -> None:
     engine = llm("torch", "divided")
     for prompt in (0, 11):

@@ -35,7 +35,7 @@ class Settings:
     max_new_tokens: int | None
     cache_bytes: int | None
     prompt_tokens: int
-    share_prefixes: bool
+    share_prefixes: bool | None  # None: where the plan allows it
     threads: int | None
     drain_seconds: float
 
