@@ -27,6 +27,7 @@ from kvlathe.console import print_table
 from kvlathe.engines.build import build, calibrate_to
 from kvlathe.engines.planning import bytes_per_token
 from kvlathe.engines.request import BuildRequest
+from kvlathe.errors import KvlatheError
 from kvlathe.runtime.evaluate import evaluate
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.sampler import SamplingParams
@@ -70,6 +71,7 @@ COLUMNS = (
     "retrieval",
     "perplexity ratio",
     "agreement",
+    "note",
 )
 
 
@@ -125,9 +127,12 @@ class Bench:
         return [token for document in documents for token in document][:tokens]
 
     def row(self, request: str, prompt: list[int], rounds: int, exam: dict[str, Any] | None) -> dict[str, Any]:
-        """``rounds`` 0: no times; ``exam`` None: no accuracy."""
+        """``rounds`` 0: no times; ``exam`` None: no accuracy. A request that this model refuses is its reason."""
         request = request.format(layers=self.whole.plan.model.layers)
-        llm = self.engine(request, stats=self.stats)
+        try:
+            llm = self.engine(request, stats=self.stats)
+        except KvlatheError as error:
+            return {"method": request, "note": str(error)}
         if rounds and type(llm.session) is not type(self.whole.session):
             raise click.ClickException(f"{request} and the uncompressed engine run different kernels here")
         stages = "/".join(str(stage.tokens or "all") for stage in llm.plan.stages) or "one"
