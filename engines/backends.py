@@ -15,14 +15,15 @@ from kvlathe.export.plan import CompressionPlan
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """``dtypes``: what it computes in, the default first."""
+    """``dtypes``: what it computes in, the default first. ``ranks``: whether it says what attends a token."""
 
     module: str
     dtypes: tuple[str, ...]
+    ranks: bool = False
 
 
 BACKENDS: Mapping[str, BackendInfo] = {
-    "onnxruntime": BackendInfo("kvlathe.engines.onnxruntime", ("float32", "float16")),
+    "onnxruntime": BackendInfo("kvlathe.engines.onnxruntime", ("float32", "float16"), ranks=True),
     "tensorrt_rtx": BackendInfo("kvlathe.engines.tensorrt", ("float16",)),
     "tensorrt": BackendInfo("kvlathe.engines.tensorrt", ("float16",)),
     "cuda": BackendInfo("kvlathe.engines.cuda", ("float16",)),
@@ -44,9 +45,24 @@ class Backend(Protocol):
         """Its library versions and targets, before anything is built. Raises KvlatheError where one is missing."""
         ...
 
+    def check_plan(self, name: str, plan: CompressionPlan) -> None:
+        """Raise KvlatheError for a plan that its engines cannot run, before anything is made of it."""
+        ...
+
     def build(self, name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> None:
         """Turn ``folder``'s model.onnx into what this backend runs, in place. Raises KvlatheError if it cannot."""
         ...
+
+
+def check_ranks(name: str, ranked: bool) -> None:
+    """Raise KvlatheError where a plan ranks tokens by what attends them and backend ``name`` cannot tell."""
+    if ranked and not BACKENDS[name].ranks:
+        able = " or ".join(other for other, info in BACKENDS.items() if info.ranks)
+        raise KvlatheError(
+            f"the backend {name} cannot run a compression that ranks tokens",
+            "its kernels do not report what attends them",
+            f"build for {able}, or choose a compression that treats all tokens alike",
+        )
 
 
 def backend(name: str) -> Backend:

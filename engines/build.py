@@ -120,6 +120,7 @@ def prepare(order: Order) -> Job:
     request = order.request
     checkpoint = open_checkpoint(request.model, request.max_seq_len, request.workers)
     _check_rope_fold(request, checkpoint.spec)
+    _check_key_scales(request, checkpoint.spec)
     job = Job(order, checkpoint, request.limits(checkpoint.spec.max_seq_len))
     _check_tokenizer(job)
     _check_disk(job)
@@ -149,6 +150,16 @@ def _check_rope_fold(request: BuildRequest, spec: DecoderSpec) -> None:
         raise KvlatheError(fact, "this model has no RoPE", remedy)
     if "q_norm" in spec.family.names:
         raise KvlatheError(fact, "this model's QK-norm needs all dimensions of a head", remedy)
+
+
+def _check_key_scales(request: BuildRequest, spec: DecoderSpec) -> None:
+    """Factors of K's channels fold into W_K, unless a norm stands behind it."""
+    from kvlathe.export.methods import Options, verify
+
+    scales = verify(request.compression, Options(), request.tokens_per_block).scales
+    if "k" in scales and spec.rope is not None and "q_norm" in spec.family.names:
+        fact, reason = "keys cannot be scaled by channel", "this model's QK-norm stands between its weights and RoPE"
+        raise KvlatheError(fact, reason, "choose keys=channel or keys=token")
 
 
 def _check_disk(job: Job) -> None:
@@ -229,6 +240,7 @@ def _make(job: Job, folder: Path) -> None:
     request, checkpoint = job.order.request, job.checkpoint
     planned = plan_for(request, checkpoint)
     plan = planned.plan
+    job.order.backend.check_plan(request.backend, plan)
     (folder / PLAN_FILE).write_text(plan.to_json(), "utf-8")
     planned.basis.save(folder / BASIS_FILE)
     log.info("exporting the graph")

@@ -10,7 +10,7 @@ from importlib import util
 from importlib.metadata import version
 from pathlib import Path
 
-from kvlathe.engines.backends import Built
+from kvlathe.engines.backends import Built, check_ranks
 from kvlathe.engines.manifest import DECODER_FILE, ONNX_FILE, WEIGHTS_FILE, Limits
 from kvlathe.errors import KvlatheError
 from kvlathe.export.plan import CompressionPlan
@@ -28,10 +28,9 @@ def identify(name: str) -> Built:
 
 
 def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> None:
-    """Write decoder.json. Raises KvlatheError for a plan that the kernels do not run."""
+    """Write decoder.json."""
     import onnx
 
-    check_plan(plan)
     model = onnx.load(folder / ONNX_FILE, load_external_data=False)
     facts = {entry.key: entry.value for entry in model.metadata_props}
     tensors = {x.name: _entry(x) for x in model.graph.initializer if x.data_location == onnx.TensorProto.EXTERNAL}
@@ -50,17 +49,16 @@ def _entry(tensor: object) -> dict[str, object]:
     return {"dtype": kinds[tensor.data_type], "shape": list(tensor.dims), "offset": int(where.get("offset", 0))}
 
 
-def check_plan(plan: CompressionPlan) -> None:
+def check_plan(name: str, plan: CompressionPlan) -> None:
     """Raise KvlatheError unless the CUDA kernels keep and attend the pages of this plan."""
 
     def refuse(fact: str, remedy: str) -> None:
-        raise KvlatheError(f"the backend cuda cannot run this plan: {fact}", "its kernels do not do that", remedy)
+        raise KvlatheError(f"the backend {name} cannot run this plan: {fact}", "its kernels do not do that", remedy)
 
     hot = {bits for b in plan.buckets if b.source is None for bits in _bits(plan, b.tier)}
     if hot != {16}:
         refuse(f"its hot pages have {max(hot)} bits", "build with --kv_bits 16")
-    if plan.ranked:
-        refuse("tokens are ranked by what attends them", "choose --backend onnxruntime or a compression that keeps all")
+    check_ranks(name, plan.ranked)
     if any(tier.sums for tier in plan.tiers):
         refuse("pages store sums of codes", "choose a compression without stored sums")
     for tier in (plan.tiers[b.tier] for b in plan.buckets if plan.tiers[b.tier].quantized):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvlathe.console import log
 from kvlathe.engines import cache
+from kvlathe.engines.backends import check_ranks
 from kvlathe.engines.folder import whole_file
 from kvlathe.engines.manifest import sha256_file
 from kvlathe.engines.request import BuildRequest, shipped, warn_unheard
@@ -62,6 +63,7 @@ def resolved(request: BuildRequest) -> BuildRequest:
     from kvlathe.export.methods import calibration, measured, verify
 
     found = verify(request.compression, _options(request), request.tokens_per_block)
+    check_ranks(request.backend, found.probe is not None)
     if request.accuracy is not None and found.probe is not None:
         raise KvlatheError(
             f"--accuracy cannot be used with {request.compression}",

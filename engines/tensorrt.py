@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from kvlathe.console import log
-from kvlathe.engines import plugin_library
-from kvlathe.engines.backends import Built
+from kvlathe.engines import cuda, plugin_library
+from kvlathe.engines.backends import Built, check_ranks
 from kvlathe.engines.child import ChildFailed, run_module
 from kvlathe.engines.layers import check_attention, required_nodes
 from kvlathe.engines.manifest import ONNX_FILE, WEIGHTS_FILE, Limits, sha256_file
@@ -114,12 +114,9 @@ def polygraphy_speaks(name: str) -> None:
         sys.modules.setdefault("tensorrt_rtx", import_module(FLAVOURS[name].module))
 
 
-# -- build ------------------------------------------------------------------------------------------------------------
-def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> None:
-    """model.onnx (fp16) becomes model.engine and layers.txt; the ONNX file and its weights leave the folder.
-
-    Raises KvlatheError with the library's own words if it does not parse or build, and naming the layers if the engine
-    lost an attention.
+def check_plan(name: str, plan: CompressionPlan) -> None:
+    """Raise KvlatheError for a plan that has more than one graph, whose graph is asked what attends its tokens, or that
+    neither the plugin's kernels (those of the cuda backend) nor, where it is not built, the parser can compute.
     """
     if plan.stages:
         raise KvlatheError(
@@ -127,8 +124,27 @@ def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> Non
             "it has a graph for each group of layers, and an engine holds one",
             "compress in one group (stages=1), or build for onnxruntime",
         )
-    onnx_path, library = folder / ONNX_FILE, None if plan.ranked else plugin_library.find()  # it counts no mass
-    _check_products(name, plan, library)
+    check_ranks(name, plan.ranked)
+    if plugin_library.find() is not None:
+        cuda.check_plan(name, plan)
+        return
+    coded = [plan.tiers[b.tier] for b in plan.buckets if plan.tiers[b.tier].arithmetic == "int"]
+    if bits := sorted({n for tier in coded for n in (tier.bits_k, tier.bits_v) if n < 16}):
+        raise KvlatheError(
+            f"{name} cannot multiply codes of {' and '.join(map(str, bits))} bits",
+            f"it has no MatMulInteger, and {plugin_library.LIBRARY} is not built",
+            "ask for arithmetic=float, or build for onnxruntime",
+        )
+
+
+# -- build ------------------------------------------------------------------------------------------------------------
+def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> None:
+    """model.onnx (fp16) becomes model.engine and layers.txt; the ONNX file and its weights leave the folder.
+
+    Raises KvlatheError with the library's own words if it does not parse or build, and naming the layers if the engine
+    lost an attention.
+    """
+    onnx_path, library = folder / ONNX_FILE, plugin_library.find()
     required = required_nodes(onnx_path, plugin=library is not None)
     job = {
         "module": FLAVOURS[name].module,
@@ -148,19 +164,6 @@ def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> Non
     check_attention((folder / LAYERS_FILE).read_text("utf-8"), required)
     for source in (onnx_path, folder / WEIGHTS_FILE):
         source.unlink(missing_ok=True)
-
-
-def _check_products(name: str, plan: CompressionPlan, library: Path | None) -> None:
-    """Raise KvlatheError for products of codes in the function: the parser has no MatMulInteger."""
-    coded = [plan.tiers[b.tier] for b in plan.buckets if plan.tiers[b.tier].arithmetic == "int"]
-    bits = sorted({n for tier in coded for n in (tier.bits_k, tier.bits_v) if n < 16})
-    if bits and library is None:
-        why = "its plugin ranks no tokens" if plan.ranked else f"{plugin_library.LIBRARY} is not built"
-        raise KvlatheError(
-            f"{name} cannot multiply codes of {' and '.join(map(str, bits))} bits",
-            f"it has no MatMulInteger, and {why}",
-            "ask for arithmetic=float, or build for onnxruntime",
-        )
 
 
 def _library_path(flavour: Flavour, links: Path) -> dict[str, str]:

@@ -52,17 +52,17 @@ def _lane_fold(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> LaneFold:
     _check_lane(spec, lane, given)
     d, width, rank = spec.head_dim, lane.input_dim, lane.rank_k
     picked = torch.eye(d, dtype=torch.double)[:, _dims(lane, d)]
-    in_weights = lane.rope == "none" and not lane.projected
-    rows, columns = (d, width) if in_weights else (width, rank)
-    a, b = _pair(lane, "a", given.a, "b", None if given.b is None else given.b.T, rows, columns)
+    in_weights = not lane.projected
+    rows = d if lane.rope == "none" and in_weights else width
+    a, b = _pair(lane, "a", given.a, "b", None if given.b is None else given.b.T, rows, width if in_weights else rank)
     centre, none = _vector(lane, "centre_k", given.centre_k, rows), torch.zeros(d, dtype=torch.double)
     v, out = _pair(lane, "a_v", given.a_v, "o_v", given.o_v, d, lane.rank_v)
     through = torch.eye(width, rank, dtype=torch.double)
     return LaneFold(
         head=lane.head,
-        q=a if in_weights else picked,
-        k=b.T if in_weights else picked,
-        shift_k=centre if in_weights else none,
+        q=picked @ a if in_weights else picked,
+        k=picked @ b.T if in_weights else picked,
+        shift_k=centre if in_weights and lane.rope == "none" else none,
         proj_q=through if in_weights else a,
         proj_k=through if in_weights else b.T,
         centre=none.new_zeros(rank) if in_weights else centre @ b.T,
@@ -90,8 +90,20 @@ def _check_lane(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> None:
         refuse("keeps chosen planes", "this model's QK-norm needs all dims of a head")
     if lane.rope != "planes" and lane.input_dim != d and (lane.projected or lane.rope == "full"):
         refuse(f"has input_dim {lane.input_dim}", f"the model's heads have {d} dims")
-    if lane.rope != "none" and not lane.projected and (given.a is not None or given.centre_k is not None):
-        refuse("has a basis or a centre for Q and K and is not projected", "neither can be folded past RoPE")
+    if lane.rope != "none" and not lane.projected:
+        if given.centre_k is not None or not all(m is None or _scales_planes(m) for m in (given.a, given.b)):
+            refuse("has a basis or a centre for Q and K and is not projected", "neither can be folded past RoPE")
+        if given.a is not None and "q_norm" in spec.family.names:
+            refuse("scales planes of Q and K", "this model's QK-norm stands between its weights and RoPE")
+
+
+def _scales_planes(m: Array) -> bool:
+    """Whether ``m`` multiplies both dims of each RoPE plane by one number, which rotations do not notice."""
+    factors = np.diag(m) if m.ndim == 2 and m.shape[0] == m.shape[1] else np.zeros(1)
+    half = len(factors) // 2
+    return (
+        len(factors) == 2 * half and np.array_equal(m, np.diag(factors)) and np.array_equal(*factors.reshape(2, half))
+    )
 
 
 def _pair(

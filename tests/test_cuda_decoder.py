@@ -92,7 +92,7 @@ def one_bucket() -> CompressionPlan:
 def test_plans_that_the_kernels_do_not_run_are_refused_with_what_to_do() -> None:
     plan = one_bucket()
     every = plan.buckets[0].lanes
-    cuda.check_plan(plan)
+    cuda.check_plan("cuda", plan)
     budget = dataclasses.replace(
         plan, buckets=(Bucket(0, every, None, TokenRule("budget", budget=128)),), probe=Probe(last=8)
     )
@@ -106,10 +106,10 @@ def test_plans_that_the_kernels_do_not_run_are_refused_with_what_to_do() -> None
     keys = dataclasses.replace(plan, tiers=(Tier(16, 16), Tier(4, 4, "token", "token")), buckets=stored.buckets)
     for refused, words in (
         (keys, "no product of codes"),
-        (budget, "ranked"),
+        (budget, "cannot run a compression that ranks tokens"),
         (stored, "sums of codes"),
         (many, "8 buckets"),
         (hot, "32 bits"),
     ):
         with pytest.raises(KvlatheError, match=words):
-            cuda.check_plan(refused)
+            cuda.check_plan("cuda", refused)

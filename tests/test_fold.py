@@ -49,6 +49,29 @@ def test_a_full_rank_basis_with_centres_changes_nothing(
     torch.testing.assert_close(decoder.logits(ids, range(70)), expected_logits(model, ids), atol=TOLERANCE, rtol=0)
 
 
+def plane_scales(plan: CompressionPlan) -> Basis:
+    """A factor for each RoPE plane of every lane's queries, its inverse for the keys."""
+    rng, basis = np.random.default_rng(3), Basis()
+    for lane in plan.lanes:
+        factors = np.tile(rng.uniform(0.2, 5, plan.model.head_dim // 2), 2)
+        basis[lane.layer, lane.head] = LaneBasis(a=np.diag(factors), b=np.diag(1 / factors))
+    return basis
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "gpt2" not in name])
+def test_factors_of_planes_fold_through_rope(name: str, reference: Reference) -> None:
+    folder, model = reference(name)
+    checkpoint = Checkpoint(folder)
+    if checkpoint.spec.rope is None or "q_norm" in checkpoint.spec.family.names:
+        return  # any basis folds, or none
+    plan, ids = full_plan(checkpoint.spec.shape), ids_for(checkpoint, 70)
+    decoder = decoder_from(checkpoint, plan, plane_scales(plan))
+    assert not plan.projected and not torch.equal(
+        decoder.state_dict()["layers.0.k.weight"], checkpoint.weight("layers.0.k.weight")
+    )
+    torch.testing.assert_close(decoder.logits(ids, range(70)), expected_logits(model, ids), atol=TOLERANCE, rtol=0)
+
+
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     kv_heads=st.integers(1, 3),
@@ -194,6 +217,8 @@ def test_refusals(tmp_path: Path) -> None:
         (planes, LaneBasis(), "QK-norm"),
         ({"rope": "none"}, LaneBasis(), "RoPE"),
         ({}, LaneBasis(centre_k=np.ones(d)), "not projected"),
+        ({}, LaneBasis(a=np.diag(np.arange(1.0, d + 1)), b=np.diag(1 / np.arange(1.0, d + 1))), "not projected"),
+        ({}, LaneBasis(a=2 * np.eye(d), b=np.eye(d) / 2), "QK-norm"),
         ({"rank_v": 32}, LaneBasis(), "no a_v"),
         ({}, LaneBasis(a_v=np.eye(d)), "alone"),
         ({}, LaneBasis(a_v=np.eye(d), o_v=np.full((d, d), np.nan)), "NaN"),

@@ -22,6 +22,7 @@ from kvlathe.export.basis import Basis
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.methods import auto, fdc, h2o, hack, keyformer, kivi, kvquant, none, snapkv, uncomp, zack, zipcache
 from kvlathe.export.methods.buckets import buckets, cold_tier, without
+from kvlathe.export.methods.channels import scaled
 from kvlathe.export.methods.lowrank import bases, best_ratio, full_lanes, kept, low_rank, within
 from kvlathe.export.methods.options import Asked, Options, Part, parse, unknown, with_written
 from kvlathe.export.methods.spin import spun
@@ -60,6 +61,7 @@ class Method:
     """``rotate`` is None for a method that leaves the ranks alone; ``plan`` is then given what is written behind its
     name and the tokens of a page. ``choose`` decides by statistics which tokens are kept; it is also given the seed,
     and ``plan`` then says of its decision what needs no statistics.
+    ``source``: what it calibrates on, where that depends on what is written behind its name.
     ``sizes``: the options that say how small it makes the cache, and their values; a search for an accuracy tries those
     that the request leaves open. ``measured``: its plans come from measurements of the model (export/measured.py), not
     from ``compose``.
@@ -70,6 +72,7 @@ class Method:
     rotate: Callable[[Stats, Options], Rotation] | None = None
     plan: Callable[[dict[str, str], int], Part] = none.plan
     choose: Callable[[Stats, dict[str, str], int, int], Part] | None = None
+    source: Callable[[dict[str, str]], Source | None] | None = None
     sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     measured: bool = False
 
@@ -80,7 +83,7 @@ METHODS: dict[str, Method] = {
     "zack": Method(zack.SUMMARY, zack.CALIBRATION, zack.rotate),
     "hack": Method(hack.SUMMARY, plan=hack.plan, sizes=hack.SIZES),
     "auto": Method(auto.SUMMARY, auto.CALIBRATION, auto.rotate, measured=True),
-    "zipcache": Method(zipcache.SUMMARY, plan=zipcache.plan),
+    "zipcache": Method(zipcache.SUMMARY, plan=zipcache.plan, source=zipcache.source),
     "h2o": Method(h2o.SUMMARY, plan=h2o.plan),
     "snapkv": Method(snapkv.SUMMARY, plan=snapkv.plan),
     "keyformer": Method(keyformer.SUMMARY, plan=keyformer.plan),
@@ -110,7 +113,8 @@ def summaries() -> dict[str, str]:
 def calibration(request: str) -> Source | None:
     """The source of tokens that the request's methods calibrate on by default: text where one of them needs it, None
     where none is needed."""
-    found = {method.calibration for _, method in _methods(request)}
+    asked = _methods(request)
+    found = {method.source(one.options) if method.source else method.calibration for one, method in asked}
     return "text" if "text" in found else "random" if "random" in found else None
 
 
@@ -171,19 +175,19 @@ def compose(
     chosen = _chosen([(one, _decided(one, method, stats, form)) for one, method in asked if not method.rotate])
     if rotating:
         return _ranked(request, shape, *rotating[0], chosen, stats, options, form)
-    return _composed(request, shape, Part(full_lanes(shape, rope)), chosen, form)
+    return _composed(request, shape, Part(full_lanes(shape, rope)), chosen, stats, form)
 
 
 def _decided(asked: Asked, method: Method, stats: Stats | None, form: CacheForm) -> Part:
     """What one method decides that leaves the ranks alone."""
     if method.choose is None:
         return method.plan(asked.options, form.page_tokens)
-    return method.choose(_needed(asked, stats), asked.options, form.page_tokens, form.seed)
+    return method.choose(_statistics(asked.name, stats), asked.options, form.page_tokens, form.seed)
 
 
-def _needed(asked: Asked, stats: Stats | None) -> Stats:
+def _statistics(what: str, stats: Stats | None) -> Stats:
     if stats is None:
-        raise KvlatheError(f"{asked.name} needs statistics", "it decides by them", "calibrate first")
+        raise KvlatheError(f"{what} needs statistics", "it decides by them", "calibrate first")
     return stats
 
 
@@ -199,7 +203,8 @@ def _chosen(parts: list[tuple[Asked, Part]]) -> Part:
     formats = sealing[0][1]
     if formats.split:
         return formats
-    found = dataclasses.replace(found, cold=formats.cold, spin=formats.spin, notes=found.notes | formats.notes)
+    notes = found.notes | formats.notes
+    found = dataclasses.replace(found, cold=formats.cold, spin=formats.spin, scales=formats.scales, notes=notes)
     return dataclasses.replace(found, cold=cold_tier(found))
 
 
@@ -214,12 +219,12 @@ def _ranked(
     form: CacheForm,
 ) -> tuple[CompressionPlan, Basis]:
     """The composition where one method chooses ranks. A share of the bytes is asked of all methods together."""
-    options, rotate, stats = with_written(options, asked.options), method.rotate, _needed(asked, stats)
+    options, rotate, stats = with_written(options, asked.options), method.rotate, _statistics(asked.name, stats)
     assert rotate
 
     def at(ratio: float | None) -> tuple[CompressionPlan, Basis]:
         ranks = low_rank(stats, options if ratio is None else options.asked(compression_ratio=ratio), rotate)
-        return _composed(request, shape, ranks, chosen, form)
+        return _composed(request, shape, ranks, chosen, stats, form)
 
     if options.compression_ratio is None or (chosen.cold is None and not chosen.split):
         return at(None)
@@ -241,7 +246,7 @@ def _methods(request: str) -> list[tuple[Asked, Method]]:
 
 
 def _composed(
-    request: str, shape: ModelShape, ranks: Part, chosen: Part, form: CacheForm
+    request: str, shape: ModelShape, ranks: Part, chosen: Part, stats: Stats | None, form: CacheForm
 ) -> tuple[CompressionPlan, Basis]:
     """Fresh tokens in the cache's own format; full pages, tokens and stages as ``chosen``."""
     assert ranks.lanes is not None
@@ -250,6 +255,8 @@ def _composed(
     if chosen.cold is not None:
         lanes, basis = spun(lanes, basis, shape.head_dim, chosen.cold, chosen.spin, form.seed)
         tiers.append(chosen.cold)
+    if chosen.scales:
+        basis = scaled(lanes, basis, _statistics(request, stats), chosen.scales)
     plan = CompressionPlan(
         model=shape,
         lanes=lanes,

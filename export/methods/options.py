@@ -12,6 +12,8 @@ from kvlathe.errors import KvlatheError
 from kvlathe.export.basis import Basis
 from kvlathe.export.plan import Lane, Probe, Stage, Tier, TokenRule
 
+Scales = Literal["", "k", "v", "kv"]
+"""Whose channels are divided by a factor each (channels.py)."""
 Spin = Literal["auto", "none", "k", "v", "kv"]
 """What is turned before it is quantized (spin.py): ``auto`` where groups run along the rank and it costs nothing."""
 
@@ -75,8 +77,9 @@ CHOICES = {
 @dataclass(frozen=True)
 class Part:
     """What one method decided; None where it leaves that to others. ``lanes`` with their ``basis``; ``cold``, the
-    number format that full pages are sealed in, and ``spin``, what is spun for it; ``tokens``, which tokens each lane
-    keeps (one rule for all of them, or one each), by what ``probe`` observes; ``stages`` of the layers; ``removed``,
+    number format that full pages are sealed in, or several in ``split``, and ``spin``, what is spun for it, or
+    ``scales``, what is scaled by statistics; ``tokens``, which tokens each lane keeps (one rule for all of them, or one
+    each), by what ``probe`` observes; ``stages`` of the layers; ``removed``,
     lanes that are filled from another head, lane -> head; ``notes`` are for people.
     """
 
@@ -87,6 +90,7 @@ class Part:
         tuple[Tier, float], ...
     ] = ()  # or several formats and the shares of the tokens, the most salient first
     spin: Spin = "none"
+    scales: Scales = ""
     tokens: tuple[TokenRule, ...] = ()
     probe: Probe | None = None
     stages: tuple[Stage, ...] = ()
