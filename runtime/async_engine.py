@@ -279,7 +279,7 @@ class AsyncEngine:
         scheduler = self.llm.engine.scheduler
         free = 0 if scheduler.waiting else self.llm.limits.max_batch_size - len(scheduler.running)
         if self._open - len(scheduler.running) + count > self.max_waiting + free:
-            reason = f"{self.waiting} sequences wait, of at most {self.max_waiting}"
+            reason = f"{self.max_waiting} sequences may wait at most"
             raise Busy("the queue is full", reason, max(1, min(60, math.ceil(self._pace * count))))
 
     # -- the engine's thread ---------------------------------------------------------------------------------------

@@ -109,17 +109,14 @@ class Foresight:
         order = np.argsort(-to_go, kind="stable")
         to_go, held = to_go[order], np.array([len(s.tokens) for s in together])[order]
         pages = self._pages_of(held[None, :] + to_go[:, None])  # [moment, sequence, bucket]
-        if self.pool.plan.ranked:  # a prompt is whole until it is ranked
-            pages = np.maximum(pages, np.array([self._prompt_pages(together[i]) for i in order]))
+        pages = np.maximum(pages, np.array([self._prompt_pages(together[i]) for i in order]))
         present = np.tri(len(together), dtype=bool)  # at moment k: those with as much to go or more
         return self.pool.holds((pages * present[:, :, None]).sum(1))
 
     def _prompt_pages(self, sequence: Sequence) -> list[int]:
-        """What the prompt of a sequence still needs at one time, by bucket."""
+        """What the prompt of a sequence still needs at one time, by bucket: it is hot, in part or whole, until it ends.
+        That counts for later moments too: nobody knows when the prompt will have its turn."""
         return self.pool.prompt_pages(sequence.prompt_tokens if sequence.cached < sequence.prompt_tokens else 0)
-
-    def _grown(self, tokens: int) -> list[int]:
-        return self.pool.grown_pages(tokens) if self.pool.plan.ranked else self.pool.worst_pages(tokens)
 
     def _pages_of(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Pages [..., buckets] that sequences of ``tokens`` tokens can need at one time."""
@@ -127,6 +124,6 @@ class Foresight:
         steps = -(-tokens // p)
         known = len(self._pages)
         if (most := int(steps.max())) >= known:
-            more = [self._grown(n * p) for n in range(known, max(most + 1, 2 * known))]
+            more = [self.pool.grown_pages(n * p) for n in range(known, max(most + 1, 2 * known))]
             self._pages = np.concatenate([self._pages, np.array(more, np.int64)])
         return self._pages[steps]

@@ -156,10 +156,12 @@ class PagePool(PageArena):
             hot = min(prompt, self.plan.prefill_chunk) if cold else prompt
             return prompt // p if self.plan.buckets[b].source is not None else -(-hot // p)
         rule = self.plan.buckets[cold[0] if cold else b].tokens
-        if self.plan.buckets[b].source is None:
-            chosen = -(-held // p) if rule.kind == ("share" if cold else "budget") else 0
-            return -(-prompt // p) + chosen
-        return held // p if rule.kind != "budget" or held == prompt // p * p else prompt // p + held // p
+        cut = rule.kind == "budget" and prompt >= rule.budget + p  # some of its tokens leave
+        if self.plan.buckets[b].source is not None:
+            return prompt // p + rule.budget // p if cut else held // p
+        if rule.kind == "share":  # what fills no page of a tier goes to new pages too
+            return -(-prompt // p) + (-(-min(prompt, len(cold) * (p - 1)) // p) if prompt >= p else 0)
+        return -(-prompt // p) + (rule.budget // p + (prompt > rule.budget + p) if cut and not cold else 0)
 
     def steady(self, table: PageTable) -> int:
         """Tokens, at least 1, that a decode adds up to the next time that tokens can move."""

@@ -1,10 +1,12 @@
-"""A session without a model: pages hold token ids, and the next token is a hash of all tokens that the pages give back.
+"""Sessions without a model: pages hold token ids, and the next token is a hash of all tokens that the pages give back.
 
 So an answer is right only if the scheduler, the pool and the step's arrays led to exactly the sequence's own tokens.
+Where a plan ranks tokens or passes them in stages, lanes hold different ones, and the hash is of every lane's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import zlib
 from collections.abc import Sequence as Items
@@ -12,8 +14,11 @@ from collections.abc import Sequence as Items
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.export.plan import CompressionPlan, ModelShape
+from kvlathe.export.layout import CacheLayout
+from kvlathe.export.plan import CompressionPlan, ModelShape, Tier
+from kvlathe.runtime.host_pages import HostPages
 from kvlathe.runtime.pool import PagePool
+from kvlathe.runtime.ragged import whole
 from kvlathe.runtime.session import Int32, StepPlan
 
 VOCABULARY = 251
@@ -81,9 +86,6 @@ class FakeSession:
         for cold, target in zip(self.plan.cold(fresh), cold_pages, strict=True):
             self.pages[cold][target] = self.pages[fresh][page]
 
-    def evict(self, bucket: int, pages: Int32, keep: npt.NDArray[np.int64]) -> None:
-        raise AssertionError("these plans keep all tokens")
-
     def copy_page(self, bucket: int, source: int, target: int) -> None:
         self.pages[bucket][target] = self.pages[bucket][source]
 
@@ -92,3 +94,125 @@ class FakeSession:
 
     def write_page(self, bucket: int, page: int, data: bytes) -> None:
         self.pages[bucket][page] = np.frombuffer(data, np.int32)
+
+
+def exact(plan: CompressionPlan) -> CompressionPlan:
+    """In formats that hold small integers exactly, so that tokens can be told apart in every bucket."""
+    return dataclasses.replace(plan, tiers=(Tier(32, 32), Tier(32, 16), Tier(16, 32), Tier(16, 16)))
+
+
+def attention(lane: int, rows: npt.NDArray, tokens: npt.NDArray) -> npt.NDArray[np.float32]:
+    """What the rows at some positions give to tokens at others in a lane, together, in any company.
+
+    Multiples of 1/1024, whose sums are exact in any order.
+    """
+    mixed = (tokens[None, :] * 7919 + rows[:, None] * 104729 + lane * 1299709) * 2654435761 % 2**32
+    return ((mixed >> 22) * (tokens[None, :] <= rows[:, None])).sum(0) / np.float32(1024)
+
+
+class RankedSession(HostPages):
+    """Real pages, in formats as of ``exact``: the K of a token is its id everywhere, its V its position. Hidden states
+    carry both from stage to stage. ``broken`` and ``largest`` as in FakeSession; every ``faulty``-th move of tokens in
+    steps of several sequences raises (0: none)."""
+
+    def __init__(self, plan: CompressionPlan, pool: PagePool, broken: int = -1, faulty: int = 0) -> None:
+        super().__init__(CacheLayout(plan), pool.arena_bytes)
+        self.broken, self.faulty, self.moved, self.largest = broken, faulty, 0, (0, 0)
+        self.lanes = [i for i, lane in enumerate(plan.lanes) if not lane.removed]
+
+    def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
+        self.size = len(step.query_starts) - 1
+        self.largest = max(self.largest[0], int(step.query_starts[-1])), max(self.largest[1], self.size)
+        hidden = np.zeros((len(step.input_ids), 3)) if step.hidden is None else step.hidden
+        logits, observed = np.zeros((len(step.logit_rows), VOCABULARY), np.float32), []
+        for stage in range(self.plan.graphs):
+            for share in whole(step, stage):
+                tokens = np.stack([share.step.input_ids, share.step.positions], 1)
+                assert stage == 0 or np.array_equal(hidden[share.tokens, :3], np.insert(tokens, 0, stage, 1))
+                hidden[share.tokens, :3] = np.insert(tokens, 0, stage + 1, 1)
+                mass = self.attend(share.step, stage)
+                self.append(share.step, self.of_lanes(stage, tokens), stage)
+                if step.mass is not None:
+                    step.mass[share.sequences, :, : mass.shape[2]] += mass
+                observed.append((share.step, self.of_stage(share.step, mass, stage), stage))
+                if stage == self.plan.graphs - 1:
+                    logits[share.logits] = self.answers(share.step)
+        if self.broken in step.input_ids:
+            raise RuntimeError("broken")
+        self.page_scores.observe(observed)
+        return logits
+
+    def of_lanes(self, stage: int, tokens: npt.NDArray) -> npt.NDArray[np.floating]:
+        """Rows as HostPages.append takes them: of each layer the ids for every K, then the positions for every V."""
+        found = []
+        for layer in self.plan.layers_of(stage):
+            lanes = self.plan.active(layer)
+            found += [np.repeat(tokens[:, :1], sum(lane.rank_k for lane in lanes), 1)]
+            found += [np.repeat(tokens[:, 1:], sum(lane.rank_v for lane in lanes), 1)]
+        return np.concatenate(found, 1).astype(self.hot)
+
+    def held(self, step: StepPlan, b: int, bucket: int, lane: int) -> npt.NDArray[np.int64]:
+        """Ids and positions [2, cached tokens] of what a lane of sequence ``b`` holds in a bucket."""
+        length = int(step.lengths[b, bucket])
+        pages = self.rows[bucket][step.page_tables[bucket][b, : -(-length // self.plan.page_tokens)]]
+        found = []
+        for part in self.parts[bucket][lane]:
+            kind = np.dtype(f"f{part.bits // 8}")
+            size = self.plan.page_tokens * part.rank * kind.itemsize
+            found.append(pages[:, part.data : part.data + size].view(kind).reshape(-1, part.rank)[:length, 0])
+        return np.array(found).astype(np.int64)
+
+    def attend(self, step: StepPlan, stage: int) -> npt.NDArray[np.float32]:
+        """Mass [B, all kept lanes, N of all buckets] of the observed rows in the layers of a stage."""
+        ends = np.cumsum([0, *(table.shape[1] * self.plan.page_tokens for table in step.page_tables)])
+        found = np.zeros((len(step.lengths), len(self.lanes), ends[-1] + len(step.query_offsets)), np.float32)
+        for b, (start, stop) in enumerate(itertools.pairwise(step.query_starts.tolist())):
+            assert step.probe_weights is not None
+            rows = np.flatnonzero(step.probe_weights[start:stop]) + start
+            at, own = step.positions[rows].astype(np.int64), step.positions[start:stop].astype(np.int64)
+            for bucket in self.plan.buckets_of(stage) if len(rows) else ():
+                for lane in self.plan.buckets[bucket].lanes:
+                    mass, known = found[b, self.lanes.index(lane)], self.held(step, b, bucket, lane)[1]
+                    mass[ends[bucket] : ends[bucket] + len(known)] += attention(lane, at, known)
+                    if self.plan.buckets[bucket].source is None:
+                        mass[ends[-1] : ends[-1] + len(own)] += attention(lane, at, own)
+        return found
+
+    def of_stage(self, step: StepPlan, mass: npt.NDArray[np.float32], stage: int) -> npt.NDArray[np.float32]:
+        """The lanes and buckets of a stage alone."""
+        ends = np.cumsum([0, *(table.shape[1] * self.plan.page_tokens for table in step.page_tables)])
+        places = [np.arange(ends[b], ends[b + 1]) for b in self.plan.buckets_of(stage)]
+        places = np.concatenate([*places, np.arange(ends[-1], mass.shape[2])])
+        layers = self.plan.layers_of(stage)
+        lanes = [i for i, lane in enumerate(self.lanes) if self.plan.lanes[lane].layer in layers]
+        return mass[:, lanes][:, :, places]
+
+    def answers(self, step: StepPlan) -> npt.NDArray[np.float32]:
+        """Logits after the wanted rows: of a hash of all that every lane holds, the step's own tokens last."""
+        logits = np.zeros((len(step.logit_rows), VOCABULARY), np.float32)
+        for i, row in enumerate(step.logit_rows.tolist()):
+            b = int(np.searchsorted(step.query_starts, row, "right")) - 1
+            own = np.arange(step.query_starts[b], row + 1)
+            known = [self.known(step, b, lane, own) for lane in self.lanes]
+            logits[i, following(np.concatenate([x.ravel() for x in known]).tolist())] = 1
+        return logits
+
+    def known(self, step: StepPlan, b: int, lane: int, own: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Ids and positions [2, n] of what a lane holds, bucket by bucket, then of the rows ``own``, unless it has them
+        since an earlier pass. No token is there twice; where tokens are divided, all are there."""
+        buckets = (i for i, bucket in enumerate(self.plan.buckets) if lane in bucket.lanes)
+        held = np.concatenate([self.held(step, b, bucket, lane) for bucket in buckets], 1)
+        new = np.stack([step.input_ids[own], step.positions[own]])
+        found = np.concatenate([held, new[:, new[1] > held[1].max(initial=-1)]], 1)
+        assert len(set(found[1].tolist())) == found.shape[1] and found[1].max() == step.positions[own[-1]]
+        divided = any(bucket.tokens.kind == "share" for bucket in self.plan.buckets)
+        assert not divided or found.shape[1] == step.positions[own[-1]] + 1
+        return found
+
+    def move(
+        self, source: int, pages: Items[int], target: int, target_pages: Items[int], places: npt.NDArray[np.int64]
+    ) -> None:
+        self.moved += 1
+        if self.faulty and self.moved % self.faulty == 0 and self.size > 1:
+            raise RuntimeError("a move failed")
+        super().move(source, pages, target, target_pages, places)

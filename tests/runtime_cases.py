@@ -166,9 +166,13 @@ def llm(backend: str, kind: str, tokens: int = 8192, limits: Limits = LIMITS) ->
 @cache
 def text(length: int, start: int = 0) -> tuple[int, ...]:
     """Real tokens, so that logits are spread as in use."""
+    return tuple(_whole_text()[start : start + length])
+
+
+@cache
+def _whole_text() -> list[int]:
     lines = (MODEL.parents[1] / "data" / "eval_text.jsonl").read_text("utf-8").splitlines()
-    ids = Tokenizer(MODEL).encode(" ".join(json.loads(line)["text"] for line in lines[:24]))
-    return tuple(ids[start : start + length])
+    return Tokenizer(MODEL).encode(" ".join(json.loads(line)["text"] for line in lines[:24]))
 
 
 @cache

@@ -333,6 +333,8 @@ def test_a_sequence_never_needs_more_pages_than_its_worst(
     layout = CacheLayout(plan)
     pool = PagePool(layout, 400 * max(layout.page_stride) * len(layout.page_stride))
     table, worst, done = pool.open(), pool.worst_pages(prompt + more, prompt), 0
+    unknown = pool.worst_pages(prompt + more)
+    assert all(known <= most for known, most in zip(worst, unknown, strict=True))
     while done < prompt + more:
         count = min(chunk, prompt - done) if done < prompt else 1
         reservation = pool.reserve(table, count, done + count >= prompt)

@@ -206,14 +206,18 @@ def test_models_health_metrics_and_documentation(client: openai.OpenAI, served: 
 def test_metrics_count_what_happened(client: openai.OpenAI, served: Served) -> None:
     def counts() -> dict[str, float]:
         said = httpx.get(f"{served.url}/metrics").text
-        return {k: float(v) for k, v in re.findall(r"^kvlathe_(\w+){[^}]*} ([\d.e+-]+)$", said, re.MULTILINE)}
+        found = re.findall(r"^kvlathe_(\w+){[^}]*} ([\d.e+-]+)$", said, re.MULTILINE)
+        return {name: sum(float(v) for k, v in found if k == name) for name, _ in found}
 
     before = counts()
     client.completions.create(
         model=MODEL_NAME, prompt=[[5] * 10, [6] * 20], max_tokens=7, extra_body={"ignore_eos": True}
     )
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=MODEL_NAME, prompt="a", max_tokens=10**6)
     assert served.idle()
     after = counts()
+    assert after["http_errors_total"] - before.get("http_errors_total", 0) == 1
     assert after["prompt_tokens_total"] - before["prompt_tokens_total"] == 30
     assert after["generation_tokens_total"] - before["generation_tokens_total"] == 14
     assert after["time_to_first_token_seconds_count"] - before["time_to_first_token_seconds_count"] == 2

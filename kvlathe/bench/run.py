@@ -27,6 +27,10 @@ IDLE_REQUESTS = 6
 
 WARM_REQUESTS = 2
 
+FIRST_RATE = 4
+"""Where the search begins, in rates at which requests would just follow one another, if each took its idle time. A
+server that batches takes more than 1; a run above the limit is left early, and one far below it is the longest."""
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -113,7 +117,7 @@ def _idle(servers: Sequence[Target], load: Sequence[Request]) -> list[float]:
 def _search(
     servers: Sequence[Target], load: Sequence[Request], limit: float, idle: Sequence[float], options: Options
 ) -> list[tuple[float, list[Point]]]:
-    """From the rate at which requests would just follow one another, if each took its idle time."""
+    """The largest rate of each server, and its points."""
 
     def probe(i: int, rate: float) -> Point:
         point = measure.run(servers[i], load, rate, limit, options.seed)
@@ -122,7 +126,9 @@ def _search(
         return point
 
     tokens = float(np.mean([request.new_tokens for request in load]))
-    return measure.in_turns([measure.search(1 / (latency * tokens), options.tolerance) for latency in idle], probe)
+    return measure.in_turns(
+        [measure.search(FIRST_RATE / (latency * tokens), options.tolerance) for latency in idle], probe
+    )
 
 
 def make_load(options: Options, longest: int, tokenizer: Path | None) -> list[Request]:

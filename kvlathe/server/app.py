@@ -55,7 +55,7 @@ def create_app(
 ) -> FastAPI:
     """The application that serves ``engine`` as ``model``. ``keys``: API keys; empty: none is asked for."""
     app = FastAPI(title="kvlathe", version=__version__, description="An OpenAI-compatible API to one engine.")
-    app.add_middleware(Gate, keys=keys, max_body=max_body)
+    app.add_middleware(Gate, keys=keys, max_body=max_body, failed=metrics.failed)
     handle(app)
     answerer, started = Answerer(engine, model, max_new_tokens), int(time.time())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hmac
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,10 +14,12 @@ class Gate:
     """Lets requests to /v1 through that carry one of ``keys`` (none: all), and bodies of at most ``max_body`` bytes.
 
     The key is the tenant: ``scope["state"]["tenant"]``. Clients share cached beginnings only with their own.
+    ``failed`` is told the status of every answer that is an error.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], max_body: int) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[str], max_body: int, failed: Callable[[int], None]) -> None:
         self.app, self.keys, self.max_body = app, [key.encode() for key in keys], max_body
+        self.failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -29,9 +31,19 @@ class Gate:
                 scope.setdefault("state", {})["tenant"] = self._tenant(headers.get(b"authorization", b""))
             self._check(headers.get(b"content-length", b"0"))
         except ApiError as refused:
-            await refused.response()(scope, receive, send)
+            await refused.response()(scope, receive, self._watched(send))
             return
-        await self.app(scope, self._counted(receive), send)
+        await self.app(scope, self._counted(receive), self._watched(send))
+
+    def _watched(self, send: Send) -> Send:
+        """The same, telling of answers that are errors."""
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] >= 400:
+                self.failed(message["status"])
+            await send(message)
+
+        return watched
 
     def _tenant(self, authorization: bytes) -> str:
         """The key itself, once it is known to be one."""

@@ -42,6 +42,8 @@ class Metrics:
         self._generated = self._counter("generation_tokens", "Tokens generated.")
         labels = ["model_name", "finished_reason"]
         self._ends = Counter("kvlathe_request_success", "Sequences ended, by reason.", labels, registry=self.registry)
+        labels = ["model_name", "status"]
+        self._errors = Counter("kvlathe_http_errors", "Requests answered by an error.", labels, registry=self.registry)
 
     def _counter(self, name: str, said: str) -> Counter:
         return Counter(f"kvlathe_{name}", said, ["model_name"], registry=self.registry).labels(self.model)
@@ -53,6 +55,10 @@ class Metrics:
     def text(self) -> bytes:
         """In Prometheus's text format."""
         return generate_latest(self.registry)
+
+    def failed(self, status: int) -> None:
+        """A request was answered with this HTTP status, an error."""
+        self._errors.labels(self.model, status).inc()
 
     # -- Observer --------------------------------------------------------------------------------------------------
     def grew(self, sequence: Sequence, tokens: int, seconds: float) -> None:

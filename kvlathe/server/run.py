@@ -14,12 +14,14 @@ from types import FrameType
 import uvicorn
 
 from kvlathe.errors import KvlatheError
+from kvlathe.runtime import sessions
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.llm import LLM
 from kvlathe.server.app import create_app
 from kvlathe.server.metrics import Metrics
 
 log = logging.getLogger("kvlathe")
+LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +77,16 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
+def capacity(llm: LLM) -> str:
+    """How much runs at once, and on what."""
+    tokens = int(llm.pool.arena_bytes / llm.layout.bytes_per_token())
+    attention = sessions.attention(llm.manifest) if llm.manifest else "unknown"
+    return (
+        f"{llm.pool.arena_bytes:,} bytes of KV cache, about {tokens:,} tokens, in at most "
+        f"{llm.limits.max_batch_size} sequences; attention: {attention}"
+    )
+
+
 def serve(folder: Path, settings: Settings) -> None:
     """Load the engine and serve it until SIGTERM or SIGINT. Raises KvlatheError for what cannot be loaded or bound."""
     llm = LLM.load(folder, settings.cache_bytes, settings.threads, share_prefixes=settings.share_prefixes)
@@ -99,6 +111,9 @@ def serve(folder: Path, settings: Settings) -> None:
         ) from error
     with engine, bound:
         address = f"http://{settings.host}:{bound.getsockname()[1]}"
+        log.info("%s", capacity(llm))
+        if settings.host not in LOCAL and not settings.keys:
+            log.warning("anybody who reaches %s may use it: there is no --api-key", settings.host)
         log.info("serving %s on %s (API: %s/docs)", name, address, address)
         asyncio.run(Server(config, engine, settings.drain_seconds).serve([bound]))
     log.info("stopped")
