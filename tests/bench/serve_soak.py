@@ -166,7 +166,8 @@ def main() -> None:
     try:
         counts, seen, rounds = Counter[str](), [], []
         for i in range(args.rounds + 1):
-            found = asyncio.run(crowd(url, jobs, args.clients, args.seconds / args.rounds))
+            seconds = args.seconds / args.rounds * (1 if i else 0.5)
+            found = asyncio.run(crowd(url, jobs, args.clients, seconds))
             counts, seen = (counts + found[0], seen + found[1]) if i else (counts, seen)
             time.sleep(2)
             rounds.append(resident(server.pid))
