@@ -101,9 +101,8 @@ def _scales_planes(m: Array) -> bool:
     """Whether ``m`` multiplies both dims of each RoPE plane by one number, which rotations do not notice."""
     factors = np.diag(m) if m.ndim == 2 and m.shape[0] == m.shape[1] else np.zeros(1)
     half = len(factors) // 2
-    return (
-        len(factors) == 2 * half and np.array_equal(m, np.diag(factors)) and np.array_equal(*factors.reshape(2, half))
-    )
+    paired = len(factors) == 2 * half and np.array_equal(factors[:half], factors[half:])
+    return paired and np.array_equal(m, np.diag(factors))
 
 
 def _pair(

@@ -34,6 +34,9 @@ WINDOW_TOKENS = 1024
 QUESTIONS = 16
 """A search scores many plans, so it reads less than an evaluation: these many windows, and questions evenly spaced."""
 
+FEW_TOKENS = 1024
+"""Below this a text tells little."""
+
 RESOLUTION = 0.01
 """Bisection stops when the best ratio is known to this fraction of the uncompressed bytes."""
 
@@ -87,6 +90,10 @@ def read_exam(checkpoint: Checkpoint, metric: Metric, text: Path | None, retriev
         return Exam(metric, questions=tuple(fitting[i] for i in spaced))
     documents = tasks.encode_documents(encoder, tasks.read_texts(path)[::-1])
     found = tasks.windows(documents, encoder.eos_id, WINDOWS, min(WINDOW_TOKENS, longest))
+    if (tokens := sum(map(len, found))) < FEW_TOKENS:
+        log.warning(
+            "%s gives %d tokens to measure accuracy on: too few to tell plans apart; give more text", path, tokens
+        )
     return Exam(metric, windows=tuple(map(tuple, found)))
 
 

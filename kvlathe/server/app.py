@@ -69,9 +69,8 @@ def create_app(
         if not stream:
             return JSONResponse(await while_connected(request, answerer.whole(job, tenant)))
         events = answerer.events(job, tenant)
-        first = await while_connected(
-            request, anext(events)
-        )  # what is refused is refused with a status, before the stream begins
+        # What is refused is refused with a status, before the stream begins.
+        first = await while_connected(request, anext(events))
 
         async def rest() -> AsyncGenerator[str, None]:
             try:
