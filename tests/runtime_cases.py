@@ -36,6 +36,7 @@ HOT, U8 = Tier(32, 32), Tier(8, 8, "rank", "token", 64, 64)
 FOUR = Tier(4, 4, "rank", "rank", 64, 64, rounding="stochastic")
 NORMALIZED = Probe(recent=0.05, random=0.05, normalized=True)
 HEAVY = Probe(recent=1.0, pooling=5, noise=0.5)
+MIXED = (Tier(4, 4, "token", "rank", 64, 64, span_k=0.95), Tier(2, 2, "token", "rank", 64, 64, span_k=0.65))
 RANKED = ("divided", "budget", "sealed budget")
 CODED = Tier(4, 4, "rank", "token", 64, 32, "int", "stochastic")
 torch.set_num_threads(1)  # small matrices; the tests run side by side
@@ -95,6 +96,7 @@ def ranked_plans(shape: ModelShape, page: int = 64, chunk: int = 512) -> dict[st
     fresh = (Bucket(0, every[::2], None, budgets[0]), Bucket(0, every[1::2], None, budgets[1]))
     eight = Tier(8, 8, "rank", "rank")
     return {
+        "mixed": plan_for(shape, (HOT, *MIXED), divided, page, chunk, NORMALIZED),
         "divided": plan_for(shape, (HOT, U8, FOUR), divided, page, chunk, NORMALIZED),
         "budget": plan_for(shape, (HOT,), fresh, page, chunk, Probe(last=8, accumulated=False)),
         "sealed budget": plan_for(shape, (HOT, FOUR, eight), cold, page, chunk, HEAVY),
