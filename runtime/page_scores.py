@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.export.layout import CacheLayout
+from kvlathe.export.plan import CompressionPlan
 from kvlathe.runtime.codec import Positions
 from kvlathe.runtime.session import Float32, Scores, StepPlan
 
@@ -25,6 +26,8 @@ class PageScores:
         self.layout, self.plan, self.rows = layout, layout.plan, rows
         self._lanes = [sorted(bucket.lanes) for bucket in self.plan.buckets]
         self._scored = [self.plan.scored(b) for b in range(len(self.plan.buckets))]
+        stages = {b: i for i in range(self.plan.graphs) for b in self.plan.buckets_of(i)}
+        self._mass_rows = [_rows(self.plan, stages[b], lanes) for b, lanes in enumerate(self._lanes)]
         self._undo: list[tuple[int, npt.NDArray[np.int32], Float32]] = []
 
     def _field(self, bucket: int, table: Table, kind: np.dtype) -> npt.NDArray:
@@ -42,13 +45,11 @@ class PageScores:
             self._add(*part)
 
     def _add(self, step: StepPlan, mass: Float32, stage: int) -> None:
-        buckets, layers = self.plan.buckets_of(stage), self.plan.layers_of(stage)
-        lanes = [i for i, lane in enumerate(self.plan.lanes) if lane.layer in layers and not lane.removed]
-        row_of = {lane: row for row, lane in enumerate(lanes)}
+        buckets = self.plan.buckets_of(stage)
         ends = np.cumsum([0, *(step.page_tables[b].shape[1] * self.plan.page_tokens for b in buckets)])
         for bucket, start, end in zip(buckets, ends[:-1], ends[1:], strict=True):
             if self._scored[bucket]:
-                of_lanes = mass[:, [row_of[lane] for lane in self._lanes[bucket]]]
+                of_lanes = mass[:, self._mass_rows[bucket]]
                 self._observe(step, bucket, of_lanes[:, :, start:end], of_lanes[:, :, ends[-1] :])
 
     def _observe(self, step: StepPlan, bucket: int, cached: Float32, fresh: Float32) -> None:
@@ -119,3 +120,10 @@ class PageScores:
             return [0] * len(lanes)
         found = self._field(bucket, page[None], POSITION)[0]
         return [found[self._lanes[bucket].index(lane)] for lane in sorted(lanes)]
+
+
+def _rows(plan: CompressionPlan, stage: int, lanes: Sequence[int]) -> slice | list[int]:
+    """Where a bucket's ``lanes`` are among those of its stage's mass; a slice, which copies nothing, if all are."""
+    layers = plan.layers_of(stage)
+    kept = [i for i, lane in enumerate(plan.lanes) if lane.layer in layers and not lane.removed]
+    return slice(None) if kept == list(lanes) else [kept.index(lane) for lane in lanes]

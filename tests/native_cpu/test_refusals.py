@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout, layer_table
 from kvlathe.export.plan import Bucket, Lane, Tier
 from kvlathe.runtime import native as natives
+from kvlathe.runtime import native_build
 from kvlathe.runtime.native import Native, PageWriter
 from tests.attend_cases import Case, plan_of
 from tests.native_cpu.library import Call, Op, Refused, aligned
@@ -156,3 +159,32 @@ def test_an_instruction_set_that_is_not_there_is_refused(native: Native, monkeyp
         natives.find()
     with pytest.raises(Refused, match="must be portable"):
         Call(small_case()).run(native)
+
+
+def test_missing_tensorrt_headers_are_said_with_how_to_get_them(tmp_path: Path) -> None:
+    if not shutil.which("cmake"):
+        pytest.skip("no CMake")
+    command = ["cmake", "-S", str(native_build.SOURCES), "-B", str(tmp_path), "-DKVLATHE_CUDA=OFF"]
+    done = subprocess.run([*command, "-DTENSORRT_INCLUDE_DIR="], capture_output=True, text=True, check=True)
+    said = " ".join(done.stderr.split())
+    assert "SKIPPING the TensorRT plugin" in said and "git clone --depth 1 https://github.com/NVIDIA/TensorRT" in said
+
+
+def test_the_gpus_asked_for_are_those_compiled_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a later build that asks for none is for all again: CMake remembers."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(native_build, "obstacle", lambda: "")
+    monkeypatch.setenv("KVLATHE_CUDA_ARCHITECTURES", "87")
+    native_build.build(tmp_path, cuda=True, architectures="90a")
+    native_build.build(tmp_path, cuda=True)
+    monkeypatch.delenv("KVLATHE_CUDA_ARCHITECTURES")
+    native_build.build(tmp_path)
+    assert "-DKVLATHE_CUDA_ARCHITECTURES=90a" in commands[0] and "-DKVLATHE_CUDA=ON" in commands[0]
+    assert "-DKVLATHE_CUDA_ARCHITECTURES=87" in commands[2]
+    assert "-UKVLATHE_CUDA_ARCHITECTURES" in commands[4] and "-DKVLATHE_CUDA=OFF" in commands[4]
