@@ -19,7 +19,7 @@ from kvlathe.runtime import huge_pages, native
 from kvlathe.runtime.codec import Bytes, Positions
 from kvlathe.runtime.host_pages import hot_bits
 from kvlathe.runtime.native import Native, PageWriter
-from kvlathe.runtime.ort_session import OrtSession, physical_cores
+from kvlathe.runtime.ort_session import OrtSession
 from kvlathe.runtime.ragged import whole
 from kvlathe.runtime.session import StepPlan
 
@@ -43,7 +43,7 @@ class NativeSession(OrtSession):
         assert chosen is not None
         self.library = chosen
         super().__init__(folder, plan, limits, arena_bytes, threads)
-        self._writer = PageWriter(self.library, plan, threads or physical_cores())
+        self._writer = PageWriter(self.library, plan)  # on this thread: under a millisecond a page
         huge_pages.collapse()  # the weights; the arena asks for itself
 
     def options(self, threads: int | None) -> ort.SessionOptions:
