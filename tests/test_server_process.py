@@ -38,7 +38,7 @@ def test_sigterm_under_load_refuses_the_new_and_finishes_the_old(process: tuple[
     until = time.monotonic() + 60
     while time.monotonic() < until:
         try:
-            assert httpx.get(f"{url}/health").status_code == 200
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
             break
         except httpx.ConnectError:
             time.sleep(0.05)
