@@ -42,7 +42,8 @@ def priced(
 ) -> auto.Priced:
     """Every form of every lane with its measured loss. ``remembered``: a folder for losses."""
     grid = auto.Grid(stats, form.page_tokens, form.seed)
-    what = (checkpoint.digest, stats.digest, form.page_tokens, form.seed, [(r.ids, r.rows.start) for r in read])
+    asked = [(r.ids, r.rows.start) for r in read], [(x.bits, x.axis, x.span) for x in auto.FORMATS]
+    what = (checkpoint.digest, stats.digest, form.page_tokens, form.seed, *asked)
     key = hashlib.sha256(json.dumps(what, default=int).encode()).hexdigest()[:32]
     path = None if remembered is None else remembered / f"{key}.npy"
     if path is not None and path.is_file():
@@ -58,7 +59,7 @@ def priced(
 
 def _forms(grid: auto.Grid) -> Forms:
     ranks = sorted({rank for rank, _ in grid.options})
-    codes = tuple(Code(bits, "rank", auto.GROUP, auto.SPAN[bits]) for bits in auto.BITS)
+    codes = tuple(Code(x.bits, x.axis, auto.GROUP, x.span) for x in auto.FORMATS)
 
     def tensor(x: auto.Array) -> torch.Tensor:
         return torch.tensor(np.ascontiguousarray(x), dtype=torch.float32)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,13 @@ WATCH_SECONDS = 0.05
 
 
 class Call:
-    """One request of a client: its inputs by name, and the way back."""
+    """One request of a client: its inputs by name, and the way back. The last response frees what Triton knows of it,
+    and asking for it then ends the server, so answering and asking exclude each other."""
 
     def __init__(self, request: Any) -> None:  # noqa: ANN401 (pb.InferenceRequest)
         self.id: str = request.request_id()
         self._inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
-        self._sender = request.get_response_sender()
+        self._sender, self._lock, self._over = request.get_response_sender(), threading.Lock(), False
 
     def given(self, name: str) -> np.ndarray | None:
         """An input without its batch axis; None where the client left it out."""
@@ -51,16 +51,22 @@ class Call:
     def send(self, outputs: Mapping[str, np.ndarray], last: bool) -> None:
         """One response. ``outputs``: name -> value without the batch axis."""
         tensors = [pb.Tensor(name, value[None]) for name, value in outputs.items()]
-        self._sender.send(pb.InferenceResponse(tensors), flags=FINAL if last else 0)
+        self._answer(pb.InferenceResponse(tensors), last)
 
     def refuse(self, error: Exception, code: int | None = None) -> None:
         """The only or last response: an error, by default that the request is wrong."""
         fault = pb.TritonError(str(error), pb.TritonError.INVALID_ARG if code is None else code)
-        self._sender.send(pb.InferenceResponse(error=fault), flags=FINAL)
+        self._answer(pb.InferenceResponse(error=fault), last=True)
 
     def gone(self) -> bool:
         """Whether the client has cancelled the request or closed its connection."""
-        return self._sender.is_cancelled()
+        with self._lock:
+            return not self._over and self._sender.is_cancelled()
+
+    def _answer(self, response: Any, last: bool) -> None:  # noqa: ANN401 (pb.InferenceResponse)
+        with self._lock:
+            self._over = self._over or last
+            self._sender.send(response, flags=FINAL if last else 0)
 
 
 FINAL = pb.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -78,8 +84,14 @@ class Watch:
 
     def __init__(self, also: Callable[[], None] = lambda: None) -> None:
         self._open: dict[Call, Callable[[], None]] = {}
-        self._also = also
-        threading.Thread(target=self._look, name="watch", daemon=True).start()
+        self._also, self._over = also, threading.Event()
+        self._thread = threading.Thread(target=self._look, name="watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look no more: Triton takes away what would be looked at."""
+        self._over.set()
+        self._thread.join()
 
     def add(self, call: Call, end: Callable[[], None]) -> None:
         """``end`` is called once, in the watch's thread, if the client goes before ``remove``."""
@@ -98,8 +110,7 @@ class Watch:
             end()
 
     def _look(self) -> None:
-        while True:
-            time.sleep(WATCH_SECONDS)
+        while not self._over.wait(WATCH_SECONDS):
             self._also()
             for call in list(self._open):
                 if call.gone():

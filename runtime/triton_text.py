@@ -41,6 +41,9 @@ class TritonPythonModel:
         for call in map(Call, requests):
             threading.Thread(target=self._serve, args=(call,), daemon=True).start()
 
+    def finalize(self) -> None:
+        self.watch.stop()
+
     def _serve(self, call: Call) -> None:
         request_id = uuid.uuid4().hex
         self.watch.add(call, lambda: self._stop(request_id))

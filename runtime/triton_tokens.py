@@ -86,6 +86,7 @@ class TritonPythonModel:
             self.work.put(functools.partial(self._begin, call))
 
     def finalize(self) -> None:
+        self.watch.stop()
         self.engine.close()
 
     def _work(self) -> None:

@@ -33,13 +33,31 @@ CALIBRATION: Literal["random", "text"] = "text"
 Array = npt.NDArray[np.floating]
 Choice = npt.NDArray[np.int64]
 
-BITS: tuple[Literal[8, 4, 2], ...] = (8, 4, 2)
 GROUP = 128
-"""Channels in a group: heads up to this size have one group a token."""
-SPAN = {8: 1.0, 4: 0.95, 2: 0.65}
-"""Of a group's range, what codes cover: least squared error for 64 to 128 normal numbers; spun ones nearly are that."""
-FORMATS = 2
-"""Number formats that a side may use in one plan: each pair of formats is a bucket, which costs time in every step."""
+"""Channels in a group along the rank: heads up to this size have one a token. Along the tokens a page is one."""
+SPAN = {"rank": {8: 1.0, 4: 0.95, 2: 0.65}, "token": {8: 1.0, 4: 1.0, 2: 0.8}}
+"""Of a group's range, what codes cover. Along the rank: least squared error for 64 to 128 normal numbers; spun ones
+nearly are that. A channel's numbers in a page have fewer outliers; theirs were measured on calibration text.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Of one side's codes."""
+
+    bits: Literal[8, 4, 2]
+    axis: Literal["rank", "token"]
+
+    @property
+    def span(self) -> float:
+        return SPAN[self.axis][self.bits]
+
+
+FORMATS = tuple(Format(bits, axis) for axis in ("rank", "token") for bits in (8, 4, 2))
+MOST_FORMATS = 2
+"""That a side may use in one plan: each pair of formats is a bucket, which costs time in every step."""
+PRICES = 128
+"""Of a byte, tried for a bound."""
 
 
 def rotate(stats: Stats, options: Options) -> Rotation:
@@ -58,16 +76,16 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class Grid:
-    """Every form that a side of a lane may take: option i has rank ``ranks[i]`` and ``bits[i]``."""
+    """Every form that a side of a lane may take: option i is a rank and a format."""
 
     stats: Stats
     page_tokens: int
     seed: int
 
     @cached_property
-    def options(self) -> list[tuple[int, Literal[8, 4, 2]]]:
+    def options(self) -> list[tuple[int, Format]]:
         most = allocate.whole(self.stats.shape.head_dim)
-        return list(itertools.product(range(RANK_MULTIPLE, most + 1, RANK_MULTIPLE), BITS))
+        return list(itertools.product(range(RANK_MULTIPLE, most + 1, RANK_MULTIPLE), FORMATS))
 
     @cached_property
     def _rotation(self) -> Rotation:
@@ -76,7 +94,7 @@ class Grid:
     @cached_property
     def sizes(self) -> Choice:
         """Bytes of one side of a lane in a sealed page, [options]."""
-        return np.array([coded_bytes(rank, self.page_tokens, bits, "rank", GROUP) for rank, bits in self.options])
+        return np.array([coded_bytes(rank, self.page_tokens, x.bits, x.axis, GROUP) for rank, x in self.options])
 
     def cut(self, side: str, layer: int, head: int, rank: int) -> Cut:
         found, at, d = self._rotation, (layer, head), self.stats.shape.head_dim
@@ -104,11 +122,14 @@ class Priced:
         return np.repeat(self.grid.sizes[None], len(self.loss), 0)
 
     def chosen(self, budget: int) -> Choice:
-        """The best option of every row, [2 lanes], of at most ``budget`` bytes a page and FORMATS formats a side."""
-        bits, lanes = np.array([b for _, b in self.grid.options]), len(self.loss) // 2
+        """The best option of every row, [2 lanes], of at most ``budget`` bytes a page and MOST_FORMATS formats a side.
+
+        Branch and bound over the formats: those whose bound is above what another choice has lost need no search.
+        """
         best: tuple[float, Choice] | None = None
-        for pair in itertools.product(itertools.combinations(BITS, FORMATS), repeat=2):
-            allowed = np.repeat(np.array([np.isin(bits, side) for side in pair]), lanes, 0)
+        for bound, allowed in self._bounds(budget):
+            if best is not None and bound >= best[0]:
+                break
             if np.where(allowed, self.cost, budget + 1).min(-1).sum() > budget:
                 continue
             found = allocate.cheapest(np.where(allowed, self.loss, np.inf), self.cost, budget)
@@ -116,6 +137,25 @@ class Priced:
             if best is None or total < best[0]:
                 best = total, found
         return allocate.cheapest(self.loss, self.cost, budget) if best is None else best[1]
+
+    def _bounds(self, budget: int) -> list[tuple[float, npt.NDArray[np.bool_]]]:
+        """For every choice of formats, least first, what it loses at the least, and the options [2 lanes, options] that
+        it allows. At any price of a byte the sum of least (loss + price x bytes) less that of the budget is a bound.
+        """
+        own = np.array([FORMATS.index(x) for _, x in self.grid.options])
+        sets = list(itertools.combinations(range(len(FORMATS)), MOST_FORMATS))
+        prices = np.geomspace(1e-12, 1, PRICES) * self.loss.max() / self.cost.min()
+        paid = np.empty((2, len(sets), PRICES))
+        for i, price in enumerate(prices):
+            each = self.loss + price * self.cost
+            least = np.stack([each[:, own == n].min(-1) for n in range(len(FORMATS))])  # [formats, rows]
+            for j, some in enumerate(sets):
+                paid[:, j, i] = least[list(some)].min(0).reshape(2, -1).sum(-1)
+        found = []
+        for (i, keys), (j, values) in itertools.product(enumerate(sets), repeat=2):
+            allowed = np.repeat([np.isin(own, keys), np.isin(own, values)], len(self.loss) // 2, 0)
+            found.append((float((paid[0, i] + paid[1, j] - prices * budget).max()), allowed))
+        return sorted(found, key=lambda one: one[0])
 
 
 # -- a choice as a plan ------------------------------------------------------------------------------------------------
@@ -134,12 +174,12 @@ def made(grid: Grid, choice: Choice, hot: Tier) -> Chosen:
     forms = [grid.options[i] for i in choice]
     shape, keys, values = grid.stats.shape, forms[: len(forms) // 2], forms[len(forms) // 2 :]
     lanes, basis, members = [], Basis(), dict[Tier, list[int]]()
-    for i, (lane, (rank_k, bits_k), (rank_v, bits_v)) in enumerate(
+    for i, (lane, (rank_k, k), (rank_v, v)) in enumerate(
         zip(full_lanes(shape, grid.stats.rope), keys, values, strict=True)
     ):
         cut, basis[lane.layer, lane.head] = _cut(lane, rank_k, rank_v, grid)
         lanes.append(cut)
-        tier = Tier(bits_k, bits_v, "rank", "rank", GROUP, GROUP, span_k=SPAN[bits_k], span_v=SPAN[bits_v])
+        tier = Tier(k.bits, v.bits, k.axis, v.axis, GROUP, GROUP, span_k=k.span, span_v=v.span)
         members.setdefault(tier, []).append(i)
     cold = tuple(Bucket(1 + n, tuple(own), source=0) for n, own in enumerate(members.values()))
     return Chosen(tuple(lanes), basis, (hot, *members), (Bucket(0, tuple(range(len(lanes)))), *cold))
