@@ -63,7 +63,8 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
         refuse("pages store sums of codes", "choose a compression without stored sums")
     for tier in (plan.tiers[b.tier] for b in plan.buckets if plan.tiers[b.tier].quantized):
         if tier.bits_k != tier.bits_v or (tier.axis_k, tier.axis_v) != ("rank", "token"):
-            refuse(f"{tier} is no product of codes", "group K along the rank and V along the tokens, in equal bits")
+            found = f"K has {tier.bits_k} bits along the {tier.axis_k}, V {tier.bits_v} along the {tier.axis_v}"
+            refuse(found, "choose equal bits, K's groups along the rank and V's along the tokens")
         if tier.group_v < 32 or tier.group_v & (tier.group_v - 1) or plan.page_tokens % tier.group_v:
             refuse(f"V has groups of {tier.group_v} tokens", "choose 32, 64 or 128, dividing a page")
         if plan.page_tokens % 64 or plan.page_tokens & (plan.page_tokens - 1):

@@ -105,7 +105,7 @@ def test_plans_that_the_kernels_do_not_run_are_refused_with_what_to_do() -> None
     hot = dataclasses.replace(plan, tiers=(Tier(32, 32),))
     keys = dataclasses.replace(plan, tiers=(Tier(16, 16), Tier(4, 4, "token", "token")), buckets=stored.buckets)
     for refused, words in (
-        (keys, "no product of codes"),
+        (keys, "bits along the"),
         (budget, "cannot run a compression that ranks tokens"),
         (stored, "sums of codes"),
         (many, "8 buckets"),

@@ -1,11 +1,11 @@
 """The frontier: bytes against accuracy of ``auto`` and of every method that one sequence can score, in one table.
 
     python tests/bench/auto.py [--model DIR] [--windows 8] [--window-tokens 1024] [--every 3] [--device cuda] [--plot F]
-                               [--engine 0.8 ...] [--no-frontier]
+                               [--engine 0.8 ...] [--no-frontier [--at 0.8 ...]]
 
 Plans are scored by the torch decoder as an engine computes them on a one-page grid (tests/test_sealed.py); ``--engine``
-builds, loads and measures ``auto`` at a ratio as a user would (``--no-frontier``: that, and the torch decoder's row of
-the same ratio, alone). Bytes: all pages of a sequence of 3,072 tokens, scales
+builds, loads and measures ``auto`` at a ratio as a user would (``--no-frontier``: those ratios and those of ``--at``
+alone). Bytes: all pages of a sequence of 3,072 tokens, scales
 and the hot page included (the mean over the last page), against the uncompressed cache in 16 bit. ``auto`` is measured
 on the end of the calibration text and on questions that are not asked here. ``shuffled``: the same forms dealt to other
 heads. One table, what each target costs in bytes, and one JSON line.
@@ -110,9 +110,9 @@ def measured_rows(bench: Bench, found: auto.Priced, ratios: Sequence[float]) -> 
             yield bench.row("auto", ratio, plans.at(ratio))
 
 
-def shuffled_rows(bench: Bench, found: auto.Priced) -> Iterator[dict[str, Any]]:
+def shuffled_rows(bench: Bench, found: auto.Priced, ratios: Sequence[float]) -> Iterator[dict[str, Any]]:
     shape = bench.checkpoint.spec.shape
-    for ratio in SHUFFLED:
+    for ratio in ratios:
         choice = found.chosen(int((1 - ratio) * 4 * shape.layers * shape.kv_heads * shape.head_dim * FORM.page_tokens))
         dealt = auto.shuffled(choice, np.random.default_rng(0), len(choice) // 2)
         yield bench.row("auto, shuffled", ratio, plan_of("auto", found, dealt, FORM))
@@ -210,8 +210,17 @@ def chart(rows: list[dict[str, Any]]) -> str:
     "--engine", "ratios", multiple=True, type=float, help="Ratios to measure through the exported engine too."
 )
 @click.option("--frontier/--no-frontier", default=True, help="Measure more than the ratios of --engine.")
+@click.option("--at", multiple=True, type=float, help="Ratios of auto, where not all are measured.")
 @click.option("--plot", type=click.Path(path_type=Path), help="Write the frontier as an HTML page.")
-def main(model: Path, device: str, ratios: tuple[float, ...], frontier: bool, plot: Path | None, **asked: int) -> None:
+def main(
+    model: Path,
+    device: str,
+    ratios: tuple[float, ...],
+    frontier: bool,
+    at: tuple[float, ...],
+    plot: Path | None,
+    **asked: int,
+) -> None:
     """Measure the frontier of bytes against accuracy."""
     checkpoint = Checkpoint(model)
     encoder, text, questions = (
@@ -227,9 +236,11 @@ def main(model: Path, device: str, ratios: tuple[float, ...], frontier: bool, pl
     found = priced(checkpoint, stats, FORM, readings(exams), cache.curves_folder())
     spec = checkpoint.spec
     none = compose("none", spec.shape, spec.rope is not None, None, Options(), FORM)
-    rows = [bench.row("none", None, none), *measured_rows(bench, found, RATIOS if frontier else ratios)]
+    wanted = RATIOS if frontier else sorted({*at, *ratios})
+    rows = [bench.row("none", None, none), *measured_rows(bench, found, wanted)]
+    rows += list(shuffled_rows(bench, found, [ratio for ratio in SHUFFLED if ratio in wanted]))
     if frontier:
-        rows += [*shuffled_rows(bench, found), *other_rows(bench, found)]
+        rows += list(other_rows(bench, found))
     rows += list(engine_rows(bench, ratios, asked))
     goals = targets(rows)
     title = f"{model.name}: bytes of 3,072 tokens against 16 bit"
