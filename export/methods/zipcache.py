@@ -64,7 +64,7 @@ def _asked(written: dict[str, str]) -> dict[str, Any]:
 
 
 def _tier(bits: Any, asked: dict[str, Any], page_tokens: int) -> Tier:  # noqa: ANN401 (2, 4 or 8)
-    span = SPAN[bits] if asked["ends"] == "cut" else 1.0
+    span = SPAN["rank"][bits] if asked["ends"] == "cut" else 1.0
     if asked["keys"] == "channel":
         return Tier(bits, bits, "token", "rank", page_tokens, WHOLE, span_k=span)
     return Tier(bits, bits, "rank", "rank", WHOLE, WHOLE, span_k=span)
