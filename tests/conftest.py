@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+"""A shell starts what runs in its background with interrupts ignored; processes that tests interrupt would inherit that.
+"""
 
 
 @pytest.fixture(scope="session")

@@ -2,8 +2,9 @@
 
 The basis is the balanced one (rotation.py). What is kept of it is turned before it is coded: in axes where stored
 vectors and their readers have equal variances (Cauchy and Schwarz: the trace of one times that of the other is least
-there), spun so that no channel sets a group's range. Groups run along the rank, one for each token. Which form each
-side of each lane takes is a knapsack over measured losses (export/sensitivity.py, export/allocate.py); docs/auto.md.
+there), spun so that no channel sets a group's range. Groups run along the rank, one for each token, or along a page's
+tokens, one for each channel. Which form each side of each lane takes is a knapsack over measured losses
+(export/sensitivity.py, export/allocate.py); docs/auto.md.
 """
 
 from __future__ import annotations
