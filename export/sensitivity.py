@@ -159,14 +159,18 @@ class Lane:
         self.q, self.k, self.v, self.pull = (F.pad(x, (0, 0, 0, short)) for x in (seen.q, seen.k, seen.v, seen.pull))
         self.page, self.tokens = page, self.k.shape[0]
         pages = torch.arange(self.tokens) // page
-        self.later = torch.ones(self.tokens, self.tokens, dtype=torch.bool).triu(1)
+        self.mask = torch.full((self.tokens, self.tokens), -torch.inf).triu(1)
         self.own = pages[:, None] == pages[None, :]
         self.shares = self._softmax(self.q @ self.k.mT)
         self.worth = self.pull @ self.v.mT  # [S, G, T, T]: what a share of each value adds to the scores
-        self.before = (self.shares * self.worth).sum(-1)
+        self.before = self._worth_of(self.shares)
 
     def _softmax(self, scores: Tensor) -> Tensor:
-        return scores.masked_fill(self.later, -torch.inf).softmax(-1)
+        """In the place of ``scores``."""
+        return scores.add_(self.mask).softmax(-1)
+
+    def _worth_of(self, shares: Tensor) -> Tensor:
+        return torch.einsum("gtj,sgtj->sgt", shares, self.worth)
 
     def keys(self, forms: Iterable[Form]) -> Iterator[float]:
         """Sum of squared moves for each code of each form of K."""
@@ -178,7 +182,7 @@ class Lane:
                 scores = q @ rounded(kept, code, self.page).mT
                 blocks = scores.view(len(q), len(pages), self.page, len(pages), self.page)
                 blocks[:, pages, :, pages] = fresh.transpose(0, 1)
-                yield self._moved((self._softmax(scores) * self.worth).sum(-1))
+                yield self._moved(self._worth_of(self._softmax(scores)))
 
     def values(self, forms: Iterable[Form]) -> Iterator[float]:
         """Sum of squared moves for each code of each form of V."""

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-"""A shell starts what runs in its background with interrupts ignored; processes that tests interrupt would inherit that.
-"""
+"""A shell runs what is in its background with interrupts ignored; processes that tests interrupt would inherit that."""
 
 
 @pytest.fixture(scope="session")
