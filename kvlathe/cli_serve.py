@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from kvlathe import console
-from kvlathe.cli_common import ENGINE
+from kvlathe.cli_common import ENGINE, PATH
 from kvlathe.cli_run import THREADS
 from kvlathe.errors import KvlatheError
 
@@ -39,6 +39,7 @@ class Size(click.ParamType):
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 is every one.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0: any free one.")
 @click.option("--served-model-name", "model", help="What clients call the model. [default: the checkpoint's name]")
+@click.option("--chat-template", type=PATH, help="A file with one, in place of the checkpoint's.")
 @click.option(
     "--api-key",
     "keys",
@@ -83,6 +84,7 @@ def serve_command(
     host: str,
     port: int,
     model: str | None,
+    chat_template: Path | None,
     keys: tuple[str, ...],
     max_body: int,
     max_waiting: int,
@@ -118,6 +120,7 @@ def serve_command(
         share_prefixes=share_prefixes,
         threads=threads,
         drain_seconds=drain_seconds,
+        chat_template=chat_template,
     )
     serve(engine, settings)
 

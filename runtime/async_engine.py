@@ -25,6 +25,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import chain
 from types import TracebackType
 from typing import Protocol
 
@@ -243,6 +244,14 @@ class AsyncEngine:
     def waiting(self) -> int:
         return max(0, self._open - self.running)
 
+    @property
+    def bytes_used(self) -> int:
+        """Of the pages of running sequences, shared ones once. Pages that are only kept in case they are wanted again
+        do not count: a cache that is full of them has room."""
+        strides, tables = self.llm.pool.strides, [s.table.pages for s in list(self.llm.engine.scheduler.running)]
+        owned = [set(chain.from_iterable(ids)) for ids in zip(*tables, strict=True)]
+        return sum(len(pages) * stride for pages, stride in zip(owned, strides, strict=False))
+
     # -- the caller's thread ---------------------------------------------------------------------------------------
     def _request(
         self,
@@ -330,6 +339,8 @@ class AsyncEngine:
             self.observer.grew(sequence, len(delta.token_ids), sequence.last_token - before)
         if sequence.finish_reason:
             self._forget(sequence, request)
+        if sequence.error:
+            log.error("a request failed", exc_info=sequence.error)
         try:
             request.on_delta(delta)
         except Exception:  # the receiver is gone

@@ -7,6 +7,7 @@ for answer in llm.generate(["def main():", "# How to install"], SamplingParams(m
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Items
@@ -164,6 +165,12 @@ class LLM:
     def sharable(self) -> bool:
         """Whether sequences that begin alike may share what they begin with."""
         return self.plan.sharable
+
+    @property
+    def most_tokens(self) -> int:
+        """Of a sequence that the limits allow and the cache can hold, whatever its prompt's length."""
+        lengths = range(1, self.limits.max_seq_len + 1)
+        return bisect.bisect_right(lengths, False, key=lambda n: not self.pool.fits([self.pool.worst_pages(n)]))
 
     def encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]

@@ -9,7 +9,9 @@ jinja2's immutable sandbox, with the helpers that transformers gives it.
 from __future__ import annotations
 
 import datetime
+import functools
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,18 @@ from kvlathe.errors import KvlatheError
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What a decoder writes for bytes that are no character (yet)."""
+
+
+BYTE = re.compile("<0x([0-9A-F]{2})>")
+"""How SentencePiece's vocabularies write a byte that is no character."""
+
+
+@functools.cache
+def byte_alphabet() -> dict[str, int]:
+    """Byte-level vocabularies write bytes as printable characters (GPT-2's bytes_to_unicode): character -> byte."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class Tokenizer:
@@ -40,15 +54,55 @@ class Tokenizer:
         if backend is not None:
             backend.add_special_tokens([t for t in self.special.values() if backend.token_to_id(t) is None])
         self._backend = backend
+        added = {} if backend is None else backend.get_added_tokens_decoder()
+        self._pieces: dict[int, bytes] = {}
+        self.special_ids = frozenset(token for token, entry in added.items() if entry.special)
         self.chat_template = chat_template(folder)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._encoded(text, add_special_tokens).ids
+
+    def starts(self, text: str) -> list[int]:
+        """Where each token of ``encode(text)`` begins in the text, in characters."""
+        return [start for start, _ in self._encoded(text, True).offsets]
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        """As a batch: unlike ``encode``, that lets other threads run meanwhile."""
+        return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if self._backend is None:
             return ""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def piece(self, token: int) -> bytes:
+        """What a token writes after others, maybe part of a character. Of a special token, which writes nothing, its
+        name. Empty without tokenizer.json."""
+        if token not in self._pieces:
+            self._pieces[token] = self._piece(token)
+        return self._pieces[token]
+
+    def _piece(self, token: int) -> bytes:
+        if self._backend is None:
+            return b""
+        first = self._first  # what begins a text may lose its space
+        text = self.decode([*first, token], skip_special_tokens=False)[len(self.decode(first)) :]
+        name = self._backend.id_to_token(token) or ""
+        if UNFINISHED not in text:
+            return text.encode()
+        if found := BYTE.fullmatch(name):
+            return bytes.fromhex(found[1])
+        alphabet = byte_alphabet()
+        return bytes(alphabet[c] for c in name) if all(c in alphabet for c in name) else text.encode()
+
+    @functools.cached_property
+    def _first(self) -> list[int]:
+        return self.encode("a", add_special_tokens=False)
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """Characters of the vocabulary's longest entry."""
+        return max(map(len, self.backend.get_vocab()), default=1)
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
@@ -137,6 +191,16 @@ def chat_template(folder: Path) -> str | None:
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}.get("default")
     return template
+
+
+def read_template(path: Path) -> str:
+    """A chat template out of a file. Raises KvlatheError where it is none."""
+    try:
+        text = path.read_text("utf-8")
+        sandbox().from_string(text)
+    except (OSError, UnicodeError, jinja2.TemplateError) as error:
+        raise KvlatheError(f"{path} is no chat template", str(error), "give a file in jinja2's language") from error
+    return text
 
 
 def sandbox() -> ImmutableSandboxedEnvironment:

@@ -9,7 +9,7 @@ from kvlathe.runtime.async_engine import AsyncEngine
 GAUGES = {
     "kvlathe_num_requests_running": "Sequences in the batch",
     "kvlathe_num_requests_waiting": "Sequences that wait for their turn",
-    "kvlathe_kv_cache_usage_perc": "Share of the KV cache's bytes in use (0 to 1)",
+    "kvlathe_kv_cache_usage_perc": "Share of the KV cache's bytes in use by running sequences (0 to 1)",
 }
 
 
@@ -22,7 +22,7 @@ class Gauges:
         self._gauges = [family.Metric(labels={"model": model}) for family in self._families]
 
     def report(self) -> None:
-        pool = self._engine.llm.pool
-        values = (self._engine.running, self._engine.waiting, pool.bytes_in_use / pool.arena_bytes)
+        engine = self._engine
+        values = (engine.running, engine.waiting, engine.bytes_used / engine.llm.pool.arena_bytes)
         for gauge, value in zip(self._gauges, values, strict=True):
             gauge.set(float(value))

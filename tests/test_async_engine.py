@@ -16,6 +16,7 @@ from runtime_cases import LIMITS, llm, text
 from kvlathe.errors import KvlatheError
 from kvlathe.runtime.async_engine import AsyncEngine, Busy, Delta, Request
 from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.prefix import PrefixCache
 from kvlathe.runtime.sampler import SamplingParams
 from kvlathe.runtime.session import StepPlan
 
@@ -82,6 +83,19 @@ def test_several_answers_of_one_prompt_compute_it_once(kind: str) -> None:
         alone = llm("torch", kind).generate([prompt], dataclasses.replace(params, seed=7 + i))[0]
         assert found.tokens[i] == alone.token_ids
     assert len({tuple(tokens) for tokens in found.tokens.values()}) > 1
+
+
+def test_pages_that_are_only_kept_do_not_count_as_used() -> None:
+    """Else a cache looks full for ever, and whoever adds machines by that adds them for ever."""
+    made = llm("torch", "split")
+    made.engine.scheduler.prefixes = PrefixCache(made.pool)
+    with AsyncEngine(made) as engine:
+        seen = Answers()
+        request = engine.submit([text(300)], LONG, seen)
+        assert seen.begun.wait(60) and 0 < engine.bytes_used <= made.pool.bytes_in_use
+        engine.cancel(request)
+        wait(request)
+        assert engine.bytes_used == 0 < made.pool.bytes_in_use
 
 
 def test_a_cancelled_request_ends_at_once_and_gives_its_pages_back(engine: AsyncEngine) -> None:

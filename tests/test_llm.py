@@ -78,6 +78,17 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
         llm("torch", "one", tokens=64).generate([list(text(700))], SamplingParams(max_new_tokens=500))
 
 
+@pytest.mark.parametrize("kind", ["split", "sealed", "budget"])
+def test_the_longest_sequence_fits_and_no_longer_one(kind: str) -> None:
+    made = llm("torch", kind, 300)
+    most = made.most_tokens
+    assert 0 < most < made.limits.max_seq_len
+    prompt = list(text(most - 1))
+    made.engine.scheduler.check(made.sequence(prompt, SamplingParams(max_new_tokens=1)))
+    assert not made.pool.fits([made.pool.worst_pages(most + 1)])
+    assert llm("torch", kind).most_tokens == made.limits.max_seq_len
+
+
 # -- engine folders --------------------------------------------------------------------------------------------------
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import openai
 import pytest
+from pydantic import BaseModel, ValidationError
 from runtime_cases import llm, text
 from serving_cases import MODEL_NAME, Served, replaced, serving, with_template
 
@@ -23,6 +24,7 @@ from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.sampler import SamplingParams
 from kvlathe.runtime.session import StepPlan
 from kvlathe.server.metrics import State
+from kvlathe.server.schema import ChatRequest, CompletionRequest
 
 KEY = "sk-test"
 PROMPT = "def main():\n"
@@ -131,6 +133,46 @@ def test_logprobs_and_echo(client: openai.OpenAI, served: Served) -> None:
     scored = client.completions.create(model=MODEL_NAME, prompt=PROMPT, max_tokens=0, logprobs=1, echo=True)
     assert scored.choices[0].text == PROMPT and scored.choices[0].logprobs
     assert scored.choices[0].logprobs.token_logprobs == pytest.approx(report.token_logprobs[: len(ids)], abs=1e-3)
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_characters_of_several_tokens_are_reported_whole(client: openai.OpenAI, served: Served, as_ids: bool) -> None:
+    """A character may be split over tokens: these are shown as bytes, and offsets count characters of the text."""
+    text, ids = "日本 naïve 🎉!", served.llm.tokenizer.encode("日本 naïve 🎉!")
+    found = client.completions.create(
+        model=MODEL_NAME, prompt=ids if as_ids else text, max_tokens=0, logprobs=20, echo=True
+    )
+    report = found.choices[0].logprobs
+    assert found.choices[0].text == text and report and report.tokens and report.text_offset and report.top_logprobs
+    shown = [
+        bytes.fromhex(token[6:].replace("\\x", "")) if token.startswith("bytes:") else token.encode()
+        for token in report.tokens
+    ]
+    assert b"".join(shown) == text.encode() and any(token.startswith("bytes:") for token in report.tokens)
+    begun = [len(b"".join(shown[:i]).decode(errors="ignore")) for i in range(len(shown))]
+    assert report.text_offset == begun
+    assert all(len(top) >= 20 for top in report.top_logprobs[1:])  # none of them hides another
+
+
+def test_a_prompt_is_echoed_as_it_was_sent(client: openai.OpenAI) -> None:
+    text = "a<|endoftext|>b"
+    found = client.completions.create(model=MODEL_NAME, prompt=text, max_tokens=0, logprobs=0, echo=True).choices[0]
+    assert found.text == text and found.logprobs and found.logprobs.text_offset == [0, 1, 14]
+
+
+def test_bytes_of_a_chats_tokens_make_up_its_text(client: openai.OpenAI, served: Served) -> None:
+    ids = served.llm.tokenizer.encode("日本語é🎉")
+    found = client.chat.completions.create(
+        model=MODEL_NAME,
+        messages=[{"role": "user", "content": "a"}],
+        max_tokens=24,
+        seed=1,
+        logprobs=True,
+        logit_bias={str(token): 100 for token in ids},
+    ).choices[0]
+    assert found.logprobs and found.logprobs.content
+    whole = b"".join(bytes(entry.bytes or ()) for entry in found.logprobs.content)
+    assert whole.decode(errors="replace") == found.message.content and not whole.isascii()
 
 
 def test_penalties_and_biases_reach_the_sampler(client: openai.OpenAI, served: Served) -> None:
@@ -255,6 +297,8 @@ IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
         ("completions", {"prompt": "a", "stop_token_ids": [8192]}, 400, "stop_token_ids"),
         ("completions", {"prompt": "a", "trust_remote_code": True}, 400, "trust_remote_code"),
         ("completions", {"prompt": "a", "stream_options": {"foo": 1}}, 400, "stream_options.foo"),
+        ("completions", {"prompt": "a", "stream_options": {"include_usage": True}}, 400, "stream_options"),
+        ("completions", {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, 400, "logit_bias"),
         ("completions", {"prompt": "a", "deadline_seconds": 1e-6}, 408, "deadline_seconds"),
         ("chat/completions", {"messages": []}, 400, "messages"),
         ("chat/completions", {"messages": [{"role": "wizard", "content": "a"}]}, 400, "messages.0.role"),
@@ -283,6 +327,62 @@ def test_the_client_raises_its_own_errors(client: openai.OpenAI, served: Served)
     stranger = openai.OpenAI(base_url=f"{served.url}/v1", api_key="sk-wrong", max_retries=0)
     with pytest.raises(openai.AuthenticationError, match="Incorrect API key"):
         stranger.models.list()
+
+
+def test_a_passed_deadline_is_not_tried_again_by_the_client(served: Served) -> None:
+    patient = openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=2)
+    seen, submit = [], served.engine.submit
+    served.engine.submit = lambda *a, **k: seen.append(a) or submit(*a, **k)  # type: ignore[method-assign]
+    try:
+        with pytest.raises(openai.APIStatusError, match="deadline_seconds"):
+            patient.completions.create(model=MODEL_NAME, prompt="a", extra_body={"deadline_seconds": 1e-6})
+    finally:
+        served.engine.submit = submit  # type: ignore[method-assign]
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (CompletionRequest, {"prompt": [-1] * 50_000}),
+        (CompletionRequest, {"prompt": [5] * 50_000 + [-1]}),
+        (CompletionRequest, {"prompt": [[-1]] * 50_000}),
+        (CompletionRequest, {"prompt": [""] * 50_000}),
+        (CompletionRequest, {"prompt": "a", "stop": [1] * 50_000}),
+        (CompletionRequest, {"prompt": "a", "stop_token_ids": [-1] * 50_000}),
+        (CompletionRequest, {"prompt": "a", "logit_bias": {str(i): "x" for i in range(50_000)}}),
+        (CompletionRequest, {"prompt": "a", **{f"k{i}": 1 for i in range(50_000)}}),
+        (CompletionRequest, {"prompt": "a", "stream_options": {f"k{i}": 1 for i in range(50_000)}}),
+        (ChatRequest, {"messages": [{}] * 50_000}),
+        (ChatRequest, {"messages": [{"role": "user", "content": [{}] * 50_000}]}),
+    ],
+)
+def test_of_a_million_faults_few_are_looked_at(kind: type[BaseModel], body: dict[str, Any]) -> None:
+    """Each would cost kilobytes and time in which the server answers nobody."""
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate({"model": MODEL_NAME, **body})
+    assert refused.value.error_count() < 8
+
+
+def test_a_text_that_cannot_fit_is_not_split_into_tokens(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, kept = served.llm.tokenizer, served.llm.limits
+    replaced(served.llm, max_input_len=16)
+    length = 16 * max(len(piece) for piece in tokenizer.backend.get_vocab()) + 1
+    monkeypatch.setattr(tokenizer, "encode", lambda *_, **__: pytest.fail("it was split"))
+    found = post(served, prompt=" " * length)
+    served.llm.limits = served.llm.engine.scheduler.limits = kept
+    assert found.status_code == 400 and found.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_chat_that_names_no_length_gets_what_the_cache_holds(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache may hold less than the longest sequence that the engine takes."""
+    asked, pool, submit = [], served.llm.pool, served.engine.submit
+    monkeypatch.setattr(served.engine, "submit", lambda *a, **k: asked.append(a[1].max_new_tokens) or submit(*a, **k))
+    fits = pool.fits
+    monkeypatch.setattr(pool, "fits", lambda pages: fits(pages) and pages[0][0] <= 2)
+    found = post(served, "chat/completions", messages=[{"role": "user", "content": "a"}], logit_bias={"0": 100})
+    prompt = found.json()["usage"]["prompt_tokens"]
+    assert found.status_code == 200 and asked == [2 * served.llm.plan.page_tokens - prompt]
 
 
 def test_what_is_no_request_at_all(served: Served) -> None:
@@ -385,7 +485,9 @@ def test_saved_bytes_count_shared_pages_once() -> None:
     assert not engine.pool.bytes_in_use
 
 
-def test_a_step_that_raises_fails_the_guilty_alone(served: Served, client: openai.OpenAI) -> None:
+def test_a_step_that_raises_fails_the_guilty_alone(
+    served: Served, client: openai.OpenAI, caplog: pytest.LogCaptureFixture
+) -> None:
     run = served.llm.session.run
 
     def breaking(step: StepPlan) -> npt.NDArray[np.float32]:
@@ -397,6 +499,7 @@ def test_a_step_that_raises_fails_the_guilty_alone(served: Served, client: opena
     try:
         good = raw_request(served, prompt=PROMPT, max_tokens=20, temperature=0, ignore_eos=False)
         found = post(served, prompt=[8191, 5])
+        assert "secret detail" in caplog.text  # for who runs the server, not for who asks
         assert (
             found.status_code == 500 and "secret" not in found.text and found.json()["error"]["code"] == "engine_error"
         )

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import openai
@@ -20,8 +21,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
-def process(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:  # noqa: F811
+def process(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen[str], str]]:  # noqa: F811
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text("{{ messages[0].content }}")
     command = [sys.executable, "-m", "kvlathe.cli", "serve", str(folder), "--port", "0", "--threads", "1"]
+    command += ["--chat-template", str(template)]
     started = subprocess.Popen(
         [*command, "--drain-seconds", "60", "--cache-size", "64M"], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
@@ -43,6 +47,10 @@ def test_sigterm_under_load_refuses_the_new_and_finishes_the_old(process: tuple[
         except httpx.ConnectError:
             time.sleep(0.05)
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+    messages: Any = [{"role": "user", "content": "def main():"}]  # the shipped model has no template of its own
+    chat = client.chat.completions.create(model="lathe-5m", messages=messages, max_tokens=4, temperature=0)
+    plain = client.completions.create(model="lathe-5m", prompt="def main():", max_tokens=4, temperature=0)
+    assert chat.choices[0].message.content == plain.choices[0].text
     tokens, begun, ends = [0] * 8, threading.Barrier(9), [""] * 8
 
     def read(i: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from transformers import AutoTokenizer
 
 from kvlathe import tokenizer_files
 from kvlathe.errors import KvlatheError
-from kvlathe.runtime.tokenizer import TextStream, Tokenizer
+from kvlathe.runtime.tokenizer import TextStream, Tokenizer, read_template
 from kvlathe.tasks import FolderEncoder
 
 OURS = Tokenizer(MODEL)
@@ -110,6 +111,14 @@ def test_templates_cannot_leave_the_sandbox(tmp_path: Path, template: str) -> No
         Tokenizer(tmp_path).chat_prompt(CHAT)
 
 
+@pytest.mark.parametrize("content", [None, b"{% for %}", b"\xff"])
+def test_a_file_that_is_no_template_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "chat.jinja").write_bytes(content)
+    with pytest.raises(KvlatheError, match="is no chat template"):
+        read_template(tmp_path / "chat.jinja")
+
+
 def test_without_a_template_there_is_no_chat() -> None:
     with pytest.raises(KvlatheError, match="no chat template"):
         OURS.chat_prompt(CHAT)
@@ -175,6 +184,43 @@ def test_unreadable_tokenizers_are_refused(tmp_path: Path, read: type, content: 
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(KvlatheError, match=words):
         read(tmp_path).encode("text")
+
+
+# -- pieces of text ----------------------------------------------------------------------------------------------------
+@settings(max_examples=60, deadline=None)
+@given(text=TEXTS)
+def test_pieces_of_tokens_make_up_the_text(text: str) -> None:
+    ids, bytes_ = OURS.encode(text), text.encode()
+    pieces = [OURS.piece(token) for token in ids]
+    assert b"".join(pieces) == bytes_
+    for i, start in enumerate(OURS.starts(text)):  # in characters; a token inside of one begins where it does
+        before = len(b"".join(pieces[:i]))
+        assert start == len(bytes_[:before].decode(errors="ignore"))
+
+
+def test_pieces_keep_what_a_texts_beginning_loses(tmp_path: Path) -> None:
+    ours = Tokenizer(sentencepiece_like(tmp_path, {}, True))
+    ids = ours.encode("hello wé")
+    assert b"".join(map(ours.piece, ids)) == "<s> hello wé".encode()
+    assert ours.piece(3 + 0xC3) == b"\xc3" and ours.special_ids == {0, 1, 2}
+    assert Tokenizer(tmp_path / "none").piece(5) == b""
+
+
+def test_other_threads_run_while_a_long_text_is_split() -> None:
+    """An engine's thread among them: a client's text must not stop everybody's answers."""
+    ticks, over = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not over.wait(0.001):
+            ticks += 1
+
+    other = threading.Thread(target=tick)
+    other.start()
+    OURS.encode("hello world " * 40_000)
+    over.set()
+    other.join()
+    assert ticks > 3
 
 
 # -- streaming -------------------------------------------------------------------------------------------------------

@@ -1,1 +1,2 @@
-"""An engine folder behind HTTP, as the OpenAI API: schema (what is said), answers (how it is computed), app, run."""
+"""An engine folder behind HTTP, as the OpenAI API: schema (what is said), choices and answers (how it is written and
+computed), app, run."""

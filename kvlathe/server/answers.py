@@ -1,27 +1,26 @@
-"""From requests to answers: text to tokens, deltas of the engine to choices, whole or as a stream of events."""
+"""From requests to answers: text to tokens, deltas of the engine to responses, whole or as a stream of events."""
 
 from __future__ import annotations
 
 import json
 import time
 import uuid
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
 
 from kvlathe.errors import KvlatheError
 from kvlathe.runtime.async_engine import AsyncEngine, Delta
-from kvlathe.runtime.sampler import SamplingParams, TokenLogprob
-from kvlathe.runtime.tokenizer import UNFINISHED, Tokenizer
+from kvlathe.runtime.sampler import SamplingParams
+from kvlathe.server.choices import Chat, Completions, Echo, Json, Kind
 from kvlathe.server.errors import ApiError, refusal
 from kvlathe.server.schema import ChatRequest, CompletionRequest
 
 DEFAULT_TOKENS = 16
 """Of a completion that does not say max_tokens, as the OpenAI API has it."""
 
-Json = dict[str, Any]
+ONCE = {"x-should-retry": "false"}
+"""OpenAI's clients send a request again after a 408 unless they are told not to: its time is over."""
 
 
 @dataclass(slots=True)
@@ -42,99 +41,6 @@ class Job:
         self.id = f"{self.kind.prefix}-{uuid.uuid4().hex}"
 
 
-class Kind(ABC):
-    """One of the two APIs: how a choice is written."""
-
-    prefix = object = chunk_object = ""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-
-    def opening(self, index: int) -> Json | None:
-        """What a stream says of a choice before its text."""
-        return None
-
-    @abstractmethod
-    def choice(self, delta: Delta) -> Json:
-        """A whole answer."""
-
-    def chunk(self, delta: Delta) -> Json:
-        """A piece of one."""
-        return self.choice(delta)
-
-    def token(self, token: int) -> str:
-        return self.tokenizer.decode([token], skip_special_tokens=False)
-
-
-class Completions(Kind):
-    """``echoes``: prompts to begin the texts with, for each of their ``n`` choices."""
-
-    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
-
-    def __init__(self, tokenizer: Tokenizer, reports: bool, echoes: Sequence[list[int]] = (), n: int = 1) -> None:
-        super().__init__(tokenizer)
-        self.reports, self.echoes, self.n = reports, echoes, n
-        self._offsets: dict[int, int] = {}  # characters that have gone before, for each choice
-        self._echoed: set[int] = set()
-
-    def choice(self, delta: Delta) -> Json:
-        text, reports = delta.text, [*delta.logprobs]
-        if self.echoes and delta.index not in self._echoed:
-            self._echoed.add(delta.index)
-            prompt = self.echoes[delta.index // self.n]
-            text = self.tokenizer.decode(prompt) + text
-            if self.reports:
-                reports = [TokenLogprob(prompt[0], float("nan"), ()), *delta.prompt_logprobs, *reports]
-        logprobs = self._logprobs(delta.index, reports) if self.reports else None
-        return {"index": delta.index, "text": text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
-
-    def _logprobs(self, index: int, reports: list[TokenLogprob]) -> Json:
-        tokens, offsets = [self.token(r.token_id) for r in reports], []
-        at = self._offsets.get(index, 0)
-        for token in tokens:
-            offsets.append(at)
-            at += len(token)
-        self._offsets[index] = at
-        known = [r.logprob == r.logprob for r in reports]  # the first token of a prompt has no probability
-        tops = [{self.token(t): p for t, p in [(r.token_id, r.logprob), *r.top]} for r in reports]
-        return {
-            "tokens": tokens,
-            "token_logprobs": [r.logprob if k else None for r, k in zip(reports, known, strict=True)],
-            "top_logprobs": [top if k else None for top, k in zip(tops, known, strict=True)],
-            "text_offset": offsets,
-        }
-
-
-class Chat(Kind):
-    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
-
-    def __init__(self, tokenizer: Tokenizer, reports: bool) -> None:
-        super().__init__(tokenizer)
-        self.reports = reports
-
-    def opening(self, index: int) -> Json:
-        delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def choice(self, delta: Delta) -> Json:
-        return self._with("message", {"role": "assistant", "content": delta.text}, delta)
-
-    def chunk(self, delta: Delta) -> Json:
-        return self._with("delta", {"content": delta.text} if delta.text else {}, delta)
-
-    def _with(self, name: str, value: Json, delta: Delta) -> Json:
-        logprobs = {"content": [self._report(r) for r in delta.logprobs]} if self.reports else None
-        return {"index": delta.index, name: value, "logprobs": logprobs, "finish_reason": delta.finish_reason}
-
-    def _report(self, report: TokenLogprob) -> Json:
-        tops = [self._likely(token, logprob) for token, logprob in report.top]
-        return {**self._likely(report.token_id, report.logprob), "top_logprobs": tops}
-
-    def _likely(self, token: int, logprob: float) -> Json:
-        text = self.token(token)
-        return {"token": text, "logprob": logprob, "bytes": None if UNFINISHED in text else list(text.encode())}
-
-
 class Answerer:
     """Answers requests with one engine, under the served ``model`` name."""
 
@@ -153,7 +59,8 @@ class Answerer:
         n, echo = request.n or 1, bool(request.echo)
         wanted = (request.logprobs or 0) if echo and (request.logprobs is not None or not tokens) else None
         params = self._params(request, tokens, request.logprobs, wanted)
-        kind = Completions(self.llm.tokenizer, request.logprobs is not None, prompts if echo else (), n)
+        echoes = [*map(self._echo, request.prompts, prompts)] if echo else ()
+        kind = Completions(self.llm.tokenizer, request.logprobs is not None, echoes, n)
         return self._job(request, prompts, params, n, "prompt", kind)
 
     def chat(self, request: ChatRequest) -> Job:
@@ -163,14 +70,26 @@ class Answerer:
             raise ApiError(422, f"messages: {error}", "messages", "chat_template") from error
         self._check_count(1, request.n or 1)
         prompt = self._encode(text, "messages", False)
-        left = max(1, self.llm.limits.max_seq_len - len(prompt))
+        left = max(1, self.llm.most_tokens - len(prompt))
         tokens = request.max_completion_tokens or request.max_tokens or min(left, self.max_new_tokens)
         params = self._params(request, tokens, (request.top_logprobs or 0) if request.logprobs else None)
         kind = Chat(self.llm.tokenizer, bool(request.logprobs))
         return self._job(request, [prompt], params, request.n or 1, "messages", kind)
 
+    def _echo(self, given: str | list[int], ids: list[int]) -> Echo:
+        tokenizer = self.llm.tokenizer
+        return (
+            Echo(ids, given, tokenizer.starts(given))
+            if isinstance(given, str)
+            else Echo(ids, tokenizer.decode(ids), None)
+        )
+
     def _encode(self, text: str, param: str, special: bool) -> list[int]:
         try:
+            most = self.llm.limits.max_input_len
+            if len(text) > most * self.llm.tokenizer.longest_token:  # splitting megabytes would take seconds
+                said = f"{param}: {len(text):,} characters are too long, because this engine's max_input_len is {most}"
+                raise ApiError(400, said, param, "context_length_exceeded")
             text.encode()  # JSON can spell halves of characters
             return self.llm.tokenizer.encode(text, add_special_tokens=special)
         except KvlatheError as error:  # an engine without tokenizer.json
@@ -284,7 +203,8 @@ def failed(delta: Delta) -> ApiError | None:
         said = f"the engine failed while it computed this request ({type(delta.error).__name__}); others go on"
         return ApiError(500, said, code="engine_error")
     if delta.finish_reason == "timeout":
-        return ApiError(408, "deadline_seconds: the answer was not ready in time", "deadline_seconds", "deadline")
+        said = "deadline_seconds: the answer was not ready in time"
+        return ApiError(408, said, "deadline_seconds", "deadline", ONCE)
     if delta.finish_reason == "cancelled":
         return ApiError(503, "the server shut down before the answer was ready", code="shutting_down")
     return None

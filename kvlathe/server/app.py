@@ -41,6 +41,9 @@ FAILURES: dict[int | str, dict[str, Any]] = {
 }
 ERRORS = {status: said | {"model": ErrorResponse} for status, said in FAILURES.items()}
 STREAM = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+"""Of streams. nginx would collect them otherwise."""
+
 MAX_BODY = 4 << 20
 T = TypeVar("T")
 
@@ -80,7 +83,7 @@ def create_app(
             finally:
                 await events.aclose()
 
-        return StreamingResponse(rest(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+        return StreamingResponse(rest(), media_type="text/event-stream", headers=UNBUFFERED)
 
     @app.post("/v1/completions", response_model=Completion, responses={**ERRORS, **STREAM}, tags=["OpenAI"])
     async def completions(request: Request, body: CompletionRequest) -> Response:
@@ -122,7 +125,7 @@ def create_app(
         return ModelCard(
             id=model,
             created=started,
-            max_model_len=engine.llm.limits.max_seq_len,
+            max_model_len=engine.llm.most_tokens,
             kv_bytes_per_token=manifest.kv_bytes.per_token if manifest else engine.llm.layout.bytes_per_token(),
             kv_bytes_removed=manifest.kv_bytes.removed if manifest else 0.0,
         )

@@ -97,6 +97,8 @@ def invalid_request(error: RequestValidationError) -> ApiError:
         return ApiError(400, f"the body is not JSON ({reason})", None, "invalid_json")
     same = [(field_of(e["loc"][1:], error.body), e) for e in error.errors() if e["loc"][:2] == first["loc"][:2]]
     path, found = max(same, key=lambda entry: len(entry[0]))
+    if isinstance(error.body, bytes):
+        return ApiError(400, "the body is not JSON by its Content-Type: send application/json", None, "invalid_json")
     param = ".".join(path) or None
     if found["type"] == "extra_forbidden":
         return ApiError(400, f"Unrecognized request argument supplied: {param}", param, "unknown_parameter")

@@ -6,9 +6,8 @@ Gauges and counters are read from the engine when they are asked for; latencies 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
@@ -26,6 +25,7 @@ class Metrics:
 
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)  # memory, processor time, open files
         self.model = model
 
         def histogram(name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
@@ -84,9 +84,8 @@ class State(Collector):
     def collect(self) -> Iterator[Metric]:
         engine, llm = self._engine, self._engine.llm
         scheduler, pool = llm.engine.scheduler, llm.pool
-        running = list(scheduler.running)
-        used = self._bytes(running)
-        whole = self._uncompressed(running, used)
+        used = engine.bytes_used
+        whole = self._uncompressed(list(scheduler.running), used)
         hits = scheduler.prefixes.hits if scheduler.prefixes else 0
         gauges = (
             ("num_requests_running", "Sequences that run.", engine.running),
@@ -106,12 +105,6 @@ class State(Collector):
                 family = kind(f"kvlathe_{name}", said, labels=["model_name"])
                 family.add_metric([self._model], value)
                 yield family
-
-    def _bytes(self, sequences: Iterable[Sequence]) -> int:
-        """Of the pages that these own."""
-        strides = self._engine.llm.pool.strides
-        owned = [set(chain.from_iterable(ids)) for ids in zip(*(s.table.pages for s in sequences), strict=True)]
-        return sum(len(pages) * stride for pages, stride in zip(owned, strides, strict=False))
 
     def _uncompressed(self, sequences: Iterable[Sequence], own: int) -> int:
         """Bytes of pages of the same number of tokens, uncompressed in the same number format, shared ones once: in

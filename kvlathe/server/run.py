@@ -13,10 +13,12 @@ from types import FrameType
 
 import uvicorn
 
+from kvlathe.engines.folder import sigterm_interrupts
 from kvlathe.errors import KvlatheError
 from kvlathe.runtime import sessions
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.tokenizer import read_template
 from kvlathe.server.app import create_app
 from kvlathe.server.metrics import Metrics
 
@@ -40,6 +42,7 @@ class Settings:
     share_prefixes: bool | None  # None: where the plan allows it
     threads: int | None
     drain_seconds: float
+    chat_template: Path | None = None  # in place of the checkpoint's
 
 
 class Server(uvicorn.Server):
@@ -89,7 +92,10 @@ def capacity(llm: LLM) -> str:
 
 def serve(folder: Path, settings: Settings) -> None:
     """Load the engine and serve it until SIGTERM or SIGINT. Raises KvlatheError for what cannot be loaded or bound."""
-    llm = LLM.load(folder, settings.cache_bytes, settings.threads, share_prefixes=settings.share_prefixes)
+    with sigterm_interrupts():  # nobody waits for an answer yet
+        llm = LLM.load(folder, settings.cache_bytes, settings.threads, share_prefixes=settings.share_prefixes)
+    if settings.chat_template:
+        llm.tokenizer.chat_template = read_template(settings.chat_template)
     llm.engine.scheduler.prompt_tokens = settings.prompt_tokens
     name = settings.model or (llm.manifest.model if llm.manifest else folder.name)
     metrics = Metrics(name)
@@ -112,6 +118,9 @@ def serve(folder: Path, settings: Settings) -> None:
     with engine, bound:
         address = f"http://{settings.host}:{bound.getsockname()[1]}"
         log.info("%s", capacity(llm))
+        if llm.most_tokens < llm.limits.max_seq_len:
+            said = "the cache holds sequences of at most %s tokens, and the engine takes %s: give it more --cache-size"
+            log.warning(said, f"{llm.most_tokens:,}", f"{llm.limits.max_seq_len:,}")
         if settings.host not in LOCAL and not settings.keys:
             log.warning("anybody who reaches %s may use it: there is no --api-key", settings.host)
         log.info("serving %s on %s (API: %s/docs)", name, address, address)

@@ -7,15 +7,18 @@ those that change nothing about the text are accepted and ignored; unknown ones 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from kvlathe.runtime.sampler import SamplingParams
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_BIASES = 1024
+MAX_PROMPTS = 1 << 14
+MAX_FIELDS = 100
 TOKEN = re.compile("[0-9]{1,10}")
 
 
@@ -24,14 +27,30 @@ def whole(value: Any) -> Any:  # noqa: ANN401
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def wholes(values: Any) -> Any:  # noqa: ANN401
+    """The same for each of a list."""
+    return [whole(value) if type(value) is float else value for value in values] if type(values) is list else values
+
+
+T = TypeVar("T")
 Integer = Annotated[int, BeforeValidator(whole)]
-TokenId = Annotated[Integer, Field(ge=0, lt=2**31)]
+Items = Annotated[list[T], Field(fail_fast=True)]
+"""A list of which the first fault is all that is said: a body of a few megabytes can hold a million."""
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True), BeforeValidator(wholes)]
 NOTHING: tuple[Any, ...] = (None, [], {}, "", "none", ["text"], {"type": "text"})
 """Values by which a field asks for what is done anyway."""
 
 
 class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, given: Any) -> Any:  # noqa: ANN401
+        """Each unknown field would be a fault of its own."""
+        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+            raise PydanticCustomError("fields", "at most {most} fields", {"most": MAX_FIELDS})
+        return given
 
 
 class StreamOptions(Strict):
@@ -46,7 +65,7 @@ class Sampled(Strict):
     temperature: float | None = Field(None, ge=0, le=2, description="0 always takes the likeliest. Default: 1.")
     top_p: float | None = Field(None, gt=0, le=1, description="Draw from the likeliest tokens of joint mass top_p.")
     n: Integer | None = Field(None, ge=1, le=MAX_CHOICES, description="Choices for each prompt. Default: 1.")
-    stop: str | list[str] | None = Field(None, description=f"Up to {MAX_STOPS} strings that end the text.")
+    stop: str | Items[str] | None = Field(None, description=f"Up to {MAX_STOPS} strings that end the text.")
     seed: Integer | None = Field(None, ge=-(2**63), lt=2**63, description="Same seed, same text; choice i adds i.")
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -56,12 +75,12 @@ class Sampled(Strict):
     user: str | None = Field(None, description="Ignored.")
     # Extensions, named as in vLLM.
     top_k: Integer | None = Field(
-        None, ge=0, lt=2**31, description="Extension: draw from the k likeliest only; 0 is off."
+        None, ge=-1, lt=2**31, description="Extension: draw from the k likeliest only; 0 and -1 are off."
     )
     min_p: float | None = Field(None, ge=0, le=1, description="Extension: drop what is less likely than this share.")
     repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="Extension; counts the prompt too.")
     ignore_eos: bool | None = Field(None, description="Extension: go on past the end-of-text token.")
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOPS, description="Extension.")
+    stop_token_ids: TokenIds | None = Field(None, max_length=MAX_STOPS, description="Extension.")
     deadline_seconds: float | None = Field(None, gt=0, description="Extension: give up after so long, with 408.")
 
     @field_validator("stop")
@@ -72,21 +91,33 @@ class Sampled(Strict):
             raise PydanticCustomError("stop", "at most {most} strings, none of them empty", {"most": MAX_STOPS})
         return stop
 
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few_biases(cls, biases: Any) -> Any:  # noqa: ANN401
+        if isinstance(biases, dict) and len(biases) > MAX_BIASES:
+            raise PydanticCustomError("logit_bias", "at most {most} token ids", {"most": MAX_BIASES})
+        return biases
+
     @field_validator("logit_bias")
     @classmethod
     def _biases(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
-        if biases and (len(biases) > 1024 or not all(TOKEN.fullmatch(k) and abs(v) <= 100 for k, v in biases.items())):
-            raise PydanticCustomError(
-                "logit_bias", "at most 1024 token ids (decimal), each with a number from -100 to 100"
-            )
+        if not all(TOKEN.fullmatch(token) and abs(bias) <= 100 for token, bias in (biases or {}).items()):
+            raise PydanticCustomError("logit_bias", "token ids (decimal), each with a number from -100 to 100")
         return biases
+
+    @field_validator("stream_options")
+    @classmethod
+    def _of_a_stream(cls, options: StreamOptions | None, info: Any) -> StreamOptions | None:  # noqa: ANN401
+        if options and options.include_usage and not info.data.get("stream"):
+            raise PydanticCustomError("stream_options", "needs stream to be true; whole answers have usage anyway")
+        return options
 
     def params(self, max_new_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
         """What the engine is asked for."""
         given = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p,
-            "top_k": self.top_k,
+            "top_k": max(0, self.top_k or 0),
             "min_p": self.min_p,
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
@@ -115,9 +146,9 @@ class CompletionRequest(Sampled):
 
     prompt: (
         str
-        | Annotated[list[TokenId], Field(min_length=1)]
-        | Annotated[list[str], Field(min_length=1)]
-        | Annotated[list[Annotated[list[TokenId], Field(min_length=1)]], Field(min_length=1)]
+        | Annotated[TokenIds, Field(min_length=1)]
+        | Annotated[Items[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[Items[Annotated[TokenIds, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
     ) = Field(description="A text, a list of token ids, or a list of either; several prompts are answered together.")
     max_tokens: Integer | None = Field(None, ge=0, lt=2**31, description="Default: 16. 0 only with echo.")
     logprobs: Integer | None = Field(None, ge=0, le=20, description="Report the so many likeliest beside each token.")
@@ -152,7 +183,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = Field(None, description="A text, or parts of type text.")
+    content: str | Items[TextPart] | None = Field(None, description="A text, or parts of type text.")
     name: str | None = None
 
     def for_template(self) -> dict[str, Any]:
@@ -164,7 +195,7 @@ class Message(BaseModel):
 class ChatRequest(Sampled):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Items[Message] = Field(min_length=1)
     max_tokens: Integer | None = Field(None, ge=1, lt=2**31, description="Default: all that the engine's limits leave.")
     max_completion_tokens: Integer | None = Field(None, ge=1, lt=2**31, description="Goes before max_tokens.")
     logprobs: bool | None = None
@@ -257,7 +288,7 @@ class Completion(BaseModel):
 class Likely(BaseModel):
     token: str
     logprob: float
-    bytes: list[int] | None = Field(description="None where the token is part of a character.")
+    bytes: list[int] | None = Field(description="UTF-8. Those of successive tokens make up the text.")
 
 
 class TokenReport(Likely):
