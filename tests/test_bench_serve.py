@@ -66,6 +66,15 @@ def test_text_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
         load.documents(tmp_path / "text.jsonl")
 
 
+@pytest.mark.parametrize("name", sorted(TRACES))
+@pytest.mark.parametrize("seed", range(4))
+def test_a_few_typical_requests_are_as_slow_as_all(name: str, seed: int) -> None:
+    """The limit is made from a few requests' latency alone, here of a server that prefills 32 times as fast."""
+    sent = load.requests(TRACES[name], list(range(999)), 100, 4096, seed)
+    times = [[len(r.prompt) / 32 / r.new_tokens + 1 for r in rs] for rs in (run.typical(sent, 6), sent)]
+    assert abs(np.mean(times[0]) / np.mean(times[1]) - 1) < 0.06 and len(times[0]) == 6
+
+
 # -- the search ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("capacity", [0.01, 0.9, 1.0, 7.3, 300.0])
 def test_the_largest_rate_is_found_to_the_tolerance(capacity: float) -> None:
@@ -109,8 +118,8 @@ def test_equal_memory_is_room_for_exactly_so_many_requests(tmp_path: Path) -> No
 class Stub:
     """An OpenAI-like server: ``places`` requests at a time, each token takes ``seconds``; others wait in line."""
 
-    def __init__(self, places: int, seconds: float) -> None:
-        self.places, self.seconds, self.seen = places, seconds, 0
+    def __init__(self, places: int, seconds: float, fault: str = "") -> None:
+        self.places, self.seconds, self.seen, self.fault = places, seconds, 0, fault
         self.loop = asyncio.new_event_loop()
         self.started = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -148,7 +157,11 @@ class Stub:
             for _ in range(asked["max_tokens"]):
                 await asyncio.sleep(self.seconds)
                 await response.write(b"data: " + json.dumps({"choices": [{"text": "x"}]}).encode() + b"\n\n")
-        await response.write(b"data: [DONE]\n\n")
+        usage = {"completion_tokens": asked["max_tokens"] - (self.fault == "short")}
+        last = b"nothing like JSON" if self.fault == "broken" else json.dumps({"choices": [], "usage": usage}).encode()
+        await response.write(b"data: " + last + b"\n\n")
+        if self.fault != "cut":
+            await response.write(b"data: [DONE]\n\n")
         return response
 
     def stop(self) -> None:
@@ -178,6 +191,17 @@ def test_a_run_measures_what_the_server_does(stub: Stub) -> None:
 def test_refused_requests_end_the_measurement(stub: Stub) -> None:
     with pytest.raises(KvlatheError, match="HTTP 400"):
         measure.run(Target("stub", stub.url, "stub"), [Request([1] * 1001, 4)] * 4, 50.0, 1.0, 0)
+
+
+@pytest.mark.parametrize(("fault", "said"), [("short", "ignore_eos"), ("cut", "ended early"), ("broken", "JSON")])
+def test_answers_that_are_not_whole_are_no_measurement(fault: str, said: str) -> None:
+    """Nor are they a rate that was too high."""
+    server = Stub(places=4, seconds=0.001, fault=fault)
+    try:
+        with pytest.raises(KvlatheError, match=said):
+            measure.run(Target("stub", server.url, "stub"), [Request([1], 4)] * 4, 50.0, 1.0, 0)
+    finally:
+        server.stop()
 
 
 def test_urls_are_compared_and_drawn(stub: Stub, tmp_path: Path) -> None:

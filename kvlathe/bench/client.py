@@ -27,6 +27,7 @@ class Outcome:
     arrivals: list[float] = field(default_factory=list)
     ended: float | None = None
     error: str | None = None
+    tokens: int | None = None  # of the answer, as the server counts them
 
     @property
     def first_token_seconds(self) -> float:
@@ -73,8 +74,18 @@ async def _send(session: aiohttp.ClientSession, url: str, model: str, outcome: O
             async for line in response.content:
                 if piece := line.removeprefix(b"data: ").strip():
                     _note(piece, outcome)
-    except aiohttp.ClientError as error:
+    except (aiohttp.ClientError, ValueError) as error:
         outcome.error = repr(error)
+    else:
+        outcome.error = outcome.error or _missing(outcome)
+
+
+def _missing(outcome: Outcome) -> str | None:
+    """What a stream that is over lacks. Latency for each token means nothing where there are fewer than asked for."""
+    if outcome.ended is None:
+        return "its stream ended early"
+    wanted, got = outcome.request.new_tokens, outcome.tokens
+    return None if got in (None, wanted) else f"it gave {got} tokens: does it know ignore_eos?"
 
 
 def body(model: str, request: Request) -> dict[str, object]:
@@ -86,6 +97,7 @@ def body(model: str, request: Request) -> dict[str, object]:
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
+        "stream_options": {"include_usage": True},
     }
 
 
@@ -100,3 +112,5 @@ def _note(piece: bytes, outcome: Outcome) -> None:
         outcome.error = str(event["error"])
     elif event.get("choices"):
         outcome.arrivals.append(now)
+    elif usage := event.get("usage"):
+        outcome.tokens = usage["completion_tokens"]

@@ -128,7 +128,8 @@ def _never(_outcomes: Sequence[Outcome]) -> bool:
 def _check(target: Target, outcomes: Sequence[Outcome]) -> None:
     """A refused request is a fault of the set-up: no rate makes up for it."""
     for outcome in outcomes:
-        if outcome.error or outcome.ended is None:
+        if outcome.error:
             size = f"{len(outcome.request.prompt)} + {outcome.request.new_tokens} tokens"
-            reason = outcome.error or "its stream ended early"
-            raise KvlatheError(f"{target.name} did not answer a request of {size}", reason, "see the server's log")
+            raise KvlatheError(
+                f"{target.name} did not answer a request of {size}", outcome.error, "see the server's log"
+            )

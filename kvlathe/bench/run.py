@@ -23,7 +23,7 @@ from kvlathe.errors import KvlatheError
 from kvlathe.runtime.tokenizer import Tokenizer
 
 IDLE_REQUESTS = 6
-"""That are sent alone to learn the idle latency."""
+"""That are sent alone to learn the idle latency, which stands for that of the whole load."""
 
 WARM_REQUESTS = 2
 
@@ -107,11 +107,19 @@ def _idle(servers: Sequence[Target], load: Sequence[Request]) -> list[float]:
     for request in load[:WARM_REQUESTS]:
         for server in servers:
             measure.alone(server, dataclasses.replace(request, new_tokens=8))
-    alone = [[measure.alone(server, request) for server in servers] for request in load[:IDLE_REQUESTS]]
+    alone = [[measure.alone(server, request) for server in servers] for request in typical(load, IDLE_REQUESTS)]
     means = np.mean(alone, axis=0).tolist()
     for server, latency in zip(servers, means, strict=True):
         log.info("%s: idle latency %.4g s/token", server.name, latency)
     return means
+
+
+def typical(load: Sequence[Request], count: int) -> list[Request]:
+    """``count`` requests that stand for all: of their order by prompt tokens for each new one, which is what normalized
+    latency depends on, the middles of as many equal parts. Any few of a trace with short answers and long prompts can
+    be half as slow again as the mean of all."""
+    order = sorted(load, key=lambda request: len(request.prompt) / request.new_tokens)
+    return [order[(2 * i + 1) * len(order) // (2 * count)] for i in range(count)]
 
 
 def _search(
