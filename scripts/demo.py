@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILDS = {
     "none": "--compression none",
     "fdc": "--compression fdc --removal-rate 0.15",
-    "fdc-balanced": "--compression fdc --basis balanced --allocation global --compression-ratio 0.2"
-    " --calibration data/calibration_text.jsonl",
+    "fdc-8bit": "--compression fdc+hack:bits=8 --removal-rate 0.15",
+    "auto": "--compression auto --compression-ratio 0.8 --calibration data/calibration_text.jsonl",
 }
 """Engine name -> what to build."""
 
@@ -53,7 +53,7 @@ def kvlathe(*arguments: str | Path) -> dict[str, Any]:
 
 def build(name: str, model: Path, out: Path) -> Path:
     engine = out / name
-    kvlathe("build", "--model", model, "--output-dir", engine, *shlex.split(BUILDS[name]), "--overwrite")
+    kvlathe("build", "--model", model, "--output-dir", engine, "--kv-bits", "16", *shlex.split(BUILDS[name]), "--overwrite")
     return engine
 
 
