@@ -53,7 +53,9 @@ def kvlathe(*arguments: str | Path) -> dict[str, Any]:
 
 def build(name: str, model: Path, out: Path) -> Path:
     engine = out / name
-    kvlathe("build", "--model", model, "--output-dir", engine, "--kv-bits", "16", *shlex.split(BUILDS[name]), "--overwrite")
+    kvlathe(
+        "build", "--model", model, "--output-dir", engine, "--kv-bits", "16", *shlex.split(BUILDS[name]), "--overwrite"
+    )
     return engine
 
 

@@ -292,6 +292,7 @@ def test_requests_are_read_and_their_options_win(made_up: Stats) -> None:
         ("hack:bit=4", "did you mean bits"),
         ("hack:group=128", "pages of 64 tokens"),
         ("hack:sums=stored,arithmetic=float", "contradicts"),
+        ("hack:bits_k=16,bits_v=16", "contradicts"),
         ("fdc+hack:bits=8,compression_ratio=0.5", "'compression_ratio' is unknown"),
         ("fdc:compression_ratio=0.99+hack:bits=8", "at most 0.9"),
         ("none:rate=1", "'rate' is unknown"),

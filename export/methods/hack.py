@@ -47,9 +47,14 @@ def plan(written: dict[str, str], page_tokens: int) -> Part:
         raise KvlatheError(
             "sums=stored contradicts arithmetic=float", "only products of integers read the sums", "drop one of them"
         )
+    bits_k, bits_v = asked["bits_k"] or bits, asked["bits_v"] or bits
+    if bits_k == bits_v == 16:
+        raise KvlatheError(
+            "bits_k=16 contradicts bits_v=16", "nothing would be quantized", "give one of them 8, 4 or 2"
+        )
     tier = Tier(
-        asked["bits_k"] or bits,
-        asked["bits_v"] or bits,
+        bits_k,
+        bits_v,
         axis_k="rank",
         axis_v="token",
         group_k=group,
