@@ -21,6 +21,7 @@ namespace {
 
 constexpr int64_t kSpanBlocks = 8;    // least blocks of a decoding span: 512 tokens
 constexpr int64_t kMostSpans = 32;    // of one lane and sequence
+constexpr int64_t kLeastItems = 16;   // of decoding sequences, if there are lanes enough: all threads have work
 constexpr int64_t kPrepareRows = 32;  // tokens that are projected together
 constexpr int64_t kTileRows = 256;    // queries times heads of a tile, about
 constexpr int64_t kObserved = 64;     // rows times heads that are observed together, about
@@ -33,22 +34,36 @@ struct Block {
   int32_t count;
 };
 
-// Softmax state of m rows: o is not yet divided by sum.
+// Softmax state of m rows of `width`: o is not yet divided by sum.
 struct State {
-  float *top, *sum, *o;
+  int64_t m, width;
+  float *o, *top, *sum;
 
-  static size_t floats(int64_t m, int64_t width) { return size_t(m * (width + 32)); }
-  State(float* memory, int64_t m, int64_t width) : top(memory + m * width), sum(top + m), o(memory) {
+  static int64_t floats(int64_t m, int64_t width) { return m * (width + 32); }
+  State(float* memory, int64_t m, int64_t width) : m(m), width(width), o(memory), top(memory + m * width), sum(top + m) {}
+
+  void clear() {
     std::fill(o, o + m * width, 0.f);
     std::fill(top, top + m, -INFINITY);
     std::fill(sum, sum + m, 0.f);
   }
+
+  void add(const State& other) {
+    for (int64_t i = 0; i < m; ++i) {
+      const float both = std::max(top[i], other.top[i]);
+      const float mine = std::exp2(top[i] - both), theirs = std::exp2(other.top[i] - both);
+      top[i] = both;
+      sum[i] = sum[i] * mine + other.sum[i] * theirs;
+      for (int64_t c = i * width; c < (i + 1) * width; ++c) o[c] = o[c] * mine + other.o[c] * theirs;
+    }
+  }
 };
 
 struct Item {
-  int32_t sequence, lane;
-  int64_t begin, end;  // queries of a tile; blocks of a span
-  int64_t state_at;    // where its softmax state lies among the states; -1: the item writes o itself
+  int32_t sequence;
+  int32_t lane, lane_end;  // places in layer.order; a span's lanes have the same blocks
+  int64_t begin, end;      // queries of a tile; blocks of a span
+  int64_t state_at;        // where its lanes' softmax states lie among the states; -1: the item writes o itself
 };
 
 struct Step {
@@ -89,9 +104,14 @@ struct Step {
   int64_t blocks(int32_t b, int32_t h, int64_t limit) const;
   std::vector<Block>& list_blocks(int32_t b, int32_t h, int64_t limit, int64_t begin, int64_t end) const;
   void plan_items(std::vector<Item>& items, int64_t& floats) const;
+  int64_t spans(int32_t b, int32_t h) const { return std::clamp<int64_t>(blocks(b, h, held(b, layer.lanes[h].fresh)) / kSpanBlocks, 1, kMostSpans); }
+  int64_t slices() const;
+  int64_t state_floats(const Item& item) const;
+  std::vector<Rows>& list_slabs(const Item& item, const std::vector<Block>& blocks) const;
   void tile(const Item& item, const float* prepared) const;
   void span(const Item& item, const float* prepared) const;
-  void finish(const State& state, int64_t m, int64_t row, const Lane& lane) const;
+  void attend(const Rows& keys, const Rows& values, int count, const float* q, const State& state, bool again, float* of_keys, float* memory) const;
+  void finish(const State& state, int64_t row, const Lane& lane) const;
   void merge(const Item* items, int64_t count) const;
   void observe(int32_t b, int32_t h, const float* prepared) const;
   void observe(int32_t b, int32_t h, const float* prepared, const int64_t* rows, int64_t count) const;
@@ -103,12 +123,15 @@ struct Step {
   std::vector<int64_t> place_at_;   // where each bucket's places start in the mass, and those of the step's own tokens
 };
 
-// While `rows` are read, `next` is fetched. Long slabs are left to the processor: it does them better.
+// While `rows` are read, `next` is fetched, its metadata too where it follows at once. Long slabs are left to the processor.
 void then(Rows& rows, const Rows& next) {
   constexpr int64_t kLong = 16384;
-  if (next.rows * next.stride > kLong) return;
+  const auto* meta = reinterpret_cast<const uint8_t*>(next.meta);
+  int64_t size = next.rows * next.stride;
+  if (size > kLong) return;
+  if (next.bits < 16 && meta - next.data >= size && meta - next.data < size + 128) size = meta - next.data + 2 * next.rows * next.meta_stride;
   rows.ahead = next.data;
-  rows.ahead_step = next.rows * next.stride / rows.rows;
+  rows.ahead_step = (size + rows.rows - 1) / rows.rows;
 }
 
 void require(bool ok, kvlathe_code code, const std::string& message) {
@@ -250,29 +273,44 @@ std::vector<Block>& Step::list_blocks(int32_t b, int32_t h, int64_t limit, int64
 }
 
 // -- attention -----------------------------------------------------------------------------------------------------------
+// Into how many the lanes of a span are cut. Results do not depend on it.
+int64_t Step::slices() const {
+  int64_t total = 0;
+  for (int32_t b = 0; b < a.batch; ++b) total += queries(b) == 1 ? spans(b, 0) : 0;
+  return total ? std::clamp<int64_t>(kLeastItems / total, 1, layer.head.lanes) : 1;
+}
+
 void Step::plan_items(std::vector<Item>& items, int64_t& floats) const {
-  const int64_t heads = layer.head.group_size, tile_queries = std::max<int64_t>(kTileRows / heads, 1);
+  const int64_t heads = layer.head.group_size, tile_queries = std::max<int64_t>(kTileRows / heads, 1), parts = slices();
+  const int32_t lanes = layer.head.lanes;
   for (int32_t b = 0; b < a.batch; ++b) {
-    for (int32_t h = 0; h < layer.head.lanes && queries(b); ++h) {
+    for (int32_t h = 0, next; h < lanes && queries(b); h = next) {
+      next = queries(b) > 1 ? h + 1 : std::min<int32_t>(layer.alike(h), h + int32_t((lanes + parts - 1) / parts));
       if (queries(b) > 1) {
         for (int64_t i = 0; i < queries(b); i += tile_queries) {
-          items.push_back({b, h, i, std::min<int64_t>(i + tile_queries, queries(b)), -1});
+          items.push_back({b, h, next, i, std::min<int64_t>(i + tile_queries, queries(b)), -1});
         }
         continue;
       }
-      const int64_t all = blocks(b, h, held(b, layer.lanes[h].fresh));
-      const int64_t spans = std::clamp<int64_t>(all / kSpanBlocks, 1, kMostSpans);
-      for (int64_t i = 0; i < spans; ++i) {
-        items.push_back({b, h, all * i / spans, all * (i + 1) / spans, spans > 1 ? floats : -1});
-        if (spans > 1) floats += int64_t(State::floats(heads, layer.lanes[h].rank_v));
+      const int32_t first = layer.order[h];
+      const int64_t all = blocks(b, first, held(b, layer.lanes[first].fresh)), count = spans(b, first);
+      for (int64_t i = 0; i < count; ++i) {
+        items.push_back({b, h, next, all * i / count, all * (i + 1) / count, count > 1 ? floats : -1});
+        if (count > 1) floats += state_floats(items.back());
       }
     }
   }
 }
 
-void Step::finish(const State& state, int64_t m, int64_t row, const Lane& lane) const {
+int64_t Step::state_floats(const Item& item) const {
+  int64_t total = 0;
+  for (int32_t i = item.lane; i < item.lane_end; ++i) total += State::floats(layer.head.group_size, layer.lanes[layer.order[i]].rank_v);
+  return total;
+}
+
+void Step::finish(const State& state, int64_t row, const Lane& lane) const {
   const int64_t heads = layer.head.group_size, width = lane.rank_v;
-  for (int64_t i = 0; i < m; ++i) {
+  for (int64_t i = 0; i < state.m; ++i) {
     float* out = a.o + (row + i / heads) * layer.o_width + lane.o_at + i % heads * width;
     const float share = 1.f / state.sum[i];
     for (int64_t c = 0; c < width; ++c) out[c] = state.o[i * width + c] * share;
@@ -282,19 +320,21 @@ void Step::finish(const State& state, int64_t m, int64_t row, const Lane& lane) 
 // Queries begin .. end - 1 of a prompt: m = queries * G rows against every block that the last of them sees.
 void Step::tile(const Item& item, const float* prepared) const {
   thread_local Buffer buffer;
-  const Lane& lane = layer.lanes[item.lane];
+  const int32_t h = layer.order[item.lane];
+  const Lane& lane = layer.lanes[h];
   const int64_t heads = layer.head.group_size, m = (item.end - item.begin) * heads, width = lane.rank_v, rank = lane.rank_k;
   const int64_t ranks = std::max(rank, width);
-  float* memory = buffer.floats(size_t(m * (kBlock + 16)) + State::floats(m, width) + size_t(2 * ranks * kBlock));
+  float* memory = buffer.floats(size_t(m * (kBlock + 16) + State::floats(m, width) + 2 * ranks * kBlock));
   float *scores = memory, *packed = scores + m * kBlock, *turned = packed + ranks * kBlock;
   auto* seen = reinterpret_cast<int32_t*>(turned + ranks * kBlock);
-  const State state(turned + ranks * kBlock + (m + 15) / 16 * 16, m, width);
+  State state(turned + ranks * kBlock + (m + 15) / 16 * 16, m, width);
+  state.clear();
   const int64_t row = a.query_starts[item.sequence] + item.begin;
-  const float* q = queries_of(prepared, item.lane) + row * heads * rank;
+  const float* q = queries_of(prepared, h) + row * heads * rank;
   const int64_t before = cached(item.sequence, lane.fresh) + item.begin;  // tokens of the fresh bucket before the first query
   const int64_t limit = before + item.end - item.begin;
-  for (const Block& at : list_blocks(item.sequence, item.lane, limit, 0, INT64_MAX)) {
-    const Rows keys = rows(item.sequence, item.lane, at, true), values = rows(item.sequence, item.lane, at, false);
+  for (const Block& at : list_blocks(item.sequence, h, limit, 0, INT64_MAX)) {
+    const Rows keys = rows(item.sequence, h, at, true), values = rows(item.sequence, h, at, false);
     const bool causal = at.bucket == lane.fresh && at.first + at.count > before + 1;
     const int padded = (at.count + 15) / 16 * 16;
     int64_t ld;
@@ -307,62 +347,77 @@ void Step::tile(const Item& item, const float* prepared) const {
     if (values.by_channel) kernels.transpose(v, ld, turned, width, int(width), padded), v = turned, ld = width;
     kernels.multiply(scores, kBlock, v, ld, state.o, width, int(m), int(width), at.count, true);
   }
-  finish(state, m, row, lane);
+  finish(state, row, lane);
 }
 
-// Blocks begin .. end - 1 for the only query of a sequence: G rows that read the pages as they lie.
+// K and V of every block and lane, in the order in which they lie in the pages: (block, lane, K then V).
+std::vector<Rows>& Step::list_slabs(const Item& item, const std::vector<Block>& blocks) const {
+  constexpr size_t kAhead = 2;  // slabs
+  thread_local std::vector<Rows> list;
+  list.clear();
+  for (const Block& at : blocks) {
+    for (int32_t i = item.lane; i < item.lane_end; ++i) {
+      for (const bool keys : {true, false}) list.push_back(rows(item.sequence, layer.order[i], at, keys));
+    }
+  }
+  for (size_t i = 0; i + kAhead < list.size(); ++i) then(list[i], list[i + kAhead]);
+  return list;
+}
+
+// Blocks begin .. end - 1 for the only query of a sequence: G rows a lane that read the pages as they lie.
 void Step::span(const Item& item, const float* prepared) const {
   thread_local Buffer buffer;
-  const Lane& lane = layer.lanes[item.lane];
-  const int64_t m = layer.head.group_size, width = lane.rank_v, rank = lane.rank_k, ranks = std::max(rank, width);
-  float* memory = buffer.floats(size_t(m * (kBlock + 2 * kDotScratch)) + State::floats(m, width) + size_t(ranks * kBlock));
-  float *scores = memory, *of_keys = scores + m * kBlock, *of_values = of_keys + m * kDotScratch, *packed = of_values + m * kDotScratch;
-  int32_t last_bucket = -1;
-  const State state(item.state_at < 0 ? packed + ranks * kBlock : states_ + item.state_at, m, width);
-  const int64_t row = a.query_starts[item.sequence];
-  const float* q = queries_of(prepared, item.lane) + row * m * rank;
-  const std::vector<Block>& list = list_blocks(item.sequence, item.lane, held(item.sequence, lane.fresh), item.begin, item.end);
+  const int64_t m = layer.head.group_size, row = a.query_starts[item.sequence], states = state_floats(item);
+  const int64_t lanes = item.lane_end - item.lane, scratch = m * (kBlock + kDotScratch) + kBlock * int64_t{std::max(layer.head.rank_k, layer.widest_v)};
+  float* memory = buffer.floats(size_t(states + scratch + lanes * m * kDotScratch));
+  float *of_keys = memory + scratch, *next = item.state_at < 0 ? of_keys + lanes * m * kDotScratch : states_ + item.state_at;
+  std::vector<State> state;
+  for (int32_t i = item.lane; i < item.lane_end; ++i) {
+    const int32_t width = layer.lanes[layer.order[i]].rank_v;
+    state.emplace_back(next, m, width).clear();
+    next += State::floats(m, width);
+  }
+  const int32_t first = layer.order[item.lane];
+  const std::vector<Block>& list = list_blocks(item.sequence, first, held(item.sequence, layer.lanes[first].fresh), item.begin, item.end);
+  const Rows* slab = list_slabs(item, list).data();
   for (const Block& at : list) {
-    Rows keys = rows(item.sequence, item.lane, at, true), values = rows(item.sequence, item.lane, at, false);
-    then(keys, values);
-    if (&at != &list.back()) then(values, rows(item.sequence, item.lane, *(&at + 1), true));
-    int64_t ld;
-    if (keys.by_channel) {
-      const float* k = kernels.unpack(keys, packed, &ld);
-      kernels.multiply(q, rank, k, ld, scores, kBlock, int(m), keys.inner, int(rank), false);
-    } else {
-      kernels.dots(q, rank, keys, scores, kBlock, int(m), false, at.bucket == last_bucket, of_keys);
-      last_bucket = at.bucket;
-    }
-    kernels.soften(scores, kBlock, int(m), at.count, nullptr, state.top, state.sum, state.o, int(width));
-    if (values.by_channel) {
-      kernels.dots(scores, kBlock, values, state.o, width, int(m), true, false, of_values);
-    } else {
-      const float* v = kernels.unpack(values, packed, &ld);
-      kernels.multiply(scores, kBlock, v, ld, state.o, width, int(m), int(width), at.count, true);
+    const bool again = &at != list.data() && at.bucket == (&at - 1)->bucket;
+    for (int32_t i = 0; i < lanes; ++i, slab += 2) {
+      const int32_t h = layer.order[item.lane + i];
+      attend(slab[0], slab[1], at.count, queries_of(prepared, h) + row * m * layer.lanes[h].rank_k, state[size_t(i)], again, of_keys + i * m * kDotScratch, memory);
     }
   }
-  if (item.state_at < 0) finish(state, m, row, lane);
+  for (int32_t i = 0; i < lanes && item.state_at < 0; ++i) finish(state[size_t(i)], row, layer.lanes[layer.order[item.lane + i]]);
 }
 
-// The spans of one sequence and lane: their states become the first one's, which is written out.
-void Step::merge(const Item* items, int64_t count) const {
-  const Lane& lane = layer.lanes[items->lane];
-  const int64_t m = layer.head.group_size, width = lane.rank_v;
-  float *o = states_ + items->state_at, *top = o + m * width, *sum = top + m;
-  for (const Item* item = items + 1; item < items + count; ++item) {
-    const float *other_o = states_ + item->state_at, *other_top = other_o + m * width, *other_sum = other_top + m;
-    for (int64_t i = 0; i < m; ++i) {
-      const float both = std::max(top[i], other_top[i]);
-      const float mine = std::exp2(top[i] - both), other = std::exp2(other_top[i] - both);
-      top[i] = both;
-      sum[i] = sum[i] * mine + other_sum[i] * other;
-      for (int64_t c = i * width; c < (i + 1) * width; ++c) o[c] = o[c] * mine + other_o[c] * other;
-    }
+// One block of one lane. `of_keys`: the integer form of q, there already with `again`.
+void Step::attend(const Rows& keys, const Rows& values, int count, const float* q, const State& state, bool again, float* of_keys, float* memory) const {
+  const int m = layer.head.group_size, rank = keys.by_channel ? keys.rows : keys.inner, width = values.by_channel ? values.rows : values.inner;
+  float *scores = memory, *of_values = scores + m * kBlock, *packed = of_values + m * kDotScratch;
+  int64_t ld;
+  if (keys.by_channel) {
+    const float* k = kernels.unpack(keys, packed, &ld);
+    kernels.multiply(q, rank, k, ld, scores, kBlock, m, keys.inner, rank, false);
+  } else {
+    kernels.dots(q, rank, keys, scores, kBlock, m, false, again, of_keys);
   }
-  for (int64_t i = 0; i < m; ++i) {
-    float* out = a.o + a.query_starts[items->sequence] * layer.o_width + lane.o_at + i * width;
-    for (int64_t c = 0; c < width; ++c) out[c] = o[i * width + c] / sum[i];
+  kernels.soften(scores, kBlock, m, count, nullptr, state.top, state.sum, state.o, width);
+  if (values.by_channel) {
+    kernels.dots(scores, kBlock, values, state.o, width, m, true, false, of_values);
+  } else {
+    const float* v = kernels.unpack(values, packed, &ld);
+    kernels.multiply(scores, kBlock, v, ld, state.o, width, m, width, count, true);
+  }
+}
+
+// The spans of one sequence and its lanes: their states become the first one's, which is written out.
+void Step::merge(const Item* items, int64_t count) const {
+  for (int64_t i = items->lane, at = 0; i < items->lane_end; ++i) {
+    const Lane& lane = layer.lanes[layer.order[i]];
+    State state(states_ + items->state_at + at, layer.head.group_size, lane.rank_v);
+    for (const Item* item = items + 1; item < items + count; ++item) state.add(State(states_ + item->state_at + at, state.m, state.width));
+    finish(state, a.query_starts[items->sequence], lane);
+    at += State::floats(state.m, state.width);
   }
 }
 

@@ -16,10 +16,11 @@ int group_end(const Rows& rows, int chunk) {
   return end;
 }
 
-// Slabs are a few memory pages and lie apart, too short for the processor's own prefetching.
+// Slabs are a few memory pages long, too short for the processor's own prefetching. To the second level of caches: more
+// fetches may wait there at once (measured: 1.5 to 2 times the bytes a second).
 inline void fetch_ahead(const Rows& rows, int row, int count) {
   const uint8_t *at = rows.ahead + row * rows.ahead_step, *end = at + count * rows.ahead_step;
-  for (; at < end; at += 64) __builtin_prefetch(at);
+  for (; at < end; at += 64) __builtin_prefetch(at, 0, 2);
 }
 
 }  // namespace

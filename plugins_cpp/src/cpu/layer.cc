@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -52,6 +53,20 @@ Layer::Layer(std::vector<int32_t> numbers) : table(std::move(numbers)) {
   read_lanes();
   read_buckets();
   for (const Lane& lane : lanes) require(buckets[lane.fresh].rows[&lane - lanes.data()], "a lane is not in its fresh bucket");
+  order.resize(lanes.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t x, int32_t y) { return buckets_of(x) < buckets_of(y); });
+}
+
+std::vector<bool> Layer::buckets_of(int32_t lane) const {
+  std::vector<bool> found;
+  for (const Bucket& bucket : buckets) found.push_back(bucket.rows[lane]);
+  return found;
+}
+
+int32_t Layer::alike(int32_t place) const {
+  const auto differs = [&](int32_t lane) { return buckets_of(lane) != buckets_of(order[place]); };
+  return int32_t(std::find_if(order.begin() + place, order.end(), differs) - order.begin());
 }
 
 void Layer::read_lanes() {

@@ -39,11 +39,16 @@ struct Layer {
   const std::vector<int32_t> table;
   TableHeader head{};
   std::vector<Lane> lanes;
+  std::vector<int32_t> order;  // lanes: those that the same buckets hold stand together
   std::vector<Bucket> buckets;
   int64_t q_width = 0, k_width = 0, v_width = 0, o_width = 0, rows_width = 0;
   int32_t widest_v = 0;
 
+  // One past the last place in `order` whose lane has the same buckets as the lane at `place`.
+  int32_t alike(int32_t place) const;
+
  private:
+  std::vector<bool> buckets_of(int32_t lane) const;
   void read_lanes();
   void read_buckets();
 };

@@ -1,0 +1,166 @@
+"""What attention of a decode step costs on the CPU: the native op alone, every layer of a model, over a random cache.
+
+    kvlathe native
+    python tests/bench/cpu_attend.py [--formats 32 16 8 4 2] [--contexts 512 2048 3840] [--rows 1 8] [--ranks 96 112]
+
+A format is BITS, groups along the rank for K and along the tokens for V; or BITS:AXIS_K,AXIS_V. Above 8 bits it is one
+bucket; below, ``--hot`` tokens are still in 32 bit. 32-bit caches are also shown at full rank. The shape is that of
+lathe-27m: 6 layers of 4 KV heads of 128, 2 query heads each. The best of ``--repeats`` calls counts: other load only
+slows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from kvlathe.export.layout import CacheLayout, layer_table  # noqa: E402
+from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier  # noqa: E402
+from kvlathe.runtime.native import ABI_VERSION, Native, find  # noqa: E402
+from tests.native_cpu.library import AttendArgs, Op, aligned  # noqa: E402
+
+LAYERS, HEADS, GROUP, WIDTH = 6, 4, 2, 128
+Array = npt.NDArray[Any]
+
+
+def plan_of(form: str, ranks: list[int]) -> CompressionPlan:
+    """``ranks`` in turn; the full width is not projected."""
+    bits, _, axes = form.partition(":")
+    axis_k, axis_v = axes.split(",") if axes else ("rank", "token")
+    tier = Tier(int(bits), int(bits), axis_k, axis_v)  # pyright: ignore[reportArgumentType]
+    places = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
+    chosen = [(ranks[i % len(ranks)], ranks[(i + 1) % len(ranks)]) for i in range(len(places))]
+    projected = any(rank < WIDTH for rank in ranks)
+    lanes = [Lane(*at, WIDTH, *rank, projected=projected) for at, rank in zip(places, chosen, strict=True)]
+    every = tuple(range(len(lanes)))
+    buckets, tiers = [Bucket(0, every)], [tier]
+    if tier.quantized:
+        buckets, tiers = [Bucket(0, every), Bucket(1, every, source=0)], [Tier(32, 32), tier]
+    shape = ModelShape(LAYERS, HEADS * GROUP, HEADS, WIDTH, 512, 8192, 4096)
+    return CompressionPlan(shape, tuple(lanes), tuple(tiers), tuple(buckets))
+
+
+class Steps:
+    """Decode steps of ``rows`` sequences that have ``context`` tokens each."""
+
+    def __init__(self, plan: CompressionPlan, context: int, rows: int, hot: int, threads: int) -> None:
+        rng, page, self.layout = np.random.default_rng(0), plan.page_tokens, CacheLayout(plan)
+        cold = max(0, context - hot) // page * page if plan.tiers[-1].quantized else 0
+        counts = [context - cold, cold][: len(plan.buckets)]
+        lengths = np.array([counts] * rows, np.int32)
+        self.memory, tables = self.pool(plan, [-(-(n + 1) // page) for n in counts], rows, rng)
+        self.pointers = (ctypes.c_void_p * len(tables))(*(t.ctypes.data for t in tables))
+        self.kept: list[Any] = [tables, lengths]
+        self.layers = [
+            (Op(native(), layer_table(plan, i)), self.args(plan, i, lengths, tables, rows, threads, rng))
+            for i in range(LAYERS)
+        ]
+
+    def pool(
+        self, plan: CompressionPlan, pages: list[int], rows: int, rng: np.random.Generator
+    ) -> tuple[Array, list[Array]]:
+        strides, at, spans = self.layout.page_stride, 0, []
+        for stride, count in zip(strides, pages, strict=True):
+            first = -(-at // stride)
+            spans.append((first, count * rows))
+            at = (first + count * rows) * stride
+        memory = aligned(np.zeros(at, np.uint8))
+        for (first, count), stride, bucket in zip(spans, strides, plan.buckets, strict=True):
+            part = memory[first * stride : (first + count) * stride]
+            bits = plan.tiers[bucket.tier].bits_k
+            if bits >= 16:
+                part.view(np.float16 if bits == 16 else np.float32)[:] = rng.normal(size=len(part) * 8 // bits)
+            else:  # codes, and as good scales: the halves of random bytes below 64 are small and finite
+                part[:] = rng.integers(0, 64, len(part), np.uint8)
+        tables = [(first + rng.permutation(count)).astype(np.int32).reshape(rows, -1) for first, count in spans]
+        return memory, tables
+
+    def args(
+        self, plan: CompressionPlan, layer: int, lengths: Array, tables: list[Array], rows: int, threads: int,
+        rng: np.random.Generator,
+    ) -> AttendArgs:  # fmt: skip
+        lanes, group = plan.active(layer), plan.model.group_size
+        normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+        widest = max(lane.rank_k for lane in lanes)
+        ranks_v = sum(lane.rank_v for lane in lanes)
+        arrays = {
+            "q": normal(rows, len(lanes) * group * WIDTH),
+            "k": normal(rows, len(lanes) * WIDTH),
+            "v": normal(rows, ranks_v),
+            "cos": normal(rows, WIDTH // 2),
+            "sin": normal(rows, WIDTH // 2),
+            "query_starts": np.arange(rows + 1, dtype=np.int32),
+            "lengths": lengths,
+            "page_table_widths": np.array([t.shape[1] for t in tables], np.int32),
+            "proj_q": normal(len(lanes), WIDTH, widest) / 8,
+            "proj_k": normal(len(lanes), WIDTH, widest) / 8,
+            "centre_k": normal(len(lanes), widest),
+            "o": np.zeros((rows, group * ranks_v), np.float32),
+        }
+        self.kept.append(arrays)
+        return AttendArgs(
+            ABI_VERSION, rows, rows, 0, threads, WIDTH**-0.5,
+            page_tables=ctypes.addressof(self.pointers), pool=self.memory.ctypes.data,
+            pool_bytes=self.memory.nbytes, **{name: array.ctypes.data for name, array in arrays.items()},
+        )  # fmt: skip
+
+    def seconds(self, repeats: int) -> float:
+        """Of a step: the sum of each layer's best."""
+        best = [float("inf")] * len(self.layers)
+        for _ in range(repeats):
+            for i, (op, args) in enumerate(self.layers):
+                start = time.perf_counter()
+                op.run(args)
+                best[i] = min(best[i], time.perf_counter() - start)
+        return sum(best)
+
+
+def native() -> Native:
+    found = find()
+    if found.native is None:
+        sys.exit(found.reason)
+    return found.native
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--formats", nargs="+", default=["32", "16", "8", "4", "2"])
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 3840])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[96, 112, 96])
+    parser.add_argument("--hot", type=int, default=32)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=20)
+    args = parser.parse_args()
+    cases = [(form, args.ranks) for form in args.formats]
+    cases = [("32", [WIDTH]) for form in args.formats if form == "32"] + cases
+    print(f"{native().isa}, {args.threads} thread(s), load {os.getloadavg()[0]:.1f}")
+    print(
+        f"{'format':<14} {'rank':>5} {'rows':>4} {'context':>7} {'us a row':>9} {'ns a token, row':>16} {'bytes':>14}"
+    )
+    records = []
+    for (form, ranks), rows, context in itertools.product(cases, args.rows, args.contexts):
+        plan = plan_of(form, ranks)
+        each = Steps(plan, context, rows, args.hot, args.threads).seconds(args.repeats) / rows * 1e6
+        size, rank = CacheLayout(plan).bytes_per_token(), float(np.mean(ranks))
+        records.append({"format": form, "rank": rank, "rows": rows, "context": context, "us_row": each, "bytes": size})
+        line = f"{each:>9.1f} {each / context * 1e3:>16.1f} {size:>14.0f}"
+        print(f"{form:<14} {rank:>5.0f} {rows:>4} {context:>7} {line}", flush=True)
+    print(json.dumps({"bench": "cpu_attend", "isa": native().isa, "threads": args.threads, "results": records}))
+
+
+if __name__ == "__main__":
+    main()
