@@ -15,18 +15,21 @@ from kvlathe.export.plan import CompressionPlan
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """``dtypes``: what it computes in, the default first. ``ranks``: whether it says what attends a token."""
+    """``dtypes``: what it computes in, the default first. ``ranks``: whether it says what attends a token.
+    ``paired``: as in CacheForm.
+    """
 
     module: str
     dtypes: tuple[str, ...]
     ranks: bool = False
+    paired: bool = False
 
 
 BACKENDS: Mapping[str, BackendInfo] = {
     "onnxruntime": BackendInfo("kvlathe.engines.onnxruntime", ("float32", "float16"), ranks=True),
-    "tensorrt_rtx": BackendInfo("kvlathe.engines.tensorrt", ("float16",)),
-    "tensorrt": BackendInfo("kvlathe.engines.tensorrt", ("float16",)),
-    "cuda": BackendInfo("kvlathe.engines.cuda", ("float16",)),
+    "tensorrt_rtx": BackendInfo("kvlathe.engines.tensorrt", ("float16",), paired=True),
+    "tensorrt": BackendInfo("kvlathe.engines.tensorrt", ("float16",), paired=True),
+    "cuda": BackendInfo("kvlathe.engines.cuda", ("float16",), paired=True),
 }
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvlathe.console import log
 from kvlathe.engines import cache
-from kvlathe.engines.backends import check_ranks
+from kvlathe.engines.backends import BACKENDS, check_ranks
 from kvlathe.engines.folder import whole_file
 from kvlathe.engines.manifest import sha256_file
 from kvlathe.engines.request import BuildRequest, shipped, warn_unheard
@@ -117,7 +117,8 @@ def plan_for(request: BuildRequest, checkpoint: Checkpoint) -> Planned:
     from kvlathe.export.search import read_exam, search
 
     options = _options(request)
-    form = CacheForm(request.hot_bits, request.tokens_per_block, request.prefill_chunk, request.seed)
+    paired = BACKENDS[request.backend].paired
+    form = CacheForm(request.hot_bits, request.tokens_per_block, request.prefill_chunk, request.seed, paired)
     spec, stats = checkpoint.spec, statistics(request, checkpoint)
     about = (request.compression, spec.shape, spec.rope is not None, stats, options, form)
     curves = cache.curves_folder() if request.use_cache else None

@@ -72,7 +72,17 @@ def by_loss(loss: Array, budget: int) -> Ranks:
 
 
 MOST_CELLS = 1 << 27
-"""Of the table that ``cheapest`` fills, one byte each."""
+"""Of the table that ``cheapest`` fills, a byte or two each."""
+
+
+def require(budget: int, least: int) -> None:
+    """Raise KvlatheError where not even the smallest forms, ``least`` bytes a page, fit ``budget``."""
+    if least > budget:
+        raise KvlatheError(
+            f"{budget:,} bytes a page cannot be reached",
+            f"the smallest form of every head needs {least:,}",
+            "ask for more",
+        )
 
 
 def cheapest(loss: Array, cost: Ranks, budget: int) -> Ranks:
@@ -82,19 +92,13 @@ def cheapest(loss: Array, cost: Ranks, budget: int) -> Ranks:
     knapsack), unless that is more than MOST_CELLS steps: costs are then rounded up to a coarser unit. What cannot lower
     the sum is not spent. Raises KvlatheError if the cheapest options cost more than the budget.
     """
-    least = int(cost.min(-1).sum())
-    if least > budget:
-        raise KvlatheError(
-            f"{budget:,} bytes a page cannot be reached",
-            f"the smallest form of every head needs {least:,}",
-            "ask for more",
-        )
+    require(budget, int(cost.min(-1).sum()))
     unit = int(np.gcd.reduce(cost, axis=None))
     while len(loss) * (budget // unit + 1) > MOST_CELLS:
         unit *= 2
     units = -(-cost // unit)
     room = max(budget // unit, int(units.min(-1).sum()))
-    best, chosen = np.zeros(room + 1), np.zeros((len(loss), room + 1), np.uint8)
+    best, chosen = np.zeros(room + 1), np.zeros((len(loss), room + 1), np.min_scalar_type(loss.shape[1]))
     for row, (losses, sizes) in enumerate(zip(loss, units, strict=True)):
         reached = np.full((loss.shape[1], room + 1), np.inf)
         for option, size in enumerate(sizes):

@@ -47,14 +47,14 @@ def priced(
     key = hashlib.sha256(json.dumps(what, default=int).encode()).hexdigest()[:32]
     path = None if remembered is None else remembered / f"{key}.npy"
     if path is not None and path.is_file():
-        return auto.Priced(grid, np.load(path))
+        return auto.Priced(grid, np.load(path), form.paired)
     spec = checkpoint.spec
     whole = compose("none", spec.shape, spec.rope is not None, None, Options(), CacheForm(32))
     found = losses(decoder_from(checkpoint, *whole), read, _forms(grid), form.page_tokens, form.seed)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         np.save(path, found)
-    return auto.Priced(grid, found)
+    return auto.Priced(grid, found, form.paired)
 
 
 def _forms(grid: auto.Grid) -> Forms:
@@ -81,7 +81,7 @@ def family(request: str, found: auto.Priced, form: CacheForm) -> Family:
         choice = found.chosen(int((1 - ratio) * page + 1e-6))
         return plan_of(request, found, choice, form)
 
-    most = 1 - float(found.cost.min(-1).sum()) / page
+    most = 1 - found.least / page
     gentlest = removed(plan_of(request, found, found.chosen(int(found.cost.max(-1).sum())), form)[0], form.bits)
     log.info("forms of every head are priced: from %.1f %% to %.1f %% removed", 100 * gentlest, 100 * most)
     return Family(request, request, form.bits, gentlest, most, at)

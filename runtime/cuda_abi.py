@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import POINTER, Structure, byref, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout, layer_table
@@ -82,6 +82,7 @@ class SealArgs(Structure):
         ("target", POINTER(Part)),
         ("pages", POINTER(SealPage)),
         *_ints("page_count", "reserved"),
+        *((name, c_double) for name in ("span_k", "span_v")),
         ("pool", c_void_p),
         ("pool_bytes", c_int64),
         ("stream", c_void_p),
@@ -172,18 +173,16 @@ class PageKernels:
     ) -> None:
         """``pool``: device address of the arena."""
         self.library, self.plan, self.pool, self.pool_bytes, self.element = library, plan, pool, pool_bytes, element
-        if any(min(tier.span_k, tier.span_v) < 1 for tier in plan.tiers):
-            raise KvlatheError(
-                "these kernels cannot seal this plan", "its codes cover part of a group's range", "use another backend"
-            )
         self._tables = [CacheLayout(plan).lane_table(b) for b in range(len(plan.buckets))]
         self.parts = [part_of(plan, b, table) for b, table in enumerate(self._tables)]
 
     def seal(self, fresh: int, cold: int, pages: Sequence[tuple[int, int, int]], stream: int) -> None:
         """``pages``: (page of ``fresh``, page of ``cold``, position of its first token)."""
         jobs = (SealPage * len(pages))(*(SealPage(*page) for page in pages))
-        stochastic = self.plan.tiers[self.plan.buckets[cold].tier].rounding == "stochastic"
+        tier = self.plan.tiers[self.plan.buckets[cold].tier]
+        stochastic = tier.rounding == "stochastic"
         args = SealArgs(ABI_VERSION, self.element, self.plan.page_tokens, int(stochastic), self.plan.seed)
+        args.span_k, args.span_v = tier.span_k, tier.span_v
         args.source, args.target = ctypes.pointer(self.parts[fresh]), ctypes.pointer(self.parts[cold])
         args.pages, args.page_count = jobs, len(pages)
         args.pool, args.pool_bytes, args.stream = self.pool, self.pool_bytes, stream

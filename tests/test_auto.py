@@ -15,8 +15,10 @@ import stats_cases
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import optimize
 
 from kvlathe import metrics
+from kvlathe.engines import cuda
 from kvlathe.engines.build import accept, build
 from kvlathe.engines.request import BuildRequest
 from kvlathe.errors import KvlatheError
@@ -117,6 +119,42 @@ def test_formats_are_the_best_of_all(share: float) -> None:
         best = min(best, np.take_along_axis(loss, chosen[:, None], 1).sum())
     chosen = found.chosen(budget)
     assert np.take_along_axis(found.loss, chosen[:, None], 1).sum() == pytest.approx(best, rel=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_kernels_that_read_pairs_get_the_best_of_those(share: float) -> None:
+    found = dataclasses.replace(priced(5), paired=True)
+    budget = int(share * found.cost.max(-1).sum())
+    choice = found.chosen(budget)
+    plan, _ = measured.plan_of("auto", found, choice, FORM)
+    cuda.check_plan("cuda", plan)
+    assert sum(CacheLayout(plan).page_stride[1:]) <= budget
+    best = np.inf
+    for some in itertools.combinations((8, 4, 2), auto.MOST_FORMATS):
+        best = min(best, least_of_pairs(found, some, budget))
+    assert np.take_along_axis(found.loss, choice[:, None], 1).sum() == pytest.approx(best, rel=1e-6)
+    with pytest.raises(KvlatheError, match="cannot be reached"):
+        found.chosen(found.least - 1)
+    assert np.take_along_axis(found.cost, found.chosen(found.least)[:, None], 1).sum() == found.least
+
+
+def least_of_pairs(found: auto.Priced, bits: tuple[int, ...], budget: int) -> float:
+    """The same choice as a mixed integer program: x picks one option for each lane."""
+    lanes, options = len(found.loss) // 2, range(len(found.grid.options))
+    ways = [
+        (k, v)
+        for k, v in itertools.product(options, repeat=2)
+        for (_, of_k), (_, of_v) in [(found.grid.options[k], found.grid.options[v])]
+        if of_k.axis == "rank" and of_v.axis == "token" and of_k.bits == of_v.bits and of_k.bits in bits
+    ]
+    k, v = np.array(ways).T
+    loss, cost = (x[:lanes, k] + x[lanes:, v] for x in (found.loss, found.cost))
+    one = np.kron(np.eye(lanes), np.ones(len(k)))
+    rules = [optimize.LinearConstraint(one, 1, 1), optimize.LinearConstraint(cost.reshape(1, -1), 0, budget)]
+    answer = optimize.milp(
+        loss.ravel(), constraints=rules, integrality=np.ones(loss.size), bounds=optimize.Bounds(0, 1)
+    )
+    return float(answer.fun) if answer.success else np.inf
 
 
 def test_a_lane_that_nothing_depends_on_gets_the_least() -> None:

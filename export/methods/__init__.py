@@ -96,13 +96,14 @@ METHODS: dict[str, Method] = {
 @dataclass(frozen=True, slots=True)
 class CacheForm:
     """The cache's form, which no method decides: bits of a cached number (16 or 32), tokens a page, the prefill grid,
-    the seed.
+    the seed. ``paired``: kernels read codes of a lane of one width only, K's grouped along the rank, V's along tokens.
     """
 
     bits: Literal[16, 32] = 16
     page_tokens: int = 64
     prefill_chunk: int = 512
     seed: int = 0
+    paired: bool = False
 
 
 def summaries() -> dict[str, str]:

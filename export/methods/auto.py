@@ -55,6 +55,8 @@ class Format:
 
 
 FORMATS = tuple(Format(bits, axis) for axis in ("rank", "token") for bits in (8, 4, 2))
+PAIRS = tuple((Format(bits, "rank"), Format(bits, "token")) for bits in (8, 4, 2))
+"""K's and V's format of a lane, where kernels read no others."""
 MOST_FORMATS = 2
 """That a side may use in one plan: each pair of formats is a bucket, which costs time in every step."""
 PRICES = 128
@@ -112,10 +114,11 @@ class Grid:
 # -- choosing ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class Priced:
-    """The grid with its prices: ``loss`` [2 lanes, options], K lanes then V lanes."""
+    """The grid with its prices: ``loss`` [2 lanes, options], K lanes then V lanes. ``paired``: a lane takes PAIRS."""
 
     grid: Grid
     loss: Array
+    paired: bool = False
 
     @cached_property
     def cost(self) -> Choice:
@@ -125,8 +128,43 @@ class Priced:
     def chosen(self, budget: int) -> Choice:
         """The best option of every row, [2 lanes], of at most ``budget`` bytes a page and MOST_FORMATS formats a side.
 
-        Branch and bound over the formats: those whose bound is above what another choice has lost need no search.
+        Raises KvlatheError where the smallest cost more.
         """
+        return self._of_pairs(budget) if self.paired else self._of_any(budget)
+
+    @property
+    def least(self) -> int:
+        """Bytes a page of the smallest choice."""
+        if not self.paired:
+            return int(self.cost.min(-1).sum())
+        smallest = [[self.grid.sizes[self._own == FORMATS.index(x)].min() for x in pair] for pair in PAIRS]
+        return len(self.loss) // 2 * int(np.sum(smallest, -1).min())
+
+    @cached_property
+    def _own(self) -> Choice:
+        """The format of every option, as a number."""
+        return np.array([FORMATS.index(x) for _, x in self.grid.options])
+
+    def _of_pairs(self, budget: int) -> Choice:
+        """Every option of a lane is then one of K and one of V."""
+        allocate.require(budget, self.least)
+        best: tuple[float, Choice] | None = None
+        lanes = len(self.loss) // 2
+        for some in itertools.combinations(PAIRS, MOST_FORMATS):
+            ways = [itertools.product(*(np.flatnonzero(self._own == FORMATS.index(x)) for x in pair)) for pair in some]
+            k, v = np.array(list(itertools.chain(*ways))).T
+            loss, cost = self.loss[:lanes, k] + self.loss[lanes:, v], self.cost[:lanes, k] + self.cost[lanes:, v]
+            if cost.min(-1).sum() > budget:
+                continue
+            found = allocate.cheapest(loss, cost, budget)
+            total = float(np.take_along_axis(loss, found[:, None], 1).sum())
+            if best is None or total < best[0]:
+                best = total, np.concatenate([k[found], v[found]])
+        assert best is not None
+        return best[1]
+
+    def _of_any(self, budget: int) -> Choice:
+        """Branch and bound over the formats: those whose bound is above what another choice has lost need no search."""
         best: tuple[float, Choice] | None = None
         for bound, allowed in self._bounds(budget):
             if best is not None and bound >= best[0]:
@@ -143,7 +181,7 @@ class Priced:
         """For every choice of formats, least first, what it loses at the least, and the options [2 lanes, options] that
         it allows. At any price of a byte the sum of least (loss + price x bytes) less that of the budget is a bound.
         """
-        own = np.array([FORMATS.index(x) for _, x in self.grid.options])
+        own = self._own
         sets = list(itertools.combinations(range(len(FORMATS)), MOST_FORMATS))
         prices = np.geomspace(1e-12, 1, PRICES) * self.loss.max() / self.cost.min()
         paid = np.empty((2, len(sets), PRICES))
@@ -180,7 +218,8 @@ def made(grid: Grid, choice: Choice, hot: Tier) -> Chosen:
     ):
         cut, basis[lane.layer, lane.head] = _cut(lane, rank_k, rank_v, grid)
         lanes.append(cut)
-        tier = Tier(k.bits, v.bits, k.axis, v.axis, GROUP, GROUP, span_k=k.span, span_v=v.span)
+        of_k, of_v = (min(GROUP, grid.page_tokens) if x.axis == "token" else GROUP for x in (k, v))
+        tier = Tier(k.bits, v.bits, k.axis, v.axis, of_k, of_v, span_k=k.span, span_v=v.span)
         members.setdefault(tier, []).append(i)
     cold = tuple(Bucket(1 + n, tuple(own), source=0) for n, own in enumerate(members.values()))
     return Chosen(tuple(lanes), basis, (hot, *members), (Bucket(0, tuple(range(len(lanes)))), *cold))

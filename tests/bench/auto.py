@@ -13,6 +13,7 @@ heads. One table, what each target costs in bytes, and one JSON line.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -211,6 +212,7 @@ def chart(rows: list[dict[str, Any]]) -> str:
 )
 @click.option("--frontier/--no-frontier", default=True, help="Measure more than the ratios of --engine.")
 @click.option("--at", multiple=True, type=float, help="Ratios of auto, where not all are measured.")
+@click.option("--paired", is_flag=True, help="Only the number formats that the GPU kernels read (not of --engine).")
 @click.option("--plot", type=click.Path(path_type=Path), help="Write the frontier as an HTML page.")
 def main(
     model: Path,
@@ -218,6 +220,7 @@ def main(
     ratios: tuple[float, ...],
     frontier: bool,
     at: tuple[float, ...],
+    paired: bool,
     plot: Path | None,
     **asked: int,
 ) -> None:
@@ -233,7 +236,8 @@ def main(
     bench = Bench(checkpoint, windows, tasks.read_questions(questions, encoder, asked["every"]), device)
     stats = calibrated(checkpoint, str(text))
     exams = [read_exam(checkpoint, "perplexity", text, None), read_exam(checkpoint, "retrieval", None, questions)]
-    found = priced(checkpoint, stats, FORM, readings(exams), cache.curves_folder())
+    form = dataclasses.replace(FORM, paired=paired)
+    found = priced(checkpoint, stats, form, readings(exams), cache.curves_folder())
     spec = checkpoint.spec
     none = compose("none", spec.shape, spec.rope is not None, None, Options(), FORM)
     wanted = RATIOS if frontier else sorted({*at, *ratios})

@@ -70,6 +70,7 @@ TIERS = [
     Tier(4, 8, "token", "token", 64, 32),
     Tier(16, 4, "rank", "token", 64, 64),
     Tier(4, 2, "rank", "token", 64, 64, rounding="stochastic"),
+    Tier(2, 2, "rank", "token", 128, 64, span_k=0.65, span_v=0.8),
     Tier(8, 4, "token", "rank", 32, 32, rounding="stochastic"),
 ]
 

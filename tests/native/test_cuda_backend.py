@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvlathe.engines import backends, planning
 from kvlathe.engines.build import BuildRequest, build
 from kvlathe.runtime import native
 from kvlathe.runtime.cuda_session import CudaSession
@@ -28,7 +30,10 @@ PLANS = {
     "none": {},
     "projected": {"compression": "fdc", "removal_rate": 0.15},
     "8 bit": {"compression": "fdc+hack:bits=8", "removal_rate": 0.15},
+    "chosen": {"compression": "auto", "compression_ratio": 0.8},
 }
+CLOSE = {"chosen": 5e-2}
+"""Of the largest logit; 1e-2 otherwise. Numbers that were rounded otherwise to 16 bit may get another of four codes."""
 LIMITS = {"max_batch_size": 4, "max_seq_len": 1024, "prefill_chunk": 128}
 
 
@@ -40,6 +45,9 @@ def pair(
     if not (torch.cuda.is_available() and library.has_cuda):
         pytest.skip("no GPU, or a library without CUDA kernels")
     folder, patch = tmp_path_factory.mktemp("engines"), pytest.MonkeyPatch()
+    kernels = dataclasses.replace(backends.BACKENDS["onnxruntime"], paired=backends.BACKENDS["cuda"].paired)
+    patch.setattr(backends, "BACKENDS", {**backends.BACKENDS, "onnxruntime": kernels})
+    patch.setattr(planning, "BACKENDS", backends.BACKENDS)
     patch.setenv("KVLATHE_LIBRARY", str(library.path.resolve()))
     native.find.cache_clear()
     engines = []
@@ -61,11 +69,12 @@ def pair(
     native.find.cache_clear()
 
 
-def test_logits_are_those_of_the_cpu(pair: tuple[LLM, LLM]) -> None:
+def test_logits_are_those_of_the_cpu(pair: tuple[LLM, LLM], request: pytest.FixtureRequest) -> None:
     """Across chunks and sealed pages, relative to the largest logit."""
     tokens = pair[1].encode(PROMPTS[2])[:300]
     on_gpu, on_cpu = (llm.logits(tokens, range(len(tokens))) for llm in pair)
-    assert np.abs(on_gpu - on_cpu).max() <= 1e-2 * np.abs(on_cpu).max()
+    close = CLOSE.get(request.node.callspec.params["pair"], 1e-2)
+    assert np.abs(on_gpu - on_cpu).max() <= close * np.abs(on_cpu).max()
     alike = (on_gpu.argmax(-1) == on_cpu.argmax(-1)).mean()
     assert alike >= 0.98
 

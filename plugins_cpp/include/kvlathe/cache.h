@@ -80,6 +80,7 @@ typedef struct kvlathe_cuda_seal_args {
   const kvlathe_seal_page *pages;      /* host [page_count] */
   int32_t page_count;
   int32_t reserved;
+  double span_k, span_v;               /* of a group's range, what its codes cover: above 0, at most 1 */
   void *pool;
   int64_t pool_bytes;
   void *stream;

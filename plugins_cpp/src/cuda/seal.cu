@@ -20,7 +20,8 @@ constexpr int kPagesAtOnce = 64;
 // the others 16 steps; along the tokens the last one has what is left.
 struct SealSlab {
   int32_t source, target, meta;
-  uint32_t key;  // of the noise
+  uint32_t key;      // of the noise
+  float span, past;  // of a group's range: what codes cover, and what lies below that
   uint16_t rank, bits, groups, steps, extra, by_token;
 };
 
@@ -68,8 +69,9 @@ __device__ void seal_group(const SealParams& p, const SealSlab& slab, const Grou
   };
   float low = value(group.begin), high = low;
   for (int i = group.begin + 1; i < group.end; ++i) low = fminf(low, value(i)), high = fmaxf(high, value(i));
-  const float levels = float((1 << slab.bits) - 1);
-  const __half scale = __float2half_rn(__fdiv_rn(__fsub_rn(high, low), levels)), minimum = __float2half_rn(low);
+  const float levels = float((1 << slab.bits) - 1), width = __fsub_rn(high, low);
+  const __half scale = __float2half_rn(__fdiv_rn(__fmul_rn(width, slab.span), levels));
+  const __half minimum = __float2half_rn(__fadd_rn(low, __fmul_rn(width, slab.past)));
   reinterpret_cast<__half2*>(page + slab.meta)[index] = __halves2half2(scale, minimum);
   const float step = __half2float(scale), from = __half2float(minimum);
   auto* words = reinterpret_cast<uint32_t*>(page + slab.target + int64_t{group.row} * inner * slab.bits / 8);
@@ -140,8 +142,8 @@ const LaneRow& find(const kvlathe_part& part, const LaneRow& lane) {
 void set_lane(SealSlab (&slab)[2], const kvlathe_cuda_seal_args& a, const LaneRow& to) {
   const LaneRow& from = find(*a.source, to);
   const kvlathe_part& t = *a.target;
-  slab[0] = {from.k, to.k, to.k_meta, noise_key(a.seed, to, 0), uint16_t(to.rank_k), uint16_t(t.bits_k), 1, 0, 0, uint16_t(t.axis_k == KVLATHE_AXIS_TOKEN)};
-  slab[1] = {from.v, to.v, to.v_meta, noise_key(a.seed, to, 1), uint16_t(to.rank_v), uint16_t(t.bits_v), 1, 0, 0, uint16_t(t.axis_v == KVLATHE_AXIS_TOKEN)};
+  slab[0] = {from.k, to.k, to.k_meta, noise_key(a.seed, to, 0), float(a.span_k), float((1 - a.span_k) / 2), uint16_t(to.rank_k), uint16_t(t.bits_k), 1, 0, 0, uint16_t(t.axis_k == KVLATHE_AXIS_TOKEN)};
+  slab[1] = {from.v, to.v, to.v_meta, noise_key(a.seed, to, 1), float(a.span_v), float((1 - a.span_v) / 2), uint16_t(to.rank_v), uint16_t(t.bits_v), 1, 0, 0, uint16_t(t.axis_v == KVLATHE_AXIS_TOKEN)};
   if (t.bits_k < 16) set_groups(slab[0], t.group_k, a.page_tokens);
   if (t.bits_v < 16) set_groups(slab[1], t.group_v, a.page_tokens);
 }
@@ -152,6 +154,7 @@ void check(const kvlathe_cuda_seal_args& a) {
   require(a.source && a.target && a.page_count >= 0 && (a.pages || a.page_count == 0), KVLATHE_BAD_ARGUMENT, "a part or pages is null");
   check_pages(*a.source, a.page_tokens, a.pool, a.pool_bytes);
   check_pages(*a.target, a.page_tokens, a.pool, a.pool_bytes);
+  require(a.span_k > 0 && a.span_k <= 1 && a.span_v > 0 && a.span_v <= 1, KVLATHE_BAD_ARGUMENT, "a span is not above 0 and at most 1");
   require(a.source->bits_k == 16 && a.source->bits_v == 16, KVLATHE_UNSUPPORTED, "the source is quantized already");
   for (int32_t i = 0; i < a.page_count; ++i) {
     const kvlathe_seal_page& page = a.pages[i];
