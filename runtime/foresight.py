@@ -82,7 +82,7 @@ class Foresight:
     def __init__(self, pool: PagePool, costs: Costs) -> None:
         self.pool, self.costs = pool, costs
         self.share = Mean(weight=0.05)  # of its allowance that an answer took
-        self._pages = np.zeros((0, len(pool.strides)), np.int64)  # [n]: pages that n * page_tokens tokens take
+        self._pages = np.zeros((0, len(pool.strides)), np.int64)  # [2 n + any part]: of n pages' tokens
 
     def ended(self, sequence: Sequence) -> None:
         """Learn from a sequence that came to its own end."""
@@ -119,11 +119,15 @@ class Foresight:
         return self.pool.prompt_pages(sequence.prompt_tokens if sequence.cached < sequence.prompt_tokens else 0)
 
     def _pages_of(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Pages [..., buckets] that sequences of ``tokens`` tokens can need at one time."""
+        """Pages [..., buckets] that sequences of ``tokens`` tokens can need at one time.
+
+        Whole pages and a part of one more are told apart: where pages seal, the part takes no cold page.
+        """
         p = self.pool.plan.page_tokens
-        steps = -(-tokens // p)
+        whole, part = np.divmod(tokens, p)
+        steps = 2 * whole + (part > 0)
         known = len(self._pages)
         if (most := int(steps.max())) >= known:
-            more = [self.pool.grown_pages(n * p) for n in range(known, max(most + 1, 2 * known))]
-            self._pages = np.concatenate([self._pages, np.array(more, np.int64)])
+            sizes = (n // 2 * p + n % 2 * (p - 1) for n in range(known, max(most + 1, 2 * known)))
+            self._pages = np.concatenate([self._pages, np.array([*map(self.pool.grown_pages, sizes)], np.int64)])
         return self._pages[steps]

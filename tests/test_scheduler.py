@@ -18,6 +18,7 @@ from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import Bucket, CompressionPlan, Probe, Stage, TokenRule
 from kvlathe.runtime.engine import Engine
 from kvlathe.runtime.fair_queue import FairQueue
+from kvlathe.runtime.foresight import Costs, Foresight
 from kvlathe.runtime.pool import PagePool, PageTable
 from kvlathe.runtime.prefix import PrefixCache
 from kvlathe.runtime.probes import Probes
@@ -307,6 +308,18 @@ def test_what_is_foreseen_with_full_answers_is_never_preempted(kind: str) -> Non
         engine.step()
         together = max(together, len(engine.scheduler.running))
     assert engine.scheduler.preemptions == 0 and together > 2
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *RANKED])
+def test_pages_are_foreseen_to_the_page(kind: str) -> None:
+    """Also where a page is begun but not full: a cold page too many for each sequence would be memory left idle."""
+    pool = engine_for(kind, 600).pool
+    tokens = np.arange(1, 400)
+    found, exact = Foresight(pool, Costs())._pages_of(tokens), np.array([pool.grown_pages(int(t)) for t in tokens])
+    assert (found >= exact).all() and (
+        found <= [pool.grown_pages(int(t) + pool.plan.page_tokens) for t in tokens]
+    ).all()
+    assert (found == exact).all() or kind in RANKED
 
 
 def test_foresight_admits_more_than_worst_cases_would() -> None:
