@@ -7,14 +7,17 @@ import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from kvlathe.bench import load, measure, run
+from kvlathe.bench import load, measure, run, servers
 from kvlathe.bench.load import Request
 from kvlathe.bench.measure import Point, Target
 from kvlathe.bench.traces import TRACES
+from kvlathe.engines import manifest as manifests
+from kvlathe.engines.manifest import Limits
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
@@ -22,6 +25,8 @@ from kvlathe.runtime.pool import PagePool
 
 web = pytest.importorskip("aiohttp.web")
 ROOT = Path(__file__).resolve().parents[1]
+LANES = tuple(Lane(i, h, 64, 64, 64) for i in range(2) for h in range(2))
+PLAN = CompressionPlan(ModelShape(2, 2, 2, 64, 128, 1000, 4096), LANES, (Tier(32, 32),), (Bucket(0, (0, 1, 2, 3)),))
 
 
 # -- what is sent --------------------------------------------------------------------------------------------------
@@ -103,15 +108,22 @@ def test_searches_take_turns() -> None:
 
 
 def test_equal_memory_is_room_for_exactly_so_many_requests(tmp_path: Path) -> None:
-    from kvlathe.bench.servers import cache_bytes
-
-    shape = ModelShape(2, 2, 2, 64, 128, 1000, 4096)
-    lanes = tuple(Lane(i, h, 64, 64, 64) for i in range(2) for h in range(2))
-    plan = CompressionPlan(shape, lanes, (Tier(32, 32),), (Bucket(0, (0, 1, 2, 3)),))
-    (tmp_path / "plan.json").write_text(plan.to_json())
-    layout = CacheLayout(plan)
-    pool = PagePool(layout, cache_bytes(tmp_path, 1000, 8))
+    (tmp_path / "plan.json").write_text(PLAN.to_json())
+    pool = PagePool(CacheLayout(PLAN), servers.cache_bytes(tmp_path, 1000, 8))
     assert pool.fits([pool.worst_pages(1000)] * 8) and not pool.fits([pool.worst_pages(1000)] * 9)
+
+
+@pytest.mark.parametrize(("batch", "warns"), [(8, True), (64, False)])
+def test_memory_that_a_batch_cannot_use_is_pointed_out(
+    batch: int, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limits = Limits(batch, 1024, 4096, 4096)
+    monkeypatch.setattr(manifests, "verify", lambda *_, **__: SimpleNamespace(limits=limits))
+    monkeypatch.setattr(servers, "_layout", lambda _: CacheLayout(PLAN))
+    sent = [Request([1] * 100, 100)] * 4
+    layout = CacheLayout(PLAN)
+    run._warn_of_batches([Path("engine")], 20 * layout.bytes_for(256), sent)
+    assert ("--max-batch-size" in caplog.text) == warns
 
 
 # -- a server whose capacity is known ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 from kvlathe.bench import measure, plot
 from kvlathe.bench.load import Request, documents, requests, scale_for
 from kvlathe.bench.measure import Point, Target
-from kvlathe.bench.servers import cache_bytes, is_url, served_model, serving
+from kvlathe.bench.servers import batch_is_small, cache_bytes, is_url, served_model, serving
 from kvlathe.bench.traces import TRACES
 from kvlathe.console import log
 from kvlathe.engines import manifest as manifests
@@ -64,6 +64,8 @@ def compare(targets: Sequence[str], options: Options) -> dict[str, Any]:
     load = make_load(options, longest, options.tokenizer or (engines[0] if engines else None))
     most = max(len(request.prompt) + request.new_tokens for request in load)
     cache = cache_bytes(engines[0], most, options.cache_requests) if engines else None
+    if cache is not None:
+        _warn_of_batches(engines, cache, load)
     with sigterm_interrupts(), contextlib.ExitStack() as stack:
         servers = [
             stack.enter_context(_target(target, name, cache, options))
@@ -100,6 +102,15 @@ def compare(targets: Sequence[str], options: Options) -> dict[str, Any]:
         ],
         "ratio": ratios[-1],
     }
+
+
+def _warn_of_batches(engines: Sequence[Path], cache: int, load: Sequence[Request]) -> None:
+    """Memory that a batch cannot use makes no difference."""
+    mean = int(np.mean([len(request.prompt) + request.new_tokens for request in load]))
+    for engine in engines:
+        if batch_is_small(engine, cache, mean):
+            said = "%s runs fewer sequences at once than its cache holds: build it with a larger --max-batch-size"
+            log.warning(said, engine)
 
 
 def _idle(servers: Sequence[Target], load: Sequence[Request]) -> list[float]:

@@ -31,7 +31,7 @@ def is_url(target: str) -> bool:
 
 def cache_bytes(engine: Path, tokens: int, requests: int) -> int:
     """Bytes of a cache in which exactly ``requests`` sequences growing to ``tokens`` tokens run at once."""
-    layout = CacheLayout(CompressionPlan.from_json((engine / manifests.PLAN_FILE).read_text("utf-8")))
+    layout = _layout(engine)
     low, high = 0, max(layout.page_stride)
     while not _fits(layout, high, tokens, requests):
         low, high = high, 2 * high
@@ -40,6 +40,16 @@ def cache_bytes(engine: Path, tokens: int, requests: int) -> int:
         middle = (low + high) // 2
         low, high = (low, middle) if _fits(layout, middle, tokens, requests) else (middle, high)
     return high
+
+
+def batch_is_small(engine: Path, cache: int, tokens: int) -> bool:
+    """Whether more sequences of ``tokens`` tokens fit a cache of ``cache`` bytes than the engine runs at once."""
+    most = manifests.verify(engine, deep=False).limits.max_batch_size
+    return _fits(_layout(engine), cache, tokens, most + 1)
+
+
+def _layout(engine: Path) -> CacheLayout:
+    return CacheLayout(CompressionPlan.from_json((engine / manifests.PLAN_FILE).read_text("utf-8")))
 
 
 def _fits(layout: CacheLayout, size: int, tokens: int, requests: int) -> bool:
