@@ -14,6 +14,8 @@ from kvlathe.runtime.native import ABI_VERSION, Native, Part, Status
 F16, BF16 = 1, 2
 OVERLAP = 1
 MOST_PARTS = 3
+LEAST_CHUNK = 16
+"""New tokens of a sequence from which its rows are a prompt chunk, attended in tiles (cache.h)."""
 
 
 def _ints(*names: str) -> list[tuple[str, type]]:
@@ -22,6 +24,14 @@ def _ints(*names: str) -> list[tuple[str, type]]:
 
 def _pointers(*names: str) -> list[tuple[str, type]]:
     return [(name, c_void_p) for name in names]
+
+
+class PromptPart(Structure):
+    _fields_ = [*_pointers("page_table", "lengths"), ("lengths_stride", c_int64), *_ints("page_table_stride", "fresh")]
+
+
+class Prompts(Structure):
+    _fields_ = [*_pointers("list", "query_starts"), *_ints("batch", "alone"), ("parts", POINTER(PromptPart))]
 
 
 class AttendDecodeArgs(Structure):
@@ -40,6 +50,7 @@ class AttendDecodeArgs(Structure):
         ("workspace", c_void_p),
         ("workspace_bytes", c_int64),
         ("stream", c_void_p),
+        ("prompts", POINTER(Prompts)),
     ]
 
 
@@ -47,10 +58,11 @@ class SpreadArgs(Structure):
     _fields_ = [
         ("abi_version", c_uint32),
         *_ints("tokens", "batch", "buckets"),
-        ("fresh", c_uint32),
-        ("reserved", c_int32),
+        *((name, c_uint32) for name in ("fresh", "quantized")),
         *_pointers("query_starts", "lengths", "page_tables", "page_table_widths", "sequence_of", "visible"),
         *_pointers("spread_tables", "stream"),
+        *_ints("group_size", "reserved"),
+        *_pointers("row_lengths", "prompts"),
     ]
 
 
@@ -120,6 +132,8 @@ class CudaLibrary:
         lib.kvlathe_cuda_seal.argtypes = [POINTER(SealArgs), POINTER(Status)]
         lib.kvlathe_cuda_evict.argtypes = [POINTER(EvictArgs), POINTER(Status)]
         lib.kvlathe_cuda_workspace_bytes.argtypes = [c_int32, c_int32, POINTER(c_int64), POINTER(Status)]
+        lib.kvlathe_cuda_prompt_list_bytes.argtypes = [c_int32, c_int32, c_int32]
+        lib.kvlathe_cuda_prompt_list_bytes.restype = c_int64
         self.lib = lib
 
     def call(self, name: str, *arguments: object) -> None:
@@ -146,6 +160,7 @@ class LayerForm:
         self.queries, self.out = (
             group * sum(ranks) for ranks in zip(*((x.rank_k, x.rank_v) for x in lanes), strict=True)
         )
+        self.fresh = [int(plan.buckets[b].source is None) for b in range(len(plan.buckets))]
         tables = [t[t[:, 0] == layer].copy() for t in map(CacheLayout(plan).lane_table, range(len(plan.buckets)))]
         self.buckets = [b for b, rows in enumerate(tables) if len(rows)]
         self._tables = [tables[b] for b in self.buckets]

@@ -7,7 +7,7 @@ Sizes as in docs/attend.md. All floating tensors are of one 16-bit type.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from ctypes import addressof, byref, c_int32, c_void_p
+from ctypes import addressof, byref, c_int32, c_void_p, pointer
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,17 @@ from torch import Tensor
 
 from kvlathe.export.layout import layer_table
 from kvlathe.export.plan import CompressionPlan
-from kvlathe.runtime.cuda_abi import BF16, F16, AppendArgs, AttendDecodeArgs, CudaLibrary, LayerForm, SpreadArgs
+from kvlathe.runtime.cuda_abi import (
+    BF16,
+    F16,
+    AppendArgs,
+    AttendDecodeArgs,
+    CudaLibrary,
+    LayerForm,
+    PromptPart,
+    Prompts,
+    SpreadArgs,
+)
 from kvlathe.runtime.native import ABI_VERSION
 
 ELEMENTS = {torch.float16: F16, torch.bfloat16: BF16}
@@ -25,13 +35,15 @@ ELEMENTS = {torch.float16: F16, torch.bfloat16: BF16}
 class StepInputs:
     """A step on the device, int32: ``query_starts`` [B+1], ``lengths`` [B, S], ``page_tables`` S times [B, M_s].
 
-    ``single``: sequence b has exactly row b, or none (a decode step).
+    ``single``: sequence b has exactly row b, or none (a decode step). ``alone``: every sequence with rows has
+    LEAST_CHUNK of them or more and no token in a quantized bucket, so that prompt chunks are all there is.
     """
 
     query_starts: Tensor
     lengths: Tensor
     page_tables: Sequence[Tensor]
     single: bool
+    alone: bool = False
 
 
 class Attention:
@@ -47,24 +59,27 @@ class Attention:
         size = max(library.workspace_bytes(most_rows, form.heads) for form in self.forms)
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
         self.fresh = sum(1 << b for b, bucket in enumerate(plan.buckets) if bucket.source is None)
+        self.quantized = sum(1 << b for b, bucket in enumerate(plan.buckets) if plan.tiers[bucket.tier].quantized)
 
     def spread(self, step: StepInputs, tokens: int) -> Spread:
         """What each of ``tokens`` rows may read."""
-        device, buckets = self.pool.device, len(self.plan.buckets)
-        done = Spread(
-            step,
-            torch.empty(tokens, dtype=torch.int32, device=device),
-            torch.empty(tokens, buckets, dtype=torch.int32, device=device),
-            step.page_tables if step.single else [t.new_empty(tokens, t.shape[1]) for t in step.page_tables],
-        )
-        args = SpreadArgs(ABI_VERSION, tokens, len(step.lengths), buckets, self.fresh)
+        done = Spread(step, tokens, self._list_size(step, tokens))
+        args = SpreadArgs(ABI_VERSION, tokens, len(step.lengths), len(self.plan.buckets), self.fresh, self.quantized)
         args.query_starts, args.lengths = step.query_starts.data_ptr(), step.lengths.data_ptr()
         args.page_tables, args.page_table_widths = done.addresses, done.widths
         args.sequence_of, args.visible = done.sequence_of.data_ptr(), done.visible.data_ptr()
-        wanted = (c_void_p * buckets)() if step.single else _addresses(done.tables)
+        wanted = (c_void_p * len(done.tables))() if done.tables is step.page_tables else _addresses(done.tables)
         args.spread_tables, args.stream = _address(wanted), _stream()
+        args.group_size, args.row_lengths = self.plan.model.group_size, done.row_lengths.data_ptr()
+        args.prompts = None if done.prompts is None else done.prompts.data_ptr()
         self.library.call("cuda_spread", byref(args))
         return done
+
+    def _list_size(self, step: StepInputs, tokens: int) -> int:
+        """Bytes of the list of prompt chunks; 0 for a decode step."""
+        if step.single:
+            return 0
+        return self.library.lib.kvlathe_cuda_prompt_list_bytes(tokens, len(step.lengths), self.plan.model.group_size)
 
     def run(
         self, spread: Spread, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None,
@@ -80,14 +95,16 @@ class Attention:
         for part, bucket in zip(form.parts, form.buckets, strict=True):
             table = spread.tables[bucket]
             part.page_table, part.page_table_stride = table.data_ptr(), table.shape[1]
-            part.lengths = spread.visible.data_ptr() + 4 * bucket
-            part.lengths_stride = spread.visible.shape[1]
+            part.lengths = spread.row_lengths.data_ptr() + 4 * bucket
+            part.lengths_stride = spread.row_lengths.shape[1]
         args = AttendDecodeArgs(ABI_VERSION, ELEMENTS[q.dtype], tokens, self.plan.model.group_size)
         args.page_tokens, args.part_count, args.scale = self.plan.page_tokens, len(form.parts), self.scales[layer]
         args.parts, args.pool, args.pool_bytes = form.parts, self.pool.data_ptr(), self.pool.numel()
         args.q, args.q_stride, args.o, args.o_stride = queries.data_ptr(), form.queries, out.data_ptr(), form.out
         args.workspace, args.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
         args.stream = _stream()
+        if spread.prompts is not None:
+            args.prompts = pointer(spread.prompts_of(form))
         self.library.call("cuda_attend_decode", byref(args))
         return out
 
@@ -113,11 +130,29 @@ class Attention:
 class Spread:
     """A step as the kernels take it: row by row. Keeps what the calls point to."""
 
-    def __init__(self, step: StepInputs, sequence_of: Tensor, visible: Tensor, tables: Sequence[Tensor]) -> None:
-        self.step, self.sequence_of, self.visible, self.tables = step, sequence_of, visible, tables
+    def __init__(self, step: StepInputs, tokens: int, list_size: int) -> None:
+        """``list_size``: bytes of the list of prompt chunks, or 0 for none."""
+        new, whole = step.lengths.new_empty, step.single or step.alone
+        self.step, self.sequence_of = step, new(tokens)
+        self.visible = new(tokens, step.lengths.shape[1])
+        self.row_lengths = torch.empty_like(self.visible) if list_size else self.visible
+        self.tables = step.page_tables if whole else [t.new_empty(tokens, t.shape[1]) for t in step.page_tables]
+        self.prompts = new(list_size // 4) if list_size else None
         self._addresses = _addresses(step.page_tables)
         self._widths = (c_int32 * len(step.page_tables))(*(t.shape[1] for t in step.page_tables))
         self.addresses, self.widths = _address(self._addresses), _address(self._widths)
+
+    def prompts_of(self, form: LayerForm) -> Prompts:
+        """The step's chunks for one layer's attention."""
+        assert self.prompts is not None
+        lengths, buckets = self.step.lengths, self.step.lengths.shape[1]
+        parts = (PromptPart * len(form.buckets))()
+        for part, b in zip(parts, form.buckets, strict=True):
+            table = self.step.page_tables[b]
+            part.page_table, part.page_table_stride, part.fresh = table.data_ptr(), table.shape[1], form.fresh[b]
+            part.lengths, part.lengths_stride = lengths.data_ptr() + 4 * b, buckets
+        starts = self.step.query_starts.data_ptr()
+        return Prompts(self.prompts.data_ptr(), starts, len(lengths), int(self.step.alone), parts)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> object:

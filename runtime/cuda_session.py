@@ -20,7 +20,7 @@ from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.runtime import native
-from kvlathe.runtime.cuda_abi import CudaLibrary, PageKernels
+from kvlathe.runtime.cuda_abi import LEAST_CHUNK, CudaLibrary, PageKernels
 from kvlathe.runtime.cuda_attend import Attention, StepInputs
 from kvlathe.runtime.cuda_decoder import TorchDecoder, read_decoder
 from kvlathe.runtime.cuda_graph import DecodeGraph, StepBlock, StepViews
@@ -91,7 +91,7 @@ class CudaSession:
             return graph.run(step).logits[: len(step.logit_rows)]
         block = StepBlock.of(step)
         block.send(step)
-        return self._compute(block.views(), single=False)
+        return self._compute(block.views(), single=False, alone=self._only_chunks(step))
 
     def follow(self, step: StepPlan, first: bool = False) -> Tensor:
         """A greedy decode step, without waiting: the likeliest next token of each row, int32 [B] on the GPU.
@@ -116,8 +116,14 @@ class CudaSession:
                     f"a step of {count} exceeds this engine", f"its {flag} is {limit}", f"build with a larger --{flag}"
                 )
 
-    def _compute(self, on_gpu: StepViews, single: bool) -> Tensor:
-        inputs = StepInputs(on_gpu.query_starts, on_gpu.lengths, on_gpu.page_tables, single)
+    def _only_chunks(self, step: StepPlan) -> bool:
+        """Whether every sequence has a prompt chunk that is attended in tiles: long enough, nothing of it sealed."""
+        rows = np.diff(step.query_starts)
+        sealed = [s for s, bucket in enumerate(self.plan.buckets) if self.plan.tiers[bucket.tier].quantized]
+        return bool((rows[rows > 0] >= LEAST_CHUNK).all() and not step.lengths[rows > 0][:, sealed].any())
+
+    def _compute(self, on_gpu: StepViews, single: bool, alone: bool = False) -> Tensor:
+        inputs = StepInputs(on_gpu.query_starts, on_gpu.lengths, on_gpu.page_tables, single, alone)
         spread = self.attention.spread(inputs, len(on_gpu.input_ids))
 
         attend = partial(self.attention.run, spread)

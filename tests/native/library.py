@@ -9,7 +9,7 @@ import subprocess
 from ctypes import POINTER, Structure, byref, c_char, c_float, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 F32, F16, BF16 = 0, 1, 2
 OVERLAP = 1
 OK, BAD_VERSION, BAD_ARGUMENT, MISALIGNED, TOO_SMALL, UNSUPPORTED, DEVICE_ERROR = range(7)
@@ -49,6 +49,7 @@ class AttendDecodeArgs(Structure):
         ("workspace", c_void_p),
         ("workspace_bytes", c_int64),
         ("stream", c_void_p),
+        ("prompts", c_void_p),
     ]
 
 

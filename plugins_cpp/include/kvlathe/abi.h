@@ -77,12 +77,31 @@ typedef struct kvlathe_part {
  * touches the pool, q, o and the workspace. So the kernel just before must not write lengths or page tables. */
 enum kvlathe_flags { KVLATHE_OVERLAP = 1 };
 
-/* Attention of one new token for each sequence over its cached tokens.
+/* The prompt chunks of a step, which kvlathe_cuda_spread lists (cache.h): sequences with several new rows, attended in tiles.
+ * `parts` goes with the call's parts: the same buckets, by sequence and not by row. */
+typedef struct kvlathe_prompt_part {
+  const int32_t *page_table;  /* [B, page_table_stride] */
+  const int32_t *lengths;     /* tokens of sequence b before the step at lengths[b * lengths_stride] */
+  int64_t lengths_stride;
+  int32_t page_table_stride;
+  int32_t fresh;              /* 1: the step's own tokens lie in it, after `lengths`: each row sees those up to itself */
+} kvlathe_prompt_part;
+
+typedef struct kvlathe_prompts {
+  int32_t *list;               /* from kvlathe_cuda_spread; a call leaves it as it was */
+  const int32_t *query_starts; /* [B + 1] */
+  int32_t batch;               /* B */
+  int32_t alone;               /* 1: every row of the call belongs to a listed chunk, as the caller knows */
+  const kvlathe_prompt_part *parts; /* host [part_count] */
+} kvlathe_prompts;
+
+/* Attention of one new token for each row over the cached tokens that its row of lengths and page tables names.
  *
  * q' and o' are packed like the op's o (docs/attend.md): the lanes in head order, each lane's query heads side by side,
  *   q [batch, q_stride]: sum over lanes of group_size * rank_k elements used     (after RoPE and projection)
  *   o [batch, o_stride]: sum over lanes of group_size * rank_v elements written  (zeros for a sequence without tokens)
- * softmax(scale * q' k'^T) v', accumulated in float32. */
+ * softmax(scale * q' k'^T) v', accumulated in float32. Rows of listed prompt chunks have lengths of 0 here and are attended
+ * by what `prompts` says. */
 typedef struct kvlathe_attend_decode_args {
   uint32_t abi_version;       /* KVLATHE_ABI_VERSION */
   int32_t element;            /* kvlathe_element */
@@ -102,6 +121,7 @@ typedef struct kvlathe_attend_decode_args {
   void *workspace;            /* CUDA only: kvlathe_cuda_workspace_bytes() bytes, zeroed once; a call leaves it ready for the next */
   int64_t workspace_bytes;
   void *stream;               /* CUDA only: a cudaStream_t; null is the default stream */
+  const kvlathe_prompts *prompts; /* CUDA only: null, or the step's prompt chunks */
 } kvlathe_attend_decode_args;
 
 /* The ABI version of this library. */

@@ -16,12 +16,16 @@ extern "C" {
  *
  * Row t of `sequence_of` and `visible` belongs to token t: its sequence, or -1 (and lengths 0) past query_starts[batch]; and the
  * tokens of each bucket it attends: lengths, and in a fresh bucket also the step's tokens up to itself. `spread_tables[s]`
- * gets the sequence's row of page_tables[s] (null: not wanted). Outputs cover all `tokens` rows. */
+ * gets the sequence's row of page_tables[s] (null: not wanted). Outputs cover all `tokens` rows.
+ *
+ * With `prompts` it also lists the tiles of prompt chunks: of sequences with 16 rows or more and no tokens in a `quantized`
+ * bucket, on a device that has the kernel for them (compute capability 9.0). Their rows then have `row_lengths` 0 and no spread tables;
+ * other rows have those of `visible`. */
 typedef struct kvlathe_spread_args {
   uint32_t abi_version;
   int32_t tokens, batch, buckets;     /* T, B, S <= KVLATHE_MAX_PARTS */
   uint32_t fresh;                     /* bit s: bucket s takes new tokens */
-  int32_t reserved;
+  uint32_t quantized;                 /* bit s: bucket s has less than 16 bits */
   const int32_t *query_starts;        /* [B + 1] */
   const int32_t *lengths;             /* [B, S], before the step */
   const int32_t *const *page_tables;  /* host array of S: [B, page_table_widths[s]] */
@@ -30,7 +34,14 @@ typedef struct kvlathe_spread_args {
   int32_t *visible;                   /* [T, S] */
   int32_t *const *spread_tables;      /* host array of S: null or [T, page_table_widths[s]] */
   void *stream;
+  int32_t group_size;                 /* query heads a lane; used with `prompts` */
+  int32_t reserved;
+  int32_t *row_lengths;               /* [T, S]; with `prompts` */
+  int32_t *prompts;                   /* null, or kvlathe_cuda_prompt_list_bytes(tokens, batch, group_size) */
 } kvlathe_spread_args;
+
+/* Bytes of the list of a step's prompt chunks. */
+KVLATHE_API int64_t kvlathe_cuda_prompt_list_bytes(int32_t tokens, int32_t batch, int32_t group_size);
 
 KVLATHE_API int32_t kvlathe_cuda_spread(const kvlathe_spread_args *args, kvlathe_status *status);
 

@@ -8,6 +8,7 @@
 #include "codes.cuh"
 #include "kernels.h"
 #include "params.h"
+#include "prompts.h"
 
 namespace kvlathe::cuda {
 namespace {
@@ -261,7 +262,10 @@ extern "C" int32_t kvlathe_has_cuda(void) { return 1; }
 extern "C" int32_t kvlathe_cuda_attend_decode(const kvlathe_attend_decode_args* args, kvlathe_status* status) {
   return kvlathe::run(status, [&] {
     if (!args) throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "args is null");
-    kvlathe::cuda::attend_decode(*args);
+    const bool chunks = args->prompts && kvlathe::cuda::prompt_kernel_here();
+    // Rows first: it writes zeros where a row has no length, which are the chunks' rows here.
+    if (!chunks || !args->prompts->alone) kvlathe::cuda::attend_decode(*args);
+    if (chunks) kvlathe::cuda::attend_prompts(*args);
   });
 }
 

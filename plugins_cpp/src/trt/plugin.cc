@@ -117,12 +117,13 @@ int32_t Plugin::configurePlugin(DynamicPluginTensorDesc const* in, int32_t input
   });
 }
 
-Pieces Plugin::pieces(int64_t tokens, const std::vector<int64_t>& widths, int64_t attend) const {
+Pieces Plugin::pieces(int64_t tokens, int64_t batch, const std::vector<int64_t>& widths, int64_t attend) const {
   int64_t rank_k = 0, pages = 0;
   for (const Lane& lane : form_->layer.lanes) rank_k += lane.rank_k;
   for (int64_t width : widths) pages += aligned(4 * tokens * width);
   return {aligned(2 * tokens * rank_k * form_->layer.head.group_size), aligned(4 * tokens),
-          aligned(4 * tokens * form_->layer.head.buckets), size_t(pages), aligned(attend)};
+          aligned(4 * tokens * form_->layer.head.buckets), size_t(pages), aligned(attend),
+          aligned(kvlathe_cuda_prompt_list_bytes(int32_t(tokens), int32_t(batch), form_->layer.head.group_size))};
 }
 
 size_t Plugin::getWorkspaceSize(DynamicPluginTensorDesc const* in, int32_t, DynamicPluginTensorDesc const*, int32_t) const noexcept {
@@ -130,7 +131,7 @@ size_t Plugin::getWorkspaceSize(DynamicPluginTensorDesc const* in, int32_t, Dyna
     const int64_t tokens = in[form_->places.q].max.d[0];
     std::vector<int64_t> widths;
     for (int32_t s = 0; s < form_->layer.head.buckets; ++s) widths.push_back(in[form_->places.page_tables + s].max.d[1]);
-    return pieces(tokens, widths, kAttendBytes + 4 * tokens * form_->layer.head.lanes).bytes();
+    return pieces(tokens, in[form_->places.lengths].max.d[0], widths, kAttendBytes + 4 * tokens * form_->layer.head.lanes).bytes();
   });
 }
 
@@ -189,6 +190,16 @@ static std::vector<kvlathe_part> parts_of(const Layer& layer, const std::vector<
   return parts;
 }
 
+// The same buckets by sequence, for prompt chunks.
+static std::vector<kvlathe_prompt_part> prompt_parts_of(const Layer& layer, const std::vector<const int32_t*>& tables,
+                                                        const std::vector<int32_t>& widths, const int32_t* lengths) {
+  std::vector<kvlathe_prompt_part> parts;
+  for (int32_t s = 0; s < layer.head.buckets; ++s) {
+    if (layer.buckets[s].lane_count) parts.push_back({tables[s], lengths + s, layer.head.buckets, widths[s], layer.buckets[s].fresh != 0});
+  }
+  return parts;
+}
+
 void Plugin::run(PluginTensorDesc const* desc, void const* const* in, void* const* out, char* workspace, cudaStream_t stream) const {
   const Layer& layer = form_->layer;
   const TableHeader& t = layer.head;
@@ -204,19 +215,26 @@ void Plugin::run(PluginTensorDesc const* desc, void const* const* in, void* cons
   check(kvlathe_cuda_workspace_bytes(tokens, t.lanes, &attend_bytes, &status), status);
   require(attend_bytes <= kAttendBytes + 4 * int64_t{tokens} * t.lanes, "this device needs more workspace than the engine holds", KVLATHE_TOO_SMALL);
 
-  const Pieces size = pieces(tokens, {widths.begin(), widths.end()}, attend_bytes);
+  const Pieces size = pieces(tokens, batch, {widths.begin(), widths.end()}, attend_bytes);
   char *queries = workspace, *sequences = queries + size.queries, *visible = sequences + size.sequences, *spread = visible + size.visible,
        *attend = spread + size.tables;
+  const int64_t list_bytes = kvlathe_cuda_prompt_list_bytes(tokens, batch, t.group_size);
+  const bool chunks = desc[p.query_offsets].dims.d[0] > 1;  // else a decode step
+  int32_t *list = reinterpret_cast<int32_t*>(attend + aligned(attend_bytes)), *row_lengths = list + aligned(list_bytes) / 4;
   std::vector<int32_t*> spread_tables;
   for (int32_t s = 0; s < t.buckets; ++s) {
     spread_tables.push_back(reinterpret_cast<int32_t*>(spread));
     spread += aligned(4 * int64_t{tokens} * widths[s]);
   }
 
-  uint32_t fresh = 0;
-  for (int32_t s = 0; s < t.buckets; ++s) fresh |= uint32_t(layer.buckets[s].fresh != 0) << s;
-  kvlathe_spread_args step{KVLATHE_ABI_VERSION, tokens, batch, t.buckets, fresh, 0, ints(p.query_starts), ints(p.lengths), tables.data(), widths.data(),
-                           reinterpret_cast<int32_t*>(sequences), reinterpret_cast<int32_t*>(visible), spread_tables.data(), stream};
+  uint32_t fresh = 0, quantized = 0;
+  for (int32_t s = 0; s < t.buckets; ++s) {
+    fresh |= uint32_t(layer.buckets[s].fresh != 0) << s;
+    quantized |= uint32_t(std::min(layer.buckets[s].bits_k, layer.buckets[s].bits_v) < 16) << s;
+  }
+  kvlathe_spread_args step{KVLATHE_ABI_VERSION, tokens, batch, t.buckets, fresh, quantized, ints(p.query_starts), ints(p.lengths), tables.data(),
+                           widths.data(), reinterpret_cast<int32_t*>(sequences), reinterpret_cast<int32_t*>(visible), spread_tables.data(), stream,
+                           t.group_size, 0, row_lengths, chunks ? list : nullptr};
   check(kvlathe_cuda_spread(&step, &status), status);
 
   const int64_t pool_bytes = 2 * desc[p.pool_f16].dims.d[0] * desc[p.pool_f16].dims.d[1];
@@ -236,10 +254,15 @@ void Plugin::run(PluginTensorDesc const* desc, void const* const* in, void* cons
   check(kvlathe_cuda_append(&form_->layer, &append, &status), status);
 
   const std::vector<const int32_t*> rows(spread_tables.begin(), spread_tables.end());
-  const std::vector<kvlathe_part> parts = parts_of(layer, rows, widths, step.visible);
+  const std::vector<kvlathe_part> parts = parts_of(layer, rows, widths, chunks ? row_lengths : step.visible);
+  const std::vector<kvlathe_prompt_part> prompt_parts = prompt_parts_of(layer, tables, widths, ints(p.lengths));
+  // One sequence with a chunk and nothing sealed: there are no other rows.
+  const bool alone = batch == 1 && !quantized && desc[p.query_offsets].dims.d[0] >= kLeastChunk;
+  const kvlathe_prompts prompts{list, ints(p.query_starts), batch, alone, prompt_parts.data()};
   require(cudaMemsetAsync(attend, 0, attend_bytes, stream) == cudaSuccess, "clearing the workspace failed", KVLATHE_DEVICE_ERROR);
   kvlathe_attend_decode_args decode{KVLATHE_ABI_VERSION, KVLATHE_F16, tokens, t.group_size, t.page_tokens, int32_t(parts.size()), form_->scale, 0,
-                                    parts.data(), append.pool, pool_bytes, queries, append.q_out_stride, out[kO], layer.o_width, attend, attend_bytes, stream};
+                                    parts.data(), append.pool, pool_bytes, queries, append.q_out_stride, out[kO], layer.o_width, attend, attend_bytes, stream,
+                                    chunks ? &prompts : nullptr};
   check(kvlathe_cuda_attend_decode(&decode, &status), status);
 }
 

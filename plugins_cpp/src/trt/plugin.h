@@ -27,6 +27,8 @@ struct Places {
   int32_t q, k, v, cos, sin, query_starts, query_offsets, lengths, page_tables, pool_f16, pool_u8, proj_q, proj_k, centre_k, tables;
 };
 
+constexpr int32_t kLeastChunk = 16;  // new tokens from which a sequence is a prompt chunk (cache.h)
+
 enum Output : int32_t { kO = 0, kRows = 1, kPool = 2, kOutputs = 3 };
 
 // One layer, read once and shared by all clones.
@@ -39,8 +41,8 @@ struct Form {
 
 // Bytes of each piece of the workspace.
 struct Pieces {
-  size_t queries, sequences, visible, tables, attend;
-  size_t bytes() const { return queries + sequences + visible + tables + attend; }
+  size_t queries, sequences, visible, tables, attend, list;  // and row lengths, as many as visible
+  size_t bytes() const { return queries + sequences + 2 * visible + tables + attend + list; }
 };
 
 class Plugin final : public nvinfer1::IPluginV3,
@@ -79,7 +81,7 @@ class Plugin final : public nvinfer1::IPluginV3,
 
  private:
   bool float_input(int32_t at) const;
-  Pieces pieces(int64_t tokens, const std::vector<int64_t>& widths, int64_t attend) const;
+  Pieces pieces(int64_t tokens, int64_t batch, const std::vector<int64_t>& widths, int64_t attend) const;
   void check_shapes(nvinfer1::PluginTensorDesc const* in, int32_t inputs) const;
   void run(nvinfer1::PluginTensorDesc const* desc, void const* const* in, void* const* out, char* workspace, cudaStream_t stream) const;
 

@@ -1,0 +1,60 @@
+// Prompt chunks: their list (spread.cu writes it, attend_prompt.cuh takes it), and what one launch is told.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace kvlathe::cuda {
+
+#ifndef KVLATHE_PROMPT_GROUPS
+#define KVLATHE_PROMPT_GROUPS 3
+#endif
+constexpr int kPromptGroups = KVLATHE_PROMPT_GROUPS;                 // warpgroups that multiply, 64 rows each; one more fetches
+constexpr int kPromptRows = 64 * kPromptGroups;  // rows of a tile; a row is one query head of one token
+constexpr int kPromptKeys = 128;                 // tokens attended at once
+constexpr int kLeastChunk = 16;                  // new tokens of a sequence below which they are rows like any others
+
+// The list: a header, then (sequence, first row in its chunk) of each tile, those with the most keys first.
+enum PromptList { kTiles = 0, kTaken = 1, kDone = 2, kListHeader = 4 };  // int32; items taken and blocks done: 0 between launches
+
+inline int64_t prompt_tiles_most(int64_t tokens, int64_t batch, int64_t group_size) {
+  return tokens * group_size / kPromptRows + batch;
+}
+
+struct PromptPart {
+  const int32_t *page_table, *lengths;
+  int64_t page_stride, lengths_stride;
+  int32_t table_stride;
+  int32_t fresh;
+};
+
+struct PromptHead {
+  int32_t q_offset, o_offset;
+  int32_t k[KVLATHE_MAX_PARTS], v[KVLATHE_MAX_PARTS];  // bytes from a page's start
+  uint8_t steps_k, steps_v;                            // ranks / 16
+  uint8_t parts;                                       // bit i: part i has tokens of this lane
+};
+
+struct PromptParams {
+  const char* pool;
+  const uint16_t* q;
+  uint16_t* o;
+  int64_t q_stride, o_stride;
+  int32_t* list;
+  const int32_t* query_starts;
+  float scale_log2;
+  int32_t heads, group_size, page_tokens, parts;
+  int32_t query_bytes, stage_bytes, value_at, stages;  // shared memory: two tiles of queries, then stages of K | V
+  PromptPart part[KVLATHE_MAX_PARTS];
+  PromptHead head[KVLATHE_MAX_HEADS];  // the most work first
+};
+static_assert(sizeof(PromptParams) <= 4000);
+
+// Whether the current device has the kernel.
+bool prompt_kernel_here();
+
+// Attends the listed chunks of a call that has been checked.
+void attend_prompts(const kvlathe_attend_decode_args& args);
+
+}  // namespace kvlathe::cuda

@@ -1,0 +1,154 @@
+"""Prefill attention over compressed pages against torch's scaled_dot_product_attention at full rank, on one GPU.
+
+  python3 tests/bench/prefill_h200.py --library build/native/libkvlathe.so
+
+Both sides run in this process: SDPA (flash and cuDNN) on ``--heads`` KV heads x ``--group`` query heads x ``--dim``,
+ours on the same heads with the ranks ``mixed`` (16 to 96, mean 51.2 over five layers, for K and for V) from 16-bit
+pages. The boundary is post-RoPE projected q in, o' out. A case is new tokens, or new tokens @ tokens before them (a
+later chunk, where these backends have no mask to offer). Time: CUDA events around one call, median of ``--repeats``,
+mean over five layers. ``exp``: the share of the special-function units' rate (16 a cycle and SM at ``--mhz``) that the
+visible scores' exponentials take. ``rows``: the same rows attended as decodes, the path without this kernel. Needs
+torch; prints one table and one JSON line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from kvlathe.runtime.cuda_abi import CudaLibrary
+from kvlathe.runtime.native import Native
+from tests.bench.decode_h200 import ranks_of
+from tests.native.chunk_problem import ChunkProblem
+from tests.native.library import Library
+
+BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def milliseconds(call: Callable[[], object], repeats: int) -> float:
+    for _ in range(3):
+        call()
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def baselines(a: argparse.Namespace, tokens: int) -> dict[str, float]:
+    """Milliseconds of each SDPA backend."""
+    shape = {"device": "cuda", "dtype": getattr(torch, a.dtype)}
+    q = torch.randn(1, a.heads * a.group, tokens, a.dim, **shape)
+    k, v = (torch.randn(1, a.heads, tokens, a.dim, **shape) for _ in range(2))
+    times = {}
+    for name, backend in BACKENDS.items():
+        with sdpa_kernel(backend):
+            call = lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)  # noqa: E731
+            times[name] = milliseconds(call, a.repeats)
+    return times
+
+
+def error_of(problem: ChunkProblem, layer: int, rows: list[int]) -> float:
+    """Largest error of some rows of sequence 0 against float64, relative to the largest answer."""
+    worst, largest, at_q, at_o = 0.0, 0.0, 0, 0
+    before = problem.lengths[0] - problem.chunks[0]
+    for head, (rank_k, rank_v) in enumerate(problem.ranks[layer]):
+        k, v = (x.double() for x in problem.cached(0, layer, head))
+        for row in rows:
+            q = problem.q[layer][row, at_q : at_q + problem.group * rank_k].view(-1, rank_k).double()
+            seen = before + row + 1
+            exact = torch.softmax(q @ k[:seen].T * problem.scale, -1) @ v[:seen]
+            own = problem.o[layer][row, at_o : at_o + problem.group * rank_v].view(-1, rank_v).double()
+            worst, largest = max(worst, float((own - exact).abs().max())), max(largest, float(exact.abs().max()))
+        at_q, at_o = at_q + problem.group * rank_k, at_o + problem.group * rank_v
+    return worst / largest
+
+
+def measure(
+    library: Library, cuda: CudaLibrary, a: argparse.Namespace, tokens: int, before: int, kind: str
+) -> dict[str, Any]:
+    layers = 5
+    ranks = ranks_of(kind, layers, a.heads, 0)
+    problem = ChunkProblem(
+        ranks, [before + tokens], a.group, getattr(torch, a.dtype), a.page_tokens, chunks=[tokens], alone=True
+    )
+    attention = problem.attention(cuda)
+    spread = problem.spread_out(attention)
+    steps = [problem.step_args(attention, spread, layer) for layer in range(layers)]
+    ms = [milliseconds(lambda args=args: library.attend_decode(args, "cuda"), a.repeats) for args, _ in steps]
+    listing = milliseconds(lambda: problem.spread_out(attention), a.repeats)
+    error = error_of(problem, 0, [0, 1, tokens // 2, tokens - 130, tokens - 1])
+    rows_ms = None
+    if a.rows and tokens <= 8192:
+        problem.alone = False
+        single = problem.spread_out(attention, single=True)
+        args, keep = problem.step_args(attention, single, 0)
+        rows_ms = milliseconds(lambda: library.attend_decode(args, "cuda"), 2)
+        del keep
+    scores = a.heads * a.group * tokens * (before + (tokens + 1) / 2)
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    width = sum(k + v for row in ranks for k, v in row) / (layers * a.heads)
+    mean = statistics.mean(ms)
+    return {
+        "tokens": tokens, "before": before, "ranks": kind, "ms": mean, "layers_ms": ms, "listing_ms": listing,
+        "rows_ms": rows_ms, "tflops": 2 * scores * width / mean / 1e9,
+        "exp_share": scores / (16 * sms * a.mhz * 1e3) / mean, "error": error,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--library", type=Path, required=True)
+    parser.add_argument("--cases", default="8192,32768", help="comma-separated: tokens, or new tokens@tokens before")
+    parser.add_argument("--ranks", default="mixed", help="comma-separated: mixed, mixed48, uniform48, full")
+    parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16"])
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--group", type=int, default=4)
+    parser.add_argument("--dim", type=int, default=128, help="of SDPA's heads")
+    parser.add_argument("--page-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--mhz", type=float, default=1755.0, help="clock that the exp share assumes")
+    parser.add_argument("--rows", action="store_true", help="also attend the rows as decodes, up to 8192 tokens")
+    parser.add_argument("--no-baseline", action="store_true")
+    a = parser.parse_args()
+    library, cuda = Library(a.library.resolve()), CudaLibrary(Native.load(a.library.resolve()))
+    print(f"# {torch.cuda.get_device_name()}, {a.library}, {a.dtype}, {a.heads} heads x {a.group}, SDPA d={a.dim}")
+    columns = f"{'case':>12} {'ranks':>9} {'ms':>8} {'TFLOP/s':>8} {'exp':>5} {'list ms':>8} {'rows ms':>8}"
+    print(columns, " SDPA ms and ratio; error")
+    results = []
+    for case in a.cases.split(","):
+        tokens, before = (int(x) for x in (case + "@0").split("@")[:2])
+        times = {} if a.no_baseline or before else baselines(a, tokens)
+        for kind in a.ranks.split(","):
+            r = measure(library, cuda, a, tokens, before, kind)
+            r["sdpa_ms"], r["ratio"] = times, {name: ms / r["ms"] for name, ms in times.items()}
+            beside = ", ".join(f"{name} {ms:.3f} {ms / r['ms']:.2f}x" for name, ms in times.items())
+            rows = f"{r['rows_ms']:8.1f}" if r["rows_ms"] else f"{'-':>8}"
+            print(
+                f"{case:>12} {kind:>9} {r['ms']:8.3f} {r['tflops']:8.0f} {100 * r['exp_share']:4.0f}% "
+                f"{r['listing_ms']:8.3f} {rows}  {beside}; {r['error']:.1e}",
+                flush=True,
+            )
+            results.append(r)
+            torch.cuda.empty_cache()
+    name = torch.cuda.get_device_name()
+    print(json.dumps({"bench": "prefill_h200", "device": name, "dtype": a.dtype, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""A random step of prompt chunks and decode rows on a paged pool, with its float64 answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import addressof
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from kvlathe.runtime.cuda_abi import CudaLibrary
+from kvlathe.runtime.cuda_attend import Attention, Spread, StepInputs
+from tests.native.library import AttendDecodeArgs
+from tests.native.problem import Problem
+
+
+@dataclass
+class ChunkProblem(Problem):
+    """``lengths[b]`` tokens after the step, the last ``chunks[b]`` of which are the step's rows. On a GPU."""
+
+    chunks: Sequence[int] = ()
+    device: str = "cuda"
+    alone: bool = False
+    starts: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.starts = [int(n) for n in np.cumsum([0, *self.chunks])]
+        super().__post_init__()
+
+    def _random_q(self, layer: int, generator: torch.Generator) -> torch.Tensor:
+        width = self.group * sum(rank_k for rank_k, _ in self.ranks[layer])
+        q = torch.empty(self.starts[-1], width, dtype=self.dtype, device=self.device)
+        return q.normal_(generator=generator).mul_(self.spread)
+
+    def poisoned(self, layer: int) -> torch.Tensor:
+        width = self.group * sum(rank_v for _, rank_v in self.ranks[layer])
+        return torch.full((self.starts[-1], width), float("nan"), dtype=self.dtype, device=self.device)
+
+    def attention(self, library: CudaLibrary) -> Attention:
+        pool = self.pool.view(torch.uint8)
+        return Attention(library, self.layout.plan, [self.scale] * len(self.ranks), pool, max(1, self.starts[-1]))
+
+    def spread_out(self, attention: Attention, single: bool = False) -> Spread:
+        """``single``: no chunk is listed, every row is attended by itself."""
+        before = torch.tensor([[n - c] for n, c in zip(self.lengths, self.chunks, strict=True)], dtype=torch.int32)
+        starts = torch.tensor(self.starts, dtype=torch.int32, device=self.device)
+        step = StepInputs(starts, before.to(self.device), [self.table], False, self.alone)
+        if single:
+            attention._list_size = lambda *_: 0  # type: ignore[method-assign]
+        return attention.spread(step, self.starts[-1])
+
+    def step_args(self, attention: Attention, spread: Spread, layer: int = 0) -> tuple[AttendDecodeArgs, object]:
+        """A layer's call, and what must outlive it."""
+        args = super().args(layer, attention.workspace, torch.cuda.current_stream().cuda_stream)
+        args.batch = self.starts[-1]
+        part = args.parts[0]
+        part.page_table, part.page_table_stride = spread.tables[0].data_ptr(), spread.tables[0].shape[1]
+        part.lengths, part.lengths_stride = spread.row_lengths.data_ptr(), spread.row_lengths.shape[1]
+        prompts = None
+        if spread.prompts is not None:
+            prompts = spread.prompts_of(attention.forms[layer])
+            args.prompts = addressof(prompts)
+        return args, (prompts, spread)
+
+    def answer(self, layer: int, dtype: torch.dtype, sequences: Sequence[int] | None = None) -> torch.Tensor:
+        """o' of the sequences' rows, of plain torch attention computed in ``dtype``."""
+        out = []
+        for b in range(len(self.lengths)) if sequences is None else sequences:
+            if self.chunks[b]:
+                out.append(torch.cat([self._lane(layer, b, head, dtype) for head in range(len(self.ranks[layer]))], 1))
+        return torch.cat(out)
+
+    def _lane(self, layer: int, b: int, head: int, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, group * rank_v]"""
+        rows, rank_k = self.chunks[b], self.ranks[layer][head][0]
+        at = self.group * sum(k for k, _ in self.ranks[layer][:head])
+        q = self.q[layer][self.starts[b] : self.starts[b + 1], at : at + self.group * rank_k]
+        q = q.reshape(rows, self.group, rank_k).transpose(0, 1).to(dtype)
+        k, v = (x.to(dtype) for x in self.cached(b, layer, head))
+        places = torch.arange(self.lengths[b], device=self.device)
+        hidden = places[None] > places[self.lengths[b] - rows :, None]
+        scores = (q @ k.T * self.scale).masked_fill(hidden, float("-inf"))
+        return (torch.softmax(scores, -1) @ v).transpose(0, 1).reshape(rows, -1)

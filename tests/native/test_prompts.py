@@ -1,0 +1,116 @@
+"""Prompt chunks, attended in tiles on a GPU: at most twice the error of plain torch in the same format, by float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvlathe.export.plan import Bucket, Lane, Tier
+from kvlathe.runtime.cuda_abi import CudaLibrary
+from kvlathe.runtime.native import Native
+from tests.attend_cases import Case, plan_of
+from tests.native.chunk_problem import ChunkProblem
+from tests.native.library import Library
+from tests.native.step16 import Step16
+
+MIXED = [(16, 32), (96, 16), (64, 80), (48, 128), (128, 48), (112, 64), (32, 96), (80, 112)]
+
+
+@pytest.fixture(scope="module")
+def cuda(library: Library) -> Iterator[CudaLibrary]:
+    if not (torch.cuda.is_available() and library.has_cuda):
+        pytest.skip("no GPU, or a library without CUDA kernels")
+    yield CudaLibrary(Native.load(library.path))
+
+
+def check(library: Library, cuda: CudaLibrary, problem: ChunkProblem, times: int = 1) -> None:
+    problem.spoil_unused_rows()
+    attention = problem.attention(cuda)
+    spread = problem.spread_out(attention)
+    for layer in range(len(problem.ranks)):
+        args, keep = problem.step_args(attention, spread, layer)
+        for _ in range(times):
+            problem.o[layer].fill_(float("nan"))
+            library.attend_decode(args, "cuda")
+        torch.cuda.synchronize()
+        own, plain = problem.errors(layer)
+        assert own <= 2 * plain + 1e-7, f"layer {layer}: error {own:.2e}, plain torch {plain:.2e}"
+        del keep
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("before", "chunks"),
+    [
+        ([0], [300]),
+        ([0, 130, 5000, 77, 0, 0], [16, 47, 100, 1, 0, 129]),
+        ([63, 64, 65, 1000], [64, 65, 15, 17]),
+        ([0] * 40, [20, 1] * 20),
+    ],
+)
+def test_chunks_and_decode_rows_in_one_step(
+    library: Library, cuda: CudaLibrary, dtype: torch.dtype, before: list[int], chunks: list[int]
+) -> None:
+    """Ragged: prompts, later chunks at any offset, single rows, empty sequences; NaN wherever no token lies."""
+    lengths = [n + c for n, c in zip(before, chunks, strict=True)]
+    check(library, cuda, ChunkProblem([MIXED], lengths, dtype=dtype, chunks=chunks), times=2)
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 7, 8])
+def test_group_sizes(library: Library, cuda: CudaLibrary, group: int) -> None:
+    ranks = [[(48, 64), (16, 16), (96, 112)]]
+    check(library, cuda, ChunkProblem(ranks, [200, 345, 9], group=group, chunks=[200, 33, 1]))
+
+
+@pytest.mark.parametrize("rank", range(16, 129, 16))
+def test_every_rank(library: Library, cuda: CudaLibrary, rank: int) -> None:
+    check(library, cuda, ChunkProblem([[(rank, 144 - rank), (rank, rank)]], [333, 150], chunks=[150, 150], alone=True))
+
+
+@pytest.mark.parametrize("page_tokens", [16, 48, 128])
+def test_page_sizes(library: Library, cuda: CudaLibrary, page_tokens: int) -> None:
+    lengths = [page_tokens * 5 + 5, 200]
+    problem = ChunkProblem([[(48, 32), (64, 16)]], lengths, page_tokens=page_tokens, chunks=[70, 200])
+    check(library, cuda, problem)
+
+
+def test_layers_share_one_list(library: Library, cuda: CudaLibrary) -> None:
+    """Each launch leaves the list as it was; more tiles than the GPU takes at once."""
+    ranks = [MIXED, [(64, 64)] * 8, MIXED[::-1]]
+    check(library, cuda, ChunkProblem(ranks, [1500, 2100, 40], group=8, chunks=[1500, 900, 40], alone=True), times=3)
+
+
+def test_sharp_softmax_with_a_late_maximum(library: Library, cuda: CudaLibrary) -> None:
+    """Scores that grow along the sequence: the maximum must be followed, in steps."""
+    problem = ChunkProblem([[(64, 64)] * 2], [900], spread=6.0, chunks=[900])
+    view = problem.pool.view(-1, problem.stride // 2)
+    for page in range(-(-900 // 64)):
+        view[problem.table[0, page]] *= 0.1 + 2.0 * page / 15
+    check(library, cuda, problem)
+
+
+def test_two_buckets_of_16_bits(cuda: CudaLibrary) -> None:
+    """A lane's past in a cold 16-bit bucket and in its own; another lane without the cold one; RoPE and projection."""
+    lanes = [Lane(0, 0, 64, 48, 80, projected=True), Lane(0, 1, 64, 32, 16, projected=True)]
+    plan = plan_of(lanes, [Tier(16, 16)], [Bucket(0, (0, 1)), Bucket(0, (0,), source=0)], 64, 4, 64)
+    step = Step16(Case(plan, 0, [40, 1, 17, 200], [[70, 64], [3, 64], [0, 128], [0, 0]], seed=4))
+    out, memory = step.run(cuda, "cuda")
+    step.check_memory(memory)
+    step.check_out(out)
+
+
+def test_chunks_go_through_their_kernel(library: Library, cuda: CudaLibrary) -> None:
+    """A step of chunks alone launches no other attention; one with a decode row launches both."""
+    for chunks, kernels in (([100, 50], {"attend_prompt"}), ([100, 1], {"attend_prompt", "attend_decode"})):
+        problem = ChunkProblem([MIXED], [100, 50], chunks=chunks, alone=len(kernels) == 1)
+        attention = problem.attention(cuda)
+        args, keep = problem.step_args(attention, problem.spread_out(attention))
+        library.attend_decode(args, "cuda")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            library.attend_decode(args, "cuda")
+            torch.cuda.synchronize()
+        names = " ".join(event.key for event in profile.key_averages())
+        assert {name for name in ("attend_prompt", "attend_decode") if name in names} == kernels
+        del keep
