@@ -5,7 +5,8 @@
 Timing: one call on each of ``--layers`` layers of one page-first pool (rotating buffers: a page is as wide as all
 layers, the bytes of a call lie at that stride), captured in one CUDA graph; median over replays, divided by the calls.
 The boundary is FlashInfer's: post-RoPE projected q in, o' out. Ranks: ``mixed`` 16 to 96 with mean 51.2 for K and for
-V; ``mixed48`` 16 to 96 and ``uniform48``, equal bytes; ``mixed26`` and ``mixed38``, two fifths of d = 64 and of 96. GB/s counts K, V, q and o once. Below 16 bit a sequence has its
+V; ``mixed48`` 16 to 96 and ``uniform48``, equal bytes; ``mixed26`` and ``mixed38``, two fifths of d = 64 and of 96.
+GB/s counts K, V, q and o once. Below 16 bit a sequence has its
 tokens in sealed pages (groups of 64; scales and padding count) and 32 more in a 16-bit page, and the baseline is fp8.
 ``--baseline`` is the output of FlashInfer's benchmark; without it no ratio is printed. Needs torch; prints one table
 and one JSON line.
