@@ -26,8 +26,8 @@ class Span:
 
 @dataclass(frozen=True)
 class WorkList:
-    """spans int32 [n, 5]: sequence, head, first page, pages, slot; starts int32 [workers + 1]; slots int32 [pairs + 1]:
-    a pair's partial results are slots[pair] to slots[pair + 1]."""
+    """spans int32 [n, 5]: sequence, head, first page, pages, slot; starts int32 [workers + 1]; slots int32 [pairs, 2]:
+    a pair's first partial result, and their end."""
 
     spans: np.ndarray
     starts: np.ndarray
@@ -35,7 +35,7 @@ class WorkList:
 
     @property
     def split(self) -> bool:
-        return bool(self.slots[-1])
+        return bool((self.spans[:, 4] != WHOLE).any())
 
 
 def longest_first(costs: Sequence[int], workers: int) -> list[list[int]]:
@@ -64,7 +64,7 @@ def _place(ends: Sequence[int], page_costs: Sequence[int], cost: int) -> tuple[i
     pair = bisect.bisect_right(ends, cost) - 1
     if pair >= len(page_costs):
         return len(page_costs), 0
-    return pair, -((ends[pair] - cost) // page_costs[pair])
+    return pair, -((ends[pair] - cost) // max(page_costs[pair], 1))
 
 
 def _between(pages: Sequence[int], start: tuple[int, int], end: tuple[int, int]) -> list[Span]:
@@ -78,11 +78,12 @@ def _between(pages: Sequence[int], start: tuple[int, int], end: tuple[int, int])
 
 
 def work_list(rule: str, lengths: Sequence[int], ranks: Sequence[tuple[int, int]], page_tokens: int, workers: int,
-              leave_all: bool = False) -> WorkList:  # fmt: skip
-    """``rule``: longest-first or balanced. ``leave_all``: whole pairs leave a partial result too (a tail follows)."""
+              leave_all: bool = False, first_slot: int = 0) -> WorkList:  # fmt: skip
+    """``rule``: longest-first or balanced. Heads of ranks (0, 0) are left out. ``leave_all``: whole pairs leave a
+    partial result too (a tail follows). Slots count from ``first_slot``."""
     heads = len(ranks)
-    pages = [-(-n // page_tokens) for n in lengths for _ in range(heads)]
-    costs = [rank_k + rank_v for _ in lengths for rank_k, rank_v in ranks]
+    pages = [-(-n // page_tokens) * (sum(pair) > 0) for n in lengths for pair in ranks]
+    costs = [sum(pair) for _ in lengths for pair in ranks]
     if rule == "balanced":
         lists = balanced(pages, costs, workers)
     else:
@@ -91,13 +92,13 @@ def work_list(rule: str, lengths: Sequence[int], ranks: Sequence[tuple[int, int]
     counts = np.zeros(len(pages) + 1, np.int64)
     for span in (span for one in lists for span in one):
         counts[span.pair + 1] += leave_all or span.pages < pages[span.pair]
-    slots = np.cumsum(counts)
-    rows, used = [], slots[:-1].copy()
+    ends = first_slot + np.cumsum(counts)
+    rows, used = [], ends[:-1].copy()
     for span in (span for one in lists for span in one):
         leaves = counts[span.pair + 1] > 0
         slot = used[span.pair] if leaves else WHOLE
         used[span.pair] += leaves
         rows.append((span.pair // heads, span.pair % heads, span.first, span.pages, slot))
     starts = np.cumsum([0, *(len(one) for one in lists)])
-    spans = np.array(rows, np.int32).reshape(-1, 5)
-    return WorkList(spans, starts.astype(np.int32), slots.astype(np.int32))
+    slots = np.stack([ends[:-1], ends[1:]], 1)
+    return WorkList(np.array(rows, np.int32).reshape(-1, 5), starts.astype(np.int32), slots.astype(np.int32))

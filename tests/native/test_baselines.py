@@ -49,8 +49,8 @@ def test_every_page_is_someones_once_and_slots_are_of_their_pair(rule: str) -> N
         wanted = [(b, h, p) for b, n in enumerate(lengths) for h in range(len(ranks)) for p in range(-(-n // 64))]
         assert sorted(pages) == wanted and len(work.starts) == workers + 1
         parts = [(b * len(ranks) + h, slot) for b, h, _, _, slot in work.spans if slot != WHOLE]
-        assert sorted(slot for _, slot in parts) == list(range(work.slots[-1]))
-        assert all(work.slots[pair] <= slot < work.slots[pair + 1] for pair, slot in parts)
+        assert sorted(slot for _, slot in parts) == list(range(int(work.slots[-1, 1])))
+        assert all(work.slots[pair, 0] <= slot < work.slots[pair, 1] for pair, slot in parts)
 
 
 def test_equal_intervals_differ_by_a_page_and_longest_first_splits_nothing() -> None:
@@ -100,7 +100,8 @@ def test_16_bit_kernels(device: str, form: str, rule: str, ranks: list[list[tupl
     from tests.bench.triton_calls import TritonCall, Tuning
 
     problem = Problem(ranks, [300, 17, 128, 64, 1], device=device)
-    call = TritonCall(problem, form, rule, Tuning(4, 3, 1, 64 if rule == "balanced" else 128), 7)
+    tuning = Tuning(4, 3, 1, 64, False) if rule == "longest-first" else Tuning(4, 3, 1, 128)
+    call = TritonCall(problem, form, rule, tuning, 7)
     for layer in range(len(ranks)):
         call(layer)
         exact, allowed = call.reference(layer, range(5))

@@ -123,7 +123,14 @@ def test_evict_keeps_the_places_it_is_told(cuda: CudaLibrary, tier: Tier, kept: 
     on_gpu = torch.from_numpy(pages).cuda(), torch.from_numpy(keep).cuda()
     kernels = PageKernels(cuda, layout.plan, pool.data_ptr(), len(host.memory))
     kernels.evict(1, on_gpu[0].data_ptr(), on_gpu[1].data_ptr(), kept, torch.cuda.current_stream().cuda_stream)
-    host.evict(1, pages, keep)
+    target = 20  # the host moves tokens into pages of their own
+    theirs = [host.read_page(1, target + i) for i in range(4)]
+    for i, page in enumerate(pages):
+        host.copy_page(1, page, target + i)
+    host.move(1, pages.tolist(), 1, [target + i for i in range(-(-kept // 64))], keep)
+    for i, page in enumerate(pages):
+        host.copy_page(1, target + i, page)
+        host.write_page(1, target + i, theirs[i])
     np.testing.assert_array_equal(pool.cpu().numpy(), host.memory)
 
 
