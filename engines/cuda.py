@@ -61,8 +61,6 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
     check_ranks(name, plan.ranked)
     if any(tier.sums for tier in plan.tiers):
         refuse("pages store sums of codes", "choose a compression without stored sums")
-    if any(min(tier.span_k, tier.span_v) < 1 for tier in plan.tiers):
-        refuse("its codes cover part of a group's range", "choose a compression without spans")
     for tier in (plan.tiers[b.tier] for b in plan.buckets if plan.tiers[b.tier].quantized):
         if tier.bits_k != tier.bits_v or (tier.axis_k, tier.axis_v) != ("rank", "token"):
             found = f"K has {tier.bits_k} bits along the {tier.axis_k}, V {tier.bits_v} along the {tier.axis_v}"

@@ -103,13 +103,11 @@ def test_plans_that_the_kernels_do_not_run_are_refused_with_what_to_do() -> None
     )
     many = dataclasses.replace(plan, buckets=tuple(Bucket(0, (lane,)) for lane in every))
     hot = dataclasses.replace(plan, tiers=(Tier(32, 32),))
-    part = dataclasses.replace(stored, tiers=(Tier(16, 16), Tier(4, 4, span_v=0.9)))
     unequal = dataclasses.replace(stored, tiers=(Tier(16, 16), Tier(4, 8)))
     keys = dataclasses.replace(plan, tiers=(Tier(16, 16), Tier(4, 4, "token", "token")), buckets=stored.buckets)
     for refused, words in (
         (keys, "bits along the"),
         (unequal, "K has 4 bits along the rank, V 8"),
-        (part, "part of a group's range"),
         (budget, "cannot run a compression that ranks tokens"),
         (stored, "sums of codes"),
         (many, "8 buckets"),

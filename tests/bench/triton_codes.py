@@ -13,7 +13,7 @@ LANES: tl.constexpr = tl.constexpr(14)
 
 
 @triton.jit
-def meta(at):
+def meta_of(at):
     """(scale, minimum) of groups in float32."""
     both = tl.load(at.to(tl.pointer_type(tl.uint32)))
     scale = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
@@ -76,10 +76,10 @@ def dequantized_span(pool, pages, page_stride, k, k_meta, v, v_meta, rank_k, ran
         page = pool + tl.load(pages + start // P).to(tl.int64) * page_stride
         packed = tl.load(page + k + place[:, None] * (rank_k // PACK) + column[None, :],
                          mask=(column < rank_k // PACK)[None, :], other=0)  # fmt: skip
-        step, least = meta(page + k_meta + place * groups * 4)
+        step, least = meta_of(page + k_meta + place * groups * 4)
         step, least = step[:, None], least[:, None]
         if DK > 64:
-            step_b, least_b = meta(page + k_meta + (place * groups + groups - 1) * 4)
+            step_b, least_b = meta_of(page + k_meta + (place * groups + groups - 1) * 4)
             here = (column < first_group // PACK)[None, :]
             step, least = tl.where(here, step, step_b[:, None]), tl.where(here, least, least_b[:, None])
         scores = tl.zeros([P, GP], tl.float32)
@@ -89,7 +89,7 @@ def dequantized_span(pool, pages, page_stride, k, k_meta, v, v_meta, rank_k, ran
         total = total * keep[None, :] + weights
         packed = tl.load(page + v + channel[:, None] * (P // PACK) + byte[None, :],
                          mask=(channel < rank_v)[:, None], other=0)  # fmt: skip
-        step, least = meta(page + v_meta + tl.minimum(channel, rank_v - 1) * 4)
+        step, least = meta_of(page + v_meta + tl.minimum(channel, rank_v - 1) * 4)
         parts = _token_parts(weights.to(tl.float16), PACK, GP, P)
         acc = acc * keep[None, :]
         for i in tl.static_range(PACK):
@@ -98,15 +98,24 @@ def dequantized_span(pool, pages, page_stride, k, k_meta, v, v_meta, rank_k, ran
 
 
 @triton.jit
-def _unpacked(packed, BITS: tl.constexpr):
-    """[R, C] bytes as [R, 8 C / BITS] signed codes (8 bit: 128 less)."""
+def _spread(packed, BITS: tl.constexpr):
+    """[R, C] bytes as [R, 8 C / BITS] codes."""
     if BITS == 8:
-        return (packed ^ 0x80).to(tl.int8, bitcast=True)
+        return packed
     elif BITS == 4:
-        return tl.interleave(packed & 15, packed >> 4).to(tl.int8)
+        return tl.interleave(packed & 15, packed >> 4)
     else:
         even, odd = tl.interleave(packed & 3, packed >> 4 & 3), tl.interleave(packed >> 2 & 3, packed >> 6)
-        return tl.interleave(even, odd).to(tl.int8)
+        return tl.interleave(even, odd)
+
+
+@triton.jit
+def _unpacked(packed, BITS: tl.constexpr):
+    """The same as int8; 8-bit codes less 128."""
+    if BITS == 8:
+        return (packed ^ 0x80).to(tl.int8, bitcast=True)
+    else:
+        return _spread(packed, BITS).to(tl.int8)
 
 
 @triton.jit
@@ -145,7 +154,7 @@ def _group_scores(page, k, k_meta, k_sums, group, groups, first, size, rank_k, q
     packed = tl.load(page + k + (place[:, None] * rank_k + first) // PACK + column[None, :],
                      mask=(column < size // PACK)[None, :], other=0)  # fmt: skip
     codes = _unpacked(packed, BITS)
-    scale, offset = meta(page + k_meta + (place * groups + group) * 4)
+    scale, offset = meta_of(page + k_meta + (place * groups + group) * 4)
     if BITS == 8:
         offset += 128 * scale
     scores = scale[:, None] * (tl.dot(codes, queries).to(tl.float32) * q_scale[None, :])
@@ -191,7 +200,7 @@ def integer_span(pool, pages, page_stride, k, k_meta, k_sums, v, v_meta, v_sums,
         packed = tl.load(page + v + channel[:, None] * (P // PACK) + byte[None, :],
                          mask=(channel < rank_v)[:, None], other=0)  # fmt: skip
         codes = _unpacked(packed, BITS)
-        step, least = meta(page + v_meta + tl.minimum(channel, rank_v - 1) * 4)
+        step, least = meta_of(page + v_meta + tl.minimum(channel, rank_v - 1) * 4)
         if BITS == 8:
             least += 128 * step
         acc = acc * keep[None, :] + step[:, None] * (tl.dot(codes, p_codes).to(tl.float32) * p_scale[None, :])
@@ -209,7 +218,6 @@ def unpack(pool, page_table, lengths, lanes, to, page_stride, to_stride, table_w
     """Dequantize-then-attend's first half. Grid (pages of the longest, sequences, heads): sealed page i of sequence b
     becomes 16-bit page b * table_width + i of ``to``, laid out as the 16-bit bucket's (tail_k, tail_v)."""
     PACK: tl.constexpr = 8 // BITS
-    MASK: tl.constexpr = (1 << BITS) - 1
     i, sequence, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if i * P < tl.load(lengths + sequence * length_stride):
         row = lanes + head * LANES
@@ -218,17 +226,19 @@ def unpack(pool, page_table, lengths, lanes, to, page_stride, to_stride, table_w
         page = pool + tl.load(page_table + sequence * table_width + i).to(tl.int64) * page_stride
         out = to + (sequence * table_width + i).to(tl.int64) * to_stride
         place, column = tl.arange(0, P), tl.arange(0, WIDEST)
-        live = (column < rank_k)[None, :]
-        at = page + tl.multiple_of(tl.load(row + 2), 128) + place[:, None] * (rank_k // PACK) + column[None, :] // PACK
-        codes = tl.load(at, mask=live, other=0) >> (column % PACK * BITS)[None, :].to(tl.uint8) & MASK
-        group = tl.where(column < first_group, 0, groups - 1)
-        step, least = meta(page + tl.load(row + 3) + (place[:, None] * groups + group[None, :]) * 4)
+        byte = tl.arange(0, WIDEST // PACK)
+        packed = tl.load(page + tl.multiple_of(tl.load(row + 2), 128) + place[:, None] * (rank_k // PACK)
+                         + byte[None, :], mask=(byte < rank_k // PACK)[None, :], other=0)  # fmt: skip
+        meta, here = page + tl.load(row + 3) + place * groups * 4, (column < first_group)[None, :]
+        step, least = meta_of(meta)
+        step_b, least_b = meta_of(meta + (groups - 1) * 4)
+        step, least = tl.where(here, step[:, None], step_b[:, None]), tl.where(here, least[:, None], least_b[:, None])
         rows = halves(out + tl.multiple_of(tl.load(row + 12), 128)) + place[:, None] * rank_k + column[None, :]
-        tl.store(rows, number(codes, step, least), mask=live)
-        live = (column < rank_v)[:, None]
-        at = page + tl.multiple_of(tl.load(row + 4), 128) + column[:, None] * (P // PACK) + place[None, :] // PACK
-        codes = tl.load(at, mask=live, other=0) >> (place % PACK * BITS)[None, :].to(tl.uint8) & MASK
-        step, least = meta(page + tl.load(row + 5) + tl.minimum(column, rank_v - 1) * 4)
+        tl.store(rows, number(_spread(packed, BITS), step, least), mask=(column < rank_k)[None, :])
+        byte = tl.arange(0, P // PACK)
+        packed = tl.load(page + tl.multiple_of(tl.load(row + 4), 128) + column[:, None] * (P // PACK) + byte[None, :],
+                         mask=(column < rank_v)[:, None], other=0)  # fmt: skip
+        step, least = meta_of(page + tl.load(row + 5) + tl.minimum(column, rank_v - 1) * 4)
+        numbers = tl.trans(number(_spread(packed, BITS), step[:, None], least[:, None]))
         rows = halves(out + tl.multiple_of(tl.load(row + 13), 128)) + place[:, None] * rank_v + column[None, :]
-        numbers = number(codes, step[:, None], least[:, None])
-        tl.store(rows, tl.trans(numbers), mask=tl.trans(live))
+        tl.store(rows, numbers, mask=(column < rank_v)[None, :])
