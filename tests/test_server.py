@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import openai
 import pytest
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from runtime_cases import llm, text
 from serving_cases import MODEL_NAME, Served, replaced, serving, with_template
@@ -23,6 +24,7 @@ from kvlathe.engines.manifest import Manifest
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.sampler import SamplingParams
 from kvlathe.runtime.session import StepPlan
+from kvlathe.server.errors import invalid_request
 from kvlathe.server.metrics import State
 from kvlathe.server.schema import ChatRequest, CompletionRequest
 
@@ -362,6 +364,16 @@ def test_of_a_million_faults_few_are_looked_at(kind: type[BaseModel], body: dict
     with pytest.raises(ValidationError) as refused:
         kind.model_validate({"model": MODEL_NAME, **body})
     assert refused.value.error_count() < 8
+
+
+def test_too_many_prompts_are_called_too_many() -> None:
+    body = {"model": MODEL_NAME, "prompt": [""] * 50_000}
+    with pytest.raises(ValidationError) as refused:
+        CompletionRequest.model_validate(body)
+    found = invalid_request(
+        RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in refused.value.errors()], body=body)
+    )
+    assert "at most" in found.detail and found.param == "prompt"
 
 
 def test_a_text_that_cannot_fit_is_not_split_into_tokens(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,13 +90,14 @@ def handle(app: FastAPI) -> None:
 
 
 def invalid_request(error: RequestValidationError) -> ApiError:
-    """400 that names the first field at fault; where it may be of several types, what is wrong deepest inside it."""
+    """400 that names the first field at fault; where it may be of several types, that it is too long or what is wrong
+    deepest inside it."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "it ends early")
         return ApiError(400, f"the body is not JSON ({reason})", None, "invalid_json")
     same = [(field_of(e["loc"][1:], error.body), e) for e in error.errors() if e["loc"][:2] == first["loc"][:2]]
-    path, found = max(same, key=lambda entry: len(entry[0]))
+    path, found = max(same, key=lambda entry: (entry[1]["type"] == "too_long", len(entry[0])))
     if isinstance(error.body, bytes):
         return ApiError(400, "the body is not JSON by its Content-Type: send application/json", None, "invalid_json")
     param = ".".join(path) or None
