@@ -314,6 +314,8 @@ class AsyncEngine:
                 self._commands.get(block=not self._owners and not self._stopping)()
 
     def _enqueue(self, request: Request) -> None:
+        if not self._owners:
+            self._last_end = time.perf_counter()  # nobody could end before
         for i, sequence in enumerate(request.sequences):
             self._owners[sequence] = (request, i)
             self.llm.engine.scheduler.waiting.push(sequence)

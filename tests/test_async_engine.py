@@ -130,6 +130,14 @@ def test_a_full_queue_refuses_and_says_when_to_come_back(engine: AsyncEngine) ->
     wait(waiting)
 
 
+def test_idle_time_is_not_taken_for_slow_answers(engine: AsyncEngine) -> None:
+    """Else the first who is told to come back after a quiet night waits a minute."""
+    engine._last_end -= 3600
+    for _ in range(2):
+        wait(engine.submit([text(5)], PARAMS, Answers()))
+        assert engine._pace < 1.5
+
+
 def test_what_cannot_be_served_is_refused_in_the_callers_thread(engine: AsyncEngine) -> None:
     with pytest.raises(KvlatheError, match="max_seq_len"):
         engine.submit([[5], [5] * 3000], dataclasses.replace(LONG, max_new_tokens=2000), Answers())
