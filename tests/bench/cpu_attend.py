@@ -56,7 +56,7 @@ def plan_of(form: str, ranks: list[int]) -> CompressionPlan:
 class Steps:
     """Decode steps of ``rows`` sequences that have ``context`` tokens each."""
 
-    def __init__(self, plan: CompressionPlan, context: int, rows: int, hot: int, threads: int) -> None:
+    def __init__(self, plan: CompressionPlan, context: int, rows: int, hot: int, threads: int, layers: int) -> None:
         rng, page, self.layout = np.random.default_rng(0), plan.page_tokens, CacheLayout(plan)
         cold = max(0, context - hot) // page * page if plan.tiers[-1].quantized else 0
         counts = [context - cold, cold][: len(plan.buckets)]
@@ -66,7 +66,7 @@ class Steps:
         self.kept: list[Any] = [tables, lengths]
         self.layers = [
             (Op(native(), layer_table(plan, i)), self.args(plan, i, lengths, tables, rows, threads, rng))
-            for i in range(LAYERS)
+            for i in range(layers)
         ]
 
     def pool(
@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 3840])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--ranks", type=int, nargs="+", default=[96, 112, 96])
+    parser.add_argument("--layers", type=int, default=LAYERS, help="1: a short context stays in the caches")
     parser.add_argument("--hot", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=20)
@@ -152,9 +153,9 @@ def main() -> None:
         f"{'format':<14} {'rank':>5} {'rows':>4} {'context':>7} {'us a row':>9} {'ns a token, row':>16} {'bytes':>14}"
     )
     records = []
-    for (form, ranks), rows, context in itertools.product(cases, args.rows, args.contexts):
+    for (form, ranks), (rows, context) in itertools.product(cases, itertools.product(args.rows, args.contexts)):
         plan = plan_of(form, ranks)
-        each = Steps(plan, context, rows, args.hot, args.threads).seconds(args.repeats) / rows * 1e6
+        each = Steps(plan, context, rows, args.hot, args.threads, args.layers).seconds(args.repeats) / rows * 1e6
         size, rank = CacheLayout(plan).bytes_per_token(), float(np.mean(ranks))
         records.append({"format": form, "rank": rank, "rows": rows, "context": context, "us_row": each, "bytes": size})
         line = f"{each:>9.1f} {each / context * 1e3:>16.1f} {size:>14.0f}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import Bucket, Lane, Tier
 from kvlathe.runtime.native import Native
-from tests.attend_cases import Case, cases, plan_of
+from tests.attend_cases import Array, Case, cases, plan_of
 from tests.native_cpu.library import AVX2, AVX512, AVX512_VNNI, PORTABLE, Call, Refused
 
 ISAS = {"portable": PORTABLE, "avx2": AVX2, "avx512": AVX512, "avx512vnni": AVX512_VNNI}
@@ -64,23 +66,35 @@ def appended_where_promised(call: Call, before: np.ndarray, rows: np.ndarray) ->
     np.testing.assert_array_equal(call.memory, expected)
 
 
-def long_case(tier: Tier, page: int, seed: int) -> Case:
-    """Decoding sequences long enough for several spans, and a chunk of several tiles, over a hot and a cold bucket."""
+@functools.cache
+def long_case(tier: Tier, page: int) -> tuple[Case, Array]:
+    """Decoding sequences long enough for several spans, and a chunk of several tiles, over a hot and a cold bucket; what
+    attention gives."""
     lanes = [Lane(0, 0, 64, 48, 80, projected=True), Lane(0, 1, 64, 64, 16, projected=True)]
     buckets = [Bucket(0, (0, 1)), Bucket(1, (0, 1), source=0)]
     plan = plan_of(lanes, [Tier(32, 32), tier], buckets, 64, 3, page)
-    return Case(plan, 0, [1, 200, 0, 1], [[7, 20 * page], [300, 1000 // page * page], [5, 0], [1500, 3]], seed, 2)
+    lengths = [[7, 20 * page], [300, 1000 // page * page], [5, 0], [1500, 3]]
+    case = Case(plan, 0, [1, 200, 0, 1], lengths, seed=page, spare=2)
+    return case, case.expected()[0]
+
+
+LONG_TIERS = [
+    Tier(16, 16, "rank", "token", 32, 16),
+    Tier(8, 8, "rank", "token", 32, 16),
+    Tier(4, 8, "rank", "token", 32, 16),
+    Tier(2, 2, "rank", "token", 32, 16),
+    Tier(2, 4, "token", "rank", 16, 64),
+    Tier(8, 8, "token", "rank", 32, 48),
+]
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("page", [64, 128, 80])
-@pytest.mark.parametrize("bits", [(16, 16), (8, 8), (4, 8), (2, 2)])
-def test_long_sequences_are_cut_into_spans_and_tiles(
-    native: Native, isa: str, page: int, bits: tuple[int, int]
-) -> None:
-    tier = Tier(bits[0], bits[1], "rank", "token", 32, 16)
-    case = long_case(tier, page, seed=page)
+@pytest.mark.parametrize(
+    "tier", LONG_TIERS, ids=lambda tier: f"{tier.bits_k}-{tier.axis_k}-{tier.bits_v}-{tier.axis_v}"
+)
+def test_long_sequences_are_cut_into_spans_and_tiles(native: Native, isa: str, page: int, tier: Tier) -> None:
+    case, expected = long_case(tier, page)
     results = [Call(case, ISAS[isa], threads).run(native)[0] for threads in (1, 4)]
-    expected = case.expected()[0]
     np.testing.assert_allclose(results[0], expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
     np.testing.assert_array_equal(results[0], results[1])

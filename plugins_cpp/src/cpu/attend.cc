@@ -393,20 +393,17 @@ void Step::span(const Item& item, const float* prepared) const {
 // One block of one lane. `of_keys`: the integer form of q, there already with `again`.
 void Step::attend(const Rows& keys, const Rows& values, int count, const float* q, const State& state, bool again, float* of_keys, float* memory) const {
   const int m = layer.head.group_size, rank = keys.by_channel ? keys.rows : keys.inner, width = values.by_channel ? values.rows : values.inner;
-  float *scores = memory, *of_values = scores + m * kBlock, *packed = of_values + m * kDotScratch;
-  int64_t ld;
+  float *scores = memory, *of_block = scores + m * kBlock;
   if (keys.by_channel) {
-    const float* k = kernels.unpack(keys, packed, &ld);
-    kernels.multiply(q, rank, k, ld, scores, kBlock, m, keys.inner, rank, false);
+    kernels.mix(q, rank, keys, scores, kBlock, m, false, of_block);
   } else {
     kernels.dots(q, rank, keys, scores, kBlock, m, false, again, of_keys);
   }
   kernels.soften(scores, kBlock, m, count, nullptr, state.top, state.sum, state.o, width);
   if (values.by_channel) {
-    kernels.dots(scores, kBlock, values, state.o, width, m, true, false, of_values);
+    kernels.dots(scores, kBlock, values, state.o, width, m, true, false, of_block);
   } else {
-    const float* v = kernels.unpack(values, packed, &ld);
-    kernels.multiply(scores, kBlock, v, ld, state.o, width, m, width, count, true);
+    kernels.mix(scores, kBlock, values, state.o, width, m, true, of_block);
   }
 }
 

@@ -27,7 +27,7 @@ inline void fetch_ahead(const Rows& rows, int row, int count) {
 }  // namespace kvlathe
 
 #if defined(__AVX512VNNI__)
-#include "integer.h"
+#include "integer_mix.h"
 #endif
 
 namespace kvlathe {
@@ -272,6 +272,15 @@ const float* unpack(const Rows& rows, float* out, int64_t* ld) {
   return out;
 }
 
+void mix(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add, float* scratch) {
+#if defined(__AVX512VNNI__)
+  if (rows.bits < 16) return integer_mix(x, ldx, rows, out, ldo, m, add, scratch);
+#endif
+  int64_t ld;
+  const float* unpacked = unpack(rows, scratch, &ld);
+  multiply(x, ldx, unpacked, ld, out, ldo, m, rows.inner, rows.rows, add);
+}
+
 // -- softmax -------------------------------------------------------------------------------------------------------------
 void soften(float* scores, int64_t ld, int m, int n, const int32_t* seen, float* top, float* sum_of, float* o, int width) {
   const int end = (n + 15) / 16 * 16;
@@ -292,10 +301,13 @@ void soften(float* scores, int64_t ld, int m, int n, const int32_t* seen, float*
       store(s + i, weight);
       total += weight;
     }
+    if (now == before) {
+      sum_of[r] += sum(total);
+      continue;
+    }
     const float shrink = exp2(all(before - now))[0];
     top[r] = now;
     sum_of[r] = sum_of[r] * shrink + sum(total);
-    if (now == before) continue;
     float* row = o + int64_t{r} * width;
     for (int i = 0; i < width; i += kLanes) store(row + i, load(row + i) * shrink);
   }
@@ -389,6 +401,6 @@ void quantize(const float* x, int64_t ldx, const Rows& rows, const Coding& codin
 
 }  // namespace
 
-const Kernels KVLATHE_KERNELS = {KVLATHE_KERNELS_NAME, rotate, multiply, dots, unpack, transpose, soften, store_row, quantize};
+const Kernels KVLATHE_KERNELS = {KVLATHE_KERNELS_NAME, rotate, multiply, dots, mix, unpack, transpose, soften, store_row, quantize};
 
 }  // namespace kvlathe

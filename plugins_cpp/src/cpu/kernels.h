@@ -46,6 +46,10 @@ struct Kernels {
   // `again` it still holds what the last call made of this x for rows of the same form.
   void (*dots)(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add, bool again, float* scratch);
 
+  // out [m, inner] = x [m, rows] times the rows, or += with `add`. `scratch`: kDotScratch * m floats and the rows as floats,
+  // 64-byte aligned.
+  void (*mix)(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add, float* scratch);
+
   // The rows as float [rows, inner]. Where they are that already, returns their place and writes nothing.
   const float* (*unpack)(const Rows& rows, float* out, int64_t* ld);
 
@@ -63,7 +67,7 @@ struct Kernels {
   void (*quantize)(const float* x, int64_t ldx, const Rows& rows, const Coding& coding);
 };
 
-constexpr int kDotScratch = 2128;  // floats for each row of x: room for its integer form
+constexpr int kDotScratch = 2160;  // floats for each row of x: room for its integer form
 
 extern const Kernels kPortable;
 #if defined(KVLATHE_X86)

@@ -60,18 +60,26 @@ inline void sums(Floats a, Floats b, Floats c, Floats d, float* out) {
 #endif
 
 inline float sum(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)x);
+#else
   float out[4];
   sums(x, Floats{}, Floats{}, Floats{}, out);
   return out[0];
+#endif
 }
 
 inline float largest(Floats x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
   float parts[kLanes];
   store(parts, x);
   for (int half = kLanes / 2; half; half /= 2) {
     for (int i = 0; i < half; ++i) parts[i] = parts[i] > parts[i + half] ? parts[i] : parts[i + half];
   }
   return parts[0];
+#endif
 }
 
 // 2^x for x <= 0; exactly 0 below -126. The polynomial's error is 2e-7 of the value.

@@ -1,0 +1,180 @@
+// Sums of rows of codes, each row times an x of its own, on the integer dot product (integer.h has the products with rows).
+//
+// Rows are what is added up, and each has its own scale: it goes into x. For each group of columns
+//     sum over rows of x (scale code + minimum) = unit sum (128 high + low) code + sum x minimum,
+// where x scale ~ unit * (128 high + low). Bytes of four rows are brought side by side for the dot product, 16 bytes of 16
+// rows at a time; lanes of 128 bits hold rows 0-3, 4-7, 8-11 and 12-15. Included by kernels.cc only.
+#pragma once
+
+#include "integer.h"
+
+namespace kvlathe {
+namespace {
+
+constexpr int kMostRows = 512;  // that 32 bits can sum up
+
+// x times the scales of one group of columns: for 16 rows one vector in which a lane repeats its four rows.
+struct Scaled {
+  __m512i high[kMostRows / 16], low[kMostRows / 16];
+  float unit, lowest;  // lowest: sum of x times minimum
+};
+static_assert(sizeof(Scaled) <= kDotScratch * sizeof(float), "kDotScratch is too small");
+
+void scale_rows(const float* x, const Rows& rows, int group, Scaled& out) {
+  alignas(64) float scaled[kMostRows];
+  __m512 lowest = _mm512_setzero_ps(), most = lowest;
+  for (int r = 0; r < rows.rows; r += 16) {
+    const __mmask16 real = rows.rows - r < 16 ? __mmask16((1 << (rows.rows - r)) - 1) : __mmask16(0xffff);
+    __m512 scale, minimum;
+    load_pairs(rows, r, group, scale, minimum);  // past the last row they may be anything
+    const __m512 values = _mm512_maskz_loadu_ps(real, x + r), product = _mm512_maskz_mul_ps(real, values, scale);
+    lowest = _mm512_mask3_fmadd_ps(values, minimum, lowest, real);
+    most = _mm512_max_ps(most, _mm512_abs_ps(product));
+    _mm512_store_ps(scaled + r, product);
+  }
+  const float top = _mm512_reduce_max_ps(most);
+  out.unit = top / 16256.f;
+  out.lowest = _mm512_reduce_add_ps(lowest);
+  const __m512 per_unit = _mm512_set1_ps(top > 0 ? 16256.f / top : 0.f);
+  const __m512i repeat = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+  const auto bytes = [&](__m512i x) { return _mm512_permutexvar_epi32(repeat, _mm512_castsi128_si512(_mm512_cvtepi32_epi8(x))); };
+  for (int r = 0; r < rows.rows; r += 16) {
+    const __m512i number = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(scaled + r), per_unit));
+    const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(number, _mm512_set1_epi32(64)), 7);
+    out.high[r / 16] = bytes(high);
+    out.low[r / 16] = bytes(_mm512_sub_epi32(number, _mm512_slli_epi32(high, 7)));
+  }
+}
+
+// 16 bytes of 16 rows as four vectors: in each, four columns of bytes with four rows side by side.
+inline void bring_together(const uint8_t* at, int64_t stride, __m512i* out) {
+  const auto quad = [&](int i) { return load_quad(at + i * stride, 4 * stride); };
+  const __m512i a = quad(0), b = quad(1), c = quad(2), d = quad(3);
+  const __m512i ab = _mm512_unpacklo_epi8(a, b), cd = _mm512_unpacklo_epi8(c, d);
+  const __m512i ab2 = _mm512_unpackhi_epi8(a, b), cd2 = _mm512_unpackhi_epi8(c, d);
+  out[0] = _mm512_unpacklo_epi16(ab, cd), out[1] = _mm512_unpackhi_epi16(ab, cd);
+  out[2] = _mm512_unpacklo_epi16(ab2, cd2), out[3] = _mm512_unpackhi_epi16(ab2, cd2);
+}
+
+inline __m512i fold(__m512i a, __m512i b) {  // sums of neighbouring 128 bits
+  return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+}
+
+// a[0] b[0] a[1] b[1] ...
+inline void alternate(__m512 a, __m512 b, __m512& first, __m512& second) {
+  const __m512i places = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  first = _mm512_permutex2var_ps(a, places, b);
+  second = _mm512_permutex2var_ps(a, _mm512_add_epi32(places, _mm512_set1_epi32(8)), b);
+}
+
+// Columns of one piece for one row of x, plane by plane, in the order of the columns.
+template <int bits>
+inline void in_order(const __m512* plane, __m512* out) {
+  if constexpr (bits == 8) out[0] = plane[0];
+  if constexpr (bits == 4) alternate(plane[0], plane[1], out[0], out[1]);
+  if constexpr (bits == 2) {
+    __m512 even[2], odd[2];
+    alternate(plane[0], plane[2], even[0], even[1]);
+    alternate(plane[1], plane[3], odd[0], odd[1]);
+    alternate(even[0], odd[0], out[0], out[1]);
+    alternate(even[1], odd[1], out[2], out[3]);
+  }
+}
+
+// One piece of `groups` times 16 rows, brought together, times M rows of x: 16 * 8 / bits columns each.
+template <int bits, int M>
+inline void mix_piece(const __m512i (*codes)[4], int groups, const Scaled* const* x, __m512 (*out)[8 / bits]) {
+  constexpr int planes = 8 / bits, together = 4 / planes;  // vectors that share the loads of x
+  __m512i found[M][planes][4];
+  for (int first = 0; first < 4; first += together) {
+    __m512i high[M][planes][together], low[M][planes][together];
+    for (int m = 0; m < M; ++m) {
+      for (int i = 0; i < planes * together; ++i) high[m][i / together][i % together] = low[m][i / together][i % together] = _mm512_setzero_si512();
+    }
+    for (int g = 0; g < groups; ++g) {
+      __m512i upper[M], lower[M];
+      for (int m = 0; m < M; ++m) upper[m] = x[m]->high[g], lower[m] = x[m]->low[g];
+#pragma GCC unroll 4
+      for (int j = 0; j < together; ++j) {
+        const __m512i packed = codes[g][first + j];
+#pragma GCC unroll 4
+        for (int plane = 0; plane < planes; ++plane) {
+          __m512i code = packed;
+          if (bits < 8) code = _mm512_and_si512(plane ? _mm512_srli_epi16(code, bits * plane) : code, _mm512_set1_epi8((1 << bits) - 1));
+          for (int m = 0; m < M; ++m) {
+            add_products(high[m][plane][j], code, upper[m]);
+            add_products(low[m][plane][j], code, lower[m]);
+          }
+        }
+      }
+    }
+    for (int m = 0; m < M; ++m) {
+      for (int plane = 0; plane < planes; ++plane) {
+        for (int j = 0; j < together; ++j) found[m][plane][first + j] = _mm512_add_epi32(low[m][plane][j], _mm512_slli_epi32(high[m][plane][j], 7));
+      }
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    __m512 plane[planes];
+    for (int i = 0; i < planes; ++i) {
+      const __m512i* four = found[m][i];
+      const __m512 sums = _mm512_cvtepi32_ps(fold(fold(four[0], four[1]), fold(four[2], four[3])));
+      plane[i] = _mm512_fmadd_ps(sums, _mm512_set1_ps(x[m]->unit), _mm512_set1_ps(x[m]->lowest));
+    }
+    in_order<bits>(plane, out[m]);
+  }
+}
+
+// The first `count` columns of one piece into out [M, ...].
+template <int bits, int M>
+inline void write_piece(const __m512i (*codes)[4], int groups, const Scaled* const* x, float* out, int64_t ldo, int count, bool add) {
+  __m512 columns[M][8 / bits];
+  mix_piece<bits, M>(codes, groups, x, columns);
+  for (int m = 0; m < M; ++m) {
+    for (int i = 0; 16 * i < count; ++i) {
+      float* to = out + m * ldo + 16 * i;
+      _mm512_storeu_ps(to, add ? _mm512_add_ps(_mm512_loadu_ps(to), columns[m][i]) : columns[m][i]);
+    }
+  }
+}
+
+template <int bits>
+void mix_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add, float* scratch) {
+  const int groups = (rows.rows + 15) / 16;
+  const auto form = [&](int i) { return reinterpret_cast<Scaled*>(scratch + i * kDotScratch); };
+  for (int chunk = 0, end; chunk < rows.inner / 16; chunk = end) {
+    end = group_end(rows, chunk);
+    for (int i = 0; i < m; ++i) scale_rows(x + i * ldx, rows, rows.group_of[chunk], *form(i));
+    for (int column = 16 * chunk; column < 16 * end; column += 128 / bits) {
+      __m512i codes[kMostRows / 16][4];
+      for (int g = 0; g < groups; ++g) {
+        if (column == 0) fetch_ahead(rows, 16 * g, 16);
+        bring_together(rows.data + 16 * g * rows.stride + column * bits / 8, rows.stride, codes[g]);
+      }
+      const int left = 16 * end - column, count = left < 128 / bits ? left : 128 / bits;
+      for (int i = 0; i < m; i += 2) {
+        const Scaled* pair[2] = {form(i), form(i + 1 < m ? i + 1 : i)};
+        float* to = out + i * ldo + column;
+        if (i + 1 < m) {
+          write_piece<bits, 2>(codes, groups, pair, to, ldo, count, add);
+        } else {
+          write_piece<bits, 1>(codes, groups, pair, to, ldo, count, add);
+        }
+      }
+    }
+  }
+}
+
+void integer_mix(const float* x, int64_t ldx, const Rows& all, float* out, int64_t ldo, int m, bool add, float* scratch) {
+  for (int first = 0; first < all.rows; first += kMostRows, x += kMostRows, add = true) {
+    Rows rows = all;
+    rows.data += first * rows.stride, rows.meta += first * rows.meta_stride, rows.ahead += first * rows.ahead_step;
+    rows.rows = all.rows - first < kMostRows ? all.rows - first : kMostRows;
+    if (rows.bits == 8) mix_of<8>(x, ldx, rows, out, ldo, m, add, scratch);
+    if (rows.bits == 4) mix_of<4>(x, ldx, rows, out, ldo, m, add, scratch);
+    if (rows.bits == 2) mix_of<2>(x, ldx, rows, out, ldo, m, add, scratch);
+  }
+}
+
+}  // namespace
+}  // namespace kvlathe
