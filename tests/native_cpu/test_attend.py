@@ -68,8 +68,8 @@ def appended_where_promised(call: Call, before: np.ndarray, rows: np.ndarray) ->
 
 @functools.cache
 def long_case(tier: Tier, page: int) -> tuple[Case, Array]:
-    """Decoding sequences long enough for several spans, and a chunk of several tiles, over a hot and a cold bucket; what
-    attention gives."""
+    """Decoding sequences long enough for several spans, and a chunk of several tiles, over a hot and a cold bucket; and
+    what attention gives."""
     lanes = [Lane(0, 0, 64, 48, 80, projected=True), Lane(0, 1, 64, 64, 16, projected=True)]
     buckets = [Bucket(0, (0, 1)), Bucket(1, (0, 1), source=0)]
     plan = plan_of(lanes, [Tier(32, 32), tier], buckets, 64, 3, page)
