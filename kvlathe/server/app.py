@@ -40,7 +40,8 @@ FAILURES: dict[int | str, dict[str, Any]] = {
     503: {"description": "The server is shutting down."},
 }
 ERRORS = {status: said | {"model": ErrorResponse} for status, said in FAILURES.items()}
-STREAM = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
+STREAM = {200: {"content": {"text/event-stream": {"schema": EVENT | {"description": "`data`: a chunk, or [DONE]"}}}}}
 UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 """Of streams. nginx would collect them otherwise."""
 
