@@ -1,4 +1,4 @@
-"""The CUDA entries of libkvlathe.so (abi.h, cache.h) by ctypes. Pointers are device addresses; no torch here."""
+"""The CUDA entries of libkvlathe.so (abi.h, cache.h, rows.h) by ctypes; pointers are device addresses. No torch."""
 
 from __future__ import annotations
 
@@ -112,6 +112,18 @@ class EvictArgs(Structure):
     ]
 
 
+class RowsArgs(Structure):
+    _fields_ = [
+        ("abi_version", c_uint32),
+        *_ints("element", "rows", "columns"),
+        ("eps", c_float),
+        ("reserved", c_int32),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        *_pointers("weight", "out", "stream"),
+    ]
+
+
 class CudaLibrary:
     """The library's CUDA calls; a refusal becomes KvlatheError with its words."""
 
@@ -131,6 +143,8 @@ class CudaLibrary:
         lib.kvlathe_cuda_append.argtypes = [c_void_p, POINTER(AppendArgs), POINTER(Status)]
         lib.kvlathe_cuda_seal.argtypes = [POINTER(SealArgs), POINTER(Status)]
         lib.kvlathe_cuda_evict.argtypes = [POINTER(EvictArgs), POINTER(Status)]
+        lib.kvlathe_cuda_rms_norm.argtypes = [POINTER(RowsArgs), POINTER(Status)]
+        lib.kvlathe_cuda_silu_product.argtypes = [POINTER(RowsArgs), POINTER(Status)]
         lib.kvlathe_cuda_workspace_bytes.argtypes = [c_int32, c_int32, POINTER(c_int64), POINTER(Status)]
         lib.kvlathe_cuda_prompt_list_bytes.argtypes = [c_int32, c_int32, c_int32]
         lib.kvlathe_cuda_prompt_list_bytes.restype = c_int64

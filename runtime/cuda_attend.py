@@ -18,6 +18,7 @@ from kvlathe.export.plan import CompressionPlan
 from kvlathe.runtime.cuda_abi import (
     BF16,
     F16,
+    OVERLAP,
     AppendArgs,
     AttendDecodeArgs,
     CudaLibrary,
@@ -103,7 +104,9 @@ class Attention:
         args.q, args.q_stride, args.o, args.o_stride = queries.data_ptr(), form.queries, out.data_ptr(), form.out
         args.workspace, args.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
         args.stream = _stream()
-        if spread.prompts is not None:
+        if spread.prompts is None:
+            args.flags = OVERLAP  # the kernel before is append: it writes neither lengths nor page tables
+        else:
             args.prompts = pointer(spread.prompts_of(form))
         self.library.call("cuda_attend_decode", byref(args))
         return out

@@ -19,20 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvlathe.runtime.cuda_rows import ACTIVATIONS, Rows
+
 Attend = Callable[[int, Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None, Mapping[str, Tensor]], Tensor]
 """(layer, q, k, v, (cos, sin), proj_q, proj_k, centre_k by name) -> o; K and V are in the cache afterwards."""
 
-_tanh_gelu = partial(F.gelu, approximate="tanh")
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_python": F.gelu,
-    "gelu_new": _tanh_gelu,
-    "gelu_fast": _tanh_gelu,
-    "gelu_pytorch_tanh": _tanh_gelu,
-}
 ROW = 8
 """Elements: rows of q, k and v begin at multiples of 16 bytes."""
 
@@ -67,12 +58,13 @@ def read_decoder(folder: Path, index: str, device: str) -> tuple[Wiring, dict[st
 class TorchDecoder:
     """Runs a packed step. ``tensors`` is emptied while the layers take theirs: a large model exists once."""
 
-    def __init__(self, wiring: Wiring, tensors: dict[str, Tensor]) -> None:
-        self.wiring = wiring
-        self.layers = [_Layer(wiring, _taken(tensors, f"layers.{i}.")) for i in range(len(wiring.scales))]
+    def __init__(self, wiring: Wiring, tensors: dict[str, Tensor], rows: Rows | None = None) -> None:
+        """``rows``: norms and gated activations, in torch if it is not given."""
+        self.wiring, rows = wiring, rows or Rows()
+        self.layers = [_Layer(wiring, rows, _taken(tensors, f"layers.{i}.")) for i in range(len(wiring.scales))]
         self.embed, self.positions = tensors["embed.weight"], tensors.get("positions.weight")
         self.head = tensors.get("head.weight")
-        self.norm = _norm(wiring, _taken(tensors, "norm."))
+        self.norm = _norm(wiring, rows, _taken(tensors, "norm."))
         self.rope = (tensors["rope.inv_freq"], tensors["rope.amplitude"]) if "rope.inv_freq" in tensors else None
 
     @torch.inference_mode()
@@ -114,16 +106,16 @@ class _Linear:
 class _Layer:
     """One layer; ``tensors`` by role."""
 
-    def __init__(self, wiring: Wiring, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, wiring: Wiring, rows: Rows, tensors: dict[str, Tensor]) -> None:
         self.parallel, self.head_dim = wiring.parallel, wiring.head_dim
-        self.act = ACTIVATIONS[wiring.activation]
+        self.rows, self.activation = rows, wiring.activation
         self.qkv, self.widths = _beside(tensors, ["v", "q", "k"], ROW)
         self.gated = "gate.weight" in tensors
         self.up, (self.inner, *_) = _beside(tensors, ["gate", "up"] if self.gated else ["up"], 1)
         self.o = _Linear(tensors.pop("o.weight"), tensors.pop("o.bias", None))
         self.down = _Linear(tensors.pop("down.weight"), tensors.pop("down.bias", None))
         self.norms = {
-            name: _norm(wiring, _taken(tensors, f"{name}."))
+            name: _norm(wiring, rows, _taken(tensors, f"{name}."))
             for name in ("attn_norm", "mlp_norm", "q_norm", "k_norm")
             if f"{name}.weight" in tensors
         }
@@ -144,16 +136,16 @@ class _Layer:
 
     def _inner(self, x: Tensor) -> Tensor:
         up = self.up(x)
-        return self.act(up[:, : self.inner]).mul_(up[:, self.inner :]) if self.gated else self.act(up)
+        return self.rows.gated(self.activation, up, self.inner) if self.gated else ACTIVATIONS[self.activation](up)
 
     def _by_head(self, name: str, x: Tensor) -> Tensor:
         return self.norms[name](x.unflatten(-1, (-1, self.head_dim))).flatten(-2)
 
 
-def _norm(wiring: Wiring, tensors: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
+def _norm(wiring: Wiring, rows: Rows, tensors: dict[str, Tensor]) -> Callable[[Tensor], Tensor]:
     weight, bias = tensors["weight"], tensors.get("bias")
     if wiring.norm == "rms":
-        return lambda x: F.rms_norm(x, weight.shape, weight, wiring.norm_eps)
+        return lambda x: rows.rms_norm(x, weight, wiring.norm_eps)
     return lambda x: F.layer_norm(x, weight.shape, weight, bias, wiring.norm_eps)
 
 

@@ -24,6 +24,7 @@ from kvlathe.runtime.cuda_abi import LEAST_CHUNK, CudaLibrary, PageKernels
 from kvlathe.runtime.cuda_attend import Attention, StepInputs
 from kvlathe.runtime.cuda_decoder import TorchDecoder, read_decoder
 from kvlathe.runtime.cuda_graph import DecodeGraph, StepBlock, StepViews
+from kvlathe.runtime.cuda_rows import NativeRows
 from kvlathe.runtime.session import Int32, StepPlan
 
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -41,7 +42,9 @@ class CudaSession:
         """Raises KvlatheError where there is no GPU, no native library with CUDA kernels, or too little memory."""
         library = library_here()
         wiring, tensors = read_decoder(folder, DECODER_FILE, "cuda")
-        self._start(library, TorchDecoder(wiring, tensors), wiring.scales, plan, limits, arena_bytes)
+        self._start(
+            library, TorchDecoder(wiring, tensors, NativeRows(library)), wiring.scales, plan, limits, arena_bytes
+        )
 
     @classmethod
     def of(

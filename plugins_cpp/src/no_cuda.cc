@@ -1,6 +1,7 @@
 // The CUDA entries of a library that was built without nvcc: they refuse, with the remedy.
 #include "check.h"
 #include "kvlathe/cache.h"
+#include "kvlathe/rows.h"
 
 namespace {
 int32_t refuse(kvlathe_status* status) {
@@ -23,4 +24,6 @@ extern "C" int32_t kvlathe_cuda_append(const kvlathe_layer*, const kvlathe_appen
   return refuse(status);
 }
 extern "C" int32_t kvlathe_cuda_seal(const kvlathe_cuda_seal_args*, kvlathe_status* status) { return refuse(status); }
+extern "C" int32_t kvlathe_cuda_rms_norm(const kvlathe_rows_args*, kvlathe_status* status) { return refuse(status); }
+extern "C" int32_t kvlathe_cuda_silu_product(const kvlathe_rows_args*, kvlathe_status* status) { return refuse(status); }
 extern "C" int32_t kvlathe_cuda_evict(const kvlathe_cuda_evict_args*, kvlathe_status* status) { return refuse(status); }

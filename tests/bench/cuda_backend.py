@@ -30,6 +30,7 @@ from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
 from kvlathe.runtime.arena import OutOfPages
 from kvlathe.runtime.cuda_abi import CudaLibrary
 from kvlathe.runtime.cuda_decoder import TorchDecoder, Wiring
+from kvlathe.runtime.cuda_rows import NativeRows
 from kvlathe.runtime.cuda_session import CudaSession
 from kvlathe.runtime.native import Native
 from kvlathe.runtime.pool import PagePool, PageTable
@@ -92,7 +93,7 @@ class Bench:
         self.plan = plan_of(kind)
         layout = CacheLayout(self.plan)
         wiring = Wiring("rms", 1e-5, "silu", False, SHAPE.head_dim, (SHAPE.head_dim**-0.5,) * SHAPE.layers)
-        decoder = TorchDecoder(wiring, weights_of(self.plan, dtype))
+        decoder = TorchDecoder(wiring, weights_of(self.plan, dtype), NativeRows(library))
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0] - SPARE
         self.sequence_bytes = layout.bytes_for(tokens) + 2 * sum(layout.page_stride)

@@ -49,11 +49,11 @@ if TYPE_CHECKING:
     Call = TritonCall | UnpackThenAttend
 
 SWEEPS = {  # warps, stages, programs an SM, tokens a tile, a launch for each class of ranks
-    "rows": [(2, 4, 6, 64, True), (4, 4, 3, 64, True), (1, 4, 10, 64, True), (8, 3, 2, 128, True),
-             (2, 4, 6, 64, False), (4, 4, 3, 64, False), (8, 3, 2, 128, False)],
-    "rebuilt": [(4, 3, 1, 64, True), (4, 3, 2, 64, True), (8, 3, 1, 64, True), (8, 3, 1, 128, True),
-                (4, 3, 2, 64, False), (8, 3, 1, 64, False)],
-    "dequantized": [(1, 6, 12, 64, True), (1, 4, 8, 64, True), (2, 4, 8, 64, True), (2, 4, 4, 64, False),
+    "rows": [(2, 4, 6, 64, True), (4, 4, 3, 64, True), (2, 5, 8, 64, True), (2, 4, 6, 64, False),
+             (4, 4, 3, 64, False), (8, 3, 2, 128, False)],
+    "rebuilt": [(4, 3, 2, 64, True), (4, 2, 3, 64, True), (2, 3, 4, 64, True), (8, 3, 1, 64, True),
+                (4, 3, 2, 64, False)],
+    "dequantized": [(1, 6, 12, 64, True), (1, 4, 16, 64, True), (2, 4, 8, 64, True), (2, 5, 10, 64, True),
                     (4, 4, 2, 64, False)],
     "integer": [(1, 6, 12, 64, True), (1, 4, 8, 64, True), (2, 4, 8, 64, True)],
 }  # fmt: skip

@@ -8,6 +8,7 @@ The boundary is FlashInfer's: post-RoPE projected q in, o' out. Ranks: ``mixed``
 V; ``mixed48`` 16 to 96 and ``uniform48``, equal bytes; ``mixed26`` and ``mixed38``, two fifths of d = 64 and of 96.
 GB/s counts K, V, q and o once. Below 16 bit a sequence has its
 tokens in sealed pages (groups of 64; scales and padding count) and 32 more in a 16-bit page, and the baseline is fp8.
+``op us`` is the whole op: RoPE, projection, rounding and append of the new tokens, then attention.
 ``--baseline`` is the output of FlashInfer's benchmark; without it no ratio is printed. Needs torch; prints one table
 and one JSON line.
 """
@@ -31,6 +32,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvlathe.export.plan import Tier
+from kvlathe.runtime.cuda_abi import CudaLibrary
+from kvlathe.runtime.cuda_attend import Attention, StepInputs
+from kvlathe.runtime.native import Native
 from tests.native.codes_problem import CodesProblem
 from tests.native.library import OVERLAP, Library
 from tests.native.problem import Problem
@@ -127,6 +131,34 @@ def problem_of(
     )
 
 
+def whole_op(library: Library, problem: Problem | CodesProblem, replays: int) -> float:
+    """Seconds of append and attention as the cuda backend calls them; every sequence's last 16-bit token is new."""
+    tables = problem.tables if isinstance(problem, CodesProblem) else [problem.table]
+    plan, layers, batch = problem.layout.plan, len(problem.ranks), len(problem.q[0])
+    cuda = CudaLibrary(Native.load(library.path))
+    attention = Attention(cuda, plan, [problem.scale] * layers, problem.pool.view(torch.uint8), batch)
+    lengths = problem.length_tensor.view(batch, -1).clone()
+    lengths[:, 0] -= 1
+    starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+    spread = attention.spread(StepInputs(starts, lengths, tables, single=True), batch)
+
+    def random_(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device="cuda").to(problem.q[0].dtype)
+
+    heads, d = len(problem.ranks[0]), plan.model.head_dim
+    q, k = random_(batch, heads * problem.group * d), random_(batch, heads * d)
+    angles, rows = (random_(batch, d // 2), random_(batch, d // 2)), []
+    for row in problem.ranks:
+        widest = max(rank_k for rank_k, _ in row)
+        weights = {name: random_(heads, d, widest) for name in ("proj_q", "proj_k")}
+        rows.append((random_(batch, sum(rank_v for _, rank_v in row)), weights | {"centre_k": random_(heads, widest)}))
+
+    def call(i: int) -> None:
+        attention.run(spread, i, q, k, rows[i][0], angles, rows[i][1])
+
+    return seconds_a_call(call, layers, replays)
+
+
 def measure(
     library: Library, a: argparse.Namespace, batch: int, tokens: int, bits: int, ranks: str, dist: str
 ) -> dict[str, Any]:
@@ -144,11 +176,13 @@ def measure(
 
     seconds = seconds_a_call(call, layers, a.replays)
     errors = problem.errors(1, [0, batch - 1] if batch > 1 else [0])
+    op = whole_op(library, problem, a.replays)
     size = bytes_of(problem) if isinstance(problem, Problem) else problem.bytes()
     del problem
     torch.cuda.empty_cache()
     return {
         "batch": batch, "tokens": tokens, "bits": bits, "ranks": ranks, "dist": dist, "us": seconds * 1e6,
+        "op_us": op * 1e6,
         "mb": size / 1e6, "gb_s": size / seconds / 1e9, "of_read_rate": size / seconds / READ_RATE,
         "error": errors[0], "plain_error": errors[1],
     }  # fmt: skip
@@ -179,7 +213,9 @@ def main() -> None:
     print(
         f"# {torch.cuda.get_device_name()}, {a.library}, {a.dtype}, {a.heads} heads x {a.group}, page {a.page_tokens}"
     )
-    columns = f"{'case':>10} {'bits':>4} {'ranks':>9} {'dist':>5} {'MB':>8} {'us':>8} {'GB/s':>6} {'%read':>6}"
+    columns = (
+        f"{'case':>10} {'bits':>4} {'ranks':>9} {'dist':>5} {'MB':>8} {'us':>8} {'op us':>8} {'GB/s':>6} {'%read':>6}"
+    )
     print(columns, f"{'FlashInfer':>11} {'ratio':>6}  error / plain")
     grid = itertools.product(a.cases.split(","), map(int, a.bits.split(",")), a.ranks.split(","), a.dist.split(","))
     results = []
@@ -190,8 +226,8 @@ def main() -> None:
         r["flashinfer_us"], r["ratio"] = best, best / r["us"] if best else None
         beside = f"{best:8.1f} us {r['ratio']:5.2f}x" if best else f"{'-':>11} {'-':>6}"
         print(
-            f"{case:>10} {bits:>4} {ranks:>9} {dist:>5} {r['mb']:8.1f} {r['us']:8.1f} {r['gb_s']:6.0f} "
-            f"{100 * r['of_read_rate']:6.1f} {beside}  {r['error']:.1e} / {r['plain_error']:.1e}",
+            f"{case:>10} {bits:>4} {ranks:>9} {dist:>5} {r['mb']:8.1f} {r['us']:8.1f} {r['op_us']:8.1f} "
+            f"{r['gb_s']:6.0f} {100 * r['of_read_rate']:6.1f} {beside}  {r['error']:.1e} / {r['plain_error']:.1e}",
             flush=True,
         )
         results.append(r)

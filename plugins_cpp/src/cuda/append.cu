@@ -139,6 +139,9 @@ __device__ void append_values(const AppendParams& p, const AppendLane& lane, int
 template <class E>
 __global__ void __launch_bounds__(kWarps * 32) append_rows(const __grid_constant__ AppendParams p) {
   extern __shared__ __align__(128) uint16_t shared[];  // matrix | x [16, inner] | out [16, rank]
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");  // attention may prepare itself and wait for the end
+#endif
   const AppendLane& lane = p.lane[blockIdx.y];
   const bool keys = blockIdx.z;
   const int heads = keys ? 1 : p.group_size, inner = padded(lane.input_dim), rank = lane.rank_k;
