@@ -141,6 +141,9 @@ def unsupported(value: Any) -> Any:  # noqa: ANN401
     raise PydanticCustomError("unsupported", "this server cannot do that; leave the field out")
 
 
+Refused = Annotated[Any, BeforeValidator(unsupported), Field(json_schema_extra={"enum": [*NOTHING]})]
+
+
 class CompletionRequest(Sampled):
     """POST /v1/completions."""
 
@@ -154,9 +157,7 @@ class CompletionRequest(Sampled):
     logprobs: Integer | None = Field(None, ge=0, le=20, description="Report the so many likeliest beside each token.")
     echo: bool | None = Field(None, description="Begin with the prompt; with logprobs, those of its tokens too.")
     best_of: Integer | None = Field(None, description="Refused unless it equals n.")
-    suffix: Any = Field(None, description="Refused unless empty.")
-
-    _nothing = field_validator("suffix")(unsupported)
+    suffix: Refused = Field(None, description="Refused unless empty.")
 
     @field_validator("best_of")
     @classmethod
@@ -201,17 +202,17 @@ class ChatRequest(Sampled):
     logprobs: bool | None = None
     top_logprobs: Integer | None = Field(None, ge=0, le=20, description="Needs logprobs.")
     # Refused unless they ask for nothing.
-    tools: Any = None
-    tool_choice: Any = None
-    functions: Any = None
-    function_call: Any = None
-    response_format: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
+    tools: Refused = None
+    tool_choice: Refused = None
+    functions: Refused = None
+    function_call: Refused = None
+    response_format: Refused = None
+    modalities: Refused = None
+    audio: Refused = None
+    prediction: Refused = None
+    web_search_options: Refused = None
+    reasoning_effort: Refused = None
+    verbosity: Refused = None
     # Ignored: they say nothing about the text.
     metadata: Any = None
     store: Any = None
@@ -222,20 +223,6 @@ class ChatRequest(Sampled):
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     moderation: Any = None
-
-    _nothing = field_validator(
-        "tools",
-        "tool_choice",
-        "functions",
-        "function_call",
-        "response_format",
-        "modalities",
-        "audio",
-        "prediction",
-        "web_search_options",
-        "reasoning_effort",
-        "verbosity",
-    )(unsupported)
 
     @field_validator("top_logprobs")
     @classmethod
