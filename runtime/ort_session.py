@@ -6,7 +6,6 @@ only reads it: its second output holds the step's rows, which ``append`` writes 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from kvlathe.engines.manifest import Limits
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan, graph_files
+from kvlathe.runtime import machine
 from kvlathe.runtime.host_pages import HostPages, typed_views
 from kvlathe.runtime.ragged import Share, by_size
 from kvlathe.runtime.session import StepPlan
@@ -86,7 +86,7 @@ class OrtSession(HostPages):
     def options(self, threads: int | None) -> ort.SessionOptions:
         """How ONNX Runtime opens the model."""
         options = ort.SessionOptions()
-        options.intra_op_num_threads = threads or physical_cores()
+        options.intra_op_num_threads = threads or machine.cores()
         options.inter_op_num_threads = 1
         options.log_severity_level = 3
         if self.plan.stages:  # the threads of a graph that has run must not spin while the next one runs
@@ -141,15 +141,3 @@ class OrtSession(HostPages):
 
 def _weights(step: StepPlan) -> npt.NDArray[np.float32]:
     return np.zeros(len(step.input_ids), np.float32) if step.probe_weights is None else step.probe_weights
-
-
-def physical_cores() -> int:
-    """Cores this process may use, hardware threads of one core counted once (where the system says so)."""
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    siblings = {_siblings(cpu) for cpu in usable}
-    return max(1, len(siblings))
-
-
-def _siblings(cpu: int) -> str:
-    path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-    return path.read_text("ascii").strip() if path.is_file() else str(cpu)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import util
@@ -12,7 +11,7 @@ from typing import Any
 from kvlathe.engines.manifest import Limits, Manifest
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
-from kvlathe.runtime import native, native_session
+from kvlathe.runtime import machine, native, native_session
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def _has_gpu() -> bool:
 
 
 def _host_room(manifest: Manifest) -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return machine.memory_bytes() // 2
 
 
 RUNNERS: Mapping[str, Runner] = {
