@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvlathe.runtime.llm import Answer
 
 THREADS = click.option(
-    "--threads", type=click.IntRange(1), help="Threads of the CPU. [default: one for each physical core]"
+    "--threads", type=click.IntRange(1), help="Threads of the CPU. [default: one for each core that it may use]"
 )
 
 

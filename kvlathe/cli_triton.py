@@ -28,7 +28,9 @@ from kvlathe.cli_serve import Size
     type=Size(),
     help="Memory of the KV cache. [default: a full batch, at most half of the machine's]",
 )
-@click.option("--threads", type=click.IntRange(1), help="Threads of the CPU. [default: one for each physical core]")
+@click.option(
+    "--threads", type=click.IntRange(1), help="Threads of the CPU. [default: one for each core that it may use]"
+)
 @click.option("--max-waiting", type=click.IntRange(0), help="Requests that may wait; further ones are refused.")
 @click.option(
     "--share-prefixes/--no-share-prefixes",

@@ -106,7 +106,7 @@ class LLM:
         """Load an engine folder, checking that its files are those that were built (or just their sizes).
 
         ``cache_bytes`` of KV cache: by default room for max_batch_size sequences of max_seq_len tokens, at most half of
-        the machine's memory; memory is only taken as it is used. ``threads``: default one for each physical core.
+        the machine's memory; memory is only taken as it is used. ``threads``: default one a core (runtime/machine.py).
         ``share_prefixes``: finished requests leave their pages to later ones that begin alike, until room is needed;
         None: where the plan allows it.
         Raises KvlatheError where the folder is incomplete, changed, or of a backend that cannot run here.

@@ -397,6 +397,16 @@ def test_a_chat_that_names_no_length_gets_what_the_cache_holds(served: Served, m
     assert found.status_code == 200 and asked == [2 * served.llm.plan.page_tokens - prompt]
 
 
+def test_every_response_says_which_request_it_answers(served: Served, client: openai.OpenAI) -> None:
+    url, answers = f"{served.url}/v1/models", []
+    for given in ("mine-7.a", "no\tname", "x" * 200):
+        found = httpx.get(url, headers={"X-Request-Id": given})  # refused: it has no key
+        assert found.status_code == 401 and (found.headers["x-request-id"] == given) == (given == "mine-7.a")
+        answers.append(found.headers["x-request-id"])
+    answers += [client.completions.create(model=MODEL_NAME, prompt="a", max_tokens=1)._request_id for _ in range(2)]
+    assert len(set(answers)) == 5 and all(answers)
+
+
 def test_what_is_no_request_at_all(served: Served) -> None:
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     for content, status in ((b'{"model"', 400), (b"[]", 400), (b"", 400), (b"\xff", 400), (b" " * (1 << 17), 413)):

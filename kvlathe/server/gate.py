@@ -1,13 +1,24 @@
-"""Gate: what is checked before a request is read. Keys, sizes, and what every response carries. Plain ASGI."""
+"""Gate: what is checked before a request is read. Keys, sizes, and what every response carries. Plain ASGI.
+
+Every response says ``x-request-id``: the client's own, where it sent one, or a new one. At log level debug each has a
+line in the log with it.
+"""
 
 from __future__ import annotations
 
 import hmac
+import logging
+import re
+import time
+import uuid
 from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvlathe.server.errors import ApiError
+
+log = logging.getLogger("kvlathe")
+REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 
 
 class Gate:
@@ -26,21 +37,27 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
+        send = self._watched(send, scope, headers.get(b"x-request-id", b""))
         try:
             if scope["path"].startswith("/v1/"):
                 scope.setdefault("state", {})["tenant"] = self._tenant(headers.get(b"authorization", b""))
             self._check(headers.get(b"content-length", b"0"))
         except ApiError as refused:
-            await refused.response()(scope, receive, self._watched(send))
+            await refused.response()(scope, receive, send)
             return
-        await self.app(scope, self._counted(receive), self._watched(send))
+        await self.app(scope, self._counted(receive), send)
 
-    def _watched(self, send: Send) -> Send:
-        """The same, telling of answers that are errors."""
+    def _watched(self, send: Send, scope: Scope, given: bytes) -> Send:
+        """The same, naming the request and telling of answers that are errors."""
+        name, started = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode(), time.perf_counter()
 
         async def watched(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] >= 400:
-                self.failed(message["status"])
+            if message["type"] == "http.response.start":
+                status, seconds = message["status"], time.perf_counter() - started
+                log.debug("%s %s %r: %d after %.3f s", name.decode(), scope["method"], scope["path"], status, seconds)
+                if status >= 400:
+                    self.failed(status)
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", name)]}
             await send(message)
 
         return watched
