@@ -120,19 +120,20 @@ LaneParams lane_params_codes(const LaneRow& row, const kvlathe_part& part, int32
           "the lane of head " + std::to_string(row.head) + " has other group counts than its part's groups give");
   const int32_t copied = (bytes + 15) / 16 * 16;
   const int32_t gaps = part.bits_k == 8 ? page_tokens / kPieceTokens * kPieceGap : 0;
+  const int32_t units = 2 * (copied + gaps) <= kPagesBytes ? 2 : 1;
   return {row.k,
           v,
           copied,
-          copied + gaps,
+          (copied + gaps) * units,
           uint16_t(k_meta / 16),
           uint16_t(v_meta / 16),
           uint16_t(copied / kWeight + kTileWeight),
-          1,
+          uint8_t(units),
           uint8_t(groups_k)};
 }
 
 template <int kParts>
-Params<kParts> params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads) {
+Params<kParts> params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads, int fill) {
   Params<kParts> p{};
   p.pool = static_cast<const char*>(a.pool);
   p.q = static_cast<const uint16_t*>(a.q);
@@ -159,7 +160,7 @@ Params<kParts> params_of(const kvlathe_attend_decode_args& a, const std::vector<
       LaneParams& lane = p.head[h].lane[i];
       lane = codes ? lane_params_codes(*head.lane[i], a.parts[i], a.page_tokens)
                    : lane_params16(*head.lane[i], p.part[i].units_per_page);
-      if (codes) p.codes_bytes = std::max(p.codes_bytes, codes_bytes(head.rank_k, lane.groups_k));
+      if (codes) p.codes_bytes = std::max(p.codes_bytes, codes_bytes(fill, head.rank_k, lane.groups_k));
       if (any_codes)
         p.codes_bytes = std::max(p.codes_bytes, a.group_size * head.rank_k * 2);  // or the queries as they are
       p.part_weight[i] += lane.weight;
@@ -176,7 +177,7 @@ struct Launch {
 // As many warps as leave each a ring of one and a half of the widest tiles, or of one. Quantized tiles take more
 // instructions a byte, so there warps come first.
 template <int kParts>
-Launch fit(Params<kParts>& p, const Device& device, int static_bytes) {
+Launch fit(Params<kParts>& p, const Device& device, int most_warps, int static_bytes) {
   int widest = 0, elements = 0;
   bool codes = false;
   for (int i = 0; i < kParts; ++i) codes |= p.part[i].bits < 16;
@@ -187,7 +188,7 @@ Launch fit(Params<kParts>& p, const Device& device, int static_bytes) {
   }
   for (int halves = codes ? 2 : 3; halves >= 2; --halves) {
     for (int blocks = kBlocksPerSM; blocks >= 1; --blocks) {
-      for (int warps = kMaxWarps; warps >= 2 && warps * 128 >= elements; warps -= 2) {
+      for (int warps = most_warps; warps >= 2 && warps * 128 >= elements; warps -= 2) {
         // The block's warps meet in the merge buffer, then the teams of merge_partials.
         p.merge_floats = (std::max(warps * elements, 144 * warps) + 31) / 32 * 32;
         const int room = std::min(device.shared_per_block, device.shared_per_sm / blocks - device.shared_reserved);
@@ -203,13 +204,13 @@ Launch fit(Params<kParts>& p, const Device& device, int static_bytes) {
 
 template <int kParts>
 void launch(const void* kernel, const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
-            const Device& device, const Workspace& space) {
-  Params<kParts> p = params_of<kParts>(a, heads);
+            const Device& device, const Workspace& space, int bits, int fill) {
+  Params<kParts> p = params_of<kParts>(a, heads, fill);
   p.arrivals = static_cast<int32_t*>(a.workspace);
   p.partials = reinterpret_cast<Partial*>(static_cast<char*>(a.workspace) + space.arrivals);
   cudaFuncAttributes attributes{};
   check_cuda(cudaFuncGetAttributes(&attributes, kernel), "this library has no kernel for this device");
-  const Launch at = fit(p, device, int(attributes.sharedSizeBytes));
+  const Launch at = fit(p, device, most_warps(bits, fill), int(attributes.sharedSizeBytes));
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, at.shared_bytes),
              "reserving shared memory");
   cudaLaunchAttribute overlap{};
@@ -244,13 +245,14 @@ void attend_decode(const kvlathe_attend_decode_args& a) {
     if (a.parts[i].bits_k < 16) bits = bits == 16 || bits == a.parts[i].bits_k ? a.parts[i].bits_k : 0;
   }
   const bool half = a.element == KVLATHE_F16;
+  const int fill = bits < 16 && a.group_size <= 4 ? 2 : 1;
   if (bits == 16) {
     static constexpr decltype(&launch<1>) launchers[KVLATHE_MAX_PARTS] = {launch<1>, launch<2>, launch<3>};
-    launchers[a.part_count - 1](decode_kernel_16(half, wide, a.part_count), a, heads, device, space);
+    launchers[a.part_count - 1](decode_kernel_16(half, wide, a.part_count), a, heads, device, space, bits, fill);
   } else if (bits && a.part_count <= 2) {
-    launch<2>(decode_kernel_codes(half, wide, bits), a, heads, device, space);
+    launch<2>(decode_kernel_codes(half, wide, bits, fill), a, heads, device, space, bits, fill);
   } else {
-    launch<3>(decode_kernel_any(half, wide), a, heads, device, space);
+    launch<3>(decode_kernel_any(half, wide, fill), a, heads, device, space, bits, fill);
   }
 }
 

@@ -6,12 +6,12 @@ namespace {
 template <class E>
 const void* kernel(bool wide, int parts) {
   static const void* const kernels[KVLATHE_MAX_PARTS][2] = {
-      {reinterpret_cast<const void*>(attend_decode<E, 1, 6, 16>),
-       reinterpret_cast<const void*>(attend_decode<E, 1, 8, 16>)},
-      {reinterpret_cast<const void*>(attend_decode<E, 2, 6, 16>),
-       reinterpret_cast<const void*>(attend_decode<E, 2, 8, 16>)},
-      {reinterpret_cast<const void*>(attend_decode<E, 3, 6, 16>),
-       reinterpret_cast<const void*>(attend_decode<E, 3, 8, 16>)}};
+      {reinterpret_cast<const void*>(attend_decode<E, 1, 6, 16, 1>),
+       reinterpret_cast<const void*>(attend_decode<E, 1, 8, 16, 1>)},
+      {reinterpret_cast<const void*>(attend_decode<E, 2, 6, 16, 1>),
+       reinterpret_cast<const void*>(attend_decode<E, 2, 8, 16, 1>)},
+      {reinterpret_cast<const void*>(attend_decode<E, 3, 6, 16, 1>),
+       reinterpret_cast<const void*>(attend_decode<E, 3, 8, 16, 1>)}};
   return kernels[parts - 1][wide];
 }
 }  // namespace

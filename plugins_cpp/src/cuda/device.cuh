@@ -16,6 +16,9 @@ __device__ inline int pinned(int value) {
   return value;
 }
 
+// Keeps a value that is the same in all lanes in its register: the assembler, too, cannot compute it anew at each use.
+__device__ inline int kept(int value) { return __shfl_sync(~0u, value, 0); }
+
 // Copies 16 bytes to shared memory asynchronously; with valid false it writes zeros and reads nothing.
 __device__ inline void copy16(uint32_t to, const void* from, bool valid) {
 #if __CUDA_ARCH__ >= 800
@@ -72,32 +75,20 @@ __device__ inline void fence_for_bulk_copies() {
 #endif
 }
 
-// Says how many bytes the bulk copies of a barrier's next phase bring. Whole warp; before them.
+// Says how many bytes the bulk copies of a barrier's next phase bring. One lane; before them or after.
 __device__ inline void announce_copies(uint32_t barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
-  if (threadIdx.x % 32 == 0)
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-  __syncwarp();
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 #endif
 }
 
-// Copies `count` (at most 31) adjacent pieces of `bytes` (a multiple of 16) to shared memory asynchronously, `gap`
-// bytes further apart than they lie. Whole warp. From 9.0 on a lane hands its piece to the copy engine and `barrier`
-// tells the end; before, they are part of the warp's next copy group.
-__device__ inline void copy_pieces(uint32_t to, const char* from, int count, int bytes, int gap, uint32_t barrier) {
+// Copies `bytes` (a multiple of 16) to shared memory asynchronously. From 9.0 on each lane that calls it hands its copy
+// to the copy engine, and `barrier` tells the end.
+__device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
-  const int piece = threadIdx.x % 32;
-  if (piece < count) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                     to + piece * (bytes + gap)),
-                 "l"(from + piece * bytes), "r"(bytes), "r"(barrier)
-                 : "memory");
-  }
-#else
-  for (int piece = 0; piece < count; ++piece) {
-    for (int at = threadIdx.x % 32 * 16; at < bytes; at += 512)
-      copy16(to + piece * (bytes + gap) + at, from + piece * bytes + at, true);
-  }
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
 #endif
 }
 
@@ -109,6 +100,15 @@ __device__ inline T& shared_at(uint32_t address) {
 __device__ inline uint32_t load_word(uint32_t from) { return shared_at<const uint32_t>(from); }
 __device__ inline uint16_t load_half(uint32_t from) { return shared_at<const uint16_t>(from); }
 __device__ inline uint4 load_words(uint32_t from) { return shared_at<const uint4>(from); }
+template <int kWords>  // 1, 2 or 4, aligned to their size
+__device__ void load_vector(uint32_t (&x)[kWords], uint32_t from) {
+  struct alignas(4 * kWords) Vector {
+    uint32_t x[kWords];
+  };
+  const Vector vector = shared_at<const Vector>(from);
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) x[i] = vector.x[i];
+}
 __device__ inline void store_word(uint32_t to, uint32_t x) { shared_at<uint32_t>(to) = x; }
 
 // Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
@@ -209,6 +209,19 @@ __device__ inline void multiply_signed(int32_t (&d)[4], uint32_t a0, uint32_t a1
   asm("mma.sync.aligned.m8n8k16.row.col.s32.u8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
       : "+r"(d[2]), "+r"(d[3])
       : "r"(a1), "r"(b));
+#endif
+}
+
+// The same with 32 codes of each row: a2, a3, b1 are the second half of the inner dimension.
+__device__ inline void multiply_signed(int32_t (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                                       uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#else
+  multiply_signed(d, a0, a1, b0);
+  multiply_signed(d, a2, a3, b1);
 #endif
 }
 

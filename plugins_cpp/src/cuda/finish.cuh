@@ -40,6 +40,7 @@ __device__ void write_empty(const Params<kParts>& p) {
   for (int b = blockIdx.x; b < p.batch; b += gridDim.x) {
     for (int h = 0; h < p.heads; ++h) {
       if (Pair<kParts>(p, b, h).units(p)) continue;
+#pragma unroll 1
       for (int e = threadIdx.x; e < p.group_size * p.head[h].rank_v; e += blockDim.x)
         write_out<E>(p, p.head[h], b, e, 0.f);
     }
@@ -47,26 +48,28 @@ __device__ void write_empty(const Params<kParts>& p) {
 }
 
 // Writes one warp's state where the block's other warps find it.
-template <int kSteps>
-__device__ void put_state(SoftmaxState<kSteps>& state, int group, int rank_v, float2* top_sum, float* out) {
-  const int lane = threadIdx.x % 32, first = lane % 4 * 2;
+template <int kSteps, int kFill>
+__device__ void put_state(SoftmaxState<kSteps, kFill>& state, int group, int rank_v, float2* top_sum, float* out) {
+  const int lane = threadIdx.x % 32, t = lane % 4, first = t % (4 / kFill) * 2;
   state.close();
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    if (lane < 4) top_sum[first + i] = {state.top[i], state.sum[i]};
+    if (lane < 4 / kFill) top_sum[first + i] = {state.top[i], state.sum[i]};
     if (first + i >= group) continue;
-    float* row = out + (first + i) * rank_v + lane / 4;
+    const int own = kFill == 2 ? t / 2 * 16 : 0;
+    float* row = out + (first + i) * rank_v + own + lane / 4;
 #pragma unroll
-    for (int j = 0; j < kSteps; ++j) {
-      if (j * 16 < rank_v) row[j * 16] = state.out[j][i], row[j * 16 + 8] = state.out[j][i + 2];
+    for (int j = 0; j < kSteps / kFill; ++j) {
+      const int at = j * 16 * kFill;
+      if (at + own < rank_v) row[at] = state.out[j][i], row[at + 8] = state.out[j][i + 2];
     }
   }
 }
 
 // Joins the states of the block's warps and writes o', or leaves a partial result; moves on to the next span. All
 // threads of the block.
-template <class E, int kParts, int kSteps>
-__device__ void finish(const Params<kParts>& p, SoftmaxState<kSteps>& state, float* buffer, Block<kParts>& m) {
+template <class E, int kParts, int kSteps, int kFill>
+__device__ void finish(const Params<kParts>& p, SoftmaxState<kSteps, kFill>& state, float* buffer, Block<kParts>& m) {
   const Span<kParts>& span = m.walk.span;
   const int sequence = span.sequence, head_index = span.head;
   const bool from_start = span.first == 0, whole = from_start && span.last == span.total;
@@ -80,10 +83,13 @@ __device__ void finish(const Params<kParts>& p, SoftmaxState<kSteps>& state, flo
     m.walk.next(p);
   }
   Partial* partial = partial_of(p, blockIdx.x, from_start);
+#pragma unroll 1
   for (int e = threadIdx.x; e < elements; e += blockDim.x) {
     const int query = e / head.rank_v;
     float top = -INFINITY, sum = 0.f, out = 0.f;
+#pragma unroll 1
     for (int w = 0; w < warps; ++w) top = fmaxf(top, m.top_sum[w][query].x);
+#pragma unroll 2
     for (int w = 0; w < warps; ++w) {
       const float weight = exp2_fast(m.top_sum[w][query].x - top);
       sum += weight * m.top_sum[w][query].y;
@@ -114,6 +120,7 @@ __device__ void merge_partials(const Params<kParts>& p, const Unfinished& pair, 
     constexpr int kAhead = 8;
     float top = -INFINITY, sum = 0.f;
     float4 out = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
     for (int first = team; first < count; first += kAhead * teams) {
       float4 parts[kAhead];
       float2 top_sum[kAhead];
@@ -144,10 +151,13 @@ __device__ void merge_partials(const Params<kParts>& p, const Unfinished& pair, 
   }
   __syncthreads();
   const auto* flat = reinterpret_cast<const float*>(sums);
+#pragma unroll 1
   for (int e = threadIdx.x; e < 4 * quads; e += blockDim.x) {
     const float2* state = states + e / head.rank_v;
     float top = -INFINITY, sum = 0.f, out = 0.f;
+#pragma unroll 1
     for (int i = 0; i < teams; ++i) top = fmaxf(top, state[i * group].x);
+#pragma unroll 2
     for (int i = 0; i < teams; ++i) {
       const float w = exp2_fast(state[i * group].x - top);
       sum += w * state[i * group].y;

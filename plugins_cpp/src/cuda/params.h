@@ -24,8 +24,14 @@ constexpr int kPieceTokens = 16, kPieceGap = 16;
 #define KVLATHE_BLOCKS_PER_SM 2
 #endif
 constexpr int kMaxWarps = KVLATHE_WARPS;
+// Of a block of attend_decode<.., kBits, kFill>. 8-bit tiles are so large that shared memory holds the rings of no more
+// warps; their registers then go to loads in flight.
+__host__ __device__ constexpr int most_warps(int bits, int fill) {
+  return bits == 8 && fill == 2 ? kMaxWarps * 3 / 4 : kMaxWarps;
+}
 constexpr int kBlocksPerSM = KVLATHE_BLOCKS_PER_SM;
 constexpr int kTileBytes = 6 << 10;              // narrow 16-bit lanes take several units at once, up to this
+constexpr int kPagesBytes = 8 << 10;             // likewise two quantized pages
 constexpr int kWeight = 128;                     // bytes a unit of scheduled work
 constexpr int kFineShare = (1 << 18) / kWeight;  // blocks with less work take one unit a tile: evenness beats overhead
 constexpr int kLeastBlockWeight = (16 << 10) / kWeight;  // a block with less work costs more than it saves
@@ -43,8 +49,8 @@ struct PartParams {
 };
 
 // One lane in one part. A tile is what one warp fetches and attends at once: tile_units (a power of two) units of one
-// page. weight: of a unit, in kWeight bytes; 0: the part does not hold this lane.
-// 16 bit: a unit's K lies at k + unit * bytes of its rows, likewise V. Quantized: a tile is the slab of one page,
+// page, or one or two quantized pages. weight: of a unit, in kWeight bytes; 0: the part does not hold this lane.
+// 16 bit: a unit's K lies at k + unit * bytes of its rows, likewise V. Quantized: a unit is the slab of one page,
 // `bytes` from k on; V and the metadata lie at offsets from its start.
 struct LaneParams {
   int32_t k, v;

@@ -106,6 +106,7 @@ struct Plan {
     const int lane = threadIdx.x % 32;
     int own = 0;
     bool empty = false;
+#pragma unroll 1
     for (int b = lane; b < p.batch; b += 32) own += weight(p, b, empty);
     some_empty = __any_sync(~0u, empty);
     for (int step = 16; step; step /= 2) own += __shfl_xor_sync(~0u, own, step);
