@@ -81,9 +81,10 @@ def test_groups_and_pages(library: Library, gpu: str, bits: Literal[8, 4, 2], gr
     check(library, CodesProblem(NARROW, sealed, tails, [tier], page_tokens=page, device=gpu))
 
 
+@pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("group", range(1, 9))
-def test_group_sizes(library: Library, gpu: str, group: int) -> None:
-    check(library, CodesProblem(MIXED, [[320], [64]], [5, 0], [Tier(4, 4, arithmetic="int")], group, device=gpu))
+def test_group_sizes(library: Library, gpu: str, group: int, bits: Literal[8, 4, 2]) -> None:
+    check(library, CodesProblem(MIXED, [[320], [64]], [5, 0], [Tier(bits, bits, arithmetic="int")], group, device=gpu))
 
 
 def test_partly_filled_pages(library: Library, gpu: str) -> None:
