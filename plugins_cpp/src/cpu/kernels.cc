@@ -156,16 +156,36 @@ struct Codes {
   static Floats get(const uint8_t* row, int i) { return load_bytes(row + i); }
 };
 
-// Codes of 4 or 2 bits as bytes.
+// Codes of 4 or 2 bits as bytes: each byte goes to a wider place, and its codes come apart by halves. `count`: of 16.
 void spread(const uint8_t* packed, int bits, int count, uint8_t* out) {
-  const int mask = (1 << bits) - 1;
-  if (bits == 4) {
-    for (int i = 0; i < count / 2; ++i) out[2 * i] = packed[i] & mask, out[2 * i + 1] = packed[i] >> 4;
-  } else {
-    for (int i = 0; i < count / 4; ++i) {
-      for (int j = 0; j < 4; ++j) out[4 * i + j] = packed[i] >> (2 * j) & mask;
+#if defined(__AVX2__)
+  for (int i = 0; i < count; i += 16, packed += 2 * bits) {
+    __m128i x;
+    if (bits == 4) {
+      const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)packed));
+      x = _mm_and_si128(_mm_or_si128(wide, _mm_slli_epi16(wide, 4)), _mm_set1_epi8(15));
+    } else {
+      const __m128i wide = _mm_cvtepu8_epi32(_mm_loadu_si32(packed)), pairs = _mm_or_si128(wide, _mm_slli_epi32(wide, 6));
+      x = _mm_and_si128(_mm_or_si128(pairs, _mm_slli_epi32(pairs, 12)), _mm_set1_epi8(3));
     }
+    _mm_storeu_si128((__m128i*)(out + i), x);
   }
+#else
+  for (int i = 0; i < count; i += 8, packed += bits) {
+    uint64_t x = 0;
+    std::memcpy(&x, packed, size_t(bits));
+    if (bits == 4) {
+      x = (x | x << 16) & 0x0000ffff0000ffffu;
+      x = (x | x << 8) & 0x00ff00ff00ff00ffu;
+      x = (x | x << 4) & 0x0f0f0f0f0f0f0f0fu;
+    } else {
+      x = (x | x << 24) & 0x000000ff000000ffu;
+      x = (x | x << 12) & 0x000f000f000f000fu;
+      x = (x | x << 6) & 0x0303030303030303u;
+    }
+    std::memcpy(out + i, &x, 8);
+  }
+#endif
 }
 
 // Four rows (those past the last repeat it) times M rows of x.
