@@ -77,8 +77,8 @@ class Attention:
         return done
 
     def _list_size(self, step: StepInputs, tokens: int) -> int:
-        """Bytes of the list of prompt chunks; 0 for a decode step."""
-        if step.single:
+        """Bytes of the list of prompt chunks; 0 for a decode step, and where the GPU has no kernel for them."""
+        if step.single or not self.library.lib.kvlathe_cuda_has_prompt_kernel():
             return 0
         return self.library.lib.kvlathe_cuda_prompt_list_bytes(tokens, len(step.lengths), self.plan.model.group_size)
 
@@ -135,7 +135,7 @@ class Spread:
 
     def __init__(self, step: StepInputs, tokens: int, list_size: int) -> None:
         """``list_size``: bytes of the list of prompt chunks, or 0 for none."""
-        new, whole = step.lengths.new_empty, step.single or step.alone
+        new, whole = step.lengths.new_empty, step.single or (step.alone and list_size > 0)
         self.step, self.sequence_of = step, new(tokens)
         self.visible = new(tokens, step.lengths.shape[1])
         self.row_lengths = torch.empty_like(self.visible) if list_size else self.visible

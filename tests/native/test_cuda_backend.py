@@ -153,3 +153,18 @@ def test_a_captured_step_holds_no_attention_of_torch(pair: tuple[LLM, LLM]) -> N
     assert "attend" in names and "append_rows" in names
     assert not any(word in names.lower() for word in ("softmax", "sdpa", "flash", "fmha", "scaled_dot"))
     llm.pool.release(table)
+
+
+def test_prompts_are_attended_in_tiles(pair: tuple[LLM, LLM]) -> None:
+    """The first chunk of a prompt goes through the kernel for chunks."""
+    llm = pair[0]
+    if not llm.session.attention.library.lib.kvlathe_cuda_has_prompt_kernel():
+        pytest.skip("this GPU attends chunks as rows")
+    tokens = llm.encode(PROMPTS[2])[:100]
+    llm.logits(tokens, [99])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        llm.logits(tokens, [99])
+        torch.cuda.synchronize()
+    names = " ".join(event.key for event in profile.key_averages())
+    assert "attend_prompt" in names
+    assert not any(word in names.lower() for word in ("sdpa", "flash", "fmha", "scaled_dot"))

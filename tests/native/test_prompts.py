@@ -103,6 +103,8 @@ def test_two_buckets_of_16_bits(cuda: CudaLibrary) -> None:
 
 def test_chunks_go_through_their_kernel(library: Library, cuda: CudaLibrary) -> None:
     """A step of chunks alone launches no other attention; one with a decode row launches both."""
+    if not cuda.lib.kvlathe_cuda_has_prompt_kernel():
+        pytest.skip("this GPU attends chunks as rows")
     for chunks, kernels in (([100, 50], {"attend_prompt"}), ([100, 1], {"attend_prompt", "attend_decode"})):
         problem = ChunkProblem([MIXED], [100, 50], chunks=chunks, alone=len(kernels) == 1)
         attention = problem.attention(cuda)

@@ -40,6 +40,9 @@ typedef struct kvlathe_spread_args {
   int32_t *prompts;                   /* null, or kvlathe_cuda_prompt_list_bytes(tokens, batch, group_size) */
 } kvlathe_spread_args;
 
+/* 1 if the current device has the kernel for prompt chunks; where it has not, no chunk is ever listed. */
+KVLATHE_API int32_t kvlathe_cuda_has_prompt_kernel(void);
+
 /* Bytes of the list of a step's prompt chunks. */
 KVLATHE_API int64_t kvlathe_cuda_prompt_list_bytes(int32_t tokens, int32_t batch, int32_t group_size);
 

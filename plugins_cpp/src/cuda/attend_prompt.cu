@@ -45,12 +45,12 @@ PromptParams params_of(const kvlathe_attend_decode_args& a, std::vector<Head> he
   }
   std::stable_sort(heads.begin(), heads.end(),
                    [](const Head& x, const Head& y) { return x.rank_k + x.rank_v > y.rank_k + y.rank_v; });
-  int rank_k = 0, rank_v = 0;
+  int rank_k = 0;
   for (size_t h = 0; h < heads.size(); ++h) {
     PromptHead& head = p.head[h];
     head.q_offset = int32_t(heads[h].q_offset), head.o_offset = int32_t(heads[h].o_offset);
     head.steps_k = uint8_t(heads[h].rank_k / 16), head.steps_v = uint8_t(heads[h].rank_v / 16);
-    rank_k = std::max(rank_k, heads[h].rank_k), rank_v = std::max(rank_v, heads[h].rank_v);
+    rank_k = std::max(rank_k, heads[h].rank_k);
     for (int i = 0; i < a.part_count; ++i) {
       const LaneRow* row = heads[h].lane[i];
       if (!row || a.parts[i].bits_k < 16 || a.parts[i].bits_v < 16) continue;  // listed chunks have no tokens there
@@ -58,8 +58,6 @@ PromptParams params_of(const kvlathe_attend_decode_args& a, std::vector<Head> he
     }
   }
   p.query_bytes = kPromptRows * 2 * rank_k;
-  p.value_at = kPromptKeys * 2 * rank_k;
-  p.stage_bytes = kPromptKeys * 2 * (rank_k + rank_v);
   return p;
 }
 
@@ -85,8 +83,8 @@ void attend_prompts(const kvlathe_attend_decode_args& a) {
   cudaFuncAttributes attributes{};
   check_cuda(cudaFuncGetAttributes(&attributes, kernel), "this library has no kernel for this device");
   const int room = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - int(attributes.sharedSizeBytes) - 2 * p.query_bytes;
-  p.stages = std::min(kPromptStages, room / p.stage_bytes);
-  const int bytes = 2 * p.query_bytes + p.stages * p.stage_bytes;
+  p.stage_units = room / kStageUnit;
+  const int bytes = 2 * p.query_bytes + p.stage_units * kStageUnit;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "reserving shared memory");
   const int64_t most = prompt_tiles_most(a.batch, a.prompts->batch, a.group_size) * p.heads;
   const int grid = int(std::min<int64_t>(most, attribute(cudaDevAttrMultiProcessorCount)));
@@ -96,6 +94,14 @@ void attend_prompts(const kvlathe_attend_decode_args& a) {
 }
 
 }  // namespace kvlathe::cuda
+
+extern "C" int32_t kvlathe_cuda_has_prompt_kernel(void) {
+  try {
+    return kvlathe::cuda::prompt_kernel_here();
+  } catch (const kvlathe::Refusal&) {
+    return 0;
+  }
+}
 
 extern "C" int64_t kvlathe_cuda_prompt_list_bytes(int32_t tokens, int32_t batch, int32_t group_size) {
   return 4 * (kvlathe::cuda::kListHeader + 2 * kvlathe::cuda::prompt_tiles_most(tokens, batch, group_size));

@@ -7,13 +7,17 @@
 
 namespace kvlathe::cuda {
 
-#ifndef KVLATHE_PROMPT_GROUPS
-#define KVLATHE_PROMPT_GROUPS 3
-#endif
-constexpr int kPromptGroups = KVLATHE_PROMPT_GROUPS;                 // warpgroups that multiply, 64 rows each; one more fetches
+constexpr int kPromptGroups = 3;                 // warpgroups that multiply, 64 rows each; one more fetches
 constexpr int kPromptRows = 64 * kPromptGroups;  // rows of a tile; a row is one query head of one token
-constexpr int kPromptKeys = 128;                 // tokens attended at once
 constexpr int kLeastChunk = 16;                  // new tokens of a sequence below which they are rows like any others
+
+// Tokens attended at once: as many as leave registers for V's rank.
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+constexpr int prompt_keys(int steps_v) { return steps_v <= 6 ? 128 : 64; }
+
+constexpr int kStageUnit = 64 * 32;  // bytes: 16 ranks of 64 tokens
 
 // The list: a header, then (sequence, first row in its chunk) of each tile, those with the most keys first.
 enum PromptList { kTiles = 0, kTaken = 1, kDone = 2, kListHeader = 4 };  // int32; items taken and blocks done: 0 between launches
@@ -45,7 +49,7 @@ struct PromptParams {
   const int32_t* query_starts;
   float scale_log2;
   int32_t heads, group_size, page_tokens, parts;
-  int32_t query_bytes, stage_bytes, value_at, stages;  // shared memory: two tiles of queries, then stages of K | V
+  int32_t query_bytes, stage_units;  // shared memory: two tiles of queries, then stages of K | V
   PromptPart part[KVLATHE_MAX_PARTS];
   PromptHead head[KVLATHE_MAX_HEADS];  // the most work first
 };

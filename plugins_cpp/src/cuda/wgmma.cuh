@@ -36,7 +36,11 @@ __device__ inline void pin(T (&x)[kCount]) {
 
 __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ inline void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-__device__ inline void wait_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Waits for all products but those of the last kLeft groups.
+template <int kLeft>
+__device__ inline void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
 
 #define KVLATHE_T(a, b, c, d, e, f, g, h) "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
 #define KVLATHE_T1 KVLATHE_T(0, 1, 2, 3, 4, 5, 6, 7)
