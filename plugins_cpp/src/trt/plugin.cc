@@ -256,9 +256,7 @@ void Plugin::run(PluginTensorDesc const* desc, void const* const* in, void* cons
   const std::vector<const int32_t*> rows(spread_tables.begin(), spread_tables.end());
   const std::vector<kvlathe_part> parts = parts_of(layer, rows, widths, chunks ? row_lengths : step.visible);
   const std::vector<kvlathe_prompt_part> prompt_parts = prompt_parts_of(layer, tables, widths, ints(p.lengths));
-  // One sequence with a chunk and nothing sealed: there are no other rows.
-  const bool alone = batch == 1 && !quantized && desc[p.query_offsets].dims.d[0] >= kLeastChunk;
-  const kvlathe_prompts prompts{list, ints(p.query_starts), batch, alone, prompt_parts.data()};
+  const kvlathe_prompts prompts{list, ints(p.query_starts), batch, 0, prompt_parts.data()};  // what sequences have is on the device
   require(cudaMemsetAsync(attend, 0, attend_bytes, stream) == cudaSuccess, "clearing the workspace failed", KVLATHE_DEVICE_ERROR);
   kvlathe_attend_decode_args decode{KVLATHE_ABI_VERSION, KVLATHE_F16, tokens, t.group_size, t.page_tokens, int32_t(parts.size()), form_->scale, 0,
                                     parts.data(), append.pool, pool_bytes, queries, append.q_out_stride, out[kO], layer.o_width, attend, attend_bytes, stream,

@@ -27,8 +27,6 @@ struct Places {
   int32_t q, k, v, cos, sin, query_starts, query_offsets, lengths, page_tables, pool_f16, pool_u8, proj_q, proj_k, centre_k, tables;
 };
 
-constexpr int32_t kLeastChunk = 16;  // new tokens from which a sequence is a prompt chunk (cache.h)
-
 enum Output : int32_t { kO = 0, kRows = 1, kPool = 2, kOutputs = 3 };
 
 // One layer, read once and shared by all clones.
