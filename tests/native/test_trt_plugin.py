@@ -182,13 +182,14 @@ class Call:
         return out[:total].cpu().double().numpy(), rows[:total].cpu().double().numpy(), self.bytes.cpu().numpy()
 
 
-def two_lanes(tier: Tier | None = None) -> Case:
+def two_lanes(tier: Tier | None = None, queries: tuple[int, ...] = (1, 5), sealed: tuple[int, ...] = (64, 64)) -> Case:
+    """``sealed``: tokens of each sequence in the bucket of ``tier``."""
     lanes = [Lane(0, 0, 64, 48, 80, projected=True), Lane(0, 1, 64, 32, 16, projected=True)]
     tiers, buckets = [Tier(16, 16)], [Bucket(0, (0, 1))]
     if tier:
         tiers, buckets = [*tiers, tier], [*buckets, Bucket(1, (0, 1), source=0)]
-    lengths = [[70] + [64] * (tier is not None)] * 2
-    return Case(plan_of(lanes, tiers, buckets, 64, 4, 64), 0, [1, 5], lengths, seed=4)
+    lengths = [[70] + [cold] * (tier is not None) for cold in sealed]
+    return Case(plan_of(lanes, tiers, buckets, 64, 4, 64), 0, list(queries), lengths, seed=4)
 
 
 @pytest.mark.parametrize("tier", [None, Tier(8, 8), Tier(4, 2)], ids=str)
@@ -278,14 +279,15 @@ def test_answers_and_pages_on_the_gpu(host: Host, case: Case) -> None:
     call.step.check_memory(memory)
 
 
+@pytest.mark.parametrize(("queries", "sealed"), [((1, 5), (64, 64)), ((40, 1, 17, 200), (0, 64, 64, 0))])
 @pytest.mark.parametrize("bits", [16, 8, 4, 2])
 def test_the_plugin_and_the_cuda_backend_give_the_same(
-    host: Host, library: Library, bits: Literal[16, 8, 4, 2]
+    host: Host, library: Library, bits: Literal[16, 8, 4, 2], queries: tuple[int, ...], sealed: tuple[int, ...]
 ) -> None:
-    """A sealed page and a 16-bit tail under one softmax, decode and prefill rows in one step: bit for bit."""
+    """A sealed page and a 16-bit tail under one softmax, decode rows and prompt chunks in one step: bit for bit."""
     if not (torch.cuda.is_available() and library.has_cuda):
         pytest.skip("no GPU, or a library without CUDA kernels")
-    call = Call(two_lanes(Tier(bits, bits, "rank", "token", 64, 64)), host, "cuda")
+    call = Call(two_lanes(Tier(bits, bits, "rank", "token", 64, 64), queries, sealed), host, "cuda")
     out, rows, memory = call.run()
     call.step.check_rows(rows)
     call.step.check_out(out)
