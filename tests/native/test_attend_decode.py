@@ -190,6 +190,7 @@ def test_refusals_name_their_reason(library: Library) -> None:
     refused(library, problem, TOO_SMALL, pool_bytes=problem.stride)
     refused(library, problem, TOO_SMALL, page_stride=128)
     refused(library, problem, TOO_SMALL, q_stride=16)
+    refused(library, problem, UNSUPPORTED, prompts=1)
     if not library.has_cuda:
         refused(library, problem, UNSUPPORTED, device="cuda")
 

@@ -61,7 +61,8 @@ struct Turn {
   }
 };
 
-// Stages are as large as their lane needs and lie behind each other in shared memory; both sides work out where, in units of kStageUnit bytes.
+// Stages are as large as their lane needs and lie behind each other in shared memory; both sides work out where, in units
+// of kStageUnit bytes.
 __device__ inline int stage_units(const PromptHead& head) {
   return (head.steps_k + head.steps_v) * (prompt_keys(head.steps_v) / 64);
 }
@@ -335,9 +336,10 @@ __device__ void write_rows(const PromptParams& p, const PromptTile& tile, const 
   }
 }
 
-// One warpgroup's rows of a tile.
+// One warpgroup's rows of a tile. `stage` and `after` (the last stage's end) go on from tile to tile.
 template <class E, int kV>
-__device__ __forceinline__ void attend_tile(const PromptParams& p, PromptShared& s, uint32_t shared, int slot, Turn& stage, int& after) {
+__device__ __forceinline__ void attend_tile(const PromptParams& p, PromptShared& s, uint32_t shared, int slot, Turn& stage,
+                                            int& after) {
   PromptTile tile = s.tile[slot];
   tile.head = uniform(tile.head), tile.first = uniform(tile.first), tile.rows = uniform(tile.rows);
   const PromptHead& head = p.head[tile.head];
