@@ -60,7 +60,8 @@ def test_the_engine_finds_the_line_it_is_asked_for(home: Path, engines: dict[str
 
 def test_the_readme_example_runs(engines: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     example = (ROOT / "README.md").read_text(encoding="utf-8").partition("```python\n")[2].partition("```")[0]
-    exec(example.replace("out/fdc", str(engines["fdc"])), {})
+    assert "out/auto" in example
+    exec(example.replace("out/auto", str(engines["fdc"])), {})
     assert len(capsys.readouterr().out.split()) > 20
 
 
