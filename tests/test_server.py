@@ -407,6 +407,24 @@ def test_every_response_says_which_request_it_answers(served: Served, client: op
     assert len(set(answers)) == 5 and all(answers)
 
 
+def test_a_fault_of_the_servers_own_is_named_counted_and_not_told(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def faulty(*_: object, **__: object) -> None:
+        raise RuntimeError("secret detail")
+
+    def counted() -> list[str]:
+        return re.findall(r'kvlathe_http_errors_total{.*status="500"} (.*)', httpx.get(f"{served.url}/metrics").text)
+
+    before = float((counted() or ["0"])[0])
+    with monkeypatch.context() as patched:
+        patched.setattr(served.engine, "check_count", faulty)
+        found = post(served, prompt="a")
+    said = found.json()["error"]
+    assert found.status_code == 500 and "RuntimeError" in said["message"] and "secret" not in found.text
+    assert found.headers["x-request-id"] and float(counted()[0]) == before + 1
+
+
 def test_what_is_no_request_at_all(served: Served) -> None:
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     for content, status in ((b'{"model"', 400), (b"[]", 400), (b"", 400), (b"\xff", 400), (b" " * (1 << 17), 413)):

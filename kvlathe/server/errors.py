@@ -68,8 +68,13 @@ def refusal(error: KvlatheError, param: str | None) -> ApiError:
     return ApiError(400, f"{param}: {error}" if param else str(error), param, "invalid_value")
 
 
+def unexpected(error: Exception) -> ApiError:
+    """What is no refusal: a fault of the server's own."""
+    return ApiError(500, f"the server failed ({type(error).__name__}); its log says more")
+
+
 def handle(app: FastAPI) -> None:
-    """Answer every exception in this form."""
+    """Answer every exception that a request is to blame for in this form."""
 
     async def api_error(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -81,12 +86,8 @@ def handle(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return invalid_request(error).response()
 
-    async def unexpected(_: Request, error: Exception) -> JSONResponse:
-        return ApiError(500, f"the server failed ({type(error).__name__}); its log says more").response()
-
     app.add_exception_handler(HTTPException, api_error)
     app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(Exception, unexpected)
 
 
 def invalid_request(error: RequestValidationError) -> ApiError:

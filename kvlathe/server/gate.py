@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvlathe.server.errors import ApiError
+from kvlathe.server.errors import ApiError, unexpected
 
 log = logging.getLogger("kvlathe")
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
@@ -36,8 +36,8 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = dict(scope["headers"])
-        send = self._watched(send, scope, headers.get(b"x-request-id", b""))
+        headers, begun = dict(scope["headers"]), list[int]()
+        send = self._watched(send, scope, headers.get(b"x-request-id", b""), begun)
         try:
             if scope["path"].startswith("/v1/"):
                 scope.setdefault("state", {})["tenant"] = self._tenant(headers.get(b"authorization", b""))
@@ -45,15 +45,21 @@ class Gate:
         except ApiError as refused:
             await refused.response()(scope, receive, send)
             return
-        await self.app(scope, self._counted(receive), send)
+        try:
+            await self.app(scope, self._counted(receive), send)
+        except Exception as error:
+            if not begun:  # Starlette would answer outside of this gate
+                await unexpected(error).response()(scope, receive, send)
+            raise  # into the log
 
-    def _watched(self, send: Send, scope: Scope, given: bytes) -> Send:
-        """The same, naming the request and telling of answers that are errors."""
+    def _watched(self, send: Send, scope: Scope, given: bytes, begun: list[int]) -> Send:
+        """The same, naming the request and telling of answers that are errors. ``begun`` gets an answer's status."""
         name, started = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode(), time.perf_counter()
 
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status, seconds = message["status"], time.perf_counter() - started
+                begun.append(status)
                 log.debug("%s %s %r: %d after %.3f s", name.decode(), scope["method"], scope["path"], status, seconds)
                 if status >= 400:
                     self.failed(status)
