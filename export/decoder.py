@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvlathe.activations import ACTIVATIONS
 from kvlathe.export.attend import AttendLayer, StepTensors
-from kvlathe.export.blocks import ACTIVATIONS, Linear, Norm, Rotator, Table
+from kvlathe.export.blocks import Linear, Norm, Rotator, Table
 from kvlathe.export.checkpoint import Checkpoint
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.export.spec import DecoderSpec

@@ -16,8 +16,6 @@ from torch import Tensor
 from kvlathe.export.layout import layer_table
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.runtime.cuda_abi import (
-    BF16,
-    F16,
     OVERLAP,
     AppendArgs,
     AttendDecodeArgs,
@@ -27,9 +25,8 @@ from kvlathe.runtime.cuda_abi import (
     Prompts,
     SpreadArgs,
 )
+from kvlathe.runtime.cuda_rows import ELEMENTS
 from kvlathe.runtime.native import ABI_VERSION
-
-ELEMENTS = {torch.float16: F16, torch.bfloat16: BF16}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlathe.runtime.cuda_rows import ACTIVATIONS, Rows
+from kvlathe.activations import ACTIVATIONS
+from kvlathe.runtime.cuda_rows import Rows
 
 Attend = Callable[[int, Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None, Mapping[str, Tensor]], Tensor]
 """(layer, q, k, v, (cos, sin), proj_q, proj_k, centre_k by name) -> o; K and V are in the cache afterwards."""

@@ -5,32 +5,19 @@ Rows [T, columns] of one 16-bit type on the GPU, as views with a row stride; wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from ctypes import byref
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvlathe.activations import ACTIVATIONS
 from kvlathe.runtime.cuda_abi import BF16, F16, CudaLibrary, RowsArgs
 from kvlathe.runtime.native import ABI_VERSION
 
 ELEMENTS = {torch.float16: F16, torch.bfloat16: BF16}
 PIECE, WIDEST = 8, 16384
 """Elements of 16 bytes; columns of the widest norm."""
-
-_tanh_gelu = partial(F.gelu, approximate="tanh")
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "swish": F.silu,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_python": F.gelu,
-    "gelu_new": _tanh_gelu,
-    "gelu_fast": _tanh_gelu,
-    "gelu_pytorch_tanh": _tanh_gelu,
-}
 
 
 class Rows:

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("export", "engines", "runtime")
-BASE = ("errors", "console", "haystack", "metrics", "tasks", "tokenizer_files")
+BASE = ("activations", "errors", "console", "haystack", "metrics", "tasks", "tokenizer_files")
 """Modules of kvlathe/ below every part: any part may import them, they import no part."""
 
 DOORS = {"export": {"plan", "layout"}, "engines": {"manifest"}, "runtime": {"session"}}
@@ -26,8 +26,8 @@ CONDUCTORS = {"engines/build.py", "engines/planning.py"}
 STDLIB_ONLY = ("export/plan.py", "engines/manifest.py")
 HEAVY = {"torch", "transformers", "safetensors", "onnx", "onnxscript", "scipy", "matplotlib"}
 """What building an engine takes and running one must not."""
-TORCH_RUNS = re.compile(r"runtime/cuda_\w+\.py")
-"""But for the backend that is torch, whose modules are imported when such an engine is loaded."""
+TORCH_RUNS = re.compile(r"runtime/cuda_\w+\.py|kvlathe/activations\.py")
+"""But for the backend that is torch, whose modules (and what they share) are imported when such an engine is loaded."""
 
 METHODS = re.compile(
     r"(?<![a-z])(fdc|zack|hack|zipcache|uncomp|palu|kivi|kvquant|h2o|snapkv|keyformer)(?![a-z])", re.IGNORECASE
