@@ -63,6 +63,7 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
   constexpr bool kQuantized = kBits < 16;
   warm_up(p);
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const Crew crew{int(threadIdx.x), int(blockDim.x)};
   if (kQuantized && threadIdx.x % 32 < kSlots) init_barrier(shared_address(&barriers[warp][threadIdx.x % 32]));
   auto* buffer = reinterpret_cast<float*>(shared + warps * p.ring_bytes);
   const uint32_t codes = kept(shared_address(buffer + p.merge_floats) + warp * p.codes_bytes);
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
   if (kQuantized) publish_barriers();
   __syncthreads();
   wait_for_previous_kernel();
-  if (plan.some_empty) write_empty<E>(p);
+  if (plan.some_empty) write_empty<E>(p, crew);
   if (!plan.any) return;
   SoftmaxState<kSteps, kFill> state;
   state.clear();
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
     producer.fill();
     if (unit >= last) {  // the next run
       if (++part == kParts) {
-        finish<E>(p, state, buffer, block);
+        finish<E>(p, state, buffer, block, crew);
         state.clear();
         part = 0;
       }
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
     }
     unit += warps * units;
   }
-  finish_shared_pairs<E>(p, buffer, block);
+  finish_shared_pairs<E>(p, buffer, block, crew);
 }
 
 }  // namespace kvlathe::cuda

@@ -6,6 +6,13 @@
 
 namespace kvlathe::cuda {
 
+// The threads of a block that attend, whole warps: `thread` counts them from 0. They meet at a barrier of their own, so
+// that a block may have other warps.
+struct Crew {
+  int thread, threads;
+  __device__ void meet() const { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+};
+
 // A pair of which this block left a partial result, and who else did.
 struct Unfinished {
   bool there, last;           // last: this block arrived last, so it finishes the pair
@@ -34,14 +41,14 @@ __device__ void write_out(const Params<kParts>& p, const HeadParams<kParts>& hea
   p.o[sequence * p.o_stride + head.o_offset + element] = E::round(value);
 }
 
-// Pairs without tokens belong to no span: their rows are zeros. All threads of the block.
+// Pairs without tokens belong to no span: their rows are zeros. The whole crew.
 template <class E, int kParts>
-__device__ void write_empty(const Params<kParts>& p) {
+__device__ void write_empty(const Params<kParts>& p, Crew crew) {
   for (int b = blockIdx.x; b < p.batch; b += gridDim.x) {
     for (int h = 0; h < p.heads; ++h) {
       if (Pair<kParts>(p, b, h).units(p)) continue;
 #pragma unroll 1
-      for (int e = threadIdx.x; e < p.group_size * p.head[h].rank_v; e += blockDim.x)
+      for (int e = crew.thread; e < p.group_size * p.head[h].rank_v; e += crew.threads)
         write_out<E>(p, p.head[h], b, e, 0.f);
     }
   }
@@ -66,25 +73,26 @@ __device__ void put_state(SoftmaxState<kSteps, kFill>& state, int group, int ran
   }
 }
 
-// Joins the states of the block's warps and writes o', or leaves a partial result; moves on to the next span. All
-// threads of the block.
+// Joins the states of the block's warps and writes o', or leaves a partial result; moves on to the next span. The whole
+// crew.
 template <class E, int kParts, int kSteps, int kFill>
-__device__ void finish(const Params<kParts>& p, SoftmaxState<kSteps, kFill>& state, float* buffer, Block<kParts>& m) {
+__device__ void finish(const Params<kParts>& p, SoftmaxState<kSteps, kFill>& state, float* buffer, Block<kParts>& m,
+                       Crew crew) {
   const Span<kParts>& span = m.walk.span;
   const int sequence = span.sequence, head_index = span.head;
   const bool from_start = span.first == 0, whole = from_start && span.last == span.total;
   const HeadParams<kParts>& head = p.head[head_index];
-  const int warp = threadIdx.x / 32, warps = blockDim.x / 32, elements = p.group_size * head.rank_v;
+  const int warp = crew.thread / 32, warps = crew.threads / 32, elements = p.group_size * head.rank_v;
   put_state(state, p.group_size, head.rank_v, m.top_sum[warp], buffer + warp * elements);
-  __syncthreads();
-  if (threadIdx.x == blockDim.x - 1) {
+  crew.meet();
+  if (crew.thread == crew.threads - 1) {
     if (!whole)
       m.unfinished[from_start] = {true, false, sequence, head_index, from_start ? m.end_start : m.begin_start, 0, 0};
     m.walk.next(p);
   }
   Partial* partial = partial_of(p, blockIdx.x, from_start);
 #pragma unroll 1
-  for (int e = threadIdx.x; e < elements; e += blockDim.x) {
+  for (int e = crew.thread; e < elements; e += crew.threads) {
     const int query = e / head.rank_v;
     float top = -INFINITY, sum = 0.f, out = 0.f;
 #pragma unroll 1
@@ -102,20 +110,20 @@ __device__ void finish(const Params<kParts>& p, SoftmaxState<kSteps, kFill>& sta
       if (e % head.rank_v == 0) partial->top_sum[query] = {top, sum};
     }
   }
-  __syncthreads();
+  crew.meet();
 }
 
-// Sums the partial results of a pair and writes o'. Called by the block that arrives last; all threads. Teams of
+// Sums the partial results of a pair and writes o'. Called by the block that arrives last; its whole crew. Teams of
 // threads each join every teams-th partial result, four channels a thread, all asked for at once; then the teams join
 // theirs in `buffer`: four sums a thread, and the (maximum, sum) of each team's queries.
 template <class E, int kParts>
-__device__ void merge_partials(const Params<kParts>& p, const Unfinished& pair, float* buffer) {
+__device__ void merge_partials(const Params<kParts>& p, const Unfinished& pair, float* buffer, Crew crew) {
   const HeadParams<kParts>& head = p.head[pair.head];
   const int group = p.group_size, count = pair.block_count, quads = group * head.rank_v / 4;
-  const int teams = min(int(blockDim.x) / quads, count);  // at least one: the launcher gives group x rank / 4 threads
+  const int teams = min(crew.threads / quads, count);  // at least one: the launcher gives group x rank / 4 threads
   auto* sums = reinterpret_cast<float4*>(buffer);
-  auto* states = reinterpret_cast<float2*>(sums + blockDim.x);
-  const int team = threadIdx.x / quads, quad = threadIdx.x % quads, query = quad * 4 / head.rank_v;
+  auto* states = reinterpret_cast<float2*>(sums + crew.threads);
+  const int team = crew.thread / quads, quad = crew.thread % quads, query = quad * 4 / head.rank_v;
   if (team < teams) {
     constexpr int kAhead = 8;
     float top = -INFINITY, sum = 0.f;
@@ -146,13 +154,13 @@ __device__ void merge_partials(const Params<kParts>& p, const Unfinished& pair, 
         out.x += w * parts[k].x, out.y += w * parts[k].y, out.z += w * parts[k].z, out.w += w * parts[k].w;
       }
     }
-    sums[threadIdx.x] = out;
+    sums[crew.thread] = out;
     if (quad * 4 % head.rank_v == 0) states[team * group + query] = {top, sum};
   }
-  __syncthreads();
+  crew.meet();
   const auto* flat = reinterpret_cast<const float*>(sums);
 #pragma unroll 1
-  for (int e = threadIdx.x; e < 4 * quads; e += blockDim.x) {
+  for (int e = crew.thread; e < 4 * quads; e += crew.threads) {
     const float2* state = states + e / head.rank_v;
     float top = -INFINITY, sum = 0.f, out = 0.f;
 #pragma unroll 1
@@ -165,7 +173,7 @@ __device__ void merge_partials(const Params<kParts>& p, const Unfinished& pair, 
     }
     write_out<E>(p, head, pair.sequence, e, out / sum);
   }
-  __syncthreads();
+  crew.meet();
 }
 
 // Reports the block's partial result of a pair; learns whether all others are there. One thread, behind a barrier: what
@@ -181,16 +189,16 @@ __device__ void arrive(const Params<kParts>& p, int share, Unfinished& pair) {
   if (pair.last) *arrivals = 0;
 }
 
-// Finishes the pairs that this block shares with others and reaches last. All threads of the block, once, at its end.
+// Finishes the pairs that this block shares with others and reaches last. The whole crew, once, at its end.
 template <class E, int kParts>
-__device__ void finish_shared_pairs(const Params<kParts>& p, float* buffer, Block<kParts>& m) {
-  if (threadIdx.x < 64 && threadIdx.x % 32 == 0 && m.unfinished[threadIdx.x / 32].there)
-    arrive(p, m.share, m.unfinished[threadIdx.x / 32]);
-  __syncthreads();
+__device__ void finish_shared_pairs(const Params<kParts>& p, float* buffer, Block<kParts>& m, Crew crew) {
+  if (crew.thread < 64 && crew.thread % 32 == 0 && m.unfinished[crew.thread / 32].there)
+    arrive(p, m.share, m.unfinished[crew.thread / 32]);
+  crew.meet();
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const Unfinished& pair = m.unfinished[i];
-    if (pair.there && pair.last) merge_partials<E>(p, pair, buffer);
+    if (pair.there && pair.last) merge_partials<E>(p, pair, buffer, crew);
   }
 }
 
