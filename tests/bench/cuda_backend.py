@@ -6,7 +6,8 @@ Plans: ``none`` (16 bit, full rank, nothing projected), ``ranks`` (16 bit, ranks
 and ``ranks8`` (the same, full pages sealed into 8 bit). The cache is filled with random pages; every decode step then
 runs as in serving: pages reserved, sealed and committed by PagePool, inputs written by the host while the GPU computes
 the step before, tokens sampled greedily on the GPU and read back one step behind. ``step`` is wall time a step, ``GPU``
-that of a replayed graph alone; their difference is the host's overhead. Needs torch; prints tables and one JSON line.
+that of a replayed graph alone; their difference is the host's overhead. ``--prompts``: one from nothing to its first
+token, chunk by chunk, full pages sealed after each. Needs torch; prints tables and one JSON line.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SPARE = 3 << 30
 """Bytes left to graphs, workspaces and the step itself."""
 
 
-def plan_of(kind: str) -> CompressionPlan:
+def plan_of(kind: str, chunk: int = 512) -> CompressionPlan:
     ranks = ranks_of("full" if kind == "none" else "mixed", SHAPE.layers, SHAPE.kv_heads, 0)
     lanes = tuple(
         Lane(i, h, 128, *pair, projected=kind != "none") for i, row in enumerate(ranks) for h, pair in enumerate(row)
@@ -52,7 +53,7 @@ def plan_of(kind: str) -> CompressionPlan:
     tiers, buckets = (Tier(16, 16),), (Bucket(0, every),)
     if kind == "ranks8":
         tiers, buckets = (*tiers, Tier(8, 8, arithmetic="int")), (*buckets, Bucket(1, every, source=0))
-    return CompressionPlan(SHAPE, lanes, tiers, buckets, 64, 512, compression=kind)
+    return CompressionPlan(SHAPE, lanes, tiers, buckets, 64, chunk, compression=kind)
 
 
 def weights_of(plan: CompressionPlan, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -89,8 +90,11 @@ def weights_of(plan: CompressionPlan, dtype: torch.dtype) -> dict[str, torch.Ten
 class Bench:
     """One plan's session, its pool full of random pages, and sequences that pretend to have them."""
 
-    def __init__(self, library: CudaLibrary, kind: str, batch: int, tokens: int, dtype: torch.dtype) -> None:
-        self.plan = plan_of(kind)
+    def __init__(
+        self, library: CudaLibrary, kind: str, batch: int, tokens: int, dtype: torch.dtype, chunk: int = 512
+    ) -> None:
+        """``batch`` 0: the largest that fits. ``chunk``: tokens of a prompt that pass at once."""
+        self.plan = plan_of(kind, chunk)
         layout = CacheLayout(self.plan)
         wiring = Wiring("rms", 1e-5, "silu", False, SHAPE.head_dim, (SHAPE.head_dim**-0.5,) * SHAPE.layers)
         decoder = TorchDecoder(wiring, weights_of(self.plan, dtype), NativeRows(library))
@@ -101,7 +105,7 @@ class Bench:
         self.batch = batch or int(self.most)
         wanted = self.batch * (layout.bytes_for(tokens + 4096) + 16 * sum(layout.page_stride))
         size = min(free, max(wanted, 8 << 30)) if batch else free
-        limits = Limits(self.batch, max(512, self.batch), 131072, tokens + 8192)
+        limits = Limits(self.batch, max(chunk, self.batch), 131072, tokens + 8192)
         self.session = CudaSession.of(library, decoder, self.plan, limits, size)
         for start in range(0, len(self.session.pool), 1 << 30):  # bytes below 0x3c: every half of them is small
             self.session.pool[start : start + (1 << 30)].random_(0, 0x3C)
@@ -188,6 +192,36 @@ class Bench:
             "bytes_per_token": layout.bytes_per_token(), "seen": seen,
         }  # fmt: skip
 
+    def prompt(self, tokens: int) -> dict[str, Any]:
+        """From nothing to the first token of a prompt, chunk by chunk as in serving; the second time of two."""
+        seconds = 0.0
+        for _ in range(2):
+            table = self.pool.open()
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for first in range(0, tokens, self.plan.prefill_chunk):
+                logits = self.chunk(table, first, min(self.plan.prefill_chunk, tokens - first))
+            int(logits.argmax())
+            seconds = time.perf_counter() - start
+            self.pool.release(table)
+        return {
+            "plan": self.plan.compression, "prompt": tokens, "chunk": self.plan.prefill_chunk, "ms": seconds * 1e3,
+            "tokens_s": tokens / seconds,
+        }  # fmt: skip
+
+    def chunk(self, table: PageTable, first: int, count: int) -> torch.Tensor:
+        """Logits of a chunk's last token, queued; its full pages are sealed."""
+        lengths, one = np.array([table.lengths], np.int32), self.pool.reserve(table, count, True)
+        pages = tuple(np.array([ids or [0]], np.int32) for ids in table.pages)
+        rows = np.arange(count, dtype=np.int32)
+        bounds, last = np.array([0, count], np.int32), rows[-1:]
+        ids = (rows + first) * 7919 % SHAPE.vocab_size
+        logits = self.session.launch(StepPlan(ids, rows + first, bounds, rows, lengths, pages, last))
+        for seal in one.moves.seals if one.moves else ():
+            self.session.seal(seal.fresh, seal.page, seal.cold_pages, seal.position)
+        self.pool.commit(one)
+        return logits
+
     def replayed(self) -> float:
         """Seconds of one replay on the GPU, among others."""
         graph = next(g.graph for size, g in sorted(self.session._graphs.items()) if size >= self.batch)
@@ -225,6 +259,7 @@ def main() -> None:
     parser.add_argument(
         "--cases", default="16x32768,0x32768,1x61800", help="batch x tokens; batch 0 is the largest that fits"
     )
+    parser.add_argument("--prompts", default="", help="comma-separated: tokens of a prompt/tokens of a chunk")
     parser.add_argument("--steps", type=int, default=128, help="2048 for the case with batch 1")
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
     parser.add_argument("--profile", action="store_true", help="print the kernels of a captured step of the first case")
@@ -232,7 +267,7 @@ def main() -> None:
     library, results = CudaLibrary(Native.load(a.library)), []
     print(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}, {a.dtype}, Llama-3.1-8B shape, random weights")
     print(f"{'plan':>8} {'batch x tokens':>14} {'step ms':>8} {'GPU ms':>8} {'host':>7} {'tokens/s':>9} {'B/token':>9}")
-    for i, case in enumerate(a.cases.split(",")):
+    for i, case in enumerate(filter(None, a.cases.split(","))):
         batch, tokens = (int(x) for x in case.split("x"))
         for kind in a.plans.split(","):
             bench = Bench(library, kind, batch, tokens, getattr(torch, a.dtype))
@@ -240,6 +275,16 @@ def main() -> None:
             show(results[-1])
             for name, count, us in bench.profile()[:14] if a.profile and i == 0 else ():
                 print(f"    {us:9.1f} us {count:5d} x {name[:110]}")
+            del bench
+            torch.cuda.empty_cache()
+    if a.prompts:
+        print(f"{'plan':>8} {'prompt':>7} {'chunk':>6} {'ms':>9} {'tokens/s':>9}")
+    for case in filter(None, a.prompts.split(",")):
+        tokens, chunk = (int(x) for x in case.split("/"))
+        for kind in a.plans.split(","):
+            bench = Bench(library, kind, 1, tokens, getattr(torch, a.dtype), chunk)
+            results.append(r := bench.prompt(tokens))
+            print(f"{kind:>8} {tokens:>7} {chunk:>6} {r['ms']:9.1f} {r['tokens_s']:9.0f}", flush=True)
             del bench
             torch.cuda.empty_cache()
     print(json.dumps({"bench": "cuda_backend", "device": torch.cuda.get_device_name(), "results": results}))

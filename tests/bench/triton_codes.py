@@ -119,7 +119,7 @@ def _unpacked(packed, BITS: tl.constexpr):
 
 
 @triton.jit
-def _coded(x, live, AXIS: tl.constexpr, SYMMETRIC: tl.constexpr):
+def coded(x, live, AXIS: tl.constexpr, SYMMETRIC: tl.constexpr):
     """Codes int8 of x along AXIS, with x = scale * code + offset; and the sum of the codes."""
     if SYMMETRIC:
         scale = tl.maximum(tl.max(tl.abs(x), AXIS), 1e-28) / 127
@@ -175,11 +175,11 @@ def integer_span(pool, pages, page_stride, k, k_meta, k_sums, v, v_meta, v_sums,
     dim, place, channel, byte = tl.arange(0, D), tl.arange(0, P), tl.arange(0, DV), tl.arange(0, P // PACK)
     live = (dim < first_group)[:, None]
     raw = load_queries(q, rank_k, 0, first_group, 1, D, G, GP).to(tl.float32)
-    queries, q_scale, q_offset, q_sum = _coded(raw, live, 0, SUMS == "none")
+    queries, q_scale, q_offset, q_sum = coded(raw, live, 0, SUMS == "none")
     if DK > 64:
         live = (dim < rank_k - first_group)[:, None]
         raw = load_queries(q, rank_k, first_group, rank_k - first_group, 1, D, G, GP).to(tl.float32)
-        queries_b, q_scale_b, q_offset_b, q_sum_b = _coded(raw, live, 0, SUMS == "none")
+        queries_b, q_scale_b, q_offset_b, q_sum_b = coded(raw, live, 0, SUMS == "none")
     top, total = tl.full([GP], float("-inf"), tl.float32), tl.zeros([GP], tl.float32)
     acc = tl.zeros([DV, GP], tl.float32)
     for start in range(first, last, P):
@@ -195,7 +195,7 @@ def integer_span(pool, pages, page_stride, k, k_meta, k_sums, v, v_meta, v_sums,
             numbers = tl.floor(weights / tl.maximum(p_scale, 1e-28)[None, :] + 0.5)
             p_codes, p_offset, p_sum = numbers.to(tl.int8), tl.zeros_like(p_scale), tl.sum(numbers, 0)
         else:
-            p_codes, p_scale, p_offset, p_sum = _coded(weights, (place >= 0)[:, None], 0, False)
+            p_codes, p_scale, p_offset, p_sum = coded(weights, (place >= 0)[:, None], 0, False)
         total = total * keep + p_scale * p_sum + P * p_offset
         packed = tl.load(page + v + channel[:, None] * (P // PACK) + byte[None, :],
                          mask=(channel < rank_v)[:, None], other=0)  # fmt: skip

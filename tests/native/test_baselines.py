@@ -15,6 +15,7 @@ import torch
 from kvlathe.export.plan import Tier
 from tests.bench.decode_baselines import Case, arguments, comparisons, forms_of
 from tests.bench.work_lists import WHOLE, WorkList, longest_first, work_list
+from tests.native.chunk_problem import ChunkProblem
 from tests.native.codes_problem import CodesProblem
 from tests.native.problem import Problem
 
@@ -145,3 +146,20 @@ def test_unpacked_pages_are_what_the_codes_mean(device: str, bits: int) -> None:
                 own = problem._tail(b, row)[0 if at == row[4] else 1]
                 torch.testing.assert_close(found[:n].double(), exact, atol=4e-3, rtol=0)
                 assert torch.equal(found[n:].double(), own)
+
+
+@pytest.mark.parametrize("form", ["half", "products", "uncorrected", "symmetric", "asymmetric"])
+def test_prompts_in_integers(device: str, form: str) -> None:
+    """Every shape of a head; both kinds of tile."""
+    from tests.bench.triton_prompt import PromptCall
+
+    problem = ChunkProblem([[(16, 32), (96, 80), (64, 64)]], [256], 2, chunks=[256], alone=True, device=device)
+    call = PromptCall(problem, 0)
+    call.quantize("q", form != "asymmetric")
+    for tile in (64, 128):
+        call.out.fill_(float("nan"))
+        call.attend(form, tile, tile // 16, 2)
+        wrong, allowed = call.wrong_by(form, [0, 1, 100, 126, 255], tile)
+        assert wrong <= allowed
+    if form != "products" and form != "uncorrected":
+        assert call.error([0, 1, 100, 126, 255]) <= (2e-2 if form != "half" else 2e-3)
