@@ -1,4 +1,5 @@
 // The CUDA entries of a library that was built without nvcc: they refuse, with the remedy.
+#include "attend_node.h"
 #include "check.h"
 #include "kvlathe/cache.h"
 #include "kvlathe/rows.h"
@@ -10,6 +11,11 @@ int32_t refuse(kvlathe_status* status) {
   return KVLATHE_UNSUPPORTED;
 }
 }  // namespace
+
+void kvlathe::device_clear(void*, size_t, void*) {
+  kvlathe_status status;
+  throw Refusal(kvlathe_code(refuse(&status)), status.message);
+}
 
 extern "C" int32_t kvlathe_has_cuda(void) { return 0; }
 extern "C" int32_t kvlathe_cuda_attend_decode(const kvlathe_attend_decode_args*, kvlathe_status* status) {

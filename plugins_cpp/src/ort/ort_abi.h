@@ -14,6 +14,8 @@ struct OrtKernelContext;
 struct OrtSessionOptions;
 struct OrtCustomOpDomain;
 struct OrtTensorTypeAndShapeInfo;
+struct OrtMemoryInfo;
+struct OrtAllocator;
 
 struct OrtApiBase {
   const OrtApi* (*GetApi)(uint32_t version);  // null if this ONNX Runtime is older
@@ -73,16 +75,23 @@ using GetTensorElementType = Call<60, const OrtTensorTypeAndShapeInfo*, int*>;
 using GetDimensionsCount = Call<61, const OrtTensorTypeAndShapeInfo*, size_t*>;
 using GetDimensions = Call<62, const OrtTensorTypeAndShapeInfo*, int64_t*, size_t>;
 using GetTensorTypeAndShape = Call<65, const OrtValue*, OrtTensorTypeAndShapeInfo**>;
+using AllocatorAlloc = Call<75, OrtAllocator*, size_t, void**>;
+using AllocatorFree = Call<76, OrtAllocator*, void*>;
 using KernelInfoGetAttribute_float = Call<85, const OrtKernelInfo*, const char*, float*>;
 using KernelContext_GetInput = Call<90, const OrtKernelContext*, size_t, const OrtValue**>;
 using KernelContext_GetOutput = Call<91, OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**>;
 using ReleaseStatus = Call<93, OrtStatus*>;                                // returns nothing
 using ReleaseTensorTypeAndShapeInfo = Call<99, OrtTensorTypeAndShapeInfo*>;  // returns nothing
+using ReleaseAllocator = Call<132, OrtAllocator*>;  // returns nothing
+using KernelInfoGetAttributeArray_int64 = Call<163, const OrtKernelInfo*, const char*, int64_t*, size_t*>;
+using KernelContext_GetGPUComputeStream = Call<193, const OrtKernelContext*, void**>;
+using GetTensorMemoryInfo = Call<194, const OrtValue*, const OrtMemoryInfo**>;
 using KernelInfo_GetInputCount = Call<230, const OrtKernelInfo*, size_t*>;
 using KernelInfo_GetOutputCount = Call<231, const OrtKernelInfo*, size_t*>;
 using HasSessionConfigEntry = Call<237, const OrtSessionOptions*, const char*, int*>;
 using GetSessionConfigEntry = Call<238, const OrtSessionOptions*, const char*, char*, size_t*>;
 using KernelInfoGetConstantInput_tensor = Call<249, const OrtKernelInfo*, size_t, int*, const OrtValue**>;
+using KernelContext_GetAllocator = Call<253, const OrtKernelContext*, const OrtMemoryInfo*, OrtAllocator**>;
 using KernelContext_ParallelFor =
     Call<274, const OrtKernelContext*, void (*)(void*, size_t), size_t, size_t, void*>;
 

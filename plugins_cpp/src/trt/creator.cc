@@ -39,8 +39,8 @@ class Creator final : public IPluginCreatorV3One {
       const PluginField& layout = *field(*fields, "layout", PluginFieldType::kINT32);
       const PluginField& scale = *field(*fields, "scale", PluginFieldType::kFLOAT32);
       const auto* table = static_cast<const int32_t*>(layout.data);
-      auto form = std::make_shared<const Form>(std::vector<int32_t>(table, table + layout.length), *static_cast<const float*>(scale.data));
-      return new Plugin(std::move(form), phase);
+      auto node = std::make_shared<const Node>(std::vector<int32_t>(table, table + layout.length), *static_cast<const float*>(scale.data));
+      return new Plugin(std::move(node), phase);
     });
   }
 

@@ -10,8 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "../cpu/layer.h"
-#include "kvlathe/cache.h"
+#include "../attend_node.h"
 
 #if NV_TENSORRT_MAJOR < 10 || (NV_TENSORRT_MAJOR == 10 && NV_TENSORRT_MINOR < 3)
 #error "the plugin needs the headers of TensorRT 10.3 or later: aliased plugin outputs"
@@ -21,35 +20,15 @@ namespace kvlathe::trt {
 
 constexpr char kName[] = "Attend", kVersion[] = "1", kNamespace[] = "kvlathe";
 
-// Where the op's inputs are (docs/attend.md); -1: the plan has no such input.
-struct Places {
-  explicit Places(const TableHeader& table);
-  int32_t q, k, v, cos, sin, query_starts, query_offsets, lengths, page_tables, pool_f16, pool_u8, proj_q, proj_k, centre_k, tables;
-};
-
 enum Output : int32_t { kO = 0, kRows = 1, kPool = 2, kOutputs = 3 };
-
-// One layer, read once and shared by all clones.
-struct Form {
-  Form(std::vector<int32_t> table, float scale) : layer(std::move(table)), places(layer.head), scale(scale) {}
-  const kvlathe_layer layer;
-  const Places places;
-  const float scale;
-};
-
-// Bytes of each piece of the workspace.
-struct Pieces {
-  size_t queries, sequences, visible, tables, attend, list;  // and row lengths, as many as visible
-  size_t bytes() const { return queries + sequences + 2 * visible + tables + attend + list; }
-};
 
 class Plugin final : public nvinfer1::IPluginV3,
                      public nvinfer1::IPluginV3OneCore,
                      public nvinfer1::IPluginV3OneBuildV2,
                      public nvinfer1::IPluginV3OneRuntime {
  public:
-  // Throws Refusal for a form that the CUDA kernels do not run.
-  Plugin(std::shared_ptr<const Form> form, nvinfer1::TensorRTPhase phase);
+  // `node`: one layer, read once and shared by all clones.
+  Plugin(std::shared_ptr<const Node> node, nvinfer1::TensorRTPhase phase);
 
   nvinfer1::IPluginCapability* getCapabilityInterface(nvinfer1::PluginCapabilityType type) noexcept override;
   nvinfer1::IPluginV3* clone() noexcept override;
@@ -79,13 +58,10 @@ class Plugin final : public nvinfer1::IPluginV3,
 
  private:
   bool float_input(int32_t at) const;
-  Pieces pieces(int64_t tokens, int64_t batch, const std::vector<int64_t>& widths, int64_t attend) const;
-  void check_shapes(nvinfer1::PluginTensorDesc const* in, int32_t inputs) const;
-  void run(nvinfer1::PluginTensorDesc const* desc, void const* const* in, void* const* out, char* workspace, cudaStream_t stream) const;
 
-  std::shared_ptr<const Form> form_;
+  std::shared_ptr<const Node> node_;
   nvinfer1::TensorRTPhase phase_;
-  int32_t layout_at_ = -1;  // the input `layout`: the last one
+  int32_t inputs_ = 0;  // of the shapes that came last
   std::vector<nvinfer1::PluginField> fields_;
   nvinfer1::PluginFieldCollection collection_{};
 };

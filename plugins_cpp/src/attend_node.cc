@@ -1,0 +1,189 @@
+#include "attend_node.h"
+
+#include <algorithm>
+
+namespace kvlathe {
+namespace {
+
+constexpr size_t kAlign = 256;
+constexpr int64_t kAttendBytes = 16 << 20;  // for what attend needs beyond its counters, on any device: engines are built anywhere
+
+size_t aligned(int64_t bytes) { return (size_t(bytes) + kAlign - 1) / kAlign * kAlign; }
+
+void require(bool ok, const std::string& message, kvlathe_code code = KVLATHE_BAD_ARGUMENT) {
+  if (!ok) throw Refusal(code, message);
+}
+
+void check(int32_t code, const kvlathe_status& status) {
+  if (code) throw Refusal(kvlathe_code(code), status.message);
+}
+
+std::string shape_of(const NodeInput& input) {
+  std::string text = "[";
+  for (int32_t i = 0; i < input.rank; ++i) text += (i ? ", " : "") + std::to_string(input.dims[i]);
+  return text + "]";
+}
+
+// Takes pieces of the workspace one after the other.
+struct Cutter {
+  char* next;
+  template <class T>
+  T* take(size_t bytes) {
+    T* piece = reinterpret_cast<T*>(next);
+    next += bytes;
+    return piece;
+  }
+};
+
+// The step's buckets as the kernels take them: what sequences have, and the same row by row.
+struct Tables {
+  std::vector<const int32_t*> of_sequences;
+  std::vector<int32_t*> of_rows;
+  std::vector<int32_t> widths;
+};
+
+// The parts of a layer's attention: one for each bucket that holds lanes of it.
+std::vector<kvlathe_part> parts_of(const Layer& layer, const Tables& tables, const int32_t* visible) {
+  std::vector<kvlathe_part> parts;
+  for (int32_t s = 0; s < layer.head.buckets; ++s) {
+    const Bucket& bucket = layer.buckets[s];
+    if (!bucket.lane_count) continue;
+    parts.push_back({bucket.bits_k, bucket.bits_v, bucket.axis_k, bucket.axis_v, bucket.group_k, bucket.group_v, bucket.lane_count, tables.widths[s],
+                     layer.table.data() + bucket.lanes_at, bucket.page_stride, tables.of_rows[s], visible + s, layer.head.buckets});
+  }
+  return parts;
+}
+
+// The same buckets by sequence, for prompt chunks.
+std::vector<kvlathe_prompt_part> prompt_parts_of(const Layer& layer, const Tables& tables, const int32_t* lengths) {
+  std::vector<kvlathe_prompt_part> parts;
+  for (int32_t s = 0; s < layer.head.buckets; ++s) {
+    const Bucket& bucket = layer.buckets[s];
+    if (bucket.lane_count) parts.push_back({tables.of_sequences[s], lengths + s, layer.head.buckets, tables.widths[s], bucket.fresh != 0});
+  }
+  return parts;
+}
+
+}  // namespace
+
+Places::Places(const TableHeader& t) {
+  int32_t next = 0;
+  const auto take = [&](bool there) { return there ? next++ : -1; };
+  q = take(true), k = take(true), v = take(true), cos = take(t.rope), sin = take(t.rope);
+  query_starts = take(true), query_offsets = take(true), lengths = take(true);
+  page_tables = next, next += t.buckets;
+  take(t.pools & 1);
+  pool_f16 = take(t.pools & 2), pool_u8 = take(t.pools & 4);
+  proj_q = take(t.projected), proj_k = take(t.projected), centre_k = take(t.projected);
+  tables = next;
+}
+
+Node::Node(std::vector<int32_t> table, float scale) : layer(std::move(table)), places(layer.head), scale(scale) {
+  const TableHeader& t = layer.head;
+  require(t.hot_bits == 16 && !(t.pools & 1), "the kernels compute in 16 bit and this plan has 32-bit pages: build with --dtype float16 --kv_bits 16",
+          KVLATHE_UNSUPPORTED);
+  require(t.buckets <= KVLATHE_MAX_PARTS, "the plan has more than 3 buckets", KVLATHE_UNSUPPORTED);
+  require(t.lanes <= KVLATHE_MAX_HEADS, "the layer has more than 64 lanes", KVLATHE_UNSUPPORTED);
+}
+
+void Node::check(const std::vector<NodeInput>& in) const {
+  const Places& p = places;
+  require(int32_t(in.size()) > p.tables, "the node has " + std::to_string(in.size()) + " inputs: fewer than its layout names");
+  const int64_t tokens = in[p.q].dims[0], batch = in[p.lengths].dims[0];
+  const auto want = [&](const char* name, int32_t at, std::vector<int64_t> wanted) {
+    bool ok = in[at].rank == int32_t(wanted.size());
+    for (int32_t i = 0; ok && i < in[at].rank; ++i) ok = wanted[i] < 0 || in[at].dims[i] == wanted[i];
+    require(ok, std::string(name) + " has the shape " + shape_of(in[at]) + ", which contradicts the layout of layer " + std::to_string(layer.head.layer));
+  };
+  want("q", p.q, {tokens, layer.q_width}), want("k", p.k, {tokens, layer.k_width}), want("v", p.v, {tokens, layer.v_width});
+  if (p.cos >= 0) want("cos", p.cos, {tokens, layer.head.planes}), want("sin", p.sin, {tokens, layer.head.planes});
+  want("query_starts", p.query_starts, {batch + 1}), want("lengths", p.lengths, {batch, layer.head.buckets});
+  for (int32_t s = 0; s < layer.head.buckets; ++s) want("a page table", p.page_tables + s, {batch, -1});
+  want("the pool", p.pool_f16, {-1, -1});
+  if (p.proj_q < 0) return;
+  want("proj_q", p.proj_q, {layer.head.lanes, layer.head.input_dim, layer.head.rank_k});
+  want("proj_k", p.proj_k, {layer.head.lanes, layer.head.input_dim, layer.head.rank_k});
+  want("centre_k", p.centre_k, {layer.head.lanes, layer.head.rank_k});
+}
+
+Pieces Node::pieces(const std::vector<NodeInput>& in, int64_t attend) const {
+  const int64_t tokens = in[places.q].dims[0], batch = in[places.lengths].dims[0];
+  int64_t rank_k = 0, pages = 0;
+  for (const Lane& lane : layer.lanes) rank_k += lane.rank_k;
+  for (int32_t s = 0; s < layer.head.buckets; ++s) pages += aligned(4 * tokens * in[places.page_tables + s].dims[1]);
+  return {aligned(2 * tokens * rank_k * layer.head.group_size), aligned(4 * tokens), aligned(4 * tokens * layer.head.buckets), size_t(pages),
+          aligned(attend), aligned(kvlathe_cuda_prompt_list_bytes(int32_t(tokens), int32_t(batch), layer.head.group_size))};
+}
+
+int64_t Node::attend_bytes(int64_t tokens) const {
+  kvlathe_status status{};
+  int64_t bytes = 0;
+  kvlathe::check(kvlathe_cuda_workspace_bytes(int32_t(tokens), layer.head.lanes, &bytes, &status), status);
+  return bytes;
+}
+
+size_t Node::workspace_bytes(const std::vector<NodeInput>& in) const { return pieces(in, attend_bytes(in[places.q].dims[0])).bytes(); }
+
+size_t Node::workspace_anywhere(const std::vector<NodeInput>& in) const {
+  return pieces(in, kAttendBytes + 4 * in[places.q].dims[0] * layer.head.lanes).bytes();
+}
+
+void Node::run(const std::vector<NodeInput>& in, void* o, void* rows, void* workspace, size_t lent, void* stream) const {
+  const TableHeader& t = layer.head;
+  const Places& p = places;
+  kvlathe_status status{};
+  const int32_t tokens = int32_t(in[p.q].dims[0]), batch = int32_t(in[p.lengths].dims[0]);
+  if (tokens == 0) return;
+  const auto ints = [&](int32_t at) { return static_cast<const int32_t*>(in[at].data); };
+  const bool chunks = in[p.query_offsets].dims[0] > 1;  // else a decode step
+  const int64_t attend_size = attend_bytes(tokens);
+  const Pieces size = pieces(in, attend_size);
+  require(size.bytes() <= lent, "this device needs more workspace than the engine holds", KVLATHE_TOO_SMALL);
+
+  Cutter cut{static_cast<char*>(workspace)};
+  auto* queries = cut.take<char>(size.queries);
+  auto *sequences = cut.take<int32_t>(size.sequences), *visible = cut.take<int32_t>(size.visible), *row_lengths = cut.take<int32_t>(size.visible);
+  auto* attend = cut.take<char>(size.attend);
+  auto* list = cut.take<int32_t>(size.list);
+  Tables tables;
+  uint32_t fresh = 0, quantized = 0;
+  for (int32_t s = 0; s < t.buckets; ++s) {
+    tables.of_sequences.push_back(ints(p.page_tables + s));
+    tables.widths.push_back(int32_t(in[p.page_tables + s].dims[1]));
+    tables.of_rows.push_back(cut.take<int32_t>(aligned(4 * int64_t{tokens} * tables.widths.back())));
+    fresh |= uint32_t(layer.buckets[s].fresh != 0) << s;
+    quantized |= uint32_t(std::min(layer.buckets[s].bits_k, layer.buckets[s].bits_v) < 16) << s;
+  }
+
+  device_clear(attend, size.attend, stream);
+  kvlathe_spread_args step{KVLATHE_ABI_VERSION, tokens, batch, t.buckets, fresh, quantized, ints(p.query_starts), ints(p.lengths),
+                           tables.of_sequences.data(), tables.widths.data(), sequences, visible, tables.of_rows.data(), stream, t.group_size, 0,
+                           row_lengths, chunks ? list : nullptr};
+  kvlathe::check(kvlathe_cuda_spread(&step, &status), status);
+
+  kvlathe_append_args append{};
+  append.abi_version = KVLATHE_ABI_VERSION, append.element = KVLATHE_F16, append.tokens = tokens;
+  append.q = in[p.q].data, append.k = in[p.k].data, append.v = in[p.v].data;
+  append.q_stride = layer.q_width, append.k_stride = layer.k_width, append.v_stride = layer.v_width;
+  if (t.rope) append.cos = in[p.cos].data, append.sin = in[p.sin].data;
+  append.sequence_of = sequences, append.visible = visible;
+  append.page_tables = tables.of_sequences.data(), append.page_table_widths = tables.widths.data();
+  append.layout = static_cast<const int32_t*>(in.back().data);
+  if (t.projected) append.proj_q = in[p.proj_q].data, append.proj_k = in[p.proj_k].data, append.centre_k = in[p.centre_k].data;
+  append.pool = const_cast<void*>(in[p.pool_f16].data), append.pool_bytes = 2 * in[p.pool_f16].dims[0] * in[p.pool_f16].dims[1];
+  append.q_out = queries;
+  for (const Lane& lane : layer.lanes) append.q_out_stride += int64_t{t.group_size} * lane.rank_k;
+  append.rows = rows, append.stream = stream;
+  kvlathe::check(kvlathe_cuda_append(&layer, &append, &status), status);
+
+  const std::vector<kvlathe_part> parts = parts_of(layer, tables, chunks ? row_lengths : visible);
+  const std::vector<kvlathe_prompt_part> prompt_parts = prompt_parts_of(layer, tables, ints(p.lengths));
+  const kvlathe_prompts prompts{list, ints(p.query_starts), batch, 0, prompt_parts.data()};  // what sequences have is on the device
+  const int32_t flags = chunks ? 0 : KVLATHE_OVERLAP;  // the kernel before is append: it writes neither lengths nor page tables
+  kvlathe_attend_decode_args decode{KVLATHE_ABI_VERSION, KVLATHE_F16, tokens, t.group_size, t.page_tokens, int32_t(parts.size()), scale, flags,
+                                    parts.data(), append.pool, append.pool_bytes, queries, append.q_out_stride, o, layer.o_width, attend, attend_size,
+                                    stream, chunks ? &prompts : nullptr};
+  kvlathe::check(kvlathe_cuda_attend_decode(&decode, &status), status);
+}
+
+}  // namespace kvlathe
