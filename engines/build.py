@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvlathe.console import log, progress
-from kvlathe.engines import cache
+from kvlathe.engines import cache, onnxruntime
 from kvlathe.engines import manifest as manifests
 from kvlathe.engines.backends import Backend, Built, backend
 from kvlathe.engines.folder import appearing, nearest_parent
@@ -29,6 +29,7 @@ from kvlathe.engines.planning import Planned, bytes_per_token, calibrate_to, ope
 from kvlathe.engines.request import DTYPE_BYTES, BuildRequest, check
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
+from kvlathe.export.plan import CompressionPlan
 from kvlathe.tokenizer_files import FILES, GENERATION, eos_ids, has_backend, read_backend, read_object
 
 if TYPE_CHECKING:
@@ -274,7 +275,7 @@ def _describe(job: Job, planned: Planned, made_from: Mapping[str, FileRecord]) -
         compression=request.compression,
         backend=request.backend,
         versions=job.order.versions,
-        architectures=job.order.built.architectures,
+        architectures=(*job.order.built.architectures, *_gpus(request, plan)),
         compute_dtype=request.compute_dtype,
         limits=job.limits,
         page_tokens=plan.page_tokens,
@@ -290,6 +291,11 @@ def _describe(job: Job, planned: Planned, made_from: Mapping[str, FileRecord]) -
         created=_now(),
         made_from=made_from,
     )
+
+
+def _gpus(request: BuildRequest, plan: CompressionPlan) -> tuple[str, ...]:
+    """Where an engine that was built for the CPU also runs."""
+    return onnxruntime.gpus(plan, request.compute_dtype) if request.backend == "onnxruntime" else ()
 
 
 def _report(folder: Path, described: Manifest, planned: Planned) -> None:

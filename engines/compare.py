@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe import metrics
-from kvlathe.engines.manifest import ONNX_FILE, PLAN_FILE, verify
+from kvlathe.engines.manifest import ENGINE_FILE, ONNX_FILE, PLAN_FILE, verify
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
@@ -90,7 +90,7 @@ def _runner(folder: Path, backend: str) -> Any:  # noqa: ANN401  polygraphy's ru
         from polygraphy.backend.onnxrt import OnnxrtRunner, SessionFromOnnx
 
         return OnnxrtRunner(SessionFromOnnx(str(folder / ONNX_FILE), providers=["CPUExecutionProvider"]))
-    from kvlathe.engines.tensorrt import ENGINE_FILE, polygraphy_speaks
+    from kvlathe.engines.tensorrt import polygraphy_speaks
 
     polygraphy_speaks(backend)
     from polygraphy.backend.common import BytesFromPath

@@ -24,6 +24,7 @@ PLAN_FILE = "plan.json"
 ONNX_FILE = "model.onnx"
 WEIGHTS_FILE = "model.onnx.data"
 DECODER_FILE = "decoder.json"
+ENGINE_FILE = "model.engine"
 BASIS_FILE = "basis.npz"
 REPORT_FILE = "report.html"
 

@@ -7,6 +7,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from kvlathe.engines import cuda
 from kvlathe.engines.backends import Built
 from kvlathe.engines.child import ChildFailed, run_module
 from kvlathe.engines.manifest import Limits
@@ -15,12 +16,21 @@ from kvlathe.export.plan import CompressionPlan, graph_files
 
 
 def identify(name: str) -> Built:
-    """ONNX Runtime runs the same file on every machine it runs on; here that is the CPU."""
+    """ONNX Runtime runs the same file on every machine it runs on; the manifest adds the GPUs that its plan suits."""
     return Built(versions={"onnxruntime": version("onnxruntime")}, architectures=("cpu",))
 
 
 def check_plan(name: str, plan: CompressionPlan) -> None:
     """It runs every plan: the graph carries what the kernels lack."""
+
+
+def gpus(plan: CompressionPlan, dtype: str) -> tuple[str, ...]:
+    """Where the same graph runs on ONNX Runtime's CUDA provider: on the GPUs of the CUDA kernels, if they take it."""
+    try:
+        cuda.check_plan("cuda", plan)
+    except KvlatheError:
+        return ()
+    return cuda.ARCHITECTURES if dtype == "float16" and not plan.stages else ()
 
 
 def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> None:

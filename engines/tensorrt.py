@@ -1,11 +1,9 @@
 """TensorRT and TensorRT-RTX engines from the same ONNX file, by the same code.
 
 TensorRT-RTX builds ahead of time on a machine without a GPU; TensorRT builds on the GPU it will run on. Attend becomes
-our plugin where its library is built (plugin_library.py), and else its model-local function. The build happens in a
-child process (``_main``), because these libraries end their process when something inside fails. What was built is
-proved afterwards, from the finished engine's own layer list (layers.py).
-
-Running such an engine is not shown here: no GPU that TensorRT-RTX supports was at hand.
+our plugin where its library is built (kvlathe/tensorrt_library.py), and else its model-local function. The build
+happens in a child process (``_main``), because these libraries end their process when something inside fails. What was
+built is proved afterwards, from the finished engine's own layer list (layers.py).
 """
 
 from __future__ import annotations
@@ -16,44 +14,24 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib import import_module, util
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from kvlathe.console import log
-from kvlathe.engines import cuda, plugin_library
+from kvlathe.engines import cuda
 from kvlathe.engines.backends import Built, check_ranks
 from kvlathe.engines.child import ChildFailed, run_module
 from kvlathe.engines.layers import check_attention, required_nodes
-from kvlathe.engines.manifest import ONNX_FILE, WEIGHTS_FILE, Limits, sha256_file
+from kvlathe.engines.manifest import ENGINE_FILE, ONNX_FILE, WEIGHTS_FILE, Limits, sha256_file
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
+from kvlathe.tensorrt_library import FLAVOURS, PLUGIN, Flavour, find_plugin, logger_of
 
-ENGINE_FILE = "model.engine"
 LAYERS_FILE = "layers.txt"
 """The finished engine's layers, as its inspector prints them: readable without a GPU."""
-
-
-@dataclass(frozen=True, slots=True)
-class Flavour:
-    """One of the two libraries: its Python module, its distribution, and how to get it."""
-
-    module: str
-    distribution: str
-    install: str
-    needs_gpu: bool
-
-
-FLAVOURS = {
-    "tensorrt_rtx": Flavour(
-        "tensorrt_rtx_bindings", "tensorrt-rtx-cu13-bindings", "pip install 'kvlathe[tensorrt]'", False
-    ),
-    "tensorrt": Flavour("tensorrt", "tensorrt", "pip install tensorrt --extra-index-url https://pypi.nvidia.com", True),
-}
-
 ATTEND, POOL = ("kvlathe", "Attend"), "pool_f16"
 """The node that the plugin computes, and the input that it updates in place."""
 AMPERE = 80
@@ -70,10 +48,10 @@ def identify(name: str) -> Built:
         )
     trt = import_module(flavour.module)
     versions = {name: _version(flavour, trt)}
-    if library := plugin_library.find():
+    if library := find_plugin():
         versions["plugin"] = sha256_file(library)[:16]
     else:
-        log.warning("%s is not built: engines run Attend as the function in the graph", plugin_library.LIBRARY)
+        log.warning("%s is not built: engines run Attend as the function in the graph", PLUGIN)
     return Built(versions, _own_gpu() if flavour.needs_gpu else _ahead_of_time_targets(trt))
 
 
@@ -125,14 +103,14 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
             "compress in one group (stages=1), or build for onnxruntime",
         )
     check_ranks(name, plan.ranked)
-    if plugin_library.find() is not None:
+    if find_plugin() is not None:
         cuda.check_plan(name, plan)
         return
     coded = [plan.tiers[b.tier] for b in plan.buckets if plan.tiers[b.tier].arithmetic == "int"]
     if bits := sorted({n for tier in coded for n in (tier.bits_k, tier.bits_v) if n < 16}):
         raise KvlatheError(
             f"{name} cannot multiply codes of {' and '.join(map(str, bits))} bits",
-            f"it has no MatMulInteger, and {plugin_library.LIBRARY} is not built",
+            f"it has no MatMulInteger, and {PLUGIN} is not built",
             "ask for arithmetic=float, or build for onnxruntime",
         )
 
@@ -144,7 +122,7 @@ def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> Non
     Raises KvlatheError with the library's own words if it does not parse or build, and naming the layers if the engine
     lost an attention.
     """
-    onnx_path, library = folder / ONNX_FILE, plugin_library.find()
+    onnx_path, library = folder / ONNX_FILE, find_plugin()
     required = required_nodes(onnx_path, plugin=library is not None)
     job = {
         "module": FLAVOURS[name].module,
@@ -215,7 +193,7 @@ def _profile(plan: CompressionPlan, limits: Limits, tokens: Range3, queries: Ran
 def _main(job: Mapping[str, Any]) -> None:
     """Parse, build, write the engine and its layer list. Exits with the library's last error on stderr."""
     trt = import_module(job["module"])
-    logger = _logger(trt)
+    logger = logger_of(trt)
     if job["plugin"] and trt.get_plugin_registry().load_library(job["plugin"]) is None:
         sys.exit(f"the plugin library {job['plugin']} cannot be loaded: {logger.last_error}")
     builder = trt.Builder(logger)
@@ -260,23 +238,6 @@ def _graph(job: Mapping[str, Any]) -> bytes:
             pool = f"{node.name}/pool"
             node.output.append(pool)
     return model.SerializeToString()
-
-
-def _logger(trt: Any) -> Any:  # noqa: ANN401
-    """Keeps the last error, and the layer list that a builder prints when it is done (as its inspector would)."""
-
-    class Logger(trt.ILogger):
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-            self.last_error = self.layers = ""
-
-        def log(self, severity: Any, message: str) -> None:  # noqa: ANN401
-            if severity in (trt.ILogger.INTERNAL_ERROR, trt.ILogger.ERROR):
-                self.last_error = message.replace("\n", " ")
-            elif message.startswith("Layers:") and "LayerType:" in message:
-                self.layers = message
-
-    return Logger()
 
 
 def _inspected(trt: Any, logger: Any, engine: Any) -> str:  # noqa: ANN401

@@ -10,7 +10,7 @@ import click
 
 from kvlathe import console, tasks
 from kvlathe.cli_common import ENGINE, PATH, Result, reports
-from kvlathe.cli_run import THREADS
+from kvlathe.cli_run import DEVICE, THREADS
 
 NAMES = {"kv_bytes_per_token": "KV bytes a token", "kv_bytes_removed": "KV bytes removed", "kl": "KL, nats a token"}
 
@@ -71,6 +71,7 @@ def measured_on(sources: Mapping[str, Any]) -> str:
 @click.option("--samples", type=click.IntRange(0), default=24, show_default=True, help="--suite: texts to continue.")
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="--suite: of all that is drawn.")
 @THREADS
+@DEVICE
 @reports(show_scores)
 def eval_command(
     engine: Path,
@@ -83,6 +84,7 @@ def eval_command(
     whole: bool,
     report: Path | None,
     threads: int | None,
+    device: str | None,
     **drawn: int,
 ) -> Result:
     """Measure an engine: perplexity, line retrieval, and agreement with the uncompressed model.
@@ -102,8 +104,8 @@ def eval_command(
     from kvlathe.runtime.llm import LLM
 
     text = (text or shipped("eval_text.jsonl", "--text")) if whole else text
-    reference = LLM.load(baseline, threads=threads) if baseline else None
-    llm = LLM.load(engine, threads=threads)
+    reference = LLM.load(baseline, threads=threads, device=device) if baseline else None
+    llm = LLM.load(engine, threads=threads, device=device)
     if not whole or text is None:
         return evaluate(llm, reference, text, retrieval, windows, window_tokens, every)
     from kvlathe.runtime.suite import Exam, run_suite

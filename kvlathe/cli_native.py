@@ -19,7 +19,7 @@ from kvlathe.errors import KvlatheError
 @reports(show_pairs)
 def native_command(check: bool, cuda: bool, cuda_architectures: str) -> Result:
     """Build the native kernels in this checkout (CMake and a C++ compiler), and show what will run."""
-    from kvlathe.engines import plugin_library
+    from kvlathe import tensorrt_library
     from kvlathe.runtime import native, native_build
 
     if not check:
@@ -30,7 +30,7 @@ def native_command(check: bool, cuda: bool, cuda_architectures: str) -> Result:
             raise KvlatheError("the native kernels were built and are not in use", found.reason)
         return {"in_use": "no", "reason": found.reason}
     kernels = "yes" if found.native.cuda else "no: it was built without --cuda"
-    plugin = str(plugin_library.find() or f"no: {plugin_library.LIBRARY} is not built (docs/native.md)")
+    plugin = str(tensorrt_library.find_plugin() or f"no: {tensorrt_library.PLUGIN} is not built (docs/native.md)")
     library = {"library": str(found.native.path), "cpu": found.native.isa, "cuda": kernels}
     return {"in_use": "yes", **library, "tensorrt_plugin": plugin}
 

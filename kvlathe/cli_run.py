@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 THREADS = click.option(
     "--threads", type=click.IntRange(1), help="Threads of the CPU. [default: one for each core that it may use]"
 )
+DEVICE = click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    help="Where an onnxruntime engine runs. [default: KVLATHE_DEVICE, or auto: float16 engines on a GPU that is ready]",
+)
 
 
 def show_answer(result: Result) -> None:
@@ -56,6 +61,7 @@ def show_answer(result: Result) -> None:
 @click.option("--stop", multiple=True, help="End before this text; may be given again.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token.")
 @THREADS
+@DEVICE
 @reports(show_answer)
 def generate_command(
     engine: Path,
@@ -63,6 +69,7 @@ def generate_command(
     prompt_file: Path | None,
     chat: bool,
     threads: int | None,
+    device: str | None,
     **sampling: Any,  # noqa: ANN401
 ) -> Result:
     """Continue a prompt. The text goes to stdout as it comes."""
@@ -73,7 +80,7 @@ def generate_command(
     from kvlathe.runtime.sampler import SamplingParams
 
     params = SamplingParams(**sampling)
-    llm = LLM.load(engine, threads=threads)
+    llm = LLM.load(engine, threads=threads, device=device)
     tokens = llm.tokenizer.encode(text)
     if chat:
         framed = llm.tokenizer.chat_prompt([{"role": "user", "content": text}])

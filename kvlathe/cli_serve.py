@@ -9,7 +9,7 @@ import click
 
 from kvlathe import console
 from kvlathe.cli_common import ENGINE, PATH
-from kvlathe.cli_run import THREADS
+from kvlathe.cli_run import DEVICE, THREADS
 from kvlathe.errors import KvlatheError
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -76,6 +76,7 @@ class Size(click.ParamType):
 )
 @click.option("--drain-seconds", type=click.FloatRange(0), default=30.0, show_default=True, help="After SIGTERM.")
 @THREADS
+@DEVICE
 @click.option(
     "--log-level", type=click.Choice(console.LEVELS), default="info", show_default=True, help="What stderr says."
 )
@@ -94,6 +95,7 @@ def serve_command(
     share_prefixes: bool | None,
     drain_seconds: float,
     threads: int | None,
+    device: str | None,
     log_level: str,
 ) -> None:
     """Serve an engine over HTTP, as the OpenAI API does. docs/serving.md says more.
@@ -121,6 +123,7 @@ def serve_command(
         threads=threads,
         drain_seconds=drain_seconds,
         chat_template=chat_template,
+        device=device,
     )
     serve(engine, settings)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kvlathe.runtime.session import StepPlan
+from kvlathe.runtime.step_block import StepForm
 
 
 @dataclass(frozen=True)
@@ -29,54 +28,33 @@ class StepBlock:
     """A step's arrays, of fixed sizes, in one block of int32 on the GPU and in two in pinned memory that take turns: a
     step's inputs are written while those of the step before may still be on their way."""
 
-    def __init__(self, tokens: int, batch: int, rows: int, widths: list[int]) -> None:
-        self.shapes = [(tokens,), (tokens,), (batch + 1,), (batch, len(widths)), (rows,), *((batch, w) for w in widths)]
-        self.offsets = np.cumsum([0, *(-(-int(np.prod(shape)) // 64) * 64 for shape in self.shapes)])
-        size = int(self.offsets[-1])
-        self.gpu = torch.zeros(size, dtype=torch.int32, device="cuda")
-        self._hosts = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
-        self._arrays = [[view.numpy() for view in self._cut(host)] for host in self._hosts]
+    def __init__(self, form: StepForm) -> None:
+        self.form = form
+        self.gpu = torch.zeros(form.size, dtype=torch.int32, device="cuda")
+        self._hosts = [torch.zeros(form.size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        self._arrays = [form.cut(host.numpy()) for host in self._hosts]
         self._sent, self._turn = [torch.cuda.Event(), torch.cuda.Event()], 0
-
-    @classmethod
-    def of(cls, step: StepPlan) -> StepBlock:
-        """A block just large enough for a step."""
-        widths = [table.shape[1] for table in step.page_tables]
-        return cls(len(step.input_ids), len(step.query_starts) - 1, len(step.logit_rows), widths)
-
-    def _cut(self, block: Tensor) -> list[Tensor]:
-        pairs = zip(self.offsets, self.shapes, strict=False)
-        return [block[at : at + int(np.prod(shape))].view(shape) for at, shape in pairs]
 
     def send(self, step: StepPlan) -> None:
         """Queue the copy of a step's arrays to the GPU. Rows and sequences beyond the step's belong to nobody."""
         self._turn ^= 1
         self._sent[self._turn].synchronize()  # of two steps ago
-        self._write(step, self._arrays[self._turn])
+        self.form.write(step, self._arrays[self._turn])
         self.gpu.copy_(self._hosts[self._turn], non_blocking=True)
         self._sent[self._turn].record()
 
-    @staticmethod
-    def _write(step: StepPlan, arrays: list[npt.NDArray[np.int32]]) -> None:
-        ids, positions, starts, lengths, rows, *tables = arrays
-        tokens, batch = len(step.input_ids), len(step.query_starts) - 1
-        ids[:tokens], positions[:tokens] = step.input_ids, step.positions
-        starts[: batch + 1], starts[batch + 1 :] = step.query_starts, tokens
-        lengths[:batch], lengths[batch:] = step.lengths, 0
-        rows[: len(step.logit_rows)], rows[len(step.logit_rows) :] = step.logit_rows, 0
-        for table, mine in zip(step.page_tables, tables, strict=True):
-            mine[:batch, : table.shape[1]] = table
-
     def views(self) -> StepViews:
-        ids, positions, starts, lengths, rows, *tables = self._cut(self.gpu)
+        ids, positions, starts, lengths, rows, *tables = self.form.cut(self.gpu).values()
         return StepViews(ids, positions, starts, lengths, rows, tuple(tables))
 
 
 class DecodeGraph:
     """One decode step of up to ``batch`` sequences, captured."""
 
-    def __init__(self, batch: int, widths: list[int], compute: Callable[[StepViews], Tensor], memory: object) -> None:
-        self.block = StepBlock(batch, batch, batch, widths)
+    def __init__(
+        self, batch: int, widths: tuple[int, ...], compute: Callable[[StepViews], Tensor], memory: object
+    ) -> None:
+        self.block = StepBlock(StepForm(batch, batch, batch, widths))
         views = self.block.views()  # zeros: nobody's tokens
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

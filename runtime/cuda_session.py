@@ -17,21 +17,19 @@ from torch import Tensor
 
 from kvlathe.engines.manifest import DECODER_FILE, Limits
 from kvlathe.errors import KvlatheError
-from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.runtime import native
-from kvlathe.runtime.cuda_abi import LEAST_CHUNK, CudaLibrary, PageKernels
+from kvlathe.runtime.cuda_abi import LEAST_CHUNK, CudaLibrary
 from kvlathe.runtime.cuda_attend import Attention, StepInputs
 from kvlathe.runtime.cuda_decoder import TorchDecoder, read_decoder
 from kvlathe.runtime.cuda_graph import DecodeGraph, StepBlock, StepViews
 from kvlathe.runtime.cuda_rows import NativeRows
-from kvlathe.runtime.session import Int32, StepPlan
+from kvlathe.runtime.device_pages import DevicePages
+from kvlathe.runtime.session import StepPlan
+from kvlathe.runtime.step_block import LADDER, StepForm, check_step, is_decode, most_pages
 
-LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Batch sizes that get a graph; a batch runs in the next larger one."""
 
-
-class CudaSession:
+class CudaSession(DevicePages):
     """Loads ``folder`` with a cache of ``arena_bytes`` on GPU 0. ``threads`` is for sessions on a CPU: ignored."""
 
     attention: Attention
@@ -69,16 +67,14 @@ class CudaSession:
         limits: Limits,
         arena_bytes: int,
     ) -> None:
-        self.plan, self.limits, self.decoder = plan, limits, decoder
-        self.strides = CacheLayout(plan).page_stride
+        self.limits, self.decoder = limits, decoder
         self.pool = _memory(arena_bytes)
+        super().__init__(library, plan, TorchPool(self.pool))
         most_rows = max(limits.max_num_tokens, *(n for n in LADDER if n <= 2 * limits.max_batch_size))
         self.attention = Attention(library, plan, scales, self.pool, most_rows)
-        self.pages = PageKernels(library, plan, self.pool.data_ptr(), self.pool.numel())
-        self._views = [self.pool[: len(self.pool) // s * s].view(-1, s) for s in self.strides]
         self._graphs: dict[int, DecodeGraph] = {}
         self._memory_of_graphs = torch.cuda.graph_pool_handle()
-        self.widths = [_most_pages(plan, b, limits.max_seq_len) for b in range(len(plan.buckets))]
+        self.widths = tuple(most_pages(plan, b, limits.max_seq_len) for b in range(len(plan.buckets)))
 
     # -- steps ---------------------------------------------------------------------------------------------------
     def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
@@ -88,11 +84,11 @@ class CudaSession:
 
     def launch(self, step: StepPlan) -> Tensor:
         """The same without waiting: logits on the GPU in 16 bit, which the next step may overwrite."""
-        self._check(step)
+        check_step(step, self.limits)
         graph = self._graph_of(step)
         if graph is not None:
             return graph.run(step).logits[: len(step.logit_rows)]
-        block = StepBlock.of(step)
+        block = StepBlock(StepForm.of(step))
         block.send(step)
         return self._compute(block.views(), single=False, alone=self._only_chunks(step))
 
@@ -102,22 +98,12 @@ class CudaSession:
         But for the ``first`` step its ``input_ids`` are those that the step before has left on the GPU, whatever the
         plan says: the host prepares step after step while the GPU computes. Raises KvlatheError for any other step.
         """
-        self._check(step)
+        check_step(step, self.limits)
         graph = self._graph_of(step)
         if graph is None:
             fact = f"a step of {len(step.input_ids)} tokens is no decode step that a graph fits"
             raise KvlatheError(fact, "greedy steps follow each other in graphs only", "use run")
         return graph.run(step, follow=not first).best[: len(step.logit_rows)]
-
-    def _check(self, step: StepPlan) -> None:
-        for count, limit, flag in (
-            (len(step.input_ids), self.limits.max_num_tokens, "max_num_tokens"),
-            (len(step.query_starts) - 1, self.limits.max_batch_size, "max_batch_size"),
-        ):
-            if count > limit:
-                raise KvlatheError(
-                    f"a step of {count} exceeds this engine", f"its {flag} is {limit}", f"build with a larger --{flag}"
-                )
 
     def _only_chunks(self, step: StepPlan) -> bool:
         """Whether every sequence has a prompt chunk that is attended in tiles: long enough, nothing of it sealed."""
@@ -134,36 +120,37 @@ class CudaSession:
 
     def _graph_of(self, step: StepPlan) -> DecodeGraph | None:
         """The graph that computes a step, where it is a decode step that fits one."""
-        batch = len(step.query_starts) - 1
-        decodes = len(step.input_ids) == len(step.logit_rows) == batch and len(step.query_offsets) == 1
-        fits = all(t.shape[1] <= width for t, width in zip(step.page_tables, self.widths, strict=True))
-        size = next((n for n in LADDER if n >= batch), 0)
-        if not (decodes and fits and size and (step.query_starts[1:] > step.query_starts[:-1]).all()):
+        size = next((n for n in LADDER if n >= len(step.query_starts) - 1), 0)
+        if not (size and is_decode(step, self.widths)):
             return None
         if size not in self._graphs:
             compute = partial(self._compute, single=True)
             self._graphs[size] = DecodeGraph(size, self.widths, compute, self._memory_of_graphs)
         return self._graphs[size]
 
-    # -- pages ---------------------------------------------------------------------------------------------------
-    def seal(self, fresh: int, page: int, cold_pages: tuple[int, ...], position: int) -> None:
-        """Write full page ``page`` into one page of each cold bucket of ``fresh``, in that bucket's number format."""
-        for bucket, target in zip(self.plan.cold(fresh), cold_pages, strict=True):
-            self.pages.seal(fresh, bucket, [(page, target, position)], _stream())
 
-    def evict(self, bucket: int, pages: Int32, keep: npt.NDArray[np.int64]) -> None:
-        """Compact a sequence's lanes: ``keep`` [lanes of the bucket, n] are the kept token places, ascending."""
-        places, ids = torch.from_numpy(np.ascontiguousarray(keep)).cuda(), torch.from_numpy(pages.copy()).cuda()
-        self.pages.evict(bucket, ids.data_ptr(), places.data_ptr(), keep.shape[1], _stream())
+class TorchPool:
+    """A tensor of bytes as device_pages.PoolMemory."""
 
-    def copy_page(self, bucket: int, source: int, target: int) -> None:
-        self._views[bucket][target].copy_(self._views[bucket][source])
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.address, self.size = tensor, tensor.data_ptr(), tensor.numel()
 
-    def read_page(self, bucket: int, page: int) -> bytes:
-        return self._views[bucket][page].cpu().numpy().tobytes()
+    @property
+    def stream(self) -> int:
+        return torch.cuda.current_stream().cuda_stream
 
-    def write_page(self, bucket: int, page: int, data: bytes) -> None:
-        self._views[bucket][page].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    def copy(self, target: int, source: int, size: int) -> None:
+        self.tensor[target : target + size].copy_(self.tensor[source : source + size])
+
+    def read(self, place: int, size: int) -> bytes:
+        return self.tensor[place : place + size].cpu().numpy().tobytes()
+
+    def write(self, place: int, data: bytes) -> None:
+        self.tensor[place : place + len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def lend(self, array: npt.NDArray) -> tuple[int, object]:
+        there = torch.from_numpy(np.ascontiguousarray(array)).to(self.tensor.device)
+        return there.data_ptr(), there
 
 
 # -- what is here ------------------------------------------------------------------------------------------------------
@@ -191,13 +178,3 @@ def _memory(size: int) -> Tensor:
     except torch.cuda.OutOfMemoryError as error:
         fact = f"a cache of {size:,} bytes does not fit"
         raise KvlatheError(fact, f"{free_bytes():,} bytes of GPU memory are free", "ask for less cache") from error
-
-
-def _most_pages(plan: CompressionPlan, bucket: int, tokens: int) -> int:
-    """Pages of a bucket that a decoding sequence of up to ``tokens`` tokens can have."""
-    hot = plan.prefill_chunk + plan.page_tokens if plan.cold(bucket) else tokens
-    return -(-min(tokens, hot) // plan.page_tokens) + 1
-
-
-def _stream() -> int:
-    return torch.cuda.current_stream().cuda_stream

@@ -93,6 +93,7 @@ class LLM:
         prefixes = PrefixCache(self.pool) if share else None
         self.engine = Engine(session, self.pool, Scheduler(self.pool, session, limits, prefixes), tokenizer.eos_ids)
         self.manifest: Manifest | None = None
+        self.attention = "unknown"
 
     @classmethod
     def load(
@@ -102,23 +103,25 @@ class LLM:
         threads: int | None = None,
         verify: bool = True,
         share_prefixes: bool | None = False,
+        device: str | None = None,
     ) -> LLM:
         """Load an engine folder, checking that its files are those that were built (or just their sizes).
 
         ``cache_bytes`` of KV cache: by default room for max_batch_size sequences of max_seq_len tokens, at most half of
         the machine's memory; memory is only taken as it is used. ``threads``: default one a core (runtime/machine.py).
         ``share_prefixes``: finished requests leave their pages to later ones that begin alike, until room is needed;
-        None: where the plan allows it.
+        None: where the plan allows it. ``device``: cpu, cuda or auto; None: KVLATHE_DEVICE, or else auto
+        (runtime/sessions.py).
         Raises KvlatheError where the folder is incomplete, changed, or of a backend that cannot run here.
         """
         folder = Path(engine_dir)
         manifest = manifests.verify(folder, deep=verify)
-        runner = sessions.runner(manifest, folder)
+        runner = sessions.runner(manifest, folder, device)
         plan = CompressionPlan.from_json((folder / manifests.PLAN_FILE).read_text("utf-8"))
-        size = cache_bytes or sessions.cache_bytes(manifest, CacheLayout(plan))
+        size = cache_bytes or sessions.cache_bytes(manifest, CacheLayout(plan), runner)
         session = runner.session(manifest)(folder, plan, manifest.limits, size, threads)
         llm = cls(session, plan, manifest.limits, Tokenizer(folder), size, share_prefixes)
-        llm.manifest = manifest
+        llm.manifest, llm.attention = manifest, runner.attention(manifest)
         return llm
 
     # -- text ------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from kvlathe.runtime import machine
 from kvlathe.runtime.host_pages import HostPages, typed_views
 from kvlathe.runtime.ragged import Share, by_size
 from kvlathe.runtime.session import StepPlan
+from kvlathe.runtime.step_block import check_step
 
 
 class Graph:
@@ -95,7 +96,7 @@ class OrtSession(HostPages):
 
     def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
         """Logits [R, vocab]; the step's rows are in the pool afterwards. Raises KvlatheError beyond the profile."""
-        self._check(step)
+        check_step(step, self.limits)
         logits = np.empty((len(step.logit_rows), self.plan.model.vocab_size), np.float32)
         hidden, last, observed = self._between(step), len(self.graphs) - 1, []
         for stage, graph in enumerate(self.graphs):
@@ -127,16 +128,6 @@ class OrtSession(HostPages):
         if step.hidden is not None or len(self.graphs) == 1:
             return np.empty((0, 0), np.float32) if step.hidden is None else step.hidden
         return np.empty((len(step.input_ids), self.plan.model.hidden_size), np.float32)
-
-    def _check(self, step: StepPlan) -> None:
-        for count, limit, flag in (
-            (len(step.input_ids), self.limits.max_num_tokens, "max_num_tokens"),
-            (len(step.query_starts) - 1, self.limits.max_batch_size, "max_batch_size"),
-        ):
-            if count > limit:
-                raise KvlatheError(
-                    f"a step of {count} exceeds this engine", f"its {flag} is {limit}", f"build with a larger --{flag}"
-                )
 
 
 def _weights(step: StepPlan) -> npt.NDArray[np.float32]:

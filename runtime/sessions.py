@@ -1,8 +1,13 @@
-"""Which session runs an engine in this process, how much cache it may have, and what runs its attention, in words."""
+"""Which session runs an engine in this process, how much cache it may have, and what runs its attention, in words.
+
+Engines of the onnxruntime backend run on the CPU, or on GPU 0: those in float16 whose plan the CUDA kernels take
+(their manifest names GPUs), where everything for it is there. KVLATHE_DEVICE=cpu|cuda, or ``device``, decides instead.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import util
@@ -11,14 +16,20 @@ from typing import Any
 from kvlathe.engines.manifest import Limits, Manifest
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
-from kvlathe.runtime import machine, native, native_session
+from kvlathe.runtime import device as gpu
+from kvlathe.runtime import machine, native, native_session, trt_session
+from kvlathe.tensorrt_library import FLAVOURS
+
+DEVICES = ("auto", "cpu", "cuda")
+VARIABLE = "KVLATHE_DEVICE"
 
 
 @dataclass(frozen=True)
 class Runner:
-    """How a backend's engines run. ``session`` chooses the class, ``room`` is the most bytes of cache there is memory
-    for, given an engine that is not loaded yet, ``attention`` says what runs kvlathe::Attend."""
+    """How a backend's engines run on a device. ``session`` chooses the class, ``room`` is the most bytes of cache there
+    is memory for, given an engine that is not loaded yet, ``attention`` says what runs kvlathe::Attend."""
 
+    device: str
     session: Callable[[Manifest], Any]
     room: Callable[[Manifest], int]
     attention: Callable[[Manifest], str]
@@ -39,14 +50,21 @@ def _cuda_room(manifest: Manifest) -> int:
 
 
 def _cuda_attention(manifest: Manifest) -> str:
+    obstacle = _no_kernels() or ("" if _has_gpu() else "the driver sees no GPU")
+    return _kernels(obstacle, "native CUDA kernels, decode steps as CUDA graphs")
+
+
+def _kernels(obstacle: str, words: str) -> str:
+    found = native.find().native
+    return f"it will NOT run here: {obstacle}" if obstacle or found is None else f"{words} ({found.path})"
+
+
+def _no_kernels() -> str:
+    """Why the native library has no CUDA kernels; empty if it has."""
     found = native.find()
     if found.native is None:
-        return f"it will NOT run here: {found.reason}"
-    if not found.native.cuda:
-        return f"it will NOT run here: {found.native.path} holds no CUDA kernels; kvlathe native --cuda builds them"
-    if not _has_gpu():
-        return "it will NOT run here: the driver sees no GPU"
-    return f"native CUDA kernels, decode steps as CUDA graphs ({found.native.path})"
+        return found.reason
+    return "" if found.native.cuda else f"{found.native.path} holds no CUDA kernels; kvlathe native --cuda builds them"
 
 
 def _has_gpu() -> bool:
@@ -61,35 +79,93 @@ def _host_room(manifest: Manifest) -> int:
     return machine.memory_bytes() // 2
 
 
+# -- ONNX Runtime and TensorRT on a GPU --------------------------------------------------------------------------------
+
+
+def _ort_session(manifest: Manifest) -> Any:  # noqa: ANN401
+    from kvlathe.runtime.ort_device_session import OrtDeviceSession
+
+    return OrtDeviceSession
+
+
+def _ort_obstacle(manifest: Manifest) -> str:
+    """Why an engine of the onnxruntime backend cannot run on a GPU here; empty if it can."""
+    from kvlathe.runtime import ort_device_session
+
+    if not any(name.startswith("sm_") for name in manifest.architectures):
+        return "it was built for the CPU: GPUs take --dtype float16 and pages that the CUDA kernels attend"
+    return gpu.obstacle() or ort_device_session.obstacle() or _no_kernels()
+
+
+def _ort_attention(manifest: Manifest) -> str:
+    return _kernels(_ort_obstacle(manifest), "native CUDA kernels in ONNX Runtime's CUDA provider, on the GPU")
+
+
+def _host_attention(manifest: Manifest) -> str:
+    """An engine that is made for GPUs too says why it is not on one."""
+    words, made = native_session.attention(manifest), any(name.startswith("sm_") for name in manifest.architectures)
+    asked = f"{VARIABLE} or --device asks for the CPU"
+    return f"{words}; on the CPU, NOT on a GPU: {_ort_obstacle(manifest) or asked}" if made else words
+
+
+def _trt_session(manifest: Manifest) -> Any:  # noqa: ANN401
+    return trt_session.TrtSession
+
+
+def _trt_attention(manifest: Manifest) -> str:
+    obstacle = trt_session.obstacle(manifest) or gpu.obstacle() or _no_kernels()
+    return _kernels(obstacle, "the TensorRT plugin, decode steps as CUDA graphs")
+
+
+def _gpu_room(manifest: Manifest) -> int:
+    return max(0, gpu.free_bytes() - 2 * manifest.size) * 8 // 10
+
+
+ON_CPU = Runner("cpu", native_session.session_class, _host_room, _host_attention)
+ON_GPU = Runner("cuda", _ort_session, _gpu_room, _ort_attention)
 RUNNERS: Mapping[str, Runner] = {
-    "onnxruntime": Runner(native_session.session_class, _host_room, native_session.attention),
-    "cuda": Runner(_cuda_session, _cuda_room, _cuda_attention),
+    "onnxruntime": ON_CPU,
+    "cuda": Runner("cuda", _cuda_session, _cuda_room, _cuda_attention),
+    **dict.fromkeys(FLAVOURS, Runner("cuda", _trt_session, _gpu_room, _trt_attention)),
 }
 
 
-def runner(manifest: Manifest, name: object) -> Runner:
-    """Raises KvlatheError where nothing here runs engine ``name``."""
+def runner(manifest: Manifest, name: object = "this engine", device: str | None = None) -> Runner:
+    """What runs engine ``name`` on ``device`` (None: what KVLATHE_DEVICE says, or else auto: what suits the engine).
+
+    Raises KvlatheError where nothing here does.
+    """
+    wanted = device or os.environ.get(VARIABLE) or "auto"
+    if wanted not in DEVICES:
+        raise KvlatheError(f"there is no device {wanted!r}", "", f"choose one of {', '.join(DEVICES)}")
     if manifest.backend not in RUNNERS:
         raise KvlatheError(
             f"the engine {name} was built for {manifest.backend}",
             f"this runtime runs {', '.join(RUNNERS)}",
             "build it with another --backend",
         )
-    return RUNNERS[manifest.backend]
+    chosen = RUNNERS[manifest.backend]
+    if manifest.backend == "onnxruntime" and wanted != "cpu":
+        obstacle = _ort_obstacle(manifest)
+        if wanted == "cuda" and obstacle:
+            raise KvlatheError(f"{name} cannot run on the GPU", obstacle, "or run it on the CPU: --device cpu")
+        chosen = ON_CPU if obstacle else ON_GPU
+    if wanted not in ("auto", chosen.device):
+        fact = f"{name} was built for {manifest.backend}, which runs on a GPU"
+        raise KvlatheError(fact, f"--device is {wanted}", "build it for onnxruntime")
+    return chosen
 
 
-def attention(manifest: Manifest) -> str:
+def attention(manifest: Manifest, device: str | None = None) -> str:
     """What runs kvlathe::Attend of this engine in this process, and if it is not the native library, why."""
-    if manifest.backend not in RUNNERS:
-        return f"not run here: {manifest.backend} engines need its own runtime"
-    return RUNNERS[manifest.backend].attention(manifest)
+    return runner(manifest, device=device).attention(manifest)
 
 
-def cache_bytes(manifest: Manifest, layout: CacheLayout) -> int:
+def cache_bytes(manifest: Manifest, layout: CacheLayout, chosen: Runner) -> int:
     """Room for a full batch of the longest sequences and, where prompts are ranked when they end, for two that have
     not; at most what the memory there is allows."""
     limits: Limits = manifest.limits
     pages = 2 * len(layout.page_stride) * max(layout.page_stride)
     full = limits.max_batch_size * (layout.bytes_for(limits.max_seq_len) + pages)
     full += 2 * layout.prompt_bytes(limits.max_seq_len) if layout.plan.ranked else 0
-    return min(full, RUNNERS[manifest.backend].room(manifest))
+    return min(full, chosen.room(manifest))

@@ -13,7 +13,7 @@ import onnx
 import pytest
 
 from kvlathe.engines import manifest as manifests
-from kvlathe.engines import plugin_library, tensorrt
+from kvlathe.engines import tensorrt
 from kvlathe.engines.build import BuildRequest, build
 from kvlathe.engines.layers import PLUGIN, check_attention, required_nodes
 from kvlathe.engines.manifest import Limits
@@ -21,6 +21,8 @@ from kvlathe.engines.tensorrt import profiles
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
+from kvlathe.tensorrt_library import PLUGIN as PLUGIN_FILE
+from kvlathe.tensorrt_library import VARIABLE, find_plugin
 
 MODEL = Path(__file__).parents[1] / "models" / "lathe-5m"
 LIMITS = Limits(max_batch_size=4, max_num_tokens=80, max_input_len=200, max_seq_len=200)
@@ -34,8 +36,8 @@ needs_rtx = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def without_plugin(monkeypatch: pytest.MonkeyPatch) -> str:
     """The plugin that the environment names ("" if none); the tests run without unless they name it again."""
-    named = os.environ.get(plugin_library.VARIABLE, "0")
-    monkeypatch.setenv(plugin_library.VARIABLE, "0")
+    named = os.environ.get(VARIABLE, "0")
+    monkeypatch.setenv(VARIABLE, "0")
     return "" if named == "0" else named
 
 
@@ -126,7 +128,7 @@ def test_the_shipped_model_becomes_an_engine_without_a_gpu(tmp_path: Path) -> No
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The plugin library: the one that the environment names, or a fresh build without kernels."""
-    if named := os.environ.get(plugin_library.VARIABLE, "0").strip("0"):
+    if named := os.environ.get(VARIABLE, "0").strip("0"):
         return Path(named)
     headers = os.environ.get("TENSORRT_INCLUDE_DIR", "")
     if not Path(headers, "NvInfer.h").is_file():
@@ -139,7 +141,7 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode or "SKIPPING the TensorRT plugin" in done.stderr:
             pytest.skip(f"the plugin cannot be built here: {done.stderr[-300:]}")
-    return folder / plugin_library.LIBRARY
+    return folder / PLUGIN_FILE
 
 
 @needs_rtx
@@ -148,7 +150,7 @@ def test_every_attention_becomes_one_plugin_layer(
     plugin: Path, compression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Quantized pages too: the graph's unsigned bytes, which no plugin takes, reach it as signed ones."""
-    monkeypatch.setenv(plugin_library.VARIABLE, str(plugin))
+    monkeypatch.setenv(VARIABLE, str(plugin))
     request = BuildRequest(
         MODEL, tmp_path / "engine", compression=compression, backend="tensorrt_rtx", max_seq_len=512, use_cache=False
     )
@@ -161,9 +163,9 @@ def test_every_attention_becomes_one_plugin_layer(
 
 
 def test_a_plugin_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv(plugin_library.VARIABLE, str(tmp_path / "nothing.so"))
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "nothing.so"))
     with pytest.raises(KvlatheError, match="there is no such file"):
-        plugin_library.find()
+        find_plugin()
 
 
 def test_an_engine_that_ran_the_function_instead_of_the_plugin_is_refused() -> None:

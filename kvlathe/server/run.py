@@ -15,7 +15,6 @@ import uvicorn
 
 from kvlathe.engines.folder import sigterm_interrupts
 from kvlathe.errors import KvlatheError
-from kvlathe.runtime import sessions
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.tokenizer import read_template
@@ -43,6 +42,7 @@ class Settings:
     threads: int | None
     drain_seconds: float
     chat_template: Path | None = None  # in place of the checkpoint's
+    device: str | None = None  # cpu, cuda or auto; None: KVLATHE_DEVICE
 
 
 class Server(uvicorn.Server):
@@ -83,17 +83,17 @@ def listen(host: str, port: int) -> socket.socket:
 def capacity(llm: LLM) -> str:
     """How much runs at once, and on what."""
     tokens = int(llm.pool.arena_bytes / llm.layout.bytes_per_token())
-    attention = sessions.attention(llm.manifest) if llm.manifest else "unknown"
     return (
         f"{llm.pool.arena_bytes:,} bytes of KV cache, about {tokens:,} tokens, in at most "
-        f"{llm.limits.max_batch_size} sequences; attention: {attention}"
+        f"{llm.limits.max_batch_size} sequences; attention: {llm.attention}"
     )
 
 
 def serve(folder: Path, settings: Settings) -> None:
     """Load the engine and serve it until SIGTERM or SIGINT. Raises KvlatheError for what cannot be loaded or bound."""
     with sigterm_interrupts():  # nobody waits for an answer yet
-        llm = LLM.load(folder, settings.cache_bytes, settings.threads, share_prefixes=settings.share_prefixes)
+        chosen = {"share_prefixes": settings.share_prefixes, "device": settings.device}
+        llm = LLM.load(folder, settings.cache_bytes, settings.threads, **chosen)
     if settings.chat_template:
         llm.tokenizer.chat_template = read_template(settings.chat_template)
     llm.engine.scheduler.prompt_tokens = settings.prompt_tokens

@@ -121,4 +121,6 @@ def test_which_path_runs_is_said_loudly(native: Native, monkeypatch: pytest.Monk
     assert session_class(other) is OrtSession and "NOT the native kernels" in attention(other)
     monkeypatch.setattr(natives, "find", lambda: natives.Found(None, "it is not there"))
     assert session_class(single) is OrtSession and "it is not there" in attention(single)
-    assert "not run here" in attention(dataclasses.replace(single, backend="tensorrt_rtx"))
+    both = dataclasses.replace(half, architectures=("cpu", "sm_90"))
+    assert "NOT on a GPU" in attention(both, "cpu") and "NOT on a GPU" not in attention(half)
+    assert "it will NOT run here" in attention(dataclasses.replace(single, backend="tensorrt_rtx"))

@@ -1,0 +1,149 @@
+"""ONNX Runtime's CUDA provider end to end on a GPU: the logits and tokens of the same engine on the CPU.
+
+Needs onnxruntime-gpu and cuda-python beside a library with CUDA kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import make_model, sizes
+
+from kvlathe.engines.build import BuildRequest, build
+from kvlathe.runtime import device, native, ort_device_session
+from kvlathe.runtime.device import Device
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.ort_device_session import OrtDeviceSession
+from kvlathe.runtime.sampler import SamplingParams
+from tests.native.library import Library
+from tests.runtime_cases import forced, text
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "lathe-5m"
+CODED = {"compression": "fdc+hack:bits=8", "removal_rate": 0.15}
+PLANS = {"none": {}, "8 bit": CODED, "grouped": {"max_seq_len": 512}}
+LIMITS = {"max_batch_size": 3, "max_seq_len": 1024, "prefill_chunk": 128, "max_num_tokens": 320}
+CLOSE = 1e-2
+"""Of the largest logit: two ways to round to 16 bit, and q to 8 bits on one side where pages have 8."""
+GROUPED = sizes(112, 14, 2, 16, tie_word_embeddings=True)
+"""Seven query heads a lane, random weights."""
+
+
+@pytest.fixture(scope="module", params=PLANS)
+def pair(
+    request: pytest.FixtureRequest, library: Library, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LLM, LLM]]:
+    """One engine on the GPU and on the CPU."""
+    if found := device.obstacle() or ort_device_session.obstacle():
+        pytest.skip(found)
+    if not library.has_cuda:
+        pytest.skip("a library without CUDA kernels")
+    folder, patch = tmp_path_factory.mktemp("engines"), pytest.MonkeyPatch()
+    patch.setenv("KVLATHE_LIBRARY", str(library.path.resolve()))
+    native.find.cache_clear()
+    model = MODEL
+    if request.param == "grouped":
+        model = folder / "checkpoint"
+        make_model(model, "Qwen2", GROUPED, seed=4)
+    asked = {**LIMITS, **PLANS[request.param]}
+    engine = build(BuildRequest(model, folder / "engine", dtype="float16", use_cache=False, **asked))
+    yield LLM.load(engine), LLM.load(engine, device="cpu")
+    patch.undo()
+    native.find.cache_clear()
+
+
+def tokens_of(llm: LLM, count: int, start: int = 0) -> list[int]:
+    vocab = llm.plan.model.vocab_size
+    return [token % vocab for token in text(count, start)]
+
+
+def test_a_float16_engine_runs_on_the_gpu_where_it_can(pair: tuple[LLM, LLM]) -> None:
+    assert isinstance(pair[0].session, OrtDeviceSession) and not isinstance(pair[1].session, OrtDeviceSession)
+    assert "ONNX Runtime's CUDA provider" in pair[0].attention and "NOT on a GPU" in pair[1].attention
+
+
+def test_logits_are_those_of_the_cpu(pair: tuple[LLM, LLM]) -> None:
+    """Chunks beside decodes, seals, batches that a graph pads; the pool stays where it is."""
+    place = pair[0].session.memory.address
+    texts = [tokens_of(pair[0], n, 100 * n) for n in (200, 131, 60)]
+    schedule = [(128, 128, 40), (64, 1, 1), (1, 1, 1), (1, 1, 18), (1, 0, 0), (5, 0, 0)]
+    on_gpu, on_cpu = (forced(llm, texts, schedule) for llm in pair)
+    for ours, theirs in zip(on_gpu, on_cpu, strict=True):
+        assert np.abs(ours - theirs).max() <= CLOSE * np.abs(theirs).max()
+    assert pair[0].session.memory.address == place
+    assert set(pair[0].session._decodes) == {1, 3}
+
+
+def test_answers_are_those_of_the_cpu(pair: tuple[LLM, LLM]) -> None:
+    """Three requests at once, through chunks, graphs of shrinking batches and seals: greedy tokens, which part only
+    where two of them are as good."""
+    prompts = [tokens_of(pair[0], n, 50 * n) for n in (5, 40, 300)]
+    params = [SamplingParams(max_new_tokens=n, temperature=0.0, ignore_eos=True) for n in (100, 90, 80)]
+    answers = [[list(answer.token_ids) for answer in llm.generate(prompts, params)] for llm in pair]
+    alike = 0
+    for prompt, ours, theirs in zip(prompts, *answers, strict=True):
+        same = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), len(ours))
+        alike += same
+        if same < len(ours):
+            ids = prompt + ours[:same]
+            logits = pair[1].logits(ids, [len(ids) - 1], prompt=len(prompt))[0]
+            assert logits.max() - logits[ours[same]] <= 2 * CLOSE * np.abs(logits).max()
+    assert alike >= 135  # half of them
+
+
+def test_a_decode_step_moves_its_integers_and_its_logits(
+    pair: tuple[LLM, LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes of every copy that we queue, between the GPU and here: no page among them."""
+    moved: list[int] = []
+    plain = Device.call
+
+    def call(self: Device, name: str, *arguments: object) -> object:
+        if name == "cudaMemcpyAsync":
+            moved.append(int(arguments[2]))  # type: ignore[arg-type]
+        return plain(self, name, *arguments)
+
+    llm, texts = pair[0], [tokens_of(pair[0], 40, 10 * i) for i in range(3)]
+    forced(llm, texts, [(30, 30, 30), (1, 1, 1)])
+    monkeypatch.setattr(Device, "call", call)
+    forced(llm, texts, [(30, 30, 30), (1, 1, 1), (1, 1, 1)])
+    block = 4 * llm.session._decodes[3].block.form.size
+    assert moved[2:] == [block, 4 * 3 * llm.plan.model.vocab_size] * 2
+
+
+def test_pages_move_and_come_back(pair: tuple[LLM, LLM]) -> None:
+    session = pair[0].session
+    data = bytes(np.random.default_rng(1).integers(0, 255, session.strides[0], np.uint8))
+    session.write_page(0, 3, data)
+    session.copy_page(0, 3, 5)
+    assert session.read_page(0, 5) == data == session.read_page(0, 3)
+
+
+def test_every_node_of_a_step_is_on_the_gpu(pair: tuple[LLM, LLM], tmp_path: Path) -> None:
+    """But for shapes: no node of standard operators that computes, and no copy between the two memories."""
+    import json
+
+    import onnxruntime as ort
+
+    llm = pair[0]
+    graph = llm.session._graph
+    options = ort.SessionOptions()
+    assert graph.get_providers()[0] == "CUDAExecutionProvider"
+    options.enable_profiling = True
+    options.profile_file_prefix = str(tmp_path / "steps")
+    for name, value in llm.session.entries.items():
+        options.add_session_config_entry(name, value)
+    options.register_custom_ops_library(str(native.find().native.path))
+    session, kept = llm.session, graph
+    session._graph = session.open_graph(Path(graph._model_path), options, session.device.stream)
+    try:
+        forced(llm, [tokens_of(llm, 40)], [(30,)])
+        found = [e for e in json.loads(Path(session._graph.end_profiling()).read_text()) if e.get("cat") == "Node"]
+    finally:
+        session._graph = kept
+    names = {(e["args"]["op_name"], e["args"]["provider"]) for e in found if "provider" in e.get("args", {})}
+    assert ("Attend", "CUDAExecutionProvider") in names
+    on_cpu = {name for name, provider in names if provider == "CPUExecutionProvider"}
+    assert not on_cpu & {"MatMul", "Gemm", "Gather", "Add", "Mul", "Softmax", "MemcpyToHost", "MemcpyFromHost"}, names
