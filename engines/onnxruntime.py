@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvlathe.engines import cuda
@@ -17,7 +17,15 @@ from kvlathe.export.plan import CompressionPlan, graph_files
 
 def identify(name: str) -> Built:
     """ONNX Runtime runs the same file on every machine it runs on; the manifest adds the GPUs that its plan suits."""
-    return Built(versions={"onnxruntime": version("onnxruntime")}, architectures=("cpu",))
+    return Built(versions={"onnxruntime": _version()}, architectures=("cpu",))
+
+
+def _version() -> str:
+    """Of the one that is installed: both packages hold the same module."""
+    try:
+        return version("onnxruntime")
+    except PackageNotFoundError:
+        return version("onnxruntime-gpu")
 
 
 def check_plan(name: str, plan: CompressionPlan) -> None:

@@ -118,8 +118,9 @@ class LLM:
         manifest = manifests.verify(folder, deep=verify)
         runner = sessions.runner(manifest, folder, device)
         plan = CompressionPlan.from_json((folder / manifests.PLAN_FILE).read_text("utf-8"))
+        kind = runner.session(manifest)
         size = cache_bytes or sessions.cache_bytes(manifest, CacheLayout(plan), runner)
-        session = runner.session(manifest)(folder, plan, manifest.limits, size, threads)
+        session = kind(folder, plan, manifest.limits, size, threads)
         llm = cls(session, plan, manifest.limits, Tokenizer(folder), size, share_prefixes)
         llm.manifest, llm.attention = manifest, runner.attention(manifest)
         return llm

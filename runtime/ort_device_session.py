@@ -22,7 +22,7 @@ from kvlathe.runtime.device import Device
 from kvlathe.runtime.device_session import Bindings, DeviceSession, library_here
 
 PROVIDER = "CUDAExecutionProvider"
-INSTALL = "pip uninstall onnxruntime; pip install 'kvlathe[gpu]'"
+INSTALL = "pip uninstall onnxruntime, then pip install 'onnxruntime-gpu[cuda,cudnn]'"
 
 
 def obstacle() -> str:

@@ -26,8 +26,9 @@ VARIABLE = "KVLATHE_DEVICE"
 
 @dataclass(frozen=True)
 class Runner:
-    """How a backend's engines run on a device. ``session`` chooses the class, ``room`` is the most bytes of cache there
-    is memory for, given an engine that is not loaded yet, ``attention`` says what runs kvlathe::Attend."""
+    """How a backend's engines run on a device. ``session`` chooses the class and raises KvlatheError where there is
+    none, ``room`` is the most bytes of cache there is then memory for, given an engine that is not loaded yet,
+    ``attention`` says what runs kvlathe::Attend."""
 
     device: str
     session: Callable[[Manifest], Any]
@@ -85,7 +86,7 @@ def _host_room(manifest: Manifest) -> int:
 def _ort_session(manifest: Manifest) -> Any:  # noqa: ANN401
     from kvlathe.runtime.ort_device_session import OrtDeviceSession
 
-    return OrtDeviceSession
+    return OrtDeviceSession  # chosen only where nothing is in its way
 
 
 def _ort_obstacle(manifest: Manifest) -> str:
@@ -109,12 +110,18 @@ def _host_attention(manifest: Manifest) -> str:
 
 
 def _trt_session(manifest: Manifest) -> Any:  # noqa: ANN401
+    if found := _trt_obstacle(manifest):
+        fact = f"the engine was built for {manifest.backend} and cannot run here"
+        raise KvlatheError(fact, found, "or build it with --backend cuda or onnxruntime")
     return trt_session.TrtSession
 
 
+def _trt_obstacle(manifest: Manifest) -> str:
+    return trt_session.obstacle(manifest) or gpu.obstacle() or _no_kernels()
+
+
 def _trt_attention(manifest: Manifest) -> str:
-    obstacle = trt_session.obstacle(manifest) or gpu.obstacle() or _no_kernels()
-    return _kernels(obstacle, "the TensorRT plugin, decode steps as CUDA graphs")
+    return _kernels(_trt_obstacle(manifest), "the TensorRT plugin, decode steps as CUDA graphs")
 
 
 def _gpu_room(manifest: Manifest) -> int:

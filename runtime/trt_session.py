@@ -43,16 +43,14 @@ def obstacle(manifest: Manifest) -> str:
 class TrtSession(DeviceSession):
     """Loads ``folder``'s engine with a cache of ``arena_bytes`` on GPU 0. ``threads`` is for sessions on a CPU.
 
-    Raises KvlatheError where something is missing, where TensorRT refuses the engine on this GPU (with its words), and
-    for an engine that is not of this plan.
+    That nothing is missing (``obstacle``) was asked before. Raises KvlatheError where this GPU or TensorRT refuses the
+    engine, in TensorRT's words, and for an engine that is not of this plan.
     """
 
     def __init__(
         self, folder: Path, plan: CompressionPlan, limits: Limits, arena_bytes: int, threads: int | None = None
     ) -> None:
         manifest = manifests.read(folder)
-        if found := obstacle(manifest):
-            raise KvlatheError(f"{folder} cannot run here", found, "or build with --backend cuda or onnxruntime")
         device = Device()
         if (gpu := device.architecture()) not in manifest.architectures:
             fact, built = f"{folder} does not run on this GPU ({gpu})", ", ".join(manifest.architectures)

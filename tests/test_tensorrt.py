@@ -8,7 +8,10 @@ import shutil
 import subprocess
 from importlib import util
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
+import numpy as np
 import onnx
 import pytest
 
@@ -21,8 +24,10 @@ from kvlathe.engines.tensorrt import profiles
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
+from kvlathe.runtime.trt_session import TrtSession
 from kvlathe.tensorrt_library import PLUGIN as PLUGIN_FILE
 from kvlathe.tensorrt_library import VARIABLE, find_plugin
+from tests.host_device import HostDevice
 
 MODEL = Path(__file__).parents[1] / "models" / "lathe-5m"
 LIMITS = Limits(max_batch_size=4, max_num_tokens=80, max_input_len=200, max_seq_len=200)
@@ -159,7 +164,37 @@ def test_every_attention_becomes_one_plugin_layer(
     found = re.findall(r"Name: (layers\.\d+\.attend/Attend), LayerType: PluginV3,", layers)
     assert sorted(set(found)) == [f"layers.{i}.attend/Attend" for i in range(4)]
     assert "Softmax" not in layers and "Gather" not in "".join(line for line in layers.splitlines() if "attend" in line)
-    assert manifests.verify(folder).versions["plugin"]
+    manifest = manifests.verify(folder)
+    assert manifest.versions["plugin"]
+    plan = CompressionPlan.from_json((folder / manifests.PLAN_FILE).read_text())
+    session, listed, size = TrtSession.__new__(TrtSession), Listed(layers), CacheLayout(plan).bytes_for(2048)
+    session._start(listed, listed, HostDevice(), SimpleNamespace(), plan, manifest.limits, size)  # type: ignore[arg-type]
+    assert {"input_ids", "query_offsets", "pool_f16", "logits", "rows"} <= set(session._tensors)
+
+
+class Listed:
+    """A finished engine's tensors as its layer list names them: what TrtSession checks when it starts."""
+
+    KINDS: ClassVar = {"Int32": np.int32, "Half": np.float16, "Float": np.float32, "Int8": np.int8}
+
+    def __init__(self, layers: str) -> None:
+        found = re.findall(r"Name: (\w+), IOMode: \w+, DataType: (\w+), .*?IsShapeInferenceIO: (\w+)", layers)
+        self.kinds = {name: self.KINDS[kind] for name, kind, _ in found}
+        self.on_host = {name for name, _, wanted in found if wanted != "false"}
+        self.num_io_tensors = len(self.kinds)
+        self.nptype = np.dtype
+
+    def get_tensor_name(self, place: int) -> str:
+        return list(self.kinds)[place]
+
+    def get_tensor_dtype(self, name: str) -> type:
+        return self.kinds[name]
+
+    def is_shape_inference_io(self, name: str) -> bool:
+        return name in self.on_host
+
+    def create_execution_context(self) -> SimpleNamespace:
+        return SimpleNamespace(set_optimization_profile_async=lambda profile, stream: True)
 
 
 def test_a_plugin_that_is_named_must_be_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

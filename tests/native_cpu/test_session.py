@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -81,12 +85,20 @@ def turned() -> tuple[CompressionPlan, Basis]:
     return dataclasses.replace(plan, lanes=lanes, tiers=(Tier(16, 16), *plan.tiers[1:])), basis
 
 
-def test_an_engine_in_half_precision_is_that_of_the_function(native: Native, tmp_path: Path) -> None:
+@cache
+def half_engine() -> tuple[Path, CompressionPlan]:
+    """Exported in float16; the folder lives as long as the test process."""
+    folder, (plan, basis), checkpoint = Path(tempfile.mkdtemp(prefix="kvlathe-")), turned(), Checkpoint(MODEL)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    export_onnx(checkpoint.spec, plan, fold(checkpoint, plan, basis), folder, "float16")
+    return folder, plan
+
+
+def test_an_engine_in_half_precision_is_that_of_the_function(native: Native) -> None:
     """Within what rounding to half moves the logits by, which are up to 24."""
-    (plan, basis), checkpoint = turned(), Checkpoint(MODEL)
-    export_onnx(checkpoint.spec, plan, fold(checkpoint, plan, basis), tmp_path, "float16")
+    folder, plan = half_engine()
     size, found = CacheLayout(plan).bytes_for(8192), []
-    for session in (HalfSession(tmp_path, plan, LIMITS, size, 1, native), OrtSession(tmp_path, plan, LIMITS, size, 1)):
+    for session in (HalfSession(folder, plan, LIMITS, size, 1, native), OrtSession(folder, plan, LIMITS, size, 1)):
         engine = LLM(session, plan, LIMITS, Tokenizer(MODEL), size)
         found.append(np.concatenate(forced(engine, [text(90), text(130, 50)], [(64, 128), (1, 1), (25, 1)])))
     assert np.abs(found[0] - found[1]).max() < 0.06
