@@ -58,7 +58,7 @@ class SpreadArgs(Structure):
     _fields_ = [
         ("abi_version", c_uint32),
         *_ints("tokens", "batch", "buckets"),
-        *((name, c_uint32) for name in ("fresh", "quantized")),
+        ("fresh", c_uint32),
         *_pointers("query_starts", "lengths", "page_tables", "page_table_widths", "sequence_of", "visible"),
         *_pointers("spread_tables", "stream"),
         *_ints("group_size", "reserved"),

@@ -34,7 +34,7 @@ class StepInputs:
     """A step on the device, int32: ``query_starts`` [B+1], ``lengths`` [B, S], ``page_tables`` S times [B, M_s].
 
     ``single``: sequence b has exactly row b, or none (a decode step). ``alone``: every sequence with rows has
-    LEAST_CHUNK of them or more and no token in a quantized bucket, so that prompt chunks are all there is.
+    LEAST_CHUNK of them or more, so that prompt chunks are all there is.
     """
 
     query_starts: Tensor
@@ -57,12 +57,11 @@ class Attention:
         size = max(library.workspace_bytes(most_rows, form.heads) for form in self.forms)
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
         self.fresh = sum(1 << b for b, bucket in enumerate(plan.buckets) if bucket.source is None)
-        self.quantized = sum(1 << b for b, bucket in enumerate(plan.buckets) if plan.tiers[bucket.tier].quantized)
 
     def spread(self, step: StepInputs, tokens: int) -> Spread:
         """What each of ``tokens`` rows may read."""
         done = Spread(step, tokens, self._list_size(step, tokens))
-        args = SpreadArgs(ABI_VERSION, tokens, len(step.lengths), len(self.plan.buckets), self.fresh, self.quantized)
+        args = SpreadArgs(ABI_VERSION, tokens, len(step.lengths), len(self.plan.buckets), self.fresh)
         args.query_starts, args.lengths = step.query_starts.data_ptr(), step.lengths.data_ptr()
         args.page_tables, args.page_table_widths = done.addresses, done.widths
         args.sequence_of, args.visible = done.sequence_of.data_ptr(), done.visible.data_ptr()

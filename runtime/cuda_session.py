@@ -106,10 +106,9 @@ class CudaSession(DevicePages):
         return graph.run(step, follow=not first).best[: len(step.logit_rows)]
 
     def _only_chunks(self, step: StepPlan) -> bool:
-        """Whether every sequence has a prompt chunk that is attended in tiles: long enough, nothing of it sealed."""
+        """Whether every sequence with rows has a prompt chunk, long enough to be attended in tiles."""
         rows = np.diff(step.query_starts)
-        sealed = [s for s, bucket in enumerate(self.plan.buckets) if self.plan.tiers[bucket.tier].quantized]
-        return bool((rows[rows > 0] >= LEAST_CHUNK).all() and not step.lengths[rows > 0][:, sealed].any())
+        return bool((rows[rows > 0] >= LEAST_CHUNK).all())
 
     def _compute(self, on_gpu: StepViews, single: bool, alone: bool = False) -> Tensor:
         inputs = StepInputs(on_gpu.query_starts, on_gpu.lengths, on_gpu.page_tables, single, alone)

@@ -146,17 +146,16 @@ void Node::run(const std::vector<NodeInput>& in, void* o, void* rows, void* work
   auto* attend = cut.take<char>(size.attend);
   auto* list = cut.take<int32_t>(size.list);
   Tables tables;
-  uint32_t fresh = 0, quantized = 0;
+  uint32_t fresh = 0;
   for (int32_t s = 0; s < t.buckets; ++s) {
     tables.of_sequences.push_back(ints(p.page_tables + s));
     tables.widths.push_back(int32_t(in[p.page_tables + s].dims[1]));
     tables.of_rows.push_back(cut.take<int32_t>(aligned(4 * int64_t{tokens} * tables.widths.back())));
     fresh |= uint32_t(layer.buckets[s].fresh != 0) << s;
-    quantized |= uint32_t(std::min(layer.buckets[s].bits_k, layer.buckets[s].bits_v) < 16) << s;
   }
 
   device_clear(attend, size.attend, stream);
-  kvlathe_spread_args step{KVLATHE_ABI_VERSION, tokens, batch, t.buckets, fresh, quantized, ints(p.query_starts), ints(p.lengths),
+  kvlathe_spread_args step{KVLATHE_ABI_VERSION, tokens, batch, t.buckets, fresh, ints(p.query_starts), ints(p.lengths),
                            tables.of_sequences.data(), tables.widths.data(), sequences, visible, tables.of_rows.data(), stream, t.group_size, 0,
                            row_lengths, chunks ? list : nullptr};
   kvlathe::check(kvlathe_cuda_spread(&step, &status), status);

@@ -5,10 +5,11 @@
 Both sides run in this process: SDPA (flash and cuDNN) on ``--heads`` KV heads x ``--group`` query heads x ``--dim``,
 ours on the same heads with the ranks ``mixed`` (16 to 96, mean 51.2 over five layers, for K and for V) from 16-bit
 pages. The boundary is post-RoPE projected q in, o' out. A case is new tokens, or new tokens @ tokens before them (a
-later chunk, where these backends have no mask to offer). Time: CUDA events around one call, median of ``--repeats``,
-mean over five layers. ``exp``: the share of the special-function units' rate (16 a cycle and SM at ``--mhz``) that the
-visible scores' exponentials take. ``rows``: the same rows attended as decodes, the path without this kernel. Needs
-torch; prints one table and one JSON line.
+later chunk, where these backends have no mask to offer), or all tokens / those of a chunk (one call each, added up).
+With ``--bits`` below 16 the tokens before a chunk lie in sealed pages, groups of 64. Time: CUDA events around one call,
+median of ``--repeats``, mean over five layers. ``exp``: the share of the special-function units' rate (16 a cycle and
+SM at ``--mhz``) that the visible scores' exponentials take. ``rows``: the same rows attended as decodes, the path
+without this kernel. Needs torch; prints one table and one JSON line.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from kvlathe.export.plan import Tier
 from kvlathe.runtime.cuda_abi import CudaLibrary
+from kvlathe.runtime.cuda_attend import Attention
 from kvlathe.runtime.native import Native
 from tests.bench.decode_h200 import ranks_of
-from tests.native.chunk_problem import ChunkProblem
+from tests.native.chunk_problem import ChunkProblem, CodesChunkProblem
 from tests.native.library import Library
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -63,12 +66,46 @@ def baselines(a: argparse.Namespace, tokens: int) -> dict[str, float]:
     return times
 
 
-def error_of(problem: ChunkProblem, layer: int, rows: list[int]) -> float:
+Chunks = ChunkProblem | CodesChunkProblem
+
+
+def problem_of(
+    a: argparse.Namespace, ranks: list[list[tuple[int, int]]], tokens: int, before: int, bits: int
+) -> Chunks:
+    """One sequence: a chunk of ``tokens``; with ``bits`` below 16 the pages before it are sealed."""
+    dtype = getattr(torch, a.dtype)
+    if bits == 16:
+        return ChunkProblem(ranks, [before + tokens], a.group, dtype, a.page_tokens, chunks=[tokens], alone=True)
+    sealed, tier = before // a.page_tokens * a.page_tokens, Tier(bits, bits)  # type: ignore[arg-type]
+    tail = before - sealed + tokens
+    return CodesChunkProblem(
+        ranks, [[sealed]], [tail], [tier], a.group, dtype, a.page_tokens, chunks=[tokens], alone=True
+    )
+
+
+def move_to(problem: Chunks, before: int) -> None:
+    """Make the chunk one after no more tokens than the problem has."""
+    if isinstance(problem, ChunkProblem):
+        problem.lengths = [before + problem.chunks[0]]
+    else:
+        problem.length_tensor[0, 1] = before - (problem.tails[0] - problem.chunks[0])
+
+
+def lane_of(problem: Chunks, layer: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of sequence 0 in float64, in the order of its tokens."""
+    if isinstance(problem, ChunkProblem):
+        k, v = problem.cached(0, layer, head)
+        return k.double(), v.double()
+    k, k_scale, k_least, v, v_scale, v_least = problem._quantized(1, 0, problem.rows(1, layer)[head])
+    tail = problem._tail(0, problem.rows(0, layer)[head])
+    return torch.cat([k * k_scale + k_least, tail[0]]), torch.cat([v * v_scale + v_least, tail[1]])
+
+
+def error_of(problem: Chunks, layer: int, before: int, rows: list[int]) -> float:
     """Largest error of some rows of sequence 0 against float64, relative to the largest answer."""
     worst, largest, at_q, at_o = 0.0, 0.0, 0, 0
-    before = problem.lengths[0] - problem.chunks[0]
     for head, (rank_k, rank_v) in enumerate(problem.ranks[layer]):
-        k, v = (x.double() for x in problem.cached(0, layer, head))
+        k, v = lane_of(problem, layer, head)
         for row in rows:
             q = problem.q[layer][row, at_q : at_q + problem.group * rank_k].view(-1, rank_k).double()
             seen = before + row + 1
@@ -79,33 +116,54 @@ def error_of(problem: ChunkProblem, layer: int, rows: list[int]) -> float:
     return worst / largest
 
 
+def layers_milliseconds(library: Library, problem: Chunks, attention: Attention, a: argparse.Namespace) -> list[float]:
+    spread, times = problem.spread_out(attention), []
+    for layer in range(len(problem.ranks)):
+        args, keep = problem.step_args(attention, spread, layer)
+        times.append(milliseconds(lambda args=args: library.attend_decode(args, "cuda"), a.repeats))
+        del keep
+    return times
+
+
+def rows_milliseconds(library: Library, problem: Chunks, attention: Attention) -> float:
+    """The first layer, every row attended by itself."""
+    problem.alone = False
+    args, keep = problem.step_args(attention, problem.spread_out(attention, single=True), 0)
+    ms = milliseconds(lambda: library.attend_decode(args, "cuda"), 2)
+    del keep
+    return ms
+
+
+def chunks_of(case: str) -> tuple[int, list[int]]:
+    """Tokens of a chunk, and how many there are before each of them."""
+    total, _, chunk = case.partition("/")
+    if chunk:
+        return int(chunk), list(range(0, int(total), int(chunk)))
+    tokens, before = (int(x) for x in (total + "@0").split("@")[:2])
+    return tokens, [before]
+
+
 def measure(
-    library: Library, cuda: CudaLibrary, a: argparse.Namespace, tokens: int, before: int, kind: str
+    library: Library, cuda: CudaLibrary, a: argparse.Namespace, case: str, kind: str, bits: int
 ) -> dict[str, Any]:
     layers = 5
-    ranks = ranks_of(kind, layers, a.heads, 0)
-    problem = ChunkProblem(
-        ranks, [before + tokens], a.group, getattr(torch, a.dtype), a.page_tokens, chunks=[tokens], alone=True
-    )
+    ranks, (tokens, starts) = ranks_of(kind, layers, a.heads, 0), chunks_of(case)
+    problem = problem_of(a, ranks, tokens, starts[-1], bits)
     attention = problem.attention(cuda)
-    spread = problem.spread_out(attention)
-    steps = [problem.step_args(attention, spread, layer) for layer in range(layers)]
-    ms = [milliseconds(lambda args=args: library.attend_decode(args, "cuda"), a.repeats) for args, _ in steps]
+    layers_ms = [0.0] * layers
+    for start in starts:
+        move_to(problem, start)
+        times = layers_milliseconds(library, problem, attention, a)
+        layers_ms = [x + y for x, y in zip(layers_ms, times, strict=True)]
     listing = milliseconds(lambda: problem.spread_out(attention), a.repeats)
-    error = error_of(problem, 0, [0, 1, tokens // 2, tokens - 130, tokens - 1])
-    rows_ms = None
-    if a.rows and tokens <= 8192:
-        problem.alone = False
-        single = problem.spread_out(attention, single=True)
-        args, keep = problem.step_args(attention, single, 0)
-        rows_ms = milliseconds(lambda: library.attend_decode(args, "cuda"), 2)
-        del keep
-    scores = a.heads * a.group * tokens * (before + (tokens + 1) / 2)
+    error = error_of(problem, 0, starts[-1], [0, 1, tokens // 2, tokens - 130, tokens - 1])
+    rows_ms = rows_milliseconds(library, problem, attention) if a.rows and tokens <= 8192 and "/" not in case else None
+    scores = sum(a.heads * a.group * tokens * (start + (tokens + 1) / 2) for start in starts)
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     width = sum(k + v for row in ranks for k, v in row) / (layers * a.heads)
-    mean = statistics.mean(ms)
+    mean = statistics.mean(layers_ms)
     return {
-        "tokens": tokens, "before": before, "ranks": kind, "ms": mean, "layers_ms": ms, "listing_ms": listing,
+        "case": case, "ranks": kind, "bits": bits, "ms": mean, "layers_ms": layers_ms, "listing_ms": listing,
         "rows_ms": rows_ms, "tflops": 2 * scores * width / mean / 1e9,
         "exp_share": scores / (16 * sms * a.mhz * 1e3) / mean, "error": error,
     }  # fmt: skip
@@ -114,7 +172,8 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--library", type=Path, required=True)
-    parser.add_argument("--cases", default="8192,32768", help="comma-separated: tokens, or new tokens@tokens before")
+    parser.add_argument("--cases", default="8192,32768", help="comma-separated: tokens, new@before, or tokens/chunk")
+    parser.add_argument("--bits", default="16", help="comma-separated: of the pages before a chunk")
     parser.add_argument("--ranks", default="mixed", help="comma-separated: mixed, mixed48, uniform48, full")
     parser.add_argument("--dtype", default="bfloat16", choices=["float16", "bfloat16"])
     parser.add_argument("--heads", type=int, default=8)
@@ -128,19 +187,20 @@ def main() -> None:
     a = parser.parse_args()
     library, cuda = Library(a.library.resolve()), CudaLibrary(Native.load(a.library.resolve()))
     print(f"# {torch.cuda.get_device_name()}, {a.library}, {a.dtype}, {a.heads} heads x {a.group}, SDPA d={a.dim}")
-    columns = f"{'case':>12} {'ranks':>9} {'ms':>8} {'TFLOP/s':>8} {'exp':>5} {'list ms':>8} {'rows ms':>8}"
+    columns = f"{'case':>12} {'ranks':>9} {'bits':>4} {'ms':>8} {'TFLOP/s':>8} {'exp':>5} {'list ms':>8} {'rows ms':>8}"
     print(columns, " SDPA ms and ratio; error")
     results = []
     for case in a.cases.split(","):
-        tokens, before = (int(x) for x in (case + "@0").split("@")[:2])
-        times = {} if a.no_baseline or before else baselines(a, tokens)
-        for kind in a.ranks.split(","):
-            r = measure(library, cuda, a, tokens, before, kind)
+        times = {} if a.no_baseline or not case.isdigit() else baselines(a, int(case))
+        for kind, bits in ((kind, int(bits)) for kind in a.ranks.split(",") for bits in a.bits.split(",")):
+            if bits < 16 and case.isdigit():
+                continue  # nothing lies before the chunk
+            r = measure(library, cuda, a, case, kind, bits)
             r["sdpa_ms"], r["ratio"] = times, {name: ms / r["ms"] for name, ms in times.items()}
             beside = ", ".join(f"{name} {ms:.3f} {ms / r['ms']:.2f}x" for name, ms in times.items())
             rows = f"{r['rows_ms']:8.1f}" if r["rows_ms"] else f"{'-':>8}"
             print(
-                f"{case:>12} {kind:>9} {r['ms']:8.3f} {r['tflops']:8.0f} {100 * r['exp_share']:4.0f}% "
+                f"{case:>12} {kind:>9} {bits:>4} {r['ms']:8.3f} {r['tflops']:8.0f} {100 * r['exp_share']:4.0f}% "
                 f"{r['listing_ms']:8.3f} {rows}  {beside}; {r['error']:.1e}",
                 flush=True,
             )

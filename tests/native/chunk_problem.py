@@ -11,6 +11,7 @@ import torch
 
 from kvlathe.runtime.cuda_abi import CudaLibrary
 from kvlathe.runtime.cuda_attend import Attention, Spread, StepInputs
+from tests.native.codes_problem import CodesProblem
 from tests.native.library import AttendDecodeArgs
 from tests.native.problem import Problem
 
@@ -80,5 +81,103 @@ class ChunkProblem(Problem):
         k, v = (x.to(dtype) for x in self.cached(b, layer, head))
         places = torch.arange(self.lengths[b], device=self.device)
         hidden = places[None] > places[self.lengths[b] - rows :, None]
+        scores = (q @ k.T * self.scale).masked_fill(hidden, float("-inf"))
+        return (torch.softmax(scores, -1) @ v).transpose(0, 1).reshape(rows, -1)
+
+
+@dataclass
+class CodesChunkProblem(CodesProblem):
+    """The same after sealed tokens: ``tails[b]`` tokens in the tail after the step, the last ``chunks[b]`` its rows."""
+
+    chunks: Sequence[int] = ()
+    device: str = "cuda"
+    alone: bool = False
+    starts: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.starts = [int(n) for n in np.cumsum([0, *self.chunks])]
+        super().__post_init__()
+        self.q = [self._normal(self.starts[-1], self.group * sum(k for k, _ in row)) for row in self.ranks]
+
+    def poisoned(self, layer: int) -> torch.Tensor:
+        width = self.group * sum(rank_v for _, rank_v in self.ranks[layer])
+        return torch.full((self.starts[-1], width), float("nan"), dtype=self.dtype, device=self.device)
+
+    def attention(self, library: CudaLibrary) -> Attention:
+        return Attention(library, self.layout.plan, [self.scale] * len(self.ranks), self.pool, max(1, self.starts[-1]))
+
+    def spread_out(self, attention: Attention, single: bool = False) -> Spread:
+        """``single``: no chunk is listed, every row is attended by itself."""
+        before = self.length_tensor.clone()
+        before[:, 0] -= torch.tensor(self.chunks, dtype=torch.int32, device=self.device)
+        starts = torch.tensor(self.starts, dtype=torch.int32, device=self.device)
+        step = StepInputs(starts, before, self.tables, False, self.alone and not single)
+        if single:
+            attention._list_size = lambda *_: 0  # type: ignore[method-assign]
+        return attention.spread(step, self.starts[-1])
+
+    def step_args(self, attention: Attention, spread: Spread, layer: int = 0) -> tuple[AttendDecodeArgs, object]:
+        """A layer's call, and what must outlive it."""
+        args = super().args(layer, attention.workspace, torch.cuda.current_stream().cuda_stream)
+        args.batch = self.starts[-1]
+        for i in range(args.part_count):
+            part = args.parts[i]
+            part.page_table, part.page_table_stride = spread.tables[i].data_ptr(), spread.tables[i].shape[1]
+            part.lengths = spread.row_lengths.data_ptr() + 4 * i
+            part.lengths_stride = spread.row_lengths.shape[1]
+        prompts = None
+        if spread.prompts is not None:
+            prompts = spread.prompts_of(attention.forms[layer])
+            args.prompts = addressof(prompts)
+        return args, (prompts, spread)
+
+    def spoil_unused_rows(self) -> None:
+        """Write NaN where no token lies: rows of the tail, metadata of K and of groups of V past the lengths."""
+        for bucket, table in enumerate(self.tables):
+            pages = self._pages(bucket)
+            for b, n in enumerate(self.lengths[:, bucket]):
+                if rest := int(n) % self.page_tokens:
+                    for row in self.layout.lane_table(bucket):
+                        self._spoil(pages[table[b, n // self.page_tokens]], bucket, row, rest)
+
+    def _spoil(self, page: torch.Tensor, bucket: int, row: np.ndarray, rest: int) -> None:
+        p, nan = self.page_tokens, torch.tensor([float("nan")], dtype=torch.float16).view(torch.uint8).to(page.device)
+        if bucket == 0:
+            for at, rank in ((row[4], row[2]), (row[6], row[3])):
+                page[at + 2 * rank * rest : at + 2 * rank * p] = 255
+            return
+        tier = self.tiers[bucket - 1]
+        k_meta = page[row[5] : row[5] + 4 * row[8]].view(p, -1, 2)
+        k_meta[rest:] = nan
+        v_meta = page[row[7] : row[7] + 4 * row[9]].view(int(row[3]), p // tier.group_v, -1, 2)
+        v_meta[:, -(-rest // tier.group_v) :] = nan
+
+    def answer_of_chunks(self, layer: int, dtype: torch.dtype) -> torch.Tensor:
+        """o' of the step's rows, of plain torch attention in ``dtype`` on the numbers that the codes mean."""
+        out = []
+        for b, count in enumerate(self.chunks):
+            if count:
+                out.append(torch.cat([self._lane(layer, b, head, dtype) for head in range(len(self.ranks[layer]))], 1))
+        return torch.cat(out)
+
+    def _lane(self, layer: int, b: int, head: int, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, group * rank_v]"""
+        rows, rank_k = self.chunks[b], self.ranks[layer][head][0]
+        at = self.group * sum(k for k, _ in self.ranks[layer][:head])
+        q = self.q[layer][self.starts[b] : self.starts[b + 1], at : at + self.group * rank_k]
+        q = q.reshape(rows, self.group, rank_k).transpose(0, 1).to(dtype)
+        keys, values = self._tail(b, self.rows(0, layer)[head])
+        keys, values = [keys], [values]
+        for bucket in range(1, 1 + len(self.tiers)):
+            for row in self.rows(bucket, layer):
+                if row[1] == head:
+                    k, k_scale, k_least, v, v_scale, v_least = self._quantized(bucket, b, row)
+                    keys.append(k * k_scale + k_least)
+                    values.append(v * v_scale + v_least)
+        k, v = torch.cat(keys).to(dtype), torch.cat(values).to(dtype)
+        tail = int(self.lengths[b, 0])
+        places = torch.arange(len(k), device=self.device)
+        own = torch.arange(tail - rows, tail, device=self.device)
+        hidden = (places[None] > own[:, None]) & (places < tail)[None]
         scores = (q @ k.T * self.scale).masked_fill(hidden, float("-inf"))
         return (torch.softmax(scores, -1) @ v).transpose(0, 1).reshape(rows, -1)

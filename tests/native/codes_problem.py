@@ -17,9 +17,13 @@ AXES = {"rank": 0, "token": 1}
 
 
 def plan_of(
-    ranks: Sequence[Sequence[tuple[int, int]]], group: int, tiers: Sequence[Tier], page_tokens: int
+    ranks: Sequence[Sequence[tuple[int, int]]],
+    group: int,
+    tiers: Sequence[Tier],
+    page_tokens: int,
+    absent: Sequence[int] = (),
 ) -> CompressionPlan:
-    """A 16-bit fresh bucket (tail) and one sealed bucket for each of ``tiers``, all over every lane."""
+    """A 16-bit fresh bucket (tail) over every lane, a sealed one for each of ``tiers`` over all but ``absent``."""
     heads = len(ranks[0])
     lanes = tuple(
         Lane(layer, head, 128, rank_k, rank_v, projected=True)
@@ -28,7 +32,8 @@ def plan_of(
     )
     shape = ModelShape(len(ranks), heads * group, heads, 128, heads * group * 128, 1000, 1 << 20)
     every = tuple(range(len(lanes)))
-    buckets = (Bucket(0, every), *(Bucket(1 + i, every, source=0) for i in range(len(tiers))))
+    held = tuple(lane for lane in every if lane not in absent)
+    buckets = (Bucket(0, every), *(Bucket(1 + i, held, source=0) for i in range(len(tiers))))
     return CompressionPlan(shape, lanes, (Tier(16, 16), *tiers), buckets, page_tokens, 8 * page_tokens)
 
 
@@ -40,7 +45,7 @@ def unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 @dataclass
 class CodesProblem:
-    """``sealed[b][i]``: tokens of sequence b in sealed bucket i; ``tails[b]``: in the 16-bit tail."""
+    """``sealed[b][i]``: tokens of sequence b in sealed bucket i (not of lanes ``absent``), ``tails[b]`` in the tail."""
 
     ranks: Sequence[Sequence[tuple[int, int]]]
     sealed: Sequence[Sequence[int]]
@@ -52,10 +57,11 @@ class CodesProblem:
     device: str = "cpu"
     seed: int = 0
     scale: float = 128**-0.5
+    absent: Sequence[int] = ()
     layout: CacheLayout = field(init=False)
 
     def __post_init__(self) -> None:
-        self.layout = CacheLayout(plan_of(self.ranks, self.group, self.tiers, self.page_tokens))
+        self.layout = CacheLayout(plan_of(self.ranks, self.group, self.tiers, self.page_tokens, self.absent))
         self.generator = torch.Generator(self.device).manual_seed(self.seed)
         self.lengths = np.array([[tail, *cold] for tail, cold in zip(self.tails, self.sealed, strict=True)], np.int32)
         self.lengths = self.lengths.reshape(len(self.tails), 1 + len(self.tiers))

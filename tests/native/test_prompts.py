@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from kvlathe.export.plan import Bucket, Lane, Tier
 from kvlathe.runtime.cuda_abi import CudaLibrary
 from kvlathe.runtime.native import Native
 from tests.attend_cases import Case, plan_of
-from tests.native.chunk_problem import ChunkProblem
+from tests.native.chunk_problem import ChunkProblem, CodesChunkProblem
 from tests.native.library import Library
 from tests.native.step16 import Step16
 
@@ -82,6 +83,13 @@ def test_layers_share_one_list(library: Library, cuda: CudaLibrary) -> None:
     check(library, cuda, ChunkProblem(ranks, [1500, 2100, 40], group=8, chunks=[1500, 900, 40], alone=True), times=3)
 
 
+def test_stages_of_all_sizes(library: Library, cuda: CudaLibrary) -> None:
+    """Lanes whose stages fill shared memory to two, one held while the next is waited for, after lanes of any size."""
+    ranks = [(128, 64), (16, 16), (112, 48), (16, 32), (128, 48), (32, 16), (80, 128), (128, 16)]
+    check(library, cuda, ChunkProblem([ranks, ranks[::-1]], [900, 2100, 330], group=5, chunks=[900, 1700, 330]))
+    check(library, cuda, ChunkProblem([ranks], [900, 1400], group=1, chunks=[700, 1400], alone=True))
+
+
 def test_sharp_softmax_with_a_late_maximum(library: Library, cuda: CudaLibrary) -> None:
     """Scores that grow along the sequence: the maximum must be followed, in steps."""
     problem = ChunkProblem([[(64, 64)] * 2], [900], spread=6.0, chunks=[900])
@@ -99,6 +107,80 @@ def test_two_buckets_of_16_bits(cuda: CudaLibrary) -> None:
     out, memory = step.run(cuda, "cuda")
     step.check_memory(memory)
     step.check_out(out)
+
+
+Bits = Literal[8, 4, 2]
+PASTS = [[640], [0], [64], [1024], [128], [0], [192]]
+TAILS, CHUNKS = [133, 300, 20, 64, 7, 0, 70], [100, 300, 16, 64, 1, 0, 15]
+
+
+def check_codes(library: Library, cuda: CudaLibrary, problem: CodesChunkProblem, times: int = 1) -> None:
+    problem.spoil_unused_rows()
+    attention = problem.attention(cuda)
+    spread = problem.spread_out(attention)
+    tiles = sum(-(-n * problem.group // 192) for n in problem.chunks if n >= 16)
+    if cuda.lib.kvlathe_cuda_has_prompt_kernel():
+        assert spread.prompts is not None and int(spread.prompts[0]) == tiles, "every chunk is attended in tiles"
+    rows = torch.tensor([n >= 16 for n in problem.chunks for _ in range(n)], device="cuda")
+    for layer in range(len(problem.ranks)):
+        args, keep = problem.step_args(attention, spread, layer)
+        for _ in range(times):
+            problem.o[layer].fill_(float("nan"))
+            library.attend_decode(args, "cuda")
+        torch.cuda.synchronize()
+        exact, plain = (problem.answer_of_chunks(layer, dtype).double() for dtype in (torch.float64, problem.dtype))
+        error, allowed = ((x - exact)[rows].abs().max() for x in (problem.o[layer].double(), plain))
+        assert float(error) <= 2 * float(allowed) + 1e-7, f"layer {layer}: {error:.2e}, plain torch {allowed:.2e}"
+        # Rows of their own are attended on their codes, with q and weights of 8 bits (test_attend_codes.py).
+        assert bool(problem.o[layer].isfinite().all())
+        del keep
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_chunks_after_sealed_pages(library: Library, cuda: CudaLibrary, bits: Bits, dtype: torch.dtype) -> None:
+    """Ragged: chunks and single rows, with and without sealed tokens and a tail before; lanes that seal nothing."""
+    for absent in ((), (2, 7)):
+        tier = Tier(bits, bits)
+        problem = CodesChunkProblem([MIXED], PASTS, TAILS, [tier], dtype=dtype, chunks=CHUNKS, absent=absent)
+        check_codes(library, cuda, problem, times=2)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize(
+    ("group", "page"), [(32, 64), (64, 128), (128, 128), (16, 64), (48, 64), (256, 256), (32, 256)]
+)
+def test_sealed_groups_and_pages(library: Library, cuda: CudaLibrary, bits: Bits, group: int, page: int) -> None:
+    tier = Tier(bits, bits, group_k=group, group_v=64 if group in (16, 48) else group)
+    ranks = [[(96, 64), (128, 64), (128, 128), (112, 96)], [(64, 128), (128, 48), (16, 32), (32, 16)]]
+    sealed, tails = [[5 * page], [page], [0]], [page + 33, 100, 40]
+    problem = CodesChunkProblem(ranks, sealed, tails, [tier], page_tokens=page, chunks=[50, 100, 40], alone=True)
+    check_codes(library, cuda, problem)
+
+
+@pytest.mark.parametrize("group", [1, 4, 5, 7, 8])
+def test_sealed_group_sizes(library: Library, cuda: CudaLibrary, group: int) -> None:
+    problem = CodesChunkProblem([MIXED], [[320], [64]], [37, 90], [Tier(4, 4)], group, chunks=[33, 80])
+    check_codes(library, cuda, problem)
+
+
+def test_two_sealed_tiers_beside_16_bits(library: Library, cuda: CudaLibrary) -> None:
+    """Three buckets of a lane under one softmax; partly filled pages."""
+    sealed, tails = [[640, 320], [0, 64], [70, 1], [63, 129]], [133, 40, 65, 80]
+    for first, second in ((4, 2), (8, 4)):
+        tiers = [Tier(first, first), Tier(second, second, group_k=32, group_v=32)]
+        problem = CodesChunkProblem([MIXED], sealed, tails, tiers, chunks=[64, 40, 20, 80], absent=[0], alone=True)
+        check_codes(library, cuda, problem, times=2)
+
+
+@pytest.mark.parametrize("bits", [8, 2])
+def test_many_tiles_after_sealed_pages(library: Library, cuda: CudaLibrary, bits: Bits) -> None:
+    """More tiles than the GPU takes at once, three layers on one list."""
+    ranks = [MIXED, [(128, 128)] * 8, MIXED[::-1]]
+    problem = CodesChunkProblem(
+        ranks, [[4992], [320]], [950, 600], [Tier(bits, bits)], 8, chunks=[900, 600], alone=True, dtype=torch.bfloat16
+    )
+    check_codes(library, cuda, problem, times=2)
 
 
 def test_chunks_go_through_their_kernel(library: Library, cuda: CudaLibrary) -> None:

@@ -18,14 +18,12 @@ extern "C" {
  * tokens of each bucket it attends: lengths, and in a fresh bucket also the step's tokens up to itself. `spread_tables[s]`
  * gets the sequence's row of page_tables[s] (null: not wanted). Outputs cover all `tokens` rows.
  *
- * With `prompts` it also lists the tiles of prompt chunks: of sequences with 16 rows or more and no tokens in a `quantized`
- * bucket, on a device that has the kernel for them (compute capability 9.0). Their rows then have `row_lengths` 0 and no spread tables;
- * other rows have those of `visible`. */
+ * With `prompts` it also lists the tiles of prompt chunks: of sequences with 16 rows or more, on a device that has the kernel for
+ * them (compute capability 9.0). Their rows then have `row_lengths` 0 and no spread tables; other rows have those of `visible`. */
 typedef struct kvlathe_spread_args {
   uint32_t abi_version;
   int32_t tokens, batch, buckets;     /* T, B, S <= KVLATHE_MAX_PARTS */
   uint32_t fresh;                     /* bit s: bucket s takes new tokens */
-  uint32_t quantized;                 /* bit s: bucket s has less than 16 bits */
   const int32_t *query_starts;        /* [B + 1] */
   const int32_t *lengths;             /* [B, S], before the step */
   const int32_t *const *page_tables;  /* host array of S: [B, page_table_widths[s]] */

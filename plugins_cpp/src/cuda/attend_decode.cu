@@ -4,22 +4,14 @@
 #include <algorithm>
 #include <string>
 
-#include "../check.h"
 #include "codes.cuh"
+#include "host.h"
 #include "kernels.h"
 #include "params.h"
 #include "prompts.h"
 
 namespace kvlathe::cuda {
 namespace {
-
-void require(bool ok, kvlathe_code code, const std::string& message) {
-  if (!ok) throw Refusal(code, message);
-}
-
-void check_cuda(cudaError_t error, const char* what) {
-  require(error == cudaSuccess, KVLATHE_DEVICE_ERROR, std::string(what) + ": " + cudaGetErrorString(error));
-}
 
 struct Device {
   int id, major, sms, shared_per_sm, shared_per_block, shared_reserved;
@@ -48,18 +40,6 @@ struct Workspace {
 Workspace workspace_of(const Device& device, int64_t batch, int64_t heads) {
   return {(batch * heads * int64_t{sizeof(int32_t)} + 127) / 128 * 128,
           int64_t{device.most_blocks()} * 2 * int64_t{sizeof(Partial)}};
-}
-
-void check_codes(const kvlathe_attend_decode_args& a, const kvlathe_part& part) {
-  require(part.bits_k == part.bits_v, KVLATHE_UNSUPPORTED,
-          "a part has " + std::to_string(part.bits_k) + " bits for K and " + std::to_string(part.bits_v) +
-              " for V: the CUDA kernels read one width");
-  require(part.axis_k == KVLATHE_AXIS_RANK && part.axis_v == KVLATHE_AXIS_TOKEN, KVLATHE_UNSUPPORTED,
-          "the CUDA kernels take products of codes: K in groups along the rank, V along the tokens");
-  require(a.page_tokens == 64 || a.page_tokens == 128 || a.page_tokens == 256, KVLATHE_UNSUPPORTED,
-          "quantized pages of " + std::to_string(a.page_tokens) + " tokens: the CUDA kernels need 64, 128 or 256");
-  require(part.group_v >= 32 && (part.group_v & (part.group_v - 1)) == 0, KVLATHE_UNSUPPORTED,
-          "groups of " + std::to_string(part.group_v) + " tokens: the CUDA kernels need 32, 64, 128, ...");
 }
 
 void check_cuda_limits(const kvlathe_attend_decode_args& a, const Device& device, const std::vector<Head>& heads) {

@@ -22,12 +22,39 @@ void check_prompts(const kvlathe_attend_decode_args& a, const std::vector<Head>&
   for (const Head& head : heads) {
     require(head.rank_k <= kMaxRank && head.rank_v <= kMaxRank, KVLATHE_UNSUPPORTED, "a rank is above 128");
   }
+  for (int i = 0; i < a.part_count; ++i) {
+    if (a.parts[i].bits_k < 16 || a.parts[i].bits_v < 16) check_codes(a, a.parts[i]);
+  }
   require(prompts.list && prompts.query_starts && prompts.parts && prompts.batch >= 1, KVLATHE_BAD_ARGUMENT,
           "the prompts have no list, query_starts or parts");
   for (int i = 0; i < a.part_count; ++i) {
     require(prompts.parts[i].page_table && prompts.parts[i].lengths, KVLATHE_BAD_ARGUMENT,
             "a part of the prompts has no page table or no lengths");
   }
+}
+
+int log2_of(int x) {
+  int bits = 0;
+  while (x >> (bits + 1)) ++bits;
+  return bits;
+}
+
+// Where a lane lies in part i.
+void set_lane(PromptHead& head, int i, const LaneRow& row, const kvlathe_part& part, int32_t page_tokens) {
+  head.k[i] = row.k, head.v[i] = row.v, head.parts |= uint8_t(1 << i);
+  if (part.bits_k == 16) return;
+  const int32_t k_meta = (row.k_meta - row.k) / 16, v_meta = (row.v_meta - row.k) / 16, groups = (row.rank_k + part.group_k - 1) / part.group_k;
+  require(k_meta >= 0 && v_meta >= 0 && k_meta <= UINT16_MAX && v_meta <= UINT16_MAX, KVLATHE_UNSUPPORTED,
+          "the metadata of head " + std::to_string(row.head) + " does not lie after its K, within 1 MB");
+  require(row.groups_k == groups * page_tokens && row.groups_v == row.rank_v * (page_tokens / part.group_v), KVLATHE_BAD_ARGUMENT,
+          "the lane of head " + std::to_string(row.head) + " has other group counts than its part's groups give");
+  head.k_meta[i] = uint16_t(k_meta), head.v_meta[i] = uint16_t(v_meta);
+  head.groups_k[i] = uint8_t(groups), head.least_k[i] = uint8_t(row.rank_k / 16 / groups);
+}
+
+// Bytes that 64 tokens of a sealed lane take in a buffer of codes.
+int codes_bytes(const LaneRow& row, const kvlathe_part& part, int32_t page_tokens) {
+  return int(slab_bytes(row.rank_k + row.rank_v, 64, part.bits_k)) + 4 * (row.groups_k / (page_tokens / 64) + row.groups_v);
 }
 
 PromptParams params_of(const kvlathe_attend_decode_args& a, std::vector<Head> heads) {
@@ -38,10 +65,12 @@ PromptParams params_of(const kvlathe_attend_decode_args& a, std::vector<Head> he
   p.list = prompts.list, p.query_starts = prompts.query_starts;
   p.scale_log2 = a.scale * 1.4426950408889634f;
   p.heads = int32_t(heads.size()), p.group_size = a.group_size, p.page_tokens = a.page_tokens, p.parts = a.part_count;
+  p.page_magic = uint32_t((uint64_t{1} << 32) / uint64_t(a.page_tokens) + 1);
   for (int i = 0; i < a.part_count; ++i) {
     const kvlathe_prompt_part& part = prompts.parts[i];
     p.part[i] = {part.page_table,     part.lengths,           a.parts[i].page_stride,
-                 part.lengths_stride, part.page_table_stride, part.fresh};
+                 part.lengths_stride, part.page_table_stride, part.fresh, a.parts[i].bits_k,
+                 a.parts[i].bits_v < 16 ? log2_of(a.parts[i].group_v) : 0};
   }
   std::stable_sort(heads.begin(), heads.end(),
                    [](const Head& x, const Head& y) { return x.rank_k + x.rank_v > y.rank_k + y.rank_v; });
@@ -53,12 +82,28 @@ PromptParams params_of(const kvlathe_attend_decode_args& a, std::vector<Head> he
     rank_k = std::max(rank_k, heads[h].rank_k);
     for (int i = 0; i < a.part_count; ++i) {
       const LaneRow* row = heads[h].lane[i];
-      if (!row || a.parts[i].bits_k < 16 || a.parts[i].bits_v < 16) continue;  // listed chunks have no tokens there
-      head.k[i] = row->k, head.v[i] = row->v, head.parts |= uint8_t(1 << i);
+      if (!row) continue;
+      set_lane(head, i, *row, a.parts[i], a.page_tokens);
+      if (a.parts[i].bits_k < 16) p.codes_bytes = std::max(p.codes_bytes, codes_bytes(*row, a.parts[i], a.page_tokens));
     }
   }
   p.query_bytes = kPromptRows * 2 * rank_k;
   return p;
+}
+
+// Divides `room` bytes of shared memory. Those who attend hold one stage while they wait for the next, so two must fit.
+int fit(PromptParams& p, int room) {
+  int two_stages = 0;
+  for (int h = 0; h < p.heads; ++h)
+    two_stages = std::max(two_stages, 2 * (p.head[h].steps_k + p.head[h].steps_v) * (prompt_keys(p.head[h].steps_v) / 64) * kStageUnit);
+  p.codes_bytes = (p.codes_bytes + 127) / 128 * 128;
+  for (p.codes_buffers = p.codes_bytes ? 2 : 0;; --p.codes_buffers) {
+    p.stages_at = 2 * p.query_bytes + p.codes_buffers * p.codes_bytes;
+    if (p.stages_at + two_stages <= room) break;
+    require(p.codes_buffers > 1, KVLATHE_UNSUPPORTED, "the device's shared memory holds no tile of ranks this large");
+  }
+  p.stage_units = (room - p.stages_at) / kStageUnit;
+  return p.stages_at + p.stage_units * kStageUnit;
 }
 
 const void* kernel_of(int32_t element) {
@@ -82,9 +127,7 @@ void attend_prompts(const kvlathe_attend_decode_args& a) {
   const void* kernel = kernel_of(a.element);
   cudaFuncAttributes attributes{};
   check_cuda(cudaFuncGetAttributes(&attributes, kernel), "this library has no kernel for this device");
-  const int room = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - int(attributes.sharedSizeBytes) - 2 * p.query_bytes;
-  p.stage_units = room / kStageUnit;
-  const int bytes = 2 * p.query_bytes + p.stage_units * kStageUnit;
+  const int bytes = fit(p, attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - int(attributes.sharedSizeBytes));
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "reserving shared memory");
   const int64_t most = prompt_tiles_most(a.batch, a.prompts->batch, a.group_size) * p.heads;
   const int grid = int(std::min<int64_t>(most, attribute(cudaDevAttrMultiProcessorCount)));

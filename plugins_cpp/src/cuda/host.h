@@ -34,6 +34,19 @@ inline void check_element(int32_t element) {
           "the CUDA kernels compute with F16 and BF16 elements only");
 }
 
+// What the attention kernels read of quantized parts.
+inline void check_codes(const kvlathe_attend_decode_args& a, const kvlathe_part& part) {
+  require(part.bits_k == part.bits_v, KVLATHE_UNSUPPORTED,
+          "a part has " + std::to_string(part.bits_k) + " bits for K and " + std::to_string(part.bits_v) +
+              " for V: the CUDA kernels read one width");
+  require(part.axis_k == KVLATHE_AXIS_RANK && part.axis_v == KVLATHE_AXIS_TOKEN, KVLATHE_UNSUPPORTED,
+          "the CUDA kernels take products of codes: K in groups along the rank, V along the tokens");
+  require(a.page_tokens == 64 || a.page_tokens == 128 || a.page_tokens == 256, KVLATHE_UNSUPPORTED,
+          "quantized pages of " + std::to_string(a.page_tokens) + " tokens: the CUDA kernels need 64, 128 or 256");
+  require(part.group_v >= 32 && (part.group_v & (part.group_v - 1)) == 0, KVLATHE_UNSUPPORTED,
+          "groups of " + std::to_string(part.group_v) + " tokens: the CUDA kernels need 32, 64, 128, ...");
+}
+
 // More than 48 KB of shared memory must be asked for.
 template <class Kernel>
 void reserve_shared(Kernel kernel, int bytes) {

@@ -31,11 +31,15 @@ struct PromptPart {
   int64_t page_stride, lengths_stride;
   int32_t table_stride;
   int32_t fresh;
+  int32_t bits;         // 16, 8, 4 or 2
+  int32_t group_shift;  // log2 of a quantized V group's tokens
 };
 
 struct PromptHead {
   int32_t q_offset, o_offset;
   int32_t k[KVLATHE_MAX_PARTS], v[KVLATHE_MAX_PARTS];  // bytes from a page's start
+  uint16_t k_meta[KVLATHE_MAX_PARTS], v_meta[KVLATHE_MAX_PARTS];    // quantized: 16 bytes from k
+  uint8_t groups_k[KVLATHE_MAX_PARTS], least_k[KVLATHE_MAX_PARTS];  // quantized: K's groups, and steps of 16 channels in the shortest
   uint8_t steps_k, steps_v;                            // ranks / 16
   uint8_t parts;                                       // bit i: part i has tokens of this lane
 };
@@ -49,7 +53,9 @@ struct PromptParams {
   const int32_t* query_starts;
   float scale_log2;
   int32_t heads, group_size, page_tokens, parts;
-  int32_t query_bytes, stage_units;  // shared memory: two tiles of queries, then stages of K | V
+  uint32_t page_magic;  // token / page_tokens == umulhi(token, page_magic)
+  // Shared memory: two tiles of queries, then buffers of codes (0 to 2), then stages of K | V from stages_at on.
+  int32_t query_bytes, codes_bytes, codes_buffers, stages_at, stage_units;
   PromptPart part[KVLATHE_MAX_PARTS];
   PromptHead head[KVLATHE_MAX_HEADS];  // the most work first
 };

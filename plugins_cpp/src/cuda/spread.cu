@@ -12,7 +12,7 @@ struct SpreadParams {
   const int32_t *query_starts, *lengths;
   int32_t *sequence_of, *visible, *row_lengths, *list;
   int32_t tokens, batch, buckets, group_size;
-  uint32_t fresh, quantized;
+  uint32_t fresh;
   int32_t least_chunk;
   const int32_t* table[KVLATHE_MAX_PARTS];
   int32_t* out[KVLATHE_MAX_PARTS];
@@ -32,11 +32,7 @@ __device__ int sequence_of(const SpreadParams& p, int t) {
 }
 
 // Whether a sequence's rows are a chunk that the list names.
-__device__ bool listed(const SpreadParams& p, int b) {
-  bool hot = p.query_starts[b + 1] - p.query_starts[b] >= p.least_chunk;
-  for (int s = 0; s < p.buckets; ++s) hot = hot && !(p.quantized >> s & 1 && p.lengths[int64_t{b} * p.buckets + s]);
-  return hot;
-}
+__device__ bool listed(const SpreadParams& p, int b) { return p.query_starts[b + 1] - p.query_starts[b] >= p.least_chunk; }
 
 // A block takes one token.
 __global__ void spread_rows(const SpreadParams p) {
@@ -108,7 +104,7 @@ SpreadParams params_of(const kvlathe_spread_args& a) {
   p.query_starts = a.query_starts, p.lengths = a.lengths, p.sequence_of = a.sequence_of, p.visible = a.visible;
   p.row_lengths = a.row_lengths, p.list = a.prompts;
   p.tokens = a.tokens, p.batch = a.batch, p.buckets = a.buckets, p.group_size = a.group_size;
-  p.fresh = a.fresh, p.quantized = a.quantized;
+  p.fresh = a.fresh;
   p.least_chunk = a.prompts && prompt_kernel_here() ? kLeastChunk : INT32_MAX;
   for (int s = 0; s < a.buckets; ++s) p.table[s] = a.page_tables[s], p.out[s] = a.spread_tables[s], p.width[s] = a.page_table_widths[s];
   return p;
