@@ -1,6 +1,5 @@
 #include "attend_node.h"
 
-#include <algorithm>
 
 namespace kvlathe {
 namespace {
