@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# Production GPUs (sm_80 to sm_120): TensorRT with the plugin and the CUDA kernels built in.
+# Production GPUs (sm_80 to sm_120): TensorRT with the plugin, its session and the CUDA kernels built in.
 #   docker build -f docker/gpu.Dockerfile -t kvlathe:gpu .
 #   docker run --rm --gpus all -p 127.0.0.1:8000:8000 -v "$PWD/out/fdc:/engine:ro" kvlathe:gpu
 FROM nvcr.io/nvidia/tensorrt:25.10-py3 AS wheel
@@ -22,7 +22,7 @@ ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1
 COPY constraints.txt /tmp/constraints.txt
 COPY --from=wheel /dist /dist
 # Into a folder of its own: the image's Python keeps its packages, and TensorRT's bindings stay visible.
-RUN python3 -m pip install --no-cache-dir --target /opt/kvlathe --constraint /tmp/constraints.txt "$(ls /dist/*.whl)[serve]" \
+RUN python3 -m pip install --no-cache-dir --target /opt/kvlathe --constraint /tmp/constraints.txt "$(ls /dist/*.whl)[serve,gpu]" \
     && rm -r /dist /tmp/constraints.txt \
     && useradd --create-home --uid 10001 kvlathe
 ENV PATH=/opt/kvlathe/bin:$PATH PYTHONPATH=/opt/kvlathe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ import onnx
 import pytest
 
 from kvlathe.engines import manifest as manifests
-from kvlathe.engines import tensorrt
+from kvlathe.engines import onnxruntime, tensorrt
 from kvlathe.engines.build import BuildRequest, build
 from kvlathe.engines.layers import PLUGIN, check_attention, required_nodes
 from kvlathe.engines.manifest import Limits
@@ -114,6 +115,17 @@ def test_the_products_and_the_softmaxes_of_every_layer_are_required(exported: Pa
     kinds = [name.split("_")[0] for name in next(iter(required.values()))]
     assert kinds.count("MatMul") == 4  # fresh and cached tokens, scores and values
     assert kinds.count("Softmax") == 3  # fresh, cached, and their merger
+
+
+def test_a_float16_engine_for_the_cpu_names_the_gpus_that_run_its_graph(exported: Path) -> None:
+    """Not in float32, and not where the CUDA kernels do not attend its pages."""
+    assert {"cpu", "sm_90"} <= set(manifests.read(exported).architectures)
+    plan = CompressionPlan.from_json((exported / manifests.PLAN_FILE).read_text())
+    assert "sm_90" in onnxruntime.gpus(plan, "float16") and onnxruntime.gpus(plan, "float32") == ()
+    other = (*plan.tiers, Tier(4, 8, "rank", "token", 32, 64))
+    every = plan.buckets[0].lanes
+    sealed = dataclasses.replace(plan, tiers=other, buckets=(*plan.buckets, Bucket(1, every, 0)))
+    assert onnxruntime.gpus(sealed, "float16") == ()
 
 
 @needs_rtx

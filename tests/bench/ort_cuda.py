@@ -1,4 +1,4 @@
-"""Decode steps of one model through ONNX Runtime's CUDA provider and through the cuda backend, in one run on one GPU.
+"""Steps of one model through ONNX Runtime's CUDA provider and through the cuda backend, in one run on one GPU.
 
   python tests/bench/ort_cuda.py models/lathe-5m --compression none --batch 8 --tokens 2048
 
@@ -45,6 +45,16 @@ def decode_step(llm: LLM, batch: int, tokens: int) -> StepPlan:
     return StepPlan(ids, at, starts, np.zeros(1, np.int32), lengths, tuple(pages), ids)
 
 
+def chunk_step(llm: LLM) -> StepPlan:
+    """The first chunk of a prompt, alone."""
+    count, table = llm.plan.prefill_chunk, llm.pool.open()
+    llm.pool.reserve(table, count, True)
+    ids = np.arange(count, dtype=np.int32)
+    pages = tuple(np.array([table.pages[b] or [0]], np.int32) for b in range(len(table.pages)))
+    starts, lengths = np.array([0, count], np.int32), np.zeros((1, len(pages)), np.int32)
+    return StepPlan(ids, ids, starts, ids, lengths, pages, ids[-1:])
+
+
 def seconds(llm: LLM, step: StepPlan, rounds: int = 5, steps: int = 50) -> float:
     for _ in range(4):
         llm.session.run(step)
@@ -74,13 +84,17 @@ def main() -> None:
                 a.removal_rate,
                 backend=backend,
                 dtype="float16",
-                max_batch_size=a.batch,
-                max_seq_len=a.tokens + 64,
+                max_batch_size=a.batch + 1,  # room for the prompt
+                max_seq_len=a.tokens + 512,
                 use_cache=False,
             )
             llm = LLM.load(build(asked), device=device)
-            took = seconds(llm, decode_step(llm, a.batch, a.tokens))
-            print(f"{backend:>12} {a.batch} x {a.tokens}: {1e3 * took:7.3f} ms a step, {a.batch / took:9.0f} tokens/s")
+            for name, step in (
+                (f"decode, {a.batch} x {a.tokens}", decode_step(llm, a.batch, a.tokens)),
+                (f"the first {llm.plan.prefill_chunk} of a prompt", chunk_step(llm)),
+            ):
+                took, rows = seconds(llm, step), len(step.input_ids)
+                print(f"{backend:>12} {name:>28}: {1e3 * took:7.3f} ms a step, {rows / took:9.0f} tokens/s")
 
 
 if __name__ == "__main__":
