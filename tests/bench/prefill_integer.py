@@ -93,7 +93,7 @@ class Bench:
             self.library.attend_decode(steps[i][0], "cuda")
 
         ms = 1e3 * seconds_a_call(call, len(steps), self.a.replays)
-        return ms, error_of(problem, 0, self.rows(problem))
+        return ms, error_of(problem, 0, 0, self.rows(problem))
 
     @staticmethod
     def rows(problem: ChunkProblem) -> list[int]:
