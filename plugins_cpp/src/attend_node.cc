@@ -1,6 +1,5 @@
 #include "attend_node.h"
 
-
 namespace kvlathe {
 namespace {
 
