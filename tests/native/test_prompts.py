@@ -167,8 +167,8 @@ def test_sealed_group_sizes(library: Library, cuda: CudaLibrary, group: int) -> 
 def test_two_sealed_tiers_beside_16_bits(library: Library, cuda: CudaLibrary) -> None:
     """Three buckets of a lane under one softmax; partly filled pages."""
     sealed, tails = [[640, 320], [0, 64], [70, 1], [63, 129]], [133, 40, 65, 80]
-    for first, second in ((4, 2), (8, 4)):
-        tiers = [Tier(first, first), Tier(second, second, group_k=32, group_v=32)]
+    low, high = Tier(2, 2, group_k=32, group_v=32), Tier(4, 4, group_k=32, group_v=32)
+    for tiers in ([Tier(4, 4), low], [Tier(8, 8), high]):
         problem = CodesChunkProblem([MIXED], sealed, tails, tiers, chunks=[64, 40, 20, 80], absent=[0], alone=True)
         check_codes(library, cuda, problem, times=2)
 
