@@ -37,6 +37,14 @@ def free_bytes() -> int:
     return int(import_module(MODULE).cudaMemGetInfo()[1])
 
 
+def architecture() -> str:
+    """The GPU's compute capability, as manifests name it: sm_90."""
+    cuda = import_module(MODULE)
+    kind = cuda.cudaDeviceAttr
+    names = (kind.cudaDevAttrComputeCapabilityMajor, kind.cudaDevAttrComputeCapabilityMinor)
+    return "sm_" + "".join(str(int(cuda.cudaDeviceGetAttribute(name, 0)[1])) for name in names)
+
+
 class Device:
     """The GPU and a stream of its own. ``stream``: its cudaStream_t."""
 
@@ -61,12 +69,6 @@ class Device:
             words = self._cuda.cudaGetErrorString(status)[1].decode()
             raise KvlatheError(f"{name} failed on the GPU", words, "look at nvidia-smi; if it is well, report this")
         return given[0] if given else None
-
-    def architecture(self) -> str:
-        """Its compute capability, as manifests name it: sm_90."""
-        kind = self._cuda.cudaDeviceAttr
-        names = (kind.cudaDevAttrComputeCapabilityMajor, kind.cudaDevAttrComputeCapabilityMinor)
-        return "sm_" + "".join(str(int(self.call("cudaDeviceGetAttribute", name, 0))) for name in names)
 
     # -- memory ----------------------------------------------------------------------------------------------------
     def allocate(self, size: int, purpose: str) -> Memory:

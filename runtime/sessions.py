@@ -95,7 +95,15 @@ def _ort_obstacle(manifest: Manifest) -> str:
 
     if not any(name.startswith("sm_") for name in manifest.architectures):
         return "it was built for the CPU: GPUs take --dtype float16 and pages that the CUDA kernels attend"
-    return gpu.obstacle() or ort_device_session.obstacle() or _no_kernels()
+    return _no_gpu(manifest) or ort_device_session.obstacle() or _no_kernels()
+
+
+def _no_gpu(manifest: Manifest) -> str:
+    """Why there is no GPU here that an engine was made for; empty if there is one."""
+    if found := gpu.obstacle():
+        return found
+    mine, made = gpu.architecture(), manifest.architectures
+    return "" if mine in made else f"this GPU is {mine} and the engine was built for {', '.join(made)}"
 
 
 def _ort_attention(manifest: Manifest) -> str:
@@ -117,7 +125,7 @@ def _trt_session(manifest: Manifest) -> Any:  # noqa: ANN401
 
 
 def _trt_obstacle(manifest: Manifest) -> str:
-    return trt_session.obstacle(manifest) or gpu.obstacle() or _no_kernels()
+    return trt_session.obstacle(manifest) or _no_gpu(manifest) or _no_kernels()
 
 
 def _trt_attention(manifest: Manifest) -> str:

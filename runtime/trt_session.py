@@ -43,23 +43,17 @@ def obstacle(manifest: Manifest) -> str:
 class TrtSession(DeviceSession):
     """Loads ``folder``'s engine with a cache of ``arena_bytes`` on GPU 0. ``threads`` is for sessions on a CPU.
 
-    That nothing is missing (``obstacle``) was asked before. Raises KvlatheError where this GPU or TensorRT refuses the
-    engine, in TensorRT's words, and for an engine that is not of this plan.
+    That nothing is missing (runtime/sessions.py) was asked before. Raises KvlatheError where TensorRT refuses the
+    engine, in its words, and for an engine that is not of this plan.
     """
 
     def __init__(
         self, folder: Path, plan: CompressionPlan, limits: Limits, arena_bytes: int, threads: int | None = None
     ) -> None:
         manifest = manifests.read(folder)
-        device = Device()
-        if (gpu := device.architecture()) not in manifest.architectures:
-            fact, built = f"{folder} does not run on this GPU ({gpu})", ", ".join(manifest.architectures)
-            raise KvlatheError(
-                fact, f"it was built for {built}", "build with --backend cuda, or run it on one of those"
-            )
         trt = import_module(FLAVOURS[manifest.backend].module)
         engine = load_engine(trt, folder / ENGINE_FILE)
-        self._start(trt, engine, device, library_here(manifest.backend), plan, limits, arena_bytes)
+        self._start(trt, engine, Device(), library_here(manifest.backend), plan, limits, arena_bytes)
 
     def _start(
         self,
