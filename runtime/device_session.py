@@ -55,11 +55,10 @@ class DeviceSession(DevicePages, ABC):
         tokens = limits.max_num_tokens
         self._any = StepBlock(device, StepForm(tokens, limits.max_batch_size, tokens, (most + 1,) * len(buckets)))
         self._decodes: dict[int, Decode] = {}
-        self._counts = device.allocate(4 * tokens, "the step")
-        device.send(self._counts.address, np.arange(tokens, dtype=np.int32))
-        row = sum(lane.rank_k + lane.rank_v for lane in plan.lanes)
-        self._rows = device.allocate(tokens * row * HALF.itemsize, "what a step appends")
-        self._row = row
+        self._counts = device.allocate(tokens * INT32.itemsize, "the step")
+        device.send(self._counts.address, np.arange(tokens, dtype=INT32))
+        self._row_width = sum(lane.rank_k + lane.rank_v for lane in plan.lanes)
+        self._rows = device.allocate(tokens * self._row_width * HALF.itemsize, "what a step appends")
         self._logits = self._logits_of(self.sizes[-1])
         self.pool_views = pool_views(self.memory.address, self.memory.size, plan.unit)
 
@@ -99,7 +98,7 @@ class DeviceSession(DevicePages, ABC):
     def _outputs(self, form: StepForm, logits: Memory) -> Bindings:
         return {
             "logits": Bound(logits.address, (form.rows, self.plan.model.vocab_size), FLOAT),
-            "rows": Bound(self._rows.address, (form.tokens, self._row), HALF),
+            "rows": Bound(self._rows.address, (form.tokens, self._row_width), HALF),
         }
 
     def _logits_of(self, rows: int) -> Memory:

@@ -14,7 +14,7 @@ from kvlathe.engines.tensorrt import Shapes, profiles
 from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
-from kvlathe.runtime import device, sessions, trt_session
+from kvlathe.runtime import device, ort_device_session, sessions, trt_session
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import Native
 from kvlathe.runtime.native_session import HalfSession
@@ -88,6 +88,14 @@ def test_pages_move_and_come_back(native: Native, engine: tuple[Path, Compressio
     session.write_page(0, 3, data)
     session.copy_page(0, 3, 5)
     assert session.read_page(0, 5) == data == session.read_page(0, 3)
+
+
+def test_onnx_runtime_that_would_go_on_with_the_cpu_is_refused(engine: tuple[Path, CompressionPlan]) -> None:
+    if ort_device_session.PROVIDER in ort.get_available_providers():
+        pytest.skip("this ONNX Runtime has a CUDA provider")
+    session = OrtDeviceSession.__new__(OrtDeviceSession)
+    with pytest.warns(UserWarning), pytest.raises(KvlatheError, match="its CUDA provider did not start"):
+        session.open_graph(engine[0] / "model.onnx", ort.SessionOptions(), 0)
 
 
 # -- TensorRT ----------------------------------------------------------------------------------------------------------
