@@ -74,8 +74,10 @@ typedef struct kvlathe_part {
 
 /* Flags of a call. OVERLAP (CUDA, compute capability 9.0 and later): programmatic dependent launch. The kernel may start while
  * the one before it on the stream still runs; it reads lengths and page tables at once, and waits for that kernel before it
- * touches the pool, q, o and the workspace. So the kernel just before must not write lengths or page tables. */
-enum kvlathe_flags { KVLATHE_OVERLAP = 1 };
+ * touches the pool, q, o and the workspace. So the kernel just before must not write lengths or page tables.
+ * APPENDED, with OVERLAP: the kernel just before writes at most the last row that each sequence has in a 16-bit part, nothing
+ * else of the pool: all other rows may be read while it runs. */
+enum kvlathe_flags { KVLATHE_OVERLAP = 1, KVLATHE_APPENDED = 2 };
 
 /* The prompt chunks of a step, which kvlathe_cuda_spread lists (cache.h): sequences with several new rows, attended in tiles.
  * `parts` goes with the call's parts: the same buckets, by sequence and not by row. */

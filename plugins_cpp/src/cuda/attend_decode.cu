@@ -203,6 +203,7 @@ void launch(const void* kernel, const kvlathe_attend_decode_args& a, const std::
   config.stream = static_cast<cudaStream_t>(a.stream);
   config.attrs = &overlap;
   config.numAttrs = (a.flags & KVLATHE_OVERLAP) && device.major >= 9 ? 1 : 0;
+  p.early = config.numAttrs && (a.flags & KVLATHE_APPENDED);
   void* arguments[] = {&p};
   check_cuda(cudaLaunchKernelExC(&config, kernel, arguments), "launching attend_decode");
 }

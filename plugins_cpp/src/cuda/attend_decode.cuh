@@ -79,9 +79,12 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
   }
   if (kQuantized) publish_barriers();
   __syncthreads();
-  wait_for_previous_kernel();
-  if (plan.some_empty) write_empty<E>(p, crew);
-  if (!plan.any) return;
+  bool early = plan.any && p.early;  // the ring is filled while the kernel before this one still runs
+  if (!early) {
+    wait_for_previous_kernel();
+    if (plan.some_empty) write_empty<E>(p, crew);
+    if (!plan.any) return;
+  }
   SoftmaxState<kSteps, kFill> state;
   state.clear();
   Slab slab;  // of the run being attended
@@ -90,7 +93,13 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
   int part = -1, head = 0, unit = 0, last = 0, tokens = 0, units = 0, bytes = 0, width = 16;
   // One loop with one copy of the producer in it: code that does not fit the instruction caches costs more than turns.
   for (;;) {
-    producer.fill();
+    producer.fill(early);
+    if (early) {
+      wait_for_previous_kernel();
+      if (plan.some_empty) write_empty<E>(p, crew);
+      producer.fetch_first_queries();
+      early = false;
+    }
     if (unit >= last) {  // the next run
       if (++part == kParts) {
         finish<E>(p, state, buffer, block, crew);

@@ -84,6 +84,7 @@ struct Params {
   Partial* partials;  // [blocks, 2]
   float scale_log2;
   int32_t batch, heads, group_size, page_tokens;
+  int32_t early;                // what the kernel before this one does not write may be read before it is done
   int32_t ring_bytes;           // shared memory of one warp's ring
   int32_t codes_bytes;          // shared memory of one warp's quantized queries
   int32_t merge_floats;         // shared memory of the merge buffer

@@ -44,6 +44,7 @@ struct Runs {
   Walk<kParts> walk;                     // where the run ahead lies, while walk.valid
   int part, unit, last, tokens;          // the run ahead
   int now_sequence, now_head, now_part, now_tokens;  // the run in hand; tokens of its part
+  int first_sequence, first_head;                    // of the first run
 };
 
 // How 16-bit tiles are copied, 512 bytes at a time.
@@ -106,6 +107,9 @@ struct Producer {
       : p(p), ring(ring), runs(runs), fine(fine) {
     Runs<kParts> ahead{walk, -1};
     look_ahead(ahead);
+    if (threadIdx.x % 32 == 0)
+      runs.first_sequence = runs.walk.span.sequence, runs.first_head = runs.walk.span.head;
+    __syncwarp();
     take();
   }
 
@@ -204,12 +208,17 @@ struct Producer {
     taken = 0;
   }
 
-  __device__ void fill() {
+  // Whether the next tile holds nothing that the kernel before this one may write (KVLATHE_APPENDED).
+  __device__ bool steady() const { return bulk || (!kQuantized && runs.now_tokens - unit * kRowTokens > copies.tokens); }
+
+  // Asks for all that the ring has room for; if `early`, for steady tiles of the first run only, and not for its queries.
+  __device__ void fill(bool early) {
     while (any) {
+      if (early && (queries_due ? ring.tiles != 0 : !steady())) return;
       const uint32_t to = ring.place(next_room);
       if (!to) return;
       if (queries_due) {
-        fetch_queries(to, query_bytes(p, p.head[runs.now_head]));
+        if (!early) fetch_queries(to, query_bytes(p, p.head[runs.now_head]));
         close_copy_group();
         queries_due = false;
         next_room = tile_room;
@@ -224,6 +233,17 @@ struct Producer {
         locate(later_id, runs.now_sequence, runs.now_head, runs.now_part);
       }
     }
+  }
+
+  // The queries of the first run, which an early fill has left room for.
+  __device__ void fetch_first_queries() const {
+    if (!ring.tiles) return;
+    const HeadParams<kParts>& head = p.head[runs.first_head];
+    const auto* q = reinterpret_cast<const uint4*>(p.q + runs.first_sequence * p.q_stride + head.q_offset);
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < query_bytes(p, head) / 16; i += 32)
+      shared_at<uint4>(ring.base + 16 * i) = __ldcg(q + i);
+    __syncwarp();
   }
 
   __device__ void fetch_queries(uint32_t to, int bytes) const {
