@@ -32,15 +32,7 @@ struct Device {
   int most_blocks() const { return sms * kBlocksPerSM; }
 };
 
-struct Workspace {
-  int64_t arrivals, partials;
-  int64_t bytes() const { return arrivals + partials; }
-};
-
-Workspace workspace_of(const Device& device, int64_t batch, int64_t heads) {
-  return {(batch * heads * int64_t{sizeof(int32_t)} + 127) / 128 * 128,
-          int64_t{device.most_blocks()} * 2 * int64_t{sizeof(Partial)}};
-}
+int64_t workspace_bytes(const Device& device) { return int64_t{device.most_blocks()} * 2 * int64_t{sizeof(Partial)}; }
 
 void check_cuda_limits(const kvlathe_attend_decode_args& a, const Device& device, const std::vector<Head>& heads) {
   require(device.major >= 8 || (device.major == 7 && a.element == KVLATHE_F16), KVLATHE_UNSUPPORTED,
@@ -184,10 +176,9 @@ Launch fit(Params<kParts>& p, const Device& device, int most_warps, int static_b
 
 template <int kParts>
 void launch(const void* kernel, const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
-            const Device& device, const Workspace& space, int bits, int fill) {
+            const Device& device, int bits, int fill) {
   Params<kParts> p = params_of<kParts>(a, heads, fill);
-  p.arrivals = static_cast<int32_t*>(a.workspace);
-  p.partials = reinterpret_cast<Partial*>(static_cast<char*>(a.workspace) + space.arrivals);
+  p.partials = static_cast<Partial*>(a.workspace);
   cudaFuncAttributes attributes{};
   check_cuda(cudaFuncGetAttributes(&attributes, kernel), "this library has no kernel for this device");
   const Launch at = fit(p, device, most_warps(bits, fill), int(attributes.sharedSizeBytes));
@@ -213,10 +204,9 @@ void attend_decode(const kvlathe_attend_decode_args& a) {
   const Device device = Device::current();
   check_cuda_limits(a, device, heads);
   if (a.batch == 0) return;
-  const Workspace space = workspace_of(device, a.batch, int64_t(heads.size()));
-  require(a.workspace && a.workspace_bytes >= space.bytes(), KVLATHE_TOO_SMALL,
+  require(a.workspace && a.workspace_bytes >= workspace_bytes(device), KVLATHE_TOO_SMALL,
           "the workspace has " + std::to_string(a.workspace_bytes) + " bytes and this call needs " +
-              std::to_string(space.bytes()));
+              std::to_string(workspace_bytes(device)));
   require(reinterpret_cast<uintptr_t>(a.workspace) % 128 == 0 && reinterpret_cast<uintptr_t>(a.pool) % 128 == 0,
           KVLATHE_MISALIGNED, "the workspace or the pool is not aligned to 128 bytes");
   bool wide = false;
@@ -229,11 +219,11 @@ void attend_decode(const kvlathe_attend_decode_args& a) {
   const int fill = bits < 16 && a.group_size <= 4 ? 2 : 1;
   if (bits == 16) {
     static constexpr decltype(&launch<1>) launchers[KVLATHE_MAX_PARTS] = {launch<1>, launch<2>, launch<3>};
-    launchers[a.part_count - 1](decode_kernel_16(half, wide, a.part_count), a, heads, device, space, bits, fill);
+    launchers[a.part_count - 1](decode_kernel_16(half, wide, a.part_count), a, heads, device, bits, fill);
   } else if (bits && a.part_count <= 2) {
-    launch<2>(decode_kernel_codes(half, wide, bits, fill), a, heads, device, space, bits, fill);
+    launch<2>(decode_kernel_codes(half, wide, bits, fill), a, heads, device, bits, fill);
   } else {
-    launch<3>(decode_kernel_any(half, wide, fill), a, heads, device, space, bits, fill);
+    launch<3>(decode_kernel_any(half, wide, fill), a, heads, device, bits, fill);
   }
 }
 
@@ -256,6 +246,6 @@ extern "C" int32_t kvlathe_cuda_workspace_bytes(int32_t batch, int32_t heads, in
   return kvlathe::run(status, [&] {
     if (!bytes || batch < 0 || heads < 1)
       throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "batch or heads is not positive, or bytes is null");
-    *bytes = kvlathe::cuda::workspace_of(kvlathe::cuda::Device::current(), batch, heads).bytes();
+    *bytes = kvlathe::cuda::workspace_bytes(kvlathe::cuda::Device::current());
   });
 }

@@ -1,8 +1,8 @@
 // Decode attention over the paged cache: a persistent grid on the byte-interval schedule (schedule.cuh).
 //
 // Each warp keeps its own ring of tiles in flight and its own softmax state; a block's warps take the tiles of a span
-// in turn and meet only where the span ends. A pair that several blocks share is finished by the block that arrives
-// last.
+// in turn and meet only where the span ends. A pair that several blocks share is finished by the block where it
+// ends.
 #pragma once
 
 #include <type_traits>
@@ -18,7 +18,6 @@ namespace kvlathe::cuda {
 template <int kParts>
 __device__ void warm_up(const Params<kParts>& p) {
   const int sequence = int(unsigned(blockIdx.x) * unsigned(p.batch) / gridDim.x);
-  if (threadIdx.x == 32) prefetch(p.arrivals + sequence * p.heads);
   if (threadIdx.x == 64) prefetch(p.partials + 2 * blockIdx.x);
   if (threadIdx.x == 96) prefetch(p.q + sequence * p.q_stride);
 #pragma unroll
@@ -74,8 +73,7 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
   const Walk<kParts> walk = Walk<kParts>::start(p, plan);
   Producer<kParts, kBits> producer(p, walk, runs[warp], ring, plan.share < kFineShare);
   if (threadIdx.x == 0) {
-    block.walk = walk, block.share = plan.share, block.begin_start = plan.begin.start, block.end_start = plan.end.start;
-    block.unfinished[0].there = block.unfinished[1].there = false;
+    block.walk = walk, block.share = plan.share, block.begin_start = plan.begin.start, block.ending.there = false;
   }
   if (kQuantized) publish_barriers();
   __syncthreads();
@@ -155,7 +153,7 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
     }
     unit += warps * units;
   }
-  finish_shared_pairs<E>(p, buffer, block, crew);
+  if (block.ending.there) finish_pair<E>(p, block.ending, buffer, crew);
 }
 
 }  // namespace kvlathe::cuda

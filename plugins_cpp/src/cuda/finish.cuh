@@ -13,23 +13,27 @@ struct Crew {
   __device__ void meet() const { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
 };
 
-// A pair of which this block left a partial result, and who else did.
-struct Unfinished {
-  bool there, last;           // last: this block arrived last, so it finishes the pair
-  int sequence, head, start;  // start: weight at which the pair starts
-  int first_block, block_count;
+// A pair that ends in this block and began in another: this block finishes it.
+struct Ending {
+  bool there;
+  int sequence, head, first_block;
 };
 
-// Shared by the block: what its warps do together. The two unfinished pairs are told apart by where the block's span
-// starts: in the pair's middle (it is the block's first span) or at its start (its last).
+// Shared by the block: what its warps do together.
 template <int kParts>
 struct Block {
-  Walk<kParts> walk;                  // the span that the block attends
-  int share, begin_start, end_start;  // of the plan
+  Walk<kParts> walk;       // the span that the block attends
+  int share, begin_start;  // of the plan
   float2 top_sum[kMaxWarps][kMaxGroup];
-  Unfinished unfinished[2];
+  Ending ending;
 };
 
+// Partial results meet in device memory without counters: a place is zero until its number is there, and zero again once
+// that is read. So a result that is zero is left as -0.
+__device__ inline float present(float x) { return x == 0.f ? -0.f : x; }
+__device__ inline bool missing(float x) { return __float_as_uint(x) == 0; }
+
+// Two partial results a block: of a span that starts in its pair's middle (the block's first) or at its start (its last).
 template <class P>
 __device__ Partial* partial_of(const P& p, int block, bool from_start) {
   return p.partials + 2 * block + from_start;
@@ -86,8 +90,8 @@ __device__ void finish(const Params<kParts>& p, SoftmaxState<kSteps, kFill>& sta
   put_state(state, p.group_size, head.rank_v, m.top_sum[warp], buffer + warp * elements);
   crew.meet();
   if (crew.thread == crew.threads - 1) {
-    if (!whole)
-      m.unfinished[from_start] = {true, false, sequence, head_index, from_start ? m.end_start : m.begin_start, 0, 0};
+    if (!from_start && span.last == span.total)
+      m.ending = {true, sequence, head_index, int(unsigned(m.begin_start) / unsigned(m.share))};
     m.walk.next(p);
   }
   Partial* partial = partial_of(p, blockIdx.x, from_start);
@@ -106,24 +110,26 @@ __device__ void finish(const Params<kParts>& p, SoftmaxState<kSteps, kFill>& sta
     if (whole) {
       write_out<E>(p, head, sequence, e, out / sum);
     } else {
-      partial->out[e] = out;
-      if (e % head.rank_v == 0) partial->top_sum[query] = {top, sum};
+      store_relaxed(partial->out + e, present(out));
+      if (e % head.rank_v == 0) store_relaxed(partial->top_sum + query, float2{present(top), present(sum)});
     }
   }
   crew.meet();
 }
 
-// Sums the partial results of a pair and writes o'. Called by the block that arrives last; its whole crew. Teams of
-// threads each join every teams-th partial result, four channels a thread, all asked for at once; then the teams join
-// theirs in `buffer`: four sums a thread, and the (maximum, sum) of each team's queries.
+// Sums the partial results of a pair that ends in this block, and writes o'. The whole crew, once, at its end: it waits
+// for the blocks before this one, which were started before it. Teams of threads each join every teams-th partial
+// result, four channels a thread, all asked for at once; then the teams join theirs in `buffer`: four sums a thread, and
+// the (maximum, sum) of each team's queries.
 template <class E, int kParts>
-__device__ void merge_partials(const Params<kParts>& p, const Unfinished& pair, float* buffer, Crew crew) {
+__device__ void finish_pair(const Params<kParts>& p, const Ending& pair, float* buffer, Crew crew) {
   const HeadParams<kParts>& head = p.head[pair.head];
-  const int group = p.group_size, count = pair.block_count, quads = group * head.rank_v / 4;
+  const int group = p.group_size, count = blockIdx.x - pair.first_block + 1, quads = group * head.rank_v / 4;
   const int teams = min(crew.threads / quads, count);  // at least one: the launcher gives group x rank / 4 threads
   auto* sums = reinterpret_cast<float4*>(buffer);
   auto* states = reinterpret_cast<float2*>(sums + crew.threads);
   const int team = crew.thread / quads, quad = crew.thread % quads, query = quad * 4 / head.rank_v;
+  const auto partial = [&](int i) { return partial_of(p, pair.first_block + i, i == 0); };
   if (team < teams) {
     constexpr int kAhead = 8;
     float top = -INFINITY, sum = 0.f;
@@ -132,19 +138,28 @@ __device__ void merge_partials(const Params<kParts>& p, const Unfinished& pair, 
     for (int first = team; first < count; first += kAhead * teams) {
       float4 parts[kAhead];
       float2 top_sum[kAhead];
+      const auto load = [&](int k, int i) {
+        top_sum[k] = load_relaxed(partial(i)->top_sum + query);
+        parts[k] = load_relaxed(reinterpret_cast<const float4*>(partial(i)->out) + quad);
+      };
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
         const int i = first + k * teams;
         top_sum[k] = {-INFINITY, 0.f};
         parts[k] = {0.f, 0.f, 0.f, 0.f};
-        if (i >= count) continue;
-        const Partial* partial = partial_of(p, pair.first_block + i, i == 0);
-        top_sum[k] = __ldcg(partial->top_sum + query);
-        parts[k] = __ldcg(reinterpret_cast<const float4*>(partial->out) + quad);
+        if (i < count) load(k, i);
       }
       float now = top;
 #pragma unroll
-      for (int k = 0; k < kAhead; ++k) now = fmaxf(now, top_sum[k].x);
+      for (int k = 0; k < kAhead; ++k) {
+        const int i = first + k * teams;
+        if (i >= count) continue;
+        while (missing(top_sum[k].x) || missing(top_sum[k].y) || missing(parts[k].x) || missing(parts[k].y) ||
+               missing(parts[k].z) || missing(parts[k].w))
+          load(k, i);
+        reinterpret_cast<float4*>(partial(i)->out)[quad] = {0.f, 0.f, 0.f, 0.f};
+        now = fmaxf(now, top_sum[k].x);
+      }
       const float factor = exp2_fast(top - now);
       top = now, sum *= factor, out.x *= factor, out.y *= factor, out.z *= factor, out.w *= factor;
 #pragma unroll
@@ -173,33 +188,8 @@ __device__ void merge_partials(const Params<kParts>& p, const Unfinished& pair, 
     }
     write_out<E>(p, head, pair.sequence, e, out / sum);
   }
-  crew.meet();
-}
-
-// Reports the block's partial result of a pair; learns whether all others are there. One thread, behind a barrier: what
-// the block's other threads have written is covered by its release.
-template <int kParts>
-__device__ void arrive(const Params<kParts>& p, int share, Unfinished& pair) {
-  const Pair<kParts> lengths(p, pair.sequence, pair.head);
-  const int last = pair.start + lengths.weight_before_last(p, pair.head);  // where the pair's last tile starts
-  pair.first_block = unsigned(pair.start) / unsigned(share);  // the block that takes a tile that starts there
-  pair.block_count = int(unsigned(last) / unsigned(share)) - pair.first_block + 1;
-  int32_t* arrivals = p.arrivals + pair.sequence * p.heads + pair.head;
-  pair.last = add_ordered(arrivals, 1) == pair.block_count - 1;
-  if (pair.last) *arrivals = 0;
-}
-
-// Finishes the pairs that this block shares with others and reaches last. The whole crew, once, at its end.
-template <class E, int kParts>
-__device__ void finish_shared_pairs(const Params<kParts>& p, float* buffer, Block<kParts>& m, Crew crew) {
-  if (crew.thread < 64 && crew.thread % 32 == 0 && m.unfinished[crew.thread / 32].there)
-    arrive(p, m.share, m.unfinished[crew.thread / 32]);
-  crew.meet();
 #pragma unroll 1
-  for (int i = 0; i < 2; ++i) {
-    const Unfinished& pair = m.unfinished[i];
-    if (pair.there && pair.last) merge_partials<E>(p, pair, buffer, crew);
-  }
+  for (int i = crew.thread; i < count * group; i += crew.threads) partial(i / group)->top_sum[i % group] = {0.f, 0.f};
 }
 
 }  // namespace kvlathe::cuda

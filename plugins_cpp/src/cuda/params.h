@@ -80,8 +80,7 @@ struct Params {
   const uint16_t* q;
   uint16_t* o;
   int64_t q_stride, o_stride;
-  int32_t* arrivals;  // [batch, heads]: blocks that have left a partial result; zero between launches
-  Partial* partials;  // [blocks, 2]
+  Partial* partials;            // [blocks, 2]; zero between launches
   float scale_log2;
   int32_t batch, heads, group_size, page_tokens;
   int32_t early;                // what the kernel before this one does not write may be read before it is done

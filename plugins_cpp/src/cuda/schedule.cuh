@@ -47,17 +47,6 @@ struct Pair {
     for (int i = 0; i < kParts; ++i) n += units(p, i) * p.head[head].lane[i].weight;
     return n;
   }
-  // Weight of the pair before its last tile.
-  __device__ int weight_before_last(const Params<kParts>& p, int head) const {
-    int before = 0, n = 0;
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      const LaneParams& lane = p.head[head].lane[i];
-      if (units(p, i)) before = n + ((units(p, i) - 1) & -int(lane.tile_units)) * lane.weight;
-      n += units(p, i) * lane.weight;
-    }
-    return before;
-  }
 };
 
 template <int kParts>
