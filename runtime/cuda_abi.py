@@ -12,7 +12,7 @@ from kvlathe.export.plan import CompressionPlan
 from kvlathe.runtime.native import ABI_VERSION, Native, Part, Status
 
 F16, BF16 = 1, 2
-OVERLAP = 1
+OVERLAP, APPENDED = 1, 2
 MOST_PARTS = 3
 LEAST_CHUNK = 16
 """New tokens of a sequence from which its rows are a prompt chunk, attended in tiles (cache.h)."""
@@ -51,6 +51,8 @@ class AttendDecodeArgs(Structure):
         ("workspace_bytes", c_int64),
         ("stream", c_void_p),
         ("prompts", POINTER(Prompts)),
+        ("plan", c_void_p),
+        ("plan_bytes", c_int64),
     ]
 
 
@@ -139,6 +141,8 @@ class CudaLibrary:
         lib.kvlathe_layer_create.argtypes = [c_void_p, c_int64, POINTER(c_void_p), POINTER(Status)]
         lib.kvlathe_layer_destroy.argtypes, lib.kvlathe_layer_destroy.restype = [c_void_p], None
         lib.kvlathe_cuda_attend_decode.argtypes = [POINTER(AttendDecodeArgs), POINTER(Status)]
+        lib.kvlathe_cuda_plan.argtypes = [POINTER(AttendDecodeArgs), c_int32, POINTER(Status)]
+        lib.kvlathe_cuda_plan_bytes.argtypes = [POINTER(c_int64), POINTER(Status)]
         lib.kvlathe_cuda_spread.argtypes = [POINTER(SpreadArgs), POINTER(Status)]
         lib.kvlathe_cuda_append.argtypes = [c_void_p, POINTER(AppendArgs), POINTER(Status)]
         lib.kvlathe_cuda_seal.argtypes = [POINTER(SealArgs), POINTER(Status)]
@@ -159,6 +163,11 @@ class CudaLibrary:
     def workspace_bytes(self, batch: int, heads: int) -> int:
         size = c_int64()
         self.call("cuda_workspace_bytes", batch, heads, byref(size))
+        return size.value
+
+    def plan_bytes(self) -> int:
+        size = c_int64()
+        self.call("cuda_plan_bytes", byref(size))
         return size.value
 
 

@@ -1,13 +1,15 @@
-"""kvlathe::Attend on one GPU by the native kernels: a step is spread over its queries once, then each layer appends its
-fresh tokens and attends. Everything is asynchronous on the current stream and may be captured into a CUDA graph.
+"""kvlathe::Attend on one GPU by the native kernels: a step is spread over its queries and the attention of all layers
+is planned once, then each layer appends its fresh tokens and attends. Everything is asynchronous on the current stream
+and may be captured into a CUDA graph.
 
 Sizes as in docs/attend.md. All floating tensors are of one 16-bit type.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
-from ctypes import addressof, byref, c_int32, c_void_p, pointer
+from ctypes import Array, addressof, byref, c_int32, c_void_p, pointer
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +18,8 @@ from torch import Tensor
 from kvlathe.export.layout import layer_table
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.runtime.cuda_abi import (
+    APPENDED,
+    F16,
     OVERLAP,
     AppendArgs,
     AttendDecodeArgs,
@@ -26,7 +30,7 @@ from kvlathe.runtime.cuda_abi import (
     SpreadArgs,
 )
 from kvlathe.runtime.cuda_rows import ELEMENTS
-from kvlathe.runtime.native import ABI_VERSION
+from kvlathe.runtime.native import ABI_VERSION, Part
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,37 @@ class Attention:
         args.group_size, args.row_lengths = self.plan.model.group_size, done.row_lengths.data_ptr()
         args.prompts = None if done.prompts is None else done.prompts.data_ptr()
         self.library.call("cuda_spread", byref(args))
+        done.calls = self._calls(done, tokens)
+        if done.prompts is None:
+            self.plan_calls(done)
         return done
+
+    def plan_calls(self, spread: Spread) -> None:
+        """Find which block attends what, in all layers of a decode step: part of `spread`, apart for benchmarks."""
+        for call in spread.calls:
+            call.stream = _stream()
+        self.library.call("cuda_plan", spread.calls, len(spread.calls))
+
+    def _calls(self, spread: Spread, tokens: int) -> Array[AttendDecodeArgs]:
+        """Every layer's attention, but for its q, o and stream."""
+        calls = (AttendDecodeArgs * len(self.forms))()
+        if spread.prompts is None:
+            size = self.library.plan_bytes()
+            spread.plan = torch.empty(len(calls), size, dtype=torch.uint8, device=self.pool.device)
+        for layer, (args, form) in enumerate(zip(calls, self.forms, strict=True)):
+            # The plan is the same for both 16-bit types; `run` says which it is.
+            sizes = (ABI_VERSION, F16, tokens, self.plan.model.group_size, self.plan.page_tokens, len(form.buckets))
+            ctypes.pointer(args)[0] = AttendDecodeArgs(*sizes, self.scales[layer])
+            args.parts, args.q_stride, args.o_stride = spread.parts_of(form), form.queries, form.out
+            args.pool, args.pool_bytes = self.pool.data_ptr(), self.pool.numel()
+            args.workspace, args.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
+            if spread.prompts is None:
+                # The kernel before is append: it writes neither lengths, page tables nor plan, and one row a sequence.
+                args.flags = OVERLAP | APPENDED
+                args.plan, args.plan_bytes = spread.plan[layer].data_ptr(), spread.plan.shape[1]
+            else:
+                args.prompts = pointer(spread.prompts_of(form))
+        return calls
 
     def _list_size(self, step: StepInputs, tokens: int) -> int:
         """Bytes of the list of prompt chunks; 0 for a decode step, and where the GPU has no kernel for them."""
@@ -89,21 +123,8 @@ class Attention:
         form, tokens = self.forms[layer], len(q)
         queries, out = q.new_empty(tokens, form.queries), q.new_empty(tokens, form.out)
         self._append(layer, q, k, v, angles, spread, weights, queries)
-        for part, bucket in zip(form.parts, form.buckets, strict=True):
-            table = spread.tables[bucket]
-            part.page_table, part.page_table_stride = table.data_ptr(), table.shape[1]
-            part.lengths = spread.row_lengths.data_ptr() + 4 * bucket
-            part.lengths_stride = spread.row_lengths.shape[1]
-        args = AttendDecodeArgs(ABI_VERSION, ELEMENTS[q.dtype], tokens, self.plan.model.group_size)
-        args.page_tokens, args.part_count, args.scale = self.plan.page_tokens, len(form.parts), self.scales[layer]
-        args.parts, args.pool, args.pool_bytes = form.parts, self.pool.data_ptr(), self.pool.numel()
-        args.q, args.q_stride, args.o, args.o_stride = queries.data_ptr(), form.queries, out.data_ptr(), form.out
-        args.workspace, args.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
-        args.stream = _stream()
-        if spread.prompts is None:
-            args.flags = OVERLAP  # the kernel before is append: it writes neither lengths nor page tables
-        else:
-            args.prompts = pointer(spread.prompts_of(form))
+        args = spread.calls[layer]
+        args.element, args.q, args.o, args.stream = ELEMENTS[q.dtype], queries.data_ptr(), out.data_ptr(), _stream()
         self.library.call("cuda_attend_decode", byref(args))
         return out
 
@@ -137,9 +158,20 @@ class Spread:
         self.row_lengths = torch.empty_like(self.visible) if list_size else self.visible
         self.tables = step.page_tables if whole else [t.new_empty(tokens, t.shape[1]) for t in step.page_tables]
         self.prompts = new(list_size // 4) if list_size else None
+        self.calls, self.plan, self._kept = (AttendDecodeArgs * 0)(), new(0), []
         self._addresses = _addresses(step.page_tables)
         self._widths = (c_int32 * len(step.page_tables))(*(t.shape[1] for t in step.page_tables))
         self.addresses, self.widths = _address(self._addresses), _address(self._widths)
+
+    def parts_of(self, form: LayerForm) -> Array[Part]:
+        """The buckets that one layer's attention reads."""
+        parts = type(form.parts).from_buffer_copy(form.parts)
+        for part, bucket in zip(parts, form.buckets, strict=True):
+            part.page_table, part.page_table_stride = self.tables[bucket].data_ptr(), self.tables[bucket].shape[1]
+            part.lengths = self.row_lengths.data_ptr() + 4 * bucket
+            part.lengths_stride = self.row_lengths.shape[1]
+        self._kept.append(parts)
+        return parts
 
     def prompts_of(self, form: LayerForm) -> Prompts:
         """The step's chunks for one layer's attention."""
@@ -151,7 +183,9 @@ class Spread:
             part.page_table, part.page_table_stride, part.fresh = table.data_ptr(), table.shape[1], form.fresh[b]
             part.lengths, part.lengths_stride = lengths.data_ptr() + 4 * b, buckets
         starts = self.step.query_starts.data_ptr()
-        return Prompts(self.prompts.data_ptr(), starts, len(lengths), int(self.step.alone), parts)
+        prompts = Prompts(self.prompts.data_ptr(), starts, len(lengths), int(self.step.alone), parts)
+        self._kept += [parts, prompts]
+        return prompts
 
 
 def _addresses(tensors: Sequence[Tensor]) -> object:

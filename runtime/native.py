@@ -23,7 +23,7 @@ from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.runtime.codec import Bytes, Positions
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 LIBRARY = "libkvlathe.so"
 Table = npt.NDArray[np.uint8]
 

@@ -176,10 +176,11 @@ void Node::run(const std::vector<NodeInput>& in, void* o, void* rows, void* work
   const std::vector<kvlathe_part> parts = parts_of(layer, tables, chunks ? row_lengths : visible);
   const std::vector<kvlathe_prompt_part> prompt_parts = prompt_parts_of(layer, tables, ints(p.lengths));
   const kvlathe_prompts prompts{list, ints(p.query_starts), batch, 0, prompt_parts.data()};  // what sequences have is on the device
-  const int32_t flags = chunks ? 0 : KVLATHE_OVERLAP;  // the kernel before is append: it writes neither lengths nor page tables
+  // The kernel before is append: it writes neither lengths nor page tables, and in a decode step one row a sequence.
+  const int32_t flags = chunks ? 0 : KVLATHE_OVERLAP | KVLATHE_APPENDED;
   kvlathe_attend_decode_args decode{KVLATHE_ABI_VERSION, KVLATHE_F16, tokens, t.group_size, t.page_tokens, int32_t(parts.size()), scale, flags,
                                     parts.data(), append.pool, append.pool_bytes, queries, append.q_out_stride, o, layer.o_width, attend, attend_size,
-                                    stream, chunks ? &prompts : nullptr};
+                                    stream, chunks ? &prompts : nullptr, nullptr, 0};
   kvlathe::check(kvlathe_cuda_attend_decode(&decode, &status), status);
 }
 

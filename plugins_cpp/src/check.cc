@@ -28,7 +28,6 @@ void check_sizes(const kvlathe_attend_decode_args& a) {
           "page_tokens is " + std::to_string(a.page_tokens) + " and must be a positive multiple of 16");
   require(a.part_count >= 1 && a.part_count <= KVLATHE_MAX_PARTS && a.parts, KVLATHE_BAD_ARGUMENT,
           "part_count is " + std::to_string(a.part_count) + " and must be 1 to " + std::to_string(KVLATHE_MAX_PARTS));
-  require(a.batch == 0 || (a.pool && a.q && a.o), KVLATHE_BAD_ARGUMENT, "pool, q or o is null");
   require(aligned(a.pool, 16), KVLATHE_MISALIGNED, "the pool is not aligned to 16 bytes");
   require(aligned(a.q, 16) && aligned(a.o, 16) && a.q_stride % 8 == 0 && a.o_stride % 8 == 0, KVLATHE_MISALIGNED,
           "rows of q and o must start at multiples of 16 bytes");
@@ -80,6 +79,12 @@ void check_part(const kvlathe_part& part, const kvlathe_attend_decode_args& a) {
 }  // namespace
 
 std::vector<Head> checked_heads(const kvlathe_attend_decode_args& a) {
+  const std::vector<Head> heads = checked_lanes(a);
+  require(a.batch == 0 || (a.pool && a.q && a.o), KVLATHE_BAD_ARGUMENT, "pool, q or o is null");
+  return heads;
+}
+
+std::vector<Head> checked_lanes(const kvlathe_attend_decode_args& a) {
   check_sizes(a);
   std::map<int32_t, Head> by_head;
   for (int32_t p = 0; p < a.part_count; ++p) {

@@ -35,6 +35,9 @@ struct Head {
 // Checks sizes, alignment and table rows; returns the union of the parts' heads in head order.
 std::vector<Head> checked_heads(const kvlathe_attend_decode_args& args);
 
+// The same for a call that is only planned: q and o may be null.
+std::vector<Head> checked_lanes(const kvlathe_attend_decode_args& args);
+
 // Bytes of one lane's codes (or elements) of K or V in a page.
 inline int64_t slab_bytes(int64_t rank, int64_t page_tokens, int64_t bits) { return rank * page_tokens * bits / 8; }
 

@@ -4,11 +4,13 @@
 
 Timing: one call on each of ``--layers`` layers of one page-first pool (rotating buffers: a page is as wide as all
 layers, the bytes of a call lie at that stride), captured in one CUDA graph; median over replays, divided by the calls.
-The boundary is FlashInfer's: post-RoPE projected q in, o' out. Ranks: ``mixed`` 16 to 96 with mean 51.2 for K and for
+The boundary is FlashInfer's: post-RoPE projected q in, o' out; the schedule is made outside of the timed calls, once a
+step for all its layers (FlashInfer's ``plan``, ours kvlathe_cuda_plan): ``plan us`` is what that takes a step, and
+beside it a call. Ranks: ``mixed`` 16 to 96 with mean 51.2 for K and for
 V; ``mixed48`` 16 to 96 and ``uniform48``, equal bytes; ``mixed26`` and ``mixed38``, two fifths of d = 64 and of 96.
 GB/s counts K, V, q and o once. Below 16 bit a sequence has its
 tokens in sealed pages (groups of 64; scales and padding count) and 32 more in a 16-bit page, and the baseline is fp8.
-``op us`` is the whole op: RoPE, projection, rounding and append of the new tokens, then attention.
+``op us`` is the whole op: RoPE, projection, rounding and append of the new tokens, then attention; the plan included.
 ``--baseline`` is the output of FlashInfer's benchmark; without it no ratio is printed. Needs torch; prints one table
 and one JSON line.
 """
@@ -36,7 +38,7 @@ from kvlathe.runtime.cuda_abi import CudaLibrary
 from kvlathe.runtime.cuda_attend import Attention, StepInputs
 from kvlathe.runtime.native import Native
 from tests.native.codes_problem import CodesProblem
-from tests.native.library import OVERLAP, Library
+from tests.native.library import APPENDED, OVERLAP, AttendDecodeArgs, Library
 from tests.native.problem import Problem
 
 READ_RATE = 4.58e12
@@ -154,9 +156,22 @@ def whole_op(library: Library, problem: Problem | CodesProblem, replays: int) ->
         rows.append((random_(batch, sum(rank_v for _, rank_v in row)), weights | {"centre_k": random_(heads, widest)}))
 
     def call(i: int) -> None:
+        if i == 0:
+            attention.plan_calls(spread)
         attention.run(spread, i, q, k, rows[i][0], angles, rows[i][1])
 
     return seconds_a_call(call, layers, replays)
+
+
+def seconds_a_step_planned(library: Library, args: list[AttendDecodeArgs], replays: int) -> float:
+    """Seconds of planning the calls of one step; the plans are there afterwards."""
+
+    def plan(_: int) -> None:
+        for one in args:
+            one.stream = torch.cuda.current_stream().cuda_stream
+        library.plan(args)
+
+    return seconds_a_call(plan, 8, replays)
 
 
 def measure(
@@ -167,8 +182,11 @@ def measure(
     problem = problem_of(a, bits, ranks_of(ranks, layers, a.heads, 0), lengths)
     space = torch.zeros(library.workspace_bytes(batch, a.heads), dtype=torch.uint8, device="cuda")
     args = [problem.args(layer, space) for layer in range(layers)]
-    for one in args:
-        one.flags = 0 if a.no_overlap else OVERLAP
+    memory = torch.zeros(layers, library.plan_bytes(), dtype=torch.uint8, device="cuda")
+    for one, plan in zip(args, memory, strict=True):
+        one.flags = 0 if a.no_overlap else OVERLAP | APPENDED
+        one.plan, one.plan_bytes = plan.data_ptr(), len(plan)
+    plan_seconds = seconds_a_step_planned(library, args, a.replays)
 
     def call(i: int) -> None:
         args[i].stream = torch.cuda.current_stream().cuda_stream
@@ -182,7 +200,7 @@ def measure(
     torch.cuda.empty_cache()
     return {
         "batch": batch, "tokens": tokens, "bits": bits, "ranks": ranks, "dist": dist, "us": seconds * 1e6,
-        "op_us": op * 1e6,
+        "op_us": op * 1e6, "plan_us": plan_seconds * 1e6, "layers": layers,
         "mb": size / 1e6, "gb_s": size / seconds / 1e9, "of_read_rate": size / seconds / READ_RATE,
         "error": errors[0], "plain_error": errors[1],
     }  # fmt: skip
@@ -213,10 +231,8 @@ def main() -> None:
     print(
         f"# {torch.cuda.get_device_name()}, {a.library}, {a.dtype}, {a.heads} heads x {a.group}, page {a.page_tokens}"
     )
-    columns = (
-        f"{'case':>10} {'bits':>4} {'ranks':>9} {'dist':>5} {'MB':>8} {'us':>8} {'op us':>8} {'GB/s':>6} {'%read':>6}"
-    )
-    print(columns, f"{'FlashInfer':>11} {'ratio':>6}  error / plain")
+    columns = f"{'case':>10} {'bits':>4} {'ranks':>9} {'dist':>5} {'MB':>8} {'us':>8} {'op us':>8} {'plan us':>11}"
+    print(columns, f"{'GB/s':>6} {'%read':>6} {'FlashInfer':>11} {'ratio':>6}  error / plain")
     grid = itertools.product(a.cases.split(","), map(int, a.bits.split(",")), a.ranks.split(","), a.dist.split(","))
     results = []
     for case, bits, ranks, dist in grid:
@@ -227,6 +243,7 @@ def main() -> None:
         beside = f"{best:8.1f} us {r['ratio']:5.2f}x" if best else f"{'-':>11} {'-':>6}"
         print(
             f"{case:>10} {bits:>4} {ranks:>9} {dist:>5} {r['mb']:8.1f} {r['us']:8.1f} {r['op_us']:8.1f} "
+            f"{r['plan_us']:5.1f}/{r['plan_us'] / r['layers']:5.2f} "
             f"{r['gb_s']:6.0f} {100 * r['of_read_rate']:6.1f} {beside}  {r['error']:.1e} / {r['plain_error']:.1e}",
             flush=True,
         )

@@ -6,12 +6,13 @@ import ctypes
 import os
 import shutil
 import subprocess
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, byref, c_char, c_float, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 F32, F16, BF16 = 0, 1, 2
-OVERLAP = 1
+OVERLAP, APPENDED = 1, 2
 OK, BAD_VERSION, BAD_ARGUMENT, MISALIGNED, TOO_SMALL, UNSUPPORTED, DEVICE_ERROR = range(7)
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -50,6 +51,8 @@ class AttendDecodeArgs(Structure):
         ("workspace_bytes", c_int64),
         ("stream", c_void_p),
         ("prompts", c_void_p),
+        ("plan", c_void_p),
+        ("plan_bytes", c_int64),
     ]
 
 
@@ -68,6 +71,8 @@ class Library:
         self.lib.kvlathe_abi_version.restype = c_uint32
         for entry in (self.lib.kvlathe_cpu_attend_decode, self.lib.kvlathe_cuda_attend_decode):
             entry.argtypes = [POINTER(AttendDecodeArgs), POINTER(Status)]
+        self.lib.kvlathe_cuda_plan.argtypes = [POINTER(AttendDecodeArgs), c_int32, POINTER(Status)]
+        self.lib.kvlathe_cuda_plan_bytes.argtypes = [POINTER(c_int64), POINTER(Status)]
         self.lib.kvlathe_cuda_workspace_bytes.argtypes = [c_int32, c_int32, POINTER(c_int64), POINTER(Status)]
 
     @property
@@ -84,6 +89,17 @@ class Library:
         status = Status()
         entry = self.lib.kvlathe_cuda_attend_decode if device == "cuda" else self.lib.kvlathe_cpu_attend_decode
         self._checked(entry(byref(args), byref(status)), status)
+
+    def plan(self, calls: Sequence[AttendDecodeArgs]) -> None:
+        """Plans calls of one step, each with memory for its plan."""
+        status = Status()
+        array = (AttendDecodeArgs * len(calls))(*calls)
+        self._checked(self.lib.kvlathe_cuda_plan(array, len(calls), byref(status)), status)
+
+    def plan_bytes(self) -> int:
+        status, size = Status(), c_int64()
+        self._checked(self.lib.kvlathe_cuda_plan_bytes(byref(size), byref(status)), status)
+        return size.value
 
     def workspace_bytes(self, batch: int, heads: int) -> int:
         status, size = Status(), c_int64()

@@ -33,7 +33,7 @@ extern "C" {
 #define KVLATHE_API __attribute__((visibility("default")))
 #endif
 
-#define KVLATHE_ABI_VERSION 4
+#define KVLATHE_ABI_VERSION 5
 #define KVLATHE_LANE_COLUMNS 10
 #define KVLATHE_MAX_PARTS 3
 #define KVLATHE_MAX_HEADS 64
@@ -124,6 +124,8 @@ typedef struct kvlathe_attend_decode_args {
   int64_t workspace_bytes;
   void *stream;               /* CUDA only: a cudaStream_t; null is the default stream */
   const kvlathe_prompts *prompts; /* CUDA only: null, or the step's prompt chunks */
+  void *plan;                 /* CUDA only: null, or what kvlathe_cuda_plan wrote for this call */
+  int64_t plan_bytes;
 } kvlathe_attend_decode_args;
 
 /* The ABI version of this library. */
@@ -143,6 +145,16 @@ KVLATHE_API int32_t kvlathe_cuda_attend_decode(const kvlathe_attend_decode_args 
 
 /* Bytes of workspace that kvlathe_cuda_attend_decode needs on the current device for up to `batch` sequences of `heads` lanes. */
 KVLATHE_API int32_t kvlathe_cuda_workspace_bytes(int32_t batch, int32_t heads, int64_t *bytes, kvlathe_status *status);
+
+/* Once a step, for all its layers: finds which block attends what in each of `count` calls (host array) and writes it to their
+ * `plan`, on the stream of the first. q, o and the workspace are not touched and may be null. The calls that follow
+ * must be made with the same arguments otherwise, on the lengths and page tables that are there now; a plan made for another
+ * batch, grid, layer or table is found out on the device and not used. With OVERLAP the kernel just before a call must not be
+ * this one. Asynchronous; may be captured into a CUDA graph. */
+KVLATHE_API int32_t kvlathe_cuda_plan(const kvlathe_attend_decode_args *calls, int32_t count, kvlathe_status *status);
+
+/* Bytes of one call's plan on the current device, to be aligned to 128. */
+KVLATHE_API int32_t kvlathe_cuda_plan_bytes(int64_t *bytes, kvlathe_status *status);
 
 #ifdef __cplusplus
 }

@@ -1,13 +1,11 @@
 // The CUDA side of kvlathe_cuda_attend_decode: checks, sizes, launch. The kernel is in attend_decode.cuh.
-#include <cuda_runtime.h>
-
 #include <algorithm>
-#include <string>
 
 #include "codes.cuh"
 #include "host.h"
 #include "kernels.h"
 #include "params.h"
+#include "plan.h"
 #include "prompts.h"
 
 namespace kvlathe::cuda {
@@ -174,41 +172,53 @@ Launch fit(Params<kParts>& p, const Device& device, int most_warps, int static_b
   throw Refusal(KVLATHE_UNSUPPORTED, "the device's shared memory holds no tile of ranks and pages this large");
 }
 
+// What the plan of a call depends on beside lengths and page ids, and a mark of it.
 template <int kParts>
-void launch(const void* kernel, const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
-            const Device& device, int bits, int fill) {
-  Params<kParts> p = params_of<kParts>(a, heads, fill);
-  p.partials = static_cast<Partial*>(a.workspace);
-  cudaFuncAttributes attributes{};
-  check_cuda(cudaFuncGetAttributes(&attributes, kernel), "this library has no kernel for this device");
-  const Launch at = fit(p, device, most_warps(bits, fill), int(attributes.sharedSizeBytes));
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, at.shared_bytes),
-             "reserving shared memory");
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = at.grid;
-  config.blockDim = at.warps * 32;
-  config.dynamicSmemBytes = at.shared_bytes;
-  config.stream = static_cast<cudaStream_t>(a.stream);
-  config.attrs = &overlap;
-  config.numAttrs = (a.flags & KVLATHE_OVERLAP) && device.major >= 9 ? 1 : 0;
-  p.early = config.numAttrs && (a.flags & KVLATHE_APPENDED);
-  void* arguments[] = {&p};
-  check_cuda(cudaLaunchKernelExC(&config, kernel, arguments), "launching attend_decode");
+PlanCall plan_call_of(const Params<kParts>& p, int grid) {
+  PlanCall call{};
+  PlanSizes& sizes = call.sizes;
+  sizes.batch = p.batch, sizes.heads = p.heads, sizes.blocks = grid, sizes.least_block_weight = p.least_block_weight;
+  for (int i = 0; i < KVLATHE_MAX_PARTS; ++i) {
+    sizes.part[i] = p.part[std::min(i, kParts - 1)];
+    if (i < kParts) sizes.part_weight[i] = p.part_weight[i];
+  }
+  for (int h = 0; h < p.heads; ++h) {
+    for (int i = 0; i < kParts; ++i) call.head[h].lane[i] = {p.head[h].lane[i].weight, p.head[h].lane[i].tile_units};
+  }
+  uint32_t tag = 2166136261u;  // FNV-1a
+  for (size_t i = 0; i < sizeof(call); ++i) tag = (tag ^ reinterpret_cast<const unsigned char*>(&call)[i]) * 16777619u;
+  sizes.tag = tag | 1;  // never that of zeroed memory
+  return call;
 }
 
-void attend_decode(const kvlathe_attend_decode_args& a) {
-  const std::vector<Head> heads = checked_heads(a);
-  const Device device = Device::current();
+template <int kParts>
+struct Decided {
+  const void* kernel;
+  Params<kParts> p;
+  Launch at;
+};
+
+template <int kParts>
+Decided<kParts> decide(const void* kernel, const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
+                       const Device& device, int bits, int fill) {
+  Decided<kParts> call{kernel, params_of<kParts>(a, heads, fill), {}};
+  cudaFuncAttributes attributes{};
+  check_cuda(cudaFuncGetAttributes(&attributes, kernel), "this library has no kernel for this device");
+  call.at = fit(call.p, device, most_warps(bits, fill), int(attributes.sharedSizeBytes));
+  if (!a.plan) return call;
+  const int64_t bytes = call.at.grid * int64_t{sizeof(PlanRecord)};
+  require(a.plan_bytes >= bytes, KVLATHE_TOO_SMALL,
+          "the plan's memory has " + std::to_string(a.plan_bytes) + " bytes and this call needs " + std::to_string(bytes));
+  require(reinterpret_cast<uintptr_t>(a.plan) % 128 == 0, KVLATHE_MISALIGNED, "the plan is not aligned to 128 bytes");
+  call.p.plan = static_cast<const PlanRecord*>(a.plan);
+  call.p.plan_tag = plan_call_of(call.p, call.at.grid).sizes.tag;
+  return call;
+}
+
+// Chooses the kernel and the grid of a call, and gives them to `body`.
+template <class Body>
+void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads, const Device& device, Body body) {
   check_cuda_limits(a, device, heads);
-  if (a.batch == 0) return;
-  require(a.workspace && a.workspace_bytes >= workspace_bytes(device), KVLATHE_TOO_SMALL,
-          "the workspace has " + std::to_string(a.workspace_bytes) + " bytes and this call needs " +
-              std::to_string(workspace_bytes(device)));
-  require(reinterpret_cast<uintptr_t>(a.workspace) % 128 == 0 && reinterpret_cast<uintptr_t>(a.pool) % 128 == 0,
-          KVLATHE_MISALIGNED, "the workspace or the pool is not aligned to 128 bytes");
   bool wide = false;
   for (const Head& head : heads) wide |= std::max(head.rank_k, head.rank_v) > 96;
   int bits = 16;  // of the quantized parts; 0: of several widths
@@ -217,17 +227,66 @@ void attend_decode(const kvlathe_attend_decode_args& a) {
   }
   const bool half = a.element == KVLATHE_F16;
   const int fill = bits < 16 && a.group_size <= 4 ? 2 : 1;
+  const auto with = [&](const void* kernel, auto parts) {
+    body(decide<decltype(parts)::value>(kernel, a, heads, device, bits, fill));
+  };
+  using std::integral_constant;
   if (bits == 16) {
-    static constexpr decltype(&launch<1>) launchers[KVLATHE_MAX_PARTS] = {launch<1>, launch<2>, launch<3>};
-    launchers[a.part_count - 1](decode_kernel_16(half, wide, a.part_count), a, heads, device, bits, fill);
+    const void* kernel = decode_kernel_16(half, wide, a.part_count);
+    if (a.part_count == 1) with(kernel, integral_constant<int, 1>{});
+    if (a.part_count == 2) with(kernel, integral_constant<int, 2>{});
+    if (a.part_count == 3) with(kernel, integral_constant<int, 3>{});
   } else if (bits && a.part_count <= 2) {
-    launch<2>(decode_kernel_codes(half, wide, bits, fill), a, heads, device, bits, fill);
+    with(decode_kernel_codes(half, wide, bits, fill), integral_constant<int, 2>{});
   } else {
-    launch<3>(decode_kernel_any(half, wide, fill), a, heads, device, bits, fill);
+    with(decode_kernel_any(half, wide, fill), integral_constant<int, 3>{});
   }
 }
 
+template <int kParts>
+void launch(Decided<kParts> call, const kvlathe_attend_decode_args& a, bool overlap) {
+  const Launch& at = call.at;
+  call.p.partials = static_cast<Partial*>(a.workspace);
+  call.p.early = overlap && (a.flags & KVLATHE_APPENDED);
+  check_cuda(cudaFuncSetAttribute(call.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, at.shared_bytes),
+             "reserving shared memory");
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = at.grid;
+  config.blockDim = at.warps * 32;
+  config.dynamicSmemBytes = at.shared_bytes;
+  config.stream = static_cast<cudaStream_t>(a.stream);
+  config.attrs = &attribute;
+  config.numAttrs = overlap ? 1 : 0;
+  void* arguments[] = {&call.p};
+  check_cuda(cudaLaunchKernelExC(&config, call.kernel, arguments), "launching attend_decode");
+}
+
+void attend_decode(const kvlathe_attend_decode_args& a) {
+  const std::vector<Head> heads = checked_heads(a);
+  const Device device = Device::current();
+  if (a.batch == 0) return check_cuda_limits(a, device, heads);
+  require(a.workspace && a.workspace_bytes >= workspace_bytes(device), KVLATHE_TOO_SMALL,
+          "the workspace has " + std::to_string(a.workspace_bytes) + " bytes and this call needs " +
+              std::to_string(workspace_bytes(device)));
+  require(reinterpret_cast<uintptr_t>(a.workspace) % 128 == 0 && reinterpret_cast<uintptr_t>(a.pool) % 128 == 0,
+          KVLATHE_MISALIGNED, "the workspace or the pool is not aligned to 128 bytes");
+  const bool overlap = (a.flags & KVLATHE_OVERLAP) && device.major >= 9;
+  decided(a, heads, device, [&](const auto& call) { launch(call, a, overlap); });
+}
+
 }  // namespace
+
+PlanCall plan_call_of(const kvlathe_attend_decode_args& a) {
+  PlanCall plan{};
+  decided(a, checked_lanes(a), Device::current(), [&](const auto& call) { plan = plan_call_of(call.p, call.at.grid); });
+  return plan;
+}
+
+int most_blocks() { return Device::current().most_blocks(); }
+
 }  // namespace kvlathe::cuda
 
 extern "C" int32_t kvlathe_has_cuda(void) { return 1; }

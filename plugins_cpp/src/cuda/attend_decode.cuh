@@ -13,17 +13,25 @@
 
 namespace kvlathe::cuda {
 
-// Touches what the block will need soon, so that address translations are there by then: a sequence that is likely its
-// own.
+// Touches what the block will need soon, so that address translations are there by then.
 template <int kParts>
 __device__ void warm_up(const Params<kParts>& p) {
-  const int sequence = int(unsigned(blockIdx.x) * unsigned(p.batch) / gridDim.x);
   if (threadIdx.x == 64) prefetch(p.partials + 2 * blockIdx.x);
-  if (threadIdx.x == 96) prefetch(p.q + sequence * p.q_stride);
+  if (p.plan) return;
+  const int sequence = int(unsigned(blockIdx.x) * unsigned(p.batch) / gridDim.x);  // likely the block's own
 #pragma unroll
   for (int i = 0; i < kParts; ++i) {
-    if (threadIdx.x == 127) prefetch(p.part[i].page_table + int64_t{sequence} * p.part[i].table_stride);
+    if (threadIdx.x == 96 + i) prefetch(p.part[i].page_table + int64_t{sequence} * p.part[i].table_stride);
   }
+}
+
+// The same for the queries of its first span.
+template <int kParts>
+__device__ void warm_up(const Params<kParts>& p, const Span<kParts>& span) {
+  const HeadParams<kParts>& head = p.head[span.head];
+  const auto* q = reinterpret_cast<const char*>(p.q + span.sequence * p.q_stride + head.q_offset);
+  const int at = threadIdx.x * 128, bytes = query_bytes(p, head);
+  if (at < bytes + 128) prefetch(q + min(at, bytes - 1));
 }
 
 // Runs `body` with the width as a constant: kBits, or what `bits` says where kBits is 0.
@@ -69,11 +77,11 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
   Ring ring{uint32_t(kept(shared_address(shared) + warp * p.ring_bytes)), pinned(p.ring_bytes),
             uint32_t(kept(shared_address(barriers[warp])))};
 
-  const Plan<kParts> plan(p);
-  const Walk<kParts> walk = Walk<kParts>::start(p, plan);
-  Producer<kParts, kBits> producer(p, walk, runs[warp], ring, plan.share < kFineShare);
+  const Planned<kParts> plan(p);
+  if (plan.any) warm_up(p, plan.walk.span);
+  Producer<kParts, kBits> producer(p, plan, runs[warp], ring);
   if (threadIdx.x == 0) {
-    block.walk = walk, block.share = plan.share, block.begin_start = plan.begin.start, block.ending.there = false;
+    block.walk = plan.walk, block.share = plan.share, block.begin_start = plan.begin_start, block.ending.there = false;
   }
   if (kQuantized) publish_barriers();
   __syncthreads();

@@ -32,6 +32,9 @@ struct Block {
 // that is read. So a result that is zero is left as -0.
 __device__ inline float present(float x) { return x == 0.f ? -0.f : x; }
 __device__ inline bool missing(float x) { return __float_as_uint(x) == 0; }
+__device__ inline bool missing(float2 x, float4 y) {
+  return missing(x.x) || missing(x.y) || missing(y.x) || missing(y.y) || missing(y.z) || missing(y.w);
+}
 
 // Two partial results a block: of a span that starts in its pair's middle (the block's first) or at its start (its last).
 template <class P>
@@ -49,8 +52,9 @@ __device__ void write_out(const Params<kParts>& p, const HeadParams<kParts>& hea
 template <class E, int kParts>
 __device__ void write_empty(const Params<kParts>& p, Crew crew) {
   for (int b = blockIdx.x; b < p.batch; b += gridDim.x) {
+    const Lengths<kParts> lengths(p, b);
     for (int h = 0; h < p.heads; ++h) {
-      if (Pair<kParts>(p, b, h).units(p)) continue;
+      if (Pair<kParts>(p, lengths, h).units(p)) continue;
 #pragma unroll 1
       for (int e = crew.thread; e < p.group_size * p.head[h].rank_v; e += crew.threads)
         write_out<E>(p, p.head[h], b, e, 0.f);
@@ -138,26 +142,25 @@ __device__ void finish_pair(const Params<kParts>& p, const Ending& pair, float* 
     for (int first = team; first < count; first += kAhead * teams) {
       float4 parts[kAhead];
       float2 top_sum[kAhead];
-      const auto load = [&](int k, int i) {
-        top_sum[k] = load_relaxed(partial(i)->top_sum + query);
-        parts[k] = load_relaxed(reinterpret_cast<const float4*>(partial(i)->out) + quad);
-      };
 #pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        const int i = first + k * teams;
-        top_sum[k] = {-INFINITY, 0.f};
-        parts[k] = {0.f, 0.f, 0.f, 0.f};
-        if (i < count) load(k, i);
+      for (int k = 0; k < kAhead; ++k) top_sum[k] = {-INFINITY, 0.f}, parts[k] = {0.f, 0.f, 0.f, 0.f};
+      for (bool all = false; !all;) {
+        all = true;
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) {  // what is not there is asked for again, all at once
+          const int i = first + k * teams;
+          if (i >= count || !missing(top_sum[k], parts[k])) continue;
+          top_sum[k] = load_relaxed(partial(i)->top_sum + query);
+          parts[k] = load_relaxed(reinterpret_cast<const float4*>(partial(i)->out) + quad);
+        }
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) all = all && (first + k * teams >= count || !missing(top_sum[k], parts[k]));
       }
       float now = top;
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
         const int i = first + k * teams;
-        if (i >= count) continue;
-        while (missing(top_sum[k].x) || missing(top_sum[k].y) || missing(parts[k].x) || missing(parts[k].y) ||
-               missing(parts[k].z) || missing(parts[k].w))
-          load(k, i);
-        reinterpret_cast<float4*>(partial(i)->out)[quad] = {0.f, 0.f, 0.f, 0.f};
+        if (i < count) reinterpret_cast<float4*>(partial(i)->out)[quad] = {0.f, 0.f, 0.f, 0.f};
         now = fmaxf(now, top_sum[k].x);
       }
       const float factor = exp2_fast(top - now);

@@ -74,6 +74,8 @@ struct Partial {
   float out[kMaxGroup * kMaxRank];  // [group][rank_v], not divided by the sum
 };
 
+struct PlanRecord;  // schedule.cuh
+
 template <int kParts>
 struct Params {
   const char* pool;
@@ -81,8 +83,10 @@ struct Params {
   uint16_t* o;
   int64_t q_stride, o_stride;
   Partial* partials;            // [blocks, 2]; zero between launches
+  const PlanRecord* plan;       // null, or [blocks]
   float scale_log2;
   int32_t batch, heads, group_size, page_tokens;
+  uint32_t plan_tag;            // of what the plan depends on beside lengths and page ids
   int32_t early;                // what the kernel before this one does not write may be read before it is done
   int32_t ring_bytes;           // shared memory of one warp's ring
   int32_t codes_bytes;          // shared memory of one warp's quantized queries

@@ -103,10 +103,10 @@ struct Producer {
   int taken, later_id;  // how many lanes' are fetched; the page id of what is this lane's after the 32
   int ahead_id;         // the page id of what is this lane's of the run ahead
 
-  __device__ Producer(const Params<kParts>& p, const Walk<kParts>& walk, Runs<kParts>& runs, Ring& ring, bool fine)
-      : p(p), ring(ring), runs(runs), fine(fine) {
-    Runs<kParts> ahead{walk, -1};
-    look_ahead(ahead);
+  __device__ Producer(const Params<kParts>& p, const Planned<kParts>& plan, Runs<kParts>& runs, Ring& ring)
+      : p(p), ring(ring), runs(runs), fine(plan.share < kFineShare) {
+    Runs<kParts> ahead{plan.walk, -1};
+    look_ahead(ahead, &plan);
     if (threadIdx.x % 32 == 0)
       runs.first_sequence = runs.walk.span.sequence, runs.first_head = runs.walk.span.head;
     __syncwarp();
@@ -137,8 +137,9 @@ struct Producer {
     return first + (lane >> lanes) * stride + (lane & lanes);
   }
 
-  // Finds the run after `ahead` with tiles for this warp and asks for its first page ids. Whole warp.
-  __device__ void look_ahead(Runs<kParts>& ahead) {
+  // Finds the run after `ahead` with tiles for this warp and asks for its first page ids, of which `plan` may know some.
+  // Whole warp.
+  __device__ void look_ahead(Runs<kParts>& ahead, const Planned<kParts>* plan = nullptr) {
     Walk<kParts>& walk = ahead.walk;
     int step = 0, lanes = 0;
     if (walk.valid) {
@@ -159,7 +160,10 @@ struct Producer {
       } while (ahead.unit >= ahead.last);
     }
     if (walk.valid) {
-      ahead_id = load_id(ahead.part, walk.span.sequence, own_unit(ahead.unit, step, lanes), ahead.last);
+      const int own = own_unit(ahead.unit, step, lanes);
+      bool known = false;
+      if (plan && plan->is_first(walk.span, ahead.part)) ahead_id = plan->id_of(page_of(ahead.part, own), known);
+      if (!known) ahead_id = load_id(ahead.part, walk.span.sequence, own, ahead.last);
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) runs = ahead;
