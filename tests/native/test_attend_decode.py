@@ -182,7 +182,7 @@ def test_refusals_name_their_reason(library: Library) -> None:
     refused(library, problem, BAD_VERSION, abi_version=99)
     refused(library, problem, BAD_ARGUMENT, page_tokens=24)
     refused(library, problem, BAD_ARGUMENT, part_count=4)
-    refused(library, problem, BAD_ARGUMENT, flags=2)
+    refused(library, problem, BAD_ARGUMENT, flags=4)
     refused(library, problem, BAD_ARGUMENT, bits_k=5)
     refused(library, problem, MISALIGNED, page_stride=problem.stride + 8)
     refused(library, problem, MISALIGNED, pool=problem.pool.data_ptr() + 2)

@@ -134,19 +134,21 @@ __device__ inline uint32_t transposed(uint32_t x) {
 // Reads and writes of what other blocks write and read at the same time.
 __device__ inline float2 load_relaxed(const float2* at) {
   float2 x;
-  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(at) : "memory");
+  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(at));
   return x;
 }
 __device__ inline float4 load_relaxed(const float4* at) {
   float4 x;
   asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "l"(at)
-               : "memory");
+               : "l"(at));
   return x;
 }
 __device__ inline void store_relaxed(float* at, float x) {
   asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(at), "f"(x) : "memory");
+}
+__device__ inline void store_relaxed(float4* at, float4 x) {
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w));
 }
 __device__ inline void store_relaxed(float2* at, float2 x) {
   asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(at), "f"(x.x), "f"(x.y) : "memory");

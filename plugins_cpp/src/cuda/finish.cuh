@@ -28,12 +28,12 @@ struct Block {
   Ending ending;
 };
 
-// Partial results meet in device memory without counters: a place is zero until its number is there, and zero again once
-// that is read. So a result that is zero is left as -0.
-__device__ inline float present(float x) { return x == 0.f ? -0.f : x; }
-__device__ inline bool missing(float x) { return __float_as_uint(x) == 0; }
-__device__ inline bool missing(float2 x, float4 y) {
-  return missing(x.x) || missing(x.y) || missing(y.x) || missing(y.y) || missing(y.z) || missing(y.w);
+// Partial results meet in device memory without counters: a place is zero until its number is there, and zero again
+// after that is read. So a result that is zero is left as -0.
+__device__ inline float nonzero(float x) { return x == 0.f ? -0.f : x; }
+__device__ inline bool present(float2 state, float4 part) {
+  const auto there = [](float x) { return __float_as_uint(x) != 0; };
+  return there(state.x) & there(state.y) & there(part.x) & there(part.y) & there(part.z) & there(part.w);
 }
 
 // Two partial results a block: of a span that starts in its pair's middle (the block's first) or at its start (its last).
@@ -103,9 +103,9 @@ __device__ void finish(const Params<kParts>& p, SoftmaxState<kSteps, kFill>& sta
   for (int e = crew.thread; e < elements; e += crew.threads) {
     const int query = e / head.rank_v;
     float top = -INFINITY, sum = 0.f, out = 0.f;
-#pragma unroll 1
+#pragma unroll 4
     for (int w = 0; w < warps; ++w) top = fmaxf(top, m.top_sum[w][query].x);
-#pragma unroll 2
+#pragma unroll 4
     for (int w = 0; w < warps; ++w) {
       const float weight = exp2_fast(m.top_sum[w][query].x - top);
       sum += weight * m.top_sum[w][query].y;
@@ -114,8 +114,8 @@ __device__ void finish(const Params<kParts>& p, SoftmaxState<kSteps, kFill>& sta
     if (whole) {
       write_out<E>(p, head, sequence, e, out / sum);
     } else {
-      store_relaxed(partial->out + e, present(out));
-      if (e % head.rank_v == 0) store_relaxed(partial->top_sum + query, float2{present(top), present(sum)});
+      store_relaxed(partial->out + e, nonzero(out));
+      if (e % head.rank_v == 0) store_relaxed(partial->top_sum + query, float2{nonzero(top), nonzero(sum)});
     }
   }
   crew.meet();
@@ -123,10 +123,11 @@ __device__ void finish(const Params<kParts>& p, SoftmaxState<kSteps, kFill>& sta
 
 // Sums the partial results of a pair that ends in this block, and writes o'. The whole crew, once, at its end: it waits
 // for the blocks before this one, which were started before it. Teams of threads each join every teams-th partial
-// result, four channels a thread, all asked for at once; then the teams join theirs in `buffer`: four sums a thread, and
-// the (maximum, sum) of each team's queries.
+// result, four channels a thread, eight asked for at once until all are there; then the teams join theirs in `buffer`:
+// four sums a thread, and the (maximum, sum) of each team's queries.
 template <class E, int kParts>
-__device__ void finish_pair(const Params<kParts>& p, const Ending& pair, float* buffer, Crew crew) {
+__device__ void finish_pair(const Params<kParts>& p, const Ending pair, float* buffer, Crew crew) {
+  constexpr int kAhead = 8;
   const HeadParams<kParts>& head = p.head[pair.head];
   const int group = p.group_size, count = blockIdx.x - pair.first_block + 1, quads = group * head.rank_v / 4;
   const int teams = min(crew.threads / quads, count);  // at least one: the launcher gives group x rank / 4 threads
@@ -135,41 +136,41 @@ __device__ void finish_pair(const Params<kParts>& p, const Ending& pair, float* 
   const int team = crew.thread / quads, quad = crew.thread % quads, query = quad * 4 / head.rank_v;
   const auto partial = [&](int i) { return partial_of(p, pair.first_block + i, i == 0); };
   if (team < teams) {
-    constexpr int kAhead = 8;
     float top = -INFINITY, sum = 0.f;
     float4 out = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
     for (int first = team; first < count; first += kAhead * teams) {
-      float4 parts[kAhead];
-      float2 top_sum[kAhead];
+      float2* states_at[kAhead];
+      float4* parts_at[kAhead];
 #pragma unroll
-      for (int k = 0; k < kAhead; ++k) top_sum[k] = {-INFINITY, 0.f}, parts[k] = {0.f, 0.f, 0.f, 0.f};
-      for (bool all = false; !all;) {
-        all = true;
+      for (int k = 0; k < kAhead; ++k) {  // past the last: the first once more, without weight
+        Partial* from = partial(first + k * teams < count ? first + k * teams : first);
+        states_at[k] = from->top_sum + query, parts_at[k] = reinterpret_cast<float4*>(from->out) + quad;
+      }
+      float2 state[kAhead];
+      float4 part[kAhead];
+      bool there = false;
+      while (!there) {
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k) {  // what is not there is asked for again, all at once
-          const int i = first + k * teams;
-          if (i >= count || !missing(top_sum[k], parts[k])) continue;
-          top_sum[k] = load_relaxed(partial(i)->top_sum + query);
-          parts[k] = load_relaxed(reinterpret_cast<const float4*>(partial(i)->out) + quad);
-        }
+        for (int k = 0; k < kAhead; ++k) state[k] = load_relaxed(states_at[k]), part[k] = load_relaxed(parts_at[k]);
+        there = true;
 #pragma unroll
-        for (int k = 0; k < kAhead; ++k) all = all && (first + k * teams >= count || !missing(top_sum[k], parts[k]));
+        for (int k = 0; k < kAhead; ++k) there = there && present(state[k], part[k]);
       }
       float now = top;
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
-        const int i = first + k * teams;
-        if (i < count) reinterpret_cast<float4*>(partial(i)->out)[quad] = {0.f, 0.f, 0.f, 0.f};
-        now = fmaxf(now, top_sum[k].x);
+        store_relaxed(parts_at[k], float4{0.f, 0.f, 0.f, 0.f});
+        if (first + k * teams >= count) state[k].x = -INFINITY;
+        now = fmaxf(now, state[k].x);
       }
       const float factor = exp2_fast(top - now);
       top = now, sum *= factor, out.x *= factor, out.y *= factor, out.z *= factor, out.w *= factor;
 #pragma unroll
       for (int k = 0; k < kAhead; ++k) {
-        const float w = exp2_fast(top_sum[k].x - now);
-        sum += w * top_sum[k].y;
-        out.x += w * parts[k].x, out.y += w * parts[k].y, out.z += w * parts[k].z, out.w += w * parts[k].w;
+        const float w = exp2_fast(state[k].x - now);
+        sum += w * state[k].y;
+        out.x += w * part[k].x, out.y += w * part[k].y, out.z += w * part[k].z, out.w += w * part[k].w;
       }
     }
     sums[crew.thread] = out;
@@ -181,9 +182,9 @@ __device__ void finish_pair(const Params<kParts>& p, const Ending& pair, float* 
   for (int e = crew.thread; e < 4 * quads; e += crew.threads) {
     const float2* state = states + e / head.rank_v;
     float top = -INFINITY, sum = 0.f, out = 0.f;
-#pragma unroll 1
+#pragma unroll 4
     for (int i = 0; i < teams; ++i) top = fmaxf(top, state[i * group].x);
-#pragma unroll 2
+#pragma unroll 4
     for (int i = 0; i < teams; ++i) {
       const float w = exp2_fast(state[i * group].x - top);
       sum += w * state[i * group].y;
