@@ -178,6 +178,7 @@ PlanCall plan_call_of(const Params<kParts>& p, int grid) {
   PlanCall call{};
   PlanSizes& sizes = call.sizes;
   sizes.batch = p.batch, sizes.heads = p.heads, sizes.blocks = grid, sizes.least_block_weight = p.least_block_weight;
+  sizes.spare_blocks = p.spare_blocks;
   for (int i = 0; i < KVLATHE_MAX_PARTS; ++i) {
     sizes.part[i] = p.part[std::min(i, kParts - 1)];
     if (i < kParts) sizes.part_weight[i] = p.part_weight[i];
@@ -189,6 +190,10 @@ PlanCall plan_call_of(const Params<kParts>& p, int grid) {
   for (size_t i = 0; i < sizeof(call); ++i) tag = (tag ^ reinterpret_cast<const unsigned char*>(&call)[i]) * 16777619u;
   sizes.tag = tag | 1;  // never that of zeroed memory
   return call;
+}
+
+bool overlaps(const kvlathe_attend_decode_args& a, const Device& device) {
+  return (a.flags & KVLATHE_OVERLAP) && device.major >= 9;
 }
 
 template <int kParts>
@@ -205,6 +210,7 @@ Decided<kParts> decide(const void* kernel, const kvlathe_attend_decode_args& a, 
   cudaFuncAttributes attributes{};
   check_cuda(cudaFuncGetAttributes(&attributes, kernel), "this library has no kernel for this device");
   call.at = fit(call.p, device, most_warps(bits, fill), int(attributes.sharedSizeBytes));
+  if (overlaps(a, device)) call.p.spare_blocks = call.at.grid / kSpareBlocks;
   if (!a.plan) return call;
   const int64_t bytes = call.at.grid * int64_t{sizeof(PlanRecord)};
   require(a.plan_bytes >= bytes, KVLATHE_TOO_SMALL,
@@ -218,7 +224,6 @@ Decided<kParts> decide(const void* kernel, const kvlathe_attend_decode_args& a, 
 // Chooses the kernel and the grid of a call, and gives them to `body`.
 template <class Body>
 void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads, const Device& device, Body body) {
-  check_cuda_limits(a, device, heads);
   bool wide = false;
   for (const Head& head : heads) wide |= std::max(head.rank_k, head.rank_v) > 96;
   int bits = 16;  // of the quantized parts; 0: of several widths
@@ -267,21 +272,24 @@ void launch(Decided<kParts> call, const kvlathe_attend_decode_args& a, bool over
 void attend_decode(const kvlathe_attend_decode_args& a) {
   const std::vector<Head> heads = checked_heads(a);
   const Device device = Device::current();
-  if (a.batch == 0) return check_cuda_limits(a, device, heads);
+  check_cuda_limits(a, device, heads);
+  if (a.batch == 0) return;
   require(a.workspace && a.workspace_bytes >= workspace_bytes(device), KVLATHE_TOO_SMALL,
           "the workspace has " + std::to_string(a.workspace_bytes) + " bytes and this call needs " +
               std::to_string(workspace_bytes(device)));
   require(reinterpret_cast<uintptr_t>(a.workspace) % 128 == 0 && reinterpret_cast<uintptr_t>(a.pool) % 128 == 0,
           KVLATHE_MISALIGNED, "the workspace or the pool is not aligned to 128 bytes");
-  const bool overlap = (a.flags & KVLATHE_OVERLAP) && device.major >= 9;
-  decided(a, heads, device, [&](const auto& call) { launch(call, a, overlap); });
+  decided(a, heads, device, [&](const auto& call) { launch(call, a, overlaps(a, device)); });
 }
 
 }  // namespace
 
 PlanCall plan_call_of(const kvlathe_attend_decode_args& a) {
   PlanCall plan{};
-  decided(a, checked_lanes(a), Device::current(), [&](const auto& call) { plan = plan_call_of(call.p, call.at.grid); });
+  const std::vector<Head> heads = checked_lanes(a);
+  const Device device = Device::current();
+  check_cuda_limits(a, device, heads);
+  decided(a, heads, device, [&](const auto& call) { plan = plan_call_of(call.p, call.at.grid); });
   return plan;
 }
 

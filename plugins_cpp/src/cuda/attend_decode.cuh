@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
     }
     unit += warps * units;
   }
-  if (block.ending.there) finish_pair<E>(p, block.ending, buffer, crew);
+  if (block.ending.there) finish_pair<E>(p, block.ending, reinterpret_cast<float*>(shared), crew);
 }
 
 }  // namespace kvlathe::cuda

@@ -31,10 +31,7 @@ struct Block {
 // Partial results meet in device memory without counters: a place is zero until its number is there, and zero again
 // after that is read. So a result that is zero is left as -0.
 __device__ inline float nonzero(float x) { return x == 0.f ? -0.f : x; }
-__device__ inline bool present(float2 state, float4 part) {
-  const auto there = [](float x) { return __float_as_uint(x) != 0; };
-  return there(state.x) & there(state.y) & there(part.x) & there(part.y) & there(part.z) & there(part.w);
-}
+__device__ inline bool present(float x) { return __float_as_uint(x) != 0; }
 
 // Two partial results a block: of a span that starts in its pair's middle (the block's first) or at its start (its last).
 template <class P>
@@ -121,79 +118,83 @@ __device__ void finish(const Params<kParts>& p, SoftmaxState<kSteps, kFill>& sta
   crew.meet();
 }
 
+// What each of `count` partial results counts for in one query's answer; leaves zeros behind. Whole warp.
+template <class Find>
+__device__ void find_weights(Find partial, int count, int query, int group, float* weights) {
+  const int lane = threadIdx.x % 32;
+  float top = -INFINITY, sum = 0.f;
+#pragma unroll 1
+  for (int first = 0; first < count; first += 32) {
+    const int i = first + lane;
+    float2 own = {-INFINITY, 0.f};
+    if (i < count) {
+      float2* at = partial(i)->top_sum + query;
+      do own = load_relaxed(at);
+      while (!(present(own.x) & present(own.y)));
+      store_relaxed(at, float2{0.f, 0.f});
+      weights[i * group + query] = own.x;
+    }
+    float now = fmaxf(top, own.x);
+    for (int step = 16; step; step /= 2) now = fmaxf(now, __shfl_xor_sync(~0u, now, step));
+    sum = sum * exp2_fast(top - now) + own.y * exp2_fast(own.x - now);
+    top = now;
+  }
+  for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  for (int i = lane; i < count; i += 32) weights[i * group + query] = exp2_fast(weights[i * group + query] - top) / sum;
+}
+
 // Sums the partial results of a pair that ends in this block, and writes o'. The whole crew, once, at its end: it waits
-// for the blocks before this one, which were started before it. Teams of threads each join every teams-th partial
-// result, four channels a thread, eight asked for at once until all are there; then the teams join theirs in `buffer`:
-// four sums a thread, and the (maximum, sum) of each team's queries.
+// for the blocks before this one, which were started before it. What counts is how many instructions a warp has to do
+// one after the other. So a warp finds the weights of one query's results, teams of threads add every teams-th result,
+// four channels a thread, and then the teams' sums are added. buffer: the block's shared memory from its start, where
+// the rings were.
 template <class E, int kParts>
 __device__ void finish_pair(const Params<kParts>& p, const Ending pair, float* buffer, Crew crew) {
-  constexpr int kAhead = 8;
+  constexpr int kAhead = 12;
   const HeadParams<kParts>& head = p.head[pair.head];
   const int group = p.group_size, count = blockIdx.x - pair.first_block + 1, quads = group * head.rank_v / 4;
   const int teams = min(crew.threads / quads, count);  // at least one: the launcher gives group x rank / 4 threads
   auto* sums = reinterpret_cast<float4*>(buffer);
-  auto* states = reinterpret_cast<float2*>(sums + crew.threads);
+  float* weights = buffer + 4 * crew.threads;  // [count][group]
   const int team = crew.thread / quads, quad = crew.thread % quads, query = quad * 4 / head.rank_v;
   const auto partial = [&](int i) { return partial_of(p, pair.first_block + i, i == 0); };
-  if (team < teams) {
-    float top = -INFINITY, sum = 0.f;
-    float4 out = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll 1
-    for (int first = team; first < count; first += kAhead * teams) {
-      float2* states_at[kAhead];
-      float4* parts_at[kAhead];
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) {  // past the last: the first once more, without weight
-        Partial* from = partial(first + k * teams < count ? first + k * teams : first);
-        states_at[k] = from->top_sum + query, parts_at[k] = reinterpret_cast<float4*>(from->out) + quad;
-      }
-      float2 state[kAhead];
-      float4 part[kAhead];
-      bool there = false;
-      while (!there) {
-#pragma unroll
-        for (int k = 0; k < kAhead; ++k) state[k] = load_relaxed(states_at[k]), part[k] = load_relaxed(parts_at[k]);
-        there = true;
-#pragma unroll
-        for (int k = 0; k < kAhead; ++k) there = there && present(state[k], part[k]);
-      }
-      float now = top;
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        store_relaxed(parts_at[k], float4{0.f, 0.f, 0.f, 0.f});
-        if (first + k * teams >= count) state[k].x = -INFINITY;
-        now = fmaxf(now, state[k].x);
-      }
-      const float factor = exp2_fast(top - now);
-      top = now, sum *= factor, out.x *= factor, out.y *= factor, out.z *= factor, out.w *= factor;
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) {
-        const float w = exp2_fast(state[k].x - now);
-        sum += w * state[k].y;
-        out.x += w * part[k].x, out.y += w * part[k].y, out.z += w * part[k].z, out.w += w * part[k].w;
-      }
-    }
-    sums[crew.thread] = out;
-    if (quad * 4 % head.rank_v == 0) states[team * group + query] = {top, sum};
-  }
+  for (int q = crew.thread / 32; q < group; q += crew.threads / 32) find_weights(partial, count, q, group, weights);
   crew.meet();
-  const auto* flat = reinterpret_cast<const float*>(sums);
+  float4 sum = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll 1
+  for (int first = team; first < count && team < teams; first += kAhead * teams) {
+    float4* at[kAhead];
+    float4 part[kAhead];
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {  // past the last: the first once more, without weight
+      const int i = first + k * teams;
+      at[k] = reinterpret_cast<float4*>(partial(i < count ? i : first)->out) + quad;
+    }
+    for (bool all = false; !all;) {
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) part[k] = load_relaxed(at[k]);
+      all = true;
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k)
+        all = all & present(part[k].x) & present(part[k].y) & present(part[k].z) & present(part[k].w);
+    }
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) {
+      const int i = first + k * teams;
+      const float w = i < count ? weights[i * group + query] : 0.f;
+      store_relaxed(at[k], float4{0.f, 0.f, 0.f, 0.f});
+      sum.x += w * part[k].x, sum.y += w * part[k].y, sum.z += w * part[k].z, sum.w += w * part[k].w;
+    }
+  }
+  sums[crew.thread] = sum;
+  crew.meet();
 #pragma unroll 1
   for (int e = crew.thread; e < 4 * quads; e += crew.threads) {
-    const float2* state = states + e / head.rank_v;
-    float top = -INFINITY, sum = 0.f, out = 0.f;
+    float out = 0.f;
 #pragma unroll 4
-    for (int i = 0; i < teams; ++i) top = fmaxf(top, state[i * group].x);
-#pragma unroll 4
-    for (int i = 0; i < teams; ++i) {
-      const float w = exp2_fast(state[i * group].x - top);
-      sum += w * state[i * group].y;
-      out += w * flat[i * 4 * quads + e];
-    }
-    write_out<E>(p, head, pair.sequence, e, out / sum);
+    for (int i = 0; i < teams; ++i) out += buffer[i * 4 * quads + e];
+    write_out<E>(p, head, pair.sequence, e, out);
   }
-#pragma unroll 1
-  for (int i = crew.thread; i < count * group; i += crew.threads) partial(i / group)->top_sum[i % group] = {0.f, 0.f};
 }
 
 }  // namespace kvlathe::cuda

@@ -34,6 +34,8 @@ constexpr int kTileBytes = 6 << 10;              // narrow 16-bit lanes take sev
 constexpr int kPagesBytes = 8 << 10;             // likewise two quantized pages
 constexpr int kWeight = 128;                     // bytes a unit of scheduled work
 constexpr int kFineShare = (1 << 18) / kWeight;  // blocks with less work take one unit a tile: evenness beats overhead
+constexpr int kSpareShare = (1 << 19) / kWeight;  // where calls overlap and blocks have less work than this, one in
+constexpr int kSpareBlocks = 32;                  // so many is left without: it starts when the call before has ended
 constexpr int kLeastBlockWeight = (16 << 10) / kWeight;  // a block with less work costs more than it saves
 constexpr int kTileWeight = (1 << 10) / kWeight;         // what a quantized tile costs beyond its bytes
 
@@ -93,6 +95,7 @@ struct Params {
   int32_t merge_floats;         // shared memory of the merge buffer
   int32_t part_weight[kParts];  // sum over heads
   int32_t least_block_weight;   // at least a tile's: then no block between two others is empty
+  int32_t spare_blocks;         // of a small call: the last ones, which get no work
   PartParams part[kParts];
   HeadParams<kParts> head[KVLATHE_MAX_HEADS];
 };

@@ -27,7 +27,7 @@ struct View {
   const PartParams* part;
   const int32_t* part_weight;
   const PlanHead* head;
-  int least_block_weight, batch, heads;
+  int least_block_weight, spare_blocks, batch, heads;
 };
 
 // The page ids at the start of a plan's first span. Whole warp.
@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(kWarps * 32) plan_calls(const __grid_constant_
   const PlanSizes& sizes = call.sizes;
   const int block = blockIdx.x * kWarps + threadIdx.x / 32;
   if (block >= sizes.blocks) return;
-  const View view{sizes.part, sizes.part_weight, p.head + call.first_head, sizes.least_block_weight, sizes.batch, sizes.heads};
+  const View view{sizes.part,         sizes.part_weight, p.head + call.first_head, sizes.least_block_weight,
+                  sizes.spare_blocks, sizes.batch,       sizes.heads};
   const Plan<KVLATHE_MAX_PARTS> plan(view, block, sizes.blocks);
   PlanRecord& out = call.out[block];
   if (threadIdx.x % 32 == 0) out.header = {sizes.tag, -1, 0, plan};

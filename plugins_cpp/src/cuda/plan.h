@@ -16,7 +16,7 @@ struct PlanHead {
 struct PlanSizes {
   PartParams part[KVLATHE_MAX_PARTS];
   int32_t part_weight[KVLATHE_MAX_PARTS];
-  int32_t least_block_weight, batch, heads, blocks;
+  int32_t least_block_weight, batch, heads, blocks, spare_blocks;
   uint32_t tag;
 };
 struct PlanCall {

@@ -163,6 +163,7 @@ struct Plan {
     for (int b = lane; b < p.batch; b += 32) own += weight(p, b, empty);
     some_empty = __any_sync(~0u, empty);
     for (int step = 16; step; step /= 2) own += __shfl_xor_sync(~0u, own, step);
+    if (own / blocks < kSpareShare) blocks -= p.spare_blocks;
     share = max(p.least_block_weight, int((unsigned(own) + blocks - 1) / unsigned(blocks)));
     const int from = block * share, to = from + share;
     any = from < own;
