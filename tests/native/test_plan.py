@@ -21,6 +21,8 @@ from tests.native.library import (
 )
 from tests.native.problem import Problem
 
+RECORD, IDS = 96, 32  # PlanRecord of schedule.cuh: int32 of a block, and where its page ids start
+
 LAYERS = [
     [(16, 32), (96, 16), (64, 80), (48, 96)],
     [(48, 48), (16, 16), (80, 96), (32, 64)],
@@ -54,15 +56,20 @@ class Calls:
         self.plans = torch.zeros(len(problem.ranks), library.plan_bytes(), dtype=torch.uint8, device="cuda")
         self.args = [problem.args(layer, self.space) for layer in range(len(problem.ranks))]
 
-    def give(self, plans: torch.Tensor) -> None:
-        for args, plan in zip(self.args, plans, strict=True):
-            args.plan, args.plan_bytes = plan.data_ptr(), len(plan)
+    def give(self, plans: torch.Tensor | None) -> None:
+        for layer, args in enumerate(self.args):
+            args.plan = None if plans is None else plans[layer].data_ptr()
+            args.plan_bytes = 0 if plans is None else len(plans[layer])
 
-    def answers(self, flags: int = 0) -> list[torch.Tensor]:
-        """Every layer's o; the calls overlap where ``flags`` says so."""
+    def flag(self, flags: int) -> None:
+        for args in self.args:
+            args.flags = flags
+
+    def answers(self) -> list[torch.Tensor]:
+        """Every layer's o; the calls overlap where their flags say so."""
         for layer, args in enumerate(self.args):
             out = self.problem.o[layer] = self.problem.poisoned(layer)
-            args.o, args.flags = out.data_ptr(), flags
+            args.o = out.data_ptr()
         torch.cuda.synchronize()
         for args in self.args:
             self.library.attend_decode(args, "cuda")
@@ -86,12 +93,26 @@ PROBLEMS = {
 def test_planned_calls_give_the_same_bits(gpu: Library, name: str) -> None:
     """Layers of different ranks in one plan; also where tiles are fetched before the kernel before is done."""
     calls = Calls(gpu, PROBLEMS[name]())
+    for flags in (0, OVERLAP, OVERLAP | APPENDED):
+        calls.give(None)
+        calls.flag(flags)
+        own = calls.answers()
+        calls.give(calls.plans)
+        gpu.plan(calls.args)
+        for _ in range(2):
+            for mine, planned in zip(own, calls.answers(), strict=True):
+                assert mine.equal(planned)
+
+
+def test_a_plan_is_used(gpu: Library) -> None:
+    """Calls read the page ids that the plan holds: with those of other pages in it, the answers are others."""
+    calls = Calls(gpu, sixteen([9_000, 1, 7_000]))
     own = calls.answers()
     calls.give(calls.plans)
     gpu.plan(calls.args)
-    for flags in (0, OVERLAP, OVERLAP | APPENDED):
-        for mine, planned in zip(own, calls.answers(flags), strict=True):
-            assert mine.equal(planned)
+    ids = calls.plans.view(torch.int32).view(len(calls.plans), -1, RECORD)[:, :, IDS:]
+    ids.copy_(ids.flip(-1))
+    assert not any(mine.equal(planned) for mine, planned in zip(own, calls.answers(), strict=True))
 
 
 @pytest.mark.parametrize("other", [[300, 64], [300, 64, 70, 9_000], [12, 0, 5]])
