@@ -159,8 +159,7 @@ Launch fit(Params<kParts>& p, const Device& device, int most_warps, int static_b
   for (int halves = codes ? 2 : 3; halves >= 2; --halves) {
     for (int blocks = kBlocksPerSM; blocks >= 1; --blocks) {
       for (int warps = most_warps; warps >= 2 && warps * 128 >= elements; warps -= 2) {
-        // The block's warps meet in the merge buffer, then the teams of merge_partials.
-        p.merge_floats = (std::max(warps * elements, 144 * warps) + 31) / 32 * 32;
+        p.merge_floats = (warps * elements + 31) / 32 * 32;  // where the block's warps meet
         const int room = std::min(device.shared_per_block, device.shared_per_sm / blocks - device.shared_reserved);
         const int left = room - static_bytes - 4 * p.merge_floats - warps * p.codes_bytes;
         p.ring_bytes = std::max(0, left) / warps / 512 * 512;
