@@ -6,10 +6,10 @@ Timing: one call on each of ``--layers`` layers of one page-first pool (rotating
 layers, the bytes of a call lie at that stride), captured in one CUDA graph; median over replays, divided by the calls.
 The boundary is FlashInfer's: post-RoPE projected q in, o' out; the schedule is made outside of the timed calls, once a
 step for all its layers (FlashInfer's ``plan``, ours kvlathe_cuda_plan): ``plan us`` is what that takes a step, and
-beside it a call. Ranks: ``mixed`` 16 to 96 with mean 51.2 for K and for
-V; ``mixed48`` 16 to 96 and ``uniform48``, equal bytes; ``mixed26`` and ``mixed38``, two fifths of d = 64 and of 96.
-GB/s counts K, V, q and o once. Below 16 bit a sequence has its
-tokens in sealed pages (groups of 64; scales and padding count) and 32 more in a 16-bit page, and the baseline is fp8.
+beside it a call. Ranks: ``mixed`` 16 to 96 with mean 51.2 for K and for V; ``mixed48`` 16 to 96 and ``uniform48``,
+equal bytes; ``mixed26`` and ``mixed38``, two fifths of d = 64 and of 96. GB/s counts K, V, q and o once. Below 16 bit
+a sequence has its tokens in sealed pages (groups of 64; scales and padding count) and 32 more in a 16-bit page, and
+the baseline is fp8.
 ``op us`` is the whole op: RoPE, projection, rounding and append of the new tokens, then attention; the plan included.
 ``--baseline`` is the output of FlashInfer's benchmark; without it no ratio is printed. Needs torch; prints one table
 and one JSON line.
@@ -25,7 +25,7 @@ import random
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +163,14 @@ def whole_op(library: Library, problem: Problem | CodesProblem, replays: int) ->
     return seconds_a_call(call, layers, replays)
 
 
+def give_plans(library: Library, args: Sequence[AttendDecodeArgs]) -> torch.Tensor:
+    """Memory for the plans of a step's calls, to be kept; the calls may overlap with the appends before them."""
+    memory = torch.zeros(len(args), library.plan_bytes(), dtype=torch.uint8, device="cuda")
+    for one, plan in zip(args, memory, strict=True):
+        one.flags, one.plan, one.plan_bytes = OVERLAP | APPENDED, plan.data_ptr(), len(plan)
+    return memory
+
+
 def seconds_a_step_planned(library: Library, args: list[AttendDecodeArgs], replays: int) -> float:
     """Seconds of planning the calls of one step; the plans are there afterwards."""
 
@@ -182,10 +190,9 @@ def measure(
     problem = problem_of(a, bits, ranks_of(ranks, layers, a.heads, 0), lengths)
     space = torch.zeros(library.workspace_bytes(batch, a.heads), dtype=torch.uint8, device="cuda")
     args = [problem.args(layer, space) for layer in range(layers)]
-    memory = torch.zeros(layers, library.plan_bytes(), dtype=torch.uint8, device="cuda")
-    for one, plan in zip(args, memory, strict=True):
-        one.flags = 0 if a.no_overlap else OVERLAP | APPENDED
-        one.plan, one.plan_bytes = plan.data_ptr(), len(plan)
+    memory = give_plans(library, args)
+    for one in args if a.no_overlap else ():
+        one.flags = 0
     plan_seconds = seconds_a_step_planned(library, args, a.replays)
 
     def call(i: int) -> None:
@@ -196,7 +203,7 @@ def measure(
     errors = problem.errors(1, [0, batch - 1] if batch > 1 else [0])
     op = whole_op(library, problem, a.replays)
     size = bytes_of(problem) if isinstance(problem, Problem) else problem.bytes()
-    del problem
+    del problem, memory
     torch.cuda.empty_cache()
     return {
         "batch": batch, "tokens": tokens, "bits": bits, "ranks": ranks, "dist": dist, "us": seconds * 1e6,
