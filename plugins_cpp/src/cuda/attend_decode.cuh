@@ -155,7 +155,12 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
       const uint32_t tile = ring.wait_oldest<true>(bytes);
       const int rows = min(min(units, last - unit) * p.page_tokens, tokens - unit * p.page_tokens);
       with_width<kBits>(width, [&](auto constant) {
-        attend_pages<decltype(constant)::value>(state, slab, tile, codes, p.page_tokens, rows);
+        constexpr int kWidth = decltype(constant)::value;
+        if (slab.plain) {
+          attend_pages<kWidth, true>(state, slab, tile, codes, p.page_tokens, rows);
+        } else {
+          attend_pages<kWidth, false>(state, slab, tile, codes, p.page_tokens, rows);
+        }
       });
       ring.release_oldest(bytes);
     }

@@ -138,6 +138,7 @@ struct Slab {
   int bytes = 0;                         // of a page, in the ring; 0 while the run is a 16-bit one
   int row_bytes, meta_stride;            // of a token's K; of a channel's V metadata
   int steps_k, steps_v, group_shift;     // log2 of the tokens of a V group
+  bool plain;                            // pages of 64 tokens, each one group of V
   Groups groups;                         // of K
 
   template <int kBits, int kFill, class P>
@@ -149,6 +150,7 @@ struct Slab {
     bytes = lane.tile_bytes / lane.tile_units;
     const int gaps = bytes - lane.bytes;
     group_shift = p.part[part].groups_v;
+    plain = p.page_tokens == kChunkTokens && group_shift == 6;
     steps_k = at.rank_k / 16, steps_v = at.rank_v / 16;
     groups.set(steps_k, lane.groups_k);
     row_bytes = at.rank_k * kBits / 8;
@@ -364,11 +366,11 @@ __device__ void add_channels(int32_t (&lows)[4], int32_t (&highs)[4], uint32_t v
 }
 
 // out += B (s sum p' v' + m sum p') over the tokens of one group of V. v, v_meta: of this lane.
-template <int kBits, int kSteps, int kFill>
+template <int kBits, bool kPlain, int kSteps, int kFill>
 __device__ void add_values(SoftmaxState<kSteps, kFill>& state, const Slab& slab, uint32_t v, int v_stride,
                            uint32_t v_meta, const Weights<kFill>& weights, const float (&step)[2]) {
   using C = Codes<kBits>;
-  const int meta_stride = pinned(slab.meta_stride);
+  const int meta_stride = kPlain ? 4 : pinned(slab.meta_stride);
   const float worth[2] = {step[0] * (1.f / C::kHigh), step[1] * (1.f / C::kHigh)};  // of a sum
   const float less[2] = {-kMagic * worth[0], -kMagic * worth[1]};
   float total[2];
@@ -399,7 +401,8 @@ __device__ void add_values(SoftmaxState<kSteps, kFill>& state, const Slab& slab,
 }
 
 // A chunk whose first `rows` tokens exist. codes: the run's quantized queries; v_stride: bytes of a channel of V.
-template <int kBits, int kSteps, int kFill>
+// kPlain: pages of 64 tokens, each one group of V: sizes are constants.
+template <int kBits, bool kPlain, int kSteps, int kFill>
 __device__ void attend_chunk(SoftmaxState<kSteps, kFill>& state, const Slab& slab, const Chunk& chunk, uint32_t codes,
                              int v_stride, int rows) {
   using C = Codes<kBits>;
@@ -419,27 +422,39 @@ __device__ void attend_chunk(SoftmaxState<kSteps, kFill>& state, const Slab& sla
   }
   weigh_codes(state, s, own, step);
   const Weights<kFill> weights(own);
-  const int groups = slab.group_shift > 5 ? 1 : 2;  // of V in 64 tokens
+  if constexpr (kPlain) {
+    add_values<kBits, kPlain>(state, slab, chunk.v, v_stride, chunk.v_meta, weights, step);
+  } else {
+    const int groups = slab.group_shift > 5 ? 1 : 2;  // of V in 64 tokens
 #pragma unroll 1
-  for (int half = 0; half < groups; ++half) {
-    Weights<kFill> part = weights;
-    if (groups == 2) part.keep_half(half);
-    add_values<kBits>(state, slab, chunk.v, v_stride, chunk.v_meta + 4 * half, part, step);
+    for (int half = 0; half < groups; ++half) {
+      Weights<kFill> part = weights;
+      if (groups == 2) part.keep_half(half);
+      add_values<kBits, kPlain>(state, slab, chunk.v, v_stride, chunk.v_meta + 4 * half, part, step);
+    }
   }
 }
 
 // A tile of pages whose first `rows` tokens exist.
-template <int kBits, int kSteps, int kFill>
+template <int kBits, bool kPlain, int kSteps, int kFill>
 __device__ void attend_pages(SoftmaxState<kSteps, kFill>& state, const Slab& slab, uint32_t tile, uint32_t codes,
                              int page_tokens, int rows) {
+  if constexpr (kPlain) {
 #pragma unroll 1
-  for (int token = 0; token < rows; token += kChunkTokens) {
-    const int first = token & (page_tokens - 1);
-    const uint32_t page = tile + (token >= page_tokens ? slab.bytes : 0);  // a tile has at most two
-    const Chunk chunk{page + slab.k + first * slab.row_bytes + (kBits == 8 ? first / kPieceTokens * kPieceGap : 0),
-                      page + slab.k_meta + first * slab.groups.count * 4, page + slab.v + first * kBits / 8,
-                      page + slab.v_meta + (first >> slab.group_shift) * 4};
-    attend_chunk<kBits>(state, slab, chunk, codes, page_tokens * kBits / 8, rows - token);
+    for (; rows > 0; rows -= kChunkTokens, tile += slab.bytes) {
+      const Chunk chunk{tile + slab.k, tile + slab.k_meta, tile + slab.v, tile + slab.v_meta};
+      attend_chunk<kBits, kPlain>(state, slab, chunk, codes, kChunkTokens * kBits / 8, rows);
+    }
+  } else {
+#pragma unroll 1
+    for (int token = 0; token < rows; token += kChunkTokens) {
+      const int first = token & (page_tokens - 1);
+      const uint32_t page = tile + (token >= page_tokens ? slab.bytes : 0);  // a tile has at most two
+      const Chunk chunk{page + slab.k + first * slab.row_bytes + (kBits == 8 ? first / kPieceTokens * kPieceGap : 0),
+                        page + slab.k_meta + first * slab.groups.count * 4, page + slab.v + first * kBits / 8,
+                        page + slab.v_meta + (first >> slab.group_shift) * 4};
+      attend_chunk<kBits, kPlain>(state, slab, chunk, codes, page_tokens * kBits / 8, rows - token);
+    }
   }
 }
 
