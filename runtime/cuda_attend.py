@@ -100,7 +100,7 @@ class Attention:
             args.workspace, args.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
             if spread.prompts is None:
                 # The kernel before is append: it writes neither lengths, page tables nor plan, and one row a sequence.
-                args.flags = OVERLAP | APPENDED
+                args.flags = OVERLAP | (APPENDED if spread.step.single else 0)
                 args.plan, args.plan_bytes = spread.plan[layer].data_ptr(), spread.plan.shape[1]
             else:
                 args.prompts = pointer(spread.prompts_of(form))
