@@ -17,7 +17,10 @@ from kvlathe.export.plan import CompressionPlan
 
 ARCHITECTURES = tuple(f"sm_{number}" for number in (75, 80, 86, 87, 89, 90, 120, 121))
 """What the kernels are written for; a library may hold fewer (docs/native.md)."""
-MOST_BUCKETS, MOST_RANK = 3, 128
+MOST_BUCKETS, MOST_RANK, MOST_GROUP, MOST_LANES = 3, 128, 8, 64
+"""Buckets of a plan; the widest rank; query heads a KV head; KV heads of a layer."""
+CODED_PAGES = (64, 128, 256)
+"""Tokens of a quantized page."""
 
 
 def identify(name: str) -> Built:
@@ -67,10 +70,15 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
             refuse(found, "choose equal bits, K's groups along the rank and V's along the tokens")
         if tier.group_v < 32 or tier.group_v & (tier.group_v - 1) or plan.page_tokens % tier.group_v:
             refuse(f"V has groups of {tier.group_v} tokens", "choose 32, 64 or 128, dividing a page")
-        if plan.page_tokens % 64 or plan.page_tokens & (plan.page_tokens - 1):
+        if plan.page_tokens not in CODED_PAGES:
             refuse(f"quantized pages have {plan.page_tokens} tokens", "build with --tokens_per_block 64 or 128")
     if len(plan.buckets) > MOST_BUCKETS:
         refuse(f"it has {len(plan.buckets)} buckets of at most {MOST_BUCKETS}", "choose --backend onnxruntime")
+    if plan.model.group_size > MOST_GROUP:
+        found = f"the model has {plan.model.group_size} query heads a KV head and {MOST_GROUP} are the most"
+        refuse(found, "choose --backend onnxruntime")
+    if (lanes := max(len(plan.active(layer)) for layer in range(plan.model.layers))) > MOST_LANES:
+        refuse(f"a layer has {lanes} KV heads and {MOST_LANES} are the most", "choose --backend onnxruntime")
     widest = max(rank for lane in plan.lanes for rank in (lane.rank_k, lane.rank_v))
     if widest > MOST_RANK:
         refuse(f"a rank is {widest} and {MOST_RANK} is the most", "choose --backend onnxruntime or compress more")

@@ -27,9 +27,19 @@ def obstacle() -> str:
     except ImportError:
         return "cuda-python is not installed: pip install 'kvlathe[gpu]'"
     status, count = cuda.cudaGetDeviceCount()
+    if int(status) and not _has_driver():
+        return "no NVIDIA driver is installed (libcuda.so.1)"
     if int(status):
         return f"the CUDA driver says: {cuda.cudaGetErrorString(status)[1].decode()}"
     return "" if count else "the driver sees no GPU"
+
+
+def _has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def free_bytes() -> int:

@@ -39,7 +39,7 @@ def build(folder: Path = HOME, cuda: bool = False, architectures: str = "") -> P
     """Build into ``folder`` and return the library's path. ``cuda``: with the CUDA kernels too, for ``architectures``
     (as CMake names them: "90a", "80;89", "native"); by default for all that the kernels are written for.
 
-    Raises KvlatheError where something is missing or the compiler fails, with its last words.
+    Raises KvlatheError where something is missing (nvcc too, with ``cuda``) or the compiler fails, with its last words.
     """
     if found := obstacle():
         raise KvlatheError("the native kernels cannot be built", found, "install it; without them ONNX functions run")
@@ -59,9 +59,18 @@ def build(folder: Path = HOME, cuda: bool = False, architectures: str = "") -> P
             raise KvlatheError(
                 "the native kernels were not built", f"{command[0]} failed:\n{words}", "mend what it names"
             )
+        if cuda and _lacks_nvcc(folder):
+            remedy = "install the CUDA toolkit and put its bin/ on PATH, or build without CUDA"
+            raise KvlatheError("the CUDA kernels cannot be built", "CMake finds no nvcc", remedy)
     if not (folder / PLUGIN).is_file():
         log.warning("no %s: it needs TensorRT's headers, TENSORRT_INCLUDE_DIR=.../include (docs/native.md)", PLUGIN)
     return folder / LIBRARY
+
+
+def _lacks_nvcc(folder: Path) -> bool:
+    """Whether CMake, in ``folder``, has looked for a CUDA compiler in vain."""
+    cache = folder / "CMakeCache.txt"
+    return cache.is_file() and "CMAKE_CUDA_COMPILER:FILEPATH=NOTFOUND" in cache.read_text("utf-8")
 
 
 def build_into(package: Path) -> bool:

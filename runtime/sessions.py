@@ -120,7 +120,7 @@ def _host_attention(manifest: Manifest) -> str:
 def _trt_session(manifest: Manifest) -> Any:  # noqa: ANN401
     if found := _trt_obstacle(manifest):
         fact = f"the engine was built for {manifest.backend} and cannot run here"
-        raise KvlatheError(fact, found, "or build it with --backend cuda or onnxruntime")
+        raise KvlatheError(fact, found, "mend that, or build it with --backend cuda or onnxruntime")
     return trt_session.TrtSession
 
 
@@ -163,7 +163,7 @@ def runner(manifest: Manifest, name: object = "this engine", device: str | None 
     if manifest.backend == "onnxruntime" and wanted != "cpu":
         obstacle = _ort_obstacle(manifest)
         if wanted == "cuda" and obstacle:
-            raise KvlatheError(f"{name} cannot run on the GPU", obstacle, "or run it on the CPU: --device cpu")
+            raise KvlatheError(f"{name} cannot run on the GPU", obstacle, "mend that, or run it with --device cpu")
         chosen = ON_CPU if obstacle else ON_GPU
     if wanted not in ("auto", chosen.device):
         fact = f"{name} was built for {manifest.backend}, which runs on a GPU"

@@ -105,6 +105,15 @@ def test_plans_that_the_kernels_do_not_run_are_refused_with_what_to_do() -> None
     hot = dataclasses.replace(plan, tiers=(Tier(32, 32),))
     unequal = dataclasses.replace(stored, tiers=(Tier(16, 16), Tier(4, 8)))
     keys = dataclasses.replace(plan, tiers=(Tier(16, 16), Tier(4, 4, "token", "token")), buckets=stored.buckets)
+    queries = dataclasses.replace(plan, model=dataclasses.replace(plan.model, query_heads=9 * plan.model.kv_heads))
+    layer = tuple(dataclasses.replace(plan.lanes[0], head=head) for head in range(65))
+    wide = dataclasses.replace(
+        plan,
+        model=dataclasses.replace(plan.model, layers=1, query_heads=65, kv_heads=65),
+        lanes=layer,
+        buckets=(Bucket(0, tuple(range(65))),),
+    )
+    pages = dataclasses.replace(stored, tiers=(Tier(16, 16), Tier(8, 8)), page_tokens=512, prefill_chunk=512)
     for refused, words in (
         (keys, "bits along the"),
         (unequal, "K has 4 bits along the rank, V 8"),
@@ -112,6 +121,9 @@ def test_plans_that_the_kernels_do_not_run_are_refused_with_what_to_do() -> None
         (stored, "sums of codes"),
         (many, "8 buckets"),
         (hot, "32 bits"),
+        (queries, "9 query heads a KV head and 8 are the most"),
+        (wide, "a layer has 65 KV heads"),
+        (pages, "pages have 512 tokens"),
     ):
         with pytest.raises(KvlatheError, match=words):
             cuda.check_plan("cuda", refused)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -168,6 +169,52 @@ def test_missing_tensorrt_headers_are_said_with_how_to_get_them(tmp_path: Path) 
     done = subprocess.run([*command, "-DTENSORRT_INCLUDE_DIR="], capture_output=True, text=True, check=True)
     said = " ".join(done.stderr.split())
     assert "SKIPPING the TensorRT plugin" in said and "git clone --depth 1 https://github.com/NVIDIA/TensorRT" in said
+
+
+def configured(folder: Path, **environment: str) -> str:
+    """What CMake says in ``folder``, which remembers what it found before."""
+    if not shutil.which("cmake"):
+        pytest.skip("no CMake")
+    command = ["cmake", "-S", str(native_build.SOURCES), "-B", str(folder), "-DKVLATHE_CUDA=OFF"]
+    env = {**os.environ, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+    return " ".join((done.stdout + done.stderr).split())
+
+
+def test_headers_that_are_named_later_are_taken(tmp_path: Path) -> None:
+    headers = tmp_path / "include"
+    headers.mkdir()
+    (headers / "NvInfer.h").touch()
+    assert "TENSORRT_INCLUDE_DIR is ''" in configured(tmp_path / "build", TENSORRT_INCLUDE_DIR="")
+    said = configured(tmp_path / "build", TENSORRT_INCLUDE_DIR=str(headers))
+    assert f"with the headers in {headers}" in said or f"TENSORRT_INCLUDE_DIR is '{headers}'" in said
+    later = configured(tmp_path / "build", TENSORRT_INCLUDE_DIR="")
+    assert f"{headers}" in later, "and kept"
+
+
+def test_cuda_kernels_that_cannot_be_built_are_no_success(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a compiler that is installed later is found in the same folder."""
+    if not shutil.which("cmake"):
+        pytest.skip("no CMake")
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in ("cmake", "c++", "g++", "make", "ninja", "as", "ld", "ar", "ranlib", "sh", "uname"):
+        if found := shutil.which(name):
+            (tools / name).symlink_to(found)
+    whole = os.environ["PATH"]
+    for name in ("CUDACXX", "CUDA_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tools))
+    folder = tmp_path / "build"
+    with pytest.raises(KvlatheError, match="CMake finds no nvcc"):
+        native_build.build(folder, cuda=True)
+    assert not (folder / native_build.LIBRARY).exists()
+    monkeypatch.setenv("PATH", whole)
+    if not shutil.which("nvcc"):
+        pytest.skip("nvcc is not installed: that it would be found later is not shown")
+    command = ["cmake", "-S", str(native_build.SOURCES), "-B", str(folder), "-DKVLATHE_CUDA=ON"]
+    subprocess.run([*command, "-DKVLATHE_CUDA_ARCHITECTURES=90a"], capture_output=True, check=True)
+    assert not native_build._lacks_nvcc(folder)
 
 
 def test_the_gpus_asked_for_are_those_compiled_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
