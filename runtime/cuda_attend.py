@@ -80,7 +80,7 @@ class Attention:
         return done
 
     def plan_calls(self, spread: Spread) -> None:
-        """Find which block attends what, in all layers of a decode step: part of `spread`, apart for benchmarks."""
+        """Find which block attends what, in all layers: part of `spread`, apart for benchmarks."""
         for call in spread.calls:
             call.stream = _stream()
         self.library.call("cuda_plan", spread.calls, len(spread.calls))
@@ -99,7 +99,8 @@ class Attention:
             args.pool, args.pool_bytes = self.pool.data_ptr(), self.pool.numel()
             args.workspace, args.workspace_bytes = self.workspace.data_ptr(), self.workspace.numel()
             if spread.prompts is None:
-                # The kernel before is append: it writes neither lengths, page tables nor plan, and one row a sequence.
+                # The kernel before is append: it writes neither lengths, page tables nor plan, and in a decode step one
+                # row a sequence. A prompt's rows, where no kernel takes chunks, read what it writes for other rows.
                 args.flags = OVERLAP | (APPENDED if spread.step.single else 0)
                 args.plan, args.plan_bytes = spread.plan[layer].data_ptr(), spread.plan.shape[1]
             else:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,9 @@ from kvlathe.export.decoder import Decoder
 from kvlathe.export.fold import decoder_from
 from kvlathe.export.plan import Bucket, CompressionPlan, Probe, Tier, TokenRule
 from kvlathe.export.to_onnx import wiring
+from kvlathe.runtime import cuda_attend
+from kvlathe.runtime.cuda_abi import APPENDED, OVERLAP
+from kvlathe.runtime.cuda_attend import Attention, StepInputs
 from kvlathe.runtime.cuda_decoder import TorchDecoder, Wiring, read_decoder
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.sessions import attention
@@ -127,3 +131,31 @@ def test_plans_that_the_kernels_do_not_run_are_refused_with_what_to_do() -> None
     ):
         with pytest.raises(KvlatheError, match=words):
             cuda.check_plan("cuda", refused)
+
+
+class SilentLibrary:
+    """A CudaLibrary that does nothing, on a GPU without the kernel for prompt chunks."""
+
+    lib = SimpleNamespace(kvlathe_cuda_has_prompt_kernel=lambda: 0)
+
+    def call(self, name: str, *arguments: object) -> None: ...
+
+    def workspace_bytes(self, batch: int, heads: int) -> int:
+        return 128
+
+    def plan_bytes(self) -> int:
+        return 128
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_pages_are_read_under_append_only_where_it_writes_one_row_a_sequence(
+    single: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of a prompt read what append writes for the rows before them."""
+    monkeypatch.setattr(cuda_attend, "_stream", lambda: 0)
+    plan, tokens = one_bucket(), 2 if single else 40
+    scales, pool = [1.0] * plan.model.layers, torch.zeros(1024, dtype=torch.uint8)
+    attention = Attention(SilentLibrary(), plan, scales, pool, tokens)  # type: ignore[arg-type]
+    starts, lengths = torch.tensor([0, 1, tokens], dtype=torch.int32), torch.zeros(2, 1, dtype=torch.int32)
+    step = StepInputs(starts, lengths, [torch.zeros(2, 1, dtype=torch.int32)], single)
+    assert {call.flags for call in attention.spread(step, tokens).calls} == {OVERLAP | (APPENDED if single else 0)}
