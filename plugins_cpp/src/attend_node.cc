@@ -4,7 +4,7 @@ namespace kvlathe {
 namespace {
 
 constexpr size_t kAlign = 256;
-constexpr int64_t kAttendBytes = 16 << 20;  // for what attend needs beyond its counters, on any device: engines are built anywhere
+constexpr int64_t kAttendBytes = 16 << 20;  // what attend needs, at most, on any device: engines are built anywhere
 
 size_t aligned(int64_t bytes) { return (size_t(bytes) + kAlign - 1) / kAlign * kAlign; }
 
@@ -123,7 +123,7 @@ int64_t Node::attend_bytes(int64_t tokens) const {
 size_t Node::workspace_bytes(const std::vector<NodeInput>& in) const { return pieces(in, attend_bytes(in[places.q].dims[0])).bytes(); }
 
 size_t Node::workspace_anywhere(const std::vector<NodeInput>& in) const {
-  return pieces(in, kAttendBytes + 4 * in[places.q].dims[0] * layer.head.lanes).bytes();
+  return pieces(in, kAttendBytes).bytes();
 }
 
 void Node::run(const std::vector<NodeInput>& in, void* o, void* rows, void* workspace, size_t lent, void* stream) const {

@@ -177,10 +177,20 @@ __global__ void __launch_bounds__(kWarps * 32) append_rows(const __grid_constant
 
 // -- host -------------------------------------------------------------------------------------------------------------
 
+// Its products are on tensor cores, which take bfloat16 from 8.0 on.
+void check_device(int32_t element) {
+  int device = 0, major = 0;
+  check_cuda(cudaGetDevice(&device), "no CUDA device");
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "reading a device attribute");
+  require(major >= 8 || element == KVLATHE_F16, KVLATHE_UNSUPPORTED,
+          "this device has compute capability " + std::to_string(major) + ".x: bfloat16 needs 8.0");
+}
+
 void check(const Layer& layer, const kvlathe_append_args& a) {
   const TableHeader& t = layer.head;
   check_version(a.abi_version);
   check_element(a.element);
+  check_device(a.element);
   require(a.tokens >= 0, KVLATHE_BAD_ARGUMENT, "tokens is negative");
   require(t.hot_bits == 16, KVLATHE_UNSUPPORTED, "the CUDA kernels append to 16-bit pages and the plan's hot pages have 32 bits");
   require(t.buckets <= KVLATHE_MAX_PARTS, KVLATHE_UNSUPPORTED, "the plan has more than 3 buckets");

@@ -301,10 +301,11 @@ extern "C" int32_t kvlathe_has_cuda(void) { return 1; }
 extern "C" int32_t kvlathe_cuda_attend_decode(const kvlathe_attend_decode_args* args, kvlathe_status* status) {
   return kvlathe::run(status, [&] {
     if (!args) throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "args is null");
-    const bool chunks = args->prompts && kvlathe::cuda::prompt_kernel_here();
+    if (!args->prompts || !kvlathe::cuda::prompt_kernel_here()) return kvlathe::cuda::attend_decode(*args);
+    const auto chunks = kvlathe::cuda::prompt_launch_of(*args);  // what it refuses, it refuses before anything runs
     // Rows first: it writes zeros where a row has no length, which are the chunks' rows here.
-    if (!chunks || !args->prompts->alone) kvlathe::cuda::attend_decode(*args);
-    if (chunks) kvlathe::cuda::attend_prompts(*args);
+    if (!args->prompts->alone) kvlathe::cuda::attend_decode(*args);
+    kvlathe::cuda::attend_prompts(chunks, args->stream);
   });
 }
 

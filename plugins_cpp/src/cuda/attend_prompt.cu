@@ -119,20 +119,26 @@ bool prompt_kernel_here() {
          cudaFuncGetAttributes(&attributes, kernel_of(KVLATHE_F16)) == cudaSuccess && attributes.sharedSizeBytes > 0;
 }
 
-void attend_prompts(const kvlathe_attend_decode_args& a) {
+PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& a) {
   const std::vector<Head> heads = checked_heads(a);
   check_prompts(a, heads);
-  if (a.batch == 0) return;
-  PromptParams p = params_of(a, heads);
-  const void* kernel = kernel_of(a.element);
+  PromptLaunch launch{params_of(a, heads), kernel_of(a.element), 0, 0};
   cudaFuncAttributes attributes{};
-  check_cuda(cudaFuncGetAttributes(&attributes, kernel), "this library has no kernel for this device");
-  const int bytes = fit(p, attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - int(attributes.sharedSizeBytes));
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "reserving shared memory");
-  const int64_t most = prompt_tiles_most(a.batch, a.prompts->batch, a.group_size) * p.heads;
-  const int grid = int(std::min<int64_t>(most, attribute(cudaDevAttrMultiProcessorCount)));
-  void* arguments[] = {&p};
-  check_cuda(cudaLaunchKernel(kernel, dim3(grid), dim3(kPromptThreads), arguments, bytes, static_cast<cudaStream_t>(a.stream)),
+  check_cuda(cudaFuncGetAttributes(&attributes, launch.kernel), "this library has no kernel for this device");
+  const int room = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - int(attributes.sharedSizeBytes);
+  launch.shared_bytes = fit(launch.params, room);
+  check_cuda(cudaFuncSetAttribute(launch.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared_bytes),
+             "reserving shared memory");
+  const int64_t most = prompt_tiles_most(a.batch, a.prompts->batch, a.group_size) * launch.params.heads;
+  launch.grid = a.batch ? int(std::min<int64_t>(most, attribute(cudaDevAttrMultiProcessorCount))) : 0;
+  return launch;
+}
+
+void attend_prompts(const PromptLaunch& launch, void* stream) {
+  if (!launch.grid) return;
+  void* arguments[] = {const_cast<PromptParams*>(&launch.params)};
+  check_cuda(cudaLaunchKernel(launch.kernel, dim3(launch.grid), dim3(kPromptThreads), arguments, launch.shared_bytes,
+                              static_cast<cudaStream_t>(stream)),
              "launching attend_prompt");
 }
 

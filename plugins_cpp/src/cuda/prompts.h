@@ -64,7 +64,14 @@ static_assert(sizeof(PromptParams) <= 4000);
 // Whether the current device has the kernel.
 bool prompt_kernel_here();
 
-// Attends the listed chunks of a call that has been checked.
-void attend_prompts(const kvlathe_attend_decode_args& args);
+// The launch of a call's listed chunks. Throws Refusal for what it cannot attend; launches nothing yet.
+struct PromptLaunch {
+  PromptParams params;
+  const void* kernel;
+  int grid, shared_bytes;
+};
+PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& args);
+
+void attend_prompts(const PromptLaunch& launch, void* stream);
 
 }  // namespace kvlathe::cuda
