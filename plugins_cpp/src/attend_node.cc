@@ -62,6 +62,82 @@ std::vector<kvlathe_prompt_part> prompt_parts_of(const Layer& layer, const Table
   return parts;
 }
 
+// One step of a node: its pieces of the workspace, and its calls in their order.
+struct Step {
+  const Node& node;
+  const TableHeader& t;
+  const std::vector<NodeInput>& in;
+  void* const stream;
+  const int32_t tokens, batch;
+  const bool chunks;  // else a decode step
+  const int64_t attend_bytes;
+  char *queries, *attend_space;
+  int32_t *sequences, *visible, *row_lengths, *list;
+  int64_t queries_width = 0;
+  Tables tables;
+
+  Step(const Node& node, const std::vector<NodeInput>& in, const Pieces& size, int64_t attend_bytes, char* workspace, void* stream)
+      : node(node), t(node.layer.head), in(in), stream(stream), tokens(int32_t(in[node.places.q].dims[0])),
+        batch(int32_t(in[node.places.lengths].dims[0])), chunks(in[node.places.query_offsets].dims[0] > 1), attend_bytes(attend_bytes) {
+    Cutter cut{workspace};
+    queries = cut.take<char>(size.queries);
+    sequences = cut.take<int32_t>(size.sequences), visible = cut.take<int32_t>(size.visible), row_lengths = cut.take<int32_t>(size.visible);
+    attend_space = cut.take<char>(size.attend), list = cut.take<int32_t>(size.list);
+    for (int32_t s = 0; s < t.buckets; ++s) {
+      tables.of_sequences.push_back(ints(node.places.page_tables + s));
+      tables.widths.push_back(int32_t(in[node.places.page_tables + s].dims[1]));
+      tables.of_rows.push_back(cut.take<int32_t>(aligned(4 * int64_t{tokens} * tables.widths.back())));
+    }
+    for (const Lane& lane : node.layer.lanes) queries_width += int64_t{t.group_size} * lane.rank_k;
+  }
+
+  const int32_t* ints(int32_t at) const { return static_cast<const int32_t*>(in[at].data); }
+  void* pool() const { return const_cast<void*>(in[node.places.pool_f16].data); }
+  int64_t pool_bytes() const { return 2 * in[node.places.pool_f16].dims[0] * in[node.places.pool_f16].dims[1]; }
+
+  void spread() const {
+    uint32_t fresh = 0;
+    for (int32_t s = 0; s < t.buckets; ++s) fresh |= uint32_t(node.layer.buckets[s].fresh != 0) << s;
+    const kvlathe_spread_args args{KVLATHE_ABI_VERSION, tokens, batch, t.buckets, fresh, ints(node.places.query_starts), ints(node.places.lengths),
+                                   tables.of_sequences.data(), tables.widths.data(), sequences, visible, tables.of_rows.data(), stream,
+                                   t.group_size, 0, row_lengths, chunks ? list : nullptr};
+    kvlathe_status status{};
+    check(kvlathe_cuda_spread(&args, &status), status);
+  }
+
+  void append(void* rows) const {
+    const Places& p = node.places;
+    kvlathe_append_args args{};
+    args.abi_version = KVLATHE_ABI_VERSION, args.element = KVLATHE_F16, args.tokens = tokens;
+    args.q = in[p.q].data, args.k = in[p.k].data, args.v = in[p.v].data;
+    args.q_stride = node.layer.q_width, args.k_stride = node.layer.k_width, args.v_stride = node.layer.v_width;
+    if (t.rope) args.cos = in[p.cos].data, args.sin = in[p.sin].data;
+    args.sequence_of = sequences, args.visible = visible;
+    args.page_tables = tables.of_sequences.data(), args.page_table_widths = tables.widths.data();
+    args.layout = static_cast<const int32_t*>(in.back().data);
+    if (t.projected) args.proj_q = in[p.proj_q].data, args.proj_k = in[p.proj_k].data, args.centre_k = in[p.centre_k].data;
+    args.pool = pool(), args.pool_bytes = pool_bytes();
+    args.q_out = queries, args.q_out_stride = queries_width;
+    args.rows = rows, args.stream = stream;
+    kvlathe_status status{};
+    check(kvlathe_cuda_append(&node.layer, &args, &status), status);
+  }
+
+  void attend(void* o) const {
+    const std::vector<kvlathe_part> parts = parts_of(node.layer, tables, chunks ? row_lengths : visible);
+    const std::vector<kvlathe_prompt_part> prompt_parts = prompt_parts_of(node.layer, tables, ints(node.places.lengths));
+    // What sequences have is on the device: whether all rows are chunks' is not known here.
+    const kvlathe_prompts prompts{list, ints(node.places.query_starts), batch, 0, prompt_parts.data()};
+    // The kernel before is append: it writes neither lengths nor page tables, and in a decode step one row a sequence.
+    const int32_t flags = chunks ? 0 : KVLATHE_OVERLAP | KVLATHE_APPENDED;
+    const kvlathe_attend_decode_args args{KVLATHE_ABI_VERSION, KVLATHE_F16, tokens, t.group_size, t.page_tokens, int32_t(parts.size()), node.scale,
+                                          flags, parts.data(), pool(), pool_bytes(), queries, queries_width, o, node.layer.o_width, attend_space,
+                                          attend_bytes, stream, chunks ? &prompts : nullptr, nullptr, 0};
+    kvlathe_status status{};
+    check(kvlathe_cuda_attend_decode(&args, &status), status);
+  }
+};
+
 }  // namespace
 
 Places::Places(const TableHeader& t) {
@@ -122,66 +198,18 @@ int64_t Node::attend_bytes(int64_t tokens) const {
 
 size_t Node::workspace_bytes(const std::vector<NodeInput>& in) const { return pieces(in, attend_bytes(in[places.q].dims[0])).bytes(); }
 
-size_t Node::workspace_anywhere(const std::vector<NodeInput>& in) const {
-  return pieces(in, kAttendBytes).bytes();
-}
+size_t Node::workspace_anywhere(const std::vector<NodeInput>& in) const { return pieces(in, kAttendBytes).bytes(); }
 
 void Node::run(const std::vector<NodeInput>& in, void* o, void* rows, void* workspace, size_t lent, void* stream) const {
-  const TableHeader& t = layer.head;
-  const Places& p = places;
-  kvlathe_status status{};
-  const int32_t tokens = int32_t(in[p.q].dims[0]), batch = int32_t(in[p.lengths].dims[0]);
-  if (tokens == 0) return;
-  const auto ints = [&](int32_t at) { return static_cast<const int32_t*>(in[at].data); };
-  const bool chunks = in[p.query_offsets].dims[0] > 1;  // else a decode step
-  const int64_t attend_size = attend_bytes(tokens);
-  const Pieces size = pieces(in, attend_size);
+  if (in[places.q].dims[0] == 0) return;
+  const int64_t attend = attend_bytes(in[places.q].dims[0]);
+  const Pieces size = pieces(in, attend);
   require(size.bytes() <= lent, "this device needs more workspace than the engine holds", KVLATHE_TOO_SMALL);
-
-  Cutter cut{static_cast<char*>(workspace)};
-  auto* queries = cut.take<char>(size.queries);
-  auto *sequences = cut.take<int32_t>(size.sequences), *visible = cut.take<int32_t>(size.visible), *row_lengths = cut.take<int32_t>(size.visible);
-  auto* attend = cut.take<char>(size.attend);
-  auto* list = cut.take<int32_t>(size.list);
-  Tables tables;
-  uint32_t fresh = 0;
-  for (int32_t s = 0; s < t.buckets; ++s) {
-    tables.of_sequences.push_back(ints(p.page_tables + s));
-    tables.widths.push_back(int32_t(in[p.page_tables + s].dims[1]));
-    tables.of_rows.push_back(cut.take<int32_t>(aligned(4 * int64_t{tokens} * tables.widths.back())));
-    fresh |= uint32_t(layer.buckets[s].fresh != 0) << s;
-  }
-
-  device_clear(attend, size.attend, stream);
-  kvlathe_spread_args step{KVLATHE_ABI_VERSION, tokens, batch, t.buckets, fresh, ints(p.query_starts), ints(p.lengths),
-                           tables.of_sequences.data(), tables.widths.data(), sequences, visible, tables.of_rows.data(), stream, t.group_size, 0,
-                           row_lengths, chunks ? list : nullptr};
-  kvlathe::check(kvlathe_cuda_spread(&step, &status), status);
-
-  kvlathe_append_args append{};
-  append.abi_version = KVLATHE_ABI_VERSION, append.element = KVLATHE_F16, append.tokens = tokens;
-  append.q = in[p.q].data, append.k = in[p.k].data, append.v = in[p.v].data;
-  append.q_stride = layer.q_width, append.k_stride = layer.k_width, append.v_stride = layer.v_width;
-  if (t.rope) append.cos = in[p.cos].data, append.sin = in[p.sin].data;
-  append.sequence_of = sequences, append.visible = visible;
-  append.page_tables = tables.of_sequences.data(), append.page_table_widths = tables.widths.data();
-  append.layout = static_cast<const int32_t*>(in.back().data);
-  if (t.projected) append.proj_q = in[p.proj_q].data, append.proj_k = in[p.proj_k].data, append.centre_k = in[p.centre_k].data;
-  append.pool = const_cast<void*>(in[p.pool_f16].data), append.pool_bytes = 2 * in[p.pool_f16].dims[0] * in[p.pool_f16].dims[1];
-  append.q_out = queries;
-  for (const Lane& lane : layer.lanes) append.q_out_stride += int64_t{t.group_size} * lane.rank_k;
-  append.rows = rows, append.stream = stream;
-  kvlathe::check(kvlathe_cuda_append(&layer, &append, &status), status);
-
-  const std::vector<kvlathe_part> parts = parts_of(layer, tables, chunks ? row_lengths : visible);
-  const std::vector<kvlathe_prompt_part> prompt_parts = prompt_parts_of(layer, tables, ints(p.lengths));
-  const kvlathe_prompts prompts{list, ints(p.query_starts), batch, 0, prompt_parts.data()};  // what sequences have is on the device
-  // The kernel before is append: it writes neither lengths nor page tables, and in a decode step one row a sequence.
-  const int32_t flags = chunks ? 0 : KVLATHE_OVERLAP | KVLATHE_APPENDED;
-  kvlathe_attend_decode_args decode{KVLATHE_ABI_VERSION, KVLATHE_F16, tokens, t.group_size, t.page_tokens, int32_t(parts.size()), scale, flags,
-                                    parts.data(), append.pool, append.pool_bytes, queries, append.q_out_stride, o, layer.o_width, attend, attend_size,
-                                    stream, chunks ? &prompts : nullptr, nullptr, 0};
-  kvlathe::check(kvlathe_cuda_attend_decode(&decode, &status), status);
+  const Step step(*this, in, size, attend, static_cast<char*>(workspace), stream);
+  device_clear(step.attend_space, size.attend, stream);
+  step.spread();
+  step.append(rows);
+  step.attend(o);
 }
 
 }  // namespace kvlathe

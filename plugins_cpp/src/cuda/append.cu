@@ -47,13 +47,6 @@ static_assert(sizeof(AppendParams) <= 4096);
 
 __host__ __device__ inline int padded(int n) { return (n + 15) / 16 * 16; }
 
-template <class E>
-__device__ float widen(uint16_t x);
-template <>
-__device__ float widen<Half>(uint16_t x) { return __half2float(__ushort_as_half(x)); }
-template <>
-__device__ float widen<Bfloat>(uint16_t x) { return __bfloat162float(__ushort_as_bfloat16(x)); }
-
 // Where token `t` of the step puts its row of a lane's K or V (rank elements a token, at byte `offset` of the page).
 __device__ char* place_of(const AppendParams& p, const AppendLane& lane, int t, int offset, int rank) {
   const AppendTable& table = p.table[lane.fresh];
@@ -80,7 +73,7 @@ __device__ void turn_row(const AppendParams& p, const AppendLane& lane, const ui
     for (int i = 0; i < kPairs; ++i) {
       const int pair = first + 32 * i;
       if (pair >= half) continue;
-      const float x = widen<E>(a[i]), y = widen<E>(b[i]), u = widen<E>(c[i]), v = widen<E>(s[i]);
+      const float x = E::widen(a[i]), y = E::widen(b[i]), u = E::widen(c[i]), v = E::widen(s[i]);
       to[pair] = lane.rope ? E::round(x * u - y * v) : a[i];
       to[pair + half] = lane.rope ? E::round(y * u + x * v) : b[i];
     }
@@ -116,7 +109,7 @@ __device__ void multiply(const uint16_t* x, const uint16_t* matrix, const uint16
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int row = lane / 4 + i / 2 % 2 * 8, c = column + i / 4 * 8 + lane % 4 * 2 + i % 2;
-      out[row * (rank + kPad) + c] = E::round(sums[i / 4][i % 4] - (centre ? widen<E>(centre[c]) : 0.f));
+      out[row * (rank + kPad) + c] = E::round(sums[i / 4][i % 4] - (centre ? E::widen(centre[c]) : 0.f));
     }
   }
 }

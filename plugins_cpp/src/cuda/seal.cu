@@ -42,13 +42,6 @@ __host__ __device__ inline uint32_t mixed(uint32_t x) {
 
 __host__ __device__ inline uint32_t hashed(uint32_t key, uint32_t number) { return mixed((key ^ number) + 0x9E3779B9u); }
 
-template <class E>
-__device__ float widen(uint16_t x);
-template <>
-__device__ float widen<Half>(uint16_t x) { return __half2float(__ushort_as_half(x)); }
-template <>
-__device__ float widen<Bfloat>(uint16_t x) { return __bfloat162float(__ushort_as_bfloat16(x)); }
-
 // One group of a row of codes: elements begin .. end - 1 along the axis.
 struct Group {
   int row, begin, end;
@@ -65,7 +58,7 @@ template <class E>
 __device__ void seal_group(const SealParams& p, const SealSlab& slab, const Group& group, int index, const uint16_t* values, int pitch,
                            int inner, int position, char* page) {
   const auto value = [&](int i) {
-    return widen<E>(slab.by_token ? values[i * pitch + group.row] : values[group.row * pitch + i]);
+    return E::widen(slab.by_token ? values[i * pitch + group.row] : values[group.row * pitch + i]);
   };
   float low = value(group.begin), high = low;
   for (int i = group.begin + 1; i < group.end; ++i) low = fminf(low, value(i)), high = fmaxf(high, value(i));
