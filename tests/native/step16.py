@@ -65,16 +65,25 @@ class Step16:
         tables = [torch.from_numpy(table).to(device) for table in self.tables]
         single = bool((self.query_starts == torch.arange(len(self.query_starts))).all())
         inputs = StepInputs(self.query_starts.to(device), self.lengths.to(device), tables, single)
-        spread = attention.spread(inputs, len(self.q))
+        try:
+            spread = attention.spread(inputs, len(self.q))
+        except KvlatheError as refusal:  # a decode step's plan
+            self._must_be_of_parts_not_attended(refusal)
+            attention.plan_calls = lambda _: None
+            spread = attention.spread(inputs, len(self.q))
         q, k, v, cos, sin = (x.to(device) for x in (self.q, self.k, self.v, self.cos, self.sin))
         weights = {name: x.to(device) for name, x in self.state.items()}
         try:
             out = attention.run(spread, self.case.layer, q, k, v, (cos, sin), weights)
         except KvlatheError as refusal:
-            if not any(words in str(refusal) for words in NOT_ATTENDED):
-                raise
+            self._must_be_of_parts_not_attended(refusal)
             return np.zeros((0, 0)), pool.cpu().numpy()  # the rows are written all the same
         return out[: self.case.total].cpu().double().numpy(), pool.cpu().numpy()
+
+    @staticmethod
+    def _must_be_of_parts_not_attended(refusal: KvlatheError) -> None:
+        if not any(words in str(refusal) for words in NOT_ATTENDED):
+            raise refusal
 
     def check_out(self, out: Array) -> None:
         """Products of codes round queries and shares to 8 bits: they are near on the whole (test_attend_codes.py bounds
