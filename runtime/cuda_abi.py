@@ -194,6 +194,20 @@ class LayerForm:
             self.library.lib.kvlathe_layer_destroy(self.handle)
 
 
+def check_room(library: CudaLibrary, plan: CompressionPlan) -> None:
+    """Raise KvlatheError where this GPU lacks the shared memory to attend a layer of ``plan`` (docs/native.md)."""
+    for layer in (x for x in range(plan.model.layers) if plan.active(x)):
+        form = LayerForm(library, plan, layer)
+        sizes = (ABI_VERSION, F16, 0, plan.model.group_size, plan.page_tokens, len(form.buckets))
+        args = AttendDecodeArgs(*sizes, 1.0)
+        args.parts, args.q_stride, args.o_stride = form.parts, form.queries, form.out
+        try:
+            library.call("cuda_attend_decode", byref(args))
+        except KvlatheError as error:
+            remedy = "compress more, build with fewer bits, or run an onnxruntime engine with --device cpu"
+            raise KvlatheError("this engine does not run on this GPU", error.reason, remedy) from error
+
+
 def part_of(plan: CompressionPlan, bucket: int, lanes: object) -> Part:
     """Bucket ``bucket`` with ``lanes`` (rows of its lane table, which must outlive the part); no page table yet."""
     tier = plan.tiers[plan.buckets[bucket].tier]

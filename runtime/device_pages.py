@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
-from kvlathe.runtime.cuda_abi import CudaLibrary, PageKernels
+from kvlathe.runtime.cuda_abi import CudaLibrary, PageKernels, check_room
 from kvlathe.runtime.session import Int32
 
 
@@ -38,6 +38,8 @@ class DevicePages:
     """The pages of a plan in ``memory``, sealed and compacted by the native library."""
 
     def __init__(self, library: CudaLibrary, plan: CompressionPlan, memory: PoolMemory) -> None:
+        """Raises KvlatheError where the GPU has no room for what attending these pages takes."""
+        check_room(library, plan)
         self.plan, self.memory = plan, memory
         self.strides = CacheLayout(plan).page_stride
         self.pages = PageKernels(library, plan, memory.address, memory.size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from ctypes import byref
+from ctypes import POINTER, byref, c_int64, c_void_p
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from kvlathe.errors import KvlatheError
 from kvlathe.runtime import native
+from kvlathe.runtime.cuda_abi import AttendDecodeArgs, SealArgs
 from kvlathe.runtime.native import ABI_VERSION, Native, Status
 
 
@@ -59,10 +60,19 @@ class HostLibrary:
 
     def __init__(self, library: Native) -> None:
         self.path, self.lib = library.path, library.lib
+        self.lib.kvlathe_layer_create.argtypes = [c_void_p, c_int64, POINTER(c_void_p), POINTER(Status)]
+        self.lib.kvlathe_layer_destroy.argtypes, self.lib.kvlathe_layer_destroy.restype = [c_void_p], None
+        self.lib.kvlathe_cpu_attend_decode.argtypes = [POINTER(AttendDecodeArgs), POINTER(Status)]
 
-    def call(self, name: str, given: Any) -> None:  # noqa: ANN401  byref of the arguments
-        assert name == "cuda_seal"
-        args, status = given._obj, Status()
+    def call(self, name: str, *given: Any) -> None:  # noqa: ANN401  arguments, or one byref of them
+        calls = {"layer_create": "kvlathe_layer_create", "cuda_attend_decode": "kvlathe_cpu_attend_decode"}
+        if name == "cuda_seal":
+            self._seal(given[0]._obj)
+        elif getattr(self.lib, calls[name])(*given, byref(status := Status())):
+            raise KvlatheError(name, status.message.decode())
+
+    def _seal(self, args: SealArgs) -> None:
+        status = Status()
         source, target = args.source.contents, args.target.contents
         for page in (args.pages[i] for i in range(args.page_count)):
             pages = (args.pool + page.source * source.page_stride, args.pool + page.target * target.page_stride)
@@ -76,4 +86,4 @@ class HostLibrary:
             )
             sealed.positions, sealed.positions_stride = places.ctypes.data, 0
             if self.lib.kvlathe_cpu_seal(byref(sealed), byref(status)):
-                raise KvlatheError(name, status.message.decode())
+                raise KvlatheError("cuda_seal", status.message.decode())

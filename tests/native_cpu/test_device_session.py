@@ -15,6 +15,7 @@ from kvlathe.errors import KvlatheError
 from kvlathe.export.layout import CacheLayout
 from kvlathe.export.plan import CompressionPlan
 from kvlathe.runtime import device, ort_device_session, sessions, trt_session
+from kvlathe.runtime.cuda_abi import F16
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import Native
 from kvlathe.runtime.native_session import HalfSession
@@ -88,6 +89,28 @@ def test_pages_move_and_come_back(native: Native, engine: tuple[Path, Compressio
     session.write_page(0, 3, data)
     session.copy_page(0, 3, 5)
     assert session.read_page(0, 5) == data == session.read_page(0, 3)
+
+
+def test_a_gpu_without_room_for_a_layers_tiles_is_refused_at_once(
+    native: Native, engine: tuple[Path, CompressionPlan]
+) -> None:
+    """Every layer is asked about, in the form in which it will be called."""
+    asked: list[tuple[int, ...]] = []
+
+    class Narrow(HostLibrary):
+        def call(self, name: str, *given: object) -> None:
+            super().call(name, *given)
+            if name == "cuda_attend_decode":
+                args = given[0]._obj  # type: ignore[attr-defined]
+                asked.append((args.batch, args.element, args.part_count, args.parts[1].bits_k))
+            if len(asked) == engine[1].model.layers:
+                raise KvlatheError("attend_decode", "shared memory holds no tile of ranks and pages this large")
+
+    folder, plan = engine
+    session = OnHost.__new__(OnHost)
+    with pytest.raises(KvlatheError, match=r"does not run on this GPU, because shared memory.*: compress more"):
+        session._start(HostDevice(), Narrow(native), folder, plan, LIMITS, arena(plan))  # type: ignore[arg-type]
+    assert set(asked) == {(0, F16, 2, 8)} and len(asked) == plan.model.layers > 1
 
 
 def test_onnx_runtime_that_would_go_on_with_the_cpu_is_refused(engine: tuple[Path, CompressionPlan]) -> None:

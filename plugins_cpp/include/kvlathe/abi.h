@@ -140,7 +140,8 @@ KVLATHE_API int32_t kvlathe_cpu_attend_decode(const kvlathe_attend_decode_args *
 /* F16 or BF16; ranks 16 .. 128, group sizes 1 .. 8. Parts of 16 bits, and quantized ones of one width for K and V, K in
  * groups along the rank, V along the tokens (32, 64, 128 or 256), pages of 64, 128 or 256 tokens: those are attended on
  * their codes, with q and the weights rounded to 8 bits. Page ids and lengths are trusted: they are in device memory.
- * Asynchronous on `stream`; may be captured into a CUDA graph. */
+ * Asynchronous on `stream`; may be captured into a CUDA graph. With batch 0 nothing is launched: a call is only checked, down
+ * to the current device's room for its tiles; q, o, pool, tables and the workspace may then be null. */
 KVLATHE_API int32_t kvlathe_cuda_attend_decode(const kvlathe_attend_decode_args *args, kvlathe_status *status);
 
 /* Bytes of workspace that kvlathe_cuda_attend_decode needs on the current device for up to `batch` sequences of `heads` lanes. */

@@ -207,7 +207,7 @@ Decided<kParts> decide(const void* kernel, const kvlathe_attend_decode_args& a, 
                        const Device& device, int bits, int fill) {
   Decided<kParts> call{kernel, params_of<kParts>(a, heads, fill), {}};
   cudaFuncAttributes attributes{};
-  check_cuda(cudaFuncGetAttributes(&attributes, kernel), "this library has no kernel for this device");
+  check_cuda(cudaFuncGetAttributes(&attributes, kernel), "this library has no kernel for this device (kvlathe native --cuda-architectures native)");
   call.at = fit(call.p, device, most_warps(bits, fill), int(attributes.sharedSizeBytes));
   if (overlaps(a, device)) call.p.spare_blocks = call.at.grid / kSpareBlocks;
   if (!a.plan) return call;
@@ -272,7 +272,7 @@ void attend_decode(const kvlathe_attend_decode_args& a) {
   const std::vector<Head> heads = checked_heads(a);
   const Device device = Device::current();
   check_cuda_limits(a, device, heads);
-  if (a.batch == 0) return;
+  if (a.batch == 0) return decided(a, heads, device, [](const auto&) {});  // refuses what would not fit
   require(a.workspace && a.workspace_bytes >= workspace_bytes(device), KVLATHE_TOO_SMALL,
           "the workspace has " + std::to_string(a.workspace_bytes) + " bytes and this call needs " +
               std::to_string(workspace_bytes(device)));

@@ -124,7 +124,7 @@ PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& a) {
   check_prompts(a, heads);
   PromptLaunch launch{params_of(a, heads), kernel_of(a.element), 0, 0};
   cudaFuncAttributes attributes{};
-  check_cuda(cudaFuncGetAttributes(&attributes, launch.kernel), "this library has no kernel for this device");
+  check_cuda(cudaFuncGetAttributes(&attributes, launch.kernel), "this library has no kernel for this device (kvlathe native --cuda-architectures native)");
   const int room = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - int(attributes.sharedSizeBytes);
   launch.shared_bytes = fit(launch.params, room);
   check_cuda(cudaFuncSetAttribute(launch.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared_bytes),
