@@ -7,7 +7,7 @@
 
 #include <type_traits>
 
-#include "codes.cuh"
+#include "attend_codes.cuh"
 #include "finish.cuh"
 #include "producer.cuh"
 
@@ -58,7 +58,7 @@ __device__ __noinline__ SoftmaxState<kSteps> attend_tile_apart(uint32_t queries,
   return state;
 }
 
-// kFill: 2 where quantized parts meet at most 4 query heads (codes.cuh), else 1.
+// kFill: 2 where quantized parts meet at most 4 query heads (attend_codes.cuh), else 1.
 // kBits: 16 if all parts are; 8, 4 or 2 if that is what parts below 16 have; 0 for any.
 template <class E, int kParts, int kSteps, int kBits, int kFill>
 __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
