@@ -195,6 +195,19 @@ def test_refusals_name_their_reason(library: Library) -> None:
         refused(library, problem, UNSUPPORTED, device="cuda")
 
 
+def test_a_call_without_rows_is_only_checked(library: Library, device: str) -> None:
+    """As sessions ask when they load: no memory is needed, and what cannot be attended is refused."""
+    problem = Problem([[(48, 32), (64, 16)]], [100, 40], device=device)
+    args = problem.args()
+    args.batch, args.q, args.o, args.pool, args.pool_bytes = 0, None, None, None, 0
+    part = args.parts[0]
+    part.page_table, part.lengths, part.page_table_stride = None, None, 0
+    library.attend_decode(args, device)
+    part.bits_k = 5
+    with pytest.raises(NativeError, match="5 bits"):
+        library.attend_decode(args, device)
+
+
 def test_cuda_refuses_a_missing_workspace(library: Library) -> None:
     if not (torch.cuda.is_available() and library.has_cuda):
         pytest.skip("no GPU")
