@@ -46,8 +46,9 @@ std::vector<kvlathe_part> parts_of(const Layer& layer, const Tables& tables, con
   for (int32_t s = 0; s < layer.head.buckets; ++s) {
     const Bucket& bucket = layer.buckets[s];
     if (!bucket.lane_count) continue;
-    parts.push_back({bucket.bits_k, bucket.bits_v, bucket.axis_k, bucket.axis_v, bucket.group_k, bucket.group_v, bucket.lane_count, tables.widths[s],
-                     layer.table.data() + bucket.lanes_at, bucket.page_stride, tables.of_rows[s], visible + s, layer.head.buckets});
+    parts.push_back({bucket.bits_k, bucket.bits_v, bucket.axis_k, bucket.axis_v, bucket.group_k, bucket.group_v,
+                     bucket.lane_count, tables.widths[s], layer.table.data() + bucket.lanes_at, bucket.page_stride,
+                     tables.of_rows[s], visible + s, layer.head.buckets});
   }
   return parts;
 }
@@ -57,7 +58,8 @@ std::vector<kvlathe_prompt_part> prompt_parts_of(const Layer& layer, const Table
   std::vector<kvlathe_prompt_part> parts;
   for (int32_t s = 0; s < layer.head.buckets; ++s) {
     const Bucket& bucket = layer.buckets[s];
-    if (bucket.lane_count) parts.push_back({tables.of_sequences[s], lengths + s, layer.head.buckets, tables.widths[s], bucket.fresh != 0});
+    if (bucket.lane_count)
+      parts.push_back({tables.of_sequences[s], lengths + s, layer.head.buckets, tables.widths[s], bucket.fresh != 0});
   }
   return parts;
 }
@@ -76,12 +78,20 @@ struct Step {
   int64_t queries_width = 0;
   Tables tables;
 
-  Step(const Node& node, const std::vector<NodeInput>& in, const Pieces& size, int64_t attend_bytes, char* workspace, void* stream)
-      : node(node), t(node.layer.head), in(in), stream(stream), tokens(int32_t(in[node.places.q].dims[0])),
-        batch(int32_t(in[node.places.lengths].dims[0])), chunks(in[node.places.query_offsets].dims[0] > 1), attend_bytes(attend_bytes) {
+  Step(const Node& node, const std::vector<NodeInput>& in, const Pieces& size, int64_t attend_bytes, char* workspace,
+       void* stream)
+      : node(node),
+        t(node.layer.head),
+        in(in),
+        stream(stream),
+        tokens(int32_t(in[node.places.q].dims[0])),
+        batch(int32_t(in[node.places.lengths].dims[0])),
+        chunks(in[node.places.query_offsets].dims[0] > 1),
+        attend_bytes(attend_bytes) {
     Cutter cut{workspace};
     queries = cut.take<char>(size.queries);
-    sequences = cut.take<int32_t>(size.sequences), visible = cut.take<int32_t>(size.visible), row_lengths = cut.take<int32_t>(size.visible);
+    sequences = cut.take<int32_t>(size.sequences), visible = cut.take<int32_t>(size.visible),
+    row_lengths = cut.take<int32_t>(size.visible);
     attend_space = cut.take<char>(size.attend), list = cut.take<int32_t>(size.list);
     for (int32_t s = 0; s < t.buckets; ++s) {
       tables.of_sequences.push_back(ints(node.places.page_tables + s));
@@ -98,9 +108,23 @@ struct Step {
   void spread() const {
     uint32_t fresh = 0;
     for (int32_t s = 0; s < t.buckets; ++s) fresh |= uint32_t(node.layer.buckets[s].fresh != 0) << s;
-    const kvlathe_spread_args args{KVLATHE_ABI_VERSION, tokens, batch, t.buckets, fresh, ints(node.places.query_starts), ints(node.places.lengths),
-                                   tables.of_sequences.data(), tables.widths.data(), sequences, visible, tables.of_rows.data(), stream,
-                                   t.group_size, 0, row_lengths, chunks ? list : nullptr};
+    const kvlathe_spread_args args{KVLATHE_ABI_VERSION,
+                                   tokens,
+                                   batch,
+                                   t.buckets,
+                                   fresh,
+                                   ints(node.places.query_starts),
+                                   ints(node.places.lengths),
+                                   tables.of_sequences.data(),
+                                   tables.widths.data(),
+                                   sequences,
+                                   visible,
+                                   tables.of_rows.data(),
+                                   stream,
+                                   t.group_size,
+                                   0,
+                                   row_lengths,
+                                   chunks ? list : nullptr};
     kvlathe_status status{};
     check(kvlathe_cuda_spread(&args, &status), status);
   }
@@ -115,7 +139,8 @@ struct Step {
     args.sequence_of = sequences, args.visible = visible;
     args.page_tables = tables.of_sequences.data(), args.page_table_widths = tables.widths.data();
     args.layout = static_cast<const int32_t*>(in.back().data);
-    if (t.projected) args.proj_q = in[p.proj_q].data, args.proj_k = in[p.proj_k].data, args.centre_k = in[p.centre_k].data;
+    if (t.projected)
+      args.proj_q = in[p.proj_q].data, args.proj_k = in[p.proj_k].data, args.centre_k = in[p.centre_k].data;
     args.pool = pool(), args.pool_bytes = pool_bytes();
     args.q_out = queries, args.q_out_stride = queries_width;
     args.rows = rows, args.stream = stream;
@@ -125,14 +150,33 @@ struct Step {
 
   void attend(void* o) const {
     const std::vector<kvlathe_part> parts = parts_of(node.layer, tables, chunks ? row_lengths : visible);
-    const std::vector<kvlathe_prompt_part> prompt_parts = prompt_parts_of(node.layer, tables, ints(node.places.lengths));
+    const std::vector<kvlathe_prompt_part> prompt_parts =
+        prompt_parts_of(node.layer, tables, ints(node.places.lengths));
     // What sequences have is on the device: whether all rows are chunks' is not known here.
     const kvlathe_prompts prompts{list, ints(node.places.query_starts), batch, 0, prompt_parts.data()};
     // The kernel before is append: it writes neither lengths nor page tables, and in a decode step one row a sequence.
     const int32_t flags = chunks ? 0 : KVLATHE_OVERLAP | KVLATHE_APPENDED;
-    const kvlathe_attend_decode_args args{KVLATHE_ABI_VERSION, KVLATHE_F16, tokens, t.group_size, t.page_tokens, int32_t(parts.size()), node.scale,
-                                          flags, parts.data(), pool(), pool_bytes(), queries, queries_width, o, node.layer.o_width, attend_space,
-                                          attend_bytes, stream, chunks ? &prompts : nullptr, nullptr, 0};
+    const kvlathe_attend_decode_args args{KVLATHE_ABI_VERSION,
+                                          KVLATHE_F16,
+                                          tokens,
+                                          t.group_size,
+                                          t.page_tokens,
+                                          int32_t(parts.size()),
+                                          node.scale,
+                                          flags,
+                                          parts.data(),
+                                          pool(),
+                                          pool_bytes(),
+                                          queries,
+                                          queries_width,
+                                          o,
+                                          node.layer.o_width,
+                                          attend_space,
+                                          attend_bytes,
+                                          stream,
+                                          chunks ? &prompts : nullptr,
+                                          nullptr,
+                                          0};
     kvlathe_status status{};
     check(kvlathe_cuda_attend_decode(&args, &status), status);
   }
@@ -154,7 +198,8 @@ Places::Places(const TableHeader& t) {
 
 Node::Node(std::vector<int32_t> table, float scale) : layer(std::move(table)), places(layer.head), scale(scale) {
   const TableHeader& t = layer.head;
-  require(t.hot_bits == 16 && !(t.pools & 1), "the kernels compute in 16 bit and this plan has 32-bit pages: build with --dtype float16 --kv_bits 16",
+  require(t.hot_bits == 16 && !(t.pools & 1),
+          "the kernels compute in 16 bit and this plan has 32-bit pages: build with --dtype float16 --kv_bits 16",
           KVLATHE_UNSUPPORTED);
   require(t.buckets <= KVLATHE_MAX_PARTS, "the plan has more than 3 buckets", KVLATHE_UNSUPPORTED);
   require(t.lanes <= KVLATHE_MAX_HEADS, "the layer has more than 64 lanes", KVLATHE_UNSUPPORTED);
@@ -162,14 +207,17 @@ Node::Node(std::vector<int32_t> table, float scale) : layer(std::move(table)), p
 
 void Node::check(const std::vector<NodeInput>& in) const {
   const Places& p = places;
-  require(int32_t(in.size()) > p.tables, "the node has " + std::to_string(in.size()) + " inputs: fewer than its layout names");
+  require(int32_t(in.size()) > p.tables,
+          "the node has " + std::to_string(in.size()) + " inputs: fewer than its layout names");
   const int64_t tokens = in[p.q].dims[0], batch = in[p.lengths].dims[0];
   const auto want = [&](const char* name, int32_t at, std::vector<int64_t> wanted) {
     bool ok = in[at].rank == int32_t(wanted.size());
     for (int32_t i = 0; ok && i < in[at].rank; ++i) ok = wanted[i] < 0 || in[at].dims[i] == wanted[i];
-    require(ok, std::string(name) + " has the shape " + shape_of(in[at]) + ", which contradicts the layout of layer " + std::to_string(layer.head.layer));
+    require(ok, std::string(name) + " has the shape " + shape_of(in[at]) + ", which contradicts the layout of layer " +
+                    std::to_string(layer.head.layer));
   };
-  want("q", p.q, {tokens, layer.q_width}), want("k", p.k, {tokens, layer.k_width}), want("v", p.v, {tokens, layer.v_width});
+  want("q", p.q, {tokens, layer.q_width}), want("k", p.k, {tokens, layer.k_width}),
+      want("v", p.v, {tokens, layer.v_width});
   if (p.cos >= 0) want("cos", p.cos, {tokens, layer.head.planes}), want("sin", p.sin, {tokens, layer.head.planes});
   want("query_starts", p.query_starts, {batch + 1}), want("lengths", p.lengths, {batch, layer.head.buckets});
   for (int32_t s = 0; s < layer.head.buckets; ++s) want("a page table", p.page_tables + s, {batch, -1});
@@ -185,8 +233,12 @@ Pieces Node::pieces(const std::vector<NodeInput>& in, int64_t attend) const {
   int64_t rank_k = 0, pages = 0;
   for (const Lane& lane : layer.lanes) rank_k += lane.rank_k;
   for (int32_t s = 0; s < layer.head.buckets; ++s) pages += aligned(4 * tokens * in[places.page_tables + s].dims[1]);
-  return {aligned(2 * tokens * rank_k * layer.head.group_size), aligned(4 * tokens), aligned(4 * tokens * layer.head.buckets), size_t(pages),
-          aligned(attend), aligned(kvlathe_cuda_prompt_list_bytes(int32_t(tokens), int32_t(batch), layer.head.group_size))};
+  return {aligned(2 * tokens * rank_k * layer.head.group_size),
+          aligned(4 * tokens),
+          aligned(4 * tokens * layer.head.buckets),
+          size_t(pages),
+          aligned(attend),
+          aligned(kvlathe_cuda_prompt_list_bytes(int32_t(tokens), int32_t(batch), layer.head.group_size))};
 }
 
 int64_t Node::attend_bytes(int64_t tokens) const {
@@ -196,11 +248,14 @@ int64_t Node::attend_bytes(int64_t tokens) const {
   return bytes;
 }
 
-size_t Node::workspace_bytes(const std::vector<NodeInput>& in) const { return pieces(in, attend_bytes(in[places.q].dims[0])).bytes(); }
+size_t Node::workspace_bytes(const std::vector<NodeInput>& in) const {
+  return pieces(in, attend_bytes(in[places.q].dims[0])).bytes();
+}
 
 size_t Node::workspace_anywhere(const std::vector<NodeInput>& in) const { return pieces(in, kAttendBytes).bytes(); }
 
-void Node::run(const std::vector<NodeInput>& in, void* o, void* rows, void* workspace, size_t lent, void* stream) const {
+void Node::run(const std::vector<NodeInput>& in, void* o, void* rows, void* workspace, size_t lent,
+               void* stream) const {
   if (in[places.q].dims[0] == 0) return;
   const int64_t attend = attend_bytes(in[places.q].dims[0]);
   const Pieces size = pieces(in, attend);

@@ -1,7 +1,8 @@
 // One node kvlathe::Attend in one step on a GPU: the TensorRT plugin and the ONNX Runtime operator both run this.
 //
-// It appends the step's k' and v' to the pool in place and attends: spread, append, attend_decode (cache.h, abi.h), asynchronous
-// on a stream, in a workspace that the caller lends. What it must know of the layer is the table that the node carries.
+// It appends the step's k' and v' to the pool in place and attends: spread, append, attend_decode (cache.h, abi.h),
+// asynchronous on a stream, in a workspace that the caller lends. What it must know of the layer is the table that the
+// node carries.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,8 @@ namespace kvlathe {
 // Where the op's inputs are (docs/attend.md); -1: the plan has no such input.
 struct Places {
   explicit Places(const TableHeader& table);
-  int32_t q, k, v, cos, sin, query_starts, query_offsets, lengths, page_tables, pool_f16, pool_u8, proj_q, proj_k, centre_k, tables;
+  int32_t q, k, v, cos, sin, query_starts, query_offsets, lengths, page_tables, pool_f16, pool_u8, proj_q, proj_k,
+      centre_k, tables;
 };
 
 // An input: device memory and its sizes.
@@ -44,7 +46,8 @@ class Node {
   size_t workspace_bytes(const std::vector<NodeInput>& in) const;
   size_t workspace_anywhere(const std::vector<NodeInput>& in) const;
 
-  // o [T, o_width] and rows [T, rows_width] in half precision, after check(). `workspace`: of `lent` bytes, holding anything.
+  // o [T, o_width] and rows [T, rows_width] in half precision, after check(). `workspace`: of `lent` bytes, holding
+  // anything.
   void run(const std::vector<NodeInput>& in, void* o, void* rows, void* workspace, size_t lent, void* stream) const;
 
   const kvlathe_layer layer;

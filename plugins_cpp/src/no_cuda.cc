@@ -24,7 +24,9 @@ extern "C" int32_t kvlathe_cuda_attend_decode(const kvlathe_attend_decode_args*,
 extern "C" int32_t kvlathe_cuda_workspace_bytes(int32_t, int32_t, int64_t*, kvlathe_status* status) {
   return refuse(status);
 }
-extern "C" int32_t kvlathe_cuda_plan(const kvlathe_attend_decode_args*, int32_t, kvlathe_status* status) { return refuse(status); }
+extern "C" int32_t kvlathe_cuda_plan(const kvlathe_attend_decode_args*, int32_t, kvlathe_status* status) {
+  return refuse(status);
+}
 extern "C" int32_t kvlathe_cuda_plan_bytes(int64_t*, kvlathe_status* status) { return refuse(status); }
 extern "C" int32_t kvlathe_cuda_has_prompt_kernel(void) { return 0; }
 extern "C" int64_t kvlathe_cuda_prompt_list_bytes(int32_t, int32_t, int32_t) { return 0; }
@@ -34,5 +36,7 @@ extern "C" int32_t kvlathe_cuda_append(const kvlathe_layer*, const kvlathe_appen
 }
 extern "C" int32_t kvlathe_cuda_seal(const kvlathe_cuda_seal_args*, kvlathe_status* status) { return refuse(status); }
 extern "C" int32_t kvlathe_cuda_rms_norm(const kvlathe_rows_args*, kvlathe_status* status) { return refuse(status); }
-extern "C" int32_t kvlathe_cuda_silu_product(const kvlathe_rows_args*, kvlathe_status* status) { return refuse(status); }
+extern "C" int32_t kvlathe_cuda_silu_product(const kvlathe_rows_args*, kvlathe_status* status) {
+  return refuse(status);
+}
 extern "C" int32_t kvlathe_cuda_evict(const kvlathe_cuda_evict_args*, kvlathe_status* status) { return refuse(status); }

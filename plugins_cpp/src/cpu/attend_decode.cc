@@ -119,7 +119,8 @@ struct Call {
 };
 
 void attend_decode(const kvlathe_attend_decode_args& args) {
-  if (args.prompts) throw Refusal(KVLATHE_UNSUPPORTED, "prompt chunks are for CUDA: on the CPU each row is attended by itself");
+  if (args.prompts)
+    throw Refusal(KVLATHE_UNSUPPORTED, "prompt chunks are for CUDA: on the CPU each row is attended by itself");
   const std::vector<Head> heads = checked_heads(args);
   const Call call{args};
   call.check_pages();

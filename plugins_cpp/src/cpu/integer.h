@@ -1,12 +1,14 @@
-// Products with codes on the integer dot product of AVX-512 VNNI (unsigned bytes times signed bytes), without dequantizing.
+// Products with codes on the integer dot product of AVX-512 VNNI (unsigned bytes times signed bytes), without
+// dequantizing.
 //
-// x becomes a 15-bit integer, 128 * high + low with both in a signed byte: x ~ unit * (128 high + low). Per group of a row
+// x becomes a 15-bit integer, 128 * high + low with both in a signed byte: x ~ unit * (128 high + low). Per group of a
+// row
 //     sum x (scale code + minimum) = scale unit (128 sum high code + sum low code) + minimum sum x,
 // so its error is that of x alone, at most max |x| / 32512 an element. Included by kernels.cc only.
 //
-// Codes are taken in pieces of 16 bytes. A vector holds the same piece of four rows, so that what is left to add up at the end
-// of a group are four numbers a row and not sixteen. A byte of 4 or 2 bit codes is not unpacked: its first codes are a mask
-// away, the next ones a shift and a mask, and x lies in that order.
+// Codes are taken in pieces of 16 bytes. A vector holds the same piece of four rows, so that what is left to add up at
+// the end of a group are four numbers a row and not sixteen. A byte of 4 or 2 bit codes is not unpacked: its first
+// codes are a mask away, the next ones a shift and a mask, and x lies in that order.
 #pragma once
 
 #include "vector.h"
@@ -24,8 +26,8 @@ struct Section {
   int first, pieces;  // of x, counted over all sections
 };
 
-// One row of x: for each piece its elements in the order of planes (those that are first in a byte, those that are second ...),
-// zeros past the section. Sized by kDotScratch.
+// One row of x: for each piece its elements in the order of planes (those that are first in a byte, those that are
+// second ...), zeros past the section. Sized by kDotScratch.
 struct Prepared {
   alignas(64) int8_t high[64 * kSections + 64], low[64 * kSections + 64];
   float sums[kSections];  // of x in each section
@@ -38,7 +40,8 @@ int sections_of(const Rows& rows, Section* out) {
   for (int chunk = 0, end; chunk < rows.inner / 16; chunk = end) {
     end = group_end(rows, chunk);
     for (int start = 16 * chunk; start < 16 * end; start += kMostTogether) {
-      const int stop = 16 * end < start + kMostTogether ? 16 * end : start + kMostTogether, size = ((stop - start) * rows.bits + 127) / 128;
+      const int stop = 16 * end < start + kMostTogether ? 16 * end : start + kMostTogether,
+                size = ((stop - start) * rows.bits + 127) / 128;
       out[count++] = {start, stop, rows.group_of[chunk], pieces, size};
       pieces += size;
     }
@@ -46,7 +49,8 @@ int sections_of(const Rows& rows, Section* out) {
   return count;
 }
 
-// Bytes of 64 elements, packed from four vectors of numbers and so by dwords in the order (128 bits, vector), as planes of pieces.
+// Bytes of 64 elements, packed from four vectors of numbers and so by dwords in the order (128 bits, vector), as planes
+// of pieces.
 template <int bits>
 inline __m512i as_planes(__m512i packed) {
   const __m512i across = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
@@ -77,7 +81,8 @@ void split(const float* x, int inner, const Section* sections, int count, Prepar
       __m512i number[4];
       for (int j = 0; j < 4; ++j) {
         const bool inside = i + 16 * j < section.end;
-        number[j] = inside ? _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i + 16 * j), per_unit)) : _mm512_setzero_si512();
+        number[j] = inside ? _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i + 16 * j), per_unit))
+                           : _mm512_setzero_si512();
         total = _mm512_add_epi32(total, number[j]);
       }
       const __m512i ab = _mm512_packs_epi32(number[0], number[1]), cd = _mm512_packs_epi32(number[2], number[3]);
@@ -98,7 +103,9 @@ inline __m512i load_quad(const uint8_t* at, int64_t stride) {
 }
 
 // sum += products. In assembly: as an intrinsic, GCC 12 copies the sum back and forth.
-inline void add_products(__m512i& sum, __m512i codes, __m512i x) { asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x)); }
+inline void add_products(__m512i& sum, __m512i codes, __m512i x) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(x));
+}
 
 // Sums of four of a, b, c, d in each 128 bits.
 inline __m512i join(__m512i a, __m512i b, __m512i c, __m512i d) {
@@ -130,7 +137,9 @@ inline void sixteen(const uint8_t* at, int64_t stride, const Section& section, c
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
         __m512i code = packed[i];
-        if (bits < 8) code = _mm512_and_si512(plane ? _mm512_srli_epi16(code, bits * plane) : code, _mm512_set1_epi8((1 << bits) - 1));
+        if (bits < 8)
+          code =
+              _mm512_and_si512(plane ? _mm512_srli_epi16(code, bits * plane) : code, _mm512_set1_epi8((1 << bits) - 1));
         for (int m = 0; m < M; ++m) {
           add_products(high[m][i], code, upper[m]);
           add_products(low[m][i], code, lower[m]);
@@ -163,9 +172,10 @@ inline void load_pairs(const Rows& rows, int first, int group, __m512& scale, __
 }
 
 template <int bits, int M>
-void dots_of_codes(const Rows& rows, const Section* sections, int count, const Prepared* const* x, float* out, int64_t ldo, bool add) {
-  // Rows come in sixteens: pages hold multiples of 16 tokens and ranks are such, so those past the last are readable. So are
-  // 16 bytes where a piece has fewer: metadata follows the codes.
+void dots_of_codes(const Rows& rows, const Section* sections, int count, const Prepared* const* x, float* out,
+                   int64_t ldo, bool add) {
+  // Rows come in sixteens: pages hold multiples of 16 tokens and ranks are such, so those past the last are readable.
+  // So are 16 bytes where a piece has fewer: metadata follows the codes.
   for (int r = 0; r < rows.rows; r += 16) {
     const uint8_t* at = rows.data + r * rows.stride;
     const __mmask16 real = rows.rows - r < 16 ? __mmask16((1 << (rows.rows - r)) - 1) : __mmask16(0xffff);
@@ -179,7 +189,8 @@ void dots_of_codes(const Rows& rows, const Section* sections, int count, const P
       load_pairs(rows, r, sections[k].group, scale, minimum);
       for (int m = 0; m < M; ++m) {
         total[m] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x[m]->sums[k]), total[m]);
-        total[m] = _mm512_fmadd_ps(_mm512_mul_ps(scale, _mm512_set1_ps(x[m]->unit)), _mm512_cvtepi32_ps(dots[m]), total[m]);
+        total[m] =
+            _mm512_fmadd_ps(_mm512_mul_ps(scale, _mm512_set1_ps(x[m]->unit)), _mm512_cvtepi32_ps(dots[m]), total[m]);
       }
     }
     for (int m = 0; m < M; ++m) _mm512_mask_storeu_ps(out + m * ldo + r, real, total[m]);
@@ -187,7 +198,8 @@ void dots_of_codes(const Rows& rows, const Section* sections, int count, const P
 }
 
 template <int bits>
-void dots_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add, bool again, float* scratch) {
+void dots_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add, bool again,
+             float* scratch) {
   Section sections[kSections];
   const int count = sections_of(rows, sections);
   const Prepared* pair[2];
@@ -203,7 +215,8 @@ void dots_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t 
   }
 }
 
-void integer_dots(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add, bool again, float* scratch) {
+void integer_dots(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add, bool again,
+                  float* scratch) {
   if (rows.bits == 8) dots_of<8>(x, ldx, rows, out, ldo, m, add, again, scratch);
   if (rows.bits == 4) dots_of<4>(x, ldx, rows, out, ldo, m, add, again, scratch);
   if (rows.bits == 2) dots_of<2>(x, ldx, rows, out, ldo, m, add, again, scratch);

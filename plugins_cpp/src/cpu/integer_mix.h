@@ -1,9 +1,10 @@
-// Sums of rows of codes, each row times an x of its own, on the integer dot product (integer.h has the products with rows).
+// Sums of rows of codes, each row times an x of its own, on the integer dot product (integer.h has the products with
+// rows).
 //
 // Rows are what is added up, and each has its own scale: it goes into x. For each group of columns
 //     sum over rows of x (scale code + minimum) = unit sum (128 high + low) code + sum x minimum,
-// where x scale ~ unit * (128 high + low). Bytes of four rows are brought side by side for the dot product, 16 bytes of 16
-// rows at a time; lanes of 128 bits hold rows 0-3, 4-7, 8-11 and 12-15. Included by kernels.cc only.
+// where x scale ~ unit * (128 high + low). Bytes of four rows are brought side by side for the dot product, 16 bytes of
+// 16 rows at a time; lanes of 128 bits hold rows 0-3, 4-7, 8-11 and 12-15. Included by kernels.cc only.
 #pragma once
 
 #include "integer.h"
@@ -37,7 +38,9 @@ void scale_rows(const float* x, const Rows& rows, int group, Scaled& out) {
   out.lowest = _mm512_reduce_add_ps(lowest);
   const __m512 per_unit = _mm512_set1_ps(top > 0 ? 16256.f / top : 0.f);
   const __m512i repeat = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-  const auto bytes = [&](__m512i x) { return _mm512_permutexvar_epi32(repeat, _mm512_castsi128_si512(_mm512_cvtepi32_epi8(x))); };
+  const auto bytes = [&](__m512i x) {
+    return _mm512_permutexvar_epi32(repeat, _mm512_castsi128_si512(_mm512_cvtepi32_epi8(x)));
+  };
   for (int r = 0; r < rows.rows; r += 16) {
     const __m512i number = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_load_ps(scaled + r), per_unit));
     const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(number, _mm512_set1_epi32(64)), 7);
@@ -89,7 +92,8 @@ inline void mix_piece(const __m512i (*codes)[4], int groups, const Scaled* const
   for (int first = 0; first < 4; first += together) {
     __m512i high[M][planes][together], low[M][planes][together];
     for (int m = 0; m < M; ++m) {
-      for (int i = 0; i < planes * together; ++i) high[m][i / together][i % together] = low[m][i / together][i % together] = _mm512_setzero_si512();
+      for (int i = 0; i < planes * together; ++i)
+        high[m][i / together][i % together] = low[m][i / together][i % together] = _mm512_setzero_si512();
     }
     for (int g = 0; g < groups; ++g) {
       __m512i upper[M], lower[M];
@@ -100,7 +104,9 @@ inline void mix_piece(const __m512i (*codes)[4], int groups, const Scaled* const
 #pragma GCC unroll 4
         for (int plane = 0; plane < planes; ++plane) {
           __m512i code = packed;
-          if (bits < 8) code = _mm512_and_si512(plane ? _mm512_srli_epi16(code, bits * plane) : code, _mm512_set1_epi8((1 << bits) - 1));
+          if (bits < 8)
+            code = _mm512_and_si512(plane ? _mm512_srli_epi16(code, bits * plane) : code,
+                                    _mm512_set1_epi8((1 << bits) - 1));
           for (int m = 0; m < M; ++m) {
             add_products(high[m][plane][j], code, upper[m]);
             add_products(low[m][plane][j], code, lower[m]);
@@ -110,7 +116,8 @@ inline void mix_piece(const __m512i (*codes)[4], int groups, const Scaled* const
     }
     for (int m = 0; m < M; ++m) {
       for (int plane = 0; plane < planes; ++plane) {
-        for (int j = 0; j < together; ++j) found[m][plane][first + j] = _mm512_add_epi32(low[m][plane][j], _mm512_slli_epi32(high[m][plane][j], 7));
+        for (int j = 0; j < together; ++j)
+          found[m][plane][first + j] = _mm512_add_epi32(low[m][plane][j], _mm512_slli_epi32(high[m][plane][j], 7));
       }
     }
   }
@@ -127,7 +134,8 @@ inline void mix_piece(const __m512i (*codes)[4], int groups, const Scaled* const
 
 // The first `count` columns of one piece into out [M, ...].
 template <int bits, int M>
-inline void write_piece(const __m512i (*codes)[4], int groups, const Scaled* const* x, float* out, int64_t ldo, int count, bool add) {
+inline void write_piece(const __m512i (*codes)[4], int groups, const Scaled* const* x, float* out, int64_t ldo,
+                        int count, bool add) {
   __m512 columns[M][8 / bits];
   mix_piece<bits, M>(codes, groups, x, columns);
   for (int m = 0; m < M; ++m) {
@@ -165,7 +173,8 @@ void mix_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t l
   }
 }
 
-void integer_mix(const float* x, int64_t ldx, const Rows& all, float* out, int64_t ldo, int m, bool add, float* scratch) {
+void integer_mix(const float* x, int64_t ldx, const Rows& all, float* out, int64_t ldo, int m, bool add,
+                 float* scratch) {
   for (int first = 0; first < all.rows; first += kMostRows, x += kMostRows, add = true) {
     Rows rows = all;
     rows.data += first * rows.stride, rows.meta += first * rows.meta_stride, rows.ahead += first * rows.ahead_step;

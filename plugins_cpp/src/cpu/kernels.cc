@@ -33,8 +33,10 @@ inline void fetch_ahead(const Rows& rows, int row, int count) {
 namespace kvlathe {
 namespace {
 
-// -- RoPE --------------------------------------------------------------------------------------------------------------
-void rotate(const float* x, const float* cos, const float* sin, const int32_t* planes, int width, float scale, float* out) {
+// -- RoPE
+// --------------------------------------------------------------------------------------------------------------
+void rotate(const float* x, const float* cos, const float* sin, const int32_t* planes, int width, float scale,
+            float* out) {
   const int half = width / 2;
   if (!cos) {
     for (int i = 0; i < width; ++i) out[i] = scale * x[i];
@@ -48,7 +50,8 @@ void rotate(const float* x, const float* cos, const float* sin, const int32_t* p
   }
 }
 
-// -- matrix products -----------------------------------------------------------------------------------------------------
+// -- matrix products
+// -----------------------------------------------------------------------------------------------------
 struct Product {
   const float *a, *b;
   float* c;
@@ -103,7 +106,8 @@ void split_columns(Product p, int m, int vectors) {
   }
 }
 
-void multiply(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int m, int n, int k, bool add) {
+void multiply(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int m, int n, int k,
+              bool add) {
   const Product p{a, b, c, lda, ldb, ldc, k, add};
   // Few rows: wider tiles, so that b is read in one pass.
   if (m <= 2) return split_columns<2 * kTileVectors, 2>(p, m, n / kLanes);
@@ -134,7 +138,8 @@ void transpose(const float* x, int64_t ldx, float* out, int64_t ldo, int rows, i
       const Four y2 = __builtin_shuffle(d, e, first), y3 = __builtin_shuffle(d, e, second);
 #endif
       float* to = out + c * ldo + r;
-      *(LooseFour*)to = y0, *(LooseFour*)(to + ldo) = y1, *(LooseFour*)(to + 2 * ldo) = y2, *(LooseFour*)(to + 3 * ldo) = y3;
+      *(LooseFour*)to = y0, *(LooseFour*)(to + ldo) = y1, *(LooseFour*)(to + 2 * ldo) = y2,
+      *(LooseFour*)(to + 3 * ldo) = y3;
     }
   }
   for (; r < rows; ++r) {
@@ -142,7 +147,8 @@ void transpose(const float* x, int64_t ldx, float* out, int64_t ldo, int rows, i
   }
 }
 
-// -- number formats ------------------------------------------------------------------------------------------------------
+// -- number formats
+// ------------------------------------------------------------------------------------------------------
 struct Singles {
   static constexpr bool quantized = false;
   static Floats get(const uint8_t* row, int i) { return load(reinterpret_cast<const float*>(row) + i); }
@@ -165,7 +171,8 @@ void spread(const uint8_t* packed, int bits, int count, uint8_t* out) {
       const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)packed));
       x = _mm_and_si128(_mm_or_si128(wide, _mm_slli_epi16(wide, 4)), _mm_set1_epi8(15));
     } else {
-      const __m128i wide = _mm_cvtepu8_epi32(_mm_loadu_si32(packed)), pairs = _mm_or_si128(wide, _mm_slli_epi32(wide, 6));
+      const __m128i wide = _mm_cvtepu8_epi32(_mm_loadu_si32(packed)),
+                    pairs = _mm_or_si128(wide, _mm_slli_epi32(wide, 6));
       x = _mm_and_si128(_mm_or_si128(pairs, _mm_slli_epi32(pairs, 12)), _mm_set1_epi8(3));
     }
     _mm_storeu_si128((__m128i*)(out + i), x);
@@ -190,15 +197,16 @@ void spread(const uint8_t* packed, int bits, int count, uint8_t* out) {
 
 // Four rows (those past the last repeat it) times M rows of x.
 template <class Format, int M>
-void dot4(const Rows& rows, const uint8_t* const* at, const uint16_t* const* meta, const float* x, int64_t ldx, const float* sums_of_x,
-          float (*out)[4]) {
+void dot4(const Rows& rows, const uint8_t* const* at, const uint16_t* const* meta, const float* x, int64_t ldx,
+          const float* sums_of_x, float (*out)[4]) {
   Floats total[M][4] = {};
   float constant[M][4] = {};
   for (int chunk = 0, end; chunk < rows.inner / 16; chunk = end) {
     end = Format::quantized ? group_end(rows, chunk) : rows.inner / 16;
     Floats part[M][4] = {};
     for (int i = 16 * chunk; i < 16 * end; i += kLanes) {
-      const Floats row[4] = {Format::get(at[0], i), Format::get(at[1], i), Format::get(at[2], i), Format::get(at[3], i)};
+      const Floats row[4] = {Format::get(at[0], i), Format::get(at[1], i), Format::get(at[2], i),
+                             Format::get(at[3], i)};
       for (int m = 0; m < M; ++m) {
         const Floats factor = load(x + m * ldx + i);
         for (int j = 0; j < 4; ++j) part[m][j] += factor * row[j];
@@ -221,7 +229,8 @@ void dot4(const Rows& rows, const uint8_t* const* at, const uint16_t* const* met
 }
 
 template <class Format>
-void dots_as(const Rows& rows, const float* x, int64_t ldx, float* out, int64_t ldo, int m, bool add, const float* sums_of_x) {
+void dots_as(const Rows& rows, const float* x, int64_t ldx, float* out, int64_t ldo, int m, bool add,
+             const float* sums_of_x) {
   for (int r = 0; r < rows.rows; r += 4) {
     const int count = rows.rows - r < 4 ? rows.rows - r : 4;
     fetch_ahead(rows, r, 4);
@@ -250,7 +259,8 @@ void dots_as(const Rows& rows, const float* x, int64_t ldx, float* out, int64_t 
   }
 }
 
-void dots(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add, bool again, float* scratch) {
+void dots(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add, bool again,
+          float* scratch) {
   if (rows.bits == 32) return dots_as<Singles>(rows, x, ldx, out, ldo, m, add, scratch);
   if (rows.bits == 16) return dots_as<Halves>(rows, x, ldx, out, ldo, m, add, scratch);
 #if defined(__AVX512VNNI__)
@@ -285,7 +295,8 @@ const float* unpack(const Rows& rows, float* out, int64_t* ld) {
     if (rows.bits < 8) spread(row, rows.bits, rows.inner, bytes), row = bytes;
     const uint16_t* meta = rows.meta + r * rows.meta_stride;
     for (int chunk = 0; chunk < rows.inner / 16; ++chunk) {
-      const Floats scale = all(from_half(meta[2 * rows.group_of[chunk]])), minimum = all(from_half(meta[2 * rows.group_of[chunk] + 1]));
+      const Floats scale = all(from_half(meta[2 * rows.group_of[chunk]])),
+                   minimum = all(from_half(meta[2 * rows.group_of[chunk] + 1]));
       for (int i = 16 * chunk; i < 16 * (chunk + 1); i += kLanes) store(to + i, Codes::get(row, i) * scale + minimum);
     }
   }
@@ -301,8 +312,10 @@ void mix(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo,
   multiply(x, ldx, unpacked, ld, out, ldo, m, rows.inner, rows.rows, add);
 }
 
-// -- softmax -------------------------------------------------------------------------------------------------------------
-void soften(float* scores, int64_t ld, int m, int n, const int32_t* seen, float* top, float* sum_of, float* o, int width) {
+// -- softmax
+// -------------------------------------------------------------------------------------------------------------
+void soften(float* scores, int64_t ld, int m, int n, const int32_t* seen, float* top, float* sum_of, float* o,
+            int width) {
   const int end = (n + 15) / 16 * 16;
   for (int r = 0; r < m; ++r) {
     float* s = scores + r * ld;
@@ -333,7 +346,8 @@ void soften(float* scores, int64_t ld, int m, int n, const int32_t* seen, float*
   }
 }
 
-// -- writing -------------------------------------------------------------------------------------------------------------
+// -- writing
+// -------------------------------------------------------------------------------------------------------------
 void store_row(const float* src, const float* centre, int n, int bits, void* dst) {
   for (int i = 0; i < n; i += kLanes) {
     const Floats x = centre ? load(src + i) - load(centre + i) : load(src + i);
@@ -421,6 +435,7 @@ void quantize(const float* x, int64_t ldx, const Rows& rows, const Coding& codin
 
 }  // namespace
 
-const Kernels KVLATHE_KERNELS = {KVLATHE_KERNELS_NAME, rotate, multiply, dots, mix, unpack, transpose, soften, store_row, quantize};
+const Kernels KVLATHE_KERNELS = {
+    KVLATHE_KERNELS_NAME, rotate, multiply, dots, mix, unpack, transpose, soften, store_row, quantize};
 
 }  // namespace kvlathe

@@ -11,7 +11,8 @@ namespace kvlathe {
 constexpr int32_t kTableVersion = 1;
 
 struct TableHeader {
-  int32_t version, layer, page_tokens, group_size, lanes, buckets, planes, projected, rope, hot_bits, input_dim, rank_k, pools;
+  int32_t version, layer, page_tokens, group_size, lanes, buckets, planes, projected, rope, hot_bits, input_dim, rank_k,
+      pools;
 };
 
 struct LaneForm {

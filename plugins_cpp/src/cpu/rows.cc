@@ -25,8 +25,8 @@ void along_rank(Rows& rows, const Format& format, int32_t rank, int64_t within) 
 
 }  // namespace
 
-Rows rows_of(const uint8_t* page, int64_t data, int64_t meta, int32_t rank, const Format& format, int64_t page_tokens, int64_t within,
-             int32_t count) {
+Rows rows_of(const uint8_t* page, int64_t data, int64_t meta, int32_t rank, const Format& format, int64_t page_tokens,
+             int64_t within, int32_t count) {
   Rows rows{};
   rows.bits = format.bits;
   rows.data = page + data;

@@ -18,12 +18,13 @@ const Kernels* supported(int32_t isa) {
     return __builtin_cpu_supports("avx512vnni") && supported(KVLATHE_ISA_AVX512) ? &kAvx512Vnni : nullptr;
   }
   if (isa == KVLATHE_ISA_AVX512) {
-    const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                     __builtin_cpu_supports("avx512vl");
+    const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     return has && supported(KVLATHE_ISA_AVX2) ? &kAvx512 : nullptr;
   }
   if (isa == KVLATHE_ISA_AVX2) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") ? &kAvx2 : nullptr;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") ? &kAvx2
+                                                                                                             : nullptr;
   }
 #endif
   return isa == KVLATHE_ISA_PORTABLE ? &kPortable : nullptr;
@@ -40,7 +41,8 @@ int32_t asked_for() {
   for (int32_t isa = KVLATHE_ISA_PORTABLE; isa <= KVLATHE_ISA_AVX512_VNNI; ++isa) {
     if (std::strcmp(name, kNames[isa]) == 0) return isa;
   }
-  throw Refusal(KVLATHE_BAD_ARGUMENT, std::string("KVLATHE_ISA is ") + name + " and must be portable, avx2, avx512 or avx512vnni");
+  throw Refusal(KVLATHE_BAD_ARGUMENT,
+                std::string("KVLATHE_ISA is ") + name + " and must be portable, avx2, avx512 or avx512vnni");
 }
 
 }  // namespace
@@ -55,7 +57,8 @@ const Kernels& kernels_for(int32_t isa) {
   }
   if (const Kernels* found = supported(isa)) return *found;
   const bool known = isa > 0 && isa <= KVLATHE_ISA_AVX512_VNNI;
-  throw Refusal(KVLATHE_UNSUPPORTED, "instruction set " + (known ? std::string(kNames[isa]) : std::to_string(isa)) + " is not available on this machine");
+  throw Refusal(KVLATHE_UNSUPPORTED, "instruction set " + (known ? std::string(kNames[isa]) : std::to_string(isa)) +
+                                         " is not available on this machine");
 }
 
 }  // namespace kvlathe

@@ -44,7 +44,9 @@ inline void store_bytes(uint8_t* p, Floats x) {
 // The sums of four vectors.
 #if defined(__AVX2__)
 #if defined(__AVX512F__)
-inline __m256 halved(Floats x) { return _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1)); }
+inline __m256 halved(Floats x) {
+  return _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
+}
 #else
 inline __m256 halved(Floats x) { return (__m256)x; }
 #endif

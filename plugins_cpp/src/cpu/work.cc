@@ -42,7 +42,8 @@ void run_items(const kvlathe_parallel& parallel, int threads, int64_t count, con
     parallel.run(parallel.context, body, size_t(std::min(count, kMostThreads)), &queue);
   } else {
     std::vector<std::thread> started;
-    for (int64_t i = 1; i < std::min<int64_t>({threads, count, kMostThreads}); ++i) started.emplace_back([&] { queue.drain(); });
+    for (int64_t i = 1; i < std::min<int64_t>({threads, count, kMostThreads}); ++i)
+      started.emplace_back([&] { queue.drain(); });
     queue.drain();
     for (std::thread& thread : started) thread.join();
   }

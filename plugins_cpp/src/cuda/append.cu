@@ -1,7 +1,8 @@
 // A layer's fresh tokens: RoPE, projection, centre, rounding, and each row to its place.
 //
-// A block takes 16 rows of one lane: query heads of a few tokens (z = 0) or keys of 16 tokens (z = 1, which also moves the
-// values). The rows are turned on their way into shared memory and multiplied there with the lane's matrix on tensor cores.
+// A block takes 16 rows of one lane: query heads of a few tokens (z = 0) or keys of 16 tokens (z = 1, which also moves
+// the values). The rows are turned on their way into shared memory and multiplied there with the lane's matrix on
+// tensor cores.
 #include <algorithm>
 #include <limits>
 
@@ -14,10 +15,10 @@
 namespace kvlathe::cuda {
 namespace {
 
-constexpr int kRows = 16;      // the M of mma.m16n8k16
+constexpr int kRows = 16;  // the M of mma.m16n8k16
 constexpr int kWarps = 8;
-constexpr int kMaxInput = 256; // dims of a lane before the projection
-constexpr int kPad = 8;        // elements between rows in shared memory: ldmatrix without bank conflicts
+constexpr int kMaxInput = 256;  // dims of a lane before the projection
+constexpr int kPad = 8;         // elements between rows in shared memory: ldmatrix without bank conflicts
 
 struct AppendLane {
   int32_t q_at, k_at, v_at, q_out_at, rows_k_at, rows_v_at;  // elements
@@ -55,9 +56,11 @@ __device__ char* place_of(const AppendParams& p, const AppendLane& lane, int t, 
   return p.pool + page * table.page_stride + offset + place % p.page_tokens * rank * 2;
 }
 
-// A row of a lane's input, turned, into shared memory; zeros up to `inner`. One warp; kPairs pairs a lane are in flight.
+// A row of a lane's input, turned, into shared memory; zeros up to `inner`. One warp; kPairs pairs a lane are in
+// flight.
 template <class E>
-__device__ void turn_row(const AppendParams& p, const AppendLane& lane, const uint16_t* from, int t, int inner, uint16_t* to) {
+__device__ void turn_row(const AppendParams& p, const AppendLane& lane, const uint16_t* from, int t, int inner,
+                         uint16_t* to) {
   constexpr int kPairs = 2;
   const int half = lane.input_dim / 2;
   const uint16_t *cos = p.cos + int64_t{t} * p.planes, *sin = p.sin + int64_t{t} * p.planes;
@@ -87,15 +90,16 @@ __device__ void fetch_matrix(const AppendParams& p, const AppendLane& lane, cons
   matrix += int64_t{lane.index} * p.proj_rows * p.proj_columns;
   for (int i = threadIdx.x; i < count; i += blockDim.x) {
     const int row = i / chunks, chunk = i % chunks;
-    copy16(shared_address(shared + row * (lane.rank_k + kPad) + chunk * 8), matrix + int64_t{row} * p.proj_columns + chunk * 8,
-           row < lane.input_dim);
+    copy16(shared_address(shared + row * (lane.rank_k + kPad) + chunk * 8),
+           matrix + int64_t{row} * p.proj_columns + chunk * 8, row < lane.input_dim);
   }
   close_copy_group();
 }
 
 // out [16, rank] = x [16, inner] * matrix [inner, rank] - centre, rounded; all in shared memory but the centre.
 template <class E>
-__device__ void multiply(const uint16_t* x, const uint16_t* matrix, const uint16_t* centre, uint16_t* out, int inner, int rank) {
+__device__ void multiply(const uint16_t* x, const uint16_t* matrix, const uint16_t* centre, uint16_t* out, int inner,
+                         int rank) {
   const int lane = threadIdx.x % 32;
   for (int column = threadIdx.x / 32 * 16; column < rank; column += kWarps * 16) {
     float sums[2][4] = {};
@@ -140,12 +144,15 @@ __global__ void __launch_bounds__(kWarps * 32) append_rows(const __grid_constant
   const int heads = keys ? 1 : p.group_size, inner = padded(lane.input_dim), rank = lane.rank_k;
   const int first = blockIdx.x * kRows, rows = min(kRows, p.tokens * heads - first);
   if (rows <= 0) return;
-  uint16_t *matrix = shared, *x = matrix + (lane.projected ? inner * (rank + kPad) : 0), *out = x + kRows * (inner + kPad);
+  uint16_t *matrix = shared, *x = matrix + (lane.projected ? inner * (rank + kPad) : 0),
+           *out = x + kRows * (inner + kPad);
   if (lane.projected) fetch_matrix(p, lane, keys ? p.proj_k : p.proj_q, matrix);
 #pragma unroll
   for (int i = 0; i < kRows / kWarps; ++i) {
-    const int row = threadIdx.x / 32 + i * kWarps, at = first + min(row, rows - 1), t = at / heads;  // rows past the last: any
-    const uint16_t* from = keys ? p.k + t * p.k_stride + lane.k_at : p.q + t * p.q_stride + lane.q_at + at % heads * lane.input_dim;
+    const int row = threadIdx.x / 32 + i * kWarps, at = first + min(row, rows - 1),
+              t = at / heads;  // rows past the last: any
+    const uint16_t* from =
+        keys ? p.k + t * p.k_stride + lane.k_at : p.q + t * p.q_stride + lane.q_at + at % heads * lane.input_dim;
     turn_row<E>(p, lane, from, t, inner, x + row * (inner + kPad));
   }
   if (keys) append_values(p, lane, first, rows);
@@ -185,19 +192,23 @@ void check(const Layer& layer, const kvlathe_append_args& a) {
   check_element(a.element);
   check_device(a.element);
   require(a.tokens >= 0, KVLATHE_BAD_ARGUMENT, "tokens is negative");
-  require(t.hot_bits == 16, KVLATHE_UNSUPPORTED, "the CUDA kernels append to 16-bit pages and the plan's hot pages have 32 bits");
+  require(t.hot_bits == 16, KVLATHE_UNSUPPORTED,
+          "the CUDA kernels append to 16-bit pages and the plan's hot pages have 32 bits");
   require(t.buckets <= KVLATHE_MAX_PARTS, KVLATHE_UNSUPPORTED, "the plan has more than 3 buckets");
   require(t.lanes <= KVLATHE_MAX_HEADS, KVLATHE_UNSUPPORTED, "the layer has more than 64 lanes");
   if (a.tokens == 0) return;
   require(a.q && a.k && a.v && a.sequence_of && a.visible && a.page_tables && a.page_table_widths && a.pool && a.q_out,
           KVLATHE_BAD_ARGUMENT, "q, k, v, sequence_of, visible, page_tables, pool or q_out is null");
   require(!t.rope || (a.cos && a.sin), KVLATHE_BAD_ARGUMENT, "the layer has RoPE and cos or sin is null");
-  require(!t.projected || (a.proj_q && a.proj_k && a.centre_k), KVLATHE_BAD_ARGUMENT, "the layer projects and a projection is null");
+  require(!t.projected || (a.proj_q && a.proj_k && a.centre_k), KVLATHE_BAD_ARGUMENT,
+          "the layer projects and a projection is null");
   check_aligned(a.pool, 128, "the pool");
-  for (const void* pointer : {a.v, a.proj_q, a.proj_k, static_cast<const void*>(a.q_out), static_cast<const void*>(a.rows)}) {
+  for (const void* pointer :
+       {a.v, a.proj_q, a.proj_k, static_cast<const void*>(a.q_out), static_cast<const void*>(a.rows)}) {
     check_aligned(pointer, 16, "v, a projection, q_out or rows");
   }
-  require(a.v_stride % 8 == 0 && a.q_out_stride % 8 == 0, KVLATHE_MISALIGNED, "rows of v and q_out must start at multiples of 16 bytes");
+  require(a.v_stride % 8 == 0 && a.q_out_stride % 8 == 0, KVLATHE_MISALIGNED,
+          "rows of v and q_out must start at multiples of 16 bytes");
   require(a.q_stride >= layer.q_width && a.k_stride >= layer.k_width && a.v_stride >= layer.v_width, KVLATHE_TOO_SMALL,
           "a row of q, k or v is shorter than the lanes need");
   for (const Bucket& bucket : layer.buckets) {
@@ -210,15 +221,18 @@ AppendLane lane_of(const Layer& layer, size_t h, int64_t q_out_at, const kvlathe
   const std::string where = "the lane of head " + std::to_string(lane.head);
   require(lane.rank_k <= kMaxRank && lane.rank_v <= kMaxRank, KVLATHE_UNSUPPORTED, where + " has a rank above 128");
   require(lane.input_dim <= kMaxInput, KVLATHE_UNSUPPORTED, where + " is wider than 256 before its projection");
-  require(lane.projected || padded(lane.input_dim) == lane.rank_k, KVLATHE_BAD_ARGUMENT, where + " is not projected and pads more than it must");
+  require(lane.projected || padded(lane.input_dim) == lane.rank_k, KVLATHE_BAD_ARGUMENT,
+          where + " is not projected and pads more than it must");
   require(!lane.planes_at || a.layout, KVLATHE_BAD_ARGUMENT, where + " keeps chosen RoPE planes and layout is null");
   const LaneRow& slab = *layer.buckets[lane.fresh].rows[h];
   AppendLane out{};
-  out.q_at = int32_t(lane.q_at), out.k_at = int32_t(lane.k_at), out.v_at = int32_t(lane.v_at), out.q_out_at = int32_t(q_out_at);
+  out.q_at = int32_t(lane.q_at), out.k_at = int32_t(lane.k_at), out.v_at = int32_t(lane.v_at),
+  out.q_out_at = int32_t(q_out_at);
   out.rows_k_at = int32_t(lane.rows_k_at), out.rows_v_at = int32_t(lane.rows_v_at);
   out.k = slab.k, out.v = slab.v, out.planes_at = lane.planes_at;
   out.input_dim = uint16_t(lane.input_dim), out.rank_k = uint16_t(lane.rank_k), out.rank_v = uint16_t(lane.rank_v);
-  out.rope = lane.rope != 0, out.projected = lane.projected != 0, out.fresh = uint8_t(lane.fresh), out.index = uint8_t(h);
+  out.rope = lane.rope != 0, out.projected = lane.projected != 0, out.fresh = uint8_t(lane.fresh),
+  out.index = uint8_t(h);
   return out;
 }
 
@@ -231,10 +245,13 @@ AppendParams params_of(const Layer& layer, const kvlathe_append_args& a) {
   p.q_stride = a.q_stride, p.k_stride = a.k_stride, p.v_stride = a.v_stride, p.q_out_stride = a.q_out_stride;
   p.rows_stride = layer.rows_width;
   p.sequence_of = a.sequence_of, p.visible = a.visible, p.layout = a.layout;
-  p.pool = static_cast<char*>(a.pool), p.q_out = static_cast<uint16_t*>(a.q_out), p.rows = static_cast<uint16_t*>(a.rows);
-  p.tokens = a.tokens, p.buckets = t.buckets, p.group_size = t.group_size, p.page_tokens = t.page_tokens, p.planes = t.planes;
+  p.pool = static_cast<char*>(a.pool), p.q_out = static_cast<uint16_t*>(a.q_out),
+  p.rows = static_cast<uint16_t*>(a.rows);
+  p.tokens = a.tokens, p.buckets = t.buckets, p.group_size = t.group_size, p.page_tokens = t.page_tokens,
+  p.planes = t.planes;
   p.proj_rows = t.input_dim, p.proj_columns = t.rank_k;
-  for (int32_t s = 0; s < t.buckets; ++s) p.table[s] = {a.page_tables[s], layer.buckets[s].page_stride, a.page_table_widths[s]};
+  for (int32_t s = 0; s < t.buckets; ++s)
+    p.table[s] = {a.page_tables[s], layer.buckets[s].page_stride, a.page_table_widths[s]};
   int64_t q_out_at = 0;
   for (size_t h = 0; h < layer.lanes.size(); ++h) {
     p.lane[h] = lane_of(layer, h, q_out_at, a);
@@ -263,7 +280,8 @@ void append(const Layer& layer, const kvlathe_append_args& a) {
 }  // namespace
 }  // namespace kvlathe::cuda
 
-extern "C" int32_t kvlathe_cuda_append(const kvlathe_layer* layer, const kvlathe_append_args* args, kvlathe_status* status) {
+extern "C" int32_t kvlathe_cuda_append(const kvlathe_layer* layer, const kvlathe_append_args* args,
+                                       kvlathe_status* status) {
   return kvlathe::run(status, [&] {
     if (!layer || !args) throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "layer or args is null");
     kvlathe::cuda::append(*layer, *args);

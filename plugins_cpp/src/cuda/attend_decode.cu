@@ -207,13 +207,15 @@ Decided<kParts> decide(const void* kernel, const kvlathe_attend_decode_args& a, 
                        const Device& device, int bits, int fill) {
   Decided<kParts> call{kernel, params_of<kParts>(a, heads, fill), {}};
   cudaFuncAttributes attributes{};
-  check_cuda(cudaFuncGetAttributes(&attributes, kernel), "this library has no kernel for this device (kvlathe native --cuda-architectures native)");
+  check_cuda(cudaFuncGetAttributes(&attributes, kernel),
+             "this library has no kernel for this device (kvlathe native --cuda-architectures native)");
   call.at = fit(call.p, device, most_warps(bits, fill), int(attributes.sharedSizeBytes));
   if (overlaps(a, device)) call.p.spare_blocks = call.at.grid / kSpareBlocks;
   if (!a.plan) return call;
   const int64_t bytes = call.at.grid * int64_t{sizeof(PlanRecord)};
-  require(a.plan_bytes >= bytes, KVLATHE_TOO_SMALL,
-          "the plan's memory has " + std::to_string(a.plan_bytes) + " bytes and this call needs " + std::to_string(bytes));
+  require(
+      a.plan_bytes >= bytes, KVLATHE_TOO_SMALL,
+      "the plan's memory has " + std::to_string(a.plan_bytes) + " bytes and this call needs " + std::to_string(bytes));
   require(reinterpret_cast<uintptr_t>(a.plan) % 128 == 0, KVLATHE_MISALIGNED, "the plan is not aligned to 128 bytes");
   call.p.plan = static_cast<const PlanRecord*>(a.plan);
   call.p.plan_tag = plan_call_of(call.p, call.at.grid).sizes.tag;

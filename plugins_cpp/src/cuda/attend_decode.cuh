@@ -95,7 +95,8 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
   state.clear();
   Slab slab;  // of the run being attended
   Lane16<kSteps> lane16;
-  // The run being attended: the next tile, the end, tokens of the part, units a tile, bytes of a tile, bits of a number.
+  // The run being attended: the next tile, the end, tokens of the part, units a tile, bytes of a tile, bits of a
+  // number.
   int part = -1, head = 0, unit = 0, last = 0, tokens = 0, units = 0, bytes = 0, width = 16;
   // One loop with one copy of the producer in it: code that does not fit the instruction caches costs more than turns.
   for (;;) {

@@ -43,10 +43,12 @@ int log2_of(int x) {
 void set_lane(PromptHead& head, int i, const LaneRow& row, const kvlathe_part& part, int32_t page_tokens) {
   head.k[i] = row.k, head.v[i] = row.v, head.parts |= uint8_t(1 << i);
   if (part.bits_k == 16) return;
-  const int32_t k_meta = (row.k_meta - row.k) / 16, v_meta = (row.v_meta - row.k) / 16, groups = (row.rank_k + part.group_k - 1) / part.group_k;
+  const int32_t k_meta = (row.k_meta - row.k) / 16, v_meta = (row.v_meta - row.k) / 16,
+                groups = (row.rank_k + part.group_k - 1) / part.group_k;
   require(k_meta >= 0 && v_meta >= 0 && k_meta <= UINT16_MAX && v_meta <= UINT16_MAX, KVLATHE_UNSUPPORTED,
           "the metadata of head " + std::to_string(row.head) + " does not lie after its K, within 1 MB");
-  require(row.groups_k == groups * page_tokens && row.groups_v == row.rank_v * (page_tokens / part.group_v), KVLATHE_BAD_ARGUMENT,
+  require(row.groups_k == groups * page_tokens && row.groups_v == row.rank_v * (page_tokens / part.group_v),
+          KVLATHE_BAD_ARGUMENT,
           "the lane of head " + std::to_string(row.head) + " has other group counts than its part's groups give");
   head.k_meta[i] = uint16_t(k_meta), head.v_meta[i] = uint16_t(v_meta);
   head.groups_k[i] = uint8_t(groups), head.least_k[i] = uint8_t(row.rank_k / 16 / groups);
@@ -54,7 +56,8 @@ void set_lane(PromptHead& head, int i, const LaneRow& row, const kvlathe_part& p
 
 // Bytes that 64 tokens of a sealed lane take in a buffer of codes.
 int codes_bytes(const LaneRow& row, const kvlathe_part& part, int32_t page_tokens) {
-  return int(slab_bytes(row.rank_k + row.rank_v, 64, part.bits_k)) + 4 * (row.groups_k / (page_tokens / 64) + row.groups_v);
+  return int(slab_bytes(row.rank_k + row.rank_v, 64, part.bits_k)) +
+         4 * (row.groups_k / (page_tokens / 64) + row.groups_v);
 }
 
 PromptParams params_of(const kvlathe_attend_decode_args& a, std::vector<Head> heads) {
@@ -68,9 +71,10 @@ PromptParams params_of(const kvlathe_attend_decode_args& a, std::vector<Head> he
   p.page_magic = uint32_t((uint64_t{1} << 32) / uint64_t(a.page_tokens) + 1);
   for (int i = 0; i < a.part_count; ++i) {
     const kvlathe_prompt_part& part = prompts.parts[i];
-    p.part[i] = {part.page_table,     part.lengths,           a.parts[i].page_stride,
-                 part.lengths_stride, part.page_table_stride, part.fresh, a.parts[i].bits_k,
-                 a.parts[i].bits_v < 16 ? log2_of(a.parts[i].group_v) : 0};
+    p.part[i] = {part.page_table,        part.lengths,
+                 a.parts[i].page_stride, part.lengths_stride,
+                 part.page_table_stride, part.fresh,
+                 a.parts[i].bits_k,      a.parts[i].bits_v < 16 ? log2_of(a.parts[i].group_v) : 0};
   }
   std::stable_sort(heads.begin(), heads.end(),
                    [](const Head& x, const Head& y) { return x.rank_k + x.rank_v > y.rank_k + y.rank_v; });
@@ -95,7 +99,8 @@ PromptParams params_of(const kvlathe_attend_decode_args& a, std::vector<Head> he
 int fit(PromptParams& p, int room) {
   int two_stages = 0;
   for (int h = 0; h < p.heads; ++h)
-    two_stages = std::max(two_stages, 2 * (p.head[h].steps_k + p.head[h].steps_v) * (prompt_keys(p.head[h].steps_v) / 64) * kStageUnit);
+    two_stages = std::max(
+        two_stages, 2 * (p.head[h].steps_k + p.head[h].steps_v) * (prompt_keys(p.head[h].steps_v) / 64) * kStageUnit);
   p.codes_bytes = (p.codes_bytes + 127) / 128 * 128;
   for (p.codes_buffers = p.codes_bytes ? 2 : 0;; --p.codes_buffers) {
     p.stages_at = 2 * p.query_bytes + p.codes_buffers * p.codes_bytes;
@@ -124,7 +129,8 @@ PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& a) {
   check_prompts(a, heads);
   PromptLaunch launch{params_of(a, heads), kernel_of(a.element), 0, 0};
   cudaFuncAttributes attributes{};
-  check_cuda(cudaFuncGetAttributes(&attributes, launch.kernel), "this library has no kernel for this device (kvlathe native --cuda-architectures native)");
+  check_cuda(cudaFuncGetAttributes(&attributes, launch.kernel),
+             "this library has no kernel for this device (kvlathe native --cuda-architectures native)");
   const int room = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - int(attributes.sharedSizeBytes);
   launch.shared_bytes = fit(launch.params, room);
   check_cuda(cudaFuncSetAttribute(launch.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, launch.shared_bytes),

@@ -1,11 +1,11 @@
 // Attention of prompt chunks over the paged cache, for Hopper: a persistent grid over a list of tiles.
 //
-// A tile is kPromptRows rows of one lane: its query heads of a token side by side, token after token, so that all heads of
-// a group share K and V. A block takes tile after tile from the list, the longest first. One warpgroup fetches (prompt_fetch.cuh):
-// page by page, into the core matrices that the products want, sealed pages by way of prompt_codes.cuh; it runs ahead through
-// a ring of stages, into the next tile too. The others attend 64 rows each: S = Q K^T, softmax in registers, O += P V with P in
-// registers (prompt_rows.cuh). They meet nowhere, so one's exponentials run beside another's products. Results do not depend on
-// the order of the list.
+// A tile is kPromptRows rows of one lane: its query heads of a token side by side, token after token, so that all heads
+// of a group share K and V. A block takes tile after tile from the list, the longest first. One warpgroup fetches
+// (prompt_fetch.cuh): page by page, into the core matrices that the products want, sealed pages by way of
+// prompt_codes.cuh; it runs ahead through a ring of stages, into the next tile too. The others attend 64 rows each: S =
+// Q K^T, softmax in registers, O += P V with P in registers (prompt_rows.cuh). They meet nowhere, so one's exponentials
+// run beside another's products. Results do not depend on the order of the list.
 #pragma once
 
 #include "prompt_fetch.cuh"
@@ -21,8 +21,8 @@ static_assert(kFetchRegisters + kPromptGroups * kAttendRegisters <= 512);
 
 // One warpgroup's rows of a tile. `stage` and `after` (the last stage's end) go on from tile to tile.
 template <class E, int kV>
-__device__ __forceinline__ void attend_tile(const PromptParams& p, PromptShared& s, uint32_t shared, int slot, Turn& stage,
-                                            int& after) {
+__device__ __forceinline__ void attend_tile(const PromptParams& p, PromptShared& s, uint32_t shared, int slot,
+                                            Turn& stage, int& after) {
   PromptTile tile = s.tile[slot];
   tile.head = uniform(tile.head), tile.first = uniform(tile.first), tile.rows = uniform(tile.rows);
   const PromptHead& head = p.head[tile.head];
@@ -30,7 +30,8 @@ __device__ __forceinline__ void attend_tile(const PromptParams& p, PromptShared&
   const int row = begin + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   const int own[2] = {min(row, last) / p.group_size + 1, min(row + 8, last) / p.group_size + 1};
   // Tokens of the chunk that the first and the last of the warpgroup's rows see.
-  const int least = uniform(min(begin, last) / p.group_size) + 1, most = uniform(min(begin + 63, last) / p.group_size) + 1;
+  const int least = uniform(min(begin, last) / p.group_size) + 1,
+            most = uniform(min(begin + 63, last) / p.group_size) + 1;
   const uint64_t queries = describe(shared + slot * p.query_bytes + group * 1024, kPromptRows * 16, kCore);
   const auto give_back = [&](int which) {
     if (threadIdx.x % 32 == 0) arrive(s.empty[which]);
@@ -71,8 +72,10 @@ __device__ __forceinline__ void attend_tile(const PromptParams& p, PromptShared&
         const uint64_t here = describe(k + head.steps_k * (Rows::kKeys * 32), kCore, Rows::kKeys * 16);
         float scores[Rows::kScores];
         // The products of the step before come with this step's scores; before the first they are with zeros.
-        if (Rows::kBoth) rows.add(weights, held < 0 ? here : values);
-        else begin_products();
+        if (Rows::kBoth)
+          rows.add(weights, held < 0 ? here : values);
+        else
+          begin_products();
         rows.score(scores, queries, keys_at, head.steps_k);
         wait_products<0>();
         pin(scores);
@@ -112,14 +115,29 @@ __device__ __forceinline__ void attend(const PromptParams& p, PromptShared& s, u
     const int head = uniform(s.tile[slot].head);
     if (head < 0) return;
     switch (p.head[head].steps_v) {
-      case 1: attend_tile<E, 1>(p, s, shared, slot, stage, after); break;
-      case 2: attend_tile<E, 2>(p, s, shared, slot, stage, after); break;
-      case 3: attend_tile<E, 3>(p, s, shared, slot, stage, after); break;
-      case 4: attend_tile<E, 4>(p, s, shared, slot, stage, after); break;
-      case 5: attend_tile<E, 5>(p, s, shared, slot, stage, after); break;
-      case 6: attend_tile<E, 6>(p, s, shared, slot, stage, after); break;
-      case 7: attend_tile<E, 7>(p, s, shared, slot, stage, after); break;
-      default: attend_tile<E, 8>(p, s, shared, slot, stage, after);
+      case 1:
+        attend_tile<E, 1>(p, s, shared, slot, stage, after);
+        break;
+      case 2:
+        attend_tile<E, 2>(p, s, shared, slot, stage, after);
+        break;
+      case 3:
+        attend_tile<E, 3>(p, s, shared, slot, stage, after);
+        break;
+      case 4:
+        attend_tile<E, 4>(p, s, shared, slot, stage, after);
+        break;
+      case 5:
+        attend_tile<E, 5>(p, s, shared, slot, stage, after);
+        break;
+      case 6:
+        attend_tile<E, 6>(p, s, shared, slot, stage, after);
+        break;
+      case 7:
+        attend_tile<E, 7>(p, s, shared, slot, stage, after);
+        break;
+      default:
+        attend_tile<E, 8>(p, s, shared, slot, stage, after);
     }
   }
 }
@@ -134,7 +152,8 @@ __global__ void __launch_bounds__(kPromptThreads, 1) attend_prompt(const __grid_
   __shared__ PromptShared s;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kPromptStages; ++i) init_barrier(s.full[i], 128), init_barrier(s.empty[i], 4 * kPromptGroups);
-    for (int i = 0; i < 2; ++i) init_barrier(s.queries_there[i], 128 + 1), init_barrier(s.queries_done[i], 4 * kPromptGroups);
+    for (int i = 0; i < 2; ++i)
+      init_barrier(s.queries_there[i], 128 + 1), init_barrier(s.queries_done[i], 4 * kPromptGroups);
   }
   __syncthreads();
   if (threadIdx.x < 128) {

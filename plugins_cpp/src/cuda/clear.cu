@@ -5,5 +5,6 @@
 
 void kvlathe::device_clear(void* data, size_t bytes, void* stream) {
   const cudaError_t error = cudaMemsetAsync(data, 0, bytes, static_cast<cudaStream_t>(stream));
-  if (error != cudaSuccess) throw Refusal(KVLATHE_DEVICE_ERROR, std::string("clearing the workspace failed: ") + cudaGetErrorString(error));
+  if (error != cudaSuccess)
+    throw Refusal(KVLATHE_DEVICE_ERROR, std::string("clearing the workspace failed: ") + cudaGetErrorString(error));
 }

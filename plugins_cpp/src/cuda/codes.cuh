@@ -18,7 +18,7 @@ __device__ inline float short_mantissa(float x) { return __uint_as_float(__float
 // How lane (row or column g, t) of a warp, g = l / 4 and t = l % 4, finds codes.
 template <int kBits>
 struct Codes {
-  static constexpr int kIn = 8 / kBits;  // codes in a byte
+  static constexpr int kIn = 8 / kBits;                     // codes in a byte
   static constexpr int kHigh = kBits < 8 ? 1 << kBits : 1;  // what a code is worth that is left in a byte's higher bits
   static constexpr uint32_t kMask = kBits == 8 ? ~0u : kBits == 4 ? 0x0f0f0f0fu : 0x03030303u;
   static constexpr int kStepBytes = 2 * kBits;  // 16 codes: also what lane column t owns of a channel's 64 tokens
@@ -59,7 +59,7 @@ struct Groups {
 // registers are not the loop's; short, since code that is run now and then is fetched anew each time.
 template <class E, int kBits, int kFill>
 __device__ __noinline__ void quantize_queries(uint32_t codes, uint32_t queries, int group, int rank_k, Groups groups,
-                                 float scale_log2) {
+                                              float scale_log2) {
   using C = Codes<kBits>;
   const int lane = threadIdx.x % 32, t = lane % 4, column = lane / 4, query = column % (8 / kFill);
   const uint32_t constants = codes + (rank_k / 16 + groups.count) * 128 * kFill;
@@ -123,11 +123,11 @@ __device__ int own_token() {
 // How this lane reads the pages of one quantized lane: offsets of its first rows from a page's start, and sizes.
 struct Slab {
   int k, k_meta, v, v_meta;
-  int bytes = 0;                         // of a page, in the ring; 0 while the run is a 16-bit one
-  int row_bytes, meta_stride;            // of a token's K; of a channel's V metadata
-  int steps_k, steps_v, group_shift;     // log2 of the tokens of a V group
-  bool plain;                            // pages of 64 tokens, each one group of V
-  Groups groups;                         // of K
+  int bytes = 0;                      // of a page, in the ring; 0 while the run is a 16-bit one
+  int row_bytes, meta_stride;         // of a token's K; of a channel's V metadata
+  int steps_k, steps_v, group_shift;  // log2 of the tokens of a V group
+  bool plain;                         // pages of 64 tokens, each one group of V
+  Groups groups;                      // of K
 
   template <int kBits, int kFill, class P>
   __device__ void set(const P& p, int head, int part) {

@@ -84,7 +84,7 @@ __device__ void add_channels(int32_t (&lows)[4], int32_t (&highs)[4], uint32_t v
   uint32_t first[kBits / 2], second[kBits / 2];
   load_vector(first, v);
   load_vector(second, v + 8 * v_stride);
-  const auto take = [](const uint32_t(&words)[kBits / 2], int p) {
+  const auto take = [](const uint32_t (&words)[kBits / 2], int p) {
     const uint32_t word = kBits == 2 ? words[0] >> p / 2 * 4 : words[p / C::kIn];
     return word & C::kMask << (kBits < 8 ? p % 2 * kBits : 0);
   };

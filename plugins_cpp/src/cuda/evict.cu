@@ -1,7 +1,7 @@
 // Compaction of a sequence's lanes: the kept tokens move to the front, in place.
 //
-// A block takes one field (codes or metadata of K or V) of one lane. Kept places ascend, so a chunk that is read whole before it
-// is written never overwrites what a later chunk reads.
+// A block takes one field (codes or metadata of K or V) of one lane. Kept places ascend, so a chunk that is read whole
+// before it is written never overwrites what a later chunk reads.
 #include <algorithm>
 
 #include "kvlathe/cache.h"
@@ -60,9 +60,11 @@ __global__ void __launch_bounds__(kThreads) evict_lanes(const __grid_constant__ 
 void check(const kvlathe_cuda_evict_args& a) {
   check_version(a.abi_version);
   check_element(a.element);
-  require(a.part && a.kept >= 0 && (a.kept == 0 || (a.pages && a.keep)), KVLATHE_BAD_ARGUMENT, "part, pages or keep is null");
+  require(a.part && a.kept >= 0 && (a.kept == 0 || (a.pages && a.keep)), KVLATHE_BAD_ARGUMENT,
+          "part, pages or keep is null");
   check_pages(*a.part, a.page_tokens, a.pool, a.pool_bytes);
-  const bool along_tokens = (a.part->bits_k < 16 && a.part->axis_k == KVLATHE_AXIS_TOKEN) || (a.part->bits_v < 16 && a.part->axis_v == KVLATHE_AXIS_TOKEN);
+  const bool along_tokens = (a.part->bits_k < 16 && a.part->axis_k == KVLATHE_AXIS_TOKEN) ||
+                            (a.part->bits_v < 16 && a.part->axis_v == KVLATHE_AXIS_TOKEN);
   require(!along_tokens, KVLATHE_UNSUPPORTED, "tokens cannot be dropped: quantization groups run along them");
 }
 

@@ -33,7 +33,8 @@ struct Block {
 __device__ inline float nonzero(float x) { return x == 0.f ? -0.f : x; }
 __device__ inline bool present(float x) { return __float_as_uint(x) != 0; }
 
-// Two partial results a block: of a span that starts in its pair's middle (the block's first) or at its start (its last).
+// Two partial results a block: of a span that starts in its pair's middle (the block's first) or at its start (its
+// last).
 template <class P>
 __device__ Partial* partial_of(const P& p, int block, bool from_start) {
   return p.partials + 2 * block + from_start;

@@ -51,7 +51,8 @@ inline void check_codes(const kvlathe_attend_decode_args& a, const kvlathe_part&
 template <class Kernel>
 void reserve_shared(Kernel kernel, int bytes) {
   if (bytes > (48 << 10)) {
-    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "reserving shared memory");
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+               "reserving shared memory");
   }
 }
 

@@ -30,10 +30,10 @@ __host__ __device__ constexpr int most_warps(int bits, int fill) {
   return bits == 8 && fill == 2 ? kMaxWarps * 3 / 4 : kMaxWarps;
 }
 constexpr int kBlocksPerSM = KVLATHE_BLOCKS_PER_SM;
-constexpr int kTileBytes = 6 << 10;              // narrow 16-bit lanes take several units at once, up to this
-constexpr int kPagesBytes = 8 << 10;             // likewise two quantized pages
-constexpr int kWeight = 128;                     // bytes a unit of scheduled work
-constexpr int kFineShare = (1 << 18) / kWeight;  // blocks with less work take one unit a tile: evenness beats overhead
+constexpr int kTileBytes = 6 << 10;               // narrow 16-bit lanes take several units at once, up to this
+constexpr int kPagesBytes = 8 << 10;              // likewise two quantized pages
+constexpr int kWeight = 128;                      // bytes a unit of scheduled work
+constexpr int kFineShare = (1 << 18) / kWeight;   // blocks with less work take one unit a tile: evenness beats overhead
 constexpr int kSpareShare = (1 << 19) / kWeight;  // where calls overlap and blocks have less work than this, one in
 constexpr int kSpareBlocks = 32;                  // so many is left without: it starts when the call before has ended
 constexpr int kLeastBlockWeight = (16 << 10) / kWeight;  // a block with less work costs more than it saves
@@ -84,8 +84,8 @@ struct Params {
   const uint16_t* q;
   uint16_t* o;
   int64_t q_stride, o_stride;
-  Partial* partials;            // [blocks, 2]; zero between launches
-  const PlanRecord* plan;       // null, or [blocks]
+  Partial* partials;       // [blocks, 2]; zero between launches
+  const PlanRecord* plan;  // null, or [blocks]
   float scale_log2;
   int32_t batch, heads, group_size, page_tokens;
   uint32_t plan_tag;            // of what the plan depends on beside lengths and page ids

@@ -46,8 +46,9 @@ __global__ void __launch_bounds__(kWarps * 32) plan_calls(const __grid_constant_
   const PlanSizes& sizes = call.sizes;
   const int block = blockIdx.x * kWarps + threadIdx.x / 32;
   if (block >= sizes.blocks) return;
-  const View view{sizes.part,         sizes.part_weight, p.head + call.first_head, sizes.least_block_weight,
-                  sizes.spare_blocks, sizes.batch,       sizes.heads};
+  const View view{
+      sizes.part,  sizes.part_weight, p.head + call.first_head, sizes.least_block_weight, sizes.spare_blocks,
+      sizes.batch, sizes.heads};
   const Plan<KVLATHE_MAX_PARTS> plan(view, block, sizes.blocks);
   PlanRecord& out = call.out[block];
   if (threadIdx.x % 32 == 0) out.header = {sizes.tag, -1, 0, plan};
@@ -71,7 +72,8 @@ void plan(const kvlathe_attend_decode_args* calls, int32_t count) {
       std::copy(call.head, call.head + call.sizes.heads, p.head + heads);
       heads += call.sizes.heads, blocks = std::max(blocks, call.sizes.blocks);
     }
-    plan_calls<<<dim3((blocks + kWarps - 1) / kWarps, n), kWarps * 32, 0, static_cast<cudaStream_t>(calls[0].stream)>>>(p);
+    plan_calls<<<dim3((blocks + kWarps - 1) / kWarps, n), kWarps * 32, 0, static_cast<cudaStream_t>(calls[0].stream)>>>(
+        p);
   }
   check_cuda(cudaGetLastError(), "launching plan");
 }
@@ -81,7 +83,8 @@ void plan(const kvlathe_attend_decode_args* calls, int32_t count) {
 
 extern "C" int32_t kvlathe_cuda_plan(const kvlathe_attend_decode_args* calls, int32_t count, kvlathe_status* status) {
   return kvlathe::run(status, [&] {
-    if (count < 0 || (count && !calls)) throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "calls is null, or count negative");
+    if (count < 0 || (count && !calls))
+      throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "calls is null, or count negative");
     kvlathe::cuda::plan(calls, count);
   });
 }

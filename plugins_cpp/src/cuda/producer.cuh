@@ -41,8 +41,8 @@ __device__ int query_bytes(const Params<kParts>& p, const HeadParams<kParts>& he
 // What a producer needs only from run to run; one a warp, in shared memory, to leave registers to the tiles.
 template <int kParts>
 struct Runs {
-  Walk<kParts> walk;                     // where the run ahead lies, while walk.valid
-  int part, unit, last, tokens;          // the run ahead
+  Walk<kParts> walk;                                 // where the run ahead lies, while walk.valid
+  int part, unit, last, tokens;                      // the run ahead
   int now_sequence, now_head, now_part, now_tokens;  // the run in hand; tokens of its part
   int first_sequence, first_head;                    // of the first run
 };
@@ -107,8 +107,7 @@ struct Producer {
       : p(p), ring(ring), runs(runs), fine(plan.share < kFineShare) {
     Runs<kParts> ahead{plan.walk, -1};
     look_ahead(ahead, &plan);
-    if (threadIdx.x % 32 == 0)
-      runs.first_sequence = runs.walk.span.sequence, runs.first_head = runs.walk.span.head;
+    if (threadIdx.x % 32 == 0) runs.first_sequence = runs.walk.span.sequence, runs.first_head = runs.walk.span.head;
     __syncwarp();
     take();
   }
@@ -137,8 +136,8 @@ struct Producer {
     return first + (lane >> lanes) * stride + (lane & lanes);
   }
 
-  // Finds the run after `ahead` with tiles for this warp and asks for its first page ids, of which `plan` may know some.
-  // Whole warp.
+  // Finds the run after `ahead` with tiles for this warp and asks for its first page ids, of which `plan` may know
+  // some. Whole warp.
   __device__ void look_ahead(Runs<kParts>& ahead, const Planned<kParts>* plan = nullptr) {
     Walk<kParts>& walk = ahead.walk;
     int step = 0, lanes = 0;
@@ -213,9 +212,12 @@ struct Producer {
   }
 
   // Whether the next tile holds nothing that the kernel before this one may write (KVLATHE_APPENDED).
-  __device__ bool steady() const { return bulk || (!kQuantized && runs.now_tokens - unit * kRowTokens > copies.tokens); }
+  __device__ bool steady() const {
+    return bulk || (!kQuantized && runs.now_tokens - unit * kRowTokens > copies.tokens);
+  }
 
-  // Asks for all that the ring has room for; if `early`, for steady tiles of the first run only, and not for its queries.
+  // Asks for all that the ring has room for; if `early`, for steady tiles of the first run only, and not for its
+  // queries.
   __device__ void fill(bool early) {
     while (any) {
       if (early && (queries_due ? ring.tiles != 0 : !steady())) return;

@@ -1,14 +1,15 @@
-// Sealed pages for attend_prompt: codes of 8, 4 or 2 bits become the same 16-bit core matrices that 16-bit pages give, on
-// the way into a stage. Those who attend do not know the difference.
+// Sealed pages for attend_prompt: codes of 8, 4 or 2 bits become the same 16-bit core matrices that 16-bit pages give,
+// on the way into a stage. Those who attend do not know the difference.
 //
-// Two ways were weighed for a chunk of 2 K tokens after 30 K sealed ones (ranks mean 51, 8 lanes, 43 tiles a lane). Here,
-// each tile turns its lane's codes again, 1.1e9 in all, by a warpgroup that otherwise waits; no memory. Turning them once
-// into a 16-bit copy in device memory: 75 MB, 2 % of the time, and 50 MB of scratch a sequence that somebody must own, bound
-// and size. The first needs no owner. What it costs is in docs/performance.md.
+// Two ways were weighed for a chunk of 2 K tokens after 30 K sealed ones (ranks mean 51, 8 lanes, 43 tiles a lane).
+// Here, each tile turns its lane's codes again, 1.1e9 in all, by a warpgroup that otherwise waits; no memory. Turning
+// them once into a 16-bit copy in device memory: 75 MB, 2 % of the time, and 50 MB of scratch a sequence that somebody
+// must own, bound and size. The first needs no owner. What it costs is in docs/performance.md.
 //
-// A piece is 64 tokens of a page: K [64][rank] with its metadata [64][groups], V [rank][64] with the page's metadata. It
-// comes by asynchronous copies into a buffer of codes. A thread then takes eight codes at a time, a row of a core matrix:
-// eight channels of a token of K, eight tokens of a channel of V. The latter are turned round while they are stored.
+// A piece is 64 tokens of a page: K [64][rank] with its metadata [64][groups], V [rank][64] with the page's metadata.
+// It comes by asynchronous copies into a buffer of codes. A thread then takes eight codes at a time, a row of a core
+// matrix: eight channels of a token of K, eight tokens of a channel of V. The latter are turned round while they are
+// stored.
 #pragma once
 
 #include "prompt_stages.cuh"
@@ -17,7 +18,8 @@ namespace kvlathe::cuda {
 
 #ifdef KVLATHE_WGMMA
 
-// A group's scale and minimum, and numbers = scale * code + minimum as 16-bit elements. take<i>: codes 2 i and 2 i + 1 of four.
+// A group's scale and minimum, and numbers = scale * code + minimum as 16-bit elements. take<i>: codes 2 i and 2 i + 1
+// of four.
 template <class E>
 struct Dequantizer;
 
@@ -105,7 +107,8 @@ struct CodesLane {
       for (int i = threadIdx.x * 16; i < bytes; i += 128 * 16) copy16(to + i, from + i, true);
     };
     copy_all(to, from + token * (2 * kBits * head.steps_k), k_meta());
-    copy_all(to + k_meta(), from + 16 * head.k_meta[part] + token * (4 * head.groups_k[part]), 256 * head.groups_k[part]);
+    copy_all(to + k_meta(), from + 16 * head.k_meta[part] + token * (4 * head.groups_k[part]),
+             256 * head.groups_k[part]);
     copy_all(to + v_meta(), from + 16 * head.v_meta[part], 16 * head.steps_v * v_meta_stride());
     const char* values = p.pool + page * p.part[part].page_stride + head.v[part] + token * kBits / 8;
 #pragma unroll 1
@@ -115,8 +118,8 @@ struct CodesLane {
     }
   }
 
-  // K of the piece in the buffer at `from`; `to`: the core matrix of its first tokens and channels, columns `column` bytes
-  // apart. Lane l of a warp takes half l / 8 % 2 of 16 channels of token l % 8 + l / 16 * 8 among 16.
+  // K of the piece in the buffer at `from`; `to`: the core matrix of its first tokens and channels, columns `column`
+  // bytes apart. Lane l of a warp takes half l / 8 % 2 of 16 channels of token l % 8 + l / 16 * 8 among 16.
   template <class E>
   __device__ void convert_keys(uint32_t from, uint32_t to, int column) const {
     const int token = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 16 * 8 + threadIdx.x % 8, half = threadIdx.x / 8 % 2;
@@ -135,11 +138,12 @@ struct CodesLane {
     }
   }
 
-  // V likewise. Lane l takes tokens l % 4 * 8 .. + 7 of channel l / 4 among 32 tokens of 8 channels: four matrices, into each
-  // of which it gives two tokens, those that fill no bank twice. Tokens from `valid` on become zeros.
+  // V likewise. Lane l takes tokens l % 4 * 8 .. + 7 of channel l / 4 among 32 tokens of 8 channels: four matrices,
+  // into each of which it gives two tokens, those that fill no bank twice. Tokens from `valid` on become zeros.
   template <class E>
   __device__ void convert_values(uint32_t from, uint32_t to, int column, int token, int valid) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, channel = warp / 2 * 8 + lane / 4, own = warp % 2 * 32 + lane % 4 * 8;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, channel = warp / 2 * 8 + lane / 4,
+              own = warp % 2 * 32 + lane % 4 * 8;
     const int stride = v_meta_stride(), row = lane % 8 / 2;
     const uint32_t turn = (0x3210 + lane % 4 * 0x2222) & 0x7777;
     uint32_t meta = from + v_meta() + channel * stride + ((token + own) >> p.part[part].group_shift << 2);

@@ -1,4 +1,5 @@
-// The fetching warpgroup of attend_prompt: takes tile after tile from the list and fills stages, ahead of those who attend.
+// The fetching warpgroup of attend_prompt: takes tile after tile from the list and fills stages, ahead of those who
+// attend.
 #pragma once
 
 #include "prompt_codes.cuh"
@@ -12,7 +13,8 @@ struct Copier {
   int row, half;
   __device__ Copier() : row(threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8), half(threadIdx.x / 8 % 2) {}
 
-  // 16 rows of `steps` x 32 bytes into core matrices; `from` is this thread's row. Columns of cores are `column` bytes apart.
+  // 16 rows of `steps` x 32 bytes into core matrices; `from` is this thread's row. Columns of cores are `column` bytes
+  // apart.
   __device__ void copy(uint32_t to, int first, int column, const char* from, int steps, bool valid) const {
     to += (first + row) * 16 + half * column, from += half * 16;
     for (int i = 0; i < steps; ++i) copy16(to + 2 * i * column, from + 32 * i, valid);
@@ -44,7 +46,8 @@ __device__ inline void fetch_queries(const PromptParams& p, const PromptTile& ti
 
 __device__ inline int page_of(const PromptParams& p, int token) { return int(__umulhi(unsigned(token), p.page_magic)); }
 
-// The pages of the 16 tokens that this thread's warp copies of each 64 of a stage; asked for before there is room for them.
+// The pages of the 16 tokens that this thread's warp copies of each 64 of a stage; asked for before there is room for
+// them.
 struct StagePages {
   int32_t ids[2];
   __device__ StagePages(const PromptParams& p, const int32_t* pages, int first, int keys) {
@@ -57,8 +60,8 @@ struct StagePages {
 };
 
 // K and V of the lane's count of tokens from `first` on. Tokens past `keys` become zeros: what lies there may be NaN.
-__device__ inline void fetch_keys(const PromptParams& p, const PromptHead& head, int part, const StagePages& pages, int first,
-                                  int keys, uint32_t to) {
+__device__ inline void fetch_keys(const PromptParams& p, const PromptHead& head, int part, const StagePages& pages,
+                                  int first, int keys, uint32_t to) {
   const Copier copier;
   const int count = prompt_keys(head.steps_v), values = count * 32 * head.steps_k;
 #pragma unroll
@@ -124,7 +127,8 @@ struct Fetcher {
     }
   }
 
-  // A sealed part. While one piece is converted the next is on its way; where shared memory has one buffer only, after it.
+  // A sealed part. While one piece is converted the next is on its way; where shared memory has one buffer only, after
+  // it.
   template <int kBits>
   __device__ void fetch_codes(const PromptHead& head, int part, const int32_t* pages, int keys) {
     const CodesLane<kBits> lane{p, head, part};
@@ -164,10 +168,18 @@ struct Fetcher {
     const int keys = keys_of(p, tile, part, from.lengths[tile.sequence * from.lengths_stride]);
     const int32_t* pages = from.page_table + int64_t{tile.sequence} * from.table_stride;
     switch (keys ? from.bits : 0) {
-      case 16: fetch_elements(head, part, pages, keys); break;
-      case 8: fetch_codes<8>(head, part, pages, keys); break;
-      case 4: fetch_codes<4>(head, part, pages, keys); break;
-      case 2: fetch_codes<2>(head, part, pages, keys); break;
+      case 16:
+        fetch_elements(head, part, pages, keys);
+        break;
+      case 8:
+        fetch_codes<8>(head, part, pages, keys);
+        break;
+      case 4:
+        fetch_codes<4>(head, part, pages, keys);
+        break;
+      case 2:
+        fetch_codes<2>(head, part, pages, keys);
+        break;
     }
   }
 
@@ -182,7 +194,8 @@ struct Fetcher {
       wait(s.queries_done[slot], (n >> 1 & 1) ^ 1);
       if (threadIdx.x == 0) {
         s.tile[slot] = tile;
-        for (int i = 0; i < p.parts; ++i) s.before[slot][i] = p.part[i].lengths[tile.sequence * p.part[i].lengths_stride];
+        for (int i = 0; i < p.parts; ++i)
+          s.before[slot][i] = p.part[i].lengths[tile.sequence * p.part[i].lengths_stride];
       }
       if (tile.head >= 0) fetch_queries(p, tile, shared + slot * p.query_bytes);
       arrive_after_copies(s.queries_there[slot]);

@@ -59,7 +59,8 @@ struct PromptRows {
   }
 
   // Scores to weights, in the order that the next product takes them from registers; adds them up.
-  __device__ void weigh(const float (&s)[kScores], float scale, uint32_t (&weights)[4 * kSteps], float (&added)[2]) const {
+  __device__ void weigh(const float (&s)[kScores], float scale, uint32_t (&weights)[4 * kSteps],
+                        float (&added)[2]) const {
     const float shift[2] = {top[0] * scale, top[1] * scale};
     float sums[4] = {};
 #pragma unroll
@@ -72,9 +73,9 @@ struct PromptRows {
     added[0] = sums[0] + sums[1], added[1] = sums[2] + sums[3];
   }
 
-  // Weights relative to the maximum of the steps before: as exact as below 1 while they add up to no more than 2^8. Where
-  // they do, as at first and where scores jump, the maximum is followed and they are computed again. That saves looking for
-  // the maximum of each step.
+  // Weights relative to the maximum of the steps before: as exact as below 1 while they add up to no more than 2^8.
+  // Where they do, as at first and where scores jump, the maximum is followed and they are computed again. That saves
+  // looking for the maximum of each step.
   __device__ void soften(const float (&s)[kScores], float scale, uint32_t (&weights)[4 * kSteps]) {
     float added[2];
     weigh(s, scale, weights, added);

@@ -36,8 +36,8 @@ __device__ inline void arrive_after_copies(uint64_t& barrier) {
 }
 __device__ inline void wait(uint64_t& barrier, int parity) { wait_barrier(shared_address(&barrier), parity); }
 
-// The same in all lanes of a warp, and known to the compiler to be: products must not stand in divergent code, and their
-// descriptions are computed once for the warp.
+// The same in all lanes of a warp, and known to the compiler to be: products must not stand in divergent code, and
+// their descriptions are computed once for the warp.
 __device__ inline int uniform(int x) { return int(__reduce_or_sync(~0u, unsigned(x))); }
 
 // A place among the stages' barriers, and how often they have gone round.
@@ -48,9 +48,9 @@ struct Turn {
   }
 };
 
-// Stages are as large as their lane needs and lie behind each other in shared memory; both sides work out where, in units
-// of kStageUnit bytes. A lane's begin at multiples of their size, so that where two have room a second one never needs the
-// place of the first: who attends may hold one until the next is there.
+// Stages are as large as their lane needs and lie behind each other in shared memory; both sides work out where, in
+// units of kStageUnit bytes. A lane's begin at multiples of their size, so that where two have room a second one never
+// needs the place of the first: who attends may hold one until the next is there.
 __device__ inline int stage_units(const PromptHead& head) {
   return (head.steps_k + head.steps_v) * (prompt_keys(head.steps_v) / 64);
 }

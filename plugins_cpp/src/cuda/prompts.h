@@ -15,12 +15,19 @@ constexpr int kLeastChunk = 16;                  // new tokens of a sequence bel
 #ifdef __CUDACC__
 __host__ __device__
 #endif
-constexpr int prompt_keys(int steps_v) { return steps_v <= 6 ? 128 : 64; }
+    constexpr int prompt_keys(int steps_v) {
+  return steps_v <= 6 ? 128 : 64;
+}
 
 constexpr int kStageUnit = 64 * 32;  // bytes: 16 ranks of 64 tokens
 
 // The list: a header, then (sequence, first row in its chunk) of each tile, those with the most keys first.
-enum PromptList { kTiles = 0, kTaken = 1, kDone = 2, kListHeader = 4 };  // int32; items taken and blocks done: 0 between launches
+enum PromptList {
+  kTiles = 0,
+  kTaken = 1,
+  kDone = 2,
+  kListHeader = 4
+};  // int32; items taken and blocks done: 0 between launches
 
 inline int64_t prompt_tiles_most(int64_t tokens, int64_t batch, int64_t group_size) {
   return tokens * group_size / kPromptRows + batch;
@@ -37,11 +44,12 @@ struct PromptPart {
 
 struct PromptHead {
   int32_t q_offset, o_offset;
-  int32_t k[KVLATHE_MAX_PARTS], v[KVLATHE_MAX_PARTS];  // bytes from a page's start
-  uint16_t k_meta[KVLATHE_MAX_PARTS], v_meta[KVLATHE_MAX_PARTS];    // quantized: 16 bytes from k
-  uint8_t groups_k[KVLATHE_MAX_PARTS], least_k[KVLATHE_MAX_PARTS];  // quantized: K's groups, and steps of 16 channels in the shortest
-  uint8_t steps_k, steps_v;                            // ranks / 16
-  uint8_t parts;                                       // bit i: part i has tokens of this lane
+  int32_t k[KVLATHE_MAX_PARTS], v[KVLATHE_MAX_PARTS];             // bytes from a page's start
+  uint16_t k_meta[KVLATHE_MAX_PARTS], v_meta[KVLATHE_MAX_PARTS];  // quantized: 16 bytes from k
+  uint8_t groups_k[KVLATHE_MAX_PARTS],
+      least_k[KVLATHE_MAX_PARTS];  // quantized: K's groups, and steps of 16 channels in the shortest
+  uint8_t steps_k, steps_v;        // ranks / 16
+  uint8_t parts;                   // bit i: part i has tokens of this lane
 };
 
 struct PromptParams {

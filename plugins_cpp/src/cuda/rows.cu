@@ -1,5 +1,5 @@
-// A decoder layer's rows beside its products: RMS norm and gated SiLU. With few rows they wait for memory more than they move
-// it, so each is one kernel that asks for all it needs at once, in pieces of 16 bytes.
+// A decoder layer's rows beside its products: RMS norm and gated SiLU. With few rows they wait for memory more than
+// they move it, so each is one kernel that asks for all it needs at once, in pieces of 16 bytes.
 #include "device.cuh"
 #include "host.h"
 #include "kvlathe/rows.h"
@@ -94,10 +94,13 @@ RowsParams params_of(const kvlathe_rows_args& a, int32_t width) {
   require(a.rows >= 0 && a.rows <= 65535 && a.columns >= kPiece && a.columns % kPiece == 0, KVLATHE_BAD_ARGUMENT,
           "rows must be 0 to 65535 and columns a multiple of 8");
   require(!a.rows || (a.x && a.out), KVLATHE_BAD_ARGUMENT, "x or out is null");
-  require(a.x_stride % kPiece == 0 && a.x_stride >= width, KVLATHE_MISALIGNED, "rows of x must start at multiples of 16 bytes and hold all columns");
-  for (const void* pointer : {a.x, a.weight, static_cast<const void*>(a.out)}) check_aligned(pointer, 16, "x, weight or out");
+  require(a.x_stride % kPiece == 0 && a.x_stride >= width, KVLATHE_MISALIGNED,
+          "rows of x must start at multiples of 16 bytes and hold all columns");
+  for (const void* pointer : {a.x, a.weight, static_cast<const void*>(a.out)})
+    check_aligned(pointer, 16, "x, weight or out");
   const auto elements = [](const void* x) { return static_cast<const uint16_t*>(x); };
-  return {elements(a.x), elements(a.weight), static_cast<uint16_t*>(a.out), a.x_stride, a.rows, a.columns / kPiece, a.eps};
+  return {elements(a.x), elements(a.weight), static_cast<uint16_t*>(a.out), a.x_stride, a.rows, a.columns / kPiece,
+          a.eps};
 }
 
 void rms_norm(const kvlathe_rows_args& a) {

@@ -230,8 +230,8 @@ struct Plan {
   }
 };
 
-// What the plan kernel leaves for one block of one call: its Plan, and the first page ids that it needs. A warp reads it
-// in one round of loads, which is all that stands between a block's start and its first tile.
+// What the plan kernel leaves for one block of one call: its Plan, and the first page ids that it needs. A warp reads
+// it in one round of loads, which is all that stands between a block's start and its first tile.
 constexpr int kPlannedIds = 64;
 struct alignas(16) PlanHeader {
   uint32_t tag;  // Params::plan_tag of the call that it was made for

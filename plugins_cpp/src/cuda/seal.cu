@@ -1,8 +1,8 @@
 // Full 16-bit pages into another number format: the codes of runtime/codec.py, bit for bit.
 //
-// A block takes K or V of one lane of one page. It reads the slab into shared memory; then one thread for each quantization
-// group finds its range, and writes its (scale, minimum) and its codes. No contraction, no fast division: codes must not
-// depend on who computes them.
+// A block takes K or V of one lane of one page. It reads the slab into shared memory; then one thread for each
+// quantization group finds its range, and writes its (scale, minimum) and its codes. No contraction, no fast division:
+// codes must not depend on who computes them.
 #include <algorithm>
 
 #include "device.cuh"
@@ -16,8 +16,8 @@ constexpr int kThreads = 128;
 constexpr int kLanesAtOnce = 32;
 constexpr int kPagesAtOnce = 64;
 
-// K or V of one lane: byte offsets from the page's start. The groups of a row: the first `extra` have 16 (steps + 1) elements,
-// the others 16 steps; along the tokens the last one has what is left.
+// K or V of one lane: byte offsets from the page's start. The groups of a row: the first `extra` have 16 (steps + 1)
+// elements, the others 16 steps; along the tokens the last one has what is left.
 struct SealSlab {
   int32_t source, target, meta;
   uint32_t key;      // of the noise
@@ -40,7 +40,9 @@ __host__ __device__ inline uint32_t mixed(uint32_t x) {
   return x ^ (x >> 16);
 }
 
-__host__ __device__ inline uint32_t hashed(uint32_t key, uint32_t number) { return mixed((key ^ number) + 0x9E3779B9u); }
+__host__ __device__ inline uint32_t hashed(uint32_t key, uint32_t number) {
+  return mixed((key ^ number) + 0x9E3779B9u);
+}
 
 // One group of a row of codes: elements begin .. end - 1 along the axis.
 struct Group {
@@ -55,8 +57,8 @@ struct Group {
 };
 
 template <class E>
-__device__ void seal_group(const SealParams& p, const SealSlab& slab, const Group& group, int index, const uint16_t* values, int pitch,
-                           int inner, int position, char* page) {
+__device__ void seal_group(const SealParams& p, const SealSlab& slab, const Group& group, int index,
+                           const uint16_t* values, int pitch, int inner, int position, char* page) {
   const auto value = [&](int i) {
     return E::widen(slab.by_token ? values[i * pitch + group.row] : values[group.row * pitch + i]);
   };
@@ -100,7 +102,8 @@ __global__ void __launch_bounds__(kThreads) seal_pages(const __grid_constant__ S
     return;
   }
   for (int i = threadIdx.x; i < count / 2; i += kThreads) {
-    reinterpret_cast<uint32_t*>(values)[2 * i / slab.rank * pitch / 2 + i % (slab.rank / 2)] = reinterpret_cast<const uint32_t*>(source)[i];
+    reinterpret_cast<uint32_t*>(values)[2 * i / slab.rank * pitch / 2 + i % (slab.rank / 2)] =
+        reinterpret_cast<const uint32_t*>(source)[i];
   }
   __syncthreads();
   const int rows = slab.by_token ? slab.rank : p.page_tokens, inner = slab.by_token ? p.page_tokens : slab.rank;
@@ -126,7 +129,8 @@ uint32_t noise_key(int64_t seed, const LaneRow& row, uint32_t which) {
 
 const LaneRow& find(const kvlathe_part& part, const LaneRow& lane) {
   const LaneRow* end = lanes_of(part) + part.lane_count;
-  const LaneRow* row = std::find_if(lanes_of(part), end, [&](const LaneRow& x) { return x.layer == lane.layer && x.head == lane.head; });
+  const LaneRow* row =
+      std::find_if(lanes_of(part), end, [&](const LaneRow& x) { return x.layer == lane.layer && x.head == lane.head; });
   require(row != end && row->rank_k == lane.rank_k && row->rank_v == lane.rank_v, KVLATHE_BAD_ARGUMENT,
           "the source lacks a lane of the target");
   return *row;
@@ -135,8 +139,30 @@ const LaneRow& find(const kvlathe_part& part, const LaneRow& lane) {
 void set_lane(SealSlab (&slab)[2], const kvlathe_cuda_seal_args& a, const LaneRow& to) {
   const LaneRow& from = find(*a.source, to);
   const kvlathe_part& t = *a.target;
-  slab[0] = {from.k, to.k, to.k_meta, noise_key(a.seed, to, 0), float(a.span_k), float((1 - a.span_k) / 2), uint16_t(to.rank_k), uint16_t(t.bits_k), 1, 0, 0, uint16_t(t.axis_k == KVLATHE_AXIS_TOKEN)};
-  slab[1] = {from.v, to.v, to.v_meta, noise_key(a.seed, to, 1), float(a.span_v), float((1 - a.span_v) / 2), uint16_t(to.rank_v), uint16_t(t.bits_v), 1, 0, 0, uint16_t(t.axis_v == KVLATHE_AXIS_TOKEN)};
+  slab[0] = {from.k,
+             to.k,
+             to.k_meta,
+             noise_key(a.seed, to, 0),
+             float(a.span_k),
+             float((1 - a.span_k) / 2),
+             uint16_t(to.rank_k),
+             uint16_t(t.bits_k),
+             1,
+             0,
+             0,
+             uint16_t(t.axis_k == KVLATHE_AXIS_TOKEN)};
+  slab[1] = {from.v,
+             to.v,
+             to.v_meta,
+             noise_key(a.seed, to, 1),
+             float(a.span_v),
+             float((1 - a.span_v) / 2),
+             uint16_t(to.rank_v),
+             uint16_t(t.bits_v),
+             1,
+             0,
+             0,
+             uint16_t(t.axis_v == KVLATHE_AXIS_TOKEN)};
   if (t.bits_k < 16) set_groups(slab[0], t.group_k, a.page_tokens);
   if (t.bits_v < 16) set_groups(slab[1], t.group_v, a.page_tokens);
 }
@@ -144,14 +170,17 @@ void set_lane(SealSlab (&slab)[2], const kvlathe_cuda_seal_args& a, const LaneRo
 void check(const kvlathe_cuda_seal_args& a) {
   check_version(a.abi_version);
   check_element(a.element);
-  require(a.source && a.target && a.page_count >= 0 && (a.pages || a.page_count == 0), KVLATHE_BAD_ARGUMENT, "a part or pages is null");
+  require(a.source && a.target && a.page_count >= 0 && (a.pages || a.page_count == 0), KVLATHE_BAD_ARGUMENT,
+          "a part or pages is null");
   check_pages(*a.source, a.page_tokens, a.pool, a.pool_bytes);
   check_pages(*a.target, a.page_tokens, a.pool, a.pool_bytes);
-  require(a.span_k > 0 && a.span_k <= 1 && a.span_v > 0 && a.span_v <= 1, KVLATHE_BAD_ARGUMENT, "a span is not above 0 and at most 1");
+  require(a.span_k > 0 && a.span_k <= 1 && a.span_v > 0 && a.span_v <= 1, KVLATHE_BAD_ARGUMENT,
+          "a span is not above 0 and at most 1");
   require(a.source->bits_k == 16 && a.source->bits_v == 16, KVLATHE_UNSUPPORTED, "the source is quantized already");
   for (int32_t i = 0; i < a.page_count; ++i) {
     const kvlathe_seal_page& page = a.pages[i];
-    require(page.source >= 0 && page.target >= 0 && (page.source + int64_t{1}) * a.source->page_stride <= a.pool_bytes &&
+    require(page.source >= 0 && page.target >= 0 &&
+                (page.source + int64_t{1}) * a.source->page_stride <= a.pool_bytes &&
                 (page.target + int64_t{1}) * a.target->page_stride <= a.pool_bytes,
             KVLATHE_TOO_SMALL, "a page id lies outside the pool");
   }
@@ -166,7 +195,8 @@ void launch(const kvlathe_cuda_seal_args& a, const SealParams& p, int lanes, int
 
 void seal(const kvlathe_cuda_seal_args& a) {
   check(a);
-  SealParams p{static_cast<char*>(a.pool), a.source->page_stride, a.target->page_stride, a.page_tokens, a.stochastic, {}, {}};
+  SealParams p{
+      static_cast<char*>(a.pool), a.source->page_stride, a.target->page_stride, a.page_tokens, a.stochastic, {}, {}};
   const int shared = a.page_tokens * (kMaxRank + 2) * 2;
   for (int32_t lane = 0; lane < a.target->lane_count; lane += kLanesAtOnce) {
     const int lanes = std::min(kLanesAtOnce, a.target->lane_count - lane);

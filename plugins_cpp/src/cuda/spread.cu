@@ -25,14 +25,18 @@ __device__ int sequence_of(const SpreadParams& p, int t) {
   int low = 0, high = p.batch - 1;
   while (low < high) {
     const int middle = (low + high + 1) / 2;
-    if (p.query_starts[middle] <= t) low = middle;
-    else high = middle - 1;
+    if (p.query_starts[middle] <= t)
+      low = middle;
+    else
+      high = middle - 1;
   }
   return low;
 }
 
 // Whether a sequence's rows are a chunk that the list names.
-__device__ bool listed(const SpreadParams& p, int b) { return p.query_starts[b + 1] - p.query_starts[b] >= p.least_chunk; }
+__device__ bool listed(const SpreadParams& p, int b) {
+  return p.query_starts[b + 1] - p.query_starts[b] >= p.least_chunk;
+}
 
 // A block takes one token.
 __global__ void spread_rows(const SpreadParams p) {
@@ -106,7 +110,8 @@ SpreadParams params_of(const kvlathe_spread_args& a) {
   p.tokens = a.tokens, p.batch = a.batch, p.buckets = a.buckets, p.group_size = a.group_size;
   p.fresh = a.fresh;
   p.least_chunk = a.prompts && prompt_kernel_here() ? kLeastChunk : INT32_MAX;
-  for (int s = 0; s < a.buckets; ++s) p.table[s] = a.page_tables[s], p.out[s] = a.spread_tables[s], p.width[s] = a.page_table_widths[s];
+  for (int s = 0; s < a.buckets; ++s)
+    p.table[s] = a.page_tables[s], p.out[s] = a.spread_tables[s], p.width[s] = a.page_table_widths[s];
   return p;
 }
 
@@ -115,9 +120,11 @@ void spread(const kvlathe_spread_args& a) {
   require(a.tokens >= 0 && a.batch >= 1, KVLATHE_BAD_ARGUMENT, "tokens is negative or batch below 1");
   require(a.buckets >= 1 && a.buckets <= KVLATHE_MAX_PARTS, KVLATHE_UNSUPPORTED,
           std::to_string(a.buckets) + " buckets: 1 to " + std::to_string(KVLATHE_MAX_PARTS) + " are possible");
-  require(a.query_starts && a.lengths && a.page_tables && a.page_table_widths && a.sequence_of && a.visible && a.spread_tables,
+  require(a.query_starts && a.lengths && a.page_tables && a.page_table_widths && a.sequence_of && a.visible &&
+              a.spread_tables,
           KVLATHE_BAD_ARGUMENT, "a pointer is null");
-  require(!a.prompts || (a.row_lengths && a.group_size >= 1), KVLATHE_BAD_ARGUMENT, "prompts without row_lengths or group_size");
+  require(!a.prompts || (a.row_lengths && a.group_size >= 1), KVLATHE_BAD_ARGUMENT,
+          "prompts without row_lengths or group_size");
   if (a.tokens == 0) return;
   const SpreadParams p = params_of(a);
   const auto stream = static_cast<cudaStream_t>(a.stream);

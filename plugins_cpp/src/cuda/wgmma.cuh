@@ -1,4 +1,5 @@
-// Warpgroup products of Hopper (sm_90a), one function each; operands in shared memory lie in core matrices without swizzle.
+// Warpgroup products of Hopper (sm_90a), one function each; operands in shared memory lie in core matrices without
+// swizzle.
 //
 // A core matrix is 8 rows of 16 bytes, 128 bytes in a row. Here a tile of R rows and 8 C columns is C columns of core
 // matrices, R * 16 bytes apart: element (r, c) is at c / 8 * R * 16 + r * 16 + c % 8 * 2. It serves as it is for
@@ -29,8 +30,10 @@ template <class T, int kCount>
 __device__ inline void pin(T (&x)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    if constexpr (std::is_same_v<T, float>) asm volatile("" : "+f"(x[i])::"memory");
-    else asm volatile("" : "+r"(x[i])::"memory");
+    if constexpr (std::is_same_v<T, float>)
+      asm volatile("" : "+f"(x[i])::"memory");
+    else
+      asm volatile("" : "+r"(x[i])::"memory");
   }
 }
 
@@ -51,7 +54,7 @@ __device__ inline void wait_products() {
 #define KVLATHE_T6 KVLATHE_T5 "," KVLATHE_T(40, 41, 42, 43, 44, 45, 46, 47)
 #define KVLATHE_T7 KVLATHE_T6 "," KVLATHE_T(48, 49, 50, 51, 52, 53, 54, 55)
 #define KVLATHE_T8 KVLATHE_T7 "," KVLATHE_T(56, 57, 58, 59, 60, 61, 62, 63)
-#define KVLATHE_F(i)                                                                                              \
+#define KVLATHE_F(i)                                                                                                  \
   "+f"(d[8 * i]), "+f"(d[8 * i + 1]), "+f"(d[8 * i + 2]), "+f"(d[8 * i + 3]), "+f"(d[8 * i + 4]), "+f"(d[8 * i + 5]), \
       "+f"(d[8 * i + 6]), "+f"(d[8 * i + 7])
 #define KVLATHE_F1 KVLATHE_F(0)
@@ -66,15 +69,17 @@ __device__ inline void wait_products() {
 // d [64 x kKeys] = a [64 x 16] b [16 x kKeys], added to d if `add`; a and b in shared memory, both along their columns.
 template <class E, int kKeys>
 __device__ inline void multiply_tiles(float (&d)[kKeys / 2], uint64_t a, uint64_t b, int add) {
-#define KVLATHE_TILES(type, n, eights, r0, r1, r2)                                                        \
-  asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #r2 ", 0; wgmma.mma_async.sync.aligned.m64n" #n        \
-               "k16.f32." type "." type " {" KVLATHE_T##eights "}, %" #r0 ", %" #r1 ", p, 1, 1, 0, 0; }" \
-               : KVLATHE_F##eights                                                                        \
+#define KVLATHE_TILES(type, n, eights, r0, r1, r2)                                                                \
+  asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #r2 ", 0; wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type \
+               "." type " {" KVLATHE_T##eights "}, %" #r0 ", %" #r1 ", p, 1, 1, 0, 0; }"                          \
+               : KVLATHE_F##eights                                                                                \
                : "l"(a), "l"(b), "r"(add))
-#define KVLATHE_EITHER(n, eights, r0, r1, r2)                                           \
-  if constexpr (kKeys == n) {                                                           \
-    if constexpr (std::is_same_v<E, Half>) KVLATHE_TILES("f16", n, eights, r0, r1, r2); \
-    else KVLATHE_TILES("bf16", n, eights, r0, r1, r2);                                  \
+#define KVLATHE_EITHER(n, eights, r0, r1, r2)       \
+  if constexpr (kKeys == n) {                       \
+    if constexpr (std::is_same_v<E, Half>)          \
+      KVLATHE_TILES("f16", n, eights, r0, r1, r2);  \
+    else                                            \
+      KVLATHE_TILES("bf16", n, eights, r0, r1, r2); \
   }
   KVLATHE_EITHER(64, 4, 32, 33, 34)
   KVLATHE_EITHER(128, 8, 64, 65, 66)
@@ -85,15 +90,17 @@ __device__ inline void multiply_tiles(float (&d)[kKeys / 2], uint64_t a, uint64_
 // d [64 x 16 kV] += a [64 x 16] b [16 x 16 kV]; a in registers, b in shared memory along its rows.
 template <class E, int kV>
 __device__ inline void multiply_rows(float (&d)[8 * kV], const uint32_t* a, uint64_t b) {
-#define KVLATHE_ROWS(type, n, steps, r0, r1, r2, r3, r4)                                                           \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" KVLATHE_T##steps "}, {%" #r0 ",%" #r1 \
-               ",%" #r2 ",%" #r3 "}, %" #r4 ", 1, 1, 1, 1;"                                                        \
-               : KVLATHE_F##steps                                                                                  \
+#define KVLATHE_ROWS(type, n, steps, r0, r1, r2, r3, r4)                                             \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" KVLATHE_T##steps \
+               "}, {%" #r0 ",%" #r1 ",%" #r2 ",%" #r3 "}, %" #r4 ", 1, 1, 1, 1;"                     \
+               : KVLATHE_F##steps                                                                    \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
-#define KVLATHE_EITHER(n, steps, r0, r1, r2, r3, r4)                                         \
-  if constexpr (kV == steps) {                                                               \
-    if constexpr (std::is_same_v<E, Half>) KVLATHE_ROWS("f16", n, steps, r0, r1, r2, r3, r4); \
-    else KVLATHE_ROWS("bf16", n, steps, r0, r1, r2, r3, r4);                                 \
+#define KVLATHE_EITHER(n, steps, r0, r1, r2, r3, r4)      \
+  if constexpr (kV == steps) {                            \
+    if constexpr (std::is_same_v<E, Half>)                \
+      KVLATHE_ROWS("f16", n, steps, r0, r1, r2, r3, r4);  \
+    else                                                  \
+      KVLATHE_ROWS("bf16", n, steps, r0, r1, r2, r3, r4); \
   }
   KVLATHE_EITHER(16, 1, 8, 9, 10, 11, 12)
   KVLATHE_EITHER(32, 2, 16, 17, 18, 19, 20)

@@ -1,15 +1,15 @@
 // kvlathe::Attend on ONNX Runtime's CPU provider and its threads.
 //
-// Inputs are those of docs/attend.md; the last one, `layout`, tells which there are. The step's k' and v' are written to the pool,
-// which the function leaves to the session.
+// Inputs are those of docs/attend.md; the last one, `layout`, tells which there are. The step's k' and v' are written
+// to the pool, which the function leaves to the session.
 #include <array>
 #include <vector>
 
-#include "kvlathe/cpu.h"
 #include "../cpu/layer.h"
 #include "../cpu/numbers.h"
 #include "../cpu/select.h"
 #include "../cpu/work.h"
+#include "kvlathe/cpu.h"
 #include "ort_value.h"
 
 namespace kvlathe {
@@ -33,10 +33,12 @@ class Kernel {
   explicit Kernel(const OrtKernelInfo* info) : layer_(table(info)), observes_(observes(info)), scale_(scale_of(info)) {
     const TableHeader& t = layer_.head;
     const size_t pools = size_t((t.pools & 1) + (t.pools >> 1 & 1) + (t.pools >> 2 & 1));
-    const size_t first = (t.rope ? 8 : 6) + size_t(t.buckets) + pools;  // of proj_q, proj_k, centre_k, in the order that compute() takes
+    const size_t first =
+        (t.rope ? 8 : 6) + size_t(t.buckets) + pools;  // of proj_q, proj_k, centre_k, in the order that compute() takes
     for (size_t i = 0; t.projected && i < projections_.size(); ++i) {
       const Tensor projection = constant(info, first + i, "of the projections");
-      if (projection.bytes == 2) projections_[i].resize(size_t(projection.size() / 2)), widen(projection, projections_[i].data());
+      if (projection.bytes == 2)
+        projections_[i].resize(size_t(projection.size() / 2)), widen(projection, projections_[i].data());
     }
   }
 
@@ -67,7 +69,8 @@ class Kernel {
       const Tensor pool = in.take();
       a.pool = pool.data, a.pool_bytes = pool.size();
     }
-    if (t.projected) a.proj_q = projection(in.take(), 0), a.proj_k = projection(in.take(), 1), a.centre_k = projection(in.take(), 2);
+    if (t.projected)
+      a.proj_q = projection(in.take(), 0), a.proj_k = projection(in.take(), 1), a.centre_k = projection(in.take(), 2);
     if (observes_) a.probe_weights = in.take().as<float>();
     check_shapes(q, k, v, lengths);
     a.tokens = int32_t(q.shape[0]), a.batch = int32_t(lengths.shape[0]);
@@ -91,7 +94,8 @@ class Kernel {
     int found = 0;
     const OrtValue* value = nullptr;
     check(ort::KernelInfoGetConstantInput_tensor::call(api, info, index, &found, &value));
-    if (!found) throw Refusal(KVLATHE_BAD_ARGUMENT, "input " + std::to_string(index) + ", " + name + ", is not a constant");
+    if (!found)
+      throw Refusal(KVLATHE_BAD_ARGUMENT, "input " + std::to_string(index) + ", " + name + ", is not a constant");
     return Tensor(value);
   }
 
@@ -107,16 +111,20 @@ class Kernel {
     return wide;
   }
 
-  const float* projection(const Tensor& x, size_t which) const { return x.bytes == 2 ? projections_[which].data() : x.as<float>(); }
+  const float* projection(const Tensor& x, size_t which) const {
+    return x.bytes == 2 ? projections_[which].data() : x.as<float>();
+  }
 
   void check_shapes(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lengths) const {
-    const bool ok = q.shape.size() == 2 && q.shape[1] == layer_.q_width && k.shape[1] == layer_.k_width && v.shape[1] == layer_.v_width &&
-                    lengths.shape.size() == 2 && lengths.shape[1] == layer_.head.buckets && k.bytes == q.bytes && v.bytes == q.bytes;
+    const bool ok = q.shape.size() == 2 && q.shape[1] == layer_.q_width && k.shape[1] == layer_.k_width &&
+                    v.shape[1] == layer_.v_width && lengths.shape.size() == 2 &&
+                    lengths.shape[1] == layer_.head.buckets && k.bytes == q.bytes && v.bytes == q.bytes;
     if (!ok) throw Refusal(KVLATHE_BAD_ARGUMENT, "an input's shape or type contradicts the layout");
   }
 
   static void run_on_ort(void* context, void (*body)(void*, size_t), size_t count, void* state) {
-    OrtStatus* failed = ort::KernelContext_ParallelFor::call(api, static_cast<const OrtKernelContext*>(context), body, count, 0, state);
+    OrtStatus* failed =
+        ort::KernelContext_ParallelFor::call(api, static_cast<const OrtKernelContext*>(context), body, count, 0, state);
     if (!failed) return;
     ort::ReleaseStatus::call<void>(api, failed);
     body(state, 0);  // drains whatever is left
@@ -131,8 +139,9 @@ class Kernel {
 }  // namespace
 
 const OrtCustomOp* cpu_op(bool half, bool half_rows) {
-  static const OrtCustomOp ops[2][2] = {{attend_op<Kernel, ort::kFloat, ort::kFloat>(), attend_op<Kernel, ort::kFloat, ort::kHalf>()},
-                                        {attend_op<Kernel, ort::kHalf, ort::kFloat>(), attend_op<Kernel, ort::kHalf, ort::kHalf>()}};
+  static const OrtCustomOp ops[2][2] = {
+      {attend_op<Kernel, ort::kFloat, ort::kFloat>(), attend_op<Kernel, ort::kFloat, ort::kHalf>()},
+      {attend_op<Kernel, ort::kHalf, ort::kFloat>(), attend_op<Kernel, ort::kHalf, ort::kHalf>()}};
   return &ops[half][half_rows];
 }
 

@@ -1,6 +1,7 @@
 // kvlathe::Attend on ONNX Runtime's CUDA provider and its stream: every input is in device memory, and is read there.
 //
-// A constant is on the device when a kernel is made of it, so the layer's table is taken from the attribute of the same name.
+// A constant is on the device when a kernel is made of it, so the layer's table is taken from the attribute of the same
+// name.
 #include "../attend_node.h"
 #include "ort_value.h"
 
@@ -15,7 +16,8 @@ std::vector<int32_t> table_of(const OrtKernelInfo* info) {
   return {table.begin(), table.end()};
 }
 
-// Memory of the provider for the length of a call: what is queued before it is given back has it, for there is one stream.
+// Memory of the provider for the length of a call: what is queued before it is given back has it, for there is one
+// stream.
 class Scratch {
  public:
   Scratch(const OrtKernelContext* context, const Tensor& neighbour, size_t bytes) {
@@ -43,7 +45,9 @@ class DeviceKernel {
   static constexpr char kProvider[] = "CUDAExecutionProvider";
 
   explicit DeviceKernel(const OrtKernelInfo* info) : node_(table_of(info), scale_of(info)), inputs_(inputs_of(info)) {
-    if (observes(info)) throw Refusal(KVLATHE_UNSUPPORTED, "the plan ranks tokens by what attends them, which the CUDA kernels do not report");
+    if (observes(info))
+      throw Refusal(KVLATHE_UNSUPPORTED,
+                    "the plan ranks tokens by what attends them, which the CUDA kernels do not report");
   }
 
   void compute(OrtKernelContext* context) const {

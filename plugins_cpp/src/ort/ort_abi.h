@@ -80,9 +80,9 @@ using AllocatorFree = Call<76, OrtAllocator*, void*>;
 using KernelInfoGetAttribute_float = Call<85, const OrtKernelInfo*, const char*, float*>;
 using KernelContext_GetInput = Call<90, const OrtKernelContext*, size_t, const OrtValue**>;
 using KernelContext_GetOutput = Call<91, OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**>;
-using ReleaseStatus = Call<93, OrtStatus*>;                                // returns nothing
+using ReleaseStatus = Call<93, OrtStatus*>;                                  // returns nothing
 using ReleaseTensorTypeAndShapeInfo = Call<99, OrtTensorTypeAndShapeInfo*>;  // returns nothing
-using ReleaseAllocator = Call<132, OrtAllocator*>;  // returns nothing
+using ReleaseAllocator = Call<132, OrtAllocator*>;                           // returns nothing
 using KernelInfoGetAttributeArray_int64 = Call<163, const OrtKernelInfo*, const char*, int64_t*, size_t*>;
 using KernelContext_GetGPUComputeStream = Call<193, const OrtKernelContext*, void**>;
 using GetTensorMemoryInfo = Call<194, const OrtValue*, const OrtMemoryInfo**>;
@@ -92,7 +92,6 @@ using HasSessionConfigEntry = Call<237, const OrtSessionOptions*, const char*, i
 using GetSessionConfigEntry = Call<238, const OrtSessionOptions*, const char*, char*, size_t*>;
 using KernelInfoGetConstantInput_tensor = Call<249, const OrtKernelInfo*, size_t, int*, const OrtValue**>;
 using KernelContext_GetAllocator = Call<253, const OrtKernelContext*, const OrtMemoryInfo*, OrtAllocator**>;
-using KernelContext_ParallelFor =
-    Call<274, const OrtKernelContext*, void (*)(void*, size_t), size_t, size_t, void*>;
+using KernelContext_ParallelFor = Call<274, const OrtKernelContext*, void (*)(void*, size_t), size_t, size_t, void*>;
 
 }  // namespace kvlathe::ort_abi

@@ -118,7 +118,9 @@ OrtCustomOp attend_op() {
   op.GetVariadicInputHomogeneity = [](const OrtCustomOp*) { return 0; };
   op.GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 3; };
   op.GetOutputType = [](const OrtCustomOp*, size_t i) { return i == 0 ? kElement : i == 1 ? kRows : int(ort::kFloat); };
-  op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t i) { return int(i == 2 ? ort::kOptional : ort::kRequired); };
+  op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t i) {
+    return int(i == 2 ? ort::kOptional : ort::kRequired);
+  };
   op.GetStartVersion = [](const OrtCustomOp*) { return 1; };
   op.GetEndVersion = [](const OrtCustomOp*) { return 1; };
   op.CreateKernelV2 = [](const OrtCustomOp*, const OrtApi*, const OrtKernelInfo* info, void** kernel) {

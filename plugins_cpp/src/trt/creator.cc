@@ -25,7 +25,8 @@ const PluginField* field(const PluginFieldCollection& fields, const char* name, 
 
 class Creator final : public IPluginCreatorV3One {
  public:
-  Creator() : fields_{{"layout", nullptr, PluginFieldType::kINT32, 0}, {"scale", nullptr, PluginFieldType::kFLOAT32, 1}} {
+  Creator()
+      : fields_{{"layout", nullptr, PluginFieldType::kINT32, 0}, {"scale", nullptr, PluginFieldType::kFLOAT32, 1}} {
     collection_ = {int32_t(fields_.size()), fields_.data()};
   }
   char const* getPluginName() const noexcept override { return kName; }
@@ -33,13 +34,15 @@ class Creator final : public IPluginCreatorV3One {
   char const* getPluginNamespace() const noexcept override { return kNamespace; }
   PluginFieldCollection const* getFieldNames() noexcept override { return &collection_; }
 
-  IPluginV3* createPlugin(char const* name, PluginFieldCollection const* fields, TensorRTPhase phase) noexcept override {
+  IPluginV3* createPlugin(char const* name, PluginFieldCollection const* fields,
+                          TensorRTPhase phase) noexcept override {
     return guarded<>(static_cast<IPluginV3*>(nullptr), [&]() -> IPluginV3* {
       if (!fields) throw Refusal(KVLATHE_BAD_ARGUMENT, std::string("no attributes for ") + (name ? name : "Attend"));
       const PluginField& layout = *field(*fields, "layout", PluginFieldType::kINT32);
       const PluginField& scale = *field(*fields, "scale", PluginFieldType::kFLOAT32);
       const auto* table = static_cast<const int32_t*>(layout.data);
-      auto node = std::make_shared<const Node>(std::vector<int32_t>(table, table + layout.length), *static_cast<const float*>(scale.data));
+      auto node = std::make_shared<const Node>(std::vector<int32_t>(table, table + layout.length),
+                                               *static_cast<const float*>(scale.data));
       return new Plugin(std::move(node), phase);
     });
   }

@@ -27,15 +27,19 @@ std::vector<PluginTensorDesc> largest(DynamicPluginTensorDesc const* in, int32_t
 
 Plugin::Plugin(std::shared_ptr<const Node> node, TensorRTPhase phase) : node_(std::move(node)), phase_(phase) {
   const auto& table = node_->layer.table;
-  fields_ = {{"layout", table.data(), PluginFieldType::kINT32, int32_t(table.size())}, {"scale", &node_->scale, PluginFieldType::kFLOAT32, 1}};
+  fields_ = {{"layout", table.data(), PluginFieldType::kINT32, int32_t(table.size())},
+             {"scale", &node_->scale, PluginFieldType::kFLOAT32, 1}};
   collection_ = {int32_t(fields_.size()), fields_.data()};
 }
 
 IPluginCapability* Plugin::getCapabilityInterface(PluginCapabilityType type) noexcept {
   switch (type) {
-    case PluginCapabilityType::kCORE: return static_cast<IPluginV3OneCore*>(this);
-    case PluginCapabilityType::kBUILD: return static_cast<IPluginV3OneBuild*>(this);
-    case PluginCapabilityType::kRUNTIME: return static_cast<IPluginV3OneRuntime*>(this);
+    case PluginCapabilityType::kCORE:
+      return static_cast<IPluginV3OneCore*>(this);
+    case PluginCapabilityType::kBUILD:
+      return static_cast<IPluginV3OneBuild*>(this);
+    case PluginCapabilityType::kRUNTIME:
+      return static_cast<IPluginV3OneRuntime*>(this);
   }
   return nullptr;
 }
@@ -46,7 +50,8 @@ IPluginV3* Plugin::clone() noexcept {
 
 PluginFieldCollection const* Plugin::getFieldsToSerialize() noexcept { return &collection_; }
 
-// -- build ----------------------------------------------------------------------------------------------------------------
+// -- build
+// ----------------------------------------------------------------------------------------------------------------
 
 bool Plugin::float_input(int32_t at) const {
   const Places& p = node_->places;
@@ -58,17 +63,19 @@ int32_t Plugin::getOutputDataTypes(DataType* types, int32_t outputs, DataType co
   return outputs == kOutputs ? 0 : -1;
 }
 
-bool Plugin::supportsFormatCombination(int32_t at, DynamicPluginTensorDesc const* tensors, int32_t inputs, int32_t) noexcept {
+bool Plugin::supportsFormatCombination(int32_t at, DynamicPluginTensorDesc const* tensors, int32_t inputs,
+                                       int32_t) noexcept {
   const PluginTensorDesc& one = tensors[at].desc;
   if (one.format != TensorFormat::kLINEAR) return false;
   if (at >= inputs || float_input(at)) return one.type == DataType::kHALF;
   return one.type == (at == node_->places.pool_u8 ? DataType::kINT8 : DataType::kINT32);
 }
 
-int32_t Plugin::getOutputShapes(DimsExprs const* in, int32_t inputs, DimsExprs const*, int32_t, DimsExprs* out, int32_t outputs,
-                                IExprBuilder& builder) noexcept {
+int32_t Plugin::getOutputShapes(DimsExprs const* in, int32_t inputs, DimsExprs const*, int32_t, DimsExprs* out,
+                                int32_t outputs, IExprBuilder& builder) noexcept {
   return guarded(-1, [&] {
-    require(inputs > node_->places.tables && outputs == kOutputs, "the node has " + std::to_string(inputs) + " inputs: fewer than its layout names");
+    require(inputs > node_->places.tables && outputs == kOutputs,
+            "the node has " + std::to_string(inputs) + " inputs: fewer than its layout names");
     const int64_t widths[] = {node_->layer.o_width, node_->layer.rows_width};
     for (int32_t i : {kO, kRows}) {
       out[i].nbDims = 2;
@@ -82,18 +89,21 @@ int32_t Plugin::getOutputShapes(DimsExprs const* in, int32_t inputs, DimsExprs c
 
 int32_t Plugin::getAliasedInput(int32_t output) noexcept { return output == kPool ? node_->places.pool_f16 : -1; }
 
-int32_t Plugin::configurePlugin(DynamicPluginTensorDesc const* in, int32_t inputs, DynamicPluginTensorDesc const*, int32_t) noexcept {
+int32_t Plugin::configurePlugin(DynamicPluginTensorDesc const* in, int32_t inputs, DynamicPluginTensorDesc const*,
+                                int32_t) noexcept {
   return guarded(-1, [&] {
     node_->check(described(largest(in, inputs).data(), inputs));
     return 0;
   });
 }
 
-size_t Plugin::getWorkspaceSize(DynamicPluginTensorDesc const* in, int32_t inputs, DynamicPluginTensorDesc const*, int32_t) const noexcept {
+size_t Plugin::getWorkspaceSize(DynamicPluginTensorDesc const* in, int32_t inputs, DynamicPluginTensorDesc const*,
+                                int32_t) const noexcept {
   return guarded(size_t{0}, [&] { return node_->workspace_anywhere(described(largest(in, inputs).data(), inputs)); });
 }
 
-// -- run ------------------------------------------------------------------------------------------------------------------
+// -- run
+// ------------------------------------------------------------------------------------------------------------------
 
 int32_t Plugin::onShapeChange(PluginTensorDesc const* in, int32_t inputs, PluginTensorDesc const*, int32_t) noexcept {
   return guarded(-1, [&] {
@@ -103,8 +113,8 @@ int32_t Plugin::onShapeChange(PluginTensorDesc const* in, int32_t inputs, Plugin
   });
 }
 
-int32_t Plugin::enqueue(PluginTensorDesc const* inDesc, PluginTensorDesc const*, void const* const* in, void* const* out, void* workspace,
-                        cudaStream_t stream) noexcept {
+int32_t Plugin::enqueue(PluginTensorDesc const* inDesc, PluginTensorDesc const*, void const* const* in,
+                        void* const* out, void* workspace, cudaStream_t stream) noexcept {
   if (phase_ == TensorRTPhase::kBUILD) return 0;  // only timed, on inputs that mean nothing; there is one tactic
   return guarded(-1, [&] {
     require(inputs_ > 0, "enqueue came before any onShapeChange");

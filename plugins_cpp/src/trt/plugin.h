@@ -1,7 +1,8 @@
 // kvlathe::Attend as an IPluginV3: what TensorRT asks, answered from one layer's table.
 //
-// The table (layer_table of export/layout.py) comes as the field `layout`, so shapes, types and the meaning of every input are
-// known and checked when the plugin is created. The cache is updated in place: output `pool` is the input pool_f16.
+// The table (layer_table of export/layout.py) comes as the field `layout`, so shapes, types and the meaning of every
+// input are known and checked when the plugin is created. The cache is updated in place: output `pool` is the input
+// pool_f16.
 #pragma once
 
 #include <NvInfer.h>
@@ -39,20 +40,21 @@ class Plugin final : public nvinfer1::IPluginV3,
   int32_t getNbOutputs() const noexcept override { return kOutputs; }
   int32_t getOutputDataTypes(nvinfer1::DataType* types, int32_t outputs, nvinfer1::DataType const* inputTypes,
                              int32_t inputs) const noexcept override;
-  int32_t getOutputShapes(nvinfer1::DimsExprs const* in, int32_t inputs, nvinfer1::DimsExprs const* shapeIn, int32_t shapeInputs,
-                          nvinfer1::DimsExprs* out, int32_t outputs, nvinfer1::IExprBuilder& builder) noexcept override;
+  int32_t getOutputShapes(nvinfer1::DimsExprs const* in, int32_t inputs, nvinfer1::DimsExprs const* shapeIn,
+                          int32_t shapeInputs, nvinfer1::DimsExprs* out, int32_t outputs,
+                          nvinfer1::IExprBuilder& builder) noexcept override;
   bool supportsFormatCombination(int32_t at, nvinfer1::DynamicPluginTensorDesc const* tensors, int32_t inputs,
                                  int32_t outputs) noexcept override;
-  int32_t configurePlugin(nvinfer1::DynamicPluginTensorDesc const* in, int32_t inputs, nvinfer1::DynamicPluginTensorDesc const* out,
-                          int32_t outputs) noexcept override;
-  size_t getWorkspaceSize(nvinfer1::DynamicPluginTensorDesc const* in, int32_t inputs, nvinfer1::DynamicPluginTensorDesc const* out,
-                          int32_t outputs) const noexcept override;
+  int32_t configurePlugin(nvinfer1::DynamicPluginTensorDesc const* in, int32_t inputs,
+                          nvinfer1::DynamicPluginTensorDesc const* out, int32_t outputs) noexcept override;
+  size_t getWorkspaceSize(nvinfer1::DynamicPluginTensorDesc const* in, int32_t inputs,
+                          nvinfer1::DynamicPluginTensorDesc const* out, int32_t outputs) const noexcept override;
   int32_t getAliasedInput(int32_t output) noexcept override;
 
   int32_t onShapeChange(nvinfer1::PluginTensorDesc const* in, int32_t inputs, nvinfer1::PluginTensorDesc const* out,
                         int32_t outputs) noexcept override;
-  int32_t enqueue(nvinfer1::PluginTensorDesc const* inDesc, nvinfer1::PluginTensorDesc const* outDesc, void const* const* in,
-                  void* const* out, void* workspace, cudaStream_t stream) noexcept override;
+  int32_t enqueue(nvinfer1::PluginTensorDesc const* inDesc, nvinfer1::PluginTensorDesc const* outDesc,
+                  void const* const* in, void* const* out, void* workspace, cudaStream_t stream) noexcept override;
   nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext*) noexcept override { return clone(); }
   nvinfer1::PluginFieldCollection const* getFieldsToSerialize() noexcept override;
 
