@@ -180,7 +180,8 @@ def test_every_attention_becomes_one_plugin_layer(
     assert manifest.versions["plugin"]
     plan = CompressionPlan.from_json((folder / manifests.PLAN_FILE).read_text())
     session, listed, size = TrtSession.__new__(TrtSession), Listed(layers), CacheLayout(plan).bytes_for(2048)
-    session._start(listed, listed, HostDevice(), SimpleNamespace(), plan, manifest.limits, size)  # type: ignore[arg-type]
+    library = SimpleNamespace(call=lambda *_: None)
+    session._start(listed, listed, HostDevice(), library, plan, manifest.limits, size)  # type: ignore[arg-type]
     assert {"input_ids", "query_offsets", "pool_f16", "logits", "rows"} <= set(session._tensors)
 
 
