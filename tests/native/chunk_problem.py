@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from ctypes import addressof
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,8 +19,9 @@ from tests.native.problem import Problem
 
 
 @dataclass
-class ChunkProblem(Problem):
-    """``lengths[b]`` tokens after the step, the last ``chunks[b]`` of which are the step's rows. On a GPU."""
+class Chunks(ABC):
+    """The rows of a step: the last ``chunks[b]`` tokens of sequence b are new. On a GPU. For problems below, which say
+    what lies in the cache."""
 
     chunks: Sequence[int] = ()
     device: str = "cuda"
@@ -27,98 +30,39 @@ class ChunkProblem(Problem):
 
     def __post_init__(self) -> None:
         self.starts = [int(n) for n in np.cumsum([0, *self.chunks])]
-        super().__post_init__()
+        super().__post_init__()  # type: ignore[misc]
 
-    def _random_q(self, layer: int, generator: torch.Generator) -> torch.Tensor:
-        width = self.group * sum(rank_k for rank_k, _ in self.ranks[layer])
-        q = torch.empty(self.starts[-1], width, dtype=self.dtype, device=self.device)
-        return q.normal_(generator=generator).mul_(self.spread)
+    @abstractmethod
+    def tokens_before(self) -> torch.Tensor:
+        """[B, buckets], int32: what each sequence had before the step."""
 
-    def poisoned(self, layer: int) -> torch.Tensor:
+    @abstractmethod
+    def tables_of_sequences(self) -> list[torch.Tensor]:
+        """Of each bucket, the page table [B, pages]."""
+
+    @abstractmethod
+    def seen(self, layer: int, b: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """K and V of a lane, [n, rank] each, and the position of each of the n tokens; of sealed ones -1."""
+
+    def poisoned(self: Any, layer: int) -> torch.Tensor:
         width = self.group * sum(rank_v for _, rank_v in self.ranks[layer])
         return torch.full((self.starts[-1], width), float("nan"), dtype=self.dtype, device=self.device)
 
-    def attention(self, library: CudaLibrary) -> Attention:
+    def attention(self: Any, library: CudaLibrary) -> Attention:
         pool = self.pool.view(torch.uint8)
         return Attention(library, self.layout.plan, [self.scale] * len(self.ranks), pool, max(1, self.starts[-1]))
 
     def spread_out(self, attention: Attention, single: bool = False) -> Spread:
         """``single``: no chunk is listed, every row is attended by itself."""
-        before = torch.tensor([[n - c] for n, c in zip(self.lengths, self.chunks, strict=True)], dtype=torch.int32)
         starts = torch.tensor(self.starts, dtype=torch.int32, device=self.device)
-        step = StepInputs(starts, before.to(self.device), [self.table], False, self.alone)
+        step = StepInputs(starts, self.tokens_before(), self.tables_of_sequences(), False, self.alone and not single)
         if single:
             attention._list_size = lambda *_: 0  # type: ignore[method-assign]
         return attention.spread(step, self.starts[-1])
 
-    def step_args(self, attention: Attention, spread: Spread, layer: int = 0) -> tuple[AttendDecodeArgs, object]:
+    def step_args(self: Any, attention: Attention, spread: Spread, layer: int = 0) -> tuple[AttendDecodeArgs, object]:
         """A layer's call, and what must outlive it."""
-        args = super().args(layer, attention.workspace, torch.cuda.current_stream().cuda_stream)
-        args.batch = self.starts[-1]
-        part = args.parts[0]
-        part.page_table, part.page_table_stride = spread.tables[0].data_ptr(), spread.tables[0].shape[1]
-        part.lengths, part.lengths_stride = spread.row_lengths.data_ptr(), spread.row_lengths.shape[1]
-        prompts = None
-        if spread.prompts is not None:
-            prompts = spread.prompts_of(attention.forms[layer])
-            args.prompts = addressof(prompts)
-        return args, (prompts, spread)
-
-    def answer(self, layer: int, dtype: torch.dtype, sequences: Sequence[int] | None = None) -> torch.Tensor:
-        """o' of the sequences' rows, of plain torch attention computed in ``dtype``."""
-        out = []
-        for b in range(len(self.lengths)) if sequences is None else sequences:
-            if self.chunks[b]:
-                out.append(torch.cat([self._lane(layer, b, head, dtype) for head in range(len(self.ranks[layer]))], 1))
-        return torch.cat(out)
-
-    def _lane(self, layer: int, b: int, head: int, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, group * rank_v]"""
-        rows, rank_k = self.chunks[b], self.ranks[layer][head][0]
-        at = self.group * sum(k for k, _ in self.ranks[layer][:head])
-        q = self.q[layer][self.starts[b] : self.starts[b + 1], at : at + self.group * rank_k]
-        q = q.reshape(rows, self.group, rank_k).transpose(0, 1).to(dtype)
-        k, v = (x.to(dtype) for x in self.cached(b, layer, head))
-        places = torch.arange(self.lengths[b], device=self.device)
-        hidden = places[None] > places[self.lengths[b] - rows :, None]
-        scores = (q @ k.T * self.scale).masked_fill(hidden, float("-inf"))
-        return (torch.softmax(scores, -1) @ v).transpose(0, 1).reshape(rows, -1)
-
-
-@dataclass
-class CodesChunkProblem(CodesProblem):
-    """The same after sealed tokens: ``tails[b]`` tokens in the tail after the step, the last ``chunks[b]`` its rows."""
-
-    chunks: Sequence[int] = ()
-    device: str = "cuda"
-    alone: bool = False
-    starts: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.starts = [int(n) for n in np.cumsum([0, *self.chunks])]
-        super().__post_init__()
-        self.q = [self._normal(self.starts[-1], self.group * sum(k for k, _ in row)) for row in self.ranks]
-
-    def poisoned(self, layer: int) -> torch.Tensor:
-        width = self.group * sum(rank_v for _, rank_v in self.ranks[layer])
-        return torch.full((self.starts[-1], width), float("nan"), dtype=self.dtype, device=self.device)
-
-    def attention(self, library: CudaLibrary) -> Attention:
-        return Attention(library, self.layout.plan, [self.scale] * len(self.ranks), self.pool, max(1, self.starts[-1]))
-
-    def spread_out(self, attention: Attention, single: bool = False) -> Spread:
-        """``single``: no chunk is listed, every row is attended by itself."""
-        before = self.length_tensor.clone()
-        before[:, 0] -= torch.tensor(self.chunks, dtype=torch.int32, device=self.device)
-        starts = torch.tensor(self.starts, dtype=torch.int32, device=self.device)
-        step = StepInputs(starts, before, self.tables, False, self.alone and not single)
-        if single:
-            attention._list_size = lambda *_: 0  # type: ignore[method-assign]
-        return attention.spread(step, self.starts[-1])
-
-    def step_args(self, attention: Attention, spread: Spread, layer: int = 0) -> tuple[AttendDecodeArgs, object]:
-        """A layer's call, and what must outlive it."""
-        args = super().args(layer, attention.workspace, torch.cuda.current_stream().cuda_stream)
+        args = self.args(layer, attention.workspace, torch.cuda.current_stream().cuda_stream)
         args.batch = self.starts[-1]
         for i in range(args.part_count):
             part = args.parts[i]
@@ -130,6 +74,80 @@ class CodesChunkProblem(CodesProblem):
             prompts = spread.prompts_of(attention.forms[layer])
             args.prompts = addressof(prompts)
         return args, (prompts, spread)
+
+    def answer_of_chunks(
+        self: Any, layer: int, dtype: torch.dtype, sequences: Sequence[int] | None = None
+    ) -> torch.Tensor:
+        """o' of the sequences' rows, of plain torch attention in ``dtype`` on the numbers that the cache means."""
+        out = []
+        for b in range(len(self.chunks)) if sequences is None else sequences:
+            if self.chunks[b]:
+                out.append(torch.cat([self._lane(layer, b, head, dtype) for head in range(len(self.ranks[layer]))], 1))
+        return torch.cat(out)
+
+    def _lane(self: Any, layer: int, b: int, head: int, dtype: torch.dtype) -> torch.Tensor:
+        """[rows, group * rank_v]"""
+        rows, rank_k = self.chunks[b], self.ranks[layer][head][0]
+        at = self.group * sum(k for k, _ in self.ranks[layer][:head])
+        q = self.q[layer][self.starts[b] : self.starts[b + 1], at : at + self.group * rank_k]
+        q = q.reshape(rows, self.group, rank_k).transpose(0, 1).to(dtype)
+        k, v, places = self.seen(layer, b, head)
+        own = int(places.max()) + 1 - rows + torch.arange(rows, device=self.device)
+        scores = (q @ k.to(dtype).T * self.scale).masked_fill(places[None] > own[:, None], float("-inf"))
+        return (torch.softmax(scores, -1) @ v.to(dtype)).transpose(0, 1).reshape(rows, -1)
+
+
+@dataclass
+class ChunkProblem(Chunks, Problem):
+    """``lengths[b]`` tokens after the step, all in 16 bit."""
+
+    def _random_q(self, layer: int, generator: torch.Generator) -> torch.Tensor:
+        width = self.group * sum(rank_k for rank_k, _ in self.ranks[layer])
+        q = torch.empty(self.starts[-1], width, dtype=self.dtype, device=self.device)
+        return q.normal_(generator=generator).mul_(self.spread)
+
+    def tokens_before(self) -> torch.Tensor:
+        before = [[n - c] for n, c in zip(self.lengths, self.chunks, strict=True)]
+        return torch.tensor(before, dtype=torch.int32, device=self.device)
+
+    def tables_of_sequences(self) -> list[torch.Tensor]:
+        return [self.table]
+
+    def seen(self, layer: int, b: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        k, v = self.cached(b, layer, head)
+        return k, v, torch.arange(self.lengths[b], device=self.device)
+
+    def answer(self, layer: int, dtype: torch.dtype, sequences: Sequence[int] | None = None) -> torch.Tensor:
+        return self.answer_of_chunks(layer, dtype, sequences)
+
+
+@dataclass
+class CodesChunkProblem(Chunks, CodesProblem):
+    """The same after sealed tokens: ``tails[b]`` tokens in the 16-bit tail after the step."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.q = [self._normal(self.starts[-1], self.group * sum(k for k, _ in row)) for row in self.ranks]
+
+    def tokens_before(self) -> torch.Tensor:
+        before = self.length_tensor.clone()
+        before[:, 0] -= torch.tensor(self.chunks, dtype=torch.int32, device=self.device)
+        return before
+
+    def tables_of_sequences(self) -> list[torch.Tensor]:
+        return self.tables
+
+    def seen(self, layer: int, b: int, head: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        keys, values = ([x] for x in self._tail(b, self.rows(0, layer)[head]))
+        for bucket in range(1, 1 + len(self.tiers)):
+            for row in self.rows(bucket, layer):
+                if row[1] == head:
+                    k, k_scale, k_least, v, v_scale, v_least = self._quantized(bucket, b, row)
+                    keys.append(k * k_scale + k_least)
+                    values.append(v * v_scale + v_least)
+        places = torch.arange(sum(map(len, keys)), device=self.device)
+        places[len(keys[0]) :] = -1
+        return torch.cat(keys), torch.cat(values), places
 
     def spoil_unused_rows(self) -> None:
         """Write NaN where no token lies: rows of the tail, metadata of K and of groups of V past the lengths."""
@@ -151,33 +169,3 @@ class CodesChunkProblem(CodesProblem):
         k_meta[rest:] = nan
         v_meta = page[row[7] : row[7] + 4 * row[9]].view(int(row[3]), p // tier.group_v, -1, 2)
         v_meta[:, -(-rest // tier.group_v) :] = nan
-
-    def answer_of_chunks(self, layer: int, dtype: torch.dtype) -> torch.Tensor:
-        """o' of the step's rows, of plain torch attention in ``dtype`` on the numbers that the codes mean."""
-        out = []
-        for b, count in enumerate(self.chunks):
-            if count:
-                out.append(torch.cat([self._lane(layer, b, head, dtype) for head in range(len(self.ranks[layer]))], 1))
-        return torch.cat(out)
-
-    def _lane(self, layer: int, b: int, head: int, dtype: torch.dtype) -> torch.Tensor:
-        """[rows, group * rank_v]"""
-        rows, rank_k = self.chunks[b], self.ranks[layer][head][0]
-        at = self.group * sum(k for k, _ in self.ranks[layer][:head])
-        q = self.q[layer][self.starts[b] : self.starts[b + 1], at : at + self.group * rank_k]
-        q = q.reshape(rows, self.group, rank_k).transpose(0, 1).to(dtype)
-        keys, values = self._tail(b, self.rows(0, layer)[head])
-        keys, values = [keys], [values]
-        for bucket in range(1, 1 + len(self.tiers)):
-            for row in self.rows(bucket, layer):
-                if row[1] == head:
-                    k, k_scale, k_least, v, v_scale, v_least = self._quantized(bucket, b, row)
-                    keys.append(k * k_scale + k_least)
-                    values.append(v * v_scale + v_least)
-        k, v = torch.cat(keys).to(dtype), torch.cat(values).to(dtype)
-        tail = int(self.lengths[b, 0])
-        places = torch.arange(len(k), device=self.device)
-        own = torch.arange(tail - rows, tail, device=self.device)
-        hidden = (places[None] > own[:, None]) & (places < tail)[None]
-        scores = (q @ k.T * self.scale).masked_fill(hidden, float("-inf"))
-        return (torch.softmax(scores, -1) @ v).transpose(0, 1).reshape(rows, -1)

@@ -18,6 +18,7 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.sampler import SamplingParams
 from kvlathe.runtime.session import StepPlan
 from tests.native.library import Library
+from tests.session_laws import pages_move_and_come_back
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "lathe-5m"
 PROMPTS = [
@@ -99,11 +100,7 @@ def test_a_request_does_not_depend_on_its_neighbours(pair: tuple[LLM, LLM]) -> N
 
 
 def test_pages_move_and_come_back(pair: tuple[LLM, LLM]) -> None:
-    session = pair[0].session
-    data = bytes(np.random.default_rng(1).integers(0, 255, session.strides[0], np.uint8))
-    session.write_page(0, 3, data)
-    session.copy_page(0, 3, 5)
-    assert session.read_page(0, 5) == data == session.read_page(0, 3)
+    pages_move_and_come_back(pair[0].session)
 
 
 def test_greedy_steps_follow_each_other_on_the_gpu(pair: tuple[LLM, LLM]) -> None:

@@ -20,6 +20,7 @@ from kvlathe.runtime.ort_device_session import OrtDeviceSession
 from kvlathe.runtime.sampler import SamplingParams
 from tests.native.library import Library
 from tests.runtime_cases import forced, text
+from tests.session_laws import pages_move_and_come_back
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "lathe-5m"
 CODED = {"compression": "fdc+hack:bits=8", "removal_rate": 0.15}
@@ -114,11 +115,7 @@ def test_a_decode_step_moves_its_integers_and_its_logits(
 
 
 def test_pages_move_and_come_back(pair: tuple[LLM, LLM]) -> None:
-    session = pair[0].session
-    data = bytes(np.random.default_rng(1).integers(0, 255, session.strides[0], np.uint8))
-    session.write_page(0, 3, data)
-    session.copy_page(0, 3, 5)
-    assert session.read_page(0, 5) == data == session.read_page(0, 3)
+    pages_move_and_come_back(pair[0].session)
 
 
 def test_every_node_of_a_step_is_on_the_gpu(pair: tuple[LLM, LLM], tmp_path: Path) -> None:

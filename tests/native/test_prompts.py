@@ -10,6 +10,7 @@ import torch
 
 from kvlathe.export.plan import Bucket, Lane, Tier
 from kvlathe.runtime.cuda_abi import CudaLibrary
+from kvlathe.runtime.cuda_attend import Spread
 from kvlathe.runtime.native import Native
 from tests.attend_cases import Case, plan_of
 from tests.native.chunk_problem import ChunkProblem, CodesChunkProblem
@@ -26,7 +27,10 @@ def cuda(library: Library) -> Iterator[CudaLibrary]:
     yield CudaLibrary(Native.load(library.path))
 
 
-def check(library: Library, cuda: CudaLibrary, problem: ChunkProblem, times: int = 1) -> None:
+def attended(
+    library: Library, cuda: CudaLibrary, problem: ChunkProblem | CodesChunkProblem, times: int
+) -> Iterator[tuple[int, Spread]]:
+    """Attends layer after layer; yields each with the step's list once its answer is there."""
     problem.spoil_unused_rows()
     attention = problem.attention(cuda)
     spread = problem.spread_out(attention)
@@ -36,9 +40,14 @@ def check(library: Library, cuda: CudaLibrary, problem: ChunkProblem, times: int
             problem.o[layer].fill_(float("nan"))
             library.attend_decode(args, "cuda")
         torch.cuda.synchronize()
+        yield layer, spread
+        del keep
+
+
+def check(library: Library, cuda: CudaLibrary, problem: ChunkProblem, times: int = 1) -> None:
+    for layer, _ in attended(library, cuda, problem, times):
         own, plain = problem.errors(layer)
         assert own <= 2 * plain + 1e-7, f"layer {layer}: error {own:.2e}, plain torch {plain:.2e}"
-        del keep
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -115,25 +124,16 @@ TAILS, CHUNKS = [133, 300, 20, 64, 7, 0, 70], [100, 300, 16, 64, 1, 0, 15]
 
 
 def check_codes(library: Library, cuda: CudaLibrary, problem: CodesChunkProblem, times: int = 1) -> None:
-    problem.spoil_unused_rows()
-    attention = problem.attention(cuda)
-    spread = problem.spread_out(attention)
     tiles = sum(-(-n * problem.group // 192) for n in problem.chunks if n >= 16)
-    if cuda.lib.kvlathe_cuda_has_prompt_kernel():
-        assert spread.prompts is not None and int(spread.prompts[0]) == tiles, "every chunk is attended in tiles"
     rows = torch.tensor([n >= 16 for n in problem.chunks for _ in range(n)], device="cuda")
-    for layer in range(len(problem.ranks)):
-        args, keep = problem.step_args(attention, spread, layer)
-        for _ in range(times):
-            problem.o[layer].fill_(float("nan"))
-            library.attend_decode(args, "cuda")
-        torch.cuda.synchronize()
+    for layer, spread in attended(library, cuda, problem, times):
+        if cuda.lib.kvlathe_cuda_has_prompt_kernel():
+            assert spread.prompts is not None and int(spread.prompts[0]) == tiles, "every chunk is attended in tiles"
         exact, plain = (problem.answer_of_chunks(layer, dtype).double() for dtype in (torch.float64, problem.dtype))
         error, allowed = ((x - exact)[rows].abs().max() for x in (problem.o[layer].double(), plain))
         assert float(error) <= 2 * float(allowed) + 1e-7, f"layer {layer}: {error:.2e}, plain torch {allowed:.2e}"
         # Rows of their own are attended on their codes, with q and weights of 8 bits (test_attend_codes.py).
-        assert bool(problem.o[layer].isfinite().all())
-        del keep
+        assert float((problem.o[layer].double() - exact).abs().max()) <= 0.05 * float(exact.abs().max())
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])

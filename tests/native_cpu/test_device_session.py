@@ -26,6 +26,7 @@ from kvlathe.runtime.trt_session import TrtSession
 from tests.host_device import HostDevice, HostLibrary
 from tests.native_cpu.test_session import half_engine, manifest
 from tests.runtime_cases import LIMITS, MODEL, forced, text
+from tests.session_laws import pages_move_and_come_back
 
 
 class OnHost(OrtDeviceSession):
@@ -84,11 +85,7 @@ def test_greedy_answers_are_those_of_the_cpu(native: Native, engine: tuple[Path,
 
 
 def test_pages_move_and_come_back(native: Native, engine: tuple[Path, CompressionPlan]) -> None:
-    session = on_host(native, engine).session
-    data = bytes(np.random.default_rng(1).integers(0, 255, session.strides[0], np.uint8))
-    session.write_page(0, 3, data)
-    session.copy_page(0, 3, 5)
-    assert session.read_page(0, 5) == data == session.read_page(0, 3)
+    pages_move_and_come_back(on_host(native, engine).session)
 
 
 def test_a_gpu_without_room_for_a_layers_tiles_is_refused_at_once(
