@@ -115,29 +115,14 @@ __device__ __forceinline__ void attend(const PromptParams& p, PromptShared& s, u
     const int head = uniform(s.tile[slot].head);
     if (head < 0) return;
     switch (p.head[head].steps_v) {
-      case 1:
-        attend_tile<E, 1>(p, s, shared, slot, stage, after);
-        break;
-      case 2:
-        attend_tile<E, 2>(p, s, shared, slot, stage, after);
-        break;
-      case 3:
-        attend_tile<E, 3>(p, s, shared, slot, stage, after);
-        break;
-      case 4:
-        attend_tile<E, 4>(p, s, shared, slot, stage, after);
-        break;
-      case 5:
-        attend_tile<E, 5>(p, s, shared, slot, stage, after);
-        break;
-      case 6:
-        attend_tile<E, 6>(p, s, shared, slot, stage, after);
-        break;
-      case 7:
-        attend_tile<E, 7>(p, s, shared, slot, stage, after);
-        break;
-      default:
-        attend_tile<E, 8>(p, s, shared, slot, stage, after);
+      case 1: attend_tile<E, 1>(p, s, shared, slot, stage, after); break;
+      case 2: attend_tile<E, 2>(p, s, shared, slot, stage, after); break;
+      case 3: attend_tile<E, 3>(p, s, shared, slot, stage, after); break;
+      case 4: attend_tile<E, 4>(p, s, shared, slot, stage, after); break;
+      case 5: attend_tile<E, 5>(p, s, shared, slot, stage, after); break;
+      case 6: attend_tile<E, 6>(p, s, shared, slot, stage, after); break;
+      case 7: attend_tile<E, 7>(p, s, shared, slot, stage, after); break;
+      default: attend_tile<E, 8>(p, s, shared, slot, stage, after);
     }
   }
 }

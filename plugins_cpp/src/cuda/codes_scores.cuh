@@ -102,16 +102,11 @@ __device__ void scores_of(float (&s)[kPairs / kFill][4], const Slab& slab, const
 template <int kBits, int kFill>
 __device__ void find_scores(float (&s)[kPairs / kFill][4], const Slab& slab, const Chunk& chunk, uint32_t codes) {
   switch (slab.groups.count == 1 ? slab.steps_k : 0) {
-    case 1:
-      return scores_of<kBits, kFill, 1>(s, slab, chunk, codes);
-    case 2:
-      return scores_of<kBits, kFill, 2>(s, slab, chunk, codes);
-    case 3:
-      return scores_of<kBits, kFill, 3>(s, slab, chunk, codes);
-    case 4:
-      return scores_of<kBits, kFill, 4>(s, slab, chunk, codes);
-    default:
-      return scores_of<kBits, kFill, 0>(s, slab, chunk, codes);
+    case 1: return scores_of<kBits, kFill, 1>(s, slab, chunk, codes);
+    case 2: return scores_of<kBits, kFill, 2>(s, slab, chunk, codes);
+    case 3: return scores_of<kBits, kFill, 3>(s, slab, chunk, codes);
+    case 4: return scores_of<kBits, kFill, 4>(s, slab, chunk, codes);
+    default: return scores_of<kBits, kFill, 0>(s, slab, chunk, codes);
   }
 }
 

@@ -168,18 +168,10 @@ struct Fetcher {
     const int keys = keys_of(p, tile, part, from.lengths[tile.sequence * from.lengths_stride]);
     const int32_t* pages = from.page_table + int64_t{tile.sequence} * from.table_stride;
     switch (keys ? from.bits : 0) {
-      case 16:
-        fetch_elements(head, part, pages, keys);
-        break;
-      case 8:
-        fetch_codes<8>(head, part, pages, keys);
-        break;
-      case 4:
-        fetch_codes<4>(head, part, pages, keys);
-        break;
-      case 2:
-        fetch_codes<2>(head, part, pages, keys);
-        break;
+      case 16: fetch_elements(head, part, pages, keys); break;
+      case 8: fetch_codes<8>(head, part, pages, keys); break;
+      case 4: fetch_codes<4>(head, part, pages, keys); break;
+      case 2: fetch_codes<2>(head, part, pages, keys); break;
     }
   }
 

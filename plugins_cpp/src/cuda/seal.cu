@@ -139,32 +139,16 @@ const LaneRow& find(const kvlathe_part& part, const LaneRow& lane) {
 void set_lane(SealSlab (&slab)[2], const kvlathe_cuda_seal_args& a, const LaneRow& to) {
   const LaneRow& from = find(*a.source, to);
   const kvlathe_part& t = *a.target;
-  slab[0] = {from.k,
-             to.k,
-             to.k_meta,
-             noise_key(a.seed, to, 0),
-             float(a.span_k),
-             float((1 - a.span_k) / 2),
-             uint16_t(to.rank_k),
-             uint16_t(t.bits_k),
-             1,
-             0,
-             0,
-             uint16_t(t.axis_k == KVLATHE_AXIS_TOKEN)};
-  slab[1] = {from.v,
-             to.v,
-             to.v_meta,
-             noise_key(a.seed, to, 1),
-             float(a.span_v),
-             float((1 - a.span_v) / 2),
-             uint16_t(to.rank_v),
-             uint16_t(t.bits_v),
-             1,
-             0,
-             0,
-             uint16_t(t.axis_v == KVLATHE_AXIS_TOKEN)};
-  if (t.bits_k < 16) set_groups(slab[0], t.group_k, a.page_tokens);
-  if (t.bits_v < 16) set_groups(slab[1], t.group_v, a.page_tokens);
+  const auto set = [&](uint32_t which, int32_t source, int32_t target, int32_t meta, double span, int32_t rank,
+                       int32_t bits, int32_t axis, int32_t group) {
+    SealSlab& of = slab[which];
+    of = {source, target, meta, noise_key(a.seed, to, which), float(span), float((1 - span) / 2)};
+    of.rank = uint16_t(rank), of.bits = uint16_t(bits), of.groups = 1;
+    of.by_token = uint16_t(axis == KVLATHE_AXIS_TOKEN);
+    if (bits < 16) set_groups(of, group, a.page_tokens);
+  };
+  set(0, from.k, to.k, to.k_meta, a.span_k, to.rank_k, t.bits_k, t.axis_k, t.group_k);
+  set(1, from.v, to.v, to.v_meta, a.span_v, to.rank_v, t.bits_v, t.axis_v, t.group_v);
 }
 
 void check(const kvlathe_cuda_seal_args& a) {

@@ -34,12 +34,9 @@ Plugin::Plugin(std::shared_ptr<const Node> node, TensorRTPhase phase) : node_(st
 
 IPluginCapability* Plugin::getCapabilityInterface(PluginCapabilityType type) noexcept {
   switch (type) {
-    case PluginCapabilityType::kCORE:
-      return static_cast<IPluginV3OneCore*>(this);
-    case PluginCapabilityType::kBUILD:
-      return static_cast<IPluginV3OneBuild*>(this);
-    case PluginCapabilityType::kRUNTIME:
-      return static_cast<IPluginV3OneRuntime*>(this);
+    case PluginCapabilityType::kCORE: return static_cast<IPluginV3OneCore*>(this);
+    case PluginCapabilityType::kBUILD: return static_cast<IPluginV3OneBuild*>(this);
+    case PluginCapabilityType::kRUNTIME: return static_cast<IPluginV3OneRuntime*>(this);
   }
   return nullptr;
 }
