@@ -389,15 +389,25 @@ def check(plan: CompressionPlan) -> None:
     def refuse(fact: str, reason: str) -> None:
         raise KvlatheError(fact, reason, "mend the method that made this plan")
 
-    m = plan.model
-    if [(x.layer, x.head) for x in plan.lanes] != [(i, h) for i in range(m.layers) for h in range(m.kv_heads)]:
-        refuse("the plan's lanes are not one for each layer and KV head, in order", "every cache address depends on it")
     if plan.page_tokens % RANK_MULTIPLE or plan.page_tokens <= 0:
         refuse(f"page_tokens is {plan.page_tokens}", f"pages are whole multiples of {RANK_MULTIPLE} tokens")
     if plan.prefill_chunk % plan.page_tokens or plan.prefill_chunk <= 0:
         refuse(
             f"prefill_chunk is {plan.prefill_chunk}", f"it must be a multiple of the page ({plan.page_tokens} tokens)"
         )
+    _check_lanes(plan, refuse)
+    _check_tiers(plan, refuse)
+    _check_buckets(plan, refuse)
+    _check_rules(plan, refuse)
+    _check_probe(plan, refuse)
+    _check_stages(plan, refuse)
+
+
+def _check_lanes(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> None:
+    """One lane for each layer and KV head, and what each caches."""
+    m = plan.model
+    if [(x.layer, x.head) for x in plan.lanes] != [(i, h) for i in range(m.layers) for h in range(m.kv_heads)]:
+        refuse("the plan's lanes are not one for each layer and KV head, in order", "every cache address depends on it")
     for lane in plan.lanes:
         where = f"layer {lane.layer} head {lane.head}"
         if lane.rank_k % RANK_MULTIPLE or lane.rank_v % RANK_MULTIPLE:
@@ -415,6 +425,10 @@ def check(plan: CompressionPlan) -> None:
             )
         if lane.rope == "planes" and lane.input_dim != 2 * len(lane.planes):
             refuse(f"{where} keeps {len(lane.planes)} planes in {lane.input_dim} dims", "a plane is two dims")
+
+
+def _check_tiers(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> None:
+    """Number formats that can be computed."""
     for tier in plan.tiers:
         if tier.arithmetic == "int" and (
             (tier.bits_k < 16 and tier.axis_k != "rank")
@@ -427,6 +441,10 @@ def check(plan: CompressionPlan) -> None:
             refuse(f"{tier} covers more than a group's range, or none of it", "spans are above 0 and at most 1")
         if tier.sums and (tier.arithmetic != "int" or tier.axis_v != "token"):
             refuse(f"{tier} stores sums of codes", "only products of integers read them")
+
+
+def _check_buckets(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> None:
+    """Every kept lane has one bucket for new tokens, in the one hot format; sealed ones follow from it."""
     fresh: list[int] = []
     for i, bucket in enumerate(plan.buckets):
         if not 0 <= bucket.tier < len(plan.tiers):
@@ -441,9 +459,6 @@ def check(plan: CompressionPlan) -> None:
         refuse("some lane is in no fresh bucket, or in two", "each new token has one place for each lane")
     if len({(plan.tiers[b.tier].bits_k, plan.tiers[b.tier].bits_v) for b in plan.buckets if b.source is None}) > 1:
         refuse("fresh buckets differ in number format", "Attend writes all fresh rows in one hot format")
-    _check_rules(plan, refuse)
-    _check_probe(plan, refuse)
-    _check_stages(plan, refuse)
 
 
 def _check_rules(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> None:
