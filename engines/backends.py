@@ -1,4 +1,5 @@
-"""The backends that can build an engine, as data: what each is called, computes in, and which module builds it."""
+"""The backends that can build an engine, as data: what each is called, computes in, and
+which module builds it."""
 
 from __future__ import annotations
 
@@ -8,14 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from kvlathe.engines.manifest import Limits
-from kvlathe.errors import KvlatheError
-from kvlathe.export.plan import CompressionPlan
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.manifest import Limits
+from kvlathe.plan.plan import CompressionPlan
 
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """``dtypes``: what it computes in, the default first. ``ranks``: whether it says what attends a token.
+    """``dtypes``: what it computes in, the default first. ``ranks``: whether it says
+    what attends a token.
     ``paired``: as in CacheForm.
     """
 
@@ -26,39 +28,53 @@ class BackendInfo:
 
 
 BACKENDS: Mapping[str, BackendInfo] = {
-    "onnxruntime": BackendInfo("kvlathe.engines.onnxruntime", ("float32", "float16"), ranks=True),
-    "tensorrt_rtx": BackendInfo("kvlathe.engines.tensorrt", ("float16",), paired=True),
-    "tensorrt": BackendInfo("kvlathe.engines.tensorrt", ("float16",), paired=True),
-    "cuda": BackendInfo("kvlathe.engines.cuda", ("float16",), paired=True),
+    "onnxruntime": BackendInfo(
+        "kvlathe.engines.targets.onnxruntime", ("float32", "float16"), ranks=True
+    ),
+    "tensorrt_rtx": BackendInfo(
+        "kvlathe.engines.targets.tensorrt", ("float16",), paired=True
+    ),
+    "tensorrt": BackendInfo(
+        "kvlathe.engines.targets.tensorrt", ("float16",), paired=True
+    ),
+    "cuda": BackendInfo("kvlathe.engines.targets.cuda", ("float16",), paired=True),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a backend made of the ONNX file. ``versions`` of its libraries; ``architectures`` as in Manifest."""
+    """What a backend made of the ONNX file. ``versions`` of its libraries;
+    ``architectures`` as in Manifest."""
 
     versions: Mapping[str, str]
     architectures: tuple[str, ...]
 
 
 class Backend(Protocol):
-    """A backend's module. ``name`` is the key in BACKENDS (one module may serve several)."""
+    """A backend's module. ``name`` is the key in BACKENDS (one module may serve
+    several)."""
 
     def identify(self, name: str) -> Built:
-        """Its library versions and targets, before anything is built. Raises KvlatheError where one is missing."""
+        """Its library versions and targets, before anything is built. Raises
+        KvlatheError where one is missing."""
         ...
 
     def check_plan(self, name: str, plan: CompressionPlan) -> None:
-        """Raise KvlatheError for a plan that its engines cannot run, before anything is made of it."""
+        """Raise KvlatheError for a plan that its engines cannot run, before anything is
+        made of it."""
         ...
 
-    def build(self, name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> None:
-        """Turn ``folder``'s model.onnx into what this backend runs, in place. Raises KvlatheError if it cannot."""
+    def build(
+        self, name: str, folder: Path, plan: CompressionPlan, limits: Limits
+    ) -> None:
+        """Turn ``folder``'s model.onnx into what this backend runs, in place. Raises
+        KvlatheError if it cannot."""
         ...
 
 
 def check_ranks(name: str, ranked: bool) -> None:
-    """Raise KvlatheError where a plan ranks tokens by what attends them and backend ``name`` cannot tell."""
+    """Raise KvlatheError where a plan ranks tokens by what attends them and backend
+    ``name`` cannot tell."""
     if ranked and not BACKENDS[name].ranks:
         able = " or ".join(other for other, info in BACKENDS.items() if info.ranks)
         raise KvlatheError(
@@ -69,8 +85,11 @@ def check_ranks(name: str, ranked: bool) -> None:
 
 
 def backend(name: str) -> Backend:
-    """The module that builds for ``name``. Raises KvlatheError for a name that is unknown."""
+    """The module that builds for ``name``. Raises KvlatheError for a name that is
+    unknown."""
     info = BACKENDS.get(name)
     if info is None:
-        raise KvlatheError(f"there is no backend {name!r}", "", f"choose one of {', '.join(BACKENDS)}")
+        raise KvlatheError(
+            f"there is no backend {name!r}", "", f"choose one of {', '.join(BACKENDS)}"
+        )
     return importlib.import_module(info.module)  # type: ignore[return-value]

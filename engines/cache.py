@@ -1,38 +1,59 @@
-"""Finished builds, kept by digest: the same request again is a matter of links.
+"""Finished builds, kept by digest: the same request again is a matter of copies.
 
     $KVLATHE_CACHE (or $XDG_CACHE_HOME/kvlathe, or ~/.cache/kvlathe)
-      engines/<key>/   an engine folder; its files are hard links of those given out, where the file system allows
-      stats/<key>.npz  calibration results        curves/  scores by ratio, by model and task
+      engines/<key>/   an engine folder       stats/<key>.npz  calibration results
+      curves/<key>/    scores by ratio, by model and task
 
-A key is the SHA-256 of everything that decides the result (plan inputs, weights, options, backend, library versions,
-architectures, this package's own source). Entries are used in place, so pruning needs no index.
+A key is the SHA-256 of everything that decides the result (plan inputs, weights,
+options, backend, library versions, architectures, this package's own source).
+
+A cached engine and one that was given out share no file: editing one leaves the other
+as it is. Where the file system can (Btrfs, XFS), they share blocks until one changes.
+
+The cache may be put anywhere, even where other files are. So every folder that it makes
+holds a marker, and pruning removes nothing else.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from kvlathe.console import log
-from kvlathe.engines import manifest as manifests
-from kvlathe.engines.folder import appearing, whole_file
-from kvlathe.engines.manifest import MANIFEST_FILE, Manifest
-from kvlathe.errors import KvlatheError
+from kvlathe.base.console import log
+from kvlathe.base.errors import KvlatheError
+from kvlathe.engines.folder import appearing, foreign, whole_file
+from kvlathe.plan import manifest as manifests
+from kvlathe.plan.manifest import Manifest
 
 LIMIT_BYTES = 32 << 30
-"""The cache keeps no more than this: the least recently used engines leave when a new one arrives."""
+"""The cache keeps no more than this: the least recently used engines leave when a new
+one arrives."""
+
+MARKER = ".kvlathe-cache"
+"""In every folder that this cache has made."""
+STORES = {
+    "engines": r"[0-9a-f]{64}",
+    "stats": r"[0-9a-f]{64}\.npz",
+    "curves": r"[0-9a-f]{16}",
+}
+"""Folders of the cache, and what is called as our entries in them are."""
+FICLONE = 0x40049409
+"""Linux ioctl_ficlone(2): a copy that shares its blocks with the original."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One cached engine. ``size`` in bytes, ``last_used`` in seconds since the epoch."""
+    """One cached engine. ``size`` in bytes, ``last_used`` in seconds since the
+    epoch."""
 
     key: str
     folder: Path
@@ -51,112 +72,206 @@ def stats_path(key: str) -> Path:
     return root() / "stats" / f"{key}.npz"
 
 
-def curves_folder() -> Path:
-    return root() / "curves" / source_digest()[:16]
+def curves_folder() -> Path | None:
+    """Where scores are kept; None where the cache cannot be written."""
+    folder = root() / "curves" / source_digest()[:16]
+    try:
+        _make_marked(folder)
+    except OSError as error:
+        log.warning("scores are not cached: %s", error)
+        return None
+    return folder
+
+
+def _make_marked(folder: Path) -> None:
+    """Make a folder of the cache and those above it; mark the ones below ``root()``."""
+    if folder == root():
+        folder.mkdir(parents=True, exist_ok=True)
+        return
+    _make_marked(folder.parent)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return
+    (folder / MARKER).touch()
+
+
+def _is_ours(folder: Path) -> bool:
+    return not folder.is_symlink() and (folder / MARKER).is_file()
 
 
 def key_of(facts: Mapping[str, object]) -> str:
     """SHA-256 of ``facts`` (anything JSON can hold) and of this package's source."""
-    return hashlib.sha256(json.dumps([facts, source_digest()], sort_keys=True, default=str).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([facts, source_digest()], sort_keys=True, default=str).encode()
+    ).hexdigest()
 
 
 @lru_cache
 def source_digest() -> str:
-    """SHA-256 over the package's Python files: a changed kvlathe must not answer with an older one's engines."""
+    """SHA-256 over the package's Python files: a changed kvlathe must not answer with
+    an older one's engines."""
     package = Path(manifests.__file__).parent.parent
     digest = hashlib.sha256()
-    for pattern in ("*.py", "export/**/*.py", "engines/**/*.py"):
+    for pattern in (
+        "base/**/*.py",
+        "plan/**/*.py",
+        "tasks/**/*.py",
+        "export/**/*.py",
+        "engines/**/*.py",
+    ):
         for path in sorted(package.glob(pattern)):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 
 
 def find(key: str) -> Manifest | None:
-    """The manifest of engine ``key``, its files verified. None if there is none; a damaged one is dropped."""
+    """The manifest of engine ``key``, its files verified. None if there is none; a
+    damaged one is dropped."""
     folder = root() / "engines" / key
-    if not folder.is_dir():
+    if not _is_ours(folder):
         return None
     try:
-        found = manifests.verify(folder)
+        manifest = manifests.verify(folder)
     except KvlatheError as error:
         log.warning("a cached engine is dropped: %s", error)
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
         return None
     os.utime(folder)
-    return found
+    return manifest
 
 
 def give(key: str, manifest: Manifest, into: Path) -> None:
     """Fill folder ``into`` with the files of engine ``key``, manifest aside."""
     for name in manifest.files:
-        _link(root() / "engines" / key / name, into / name)
+        _copy(root() / "engines" / key / name, into / name)
 
 
 def keep(key: str, folder: Path) -> None:
-    """Add finished engine ``folder`` under ``key``, unless it is too big. A cache that cannot be written only warns."""
+    """Add finished engine ``folder`` under ``key``, unless it is too big. A cache that
+    cannot be written only warns."""
     kept = root() / "engines" / key
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    if kept.exists() or size > LIMIT_BYTES:
+    manifest = manifests.read(folder)
+    if kept.exists() or manifest.size > LIMIT_BYTES:
         return
     try:
+        _make_marked(kept.parent)
         with appearing(kept) as work:
-            for path in folder.rglob("*"):
-                if path.is_file():
-                    _link(path, work / path.relative_to(folder))
+            (work / MARKER).touch()
+            for name in (*manifest.files, manifests.MANIFEST_FILE):
+                _copy(folder / name, work / name)
         prune(max_bytes=LIMIT_BYTES)
     except (OSError, KvlatheError) as error:
         log.warning("this build is not cached: %s", error)
 
 
 def keep_file(kept: Path, save: Callable[[Path], None]) -> None:
-    """Write a calibration or a curve into the cache through ``save``. A cache that cannot be written only warns."""
+    """Write a calibration into the cache through ``save``. A cache that cannot be
+    written only warns."""
     try:
+        _make_marked(kept.parent)
         with whole_file(kept) as part:
             save(part)
     except (OSError, KvlatheError) as error:
         log.warning("%s is not cached: %s", kept.name, error)
 
 
-def _link(source: Path, target: Path) -> None:
-    """A hard link where both lie on one file system (no bytes move), a copy elsewhere and for the manifest."""
+def _copy(source: Path, target: Path) -> None:
+    """A file of its own that shares its blocks with ``source`` where the file system
+    can do that."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    if source.name != MANIFEST_FILE:
+    with source.open("rb") as original, target.open("wb") as copy:
         try:
-            os.link(source, target)
+            fcntl.ioctl(copy.fileno(), FICLONE, original.fileno())
             return
-        except OSError:
+        except OSError:  # not on this file system, or on two
             pass
     shutil.copyfile(source, target)
 
 
 def entries() -> list[Entry]:
-    """All cached engines, the most recently used first. Unreadable ones are left out (prune removes them)."""
-    found = []
-    for folder in (root() / "engines").glob("[!.]*"):
+    """All cached engines, the most recently used first. Unreadable ones are left out."""
+    listed = []
+    for folder in _named("engines"):
         try:
             manifest = manifests.read(folder)
         except KvlatheError:
             continue
-        found.append(Entry(folder.name, folder, manifest, manifest.size, folder.stat().st_mtime))
-    return sorted(found, key=lambda entry: -entry.last_used)
+        used = folder.stat().st_mtime
+        listed.append(Entry(folder.name, folder, manifest, manifest.size, used))
+    return sorted(listed, key=lambda entry: -entry.last_used)
 
 
-def prune(older_than_days: float | None = None, max_bytes: int | None = None, everything: bool = False) -> list[Entry]:
-    """Remove the cached engines not used for ``older_than_days``, then the least recently used beyond ``max_bytes``.
+def _named(store: str) -> Iterator[Path]:
+    """What this cache has put into one of its folders."""
+    folder = root() / store
+    for path in sorted(folder.glob("*")):
+        if not re.fullmatch(STORES[store], path.name) or path.is_symlink():
+            continue
+        if _is_ours(path if path.is_dir() else folder):
+            yield path
 
-    ``everything`` also empties calibration results and curves. Returns what was removed. Engine folders that were built
-    are not touched: their files stay until their own last link goes.
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    """``removed`` engines, and what was ``left`` because this cache did not make it."""
+
+    removed: list[Entry]
+    left: list[Path]
+
+
+def prune(
+    older_than_days: float | None = None,
+    max_bytes: int | None = None,
+    everything: bool = False,
+) -> Pruned:
+    """Remove the cached engines not used for ``older_than_days``, then the least
+    recently used beyond ``max_bytes``.
+
+    ``everything`` also empties calibration results and curves. Only what this cache has
+    marked is removed; engine folders that were built are not touched.
     """
-    removed, held = [], 0
+    removed = []
+    held = 0
     for entry in entries():
-        old = older_than_days is not None and time.time() - entry.last_used > older_than_days * 86400
+        age = time.time() - entry.last_used
+        old = older_than_days is not None and age > older_than_days * 86400
         big = max_bytes is not None and held + entry.size > max_bytes
         if everything or old or big:
-            shutil.rmtree(entry.folder, ignore_errors=True)
+            _remove(entry.folder)
             removed.append(entry)
         else:
             held += entry.size
-    if everything:
-        for name in ("engines", "stats", "curves"):
-            shutil.rmtree(root() / name, ignore_errors=True)
-    return removed
+    return Pruned(removed, _empty() if everything else [])
+
+
+def _remove(path: Path) -> None:
+    """Remove a calibration, or a marked folder but for what an engine's manifest does
+    not list."""
+    if not path.is_dir():
+        path.unlink()
+        return
+    listed = manifests.listed_files(path)
+    kept = [] if listed is None else foreign(path, listed | {MARKER})
+    if not kept:
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    log.warning("%s keeps %s, which is not its own", path, ", ".join(kept))
+    for name in (listed or set()) | {MARKER}:
+        (path / name).unlink(missing_ok=True)
+
+
+def _empty() -> list[Path]:
+    """Remove all of ours. Returns what else lies in the cache's folders."""
+    left: list[Path] = []
+    for store in STORES:
+        for path in list(_named(store)):
+            _remove(path)
+        folder = root() / store
+        others = [path for path in folder.glob("*") if path.name != MARKER]
+        left += others
+        if not others and _is_ours(folder):
+            shutil.rmtree(folder)
+        elif not others and folder.is_dir():
+            left.append(folder)
+    return sorted(left)

@@ -1,9 +1,12 @@
-"""Do two engines say the same? On the same tokens, for any two engines that run here; and by runtime, for one graph.
+"""Do two engines say the same? On the same tokens, for any two engines that run here;
+and by runtime, for one graph.
 
-``compare`` asks both engines for the logits after every token of the same prompts: it needs nothing but two oracles, so
-an engine may be compared with another plan, number format, backend, or with the original model.
-``compare_runtimes`` feeds the same raw tensors to both graphs, each in its own runtime, with polygraphy, where these
-are installed and have the device they want: it separates a runtime's deviation from all that our session does.
+``compare`` asks both engines for the logits after every token of the same prompts: it
+needs nothing but two oracles, so an engine may be compared with another plan, number
+format, backend, or with the original model. ``compare_runtimes`` feeds the same raw
+tensors to both graphs, each in its own runtime, with polygraphy, where these are
+installed and have the device they want: it separates a runtime's deviation from all
+that our session does.
 """
 
 from __future__ import annotations
@@ -15,30 +18,39 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe import metrics
-from kvlathe.engines.manifest import ENGINE_FILE, ONNX_FILE, PLAN_FILE, verify
-from kvlathe.errors import KvlatheError
-from kvlathe.export.layout import CacheLayout
-from kvlathe.export.plan import CompressionPlan
-from kvlathe.tasks import LogitsOracle
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.engine_folder import open_engine
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.manifest import ENGINE_FILE, ONNX_FILE
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.tasks import metrics
+from kvlathe.tasks.tasks import LogitsOracle
 
 RUNTIME_TOKENS = 32
-"""Tokens of the raw step that compare_runtimes feeds: half of them packed as a second sequence."""
+"""Tokens of the raw step that compare_runtimes feeds: half of them packed as a second
+sequence."""
 
 
-def compare(a: LogitsOracle, b: LogitsOracle, token_ids: Sequence[int]) -> dict[str, Any]:
+def compare(
+    a: LogitsOracle, b: LogitsOracle, token_ids: Sequence[int]
+) -> dict[str, object]:
     """Logits of both engines after every token of one prompt.
 
-    ``agreement``: share of places with the same greedy token; ``first_divergence``: the first place where they differ,
-    None if there is none; ``kl`` of b against a: nats, mean.
+    ``agreement``: share of places with the same greedy token; ``first_divergence``: the
+    first place where they differ, None if there is none; ``kl`` of b against a: nats,
+    mean.
     """
     if not token_ids:
-        raise KvlatheError("there is nothing to compare", "the prompt has no tokens", "give a prompt")
+        raise KvlatheError(
+            "there is nothing to compare", "the prompt has no tokens", "give a prompt"
+        )
     rows = range(len(token_ids))
     ours, theirs = a.logits(token_ids, rows), b.logits(token_ids, rows)
     if ours.shape != theirs.shape:
         shapes = f"their logits are {ours.shape} and {theirs.shape}"
-        raise KvlatheError("the engines cannot be compared", shapes, "name two engines of one model")
+        raise KvlatheError(
+            "the engines cannot be compared", shapes, "name two engines of one model"
+        )
     same = metrics.agree(ours, theirs)
     return {
         "tokens": len(token_ids),
@@ -49,8 +61,9 @@ def compare(a: LogitsOracle, b: LogitsOracle, token_ids: Sequence[int]) -> dict[
     }
 
 
-def compare_runtimes(a: Path, b: Path) -> dict[str, Any]:
-    """Largest difference of the logits of one raw prefill step, each engine in its own runtime through polygraphy.
+def compare_runtimes(a: Path, b: Path) -> dict[str, object]:
+    """Largest difference of the logits of one raw prefill step, each engine in its own
+    runtime through polygraphy.
 
     Raises KvlatheError where polygraphy, a runtime or its device is missing.
     """
@@ -64,18 +77,33 @@ def compare_runtimes(a: Path, b: Path) -> dict[str, Any]:
 
 
 def _logits(folder: Path) -> npt.NDArray[np.float32]:
-    manifest = verify(folder)
-    plan = CompressionPlan.from_json((folder / PLAN_FILE).read_text("utf-8"))
+    engine = open_engine(folder)
+    manifest = engine.manifest
+    plan = engine.plan
     if plan.stages:
         fact = f"{folder} cannot be compared by runtime"
-        raise KvlatheError(fact, "a raw step is one graph's, and it has several", "compare what they say, without it")
+        raise KvlatheError(
+            fact,
+            "a raw step is one graph's, and it has several",
+            "compare what they say, without it",
+        )
     try:
         with _runner(folder, manifest.backend) as runner:
             feed = raw_step(plan)
-            return np.array(runner.infer({name: feed[name] for name in runner.get_input_metadata()})["logits"])
+            return np.array(
+                runner.infer(
+                    {name: feed[name] for name in runner.get_input_metadata()}
+                )["logits"]
+            )
     except ImportError as error:
-        raise KvlatheError("the runtimes cannot be compared", str(error), "pip install 'kvlathe[tensorrt]'") from error
-    except Exception as error:  # polygraphy ends with its own kind of exception whatever went wrong
+        raise KvlatheError(
+            "the runtimes cannot be compared",
+            str(error),
+            "run pip install 'kvlathe[tensorrt]'",
+        ) from error
+    except (
+        Exception
+    ) as error:  # polygraphy ends with its own kind of exception whatever went wrong
         reason = str(error).strip().splitlines()[-1]
         fact = f"{manifest.backend} cannot run {folder} here"
         raise KvlatheError(fact, reason, "compare on the machine it is for") from error
@@ -89,8 +117,10 @@ def _runner(folder: Path, backend: str) -> Any:  # noqa: ANN401  polygraphy's ru
     if backend == "onnxruntime":
         from polygraphy.backend.onnxrt import OnnxrtRunner, SessionFromOnnx
 
-        return OnnxrtRunner(SessionFromOnnx(str(folder / ONNX_FILE), providers=["CPUExecutionProvider"]))
-    from kvlathe.engines.tensorrt import polygraphy_speaks
+        return OnnxrtRunner(
+            SessionFromOnnx(str(folder / ONNX_FILE), providers=["CPUExecutionProvider"])
+        )
+    from kvlathe.engines.targets.tensorrt import polygraphy_speaks
 
     polygraphy_speaks(backend)
     from polygraphy.backend.common import BytesFromPath
@@ -100,15 +130,18 @@ def _runner(folder: Path, backend: str) -> Any:  # noqa: ANN401  polygraphy's ru
 
 
 def raw_step(plan: CompressionPlan) -> dict[str, npt.NDArray[Any]]:
-    """Inputs of docs/attend.md for a prefill of two sequences of random tokens with nothing cached."""
+    """Inputs of docs/attend.md for a prefill of two sequences of random tokens with
+    nothing cached."""
     half, buckets = RUNTIME_TOKENS // 2, range(len(plan.buckets))
     once = np.arange(half, dtype=np.int32)
     units = max(CacheLayout(plan).page_stride) // plan.unit
-    tokens = np.random.default_rng(plan.seed).integers(0, plan.model.vocab_size, RUNTIME_TOKENS)
+    tokens = np.random.default_rng(plan.seed).integers(
+        0, plan.model.vocab_size, RUNTIME_TOKENS
+    )
     return {
         "input_ids": tokens.astype(np.int32),
         "positions": np.tile(once, 2),
-        "query_starts": np.array([0, half, RUNTIME_TOKENS], np.int32),
+        "cu_seqlens_q": np.array([0, half, RUNTIME_TOKENS], np.int32),
         "query_offsets": once,
         "lengths": np.zeros((2, len(buckets)), np.int32),
         "logit_rows": np.arange(RUNTIME_TOKENS, dtype=np.int32),

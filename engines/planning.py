@@ -1,6 +1,7 @@
-"""From a request to a plan and its basis: statistics (calibrated, loaded or cached), then the methods.
+"""From a request to a plan and its basis: statistics (calibrated, loaded or cached),
+then the methods.
 
-With build.py the only module of engines/ that calls export's verbs.
+With order.py and build.py the only module of engines/ that calls export's verbs.
 """
 
 from __future__ import annotations
@@ -10,20 +11,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvlathe.console import log
+from kvlathe.base.console import log
+from kvlathe.base.errors import KvlatheError
 from kvlathe.engines import cache
 from kvlathe.engines.backends import BACKENDS, check_ranks
-from kvlathe.engines.folder import whole_file
-from kvlathe.engines.manifest import sha256_file
+from kvlathe.engines.folder import check_file_target, whole_file
 from kvlathe.engines.request import BuildRequest, shipped, warn_unheard
-from kvlathe.errors import KvlatheError
-from kvlathe.export.plan import CompressionPlan, ModelShape
+from kvlathe.plan.heads import ModelShape
+from kvlathe.plan.manifest import sha256_file
+from kvlathe.plan.plan import WARNINGS, CompressionPlan
 
 if TYPE_CHECKING:
-    from kvlathe.export.basis import Basis
-    from kvlathe.export.checkpoint import Checkpoint
-    from kvlathe.export.methods import CacheForm, Family, Options
-    from kvlathe.export.stats import Stats
+    from kvlathe.export.bases.basis import Basis
+    from kvlathe.export.calibration.stats import Stats
+    from kvlathe.export.methods.composition import CacheSettings
+    from kvlathe.export.methods.options import Options
+    from kvlathe.export.methods.variants import Variant
+    from kvlathe.export.model.checkpoint import Checkpoint
+    from kvlathe.export.model.spec import DecoderSpec
 
 DEFAULT_ACCURACY = 0.99
 RANDOM = "random"
@@ -32,7 +37,8 @@ RANDOM = "random"
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, the matrices that fold it in, and what they were made from (no statistics where none were needed)."""
+    """A plan, the matrices that fold it in, and what they were made from (no statistics
+    where none were needed)."""
 
     plan: CompressionPlan
     basis: Basis
@@ -40,31 +46,41 @@ class Planned:
     options: Options
 
 
-def open_checkpoint(model: Path, max_seq_len: int | None = None, workers: int | None = None) -> Checkpoint:
-    """Raises KvlatheError for everything that makes it unusable, and where the libraries for it are missing."""
+def open_checkpoint(
+    model: Path, max_seq_len: int | None = None, workers: int | None = None
+) -> Checkpoint:
+    """Raises KvlatheError for everything that makes it unusable, and where the
+    libraries for it are missing."""
     try:
         import torch
 
-        from kvlathe.export.checkpoint import Checkpoint
+        from kvlathe.export.model.checkpoint import Checkpoint
     except ImportError as error:
         missing = f"{error.name} is not installed"
-        raise KvlatheError("checkpoints cannot be read here", missing, "pip install 'kvlathe[export]'") from error
+        raise KvlatheError(
+            "checkpoints cannot be read here",
+            missing,
+            "run pip install 'kvlathe[export]'",
+        ) from error
     if workers:
         torch.set_num_threads(workers)
     return Checkpoint(model, max_seq_len)
 
 
 def resolved(request: BuildRequest) -> BuildRequest:
-    """The request with its defaults written out: what to calibrate on, and what accuracy is measured on.
+    """The request with its defaults written out: what to calibrate on, and what
+    accuracy is measured on.
 
-    Raises KvlatheError for a compression that no model can have, and where a file of this project is needed and is not
-    there.
+    Raises KvlatheError for a compression that no model can have, and where a file of
+    this project is needed and is not there.
     """
-    from kvlathe.export.methods import calibration, measured, verify
+    from kvlathe.export.methods.composition import verify
+    from kvlathe.export.methods.registry import calibration, measured
 
-    found = verify(request.compression, _options(request), request.tokens_per_block)
-    check_ranks(request.backend, found.probe is not None)
-    if request.accuracy is not None and found.probe is not None:
+    known = verify(request.compression, _options(request), request.tokens_per_block)
+    ranks_tokens = known.observation is not None
+    check_ranks(request.backend, ranks_tokens)
+    if request.accuracy is not None and ranks_tokens:
         raise KvlatheError(
             f"--accuracy cannot be used with {request.compression}",
             "it chooses tokens by the attention they get, which no plan foresees",
@@ -74,7 +90,9 @@ def resolved(request: BuildRequest) -> BuildRequest:
     warn_unheard(request, measures)
     kind, source = calibration(request.compression), request.calibration
     if kind is not None and source is None and request.stats is None:
-        source = kind if kind == "random" else str(shipped("calibration_text.jsonl", "--calibration"))
+        source = kind
+        if kind != RANDOM:
+            source = str(shipped("calibration_text.jsonl", "--calibration"))
     request = dataclasses.replace(request, calibration=source)
     return _measured_on(request) if measures else _scored_on(request)
 
@@ -85,14 +103,19 @@ def _scored_on(request: BuildRequest) -> BuildRequest:
         return request
     if request.metric == "retrieval":
         return dataclasses.replace(
-            request, retrieval=request.retrieval or shipped("line_retrieval.jsonl", "--retrieval")
+            request,
+            retrieval=request.retrieval
+            or shipped("line_retrieval.jsonl", "--retrieval"),
         )
-    return dataclasses.replace(request, text=request.text or shipped("calibration_text.jsonl", "--text"))
+    return dataclasses.replace(
+        request, text=request.text or shipped("calibration_text.jsonl", "--text")
+    )
 
 
 def _measured_on(request: BuildRequest) -> BuildRequest:
-    """How much to remove, where that was not said, and what sensitivity is taken on: text in any case (random tokens
-    where that is what was calibrated on), and questions where retrieval is what counts.
+    """How much to remove, where that was not said, and what sensitivity is taken on:
+    text in any case (random tokens where that is what was calibrated on), and questions
+    where retrieval is what counts.
     """
     if request.removal_rate is not None:
         raise KvlatheError(
@@ -102,41 +125,107 @@ def _measured_on(request: BuildRequest) -> BuildRequest:
         )
     if request.compression_ratio is None and request.accuracy is None:
         request = dataclasses.replace(request, accuracy=DEFAULT_ACCURACY)
-        log.info("no size was asked for: %s of the uncompressed %s", DEFAULT_ACCURACY, request.metric)
+        log.info(
+            "no size was asked for: %s of the uncompressed %s",
+            DEFAULT_ACCURACY,
+            request.metric,
+        )
     if request.accuracy is not None:
         request = _scored_on(request)
     if request.text is None and request.calibration != RANDOM:
         own = request.calibration and Path(request.calibration)
-        request = dataclasses.replace(request, text=own or shipped("calibration_text.jsonl", "--text"))
+        request = dataclasses.replace(
+            request, text=own or shipped("calibration_text.jsonl", "--text")
+        )
     return request
 
 
 def plan_for(request: BuildRequest, checkpoint: Checkpoint) -> Planned:
-    """Plan a ``resolved`` request: calibrate where its methods need it, search where it asks for an accuracy."""
-    from kvlathe.export.methods import CacheForm, beside, compose, families, measured
-    from kvlathe.export.search import read_exam, search
+    """Plan a ``resolved`` request: calibrate where its methods need it, search where it
+    asks for an accuracy."""
+    from kvlathe.export.methods.composition import compose
+    from kvlathe.export.methods.registry import check_model, measured
 
+    spec = checkpoint.spec
+    check_model(request.compression, spec.shape)
+    stats = statistics(request, checkpoint)
     options = _options(request)
-    paired = BACKENDS[request.backend].paired
-    form = CacheForm(request.hot_bits, request.tokens_per_block, request.prefill_chunk, request.seed, paired)
-    spec, stats = checkpoint.spec, statistics(request, checkpoint)
-    about = (request.compression, spec.shape, spec.rope is not None, stats, options, form)
+    settings = _cache_settings(request)
     curves = cache.curves_folder() if request.use_cache else None
-    open_to = [_family(request, checkpoint, stats, form, curves)] if measured(request.compression) else None
+    by_loss = None
+    if measured(request.compression):
+        by_loss = _variant(request, checkpoint, stats, settings, curves)
     if request.accuracy is not None:
-        exam = read_exam(checkpoint, request.metric, request.text, request.retrieval)
-        known_by = (checkpoint.digest, stats and stats.digest, options, form, request.text, request.retrieval)
-        shown = beside(spec.shape, spec.rope is not None, stats, form) if open_to else ()
-        made = search(checkpoint, open_to or families(*about), request.accuracy, exam, known_by, curves, shown)
-    elif open_to:
-        made = open_to[0].at(request.compression_ratio or 0.0)
+        plan, basis = _searched(request, checkpoint, stats, curves, by_loss)
+    elif by_loss is not None:
+        plan, basis = by_loss.at(request.compression_ratio or 0.0)
     else:
-        made = compose(*about)
-    return Planned(*made, stats, options)
+        has_rope = spec.rope is not None
+        plan, basis = compose(
+            request.compression, spec.shape, has_rope, stats, options, settings
+        )
+    return Planned(_with_warnings(plan, spec), basis, stats, options)
+
+
+def _with_warnings(plan: CompressionPlan, spec: DecoderSpec) -> CompressionPlan:
+    """The plan with a note for each of WARNINGS that is true of it. Each is logged."""
+    from kvlathe.export.methods.composition import whole_ranks_note
+
+    texts = {"ranks": whole_ranks_note(plan), "rope": spec.rope_note}
+    said = {name: texts[name] for name in WARNINGS if texts[name]}
+    for text in said.values():
+        log.warning("%s", text)
+    return dataclasses.replace(plan, notes=plan.notes | said)
+
+
+def _searched(
+    request: BuildRequest,
+    checkpoint: Checkpoint,
+    stats: Stats | None,
+    curves: Path | None,
+    by_loss: Variant | None,
+) -> tuple[CompressionPlan, Basis]:
+    """The smallest plan that reaches the accuracy that was asked for. ``by_loss``: the
+    only kind of plan to search, with others beside it for comparison; without it, all
+    kinds that the compression allows."""
+    from kvlathe.export.methods.variants import for_comparison, variants
+    from kvlathe.export.search.search import read_exam, search
+
+    assert request.accuracy is not None
+    options, settings = _options(request), _cache_settings(request)
+    shape, has_rope = checkpoint.spec.shape, checkpoint.spec.rope is not None
+    exam = read_exam(checkpoint, request.metric, request.text, request.retrieval)
+    if by_loss is not None:
+        kinds = [by_loss]
+        beside = for_comparison(shape, has_rope, stats, settings)
+    else:
+        kinds = variants(request.compression, shape, has_rope, stats, options, settings)
+        beside = ()
+    known_by = (
+        checkpoint.digest,
+        stats and stats.digest,
+        options,
+        settings,
+        request.text,
+        request.retrieval,
+    )
+    return search(checkpoint, kinds, request.accuracy, exam, known_by, curves, beside)
+
+
+def _cache_settings(request: BuildRequest) -> CacheSettings:
+    from kvlathe.export.methods.composition import CacheSettings
+
+    return CacheSettings(
+        request.hot_bits,
+        request.tokens_per_block,
+        request.prefill_chunk,
+        request.seed,
+        BACKENDS[request.backend].paired,
+    )
 
 
 def _options(request: BuildRequest) -> Options:
-    from kvlathe.export.methods import Options
+    from kvlathe.export.methods.options import Options
 
     return Options(
         removal_rate=request.removal_rate,
@@ -148,30 +237,43 @@ def _options(request: BuildRequest) -> Options:
     )
 
 
-def _family(
-    request: BuildRequest, checkpoint: Checkpoint, stats: Stats | None, form: CacheForm, remembered: Path | None
-) -> Family:
+def _variant(
+    request: BuildRequest,
+    checkpoint: Checkpoint,
+    stats: Stats | None,
+    form: CacheSettings,
+    remembered: Path | None,
+) -> Variant:
     """The plans that measuring the model's sensitivity opens."""
-    from kvlathe.export.calibrate import random_sequences
-    from kvlathe.export.measured import WINDOWS, family, priced, readings
-    from kvlathe.export.search import WINDOW_TOKENS, Exam, read_exam
+    from kvlathe.export.calibration.calibrate import random_sequences
+    from kvlathe.export.search.measured import WINDOWS, priced, readings, variant
+    from kvlathe.export.search.search import WINDOW_TOKENS, Exam, read_exam
 
     assert stats is not None
     if request.text is not None:
         exams = [read_exam(checkpoint, "perplexity", request.text, None)]
     else:
         length = min(WINDOW_TOKENS, checkpoint.spec.max_seq_len)
-        drawn = random_sequences(checkpoint.spec.vocab_size, WINDOWS * length, request.seed, length)
-        exams = [Exam("perplexity", windows=tuple(tuple(ids.tolist()) for ids in drawn))]
+        drawn = random_sequences(
+            checkpoint.spec.vocab_size, WINDOWS * length, request.seed, length
+        )
+        exams = [
+            Exam("perplexity", windows=tuple(tuple(ids.tolist()) for ids in drawn))
+        ]
     if request.metric == "retrieval" and request.retrieval is not None:
         exams.append(read_exam(checkpoint, "retrieval", None, request.retrieval))
-    return family(request.compression, priced(checkpoint, stats, form, readings(exams), remembered), form)
+    return variant(
+        request.compression,
+        priced(checkpoint, stats, form, readings(exams), remembered),
+        form,
+    )
 
 
 def statistics(request: BuildRequest, checkpoint: Checkpoint) -> Stats | None:
-    """The Stats file named in a ``resolved`` request, or a calibration; None where the methods need neither."""
-    from kvlathe.export.methods import calibration
-    from kvlathe.export.stats import Stats
+    """The Stats file named in a ``resolved`` request, or a calibration; None where the
+    methods need neither."""
+    from kvlathe.export.calibration.stats import Stats
+    from kvlathe.export.methods.registry import calibration
 
     if calibration(request.compression) is None:
         return None
@@ -181,15 +283,24 @@ def statistics(request: BuildRequest, checkpoint: Checkpoint) -> Stats | None:
         _require_rope(stats, checkpoint)
         return stats
     assert request.calibration is not None
-    return calibrated(checkpoint, request.calibration, request.calibration_tokens, request.seed, request.use_cache)
+    return calibrated(
+        checkpoint,
+        request.calibration,
+        request.calibration_tokens,
+        request.seed,
+        request.use_cache,
+    )
 
 
 def _require_rope(stats: Stats, checkpoint: Checkpoint) -> None:
-    """Raise KvlatheError where RoPE turns otherwise at the length that was calibrated for (LongRoPE's two factors)."""
-    from kvlathe.export.spec import read_spec
+    """Raise KvlatheError where RoPE turns otherwise at the length that was calibrated
+    for (LongRoPE's two factors)."""
+    from kvlathe.export.model.spec import read_spec
 
     length, served = stats.source.get("max_seq_len"), checkpoint.spec.max_seq_len
-    if length is not None and read_spec(checkpoint.path, int(length)).rope != checkpoint.spec.rope:
+    if length is None:
+        return
+    if read_spec(checkpoint.path, int(length)).rope != checkpoint.spec.rope:
         raise KvlatheError(
             f"the statistics are of sequences of up to {length} tokens",
             f"this model's RoPE differs at {served}",
@@ -198,20 +309,34 @@ def _require_rope(stats: Stats, checkpoint: Checkpoint) -> None:
 
 
 def calibrated(
-    checkpoint: Checkpoint, source: str, tokens: int | None = None, seed: int = 0, use_cache: bool = True
+    checkpoint: Checkpoint,
+    source: str,
+    tokens: int | None = None,
+    seed: int = 0,
+    use_cache: bool = True,
 ) -> Stats:
-    """Statistics on ``source`` ("random" or a .jsonl file), from the cache where they were taken before."""
-    from kvlathe.export.calibrate import calibrate
-    from kvlathe.export.stats import SCHEMA_VERSION, Stats
+    """Statistics on ``source`` ("random" or a .jsonl file), from the cache where they
+    were taken before."""
+    from kvlathe.export.calibration.calibrate import calibrate
+    from kvlathe.export.calibration.stats import SCHEMA_VERSION, Stats
 
-    read = [path for path in (Path(source), checkpoint.path / "tokenizer.json") if path.is_file()]
-    content = [sha256_file(path) for path in read] if Path(source).is_file() else source
-    facts = {"source": content, "tokens": tokens, "seed": seed, "max_seq_len": checkpoint.spec.max_seq_len}
-    facts["schema_version"] = SCHEMA_VERSION
-    kept = cache.stats_path(cache.key_of({**facts, "model": checkpoint.digest}))
+    content: str | list[str] = source
+    if Path(source).is_file():
+        read = (Path(source), checkpoint.path / "tokenizer.json")
+        content = [sha256_file(path) for path in read if path.is_file()]
+    facts = {
+        "source": content,
+        "tokens": tokens,
+        "seed": seed,
+        "max_seq_len": checkpoint.spec.max_seq_len,
+        "schema_version": SCHEMA_VERSION,
+        "model": checkpoint.digest,
+    }
+    kept = cache.stats_path(cache.key_of(facts))
     if use_cache and kept.is_file():
-        log.info("calibration found in the cache")
+        log.info("calibrated before: the statistics are taken from the cache")
         return Stats.load(kept)
+    log.info("calibrating on %s", source)
     stats = calibrate(checkpoint, source, tokens, seed)
     if use_cache:
         cache.keep_file(kept, stats.save)
@@ -219,11 +344,16 @@ def calibrated(
 
 
 def calibrate_to(
-    model: Path, output: Path, source: str, tokens: int | None = None, seed: int = 0, max_seq_len: int | None = None
+    model: Path,
+    output: Path,
+    source: str,
+    tokens: int | None = None,
+    seed: int = 0,
+    max_seq_len: int | None = None,
 ) -> Stats:
-    """``kvlathe calibrate``: write the Stats file that ``BuildRequest.stats`` takes. Raises KvlatheError."""
-    if output.exists():
-        raise KvlatheError(f"{output} exists", "calibration replaces no file", "name another one")
+    """``kvlathe calibrate``: write the Stats file that ``BuildRequest.stats`` takes.
+    Raises KvlatheError."""
+    check_file_target(output)
     stats = calibrated(open_checkpoint(model, max_seq_len), source, tokens, seed)
     with whole_file(output) as part:
         stats.save(part)
@@ -231,7 +361,8 @@ def calibrate_to(
 
 
 def bytes_per_token(shape: ModelShape, bits: int) -> float:
-    """KV bytes of one token of the uncompressed model at ``bits`` a number, no padding: what ratios are taken against.
+    """KV bytes of one token of the uncompressed model at ``bits`` a number, no padding:
+    what ratios are taken against.
 
     Our own cache pads heads to multiples of 16 dims, an ordinary one does not.
     """

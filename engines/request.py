@@ -1,4 +1,5 @@
-"""BuildRequest: everything a build may be told, and every refusal that needs neither the model nor a library."""
+"""BuildRequest: everything a build may be told, and every refusal that needs neither
+the model nor a library."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ from pathlib import Path
 from typing import Literal
 
 import kvlathe
-from kvlathe.console import log
+from kvlathe.base.console import log
+from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.backends import BACKENDS, backend
 from kvlathe.engines.folder import check_target
-from kvlathe.engines.manifest import Limits
-from kvlathe.errors import KvlatheError
-from kvlathe.export.plan import RANK_MULTIPLE
+from kvlathe.plan.heads import RANK_MULTIPLE
+from kvlathe.plan.manifest import Limits
 
 DTYPE_BYTES = {"float32": 4, "float16": 2}
 OF_ACCURACY = ("metric", "text", "retrieval")
@@ -22,16 +23,55 @@ OF_BASES = ("basis", "allocation", "rope_fold", "centre")
 OF_COMPRESSION = (*OF_BASES, "calibration", "calibration_tokens", "stats")
 """Options that say how a compression removes."""
 
+PATHS = ("model", "output_dir", "text", "retrieval", "stats")
+COUNTS = (
+    "max_batch_size",
+    "max_input_len",
+    "max_seq_len",
+    "max_num_tokens",
+    "tokens_per_block",
+    "prefill_chunk",
+    "workers",
+    "calibration_tokens",
+)
+TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(PATHS, ((Path,), "path")),
+    **dict.fromkeys((*COUNTS, "seed", "kv_bits"), ((int,), "whole number")),
+    **dict.fromkeys(
+        ("removal_rate", "compression_ratio", "accuracy"), ((int, float), "number")
+    ),
+    **dict.fromkeys(("centre", "overwrite", "use_cache"), ((bool,), "truth value")),
+    **dict.fromkeys(
+        (
+            "compression",
+            "metric",
+            "basis",
+            "allocation",
+            "rope_fold",
+            "calibration",
+            "backend",
+            "dtype",
+            "command",
+        ),
+        ((str,), "text"),
+    ),
+}
+"""Of every field of a request: what Python may hand over, and how a refusal calls
+it."""
+
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """Everything that ``kvlathe build`` takes. None means the default, which depends on the model or the backend.
+    """Everything that ``kvlathe build`` takes. None means the default, which depends on
+    the model or the backend. Paths may be given as text.
 
-    At most one of ``removal_rate`` (the papers' r), ``compression_ratio`` (fraction of KV bytes removed) and
-    ``accuracy`` (the largest ratio whose score on ``metric``, over the file ``text`` or ``retrieval``, stays at
-    or above this fraction of the uncompressed score) says how much to compress. ``calibration``: "random" or a
-    .jsonl file of texts; ``stats``: a file that ``kvlathe calibrate`` wrote, used instead. Limits are in tokens,
-    except the batch (sequences). ``kv_bits``: number format of fresh tokens. ``workers``: threads.
+    At most one of ``removal_rate`` (the papers' r), ``compression_ratio`` (fraction of
+    KV bytes removed) and ``accuracy`` (the largest ratio whose score on ``metric``,
+    over the file ``text`` or ``retrieval``, stays at or above this fraction of the
+    uncompressed score) says how much to compress. ``calibration``: "random" or a .jsonl
+    file of texts; ``stats``: a file that ``kvlathe calibrate`` wrote, used instead.
+    Limits are in tokens, except the batch (sequences). ``kv_bits``: number format of
+    fresh tokens. ``workers``: threads.
     """
 
     model: Path
@@ -65,53 +105,92 @@ class BuildRequest:
     use_cache: bool = True
     command: str = ""
 
+    def __post_init__(self) -> None:
+        for name in PATHS:
+            if isinstance(value := getattr(self, name), str):
+                object.__setattr__(self, name, Path(value))
+
     @property
     def compute_dtype(self) -> str:
         return self.dtype or BACKENDS[self.backend].dtypes[0]
 
     @property
     def hot_bits(self) -> Literal[16, 32]:
-        """Fresh tokens are cached as the engine computes."""
-        return self.kv_bits or (32 if self.compute_dtype == "float32" else 16)
+        """Fresh tokens are cached in 16 bit, as everybody does, whatever the engine
+        computes in: docs/methods.md has what that costs."""
+        return self.kv_bits or 16
 
     def limits(self, max_seq_len: int) -> Limits:
-        """The profile up to ``max_seq_len``. By default a step holds one chunk beside every sequence's token."""
+        """The profile up to ``max_seq_len``. By default a step holds one chunk beside
+        every sequence's token."""
         limits = Limits(
             max_batch_size=self.max_batch_size,
-            max_num_tokens=self.max_num_tokens or self.prefill_chunk + self.max_batch_size,
+            max_num_tokens=self.max_num_tokens
+            or self.prefill_chunk + self.max_batch_size,
             max_input_len=self.max_input_len or max_seq_len,
             max_seq_len=max_seq_len,
         )
         if limits.max_input_len > max_seq_len:
             raise _refused(
-                f"--max_input_len {limits.max_input_len}", f"sequences end at {max_seq_len} tokens", "lower it"
+                f"--max_input_len {limits.max_input_len}",
+                f"sequences end at {max_seq_len} tokens",
+                "lower it",
             )
         return limits
 
 
 def shipped(name: str, option: str) -> Path:
-    """A data file of this project, for where the user gave none. Outside the source tree there is none."""
+    """A data file of this project, for where the user gave none. Outside the source
+    tree there is none."""
     path = Path(kvlathe.__file__).parent.parent / "data" / name
     if not path.is_file():
-        raise KvlatheError(f"{option} is missing", f"{name} is only part of the source tree", f"give {option} FILE")
+        raise KvlatheError(
+            f"{option} is missing",
+            f"{name} is only part of the source tree",
+            f"give {option} FILE",
+        )
     return path
 
 
 def check(request: BuildRequest) -> None:
-    """Raise KvlatheError for the first thing that cannot be: options that exclude each other, numbers out of range, a
-    backend that cannot be used, an output folder that exists.
+    """Raise KvlatheError for the first thing that cannot be: options that exclude each
+    other, numbers out of range, a backend that cannot be used, an output folder that
+    exists.
     """
+    _check_types(request)
     _check_target(request)
     _check_sizes(request)
     backend(request.backend)
     dtypes = BACKENDS[request.backend].dtypes
     if request.compute_dtype not in dtypes:
         raise _refused(
-            f"--dtype {request.dtype}", f"{request.backend} computes in {', '.join(dtypes)}", "choose another"
+            f"--dtype {request.dtype}",
+            f"{request.backend} computes in {', '.join(dtypes)}",
+            "choose another",
         )
     if request.kv_bits not in (None, 16, 32):
-        raise _refused(f"--kv_bits {request.kv_bits}", "fresh tokens are cached in 16 or 32 bit", "choose one of these")
+        raise _refused(
+            f"--kv_bits {request.kv_bits}",
+            "fresh tokens are cached in 16 or 32 bit",
+            "choose one of these",
+        )
     check_target(request.output_dir, request.overwrite)
+
+
+def _check_types(request: BuildRequest) -> None:
+    """Python takes anything for a field; what follows compares numbers and opens
+    files."""
+    for field in dataclasses.fields(request):
+        value = getattr(request, field.name)
+        kinds, said = TYPES[field.name]
+        if value is None and field.default is None:
+            continue
+        wrong = isinstance(value, bool) and bool not in kinds
+        if wrong or not isinstance(value, kinds):
+            given = f"{type(value).__name__} {value!r:.60}"
+            raise _refused(
+                f"{field.name}={given}", f"it is no {said}", f"give a {said}"
+            )
 
 
 def _check_target(request: BuildRequest) -> None:
@@ -122,36 +201,65 @@ def _check_target(request: BuildRequest) -> None:
     }
     given = [name for name, value in targets.items() if value is not None]
     if len(given) > 1:
-        raise _refused(" and ".join(given), "each of them says how much to compress", "give one")
+        raise _refused(
+            " and ".join(given), "each of them says how much to compress", "give one"
+        )
     if given and request.compression == "none":
-        raise _refused(f"{given[0]} with --compression none", "it removes nothing", "name a compression")
+        raise _refused(
+            f"{given[0]} with --compression none",
+            "it removes nothing",
+            "name a compression",
+        )
     for name in given:
-        if not 0 <= (targets[name] or 0) < 1 and not (name == "--accuracy" and targets[name] == 1):
-            raise _refused(f"{name} {targets[name]}", "it is a fraction", "give a number from 0 to 1")
+        if not 0 <= (targets[name] or 0) < 1 and not (
+            name == "--accuracy" and targets[name] == 1
+        ):
+            raise _refused(
+                f"{name} {targets[name]}",
+                "it is a fraction",
+                "give a number from 0 to 1",
+            )
     if request.stats and (request.calibration or request.calibration_tokens):
-        raise _refused("--stats with --calibration", "a Stats file is a finished calibration", "give one of them")
+        raise _refused(
+            "--stats with --calibration",
+            "a Stats file is a finished calibration",
+            "give one of them",
+        )
     for path in (request.text, request.retrieval, request.stats):
         if path is not None and not path.is_file():
             raise _refused(f"{path}", "there is no such file", "name one that exists")
 
 
 def warn_unheard(request: BuildRequest, measures: bool) -> None:
-    """Say which options nothing will look at: scripts pass the same flags to every build. A default is not given.
+    """Say which options nothing will look at: scripts pass the same flags to every
+    build. A default is not given.
 
-    ``measures``: the compression chooses by measurements of its own, so that it hears what these are taken on.
+    ``measures``: the compression chooses by measurements of its own, so that it hears
+    what these are taken on.
     """
-    given = [f.name for f in dataclasses.fields(request) if getattr(request, f.name) != f.default]
+    given = [
+        f.name
+        for f in dataclasses.fields(request)
+        if getattr(request, f.name) != f.default
+    ]
     for name in given:
         flag = f"--{name.replace('_', '-')}"
-        if name in (OF_BASES if measures else OF_COMPRESSION if request.compression == "none" else ()):
-            log.warning("%s has no effect with --compression %s", flag, request.compression)
+        if name in (
+            OF_BASES
+            if measures
+            else OF_COMPRESSION
+            if request.compression == "none"
+            else ()
+        ):
+            log.warning(
+                "%s has no effect with --compression %s", flag, request.compression
+            )
         if name in OF_ACCURACY and request.accuracy is None and not measures:
             log.warning("%s has no effect without --accuracy", flag)
 
 
 def _check_sizes(request: BuildRequest) -> None:
-    names = ("max_batch_size", "max_input_len", "max_seq_len", "max_num_tokens", "tokens_per_block", "prefill_chunk")
-    for name in (*names, "workers", "calibration_tokens"):
+    for name in COUNTS:
         if (value := getattr(request, name)) is not None and value < 1:
             raise _refused(f"--{name} {value}", "it is a count", "give at least 1")
     if request.tokens_per_block % RANK_MULTIPLE:
@@ -163,13 +271,19 @@ def _check_sizes(request: BuildRequest) -> None:
     if request.prefill_chunk % request.tokens_per_block:
         page = request.tokens_per_block
         raise _refused(
-            f"--prefill_chunk {request.prefill_chunk}", f"chunks are whole pages of {page} tokens", "give a multiple"
+            f"--prefill_chunk {request.prefill_chunk}",
+            f"chunks are whole pages of {page} tokens",
+            "give a multiple",
         )
     if request.max_num_tokens is not None and request.max_num_tokens < max(
         request.prefill_chunk, request.max_batch_size
     ):
         need = f"a step must hold one chunk ({request.prefill_chunk} tokens) and one token of every sequence"
-        raise _refused(f"--max_num_tokens {request.max_num_tokens}", need, "raise it or lower --prefill_chunk")
+        raise _refused(
+            f"--max_num_tokens {request.max_num_tokens}",
+            need,
+            "raise it or lower --prefill_chunk",
+        )
 
 
 def _refused(what: str, reason: str, remedy: str) -> KvlatheError:

@@ -1,3 +1,38 @@
-"""kvlathe compresses the KV cache of a decoder LLM, exports it as an engine, and serves it."""
+"""kvlathe compresses the KV cache of a decoder LLM, exports it as an engine, and serves
+it.
 
+The public API: ``LLM``, ``SamplingParams``, ``AsyncEngine``, ``build``. Each is
+imported when it is first used, so that ``import kvlathe`` loads no library.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvlathe.engines.build import build
+    from kvlathe.runtime.async_engine import AsyncEngine
+    from kvlathe.runtime.llm import LLM
+    from kvlathe.runtime.text.sampling_params import SamplingParams
+
+__all__ = ["LLM", "AsyncEngine", "SamplingParams", "build"]
 __version__ = "0.1.0"
+
+_MODULES = {
+    "LLM": "kvlathe.runtime.llm",
+    "AsyncEngine": "kvlathe.runtime.async_engine",
+    "SamplingParams": "kvlathe.runtime.text.sampling_params",
+    "build": "kvlathe.engines.build",
+}
+"""Public name -> the module that defines it."""
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES])

@@ -1,80 +1,66 @@
-"""LLM: an engine folder in, text out. What the command line, the evaluation and servers use.
+"""LLM: an engine folder in, text out. What the command line, the evaluation and servers
+use.
 
-llm = LLM.load("engine")
-for answer in llm.generate(["def main():", "# How to install"], SamplingParams(max_new_tokens=32)):
-    print(answer.text, answer.timings.decode_tokens_per_second)
+    with LLM.load("engine") as llm:
+        params = SamplingParams(max_new_tokens=32)
+        for answer in llm.generate(["def main():", "# How to install"], params):
+            print(answer.text, answer.timings.decode_tokens_per_second)
+
+Any number of threads and tasks may ask at the same time: one thread runs the engine
+(requests/engine_thread.py), and each of its steps serves them all.
 """
 
 from __future__ import annotations
 
 import bisect
-import itertools
-from collections.abc import Generator, Iterator
+import dataclasses
+import queue
+import threading
+import weakref
+from collections.abc import AsyncGenerator, Generator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from contextlib import aclosing
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.engines import manifest as manifests
-from kvlathe.engines.manifest import Limits, Manifest
-from kvlathe.errors import KvlatheError
-from kvlathe.export.layout import CacheLayout
-from kvlathe.export.plan import CompressionPlan
-from kvlathe.runtime import sessions
-from kvlathe.runtime.engine import Engine
-from kvlathe.runtime.pool import PagePool
-from kvlathe.runtime.prefix import PrefixCache
-from kvlathe.runtime.probes import Probes
-from kvlathe.runtime.sampler import Sampler, SamplingParams, TokenLogprob
-from kvlathe.runtime.scheduler import Scheduler
-from kvlathe.runtime.sequence import Chunk, Sequence
-from kvlathe.runtime.session import Session
-from kvlathe.runtime.staging import Staging
-from kvlathe.runtime.tokenizer import TextStream, Tokenizer
+from kvlathe.base.console import log
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.engine_folder import open_engine
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.manifest import Limits, Manifest
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.cache.pool import PagePool
+from kvlathe.runtime.cache.prefix import PrefixCache
+from kvlathe.runtime.requests.answer import Answer
+from kvlathe.runtime.requests.deltas import deltas
+from kvlathe.runtime.requests.engine_thread import EngineThread
+from kvlathe.runtime.requests.forced import ForcedText
+from kvlathe.runtime.requests.request import Delta, OnDelta, Request
+from kvlathe.runtime.requests.sequences import (
+    Prompt,
+    SequenceFactory,
+    as_batch,
+    token_ids,
+)
+from kvlathe.runtime.scheduling.engine import Engine
+from kvlathe.runtime.scheduling.scheduler import Scheduler
+from kvlathe.runtime.scheduling.sequence import Sequence
+from kvlathe.runtime.sessions import registry as sessions
+from kvlathe.runtime.sessions.protocols import Session
+from kvlathe.runtime.text.sampling_params import SamplingParams
+from kvlathe.runtime.text.tokenizer import Tokenizer
 
-Prompt = str | Items[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Seconds from submission to the first token, and from the first to the last; waiting for others included."""
-
-    prefill_tokens: int
-    prefill_seconds: float
-    decode_tokens: int
-    decode_seconds: float
-
-    @property
-    def prefill_tokens_per_second(self) -> float:
-        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
-
-    @property
-    def decode_tokens_per_second(self) -> float:
-        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """``token_ids`` includes the token that ended the text; ``text`` excludes stop strings and special tokens.
-
-    ``finish_reason``: ``stop`` (end-of-text token or stop string) or ``length``. ``prompt_rows``: where the plan
-    dropped hidden states of the prompt, the rows that each layer computed of it.
-    """
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    prompt_tokens: int
-    logprobs: list[TokenLogprob] | None
-    timings: Timings
-    prompt_rows: list[int] | None = None
+Params = SamplingParams | Items[SamplingParams] | None
+"""One for all prompts, one for each, or None: the defaults."""
 
 
 class LLM:
-    """An engine with its tokenizer and its cache. Not thread-safe: one call at a time."""
+    """An engine with its tokenizer and its cache, for callers in any thread."""
 
     def __init__(
         self,
@@ -85,15 +71,19 @@ class LLM:
         cache_bytes: int,
         share_prefixes: bool | None = False,
     ) -> None:
-        self.plan, self.limits, self.tokenizer = plan, limits, tokenizer
+        self.plan, self.tokenizer, self.session = plan, tokenizer, session
         self.layout = CacheLayout(plan)
         self.pool = PagePool(self.layout, cache_bytes)
-        self.session = session
         share = plan.sharable if share_prefixes is None else share_prefixes
         prefixes = PrefixCache(self.pool) if share else None
-        self.engine = Engine(session, self.pool, Scheduler(self.pool, session, limits, prefixes), tokenizer.eos_ids)
+        scheduler = Scheduler(self.pool, session, limits, prefixes)
+        self.engine = Engine(session, self.pool, scheduler, tokenizer.eos_ids)
+        self.thread = EngineThread(self.engine)
         self.manifest: Manifest | None = None
         self.attention = "unknown"
+        self._sequences = SequenceFactory(plan, self.pool, scheduler, tokenizer)
+        # The thread must not outlive the LLM. At the interpreter's end it is joined.
+        weakref.finalize(self, self.thread.stop).atexit = False
 
     @classmethod
     def load(
@@ -104,66 +94,127 @@ class LLM:
         verify: bool = True,
         share_prefixes: bool | None = False,
         device: str | None = None,
+        max_batch_size: int | None = None,
     ) -> LLM:
-        """Load an engine folder, checking that its files are those that were built (or just their sizes).
+        """Load an engine folder.
 
-        ``cache_bytes`` of KV cache: by default room for max_batch_size sequences of max_seq_len tokens, at most half of
-        the machine's memory; memory is only taken as it is used. ``threads``: default one a core (runtime/machine.py).
-        ``share_prefixes``: finished requests leave their pages to later ones that begin alike, until room is needed;
-        None: where the plan allows it. ``device``: cpu, cuda or auto; None: KVLATHE_DEVICE, or else auto
-        (runtime/sessions.py).
-        Raises KvlatheError where the folder is incomplete, changed, or of a backend that cannot run here.
+        ``cache_bytes``: size of the KV cache; by default max_batch_size sequences of
+        max_seq_len tokens, at most half of the machine's memory. Memory is taken as it
+        is used. ``threads``: of the processor; by default one a core. ``verify``: check
+        that the files are those that were built, else only their sizes.
+        ``share_prefixes``: requests that have ended leave their pages to later ones
+        that begin alike, until room is needed; None: where the plan allows it.
+        ``device``: cpu, cuda or auto; None: KVLATHE_DEVICE, or else auto.
+        ``max_batch_size``: sequences that run at once, at most and by default the
+        engine's.
+
+        Raises KvlatheError where the folder is incomplete or changed, or its backend
+        cannot run here.
         """
         folder = Path(engine_dir)
-        manifest = manifests.verify(folder, deep=verify)
+        opened = open_engine(folder, deep=verify)
+        limits = _lowered(opened.manifest.limits, max_batch_size)
+        manifest = dataclasses.replace(opened.manifest, limits=limits)
+        plan = opened.plan
+        log.info("loading %s", folder)
         runner = sessions.runner(manifest, folder, device)
-        plan = CompressionPlan.from_json((folder / manifests.PLAN_FILE).read_text("utf-8"))
         kind = runner.session(manifest)
         size = cache_bytes or sessions.cache_bytes(manifest, CacheLayout(plan), runner)
-        session = kind(folder, plan, manifest.limits, size, threads)
-        llm = cls(session, plan, manifest.limits, Tokenizer(folder), size, share_prefixes)
-        llm.manifest, llm.attention = manifest, runner.attention(manifest)
+        session = kind(folder, plan, limits, size, threads)
+        tokenizer = Tokenizer(folder)
+        llm = cls(session, plan, limits, tokenizer, size, share_prefixes)
+        llm.manifest = opened.manifest
+        llm.attention = runner.attention(manifest)
+        llm.engine.scheduler.prompt_tokens = runner.prompt_tokens
         return llm
 
-    # -- text ------------------------------------------------------------------------------------------------------
+    # -- life --------------------------------------------------------------------------
+    def close(self) -> None:
+        """End the engine's thread, and what it computes with a KvlatheError. Later
+        requests are refused. The memory goes back with the object."""
+        self.thread.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- text --------------------------------------------------------------------------
     def generate(
-        self, prompts: Prompt | Items[Prompt], params: SamplingParams | Items[SamplingParams] | None = None
+        self, prompts: Prompt | Items[Prompt], params: Params = None
     ) -> list[Answer]:
-        """Answers in the order of ``prompts`` (texts or token ids), computed together in packed steps.
+        """Answers in the order of ``prompts`` (texts or token ids), computed together
+        in packed steps. More than max_batch_size prompts take turns.
 
-        ``params``: one for all, or one each. Raises KvlatheError before anything runs if a prompt is empty or too long
-        or there are more prompts than max_batch_size.
+        Raises KvlatheError before anything runs if a prompt is empty, too long or no
+        prompt; what ended one answer early ends all.
         """
-        batch = as_batch(prompts)
-        if len(batch) > self.limits.max_batch_size:
-            raise KvlatheError(
-                f"{len(batch)} prompts came at once",
-                f"this engine takes {self.limits.max_batch_size}",
-                "send fewer at a time or build with a larger --max_batch_size",
-            )
-        each = list(params) if isinstance(params, Items) else [params or SamplingParams()] * len(batch)
-        sequences = [self.sequence(self.encode(prompt), p) for prompt, p in zip(batch, each, strict=True)]
-        for _ in self._run(sequences):
-            pass
-        return [answer(sequence) for sequence in sequences]
+        sequences = self._batch(prompts, params)
+        self.thread.wait(self.thread.submit(sequences))
+        return [Answer.of(sequence) for sequence in sequences]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[str, None, Answer]:
-        """The answer's text in pieces of whole characters, as they come; the generator returns the whole answer.
+    async def agenerate(
+        self, prompts: Prompt | Items[Prompt], params: Params = None
+    ) -> list[Answer]:
+        """``generate`` in asyncio. Cancelling the task cancels the request."""
+        sequences = self._batch(prompts, params)
+        async with aclosing(self._deltas(sequences)) as stream:
+            async for delta in stream:
+                if delta.error:
+                    raise delta.error
+        return [Answer.of(sequence) for sequence in sequences]
 
-        Several streams may be read in turns: each step serves them all.
-        """
-        sequence, shown = self.sequence(self.encode(prompt), params or SamplingParams()), 0
-        for _ in itertools.chain(self._run([sequence]), [None]):  # another stream's step may have been the last
-            text = sequence.text.text if sequence.text else ""
-            if len(text) > shown:
-                yield text[shown:]
-                shown = len(text)
-        return answer(sequence)
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[str, None, Answer]:
+        """The answer's text in pieces of whole characters, as they come. The generator
+        returns the whole answer. Closing it early cancels the request."""
+        self.thread.refuse_own_thread()
+        sequence = self.sequence(self.encode(prompt), params or SamplingParams())
+        inbox: queue.SimpleQueue[Delta] = queue.SimpleQueue()
+        request = self.thread.submit([sequence], inbox.put)
+        try:
+            while not (delta := inbox.get()).finish_reason:
+                if delta.text:
+                    yield delta.text
+            request.raise_failure()
+            if delta.text:
+                yield delta.text
+        finally:
+            self.thread.end(request)
+        return Answer.of(sequence)
 
-    def chat(self, messages: Items[dict[str, Any]], params: SamplingParams | None = None) -> Answer:
-        """The answer to ``messages`` ({"role": ..., "content": ...}) through the checkpoint's chat template."""
-        prompt = self.tokenizer.chat_prompt(messages)
-        return self.generate([self.tokenizer.encode(prompt, add_special_tokens=False)], params)[0]
+    async def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncGenerator[str, None]:
+        """``stream`` in asyncio. Leaving the loop early cancels the request."""
+        sequences = self._batch([prompt], params)
+        async with aclosing(self._deltas(sequences)) as stream:
+            async for delta in stream:
+                if delta.error:
+                    raise delta.error
+                if delta.text:
+                    yield delta.text
+
+    def chat(
+        self, messages: Items[dict[str, Any]], params: SamplingParams | None = None
+    ) -> Answer:
+        """The answer to ``messages`` ({"role": ..., "content": ...}) through the
+        checkpoint's chat template."""
+        text = self.tokenizer.chat_prompt(messages)
+        prompt = self.tokenizer.encode(text, add_special_tokens=False)
+        return self.generate([prompt], params)[0]
+
+    # -- limits ------------------------------------------------------------------------
+    @property
+    def limits(self) -> Limits:
+        return self.engine.scheduler.limits
 
     @property
     def sharable(self) -> bool:
@@ -172,125 +223,88 @@ class LLM:
 
     @property
     def most_tokens(self) -> int:
-        """Of a sequence that the limits allow and the cache can hold, whatever its prompt's length."""
-        lengths = range(1, self.limits.max_seq_len + 1)
-        return bisect.bisect_right(lengths, False, key=lambda n: not self.pool.fits([self.pool.worst_pages(n)]))
+        """The longest sequence that the limits allow and the cache can hold, whatever
+        its prompt's length."""
 
+        def too_long(tokens: int) -> bool:
+            return not self.pool.has_room_for(tokens)
+
+        lengths = range(1, self.limits.max_seq_len + 1)
+        return bisect.bisect_right(lengths, False, key=too_long)
+
+    # -- requests ----------------------------------------------------------------------
     def encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        """The token ids of a text, or the given ones, checked."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        return token_ids(prompt)
 
     def sequence(self, tokens: list[int], params: SamplingParams) -> Sequence:
-        """A new request for these prompt tokens, checked against the limits. Raises KvlatheError."""
-        self._check(tokens, params.max_new_tokens)
-        if params.prompt_logprobs is not None and self.plan.stages:
+        """A new request for these prompt tokens. Raises KvlatheError for what this
+        engine cannot serve."""
+        return self._sequences.request(tokens, params)
+
+    def _batch(self, prompts: Prompt | Items[Prompt], params: Params) -> list[Sequence]:
+        batch = as_batch(prompts)
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(batch)
+        else:
+            each = list(params)
+        if len(each) != len(batch):
             raise KvlatheError(
-                "this engine cannot report prompt_logprobs",
-                "tokens of the prompt leave it between its layers",
-                "ask about the answer only",
+                f"{len(batch)} prompts came with {len(each)} sampling parameters",
+                "each prompt needs its own, or all the same",
+                "give one SamplingParams, or one for each prompt",
             )
-        self._check_ids((*params.stop_ids, *(token for token, _ in params.logit_bias)))
-        text = TextStream(self.tokenizer, tokens, params.stop)
-        return self._open(tokens, len(tokens), self.plan.prefill_chunk, Sampler(params), text)
+        pairs = zip(batch, each, strict=True)
+        return [self.sequence(self.encode(prompt), own) for prompt, own in pairs]
 
-    def _open(
-        self, tokens: list[int], prompt: int, chunk: int, sampler: Sampler, text: TextStream | None = None
-    ) -> Sequence:
-        """A sequence whose first ``prompt`` tokens are its prompt."""
-        staged = len(self.plan.passes(prompt)) > 1
-        staging = Staging(self.plan, prompt, chunk) if staged else None
-        probes = Probes(self.plan, prompt)
-        return Sequence(tokens, prompt, self.pool.open(), chunk, sampler, text, probes=probes, staging=staging)
+    async def _deltas(self, sequences: list[Sequence]) -> AsyncGenerator[Delta, None]:
+        request: Request | None = None
 
-    def _check(self, tokens: Items[int], new: int) -> None:
-        if not tokens:
-            raise KvlatheError("the prompt is empty", "there is no token to continue", "give at least one token")
-        self._check_ids(tokens)
-        limits = self.limits
-        for count, limit, flag in (
-            (len(tokens), limits.max_input_len, "max_input_len"),
-            (len(tokens) + new, limits.max_seq_len, "max_seq_len"),
-        ):
-            if count > limit:
-                raise KvlatheError(
-                    f"a prompt of {len(tokens)} tokens with {new} new ones is too long",
-                    f"this engine's {flag} is {limit}",
-                    f"shorten it or build with a larger --{flag}",
-                )
+        def submit(on_delta: OnDelta) -> Request:
+            nonlocal request
+            request = self.thread.submit(sequences, on_delta)
+            return request
 
-    def _check_ids(self, tokens: Items[int]) -> None:
-        vocabulary = self.plan.model.vocab_size
-        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < vocabulary:
-            raise KvlatheError("a token id is out of range", f"the vocabulary has {vocabulary}", "check the tokenizer")
+        async with aclosing(deltas(submit, self.thread.cancel)) as stream:
+            async for delta in stream:
+                yield delta
+        assert request
+        request.raise_failure()
 
-    def _run(self, sequences: Items[Sequence]) -> Iterator[None]:
-        """Serve the sequences, yielding after each step. Their pages go back however this ends."""
-        scheduler = self.engine.scheduler
-        try:
-            for sequence in sequences:
-                scheduler.add(sequence)
-            while not all(sequence.finish_reason for sequence in sequences):
-                self.engine.step()
-                for sequence in sequences:
-                    if sequence.error:
-                        raise sequence.error
-                yield
-        finally:
-            for sequence in sequences:
-                scheduler.remove(sequence)
+    # -- evaluation --------------------------------------------------------------------
+    def logits(
+        self, token_ids: Items[int], rows: Items[int], prompt: int | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Next-token logits [len(rows), vocab] after the places ``rows`` of one text,
+        through the paged cache.
 
-    # -- evaluation ------------------------------------------------------------------------------------------------
-    def logits(self, token_ids: Items[int], rows: Items[int], prompt: int | None = None) -> npt.NDArray[np.float32]:
-        """Next-token logits [len(rows), vocab] after the given places of one sequence, through the paged cache.
-
-        Where the plan seals, the grid is one page, so that every token attends what its decode would attend. Where it
-        ranks a prompt, the first ``prompt`` tokens are one (default: up to the first of ``rows``), ranked when it ends;
-        the others are fed as their decode would see them. Rows inside a prompt attend a cache that is not compressed.
+        Where the plan seals, chunks are one page, so that every token attends what its
+        decode would attend. Where it ranks a prompt, the first ``prompt`` tokens are
+        one (default: up to the first of ``rows``); the others are fed as their decode
+        would see them. Rows inside a prompt attend a cache that is not compressed.
+        Raises KvlatheError for a text that is empty or too long.
         """
-        tokens = [int(token) for token in token_ids]
-        self._check(tokens, 0)
-        ranked, seals = self.plan.ranked, any(bucket.source is not None for bucket in self.plan.buckets)
-        grid = self.plan.page_tokens if seals and not ranked else self.plan.prefill_chunk
-        first = (min(rows) + 1 if prompt is None else prompt) if ranked else len(tokens)
-        if not 1 <= first <= len(tokens):
-            raise KvlatheError(
-                f"a prompt of {first} tokens cannot be", f"there are {len(tokens)}", "give a part of them"
-            )
-        sequence = self._open(tokens, first, grid, Sampler(SamplingParams()))
-        wanted, found = set(rows), {}
+        text = ForcedText(
+            self.engine, self._sequences, self.encode(token_ids), rows, prompt
+        )
+        given_up = threading.Event()
         try:
-            while sequence.cached < len(tokens):
-                decodes = ranked and sequence.cached >= first
-                most = self.pool.steady(sequence.table) if decodes else self.limits.max_num_tokens
-                found |= self._logits(sequence, sequence.next_tokens(min(most, self.limits.max_num_tokens)), wanted)
-        finally:
-            self.pool.release(sequence.table)
-        return np.stack([found[row] for row in rows])
-
-    def _logits(self, sequence: Sequence, count: int, wanted: set[int]) -> dict[int, npt.NDArray[np.float32]]:
-        """Compute the next ``count`` rows of a sequence: the logits of those of its places that are ``wanted``."""
-        places = sequence.places(count)
-        offsets = [i for i, place in enumerate(places) if place in wanted and sequence.sees_logits]
-        reservation = self.pool.reserve(sequence.table, sequence.arriving(count), sequence.seals_after(count))
-        rows = self.engine.run([Chunk(sequence, count, reservation, offsets)])
-        return dict(zip((places[i] for i in offsets), rows, strict=True))
+            return self.thread.call(partial(text.logits, given_up.is_set))
+        except BaseException:  # an interrupt ends the work too
+            given_up.set()
+            raise
 
 
-def as_batch(prompts: Prompt | Items[Prompt]) -> list[Prompt]:
-    """A text or a list of token ids is a batch of one."""
-    if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int | np.integer)):
-        return [cast(Prompt, prompts)]
-    return list(cast(Items[Prompt], prompts))
-
-
-def answer(sequence: Sequence) -> Answer:
-    new = sequence.answer
-    prefill, decode = sequence.first_token - sequence.started, sequence.last_token - sequence.first_token
-    return Answer(
-        text=sequence.text.text if sequence.text else "",
-        token_ids=new,
-        finish_reason=sequence.finish_reason or "length",
-        prompt_tokens=sequence.prompt_tokens,
-        logprobs=sequence.logprobs if sequence.params.logprobs is not None else None,
-        timings=Timings(sequence.prompt_tokens, prefill, len(new) - 1, decode),
-        prompt_rows=sequence.prompt_rows,
-    )
+def _lowered(limits: Limits, max_batch_size: int | None) -> Limits:
+    """``limits`` with a smaller batch. Raises KvlatheError for a larger one."""
+    if max_batch_size is None:
+        return limits
+    if not 1 <= max_batch_size <= limits.max_batch_size:
+        raise KvlatheError(
+            f"the engine cannot run {max_batch_size} sequences at once",
+            f"it was built for 1 to {limits.max_batch_size}",
+            "give a number in between, or build the engine with a larger one",
+        )
+    return dataclasses.replace(limits, max_batch_size=max_batch_size)

@@ -19,7 +19,7 @@ find_python() {
             return
         fi
     done
-    die "no Python >= 3.11 was found, because neither python3 nor python3.11 to 3.14 is one: install it, or set PYTHON."
+    die "no Python >= 3.11 was found: neither python3 nor python3.11 to 3.14 is one. Install it, or set PYTHON."
 }
 
 # Debian and Ubuntu ship Python without ensurepip; the package that holds it is named after the version.
@@ -28,7 +28,7 @@ ensure_venv_works() {
     local package
     package=$("$1" -c 'import sys; print("python%d.%d-venv" % sys.version_info[:2])')
     command -v apt-get >/dev/null && [ "$(id -u)" = 0 ] ||
-        die "$1 cannot make virtual environments, because ensurepip is missing: run 'sudo apt-get install $package'."
+        die "$1 cannot make virtual environments: ensurepip is missing. Run 'sudo apt-get install $package'."
     say "installing $package"
     { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq "$package"; } >&2 </dev/null
 }
@@ -50,7 +50,7 @@ install_torch() {
         .venv/bin/python -m pip install -qq --no-deps "$TORCH"
     else
         .venv/bin/python -m pip install -qq --no-deps --index-url "$CPU_WHEELS" "$TORCH" ||
-            die "torch was not installed, because $CPU_WHEELS cannot be reached: install a CPU build of $TORCH into .venv, then run this again."
+            die "torch was not installed: $CPU_WHEELS cannot be reached. Install a CPU build of $TORCH into .venv, then run this again."
     fi
 }
 
@@ -70,9 +70,9 @@ say "installing torch in its CPU build"
 .venv/bin/python -m pip install -qq 'pip>=23'
 install_torch
 say "installing kvlathe and its tools"
-.venv/bin/python -m pip install -qq --constraint constraints.txt --editable '.[export,eval,serve,dev,triton,bench]'
+.venv/bin/python -m pip install -qq --constraint constraints.txt --editable '.[export,eval,serve,dev,triton,bench,docs]'
 if .venv/bin/python -m pip list --format freeze | grep -q '^nvidia-'; then
-    die "CUDA packages were installed, because a package index answered with them: remove .venv and report this."
+    die "CUDA packages were installed: a package index answered with them. Remove .venv and report this."
 fi
 say "building the native kernels"
 .venv/bin/kvlathe native >/dev/null ||

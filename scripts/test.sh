@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up what is missing, then runs every check: linter, types, tests. Arguments go to pytest.
+# Sets up what is missing, then runs every check: linter, formatting, types, tests. Arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
@@ -7,5 +7,7 @@ scripts/triton_env.sh || echo "going on without a Triton server: the tests that 
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export PYRIGHT_PYTHON_IGNORE_WARNINGS=1 NO_COLOR=1
 ruff check .
+ruff format --check .
+git ls-files 'plugins_cpp/*.'{h,cc,cu,cuh} | xargs clang-format --dry-run -Werror
 pyright
 python -m pytest --dist loadfile -n "${TEST_WORKERS:-$(nproc)}" "$@"

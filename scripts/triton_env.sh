@@ -17,7 +17,7 @@ if [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; then
     exit 0
 fi
 [ "$(uname -sm)" = "Linux x86_64" ] ||
-    die "no Triton server was set up, because $PYTRITON is for Linux on x86-64 only: use NVIDIA's container (docker/triton.Dockerfile)."
+    die "no Triton server was set up: $PYTRITON is for Linux on x86-64 only. Use NVIDIA's container (docker/triton.Dockerfile)."
 python=.venv/bin/python
 [ -x "$python" ] || python=${PYTHON:-python3}
 if ! "$WHERE/bin/python" -m pip --version >/dev/null 2>&1; then
@@ -37,7 +37,7 @@ say "installing the server and kvlathe into $WHERE"
 site=$("$WHERE/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 version=$("$WHERE/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 stub=$site/pytriton/tritonserver/python_backend_stubs/$version/triton_python_backend_stub
-[ -x "$stub" ] || die "no Triton server was set up, because $PYTRITON has no stub for Python $version: set PYTHON to 3.11 to 3.13."
+[ -x "$stub" ] || die "no Triton server was set up: $PYTRITON has no stub for Python $version. Set PYTHON to 3.11 to 3.13."
 backend=$WHERE/backends/python
 rm -rf "$backend"
 mkdir -p "$backend"

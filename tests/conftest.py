@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-"""A shell runs what is in its background with interrupts ignored; processes that tests interrupt would inherit that."""
+"""A shell runs what is in its background with interrupts ignored; processes that tests
+interrupt would inherit that."""
 
 
 @pytest.fixture(scope="session")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable:
-    """``reference(name)`` -> (folder, transformers model) of the checkpoint FAMILIES[name], made once a session.
+    """``reference(name)`` -> (folder, transformers model) of the checkpoint
+    FAMILIES[name], made once a session.
 
     The folder is shared: tests read it only.
     """
-    checkpoints = pytest.importorskip("checkpoints")
+    checkpoints = pytest.importorskip("tests.support.checkpoints")
 
     @cache
     def made(name: str) -> tuple[Path, object]:
@@ -27,3 +30,27 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable:
         return folder, checkpoints.make(folder, name)
 
     return made
+
+
+class _Kept(logging.Handler):
+    """Keeps what is logged, a line a record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """What kvlathe logs, each record once.
+
+    The command line keeps its log from the root logger, and pytest reads such loggers
+    in its own way: what caplog holds depends on the tests before.
+    """
+    log, kept = logging.getLogger("kvlathe"), _Kept()
+    log.addHandler(kept)
+    yield kept.lines
+    log.removeHandler(kept)

@@ -1,10 +1,11 @@
-"""Falcon: 7B (parallel block, one KV head), 40B, 180B, 11B (grouped fused qkv, two norms or one), RW without ALiBi."""
+"""Falcon: 7B (parallel block, one KV head), 40B, 180B, 11B (grouped fused qkv, two
+norms or one), RW without ALiBi."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvlathe.errors import KvlatheError
+from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families.family import Family
 
 if TYPE_CHECKING:
@@ -20,12 +21,16 @@ NAMES = {
     "head": "lm_head",
 }
 ONE_NORM = {"attn_norm": "transformer.h.{i}.input_layernorm"}
-TWO_NORMS = {"attn_norm": "transformer.h.{i}.ln_attn", "mlp_norm": "transformer.h.{i}.ln_mlp"}
+TWO_NORMS = {
+    "attn_norm": "transformer.h.{i}.ln_attn",
+    "mlp_norm": "transformer.h.{i}.ln_mlp",
+}
 SEQUENTIAL = ONE_NORM | {"mlp_norm": "transformer.h.{i}.post_attention_layernorm"}
 
 
 def falcon(config: FalconConfig) -> Family:
-    """Raises KvlatheError for ALiBi and for norms that the released code has no meaning for."""
+    """Raises KvlatheError for ALiBi and for norms that the released code has no meaning
+    for."""
     if config.alibi:
         raise KvlatheError(
             "the checkpoint uses ALiBi positions",

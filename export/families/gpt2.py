@@ -1,10 +1,11 @@
-"""GPT-2: learned positions, no RoPE, biases everywhere, fused qkv, weights stored [in, out]."""
+"""GPT-2: learned positions, no RoPE, biases everywhere, fused qkv, weights stored [in,
+out]."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvlathe.errors import KvlatheError
+from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families.family import Family
 
 if TYPE_CHECKING:
@@ -27,7 +28,11 @@ NAMES = {
 def gpt2(config: GPT2Config) -> Family:
     """Raises KvlatheError for cross-attention."""
     if config.add_cross_attention:
-        raise KvlatheError("the checkpoint has cross-attention", "only decoders are supported", "choose a plain GPT-2")
+        raise KvlatheError(
+            "the checkpoint has cross-attention",
+            "only decoders are supported",
+            "choose a plain GPT-2",
+        )
     return Family(
         names=NAMES,
         norm="layer",
@@ -44,5 +49,7 @@ def gpt2(config: GPT2Config) -> Family:
 
 
 def _scale(config: GPT2Config, layer: int) -> float:
-    scale = (config.n_embd // config.n_head) ** -0.5 if config.scale_attn_weights else 1.0
+    scale = (
+        (config.n_embd // config.n_head) ** -0.5 if config.scale_attn_weights else 1.0
+    )
     return scale / (layer + 1) if config.scale_attn_by_inverse_layer_idx else scale

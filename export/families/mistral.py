@@ -1,4 +1,5 @@
-"""Mistral: Llama without biases; the first release attends through a sliding window in every layer."""
+"""Mistral: Llama without biases; the first release attends through a sliding window in
+every layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Phi-3, Phi-3.5 and Phi-4(-mini): fused qkv and gate_up, LongRoPE, RoPE on a part of each head."""
+"""Phi-3, Phi-3.5 and Phi-4(-mini): fused qkv and gate_up, LongRoPE, RoPE on a part of
+each head."""
 
 from __future__ import annotations
 
@@ -10,8 +11,15 @@ from kvlathe.export.families.llama import NAMES
 if TYPE_CHECKING:
     from transformers import Phi3Config
 
-FUSED = {"qkv": "model.layers.{i}.self_attn.qkv_proj", "gate_up": "model.layers.{i}.mlp.gate_up_proj"}
-PHI3_NAMES = {role: name for role, name in NAMES.items() if role not in ("q", "k", "v", "gate", "up")} | FUSED
+FUSED = {
+    "qkv": "model.layers.{i}.self_attn.qkv_proj",
+    "gate_up": "model.layers.{i}.mlp.gate_up_proj",
+}
+PHI3_NAMES = {
+    role: name
+    for role, name in NAMES.items()
+    if role not in ("q", "k", "v", "gate", "up")
+} | FUSED
 
 
 def phi3(config: Phi3Config) -> Family:

@@ -1,4 +1,5 @@
-"""Qwen2 and 2.5 (biases on q, k, v) and Qwen3 (RMS norm of each head's q and k before RoPE)."""
+"""Qwen2 and 2.5 (biases on q, k, v) and Qwen3 (RMS norm of each head's q and k before
+RoPE)."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ from kvlathe.export.families.llama import NAMES
 if TYPE_CHECKING:
     from transformers import Qwen2Config, Qwen3Config
 
-QK_NORMS = {"q_norm": "model.layers.{i}.self_attn.q_norm", "k_norm": "model.layers.{i}.self_attn.k_norm"}
+QK_NORMS = {
+    "q_norm": "model.layers.{i}.self_attn.q_norm",
+    "k_norm": "model.layers.{i}.self_attn.k_norm",
+}
 
 
 def qwen2(config: Qwen2Config) -> Family:
@@ -41,5 +45,10 @@ def qwen3(config: Qwen3Config) -> Family:
 
 
 def _window(config: Qwen2Config | Qwen3Config) -> int | None:
-    """Only layers of the type ``sliding_attention`` have a window (``use_sliding_window``, ``max_window_layers``)."""
-    return config.sliding_window if "sliding_attention" in (config.layer_types or ()) else None
+    """Only layers of the type ``sliding_attention`` have a window
+    (``use_sliding_window``, ``max_window_layers``)."""
+    return (
+        config.sliding_window
+        if "sliding_attention" in (config.layer_types or ())
+        else None
+    )

@@ -1,57 +1,77 @@
-"""Buckets of a plan: lanes that keep equally many tokens in one number format, stage by stage."""
+"""Buckets of a plan: lanes that keep equally many tokens in one number format, stage by
+stage."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
-from kvlathe.errors import KvlatheError
-from kvlathe.export.methods.options import Part
-from kvlathe.export.plan import Bucket, Lane, Stage, Tier, TokenRule
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.methods.options import Decision
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.heads import Lane
+from kvlathe.plan.plan import Bucket, Stage
+from kvlathe.plan.token_rules import KEEP_ALL, Share, TokenRule
 
 
 def without(lanes: Sequence[Lane], removed: Mapping[int, int]) -> tuple[Lane, ...]:
-    """``lanes`` where those that are ``removed``, lane -> head, take that head's output."""
-    gone = {"rank_k": 0, "rank_v": 0, "projected": False}
-    return tuple(
-        dataclasses.replace(lane, **gone, fill_from=removed[i]) if i in removed else lane
-        for i, lane in enumerate(lanes)
-    )
+    """``lanes`` where those that are ``removed``, lane -> head, take that head's
+    output."""
+    nothing = {"rank_k": 0, "rank_v": 0, "projected": False}
+    left = list(lanes)
+    for i, head in removed.items():
+        left[i] = dataclasses.replace(lanes[i], **nothing, fill_from=head)
+    return tuple(left)
 
 
-def buckets(lanes: Sequence[Lane], chosen: Part) -> tuple[Bucket, ...]:
-    """The fresh bucket of each stage and, where full pages change their format, the cold ones they go to: one for each
-    token rule.
+def buckets(lanes: Sequence[Lane], chosen: Decision) -> tuple[Bucket, ...]:
+    """The fresh bucket of each stage and, where full pages change their format, the
+    cold ones they go to: one for each token rule.
     """
-    rules = chosen.tokens * len(lanes) if len(chosen.tokens) == 1 else chosen.tokens or (TokenRule(),) * len(lanes)
-    found: list[Bucket] = []
+    rules = chosen.tokens or (KEEP_ALL,)
+    if len(rules) == 1:
+        rules = rules * len(lanes)
+    made: list[Bucket] = []
     for layers in _layers(chosen.stages, lanes[-1].layer + 1):
-        kept = tuple(i for i, lane in enumerate(lanes) if lane.layer in layers and not lane.removed)
-        by_rule = {rule: tuple(i for i in kept if rules[i] == rule) for rule in dict.fromkeys(rules[i] for i in kept)}
+        kept: list[int] = []
+        by_rule: dict[TokenRule, list[int]] = {}
+        for i, lane in enumerate(lanes):
+            if lane.layer in layers and not lane.removed:
+                kept.append(i)
+                by_rule.setdefault(rules[i], []).append(i)
+        fresh = len(made)
         if chosen.split:
-            fresh = len(found)
-            cold = [Bucket(1 + i, kept, fresh, TokenRule("share", share=s)) for i, (_, s) in enumerate(chosen.split)]
-            found += [Bucket(0, kept), *cold]
+            made.append(Bucket(0, tuple(kept)))
+            for tier, (_, share) in enumerate(chosen.split, start=1):
+                made.append(Bucket(tier, tuple(kept), fresh, Share(share)))
         elif chosen.cold is None:
-            found += [Bucket(0, held, tokens=rule) for rule, held in by_rule.items()]
+            for rule, of_rule in by_rule.items():
+                made.append(Bucket(0, tuple(of_rule), tokens=rule))
         else:
-            fresh = len(found)
-            found += [Bucket(0, kept), *(Bucket(1, held, fresh, rule) for rule, held in by_rule.items())]
-    return tuple(found)
+            made.append(Bucket(0, tuple(kept)))
+            for rule, of_rule in by_rule.items():
+                made.append(Bucket(1, tuple(of_rule), fresh, rule))
+    return tuple(made)
 
 
 def _layers(stages: Sequence[Stage], layers: int) -> list[range]:
     """The layers of each stage."""
     firsts = [stage.first_layer for stage in stages] or [0]
-    return [range(first, end) for first, end in zip(firsts, [*firsts[1:], layers], strict=True)]
+    return [range(first, end) for first, end in pairwise([*firsts, layers])]
 
 
-def cold_tier(chosen: Part) -> Tier | None:
-    """The format of full pages. Tokens that may be dropped share no group of V: those then run along the rank.
+def cold_tier(chosen: Decision) -> Tier | None:
+    """The format of full pages. Tokens that may be dropped share no group of V: those
+    then run along the rank.
     Raises KvlatheError where sums of codes are asked for beside that.
     """
     tier = chosen.cold
-    if tier is None or not any(rule.kind == "budget" for rule in chosen.tokens) or tier.bits_v >= 16:
+    if (
+        tier is None
+        or not any(rule.drops for rule in chosen.tokens)
+        or not tier.v.is_coded
+    ):
         return tier
     if tier.sums:
         raise KvlatheError(
@@ -59,7 +79,7 @@ def cold_tier(chosen: Part) -> Tier | None:
             "a token that is dropped would be part of V's sums",
             "leave sums out",
         )
-    if tier.axis_k == "token" and tier.bits_k < 16:
+    if tier.k.along_tokens:
         raise KvlatheError(
             "keys quantized by channel cannot be composed with token budgets",
             "a token that is dropped shares its groups with others",

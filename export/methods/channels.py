@@ -1,9 +1,12 @@
-"""Channel scales: each channel of K or V divided by a factor, so that one scale a token serves all of them alike.
+"""Channel scales: each channel of K or V divided by a factor, so that one scale a token
+serves all of them alike.
 
-k' = k / c and q' = q c have the same product; v' = v / c comes back as rows of W_O times c. Both fold into the weights
-(V's always; K's where it is projected or the model has no RoPE; under RoPE where both channels of a plane share their
-factor), so they cost nothing at run time. c_i is the square root of the channel's root mean square in calibration,
-after whatever projection the lane has; ZipCache (Eq. 6) takes that of its largest magnitude in the sequence.
+k' = k / c and q' = q c have the same product; v' = v / c comes back as rows of W_O
+times c. Both fold into the weights (V's always; K's where it is projected or the model
+has no RoPE; under RoPE where both channels of a plane share their factor), so they cost
+nothing at run time. c_i is the square root of the channel's root mean square in
+calibration, after whatever projection the lane has; ZipCache (Eq. 6) takes that of its
+largest magnitude in the sequence.
 """
 
 from __future__ import annotations
@@ -13,48 +16,63 @@ import dataclasses
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.export.basis import Basis, LaneBasis
-from kvlathe.export.plan import Lane
-from kvlathe.export.stats import Stats
+from kvlathe.export.bases.basis import Basis, LaneBasis
+from kvlathe.export.calibration.stats import Stats
+from kvlathe.plan.heads import Lane
 
 Array = npt.NDArray[np.floating]
 
 
 def scaled(lanes: tuple[Lane, ...], basis: Basis, stats: Stats, sides: str) -> Basis:
-    """``basis`` with the channels of the ``sides`` ("k", "v", "kv") of every lane divided by their factors."""
-    found, seen = Basis(basis), stats.whole
+    """``basis`` with the channels of the ``sides`` ("k", "v", "kv") of every lane
+    divided by their factors."""
+    scaled_basis = Basis(basis)
+    moments = stats.whole
     for lane in lanes:
-        at = (lane.layer, lane.head)
         if lane.removed:
             continue
-        given = found.get(at, LaneBasis())
+        at = (lane.layer, lane.head)
+        given = scaled_basis.get(at, LaneBasis())
         if "k" in sides:
-            given = _scaled_k(lane, given, seen.kk[at] / seen.tokens)
+            given = _scaled_k(lane, given, moments.kk[at] / moments.tokens)
         if "v" in sides:
-            given = _scaled_v(given, seen.vv[at] / seen.tokens)
-        found[at] = given
-    return found
+            given = _scaled_v(given, moments.vv[at] / moments.tokens)
+        scaled_basis[at] = given
+    return scaled_basis
 
 
 def factors(second: Array, into: Array | None) -> Array:
-    """[rank] of vectors with the second moment ``second`` [d, d] that are stored as x ``into`` [d, rank]. A channel
-    that was never seen keeps its size."""
-    energy = np.diag(second) if into is None else np.einsum("ij,ik,kj->j", into, second, into)
-    return np.where(energy > 0, np.maximum(energy, np.finfo(np.float32).tiny) ** 0.25, 1.0)
+    """[rank] of vectors with the second moment ``second`` [d, d] that are stored as x
+    ``into`` [d, rank]. A channel that was never seen keeps its size."""
+    energy = np.diag(second)
+    if into is not None:
+        energy = np.einsum("ij,ik,kj->j", into, second, into)
+    least = np.finfo(np.float32).tiny
+    root = np.maximum(energy, least) ** 0.25
+    return np.where(energy > 0, root, 1.0)
 
 
 def _scaled_k(lane: Lane, given: LaneBasis, second: Array) -> LaneBasis:
     if lane.planes:
-        dims = [*lane.planes, *(plane + len(second) // 2 for plane in lane.planes)]
+        half = len(second) // 2
+        dims = [*lane.planes, *(plane + half for plane in lane.planes)]
         second = second[np.ix_(dims, dims)]
     c = factors(second, given.b)
-    if lane.rope != "none" and not lane.projected:  # RoPE turns planes: one factor for both channels of each
-        c = np.tile(np.sqrt(np.prod(c.reshape(2, -1), 0)), 2)
-    a, b = (np.eye(len(c)) if m is None else m for m in (given.a, given.b))
+    if lane.rope != "none" and not lane.projected:
+        # RoPE turns planes: both channels of a plane share a factor.
+        product = np.prod(c.reshape(2, -1), 0)
+        c = np.tile(np.sqrt(product), 2)
+    a = _or_identity(given.a, len(c))
+    b = _or_identity(given.b, len(c))
     return dataclasses.replace(given, a=a * c, b=b / c)
 
 
 def _scaled_v(given: LaneBasis, second: Array) -> LaneBasis:
     c = factors(second, given.a_v)
-    a_v, o_v = (np.eye(len(c)) if m is None else m for m in (given.a_v, given.o_v))
+    a_v = _or_identity(given.a_v, len(c))
+    o_v = _or_identity(given.o_v, len(c))
     return dataclasses.replace(given, a_v=a_v / c, o_v=o_v * c[:, None])
+
+
+def _or_identity(matrix: Array | None, size: int) -> Array:
+    return np.eye(size) if matrix is None else matrix

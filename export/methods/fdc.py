@@ -1,16 +1,23 @@
-"""FDC, sections 5.1 and 5.2: rotate Q with K, and V with W_V, by SVD; drop the dimensions of least singular value.
+"""FDC, sections 5.1 and 5.2: rotate Q with K, and V with W_V, by SVD; drop the
+dimensions of least singular value.
 
-Differences from the paper: one rotation for each KV head (a GQA cache holds one K for its query heads), ranks in
-multiples of 16, and the options of Options.
+Differences from the paper: one rotation for each KV head (a GQA cache holds one K for
+its query heads), ranks in multiples of 16, and the options of Options.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+from kvlathe.export.bases.rotation import (
+    Rotation,
+    balanced_rotation,
+    rotation,
+    score_gram,
+    shared,
+)
+from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.options import Options
-from kvlathe.export.rotation import Rotation, balanced_rotation, rotation, score_gram, shared
-from kvlathe.export.stats import Stats
 
 SUMMARY = "rotate and drop dimensions; calibrated on random tokens"
 CALIBRATION: Literal["random", "text"] = "random"

@@ -1,19 +1,21 @@
-"""HACK, sections 5 and 6: full pages are quantized once, and attention multiplies the codes as integers.
+"""HACK, sections 5 and 6: full pages are quantized once, and attention multiplies the
+codes as integers.
 
-K is partitioned along the head dim, V along a page's tokens; each partition has a minimum and a scale. The partial page
-of V (and of K) stays as it is computed until it is full. Differences from the paper: codes are rounded to the nearest
-unless asked otherwise, Q and P are quantized symmetrically, so no sums of codes are stored (export/integer.py) unless
-asked for, and where a projection of K exists the kept subspace is spun first (spin.py). docs/quantization.md has the
-measurements.
+K is partitioned along the head dim, V along a page's tokens; each partition has a
+minimum and a scale. The partial page of V (and of K) stays as it is computed until it
+is full. Differences from the paper: codes are rounded to the nearest unless asked
+otherwise, Q and P are quantized symmetrically, so no sums of codes are stored
+(export/attention/integer.py) unless asked for, and where a projection of K exists the
+kept subspace is rotated first (hadamard.py). docs/quantization.md has the measurements.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvlathe.errors import KvlatheError
-from kvlathe.export.methods.options import Part, chosen
-from kvlathe.export.plan import Tier
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.methods.options import Decision, chosen
+from kvlathe.plan.formats import Tier
 
 SUMMARY = "quantize full pages to 8, 4 or 2 bit and compute on the codes"
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -24,33 +26,41 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "rounding": ("nearest", "stochastic"),
     "arithmetic": ("int", "float"),
     "sums": ("none", "stored"),
-    "spin": ("auto", "none", "k", "v", "kv"),
+    "hadamard": ("auto", "none", "k", "v", "kv"),
 }
-"""Every option with its values, the default first. ``bits_k`` and ``bits_v`` overrule ``bits`` (16: not quantized).
-``sums=stored`` is the paper's form: Q and P asymmetric, sums of codes in the page.
+"""Every option with its values, the default first. ``bits_k`` and ``bits_v`` overrule
+``bits`` (16: not quantized). ``sums=stored`` is the paper's form: Q and P asymmetric,
+sums of codes in the page.
 """
 
 SIZES = {"bits": ("2", "4", "8")}
 
 
-def plan(written: dict[str, str], page_tokens: int) -> Part:
-    """The tier that full pages are sealed in. Raises KvlatheError for unknown options and groups no page can hold."""
-    asked = chosen(written, CHOICES)
-    group, bits = asked["group"], asked["bits"]
+def plan(written: dict[str, str], page_tokens: int) -> Decision:
+    """The tier that full pages are sealed in. Raises KvlatheError for unknown options
+    and groups no page can hold."""
+    settings = chosen(_renamed(written), CHOICES)
+    group = settings["group"]
+    bits = settings["bits"]
     if page_tokens % group:
         raise KvlatheError(
             f"group={group} cannot be used with pages of {page_tokens} tokens",
             "V's groups run along a page's tokens",
             f"choose a smaller group or --tokens-per-block {group}",
         )
-    if asked["sums"] == "stored" and asked["arithmetic"] != "int":
+    if settings["sums"] == "stored" and settings["arithmetic"] != "int":
         raise KvlatheError(
-            "sums=stored contradicts arithmetic=float", "only products of integers read the sums", "drop one of them"
+            "sums=stored contradicts arithmetic=float",
+            "only products of integers read the sums",
+            "drop one of them",
         )
-    bits_k, bits_v = asked["bits_k"] or bits, asked["bits_v"] or bits
+    bits_k = settings["bits_k"] or bits
+    bits_v = settings["bits_v"] or bits
     if bits_k == bits_v == 16:
         raise KvlatheError(
-            "bits_k=16 contradicts bits_v=16", "nothing would be quantized", "give one of them 8, 4 or 2"
+            "bits_k=16 contradicts bits_v=16",
+            "nothing would be quantized",
+            "give one of them 8, 4 or 2",
         )
     tier = Tier(
         bits_k,
@@ -59,8 +69,17 @@ def plan(written: dict[str, str], page_tokens: int) -> Part:
         axis_v="token",
         group_k=group,
         group_v=group,
-        arithmetic=asked["arithmetic"],
-        rounding=asked["rounding"],
-        sums=asked["sums"] == "stored",
+        arithmetic=settings["arithmetic"],
+        rounding=settings["rounding"],
+        sums=settings["sums"] == "stored",
     )
-    return Part(cold=tier, spin=asked["spin"])
+    return Decision(cold=tier, hadamard=settings["hadamard"])
+
+
+def _renamed(written: dict[str, str]) -> dict[str, str]:
+    """``hadamard`` was called ``spin`` once."""
+    if "spin" not in written or "hadamard" in written:
+        return written
+    renamed = dict(written)
+    renamed["hadamard"] = renamed.pop("spin")
+    return renamed

@@ -1,19 +1,23 @@
-"""Keyformer (arXiv 2403.09054): accumulated attention with Gumbel noise, against the bias of what was dropped.
+"""Keyformer (arXiv 2403.09054): accumulated attention with Gumbel noise, against the
+bias of what was dropped.
 
-For comparison. The paper perturbs logits with a temperature that rises; here the noise is added to the logarithm of the
-accumulated attention, once for each token.
+For comparison. The paper perturbs logits with a temperature that rises; here the noise
+is added to the logarithm of the accumulated attention, once for each token.
 """
 
 from __future__ import annotations
 
 from kvlathe.export.methods.budgets import budget
-from kvlathe.export.methods.options import Part
-from kvlathe.export.plan import Probe
+from kvlathe.export.methods.options import Decision
+from kvlathe.plan.token_rules import ObservationWindow
 
-SUMMARY = "comparison: keep the newest tokens and those of most attention, with Gumbel noise"
+SUMMARY = (
+    "comparison: keep the newest tokens and those of most attention, with Gumbel noise"
+)
 NOISE = 0.5
 
 
-def plan(written: dict[str, str], page_tokens: int) -> Part:
+def plan(written: dict[str, str], page_tokens: int) -> Decision:
     """Options ``budget`` (tokens) and ``recent`` (share of it). Raises KvlatheError."""
-    return budget(written, page_tokens, Probe(recent=1.0, noise=NOISE), 0.3)
+    observation = ObservationWindow(recent=1.0, noise=NOISE)
+    return budget(written, page_tokens, observation, 0.3)

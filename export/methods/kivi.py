@@ -1,31 +1,39 @@
-"""KIVI (arXiv 2402.02750): keys by channel, values by token, in 2 bit; the newest tokens as they are. For comparison.
+"""KIVI (arXiv 2402.02750): keys by channel, values by token, in 2 bit; the newest
+tokens as they are. For comparison.
 
-A group is ``group`` tokens of one channel of K, or ``group`` channels of one token of V. The window of recent tokens is
-the page that is being filled: as in the paper for K, whose window empties every R tokens; the paper slides that of V.
-With ``--tokens-per-block 128`` it is the paper's R. Codes are dequantized, then multiplied.
+A group is ``group`` tokens of one channel of K, or ``group`` channels of one token of
+V. The window of recent tokens is the page that is being filled: as in the paper for K,
+whose window empties every R tokens; the paper slides that of V. With
+``--tokens-per-block 128`` it is the paper's R. Codes are dequantized, then multiplied.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvlathe.errors import KvlatheError
-from kvlathe.export.methods.options import Part, chosen
-from kvlathe.export.plan import Tier
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.methods.options import Decision, chosen
+from kvlathe.plan.formats import Tier
 
 SUMMARY = "comparison: quantize K by channel and V by token to 2, 4 or 8 bit"
 CHOICES: dict[str, tuple[Any, ...]] = {"bits": (2, 4, 8), "group": (32, 64, 128)}
 SIZES = {"bits": ("2", "4", "8")}
 
 
-def plan(written: dict[str, str], page_tokens: int) -> Part:
-    """The tier that full pages are sealed in. Raises KvlatheError for unknown options and groups no page can hold."""
-    asked = chosen(written, CHOICES)
-    bits, group = asked["bits"], asked["group"]
+def plan(written: dict[str, str], page_tokens: int) -> Decision:
+    """The tier that full pages are sealed in. Raises KvlatheError for unknown options
+    and groups no page can hold."""
+    settings = chosen(written, CHOICES)
+    bits = settings["bits"]
+    group = settings["group"]
     if page_tokens % group:
         raise KvlatheError(
             f"group={group} cannot be used with pages of {page_tokens} tokens",
             "K's groups run along a page's tokens",
             f"choose a smaller group or --tokens-per-block {group}",
         )
-    return Part(cold=Tier(bits, bits, axis_k="token", axis_v="rank", group_k=group, group_v=group))
+    return Decision(
+        cold=Tier(
+            bits, bits, axis_k="token", axis_v="rank", group_k=group, group_v=group
+        )
+    )

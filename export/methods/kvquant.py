@@ -1,18 +1,20 @@
-"""In the manner of KVQuant (arXiv 2401.18079): 4 bit, one scale a channel of K and one a token of V. For comparison.
+"""In the manner of KVQuant (arXiv 2401.18079): 4 bit, one scale a channel of K and one
+a token of V. For comparison.
 
-What it shares with the paper is where the scales run: a channel of K over all of a page's tokens, a token of V over all
-its channels. What it does not: the paper quantizes K before RoPE, and a cache that is attended in any order holds K
-after it (positions mix the two channels of a plane, so a channel's range is wider here); its codes lie on a grid fitted
-to the data, ours are evenly spaced; and it keeps the 1 % of outliers apart in full precision. Codes are dequantized,
-then multiplied.
+What it shares with the paper is where the scales run: a channel of K over all of a
+page's tokens, a token of V over all its channels. What it does not: the paper quantizes
+K before RoPE, and a cache that is attended in any order holds K after it (positions mix
+the two channels of a plane, so a channel's range is wider here); its codes lie on a
+grid fitted to the data, ours are evenly spaced; and it keeps the 1 % of outliers apart
+in full precision. Codes are dequantized, then multiplied.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from kvlathe.export.methods.options import Part, chosen
-from kvlathe.export.plan import Tier
+from kvlathe.export.methods.options import Decision, chosen
+from kvlathe.plan.formats import Tier
 
 SUMMARY = "comparison: quantize to 4 bit, one scale a channel of K and a token of V"
 CHOICES: dict[str, tuple[Any, ...]] = {"bits": (4, 2, 8)}
@@ -21,7 +23,17 @@ WHOLE = 1 << 12
 """Channels in a group of V: more than any head has."""
 
 
-def plan(written: dict[str, str], page_tokens: int) -> Part:
-    """The tier that full pages are sealed in. Raises KvlatheError for unknown options."""
+def plan(written: dict[str, str], page_tokens: int) -> Decision:
+    """The tier that full pages are sealed in. Raises KvlatheError for unknown
+    options."""
     bits = chosen(written, CHOICES)["bits"]
-    return Part(cold=Tier(bits, bits, axis_k="token", axis_v="rank", group_k=page_tokens, group_v=WHOLE))
+    return Decision(
+        cold=Tier(
+            bits,
+            bits,
+            axis_k="token",
+            axis_v="rank",
+            group_k=page_tokens,
+            group_v=WHOLE,
+        )
+    )

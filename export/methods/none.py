@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from kvlathe.export.methods.options import Part, chosen
+from kvlathe.export.methods.options import Decision, chosen
 
 SUMMARY = "nothing is removed"
 
 
-def plan(written: dict[str, str], page_tokens: int) -> Part:
-    """Nothing is decided, so everything stays. Raises KvlatheError: there are no options."""
+def plan(written: dict[str, str], page_tokens: int) -> Decision:
+    """Nothing is decided, so everything stays. Raises KvlatheError: there are no
+    options."""
     chosen(written, {})
-    return Part()
+    return Decision()

@@ -1,4 +1,5 @@
-"""What a method may be asked (Options), what it answers (Part), and how a request is spelled."""
+"""What a method may be asked (Options), what it answers (Decision), and how a request
+is spelled."""
 
 from __future__ import annotations
 
@@ -8,14 +9,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvlathe.errors import KvlatheError
-from kvlathe.export.basis import Basis
-from kvlathe.export.plan import Lane, Probe, Stage, Tier, TokenRule
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.bases.basis import Basis
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.heads import Lane
+from kvlathe.plan.plan import Stage
+from kvlathe.plan.token_rules import ObservationWindow, TokenRule
 
 Scales = Literal["", "k", "v", "kv"]
 """Whose channels are divided by a factor each (channels.py)."""
-Spin = Literal["auto", "none", "k", "v", "kv"]
-"""What is turned before it is quantized (spin.py): ``auto`` where groups run along the rank and it costs nothing."""
+Hadamard = Literal["auto", "none", "k", "v", "kv"]
+"""Which side gets a Hadamard rotation before it is quantized (hadamard.py): ``auto``
+where groups run along the rank and it costs nothing."""
 
 DEFAULT_RATE = 0.15
 """The removal rate where no target is given."""
@@ -23,15 +28,16 @@ DEFAULT_RATE = 0.15
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How much to remove and how. At most one of ``removal_rate`` (the papers' r) and ``compression_ratio`` (fraction
-    of KV bytes removed, against the uncompressed cache in the same number format); neither means DEFAULT_RATE.
+    """How much to remove and how. At most one of ``removal_rate`` (the papers' r) and
+    ``compression_ratio`` (fraction of KV bytes removed, against the uncompressed cache
+    in the same number format); neither means DEFAULT_RATE.
 
-    r is taken by the papers' rule on the papers' bases and sets the bytes; every basis and allocation spends the same
-    bytes.
+    r is taken by the papers' rule on the papers' bases and sets the bytes; every basis
+    and allocation spends the same bytes.
 
-    ``allocation``: ranks by the shared rate, one rank for all lanes at the same bytes (``uniform``), or bytes spent
-    where they save most (``global``). ``rope_fold`` ``planes``: keep whole RoPE planes instead of projecting K after
-    RoPE.
+    ``allocation``: ranks by the shared rate, one rank for all lanes at the same bytes
+    (``uniform``), or bytes spent where they save most (``global``). ``rope_fold``
+    ``planes``: keep whole RoPE planes instead of projecting K after RoPE.
     ``centre``: take the mean out of K and V (the balanced basis always does).
     """
 
@@ -45,19 +51,28 @@ class Options:
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             if (value := getattr(self, name)) not in allowed:
-                raise unknown(f"{name} {value!r}", value, [choice for choice in allowed if choice])
+                raise unknown(
+                    f"{name} {value!r}", value, [choice for choice in allowed if choice]
+                )
         for name in ("removal_rate", "compression_ratio"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < 1:
-                raise KvlatheError(f"{name} {value} cannot be used", "it is a fraction", "give a number from 0 up to 1")
+                raise KvlatheError(
+                    f"{name} {value} cannot be used",
+                    "it is a fraction",
+                    "give a number from 0 up to 1",
+                )
         if self.removal_rate is not None and self.compression_ratio is not None:
             raise KvlatheError(
-                "removal_rate and compression_ratio exclude each other", "each says how much to remove", "give one"
+                "removal_rate and compression_ratio exclude each other",
+                "each says how much to remove",
+                "give one",
             )
 
     @property
     def spending(self) -> Literal["rate", "uniform", "global"]:
-        """The papers' shared rate goes with their bases; the balanced basis knows its losses and spends by them."""
+        """The papers' shared rate goes with their bases; the balanced basis knows its
+        losses and spends by them."""
         return self.allocation or ("global" if self.basis == "balanced" else "rate")
 
     def asked(self, **changes: object) -> Options:
@@ -75,46 +90,56 @@ CHOICES = {
 
 
 @dataclass(frozen=True)
-class Part:
-    """What one method decided; None where it leaves that to others. ``lanes`` with their ``basis``; ``cold``, the
-    number format that full pages are sealed in, or several in ``split``, and ``spin``, what is spun for it, or
-    ``scales``, what is scaled by statistics; ``tokens``, which tokens each lane keeps (one rule for all of them, or one
-    each), by what ``probe`` observes; ``stages`` of the layers; ``removed``,
-    lanes that are filled from another head, lane -> head; ``notes`` are for people.
+class Decision:
+    """What one method decided. A field that is empty is left to others.
+
+    ``lanes`` with their ``basis``: the ranks. ``cold``: the number format that full
+    pages are quantized to. ``split``: several of them instead, each with its share of
+    the tokens, the most salient first. ``hadamard``, ``scales``: the sides that are
+    rotated, or scaled by statistics, before that. ``tokens``: which tokens each lane
+    keeps, one rule for all lanes or one each; ``observation``: what they are ranked by.
+    ``stages`` of the layers. ``removed``: lanes that are filled from another head, lane
+    -> head. ``notes`` are for people.
     """
 
     lanes: tuple[Lane, ...] | None = None
     basis: Basis = field(default_factory=Basis)
     cold: Tier | None = None
-    split: tuple[
-        tuple[Tier, float], ...
-    ] = ()  # or several formats and the shares of the tokens, the most salient first
-    spin: Spin = "none"
+    split: tuple[tuple[Tier, float], ...] = ()
+    hadamard: Hadamard = "none"
     scales: Scales = ""
     tokens: tuple[TokenRule, ...] = ()
-    probe: Probe | None = None
+    observation: ObservationWindow | None = None
     stages: tuple[Stage, ...] = ()
     removed: Mapping[int, int] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def has_budget(self) -> bool:
+        """Whether lanes keep a number of tokens, not a share of them or all."""
+        return any(rule.drops for rule in self.tokens)
+
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RequestedMethod:
     """One method of a request, with the options written behind its name."""
 
     name: str
     options: dict[str, str]
 
 
-def parse(request: str) -> tuple[Asked, ...]:
-    """``name``, ``name:key=value,key=value`` and compositions ``a+b``. Raises KvlatheError where it cannot be read."""
+def parse(request: str) -> tuple[RequestedMethod, ...]:
+    """``name``, ``name:key=value,key=value`` and compositions ``a+b``. Raises
+    KvlatheError where it cannot be read."""
     return tuple(_parse_one(part.strip()) for part in request.split("+"))
 
 
-def _parse_one(text: str) -> Asked:
+def _parse_one(text: str) -> RequestedMethod:
     name, _, tail = text.partition(":")
     pairs = [pair.partition("=") for pair in tail.split(",")] if tail else []
-    if not name or any(not key or not equals or not value for key, equals, value in pairs):
+    if not name or any(
+        not key or not equals or not value for key, equals, value in pairs
+    ):
         raise KvlatheError(
             f"the compression {text!r} cannot be read",
             "it is not name:key=value,key=value",
@@ -122,16 +147,22 @@ def _parse_one(text: str) -> Asked:
         )
     options = {key.strip(): value.strip() for key, _, value in pairs}
     if len(options) < len(pairs):
-        raise KvlatheError(f"the compression {text!r} cannot be read", "it has an option twice", "keep one of them")
-    return Asked(name.strip().lower(), options)
+        raise KvlatheError(
+            f"the compression {text!r} cannot be read",
+            "it has an option twice",
+            "keep one of them",
+        )
+    return RequestedMethod(name.strip().lower(), options)
 
 
 def with_written(options: Options, written: dict[str, str]) -> Options:
-    """``options`` overruled by those written in the request. Raises KvlatheError for unknown names and unreadable
-    values.
+    """``options`` overruled by those written in the request. Raises KvlatheError for
+    unknown names and unreadable values.
     """
     known = [option.name for option in dataclasses.fields(Options)]
-    values = {key: _value(key, text) for key, text in known_only(written, known).items()}
+    values = {
+        key: _value(key, text) for key, text in known_only(written, known).items()
+    }
     return options.asked(**values) if values else options
 
 
@@ -144,15 +175,18 @@ def known_only(written: dict[str, str], known: Iterable[str]) -> dict[str, str]:
     return written
 
 
-def chosen(written: dict[str, str], choices: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """The first of each option's ``choices``, or the one that was written. Raises KvlatheError for any other."""
-    found = {name: allowed[0] for name, allowed in choices.items()}
+def chosen(
+    written: dict[str, str], choices: Mapping[str, tuple[Any, ...]]
+) -> dict[str, Any]:
+    """The first of each option's ``choices``, or the one that was written. Raises
+    KvlatheError for any other."""
+    values = {name: allowed[0] for name, allowed in choices.items()}
     for key, text in known_only(written, choices).items():
         spelled = {str(choice): choice for choice in choices[key] if choice is not None}
         if text not in spelled:
             raise unknown(f"{key} {text!r}", text, spelled)
-        found[key] = spelled[text]
-    return found
+        values[key] = spelled[text]
+    return values
 
 
 def _value(key: str, text: str) -> object:
@@ -160,13 +194,19 @@ def _value(key: str, text: str) -> object:
         return text
     if key == "centre":
         if text not in ("true", "false"):
-            raise KvlatheError(f"{key}={text} cannot be used", "it is a yes or no", "write true or false")
+            raise KvlatheError(
+                f"{key}={text} cannot be used",
+                "it is a yes or no",
+                "write true or false",
+            )
         return text == "true"
     try:
         return float(text)
     except ValueError:
         raise KvlatheError(
-            f"{key}={text} cannot be used", "it is not a number", "write a fraction such as 0.2"
+            f"{key}={text} cannot be used",
+            "it is not a number",
+            "write a fraction such as 0.2",
         ) from None
 
 
@@ -174,5 +214,6 @@ def unknown(what: str, given: str, known: Iterable[str]) -> KvlatheError:
     """A refusal that lists what there is and guesses what was meant."""
     known = list(known)
     near = difflib.get_close_matches(str(given), known, 1, 0.5)
-    guess = f"did you mean {near[0]}? choose" if near else "choose"
-    return KvlatheError(f"{what} is unknown", "", f"{guess} one of {', '.join(known)}")
+    guess = f"Did you mean {near[0]}? " if near else ""
+    remedy = f"{guess}Choose one of {', '.join(known)}"
+    return KvlatheError(f"{what} is unknown", remedy=remedy)

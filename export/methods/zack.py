@@ -1,25 +1,35 @@
-"""ZACK, sections 4.1 to 5.2: rotate and drop, with V rotated together with W_O, calibrated on coherent text.
+"""ZACK, sections 4.1 to 5.2: rotate and drop, with V rotated together with W_O,
+calibrated on coherent text.
 
-Without RoPE the rotation of Q and K is folded into W_Q and W_K: the lanes then say rope "none" and nothing is projected
-at run time.
+Without RoPE the rotation of Q and K is folded into W_Q and W_K: the lanes then say rope
+"none" and nothing is projected at run time.
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
+from kvlathe.export.bases.rotation import (
+    Rotation,
+    balanced_rotation,
+    rotation,
+    score_gram,
+    shared,
+)
+from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.options import Options
-from kvlathe.export.rotation import Rotation, balanced_rotation, rotation, score_gram, shared
-from kvlathe.export.stats import Stats
 
 SUMMARY = "rotate and drop dimensions, V together with W_O; calibrated on text"
 CALIBRATION: Literal["random", "text"] = "text"
 
 
 def rotate(stats: Stats, options: Options) -> Rotation:
-    """SVD of the stacked queries and keys; SVD of the values stacked on (W_O^h)^T of the lane's query heads."""
+    """SVD of the stacked queries and keys; SVD of the values stacked on (W_O^h)^T of
+    the lane's query heads."""
     if options.basis == "balanced":
         return balanced_rotation(stats)
-    values = stats.whole.second("v", options.centre) * stats.whole.tokens
-    scores = shared(score_gram(stats.whole, options.centre))
-    return rotation(stats, scores, shared(values, stats.wo_gram), options.centre)
+    moments = stats.whole
+    values = moments.second("v", options.centre) * moments.tokens
+    scores = shared(score_gram(moments, options.centre))
+    outputs = shared(values, stats.wo_gram)
+    return rotation(stats, scores, outputs, options.centre)

@@ -1,4 +1,5 @@
-"""An open-loop client of an OpenAI-compatible server: requests leave at their time, whatever became of earlier ones."""
+"""An open-loop client of an OpenAI-compatible server: requests leave at their time,
+whatever became of earlier ones."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ import aiohttp
 from kvlathe.bench.load import Request
 
 Enough = Callable[[Sequence["Outcome"]], bool]
-"""Told of all outcomes so far each time something may have changed: whether the rest need not be waited for."""
+"""Told of all outcomes so far each time something may have changed: whether the rest
+need not be waited for."""
 
 CHECK_SECONDS = 0.25
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request. Times are seconds of the same clock; ``arrivals``: when each piece came."""
+    """What became of one request. Times are seconds of the same clock; ``arrivals``:
+    when each piece came."""
 
     request: Request
     due: float
@@ -38,20 +41,38 @@ class Outcome:
         return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
 
     def normalized_seconds(self, now: float) -> float:
-        """From when it was due to its end (so far: to ``now``), for each token of the answer."""
+        """From when it was due to its end (so far: to ``now``), for each token of the
+        answer."""
         return ((self.ended or now) - self.due) / self.request.new_tokens
 
 
 async def open_loop(
-    url: str, model: str, requests: Sequence[Request], starts: Sequence[float], enough: Enough, key: str | None = None
+    url: str,
+    model: str,
+    requests: Sequence[Request],
+    starts: Sequence[float],
+    enough: Enough,
+    key: str | None = None,
 ) -> list[Outcome]:
-    """Send each request ``starts`` seconds from now. Outcomes of those that were sent; unfinished where ``enough``."""
+    """Send each request ``starts`` seconds from now. Outcomes of those that were sent;
+    unfinished where ``enough``."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    connector, no_limit = aiohttp.TCPConnector(limit=0), aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(connector=connector, timeout=no_limit, headers=headers) as session:
+    connector, no_limit = (
+        aiohttp.TCPConnector(limit=0),
+        aiohttp.ClientTimeout(total=None),
+    )
+    async with aiohttp.ClientSession(
+        connector=connector, timeout=no_limit, headers=headers
+    ) as session:
         begun = time.perf_counter()
-        outcomes = [Outcome(request, begun + start) for request, start in zip(requests, starts, strict=True)]
-        tasks = [asyncio.create_task(_send(session, url, model, outcome)) for outcome in outcomes]
+        outcomes = [
+            Outcome(request, begun + start)
+            for request, start in zip(requests, starts, strict=True)
+        ]
+        tasks = [
+            asyncio.create_task(_send(session, url, model, outcome))
+            for outcome in outcomes
+        ]
         try:
             while (await asyncio.wait(tasks, timeout=CHECK_SECONDS))[1]:
                 if enough(outcomes):
@@ -63,13 +84,19 @@ async def open_loop(
     return outcomes
 
 
-async def _send(session: aiohttp.ClientSession, url: str, model: str, outcome: Outcome) -> None:
+async def _send(
+    session: aiohttp.ClientSession, url: str, model: str, outcome: Outcome
+) -> None:
     """Wait until the request is due, send it and note when its pieces come."""
     await asyncio.sleep(max(0.0, outcome.due - time.perf_counter()))
     try:
-        async with session.post(f"{url}/v1/completions", json=body(model, outcome.request)) as response:
+        async with session.post(
+            f"{url}/v1/completions", json=body(model, outcome.request)
+        ) as response:
             if response.status != 200:
-                outcome.error = f"HTTP {response.status}: {(await response.text())[:200]}"
+                outcome.error = (
+                    f"HTTP {response.status}: {(await response.text())[:200]}"
+                )
                 return
             async for line in response.content:
                 if piece := line.removeprefix(b"data: ").strip():
@@ -81,15 +108,21 @@ async def _send(session: aiohttp.ClientSession, url: str, model: str, outcome: O
 
 
 def _missing(outcome: Outcome) -> str | None:
-    """What a stream that is over lacks. Latency for each token means nothing where there are fewer than asked for."""
+    """What a stream that is over lacks. Latency for each token means nothing where
+    there are fewer than asked for."""
     if outcome.ended is None:
         return "its stream ended early"
     wanted, got = outcome.request.new_tokens, outcome.tokens
-    return None if got in (None, wanted) else f"it gave {got} tokens: does it know ignore_eos?"
+    return (
+        None
+        if got in (None, wanted)
+        else f"it gave {got} tokens: does it know ignore_eos?"
+    )
 
 
 def body(model: str, request: Request) -> dict[str, object]:
-    """Greedy, and exactly as many tokens as asked for (``ignore_eos``: an extension that vLLM has too)."""
+    """Greedy, and exactly as many tokens as asked for (``ignore_eos``: an extension
+    that vLLM has too)."""
     return {
         "model": model,
         "prompt": request.prompt,

@@ -1,8 +1,10 @@
-"""What a load test sends: lengths as in the papers' traces, prompts cut from real text, Poisson arrivals.
+"""What a load test sends: lengths as in the papers' traces, prompts cut from real text,
+Poisson arrivals.
 
-A paper gives a trace's mean, least and largest length. A beta distribution over [least, largest] with that mean is the
-plainest one that keeps all three (a lognormal or gamma of the same mean runs past the largest); its concentration,
-which no paper gives, is CONCENTRATION. Everything is drawn from one seed, so all engines get the same requests.
+A paper gives a trace's mean, least and largest length. A beta distribution over [least,
+largest] with that mean is the plainest one that keeps all three (a lognormal or gamma
+of the same mean runs past the largest); its concentration, which no paper gives, is
+CONCENTRATION. Everything is drawn from one seed, so all engines get the same requests.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvlathe.base.errors import KvlatheError
 from kvlathe.bench.traces import Lengths, Trace
-from kvlathe.errors import KvlatheError
 
 CONCENTRATION = 4.0
-"""a + b of the beta distribution: 2 would be flat for a mean in the middle, larger is narrower."""
+"""a + b of the beta distribution: 2 would be flat for a mean in the middle, larger is
+narrower."""
 
 FEWEST_NEW = 2
 """Tokens of an answer: time between tokens needs two."""
@@ -32,15 +35,20 @@ class Request:
     new_tokens: int
 
 
-def draw(lengths: Lengths, random: np.random.Generator, count: int) -> npt.NDArray[np.float64]:
+def draw(
+    lengths: Lengths, random: np.random.Generator, count: int
+) -> npt.NDArray[np.float64]:
     """[count] lengths."""
     width = lengths.largest - lengths.least
     share = (lengths.mean - lengths.least) / width
-    return lengths.least + width * random.beta(CONCENTRATION * share, CONCENTRATION * (1 - share), count)
+    return lengths.least + width * random.beta(
+        CONCENTRATION * share, CONCENTRATION * (1 - share), count
+    )
 
 
 def scale_for(trace: Trace, limit: int, fit: bool) -> float:
-    """What every length is multiplied by: 1, or less where the longest request would pass ``limit`` tokens.
+    """What every length is multiplied by: 1, or less where the longest request would
+    pass ``limit`` tokens.
 
     ``fit`` stretches short traces too, so that their longest request just fits.
     """
@@ -48,12 +56,22 @@ def scale_for(trace: Trace, limit: int, fit: bool) -> float:
     return scale if fit else min(1.0, scale)
 
 
-def requests(trace: Trace, text: Sequence[int], count: int, limit: int, seed: int, fit: bool = False) -> list[Request]:
-    """``count`` requests whose prompts are slices of ``text`` (token ids, read round and round) at random places."""
+def requests(
+    trace: Trace,
+    text: Sequence[int],
+    count: int,
+    limit: int,
+    seed: int,
+    fit: bool = False,
+) -> list[Request]:
+    """``count`` requests whose prompts are slices of ``text`` (token ids, read round
+    and round) at random places."""
     random = np.random.default_rng(seed)
     scale = scale_for(trace, limit, fit)
     prompts = np.maximum(1, draw(trace.prompt, random, count) * scale).astype(int)
-    answers = np.maximum(FEWEST_NEW, draw(trace.answer, random, count) * scale).astype(int)
+    answers = np.maximum(FEWEST_NEW, draw(trace.answer, random, count) * scale).astype(
+        int
+    )
     starts = random.integers(0, len(text), count)
     ring = np.resize(np.asarray(text), len(text) + int(prompts.max()))
     return [
@@ -63,7 +81,8 @@ def requests(trace: Trace, text: Sequence[int], count: int, limit: int, seed: in
 
 
 def gaps(count: int, seed: int) -> npt.NDArray[np.float64]:
-    """[count] times between arrivals of a Poisson process of rate 1; divide by the rate wanted."""
+    """[count] times between arrivals of a Poisson process of rate 1; divide by the rate
+    wanted."""
     return np.random.default_rng([seed, 1]).exponential(1.0, count)
 
 
@@ -71,13 +90,19 @@ def documents(path: Path) -> list[str]:
     """The texts of a .jsonl file of {"text": ...}. Raises KvlatheError."""
     try:
         lines: list[dict[str, Any]] = [
-            json.loads(line) for line in path.read_text("utf-8").splitlines() if line.strip()
+            json.loads(line)
+            for line in path.read_text("utf-8").splitlines()
+            if line.strip()
         ]
         texts = [str(line["text"]) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise KvlatheError(
-            f"{path} cannot be read as documents", repr(error), 'give one {"text": ...} a line'
+            f"{path} cannot be read as documents",
+            repr(error),
+            'give one {"text": ...} a line',
         ) from error
     if not any(texts):
-        raise KvlatheError(f"{path} holds no text", "prompts are cut from it", "name another file")
+        raise KvlatheError(
+            f"{path} holds no text", "prompts are cut from it", "name another file"
+        )
     return texts

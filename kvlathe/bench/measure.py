@@ -1,7 +1,9 @@
-"""How latency grows with the request rate, and the largest rate whose latency is still good.
+"""How latency grows with the request rate, and the largest rate whose latency is still
+good.
 
-Latency is the papers' normalized latency: seconds from a request's arrival to its last token, for each token of its
-answer, averaged over requests (vLLM, Kwon et al. 2023; FDC, figure 11; ZACK, figure 15).
+Latency is the papers' normalized latency: seconds from a request's arrival to its last
+token, for each token of its answer, averaged over requests (vLLM, Kwon et al. 2023;
+FDC, figure 11; ZACK, figure 15).
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvlathe.base.errors import KvlatheError
 from kvlathe.bench.client import Outcome, open_loop
 from kvlathe.bench.load import Request, gaps
-from kvlathe.errors import KvlatheError
 
 SETTLE_SECONDS = 1.0
 """Between two runs, so that a server forgets the requests that were left."""
@@ -35,9 +37,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One run: requests/s offered, and what came of it, in seconds. ``within``: the latency limit was kept.
+    """One run: requests/s offered, and what came of it, in seconds. ``within``: the
+    latency limit was kept.
 
-    A run is left as soon as it is lost; its latency is then what the mean already surely exceeds, and the rest is None.
+    A run is left as soon as it is lost; its latency is then what the mean already
+    surely exceeds, and the rest is None.
     """
 
     rate: float
@@ -51,26 +55,38 @@ class Point:
 
 
 def least_latency(outcomes: Sequence[Outcome], now: float) -> float:
-    """What the mean normalized latency can not fall below any more: requests under way have taken what they took."""
-    return sum(max(0.0, outcome.normalized_seconds(now)) for outcome in outcomes) / len(outcomes)
+    """What the mean normalized latency can not fall below any more: requests under way
+    have taken what they took."""
+    return sum(max(0.0, outcome.normalized_seconds(now)) for outcome in outcomes) / len(
+        outcomes
+    )
 
 
 def alone(target: Target, request: Request) -> float:
     """Normalized latency of a request that has the server for itself."""
-    outcomes = asyncio.run(open_loop(target.url, target.model, [request], [0.0], _never, target.key))
+    outcomes = asyncio.run(
+        open_loop(target.url, target.model, [request], [0.0], _never, target.key)
+    )
     _check(target, outcomes)
     return outcomes[0].normalized_seconds(0.0)
 
 
-def run(target: Target, requests: Sequence[Request], rate: float, limit: float, seed: int) -> Point:
-    """Offer ``requests`` at ``rate`` a second, as a Poisson process; give up once the mean surely passes ``limit``."""
+def run(
+    target: Target, requests: Sequence[Request], rate: float, limit: float, seed: int
+) -> Point:
+    """Offer ``requests`` at ``rate`` a second, as a Poisson process; give up once the
+    mean surely passes ``limit``."""
     starts = np.cumsum(gaps(len(requests), seed)) / rate
     begun = time.perf_counter()
 
     def lost(outcomes: Sequence[Outcome]) -> bool:
-        return least_latency(outcomes, time.perf_counter()) > limit or any(outcome.error for outcome in outcomes)
+        return least_latency(outcomes, time.perf_counter()) > limit or any(
+            outcome.error for outcome in outcomes
+        )
 
-    outcomes = asyncio.run(open_loop(target.url, target.model, requests, starts.tolist(), lost, target.key))
+    outcomes = asyncio.run(
+        open_loop(target.url, target.model, requests, starts.tolist(), lost, target.key)
+    )
     latency = least_latency(outcomes, time.perf_counter())
     _check(target, [outcome for outcome in outcomes if outcome.error])
     if any(outcome.ended is None for outcome in outcomes):
@@ -83,7 +99,9 @@ def run(target: Target, requests: Sequence[Request], rate: float, limit: float, 
         np.percentile(values, (50, 99)) for values in (first, between)
     )
     tokens = sum(request.new_tokens for request in requests)
-    figures = map(float, (first_p50, first_p99, between_p50, between_p99, tokens / seconds))
+    figures = map(
+        float, (first_p50, first_p99, between_p50, between_p99, tokens / seconds)
+    )
     return Point(rate, latency <= limit, latency, *figures)
 
 
@@ -91,10 +109,12 @@ Search = Generator[float, Point, tuple[float, list[Point]]]
 
 
 def search(start: float, tolerance: float) -> Search:
-    """Find the largest rate within the limit: yields rates, is sent their points, returns the rate and all points.
+    """Find the largest rate within the limit: yields rates, is sent their points,
+    returns the rate and all points.
 
-    It doubles or halves from ``start``, then bisects until the next probed rate above the answer, at most 1 +
-    ``tolerance`` times as large, was not within. The answer is 0 where nothing was.
+    It doubles or halves from ``start``, then bisects until the next probed rate above
+    the answer, at most 1 + ``tolerance`` times as large, was not within. The answer is
+    0 where nothing was.
     """
     points = [(yield start)]
     step = 2.0 if points[0].within else 0.5
@@ -104,21 +124,29 @@ def search(start: float, tolerance: float) -> Search:
     high = min((point.rate for point in points if not point.within), default=low)
     while low and high > low * (1 + tolerance):
         points.append((yield (low * high) ** 0.5))
-        low, high = (points[-1].rate, high) if points[-1].within else (low, points[-1].rate)
+        low, high = (
+            (points[-1].rate, high) if points[-1].within else (low, points[-1].rate)
+        )
     return low, sorted(points, key=lambda point: point.rate)
 
 
-def in_turns(searches: Sequence[Search], probe: Callable[[int, float], Point]) -> list[tuple[float, list[Point]]]:
-    """What each search returns; they take turns, so that a machine that slows down slows all of them."""
-    rates, found = {i: next(search) for i, search in enumerate(searches)}, dict[int, tuple[float, list[Point]]]()
+def in_turns(
+    searches: Sequence[Search], observation: Callable[[int, float], Point]
+) -> list[tuple[float, list[Point]]]:
+    """What each search returns; they take turns, so that a machine that slows down
+    slows all of them."""
+    rates, results = (
+        {i: next(search) for i, search in enumerate(searches)},
+        dict[int, tuple[float, list[Point]]](),
+    )
     while rates:
         for i, rate in list(rates.items()):
             try:
-                rates[i] = searches[i].send(probe(i, rate))
+                rates[i] = searches[i].send(observation(i, rate))
             except StopIteration as end:
-                found[i] = end.value
+                results[i] = end.value
                 del rates[i]
-    return [found[i] for i in range(len(searches))]
+    return [results[i] for i in range(len(searches))]
 
 
 def _never(_outcomes: Sequence[Outcome]) -> bool:
@@ -129,7 +157,11 @@ def _check(target: Target, outcomes: Sequence[Outcome]) -> None:
     """A refused request is a fault of the set-up: no rate makes up for it."""
     for outcome in outcomes:
         if outcome.error:
-            size = f"{len(outcome.request.prompt)} + {outcome.request.new_tokens} tokens"
+            size = (
+                f"{len(outcome.request.prompt)} + {outcome.request.new_tokens} tokens"
+            )
             raise KvlatheError(
-                f"{target.name} did not answer a request of {size}", outcome.error, "see the server's log"
+                f"{target.name} did not answer a request of {size}",
+                outcome.error,
+                "see the server's log",
             )

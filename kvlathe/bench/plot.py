@@ -1,12 +1,18 @@
-"""Normalized latency, first tokens and time between tokens against the request rate, as a picture."""
+"""Normalized latency, first tokens and time between tokens against the request rate, as
+a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from kvlathe.base.errors import KvlatheError
 from kvlathe.bench.measure import Point
-from kvlathe.errors import KvlatheError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 PANELS = (
     ("latency", "normalized latency, s/token"),
@@ -16,28 +22,32 @@ PANELS = (
 
 
 def draw(
-    curves: Mapping[str, Sequence[Point]], largest: Mapping[str, float], limit: float, title: str, to: Path
+    curves: Mapping[str, Sequence[Point]],
+    largest: Mapping[str, float],
+    limit: float,
+    title: str,
+    to: Path,
 ) -> None:
-    """One panel a measure, one line a server; the latency limit and each server's largest rate are marked.
+    """One panel a measure, one line a server; the latency limit and each server's
+    largest rate are marked.
 
-    Runs that were left because they were lost are shown as crosses at the latency they had surely passed.
+    Runs that were left because they were lost are shown as crosses at the latency they
+    had surely passed.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise KvlatheError(
-            "no plot was drawn", "matplotlib is not installed", "pip install 'kvlathe[bench]'"
+            "no plot was drawn",
+            "matplotlib is not installed",
+            "run pip install 'kvlathe[bench]'",
         ) from error
     figure = Figure(figsize=(12, 4), layout="constrained")
     axes = figure.subplots(1, len(PANELS))
     for (measure, label), axis in zip(PANELS, axes, strict=True):
         for i, (name, points) in enumerate(curves.items()):
-            done = [(point.rate, value) for point in points if (value := getattr(point, measure)) is not None]
-            whole = [(rate, value) for rate, value in done if measure != "latency" or _finished(points, rate)]
-            axis.plot(*_columns(whole), "o-", color=f"C{i}", label=f"{name}: {largest[name]:.3g}/s")
-            if measure == "latency":
-                axis.plot(*_columns([pair for pair in done if pair not in whole]), "x", color=f"C{i}")
-                axis.axvline(largest[name], color=f"C{i}", linewidth=0.8, linestyle=":")
+            line = Line(f"C{i}", f"{name}: {largest[name]:.3g}/s", largest[name])
+            _draw_line(axis, measure, points, line)
         axis.set(xlabel="requests/s", ylabel=label, ylim=(0, None))
         axis.grid(alpha=0.3)
     axes[0].axhline(limit, color="black", linewidth=0.8, linestyle="--", label="limit")
@@ -47,8 +57,34 @@ def draw(
     figure.savefig(to, dpi=120)
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """How a server is drawn: its colour, its name in the legend, and its largest rate
+    in requests a second."""
+
+    colour: str
+    label: str
+    largest: float
+
+
+def _draw_line(axis: Axes, measure: str, points: Sequence[Point], line: Line) -> None:
+    finished, lost = [], []
+    for point in points:
+        value = getattr(point, measure)
+        if value is None:
+            continue
+        known = measure != "latency" or _finished(points, point.rate)
+        (finished if known else lost).append((point.rate, value))
+    axis.plot(*_columns(finished), "o-", color=line.colour, label=line.label)
+    if measure == "latency":
+        axis.plot(*_columns(lost), "x", color=line.colour)
+        axis.axvline(line.largest, color=line.colour, linewidth=0.8, linestyle=":")
+
+
 def _finished(points: Sequence[Point], rate: float) -> bool:
-    return any(point.rate == rate and point.tokens_per_second is not None for point in points)
+    return any(
+        point.rate == rate and point.tokens_per_second is not None for point in points
+    )
 
 
 def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

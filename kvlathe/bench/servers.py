@@ -1,4 +1,5 @@
-"""The servers under load: ``kvlathe serve`` started on engine folders, or somebody's URL."""
+"""The servers under load: ``kvlathe serve`` started on engine folders, or somebody's
+URL."""
 
 from __future__ import annotations
 
@@ -8,18 +9,17 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvlathe.base.errors import KvlatheError
 from kvlathe.bench.measure import Target
-from kvlathe.engines import manifest as manifests
-from kvlathe.errors import KvlatheError
-from kvlathe.export.layout import CacheLayout
-from kvlathe.export.plan import CompressionPlan
-from kvlathe.runtime.pool import PagePool
+from kvlathe.plan import manifest as manifests
+from kvlathe.plan.engine_folder import open_engine
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.runtime.cache.pool import PagePool
 
 START_SECONDS = 300
 STOP_SECONDS = 60
@@ -30,7 +30,8 @@ def is_url(target: str) -> bool:
 
 
 def cache_bytes(engine: Path, tokens: int, requests: int) -> int:
-    """Bytes of a cache in which exactly ``requests`` sequences growing to ``tokens`` tokens run at once."""
+    """Bytes of a cache in which exactly ``requests`` sequences growing to ``tokens``
+    tokens run at once."""
     layout = _layout(engine)
     low, high = 0, max(layout.page_stride)
     while not _fits(layout, high, tokens, requests):
@@ -38,18 +39,21 @@ def cache_bytes(engine: Path, tokens: int, requests: int) -> int:
     page = min(layout.page_stride)
     while high - low > page:
         middle = (low + high) // 2
-        low, high = (low, middle) if _fits(layout, middle, tokens, requests) else (middle, high)
+        low, high = (
+            (low, middle) if _fits(layout, middle, tokens, requests) else (middle, high)
+        )
     return high
 
 
 def batch_is_small(engine: Path, cache: int, tokens: int) -> bool:
-    """Whether more sequences of ``tokens`` tokens fit a cache of ``cache`` bytes than the engine runs at once."""
+    """Whether more sequences of ``tokens`` tokens fit a cache of ``cache`` bytes than
+    the engine runs at once."""
     most = manifests.verify(engine, deep=False).limits.max_batch_size
     return _fits(_layout(engine), cache, tokens, most + 1)
 
 
 def _layout(engine: Path) -> CacheLayout:
-    return CacheLayout(CompressionPlan.from_json((engine / manifests.PLAN_FILE).read_text("utf-8")))
+    return CacheLayout(open_engine(engine, deep=False).plan)
 
 
 def _fits(layout: CacheLayout, size: int, tokens: int, requests: int) -> bool:
@@ -61,12 +65,28 @@ def _fits(layout: CacheLayout, size: int, tokens: int, requests: int) -> bool:
 
 
 @contextmanager
-def serving(engine: Path, cache: int, threads: int | None) -> Iterator[Target]:
-    """A server of ours for ``engine`` with ``cache`` bytes of KV cache, stopped at the end."""
+def serving(engine: Path, cache: int, threads: int | None) -> Generator[Target]:
+    """A server of ours for ``engine`` with ``cache`` bytes of KV cache, stopped at the
+    end."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "kvlathe.cli", "serve", str(engine), "--port", str(port)]
-    command += ["--cache-size", str(cache), "--max-waiting", "1000000", "--log-level", "warning"]
+    command = [
+        sys.executable,
+        "-m",
+        "kvlathe",
+        "serve",
+        str(engine),
+        "--port",
+        str(port),
+    ]
+    command += [
+        "--cache-size",
+        str(cache),
+        "--max-waiting",
+        "1000000",
+        "--log-level",
+        "warning",
+    ]
     command.append("--no-share-prefixes")  # every run sends the same prompts
     command += ["--threads", str(threads)] if threads else []
     with tempfile.TemporaryFile() as log:
@@ -77,8 +97,14 @@ def serving(engine: Path, cache: int, threads: int | None) -> Iterator[Target]:
             while not _ready(url):
                 if process.poll() is not None or time.monotonic() > until:
                     log.seek(0)
-                    said = log.read().decode(errors="replace").strip().splitlines() or ["it said nothing"]
-                    raise KvlatheError(f"the server of {engine} did not start", said[-1], "try kvlathe serve")
+                    said = log.read().decode(errors="replace").strip().splitlines() or [
+                        "it said nothing"
+                    ]
+                    raise KvlatheError(
+                        f"the server of {engine} did not start",
+                        said[-1],
+                        "try kvlathe serve",
+                    )
                 time.sleep(0.1)
             yield Target(engine.name, url, served_model(url, None))
         finally:
@@ -99,12 +125,17 @@ def _ready(url: str) -> bool:
 
 
 def served_model(url: str, key: str | None) -> str:
-    """The first model that a server offers. Raises KvlatheError where nothing OpenAI-like answers."""
+    """The first model that a server offers. Raises KvlatheError where nothing
+    OpenAI-like answers."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     try:
-        with urllib.request.urlopen(urllib.request.Request(f"{url}/v1/models", headers=headers), timeout=30) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{url}/v1/models", headers=headers), timeout=30
+        ) as answer:
             return json.load(answer)["data"][0]["id"]
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise KvlatheError(
-            f"{url} names no model", str(error), "give the URL of an OpenAI-compatible server"
+            f"{url} names no model",
+            str(error),
+            "give the URL of an OpenAI-compatible server",
         ) from error

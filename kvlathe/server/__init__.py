@@ -1,2 +1,2 @@
-"""An engine folder behind HTTP, as the OpenAI API: schema (what is said), choices and answers (how it is written and
-computed), app, run."""
+"""An engine folder behind HTTP, as the OpenAI API: schema and replies (what is said), choices and
+answers (how it is written and computed), app, run."""

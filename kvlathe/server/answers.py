@@ -1,31 +1,37 @@
-"""From requests to answers: text to tokens, deltas of the engine to responses, whole or as a stream of events."""
+"""From requests to answers: text to tokens, deltas of the engine to responses, whole or
+as a stream of events."""
 
 from __future__ import annotations
 
 import json
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from kvlathe.errors import KvlatheError
-from kvlathe.runtime.async_engine import AsyncEngine, Delta
-from kvlathe.runtime.sampler import SamplingParams
+from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.async_engine import AsyncEngine
+from kvlathe.runtime.requests.request import Delta
+from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.server.choices import Chat, Completions, Echo, Json, Kind
 from kvlathe.server.errors import ApiError, refusal
 from kvlathe.server.schema import ChatRequest, CompletionRequest
 
+log = logging.getLogger("kvlathe")
 DEFAULT_TOKENS = 16
 """Of a completion that does not say max_tokens, as the OpenAI API has it."""
 
 ONCE = {"x-should-retry": "false"}
-"""OpenAI's clients send a request again after a 408 unless they are told not to: its time is over."""
+"""OpenAI's clients send a request again after a 408 unless they are told not to: its
+time is over."""
 
 
 @dataclass(slots=True)
 class Job:
-    """A request as the engine takes it. ``param``: the field that its prompts came in."""
+    """A request as the engine takes it. ``param``: the field that its prompts came
+    in."""
 
     prompts: list[list[int]]
     params: SamplingParams
@@ -44,20 +50,38 @@ class Job:
 class Answerer:
     """Answers requests with one engine, under the served ``model`` name."""
 
-    def __init__(self, engine: AsyncEngine, model: str, max_new_tokens: int | None = None) -> None:
+    def __init__(
+        self, engine: AsyncEngine, model: str, max_new_tokens: int | None = None
+    ) -> None:
         self.engine, self.llm, self.model = engine, engine.llm, model
         self.max_new_tokens = max_new_tokens or self.llm.limits.max_seq_len
         self.fingerprint = f"fp_{self.llm.plan.digest[:12]}"
 
-    # -- requests to jobs (tokenizing takes a while: call these in a worker thread) --------------------------------
+    # -- requests to jobs (tokenizing takes a while: call these in a worker thread) ----
     def completion(self, request: CompletionRequest) -> Job:
         self._check_count(len(request.prompts), request.n or 1)
-        prompts = [self._encode(p, "prompt", True) if isinstance(p, str) else p for p in request.prompts]
-        tokens = min(DEFAULT_TOKENS, self.max_new_tokens) if request.max_tokens is None else request.max_tokens
+        prompts = [
+            self._encode(p, "prompt", True) if isinstance(p, str) else p
+            for p in request.prompts
+        ]
+        tokens = (
+            min(DEFAULT_TOKENS, self.max_new_tokens)
+            if request.max_tokens is None
+            else request.max_tokens
+        )
         if not tokens and not request.echo:
-            raise ApiError(400, "max_tokens: it may be 0 only with echo", "max_tokens", "invalid_value")
+            raise ApiError(
+                400,
+                "max_tokens: it may be 0 only with echo",
+                "max_tokens",
+                "invalid_value",
+            )
         n, echo = request.n or 1, bool(request.echo)
-        wanted = (request.logprobs or 0) if echo and (request.logprobs is not None or not tokens) else None
+        wanted = (
+            (request.logprobs or 0)
+            if echo and (request.logprobs is not None or not tokens)
+            else None
+        )
         params = self._params(request, tokens, request.logprobs, wanted)
         echoes = [*map(self._echo, request.prompts, prompts)] if echo else ()
         kind = Completions(self.llm.tokenizer, request.logprobs is not None, echoes, n)
@@ -65,14 +89,24 @@ class Answerer:
 
     def chat(self, request: ChatRequest) -> Job:
         try:
-            text = self.llm.tokenizer.chat_prompt([message.for_template() for message in request.messages])
+            text = self.llm.tokenizer.chat_prompt(
+                [message.for_template() for message in request.messages]
+            )
         except KvlatheError as error:
-            raise ApiError(422, f"messages: {error}", "messages", "chat_template") from error
+            raise ApiError(
+                422, f"messages: {error}", "messages", "chat_template"
+            ) from error
         self._check_count(1, request.n or 1)
         prompt = self._encode(text, "messages", False)
         left = max(1, self.llm.most_tokens - len(prompt))
-        tokens = request.max_completion_tokens or request.max_tokens or min(left, self.max_new_tokens)
-        params = self._params(request, tokens, (request.top_logprobs or 0) if request.logprobs else None)
+        tokens = (
+            request.max_completion_tokens
+            or request.max_tokens
+            or min(left, self.max_new_tokens)
+        )
+        params = self._params(
+            request, tokens, (request.top_logprobs or 0) if request.logprobs else None
+        )
         kind = Chat(self.llm.tokenizer, bool(request.logprobs))
         return self._job(request, [prompt], params, request.n or 1, "messages", kind)
 
@@ -87,18 +121,26 @@ class Answerer:
     def _encode(self, text: str, param: str, special: bool) -> list[int]:
         try:
             most = self.llm.limits.max_input_len
-            if len(text) > most * self.llm.tokenizer.longest_token:  # splitting megabytes would take seconds
-                said = f"{param}: {len(text):,} characters are too long, because this engine's max_input_len is {most}"
+            if (
+                len(text) > most * self.llm.tokenizer.longest_token
+            ):  # splitting megabytes would take seconds
+                said = f"{param}: {len(text):,} characters are too long: this engine's max_input_len is {most}"
                 raise ApiError(400, said, param, "context_length_exceeded")
             text.encode()  # JSON can spell halves of characters
             return self.llm.tokenizer.encode(text, add_special_tokens=special)
         except KvlatheError as error:  # an engine without tokenizer.json
             raise ApiError(422, f"{param}: {error}", param, "no_tokenizer") from error
         except UnicodeError as error:
-            raise ApiError(400, f"{param}: it is not Unicode text ({error})", param, "invalid_value") from error
+            raise ApiError(
+                400,
+                f"{param}: it is not Unicode text ({error})",
+                param,
+                "invalid_value",
+            ) from error
 
     def _check_count(self, prompts: int, n: int) -> None:
-        """Before anything is made of them: a body of a few megabytes can ask for millions."""
+        """Before anything is made of them: a body of a few megabytes can ask for
+        millions."""
         try:
             self.engine.check_count(prompts * n)
         except KvlatheError as error:
@@ -118,7 +160,11 @@ class Answerer:
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
         if tokens > self.max_new_tokens:
-            param = "max_completion_tokens" if getattr(request, "max_completion_tokens", None) else "max_tokens"
+            param = (
+                "max_completion_tokens"
+                if getattr(request, "max_completion_tokens", None)
+                else "max_tokens"
+            )
             said = f"{param}: {tokens} is too much: this server answers with {self.max_new_tokens} tokens at most"
             raise ApiError(400, said, param, "invalid_value")
         try:
@@ -141,7 +187,7 @@ class Answerer:
         asked = bool(request.stream_options and request.stream_options.include_usage)
         return Job(prompts, params, n, param, kind, request.deadline_seconds, asked)
 
-    # -- jobs to answers -------------------------------------------------------------------------------------------
+    # -- jobs to answers ---------------------------------------------------------------
     async def whole(self, job: Job, tenant: str) -> Json:
         """The response of a request that does not stream. Raises ApiError."""
         parts: dict[int, list[Delta]] = {}
@@ -151,11 +197,18 @@ class Answerer:
                     raise failure
                 parts.setdefault(delta.index, []).append(delta)
         choices = [job.kind.choice(joined(parts[index])) for index in sorted(parts)]
-        generated = sum(len(delta.token_ids) for deltas in parts.values() for delta in deltas)
-        return {**self._head(job, job.kind.object), "choices": choices, "usage": usage(job, generated)}
+        generated = sum(
+            len(delta.token_ids) for deltas in parts.values() for delta in deltas
+        )
+        return {
+            **self._head(job, job.kind.object),
+            "choices": choices,
+            "usage": usage(job, generated),
+        }
 
     async def events(self, job: Job, tenant: str) -> AsyncGenerator[str, None]:
-        """Server-sent events of a request that streams. What fails before the first one raises ApiError."""
+        """Server-sent events of a request that streams. What fails before the first one
+        raises ApiError."""
         head, generated = self._head(job, job.kind.chunk_object), 0
         if job.usage_chunk:
             head["usage"] = None
@@ -168,11 +221,18 @@ class Answerer:
                         raise failure
                     yield event(failure.body)
                     break
-                opening = None if delta.index in opened else job.kind.opening(delta.index)
+                opening = (
+                    None if delta.index in opened else job.kind.opening(delta.index)
+                )
                 opened.add(delta.index)
                 if opening:
                     yield event({**head, "choices": [opening]})
-                if delta.text or delta.logprobs or delta.prompt_logprobs or delta.finish_reason:
+                if (
+                    delta.text
+                    or delta.logprobs
+                    or delta.prompt_logprobs
+                    or delta.finish_reason
+                ):
                     yield event({**head, "choices": [job.kind.chunk(delta)]})
             else:
                 if job.usage_chunk:
@@ -181,7 +241,9 @@ class Answerer:
 
     async def _deltas(self, job: Job, tenant: str) -> AsyncGenerator[Delta, None]:
         try:
-            async with aclosing(self.engine.stream(job.prompts, job.params, job.n, tenant, job.seconds)) as deltas:
+            async with aclosing(
+                self.engine.stream(job.prompts, job.params, job.n, tenant, job.seconds)
+            ) as deltas:
                 async for delta in deltas:
                     yield delta
         except KvlatheError as error:
@@ -200,13 +262,18 @@ class Answerer:
 def failed(delta: Delta) -> ApiError | None:
     """The error that a delta is, if it is one."""
     if delta.finish_reason == "error":
+        log.error("a request failed", exc_info=delta.error)
         said = f"the engine failed while it computed this request ({type(delta.error).__name__}); others go on"
         return ApiError(500, said, code="engine_error")
     if delta.finish_reason == "timeout":
         said = "deadline_seconds: the answer was not ready in time"
         return ApiError(408, said, "deadline_seconds", "deadline", ONCE)
     if delta.finish_reason == "cancelled":
-        return ApiError(503, "the server shut down before the answer was ready", code="shutting_down")
+        return ApiError(
+            503,
+            "the server shut down before the answer was ready",
+            code="shutting_down",
+        )
     return None
 
 
@@ -224,7 +291,11 @@ def joined(deltas: list[Delta]) -> Delta:
 
 def usage(job: Job, generated: int) -> Json:
     prompt = sum(map(len, job.prompts))
-    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+    }
 
 
 def event(data: Json) -> str:

@@ -6,42 +6,59 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvlathe import __version__
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.server.answers import Answerer, Job
+from kvlathe.server.docs_page import docs_page
 from kvlathe.server.errors import ApiError, ErrorResponse, handle
-from kvlathe.server.gate import Gate
+from kvlathe.server.gate import BODY_SECONDS, Gate
+from kvlathe.server.methods import Methods
 from kvlathe.server.metrics import Metrics
-from kvlathe.server.schema import (
+from kvlathe.server.replies import (
     ChatCompletion,
-    ChatRequest,
     Completion,
-    CompletionRequest,
     Health,
     ModelCard,
     ModelList,
 )
+from kvlathe.server.schema import ChatRequest, CompletionRequest
 
 FAILURES: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field is wrong; `param` names it."},
     401: {"description": "No API key, or an unknown one."},
     404: {"description": "No such model."},
-    408: {"description": "`deadline_seconds` passed."},
+    408: {"description": "`deadline_seconds` passed, or the body never ended."},
     413: {"description": "The body is too large."},
-    422: {"description": "This engine cannot do it: no tokenizer, no chat template, or the template refused."},
+    422: {
+        "description": "This engine cannot do it: no tokenizer, no chat template, or the template refused."
+    },
     429: {"description": "The queue is full; `Retry-After` says when to come back."},
     500: {"description": "The engine failed on this request."},
     503: {"description": "The server is shutting down."},
 }
 ERRORS = {status: said | {"model": ErrorResponse} for status, said in FAILURES.items()}
-EVENT = {"type": "object", "required": ["data"], "properties": {"data": {"type": "string"}}}
-STREAM = {200: {"content": {"text/event-stream": {"schema": EVENT | {"description": "`data`: a chunk, or [DONE]"}}}}}
+EVENT = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {"data": {"type": "string"}},
+}
+STREAM = {
+    200: {
+        "content": {
+            "text/event-stream": {
+                "schema": EVENT | {"description": "`data`: a chunk, or [DONE]"}
+            }
+        }
+    }
+}
 UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
 """Of streams. nginx would collect them otherwise."""
 
@@ -49,30 +66,42 @@ MAX_BODY = 4 << 20
 T = TypeVar("T")
 
 
-def create_app(
-    engine: AsyncEngine,
-    metrics: Metrics,
-    model: str,
-    keys: Sequence[str] = (),
-    max_body: int = MAX_BODY,
-    max_new_tokens: int | None = None,
-) -> FastAPI:
-    """The application that serves ``engine`` as ``model``. ``keys``: API keys; empty: none is asked for."""
-    app = FastAPI(title="kvlathe", version=__version__, description="An OpenAI-compatible API to one engine.")
-    app.add_middleware(Gate, keys=keys, max_body=max_body, failed=metrics.failed)
-    handle(app)
-    answerer, started = Answerer(engine, model, max_new_tokens), int(time.time())
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What the paths answer from. ``started``: Unix seconds."""
 
-    def check(name: str) -> None:
+    engine: AsyncEngine
+    metrics: Metrics
+    answerer: Answerer
+    started: int = field(default_factory=lambda: int(time.time()))
+
+    def check(self, name: str) -> None:
+        """Raises ApiError where another model is asked for."""
+        model = self.answerer.model
         if name != model:
             said = f"The model `{name}` does not exist: this server has `{model}`"
             raise ApiError(404, said, "model", "model_not_found")
 
-    async def answer(request: Request, job: Job, stream: bool | None) -> Response:
+    def card(self) -> ModelCard:
+        """The model that is served."""
+        llm = self.engine.llm
+        bytes_of = llm.manifest.kv_bytes if llm.manifest else None
+        per_token = bytes_of.per_token if bytes_of else llm.layout.bytes_per_token()
+        return ModelCard(
+            id=self.answerer.model,
+            created=self.started,
+            max_model_len=llm.most_tokens,
+            kv_bytes_per_token=per_token,
+            kv_bytes_removed=bytes_of.removed if bytes_of else 0.0,
+        )
+
+    async def answer(self, request: Request, job: Job, stream: bool | None) -> Response:
+        """The whole answer, or a stream of events."""
         tenant = request.state.tenant
         if not stream:
-            return JSONResponse(await while_connected(request, answerer.whole(job, tenant)))
-        events = answerer.events(job, tenant)
+            whole = self.answerer.whole(job, tenant)
+            return JSONResponse(await while_connected(request, whole))
+        events = self.answerer.events(job, tenant)
         # What is refused is refused with a status, before the stream begins.
         first = await while_connected(request, anext(events))
 
@@ -84,54 +113,127 @@ def create_app(
             finally:
                 await events.aclose()
 
-        return StreamingResponse(rest(), media_type="text/event-stream", headers=UNBUFFERED)
+        return StreamingResponse(
+            rest(), media_type="text/event-stream", headers=UNBUFFERED
+        )
 
-    @app.post("/v1/completions", response_model=Completion, responses={**ERRORS, **STREAM}, tags=["OpenAI"])
+
+def create_app(
+    engine: AsyncEngine,
+    metrics: Metrics,
+    model: str,
+    keys: Sequence[str] = (),
+    max_body: int = MAX_BODY,
+    max_new_tokens: int | None = None,
+    origins: Sequence[str] = (),
+    body_seconds: float = BODY_SECONDS,
+) -> FastAPI:
+    """The application that serves ``engine`` as ``model``. ``keys``: API keys; empty:
+    none is asked for. ``origins``: web pages of these may call it (CORS), * is any."""
+    app = FastAPI(
+        title="kvlathe",
+        version=__version__,
+        description="An OpenAI-compatible API to one engine.",
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.add_middleware(
+        Gate,
+        keys=keys,
+        max_body=max_body,
+        failed=metrics.failed,
+        body_seconds=body_seconds,
+    )
+    app.add_middleware(Methods, routes=app.routes)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    handle(app)
+    service = Service(engine, metrics, Answerer(engine, model, max_new_tokens))
+    add_answers(app, service)
+    add_models(app, service)
+    add_operations(app, service)
+    return app
+
+
+def add_answers(app: FastAPI, service: Service) -> None:
+    """The paths that compute."""
+    answerer = service.answerer
+
+    @app.post(
+        "/v1/completions",
+        response_model=Completion,
+        responses={**ERRORS, **STREAM},
+        tags=["OpenAI"],
+    )
     async def completions(request: Request, body: CompletionRequest) -> Response:
         """Continue each prompt."""
-        check(body.model)
-        return await answer(request, await asyncio.to_thread(answerer.completion, body), body.stream)
+        service.check(body.model)
+        job = await asyncio.to_thread(answerer.completion, body)
+        return await service.answer(request, job, body.stream)
 
-    @app.post("/v1/chat/completions", response_model=ChatCompletion, responses={**ERRORS, **STREAM}, tags=["OpenAI"])
+    @app.post(
+        "/v1/chat/completions",
+        response_model=ChatCompletion,
+        responses={**ERRORS, **STREAM},
+        tags=["OpenAI"],
+    )
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         """Answer a conversation, framed by the checkpoint's own chat template."""
-        check(body.model)
-        return await answer(request, await asyncio.to_thread(answerer.chat, body), body.stream)
+        service.check(body.model)
+        job = await asyncio.to_thread(answerer.chat, body)
+        return await service.answer(request, job, body.stream)
+
+
+def add_models(app: FastAPI, service: Service) -> None:
+    """The paths that name the model."""
 
     @app.get("/v1/models", responses={401: ERRORS[401]}, tags=["OpenAI"])
     async def models() -> ModelList:
         """The one model that is served."""
-        return ModelList(data=[card()])
+        return ModelList(data=[service.card()])
 
-    @app.get("/v1/models/{name:path}", responses={401: ERRORS[401], 404: ERRORS[404]}, tags=["OpenAI"])
+    @app.get(
+        "/v1/models/{name:path}",
+        responses={401: ERRORS[401], 404: ERRORS[404]},
+        tags=["OpenAI"],
+    )
     async def model_named(name: str) -> ModelCard:
         """The same by its name."""
-        check(name)
-        return card()
+        service.check(name)
+        return service.card()
 
-    @app.get("/health", responses={503: {"model": Health}}, tags=["operations"])
-    async def health() -> Health:
-        """200 while requests are taken; 503 while draining, or if the engine's thread has died."""
+
+def add_operations(app: FastAPI, service: Service) -> None:
+    """The paths for who runs the server."""
+    engine = service.engine
+
+    @app.get(
+        "/health",
+        response_model=Health,
+        responses={503: {"model": Health}},
+        tags=["operations"],
+    )
+    async def health() -> Response:
+        """200 while requests are taken; 503 while draining, or if the engine's thread
+        has died."""
         status = "draining" if engine.draining else "ok" if engine.alive else "dead"
-        body = Health(status=status)
-        return body if status == "ok" else JSONResponse(body.model_dump(), 503)  # type: ignore[return-value]
+        code = 200 if status == "ok" else 503
+        return JSONResponse(Health(status=status).model_dump(), code)
+
+    @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
+    async def docs() -> str:
+        return docs_page(app.openapi())
 
     @app.get("/metrics", response_class=Response, tags=["operations"])
     async def prometheus() -> Response:
         """Prometheus metrics: vLLM's names with `kvlathe_` in front."""
-        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
-
-    def card() -> ModelCard:
-        manifest = engine.llm.manifest
-        return ModelCard(
-            id=model,
-            created=started,
-            max_model_len=engine.llm.most_tokens,
-            kv_bytes_per_token=manifest.kv_bytes.per_token if manifest else engine.llm.layout.bytes_per_token(),
-            kv_bytes_removed=manifest.kv_bytes.removed if manifest else 0.0,
-        )
-
-    return app
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 async def while_connected(request: Request, answer: Awaitable[T]) -> T:

@@ -1,4 +1,5 @@
-"""How an answer's choices are written in each of the two APIs: their texts, and what is reported of their tokens."""
+"""How an answer's choices are written in each of the two APIs: their texts, and what is
+reported of their tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvlathe.runtime.async_engine import Delta
-from kvlathe.runtime.sampler import TokenLogprob
-from kvlathe.runtime.tokenizer import Tokenizer
+from kvlathe.runtime.requests.request import Delta
+from kvlathe.runtime.text.sampler import TokenLogprob
+from kvlathe.runtime.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 
@@ -36,8 +37,8 @@ class Kind(ABC):
         return self.choice(delta)
 
     def token(self, token: int) -> str:
-        """How a token is shown. One that is part of a character: its bytes, as OpenAI does (several that read alike
-        would be one entry of top_logprobs)."""
+        """How a token is shown. One that is part of a character: its bytes, as OpenAI
+        does (several that read alike would be one entry of top_logprobs)."""
         piece = self.tokenizer.piece(token)
         try:
             return piece.decode()
@@ -47,8 +48,8 @@ class Kind(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as it is repeated before its answer. ``starts``: where its tokens begin in ``text``, where that is what
-    the client sent; None for token ids."""
+    """A prompt as it is repeated before its answer. ``starts``: where its tokens begin
+    in ``text``, where that is what the client sent; None for token ids."""
 
     ids: list[int]
     text: str
@@ -56,7 +57,8 @@ class Echo:
 
 
 class Spans:
-    """Where each token of a text begins, in characters. A token that continues a character begins where that does."""
+    """Where each token of a text begins, in characters. A token that continues a
+    character begins where that does."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._at = tokenizer, 0
@@ -82,7 +84,13 @@ class Completions(Kind):
 
     prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, tokenizer: Tokenizer, reports: bool, echoes: Sequence[Echo] = (), n: int = 1) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        reports: bool,
+        echoes: Sequence[Echo] = (),
+        n: int = 1,
+    ) -> None:
         super().__init__(tokenizer)
         self.reports, self.echoes, self.n = reports, echoes, n
         self._spans: dict[int, Spans] = {}  # of each choice
@@ -95,28 +103,55 @@ class Completions(Kind):
                 echo = self.echoes[delta.index // self.n]
                 text = echo.text + text
                 if self.reports:
-                    reports = [TokenLogprob(echo.ids[0], float("nan"), ()), *delta.prompt_logprobs, *reports]
+                    reports = [
+                        TokenLogprob(echo.ids[0], float("nan"), ()),
+                        *delta.prompt_logprobs,
+                        *reports,
+                    ]
                     offsets = spans.begin(echo)
         logprobs = None
         if self.reports:
             answered = reports[len(offsets) :]
-            logprobs = self._logprobs(reports, [*offsets, *(spans.start(report.token_id) for report in answered)])
-        return {"index": delta.index, "text": text, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+            logprobs = self._logprobs(
+                reports,
+                [*offsets, *(spans.start(report.token_id) for report in answered)],
+            )
+        return {
+            "index": delta.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+        }
+
+    def _likeliest(self, report: TokenLogprob) -> dict[str, float]:
+        """The chosen token and the likeliest ones, by text."""
+        tokens = [(report.token_id, report.logprob), *report.top]
+        return {self.token(token): logprob for token, logprob in tokens}
 
     def _logprobs(self, reports: list[TokenLogprob], offsets: list[int]) -> Json:
         tokens = [self.token(r.token_id) for r in reports]
-        known = [r.logprob == r.logprob for r in reports]  # the first token of a prompt has no probability
-        tops = [{self.token(t): p for t, p in [(r.token_id, r.logprob), *r.top]} for r in reports]
+        known = [
+            r.logprob == r.logprob for r in reports
+        ]  # the first token of a prompt has no probability
+        tops = [self._likeliest(report) for report in reports]
         return {
             "tokens": tokens,
-            "token_logprobs": [r.logprob if k else None for r, k in zip(reports, known, strict=True)],
-            "top_logprobs": [top if k else None for top, k in zip(tops, known, strict=True)],
+            "token_logprobs": [
+                r.logprob if k else None for r, k in zip(reports, known, strict=True)
+            ],
+            "top_logprobs": [
+                top if k else None for top, k in zip(tops, known, strict=True)
+            ],
             "text_offset": offsets,
         }
 
 
 class Chat(Kind):
-    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, object, chunk_object = (
+        "chatcmpl",
+        "chat.completion",
+        "chat.completion.chunk",
+    )
 
     def __init__(self, tokenizer: Tokenizer, reports: bool) -> None:
         super().__init__(tokenizer)
@@ -127,18 +162,33 @@ class Chat(Kind):
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def choice(self, delta: Delta) -> Json:
-        return self._with("message", {"role": "assistant", "content": delta.text}, delta)
+        return self._with(
+            "message", {"role": "assistant", "content": delta.text}, delta
+        )
 
     def chunk(self, delta: Delta) -> Json:
         return self._with("delta", {"content": delta.text} if delta.text else {}, delta)
 
     def _with(self, name: str, value: Json, delta: Delta) -> Json:
-        logprobs = {"content": [self._report(r) for r in delta.logprobs]} if self.reports else None
-        return {"index": delta.index, name: value, "logprobs": logprobs, "finish_reason": delta.finish_reason}
+        logprobs = (
+            {"content": [self._report(r) for r in delta.logprobs]}
+            if self.reports
+            else None
+        )
+        return {
+            "index": delta.index,
+            name: value,
+            "logprobs": logprobs,
+            "finish_reason": delta.finish_reason,
+        }
 
     def _report(self, report: TokenLogprob) -> Json:
         tops = [self._likely(token, logprob) for token, logprob in report.top]
         return {**self._likely(report.token_id, report.logprob), "top_logprobs": tops}
 
     def _likely(self, token: int, logprob: float) -> Json:
-        return {"token": self.token(token), "logprob": logprob, "bytes": list(self.tokenizer.piece(token))}
+        return {
+            "token": self.token(token),
+            "logprob": logprob,
+            "bytes": list(self.tokenizer.piece(token)),
+        }

@@ -1,4 +1,5 @@
-"""Every failure as the OpenAI API says it: {"error": {"message", "type", "param", "code"}}, and its status."""
+"""Every failure as the OpenAI API says it: {"error": {"message", "type", "param",
+"code"}}, and its status."""
 
 from __future__ import annotations
 
@@ -12,19 +13,30 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from kvlathe.errors import KvlatheError
+from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.async_engine import Busy, Closing
 
 log = logging.getLogger("kvlathe")
 
-TYPES = {401: "authentication_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
+TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    429: "rate_limit_error",
+}
 
 
 class ErrorBody(BaseModel):
     message: str = Field(description="What is wrong, why, and what to do.")
-    type: str = Field(description="invalid_request_error, authentication_error, rate_limit_error, server_error, ...")
-    param: str | None = Field(None, description="The field of the request that is at fault.")
-    code: str | None = Field(None, description="A short name of the error for programs.")
+    type: str = Field(
+        description="invalid_request_error, authentication_error, rate_limit_error, server_error, ..."
+    )
+    param: str | None = Field(
+        None, description="The field of the request that is at fault."
+    )
+    code: str | None = Field(
+        None, description="A short name of the error for programs."
+    )
 
 
 class ErrorResponse(BaseModel):
@@ -49,9 +61,22 @@ class ApiError(HTTPException):
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = TYPES.get(self.status_code, "invalid_request_error" if self.status_code < 500 else "server_error")
-        said = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
-        return {"error": {key: value and value.encode(errors="replace").decode() for key, value in said.items()}}
+        kind = TYPES.get(
+            self.status_code,
+            "invalid_request_error" if self.status_code < 500 else "server_error",
+        )
+        said = {
+            "message": self.detail,
+            "type": kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {
+            "error": {
+                key: value and value.encode(errors="replace").decode()
+                for key, value in said.items()
+            }
+        }
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status_code, self.headers)
@@ -61,16 +86,24 @@ def refusal(error: KvlatheError, param: str | None) -> ApiError:
     """What a refusal of the engine is in HTTP."""
     if isinstance(error, Busy):
         again = {"Retry-After": str(error.retry_after)}
-        status, code = (503, "shutting_down") if isinstance(error, Closing) else (429, "queue_full")
+        status, code = (
+            (503, "shutting_down")
+            if isinstance(error, Closing)
+            else (429, "queue_full")
+        )
         return ApiError(status, str(error), code=code, headers=again)
     if "is too long" in error.fact or "does not fit" in error.fact:
         return ApiError(400, f"{param}: {error}", param, "context_length_exceeded")
-    return ApiError(400, f"{param}: {error}" if param else str(error), param, "invalid_value")
+    return ApiError(
+        400, f"{param}: {error}" if param else str(error), param, "invalid_value"
+    )
 
 
 def unexpected(error: Exception) -> ApiError:
     """What is no refusal: a fault of the server's own."""
-    return ApiError(500, f"the server failed ({type(error).__name__}); its log says more")
+    return ApiError(
+        500, f"the server failed ({type(error).__name__}); its log says more"
+    )
 
 
 def handle(app: FastAPI) -> None:
@@ -78,8 +111,12 @@ def handle(app: FastAPI) -> None:
 
     async def api_error(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        if not isinstance(error, ApiError):  # no such path, method not allowed, a body that breaks off
-            error = ApiError(error.status_code, str(error.detail), headers=dict(error.headers or {}))
+        if not isinstance(
+            error, ApiError
+        ):  # no such path, method not allowed, a body that breaks off
+            error = ApiError(
+                error.status_code, str(error.detail), headers=dict(error.headers or {})
+            )
         return error.response()
 
     async def invalid(_: Request, error: Exception) -> JSONResponse:
@@ -91,25 +128,47 @@ def handle(app: FastAPI) -> None:
 
 
 def invalid_request(error: RequestValidationError) -> ApiError:
-    """400 that names the first field at fault; where it may be of several types, that it is too long or what is wrong
-    deepest inside it."""
+    """400 that names the first field at fault; where it may be of several types, that
+    it is too long or what is wrong deepest inside it."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "it ends early")
         return ApiError(400, f"the body is not JSON ({reason})", None, "invalid_json")
-    same = [(field_of(e["loc"][1:], error.body), e) for e in error.errors() if e["loc"][:2] == first["loc"][:2]]
-    path, found = max(same, key=lambda entry: (entry[1]["type"] == "too_long", len(entry[0])))
+    same = [
+        (field_of(e["loc"][1:], error.body), e)
+        for e in error.errors()
+        if e["loc"][:2] == first["loc"][:2]
+    ]
+    path, worst = max(
+        same, key=lambda entry: (entry[1]["type"] == "too_long", len(entry[0]))
+    )
     if isinstance(error.body, bytes):
-        return ApiError(400, "the body is not JSON by its Content-Type: send application/json", None, "invalid_json")
+        return ApiError(
+            400,
+            "the body is not JSON by its Content-Type: send application/json",
+            None,
+            "invalid_json",
+        )
     param = ".".join(path) or None
-    if found["type"] == "extra_forbidden":
-        return ApiError(400, f"Unrecognized request argument supplied: {param}", param, "unknown_parameter")
-    code = {"missing": "missing_required_parameter", "unsupported": "unsupported_parameter"}.get(found["type"])
-    return ApiError(400, f"{param or 'body'}: {found['msg']}", param, code or "invalid_value")
+    if worst["type"] == "extra_forbidden":
+        return ApiError(
+            400,
+            f"Unrecognized request argument supplied: {param}",
+            param,
+            "unknown_parameter",
+        )
+    code = {
+        "missing": "missing_required_parameter",
+        "unsupported": "unsupported_parameter",
+    }.get(worst["type"])
+    return ApiError(
+        400, f"{param or 'body'}: {worst['msg']}", param, code or "invalid_value"
+    )
 
 
 def field_of(loc: Sequence[str | int], body: Any) -> list[str]:  # noqa: ANN401
-    """The path in ``body`` that a pydantic ``loc`` means: without the names of the types that were tried."""
+    """The path in ``body`` that a pydantic ``loc`` means: without the names of the
+    types that were tried."""
     path = []
     for i, part in enumerate(loc):
         if isinstance(body, dict) and (part in body or i == len(loc) - 1):

@@ -1,11 +1,13 @@
-"""Gate: what is checked before a request is read. Keys, sizes, and what every response carries. Plain ASGI.
+"""Gate: what is checked before a request is read. Keys, sizes, and what every response
+carries. Plain ASGI.
 
-Every response says ``x-request-id``: the client's own, where it sent one, or a new one. At log level debug each has a
-line in the log with it.
+Every response says ``x-request-id``: the client's own, where it sent one, or a new one.
+At log level debug each has a line in the log with it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import logging
 import re
@@ -18,18 +20,31 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvlathe.server.errors import ApiError, unexpected
 
 log = logging.getLogger("kvlathe")
+BODY_SECONDS = 60.0
+"""How long a client may take to send a request's body."""
+
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 
 
 class Gate:
-    """Lets requests to /v1 through that carry one of ``keys`` (none: all), and bodies of at most ``max_body`` bytes.
+    """Lets requests to /v1 through that carry one of ``keys`` (none: all), and bodies
+    of at most ``max_body`` bytes that come within ``body_seconds``.
 
-    The key is the tenant: ``scope["state"]["tenant"]``. Clients share cached beginnings only with their own.
-    ``failed`` is told the status of every answer that is an error.
+    The key is the tenant: ``scope["state"]["tenant"]``. Clients share cached beginnings
+    only with their own. ``failed`` is told the status of every answer that is an error.
     """
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str], max_body: int, failed: Callable[[int], None]) -> None:
-        self.app, self.keys, self.max_body = app, [key.encode() for key in keys], max_body
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Sequence[str],
+        max_body: int,
+        failed: Callable[[int], None],
+        body_seconds: float = BODY_SECONDS,
+    ) -> None:
+        self.app = app
+        self.keys = [key.encode() for key in keys]
+        self.max_body, self.body_seconds = max_body, body_seconds
         self.failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -40,7 +55,9 @@ class Gate:
         send = self._watched(send, scope, headers.get(b"x-request-id", b""), begun)
         try:
             if scope["path"].startswith("/v1/"):
-                scope.setdefault("state", {})["tenant"] = self._tenant(headers.get(b"authorization", b""))
+                scope.setdefault("state", {})["tenant"] = self._tenant(
+                    headers.get(b"authorization", b"")
+                )
             self._check(headers.get(b"content-length", b"0"))
         except ApiError as refused:
             await refused.response()(scope, receive, send)
@@ -52,18 +69,34 @@ class Gate:
                 await unexpected(error).response()(scope, receive, send)
             raise  # into the log
 
-    def _watched(self, send: Send, scope: Scope, given: bytes, begun: list[int]) -> Send:
-        """The same, naming the request and telling of answers that are errors. ``begun`` gets an answer's status."""
-        name, started = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode(), time.perf_counter()
+    def _watched(
+        self, send: Send, scope: Scope, given: bytes, begun: list[int]
+    ) -> Send:
+        """The same, naming the request and telling of answers that are errors.
+        ``begun`` gets an answer's status."""
+        name, started = (
+            given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex.encode(),
+            time.perf_counter(),
+        )
 
         async def watched(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status, seconds = message["status"], time.perf_counter() - started
                 begun.append(status)
-                log.debug("%s %s %r: %d after %.3f s", name.decode(), scope["method"], scope["path"], status, seconds)
+                log.debug(
+                    "%s %s %r: %d after %.3f s",
+                    name.decode(),
+                    scope["method"],
+                    scope["path"],
+                    status,
+                    seconds,
+                )
                 if status >= 400:
                     self.failed(status)
-                message = {**message, "headers": [*message["headers"], (b"x-request-id", name)]}
+                message = {
+                    **message,
+                    "headers": [*message["headers"], (b"x-request-id", name)],
+                }
             await send(message)
 
         return watched
@@ -76,26 +109,51 @@ class Gate:
         known = [hmac.compare_digest(key, ours) for ours in self.keys]
         if scheme.lower() == b"bearer" and any(known):
             return key.decode()
-        said = "Incorrect API key provided" if key else "You didn't provide an API key: send Authorization: Bearer KEY"
-        raise ApiError(401, said, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+        said = (
+            "Incorrect API key provided"
+            if key
+            else "You didn't provide an API key: send Authorization: Bearer KEY"
+        )
+        raise ApiError(
+            401, said, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"}
+        )
 
     def _check(self, length: bytes) -> None:
         if length.isdigit() and int(length) > self.max_body:
             raise self._too_large()
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self.max_body:,} bytes", code="body_too_large")
+        return ApiError(
+            413,
+            f"the body is larger than {self.max_body:,} bytes",
+            code="body_too_large",
+        )
 
     def _counted(self, receive: Receive) -> Receive:
-        """The same for bodies that do not say their length."""
-        seen = 0
+        """The same, refusing bodies that are too large or never end. Once the body is
+        here, waiting is for the client to leave and takes as long as it takes."""
+        size, whole = 0, False
+        until = asyncio.get_running_loop().time() + self.body_seconds
 
         async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self.max_body:
+            nonlocal size, whole
+            try:
+                async with asyncio.timeout_at(None if whole else until):
+                    message = await receive()
+            except TimeoutError as error:
+                raise self._too_slow() from error
+            whole = not message.get("more_body", False)
+            size += len(message.get("body", b""))
+            if size > self.max_body:
                 raise self._too_large()
             return message
 
         return counted
+
+    def _too_slow(self) -> ApiError:
+        return ApiError(
+            408,
+            f"the body has not come within {self.body_seconds:g} seconds",
+            code="body_timeout",
+            headers={"Connection": "close"},
+        )

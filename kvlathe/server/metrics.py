@@ -1,6 +1,8 @@
-"""Prometheus metrics of a serving engine: vLLM's names with ``kvlathe_`` in place of ``vllm:``, plus bytes saved.
+"""Prometheus metrics of a serving engine: vLLM's names with ``kvlathe_`` in place of
+``vllm:``, plus bytes saved.
 
-Gauges and counters are read from the engine when they are asked for; latencies are observed as they happen.
+Gauges and counters are read from the engine when they are asked for; latencies are
+observed as they happen.
 """
 
 from __future__ import annotations
@@ -13,40 +15,92 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from kvlathe.runtime.async_engine import AsyncEngine
-from kvlathe.runtime.sequence import Sequence
+from kvlathe.runtime.scheduling.sequence import Sequence
 
-FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
+FAST = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    10,
+)
 SLOW = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
-TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+TOKENS = (
+    1,
+    2,
+    5,
+    10,
+    20,
+    50,
+    100,
+    200,
+    500,
+    1000,
+    2000,
+    5000,
+    10000,
+    20000,
+    50000,
+    100000,
+)
+
+
+LABELS = ["model_name"]
+RUNNING = "kvlathe_num_requests_running"
+WAITING = "kvlathe_num_requests_waiting"
+USAGE = "kvlathe_kv_cache_usage_perc"
 
 
 class Metrics:
     """Observes an AsyncEngine (its ``observer``) and says what it has seen."""
 
     def __init__(self, model: str) -> None:
+        self.model = model
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)  # memory, processor time, open files
-        self.model = model
+        said = "From submission to the first token."
+        self._first = self._histogram("time_to_first_token_seconds", said, SLOW)
+        said = "Between two tokens of one answer."
+        self._between = self._histogram("time_per_output_token_seconds", said, FAST)
+        said = "From submission to the last token."
+        self._whole = self._histogram("e2e_request_latency_seconds", said, SLOW)
+        said = "From submission to admission."
+        self._queued = self._histogram("request_queue_time_seconds", said, SLOW)
+        said = "Prompt lengths."
+        self._asked = self._histogram("request_prompt_tokens", said, TOKENS)
+        said = "Answer lengths."
+        self._said = self._histogram("request_generation_tokens", said, TOKENS)
+        said = "Prompt tokens of requests that have ended."
+        self._prompt = self._counter("prompt_tokens", said).labels(model)
+        said = "Tokens generated."
+        self._generated = self._counter("generation_tokens", said).labels(model)
+        said = "Sequences ended, by reason."
+        self._ends = self._counter("request_success", said, "finished_reason")
+        said = "Requests answered by an error."
+        self._errors = self._counter("http_errors", said, "status")
 
-        def histogram(name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(f"kvlathe_{name}", said, ["model_name"], buckets=buckets, registry=self.registry)
-            return made.labels(model)
+    def _histogram(self, name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
+        family = Histogram(
+            f"kvlathe_{name}", said, LABELS, buckets=buckets, registry=self.registry
+        )
+        return family.labels(self.model)
 
-        self._first = histogram("time_to_first_token_seconds", "From submission to the first token.", SLOW)
-        self._between = histogram("time_per_output_token_seconds", "Between two tokens of one answer.", FAST)
-        self._whole = histogram("e2e_request_latency_seconds", "From submission to the last token.", SLOW)
-        self._queued = histogram("request_queue_time_seconds", "From submission to admission.", SLOW)
-        self._asked = histogram("request_prompt_tokens", "Prompt lengths.", TOKENS)
-        self._said = histogram("request_generation_tokens", "Answer lengths.", TOKENS)
-        self._prompt = self._counter("prompt_tokens", "Prompt tokens of requests that have ended.")
-        self._generated = self._counter("generation_tokens", "Tokens generated.")
-        labels = ["model_name", "finished_reason"]
-        self._ends = Counter("kvlathe_request_success", "Sequences ended, by reason.", labels, registry=self.registry)
-        labels = ["model_name", "status"]
-        self._errors = Counter("kvlathe_http_errors", "Requests answered by an error.", labels, registry=self.registry)
-
-    def _counter(self, name: str, said: str) -> Counter:
-        return Counter(f"kvlathe_{name}", said, ["model_name"], registry=self.registry).labels(self.model)
+    def _counter(self, name: str, said: str, *labels: str) -> Counter:
+        return Counter(
+            f"kvlathe_{name}", said, [*LABELS, *labels], registry=self.registry
+        )
 
     def watch(self, engine: AsyncEngine) -> None:
         """Read this engine's state whenever the metrics are asked for."""
@@ -60,10 +114,12 @@ class Metrics:
         """A request was answered with this HTTP status, an error."""
         self._errors.labels(self.model, status).inc()
 
-    # -- Observer --------------------------------------------------------------------------------------------------
+    # -- Observer ----------------------------------------------------------------------
     def grew(self, sequence: Sequence, tokens: int, seconds: float) -> None:
         self._generated.inc(tokens)
-        (self._first if sequence.answered == tokens else self._between).observe(seconds / tokens)
+        is_first = sequence.answered == tokens
+        observed = self._first if is_first else self._between
+        observed.observe(seconds / tokens)
 
     def ended(self, sequence: Sequence) -> None:
         self._ends.labels(self.model, sequence.finish_reason).inc()
@@ -82,35 +138,74 @@ class State(Collector):
         self._engine, self._model = engine, model
 
     def collect(self) -> Iterator[Metric]:
-        engine, llm = self._engine, self._engine.llm
-        scheduler, pool = llm.engine.scheduler, llm.pool
+        for name, said, value in self._gauges():
+            yield self._family(GaugeMetricFamily(name, said, labels=LABELS), value)
+        for name, said, value in self._counters():
+            yield self._family(CounterMetricFamily(name, said, labels=LABELS), value)
+
+    def _family(
+        self, family: GaugeMetricFamily | CounterMetricFamily, value: float
+    ) -> Metric:
+        family.add_metric([self._model], value)
+        return family
+
+    def _gauges(self) -> Iterator[tuple[str, str, float]]:
+        engine, pool = self._engine, self._engine.llm.pool
         used = engine.bytes_used
-        whole = self._uncompressed(list(scheduler.running), used)
+        running = list(engine.llm.engine.scheduler.running)
+        saved = self._uncompressed(running, used) - used
+        kept = pool.bytes_in_use - used
+        share = used / pool.arena_bytes
+        yield RUNNING, "Sequences that run.", engine.running
+        yield WAITING, "Sequences that wait for their turn.", engine.waiting
+        yield USAGE, "Share of the cache in use, 0 to 1.", share
+        yield (
+            "kvlathe_kv_cache_bytes",
+            "Bytes of the pages of running sequences, shared ones once.",
+            used,
+        )
+        yield (
+            "kvlathe_kv_cache_bytes_saved",
+            "What these would take uncompressed, in pages too, less that.",
+            saved,
+        )
+        yield (
+            "kvlathe_kv_cache_bytes_kept",
+            "Bytes of pages kept for requests that begin alike.",
+            kept,
+        )
+
+    def _counters(self) -> Iterator[tuple[str, str, float]]:
+        scheduler = self._engine.llm.engine.scheduler
         hits = scheduler.prefixes.hits if scheduler.prefixes else 0
-        gauges = (
-            ("num_requests_running", "Sequences that run.", engine.running),
-            ("num_requests_waiting", "Sequences that wait for their turn.", engine.waiting),
-            ("kv_cache_usage_perc", "Share of the cache in use, 0 to 1.", used / pool.arena_bytes),
-            ("kv_cache_bytes", "Bytes of the pages of running sequences, shared ones once.", used),
-            ("kv_cache_bytes_saved", "What these would take uncompressed, in pages too, less that.", whole - used),
-            ("kv_cache_bytes_kept", "Bytes of pages kept for requests that begin alike.", pool.bytes_in_use - used),
+        yield (
+            "kvlathe_num_preemptions",
+            "Sequences sent away for want of memory.",
+            scheduler.preemptions,
         )
-        counters = (
-            ("num_preemptions", "Sequences sent away for want of memory.", scheduler.preemptions),
-            ("prefix_cache_queries", "Tokens looked up among known beginnings.", scheduler.queries),
-            ("prefix_cache_hits", "Tokens found there and not computed again.", hits),
+        yield (
+            "kvlathe_prefix_cache_queries",
+            "Tokens looked up among known beginnings.",
+            scheduler.queries,
         )
-        for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
-            for name, said, value in rows:
-                family = kind(f"kvlathe_{name}", said, labels=["model_name"])
-                family.add_metric([self._model], value)
-                yield family
+        yield (
+            "kvlathe_prefix_cache_hits",
+            "Tokens found there and not computed again.",
+            hits,
+        )
 
     def _uncompressed(self, sequences: Iterable[Sequence], own: int) -> int:
-        """Bytes of pages of the same number of tokens, uncompressed in the same number format, shared ones once: in
-        proportion to their ``own`` bytes, as sharing is not compression."""
+        """Bytes of pages of the same number of tokens, uncompressed in the same number
+        format, shared ones once: in proportion to their ``own`` bytes, as sharing is
+        not compression."""
         llm = self._engine.llm
-        page, strides = llm.plan.page_tokens, llm.pool.strides
+        if llm.manifest is None:
+            return 0
+        page = llm.plan.page_tokens
         pages = sum(-(-sequence.cached // page) for sequence in sequences)
-        held = sum(len(ids) * stride for s in sequences for ids, stride in zip(s.table.pages, strides, strict=False))
-        return round(own / max(1, held) * pages * page * llm.manifest.kv_bytes.baseline) if llm.manifest else 0
+        held = 0
+        for sequence in sequences:
+            tables = zip(sequence.table.pages, llm.pool.strides, strict=False)
+            held += sum(len(ids) * stride for ids, stride in tables)
+        unshared = pages * page * llm.manifest.kv_bytes.baseline
+        return round(own / max(1, held) * unshared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -12,13 +13,16 @@ from pathlib import Path
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
 
+from kvlathe.base.chat_template import read_template
+from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.folder import sigterm_interrupts
-from kvlathe.errors import KvlatheError
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.tokenizer import read_template
 from kvlathe.server.app import create_app
+from kvlathe.server.connection import Connection
+from kvlathe.server.gate import BODY_SECONDS
 from kvlathe.server.metrics import Metrics
 
 log = logging.getLogger("kvlathe")
@@ -27,7 +31,8 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of one server. Bytes, tokens, seconds. ``keys``: API keys, none if empty. ``cache_bytes`` None: LLM's default."""
+    """Of one server. Bytes, tokens, seconds. ``keys``: API keys, none if empty.
+    ``cache_bytes`` None: LLM's default."""
 
     host: str
     port: int
@@ -37,26 +42,35 @@ class Settings:
     max_waiting: int
     max_new_tokens: int | None
     cache_bytes: int | None
-    prompt_tokens: int
+    prompt_tokens: int | None
     share_prefixes: bool | None  # None: where the plan allows it
     threads: int | None
     drain_seconds: float
     chat_template: Path | None = None  # in place of the checkpoint's
     device: str | None = None  # cpu, cuda or auto; None: KVLATHE_DEVICE
+    origins: tuple[str, ...] = ()  # whose web pages may call it
+    body_seconds: float = BODY_SECONDS
+    max_batch_size: int | None = None  # None: the engine's
 
 
 class Server(uvicorn.Server):
-    """Uvicorn, but a signal drains first: new requests get 503, running ones end, then it stops. A second one stops
-    at once."""
+    """Uvicorn, but a signal drains first: new requests get 503, running ones end, then
+    it stops. A second one stops at once."""
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain_seconds: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, engine: AsyncEngine, drain_seconds: float
+    ) -> None:
         super().__init__(config)
         self.engine, self.drain_seconds = engine, drain_seconds
         self._until: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._until is None:
-            log.info("%s: draining for at most %g s", signal.Signals(sig).name, self.drain_seconds)
+            log.info(
+                "%s: draining for at most %g s",
+                signal.Signals(sig).name,
+                self.drain_seconds,
+            )
             self._until = time.monotonic() + self.drain_seconds
         else:
             self._until = 0
@@ -66,17 +80,39 @@ class Server(uvicorn.Server):
         if self._until is not None:
             self.engine.drain()
             if not self.engine.open or time.monotonic() > self._until:
-                await asyncio.to_thread(self.engine.close)  # what is left is told that the server shut down
+                # What is left is told that the server shut down.
+                await asyncio.to_thread(self.engine.close)
                 self.should_exit = True
         return await super().on_tick(counter)
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket; port 0 is any that is free."""
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    """A bound socket; port 0 is any that is free. Raises KvlatheError that says whether
+    the host or the port is at fault."""
+    try:
+        return bind(host, port)
+    except (OSError, UnicodeError) as error:
+        missing = getattr(error, "errno", None) == errno.EADDRNOTAVAIL
+        unknown = isinstance(error, socket.gaierror | UnicodeError)
+        flag = "--host" if missing or unknown else "--port"
+        raise KvlatheError(
+            f"{host}:{port} cannot be listened on",
+            getattr(error, "strerror", None) or str(error),
+            f"choose another {flag}",
+        ) from error
+
+
+def bind(host: str, port: int) -> socket.socket:
+    family, kind, _, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
     bound = socket.socket(family, kind)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound.bind(address)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
     return bound
 
 
@@ -89,40 +125,79 @@ def capacity(llm: LLM) -> str:
     )
 
 
-def serve(folder: Path, settings: Settings) -> None:
-    """Load the engine and serve it until SIGTERM or SIGINT. Raises KvlatheError for what cannot be loaded or bound."""
-    with sigterm_interrupts():  # nobody waits for an answer yet
-        chosen = {"share_prefixes": settings.share_prefixes, "device": settings.device}
-        llm = LLM.load(folder, settings.cache_bytes, settings.threads, **chosen)
-    if settings.chat_template:
-        llm.tokenizer.chat_template = read_template(settings.chat_template)
-    llm.engine.scheduler.prompt_tokens = settings.prompt_tokens
-    name = settings.model or (llm.manifest.model if llm.manifest else folder.name)
-    metrics = Metrics(name)
-    engine = AsyncEngine(llm, settings.max_waiting, metrics)
-    metrics.watch(engine)
-    app = create_app(engine, metrics, name, settings.keys, settings.max_body, settings.max_new_tokens)
-    config = uvicorn.Config(
+def http_config(app: FastAPI, close_seconds: int) -> uvicorn.Config:
+    """``close_seconds``: how long connections may take to end when the server stops."""
+    return uvicorn.Config(
         app,
+        http=Connection,
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=close_seconds,
     )
-    try:
-        bound = listen(settings.host, settings.port)
-    except OSError as error:
-        raise KvlatheError(
-            f"{settings.host}:{settings.port} cannot be listened on", str(error.strerror), "choose another --port"
-        ) from error
-    with engine, bound:
-        address = f"http://{settings.host}:{bound.getsockname()[1]}"
-        log.info("%s", capacity(llm))
-        if llm.most_tokens < llm.limits.max_seq_len:
-            said = "the cache holds sequences of at most %s tokens, and the engine takes %s: give it more --cache-size"
-            log.warning(said, f"{llm.most_tokens:,}", f"{llm.limits.max_seq_len:,}")
-        if settings.host not in LOCAL and not settings.keys:
-            log.warning("anybody who reaches %s may use it: there is no --api-key", settings.host)
-        log.info("serving %s on %s (API: %s/docs)", name, address, address)
-        asyncio.run(Server(config, engine, settings.drain_seconds).serve([bound]))
+
+
+def serve(folder: Path, settings: Settings) -> None:
+    """Load the engine and serve it until SIGTERM or SIGINT. Raises KvlatheError for
+    what cannot be loaded or bound."""
+    with listen(settings.host, settings.port) as bound:
+        with sigterm_interrupts():  # nobody waits for an answer yet
+            llm = load(folder, settings)
+        _serve(llm, settings, folder.name, bound)
     log.info("stopped")
+
+
+def _serve(llm: LLM, settings: Settings, folder: str, bound: socket.socket) -> None:
+    name = settings.model or (llm.manifest.model if llm.manifest else folder)
+    metrics = Metrics(name)
+    engine = AsyncEngine(llm, settings.max_waiting, metrics)
+    metrics.watch(engine)
+    app = create_app(
+        engine,
+        metrics,
+        name,
+        settings.keys,
+        settings.max_body,
+        settings.max_new_tokens,
+        settings.origins,
+        settings.body_seconds,
+    )
+    with engine:
+        say_what_is_served(llm, settings)
+        address = f"http://{settings.host}:{bound.getsockname()[1]}"
+        log.info("serving %s on %s (API: %s/docs)", name, address, address)
+        config = http_config(app, close_seconds=5)
+        asyncio.run(Server(config, engine, settings.drain_seconds).serve([bound]))
+
+
+def load(folder: Path, settings: Settings) -> LLM:
+    llm = LLM.load(
+        folder,
+        settings.cache_bytes,
+        settings.threads,
+        share_prefixes=settings.share_prefixes,
+        device=settings.device,
+        max_batch_size=settings.max_batch_size,
+    )
+    if settings.chat_template:
+        llm.tokenizer.chat_template = read_template(settings.chat_template)
+    if settings.prompt_tokens is not None:
+        llm.engine.scheduler.prompt_tokens = settings.prompt_tokens
+    return llm
+
+
+def say_what_is_served(llm: LLM, settings: Settings) -> None:
+    """How much runs at once, and what whoever started the server may not want."""
+    log.info("%s", capacity(llm))
+    if llm.most_tokens < llm.limits.max_seq_len:
+        log.warning(
+            "the cache holds sequences of at most %s tokens, and the engine takes %s: "
+            "give it more --cache-size",
+            f"{llm.most_tokens:,}",
+            f"{llm.limits.max_seq_len:,}",
+        )
+    if settings.host not in LOCAL and not settings.keys:
+        log.warning(
+            "anybody who reaches %s may use the server: there is no --api-key",
+            settings.host,
+        )

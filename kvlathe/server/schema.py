@@ -1,18 +1,30 @@
-"""What clients say and hear: the OpenAI API's completions and chat completions, with the extensions that vLLM has too.
+"""What clients say: the OpenAI API's completions and chat completions, with the
+extensions that vLLM has too. What they hear is in replies.py.
 
-Fields of the OpenAI API that would change the answer in a way an engine cannot are refused unless they ask for nothing;
-those that change nothing about the text are accepted and ignored; unknown ones are refused.
+Fields of the OpenAI API that would change the answer in a way an engine cannot are
+refused unless they ask for nothing; those that change nothing about the text are
+accepted and ignored; unknown ones are refused.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from annotated_types import Interval
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
-from kvlathe.runtime.sampler import SamplingParams
+from kvlathe.runtime.text.sampling_params import RANGES, SamplingParams
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -22,22 +34,39 @@ MAX_FIELDS = 100
 TOKEN = re.compile("[0-9]{1,10}")
 
 
-def whole(value: Any) -> Any:  # noqa: ANN401
+def whole(value: object) -> object:
     """JSON knows no integers: 1.0 is one."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def wholes(values: Any) -> Any:  # noqa: ANN401
+def wholes(values: object) -> object:
     """The same for each of a list."""
-    return [whole(value) if type(value) is float else value for value in values] if type(values) is list else values
+    if not isinstance(values, list):
+        return values
+    items = cast("list[object]", values)
+    return [whole(item) if type(item) is float else item for item in items]
+
+
+def allowed(name: str) -> Interval:
+    """What Python takes for this parameter, HTTP takes too."""
+    span = RANGES[name]
+    if span.open_low:
+        return Interval(gt=span.low, le=span.high)
+    return Interval(ge=span.low, le=span.high)
 
 
 T = TypeVar("T")
+Json = dict[str, Any]
 Integer = Annotated[int, BeforeValidator(whole)]
 Items = Annotated[list[T], Field(fail_fast=True)]
-"""A list of which the first fault is all that is said: a body of a few megabytes can hold a million."""
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True), BeforeValidator(wholes)]
-NOTHING: tuple[Any, ...] = (None, [], {}, "", "none", ["text"], {"type": "text"})
+"""A list of which the first fault is all that is said: a body of a few megabytes can
+hold a million."""
+TokenIds = Annotated[
+    list[Annotated[int, Field(ge=0, lt=2**31)]],
+    Field(fail_fast=True),
+    BeforeValidator(wholes),
+]
+NOTHING: tuple[object, ...] = (None, [], {}, "", "none", ["text"], {"type": "text"})
 """Values by which a field asks for what is done anyway."""
 
 
@@ -46,15 +75,19 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few(cls, given: Any) -> Any:  # noqa: ANN401
+    def _few(cls, given: object) -> object:
         """Each unknown field would be a fault of its own."""
         if isinstance(given, dict) and len(given) > MAX_FIELDS:
-            raise PydanticCustomError("fields", "at most {most} fields", {"most": MAX_FIELDS})
+            raise PydanticCustomError(
+                "fields", "at most {most} fields", {"most": MAX_FIELDS}
+            )
         return given
 
 
 class StreamOptions(Strict):
-    include_usage: bool | None = Field(None, description="One more chunk at the end, with usage and no choices.")
+    include_usage: bool | None = Field(
+        None, description="One more chunk at the end, with usage and no choices."
+    )
     include_obfuscation: bool | None = Field(None, description="Ignored.")
 
 
@@ -62,59 +95,116 @@ class Sampled(Strict):
     """What both kinds of request have in common."""
 
     model: str = Field(description="The served model's name, as /v1/models lists it.")
-    temperature: float | None = Field(None, ge=0, le=2, description="0 always takes the likeliest. Default: 1.")
-    top_p: float | None = Field(None, gt=0, le=1, description="Draw from the likeliest tokens of joint mass top_p.")
-    n: Integer | None = Field(None, ge=1, le=MAX_CHOICES, description="Choices for each prompt. Default: 1.")
-    stop: str | Items[str] | None = Field(None, description=f"Up to {MAX_STOPS} strings that end the text.")
-    seed: Integer | None = Field(None, ge=-(2**63), lt=2**63, description="Same seed, same text; choice i adds i.")
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, float] | None = Field(None, description="Token id -> what is added to its logit, +-100.")
-    stream: bool | None = Field(None, description="Server-sent events, ended by data: [DONE].")
+    temperature: float | None = Field(
+        None, ge=0, le=2, description="0 always takes the likeliest. Default: 1."
+    )
+    top_p: Annotated[float, allowed("top_p")] | None = Field(
+        None,
+        description="Draw from the likeliest tokens of joint mass top_p.",
+    )
+    n: Integer | None = Field(
+        None, ge=1, le=MAX_CHOICES, description="Choices for each prompt. Default: 1."
+    )
+    stop: str | Items[str] | None = Field(
+        None, description=f"Up to {MAX_STOPS} strings that end the text."
+    )
+    seed: Integer | None = Field(
+        None,
+        ge=-(2**63),
+        lt=2**63,
+        description="Same seed, same text; choice i adds i.",
+    )
+    presence_penalty: Annotated[float, allowed("presence_penalty")] | None = Field(None)
+    frequency_penalty: Annotated[float, allowed("frequency_penalty")] | None = Field(
+        None
+    )
+    logit_bias: dict[str, float] | None = Field(
+        None, description="Token id -> what is added to its logit, +-100."
+    )
+    stream: bool | None = Field(
+        None, description="Server-sent events, ended by data: [DONE]."
+    )
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="Ignored.")
     # Extensions, named as in vLLM.
     top_k: Integer | None = Field(
-        None, ge=-1, lt=2**31, description="Extension: draw from the k likeliest only; 0 and -1 are off."
+        None,
+        ge=-1,
+        lt=2**31,
+        description="Extension: draw from the k likeliest only; 0 and -1 are off.",
     )
-    min_p: float | None = Field(None, ge=0, le=1, description="Extension: drop what is less likely than this share.")
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100, description="Extension; counts the prompt too.")
-    ignore_eos: bool | None = Field(None, description="Extension: go on past the end-of-text token.")
-    stop_token_ids: TokenIds | None = Field(None, max_length=MAX_STOPS, description="Extension.")
-    deadline_seconds: float | None = Field(None, gt=0, description="Extension: give up after so long, with 408.")
+    min_p: Annotated[float, allowed("min_p")] | None = Field(
+        None,
+        description="Extension: drop what is less likely than this share.",
+    )
+    repetition_penalty: Annotated[float, allowed("repetition_penalty")] | None = Field(
+        None, description="Extension; counts the prompt too."
+    )
+    ignore_eos: bool | None = Field(
+        None, description="Extension: go on past the end-of-text token."
+    )
+    stop_token_ids: TokenIds | None = Field(
+        None, max_length=MAX_STOPS, description="Extension."
+    )
+    deadline_seconds: float | None = Field(
+        None, gt=0, description="Extension: give up after so long, with 408."
+    )
 
     @field_validator("stop")
     @classmethod
     def _stops(cls, stop: str | list[str] | None) -> str | list[str] | None:
         stops = [stop] if isinstance(stop, str) else stop or []
         if len(stops) > MAX_STOPS or not all(stops):
-            raise PydanticCustomError("stop", "at most {most} strings, none of them empty", {"most": MAX_STOPS})
+            raise PydanticCustomError(
+                "stop",
+                "at most {most} strings, none of them empty",
+                {"most": MAX_STOPS},
+            )
         return stop
 
     @field_validator("logit_bias", mode="before")
     @classmethod
-    def _few_biases(cls, biases: Any) -> Any:  # noqa: ANN401
+    def _few_biases(cls, biases: object) -> object:
         if isinstance(biases, dict) and len(biases) > MAX_BIASES:
-            raise PydanticCustomError("logit_bias", "at most {most} token ids", {"most": MAX_BIASES})
+            raise PydanticCustomError(
+                "logit_bias", "at most {most} token ids", {"most": MAX_BIASES}
+            )
         return biases
 
     @field_validator("logit_bias")
     @classmethod
     def _biases(cls, biases: dict[str, float] | None) -> dict[str, float] | None:
-        if not all(TOKEN.fullmatch(token) and abs(bias) <= 100 for token, bias in (biases or {}).items()):
-            raise PydanticCustomError("logit_bias", "token ids (decimal), each with a number from -100 to 100")
+        if not all(
+            TOKEN.fullmatch(token) and abs(bias) <= 100
+            for token, bias in (biases or {}).items()
+        ):
+            raise PydanticCustomError(
+                "logit_bias", "token ids (decimal), each with a number from -100 to 100"
+            )
         return biases
 
     @field_validator("stream_options")
     @classmethod
-    def _of_a_stream(cls, options: StreamOptions | None, info: Any) -> StreamOptions | None:  # noqa: ANN401
+    def _of_a_stream(
+        cls,
+        options: StreamOptions | None,
+        info: ValidationInfo,
+    ) -> StreamOptions | None:
         if options and options.include_usage and not info.data.get("stream"):
-            raise PydanticCustomError("stream_options", "needs stream to be true; whole answers have usage anyway")
+            raise PydanticCustomError(
+                "stream_options",
+                "needs stream to be true; whole answers have usage anyway",
+            )
         return options
 
-    def params(self, max_new_tokens: int, logprobs: int | None, prompt_logprobs: int | None = None) -> SamplingParams:
+    def params(
+        self,
+        max_new_tokens: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+    ) -> SamplingParams:
         """What the engine is asked for."""
-        given = {
+        given: Json = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p,
             "top_k": max(0, self.top_k or 0),
@@ -122,26 +212,39 @@ class Sampled(Strict):
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
-            "logit_bias": tuple((int(k), v) for k, v in (self.logit_bias or {}).items()),
+            "logit_bias": tuple(
+                (int(k), v) for k, v in (self.logit_bias or {}).items()
+            ),
             "seed": None if self.seed is None else self.seed % 2**64,
-            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            "stop": (self.stop,)
+            if isinstance(self.stop, str)
+            else tuple(self.stop or ()),
             "stop_ids": tuple(self.stop_token_ids or ()),
             "ignore_eos": self.ignore_eos,
             "max_new_tokens": max_new_tokens,
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
         }
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        return SamplingParams(
+            **{name: value for name, value in given.items() if value is not None}
+        )
 
 
-def unsupported(value: Any) -> Any:  # noqa: ANN401
+def unsupported(value: T) -> T:
     """A field that is refused unless it asks for nothing."""
     if value in NOTHING:
         return value
-    raise PydanticCustomError("unsupported", "this server cannot do that; leave the field out")
+    raise PydanticCustomError(
+        "unsupported", "this server cannot do that; leave the field out"
+    )
 
 
-Refused = Annotated[Any, BeforeValidator(unsupported), Field(json_schema_extra={"enum": [*NOTHING]})]
+Refused = Annotated[
+    object,
+    BeforeValidator(unsupported),
+    WithJsonSchema({"enum": [*NOTHING]}),
+]
+Ignored = object
 
 
 class CompletionRequest(Sampled):
@@ -151,24 +254,39 @@ class CompletionRequest(Sampled):
         str
         | Annotated[TokenIds, Field(min_length=1)]
         | Annotated[Items[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[Items[Annotated[TokenIds, Field(min_length=1)]], Field(min_length=1, max_length=MAX_PROMPTS)]
-    ) = Field(description="A text, a list of token ids, or a list of either; several prompts are answered together.")
-    max_tokens: Integer | None = Field(None, ge=0, lt=2**31, description="Default: 16. 0 only with echo.")
-    logprobs: Integer | None = Field(None, ge=0, le=20, description="Report the so many likeliest beside each token.")
-    echo: bool | None = Field(None, description="Begin with the prompt; with logprobs, those of its tokens too.")
+        | Annotated[
+            Items[Annotated[TokenIds, Field(min_length=1)]],
+            Field(min_length=1, max_length=MAX_PROMPTS),
+        ]
+    ) = Field(
+        description="A text, a list of token ids, or a list of either; several prompts are answered together."
+    )
+    max_tokens: Integer | None = Field(
+        None, ge=0, lt=2**31, description="Default: 16. 0 only with echo."
+    )
+    logprobs: Integer | None = Field(
+        None, ge=0, le=20, description="Report the so many likeliest beside each token."
+    )
+    echo: bool | None = Field(
+        None,
+        description="Begin with the prompt; with logprobs, those of its tokens too.",
+    )
     best_of: Integer | None = Field(None, description="Refused unless it equals n.")
     suffix: Refused = Field(None, description="Refused unless empty.")
 
     @field_validator("best_of")
     @classmethod
-    def _best_of(cls, value: int | None, info: Any) -> int | None:  # noqa: ANN401
+    def _best_of(cls, value: int | None, info: ValidationInfo) -> int | None:
         return unsupported(None if value == (info.data.get("n") or 1) else value)
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
         """One entry for each prompt."""
-        prompt: Any = self.prompt
-        return [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [cast("list[int]", self.prompt)]
+        return cast("list[str] | list[list[int]]", self.prompt)
 
 
 class TextPart(BaseModel):
@@ -184,12 +302,18 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Items[TextPart] | None = Field(None, description="A text, or parts of type text.")
+    content: str | Items[TextPart] | None = Field(
+        None, description="A text, or parts of type text."
+    )
     name: str | None = None
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self) -> Json:
         content = self.content
-        text = content if isinstance(content, str) else "".join(part.text for part in content or [])
+        text = (
+            content
+            if isinstance(content, str)
+            else "".join(part.text for part in content or [])
+        )
         return {**self.model_dump(exclude_none=True), "content": text}
 
 
@@ -197,10 +321,16 @@ class ChatRequest(Sampled):
     """POST /v1/chat/completions."""
 
     messages: Items[Message] = Field(min_length=1)
-    max_tokens: Integer | None = Field(None, ge=1, lt=2**31, description="Default: all that the engine's limits leave.")
-    max_completion_tokens: Integer | None = Field(None, ge=1, lt=2**31, description="Goes before max_tokens.")
+    max_tokens: Integer | None = Field(
+        None, ge=1, lt=2**31, description="Default: all that the engine's limits leave."
+    )
+    max_completion_tokens: Integer | None = Field(
+        None, ge=1, lt=2**31, description="Goes before max_tokens."
+    )
     logprobs: bool | None = None
-    top_logprobs: Integer | None = Field(None, ge=0, le=20, description="Needs logprobs.")
+    top_logprobs: Integer | None = Field(
+        None, ge=0, le=20, description="Needs logprobs."
+    )
     # Refused unless they ask for nothing.
     tools: Refused = None
     tool_choice: Refused = None
@@ -213,117 +343,20 @@ class ChatRequest(Sampled):
     web_search_options: Refused = None
     reasoning_effort: Refused = None
     verbosity: Refused = None
-    # Ignored: they say nothing about the text.
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    parallel_tool_calls: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
-    moderation: Any = None
+    # They say nothing about the text.
+    metadata: Ignored = None
+    store: Ignored = None
+    service_tier: Ignored = None
+    parallel_tool_calls: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
+    moderation: Ignored = None
 
     @field_validator("top_logprobs")
     @classmethod
-    def _needs_logprobs(cls, value: int | None, info: Any) -> int | None:  # noqa: ANN401
+    def _needs_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None and not info.data.get("logprobs"):
             raise PydanticCustomError("top_logprobs", "needs logprobs to be true")
         return value
-
-
-# -- answers ---------------------------------------------------------------------------------------------------------
-class Usage(BaseModel):
-    """Tokens. A prompt with several choices counts once."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-
-
-FinishReason = Literal["stop", "length"]
-
-
-class CompletionLogprobs(BaseModel):
-    """One entry for each token."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None] = Field(description="Of the model before any sampling parameter.")
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int] = Field(description="Where the token begins, in characters of the text.")
-
-
-class CompletionChoice(BaseModel):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: FinishReason | None = None
-
-
-class Completion(BaseModel):
-    """Also the form of a stream's chunks, whose texts add up."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int = Field(description="Unix seconds.")
-    model: str
-    system_fingerprint: str = Field(description="Of the compression plan.")
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-
-
-class Likely(BaseModel):
-    token: str
-    logprob: float
-    bytes: list[int] | None = Field(description="UTF-8. Those of successive tokens make up the text.")
-
-
-class TokenReport(Likely):
-    top_logprobs: list[Likely]
-
-
-class ChatLogprobs(BaseModel):
-    content: list[TokenReport]
-
-
-class Reply(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: Reply
-    logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason
-
-
-class ChatCompletion(BaseModel):
-    """Chunks of a stream have object chat.completion.chunk, and delta in place of message."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int = Field(description="Unix seconds.")
-    model: str
-    system_fingerprint: str = Field(description="Of the compression plan.")
-    choices: list[ChatChoice]
-    usage: Usage
-
-
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: Literal["kvlathe"] = "kvlathe"
-    max_model_len: int = Field(description="Tokens of prompt and answer together.")
-    kv_bytes_per_token: float
-    kv_bytes_removed: float = Field(description="Share of the uncompressed cache's bytes, same number format.")
-
-
-class ModelList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class Health(BaseModel):
-    status: Literal["ok", "draining", "dead"]

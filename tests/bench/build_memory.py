@@ -1,9 +1,11 @@
-"""Peak memory of building a synthetic checkpoint of 1 B parameters (bf16, random weights): at most its size + 2 GB.
+"""Peak memory of building a synthetic checkpoint of 1 B parameters (bf16, random
+weights): at most its size + 2 GB.
 
     python tests/bench/build_memory.py [--folder DIR] [--compression fdc]
 
-The build runs in a child process; its resident set, and that of the processes it starts, is sampled every 20 ms.
-Mapped files count as far as they are resident, so the checkpoint itself is in the number.
+The build runs in a child process; its resident set, and that of the processes it
+starts, is sampled every 20 ms. Mapped files count as far as they are resident, so the
+checkpoint itself is in the number.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
-from kvlathe.console import human_bytes, print_table
+from kvlathe.base.console import human_bytes, print_table
 
 GB = 1_000_000_000
 ALLOWANCE = 2 * GB
@@ -55,10 +57,26 @@ build(BuildRequest(**{**fields, "model": Path(fields["model"]), "output_dir": Pa
 
 
 def tensors() -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
-    """(shard name, {tensor: shape}): one shard a layer, so that writing the checkpoint needs little memory."""
-    d, ff, kv, v = (CONFIG[k] for k in ("hidden_size", "intermediate_size", "num_key_value_heads", "vocab_size"))
+    """(shard name, {tensor: shape}): one shard a layer, so that writing the checkpoint
+    needs little memory."""
+    d, ff, kv, v = (
+        CONFIG[k]
+        for k in (
+            "hidden_size",
+            "intermediate_size",
+            "num_key_value_heads",
+            "vocab_size",
+        )
+    )
     kv *= CONFIG["head_dim"]
-    yield "outside", {"model.embed_tokens.weight": (v, d), "lm_head.weight": (v, d), "model.norm.weight": (d,)}
+    yield (
+        "outside",
+        {
+            "model.embed_tokens.weight": (v, d),
+            "lm_head.weight": (v, d),
+            "model.norm.weight": (d,),
+        },
+    )
     for i in range(CONFIG["num_hidden_layers"]):
         at = f"model.layers.{i}."
         yield (
@@ -84,10 +102,16 @@ def write_checkpoint(folder: Path) -> int:
     weight_map, size = {}, 0
     for shard, shapes in tensors():
         file = f"{shard}.safetensors"
-        save_file({name: random_weight(shape) for name, shape in shapes.items()}, folder / file, {"format": "pt"})
+        save_file(
+            {name: random_weight(shape) for name, shape in shapes.items()},
+            folder / file,
+            {"format": "pt"},
+        )
         weight_map |= dict.fromkeys(shapes, file)
         size += (folder / file).stat().st_size
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return size
 
 
@@ -104,7 +128,9 @@ def resident(pid: int) -> int:
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     except (OSError, IndexError):
         return 0
-    return pages * os.sysconf("SC_PAGE_SIZE") + sum(resident(int(child)) for child in children)
+    return pages * os.sysconf("SC_PAGE_SIZE") + sum(
+        resident(int(child)) for child in children
+    )
 
 
 class PeakWatch(threading.Thread):
@@ -120,7 +146,12 @@ class PeakWatch(threading.Thread):
 
 def measure(model: Path, output: Path, options: dict[str, object]) -> tuple[int, float]:
     """(peak resident bytes, seconds) of one build in a child process."""
-    request = {"model": str(model), "output_dir": str(output), "use_cache": False, **options}
+    request = {
+        "model": str(model),
+        "output_dir": str(output),
+        "use_cache": False,
+        **options,
+    }
     started = time.monotonic()
     child = subprocess.Popen([sys.executable, "-c", BUILD, json.dumps(request)])
     watch = PeakWatch(child.pid)
@@ -131,23 +162,48 @@ def measure(model: Path, output: Path, options: dict[str, object]) -> tuple[int,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=None, help="where to work (needs about 7 GB)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where to work (needs about 7 GB)"
+    )
     parser.add_argument("--compression", default="fdc")
     parser.add_argument("--compression-ratio", type=float, default=0.25)
     parser.add_argument("--dtype", default="float32")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=arguments.folder) as work:
         size = write_checkpoint(Path(work) / "model")
-        options: dict[str, object] = {"compression": arguments.compression, "dtype": arguments.dtype}
+        options: dict[str, object] = {
+            "compression": arguments.compression,
+            "dtype": arguments.dtype,
+        }
         if arguments.compression != "none":
             options["compression_ratio"] = arguments.compression_ratio
         peak, seconds = measure(Path(work) / "model", Path(work) / "engine", options)
         engine = sum(path.stat().st_size for path in (Path(work) / "engine").iterdir())
-    rows = [("checkpoint", size), ("engine", engine), ("peak resident", peak), ("allowed", size + ALLOWANCE)]
-    print_table(f"Building 1 B parameters, {seconds:.0f} s", ("", "bytes"), [(n, human_bytes(b)) for n, b in rows])
-    result = {"bench": "build_memory", "checkpoint_bytes": size, "engine_bytes": engine, "peak_bytes": peak}
-    print(json.dumps(result | {"seconds": round(seconds, 1), "ok": peak <= size + ALLOWANCE}))
+    rows = [
+        ("checkpoint", size),
+        ("engine", engine),
+        ("peak resident", peak),
+        ("allowed", size + ALLOWANCE),
+    ]
+    print_table(
+        f"Building 1 B parameters, {seconds:.0f} s",
+        ("", "bytes"),
+        [(n, human_bytes(b)) for n, b in rows],
+    )
+    result = {
+        "bench": "build_memory",
+        "checkpoint_bytes": size,
+        "engine_bytes": engine,
+        "peak_bytes": peak,
+    }
+    print(
+        json.dumps(
+            result | {"seconds": round(seconds, 1), "ok": peak <= size + ALLOWANCE}
+        )
+    )
     sys.exit(peak > size + ALLOWANCE)
 
 

@@ -1,12 +1,14 @@
-"""What attention of a decode step costs on the CPU: the native op alone, every layer of a model, over a random cache.
+"""What attention of a decode step costs on the CPU: the native op alone, every layer of
+a model, over a random cache.
 
-    kvlathe native
-    python tests/bench/cpu_attend.py [--formats 32 16 8 4 2] [--contexts 512 2048 3840] [--rows 1 8] [--ranks 96 112]
+    kvlathe native python tests/bench/cpu_attend.py [--formats 32 16 8 4 2] [--contexts
+    512 2048 3840] [--rows 1 8] [--ranks 96 112]
 
-A format is BITS, groups along the rank for K and along the tokens for V; or BITS:AXIS_K,AXIS_V. Above 8 bits it is one
-bucket; below, ``--hot`` tokens are still in 32 bit. 32-bit caches are also shown at full rank. The shape is that of
-lathe-27m: 6 layers of 4 KV heads of 128, 2 query heads each. The best of ``--repeats`` calls counts: other load only
-slows.
+A format is BITS, groups along the rank for K and along the tokens for V; or
+BITS:AXIS_K,AXIS_V. Above 8 bits it is one bucket; below, ``--hot`` tokens are still in
+32 bit. 32-bit caches are also shown at full rank. The shape is that of lathe-27m: 6
+layers of 4 KV heads of 128, 2 query heads each. The best of ``--repeats`` calls counts:
+other load only slows.
 """
 
 from __future__ import annotations
@@ -27,9 +29,12 @@ import numpy.typing as npt
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvlathe.export.layout import CacheLayout, layer_table  # noqa: E402
-from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier  # noqa: E402
-from kvlathe.runtime.native import ABI_VERSION, Native, find  # noqa: E402
+from kvlathe.plan.formats import Tier  # noqa: E402
+from kvlathe.plan.heads import Lane, ModelShape  # noqa: E402
+from kvlathe.plan.layer_table import layer_table  # noqa: E402
+from kvlathe.plan.layout import CacheLayout  # noqa: E402
+from kvlathe.plan.plan import Bucket, CompressionPlan  # noqa: E402
+from kvlathe.runtime.native.library import ABI_VERSION, Native, find  # noqa: E402
 from tests.native_cpu.library import AttendArgs, Op, aligned  # noqa: E402
 
 LAYERS, HEADS, GROUP, WIDTH = 6, 4, 2, 128
@@ -42,13 +47,21 @@ def plan_of(form: str, ranks: list[int]) -> CompressionPlan:
     axis_k, axis_v = axes.split(",") if axes else ("rank", "token")
     tier = Tier(int(bits), int(bits), axis_k, axis_v)  # pyright: ignore[reportArgumentType]
     places = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
-    chosen = [(ranks[i % len(ranks)], ranks[(i + 1) % len(ranks)]) for i in range(len(places))]
+    chosen = [
+        (ranks[i % len(ranks)], ranks[(i + 1) % len(ranks)]) for i in range(len(places))
+    ]
     projected = any(rank < WIDTH for rank in ranks)
-    lanes = [Lane(*at, WIDTH, *rank, projected=projected) for at, rank in zip(places, chosen, strict=True)]
+    lanes = [
+        Lane(*at, WIDTH, *rank, projected=projected)
+        for at, rank in zip(places, chosen, strict=True)
+    ]
     every = tuple(range(len(lanes)))
     buckets, tiers = [Bucket(0, every)], [tier]
-    if tier.quantized:
-        buckets, tiers = [Bucket(0, every), Bucket(1, every, source=0)], [Tier(32, 32), tier]
+    if tier.is_coded:
+        buckets, tiers = (
+            [Bucket(0, every), Bucket(1, every, source=0)],
+            [Tier(32, 32), tier],
+        )
     shape = ModelShape(LAYERS, HEADS * GROUP, HEADS, WIDTH, 512, 8192, 4096)
     return CompressionPlan(shape, tuple(lanes), tuple(tiers), tuple(buckets))
 
@@ -56,21 +69,44 @@ def plan_of(form: str, ranks: list[int]) -> CompressionPlan:
 class Steps:
     """Decode steps of ``rows`` sequences that have ``context`` tokens each."""
 
-    def __init__(self, plan: CompressionPlan, context: int, rows: int, hot: int, threads: int, layers: int) -> None:
-        rng, page, self.layout = np.random.default_rng(0), plan.page_tokens, CacheLayout(plan)
-        cold = max(0, context - hot) // page * page if plan.tiers[-1].quantized else 0
+    def __init__(
+        self,
+        plan: CompressionPlan,
+        context: int,
+        rows: int,
+        hot: int,
+        threads: int,
+        layers: int,
+    ) -> None:
+        rng, page, self.layout = (
+            np.random.default_rng(0),
+            plan.page_tokens,
+            CacheLayout(plan),
+        )
+        cold = max(0, context - hot) // page * page if plan.tiers[-1].is_coded else 0
         counts = [context - cold, cold][: len(plan.buckets)]
         lengths = np.array([counts] * rows, np.int32)
-        self.memory, tables = self.pool(plan, [-(-(n + 1) // page) for n in counts], rows, rng)
-        self.pointers = (ctypes.c_void_p * len(tables))(*(t.ctypes.data for t in tables))
+        self.memory, tables = self.pool(
+            plan, [-(-(n + 1) // page) for n in counts], rows, rng
+        )
+        self.pointers = (ctypes.c_void_p * len(tables))(
+            *(t.ctypes.data for t in tables)
+        )
         self.kept: list[Any] = [tables, lengths]
         self.layers = [
-            (Op(native(), layer_table(plan, i)), self.args(plan, i, lengths, tables, rows, threads, rng))
+            (
+                Op(native(), layer_table(plan, i)),
+                self.args(plan, i, lengths, tables, rows, threads, rng),
+            )
             for i in range(layers)
         ]
 
     def pool(
-        self, plan: CompressionPlan, pages: list[int], rows: int, rng: np.random.Generator
+        self,
+        plan: CompressionPlan,
+        pages: list[int],
+        rows: int,
+        rng: np.random.Generator,
     ) -> tuple[Array, list[Array]]:
         strides, at, spans = self.layout.page_stride, 0, []
         for stride, count in zip(strides, pages, strict=True):
@@ -78,14 +114,23 @@ class Steps:
             spans.append((first, count * rows))
             at = (first + count * rows) * stride
         memory = aligned(np.zeros(at, np.uint8))
-        for (first, count), stride, bucket in zip(spans, strides, plan.buckets, strict=True):
+        for (first, count), stride, bucket in zip(
+            spans, strides, plan.buckets, strict=True
+        ):
             part = memory[first * stride : (first + count) * stride]
             bits = plan.tiers[bucket.tier].bits_k
             if bits >= 16:
-                part.view(np.float16 if bits == 16 else np.float32)[:] = rng.normal(size=len(part) * 8 // bits)
-            else:  # codes, and as good scales: the halves of random bytes below 64 are small and finite
+                part.view(np.float16 if bits == 16 else np.float32)[:] = rng.normal(
+                    size=len(part) * 8 // bits
+                )
+            # codes, and as good scales: the halves of random bytes below 64 are small
+            # and finite
+            else:
                 part[:] = rng.integers(0, 64, len(part), np.uint8)
-        tables = [(first + rng.permutation(count)).astype(np.int32).reshape(rows, -1) for first, count in spans]
+        tables = [
+            (first + rng.permutation(count)).astype(np.int32).reshape(rows, -1)
+            for first, count in spans
+        ]
         return memory, tables
 
     def args(
@@ -102,7 +147,7 @@ class Steps:
             "v": normal(rows, ranks_v),
             "cos": normal(rows, WIDTH // 2),
             "sin": normal(rows, WIDTH // 2),
-            "query_starts": np.arange(rows + 1, dtype=np.int32),
+            "cu_seqlens_q": np.arange(rows + 1, dtype=np.int32),
             "lengths": lengths,
             "page_table_widths": np.array([t.shape[1] for t in tables], np.int32),
             "proj_q": normal(len(lanes), WIDTH, widest) / 8,
@@ -136,12 +181,19 @@ def native() -> Native:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--formats", nargs="+", default=["32", "16", "8", "4", "2"])
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 3840])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--ranks", type=int, nargs="+", default=[96, 112, 96])
-    parser.add_argument("--layers", type=int, default=LAYERS, help="1: a short context stays in the caches")
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=LAYERS,
+        help="1: a short context stays in the caches",
+    )
     parser.add_argument("--hot", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=20)
@@ -153,14 +205,40 @@ def main() -> None:
         f"{'format':<14} {'rank':>5} {'rows':>4} {'context':>7} {'us a row':>9} {'ns a token, row':>16} {'bytes':>14}"
     )
     records = []
-    for (form, ranks), (rows, context) in itertools.product(cases, itertools.product(args.rows, args.contexts)):
+    for (form, ranks), (rows, context) in itertools.product(
+        cases, itertools.product(args.rows, args.contexts)
+    ):
         plan = plan_of(form, ranks)
-        each = Steps(plan, context, rows, args.hot, args.threads, args.layers).seconds(args.repeats) / rows * 1e6
+        each = (
+            Steps(plan, context, rows, args.hot, args.threads, args.layers).seconds(
+                args.repeats
+            )
+            / rows
+            * 1e6
+        )
         size, rank = CacheLayout(plan).bytes_per_token(), float(np.mean(ranks))
-        records.append({"format": form, "rank": rank, "rows": rows, "context": context, "us_row": each, "bytes": size})
+        records.append(
+            {
+                "format": form,
+                "rank": rank,
+                "rows": rows,
+                "context": context,
+                "us_row": each,
+                "bytes": size,
+            }
+        )
         line = f"{each:>9.1f} {each / context * 1e3:>16.1f} {size:>14.0f}"
         print(f"{form:<14} {rank:>5.0f} {rows:>4} {context:>7} {line}", flush=True)
-    print(json.dumps({"bench": "cpu_attend", "isa": native().isa, "threads": args.threads, "results": records}))
+    print(
+        json.dumps(
+            {
+                "bench": "cpu_attend",
+                "isa": native().isa,
+                "threads": args.threads,
+                "results": records,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
-"""The cuda backend end to end on one GPU, Llama-3.1-8B shape with random weights: decode, capacity, a long request.
+"""The cuda backend end to end on one GPU, Llama-3.1-8B shape with random weights:
+decode, capacity, a long request.
 
   python3 tests/bench/cuda_backend.py --library build/native/libkvlathe.so
 
-Plans: ``none`` (16 bit, full rank, nothing projected), ``ranks`` (16 bit, ranks 16 to 96, mean 51.2 for K and for V)
-and ``ranks8`` (the same, full pages sealed into 8 bit). The cache is filled with random pages; every decode step then
-runs as in serving: pages reserved, sealed and committed by PagePool, inputs written by the host while the GPU computes
-the step before, tokens sampled greedily on the GPU and read back one step behind. ``step`` is wall time a step, ``GPU``
-that of a replayed graph alone; their difference is the host's overhead. ``--prompts``: one from nothing to its first
-token, chunk by chunk, full pages sealed after each. Needs torch; prints tables and one JSON line.
+Plans: ``none`` (16 bit, full rank, nothing projected), ``ranks`` (16 bit, ranks 16 to
+96, mean 51.2 for K and for V) and ``ranks8`` (the same, full pages sealed into 8 bit).
+The cache is filled with random pages; every decode step then runs as in serving: pages
+reserved, sealed and committed by PagePool, inputs written by the host while the GPU
+computes the step before, tokens sampled greedily on the GPU and read back one step
+behind. ``step`` is wall time a step, ``GPU`` that of a replayed graph alone; their
+difference is the host's overhead. ``--prompts``: one from nothing to its first token,
+chunk by chunk, full pages sealed after each. Needs torch; prints tables and one JSON
+line.
 """
 
 from __future__ import annotations
@@ -25,17 +29,22 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvlathe.engines.manifest import Limits
-from kvlathe.export.layout import CacheLayout
-from kvlathe.export.plan import Bucket, CompressionPlan, Lane, ModelShape, Tier
-from kvlathe.runtime.arena import OutOfPages
-from kvlathe.runtime.cuda_abi import CudaLibrary
-from kvlathe.runtime.cuda_decoder import TorchDecoder, Wiring
-from kvlathe.runtime.cuda_rows import NativeRows
-from kvlathe.runtime.cuda_session import CudaSession
-from kvlathe.runtime.native import Native
-from kvlathe.runtime.pool import PagePool, PageTable
-from kvlathe.runtime.session import StepPlan
+from kvlathe.layers.wiring import Wiring
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.heads import Lane, ModelShape
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.manifest import Limits
+from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.runtime.cache.arena import OutOfPages
+from kvlathe.runtime.cache.page_table import PageTable
+from kvlathe.runtime.cache.pool import PagePool
+from kvlathe.runtime.native.cuda import CudaLibrary
+from kvlathe.runtime.native.library import Native
+from kvlathe.runtime.sessions.protocols import StepPlan
+from kvlathe.runtime.sessions.torch_cuda.compute import session_of
+from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder
+from kvlathe.runtime.sessions.torch_cuda.device import TorchDevice, bytes_of, tensor_of
+from kvlathe.runtime.sessions.torch_cuda.rows import NativeRows
 from tests.bench.decode_h200 import ranks_of
 
 SHAPE = ModelShape(32, 32, 8, 128, 4096, 128256, 131072)
@@ -45,14 +54,21 @@ SPARE = 3 << 30
 
 
 def plan_of(kind: str, chunk: int = 512) -> CompressionPlan:
-    ranks = ranks_of("full" if kind == "none" else "mixed", SHAPE.layers, SHAPE.kv_heads, 0)
+    ranks = ranks_of(
+        "full" if kind == "none" else "mixed", SHAPE.layers, SHAPE.kv_heads, 0
+    )
     lanes = tuple(
-        Lane(i, h, 128, *pair, projected=kind != "none") for i, row in enumerate(ranks) for h, pair in enumerate(row)
+        Lane(i, h, 128, *pair, projected=kind != "none")
+        for i, row in enumerate(ranks)
+        for h, pair in enumerate(row)
     )
     every = tuple(range(len(lanes)))
     tiers, buckets = (Tier(16, 16),), (Bucket(0, every),)
     if kind == "ranks8":
-        tiers, buckets = (*tiers, Tier(8, 8, arithmetic="int")), (*buckets, Bucket(1, every, source=0))
+        tiers, buckets = (
+            (*tiers, Tier(8, 8, arithmetic="int")),
+            (*buckets, Bucket(1, every, source=0)),
+        )
     return CompressionPlan(SHAPE, lanes, tiers, buckets, 64, chunk, compression=kind)
 
 
@@ -61,7 +77,9 @@ def weights_of(plan: CompressionPlan, dtype: torch.dtype) -> dict[str, torch.Ten
     torch.manual_seed(0)
 
     def random_(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="cuda").normal_(0, shape[0] ** -0.5)
+        return torch.empty(shape, dtype=dtype, device="cuda").normal_(
+            0, shape[0] ** -0.5
+        )
 
     def ones(size: int) -> torch.Tensor:
         return torch.ones(size, dtype=dtype, device="cuda")
@@ -78,45 +96,82 @@ def weights_of(plan: CompressionPlan, dtype: torch.dtype) -> dict[str, torch.Ten
             "down.weight": random_(INNER, hidden),
         }  # fmt: skip
         if plan.projected:
-            layer |= {f"attend.proj_{x}": random_(d, len(lanes) * rank).view(len(lanes), d, rank) for x in "qk"}
-            layer["attend.centre_k"] = torch.zeros(len(lanes), rank, dtype=dtype, device="cuda")
+            layer |= {
+                f"attend.proj_{x}": random_(d, len(lanes) * rank).view(
+                    len(lanes), d, rank
+                )
+                for x in "qk"
+            }
+            layer["attend.centre_k"] = torch.zeros(
+                len(lanes), rank, dtype=dtype, device="cuda"
+            )
         found |= {f"layers.{i}.{name}": x for name, x in layer.items()}
     angles = 500000.0 ** -(torch.arange(d // 2, device="cuda") / (d // 2))
     found |= {"rope.inv_freq": angles, "rope.amplitude": torch.ones_like(angles)}
-    found |= {"embed.weight": random_(SHAPE.vocab_size, hidden), "head.weight": random_(hidden, SHAPE.vocab_size)}
+    found |= {
+        "embed.weight": random_(SHAPE.vocab_size, hidden),
+        "head.weight": random_(hidden, SHAPE.vocab_size),
+    }
     return found | {"norm.weight": ones(hidden)}
 
 
 class Bench:
-    """One plan's session, its pool full of random pages, and sequences that pretend to have them."""
+    """One plan's session, its pool full of random pages, and sequences that pretend to
+    have them."""
 
     def __init__(
-        self, library: CudaLibrary, kind: str, batch: int, tokens: int, dtype: torch.dtype, chunk: int = 512
+        self,
+        library: CudaLibrary,
+        kind: str,
+        batch: int,
+        tokens: int,
+        dtype: torch.dtype,
+        chunk: int = 512,
     ) -> None:
-        """``batch`` 0: the largest that fits. ``chunk``: tokens of a prompt that pass at once."""
+        """``batch`` 0: the largest that fits. ``chunk``: tokens of a prompt that pass
+        at once."""
         self.plan = plan_of(kind, chunk)
         layout = CacheLayout(self.plan)
-        wiring = Wiring("rms", 1e-5, "silu", False, SHAPE.head_dim, (SHAPE.head_dim**-0.5,) * SHAPE.layers)
-        decoder = TorchDecoder(wiring, weights_of(self.plan, dtype), NativeRows(library))
+        wiring = Wiring(
+            "rms",
+            1e-5,
+            "silu",
+            False,
+            SHAPE.head_dim,
+            (SHAPE.head_dim**-0.5,) * SHAPE.layers,
+        )
+        decoder = TorchDecoder(
+            wiring, weights_of(self.plan, dtype), NativeRows(library)
+        )
         torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info()[0] - SPARE
         self.sequence_bytes = layout.bytes_for(tokens) + 2 * sum(layout.page_stride)
         self.most = free // self.sequence_bytes
         self.batch = batch or int(self.most)
-        wanted = self.batch * (layout.bytes_for(tokens + 4096) + 16 * sum(layout.page_stride))
+        wanted = self.batch * (
+            layout.bytes_for(tokens + 4096) + 16 * sum(layout.page_stride)
+        )
         size = min(free, max(wanted, 8 << 30)) if batch else free
         limits = Limits(self.batch, max(chunk, self.batch), 131072, tokens + 8192)
-        self.session = CudaSession.of(library, decoder, self.plan, limits, size)
-        for start in range(0, len(self.session.pool), 1 << 30):  # bytes below 0x3c: every half of them is small
-            self.session.pool[start : start + (1 << 30)].random_(0, 0x3C)
+        device = TorchDevice()
+        self.session = session_of(device, library, decoder, self.plan, limits, size)
+        pages = bytes_of(self.session.pool)
+        for start in range(
+            0, len(pages), 1 << 30
+        ):  # bytes below 0x3c: every half of them is small
+            pages[start : start + (1 << 30)].random_(0, 0x3C)
         self.pool = PagePool(layout, size)
         draw = random.Random(0)
-        lengths = [tokens - draw.randrange(64) for _ in range(self.batch)]  # seals come apart, as in serving
+        lengths = [
+            tokens - draw.randrange(64) for _ in range(self.batch)
+        ]  # seals come apart, as in serving
         self.tables = self.grown_until_full(lengths)
         self.batch = len(self.tables)
         self.positions = np.array(lengths[: self.batch], np.int32)
         self.widths = self.session.widths
-        self.page_tables = [np.zeros((self.batch, width), np.int32) for width in self.widths]
+        self.page_tables = [
+            np.zeros((self.batch, width), np.int32) for width in self.widths
+        ]
         for b in range(self.batch):
             self.refresh(b)
         self.starts = np.arange(self.batch + 1, dtype=np.int32)
@@ -137,7 +192,9 @@ class Bench:
         table = self.pool.open()
         try:
             for start in range(0, length, 512):
-                self.pool.commit(self.pool.reserve(table, min(512, length - start), True))
+                self.pool.commit(
+                    self.pool.reserve(table, min(512, length - start), True)
+                )
         except OutOfPages:
             self.pool.release(table)
             raise
@@ -148,7 +205,8 @@ class Bench:
             mine[b, : len(pages)] = pages
 
     def step(self, first: bool) -> torch.Tensor:
-        """One decode step of every sequence, queued: what an engine does, without waiting for its tokens."""
+        """One decode step of every sequence, queued: what an engine does, without
+        waiting for its tokens."""
         lengths = np.array([table.lengths for table in self.tables], np.int32)
         reserved = [self.pool.reserve(table, 1, True) for table in self.tables]
         for b, one in enumerate(reserved):
@@ -156,12 +214,19 @@ class Bench:
                 self.refresh(b)
         ids = np.zeros(self.batch, np.int32)
         plan = StepPlan(
-            ids, self.positions, self.starts, np.zeros(1, np.int32), lengths, tuple(self.page_tables), self.starts[:-1]
+            ids,
+            self.positions,
+            self.starts,
+            np.zeros(1, np.int32),
+            lengths,
+            tuple(self.page_tables),
+            self.starts[:-1],
         )
-        tokens = self.session.follow(plan, first)
+        tokens = tensor_of(self.session.follow(plan, first))
+        full = [page for one in reserved if one.moves for page in one.moves.seals]
+        if full:
+            self.session.seal(full)
         for b, one in enumerate(reserved):
-            for seal in one.moves.seals if one.moves else ():
-                self.session.seal(seal.fresh, seal.page, seal.cold_pages, seal.position)
             self.pool.commit(one)
             if one.moves:
                 self.refresh(b)
@@ -169,8 +234,12 @@ class Bench:
         return tokens
 
     def run(self, steps: int) -> dict[str, Any]:
-        """Seconds a step by the clock and on the GPU, over ``steps`` steps after a warm-up."""
-        told = [torch.zeros(self.batch, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        """Seconds a step by the clock and on the GPU, over ``steps`` steps after a
+        warm-up."""
+        told = [
+            torch.zeros(self.batch, dtype=torch.int32, pin_memory=True)
+            for _ in range(2)
+        ]
         done = [torch.cuda.Event(), torch.cuda.Event()]
         for i in range(8):
             self.step(first=i == 0)
@@ -181,7 +250,9 @@ class Bench:
             done[i % 2].record()
             if i:
                 done[(i - 1) % 2].synchronize()
-                seen += len(told[(i - 1) % 2].tolist())  # the tokens that a server would send now
+                seen += len(
+                    told[(i - 1) % 2].tolist()
+                )  # the tokens that a server would send now
         torch.cuda.synchronize()
         wall = (time.perf_counter() - start) / steps
         gpu = self.replayed()
@@ -193,14 +264,17 @@ class Bench:
         }  # fmt: skip
 
     def prompt(self, tokens: int) -> dict[str, Any]:
-        """From nothing to the first token of a prompt, chunk by chunk as in serving; the second time of two."""
+        """From nothing to the first token of a prompt, chunk by chunk as in serving;
+        the second time of two."""
         seconds = 0.0
         for _ in range(2):
             table = self.pool.open()
             torch.cuda.synchronize()
             start = time.perf_counter()
             for first in range(0, tokens, self.plan.prefill_chunk):
-                logits = self.chunk(table, first, min(self.plan.prefill_chunk, tokens - first))
+                logits = self.chunk(
+                    table, first, min(self.plan.prefill_chunk, tokens - first)
+                )
             int(logits.argmax())
             seconds = time.perf_counter() - start
             self.pool.release(table)
@@ -211,36 +285,57 @@ class Bench:
 
     def chunk(self, table: PageTable, first: int, count: int) -> torch.Tensor:
         """Logits of a chunk's last token, queued; its full pages are sealed."""
-        lengths, one = np.array([table.lengths], np.int32), self.pool.reserve(table, count, True)
+        lengths, one = (
+            np.array([table.lengths], np.int32),
+            self.pool.reserve(table, count, True),
+        )
         pages = tuple(np.array([ids or [0]], np.int32) for ids in table.pages)
         rows = np.arange(count, dtype=np.int32)
         bounds, last = np.array([0, count], np.int32), rows[-1:]
         ids = (rows + first) * 7919 % SHAPE.vocab_size
-        logits = self.session.launch(StepPlan(ids, rows + first, bounds, rows, lengths, pages, last))
-        for seal in one.moves.seals if one.moves else ():
-            self.session.seal(seal.fresh, seal.page, seal.cold_pages, seal.position)
+        step = StepPlan(ids, rows + first, bounds, rows, lengths, pages, last)
+        logits = tensor_of(self.session.launch(step))
+        if one.moves and one.moves.seals:
+            self.session.seal(one.moves.seals)
         self.pool.commit(one)
         return logits
 
     def replayed(self) -> float:
         """Seconds of one replay on the GPU, among others."""
-        graph = next(g.graph for size, g in sorted(self.session._graphs.items()) if size >= self.batch)
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        replay = next(
+            g.replay
+            for size, g in sorted(self.session._graphs.items())
+            if size >= self.batch
+        )
+        first, last = (
+            torch.cuda.Event(enable_timing=True),
+            torch.cuda.Event(enable_timing=True),
+        )
         torch.cuda.synchronize()
         first.record()
         for _ in range(20):
-            graph.replay()
+            replay()
         last.record()
         torch.cuda.synchronize()
         return first.elapsed_time(last) * 1e-3 / 20
 
     def profile(self) -> list[tuple[str, int, float]]:
         """(kernel, calls, microseconds) of one captured step, the longest first."""
-        graph = next(g.graph for size, g in sorted(self.session._graphs.items()) if size >= self.batch)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-            graph.replay()
+        replay = next(
+            g.replay
+            for size, g in sorted(self.session._graphs.items())
+            if size >= self.batch
+        )
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CUDA]
+        ) as found:
+            replay()
             torch.cuda.synchronize()
-        rows = [(e.key, e.count, e.self_device_time_total) for e in found.key_averages() if e.self_device_time_total]
+        rows = [
+            (e.key, e.count, e.self_device_time_total)
+            for e in found.key_averages()
+            if e.self_device_time_total
+        ]
         return sorted(rows, key=lambda row: -row[2])
 
 
@@ -253,20 +348,38 @@ def show(r: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--library", type=Path, required=True)
     parser.add_argument("--plans", default="none,ranks,ranks8", help="comma-separated")
     parser.add_argument(
-        "--cases", default="16x32768,0x32768,1x61800", help="batch x tokens; batch 0 is the largest that fits"
+        "--cases",
+        default="16x32768,0x32768,1x61800",
+        help="batch x tokens; batch 0 is the largest that fits",
     )
-    parser.add_argument("--prompts", default="", help="comma-separated: tokens of a prompt/tokens of a chunk")
-    parser.add_argument("--steps", type=int, default=128, help="2048 for the case with batch 1")
+    parser.add_argument(
+        "--prompts",
+        default="",
+        help="comma-separated: tokens of a prompt/tokens of a chunk",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=128, help="2048 for the case with batch 1"
+    )
     parser.add_argument("--dtype", default="float16", choices=["float16", "bfloat16"])
-    parser.add_argument("--profile", action="store_true", help="print the kernels of a captured step of the first case")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="print the kernels of a captured step of the first case",
+    )
     a = parser.parse_args()
     library, results = CudaLibrary(Native.load(a.library)), []
-    print(f"# {torch.cuda.get_device_name()}, torch {torch.__version__}, {a.dtype}, Llama-3.1-8B shape, random weights")
-    print(f"{'plan':>8} {'batch x tokens':>14} {'step ms':>8} {'GPU ms':>8} {'host':>7} {'tokens/s':>9} {'B/token':>9}")
+    print(
+        f"# {torch.cuda.get_device_name()}, torch {torch.__version__}, {a.dtype}, Llama-3.1-8B shape, random weights"
+    )
+    print(
+        f"{'plan':>8} {'batch x tokens':>14} {'step ms':>8} {'GPU ms':>8} {'host':>7} {'tokens/s':>9} {'B/token':>9}"
+    )
     for i, case in enumerate(filter(None, a.cases.split(","))):
         batch, tokens = (int(x) for x in case.split("x"))
         for kind in a.plans.split(","):
@@ -284,10 +397,21 @@ def main() -> None:
         for kind in a.plans.split(","):
             bench = Bench(library, kind, 1, tokens, getattr(torch, a.dtype), chunk)
             results.append(r := bench.prompt(tokens))
-            print(f"{kind:>8} {tokens:>7} {chunk:>6} {r['ms']:9.1f} {r['tokens_s']:9.0f}", flush=True)
+            print(
+                f"{kind:>8} {tokens:>7} {chunk:>6} {r['ms']:9.1f} {r['tokens_s']:9.0f}",
+                flush=True,
+            )
             del bench
             torch.cuda.empty_cache()
-    print(json.dumps({"bench": "cuda_backend", "device": torch.cuda.get_device_name(), "results": results}))
+    print(
+        json.dumps(
+            {
+                "bench": "cuda_backend",
+                "device": torch.cuda.get_device_name(),
+                "results": results,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""At full rank nothing changes, family by family: folded = original, exported = torch, paged = at once.
+"""At full rank nothing changes, family by family: folded = original, exported = torch,
+paged = at once.
 
     python tests/bench/identity.py [FAMILY ...]
 
-Random-weight checkpoints (tests/checkpoints.py), float32; every number is the largest difference of any logit.
-``identity``: the plan that projects nothing against transformers. ``rotated``: random full-rank bases and centres for
-every lane against transformers. ``exported``: ONNX Runtime against torch, rotated. ``paged``: the engine over its pages
-(a batch of mixed lengths, prompts in pieces and single tokens) against one pass over each text, rotated.
+Random-weight checkpoints (tests/support/checkpoints.py), float32; every number is the
+largest difference of any logit.
+``identity``: the plan that projects nothing against transformers. ``rotated``: random
+full-rank bases and centres for every lane against transformers. ``exported``: ONNX
+Runtime against torch, rotated. ``paged``: the engine over its pages (a batch of mixed
+lengths, prompts in pieces and single tokens) against one pass over each text, rotated.
 One table and one JSON line.
 """
 
@@ -21,26 +24,27 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from checkpoints import FAMILIES, full_plan, make, random_basis
-from runtime_cases import LIMITS, MODEL, forced
-
-from kvlathe.console import print_table, progress
-from kvlathe.export.basis import Basis
-from kvlathe.export.checkpoint import Checkpoint
-from kvlathe.export.fold import decoder_from, fold
-from kvlathe.export.layout import CacheLayout
-from kvlathe.export.to_onnx import export_onnx
+from kvlathe.base.console import print_table, progress
+from kvlathe.export.bases.basis import Basis
+from kvlathe.export.folding.fold import decoder_from, fold
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.onnx.model import export_onnx
+from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.ort_session import OrtSession
-from kvlathe.runtime.tokenizer import Tokenizer
+from kvlathe.runtime.sessions.host.onnx import OrtSession
+from kvlathe.runtime.text.tokenizer import Tokenizer
+from tests.support.checkpoints import FAMILIES, full_plan, make, random_basis
+from tests.support.runtime_cases import LIMITS, MODEL, forced
 
 LENGTHS = (66, 81, 130)
-"""Beyond the 64 positions up to which transformers would give LongRoPE models their short factors."""
+"""Beyond the 64 positions up to which transformers would give LongRoPE models their
+short factors."""
 TARGETS = {"identity": 1e-4, "rotated": 1e-4, "exported": 1e-3, "paged": 1e-3}
 
 
 def ragged(left: np.ndarray, seed: int) -> Iterator[list[int]]:
-    """Chunk sizes of each text until all are done: pieces of any size, single tokens among them."""
+    """Chunk sizes of each text until all are done: pieces of any size, single tokens
+    among them."""
     random = np.random.default_rng(seed)
     while left.any():
         sizes = random.choice([0, 1, 1, 7, 16, 32], len(left))
@@ -48,7 +52,9 @@ def ragged(left: np.ndarray, seed: int) -> Iterator[list[int]]:
         yield sizes.tolist()
 
 
-def apart(found: np.ndarray | torch.Tensor, expected: np.ndarray | torch.Tensor) -> float:
+def apart(
+    found: np.ndarray | torch.Tensor, expected: np.ndarray | torch.Tensor
+) -> float:
     return float(np.abs(np.asarray(found) - np.asarray(expected)).max())
 
 
@@ -56,7 +62,9 @@ def measure(name: str, folder: Path) -> dict[str, float]:
     model = make(folder / "model", name)
     checkpoint = Checkpoint(folder / "model")
     spec, rope = checkpoint.spec, checkpoint.spec.rope is not None
-    texts = [list(np.random.default_rng(n).integers(0, spec.vocab_size, n)) for n in LENGTHS]
+    texts = [
+        list(np.random.default_rng(n).integers(0, spec.vocab_size, n)) for n in LENGTHS
+    ]
     with torch.no_grad():
         expected = [model(torch.tensor([text])).logits[0] for text in texts]
     plain = decoder_from(checkpoint, full_plan(spec.shape, rope), Basis())
@@ -72,7 +80,10 @@ def measure(name: str, folder: Path) -> dict[str, float]:
     pieces = forced(llm, texts, ragged(np.array(LENGTHS), 3))
     rounds = list(zip(texts, expected, at_once, whole, pieces, strict=True))
     return {
-        "identity": max(apart(plain.logits(text, range(len(text))), e) for text, e, _, _, _ in rounds),
+        "identity": max(
+            apart(plain.logits(text, range(len(text))), e)
+            for text, e, _, _, _ in rounds
+        ),
         "rotated": max(apart(a, e) for _, e, a, _, _ in rounds),
         "exported": max(apart(w, a) for _, _, a, w, _ in rounds),
         "paged": max(apart(p, a) for _, _, a, _, p in rounds),
@@ -84,10 +95,21 @@ def main() -> None:
     for name in progress(sys.argv[1:] or list(FAMILIES), "families"):
         with tempfile.TemporaryDirectory() as folder:
             results[name] = measure(name, Path(folder))
-    rows = [(name, *(f"{errors[column]:.1e}" for column in TARGETS)) for name, errors in results.items()]
+    rows = [
+        (name, *(f"{errors[column]:.1e}" for column in TARGETS))
+        for name, errors in results.items()
+    ]
     targets = ("at most", *(f"{target:.0e}" for target in TARGETS.values()))
-    print_table("Largest difference of any logit at full rank", ("family", *TARGETS), [*rows, targets])
-    ok = all(errors[column] <= target for errors in results.values() for column, target in TARGETS.items())
+    print_table(
+        "Largest difference of any logit at full rank",
+        ("family", *TARGETS),
+        [*rows, targets],
+    )
+    ok = all(
+        errors[column] <= target
+        for errors in results.values()
+        for column, target in TARGETS.items()
+    )
     print(json.dumps({"bench": "identity", "families": results, "ok": ok}))
     sys.exit(not ok)
 

@@ -1,13 +1,17 @@
-"""Every method, the comparison plans and compositions in one table, through exported engines.
+"""Every method, the comparison plans and compositions in one table, through exported
+engines.
 
-    python tests/bench/methods.py [--model DIR ...] [--only REQUEST ...] [--quick] [--json-lines FILE]
+    python tests/bench/methods.py [--model DIR ...] [--only REQUEST ...] [--quick]
+    [--json-lines FILE]
 
-Bytes are those of all pages of a sequence of 3,072 tokens: scales, sums, scores, padding and the hot page included (the
-mean over where in its page the sequence stands), against the uncompressed cache in 16 bit. Perplexity, agreement and
-retrieval are those of ``kvlathe eval``: every token attends what its decode would attend, plans that rank a prompt get
-1,536 tokens of each window as a prompt and are scored on the rest, all against the uncompressed engine in 32 bit.
-Methods that need statistics get the kind that they calibrate on by default. A request that is refused is a row with the
-reason. One table and one JSON line a model; rows appear on stderr as they are measured.
+Bytes are those of all pages of a sequence of 3,072 tokens: scales, sums, scores,
+padding and the hot page included (the mean over where in its page the sequence stands),
+against the uncompressed cache in 16 bit. Perplexity, agreement and retrieval are those
+of ``kvlathe eval``: every token attends what its decode would attend, plans that rank a
+prompt get 1,536 tokens of each window as a prompt and are scored on the rest, all
+against the uncompressed engine in 32 bit. Methods that need statistics get the kind
+that they calibrate on by default. A request that is refused is a row with the reason.
+One table and one JSON line a model; rows appear on stderr as they are measured.
 """
 
 from __future__ import annotations
@@ -24,14 +28,14 @@ import numpy as np
 from accuracy import DATA, ROOT, Remembering
 from palu import low_rank_checkpoint
 
-from kvlathe.console import print_table
+from kvlathe.base.console import print_table
+from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import build, calibrate_to
 from kvlathe.engines.planning import bytes_per_token
 from kvlathe.engines.request import BuildRequest
-from kvlathe.errors import KvlatheError
-from kvlathe.export.layout import CacheLayout
-from kvlathe.export.methods import calibration
-from kvlathe.runtime.evaluate import evaluate
+from kvlathe.evaluation.evaluate import evaluate
+from kvlathe.export.methods.registry import calibration
+from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime.llm import LLM
 
 REQUESTS = {
@@ -64,7 +68,7 @@ REQUESTS = {
     "compositions": (
         "fdc:removal_rate=0.15+hack:bits=8",
         "fdc:removal_rate=0.15+hack:bits=4",
-        "fdc:removal_rate=0.15+hack:bits=4,spin=none",
+        "fdc:removal_rate=0.15+hack:bits=4,hadamard=none",
         "fdc:basis=balanced,removal_rate=0.15+hack:bits=4",
         "fdc:removal_rate=0.15+kvquant:bits=4",
         "fdc:removal_rate=0.15+kivi:bits=4",
@@ -75,28 +79,54 @@ REQUESTS = {
         "uncomp:budget=384+fdc:removal_rate=0.15+hack:bits=4",
     ),
 }
-"""``request@ratio``: with --compression-ratio. ``palu:`` and the share of ranks that it keeps is no plan of ours:
-palu.py says how that is measured.
+"""``request@ratio``: with --compression-ratio. ``palu:`` and the share of ranks that it
+keeps is no plan of ours: palu.py says how that is measured.
 """
 
 CONTEXT = 3072
 QUICK = {"windows": 2, "window_tokens": 1024, "every": 15}
-COLUMNS = ("method", "bytes left", "perplexity ratio", "retrieval", "agreement", "kl", "seconds", "note")
+COLUMNS = (
+    "method",
+    "bytes left",
+    "perplexity ratio",
+    "retrieval",
+    "agreement",
+    "kl",
+    "seconds",
+    "note",
+)
 
 
 def bytes_left(layout: CacheLayout) -> float:
-    """Of the uncompressed 16-bit cache, at CONTEXT tokens: the mean over the last page."""
+    """Of the uncompressed 16-bit cache, at CONTEXT tokens: the mean over the last
+    page."""
     plan, page = layout.plan, layout.plan.page_tokens
     whole = bytes_per_token(plan.model, 16)
-    held = [layout.bytes_for(tokens) / (whole * tokens) for tokens in range(CONTEXT - page, CONTEXT)]
+    held = [
+        layout.bytes_for(tokens) / (whole * tokens)
+        for tokens in range(CONTEXT - page, CONTEXT)
+    ]
     return float(np.mean(held))
 
 
 class Bench:
     """One model: its statistics by kind, its uncompressed engine, and the rows."""
 
-    def __init__(self, model: Path, folder: Path, threads: int | None, kv_bits: int, exam: dict[str, Any]) -> None:
-        self.model, self.folder, self.threads, self.kv_bits, self.exam = model, folder, threads, kv_bits, exam
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        threads: int | None,
+        kv_bits: int,
+        exam: dict[str, Any],
+    ) -> None:
+        self.model, self.folder, self.threads, self.kv_bits, self.exam = (
+            model,
+            folder,
+            threads,
+            kv_bits,
+            exam,
+        )
         self.built = 0
 
     @cached_property
@@ -106,7 +136,11 @@ class Bench:
     def stats(self, kind: str) -> Path:
         path = self.folder / f"{kind}.npz"
         if not path.exists():
-            calibrate_to(self.model, path, kind if kind == "random" else str(DATA / "calibration_text.jsonl"))
+            calibrate_to(
+                self.model,
+                path,
+                kind if kind == "random" else str(DATA / "calibration_text.jsonl"),
+            )
         return path
 
     def engine(self, model: Path, request: str, bits: int | None = None) -> LLM:
@@ -131,7 +165,9 @@ class Bench:
             if name == "palu":
                 folder = self.folder / f"low_rank_{kept}"
                 text = DATA / "calibration_text.jsonl"
-                llm = self.engine(low_rank_checkpoint(self.model, folder, text, float(kept)), "none")
+                llm = self.engine(
+                    low_rank_checkpoint(self.model, folder, text, float(kept)), "none"
+                )
                 left, note = float(kept), "accuracy by low-rank weights, bytes computed"
             else:
                 llm, note = self.engine(self.model, request), ""
@@ -139,7 +175,10 @@ class Bench:
             found = evaluate(llm, self.baseline, **self.exam)
         except KvlatheError as error:
             return {"method": request, "note": str(error)}
-        kept_scores = {"retrieval": found["retrieval_exact_match"], "perplexity ratio": found["perplexity_ratio"]}
+        kept_scores = {
+            "retrieval": found["retrieval_exact_match"],
+            "perplexity ratio": found["perplexity_ratio"],
+        }
         kept_scores |= {name: found[name] for name in ("agreement", "kl")}
         return {
             "method": request,
@@ -152,16 +191,38 @@ class Bench:
 
 @click.command()
 @click.option(
-    "--model", "models", multiple=True, type=click.Path(path_type=Path), default=(ROOT / "models" / "lathe-5m",)
+    "--model",
+    "models",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    default=(ROOT / "models" / "lathe-5m",),
 )
-@click.option("--only", multiple=True, help="Requests, or names of groups: methods, comparison, compositions.")
-@click.option("--quick", is_flag=True, help="Few windows and questions: what runs, not what it is worth.")
-@click.option("--kv-bits", type=click.Choice(("16", "32")), default="16", show_default=True, help="The hot format.")
+@click.option(
+    "--only",
+    multiple=True,
+    help="Requests, or names of groups: methods, comparison, compositions.",
+)
+@click.option(
+    "--quick",
+    is_flag=True,
+    help="Few windows and questions: what runs, not what it is worth.",
+)
+@click.option(
+    "--kv-bits",
+    type=click.Choice(("16", "32")),
+    default="16",
+    show_default=True,
+    help="The hot format.",
+)
 @click.option("--windows", default=8, show_default=True)
 @click.option("--window-tokens", default=2048, show_default=True)
 @click.option("--every", default=3, show_default=True)
 @click.option("--threads", type=int)
-@click.option("--json-lines", type=click.Path(path_type=Path), help="Append every row here as it is measured.")
+@click.option(
+    "--json-lines",
+    type=click.Path(path_type=Path),
+    help="Append every row here as it is measured.",
+)
 def main(
     models: tuple[Path, ...],
     only: tuple[str, ...],
@@ -172,9 +233,15 @@ def main(
     **asked: int,
 ) -> None:
     """Measure methods, comparison plans and compositions."""
-    chosen = [request for name in only or REQUESTS for request in REQUESTS.get(name, (name,))]
+    chosen = [
+        request for name in only or REQUESTS for request in REQUESTS.get(name, (name,))
+    ]
     asked |= QUICK if quick else {}
-    exam = {"text": DATA / "eval_text.jsonl", "retrieval": DATA / "line_retrieval.jsonl", **asked}
+    exam = {
+        "text": DATA / "eval_text.jsonl",
+        "retrieval": DATA / "line_retrieval.jsonl",
+        **asked,
+    }
     for model in models:
         with tempfile.TemporaryDirectory() as scratch:
             bench = Bench(model, Path(scratch), threads, int(kv_bits), exam)
@@ -187,8 +254,20 @@ def main(
                     with json_lines.open("a", encoding="utf-8") as stream:
                         stream.write(line + "\n")
         title = f"{model.name}; bytes of {CONTEXT} tokens against 16 bit"
-        print_table(title, COLUMNS, [[row.get(name) for name in COLUMNS] for row in rows])
-        print(json.dumps({"benchmark": "methods", "model": model.name, "context": CONTEXT, **asked, "rows": rows}))
+        print_table(
+            title, COLUMNS, [[row.get(name) for name in COLUMNS] for row in rows]
+        )
+        print(
+            json.dumps(
+                {
+                    "benchmark": "methods",
+                    "model": model.name,
+                    "context": CONTEXT,
+                    **asked,
+                    "rows": rows,
+                }
+            )
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
-"""Steps of one model through ONNX Runtime's CUDA provider and through the cuda backend, in one run on one GPU.
+"""Steps of one model through ONNX Runtime's CUDA provider and through the cuda backend,
+in one run on one GPU.
 
-  python tests/bench/ort_cuda.py models/lathe-5m --compression none --batch 8 --tokens 2048
+  python tests/bench/ort_cuda.py models/lathe-5m --compression none --batch 8 --tokens
+  2048
 
-Both build from the checkpoint in float16. Times are by the clock, around whole steps that end with logits on the host,
-as the engine loop takes them; the best of five rounds. Needs onnxruntime-gpu, cuda-python and torch.
+Both build from the checkpoint in float16. Times are by the clock, around whole steps
+that end with logits on the host, as the engine loop takes them; the best of five
+rounds. Needs onnxruntime-gpu, cuda-python and torch.
 """
 
 from __future__ import annotations
@@ -20,11 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvlathe.engines.build import BuildRequest, build
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.session import StepPlan
+from kvlathe.runtime.sessions.protocols import StepPlan
 
 
 def decode_step(llm: LLM, batch: int, tokens: int) -> StepPlan:
-    """One token of ``batch`` sequences that pretend to have ``tokens`` cached, in pages of zeros."""
+    """One token of ``batch`` sequences that pretend to have ``tokens`` cached, in pages
+    of zeros."""
     tables = []
     for _ in range(batch):
         table = llm.pool.open()
@@ -33,7 +37,10 @@ def decode_step(llm: LLM, batch: int, tokens: int) -> StepPlan:
             llm.pool.commit(llm.pool.reserve(table, count, True))
         llm.pool.reserve(table, 1)
         tables.append(table)
-    widths = [max(len(table.pages[b]) for table in tables) or 1 for b in range(len(llm.plan.buckets))]
+    widths = [
+        max(len(table.pages[b]) for table in tables) or 1
+        for b in range(len(llm.plan.buckets))
+    ]
     pages = [np.zeros((batch, width), np.int32) for width in widths]
     for b, page_table in enumerate(pages):
         for i, table in enumerate(tables):
@@ -50,8 +57,13 @@ def chunk_step(llm: LLM) -> StepPlan:
     count, table = llm.plan.prefill_chunk, llm.pool.open()
     llm.pool.reserve(table, count, True)
     ids = np.arange(count, dtype=np.int32)
-    pages = tuple(np.array([table.pages[b] or [0]], np.int32) for b in range(len(table.pages)))
-    starts, lengths = np.array([0, count], np.int32), np.zeros((1, len(pages)), np.int32)
+    pages = tuple(
+        np.array([table.pages[b] or [0]], np.int32) for b in range(len(table.pages))
+    )
+    starts, lengths = (
+        np.array([0, count], np.int32),
+        np.zeros((1, len(pages)), np.int32),
+    )
     return StepPlan(ids, ids, starts, ids, lengths, pages, ids[-1:])
 
 
@@ -68,7 +80,9 @@ def seconds(llm: LLM, step: StepPlan, rounds: int = 5, steps: int = 50) -> float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("model", type=Path)
     parser.add_argument("--compression", default="none")
     parser.add_argument("--removal-rate", type=float)
@@ -90,11 +104,16 @@ def main() -> None:
             )
             llm = LLM.load(build(asked), device=device)
             for name, step in (
-                (f"decode, {a.batch} x {a.tokens}", decode_step(llm, a.batch, a.tokens)),
+                (
+                    f"decode, {a.batch} x {a.tokens}",
+                    decode_step(llm, a.batch, a.tokens),
+                ),
                 (f"the first {llm.plan.prefill_chunk} of a prompt", chunk_step(llm)),
             ):
                 took, rows = seconds(llm, step), len(step.input_ids)
-                print(f"{backend:>12} {name:>28}: {1e3 * took:7.3f} ms a step, {rows / took:9.0f} tokens/s")
+                print(
+                    f"{backend:>12} {name:>28}: {1e3 * took:7.3f} ms a step, {rows / took:9.0f} tokens/s"
+                )
 
 
 if __name__ == "__main__":

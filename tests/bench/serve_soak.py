@@ -1,11 +1,15 @@
-"""Many streaming clients for minutes against a real server process: no error, no leak, every output as alone.
+"""Many streaming clients for minutes against a real server process: no error, no leak,
+every output as alone.
 
-python tests/bench/serve_soak.py --engine out/fdc [--clients 200] [--seconds 120] [--rounds 4] [--prompts 40]
+python tests/bench/serve_soak.py --engine out/fdc [--clients 200] [--seconds 120]
+[--rounds 4] [--prompts 40]
 
-Each client streams one request after another; a few leave in the middle. The load comes in rounds, after one that warms
-up and is not counted. After each round the pages are back; the process has stopped growing once the last one ends; and
-every answer equals the same request's answer by itself, or first differs where the two likeliest tokens' logits, alone,
-are within 1e-3. Prints one JSON line; fails otherwise, or below 99 % exact.
+Each client streams one request after another; a few leave in the middle. The load comes
+in rounds, after one that warms up and is not counted. After each round the pages are
+back; the process has stopped growing once the last one ends; and every answer equals
+the same request's answer by itself, or first differs where the two likeliest tokens'
+logits, alone, are within 1e-3. Prints one JSON line; fails otherwise, or below 99 %
+exact.
 """
 
 from __future__ import annotations
@@ -25,25 +29,39 @@ import httpx2 as httpx
 import numpy as np
 import openai
 
-from kvlathe.runtime.llm import LLM, Answer
-from kvlathe.runtime.sampler import SamplingParams
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.requests.answer import Answer
+from kvlathe.runtime.text.sampling_params import SamplingParams
 
 CLOSE = 1e-3
 """Of two logits, for which float rounding may choose."""
 
 
 def requests_of(engine: Path, count: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of real text of many lengths, greedy and sampled. None ends by itself before its length or a stop."""
+    """Prompts of real text of many lengths, greedy and sampled. None ends by itself
+    before its length or a stop."""
     random_ = np.random.default_rng(1)
     llm = LLM.load(engine, threads=1, cache_bytes=64 << 20)
-    text = (Path(__file__).resolve().parents[2] / "data/eval_text.jsonl").read_text("utf-8")
-    ids = llm.tokenizer.encode(" ".join(json.loads(line)["text"] for line in text.splitlines()[:40]))
+    text = (Path(__file__).resolve().parents[2] / "data/eval_text.jsonl").read_text(
+        "utf-8"
+    )
+    ids = llm.tokenizer.encode(
+        " ".join(json.loads(line)["text"] for line in text.splitlines()[:40])
+    )
     found = []
     for i in range(count):
-        start, length = int(random_.integers(len(ids) - 600)), int(random_.integers(4, 400))
+        start, length = (
+            int(random_.integers(len(ids) - 600)),
+            int(random_.integers(4, 400)),
+        )
         sampled = {"temperature": 0.8, "top_p": 0.9, "seed": i} if i % 2 else {}
         new = int(random_.integers(8, 64))
-        found.append((ids[start : start + length], SamplingParams(max_new_tokens=new, logprobs=1, **sampled)))
+        found.append(
+            (
+                ids[start : start + length],
+                SamplingParams(max_new_tokens=new, logprobs=1, **sampled),
+            )
+        )
     return found
 
 
@@ -61,9 +79,14 @@ def gauge(url: str, name: str) -> float:
 
 
 async def client(
-    api: openai.AsyncOpenAI, jobs: list[tuple[list[int], SamplingParams]], until: float, seed: int, seen: list
+    api: openai.AsyncOpenAI,
+    jobs: list[tuple[list[int], SamplingParams]],
+    until: float,
+    seed: int,
+    seen: list,
 ) -> Counter[str]:
-    """Stream until the time is up; (job, tokens as text) of each whole answer goes to ``seen``."""
+    """Stream until the time is up; (job, tokens as text) of each whole answer goes to
+    ``seen``."""
     dice, counts = random.Random(seed), Counter()
     while time.monotonic() < until:
         number = dice.randrange(len(jobs))
@@ -87,7 +110,9 @@ async def client(
                 counts["cut"] += reason is None
         except openai.RateLimitError as error:
             counts["told to wait"] += 1
-            await asyncio.sleep(float(error.response.headers["retry-after"]) * dice.random())
+            await asyncio.sleep(
+                float(error.response.headers["retry-after"]) * dice.random()
+            )
         except Exception as error:
             counts[f"error {type(error).__name__}: {error}"[:120]] += 1
     return counts
@@ -96,53 +121,79 @@ async def client(
 MODEL = "lathe-5m"
 
 
-async def crowd(url: str, jobs: list, clients: int, seconds: float) -> tuple[Counter[str], list[tuple[int, str]]]:
+async def crowd(
+    url: str, jobs: list, clients: int, seconds: float
+) -> tuple[Counter[str], list[tuple[int, str]]]:
     api = openai.AsyncOpenAI(
         base_url=f"{url}/v1",
         api_key="none",
         max_retries=0,
         timeout=600,
-        http_client=openai.DefaultAsyncHttpxClient(limits=httpx.Limits(max_connections=clients + 8)),
+        http_client=openai.DefaultAsyncHttpxClient(
+            limits=httpx.Limits(max_connections=clients + 8)
+        ),
     )
     seen: list[tuple[int, str]] = []
     until = time.monotonic() + seconds
     counts: Counter[str] = Counter()
-    for each in await asyncio.gather(*(client(api, jobs, until, i, seen) for i in range(clients))):
+    for each in await asyncio.gather(
+        *(client(api, jobs, until, i, seen) for i in range(clients))
+    ):
         counts += each
     return counts, seen
 
 
 def compare(llm: LLM, jobs: list, seen: list[tuple[int, str]]) -> Counter[str]:
-    """Answers against the same request alone: exact, close (parted at a tie within CLOSE) or wrong."""
+    """Answers against the same request alone: exact, close (parted at a tie within
+    CLOSE) or wrong."""
     verdicts: Counter[str] = Counter()
-    alone = {n: llm.generate([jobs[n][0]], jobs[n][1])[0] for n in sorted({n for n, _ in seen})}
+    alone = {
+        n: llm.generate([jobs[n][0]], jobs[n][1])[0]
+        for n in sorted({n for n, _ in seen})
+    }
     cache: dict[tuple[int, str], str] = {}
     for key in seen:
         if key not in cache:
-            cache[key] = "exact" if key[1] == alone[key[0]].text else parted(llm, jobs[key[0]], alone[key[0]], key[1])
+            cache[key] = (
+                "exact"
+                if key[1] == alone[key[0]].text
+                else parted(llm, jobs[key[0]], alone[key[0]], key[1])
+            )
         verdicts[cache[key]] += 1
     return verdicts
 
 
-def parted(llm: LLM, job: tuple[list[int], SamplingParams], answer: Answer, text: str) -> str:
-    """How an answer that differs from the one alone does: of a greedy request, whether the first token that differs was
-    a choice between two that are ``CLOSE``, alone; of a sampled one, nothing more is asked (it counts as not exact)."""
+def parted(
+    llm: LLM, job: tuple[list[int], SamplingParams], answer: Answer, text: str
+) -> str:
+    """How an answer that differs from the one alone does: of a greedy request, whether
+    the first token that differs was a choice between two that are ``CLOSE``, alone; of
+    a sampled one, nothing more is asked (it counts as not exact)."""
     prompt, params = job
     if params.temperature:
         return "sampled"
     before = len(llm.tokenizer.decode(prompt[-4:]))
-    texts = [llm.tokenizer.decode([*prompt[-4:], *answer.token_ids[:n]])[before:] for n in range(len(answer.token_ids))]
+    texts = [
+        llm.tokenizer.decode([*prompt[-4:], *answer.token_ids[:n]])[before:]
+        for n in range(len(answer.token_ids))
+    ]
     shared = max(n for n, begun in enumerate(texts) if text.startswith(begun))
-    row = llm.logits([*prompt, *answer.token_ids[:shared]], [len(prompt) + shared - 1])[0]
+    row = llm.logits([*prompt, *answer.token_ids[:shared]], [len(prompt) + shared - 1])[
+        0
+    ]
     top = np.sort(row)[-2:]
     return "close" if top[1] - top[0] < CLOSE else "wrong"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--engine", type=Path, required=True)
     parser.add_argument("--clients", type=int, default=200)
-    parser.add_argument("--seconds", type=float, default=120, help="of all rounds together")
+    parser.add_argument(
+        "--seconds", type=float, default=120, help="of all rounds together"
+    )
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=40, help="different requests")
     parser.add_argument("--cache-size", default="32M")
@@ -151,7 +202,7 @@ def main() -> None:
     command = [
         sys.executable,
         "-m",
-        "kvlathe.cli",
+        "kvlathe.cli.main",
         "serve",
         str(args.engine),
         "--port",
@@ -159,10 +210,20 @@ def main() -> None:
         "--served-model-name",
         MODEL,
     ]
-    more = ["--cache-size", args.cache_size, "--max-waiting", str(args.clients), "--no-share-prefixes"]
+    more = [
+        "--cache-size",
+        args.cache_size,
+        "--max-waiting",
+        str(args.clients),
+        "--no-share-prefixes",
+    ]
     server = subprocess.Popen([*command, *more], stderr=subprocess.PIPE, text=True)
     assert server.stderr
-    url = next(found[0] for found in map(re.compile(r"http://[\d.]+:\d+").search, server.stderr) if found)
+    url = next(
+        found[0]
+        for found in map(re.compile(r"http://[\d.]+:\d+").search, server.stderr)
+        if found
+    )
     try:
         counts, seen, rounds = Counter[str](), [], []
         for i in range(args.rounds + 1):
@@ -179,7 +240,9 @@ def main() -> None:
     finally:
         server.terminate()
         code = server.wait(60)
-    verdicts = compare(LLM.load(args.engine, threads=1, cache_bytes=64 << 20), jobs, seen)
+    verdicts = compare(
+        LLM.load(args.engine, threads=1, cache_bytes=64 << 20), jobs, seen
+    )
     exact = verdicts["exact"] / max(1, len(seen))
     result = {
         "clients": args.clients, "seconds": args.seconds, "counts": dict(counts), "verdicts": dict(verdicts),
@@ -190,7 +253,9 @@ def main() -> None:
     print(json.dumps(result))
     errors = [name for name in counts if name.startswith("error")] or counts["cut"]
     leaked = pages or running or rounds[-1] > 1.01 * rounds[-2]
-    sys.exit(bool(errors or leaked or verdicts["wrong"] or exact < 0.99 or code or not seen))
+    sys.exit(
+        bool(errors or leaked or verdicts["wrong"] or exact < 0.99 or code or not seen)
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""Speed of the whole path on this machine: build times, decode against transformers, and the cost of a larger pool.
+"""Speed of the whole path on this machine: build times, decode against transformers,
+and the cost of a larger pool.
 
-    python tests/bench/speed.py --model models/lathe-5m [--context 2048] [--new-tokens 128] [--rate 0.15]
+    python tests/bench/speed.py --model models/lathe-5m [--context 2048] [--new-tokens
+    128] [--rate 0.15]
 
-Both sides run in one process: same weights in float32, same prompt, same number of threads, as many greedy tokens.
-Decode speed is the median over ``--repeats`` interleaved rounds of tokens after the first divided by their seconds. One
-table and one JSON line; exit code 1 where a target is missed.
+Both sides run in one process: same weights in float32, same prompt, same number of
+threads, as many greedy tokens. Decode speed is the median over ``--repeats``
+interleaved rounds of tokens after the first divided by their seconds. One table and one
+JSON line; exit code 1 where a target is missed.
 """
 
 from __future__ import annotations
@@ -21,19 +24,26 @@ from typing import Any
 import click
 import numpy as np
 
-from kvlathe.console import err, print_table
+from kvlathe.base.console import err, print_table
 from kvlathe.engines.build import build
 from kvlathe.engines.request import BuildRequest
-from kvlathe.export.calibrate import calibrate
-from kvlathe.export.checkpoint import Checkpoint
+from kvlathe.export.calibration.calibrate import calibrate
+from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.sampler import SamplingParams
+from kvlathe.runtime.text.sampling_params import SamplingParams
 
 Decode = Callable[[list[int], int], float]
 """(prompt, new tokens) -> decode tokens/s."""
 
-AT_MOST = {"calibrate_seconds": 60, "export_and_build_seconds": 60, "step_ratio_16x_pool": 1.05}
-AT_LEAST = {"decode_none_over_transformers": 1, "decode_compressed_over_transformers": 1}
+AT_MOST = {
+    "calibrate_seconds": 60,
+    "export_and_build_seconds": 60,
+    "step_ratio_16x_pool": 1.05,
+}
+AT_LEAST = {
+    "decode_none_over_transformers": 1,
+    "decode_compressed_over_transformers": 1,
+}
 """Targets by measure."""
 
 
@@ -73,7 +83,12 @@ def transformers_decode(model_dir: Path, threads: int) -> Decode:
 
     def run(prompt: list[int], new: int) -> float:
         clock = Clock()
-        options: dict[str, Any] = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        options: dict[str, Any] = {
+            "max_new_tokens": new,
+            "do_sample": False,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+        }
         with torch.inference_mode():
             model.generate(torch.tensor([prompt]), streamer=clock, **options)
         _, first, *rest = clock.times
@@ -88,15 +103,23 @@ def step_seconds(llm: LLM, prompt: list[int], new: int) -> float:
 
 
 @click.command()
-@click.option("--model", type=click.Path(path_type=Path, exists=True), default=Path("models/lathe-5m"))
+@click.option(
+    "--model",
+    type=click.Path(path_type=Path, exists=True),
+    default=Path("models/lathe-5m"),
+)
 @click.option("--context", default=2048, help="prompt tokens")
 @click.option("--new-tokens", default=128)
 @click.option("--rate", default=0.15, help="removal rate of the compressed engine")
 @click.option("--threads", default=2)
 @click.option("--repeats", default=3)
-def main(model: Path, context: int, new_tokens: int, rate: float, threads: int, repeats: int) -> None:
+def main(
+    model: Path, context: int, new_tokens: int, rate: float, threads: int, repeats: int
+) -> None:
     with tempfile.TemporaryDirectory() as scratch:
-        result = measure(model, Path(scratch), context, new_tokens, rate, threads, repeats)
+        result = measure(
+            model, Path(scratch), context, new_tokens, rate, threads, repeats
+        )
     rows = [(name, value, *judged(name, value)) for name, value in result.items()]
     title = f"{model.name}, {context} tokens of context, {threads} threads"
     print_table(title, ("measure", "value", "target", "ok"), rows, console=err)
@@ -106,7 +129,8 @@ def main(model: Path, context: int, new_tokens: int, rate: float, threads: int, 
 
 
 def judged(name: str, value: float) -> tuple[str | None, bool | None]:
-    """The target of measure ``name`` in words, and whether ``value`` meets it; None where there is no target."""
+    """The target of measure ``name`` in words, and whether ``value`` meets it; None
+    where there is no target."""
     if name in AT_MOST:
         return f"at most {AT_MOST[name]}", value <= AT_MOST[name]
     if name in AT_LEAST:
@@ -115,22 +139,45 @@ def judged(name: str, value: float) -> tuple[str | None, bool | None]:
 
 
 def measure(
-    model: Path, scratch: Path, context: int, new: int, rate: float, threads: int, repeats: int
+    model: Path,
+    scratch: Path,
+    context: int,
+    new: int,
+    rate: float,
+    threads: int,
+    repeats: int,
 ) -> dict[str, Any]:
-    result: dict[str, Any] = {"model": model.name, "context": context, "threads": threads}
+    result: dict[str, Any] = {
+        "model": model.name,
+        "context": context,
+        "threads": threads,
+    }
     checkpoint = Checkpoint(model)
-    result["calibrate_seconds"], stats = seconds(lambda: calibrate(checkpoint, "random"))
+    result["calibrate_seconds"], stats = seconds(
+        lambda: calibrate(checkpoint, "random")
+    )
     result["calibrate_tokens"] = stats.tokens
     stats.save(scratch / "stats.npz")
     request = {"model": model, "use_cache": False, "workers": threads}
     compressed = BuildRequest(
-        **request, output_dir=scratch / "compressed", compression="fdc", removal_rate=rate, stats=scratch / "stats.npz"
+        **request,
+        output_dir=scratch / "compressed",
+        compression="fdc",
+        removal_rate=rate,
+        stats=scratch / "stats.npz",
     )
     result["export_and_build_seconds"], _ = seconds(lambda: build(compressed))
     build(BuildRequest(**request, output_dir=scratch / "none"))
 
-    engines = {name: LLM.load(scratch / name, threads=threads) for name in ("none", "compressed")}
-    prompt = np.random.default_rng(0).integers(5, checkpoint.spec.shape.vocab_size, context).tolist()
+    engines = {
+        name: LLM.load(scratch / name, threads=threads)
+        for name in ("none", "compressed")
+    }
+    prompt = (
+        np.random.default_rng(0)
+        .integers(5, checkpoint.spec.shape.vocab_size, context)
+        .tolist()
+    )
     sides = {name: engine_decode(llm) for name, llm in engines.items()}
     sides["transformers"] = transformers_decode(model, threads)
     rounds: dict[str, list[float]] = {name: [] for name in sides}
@@ -141,20 +188,35 @@ def measure(
         result[f"decode_tokens_per_second_{name}"] = statistics.median(values)
     for name in engines:
         base = result["decode_tokens_per_second_transformers"]
-        result[f"decode_{name}_over_transformers"] = result[f"decode_tokens_per_second_{name}"] / base
-    result.update(pool_cost(scratch / "compressed", engines["compressed"], prompt, new, threads, repeats))
+        result[f"decode_{name}_over_transformers"] = (
+            result[f"decode_tokens_per_second_{name}"] / base
+        )
+    result.update(
+        pool_cost(
+            scratch / "compressed", engines["compressed"], prompt, new, threads, repeats
+        )
+    )
     return result
 
 
-def pool_cost(folder: Path, llm: LLM, prompt: list[int], new: int, threads: int, repeats: int) -> dict[str, float]:
-    """Step time with a pool 16 times as large over that with a pool that just holds the sequence."""
+def pool_cost(
+    folder: Path, llm: LLM, prompt: list[int], new: int, threads: int, repeats: int
+) -> dict[str, float]:
+    """Step time with a pool 16 times as large over that with a pool that just holds the
+    sequence."""
     small = 2 * llm.layout.bytes_for(len(prompt) + new)
-    pools = {scale: LLM.load(folder, cache_bytes=small * scale, threads=threads) for scale in (1, 16)}
+    pools = {
+        scale: LLM.load(folder, cache_bytes=small * scale, threads=threads)
+        for scale in (1, 16)
+    }
     times: dict[int, list[float]] = {scale: [] for scale in pools}
     for _ in range(repeats):
         for scale, pool in pools.items():
             times[scale].append(step_seconds(pool, prompt, new))
-    return {"step_seconds": min(times[1]), "step_ratio_16x_pool": min(times[16]) / min(times[1])}
+    return {
+        "step_seconds": min(times[1]),
+        "step_ratio_16x_pool": min(times[16]) / min(times[1]),
+    }
 
 
 if __name__ == "__main__":

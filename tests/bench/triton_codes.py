@@ -1,4 +1,5 @@
-"""Triton: pages of codes, dequantized in registers, multiplied as codes or unpacked. See triton_decode.py."""
+"""Triton: pages of codes, dequantized in registers, multiplied as codes or unpacked.
+See triton_decode.py."""
 
 # ruff: noqa: ANN001, ANN201, ANN202, RET505 (Triton: only constants have types, a branch ends where its else ends)
 from __future__ import annotations
@@ -17,12 +18,15 @@ def meta_of(at):
     """(scale, minimum) of groups in float32."""
     both = tl.load(at.to(tl.pointer_type(tl.uint32)))
     scale = (both & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
-    return scale.to(tl.float32), (both >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale.to(tl.float32), (both >> 16).to(tl.uint16).to(
+        tl.float16, bitcast=True
+    ).to(tl.float32)
 
 
 @triton.jit
 def number(codes, scale, least):
-    """scale * code + least in 16 bit, the code made a half without a conversion: 1024 + code has it as low bits."""
+    """scale * code + least in 16 bit, the code made a half without a conversion: 1024 +
+    code has it as low bits."""
     half = (codes.to(tl.uint16) | 0x6400).to(tl.float16, bitcast=True) - 1024.0
     return half * scale.to(tl.float16) + least.to(tl.float16)
 
@@ -33,7 +37,9 @@ def _token_parts(weights, PACK: tl.constexpr, GP: tl.constexpr, P: tl.constexpr)
     if PACK == 1:
         return (weights,)
     else:
-        even, odd = tl.split(tl.permute(tl.reshape(weights, [P // 2, 2, GP]), (0, 2, 1)))
+        even, odd = tl.split(
+            tl.permute(tl.reshape(weights, [P // 2, 2, GP]), (0, 2, 1))
+        )
         if PACK == 2:
             return even, odd
         else:
@@ -43,7 +49,9 @@ def _token_parts(weights, PACK: tl.constexpr, GP: tl.constexpr, P: tl.constexpr)
 
 
 @triton.jit
-def _query_parts(q, rank, PACK: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr):
+def _query_parts(
+    q, rank, PACK: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr
+):
     """q [G, rank] as PACK tensors [D, GP]: part i has dims i, i + PACK, ..."""
     a = load_queries(q, rank, 0, rank, PACK, D, G, GP)
     if PACK == 1:
@@ -81,10 +89,15 @@ def dequantized_span(pool, pages, page_stride, k, k_meta, v, v_meta, rank_k, ran
         if DK > 64:
             step_b, least_b = meta_of(page + k_meta + (place * groups + groups - 1) * 4)
             here = (column < first_group // PACK)[None, :]
-            step, least = tl.where(here, step, step_b[:, None]), tl.where(here, least, least_b[:, None])
+            step, least = (
+                tl.where(here, step, step_b[:, None]),
+                tl.where(here, least, least_b[:, None]),
+            )
         scores = tl.zeros([P, GP], tl.float32)
         for i in tl.static_range(PACK):
-            scores = tl.dot(number(packed >> i * BITS & MASK, step, least), queries[i], scores)
+            scores = tl.dot(
+                number(packed >> i * BITS & MASK, step, least), queries[i], scores
+            )
         top, keep, weights = next_weights(scores * scale, top, start + place, length)
         total = total * keep[None, :] + weights
         packed = tl.load(page + v + channel[:, None] * (P // PACK) + byte[None, :],
@@ -93,7 +106,11 @@ def dequantized_span(pool, pages, page_stride, k, k_meta, v, v_meta, rank_k, ran
         parts = _token_parts(weights.to(tl.float16), PACK, GP, P)
         acc = acc * keep[None, :]
         for i in tl.static_range(PACK):
-            acc = tl.dot(number(packed >> i * BITS & MASK, step[:, None], least[:, None]), parts[i], acc)
+            acc = tl.dot(
+                number(packed >> i * BITS & MASK, step[:, None], least[:, None]),
+                parts[i],
+                acc,
+            )
     return acc, top, tl.sum(total, 0)
 
 
@@ -105,7 +122,10 @@ def _spread(packed, BITS: tl.constexpr):
     elif BITS == 4:
         return tl.interleave(packed & 15, packed >> 4)
     else:
-        even, odd = tl.interleave(packed & 3, packed >> 4 & 3), tl.interleave(packed >> 2 & 3, packed >> 6)
+        even, odd = (
+            tl.interleave(packed & 3, packed >> 4 & 3),
+            tl.interleave(packed >> 2 & 3, packed >> 6),
+        )
         return tl.interleave(even, odd)
 
 
@@ -120,15 +140,24 @@ def _unpacked(packed, BITS: tl.constexpr):
 
 @triton.jit
 def coded(x, live, AXIS: tl.constexpr, SYMMETRIC: tl.constexpr):
-    """Codes int8 of x along AXIS, with x = scale * code + offset; and the sum of the codes."""
+    """Codes int8 of x along AXIS, with x = scale * code + offset; and the sum of the
+    codes."""
     if SYMMETRIC:
         scale = tl.maximum(tl.max(tl.abs(x), AXIS), 1e-28) / 127
         offset = tl.zeros_like(scale)
         codes = tl.floor(x / tl.expand_dims(scale, AXIS) + 0.5)
     else:
         least = tl.min(tl.where(live, x, float("inf")), AXIS)
-        scale = tl.maximum(tl.max(tl.where(live, x, float("-inf")), AXIS) - least, 1e-28) / 255
-        codes = tl.floor((x - tl.expand_dims(least, AXIS)) / tl.expand_dims(scale, AXIS) + 0.5) - 128
+        scale = (
+            tl.maximum(tl.max(tl.where(live, x, float("-inf")), AXIS) - least, 1e-28)
+            / 255
+        )
+        codes = (
+            tl.floor(
+                (x - tl.expand_dims(least, AXIS)) / tl.expand_dims(scale, AXIS) + 0.5
+            )
+            - 128
+        )
         offset = least + 128 * scale
     codes = tl.where(live, codes, 0.0)
     return codes.to(tl.int8), scale, offset, tl.sum(codes, AXIS)
@@ -138,11 +167,15 @@ def coded(x, live, AXIS: tl.constexpr, SYMMETRIC: tl.constexpr):
 def _sums(at, packed, codes, shape, SUMS: tl.constexpr, BITS: tl.constexpr):
     """Sums of the codes [rows] as int8 holds them, ``shape`` codes a row."""
     if SUMS == "recomputed":
-        return tl.sum(codes.to(tl.int32), 1).to(tl.float32) + (128 * (codes.shape[1] - shape) if BITS == 8 else 0)
+        return tl.sum(codes.to(tl.int32), 1).to(tl.float32) + (
+            128 * (codes.shape[1] - shape) if BITS == 8 else 0
+        )
     elif BITS == 2:
         return tl.load(at).to(tl.float32)
     else:
-        return tl.load(at.to(tl.pointer_type(tl.uint16))).to(tl.float32) - (128 * shape if BITS == 8 else 0)
+        return tl.load(at.to(tl.pointer_type(tl.uint16))).to(tl.float32) - (
+            128 * shape if BITS == 8 else 0
+        )
 
 
 @triton.jit
@@ -161,7 +194,14 @@ def _group_scores(page, k, k_meta, k_sums, group, groups, first, size, rank_k, q
     scores += offset[:, None] * (q_scale * q_sum + size * q_offset)[None, :]
     if SUMS != "none":
         width: tl.constexpr = 1 if BITS == 2 else 2
-        sums = _sums(page + k_sums + (place * groups + group) * width, packed, codes, size, SUMS, BITS)
+        sums = _sums(
+            page + k_sums + (place * groups + group) * width,
+            packed,
+            codes,
+            size,
+            SUMS,
+            BITS,
+        )
         scores += (scale * sums)[:, None] * q_offset[None, :]
     return scores
 
@@ -172,13 +212,20 @@ def integer_span(pool, pages, page_stride, k, k_meta, k_sums, v, v_meta, v_sums,
                   GP: tl.constexpr, P: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr):  # fmt: skip
     PACK: tl.constexpr = 8 // BITS
     D: tl.constexpr = min(DK, 64)
-    dim, place, channel, byte = tl.arange(0, D), tl.arange(0, P), tl.arange(0, DV), tl.arange(0, P // PACK)
+    dim, place, channel, byte = (
+        tl.arange(0, D),
+        tl.arange(0, P),
+        tl.arange(0, DV),
+        tl.arange(0, P // PACK),
+    )
     live = (dim < first_group)[:, None]
     raw = load_queries(q, rank_k, 0, first_group, 1, D, G, GP).to(tl.float32)
     queries, q_scale, q_offset, q_sum = coded(raw, live, 0, SUMS == "none")
     if DK > 64:
         live = (dim < rank_k - first_group)[:, None]
-        raw = load_queries(q, rank_k, first_group, rank_k - first_group, 1, D, G, GP).to(tl.float32)
+        raw = load_queries(
+            q, rank_k, first_group, rank_k - first_group, 1, D, G, GP
+        ).to(tl.float32)
         queries_b, q_scale_b, q_offset_b, q_sum_b = coded(raw, live, 0, SUMS == "none")
     top, total = tl.full([GP], float("-inf"), tl.float32), tl.zeros([GP], tl.float32)
     acc = tl.zeros([DV, GP], tl.float32)
@@ -193,9 +240,15 @@ def integer_span(pool, pages, page_stride, k, k_meta, k_sums, v, v_meta, v_sums,
         if SUMS == "none":
             p_scale = tl.max(weights, 0) / 127
             numbers = tl.floor(weights / tl.maximum(p_scale, 1e-28)[None, :] + 0.5)
-            p_codes, p_offset, p_sum = numbers.to(tl.int8), tl.zeros_like(p_scale), tl.sum(numbers, 0)
+            p_codes, p_offset, p_sum = (
+                numbers.to(tl.int8),
+                tl.zeros_like(p_scale),
+                tl.sum(numbers, 0),
+            )
         else:
-            p_codes, p_scale, p_offset, p_sum = coded(weights, (place >= 0)[:, None], 0, False)
+            p_codes, p_scale, p_offset, p_sum = coded(
+                weights, (place >= 0)[:, None], 0, False
+            )
         total = total * keep + p_scale * p_sum + P * p_offset
         packed = tl.load(page + v + channel[:, None] * (P // PACK) + byte[None, :],
                          mask=(channel < rank_v)[:, None], other=0)  # fmt: skip
@@ -203,11 +256,20 @@ def integer_span(pool, pages, page_stride, k, k_meta, k_sums, v, v_meta, v_sums,
         step, least = meta_of(page + v_meta + tl.minimum(channel, rank_v - 1) * 4)
         if BITS == 8:
             least += 128 * step
-        acc = acc * keep[None, :] + step[:, None] * (tl.dot(codes, p_codes).to(tl.float32) * p_scale[None, :])
+        acc = acc * keep[None, :] + step[:, None] * (
+            tl.dot(codes, p_codes).to(tl.float32) * p_scale[None, :]
+        )
         acc += least[:, None] * (p_scale * p_sum + P * p_offset)[None, :]
         if SUMS != "none":
             width: tl.constexpr = 1 if BITS == 2 else 2
-            sums = _sums(page + v_sums + tl.minimum(channel, rank_v - 1) * width, packed, codes, P, SUMS, BITS)
+            sums = _sums(
+                page + v_sums + tl.minimum(channel, rank_v - 1) * width,
+                packed,
+                codes,
+                P,
+                SUMS,
+                BITS,
+            )
             acc += (step * sums)[:, None] * p_offset[None, :]
     return acc, top, total
 
@@ -215,30 +277,58 @@ def integer_span(pool, pages, page_stride, k, k_meta, k_sums, v, v_meta, v_sums,
 @triton.jit(do_not_specialize=["table_width", "length_stride"])
 def unpack(pool, page_table, lengths, lanes, to, page_stride, to_stride, table_width, length_stride,
            BITS: tl.constexpr, P: tl.constexpr):  # fmt: skip
-    """Dequantize-then-attend's first half. Grid (pages of the longest, sequences, heads): sealed page i of sequence b
-    becomes 16-bit page b * table_width + i of ``to``, laid out as the 16-bit bucket's (tail_k, tail_v)."""
+    """Dequantize-then-attend's first half. Grid (pages of the longest, sequences,
+    heads): sealed page i of sequence b becomes 16-bit page b * table_width + i of
+    ``to``, laid out as the 16-bit bucket's (tail_k, tail_v)."""
     PACK: tl.constexpr = 8 // BITS
     i, sequence, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if i * P < tl.load(lengths + sequence * length_stride):
         row = lanes + head * LANES
-        rank_k, rank_v = tl.multiple_of(tl.load(row), 16), tl.multiple_of(tl.load(row + 1), 16)
+        rank_k, rank_v = (
+            tl.multiple_of(tl.load(row), 16),
+            tl.multiple_of(tl.load(row + 1), 16),
+        )
         groups, first_group = tl.load(row + 6), tl.load(row + 7)
-        page = pool + tl.load(page_table + sequence * table_width + i).to(tl.int64) * page_stride
+        page = (
+            pool
+            + tl.load(page_table + sequence * table_width + i).to(tl.int64)
+            * page_stride
+        )
         out = to + (sequence * table_width + i).to(tl.int64) * to_stride
         place, column = tl.arange(0, P), tl.arange(0, WIDEST)
         byte = tl.arange(0, WIDEST // PACK)
         packed = tl.load(page + tl.multiple_of(tl.load(row + 2), 128) + place[:, None] * (rank_k // PACK)
                          + byte[None, :], mask=(byte < rank_k // PACK)[None, :], other=0)  # fmt: skip
-        meta, here = page + tl.load(row + 3) + place * groups * 4, (column < first_group)[None, :]
+        meta, here = (
+            page + tl.load(row + 3) + place * groups * 4,
+            (column < first_group)[None, :],
+        )
         step, least = meta_of(meta)
         step_b, least_b = meta_of(meta + (groups - 1) * 4)
-        step, least = tl.where(here, step[:, None], step_b[:, None]), tl.where(here, least[:, None], least_b[:, None])
-        rows = halves(out + tl.multiple_of(tl.load(row + 12), 128)) + place[:, None] * rank_k + column[None, :]
-        tl.store(rows, number(_spread(packed, BITS), step, least), mask=(column < rank_k)[None, :])
+        step, least = (
+            tl.where(here, step[:, None], step_b[:, None]),
+            tl.where(here, least[:, None], least_b[:, None]),
+        )
+        rows = (
+            halves(out + tl.multiple_of(tl.load(row + 12), 128))
+            + place[:, None] * rank_k
+            + column[None, :]
+        )
+        tl.store(
+            rows,
+            number(_spread(packed, BITS), step, least),
+            mask=(column < rank_k)[None, :],
+        )
         byte = tl.arange(0, P // PACK)
         packed = tl.load(page + tl.multiple_of(tl.load(row + 4), 128) + column[:, None] * (P // PACK) + byte[None, :],
                          mask=(column < rank_v)[:, None], other=0)  # fmt: skip
-        step, least = meta_of(page + tl.load(row + 5) + tl.minimum(column, rank_v - 1) * 4)
+        step, least = meta_of(
+            page + tl.load(row + 5) + tl.minimum(column, rank_v - 1) * 4
+        )
         numbers = tl.trans(number(_spread(packed, BITS), step[:, None], least[:, None]))
-        rows = halves(out + tl.multiple_of(tl.load(row + 13), 128)) + place[:, None] * rank_v + column[None, :]
+        rows = (
+            halves(out + tl.multiple_of(tl.load(row + 13), 128))
+            + place[:, None] * rank_v
+            + column[None, :]
+        )
         tl.store(rows, numbers, mask=(column < rank_v)[None, :])

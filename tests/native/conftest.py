@@ -1,19 +1,20 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from tests.native.library import Library, find_or_build
+from tests.native.library import Library
+from tests.support.native_library import shared_build
 
 
 @pytest.fixture(scope="session")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
-    found = find_or_build(Path(tmp_path_factory.mktemp("native")), cuda=torch.cuda.is_available())
-    if found is None:
-        pytest.skip("no CMake or no C++ compiler: the native library cannot be built here")
-    return found
+    path = shared_build(tmp_path_factory, cuda=torch.cuda.is_available())
+    if path is None:
+        pytest.skip(
+            "no CMake or no C++ compiler: the native library cannot be built here"
+        )
+    return Library(path)
 
 
 @pytest.fixture(params=["cpu", "cuda"])

@@ -1,19 +1,30 @@
-"""ctypes view of plugins_cpp/include/kvlathe/abi.h, and a way to build the library for the tests."""
+"""ctypes view of plugins_cpp/include/kvlathe/abi.h, and a way to build the library for
+the tests."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-import shutil
-import subprocess
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, byref, c_char, c_float, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_char,
+    c_float,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_void_p,
+)
 from pathlib import Path
 
-ABI_VERSION = 5
+from kvlathe.runtime.native.library import ABI_VERSION as ABI_VERSION
+
 F32, F16, BF16 = 0, 1, 2
 OVERLAP, APPENDED = 1, 2
-OK, BAD_VERSION, BAD_ARGUMENT, MISALIGNED, TOO_SMALL, UNSUPPORTED, DEVICE_ERROR = range(7)
+OK, BAD_VERSION, BAD_ARGUMENT, MISALIGNED, TOO_SMALL, UNSUPPORTED, DEVICE_ERROR = range(
+    7
+)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -23,7 +34,10 @@ class Status(Structure):
 
 class Part(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("bits_k", "bits_v", "axis_k", "axis_v", "group_k", "group_v")),
+        *(
+            (name, c_int32)
+            for name in ("bits_k", "bits_v", "axis_k", "axis_v", "group_k", "group_v")
+        ),
         ("lane_count", c_int32),
         ("page_table_stride", c_int32),
         ("lanes", c_void_p),
@@ -37,7 +51,10 @@ class Part(Structure):
 class AttendDecodeArgs(Structure):
     _fields_ = [
         ("abi_version", c_uint32),
-        *((name, c_int32) for name in ("element", "batch", "group_size", "page_tokens", "part_count")),
+        *(
+            (name, c_int32)
+            for name in ("element", "batch", "group_size", "page_tokens", "part_count")
+        ),
         ("scale", c_float),
         ("flags", c_int32),
         ("parts", POINTER(Part)),
@@ -69,11 +86,23 @@ class Library:
         self.path = Path(path)
         self.lib = ctypes.CDLL(str(path))
         self.lib.kvlathe_abi_version.restype = c_uint32
-        for entry in (self.lib.kvlathe_cpu_attend_decode, self.lib.kvlathe_cuda_attend_decode):
+        for entry in (
+            self.lib.kvlathe_cpu_attend_decode,
+            self.lib.kvlathe_cuda_attend_decode,
+        ):
             entry.argtypes = [POINTER(AttendDecodeArgs), POINTER(Status)]
-        self.lib.kvlathe_cuda_plan.argtypes = [POINTER(AttendDecodeArgs), c_int32, POINTER(Status)]
+        self.lib.kvlathe_cuda_plan.argtypes = [
+            POINTER(AttendDecodeArgs),
+            c_int32,
+            POINTER(Status),
+        ]
         self.lib.kvlathe_cuda_plan_bytes.argtypes = [POINTER(c_int64), POINTER(Status)]
-        self.lib.kvlathe_cuda_workspace_bytes.argtypes = [c_int32, c_int32, POINTER(c_int64), POINTER(Status)]
+        self.lib.kvlathe_cuda_workspace_bytes.argtypes = [
+            c_int32,
+            c_int32,
+            POINTER(c_int64),
+            POINTER(Status),
+        ]
 
     @property
     def has_cuda(self) -> bool:
@@ -87,41 +116,34 @@ class Library:
     def attend_decode(self, args: AttendDecodeArgs, device: str = "cpu") -> None:
         """``device``: cpu or cuda."""
         status = Status()
-        entry = self.lib.kvlathe_cuda_attend_decode if device == "cuda" else self.lib.kvlathe_cpu_attend_decode
+        entry = (
+            self.lib.kvlathe_cuda_attend_decode
+            if device == "cuda"
+            else self.lib.kvlathe_cpu_attend_decode
+        )
         self._checked(entry(byref(args), byref(status)), status)
 
     def plan(self, calls: Sequence[AttendDecodeArgs]) -> None:
         """Plans calls of one step, each with memory for its plan."""
         status = Status()
         array = (AttendDecodeArgs * len(calls))(*calls)
-        self._checked(self.lib.kvlathe_cuda_plan(array, len(calls), byref(status)), status)
+        self._checked(
+            self.lib.kvlathe_cuda_plan(array, len(calls), byref(status)), status
+        )
 
     def plan_bytes(self) -> int:
         status, size = Status(), c_int64()
-        self._checked(self.lib.kvlathe_cuda_plan_bytes(byref(size), byref(status)), status)
+        self._checked(
+            self.lib.kvlathe_cuda_plan_bytes(byref(size), byref(status)), status
+        )
         return size.value
 
     def workspace_bytes(self, batch: int, heads: int) -> int:
         status, size = Status(), c_int64()
-        self._checked(self.lib.kvlathe_cuda_workspace_bytes(batch, heads, byref(size), byref(status)), status)
+        self._checked(
+            self.lib.kvlathe_cuda_workspace_bytes(
+                batch, heads, byref(size), byref(status)
+            ),
+            status,
+        )
         return size.value
-
-
-def build(out: Path, cuda: bool) -> Path:
-    """Build libkvlathe.so into ``out`` with CMake. Raises CalledProcessError where the compiler fails."""
-    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    configure = ["cmake", "-S", str(ROOT / "plugins_cpp"), "-B", str(out), f"-DKVLATHE_CUDA={'ON' if cuda else 'OFF'}"]
-    if cuda:
-        configure.append("-DKVLATHE_CUDA_ARCHITECTURES=native")
-    subprocess.run([*configure, *generator], check=True, capture_output=True)
-    subprocess.run(["cmake", "--build", str(out), "-j", "2"], check=True, capture_output=True)
-    return out / "libkvlathe.so"
-
-
-def find_or_build(out: Path, cuda: bool) -> Library | None:
-    """The library named by KVLATHE_LIBRARY, else a fresh build; None without CMake or a C++ compiler."""
-    if path := os.environ.get("KVLATHE_LIBRARY"):
-        return Library(path)
-    if not shutil.which("cmake") or not (shutil.which("c++") or shutil.which("g++")):
-        return None
-    return Library(build(out, cuda))

@@ -1,22 +1,29 @@
-"""A test case of Attend in 16 bit on a device: what CUDA kernels and the TensorRT plugin are given and must leave."""
+"""A test case of Attend in 16 bit on a device: what CUDA kernels and the TensorRT
+plugin are given and must leave."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from kvlathe.errors import KvlatheError
-from kvlathe.export.layout import CacheLayout
-from kvlathe.export.plan import CompressionPlan, Lane
-from kvlathe.runtime.cuda_abi import CudaLibrary
-from kvlathe.runtime.cuda_attend import Attention, StepInputs
-from tests.attend_cases import Case
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.heads import Lane
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.native.cuda import CudaLibrary
+from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
 from tests.native_cpu.library import Array, reserve
+from tests.support.attend_cases import Case
 
 CLOSE = {"rtol": 1e-2, "atol": 1.5e-2}
 """16-bit elements, cos and sin among them, against float64 of the same inputs."""
 
-NOT_ATTENDED = ("do not divide a page", "the CUDA kernels take products", "the CUDA kernels need", "read one width")
+NOT_ATTENDED = (
+    "do not divide a page",
+    "the CUDA kernels take products",
+    "the CUDA kernels need",
+    "read one width",
+)
 """Refusals of quantized parts that the attention kernels may make."""
 
 
@@ -25,25 +32,30 @@ def halves(x: Array) -> Array:
 
 
 class Step16:
-    """The inputs of one case in halves, and its laws. Inputs are rounded first, so that both sides see the same."""
+    """The inputs of one case in halves, and its laws. Inputs are rounded first, so that
+    both sides see the same."""
 
     @staticmethod
     def takes(plan: CompressionPlan) -> bool:
-        hot = all(plan.tiers[b.tier].bits_k == 16 for b in plan.buckets if b.source is None)
-        return hot and len(plan.buckets) <= 3 and plan.probe is None
+        hot = all(
+            plan.tiers[b.tier].bits_k == 16 for b in plan.buckets if b.source is None
+        )
+        return hot and len(plan.buckets) <= 3 and plan.observation is None
 
     def __init__(self, case: Case) -> None:
         self.case, self.plan = case, case.plan
         case.q = [[halves(x) for x in heads] for heads in case.q]
         case.k, case.v = [halves(x) for x in case.k], [halves(x) for x in case.v]
-        case.projections = [tuple(map(halves, matrices)) for matrices in case.projections]  # type: ignore[misc]
+        case.projections = [
+            tuple(map(halves, matrices)) for matrices in case.projections
+        ]  # type: ignore[misc]
         self.memory, self.tables = reserve(case)
         self.q, self.k, self.v = case.packed(torch.float16)
         step = case.step(torch.float32)
         assert step.cos is not None and step.sin is not None
         self.cos, self.sin = step.cos.half(), step.sin.half()
         case._turned = self._turned  # type: ignore[method-assign]
-        self.query_starts, self.query_offsets = step.query_starts, step.query_offsets
+        self.cu_seqlens_q, self.query_offsets = step.cu_seqlens_q, step.query_offsets
         self.lengths = torch.from_numpy(np.ascontiguousarray(case.lengths))
         self.state = case.state(torch.float16)
 
@@ -53,7 +65,9 @@ class Step16:
             return x
         half = lane.input_dim // 2
         planes = list(lane.planes) if lane.rope == "planes" else list(range(half))
-        cos, sin = (t[: len(x)].double().numpy()[:, planes] for t in (self.cos, self.sin))
+        cos, sin = (
+            t[: len(x)].double().numpy()[:, planes] for t in (self.cos, self.sin)
+        )
         a, b = x[:, :half], x[:, half:]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], 1)
 
@@ -61,23 +75,31 @@ class Step16:
         """o of the real tokens and the pool's bytes, by the session's own path."""
         pool = torch.from_numpy(self.memory.copy()).to(device)
         layers = self.plan.model.layers
-        attention = Attention(library, self.plan, [self.case.scale] * layers, pool, len(self.q))
+        attention = Attention(
+            library, self.plan, [self.case.scale] * layers, pool, len(self.q)
+        )
         tables = [torch.from_numpy(table).to(device) for table in self.tables]
-        single = bool((self.query_starts == torch.arange(len(self.query_starts))).all())
-        inputs = StepInputs(self.query_starts.to(device), self.lengths.to(device), tables, single)
+        single = bool((self.cu_seqlens_q == torch.arange(len(self.cu_seqlens_q))).all())
+        inputs = StepInputs(
+            self.cu_seqlens_q.to(device), self.lengths.to(device), tables, single
+        )
         try:
             spread = attention.spread(inputs, len(self.q))
         except KvlatheError as refusal:  # a decode step's plan
             self._must_be_of_parts_not_attended(refusal)
             attention.plan_calls = lambda _: None
             spread = attention.spread(inputs, len(self.q))
-        q, k, v, cos, sin = (x.to(device) for x in (self.q, self.k, self.v, self.cos, self.sin))
+        q, k, v, cos, sin = (
+            x.to(device) for x in (self.q, self.k, self.v, self.cos, self.sin)
+        )
         weights = {name: x.to(device) for name, x in self.state.items()}
         try:
             out = attention.run(spread, self.case.layer, q, k, v, (cos, sin), weights)
         except KvlatheError as refusal:
             self._must_be_of_parts_not_attended(refusal)
-            return np.zeros((0, 0)), pool.cpu().numpy()  # the rows are written all the same
+            return np.zeros(
+                (0, 0)
+            ), pool.cpu().numpy()  # the rows are written all the same
         return out[: self.case.total].cpu().double().numpy(), pool.cpu().numpy()
 
     @staticmethod
@@ -86,13 +108,15 @@ class Step16:
             raise refusal
 
     def check_out(self, out: Array) -> None:
-        """Products of codes round queries and shares to 8 bits: they are near on the whole (test_attend_codes.py bounds
-        each element)."""
+        """Products of codes round queries and shares to 8 bits: they are near on the
+        whole (test_attend_codes.py bounds each element)."""
         if not out.size:
             return
         expected = self.case.expected()[0]
-        if any(tier.quantized for tier in self.plan.tiers):
-            assert np.abs(out - expected).mean() <= 2e-2 * np.abs(expected).max(initial=1e-9)
+        if any(tier.is_coded for tier in self.plan.tiers):
+            assert np.abs(out - expected).mean() <= 2e-2 * np.abs(expected).max(
+                initial=1e-9
+            )
         else:
             np.testing.assert_allclose(out, expected, **CLOSE)
 
@@ -100,7 +124,8 @@ class Step16:
         np.testing.assert_allclose(rows, self.case.expected()[1], **CLOSE)
 
     def check_memory(self, memory: Array) -> None:
-        """The step's k' and v', and nothing else, were written: after each length in the fresh buckets."""
+        """The step's k' and v', and nothing else, were written: after each length in
+        the fresh buckets."""
         written = np.zeros(len(self.memory), bool)
         expected, rows = self.case.expected()[1], self.rows_at(memory, written)
         np.testing.assert_allclose(rows, expected, **CLOSE)
@@ -112,21 +137,38 @@ class Step16:
         found: list[list[Array]] = []
         for b, count in enumerate(self.case.queries):
             for i in range(count):
-                keys, values = zip(*(self._row(memory, written, layout, lane, b, i) for lane in lanes), strict=True)
+                keys, values = zip(
+                    *(self._row(memory, written, layout, lane, b, i) for lane in lanes),
+                    strict=True,
+                )
                 found.append([*keys, *values])
         return np.array([np.concatenate(row) for row in found]).astype(np.float64)
 
     def _row(
-        self, memory: Array, written: Array, layout: CacheLayout, lane: Lane, b: int, i: int
+        self,
+        memory: Array,
+        written: Array,
+        layout: CacheLayout,
+        lane: Lane,
+        b: int,
+        i: int,
     ) -> tuple[Array, Array]:
         index = lane.layer * self.plan.model.kv_heads + lane.head
-        bucket = next(s for s, x in enumerate(self.plan.buckets) if x.source is None and index in x.lanes)
+        bucket = next(
+            s
+            for s, x in enumerate(self.plan.buckets)
+            if x.source is None and index in x.lanes
+        )
         slab = layout.slab(bucket, index)
-        page, place = divmod(int(self.case.lengths[b, bucket]) + i, self.plan.page_tokens)
+        page, place = divmod(
+            int(self.case.lengths[b, bucket]) + i, self.plan.page_tokens
+        )
         start = int(self.tables[bucket][b, page]) * layout.page_stride[bucket]
         row = []
         for at, rank in ((slab.k, lane.rank_k), (slab.v, lane.rank_v)):
-            span = slice(start + at + place * rank * 2, start + at + (place + 1) * rank * 2)
+            span = slice(
+                start + at + place * rank * 2, start + at + (place + 1) * rank * 2
+            )
             written[span] = True
             row.append(memory[span].view(np.float16))
         return row[0], row[1]

@@ -1,7 +1,9 @@
-"""CUDA decode attention on quantized pages and a 16-bit tail, against float64 on the same codes.
+"""CUDA decode attention on quantized pages and a 16-bit tail, against float64 on the
+same codes.
 
-Two references: the numbers that the codes mean, and the integer form (Eq. 4 of HACK: q and weights as codes) in
-float64. The kernel is the integer form: it may differ from it by rounding only, and hardly be worse than it.
+Two references: the numbers that the codes mean, and the integer form (Eq. 4 of HACK: q
+and weights as codes) in float64. The kernel is the integer form: it may differ from it
+by rounding only, and hardly be worse than it.
 """
 
 from __future__ import annotations
@@ -12,15 +14,22 @@ from typing import Literal
 import pytest
 import torch
 
-from kvlathe.export.plan import Tier
+from kvlathe.plan.formats import Tier
 from tests.native.codes_problem import CodesProblem
 from tests.native.library import OVERLAP, UNSUPPORTED, Library, NativeError
 
-MIXED = [[(16, 32), (96, 16), (64, 80), (48, 128), (128, 48), (112, 64), (32, 96), (80, 112)]]
-NARROW = [[(16, 32), (96, 16), (64, 80), (48, 96)], [(32, 64), (80, 48), (64, 16), (16, 96)]]
+MIXED = [
+    [(16, 32), (96, 16), (64, 80), (48, 128), (128, 48), (112, 64), (32, 96), (80, 112)]
+]
+NARROW = [
+    [(16, 32), (96, 16), (64, 80), (48, 96)],
+    [(32, 64), (80, 48), (64, 16), (16, 96)],
+]
 
 
-def run(library: Library, problem: CodesProblem, times: int = 1, flags: int = 0) -> None:
+def run(
+    library: Library, problem: CodesProblem, times: int = 1, flags: int = 0
+) -> None:
     size = library.workspace_bytes(len(problem.tails), len(problem.ranks[0]))
     workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
     for layer in range(len(problem.ranks)):
@@ -33,14 +42,18 @@ def run(library: Library, problem: CodesProblem, times: int = 1, flags: int = 0)
             torch.cuda.synchronize()
 
 
-def check(library: Library, problem: CodesProblem, times: int = 1, flags: int = 0) -> None:
+def check(
+    library: Library, problem: CodesProblem, times: int = 1, flags: int = 0
+) -> None:
     if not (torch.cuda.is_available() and library.has_cuda):
         pytest.skip("no GPU, or a library without CUDA kernels")
     run(library, problem, times, flags)
     rounding = 2.0 ** (-11 if problem.dtype == torch.float16 else -8) * 3
     for layer in range(len(problem.ranks)):
         own, form, between = problem.errors(layer)
-        assert own <= 1.2 * form + rounding, f"error {own:.2e}, of the form itself {form:.2e}"
+        assert own <= 1.2 * form + rounding, (
+            f"error {own:.2e}, of the form itself {form:.2e}"
+        )
         if problem.dtype == torch.float16:  # BF16 rounds o by about as much
             assert between <= 0.5, f"{between:.2f} of the form's own error"
 
@@ -54,7 +67,9 @@ def problem_of(
     seed: int = 0,
 ) -> CodesProblem:
     tier = Tier(bits, bits, arithmetic="int")
-    return CodesProblem(ranks, sealed, tails, [tier], dtype=dtype, device="cuda", seed=seed)
+    return CodesProblem(
+        ranks, sealed, tails, [tier], dtype=dtype, device="cuda", seed=seed
+    )
 
 
 @pytest.fixture
@@ -68,23 +83,52 @@ def gpu() -> str:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [MIXED, NARROW])
 def test_ragged_batches(
-    library: Library, gpu: str, bits: Literal[8, 4, 2], dtype: torch.dtype, ranks: Sequence[Sequence[tuple[int, int]]]
+    library: Library,
+    gpu: str,
+    bits: Literal[8, 4, 2],
+    dtype: torch.dtype,
+    ranks: Sequence[Sequence[tuple[int, int]]],
 ) -> None:
     check(library, problem_of(bits, ranks=ranks, dtype=dtype), times=2)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize(("group", "page"), [(32, 64), (64, 128), (128, 128), (16, 64), (48, 64)])
-def test_groups_and_pages(library: Library, gpu: str, bits: Literal[8, 4, 2], group: int, page: int) -> None:
-    tier = Tier(bits, bits, group_k=group, group_v=64 if group in (16, 48) else group, arithmetic="int")
+@pytest.mark.parametrize(
+    ("group", "page"), [(32, 64), (64, 128), (128, 128), (16, 64), (48, 64)]
+)
+def test_groups_and_pages(
+    library: Library, gpu: str, bits: Literal[8, 4, 2], group: int, page: int
+) -> None:
+    tier = Tier(
+        bits,
+        bits,
+        group_k=group,
+        group_v=64 if group in (16, 48) else group,
+        arithmetic="int",
+    )
     sealed, tails = [[5 * page], [0], [page], [0]], [page - 1, 0, 1, 17]
-    check(library, CodesProblem(NARROW, sealed, tails, [tier], page_tokens=page, device=gpu))
+    check(
+        library,
+        CodesProblem(NARROW, sealed, tails, [tier], page_tokens=page, device=gpu),
+    )
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("group", range(1, 9))
-def test_group_sizes(library: Library, gpu: str, group: int, bits: Literal[8, 4, 2]) -> None:
-    check(library, CodesProblem(MIXED, [[320], [64]], [5, 0], [Tier(bits, bits, arithmetic="int")], group, device=gpu))
+def test_group_sizes(
+    library: Library, gpu: str, group: int, bits: Literal[8, 4, 2]
+) -> None:
+    check(
+        library,
+        CodesProblem(
+            MIXED,
+            [[320], [64]],
+            [5, 0],
+            [Tier(bits, bits, arithmetic="int")],
+            group,
+            device=gpu,
+        ),
+    )
 
 
 def test_partly_filled_pages(library: Library, gpu: str) -> None:
@@ -98,17 +142,31 @@ def test_two_widths_in_one_call(library: Library, gpu: str) -> None:
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("sealed", [[140_032], [40_000 // 64 * 64, 64, 0, 70_016], [4992] * 40, [64] * 300])
-def test_many_blocks_share_the_work(library: Library, gpu: str, bits: Literal[8, 4, 2], sealed: list[int]) -> None:
+@pytest.mark.parametrize(
+    "sealed", [[140_032], [40_000 // 64 * 64, 64, 0, 70_016], [4992] * 40, [64] * 300]
+)
+def test_many_blocks_share_the_work(
+    library: Library, gpu: str, bits: Literal[8, 4, 2], sealed: list[int]
+) -> None:
     tails = [(17 * b) % 65 for b in range(len(sealed))]
     check(library, problem_of(bits, sealed=[[n] for n in sealed], tails=tails), times=3)
-    check(library, problem_of(bits, sealed=[[n] for n in sealed], tails=tails, seed=1), times=3, flags=OVERLAP)
+    check(
+        library,
+        problem_of(bits, sealed=[[n] for n in sealed], tails=tails, seed=1),
+        times=3,
+        flags=OVERLAP,
+    )
 
 
 def test_refusals(library: Library, gpu: str) -> None:
     if not library.has_cuda:
         pytest.skip("a library without CUDA kernels")
-    for tier in (Tier(4, 8), Tier(4, 4, "token", "token"), Tier(4, 4, "rank", "rank"), Tier(4, 4, group_v=16)):
+    for tier in (
+        Tier(4, 8),
+        Tier(4, 4, "token", "token"),
+        Tier(4, 4, "rank", "rank"),
+        Tier(4, 4, group_v=16),
+    ):
         with pytest.raises(NativeError) as refusal:
             run(library, CodesProblem(NARROW, [[64]], [3], [tier], device=gpu))
         assert refusal.value.code == UNSUPPORTED

@@ -1,4 +1,5 @@
-"""Append, seal and evict on the GPU against references: the float64 step, and runtime/codec.py bit for bit."""
+"""Append and seal on the GPU against references: the float64 step, and
+kvlathe/plan/codec.py bit for bit."""
 
 from __future__ import annotations
 
@@ -9,20 +10,26 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 
-from kvlathe.errors import KvlatheError
-from kvlathe.export.layout import CacheLayout
-from kvlathe.export.plan import Bucket, Lane, Tier
-from kvlathe.runtime.codec import parts
-from kvlathe.runtime.cuda_abi import CudaLibrary, PageKernels
-from kvlathe.runtime.native import Native
-from tests.attend_cases import Case, cases, plan_of
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.codec import parts
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.heads import Lane
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import Bucket
+from kvlathe.runtime.native.cuda import CudaLibrary, PageKernels
+from kvlathe.runtime.native.library import Native
 from tests.native.library import Library
 from tests.native.step16 import Step16
+from tests.support.attend_cases import Case, cases, plan_of
+from tests.support.format_cases import CODED_TIERS
 
 SLOW = settings(
     max_examples=40,
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.filter_too_much,
+    ],
 )
 
 
@@ -36,7 +43,8 @@ def cuda(library: Library) -> Iterator[CudaLibrary]:
 @SLOW
 @given(case=cases())
 def test_a_step_is_plain_attention(cuda: CudaLibrary, case: Case) -> None:
-    """Ragged steps of random plans: rows, the pages they lie in, and o; nothing else in the pool changes."""
+    """Ragged steps of random plans: rows, the pages they lie in, and o; nothing else in
+    the pool changes."""
     assume(Step16.takes(case.plan))
     step = Step16(case)
     out, memory = step.run(cuda, "cuda")
@@ -46,7 +54,8 @@ def test_a_step_is_plain_attention(cuda: CudaLibrary, case: Case) -> None:
 
 @pytest.mark.parametrize("queries", [[1] * 40, [200, 1, 37]])
 def test_a_larger_step(cuda: CudaLibrary, queries: list[int]) -> None:
-    """Several blocks of rows, wide projections, one lane with chosen planes, one without a projection of its own."""
+    """Several blocks of rows, wide projections, one lane with chosen planes, one
+    without a projection of its own."""
     lanes = [
         Lane(0, 0, 128, 96, 48, projected=True),
         Lane(0, 1, 128, 128, 128),
@@ -54,7 +63,9 @@ def test_a_larger_step(cuda: CudaLibrary, queries: list[int]) -> None:
     ]
     plan = plan_of(lanes, [Tier(16, 16)], [Bucket(0, (0, 1, 2))], 128, 4, 64)
     case = Case(plan, 0, queries, [[n] for n in range(60, 60 + len(queries))], seed=1)
-    case.scale = 0.05  # wide lanes: sharper scores would show the rounding of q', not a fault
+    case.scale = (
+        0.05  # wide lanes: sharper scores would show the rounding of q', not a fault
+    )
     step = Step16(case)
     out, memory = step.run(cuda, "cuda")
     step.check_memory(memory)
@@ -62,6 +73,7 @@ def test_a_larger_step(cuda: CudaLibrary, queries: list[int]) -> None:
 
 
 TIERS = [
+    *CODED_TIERS,
     Tier(8, 8),
     Tier(4, 4, "rank", "token", 32, 16),
     Tier(2, 2, "rank", "rank", 48, 32),
@@ -76,9 +88,20 @@ TIERS = [
 
 def sealing(tier: Tier, page: int, cold: tuple[int, ...] = (0, 1, 3, 5)) -> CacheLayout:
     """Two layers of three lanes; the cold bucket holds ``cold``."""
-    lanes = [Lane(layer, h, 128, *ranks, projected=True) for layer in range(2) for h, ranks in enumerate(RANKS)]
+    lanes = [
+        Lane(layer, h, 128, *ranks, projected=True)
+        for layer in range(2)
+        for h, ranks in enumerate(RANKS)
+    ]
     return CacheLayout(
-        plan_of(lanes, [Tier(16, 16), tier], [Bucket(0, tuple(range(6))), Bucket(1, cold, 0)], 128, 2, page)
+        plan_of(
+            lanes,
+            [Tier(16, 16), tier],
+            [Bucket(0, tuple(range(6))), Bucket(1, cold, 0)],
+            128,
+            2,
+            page,
+        )
     )
 
 
@@ -87,49 +110,32 @@ RANKS = [(128, 48), (80, 16), (16, 112)]
 
 @pytest.mark.parametrize("page", [64, 80])
 @pytest.mark.parametrize("tier", TIERS, ids=str)
-def test_seal_writes_the_codes_of_the_codec(cuda: CudaLibrary, tier: Tier, page: int) -> None:
+def test_seal_writes_the_codes_of_the_codec(
+    cuda: CudaLibrary, tier: Tier, page: int
+) -> None:
     layout, rng = sealing(tier, page), np.random.default_rng(3)
     size = 40 * max(layout.page_stride)
     host = rng.standard_normal(size // 2).astype(np.float16)
-    host[: layout.page_stride[0] // 4] = np.float16(0.3)  # half a page of constant groups
+    host[: layout.page_stride[0] // 4] = np.float16(
+        0.3
+    )  # half a page of constant groups
     memory = host.view(np.uint8).copy()
     pool = torch.from_numpy(memory.copy()).cuda()
     last = size // layout.page_stride[1]
     jobs = [(i, last - 1 - i, 7 + i * page) for i in range(3)]
-    PageKernels(cuda, layout.plan, pool.data_ptr(), size).seal(0, 1, jobs, torch.cuda.current_stream().cuda_stream)
+    PageKernels(cuda, layout.plan, pool.data_ptr(), size).seal(
+        0, 1, jobs, torch.cuda.current_stream().cuda_stream
+    )
     hot, cold = parts(layout, 0), parts(layout, 1)
     for source, target, position in jobs:
         pages = [
-            memory[page * stride :][:stride] for page, stride in zip((source, target), layout.page_stride, strict=True)
+            memory[page * stride :][:stride]
+            for page, stride in zip((source, target), layout.page_stride, strict=True)
         ]
         for lane, pair in cold.items():
             for part, fresh in zip(pair, hot[lane], strict=True):
                 part.write(pages[1], fresh.read(pages[0]), position)
     np.testing.assert_array_equal(pool.cpu().numpy(), memory)
-
-
-@pytest.mark.parametrize(
-    "tier", [Tier(16, 16), Tier(4, 8, "rank", "rank", 32, 64), Tier(2, 2, "rank", "rank")], ids=str
-)
-@pytest.mark.parametrize("kept", [1, 64, 150])
-def test_evict_keeps_the_places_it_is_told(cuda: CudaLibrary, tier: Tier, kept: int) -> None:
-    """Each lane's kept tokens, in order, from the first place on; nothing outside the sequence's pages changes."""
-    layout, rng = sealing(tier, 64, tuple(range(6))), np.random.default_rng(kept)
-    stride = layout.page_stride[1]
-    memory = rng.integers(0, 255, 40 * stride, np.uint8)
-    pages = np.array([7, 2, 11, 5], np.int32)
-    keep = np.array([np.sort(rng.permutation(250)[:kept]) for _ in range(6)], np.int64)
-    pool = torch.from_numpy(memory.copy()).cuda()
-    on_gpu = torch.from_numpy(pages).cuda(), torch.from_numpy(keep).cuda()
-    kernels = PageKernels(cuda, layout.plan, pool.data_ptr(), len(memory))
-    kernels.evict(1, on_gpu[0].data_ptr(), on_gpu[1].data_ptr(), kept, torch.cuda.current_stream().cuda_stream)
-    before, after = memory.reshape(-1, stride), pool.cpu().numpy().reshape(-1, stride)
-    for (_, pair), places in zip(sorted(parts(layout, 1).items()), keep, strict=True):
-        for part in pair:
-            old, new = (np.concatenate([part.read(rows[page]) for page in pages]) for rows in (before, after))
-            np.testing.assert_array_equal(new[:kept], old[places])
-    others = np.delete(np.arange(40), pages)
-    np.testing.assert_array_equal(after[others], before[others])
 
 
 def test_what_cannot_be_is_refused_in_words(cuda: CudaLibrary) -> None:
@@ -138,8 +144,6 @@ def test_what_cannot_be_is_refused_in_words(cuda: CudaLibrary) -> None:
     kernels = PageKernels(cuda, layout.plan, pool.data_ptr(), pool.numel())
     with pytest.raises(KvlatheError, match="outside the pool"):
         kernels.seal(0, 1, [(4, 0, 0)], 0)
-    with pytest.raises(KvlatheError, match="groups run along them"):
-        kernels.evict(1, pool.data_ptr(), pool.data_ptr(), 1, 0)
     small = PageKernels(cuda, layout.plan, pool.data_ptr() + 64, pool.numel())
     with pytest.raises(KvlatheError, match="not aligned"):
         small.seal(0, 1, [(0, 1, 0)], 0)

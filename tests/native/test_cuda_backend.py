@@ -1,4 +1,5 @@
-"""The cuda backend end to end on a GPU: the logits and the tokens of the onnxruntime engine of the same plan."""
+"""The cuda backend end to end on a GPU: the logits and the tokens of the onnxruntime
+engine of the same plan."""
 
 from __future__ import annotations
 
@@ -12,13 +13,14 @@ import torch
 
 from kvlathe.engines import backends, planning
 from kvlathe.engines.build import BuildRequest, build
-from kvlathe.runtime import native
-from kvlathe.runtime.cuda_session import CudaSession
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.sampler import SamplingParams
-from kvlathe.runtime.session import StepPlan
+from kvlathe.runtime.native import library as native
+from kvlathe.runtime.sessions.gpu.session import DeviceSession
+from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
+from kvlathe.runtime.sessions.torch_cuda.device import tensor_of
+from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.native.library import Library
-from tests.session_laws import pages_move_and_come_back
+from tests.support.session_laws import next_step, pages_move_and_come_back
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "lathe-5m"
 PROMPTS = [
@@ -34,20 +36,25 @@ PLANS = {
     "chosen": {"compression": "auto", "compression_ratio": 0.8},
 }
 CLOSE = {"chosen": 4e-2}
-"""Of the largest logit; 1e-2 otherwise. Numbers that were rounded otherwise to 16 bit may get another of four codes.
-Twice what an H200 gave on three texts: 2.0e-2; 8 bit 6.3e-3, projected 2.7e-3."""
+"""Of the largest logit; 1e-2 otherwise. Numbers that were rounded otherwise to 16 bit
+may get another of four codes. Twice what an H200 gave on three texts: 2.0e-2; 8 bit
+6.3e-3, projected 2.7e-3."""
 LIMITS = {"max_batch_size": 4, "max_seq_len": 1024, "prefill_chunk": 128}
 
 
 @pytest.fixture(scope="module", params=PLANS)
 def pair(
-    request: pytest.FixtureRequest, library: Library, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest,
+    library: Library,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[LLM, LLM]]:
     """The same plan on the GPU and on the CPU, both with 16-bit hot pages."""
     if not (torch.cuda.is_available() and library.has_cuda):
         pytest.skip("no GPU, or a library without CUDA kernels")
     folder, patch = tmp_path_factory.mktemp("engines"), pytest.MonkeyPatch()
-    kernels = dataclasses.replace(backends.BACKENDS["onnxruntime"], paired=backends.BACKENDS["cuda"].paired)
+    kernels = dataclasses.replace(
+        backends.BACKENDS["onnxruntime"], paired=backends.BACKENDS["cuda"].paired
+    )
     patch.setattr(backends, "BACKENDS", {**backends.BACKENDS, "onnxruntime": kernels})
     patch.setattr(planning, "BACKENDS", backends.BACKENDS)
     patch.setenv("KVLATHE_LIBRARY", str(library.path.resolve()))
@@ -65,13 +72,16 @@ def pair(
             **PLANS[request.param],
         )
         engines.append(LLM.load(build(asked)))
-    assert isinstance(engines[0].session, CudaSession)
+    assert isinstance(engines[0].session, DeviceSession)
+    assert isinstance(engines[0].session.compute, TorchCompute)
     yield engines[0], engines[1]
     patch.undo()
     native.find.cache_clear()
 
 
-def test_logits_are_those_of_the_cpu(pair: tuple[LLM, LLM], request: pytest.FixtureRequest) -> None:
+def test_logits_are_those_of_the_cpu(
+    pair: tuple[LLM, LLM], request: pytest.FixtureRequest
+) -> None:
     """Across chunks and sealed pages, relative to the largest logit."""
     tokens = pair[1].encode(PROMPTS[2])[:300]
     on_gpu, on_cpu = (llm.logits(tokens, range(len(tokens))) for llm in pair)
@@ -82,9 +92,12 @@ def test_logits_are_those_of_the_cpu(pair: tuple[LLM, LLM], request: pytest.Fixt
 
 
 def test_answers_are_those_of_the_cpu(pair: tuple[LLM, LLM]) -> None:
-    """Four requests at once, through prefill chunks, graphs of shrinking batches and seals: greedy tokens."""
+    """Four requests at once, through prefill chunks, graphs of shrinking batches and
+    seals: greedy tokens."""
     params = SamplingParams(max_new_tokens=100, temperature=0.0, ignore_eos=True)
-    on_gpu, on_cpu = ([answer.token_ids for answer in llm.generate(PROMPTS, params)] for llm in pair)
+    on_gpu, on_cpu = (
+        [answer.token_ids for answer in llm.generate(PROMPTS, params)] for llm in pair
+    )
     assert all(len(tokens) == 100 for tokens in on_gpu)
     same = [
         next((i for i, (a, b) in enumerate(zip(x, y, strict=True)) if a != b), 100)
@@ -96,7 +109,13 @@ def test_answers_are_those_of_the_cpu(pair: tuple[LLM, LLM]) -> None:
 def test_a_request_does_not_depend_on_its_neighbours(pair: tuple[LLM, LLM]) -> None:
     params = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
     alone = [pair[0].generate(prompt, params)[0].token_ids for prompt in PROMPTS]
-    assert sum(a == b.token_ids for a, b in zip(alone, pair[0].generate(PROMPTS, params), strict=True)) >= 3
+    assert (
+        sum(
+            a == b.token_ids
+            for a, b in zip(alone, pair[0].generate(PROMPTS, params), strict=True)
+        )
+        >= 3
+    )
 
 
 def test_pages_move_and_come_back(pair: tuple[LLM, LLM]) -> None:
@@ -110,59 +129,52 @@ def test_greedy_steps_follow_each_other_on_the_gpu(pair: tuple[LLM, LLM]) -> Non
     expected: list[int] = []
     steps = []
     for _ in range(12):
-        steps.append(_step(llm, table, tokens[-1] if steps else 7))
+        steps.append(next_step(llm, table, tokens[-1] if steps else 7))
         tokens.append(int(session.run(steps[-1]).argmax()))
         expected.append(tokens[-1])
-    found = [session.follow(step, first=i == 0).clone() for i, step in enumerate(steps)]
-    assert torch.cat(found).tolist() == expected
+    followed = [
+        tensor_of(session.follow(step, first=i == 0)).clone()
+        for i, step in enumerate(steps)
+    ]
+    assert torch.cat(followed).tolist() == expected
     llm.pool.release(table)
 
 
-def _step(llm: LLM, table, token: int) -> StepPlan:  # noqa: ANN001
-    """The next token of a sequence alone, committed."""
-    held = list(table.lengths)
-    done = llm.pool.reserve(table, 1)
-    pages = tuple(np.array([ids or [0]], np.int32) for ids in table.pages)
-    ints = {
-        name: np.array(x, np.int32)
-        for name, x in {"input_ids": [token], "positions": [sum(held)], "query_starts": [0, 1]}.items()
-    }
-    step = StepPlan(
-        **ints,
-        query_offsets=np.zeros(1, np.int32),
-        lengths=np.array([held], np.int32),
-        page_tables=pages,
-        logit_rows=np.zeros(1, np.int32),
-    )
-    llm.pool.commit(done)
-    return step
-
-
 def test_a_captured_step_holds_no_attention_of_torch(pair: tuple[LLM, LLM]) -> None:
-    """Kernels of a replayed decode step: ours, matrix products and elementwise ones; no softmax, no torch attention."""
+    """Kernels of a replayed decode step: ours, matrix products and elementwise ones; no
+    softmax, no torch attention."""
     llm = pair[0]
     session, table = llm.session, llm.pool.open()
-    step = _step(llm, table, 9)
+    step = next_step(llm, table, 9)
     session.run(step)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA]
+    ) as profile:
         session.run(step)
         torch.cuda.synchronize()
     names = " ".join(event.key for event in profile.key_averages())
     assert "attend" in names and "append_rows" in names
-    assert not any(word in names.lower() for word in ("softmax", "sdpa", "flash", "fmha", "scaled_dot"))
+    assert not any(
+        word in names.lower()
+        for word in ("softmax", "sdpa", "flash", "fmha", "scaled_dot")
+    )
     llm.pool.release(table)
 
 
 def test_prompts_are_attended_in_tiles(pair: tuple[LLM, LLM]) -> None:
     """The first chunk of a prompt goes through the kernel for chunks."""
     llm = pair[0]
-    if not llm.session.attention.library.lib.kvlathe_cuda_has_prompt_kernel():
+    if not llm.session.compute.attention.library.lib.kvlathe_cuda_has_prompt_kernel():
         pytest.skip("this GPU attends chunks as rows")
     tokens = llm.encode(PROMPTS[2])[:100]
     llm.logits(tokens, [99])
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA]
+    ) as profile:
         llm.logits(tokens, [99])
         torch.cuda.synchronize()
     names = " ".join(event.key for event in profile.key_averages())
     assert "attend_prompt" in names
-    assert not any(word in names.lower() for word in ("sdpa", "flash", "fmha", "scaled_dot"))
+    assert not any(
+        word in names.lower() for word in ("sdpa", "flash", "fmha", "scaled_dot")
+    )

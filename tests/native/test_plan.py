@@ -1,4 +1,5 @@
-"""A step's plan made before its calls: the answers of calls that plan for themselves, bit for bit."""
+"""A step's plan made before its calls: the answers of calls that plan for themselves,
+bit for bit."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvlathe.export.plan import Tier
+from kvlathe.plan.formats import Tier
 from tests.native.codes_problem import CodesProblem
 from tests.native.library import (
     APPENDED,
@@ -21,7 +22,10 @@ from tests.native.library import (
 )
 from tests.native.problem import Problem
 
-RECORD, IDS = 96, 32  # PlanRecord of schedule.cuh: int32 of a block, and where its page ids start
+RECORD, IDS = (
+    96,
+    32,
+)  # PlanRecord of schedule.cuh: int32 of a block, and where its page ids start
 
 LAYERS = [
     [(16, 32), (96, 16), (64, 80), (48, 96)],
@@ -44,7 +48,9 @@ def sixteen(lengths: Sequence[int], page_tokens: int = 64) -> Problem:
 def codes(bits: int, lengths: Sequence[int]) -> CodesProblem:
     tier = Tier(bits, bits, arithmetic="int")  # pyright: ignore[reportArgumentType]
     sealed = [[n // 64 * 64] for n in lengths]
-    return CodesProblem(LAYERS, sealed, [n % 64 for n in lengths], [tier], device="cuda")
+    return CodesProblem(
+        LAYERS, sealed, [n % 64 for n in lengths], [tier], device="cuda"
+    )
 
 
 class Calls:
@@ -52,9 +58,15 @@ class Calls:
 
     def __init__(self, library: Library, problem: Problem | CodesProblem) -> None:
         self.library, self.problem = library, problem
-        self.space = torch.zeros(library.workspace_bytes(1, 4), dtype=torch.uint8, device="cuda")
-        self.plans = torch.zeros(len(problem.ranks), library.plan_bytes(), dtype=torch.uint8, device="cuda")
-        self.args = [problem.args(layer, self.space) for layer in range(len(problem.ranks))]
+        self.space = torch.zeros(
+            library.workspace_bytes(1, 4), dtype=torch.uint8, device="cuda"
+        )
+        self.plans = torch.zeros(
+            len(problem.ranks), library.plan_bytes(), dtype=torch.uint8, device="cuda"
+        )
+        self.args = [
+            problem.args(layer, self.space) for layer in range(len(problem.ranks))
+        ]
 
     def give(self, plans: torch.Tensor | None) -> None:
         for layer, args in enumerate(self.args):
@@ -74,7 +86,9 @@ class Calls:
         for args in self.args:
             self.library.attend_decode(args, "cuda")
         torch.cuda.synchronize()
-        assert not self.space.any(), "a call must leave its workspace ready for the next"
+        assert not self.space.any(), (
+            "a call must leave its workspace ready for the next"
+        )
         return list(self.problem.o)
 
 
@@ -91,7 +105,8 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_planned_calls_give_the_same_bits(gpu: Library, name: str) -> None:
-    """Layers of different ranks in one plan; also where tiles are fetched before the kernel before is done."""
+    """Layers of different ranks in one plan; also where tiles are fetched before the
+    kernel before is done."""
     calls = Calls(gpu, PROBLEMS[name]())
     for flags in (0, OVERLAP, OVERLAP | APPENDED):
         calls.give(None)
@@ -105,14 +120,17 @@ def test_planned_calls_give_the_same_bits(gpu: Library, name: str) -> None:
 
 
 def test_a_plan_is_used(gpu: Library) -> None:
-    """Calls read the page ids that the plan holds: with those of other pages in it, the answers are others."""
+    """Calls read the page ids that the plan holds: with those of other pages in it, the
+    answers are others."""
     calls = Calls(gpu, sixteen([9_000, 1, 7_000]))
     own = calls.answers()
     calls.give(calls.plans)
     gpu.plan(calls.args)
     ids = calls.plans.view(torch.int32).view(len(calls.plans), -1, RECORD)[:, :, IDS:]
     ids.copy_(ids.flip(-1))
-    assert not any(mine.equal(planned) for mine, planned in zip(own, calls.answers(), strict=True))
+    assert not any(
+        mine.equal(planned) for mine, planned in zip(own, calls.answers(), strict=True)
+    )
 
 
 @pytest.mark.parametrize("other", [[300, 64], [300, 64, 70, 9_000], [12, 0, 5]])

@@ -1,4 +1,5 @@
-"""Prompt chunks, attended in tiles on a GPU: at most twice the error of plain torch in the same format, by float64."""
+"""Prompt chunks, attended in tiles on a GPU: at most twice the error of plain torch in
+the same format, by float64."""
 
 from __future__ import annotations
 
@@ -8,16 +9,27 @@ from typing import Literal
 import pytest
 import torch
 
-from kvlathe.export.plan import Bucket, Lane, Tier
-from kvlathe.runtime.cuda_abi import CudaLibrary
-from kvlathe.runtime.cuda_attend import Spread
-from kvlathe.runtime.native import Native
-from tests.attend_cases import Case, plan_of
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.heads import Lane
+from kvlathe.plan.plan import Bucket
+from kvlathe.runtime.native.cuda import CudaLibrary
+from kvlathe.runtime.native.library import Native
+from kvlathe.runtime.sessions.torch_cuda.attend import Spread
 from tests.native.chunk_problem import ChunkProblem, CodesChunkProblem
 from tests.native.library import Library
 from tests.native.step16 import Step16
+from tests.support.attend_cases import Case, plan_of
 
-MIXED = [(16, 32), (96, 16), (64, 80), (48, 128), (128, 48), (112, 64), (32, 96), (80, 112)]
+MIXED = [
+    (16, 32),
+    (96, 16),
+    (64, 80),
+    (48, 128),
+    (128, 48),
+    (112, 64),
+    (32, 96),
+    (80, 112),
+]
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +40,13 @@ def cuda(library: Library) -> Iterator[CudaLibrary]:
 
 
 def attended(
-    library: Library, cuda: CudaLibrary, problem: ChunkProblem | CodesChunkProblem, times: int
+    library: Library,
+    cuda: CudaLibrary,
+    problem: ChunkProblem | CodesChunkProblem,
+    times: int,
 ) -> Iterator[tuple[int, Spread]]:
-    """Attends layer after layer; yields each with the step's list once its answer is there."""
+    """Attends layer after layer; yields each with the step's list once its answer is
+    there."""
     problem.spoil_unused_rows()
     attention = problem.attention(cuda)
     spread = problem.spread_out(attention)
@@ -44,10 +60,14 @@ def attended(
         del keep
 
 
-def check(library: Library, cuda: CudaLibrary, problem: ChunkProblem, times: int = 1) -> None:
+def check(
+    library: Library, cuda: CudaLibrary, problem: ChunkProblem, times: int = 1
+) -> None:
     for layer, _ in attended(library, cuda, problem, times):
         own, plain = problem.errors(layer)
-        assert own <= 2 * plain + 1e-7, f"layer {layer}: error {own:.2e}, plain torch {plain:.2e}"
+        assert own <= 2 * plain + 1e-7, (
+            f"layer {layer}: error {own:.2e}, plain torch {plain:.2e}"
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -61,42 +81,96 @@ def check(library: Library, cuda: CudaLibrary, problem: ChunkProblem, times: int
     ],
 )
 def test_chunks_and_decode_rows_in_one_step(
-    library: Library, cuda: CudaLibrary, dtype: torch.dtype, before: list[int], chunks: list[int]
+    library: Library,
+    cuda: CudaLibrary,
+    dtype: torch.dtype,
+    before: list[int],
+    chunks: list[int],
 ) -> None:
-    """Ragged: prompts, later chunks at any offset, single rows, empty sequences; NaN wherever no token lies."""
+    """Ragged: prompts, later chunks at any offset, single rows, empty sequences; NaN
+    wherever no token lies."""
     lengths = [n + c for n, c in zip(before, chunks, strict=True)]
-    check(library, cuda, ChunkProblem([MIXED], lengths, dtype=dtype, chunks=chunks), times=2)
+    check(
+        library,
+        cuda,
+        ChunkProblem([MIXED], lengths, dtype=dtype, chunks=chunks),
+        times=2,
+    )
 
 
 @pytest.mark.parametrize("group", [1, 2, 4, 5, 7, 8])
 def test_group_sizes(library: Library, cuda: CudaLibrary, group: int) -> None:
     ranks = [[(48, 64), (16, 16), (96, 112)]]
-    check(library, cuda, ChunkProblem(ranks, [200, 345, 9], group=group, chunks=[200, 33, 1]))
+    check(
+        library,
+        cuda,
+        ChunkProblem(ranks, [200, 345, 9], group=group, chunks=[200, 33, 1]),
+    )
 
 
 @pytest.mark.parametrize("rank", range(16, 129, 16))
 def test_every_rank(library: Library, cuda: CudaLibrary, rank: int) -> None:
-    check(library, cuda, ChunkProblem([[(rank, 144 - rank), (rank, rank)]], [333, 150], chunks=[150, 150], alone=True))
+    check(
+        library,
+        cuda,
+        ChunkProblem(
+            [[(rank, 144 - rank), (rank, rank)]],
+            [333, 150],
+            chunks=[150, 150],
+            prefill_only=True,
+        ),
+    )
 
 
 @pytest.mark.parametrize("page_tokens", [16, 48, 128])
 def test_page_sizes(library: Library, cuda: CudaLibrary, page_tokens: int) -> None:
     lengths = [page_tokens * 5 + 5, 200]
-    problem = ChunkProblem([[(48, 32), (64, 16)]], lengths, page_tokens=page_tokens, chunks=[70, 200])
+    problem = ChunkProblem(
+        [[(48, 32), (64, 16)]], lengths, page_tokens=page_tokens, chunks=[70, 200]
+    )
     check(library, cuda, problem)
 
 
 def test_layers_share_one_list(library: Library, cuda: CudaLibrary) -> None:
     """Each launch leaves the list as it was; more tiles than the GPU takes at once."""
     ranks = [MIXED, [(64, 64)] * 8, MIXED[::-1]]
-    check(library, cuda, ChunkProblem(ranks, [1500, 2100, 40], group=8, chunks=[1500, 900, 40], alone=True), times=3)
+    check(
+        library,
+        cuda,
+        ChunkProblem(
+            ranks, [1500, 2100, 40], group=8, chunks=[1500, 900, 40], prefill_only=True
+        ),
+        times=3,
+    )
 
 
 def test_stages_of_all_sizes(library: Library, cuda: CudaLibrary) -> None:
-    """Lanes whose stages fill shared memory to two, one held while the next is waited for, after lanes of any size."""
-    ranks = [(128, 64), (16, 16), (112, 48), (16, 32), (128, 48), (32, 16), (80, 128), (128, 16)]
-    check(library, cuda, ChunkProblem([ranks, ranks[::-1]], [900, 2100, 330], group=5, chunks=[900, 1700, 330]))
-    check(library, cuda, ChunkProblem([ranks], [900, 1400], group=1, chunks=[700, 1400], alone=True))
+    """Lanes whose stages fill shared memory to two, one held while the next is waited
+    for, after lanes of any size."""
+    ranks = [
+        (128, 64),
+        (16, 16),
+        (112, 48),
+        (16, 32),
+        (128, 48),
+        (32, 16),
+        (80, 128),
+        (128, 16),
+    ]
+    check(
+        library,
+        cuda,
+        ChunkProblem(
+            [ranks, ranks[::-1]], [900, 2100, 330], group=5, chunks=[900, 1700, 330]
+        ),
+    )
+    check(
+        library,
+        cuda,
+        ChunkProblem(
+            [ranks], [900, 1400], group=1, chunks=[700, 1400], prefill_only=True
+        ),
+    )
 
 
 def test_sharp_softmax_with_a_late_maximum(library: Library, cuda: CudaLibrary) -> None:
@@ -109,10 +183,18 @@ def test_sharp_softmax_with_a_late_maximum(library: Library, cuda: CudaLibrary) 
 
 
 def test_two_buckets_of_16_bits(cuda: CudaLibrary) -> None:
-    """A lane's past in a cold 16-bit bucket and in its own; another lane without the cold one; RoPE and projection."""
-    lanes = [Lane(0, 0, 64, 48, 80, projected=True), Lane(0, 1, 64, 32, 16, projected=True)]
-    plan = plan_of(lanes, [Tier(16, 16)], [Bucket(0, (0, 1)), Bucket(0, (0,), source=0)], 64, 4, 64)
-    step = Step16(Case(plan, 0, [40, 1, 17, 200], [[70, 64], [3, 64], [0, 128], [0, 0]], seed=4))
+    """A lane's past in a cold 16-bit bucket and in its own; another lane without the
+    cold one; RoPE and projection."""
+    lanes = [
+        Lane(0, 0, 64, 48, 80, projected=True),
+        Lane(0, 1, 64, 32, 16, projected=True),
+    ]
+    plan = plan_of(
+        lanes, [Tier(16, 16)], [Bucket(0, (0, 1)), Bucket(0, (0,), source=0)], 64, 4, 64
+    )
+    step = Step16(
+        Case(plan, 0, [40, 1, 17, 200], [[70, 64], [3, 64], [0, 128], [0, 0]], seed=4)
+    )
     out, memory = step.run(cuda, "cuda")
     step.check_memory(memory)
     step.check_out(out)
@@ -123,44 +205,81 @@ PASTS = [[640], [0], [64], [1024], [128], [0], [192]]
 TAILS, CHUNKS = [133, 300, 20, 64, 7, 0, 70], [100, 300, 16, 64, 1, 0, 15]
 
 
-def check_codes(library: Library, cuda: CudaLibrary, problem: CodesChunkProblem, times: int = 1) -> None:
+def check_codes(
+    library: Library, cuda: CudaLibrary, problem: CodesChunkProblem, times: int = 1
+) -> None:
     tiles = sum(-(-n * problem.group // 192) for n in problem.chunks if n >= 16)
-    rows = torch.tensor([n >= 16 for n in problem.chunks for _ in range(n)], device="cuda")
+    rows = torch.tensor(
+        [n >= 16 for n in problem.chunks for _ in range(n)], device="cuda"
+    )
     for layer, spread in attended(library, cuda, problem, times):
         if cuda.lib.kvlathe_cuda_has_prompt_kernel():
-            assert spread.prompts is not None and int(spread.prompts[0]) == tiles, "every chunk is attended in tiles"
-        exact, plain = (problem.answer_of_chunks(layer, dtype).double() for dtype in (torch.float64, problem.dtype))
-        error, allowed = ((x - exact)[rows].abs().max() for x in (problem.o[layer].double(), plain))
-        assert float(error) <= 2 * float(allowed) + 1e-7, f"layer {layer}: {error:.2e}, plain torch {allowed:.2e}"
-        # Rows of their own are attended on their codes, with q and weights of 8 bits (test_attend_codes.py).
-        assert float((problem.o[layer].double() - exact).abs().max()) <= 0.05 * float(exact.abs().max())
+            assert spread.prompts is not None and int(spread.prompts[0]) == tiles, (
+                "every chunk is attended in tiles"
+            )
+        exact, plain = (
+            problem.answer_of_chunks(layer, dtype).double()
+            for dtype in (torch.float64, problem.dtype)
+        )
+        error, allowed = (
+            (x - exact)[rows].abs().max() for x in (problem.o[layer].double(), plain)
+        )
+        assert float(error) <= 2 * float(allowed) + 1e-7, (
+            f"layer {layer}: {error:.2e}, plain torch {allowed:.2e}"
+        )
+        # Rows of their own are attended on their codes, with q and weights of 8 bits
+        # (test_attend_codes.py).
+        assert float((problem.o[layer].double() - exact).abs().max()) <= 0.05 * float(
+            exact.abs().max()
+        )
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_chunks_after_sealed_pages(library: Library, cuda: CudaLibrary, bits: Bits, dtype: torch.dtype) -> None:
-    """Ragged: chunks and single rows, with and without sealed tokens and a tail before; lanes that seal nothing."""
+def test_chunks_after_sealed_pages(
+    library: Library, cuda: CudaLibrary, bits: Bits, dtype: torch.dtype
+) -> None:
+    """Ragged: chunks and single rows, with and without sealed tokens and a tail before;
+    lanes that seal nothing."""
     for absent in ((), (2, 7)):
         tier = Tier(bits, bits)
-        problem = CodesChunkProblem([MIXED], PASTS, TAILS, [tier], dtype=dtype, chunks=CHUNKS, absent=absent)
+        problem = CodesChunkProblem(
+            [MIXED], PASTS, TAILS, [tier], dtype=dtype, chunks=CHUNKS, absent=absent
+        )
         check_codes(library, cuda, problem, times=2)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 @pytest.mark.parametrize(
-    ("group", "page"), [(32, 64), (64, 128), (128, 128), (16, 64), (48, 64), (256, 256), (32, 256)]
+    ("group", "page"),
+    [(32, 64), (64, 128), (128, 128), (16, 64), (48, 64), (256, 256), (32, 256)],
 )
-def test_sealed_groups_and_pages(library: Library, cuda: CudaLibrary, bits: Bits, group: int, page: int) -> None:
+def test_sealed_groups_and_pages(
+    library: Library, cuda: CudaLibrary, bits: Bits, group: int, page: int
+) -> None:
     tier = Tier(bits, bits, group_k=group, group_v=64 if group in (16, 48) else group)
-    ranks = [[(96, 64), (128, 64), (128, 128), (112, 96)], [(64, 128), (128, 48), (16, 32), (32, 16)]]
+    ranks = [
+        [(96, 64), (128, 64), (128, 128), (112, 96)],
+        [(64, 128), (128, 48), (16, 32), (32, 16)],
+    ]
     sealed, tails = [[5 * page], [page], [0]], [page + 33, 100, 40]
-    problem = CodesChunkProblem(ranks, sealed, tails, [tier], page_tokens=page, chunks=[50, 100, 40], alone=True)
+    problem = CodesChunkProblem(
+        ranks,
+        sealed,
+        tails,
+        [tier],
+        page_tokens=page,
+        chunks=[50, 100, 40],
+        prefill_only=True,
+    )
     check_codes(library, cuda, problem)
 
 
 @pytest.mark.parametrize("group", [1, 4, 5, 7, 8])
 def test_sealed_group_sizes(library: Library, cuda: CudaLibrary, group: int) -> None:
-    problem = CodesChunkProblem([MIXED], [[320], [64]], [37, 90], [Tier(4, 4)], group, chunks=[33, 80])
+    problem = CodesChunkProblem(
+        [MIXED], [[320], [64]], [37, 90], [Tier(4, 4)], group, chunks=[33, 80]
+    )
     check_codes(library, cuda, problem)
 
 
@@ -169,32 +288,59 @@ def test_two_sealed_tiers_beside_16_bits(library: Library, cuda: CudaLibrary) ->
     sealed, tails = [[640, 320], [0, 64], [70, 1], [63, 129]], [133, 40, 65, 80]
     low, high = Tier(2, 2, group_k=32, group_v=32), Tier(4, 4, group_k=32, group_v=32)
     for tiers in ([Tier(4, 4), low], [Tier(8, 8), high]):
-        problem = CodesChunkProblem([MIXED], sealed, tails, tiers, chunks=[64, 40, 20, 80], absent=[0], alone=True)
+        problem = CodesChunkProblem(
+            [MIXED],
+            sealed,
+            tails,
+            tiers,
+            chunks=[64, 40, 20, 80],
+            absent=[0],
+            prefill_only=True,
+        )
         check_codes(library, cuda, problem, times=2)
 
 
 @pytest.mark.parametrize("bits", [8, 2])
-def test_many_tiles_after_sealed_pages(library: Library, cuda: CudaLibrary, bits: Bits) -> None:
+def test_many_tiles_after_sealed_pages(
+    library: Library, cuda: CudaLibrary, bits: Bits
+) -> None:
     """More tiles than the GPU takes at once, three layers on one list."""
     ranks = [MIXED, [(128, 128)] * 8, MIXED[::-1]]
     problem = CodesChunkProblem(
-        ranks, [[4992], [320]], [950, 600], [Tier(bits, bits)], 8, chunks=[900, 600], alone=True, dtype=torch.bfloat16
+        ranks,
+        [[4992], [320]],
+        [950, 600],
+        [Tier(bits, bits)],
+        8,
+        chunks=[900, 600],
+        prefill_only=True,
+        dtype=torch.bfloat16,
     )
     check_codes(library, cuda, problem, times=2)
 
 
 def test_chunks_go_through_their_kernel(library: Library, cuda: CudaLibrary) -> None:
-    """A step of chunks alone launches no other attention; one with a decode row launches both."""
+    """A step of nothing but chunks launches no other attention; one with a decode row
+    launches both."""
     if not cuda.lib.kvlathe_cuda_has_prompt_kernel():
         pytest.skip("this GPU attends chunks as rows")
-    for chunks, kernels in (([100, 50], {"attend_prompt"}), ([100, 1], {"attend_prompt", "attend_decode"})):
-        problem = ChunkProblem([MIXED], [100, 50], chunks=chunks, alone=len(kernels) == 1)
+    for chunks, kernels in (
+        ([100, 50], {"attend_prompt"}),
+        ([100, 1], {"attend_prompt", "attend_decode"}),
+    ):
+        problem = ChunkProblem(
+            [MIXED], [100, 50], chunks=chunks, prefill_only=len(kernels) == 1
+        )
         attention = problem.attention(cuda)
         args, keep = problem.step_args(attention, problem.spread_out(attention))
         library.attend_decode(args, "cuda")
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CUDA]
+        ) as profile:
             library.attend_decode(args, "cuda")
             torch.cuda.synchronize()
         names = " ".join(event.key for event in profile.key_averages())
-        assert {name for name in ("attend_prompt", "attend_decode") if name in names} == kernels
+        assert {
+            name for name in ("attend_prompt", "attend_decode") if name in names
+        } == kernels
         del keep

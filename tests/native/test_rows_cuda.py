@@ -1,14 +1,15 @@
-"""Norms and gated activations by the native kernels against float64; what they do not take goes to torch."""
+"""Norms and gated activations by the native kernels against float64; what they do not
+take goes to torch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kvlathe.errors import KvlatheError
-from kvlathe.runtime.cuda_abi import CudaLibrary
-from kvlathe.runtime.cuda_rows import NativeRows, Rows
-from kvlathe.runtime.native import Native
+from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.native.cuda import CudaLibrary
+from kvlathe.runtime.native.library import Native
+from kvlathe.runtime.sessions.torch_cuda.rows import FusedRows, NativeRows
 from tests.native.library import Library
 
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -22,36 +23,60 @@ def native(library: Library) -> NativeRows:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "columns"), [(0, 64), (1, 8), (16, 4096), (3, 200), (700, 16384), (2, 8200)])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(0, 64), (1, 8), (16, 4096), (3, 200), (700, 16384), (2, 8200)],
+)
 def test_norm(native: NativeRows, dtype: torch.dtype, rows: int, columns: int) -> None:
-    x = torch.randn(rows, columns + 8, device="cuda").mul(3).to(dtype)[:, :columns]  # rows apart
+    x = (
+        torch.randn(rows, columns + 8, device="cuda").mul(3).to(dtype)[:, :columns]
+    )  # rows apart
     weight = torch.randn(columns, device="cuda").to(dtype)
     wide = x.double()
     exact = wide / (wide.square().mean(1, keepdim=True) + 1e-5).sqrt() * weight.double()
     found = native.rms_norm(x, weight, 1e-5)
-    assert ((found.double() - exact).abs() <= 1.1 * ROUNDING[dtype] * exact.abs() + 1e-7).all()
+    assert (
+        (found.double() - exact).abs() <= 1.1 * ROUNDING[dtype] * exact.abs() + 1e-7
+    ).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("rows", "columns"), [(0, 64), (1, 8), (16, 14336), (300, 2056)])
-def test_gated_silu(native: NativeRows, dtype: torch.dtype, rows: int, columns: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(0, 64), (1, 8), (16, 14336), (300, 2056)]
+)
+def test_gated_silu(
+    native: NativeRows, dtype: torch.dtype, rows: int, columns: int
+) -> None:
     both = torch.randn(rows, 2 * columns, device="cuda").mul(4).to(dtype)
     gate, up = both.double().chunk(2, 1)
     exact = gate * torch.sigmoid(gate) * up
-    found = native.gated("silu", both, columns)
-    assert ((found.double() - exact).abs() <= 1.1 * ROUNDING[dtype] * exact.abs() + 1e-6).all()
+    found = native.gated("silu", both[:, :columns], both[:, columns:])
+    assert (
+        (found.double() - exact).abs() <= 1.1 * ROUNDING[dtype] * exact.abs() + 1e-6
+    ).all()
 
 
 def test_what_the_kernels_do_not_take_goes_to_torch(native: NativeRows) -> None:
-    plain = Rows()
-    x, weight = torch.randn(5, 12, device="cuda").half(), torch.ones(12, device="cuda").half()
-    torch.testing.assert_close(native.rms_norm(x, weight, 1e-6), plain.rms_norm(x, weight, 1e-6))
+    plain = FusedRows()
+    x, weight = (
+        torch.randn(5, 12, device="cuda").half(),
+        torch.ones(12, device="cuda").half(),
+    )
+    torch.testing.assert_close(
+        native.rms_norm(x, weight, 1e-6), plain.rms_norm(x, weight, 1e-6)
+    )
     heads = torch.randn(5, 3, 16, device="cuda").half()
     torch.testing.assert_close(
-        native.rms_norm(heads, weight.new_ones(16), 1e-6), plain.rms_norm(heads, weight.new_ones(16), 1e-6)
+        native.rms_norm(heads, weight.new_ones(16), 1e-6),
+        plain.rms_norm(heads, weight.new_ones(16), 1e-6),
     )
     both = torch.randn(5, 32, device="cuda").half()
-    torch.testing.assert_close(native.gated("gelu", both, 16), plain.gated("gelu", both, 16))
+    gate, up = both.chunk(2, 1)
+    for activation, second in (("gelu", up), ("silu", up.contiguous())):
+        torch.testing.assert_close(
+            native.gated(activation, gate, second),
+            plain.gated(activation, gate, second),
+        )
 
 
 def test_a_row_that_is_misplaced_is_refused_in_words(native: NativeRows) -> None:

@@ -1,17 +1,27 @@
-"""ctypes view of plugins_cpp/include/kvlathe/cpu.h: the op on a test case, without ONNX Runtime around it."""
+"""ctypes view of plugins_cpp/include/kvlathe/cpu.h: the op on a test case, without ONNX
+Runtime around it."""
 
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_uint32, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_float,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_void_p,
+)
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.export.layout import layer_table
-from kvlathe.runtime.native import ABI_VERSION, Native, Status
-from tests.attend_cases import Case
+from kvlathe.plan.layer_table import layer_table
+from kvlathe.runtime.native.library import ABI_VERSION, Native, Status
+from tests.support.attend_cases import Case
 
 AUTO, PORTABLE, AVX2, AVX512, AVX512_VNNI = range(5)
 Array = npt.NDArray[Any]
@@ -26,12 +36,27 @@ class AttendArgs(Structure):
         ("abi_version", c_uint32),
         *((name, c_int32) for name in ("tokens", "batch", "isa", "threads")),
         ("scale", c_float),
-        *((name, c_void_p) for name in ("q", "k", "v", "cos", "sin", "query_starts", "lengths", "page_tables")),
-        *((name, c_void_p) for name in ("page_table_widths", "proj_q", "proj_k", "centre_k", "pool")),
+        *(
+            (name, c_void_p)
+            for name in (
+                "q",
+                "k",
+                "v",
+                "cos",
+                "sin",
+                "cu_seqlens_q",
+                "lengths",
+                "page_tables",
+            )
+        ),
+        *(
+            (name, c_void_p)
+            for name in ("page_table_widths", "proj_q", "proj_k", "centre_k", "pool")
+        ),
         ("pool_bytes", c_int64),
         *((name, c_void_p) for name in ("o", "rows")),
         ("parallel", Parallel),
-        *((name, c_void_p) for name in ("probe_weights", "mass")),
+        *((name, c_void_p) for name in ("observation_weights", "mass")),
         ("mass_places", c_int64),
     ]
 
@@ -46,11 +71,22 @@ class Op:
     def __init__(self, native: Native, table: Array) -> None:
         self.lib, self.layer, status = native.lib, c_void_p(), Status()
         table = np.ascontiguousarray(table, np.int32)
-        self.lib.kvlathe_layer_create.argtypes = [c_void_p, c_int64, POINTER(c_void_p), POINTER(Status)]
-        self.lib.kvlathe_cpu_attend.argtypes = [c_void_p, POINTER(AttendArgs), POINTER(Status)]
+        self.lib.kvlathe_layer_create.argtypes = [
+            c_void_p,
+            c_int64,
+            POINTER(c_void_p),
+            POINTER(Status),
+        ]
+        self.lib.kvlathe_cpu_attend.argtypes = [
+            c_void_p,
+            POINTER(AttendArgs),
+            POINTER(Status),
+        ]
         self.lib.kvlathe_layer_destroy.argtypes = [c_void_p]
         self.lib.kvlathe_layer_destroy.restype = None
-        if self.lib.kvlathe_layer_create(table.ctypes.data, table.size, byref(self.layer), byref(status)):
+        if self.lib.kvlathe_layer_create(
+            table.ctypes.data, table.size, byref(self.layer), byref(status)
+        ):
             raise Refused(status.message.decode())
 
     def __del__(self) -> None:
@@ -72,33 +108,50 @@ def aligned(values: Array, offset: int = 0) -> Array:
 
 
 class Call:
-    """The arguments of one case, kept alive; its pool has the pages of the step's own tokens reserved."""
+    """The arguments of one case, kept alive; its pool has the pages of the step's own
+    tokens reserved."""
 
     def __init__(self, case: Case, isa: int = AUTO, threads: int = 1) -> None:
         self.case, plan = case, case.plan
         step, state = case.step(), {name: x.numpy() for name, x in case.state().items()}
-        self.q, self.k, self.v = (np.ascontiguousarray(x.numpy()) for x in case.packed())
+        self.q, self.k, self.v = (
+            np.ascontiguousarray(x.numpy()) for x in case.packed()
+        )
         assert step.cos is not None and step.sin is not None
         self.memory, self.tables = reserve(case)
         hot = (
             np.float16
-            if next(plan.tiers[b.tier] for b in plan.buckets if b.source is None).bits_k == 16
+            if next(plan.tiers[b.tier] for b in plan.buckets if b.source is None).bits_k
+            == 16
             else np.float32
         )
         group, rows = plan.model.group_size, len(self.q)
-        self.o = np.full((rows, group * sum(x.rank_v for x in case.lanes)), np.nan, np.float32)
-        self.rows = np.full((rows, sum(x.rank_k + x.rank_v for x in case.lanes)), np.nan, hot)
+        self.o = np.full(
+            (rows, group * sum(x.rank_v for x in case.lanes)), np.nan, np.float32
+        )
+        self.rows = np.full(
+            (rows, sum(x.rank_k + x.rank_v for x in case.lanes)), np.nan, hot
+        )
         self.arrays = {
             "q": self.q, "k": self.k, "v": self.v, "cos": step.cos.numpy(), "sin": step.sin.numpy(),
-            "query_starts": step.query_starts.numpy(), "lengths": np.ascontiguousarray(case.lengths),
+            "cu_seqlens_q": step.cu_seqlens_q.numpy(), "lengths": np.ascontiguousarray(case.lengths),
             "page_table_widths": np.array([t.shape[1] for t in self.tables], np.int32),
             "o": self.o, "rows": self.rows, **state,
         }  # fmt: skip
-        places = sum(table.shape[1] for table in self.tables) * plan.page_tokens + max(case.queries)
-        self.mass = np.full((len(case.lengths), len(case.lanes), places), np.nan, np.float32)
-        if plan.probe is not None:
-            self.arrays |= {"probe_weights": case.weights.astype(np.float32), "mass": self.mass}
-        self.pointers = (c_void_p * len(self.tables))(*(t.ctypes.data for t in self.tables))
+        places = sum(table.shape[1] for table in self.tables) * plan.page_tokens + max(
+            case.queries
+        )
+        self.mass = np.full(
+            (len(case.lengths), len(case.lanes), places), np.nan, np.float32
+        )
+        if plan.observation is not None:
+            self.arrays |= {
+                "observation_weights": case.weights.astype(np.float32),
+                "mass": self.mass,
+            }
+        self.pointers = (c_void_p * len(self.tables))(
+            *(t.ctypes.data for t in self.tables)
+        )
         self.args = AttendArgs(
             ABI_VERSION, rows, len(case.lengths), isa, threads, case.scale,
             mass_places=places,
@@ -107,7 +160,8 @@ class Call:
         )  # fmt: skip
 
     def expected_mass(self) -> Array:
-        """What the case says, at this call's places: its page tables hold the step's own tokens too."""
+        """What the case says, at this call's places: its page tables hold the step's
+        own tokens too."""
         case, page = self.case, self.case.plan.page_tokens
         found, old, new = np.zeros_like(self.mass), 0, 0
         wanted = case.expected_mass()
@@ -125,8 +179,9 @@ class Call:
 
 
 def reserve(case: Case) -> tuple[Array, list[Array]]:
-    """The case's pool and page tables, grown by poisoned pages for the step's own tokens."""
-    from kvlathe.export.layout import CacheLayout
+    """The case's pool and page tables, grown by poisoned pages for the step's own
+    tokens."""
+    from kvlathe.plan.layout import CacheLayout
 
     plan, strides = case.plan, CacheLayout(case.plan).page_stride
     at, tables = case.memory.nbytes, []

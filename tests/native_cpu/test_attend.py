@@ -1,4 +1,5 @@
-"""The native op is the eager op: every instruction set, any mix of prefill and decode, over poisoned pages."""
+"""The native op is the eager op: every instruction set, any mix of prefill and decode,
+over poisoned pages."""
 
 from __future__ import annotations
 
@@ -9,11 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlathe.export.layout import CacheLayout
-from kvlathe.export.plan import Bucket, Lane, Tier
-from kvlathe.runtime.native import Native
-from tests.attend_cases import Array, Case, cases, plan_of
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.heads import Lane
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import Bucket
+from kvlathe.runtime.native.library import Native
 from tests.native_cpu.library import AVX2, AVX512, AVX512_VNNI, PORTABLE, Call, Refused
+from tests.support.attend_cases import Array, Case, cases, plan_of
 
 ISAS = {"portable": PORTABLE, "avx2": AVX2, "avx512": AVX512, "avx512vnni": AVX512_VNNI}
 
@@ -21,7 +24,9 @@ ISAS = {"portable": PORTABLE, "avx2": AVX2, "avx512": AVX512, "avx512vnni": AVX5
 @pytest.mark.parametrize("isa", ISAS)
 @settings(max_examples=80, deadline=None)
 @given(case=cases(), threads=st.integers(1, 4))
-def test_native_is_plain_attention(native: Native, isa: str, case: Case, threads: int) -> None:
+def test_native_is_plain_attention(
+    native: Native, isa: str, case: Case, threads: int
+) -> None:
     call = Call(case, ISAS[isa], threads)
     before = call.memory.copy()
     try:
@@ -37,15 +42,21 @@ def test_native_is_plain_attention(native: Native, isa: str, case: Case, threads
 
 
 @settings(max_examples=80, deadline=None)
-@given(case=cases().filter(lambda case: case.plan.probe is not None), threads=st.integers(1, 4))
-def test_native_mass_is_what_observed_rows_attend(native: Native, case: Case, threads: int) -> None:
+@given(
+    case=cases().filter(lambda case: case.plan.observation is not None),
+    threads=st.integers(1, 4),
+)
+def test_native_mass_is_what_observed_rows_attend(
+    native: Native, case: Case, threads: int
+) -> None:
     call = Call(case, threads=threads)
     call.run(native)
     np.testing.assert_allclose(call.mass, call.expected_mass(), rtol=3e-3, atol=3e-3)
 
 
 def appended_where_promised(call: Call, before: np.ndarray, rows: np.ndarray) -> None:
-    """The step's rows, and nothing else, were written: at the places after each length in the fresh buckets."""
+    """The step's rows, and nothing else, were written: at the places after each length
+    in the fresh buckets."""
     case, plan, layout = call.case, call.case.plan, CacheLayout(call.case.plan)
     expected, size = before, rows.dtype.itemsize
     ranks = np.array([(lane.rank_k, lane.rank_v) for lane in case.lanes])
@@ -53,14 +64,23 @@ def appended_where_promised(call: Call, before: np.ndarray, rows: np.ndarray) ->
     v_at = ranks[:, 0].sum() + np.cumsum(ranks[:, 1]) - ranks[:, 1]
     for h, lane in enumerate(case.lanes):
         index = lane.layer * plan.model.kv_heads + lane.head
-        bucket = next(s for s, x in enumerate(plan.buckets) if x.source is None and index in x.lanes)
+        bucket = next(
+            s
+            for s, x in enumerate(plan.buckets)
+            if x.source is None and index in x.lanes
+        )
         slab, row = layout.slab(bucket, index), 0
         for b, count in enumerate(case.queries):
             for i in range(count):
                 page, place = divmod(int(case.lengths[b, bucket]) + i, plan.page_tokens)
                 start = int(call.tables[bucket][b, page]) * layout.page_stride[bucket]
-                for at, rank, column in ((slab.k, lane.rank_k, k_at[h]), (slab.v, lane.rank_v, v_at[h])):
-                    data = np.ascontiguousarray(rows[row, column : column + rank]).view(np.uint8)
+                for at, rank, column in (
+                    (slab.k, lane.rank_k, k_at[h]),
+                    (slab.v, lane.rank_v, v_at[h]),
+                ):
+                    data = np.ascontiguousarray(rows[row, column : column + rank]).view(
+                        np.uint8
+                    )
                     expected[start + at + place * rank * size :][: len(data)] = data
                 row += 1
     np.testing.assert_array_equal(call.memory, expected)
@@ -68,9 +88,12 @@ def appended_where_promised(call: Call, before: np.ndarray, rows: np.ndarray) ->
 
 @functools.cache
 def long_case(tier: Tier, page: int) -> tuple[Case, Array]:
-    """Decoding sequences long enough for several spans, and a chunk of several tiles, over a hot and a cold bucket; and
-    what attention gives."""
-    lanes = [Lane(0, 0, 64, 48, 80, projected=True), Lane(0, 1, 64, 64, 16, projected=True)]
+    """Decoding sequences long enough for several spans, and a chunk of several tiles,
+    over a hot and a cold bucket; and what attention gives."""
+    lanes = [
+        Lane(0, 0, 64, 48, 80, projected=True),
+        Lane(0, 1, 64, 64, 16, projected=True),
+    ]
     buckets = [Bucket(0, (0, 1)), Bucket(1, (0, 1), source=0)]
     plan = plan_of(lanes, [Tier(32, 32), tier], buckets, 64, 3, page)
     lengths = [[7, 20 * page], [300, 1000 // page * page], [5, 0], [1500, 3]]
@@ -91,10 +114,16 @@ LONG_TIERS = [
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("page", [64, 128, 80])
 @pytest.mark.parametrize(
-    "tier", LONG_TIERS, ids=lambda tier: f"{tier.bits_k}-{tier.axis_k}-{tier.bits_v}-{tier.axis_v}"
+    "tier",
+    LONG_TIERS,
+    ids=lambda tier: f"{tier.bits_k}-{tier.axis_k}-{tier.bits_v}-{tier.axis_v}",
 )
-def test_long_sequences_are_cut_into_spans_and_tiles(native: Native, isa: str, page: int, tier: Tier) -> None:
+def test_long_sequences_are_cut_into_spans_and_tiles(
+    native: Native, isa: str, page: int, tier: Tier
+) -> None:
     case, expected = long_case(tier, page)
     results = [Call(case, ISAS[isa], threads).run(native)[0] for threads in (1, 4)]
-    np.testing.assert_allclose(results[0], expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
+    np.testing.assert_allclose(
+        results[0], expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max()
+    )
     np.testing.assert_array_equal(results[0], results[1])

@@ -1,4 +1,5 @@
-"""scripts/compile_all_archs.sh: what it says where it cannot compile and, nightly (minutes), that the kernels do."""
+"""scripts/compile_all_archs.sh: what it says where it cannot compile and, nightly
+(minutes), that the kernels do."""
 
 from __future__ import annotations
 
@@ -11,12 +12,22 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-needs_nvcc = pytest.mark.skipif(not shutil.which("nvcc"), reason="nvcc is not installed")
+needs_nvcc = pytest.mark.skipif(
+    not shutil.which("nvcc"), reason="nvcc is not installed"
+)
 
 
-def compile_for(*architectures: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def compile_for(
+    *architectures: str, **environment: str
+) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(ROOT / "scripts" / "compile_all_archs.sh"), *architectures]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+        check=False,
+    )
 
 
 def test_a_missing_compiler_is_said(tmp_path: Path) -> None:
@@ -29,12 +40,16 @@ def test_a_missing_compiler_is_said(tmp_path: Path) -> None:
 @needs_nvcc
 def test_an_architecture_that_the_compiler_does_not_know_fails(tmp_path: Path) -> None:
     done = compile_for("20")
-    assert done.returncode == 1 and re.search(r"sm_20: FAILED, this nvcc knows only: .*\b90\b", done.stdout)
+    assert done.returncode == 1 and re.search(
+        r"sm_20: FAILED, this nvcc knows only: .*\b90\b", done.stdout
+    )
 
 
 @pytest.mark.nightly
 @needs_nvcc
 @pytest.mark.parametrize("architecture", ["75", "90a"])
-def test_the_kernels_compile_for_the_oldest_and_for_the_measured_gpu(architecture: str) -> None:
+def test_the_kernels_compile_for_the_oldest_and_for_the_measured_gpu(
+    architecture: str,
+) -> None:
     done = compile_for(architecture)
     assert done.returncode == 0, done.stdout

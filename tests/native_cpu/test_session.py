@@ -1,4 +1,5 @@
-"""The native session answers as the function's session does, through the whole loop; and which one runs is said."""
+"""The native session answers as the function's session does, through the whole loop;
+and which one runs is said."""
 
 from __future__ import annotations
 
@@ -12,83 +13,137 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvlathe.engines.manifest import FileRecord, KvBytes, Manifest
-from kvlathe.export.basis import Basis, LaneBasis
-from kvlathe.export.checkpoint import Checkpoint
-from kvlathe.export.fold import fold
-from kvlathe.export.layout import CacheLayout
-from kvlathe.export.plan import CompressionPlan, Tier
-from kvlathe.export.to_onnx import export_onnx
-from kvlathe.runtime import native as natives
+from kvlathe.export.bases.basis import Basis, LaneBasis
+from kvlathe.export.folding.fold import fold
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.onnx.model import export_onnx
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.manifest import FileRecord, KvBytes, Manifest
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.native import Native
-from kvlathe.runtime.native_session import HalfSession, NativeSession, session_class
-from kvlathe.runtime.ort_session import OrtSession
-from kvlathe.runtime.sampler import SamplingParams
-from kvlathe.runtime.sessions import attention
-from kvlathe.runtime.tokenizer import Tokenizer
-from tests.runtime_cases import LIMITS, MODEL, decoder, engine_folder, forced, llm, model_shape, plans, text
+from kvlathe.runtime.native import library as natives
+from kvlathe.runtime.native.library import Native
+from kvlathe.runtime.sessions.host.native import (
+    HalfSession,
+    NativeSession,
+    session_class,
+)
+from kvlathe.runtime.sessions.host.onnx import OrtSession
+from kvlathe.runtime.sessions.registry import attention
+from kvlathe.runtime.text.sampling_params import SamplingParams
+from kvlathe.runtime.text.tokenizer import Tokenizer
+from tests.support.runtime_cases import (
+    LIMITS,
+    MODEL,
+    decoder,
+    engine_folder,
+    forced,
+    llm,
+    model_shape,
+    plans,
+    text,
+)
 
 
 def native_llm(native: Native, kind: str) -> LLM:
     layout = CacheLayout(decoder(kind).plan)
-    size = layout.bytes_for(8192) + 8 * len(layout.page_stride) * max(layout.page_stride)
-    session = NativeSession(engine_folder(kind), layout.plan, LIMITS, size, threads=2, library=native)
+    size = layout.bytes_for(8192) + 8 * len(layout.page_stride) * max(
+        layout.page_stride
+    )
+    session = NativeSession(
+        engine_folder(kind), layout.plan, LIMITS, size, threads=2, library=native
+    )
     return LLM(session, layout.plan, LIMITS, Tokenizer(MODEL), size)
 
 
 @pytest.mark.parametrize(
-    ("kind", "tolerance"), [("one", 1e-3), ("split", 1e-3), ("sealed", 0.02), ("sealed split", 0.02)]
+    ("kind", "tolerance"),
+    [("one", 1e-3), ("split", 1e-3), ("sealed", 0.02), ("sealed split", 0.02)],
 )
-def test_logits_are_those_of_the_function(native: Native, kind: str, tolerance: float) -> None:
+def test_logits_are_those_of_the_function(
+    native: Native, kind: str, tolerance: float
+) -> None:
     """Where pages are sealed, a rounding error may move a code by one."""
     texts = [text(n, 100 * i) for i, n in enumerate((3, 130, 700))]
     schedule = [(1, 64, 512), (1, 1, 1), (1, 65, 187)]
-    found, expected = forced(native_llm(native, kind), texts, schedule), forced(llm("onnx", kind), texts, schedule)
+    found, expected = (
+        forced(native_llm(native, kind), texts, schedule),
+        forced(llm("onnx", kind), texts, schedule),
+    )
     for ours, theirs in zip(found, expected, strict=True):
         assert np.abs(ours - theirs).max() < tolerance
 
 
 @pytest.mark.parametrize("kind", ["mixed", "budget"])
 def test_ranked_tokens_are_those_of_the_function(native: Native, kind: str) -> None:
-    """Prompt, ranking, sealing, decode, ranking again: the same tokens in the same buckets. Two tokens that are equally
-    salient but for rounding may change places, which few logits notice."""
+    """Prompt, ranking, sealing, decode, ranking again: the same tokens in the same
+    buckets. Two tokens that are equally salient but for rounding may change places,
+    which few logits notice."""
     ids, engines = list(text(420)), (native_llm(native, kind), llm("onnx", kind))
-    ours, theirs = (engine.logits(ids, range(299, 420), prompt=300) for engine in engines)
-    assert np.abs(ours[0] - theirs[0]).max() < 1e-3  # of the prompt, which nothing has compressed yet
+    ours, theirs = (
+        engine.logits(ids, range(299, 420), prompt=300) for engine in engines
+    )
+    assert (
+        np.abs(ours[0] - theirs[0]).max() < 1e-3
+    )  # of the prompt, which nothing has compressed yet
     assert np.median(np.abs(ours - theirs)) < 2e-3 and np.abs(ours - theirs).max() < 0.3
     plain = llm("onnx", "one").logits(ids, range(299, 420))
-    assert np.median(np.abs(ours - plain)) > 0.01  # and they are tokens that make a difference
+    assert (
+        np.median(np.abs(ours - plain)) > 0.01
+    )  # and they are tokens that make a difference
 
 
 @pytest.mark.parametrize("kind", ["one", "sealed"])
 def test_greedy_answers_are_those_of_the_function(native: Native, kind: str) -> None:
-    """Up to the first token whose logit is less than a thousandth from the function's best."""
-    params, function = SamplingParams(max_new_tokens=100, ignore_eos=True), llm("onnx", kind)
+    """Up to the first token whose logit is less than a thousandth from the function's
+    best."""
+    params, function = (
+        SamplingParams(max_new_tokens=100, ignore_eos=True),
+        llm("onnx", kind),
+    )
     prompts = [list(text(90)), list(text(300, 400))]
-    answers = zip(native_llm(native, kind).generate(prompts, params), function.generate(prompts, params), strict=True)
+    answers = zip(
+        native_llm(native, kind).generate(prompts, params),
+        function.generate(prompts, params),
+        strict=True,
+    )
     for prompt, pair in zip(prompts, answers, strict=True):
         ours, theirs = (list(answer.token_ids) for answer in pair)
         same = next((i for i in range(len(ours)) if ours[i] != theirs[i]), None)
         if same is not None:
             ids = prompt + ours[:same]
-            logits = function.logits(ids, range(len(ids) - 1, len(ids)), prompt=len(prompt))[0]
+            logits = function.logits(
+                ids, range(len(ids) - 1, len(ids)), prompt=len(prompt)
+            )[0]
             assert logits.max() - logits[ours[same]] < 1e-3
 
 
 def turned() -> tuple[CompressionPlan, Basis]:
-    """Q and K projected, at full rank, by a random orthogonal matrix; 16-bit hot pages, sealed into 8 bit."""
+    """Q and K projected, at full rank, by a random orthogonal matrix; 16-bit hot pages,
+    sealed into 8 bit."""
     plan, d = plans(model_shape())["sealed"], model_shape().head_dim
     turn = np.linalg.qr(np.random.default_rng(0).normal(size=(d, d)))[0]
     lanes = tuple(dataclasses.replace(lane, projected=True) for lane in plan.lanes)
-    basis = Basis({(lane.layer, lane.head): LaneBasis(a=turn, b=turn, centre_k=turn[0]) for lane in lanes})
-    return dataclasses.replace(plan, lanes=lanes, tiers=(Tier(16, 16), *plan.tiers[1:])), basis
+    basis = Basis(
+        {
+            (lane.layer, lane.head): LaneBasis(a=turn, b=turn, centre_k=turn[0])
+            for lane in lanes
+        }
+    )
+    return dataclasses.replace(
+        plan, lanes=lanes, tiers=(Tier(16, 16), *plan.tiers[1:])
+    ), basis
 
 
 @cache
 def half_engine() -> tuple[Path, CompressionPlan]:
     """Exported in float16; the folder lives as long as the test process."""
-    folder, (plan, basis), checkpoint = Path(tempfile.mkdtemp(prefix="kvlathe-")), turned(), Checkpoint(MODEL)
+    folder, (plan, basis), checkpoint = (
+        Path(tempfile.mkdtemp(prefix="kvlathe-")),
+        turned(),
+        Checkpoint(MODEL),
+    )
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     export_onnx(checkpoint.spec, plan, fold(checkpoint, plan, basis), folder, "float16")
     return folder, plan
@@ -98,9 +153,16 @@ def test_an_engine_in_half_precision_is_that_of_the_function(native: Native) -> 
     """Within what rounding to half moves the logits by, which are up to 24."""
     folder, plan = half_engine()
     size, found = CacheLayout(plan).bytes_for(8192), []
-    for session in (HalfSession(folder, plan, LIMITS, size, 1, native), OrtSession(folder, plan, LIMITS, size, 1)):
+    for session in (
+        HalfSession(folder, plan, LIMITS, size, 1, native),
+        OrtSession(folder, plan, LIMITS, size, 1),
+    ):
         engine = LLM(session, plan, LIMITS, Tokenizer(MODEL), size)
-        found.append(np.concatenate(forced(engine, [text(90), text(130, 50)], [(64, 128), (1, 1), (25, 1)])))
+        found.append(
+            np.concatenate(
+                forced(engine, [text(90), text(130, 50)], [(64, 128), (1, 1), (25, 1)])
+            )
+        )
     assert np.abs(found[0] - found[1]).max() < 0.06
 
 
@@ -125,14 +187,28 @@ def manifest(dtype: str) -> Manifest:
     )
 
 
-def test_which_path_runs_is_said_loudly(native: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_path_runs_is_said_loudly(
+    native: Native, monkeypatch: pytest.MonkeyPatch
+) -> None:
     single, half, other = manifest("float32"), manifest("float16"), manifest("bfloat16")
     monkeypatch.setattr(natives, "find", lambda: natives.Found(native))
-    assert session_class(single) is NativeSession and attention(single).startswith(f"native kernels, {native.isa}")
-    assert session_class(half) is HalfSession and attention(half).startswith(f"native kernels, {native.isa}")
-    assert session_class(other) is OrtSession and "NOT the native kernels" in attention(other)
+    assert session_class(single) is NativeSession and attention(single).startswith(
+        f"native kernels, {native.isa}"
+    )
+    assert session_class(half) is HalfSession and attention(half).startswith(
+        f"native kernels, {native.isa}"
+    )
+    assert session_class(other) is OrtSession and "NOT the native kernels" in attention(
+        other
+    )
     monkeypatch.setattr(natives, "find", lambda: natives.Found(None, "it is not there"))
-    assert session_class(single) is OrtSession and "it is not there" in attention(single)
+    assert session_class(single) is OrtSession and "it is not there" in attention(
+        single
+    )
     both = dataclasses.replace(half, architectures=("cpu", "sm_90"))
-    assert "NOT on a GPU" in attention(both, "cpu") and "NOT on a GPU" not in attention(half)
-    assert "it will NOT run here" in attention(dataclasses.replace(single, backend="tensorrt_rtx"))
+    assert "NOT on a GPU" in attention(both, "cpu") and "NOT on a GPU" not in attention(
+        half
+    )
+    assert "it will NOT run here" in attention(
+        dataclasses.replace(single, backend="tensorrt_rtx")
+    )

@@ -1,24 +1,27 @@
 /* kvlathe native kernels: the C ABI. Plain structs, no TensorRT, torch or Python.
  *
- * The paged cache is what export/layout.py writes down: one pool, pages of `page_tokens` tokens,
+ * The paged cache is what kvlathe/plan/layout.py writes down: one pool, pages of `page_tokens`
+ * tokens,
  *
- *     address = pool + page_id * page_stride + offset           offset: from the lane table, bytes from the page's
- * start
+ *     address = pool + page_id * page_stride + offset
  *
- * and a lane table row is (layer, head, rank_k, rank_v, k, k_meta, v, v_meta, groups_k, groups_v), int32 each.
- * One call handles one layer: pass the rows of that layer only.
+ * with offsets from a page's start in bytes, and a lane table row is (layer, head, rank_k, rank_v,
+ * k, k_meta, v, v_meta, groups_k, groups_v), int32 each. One call handles one layer: pass the rows
+ * of that layer only.
  *
- * Cached tokens of one lane may lie in several parts (a hot 16-bit bucket and a quantized cold one, say). A part is one
- * bucket: one page table, one length for each sequence, one number format. Parts are attended together; one softmax
- * spans them.
+ * Cached tokens of one lane may lie in several parts (a hot 16-bit bucket and a quantized cold one,
+ * say). A part is one bucket: one page table, one length for each sequence, one number format.
+ * Parts are attended together; one softmax spans them.
  *
- * Inside a lane's slab. 32 and 16 bit: K and V are [token][rank]. Quantized: codes are packed low bits first; axis rank
- * is [token][rank] with metadata [token][group], groups being near-equal multiples of 16 channels none above group_*;
- * axis token is [rank][token] with metadata [rank][page_tokens / group]. Metadata is a pair of IEEE halves
- * (scale, minimum) for each group: x = scale * code + minimum.
+ * Inside a lane's slab. 32 and 16 bit: K and V are [token][rank]. Quantized: codes are packed low
+ * bits first; axis rank is [token][rank] with metadata [token][group], groups being near-equal
+ * multiples of 16 channels none above group_*; axis token is [rank][token] with metadata
+ * [rank][page_tokens / group]. Metadata is a pair of IEEE halves (scale, minimum) for each group:
+ * x = scale * code + minimum.
  *
- * Every function returns a kvlathe_code and, where `status` is not null, writes the same code and one sentence to it.
- * A refusal happens before any launch and before anything is written. No function throws.
+ * Every function returns a kvlathe_code and, where `status` is not null, writes the same code and
+ * one sentence to it. A refusal happens before any launch and before anything is written. No
+ * function throws.
  */
 #ifndef KVLATHE_ABI_H
 #define KVLATHE_ABI_H
@@ -35,7 +38,7 @@ extern "C" {
 #define KVLATHE_API __attribute__((visibility("default")))
 #endif
 
-#define KVLATHE_ABI_VERSION 5
+#define KVLATHE_ABI_VERSION 6
 #define KVLATHE_LANE_COLUMNS 10
 #define KVLATHE_MAX_PARTS 3
 #define KVLATHE_MAX_HEADS 64
@@ -60,52 +63,60 @@ enum kvlathe_element { KVLATHE_F32 = 0, KVLATHE_F16 = 1, KVLATHE_BF16 = 2 };
 
 enum kvlathe_axis { KVLATHE_AXIS_RANK = 0, KVLATHE_AXIS_TOKEN = 1 };
 
-/* One bucket. `lanes` is host memory; `page_table` and `lengths` are where the kernel runs (device memory for CUDA). */
+/* One bucket. `lanes` is host memory; `page_table` and `lengths` are where the kernel runs (device
+ * memory for CUDA). */
 typedef struct kvlathe_part {
-  int32_t bits_k, bits_v;    /* 32, 16, 8, 4 or 2; above 8: the call's element type */
-  int32_t axis_k, axis_v;    /* of the quantization groups; ignored above 8 bits */
-  int32_t group_k, group_v;  /* elements in a group at most; ignored above 8 bits */
-  int32_t lane_count;        /* rows in `lanes`, sorted by head, no head twice */
-  int32_t page_table_stride; /* page ids in a row of page_table: the most pages a sequence may have */
-  const int32_t* lanes;      /* [lane_count, KVLATHE_LANE_COLUMNS] */
-  int64_t page_stride;       /* bytes from one page to the next */
-  const int32_t* page_table; /* [batch, page_table_stride] page ids; entries past the length are not read */
-  const int32_t* lengths;    /* tokens of sequence b at lengths[b * lengths_stride]; 0 is allowed */
-  int64_t lengths_stride;    /* in elements */
+  int32_t bits_k, bits_v;   /* 32, 16, 8, 4 or 2; above 8: the call's element type */
+  int32_t axis_k, axis_v;   /* of the quantization groups; ignored above 8 bits */
+  int32_t group_k, group_v; /* elements in a group at most; ignored above 8 bits */
+  int32_t lane_count;       /* rows in `lanes`, sorted by head, no head twice */
+  /* page ids in a row of page_table: the most pages a sequence may have */
+  int32_t page_table_stride;
+  const int32_t* lanes; /* [lane_count, KVLATHE_LANE_COLUMNS] */
+  int64_t page_stride;  /* bytes from one page to the next */
+  /* [batch, page_table_stride] page ids; entries past the length are not read */
+  const int32_t* page_table;
+  const int32_t* lengths; /* tokens of sequence b at lengths[b * lengths_stride]; 0 is allowed */
+  int64_t lengths_stride; /* in elements */
 } kvlathe_part;
 
-/* Flags of a call. OVERLAP (CUDA, compute capability 9.0 and later): programmatic dependent launch. The kernel may
- * start while the one before it on the stream still runs; it reads lengths and page tables at once, and waits for that
- * kernel before it touches the pool, q, o and the workspace. So the kernel just before must not write lengths or page
- * tables. APPENDED, with OVERLAP: the kernel just before writes at most the last row that each sequence has in a 16-bit
- * part, nothing else of the pool: all other rows may be read while it runs. */
+/* Flags of a call. OVERLAP (CUDA, compute capability 9.0 and later): programmatic dependent launch.
+ * The kernel may start while the one before it on the stream still runs; it reads lengths and page
+ * tables at once, and waits for that kernel before it touches the pool, q, o and the workspace. So
+ * the kernel just before must not write lengths or page tables. APPENDED, with OVERLAP: the kernel
+ * just before writes at most the last row that each sequence has in a 16-bit part, nothing else of
+ * the pool: all other rows may be read while it runs. */
 enum kvlathe_flags { KVLATHE_OVERLAP = 1, KVLATHE_APPENDED = 2 };
 
-/* The prompt chunks of a step, which kvlathe_cuda_spread lists (cache.h): sequences with several new rows, attended in
- * tiles. `parts` goes with the call's parts: the same buckets, by sequence and not by row. */
+/* The prompt chunks of a step, which kvlathe_cuda_spread lists (cache.h): sequences with several
+ * new rows, attended in tiles. `parts` goes with the call's parts: the same buckets, by sequence
+ * and not by row. */
 typedef struct kvlathe_prompt_part {
   const int32_t* page_table; /* [B, page_table_stride] */
-  const int32_t* lengths;    /* tokens of sequence b before the step at lengths[b * lengths_stride] */
+  const int32_t* lengths; /* tokens of sequence b before the step at lengths[b * lengths_stride] */
   int64_t lengths_stride;
   int32_t page_table_stride;
-  int32_t fresh; /* 1: the step's own tokens lie in it, after `lengths`: each row sees those up to itself */
+  /* 1: the step's own tokens lie in it, after `lengths`: each row sees those up to itself */
+  int32_t fresh;
 } kvlathe_prompt_part;
 
 typedef struct kvlathe_prompts {
   int32_t* list;                    /* from kvlathe_cuda_spread; a call leaves it as it was */
-  const int32_t* query_starts;      /* [B + 1] */
+  const int32_t* cu_seqlens_q;      /* [B + 1] */
   int32_t batch;                    /* B */
-  int32_t alone;                    /* 1: every row of the call belongs to a listed chunk, as the caller knows */
+  int32_t prefill_only;             /* 1: every row of the call belongs to a listed chunk */
   const kvlathe_prompt_part* parts; /* host [part_count] */
 } kvlathe_prompts;
 
-/* Attention of one new token for each row over the cached tokens that its row of lengths and page tables names.
+/* Attention of one new token for each row over the cached tokens that its row of lengths and page
+ * tables names.
  *
- * q' and o' are packed like the op's o (docs/attend.md): the lanes in head order, each lane's query heads side by side,
- *   q [batch, q_stride]: sum over lanes of group_size * rank_k elements used     (after RoPE and projection)
- *   o [batch, o_stride]: sum over lanes of group_size * rank_v elements written  (zeros for a sequence without tokens)
- * softmax(scale * q' k'^T) v', accumulated in float32. Rows of listed prompt chunks have lengths of 0 here and are
- * attended by what `prompts` says. */
+ * q' and o' are packed like the op's o (docs/attend.md): the lanes in head order, each lane's query
+ * heads side by side,
+ *   q [batch, q_stride]: sum over lanes of group_size * rank_k elements (RoPE and projection done)
+ *   o [batch, o_stride]: sum over lanes of group_size * rank_v elements (zeros without tokens)
+ * softmax(scale * q' k'^T) v', accumulated in float32. Rows of listed prompt chunks have lengths of
+ * 0 here and are attended by what `prompts` says. */
 typedef struct kvlathe_attend_decode_args {
   uint32_t abi_version; /* KVLATHE_ABI_VERSION */
   int32_t element;      /* kvlathe_element */
@@ -122,12 +133,13 @@ typedef struct kvlathe_attend_decode_args {
   int64_t q_stride; /* in elements */
   void* o;
   int64_t o_stride; /* in elements */
-  void*
-      workspace; /* CUDA only: kvlathe_cuda_workspace_bytes() bytes, zeroed once; a call leaves it ready for the next */
+  /* CUDA only: kvlathe_cuda_workspace_bytes() bytes, zeroed once; a call leaves it ready for the
+   * next */
+  void* workspace;
   int64_t workspace_bytes;
   void* stream;                   /* CUDA only: a cudaStream_t; null is the default stream */
   const kvlathe_prompts* prompts; /* CUDA only: null, or the step's prompt chunks */
-  void* plan;                     /* CUDA only: null, or what kvlathe_cuda_plan wrote for this call */
+  void* plan; /* CUDA only: null, or what kvlathe_cuda_plan wrote for this call */
   int64_t plan_bytes;
 } kvlathe_attend_decode_args;
 
@@ -138,25 +150,32 @@ KVLATHE_API uint32_t kvlathe_abi_version(void);
 KVLATHE_API int32_t kvlathe_has_cuda(void);
 
 /* The portable reference: any element, bit width, rank and group size; checks every page id. */
-KVLATHE_API int32_t kvlathe_cpu_attend_decode(const kvlathe_attend_decode_args* args, kvlathe_status* status);
+KVLATHE_API int32_t kvlathe_cpu_attend_decode(const kvlathe_attend_decode_args* args,
+                                              kvlathe_status* status);
 
-/* F16 or BF16; ranks 16 .. 128, group sizes 1 .. 8. Parts of 16 bits, and quantized ones of one width for K and V, K in
- * groups along the rank, V along the tokens (32, 64, 128 or 256), pages of 64, 128 or 256 tokens: those are attended on
- * their codes, with q and the weights rounded to 8 bits. Page ids and lengths are trusted: they are in device memory.
- * Asynchronous on `stream`; may be captured into a CUDA graph. With batch 0 nothing is launched: a call is only
- * checked, down to the current device's room for its tiles; q, o, pool, tables and the workspace may then be null. */
-KVLATHE_API int32_t kvlathe_cuda_attend_decode(const kvlathe_attend_decode_args* args, kvlathe_status* status);
+/* F16 or BF16; ranks 16 .. 128, group sizes 1 .. 8. Parts of 16 bits, and quantized ones of one
+ * width for K and V, K in groups along the rank, V along the tokens (32, 64, 128 or 256), pages of
+ * 64, 128 or 256 tokens: those are attended on their codes, with q and the weights rounded to 8
+ * bits. Page ids and lengths are trusted: they are in device memory. Asynchronous on `stream`; may
+ * be captured into a CUDA graph. With batch 0 nothing is launched: a call is only checked, down to
+ * the current device's room for its tiles; q, o, pool, tables and the workspace may then be null.
+ * */
+KVLATHE_API int32_t kvlathe_cuda_attend_decode(const kvlathe_attend_decode_args* args,
+                                               kvlathe_status* status);
 
-/* Bytes of workspace that kvlathe_cuda_attend_decode needs on the current device for up to `batch` sequences of `heads`
- * lanes. */
-KVLATHE_API int32_t kvlathe_cuda_workspace_bytes(int32_t batch, int32_t heads, int64_t* bytes, kvlathe_status* status);
+/* Bytes of workspace that kvlathe_cuda_attend_decode needs on the current device for up to `batch`
+ * sequences of `heads` lanes. */
+KVLATHE_API int32_t kvlathe_cuda_workspace_bytes(int32_t batch, int32_t heads, int64_t* bytes,
+                                                 kvlathe_status* status);
 
-/* Once a step, for all its layers: finds which block attends what in each of `count` calls (host array) and writes it
- * to their `plan`, on the stream of the first. q, o and the workspace are not touched and may be null. The calls that
- * follow must be made with the same arguments otherwise, on the lengths and page tables that are there now; a plan made
- * for another batch, grid, layer or table is found out on the device and not used. With OVERLAP the kernel just before
- * a call must not be this one. Asynchronous; may be captured into a CUDA graph. */
-KVLATHE_API int32_t kvlathe_cuda_plan(const kvlathe_attend_decode_args* calls, int32_t count, kvlathe_status* status);
+/* Once a step, for all its layers: finds which block attends what in each of `count` calls (host
+ * array) and writes it to their `plan`, on the stream of the first. q, o and the workspace are not
+ * touched and may be null. The calls that follow must be made with the same arguments otherwise, on
+ * the lengths and page tables that are there now; a plan made for another batch, grid, layer or
+ * table is found out on the device and not used. With OVERLAP the kernel just before a call must
+ * not be this one. Asynchronous; may be captured into a CUDA graph. */
+KVLATHE_API int32_t kvlathe_cuda_plan(const kvlathe_attend_decode_args* calls, int32_t count,
+                                      kvlathe_status* status);
 
 /* Bytes of one call's plan on the current device, to be aligned to 128. */
 KVLATHE_API int32_t kvlathe_cuda_plan_bytes(int64_t* bytes, kvlathe_status* status);

@@ -1,7 +1,9 @@
-/* kvlathe native kernels on CUDA that change the cache: spread, append, seal, evict. Part of the C ABI (abi.h).
+/* kvlathe native kernels on CUDA that change the cache: spread, append, seal. Part of the C ABI
+ * (abi.h).
  *
- * Pointers are device memory unless said otherwise. Calls are asynchronous on `stream`, allocate nothing and may be
- * captured into a CUDA graph. What lies in device memory (page ids, lengths) is trusted. */
+ * Pointers are device memory unless said otherwise. Calls are asynchronous on `stream`, allocate
+ * nothing and may be captured into a CUDA graph. What lies in device memory (page ids, lengths) is
+ * trusted. */
 #ifndef KVLATHE_CACHE_H
 #define KVLATHE_CACHE_H
 
@@ -15,18 +17,18 @@ extern "C" {
 /* What every query of a packed step may read, from what its sequence has. Once a step.
  *
  * Row t of `sequence_of` and `visible` belongs to token t: its sequence, or -1 (and lengths 0) past
- * query_starts[batch]; and the tokens of each bucket it attends: lengths, and in a fresh bucket also the step's tokens
- * up to itself. `spread_tables[s]` gets the sequence's row of page_tables[s] (null: not wanted). Outputs cover all
- * `tokens` rows.
+ * cu_seqlens_q[batch]; and the tokens of each bucket it attends: lengths, and in a fresh bucket
+ * also the step's tokens up to itself. `spread_tables[s]` gets the sequence's row of page_tables[s]
+ * (null: not wanted). Outputs cover all `tokens` rows.
  *
- * With `prompts` it also lists the tiles of prompt chunks: of sequences with 16 rows or more, on a device that has the
- * kernel for them (compute capability 9.0). Their rows then have `row_lengths` 0 and no spread tables; other rows have
- * those of `visible`. */
+ * With `prompts` it also lists the tiles of prompt chunks: of sequences with 16 rows or more, on a
+ * device that has the kernel for them (compute capability 9.0). Their rows then have `row_lengths`
+ * 0 and no spread tables; other rows have those of `visible`. */
 typedef struct kvlathe_spread_args {
   uint32_t abi_version;
   int32_t tokens, batch, buckets;    /* T, B, S <= KVLATHE_MAX_PARTS */
   uint32_t fresh;                    /* bit s: bucket s takes new tokens */
-  const int32_t* query_starts;       /* [B + 1] */
+  const int32_t* cu_seqlens_q;       /* [B + 1] */
   const int32_t* lengths;            /* [B, S], before the step */
   const int32_t* const* page_tables; /* host array of S: [B, page_table_widths[s]] */
   const int32_t* page_table_widths;  /* host [S] */
@@ -40,37 +42,43 @@ typedef struct kvlathe_spread_args {
   int32_t* prompts;     /* null, or kvlathe_cuda_prompt_list_bytes(tokens, batch, group_size) */
 } kvlathe_spread_args;
 
-/* 1 if the current device has the kernel for prompt chunks; where it has not, no chunk is ever listed. */
+/* 1 if the current device has the kernel for prompt chunks; where it has not, no chunk is ever
+ * listed. */
 KVLATHE_API int32_t kvlathe_cuda_has_prompt_kernel(void);
 
 /* Bytes of the list of a step's prompt chunks. */
-KVLATHE_API int64_t kvlathe_cuda_prompt_list_bytes(int32_t tokens, int32_t batch, int32_t group_size);
+KVLATHE_API int64_t kvlathe_cuda_prompt_list_bytes(int32_t tokens, int32_t batch,
+                                                   int32_t group_size);
 
 KVLATHE_API int32_t kvlathe_cuda_spread(const kvlathe_spread_args* args, kvlathe_status* status);
 
-/* One layer's fresh tokens: RoPE, projection, centre, rounding; k' and v' go to their places in the pages, q' to a
- * packed row.
+/* One layer's fresh tokens: RoPE, projection, centre, rounding; k' and v' go to their places in the
+ * pages, q' to a packed row.
  *
- * Sizes and packing are those of docs/attend.md. The products are summed in float32; k' and v' are rounded once.
- * Elements and the hot format are one 16-bit type. */
+ * Sizes and packing are those of docs/attend.md. The products are summed in float32; k' and v' are
+ * rounded once. Elements and the hot format are one 16-bit type. */
 typedef struct kvlathe_append_args {
   uint32_t abi_version;
   int32_t element; /* F16 or BF16: q, k, v, cos, sin, proj_*, centre_k, q_out, the pages, rows */
   int32_t tokens;  /* T */
   int32_t reserved;
-  const void *q, *k, *v; /* before RoPE; rows start at multiples of the strides, in elements, multiples of 8 */
+  /* before RoPE; rows start at multiples of the strides, in elements, multiples of 8 */
+  const void *q, *k, *v;
   int64_t q_stride, k_stride, v_stride;
   const void *cos, *sin;             /* [T, planes]; unused if no lane has RoPE */
   const int32_t* sequence_of;        /* [T], from kvlathe_cuda_spread */
   const int32_t* visible;            /* [T, S], likewise: token t's own place is visible - 1 */
   const int32_t* const* page_tables; /* host array of S: rows of sequences */
   const int32_t* page_table_widths;  /* host [S] */
-  const int32_t* layout; /* the layer's table in device memory; read only for lanes that keep chosen RoPE planes */
+  /* the layer's table in device memory; read only for lanes that keep chosen RoPE planes */
+  const int32_t* layout;
   const void *proj_q, *proj_k; /* [H, D, Rk]; unused if the plan does not project */
   const void* centre_k;        /* [H, Rk]; likewise */
   void* pool;
   int64_t pool_bytes;
-  void* q_out; /* [T, q_out_stride]: the lanes in head order, each lane's query heads side by side, rank_k each */
+  /* [T, q_out_stride]: the lanes in head order, each lane's query heads side by side, rank_k
+   * each */
+  void* q_out;
   int64_t q_out_stride;
   void* rows; /* null, or [T, sum of ranks]: k' of the lanes, then v' */
   void* stream;
@@ -79,13 +87,14 @@ typedef struct kvlathe_append_args {
 KVLATHE_API int32_t kvlathe_cuda_append(const kvlathe_layer* layer, const kvlathe_append_args* args,
                                         kvlathe_status* status);
 
-/* Full pages from a 16-bit bucket into another number format, every lane of `target`, all layers. Codes are those of
- * runtime/codec.py, bit for bit: nearest, or stochastic by the hash of (seed, layer, head, K or V, position, channel).
- */
-typedef struct kvlathe_seal_page {
+/* Quantizes full pages: every lane of `target`, of all layers, is written from the same lane of
+ * `source`, which has 16 bits. One launch takes all pages and lanes (up to 512 pages and 256 lanes;
+ * more take more launches). The codes are those of kvlathe/plan/codec.py, bit for bit: the nearest,
+ * or stochastic by the hash of (seed, layer, head, K or V, position, channel). */
+typedef struct kvlathe_cuda_seal_page {
   int32_t source, target; /* page ids */
   int32_t position;       /* place of the page's first token in its sequence */
-} kvlathe_seal_page;
+} kvlathe_cuda_seal_page;
 
 typedef struct kvlathe_cuda_seal_args {
   uint32_t abi_version;
@@ -93,9 +102,9 @@ typedef struct kvlathe_cuda_seal_args {
   int32_t page_tokens;
   int32_t stochastic; /* 0: to the nearest */
   int64_t seed;
-  const kvlathe_part *source,
-      *target;                    /* host; lanes of all layers, sorted by layer and head; no page tables, no lengths */
-  const kvlathe_seal_page* pages; /* host [page_count] */
+  /* host; lanes of all layers, sorted by layer and head; no page tables, no lengths */
+  const kvlathe_part *source, *target;
+  const kvlathe_cuda_seal_page* pages; /* host [page_count] */
   int32_t page_count;
   int32_t reserved;
   double span_k, span_v; /* of a group's range, what its codes cover: above 0, at most 1 */
@@ -105,23 +114,6 @@ typedef struct kvlathe_cuda_seal_args {
 } kvlathe_cuda_seal_args;
 
 KVLATHE_API int32_t kvlathe_cuda_seal(const kvlathe_cuda_seal_args* args, kvlathe_status* status);
-
-/* Compacts one sequence in one bucket: lane i (in the part's order) keeps the token places keep[i, 0 .. kept - 1],
- * ascending, and they move to places 0 .. kept - 1. Refused where a quantization group runs along the tokens. */
-typedef struct kvlathe_cuda_evict_args {
-  uint32_t abi_version;
-  int32_t element;
-  int32_t page_tokens;
-  int32_t kept;
-  const kvlathe_part* part; /* host; as in kvlathe_cuda_seal */
-  const int32_t* pages;     /* the sequence's page ids */
-  const int64_t* keep;      /* [lanes, kept] */
-  void* pool;
-  int64_t pool_bytes;
-  void* stream;
-} kvlathe_cuda_evict_args;
-
-KVLATHE_API int32_t kvlathe_cuda_evict(const kvlathe_cuda_evict_args* args, kvlathe_status* status);
 
 #ifdef __cplusplus
 }

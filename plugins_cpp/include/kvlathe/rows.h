@@ -1,5 +1,6 @@
-/* kvlathe native kernels on CUDA for what a decoder layer does to rows beside attention and its products. Part of the C
- * ABI (abi.h). Pointers are device memory; calls are asynchronous on `stream`, allocate nothing and may be captured. */
+/* kvlathe native kernels on CUDA for what a decoder layer does to rows beside attention and its
+ * products. Part of the C ABI (abi.h). Pointers are device memory; calls are asynchronous on
+ * `stream`, allocate nothing and may be captured. */
 #ifndef KVLATHE_ROWS_H
 #define KVLATHE_ROWS_H
 
@@ -9,8 +10,8 @@
 extern "C" {
 #endif
 
-/* Rows of `columns` elements (a multiple of 8; at most 16384 for the norm) of one 16-bit type; out is packed. Computed
- * in float32, rounded once. */
+/* Rows of `columns` elements (a multiple of 8; at most 16384 for the norm) of one 16-bit type; out
+ * is packed. Computed in float32, rounded once. */
 typedef struct kvlathe_rows_args {
   uint32_t abi_version;
   int32_t element; /* F16 or BF16 */
@@ -28,7 +29,8 @@ typedef struct kvlathe_rows_args {
 KVLATHE_API int32_t kvlathe_cuda_rms_norm(const kvlathe_rows_args* args, kvlathe_status* status);
 
 /* x holds [gate | up], 2 * columns elements a row: out = silu(gate) * up */
-KVLATHE_API int32_t kvlathe_cuda_silu_product(const kvlathe_rows_args* args, kvlathe_status* status);
+KVLATHE_API int32_t kvlathe_cuda_silu_product(const kvlathe_rows_args* args,
+                                              kvlathe_status* status);
 
 #ifdef __cplusplus
 }

@@ -1,11 +1,12 @@
-// The portable reference of attend_decode: every format, no vector code. What the fast kernels are tested against.
+// The portable reference of attend_decode: every format, no vector code. What the fast kernels are
+// tested against.
 #include <algorithm>
 #include <cmath>
 #include <string>
 #include <vector>
 
-#include "../check.h"
-#include "numbers.h"
+#include "common/decode_call.h"
+#include "cpu/numbers.h"
 
 namespace kvlathe {
 namespace {
@@ -20,8 +21,15 @@ void store(void* base, int64_t index, int32_t element, float value) {
   if (element == KVLATHE_F32) {
     static_cast<float*>(base)[index] = value;
   } else {
-    static_cast<uint16_t*>(base)[index] = element == KVLATHE_F16 ? half_of_float(value) : bfloat_of_float(value);
+    static_cast<uint16_t*>(base)[index] =
+        element == KVLATHE_F16 ? half_of_float(value) : bfloat_of_float(value);
   }
+}
+
+// Code number `index` of a packed run: 8, 4 or 2 bits each, low bits first.
+uint32_t packed_code(const uint8_t* codes, int64_t index, int bits) {
+  const int per_byte = codes_per_byte(bits);
+  return codes[index / per_byte] >> (index % per_byte * bits) & uint32_t(levels_of(bits));
 }
 
 // One lane's K or V in one page: where it lies and how it is read.
@@ -30,21 +38,23 @@ struct Slab {
   const uint16_t* meta;
   int32_t element, bits, axis, group, rank, page_tokens;
 
-  // Groups along the rank are near-equal multiples of 16 channels (export/layout.py, groups_along_rank).
+  // Groups along the rank are near-equal multiples of 16 channels (kvlathe/plan/layout.py,
+  // groups_along_rank).
   int64_t group_of(int token, int channel) const {
-    if (axis == KVLATHE_AXIS_TOKEN) return int64_t{channel} * (page_tokens / group) + token / group;
-    const int count = (rank + group - 1) / group, steps = rank / 16 / count, extra = rank / 16 % count;
-    const int step = channel / 16, wide = extra * (steps + 1);
-    const int within = step < wide ? step / (steps + 1) : extra + (step - wide) / steps;
-    return int64_t{token} * count + within;
+    if (axis == KVLATHE_AXIS_TOKEN)
+      return int64_t{channel} * token_groups(page_tokens, group) + token / group;
+    const RankGroups groups(rank, group);
+    return int64_t{token} * groups.count + groups.of_step(channel / 16);
   }
 
   float at(int token, int channel) const {
     const int64_t row_major = int64_t{token} * rank + channel;
-    if (bits > 8) return load(data, row_major, element);
-    const int64_t index = axis == KVLATHE_AXIS_TOKEN ? int64_t{channel} * page_tokens + token : row_major;
+    if (!is_quantized(bits)) return load(data, row_major, element);
+    const int64_t index =
+        axis == KVLATHE_AXIS_TOKEN ? int64_t{channel} * page_tokens + token : row_major;
     const int64_t g = 2 * group_of(token, channel);
-    return float_of_half(meta[g]) * float(packed_code(data, index, bits)) + float_of_half(meta[g + 1]);
+    return float_of_half(meta[g]) * float(packed_code(data, index, bits)) +
+           float_of_half(meta[g + 1]);
   }
 };
 
@@ -55,7 +65,8 @@ struct Call {
     return args.parts[part].lengths[sequence * args.parts[part].lengths_stride];
   }
 
-  // Refuses lengths past the table and page ids outside the pool, for all sequences, before anything is written.
+  // Refuses lengths past the table and page ids outside the pool, for all sequences, before
+  // anything is written.
   void check_pages() const {
     for (int p = 0; p < args.part_count; ++p) {
       const kvlathe_part& part = args.parts[p];
@@ -63,13 +74,14 @@ struct Call {
       for (int b = 0; b < args.batch; ++b) {
         const int64_t used = (length(p, b) + args.page_tokens - 1) / args.page_tokens;
         if (length(p, b) < 0 || used > part.page_table_stride) {
-          throw Refusal(KVLATHE_TOO_SMALL,
-                        "sequence " + std::to_string(b) + " needs more pages than its page table has");
+          throw Refusal(KVLATHE_TOO_SMALL, "sequence " + std::to_string(b) +
+                                               " needs more pages than its page table has");
         }
         for (int64_t i = 0; i < used; ++i) {
           const int32_t id = part.page_table[int64_t{b} * part.page_table_stride + i];
           if (id < 0 || id >= pages)
-            throw Refusal(KVLATHE_TOO_SMALL, "page id " + std::to_string(id) + " lies outside the pool");
+            throw Refusal(KVLATHE_TOO_SMALL,
+                          "page id " + std::to_string(id) + " lies outside the pool");
         }
       }
     }
@@ -77,12 +89,15 @@ struct Call {
 
   Slab slab(int p, int sequence, int64_t token, const LaneRow& row, bool keys) const {
     const kvlathe_part& part = args.parts[p];
-    const int64_t id = part.page_table[int64_t{sequence} * part.page_table_stride + token / args.page_tokens];
+    const int64_t id =
+        part.page_table[int64_t{sequence} * part.page_table_stride + token / args.page_tokens];
     const uint8_t* page = static_cast<const uint8_t*>(args.pool) + id * part.page_stride;
     const auto meta = reinterpret_cast<const uint16_t*>(page + (keys ? row.k_meta : row.v_meta));
     if (keys)
-      return {page + row.k, meta, args.element, part.bits_k, part.axis_k, part.group_k, row.rank_k, args.page_tokens};
-    return {page + row.v, meta, args.element, part.bits_v, part.axis_v, part.group_v, row.rank_v, args.page_tokens};
+      return {page + row.k, meta,         args.element, part.bits_k,
+              part.axis_k,  part.group_k, row.rank_k,   args.page_tokens};
+    return {page + row.v, meta,         args.element, part.bits_v,
+            part.axis_v,  part.group_v, row.rank_v,   args.page_tokens};
   }
 
   // Visits every cached token of one lane: visit(slab of its page, token within the page).
@@ -101,7 +116,8 @@ struct Call {
     const int64_t q = sequence * args.q_stride + head.q_offset + int64_t{query} * head.rank_k;
     tokens(head, sequence, true, [&](const Slab& keys, int t) {
       double dot = 0;
-      for (int c = 0; c < head.rank_k; ++c) dot += double(load(args.q, q + c, args.element)) * keys.at(t, c);
+      for (int c = 0; c < head.rank_k; ++c)
+        dot += double(load(args.q, q + c, args.element)) * keys.at(t, c);
       scores.push_back(dot * args.scale);
     });
     const double top = scores.empty() ? 0 : *std::max_element(scores.begin(), scores.end());
@@ -114,13 +130,15 @@ struct Call {
       for (int c = 0; c < head.rank_v; ++c) out[c] += weight * values.at(t, c);
     });
     const int64_t o = sequence * args.o_stride + head.o_offset + int64_t{query} * head.rank_v;
-    for (int c = 0; c < head.rank_v; ++c) store(args.o, o + c, args.element, total > 0 ? float(out[c] / total) : 0.f);
+    for (int c = 0; c < head.rank_v; ++c)
+      store(args.o, o + c, args.element, total > 0 ? float(out[c] / total) : 0.f);
   }
 };
 
 void attend_decode(const kvlathe_attend_decode_args& args) {
   if (args.prompts)
-    throw Refusal(KVLATHE_UNSUPPORTED, "prompt chunks are for CUDA: on the CPU each row is attended by itself");
+    throw Refusal(KVLATHE_UNSUPPORTED,
+                  "prompt chunks are for CUDA: on the CPU each row is attended by itself");
   const std::vector<Head> heads = checked_heads(args);
   const Call call{args};
   call.check_pages();
@@ -134,7 +152,8 @@ void attend_decode(const kvlathe_attend_decode_args& args) {
 }  // namespace
 }  // namespace kvlathe
 
-extern "C" int32_t kvlathe_cpu_attend_decode(const kvlathe_attend_decode_args* args, kvlathe_status* status) {
+extern "C" int32_t kvlathe_cpu_attend_decode(const kvlathe_attend_decode_args* args,
+                                             kvlathe_status* status) {
   return kvlathe::run(status, [&] {
     if (!args) throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "args is null");
     kvlathe::attend_decode(*args);

@@ -1,20 +1,22 @@
-// Sums of rows of codes, each row times an x of its own, on the integer dot product (integer.h has the products with
-// rows).
+// Sums of rows of codes, each row times an x of its own, on the integer dot product (integer.h has
+// the products with rows).
 //
 // Rows are what is added up, and each has its own scale: it goes into x. For each group of columns
 //     sum over rows of x (scale code + minimum) = unit sum (128 high + low) code + sum x minimum,
-// where x scale ~ unit * (128 high + low). Bytes of four rows are brought side by side for the dot product, 16 bytes of
-// 16 rows at a time; lanes of 128 bits hold rows 0-3, 4-7, 8-11 and 12-15. Included by kernels.cc only.
+// where x scale ~ unit * (128 high + low). Bytes of four rows are brought side by side for the dot
+// product, 16 bytes of 16 rows at a time; lanes of 128 bits hold rows 0-3, 4-7, 8-11 and 12-15.
+// Included by read_codes.h only.
 #pragma once
 
-#include "integer.h"
+#include "cpu/integer.h"
 
 namespace kvlathe {
 namespace {
 
 constexpr int kMostRows = 512;  // that 32 bits can sum up
 
-// x times the scales of one group of columns: for 16 rows one vector in which a lane repeats its four rows.
+// x times the scales of one group of columns: for 16 rows one vector in which a lane repeats its
+// four rows.
 struct Scaled {
   __m512i high[kMostRows / 16], low[kMostRows / 16];
   float unit, lowest;  // lowest: sum of x times minimum
@@ -25,10 +27,12 @@ void scale_rows(const float* x, const Rows& rows, int group, Scaled& out) {
   alignas(64) float scaled[kMostRows];
   __m512 lowest = _mm512_setzero_ps(), most = lowest;
   for (int r = 0; r < rows.rows; r += 16) {
-    const __mmask16 real = rows.rows - r < 16 ? __mmask16((1 << (rows.rows - r)) - 1) : __mmask16(0xffff);
+    const __mmask16 real =
+        rows.rows - r < 16 ? __mmask16((1 << (rows.rows - r)) - 1) : __mmask16(0xffff);
     __m512 scale, minimum;
     load_pairs(rows, r, group, scale, minimum);  // past the last row they may be anything
-    const __m512 values = _mm512_maskz_loadu_ps(real, x + r), product = _mm512_maskz_mul_ps(real, values, scale);
+    const __m512 values = _mm512_maskz_loadu_ps(real, x + r),
+                 product = _mm512_maskz_mul_ps(real, values, scale);
     lowest = _mm512_mask3_fmadd_ps(values, minimum, lowest, real);
     most = _mm512_max_ps(most, _mm512_abs_ps(product));
     _mm512_store_ps(scaled + r, product);
@@ -84,16 +88,19 @@ inline void in_order(const __m512* plane, __m512* out) {
   }
 }
 
-// One piece of `groups` times 16 rows, brought together, times M rows of x: 16 * 8 / bits columns each.
+// One piece of `groups` times 16 rows, brought together, times M rows of x: 16 * 8 / bits columns
+// each.
 template <int bits, int M>
-inline void mix_piece(const __m512i (*codes)[4], int groups, const Scaled* const* x, __m512 (*out)[8 / bits]) {
+inline void mix_piece(const __m512i (*codes)[4], int groups, const Scaled* const* x,
+                      __m512 (*out)[8 / bits]) {
   constexpr int planes = 8 / bits, together = 4 / planes;  // vectors that share the loads of x
   __m512i found[M][planes][4];
   for (int first = 0; first < 4; first += together) {
     __m512i high[M][planes][together], low[M][planes][together];
     for (int m = 0; m < M; ++m) {
       for (int i = 0; i < planes * together; ++i)
-        high[m][i / together][i % together] = low[m][i / together][i % together] = _mm512_setzero_si512();
+        high[m][i / together][i % together] = low[m][i / together][i % together] =
+            _mm512_setzero_si512();
     }
     for (int g = 0; g < groups; ++g) {
       __m512i upper[M], lower[M];
@@ -117,7 +124,8 @@ inline void mix_piece(const __m512i (*codes)[4], int groups, const Scaled* const
     for (int m = 0; m < M; ++m) {
       for (int plane = 0; plane < planes; ++plane) {
         for (int j = 0; j < together; ++j)
-          found[m][plane][first + j] = _mm512_add_epi32(low[m][plane][j], _mm512_slli_epi32(high[m][plane][j], 7));
+          found[m][plane][first + j] =
+              _mm512_add_epi32(low[m][plane][j], _mm512_slli_epi32(high[m][plane][j], 7));
       }
     }
   }
@@ -134,8 +142,8 @@ inline void mix_piece(const __m512i (*codes)[4], int groups, const Scaled* const
 
 // The first `count` columns of one piece into out [M, ...].
 template <int bits, int M>
-inline void write_piece(const __m512i (*codes)[4], int groups, const Scaled* const* x, float* out, int64_t ldo,
-                        int count, bool add) {
+inline void write_piece(const __m512i (*codes)[4], int groups, const Scaled* const* x, float* out,
+                        int64_t ldo, int count, bool add) {
   __m512 columns[M][8 / bits];
   mix_piece<bits, M>(codes, groups, x, columns);
   for (int m = 0; m < M; ++m) {
@@ -147,7 +155,8 @@ inline void write_piece(const __m512i (*codes)[4], int groups, const Scaled* con
 }
 
 template <int bits>
-void mix_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add, float* scratch) {
+void mix_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add,
+            float* scratch) {
   const int groups = (rows.rows + 15) / 16;
   const auto form = [&](int i) { return reinterpret_cast<Scaled*>(scratch + i * kDotScratch); };
   for (int chunk = 0, end; chunk < rows.inner / 16; chunk = end) {
@@ -173,11 +182,12 @@ void mix_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t l
   }
 }
 
-void integer_mix(const float* x, int64_t ldx, const Rows& all, float* out, int64_t ldo, int m, bool add,
-                 float* scratch) {
+void integer_mix(const float* x, int64_t ldx, const Rows& all, float* out, int64_t ldo, int m,
+                 bool add, float* scratch) {
   for (int first = 0; first < all.rows; first += kMostRows, x += kMostRows, add = true) {
     Rows rows = all;
-    rows.data += first * rows.stride, rows.meta += first * rows.meta_stride, rows.ahead += first * rows.ahead_step;
+    rows.data += first * rows.stride, rows.meta += first * rows.meta_stride,
+        rows.ahead += first * rows.ahead_step;
     rows.rows = all.rows - first < kMostRows ? all.rows - first : kMostRows;
     if (rows.bits == 8) mix_of<8>(x, ldx, rows, out, ldo, m, add, scratch);
     if (rows.bits == 4) mix_of<4>(x, ldx, rows, out, ldo, m, add, scratch);

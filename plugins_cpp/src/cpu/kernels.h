@@ -1,8 +1,8 @@
-// The arithmetic of the CPU kernels: one source (kernels.cc), compiled once for each instruction set, chosen at run
-// time.
+// The arithmetic of the CPU kernels: one source (kernels.cc), compiled once for each instruction
+// set, chosen at run time.
 //
-// This header is read by code for different instruction sets: it holds plain data only, so that no inline function
-// compiled for one processor can be linked into the path of another.
+// This header is read by code for different instruction sets: it holds plain data only, so that no
+// inline function compiled for one processor can be linked into the path of another.
 #pragma once
 
 #include <cstddef>
@@ -10,11 +10,13 @@
 
 namespace kvlathe {
 
-constexpr int kBlock = 64;  // tokens that are attended together, at most; 16 or more, dividing the page
+constexpr int kBlock =
+    64;  // tokens that are attended together, at most; 16 or more, dividing the page
 
-// Part of a lane's K or V as it lies in a page: `rows` rows of `inner` elements. A row is a token, or, where groups run
-// along the tokens, a channel. Every row starts `stride` bytes after the last one; codes of 8, 4, 2 bits have `groups`
-// pairs (scale, minimum) a row, the pair of elements 16 j .. 16 j + 15 being group_of[j].
+// Part of a lane's K or V as it lies in a page: `rows` rows of `inner` elements. A row is a token,
+// or, where groups run along the tokens, a channel. Every row starts `stride` bytes after the last
+// one; codes of 8, 4, 2 bits have `groups` pairs (scale, minimum) a row, the pair of elements 16 j
+// .. 16 j + 15 being group_of[j].
 struct Rows {
   const uint8_t* data;
   const uint16_t* meta;
@@ -22,13 +24,15 @@ struct Rows {
   int32_t bits, rows, inner;
   bool by_channel;
   uint8_t group_of[64];
-  const uint8_t* ahead;  // while reading row r, fetch ahead_step bytes at ahead + r * ahead_step: what is read next
+  const uint8_t* ahead;  // while reading row r, fetch ahead_step bytes at ahead + r * ahead_step:
+                         // what is read next
   int64_t ahead_step;
 };
 
 // How numbers become codes.
 struct Coding {
-  float span, edge;       // the middle part of a group's range that codes cover, and the part below it: (1 - span) / 2
+  float span, edge;  // the middle part of a group's range that codes cover, and the part below it:
+                     // (1 - span) / 2
   const uint32_t* noise;  // of each token, before its channels are hashed in; null: to the nearest
   uint8_t* sums;          // of each group's codes, in the order of the metadata; null: not stored
   int sum_bytes;
@@ -37,34 +41,38 @@ struct Coding {
 struct Kernels {
   const char* name;
 
-  // out[i] = scale * x turned by RoPE: pairs i, i + width / 2 by plane planes[i] (null: i). cos null: no turn.
-  void (*rotate)(const float* x, const float* cos, const float* sin, const int32_t* planes, int width, float scale,
-                 float* out);
+  // out[i] = scale * x turned by RoPE: pairs i, i + width / 2 by plane planes[i] (null: i). cos
+  // null: no turn.
+  void (*rotate)(const float* x, const float* cos, const float* sin, const int32_t* planes,
+                 int width, float scale, float* out);
 
   // c [m, n] = a [m, k] b [k, n], or += with `add`. n is a multiple of 16.
-  void (*multiply)(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc, int m, int n, int k,
-                   bool add);
+  void (*multiply)(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
+                   int m, int n, int k, bool add);
 
-  // out [m, rows] = x [m, inner] times the rows, or += with `add`. `scratch`: kDotScratch * m floats, 64-byte aligned;
-  // with `again` it still holds what the last call made of this x for rows of the same form.
-  void (*dots)(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add, bool again,
-               float* scratch);
+  // out [m, rows] = x [m, inner] times the rows, or += with `add`. `scratch`: kDotScratch * m
+  // floats, 64-byte aligned; with `again` it still holds what the last call made of this x for rows
+  // of the same form.
+  void (*dots)(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m,
+               bool add, bool again, float* scratch);
 
-  // out [m, inner] = x [m, rows] times the rows, or += with `add`. `scratch`: kDotScratch * m floats and the rows as
-  // floats, 64-byte aligned.
-  void (*mix)(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add, float* scratch);
+  // out [m, inner] = x [m, rows] times the rows, or += with `add`. `scratch`: kDotScratch * m
+  // floats and the rows as floats, 64-byte aligned.
+  void (*mix)(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m,
+              bool add, float* scratch);
 
-  // The rows as float [rows, inner]. Where they are that already, returns their place and writes nothing.
+  // The rows as float [rows, inner]. Where they are that already, returns their place and writes
+  // nothing.
   const float* (*unpack)(const Rows& rows, float* out, int64_t* ld);
 
   // out [columns, rows] = x [rows, columns]; both multiples of 4 are fast.
   void (*transpose)(const float* x, int64_t ldx, float* out, int64_t ldo, int rows, int columns);
 
-  // One step of the online softmax over scores [m, n] in base 2: row r sees its first `seen[r]` scores (null: all n).
-  // Turns scores into weights (0 up to n rounded up to 16, where unseen), updates top [m] and sum [m], rescales o [m,
-  // width].
-  void (*soften)(float* scores, int64_t ld, int m, int n, const int32_t* seen, float* top, float* sum, float* o,
-                 int width);
+  // One block of the online softmax over scores [rows, n] in base 2: row r sees its first `seen[r]`
+  // scores (null: all n). Turns scores into weights (0 up to n rounded up to 16, where unseen),
+  // updates m [rows] and l [rows], rescales o [rows, width].
+  void (*soften)(float* scores, int64_t ld, int rows, int n, const int32_t* seen, float* m,
+                 float* l, float* o, int width);
 
   // dst[i] = float or half (bits) of src[i] - centre[i] (null: 0).
   void (*store)(const float* src, const float* centre, int n, int bits, void* dst);

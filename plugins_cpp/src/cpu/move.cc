@@ -1,19 +1,17 @@
-// Tokens of a sequence into other pages of the same layout: what compaction and division by saliency need.
+// Tokens of a sequence into other pages of the same layout: what compaction and division by
+// saliency need.
 #include <cstring>
 #include <string>
 
-#include "../check.h"
+#include "common/refusal.h"
+#include "cpu/work.h"
 #include "kvlathe/cpu.h"
-#include "work.h"
 
 namespace kvlathe {
 namespace {
 
-void require(bool ok, kvlathe_code code, const std::string& message) {
-  if (!ok) throw Refusal(code, message);
-}
-
-void check_pages(const int64_t* pages, int64_t count, int64_t stride, int64_t bytes, const std::string& side) {
+void check_pages(const int64_t* pages, int64_t count, int64_t stride, int64_t bytes,
+                 const std::string& side) {
   for (int64_t i = 0; i < count; ++i) {
     require(pages[i] >= 0 && pages[i] < bytes / stride, KVLATHE_TOO_SMALL,
             "page id " + std::to_string(pages[i]) + " lies outside the " + side);
@@ -23,19 +21,20 @@ void check_pages(const int64_t* pages, int64_t count, int64_t stride, int64_t by
 void check(const kvlathe_move_args& a) {
   require(a.abi_version == KVLATHE_ABI_VERSION, KVLATHE_BAD_VERSION,
           "the caller was built for another kvlathe ABI: rebuild one of them");
-  require(a.page_tokens > 0 && a.page_stride > 0 && a.lanes >= 0 && a.fields >= 0 && a.kept >= 0, KVLATHE_BAD_ARGUMENT,
-          "a size is negative");
+  require(a.page_tokens > 0 && a.page_stride > 0 && a.lanes >= 0 && a.fields >= 0 && a.kept >= 0,
+          KVLATHE_BAD_ARGUMENT, "a size is negative");
   require(a.source && a.target && (a.kept == 0 || (a.places && a.source_pages && a.target_pages)) &&
               (a.fields == 0 || a.field),
           KVLATHE_BAD_ARGUMENT, "source, target, pages, places or field is null");
   require(a.kept <= a.target_count * a.page_tokens, KVLATHE_TOO_SMALL,
-          std::to_string(a.kept) + " tokens do not fit into " + std::to_string(a.target_count) + " pages");
+          std::to_string(a.kept) + " tokens do not fit into " + std::to_string(a.target_count) +
+              " pages");
   check_pages(a.source_pages, a.source_count, a.page_stride, a.source_bytes, "source");
   check_pages(a.target_pages, a.target_count, a.page_stride, a.target_bytes, "target");
   for (int64_t i = 0; i < int64_t{a.lanes} * a.fields; ++i) {
     const kvlathe_token_field& f = a.field[i];
-    require(f.at >= 0 && f.size >= 0 && f.at + f.size * a.page_tokens <= a.page_stride, KVLATHE_TOO_SMALL,
-            "a field ends past the page stride");
+    require(f.at >= 0 && f.size >= 0 && f.at + f.size * a.page_tokens <= a.page_stride,
+            KVLATHE_TOO_SMALL, "a field ends past the page stride");
   }
   for (int64_t i = 0; i < a.lanes * a.kept; ++i) {
     require(a.places[i] >= 0 && a.places[i] < a.source_count * a.page_tokens, KVLATHE_BAD_ARGUMENT,
@@ -53,14 +52,16 @@ void move_field(const kvlathe_move_args& a, const kvlathe_token_field& f, const 
         break;
       }
       std::memcpy(to,
-                  from + a.source_pages[places[j] / a.page_tokens] * a.page_stride + places[j] % a.page_tokens * f.size,
+                  from + a.source_pages[places[j] / a.page_tokens] * a.page_stride +
+                      places[j] % a.page_tokens * f.size,
                   size_t(f.size));
     }
   }
 }
 
 void move_lane(const kvlathe_move_args& a, int64_t lane) {
-  for (int64_t i = lane * a.fields; i < (lane + 1) * a.fields; ++i) move_field(a, a.field[i], a.places + lane * a.kept);
+  for (int64_t i = lane * a.fields; i < (lane + 1) * a.fields; ++i)
+    move_field(a, a.field[i], a.places + lane * a.kept);
 }
 
 }  // namespace
@@ -70,6 +71,7 @@ extern "C" int32_t kvlathe_cpu_move(const kvlathe_move_args* args, kvlathe_statu
   return kvlathe::run(status, [&] {
     if (!args) throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "args is null");
     kvlathe::check(*args);
-    kvlathe::run_items({}, args->threads, args->lanes, [&](int64_t lane) { kvlathe::move_lane(*args, lane); });
+    kvlathe::run_items({}, args->threads, args->lanes,
+                       [&](int64_t lane) { kvlathe::move_lane(*args, lane); });
   });
 }

@@ -20,7 +20,8 @@ inline uint32_t bits_of_float(float value) {
 }
 
 inline float float_of_half(uint16_t half) {
-  const uint32_t sign = uint32_t(half & 0x8000u) << 16, exponent = (half >> 10) & 31u, fraction = half & 1023u;
+  const uint32_t sign = uint32_t(half & 0x8000u) << 16, exponent = (half >> 10) & 31u,
+                 fraction = half & 1023u;
   if (exponent == 31) return float_of_bits(sign | 0x7f800000u | fraction << 13);
   if (exponent == 0) return (sign ? -1.f : 1.f) * std::ldexp(float(fraction), -24);
   return float_of_bits(sign | (exponent + 112) << 23 | fraction << 13);
@@ -28,7 +29,8 @@ inline float float_of_half(uint16_t half) {
 
 // To the nearest, ties to even.
 inline uint16_t half_of_float(float value) {
-  const uint32_t bits = bits_of_float(value), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  const uint32_t bits = bits_of_float(value), sign = (bits >> 16) & 0x8000u,
+                 magnitude = bits & 0x7fffffffu;
   if (magnitude > 0x7f800000u) return uint16_t(sign | 0x7e00u);
   if (magnitude >= 0x477ff000u) return uint16_t(sign | 0x7c00u);
   if (magnitude < 0x38800000u)
@@ -43,12 +45,6 @@ inline uint16_t bfloat_of_float(float value) {
   const uint32_t bits = bits_of_float(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return uint16_t(bits >> 16 | 0x40u);
   return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
-}
-
-// Code number `index` of a packed run: 8, 4 or 2 bits each, low bits first.
-inline uint32_t packed_code(const uint8_t* codes, int64_t index, int bits) {
-  const int per_byte = 8 / bits;
-  return codes[index / per_byte] >> (index % per_byte * bits) & ((1u << bits) - 1u);
 }
 
 }  // namespace kvlathe

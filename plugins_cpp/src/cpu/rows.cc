@@ -1,44 +1,48 @@
-#include "rows.h"
+#include "cpu/rows.h"
 
 namespace kvlathe {
 namespace {
 
 // Groups run along the page's tokens: a row is a channel.
-void by_channel(Rows& rows, const Format& format, int32_t rank, int64_t page_tokens, int64_t within, int32_t count) {
+void by_channel(Rows& rows, const Format& format, int32_t rank, int64_t page_tokens, int64_t within,
+                int32_t count) {
   rows.by_channel = true;
   rows.rows = rank, rows.inner = (count + 15) / 16 * 16;
-  rows.stride = page_tokens * format.bits / 8, rows.meta_stride = 2 * ((page_tokens + format.group - 1) / format.group);
+  rows.stride = page_tokens * format.bits / 8,
+  rows.meta_stride = 2 * token_groups(int(page_tokens), format.group);
   rows.data += within * format.bits / 8;
-  for (int j = 0; j < rows.inner / 16; ++j) rows.group_of[j] = uint8_t((within + 16 * j) / format.group);
+  for (int j = 0; j < rows.inner / 16; ++j)
+    rows.group_of[j] = uint8_t((within + 16 * j) / format.group);
 }
 
-// Groups run along the rank: near-equal multiples of 16 channels (groups_along_rank of export/layout.py).
+// Groups run along the rank: near-equal multiples of 16 channels (groups_along_rank of
+// kvlathe/plan/formats.py).
 void along_rank(Rows& rows, const Format& format, int32_t rank, int64_t within) {
-  const int count = (rank + format.group - 1) / format.group, steps = rank / 16 / count, extra = rank / 16 % count;
-  rows.meta_stride = 2 * count;
+  const RankGroups groups(rank, format.group);
+  rows.meta_stride = 2 * groups.count;
   rows.meta += within * rows.meta_stride;
-  for (int j = 0, group = 0, left = steps + (extra > 0); j < rank / 16; ++j, --left) {
-    if (!left) ++group, left = steps + (group < extra);
-    rows.group_of[j] = uint8_t(group);
+  for (int step = 0, group = 0; group < groups.count; ++group) {
+    const int end = step + groups.steps + (group < groups.extra);
+    while (step < end) rows.group_of[step++] = uint8_t(group);
   }
 }
 
 }  // namespace
 
-Rows rows_of(const uint8_t* page, int64_t data, int64_t meta, int32_t rank, const Format& format, int64_t page_tokens,
-             int64_t within, int32_t count) {
+Rows rows_of(const uint8_t* page, int64_t data, int64_t meta, int32_t rank, const Format& format,
+             int64_t page_tokens, int64_t within, int32_t count) {
   Rows rows{};
   rows.bits = format.bits;
   rows.data = page + data;
   rows.meta = reinterpret_cast<const uint16_t*>(page + meta);
-  if (format.bits < 16 && format.axis == KVLATHE_AXIS_TOKEN) {
+  if (format.by_channel()) {
     by_channel(rows, format, rank, page_tokens, within, count);
     return rows;
   }
   rows.rows = count, rows.inner = rank;
   rows.stride = int64_t{rank} * format.bits / 8;
   rows.data += within * rows.stride;
-  if (format.bits < 16) along_rank(rows, format, rank, within);
+  if (format.quantized()) along_rank(rows, format, rank, within);
   return rows;
 }
 

@@ -1,19 +1,14 @@
 // Where a lane's K or V lies in a page, as Rows (kernels.h).
 #pragma once
 
-#include "../check.h"
-#include "kernels.h"
+#include "common/formats.h"
+#include "cpu/kernels.h"
 
 namespace kvlathe {
 
-// How one bucket writes K, or V.
-struct Format {
-  int32_t bits, axis, group;
-};
-
-// Tokens within .. within + count - 1 of a page of `page_tokens`; data and meta are byte offsets from its start.
-// `within` is a multiple of 16.
-Rows rows_of(const uint8_t* page, int64_t data, int64_t meta, int32_t rank, const Format& format, int64_t page_tokens,
-             int64_t within, int32_t count);
+// Tokens within .. within + count - 1 of a page of `page_tokens`; data and meta are byte offsets
+// from its start. `within` is a multiple of 16.
+Rows rows_of(const uint8_t* page, int64_t data, int64_t meta, int32_t rank, const Format& format,
+             int64_t page_tokens, int64_t within, int32_t count);
 
 }  // namespace kvlathe

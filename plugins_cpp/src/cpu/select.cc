@@ -1,10 +1,10 @@
-#include "select.h"
+#include "cpu/select.h"
 
 #include <cstdlib>
 #include <cstring>
 #include <string>
 
-#include "../check.h"
+#include "common/refusal.h"
 #include "kvlathe/cpu.h"
 
 namespace kvlathe {
@@ -15,7 +15,8 @@ const char* const kNames[] = {"auto", "portable", "avx2", "avx512", "avx512vnni"
 const Kernels* supported(int32_t isa) {
 #if defined(KVLATHE_X86)
   if (isa == KVLATHE_ISA_AVX512_VNNI) {
-    return __builtin_cpu_supports("avx512vnni") && supported(KVLATHE_ISA_AVX512) ? &kAvx512Vnni : nullptr;
+    return __builtin_cpu_supports("avx512vnni") && supported(KVLATHE_ISA_AVX512) ? &kAvx512Vnni
+                                                                                 : nullptr;
   }
   if (isa == KVLATHE_ISA_AVX512) {
     const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -23,8 +24,10 @@ const Kernels* supported(int32_t isa) {
     return has && supported(KVLATHE_ISA_AVX2) ? &kAvx512 : nullptr;
   }
   if (isa == KVLATHE_ISA_AVX2) {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") ? &kAvx2
-                                                                                                             : nullptr;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                   __builtin_cpu_supports("f16c")
+               ? &kAvx2
+               : nullptr;
   }
 #endif
   return isa == KVLATHE_ISA_PORTABLE ? &kPortable : nullptr;
@@ -34,15 +37,16 @@ const Kernels* supported(int32_t isa) {
 
 namespace {
 
-// The one that KVLATHE_ISA names, by the name that kvlathe_cpu_isa gives it; AUTO where it names none.
+// The one that KVLATHE_ISA names, by the name that kvlathe_cpu_isa gives it; AUTO where it names
+// none.
 int32_t asked_for() {
   const char* name = std::getenv("KVLATHE_ISA");
   if (!name || !*name) return KVLATHE_ISA_AUTO;
   for (int32_t isa = KVLATHE_ISA_PORTABLE; isa <= KVLATHE_ISA_AVX512_VNNI; ++isa) {
     if (std::strcmp(name, kNames[isa]) == 0) return isa;
   }
-  throw Refusal(KVLATHE_BAD_ARGUMENT,
-                std::string("KVLATHE_ISA is ") + name + " and must be portable, avx2, avx512 or avx512vnni");
+  throw Refusal(KVLATHE_BAD_ARGUMENT, std::string("KVLATHE_ISA is ") + name +
+                                          " and must be portable, avx2, avx512 or avx512vnni");
 }
 
 }  // namespace
@@ -57,7 +61,8 @@ const Kernels& kernels_for(int32_t isa) {
   }
   if (const Kernels* found = supported(isa)) return *found;
   const bool known = isa > 0 && isa <= KVLATHE_ISA_AVX512_VNNI;
-  throw Refusal(KVLATHE_UNSUPPORTED, "instruction set " + (known ? std::string(kNames[isa]) : std::to_string(isa)) +
+  throw Refusal(KVLATHE_UNSUPPORTED, "instruction set " +
+                                         (known ? std::string(kNames[isa]) : std::to_string(isa)) +
                                          " is not available on this machine");
 }
 

@@ -1,7 +1,7 @@
 // Which of the compiled kernels run on this machine.
 #pragma once
 
-#include "kernels.h"
+#include "cpu/kernels.h"
 
 namespace kvlathe {
 

@@ -1,5 +1,5 @@
-// Vectors of the instruction set that this file is compiled for, over the compiler's vector extension. Everything has
-// internal linkage: see kernels.h.
+// Vectors of the instruction set that this file is compiled for, over the compiler's vector
+// extension. Everything has internal linkage: see kernels.h.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 #if defined(__AVX2__)
 #include <immintrin.h>
 #else
-#include "numbers.h"
+#include "cpu/numbers.h"
 #endif
 
 namespace kvlathe {
@@ -51,7 +51,8 @@ inline __m256 halved(Floats x) {
 inline __m256 halved(Floats x) { return (__m256)x; }
 #endif
 inline void sums(Floats a, Floats b, Floats c, Floats d, float* out) {
-  const __m256 x = _mm256_hadd_ps(_mm256_hadd_ps(halved(a), halved(b)), _mm256_hadd_ps(halved(c), halved(d)));
+  const __m256 x =
+      _mm256_hadd_ps(_mm256_hadd_ps(halved(a), halved(b)), _mm256_hadd_ps(halved(c), halved(d)));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)));
 }
 #else
@@ -78,7 +79,8 @@ inline float largest(Floats x) {
   float parts[kLanes];
   store(parts, x);
   for (int half = kLanes / 2; half; half /= 2) {
-    for (int i = 0; i < half; ++i) parts[i] = parts[i] > parts[i + half] ? parts[i] : parts[i + half];
+    for (int i = 0; i < half; ++i)
+      parts[i] = parts[i] > parts[i + half] ? parts[i] : parts[i + half];
   }
   return parts[0];
 #endif
@@ -86,7 +88,8 @@ inline float largest(Floats x) {
 
 // 2^x for x <= 0; exactly 0 below -126. The polynomial's error is 2e-7 of the value.
 inline Floats exp2(Floats x) {
-  const Floats shift = all(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
+  const Floats shift =
+      all(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer in the low bits
   const Floats clipped = larger(x, all(-126.f));
   const Floats rounded = clipped + shift;
   const Floats f = clipped - (rounded - shift);
@@ -107,14 +110,22 @@ inline Floats exp2(Floats x) {
 }
 
 #if defined(__AVX512F__)
-inline Floats load_half(const uint16_t* p) { return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
-inline void store_half(uint16_t* p, Floats x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, 0)); }
+inline Floats load_half(const uint16_t* p) {
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+}
+inline void store_half(uint16_t* p, Floats x) {
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)x, 0));
+}
 inline Floats load_bytes(const uint8_t* p) {
   return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)));
 }
 #elif defined(__AVX2__)
-inline Floats load_half(const uint16_t* p) { return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
-inline void store_half(uint16_t* p, Floats x) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, 0)); }
+inline Floats load_half(const uint16_t* p) {
+  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+}
+inline void store_half(uint16_t* p, Floats x) {
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)x, 0));
+}
 inline Floats load_bytes(const uint8_t* p) {
   return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }

@@ -1,4 +1,4 @@
-#include "work.h"
+#include "cpu/work.h"
 
 #include <algorithm>
 #include <cstdlib>
@@ -32,7 +32,8 @@ struct Queue {
 
 }  // namespace
 
-void run_items(const kvlathe_parallel& parallel, int threads, int64_t count, const std::function<void(int64_t)>& item) {
+void run_items(const kvlathe_parallel& parallel, int threads, int64_t count,
+               const std::function<void(int64_t)>& item) {
   constexpr int64_t kMostThreads = 256;
   Queue queue{item, count, {}, {}, {}};
   if (count <= 1) {

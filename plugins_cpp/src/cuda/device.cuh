@@ -8,7 +8,9 @@
 
 namespace kvlathe::cuda {
 
-__device__ inline uint32_t shared_address(const void* pointer) { return uint32_t(__cvta_generic_to_shared(pointer)); }
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return uint32_t(__cvta_generic_to_shared(pointer));
+}
 
 // Keeps a value in its register: it cannot be computed anew at each use.
 __device__ inline int pinned(int value) {
@@ -16,17 +18,20 @@ __device__ inline int pinned(int value) {
   return value;
 }
 
-// Keeps a value that is the same in all lanes in its register: the assembler, too, cannot compute it anew at each use.
+// Keeps a value that is the same in all lanes in its register: the assembler, too, cannot compute
+// it anew at each use.
 __device__ inline int kept(int value) { return __shfl_sync(~0u, value, 0); }
 
-// Copies 16 bytes to shared memory asynchronously; with valid false it writes zeros and reads nothing.
+// Copies 16 bytes to shared memory asynchronously; with valid false it writes zeros and reads
+// nothing.
 __device__ inline void copy16(uint32_t to, const void* from, bool valid) {
 #if __CUDA_ARCH__ >= 800
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(valid ? 16 : 0));
 #else
   uint4 value = valid ? *static_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
-  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y), "r"(value.z),
-               "r"(value.w));
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w));
 #endif
 }
 
@@ -43,7 +48,8 @@ __device__ inline void wait_copy_groups() {
 #endif
 }
 
-// A barrier in shared memory that a bulk copy completes: its phase ends when the announced bytes have landed.
+// A barrier in shared memory that a bulk copy completes: its phase ends when the announced bytes
+// have landed.
 __device__ inline void init_barrier(uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
@@ -60,35 +66,42 @@ __device__ inline void wait_barrier(uint32_t barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
   uint32_t done = 0;
   while (!done) {
-    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, "
+        "p; }"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
   }
 #endif
 }
 
-// Shared memory that this thread reached by ordinary instructions may then be written by bulk copies.
+// Shared memory that this thread reached by ordinary instructions may then be written by bulk
+// copies.
 __device__ inline void fence_for_bulk_copies() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-// Says how many bytes the bulk copies of a barrier's next phase bring. One lane; before them or after.
+// Says how many bytes the bulk copies of a barrier's next phase bring. One lane; before them or
+// after.
 __device__ inline void announce_copies(uint32_t barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
 #endif
 }
 
-// Copies `bytes` (a multiple of 16) to shared memory asynchronously. From 9.0 on each lane that calls it hands its copy
-// to the copy engine, and `barrier` tells the end.
+// Copies `bytes` (a multiple of 16) to shared memory asynchronously. From 9.0 on each lane that
+// calls it hands its copy to the copy engine, and `barrier` tells the end.
 __device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
 #endif
 }
 
@@ -148,15 +161,16 @@ __device__ inline void store_relaxed(float* at, float x) {
   asm volatile("st.relaxed.gpu.global.f32 [%0], %1;" ::"l"(at), "f"(x) : "memory");
 }
 __device__ inline void store_relaxed(float4* at, float4 x) {
-  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(x.x), "f"(x.y), "f"(x.z),
-               "f"(x.w));
+  asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(x.x), "f"(x.y),
+               "f"(x.z), "f"(x.w));
 }
 __device__ inline void store_relaxed(float2* at, float2 x) {
-  asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(at), "f"(x.x), "f"(x.y) : "memory");
+  asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(at), "f"(x.x), "f"(x.y)
+               : "memory");
 }
 
-// Waits for the kernel before this one on the stream, where this one was launched to overlap it; then lets the next one
-// start.
+// Waits for the kernel before this one on the stream, where this one was launched to overlap it;
+// then lets the next one start.
 __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -164,7 +178,9 @@ __device__ inline void wait_for_previous_kernel() {
 #endif
 }
 
-__device__ inline void prefetch(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
+__device__ inline void prefetch(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
 
 __device__ inline float exp2_fast(float x) {
   float y;
@@ -182,14 +198,17 @@ struct Half {
   // d[16 x 8] += a[16 x 16] b[16 x 8]
   __device__ static void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #else
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+        "{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(b0));
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+        "{%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[2]), "r"(a[3]), "r"(b1));
 #endif
@@ -205,14 +224,16 @@ struct Bfloat {
   __device__ static float widen(uint16_t x) { return __uint_as_float(uint32_t{x} << 16); }
   __device__ static void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800  // the launcher refuses bfloat16 on older devices
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 #endif
   }
 };
 
-// d[16 x 8] += a[16 x 16] b[16 x 8] on bytes: a unsigned, b signed. Rows l / 4 (a0) and l / 4 + 8 (a1) of lane l.
+// d[16 x 8] += a[16 x 16] b[16 x 8] on bytes: a unsigned, b signed. Rows l / 4 (a0) and l / 4 + 8
+// (a1) of lane l.
 __device__ inline void multiply_signed(int32_t (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
 #if __CUDA_ARCH__ >= 800
   asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
@@ -229,10 +250,11 @@ __device__ inline void multiply_signed(int32_t (&d)[4], uint32_t a0, uint32_t a1
 }
 
 // The same with 32 codes of each row: a2, a3, b1 are the second half of the inner dimension.
-__device__ inline void multiply_signed(int32_t (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                       uint32_t b1) {
+__device__ inline void multiply_signed(int32_t (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                       uint32_t a3, uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
       : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 #else
@@ -241,11 +263,13 @@ __device__ inline void multiply_signed(int32_t (&d)[4], uint32_t a0, uint32_t a1
 #endif
 }
 
-// d[16 x 8] += a[16 x 32] b[32 x 8] on unsigned bytes; a2, a3, b1 are the second half of the inner dimension.
-__device__ inline void multiply_unsigned(int32_t (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-                                         uint32_t b0, uint32_t b1) {
+// d[16 x 8] += a[16 x 32] b[32 x 8] on unsigned bytes; a2, a3, b1 are the second half of the inner
+// dimension.
+__device__ inline void multiply_unsigned(int32_t (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
+                                         uint32_t a3, uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
       : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 #else

@@ -6,27 +6,14 @@
 #include <cstdint>
 #include <string>
 
-#include "../check.h"
+#include "common/formats.h"
+#include "common/refusal.h"
 
 namespace kvlathe::cuda {
 
-inline void require(bool ok, kvlathe_code code, const std::string& message) {
-  if (!ok) throw Refusal(code, message);
-}
-
 inline void check_cuda(cudaError_t error, const char* what) {
-  require(error == cudaSuccess, KVLATHE_DEVICE_ERROR, std::string(what) + ": " + cudaGetErrorString(error));
-}
-
-inline void check_version(uint32_t version) {
-  require(version == KVLATHE_ABI_VERSION, KVLATHE_BAD_VERSION,
-          "the caller was built for kvlathe ABI " + std::to_string(version) + " and this library has " +
-              std::to_string(KVLATHE_ABI_VERSION) + ": rebuild one of them");
-}
-
-inline void check_aligned(const void* pointer, uintptr_t bytes, const char* what) {
-  require(reinterpret_cast<uintptr_t>(pointer) % bytes == 0, KVLATHE_MISALIGNED,
-          std::string(what) + " is not aligned to " + std::to_string(bytes) + " bytes");
+  require(error == cudaSuccess, KVLATHE_DEVICE_ERROR,
+          std::string(what) + ": " + cudaGetErrorString(error));
 }
 
 inline void check_element(int32_t element) {
@@ -37,14 +24,17 @@ inline void check_element(int32_t element) {
 // What the attention kernels read of quantized parts.
 inline void check_codes(const kvlathe_attend_decode_args& a, const kvlathe_part& part) {
   require(part.bits_k == part.bits_v, KVLATHE_UNSUPPORTED,
-          "a part has " + std::to_string(part.bits_k) + " bits for K and " + std::to_string(part.bits_v) +
-              " for V: the CUDA kernels read one width");
-  require(part.axis_k == KVLATHE_AXIS_RANK && part.axis_v == KVLATHE_AXIS_TOKEN, KVLATHE_UNSUPPORTED,
-          "the CUDA kernels take products of codes: K in groups along the rank, V along the tokens");
+          "a part has " + std::to_string(part.bits_k) + " bits for K and " +
+              std::to_string(part.bits_v) + " for V: the CUDA kernels read one width");
+  require(
+      part.axis_k == KVLATHE_AXIS_RANK && part.axis_v == KVLATHE_AXIS_TOKEN, KVLATHE_UNSUPPORTED,
+      "the CUDA kernels take products of codes: K in groups along the rank, V along the tokens");
   require(a.page_tokens == 64 || a.page_tokens == 128 || a.page_tokens == 256, KVLATHE_UNSUPPORTED,
-          "quantized pages of " + std::to_string(a.page_tokens) + " tokens: the CUDA kernels need 64, 128 or 256");
+          "quantized pages of " + std::to_string(a.page_tokens) +
+              " tokens: the CUDA kernels need 64, 128 or 256");
   require(part.group_v >= 32 && (part.group_v & (part.group_v - 1)) == 0, KVLATHE_UNSUPPORTED,
-          "groups of " + std::to_string(part.group_v) + " tokens: the CUDA kernels need 32, 64, 128, ...");
+          "groups of " + std::to_string(part.group_v) +
+              " tokens: the CUDA kernels need 32, 64, 128, ...");
 }
 
 // More than 48 KB of shared memory must be asked for.

@@ -1,0 +1,190 @@
+"""From a request to a job: everything that can be refused is refused here, before
+anything is written, and the cache key says what decides the engine's bytes.
+
+With build.py and planning.py the only module of engines/ that calls export's verbs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvlathe.base.console import log
+from kvlathe.base.errors import KvlatheError
+from kvlathe.base.tokenizer_files import FILES, eos_ids, has_backend, read_backend
+from kvlathe.engines import cache
+from kvlathe.engines.backends import Backend, Built, backend
+from kvlathe.engines.folder import nearest_parent
+from kvlathe.engines.planning import open_checkpoint, resolved
+from kvlathe.engines.request import DTYPE_BYTES, BuildRequest, check
+from kvlathe.plan import manifest as manifests
+from kvlathe.plan.manifest import Limits
+
+if TYPE_CHECKING:
+    from kvlathe.export.model.checkpoint import Checkpoint
+    from kvlathe.export.model.spec import DecoderSpec
+
+NOT_IN_KEY = ("model", "output_dir", "workers", "overwrite", "use_cache", "command")
+"""Fields of a request that do not change the engine (the model enters by its
+digest)."""
+LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "numpy")
+"""That calibrate, fold and export. A backend names its own."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A request that no option forbids, its defaults written out, and its backend.
+    Needs no torch."""
+
+    request: BuildRequest
+    backend: Backend
+    built: Built
+
+    @cached_property
+    def key(self) -> str:
+        """The cache key: everything that decides the engine's bytes."""
+        facts: dict[str, object] = {}
+        for field in dataclasses.fields(self.request):
+            if field.name not in NOT_IN_KEY:
+                facts[field.name] = _content(getattr(self.request, field.name))
+        facts["model"] = _digests(self.request.model)
+        facts["versions"] = self.versions
+        facts["architectures"] = self.built.architectures
+        return cache.key_of(facts)
+
+    @cached_property
+    def versions(self) -> dict[str, str]:
+        """Of each library that an engine's bytes depend on."""
+        return {**{name: _version(name) for name in LIBRARIES}, **self.built.versions}
+
+
+@dataclass(frozen=True)
+class Job:
+    """An order that can be carried out, with the checkpoint it is about."""
+
+    order: Order
+    checkpoint: Checkpoint
+    limits: Limits
+
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        """The ids that end a text. Raises KvlatheError where the tokenizer's files
+        cannot be read."""
+        path = self.checkpoint.path
+        return eos_ids(path, read_backend(path) if has_backend(path) else None)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights as exported, before compression."""
+        from kvlathe.export.model.tensors import stored_shapes
+
+        shapes = stored_shapes(self.checkpoint.spec).values()
+        numbers = sum(math.prod(shape) for shape in shapes)
+        return numbers * DTYPE_BYTES[self.order.request.compute_dtype]
+
+
+def _version(library: str) -> str:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return "missing"
+
+
+def _digests(model: Path) -> dict[str, str]:
+    """SHA-256 of each file of a checkpoint that a build reads."""
+    weights = sorted(model.glob("*.safetensors"))
+    others = [model / name for name in ("config.json", *FILES)]
+    there = [path for path in (*weights, *others) if path.is_file()]
+    if there:
+        log.info("reading %s", model)
+    return {path.name: manifests.sha256_file(path) for path in there}
+
+
+def _content(value: object) -> object:
+    """Files enter a key by what they hold."""
+    if isinstance(value, str | Path) and value and Path(value).is_file():
+        return manifests.sha256_file(Path(value))
+    return value
+
+
+def accept(request: BuildRequest) -> Order:
+    """Refuse, with KvlatheError, everything that can be refused without the model."""
+    check(request)
+    module = backend(request.backend)
+    return Order(resolved(request), module, module.identify(request.backend))
+
+
+def prepare(order: Order) -> Job:
+    """Refuse the rest: what is wrong with the checkpoint, and a disk too small. Nothing
+    has been written."""
+    request = order.request
+    checkpoint = open_checkpoint(request.model, request.max_seq_len, request.workers)
+    _check_rope_fold(request, checkpoint.spec)
+    _check_key_scales(request, checkpoint.spec)
+    job = Job(order, checkpoint, request.limits(checkpoint.spec.max_seq_len))
+    _check_tokenizer(job)
+    _check_disk(job)
+    return job
+
+
+def _check_tokenizer(job: Job) -> None:
+    if not has_backend(job.checkpoint.path):
+        log.warning(
+            "%s has no tokenizer.json: the engine takes token ids only. For text, load "
+            "the tokenizer with transformers' AutoTokenizer and save_pretrained it "
+            "into that folder",
+            job.checkpoint.path,
+        )
+    if not job.eos_ids:
+        log.warning(
+            "%s names no end-of-text token: only a length ends its answers",
+            job.checkpoint.path,
+        )
+
+
+def _check_rope_fold(request: BuildRequest, spec: DecoderSpec) -> None:
+    """Planes are chosen after calibration; whether a model can keep chosen ones is
+    known before."""
+    from kvlathe.export.methods.options import parse
+
+    methods = parse(request.compression)
+    folds = [one.options.get("rope_fold", request.rope_fold) for one in methods]
+    if "planes" not in folds:
+        return
+    fact, remedy = "whole RoPE planes cannot be kept", "leave out --rope-fold planes"
+    if spec.rope is None:
+        raise KvlatheError(fact, "this model has no RoPE", remedy)
+    if "q_norm" in spec.family.names:
+        reason = "this model's QK-norm needs all dimensions of a head"
+        raise KvlatheError(fact, reason, remedy)
+
+
+def _check_key_scales(request: BuildRequest, spec: DecoderSpec) -> None:
+    """Factors of K's channels fold into W_K, unless a norm follows it."""
+    from kvlathe.export.methods.composition import verify
+    from kvlathe.export.methods.options import Options
+
+    scales = verify(request.compression, Options(), request.tokens_per_block).scales
+    if "k" in scales and spec.rope is not None and "q_norm" in spec.family.names:
+        raise KvlatheError(
+            "keys cannot be scaled by channel",
+            "this model's QK-norm stands between its weights and RoPE",
+            "choose keys=channel or keys=token",
+        )
+
+
+def _check_disk(job: Job) -> None:
+    home = nearest_parent(job.order.request.output_dir)
+    free = shutil.disk_usage(home).free
+    if free < job.weight_bytes:
+        raise KvlatheError(
+            f"{home} has no room for the engine",
+            f"its weights take about {job.weight_bytes:,} bytes, with {free:,} free",
+            "make room or name another --output_dir",
+        )

@@ -1,0 +1,148 @@
+"""The cuda engine: the exported weights as they are, and decoder.json: where each lies
+and how layers are wired.
+
+The runtime builds its decoder from these (runtime/sessions/torch_cuda/decoder.py); the
+graph is not needed and leaves the folder.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import util
+from importlib.metadata import version
+from pathlib import Path
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.engines.backends import Built, check_ranks
+from kvlathe.plan.formats import Format
+from kvlathe.plan.manifest import DECODER_FILE, ONNX_FILE, WEIGHTS_FILE, Limits
+from kvlathe.plan.plan import CompressionPlan
+
+ARCHITECTURES = tuple(f"sm_{number}" for number in (75, 80, 86, 87, 89, 90, 120, 121))
+"""What the kernels are written for; a library may hold fewer (docs/native.md)."""
+MOST_BUCKETS, MOST_RANK, MOST_GROUP, MOST_LANES = 3, 128, 8, 64
+"""Buckets of a plan; the widest rank; query heads a KV head; KV heads of a layer."""
+CODED_PAGES = (64, 128, 256)
+"""Tokens of a quantized page."""
+
+
+def identify(name: str) -> Built:
+    """Nothing is compiled: the engine runs wherever the native library's kernels do."""
+    if util.find_spec("torch") is None:
+        raise KvlatheError(
+            f"the backend {name} needs torch",
+            "it is missing",
+            "run pip install 'kvlathe[export]'",
+        )
+    return Built({"torch": version("torch")}, ARCHITECTURES)
+
+
+def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> None:
+    """Write decoder.json."""
+    import onnx
+
+    model = onnx.load(folder / ONNX_FILE, load_external_data=False)
+    facts = {entry.key: entry.value for entry in model.metadata_props}
+    tensors = {
+        x.name: _entry(x)
+        for x in model.graph.initializer
+        if x.data_location == onnx.TensorProto.EXTERNAL
+    }
+    index = {
+        "weights": WEIGHTS_FILE,
+        "wiring": json.loads(facts["kvlathe.wiring"]),
+        "tensors": tensors,
+    }
+    (folder / DECODER_FILE).write_text(json.dumps(index, indent=1), "utf-8")
+    (folder / ONNX_FILE).unlink()
+
+
+def _entry(tensor: object) -> dict[str, object]:
+    """dtype (as torch names it), shape, and offset in bytes of an initializer in the
+    weights file."""
+    import onnx
+
+    assert isinstance(tensor, onnx.TensorProto)
+    where = {entry.key: entry.value for entry in tensor.external_data}
+    kinds = {
+        int(onnx.TensorProto.FLOAT): "float32",
+        int(onnx.TensorProto.FLOAT16): "float16",
+    }
+    return {
+        "dtype": kinds[tensor.data_type],
+        "shape": list(tensor.dims),
+        "offset": int(where.get("offset", 0)),
+    }
+
+
+def check_plan(name: str, plan: CompressionPlan) -> None:
+    """Raise KvlatheError unless the CUDA kernels keep and attend the pages of this
+    plan."""
+    check_ranks(name, plan.ranked)
+    refusal = _hot_refusal(plan) or _coded_refusal(plan) or _size_refusal(plan)
+    if refusal is not None:
+        reason, remedy = refusal
+        raise KvlatheError(f"the backend {name} cannot run this plan", reason, remedy)
+
+
+Refusal = tuple[str, str]
+"""A reason and a remedy."""
+
+
+def _hot_refusal(plan: CompressionPlan) -> Refusal | None:
+    bits: set[int] = set()
+    for bucket in plan.buckets:
+        if bucket.source is None:
+            k, v = plan.tiers[bucket.tier].formats
+            bits |= {k.bits, v.bits}
+    if bits == {16}:
+        return None
+    return f"its hot pages have {max(bits)} bits", "build with --kv_bits 16"
+
+
+def _coded_refusal(plan: CompressionPlan) -> Refusal | None:
+    """Of quantized pages."""
+    if any(tier.sums for tier in plan.tiers):
+        reason = "its pages store sums of codes, which the kernels do not read"
+        return reason, "choose a compression without stored sums"
+    coded = [x.tier for x in plan.buckets if plan.tiers[x.tier].is_coded]
+    for tier in coded:
+        refusal = _format_refusal(*plan.tiers[tier].formats, plan.page_tokens)
+        if refusal is not None:
+            return refusal
+    if coded and plan.page_tokens not in CODED_PAGES:
+        reason = f"its quantized pages have {plan.page_tokens} tokens"
+        return reason, "build with --tokens_per_block 64 or 128"
+    return None
+
+
+def _format_refusal(k: Format, v: Format, page_tokens: int) -> Refusal | None:
+    if k.bits != v.bits or not (k.along_rank and v.along_tokens):
+        reason = (
+            f"K has {k.bits} bits along the {k.axis}, V {v.bits} along the {v.axis}"
+        )
+        remedy = "choose equal bits, K's groups along the rank and V's along the tokens"
+        return reason, remedy
+    is_power_of_two = v.group & (v.group - 1) == 0
+    if v.group < 32 or not is_power_of_two or page_tokens % v.group:
+        reason = f"V has groups of {v.group} tokens"
+        return reason, "choose 32, 64 or 128, dividing a page"
+    return None
+
+
+def _size_refusal(plan: CompressionPlan) -> Refusal | None:
+    """Of what the kernels have a bound on."""
+    lanes = max(len(plan.active(layer)) for layer in range(plan.model.layers))
+    widest = max(max(lane.rank_k, lane.rank_v) for lane in plan.lanes)
+    buckets, group = len(plan.buckets), plan.model.group_size
+    sizes = (
+        (f"it has {buckets} buckets", buckets, MOST_BUCKETS),
+        (f"the model has {group} query heads a KV head", group, MOST_GROUP),
+        (f"a layer has {lanes} KV heads", lanes, MOST_LANES),
+        (f"a head has rank {widest}", widest, MOST_RANK),
+    )
+    for fact, size, most in sizes:
+        if size > most:
+            reason = f"{fact}, and the kernels take {most} at most"
+            return reason, "choose --backend onnxruntime, or compress more"
+    return None

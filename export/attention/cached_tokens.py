@@ -1,0 +1,147 @@
+"""CachedTokens: K and V of one sequence in one bucket, read from the pool's pages.
+
+Sizes: M pages, P tokens a page, N = M * P places, Hs lanes of the bucket, R the widest
+rank.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvlathe.export.attention import integer
+from kvlathe.export.attention.softmax_state import means_of, scores_of, widened
+from kvlathe.export.attention.tables import PlanFacts
+from kvlathe.plan.plan import CompressionPlan
+
+
+class TabledLayer(Protocol):
+    """What is read of an AttendLayer."""
+
+    plan: CompressionPlan
+    facts: PlanFacts
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def table(self, name: str) -> Tensor: ...
+
+
+class CachedTokens:
+    """All places N = M * P of some pages [M] of one bucket, Hs lanes; the first
+    ``count`` of them hold tokens."""
+
+    def __init__(
+        self,
+        layer: TabledLayer,
+        bucket: int,
+        pages: Tensor,
+        pools: dict[str, Tensor],
+        count: int,
+    ) -> None:
+        self.layer = layer
+        self.bucket = bucket
+        self.pages = pages
+        self.pools = pools
+        self.count = count
+        self.tier, self.integer = layer.facts.tier(bucket), layer.facts.integer(bucket)
+        self.stride = layer.strides[bucket] // layer.plan.unit
+
+    def scores(self, q: Tensor) -> Tensor:
+        """q [Hs, G, Q, Rk] -> [Hs, G, Q, N]."""
+        if not self.integer[0]:
+            return scores_of(q, self.values("k").to(q.dtype))
+        return integer.scores(widened(q), self.coded("k"), self._table("k_groups"))
+
+    def output(self, shares: Tensor) -> Tensor:
+        """shares [Hs, G, Q, N] -> [Hs, G, Q, Rv] in the layer's type."""
+        if not self.integer[1]:
+            return means_of(shares, self.values("v").to(self.layer.dtype))
+        coded = self.coded("v")
+        if self.tier.v.along_tokens:
+            return integer.outputs(shares, coded).to(self.layer.dtype)
+        for metadata in (coded.scale, coded.minimum):
+            metadata[:, self.count :] = 0  # of no token: it may be anything
+        groups = self._table("v_groups")
+        return integer.outputs_by_rank(
+            shares, coded, groups, self.layer.plan.page_tokens
+        ).to(self.layer.dtype)
+
+    def values(self, x: str) -> Tensor:
+        """K or V [Hs, N, R] float; zeros where there is no token."""
+        stored = self._stored(x)
+        stored[:, self.count :] = 0
+        return stored
+
+    def _stored(self, x: str) -> Tensor:
+        form = self.tier.of(x)
+        if form.is_coded:
+            scale, minimum = (self._spread(x, part) for part in self.metadata(x))
+            return self.codes(x) * scale + minimum
+        page_tokens = self.layer.plan.page_tokens
+        tokens = torch.arange(page_tokens, device=self.pages.device).unsqueeze(1)
+        page_rows = self.pages * (self.stride * 8 // form.bits)
+        rows = page_rows[:, None, None] + tokens * self._table(f"{x}_steps")[:, 0]
+        rows = rows + self._table(f"{x}_units")[:, 0]
+        return self.pools[form.pool][rows].flatten(-2).flatten(1, 2)
+
+    def coded(self, x: str) -> integer.Coded:
+        """K or V for integer products."""
+        return integer.Coded(
+            self.codes(x), *self.metadata(x), self.sums(x) if self.tier.sums else None
+        )
+
+    def sums(self, x: str) -> Tensor:
+        """The stored sums of the groups' codes, float."""
+        width = self.tier.of(x).sum_bytes
+        rows = (self.pages * self.stride)[:, None] + self._table(f"{x}_sums")
+        data = self.pools["pool_u8"][rows].flatten(1).float()
+        at = self._table(f"{x}_sums_at")
+        parts = (data[:, at + i] * 256.0**i for i in range(width))
+        return _by_lane(reduce(torch.add, parts))
+
+    def codes(self, x: str) -> Tensor:
+        """uint8 [Hs, N, R]."""
+        form = self.tier.of(x)
+        rows = (self.pages * self.stride)[:, None] + self._table(f"{x}_codes")
+        packed = self.pools["pool_u8"][rows]
+        shifts = torch.arange(0, 8, form.bits, dtype=torch.uint8, device=packed.device)
+        unpacked = ((packed[..., None] >> shifts) & form.levels).flatten(1)
+        at = self._table(f"{x}_code_at")
+        if form.along_rank:
+            return _by_lane(gathered(unpacked, at, self.layer.plan.unit))
+        return _by_lane(
+            unpacked.unflatten(1, (-1, self.layer.plan.page_tokens))[:, at[:, :, 0]].mT
+        )
+
+    def _spread(self, x: str, part: Tensor) -> Tensor:
+        """Metadata of groups -> of every element [Hs, N, R]."""
+        if self.tier.of(x).along_rank:
+            return part @ self._table(f"{x}_groups").to(part.dtype)
+        return part.repeat_interleave(self.layer.facts.steps(self.bucket, x), 1)
+
+    def metadata(self, x: str) -> tuple[Tensor, Tensor]:
+        """Scale and minimum float: [Hs, N, g] of groups along the rank, [Hs, N/n, R]
+        along the tokens."""
+        rows = (self.pages * (self.stride // 2))[:, None] + self._table(f"{x}_meta")
+        meta, at = (
+            self.pools["pool_f16"][rows].flatten(1).float(),
+            self._table(f"{x}_meta_at"),
+        )
+        return _by_lane(meta[:, at]), _by_lane(meta[:, at + 1])
+
+    def _table(self, name: str) -> Tensor:
+        return self.layer.table(f"{name}_{self.bucket}")
+
+
+def _by_lane(x: Tensor) -> Tensor:
+    """[M, Hs, 1, P, R] -> [Hs, M * P, R]."""
+    return x.squeeze(2).transpose(0, 1).flatten(1, 2)
+
+
+def gathered(x: Tensor, index: Tensor, size: int) -> Tensor:
+    """x [T, n * size], index [..., m] -> those units of ``size`` elements of each row,
+    [T, ..., m * size]."""
+    return x.unflatten(-1, (-1, size))[:, index].flatten(-2)

@@ -1,0 +1,304 @@
+"""The attention op ``kvlathe::Attend`` (docs/attend.md): eager arithmetic in torch, and
+its node while exporting.
+
+Sizes as in docs/attend.md: T packed tokens, B sequences, H lanes, G query heads a lane,
+D the widest lane input, Rk/Rv the widest ranks, P tokens a page, N cached tokens of one
+sequence in one bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import reduce
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvlathe.export.attention.cached_tokens import CachedTokens, gathered
+from kvlathe.export.attention.node import attend_node
+from kvlathe.export.attention.softmax_state import SoftmaxState, scores_of, widened
+from kvlathe.export.attention.tables import LayerTables, PlanFacts
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import CompressionPlan
+
+HALF_OR_FLOAT = {16: torch.float16, 32: torch.float32}
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """What every layer of one step shares: the op's inputs of the same names.
+    ``cos``/``sin`` are None without RoPE.
+
+    Without cached tokens (``lengths`` all 0) ``page_tables`` and ``pools`` may stay
+    empty. ``observation_weights``: None where no row is observed.
+    """
+
+    cos: Tensor | None
+    sin: Tensor | None
+    cu_seqlens_q: Tensor
+    query_offsets: Tensor
+    lengths: Tensor
+    page_tables: list[Tensor] = field(default_factory=list)
+    pools: dict[str, Tensor] = field(default_factory=dict)
+    observation_weights: Tensor | None = None
+
+
+class AttendLayer(nn.Module):
+    """Attend of one layer. State: ``proj_q``, ``proj_k`` [H, D, Rk] and ``centre_k``
+    [H, Rk] where the plan projects.
+
+    A fresh layer of a projecting plan holds the identity; fold fills in the real
+    matrices (a lane that is not projected keeps its identity). Row c of a lane's matrix
+    belongs to element c of its input; rows and columns past its own width are zeros.
+    """
+
+    proj_q: Tensor
+    proj_k: Tensor
+    centre_k: Tensor
+
+    def __init__(
+        self,
+        plan: CompressionPlan,
+        layer: int,
+        scale: float,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.plan, self.layer, self.scale, self.dtype = plan, layer, scale, dtype
+        self.facts = PlanFacts(plan)
+        self.sizes = LayerTables(plan, layer)
+        self.strides = CacheLayout(plan).page_stride
+        if plan.projected:
+            identity = torch.eye(self.sizes.D, self.sizes.Rk, dtype=dtype).repeat(
+                self.sizes.H, 1, 1
+            )
+            self.register_buffer("proj_q", identity)
+            self.register_buffer("proj_k", identity.clone())
+            self.register_buffer(
+                "centre_k", torch.zeros(self.sizes.H, self.sizes.Rk, dtype=dtype)
+            )
+        for name, values in self.sizes.items():
+            self.register_buffer(name, torch.from_numpy(values), persistent=False)
+
+    def table(self, name: str) -> Tensor:
+        return self.get_buffer(name)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors
+    ) -> tuple[Tensor, ...]:
+        """q, k, v packed as in docs/attend.md -> (o [T, sum of G * rank_v], rows [T,
+        sum of rank_k + rank_v]), and mass [B, H, N] where the plan has an observation window.
+        """
+        if torch.compiler.is_exporting():
+            return self._node(q, k, v, step)
+        u = self.plan.unit
+        q, k = self.prepare(q, k, step.cos, step.sin)
+        k, v = self._hot(k, 0), self._hot(v, 1)
+        rows = torch.cat(
+            [gathered(k.transpose(0, 1).flatten(1), self.table("row_units"), u), v], -1
+        )
+        k, v = k.to(self.dtype), v.to(self.dtype)
+        v = gathered(v, self.table("v_units"), u).transpose(0, 1)
+        o = (
+            self._uncached(q, k, v, step)
+            if not bool(step.lengths.any())
+            else self._cached(q, k, v, step)
+        )
+        o = gathered(o.permute(2, 0, 1, 3).flatten(1), self.table("o_units"), u)
+        return (
+            (o, rows)
+            if self.plan.observation is None
+            else (o, rows, self.mass(q, k, step))
+        )
+
+    # -- fresh tokens ------------------------------------------------------------------
+    def prepare(
+        self, q: Tensor, k: Tensor, cos: Tensor | None, sin: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """RoPE, projection, centre, scale: q' [H, G, T, Rk] times the softmax scale, k'
+        [H, T, Rk]."""
+        s = self.sizes
+        q = self._rotated(q, "q", s.G, cos, sin).permute(1, 2, 0, 3) * self.scale
+        k = self._rotated(k, "k", 1, cos, sin)[:, :, 0].transpose(0, 1)
+        if self.plan.projected:
+            return q @ self.proj_q.unsqueeze(
+                1
+            ), k @ self.proj_k - self.centre_k.unsqueeze(1)
+        return q, k
+
+    def _rotated(
+        self, x: Tensor, name: str, heads: int, cos: Tensor | None, sin: Tensor | None
+    ) -> Tensor:
+        """Packed rows -> [T, H, heads, W], rotated."""
+        s = self.sizes
+        if self.facts.even:
+            x = x.unflatten(-1, (s.H, heads, s.D))
+            if self.facts.rope:
+                assert cos is not None and sin is not None
+                x = (
+                    x * torch.cat([cos, cos], -1)[:, None, None]
+                    + _turned(x) * torch.cat([sin, sin], -1)[:, None, None]
+                )
+            return F.pad(x, (0, s.W - s.D))
+        x, grain = F.pad(x, (0, self.facts.grain)), self.facts.grain
+        own = gathered(x, self.table(f"{name}_columns"), grain)
+        if not self.facts.rope:
+            return own
+        assert cos is not None and sin is not None
+        partner = gathered(x, self.table(f"{name}_partners"), grain)
+        cosine = F.pad(cos, (0, 1), value=1.0)[:, self.table("cos_columns")]
+        sine = F.pad(torch.cat([-sin, sin], -1), (0, 1))[:, self.table("sin_columns")]
+        return own * cosine + partner * sine
+
+    def _hot(self, x: Tensor, part: int) -> Tensor:
+        return (
+            x.to(HALF_OR_FLOAT[self.facts.hot_bits[part]])
+            if x.dtype != torch.float64
+            else x
+        )
+
+    # -- attention ---------------------------------------------------------------------
+    def _uncached(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> Tensor:
+        """Nothing is cached: each sequence is one causal square. Widths are evened out,
+        which fused kernels want."""
+        width = max(self.sizes.Rk, self.sizes.Rv)
+        q, k, padded_v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        out = q.new_zeros((*q.shape[:3], width))
+        for _, rows in _sequences(step):
+            ks, vs = (
+                x[:, None, rows].expand(-1, self.sizes.G, -1, -1).flatten(0, 1)
+                for x in (k, padded_v)
+            )
+            qs = q[:, :, rows].flatten(0, 1)
+            fresh = F.scaled_dot_product_attention(
+                qs[None], ks[None], vs[None], is_causal=True, scale=1.0
+            )
+            out[:, :, rows] = fresh[0].unflatten(0, (self.sizes.H, self.sizes.G))
+        return out[..., : self.sizes.Rv]
+
+    def _cached(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> Tensor:
+        out = q.new_zeros((*q.shape[:3], self.sizes.Rv))
+        for b, rows in _sequences(step):
+            states = [SoftmaxState.causal(q[:, :, rows], k[:, rows], v[:, rows])]
+            for bucket in range(len(self.plan.buckets)):
+                if step.lengths[b, bucket] > 0:
+                    states.append(self._cold(q[:, :, rows], b, bucket, step))
+            out[:, :, rows] = reduce(SoftmaxState.merge, states).out
+        return out
+
+    def _cold(self, q: Tensor, b: int, bucket: int, step: StepTensors) -> SoftmaxState:
+        """Attention of sequence b over everything it has in one bucket."""
+        pool, scores = self._cold_scores(q, b, bucket, step)
+        state = SoftmaxState.of(scores, pool.output)
+        if self.facts.shared:
+            return state
+        return state.over(self.table(f"places_{bucket}"))
+
+    def _cold_scores(
+        self, q: Tensor, b: int, bucket: int, step: StepTensors
+    ) -> tuple[CachedTokens, Tensor]:
+        """Scores [Hs, G, Q, M * P] of the bucket's own lanes; -inf where there is no
+        token."""
+        count = int(step.lengths[b, bucket])
+        pages = step.page_tables[bucket][b, : -(-count // self.plan.page_tokens)].long()
+        if not self.facts.shared:
+            q = q[self.table(f"lanes_{bucket}")]
+        pool = CachedTokens(self, bucket, pages, step.pools, count)
+        missing = (
+            torch.arange(len(pages) * self.plan.page_tokens, device=pages.device)
+            >= count
+        )
+        return pool, pool.scores(q).masked_fill(missing, -torch.inf)
+
+    def mass(self, q: Tensor, k: Tensor, step: StepTensors) -> Tensor:
+        """Observed attention [B, H, N] float32 of prepared q [H, G, T, Rk] and k [H, T, Rk]
+        (docs/attend.md).
+
+        A softmax of its own for the observed rows alone; the others cost nothing.
+        """
+        widths = [
+            table.shape[1] * self.plan.page_tokens for table in step.page_tables
+        ] or [0] * len(self.plan.buckets)
+        mass = q.new_zeros(
+            (len(step.lengths), self.sizes.H, sum(widths) + len(step.query_offsets)),
+            dtype=torch.float32,
+        )
+        if step.observation_weights is None:
+            return mass
+        for b, rows in _sequences(step):
+            observed = step.observation_weights[rows].nonzero()[:, 0]
+            if len(observed):
+                observation = q[:, :, rows][:, :, observed]
+                shares = torch.cat(
+                    list(
+                        self._observed_scores(
+                            observation, k[:, rows], observed, b, step, widths
+                        )
+                    ),
+                    -1,
+                ).softmax(-1)
+                weights = step.observation_weights[rows][observed].to(shares.dtype)
+                seen = torch.einsum("hgrn,r->hn", shares, weights)
+                mass[b, :, : seen.shape[1]] = seen.to(mass.dtype)
+        return mass
+
+    def _observed_scores(
+        self,
+        q: Tensor,
+        k: Tensor,
+        observed: Tensor,
+        b: int,
+        step: StepTensors,
+        widths: list[int],
+    ) -> Iterator[Tensor]:
+        """Scores [H, G, R, places] of sequence b's ``observed`` rows q over each
+        bucket, then over its own tokens k."""
+        for bucket, width in enumerate(widths):
+            found = q.new_full(
+                (*q.shape[:3], width), -torch.inf, dtype=widened(q).dtype
+            )
+            if step.lengths[b, bucket] > 0:
+                scores = widened(self._cold_scores(q, b, bucket, step)[1])
+                held = (
+                    slice(None)
+                    if self.facts.shared
+                    else self.table(f"places_{bucket}") >= 0
+                )
+                found[held, ..., : scores.shape[-1]] = scores[: len(found[held])]
+            yield found
+        later = torch.arange(k.shape[1], device=k.device) > observed[:, None]
+        yield widened(scores_of(q, k)).masked_fill(later, -torch.inf)
+
+    # -- export ------------------------------------------------------------------------
+    def _node(
+        self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors
+    ) -> tuple[Tensor, ...]:
+        """The same as one node of the exported graph."""
+        values: dict[str, Tensor | None] = {"q": q, "k": k, "v": v}
+        values |= {"cos": step.cos, "sin": step.sin}
+        values |= {
+            "cu_seqlens_q": step.cu_seqlens_q,
+            "query_offsets": step.query_offsets,
+            "lengths": step.lengths,
+            "observation_weights": step.observation_weights,
+        }
+        values |= step.pools
+        values |= {f"page_table_{i}": table for i, table in enumerate(step.page_tables)}
+        values |= dict(self.named_buffers())
+        dtypes = self.dtype, HALF_OR_FLOAT[max(self.facts.hot_bits)]
+        return attend_node(self.plan, self.layer, self.scale, values, dtypes)
+
+
+def _sequences(step: StepTensors) -> Iterator[tuple[int, slice]]:
+    """(sequence, its rows) of every sequence that has queries."""
+    starts = step.cu_seqlens_q.tolist()
+    return ((b, slice(a, z)) for b, (a, z) in enumerate(pairwise(starts)) if z > a)
+
+
+def _turned(x: Tensor) -> Tensor:
+    """A quarter turn of every plane (pairs i, i + width/2)."""
+    first, second = x.chunk(2, -1)
+    return torch.cat([-second, first], -1)

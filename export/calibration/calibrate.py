@@ -1,0 +1,291 @@
+"""Calibrate: run tokens through the original model, layer by layer, and sum up every
+lane's q, k, v and output.
+
+One layer's weights are in memory at a time, and one sequence of one layer's activations
+beside the hidden states of all. Text is spread over the positions that are served, so
+that the statistics know all of RoPE's angles; random tokens start at 0, as in the paper
+they come from (docs/basis.md has both).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvlathe.base.console import progress
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.calibration.entropy import Entropies
+from kvlathe.export.calibration.stats import ARRAYS, Array, Moments, Stats, check_finite
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.layer_runner import Captured, LayerRunner, embed
+from kvlathe.tasks import tasks
+
+RANDOM = "random"
+TOKENS = {"random": 8192, "text": 16384}
+"""Fewest tokens of either source, and the default: papers FDC (random tokens) and ZACK
+(coherent text)."""
+RANDOM_LENGTH = 2048
+GOLDEN = (5**0.5 - 1) / 2
+TEXT_LENGTH = (400, 2048)
+"""Tokens of a piece of text: shorter documents are passed over, longer ones are cut."""
+
+
+def calibrate(
+    checkpoint: Checkpoint,
+    source: str | Path = RANDOM,
+    tokens: int | None = None,
+    seed: int = 0,
+) -> Stats:
+    """Statistics of the model on ``tokens`` tokens of ``source``: "random", or a .jsonl
+    file of texts.
+
+    Raises KvlatheError for too few tokens, an unreadable file, or activations that are
+    NaN or infinite.
+    """
+    random = str(source) == RANDOM
+    tokens = TOKENS["random" if random else "text"] if tokens is None else tokens
+    _check_tokens(tokens, random)
+    sequences = (
+        random_sequences(
+            checkpoint.spec.vocab_size, tokens, seed, _length(checkpoint, RANDOM_LENGTH)
+        )
+        if random
+        else text_sequences(checkpoint, Path(source), tokens)
+    )
+    described = {
+        "source": RANDOM if random else Path(source).name,
+        "sequences": len(sequences),
+        "seed": seed,
+        "max_seq_len": checkpoint.spec.max_seq_len,
+        "tokens": sum(map(len, sequences)),
+    }
+    return calibrate_on(checkpoint, sequences, seed, described, spread=not random)
+
+
+def _check_tokens(tokens: int, random: bool) -> None:
+    least = TOKENS["random" if random else "text"]
+    if tokens < least:
+        kind = "random tokens" if random else "tokens of text"
+        raise KvlatheError(
+            f"{tokens} {kind} are too few to calibrate on",
+            f"statistics of fewer than {least} are unstable",
+            f"ask for {least}",
+        )
+
+
+def _length(checkpoint: Checkpoint, longest: int) -> int:
+    return min(longest, checkpoint.spec.max_seq_len)
+
+
+def random_sequences(
+    vocabulary: int, tokens: int, seed: int, length: int
+) -> list[Tensor]:
+    """Sequences of ``length`` ids drawn uniformly, ``tokens`` in all (the last may be
+    shorter)."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(vocabulary, (tokens,), generator=draw)
+    return list(ids.split(length))
+
+
+def text_sequences(checkpoint: Checkpoint, path: Path, tokens: int) -> list[Tensor]:
+    """Pieces of the file's documents, ``tokens`` in all: every document's first piece,
+    then every second piece, and so on.
+    """
+    encoder = tasks.FolderEncoder(checkpoint.path)
+    longest = _length(checkpoint, TEXT_LENGTH[1])
+    shortest = min(TEXT_LENGTH[0], longest)
+    documents: list[Sequence[Tensor]] = []  # each in pieces
+    for ids in tasks.encode_documents(encoder, tasks.read_texts(path)):
+        if ids:
+            documents.append(torch.tensor(ids).split(longest))
+    pieces = itertools.chain.from_iterable(itertools.zip_longest(*documents))
+    usable = [piece for piece in pieces if piece is not None and len(piece) >= shortest]
+    count = sum(map(len, usable))
+    if count < tokens:
+        raise KvlatheError(
+            f"{path} has {count} usable tokens of the {tokens} that calibration needs",
+            f"documents below {shortest} tokens are not used",
+            "give more text",
+        )
+    return list(_first(usable, tokens))
+
+
+def _first(pieces: Sequence[Tensor], tokens: int) -> Iterator[Tensor]:
+    for piece in pieces:
+        if tokens <= 0:
+            return
+        yield piece[:tokens]
+        tokens -= len(piece)
+
+
+# -- the run ---------------------------------------------------------------------------
+def calibrate_on(
+    checkpoint: Checkpoint,
+    sequences: Sequence[Tensor],
+    seed: int,
+    source: Mapping[str, object],
+    spread: bool = True,
+) -> Stats:
+    """Statistics on these sequences of token ids; even and odd ones are the halves.
+    ``spread``: over the positions that are served, else all from position 0.
+    """
+    spec = checkpoint.spec
+    lengths = [len(ids) for ids in sequences]
+    positions = [torch.arange(length) for length in lengths]
+    if spread:
+        positions = _positions(lengths, spec.max_seq_len, seed)
+    grams = [_grams(checkpoint, layer) for layer in range(spec.layers)]
+    halves = (Moments.zeros(spec.shape), Moments.zeros(spec.shape))
+    entropies = Entropies.empty(spec.shape, len(sequences))
+    _observe_all(checkpoint, sequences, positions, grams, halves, entropies)
+    even, odd = halves
+    for half in halves:
+        check_finite({name: getattr(half, name) for name in ARRAYS})
+    check_finite(entropies.arrays())
+    return Stats(
+        shape=spec.shape,
+        rope=spec.rope is not None,
+        scale=np.array([spec.scale(layer) for layer in range(spec.layers)]),
+        wv_gram=np.stack([gram.wv for gram in grams]),
+        wo_gram=np.stack([gram.wo for gram in grams]),
+        halves=(_counted(even, sum(lengths[::2])), _counted(odd, sum(lengths[1::2]))),
+        entropies=entropies,
+        model_digest=checkpoint.digest,
+        source=dict(source),
+    )
+
+
+def _observe_all(
+    checkpoint: Checkpoint,
+    sequences: Sequence[Tensor],
+    positions: Sequence[Tensor],
+    grams: Sequence[Grams],
+    halves: tuple[Moments, Moments],
+    entropies: Entropies,
+) -> None:
+    """Run every sequence through every layer, one layer's weights in memory at a time.
+    Fills ``halves`` and ``entropies``."""
+    spec = checkpoint.spec
+    places = zip(sequences, positions, strict=True)
+    hidden = [embed(checkpoint, ids, at) for ids, at in places]
+    steps = itertools.product(range(spec.layers), range(len(sequences)))
+    runner = None
+    for layer, i in progress(steps, "calibrating", spec.layers * len(sequences)):
+        if i == 0:
+            runner = LayerRunner(checkpoint, layer)
+        assert runner is not None
+        before = hidden[i]
+        captured = runner(before, positions[i])
+        half = halves[i % 2]
+        scale = spec.scale(layer)
+        _accumulate(half, layer, before, captured, grams[layer].wo_each, scale)
+        q, k = _heads(captured)
+        entropies.observe(i, layer, before.numpy(), q, k, scale)
+        hidden[i] = captured.hidden
+
+
+def _positions(lengths: Sequence[int], max_seq_len: int, seed: int) -> list[Tensor]:
+    """Where each sequence lies. Sequences of every length up to ``max_seq_len`` are
+    served and all start at 0, so position t is met in proportion to 1 - t /
+    max_seq_len. Multiples of the golden ratio spread evenly in either half too.
+    """
+    start = float(np.random.default_rng(seed).random())
+    positions = []
+    for i, length in enumerate(lengths):
+        even = (start + i * GOLDEN) % 1
+        share = 1 - (1 - even) ** 0.5
+        first = int(share * (max_seq_len - length + 1))
+        positions.append(torch.arange(length) + first)
+    return positions
+
+
+def _counted(moments: Moments, tokens: int) -> Moments:
+    sums = {name: getattr(moments, name) for name in ARRAYS}
+    return Moments(tokens, **sums)
+
+
+class Grams(NamedTuple):
+    """Gram matrices of one layer's weights: ``wv`` W_V^T W_V [H, d, d]; ``wo`` W_O W_O^T
+    summed over each lane's query heads [H, d, d]; ``wo_each`` that of every query head
+    [Hq, d, d]."""
+
+    wv: Array
+    wo: Array
+    wo_each: Tensor
+
+
+def _grams(checkpoint: Checkpoint, layer: int) -> Grams:
+    spec = checkpoint.spec
+    w_v = checkpoint.weight(f"layers.{layer}.v.weight")
+    w_o = checkpoint.weight(f"layers.{layer}.o.weight")
+    by_lane = w_v.unflatten(1, (spec.kv_heads, -1)).transpose(0, 1).double()
+    by_head = w_o.unflatten(0, (spec.query_heads, -1)).double()
+    wv = by_lane.mT @ by_lane
+    wo_each = by_head @ by_head.mT
+    wo = wo_each.unflatten(0, (spec.kv_heads, -1)).sum(1)
+    return Grams(wv.numpy(), wo.numpy(), wo_each.float())
+
+
+def _accumulate(
+    sums: Moments,
+    layer: int,
+    hidden: Tensor,
+    captured: Captured,
+    wo_gram: Tensor,
+    scale: float,
+) -> None:
+    """Add one sequence: ``hidden`` [T, D] is what the layer read, ``wo_gram`` [Hq, d,
+    d]. ``spread`` is the mean |v W_O|^2 that a token attends to, less |o W_O|^2 of what
+    it gets: the variance of what it averages over."""
+    q, k, v = (heads.transpose(0, 1) for heads in captured[1:])
+    lanes = k.shape[0]
+    group = q.shape[0] // lanes
+    o = _attended(q, k, v, scale)
+    values = v.repeat_interleave(group, 0)
+    norms = ((values @ wo_gram) * values).sum(
+        -1, keepdim=True
+    )  # |v_j W_O|^2, [Hq, T, 1]
+    mean_norm = _attended(q, k, norms.expand_as(values), scale)[..., 0]
+    norm_of_mean = ((o @ wo_gram) * o).sum(-1)
+    spread = (mean_norm - norm_of_mean).double().sum(-1)
+    for name, heads in (("q", q), ("k", k), ("v", v), ("o", o)):
+        vectors = heads.double()
+        outer = vectors.mT @ vectors
+        total = vectors.sum(1)
+        getattr(sums, 2 * name)[layer] += _by_lane(outer, lanes)
+        getattr(sums, name)[layer] += _by_lane(total, lanes)
+    sums.spread[layer] += _by_lane(spread, lanes)
+    sums.hidden[layer] += float(hidden.double().square().sum())
+    for name, heads in (("k_max", k), ("v_max", v)):
+        largest = getattr(sums, name)
+        here = heads.abs().amax(1).double().numpy()
+        largest[layer] = np.maximum(largest[layer], here)
+
+
+def _by_lane(per_head: Tensor, lanes: int) -> Array:
+    """[heads, ...] summed over the heads of each lane: [lanes, ...]."""
+    return per_head.unflatten(0, (lanes, -1)).sum(1).numpy()
+
+
+def _heads(captured: Captured) -> tuple[Array, Array]:
+    """q [Hq, T, d] and k [H, T, d]."""
+    q = captured.q.transpose(0, 1).double()
+    k = captured.k.transpose(0, 1).double()
+    return q.numpy(), k.numpy()
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of q [Hq, T, d] over k [H, T, d] and v [H or Hq, T, d] -> [Hq,
+    T, d]."""
+    k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], 0) for x in (k, v))
+    out = F.scaled_dot_product_attention(
+        q[None], k[None], v[None], is_causal=True, scale=scale
+    )
+    return out[0]

@@ -1,0 +1,289 @@
+"""Composition: from a request to one plan and one basis.
+
+Each method answers with a Decision. At most one decides the ranks, at most one the
+number format of full pages, at most one which tokens are kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.bases import allocate
+from kvlathe.export.bases.basis import Basis
+from kvlathe.export.calibration.stats import Stats
+from kvlathe.export.methods.buckets import buckets, cold_tier, without
+from kvlathe.export.methods.channels import scaled
+from kvlathe.export.methods.hadamard import rotated
+from kvlathe.export.methods.lowrank import full_lanes, low_rank, within
+from kvlathe.export.methods.options import (
+    Decision,
+    Options,
+    RequestedMethod,
+    with_written,
+)
+from kvlathe.export.methods.registry import (
+    Method,
+    Rotate,
+    chooses_ranks,
+    measured,
+    methods_of,
+)
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.heads import ModelShape
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_rules import ObservationWindow
+
+Made = tuple[CompressionPlan, Basis]
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """What no method decides: bits of a cached number (16 or 32), tokens a page, the
+    prefill grid, the seed. ``paired``: kernels read codes of a lane of one width only,
+    K's grouped along the rank, V's along tokens.
+    """
+
+    bits: Literal[16, 32] = 16
+    page_tokens: int = 64
+    prefill_chunk: int = 512
+    seed: int = 0
+    paired: bool = False
+
+
+def verify(request: str, options: Options, page_tokens: int) -> Decision:
+    """Raise KvlatheError for all that can be refused without a model: unknown names and
+    options, methods that exclude each other, a target that none of them can be asked
+    for. Returns what is known of formats and tokens by then.
+    """
+    if measured(request):
+        return Decision()
+    requested = methods_of(request)
+    choosing_ranks = [one for one, method in requested if method.rotate]
+    _only_one("the ranks", choosing_ranks)
+    outlines = [
+        (one, method.plan(one.options, page_tokens))
+        for one, method in requested
+        if not method.rotate
+    ]
+    outline = _joined(outlines)
+    if choosing_ranks:
+        options = with_written(options, choosing_ranks[0].options)
+    _check_target(request, options, bool(choosing_ranks), outline)
+    return outline
+
+
+def _check_target(
+    request: str, options: Options, has_ranks: bool, outline: Decision
+) -> None:
+    """Raise KvlatheError for a share of the bytes that nothing can be asked for."""
+    has_rate = options.removal_rate is not None
+    has_ratio = options.compression_ratio is not None
+    if (has_rate or has_ratio) and not has_ranks:
+        raise KvlatheError(
+            f"{request} cannot remove a given share",
+            "none of its methods chooses the ranks",
+            "compose it with one that does, or leave the share out",
+        )
+    if has_ratio and outline.has_budget:
+        raise KvlatheError(
+            f"{request} cannot remove a given share",
+            "what a budget of tokens removes depends on the sequence's length",
+            "say what the ranks remove: --removal-rate",
+        )
+
+
+def compose(
+    request: str,
+    shape: ModelShape,
+    rope: bool,
+    stats: Stats | None,
+    options: Options,
+    settings: CacheSettings,
+) -> Made:
+    """The plan and the basis of ``request`` for a model of ``shape``. ``stats`` may be
+    None where calibration() is.
+
+    Raises KvlatheError for unknown names and options, methods that exclude each other,
+    and targets out of reach.
+    """
+    if measured(request):
+        raise KvlatheError(
+            f"{request} cannot be planned from statistics",
+            "it measures the model",
+            "build an engine",
+        )
+    verify(request, options, settings.page_tokens)
+    requested = methods_of(request)
+    decisions = [
+        (one, _decided(one, method, stats, settings))
+        for one, method in requested
+        if not method.rotate
+    ]
+    joined = _joined(decisions)
+    for one, method in requested:
+        if method.rotate:
+            options = with_written(options, one.options)
+            given = _statistics(one.name, stats)
+            return _with_ranks(request, method.rotate, joined, given, options, settings)
+    whole = Decision(full_lanes(shape, rope))
+    return _composed(request, shape, whole, joined, stats, settings)
+
+
+def _decided(
+    requested: RequestedMethod,
+    method: Method,
+    stats: Stats | None,
+    settings: CacheSettings,
+) -> Decision:
+    """What a method decides that leaves the ranks alone."""
+    if method.choose is None:
+        return method.plan(requested.options, settings.page_tokens)
+    given = _statistics(requested.name, stats)
+    return method.choose(given, requested.options, settings.page_tokens, settings.seed)
+
+
+def _statistics(name: str, stats: Stats | None) -> Stats:
+    if stats is None:
+        raise KvlatheError(
+            f"{name} needs statistics", "it decides by them", "calibrate first"
+        )
+    return stats
+
+
+def _joined(decisions: list[tuple[RequestedMethod, Decision]]) -> Decision:
+    """Number format and token rules, each decided by at most one method."""
+    formats = [(one, made) for one, made in decisions if made.cold or made.split]
+    tokens = [(one, made) for one, made in decisions if made.tokens or made.split]
+    _only_one("the number format of full pages", [one for one, _ in formats])
+    _only_one("which tokens are kept", [one for one, _ in tokens])
+    kept = tokens[0][1] if tokens else Decision()
+    if not formats:
+        return kept
+    coded = formats[0][1]
+    if coded.split:
+        return coded
+    both = dataclasses.replace(
+        kept,
+        cold=coded.cold,
+        hadamard=coded.hadamard,
+        scales=coded.scales,
+        notes=kept.notes | coded.notes,
+    )
+    return dataclasses.replace(both, cold=cold_tier(both))
+
+
+def _only_one(what: str, requested: list[RequestedMethod]) -> None:
+    if len(requested) > 1:
+        names = " and ".join(one.name for one in requested)
+        raise KvlatheError(
+            f"{names} cannot be composed",
+            f"each of them chooses {what}",
+            "keep one of them",
+        )
+
+
+def _with_ranks(
+    request: str,
+    rotate: Rotate,
+    joined: Decision,
+    stats: Stats,
+    options: Options,
+    settings: CacheSettings,
+) -> Made:
+    """The composition where one method chooses ranks. A share of the bytes is asked of
+    all methods together."""
+    shape = stats.shape
+
+    def at(ratio: float | None) -> Made:
+        target = options
+        if ratio is not None:
+            target = options.asked(compression_ratio=ratio)
+        ranks = low_rank(stats, target, rotate)
+        return _composed(request, shape, ranks, joined, stats, settings)
+
+    quantizes = joined.cold is not None or bool(joined.split)
+    if options.compression_ratio is None or not quantizes:
+        return at(None)
+    return within(options.compression_ratio, shape, settings.bits, at)
+
+
+def _composed(
+    request: str,
+    shape: ModelShape,
+    ranks: Decision,
+    joined: Decision,
+    stats: Stats | None,
+    settings: CacheSettings,
+) -> Made:
+    """Fresh tokens in the cache's own format; full pages, tokens and stages as
+    ``joined``."""
+    assert ranks.lanes is not None
+    lanes = without(ranks.lanes, joined.removed)
+    basis = ranks.basis
+    tiers = [Tier(settings.bits, settings.bits), *(tier for tier, _ in joined.split)]
+    if joined.cold is not None:
+        lanes, basis = rotated(
+            lanes, basis, shape.head_dim, joined.cold, joined.hadamard, settings.seed
+        )
+        tiers.append(joined.cold)
+    if joined.scales:
+        basis = scaled(lanes, basis, _statistics(request, stats), joined.scales)
+    plan = CompressionPlan(
+        model=shape,
+        lanes=lanes,
+        tiers=tuple(tiers),
+        buckets=buckets(lanes, joined),
+        page_tokens=settings.page_tokens,
+        prefill_chunk=settings.prefill_chunk,
+        seed=settings.seed,
+        observation=_sliced(joined, settings.prefill_chunk),
+        stages=joined.stages,
+        compression=request,
+        notes=ranks.notes | joined.notes,
+    )
+    return plan, basis
+
+
+def whole_ranks_note(plan: CompressionPlan) -> str:
+    """What to say where a method was asked to lower ranks and every head keeps all of
+    its dimensions: fact, reason and remedy. Empty where some rank is lower."""
+    if not plan.compression or not chooses_ranks(plan.compression):
+        return ""
+    whole = allocate.whole(plan.model.head_dim)
+    kept = [lane for lane in plan.lanes if not lane.removed]
+    if any(min(lane.rank_k, lane.rank_v) < whole for lane in kept):
+        return ""
+    if any(lane.rope == "planes" for lane in kept):
+        return ""
+    return _whole_ranks(plan, whole)
+
+
+def _whole_ranks(plan: CompressionPlan, whole: int) -> str:
+    """Fact, reason and remedy, as in a KvlatheError."""
+    fact = f"{plan.compression} removes no dimension of any head"
+    if whole <= allocate.RANK_MULTIPLE:
+        return (
+            f"{fact}: ranks are multiples of {allocate.RANK_MULTIPLE} and the heads "
+            f"have {plan.model.head_dim} dimensions. Choose a method that quantizes."
+        )
+    if any(tier.is_coded for tier in plan.tiers):
+        return (
+            f"{fact}: its number formats alone reach what was asked for. Ask for more "
+            "(--compression-ratio), for ranks (--removal-rate), or leave it out."
+        )
+    return (
+        f"{fact}: what was asked for is less than a step of "
+        f"{allocate.RANK_MULTIPLE} dimensions. Ask for more (--removal-rate)."
+    )
+
+
+def _sliced(joined: Decision, chunk: int) -> ObservationWindow | None:
+    """Slices of prompts are whole chunks; stages rank a prompt whole."""
+    observation = joined.observation
+    if observation is None:
+        return None
+    size = 0 if joined.stages else -(-observation.slice_tokens // chunk) * chunk
+    return dataclasses.replace(observation, slice_tokens=size)

@@ -1,0 +1,85 @@
+"""Evidence: how stable a plan's bases are between the two halves of the calibration.
+The report shows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.export.bases.rotation import (
+    element_change,
+    energy_missed,
+    principal_angle,
+)
+from kvlathe.export.calibration.stats import Stats
+from kvlathe.export.methods.lowrank import bases, kept
+from kvlathe.export.methods.options import Options, with_written
+from kvlathe.export.methods.registry import methods_of
+from kvlathe.plan.heads import Lane
+from kvlathe.plan.plan import CompressionPlan
+
+Array = npt.NDArray[np.floating]
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """Spectra [L, H, d] of the whole calibration, and how stable the bases are between
+    its halves, [L, H] each. R_a and R_b are the bases of the two halves.
+
+    ``epsilon`` = mean |R_a|. ``delta`` = mean |R_a - R_b|, columns aligned. ``angle`` =
+    the largest principal angle between the kept spaces, radians. ``missed`` = the share
+    of one half's energy that the other half's kept space does not hold and its own
+    does.
+    """
+
+    spectrum_k: Array
+    spectrum_v: Array
+    epsilon_k: Array
+    delta_k: Array
+    angle_k: Array
+    missed_k: Array
+    epsilon_v: Array
+    delta_v: Array
+    angle_v: Array
+    missed_v: Array
+
+
+def evidence(
+    request: str, stats: Stats, options: Options, plan: CompressionPlan
+) -> Evidence | None:
+    """Why the plan's bases should be believed; None where no method of the request made
+    any."""
+    for requested, method in methods_of(request):
+        if method.rotate is None:
+            continue
+        options = with_written(options, requested.options)
+        first, second = stats.half(0), stats.half(1)
+        whole = bases(stats, options, method.rotate)
+        one = bases(first, options, method.rotate)
+        other = bases(second, options, method.rotate)
+        moments = second.whole
+        return Evidence(
+            whole.spectrum_k,
+            whole.spectrum_v,
+            *_stability(plan.lanes, "k", one.b, other.b, moments.kk),
+            *_stability(plan.lanes, "v", one.a_v, other.a_v, moments.vv),
+        )
+    return None
+
+
+def _stability(
+    lanes: tuple[Lane, ...], side: str, one: Array, other: Array, moments: Array
+) -> tuple[Array, Array, Array, Array]:
+    """epsilon, delta, angle and missed, [L, H] each. ``one``, ``other``: bases [L, H,
+    d, d]; ``moments`` [L, H, d, d] of the half that ``other`` was made from."""
+    pairs = list(zip(kept(lanes, one, side), kept(lanes, other, side), strict=True))
+    of_lanes = moments.reshape(-1, *moments.shape[2:])
+    angle = np.array([principal_angle(a, b) for a, b in pairs])
+    missed = np.empty(len(pairs))
+    for i, (a, b) in enumerate(pairs):
+        missed[i] = energy_missed(a, b, of_lanes[i])
+    epsilon, delta = element_change(one, other)
+    shape = epsilon.shape
+    return epsilon, delta, angle.reshape(shape), missed.reshape(shape)

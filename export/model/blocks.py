@@ -1,0 +1,78 @@
+"""The weights of a decoder beside attention, as modules: linear maps, norms, tables, the
+angles of RoPE. What a norm computes is said in kvlathe/layers."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvlathe.layers.decoder import rope_angles
+from kvlathe.layers.rows import Rows
+
+ROWS = Rows()
+"""The definition itself: what is exported is plain torch."""
+
+
+def fixed(values: Tensor) -> nn.Parameter:
+    """A parameter that is not trained."""
+    return nn.Parameter(values, requires_grad=False)
+
+
+class Linear(nn.Module):
+    """y = x @ weight (+ bias); weight [in, out]. Biases start as zeros, weights as
+    whatever the memory held."""
+
+    def __init__(
+        self, inputs: int, outputs: int, bias: bool, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.weight = fixed(torch.empty(inputs, outputs, dtype=dtype))
+        self.bias = fixed(torch.zeros(outputs, dtype=dtype)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight
+        return y if self.bias is None else y + self.bias
+
+
+class Norm(nn.Module):
+    """RMS or layer norm over the last axis (kvlathe/layers/rows.py)."""
+
+    def __init__(self, kind: str, size: int, eps: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        has_bias = kind == "layer"
+        self.weight = fixed(torch.empty(size, dtype=dtype))
+        self.bias = fixed(torch.empty(size, dtype=dtype)) if has_bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ROWS.norm(x, self.weight, self.bias, self.eps)
+
+
+class Table(nn.Module):
+    """weight [rows, width]; picks rows."""
+
+    def __init__(self, rows: int, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = fixed(torch.empty(rows, width, dtype=dtype))
+
+    def forward(self, index: Tensor) -> Tensor:
+        return F.embedding(index, self.weight)
+
+
+class Rotator(nn.Module):
+    """cos and sin of every position and plane, computed in float32 as transformers
+    does."""
+
+    inv_freq: Tensor
+    amplitude: Tensor
+
+    def __init__(self, planes: int) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.empty(planes, dtype=torch.float32))
+        self.register_buffer("amplitude", torch.empty(planes, dtype=torch.float32))
+
+    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """positions [T] -> cos, sin [T, d/2]."""
+        cos, sin = rope_angles(positions, self.inv_freq, self.amplitude)
+        return cos.to(dtype), sin.to(dtype)

@@ -1,0 +1,301 @@
+"""Checkpoint: the weights of a Hugging Face folder, one tensor at a time, under the
+decoder's names and in its layout.
+
+Only safetensors are read: they hold numbers and nothing that could run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvlathe.base import chat_template, tokenizer_files
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.model.spec import DecoderSpec, read_spec
+from kvlathe.export.model.tensors import cut, stored_name, stored_shapes, weight_names
+
+DTYPES = ("F64", "F32", "F16", "BF16")
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+INERT = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
+"""Constants that older checkpoints store and nothing reads."""
+DOWNLOAD = "download the checkpoint again"
+
+
+class Checkpoint:
+    """A checkpoint folder: ``spec`` describes its decoder, ``weight`` and ``tensor``
+    read it, a tensor a call.
+
+    Opening it reads headers only, and raises KvlatheError unless every tensor that the
+    decoder needs is there in the right shape and no other tensor is (an unknown weight
+    means that the model computes something else than we would). It also raises for
+    tokenizer files that no engine could load, and for a chat template that cannot run.
+    """
+
+    def __init__(self, path: Path | str, max_seq_len: int | None = None) -> None:
+        self.path = Path(path)
+        spec = read_spec(self.path, max_seq_len)
+        self.files = weight_files(self.path)
+        self._where = {
+            name: file
+            for file in map(_open, self.files)
+            for name in file.keys()  # noqa: SIM118
+        }
+        self._aliases = _aliases(spec, self._where)
+        self.spec: DecoderSpec = self._with_real_head(spec)
+        self._check()
+        tokenizer_files.check(self.path, self.spec.vocab_size)
+        chat_template.check(self.path)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The tensors in the folder, as the folder calls them."""
+        return tuple(sorted(self._where))
+
+    @cached_property
+    def weights(self) -> tuple[str, ...]:
+        """The decoder's tensors before folding, as ``weight`` calls them, in the
+        decoder's order."""
+        return weight_names(self.spec)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over config.json and all weight files."""
+        total = hashlib.sha256()
+        for path in (self.path / "config.json", *self.files):
+            with path.open("rb") as file:
+                total.update(hashlib.file_digest(file, "sha256").digest())
+        return total.hexdigest()
+
+    def has(self, weight: str) -> bool:
+        """Whether ``weight`` is one of ``weights``: which biases there are differs by
+        family."""
+        return weight in self._weight_set
+
+    @cached_property
+    def _weight_set(self) -> frozenset[str]:
+        return frozenset(self.weights)
+
+    def weight(self, name: str) -> Tensor:
+        """The decoder's tensor ``name`` (``layers.0.q.weight`` ...), float32,
+        contiguous.
+
+        Linear weights are [in, out]. Heads are in order, KV head by KV head, and the
+        dims of q and k (weights, biases and norms) in Rope's canonical order. Raises
+        KvlatheError if it cannot be read or is not finite.
+        """
+        source = stored_name(self.spec, name)
+        part = cut(self.spec, name, self._read(source))
+        return _finite(part.contiguous().float(), source)
+
+    def rows(self, name: str, index: Tensor) -> Tensor:
+        """Rows ``index`` [T] of ``weight(name)``, an embedding, float32 [T, D]: only
+        those are read."""
+        source = stored_name(self.spec, name)
+        return _finite(self._read(source)[index].float(), source)
+
+    def tensor(self, name: str) -> Tensor:
+        """The folder's tensor ``name``, float32, as stored. Raises as ``weight``
+        does."""
+        return _finite(self._read(name).float(), name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the folder's tensor ``name``, from its header."""
+        return tuple(self._where[name].get_slice(name).get_shape())
+
+    def _read(self, name: str) -> Tensor:
+        """A view of the mapped file: nothing is copied until it is used."""
+        stored = self._aliases.get(name, name)
+        if stored not in self._where:
+            raise KvlatheError(
+                f"{self.path} lacks the tensor {name}", "the decoder needs it", DOWNLOAD
+            )
+        try:
+            return self._where[stored].get_tensor(stored)
+        except (SafetensorError, OSError, RuntimeError, AttributeError) as error:
+            raise KvlatheError(
+                f"the tensor {name} cannot be read", str(error), DOWNLOAD
+            ) from error
+
+    # -- checks on opening -------------------------------------------------------------
+    def _with_real_head(self, spec: DecoderSpec) -> DecoderSpec:
+        """As transformers does: a head that differs from the embedding is not tied,
+        whatever config.json says."""
+        embed, head = (
+            f"{spec.family.names[role]}.weight" for role in ("embed", "head")
+        )
+        if (
+            not spec.tied_head
+            or head not in self._where
+            or self._aliases.get(embed) == head
+        ):
+            return spec
+        same = torch.equal(self._read(head), self._read(embed))
+        return spec if same else dataclasses.replace(spec, tied_head=False)
+
+    def _check(self) -> None:
+        wanted = stored_shapes(self.spec)
+        for name, shape in wanted.items():
+            stored = self._aliases.get(name, name)
+            if stored not in self._where:
+                raise KvlatheError(
+                    f"{self.path} lacks the tensor {name}",
+                    "the decoder needs it",
+                    DOWNLOAD,
+                )
+            header = self._where[stored].get_slice(stored)
+            self._check_header(
+                name, tuple(header.get_shape()), shape, header.get_dtype()
+            )
+        known = {self._aliases.get(name, name) for name in wanted} | {
+            f"{self.spec.family.names['head']}.weight"
+        }
+        for name in self.names:
+            if name not in known and not INERT.search(name):
+                raise KvlatheError(
+                    f"the checkpoint holds the tensor {name}",
+                    f"a {self.spec.model_type} with this config.json has none, and leaving it out changes results",
+                    "check that config.json belongs to the weights",
+                )
+
+    @staticmethod
+    def _check_header(
+        name: str, shape: tuple[int, ...], wanted: tuple[int, ...], dtype: str
+    ) -> None:
+        if shape != wanted:
+            raise KvlatheError(
+                f"the tensor {name} has shape {list(shape)}",
+                f"config.json makes it {list(wanted)}",
+                "check that config.json belongs to the weights",
+            )
+        if dtype not in DTYPES:
+            raise KvlatheError(
+                f"the tensor {name} is stored as {dtype}",
+                f"only {', '.join(DTYPES)} are read",
+                "convert the checkpoint",
+            )
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a checkpoint folder. Raises KvlatheError if there are
+    none, and for pickled weights."""
+    if (
+        folder / "model.safetensors"
+    ).is_file():  # as transformers: a lone file goes before shards beside it
+        return (folder / "model.safetensors",)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return _shards(index)
+    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
+    if pickled:
+        raise KvlatheError(
+            f"the weights in {folder} are pickled ({pickled[0]})",
+            "reading a pickle can run code hidden in it",
+            "convert them where you trust them: load them with transformers and call save_pretrained",
+        )
+    raise KvlatheError(
+        f"{folder} has no weights",
+        "it holds neither model.safetensors nor its index",
+        DOWNLOAD,
+    )
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    try:
+        shards = sorted(
+            {
+                str(name)
+                for name in json.loads(index.read_text(encoding="utf-8"))[
+                    "weight_map"
+                ].values()
+            }
+        )
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        AttributeError,
+        TypeError,
+        RecursionError,
+    ) as error:
+        raise KvlatheError(
+            f"{index} cannot be read", f"{type(error).__name__}: {error}", DOWNLOAD
+        ) from error
+    for shard in shards:
+        if Path(shard).name != shard:
+            raise KvlatheError(
+                f"{index} names the file {shard!r}",
+                "weights lie in the checkpoint's folder",
+                DOWNLOAD,
+            )
+        if not (index.parent / shard).is_file():
+            raise KvlatheError(
+                f"the weight file {index.parent / shard} is missing",
+                f"{index.name} names it",
+                DOWNLOAD,
+            )
+    return tuple(index.parent / shard for shard in shards)
+
+
+class _Header(Protocol):
+    def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
+
+
+class _File(Protocol):
+    """What is used of safetensors' open file."""
+
+    def keys(self) -> Iterable[str]: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+    def get_slice(self, name: str) -> _Header: ...
+
+
+def _open(path: Path) -> _File:
+    try:
+        return safe_open(path, framework="pt")  # type: ignore[no-any-return]
+    except (SafetensorError, OSError) as error:
+        raise KvlatheError(
+            f"{path} cannot be read", f"it is truncated or damaged ({error})", DOWNLOAD
+        ) from error
+
+
+def _aliases(spec: DecoderSpec, where: Iterable[str]) -> dict[str, str]:
+    """Expected names whose tensor is stored under another.
+
+    Base models lack the first part of every name (``transformer.h.0...`` is
+    ``h.0...``), and of two tied tensors either may be the one that is stored.
+    """
+    names = stored_shapes(spec)
+    stored = set(where)
+    aliases = {
+        name: bare
+        for name in names
+        if name not in stored and (bare := name.split(".", 1)[1]) in stored
+    }
+    embed, head = (f"{spec.family.names[role]}.weight" for role in ("embed", "head"))
+    has_embed = {embed, aliases.get(embed)} & stored
+    if spec.tied_head and not has_embed and head in stored:
+        aliases[embed] = head
+    return aliases
+
+
+def _finite(tensor: Tensor, name: str) -> Tensor:
+    low, high = torch.aminmax(
+        tensor
+    )  # both are NaN if any element is: one pass, no copy
+    if not torch.isfinite(low + high):
+        raise KvlatheError(
+            f"the tensor {name} holds NaN or infinite numbers",
+            "no sound result comes of it",
+            DOWNLOAD,
+        )
+    return tensor

@@ -1,0 +1,144 @@
+"""Decoder: the folded model as a module. The accuracy search runs it, torch.onnx
+exports it, fold fills it.
+
+Sizes: T packed tokens of a step, R logit rows, D hidden size, d head dim, Hq query
+heads, H KV heads, V vocabulary, W = sum of rank_k + rank_v over all lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from kvlathe.export.attention.eager import AttendLayer, StepTensors
+from kvlathe.export.model.blocks import Linear, Norm, Rotator, Table
+from kvlathe.export.model.layer import DecoderLayer, Widths
+from kvlathe.export.model.spec import DecoderSpec
+from kvlathe.layers.decoder import logits, tied_head
+from kvlathe.plan.plan import CompressionPlan
+
+
+class Decoder(nn.Module):
+    """The folded model over a packed step (docs/attend.md gives every input).
+
+    State names are those of ``fold``: ``embed.weight`` [V, D], ``positions.weight``,
+    ``layers.<i>.<role>.weight`` [in, out], ``layers.<i>.attend.proj_q`` ...,
+    ``norm.weight``, ``head.weight`` [D, V] (absent when tied). ``rope.*`` stay float32
+    whatever ``dtype`` is: a half cannot hold a frequency. With ``stage`` only that
+    stage of the plan: its layers under their own names, reading and giving hidden
+    states where the model does not begin or end.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        plan: CompressionPlan,
+        dtype: torch.dtype = torch.float32,
+        stage: int | None = None,
+    ) -> None:
+        super().__init__()
+        part = plan if stage is None else plan.part(stage)
+        layers = range(spec.layers) if stage is None else plan.layers_of(stage)
+        self.spec, self.plan, self.dtype = spec, part, dtype
+        self.first, self.last = layers[0] == 0, layers[-1] == spec.layers - 1
+        tied = self.last and spec.tied_head
+        self.embed = (
+            Table(spec.vocab_size, spec.hidden_size, dtype)
+            if self.first or tied
+            else None
+        )
+        learned = self.first and spec.rope is None
+        self.positions = (
+            Table(spec.max_positions, spec.hidden_size, dtype) if learned else None
+        )
+        self.rope = Rotator(spec.head_dim // 2) if spec.rope else None
+        self.layers = nn.ModuleDict(
+            {
+                str(layer): DecoderLayer(
+                    spec,
+                    Widths.folded(part, i),
+                    AttendLayer(part, i, spec.scale(layer), dtype),
+                    dtype,
+                )
+                for i, layer in enumerate(layers)
+            }
+        )
+        self.norm = (
+            Norm(spec.family.norm, spec.hidden_size, spec.family.norm_eps, dtype)
+            if self.last
+            else None
+        )
+        self.head = (
+            Linear(spec.hidden_size, spec.vocab_size, False, dtype)
+            if self.last and not tied
+            else None
+        )
+
+    def forward(
+        self,
+        source: Tensor,
+        positions: Tensor,
+        cu_seqlens_q: Tensor,
+        query_offsets: Tensor,
+        lengths: Tensor,
+        page_tables: Sequence[Tensor],
+        pools: dict[str, Tensor],
+        logit_rows: Tensor,
+        observation_weights: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:
+        """source: input_ids [T] or, past the first stage, hidden [T, D]; positions [T],
+        logit_rows [R] -> (logits [R, V] float32 or, before the last stage, hidden [T,
+        D]; rows [T, W] to append), and mass [B, lanes of all layers, N] where the plan
+        has an observation window.
+        """
+        x = self.embed(source) if self.first and self.embed is not None else source
+        if self.positions is not None:
+            x = x + self.positions(positions)
+        cos, sin = self.rope(positions, self.dtype) if self.rope else (None, None)
+        step = StepTensors(
+            cos,
+            sin,
+            cu_seqlens_q,
+            query_offsets,
+            lengths,
+            list(page_tables),
+            pools,
+            observation_weights,
+        )
+        handed_on = []
+        for layer in self.layers.values():
+            x, *more = layer(x, step)
+            handed_on.append(more)
+        rows, *mass = zip(*handed_on, strict=True)
+        x = self._logits(x, logit_rows) if self.last else x
+        return x, torch.cat(rows, -1), *(torch.cat(of_layer, 1) for of_layer in mass)
+
+    def _logits(self, x: Tensor, logit_rows: Tensor) -> Tensor:
+        assert self.norm is not None
+        if self.head is not None:
+            return logits(x, logit_rows, self.norm, self.head).float()
+        assert self.embed is not None
+        head = tied_head(self.embed.weight)
+        return logits(x, logit_rows, self.norm, head).float()
+
+    @torch.inference_mode()
+    def logits(self, input_ids: Sequence[int], rows: Sequence[int]) -> Tensor:
+        """[len(rows), V] float32: next-token logits of one sequence, prefilled at once
+        with nothing cached."""
+        return self.read(input_ids, rows)
+
+    def read(self, input_ids: Sequence[int], rows: Sequence[int]) -> Tensor:
+        """The same, where gradients may be taken."""
+        count = len(input_ids)
+        return self(
+            torch.tensor(input_ids, dtype=torch.int32),
+            torch.arange(count, dtype=torch.int32),
+            torch.tensor([0, count], dtype=torch.int32),
+            torch.arange(count, dtype=torch.int32),
+            torch.zeros(1, len(self.plan.buckets), dtype=torch.int32),
+            [],
+            {},
+            torch.tensor(rows, dtype=torch.int32),
+        )[0]

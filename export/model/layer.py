@@ -1,0 +1,108 @@
+"""DecoderLayer: the weights of one layer, one tensor a role, around an attention module.
+
+How they are wired is kvlathe/layers/decoder.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kvlathe.export.model.blocks import ROWS, Linear, Norm
+from kvlathe.export.model.spec import DecoderSpec
+from kvlathe.layers.decoder import run_layer
+from kvlathe.layers.rows import Rows
+from kvlathe.plan.plan import CompressionPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Columns of a layer's q, k and v (all lanes side by side) and rows of its W_O."""
+
+    q: int
+    k: int
+    v: int
+    o: int
+
+    @classmethod
+    def folded(cls, plan: CompressionPlan, layer: int) -> Widths:
+        """Of a layer whose plan is folded into its weights."""
+        lanes = plan.active(layer)
+        group = plan.model.group_size
+        k = sum(lane.input_dim for lane in lanes)
+        v = sum(lane.rank_v for lane in lanes)
+        return cls(q=group * k, k=k, v=v, o=group * v)
+
+    @classmethod
+    def whole(cls, spec: DecoderSpec) -> Widths:
+        """Of a layer as the checkpoint has it."""
+        q = spec.query_heads * spec.head_dim
+        kv = spec.kv_heads * spec.head_dim
+        return cls(q=q, k=kv, v=kv, o=q)
+
+
+class DecoderLayer(nn.Module):
+    """One layer around ``attend``, which maps (q, k, v, step) to o and more:
+    AttendLayer, or FullAttention to observe.
+
+    v and o always have a bias (centring leaves constants there), k has one wherever no
+    RoPE follows it.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, widths: Widths, attend: nn.Module, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        family = spec.family
+        hidden = spec.hidden_size
+        inner = family.intermediate_size
+
+        def norm(role: str, size: int) -> Norm | None:
+            if role not in family.names:
+                return None
+            return Norm(family.norm, size, family.norm_eps, dtype)
+
+        self.rows: Rows = ROWS
+        self.head_dim = spec.head_dim
+        self.parallel = family.parallel
+        self.activation = family.activation
+        self.attn_norm = Norm(family.norm, hidden, family.norm_eps, dtype)
+        self.q = Linear(hidden, widths.q, family.qkv_bias, dtype)
+        self.k = Linear(hidden, widths.k, family.qkv_bias or spec.rope is None, dtype)
+        self.v = Linear(hidden, widths.v, True, dtype)
+        self.q_norm = norm("q_norm", spec.head_dim)
+        self.k_norm = norm("k_norm", spec.head_dim)
+        self.attend = attend
+        self.o = Linear(widths.o, hidden, True, dtype)
+        self.mlp_norm = norm("mlp_norm", hidden)
+        gated = bool({"gate", "gate_up"} & family.names.keys())
+        self.gate = Linear(hidden, inner, family.mlp_bias, dtype) if gated else None
+        self.up = Linear(hidden, inner, family.mlp_bias, dtype)
+        self.down = Linear(inner, hidden, family.mlp_bias, dtype)
+
+    def forward(self, x: Tensor, step: object) -> tuple[Tensor, ...]:
+        """x [T, D] -> (next x [T, D], all that ``attend`` hands on beside o)."""
+        handed_on: list[Tensor] = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            o, *more = self.attend(q, k, v, step)
+            handed_on.extend(more)
+            return o
+
+        return run_layer(self, x, attend), *handed_on
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q(x), self.k(x), self.v(x)
+
+    def gate_up(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        up = self.up(x)
+        gate = None if self.gate is None else self.gate(x)
+        return gate, up
+
+    def add_o(self, x: Tensor, o: Tensor) -> Tensor:
+        return x + self.o(o)
+
+    def add_down(self, x: Tensor, inner: Tensor) -> Tensor:
+        return x + self.down(inner)

@@ -1,0 +1,123 @@
+"""LayerRunner: one layer of the original model at a time, for calibration: its q, k and
+v as a cache would see them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from kvlathe.export.model.blocks import Rotator
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.layer import DecoderLayer, Widths
+from kvlathe.export.model.spec import DecoderSpec
+
+
+class Rotation(NamedTuple):
+    """All that FullAttention needs of a step: cos, sin [T, d/2], None without RoPE."""
+
+    cos: Tensor | None
+    sin: Tensor | None
+
+
+class Captured(NamedTuple):
+    """``hidden`` [T, D] after the layer; ``q`` [T, Hq, d], ``k`` [T, H, d] after RoPE,
+    canonical; ``v`` [T, H, d]."""
+
+    hidden: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+
+
+class FullAttention(nn.Module):
+    """Plain causal attention over one whole sequence at full rank. Its rows are (q, k,
+    v) as a cache would see them."""
+
+    def __init__(self, spec: DecoderSpec, layer: int) -> None:
+        super().__init__()
+        self.head_dim = spec.head_dim
+        self.scale = spec.scale(layer)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, step: Rotation
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+        q = self._heads(q)
+        k = self._heads(k)
+        v = self._heads(v)
+        if step.cos is not None and step.sin is not None:
+            q = _rotate(q, step.cos, step.sin)
+            k = _rotate(k, step.cos, step.sin)
+        qs, ks, vs = (x.transpose(0, 1)[None] for x in (q, k, v))
+        o = F.scaled_dot_product_attention(
+            qs, ks, vs, is_causal=True, scale=self.scale, enable_gqa=True
+        )
+        by_token = o[0].transpose(0, 1)
+        return by_token.flatten(1), (q, k, v)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[T, heads * d] -> [T, heads, d]."""
+        return x.unflatten(-1, (-1, self.head_dim))
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, d], cos and sin [T, d/2]."""
+    a, b = x.chunk(2, -1)
+    cos = cos[:, None]
+    sin = sin[:, None]
+    turned_a = a * cos - b * sin
+    turned_b = b * cos + a * sin
+    return torch.cat([turned_a, turned_b], -1)
+
+
+class LayerRunner:
+    """Runs one layer of the original model and shows its q, k and v. Only that layer's
+    weights are in memory (float32).
+
+    x = embed(checkpoint, ids, positions)
+    for i in range(spec.layers): x, q, k, v = LayerRunner(checkpoint, i)(x, positions)
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layer: int) -> None:
+        spec = checkpoint.spec
+        prefix = f"layers.{layer}."
+        attention = FullAttention(spec, layer)
+        with torch.device("meta"):
+            self._layer = DecoderLayer(
+                spec, Widths.whole(spec), attention, torch.float32
+            )
+        for name, empty in self._layer.state_dict().items():
+            tensor = torch.zeros(empty.shape)
+            if checkpoint.has(prefix + name):
+                tensor = checkpoint.weight(prefix + name)
+            self._layer.load_state_dict({name: tensor}, strict=False, assign=True)
+        self._rope = rotator(spec)
+
+    @torch.inference_mode()
+    def __call__(self, hidden: Tensor, positions: Tensor) -> Captured:
+        """hidden [T, D] of one sequence (its tokens see one another causally),
+        positions [T] of any offset."""
+        rotation = Rotation(None, None)
+        if self._rope is not None:
+            rotation = Rotation(*self._rope(positions, torch.float32))
+        after, (q, k, v) = self._layer(hidden, rotation)
+        return Captured(after, q, k, v)
+
+
+def rotator(spec: DecoderSpec) -> Rotator | None:
+    if spec.rope is None:
+        return None
+    turn = Rotator(spec.head_dim // 2)
+    turn.inv_freq = torch.tensor(spec.rope.inv_freq)
+    turn.amplitude = torch.tensor(spec.rope.amplitude)
+    return turn
+
+
+def embed(checkpoint: Checkpoint, input_ids: Tensor, positions: Tensor) -> Tensor:
+    """[T, D] float32: what the first layer reads."""
+    x = checkpoint.rows("embed.weight", input_ids)
+    if checkpoint.spec.rope is not None:
+        return x
+    return x + checkpoint.rows("positions.weight", positions)

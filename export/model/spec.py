@@ -1,0 +1,262 @@
+"""DecoderSpec: all that the decoder must know of a model, read from its config.json. No
+code of the folder is run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.families import FAMILIES, Family
+from kvlathe.export.model.rope import Rope, read_rope
+from kvlathe.layers.activations import ACTIVATIONS
+from kvlathe.plan.heads import ModelShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    FamilyReader = Callable[[PreTrainedConfig], Family]
+    """Each family's function takes its own config class, which _parse has made."""
+
+FOREIGN_SETTINGS = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "query_pre_attn_scalar",
+    "attention_multiplier",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "logit_scale",
+    "attention_chunk_size",
+    "no_rope_layers",
+    "clip_qkv",
+    "num_experts",
+    "num_local_experts",
+)
+"""Settings that change results in other families and mean nothing in ours: a model with
+one is not what it says."""
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """Sizes and wiring of one decoder.
+
+    ``max_positions``: tokens the model was made for; ``max_seq_len``: tokens of the
+    longest sequence to be served, at most that. ``rope`` is None for learned positions.
+    The dims of q and k are in Rope's canonical order everywhere.
+    """
+
+    model_type: str
+    family: Family
+    layers: int
+    query_heads: int
+    head_dim: int
+    hidden_size: int
+    vocab_size: int
+    max_positions: int
+    max_seq_len: int
+    rope: Rope | None
+    tied_head: bool
+
+    @property
+    def kv_heads(self) -> int:
+        return self.family.kv_heads
+
+    @property
+    def group_size(self) -> int:
+        """Query heads for each KV head."""
+        return self.query_heads // self.kv_heads
+
+    @cached_property
+    def shape(self) -> ModelShape:
+        return ModelShape(
+            layers=self.layers,
+            query_heads=self.query_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            hidden_size=self.hidden_size,
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+        )
+
+    @property
+    def rope_note(self) -> str:
+        """Where results differ from transformers: fact, reason and remedy. Empty where
+        they do not."""
+        short = self.rope.short_length if self.rope else None
+        if short is None:
+            return ""
+        return (
+            f"sequences of up to {short} tokens differ from transformers: LongRoPE has "
+            "short factors for them, and cached keys cannot turn again when a sequence "
+            "grows beyond, so this engine uses the long factors for every sequence. "
+            f"Build with --max-seq-len {short} for the short ones."
+        )
+
+    def scale(self, layer: int) -> float:
+        """What the scores q.k of a layer are multiplied by before the softmax."""
+        return self.family.scales[layer] if self.family.scales else self.head_dim**-0.5
+
+
+def read_spec(
+    checkpoint_dir: Path | str, max_seq_len: int | None = None
+) -> DecoderSpec:
+    """The spec of a checkpoint folder, for sequences of up to ``max_seq_len`` tokens
+    (default: as long as the model's).
+
+    Raises KvlatheError for a missing or unreadable config.json, an unsupported family,
+    and every setting that would change the result and is not supported (sliding windows
+    shorter than max_seq_len, ALiBi, quantized weights, ...).
+    """
+    raw = _read_json(Path(checkpoint_dir))
+    _refuse_foreign(raw)
+    config = _parse(raw)
+    read_family = cast("FamilyReader", FAMILIES[raw["model_type"]])
+    family = read_family(config)
+    served = _served(config.max_position_embeddings, family, max_seq_len)
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    _check_sizes(config, family, head_dim)
+    return DecoderSpec(
+        model_type=raw["model_type"],
+        family=family,
+        layers=config.num_hidden_layers,
+        query_heads=heads,
+        head_dim=head_dim,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        max_seq_len=served,
+        rope=None
+        if "positions" in family.names
+        else read_rope(config, head_dim, served, family.partial_rotary),
+        tied_head=bool(config.tie_word_embeddings),
+    )
+
+
+def _read_json(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise KvlatheError(
+            f"there is no checkpoint folder {folder}",
+            "",
+            "give the folder of a Hugging Face checkpoint",
+        )
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise KvlatheError(
+            f"{folder} has no config.json",
+            "it names the model's family and sizes",
+            "give the folder of a Hugging Face checkpoint",
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise KvlatheError(
+            f"{path} cannot be read", str(error), "download the checkpoint again"
+        ) from error
+    if not isinstance(raw, dict):
+        raise KvlatheError(
+            f"{path} is not a JSON object", "", "download the checkpoint again"
+        )
+    return raw
+
+
+def _refuse_foreign(raw: dict[str, Any]) -> None:
+    model_type = raw.get("model_type")
+    if model_type not in FAMILIES:
+        raise KvlatheError(
+            f"the model type {model_type!r} is not supported",
+            "kvlathe must know how its layers are wired",
+            f"choose one of {', '.join(sorted(FAMILIES))}",
+        )
+    if raw.get("quantization_config") or raw.get("compression_config"):
+        raise KvlatheError(
+            "the checkpoint is quantized",
+            "folding needs its real weights",
+            "give the checkpoint it was made from",
+        )
+    names = raw.get("architectures") or []
+    if names and not any(
+        str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names
+    ):
+        raise KvlatheError(
+            f"the checkpoint is a {names[0]}",
+            "an engine needs a language model's head",
+            "give a causal LM",
+        )
+    for key in FOREIGN_SETTINGS:
+        if raw.get(key) is not None:
+            raise KvlatheError(
+                f"config.json sets {key} to {raw[key]!r}",
+                f"{model_type} models have no such thing and ignoring it could change the result",
+                "remove the setting or give the right model_type",
+            )
+
+
+def _parse(raw: dict[str, Any]) -> PreTrainedConfig:
+    """transformers' own reading knows every default and older spelling; the class is
+    chosen here, not by the folder."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    try:
+        return CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw))
+    except (
+        Exception
+    ) as error:  # its validators raise many kinds; each means that the file is at fault
+        raise KvlatheError(
+            "config.json is not valid",
+            " ".join(str(error).split()),
+            "correct config.json",
+        ) from error
+
+
+def _served(max_positions: int, family: Family, asked: int | None) -> int:
+    served = max_positions if asked is None else asked
+    if not 0 < served <= max_positions:
+        raise KvlatheError(
+            f"max_seq_len is {served}",
+            f"the model was made for 1 to {max_positions} positions",
+            "ask for a length in that range",
+        )
+    if family.window is not None and served > family.window:
+        raise KvlatheError(
+            f"the model attends through a sliding window of {family.window} tokens",
+            f"sequences of up to {served} tokens would leave it and windows are not supported",
+            f"ask for --max_seq_len {family.window} or less, where the window changes nothing",
+        )
+    return served
+
+
+def _check_sizes(config: PreTrainedConfig, family: Family, head_dim: int) -> None:
+    heads, types = (
+        config.num_attention_heads,
+        set(getattr(config, "layer_types", None) or ()),
+    )
+    if family.kv_heads < 1 or heads % family.kv_heads:
+        raise KvlatheError(
+            f"{heads} query heads do not divide over {family.kv_heads} KV heads",
+            "",
+            "correct config.json",
+        )
+    if head_dim < 2 or head_dim % 2:
+        raise KvlatheError(
+            f"head_dim is {head_dim}",
+            "heads have an even number of dims",
+            "correct config.json",
+        )
+    if family.activation not in ACTIVATIONS:
+        raise KvlatheError(
+            f"the activation {family.activation!r} is not supported",
+            "",
+            f"choose a model with one of {', '.join(ACTIVATIONS)}",
+        )
+    if types - {"full_attention", "sliding_attention"}:
+        raise KvlatheError(
+            f"some layers are of the type {', '.join(sorted(types - {'full_attention', 'sliding_attention'}))}",
+            "only full attention is supported",
+            "choose another checkpoint",
+        )

@@ -1,0 +1,393 @@
+"""Export the decoder as model.onnx, or as one graph for each stage of its plan, with
+the weights beside them.
+
+1. Trace the decoder on fake tensors: no weight is in memory. 2. Tidy the graph: names people can read, shapes by
+letter, no traces of this machine. 3. Point every weight at its place in model.onnx.data and write it there as it
+arrives. 4. Attach the function that gives Attend its meaning. 5. Prove: checker and strict shape inference, on the
+files. Exporting twice gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Generator, Iterable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import onnx
+import onnx_ir as ir
+import torch
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from onnxscript import optimizer
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from kvlathe.base.console import log, progress
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.attention.tables import LayerTables, PlanFacts
+from kvlathe.export.model.decoder import Decoder
+from kvlathe.export.model.spec import DecoderSpec
+from kvlathe.export.onnx.attend import DOMAIN, OPSET, attend_function
+from kvlathe.export.onnx.body import FLOAT, HALF
+from kvlathe.layers.wiring import Wiring
+from kvlathe.plan.plan import CompressionPlan, graph_files
+
+DATA = "model.onnx.data"
+ALIGN = 4096
+"""Bytes: weights begin on memory pages, so that runtimes map the file instead of
+reading it."""
+IR_VERSION = 10
+TYPES = {"float32": (torch.float32, FLOAT), "float16": (torch.float16, HALF)}
+
+
+def export_onnx(
+    spec: DecoderSpec,
+    plan: CompressionPlan,
+    weights: Iterable[tuple[str, Tensor]],
+    out_dir: Path,
+    dtype: str = "float32",
+    opset: int = OPSET,
+) -> Path:
+    """Write ``out_dir``/model.onnx, or a graph for each stage (graph_files), and
+    model.onnx.data, whose weights they share; return the first.
+
+    ``weights`` are the decoder's state (name, tensor), streamed. ``dtype`` (float32 or
+    float16) is that of weights and activations; logits are float32 and rows in the
+    plan's hot format. Peak memory is the graphs and one tensor. Raises KvlatheError for
+    weights that are not the decoder's.
+    """
+    places: dict[str, Place] = {}
+    graphs: dict[str, onnx.ModelProto] = {}
+    for stage, name in enumerate(graph_files(plan)):
+        log.info("exporting %s", name)
+        graphs[name] = _graph(spec, plan, stage, places, dtype, opset)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    log.info("folding and writing weights")
+    write_weights(out_dir / DATA, places, weights)
+    for name, proto in graphs.items():
+        (out_dir / name).write_bytes(proto.SerializeToString(deterministic=True))
+        log.info("checking %s", name)
+        prove(out_dir / name)
+    return out_dir / next(iter(graphs))
+
+
+def _graph(
+    spec: DecoderSpec,
+    plan: CompressionPlan,
+    stage: int,
+    places: dict[str, Place],
+    dtype: str,
+    opset: int,
+) -> onnx.ModelProto:
+    """The model of one stage; its weights are added to ``places``."""
+    torch_type, onnx_type = TYPES[dtype]
+    model = trace(spec, plan, torch_type, opset, stage)
+    place_weights(model, places)
+    place_tables(model, plan, stage)
+    facts = {
+        "kvlathe.version": _version(),
+        "kvlathe.plan": plan.digest,
+        "kvlathe.opset": str(opset),
+    }
+    model.metadata_props.update(
+        facts | {"kvlathe.wiring": json.dumps(asdict(wiring(spec)))}
+    )
+    model.opset_imports[DOMAIN] = 1
+    proto = ir.to_proto(model)
+    proto.functions.append(attend_function(plan.part(stage), onnx_type, opset))
+    return proto
+
+
+def wiring(spec: DecoderSpec) -> Wiring:
+    """For runtimes that build the decoder from its weights."""
+    return Wiring(
+        norm=spec.family.norm,
+        norm_eps=spec.family.norm_eps,
+        activation=spec.family.activation,
+        parallel=spec.family.parallel,
+        head_dim=spec.head_dim,
+        scales=tuple(spec.scale(layer) for layer in range(spec.layers)),
+    )
+
+
+# -- trace -----------------------------------------------------------------------------
+
+
+def trace(
+    spec: DecoderSpec,
+    plan: CompressionPlan,
+    dtype: torch.dtype,
+    opset: int,
+    stage: int = 0,
+) -> ir.Model:
+    """The graph of one stage with Attend nodes, tidied; its initializers have shapes
+    and types but no values."""
+    with FakeTensorMode(allow_non_fake_inputs=True), _quiet():
+        decoder = Decoder(spec, plan, dtype, stage).eval()
+        arguments, dims = _example(decoder)
+        program = torch.export.export(
+            decoder, arguments, dynamic_shapes=dims, strict=False
+        )
+        exported = torch.onnx.export(
+            program, dynamo=True, optimize=False, opset_version=opset, verbose=False
+        )
+    assert exported is not None
+    model = exported.model
+    optimizer.fold_constants(model)  # TensorRT wants axes and ranges spelled out
+    RemoveUnusedNodesPass()(model)
+    _tidy(model, decoder)
+    return model
+
+
+def _example(decoder: Decoder) -> tuple[tuple[object, ...], tuple[object, ...]]:
+    """Inputs of the decoder with no two sizes alike, and the letters of their dynamic
+    sizes."""
+    plan = decoder.plan
+    form, buckets = PlanFacts(plan), range(len(plan.buckets))
+    sizes = {"T": 11, "B": 3, "B+1": 4, "Q": 5, "R": 7}
+    letters = {name: torch.export.Dim(name.replace("+1", "_plus_1")) for name in sizes}
+
+    def ints(*shape: str | int) -> Tensor:
+        return torch.zeros([sizes.get(x, x) for x in shape], dtype=torch.int32)  # type: ignore[misc]
+
+    types = {
+        "pool_f32": torch.float32,
+        "pool_f16": torch.float16,
+        "pool_u8": torch.uint8,
+    }
+    pools = {
+        name: torch.zeros(64 + i, plan.unit, dtype=types[name])
+        for i, name in enumerate(form.pools)
+    }
+    tables = [torch.zeros(sizes["B"], 13 + i, dtype=torch.int32) for i in buckets]
+    t, b = {0: letters["T"]}, {0: letters["B"]}
+    dims = (
+        *(t, t, {0: letters["B+1"]}, {0: letters["Q"]}, b),
+        [{**b, 1: torch.export.Dim(f"M_{i}")} for i in buckets],
+        {name: {0: torch.export.Dim(f"{name}_units")} for name in pools},
+        {0: letters["R"]},
+    )
+    source = (
+        ints("T")
+        if decoder.first
+        else torch.zeros(sizes["T"], decoder.spec.hidden_size, dtype=decoder.dtype)
+    )
+    arguments = (
+        source,
+        ints("T"),
+        ints("B+1"),
+        ints("Q"),
+        ints("B", len(buckets)),
+        tables,
+        pools,
+        ints("R"),
+    )
+    if plan.observation is None:
+        return arguments, dims
+    return (*arguments, ints("T").float()), (*dims, t)
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """The exporter talks about packages that nobody needs here."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logger.setLevel(level)
+
+
+# -- tidy ------------------------------------------------------------------------------
+
+
+def _tidy(model: ir.Model, decoder: Decoder) -> None:
+    graph, plan = model.graph, decoder.plan
+    renamed = {"source": "input_ids" if decoder.first else "hidden"}
+    renamed |= {f"page_tables_{i}": f"page_table_{i}" for i in range(len(plan.buckets))}
+    renamed |= {f"pools_{name}": name for name in PlanFacts(plan).pools}
+    for value in graph.inputs:
+        value.name = renamed.get(value.name or "", value.name)
+    names = (
+        "logits" if decoder.last else "next_hidden",
+        "rows",
+        *(["mass"] if plan.observation else []),
+    )
+    for value, name in zip(graph.outputs, names, strict=True):
+        value.name = name
+    _letter_shapes(graph)
+    used: Counter[str] = Counter()
+    for node in graph:
+        name = _scoped(node)
+        used[name] += 1
+        node.name = name if used[name] == 1 else f"{name}_{used[name] - 1}"
+    for thing in (model, graph, *graph, *_values(graph)):
+        thing.metadata_props.clear()
+        thing.meta.clear()
+    model.producer_name, model.producer_version, model.ir_version, graph.name = (
+        "kvlathe",
+        _version(),
+        IR_VERSION,
+        "decoder",
+    )
+
+
+def _scoped(node: ir.Node) -> str:
+    """``layers.3.attend/Attend``: the module path that the exporter noted, then the
+    operator."""
+    scopes = (
+        node.metadata_props.get("pkg.torch.onnx.name_scopes", "")
+        .strip("[]")
+        .replace("'", "")
+        .split(", ")
+    )
+    return "/".join([*scopes[-2:-1], node.op_type]).lstrip("/")
+
+
+def _letter_shapes(graph: ir.Graph) -> None:
+    """Dynamic sizes carry the letters of docs/attend.md instead of the exporter's
+    symbols."""
+    known = {
+        "input_ids": ["T"],
+        "hidden": ["T"],
+        "cu_seqlens_q": ["B+1"],
+        "query_offsets": ["Q"],
+        "lengths": ["B"],
+        "logit_rows": ["R"],
+        "observation_weights": ["T"],
+        **{f"page_table_{i}": ["B", f"M_{i}"] for i in range(len(graph.inputs))},
+        **{f"pool_{kind}": [f"pool_{kind}_units"] for kind in ("f32", "f16", "u8")},
+    }
+    letters: dict[str, str] = {}
+    for value in graph.inputs:
+        for dim, letter in zip(
+            value.shape or (), known.get(value.name or "", ()), strict=False
+        ):
+            letters[str(dim)] = letter
+    for value in _values(graph):
+        if value.shape is not None:
+            value.shape = ir.Shape(
+                [
+                    x if isinstance(x, int) else letters.get(str(x), str(x))
+                    for x in value.shape
+                ]
+            )
+
+
+def _values(graph: ir.Graph) -> list[ir.Value]:
+    return [
+        *graph.inputs,
+        *graph.initializers.values(),
+        *(value for node in graph for value in node.outputs),
+    ]
+
+
+# -- weights ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a weight lies in the data file, in bytes, and as what it is stored."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    @property
+    def reserved(self) -> int:
+        return -(-self.size // ALIGN) * ALIGN
+
+
+def place_weights(model: ir.Model, places: dict[str, Place]) -> None:
+    """Point each float initializer at its place: the one it has, or the next free
+    one."""
+    at = max((place.offset + place.reserved for place in places.values()), default=0)
+    types = {ir.DataType.FLOAT: torch.float32, ir.DataType.FLOAT16: torch.float16}
+    for name, value in model.graph.initializers.items():
+        if value.dtype is None or value.dtype not in types or value.shape is None:
+            continue
+        shape = tuple(int(n) for n in value.shape)  # type: ignore[arg-type]
+        place = places.get(name) or Place(at, shape, types[value.dtype])
+        value.const_value = ir.ExternalTensor(
+            DATA, place.offset, place.size, value.dtype, shape=value.shape, name=name
+        )
+        at = max(at, place.offset + place.reserved)
+        places[name] = place
+
+
+def place_tables(model: ir.Model, plan: CompressionPlan, stage: int) -> None:
+    """The layout arrays are small: they stay in the model file."""
+    part = plan.part(stage)
+    for i, layer in enumerate(plan.layers_of(stage)):
+        for name, table in LayerTables(part, i).items():
+            key = f"layers.{layer}.attend.{name}"
+            model.graph.initializers[key].const_value = ir.tensor(table, name=key)
+
+
+def write_weights(
+    path: Path, places: dict[str, Place], weights: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Write each tensor at its place as it arrives. Raises KvlatheError for a foreign,
+    missing or misshapen one."""
+    waiting = dict(places)
+    with path.open("wb") as file:
+        ends = (place.offset + place.size for place in places.values())
+        file.truncate(max(ends, default=0))
+        for name, tensor in progress(weights, "weights", len(places)):
+            place = waiting.pop(name, None)
+            if place is None or tuple(tensor.shape) != place.shape:
+                wanted = (
+                    "no such weight" if place is None else f"shape {list(place.shape)}"
+                )
+                raise KvlatheError(
+                    f"weight {name} has shape {list(tensor.shape)}",
+                    f"the decoder wants {wanted}",
+                    "fold it for this plan",
+                )
+            stored = tensor.detach().to(place.dtype)
+            if stored.is_floating_point() and not bool(stored.isfinite().all()):
+                raise KvlatheError(
+                    f"weight {name} does not fit {place.dtype}",
+                    "it holds larger numbers",
+                    "build with --dtype float32",
+                )
+            file.seek(place.offset)
+            file.write(stored.contiguous().numpy().data)
+    if waiting:
+        raise KvlatheError(
+            f"weights are missing ({', '.join(sorted(waiting)[:3])} ...)",
+            "the decoder needs all of them",
+        )
+
+
+# -- prove -----------------------------------------------------------------------------
+
+
+def prove(path: Path) -> None:
+    """The written file passes the checker and strict shape inference. Raises onnx's
+    errors: that is our bug."""
+    onnx.checker.check_model(str(path))
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        onnx.shape_inference.infer_shapes_path(
+            str(path), str(Path(folder) / path.name), strict_mode=True, data_prop=True
+        )
+
+
+def _version() -> str:
+    try:
+        return version("kvlathe")
+    except PackageNotFoundError:
+        return "0"

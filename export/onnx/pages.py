@@ -1,0 +1,211 @@
+"""Cached tokens in the exported function: where they lie in the pool's pages, and K and
+V read from there.
+
+Sizes: B sequences, M pages of a sequence, P tokens a page, N = M * P places, Hs lanes
+of the bucket, R the widest rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvlathe.export.attention.tables import PlanFacts
+from kvlathe.export.onnx import integer as onnx_integer
+from kvlathe.export.onnx.body import FLOAT, INT32, Body
+from kvlathe.plan.formats import Format
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import CompressionPlan
+
+NEVER = -1e30
+"""A score that no softmax sees. Finite: padding rows must not make NaN out of
+infinities."""
+
+
+class Places:
+    """The cached tokens of every sequence in one bucket: N = M * P places, those past
+    the length repeat the last."""
+
+    def __init__(self, body: Body, plan: CompressionPlan, bucket: int) -> None:
+        b, p = body, plan.page_tokens
+        self.body = body
+        self.plan = plan
+        self.bucket = bucket
+        self.table = f"page_table_{bucket}"
+        self.stride = CacheLayout(plan).page_stride[bucket]
+        length = b.gather("lengths", b.int32([bucket]), 1)  # [B, 1]
+        pages = b.op("Shape", self.table, start=1, end=2)
+        every = b.arange(b.op("Squeeze", b.op("Mul", pages, b.const([p]))))  # [N]
+        token = b.op(
+            "Min", every, b.op("Max", b.op("Sub", length, b.int32(1)), b.int32(0))
+        )  # [B, N]
+        self.page, self.place = (
+            b.op("Div", token, b.int32(p)),
+            b.op("Mod", token, b.int32(p)),
+        )
+        past = b.op("LessOrEqual", length, every)
+        self.mask = b.unsqueeze(
+            b.op("Where", past, b.float(NEVER), b.float(0)), 1
+        )  # [B, 1, N]
+        self.none = b.op("LessOrEqual", length, b.int32(0))  # [B, 1]
+        self.empty = b.unsqueeze(self.none, 1)  # [B, 1, 1]
+
+    def _stride(self, bits: int) -> str:
+        return self.body.int32(self.stride * 8 // bits // self.plan.unit)
+
+    def base(self, bits: int) -> str:
+        """First unit row of each token's page, [B, N, 1]."""
+        b = self.body
+        first = b.op(
+            "Mul",
+            b.op("GatherElements", self.table, self.page, axis=1),
+            self._stride(bits),
+        )
+        return b.unsqueeze(first, 2)
+
+    def page_base(self, bits: int) -> str:
+        """First unit row of each page, [B, M]."""
+        return self.body.op("Mul", self.table, self._stride(bits))
+
+    def elements(self, data: str, places: str, group: int) -> str:
+        """Flat places in data [B, M, E] of the elements of every ``group``-th token:
+        [Hs, 1, B, N / group, R]."""
+        b = self.body
+        shape = b.cast(b.op("Shape", data), INT32)
+        pages, size = b.slice(shape, 1, 2), b.slice(shape, 2, 3)
+        sequence = b.unsqueeze(
+            b.arange(b.op("Squeeze", b.op("Shape", "lengths", start=0, end=1))), 1
+        )
+        page, place = self.page, self.place
+        if group > 1:
+            steps = (
+                b.const([0]),
+                b.const([np.iinfo(np.int64).max]),
+                b.const([1]),
+                b.const([group]),
+            )
+            page, place = (b.op("Slice", x, *steps) for x in (page, place))
+            place = b.op("Div", place, b.int32(group))
+        first = b.op("Mul", b.op("Add", b.op("Mul", sequence, pages), page), size)
+        return b.op("Add", b.gather(places, place, 2), b.unsqueeze(first, 2))
+
+
+@dataclass(frozen=True)
+class PageReader:
+    """Writes the nodes that read K or V (``x`` is k or v) of a bucket. ``dtype``: onnx
+    FLOAT or FLOAT16, the op's own."""
+
+    plan: CompressionPlan
+    dtype: int
+    facts: PlanFacts
+    body: Body
+
+    def read(self, x: str, tokens: Places) -> str:
+        """K or V of a bucket [Hs, 1, B, N, R] in the op's type."""
+        b, bucket = self.body, tokens.bucket
+        form = self.facts.format(bucket, x)
+        if not form.is_coded:
+            first = b.op(
+                "Add",
+                b.op("Mul", b.unsqueeze(tokens.place, 2), f"{x}_steps_{bucket}"),
+                tokens.base(form.bits),
+            )
+            rows = b.op("Add", first, f"{x}_units_{bucket}")
+            return b.cast(
+                b.reshape(b.gather(form.pool, rows, 0), 0, 0, 0, 0, -1),
+                self.dtype,
+            )
+        coded = self.coded(x, tokens)
+        codes, scale, minimum = b.cast(coded.codes, FLOAT), coded.scale, coded.minimum
+        if form.along_rank:
+            member = b.unsqueeze(
+                b.cast(f"{x}_groups_{bucket}", FLOAT), 1, 2
+            )  # [Hs, 1, 1, g, R]
+            scale, minimum = (b.op("MatMul", part, member) for part in (scale, minimum))
+            return b.cast(b.op("Add", b.op("Mul", codes, scale), minimum), self.dtype)
+        parts = (
+            b.op("Shape", scale, start=0, end=4),
+            b.const([self.facts.steps(bucket, x)]),
+            b.op("Shape", scale, start=4),
+        )
+        codes = b.op(
+            "Reshape", codes, b.op("Concat", *parts, axis=0)
+        )  # [Hs, 1, B, N/n, n, R]
+        scale, minimum = (b.unsqueeze(part, 4) for part in (scale, minimum))
+        return b.cast(
+            self.joined(b.op("Add", b.op("Mul", codes, scale), minimum)), self.dtype
+        )
+
+    def joined(self, x: str) -> str:
+        """[Hs, 1, B, i, j, R] -> [Hs, 1, B, i * j, R]."""
+        b = self.body
+        sizes = (
+            b.op("Shape", x, start=0, end=3),
+            b.const([-1]),
+            b.op("Shape", x, start=5),
+        )
+        return b.op("Reshape", x, b.op("Concat", *sizes, axis=0))
+
+    def coded(self, x: str, tokens: Places) -> onnx_integer.Coded:
+        """K or V of a bucket as it is stored: codes [Hs, 1, B, N, R], metadata one
+        number a group."""
+        b, bucket = self.body, tokens.bucket
+        meta = self.per_page("pool_f16", f"{x}_meta_{bucket}", 16, tokens)
+        steps = self.facts.steps(bucket, x)
+        scale_at = tokens.elements(meta, f"{x}_meta_at_{bucket}", steps)
+        scale = b.gather(b.reshape(meta, -1), scale_at, 0)
+        minimum = b.gather(b.reshape(meta, -1), b.op("Add", scale_at, b.int32(1)), 0)
+        sums = self.sums(x, tokens, steps) if self.facts.tier(bucket).sums else None
+        return onnx_integer.Coded(
+            self.codes(x, tokens), b.cast(scale, FLOAT), b.cast(minimum, FLOAT), sums
+        )
+
+    def codes(self, x: str, tokens: Places) -> str:
+        """Codes of a bucket uint8 [Hs, 1, B, N, R]: runs of ``unit`` codes of a token,
+        or of P codes of a channel."""
+        b, bucket, page = self.body, tokens.bucket, self.plan.page_tokens
+        form = self.facts.format(bucket, x)
+        unpacked = self.unpacked(x, form, tokens)
+        size, group = (self.plan.unit, 1) if form.along_rank else (page, page)
+        data = b.reshape(unpacked, 0, 0, -1, size)
+        at = tokens.elements(data, f"{x}_code_at_{bucket}", group)
+        runs = b.gather(b.reshape(unpacked, -1, size), at, 0)
+        if form.along_rank:
+            return b.reshape(runs, 0, 0, 0, 0, -1)
+        return self.joined(b.transpose(runs, 0, 1, 2, 3, 5, 4))
+
+    def sums(self, x: str, tokens: Places, group: int) -> str:
+        """The stored sums of the groups' codes, float, in the places of their
+        metadata."""
+        b = self.body
+        width = self.facts.format(tokens.bucket, x).sum_bytes
+        data = self.per_page("pool_u8", f"{x}_sums_{tokens.bucket}", 8, tokens)
+        at = tokens.elements(data, f"{x}_sums_at_{tokens.bucket}", group)
+        places = [at, *(b.op("Add", at, b.int32(i)) for i in range(1, width))]
+        parts = [
+            b.cast(b.gather(b.reshape(data, -1), place, 0), FLOAT) for place in places
+        ]
+        total = parts[0]
+        for i, part in enumerate(parts[1:], 1):
+            total = b.op("Add", total, b.op("Mul", part, b.float(256**i)))
+        return total
+
+    def unpacked(self, x: str, form: Format, tokens: Places) -> str:
+        """All codes of the pages, uint8 [B, M, codes of a page]. A byte's codes are
+        looked up: shifting it by each of their places is ten times slower in ONNX
+        Runtime."""
+        b = self.body
+        packed = self.per_page("pool_u8", f"{x}_codes_{tokens.bucket}", 8, tokens)
+        if form.bits == 8:
+            return packed
+        codes = np.arange(256)[:, None] >> np.arange(0, 8, form.bits) & form.levels
+        return b.reshape(
+            b.gather(b.const(codes, np.uint8), b.cast(packed, INT32), 0), 0, 0, -1
+        )
+
+    def per_page(self, pool: str, rows: str, bits: int, tokens: Places) -> str:
+        """One kind of data of all pages of the table: [B, M, elements of a page]."""
+        b = self.body
+        at = b.op("Add", b.unsqueeze(tokens.page_base(bits), 2), rows)
+        return b.reshape(b.gather(pool, at, 0), 0, 0, -1)

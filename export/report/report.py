@@ -1,0 +1,219 @@
+"""report.html: what was built, what it saves and what it costs, on one self-contained
+page.
+
+The page needs no network and no other file; it follows the reader's light or dark
+setting and prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+from kvlathe.base.console import cell, human_bytes
+from kvlathe.base.pages import STYLE
+from kvlathe.export.methods.evidence import Evidence
+from kvlathe.export.report import charts
+from kvlathe.export.report.curve import Sizes, accuracy_curve, lost_below
+from kvlathe.export.report.heading import heading
+from kvlathe.export.report.heads import Map, heat_map
+from kvlathe.export.report.kept import Kept, kept
+from kvlathe.export.report.stability import stability
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import CompressionPlan
+
+TEMPLATE = Path(__file__).with_name("report.html.j2")
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """Everything the page shows. Byte counts are of one token, all padding and metadata
+    counted.
+
+    ``bytes_baseline`` is the uncompressed cache in the engine's own number format,
+    ``bytes_16bit`` the uncompressed cache in 16 bit. ``evidence``: spectra and
+    stability, None for a plan made without calibration. ``memory``: rows of
+    ``memory_table``. ``measured`` holds accuracy by name where somebody measured it;
+    ``facts``, ``limits`` and ``versions`` are shown as they are.
+    """
+
+    model: str
+    command: str
+    created: str
+    plan: CompressionPlan
+    bytes_per_token: float
+    bytes_baseline: float
+    bytes_16bit: float
+    evidence: Evidence | None = None
+    memory: Sequence[Mapping[str, int]] = ()
+    measured: Mapping[str, float] = field(default_factory=dict)
+    facts: Mapping[str, object] = field(default_factory=dict)
+    limits: Mapping[str, object] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+def write_report(path: Path, data: ReportData) -> None:
+    """Write the page to ``path``."""
+    path.write_text(render(data), encoding="utf-8")
+
+
+def render(data: ReportData) -> str:
+    """The page as HTML. Values are escaped; only the charts, which we draw ourselves,
+    enter as markup."""
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(cell=cell, human_bytes=human_bytes)
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    plan, held = data.plan, kept(data.plan)
+    layout = CacheLayout(plan)
+    return template.render(
+        data=data,
+        style=Markup(STYLE),
+        heading=heading(data.model, plan.compression, data.command, data.created),
+        plan=plan,
+        kept=held,
+        removed=1 - data.bytes_per_token / data.bytes_baseline,
+        removed_16bit=1 - data.bytes_per_token / data.bytes_16bit,
+        charts=_charts(data),
+        maps=_maps(plan, held),
+        memory=data.memory,
+        spectra=_spectra(data.evidence, held),
+        curve=_curve_facts(data),
+        stability=data.evidence and stability(data.evidence),
+        page=layout.described(),
+        layout=layout,
+        facts=_facts(data),
+    )
+
+
+def _curve_facts(data: ReportData) -> dict[str, object] | None:
+    """The search's curve with what its section says: the chosen request's own points,
+    and those of others; every point as (plan, bytes of a token, score), smallest first;
+    how many the chart leaves out.
+    """
+    curve = data.plan.notes.get("curve")
+    if not curve:
+        return None
+    own = [point for point in curve["points"] if point.get("of") == curve.get("of")]
+    rows = [
+        (
+            p.get("plan", "measured"),
+            data.bytes_baseline * (1 - p["removed"]),
+            p["score"],
+        )
+        for p in curve["points"]
+    ]
+    lowest = lost_below(curve)
+    return curve | {
+        "own": len(own),
+        "others": len(rows) - len(own),
+        "rows": sorted(rows, key=lambda row: row[1]),
+        "lowest": lowest,
+        "below": sum(score < lowest for _, _, score in rows),
+    }
+
+
+def _facts(data: ReportData) -> dict[str, object]:
+    """How the engine was made: the plan's plain notes, then what the builder adds."""
+    plain = {
+        k: v for k, v in data.plan.notes.items() if isinstance(v, str | int | float)
+    }
+    return {
+        name.replace("_", " "): value
+        for name, value in (plain | dict(data.facts)).items()
+    }
+
+
+def _charts(data: ReportData) -> dict[str, Markup]:
+    """The charts that this plan has data for, by name."""
+    plan = data.plan
+    drawn = {"bytes": charts.bytes_bars(_byte_rows(data))}
+    for i in range(len(plan.buckets)):
+        drawn[f"page{i}"] = charts.page_map(plan, i)
+    if data.evidence is not None:
+        missed_k, missed_v = data.evidence.missed_k, data.evidence.missed_v
+        drawn["stability"] = charts.missed_energy(100 * missed_k, 100 * missed_v)
+    if (curve := plan.notes.get("curve")) and curve["points"]:
+        same = data.bytes_16bit == data.bytes_baseline
+        common = None if same else data.bytes_16bit
+        sizes = Sizes(data.bytes_baseline, data.bytes_per_token, common)
+        drawn["curve"] = accuracy_curve(curve, sizes)
+    return drawn
+
+
+def _maps(plan: CompressionPlan, held: Kept) -> dict[str, Markup]:
+    """Heat maps of the heads: ranks always, bits where pages are quantized, tokens where
+    a rule drops some."""
+    dims = plan.model.head_dim
+    whole = f"{held.ranks_k.size * dims:,}"
+    shown = [
+        Map(
+            "ranks_k",
+            f"K: {held.ranks_k.sum():,.0f} of {whole} dimensions",
+            held.ranks_k,
+            dims,
+        ),
+        Map(
+            "ranks_v",
+            f"V: {held.ranks_v.sum():,.0f} of {whole} dimensions",
+            held.ranks_v,
+            dims,
+        ),
+    ]
+    if any(tier.is_coded for tier in plan.tiers):
+        top = float(max(held.bits_k.max(), held.bits_v.max()))
+        shown.append(Map("bits_k", "K: bits of a number", held.bits_k, top, 1))
+        shown.append(Map("bits_v", "V: bits of a number", held.bits_v, top, 1))
+    if held.mean_share < 1:
+        title = f"tokens kept, % of {held.tokens:,}"
+        shown.append(Map("share", title, 100 * held.share, 100))
+    return {one.name: heat_map(one) for one in shown}
+
+
+def _spectra(evidence: Evidence | None, held: Kept) -> Sequence[Markup]:
+    """Singular values of K and V; none for a plan made without calibration."""
+    if evidence is None:
+        return ()
+    k, v = evidence.spectrum_k, evidence.spectrum_v
+    return (
+        charts.spectrum("spectrum_k", "K (with its queries)", k, held.ranks_k),
+        charts.spectrum("spectrum_v", "V", v, held.ranks_v),
+    )
+
+
+def _byte_rows(data: ReportData) -> list[tuple[str, float, float]]:
+    """(label, bytes of K, bytes of V) of one token: uncompressed in 16 bit, in the
+    engine's format, and this engine."""
+    share = _share_of_keys(data.plan)
+    same = f"uncompressed, {data.plan.hot_bits} bit"
+    rows = [("uncompressed, 16 bit", data.bytes_16bit / 2, data.bytes_16bit / 2)]
+    if same != rows[0][0]:
+        rows.append((same, data.bytes_baseline / 2, data.bytes_baseline / 2))
+    return [
+        *rows,
+        (
+            "this engine",
+            data.bytes_per_token * share,
+            data.bytes_per_token * (1 - share),
+        ),
+    ]
+
+
+def _share_of_keys(plan: CompressionPlan) -> float:
+    """Of the bytes of K and V, metadata included, in a long sequence."""
+    layout, k, v = CacheLayout(plan), 0, 0
+    for b in (b for b in range(len(plan.buckets)) if not plan.cold(b)):
+        keys = sum(
+            (slab := layout.slab(b, lane)).v - slab.k for lane in plan.buckets[b].lanes
+        )
+        held = layout.held(b, layout.long)
+        k, v = k + held * keys, v + held * (layout.scores_at(b) - keys)
+    return k / (k + v)

@@ -1,0 +1,309 @@
+"""SealedAttend: attention over one whole sequence as its decode would compute it, full
+pages read as they are sealed.
+
+A token sees its own page in the hot format and every earlier page as the codes that
+sealing leaves, which is what an engine computes on a one-page grid (LLM.logits). No
+pool and no page table: keys and values are rounded in place, so a plan that quantizes
+can be scored before there is an engine. The codes are those of kvlathe/plan/codec.py,
+in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.attention import integer
+from kvlathe.export.attention.eager import AttendLayer, StepTensors
+from kvlathe.export.attention.softmax_state import SoftmaxState
+from kvlathe.export.model.decoder import Decoder
+from kvlathe.plan.formats import Format, Tier
+from kvlathe.plan.heads import Lane
+from kvlathe.plan.plan import CompressionPlan
+
+SCORES_AT_ONCE = 1 << 21
+"""Scores of old tokens in memory at a time: what a CPU's caches hold (eight times as
+many take twice the time)."""
+
+
+def reading(decoder: Decoder) -> Decoder:
+    """``decoder``, whose ``logits`` from now on are those of token-by-token decode.
+
+    Raises KvlatheError for a plan that chooses among tokens: what a page then holds
+    depends on later queries.
+    """
+    plan = decoder.plan
+    if plan.ranked or plan.stages:
+        raise KvlatheError(
+            "this plan cannot be scored before it is built",
+            "it chooses tokens by the attention they get",
+            "choose its options, and look at kvlathe eval",
+        )
+    if any(bucket.source is not None for bucket in plan.buckets):
+        for layer in decoder.layers.values():
+            assert isinstance(layer.attend, AttendLayer)
+            layer.attend = SealedAttend.of(layer.attend)
+    return decoder
+
+
+class SealedAttend(AttendLayer):
+    """An AttendLayer whose steps begin with nothing cached and read every full page as
+    it is sealed."""
+
+    @classmethod
+    def of(cls, layer: AttendLayer) -> SealedAttend:
+        made = cls(layer.plan, layer.layer, layer.scale, layer.dtype)
+        made.load_state_dict(layer.state_dict(), assign=True)
+        return made
+
+    @cached_property
+    def seals(self) -> list[Seal]:
+        """How each active lane of this layer is sealed."""
+        heads = self.plan.model.kv_heads
+        tiers: dict[int, Tier] = {}
+        for bucket in self.plan.buckets:
+            if bucket.source is not None:
+                tier = self.plan.tiers[bucket.tier]
+                tiers |= dict.fromkeys(bucket.lanes, tier)
+        seals = []
+        for lane in self.sizes.lanes:
+            tier = tiers.get(lane.layer * heads + lane.head)
+            seals.append(Seal(self.plan, lane, tier))
+        return seals
+
+    def _uncached(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> Tensor:
+        """q [H, G, T, Rk], k [H, T, Rk], v [H, T, Rv] -> [H, G, T, Rv]; each sequence
+        from its first token."""
+        outputs = []
+        for start, end in pairwise(step.cu_seqlens_q.tolist()):
+            if end > start:
+                rows = slice(start, end)
+                out = self._sequence(q[:, :, rows], k[:, rows], v[:, rows])
+                outputs.append(out)
+        return torch.cat(outputs, 2)
+
+    def _sequence(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One sequence, as ``_uncached``: each token's own page, then the sealed ones
+        before it, so many queries at a time that SCORES_AT_ONCE holds."""
+        page = self.plan.page_tokens
+        tokens = k.shape[1]
+        fresh = _own_page(q, k, v, page)
+        whole = (tokens - 1) // page * page
+        if not whole:
+            return fresh.out
+        queries, keys, values = self._as_read(q, k[:, :whole], v[:, :whole])
+        heads, group = q.shape[:2]
+        pages_at_once = SCORES_AT_ONCE // (heads * group * whole * page)
+        step = max(1, pages_at_once) * page
+        outputs = [fresh.out[:, :, :page]]
+        for start in range(page, tokens, step):
+            rows = slice(start, min(start + step, tokens))
+            old = self._earlier(queries[:, :, rows], keys, values, start)
+            outputs.append(_rows(fresh, rows).merge(old).out)
+        return torch.cat(outputs, 2)
+
+    def _as_read(
+        self, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q [H, G, T, Rk] as the product with codes takes it; k and v [H, N, rank] of
+        whole pages as they are read back."""
+        queries = []
+        keys = []
+        values = []
+        for seal, lane_q, lane_k, lane_v in zip(self.seals, q, k, v, strict=True):
+            read_k, read_v = seal(lane_k, lane_v)
+            queries.append(seal.queries(lane_q))
+            keys.append(read_k)
+            values.append(read_v)
+        return torch.stack(queries), torch.stack(keys), torch.stack(values)
+
+    def _earlier(
+        self, q: Tensor, keys: Tensor, values: Tensor, start: int
+    ) -> SoftmaxState:
+        """Attention of queries ``start``.. over the sealed pages before each one's own;
+        there is at least one."""
+        page = self.plan.page_tokens
+        end = start + q.shape[2]
+        count = min(keys.shape[1], (end - 1) // page * page)  # tokens that any can read
+        keys = keys[:, None, :count]
+        values = values[:, None, :count]
+        place = torch.arange(start, end, device=q.device)
+        token = torch.arange(count, device=q.device)
+        later = token[None, :] // page >= place[:, None] // page
+        scores = (q @ keys.mT).masked_fill(later, -torch.inf)
+
+        def output(shares: Tensor) -> Tensor:
+            by_lane = zip(self.seals, shares, strict=True)
+            rounded_shares = torch.stack([seal.shares(own) for seal, own in by_lane])
+            return (rounded_shares.to(values.dtype) @ values).to(self.dtype)
+
+        return SoftmaxState.of(scores, output)
+
+
+def _own_page(q: Tensor, k: Tensor, v: Tensor, page: int) -> SoftmaxState:
+    """Causal attention of every token over its own page."""
+    tokens = k.shape[1]
+    missing = -tokens % page
+    q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v))
+    k, v = (x.unflatten(-2, (-1, page)).flatten(0, 1) for x in (k, v))
+    heads = q.shape[0]
+    pages = q.shape[2] // page
+    by_page = q.unflatten(2, (pages, page)).transpose(1, 2)
+    state = SoftmaxState.causal(by_page.flatten(0, 1), k, v)
+
+    def in_sequence(x: Tensor) -> Tensor:
+        """[H * pages, G, P, ...] -> [H, G, T, ...]."""
+        by_head = x.unflatten(0, (heads, pages)).transpose(1, 2)
+        return by_head.flatten(2, 3)[:, :, :tokens]
+
+    return SoftmaxState(in_sequence(state.lse), in_sequence(state.out))
+
+
+def _rows(state: SoftmaxState, rows: slice) -> SoftmaxState:
+    """Of some queries."""
+    lse = state.lse[:, :, rows]
+    out = state.out[:, :, rows]
+    return SoftmaxState(lse, out)
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What sealing in ``tier`` (None: nothing) does to one lane, and what attending its
+    codes does to q and to shares.
+
+    A lane narrower than the widest of its layer comes padded; only its own ranks are
+    coded.
+    """
+
+    plan: CompressionPlan
+    lane: Lane
+    tier: Tier | None
+
+    def __call__(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k, v [whole pages, rank] -> the same as they are read back, float32."""
+        if self.tier is None:
+            return k, v
+        read_k = self._read_back(k, self.lane.rank_k, self.tier.k, 0)
+        read_v = self._read_back(v, self.lane.rank_v, self.tier.v, 1)
+        return read_k, read_v
+
+    def _read_back(self, x: Tensor, rank: int, form: Format, side: int) -> Tensor:
+        """x [whole pages, at least rank] with its first ``rank`` dims rounded; ``side``
+        is 0 for K and 1 for V."""
+        if not form.is_coded:
+            return x
+        own = x[:, :rank].float()
+        padding = x[:, rank:].float()
+        dither = self._noise(own, side)
+        own = rounded(own, form, self.plan.page_tokens, dither)
+        return torch.cat([own, padding], -1)
+
+    def _noise(self, x: Tensor, side: int) -> Tensor | None:
+        if self.tier is None or self.tier.rounding == "nearest":
+            return None
+        key = (self.plan.seed, self.lane.layer, self.lane.head, side)
+        return noise(key, *x.shape).to(x.device)
+
+    def queries(self, q: Tensor) -> Tensor:
+        """q [G, T, Rk] as the product with codes takes it: 8-bit codes in the groups of
+        the keys."""
+        tier = self.tier
+        if tier is None or tier.arithmetic == "float" or not tier.k.is_coded:
+            return q
+        sizes = tier.k.group_sizes(self.lane.rank_k, self.plan.page_tokens)
+        padding = q.shape[-1] - sum(sizes)
+        *groups, rest = q.float().split([*sizes, padding], -1)
+        coded = [self._in_codes(group, integer.LEVELS_Q) for group in groups]
+        return torch.cat([*coded, rest], -1)
+
+    def shares(self, shares: Tensor) -> Tensor:
+        """shares [G, T, N] of whole pages: one 8-bit scale for each group of tokens,
+        then divided by their sum.
+
+        As they are where V's groups run along the rank: only plans that drop tokens
+        multiply such codes, and those are not scored here.
+        """
+        t = self.tier
+        if t is None or t.arithmetic == "float" or not t.v.along_tokens:
+            return shares
+        split = shares.float().unflatten(-1, (-1, t.v.group))
+        coded = self._in_codes(split, integer.LEVELS).flatten(-2)
+        return coded / coded.sum(-1, keepdim=True).clamp(min=integer.LEAST_SCALE)
+
+    def _in_codes(self, x: Tensor, levels: int) -> Tensor:
+        """x, partitions in its last axis, as products with codes take it."""
+        if self.tier is None or not self.tier.sums:
+            code = integer.Rounded.symmetric(x, levels)
+        else:
+            code = integer.Rounded.asymmetric(x, torch.ones_like(x, dtype=torch.bool))
+        low = 0.0 if code.low is None else code.low
+        return code.step * code.whole + low
+
+
+# -- codes -----------------------------------------------------------------------------
+def rounded(x: Tensor, form: Format, page: int, dither: Tensor | None = None) -> Tensor:
+    """x [whole pages of tokens, rank] float32 as it is read back from its codes.
+
+    ``dither`` [tokens, rank] in [0, 1): codes are rounded down after adding it; None:
+    to the nearest.
+    """
+    sizes = list(form.group_sizes(x.shape[-1], page))
+    along = -1 if form.along_rank else -2
+    groups = x.unflatten(0, (-1, page)).split(sizes, along)
+    dithers: Sequence[Tensor | None] = [None] * len(sizes)
+    if dither is not None:
+        dithers = dither.unflatten(0, (-1, page)).split(sizes, along)
+    read = []
+    for group, own in zip(groups, dithers, strict=True):
+        read.append(_coded(group, own, form, along))
+    return torch.cat(read, along).flatten(0, 1)
+
+
+def _coded(x: Tensor, dither: Tensor | None, form: Format, along: int) -> Tensor:
+    """One group along an axis: codes for the (scale, minimum) that halves can hold, and
+    what they stand for."""
+    levels = form.levels
+    low = x.amin(along, keepdim=True)
+    width = x.amax(along, keepdim=True) - low
+    scale = (width * form.span / levels).half().float()
+    cut_off = (1 - form.span) / 2  # of the range, at either end
+    low = (low + width * cut_off).half().float()
+    exact = torch.where(scale > 0, (x - low) / scale, 0.0)
+    codes = exact.round() if dither is None else (exact + dither).floor().float()
+    return codes.clamp(0, levels) * scale + low
+
+
+STEP, MASK = 0x9E3779B9, 0xFFFFFFFF
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """MurmurHash3's finalizer on 32-bit numbers held in int64."""
+    x = _times(x ^ (x >> 16), 0x85EBCA6B)
+    x = _times(x ^ (x >> 13), 0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def _times(x: Tensor, factor: int) -> Tensor:
+    """Modulo 2^32, without leaving int64."""
+    lower = x * (factor & 0xFFFF)
+    upper = x * (factor >> 16) & 0xFFFF
+    return (lower + (upper << 16)) & MASK
+
+
+def noise(key: tuple[int, ...], tokens: int, rank: int) -> Tensor:
+    """[tokens, rank]: what is added to the codes of the channels of tokens 0.. before
+    they are rounded down (the hash of docs/quantization.md).
+    """
+    numbers = [torch.tensor([[number & MASK]]) for number in key]
+    numbers += [torch.arange(tokens)[:, None], torch.arange(rank)[None]]
+    state = torch.zeros(1, 1, dtype=torch.int64)
+    for number in numbers:
+        state = _mixed(((state ^ number) + STEP) & MASK)
+    return (state >> 8).double() * 2.0**-24

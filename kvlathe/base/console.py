@@ -1,0 +1,195 @@
+"""What a person sees: log lines, progress bars and messages on stderr, results on
+stdout, tables in one style.
+
+Standard output carries results alone, so that it can be piped; everything else goes to
+standard error.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import (
+    BarColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+Item = TypeVar("Item")
+
+LEVELS = ("debug", "info", "warning", "error")
+SLOW_SECONDS = 2.0
+"""Work that takes longer than this says so: with a bar on a terminal, with log lines
+elsewhere."""
+LINE_SECONDS = 30.0
+"""Between two log lines about the same work."""
+
+log = logging.getLogger("kvlathe")
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+err = Console(stderr=True, highlight=False)
+
+_bars: Progress | None = None
+
+
+def setup(level: str = "info") -> None:
+    """Send kvlathe's log to stderr from ``level`` (one of LEVELS) up. The command line
+    calls this once."""
+    if err.is_terminal:
+        handler: logging.Handler = RichHandler(
+            console=err, show_path=level == "debug", log_time_format="[%X]"
+        )
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    log.handlers[:] = [handler]
+    log.setLevel(level.upper())
+    log.propagate = False
+
+
+def progress(
+    items: Iterable[Item], description: str, total: int | None = None
+) -> Iterator[Item]:
+    """Yield ``items``, showing how far they are as a bar on stderr.
+
+    The bar appears only on a terminal and leaves nothing behind; bars may nest.
+    Elsewhere (pipes, CI) work slower than SLOW_SECONDS is told of in log lines: then,
+    every LINE_SECONDS, and when it is done. ``total`` defaults to ``len(items)`` where there is one.
+    """
+    count = total if total is not None else _length(items)
+    started = time.monotonic()
+    shown = _with_bar if err.is_terminal else _with_lines
+    yield from shown(items, description, count)
+    seconds = time.monotonic() - started
+    if seconds > SLOW_SECONDS:
+        log.info("%s: %.1f s", description, seconds)
+
+
+def _with_lines(
+    items: Iterable[Item], description: str, count: int | None
+) -> Iterator[Item]:
+    due = time.monotonic() + SLOW_SECONDS
+    of = "" if count is None else f" of {count:,}"
+    for done, item in enumerate(items):
+        if time.monotonic() > due:
+            log.info("%s: %s%s", description, f"{done:,}", of)
+            due = time.monotonic() + LINE_SECONDS
+        yield item
+
+
+def _with_bar(
+    items: Iterable[Item], description: str, count: int | None
+) -> Iterator[Item]:
+    """One live display serves all bars, because a terminal has one bottom line to draw
+    on."""
+    global _bars
+    outermost = _bars is None
+    bars = _bars = _bars or _new_bars()
+    if outermost:
+        bars.start()
+    task = bars.add_task(description, total=count)
+    try:
+        for item in items:
+            yield item
+            bars.advance(task)
+    finally:
+        bars.remove_task(task)
+        if outermost:
+            bars.stop()
+            _bars = None
+
+
+class Count(ProgressColumn):
+    """How many of how many; only how many where nobody knows of how many."""
+
+    def render(self, task: Task) -> Text:
+        done = f"{task.completed:,.0f}"
+        return Text(done if task.total is None else f"{done}/{task.total:,.0f}")
+
+
+def _new_bars() -> Progress:
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        Count(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=err, transient=True)
+
+
+def _length(items: Iterable[object]) -> int | None:
+    try:
+        return len(items)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    console: Console = out,
+) -> None:
+    """Print ``rows`` under ``columns``; numbers are right-aligned, None is a dash."""
+    rows = [tuple(row) for row in rows]
+    table = Table(
+        title=title, title_justify="left", title_style="bold", header_style="bold"
+    )
+    for i, column in enumerate(columns):
+        numeric = any(isinstance(row[i], int | float) for row in rows)
+        table.add_column(
+            column, justify="right" if numeric else "left", overflow="fold"
+        )
+    for row in rows:
+        table.add_row(*(cell(value) for value in row))
+    console.print(table)
+
+
+def print_pairs(
+    title: str, pairs: Iterable[tuple[str, object]], console: Console = out
+) -> None:
+    """Print names and values, one pair a line."""
+    table = Table.grid(padding=(0, 2))
+    table.title, table.title_justify, table.title_style = title or None, "left", "bold"
+    for name, value in pairs:
+        table.add_row(name, cell(value))
+    console.print(table)
+
+
+def cell(value: object) -> str:
+    """A value as people read it: four significant digits, thousands separated, a dash
+    for nothing."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def human_bytes(count: float) -> str:
+    """Bytes in binary units, three significant digits."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def fail(message: str) -> None:
+    """One line on stderr, as every command says why it stopped. Plain text: scripts
+    read it too."""
+    print(f"error: {message}", file=sys.stderr)

@@ -1,0 +1,308 @@
+"""``kvlathe build`` and ``kvlathe calibrate``: from a checkpoint to an engine folder,
+and its reusable first half."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvlathe.base import console
+from kvlathe.cli.common import PATH, Result, reports, show_pairs
+from kvlathe.cli.show import memory_of, show_memory
+from kvlathe.plan import manifest as manifests
+from kvlathe.plan.engine_folder import open_engine
+
+CALIBRATION = "'random' tokens, or a .jsonl file with one {\"text\": ...} a line. [default: the method's own]"
+
+
+def show_build(result: Result) -> None:
+    if "report" not in result:  # a dry run
+        show_pairs(result)
+        return
+    rows = [
+        ("engine", result["engine"]),
+        ("KV bytes a token", result["kv_bytes_per_token"]),
+        ("uncompressed, same number format", result["kv_bytes_per_token_baseline"]),
+        ("uncompressed, 16 bit", result["kv_bytes_per_token_16bit"]),
+        ("KV bytes removed", f"{result['kv_bytes_removed']:.1%}"),
+        ("seconds", result["seconds"]),
+        ("report", result["report"]),
+    ]
+    console.print_pairs(f"{result['model']}, {result['compression']}", rows)
+    show_memory(result["memory"])
+
+
+HOW_MUCH = (
+    click.option(
+        "--removal-rate",
+        type=click.FloatRange(0, 1, max_open=True),
+        metavar="R",
+        help="Share of the singular values that each head may lose.",
+    ),
+    click.option(
+        "--compression-ratio",
+        type=click.FloatRange(0, 1, max_open=True),
+        metavar="P",
+        help="Share of the KV bytes to remove.",
+    ),
+    click.option(
+        "--accuracy",
+        type=click.FloatRange(0, 1, min_open=True),
+        metavar="A",
+        help="Remove as much as keeps this share of the uncompressed score; searched for.",
+    ),
+    click.option(
+        "--metric",
+        type=click.Choice(("retrieval", "perplexity", "agreement")),
+        default="retrieval",
+        show_default=True,
+        help="The score that --accuracy speaks of.",
+    ),
+    click.option(
+        "--text",
+        type=PATH,
+        help="Documents (.jsonl) on which --accuracy measures perplexity and agreement.",
+    ),
+    click.option(
+        "--retrieval",
+        type=PATH,
+        help="Prompts with answers (.jsonl) on which --accuracy measures retrieval.",
+    ),
+)
+"""How much to compress (at most one of three), and how that is measured."""
+
+LIMITS = (
+    click.option(
+        "--max-batch-size",
+        type=click.IntRange(1),
+        default=8,
+        show_default=True,
+        help="Sequences in one step.",
+    ),
+    click.option(
+        "--max-input-len",
+        type=click.IntRange(1),
+        help="Tokens of a prompt. [default: max_seq_len]",
+    ),
+    click.option(
+        "--max-seq-len",
+        type=click.IntRange(1),
+        help="Tokens of prompt and answer. [default: the model's]",
+    ),
+    click.option(
+        "--max-num-tokens",
+        type=click.IntRange(1),
+        help="Tokens of one packed step.",
+    ),
+    click.option(
+        "--tokens-per-block",
+        type=click.IntRange(16),
+        default=64,
+        show_default=True,
+        help="Tokens in a page of the cache.",
+    ),
+    click.option(
+        "--prefill-chunk",
+        type=click.IntRange(16),
+        default=512,
+        show_default=True,
+        help="Grid on which prompts are cut and pages seal.",
+    ),
+)
+"""What the engine may be asked."""
+
+
+def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    for option in reversed((*HOW_MUCH, *LIMITS)):
+        command = option(command)
+    return command
+
+
+@click.command("build")
+@click.option(
+    "--model",
+    type=PATH,
+    required=True,
+    help="Checkpoint folder in Hugging Face form (config.json, *.safetensors).",
+)
+@click.option(
+    "--output-dir",
+    type=PATH,
+    required=True,
+    help="Engine folder to make; it must not exist.",
+)
+@click.option(
+    "--compression",
+    default="none",
+    show_default=True,
+    help="auto (ranks and bits of each head, measured), fdc (rotate and truncate), zack (calibrated on text), "
+    "hack:bits=8|4|2 (quantize), zipcache (bits by saliency), uncomp, h2o, snapkv, keyformer (budgets of tokens), "
+    "kivi, kvquant, compositions such as fdc+hack:bits=8, or none. docs/methods.md has their options.",
+)
+@size_options
+@click.option(
+    "--basis",
+    type=click.Choice(("svd", "balanced")),
+    default="svd",
+    show_default=True,
+    help="The papers' shared rotation, or the one best for what attention uses.",
+)
+@click.option(
+    "--allocation",
+    type=click.Choice(("rate", "uniform", "global")),
+    help="Ranks by one removal rate, one rank for all heads, or bytes where they save most. "
+    "[default: rate; global with --basis balanced]",
+)
+@click.option(
+    "--rope-fold",
+    type=click.Choice(("none", "planes")),
+    default="none",
+    show_default=True,
+    help="Keep whole RoPE planes, so that nothing is projected at run time.",
+)
+@click.option(
+    "--centre/--no-centre",
+    default=False,
+    help="Cache K and V less their means; exact, and often smaller.",
+)
+@click.option("--calibration", metavar="random|FILE", help=CALIBRATION)
+@click.option(
+    "--calibration-tokens",
+    type=click.IntRange(1),
+    help="Tokens to calibrate on. [default: the method's own]",
+)
+@click.option(
+    "--stats",
+    type=PATH,
+    help="What 'kvlathe calibrate' wrote; the model is then not run again.",
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option(
+    "--backend",
+    default="onnxruntime",
+    show_default=True,
+    help="onnxruntime, tensorrt_rtx, tensorrt or cuda.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(("float32", "float16")),
+    help="What the engine computes in. [default: the backend's]",
+)
+@click.option(
+    "--kv-bits",
+    type=click.Choice((16, 32)),
+    default=16,
+    show_default=True,
+    help="Number format of cached tokens.",
+)
+@click.option("--workers", type=click.IntRange(1), help="Threads. [default: all cores]")
+@click.option(
+    "--overwrite", is_flag=True, help="Replace an engine folder of the same name."
+)
+@click.option(
+    "--no-cache", is_flag=True, help="Build even if the same engine was built before."
+)
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Plan and print what the engine would be; write nothing.",
+)
+@reports(show_build)
+def build_command(no_cache: bool, dry_run: bool, **options: Any) -> Result:  # noqa: ANN401
+    """Compress a checkpoint's KV cache and write an engine folder.
+
+    Say how much with one of --removal-rate, --compression-ratio and --accuracy.
+    """
+    from kvlathe.engines import build as builds
+
+    request = builds.BuildRequest(
+        **options, use_cache=not no_cache, command=command_line()
+    )
+    if dry_run:
+        return builds.preview(request)
+    started = time.monotonic()
+    return {**describe(builds.build(request)), "seconds": time.monotonic() - started}
+
+
+def describe(engine: Path) -> Result:
+    """What a finished engine folder promises."""
+    opened = open_engine(engine, deep=False)
+    manifest = opened.manifest
+    sizes = manifest.kv_bytes
+    return {
+        "engine": str(engine),
+        "model": manifest.model,
+        "compression": manifest.compression,
+        "backend": manifest.backend,
+        "kv_bytes_per_token": sizes.per_token,
+        "kv_bytes_per_token_baseline": sizes.baseline,
+        "kv_bytes_per_token_16bit": sizes.baseline_16bit,
+        "kv_bytes_removed": sizes.removed,
+        "memory": memory_of(opened.plan, manifest.limits),
+        "report": str(engine / manifests.REPORT_FILE),
+    }
+
+
+def command_line() -> str:
+    """This process's own command, as one would type it."""
+    program = Path(sys.argv[0]).name
+    words = ["kvlathe" if program == "__main__.py" else program, *sys.argv[1:]]
+    typed = shlex.join(words)
+    return typed.encode("utf-8", "backslashreplace").decode()  # file names may be bytes
+
+
+@click.command("calibrate")
+@click.option(
+    "--model", type=PATH, required=True, help="Checkpoint folder in Hugging Face form."
+)
+@click.option(
+    "--output", type=PATH, required=True, help="Statistics file to write (.npz)."
+)
+@click.option(
+    "--calibration",
+    default="random",
+    show_default=True,
+    metavar="random|FILE",
+    help=CALIBRATION,
+)
+@click.option(
+    "--calibration-tokens", type=click.IntRange(1), help="Tokens to calibrate on."
+)
+@click.option(
+    "--max-seq-len", type=click.IntRange(1), help="As for build. [default: the model's]"
+)
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@reports(show_pairs)
+def calibrate_command(
+    model: Path,
+    output: Path,
+    calibration: str,
+    calibration_tokens: int | None,
+    max_seq_len: int | None,
+    seed: int,
+) -> Result:
+    """Run the model once over calibration tokens and write what planning needs to know
+    of it.
+
+    'kvlathe build --stats FILE' then plans without running the model again.
+    """
+    from kvlathe.engines import build as builds
+
+    started = time.monotonic()
+    stats = builds.calibrate_to(
+        model, output, calibration, calibration_tokens, seed, max_seq_len
+    )
+    return {
+        "stats": str(output),
+        "tokens": stats.whole.tokens,
+        "seconds": time.monotonic() - started,
+    }
+
+
+COMMANDS = (build_command, calibrate_command)

@@ -1,0 +1,168 @@
+"""What commands share: options of one meaning, --log-level, --json, and a standard output
+that carries results alone."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvlathe.base import console
+from kvlathe.base.errors import KvlatheError
+
+PATH = click.Path(path_type=Path)
+Result = dict[str, Any]
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+if TYPE_CHECKING:  # only newer versions of click have the generic class
+    SizeParam = click.ParamType[int]
+else:
+    SizeParam = click.ParamType
+
+
+class Size(SizeParam):
+    """Bytes: a number, or one with K, M, G or T after it (powers of 1024; iB or B may
+    follow)."""
+
+    name = "size"
+
+    def convert(
+        self,
+        value: object,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> int:
+        if isinstance(value, int):
+            return value
+        number = str(value).strip().upper().removesuffix("B").removesuffix("I")
+        unit = number[-1:] if number[-1:] in UNITS and not number[-1:].isdigit() else ""
+        try:
+            size = int(float(number.removesuffix(unit)) * UNITS[unit])
+        except ValueError:
+            size = 0
+        if size <= 0:
+            self.fail(f"{value!r} is not a size such as 512M or 8G", param, ctx)
+        return size
+
+
+ENGINE = click.argument("engine", type=PATH)
+THREADS = click.option(
+    "--threads",
+    type=click.IntRange(1),
+    help="Threads of the CPU. [default: one for each core that it may use]",
+)
+DEVICE = click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    help="Where an onnxruntime engine runs. [default: KVLATHE_DEVICE, or auto: float16 "
+    "engines on a GPU that is ready]",
+)
+CACHE_SIZE = click.option(
+    "--cache-size",
+    "cache_bytes",
+    type=Size(),
+    help="Memory of the KV cache. [default: a full batch, at most half of the machine's]",
+)
+
+
+def reports(
+    show: Callable[[Result], None],
+) -> Callable[[Callable[..., Result]], Callable[..., None]]:
+    """Decorate a command that returns its result: with --json it is printed as one
+    object, else ``show`` prints it."""
+
+    def decorate(command: Callable[..., Result]) -> Callable[..., None]:
+        @click.option(
+            "--json",
+            "as_json",
+            is_flag=True,
+            help="Print one JSON object on stdout, all else on stderr.",
+        )
+        @click.option(
+            "--log-level",
+            type=click.Choice(console.LEVELS),
+            default="info",
+            show_default=True,
+            help="What stderr says.",
+        )
+        @functools.wraps(command)
+        def run(as_json: bool, log_level: str, **options: Any) -> None:  # noqa: ANN401
+            console.setup(log_level)
+            if not as_json:
+                show(command(**options))
+                return
+            with only_results_on_stdout():
+                result = command(**options)
+            click.echo(json.dumps(result, default=str))
+
+        return run
+
+    return decorate
+
+
+@contextlib.contextmanager
+def only_results_on_stdout() -> Generator[None]:
+    """Inside, whatever is printed goes to stderr, by Python code and by C libraries
+    alike."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        ctypes.CDLL(None).fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def show_pairs(result: Result) -> None:
+    """A result as a table of names and values; nested ones are flattened, lists of
+    records are left to --json."""
+    rows: list[tuple[str, object]] = []
+    for name, value in result.items():
+        label = name.replace("_", " ")
+        if isinstance(value, dict):
+            rows += [
+                (f"{label}: {inner.replace('_', ' ')}", v) for inner, v in value.items()
+            ]
+        elif isinstance(value, list):
+            rows.append((label, ", ".join(str(v) for v in value)))
+        else:
+            rows.append((label, value))
+    console.print_pairs("", rows)
+
+
+def check_text(option: str, text: str) -> None:
+    """Raise KvlatheError for an argument that is not UTF-8: Python hands over its bytes
+    as lone surrogates, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise KvlatheError(
+            f"{option} cannot be read", "it is not UTF-8 text", "give it in UTF-8"
+        ) from error
+
+
+def read_text(path: Path) -> str:
+    """A text file that the user named, its line ends as they are; ``-`` is standard
+    input. Raises KvlatheError."""
+    try:
+        content = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        return content.decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = "it is not UTF-8 text"
+        if isinstance(error, OSError):
+            reason = str(error.strerror).lower()
+        raise KvlatheError(
+            f"{path} cannot be read", reason, "name a readable text file"
+        ) from error

@@ -1,0 +1,130 @@
+"""``kvlathe``: the command line. It parses, calls one function of the part that does
+the work, and prints the result.
+
+Exit codes: 0 done; 1 refused, with one line ``error: ...`` on stderr; 2 wrong usage;
+130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from kvlathe import __version__
+from kvlathe.base import console
+from kvlathe.base.errors import KvlatheError
+from kvlathe.cli import bench as cli_bench
+from kvlathe.cli import build as cli_build
+from kvlathe.cli import evaluate as cli_eval
+from kvlathe.cli import native as cli_native
+from kvlathe.cli import run as cli_run
+from kvlathe.cli import serve as cli_serve
+from kvlathe.cli import show as cli_show
+from kvlathe.cli import triton as cli_triton
+
+EPILOG = """\b
+A first engine:
+  kvlathe build --model models/lathe-5m --output-dir out/fdc --compression fdc --removal-rate 0.15
+  kvlathe generate out/fdc --prompt "def main():" --max-new-tokens 64
+"""
+
+
+def spelling(name: str) -> str:
+    """Flags may be written with - or with _, as in --output-dir and --output_dir."""
+    return name.replace("_", "-")
+
+
+@click.group(
+    context_settings={
+        "token_normalize_func": spelling,
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 110,
+    },
+    epilog=EPILOG,
+)
+@click.version_option(__version__, prog_name="kvlathe")
+def cli() -> None:
+    """Compress the KV cache of a decoder LLM, export it as an engine, run the
+    engine."""
+
+
+PARTS = (
+    cli_build,
+    cli_run,
+    cli_eval,
+    cli_serve,
+    cli_triton,
+    cli_bench,
+    cli_show,
+    cli_native,
+)
+
+for command in (command for part in PARTS for command in part.COMMANDS):
+    cli.add_command(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run ``kvlathe`` with ``arguments`` (by default the process's own) and exit."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # file names may be bytes
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """The exit code of ``kvlathe`` with ``arguments``. Every failure that a user can
+    cause ends here, in one line."""
+    try:
+        code = cli.main(list(arguments), prog_name="kvlathe", standalone_mode=False)
+        sys.stdout.flush()
+        return code or 0
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return error.exit_code
+    except click.ClickException as error:
+        return _failed(arguments, _usage(error), error.exit_code)
+    except KvlatheError as error:
+        return _failed(arguments, str(error), 1)
+    except click.Abort:
+        return _failed(arguments, "interrupted.", 130)
+    except OSError as error:
+        return _failed(arguments, _system_error(error), 1)
+
+
+def _system_error(error: OSError) -> str:
+    """What the operating system refused. Output that is lost is not written again when
+    Python ends."""
+    reason = (error.strerror or str(error)).lower()
+    if error.filename is not None:
+        refused = KvlatheError(f"{error.filename} cannot be used", reason)
+        return str(refused)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    refused = KvlatheError(
+        "the result cannot be written", reason, "give standard output more room"
+    )
+    return str(refused)
+
+
+def _usage(error: click.ClickException) -> str:
+    context = getattr(error, "ctx", None)
+    hint = f" See '{context.command_path} --help'." if context else ""
+    return error.format_message() + hint
+
+
+def _failed(arguments: Sequence[str], message: str, code: int) -> int:
+    """One line on stderr; scripts that asked for JSON always get one object on
+    stdout."""
+    console.fail(message)
+    if "--json" in arguments:
+        print(json.dumps({"error": message}))
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""``kvlathe generate`` and ``compare``: what an engine says, and whether two say the
+same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvlathe.base import console
+from kvlathe.cli.common import (
+    DEVICE,
+    ENGINE,
+    PATH,
+    THREADS,
+    Result,
+    check_text,
+    read_text,
+    reports,
+    show_pairs,
+)
+
+if TYPE_CHECKING:
+    from kvlathe.runtime.requests.answer import Answer
+
+
+def show_answer(result: Result) -> None:
+    """The text was streamed while it came; what is left to say goes to stderr."""
+    timings = result["timings"]
+    console.log.info(
+        "%d prompt tokens in %.2f s; %d new tokens, %.1f a second; ended by %s",
+        result["prompt_tokens"],
+        timings["prefill_seconds"],
+        len(result["token_ids"]),
+        timings["decode_tokens_per_second"],
+        result["finish_reason"],
+    )
+
+
+@click.command("generate")
+@ENGINE
+@click.option("--prompt", help="Text to continue.")
+@click.option(
+    "--prompt-file",
+    type=PATH,
+    help="File that holds the text to continue; - is standard input.",
+)
+@click.option(
+    "--chat",
+    is_flag=True,
+    help="Put the prompt through the checkpoint's chat template, as the user's message.",
+)
+@click.option(
+    "--max-new-tokens", type=click.IntRange(1), default=128, show_default=True
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    help="0 always takes the likeliest.",
+)
+@click.option(
+    "--top-k",
+    type=click.IntRange(0),
+    default=0,
+    help="Draw from the k likeliest only; 0 is off.",
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    help="Draw from the likeliest of joint mass p.",
+)
+@click.option(
+    "--min-p",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    help="Drop what is less likely than this share of the best.",
+)
+@click.option("--repetition-penalty", type=click.FloatRange(0.01, 100), default=1.0)
+@click.option("--seed", type=click.IntRange(0), help="Same seed, same text.")
+@click.option("--stop", multiple=True, help="End before this text; may be given again.")
+@click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token.")
+@THREADS
+@DEVICE
+@reports(show_answer)
+def generate_command(
+    engine: Path,
+    prompt: str | None,
+    prompt_file: Path | None,
+    chat: bool,
+    threads: int | None,
+    device: str | None,
+    **sampling: Any,  # noqa: ANN401
+) -> Result:
+    """Continue a prompt. The text goes to stdout as it comes."""
+    if (prompt is None) == (prompt_file is None):
+        raise click.UsageError("Give one of --prompt and --prompt-file.")
+    text = prompt if prompt is not None else read_text(prompt_file or Path("-"))
+    check_text("--prompt", text)
+    for end in sampling["stop"]:
+        check_text("--stop", end)
+    from kvlathe.runtime.llm import LLM
+    from kvlathe.runtime.text.sampling_params import SamplingParams
+
+    params = SamplingParams(**sampling)
+    llm = LLM.load(engine, threads=threads, device=device)
+    tokens = llm.tokenizer.encode(text)
+    if chat:
+        framed = llm.tokenizer.chat_prompt([{"role": "user", "content": text}])
+        tokens = llm.tokenizer.encode(framed, add_special_tokens=False)
+    silent = click.get_current_context().params["as_json"]
+    answer = say(llm.stream(tokens, params), silent)
+    speed = {"decode_tokens_per_second": answer.timings.decode_tokens_per_second}
+    return dataclasses.asdict(answer) | {
+        "timings": dataclasses.asdict(answer.timings) | speed
+    }
+
+
+def say(pieces: Generator[str, None, Answer], silent: bool) -> Answer:
+    """Print the pieces as they come and return what the generator returns."""
+    while True:
+        try:
+            piece = next(pieces)
+        except StopIteration as end:
+            if not silent:
+                click.echo()
+            return end.value
+        if not silent:
+            click.echo(piece, nl=False)
+
+
+@click.command("compare")
+@click.argument("engine_a", type=PATH)
+@click.argument("engine_b", type=PATH)
+@click.option(
+    "--prompt", default="def main():", show_default=True, help="Text that both read."
+)
+@click.option(
+    "--raw",
+    is_flag=True,
+    help="Feed one step's raw tensors to both graphs, each in its own runtime (polygraphy).",
+)
+@reports(show_pairs)
+def compare_command(engine_a: Path, engine_b: Path, prompt: str, raw: bool) -> Result:
+    """Run two engines of one model on the same text and say how far their logits
+    differ."""
+    from kvlathe.engines.compare import compare, compare_runtimes
+    from kvlathe.evaluation.evaluate import require_comparable
+    from kvlathe.runtime.llm import LLM
+
+    if raw:
+        return compare_runtimes(engine_a, engine_b)
+    check_text("--prompt", prompt)
+    a = LLM.load(engine_a)
+    b = LLM.load(engine_b)
+    require_comparable(a, b)
+    return compare(a, b, a.tokenizer.encode(prompt))
+
+
+COMMANDS = (generate_command, compare_command)

@@ -1,0 +1,172 @@
+"""``kvlathe serve``: an engine behind HTTP."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvlathe.base import console
+from kvlathe.base.errors import KvlatheError
+from kvlathe.cli.common import CACHE_SIZE, DEVICE, ENGINE, PATH, THREADS, Size
+
+KEY_VARIABLE = "KVLATHE_API_KEY"
+
+
+class Seconds(click.FloatRange):
+    """A finite time, 0 or more."""
+
+    def convert(
+        self,
+        value: float,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> float:
+        seconds = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return seconds
+
+
+def check_keys(keys: tuple[str, ...]) -> None:
+    """Raises KvlatheError for a blank key, which would let anybody in."""
+    variable = os.environ.get(KEY_VARIABLE)
+    blank_variable = variable is not None and not variable.strip()
+    if not all(key.strip() for key in keys):
+        name = "an --api-key"
+    elif blank_variable and not keys:
+        name = KEY_VARIABLE
+    else:
+        return
+    raise KvlatheError(
+        f"{name} is blank",
+        "a blank key keeps nobody out",
+        "give it a key, or leave it out to serve without keys",
+    )
+
+
+@click.command("serve")
+@ENGINE
+@click.option(
+    "--host",
+    default="127.0.0.1",
+    show_default=True,
+    help="Address to listen on; 0.0.0.0 is every one.",
+)
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="0: any free one.",
+)
+@click.option(
+    "--served-model-name",
+    "model",
+    help="What clients call the model. [default: the checkpoint's name]",
+)
+@click.option(
+    "--chat-template", type=PATH, help="A file with one, in place of the checkpoint's."
+)
+@click.option(
+    "--api-key",
+    "keys",
+    multiple=True,
+    envvar=KEY_VARIABLE,
+    help="Clients must send one of these; may be given again, each is a tenant. Better set "
+    "KVLATHE_API_KEY (separated by blanks): other users can read a command line.",
+)
+@click.option(
+    "--cors-origin",
+    "origins",
+    multiple=True,
+    help="Web pages of this origin may call the API, such as https://example.org; * is "
+    "any; may be given again.",
+)
+@click.option(
+    "--body-seconds",
+    type=Seconds(0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="How long a client may take to send a request's body; then 408.",
+)
+@click.option(
+    "--max-body",
+    type=Size(),
+    default="4M",
+    show_default=True,
+    help="Largest request, in bytes.",
+)
+@click.option(
+    "--max-waiting",
+    type=click.IntRange(0),
+    default=256,
+    show_default=True,
+    help="Longest queue; then 429, Retry-After.",
+)
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(1),
+    help="Longest answer. [default: what the engine's limits leave]",
+)
+@CACHE_SIZE
+@click.option(
+    "--max-batch-size",
+    type=click.IntRange(1),
+    help="Sequences that run at once. [default: the most that the engine takes]",
+)
+@click.option(
+    "--step-tokens",
+    "prompt_tokens",
+    type=click.IntRange(1),
+    help="Prompt tokens beside running answers in one step: fewer keep answers smoother, "
+    "more start prompts sooner.  [default: 512 on a CPU, 8192 on a GPU]",
+)
+@click.option(
+    "--share-prefixes/--no-share-prefixes",
+    default=None,
+    help="Reuse common beginnings.  [default: where the engine's plan allows it]",
+)
+@click.option(
+    "--drain-seconds",
+    type=Seconds(0),
+    default=30.0,
+    show_default=True,
+    help="After SIGTERM.",
+)
+@THREADS
+@DEVICE
+@click.option(
+    "--log-level",
+    type=click.Choice(console.LEVELS),
+    default="info",
+    show_default=True,
+    help="What stderr says.",
+)
+def serve_command(
+    engine: Path,
+    log_level: str,
+    **settings: Any,  # noqa: ANN401
+) -> None:
+    """Serve an engine over HTTP, as the OpenAI API does. docs/serving.md says more.
+
+    SIGTERM and Ctrl-C drain: new requests get 503, running ones are finished, then it
+    exits with 0.
+    """
+    console.setup(log_level)
+    check_keys(settings["keys"])
+    try:
+        from kvlathe.server.run import Settings, serve
+    except ImportError as error:
+        raise KvlatheError(
+            "the server cannot be started",
+            f"{error.name} is not installed",
+            "run pip install 'kvlathe[serve]'",
+        ) from error
+    serve(engine, Settings(**settings))
+
+
+COMMANDS = (serve_command,)

@@ -1,0 +1,248 @@
+"""``kvlathe inspect`` and ``kvlathe engines``: what an engine is, and which finished
+builds are kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvlathe.base import console
+from kvlathe.cli.common import ENGINE, Result, reports
+from kvlathe.plan.engine_folder import open_engine
+from kvlathe.plan.manifest import Limits
+from kvlathe.plan.plan import WARNINGS, CompressionPlan
+
+GIB = 1 << 30
+
+
+FACTS = (
+    "model",
+    "compression",
+    "backend",
+    "attention",
+    "compute_dtype",
+    "architectures",
+    "created",
+    "command",
+    "kv_bytes_per_token",
+    "kv_bytes_per_token_baseline",
+    "kv_bytes_per_token_16bit",
+)
+"""What ``kvlathe inspect`` shows first."""
+
+
+def facts(result: Result) -> list[tuple[str, object]]:
+    """Names and values of an engine, its limits and warnings included."""
+    removed = f"{result['kv_bytes_removed']:.1%} of the same number format"
+    rows: list[tuple[str, object]] = []
+    for name in FACTS:
+        rows.append((name.replace("_", " "), result[name]))
+    rows.append(("kv bytes removed", removed))
+    for name, score in result["evaluation"].items():
+        rows.append((f"measured {name.replace('_', ' ')}", score))
+    rows.append(("bytes on disk", console.human_bytes(result["bytes_on_disk"])))
+    rows += result["limits"].items()
+    for name, text in result["warnings"].items():
+        rows.append((f"warning: {name}", text))
+    return rows
+
+
+def show_engine(result: Result) -> None:
+    console.print_pairs(result["engine"], facts(result))
+    console.print_table(
+        f"kept ranks, K/V, of {result['head_dim']}", *rank_table(result["lanes"])
+    )
+    columns = ("bucket", "format", "layers", "heads", "bytes a page", "tokens")
+    console.print_table(
+        "what is kept of the tokens",
+        columns,
+        [tuple(bucket.values()) for bucket in result["buckets"]],
+    )
+    show_memory(result["memory"])
+    for stage in result["stages"][1:]:
+        name = f"tokens of a prompt from layer {stage['first_layer']} on"
+        console.print_pairs("", [(name, stage["tokens"])])
+
+
+def show_memory(rows: list[dict[str, int]]) -> None:
+    """What a server needs (plan/memory.py): of one sequence, and of a full batch."""
+    names = ("steady", "peak", "uncompressed", "batch_steady", "batch_peak")
+    lines = []
+    for row in rows:
+        sizes = [console.human_bytes(row[name]) for name in names]
+        lines.append((f"{row['tokens']:,}", *sizes))
+    columns = ("tokens", "one holds", "one at its peak", "16 bit, uncompressed")
+    batch = rows[0]["batch"]
+    both = (*columns, f"{batch} hold", f"{batch} at their peak")
+    console.print_table("memory of the cache", both, lines)
+
+
+def memory_of(plan: CompressionPlan, limits: Limits) -> list[dict[str, int]]:
+    """The rows of an engine's memory table."""
+    from kvlathe.plan.layout import CacheLayout
+    from kvlathe.plan.memory import memory_table
+
+    return memory_table(CacheLayout(plan), limits.max_seq_len, limits.max_batch_size)
+
+
+def rank_table(
+    lanes: list[dict[str, Any]],
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns and rows: a row a layer, a column a KV head; a removed head names the
+    head that stands in for it."""
+    heads = 1 + max(lane["head"] for lane in lanes)
+    cells = [
+        f"= {x['fill_from']}"
+        if x["fill_from"] is not None
+        else f"{x['rank_k']}/{x['rank_v']}"
+        for x in lanes
+    ]
+    rows = [
+        (str(i // heads), *cells[i : i + heads]) for i in range(0, len(cells), heads)
+    ]
+    return ("layer", *(f"head {h}" for h in range(heads))), rows
+
+
+@click.command("inspect")
+@ENGINE
+@reports(show_engine)
+def inspect_command(engine: Path) -> Result:
+    """Show an engine: its plan (ranks of every head), bytes for each token, limits, and
+    what runs its attention."""
+    from kvlathe.evaluation import record
+    from kvlathe.plan.layout import CacheLayout
+    from kvlathe.runtime.sessions.registry import attention
+
+    opened = open_engine(engine)
+    manifest = opened.manifest
+    plan = opened.plan
+    layout = CacheLayout(plan)
+    fields = ("bucket", "format", "layers", "heads", "page_bytes", "tokens")
+    return {
+        "engine": str(engine),
+        **{
+            name: getattr(manifest, name)
+            for name in ("model", "compression", "backend", "compute_dtype")
+        },
+        "attention": attention(manifest),
+        "architectures": ", ".join(manifest.architectures),
+        "created": manifest.created,
+        "command": manifest.command,
+        "kv_bytes_per_token": manifest.kv_bytes.per_token,
+        "kv_bytes_per_token_baseline": manifest.kv_bytes.baseline,
+        "kv_bytes_per_token_16bit": manifest.kv_bytes.baseline_16bit,
+        "kv_bytes_removed": manifest.kv_bytes.removed,
+        "evaluation": record.read(engine, manifest),
+        "memory": memory_of(plan, manifest.limits),
+        "bytes_on_disk": manifest.size,
+        "limits": dataclasses.asdict(manifest.limits),
+        "warnings": {
+            name: str(plan.notes[name]) for name in WARNINGS if name in plan.notes
+        },
+        "page_tokens": manifest.page_tokens,
+        "page_bytes": layout.page_stride,
+        "head_dim": plan.model.head_dim,
+        "lanes": [dataclasses.asdict(lane) for lane in plan.lanes],
+        "buckets": [dict(zip(fields, row, strict=True)) for row in layout.described()],
+        "stages": [dataclasses.asdict(stage) for stage in plan.stages],
+        "tiers": [dataclasses.asdict(tier) for tier in plan.tiers],
+        "versions": dict(manifest.versions),
+        "plan_digest": manifest.plan_digest,
+    }
+
+
+@click.group("engines")
+def engines_group() -> None:
+    """Finished builds that are kept, so that the same request again takes a moment."""
+
+
+def show_entries(result: Result) -> None:
+    columns = ("key", "model", "compression", "backend", "size", "days unused")
+    rows = [
+        (
+            x["key"][:12],
+            x["model"],
+            x["compression"],
+            x["backend"],
+            console.human_bytes(x["bytes"]),
+            x["days_unused"],
+        )
+        for x in result["engines"]
+    ]
+    console.print_table(
+        f"{result['cache']}: {console.human_bytes(result['bytes'])}", columns, rows
+    )
+
+
+def listing(entries: list[Any]) -> Result:
+    """Cache entries (engines.cache.Entry) as a result."""
+    from kvlathe.engines import cache
+
+    engines = [
+        {
+            "key": entry.key,
+            "model": entry.manifest.model,
+            "compression": entry.manifest.compression,
+            "backend": entry.manifest.backend,
+            "bytes": entry.size,
+            "days_unused": round((time.time() - entry.last_used) / 86400, 2),
+        }
+        for entry in entries
+    ]
+    return {
+        "cache": str(cache.root()),
+        "bytes": sum(entry.size for entry in entries),
+        "engines": engines,
+    }
+
+
+@engines_group.command("list")
+@reports(show_entries)
+def list_command() -> Result:
+    """List the finished builds that are kept."""
+    from kvlathe.engines import cache
+
+    return listing(cache.entries())
+
+
+@engines_group.command("prune")
+@click.option(
+    "--older-than-days",
+    type=click.FloatRange(0),
+    help="Remove builds unused for this long.",
+)
+@click.option(
+    "--max-gib",
+    type=click.FloatRange(0),
+    help="Then remove the least recently used beyond this size.",
+)
+@click.option(
+    "--all",
+    "everything",
+    is_flag=True,
+    help="Remove everything, calibration results and curves too.",
+)
+@reports(show_entries)
+def prune_command(
+    older_than_days: float | None, max_gib: float | None, everything: bool
+) -> Result:
+    """Remove kept builds and list what was removed. Engine folders given out stay as
+    they are."""
+    if older_than_days is None and max_gib is None and not everything:
+        raise click.UsageError(
+            "Say what to remove: --older-than-days, --max-gib or --all."
+        )
+    from kvlathe.engines import cache
+
+    most = None if max_gib is None else int(max_gib * GIB)
+    pruned = cache.prune(older_than_days, most, everything)
+    for path in pruned.left:
+        console.log.warning("left as it is, kvlathe did not write it: %s", path)
+    return listing(pruned.removed) | {"left": [str(path) for path in pruned.left]}
+
+
+COMMANDS = (inspect_command, engines_group)

@@ -1,0 +1,108 @@
+"""What ``kvlathe eval`` measured, kept with the engine: evaluation.json, and the
+accuracy section of report.html."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from markupsafe import escape
+
+from kvlathe.base.console import cell
+from kvlathe.plan import manifest as manifests
+from kvlathe.plan.manifest import EVALUATION_FILE, REPORT_FILE, Manifest
+
+log = logging.getLogger(__name__)
+BLOCK = re.compile(r"<!--measured-->.*?<!--/measured-->", re.DOTALL)
+"""The place in report.html that shows the scores."""
+SCORES = {
+    "perplexity_ratio": ("perplexity ratio", "1 is uncompressed, lower is better"),
+    "perplexity": ("perplexity", "of this engine"),
+    "agreement": ("agreement", "share of equal next tokens"),
+    "retrieval_exact_match": ("line retrieval", "share of exact answers"),
+}
+"""What is shown, in this order: score, (name, meaning)."""
+
+
+OF_SUITE = {
+    ("text", "perplexity"): "perplexity",
+    ("text", "agreement with the baseline"): "agreement",
+    ("line retrieval", "exact match"): "retrieval_exact_match",
+}
+"""The rows of the suite's table that are scores too, by task and metric."""
+
+
+def keep(folder: Path, result: Mapping[str, object], baseline: Path | None) -> None:
+    """Keep what ``evaluate`` returned in the engine's folder.
+
+    A process that is killed in here leaves an engine that loads. A folder that cannot
+    be written stays as it is, and the log says so.
+    """
+    manifest = manifests.read(folder)
+    measured = {name: result.get(name) for name in SCORES}
+    scores = {k: float(v) for k, v in measured.items() if isinstance(v, int | float)}
+    when = datetime.now(UTC).isoformat(timespec="seconds")
+    beside = None if baseline is None else baseline.resolve().name
+    record = {
+        "plan_digest": manifest.plan_digest,
+        "measured": when,
+        "baseline": beside,
+        "scores": scores,
+        "measured_on": result["measured_on"],
+    }
+    texts = {EVALUATION_FILE: json.dumps(record, indent=1) + "\n"}
+    page = folder / REPORT_FILE
+    block = block_of(scores, beside, when)
+    try:
+        if page.is_file():
+            texts[REPORT_FILE] = BLOCK.sub(lambda _: block, page.read_text("utf-8"))
+        manifests.replace_files(folder, texts)
+    except OSError as error:
+        log.warning("the scores are not kept in %s: %s", folder, error.strerror)
+
+
+def keep_suite(
+    folder: Path,
+    table: Sequence[Mapping[str, object]],
+    measured_on: object,
+    baseline: Path | None,
+) -> None:
+    """``keep`` for the rows of ``run_suite``'s ``scores``."""
+    result: dict[str, object] = {"measured_on": measured_on}
+    for row in table:
+        name = OF_SUITE.get((str(row["task"]), str(row["metric"])))
+        if name is not None:
+            result[name] = row["engine"]
+        if name == "perplexity":
+            result["perplexity_ratio"] = row["ratio"]
+    keep(folder, result, baseline)
+
+
+def read(folder: Path, manifest: Manifest) -> dict[str, float]:
+    """The scores that were kept of this engine; empty where there are none, or where
+    they are of another plan."""
+    try:
+        record = json.loads((folder / EVALUATION_FILE).read_text("utf-8"))
+        if record["plan_digest"] != manifest.plan_digest:
+            return {}
+        scores = record["scores"]
+        return {name: float(scores[name]) for name in SCORES if name in scores}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def block_of(scores: Mapping[str, float], baseline: str | None, when: str) -> str:
+    """The scores as HTML, between the marks that a later evaluation looks for."""
+    cards = ""
+    for score, (name, meaning) in SCORES.items():
+        if score in scores:
+            cards += f'<div class="card"><div class="what">{name}</div>'
+            cards += f"<b>{cell(scores[score])}</b>"
+            cards += f'<div class="how">{meaning}</div></div>'
+    beside = f", beside {escape(baseline)}" if baseline else ""
+    said = f'<p class="note">Measured by <code>kvlathe eval</code> on {when[:10]}{beside}.</p>'
+    return f'<!--measured--><div class="cards">{cards}</div>{said}<!--/measured-->'

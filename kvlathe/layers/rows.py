@@ -1,0 +1,39 @@
+"""Row-wise ops of a decoder layer: norms, and activation(gate) * up."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvlathe.layers.activations import ACTIVATIONS
+
+
+class Rows:
+    """The definition, in plain torch and float32. The exporter traces it.
+
+    A backend may pass a subclass with faster ops, which must compute the same.
+    """
+
+    def norm(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        """x [..., columns]: an RMS norm, or a layer norm where there is a ``bias``."""
+        if bias is None:
+            return self.rms_norm(x, weight, eps)
+        return self.layer_norm(x, weight, bias, eps)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight (arXiv 1910.07467)."""
+        wide = x.float()
+        wide = wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return weight * wide.to(x.dtype)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        """(x - mean) / sqrt(variance + eps) * weight + bias (arXiv 1607.06450)."""
+        wide = F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps)
+        return wide.to(x.dtype)
+
+    def gated(self, activation: str, gate: Tensor, up: Tensor) -> Tensor:
+        """activation(gate) * up, all [T, columns]. May overwrite its inputs."""
+        return ACTIVATIONS[activation](gate) * up

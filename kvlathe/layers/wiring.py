@@ -1,0 +1,28 @@
+"""Wiring: what a decoder's weights do not say of it. It travels in decoder.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """``norm``: rms or layer. ``activation``: a key of ACTIVATIONS. ``parallel``: the
+    MLP reads the layer's input, not the attention's output. ``scales``: what each
+    layer's scores are multiplied by before the softmax.
+    """
+
+    norm: str
+    norm_eps: float
+    activation: str
+    parallel: bool
+    head_dim: int
+    scales: tuple[float, ...]
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Any]) -> Wiring:
+        """JSON has lists where this has tuples."""
+        fields = dict(raw)
+        fields["scales"] = tuple(raw["scales"])
+        return cls(**fields)

@@ -1,0 +1,89 @@
+"""Sizes that a plan may name, checked before anything is computed from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from kvlathe.plan.formats import Format
+
+if TYPE_CHECKING:
+    from kvlathe.plan.plan import CompressionPlan
+
+Refuse = Callable[[str, str], None]
+
+MOST = 1 << 31
+"""Places and sizes of a page are int32 numbers in the layer table."""
+LEAST_GROUP = 16
+"""Groups along the rank are multiples of so many channels."""
+
+
+def check_sizes(plan: CompressionPlan, refuse: Refuse) -> None:
+    """The model's shape, the lanes' and groups' sizes, and every index."""
+    for field in fields(plan.model):
+        size = getattr(plan.model, field.name)
+        if not 0 < size < MOST:
+            refuse(f"the model's {field.name} is {size}", "it is a count of something")
+    if plan.model.query_heads % plan.model.kv_heads:
+        refuse(
+            f"{plan.model.query_heads} query heads share {plan.model.kv_heads} KV heads",
+            "every KV head has equally many query heads",
+        )
+    if not 0 < plan.prefill_chunk < MOST or abs(plan.seed) >= 1 << 63:
+        refuse("prefill_chunk or seed is out of range", "kernels take them as numbers")
+    _check_lane_sizes(plan, refuse)
+    for tier in plan.tiers:
+        for form in tier.formats:
+            _check_format(form, refuse)
+    _check_indices(plan, refuse)
+
+
+def _check_lane_sizes(plan: CompressionPlan, refuse: Refuse) -> None:
+    elements = 0
+    for lane in plan.lanes:
+        sizes = (lane.input_dim, lane.rank_k, lane.rank_v)
+        empty = lane.input_dim == 0 and not lane.removed
+        if empty or any(not 0 <= size < MOST for size in sizes):
+            refuse(
+                f"layer {lane.layer} head {lane.head} has the sizes {sizes}",
+                "sizes are counts of dimensions",
+            )
+        if lane.fill_from is not None and not 0 <= lane.fill_from < plan.model.kv_heads:
+            refuse(f"a lane is filled from head {lane.fill_from}", "no such head")
+        if any(not 0 <= plane < plan.model.head_dim // 2 for plane in lane.planes):
+            refuse("a lane keeps a RoPE plane that no head has", "planes are numbered")
+        elements += lane.rank_k + lane.rank_v
+    if elements * plan.page_tokens * 8 >= MOST:
+        refuse(
+            f"a page of {plan.page_tokens} tokens has {elements} numbers a token",
+            "pages are smaller than 2 GB",
+        )
+
+
+def _check_format(form: Format, refuse: Refuse) -> None:
+    least = LEAST_GROUP if form.along_rank else 1
+    if form.is_coded and not least <= form.group < MOST:
+        refuse(
+            f"groups have {form.group} elements",
+            f"they have {least} or more",
+        )
+
+
+def _check_indices(plan: CompressionPlan, refuse: Refuse) -> None:
+    if not plan.buckets:
+        refuse("the plan has no bucket", "new tokens need one")
+    for i, bucket in enumerate(plan.buckets):
+        if not bucket.lanes or any(
+            not 0 <= lane < len(plan.lanes) for lane in bucket.lanes
+        ):
+            refuse(f"bucket {i} names the lanes {bucket.lanes}", "no such lanes")
+        if len({*bucket.lanes}) != len(bucket.lanes):
+            refuse(f"bucket {i} holds a lane twice", "a lane has one place in a page")
+        source = bucket.source
+        if source is None:
+            continue
+        if not 0 <= source < len(plan.buckets):
+            refuse(f"bucket {i} seals bucket {source}", "no such bucket")
+        if plan.buckets[source].source is not None:
+            refuse(f"bucket {i} seals bucket {source}", "only fresh pages are sealed")

@@ -1,0 +1,197 @@
+"""Number formats of cached tokens: what K or V of one lane costs, and in which order.
+
+A ``Format`` answers every question about how numbers are stored; other modules ask it
+and compare no bits themselves. Its numpy form, encode and decode, is
+kvlathe/plan/codec.py. This module imports the standard library alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+Bits = Literal[32, 16, 8, 4, 2]
+Axis = Literal["rank", "token"]
+Side = Literal["k", "v"]
+
+ALIGN = 128
+"""Every part of a page begins at a multiple of so many bytes."""
+META_BYTES = 4
+"""Of one quantization group: its scale and its minimum, IEEE halves."""
+NAMES: dict[int, str] = {32: "f32", 16: "f16", 8: "u8", 4: "u4", 2: "u2"}
+"""Every number of bits that a format may have, and what it is called."""
+
+
+def aligned(size: int) -> int:
+    """The least multiple of ALIGN that holds ``size`` bytes."""
+    return -(-size // ALIGN) * ALIGN
+
+
+def groups_along_rank(rank: int, group: int) -> tuple[int, ...]:
+    """Sizes of the quantization groups of ``rank`` channels: one, or near-equal
+    multiples of 16 up to ``group``."""
+    count = -(-rank // group)
+    steps, extra = divmod(rank // 16, count)
+    return tuple(16 * (steps + (i < extra)) for i in range(count))
+
+
+def sum_bytes(bits: int, group: int) -> int:
+    """Bytes that hold the sum of ``group`` codes of ``bits`` bits."""
+    return -(-(bits + math.ceil(math.log2(group))) // 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How K or V of one lane is stored: as IEEE numbers, or in codes.
+
+    IEEE numbers (16 and 32 bits) lie [token][rank]. Codes of fewer bits come in groups
+    of ``group`` elements along ``axis``, each group with one (scale, minimum) pair:
+    [token][rank] where groups run along the rank, [rank][token] where they run along
+    the tokens of a page. ``span``: the middle part of a group's range that codes cover.
+    ``sums``: the sum of each group's codes is stored, too. IEEE numbers have no groups,
+    and ignore all four.
+    """
+
+    bits: Bits
+    axis: Axis
+    group: int
+    span: float = 1.0
+    sums: bool = False
+
+    @property
+    def name(self) -> str:
+        """For example ``u4``."""
+        return NAMES[self.bits]
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether elements are codes that a group's scale and minimum give sense to."""
+        return self.bits < 16
+
+    @property
+    def along_rank(self) -> bool:
+        """Codes whose groups lie within one token."""
+        return self.is_coded and self.axis == "rank"
+
+    @property
+    def along_tokens(self) -> bool:
+        """Codes whose groups hold one channel of several tokens."""
+        return self.is_coded and self.axis == "token"
+
+    @property
+    def token_major(self) -> bool:
+        """Whether each token's bytes are contiguous, so that single tokens can move."""
+        return not self.along_tokens
+
+    @property
+    def levels(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - 1
+
+    @property
+    def pool(self) -> str:
+        """The typed view of the cache in which the elements are read."""
+        return {32: "pool_f32", 16: "pool_f16"}.get(self.bits, "pool_u8")
+
+    @property
+    def pools(self) -> frozenset[str]:
+        """All views that are read: metadata is halves."""
+        return frozenset((self.pool, "pool_f16") if self.is_coded else (self.pool,))
+
+    @property
+    def sum_bytes(self) -> int:
+        """Bytes of one group's stored sum."""
+        return sum_bytes(self.bits, self.group)
+
+    def element_bytes(self, count: int) -> int:
+        """Bytes of ``count`` elements, without metadata."""
+        return count * self.bits // 8
+
+    def group_sizes(self, rank: int, tokens: int) -> tuple[int, ...]:
+        """Sizes of the groups along the axis, in a page of ``tokens`` tokens; empty
+        where there are none."""
+        if self.along_rank:
+            return groups_along_rank(rank, self.group)
+        if not self.is_coded:
+            return ()
+        firsts = range(0, tokens, self.group)
+        return tuple(min(self.group, tokens - first) for first in firsts)
+
+    def group_count(self, rank: int, tokens: int) -> int:
+        """Groups of one lane in a page of ``tokens`` tokens."""
+        rows = tokens if self.axis == "rank" else rank
+        return rows * len(self.group_sizes(rank, tokens))
+
+    def data_bytes(self, rank: int, tokens: int) -> int:
+        """Bytes of one lane's elements in a page, aligned."""
+        return aligned(self.element_bytes(rank * tokens))
+
+    def meta_bytes(self, rank: int, tokens: int) -> int:
+        """Bytes of one lane's metadata in a page, stored sums included, each aligned.
+        The sums lie behind the (scale, minimum) pairs."""
+        count = self.group_count(rank, tokens)
+        sums = aligned(count * self.sum_bytes) if self.sums else 0
+        return aligned(count * META_BYTES) + sums
+
+    def page_bytes(self, rank: int, tokens: int) -> int:
+        """Bytes of one lane's K or V in a page of ``tokens`` tokens."""
+        return self.data_bytes(rank, tokens) + self.meta_bytes(rank, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """The formats of K and of V, and how they are computed.
+
+    ``bits_*``, ``axis_*``, ``group_*``, ``span_*`` and ``sums`` are the fields of the
+    two formats, which ``k`` and ``v`` return.
+    ``arithmetic`` = int: QK^T and PV are taken on the codes, nothing is dequantized.
+    K's groups then run along the rank, which the product sums over; V's along the
+    tokens. Where tokens may be dropped, V's run along the rank too, and their scales go
+    into the shares (export/attention/integer.py).
+    ``rounding``: codes to the nearest, or ``stochastic``: up or down by a hash of the
+    plan's seed, the lane, the token's position and the channel (kvlathe/plan/codec.py).
+    That has no bias, and is the same however often it is done.
+    ``span_*`` below 1: coarse codes err less, because a group's ends are rare
+    (docs/auto.md).
+    ``sums``: integer products then need no symmetry of the other side
+    (export/attention/integer.py).
+    """
+
+    bits_k: Bits
+    bits_v: Bits
+    axis_k: Axis = "rank"
+    axis_v: Axis = "token"
+    group_k: int = 64
+    group_v: int = 64
+    arithmetic: Literal["float", "int"] = "float"
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    sums: bool = False
+    span_k: float = 1.0
+    span_v: float = 1.0
+
+    @property
+    def k(self) -> Format:
+        return Format(self.bits_k, self.axis_k, self.group_k, self.span_k, self.sums)
+
+    @property
+    def v(self) -> Format:
+        return Format(self.bits_v, self.axis_v, self.group_v, self.span_v, self.sums)
+
+    def of(self, side: str) -> Format:
+        """The format of K or of V: ``side`` is "k" or "v"."""
+        return self.k if side == "k" else self.v
+
+    @property
+    def formats(self) -> tuple[Format, Format]:
+        return self.k, self.v
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether K or V is stored in codes."""
+        return self.k.is_coded or self.v.is_coded
+
+    @property
+    def widest(self) -> int:
+        """The larger number of bits."""
+        return max(self.bits_k, self.bits_v)

@@ -1,0 +1,208 @@
+"""CacheLayout: every byte offset of the paged cache, computed from a plan. Python and
+C++ read the same table.
+
+    arena | page 0 | page 1 | ...                      a page is one contiguous range: one memcpy moves it
+    page  | layer 0: lane, lane, ... | layer 1: ... |  P tokens of every lane of the bucket, all layers
+          | scores |                                   where the bucket's tokens are ranked (CompressionPlan.scored)
+    lane  | K | K metadata | V | V metadata |          each part 128-byte aligned; ranks are never padded
+
+    address = base + page_id * page_stride[bucket] + slab.k          (layer and lane offsets are already in the slab)
+
+16 and 32 bit: K and V are [token][rank]. Quantized K: [token][rank] (groups along the
+rank) or [rank][token] (groups along the page's tokens), packed; likewise V. Metadata:
+one (scale, minimum) pair of IEEE halves for each group; then, 128-byte aligned, the sum
+of each group's codes where the tier stores it, little-endian in ``sum_bytes``. Scores,
+after all lanes: float32 mass [lanes of the bucket, P], then int32 position of each
+token likewise, where the plan keeps it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.plan.formats import META_BYTES, aligned
+from kvlathe.plan.placement import Placement
+from kvlathe.plan.plan import CompressionPlan
+
+TABLE_COLUMNS = (
+    "layer",
+    "head",
+    "rank_k",
+    "rank_v",
+    "k",
+    "k_meta",
+    "v",
+    "v_meta",
+    "groups_k",
+    "groups_v",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """Byte offsets of one lane from its page's start. Metadata of an unquantized part
+    has an offset and no bytes."""
+
+    k: int
+    k_meta: int
+    v: int
+    v_meta: int
+    groups_k: int
+    groups_v: int
+
+    @property
+    def k_sums(self) -> int:
+        """Where sums of K's codes begin, in tiers that store them; ``v_sums``
+        likewise."""
+        return self.k_meta + aligned(self.groups_k * META_BYTES)
+
+    @property
+    def v_sums(self) -> int:
+        return self.v_meta + aligned(self.groups_v * META_BYTES)
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    plan: CompressionPlan
+
+    @cached_property
+    def _placed(self) -> tuple[tuple[dict[int, Slab], int], ...]:
+        return tuple(self._place(b) for b in range(len(self.plan.buckets)))
+
+    def _place(self, bucket: int) -> tuple[dict[int, Slab], int]:
+        tier = self.plan.tiers[self.plan.buckets[bucket].tier]
+        p = self.plan.page_tokens
+        at, slabs = 0, {}
+        for index in sorted(self.plan.buckets[bucket].lanes):
+            lane = self.plan.lanes[index]
+            k = at
+            k_meta = k + tier.k.data_bytes(lane.rank_k, p)
+            v = k_meta + tier.k.meta_bytes(lane.rank_k, p)
+            v_meta = v + tier.v.data_bytes(lane.rank_v, p)
+            at = v_meta + tier.v.meta_bytes(lane.rank_v, p)
+            groups_k = tier.k.group_count(lane.rank_k, p)
+            groups_v = tier.v.group_count(lane.rank_v, p)
+            slabs[index] = Slab(k, k_meta, v, v_meta, groups_k, groups_v)
+        return slabs, at
+
+    def slab(self, bucket: int, lane: int) -> Slab:
+        """``lane`` is an index into plan.lanes."""
+        return self._placed[bucket][0][lane]
+
+    @cached_property
+    def page_stride(self) -> tuple[int, ...]:
+        """Bytes of a page of each bucket."""
+        return tuple(
+            size + self._score_bytes(b) for b, (_, size) in enumerate(self._placed)
+        )
+
+    def scores_at(self, bucket: int) -> int:
+        """Where the scores of a bucket begin, in bytes from its page's start."""
+        return self._placed[bucket][1]
+
+    def _score_bytes(self, bucket: int) -> int:
+        """Of a page: what ranking its tokens needs is kept with them, and counted."""
+        if not self.plan.scored(bucket):
+            return 0
+        fields = 8 if self.plan.keeps_positions else 4
+        return aligned(
+            fields * len(self.plan.buckets[bucket].lanes) * self.plan.page_tokens
+        )
+
+    def lane_table(self, bucket: int) -> npt.NDArray[np.int32]:
+        """[lanes of the bucket, TABLE_COLUMNS] int32: what C++ reads. Sorted by (layer,
+        head)."""
+        rows = []
+        for index in sorted(self.plan.buckets[bucket].lanes):
+            lane, s = self.plan.lanes[index], self.slab(bucket, index)
+            rows.append(
+                (
+                    lane.layer,
+                    lane.head,
+                    lane.rank_k,
+                    lane.rank_v,
+                    s.k,
+                    s.k_meta,
+                    s.v,
+                    s.v_meta,
+                    s.groups_k,
+                    s.groups_v,
+                )
+            )
+        return np.array(rows, np.int32).reshape(-1, len(TABLE_COLUMNS))
+
+    def bytes_per_token(self) -> float:
+        """Bytes one token costs once its page is full and, where the plan seals,
+        sealed. All padding counted."""
+        return self.bytes_for(self.long, sealed=True) / self.long
+
+    @property
+    def long(self) -> int:
+        """Tokens of the sequence that ``bytes_per_token`` is of: very many or, where
+        there is a budget, the most."""
+        return self.plan.model.max_positions if self.bounded else 1 << 20
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a token costs less, the longer its sequence is."""
+        return any(bucket.tokens.drops for bucket in self.plan.buckets)
+
+    def described(self) -> list[tuple[int, str, str, int, int, str]]:
+        """For people, of each bucket: its number, number format, layers, lanes, bytes
+        of a page, which tokens."""
+        rows = []
+        for i, bucket in enumerate(self.plan.buckets):
+            tier, rule = self.plan.tiers[bucket.tier], bucket.tokens
+            k, v = tier.formats
+            same = k.bits == v.bits
+            bits = f"{k.bits} bit" if same else f"K {k.bits} bit, V {v.bits} bit"
+            layers = sorted({self.plan.lanes[lane].layer for lane in bucket.lanes})
+            where = f"{layers[0]} to {layers[-1]}" if layers[1:] else str(layers[0])
+            tokens = "until they are sealed" if self.plan.cold(i) else rule.words
+            rows.append(
+                (i, bits, where, len(bucket.lanes), self.page_stride[i], tokens)
+            )
+        return rows
+
+    def bytes_for(self, tokens: int, sealed: bool = False) -> int:
+        """Bytes of all pages that hold a sequence of ``tokens`` tokens (a decode in
+        progress: hot tail included).
+
+        With ``sealed`` the hot pages of a plan that seals are not counted (the limit of
+        a long sequence).
+        """
+        total = 0
+        for b, held in enumerate(self.all_held(tokens)):
+            if not (sealed and self.plan.cold(b)):
+                pages = -(-held // self.plan.page_tokens)
+                total += pages * self.page_stride[b]
+        return total
+
+    @cached_property
+    def placements(self) -> tuple[Placement, ...]:
+        """Of the fresh buckets, in order."""
+        return tuple(
+            self.plan.placement(b)
+            for b, bucket in enumerate(self.plan.buckets)
+            if bucket.source is None
+        )
+
+    def all_held(self, tokens: int) -> list[int]:
+        """Tokens in each bucket once ``tokens`` have reached the fresh ones and were
+        settled."""
+        held = [0] * len(self.plan.buckets)
+        for placed in self.placements:
+            for bucket, count in zip(placed.buckets, placed.held(tokens), strict=True):
+                held[bucket] = count
+        return held
+
+    def held(self, bucket: int, tokens: int) -> int:
+        """``all_held`` of one bucket."""
+        source = self.plan.buckets[bucket].source
+        fresh = bucket if source is None else source
+        placed = next(x for x in self.placements if x.buckets[0] == fresh)
+        return placed.held(tokens)[placed.buckets.index(bucket)]

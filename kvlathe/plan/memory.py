@@ -1,0 +1,45 @@
+"""The bytes that a server needs, as plain rows: for ``kvlathe inspect``, for a build's
+result and for the report."""
+
+from __future__ import annotations
+
+from kvlathe.plan.demand import PageDemand
+from kvlathe.plan.layout import CacheLayout
+
+LENGTHS = (1024, 4096)
+"""Tokens of the rows, beside the longest sequence."""
+HOST_BYTES = 4
+"""Of an element of the hidden states that wait on the host."""
+
+
+def memory_table(
+    layout: CacheLayout, max_seq_len: int, max_batch_size: int
+) -> list[dict[str, int]]:
+    """A row for each length. All but the length and the batch in bytes:
+
+    ``steady``: pages that one sequence of ``tokens`` tokens holds. ``peak``: the most
+    that it needs at one time where nearly all of it is a prompt. ``batch_steady`` and
+    ``batch_peak``: of ``batch`` such sequences, all at their peak at once.
+    ``uncompressed``: the model's K and V of one sequence in 16 bit.
+    ``host``: hidden states that one prompt leaves on the host between its stages.
+    """
+    lengths = sorted({n for n in LENGTHS if n < max_seq_len} | {max_seq_len})
+    return [_row(layout, tokens, max_batch_size) for tokens in lengths]
+
+
+def _row(layout: CacheLayout, tokens: int, batch: int) -> dict[str, int]:
+    demand, model = PageDemand(layout), layout.plan.model
+    steady = layout.bytes_for(tokens)
+    peak = max(demand.bytes(pages) for pages in demand.moments(tokens))
+    numbers = 2 * model.layers * model.kv_heads * model.head_dim * tokens
+    staged = len(layout.plan.passes(tokens)) > 1
+    return {
+        "tokens": tokens,
+        "batch": batch,
+        "steady": steady,
+        "peak": peak,
+        "batch_steady": batch * steady,
+        "batch_peak": batch * peak,
+        "uncompressed": 2 * numbers,
+        "host": tokens * model.hidden_size * HOST_BYTES if staged else 0,
+    }

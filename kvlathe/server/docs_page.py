@@ -1,0 +1,70 @@
+"""The page /docs: the API's description as a table of fields for each path. It loads
+nothing from elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+TEMPLATE = Path(__file__).with_name("docs.html.j2")
+Schema = dict[str, Any]
+
+
+def docs_page(api: Schema) -> str:
+    """HTML of an OpenAPI document."""
+    operations = [
+        operation(api, method.upper(), path, said)
+        for path, methods in api["paths"].items()
+        for method, said in methods.items()
+    ]
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True)
+    template = environment.from_string(TEMPLATE.read_text("utf-8"))
+    return template.render(info=api["info"], operations=operations)
+
+
+def operation(api: Schema, method: str, path: str, said: Schema) -> Schema:
+    """One path and method, as the template shows it."""
+    content = said.get("requestBody", {}).get("content", {})
+    body = resolved(api, content.get("application/json", {}).get("schema", {}))
+    required = body.get("required", [])
+    fields = [
+        {
+            "name": name,
+            "type": type_of(api, schema),
+            "required": name in required,
+            "description": schema.get("description", ""),
+        }
+        for name, schema in body.get("properties", {}).items()
+    ]
+    statuses = [
+        (status, response.get("description", ""))
+        for status, response in said.get("responses", {}).items()
+    ]
+    return {
+        "method": method,
+        "path": path,
+        "description": said.get("description") or said.get("summary", ""),
+        "fields": fields,
+        "statuses": sorted(statuses),
+    }
+
+
+def resolved(api: Schema, schema: Schema) -> Schema:
+    """The schema that a reference names, or the schema itself."""
+    if "$ref" not in schema:
+        return schema
+    name = schema["$ref"].rsplit("/", 1)[1]
+    return api["components"]["schemas"][name]
+
+
+def type_of(api: Schema, schema: Schema) -> str:
+    """The types that a value may have, in words."""
+    choices = schema.get("anyOf")
+    if choices:
+        names = [type_of(api, choice) for choice in choices]
+        return " or ".join(dict.fromkeys(name for name in names if name != "null"))
+    if schema.get("type") == "array":
+        return f"list of {type_of(api, schema.get('items', {}))}"
+    return resolved(api, schema).get("type", "any")

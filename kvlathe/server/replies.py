@@ -1,0 +1,112 @@
+"""What clients hear: the OpenAI API's answers, for its description at /docs."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, Field
+
+
+class Usage(BaseModel):
+    """Tokens. A prompt with several choices counts once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+FinishReason = Literal["stop", "length"]
+
+
+class CompletionLogprobs(BaseModel):
+    """One entry for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None] = Field(
+        description="Of the model before any sampling parameter."
+    )
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int] = Field(
+        description="Where the token begins, in characters of the text."
+    )
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+class Completion(BaseModel):
+    """Also the form of a stream's chunks, whose texts add up."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int = Field(description="Unix seconds.")
+    model: str
+    system_fingerprint: str = Field(description="Of the compression plan.")
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class Likely(BaseModel):
+    token: str
+    logprob: float
+    bytes: list[int] | None = Field(
+        description="UTF-8. Those of successive tokens make up the text."
+    )
+
+
+class TokenReport(Likely):
+    top_logprobs: list[Likely]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenReport]
+
+
+class Reply(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: Reply
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+
+
+class ChatCompletion(BaseModel):
+    """Chunks of a stream have object chat.completion.chunk, and delta in place of
+    message."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int = Field(description="Unix seconds.")
+    model: str
+    system_fingerprint: str = Field(description="Of the compression plan.")
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["kvlathe"] = "kvlathe"
+    max_model_len: int = Field(description="Tokens of prompt and answer together.")
+    kv_bytes_per_token: float
+    kv_bytes_removed: float = Field(
+        description="Share of the uncompressed cache's bytes, same number format."
+    )
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Health(BaseModel):
+    status: Literal["ok", "draining", "dead"]

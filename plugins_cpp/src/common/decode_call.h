@@ -1,0 +1,26 @@
+// A call of attend_decode as every backend sees it: checked, and its parts' lanes merged by head.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "common/lanes.h"
+#include "common/refusal.h"
+
+namespace kvlathe {
+
+// One KV head of the call: its ranks, where it starts in a row of q and of o, and its lane in each
+// part (null: none there).
+struct Head {
+  int32_t rank_k, rank_v;
+  int64_t q_offset, o_offset;
+  const LaneRow* lane[KVLATHE_MAX_PARTS];
+};
+
+// Checks sizes, alignment and table rows; returns the union of the parts' heads in head order.
+std::vector<Head> checked_heads(const kvlathe_attend_decode_args& args);
+
+// The same for a call that is only planned: q and o may be null.
+std::vector<Head> checked_lanes(const kvlathe_attend_decode_args& args);
+
+}  // namespace kvlathe

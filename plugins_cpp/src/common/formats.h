@@ -1,0 +1,99 @@
+// The number formats of cached tokens: the one place where C++ and CUDA ask what a format is.
+//
+// A format is (bits, axis, group). 32 and 16 bits are floats. 8, 4 and 2 bits are codes with a
+// scale and a minimum for each group of elements, x = scale * code + minimum:
+//
+//   axis rank    a row is a token: [token][rank], groups along the channels
+//   axis token   a row is a channel: [rank][token], groups along the page's tokens
+//
+// The same facts in Python: kvlathe/plan/formats.py. A new format starts in these two files.
+#pragma once
+
+#include <cstdint>
+
+#include "kvlathe/abi.h"
+
+#if defined(__CUDACC__)
+#define KVLATHE_ANYWHERE __host__ __device__
+#else
+#define KVLATHE_ANYWHERE
+#endif
+
+namespace kvlathe {
+
+// Codes with metadata, or else floats.
+KVLATHE_ANYWHERE constexpr bool is_quantized(int bits) { return bits < 16; }
+
+KVLATHE_ANYWHERE constexpr bool is_width(int bits) {
+  return bits == 32 || bits == 16 || bits == 8 || bits == 4 || bits == 2;
+}
+
+// Below 8 bits a byte holds several codes, the first in its low bits.
+KVLATHE_ANYWHERE constexpr bool is_packed(int bits) { return bits < 8; }
+KVLATHE_ANYWHERE constexpr int codes_per_byte(int bits) { return 8 / bits; }
+
+// The largest code: the steps between a group's minimum and its maximum.
+KVLATHE_ANYWHERE constexpr int levels_of(int bits) { return (1 << bits) - 1; }
+
+// Bytes of one lane's codes (or elements) of K or V in a page.
+KVLATHE_ANYWHERE constexpr int64_t slab_bytes(int64_t rank, int64_t page_tokens, int64_t bits) {
+  return rank * page_tokens * bits / 8;
+}
+
+// A group's metadata: two IEEE halves, (scale, minimum).
+constexpr int kPairBytes = 4;
+
+// The sum of a group's codes, where a format stores it: in as many bytes as the largest sum takes.
+inline int sum_bytes(int bits, int group) {
+  int log = 0;
+  while ((1 << log) < group) ++log;
+  return (bits + log + 7) / 8;
+}
+
+// Sums lie behind the metadata of `groups` groups, at the next multiple of 128 bytes.
+inline int64_t sums_at(int64_t meta, int64_t groups) {
+  return meta + (kPairBytes * groups + 127) / 128 * 128;
+}
+
+// Groups along the rank: near-equal multiples of 16 channels (groups_along_rank of
+// kvlathe/plan/formats.py). The first `extra` have steps + 1 times 16 channels, the others steps
+// times 16.
+struct RankGroups {
+  int count, steps, extra;
+
+  RankGroups(int rank, int group)
+      : count((rank + group - 1) / group), steps(rank / 16 / count), extra(rank / 16 % count) {}
+
+  // Of channels 16 step .. 16 step + 15.
+  int of_step(int step) const {
+    const int in_wide = extra * (steps + 1);
+    return step < in_wide ? step / (steps + 1) : extra + (step - in_wide) / steps;
+  }
+};
+
+// Groups along the tokens: the last one has what is left of the page.
+inline int token_groups(int page_tokens, int group) { return (page_tokens + group - 1) / group; }
+
+// How one bucket writes K, or V.
+struct Format {
+  int32_t bits, axis, group;
+
+  bool quantized() const { return is_quantized(bits); }
+  bool by_channel() const { return quantized() && axis == KVLATHE_AXIS_TOKEN; }
+};
+
+// Of a kvlathe_part, or of a bucket in a layer's table.
+template <class Bucket>
+Format format_k(const Bucket& bucket) {
+  return {bucket.bits_k, bucket.axis_k, bucket.group_k};
+}
+template <class Bucket>
+Format format_v(const Bucket& bucket) {
+  return {bucket.bits_v, bucket.axis_v, bucket.group_v};
+}
+template <class Bucket>
+bool any_quantized(const Bucket& bucket) {
+  return is_quantized(bucket.bits_k) || is_quantized(bucket.bits_v);
+}
+
+}  // namespace kvlathe

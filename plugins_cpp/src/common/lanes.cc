@@ -1,0 +1,65 @@
+#include "common/lanes.h"
+
+#include <algorithm>
+#include <iterator>
+#include <string>
+
+#include "common/limits.h"
+
+namespace kvlathe {
+
+const LaneRow* find_lane(const kvlathe_part& part, const LaneRow& lane) {
+  for (int32_t i = 0; i < part.lane_count; ++i) {
+    const LaneRow& row = lanes_of(part)[i];
+    if (row.layer != lane.layer || row.head != lane.head) continue;
+    return row.rank_k == lane.rank_k && row.rank_v == lane.rank_v ? &row : nullptr;
+  }
+  return nullptr;
+}
+
+bool is_rank(int32_t rank) { return rank > 0 && rank % kRankMultiple == 0 && rank <= kMostRank; }
+
+void check_format(const Format& format) {
+  require(is_width(format.bits), KVLATHE_BAD_ARGUMENT,
+          "a bucket has " + std::to_string(format.bits) + " bits: 32, 16, 8, 4 or 2 are possible");
+  if (!format.quantized()) return;
+  require(format.axis == KVLATHE_AXIS_RANK || format.axis == KVLATHE_AXIS_TOKEN,
+          KVLATHE_BAD_ARGUMENT, "a bucket's axis is neither rank nor token");
+  require(format.group > 0 && format.group % kRankMultiple == 0, KVLATHE_UNSUPPORTED,
+          "a quantization group is no multiple of 16");
+}
+
+void check_lane(const LaneRow& row, int32_t bits_k, int32_t bits_v, int64_t page_tokens,
+                int64_t page_stride) {
+  const auto where = [&] {
+    return "the lane of layer " + std::to_string(row.layer) + " head " + std::to_string(row.head);
+  };
+  if (!is_rank(row.rank_k) || !is_rank(row.rank_v)) {
+    throw Refusal(KVLATHE_BAD_ARGUMENT,
+                  where() + " has ranks that are no multiples of 16 up to 1024");
+  }
+  for (int32_t offset : {row.k, row.k_meta, row.v, row.v_meta}) {
+    if (offset >= 0 && offset % kOffsetBytes == 0) continue;
+    throw Refusal(KVLATHE_MISALIGNED, where() + " has an offset that is no multiple of 128 bytes");
+  }
+  const int64_t ends[] = {
+      row.k + slab_bytes(row.rank_k, page_tokens, bits_k),
+      row.v + slab_bytes(row.rank_v, page_tokens, bits_v),
+      row.k_meta + kPairBytes * int64_t{row.groups_k},
+      row.v_meta + kPairBytes * int64_t{row.groups_v},
+  };
+  if (*std::max_element(std::begin(ends), std::end(ends)) > page_stride) {
+    throw Refusal(KVLATHE_TOO_SMALL, where() + " ends past the page stride");
+  }
+}
+
+void check_lanes(const kvlathe_part& part, int64_t page_tokens) {
+  require(part.lanes && part.lane_count >= 1, KVLATHE_BAD_ARGUMENT, "a part has no lanes");
+  check_format(format_k(part));
+  check_format(format_v(part));
+  for (int32_t i = 0; i < part.lane_count; ++i) {
+    check_lane(lanes_of(part)[i], part.bits_k, part.bits_v, page_tokens, part.page_stride);
+  }
+}
+
+}  // namespace kvlathe

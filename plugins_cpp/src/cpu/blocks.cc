@@ -1,0 +1,90 @@
+// A sequence's cached tokens as blocks of at most 64, each in one page, and where their K and V
+// lie.
+//
+//     bucket 0  | page 7          | page 2     |      blocks 0 1 2 3 4 5 6
+//     bucket 1  | page 4   |                          blocks 7 8
+//
+// Blocks are numbered through the buckets that hold the lane; a bucket's last block may be short.
+#include <algorithm>
+
+#include "cpu/step.h"
+
+namespace kvlathe {
+namespace {
+
+// While `rows` are read, `next` is fetched, its metadata too where it follows at once. Long slabs
+// are left to the processor.
+void fetch_next(Rows& rows, const Rows& next) {
+  constexpr int64_t kLong = 16384;
+  const auto* meta = reinterpret_cast<const uint8_t*>(next.meta);
+  int64_t size = next.rows * next.stride;
+  if (size > kLong) return;
+  if (is_quantized(next.bits) && meta - next.data >= size && meta - next.data < size + 128) {
+    size = meta - next.data + 2 * next.rows * next.meta_stride;
+  }
+  rows.ahead = next.data;
+  rows.ahead_step = (size + rows.rows - 1) / rows.rows;
+}
+
+}  // namespace
+
+Rows AttendStep::rows(int32_t b, int32_t h, const Block& at, bool keys) const {
+  const Bucket& bucket = layer.buckets[at.bucket];
+  const LaneRow& row = *bucket.rows[h];
+  const int32_t page_tokens = layer.head.page_tokens;
+  const int64_t within = at.first % page_tokens;
+  const uint8_t* start = page(b, at.bucket, at.first);
+  if (keys)
+    return rows_of(start, row.k, row.k_meta, row.rank_k, format_k(bucket), page_tokens, within,
+                   at.count);
+  return rows_of(start, row.v, row.v_meta, row.rank_v, format_v(bucket), page_tokens, within,
+                 at.count);
+}
+
+// Blocks of lane h that a query sees which may look at the first `limit` tokens of its fresh
+// bucket.
+int64_t AttendStep::blocks(int32_t b, int32_t h, int64_t limit) const {
+  int64_t total = 0;
+  for (int32_t s = 0; s < layer.head.buckets; ++s) {
+    const int64_t tokens = s == layer.lanes[h].fresh ? limit : cached(b, s);
+    if (layer.buckets[s].rows[h]) total += (tokens + block - 1) / block;
+  }
+  return total;
+}
+
+// Those numbered begin .. end - 1.
+std::vector<Block>& AttendStep::list_blocks(int32_t b, int32_t h, int64_t limit, int64_t begin,
+                                            int64_t end) const {
+  thread_local std::vector<Block> list;
+  list.clear();
+  int64_t at = 0;
+  for (int32_t s = 0; s < layer.head.buckets; ++s) {
+    if (!layer.buckets[s].rows[h]) continue;
+    const int64_t tokens = s == layer.lanes[h].fresh ? limit : cached(b, s),
+                  count = (tokens + block - 1) / block;
+    for (int64_t i = std::max<int64_t>(begin - at, 0); i < std::min(end - at, count); ++i) {
+      list.push_back({s, i * block, int32_t(std::min<int64_t>(block, tokens - i * block))});
+    }
+    at += count;
+  }
+  return list;
+}
+
+// K and V of every block and lane, in the order in which they lie in the pages: (block, lane, K
+// then V).
+std::vector<Rows>& AttendStep::list_slabs(const Item& item,
+                                          const std::vector<Block>& blocks) const {
+  constexpr size_t kAhead = 2;  // slabs
+  thread_local std::vector<Rows> list;
+  list.clear();
+  for (const Block& at : blocks) {
+    for (int32_t i = item.lane; i < item.lane_end; ++i) {
+      for (const bool keys : {true, false})
+        list.push_back(rows(item.sequence, layer.order[i], at, keys));
+    }
+  }
+  for (size_t i = 0; i + kAhead < list.size(); ++i) fetch_next(list[i], list[i + kAhead]);
+  return list;
+}
+
+}  // namespace kvlathe

@@ -1,0 +1,101 @@
+// Writing rows into a page: floats, and codes with their (scale, minimum) to the bit of
+// kvlathe/plan/codec.py. Included by kernels.cc only.
+#pragma once
+
+#include "common/formats.h"
+#include "cpu/rows_ahead.h"
+#include "cpu/vector.h"
+
+namespace kvlathe {
+namespace {
+
+void store_row(const float* src, const float* centre, int n, int bits, void* dst) {
+  for (int i = 0; i < n; i += kLanes) {
+    const Floats x = centre ? load(src + i) - load(centre + i) : load(src + i);
+    if (bits == 32) {
+      store(static_cast<float*>(dst) + i, x);
+    } else {
+      store_half(static_cast<uint16_t*>(dst) + i, x);
+    }
+  }
+}
+
+void pack(const uint8_t* codes, int bits, int count, uint8_t* out) {
+  const int each = codes_per_byte(bits);
+  for (int i = 0; i < count / each; ++i) {
+    int byte = 0;
+    for (int j = 0; j < each; ++j) byte |= codes[each * i + j] << (bits * j);
+    out[i] = uint8_t(byte);
+  }
+}
+
+// MurmurHash3's finalizer (mixed of kvlathe/plan/codec.py).
+inline UnsignedInts mixed(UnsignedInts x) {
+  x = (x ^ (x >> 16)) * 0x85EBCA6Bu;
+  x = (x ^ (x >> 13)) * 0xC2B2AE35u;
+  return x ^ (x >> 16);
+}
+
+// Noise in [0, 1) of kLanes elements from the hashes of their tokens and their channels.
+inline Floats noise_of(UnsignedInts token, UnsignedInts channel) {
+  const Ints bits = (Ints)(mixed((token ^ channel) + 0x9E3779B9u) >> 8);
+  return __builtin_convertvector(bits, Floats) * 5.9604644775390625e-8f;
+}
+
+// floor(x + noise), exactly: the part behind the point and 1 - noise have no rounding error.
+inline Floats drawn(Floats x, Floats noise) {
+  const Floats whole = __builtin_convertvector(__builtin_convertvector(x, Ints), Floats);
+  return x - whole >= 1.f - noise ? whole + 1.f : whole;
+}
+
+// (scale, minimum) of elements begin .. end - 1 as halves, without contraction: they are
+// kvlathe/plan/codec.py's to the bit.
+void choose_pair(const float* x, int begin, int end, float levels, const Coding& coding,
+                 uint16_t* pair) {
+  Floats low = load(x + begin), high = low;
+  for (int i = begin; i < end; i += kLanes)
+    low = -larger(-low, -load(x + i)), high = larger(high, load(x + i));
+  const float least = -largest(-low), width = largest(high) - least;
+  volatile float below = width * coding.edge;
+  pair[0] = to_half(width * coding.span / levels);
+  pair[1] = to_half(least + below);
+}
+
+// The codes are chosen for the scale and minimum as halves, as kvlathe/plan/codec.py does.
+void quantize(const float* x, int64_t ldx, const Rows& rows, const Coding& coding) {
+  const float levels = float(levels_of(rows.bits)), round = 12582912.f;
+  UnsignedInts count_up;
+  for (int i = 0; i < kLanes; ++i) count_up[i] = uint32_t(i);
+  uint8_t* next_sum = coding.sums;
+  uint8_t codes[1024];
+  for (int r = 0; r < rows.rows; ++r, x += ldx) {
+    auto* meta = const_cast<uint16_t*>(rows.meta + r * rows.meta_stride);
+    for (int chunk = 0, end; chunk < rows.inner / 16; chunk = end) {
+      end = group_end(rows, chunk);
+      uint16_t* pair = meta + 2 * rows.group_of[chunk];
+      choose_pair(x, 16 * chunk, 16 * end, levels, coding, pair);
+      const float scale = from_half(pair[0]), minimum = from_half(pair[1]);
+      for (int i = 16 * chunk; i < 16 * end; i += kLanes) {
+        Floats code{};
+        if (scale > 0) code = (load(x + i) - minimum) / scale;
+        code = -larger(-larger(code, Floats{}), all(-levels));
+        if (!coding.noise) {
+          code = code + round - round;
+        } else if (rows.by_channel) {
+          code = drawn(code, noise_of(load(coding.noise + i), UnsignedInts{} + uint32_t(r)));
+        } else {
+          code = drawn(code, noise_of(UnsignedInts{} + coding.noise[r], count_up + uint32_t(i)));
+        }
+        store_bytes(codes + i, code);
+      }
+      if (!coding.sums) continue;
+      uint32_t sum = 0;
+      for (int i = 16 * chunk; i < 16 * end; ++i) sum += codes[i];
+      for (int byte = 0; byte < coding.sum_bytes; ++byte) *next_sum++ = uint8_t(sum >> (8 * byte));
+    }
+    pack(codes, rows.bits, rows.inner, const_cast<uint8_t*>(rows.data) + r * rows.stride);
+  }
+}
+
+}  // namespace
+}  // namespace kvlathe

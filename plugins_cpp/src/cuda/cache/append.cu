@@ -1,0 +1,315 @@
+// A layer's fresh tokens: RoPE, projection, centre, rounding, and each row to its place.
+//
+// A block takes 16 rows of one lane: query heads of a few tokens (z = 0) or keys of 16 tokens (z =
+// 1, which also moves the values). The rows are turned on their way into shared memory and
+// multiplied there with the lane's matrix on tensor cores.
+#include <algorithm>
+#include <limits>
+
+#include "common/layer_table.h"
+#include "common/limits.h"
+#include "cuda/decode/params.h"
+#include "cuda/device.cuh"
+#include "cuda/host.h"
+#include "kvlathe/cache.h"
+
+namespace kvlathe::cuda {
+namespace {
+
+constexpr int kRows = 16;  // the M of mma.m16n8k16
+constexpr int kWarps = 8;
+constexpr int kMaxInput = 256;  // dims of a lane before the projection
+constexpr int kPad = 8;  // elements between rows in shared memory: ldmatrix without bank conflicts
+
+struct AppendLane {
+  int32_t q_at, k_at, v_at, q_out_at, rows_k_at, rows_v_at;  // elements
+  int32_t k, v;                                              // bytes from the page's start
+  int32_t planes_at;                                         // 0: pair i turns by plane i
+  uint16_t input_dim, rank_k, rank_v;
+  uint8_t rope, projected, fresh, index;
+};
+
+struct AppendTable {
+  const int32_t* pages;
+  int64_t page_stride;
+  int32_t width;
+};
+
+struct AppendParams {
+  const uint16_t *q, *k, *v, *cos, *sin, *proj_q, *proj_k, *centre_k;
+  int64_t q_stride, k_stride, v_stride, q_out_stride, rows_stride;
+  const int32_t *sequence_of, *visible, *layout;
+  char* pool;
+  uint16_t *q_out, *rows;
+  int32_t tokens, buckets, group_size, page_tokens, planes, proj_rows, proj_columns;
+  AppendTable table[KVLATHE_MAX_PARTS];
+  AppendLane lane[KVLATHE_MAX_HEADS];
+};
+static_assert(sizeof(AppendParams) <= 4096);
+
+__host__ __device__ inline int padded(int n) { return (n + 15) / 16 * 16; }
+
+// Where token `t` of the step puts its row of a lane's K or V (rank elements a token, at byte
+// `offset` of the page).
+__device__ char* place_of(const AppendParams& p, const AppendLane& lane, int t, int offset,
+                          int rank) {
+  const AppendTable& table = p.table[lane.fresh];
+  const int place = p.visible[int64_t{t} * p.buckets + lane.fresh] - 1;
+  const int64_t page = table.pages[int64_t{p.sequence_of[t]} * table.width + place / p.page_tokens];
+  return p.pool + page * table.page_stride + offset + place % p.page_tokens * rank * 2;
+}
+
+// A row of a lane's input, turned, into shared memory; zeros up to `inner`. One warp; kPairs pairs
+// a lane are in flight.
+template <class E>
+__device__ void turn_row(const AppendParams& p, const AppendLane& lane, const uint16_t* from, int t,
+                         int inner, uint16_t* to) {
+  constexpr int kPairs = 2;
+  const int half = lane.input_dim / 2;
+  const uint16_t *cos = p.cos + int64_t{t} * p.planes, *sin = p.sin + int64_t{t} * p.planes;
+  for (int first = threadIdx.x % 32; first < half; first += 32 * kPairs) {
+    uint16_t a[kPairs], b[kPairs], c[kPairs], s[kPairs];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int pair = min(first + 32 * i, half - 1),
+                plane = lane.planes_at ? p.layout[lane.planes_at + pair] : pair;
+      a[i] = from[pair], b[i] = from[pair + half];
+      if (lane.rope) c[i] = cos[plane], s[i] = sin[plane];
+    }
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const int pair = first + 32 * i;
+      if (pair >= half) continue;
+      const float x = E::widen(a[i]), y = E::widen(b[i]), u = E::widen(c[i]), v = E::widen(s[i]);
+      to[pair] = lane.rope ? E::round(x * u - y * v) : a[i];
+      to[pair + half] = lane.rope ? E::round(y * u + x * v) : b[i];
+    }
+  }
+  for (int i = lane.input_dim + threadIdx.x % 32; i < inner; i += 32) to[i] = 0;
+}
+
+// The lane's matrix [padded input_dim, rank_k] into shared memory; rows past input_dim are zeros.
+__device__ void fetch_matrix(const AppendParams& p, const AppendLane& lane, const uint16_t* matrix,
+                             uint16_t* shared) {
+  const int chunks = lane.rank_k / 8, count = padded(lane.input_dim) * chunks;
+  matrix += int64_t{lane.index} * p.proj_rows * p.proj_columns;
+  for (int i = threadIdx.x; i < count; i += blockDim.x) {
+    const int row = i / chunks, chunk = i % chunks;
+    copy16(shared_address(shared + row * (lane.rank_k + kPad) + chunk * 8),
+           matrix + int64_t{row} * p.proj_columns + chunk * 8, row < lane.input_dim);
+  }
+  close_copy_group();
+}
+
+// out [16, rank] = x [16, inner] * matrix [inner, rank] - centre, rounded; all in shared memory but
+// the centre.
+template <class E>
+__device__ void multiply(const uint16_t* x, const uint16_t* matrix, const uint16_t* centre,
+                         uint16_t* out, int inner, int rank) {
+  const int lane = threadIdx.x % 32;
+  for (int column = threadIdx.x / 32 * 16; column < rank; column += kWarps * 16) {
+    float sums[2][4] = {};
+    for (int step = 0; step < inner; step += 16) {
+      uint32_t a[4], b[4];
+      load_matrices(a, shared_address(x + lane % 16 * (inner + kPad) + step + lane / 16 * 8));
+      load_matrices_transposed(
+          b, shared_address(matrix + (step + lane % 16) * (rank + kPad) + column + lane / 16 * 8));
+      E::multiply(sums[0], a, b[0], b[1]);
+      E::multiply(sums[1], a, b[2], b[3]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int row = lane / 4 + i / 2 % 2 * 8, c = column + i / 4 * 8 + lane % 4 * 2 + i % 2;
+      out[row * (rank + kPad) + c] =
+          E::round(sums[i / 4][i % 4] - (centre ? E::widen(centre[c]) : 0.f));
+    }
+  }
+}
+
+__device__ void copy_row(void* to, const void* from, int elements, int begin, int step) {
+  for (int i = begin; i < elements / 8; i += step)
+    static_cast<uint4*>(to)[i] = static_cast<const uint4*>(from)[i];
+}
+
+__device__ void append_values(const AppendParams& p, const AppendLane& lane, int first, int count) {
+  const int warp = threadIdx.x / 32;
+  for (int i = warp; i < count; i += kWarps) {
+    const int t = first + i;
+    if (p.sequence_of[t] < 0) continue;
+    const uint16_t* from = p.v + t * p.v_stride + lane.v_at;
+    copy_row(place_of(p, lane, t, lane.v, lane.rank_v), from, lane.rank_v, threadIdx.x % 32, 32);
+    if (p.rows)
+      copy_row(p.rows + t * p.rows_stride + lane.rows_v_at, from, lane.rank_v, threadIdx.x % 32,
+               32);
+  }
+}
+
+template <class E>
+__global__ void __launch_bounds__(kWarps * 32) append_rows(const __grid_constant__ AppendParams p) {
+  extern __shared__ __align__(128) uint16_t shared[];  // matrix | x [16, inner] | out [16, rank]
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::
+                   : "memory");  // attention may prepare itself and wait for the end
+#endif
+  const AppendLane& lane = p.lane[blockIdx.y];
+  const bool keys = blockIdx.z;
+  const int heads = keys ? 1 : p.group_size, inner = padded(lane.input_dim), rank = lane.rank_k;
+  const int first = blockIdx.x * kRows, rows = min(kRows, p.tokens * heads - first);
+  if (rows <= 0) return;
+  uint16_t *matrix = shared, *x = matrix + (lane.projected ? inner * (rank + kPad) : 0),
+           *out = x + kRows * (inner + kPad);
+  if (lane.projected) fetch_matrix(p, lane, keys ? p.proj_k : p.proj_q, matrix);
+#pragma unroll
+  for (int i = 0; i < kRows / kWarps; ++i) {
+    const int row = threadIdx.x / 32 + i * kWarps, at = first + min(row, rows - 1),
+              t = at / heads;  // rows past the last: any
+    const uint16_t* from = keys ? p.k + t * p.k_stride + lane.k_at
+                                : p.q + t * p.q_stride + lane.q_at + at % heads * lane.input_dim;
+    turn_row<E>(p, lane, from, t, inner, x + row * (inner + kPad));
+  }
+  if (keys) append_values(p, lane, first, rows);
+  wait_copy_groups<0>();
+  __syncthreads();
+  if (lane.projected) {
+    multiply<E>(x, matrix, keys ? p.centre_k + int64_t{lane.index} * p.proj_columns : nullptr, out,
+                inner, rank);
+    __syncthreads();
+  }
+  const uint16_t* done = lane.projected ? out : x;  // unprojected: rank is inner
+  for (int row = threadIdx.x / 32; row < rows; row += kWarps) {
+    const uint16_t* from = done + row * (rank + kPad);
+    const int t = (first + row) / heads, l = threadIdx.x % 32;
+    if (!keys) {
+      copy_row(p.q_out + t * p.q_out_stride + lane.q_out_at + (first + row) % heads * rank, from,
+               rank, l, 32);
+    } else if (p.sequence_of[t] >= 0) {
+      copy_row(place_of(p, lane, t, lane.k, rank), from, rank, l, 32);
+      if (p.rows) copy_row(p.rows + t * p.rows_stride + lane.rows_k_at, from, rank, l, 32);
+    }
+  }
+}
+
+// -- host ---------------------------------------------------------------------
+
+// Its products are on tensor cores, which take bfloat16 from 8.0 on.
+void check_device(int32_t element) {
+  int device = 0, major = 0;
+  check_cuda(cudaGetDevice(&device), "no CUDA device");
+  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
+             "reading a device attribute");
+  require(major >= 8 || element == KVLATHE_F16, KVLATHE_UNSUPPORTED,
+          "this device has compute capability " + std::to_string(major) + ".x: bfloat16 needs 8.0");
+}
+
+void check(const Layer& layer, const kvlathe_append_args& a) {
+  const TableHeader& t = layer.head;
+  check_version(a.abi_version);
+  check_element(a.element);
+  check_device(a.element);
+  require(a.tokens >= 0, KVLATHE_BAD_ARGUMENT, "tokens is negative");
+  require(t.hot_bits == 16, KVLATHE_UNSUPPORTED,
+          "the CUDA kernels append to 16-bit pages and the plan's hot pages have 32 bits");
+  check_bucket_count(t.buckets);
+  check_lane_count(t.lanes);
+  if (a.tokens == 0) return;
+  require(a.q && a.k && a.v && a.sequence_of && a.visible && a.page_tables && a.page_table_widths &&
+              a.pool && a.q_out,
+          KVLATHE_BAD_ARGUMENT,
+          "q, k, v, sequence_of, visible, page_tables, pool or q_out is null");
+  require(!t.rope || (a.cos && a.sin), KVLATHE_BAD_ARGUMENT,
+          "the layer has RoPE and cos or sin is null");
+  require(!t.projected || (a.proj_q && a.proj_k && a.centre_k), KVLATHE_BAD_ARGUMENT,
+          "the layer projects and a projection is null");
+  check_aligned(a.pool, 128, "the pool");
+  for (const void* pointer : {a.v, a.proj_q, a.proj_k, static_cast<const void*>(a.q_out),
+                              static_cast<const void*>(a.rows)}) {
+    check_aligned(pointer, 16, "v, a projection, q_out or rows");
+  }
+  require(a.v_stride % 8 == 0 && a.q_out_stride % 8 == 0, KVLATHE_MISALIGNED,
+          "rows of v and q_out must start at multiples of 16 bytes");
+  require(a.q_stride >= layer.q_width && a.k_stride >= layer.k_width && a.v_stride >= layer.v_width,
+          KVLATHE_TOO_SMALL, "a row of q, k or v is shorter than the lanes need");
+  for (const Bucket& bucket : layer.buckets) {
+    require(bucket.page_stride <= a.pool_bytes, KVLATHE_TOO_SMALL,
+            "the pool is smaller than one page");
+  }
+}
+
+AppendLane lane_of(const Layer& layer, size_t h, int64_t q_out_at, const kvlathe_append_args& a) {
+  const Lane& lane = layer.lanes[h];
+  const std::string where = "the lane of head " + std::to_string(lane.head);
+  check_cuda_ranks(lane.rank_k, lane.rank_v);
+  require(lane.input_dim <= kMaxInput, KVLATHE_UNSUPPORTED,
+          where + " is wider than 256 before its projection");
+  require(lane.projected || padded(lane.input_dim) == lane.rank_k, KVLATHE_BAD_ARGUMENT,
+          where + " is not projected and pads more than it must");
+  require(!lane.planes_at || a.layout, KVLATHE_BAD_ARGUMENT,
+          where + " keeps chosen RoPE planes and layout is null");
+  const LaneRow& slab = *layer.buckets[lane.fresh].rows[h];
+  AppendLane out{};
+  out.q_at = int32_t(lane.q_at), out.k_at = int32_t(lane.k_at), out.v_at = int32_t(lane.v_at),
+  out.q_out_at = int32_t(q_out_at);
+  out.rows_k_at = int32_t(lane.rows_k_at), out.rows_v_at = int32_t(lane.rows_v_at);
+  out.k = slab.k, out.v = slab.v, out.planes_at = lane.planes_at;
+  out.input_dim = uint16_t(lane.input_dim), out.rank_k = uint16_t(lane.rank_k),
+  out.rank_v = uint16_t(lane.rank_v);
+  out.rope = lane.rope != 0, out.projected = lane.projected != 0, out.fresh = uint8_t(lane.fresh),
+  out.index = uint8_t(h);
+  return out;
+}
+
+AppendParams params_of(const Layer& layer, const kvlathe_append_args& a) {
+  const TableHeader& t = layer.head;
+  const auto elements = [](const void* x) { return static_cast<const uint16_t*>(x); };
+  AppendParams p{};
+  p.q = elements(a.q), p.k = elements(a.k), p.v = elements(a.v), p.cos = elements(a.cos),
+  p.sin = elements(a.sin);
+  p.proj_q = elements(a.proj_q), p.proj_k = elements(a.proj_k), p.centre_k = elements(a.centre_k);
+  p.q_stride = a.q_stride, p.k_stride = a.k_stride, p.v_stride = a.v_stride,
+  p.q_out_stride = a.q_out_stride;
+  p.rows_stride = layer.rows_width;
+  p.sequence_of = a.sequence_of, p.visible = a.visible, p.layout = a.layout;
+  p.pool = static_cast<char*>(a.pool), p.q_out = static_cast<uint16_t*>(a.q_out),
+  p.rows = static_cast<uint16_t*>(a.rows);
+  p.tokens = a.tokens, p.buckets = t.buckets, p.group_size = t.group_size,
+  p.page_tokens = t.page_tokens, p.planes = t.planes;
+  p.proj_rows = t.input_dim, p.proj_columns = t.rank_k;
+  for (int32_t s = 0; s < t.buckets; ++s)
+    p.table[s] = {a.page_tables[s], layer.buckets[s].page_stride, a.page_table_widths[s]};
+  int64_t q_out_at = 0;
+  for (size_t h = 0; h < layer.lanes.size(); ++h) {
+    p.lane[h] = lane_of(layer, h, q_out_at, a);
+    q_out_at += int64_t{t.group_size} * layer.lanes[h].rank_k;
+  }
+  require(q_out_at <= a.q_out_stride, KVLATHE_TOO_SMALL,
+          "a row of q_out is shorter than the lanes' ranks need");
+  return p;
+}
+
+void append(const Layer& layer, const kvlathe_append_args& a) {
+  check(layer, a);
+  const AppendParams p = params_of(layer, a);
+  if (a.tokens == 0) return;
+  int elements = 0;
+  for (const AppendLane* lane = p.lane; lane < p.lane + layer.lanes.size(); ++lane) {
+    const int inner = padded(lane->input_dim), rank = lane->rank_k;
+    elements = std::max(
+        elements, (lane->projected ? inner + kRows : 0) * (rank + kPad) + kRows * (inner + kPad));
+  }
+  const dim3 grid((a.tokens * p.group_size + kRows - 1) / kRows, layer.head.lanes, 2);
+  const auto kernel = a.element == KVLATHE_F16 ? append_rows<Half> : append_rows<Bfloat>;
+  reserve_shared(kernel, elements * 2);
+  kernel<<<grid, kWarps * 32, elements * 2, static_cast<cudaStream_t>(a.stream)>>>(p);
+  check_cuda(cudaGetLastError(), "launching append");
+}
+
+}  // namespace
+}  // namespace kvlathe::cuda
+
+extern "C" int32_t kvlathe_cuda_append(const kvlathe_layer* layer, const kvlathe_append_args* args,
+                                       kvlathe_status* status) {
+  return kvlathe::run(status, [&] {
+    if (!layer || !args) throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "layer or args is null");
+    kvlathe::cuda::append(*layer, *args);
+  });
+}

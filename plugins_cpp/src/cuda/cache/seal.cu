@@ -1,0 +1,212 @@
+// Full 16-bit pages into another number format: the codes of kvlathe/plan/codec.py, bit for bit.
+//
+// A block takes K or V of one lane of one page. It reads the slab into shared memory; then one
+// thread for each quantization group finds its range, and writes its (scale, minimum) and its
+// codes. No contraction, no fast division: codes must not depend on who computes them.
+#include <algorithm>
+
+#include "common/hash.h"
+#include "cuda/cache/pages.h"
+#include "cuda/device.cuh"
+#include "kvlathe/cache.h"
+
+namespace kvlathe::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kLanesAtOnce = 256;
+constexpr int kPagesAtOnce = 512;
+
+// K or V of one lane: byte offsets from the page's start. The groups of a row: the first `extra`
+// have 16 (steps + 1) elements, the others 16 steps; along the tokens the last one has what is
+// left.
+struct SealSlab {
+  int32_t source, target, meta;
+  uint32_t key;      // of the noise
+  float span, past;  // of a group's range: what codes cover, and what lies below that
+  uint16_t rank, bits, groups, steps, extra, by_token;
+};
+
+struct SealParams {
+  char* pool;
+  int64_t source_stride, target_stride;
+  int32_t page_tokens, stochastic;
+  SealSlab slab[kLanesAtOnce][2];
+  kvlathe_cuda_seal_page page[kPagesAtOnce];
+};
+static_assert(sizeof(SealParams) <= 32764, "a kernel takes no more parameters");
+
+// One group of a row of codes: elements begin .. end - 1 along the axis.
+struct Group {
+  int row, begin, end;
+
+  __device__ Group(const SealSlab& slab, int index, int inner) {
+    row = index / slab.groups;
+    const int g = index % slab.groups, wide = g < slab.extra ? g : slab.extra;
+    begin = 16 * (slab.steps * g + wide);
+    end = min(inner, begin + 16 * (slab.steps + (g < slab.extra)));
+  }
+};
+
+template <class E>
+__device__ void seal_group(const SealParams& p, const SealSlab& slab, const Group& group, int index,
+                           const uint16_t* values, int pitch, int inner, int position, char* page) {
+  const auto value = [&](int i) {
+    return E::widen(slab.by_token ? values[i * pitch + group.row] : values[group.row * pitch + i]);
+  };
+  float low = value(group.begin), high = low;
+  for (int i = group.begin + 1; i < group.end; ++i)
+    low = fminf(low, value(i)), high = fmaxf(high, value(i));
+  const float levels = float(levels_of(slab.bits)), width = __fsub_rn(high, low);
+  const __half scale = __float2half_rn(__fdiv_rn(__fmul_rn(width, slab.span), levels));
+  const __half minimum = __float2half_rn(__fadd_rn(low, __fmul_rn(width, slab.past)));
+  reinterpret_cast<__half2*>(page + slab.meta)[index] = __halves2half2(scale, minimum);
+  const float step = __half2float(scale), from = __half2float(minimum);
+  auto* words =
+      reinterpret_cast<uint32_t*>(page + slab.target + int64_t{group.row} * inner * slab.bits / 8);
+  for (int i = group.begin; i < group.end;) {
+    uint32_t word = 0;
+    for (int shift = 0; shift < 32; shift += slab.bits, ++i) {
+      float x = step > 0 ? __fdiv_rn(__fsub_rn(value(i), from), step) : 0.f;
+      if (p.stochastic) {
+        const int token = slab.by_token ? i : group.row, channel = slab.by_token ? group.row : i;
+        const uint32_t noise =
+            hashed(hashed(slab.key, uint32_t(position + token)), uint32_t(channel)) >> 8;
+        x = float(floor(double(x) + noise * 0x1p-24));  // exact, so that no rounding decides
+      } else {
+        x = rintf(x);
+      }
+      word |= uint32_t(fminf(fmaxf(x, 0.f), levels)) << shift;
+    }
+    words[i * slab.bits / 32 - 1] = word;
+  }
+}
+
+template <class E>
+__global__ void __launch_bounds__(kThreads) seal_pages(const __grid_constant__ SealParams p) {
+  extern __shared__ __align__(128) uint16_t values[];  // [tokens, pitch]
+  const SealSlab& slab = p.slab[blockIdx.x / 2][blockIdx.x % 2];
+  const kvlathe_cuda_seal_page& job = p.page[blockIdx.y];
+  const char* source = p.pool + job.source * p.source_stride + slab.source;
+  char* page = p.pool + job.target * p.target_stride;
+  const int count = p.page_tokens * slab.rank,
+            pitch = slab.rank + 2;  // rows four bytes apart in the banks
+  if (!is_quantized(slab.bits)) {
+    for (int i = threadIdx.x; i < count / 8; i += kThreads) {
+      reinterpret_cast<uint4*>(page + slab.target)[i] = reinterpret_cast<const uint4*>(source)[i];
+    }
+    return;
+  }
+  for (int i = threadIdx.x; i < count / 2; i += kThreads) {
+    reinterpret_cast<uint32_t*>(values)[2 * i / slab.rank * pitch / 2 + i % (slab.rank / 2)] =
+        reinterpret_cast<const uint32_t*>(source)[i];
+  }
+  __syncthreads();
+  const int rows = slab.by_token ? slab.rank : p.page_tokens,
+            inner = slab.by_token ? p.page_tokens : slab.rank;
+  for (int i = threadIdx.x; i < rows * slab.groups; i += kThreads) {
+    seal_group<E>(p, slab, Group(slab, i, inner), i, values, pitch, inner, job.position, page);
+  }
+}
+
+// -- host ---------------------------------------------------------------------
+
+void set_groups(SealSlab& slab, int32_t group, int32_t page_tokens) {
+  if (slab.by_token) {
+    slab.groups = uint16_t(token_groups(page_tokens, group));
+    slab.steps = uint16_t(group / 16);
+    slab.extra = 0;
+    return;
+  }
+  const RankGroups groups(slab.rank, group);
+  slab.groups = uint16_t(groups.count);
+  slab.steps = uint16_t(groups.steps);
+  slab.extra = uint16_t(groups.extra);
+}
+
+// K (which 0) or V (1) of one lane.
+void set_slab(SealSlab& slab, const kvlathe_cuda_seal_args& a, const LaneRow& from,
+              const LaneRow& to, uint32_t which) {
+  const Format format = which ? format_v(*a.target) : format_k(*a.target);
+  const double span = which ? a.span_v : a.span_k;
+  slab.source = which ? from.v : from.k;
+  slab.target = which ? to.v : to.k;
+  slab.meta = which ? to.v_meta : to.k_meta;
+  slab.key = noise_key(a.seed, to.layer, to.head, which);
+  slab.span = float(span);
+  slab.past = float((1 - span) / 2);
+  slab.rank = uint16_t(which ? to.rank_v : to.rank_k);
+  slab.bits = uint16_t(format.bits);
+  slab.groups = 1;
+  slab.steps = slab.extra = 0;
+  slab.by_token = uint16_t(format.axis == KVLATHE_AXIS_TOKEN);
+  if (format.quantized()) set_groups(slab, format.group, a.page_tokens);
+}
+
+void set_lane(SealSlab (&slab)[2], const kvlathe_cuda_seal_args& a, const LaneRow& to) {
+  const LaneRow* from = find_lane(*a.source, to);
+  require(from, KVLATHE_BAD_ARGUMENT, "the source lacks a lane of the target");
+  set_slab(slab[0], a, *from, to, 0);
+  set_slab(slab[1], a, *from, to, 1);
+}
+
+void check(const kvlathe_cuda_seal_args& a) {
+  check_version(a.abi_version);
+  check_element(a.element);
+  require(a.source && a.target && a.page_count >= 0 && (a.pages || a.page_count == 0),
+          KVLATHE_BAD_ARGUMENT, "a part or pages is null");
+  check_pages(*a.source, a.page_tokens, a.pool, a.pool_bytes);
+  check_pages(*a.target, a.page_tokens, a.pool, a.pool_bytes);
+  require(a.span_k > 0 && a.span_k <= 1 && a.span_v > 0 && a.span_v <= 1, KVLATHE_BAD_ARGUMENT,
+          "a span is not above 0 and at most 1");
+  require(a.source->bits_k == 16 && a.source->bits_v == 16, KVLATHE_UNSUPPORTED,
+          "the source is quantized already");
+  for (int32_t i = 0; i < a.page_count; ++i) {
+    const kvlathe_cuda_seal_page& page = a.pages[i];
+    require(page.source >= 0 && page.target >= 0 &&
+                (page.source + int64_t{1}) * a.source->page_stride <= a.pool_bytes &&
+                (page.target + int64_t{1}) * a.target->page_stride <= a.pool_bytes,
+            KVLATHE_TOO_SMALL, "a page id lies outside the pool");
+  }
+}
+
+template <class E>
+void launch(const kvlathe_cuda_seal_args& a, const SealParams& p, int lanes, int pages,
+            int shared) {
+  reserve_shared(seal_pages<E>, shared);
+  seal_pages<E>
+      <<<dim3(2 * lanes, pages), kThreads, shared, static_cast<cudaStream_t>(a.stream)>>>(p);
+  check_cuda(cudaGetLastError(), "launching seal");
+}
+
+void seal(const kvlathe_cuda_seal_args& a) {
+  check(a);
+  SealParams p{static_cast<char*>(a.pool),
+               a.source->page_stride,
+               a.target->page_stride,
+               a.page_tokens,
+               a.stochastic,
+               {},
+               {}};
+  const int shared = a.page_tokens * (kMaxRank + 2) * 2;
+  for (int32_t lane = 0; lane < a.target->lane_count; lane += kLanesAtOnce) {
+    const int lanes = std::min(kLanesAtOnce, a.target->lane_count - lane);
+    for (int i = 0; i < lanes; ++i) set_lane(p.slab[i], a, lanes_of(*a.target)[lane + i]);
+    for (int32_t page = 0; page < a.page_count; page += kPagesAtOnce) {
+      const int pages = std::min(kPagesAtOnce, a.page_count - page);
+      std::copy_n(a.pages + page, pages, p.page);
+      const auto launcher = a.element == KVLATHE_F16 ? launch<Half> : launch<Bfloat>;
+      launcher(a, p, lanes, pages, shared);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace kvlathe::cuda
+
+extern "C" int32_t kvlathe_cuda_seal(const kvlathe_cuda_seal_args* args, kvlathe_status* status) {
+  return kvlathe::run(status, [&] {
+    if (!args) throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "args is null");
+    kvlathe::cuda::seal(*args);
+  });
+}

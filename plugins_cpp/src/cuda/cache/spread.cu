@@ -1,0 +1,151 @@
+// What every query of a packed step may read, and the list of its prompt chunks: one or two small
+// kernels a step.
+#include <algorithm>
+
+#include "cuda/host.h"
+#include "cuda/prefill/prompts.h"
+#include "kvlathe/cache.h"
+
+namespace kvlathe::cuda {
+namespace {
+
+struct SpreadParams {
+  const int32_t *cu_seqlens_q, *lengths;
+  int32_t *sequence_of, *visible, *row_lengths, *list;
+  int32_t tokens, batch, buckets, group_size;
+  uint32_t fresh;
+  int32_t least_chunk;
+  const int32_t* table[KVLATHE_MAX_PARTS];
+  int32_t* out[KVLATHE_MAX_PARTS];
+  int32_t width[KVLATHE_MAX_PARTS];
+};
+
+// The last sequence that starts at or before token t and has it; -1 past the last.
+__device__ int sequence_of(const SpreadParams& p, int t) {
+  if (t >= p.cu_seqlens_q[p.batch]) return -1;
+  int low = 0, high = p.batch - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (p.cu_seqlens_q[middle] <= t)
+      low = middle;
+    else
+      high = middle - 1;
+  }
+  return low;
+}
+
+// Whether a sequence's rows are a chunk that the list names.
+__device__ bool listed(const SpreadParams& p, int b) {
+  return p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] >= p.least_chunk;
+}
+
+// A block takes one token.
+__global__ void spread_rows(const SpreadParams p) {
+  const int t = blockIdx.x, b = sequence_of(p, t);
+  const bool chunk = b >= 0 && p.list && listed(p, b);
+  if (threadIdx.x == 0) p.sequence_of[t] = b;
+  if (threadIdx.x < p.buckets) {
+    const int s = threadIdx.x, own = p.fresh >> s & 1 ? t + 1 : 0;
+    const int visible =
+        b < 0 ? 0 : p.lengths[int64_t{b} * p.buckets + s] + (own ? own - p.cu_seqlens_q[b] : 0);
+    p.visible[int64_t{t} * p.buckets + s] = visible;
+    if (p.list) p.row_lengths[int64_t{t} * p.buckets + s] = chunk ? 0 : visible;
+  }
+  if (chunk) return;
+  for (int s = 0; s < p.buckets; ++s) {
+    if (!p.out[s]) continue;
+    const int32_t* row = p.table[s] + int64_t{max(b, 0)} * p.width[s];
+    for (int i = threadIdx.x; i < p.width[s]; i += blockDim.x)
+      p.out[s][int64_t{t} * p.width[s] + i] = row[i];
+  }
+}
+
+constexpr int kBins = 1024;
+
+// Tiles with more keys come in earlier bins: one for each 1/32 of a power of two.
+__device__ int bin_of(const SpreadParams& p, int b, int first, int rows) {
+  int keys = (min(first + kPromptRows, rows) - 1) / p.group_size + 1;
+  for (int s = 0; s < p.buckets; ++s) keys += p.lengths[int64_t{b} * p.buckets + s];
+  return kBins - 1 - min(kBins - 1, (__float_as_int(float(keys)) >> 18) - (127 << 5));
+}
+
+// Runs body(sequence, first row, bin) for each tile of each chunk: a warp takes a sequence, its
+// lanes the tiles.
+template <class Body>
+__device__ void each_tile(const SpreadParams& p, Body body) {
+  for (int b = threadIdx.x / 32; b < p.batch; b += blockDim.x / 32) {
+    if (!listed(p, b)) continue;
+    const int rows = (p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b]) * p.group_size;
+    for (int first = threadIdx.x % 32 * kPromptRows; first < rows; first += 32 * kPromptRows)
+      body(b, first, bin_of(p, b, first, rows));
+  }
+}
+
+// One block of kBins threads: counts the tiles of each bin, finds where bins start, puts the tiles
+// there.
+__global__ void __launch_bounds__(kBins) list_prompts(const SpreadParams p) {
+  __shared__ int start[kBins], sums[32];
+  const int t = threadIdx.x, lane = t % 32;
+  start[t] = 0;
+  __syncthreads();
+  each_tile(p, [&](int, int, int bin) { atomicAdd(&start[bin], 1); });
+  __syncthreads();
+  const int own = start[t];
+  int upto = own;
+  for (int step = 1; step < 32; step *= 2) {
+    const int other = __shfl_up_sync(~0u, upto, step);
+    if (lane >= step) upto += other;
+  }
+  if (lane == 31) sums[t / 32] = upto;
+  __syncthreads();
+  for (int warp = 0; warp < t / 32; ++warp) upto += sums[warp];
+  start[t] = upto - own;
+  if (t == kBins - 1) p.list[kTiles] = upto, p.list[kTaken] = p.list[kDone] = 0;
+  __syncthreads();
+  each_tile(p, [&](int b, int first, int bin) {
+    int32_t* at = p.list + kListHeader + 2 * atomicAdd(&start[bin], 1);
+    at[0] = b, at[1] = first;
+  });
+}
+
+SpreadParams params_of(const kvlathe_spread_args& a) {
+  SpreadParams p{};
+  p.cu_seqlens_q = a.cu_seqlens_q, p.lengths = a.lengths, p.sequence_of = a.sequence_of,
+  p.visible = a.visible;
+  p.row_lengths = a.row_lengths, p.list = a.prompts;
+  p.tokens = a.tokens, p.batch = a.batch, p.buckets = a.buckets, p.group_size = a.group_size;
+  p.fresh = a.fresh;
+  p.least_chunk = a.prompts && prompt_kernel_here() ? kLeastChunk : INT32_MAX;
+  for (int s = 0; s < a.buckets; ++s)
+    p.table[s] = a.page_tables[s], p.out[s] = a.spread_tables[s],
+    p.width[s] = a.page_table_widths[s];
+  return p;
+}
+
+void spread(const kvlathe_spread_args& a) {
+  check_version(a.abi_version);
+  require(a.tokens >= 0 && a.batch >= 1, KVLATHE_BAD_ARGUMENT,
+          "tokens is negative or batch below 1");
+  check_bucket_count(a.buckets);
+  require(a.cu_seqlens_q && a.lengths && a.page_tables && a.page_table_widths && a.sequence_of &&
+              a.visible && a.spread_tables,
+          KVLATHE_BAD_ARGUMENT, "a pointer is null");
+  require(!a.prompts || (a.row_lengths && a.group_size >= 1), KVLATHE_BAD_ARGUMENT,
+          "prompts without row_lengths or group_size");
+  if (a.tokens == 0) return;
+  const SpreadParams p = params_of(a);
+  const auto stream = static_cast<cudaStream_t>(a.stream);
+  spread_rows<<<a.tokens, 128, 0, stream>>>(p);
+  if (a.prompts) list_prompts<<<1, kBins, 0, stream>>>(p);
+  check_cuda(cudaGetLastError(), "launching spread");
+}
+
+}  // namespace
+}  // namespace kvlathe::cuda
+
+extern "C" int32_t kvlathe_cuda_spread(const kvlathe_spread_args* args, kvlathe_status* status) {
+  return kvlathe::run(status, [&] {
+    if (!args) throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "args is null");
+    kvlathe::cuda::spread(*args);
+  });
+}

@@ -1,0 +1,359 @@
+// The CUDA side of kvlathe_cuda_attend_decode: checks, sizes, launch. The kernel is in
+// attend_decode.cuh.
+#include <algorithm>
+
+#include "common/decode_call.h"
+#include "cuda/decode/codes.cuh"
+#include "cuda/decode/kernels.h"
+#include "cuda/decode/params.h"
+#include "cuda/decode/plan.h"
+#include "cuda/host.h"
+#include "cuda/prefill/prompts.h"
+
+namespace kvlathe::cuda {
+namespace {
+
+struct Device {
+  int id, major, sms, shared_per_sm, shared_per_block, shared_reserved;
+
+  static Device current() {
+    Device d{};
+    check_cuda(cudaGetDevice(&d.id), "no CUDA device");
+    const auto read = [&](int& value, cudaDeviceAttr attribute) {
+      check_cuda(cudaDeviceGetAttribute(&value, attribute, d.id), "reading a device attribute");
+    };
+    read(d.major, cudaDevAttrComputeCapabilityMajor);
+    read(d.sms, cudaDevAttrMultiProcessorCount);
+    read(d.shared_per_sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    read(d.shared_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    read(d.shared_reserved, cudaDevAttrReservedSharedMemoryPerBlock);
+    return d;
+  }
+  int most_blocks() const { return sms * kBlocksPerSM; }
+};
+
+int64_t workspace_bytes(const Device& device) {
+  return int64_t{device.most_blocks()} * 2 * int64_t{sizeof(Partial)};
+}
+
+void check_cuda_limits(const kvlathe_attend_decode_args& a, const Device& device,
+                       const std::vector<Head>& heads) {
+  require(device.major >= 8 || (device.major == 7 && a.element == KVLATHE_F16), KVLATHE_UNSUPPORTED,
+          "this device has compute capability " + std::to_string(device.major) +
+              ".x: the kernels need 7.5, and 8.0 for bfloat16");
+  require(a.element != KVLATHE_F32, KVLATHE_UNSUPPORTED,
+          "the CUDA kernels read 16-bit elements, not F32");
+  require(a.group_size <= kMaxGroup, KVLATHE_UNSUPPORTED,
+          "group_size " + std::to_string(a.group_size) + " is above 8");
+  for (int i = 0; i < a.part_count; ++i) {
+    if (any_quantized(a.parts[i])) check_codes(a, a.parts[i]);
+  }
+  for (const Head& head : heads) {
+    check_cuda_ranks(head.rank_k, head.rank_v);
+  }
+}
+
+int log2_of(int x) {
+  int bits = 0;
+  while (x >> (bits + 1)) ++bits;
+  return bits;
+}
+
+PartParams part_params(const kvlathe_attend_decode_args& a, const kvlathe_part& part) {
+  const bool codes = is_quantized(part.bits_k);
+  const int32_t unit = codes ? a.page_tokens : kRowTokens, units = a.page_tokens / unit;
+  return {part.page_table,
+          part.lengths,
+          part.page_stride,
+          part.lengths_stride,
+          part.page_table_stride,
+          part.bits_k,
+          log2_of(unit),
+          units,
+          int32_t((uint64_t{1} << 32) / uint64_t(units) + 1),
+          codes ? log2_of(part.group_v) : 0};
+}
+
+// 16 bit: a tile is a power of two of units that a page holds evenly, up to kTileBytes.
+LaneParams lane_params16(const LaneRow& row, int32_t units_per_page) {
+  const int32_t bytes = kRowTokens * 2 * (row.rank_k + row.rank_v),
+                copies = std::max(row.rank_k, row.rank_v) / 16;
+  int32_t units = 1;
+  while (2 * units * bytes <= kTileBytes && 2 * units * copies <= kMostCopies &&
+         units_per_page % (2 * units) == 0)
+    units *= 2;
+  return {row.k, row.v, bytes, bytes * units, 0, 0, uint16_t(bytes / kWeight), uint8_t(units), 0};
+}
+
+// Quantized: a tile is the lane's whole slab of a page, K | metadata | V | metadata.
+LaneParams lane_params_codes(const LaneRow& row, const kvlathe_part& part, int32_t page_tokens) {
+  const int32_t k_meta = row.k_meta - row.k, v = row.v - row.k, v_meta = row.v_meta - row.k;
+  const int32_t bytes = v_meta + 4 * row.groups_v;
+  require(k_meta >= slab_bytes(row.rank_k, page_tokens, part.bits_k) &&
+              v >= k_meta + 4 * row.groups_k &&
+              v_meta >= v + slab_bytes(row.rank_v, page_tokens, part.bits_v) && v_meta < 1 << 20,
+          KVLATHE_UNSUPPORTED,
+          "the lane of head " + std::to_string(row.head) +
+              " is not in the order K, metadata, V, metadata");
+  const int32_t groups_k = (row.rank_k + part.group_k - 1) / part.group_k;
+  require(row.groups_k == groups_k * page_tokens &&
+              row.groups_v == row.rank_v * (page_tokens / part.group_v),
+          KVLATHE_BAD_ARGUMENT,
+          "the lane of head " + std::to_string(row.head) +
+              " has other group counts than its part's groups give");
+  const int32_t copied = (bytes + 15) / 16 * 16;
+  const int32_t gaps = part.bits_k == 8 ? page_tokens / kPieceTokens * kPieceGap : 0;
+  const int32_t units = 2 * (copied + gaps) <= kPagesBytes ? 2 : 1;
+  return {row.k,
+          v,
+          copied,
+          (copied + gaps) * units,
+          uint16_t(k_meta / 16),
+          uint16_t(v_meta / 16),
+          uint16_t(copied / kWeight + kTileWeight),
+          uint8_t(units),
+          uint8_t(groups_k)};
+}
+
+template <int kParts>
+Params<kParts> params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
+                         int fill) {
+  Params<kParts> p{};
+  p.pool = static_cast<const char*>(a.pool);
+  p.q = static_cast<const uint16_t*>(a.q);
+  p.o = static_cast<uint16_t*>(a.o);
+  p.q_stride = a.q_stride;
+  p.o_stride = a.o_stride;
+  p.scale_log2 = a.scale * 1.4426950408889634f;
+  p.batch = a.batch;
+  p.heads = int32_t(heads.size());
+  p.group_size = a.group_size;
+  p.page_tokens = a.page_tokens;
+  p.least_block_weight = kLeastBlockWeight;
+  bool any_codes = false;
+  for (int i = 0; i < kParts; ++i) {
+    p.part[i] = part_params(a, a.parts[std::min(i, a.part_count - 1)]);
+    any_codes |= is_quantized(p.part[i].bits);
+  }
+  for (size_t h = 0; h < heads.size(); ++h) {
+    const Head& head = heads[h];
+    p.head[h] = {int32_t(head.q_offset),
+                 int32_t(head.o_offset),
+                 uint16_t(head.rank_k),
+                 uint16_t(head.rank_v),
+                 {}};
+    for (int i = 0; i < a.part_count; ++i) {
+      if (!head.lane[i]) continue;
+      const bool codes = is_quantized(a.parts[i].bits_k);
+      LaneParams& lane = p.head[h].lane[i];
+      lane = codes ? lane_params_codes(*head.lane[i], a.parts[i], a.page_tokens)
+                   : lane_params16(*head.lane[i], p.part[i].units_per_page);
+      if (codes)
+        p.codes_bytes = std::max(p.codes_bytes, codes_bytes(fill, head.rank_k, lane.groups_k));
+      if (any_codes)
+        p.codes_bytes =
+            std::max(p.codes_bytes, a.group_size * head.rank_k * 2);  // or the queries as they are
+      p.part_weight[i] += lane.weight;
+      p.least_block_weight = std::max(p.least_block_weight, lane.weight * lane.tile_units);
+    }
+  }
+  return p;
+}
+
+struct Launch {
+  int grid, warps, shared_bytes;
+};
+
+// As many warps as leave each a ring of one and a half of the widest tiles, or of one. Quantized
+// tiles take more instructions a byte, so there warps come first.
+template <int kParts>
+Launch fit(Params<kParts>& p, const Device& device, int most_warps, int static_bytes) {
+  int widest = 0, elements = 0;
+  bool codes = false;
+  for (int i = 0; i < kParts; ++i) codes |= is_quantized(p.part[i].bits);
+  for (int h = 0; h < p.heads; ++h) {
+    for (const LaneParams& lane : p.head[h].lane)
+      widest = std::max(widest, ring_room(lane.tile_bytes));
+    elements = std::max(elements, p.group_size * p.head[h].rank_v);
+    widest = std::max(widest, ring_room(p.group_size * p.head[h].rank_k * 2));
+  }
+  for (int halves = codes ? 2 : 3; halves >= 2; --halves) {
+    for (int blocks = kBlocksPerSM; blocks >= 1; --blocks) {
+      for (int warps = most_warps; warps >= 2 && warps * 128 >= elements; warps -= 2) {
+        p.merge_floats = (warps * elements + 31) / 32 * 32;  // where the block's warps meet
+        const int room = std::min(device.shared_per_block,
+                                  device.shared_per_sm / blocks - device.shared_reserved);
+        const int left = room - static_bytes - 4 * p.merge_floats - warps * p.codes_bytes;
+        p.ring_bytes = std::max(0, left) / warps / 512 * 512;
+        if (2 * p.ring_bytes >= halves * widest)
+          return {device.sms * blocks, warps,
+                  warps * (p.ring_bytes + p.codes_bytes) + 4 * p.merge_floats};
+      }
+    }
+  }
+  throw Refusal(KVLATHE_UNSUPPORTED,
+                "the device's shared memory holds no tile of ranks and pages this large");
+}
+
+// What the plan of a call depends on beside lengths and page ids, and a mark of it.
+template <int kParts>
+PlanCall plan_call_of(const Params<kParts>& p, int grid) {
+  PlanCall call{};
+  PlanSizes& sizes = call.sizes;
+  sizes.batch = p.batch, sizes.heads = p.heads, sizes.blocks = grid,
+  sizes.least_block_weight = p.least_block_weight;
+  sizes.spare_blocks = p.spare_blocks;
+  for (int i = 0; i < KVLATHE_MAX_PARTS; ++i) {
+    sizes.part[i] = p.part[std::min(i, kParts - 1)];
+    if (i < kParts) sizes.part_weight[i] = p.part_weight[i];
+  }
+  for (int h = 0; h < p.heads; ++h) {
+    for (int i = 0; i < kParts; ++i)
+      call.head[h].lane[i] = {p.head[h].lane[i].weight, p.head[h].lane[i].tile_units};
+  }
+  uint32_t tag = 2166136261u;  // FNV-1a
+  for (size_t i = 0; i < sizeof(call); ++i)
+    tag = (tag ^ reinterpret_cast<const unsigned char*>(&call)[i]) * 16777619u;
+  sizes.tag = tag | 1;  // never that of zeroed memory
+  return call;
+}
+
+bool overlaps(const kvlathe_attend_decode_args& a, const Device& device) {
+  return (a.flags & KVLATHE_OVERLAP) && device.major >= 9;
+}
+
+template <int kParts>
+struct Decided {
+  const void* kernel;
+  Params<kParts> p;
+  Launch at;
+};
+
+template <int kParts>
+Decided<kParts> decide(const void* kernel, const kvlathe_attend_decode_args& a,
+                       const std::vector<Head>& heads, const Device& device, int bits, int fill) {
+  Decided<kParts> call{kernel, params_of<kParts>(a, heads, fill), {}};
+  cudaFuncAttributes attributes{};
+  check_cuda(
+      cudaFuncGetAttributes(&attributes, kernel),
+      "this library has no kernel for this device (kvlathe native --cuda-architectures native)");
+  call.at = fit(call.p, device, most_warps(bits, fill), int(attributes.sharedSizeBytes));
+  if (overlaps(a, device)) call.p.spare_blocks = call.at.grid / kSpareBlocks;
+  if (!a.plan) return call;
+  const int64_t bytes = call.at.grid * int64_t{sizeof(PlanRecord)};
+  require(a.plan_bytes >= bytes, KVLATHE_TOO_SMALL,
+          "the plan's memory has " + std::to_string(a.plan_bytes) + " bytes and this call needs " +
+              std::to_string(bytes));
+  require(reinterpret_cast<uintptr_t>(a.plan) % 128 == 0, KVLATHE_MISALIGNED,
+          "the plan is not aligned to 128 bytes");
+  call.p.plan = static_cast<const PlanRecord*>(a.plan);
+  call.p.plan_tag = plan_call_of(call.p, call.at.grid).sizes.tag;
+  return call;
+}
+
+// Chooses the kernel and the grid of a call, and gives them to `body`.
+template <class Body>
+void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
+             const Device& device, Body body) {
+  bool wide = false;
+  for (const Head& head : heads) wide |= std::max(head.rank_k, head.rank_v) > 96;
+  int bits = 16;  // of the quantized parts; 0: of several widths
+  for (int i = 0; i < a.part_count; ++i) {
+    const int one = a.parts[i].bits_k;
+    if (is_quantized(one)) bits = bits == 16 || bits == one ? one : 0;
+  }
+  const bool half = a.element == KVLATHE_F16;
+  const int fill = is_quantized(bits) && a.group_size <= 4 ? 2 : 1;
+  const auto with = [&](const void* kernel, auto parts) {
+    body(decide<decltype(parts)::value>(kernel, a, heads, device, bits, fill));
+  };
+  using std::integral_constant;
+  if (bits == 16) {
+    const void* kernel = decode_kernel_16(half, wide, a.part_count);
+    if (a.part_count == 1) with(kernel, integral_constant<int, 1>{});
+    if (a.part_count == 2) with(kernel, integral_constant<int, 2>{});
+    if (a.part_count == 3) with(kernel, integral_constant<int, 3>{});
+  } else if (bits && a.part_count <= 2) {
+    with(decode_kernel_codes(half, wide, bits, fill), integral_constant<int, 2>{});
+  } else {
+    with(decode_kernel_any(half, wide, fill), integral_constant<int, 3>{});
+  }
+}
+
+template <int kParts>
+void launch(Decided<kParts> call, const kvlathe_attend_decode_args& a, bool overlap) {
+  const Launch& at = call.at;
+  call.p.partials = static_cast<Partial*>(a.workspace);
+  call.p.early = overlap && (a.flags & KVLATHE_APPENDED);
+  check_cuda(cudaFuncSetAttribute(call.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  at.shared_bytes),
+             "reserving shared memory");
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = at.grid;
+  config.blockDim = at.warps * 32;
+  config.dynamicSmemBytes = at.shared_bytes;
+  config.stream = static_cast<cudaStream_t>(a.stream);
+  config.attrs = &attribute;
+  config.numAttrs = overlap ? 1 : 0;
+  void* arguments[] = {&call.p};
+  check_cuda(cudaLaunchKernelExC(&config, call.kernel, arguments), "launching attend_decode");
+}
+
+void attend_decode(const kvlathe_attend_decode_args& a) {
+  const std::vector<Head> heads = checked_heads(a);
+  const Device device = Device::current();
+  check_cuda_limits(a, device, heads);
+  if (a.batch == 0)
+    return decided(a, heads, device, [](const auto&) {});  // refuses what would not fit
+  require(a.workspace && a.workspace_bytes >= workspace_bytes(device), KVLATHE_TOO_SMALL,
+          "the workspace has " + std::to_string(a.workspace_bytes) + " bytes and this call needs " +
+              std::to_string(workspace_bytes(device)));
+  require(reinterpret_cast<uintptr_t>(a.workspace) % 128 == 0 &&
+              reinterpret_cast<uintptr_t>(a.pool) % 128 == 0,
+          KVLATHE_MISALIGNED, "the workspace or the pool is not aligned to 128 bytes");
+  decided(a, heads, device, [&](const auto& call) { launch(call, a, overlaps(a, device)); });
+}
+
+}  // namespace
+
+PlanCall plan_call_of(const kvlathe_attend_decode_args& a) {
+  PlanCall plan{};
+  const std::vector<Head> heads = checked_lanes(a);
+  const Device device = Device::current();
+  check_cuda_limits(a, device, heads);
+  decided(a, heads, device, [&](const auto& call) { plan = plan_call_of(call.p, call.at.grid); });
+  return plan;
+}
+
+int most_blocks() { return Device::current().most_blocks(); }
+
+}  // namespace kvlathe::cuda
+
+extern "C" int32_t kvlathe_has_cuda(void) { return 1; }
+
+extern "C" int32_t kvlathe_cuda_attend_decode(const kvlathe_attend_decode_args* args,
+                                              kvlathe_status* status) {
+  return kvlathe::run(status, [&] {
+    if (!args) throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "args is null");
+    if (!args->prompts || !kvlathe::cuda::prompt_kernel_here())
+      return kvlathe::cuda::attend_decode(*args);
+    const auto chunks =
+        kvlathe::cuda::prompt_launch_of(*args);  // what it refuses, it refuses before anything runs
+    // Rows first: it writes zeros where a row has no length, which are the chunks' rows here.
+    if (!args->prompts->prefill_only) kvlathe::cuda::attend_decode(*args);
+    kvlathe::cuda::attend_prompts(chunks, args->stream);
+  });
+}
+
+extern "C" int32_t kvlathe_cuda_workspace_bytes(int32_t batch, int32_t heads, int64_t* bytes,
+                                                kvlathe_status* status) {
+  return kvlathe::run(status, [&] {
+    if (!bytes || batch < 0 || heads < 1)
+      throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT,
+                             "batch or heads is not positive, or bytes is null");
+    *bytes = kvlathe::cuda::workspace_bytes(kvlathe::cuda::Device::current());
+  });
+}

@@ -1,0 +1,186 @@
+// Decode attention over the paged cache: a persistent grid on the byte-interval schedule
+// (schedule.cuh).
+//
+// Each warp keeps its own ring of tiles in flight and its own softmax state; a block's warps take
+// the tiles of a span in turn and meet only where the span ends. A pair that several blocks share
+// is finished by the block where it ends.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/decode/attend_codes.cuh"
+#include "cuda/decode/finish.cuh"
+#include "cuda/decode/producer.cuh"
+
+namespace kvlathe::cuda {
+
+// Touches what the block will need soon, so that address translations are there by then.
+template <int kParts>
+__device__ void warm_up(const Params<kParts>& p) {
+  if (threadIdx.x == 64) prefetch(p.partials + 2 * blockIdx.x);
+  if (p.plan) return;
+  const int sequence =
+      int(unsigned(blockIdx.x) * unsigned(p.batch) / gridDim.x);  // likely the block's own
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) {
+    if (threadIdx.x == 96 + i)
+      prefetch(p.part[i].page_table + int64_t{sequence} * p.part[i].table_stride);
+  }
+}
+
+// The same for the queries of its first span.
+template <int kParts>
+__device__ void warm_up(const Params<kParts>& p, const Span<kParts>& span) {
+  const HeadParams<kParts>& head = p.head[span.head];
+  const auto* q = reinterpret_cast<const char*>(p.q + span.sequence * p.q_stride + head.q_offset);
+  const int at = threadIdx.x * 128, bytes = query_bytes(p, head);
+  if (at < bytes + 128) prefetch(q + min(at, bytes - 1));
+}
+
+// Runs `body` with the width as a constant: kBits, or what `bits` says where kBits is 0.
+template <int kBits, class Body>
+__device__ void with_width(int bits, Body body) {
+  if constexpr (kBits == 8 || kBits == 4 || kBits == 2) {
+    body(std::integral_constant<int, kBits>{});
+  } else if constexpr (kBits == 0) {
+    if (bits == 8) body(std::integral_constant<int, 8>{});
+    if (bits == 4) body(std::integral_constant<int, 4>{});
+    if (bits == 2) body(std::integral_constant<int, 2>{});
+  }
+}
+
+// A 16-bit tile where others are quantized. A function of its own, so that its registers are not
+// the loop's.
+template <class E, int kSteps>
+__device__ __noinline__ SoftmaxState<kSteps> attend_tile_apart(uint32_t queries, uint32_t tile,
+                                                               int units, int rows, int group,
+                                                               int rank_k, int rank_v,
+                                                               float scale_log2) {
+  SoftmaxState<kSteps> state;
+  state.clear();
+  Lane16<kSteps> lane16;
+  lane16.set(queries, group, rank_k, rank_v);
+  attend_tile<E>(state, lane16, tile, units, rows, scale_log2);
+  return state;
+}
+
+// kFill: 2 where quantized parts meet at most 4 query heads (attend_codes.cuh), else 1.
+// kBits: 16 if all parts are; 8, 4 or 2 if that is what parts below 16 have; 0 for any.
+template <class E, int kParts, int kSteps, int kBits, int kFill>
+__global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
+    attend_decode(const __grid_constant__ Params<kParts> p) {
+  extern __shared__ __align__(
+      128) char shared[];  // [warps] rings | merge buffer | [warps] quantized queries
+  __shared__ Block<kParts> block;
+  __shared__ Runs<kParts> runs[kMaxWarps];
+  __shared__ __align__(8) uint64_t barriers[kMaxWarps][kSlots];
+  constexpr bool kQuantized = kBits < 16;
+  warm_up(p);
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const Crew crew{int(threadIdx.x), int(blockDim.x)};
+  if (kQuantized && threadIdx.x % 32 < kSlots)
+    init_barrier(shared_address(&barriers[warp][threadIdx.x % 32]));
+  auto* buffer = reinterpret_cast<float*>(shared + warps * p.ring_bytes);
+  const uint32_t codes = kept(shared_address(buffer + p.merge_floats) + warp * p.codes_bytes);
+  Ring ring{uint32_t(kept(shared_address(shared) + warp * p.ring_bytes)), pinned(p.ring_bytes),
+            uint32_t(kept(shared_address(barriers[warp])))};
+
+  const Planned<kParts> plan(p);
+  if (plan.any) warm_up(p, plan.walk.span);
+  Producer<kParts, kBits> producer(p, plan, runs[warp], ring);
+  if (threadIdx.x == 0) {
+    block.walk = plan.walk, block.share = plan.share, block.begin_start = plan.begin_start,
+    block.ending.there = false;
+  }
+  if (kQuantized) publish_barriers();
+  __syncthreads();
+  bool early =
+      plan.any && p.early;  // the ring is filled while the kernel before this one still runs
+  if (!early) {
+    wait_for_previous_kernel();
+    if (plan.some_empty) write_empty<E>(p, crew);
+    if (!plan.any) return;
+  }
+  SoftmaxState<kSteps, kFill> state;
+  state.clear();
+  Slab slab;  // of the run being attended
+  Lane16<kSteps> lane16;
+  // The run being attended: the next tile, the end, tokens of the part, units a tile, bytes of a
+  // tile, bits of a number.
+  int part = -1, head = 0, unit = 0, last = 0, tokens = 0, units = 0, bytes = 0, width = 16;
+  // One loop with one copy of the producer in it: code that does not fit the instruction caches
+  // costs more than turns.
+  for (;;) {
+    producer.fill(early);
+    if (early) {
+      wait_for_previous_kernel();
+      if (plan.some_empty) write_empty<E>(p, crew);
+      producer.fetch_first_queries();
+      early = false;
+    }
+    if (unit >= last) {  // the next run
+      if (++part == kParts) {
+        finish<E>(p, state, buffer, block, crew);
+        state.clear();
+        part = 0;
+      }
+      if (!block.walk.valid) break;
+      head = block.walk.span.head;
+      const HeadParams<kParts>& at = p.head[head];
+      const Run run(p, block.walk.span, part);
+      const int room = ring_room(query_bytes(p, at));
+      units = pinned(producer.units_of(at.lane[part]));
+      unit = run.first + turn_of(part) * units, last = run.last, tokens = run.tokens;
+      if (unit >= last) continue;
+      bytes = pinned(producer.room_of(at.lane[part]));
+      width = kBits == 16 ? 16 : pinned(p.part[part].bits);
+      const uint32_t queries = ring.wait_oldest(room);
+      if (width == 16) {
+        slab.bytes = 0;
+        if (kQuantized) {  // kept for each tile: few tiles are 16 bit where others are not
+          for (int i = threadIdx.x % 32 * 4; i < query_bytes(p, at); i += 128)
+            store_word(codes + i, load_word(queries + i));
+        } else {
+          lane16.set(queries, p.group_size, at.rank_k, at.rank_v);
+        }
+      } else {
+        with_width<kBits>(width, [&](auto constant) {
+          constexpr int kWidth = decltype(constant)::value;
+          slab.set<kWidth, kFill>(p, head, part);
+          quantize_queries<E, kWidth, kFill>(codes, queries, p.group_size, at.rank_k, slab.groups,
+                                             p.scale_log2);
+        });
+      }
+      ring.release_oldest<kQuantized>(room);
+      continue;
+    }
+    if (!kQuantized || !slab.bytes) {
+      const uint32_t tile = ring.wait_oldest(bytes);
+      const int rows = min(units * kRowTokens, tokens - unit * kRowTokens);
+      if constexpr (kQuantized) {
+        state.join(attend_tile_apart<E, kSteps>(codes, tile, units, rows, p.group_size,
+                                                p.head[head].rank_k, p.head[head].rank_v,
+                                                p.scale_log2));
+      } else {
+        attend_tile<E>(state, lane16, tile, units, rows, p.scale_log2);
+      }
+      ring.release_oldest<kQuantized>(bytes);
+    } else {
+      const uint32_t tile = ring.wait_oldest<true>(bytes);
+      const int rows = min(min(units, last - unit) * p.page_tokens, tokens - unit * p.page_tokens);
+      with_width<kBits>(width, [&](auto constant) {
+        constexpr int kWidth = decltype(constant)::value;
+        if (slab.plain) {
+          attend_pages<kWidth, true>(state, slab, tile, codes, p.page_tokens, rows);
+        } else {
+          attend_pages<kWidth, false>(state, slab, tile, codes, p.page_tokens, rows);
+        }
+      });
+      ring.release_oldest(bytes);
+    }
+    unit += warps * units;
+  }
+  if (block.ending.there) finish_pair<E>(p, block.ending, reinterpret_cast<float*>(shared), crew);
+}
+
+}  // namespace kvlathe::cuda

@@ -1,0 +1,182 @@
+// How pages of codes lie, how a warp reads them, and queries as codes: what scores
+// (codes_scores.cuh) and values (codes_values.cuh) share. attend_codes.cuh says how they are
+// attended.
+#pragma once
+
+#include "cuda/decode/softmax_state.cuh"
+
+namespace kvlathe::cuda {
+
+// 1.5 x 2^23: adding an integer of at most 22 bits to the bits of this float is adding it to the
+// float.
+constexpr float kMagic = 12582912.f;
+constexpr int32_t kMagicBits = 0x4B400000;
+constexpr float kLog2Levels = 7.99435343685886f;  // of 255
+constexpr int kPairs = kChunkTokens / 16;
+
+// The same number with 22 bits of mantissa: its product with kMagic is exact.
+__device__ inline float short_mantissa(float x) {
+  return __uint_as_float(__float_as_uint(x) & ~3u);
+}
+
+// How lane (row or column g, t) of a warp, g = l / 4 and t = l % 4, finds codes.
+template <int kBits>
+struct Codes {
+  static constexpr int kIn = 8 / kBits;  // codes in a byte
+  static constexpr int kHigh =
+      kBits < 8 ? 1 << kBits : 1;  // what a code is worth that is left in a byte's higher bits
+  static constexpr uint32_t kMask = kBits == 8 ? ~0u : kBits == 4 ? 0x0f0f0f0fu : 0x03030303u;
+  static constexpr int kStepBytes =
+      2 * kBits;  // 16 codes: also what lane column t owns of a channel's 64 tokens
+
+  // Token of row g of block e of pair p: first_token(g) + token(e, p).
+  static __device__ int first_token(int g) { return 16 * (g / 2) + 2 * kIn * (g % 2); }
+  static __host__ __device__ constexpr int token(int e, int p) {
+    return (4 * (p / kIn) + e) * kIn + p % kIn;
+  }
+
+  // K's steps of 16 channels are taken kIn at a time, each lane column with its own word; what
+  // remains of a group, two or one at a time, where columns share a word, and three as four. log2
+  // of those taken with step `step` of `steps`.
+  static constexpr int kLogIn = kIn / 2;
+  static __device__ int taken_with(int step, int steps) {
+    const int rest = steps % kIn;
+    return step < steps - rest || rest == 3 ? kLogIn : rest / 2;
+  }
+  // Steps of a group with what is added to take three as four.
+  static __device__ int padded(int steps) { return steps + (steps % kIn == 3); }
+};
+
+// One warp's quantized queries in shared memory: [padded steps][32 lanes][kFill] words, of steps
+// taken together [two steps][32 lanes][kFill][2], in room for one step more a group; then
+// [groups][8 queries] of (A, A sum q').
+__host__ __device__ inline int codes_bytes(int fill, int rank_k, int groups_k) {
+  return (rank_k / 16 + groups_k) * 128 * fill + groups_k * 64;
+}
+
+// The groups of a rank: near-equal multiples of 16 channels (groups_along_rank of
+// kvlathe/plan/formats.py), in steps of 16.
+struct Groups {
+  int count, least, longer;  // the first `longer` have one step more than `least`
+  __device__ void set(int steps, int groups) {
+    count = groups;
+    least = groups == 1 ? steps : steps / groups;
+    longer = steps - least * groups;
+  }
+  __device__ int steps(int group) const { return least + (group < longer); }
+};
+
+// Quantizes the queries of a run. `queries`: shared, [group][rank_k]. Whole warp. A function of its
+// own, so that its registers are not the loop's; short, since code that is run now and then is
+// fetched anew each time.
+template <class E, int kBits, int kFill>
+__device__ __noinline__ void quantize_queries(uint32_t codes, uint32_t queries, int group,
+                                              int rank_k, Groups groups, float scale_log2) {
+  using C = Codes<kBits>;
+  const int lane = threadIdx.x % 32, t = lane % 4, column = lane / 4, query = column % (8 / kFill);
+  const uint32_t constants = codes + (rank_k / 16 + groups.count) * 128 * kFill;
+  uint32_t row = queries + query * rank_k * 2, to = codes;
+  const auto at = [&](int channel) {
+    return query < group ? E::widen(load_half(row + channel * 2)) : 0.f;
+  };
+  const auto over_columns = [](float x, auto join) {
+    x = join(x, __shfl_xor_sync(~0u, x, 1));
+    return join(x, __shfl_xor_sync(~0u, x, 2));
+  };
+#pragma unroll 1
+  for (int g = 0; g < groups.count; ++g) {
+    const int steps = groups.steps(g), padded = C::padded(steps);
+    float most = 0.f, sum = 0.f;
+#pragma unroll 4
+    for (int i = 0; i < steps * 4; ++i) most = fmaxf(most, fabsf(at(4 * i + t)));
+    most = fmaxf(over_columns(most, [](float x, float y) { return fmaxf(x, y); }), 1e-28f);
+    const float inverse = __fdividef(127.f, most);
+#pragma unroll 1
+    for (int j = 0; j < padded; ++j) {
+      const int taken = C::taken_with(j, steps),
+                apart = C::kLogIn - taken;  // log2; columns that share a word
+      const int i = j & ((1 << taken) - 1), shared = t & ((1 << apart) - 1);
+      const int first = 16 * (j - i) + (t >> apart) * 4 * C::kIn + (shared << taken) + i;
+      uint32_t word = 0;
+#pragma unroll
+      for (int b = 3; b >= 0;
+           --b) {  // the low byte of x + kMagic is x rounded, in two's complement
+        const float whole =
+            fmaf(first < steps * 16 ? at(first + C::kIn * b) : 0.f, inverse, kMagic);
+        sum += whole - kMagic;
+        word = word << 8 | (__float_as_uint(whole) & 0xff);
+      }
+      const int together = min(taken, 1), place = j & together;
+#pragma unroll
+      for (int copy = 0; copy < kFill; ++copy) {
+        store_word(
+            to + ((j - place) * 32 * kFill + ((lane * kFill + copy) << together) + place) * 4,
+            column / (8 / kFill) == copy ? word : 0u);
+      }
+    }
+    sum = over_columns(sum, [](float x, float y) { return x + y; });
+    if (t == 0) {
+      const float a = short_mantissa(most * (1.f / 127.f) * scale_log2);
+      store_word(constants + (g * 8 + column) * 8, __float_as_uint(a));
+      store_word(constants + (g * 8 + column) * 8 + 4, __float_as_uint(a * sum));
+    }
+    row += steps * 32, to += padded * 128 * kFill;
+  }
+  __syncwarp();
+}
+
+__device__ inline float2 meta_at(uint32_t at) {
+  const uint32_t word = load_word(at);
+  return __half22float2(*reinterpret_cast<const __half2*>(&word));
+}
+
+// Where this lane's part of a filled fragment of scores starts: kFill 2 lays two pairs side by side
+// in its columns.
+template <int kBits, int kFill>
+__device__ int own_token() {
+  using C = Codes<kBits>;
+  const int second = kFill == 2 && threadIdx.x % 4 >= 2 ? C::token(0, kPairs / 2) : 0;
+  return C::first_token(threadIdx.x % 32 / 4) + second;
+}
+
+// How this lane reads the pages of one quantized lane: offsets of its first rows from a page's
+// start, and sizes.
+struct Slab {
+  int k, k_meta, v, v_meta;
+  int bytes = 0;                      // of a page, in the ring; 0 while the run is a 16-bit one
+  int row_bytes, meta_stride;         // of a token's K; of a channel's V metadata
+  int steps_k, steps_v, group_shift;  // log2 of the tokens of a V group
+  bool plain;                         // pages of 64 tokens, each one group of V
+  Groups groups;                      // of K
+
+  template <int kBits, int kFill, class P>
+  __device__ void set(const P& p, int head, int part) {
+    using C = Codes<kBits>;
+    const auto& at = p.head[head];
+    const auto& lane = at.lane[part];
+    const int l = threadIdx.x % 32, g = l / 4;
+    bytes = lane.tile_bytes / lane.tile_units;
+    const int gaps = bytes - lane.bytes;
+    group_shift = p.part[part].groups_v;
+    plain = p.page_tokens == kChunkTokens && group_shift == 6;
+    steps_k = at.rank_k / 16, steps_v = at.rank_v / 16;
+    groups.set(steps_k, lane.groups_k);
+    row_bytes = at.rank_k * kBits / 8;
+    meta_stride = p.page_tokens >> group_shift << 2;
+    if (kBits == 8) {  // this lane gives row l % 8 of matrix l / 8
+      k = (C::first_token(l % 8) + C::token(l / 8 % 2, l / 16)) * row_bytes + l % 8 / 2 * kPieceGap;
+    } else {
+      k = C::first_token(g) * row_bytes;
+    }
+    k_meta = lane.k_meta * 16 + gaps + own_token<kBits, kFill>() * groups.count * 4;
+    v = lane.v + gaps + g * (p.page_tokens * kBits / 8) + l % 4 * C::kStepBytes;
+    v_meta = lane.v_meta * 16 + gaps + g * meta_stride;
+  }
+};
+
+// Where this lane reads a chunk.
+struct Chunk {
+  uint32_t k, k_meta, v, v_meta;
+};
+
+}  // namespace kvlathe::cuda

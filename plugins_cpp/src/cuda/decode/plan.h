@@ -1,0 +1,32 @@
+// What planning needs to know of a call of attend_decode, for plan.cu: see schedule.cuh.
+#pragma once
+
+#include "cuda/decode/params.h"
+#include "cuda/decode/schedule.cuh"
+
+namespace kvlathe::cuda {
+
+struct PlanLane {
+  uint16_t weight, tile_units;
+};
+struct PlanHead {
+  PlanLane lane[KVLATHE_MAX_PARTS];
+};
+
+struct PlanSizes {
+  PartParams part[KVLATHE_MAX_PARTS];
+  int32_t part_weight[KVLATHE_MAX_PARTS];
+  int32_t least_block_weight, batch, heads, blocks, spare_blocks;
+  uint32_t tag;
+};
+struct PlanCall {
+  PlanSizes sizes;
+  PlanHead head[KVLATHE_MAX_HEADS];
+};
+
+// Checks a call and decides its grid as attend_decode does; q, o and the workspace may be missing.
+PlanCall plan_call_of(const kvlathe_attend_decode_args& args);
+
+int most_blocks();  // of any call on the current device
+
+}  // namespace kvlathe::cuda

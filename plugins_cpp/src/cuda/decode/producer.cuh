@@ -1,0 +1,334 @@
+// Keeps one warp's ring full with the tiles of its block's spans, in order; the queries of a run
+// come before its tiles.
+//
+// A global load that the stream of tiles has to wait for queues behind all bytes in flight,
+// microseconds of them. So page ids are asked for early: 32 tiles ahead within a run, and at the
+// start of a run for the run after it.
+#pragma once
+
+#include "cuda/decode/schedule.cuh"
+#include "cuda/decode/tile16.cuh"
+
+namespace kvlathe::cuda {
+
+// The units [first, last) of a span that lie in one part, counted from the part's first.
+struct Run {
+  int first, last, tokens;  // tokens: of the part
+  template <int kParts>
+  __device__ Run(const Params<kParts>& p, const Span<kParts>& span, int part) {
+    int before = 0, count = 0;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      if (i < part) before += span.pair.units(p, i);
+      if (i == part) count = span.pair.units(p, i), tokens = span.pair.tokens[i];
+    }
+    first = max(span.first - before, 0);
+    last = min(span.last - before, count);
+  }
+};
+
+// Which tile of a run is this warp's first. Parts are dealt from both ends in turn: the few tiles
+// of a 16-bit tail and the last ones of a quantized part then fall to different warps.
+__device__ inline int turn_of(int part) {
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  return part % 2 ? warps - 1 - warp : warp;
+}
+
+// What one run's queries take in a ring.
+template <int kParts>
+__device__ int query_bytes(const Params<kParts>& p, const HeadParams<kParts>& head) {
+  return p.group_size * head.rank_k * 2;
+}
+
+// What a producer needs only from run to run; one a warp, in shared memory, to leave registers to
+// the tiles.
+template <int kParts>
+struct Runs {
+  Walk<kParts> walk;                                 // where the run ahead lies, while walk.valid
+  int part, unit, last, tokens;                      // the run ahead
+  int now_sequence, now_head, now_part, now_tokens;  // the run in hand; tokens of its part
+  int first_sequence, first_head;                    // of the first run
+};
+
+// How 16-bit tiles are copied, 512 bytes at a time.
+struct Copies {
+  int k, v, tokens;         // of a tile
+  uint32_t bits_k, bits_v;  // this lane's swizzle
+  __device__ void set(int rank_k, int rank_v, int units) {
+    k = pinned(units * (rank_k / 16)), v = pinned(units * (rank_v / 16)),
+    tokens = units * kRowTokens;
+    bits_k = swizzle_bits(rank_k), bits_v = swizzle_bits(rank_v);
+  }
+};
+
+// Copies the first `rows` tokens of a 16-bit tile, K from k and V from v on; zeros for the rest.
+// Whole warp.
+__device__ inline void copy_tile(const Copies& copies, uint32_t to, const char* k, const char* v,
+                                 int rows) {
+  const int own = threadIdx.x % 32 * 16;
+  const uint32_t to_k = to + own, to_v = to_k + copies.k * 512;
+  if (rows >= copies.tokens) {
+    copy_part<true>(to_k, k + own, copies.bits_k, copies.k, 0);
+    copy_part<true>(to_v, v + own, copies.bits_v, copies.v, 0);
+  } else {  // 16-byte chunks of the rows that exist: a row has copies * 32 / tokens
+    copy_part<false>(to_k, k + own, copies.bits_k, copies.k,
+                     rows * (copies.k * 32 / copies.tokens));
+    copy_part<false>(to_v, v + own, copies.bits_v, copies.v,
+                     rows * (copies.v * 32 / copies.tokens));
+  }
+}
+
+// The same where few tiles are 16 bit: a function of its own, so that its code is not in the loop's
+// way.
+static __device__ __noinline__ void copy_tile_apart(uint32_t to, const char* k, const char* v,
+                                                    int rank_k, int rank_v, int units, int rows) {
+  Copies copies;
+  copies.set(rank_k, rank_v, units);
+  copy_tile(copies, to, k, v, rows);
+}
+
+// kBits: as in attend_decode.
+template <int kParts, int kBits>
+struct Producer {
+  static constexpr bool kQuantized = kBits < 16, kPieces = kBits == 8 || kBits == 0;
+  const Params<kParts>& p;
+  Ring& ring;
+  Runs<kParts>& runs;
+  bool fine;  // one unit a tile
+
+  // The run in hand.
+  bool any = false, queries_due = false, bulk;  // bulk: it is quantized
+  int unit, last;                               // the next tile to fetch, the end of the run
+  int tile_room, tile_bytes;  // of a tile in the ring; of a tile, or a quantized page, in the pool
+  int stride;                 // units from one tile of this warp to its next
+  int tile_pages;             // quantized
+  int pieces, piece_bytes;    // quantized: of a page's K, that are set apart in the tile
+  int next_room;              // what comes next takes in the ring: the queries, or a tile
+  Copies copies;              // where all parts are 16 bit
+
+  // Addresses and page ids are worked out for the next tiles at a time: 32, one a lane, or 32
+  // quantized pages.
+  const char* from;  // this lane's tile or page; 16 bit: its K
+  int delta_v;       // 16 bit: from there to V
+  int taken,
+      later_id;  // how many lanes' are fetched; the page id of what is this lane's after the 32
+  int ahead_id;  // the page id of what is this lane's of the run ahead
+
+  __device__ Producer(const Params<kParts>& p, const Planned<kParts>& plan, Runs<kParts>& runs,
+                      Ring& ring)
+      : p(p), ring(ring), runs(runs), fine(plan.share < kFineShare) {
+    Runs<kParts> ahead{plan.walk, -1};
+    look_ahead(ahead, &plan);
+    if (threadIdx.x % 32 == 0)
+      runs.first_sequence = runs.walk.span.sequence, runs.first_head = runs.walk.span.head;
+    __syncwarp();
+    take();
+  }
+
+  __device__ int units_of(const LaneParams& lane) const { return fine ? 1 : lane.tile_units; }
+  // What a tile takes in a ring.
+  __device__ int room_of(const LaneParams& lane) const {
+    return ring_room(fine ? lane.tile_bytes / lane.tile_units : lane.tile_bytes);
+  }
+  __device__ int page_of(int part, int unit) const {
+    const PartParams& at = p.part[part];
+    return at.units_per_page == 1 ? unit : int(__umulhi(unit, at.units_per_page_magic));
+  }
+  __device__ int load_id(int part, int sequence, int own, int last) const {
+    const PartParams& at = p.part[part];
+    return own < last
+               ? __ldg(at.page_table + int64_t{sequence} * at.table_stride + page_of(part, own))
+               : 0;
+  }
+
+  // log2 of the lanes that a tile's pages take.
+  __device__ int lanes_of(int part, const LaneParams& lane) const {
+    return kQuantized && is_quantized(p.part[part].bits) && units_of(lane) == 2;
+  }
+  // The unit that is this lane's, from `first` on.
+  __device__ static int own_unit(int first, int stride, int lanes) {
+    const int lane = threadIdx.x % 32;
+    return first + (lane >> lanes) * stride + (lane & lanes);
+  }
+
+  // Finds the run after `ahead` with tiles for this warp and asks for its first page ids, of which
+  // `plan` may know some. Whole warp.
+  __device__ void look_ahead(Runs<kParts>& ahead, const Planned<kParts>* plan = nullptr) {
+    Walk<kParts>& walk = ahead.walk;
+    int step = 0, lanes = 0;
+    if (walk.valid) {
+      do {
+        if (++ahead.part == kParts) {
+          ahead.part = 0;
+          walk.next(p);
+          if (!walk.valid) break;
+        }
+        const Run run(p, walk.span, ahead.part);
+        const LaneParams& lane = p.head[walk.span.head].lane[ahead.part];
+        const int units = units_of(lane);
+        lanes = lanes_of(ahead.part, lane);
+        ahead.unit = run.first + turn_of(ahead.part) * units;
+        ahead.last = run.last;
+        ahead.tokens = run.tokens;
+        step = blockDim.x / 32 * units;
+      } while (ahead.unit >= ahead.last);
+    }
+    if (walk.valid) {
+      const int own = own_unit(ahead.unit, step, lanes);
+      bool known = false;
+      if (plan && plan->is_first(walk.span, ahead.part))
+        ahead_id = plan->id_of(page_of(ahead.part, own), known);
+      if (!known) ahead_id = load_id(ahead.part, walk.span.sequence, own, ahead.last);
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) runs = ahead;
+    __syncwarp();
+  }
+
+  // Makes the run ahead the one in hand.
+  __device__ void take() {
+    Runs<kParts> ahead = runs;
+    any = ahead.walk.valid;
+    if (!any) return;
+    ahead.now_sequence = ahead.walk.span.sequence, ahead.now_head = ahead.walk.span.head,
+    ahead.now_part = ahead.part;
+    ahead.now_tokens = ahead.tokens;
+    unit = ahead.unit, last = ahead.last;
+    queries_due = true;
+    next_room = ring_room(query_bytes(p, p.head[ahead.now_head]));
+    const HeadParams<kParts>& at = p.head[ahead.now_head];
+    const LaneParams& lane = at.lane[ahead.part];
+    const int units = units_of(lane), id = ahead_id;
+    bulk = kQuantized && is_quantized(p.part[ahead.part].bits);
+    stride = pinned(blockDim.x / 32 * units);
+    tile_bytes = pinned(bulk ? lane.bytes : lane.bytes * units);
+    tile_room = pinned(room_of(lane));
+    if (bulk) {
+      tile_pages = units;
+      pieces = kPieces && p.part[ahead.part].bits == 8 ? p.page_tokens / kPieceTokens : 0;
+      piece_bytes = kPieceTokens * at.rank_k;
+    }
+    if (!kQuantized) copies.set(at.rank_k, at.rank_v, units);
+    locate(id, ahead.now_sequence, ahead.now_head, ahead.now_part);
+    look_ahead(ahead);
+  }
+
+  // Turns the page ids of the next 32 into addresses, and asks for the page ids of the 32 after
+  // them.
+  __device__ void locate(int page_id, int sequence, int head, int part) {
+    const HeadParams<kParts>& at = p.head[head];
+    const LaneParams& lane = at.lane[part];
+    const int lanes = lanes_of(part, lane), own = own_unit(unit, stride, lanes);
+    from = p.pool + page_id * p.part[part].page_stride + lane.k;
+    if (!bulk) {
+      const int in_page = own - page_of(part, own) * p.part[part].units_per_page;
+      from += in_page * (at.rank_k * 2 * kRowTokens);
+      delta_v = lane.v - lane.k + in_page * (at.rank_v - at.rank_k) * 2 * kRowTokens;
+    }
+    later_id = load_id(part, sequence, own + (32 >> lanes) * stride, last);
+    taken = 0;
+  }
+
+  // Whether the next tile holds nothing that the kernel before this one may write
+  // (KVLATHE_APPENDED).
+  __device__ bool steady() const {
+    return bulk || (!kQuantized && runs.now_tokens - unit * kRowTokens > copies.tokens);
+  }
+
+  // Asks for all that the ring has room for; if `early`, for steady tiles of the first run only,
+  // and not for its queries.
+  __device__ void fill(bool early) {
+    while (any) {
+      if (early && (queries_due ? ring.tiles != 0 : !steady())) return;
+      const uint32_t to = ring.place(next_room);
+      if (!to) return;
+      if (queries_due) {
+        if (!early) fetch_queries(to, query_bytes(p, p.head[runs.now_head]));
+        close_copy_group();
+        queries_due = false;
+        next_room = tile_room;
+        continue;
+      }
+      fetch(to);
+      close_copy_group();
+      unit += stride;
+      if (unit >= last) {
+        take();
+      } else if (taken == 32) {
+        locate(later_id, runs.now_sequence, runs.now_head, runs.now_part);
+      }
+    }
+  }
+
+  // The queries of the first run, which an early fill has left room for.
+  __device__ void fetch_first_queries() const {
+    if (!ring.tiles) return;
+    const HeadParams<kParts>& head = p.head[runs.first_head];
+    const auto* q =
+        reinterpret_cast<const uint4*>(p.q + runs.first_sequence * p.q_stride + head.q_offset);
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < query_bytes(p, head) / 16; i += 32)
+      shared_at<uint4>(ring.base + 16 * i) = __ldcg(q + i);
+    __syncwarp();
+  }
+
+  __device__ void fetch_queries(uint32_t to, int bytes) const {
+    const auto* q = reinterpret_cast<const char*>(p.q + runs.now_sequence * p.q_stride +
+                                                  p.head[runs.now_head].q_offset);
+#pragma unroll 1
+    for (int at = threadIdx.x % 32 * 16; at < bytes; at += 512) copy16(to + at, q + at, true);
+  }
+
+  // Each lane copies the page it holds, if that is one of the tile's.
+  __device__ void fetch_pages(uint32_t to) {
+    const uint32_t barrier = ring.newest_barrier();
+    const int pages = min(tile_pages, last - unit), own = int(threadIdx.x % 32) - taken;
+    if (own == 0) announce_copies(barrier, pages * tile_bytes);
+    const int gaps = kPieces ? pieces * kPieceGap : 0;
+    const auto start_of = [&](int page) {
+      return reinterpret_cast<const char*>(
+          __shfl_sync(~0u, reinterpret_cast<uint64_t>(from), taken + page));
+    };
+#if __CUDA_ARCH__ >= 900
+    if (!kPieces || !pieces) {
+      if (own >= 0 && own < pages) copy_bulk(to + own * tile_bytes, from, tile_bytes, barrier);
+    } else {
+      const int piece = threadIdx.x % 32, at = piece * piece_bytes;
+#pragma unroll 1
+      for (int page = 0; page < pages;
+           ++page, to += tile_bytes + gaps) {  // a lane a piece, and one all the rest
+        const char* start = start_of(page);
+        if (piece <= pieces)
+          copy_bulk(to + at + piece * kPieceGap, start + at,
+                    piece < pieces ? piece_bytes : tile_bytes - at, barrier);
+      }
+    }
+#else
+    for (int page = 0; page < pages; ++page, to += tile_bytes + gaps) {
+      const char* start = start_of(page);
+      for (int at = threadIdx.x % 32 * 16; at < tile_bytes; at += 512) {
+        const int before = kPieces ? min(at / max(piece_bytes, 1), pieces) : 0;  // pieces
+        copy16(to + at + before * kPieceGap, start + at, true);
+      }
+    }
+#endif
+    taken += tile_pages;
+  }
+
+  __device__ void fetch(uint32_t to) {
+    if (bulk) return fetch_pages(to);
+    const char* k =
+        reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(from), taken));
+    const char* v = k + __shfl_sync(~0u, delta_v, taken);
+    const int rows = runs.now_tokens - unit * kRowTokens;
+    if constexpr (kQuantized) {
+      const HeadParams<kParts>& head = p.head[runs.now_head];
+      copy_tile_apart(to, k, v, head.rank_k, head.rank_v, units_of(head.lane[runs.now_part]), rows);
+    } else {
+      copy_tile(copies, to, k, v, rows);
+    }
+    ++taken;
+  }
+};
+
+}  // namespace kvlathe::cuda

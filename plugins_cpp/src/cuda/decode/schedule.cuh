@@ -1,0 +1,313 @@
+// The byte-interval schedule: block c takes bytes [c, c + 1) x share of the step's work, rounded up
+// to whole tiles.
+//
+//   weight    = bytes in units of 128: one layer's work fits 31 bits up to 256 GB
+//   work      = sequence 0: head 0: units of part 0, units of part 1, ... | head 1: ...
+//               | sequence 1: ...
+//   unit      = 16 tokens of one 16-bit lane, a page of a quantized one; a tile is the units that
+//               a warp takes at once
+//   position  = (sequence, head, unit), found from a weight in the prefix sums over sequences and
+//               heads
+//   span      = the units of one (sequence, head) that one block takes
+//
+// No sort. A block's spans are whole pairs but for its first and its last: at most two partial
+// results. A block finds its work by itself, or all of a step's calls are planned by one launch
+// before (plan.cu).
+#pragma once
+
+#include "cuda/decode/params.h"
+
+namespace kvlathe::cuda {
+
+struct Position {
+  int sequence, head, unit;
+};
+
+// Tokens of a sequence in each part. P: Params, or what the plan kernel has of them.
+template <int kParts>
+struct Lengths {
+  int tokens[kParts];
+
+  Lengths() = default;
+  template <class P>
+  __device__ Lengths(const P& p, int sequence) {
+#pragma unroll
+    for (int i = 0; i < kParts; ++i)
+      tokens[i] = __ldg(p.part[i].lengths + sequence * p.part[i].lengths_stride);
+  }
+};
+
+// Tokens of a (sequence, head) pair in each part, and the unit counts that follow.
+template <int kParts>
+struct Pair {
+  int tokens[kParts];
+
+  Pair() = default;
+  template <class P>
+  __device__ Pair(const P& p, const Lengths<kParts>& lengths, int head) {
+#pragma unroll
+    for (int i = 0; i < kParts; ++i)
+      tokens[i] = p.head[head].lane[i].weight ? lengths.tokens[i] : 0;
+  }
+  __device__ static int units_of(const PartParams& part, int tokens) {
+    return (tokens + (1 << part.unit_shift) - 1) >> part.unit_shift;
+  }
+  template <class P>
+  __device__ int units(const P& p, int part) const {
+    return units_of(p.part[part], tokens[part]);
+  }
+  template <class P>
+  __device__ int units(const P& p) const {
+    int n = 0;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) n += units(p, i);
+    return n;
+  }
+  template <class P>
+  __device__ int weight(const P& p, int head) const {
+    int n = 0;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) n += units(p, i) * p.head[head].lane[i].weight;
+    return n;
+  }
+};
+
+template <int kParts>
+struct Span {
+  int sequence, head, first, last,
+      total;  // units [first, last) of the pair's `total`, part after part
+  Pair<kParts> pair;
+};
+
+// Sum of x over the lanes up to this one, in each kWidth lanes. Whole warp.
+template <int kWidth = 32>
+__device__ inline int inclusive_sum(int x) {
+#pragma unroll
+  for (int step = 1; step < kWidth; step *= 2) {
+    const int other = __shfl_up_sync(~0u, x, step, kWidth);
+    if (int(threadIdx.x % kWidth) >= step) x += other;
+  }
+  return x;
+}
+
+// The first tile of a pair that starts `rest` into it or later.
+template <int kParts, class P>
+__device__ int unit_at(const P& p, const Pair<kParts>& pair, int head, int rest) {
+  int unit = 0;
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) {
+    const auto& lane = p.head[head].lane[i];
+    if (rest <= 0 || !lane.weight) continue;
+    const int wanted = (int(unsigned(rest + lane.weight - 1) / lane.weight) + lane.tile_units - 1) &
+                       -int(lane.tile_units);
+    const int skipped = min(pair.units(p, i), wanted);
+    unit += skipped;
+    rest = skipped < wanted ? rest - skipped * lane.weight : 0;
+  }
+  return unit;
+}
+
+// A place in the spans of one block, empty ones skipped. Plain data: it waits in shared memory
+// between its few uses.
+template <int kParts>
+struct Walk {
+  Position end;
+  Span<kParts> span;
+  Lengths<kParts> lengths;  // of the span's sequence: a load here would be waited for behind all
+                            // bytes in flight
+  bool valid;
+
+  template <class P>
+  __device__ static Walk start(const P& p, const Position& begin, const Position& end) {
+    Walk walk;
+    walk.end = end;
+    walk.span.sequence = begin.sequence;
+    walk.span.head = begin.head;
+    if (begin.sequence < p.batch) walk.lengths = Lengths<kParts>(p, begin.sequence);
+    walk.enter(p, begin.unit);
+    if (walk.valid && walk.span.first >= walk.span.last) walk.next(p);
+    return walk;
+  }
+
+  // Enters (span.sequence, span.head) at a unit; clears `valid` past the block's end.
+  template <class P>
+  __device__ void enter(const P& p, int first) {
+    const bool final = span.sequence == end.sequence && span.head == end.head;
+    valid =
+        span.sequence < end.sequence || (span.sequence == end.sequence && span.head <= end.head);
+    valid = valid && span.sequence < p.batch && !(final && end.unit == 0);
+    if (!valid) return;
+    span.pair = Pair<kParts>(p, lengths, span.head);
+    span.total = span.pair.units(p);
+    span.first = first;
+    span.last = final ? end.unit : span.total;
+  }
+
+  template <class P>
+  __device__ void next(const P& p) {
+    do {
+      if (++span.head == p.heads) {
+        span.head = 0;
+        if (++span.sequence < p.batch) lengths = Lengths<kParts>(p, span.sequence);
+      }
+      enter(p, 0);
+    } while (valid && span.first >= span.last);
+  }
+};
+
+// The work of one block. Every warp finds it for itself, so no barrier is needed.
+template <int kParts>
+struct Plan {
+  int share;        // weight a block; at least a tile's, so no block between two others is empty
+  int begin_start;  // weight at which the first span's pair starts
+  bool any;
+  bool some_empty;    // some sequence has no tokens in some part
+  Walk<kParts> walk;  // at the block's first span
+
+  Plan() = default;
+  template <class P>
+  __device__ Plan(const P& p, int block, int blocks) {
+    const int lane = threadIdx.x % 32;
+    int own = 0;
+    bool empty = false;
+#pragma unroll 1
+    for (int b = lane; b < p.batch; b += 32) own += weight(p, b, empty);
+    some_empty = __any_sync(~0u, empty);
+    for (int step = 16; step; step /= 2) own += __shfl_xor_sync(~0u, own, step);
+    if (own / blocks < kSpareShare) blocks -= p.spare_blocks;
+    share = max(p.least_block_weight, int((unsigned(own) + blocks - 1) / unsigned(blocks)));
+    const int from = block * share, to = from + share;
+    any = from < own;
+    walk.valid = false;
+    if (!any) return;
+    Start begin{p.batch, 0}, end{p.batch, 0};
+    int before = 0;
+    for (int base = 0; base < p.batch && end.sequence == p.batch; base += 32) {
+      const int here = base + lane < p.batch ? weight(p, base + lane, empty) : 0,
+                upto = before + inclusive_sum(here);
+      if (begin.sequence == p.batch) begin.enter(base, upto, here, from);
+      if (end.sequence == p.batch) end.enter(base, upto, here, to);
+      before = __shfl_sync(~0u, upto, 31);
+    }
+    descend(p, begin, end, from, to);
+  }
+
+ private:
+  struct Start {
+    int sequence, weight;  // weight: at which the sequence starts
+
+    // Finds the sequence that reaches beyond x, if it is one of the warp's 32 from `base` on.
+    __device__ void enter(int base, int upto, int own, int x) {
+      const unsigned beyond = __ballot_sync(~0u, upto > x);
+      if (!beyond) return;
+      sequence = base + __ffs(beyond) - 1;
+      weight = __shfl_sync(~0u, upto - own, __ffs(beyond) - 1);
+    }
+  };
+
+  template <class P>
+  __device__ static int weight(const P& p, int sequence, bool& empty) {
+    const Lengths<kParts> lengths(p, sequence);
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      empty |= lengths.tokens[i] == 0;
+      sum += p.part_weight[i] * Pair<kParts>::units_of(p.part[i], lengths.tokens[i]);
+    }
+    return sum;
+  }
+
+  // Finds heads and units: one half of the warp looks for the begin, the other for the end.
+  template <class P>
+  __device__ void descend(const P& p, const Start& begin, const Start& end, int from, int to) {
+    const int lane = threadIdx.x % 32, side = lane / 16, x = side ? to : from;
+    const int sequence = min(side ? end.sequence : begin.sequence, p.batch - 1);
+    const Lengths<kParts> lengths(p, sequence);
+    int start = side ? end.weight : begin.weight, head = -1;
+    for (int first = 0; first < p.heads; first += 16) {
+      const int h = first + lane % 16,
+                own = h < p.heads ? Pair<kParts>(p, lengths, h).weight(p, h) : 0;
+      const int ends = start + inclusive_sum<16>(own);
+      const unsigned later = __ballot_sync(~0u, ends > x) >> 16 * side & 0xffff;
+      const int hit = later ? __ffs(later) - 1 : 15;
+      const int next = __shfl_sync(~0u, later ? ends - own : ends, hit, 16);
+      if (head < 0) start = next, head = later ? first + hit : -1;
+      if (__all_sync(~0u, head >= 0)) break;
+    }
+    head = max(head, 0);  // an end beyond all work has none
+    const int unit = unit_at(p, Pair<kParts>(p, lengths, head), head, x - start);
+    begin_start = __shfl_sync(~0u, start, 0);
+    Position last{p.batch, 0, 0};
+    if (end.sequence < p.batch)
+      last = {end.sequence, __shfl_sync(~0u, head, 16), __shfl_sync(~0u, unit, 16)};
+    walk = Walk<kParts>::start(
+        p, {begin.sequence, __shfl_sync(~0u, head, 0), __shfl_sync(~0u, unit, 0)}, last);
+  }
+};
+
+// What the plan kernel leaves for one block of one call: its Plan, and the first page ids that it
+// needs. A warp reads it in one round of loads, which is all that stands between a block's start
+// and its first tile.
+constexpr int kPlannedIds = 64;
+struct alignas(16) PlanHeader {
+  uint32_t tag;  // Params::plan_tag of the call that it was made for
+  int32_t part;  // of the first span's first unit
+  int32_t first_page;
+  Plan<KVLATHE_MAX_PARTS> plan;
+};
+struct alignas(128) PlanRecord {
+  PlanHeader header;
+  alignas(128) int32_t
+      ids[kPlannedIds];  // of pages first_page, first_page + 1, ... of that sequence and part
+};
+
+// The plan of this block: what the plan kernel left for it or, without that, found here.
+template <int kParts>
+struct Planned : Plan<kParts> {
+  int part = -1, first_page,
+      ids[2];  // lane l: of pages first_page + l and first_page + 32 + l; part -1: none known
+
+  __device__ explicit Planned(const Params<kParts>& p) {
+    if (p.plan) {
+      const PlanRecord& record = p.plan[blockIdx.x];
+      const int lane = threadIdx.x % 32, low = __ldcg(record.ids + lane),
+                high = __ldcg(record.ids + 32 + lane);
+      const PlanHeader header = record.header;
+      if (header.tag == p.plan_tag) {
+        take(header.plan);
+        part = header.part, first_page = header.first_page, ids[0] = low, ids[1] = high;
+        return;
+      }
+    }
+    static_cast<Plan<kParts>&>(*this) = Plan<kParts>(p, int(blockIdx.x), int(gridDim.x));
+  }
+
+  __device__ bool is_first(const Span<kParts>& span, int of_part) const {
+    return of_part == part && span.head == this->walk.span.head &&
+           span.sequence == this->walk.span.sequence;
+  }
+  // The id of a page of that sequence and part. Whole warp; `known` says whether this lane's is.
+  __device__ int id_of(int page, bool& known) const {
+    const int i = page - first_page;
+    known = i >= 0 && i < kPlannedIds;
+    const int low = __shfl_sync(~0u, ids[0], i & 31), high = __shfl_sync(~0u, ids[1], i & 31);
+    return i < 32 ? low : high;
+  }
+
+ private:
+  __device__ void take(const Plan<KVLATHE_MAX_PARTS>& from) {
+    this->share = from.share, this->begin_start = from.begin_start;
+    this->any = from.any, this->some_empty = from.some_empty;
+    Walk<kParts>& walk = this->walk;
+    const Span<KVLATHE_MAX_PARTS>& span = from.walk.span;
+    walk.end = from.walk.end, walk.valid = from.walk.valid;
+    walk.span = {span.sequence, span.head, span.first, span.last, span.total, {}};
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      walk.lengths.tokens[i] = from.walk.lengths.tokens[i];
+      walk.span.pair.tokens[i] = span.pair.tokens[i];
+    }
+  }
+};
+
+}  // namespace kvlathe::cuda

@@ -1,0 +1,107 @@
+// A tile of one lane, 16 bit: K [token][rank_k] then V [token][rank_v], swizzled in 16-byte chunks,
+// attended in units of 16 tokens.
+//
+//   scores  S [16 tokens x 8 heads]   = K  [16 x rank_k] q'^T [rank_k x 8]
+//   output  O [rank_v x 8 heads]     += V^T [rank_v x 16 tokens] P [16 tokens x 8 heads]
+#pragma once
+
+#include "cuda/decode/softmax_state.cuh"
+
+namespace kvlathe::cuda {
+
+// Starts `count` copies of 512 bytes, contiguous in the pool; `to`, `from` and the swizzle bits are
+// this lane's. kFull false: chunks from `valid` on become zeros and are not read.
+template <bool kFull>
+__device__ void copy_part(uint32_t to, const char* from, uint32_t bits, int count, int valid) {
+#pragma unroll
+  for (int i = 0; i < kMostCopies; ++i) {
+    if (i >= count) break;
+    const uint32_t turn = (i ? bits >> (4 * i - 4) : bits << 4) & 0x70;
+    copy16((to ^ turn) + 512 * i, from + 512 * i, kFull || int(threadIdx.x % 32) + 32 * i < valid);
+  }
+}
+
+// Offsets in a unit of the rows that this lane gives to load_matrices: step j is at [j % 4] + 128
+// (j / 4).
+struct MatrixRows {
+  int at[4];
+
+  __device__ void set(int rank, int row, int column) {
+    const Swizzle swizzle(rank);
+    const int first = row * rank * 2 + (column ^ swizzle(row)) * 16;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      at[j] = pinned((first ^ (32 * j & swizzle.mask * 16)) + (32 * j & ~(swizzle.mask * 16)));
+  }
+  __device__ uint32_t operator()(uint32_t unit, int j) const {
+    return unit + at[j % 4] + 128 * (j / 4);
+  }
+};
+
+// How this lane reads one (sequence, head)'s tiles: its query heads as fragments of the second
+// factor (heads past the group are zero), the rows it loads, and the sizes.
+template <int kSteps>
+struct Lane16 {
+  uint32_t q[kSteps][2];
+  MatrixRows k, v;
+  int steps_k, steps_v;
+
+  // `queries`: shared, [group][rank_k].
+  __device__ void set(uint32_t queries, int group, int rank_k, int rank_v) {
+    const int lane = threadIdx.x % 32, query = lane / 4;
+    const uint32_t row = queries + query * rank_k * 2 + lane % 4 * 4;
+#pragma unroll
+    for (int j = 0; j < kSteps; ++j) {
+      const bool there = query < group && j * 16 < rank_k;
+      q[j][0] = there ? load_word(row + j * 32) : 0u;
+      q[j][1] = there ? load_word(row + j * 32 + 16) : 0u;
+    }
+    k.set(rank_k, lane % 16, lane / 16);
+    v.set(rank_v, lane / 16 * 8 + lane % 8, lane / 8 % 2);
+    steps_k = pinned(rank_k / 16);
+    steps_v = pinned(rank_v / 16);
+  }
+};
+
+// One unit; the first `rows` of its tokens exist.
+template <class E, int kSteps>
+__device__ void attend_unit(SoftmaxState<kSteps>& state, const Lane16<kSteps>& lane16, uint32_t k,
+                            uint32_t v, int rows, float scale_log2) {
+  float s[4] = {0.f, 0.f, 0.f, 0.f};
+  uint32_t a[4];
+#pragma unroll
+  for (int j = 0; j < kSteps; ++j) {
+    if (j >= lane16.steps_k) break;
+    load_matrices(a, lane16.k(k, j));
+    E::multiply(s, a, lane16.q[j][0], lane16.q[j][1]);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) s[i] *= scale_log2;
+  if (rows < kRowTokens) {
+    const int row = threadIdx.x % 32 / 4;
+    if (row >= rows) s[0] = s[1] = -INFINITY;
+    if (row + 8 >= rows) s[2] = s[3] = -INFINITY;
+  }
+  state.weigh(s);
+  const uint32_t p0 = transposed(E::pack(s[0], s[1])), p1 = transposed(E::pack(s[2], s[3]));
+#pragma unroll
+  for (int j = 0; j < kSteps; ++j) {
+    if (j >= lane16.steps_v) break;
+    load_matrices_transposed(a, lane16.v(v, j));
+    E::multiply(state.out[j], a, p0, p1);
+  }
+}
+
+// `rows` tokens of a tile that has room for `units` units.
+template <class E, int kSteps>
+__device__ void attend_tile(SoftmaxState<kSteps>& state, const Lane16<kSteps>& lane16,
+                            uint32_t tile, int units, int rows, float scale_log2) {
+  uint32_t k = tile, v = tile + units * lane16.steps_k * 512;
+  for (; rows > 0; rows -= kRowTokens) {
+    attend_unit<E>(state, lane16, k, v, rows, scale_log2);
+    k += lane16.steps_k * 512;
+    v += lane16.steps_v * 512;
+  }
+}
+
+}  // namespace kvlathe::cuda

@@ -1,0 +1,152 @@
+// A decoder layer's rows beside its products: RMS norm and gated SiLU. With few rows they wait for
+// memory more than they move it, so each is one kernel that asks for all it needs at once, in
+// pieces of 16 bytes.
+#include "cuda/device.cuh"
+#include "cuda/host.h"
+#include "kvlathe/rows.h"
+
+namespace kvlathe::cuda {
+namespace {
+
+constexpr int kPiece = 8;  // elements
+constexpr int kHeld = 2;   // pieces that a thread of the norm holds
+constexpr int kMostThreads = 1024;
+
+struct RowsParams {
+  const uint16_t *x, *weight;
+  uint16_t* out;
+  int64_t x_stride;
+  int32_t rows, pieces;  // of a row
+  float eps;
+};
+
+__device__ inline uint16_t element(const uint4& piece, int i) {
+  const uint32_t word = i < 2 ? piece.x : i < 4 ? piece.y : i < 6 ? piece.z : piece.w;
+  return uint16_t(word >> 16 * (i % 2));
+}
+
+// Eight numbers, rounded.
+template <class E>
+__device__ inline uint4 packed(const float (&x)[kPiece]) {
+  return {E::pack(x[0], x[1]), E::pack(x[2], x[3]), E::pack(x[4], x[5]), E::pack(x[6], x[7])};
+}
+
+// The sum over the block of one number a thread.
+__device__ inline float block_sum(float x) {
+  __shared__ float sums[kMostThreads / 32];
+  for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  if (threadIdx.x % 32 == 0) sums[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = threadIdx.x % 32 < blockDim.x / 32 ? sums[threadIdx.x % 32] : 0.f;
+  for (int step = 16; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+// A block takes a row.
+template <class E>
+__global__ void __launch_bounds__(kMostThreads) norm_rows(const RowsParams p) {
+  const uint4* from = reinterpret_cast<const uint4*>(p.x + blockIdx.x * p.x_stride);
+  const uint4* weight = reinterpret_cast<const uint4*>(p.weight);
+  uint4* to = reinterpret_cast<uint4*>(p.out) + int64_t{blockIdx.x} * p.pieces;
+  uint4 x[kHeld]{}, w[kHeld]{};
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int at = threadIdx.x + i * blockDim.x;
+    if (at < p.pieces) x[i] = from[at], w[i] = weight[at];
+  }
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kHeld * kPiece; ++i) {
+    const float one = E::widen(element(x[i / kPiece], i % kPiece));
+    sum += one * one;
+  }
+  const float scale = rsqrtf(block_sum(sum) / float(p.pieces * kPiece) + p.eps);
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int at = threadIdx.x + i * blockDim.x;
+    float out[kPiece];
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j)
+      out[j] = E::widen(element(x[i], j)) * scale * E::widen(element(w[i], j));
+    if (at < p.pieces) to[at] = packed<E>(out);
+  }
+}
+
+// A thread takes a piece.
+template <class E>
+__global__ void silu_rows(const RowsParams p) {
+  const int at = blockIdx.x * blockDim.x + threadIdx.x;
+  if (at >= p.pieces) return;
+  const uint4* row = reinterpret_cast<const uint4*>(p.x + blockIdx.y * p.x_stride);
+  const uint4 gate = row[at], up = row[at + p.pieces];
+  float out[kPiece];
+#pragma unroll
+  for (int j = 0; j < kPiece; ++j) {
+    const float x = E::widen(element(gate, j));
+    out[j] = x / (1.f + __expf(-x)) * E::widen(element(up, j));
+  }
+  reinterpret_cast<uint4*>(p.out)[int64_t{blockIdx.y} * p.pieces + at] = packed<E>(out);
+}
+
+// -- host ---------------------------------------------------------------------
+
+RowsParams params_of(const kvlathe_rows_args& a, int32_t width) {
+  check_version(a.abi_version);
+  check_element(a.element);
+  require(a.rows >= 0 && a.rows <= 65535 && a.columns >= kPiece && a.columns % kPiece == 0,
+          KVLATHE_BAD_ARGUMENT, "rows must be 0 to 65535 and columns a multiple of 8");
+  require(!a.rows || (a.x && a.out), KVLATHE_BAD_ARGUMENT, "x or out is null");
+  require(a.x_stride % kPiece == 0 && a.x_stride >= width, KVLATHE_MISALIGNED,
+          "rows of x must start at multiples of 16 bytes and hold all columns");
+  for (const void* pointer : {a.x, a.weight, static_cast<const void*>(a.out)})
+    check_aligned(pointer, 16, "x, weight or out");
+  const auto elements = [](const void* x) { return static_cast<const uint16_t*>(x); };
+  return {elements(a.x),
+          elements(a.weight),
+          static_cast<uint16_t*>(a.out),
+          a.x_stride,
+          a.rows,
+          a.columns / kPiece,
+          a.eps};
+}
+
+void rms_norm(const kvlathe_rows_args& a) {
+  const RowsParams p = params_of(a, a.columns);
+  require(a.weight, KVLATHE_BAD_ARGUMENT, "weight is null");
+  require(p.pieces <= kHeld * kMostThreads, KVLATHE_UNSUPPORTED,
+          "a row has more than 16384 columns");
+  if (!a.rows) return;
+  const int threads = p.pieces <= kMostThreads ? (p.pieces + 31) / 32 * 32 : kMostThreads;
+  const auto kernel = a.element == KVLATHE_F16 ? norm_rows<Half> : norm_rows<Bfloat>;
+  kernel<<<a.rows, threads, 0, static_cast<cudaStream_t>(a.stream)>>>(p);
+  check_cuda(cudaGetLastError(), "launching rms_norm");
+}
+
+void silu_product(const kvlathe_rows_args& a) {
+  const RowsParams p = params_of(a, 2 * a.columns);
+  if (!a.rows) return;
+  const dim3 grid((p.pieces + 255) / 256, a.rows);
+  const auto kernel = a.element == KVLATHE_F16 ? silu_rows<Half> : silu_rows<Bfloat>;
+  kernel<<<grid, 256, 0, static_cast<cudaStream_t>(a.stream)>>>(p);
+  check_cuda(cudaGetLastError(), "launching silu_product");
+}
+
+int32_t run_on(const kvlathe_rows_args* args, kvlathe_status* status,
+               void (*body)(const kvlathe_rows_args&)) {
+  return kvlathe::run(status, [&] {
+    if (!args) throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "args is null");
+    body(*args);
+  });
+}
+
+}  // namespace
+}  // namespace kvlathe::cuda
+
+extern "C" int32_t kvlathe_cuda_rms_norm(const kvlathe_rows_args* args, kvlathe_status* status) {
+  return kvlathe::cuda::run_on(args, status, kvlathe::cuda::rms_norm);
+}
+
+extern "C" int32_t kvlathe_cuda_silu_product(const kvlathe_rows_args* args,
+                                             kvlathe_status* status) {
+  return kvlathe::cuda::run_on(args, status, kvlathe::cuda::silu_product);
+}

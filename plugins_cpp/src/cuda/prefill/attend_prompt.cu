@@ -1,0 +1,184 @@
+// The host's side of attend_prompt.cuh: what a call's prompt chunks need, and the launch.
+#include "cuda/prefill/attend_prompt.cuh"
+
+#include <algorithm>
+
+#include "common/decode_call.h"
+#include "cuda/host.h"
+#include "kvlathe/cache.h"
+
+namespace kvlathe::cuda {
+namespace {
+
+int attribute(cudaDeviceAttr which) {
+  int device = 0, value = 0;
+  check_cuda(cudaGetDevice(&device), "no CUDA device");
+  check_cuda(cudaDeviceGetAttribute(&value, which, device), "reading a device attribute");
+  return value;
+}
+
+void check_prompts(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads) {
+  const kvlathe_prompts& prompts = *a.prompts;
+  check_element(a.element);
+  for (const Head& head : heads) {
+    check_cuda_ranks(head.rank_k, head.rank_v);
+  }
+  for (int i = 0; i < a.part_count; ++i) {
+    if (any_quantized(a.parts[i])) check_codes(a, a.parts[i]);
+  }
+  require(prompts.list && prompts.cu_seqlens_q && prompts.parts && prompts.batch >= 1,
+          KVLATHE_BAD_ARGUMENT, "the prompts have no list, cu_seqlens_q or parts");
+  for (int i = 0; i < a.part_count; ++i) {
+    require(prompts.parts[i].page_table && prompts.parts[i].lengths, KVLATHE_BAD_ARGUMENT,
+            "a part of the prompts has no page table or no lengths");
+  }
+}
+
+int log2_of(int x) {
+  int bits = 0;
+  while (x >> (bits + 1)) ++bits;
+  return bits;
+}
+
+// Where a lane lies in part i.
+void set_lane(PromptHead& head, int i, const LaneRow& row, const kvlathe_part& part,
+              int32_t page_tokens) {
+  head.k[i] = row.k, head.v[i] = row.v, head.parts |= uint8_t(1 << i);
+  if (!is_quantized(part.bits_k)) return;
+  const int32_t k_meta = (row.k_meta - row.k) / 16, v_meta = (row.v_meta - row.k) / 16,
+                groups = RankGroups(row.rank_k, part.group_k).count;
+  require(k_meta >= 0 && v_meta >= 0 && k_meta <= UINT16_MAX && v_meta <= UINT16_MAX,
+          KVLATHE_UNSUPPORTED,
+          "the metadata of head " + std::to_string(row.head) +
+              " does not lie after its K, within 1 MB");
+  require(row.groups_k == groups * page_tokens &&
+              row.groups_v == row.rank_v * (page_tokens / part.group_v),
+          KVLATHE_BAD_ARGUMENT,
+          "the lane of head " + std::to_string(row.head) +
+              " has other group counts than its part's groups give");
+  head.k_meta[i] = uint16_t(k_meta), head.v_meta[i] = uint16_t(v_meta);
+  head.groups_k[i] = uint8_t(groups), head.least_k[i] = uint8_t(row.rank_k / 16 / groups);
+}
+
+// Bytes that 64 tokens of a sealed lane take in a buffer of codes.
+int codes_bytes(const LaneRow& row, const kvlathe_part& part, int32_t page_tokens) {
+  return int(slab_bytes(row.rank_k + row.rank_v, 64, part.bits_k)) +
+         4 * (row.groups_k / (page_tokens / 64) + row.groups_v);
+}
+
+PromptParams params_of(const kvlathe_attend_decode_args& a, std::vector<Head> heads) {
+  const kvlathe_prompts& prompts = *a.prompts;
+  PromptParams p{};
+  p.pool = static_cast<const char*>(a.pool), p.q = static_cast<const uint16_t*>(a.q),
+  p.o = static_cast<uint16_t*>(a.o);
+  p.q_stride = a.q_stride, p.o_stride = a.o_stride;
+  p.list = prompts.list, p.cu_seqlens_q = prompts.cu_seqlens_q;
+  p.scale_log2 = a.scale * 1.4426950408889634f;
+  p.heads = int32_t(heads.size()), p.group_size = a.group_size, p.page_tokens = a.page_tokens,
+  p.parts = a.part_count;
+  p.page_magic = uint32_t((uint64_t{1} << 32) / uint64_t(a.page_tokens) + 1);
+  for (int i = 0; i < a.part_count; ++i) {
+    const kvlathe_prompt_part& part = prompts.parts[i];
+    p.part[i] = {
+        part.page_table,        part.lengths,
+        a.parts[i].page_stride, part.lengths_stride,
+        part.page_table_stride, part.fresh,
+        a.parts[i].bits_k,      is_quantized(a.parts[i].bits_v) ? log2_of(a.parts[i].group_v) : 0};
+  }
+  std::stable_sort(heads.begin(), heads.end(), [](const Head& x, const Head& y) {
+    return x.rank_k + x.rank_v > y.rank_k + y.rank_v;
+  });
+  int rank_k = 0;
+  for (size_t h = 0; h < heads.size(); ++h) {
+    PromptHead& head = p.head[h];
+    head.q_offset = int32_t(heads[h].q_offset), head.o_offset = int32_t(heads[h].o_offset);
+    head.steps_k = uint8_t(heads[h].rank_k / 16), head.steps_v = uint8_t(heads[h].rank_v / 16);
+    rank_k = std::max(rank_k, heads[h].rank_k);
+    for (int i = 0; i < a.part_count; ++i) {
+      const LaneRow* row = heads[h].lane[i];
+      if (!row) continue;
+      set_lane(head, i, *row, a.parts[i], a.page_tokens);
+      if (is_quantized(a.parts[i].bits_k))
+        p.codes_bytes = std::max(p.codes_bytes, codes_bytes(*row, a.parts[i], a.page_tokens));
+    }
+  }
+  p.query_bytes = kPromptRows * 2 * rank_k;
+  return p;
+}
+
+// Divides `room` bytes of shared memory. Those who attend hold one stage while they wait for the
+// next, so two must fit.
+int fit(PromptParams& p, int room) {
+  int two_stages = 0;
+  for (int h = 0; h < p.heads; ++h)
+    two_stages = std::max(two_stages, 2 * (p.head[h].steps_k + p.head[h].steps_v) *
+                                          (prompt_keys(p.head[h].steps_v) / 64) * kStageUnit);
+  p.codes_bytes = (p.codes_bytes + 127) / 128 * 128;
+  for (p.codes_buffers = p.codes_bytes ? 2 : 0;; --p.codes_buffers) {
+    p.stages_at = 2 * p.query_bytes + p.codes_buffers * p.codes_bytes;
+    if (p.stages_at + two_stages <= room) break;
+    require(p.codes_buffers > 1, KVLATHE_UNSUPPORTED,
+            "the device's shared memory holds no tile of ranks this large");
+  }
+  p.stage_units = (room - p.stages_at) / kStageUnit;
+  return p.stages_at + p.stage_units * kStageUnit;
+}
+
+const void* kernel_of(int32_t element) {
+  return element == KVLATHE_F16 ? reinterpret_cast<const void*>(attend_prompt<Half>)
+                                : reinterpret_cast<const void*>(attend_prompt<Bfloat>);
+}
+
+}  // namespace
+
+bool prompt_kernel_here() {
+  cudaFuncAttributes attributes{};
+  return attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
+         cudaFuncGetAttributes(&attributes, kernel_of(KVLATHE_F16)) == cudaSuccess &&
+         attributes.sharedSizeBytes > 0;
+}
+
+PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& a) {
+  const std::vector<Head> heads = checked_heads(a);
+  check_prompts(a, heads);
+  PromptLaunch launch{params_of(a, heads), kernel_of(a.element), 0, 0};
+  cudaFuncAttributes attributes{};
+  check_cuda(
+      cudaFuncGetAttributes(&attributes, launch.kernel),
+      "this library has no kernel for this device (kvlathe native --cuda-architectures native)");
+  const int room =
+      attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - int(attributes.sharedSizeBytes);
+  launch.shared_bytes = fit(launch.params, room);
+  check_cuda(cudaFuncSetAttribute(launch.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  launch.shared_bytes),
+             "reserving shared memory");
+  const int64_t most =
+      prompt_tiles_most(a.batch, a.prompts->batch, a.group_size) * launch.params.heads;
+  launch.grid =
+      a.batch ? int(std::min<int64_t>(most, attribute(cudaDevAttrMultiProcessorCount))) : 0;
+  return launch;
+}
+
+void attend_prompts(const PromptLaunch& launch, void* stream) {
+  if (!launch.grid) return;
+  void* arguments[] = {const_cast<PromptParams*>(&launch.params)};
+  check_cuda(cudaLaunchKernel(launch.kernel, dim3(launch.grid), dim3(kPromptThreads), arguments,
+                              launch.shared_bytes, static_cast<cudaStream_t>(stream)),
+             "launching attend_prompt");
+}
+
+}  // namespace kvlathe::cuda
+
+extern "C" int32_t kvlathe_cuda_has_prompt_kernel(void) {
+  try {
+    return kvlathe::cuda::prompt_kernel_here();
+  } catch (const kvlathe::Refusal&) {
+    return 0;
+  }
+}
+
+extern "C" int64_t kvlathe_cuda_prompt_list_bytes(int32_t tokens, int32_t batch,
+                                                  int32_t group_size) {
+  return 4 * (kvlathe::cuda::kListHeader +
+              2 * kvlathe::cuda::prompt_tiles_most(tokens, batch, group_size));
+}

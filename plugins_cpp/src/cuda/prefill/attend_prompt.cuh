@@ -1,0 +1,166 @@
+// Attention of prompt chunks over the paged cache, for Hopper: a persistent grid over a list of
+// tiles.
+//
+// A tile is kPromptRows rows of one lane: its query heads of a token side by side, token after
+// token, so that all heads of a group share K and V. A block takes tile after tile from the list,
+// the longest first. One warpgroup fetches (prompt_fetch.cuh): page by page, into the core matrices
+// that the products want, sealed pages by way of prompt_codes.cuh; it runs ahead through a ring of
+// stages, into the next tile too. The others attend 64 rows each: S = Q K^T, softmax in registers,
+// O += P V with P in registers (prompt_rows.cuh). They meet nowhere, so one's exponentials run
+// beside another's products. Results do not depend on the order of the list.
+#pragma once
+
+#include "cuda/prefill/prompt_fetch.cuh"
+#include "cuda/prefill/prompt_rows.cuh"
+
+namespace kvlathe::cuda {
+
+constexpr int kPromptThreads = 128 * (kPromptGroups + 1);
+constexpr int kFetchRegisters = 32, kAttendRegisters = 160;
+static_assert(kFetchRegisters + kPromptGroups * kAttendRegisters <= 512);
+
+#ifdef KVLATHE_WGMMA
+
+// One warpgroup's rows of a tile. `stage` and `after` (the last stage's end) go on from tile to
+// tile.
+template <class E, int kV>
+__device__ __forceinline__ void attend_tile(const PromptParams& p, PromptShared& s, uint32_t shared,
+                                            int slot, Turn& stage, int& after) {
+  PromptTile tile = s.tile[slot];
+  tile.head = uniform(tile.head), tile.first = uniform(tile.first), tile.rows = uniform(tile.rows);
+  const PromptHead& head = p.head[tile.head];
+  const int group = uniform(threadIdx.x / 128) - 1, begin = tile.first + 64 * group,
+            last = tile.rows - 1;
+  const int row = begin + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+  const int own[2] = {min(row, last) / p.group_size + 1, min(row + 8, last) / p.group_size + 1};
+  // Tokens of the chunk that the first and the last of the warpgroup's rows see.
+  const int least = uniform(min(begin, last) / p.group_size) + 1,
+            most = uniform(min(begin + 63, last) / p.group_size) + 1;
+  const uint64_t queries =
+      describe(shared + slot * p.query_bytes + group * 1024, kPromptRows * 16, kCore);
+  const auto give_back = [&](int which) {
+    if (threadIdx.x % 32 == 0) arrive(s.empty[which]);
+  };
+  using Rows = PromptRows<E, kV>;
+  Rows rows;
+  rows.clear();
+  const int units = stage_units(head);
+  after = first_stage(after, units);
+  int held = -1;  // a stage whose weights are still to be multiplied with its values
+  uint64_t values = 0;
+  uint32_t weights[4 * Rows::kSteps] = {};
+  const auto finish = [&] {
+    if (!Rows::kBoth || held < 0) return;
+    rows.add(weights, values);
+    wait_products<0>();
+    pin(weights);
+    pin(rows.out);
+    give_back(held);
+    held = -1;
+#pragma unroll
+    for (uint32_t& weight : weights) weight = 0;
+  };
+#pragma unroll 1
+  for (int part = 0; part < p.parts; ++part) {
+    const int before = uniform(s.before[slot][part]), fresh = p.part[part].fresh,
+              keys = keys_of(p, tile, part, before);
+    const int limit[2] = {before + fresh * own[0], before + fresh * own[1]};
+    const int all = before + fresh * least, some = begin <= last ? before + fresh * most : 0;
+#pragma unroll 1
+    for (int first = 0; first < keys; first += Rows::kKeys) {
+      const int place = place_stage(after, units, p.stage_units);
+      after = place + units;
+      wait(s.full[stage.at], stage.parity);
+      if (first < some) {
+        fence_for_bulk_copies();  // what copies wrote is there for the products, too
+        const uint32_t k = shared + p.stages_at + place * kStageUnit;
+        const uint64_t keys_at = describe(k, Rows::kKeys * 16, kCore);
+        const uint64_t here =
+            describe(k + head.steps_k * (Rows::kKeys * 32), kCore, Rows::kKeys * 16);
+        float scores[Rows::kScores];
+        // The products of the step before come with this step's scores; before the first they are
+        // with zeros.
+        if (Rows::kBoth)
+          rows.add(weights, held < 0 ? here : values);
+        else
+          begin_products();
+        rows.score(scores, queries, keys_at, head.steps_k);
+        wait_products<0>();
+        pin(scores);
+        pin(rows.out);
+        if (Rows::kBoth && held >= 0) give_back(held);
+        held = stage.at, values = here;
+        if (first + Rows::kKeys > all) hide(scores, first, limit);
+        if (Rows::kBoth) {
+          rows.soften(scores, p.scale_log2, weights);
+        } else {
+          rows.soften_eagerly(scores, p.scale_log2, weights);
+          rows.add(weights, here);
+          wait_products<0>();
+          pin(rows.out);
+          give_back(stage.at);
+        }
+      } else {  // a stage that none of these rows sees; what is held must not wait for another
+        finish();
+        give_back(stage.at);
+      }
+      stage.next();
+    }
+  }
+  finish();
+  write_rows<E, kV>(p, tile, head, rows, row);
+  if (threadIdx.x % 32 == 0) arrive(s.queries_done[slot]);
+}
+
+template <class E>
+__device__ __forceinline__ void attend(const PromptParams& p, PromptShared& s, uint32_t shared) {
+  Turn stage;
+  int after = 0;  // the last stage's end
+  for (int n = 0;; ++n) {
+    const int slot = n & 1;
+    wait(s.queries_there[slot], n >> 1 & 1);
+    fence_for_bulk_copies();  // what copies wrote is there for the products, too
+    const int head = uniform(s.tile[slot].head);
+    if (head < 0) return;
+    switch (p.head[head].steps_v) {
+      case 1: attend_tile<E, 1>(p, s, shared, slot, stage, after); break;
+      case 2: attend_tile<E, 2>(p, s, shared, slot, stage, after); break;
+      case 3: attend_tile<E, 3>(p, s, shared, slot, stage, after); break;
+      case 4: attend_tile<E, 4>(p, s, shared, slot, stage, after); break;
+      case 5: attend_tile<E, 5>(p, s, shared, slot, stage, after); break;
+      case 6: attend_tile<E, 6>(p, s, shared, slot, stage, after); break;
+      case 7: attend_tile<E, 7>(p, s, shared, slot, stage, after); break;
+      default: attend_tile<E, 8>(p, s, shared, slot, stage, after);
+    }
+  }
+}
+
+#endif
+
+// Where the library is compiled for another device this is empty, which its host sees by its shared
+// memory.
+template <class E>
+__global__ void __launch_bounds__(kPromptThreads, 1)
+    attend_prompt(const __grid_constant__ PromptParams p) {
+#ifdef KVLATHE_WGMMA
+  extern __shared__ __align__(
+      128) char dynamic[];  // two tiles of queries, buffers of codes, the stages
+  __shared__ PromptShared s;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kPromptStages; ++i)
+      init_barrier(s.full[i], 128), init_barrier(s.empty[i], 4 * kPromptGroups);
+    for (int i = 0; i < 2; ++i)
+      init_barrier(s.queries_there[i], 128 + 1), init_barrier(s.queries_done[i], 4 * kPromptGroups);
+  }
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kFetchRegisters));
+    Fetcher<E>{p, s, shared_address(dynamic)}.run();
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kAttendRegisters));
+    attend<E>(p, s, shared_address(dynamic));
+  }
+#endif
+}
+
+}  // namespace kvlathe::cuda

@@ -1,0 +1,176 @@
+// Sealed pages for attend_prompt: codes of 8, 4 or 2 bits become the same 16-bit core matrices that
+// 16-bit pages give, on the way into a stage. Those who attend do not know the difference.
+//
+// Two ways were weighed for a chunk of 2 K tokens after 30 K sealed ones (ranks mean 51, 8 lanes,
+// 43 tiles a lane). Here, each tile turns its lane's codes again, 1.1e9 in all, by a warpgroup that
+// otherwise waits; no memory. Turning them once into a 16-bit copy in device memory: 75 MB, 2 % of
+// the time, and 50 MB of scratch a sequence that somebody must own, bound and size. The first needs
+// no owner. What it costs is in docs/performance.md.
+//
+// A piece is 64 tokens of a page: K [64][rank] with its metadata [64][groups], V [rank][64] with
+// the page's metadata. It comes by asynchronous copies into a buffer of codes. A thread then takes
+// eight codes at a time, a row of a core matrix: eight channels of a token of K, eight tokens of a
+// channel of V. The latter are turned round while they are stored.
+#pragma once
+
+#include "cuda/prefill/prompt_stages.cuh"
+
+namespace kvlathe::cuda {
+
+#ifdef KVLATHE_WGMMA
+
+// A group's scale and minimum, and numbers = scale * code + minimum as 16-bit elements. take<i>:
+// codes 2 i and 2 i + 1 of four.
+template <class E>
+struct Dequantizer;
+
+// A byte under 0x64 is the half 1024 + byte; one rounding, like that of the number itself.
+template <>
+struct Dequantizer<Half> {
+  uint32_t scale, minimum;
+  __device__ explicit Dequantizer(uint32_t meta)
+      : scale(__byte_perm(meta, 0, 0x1010)), minimum(__byte_perm(meta, 0, 0x3232)) {}
+  template <int i>
+  __device__ uint32_t take(uint32_t codes) const {
+    uint32_t code = __byte_perm(codes, 0x64646464, i ? 0x4342 : 0x4140), x;
+    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(code) : "r"(code), "r"(0x64006400));
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(code), "r"(scale), "r"(minimum));
+    return x;
+  }
+};
+
+// The floats 32768 + byte; the minimum takes 32768 scale off again, which costs 2^-9 of a step.
+template <>
+struct Dequantizer<Bfloat> {
+  float scale, minimum;
+  __device__ explicit Dequantizer(uint32_t meta) {
+    scale = Half::widen(uint16_t(meta)),
+    minimum = fmaf(-32768.f, scale, Half::widen(uint16_t(meta >> 16)));
+  }
+  template <int i>
+  __device__ uint32_t take(uint32_t codes) const {
+    const float a = __uint_as_float(__byte_perm(codes, 0x47000000, 0x7404 | 2 * i << 4));
+    const float b = __uint_as_float(__byte_perm(codes, 0x47000000, 0x7404 | (2 * i + 1) << 4));
+    return Bfloat::pack(fmaf(a, scale, minimum), fmaf(b, scale, minimum));
+  }
+};
+
+// Eight codes, one a byte.
+template <int kBits>
+__device__ __forceinline__ void load_codes(uint32_t (&codes)[2], uint32_t from) {
+  if constexpr (kBits == 8) {
+    load_vector(codes, from);
+  } else {
+    uint32_t even, odd;
+    if constexpr (kBits == 4) {
+      const uint32_t x = load_word(from);
+      even = x & 0x0f0f0f0f, odd = x >> 4 & 0x0f0f0f0f;
+    } else {
+      uint32_t x = __byte_perm(load_half(from), 0, 0x4140);
+      x = (x | x << 4) & 0x0f0f0f0f;  // two codes a byte
+      even = x & 0x03030303, odd = x >> 2 & 0x03030303;
+    }
+    codes[0] = __byte_perm(even, odd, 0x5140), codes[1] = __byte_perm(even, odd, 0x7362);
+  }
+}
+
+template <class E>
+__device__ __forceinline__ uint4 dequantized(const uint32_t (&codes)[2], const Dequantizer<E>& to) {
+  return {to.template take<0>(codes[0]), to.template take<1>(codes[0]),
+          to.template take<0>(codes[1]), to.template take<1>(codes[1])};
+}
+
+// Stores four 8 x 8 matrices, transposed; lane l gives the address of row l % 8 of matrix l / 8.
+__device__ inline void store_transposed(uint32_t row, const uint4& x) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+               : "memory");
+}
+
+// One lane's codes in one part.
+template <int kBits>
+struct CodesLane {
+  const PromptParams& p;
+  const PromptHead& head;
+  int part;
+
+  // Where things lie in a buffer of codes.
+  __device__ int k_meta() const { return 128 * kBits * head.steps_k; }
+  __device__ int v() const { return k_meta() + 256 * head.groups_k[part]; }
+  __device__ int v_meta() const { return v() + 128 * kBits * head.steps_v; }
+  // Bytes of a channel's V metadata.
+  __device__ int v_meta_stride() const { return p.page_tokens >> p.part[part].group_shift << 2; }
+
+  // Asks for 64 tokens of a page, from `token` on.
+  __device__ void copy(uint32_t to, int32_t page, int token) const {
+    const char* from = p.pool + page * p.part[part].page_stride + head.k[part];
+    const auto copy_all = [](uint32_t to, const char* from, int bytes) {
+#pragma unroll 1
+      for (int i = threadIdx.x * 16; i < bytes; i += 128 * 16) copy16(to + i, from + i, true);
+    };
+    copy_all(to, from + token * (2 * kBits * head.steps_k), k_meta());
+    copy_all(to + k_meta(), from + 16 * head.k_meta[part] + token * (4 * head.groups_k[part]),
+             256 * head.groups_k[part]);
+    copy_all(to + v_meta(), from + 16 * head.v_meta[part], 16 * head.steps_v * v_meta_stride());
+    const char* values =
+        p.pool + page * p.part[part].page_stride + head.v[part] + token * kBits / 8;
+#pragma unroll 1
+    for (int i = threadIdx.x * 16; i < 128 * kBits * head.steps_v; i += 128 * 16) {
+      const int channel = i / (8 * kBits);
+      copy16(to + v() + i, values + channel * (p.page_tokens * kBits / 8) + i % (8 * kBits), true);
+    }
+  }
+
+  // K of the piece in the buffer at `from`; `to`: the core matrix of its first tokens and channels,
+  // columns `column` bytes apart. Lane l of a warp takes half l / 8 % 2 of 16 channels of token l %
+  // 8 + l / 16 * 8 among 16.
+  template <class E>
+  __device__ void convert_keys(uint32_t from, uint32_t to, int column) const {
+    const int token = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 16 * 8 + threadIdx.x % 8,
+              half = threadIdx.x / 8 % 2;
+    const int groups = head.groups_k[part], least = head.least_k[part],
+              longer = head.steps_k - groups * least;
+    uint32_t meta = from + k_meta() + token * groups * 4;
+    from += token * (2 * kBits * head.steps_k) + half * kBits, to += token * 16 + half * column;
+#pragma unroll 1
+    for (int group = 0; group < groups; ++group, meta += 4) {
+      const Dequantizer<E> dequantizer(load_word(meta));
+#pragma unroll 2
+      for (int i = least + (group < longer); i > 0; --i, from += 2 * kBits, to += 2 * column) {
+        uint32_t codes[2];
+        load_codes<kBits>(codes, from);
+        shared_at<uint4>(to) = dequantized(codes, dequantizer);
+      }
+    }
+  }
+
+  // V likewise. Lane l takes tokens l % 4 * 8 .. + 7 of channel l / 4 among 32 tokens of 8
+  // channels: four matrices, into each of which it gives two tokens, those that fill no bank twice.
+  // Tokens from `valid` on become zeros.
+  template <class E>
+  __device__ void convert_values(uint32_t from, uint32_t to, int column, int token,
+                                 int valid) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, channel = warp / 2 * 8 + lane / 4,
+              own = warp % 2 * 32 + lane % 4 * 8;
+    const int stride = v_meta_stride(), row = lane % 8 / 2;
+    const uint32_t turn = (0x3210 + lane % 4 * 0x2222) & 0x7777;
+    uint32_t meta =
+        from + v_meta() + channel * stride + ((token + own) >> p.part[part].group_shift << 2);
+    from += v() + channel * (8 * kBits) + own * kBits / 8;
+    to += warp / 2 * column + (warp % 2 * 32 + row * 8 + (lane / 8 + row) % 4 * 2 + lane % 2) * 16;
+#pragma unroll 2
+    for (int i = 0; i < head.steps_v;
+         ++i, from += 128 * kBits, meta += 16 * stride, to += 2 * column) {
+      const Dequantizer<E> dequantizer(own < valid ? load_word(meta) : 0);
+      uint32_t codes[2], turned[2];
+      load_codes<kBits>(codes, from);
+      turned[0] = __byte_perm(codes[0], codes[1], turn),
+      turned[1] = __byte_perm(codes[0], codes[1], turn ^ 0x4444);
+      store_transposed(to, dequantized(turned, dequantizer));
+    }
+  }
+};
+
+#endif
+
+}  // namespace kvlathe::cuda

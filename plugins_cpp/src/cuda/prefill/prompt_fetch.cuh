@@ -1,0 +1,224 @@
+// The fetching warpgroup of attend_prompt: takes tile after tile from the list and fills stages,
+// ahead of those who attend.
+#pragma once
+
+#include "cuda/prefill/prompt_codes.cuh"
+
+namespace kvlathe::cuda {
+
+#ifdef KVLATHE_WGMMA
+
+// Where a thread's copies go: lane l of a warp takes half l / 8 % 2 of 32 bytes of row l % 8 + l /
+// 16 * 8 among 16.
+struct Copier {
+  int row, half;
+  __device__ Copier()
+      : row(threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8), half(threadIdx.x / 8 % 2) {}
+
+  // 16 rows of `steps` x 32 bytes into core matrices; `from` is this thread's row. Columns of cores
+  // are `column` bytes apart.
+  __device__ void copy(uint32_t to, int first, int column, const char* from, int steps,
+                       bool valid) const {
+    to += (first + row) * 16 + half * column, from += half * 16;
+    for (int i = 0; i < steps; ++i) copy16(to + 2 * i * column, from + 32 * i, valid);
+  }
+};
+
+__device__ inline PromptTile tile_of(const PromptParams& p, int taken) {
+  PromptTile tile{};
+  const int index = taken / p.heads;
+  tile.head = index < p.list[kTiles] ? taken % p.heads : -1;
+  if (tile.head < 0) return tile;
+  tile.sequence = p.list[kListHeader + 2 * index];
+  tile.first = p.list[kListHeader + 2 * index + 1];
+  tile.token = p.cu_seqlens_q[tile.sequence];
+  tile.rows = (p.cu_seqlens_q[tile.sequence + 1] - tile.token) * p.group_size;
+  return tile;
+}
+
+__device__ inline void fetch_queries(const PromptParams& p, const PromptTile& tile, uint32_t to) {
+  const Copier copier;
+  const PromptHead& head = p.head[tile.head];
+  const int rank = head.steps_k * 16;
+  for (int first = threadIdx.x / 32 * 16; first < kPromptRows; first += 64) {
+    const int row = tile.first + first + copier.row, in = min(row, tile.rows - 1),
+              token = in / p.group_size;
+    const uint16_t* from = p.q + (tile.token + token) * p.q_stride + head.q_offset +
+                           (in - token * p.group_size) * rank;
+    copier.copy(to, first, kPromptRows * 16, reinterpret_cast<const char*>(from), head.steps_k,
+                row < tile.rows);
+  }
+}
+
+__device__ inline int page_of(const PromptParams& p, int token) {
+  return int(__umulhi(unsigned(token), p.page_magic));
+}
+
+// The pages of the 16 tokens that this thread's warp copies of each 64 of a stage; asked for before
+// there is room for them.
+struct StagePages {
+  int32_t ids[2];
+  __device__ StagePages(const PromptParams& p, const int32_t* pages, int first, int keys) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = first + threadIdx.x / 32 * 16 + 64 * i;
+      ids[i] = token < keys ? __ldg(pages + page_of(p, token)) : 0;
+    }
+  }
+};
+
+// K and V of the lane's count of tokens from `first` on. Tokens past `keys` become zeros: what lies
+// there may be NaN.
+__device__ inline void fetch_keys(const PromptParams& p, const PromptHead& head, int part,
+                                  const StagePages& pages, int first, int keys, uint32_t to) {
+  const Copier copier;
+  const int count = prompt_keys(head.steps_v), values = count * 32 * head.steps_k;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (64 * i >= count) break;
+    const int rows = threadIdx.x / 32 * 16 + 64 * i, token = first + rows;
+    const int row = token - page_of(p, token) * p.page_tokens + copier.row;
+    const char* from = p.pool + pages.ids[i] * p.part[part].page_stride;
+    const bool valid = token + copier.row < keys;
+    copier.copy(to, rows, count * 16, from + head.k[part] + row * head.steps_k * 32, head.steps_k,
+                valid);
+    copier.copy(to + values, rows, count * 16, from + head.v[part] + row * head.steps_v * 32,
+                head.steps_v, valid);
+  }
+}
+
+// The stages in use, oldest first: room for another is made by waiting for the oldest ones.
+struct Room {
+  Turn stage, oldest;
+  int used = 0, after = 0,
+      next = 0;         // stages in use; where the last one ends; where the next may begin
+  uint64_t begins = 0;  // of stage i: byte i
+
+  // Where `units` more go; afterwards they are in use, as stage.at.
+  __device__ int take(PromptShared& s, int units, int room) {
+    const int begin = place_stage(next, units, room);
+    while (used && !free(begin, units)) {
+      wait(s.empty[oldest.at], oldest.parity);
+      oldest.next(), --used;
+    }
+    begins = (begins & ~(uint64_t{255} << 8 * stage.at)) | uint64_t(begin) << 8 * stage.at;
+    after = next = begin + units, ++used;
+    return begin;
+  }
+
+ private:
+  __device__ bool free(int begin, int units) const {
+    const int first = int(begins >> 8 * oldest.at & 255);
+    if (used == kPromptStages) return false;
+    // In use are [first, after), or, where that has gone round, all but [after, first).
+    return first < after ? begin >= after || begin + units <= first
+                         : begin >= after && begin + units <= first;
+  }
+};
+
+template <class E>
+struct Fetcher {
+  const PromptParams& p;
+  PromptShared& s;
+  const uint32_t shared;
+  Room room{};
+
+  __device__ void meet() const { asm volatile("bar.sync 1, 128;" ::: "memory"); }
+
+  // Room for the next stage of a lane: its address.
+  __device__ uint32_t next_stage(const PromptHead& head) {
+    return shared + p.stages_at + room.take(s, stage_units(head), p.stage_units) * kStageUnit;
+  }
+
+  // A part of 16 bits: its elements as they are.
+  __device__ void fetch_elements(const PromptHead& head, int part, const int32_t* pages, int keys) {
+    for (int first = 0; first < keys; first += prompt_keys(head.steps_v)) {
+      const StagePages ids(p, pages, first, keys);
+      fetch_keys(p, head, part, ids, first, keys, next_stage(head));
+      arrive_after_copies(s.full[room.stage.at]);
+      room.stage.next();
+    }
+  }
+
+  // A sealed part. While one piece is converted the next is on its way; where shared memory has one
+  // buffer only, after it.
+  template <int kBits>
+  __device__ void fetch_codes(const PromptHead& head, int part, const int32_t* pages, int keys) {
+    const CodesLane<kBits> lane{p, head, part};
+    const int count = prompt_keys(head.steps_v), column = count * 16,
+              values = head.steps_k * 2 * column;
+    const int shift = 31 - __clz(p.page_tokens), within = p.page_tokens - 1;
+    const bool two = p.codes_buffers == 2;
+    const auto buffer = [&](int token) {
+      return shared + 2 * p.query_bytes + (two && token & 64 ? p.codes_bytes : 0);
+    };
+    int32_t page = __ldg(pages);
+    const auto ask = [&](int token) {
+      if (token < keys) lane.copy(buffer(token), page, token & within);
+      close_copy_group();
+      if (token + 64 < keys)
+        page = __ldg(pages + (token + 64 >> shift));  // in time for the next piece
+    };
+    meet();  // nobody reads the buffers any more
+    ask(0);
+    uint32_t to = 0;
+    for (int token = 0; token < keys || token % count; token += 64) {
+      wait_copy_groups<0>();
+      meet();  // all of the piece is there, and the other buffer is free
+      if (two) ask(token + 64);
+      if (token % count == 0) to = next_stage(head);
+      const uint32_t from = buffer(token), at = to + token % count * 16;
+      lane.template convert_keys<E>(from, at, column);
+      lane.template convert_values<E>(from, at + values, column, token & within, keys - token);
+      if (!two) meet(), ask(token + 64);
+      if ((token + 64) % count == 0) {
+        fence_for_bulk_copies();  // what was stored is there for the products, too
+        arrive(s.full[room.stage.at]);
+        room.stage.next();
+      }
+    }
+  }
+
+  __device__ void fetch_part(const PromptTile& tile, int part) {
+    const PromptHead& head = p.head[tile.head];
+    const PromptPart& from = p.part[part];
+    const int keys = keys_of(p, tile, part, from.lengths[tile.sequence * from.lengths_stride]);
+    const int32_t* pages = from.page_table + int64_t{tile.sequence} * from.table_stride;
+    switch (keys ? from.bits : 0) {
+      case 16: fetch_elements(head, part, pages, keys); break;
+      case 8: fetch_codes<8>(head, part, pages, keys); break;
+      case 4: fetch_codes<4>(head, part, pages, keys); break;
+      case 2: fetch_codes<2>(head, part, pages, keys); break;
+    }
+  }
+
+  __device__ void run() {
+    int taken = threadIdx.x == 0 ? atomicAdd(p.list + kTaken, 1) : 0;
+    for (int n = 0;; ++n) {
+      const int slot = n & 1;
+      if (threadIdx.x == 0) s.taken[slot] = taken;
+      meet();
+      const PromptTile tile = tile_of(p, s.taken[slot]);
+      if (threadIdx.x == 0 && tile.head >= 0) taken = atomicAdd(p.list + kTaken, 1);
+      wait(s.queries_done[slot], (n >> 1 & 1) ^ 1);
+      if (threadIdx.x == 0) {
+        s.tile[slot] = tile;
+        for (int i = 0; i < p.parts; ++i)
+          s.before[slot][i] = p.part[i].lengths[tile.sequence * p.part[i].lengths_stride];
+      }
+      if (tile.head >= 0) fetch_queries(p, tile, shared + slot * p.query_bytes);
+      arrive_after_copies(s.queries_there[slot]);
+      if (threadIdx.x == 0) arrive(s.queries_there[slot]);  // what it wrote is there
+      if (tile.head < 0) break;
+      room.next = first_stage(room.after, stage_units(p.head[tile.head]));
+      for (int part = 0; part < p.parts; ++part) fetch_part(tile, part);
+    }
+    // The last block makes the list as it was, for the next layer.
+    if (threadIdx.x == 0 && atomicAdd(p.list + kDone, 1) == int(gridDim.x) - 1)
+      p.list[kTaken] = p.list[kDone] = 0;
+  }
+};
+
+#endif
+
+}  // namespace kvlathe::cuda

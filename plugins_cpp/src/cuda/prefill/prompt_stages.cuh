@@ -1,0 +1,83 @@
+// What the warpgroups of attend_prompt share: the tile in work, barriers, and stages of K | V in
+// shared memory.
+#pragma once
+
+#include "cuda/prefill/prompts.h"
+#include "cuda/prefill/wgmma.cuh"
+
+namespace kvlathe::cuda {
+
+constexpr int kPromptStages = 8;  // in use at most
+
+// A tile being attended: what the fetching warpgroup knows of it. head < 0: there are no more.
+struct PromptTile {
+  int head, sequence;
+  int token;        // the chunk's first, among the step's
+  int first, rows;  // row of the tile in its chunk, rows of the chunk
+};
+
+struct PromptShared {
+  uint64_t full[kPromptStages], empty[kPromptStages], queries_there[2], queries_done[2];
+  PromptTile tile[2];
+  int before[2][KVLATHE_MAX_PARTS];  // tokens that the tile's sequence had before the step, in each
+                                     // part
+  int taken[2];
+};
+
+#ifdef KVLATHE_WGMMA
+
+__device__ inline void init_barrier(uint64_t& barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&barrier)),
+               "r"(arrivals)
+               : "memory");
+}
+__device__ inline void arrive(uint64_t& barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
+               : "memory");
+}
+// Arrives when the asynchronous copies that this thread has asked for have landed.
+__device__ inline void arrive_after_copies(uint64_t& barrier) {
+  asm volatile(
+      "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier))
+      : "memory");
+}
+__device__ inline void wait(uint64_t& barrier, int parity) {
+  wait_barrier(shared_address(&barrier), parity);
+}
+
+// The same in all lanes of a warp, and known to the compiler to be: products must not stand in
+// divergent code, and their descriptions are computed once for the warp.
+__device__ inline int uniform(int x) { return int(__reduce_or_sync(~0u, unsigned(x))); }
+
+// A place among the stages' barriers, and how often they have gone round.
+struct Turn {
+  int at = 0, parity = 0;
+  __device__ void next() {
+    if (++at == kPromptStages) at = 0, parity ^= 1;
+  }
+};
+
+// Stages are as large as their lane needs and lie behind each other in shared memory; both sides
+// work out where, in units of kStageUnit bytes. A lane's begin at multiples of their size, so that
+// where two have room a second one never needs the place of the first: who attends may hold one
+// until the next is there.
+__device__ inline int stage_units(const PromptHead& head) {
+  return (head.steps_k + head.steps_v) * (prompt_keys(head.steps_v) / 64);
+}
+__device__ inline int first_stage(int after, int units) {
+  return (after + units - 1) / units * units;
+}
+__device__ inline int place_stage(int after, int units, int room) {
+  return after + units <= room ? after : 0;
+}
+
+// Tokens of a part that the tile's last row sees, of `before` that were there before the step.
+__device__ inline int keys_of(const PromptParams& p, const PromptTile& tile, int part, int before) {
+  if (!(p.head[tile.head].parts >> part & 1)) return 0;
+  const int last = min(tile.first + kPromptRows, tile.rows) - 1;
+  return before + (p.part[part].fresh ? last / p.group_size + 1 : 0);
+}
+
+#endif
+
+}  // namespace kvlathe::cuda

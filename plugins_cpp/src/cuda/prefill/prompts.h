@@ -1,0 +1,92 @@
+// Prompt chunks: their list (spread.cu writes it, attend_prompt.cuh takes it), and what one launch
+// is told.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/decode/params.h"
+
+namespace kvlathe::cuda {
+
+constexpr int kPromptGroups = 3;  // warpgroups that multiply, 64 rows each; one more fetches
+constexpr int kPromptRows =
+    64 * kPromptGroups;  // rows of a tile; a row is one query head of one token
+constexpr int kLeastChunk =
+    16;  // new tokens of a sequence below which they are rows like any others
+
+// Tokens attended at once: as many as leave registers for V's rank.
+#ifdef __CUDACC__
+__host__ __device__
+#endif
+    constexpr int prompt_keys(int steps_v) {
+  return steps_v <= 6 ? 128 : 64;
+}
+
+constexpr int kStageUnit = 64 * 32;  // bytes: 16 ranks of 64 tokens
+
+// The list: a header, then (sequence, first row in its chunk) of each tile, those with the most
+// keys first.
+enum PromptList {
+  kTiles = 0,
+  kTaken = 1,
+  kDone = 2,
+  kListHeader = 4
+};  // int32; items taken and blocks done: 0 between launches
+
+inline int64_t prompt_tiles_most(int64_t tokens, int64_t batch, int64_t group_size) {
+  return tokens * group_size / kPromptRows + batch;
+}
+
+struct PromptPart {
+  const int32_t *page_table, *lengths;
+  int64_t page_stride, lengths_stride;
+  int32_t table_stride;
+  int32_t fresh;
+  int32_t bits;         // 16, 8, 4 or 2
+  int32_t group_shift;  // log2 of a quantized V group's tokens
+};
+
+struct PromptHead {
+  int32_t q_offset, o_offset;
+  int32_t k[KVLATHE_MAX_PARTS], v[KVLATHE_MAX_PARTS];             // bytes from a page's start
+  uint16_t k_meta[KVLATHE_MAX_PARTS], v_meta[KVLATHE_MAX_PARTS];  // quantized: 16 bytes from k
+  uint8_t groups_k[KVLATHE_MAX_PARTS],
+      least_k[KVLATHE_MAX_PARTS];  // quantized: K's groups, and steps of 16 channels in the
+                                   // shortest
+  uint8_t steps_k, steps_v;        // ranks / 16
+  uint8_t parts;                   // bit i: part i has tokens of this lane
+};
+
+struct PromptParams {
+  const char* pool;
+  const uint16_t* q;
+  uint16_t* o;
+  int64_t q_stride, o_stride;
+  int32_t* list;
+  const int32_t* cu_seqlens_q;
+  float scale_log2;
+  int32_t heads, group_size, page_tokens, parts;
+  uint32_t page_magic;  // token / page_tokens == umulhi(token, page_magic)
+  // Shared memory: two tiles of queries, then buffers of codes (0 to 2), then stages of K | V from
+  // stages_at on.
+  int32_t query_bytes, codes_bytes, codes_buffers, stages_at, stage_units;
+  PromptPart part[KVLATHE_MAX_PARTS];
+  PromptHead head[KVLATHE_MAX_HEADS];  // the most work first
+};
+static_assert(sizeof(PromptParams) <= 4000);
+
+// Whether the current device has the kernel.
+bool prompt_kernel_here();
+
+// The launch of a call's listed chunks. Throws Refusal for what it cannot attend; launches nothing
+// yet.
+struct PromptLaunch {
+  PromptParams params;
+  const void* kernel;
+  int grid, shared_bytes;
+};
+PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& args);
+
+void attend_prompts(const PromptLaunch& launch, void* stream);
+
+}  // namespace kvlathe::cuda

@@ -1,0 +1,98 @@
+"""Page tables, and what a step does to them. Data only: PagePool fills these records,
+the engine carries them out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvlathe.plan.moves import Choice
+from kvlathe.runtime.sessions.protocols import FullPage, Int32
+
+Pages = list[list[int]]
+"""For each bucket page ids, oldest first."""
+
+
+@dataclass(eq=False, slots=True)
+class PageTable:
+    """The pages of one sequence.
+
+    For each bucket: its page ids, oldest first, how many committed tokens they hold,
+    and how many have reached the bucket so far (of a cold bucket: 0). Lists that have
+    run in a step are replaced, never changed.
+    """
+
+    pages: Pages
+    lengths: list[int]
+    arrived: list[int]
+    _rows: list[Int32] = field(default_factory=list)
+    _rows_of: Pages | None = None
+
+    @property
+    def rows(self) -> list[Int32]:
+        """``pages`` as arrays, made anew only when they have changed."""
+        if self._rows_of is not self.pages:
+            self._rows_of = self.pages
+            self._rows = [np.array(ids, np.int32) for ids in self.pages]
+        return self._rows
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy on write, to be done before the step runs."""
+
+    bucket: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """A ``choice`` to be made after the seals, among the tokens in ``pages``.
+    ``targets``: the new pages of each of the choice's targets."""
+
+    choice: Choice
+    pages: tuple[int, ...]
+    targets: tuple[tuple[int, ...], ...]
+
+
+@dataclass(eq=False, slots=True)
+class PageMoves:
+    """What a step does to the pages of one sequence beside writing new tokens.
+
+    ``taken``: all pages that it took. ``before``: the table's pages if it is rolled
+    back. ``after``: its pages once the step is committed.
+    """
+
+    taken: Pages
+    before: Pages
+    after: Pages
+    copies: list[Copy] = field(default_factory=list)
+    seals: list[FullPage] = field(default_factory=list)
+    rankings: list[Ranking] = field(default_factory=list)
+
+
+@dataclass(eq=False, slots=True)
+class Reservation:
+    """Room for more ``tokens`` of one sequence (in each bucket).
+
+    ``lengths``: of its table once it is committed. ``seals``: whether pages are
+    sealed and tokens moved after the new tokens. ``moves``: None where its pages stay what they are.
+    """
+
+    table: PageTable
+    tokens: list[int]
+    lengths: list[int]
+    seals: bool
+    moves: PageMoves | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """A sequence outside the arena: the bytes of its pages (scores are in them), and
+    its counts, for each bucket."""
+
+    data: list[list[bytes]]
+    lengths: list[int]
+    arrived: list[int]

@@ -1,0 +1,310 @@
+"""PagePool: which pages belong to which sequence, and how a step takes more of them.
+Accounting only.
+
+A step is a transaction: ``reserve`` takes every page it can need, then ``commit`` or
+``rollback``. Nothing else holds pages, so a step that fails or is abandoned leaks none.
+A Session moves the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from operator import add
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.demand import PageDemand
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.moves import Choice, Moves
+from kvlathe.plan.placement import Placement
+from kvlathe.runtime.cache.arena import OutOfPages, PageArena
+from kvlathe.runtime.cache.page_table import (
+    Copy,
+    PageMoves,
+    Pages,
+    PageTable,
+    Ranking,
+    Reservation,
+    Swapped,
+)
+from kvlathe.runtime.sessions.protocols import FullPage, PageMover
+
+
+class PagePool(PageArena):
+    """Pages of every bucket of ``layout`` in an arena of ``arena_bytes``, and the page
+    tables of sequences."""
+
+    def __init__(self, layout: CacheLayout, arena_bytes: int) -> None:
+        super().__init__(layout.page_stride, arena_bytes)
+        self.layout, self.plan = layout, layout.plan
+        self.demand = PageDemand(layout)
+        self._placements = layout.placements
+        self._fresh = [placed.buckets[0] for placed in self._placements]
+        self._sealed = [len(placed.buckets) > 1 for placed in self._placements]
+        # One token more in each fresh bucket.
+        self._one = [int(b in self._fresh) for b in range(len(self.strides))]
+
+    def open(self) -> PageTable:
+        """The table of a sequence without tokens."""
+        buckets = len(self.strides)
+        return PageTable([[] for _ in self.strides], [0] * buckets, [0] * buckets)
+
+    def has_room_for(self, tokens: int, prompt: int | None = None) -> bool:
+        """Whether the empty pool surely holds a sequence at every moment until it has
+        ``tokens`` tokens. ``prompt`` of them are its prompt (None: up to all)."""
+        moments = self.demand.moments(tokens, prompt)
+        return all(self.fits([pages]) for pages in moments)
+
+    def worst_pages(self, tokens: int, prompt: int | None = None) -> list[int]:
+        """Pages of each bucket that the same sequence can need, each at its own worst
+        moment."""
+        moments = self.demand.moments(tokens, prompt)
+        return [max(pages) for pages in zip(*moments, strict=True)]
+
+    def steady(self, table: PageTable) -> int:
+        """Tokens, at least 1, that a decode adds up to the next time that tokens can
+        move."""
+        for count in range(1, self.plan.page_tokens):
+            for placed in self._placements:
+                if placed.can_move(table.arrived[placed.buckets[0]] + count):
+                    return count
+        return self.plan.page_tokens
+
+    # -- a step ------------------------------------------------------------------------
+    def reserve(
+        self, table: PageTable, tokens: int | Sequence[int], seal: bool = False
+    ) -> Reservation:
+        """Take every page that appending ``tokens`` tokens can need: one number for
+        each fresh bucket, or a number for each bucket. With ``seal`` also the pages
+        that the moves after it fill.
+
+        ``table.pages`` then includes the new pages of the fresh buckets. Raises
+        OutOfPages; nothing was taken then.
+        """
+        if tokens == 1 and not self.plan.ranked and self._has_room(table, seal):
+            lengths = list(map(add, table.lengths, self._one))
+            return Reservation(table, self._one, lengths, seal)
+        arriving = self._arriving(tokens)
+        lengths = list(map(add, table.lengths, arriving))
+        appended = self._appended(table, arriving, lengths)
+        shared = [b for b in self._fresh if arriving[b] and self._shares(table, b)]
+        moves = self._moves(table, arriving, lengths) if seal else []
+        try:
+            taken = self.take(self._counts(appended, shared, moves))
+        except OutOfPages:
+            if all(self._shares(table, b) for b in shared):
+                raise
+            # Reclaiming freed the other owner: retry without the copy.
+            return self.reserve(table, tokens, seal)
+        spare = [iter(ids) for ids in taken]
+        during = [
+            ids + list(islice(spare[b], appended[b]))
+            for b, ids in enumerate(table.pages)
+        ]
+        done = PageMoves(taken, table.pages, during)
+        for b in shared:
+            self._copy(done, table, b, next(spare[b]))
+        for placed, move in moves:
+            first = table.arrived[placed.buckets[0]] - table.lengths[placed.buckets[0]]
+            self._move(done, placed, move, lengths, first, spare)
+        table.pages = during
+        return Reservation(table, arriving, lengths, seal, done)
+
+    def _has_room(self, table: PageTable, seal: bool) -> bool:
+        """Whether one token more fills none of the pages that are there and are its
+        own, and none waits to be sealed: most steps of a decode."""
+        p = self.plan.page_tokens
+        for b, sealed in zip(self._fresh, self._sealed, strict=True):
+            place, used = divmod(table.lengths[b], p)
+            if not 0 < used < p - 1 or (seal and place and sealed):
+                return False
+            if self._owners[b][table.pages[b][place]] > 1:
+                return False
+        return True
+
+    def _arriving(self, tokens: int | Sequence[int]) -> list[int]:
+        """Tokens that reach each bucket; none reaches a cold one."""
+        if isinstance(tokens, int):
+            return [one * tokens for one in self._one]
+        return [one * count for one, count in zip(self._one, tokens, strict=True)]
+
+    def _appended(
+        self, table: PageTable, arriving: list[int], lengths: list[int]
+    ) -> list[int]:
+        """New pages of each bucket for the tokens that arrive."""
+        p = self.plan.page_tokens
+        return [
+            -(-lengths[b] // p) - len(ids) if arriving[b] else 0
+            for b, ids in enumerate(table.pages)
+        ]
+
+    def _shares(self, table: PageTable, b: int) -> bool:
+        """Whether the page that the next token is written to has another owner."""
+        place, within = divmod(table.lengths[b], self.plan.page_tokens)
+        return within > 0 and self._owners[b][table.pages[b][place]] > 1
+
+    def _moves(
+        self, table: PageTable, arriving: list[int], lengths: list[int]
+    ) -> list[tuple[Placement, Moves]]:
+        """What moves once the step's tokens are there."""
+        found: list[tuple[Placement, Moves]] = []
+        for placed in self._placements:
+            b = placed.buckets[0]
+            if arriving[b]:
+                move = placed.moves(lengths, table.arrived[b] + arriving[b])
+                found.append((placed, move))
+        return found
+
+    def _counts(
+        self,
+        appended: list[int],
+        shared: list[int],
+        moves: list[tuple[Placement, Moves]],
+    ) -> list[int]:
+        """Pages of each bucket: to append to, to copy to, to seal into and to move
+        to."""
+        counts = list(appended)
+        for b in shared:
+            counts[b] += 1
+        for placed, move in moves:
+            for c in placed.buckets[1:]:
+                counts[c] += move.seals
+            for choice in move.choices:
+                for target in choice.targets:
+                    counts[target.bucket] += target.pages(self.plan.page_tokens)
+        return counts
+
+    def _copy(self, done: PageMoves, table: PageTable, b: int, target: int) -> None:
+        """The page that is written next is shared: write to ``target``, a copy."""
+        during = done.after[b]
+        place = table.lengths[b] // self.plan.page_tokens
+        done.copies.append(Copy(b, during[place], target))
+        during[place] = target
+
+    def _move(
+        self,
+        done: PageMoves,
+        placed: Placement,
+        move: Moves,
+        lengths: list[int],
+        first: int,
+        spare: list[Iterator[int]],
+    ) -> None:
+        """Give the moves of a placement their pages; ``done.after`` and ``lengths``
+        become the table's. ``first``: position of the fresh bucket's first token."""
+        if not move.seals and not move.choices:
+            return
+        done.after = [list(ids) for ids in done.after]
+        if move.seals:
+            self._seal(done, placed, move.seals, lengths, first, spare)
+        for choice in move.choices:
+            self._choose(done, choice, lengths, spare)
+
+    def _seal(
+        self,
+        done: PageMoves,
+        placed: Placement,
+        seals: int,
+        lengths: list[int],
+        first: int,
+        spare: list[Iterator[int]],
+    ) -> None:
+        """The first ``seals`` pages of the fresh bucket go to each of its cold ones."""
+        fresh, *cold = placed.buckets
+        p = self.plan.page_tokens
+        targets = [list(islice(spare[c], seals)) for c in cold]
+        for i, cold_pages in enumerate(zip(*targets, strict=True)):
+            page = done.after[fresh][i]
+            done.seals.append(FullPage(fresh, page, cold_pages, first + i * p))
+        del done.after[fresh][:seals]
+        lengths[fresh] -= seals * p
+        for c, pages in zip(cold, targets, strict=True):
+            done.after[c] += pages
+            lengths[c] += seals * p
+
+    def _choose(
+        self,
+        done: PageMoves,
+        choice: Choice,
+        lengths: list[int],
+        spare: list[Iterator[int]],
+    ) -> None:
+        """All tokens of a bucket leave their pages for those of the choice's
+        targets."""
+        source = tuple(done.after[choice.bucket])
+        done.after[choice.bucket] = []
+        lengths[choice.bucket] = 0
+        targets: list[tuple[int, ...]] = []
+        for target in choice.targets:
+            count = target.pages(self.plan.page_tokens)
+            pages = tuple(islice(spare[target.bucket], count))
+            targets.append(pages)
+            done.after[target.bucket] += pages
+            lengths[target.bucket] += target.tokens
+        done.rankings.append(Ranking(choice, source, tuple(targets)))
+
+    def commit(self, done: Reservation) -> None:
+        """The step has run and its moves are done: the tokens are there."""
+        table, moves = done.table, done.moves
+        table.lengths = done.lengths
+        table.arrived = list(map(add, table.arrived, done.tokens))
+        if moves is None:
+            return
+        table.pages = moves.after
+        if moves.copies or moves.seals or moves.rankings:
+            for b, after in enumerate(moves.after):
+                for page in {*moves.before[b], *moves.taken[b]}.difference(after):
+                    self._drop(b, page)
+
+    def rollback(self, done: Reservation) -> None:
+        """The step did not happen: every page goes back, the table is what it was."""
+        if done.moves:
+            done.table.pages = done.moves.before
+            self.drop(done.moves.taken)
+
+    # -- whole sequences ---------------------------------------------------------------
+    def fork(self, table: PageTable) -> PageTable:
+        """A second sequence over the same pages; whoever writes to a shared page first
+        gets its own copy.
+
+        Raises KvlatheError where a token rule forbids it.
+        """
+        if not self.plan.sharable:
+            raise KvlatheError(
+                "this sequence cannot be forked",
+                "its engine ranks tokens by what later ones attend, so two continuations"
+                " keep different ones",
+                "send the prompt again, or build without a token rule",
+            )
+        self.share(table.pages)
+        pages: Pages = [list(ids) for ids in table.pages]
+        return PageTable(pages, list(table.lengths), list(table.arrived))
+
+    def release(self, table: PageTable) -> None:
+        """Give everything back. The table is empty and may be released again."""
+        self.drop(table.pages)
+        table.pages = [[] for _ in self.strides]
+        table.lengths = [0] * len(self.strides)
+        table.arrived = [0] * len(self.strides)
+
+    def swap_out(self, table: PageTable, mover: PageMover) -> Swapped:
+        """Move a sequence to host memory and release its pages."""
+        data = [
+            [mover.read_page(b, page) for page in ids]
+            for b, ids in enumerate(table.pages)
+        ]
+        swapped = Swapped(data, list(table.lengths), list(table.arrived))
+        self.release(table)
+        return swapped
+
+    def swap_in(self, swapped: Swapped, mover: PageMover) -> PageTable:
+        """Raises OutOfPages; ``swapped`` is unchanged then."""
+        taken = self.take([len(pages) for pages in swapped.data])
+        try:
+            for b, ids in enumerate(taken):
+                for page, data in zip(ids, swapped.data[b], strict=True):
+                    mover.write_page(b, page, data)
+        except BaseException:
+            self.drop(taken)
+            raise
+        return PageTable(taken, list(swapped.lengths), list(swapped.arrived))

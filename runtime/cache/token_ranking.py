@@ -1,0 +1,140 @@
+"""TokenRanking: which tokens of each lane are the most salient
+(token_rules.ObservationWindow), and where they go (moves.Choice)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.plan.codec import noise, noise_key
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.moves import Choice, Target
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_rules import ObservationWindow
+from kvlathe.runtime.cache.observed_rows import ObservedRows
+from kvlathe.runtime.cache.page_table import Ranking, Reservation
+from kvlathe.runtime.sessions.protocols import Scores, Session, TokenRanker, ranker_of
+
+Floats = npt.NDArray[np.float32]
+UNSEEN = np.finfo(np.float32).max
+"""The saliency of a token that no row has observed: before all that are known."""
+
+
+class TokenRanking:
+    """What an engine has beside its session where its plan ranks tokens: it ranks them,
+    has the session move them, and resets their scores."""
+
+    def __init__(self, ranker: TokenRanker, layout: CacheLayout) -> None:
+        observation = layout.plan.observation
+        assert observation is not None
+        self.ranker, self.layout = ranker, layout
+        self.observation: ObservationWindow = observation
+
+    @classmethod
+    def of(cls, session: Session, layout: CacheLayout) -> TokenRanking | None:
+        """None where the plan ranks no tokens. Raises KvlatheError where it does and
+        the session cannot."""
+        ranker = ranker_of(session, layout.plan)
+        return None if ranker is None else cls(ranker, layout)
+
+    def move(
+        self, ranking: Ranking, rows: ObservedRows, tokens: Sequence[int], stop: int
+    ) -> None:
+        """Rank the tokens of a sequence, of whose ``tokens`` the first ``stop`` are
+        cached, and move them."""
+        choice, plan = ranking.choice, self.layout.plan
+        scores = self.ranker.scores(choice.bucket, ranking.pages, choice.length)
+        seen = rows.seen(tokens, stop) if self.observation.normalized else None
+        keys = noise_keys(plan, choice.bucket)
+        salient = saliency(self.observation, scores, seen, keys)
+        parts = chosen(choice, ranked(salient, choice.newest))
+        for target, pages, places in zip(
+            choice.targets, ranking.targets, parts, strict=True
+        ):
+            self.ranker.move(choice.bucket, ranking.pages, target.bucket, pages, places)
+
+    def reset_scores(self, done: Reservation, window_ended: bool) -> None:
+        """After a committed step: where rows count only until tokens are ranked, the
+        scores of those that were ranked are 0 again."""
+        if self.observation.accumulated or not done.seals:
+            return
+        page = self.layout.plan.page_tokens
+        for placed in self.layout.placements:
+            fresh = placed.buckets[0]
+            full = done.table.arrived[fresh] % page == 0
+            if done.tokens[fresh] and (window_ended or full):
+                for bucket in placed.buckets:
+                    self.ranker.forget(bucket, done.table.pages[bucket])
+
+    def undo(self) -> None:
+        """The step that has run is rolled back: the scores are what they were."""
+        self.ranker.unobserve()
+
+
+def saliency(
+    observation: ObservationWindow,
+    scores: Scores,
+    seen: npt.NDArray[np.int64] | None = None,
+    keys: Sequence[int] = (),
+) -> Floats:
+    """[lanes, n] from the scores of n tokens. ``seen``: observed rows at or after each
+    position, for a normalized observation window; ``keys``: of each lane's noise, for a noisy
+    one."""
+    found = scores.attention.astype(np.float32, copy=True)
+    if observation.normalized:
+        assert seen is not None and scores.position is not None
+        rows = seen[scores.position]
+        found = np.where(rows > 0, found / np.maximum(rows, 1), UNSEEN).astype(
+            np.float32
+        )
+    if observation.pooling > 1:
+        found = pooled(found, observation.pooling)
+    if observation.noise:
+        assert scores.position is not None
+        lots = np.concatenate(
+            [
+                noise(key, at, len(at), 1).T
+                for key, at in zip(keys, scores.position, strict=True)
+            ]
+        )
+        gumbel = -np.log(-np.log(np.clip(lots, 2.0**-25, 1 - 2.0**-25)))
+        found = (
+            np.log(np.maximum(found, np.finfo(np.float32).tiny))
+            + observation.noise * gumbel
+        )
+    return found.astype(np.float32)
+
+
+def pooled(x: Floats, width: int) -> Floats:
+    """The largest of the ``width`` (odd) neighbours around each place; fewer at the
+    ends. [lanes, n]"""
+    half = width // 2
+    padded = np.pad(x, ((0, 0), (half, half)), constant_values=-np.inf)
+    return np.lib.stride_tricks.sliding_window_view(padded, width, axis=1).max(-1)
+
+
+def ranked(salient: Floats, newest: int) -> npt.NDArray[np.int64]:
+    """Places [lanes, n], the most salient first (of equals the older); the ``newest``
+    places before all others."""
+    first = salient.copy()
+    first[:, first.shape[1] - newest :] = np.inf
+    return np.argsort(-first, axis=1, kind="stable")
+
+
+def chosen(choice: Choice, order: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """For each part of a choice the places [lanes, n] that it gets, ascending: tokens
+    stay in the order of age."""
+    return [np.sort(order[:, ranks_of(target)], axis=1) for target in choice.targets]
+
+
+def ranks_of(target: Target) -> npt.NDArray[np.int64]:
+    """All ranks in the spans of a target."""
+    return np.concatenate([np.arange(*span) for span in target.spans])
+
+
+def noise_keys(plan: CompressionPlan, bucket: int) -> list[int]:
+    """Of each lane of a bucket, in lane order."""
+    lanes = (plan.lanes[i] for i in sorted(plan.buckets[bucket].lanes))
+    return [noise_key(plan.seed, lane.layer, lane.head, 2) for lane in lanes]

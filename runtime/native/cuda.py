@@ -1,0 +1,353 @@
+"""The CUDA entries of libkvlathe.so (abi.h, cache.h, rows.h) by ctypes; pointers are
+device addresses. No torch."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_double,
+    c_float,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_void_p,
+)
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.layer_table import layer_table
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.native.library import ABI_VERSION, Native, Status, find
+from kvlathe.runtime.native.parts import Part, part_of
+
+F16, BF16 = 1, 2
+OVERLAP, APPENDED = 1, 2
+LEAST_CHUNK = 16
+"""New tokens of a sequence from which its rows are a prompt chunk, attended in tiles
+(cache.h)."""
+
+
+def _ints(*names: str) -> list[tuple[str, type]]:
+    return [(name, c_int32) for name in names]
+
+
+def _pointers(*names: str) -> list[tuple[str, type]]:
+    return [(name, c_void_p) for name in names]
+
+
+class PromptPart(Structure):
+    """kvlathe_prompt_part of abi.h."""
+
+    _fields_ = [
+        *_pointers("page_table", "lengths"),
+        ("lengths_stride", c_int64),
+        *_ints("page_table_stride", "fresh"),
+    ]
+
+
+class Prompts(Structure):
+    """kvlathe_prompts of abi.h."""
+
+    _fields_ = [
+        *_pointers("list", "cu_seqlens_q"),
+        *_ints("batch", "prefill_only"),
+        ("parts", POINTER(PromptPart)),
+    ]
+
+
+class AttendDecodeArgs(Structure):
+    """kvlathe_attend_decode_args of abi.h."""
+
+    _fields_ = [
+        ("abi_version", c_uint32),
+        *_ints("element", "batch", "group_size", "page_tokens", "part_count"),
+        ("scale", c_float),
+        ("flags", c_int32),
+        ("parts", POINTER(Part)),
+        ("pool", c_void_p),
+        ("pool_bytes", c_int64),
+        ("q", c_void_p),
+        ("q_stride", c_int64),
+        ("o", c_void_p),
+        ("o_stride", c_int64),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_int64),
+        ("stream", c_void_p),
+        ("prompts", POINTER(Prompts)),
+        ("plan", c_void_p),
+        ("plan_bytes", c_int64),
+    ]
+
+
+class SpreadArgs(Structure):
+    """kvlathe_spread_args of cache.h."""
+
+    _fields_ = [
+        ("abi_version", c_uint32),
+        *_ints("tokens", "batch", "buckets"),
+        ("fresh", c_uint32),
+        *_pointers(
+            "cu_seqlens_q",
+            "lengths",
+            "page_tables",
+            "page_table_widths",
+            "sequence_of",
+            "visible",
+        ),
+        *_pointers("spread_tables", "stream"),
+        *_ints("group_size", "reserved"),
+        *_pointers("row_lengths", "prompts"),
+    ]
+
+
+class AppendArgs(Structure):
+    """kvlathe_append_args of cache.h."""
+
+    _fields_ = [
+        ("abi_version", c_uint32),
+        *_ints("element", "tokens", "reserved"),
+        *_pointers("q", "k", "v"),
+        *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride")),
+        *_pointers(
+            "cos",
+            "sin",
+            "sequence_of",
+            "visible",
+            "page_tables",
+            "page_table_widths",
+            "layout",
+        ),
+        *_pointers("proj_q", "proj_k", "centre_k", "pool"),
+        ("pool_bytes", c_int64),
+        ("q_out", c_void_p),
+        ("q_out_stride", c_int64),
+        *_pointers("rows", "stream"),
+    ]
+
+
+class SealPage(Structure):
+    """kvlathe_seal_page of cache.h."""
+
+    _fields_ = _ints("source", "target", "position")
+
+
+class SealArgs(Structure):
+    """kvlathe_cuda_seal_args of cache.h."""
+
+    _fields_ = [
+        ("abi_version", c_uint32),
+        *_ints("element", "page_tokens", "stochastic"),
+        ("seed", c_int64),
+        ("source", POINTER(Part)),
+        ("target", POINTER(Part)),
+        ("pages", POINTER(SealPage)),
+        *_ints("page_count", "reserved"),
+        *((name, c_double) for name in ("span_k", "span_v")),
+        ("pool", c_void_p),
+        ("pool_bytes", c_int64),
+        ("stream", c_void_p),
+    ]
+
+
+class RowsArgs(Structure):
+    """kvlathe_rows_args of rows.h."""
+
+    _fields_ = [
+        ("abi_version", c_uint32),
+        *_ints("element", "rows", "columns"),
+        ("eps", c_float),
+        ("reserved", c_int32),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        *_pointers("weight", "out", "stream"),
+    ]
+
+
+class CudaLibrary:
+    """The library's CUDA calls; a refusal becomes KvlatheError with its words."""
+
+    def __init__(self, native: Native) -> None:
+        """Raises KvlatheError if the library was built without CUDA."""
+        self.path, lib = native.path, native.lib
+        if not lib.kvlathe_has_cuda():
+            raise KvlatheError(
+                f"{native.path} holds no CUDA kernels",
+                "it was built without nvcc",
+                "build it again: kvlathe native --cuda",
+            )
+        lib.kvlathe_layer_create.argtypes = [
+            c_void_p,
+            c_int64,
+            POINTER(c_void_p),
+            POINTER(Status),
+        ]
+        lib.kvlathe_layer_destroy.argtypes, lib.kvlathe_layer_destroy.restype = (
+            [c_void_p],
+            None,
+        )
+        lib.kvlathe_cuda_attend_decode.argtypes = [
+            POINTER(AttendDecodeArgs),
+            POINTER(Status),
+        ]
+        lib.kvlathe_cuda_plan.argtypes = [
+            POINTER(AttendDecodeArgs),
+            c_int32,
+            POINTER(Status),
+        ]
+        lib.kvlathe_cuda_plan_bytes.argtypes = [POINTER(c_int64), POINTER(Status)]
+        lib.kvlathe_cuda_spread.argtypes = [POINTER(SpreadArgs), POINTER(Status)]
+        lib.kvlathe_cuda_append.argtypes = [
+            c_void_p,
+            POINTER(AppendArgs),
+            POINTER(Status),
+        ]
+        lib.kvlathe_cuda_seal.argtypes = [POINTER(SealArgs), POINTER(Status)]
+        lib.kvlathe_cuda_rms_norm.argtypes = [POINTER(RowsArgs), POINTER(Status)]
+        lib.kvlathe_cuda_silu_product.argtypes = [POINTER(RowsArgs), POINTER(Status)]
+        lib.kvlathe_cuda_workspace_bytes.argtypes = [
+            c_int32,
+            c_int32,
+            POINTER(c_int64),
+            POINTER(Status),
+        ]
+        lib.kvlathe_cuda_prompt_list_bytes.argtypes = [c_int32, c_int32, c_int32]
+        lib.kvlathe_cuda_prompt_list_bytes.restype = c_int64
+        self.lib = lib
+
+    def call(self, name: str, *arguments: object) -> None:
+        """``kvlathe_<name>`` with ``arguments`` and a status."""
+        status = Status()
+        if getattr(self.lib, f"kvlathe_{name}")(*arguments, byref(status)):
+            raise KvlatheError(
+                f"{name} cannot run", status.message.decode(), "report this"
+            )
+
+    def workspace_bytes(self, batch: int, heads: int) -> int:
+        size = c_int64()
+        self.call("cuda_workspace_bytes", batch, heads, byref(size))
+        return size.value
+
+    def plan_bytes(self) -> int:
+        size = c_int64()
+        self.call("cuda_plan_bytes", byref(size))
+        return size.value
+
+
+def cuda_library(who: str) -> CudaLibrary:
+    """The native library of this process. Raises KvlatheError where ``who`` cannot have
+    its CUDA kernels."""
+    here = find()
+    if here.native is None:
+        raise KvlatheError(
+            f"{who} needs the native library", here.reason, "kvlathe native --cuda"
+        )
+    return CudaLibrary(here.native)
+
+
+class LayerForm:
+    """One layer of a plan for the library: its handle, and the parts that its attention
+    reads."""
+
+    def __init__(self, library: CudaLibrary, plan: CompressionPlan, layer: int) -> None:
+        self.library, self.handle = library, c_void_p()
+        table = layer_table(plan, layer)
+        library.call("layer_create", table.ctypes.data, table.size, byref(self.handle))
+        lanes, group = plan.active(layer), plan.model.group_size
+        self.heads = len(lanes)
+        self.queries, self.out = (
+            group * sum(ranks)
+            for ranks in zip(*((x.rank_k, x.rank_v) for x in lanes), strict=True)
+        )
+        self.fresh = [
+            int(plan.buckets[b].source is None) for b in range(len(plan.buckets))
+        ]
+        tables = [
+            t[t[:, 0] == layer].copy()
+            for t in map(CacheLayout(plan).lane_table, range(len(plan.buckets)))
+        ]
+        self.buckets = [b for b, rows in enumerate(tables) if len(rows)]
+        self._tables = [tables[b] for b in self.buckets]
+        self.parts = (Part * len(self.buckets))(
+            *(part_of(plan, b, tables[b]) for b in self.buckets)
+        )
+
+    def __del__(self) -> None:
+        if self.handle:
+            self.library.lib.kvlathe_layer_destroy(self.handle)
+
+
+def check_room(library: CudaLibrary, plan: CompressionPlan) -> None:
+    """Raise KvlatheError where this GPU lacks the shared memory to attend a layer of
+    ``plan`` (docs/native.md)."""
+    for layer in (x for x in range(plan.model.layers) if plan.active(x)):
+        form = LayerForm(library, plan, layer)
+        sizes = (
+            ABI_VERSION,
+            F16,
+            0,
+            plan.model.group_size,
+            plan.page_tokens,
+            len(form.buckets),
+        )
+        args = AttendDecodeArgs(*sizes, 1.0)
+        args.parts, args.q_stride, args.o_stride = form.parts, form.queries, form.out
+        try:
+            library.call("cuda_attend_decode", byref(args))
+        except KvlatheError as error:
+            remedy = "compress more, build with fewer bits, or run an onnxruntime engine with --device cpu"
+            raise KvlatheError(
+                "this engine does not run on this GPU", error.reason, remedy
+            ) from error
+
+
+class PageKernels:
+    """Seals whole pages of a plan: every lane of every layer in one launch."""
+
+    def __init__(
+        self,
+        library: CudaLibrary,
+        plan: CompressionPlan,
+        pool: int,
+        pool_bytes: int,
+        element: int = F16,
+    ) -> None:
+        """``pool``: device address of the arena."""
+        self.library, self.plan, self.pool, self.pool_bytes, self.element = (
+            library,
+            plan,
+            pool,
+            pool_bytes,
+            element,
+        )
+        self._tables = [
+            CacheLayout(plan).lane_table(b) for b in range(len(plan.buckets))
+        ]
+        self.parts = [part_of(plan, b, table) for b, table in enumerate(self._tables)]
+
+    def seal(
+        self, fresh: int, cold: int, pages: Sequence[tuple[int, int, int]], stream: int
+    ) -> None:
+        """``pages``: (page of ``fresh``, page of ``cold``, position of its first
+        token)."""
+        jobs = (SealPage * len(pages))(*(SealPage(*page) for page in pages))
+        tier = self.plan.tiers[self.plan.buckets[cold].tier]
+        stochastic = tier.rounding == "stochastic"
+        args = SealArgs(
+            ABI_VERSION,
+            self.element,
+            self.plan.page_tokens,
+            int(stochastic),
+            self.plan.seed,
+        )
+        args.span_k, args.span_v = tier.k.span, tier.v.span
+        args.source, args.target = (
+            ctypes.pointer(self.parts[fresh]),
+            ctypes.pointer(self.parts[cold]),
+        )
+        args.pages, args.page_count = jobs, len(pages)
+        args.pool, args.pool_bytes, args.stream = self.pool, self.pool_bytes, stream
+        self.library.call("cuda_seal", byref(args))

@@ -1,0 +1,308 @@
+"""EngineThread: the one thread that touches an engine, for callers in any thread.
+
+Callers hand it commands through a queue. It carries them out between two steps; what
+the steps bring goes back to the callers. A step that fails ends the requests that make
+it fail, and the others go on. Whatever else fails in the thread reaches every caller.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from concurrent.futures import Future
+from functools import partial
+from typing import Protocol, TypeVar
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.requests.request import OnDelta, Request
+from kvlathe.runtime.scheduling.engine import Engine
+from kvlathe.runtime.scheduling.sequence import Sequence
+
+T = TypeVar("T")
+log = logging.getLogger("kvlathe")
+
+
+class Observer(Protocol):
+    """Told of what happens, in the engine's thread: metrics. It must not block or
+    raise."""
+
+    def grew(self, sequence: Sequence, tokens: int, seconds: float) -> None:
+        """The sequence got ``tokens`` more tokens, ``seconds`` after those before (the
+        first ones: after its submission)."""
+        ...
+
+    def ended(self, sequence: Sequence) -> None: ...
+
+
+class Silence:
+    """Observes nothing."""
+
+    def grew(self, sequence: Sequence, tokens: int, seconds: float) -> None: ...
+    def ended(self, sequence: Sequence) -> None: ...
+
+
+class Pace:
+    """``seconds`` between two sequences that end, of late: an exponential average."""
+
+    def __init__(self) -> None:
+        self.seconds = 1.0
+        self._last = time.perf_counter()
+
+    def busy(self) -> None:
+        """The first sequence has come: no sequence could end before."""
+        self._last = time.perf_counter()
+
+    def ended(self) -> None:
+        now = time.perf_counter()
+        self.seconds += 0.1 * (min(60.0, now - self._last) - self.seconds)
+        self._last = now
+
+
+class EngineThread:
+    """Runs ``engine`` for its callers. The thread starts with the first command and
+    ends with ``close``, ``stop`` or the interpreter."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.observer: Observer = Silence()
+        self.pace = Pace()
+        self._engine = engine
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # Sequences that have not ended, each with its request and its place in it.
+        self._owners: dict[Sequence, tuple[Request, int]] = {}
+        # Of the four below. A finalizer may call stop() wherever the thread is.
+        self._lock = threading.RLock()
+        self._open = 0
+        self._closed = False
+        self._fault: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._stopping = False  # the thread's own: it has seen that it is to end
+
+    # -- for callers, in any thread ----------------------------------------------------
+    @property
+    def open(self) -> int:
+        """Sequences that were submitted and have not ended."""
+        return self._open
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes requests."""
+        return not self._closed
+
+    def submit(
+        self, sequences: Items[Sequence], on_delta: OnDelta | None = None
+    ) -> Request:
+        """Queue sequences that the scheduler has checked. Raises KvlatheError if the
+        engine is closed."""
+        request = Request(sequences, on_delta)
+        with self._lock:
+            self._put(partial(self._begin, request))
+            self._open += len(sequences)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """End what is left of a request before the next step. Harmless if it has
+        ended."""
+        self._commands.put(partial(self._cancel, request))
+
+    def end(self, request: Request) -> None:
+        """``cancel``, and wait until the pages are back."""
+        self.cancel(request)
+        if threading.current_thread() is not self._thread:
+            request.done.wait()
+
+    def wait(self, request: Request) -> None:
+        """Return once every sequence has ended. An interrupt cancels the request.
+        Raises what ended a sequence before its answer was whole."""
+        self.refuse_own_thread()
+        try:
+            request.done.wait()
+        except BaseException:
+            self.end(request)
+            raise
+        request.raise_failure()
+
+    def call(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns or raises when it runs in the engine's thread, between
+        two steps."""
+        self.refuse_own_thread()
+        future: Future[T] = Future()
+        with self._lock:
+            self._put(partial(self._fulfil, future, work))
+        return future.result()
+
+    def refuse_own_thread(self) -> None:
+        """Raises KvlatheError in the engine's thread, which would wait for itself."""
+        if threading.current_thread() is self._thread:
+            raise KvlatheError(
+                "a callback of the engine waits for the engine",
+                "both run in the same thread",
+                "ask from another thread",
+            )
+
+    def stop(self) -> None:
+        """Take nothing more. The thread ends what is left and then itself."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._commands.put(self._stop)
+
+    def close(self) -> None:
+        """``stop``, and wait until the thread has ended."""
+        self.stop()
+        thread = self._thread
+        if thread and thread is not threading.current_thread():
+            thread.join()
+
+    def _put(self, command: Callable[[], None]) -> None:
+        """Queue a command, under the lock."""
+        if self._fault:
+            raise KvlatheError(
+                "the engine has stopped",
+                f"its thread failed ({type(self._fault).__name__}: {self._fault})",
+                "load the engine again",
+            ) from self._fault
+        if self._closed:
+            raise KvlatheError(
+                "the engine is closed", "close() was called", "load the engine again"
+            )
+        self._commands.put(command)
+        if self._thread is None:
+            thread = threading.Thread(
+                target=self._run, name="kvlathe-engine", daemon=True
+            )
+            thread.start()
+            self._thread = thread
+            _running.add(self)
+
+    # -- in the engine's thread --------------------------------------------------------
+    def _run(self) -> None:
+        fault: BaseException | None = None
+        try:
+            while not self._stopping:
+                self._obey()
+                if self._owners:
+                    self._step()
+        except BaseException as error:  # callers wait: whatever it is, they must hear
+            log.exception("the engine's thread failed")
+            fault = error
+        self._finish(fault)
+
+    def _obey(self) -> None:
+        """Carry out what was asked since the last step. Where there is nothing to run,
+        wait for a command. No variable holds one: it could keep its LLM alive."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                idle = not self._owners and not self._stopping
+                self._commands.get(block=idle)()
+
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _step(self) -> None:
+        try:
+            changed = self._engine.step()
+        # The scheduler failed, not a session's step: no running sequence can be trusted.
+        except Exception as error:
+            log.exception("a step could not be scheduled")
+            changed = self._abandon(error)
+        for sequence in changed:
+            self._publish(sequence)
+
+    def _finish(self, fault: BaseException | None) -> None:
+        """End every sequence, those of commands that still wait included."""
+        with self._lock:
+            self._closed, self._fault = True, fault
+        while not self._commands.empty():
+            self._commands.get()()
+        for sequence in list(self._owners):
+            if fault is None:
+                self._engine.cancel(sequence)
+            elif not sequence.finish_reason:
+                # The engine is not asked: it may fail again.
+                sequence.end("error", failure(fault))
+            self._publish(sequence)
+
+    def _begin(self, request: Request) -> None:
+        if not self._owners:
+            self.pace.busy()
+        for index, sequence in enumerate(request.sequences):
+            self._owners[sequence] = (request, index)
+            self._engine.scheduler.waiting.push(sequence)
+
+    def _cancel(self, request: Request) -> None:
+        for sequence in request.sequences:
+            if sequence in self._owners:
+                self._engine.cancel(sequence)
+                self._publish(sequence)
+
+    def _fulfil(self, future: Future[T], work: Callable[[], T]) -> None:
+        try:
+            if self._fault:
+                raise failure(self._fault)
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    def _abandon(self, error: Exception) -> list[Sequence]:
+        """End what runs. If nothing does, end the next in line, so that the loop goes
+        on."""
+        scheduler = self._engine.scheduler
+        ended = list(scheduler.running)
+        if not ended and (first := scheduler.waiting.peek()):
+            ended.append(first)
+        return [self._engine.fail(sequence, error) for sequence in ended]
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Tell the observer and the request what a step did to a sequence."""
+        request, index = self._owners[sequence]
+        delta = request.news(index) if request.on_delta else None
+        tokens, seconds = request.progress(index)
+        if tokens:
+            self.observer.grew(sequence, tokens, seconds)
+        if sequence.finish_reason:
+            self._forget(sequence, request)
+        if delta and request.on_delta:
+            try:
+                request.on_delta(delta)
+            except Exception:
+                log.exception("a receiver failed; its request is cancelled")
+                request.on_delta = None
+                self.cancel(request)
+
+    def _forget(self, sequence: Sequence, request: Request) -> None:
+        del self._owners[sequence]
+        self.pace.ended()
+        with self._lock:
+            self._open -= 1
+        self.observer.ended(sequence)
+        request.left -= 1
+        if not request.left:
+            request.done.set()
+        if sequence.error and request.on_delta is None:
+            self.cancel(request)  # who follows no deltas wants all answers or none
+
+
+def failure(fault: BaseException) -> Exception:
+    """A fault of the engine's thread, as its callers get it. An interrupt is not theirs
+    to handle."""
+    if isinstance(fault, Exception):
+        return fault
+    return RuntimeError(f"the engine's thread ended: {fault!r}")
+
+
+_running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that computes while the interpreter is taken down would crash it."""
+    for thread in list(_running):
+        thread.close()

@@ -1,0 +1,110 @@
+"""Logits of a text that is already known, computed through the paged cache: what
+evaluation measures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.cache.arena import OutOfPages
+from kvlathe.runtime.cache.pool import Reservation
+from kvlathe.runtime.requests.sequences import SequenceFactory
+from kvlathe.runtime.scheduling.engine import Engine
+from kvlathe.runtime.scheduling.sequence import Chunk
+from kvlathe.runtime.text.sampler import Sampler
+from kvlathe.runtime.text.sampling_params import SamplingParams
+
+Row = npt.NDArray[np.float32]
+
+
+class ForcedText:
+    """The tokens of one text and the places ``rows`` whose next-token logits are
+    wanted. The first ``prompt`` tokens are a prompt, the others an answer."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        factory: SequenceFactory,
+        tokens: list[int],
+        rows: Items[int],
+        prompt: int | None,
+    ) -> None:
+        factory.check(tokens, 0)
+        plan = engine.pool.plan
+        self._engine, self._tokens, self._rows = engine, tokens, rows
+        self._ranked = plan.ranked
+        self._prompt = self._prompt_tokens(prompt)
+        seals = any(bucket.source is not None for bucket in plan.buckets)
+        grid = plan.page_tokens if seals and not plan.ranked else plan.prefill_chunk
+        sampler = Sampler(SamplingParams())
+        self._sequence = factory.open(tokens, self._prompt, grid, sampler)
+
+    def logits(self, given_up: Callable[[], bool]) -> npt.NDArray[np.float32]:
+        """[len(rows), vocab], in the order of ``rows``. Stops between two steps once
+        the caller has ``given_up``; the cache's pages go back in any case."""
+        wanted = set(self._rows)
+        logits: dict[int, Row] = {}
+        try:
+            while self._sequence.cached < len(self._tokens):
+                if given_up():
+                    raise KvlatheError("the logits were given up")
+                logits |= self._chunk(wanted)
+        finally:
+            self._engine.pool.release(self._sequence.table)
+        return np.stack([logits[row] for row in self._rows])
+
+    def _prompt_tokens(self, prompt: int | None) -> int:
+        """Where tokens are ranked the prompt matters: by default it goes up to the
+        first wanted row. Elsewhere the whole text is one."""
+        count = len(self._tokens)
+        if not self._ranked:
+            return count
+        tokens = min(self._rows) + 1 if prompt is None else prompt
+        if not 1 <= tokens <= count:
+            raise KvlatheError(
+                f"a prompt of {tokens} tokens cannot be",
+                f"the text has {count}",
+                "give a part of it",
+            )
+        return tokens
+
+    def _chunk(self, wanted: set[int]) -> dict[int, Row]:
+        """Compute the next chunk: the logits of those of its places that are wanted."""
+        sequence = self._sequence
+        count = sequence.next_tokens(self._most_rows())
+        places = sequence.places(count)
+        offsets = []
+        if sequence.sees_logits:
+            offsets = [i for i, place in enumerate(places) if place in wanted]
+        chunk = Chunk(sequence, count, self._reserve(count), offsets)
+        rows = self._engine.run([chunk])
+        return dict(zip((places[i] for i in offsets), rows, strict=True))
+
+    def _most_rows(self) -> int:
+        """Rows of the next step. Past a ranked prompt they are few enough that each
+        attends what its decode would attend."""
+        most = self._engine.scheduler.limits.max_num_tokens
+        if self._ranked and self._sequence.cached >= self._prompt:
+            return min(most, self._engine.pool.steady(self._sequence.table))
+        return most
+
+    def _reserve(self, count: int) -> Reservation:
+        """Pages for the next ``count`` tokens. Running sequences make room for them:
+        they come back by themselves."""
+        sequence, pool = self._sequence, self._engine.pool
+        scheduler = self._engine.scheduler
+        while True:
+            try:
+                return pool.reserve(
+                    sequence.table,
+                    sequence.arriving(count),
+                    sequence.seals_after(count),
+                )
+            except OutOfPages:
+                if not scheduler.running:
+                    raise
+                scheduler.preempt()

@@ -1,0 +1,142 @@
+"""Prompts become sequences, or are refused before anything runs."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence as Items
+from typing import cast
+
+import numpy as np
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.cache.observed_rows import ObservedRows
+from kvlathe.runtime.cache.pool import PagePool
+from kvlathe.runtime.scheduling.prompt_stages import PromptStages
+from kvlathe.runtime.scheduling.scheduler import Scheduler
+from kvlathe.runtime.scheduling.sequence import Sequence
+from kvlathe.runtime.text.sampler import Sampler
+from kvlathe.runtime.text.sampling_params import SamplingParams, is_number
+from kvlathe.runtime.text.tokenizer import TextStream, Tokenizer
+
+Prompt = str | Items[int]
+"""A text, or token ids."""
+
+
+class SequenceFactory:
+    """Makes sequences of one engine's plan and cache."""
+
+    def __init__(
+        self,
+        plan: CompressionPlan,
+        pool: PagePool,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._plan = plan
+        self._pool = pool
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+
+    def request(self, tokens: list[int], params: SamplingParams) -> Sequence:
+        """A sequence that answers the prompt ``tokens``. Raises KvlatheError for what
+        this engine cannot serve."""
+        self.check(tokens, params.max_new_tokens)
+        if params.prompt_logprobs is not None and self._plan.stages:
+            raise KvlatheError(
+                "this engine cannot report prompt_logprobs",
+                "tokens of the prompt leave it between its layers",
+                "ask about the answer only",
+            )
+        self._check_ids((*params.stop_ids, *(token for token, _ in params.logit_bias)))
+        text = TextStream(self._tokenizer, tokens, params.stop_strings)
+        grid = self._plan.prefill_chunk
+        sequence = self.open(tokens, len(tokens), grid, Sampler(params), text)
+        self._scheduler.check(sequence)
+        return sequence
+
+    def open(
+        self,
+        tokens: list[int],
+        prompt: int,
+        grid: int,
+        sampler: Sampler,
+        text: TextStream | None = None,
+    ) -> Sequence:
+        """A sequence whose first ``prompt`` tokens are its prompt, computed in chunks
+        that end at multiples of ``grid``."""
+        staged = len(self._plan.passes(prompt)) > 1
+        return Sequence(
+            tokens,
+            prompt,
+            self._pool.open(),
+            grid,
+            sampler,
+            text,
+            observed_rows=ObservedRows(self._plan, prompt),
+            prompt_stages=PromptStages(self._plan, prompt, grid) if staged else None,
+        )
+
+    def check(self, tokens: Items[int], new: int) -> None:
+        """Raises KvlatheError for a prompt that is empty, of unknown tokens, or, with
+        ``new`` more tokens, longer than the limits."""
+        if not tokens:
+            raise KvlatheError(
+                "the prompt is empty",
+                "there is no token to continue",
+                "give at least one token",
+            )
+        self._check_ids(tokens)
+        limits = self._scheduler.limits
+        for count, limit, flag in (
+            (len(tokens), limits.max_input_len, "max_input_len"),
+            (len(tokens) + new, limits.max_seq_len, "max_seq_len"),
+        ):
+            if count > limit:
+                raise KvlatheError(
+                    f"a prompt of {len(tokens)} tokens with {new} new ones is too long",
+                    f"this engine's {flag} is {limit}",
+                    f"shorten it or build with a larger --{flag}",
+                )
+
+    def _check_ids(self, tokens: Items[int]) -> None:
+        vocabulary = self._plan.model.vocab_size
+        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < vocabulary:
+            raise KvlatheError(
+                "a token id is out of range",
+                f"the vocabulary has {vocabulary}",
+                "check the tokenizer",
+            )
+
+
+def token_ids(prompt: Items[int]) -> list[int]:
+    """The ids of a prompt as Python integers. Raises KvlatheError for anything else:
+    bytes, floats and truth values would be read as other tokens than were meant."""
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, Items) or isinstance(prompt, bytes | bytearray):
+        raise wrong_prompt(prompt)
+    ids = list(prompt)
+    for token in ids:
+        if type(token) is not int and not is_number(token, whole=True):
+            raise wrong_prompt(token)
+    return [int(token) for token in ids]
+
+
+def wrong_prompt(value: object) -> KvlatheError:
+    return KvlatheError(
+        f"a prompt has {value!r:.60}",
+        "it must be a text or a list of token ids",
+        "encode it first",
+    )
+
+
+def as_batch(prompts: Prompt | Items[Prompt]) -> list[Prompt]:
+    """A text or a list of token ids is a batch of one."""
+    if isinstance(prompts, str | bytes):
+        return [cast(Prompt, prompts)]
+    if not isinstance(prompts, Items | np.ndarray):
+        raise wrong_prompt(prompts)
+    if len(prompts) and isinstance(prompts[0], numbers.Number):
+        return [cast(Prompt, prompts)]
+    return list(cast(Items[Prompt], prompts))

@@ -1,0 +1,176 @@
+"""Admission: how much memory the running sequences will need at their fullest moment,
+and what a wrong guess costs.
+
+All of them grow by a token a step and give their pages back when they end, so memory is
+fullest just before one of them ends. With r_k tokens to go for sequence k, that moment
+holds every sequence j with r_j >= r_k at its length plus r_k ("past-future" scheduling,
+Gong et al. 2025, arXiv 2507.10150). Reserving everybody's largest size at once, as if
+nobody ever ended, wastes what this leaves free.
+
+How much is to go is at most what the request allows; most end sooner. The share of its
+allowance that an answer takes is estimated as mean + caution x mean deviation of those
+that ended (as TCP estimates its round trips); ``caution`` rises when preemption costs
+more than ``MOST_LOST`` of the time, and falls slowly otherwise. Nothing is assumed
+before there is evidence: the first answers count in full.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.runtime.cache.pool import PagePool
+from kvlathe.runtime.scheduling.sequence import Sequence
+
+MOST_LOST = 0.02
+"""Share of the running time that moving or computing again what had to leave may
+take."""
+
+
+@dataclass(slots=True)
+class Mean:
+    """An exponential mean and mean deviation; the first value counts in full."""
+
+    value: float = 0.0
+    deviation: float = 0.0
+    count: int = 0
+    weight: float = 0.1
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        weight = max(self.weight, 1 / self.count)
+        if self.count > 1:
+            self.deviation += weight * (abs(value - self.value) - self.deviation)
+        self.value += weight * (value - self.value)
+
+
+class Costs:
+    """Measured prices of this machine, in seconds, and what preemption has cost of
+    late.
+
+    ``token``: of a token computed in a full step. ``byte``: of a byte swapped.
+    """
+
+    def __init__(self) -> None:
+        self.token = Mean()
+        self.byte = Mean()
+        self.caution = 2.0
+        self._lost = 0.0
+        self._ran = 0.0
+
+    def ran(self, tokens: int, sequences: int, seconds: float) -> None:
+        """A step has run. Only steps with prompts in them say what computing a token
+        again would cost."""
+        self._ran += seconds
+        if tokens > 2 * sequences:
+            self.token.add(seconds / tokens)
+
+    def moved(self, size: int, seconds: float) -> None:
+        """``size`` bytes went to the host or came back."""
+        if size:
+            self.byte.add(seconds / size)
+        self._lost += seconds
+
+    def lost(self, tokens: int) -> None:
+        """``tokens`` must be computed again."""
+        self._lost += tokens * self.token.value
+
+    def recompute_is_cheaper(self, tokens: int, size: int) -> bool:
+        """Whether computing ``tokens`` again costs less than moving their ``size``
+        bytes out and back."""
+        if not (self.token.count and self.byte.count):
+            return False
+        return tokens * self.token.value < 2 * size * self.byte.value
+
+    def judge(self) -> None:
+        """Adapt ``caution`` after a preemption or an ended answer."""
+        if self._lost > MOST_LOST * self._ran:
+            self.caution = min(8.0, self.caution + 1)
+        else:
+            self.caution = max(0, self.caution - 0.02)
+        self._lost *= 0.9
+        self._ran *= 0.9
+
+
+class Admission:
+    """The fullest moment of sequences that run together, in pages of ``pool``.
+
+    ``share``: the share of its allowance that an answer took, over those that ended.
+    """
+
+    def __init__(self, pool: PagePool, costs: Costs) -> None:
+        self.pool = pool
+        self.costs = costs
+        self.share = Mean(weight=0.05)
+        # Row 2 n: the pages of n whole pages of tokens; row 2 n + 1: of some more.
+        self._pages = np.zeros((0, len(pool.strides)), np.int64)
+
+    def ended(self, sequence: Sequence) -> None:
+        """Learn from a sequence that came to its own end."""
+        if sequence.params.max_new_tokens:
+            self.share.add(sequence.answered / sequence.params.max_new_tokens)
+        self.costs.judge()
+
+    @property
+    def expected_share(self) -> float:
+        """1 until something has ended."""
+        mean = self.share
+        if not mean.count:
+            return 1.0
+        return min(1.0, mean.value + self.costs.caution * mean.deviation)
+
+    def to_go(self, sequence: Sequence) -> int:
+        """Tokens that a sequence is still expected to add; at least a page's where it
+        may, at most all it may."""
+        most = sequence.params.max_new_tokens
+        expected = int(most * self.expected_share + 0.999) - sequence.answered
+        return min(most - sequence.answered, max(expected, self.pool.plan.page_tokens))
+
+    def fits(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether the pool is expected to hold all of them at every moment until the
+        last one ends."""
+        together = sorted(sequences, key=self.to_go, reverse=True)
+        to_go = np.array([self.to_go(s) for s in together])
+        held = np.array([len(s.tokens) for s in together])
+        # [moment, sequence, bucket]; at moment k all have grown by to_go[k] tokens.
+        pages = self._pages_of(held[None, :] + to_go[:, None])
+        prompts = np.array([self._prompt_pages(s) for s in together])
+        # At moment k those with as much to go or more are still there.
+        present = np.tri(len(together), dtype=bool)
+        needed = np.maximum(pages, prompts) * present[:, :, None]
+        return self.pool.holds(needed.sum(1))
+
+    def _prompt_pages(self, sequence: Sequence) -> list[int]:
+        """What the prompt of a sequence still needs at one time, by bucket: it is hot,
+        in part or whole, until it ends. That counts for later moments too: nobody knows
+        when the prompt will have its turn."""
+        left = sequence.cached < sequence.prompt_tokens
+        return self.pool.demand.prompt(sequence.prompt_tokens if left else 0)
+
+    def _pages_of(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Pages [..., buckets] that sequences of ``tokens`` tokens can need at one
+        time.
+
+        Whole pages and a part of one more are told apart: where pages seal, the part
+        takes no cold page.
+        """
+        page = self.pool.plan.page_tokens
+        whole, part = np.divmod(tokens, page)
+        steps = 2 * whole + (part > 0)
+        self._compute_to(int(steps.max()))
+        return self._pages[steps]
+
+    def _compute_to(self, row: int) -> None:
+        """Make ``_pages`` hold ``row``; at least twice as long if it grows at all."""
+        known = len(self._pages)
+        if row < known:
+            return
+        page = self.pool.plan.page_tokens
+        rows: list[list[int]] = []
+        for n in range(known, max(row + 1, 2 * known)):
+            size = n // 2 * page + n % 2 * (page - 1)
+            rows.append(self.pool.worst_pages(size, 0))
+        self._pages = np.concatenate([self._pages, np.array(rows, np.int64)])

@@ -1,0 +1,304 @@
+"""Engine: the loop. Schedule, run, seal, commit, sample; what fails before the commit
+has changed nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.cache.page_table import PageMoves
+from kvlathe.runtime.cache.pool import PagePool
+from kvlathe.runtime.cache.token_ranking import TokenRanking
+from kvlathe.runtime.scheduling.packing import pack
+from kvlathe.runtime.scheduling.scheduler import Scheduler
+from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
+from kvlathe.runtime.sessions.protocols import FullPage, Session, StepPlan, TokenSampler
+from kvlathe.runtime.text.sampler import Sampled, TokenLogprob, rows_of, sample
+
+Rows = npt.NDArray[np.float32]
+T = TypeVar("T")
+Choice = tuple[int | KvlatheError | None, TokenLogprob | None]
+"""A sequence's next token, or why it has none, and its log-probability if reported."""
+NO_ROWS = np.zeros((0, 0), np.float32)
+NO_TOKEN: Choice = (None, None)
+"""Of a sequence that does not grow in a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a step gave a chunk: ``logits`` [rows wanted, vocab], none of them where the
+    session sampled; and the token that follows, with its log-probability, where the
+    sequence grows."""
+
+    logits: Rows
+    token: int | KvlatheError | None = None
+    logprob: TokenLogprob | None = None
+
+
+class Engine:
+    """Runs sequences through a session. ``stop_ids`` end a sequence (unless its
+    parameters ignore them)."""
+
+    def __init__(
+        self,
+        session: Session,
+        pool: PagePool,
+        scheduler: Scheduler,
+        stop_ids: Iterable[int],
+    ) -> None:
+        """Raises KvlatheError where the plan needs what the session cannot do."""
+        self.session, self.pool, self.scheduler = session, pool, scheduler
+        self.ranking = TokenRanking.of(session, pool.layout)
+        self.sampler = session if isinstance(session, TokenSampler) else None
+        self.stop_ids = frozenset(stop_ids)
+
+    def step(self) -> list[Sequence]:
+        """One packed step. Returns the sequences that got a token or ended; those that
+        ended are no longer scheduled.
+
+        A step that fails is halved until each chunk that fails runs by itself. Those
+        sequences end with ``error``, the others go on.
+        """
+        changed = self._overdue()
+        chunks = self.scheduler.schedule()
+        changed += self._fork()
+        started = time.perf_counter()
+        for chunk, computed in self._run_apart(chunks):
+            if isinstance(computed, Exception):
+                changed.append(self.fail(chunk.sequence, computed))
+            elif self._take(chunk, computed):
+                changed.append(chunk.sequence)
+        tokens = sum(chunk.count for chunk in chunks)
+        self.scheduler.costs.ran(tokens, len(chunks), time.perf_counter() - started)
+        return changed
+
+    def _fork(self) -> list[Sequence]:
+        """Start the sequences whose prompt another one has just computed, each with a
+        token of its own."""
+        forked = self.scheduler.forked()
+        growing = [sequence for sequence in forked if sequence.grows]
+        choices: dict[Sequence, Choice] = {}
+        if growing:
+            logits = np.stack([_logits_of_prompt(sequence) for sequence in growing])
+            sampled = _on_host(growing, logits)
+            choices = dict(zip(growing, _chosen(growing, sampled), strict=True))
+        for sequence in forked:
+            self._grow(sequence, *choices.get(sequence, NO_TOKEN))
+        return forked
+
+    def _take(self, chunk: Chunk, computed: Computed) -> bool:
+        """Give a sequence what its part of a step computed; whether it got a token or
+        ended."""
+        sequence = chunk.sequence
+        rows = computed.logits
+        if sequence.reports_prompt:
+            sequence.report_prompt(sequence.cached - chunk.count, rows)
+        if sequence.cached < len(sequence.tokens):
+            return False
+        if not sequence.answered:
+            self.scheduler.prompt_done(sequence, rows[-1] if len(rows) else None)
+        self._grow(sequence, computed.token, computed.logprob)
+        return True
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence between two steps, whatever it is doing."""
+        if not sequence.finish_reason:
+            self._end(sequence, "cancelled")
+
+    def fail(self, sequence: Sequence, error: Exception) -> Sequence:
+        """End a sequence that cannot go on."""
+        return self._end(sequence, "error", error)
+
+    def _run_apart(
+        self, chunks: Items[Chunk]
+    ) -> Iterator[tuple[Chunk, Computed | Exception]]:
+        """Each chunk and what it computed, or why it failed when it ran by itself."""
+        if not chunks:
+            return
+        try:
+            computed = self._compute(chunks)
+        except Exception as error:  # a session may raise anything
+            if len(chunks) == 1:
+                yield chunks[0], error
+                return
+            half = len(chunks) // 2
+            for part in (chunks[:half], chunks[half:]):
+                yield from self._run_apart(
+                    [self.scheduler.again(chunk) for chunk in part]
+                )
+            return
+        yield from zip(chunks, computed, strict=True)
+
+    def _compute(self, chunks: Items[Chunk]) -> list[Computed]:
+        """Run the chunks as one step and choose the tokens that follow them: where the
+        logits are if the session can and nobody needs the logits themselves."""
+        growing = [i for i, c in enumerate(chunks) if c.sequence.grows and c.completes]
+        sequences = [chunks[i].sequence for i in growing]
+        sampler = self.sampler
+        if any(_needs_logits(chunk) for chunk in chunks):
+            sampler = None
+        if sampler is not None:
+            rows = rows_of([sequence.request for sequence in sequences])
+            sampled = self._transact(chunks, lambda step: sampler.sample(step, rows))
+            logits = [NO_ROWS] * len(chunks)
+        else:
+            every = self.run(chunks)
+            logits = _divided(every, chunks)
+            last = every
+            if len(growing) < len(every):  # else each row is some sequence's last
+                ends = np.cumsum([len(chunk.wanted) for chunk in chunks])
+                last = every[ends[growing] - 1]
+            sampled = _on_host(sequences, last)
+        choices = dict(zip(growing, _chosen(sequences, sampled), strict=True))
+        return [
+            Computed(of_chunk, *choices.get(i, NO_TOKEN))
+            for i, of_chunk in enumerate(logits)
+        ]
+
+    def run(self, chunks: Items[Chunk]) -> Rows:
+        """Logits [rows wanted, vocab]. The chunks' tokens are cached afterwards; if
+        anything fails, none of them is."""
+        return self._transact(chunks, self.session.run)
+
+    def _transact(self, chunks: Items[Chunk], call: Callable[[StepPlan], T]) -> T:
+        """What ``call`` gives for the chunks as one step.
+
+        A transaction: pages are copied before it; full pages are sealed and ranked
+        tokens moved after it; then everything counts. If anything fails, nothing does.
+        """
+        moving: list[tuple[Chunk, PageMoves]] = []
+        for chunk in chunks:
+            if chunk.reservation.moves:
+                moving.append((chunk, chunk.reservation.moves))
+        try:
+            for _, moves in moving:
+                for copy in moves.copies:
+                    self.session.copy_page(copy.bucket, copy.source, copy.target)
+            step = pack(chunks)
+            result = call(step)
+            self._seal_and_move(moving)
+        except BaseException:
+            for chunk in chunks:
+                self.pool.rollback(chunk.reservation)
+            raise
+        for place, chunk in enumerate(chunks):
+            self.pool.commit(chunk.reservation)
+            if self.ranking is not None:
+                ended = chunk.sequence.ends_prompt(chunk.count)
+                self.ranking.reset_scores(chunk.reservation, ended)
+            chunk.sequence.advance(chunk.count, step, place)
+        return result
+
+    def _seal_and_move(self, moving: Items[tuple[Chunk, PageMoves]]) -> None:
+        """Seal the pages that are full now, then move tokens to where they rank."""
+        full: list[FullPage] = []
+        for _, moves in moving:
+            full += moves.seals
+        try:
+            if full:
+                self.session.seal(full)
+            for chunk, moves in moving:
+                if moves.rankings:
+                    self._rank(chunk, moves)
+        except BaseException:
+            if self.ranking is not None:
+                self.ranking.undo()
+            raise
+
+    def _rank(self, chunk: Chunk, moves: PageMoves) -> None:
+        """Move the tokens of one sequence to where they rank."""
+        ranking = self.ranking
+        assert ranking is not None, "a plan whose tokens move has a ranking"
+        sequence = chunk.sequence
+        for one in moves.rankings:
+            assert sequence.observed_rows
+            stop = sequence.places(chunk.count)[-1] + 1
+            ranking.move(one, sequence.observed_rows, sequence.tokens, stop)
+
+    def _grow(
+        self,
+        sequence: Sequence,
+        token: int | KvlatheError | None,
+        logprob: TokenLogprob | None,
+    ) -> None:
+        """Add the token that was chosen, and end the sequence if it was the last. None:
+        only the prompt was asked about."""
+        if isinstance(token, KvlatheError):
+            self.fail(sequence, token)
+            return
+        if token is not None:
+            sequence.accept(token, logprob)
+            params = sequence.params
+            is_end = token in self.stop_ids and not params.ignore_eos
+            stopped = sequence.text is not None and sequence.text.stopped
+            if is_end or token in params.stop_ids or stopped:
+                self._end(sequence, "stop")
+                return
+        if not sequence.grows:
+            self._end(sequence, "length")
+
+    def _end(
+        self, sequence: Sequence, reason: str, error: Exception | None = None
+    ) -> Sequence:
+        """Say why, and give the pages back."""
+        sequence.end(reason, error)
+        self.scheduler.remove(sequence)
+        return sequence
+
+    def _overdue(self) -> list[Sequence]:
+        """End those whose deadline has passed."""
+        now = time.perf_counter()
+        everybody = (*self.scheduler.running, *self.scheduler.waiting)
+        late = [sequence for sequence in everybody if sequence.deadline < now]
+        return [self._end(sequence, "timeout") for sequence in late]
+
+
+def _divided(rows: Rows, chunks: Items[Chunk]) -> list[Rows]:
+    """The rows of each chunk."""
+    parts: list[Rows] = []
+    start = 0
+    for chunk in chunks:
+        parts.append(rows[start : start + len(chunk.wanted)])
+        start += len(chunk.wanted)
+    return parts
+
+
+def _needs_logits(chunk: Chunk) -> bool:
+    """Whether the host needs logits of a chunk: to report the prompt's, or for others
+    that continue the same prompt."""
+    return chunk.sequence.reports_prompt or chunk.sequence.leads
+
+
+def _logits_of_prompt(sequence: Sequence) -> Rows:
+    """Logits [vocab] after a shared prompt that was computed."""
+    shared = sequence.shared_prompt
+    assert shared and shared.logits is not None
+    return shared.logits
+
+
+def _on_host(sequences: Items[Sequence], logits: Rows) -> Sampled:
+    """The next token of each sequence from its row of ``logits`` [n, vocab]."""
+    return sample(logits, rows_of([sequence.request for sequence in sequences]))
+
+
+def _chosen(sequences: Items[Sequence], sampled: Sampled) -> list[Choice]:
+    """Each sequence's token, or why it has none, and its log-probability where it is
+    reported."""
+    choices: list[Choice] = []
+    for row, sequence in enumerate(sequences):
+        top = sequence.params.logprobs
+        try:
+            token = sampled.token(row)
+        except KvlatheError as error:
+            choices.append((error, None))
+            continue
+        logprob = None if top is None else sampled.logprob(row, top)
+        choices.append((token, logprob))
+    return choices

@@ -1,0 +1,324 @@
+"""Scheduler: which sequences run, and which tokens of them make the next step.
+
+Sequences are admitted in the order of FairQueue, never past one that waits for room,
+once the pool is expected to hold them at the fullest moment (Admission). The guess may
+be wrong: a decode that finds no page sends the youngest away, to host memory or, where
+the plan allows and that is cheaper, to be computed again; it is the first to come back.
+The oldest is never sent away, so everyone ends.
+
+A step takes one token of every decoding sequence, then prompt chunks, oldest first: up
+to max_num_tokens without decodes, up to ``prompt_tokens`` beside decodes, so that long prompts do
+not hold answers up.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import time
+from collections.abc import Generator
+from collections.abc import Sequence as Items
+
+import numpy as np
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.manifest import Limits
+from kvlathe.runtime.cache.arena import OutOfPages
+from kvlathe.runtime.cache.page_table import Swapped
+from kvlathe.runtime.cache.pool import PagePool
+from kvlathe.runtime.cache.prefix import PrefixCache
+from kvlathe.runtime.scheduling.admission import Admission, Costs
+from kvlathe.runtime.scheduling.fair_queue import FairQueue
+from kvlathe.runtime.scheduling.sequence import Chunk, Sequence, SharedPrompt
+from kvlathe.runtime.sessions.protocols import PageMover
+
+PROMPT_TOKENS = 512
+"""Prompt tokens beside decodes in one step, unless asked otherwise."""
+
+FIRST = (0,)
+"""What wants logits in a chunk of one token."""
+
+
+class Scheduler:
+    """``running``: oldest first. ``preemptions``: sequences sent away so far.
+    ``queries``: tokens looked up in ``prefixes``."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        mover: PageMover,
+        limits: Limits,
+        prefixes: PrefixCache | None = None,
+        prompt_tokens: int = PROMPT_TOKENS,
+    ) -> None:
+        self.pool = pool
+        self.mover = mover
+        self.limits = limits
+        self.prefixes = prefixes
+        self.prompt_tokens = prompt_tokens
+        self.waiting = FairQueue()
+        self.running: list[Sequence] = []
+        self.costs = Costs()
+        self.admission = Admission(pool, self.costs)
+        self.preemptions = 0
+        self.queries = 0
+        self._swapped: dict[Sequence, Swapped] = {}
+        self._computed_prompts: list[SharedPrompt] = []  # shared ones, with their pages
+        self._blocked = False
+        pool.reclaim = self._reclaim
+
+    @property
+    def blocked(self) -> bool:
+        """Whether the next in line found no room, and nothing has changed since."""
+        return self._blocked
+
+    # -- who is here -------------------------------------------------------------------
+    def check(self, sequence: Sequence) -> None:
+        """Raises KvlatheError if it could never be served."""
+        if not self.pool.has_room_for(sequence.most_tokens, sequence.prompt_tokens):
+            raise KvlatheError(
+                f"a sequence of up to {sequence.most_tokens} tokens does not fit",
+                f"the cache has {self.pool.arena_bytes:,} bytes",
+                "give the cache more memory or ask for fewer tokens",
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. Raises KvlatheError if it could never be served."""
+        self.check(sequence)
+        self.waiting.push(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence, finished or not. Its pages go back, but for those kept for
+        others with the same prefix."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.remember(sequence)
+            if sequence.finish_reason in ("stop", "length"):
+                self.admission.ended(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._swapped.pop(sequence, None)
+        self.pool.release(sequence.table)
+        self._leave(sequence)
+        self._blocked = False
+
+    def remember(self, sequence: Sequence) -> None:
+        """Let later sequences with the same prefix share what is cached, where the
+        plan allows."""
+        if self.prefixes and self.pool.plan.sharable:
+            self.prefixes.add(
+                sequence.table, sequence.sharable(self.prefixes.seals), sequence.salt
+            )
+
+    # -- one step ----------------------------------------------------------------------
+    def schedule(self) -> list[Chunk]:
+        """The next step's chunks, their pages reserved. Empty only if nothing is left
+        to compute."""
+        self._admit()
+        for sequence in self.running:
+            self._lead(sequence)
+        chunks: list[Chunk] = []
+        try:
+            self._decodes(chunks)
+            while not self._prompts(chunks) and not chunks and len(self.running) > 1:
+                self.preempt()
+        except BaseException:
+            for chunk in chunks:
+                self.pool.rollback(chunk.reservation)
+            raise
+        return chunks
+
+    def forked(self) -> list[Sequence]:
+        """Running sequences whose prompt has been computed by another. They have its
+        pages now, and the logits in ``shared_prompt`` to go on from."""
+        forked: list[Sequence] = []
+        for sequence in self.running:
+            shared = sequence.shared_prompt
+            if shared and shared.table and sequence.follows:
+                sequence.table = self.pool.fork(shared.table)
+                sequence.cached = sequence.prompt_tokens
+                forked.append(sequence)
+        for sequence in forked:
+            self._leave(sequence)
+        return forked
+
+    def prompt_done(self, sequence: Sequence, logits: np.ndarray | None) -> None:
+        """The prompt is cached: others may continue it. ``logits`` [vocab] follow it;
+        they are there where the sequence leads others."""
+        self.remember(sequence)
+        shared = sequence.shared_prompt
+        if sequence.leads and shared and shared.followers:
+            assert logits is not None
+            shared.table = self.pool.fork(sequence.table)
+            shared.logits = logits.copy()
+            self._computed_prompts.append(shared)
+
+    def again(self, chunk: Chunk) -> Chunk:
+        """The same chunk after its step was rolled back, its pages reserved anew."""
+        return self._chunk(chunk.sequence, chunk.count)
+
+    def _decodes(self, chunks: list[Chunk]) -> None:
+        """One token of each decoding sequence; where pages run out, the youngest
+        leaves."""
+        decoding = [s for s in self.running if s.decoding][: self.limits.max_num_tokens]
+        while len(chunks) < len(decoding):
+            sequence = decoding[len(chunks)]
+            try:
+                room = self.pool.reserve(sequence.table, 1, seal=True)
+            except OutOfPages:
+                if len(self.running) == 1:
+                    raise
+                if self.preempt() is decoding[-1]:
+                    decoding.pop()
+            else:
+                chunks.append(Chunk(sequence, 1, room, FIRST))
+
+    def _prompts(self, chunks: list[Chunk]) -> bool:
+        """Prompt chunks into what is left of the step. False if the pages ran out: the
+        rest waits."""
+        limit = self.limits.max_num_tokens
+        room = min(limit - len(chunks), self.prompt_tokens) if chunks else limit
+        for sequence in self.running:
+            if sequence.decoding or sequence.follows:
+                continue
+            whole = sequence.next_tokens(limit)
+            count = min(whole, room)
+            if count < min(whole, self.pool.plan.page_tokens):
+                break  # not worth a step
+            try:
+                chunks.append(self._chunk(sequence, count))
+            except OutOfPages:
+                if len(self.running) == 1:
+                    raise
+                self._blocked = True
+                return False
+            room -= count
+        return True
+
+    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
+        reservation = self.pool.reserve(
+            sequence.table, sequence.arriving(count), sequence.seals_after(count)
+        )
+        wanted: Items[int] = ()
+        if sequence.cached < sequence.prompt_tokens and sequence.reports_prompt:
+            wanted = range(count)
+        elif sequence.completes(count):
+            wanted = (count - 1,)
+        return Chunk(sequence, count, reservation, wanted)
+
+    # -- coming and going --------------------------------------------------------------
+    def _admit(self) -> None:
+        """Let those who wait run, in order, until one of them finds no room."""
+        while len(self.running) < self.limits.max_batch_size:
+            sequence = self.waiting.peek()
+            if sequence is None:
+                return
+            if self.running and not self._expects_room(sequence):
+                self._blocked = True
+                return
+            try:
+                self._prepare(sequence)
+            except OutOfPages:
+                if not self.running:
+                    raise
+                self._blocked = True
+                return
+            bisect.insort(self.running, self.waiting.pop(), key=lambda s: s.arrival)
+            sequence.admitted = sequence.admitted or time.perf_counter()
+
+    def _expects_room(self, sequence: Sequence) -> bool:
+        """Whether ``sequence`` is expected to fit beside those that run."""
+        if self._blocked:
+            return False
+        return self.admission.fits([*self.running, sequence])
+
+    def _prepare(self, sequence: Sequence) -> None:
+        """Bring its pages back from the host, or find its first pages in the prefix
+        cache. Raises OutOfPages."""
+        if swapped := self._swapped.get(sequence):
+            with self._moving(self._bytes(swapped.data)):
+                sequence.table = self.pool.swap_in(swapped, self.mover)
+            del self._swapped[sequence]
+        self._lead(sequence)
+        if sequence.cached or sequence.follows or sequence.reports_prompt:
+            return
+        if self.prefixes:
+            self.queries += len(sequence.tokens)
+            table, cached = self.prefixes.find(sequence.tokens, sequence.salt)
+            sequence.table = table
+            sequence.cached = cached
+
+    def preempt(self) -> Sequence:
+        """The youngest running sequence leaves; it is the first to come back."""
+        sequence = self.running.pop()
+        size = self._bytes(sequence.table.pages)
+        if self._recomputes(sequence, size):
+            self.remember(sequence)
+            self.pool.release(sequence.table)
+            self.costs.lost(sequence.cached)
+            sequence.cached = 0
+        else:
+            with self._moving(size):
+                self._swapped[sequence] = self.pool.swap_out(sequence.table, self.mover)
+        self.waiting.push_back(sequence)
+        self._blocked = True
+        self.preemptions += 1
+        self.costs.judge()
+        return sequence
+
+    def _recomputes(self, sequence: Sequence, size: int) -> bool:
+        """Whether a sequence of ``size`` bytes had better be computed again than moved
+        to the host and back."""
+        if not self.pool.plan.recomputable:
+            return False
+        return self.costs.recompute_is_cheaper(sequence.cached, size)
+
+    def _bytes(self, pages: Items[Items[object]]) -> int:
+        """Bytes of ``pages``, given for each bucket."""
+        strides = self.pool.strides
+        return sum(len(p) * stride for p, stride in zip(pages, strides, strict=True))
+
+    @contextlib.contextmanager
+    def _moving(self, size: int) -> Generator[None]:
+        started = time.perf_counter()
+        yield
+        self.costs.moved(size, time.perf_counter() - started)
+
+    def _lead(self, sequence: Sequence) -> None:
+        """Compute the prompt that it shares, if nobody does."""
+        shared = sequence.shared_prompt
+        if shared is None or not sequence.follows:
+            return
+        if shared.leader is None and shared.table is None:
+            shared.leader = sequence
+            shared.followers.discard(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """It follows nobody any more, and nobody follows it unless its prompt was
+        computed."""
+        shared = sequence.shared_prompt
+        if shared is None:
+            return
+        shared.followers.discard(sequence)
+        if shared.leader is sequence and not shared.table:
+            shared.leader = None
+        if shared.table and not shared.followers:
+            self._forget(shared)
+
+    def _forget(self, shared: SharedPrompt) -> None:
+        """Give up the pages of a computed prompt; a follower computes it again."""
+        self._computed_prompts.remove(shared)
+        assert shared.table
+        self.pool.release(shared.table)
+        shared.table = None
+        shared.leader = None
+
+    def _reclaim(self) -> bool:
+        """Give up pages that are only kept in case they are wanted again. False if
+        there are none."""
+        if self.prefixes and self.prefixes.reclaim():
+            return True
+        if not self._computed_prompts:
+            return False
+        self._forget(self._computed_prompts[0])
+        return True

@@ -1,0 +1,254 @@
+"""Sequence: one request on its way through the engine. Chunk: its part of one step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvlathe.runtime.cache.observed_rows import ObservedRows
+from kvlathe.runtime.cache.page_table import PageTable, Reservation
+from kvlathe.runtime.scheduling.prompt_stages import PromptStages
+from kvlathe.runtime.sessions.protocols import StepPlan
+from kvlathe.runtime.text.sampler import Request, Sampler, TokenLogprob, logprob
+from kvlathe.runtime.text.sampling_params import SamplingParams
+from kvlathe.runtime.text.tokenizer import TextStream
+
+
+@dataclass(eq=False, slots=True)
+class SharedPrompt:
+    """The prompt of a request for several answers (parallel sampling).
+
+    The ``leader`` computes it. Then ``table`` holds its pages, and ``logits`` [vocab]
+    follow it. ``followers``: the sequences that have not taken them over yet.
+    """
+
+    followers: set[Sequence] = field(default_factory=set)
+    leader: Sequence | None = None
+    table: PageTable | None = None
+    logits: np.ndarray | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """Prompt and answer in ``tokens``; K and V of the first ``cached`` of them are in
+    the pages of ``table``.
+
+    ``chunk``: a prompt is cut, and its full pages sealed, at multiples of so many
+    tokens. While decoding, pages seal as they fill. So when pages seal depends on the
+    sequence, never on the schedule.
+
+    ``salt``: the tenant. Sequences share pages with those of the same salt, and take
+    turns with the others. ``observed_rows``: which rows are observed, where the plan has
+    an observation window. ``prompt_stages``: while the prompt passes the stages of its
+    plan one after the other; ``prompt_rows``: the rows that each layer computed, once it
+    has. ``shared_prompt``: where several answers to one prompt were asked for.
+
+    ``arrival``: number in the queue. ``deadline``: of time.perf_counter(); the sequence
+    ends then, finished or not. ``finish_reason``: stop, length, cancelled, timeout or
+    error; ``error`` says which. ``logprobs``: one for each token of the answer, where
+    wanted; ``prompt_logprobs``: of the prompt's tokens but the first. The times are in
+    seconds of time.perf_counter(), 0 before they come.
+    """
+
+    tokens: list[int]
+    prompt_tokens: int
+    table: PageTable
+    chunk: int
+    sampler: Sampler
+    text: TextStream | None = None
+    cached: int = 0
+    salt: bytes = b""
+    observed_rows: ObservedRows | None = None
+    prompt_stages: PromptStages | None = None
+    prompt_rows: list[int] | None = None
+    shared_prompt: SharedPrompt | None = None
+    arrival: int = 0
+    deadline: float = math.inf
+    finish_reason: str | None = None
+    error: Exception | None = None
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    started: float = field(default_factory=time.perf_counter)
+    admitted: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.sampler.params
+
+    @property
+    def answer(self) -> list[int]:
+        return self.tokens[self.prompt_tokens :]
+
+    @property
+    def answered(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def follows(self) -> bool:
+        """Whether another sequence computes its prompt."""
+        shared = self.shared_prompt
+        return shared is not None and self in shared.followers
+
+    @property
+    def leads(self) -> bool:
+        """Whether others continue the prompt that it computes."""
+        shared = self.shared_prompt
+        return shared is not None and shared.leader is self
+
+    @property
+    def decoding(self) -> bool:
+        """Whether its next chunk is just its newest token."""
+        return self.cached + 1 == len(self.tokens) > self.prompt_tokens
+
+    def sharable(self, seals: bool) -> list[int]:
+        """Tokens whose pages another sequence would compute alike: where pages seal,
+        those of the prompt."""
+        count = self.cached
+        if seals:
+            count = min(count, self.prompt_tokens)
+        return self.tokens[:count]
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens it may come to."""
+        return self.prompt_tokens + self.params.max_new_tokens
+
+    def next_tokens(self, budget: int) -> int:
+        """How many tokens its next chunk takes where a step has room for ``budget``
+        more."""
+        if self.prompt_stages:
+            return self.prompt_stages.next_rows(budget)
+        if self.cached >= self.prompt_tokens:
+            end = len(self.tokens)
+        else:
+            border = (self.cached // self.chunk + 1) * self.chunk
+            end = min(border, self.prompt_tokens)
+        return min(end - self.cached, budget)
+
+    def seals_at(self, end: int) -> bool:
+        """Whether pages seal and tokens move once ``end`` tokens are cached.
+
+        They do at the prompt's end and in decoding; within a prompt at multiples of
+        ``chunk`` or, where tokens are ranked, after each slice.
+        """
+        if end >= self.prompt_tokens:
+            return True
+        observation = self.observed_rows and self.observed_rows.observation
+        step = observation.slice_tokens if observation else self.chunk
+        return step > 0 and end % step == 0
+
+    # What the next ``count`` tokens mean. Of a prompt that passes stages, they are rows
+    # of one pass.
+    def arriving(self, count: int) -> int | list[int]:
+        """How many reach each bucket; one number where all buckets get them."""
+        if self.prompt_stages:
+            return self.prompt_stages.arriving(count)
+        return count
+
+    def places(self, count: int) -> Items[int]:
+        """Where they are among the sequence's tokens."""
+        if self.prompt_stages:
+            return self.prompt_stages.places(count)
+        return range(self.cached, self.cached + count)
+
+    @property
+    def sees_logits(self) -> bool:
+        """Whether they pass the last stage."""
+        return self.prompt_stages is None or self.prompt_stages.last
+
+    def seals_after(self, count: int) -> bool:
+        """Whether pages seal and tokens move after them."""
+        if self.prompt_stages:
+            return count == self.prompt_stages.left
+        return self.seals_at(self.cached + count)
+
+    def ends_prompt(self, count: int) -> bool:
+        """Whether the prompt, or its pass, ends with them."""
+        if self.prompt_stages:
+            return count == self.prompt_stages.left
+        return self.cached < self.prompt_tokens <= self.cached + count
+
+    def completes(self, count: int) -> bool:
+        """Whether every known token is cached then, so that the next one can be
+        chosen."""
+        if self.prompt_stages:
+            return self.prompt_stages.last and count == self.prompt_stages.left
+        return self.cached + count == len(self.tokens)
+
+    def advance(self, count: int, step: StepPlan, place: int) -> None:
+        """Record that ``count`` tokens were computed: the sequence ``place`` of a step
+        that has run."""
+        stages = self.prompt_stages
+        if stages is None:
+            self.cached += count
+        elif stages.advance(count, step, place):
+            self.cached = self.prompt_tokens
+            self.prompt_rows = stages.rows
+            self.prompt_stages = None
+
+    @property
+    def reports_prompt(self) -> bool:
+        """Whether the logits after every token of the prompt are wanted."""
+        return self.params.prompt_logprobs is not None
+
+    def report_prompt(self, start: int, logits: np.ndarray) -> None:
+        """Log-probabilities of the prompt's tokens after place ``start``; ``logits``
+        [n, vocab] follow that place."""
+        top = self.params.prompt_logprobs or 0
+        for place, row in enumerate(logits, start + 1):
+            # A prompt that is computed again is not reported again.
+            if len(self.prompt_logprobs) + 1 == place < self.prompt_tokens:
+                self.prompt_logprobs.append(logprob(row, self.tokens[place], top))
+
+    @property
+    def grows(self) -> bool:
+        """Whether a next token is wanted; else only the prompt was asked about."""
+        return len(self.tokens) < self.most_tokens
+
+    @property
+    def request(self) -> Request:
+        """What the choice of its next token depends on, beside the logits."""
+        return Request(self.sampler, self.tokens, self.prompt_tokens)
+
+    def accept(self, token: int, logprob: TokenLogprob | None) -> None:
+        """Add the token that was chosen; ``logprob`` where the request reports it."""
+        if logprob is not None:
+            self.logprobs.append(logprob)
+        self.sampler.drawn += 1
+        self.tokens.append(token)
+        if self.text:
+            self.text.push(token)
+        self.last_token = time.perf_counter()
+        self.first_token = self.first_token or self.last_token
+
+    def end(self, reason: str, error: Exception | None = None) -> None:
+        """No more tokens, and why."""
+        self.finish_reason = reason
+        self.error = error
+        self.last_token = self.last_token or time.perf_counter()
+        self.first_token = self.first_token or self.last_token
+        if self.text:
+            self.text.close()
+
+
+@dataclass(eq=False, slots=True)
+class Chunk:
+    """The next ``count`` uncached tokens of a sequence, room for them, and which of
+    them want logits (0-based)."""
+
+    sequence: Sequence
+    count: int
+    reservation: Reservation
+    wanted: Items[int] = ()
+
+    @property
+    def completes(self) -> bool:
+        """Whether the sequence's next token can be chosen after it."""
+        return bool(self.wanted) and self.sequence.completes(self.count)

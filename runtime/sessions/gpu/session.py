@@ -1,0 +1,209 @@
+"""DeviceSession: an engine on one GPU, whatever computes its steps.
+
+Pages, weights and steps live on the GPU. A step's integers go there in one copy, and
+its logits come back; nothing of the pool is ever copied. A decode step (one token of
+every sequence) is a CUDA graph, captured once for each batch size. What runs the model
+is a Compute: ONNX Runtime, TensorRT, or the torch decoder.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.manifest import Limits
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.native.cuda import CudaLibrary
+from kvlathe.runtime.sessions.gpu.device import (
+    BYTE,
+    FLOAT,
+    HALF,
+    INT32,
+    Device,
+    DeviceArray,
+)
+from kvlathe.runtime.sessions.gpu.graphs import DecodeGraph
+from kvlathe.runtime.sessions.gpu.pages import DevicePages
+from kvlathe.runtime.sessions.gpu.step_buffer import (
+    Bindings,
+    StepBuffer,
+    StepForm,
+    StepKind,
+    decode_widths,
+    graph_batch_sizes,
+    kind_of,
+)
+from kvlathe.runtime.sessions.protocols import Float32, StepPlan
+from kvlathe.runtime.sessions.steps import check_step
+
+
+class Compute(Protocol):
+    """What runs an engine's model. It queues work on the device's stream and waits for
+    nothing, so that a step can be captured."""
+
+    @property
+    def outputs(self) -> frozenset[str]:
+        """What it writes: ``logits`` [R, vocab] float32, ``rows`` [T, all ranks]
+        float16 (the step's K and V), ``best`` [B] int32 (of a decode step: each row's
+        likeliest token)."""
+        ...
+
+    @property
+    def least_rows(self) -> int:
+        """Rows of logits that a step must have: 0, or 1 where no graph has empty
+        arrays."""
+        ...
+
+    def queue(self, inputs: Bindings, outputs: Bindings, kind: StepKind) -> None:
+        """Queue a step. Its K and V are in the pool once it is done."""
+        ...
+
+
+class DeviceSession(DevicePages):
+    """A session with its pages in ``pool`` (allocate_pool), computed by ``compute``."""
+
+    def __init__(
+        self,
+        device: Device,
+        library: CudaLibrary,
+        plan: CompressionPlan,
+        limits: Limits,
+        pool: DeviceArray,
+        compute: Compute,
+    ) -> None:
+        """Raises KvlatheError where the GPU lacks memory."""
+        super().__init__(device, library, plan, pool)
+        self.limits, self.compute = limits, compute
+        self.widths = decode_widths(plan, limits)
+        self.batch_sizes = graph_batch_sizes(limits.max_batch_size)
+        self._graphs: dict[int, DecodeGraph] = {}
+        self._buffer = StepBuffer(device, StepForm.largest(plan, limits))
+        self._inputs = {**self._query_offsets(), **pool_views(pool, plan.unit)}
+        self._logits = self._logits_of(limits.max_batch_size)
+        self._outputs = self._allocate_outputs()
+
+    # -- steps -------------------------------------------------------------------------
+    def run(self, step: StepPlan) -> Float32:
+        """As StepRunner.run."""
+        return self.device.fetch(self.launch(step))
+
+    def launch(self, step: StepPlan) -> DeviceArray:
+        """``run`` without waiting: logits on the GPU, which the next step may
+        overwrite."""
+        check_step(step, self.limits)
+        kind, rows = kind_of(step, self.widths), len(step.logit_rows)
+        if kind is StepKind.DECODE:
+            self._graph_of(rows).run(step)
+            return self._rows_of(self._logits, rows)
+        form = StepForm.of(step, self.compute.least_rows)
+        logits = self._logits
+        if form.rows > self.limits.max_batch_size:
+            logits = self._logits_of(form.rows)
+        self._buffer.send(step, form)
+        inputs = self._buffer.bindings(form)
+        self._queue(inputs, len(step.query_offsets), form, logits, kind)
+        return self._rows_of(logits, rows)
+
+    def follow(self, step: StepPlan, first: bool = False) -> DeviceArray:
+        """A greedy decode step, without waiting: the likeliest next token of each row,
+        int32 [B] on the GPU.
+
+        But for the ``first`` step its ``input_ids`` are the tokens that the step before
+        has left on the GPU, whatever the plan says. So the host prepares step after
+        step while the GPU computes. Raises KvlatheError for any other step.
+        """
+        check_step(step, self.limits)
+        rows = len(step.logit_rows)
+        if kind_of(step, self.widths) is not StepKind.DECODE:
+            tokens = len(step.input_ids)
+            raise KvlatheError(
+                f"a step of {tokens} tokens cannot follow another on the GPU",
+                "greedy steps follow each other in CUDA graphs only",
+                "use run",
+            )
+        if "best" not in self._outputs:
+            raise KvlatheError(
+                "greedy steps cannot follow each other on the GPU",
+                "this engine's graph does not choose tokens",
+                "use run",
+            )
+        best = self._outputs["best"].view(0, (rows,), INT32)
+        self._graph_of(rows).run(step, None if first else best)
+        return best
+
+    def _graph_of(self, batch: int) -> DecodeGraph:
+        """The CUDA graph that decodes ``batch`` sequences."""
+        size = next(n for n in self.batch_sizes if n >= batch)
+        if size not in self._graphs:
+            form = StepForm(size, size, size, self.widths)
+            buffer = StepBuffer(self.device, form)
+            inputs = buffer.bindings(form)
+            kind = StepKind.DECODE
+            work = partial(self._queue, inputs, 1, form, self._logits, kind)
+            self._graphs[size] = DecodeGraph(self.device, buffer, work)
+        return self._graphs[size]
+
+    def _queue(
+        self,
+        step: Bindings,
+        queries: int,
+        form: StepForm,
+        logits: DeviceArray,
+        kind: StepKind,
+    ) -> None:
+        offsets = self._inputs["query_offsets"].view(0, (queries,), INT32)
+        inputs = {**step, **self._inputs, "query_offsets": offsets}
+        outputs = {"logits": self._rows_of(logits, form.rows)}
+        for name, array in self._outputs.items():
+            outputs[name] = array.view(0, (form.tokens, *array.shape[1:]), array.dtype)
+        self.compute.queue(inputs, outputs, kind)
+
+    # -- memory ------------------------------------------------------------------------
+    def _query_offsets(self) -> Bindings:
+        """0 .. T - 1, of which a step reads as many as its longest sequence has."""
+        tokens = self.limits.max_num_tokens
+        array = self.device.allocate(tokens * INT32.itemsize, "the step")
+        self.device.send(array, np.arange(tokens, dtype=INT32))
+        return {"query_offsets": array.view(0, (tokens,), INT32)}
+
+    def _allocate_outputs(self) -> Bindings:
+        """What ``compute`` writes beside the logits."""
+        width = sum(lane.rank_k + lane.rank_v for lane in self.plan.lanes)
+        tokens = max(self.limits.max_num_tokens, self.limits.max_batch_size)
+        arrays: dict[str, DeviceArray] = {}
+        for name, shape, dtype in (
+            ("rows", (tokens, width), HALF),
+            ("best", (tokens,), INT32),
+        ):
+            if name in self.compute.outputs:
+                size = tokens * width * HALF.itemsize if name == "rows" else 4 * tokens
+                block = self.device.allocate(size, "what a step gives")
+                arrays[name] = block.view(0, shape, dtype)
+        return arrays
+
+    def _logits_of(self, rows: int) -> DeviceArray:
+        size = rows * self.plan.model.vocab_size * FLOAT.itemsize
+        return self.device.allocate(size, "logits")
+
+    def _rows_of(self, logits: DeviceArray, rows: int) -> DeviceArray:
+        return logits.view(0, (rows, self.plan.model.vocab_size), FLOAT)
+
+
+def pool_views(pool: DeviceArray, unit: int) -> Bindings:
+    """The pool as Attend reads it: arrays [n, unit] of every 16-bit plan's formats."""
+    views: dict[str, DeviceArray] = {}
+    for name, dtype in (("pool_f16", HALF), ("pool_u8", BYTE)):
+        units = pool.nbytes // (dtype.itemsize * unit)
+        views[name] = pool.view(0, (units, unit), dtype)
+    return views
+
+
+def tensor_types(plan: CompressionPlan) -> dict[str, np.dtype]:
+    """The arrays that a graph may read and write here, and their types."""
+    form = StepForm(1, 1, 1, (1,) * len(plan.buckets))
+    types = dict.fromkeys([*form.shapes, "query_offsets"], INT32)
+    types |= {"pool_f16": HALF, "pool_u8": BYTE, "logits": FLOAT, "rows": HALF}
+    return types

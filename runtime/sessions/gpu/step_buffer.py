@@ -1,0 +1,210 @@
+"""A step's integers on their way to a GPU: one block of int32, one copy.
+
+A decode step (one token of every sequence) runs in a CUDA graph of the next larger
+batch size, so its arrays have fixed sizes. Padding rows and sequences stay zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.manifest import Limits
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.native.cuda import LEAST_CHUNK
+from kvlathe.runtime.sessions.gpu.device import INT32, Device, DeviceArray
+from kvlathe.runtime.sessions.protocols import Int32, StepPlan
+
+GRAPH_BATCH_SIZES = (
+    *(1, 2, 4, 8, 12, 16, 24, 32),
+    *(48, 64, 96, 128, 192, 256, 384, 512),
+)
+"""Batch sizes that get a CUDA graph; a batch runs in the next larger one."""
+ALIGNED = 64
+"""Elements: arrays begin at multiples of 256 bytes."""
+
+Bindings = Mapping[str, DeviceArray]
+"""Arrays on the GPU by the name that the exported graph gives them."""
+
+
+class StepKind(Enum):
+    """What the sequences of a step bring."""
+
+    DECODE = "one token each"
+    CHUNKS = "prompt chunks alone, long enough to be attended in tiles"
+    MIXED = "anything else"
+
+
+def kind_of(step: StepPlan, widths: Sequence[int]) -> StepKind:
+    """DECODE where a CUDA graph with page tables of ``widths`` pages takes the step."""
+    if _is_decode(step, widths):
+        return StepKind.DECODE
+    rows = np.diff(step.cu_seqlens_q)
+    chunks = bool((rows[rows > 0] >= LEAST_CHUNK).all())
+    return StepKind.CHUNKS if chunks else StepKind.MIXED
+
+
+def _is_decode(step: StepPlan, widths: Sequence[int]) -> bool:
+    batch = len(step.cu_seqlens_q) - 1
+    if not len(step.input_ids) == len(step.logit_rows) == batch:
+        return False
+    if len(step.query_offsets) != 1:
+        return False
+    for table, width in zip(step.page_tables, widths, strict=True):
+        if table.shape[1] > width:
+            return False
+    return bool((step.cu_seqlens_q[1:] > step.cu_seqlens_q[:-1]).all())
+
+
+def graph_batch_sizes(largest: int) -> tuple[int, ...]:
+    """The batch sizes that get a graph in an engine of ``largest`` sequences."""
+    return (*(n for n in GRAPH_BATCH_SIZES if n < largest), largest)
+
+
+@dataclass(frozen=True)
+class StepForm:
+    """Sizes of a step: tokens, sequences, rows of logits, and the pages of each
+    bucket's table."""
+
+    tokens: int
+    batch: int
+    rows: int
+    widths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, step: StepPlan, least_rows: int = 0) -> StepForm:
+        """Just large enough for a step, with ``least_rows`` rows of logits or more."""
+        return cls(
+            len(step.input_ids),
+            len(step.cu_seqlens_q) - 1,
+            max(least_rows, len(step.logit_rows)),
+            tuple(table.shape[1] for table in step.page_tables),
+        )
+
+    @classmethod
+    def largest(cls, plan: CompressionPlan, limits: Limits) -> StepForm:
+        """Of any step that an engine takes."""
+        pages = -(-limits.max_seq_len // plan.page_tokens) + 1
+        tokens = limits.max_num_tokens
+        return cls(tokens, limits.max_batch_size, tokens, (pages,) * len(plan.buckets))
+
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        shapes: dict[str, tuple[int, ...]] = {
+            "input_ids": (self.tokens,),
+            "positions": (self.tokens,),
+            "cu_seqlens_q": (self.batch + 1,),
+            "lengths": (self.batch, len(self.widths)),
+            "logit_rows": (self.rows,),
+        }
+        for bucket, width in enumerate(self.widths):
+            shapes[f"page_table_{bucket}"] = (self.batch, width)
+        return shapes
+
+    @cached_property
+    def places(self) -> Mapping[str, int]:
+        """Where each array begins in the block, in elements."""
+        places: dict[str, int] = {}
+        end = 0
+        for name, shape in self.shapes.items():
+            places[name] = end
+            end += _aligned(shape)
+        return places
+
+    @cached_property
+    def size(self) -> int:
+        """Of the block, in elements."""
+        return sum(_aligned(shape) for shape in self.shapes.values())
+
+    def cut(self, block: Int32) -> dict[str, Int32]:
+        """The arrays, as views of a block."""
+        arrays: dict[str, Int32] = {}
+        for name, shape in self.shapes.items():
+            start = self.places[name]
+            arrays[name] = block[start : start + prod(shape)].reshape(shape)
+        return arrays
+
+    def write(self, step: StepPlan, arrays: Mapping[str, Int32]) -> None:
+        """Write a step of at most these sizes into the arrays of a block.
+
+        The block holds zeros, or an earlier step.
+        """
+        tokens, rows = len(step.input_ids), len(step.logit_rows)
+        batch = len(step.cu_seqlens_q) - 1
+        arrays["input_ids"][:tokens] = step.input_ids
+        arrays["positions"][:tokens] = step.positions
+        arrays["cu_seqlens_q"][: batch + 1] = step.cu_seqlens_q
+        arrays["cu_seqlens_q"][batch + 1 :] = tokens
+        arrays["lengths"][:batch] = step.lengths
+        arrays["lengths"][batch:] = 0
+        arrays["logit_rows"][:rows] = step.logit_rows
+        arrays["logit_rows"][rows:] = 0
+        for bucket, table in enumerate(step.page_tables):
+            arrays[f"page_table_{bucket}"][:batch, : table.shape[1]] = table
+
+
+def _aligned(shape: tuple[int, ...]) -> int:
+    return -(-prod(shape) // ALIGNED) * ALIGNED
+
+
+def decode_widths(plan: CompressionPlan, limits: Limits) -> tuple[int, ...]:
+    """The most pages that a decoding sequence can have in each bucket."""
+    p = plan.page_tokens
+    most = -(-limits.max_seq_len // p)
+    hot = -(-min(limits.max_seq_len, plan.prefill_chunk + p) // p) + 1
+    buckets = range(len(plan.buckets))
+    return tuple(min(hot, most) if plan.cold(b) else most for b in buckets)
+
+
+class StepBuffer:
+    """A step's integers: a block on the GPU, and two in pinned memory that take turns.
+
+    So a step is written while the one before may still be on its way.
+    """
+
+    def __init__(self, device: Device, form: StepForm) -> None:
+        """``form``: of the largest step."""
+        self.device, self.form = device, form
+        size = form.size * INT32.itemsize
+        self.block = device.allocate(size, "the step")
+        self._hosts = [device.pinned(size).view(np.int32) for _ in range(2)]
+        self._arrays = [form.cut(host) for host in self._hosts]
+        self._sent: list[Callable[[], None]] = [lambda: None, lambda: None]
+        self._turn = 0
+
+    def send(self, step: StepPlan, form: StepForm) -> None:
+        """Queue the copy of a step in ``form``.
+
+        Raises KvlatheError for a form that does not fit.
+        """
+        if form.size > self.form.size:
+            raise KvlatheError(
+                f"a step with page tables of {form.widths} pages does not fit",
+                f"there is room for {self.form.widths}",
+                "build with a larger --max_seq_len",
+            )
+        self._turn ^= 1
+        host = self._hosts[self._turn][: form.size]
+        self._sent[self._turn]()  # the copy of two steps ago
+        whole = form is self.form
+        form.write(step, self._arrays[self._turn] if whole else form.cut(host))
+        self.device.send(self.block, host)
+        self._sent[self._turn] = self.device.mark()
+
+    def clear(self) -> None:
+        """Queue zeros: a step of padding rows."""
+        self.device.send(self.block, np.zeros(self.form.size, INT32))
+
+    def bindings(self, form: StepForm) -> Bindings:
+        """Where the arrays of a step in ``form`` are."""
+        arrays: dict[str, DeviceArray] = {}
+        for name, shape in form.shapes.items():
+            offset = INT32.itemsize * form.places[name]
+            arrays[name] = self.block.view(offset, shape, INT32)
+        return arrays

@@ -1,0 +1,211 @@
+"""OrtSession: an exported model on ONNX Runtime's CPU provider, over pages in host
+memory; one graph for each stage.
+
+The pool reaches the graph as OrtValues that share the arena's memory; nothing is
+copied, however large it is. The graph only reads it: its second output holds the step's
+rows, which ``append`` writes to their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime as ort
+
+from kvlathe.base import machine
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.manifest import Limits
+from kvlathe.plan.plan import CompressionPlan, graph_files
+from kvlathe.runtime.sessions.host.pages import HostPages, typed_views
+from kvlathe.runtime.sessions.host.ragged import Share, by_size
+from kvlathe.runtime.sessions.protocols import StepPlan
+from kvlathe.runtime.sessions.steps import check_step
+
+
+class Graph:
+    """One stage's graph: what it is fed and what it gives."""
+
+    def __init__(
+        self, path: Path, plan: CompressionPlan, stage: int, options: ort.SessionOptions
+    ) -> None:
+        try:
+            self._session = ort.InferenceSession(
+                str(path), options, providers=["CPUExecutionProvider"]
+            )
+        except Exception as error:  # ONNX Runtime's own exceptions have no common base
+            raise KvlatheError(
+                f"ONNX Runtime {ort.__version__} cannot load {path}",
+                str(error),
+                "build the engine again",
+            ) from error
+        self.stage, self.plan, self.buckets = (
+            stage,
+            plan.part(stage),
+            plan.buckets_of(stage),
+        )
+        self._inputs = {entry.name: entry.type for entry in self._session.get_inputs()}
+        self._outputs = [entry.name for entry in self._session.get_outputs()]
+        layers = plan.layers_of(stage)
+        self.lanes = slice(
+            plan.kept_before(layers.start), plan.kept_before(layers.stop)
+        )
+        self.pool: dict[str, ort.OrtValue] = {}
+
+    def bind(self, memory: npt.NDArray[np.uint8]) -> None:
+        """Read the cache from ``memory``."""
+        views = typed_views(memory, self.plan.unit)
+        self.pool = {
+            n: ort.OrtValue.ortvalue_from_numpy(view)
+            for n, view in views.items()
+            if n in self._inputs
+        }
+
+    def run(
+        self, step: StepPlan, source: npt.NDArray[np.float32] | None
+    ) -> list[np.ndarray]:
+        """Logits [R, vocab] of the last stage, else hidden states [T, D]; the rows to
+        append; what the observed rows attended, where the graph has it.
+
+        ``source`` [T, D]: the hidden states that enter a later stage than the first.
+        """
+        arrays: dict[str, np.ndarray] = {
+            "input_ids": step.input_ids,
+            "positions": step.positions,
+            "cu_seqlens_q": step.cu_seqlens_q,
+            "query_offsets": step.query_offsets,
+            "lengths": np.ascontiguousarray(step.lengths[:, self.buckets]),
+            "logit_rows": step.logit_rows,
+            "observation_weights": _weights(step),
+            **{
+                f"page_table_{i}": step.page_tables[b]
+                for i, b in enumerate(self.buckets)
+            },
+        }
+        if source is not None:
+            half = self._inputs.get("hidden") == "tensor(float16)"
+            arrays["hidden"] = (
+                source.astype(np.float16) if half else np.ascontiguousarray(source)
+            )
+        feeds = {
+            n: ort.OrtValue.ortvalue_from_numpy(a)
+            for n, a in arrays.items()
+            if n in self._inputs
+        }
+        return [
+            value.numpy()
+            for value in self._session.run_with_ort_values(
+                self._outputs, feeds | self.pool
+            )
+        ]
+
+
+class OrtSession(HostPages):
+    """Loads ``folder``'s graphs with an arena of ``arena_bytes``. Raises KvlatheError
+    if ONNX Runtime refuses one."""
+
+    attention = "the function that the ONNX model carries (standard operators, CPU)"
+    """What runs kvlathe::Attend here."""
+    shares: Callable[[StepPlan, int, int], Iterator[Share]] = staticmethod(by_size)
+    """How what passes a stage is cut up, given the tokens of a page."""
+
+    def __init__(
+        self,
+        folder: Path,
+        plan: CompressionPlan,
+        limits: Limits,
+        arena_bytes: int,
+        threads: int | None = None,
+    ) -> None:
+        super().__init__(CacheLayout(plan), arena_bytes)
+        self.limits = limits
+        options = self.options(threads)
+        self.graphs = [
+            Graph(folder / name, plan, i, options)
+            for i, name in enumerate(graph_files(plan))
+        ]
+        for graph in self.graphs:
+            graph.bind(self.memory)
+
+    def options(self, threads: int | None) -> ort.SessionOptions:
+        """How ONNX Runtime opens the model."""
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = machine.threads(threads)
+        options.inter_op_num_threads = 1
+        options.log_severity_level = 3
+        if (
+            self.plan.stages
+        ):  # the threads of a graph that has run must not spin while the next one runs
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        return options
+
+    def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
+        """Logits [R, vocab]; the step's rows are in the pool afterwards. Raises
+        KvlatheError beyond the profile."""
+        check_step(step, self.limits)
+        vocabulary = self.plan.model.vocab_size
+        logits = np.empty((len(step.logit_rows), vocabulary), np.float32)
+        hidden = self._between(step)
+        last = len(self.graphs) - 1
+        observed: list[tuple[StepPlan, npt.NDArray[np.float32], int]] = []
+        for stage, graph in enumerate(self.graphs):
+            for share in self.shares(step, stage, self.plan.page_tokens):
+                source = hidden[share.tokens] if stage else None
+                out, rows, *attention = graph.run(share.step, source)
+                self.append(share.step, rows, stage)
+                for attended in attention:
+                    observed.append((share.step, attended, stage))
+                    if step.observed_attention is not None:
+                        self._keep_attention(step, share, graph, attended)
+                if stage == last:
+                    logits[share.logits] = out
+                else:
+                    hidden[share.tokens] = out
+        self.page_scores.observe(observed)  # once nothing can fail any more
+        return logits
+
+    def _keep_attention(
+        self,
+        step: StepPlan,
+        share: Share,
+        graph: Graph,
+        attended: npt.NDArray[np.float32],
+    ) -> None:
+        """Put what a share's observed rows ``attended`` [b, lanes, N] where it belongs
+        in the step's ``observed_attention``.
+
+        N counts the places of the graph's buckets, in the width of the share's page
+        tables, then its queries. In the step there are all buckets, in its own width.
+        """
+        assert step.observed_attention is not None
+        page = self.plan.page_tokens
+        of_step = step.observed_attention[:, graph.lanes]
+        widths = [table.shape[1] * page for table in step.page_tables]
+        starts = np.cumsum([0, *widths]).tolist()
+        at = 0
+        for bucket in graph.buckets:
+            size = share.step.page_tables[bucket].shape[1] * page
+            start = starts[bucket]
+            places = slice(start, start + size)
+            of_step[share.sequences, :, places] = attended[:, :, at : at + size]
+            at += size
+        fresh = attended[:, :, at:]
+        places = slice(starts[-1], starts[-1] + fresh.shape[2])
+        of_step[share.sequences, :, places] = fresh
+
+    def _between(self, step: StepPlan) -> npt.NDArray[np.float32]:
+        """The hidden states of the step's tokens between two stages [T, D]."""
+        if step.hidden is not None or len(self.graphs) == 1:
+            return np.empty((0, 0), np.float32) if step.hidden is None else step.hidden
+        return np.empty((len(step.input_ids), self.plan.model.hidden_size), np.float32)
+
+
+def _weights(step: StepPlan) -> npt.NDArray[np.float32]:
+    return (
+        np.zeros(len(step.input_ids), np.float32)
+        if step.observation_weights is None
+        else step.observation_weights
+    )

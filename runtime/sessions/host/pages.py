@@ -1,0 +1,330 @@
+"""HostPages: the arena in host memory and everything that changes pages between steps,
+in numpy.
+
+A page is one contiguous range, so each bucket sees the arena as a table [page id,
+page_stride] of bytes; copying, swapping, sealing and moving tokens are operations on
+rows of it. What computes a step (ONNX Runtime, a native library, a reference in a test)
+is a subclass that adds ``run`` and calls ``append`` and, where the plan has an observation window,
+``page_scores``.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.codec import FLOATS, Bytes, Positions, parts
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.sessions.host import huge_pages
+from kvlathe.runtime.sessions.host.page_scores import PageScores
+from kvlathe.runtime.sessions.protocols import FullPage, Scores, StepPlan
+
+INT32_UNITS = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Scatter:
+    """Where the cells of a token's row go in a fresh bucket: ``source`` to ``base +
+    place * step`` of its page."""
+
+    bucket: int
+    stride: int  # cells of a page
+    source: npt.NDArray[np.intp]  # [n], ascending
+    base: npt.NDArray[np.intp]  # [n]
+    step: npt.NDArray[np.intp]  # [n]
+
+
+class HostPages:
+    """The pool's memory for a plan: ``arena_bytes`` of zeroed, page-aligned memory that
+    costs nothing until touched.
+
+    ``views`` holds it as typed arrays [n, unit] of the formats that Attend reads
+    (pool_f32, pool_f16, pool_u8).
+    """
+
+    def __init__(self, layout: CacheLayout, arena_bytes: int) -> None:
+        check_supported(layout.plan)
+        self.layout, self.plan = layout, layout.plan
+        unit = self.plan.unit
+        size = -(-max(arena_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.memory = np.frombuffer(huge_pages.reserve(size), np.uint8)
+        self.rows = [
+            self.memory[: size // stride * stride].reshape(-1, stride)
+            for stride in layout.page_stride
+        ]
+        self.parts = [parts(layout, b) for b in range(len(self.plan.buckets))]
+        self.page_scores = PageScores(layout, self.rows)
+        self.hot = FLOATS[hot_bits(self.plan)]
+        self.row_width = sum(lane.rank_k + lane.rank_v for lane in self.plan.lanes)
+        self.views = typed_views(self.memory, unit)
+        if size // (unit * self.hot.itemsize) > INT32_UNITS:
+            most = f"{INT32_UNITS * unit * self.hot.itemsize:,} bytes"
+            raise KvlatheError(
+                f"a cache of {size:,} bytes is too large",
+                f"addresses reach {most}",
+                "ask for less",
+            )
+        # Rows are scattered in cells as wide as every rank and page allows, each one
+        # opaque element for numpy.
+        ranks = (
+            rank for lane in self.plan.lanes for rank in (lane.rank_k, lane.rank_v)
+        )
+        fresh = (
+            stride
+            for b, stride in zip(self.plan.buckets, layout.page_stride, strict=True)
+            if b.source is None
+        )
+        self._grain = gcd(*ranks, *(stride // self.hot.itemsize for stride in fresh))
+        self._cell = np.dtype((np.void, self._grain * self.hot.itemsize))
+        self._cells = self.memory[
+            : size // self._cell.itemsize * self._cell.itemsize
+        ].view(self._cell)
+        self._scatters = [self._scatters_of(stage) for stage in range(self.plan.graphs)]
+
+    def _scatters_of(self, stage: int) -> list[_Scatter]:
+        """Of the fresh buckets in the layers of a stage."""
+        starts = row_offsets(self.plan, stage)
+        fresh = (
+            b
+            for b in self.plan.buckets_of(stage)
+            if self.plan.buckets[b].source is None
+        )
+        return [self._scatter(b, starts) for b in fresh]
+
+    def _scatter(self, bucket: int, starts: dict[int, tuple[int, int]]) -> _Scatter:
+        size, cells = self._cell.itemsize, []
+        for index, pair in self.parts[bucket].items():
+            for part, start in zip(pair, starts[index], strict=True):
+                n = part.rank // self._grain
+                cells += [
+                    (start // self._grain + i, part.data // size + i, n)
+                    for i in range(n)
+                ]
+        source, base, step = np.array(sorted(cells), np.intp).reshape(-1, 3).T
+        return _Scatter(
+            bucket, self.layout.page_stride[bucket] // size, source, base, step
+        )
+
+    def append(
+        self, step: StepPlan, rows: npt.NDArray[np.floating], stage: int = 0
+    ) -> None:
+        """Write ``rows`` [T, width of the stage's lanes] in the hot format to the
+        places after ``step.lengths`` in its fresh buckets."""
+        starts, p = step.cu_seqlens_q, self.plan.page_tokens
+        sequence = np.repeat(np.arange(len(starts) - 1), starts[1:] - starts[:-1])
+        nth = np.arange(len(sequence)) - starts[sequence]
+        cells = np.ascontiguousarray(rows[: len(sequence)]).view(self._cell)
+        for scatter in self._scatters[stage]:
+            place = step.lengths[sequence, scatter.bucket] + nth
+            page = step.page_tables[scatter.bucket][sequence, place // p].astype(
+                np.intp
+            )
+            target = (
+                (page * scatter.stride)[:, None]
+                + scatter.base
+                + (place % p)[:, None] * scatter.step
+            )
+            whole = len(scatter.source) == cells.shape[1]
+            self._cells[target.ravel()] = (
+                cells if whole else cells.take(scatter.source, axis=1)
+            ).ravel()
+
+    # -- pages change between steps ----------------------------------------------------
+    def seal(self, pages: Sequence[FullPage]) -> None:
+        """As PageQuantizer.seal."""
+        for full in pages:
+            self._seal_one(full)
+
+    def _seal_one(self, full: FullPage) -> None:
+        fresh, source = full.fresh, self.rows[full.fresh][full.page]
+        cold = self.plan.cold(fresh)
+        for bucket, target in zip(cold, full.cold_pages, strict=True):
+            positions = [full.position] * len(self.parts[bucket])
+            self.encode(fresh, source, bucket, target, positions)
+            self.page_scores.carry(fresh, source, bucket, self.rows[bucket][target])
+
+    def encode(
+        self,
+        fresh: int,
+        source: Bytes,
+        cold: int,
+        target: int,
+        positions: Sequence[Positions],
+    ) -> None:
+        """Write the lanes of bucket ``cold`` from the bytes of a full page of bucket
+        ``fresh`` into page ``target``, in its number format. ``positions`` of each
+        lane's tokens, as in codec.Part.write."""
+        for (index, pair), position in zip(
+            self.parts[cold].items(), positions, strict=True
+        ):
+            for part, hot in zip(pair, self.parts[fresh][index], strict=True):
+                part.write(self.rows[cold][target], hot.read(source), position)
+
+    def move(
+        self,
+        source: int,
+        pages: Sequence[int],
+        target: int,
+        target_pages: Sequence[int],
+        places: npt.NDArray[np.int64],
+    ) -> None:
+        """As TokenRanker.move. Raises KvlatheError if the source's tokens cannot leave
+        their groups."""
+        lanes = list(self.parts[target])
+        if source == target:
+            self._gather(source, pages, lanes, places, self.rows[source], target_pages)
+            return
+        full = aligned_bytes(len(target_pages), self.layout.page_stride[source])
+        self._gather(source, pages, lanes, places, full, range(len(target_pages)))
+        for page, data in zip(target_pages, full, strict=True):
+            self.encode(
+                source,
+                data,
+                target,
+                page,
+                self.page_scores.positions(source, data, lanes),
+            )
+            self.page_scores.carry(source, data, target, self.rows[target][page])
+
+    def _gather(
+        self,
+        bucket: int,
+        pages: Sequence[int],
+        lanes: Sequence[int],
+        places: npt.NDArray[np.int64],
+        into: npt.NDArray[np.uint8],
+        targets: Sequence[int],
+    ) -> None:
+        """Copy the tokens ``places`` [lanes, n] of some lanes of a bucket into the rows
+        ``targets`` of ``into``, which are laid out like its pages."""
+        fields = [
+            (*self._fields(bucket, lane), *self.page_scores.fields(bucket, lane))
+            for lane in lanes
+        ]
+        self.copy_tokens(
+            self.rows[bucket], pages, into, targets, np.array(fields, np.int64), places
+        )
+
+    def copy_tokens(
+        self,
+        source: npt.NDArray[np.uint8],
+        pages: Sequence[int],
+        target: npt.NDArray[np.uint8],
+        targets: Sequence[int],
+        fields: npt.NDArray[np.int64],
+        places: npt.NDArray[np.int64],
+    ) -> None:
+        """Copy the tokens ``places`` [lanes, n] of ``pages`` of ``source`` into the
+        rows ``targets`` of ``target``, and zeros behind them. ``fields`` [lanes,
+        fields, 2]: offset and bytes a token of what a lane has in a page."""
+        p, from_rows, rows = (
+            self.plan.page_tokens,
+            np.array(pages, np.intp),
+            np.array(targets, np.intp),
+        )
+        for of_lane, kept in zip(fields.tolist(), places, strict=True):
+            for offset, size in of_lane:
+                columns = slice(offset, offset + p * size)
+                tokens = source[from_rows, columns].reshape(-1, size)
+                packed = np.zeros((len(rows) * p, size), np.uint8)
+                packed[: len(kept)] = tokens[kept]
+                target[rows, columns] = packed.reshape(len(rows), -1)
+
+    def _fields(self, bucket: int, lane: int) -> list[tuple[int, int]]:
+        """(offset, bytes a token) of a lane's K and V. Raises KvlatheError if groups
+        run along tokens."""
+        pair = self.parts[bucket][lane]
+        if not all(part.token_major for part in pair):
+            raise KvlatheError(
+                f"bucket {bucket} cannot drop tokens",
+                "its quantization groups run along the tokens",
+                "group along the rank in plans that drop tokens",
+            )
+        return [field for part in pair for field in part.fields]
+
+    def scores(self, bucket: int, pages: Sequence[int], tokens: int) -> Scores:
+        """As TokenRanker.scores."""
+        return self.page_scores.read(bucket, pages, tokens)
+
+    def unobserve(self) -> None:
+        """As TokenRanker.unobserve."""
+        self.page_scores.undo()
+
+    def forget(self, bucket: int, pages: Sequence[int]) -> None:
+        """As TokenRanker.forget."""
+        self.page_scores.forget(bucket, pages)
+
+    def copy_page(self, bucket: int, source: int, target: int) -> None:
+        self.rows[bucket][target] = self.rows[bucket][source]
+
+    def read_page(self, bucket: int, page: int) -> bytes:
+        return self.rows[bucket][page].tobytes()
+
+    def write_page(self, bucket: int, page: int, data: bytes) -> None:
+        self.rows[bucket][page] = np.frombuffer(data, np.uint8)
+
+
+def aligned_bytes(rows: int, stride: int) -> npt.NDArray[np.uint8]:
+    """Zeroed bytes [rows, stride], each row as aligned as a page is if ``stride`` is a
+    page's."""
+    memory = np.zeros(rows * stride + 128, np.uint8)
+    first = -memory.ctypes.data % 128
+    return memory[first : first + rows * stride].reshape(rows, stride)
+
+
+def row_offsets(plan: CompressionPlan, stage: int = 0) -> dict[int, tuple[int, int]]:
+    """Where K and V of each kept lane of a stage begin in a token's row: layer by
+    layer, K of all lanes, then V."""
+    offsets, at, heads = {}, 0, plan.model.kv_heads
+    for layer in plan.layers_of(stage):
+        indices = [layer * heads + lane.head for lane in plan.active(layer)]
+        width_k = sum(plan.lanes[i].rank_k for i in indices)
+        k, v = at, at + width_k
+        for i in indices:
+            offsets[i] = (k, v)
+            k, v = k + plan.lanes[i].rank_k, v + plan.lanes[i].rank_v
+        at = v
+    return offsets
+
+
+def typed_views(memory: npt.NDArray[np.uint8], unit: int) -> dict[str, np.ndarray]:
+    """The arena as Attend reads it: arrays [n, unit] of every format."""
+    kinds = {"pool_f32": np.float32, "pool_f16": np.float16, "pool_u8": np.uint8}
+    return {name: memory.view(kind).reshape(-1, unit) for name, kind in kinds.items()}
+
+
+def hot_bits(plan: CompressionPlan) -> int:
+    """Bits of the one format in which new tokens are written."""
+    return plan.hot_bits
+
+
+def check_supported(plan: CompressionPlan) -> None:
+    """Refuse a plan whose pages this runtime cannot keep: raises KvlatheError."""
+
+    def refuse(fact: str, reason: str) -> None:
+        raise KvlatheError(fact, reason, "build the engine with another plan")
+
+    for i, bucket in enumerate(plan.buckets):
+        tier = plan.tiers[bucket.tier]
+        if bucket.source is None and tier.k.bits != tier.v.bits:
+            refuse(
+                f"new K has {tier.k.bits} bits and new V {tier.v.bits}",
+                "a step writes one format",
+            )
+        if plan.cold(i) and plan.buckets[plan.cold(i)[0]].tokens.divides:
+            continue  # divided: CompressionPlan has checked that they hold all lanes
+        sealed = sorted(
+            lane for cold in plan.cold(i) for lane in plan.buckets[cold].lanes
+        )
+        if sealed and sealed != sorted(bucket.lanes):
+            refuse(
+                f"a lane of bucket {i} seals into no bucket or into two",
+                "its tokens have one place",
+            )

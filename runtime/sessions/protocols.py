@@ -1,0 +1,188 @@
+"""What a session is: small protocols, and the values that they exchange.
+
+A session is a loaded engine with the memory of its pages. It runs steps, moves pages,
+and quantizes pages; a session whose engine ranks tokens also ranks them, and one on a GPU
+samples there. Callers ask for the protocol that they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.text.sampler import Sampled, SamplingRows
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One packed step: any mix of prefill chunks and decodes (docs/attend.md).
+
+    T tokens of B sequences; S buckets; R rows of logits. Arrays may be padded to a
+    capacity: tokens past ``cu_seqlens_q[-1]`` are padding rows, and sequences past the
+    real ones have no queries and length 0.
+
+    - ``input_ids``, ``positions``: [T]
+    - ``cu_seqlens_q``: [B + 1], where each sequence's tokens begin
+    - ``query_offsets``: [Q], 0 .. Q - 1 for the longest sequence of the step
+    - ``lengths``: [B, S], tokens that were cached before this step
+    - ``page_tables``: S arrays [B, M_s]; the pages of this step's tokens are in them
+    - ``logit_rows``: [R], the tokens whose next-token logits are wanted
+    - ``stages``: [B, 2], the stages that each sequence passes: first, end. None: all
+    - ``observation_weights``: [T], 1 for rows whose attention is observed, else 0
+    - ``observed_attention``: [B, lanes, N], zeros; the step fills it
+    - ``hidden``: [T, D], rows that enter past stage 0; then those that leave early
+    """
+
+    input_ids: Int32
+    positions: Int32
+    cu_seqlens_q: Int32
+    query_offsets: Int32
+    lengths: Int32
+    page_tables: tuple[Int32, ...]
+    logit_rows: Int32
+    stages: Int32 | None = None
+    observation_weights: Float32 | None = None
+    observed_attention: Float32 | None = None
+    hidden: Float32 | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FullPage:
+    """A full page to be sealed: ``page`` of fresh bucket ``fresh``.
+
+    ``cold_pages``: one page of each of its cold buckets, in the order of
+    ``plan.cold(fresh)``. ``position``: place of the page's first token in its sequence.
+    Stochastic rounding depends on it.
+    """
+
+    fresh: int
+    page: int
+    cold_pages: tuple[int, ...]
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scores of a sequence's tokens in one bucket, [lanes of the bucket, tokens].
+
+    ``attention``: the attention that the observation window has given to each token.
+    ``position``: each token's position, where the plan keeps positions.
+    """
+
+    attention: Float32
+    position: Int32 | None
+
+
+class StepRunner(Protocol):
+    """Runs steps."""
+
+    def run(self, step: StepPlan) -> Float32:
+        """Logits [R, vocab].
+
+        Writes the step's K and V to the places after ``lengths`` in the fresh buckets.
+        Adds what observed rows attended to the scores of the pages. Where
+        ``step.observed_attention`` is given, it holds the observed rows' attention
+        afterwards, of all kept lanes, layer by layer. Where ``step.stages`` is given,
+        computes only the layers that each sequence passes; ``step.hidden`` then holds
+        what its tokens leave with.
+
+        Raises KvlatheError for a step that is larger than the engine was built for.
+        """
+        ...
+
+
+class PageMover(Protocol):
+    """Moves whole pages between steps."""
+
+    def copy_page(self, bucket: int, source: int, target: int) -> None:
+        """Copy on write."""
+        ...
+
+    def read_page(self, bucket: int, page: int) -> bytes:
+        """Swap out: the page's bytes."""
+        ...
+
+    def write_page(self, bucket: int, page: int, data: bytes) -> None:
+        """Swap in."""
+        ...
+
+
+class PageQuantizer(Protocol):
+    """Quantizes full pages between steps."""
+
+    def seal(self, pages: Sequence[FullPage]) -> None:
+        """Quantize each page into one page of each of its cold buckets."""
+        ...
+
+
+@runtime_checkable
+class TokenRanker(Protocol):
+    """Scores the tokens of a plan that ranks them, and moves them between buckets."""
+
+    def scores(self, bucket: int, pages: Sequence[int], tokens: int) -> Scores:
+        """Scores of the first ``tokens`` tokens in ``pages`` of a bucket."""
+        ...
+
+    def move(
+        self,
+        source: int,
+        pages: Sequence[int],
+        target: int,
+        target_pages: Sequence[int],
+        places: npt.NDArray[np.int64],
+    ) -> None:
+        """Write a sequence's tokens, with their scores, into new pages of ``target``.
+
+        ``places`` [lanes of the target, n]: for each lane (in lane order) the places of
+        its tokens in ``pages`` of bucket ``source``, ascending. Within a bucket the
+        bytes stay what they are. Between buckets the number format changes, and the
+        target's pages are filled.
+        """
+        ...
+
+    def forget(self, bucket: int, pages: Sequence[int]) -> None:
+        """Set the observed attention of all tokens in ``pages`` to 0."""
+        ...
+
+    def unobserve(self) -> None:
+        """Restore the scores from before the last ``run``: its step is rolled back."""
+        ...
+
+
+@runtime_checkable
+class TokenSampler(Protocol):
+    """Samples where the logits are, so that only tokens cross to the host."""
+
+    def sample(self, step: StepPlan, rows: SamplingRows) -> Sampled:
+        """Run a step as ``StepRunner.run`` does, and choose a token for each of its R
+        rows of logits; ``rows`` says what each of them asks for."""
+        ...
+
+
+class Session(StepRunner, PageMover, PageQuantizer, Protocol):
+    """What every engine needs of its session."""
+
+
+def ranker_of(session: Session, plan: CompressionPlan) -> TokenRanker | None:
+    """The session as a ranker of tokens; None where ``plan`` ranks none.
+
+    Raises KvlatheError where ``plan`` ranks tokens and the session cannot.
+    """
+    if not plan.ranked:
+        return None
+    if isinstance(session, TokenRanker):
+        return session
+    raise KvlatheError(
+        "this engine cannot run here",
+        f"its plan ranks tokens and {type(session).__name__} keeps no scores",
+        "run it with --device cpu, or build it without a token rule",
+    )

@@ -1,0 +1,297 @@
+"""kvlathe::Attend on one GPU by the native kernels: a step is spread over its queries
+and the attention of all layers is planned once, then each layer appends its fresh
+tokens and attends. Everything is asynchronous on the current stream and may be captured
+into a CUDA graph.
+
+Sizes as in docs/attend.md. All floating tensors are of one 16-bit type.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from ctypes import Array, addressof, byref, c_int32, c_void_p, pointer
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvlathe.plan.layer_table import layer_table
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.native.cuda import (
+    APPENDED,
+    F16,
+    OVERLAP,
+    AppendArgs,
+    AttendDecodeArgs,
+    CudaLibrary,
+    LayerForm,
+    PromptPart,
+    Prompts,
+    SpreadArgs,
+)
+from kvlathe.runtime.native.library import ABI_VERSION
+from kvlathe.runtime.native.parts import Part
+from kvlathe.runtime.sessions.torch_cuda.rows import ELEMENTS
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """A step on the device, int32: ``cu_seqlens_q`` [B+1], ``lengths`` [B, S],
+    ``page_tables`` S times [B, M_s].
+
+    ``single``: sequence b has exactly row b, or none (a decode step). ``prefill_only``: every
+    sequence with rows has LEAST_CHUNK of them or more, so that prompt chunks are all
+    there is.
+    """
+
+    cu_seqlens_q: Tensor
+    lengths: Tensor
+    page_tables: Sequence[Tensor]
+    single: bool
+    prefill_only: bool = False
+
+
+class Attention:
+    """The attention of every layer of a plan over one pool."""
+
+    def __init__(
+        self,
+        library: CudaLibrary,
+        plan: CompressionPlan,
+        scales: Sequence[float],
+        pool: Tensor,
+        most_rows: int,
+    ) -> None:
+        """``pool``: uint8 on the GPU. ``most_rows``: tokens of the largest step."""
+        self.library, self.plan, self.scales, self.pool = library, plan, scales, pool
+        self.forms = [
+            LayerForm(library, plan, layer) for layer in range(plan.model.layers)
+        ]
+        self.layouts = [
+            torch.from_numpy(layer_table(plan, x)).to(pool.device)
+            for x in range(plan.model.layers)
+        ]
+        size = max(
+            library.workspace_bytes(most_rows, form.heads) for form in self.forms
+        )
+        self.workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
+        self.fresh = sum(
+            1 << b for b, bucket in enumerate(plan.buckets) if bucket.source is None
+        )
+
+    def spread(self, step: StepInputs, tokens: int) -> Spread:
+        """What each of ``tokens`` rows may read."""
+        done = Spread(step, tokens, self._list_size(step, tokens))
+        args = SpreadArgs(
+            ABI_VERSION, tokens, len(step.lengths), len(self.plan.buckets), self.fresh
+        )
+        args.cu_seqlens_q, args.lengths = (
+            step.cu_seqlens_q.data_ptr(),
+            step.lengths.data_ptr(),
+        )
+        args.page_tables, args.page_table_widths = done.addresses, done.widths
+        args.sequence_of, args.visible = (
+            done.sequence_of.data_ptr(),
+            done.visible.data_ptr(),
+        )
+        wanted = (
+            (c_void_p * len(done.tables))()
+            if done.tables is step.page_tables
+            else _addresses(done.tables)
+        )
+        args.spread_tables, args.stream = _address(wanted), _stream()
+        args.group_size, args.row_lengths = (
+            self.plan.model.group_size,
+            done.row_lengths.data_ptr(),
+        )
+        args.prompts = None if done.prompts is None else done.prompts.data_ptr()
+        self.library.call("cuda_spread", byref(args))
+        done.calls = self._calls(done, tokens)
+        if done.prompts is None:
+            self.plan_calls(done)
+        return done
+
+    def plan_calls(self, spread: Spread) -> None:
+        """Find which block attends what, in all layers: part of `spread`, apart for
+        benchmarks."""
+        for call in spread.calls:
+            call.stream = _stream()
+        self.library.call("cuda_plan", spread.calls, len(spread.calls))
+
+    def _calls(self, spread: Spread, tokens: int) -> Array[AttendDecodeArgs]:
+        """Every layer's attention, but for its q, o and stream."""
+        calls = (AttendDecodeArgs * len(self.forms))()
+        if spread.prompts is None:
+            size = self.library.plan_bytes()
+            spread.plan = torch.empty(
+                len(calls), size, dtype=torch.uint8, device=self.pool.device
+            )
+        for layer, (args, form) in enumerate(zip(calls, self.forms, strict=True)):
+            # The plan is the same for both 16-bit types; `run` says which it is.
+            sizes = (
+                ABI_VERSION,
+                F16,
+                tokens,
+                self.plan.model.group_size,
+                self.plan.page_tokens,
+                len(form.buckets),
+            )
+            ctypes.pointer(args)[0] = AttendDecodeArgs(*sizes, self.scales[layer])
+            args.parts, args.q_stride, args.o_stride = (
+                spread.parts_of(form),
+                form.queries,
+                form.out,
+            )
+            args.pool, args.pool_bytes = self.pool.data_ptr(), self.pool.numel()
+            args.workspace, args.workspace_bytes = (
+                self.workspace.data_ptr(),
+                self.workspace.numel(),
+            )
+            if spread.prompts is None:
+                # The kernel before is append: it writes neither lengths, page tables
+                # nor plan, and in a decode step one row a sequence. A prompt's rows,
+                # where no kernel takes chunks, read what it writes for other rows.
+                args.flags = OVERLAP | (APPENDED if spread.step.single else 0)
+                args.plan, args.plan_bytes = (
+                    spread.plan[layer].data_ptr(),
+                    spread.plan.shape[1],
+                )
+            else:
+                args.prompts = pointer(spread.prompts_of(form))
+        return calls
+
+    def _list_size(self, step: StepInputs, tokens: int) -> int:
+        """Bytes of the list of prompt chunks; 0 for a decode step, and where the GPU
+        has no kernel for them."""
+        if step.single or not self.library.lib.kvlathe_cuda_has_prompt_kernel():
+            return 0
+        return self.library.lib.kvlathe_cuda_prompt_list_bytes(
+            tokens, len(step.lengths), self.plan.model.group_size
+        )
+
+    def run(
+        self, spread: Spread, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None,
+        weights: Mapping[str, Tensor],
+    ) -> Tensor:  # fmt: skip
+        """q, k, v: rows before RoPE, views of one matrix are fine -> o [T, sum of G *
+        rank_v]; the pool has k' and v'.
+
+        ``weights``: proj_q, proj_k, centre_k where the plan projects.
+        """
+        form, tokens = self.forms[layer], len(q)
+        queries, out = q.new_empty(tokens, form.queries), q.new_empty(tokens, form.out)
+        self._append(layer, q, k, v, angles, spread, weights, queries)
+        args = spread.calls[layer]
+        args.element, args.q, args.o, args.stream = (
+            ELEMENTS[q.dtype],
+            queries.data_ptr(),
+            out.data_ptr(),
+            _stream(),
+        )
+        self.library.call("cuda_attend_decode", byref(args))
+        return out
+
+    def _append(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None, spread: Spread,
+        weights: Mapping[str, Tensor], queries: Tensor,
+    ) -> None:  # fmt: skip
+        args = AppendArgs(ABI_VERSION, ELEMENTS[q.dtype], len(q))
+        args.q, args.k, args.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        args.q_stride, args.k_stride, args.v_stride = (
+            q.stride(0),
+            k.stride(0),
+            v.stride(0),
+        )
+        if angles is not None:
+            args.cos, args.sin = angles[0].data_ptr(), angles[1].data_ptr()
+        args.sequence_of, args.visible = (
+            spread.sequence_of.data_ptr(),
+            spread.visible.data_ptr(),
+        )
+        args.page_tables, args.page_table_widths = spread.addresses, spread.widths
+        args.layout = self.layouts[layer].data_ptr()
+        for name in ("proj_q", "proj_k", "centre_k") if self.plan.projected else ():
+            setattr(args, name, weights[name].data_ptr())
+        args.pool, args.pool_bytes = self.pool.data_ptr(), self.pool.numel()
+        args.q_out, args.q_out_stride, args.stream = (
+            queries.data_ptr(),
+            queries.stride(0),
+            _stream(),
+        )
+        self.library.call("cuda_append", self.forms[layer].handle, byref(args))
+
+
+class Spread:
+    """A step as the kernels take it: row by row. Keeps what the calls point to."""
+
+    def __init__(self, step: StepInputs, tokens: int, list_size: int) -> None:
+        """``list_size``: bytes of the list of prompt chunks, or 0 for none."""
+        new, whole = (
+            step.lengths.new_empty,
+            step.single or (step.prefill_only and list_size > 0),
+        )
+        self.step, self.sequence_of = step, new(tokens)
+        self.visible = new(tokens, step.lengths.shape[1])
+        self.row_lengths = torch.empty_like(self.visible) if list_size else self.visible
+        self.tables = (
+            step.page_tables
+            if whole
+            else [t.new_empty(tokens, t.shape[1]) for t in step.page_tables]
+        )
+        self.prompts = new(list_size // 4) if list_size else None
+        self.calls, self.plan, self._kept = (AttendDecodeArgs * 0)(), new(0), []
+        self._addresses = _addresses(step.page_tables)
+        self._widths = (c_int32 * len(step.page_tables))(
+            *(t.shape[1] for t in step.page_tables)
+        )
+        self.addresses, self.widths = _address(self._addresses), _address(self._widths)
+
+    def parts_of(self, form: LayerForm) -> Array[Part]:
+        """The buckets that one layer's attention reads."""
+        parts = type(form.parts).from_buffer_copy(form.parts)
+        for part, bucket in zip(parts, form.buckets, strict=True):
+            part.page_table, part.page_table_stride = (
+                self.tables[bucket].data_ptr(),
+                self.tables[bucket].shape[1],
+            )
+            part.lengths = self.row_lengths.data_ptr() + 4 * bucket
+            part.lengths_stride = self.row_lengths.shape[1]
+        self._kept.append(parts)
+        return parts
+
+    def prompts_of(self, form: LayerForm) -> Prompts:
+        """The step's chunks for one layer's attention."""
+        assert self.prompts is not None
+        lengths, buckets = self.step.lengths, self.step.lengths.shape[1]
+        parts = (PromptPart * len(form.buckets))()
+        for part, b in zip(parts, form.buckets, strict=True):
+            table = self.step.page_tables[b]
+            part.page_table, part.page_table_stride, part.fresh = (
+                table.data_ptr(),
+                table.shape[1],
+                form.fresh[b],
+            )
+            part.lengths, part.lengths_stride = lengths.data_ptr() + 4 * b, buckets
+        starts = self.step.cu_seqlens_q.data_ptr()
+        prompts = Prompts(
+            self.prompts.data_ptr(),
+            starts,
+            len(lengths),
+            int(self.step.prefill_only),
+            parts,
+        )
+        self._kept += [parts, prompts]
+        return prompts
+
+
+def _addresses(tensors: Sequence[Tensor]) -> object:
+    return (c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
+
+
+def _address(array: object) -> c_void_p:
+    return c_void_p(addressof(array))  # type: ignore[arg-type]
+
+
+def _stream() -> int:
+    return torch.cuda.current_stream().cuda_stream

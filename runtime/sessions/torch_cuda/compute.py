@@ -1,0 +1,102 @@
+"""The cuda backend: the decoder of a folded model in torch, attention by the native
+kernels, on the pages and CUDA graphs of a DeviceSession."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from kvlathe.plan.manifest import DECODER_FILE, Limits
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.native.cuda import CudaLibrary, cuda_library
+from kvlathe.runtime.sessions.gpu.pages import allocate_pool
+from kvlathe.runtime.sessions.gpu.session import DeviceSession
+from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepKind
+from kvlathe.runtime.sessions.protocols import StepPlan
+from kvlathe.runtime.sessions.torch_cuda import sampling
+from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
+from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder, read_decoder
+from kvlathe.runtime.sessions.torch_cuda.device import (
+    TorchDevice,
+    bytes_of,
+    tensor_of,
+)
+from kvlathe.runtime.sessions.torch_cuda.rows import NativeRows
+from kvlathe.runtime.text.sampler import Sampled, SamplingRows
+
+
+def open_session(
+    folder: Path,
+    plan: CompressionPlan,
+    limits: Limits,
+    arena_bytes: int,
+    threads: int | None = None,
+) -> TorchSession:
+    """Load ``folder`` with a cache of ``arena_bytes`` on GPU 0.
+
+    ``threads`` is for sessions on a CPU. Raises KvlatheError where there is no GPU, no
+    native library with CUDA kernels, or too little memory.
+    """
+    device, library = TorchDevice(), cuda_library("the cuda backend")
+    wiring, tensors = read_decoder(folder, DECODER_FILE, "cuda")
+    decoder = TorchDecoder(wiring, tensors, NativeRows(library))
+    return session_of(device, library, decoder, plan, limits, arena_bytes)
+
+
+def session_of(
+    device: TorchDevice,
+    library: CudaLibrary,
+    decoder: TorchDecoder,
+    plan: CompressionPlan,
+    limits: Limits,
+    arena_bytes: int,
+) -> TorchSession:
+    """A session of weights that are on the GPU already."""
+    pool = allocate_pool(device, library, plan, arena_bytes)
+    rows = max(limits.max_num_tokens, limits.max_batch_size)
+    scales = decoder.wiring.scales
+    attention = Attention(library, plan, scales, bytes_of(pool), rows)
+    compute = TorchCompute(decoder, attention)
+    return TorchSession(device, library, plan, limits, pool, compute)
+
+
+class TorchSession(DeviceSession):
+    """A DeviceSession whose tokens are sampled on the GPU: logits never leave it."""
+
+    def sample(self, step: StepPlan, rows: SamplingRows) -> Sampled:
+        """As TokenSampler.sample."""
+        return sampling.sample(tensor_of(self.launch(step)), rows)
+
+
+class TorchCompute:
+    """A Compute: ``decoder`` with ``attention`` over the session's pool."""
+
+    outputs = frozenset({"logits", "best"})
+    least_rows = 0
+
+    def __init__(self, decoder: TorchDecoder, attention: Attention) -> None:
+        self.decoder, self.attention = decoder, attention
+
+    @torch.inference_mode()
+    def queue(self, inputs: Bindings, outputs: Bindings, kind: StepKind) -> None:
+        input_ids = tensor_of(inputs["input_ids"])
+        buckets = inputs["lengths"].shape[1]
+        step = StepInputs(
+            tensor_of(inputs["cu_seqlens_q"]),
+            tensor_of(inputs["lengths"]),
+            [tensor_of(inputs[f"page_table_{b}"]) for b in range(buckets)],
+            single=kind is StepKind.DECODE,
+            prefill_only=kind is StepKind.CHUNKS,
+        )
+        spread = self.attention.spread(step, len(input_ids))
+        logits = self.decoder(
+            input_ids,
+            tensor_of(inputs["positions"]),
+            tensor_of(inputs["logit_rows"]),
+            partial(self.attention.run, spread),
+        )
+        tensor_of(outputs["logits"]).copy_(logits)
+        if kind is StepKind.DECODE:
+            tensor_of(outputs["best"]).copy_(logits.argmax(-1))

@@ -1,0 +1,115 @@
+"""GPU 0 through torch: its memory, its current stream, its CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.sessions.gpu.device import (
+    BYTE,
+    FLOAT,
+    HALF,
+    INT32,
+    DeviceArray,
+)
+
+TYPES = {
+    BYTE: torch.uint8,
+    INT32: torch.int32,
+    HALF: torch.float16,
+    FLOAT: torch.float32,
+}
+
+
+def free_bytes() -> int:
+    """Bytes of GPU memory that are free now."""
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+
+
+class TorchMemory:
+    """A tensor of bytes as Memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.address = tensor, tensor.data_ptr()
+
+
+def array_of(tensor: Tensor) -> DeviceArray:
+    """A tensor of bytes as an array of a device."""
+    return DeviceArray(TorchMemory(tensor), 0, (tensor.numel(),), BYTE)
+
+
+def tensor_of(array: DeviceArray) -> Tensor:
+    """An array of a device as a tensor of the same memory."""
+    return bytes_of(array).view(TYPES[array.dtype]).view(array.shape)
+
+
+def bytes_of(array: DeviceArray) -> Tensor:
+    assert isinstance(array.memory, TorchMemory)
+    return array.memory.tensor[array.offset : array.offset + array.nbytes]
+
+
+class TorchDevice:
+    """A Device on torch's current stream."""
+
+    def __init__(self) -> None:
+        """Raises KvlatheError where torch sees no GPU."""
+        if not torch.cuda.is_available():
+            raise KvlatheError(
+                "the cuda backend needs a GPU",
+                f"torch {torch.__version__} sees none",
+                "run it where one is",
+            )
+        self._memory_of_graphs = torch.cuda.graph_pool_handle()
+
+    @property
+    def stream(self) -> int:
+        return torch.cuda.current_stream().cuda_stream
+
+    # -- memory ------------------------------------------------------------------------
+    def allocate(self, size: int, purpose: str) -> DeviceArray:
+        try:
+            return array_of(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.cuda.OutOfMemoryError as error:
+            raise KvlatheError(
+                f"{purpose} of {size:,} bytes does not fit",
+                f"{free_bytes():,} bytes of GPU memory are free",
+                "ask for less cache",
+            ) from error
+
+    def pinned(self, size: int) -> npt.NDArray[np.uint8]:
+        return torch.zeros(size, dtype=torch.uint8, pin_memory=True).numpy()
+
+    # -- copies ------------------------------------------------------------------------
+    def send(self, target: DeviceArray, source: np.ndarray) -> None:
+        data = source.reshape(-1).view(np.uint8)
+        if not data.flags.writeable:  # torch takes no such memory
+            data = data.copy()
+        start = target.view(0, data.shape, BYTE)
+        bytes_of(start).copy_(torch.from_numpy(data), non_blocking=True)
+
+    def copy(self, target: DeviceArray, source: DeviceArray) -> None:
+        bytes_of(target).copy_(bytes_of(source))
+
+    def fetch(self, source: DeviceArray) -> np.ndarray:
+        """Waits for nothing where the array is empty."""
+        return tensor_of(source).cpu().numpy()
+
+    # -- order -------------------------------------------------------------------------
+    def wait(self) -> None:
+        torch.cuda.current_stream().synchronize()
+
+    def mark(self) -> Callable[[], None]:
+        event = torch.cuda.Event()
+        event.record()
+        return event.synchronize
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory_of_graphs):
+            work()
+        return graph.replay

@@ -1,0 +1,87 @@
+"""Row-wise ops of a decoder layer on a GPU: torch's fused kernels, and ours where they
+take the rows."""
+
+from __future__ import annotations
+
+from ctypes import byref
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvlathe.layers.activations import ACTIVATIONS
+from kvlathe.layers.rows import Rows
+from kvlathe.runtime.native.cuda import BF16, F16, CudaLibrary, RowsArgs
+from kvlathe.runtime.native.library import ABI_VERSION
+
+ELEMENTS = {torch.float16: F16, torch.bfloat16: BF16}
+PIECE = 8
+"""Elements of 16 bytes, which a thread reads at once."""
+WIDEST = 16384
+"""Columns of the widest RMS norm that the kernels take."""
+
+
+class FusedRows(Rows):
+    """One torch kernel a norm; the gated product overwrites the activation."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+        return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+    def gated(self, activation: str, gate: Tensor, up: Tensor) -> Tensor:
+        return ACTIVATIONS[activation](gate).mul_(up)
+
+
+class NativeRows(FusedRows):
+    """By the native library: one kernel where torch takes one that waits longer, or
+    two.
+
+    Its kernels take rows [T, columns] of one 16-bit type, as views with a row stride.
+    Everything else goes to torch.
+    """
+
+    def __init__(self, library: CudaLibrary) -> None:
+        self.library = library
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if not _fits(x, x.shape[-1]) or x.shape[-1] > WIDEST or weight.dtype != x.dtype:
+            return super().rms_norm(x, weight, eps)
+        return self._run("cuda_rms_norm", x, x.shape[1], weight, eps)
+
+    def gated(self, activation: str, gate: Tensor, up: Tensor) -> Tensor:
+        is_silu = ACTIVATIONS[activation] is F.silu
+        if not (is_silu and _fits(gate, gate.shape[-1]) and follows(gate, up)):
+            return super().gated(activation, gate, up)
+        return self._run("cuda_silu_product", gate, gate.shape[1])
+
+    def _run(
+        self,
+        name: str,
+        x: Tensor,
+        columns: int,
+        weight: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        out = x.new_empty(len(x), columns)
+        args = RowsArgs(ABI_VERSION, ELEMENTS[x.dtype], len(x), columns, eps)
+        args.x, args.x_stride, args.out = x.data_ptr(), x.stride(0), out.data_ptr()
+        args.weight = weight.data_ptr() if weight is not None else None
+        args.stream = torch.cuda.current_stream().cuda_stream
+        self.library.call(name, byref(args))
+        return out
+
+
+def _fits(x: Tensor, columns: int) -> bool:
+    """Whether the kernels take these rows."""
+    if x.dim() != 2 or x.dtype not in ELEMENTS or columns % PIECE or x.stride(1) != 1:
+        return False
+    return x.stride(0) % PIECE == 0 and x.data_ptr() % 16 == 0 and len(x) < 1 << 16
+
+
+def follows(gate: Tensor, up: Tensor) -> bool:
+    """Whether rows of ``up`` begin where those of ``gate`` end: [T, gate | up]."""
+    alike = up.shape == gate.shape and up.stride() == gate.stride()
+    end = gate.data_ptr() + gate.shape[-1] * gate.element_size()
+    return alike and up.dtype == gate.dtype and up.data_ptr() == end

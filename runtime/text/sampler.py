@@ -1,0 +1,368 @@
+"""Sampling of a batch: one token for each row of logits, whatever each row asks for.
+
+The host samples with numpy here; a session on a GPU computes the same with its own
+arrays (runtime/sessions/torch_cuda/sampling.py) and sends only tokens back. Both draw
+the same token from the same logits: the random numbers are made here, one for each row,
+and do not depend on the logits.
+
+The order is that of transformers' generate: repetition penalty, presence and frequency
+penalties and the logit bias, temperature, top-k, top-p, min-p. Then the token is where
+the cumulative weight, in the order of token ids, passes the row's random number.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.text.philox import uniform
+from kvlathe.runtime.text.sampling_params import SamplingParams
+
+Float32 = npt.NDArray[np.float32]
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+
+BLOCK = 128
+"""Tokens whose weights are summed, or compared, together first."""
+MOST_LIKELY = 256
+"""Tokens among which a nucleus is looked for before the whole vocabulary is sorted."""
+NO_TOKEN = -1
+"""In the place of a token where a row's logits are not numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Logits that a request's penalties and biases change: entry i is of token
+    ``tokens[i]`` in row ``rows[i]``; no place is there twice.
+
+    A positive logit is divided by ``penalty`` and a negative one multiplied by it
+    (CTRL, Keskar et al. 2019); then ``added`` is added.
+    """
+
+    rows: Int64
+    tokens: Int64
+    penalty: Float32
+    added: Float32
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """What R rows ask for. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and
+    ``min_p`` 0 are off. ``draws``: each row's random number in [0, 1).
+
+    ``logprobs``: how many of the most likely tokens to report; -1 for none, not even
+    the chosen one.
+    """
+
+    temperature: Float32
+    top_k: Int64
+    top_p: Float32
+    min_p: Float32
+    draws: Float64
+    logprobs: Int64
+    changes: Changes | None = None
+
+    @property
+    def most_logprobs(self) -> int:
+        return int(self.logprobs.max(initial=-1))
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """Tokens [R], NO_TOKEN where a row's logits are not numbers.
+
+    Where a row asked for them: the log-probability of its token [R], and the most
+    likely tokens with theirs [R, n], best first. Log-probabilities are the model's own,
+    before any change.
+    """
+
+    tokens: Int64
+    logprobs: Float64
+    top_tokens: Int64
+    top_logprobs: Float64
+
+    def token(self, row: int) -> int:
+        """Raises KvlatheError where a logit was not a number."""
+        token = int(self.tokens[row])
+        if token == NO_TOKEN:
+            raise KvlatheError(
+                "the model's output is not a number",
+                "a logit is NaN or infinite",
+                "check the engine",
+            )
+        return token
+
+    def logprob(self, row: int, top: int) -> TokenLogprob:
+        """Of the row's token and of its ``top`` most likely ones."""
+        best = zip(
+            self.top_tokens[row, :top].tolist(),
+            self.top_logprobs[row, :top].tolist(),
+            strict=True,
+        )
+        return TokenLogprob(
+            int(self.tokens[row]), float(self.logprobs[row]), tuple(best)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Logs of the model's own probabilities, before any change. ``top``: (token id,
+    logprob), best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Sampler:
+    """How one request samples: its parameters, its seed (a new one where it has none),
+    and how many tokens it has drawn."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self.seed = secrets.randbits(64) if params.seed is None else params.seed
+        self.drawn = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One row's request. ``context``: the prompt, of ``prompt_tokens`` tokens, and the
+    answer so far."""
+
+    sampler: Sampler
+    context: Sequence[int]
+    prompt_tokens: int
+
+
+def rows_of(requests: Sequence[Request]) -> SamplingRows:
+    """The requests side by side."""
+    params = [request.sampler.params for request in requests]
+    temperature = np.array([p.temperature for p in params], np.float32)
+    return SamplingRows(
+        temperature=temperature,
+        top_k=np.array([p.top_k for p in params], np.int64),
+        top_p=np.array([p.top_p for p in params], np.float32),
+        min_p=np.array([p.min_p for p in params], np.float32),
+        draws=_draws(requests, temperature),
+        logprobs=np.array(
+            [-1 if p.logprobs is None else p.logprobs for p in params], np.int64
+        ),
+        changes=changes_of(requests),
+    )
+
+
+def _draws(requests: Sequence[Request], temperature: Float32) -> Float64:
+    """Each row's random number; 0 for greedy rows, which use none."""
+    draws = np.zeros(len(requests))
+    random = np.flatnonzero(temperature)
+    if len(random):
+        samplers = [requests[row].sampler for row in random.tolist()]
+        seeds = np.array([sampler.seed for sampler in samplers], np.uint64)
+        drawn = np.array([sampler.drawn for sampler in samplers], np.uint64)
+        draws[random] = uniform(seeds, drawn)
+    return draws
+
+
+def changes_of(requests: Sequence[Request]) -> Changes | None:
+    """Penalties and biases of all rows; None where no row has any."""
+    parts = [
+        (row, *_changed(request))
+        for row, request in enumerate(requests)
+        if _changes(request.sampler.params)
+    ]
+    if not parts:
+        return None
+    sizes = [len(tokens) for _, tokens, _, _ in parts]
+    return Changes(
+        np.repeat([row for row, _, _, _ in parts], sizes).astype(np.int64),
+        np.concatenate([tokens for _, tokens, _, _ in parts]),
+        np.concatenate([penalty for _, _, penalty, _ in parts]),
+        np.concatenate([added for _, _, _, added in parts]),
+    )
+
+
+def _changes(params: SamplingParams) -> bool:
+    return bool(
+        params.repetition_penalty != 1
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.logit_bias
+    )
+
+
+def _changed(request: Request) -> tuple[Int64, Float32, Float32]:
+    """The tokens whose logits change, their penalties, and what is added to each."""
+    params = request.sampler.params
+    context = np.asarray(request.context, np.int64)
+    answer = context[request.prompt_tokens :]
+    bias = np.array([token for token, _ in params.logit_bias], np.int64)
+    amounts = np.array([amount for _, amount in params.logit_bias], np.float64)
+    repeated = context if params.repetition_penalty != 1 else answer
+    tokens = np.unique(np.concatenate([bias, repeated]))
+    penalty = np.ones(len(tokens), np.float32)
+    if params.repetition_penalty != 1:
+        penalty[np.isin(tokens, context)] = params.repetition_penalty
+    added = np.zeros(len(tokens), np.float64)
+    used, times = np.unique(answer, return_counts=True)
+    taken = params.presence_penalty + params.frequency_penalty * times
+    added[np.searchsorted(tokens, used)] -= taken
+    np.add.at(added, np.searchsorted(tokens, bias), amounts)
+    return tokens, penalty, added.astype(np.float32)
+
+
+# -- one pass over the rows ------------------------------------------------------------
+def sample(logits: Float32, rows: SamplingRows) -> Sampled:
+    """A token for each row of ``logits`` [R, vocab] float32, which stay as they are. A
+    row whose logits are not numbers gets NO_TOKEN."""
+    final = logits if rows.changes is None else changed(logits, rows.changes)
+    best = final.argmax(axis=1)
+    tokens = best.astype(np.int64)
+    highest = final[np.arange(len(best)), best]
+    valid = np.isfinite(highest)
+    for row in np.flatnonzero((rows.temperature > 0) & valid).tolist():
+        tokens[row] = _draw(final[row], highest[row], rows, row)
+    tokens[~valid] = NO_TOKEN
+    return _reported(logits, tokens, rows)
+
+
+def changed(logits: Float32, changes: Changes) -> Float32:
+    """The logits [R, vocab] after penalties and biases."""
+    result = logits.copy()
+    places = (changes.rows, changes.tokens)
+    old = result[places]
+    penalized = np.where(old > 0, old / changes.penalty, old * changes.penalty)
+    result[places] = penalized + changes.added
+    return result
+
+
+def _draw(logits: Float32, highest: np.float32, rows: SamplingRows, row: int) -> int:
+    """One token by the row's random number."""
+    tokens, weights = kept(
+        logits,
+        highest,
+        rows.temperature[row],
+        int(rows.top_k[row]),
+        rows.top_p[row],
+        rows.min_p[row],
+    )
+    place = _place(weights, float(rows.draws[row]))
+    return place if tokens is None else int(tokens[place])
+
+
+def _place(weights: Float32, draw: float) -> int:
+    """Where the cumulative weight passes the share ``draw`` of its end. The sums of
+    blocks are searched first: a running sum of a whole vocabulary takes longer."""
+    ends = np.cumsum(_block_sums(weights))
+    target = draw * ends[-1]
+    block = min(int(np.searchsorted(ends, target, "right")), len(ends) - 1)
+    start = block * BLOCK
+    before = ends[block - 1] if block else 0.0
+    inside = before + np.cumsum(weights[start : start + BLOCK], dtype=np.float64)
+    place = min(int(np.searchsorted(inside, target, "right")), len(inside) - 1)
+    return start + place
+
+
+def _block_sums(weights: Float32) -> Float64:
+    """Sums of each BLOCK weights."""
+    starts = np.arange(0, len(weights), BLOCK)
+    return np.add.reduceat(weights.astype(np.float64), starts)
+
+
+def kept(
+    logits: Float32,
+    highest: np.float32,
+    temperature: np.float32,
+    top_k: int,
+    top_p: np.float32,
+    min_p: np.float32,
+) -> tuple[npt.NDArray[np.intp] | None, Float32]:
+    """The tokens that top-k, top-p and min-p leave, ascending (None for all), and their
+    weights: the likeliest of all has 1."""
+    tokens: npt.NDArray[np.intp] | None = None
+    if 0 < top_k < len(logits):
+        tokens = at_least(logits, top_k)
+    weights = _weights(
+        logits if tokens is None else logits[tokens], highest, temperature
+    )
+    if top_p < 1:
+        inside = _nucleus(weights, float(top_p))
+        tokens = inside if tokens is None else tokens[inside]
+        weights = weights[inside]
+    if min_p > 0:
+        inside = np.flatnonzero(weights >= min_p)
+        tokens = inside if tokens is None else tokens[inside]
+        weights = weights[inside]
+    return tokens, weights
+
+
+def _weights(logits: Float32, highest: np.float32, temperature: np.float32) -> Float32:
+    with np.errstate(over="ignore"):  # -inf is right: such a token has the weight 0
+        scaled = (logits - highest) / temperature
+    return np.exp(scaled)
+
+
+def at_least(values: Float32, count: int) -> npt.NDArray[np.intp]:
+    """Places, ascending, of the values that are at least the ``count``-th largest one.
+
+    The largest values of blocks bound that one from below, so few places are sorted.
+    """
+    blocks = len(values) // BLOCK
+    places = np.arange(len(values))
+    if count <= blocks // 2:
+        largest = values[: blocks * BLOCK].reshape(blocks, BLOCK).max(axis=1)
+        bound = np.partition(largest, blocks - count)[blocks - count]
+        places = np.flatnonzero(values >= bound)
+    least = np.partition(values[places], len(places) - count)[len(places) - count]
+    return places[values[places] >= least]
+
+
+def _nucleus(weights: Float32, top_p: float) -> npt.NDArray[np.intp]:
+    """Places, ascending, of the fewest largest weights that reach the share ``top_p``
+    of their sum: one is among them if those before it have less. Of equal weights the
+    first come first."""
+    wanted = top_p * _block_sums(weights).sum()
+    places = np.arange(len(weights))
+    if len(weights) > 2 * MOST_LIKELY * BLOCK:
+        likely = at_least(weights, MOST_LIKELY)
+        if weights[likely].sum(dtype=np.float64) > wanted:
+            places = likely
+    order = places[np.argsort(-weights[places], kind="stable")]
+    running = np.cumsum(weights[order], dtype=np.float64)
+    before = np.concatenate([[0.0], running[:-1]])
+    inside = before < wanted
+    inside[0] = True  # also where the share is too small a number
+    return np.sort(order[inside])
+
+
+def _reported(logits: Float32, tokens: Int64, rows: SamplingRows) -> Sampled:
+    """The tokens with the log-probabilities that were asked for."""
+    width = min(max(0, rows.most_logprobs), logits.shape[1])
+    chosen = np.zeros(len(tokens))
+    top_tokens = np.zeros((len(tokens), width), np.int64)
+    top_logprobs = np.zeros((len(tokens), width))
+    if rows.most_logprobs < 0:
+        return Sampled(tokens, chosen, top_tokens, top_logprobs)
+    for row in np.flatnonzero((rows.logprobs >= 0) & (tokens != NO_TOKEN)).tolist():
+        wanted = logprob(logits[row], int(tokens[row]), int(rows.logprobs[row]))
+        chosen[row] = wanted.logprob
+        for place, (token, score) in enumerate(wanted.top):
+            top_tokens[row, place] = token
+            top_logprobs[row, place] = score
+    return Sampled(tokens, chosen, top_tokens, top_logprobs)
+
+
+def logprob(logits: Float32, token: int, top: int) -> TokenLogprob:
+    """Log-probabilities of ``token`` and of the ``top`` most likely tokens in
+    ``logits`` [vocab]."""
+    shifted = logits.astype(np.float64) - logits.max()
+    scores = shifted - np.log(np.exp(shifted).sum())
+    best = np.argpartition(-scores, min(top, len(scores) - 1))[:top]
+    best = best[np.argsort(-scores[best], kind="stable")]
+    return TokenLogprob(
+        token, float(scores[token]), tuple((int(i), float(scores[i])) for i in best)
+    )

@@ -1,0 +1,112 @@
+"""Writes a checkpoint of random weights in the shape of Llama-3.1-8B: for time and
+memory, which do not depend on what a model has learnt.
+
+  python3 tests/bench/random_checkpoint.py out/8b --tokenizer models/lathe-5m
+
+The tokenizer is the shipped one; its ids are the first of the 128,256. Needs torch and
+safetensors; weights are drawn on the GPU where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+LAYERS_A_SHARD = 4
+SPREAD = 0.02
+"""Standard deviation of a weight."""
+
+
+def layer_shapes(config: dict) -> dict[str, tuple[int, ...]]:
+    width, inner = config["hidden_size"], config["intermediate_size"]
+    head = config["head_dim"]
+    query, key = (
+        config["num_attention_heads"] * head,
+        config["num_key_value_heads"] * head,
+    )
+    return {
+        "self_attn.q_proj.weight": (query, width),
+        "self_attn.k_proj.weight": (key, width),
+        "self_attn.v_proj.weight": (key, width),
+        "self_attn.o_proj.weight": (width, query),
+        "mlp.gate_proj.weight": (inner, width),
+        "mlp.up_proj.weight": (inner, width),
+        "mlp.down_proj.weight": (width, inner),
+        "input_layernorm.weight": (width,),
+        "post_attention_layernorm.weight": (width,),
+    }
+
+
+def drawn(shape: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
+    """A norm's weights are 1, all others are normal."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    values = torch.empty(shape, dtype=torch.bfloat16, device=random.device)
+    return values.normal_(0, SPREAD, generator=random).cpu()
+
+
+def write(folder: Path, config: dict, seed: int = 0) -> None:
+    folder.mkdir(parents=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    random = torch.Generator(device).manual_seed(seed)
+    width, layers = config["hidden_size"], config["num_hidden_layers"]
+    ends = {
+        "model.embed_tokens.weight": (config["vocab_size"], width),
+        "lm_head.weight": (config["vocab_size"], width),
+        "model.norm.weight": (width,),
+    }
+    shards = [ends]
+    for first in range(0, layers, LAYERS_A_SHARD):
+        shard = {}
+        for layer in range(first, min(layers, first + LAYERS_A_SHARD)):
+            for name, shape in layer_shapes(config).items():
+                shard[f"model.layers.{layer}.{name}"] = shape
+        shards.append(shard)
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {key: drawn(shape, random) for key, shape in shard.items()}
+        save_file(tensors, folder / name)
+        places |= dict.fromkeys(shard, name)
+    index = {"metadata": {}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokenizer", type=Path, default=Path("models/lathe-5m"))
+    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
+    options = parser.parse_args()
+    write(options.folder, CONFIG | {"num_hidden_layers": options.layers})
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(options.tokenizer / name, options.folder / name)
+
+
+if __name__ == "__main__":
+    main()

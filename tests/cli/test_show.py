@@ -1,0 +1,48 @@
+"""What a build learned of its model is said again by ``kvlathe inspect`` and by the
+report."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvlathe.cli import main as cli
+from kvlathe.engines.build import BuildRequest, build
+from kvlathe.plan.plan import WARNINGS, CompressionPlan
+
+Reference = Callable[[str], tuple[Path, torch.nn.Module]]
+
+
+def test_warnings_of_a_build_stay_with_its_engine(
+    reference: Reference, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = reference("phi3-longrope")
+    engine = build(
+        BuildRequest(
+            folder,
+            tmp_path / "engine",
+            compression="fdc:removal_rate=0",
+            calibration="random",
+            max_seq_len=512,
+            use_cache=False,
+        )
+    )
+    capsys.readouterr()
+    plan = CompressionPlan.from_json((engine / "plan.json").read_text("utf-8"))
+    texts = {name: plan.notes[name] for name in WARNINGS}
+    assert "removes no dimension" in texts["ranks"]
+    assert "differ from transformers" in texts["rope"]
+
+    page = html.unescape((engine / "report.html").read_text("utf-8"))
+    assert all(text in page for text in texts.values())
+
+    assert cli.run(["inspect", str(engine), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == texts
+    assert cli.run(["inspect", str(engine)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert all(shown.count(f"warning: {name}") == 1 for name in WARNINGS)

@@ -1,0 +1,85 @@
+"""The code of docs/extending is what the product holds, or runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export import families
+from kvlathe.export.bases.rotation import balanced_rotation
+from kvlathe.export.methods import registry
+from kvlathe.export.methods.composition import CacheSettings, compose
+from kvlathe.export.methods.options import Options
+from tests.docs.pages import ROOT
+from tests.export.model import test_families
+from tests.support import checkpoints, stats_cases
+
+PAGES = ROOT / "docs" / "extending"
+BLOCK = re.compile(r"^```python *([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """(what follows ``python``, code) of every block of Python."""
+    return BLOCK.findall((PAGES / page).read_text(encoding="utf-8"))
+
+
+def test_the_family_of_the_page_is_the_one_in_the_product(tmp_path: Path) -> None:
+    (where, family), (_, name), (_, checkpoint), (_, refusal) = blocks(
+        "model_family.md"
+    )
+    assert family == (ROOT / where.removeprefix("file=")).read_text("utf-8")
+    own: dict[str, Any] = {"FAMILIES": {}}
+    exec(name, own)
+    assert own["FAMILIES"].items() <= families.FAMILIES.items()
+    own = vars(checkpoints) | {"FAMILIES": {}}
+    exec(checkpoint, own)
+    assert own["FAMILIES"].items() <= checkpoints.FAMILIES.items()
+    own = vars(test_families) | {"REFUSED": {}}
+    exec(refusal, own)
+    assert own["REFUSED"].items() <= test_families.REFUSED.items()
+
+
+@pytest.fixture
+def pca() -> Iterator[dict[str, Any]]:
+    """The method of the page, registered as the page does it."""
+    (_, method), (_, register) = blocks("method.md")
+    module: dict[str, Any] = {}
+    exec(method, module)
+    exec(register, module)
+    yield module
+    del registry.METHODS["pca"]
+
+
+@pytest.mark.parametrize("request_", ["pca:removal_rate=0.3", "pca+hack:bits=4"])
+def test_the_method_of_the_page_plans(pca: dict[str, Any], request_: str) -> None:
+    stats = stats_cases.stats(0)
+    assert registry.calibration(request_) == pca["CALIBRATION"]
+    plan, basis = compose(
+        request_, stats.shape, True, stats, Options(), CacheSettings()
+    )
+    assert sum(lane.rank_k for lane in plan.lanes) < 64 * len(plan.lanes)
+    assert all(basis[lane.layer, lane.head].a_v is not None for lane in plan.lanes)
+    with pytest.raises(KvlatheError, match="Did you mean pca"):
+        registry.calibration("pka")
+
+
+def test_the_method_of_the_page_loses_more_than_the_best_basis(
+    pca: dict[str, Any],
+) -> None:
+    stats = stats_cases.stats(0)
+    options = Options(centre=True)
+    lost = pca["rotate"](stats, options).loss_k[..., ::-1].cumsum(-1)
+    least = balanced_rotation(stats).loss_k[..., ::-1].cumsum(-1)
+    assert (lost >= least * (1 - 1e-3)).all()
+    assert np.median(lost[..., 32] / least[..., 32]) > 1.05
+
+
+def test_the_format_of_the_page_is_read_as_it_is_written() -> None:
+    ((_, example),) = blocks("format.md")
+    exec(example, {})

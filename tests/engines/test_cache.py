@@ -1,0 +1,164 @@
+"""The build cache: what comes out is what went in, damage is noticed, the least
+recently used leaves first, and nothing leaves that is not its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvlathe.engines import cache
+from kvlathe.plan import manifest as manifests
+from kvlathe.plan.manifest import KvBytes, Limits, Manifest
+
+DAY = 86400
+KEYS = dict(zip("abck", ("a" * 64, "b" * 64, "c" * 64, "e" * 64), strict=True))
+K = KEYS["k"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLATHE_CACHE", str(tmp_path / "cache"))
+
+
+def engine(folder: Path, weights: bytes) -> Path:
+    folder.mkdir()
+    (folder / "weights").write_bytes(weights)
+    (folder / "plan.json").write_text("{}")
+    facts = Manifest(
+        model="tiny",
+        compression="none",
+        backend="onnxruntime",
+        versions={},
+        architectures=("cpu",),
+        compute_dtype="float32",
+        limits=Limits(1, 16, 16, 16),
+        page_tokens=16,
+        prefill_chunk=16,
+        kv_bytes=KvBytes(1.0, 1.0, 1.0),
+        plan_digest="",
+        model_digest="",
+        command="",
+        created="",
+    )
+    manifests.write(folder, facts)
+    return folder
+
+
+def test_an_engine_comes_back_as_it_went_in_and_shares_no_file(
+    tmp_path: Path,
+) -> None:
+    built = engine(tmp_path / "built", b"abc")
+    cache.keep(K, built)
+    (tmp_path / "again").mkdir()
+    kept = cache.find(K)
+    assert kept == manifests.read(built)
+    cache.give(K, kept, tmp_path / "again")
+    (built / "weights").write_bytes(b"xyz")  # somebody edits an engine in place
+    (tmp_path / "again" / "weights").write_bytes(b"uvw")
+    assert cache.find(K) == kept
+    assert not (tmp_path / "again" / "manifest.json").exists()
+    assert cache.find("f" * 64) is None
+
+
+def test_a_cached_engine_outlives_the_folder_it_came_from(tmp_path: Path) -> None:
+    built = engine(tmp_path / "built", b"abc")
+    cache.keep(K, built)
+    (built / "weights").unlink()
+    (tmp_path / "again").mkdir()
+    kept = cache.find(K)
+    assert kept is not None
+    cache.give(K, kept, tmp_path / "again")
+    assert (tmp_path / "again" / "weights").read_bytes() == b"abc"
+
+
+def test_a_damaged_entry_is_dropped_not_given_out(tmp_path: Path) -> None:
+    cache.keep(K, engine(tmp_path / "built", b"abc"))
+    (cache.root() / "engines" / K / "weights").write_bytes(b"abd")
+    assert cache.find(K) is None
+    assert cache.entries() == []
+
+
+def test_pruning_by_age_by_size_and_whole(tmp_path: Path) -> None:
+    keys = [letter * 64 for letter in "abcd"]
+    for days, key in enumerate(keys):
+        cache.keep(key, engine(tmp_path / key[0], bytes(100)))
+        used = tmp_path.stat().st_mtime - days * DAY - 60
+        os.utime(cache.root() / "engines" / key, times=(0, used))
+    assert [entry.key for entry in cache.entries()] == keys
+    assert removed(older_than_days=2.5) == keys[3:]
+    assert removed(max_bytes=250) == keys[2:3]
+    cache.keep_file(cache.stats_path("0" * 64), lambda path: path.touch())
+    curves = cache.curves_folder()
+    assert curves is not None
+    (curves / "scores.json").write_text("{}")
+    assert removed(everything=True) == keys[:2]
+    assert list(cache.root().iterdir()) == []
+    assert (tmp_path / "a" / "weights").exists()  # engines that were given out stay
+
+
+def removed(**options: Any) -> list[str]:  # noqa: ANN401
+    return [entry.key for entry in cache.prune(**options).removed]
+
+
+def test_pruning_leaves_and_names_all_that_the_cache_did_not_make(
+    tmp_path: Path,
+) -> None:
+    """Somebody keeps engines and statistics where the cache was told to be."""
+    theirs = cache.root() / "engines"
+    theirs.mkdir(parents=True)
+    mine = engine(theirs / "mine", b"abc")
+    hashed = engine(theirs / ("0" * 64), b"abc")  # named as an entry, not marked
+    (cache.root() / "stats").mkdir()
+    notes = cache.root() / "stats" / f"{'1' * 64}.npz"
+    notes.write_text("not ours")
+    (cache.root() / "photos").mkdir()
+    linked = theirs / ("2" * 64)
+    linked.symlink_to(mine)
+    cache.keep(K, engine(tmp_path / "built", b"abc"))
+    pruned = cache.prune(everything=True)
+    assert [entry.key for entry in pruned.removed] == [K]
+    assert pruned.left == sorted([mine, hashed, linked, notes])
+    assert (mine / "weights").read_bytes() == b"abc" and notes.exists()
+    assert (cache.root() / "photos").is_dir() and not (theirs / K).exists()
+
+
+def test_a_foreign_file_inside_an_entry_stays(tmp_path: Path) -> None:
+    cache.keep(K, engine(tmp_path / "built", b"abc"))
+    note = cache.root() / "engines" / K / "note.txt"
+    note.write_text("mine")
+    pruned = cache.prune(everything=True)
+    assert pruned.left == [note.parent]
+    assert list(note.parent.iterdir()) == [note]
+
+
+def test_the_limit_holds_and_what_is_beyond_it_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "LIMIT_BYTES", 15_000)
+    cache.keep(KEYS["a"], engine(tmp_path / "a", bytes(10_000)))
+    os.utime(cache.root() / "engines" / KEYS["a"], times=(0, 0))
+    cache.keep(KEYS["b"], engine(tmp_path / "b", bytes(10_000)))
+    cache.keep(KEYS["c"], engine(tmp_path / "c", bytes(20_000)))
+    assert [entry.key for entry in cache.entries()] == [KEYS["b"]]
+
+
+def test_a_cache_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KVLATHE_CACHE", str(tmp_path / "file"))
+    cache.keep(K, engine(tmp_path / "built", b"abc"))
+    assert cache.curves_folder() is None
+
+
+def test_keys_depend_on_every_fact_and_on_the_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    key = cache.key_of({"a": 1, "b": "x"})
+    assert key == cache.key_of({"b": "x", "a": 1})
+    assert len({key, cache.key_of({"a": 2, "b": "x"}), cache.key_of({"a": 1})}) == 3
+    monkeypatch.setattr(cache, "source_digest", lambda: "another version")
+    assert key != cache.key_of({"a": 1, "b": "x"})

@@ -1,0 +1,67 @@
+"""Each example runs as its first lines say, on the model that is shipped."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvlathe import build
+from kvlathe.engines.request import BuildRequest
+from tests.support.runtime_cases import MODEL, llm
+from tests.support.serving_cases import MODEL_NAME, serving
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def output(name: str, *arguments: object) -> str:
+    """What an example prints."""
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / name, *map(str, arguments)],
+        cwd=ROOT,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("engine") / "engine"
+    return build(BuildRequest(model=MODEL, output_dir=folder, use_cache=False))
+
+
+def test_generate(engine: Path) -> None:
+    said = output("generate.py", engine)
+    assert said.count("tokens/s") == 3 and "-- a stream" in said
+
+
+def test_openai_client() -> None:
+    with serving(llm("torch", "one")) as served:
+        said = output("openai_client.py", served.url)
+    assert said.startswith(f"model: {MODEL_NAME}\n") and len(said.splitlines()) > 2
+
+
+def test_compressed_stream(tmp_path: Path) -> None:
+    said = output("compressed_stream.py", MODEL, tmp_path / "engine")
+    assert "of the cache's bytes removed" in said and said.count("\n") == 3
+
+
+def test_own_method(tmp_path: Path) -> None:
+    said = output("own_method.py", MODEL, tmp_path / "engine")
+    removed = int(said.split("%")[0])
+    assert 40 < removed < 80 and said.count("\n") == 2
+
+
+def test_every_example_is_listed_and_tested() -> None:
+    files = {path.name for path in EXAMPLES.glob("*.py")}
+    listed = (EXAMPLES / "README.md").read_text("utf-8")
+    tests = Path(__file__).read_text("utf-8")
+    assert len(files) >= 4
+    assert all(f"]({name})" in listed and f'"{name}"' in tests for name in files)

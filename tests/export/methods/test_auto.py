@@ -1,0 +1,505 @@
+"""Forms chosen by measurement: the knapsack, the losses that price them, and the plans
+that come of both."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import optimize
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.engines.build import build
+from kvlathe.engines.order import accept
+from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.targets import cuda
+from kvlathe.export.bases import allocate
+from kvlathe.export.calibration.calibrate import calibrate_on, random_sequences
+from kvlathe.export.calibration.stats import Stats
+from kvlathe.export.folding.fold import decoder_from
+from kvlathe.export.methods import auto
+from kvlathe.export.methods.composition import CacheSettings, compose
+from kvlathe.export.methods.evidence import evidence
+from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.variants import for_comparison, removed
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.decoder import Decoder
+from kvlathe.export.search import measured, search, sensitivity
+from kvlathe.export.search.sealed import reading, rounded
+from kvlathe.plan.formats import Format
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.llm import LLM
+from kvlathe.tasks import metrics
+from kvlathe.tasks.tasks import FolderEncoder
+from tests.support import stats_cases
+
+LATHE = Path(__file__).resolve().parents[3] / "models" / "lathe-5m"
+TEXT = LATHE.parents[1] / "data" / "calibration_text.jsonl"
+FORM = CacheSettings(16)
+
+
+# -- the knapsack ----------------------------------------------------------------------
+tables = st.tuples(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 5))
+
+
+@settings(deadline=None)
+@given(tables, st.floats(0, 1))
+def test_the_cheapest_choice_is_the_best_of_all(
+    table: tuple[int, int, int], share: float
+) -> None:
+    seed, rows, options = table
+    rng = np.random.default_rng(seed)
+    loss, cost = (
+        rng.exponential(size=(rows, options)) ** 3,
+        rng.integers(1, 40, (rows, options)) * 8,
+    )
+    least, most = int(cost.min(-1).sum()), int(cost.max(-1).sum())
+    budget = least + round(share * (most - least))
+    every = np.stack(
+        np.meshgrid(*[np.arange(options)] * rows, indexing="ij"), -1
+    ).reshape(-1, rows)
+    allowed = cost[np.arange(rows), every].sum(-1) <= budget
+    found = allocate.cheapest(loss, cost, budget)
+    assert cost[np.arange(rows), found].sum() <= budget
+    best = loss[np.arange(rows), every].sum(-1)[allowed].min()
+    assert loss[np.arange(rows), found].sum() == pytest.approx(best, rel=1e-9)
+    with pytest.raises(KvlatheError, match="cannot be reached"):
+        allocate.cheapest(loss, cost, least - 1)
+
+
+def test_a_coarser_table_stays_within_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng = np.random.default_rng(0)
+    loss, cost = rng.exponential(size=(20, 6)), rng.integers(1, 1000, (20, 6))
+    budget = int(cost.mean(-1).sum())
+    exact = np.take_along_axis(
+        loss, allocate.cheapest(loss, cost, budget)[:, None], 1
+    ).sum()
+    monkeypatch.setattr(allocate, "MOST_CELLS", 20 * 500)
+    found = allocate.cheapest(loss, cost, budget)
+    assert np.take_along_axis(cost, found[:, None], 1).sum() <= budget
+    assert exact <= np.take_along_axis(loss, found[:, None], 1).sum() <= 1.2 * exact
+
+
+# -- choices ---------------------------------------------------------------------------
+def priced(seed: int, rope: bool = True) -> auto.Priced:
+    """Losses that fall as forms grow, of lanes that differ a thousandfold."""
+    grid, rng = (
+        auto.Grid(stats_cases.stats(seed, rope=rope), 64, 0),
+        np.random.default_rng(seed),
+    )
+    lanes = 2 * grid.stats.shape.layers * grid.stats.shape.kv_heads
+    error = np.array([4.0**-x.bits + np.exp(-rank / 12) for rank, x in grid.options])
+    of_format = rng.uniform(0.5, 2, (lanes, len(auto.FORMATS)))[
+        :, [auto.FORMATS.index(x) for _, x in grid.options]
+    ]
+    return auto.Priced(grid, error * of_format * 10 ** rng.uniform(-3, 0, (lanes, 1)))
+
+
+@pytest.mark.parametrize("rope", [True, False])
+@pytest.mark.parametrize("ratio", [0.5, 0.75, 0.9])
+def test_a_plan_has_the_bytes_that_its_choice_cost(ratio: float, rope: bool) -> None:
+    found = priced(1, rope)
+    shape = found.grid.stats.shape
+    whole = 2 * shape.layers * shape.kv_heads * shape.head_dim * 2 * 64
+    choice = found.chosen(int((1 - ratio) * whole))
+    plan, basis = measured.plan_of("auto", found, choice, FORM)
+    strides = CacheLayout(plan).page_stride
+    assert (
+        sum(strides[1:])
+        == np.take_along_axis(found.cost, choice[:, None], 1).sum()
+        <= (1 - ratio) * whole
+    )
+    for side in "kv":
+        formats = {
+            (getattr(tier, f"bits_{side}"), getattr(tier, f"axis_{side}"))
+            for tier in plan.tiers[1:]
+        }
+        assert len(formats) <= auto.MOST_FORMATS
+    for lane in plan.lanes:
+        made = basis[lane.layer, lane.head]
+        assert made.a is not None and made.a_v is not None
+        assert (
+            made.a.shape[1] == lane.rank_k
+            and made.a_v.shape[1] == lane.rank_v
+            and lane.projected == rope
+        )
+    family = measured.variant("auto", found, FORM)
+    assert family.least < ratio < family.most
+    with pytest.raises(KvlatheError, match="cannot be reached"):
+        family.at(family.most + 0.01)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5])
+def test_formats_are_the_best_of_all(share: float) -> None:
+    found = priced(4)
+    budget = int(share * found.cost.max(-1).sum())
+    sets = list(itertools.combinations(auto.FORMATS, auto.MOST_FORMATS))
+    best = np.inf
+    for pair in itertools.product(sets, repeat=2):
+        allowed = np.repeat(
+            [[x in side for _, x in found.grid.options] for side in pair],
+            len(found.loss) // 2,
+            0,
+        )
+        loss = np.where(allowed, found.loss, np.inf)
+        chosen = allocate.cheapest(loss, found.cost, budget)
+        best = min(best, np.take_along_axis(loss, chosen[:, None], 1).sum())
+    chosen = found.chosen(budget)
+    assert np.take_along_axis(found.loss, chosen[:, None], 1).sum() == pytest.approx(
+        best, rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
+def test_kernels_that_read_pairs_get_the_best_of_those(share: float) -> None:
+    found = dataclasses.replace(priced(5), paired=True)
+    budget = int(share * found.cost.max(-1).sum())
+    choice = found.chosen(budget)
+    plan, _ = measured.plan_of("auto", found, choice, FORM)
+    cuda.check_plan("cuda", plan)
+    assert sum(CacheLayout(plan).page_stride[1:]) <= budget
+    best = np.inf
+    for some in itertools.combinations((8, 4, 2), auto.MOST_FORMATS):
+        best = min(best, least_of_pairs(found, some, budget))
+    assert np.take_along_axis(found.loss, choice[:, None], 1).sum() == pytest.approx(
+        best, rel=1e-6
+    )
+    with pytest.raises(KvlatheError, match="cannot be reached"):
+        found.chosen(found.least - 1)
+    assert (
+        np.take_along_axis(found.cost, found.chosen(found.least)[:, None], 1).sum()
+        == found.least
+    )
+
+
+def least_of_pairs(found: auto.Priced, bits: tuple[int, ...], budget: int) -> float:
+    """The same choice as a mixed integer program: x picks one option for each lane."""
+    lanes, options = len(found.loss) // 2, range(len(found.grid.options))
+    ways = [
+        (k, v)
+        for k, v in itertools.product(options, repeat=2)
+        for (_, of_k), (_, of_v) in [(found.grid.options[k], found.grid.options[v])]
+        if of_k.axis == "rank"
+        and of_v.axis == "token"
+        and of_k.bits == of_v.bits
+        and of_k.bits in bits
+    ]
+    k, v = np.array(ways).T
+    loss, cost = (x[:lanes, k] + x[lanes:, v] for x in (found.loss, found.cost))
+    one = np.kron(np.eye(lanes), np.ones(len(k)))
+    rules = [
+        optimize.LinearConstraint(one, 1, 1),
+        optimize.LinearConstraint(cost.reshape(1, -1), 0, budget),
+    ]
+    answer = optimize.milp(
+        loss.ravel(),
+        constraints=rules,
+        integrality=np.ones(loss.size),
+        bounds=optimize.Bounds(0, 1),
+    )
+    return float(answer.fun) if answer.success else np.inf
+
+
+def test_a_lane_that_nothing_depends_on_gets_the_least() -> None:
+    found = priced(2)
+    found.loss[5] = 0.0
+    choice = found.chosen(int(found.cost.mean(-1).sum()))
+    assert (
+        found.cost[5, choice[5]]
+        == found.cost.min()
+        < np.delete(found.grid.sizes[choice], 5).mean() / 2
+    )
+
+
+@pytest.mark.parametrize("side", ["k", "v"])
+@pytest.mark.parametrize("rank", [16, 48, 64])
+def test_a_cut_is_the_balanced_basis_turned(side: str, rank: int) -> None:
+    """It spans what the basis keeps, and whatever is stored has equal variances in all
+    its channels."""
+    stats = stats_cases.stats(3)
+    cut, found = (
+        auto.Grid(stats, 64, 7).cut(side, 1, 2, rank),
+        auto.rotate(stats, Options()),
+    )
+    into, back = (found.b, found.a) if side == "k" else (found.a_v, found.o_v.mT)
+    kept = into[1, 2][:, :rank] @ back[1, 2][:, :rank].T
+    np.testing.assert_allclose(cut.into @ cut.back.T, kept, atol=1e-7)
+    stored = np.diag(cut.into.T @ stats.whole.second(side, True)[1, 2] @ cut.into)
+    flat = np.diag(
+        into[1, 2][:, :rank].T
+        @ stats.whole.second(side, True)[1, 2]
+        @ into[1, 2][:, :rank]
+    )
+    assert stored.max() / stored.min() < flat.max() / flat.min() / 2
+
+
+# -- sensitivity -----------------------------------------------------------------------
+def attended(
+    q: np.ndarray, k: np.ndarray, fresh: np.ndarray, v: np.ndarray, fresh_v: np.ndarray
+) -> np.ndarray:
+    """Token by token: its own page (8 tokens) as it is, earlier ones as they are read
+    back. [G, T, d]"""
+    out = np.zeros((*q.shape[:2], v.shape[-1]))
+    for g, t in np.ndindex(*q.shape[:2]):
+        border = t // 8 * 8
+        keys, values = (
+            np.concatenate([x[:border], y[border : t + 1]])
+            for x, y in ((k, fresh), (v, fresh_v))
+        )
+        weights = np.exp(keys @ q[g, t])
+        out[g, t] = weights @ values / weights.sum()
+    return out
+
+
+def test_losses_are_those_of_attention_token_by_token() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v, pull = (
+        torch.tensor(rng.normal(size=s), dtype=torch.float32)
+        for s in ((2, 20, 16), (20, 16), (20, 16), (3, 2, 20, 16))
+    )
+    into, back = (
+        torch.tensor(rng.normal(size=(16, 16)) / 4, dtype=torch.float32)
+        for _ in range(2)
+    )
+    centre, codes = (
+        torch.tensor(rng.normal(size=16), dtype=torch.float32),
+        (Format(2, "rank", 128, 0.7), Format(8, "rank", 64)),
+    )
+    form, lane = (
+        sensitivity.Candidate(into, back, centre, codes),
+        sensitivity.LaneMoves(sensitivity.ObservedLane(q, k, v, pull), 8),
+    )
+    plain = attended(q.numpy(), k.numpy(), k.numpy(), v.numpy(), v.numpy())
+
+    def read(x: torch.Tensor, code: Format) -> tuple[np.ndarray, np.ndarray]:
+        kept = torch.nn.functional.pad((x - centre) @ into, (0, 0, 0, 4))
+        return rounded(kept, code, 8)[:20].numpy(), kept[:20].numpy()
+
+    for code, keys, values in zip(
+        codes, lane.keys([form]), lane.values([form]), strict=True
+    ):
+        coded, fresh = read(k, code)
+        by_keys = (
+            attended((q @ back).numpy(), coded, fresh, v.numpy(), v.numpy()) - plain
+        )
+        coded, fresh = (x @ back.numpy().T + centre.numpy() for x in read(v, code))
+        by_values = attended(q.numpy(), k.numpy(), k.numpy(), coded, fresh) - plain
+        for found, change in ((keys, by_keys), (values, by_values)):
+            assert found == pytest.approx(
+                (np.einsum("sgtd,gtd->st", pull.numpy(), change) ** 2).sum(), rel=1e-3
+            )
+
+
+@cache
+def lathe() -> tuple[Checkpoint, Stats, Decoder]:
+    checkpoint = Checkpoint(LATHE)
+    stats = calibrate_on(
+        checkpoint, [torch.tensor(ids) for ids in windows(6, 512)], 0, {}
+    )
+    none = compose("none", stats.shape, True, None, Options(), CacheSettings(32))
+    return checkpoint, stats, decoder_from(checkpoint, *none)
+
+
+@cache
+def windows(count: int, tokens: int, skipped: int = 0) -> list[tuple[int, ...]]:
+    encoder, found = FolderEncoder(LATHE), []
+    for line in TEXT.read_text("utf-8").splitlines()[skipped:]:
+        ids = encoder.encode(json.loads(line)["text"])
+        found += [tuple(ids[:tokens])] if len(ids) >= tokens else []
+    return found[:count]
+
+
+def test_the_gradients_seen_are_those_of_the_score() -> None:
+    """A change of one lane's output along its pull moves the score as fast as its
+    square says."""
+    _, _, decoder = lathe()
+    ids = windows(1, 48)[0]
+    read = sensitivity.Reading(
+        ids, range(47), lambda logits, draw: logits.square().mean(), 1, 1.0
+    )
+    observed = sensitivity.observed(decoder, read, torch.Generator())
+    lane = observed[decoder.spec.kv_heads + 1]
+    before = decoder.logits(ids, range(47)).square().mean()
+    steepness = lane.pull.square().sum()
+    layer = decoder.layers["1"].attend
+    pull = lane.pull[0].transpose(0, 1).flatten(1)
+    step = 0.003 * before / steepness * pull
+    change = torch.zeros(48, decoder.spec.query_heads * decoder.spec.head_dim)
+    change[:, step.shape[1] : 2 * step.shape[1]] = step
+    handle = layer.register_forward_hook(lambda m, i, o: (o[0] + change, o[1]))  # type: ignore[union-attr]
+    after = decoder.logits(ids, range(47)).square().mean()
+    handle.remove()
+    assert float(after / before - 1) == pytest.approx(0.003, rel=0.05)
+
+
+def kl_of(plan: CompressionPlan, basis: object, texts: list[tuple[int, ...]]) -> float:
+    checkpoint, _, whole = lathe()
+    coded, sums = reading(decoder_from(checkpoint, plan, basis)), metrics.Sums()  # type: ignore[arg-type]
+    for ids in texts:
+        rows = range(len(ids) - 1)
+        sums += metrics.Sums.of(
+            coded.logits(ids, rows).numpy(),
+            np.array(ids[1:]),
+            whole.logits(ids, rows).numpy(),
+        )
+    return sums.kl / sums.tokens
+
+
+def test_prices_foretell_what_is_lost_and_dealing_them_wrongly_loses_more() -> None:
+    """On text that nothing was measured on: the sum of losses is the divergence to a
+    factor of 2."""
+    checkpoint, stats, _ = lathe()
+    texts = windows(4, 512, skipped=20)
+    assert not set(texts) & set(windows(6, 512))
+    found = measured.priced(
+        checkpoint, stats, FORM, sensitivity.of_text(windows(2, 512))
+    )
+    plan, basis = measured.variant("auto", found, FORM).at(0.75)
+    lost, expected = kl_of(plan, basis, texts), plan.notes["expected loss"]
+    assert expected / 2 < lost < 2 * expected
+    choice = found.chosen(int(0.25 * 2048 * 64))
+    dealt = auto.shuffled(choice, np.random.default_rng(0), len(choice) // 2)
+    worse, its_basis = measured.plan_of("auto", found, dealt, FORM)
+    assert CacheLayout(worse).bytes_per_token() == CacheLayout(plan).bytes_per_token()
+    assert kl_of(worse, its_basis, texts) > 1.3 * lost
+
+
+def test_losses_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, stats, _ = lathe()
+    read = sensitivity.of_text([windows(1, 96)[0]])
+    first = measured.priced(checkpoint, stats, FORM, read, tmp_path)
+    monkeypatch.setattr(measured, "losses", None)
+    np.testing.assert_array_equal(
+        measured.priced(checkpoint, stats, FORM, read, tmp_path).loss, first.loss
+    )
+
+
+def test_a_search_scores_other_methods_beside_its_own_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those smaller than its gentlest, each method one line of the chart; asked again,
+    nothing is scored."""
+    checkpoint, stats, _ = lathe()
+    found = measured.priced(
+        checkpoint, stats, FORM, sensitivity.of_text([windows(1, 96)[0]])
+    )
+    own = measured.variant("auto", found, FORM)
+    others = for_comparison(stats.shape, True, stats, FORM)
+    exam = search.Exam("perplexity", windows=(windows(3, 150)[2],))
+    plan, _ = search.search(checkpoint, [own], 0.98, exam, (), tmp_path, others)
+    curve = plan.notes["curve"]
+    points = curve["points"]
+    assert (
+        curve["of"] == plan.compression == "auto"
+        and CompressionPlan.from_json(plan.to_json()) == plan
+    )
+    assert {p["of"] for p in points} == {
+        "auto",
+        "fdc",
+        "zack",
+        "hack",
+        "kivi",
+        "kvquant",
+    }
+    coded = {p["plan"] for p in points if ":" in p["plan"]}
+    assert coded == {
+        f"{name}:bits={bits}" for name in ("hack", "kivi", "kvquant") for bits in (2, 4)
+    }
+    assert max(
+        p["removed"]
+        for p in points
+        if p["of"] == "auto" and p["score"] >= curve["target"]
+    ) == pytest.approx(removed(plan, FORM.bits))
+    monkeypatch.setattr(search, "decoder_from", None)
+    assert search.search(checkpoint, [own], 0.98, exam, (), tmp_path, others)[0] == plan
+
+
+# -- any model -------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "name", ["llama-biased-d80-mqa", "gpt2", "phi3", "falcon-7b", "qwen3"]
+)
+def test_the_gentlest_plan_of_any_family_is_nearly_the_model(
+    name: str, reference: Callable[[str], tuple[Path, object]]
+) -> None:
+    checkpoint = Checkpoint(reference(name)[0])
+    spec = checkpoint.spec
+    stats = calibrate_on(
+        checkpoint, random_sequences(spec.vocab_size, 1024, 0, 256), 0, {}, spread=False
+    )
+    ids = tuple(random_sequences(spec.vocab_size, 200, 1, 200)[0].tolist())
+    found = measured.priced(checkpoint, stats, FORM, sensitivity.of_text([ids]))
+    assert np.isfinite(found.loss).all() and (found.loss > 0).all()
+    family = measured.variant("auto", found, FORM)
+    whole = decoder_from(
+        checkpoint,
+        *compose("none", spec.shape, spec.rope is not None, None, Options(), FORM),
+    )
+    expected, errors = whole.logits(ids, range(200)), []
+    for ratio in (family.least, (family.least + family.most) / 2, family.most):
+        plan, basis = family.at(ratio)
+        logits = reading(decoder_from(checkpoint, plan, basis)).logits(ids, range(200))
+        errors.append(float((logits - expected).square().mean() / expected.var()))
+    assert errors[0] < 0.01 and errors[0] < errors[2]
+
+
+def test_an_engine_of_a_tiny_model(
+    reference: Callable[[str], tuple[Path, object]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KVLATHE_CACHE", str(tmp_path / "cache"))
+    asked = BuildRequest(
+        reference("llama")[0],
+        tmp_path / "engine",
+        "auto",
+        compression_ratio=0.5,
+        calibration="random",
+        tokens_per_block=16,
+        prefill_chunk=64,
+        kv_bits=16,
+    )
+    engine = LLM.load(build(asked))
+    assert engine.manifest is not None and engine.manifest.kv_bytes.removed >= 0.5
+    assert evidence("auto", stats_cases.stats(0), Options(), priced_plan()) is not None
+    ids = list(range(60))
+    assert np.isfinite(engine.logits(ids, range(60))).all()
+
+
+def priced_plan() -> CompressionPlan:
+    found = priced(0)
+    return measured.variant("auto", found, FORM).at(0.8)[0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (
+            {"compression": "auto+hack"},
+            "auto and hack cannot be composed: auto chooses",
+        ),
+        ({"compression": "fdc+auto"}, "fdc and auto cannot be composed"),
+        ({"compression": "auto:bits=4"}, "auto takes none"),
+        (
+            {"compression": "auto", "removal_rate": 0.1},
+            "--removal-rate cannot be used with auto",
+        ),
+    ],
+)
+def test_what_cannot_be_asked_of_it(
+    asked: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(KvlatheError, match=said):
+        accept(dataclasses.replace(BuildRequest(LATHE, tmp_path / "engine"), **asked))  # type: ignore[arg-type]
+    assert not (tmp_path / "engine").exists()

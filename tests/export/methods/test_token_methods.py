@@ -1,0 +1,169 @@
+"""Methods that make tokens unequal: what they plan, what they refuse, and the formulas
+of the paper."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.bases.basis import LaneBasis
+from kvlathe.export.calibration.stats import Stats
+from kvlathe.export.methods.channels import scaled
+from kvlathe.export.methods.composition import CacheSettings, compose
+from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.registry import calibration
+from kvlathe.export.methods.zipcache import ratio
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import CompressionPlan
+from tests.support.runtime_cases import model_shape
+from tests.support.stats_cases import stats as made_up
+
+
+@cache
+def stats() -> Stats:
+    return made_up(5, model_shape())
+
+
+def plan(request: str) -> CompressionPlan:
+    return compose(request, model_shape(), True, stats(), Options(), CacheSettings())[0]
+
+
+def test_the_papers_ratios() -> None:
+    sizes = (8, 4096, 4096)
+    found = [
+        round(ratio(scheme, *sizes), 3)
+        for scheme in ("groupwise", "tokenwise", "separable")
+    ]
+    assert found == [3.2, 3.992, 3.995]
+
+
+def test_a_split_is_two_formats_of_the_same_tokens() -> None:
+    made = plan("zipcache:high=4,low=2,salient=0.6")
+    hot, high, low = made.buckets
+    assert [made.tiers[b.tier].bits_k for b in (high, low)] == [
+        4,
+        2,
+    ] and high.lanes == low.lanes == hot.lanes
+    assert [b.tokens.share for b in (high, low)] == [0.6, 0.4]
+    assert made.observation and (
+        made.observation.recent,
+        made.observation.random,
+        made.observation.normalized,
+    ) == (0.05, 0.05, True)
+    assert [made.tiers[b.tier].span_k for b in (high, low)] == [
+        0.95,
+        0.65,
+    ] and high.tokens.divides
+    assert all(tier.span_k == 1 for tier in plan("zipcache:ends=kept").tiers)
+    assert plan("zipcache:salient=1").observation is None
+    tokens, shape = 1 << 16, made.model
+    plain = 2 * shape.layers * shape.kv_heads * shape.head_dim * 2 * tokens
+    assert 3.4 < plain / CacheLayout(made).bytes_for(tokens) < 16 / 3.2
+
+
+@pytest.mark.parametrize(
+    "request_",
+    ["none", "fdc:removal_rate=0.2", "fdc:rope_fold=planes,removal_rate=0.2"],
+)
+@pytest.mark.parametrize("rope", [True, False])
+def test_scaled_channels_are_even_and_change_no_product(
+    request_: str, rope: bool
+) -> None:
+    """With c = sqrt(rms), what was cached had a root mean square of c^2 a channel and
+    now has c: half its logarithm."""
+    if "planes" in request_ and not rope:
+        return
+    known = made_up(5, model_shape(), rope)
+    made, basis = compose(
+        request_, model_shape(), rope, known, Options(), CacheSettings()
+    )
+    found, seen = scaled(made.lanes, basis, known, "kv"), known.whole
+    for lane in made.lanes:
+        at, own = (
+            (lane.layer, lane.head),
+            basis.get((lane.layer, lane.head), LaneBasis()),
+        )
+        d = model_shape().head_dim
+        dims = [*lane.planes, *(p + d // 2 for p in lane.planes)] or list(range(d))
+        pairs = {
+            "k": (
+                found[at].b,
+                own.b,
+                found[at].a,
+                own.a,
+                (seen.kk[at] / seen.tokens)[np.ix_(dims, dims)],
+            ),
+            "v": (
+                found[at].a_v,
+                own.a_v,
+                found[at].o_v.T,
+                own.o_v,
+                seen.vv[at] / seen.tokens,
+            ),  # type: ignore[union-attr]
+        }
+        for side, (into, before, back, own_back, second) in pairs.items():
+            eye = np.eye(len(second))
+            before, own_back = (
+                (eye, eye)
+                if before is None
+                else (before, own_back if side == "k" else own_back.T)
+            )
+            np.testing.assert_allclose(
+                into @ back.T, before @ own_back.T, rtol=1e-9, atol=1e-9
+            )
+            sizes = [np.sqrt(np.diag(m.T @ second @ m)) for m in (before, into)]
+            if side == "k" and lane.rope != "none" and not lane.projected:
+                sizes = [np.sqrt(np.prod(x.reshape(2, -1), 0)) for x in sizes]
+            np.testing.assert_allclose(sizes[1], np.sqrt(sizes[0]), rtol=1e-6)
+
+
+def test_what_a_request_calibrates_on() -> None:
+    asked = (
+        "zipcache",
+        "zipcache:values=token",
+        "zipcache:values=token,keys=folded",
+        "fdc+zipcache",
+        "zack+zipcache",
+    )
+    assert [calibration(one) for one in asked] == [
+        "random",
+        None,
+        "random",
+        "random",
+        "text",
+    ]
+    with pytest.raises(KvlatheError, match="needs statistics"):
+        compose("zipcache", model_shape(), True, None, Options(), CacheSettings())
+
+
+@pytest.mark.parametrize("name", ["h2o", "snapkv", "keyformer"])
+def test_budgets_are_whole_pages_and_go_with_other_formats(name: str) -> None:
+    assert {b.tokens.budget for b in plan(f"{name}:budget=250").buckets} == {256}
+    both = plan(f"{name}+hack:bits=4")
+    assert [b.tokens.kind for b in both.buckets] == ["all", "budget"] and both.tiers[
+        1
+    ].axis_v == "rank"
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        ("zipcache:salient=2", "share of the tokens"),
+        ("zipcache:high=3", "Choose one of"),
+        ("zipcache+hack", "each of them chooses the number format"),
+        ("zipcache+h2o", "each of them chooses which tokens"),
+        ("h2o:budget=10", "a page holds 64"),
+        ("h2o:budget=40", "a page holds 64"),
+        ("h2o:budget=nan", "a page holds 64"),
+        ("h2o:budget=inf", "a page holds 64"),
+        ("h2o:budget=512,budget=256", "an option twice"),
+        ("h2o:budget=many", "no number"),
+        ("snapkv:window=3", "unknown"),
+    ],
+)
+def test_requests_that_cannot_be_are_refused(request_: str, said: str) -> None:
+    with pytest.raises(KvlatheError, match=said):
+        plan(request_)

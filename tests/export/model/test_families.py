@@ -1,0 +1,272 @@
+"""Every family at full rank computes what transformers computes; what it would compute
+otherwise is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.bases.basis import Basis
+from kvlathe.export.families import FAMILIES as KNOWN
+from kvlathe.export.folding.fold import decoder_from
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.decoder import Decoder
+from kvlathe.export.model.layer_runner import LayerRunner, embed
+from kvlathe.export.model.spec import read_spec
+from tests.support.checkpoints import FAMILIES, full_plan, longrope, make_model, sizes
+
+TOLERANCE = 1e-4
+Reference = Callable[[str], tuple[Path, torch.nn.Module]]
+
+
+def identity_decoder(checkpoint: Checkpoint) -> Decoder:
+    return decoder_from(
+        checkpoint,
+        full_plan(checkpoint.spec.shape, checkpoint.spec.rope is not None),
+        Basis(),
+    )
+
+
+def some_ids(checkpoint: Checkpoint, length: int) -> Tensor:
+    return torch.randint(
+        0,
+        checkpoint.spec.vocab_size,
+        (length,),
+        generator=torch.Generator().manual_seed(length),
+    )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_identity_plan_equals_transformers(name: str, reference: Reference) -> None:
+    """Lengths on both sides of the 64 positions at which LongRoPE changes its
+    factors."""
+    folder, model = reference(name)
+    for length, served in ((1, 64), (37, 64), (150, None)):
+        checkpoint = Checkpoint(folder, served)
+        ids = some_ids(checkpoint, length)
+        with torch.no_grad():
+            expected = model(ids[None]).logits[0]
+        assert expected.abs().max() > 1, "the reference says too little to compare with"
+        found = identity_decoder(checkpoint).logits(ids.tolist(), range(length))
+        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layer_runner_shows_what_the_reference_caches(
+    name: str, reference: Reference
+) -> None:
+    """Hidden states, post-RoPE keys (up to the canonical order of dims) and values of
+    every layer."""
+    folder, model = reference(name)
+    checkpoint = Checkpoint(folder)
+    spec, ids, positions = checkpoint.spec, some_ids(checkpoint, 90), torch.arange(90)
+    with torch.no_grad():
+        expected = model(ids[None], output_hidden_states=True, use_cache=True)
+    x = embed(checkpoint, ids, positions)
+    order = spec.rope.order if spec.rope else list(range(spec.head_dim))
+    for i, cached in enumerate(expected.past_key_values.layers):
+        torch.testing.assert_close(
+            x, expected.hidden_states[i][0], atol=TOLERANCE, rtol=0
+        )
+        x, q, k, v = LayerRunner(checkpoint, i)(x, positions)
+        assert q.shape == (90, spec.query_heads, spec.head_dim)
+        every = (
+            spec.query_heads // cached.keys.shape[1]
+        )  # Falcon's cache repeats each KV head for its whole group
+        repeat = spec.group_size // every
+        torch.testing.assert_close(
+            k,
+            cached.keys[0, ::repeat, :, order].transpose(0, 1),
+            atol=TOLERANCE,
+            rtol=0,
+        )
+        torch.testing.assert_close(
+            v, cached.values[0, ::repeat].transpose(0, 1), atol=TOLERANCE, rtol=0
+        )
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 16.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+PHI = {
+    "original_max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAR = {
+    "llama3": (
+        "Llama",
+        {
+            "rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192},
+            "rope_theta": 5e5,
+        },
+    ),
+    "yarn": ("Qwen2", {"rope_scaling": YARN, "rope_theta": 1e6}),
+    "longrope": ("Phi3", {"rope_scaling": longrope(16), **PHI}),
+    "partial": (
+        "Phi3",
+        {"rope_scaling": longrope(12), "partial_rotary_factor": 0.75, **PHI},
+    ),
+    "yarn-new-style": (
+        "Qwen3",
+        {"rope_parameters": YARN | {"rope_theta": 1e6}, "head_dim": 32},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAR)
+@pytest.mark.parametrize("start", [0, 4000, 131000])
+def test_rope_at_far_positions(name: str, start: int, tmp_path: Path) -> None:
+    kind, settings = FAR[name]
+    model = make_model(
+        tmp_path,
+        kind,
+        sizes(128, 4, 2) | {"max_position_embeddings": 131072} | settings,
+    )
+    checkpoint = Checkpoint(tmp_path, 4096 if start < 4096 else None)
+    ids, positions = some_ids(checkpoint, 60), start + torch.arange(60)
+    with torch.no_grad():
+        expected = model(ids[None], position_ids=positions[None]).logits[0]
+    empty, starts = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([0, 60])
+    every = torch.arange(60)
+    found, _ = identity_decoder(checkpoint)(
+        ids, positions, starts, every, empty, [], {}, every
+    )
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_longrope_factors_follow_max_seq_len(reference: Reference) -> None:
+    folder, _ = reference("phi3-longrope")
+    short, long = (read_spec(folder, n).rope for n in (64, 65))
+    assert (
+        short
+        and long
+        and short.inv_freq[3] > 2 * long.inv_freq[3]
+        and short.amplitude == long.amplitude
+    )
+
+
+def test_what_longrope_computes_otherwise_than_transformers_is_said(
+    reference: Reference,
+) -> None:
+    folder, _ = reference("phi3-longrope")
+    assert read_spec(folder, 64).rope_note == ""
+    assert "up to 64 tokens differ from transformers" in read_spec(folder).rope_note
+    assert "--max-seq-len 64" in read_spec(folder, 65).rope_note
+    assert read_spec(reference("llama")[0]).rope_note == ""
+
+
+def config_of(kind: str, **changes: object) -> dict[str, Any]:
+    base = {
+        "model_type": kind,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 9,
+    }
+    return base | changes
+
+
+REFUSED = {
+    "no family": (
+        {"vocab_size": 3},
+        f"Choose one of {', '.join(sorted(KNOWN))}",
+    ),
+    "gemma": (config_of("gemma2"), "Choose one of falcon, gpt2"),
+    "alibi": (config_of("falcon", alibi=True), "ALiBi"),
+    "falcon block": (config_of("falcon", num_ln_in_parallel_attn=2), "2 norms"),
+    "window": (
+        config_of("mistral", sliding_window=100, max_position_embeddings=101),
+        "--max_seq_len 100",
+    ),
+    "phi window": (
+        config_of("phi3", sliding_window=50, pad_token_id=0),
+        "--max_seq_len 50",
+    ),
+    "some layers": (
+        config_of(
+            "qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=1
+        ),
+        "sliding window of 7 tokens",
+    ),
+    "layer type": (
+        config_of(
+            "qwen3",
+            num_key_value_heads=2,
+            layer_types=["full_attention", "chunked_attention"],
+        ),
+        "chunked_attention",
+    ),
+    "quantized": (
+        config_of("llama", quantization_config={"quant_method": "gptq"}),
+        "quantized",
+    ),
+    "classifier": (
+        config_of("llama", architectures=["LlamaForSequenceClassification"]),
+        "SequenceClassification",
+    ),
+    "softcap": (
+        config_of("llama", attn_logit_softcapping=30.0),
+        "attn_logit_softcapping",
+    ),
+    "activation": (config_of("llama", hidden_act="relu2"), "relu2"),
+    "groups": (config_of("llama", num_key_value_heads=3), "do not divide"),
+    "odd head": (config_of("llama", head_dim=3), "head_dim is 3"),
+    "partial": (config_of("llama", partial_rotary_factor=0.5), "partial_rotary_factor"),
+    "rope": (
+        config_of("llama", rope_scaling={"rope_type": "proportional"}),
+        "'proportional'",
+    ),
+    "rope factor": (
+        config_of("llama", rope_scaling={"rope_type": "yarn", "factor": "much"}),
+        "RoPE|not valid",
+    ),
+    "head norms": (config_of("stablelm", qk_layernorm=True), "one QK-norm"),
+    "cross": (config_of("gpt2", add_cross_attention=True), "cross-attention"),
+    "type": (config_of("llama", hidden_size="wide"), "not valid"),
+    "code": (
+        config_of("mine", auto_map={"AutoConfig": "evil.Config"}),
+        "'mine' is not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_would_change_the_result_is_refused(case: str, tmp_path: Path) -> None:
+    config, said = REFUSED[case]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "evil.py").write_text("raise SystemExit('the folder was executed')")
+    with pytest.raises(KvlatheError, match=said):
+        read_spec(tmp_path)
+
+
+@pytest.mark.parametrize("length", [0, -1, 513])
+def test_lengths_beyond_the_model_are_refused(
+    length: int, reference: Reference
+) -> None:
+    with pytest.raises(KvlatheError, match="1 to 512 positions"):
+        read_spec(reference("gpt2")[0], length)
+
+
+def test_a_window_that_nothing_leaves_is_exact(tmp_path: Path) -> None:
+    """Mistral with a window of 40: sequences of up to 40 tokens are what full attention
+    computes, and so are served."""
+    model = make_model(tmp_path, "Mistral", sizes(64, 4, 2, sliding_window=40))
+    checkpoint = Checkpoint(tmp_path, 40)
+    ids = some_ids(checkpoint, 40)
+    with torch.no_grad():
+        expected = model(ids[None]).logits[0]
+    found = identity_decoder(checkpoint).logits(ids.tolist(), range(40))
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)

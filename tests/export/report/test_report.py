@@ -1,0 +1,340 @@
+"""report.html: stands alone, says what the plan says, escapes what it is given."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvlathe.base.console import human_bytes
+from kvlathe.export.methods.evidence import Evidence
+from kvlathe.export.report.heading import heading, renewed
+from kvlathe.export.report.kept import kept
+from kvlathe.export.report.report import (
+    ReportData,
+    _byte_rows,
+    render,
+    write_report,
+)
+from kvlathe.export.report.stability import stability
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.heads import Lane, ModelShape
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.memory import memory_table
+from kvlathe.plan.plan import Bucket, CompressionPlan, Stage
+from kvlathe.plan.token_rules import Budget, KeepAll, ObservationWindow
+
+SHAPE = ModelShape(
+    layers=4,
+    query_heads=4,
+    kv_heads=2,
+    head_dim=64,
+    hidden_size=256,
+    vocab_size=512,
+    max_positions=4096,
+)
+
+
+def make_plan(
+    shape: ModelShape = SHAPE, step: int = 16, notes: dict | None = None
+) -> CompressionPlan:
+    lanes = tuple(
+        Lane(
+            layer,
+            head,
+            shape.head_dim,
+            shape.head_dim - step * (layer % 3),
+            shape.head_dim - step * head % 48,
+            projected=True,
+        )
+        for layer in range(shape.layers)
+        for head in range(shape.kv_heads)
+    )
+    bucket = Bucket(tier=0, lanes=tuple(range(len(lanes))))
+    return CompressionPlan(
+        shape,
+        lanes,
+        (Tier(32, 32),),
+        (bucket,),
+        compression="<b>demo</b>",
+        notes=notes or {},
+    )
+
+
+def make_data(plan: CompressionPlan | None = None) -> ReportData:
+    plan = plan or make_plan()
+    m, rng = plan.model, np.random.default_rng(0)
+    spectrum = np.sort(rng.exponential(size=(m.layers, m.kv_heads, m.head_dim)) ** 3)[
+        ..., ::-1
+    ]
+    positive = rng.uniform(0.01, 0.1, size=(8, m.layers, m.kv_heads))
+    dims = 2 * m.head_dim * m.kv_heads * m.layers
+    return ReportData(
+        model="tiny & <model>",
+        command="kvlathe build --model 'a <b>'",
+        created="2026-01-01T00:00:00Z",
+        plan=plan,
+        bytes_per_token=CacheLayout(plan).bytes_per_token(),
+        bytes_baseline=4 * dims,
+        bytes_16bit=2 * dims,
+        evidence=Evidence(spectrum, spectrum, *positive),
+        measured={"perplexity ratio": 1.0123},
+        limits={"max_seq_len": 4096},
+        versions={"kvlathe": "0"},
+    )
+
+
+class Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.targets: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            if (
+                name.split(":")[-1] in {"src", "href", "action", "data"}
+                and value
+                and not value.startswith(("#", "data:"))
+            ):
+                self.targets.append(value)
+            if name == "id" and value:
+                self.ids.append(value)
+
+
+def parsed(html: str) -> Links:
+    links = Links()
+    links.feed(html)
+    return links
+
+
+def test_the_page_stands_alone_and_is_small(tmp_path: Path) -> None:
+    write_report(tmp_path / "report.html", make_data())
+    html = (tmp_path / "report.html").read_text(encoding="utf-8")
+    links = parsed(html)
+    assert not links.targets and not {"script", "link", "iframe"} & set(links.tags)
+    assert not re.search(r"url\((?!#)|@import", html)
+    assert links.tags.count("svg") == 7 and len(html) < 400_000
+
+
+def test_ids_of_the_charts_do_not_collide() -> None:
+    """Two charts with one clip path's id would cut each other."""
+    html = render(make_data())
+    ids = parsed(html).ids
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r"url\(#([^)]+)\)", html)) | set(
+        re.findall(r'xlink:href="#([^"]+)"', html)
+    ) <= set(ids)
+
+
+def test_names_and_commands_are_escaped() -> None:
+    html = render(make_data())
+    assert (
+        "<model>" not in html
+        and "tiny &amp; &lt;model&gt;" in html
+        and "<b>demo" not in html
+    )
+
+
+def test_a_renewed_page_is_the_page_of_the_other_build() -> None:
+    """Nothing else depends on model name, command and time, and escaped text cannot end
+    a field or open another."""
+    data = make_data()
+    told = {
+        "model": '<i data-field="model">',
+        "command": "a \\1 'b' <c>\n&amp;",
+        "created": "2030-02-03T04:05:06+00:00",
+    }
+    other = render(dataclasses.replace(data, **told))
+    assert (
+        renewed(render(data), heading(compression=data.plan.compression, **told))
+        == other
+    )
+    assert other.count('data-field="') == 4
+
+
+def test_the_headline_is_the_ratio_of_the_bytes() -> None:
+    data = make_data()
+    html = render(data)
+    assert f"{100 * (1 - data.bytes_per_token / data.bytes_baseline):.1f} %" in html
+    assert f"{data.bytes_per_token:,.0f}" in html and "1.012" in html
+
+
+def test_formats_budgets_and_stages_are_said() -> None:
+    lanes = tuple(Lane(layer, 0, 64, 64, 64) for layer in range(4))
+    tiers = (Tier(16, 16), Tier(8, 2, "rank", "rank"))
+    rule = Budget(512)
+    buckets = (
+        Bucket(0, (0, 1)),
+        Bucket(1, (0, 1), 0, rule),
+        Bucket(0, (2, 3)),
+        Bucket(1, (2, 3), 2, rule),
+    )
+    shape = dataclasses.replace(SHAPE, kv_heads=1, max_positions=2048)
+    stages = (Stage(0), Stage(2, 1024))
+    plan = CompressionPlan(
+        shape,
+        lanes,
+        tiers,
+        buckets,
+        observation=ObservationWindow(last=8, accumulated=False),
+        stages=stages,
+    )
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", render(make_data(plan))))
+    assert (
+        "1 K 8 bit, V 2 bit 0 to 1 2" in text
+        and "2 16 bit 2 to 3 2" in text
+        and "until they are sealed" in text
+    )
+    assert "a sequence of 2,048, the longest" in text
+    assert "From layer 2 on a prompt computes at most 1,024 of its tokens" in text
+    (_, k, v), *_ = reversed(_byte_rows(make_data(plan)))
+    assert k / v == pytest.approx(
+        (64 * 64 + 4 * 64) / (64 * 16 + 4 * 64)
+    )  # 64 tokens: codes, one pair of halves each
+
+
+def test_every_rank_is_on_the_heat_map() -> None:
+    plan = make_plan(
+        dataclasses.replace(SHAPE, layers=3, kv_heads=4, head_dim=128), step=16
+    )
+    html = render(make_data(plan))
+    drawn = re.findall(r">(\d+)</text>", html)
+    for lane in plan.lanes:
+        assert str(lane.rank_k) in drawn and str(lane.rank_v) in drawn
+
+
+def sealed_plan(budget: int = 0) -> CompressionPlan:
+    """Two heads a layer; head 0 is sealed in 4 bit, head 1 in 2."""
+    shape = dataclasses.replace(SHAPE, layers=2)
+    lanes = tuple(Lane(i // 2, i % 2, 64, 64, 64) for i in range(4))
+    tiers = (Tier(16, 16), Tier(4, 4, axis_v="rank"), Tier(2, 2, axis_v="rank"))
+    rule = Budget(budget) if budget else KeepAll()
+    buckets = (
+        Bucket(0, (0, 1, 2, 3)),
+        Bucket(1, (0, 2), 0, rule),
+        Bucket(2, (1, 3), 0, rule),
+    )
+    window = ObservationWindow(last=8) if budget else None
+    return CompressionPlan(shape, lanes, tiers, buckets, observation=window)
+
+
+def test_bits_of_heads_are_shown_where_pages_are_quantized() -> None:
+    held = kept(sealed_plan())
+    assert held.bits_k[0] == pytest.approx([4, 2]) and held.mean_bits == pytest.approx(
+        3
+    )
+    assert (held.share == 1).all()
+    html = render(make_data(sealed_plan()))
+    assert "K: bits of a number" in html and "tokens kept" not in html
+    assert "bits of a number" not in render(make_data())
+
+
+def test_tokens_of_heads_are_shown_where_a_rule_drops_some() -> None:
+    plan = sealed_plan(1024)
+    held = kept(plan)
+    assert held.mean_share == pytest.approx(1024 / held.tokens)
+    assert "tokens kept, % of 4,096" in render(make_data(plan))
+
+
+@pytest.mark.parametrize(
+    ("missed", "verdict"), [(0.002, "Yes."), (0.03, "Nearly."), (0.2, "No.")]
+)
+def test_stability_is_said_in_words(missed: float, verdict: str) -> None:
+    data = make_data()
+    assert data.evidence is not None
+    everywhere = np.full_like(data.evidence.missed_k, missed)
+    evidence = dataclasses.replace(
+        data.evidence, missed_k=everywhere, missed_v=everywhere
+    )
+    assert stability(evidence).verdict == verdict
+    html = render(dataclasses.replace(data, evidence=evidence))
+    assert verdict in html and f"{100 * missed:.2f} %" in html
+
+
+def test_memory_is_shown_where_it_is_known() -> None:
+    data = make_data()
+    rows = memory_table(CacheLayout(data.plan), 4096, 3)
+    html = render(dataclasses.replace(data, memory=rows))
+    for row in rows:
+        for name in ("steady", "peak", "uncompressed", "batch_steady", "batch_peak"):
+            assert human_bytes(row[name]) in html
+    assert "3 at their peak" in html
+    assert "Memory to plan for" not in render(data)
+
+
+@pytest.mark.parametrize("target", [0.97, None])
+def test_a_search_shows_its_curve(target: float | None) -> None:
+    points = [{"rate": r, "removed": r, "score": 1 - r * r} for r in (0.1, 0.2, 0.3)]
+    curve = {
+        "metric": "retrieval",
+        "baseline": 0.98,
+        "target": target,
+        "points": points,
+    }
+    html = render(make_data(make_plan(notes={"curve": curve})))
+    assert (
+        "3 plans were measured by retrieval" in html and "of other methods" not in html
+    )
+    assert ("required" in html) == (target is not None)
+
+
+def test_other_methods_are_lines_of_the_same_chart_and_rows_of_its_table() -> None:
+    scores = {"ours": (0.99, 0.98, 0.1), "theirs": (0.97, 0.7)}
+    points = [
+        {
+            "of": of,
+            "plan": f"{of}:size={i}",
+            "removed": (0.5, 0.75, 0.875)[i],
+            "score": score,
+        }
+        for of, own in scores.items()
+        for i, score in enumerate(own)
+    ]
+    curve = {
+        "metric": "agreement",
+        "baseline": 1.0,
+        "target": 0.98,
+        "of": "ours",
+        "points": points,
+    }
+    data = make_data(make_plan(notes={"curve": curve}))
+    html = render(data)
+    assert (
+        "3 plans were measured by agreement" in html
+        and "and 2 of other methods" in html
+    )
+    assert "ends at 0.75; 2 plans are below it" in html
+    chart = html[html.index("<svg", html.index("Accuracy</h2>")) :]
+    legend = chart[: chart.index("</svg>")]
+    assert (
+        legend.count(">ours</text>") == legend.count(">theirs</text>") == 1
+        and "size=" not in legend
+    )
+    cells = re.findall(r'<td>(\S+:size=\d)</td><td class="n">([\d,]+)</td>', html)
+    wanted = {
+        p["plan"]: f"{data.bytes_baseline * (1 - p['removed']):,.0f}" for p in points
+    }
+    assert dict(cells) == wanted
+    assert [name for name, _ in cells] == sorted(
+        wanted, key=lambda name: (int(wanted[name].replace(",", "")), name)
+    )
+
+
+def test_a_plan_without_calibration_says_how_to_measure() -> None:
+    bare = dataclasses.replace(make_data(), evidence=None, measured={})
+    html = render(bare)
+    assert "Singular values" not in html and "kvlathe eval" in html
+
+
+def test_large_models_stay_small() -> None:
+    plan = make_plan(
+        dataclasses.replace(SHAPE, layers=80, kv_heads=8, query_heads=64, head_dim=128)
+    )
+    assert len(render(make_data(plan))) < 1_500_000

@@ -1,0 +1,133 @@
+"""A plan that seals, scored before it is built: SealedAttend against the paged engine
+and against the codec."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.bases.basis import Basis
+from kvlathe.export.folding.fold import decoder_from
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.search import sealed
+from kvlathe.plan import codec
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.heads import Lane, ModelShape
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.token_rules import ObservationWindow, Share
+from tests.support.runtime_cases import MODEL, decoder, llm, model_shape, plans, text
+
+
+def one_lane(
+    tier: Tier, rank_k: int, rank_v: int, page: int, seed: int
+) -> CompressionPlan:
+    lanes = (Lane(0, 0, rank_k, rank_k, rank_v, "none"),)
+    buckets = (Bucket(0, (0,)), Bucket(1, (0,), source=0))
+    shape = ModelShape(1, 2, 1, max(rank_k, rank_v), 64, 97, 256)
+    return CompressionPlan(
+        shape, lanes, (Tier(32, 32), tier), buckets, page, page, seed
+    )
+
+
+bits, axes, groups = (
+    st.sampled_from([8, 4, 2, 16]),
+    st.sampled_from(["rank", "token"]),
+    st.sampled_from([32, 64, 128]),
+)
+tiers = st.builds(
+    Tier,
+    bits,
+    bits,
+    axes,
+    axes,
+    groups,
+    groups,
+    rounding=st.sampled_from(["nearest", "stochastic"]),
+    span_k=st.sampled_from([1.0, 0.65]),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    tiers,
+    st.sampled_from([16, 48, 80, 144]),
+    st.sampled_from([16, 64]),
+    st.sampled_from([16, 64]),
+    st.integers(0, 99),
+)
+def test_what_is_read_back_is_what_the_codec_writes(
+    tier: Tier, rank_k: int, rank_v: int, page: int, seed: int
+) -> None:
+    plan, rng = one_lane(tier, rank_k, rank_v, page, seed), np.random.default_rng(seed)
+    wide = (
+        rng.normal(size=(3 * page, rank)) * 10.0 ** rng.integers(-3, 4)
+        for rank in (rank_k, rank_v)
+    )
+    sides = [x.astype(np.float32) for x in wide]
+    sides[0][: page // 2] = 0.25  # constant groups
+    found = sealed.Seal(plan, plan.lanes[0], tier)(*map(torch.from_numpy, sides))
+    layout = CacheLayout(plan)
+    for part, given_side, read in zip(
+        codec.parts(layout, 1)[0], sides, found, strict=True
+    ):
+        for at in range(0, 3 * page, page):
+            row = np.zeros(layout.page_stride[1], np.uint8)
+            part.write(row, given_side[at : at + page], at)
+            expected = part.read(row) if part.groups else given_side[at : at + page]
+            np.testing.assert_array_equal(read[at : at + page].numpy(), expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "onnx"])
+@pytest.mark.parametrize("kind", ["sealed", "coded", "sealed split"])
+def test_a_plan_is_scored_as_its_engine_computes(kind: str, backend: str) -> None:
+    """200 tokens end within a page, so tokens see their own page hot and all others as
+    codes. A number on the border of two codes may fall to either side (test_seal.py):
+    rarely, unless queries and shares are codes too.
+    """
+    scored = sealed.reading(
+        decoder_from(Checkpoint(MODEL), plans(model_shape())[kind], Basis())
+    )
+    found = scored.logits(text(200), range(200)).numpy()
+    difference = np.abs(found - llm(backend, kind).logits(text(200), range(200)))
+    rms, most = (5e-3, 0.5) if kind == "coded" else (1e-3, 2e-2)
+    assert np.sqrt((difference**2).mean()) < rms and difference.max() < most
+    unsealed = np.abs(found - decoder("one").logits(text(200), range(200)).numpy())
+    assert np.sqrt((unsealed**2).mean()) > (1e-4 if kind == "sealed split" else 1e-3)
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 128])
+def test_every_length_has_its_own_last_page(
+    tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the rows of a long sequence are taken page by page."""
+    scored = sealed.reading(
+        decoder_from(Checkpoint(MODEL), plans(model_shape())["sealed"], Basis())
+    )
+    at_once = scored.logits(text(tokens), range(tokens))
+    longer = scored.logits(text(160), range(tokens))
+    torch.testing.assert_close(at_once, longer, rtol=1e-4, atol=1e-4)
+    monkeypatch.setattr(sealed, "SCORES_AT_ONCE", 1)
+    torch.testing.assert_close(
+        scored.logits(text(tokens), range(tokens)), at_once, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_plan_that_chooses_tokens_is_refused() -> None:
+    shape = model_shape()
+    every = tuple(range(shape.layers * shape.kv_heads))
+    plan = plans(shape)["sealed"]
+    halves = [Bucket(1, every, 0, Share(0.5)) for _ in range(2)]
+    chosen = CompressionPlan(
+        shape,
+        plan.lanes,
+        plan.tiers,
+        (Bucket(0, every), *halves),
+        observation=ObservationWindow(last=8),
+    )
+    with pytest.raises(KvlatheError, match="chooses tokens"):
+        sealed.reading(decoder_from(Checkpoint(MODEL), chosen, Basis()))

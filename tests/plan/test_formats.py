@@ -1,0 +1,249 @@
+"""One law for every number format: all implementations write and read the same codes.
+
+The numpy codec is the reference. The torch simulation, the pages that the CPU library
+seals and what the ONNX function reads are equal to it bit for bit. The CPU library's
+attention is near the float64 reference. The CUDA kernels are held to the same list of
+tiers in tests/native/test_cache_cuda.py, where there is a GPU.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from onnx import helper, numpy_helper
+
+from kvlathe.export.attention.tables import LayerTables, PlanFacts
+from kvlathe.export.onnx.attend import OPSET
+from kvlathe.export.onnx.body import FLOAT, Body
+from kvlathe.export.onnx.pages import PageReader, Places
+from kvlathe.export.search import sealed
+from kvlathe.plan.codec import Part, element_places, noise, noise_key, parts
+from kvlathe.plan.formats import ALIGN, Format, Tier
+from kvlathe.plan.heads import Lane, ModelShape
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.runtime.native.cpu import PageWriter
+from kvlathe.runtime.native.library import find
+from kvlathe.runtime.sessions.host.pages import typed_views
+from tests.native_cpu.library import Call, aligned
+from tests.support.attend_cases import Case
+from tests.support.format_cases import BITS, TIERS, sealing_plan
+
+SPANS = st.sampled_from([1.0, 0.95, 0.65])
+RANKS = st.sampled_from([16, 48, 80, 128])
+PAGES = st.sampled_from([16, 48, 64])
+EVERY = pytest.mark.parametrize("bits", BITS)
+
+
+@st.composite
+def formats(draw: st.DrawFn, bits: int) -> Format:
+    axis = draw(st.sampled_from(["rank", "token"]))
+    group = draw(st.sampled_from([16, 32, 48, 128]))
+    return Format(bits, axis, group, draw(SPANS))  # pyright: ignore[reportArgumentType]
+
+
+def part_of(form: Format, rank: int, page: int, key: int | None = None) -> Part:
+    data = form.data_bytes(rank, page)
+    return Part(form, 0, data, data, page, rank, key)
+
+
+def numbers(seed: int, page: int, rank: int) -> np.ndarray:
+    """Numbers of many sizes, exact in half precision; the first half of the tokens are
+    alike."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(page, rank)) * 2.0 ** rng.integers(-6, 6, (page, 1))
+    x[: page // 2] = x[:1]
+    return x.astype(np.float16).astype(np.float32)
+
+
+@EVERY
+@given(data=st.data(), rank=RANKS, page=PAGES)
+def test_bytes_hold_what_a_format_says(
+    bits: int, data: st.DataObject, rank: int, page: int
+) -> None:
+    form = data.draw(formats(bits))
+    assert form.data_bytes(rank, page) % ALIGN == 0
+    assert form.data_bytes(rank, page) * 8 >= rank * page * bits
+    assert form.meta_bytes(rank, page) % ALIGN == 0
+    assert sum(form.group_sizes(rank, page)) in (
+        0,
+        rank if form.axis == "rank" else page,
+    )
+    assert bool(form.group_count(rank, page)) == form.is_coded
+    assert form.token_major != form.along_tokens
+    if form.is_coded:
+        places, groups = element_places(form, rank, page)
+        assert sorted(places.ravel()) == list(range(rank * page))
+        assert {*groups.ravel()} == {*range(form.group_count(rank, page))}
+
+
+@EVERY
+@given(data=st.data(), rank=RANKS, page=PAGES, seed=st.integers(0, 99))
+def test_what_is_read_is_near_and_stays_what_it_is(
+    bits: int, data: st.DataObject, rank: int, page: int, seed: int
+) -> None:
+    """IEEE numbers come back as they are. Codes over a whole range are at most half a
+    level off, and the error of half-precision metadata."""
+    form = data.draw(formats(bits))
+    part, values = part_of(form, rank, page), numbers(seed, page, rank)
+    bytes_ = np.zeros(form.page_bytes(rank, page), np.uint8)
+    part.write(bytes_, values)
+    read = part.read(bytes_)
+    if not form.is_coded:
+        np.testing.assert_array_equal(read, values)
+    elif form.span == 1.0:
+        along = 1 if form.along_rank else 0
+        starts = np.cumsum((0, *part.groups[:-1]))
+        high = np.maximum.reduceat(values, starts, axis=along)
+        low = np.minimum.reduceat(values, starts, axis=along)
+        step = np.repeat((high - low) / form.levels, part.groups, axis=along)
+        size = np.abs(values).max()
+        assert (np.abs(read - values) <= 0.5 * step + 2e-3 * size).all()
+
+
+@EVERY
+@given(
+    data=st.data(), rank=RANKS, page=PAGES, seed=st.integers(0, 99), drawn=st.booleans()
+)
+def test_torch_reads_what_numpy_writes(
+    bits: int, data: st.DataObject, rank: int, page: int, seed: int, drawn: bool
+) -> None:
+    form = data.draw(formats(bits))
+    if not form.is_coded:
+        return
+    key = noise_key(seed, 0, 0, 0) if drawn else None
+    part, values = part_of(form, rank, page, key), numbers(seed, page, rank)
+    bytes_ = np.zeros(form.page_bytes(rank, page), np.uint8)
+    part.write(bytes_, values)
+    dither = None if key is None else torch.from_numpy(noise(key, 0, page, rank))
+    rounded = sealed.rounded(torch.from_numpy(values), form, page, dither)
+    np.testing.assert_array_equal(rounded.numpy(), part.read(bytes_))
+
+
+@EVERY
+@given(
+    data=st.data(),
+    rank=RANKS,
+    page=PAGES,
+    seed=st.integers(0, 99),
+    sums=st.booleans(),
+    drawn=st.booleans(),
+)
+def test_the_cpu_library_writes_the_same_bytes(
+    bits: int,
+    data: st.DataObject,
+    rank: int,
+    page: int,
+    seed: int,
+    sums: bool,
+    drawn: bool,
+) -> None:
+    native = find().native
+    if native is None:
+        pytest.skip("the CPU library is not built here")
+    k, v = data.draw(formats(bits)), data.draw(formats(bits))
+    sums = sums and k.along_rank and v.along_tokens and page % v.group == 0
+    tier = Tier(
+        k.bits,
+        v.bits,
+        k.axis,
+        v.axis,
+        k.group,
+        v.group,
+        arithmetic="int" if sums else "float",
+        rounding="stochastic" if drawn else "nearest",
+        sums=sums,
+        span_k=k.span,
+        span_v=v.span,
+    )
+    shape = ModelShape(1, 1, 1, rank, rank, 16, 1024)
+    lanes = (Lane(0, 0, rank, rank, rank),)
+    buckets = (Bucket(0, (0,)), Bucket(1, (0,), source=0))
+    hot = Tier(32, 32)
+    plan = CompressionPlan(shape, lanes, (hot, tier), buckets, page, page, seed)
+    layout = CacheLayout(plan)
+    source = aligned(np.zeros(layout.page_stride[0], np.uint8))
+    expected = np.zeros(layout.page_stride[1], np.uint8)
+    written = aligned(expected)
+    for i, hot_part in enumerate(parts(layout, 0)[0]):
+        values = numbers(seed + i, page, rank)
+        hot_part.write(source, values)
+        parts(layout, 1)[0][i].write(expected, values, 3 * page)
+    PageWriter(native, plan).seal(0, 1, [(source, written, [3 * page])])
+    np.testing.assert_array_equal(written, expected)
+
+
+def page_reading_model(plan: CompressionPlan) -> tuple[bytes, Body]:
+    """K and V [Hs, 1, B, N, R] of bucket 1, as the function ``kvlathe::Attend`` reads
+    them."""
+    body, tables = Body(), LayerTables(plan, 0)
+    places = Places(body, plan, 1)
+    reader = PageReader(plan, FLOAT, PlanFacts(plan), body)
+    for x in "kv":
+        body.output(x, reader.read(x, places))
+    types = {"pool_f32": np.float32, "pool_f16": np.float16, "pool_u8": np.uint8}
+    shapes = dict.fromkeys(types, (None, plan.unit))
+    types |= dict.fromkeys(("lengths", "page_table_1"), np.int32)
+    shapes |= dict.fromkeys(("lengths", "page_table_1"), (None, None))
+    used = {name for node in body.nodes for name in node.input}
+
+    def info(name: str) -> onnx.ValueInfoProto:
+        kind = helper.np_dtype_to_tensor_dtype(np.dtype(types[name]))
+        return helper.make_tensor_value_info(name, kind, shapes[name])
+
+    graph = helper.make_graph(
+        body.nodes,
+        "pages",
+        [info(name) for name in types if name in used],
+        [helper.make_tensor_value_info(x, FLOAT, [None] * 5) for x in "kv"],
+        [numpy_helper.from_array(tables[name], name) for name in used & tables.keys()],
+    )
+    opsets = [helper.make_opsetid("", OPSET)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    return model.SerializeToString(), body
+
+
+@pytest.mark.parametrize("tier", TIERS, ids=str)
+def test_the_onnx_function_reads_what_numpy_writes(tier: Tier) -> None:
+    """Two pages of two lanes; the page table names them in the other order."""
+    plan = sealing_plan(tier)
+    layout, page = CacheLayout(plan), plan.page_tokens
+    stride = layout.page_stride[1]
+    memory = np.zeros(2 * stride, np.uint8)
+    lanes = parts(layout, 1)
+    for i in range(2):
+        for lane, pair in lanes.items():
+            for side, part in enumerate(pair):
+                values = numbers(4 * i + 2 * lane + side, page, part.rank)
+                part.write(memory[i * stride : (i + 1) * stride], values)
+    model, body = page_reading_model(plan)
+    feeds = dict(typed_views(memory, plan.unit))
+    feeds["lengths"] = np.array([[0, 2 * page]], np.int32)
+    feeds["page_table_1"] = np.array([[1, 0]], np.int32)
+    used = {name for node in body.nodes for name in node.input}
+    session = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
+    read = session.run(None, {n: x for n, x in feeds.items() if n in used})
+    for lane, pair in lanes.items():
+        for side, part in enumerate(pair):
+            pages = (memory[stride:], memory[:stride])
+            expected = np.concatenate([part.read(bytes_) for bytes_ in pages])
+            own = np.asarray(read[side])[lane, 0, 0, :, : part.rank]
+            np.testing.assert_array_equal(own, expected)
+
+
+@pytest.mark.parametrize("tier", TIERS, ids=str)
+def test_the_cpu_library_attends_it(tier: Tier) -> None:
+    """A decode row and a prompt, over hot tokens and whole sealed pages."""
+    native = find().native
+    if native is None:
+        pytest.skip("the CPU library is not built here")
+    case = Case(sealing_plan(tier), 0, [1, 9], [[7, 192], [30, 64]], seed=3)
+    out, _ = Call(case).run(native)
+    expected, _ = case.expected()
+    atol = 3e-3 * float(np.abs(expected).max())
+    np.testing.assert_allclose(out, expected, rtol=3e-3, atol=atol)

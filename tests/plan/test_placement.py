@@ -1,0 +1,141 @@
+"""The law of placements: ``held``, ``moves`` and ``worst_pages`` agree with a simulation
+that counts tokens one by one and pages one by one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvlathe.plan.placement import Placement, placement
+from kvlathe.plan.token_rules import KEEP_ALL, Budget, Share, TokenRule, rule_from
+
+PAGE = 16
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    """One bucket, sealed buckets or divided ones, whose prompts settle at their end or
+    on a grid."""
+    budgets = st.builds(Budget, st.integers(1, 4).map(lambda n: n * PAGE))
+    one = st.just(KEEP_ALL) | budgets
+    step = draw(st.sampled_from([0, PAGE, 2 * PAGE, 5 * PAGE]))
+    kind = draw(st.sampled_from(["one", "sealed", "divided"]))
+    rules: list[TokenRule] = []
+    if kind == "divided":
+        weights = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
+        rules += [Share(weight / sum(weights)) for weight in weights]
+    else:
+        most = 1 if kind == "one" else 3
+        rules += draw(st.lists(one, min_size=1, max_size=most))
+    buckets = range(1 if kind == "one" else 1 + len(rules))
+    return placement(tuple(buckets), tuple(rules), PAGE, step)
+
+
+def pages(tokens: int) -> int:
+    return -(-tokens // PAGE)
+
+
+class Simulation:
+    """Counts of one sequence. ``peak``: the most pages of each bucket at one time; what
+    moves fill is taken before anything is given back."""
+
+    def __init__(self, placed: Placement) -> None:
+        self.placed = placed
+        self.lengths = [0 for _ in placed.buckets]
+        self.peak = [0 for _ in placed.buckets]
+        self.arrived = 0
+
+    def step(self, count: int, settles: bool) -> bool:
+        """``count`` tokens more. Whether any moved."""
+        self.arrived += count
+        self.lengths[0] += count
+        if not settles:
+            self._take([0 for _ in self.lengths])
+            return False
+        moves = self.placed.moves(self.lengths, self.arrived)
+        taken = [moves.seals if i else 0 for i in range(len(self.lengths))]
+        for choice in moves.choices:
+            for target in choice.targets:
+                taken[target.bucket] += target.pages(PAGE)
+        self._take(taken)
+        self.lengths[0] -= moves.seals * PAGE
+        for i in range(1, len(self.lengths)):
+            self.lengths[i] += moves.seals * PAGE
+        for choice in moves.choices:
+            ranks = [r for t in choice.targets for s in t.spans for r in range(*s)]
+            assert len(set(ranks)) == len(ranks)
+            assert set(ranks) <= set(range(choice.length))
+            assert choice.length == self.lengths[choice.bucket]
+            self.lengths[choice.bucket] = 0
+            for target in choice.targets:
+                self.lengths[target.bucket] += target.tokens
+        return bool(moves.seals or moves.choices)
+
+    def _take(self, more: list[int]) -> None:
+        for i, length in enumerate(self.lengths):
+            self.peak[i] = max(self.peak[i], pages(length) + more[i])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    placed=placements(),
+    prompt=st.integers(1, 200),
+    more=st.integers(0, 150),
+    chunk=st.sampled_from([PAGE, 2 * PAGE]),
+)
+def test_what_is_held_moved_and_needed_agrees_with_counting(
+    placed: Placement, prompt: int, more: int, chunk: int
+) -> None:
+    simulation, step = Simulation(placed), placed.prompt_step
+    while simulation.arrived < prompt:
+        end = min(prompt, (simulation.arrived // chunk + 1) * chunk)
+        if step:
+            end = min(end, (simulation.arrived // step + 1) * step)
+        settles = end == prompt or (step > 0 and end % step == 0)
+        simulation.step(end - simulation.arrived, settles)
+        if settles:
+            assert tuple(simulation.lengths) == placed.held(end)
+    for n in range(prompt + 1, prompt + more + 1):
+        moved = simulation.step(1, True)
+        assert tuple(simulation.lengths) == placed.held(n)
+        assert not moved or placed.can_move(n)
+    worst = placed.worst_pages(prompt + more, prompt)
+    assert all(now <= most for now, most in zip(simulation.peak, worst, strict=True))
+
+
+@settings(max_examples=100, deadline=None)
+@given(placed=placements(), tokens=st.integers(1, 300))
+def test_worst_pages_are_reached_but_for_a_page_or_two(
+    placed: Placement, tokens: int
+) -> None:
+    """Over all prompts up to the length: what is reserved is not idle."""
+    reached = [0 for _ in placed.buckets]
+    for prompt in {tokens, max(1, tokens - 1), tokens // PAGE * PAGE or 1}:
+        simulation = Simulation(placed)
+        step = placed.prompt_step or prompt
+        while simulation.arrived < prompt:
+            count = min(step, prompt - simulation.arrived)
+            simulation.step(count, True)
+        while simulation.arrived < tokens:
+            simulation.step(1, True)
+        reached = list(map(max, reached, simulation.peak))
+    worst = placed.worst_pages(tokens, tokens)
+    slack = 2 + 2 * len(placed.rules)
+    assert all(most <= now + slack for now, most in zip(reached, worst, strict=True))
+
+
+@given(placed=placements())
+def test_a_rule_is_what_its_file_form_says(placed: Placement) -> None:
+    for rule in placed.rules:
+        assert rule_from(dataclasses.asdict(rule)) == rule
+        assert rule.problem(PAGE) is None
+
+
+def test_a_rule_with_fields_of_another_is_refused() -> None:
+    with pytest.raises(TypeError):
+        rule_from({"kind": "all", "recent": 1})
+    with pytest.raises(KeyError):
+        rule_from({"kind": "nothing"})

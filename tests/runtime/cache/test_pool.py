@@ -1,0 +1,316 @@
+"""Laws of the page accounting, on real memory: whatever is opened, grown, forked,
+swapped or abandoned, every sequence reads back exactly what it wrote, no byte has two
+users, and nothing is left over."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    rule,
+)
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.heads import Lane, ModelShape
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.runtime.cache.arena import OutOfPages, slab_size
+from kvlathe.runtime.cache.page_table import PageTable, Reservation
+from kvlathe.runtime.cache.pool import PagePool
+from kvlathe.runtime.sessions.host.pages import HostPages
+from kvlathe.runtime.sessions.protocols import StepPlan
+
+PAGE = 16
+SHAPE = ModelShape(2, 2, 2, 32, 64, 64, 1024)
+LANES = tuple(
+    Lane(i, h, 32, (16, 32)[h], (32, 48)[i], projected=True)
+    for i in range(2)
+    for h in range(2)
+)
+TIERS = (
+    Tier(32, 32),
+    Tier(8, 8, "rank", "token", 32, 16),
+    Tier(16, 16),
+    Tier(4, 2, "token", "rank", 16, 16),
+)
+BUCKETS = {
+    "one": (Bucket(0, (0, 1, 2, 3)),),
+    "even and odd": (Bucket(0, (0, 2)), Bucket(0, (1, 3))),
+    "sealed": (
+        Bucket(0, (0, 1, 2)),
+        Bucket(0, (3,)),
+        Bucket(1, (0, 2), 0),
+        Bucket(2, (1,), 0),
+    ),
+    "packed": (Bucket(2, (0, 1, 2, 3)), Bucket(3, (0, 1, 2, 3), 0)),
+}
+
+
+def plan_of(kind: str) -> CompressionPlan:
+    return CompressionPlan(
+        SHAPE, LANES, TIERS, BUCKETS[kind], page_tokens=PAGE, prefill_chunk=2 * PAGE
+    )
+
+
+class Sequence:
+    """A page table and the values (one for each token) that it should hold, oldest
+    first."""
+
+    def __init__(self, table: PageTable, values: list[int]) -> None:
+        self.table, self.values = table, values
+
+
+class PoolMachine(RuleBasedStateMachine):
+    sequences = Bundle("sequences")
+
+    @initialize(kind=st.sampled_from(sorted(BUCKETS)), pages=st.integers(8, 60))
+    def build(self, kind: str, pages: int) -> None:
+        self.plan = plan_of(kind)
+        layout = CacheLayout(self.plan)
+        size = pages * max(layout.page_stride) * len(layout.page_stride)
+        self.pool, self.host = PagePool(layout, size), HostPages(layout, size)
+        self.live: list[Sequence] = []
+        self.clock = 0
+
+    def fill(self, sequence: Sequence, reservation: Reservation) -> list[int]:
+        """Write the next tokens: each is one number in every element. Codes of equal
+        numbers are exact."""
+        count = reservation.tokens[0]
+        values = [(self.clock + i) % 1000 for i in range(count)]
+        self.clock += count
+        table = sequence.table
+        step = StepPlan(
+            input_ids=np.zeros(count, np.int32),
+            positions=np.zeros(count, np.int32),
+            cu_seqlens_q=np.array([0, count], np.int32),
+            query_offsets=np.arange(count, dtype=np.int32),
+            lengths=np.array([table.lengths], np.int32),
+            page_tables=tuple(np.array([ids or [0]], np.int32) for ids in table.pages),
+            logit_rows=np.zeros(0, np.int32),
+        )
+        for copy in reservation.moves.copies if reservation.moves else ():
+            self.host.copy_page(copy.bucket, copy.source, copy.target)
+        rows = np.repeat(
+            np.array(values, self.host.hot)[:, None], self.host.row_width, axis=1
+        )
+        self.host.append(step, rows)
+        if reservation.moves:
+            self.host.seal(reservation.moves.seals)
+        return values
+
+    @rule(target=sequences)
+    def start(self) -> Sequence:
+        self.live.append(Sequence(self.pool.open(), []))
+        return self.live[-1]
+
+    @rule(
+        sequence=sequences,
+        count=st.just(1) | st.integers(1, 40),
+        seal=st.booleans(),
+        fails=st.booleans(),
+    )
+    def grow(self, sequence: Sequence, count: int, seal: bool, fails: bool) -> None:
+        before = (
+            [list(ids) for ids in sequence.table.pages],
+            list(sequence.table.lengths),
+            self.pool.pages_in_use,
+        )
+        try:
+            reservation = self.pool.reserve(sequence.table, count, seal)
+        except OutOfPages:
+            assert before == (
+                sequence.table.pages,
+                sequence.table.lengths,
+                self.pool.pages_in_use,
+            )
+            return
+        values = self.fill(sequence, reservation)
+        if fails:
+            self.pool.rollback(reservation)
+            assert before == (
+                sequence.table.pages,
+                sequence.table.lengths,
+                self.pool.pages_in_use,
+            )
+        else:
+            self.pool.commit(reservation)
+            sequence.values = sequence.values + values
+
+    @rule(target=sequences, sequence=sequences)
+    def fork(self, sequence: Sequence) -> Sequence:
+        self.live.append(
+            Sequence(self.pool.fork(sequence.table), list(sequence.values))
+        )
+        return self.live[-1]
+
+    @rule(sequence=sequences)
+    def swap(self, sequence: Sequence) -> None:
+        swapped = self.pool.swap_out(sequence.table, self.host)
+        assert not any(sequence.table.lengths)
+        try:
+            sequence.table = self.pool.swap_in(swapped, self.host)
+        except OutOfPages:  # its pages were shared before
+            sequence.values = []
+
+    @rule(sequence=consumes(sequences))
+    def end(self, sequence: Sequence) -> None:
+        self.pool.release(sequence.table)
+        self.pool.release(sequence.table)
+        self.live.remove(sequence)
+
+    @invariant()
+    def owners_are_tables(self) -> None:
+        for bucket in range(len(self.plan.buckets)):
+            held = Counter(
+                page for sequence in self.live for page in sequence.table.pages[bucket]
+            )
+            assert self.pool.pages_in_use[bucket] == len(held)
+            assert all(
+                self.pool.owners(bucket, page) == count for page, count in held.items()
+            )
+
+    @invariant()
+    def bytes_have_one_user(self) -> None:
+        strides = self.pool.strides
+        used = {
+            (b, p)
+            for sequence in self.live
+            for b, ids in enumerate(sequence.table.pages)
+            for p in ids
+        }
+        ranges = sorted(
+            (page * strides[b], (page + 1) * strides[b]) for b, page in used
+        )
+        assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
+        assert not ranges or ranges[-1][1] <= self.pool.arena_bytes
+        assert self.pool.bytes_in_use == sum(end - start for start, end in ranges)
+
+    @invariant()
+    def lengths_and_pages_agree(self) -> None:
+        for sequence in self.live:
+            table = sequence.table
+            assert [len(ids) for ids in table.pages] == [
+                -(-n // PAGE) for n in table.lengths
+            ]
+            for b, bucket in enumerate(self.plan.buckets):
+                if bucket.source is None:
+                    cold = {table.lengths[c] for c in self.plan.cold(b)} or {0}
+                    assert {table.lengths[b] + n for n in cold} == {
+                        len(sequence.values)
+                    }
+
+    @invariant()
+    def everyone_reads_what_it_wrote(self) -> None:
+        for sequence in self.live:
+            for b, bucket in enumerate(self.plan.buckets):
+                length = sequence.table.lengths[b]
+                sealed = [sequence.table.lengths[c] for c in self.plan.cold(b)]
+                first = sealed[0] if sealed else 0
+                expected = np.array(sequence.values[first : first + length], float)
+                if self.plan.tiers[bucket.tier].bits_k < 8:
+                    continue  # 16 levels over a page of different numbers: lossy
+                for pair in self.host.parts[b].values():
+                    for part in pair:
+                        pages = [
+                            part.read(self.host.rows[b][page])
+                            for page in sequence.table.pages[b]
+                        ]
+                        got = np.concatenate([*pages, np.zeros((0, part.rank))])[
+                            :length
+                        ]
+                        room = 4.0 if part.format.along_tokens else 0.0
+                        assert np.abs(got - expected[:, None]).max(initial=0) <= room
+
+    def teardown(self) -> None:
+        if not hasattr(self, "live"):
+            return
+        for sequence in self.live:
+            self.pool.release(sequence.table)
+        assert self.pool.bytes_in_use == 0
+        slabs = self.pool.arena_bytes // self.pool.slab_bytes
+        for bucket, stride in enumerate(
+            self.pool.strides
+        ):  # every slab is back: each bucket can have the whole arena
+            counts = [0] * len(self.pool.strides)
+            counts[bucket] = slabs * (
+                self.pool.slab_bytes // stride - (self.pool.slab_bytes % stride > 0)
+            )
+            self.pool.drop(self.pool.take(counts))
+
+
+PoolMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=25, deadline=None
+)
+TestPool = PoolMachine.TestCase
+
+
+@given(
+    strides=st.lists(st.integers(1, 60).map(lambda n: 128 * n), min_size=1, max_size=4),
+    arena=st.integers(1 << 16, 1 << 22),
+)
+def test_any_slab_holds_a_page_of_every_bucket_and_one_bucket_wastes_nothing(
+    strides: list[int], arena: int
+) -> None:
+    size = slab_size(strides, arena)
+    if len(strides) == 1:
+        assert size == arena // strides[0] * strides[0]
+    else:
+        assert size % max(strides) == 0
+        assert all(size // stride - (size % stride > 0) for stride in strides)
+
+
+@pytest.mark.parametrize("kind", sorted(BUCKETS))
+def test_what_fits_is_granted(kind: str) -> None:
+    layout = CacheLayout(plan_of(kind))
+    pool = PagePool(layout, 40 * max(layout.page_stride) * len(layout.page_stride))
+    demand = pool.worst_pages(5 * PAGE)
+    demands = [demand]
+    while pool.fits([*demands, demand]):
+        demands.append(demand)
+    assert len(demands) > 1
+    for counts in demands:
+        pool.take(counts)
+
+
+@pytest.mark.parametrize("kind", ["sealed", "packed"])
+def test_slabs_waste_less_than_a_third_of_a_small_arena(kind: str) -> None:
+    """One long sequence in 24 of the largest pages: what it may hold, by its bytes."""
+    layout = CacheLayout(plan_of(kind))
+    size = 24 * max(layout.page_stride)
+    pool = PagePool(layout, size)
+    longest = max(n for n in range(1, 2000) if pool.has_room_for(n, 1))
+    assert pool.demand.bytes(pool.worst_pages(longest, 1)) > size * 2 / 3
+
+
+def test_out_of_pages_takes_nothing() -> None:
+    layout = CacheLayout(plan_of("even and odd"))
+    pool = PagePool(layout, 16 * layout.page_stride[0])
+    with pytest.raises(OutOfPages, match="is full"):
+        pool.take([3, 10**6])
+    assert pool.bytes_in_use == 0 and pool.bytes_free == pool.arena_bytes
+
+
+def test_an_arena_below_a_page_is_refused() -> None:
+    with pytest.raises(KvlatheError, match="too small"):
+        PagePool(CacheLayout(plan_of("sealed")), 1000)
+
+
+def test_bytes_of_a_sequence_are_the_layouts_promise() -> None:
+    for kind in BUCKETS:
+        layout = CacheLayout(plan_of(kind))
+        pool = PagePool(layout, 200 * max(layout.page_stride) * len(layout.page_stride))
+        table = pool.open()
+        for tokens in range(1, 5 * PAGE):
+            pool.commit(pool.reserve(table, 1, seal=True))
+            assert pool.bytes_in_use == layout.bytes_for(tokens)

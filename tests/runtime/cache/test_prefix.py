@@ -1,0 +1,105 @@
+"""Laws of shared beginnings: the same answers with fewer tokens computed, never another
+tenant's pages, no leak."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvlathe.runtime.cache.prefix import PrefixCache
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.text.sampling_params import SamplingParams
+from tests.support.runtime_cases import llm, text
+
+PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
+
+
+def sharing(kind: str, tokens: int = 8192) -> LLM:
+    engine = llm("torch", kind, tokens)
+    engine.engine.scheduler.prefixes = PrefixCache(engine.pool)
+    return engine
+
+
+def prefixes(engine: LLM) -> PrefixCache:
+    found = engine.engine.scheduler.prefixes
+    assert found is not None
+    return found
+
+
+def forget(engine: LLM) -> None:
+    while prefixes(engine).reclaim():
+        pass
+    assert engine.pool.bytes_in_use == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "shared"),
+    [("one", 640), ("split", 640), ("sealed", 512), ("sealed split", 512)],
+)
+def test_a_known_beginning_is_not_computed_again_and_changes_nothing(
+    kind: str, shared: int
+) -> None:
+    engine, prompt = sharing(kind), list(text(700))
+    expected = llm("torch", kind).generate([prompt, prompt[:650]], PARAMS)
+    first = engine.generate([prompt], PARAMS)[0]
+    assert prefixes(engine).hits == 0
+    again, shorter = engine.generate([prompt, prompt[:650]], PARAMS)
+    assert prefixes(engine).hits == 2 * shared
+    assert (
+        first.token_ids == again.token_ids == expected[0].token_ids
+        and shorter.token_ids == expected[1].token_ids
+    )
+    forget(engine)
+
+
+def test_answers_are_remembered_where_nothing_seals() -> None:
+    engine, prompt = sharing("one"), list(text(60))
+    answer = engine.generate(
+        [prompt], SamplingParams(max_new_tokens=80, ignore_eos=True)
+    )[0]
+    engine.generate([prompt + answer.token_ids], PARAMS)
+    assert prefixes(engine).hits == 128
+    forget(engine)
+
+
+def test_a_prompt_that_is_known_to_its_end_still_has_a_token_to_compute() -> None:
+    engine, prompt = sharing("one"), list(text(128))
+    expected = engine.generate([prompt], PARAMS)[0].token_ids
+    assert (
+        engine.generate([prompt], PARAMS)[0].token_ids == expected
+        and prefixes(engine).hits == 64
+    )
+    forget(engine)
+
+
+def test_tenants_do_not_see_each_others_pages() -> None:
+    engine, prompt = sharing("one"), list(text(200))
+    engine.generate([prompt], PARAMS)
+    other = dataclasses.replace(engine.sequence(prompt, PARAMS), salt=b"another")
+    engine.engine.scheduler.add(other)
+    engine.engine.step()
+    assert prefixes(engine).hits == 0
+    engine.engine.scheduler.remove(other)
+    forget(engine)
+
+
+def test_remembered_pages_make_room_for_requests() -> None:
+    engine, alone = sharing("split", tokens=128), llm("torch", "split")
+    for i in range(6):
+        prompt = list(text(150, 160 * i))
+        assert (
+            engine.generate([prompt], PARAMS)[0].token_ids
+            == alone.generate([prompt], PARAMS)[0].token_ids
+        )
+    forget(engine)
+
+
+def test_keys_stand_for_every_token_before_the_end_of_the_block() -> None:
+    engine, prompt = sharing("one"), list(text(200))
+    engine.generate([prompt], PARAMS)
+    assert prefixes(engine).find([9, *prompt[1:]])[1] == 0
+    table, found = prefixes(engine).find([*prompt[:100], 9, *prompt[101:]])
+    assert found == 64
+    engine.pool.release(table)
+    forget(engine)

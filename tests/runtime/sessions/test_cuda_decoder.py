@@ -1,0 +1,223 @@
+"""The cuda backend's decoder is the exporter's, family by family; what its kernels
+cannot run is refused at build."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.engines.build import BuildRequest, build
+from kvlathe.engines.targets import cuda
+from kvlathe.export.attention.eager import StepTensors
+from kvlathe.export.bases.basis import Basis
+from kvlathe.export.folding.fold import decoder_from
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.decoder import Decoder
+from kvlathe.export.onnx.model import wiring
+from kvlathe.layers.wiring import Wiring
+from kvlathe.plan import manifest as manifests
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.token_rules import Budget, ObservationWindow
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.native.cuda import APPENDED, OVERLAP
+from kvlathe.runtime.sessions.registry import attention
+from kvlathe.runtime.sessions.torch_cuda import attend as cuda_attend
+from kvlathe.runtime.sessions.torch_cuda import rows
+from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
+from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder, read_decoder
+from tests.support.checkpoints import FAMILIES, full_plan
+
+MODEL = Path(__file__).resolve().parents[3] / "models" / "lathe-5m"
+Reference = Callable[[str], tuple[Path, torch.nn.Module]]
+
+
+def logits_of(twin: TorchDecoder, decoder: Decoder, ids: Tensor) -> Tensor:
+    """All logits of one sequence, attention by the exporter's eager op."""
+    count, starts = len(ids), torch.tensor([0, len(ids)], dtype=torch.int32)
+    offsets, lengths = (
+        torch.arange(count, dtype=torch.int32),
+        torch.zeros(1, len(decoder.plan.buckets), dtype=torch.int32),
+    )
+
+    def attend(
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        weights: Mapping[str, Tensor],
+    ) -> Tensor:
+        op = list(decoder.layers.values())[layer].attend
+        assert {name for name, _ in op.named_parameters()} <= weights.keys()
+        cos, sin = angles or (None, None)
+        return op(q, k, v, StepTensors(cos, sin, starts, offsets, lengths))[0]
+
+    return twin(ids.int(), offsets, offsets, attend)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_computes_what_the_exporter_defines(
+    name: str, reference: Reference
+) -> None:
+    checkpoint = Checkpoint(reference(name)[0])
+    spec = checkpoint.spec
+    decoder = decoder_from(
+        checkpoint, full_plan(spec.shape, spec.rope is not None), Basis()
+    )
+    ids = torch.randint(
+        0, spec.vocab_size, (90,), generator=torch.Generator().manual_seed(1)
+    )
+    as_json = json.dumps(dataclasses.asdict(wiring(spec)))
+    twin = TorchDecoder(
+        Wiring.from_json(json.loads(as_json)), dict(decoder.state_dict())
+    )
+    expected = decoder.logits(ids.tolist(), range(90))
+    torch.testing.assert_close(
+        logits_of(twin, decoder, ids), expected, atol=1e-4, rtol=0
+    )
+
+
+def test_an_engine_folder_holds_what_the_decoder_needs(tmp_path: Path) -> None:
+    """Built without a GPU; the weights read back are those that were folded, and
+    inspect says what is missing here."""
+    folder = build(
+        BuildRequest(
+            MODEL, tmp_path / "engine", backend="cuda", max_seq_len=512, use_cache=False
+        )
+    )
+    manifest = manifests.verify(folder)
+    assert (
+        manifest.backend == "cuda"
+        and manifest.compute_dtype == "float16"
+        and "sm_90" in manifest.architectures
+    )
+    assert not (folder / "model.onnx").exists() and "model.onnx" in manifest.made_from
+    facts, tensors = read_decoder(folder, manifests.DECODER_FILE, "cpu")
+    checkpoint = Checkpoint(MODEL)
+    spec, plan = (
+        checkpoint.spec,
+        CompressionPlan.from_json((folder / "plan.json").read_text()),
+    )
+    decoder = decoder_from(checkpoint, plan, Basis())
+    assert tensors.keys() == decoder.state_dict().keys()
+    ids = torch.arange(5, 60)
+    twin = TorchDecoder(facts, {name: x.float() for name, x in tensors.items()})
+    expected = decoder.logits(ids.tolist(), range(55))
+    torch.testing.assert_close(
+        logits_of(twin, decoder, ids), expected, atol=0.05, rtol=0
+    )
+    assert facts == wiring(spec)
+    if not torch.cuda.is_available():
+        with pytest.raises(KvlatheError, match="needs a GPU"):
+            LLM.load(folder)
+        assert "NOT run here" in attention(manifest)
+
+
+def one_bucket() -> CompressionPlan:
+    plan = full_plan(Checkpoint(MODEL).spec.shape, True)
+    return dataclasses.replace(
+        plan, tiers=(Tier(16, 16),), buckets=(Bucket(0, plan.buckets[0].lanes),)
+    )
+
+
+def test_plans_that_the_kernels_do_not_run_are_refused_with_what_to_do() -> None:
+    plan = one_bucket()
+    every = plan.buckets[0].lanes
+    cuda.check_plan("cuda", plan)
+    budget = dataclasses.replace(
+        plan,
+        buckets=(Bucket(0, every, None, Budget(128)),),
+        observation=ObservationWindow(last=8),
+    )
+    stored = dataclasses.replace(
+        plan,
+        tiers=(Tier(16, 16), Tier(8, 8, group_v=16, arithmetic="int", sums=True)),
+        buckets=(Bucket(0, every), Bucket(1, every, 0)),
+    )
+    many = dataclasses.replace(
+        plan, buckets=tuple(Bucket(0, (lane,)) for lane in every)
+    )
+    hot = dataclasses.replace(plan, tiers=(Tier(32, 32),))
+    unequal = dataclasses.replace(stored, tiers=(Tier(16, 16), Tier(4, 8)))
+    keys = dataclasses.replace(
+        plan, tiers=(Tier(16, 16), Tier(4, 4, "token", "token")), buckets=stored.buckets
+    )
+    queries = dataclasses.replace(
+        plan, model=dataclasses.replace(plan.model, query_heads=9 * plan.model.kv_heads)
+    )
+    layer = tuple(dataclasses.replace(plan.lanes[0], head=head) for head in range(65))
+    wide = dataclasses.replace(
+        plan,
+        model=dataclasses.replace(plan.model, layers=1, query_heads=65, kv_heads=65),
+        lanes=layer,
+        buckets=(Bucket(0, tuple(range(65))),),
+    )
+    pages = dataclasses.replace(
+        stored, tiers=(Tier(16, 16), Tier(8, 8)), page_tokens=512, prefill_chunk=512
+    )
+    for refused, words in (
+        (keys, "bits along the"),
+        (unequal, "K has 4 bits along the rank, V 8"),
+        (budget, "cannot run a compression that ranks tokens"),
+        (stored, "sums of codes"),
+        (many, "8 buckets"),
+        (hot, "32 bits"),
+        (queries, "9 query heads a KV head, and the kernels take 8"),
+        (wide, "a layer has 65 KV heads"),
+        (pages, "pages have 512 tokens"),
+    ):
+        with pytest.raises(KvlatheError, match=words):
+            cuda.check_plan("cuda", refused)
+
+
+class SilentLibrary:
+    """A CudaLibrary that does nothing, on a GPU without the kernel for prompt
+    chunks."""
+
+    lib = SimpleNamespace(kvlathe_cuda_has_prompt_kernel=lambda: 0)
+
+    def call(self, name: str, *arguments: object) -> None: ...
+
+    def workspace_bytes(self, batch: int, heads: int) -> int:
+        return 128
+
+    def plan_bytes(self) -> int:
+        return 128
+
+
+@pytest.mark.parametrize("single", [True, False])
+def test_pages_are_read_under_append_only_where_it_writes_one_row_a_sequence(
+    single: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of a prompt read what append writes for the rows before them."""
+    monkeypatch.setattr(cuda_attend, "_stream", lambda: 0)
+    plan, tokens = one_bucket(), 2 if single else 40
+    scales, pool = [1.0] * plan.model.layers, torch.zeros(1024, dtype=torch.uint8)
+    attention = Attention(SilentLibrary(), plan, scales, pool, tokens)  # type: ignore[arg-type]
+    starts, lengths = (
+        torch.tensor([0, 1, tokens], dtype=torch.int32),
+        torch.zeros(2, 1, dtype=torch.int32),
+    )
+    step = StepInputs(starts, lengths, [torch.zeros(2, 1, dtype=torch.int32)], single)
+    assert {call.flags for call in attention.spread(step, tokens).calls} == {
+        OVERLAP | (APPENDED if single else 0)
+    }
+
+
+def test_the_kernel_reads_gate_and_up_where_they_lie_side_by_side() -> None:
+    """It is given one address: up must begin where gate ends, row by row."""
+    both = torch.zeros(3, 32, dtype=torch.float16)
+    gate, up = both.chunk(2, 1)
+    assert rows.follows(gate, up)
+    assert not rows.follows(up, gate)
+    assert not rows.follows(gate, up.contiguous())
+    assert not rows.follows(gate[:, :8], up[:, :8])

@@ -1,0 +1,32 @@
+"""What a plan needs of a session is asked before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import Bucket
+from kvlathe.plan.token_rules import Budget, ObservationWindow
+from kvlathe.runtime.cache.pool import PagePool
+from kvlathe.runtime.sessions.protocols import ranker_of
+from tests.support.checkpoints import full_plan
+from tests.support.fake_session import SHAPE, FakeSession, RankedSession
+
+
+def test_a_session_without_scores_refuses_a_plan_that_ranks_tokens() -> None:
+    plain = full_plan(SHAPE, True)
+    every = plain.buckets[0].lanes
+    ranking = dataclasses.replace(
+        plain,
+        buckets=(Bucket(0, every, None, Budget(128)),),
+        observation=ObservationWindow(last=8),
+    )
+    pool = PagePool(CacheLayout(ranking), 1 << 20)
+    scoreless, scoring = FakeSession(ranking, pool), RankedSession(ranking, pool)
+    assert ranker_of(scoreless, plain) is None
+    assert ranker_of(scoring, ranking) is scoring
+    with pytest.raises(KvlatheError, match="FakeSession keeps no scores"):
+        ranker_of(scoreless, ranking)

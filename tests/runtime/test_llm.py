@@ -1,0 +1,255 @@
+"""Text in, text out: answers, streams, stop strings and refusals, and loading an engine
+folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan import manifest as manifests
+from kvlathe.plan.manifest import KvBytes, Manifest
+from kvlathe.runtime.async_engine import AsyncEngine
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.text.sampling_params import SamplingParams
+from tests.support.runtime_cases import LIMITS, MODEL, decoder, engine_folder, llm, text
+
+
+def test_streams_are_the_answer_in_pieces() -> None:
+    engine, params = llm("torch", "one"), SamplingParams(max_new_tokens=24)
+    pieces = list(engine.stream("def main():\n", params))
+    assert (
+        len(pieces) > 3
+        and "".join(pieces) == engine.generate("def main():\n", params)[0].text
+    )
+
+
+def test_streams_may_be_read_in_turns() -> None:
+    engine, params = (
+        llm("torch", "split"),
+        SamplingParams(max_new_tokens=12, ignore_eos=True, stop=("##",)),
+    )
+    prompts = ["def main():\n", "# Install\n", "import os\n"]
+    expected = [answer.text for answer in engine.generate(prompts, params)]
+    streams = [engine.stream(prompt, params) for prompt in prompts]
+    found = ["", "", ""]
+    for turn in 20 * (0, 1, 2):
+        found[turn] += next(streams[turn], "")
+    assert found == expected and engine.pool.bytes_in_use == 0
+
+
+def test_a_stop_string_ends_the_text_before_it() -> None:
+    engine = llm("torch", "one")
+    whole = engine.generate(
+        "def main():\n", SamplingParams(max_new_tokens=40, ignore_eos=True)
+    )[0]
+    stop = whole.text[len(whole.text) // 2 :][:3]
+    cut = engine.generate(
+        "def main():\n",
+        SamplingParams(max_new_tokens=40, ignore_eos=True, stop=(stop,)),
+    )[0]
+    assert (
+        cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.index(stop)]
+    )
+    assert len(cut.token_ids) < len(whole.token_ids) and engine.pool.bytes_in_use == 0
+
+
+def test_the_ending_token_ends_the_text_and_is_not_part_of_it() -> None:
+    engine = llm("torch", "one")
+    first = engine.generate(
+        [list(text(40))], SamplingParams(max_new_tokens=5, ignore_eos=True)
+    )[0]
+    engine.engine.stop_ids = frozenset({first.token_ids[2]})
+    at = first.token_ids.index(first.token_ids[2])
+    answer = engine.generate([list(text(40))], SamplingParams(max_new_tokens=5))[0]
+    assert (
+        answer.finish_reason == "stop" and answer.token_ids == first.token_ids[: at + 1]
+    )
+    assert (
+        answer.timings.prefill_tokens == 40
+        and answer.timings.prefill_tokens_per_second > 0
+    )
+
+
+# -- refusals --------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("prompts", "new", "said"),
+    [
+        ([[]], 4, "the prompt is empty"),
+        ([""], 4, "the prompt is empty"),
+        ([[5] * 3073], 4, "max_input_len is 3072"),
+        ([[5] * 3000], 2000, "max_seq_len is 4096"),
+        ([[5, 8192]], 4, "out of range"),
+        (b"abc", 4, "a text or a list of token ids"),
+        ([b"abc"], 4, "a text or a list of token ids"),
+        ([5.0, 6.0], 4, "a text or a list of token ids"),
+        ([[5, 6.5]], 4, "a text or a list of token ids"),
+        ([[True]], 4, "a text or a list of token ids"),
+        ([["5"]], 4, "a text or a list of token ids"),
+        (5, 4, "a text or a list of token ids"),
+        (np.array([5.0, 6.0]), 4, "a text or a list of token ids"),
+        ([[5, -1]], 4, "out of range"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_before_anything_runs(
+    prompts: Any,  # noqa: ANN401
+    new: int,
+    said: str,
+) -> None:
+    engine = llm("torch", "one")
+    with pytest.raises(KvlatheError, match=re.escape(said)):
+        engine.generate(prompts, SamplingParams(max_new_tokens=new))
+    assert engine.pool.bytes_in_use == 0 and not engine.engine.scheduler.waiting
+
+
+def test_numpys_token_ids_are_a_prompt() -> None:
+    engine, params = llm("torch", "one"), SamplingParams(max_new_tokens=3)
+    ids = np.array(text(20), np.int32)
+    expected = engine.generate([ids.tolist()], params)[0].token_ids
+    for prompts in (ids, [ids], list(ids)):
+        assert engine.generate(prompts, params)[0].token_ids == expected
+
+
+def test_each_prompt_has_its_own_parameters_or_all_the_same() -> None:
+    engine = llm("torch", "one")
+    each = [SamplingParams(max_new_tokens=n) for n in (1, 2, 3)]
+    answers = engine.generate([[5], [6], [7]], each)
+    assert [len(answer.token_ids) for answer in answers] == [1, 2, 3]
+    with pytest.raises(KvlatheError, match="2 prompts came with 3"):
+        engine.generate([[5], [6]], each)
+
+
+def test_a_request_that_can_never_fit_is_refused() -> None:
+    with pytest.raises(KvlatheError, match="does not fit"):
+        llm("torch", "one", tokens=64).generate(
+            [list(text(700))], SamplingParams(max_new_tokens=500)
+        )
+
+
+@pytest.mark.parametrize("kind", ["split", "sealed", "budget"])
+def test_the_longest_sequence_fits_and_no_longer_one(kind: str) -> None:
+    made = llm("torch", kind, 300)
+    most = made.most_tokens
+    assert 0 < most < made.limits.max_seq_len
+    prompt = list(text(most - 1))
+    made.engine.scheduler.check(made.sequence(prompt, SamplingParams(max_new_tokens=1)))
+    assert not made.pool.fits([made.pool.worst_pages(most + 1)])
+    assert llm("torch", kind).most_tokens == made.limits.max_seq_len
+
+
+# -- engine folders --------------------------------------------------------------------
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An engine folder as a build leaves it, report aside."""
+    plan = decoder("split").plan
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(MODEL / name, tmp_path)
+    shutil.copytree(engine_folder("split"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / manifests.PLAN_FILE).write_text(plan.to_json())
+    written = Manifest(
+        model="lathe-5m",
+        compression="none",
+        backend="onnxruntime",
+        versions={},
+        architectures=("cpu",),
+        compute_dtype="float32",
+        limits=LIMITS,
+        page_tokens=plan.page_tokens,
+        prefill_chunk=plan.prefill_chunk,
+        kv_bytes=KvBytes(4096.0, 4096.0, 2048.0),
+        plan_digest=plan.digest,
+        model_digest="",
+        command="",
+        created="",
+    )
+    manifests.write(tmp_path, written)
+    return tmp_path
+
+
+def test_a_folder_is_all_it_takes(folder: Path) -> None:
+    engine = LLM.load(folder, threads=2)
+    question = json.loads(
+        (MODEL.parents[1] / "data" / "line_retrieval.jsonl").read_text().splitlines()[0]
+    )
+    answer = engine.generate(
+        question["prompt"], SamplingParams(max_new_tokens=10, stop=("\n",))
+    )[0]
+    assert answer.text.startswith(question["answer"])
+    assert engine.manifest is not None and engine.manifest.model == "lathe-5m"
+    assert engine.pool.arena_bytes >= LIMITS.max_batch_size * engine.layout.bytes_for(
+        LIMITS.max_seq_len
+    )
+
+
+def test_changed_files_and_foreign_backends_are_refused(folder: Path) -> None:
+    ours = manifests.read(folder)
+    (folder / manifests.ENGINE_FILE).write_text("")
+    theirs = dataclasses.replace(ours, backend="tensorrt", files={})
+    manifests.write(folder, theirs)
+    with pytest.raises(KvlatheError, match="built for tensorrt"):
+        LLM.load(folder)
+    (folder / manifests.ENGINE_FILE).unlink()
+    manifests.write(folder, ours)
+    with (folder / manifests.PLAN_FILE).open("a") as file:
+        file.write(" ")
+    with pytest.raises(KvlatheError, match=r"plan\.json .* has changed"):
+        LLM.load(folder)
+
+
+def test_a_smaller_batch_than_the_engine_was_built_for(folder: Path) -> None:
+    """Fewer sequences run at once, and less cache is asked for; answers stay."""
+    whole = LLM.load(folder, threads=1)
+    small = LLM.load(folder, threads=1, max_batch_size=2)
+    assert small.limits == dataclasses.replace(whole.limits, max_batch_size=2)
+    assert small.pool.arena_bytes < whole.pool.arena_bytes
+    most = 0
+
+    class Watch:
+        def grew(self, *_: object) -> None:
+            nonlocal most
+            most = max(most, len(small.engine.scheduler.running))
+
+        def ended(self, *_: object) -> None: ...
+
+    prompts, params = [[5, 6, 7], [8, 9], [10]], SamplingParams(max_new_tokens=4)
+    with AsyncEngine(small, max_waiting=1, observer=Watch()) as engine:
+        engine.check_count(3)
+        with pytest.raises(KvlatheError, match="queues 3 at most"):
+            engine.check_count(4)
+        answers = small.generate(prompts, params)
+    assert most == 2
+    assert [x.token_ids for x in answers] == [
+        x.token_ids for x in whole.generate(prompts, params)
+    ]
+
+
+@pytest.mark.parametrize("batch", [0, LIMITS.max_batch_size + 1])
+def test_a_larger_batch_than_the_engine_was_built_for_is_refused(
+    folder: Path, batch: int
+) -> None:
+    with pytest.raises(
+        KvlatheError, match=f"was built for 1 to {LIMITS.max_batch_size}"
+    ):
+        LLM.load(folder, max_batch_size=batch)
+
+
+def test_a_cache_below_a_page_is_refused(folder: Path) -> None:
+    with pytest.raises(KvlatheError, match="too small"):
+        LLM.load(folder, cache_bytes=1000)
+
+
+def test_a_cache_beyond_all_memory_is_refused_in_words(folder: Path) -> None:
+    with pytest.raises(KvlatheError, match="Ask for less"):
+        LLM.load(folder, cache_bytes=900 << 40)
+
+
+def test_chats_need_a_template(folder: Path) -> None:
+    with pytest.raises(KvlatheError, match="no chat template"):
+        LLM.load(folder, threads=2).chat([{"role": "user", "content": "hello"}])

@@ -1,0 +1,131 @@
+"""``kvlathe serve`` as a process: it says where it listens, serves, and SIGTERM under
+load loses nothing."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2 as httpx
+import openai
+import pytest
+
+from tests.runtime.test_llm import folder  # noqa: F401
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def process(
+    folder: Path,  # noqa: F811
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text("{{ messages[0].content }}")
+    command = [
+        sys.executable,
+        "-m",
+        "kvlathe",
+        "serve",
+        str(folder),
+        "--port",
+        "0",
+        "--threads",
+        "1",
+    ]
+    command += ["--chat-template", str(template)]
+    started = subprocess.Popen(
+        [*command, "--drain-seconds", "60", "--cache-size", "64M"],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stderr
+    lines = iter(started.stderr.readline, "")
+    addresses = map(re.compile(r"http://[\d.]+:\d+").search, lines)
+    address = next(match[0] for match in addresses if match)
+    yield started, address
+    started.kill()
+    started.wait()
+
+
+def test_sigterm_under_load_refuses_the_new_and_finishes_the_old(
+    process: tuple[subprocess.Popen[str], str],
+) -> None:
+    server, url = process
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        try:
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+            break
+        except httpx.ConnectError:
+            time.sleep(0.05)
+    client = openai.OpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120
+    )
+    messages: Any = [
+        {"role": "user", "content": "def main():"}
+    ]  # the shipped model has no template of its own
+    chat = client.chat.completions.create(
+        model="lathe-5m", messages=messages, max_tokens=4, temperature=0
+    )
+    plain = client.completions.create(
+        model="lathe-5m", prompt="def main():", max_tokens=4, temperature=0
+    )
+    assert chat.choices[0].message.content == plain.choices[0].text
+    tokens, begun, ends = [0] * 8, threading.Barrier(9), [""] * 8
+
+    def read(i: int) -> None:
+        stream = client.completions.create(
+            model="lathe-5m",
+            prompt=f"def f{i}():",
+            max_tokens=120,
+            stream=True,
+            extra_body={"ignore_eos": True},
+            logprobs=0,
+        )
+        for number, chunk in enumerate(stream):
+            if number == 0:
+                begun.wait(60)
+            tokens[i] += sum(
+                len(c.logprobs.tokens or ()) for c in chunk.choices if c.logprobs
+            )
+            ends[i] = next((c.finish_reason for c in chunk.choices), None) or ends[i]
+
+    readers = [threading.Thread(target=read, args=(i,)) for i in range(8)]
+    for reader in readers:
+        reader.start()
+    begun.wait(60)
+    server.send_signal(signal.SIGTERM)
+    refused = None
+    while refused is None:
+        try:
+            client.completions.create(model="lathe-5m", prompt="a", max_tokens=1)
+        except openai.APIStatusError as error:
+            refused = error
+    assert refused.status_code == 503 and "retry-after" in refused.response.headers
+    for reader in readers:
+        reader.join(120)
+    assert tokens == [120] * 8 and ends == ["length"] * 8
+    assert server.wait(60) == 0
+
+
+def test_a_port_in_use_is_refused_in_one_line_before_anything_is_loaded(
+    tmp_path: Path,
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        command = [sys.executable, "-m", "kvlathe", "serve", str(tmp_path)]
+        done = subprocess.run(
+            [*command, "--port", port], capture_output=True, text=True, timeout=120
+        )
+    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
+    assert "cannot be listened on" in done.stderr

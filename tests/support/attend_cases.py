@@ -1,0 +1,547 @@
+"""Random plans and steps for the laws of Attend, with a float64 reference and a cache
+written byte by byte.
+
+Nothing here uses export/attention/tables.py: addresses come from CacheLayout's slabs,
+group by group and token by token.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from hypothesis import strategies as st
+
+from kvlathe.export.attention.eager import StepTensors
+from kvlathe.plan.formats import Tier, groups_along_rank
+from kvlathe.plan.heads import Lane, ModelShape
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.token_rules import Budget, ObservationWindow, Share
+
+Array = npt.NDArray[np.float64]
+VIEWS = {"pool_f32": np.float32, "pool_f16": np.float16, "pool_u8": np.uint8}
+
+
+def plan_of(
+    lanes: list[Lane],
+    tiers: list[Tier],
+    buckets: list[Bucket],
+    head_dim: int,
+    group: int,
+    page: int = 16,
+) -> CompressionPlan:
+    layers, heads = lanes[-1].layer + 1, lanes[-1].head + 1
+    shape = ModelShape(layers, heads * group, heads, head_dim, 64, 97, 256)
+    return CompressionPlan(
+        shape,
+        tuple(lanes),
+        tuple(tiers),
+        tuple(buckets),
+        page_tokens=page,
+        prefill_chunk=page,
+    )
+
+
+# -- plans -----------------------------------------------------------------------------
+
+
+@st.composite
+def plans(draw: st.DrawFn, arithmetic: str = "float") -> CompressionPlan:
+    """Two layers of mixed lanes: ranks, planes, no RoPE, removed heads; fresh, split
+    and quantized buckets."""
+    head_dim, heads, group = (
+        draw(st.sampled_from([16, 20, 32, 48])),
+        draw(st.integers(1, 3)),
+        draw(st.integers(1, 3)),
+    )
+    kind, projected = (
+        draw(st.sampled_from(["full", "none", "planes", "mixed"])),
+        draw(st.booleans()),
+    )
+    lanes = []
+    for layer in range(2):
+        for head in range(heads):
+            if head > 0 and draw(st.integers(0, 3)) == 0:
+                lanes.append(Lane(layer, head, 0, 0, 0, "none", fill_from=0))
+                continue
+            rope = (
+                draw(st.sampled_from(["full", "none", "planes"]))
+                if kind == "mixed"
+                else kind
+            )
+            chosen = (
+                draw(st.sets(st.integers(0, head_dim // 2 - 1), min_size=1))
+                if rope == "planes"
+                else ()
+            )
+            width = 2 * len(chosen) or head_dim
+            rank_k = 16 * draw(st.integers(1, 3)) if projected else -(-width // 16) * 16
+            rank_v = 16 * draw(st.integers(1, 3))
+            lanes.append(
+                Lane(
+                    layer,
+                    head,
+                    width,
+                    rank_k,
+                    rank_v,
+                    rope,
+                    tuple(sorted(chosen)),
+                    projected,
+                )
+            )
+    hot = draw(st.sampled_from([16, 32]))
+    tiers, buckets = [Tier(hot, hot)], draw(st.sampled_from(fresh_buckets(lanes)))
+    for source in range(len(buckets)):
+        if buckets[source].source is None and draw(st.booleans()):
+            tiers.append(draw(quantized_tiers(arithmetic)))
+            buckets = [
+                *buckets,
+                Bucket(len(tiers) - 1, buckets[source].lanes, source=source),
+            ]
+    plan = plan_of(
+        lanes, tiers, buckets, head_dim, group, draw(st.sampled_from([16, 32]))
+    )
+    return draw(st.sampled_from([plan, observing(plan)]))
+
+
+def observing(plan: CompressionPlan) -> CompressionPlan:
+    """The plan with an observation window: what was sealed whole is divided in two shares, what stays
+    has a budget."""
+    buckets = list(plan.buckets)
+    for i, bucket in enumerate(plan.buckets):
+        if (
+            bucket.source is not None
+            and plan.cold(bucket.source) == (i,)
+            and whole(plan, i)
+        ):
+            buckets[i] = dataclasses.replace(bucket, tokens=Share(0.5))
+            buckets.append(buckets[i])
+        elif bucket.source is None and not plan.cold(i):
+            buckets[i] = dataclasses.replace(bucket, tokens=Budget(plan.page_tokens))
+    chosen = any(bucket.tokens.ranks for bucket in buckets)
+    return dataclasses.replace(
+        plan,
+        buckets=tuple(buckets),
+        observation=ObservationWindow(last=1) if chosen else None,
+    )
+
+
+def whole(plan: CompressionPlan, cold: int) -> bool:
+    """Whether a cold bucket holds every lane of its source."""
+    source = plan.buckets[cold].source
+    return source is not None and set(plan.buckets[cold].lanes) == set(
+        plan.buckets[source].lanes
+    )
+
+
+def quantized_tiers(arithmetic: str = "float") -> st.SearchStrategy[Tier]:
+    bits, axes = st.sampled_from([2, 4, 8, 16]), st.sampled_from(["rank", "token"])
+    groups = st.sampled_from([16, 32])
+    if arithmetic == "int":
+        rank, token, products = st.just("rank"), st.just("token"), st.just("int")
+        by_token = st.builds(
+            Tier,
+            bits,
+            bits,
+            rank,
+            token,
+            groups,
+            st.just(16),
+            products,
+            sums=st.booleans(),
+        )
+        return by_token | st.builds(
+            Tier, bits, bits, rank, rank, groups, groups, products
+        )
+    return st.builds(Tier, bits, bits, axes, axes, st.just(32), groups)
+
+
+def fresh_buckets(lanes: list[Lane]) -> list[list[Bucket]]:
+    """All lanes together; even and odd ones apart; all together with a cold bucket for
+    some of them."""
+    kept = tuple(i for i, lane in enumerate(lanes) if not lane.removed)
+    return [
+        [Bucket(0, kept)],
+        [Bucket(0, kept[::2]), Bucket(0, kept[1::2])],
+        [Bucket(0, kept), Bucket(0, kept[1:], source=0)],
+    ]
+
+
+# -- one step of one layer -------------------------------------------------------------
+
+
+class Case:
+    """Packed inputs, projections and a poisoned cache for one step of one layer;
+    ``expected`` is the reference.
+
+    ``queries`` [B] and ``lengths`` [B][S]; ``spare`` rows and sequences pad the step's
+    capacity.
+    """
+
+    scale = 0.3
+
+    def __init__(
+        self,
+        plan: CompressionPlan,
+        layer: int,
+        queries: list[int],
+        lengths: list[list[int]],
+        seed: int,
+        spare: int = 0,
+    ) -> None:
+        self.plan, self.layer, self.spare, self.rng = (
+            plan,
+            layer,
+            spare,
+            np.random.default_rng(seed),
+        )
+        self.lanes, self.total = plan.active(layer), sum(queries)
+        self.queries = queries + [0] * spare
+        self.lengths = np.array(lengths + [[0] * len(plan.buckets)] * spare, np.int32)
+        normal, heads = self.rng.normal, range(plan.model.group_size)
+        self.q = [
+            [normal(size=(self.total, lane.input_dim)) for _ in heads]
+            for lane in self.lanes
+        ]
+        self.k = [normal(size=(self.total, lane.input_dim)) for lane in self.lanes]
+        self.v = [normal(size=(self.total, lane.rank_v)) for lane in self.lanes]
+        self.angles = normal(size=(self.total, plan.model.head_dim // 2)) * 3
+        self.projections = [self._projection(lane) for lane in self.lanes]
+        self.weights = self.rng.integers(0, 2, self.total).astype(np.float32)
+        self.cached: dict[
+            tuple[int, int, int], tuple[Array, Array]
+        ] = {}  # (sequence, bucket, head) -> K, V
+        self._fill_cache()
+
+    def __repr__(self) -> str:
+        return f"Case({self.plan}, layer {self.layer}, queries {self.queries}, lengths {self.lengths.tolist()})"
+
+    def _projection(self, lane: Lane) -> tuple[Array, Array, Array]:
+        shape = (lane.input_dim, lane.rank_k)
+        if not lane.projected:
+            return np.eye(*shape), np.eye(*shape), np.zeros(lane.rank_k)
+        return (
+            self.rng.normal(size=shape) / 4,
+            self.rng.normal(size=shape) / 4,
+            self.rng.normal(size=lane.rank_k),
+        )
+
+    # -- what the op gets --------------------------------------------------------------
+    def packed(self, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+        """q, k, v."""
+        rows = ([x for heads in self.q for x in heads], self.k, self.v)
+        spare = ((0, self.spare), (0, 0))
+        return [
+            torch.from_numpy(
+                np.pad(np.concatenate(x, 1), spare, constant_values=3.0)
+            ).to(dtype)
+            for x in rows
+        ]
+
+    def state(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+        """proj_q, proj_k, centre_k, zero-padded."""
+        if not self.plan.projected:
+            return {}
+        wide, rank = (
+            max(lane.input_dim for lane in self.lanes),
+            max(lane.rank_k for lane in self.lanes),
+        )
+        padded = [
+            np.zeros((len(self.lanes), *shape))
+            for shape in ((wide, rank), (wide, rank), (rank,))
+        ]
+        for h, matrices in enumerate(self.projections):
+            for target, matrix in zip(padded, matrices, strict=True):
+                target[h][tuple(slice(n) for n in matrix.shape)] = matrix
+        names = ("proj_q", "proj_k", "centre_k")
+        return {
+            name: torch.from_numpy(x).to(dtype)
+            for name, x in zip(names, padded, strict=True)
+        }
+
+    def step(self, dtype: torch.dtype = torch.float32) -> StepTensors:
+        angles = torch.from_numpy(np.pad(self.angles, ((0, self.spare), (0, 0)))).to(
+            dtype
+        )
+        return StepTensors(
+            angles.cos(),
+            angles.sin(),
+            torch.tensor(np.cumsum([0, *self.queries]), dtype=torch.int32),
+            torch.arange(max(self.queries), dtype=torch.int32),
+            torch.from_numpy(self.lengths),
+            [torch.from_numpy(table) for table in self.tables],
+            {
+                n: torch.from_numpy(self.memory.view(kind).reshape(-1, self.plan.unit))
+                for n, kind in VIEWS.items()
+            },
+            torch.from_numpy(
+                np.pad(self.weights, (0, self.spare), constant_values=np.nan)
+            ),
+        )
+
+    # -- the reference -----------------------------------------------------------------
+    def expected(self) -> tuple[Array, Array]:
+        """o and rows of the real tokens in float64; only the hot format and the cache
+        are rounded."""
+        hot = next(
+            self.plan.tiers[b.tier] for b in self.plan.buckets if b.source is None
+        ).bits_k
+        outs, keys, values = [], [], []
+        for lane, qs, k, v, (a, b, centre) in zip(
+            self.lanes, self.q, self.k, self.v, self.projections, strict=True
+        ):
+            keys.append(rounded(self._turned(k, lane) @ b - centre, hot))
+            values.append(rounded(v, hot))
+            outs += [
+                self._attended(
+                    self._turned(q, lane) @ a * self.scale, keys[-1], values[-1], lane
+                )
+                for q in qs
+            ]
+        return np.concatenate(outs, 1), np.concatenate(keys + values, 1)
+
+    def expected_mass(self) -> Array:
+        """Observed attention [B, H, N] in float64, head by head and row by row."""
+        hot = next(
+            self.plan.tiers[b.tier] for b in self.plan.buckets if b.source is None
+        ).bits_k
+        widths = [table.shape[1] * self.plan.page_tokens for table in self.tables]
+        starts = np.cumsum([0, *widths])
+        mass = np.zeros(
+            (len(self.queries), len(self.lanes), starts[-1] + max(self.queries))
+        )
+        for h, (lane, qs, k, (a, b, centre)) in enumerate(
+            zip(self.lanes, self.q, self.k, self.projections, strict=True)
+        ):
+            k = rounded(self._turned(k, lane) @ b - centre, hot)
+            for q in (self._turned(q, lane) @ a * self.scale for q in qs):
+                row = 0
+                for s, count in enumerate(self.queries):
+                    for i in range(count):
+                        keys, at = (
+                            [k[row - i : row + 1]],
+                            [starts[-1] + np.arange(i + 1)],
+                        )
+                        for bucket in range(len(widths)):
+                            if (s, bucket, lane.head) in self.cached:
+                                keys.append(self.cached[s, bucket, lane.head][0])
+                                at.append(starts[bucket] + np.arange(len(keys[-1])))
+                        scores = np.concatenate(keys) @ q[row]
+                        p = np.exp(scores - scores.max())
+                        mass[s, h, np.concatenate(at)] += (
+                            self.weights[row] * p / p.sum()
+                        )
+                        row += 1
+        return mass
+
+    def _turned(self, x: Array, lane: Lane) -> Array:
+        """RoPE as a product of complex numbers."""
+        if lane.rope == "none":
+            return x
+        half = lane.input_dim // 2
+        planes = list(lane.planes) if lane.rope == "planes" else list(range(half))
+        z = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * self.angles[:, planes])
+        return np.concatenate([z.real, z.imag], 1)
+
+    def _attended(self, q: Array, k: Array, v: Array, lane: Lane) -> Array:
+        """One query head: plain softmax over all that is cached and the sequence's own
+        tokens so far."""
+        out, start, buckets = (
+            np.zeros((self.total, lane.rank_v)),
+            0,
+            range(len(self.plan.buckets)),
+        )
+        for b, count in enumerate(self.queries):
+            old = [
+                self.cached[b, s, lane.head]
+                for s in buckets
+                if (b, s, lane.head) in self.cached
+            ]
+            for i in range(start, start + count):
+                ks = np.concatenate([x for x, _ in old] + [k[start : i + 1]])
+                vs = np.concatenate([x for _, x in old] + [v[start : i + 1]])
+                p = np.exp(ks @ q[i] - (ks @ q[i]).max())
+                out[i] = p @ vs / p.sum()
+            start += count
+        return out
+
+    # -- the cache ---------------------------------------------------------------------
+    def _fill_cache(self) -> None:
+        """Random pages in a shuffled order in one memory, everything else NaN; unused
+        table entries are any page."""
+        self.layout, p, size, spans = (
+            CacheLayout(self.plan),
+            self.plan.page_tokens,
+            0,
+            [],
+        )
+        for s, stride in enumerate(self.layout.page_stride):
+            first, count = (
+                -(-size // stride),
+                int((-(-self.lengths[:, s] // p)).sum()) + 1,
+            )
+            spans.append((first, count))
+            size = (first + count) * stride
+        self.memory, self.tables = np.full(-(-size // 256) * 256, 255, np.uint8), []
+        for s, (first, count) in enumerate(spans):
+            ids = iter((first + self.rng.permutation(count)).astype(np.int32))
+            spare = next(ids)
+            width = max(1, *(-(-self.lengths[:, s] // p)))
+            rows = [[next(ids) for _ in range(-(-n // p))] for n in self.lengths[:, s]]
+            self.tables.append(
+                np.array([row + [spare] * (width - len(row)) for row in rows], np.int32)
+            )
+            for b, row in enumerate(rows):
+                for lane in self.lanes:
+                    if (
+                        lane.layer * self.plan.model.kv_heads + lane.head
+                        in self.plan.buckets[s].lanes
+                    ):
+                        self.cached[b, s, lane.head] = self._fill(
+                            s, lane, row, int(self.lengths[b, s])
+                        )
+
+    def _fill(
+        self, bucket: int, lane: Lane, pages: list[np.int32], length: int
+    ) -> tuple[Array, Array]:
+        """Write ``length`` random tokens of one lane; the K and V that a reader must
+        see."""
+        tier = self.plan.tiers[self.plan.buckets[bucket].tier]
+        slab = self.layout.slab(
+            bucket, lane.layer * self.plan.model.kv_heads + lane.head
+        )
+        sums = (slab.k_sums, slab.v_sums) if tier.sums else (None, None)
+        k = (
+            lane.rank_k,
+            tier.bits_k,
+            tier.axis_k,
+            tier.group_k,
+            slab.k,
+            slab.k_meta,
+            sums[0],
+        )
+        v = (
+            lane.rank_v,
+            tier.bits_v,
+            tier.axis_v,
+            tier.group_v,
+            slab.v,
+            slab.v_meta,
+            sums[1],
+        )
+        seen: tuple[list[Array], list[Array]] = ([], [])
+        for j, page in enumerate(pages):
+            left, base = (
+                length - j * self.plan.page_tokens,
+                int(page) * self.layout.page_stride[bucket],
+            )
+            for found, (rank, bits, axis, group, at, meta, sums) in zip(
+                seen, (k, v), strict=True
+            ):
+                if bits >= 16:
+                    found.append(
+                        self._floats(
+                            base + at, min(left, self.plan.page_tokens), rank, bits
+                        )
+                    )
+                else:
+                    summed = None if sums is None else base + sums
+                    found.append(
+                        self._codes(
+                            base + at, base + meta, summed, rank, bits, axis, group
+                        )[:left]
+                    )
+        empty = np.zeros((0, lane.rank_k)), np.zeros((0, lane.rank_v))
+        return np.concatenate([empty[0], *seen[0]]), np.concatenate(
+            [empty[1], *seen[1]]
+        )
+
+    def _floats(self, at: int, tokens: int, rank: int, bits: int) -> Array:
+        x = self.rng.normal(size=(tokens, rank)).astype(
+            np.float16 if bits == 16 else np.float32
+        )
+        self._write(at, x)
+        return x.astype(np.float64)
+
+    def _codes(
+        self,
+        at: int,
+        meta: int,
+        sums: int | None,
+        rank: int,
+        bits: int,
+        axis: str,
+        group: int,
+    ) -> Array:
+        """A whole page of random codes; its values [tokens, rank], worked out group by
+        group."""
+        tokens = self.plan.page_tokens
+        codes = self.rng.integers(0, 1 << bits, tokens * rank)
+        packed = np.zeros(tokens * rank * bits // 8, np.uint8)
+        for place in range(8 // bits):
+            packed |= (codes[place :: 8 // bits] << (bits * place)).astype(np.uint8)
+        self._write(at, packed)
+        along_tokens = [min(group, tokens - i) for i in range(0, tokens, group)]
+        sizes = groups_along_rank(rank, group) if axis == "rank" else along_tokens
+        count = len(sizes) * (tokens if axis == "rank" else rank)
+        pairs = self.rng.normal(size=(count, 2)) / [(1 << bits) - 1, 1]
+        pairs[:, 0] = np.abs(pairs[:, 0])  # a scale is a range over its levels
+        pairs = pairs.astype(np.float16)
+        self._write(meta, pairs)
+        lines = (
+            codes.reshape(tokens, rank)
+            if axis == "rank"
+            else codes.reshape(rank, tokens)
+        )
+        if sums is not None:
+            width = 1 if (2**bits - 1) * group < 256 else 2
+            totals = [
+                int(x.sum()).to_bytes(width, "little")
+                for line in lines
+                for x in split(line, sizes)
+            ]
+            self._write(sums, np.frombuffer(b"".join(totals), np.uint8))
+        pair = iter(pairs.astype(np.float64))
+        values = [
+            np.concatenate([x * s + m for x, (s, m) in zip(split(line, sizes), pair)])  # noqa: B905
+            for line in lines
+        ]
+        return np.array(values) if axis == "rank" else np.array(values).T
+
+    def _write(self, at: int, values: npt.NDArray) -> None:
+        self.memory[at : at + values.nbytes] = (
+            np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+        )
+
+
+def split(line: npt.NDArray, sizes: tuple[int, ...] | list[int]) -> list[npt.NDArray]:
+    return np.split(line, np.cumsum(sizes)[:-1])
+
+
+def rounded(x: Array, bits: int) -> Array:
+    """The float64 values of x in the hot format (from single, as the op computes)."""
+    x = x.astype(np.float32)
+    return (x.astype(np.float16) if bits == 16 else x).astype(np.float64)
+
+
+@st.composite
+def cases(draw: st.DrawFn, arithmetic: str = "float") -> Case:
+    """Ragged steps of random plans: prefill, decode and idle sequences, empty and full
+    buckets, spare capacity."""
+    plan, batch = draw(plans(arithmetic)), draw(st.integers(1, 4))
+    queries = draw(
+        st.lists(st.integers(0, 5), min_size=batch, max_size=batch).filter(any)
+    )
+    length = st.one_of(st.just(0), st.integers(0, 3 * plan.page_tokens))
+    lengths = [[draw(length) for _ in plan.buckets] for _ in range(batch)]
+    return Case(
+        plan,
+        draw(st.integers(0, 1)),
+        queries,
+        lengths,
+        draw(st.integers(0, 99)),
+        draw(st.integers(0, 2)),
+    )

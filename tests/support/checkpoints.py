@@ -1,0 +1,285 @@
+"""Tiny random-weight Hugging Face checkpoints of every family, and full-rank plans and
+bases to fold them with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from kvlathe.export.bases.basis import Basis, LaneBasis
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.heads import Lane, ModelShape
+from kvlathe.plan.plan import Bucket, CompressionPlan
+
+torch.set_num_threads(1)  # tiny matrices: threads would only wait for one another
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+QUARTER = {"partial_rotary_factor": 0.25}
+PHI = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+def sizes(
+    hidden: int, heads: int, kv_heads: int, head_dim: int | None = None, **more: object
+) -> dict[str, Any]:
+    """Settings under the names that most families share."""
+    given = {"head_dim": head_dim} if head_dim else {}
+    shared = {
+        "vocab_size": 97,
+        "num_hidden_layers": 2,
+        "intermediate_size": 88,
+        "max_position_embeddings": 512,
+    }
+    return (
+        shared
+        | {
+            "hidden_size": hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+        }
+        | given
+        | more
+    )
+
+
+def longrope(planes: int) -> dict[str, Any]:
+    factors = np.linspace(1.0, 4.0, planes).round(3).tolist()
+    return LONG | {"short_factor": factors, "long_factor": [2.5 * f for f in factors]}
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", sizes(64, 4, 2, rope_theta=1e5)),
+    "llama-llama3-tied": (
+        "Llama",
+        sizes(
+            96,
+            4,
+            4,
+            rope_theta=5e5,
+            tie_word_embeddings=True,
+            rope_scaling=LLAMA3 | {"original_max_position_embeddings": 64},
+        ),
+    ),
+    "llama-biased-d80-mqa": (
+        "Llama",
+        sizes(70, 5, 1, 80, attention_bias=True, mlp_bias=True),
+    ),
+    "llama-linear": (
+        "Llama",
+        sizes(56, 7, 1, 24, rope_scaling={"type": "linear", "factor": 3.0}),
+    ),
+    "llama-dynamic": (
+        "Llama",
+        sizes(64, 2, 2, rope_scaling={"type": "dynamic", "factor": 2.0}),
+    ),
+    "mistral-d24": ("Mistral", sizes(60, 6, 2, 24, sliding_window=None)),
+    "mistral-window": ("Mistral", sizes(64, 4, 2, sliding_window=512)),
+    "qwen2-yarn": (
+        "Qwen2",
+        sizes(
+            64,
+            4,
+            2,
+            rope_scaling={
+                "rope_type": "yarn",
+                "factor": 8.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+    ),
+    "qwen2-g7": ("Qwen2", sizes(112, 14, 2, 16, tie_word_embeddings=True)),
+    "qwen3": ("Qwen3", sizes(48, 6, 3, 40)),
+    "qwen3-biased": ("Qwen3", sizes(48, 4, 1, 32, attention_bias=True)),
+    "phi3": ("Phi3", sizes(64, 4, 4, **PHI)),
+    "phi3-longrope": (
+        "Phi3",
+        sizes(
+            96,
+            4,
+            2,
+            rope_scaling=longrope(12),
+            original_max_position_embeddings=64,
+            **PHI,
+        ),
+    ),
+    "phi4-mini-partial": (
+        "Phi3",
+        sizes(
+            96,
+            3,
+            1,
+            partial_rotary_factor=0.75,
+            rope_scaling=longrope(12),
+            original_max_position_embeddings=64,
+            **PHI,
+        ),
+    ),
+    "stablelm": ("StableLm", sizes(80, 5, 5, use_qkv_bias=True, **QUARTER)),
+    "stablelm-parallel-gqa": (
+        "StableLm",
+        sizes(160, 4, 2, use_parallel_residual=True, **QUARTER),
+    ),
+    "falcon-7b": (
+        "Falcon",
+        {
+            "vocab_size": 97,
+            "hidden_size": 168,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 7,
+        },
+    ),
+    "falcon-40b": (
+        "Falcon",
+        {
+            "vocab_size": 97,
+            "hidden_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 6,
+            "num_kv_heads": 2,
+        }
+        | {
+            "new_decoder_architecture": True,
+            "tie_word_embeddings": False,
+            "ffn_hidden_size": 100,
+        },
+    ),
+    "falcon-11b-one-norm": (
+        "Falcon",
+        {
+            "vocab_size": 97,
+            "hidden_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_kv_heads": 2,
+            "bias": True,
+        }
+        | {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 1},
+    ),
+    "falcon-rw": (
+        "Falcon",
+        {
+            "vocab_size": 97,
+            "hidden_size": 96,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "bias": True,
+        }
+        | {"multi_query": False, "parallel_attn": False},
+    ),
+    "gpt2": (
+        "GPT2",
+        {"vocab_size": 97, "n_embd": 60, "n_layer": 2, "n_head": 3, "n_positions": 512},
+    ),
+    "gpt2-scaled": (
+        "GPT2",
+        {
+            "vocab_size": 97,
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 2,
+            "n_positions": 512,
+            "n_inner": 70,
+            "activation_function": "relu",
+        }
+        | {
+            "scale_attn_by_inverse_layer_idx": True,
+            "scale_attn_weights": False,
+            "tie_word_embeddings": False,
+        },
+    ),
+}
+"""Every family and every setting that changes what it computes: name -> (transformers
+class prefix, config)."""
+
+
+def make(folder: Path, name: str, seed: int = 0, **save: object) -> PreTrainedModel:
+    """Write checkpoint ``name`` of FAMILIES to ``folder``; return the reference model,
+    float32."""
+    kind, settings = FAMILIES[name]
+    return make_model(folder, kind, settings, seed, **save)
+
+
+def make_model(
+    folder: Path, kind: str, settings: dict[str, Any], seed: int = 0, **save: object
+) -> PreTrainedModel:
+    """Random weights large enough that every one of them matters: biases and norms
+    too."""
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(
+        **settings, attn_implementation="eager"
+    )
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            if parameter.ndim == 1:
+                parameter.copy_(
+                    0.3 * noise if name.endswith("bias") else 1 + 0.3 * noise
+                )
+            else:
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+    model.save_pretrained(folder, **save)
+    words = {f"t{i}": i for i in range(config.vocab_size)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "t0")).save(
+        str(Path(folder) / "tokenizer.json")
+    )
+    return model
+
+
+def full_plan(
+    shape: ModelShape, rope: bool = True, projected: bool = False, bits: int = 32
+) -> CompressionPlan:
+    """Every dim of every lane kept, ranks rounded up to 16; one bucket, page 16."""
+    d = shape.head_dim
+    rank = -(-d // 16) * 16
+    lanes = tuple(
+        Lane(
+            layer, head, d, rank, rank, "full" if rope else "none", projected=projected
+        )
+        for layer in range(shape.layers)
+        for head in range(shape.kv_heads)
+    )
+    buckets = (Bucket(0, tuple(range(len(lanes)))),)
+    return CompressionPlan(
+        shape, lanes, (Tier(bits, bits),), buckets, page_tokens=16, prefill_chunk=32
+    )
+
+
+def random_basis(plan: CompressionPlan, seed: int, orthogonal: bool) -> Basis:
+    """Full-rank bases with random centres for every lane: orthogonal (a = b), or any
+    invertible a with b = a^-T."""
+    rng, d = np.random.default_rng(seed), plan.model.head_dim
+
+    def pair() -> tuple[np.ndarray, np.ndarray]:
+        u, v = (np.linalg.qr(rng.normal(size=(d, d)))[0] for _ in range(2))
+        if orthogonal:
+            return u, u
+        scales = rng.uniform(0.5, 2.0, d)
+        return u * scales @ v, u / scales @ v
+
+    basis = Basis()
+    for lane in plan.lanes:
+        (a, b), (a_v, o_v) = pair(), pair()
+        centre_k, centre_v = rng.normal(size=(2, d))
+        qk = (
+            (a, b, centre_k)
+            if lane.projected or lane.rope == "none"
+            else (None, None, None)
+        )
+        basis[lane.layer, lane.head] = LaneBasis(
+            *qk, a_v=a_v, o_v=o_v.T, centre_v=centre_v
+        )
+    return basis

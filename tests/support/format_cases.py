@@ -1,0 +1,33 @@
+"""One list of tiers that holds every number format along both axes, for all tests that
+hold an implementation to kvlathe/plan/codec.py. A new format joins it by its name."""
+
+from __future__ import annotations
+
+from kvlathe.plan.formats import NAMES, Format, Tier
+from kvlathe.plan.heads import Lane
+from kvlathe.plan.plan import Bucket, CompressionPlan
+from tests.support.attend_cases import plan_of
+
+BITS = sorted(NAMES)
+CODED_BITS = [bits for bits in BITS if Format(bits, "rank", 64).is_coded]  # type: ignore[arg-type]
+
+
+def _tiers(bits: int) -> list[Tier]:
+    return [
+        Tier(bits, bits, "rank", "token", 32, 32),  # type: ignore[arg-type]
+        Tier(bits, bits, "token", "rank", 16, 48),  # type: ignore[arg-type]
+    ]
+
+
+TIERS = [tier for bits in BITS for tier in _tiers(bits)]
+CODED_TIERS = [tier for tier in TIERS if tier.is_coded]
+
+
+def sealing_plan(tier: Tier, page: int = 64) -> CompressionPlan:
+    """Two unlike lanes of one layer; a hot bucket of singles is sealed in ``tier``."""
+    lanes = [
+        Lane(0, 0, 64, 48, 80, projected=True),
+        Lane(0, 1, 64, 64, 16, projected=True),
+    ]
+    buckets = [Bucket(0, (0, 1)), Bucket(1, (0, 1), source=0)]
+    return plan_of(lanes, [Tier(32, 32), tier], buckets, 64, 2, page)

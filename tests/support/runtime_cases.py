@@ -1,0 +1,293 @@
+"""What the runtime's tests share: small plans of every kind of bucket, and sessions to
+run them on."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable
+from collections.abc import Sequence as Items
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvlathe.export.bases.basis import Basis
+from kvlathe.export.folding.fold import decoder_from, fold
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.decoder import Decoder
+from kvlathe.export.onnx.model import export_onnx
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.heads import Lane, ModelShape
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.manifest import Limits
+from kvlathe.plan.memory import memory_table
+from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.token_rules import Budget, ObservationWindow, Share
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
+from kvlathe.runtime.sessions.host.onnx import OrtSession
+from kvlathe.runtime.sessions.host.pages import HostPages
+from kvlathe.runtime.sessions.protocols import StepPlan
+from kvlathe.runtime.text.sampler import Sampler
+from kvlathe.runtime.text.sampling_params import SamplingParams
+from kvlathe.runtime.text.tokenizer import Tokenizer
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "lathe-5m"
+HOT, U8 = Tier(32, 32), Tier(8, 8, "rank", "token", 64, 64)
+FOUR = Tier(4, 4, "rank", "rank", 64, 64, rounding="stochastic")
+NORMALIZED = ObservationWindow(recent=0.05, random=0.05, normalized=True)
+HEAVY = ObservationWindow(recent=1.0, pooling=5, noise=0.5)
+MIXED = (
+    Tier(4, 4, "token", "rank", 64, 64, span_k=0.95),
+    Tier(2, 2, "token", "rank", 64, 64, span_k=0.65),
+)
+RANKED = ("divided", "budget", "sealed budget")
+CODED = Tier(4, 4, "rank", "token", 64, 32, "int", "stochastic")
+torch.set_num_threads(1)  # small matrices; the tests run side by side
+BACKENDS = ("torch", "onnx")
+LIMITS = Limits(
+    max_batch_size=8, max_num_tokens=1024, max_input_len=3072, max_seq_len=4096
+)
+
+
+def plan_for(
+    shape: ModelShape,
+    tiers: tuple[Tier, ...],
+    buckets: tuple[Bucket, ...],
+    page: int = 64,
+    chunk: int = 512,
+    observation: ObservationWindow | None = None,
+) -> CompressionPlan:
+    """Every lane at full rank, nothing projected."""
+    d = shape.head_dim
+    lanes = tuple(
+        Lane(i, h, d, d, d) for i in range(shape.layers) for h in range(shape.kv_heads)
+    )
+    return CompressionPlan(
+        shape,
+        lanes,
+        tiers,
+        buckets,
+        page_tokens=page,
+        prefill_chunk=chunk,
+        observation=observation,
+    )
+
+
+def plans(
+    shape: ModelShape, page: int = 64, chunk: int = 512
+) -> dict[str, CompressionPlan]:
+    """The same model over one bucket, two buckets (even and odd lanes), and with full
+    pages sealed into 8 bit, or into 4 bit with attention on the codes."""
+    every = tuple(range(shape.layers * shape.kv_heads))
+    split = (Bucket(0, every[::2]), Bucket(0, every[1::2]))
+    return {
+        "one": plan_for(shape, (HOT,), (Bucket(0, every),), page, chunk),
+        "split": plan_for(shape, (HOT,), split, page, chunk),
+        "sealed": plan_for(
+            shape,
+            (HOT, U8),
+            (Bucket(0, every), Bucket(1, every, source=0)),
+            page,
+            chunk,
+        ),
+        "coded": plan_for(
+            shape,
+            (HOT, CODED),
+            (Bucket(0, every), Bucket(1, every, source=0)),
+            page,
+            chunk,
+        ),
+        "sealed split": plan_for(
+            shape,
+            (HOT, U8, Tier(16, 16)),
+            (
+                Bucket(0, every),
+                Bucket(1, every[:1], source=0),
+                Bucket(2, every[1:], source=0),
+            ),
+            page,
+            chunk,
+        ),
+        **ranked_plans(shape, page, chunk),
+    }
+
+
+def ranked_plans(
+    shape: ModelShape, page: int = 64, chunk: int = 512
+) -> dict[str, CompressionPlan]:
+    """Plans whose tokens are ranked: divided between two number formats, or cut to
+    budgets, hot or sealed."""
+    every = tuple(range(shape.layers * shape.kv_heads))
+    budgets = [Budget(n * page, recent=r) for n, r in ((2, 0), (3, 16))]
+    cold = (
+        Bucket(0, every),
+        Bucket(1, every[1:], 0, budgets[0]),
+        Bucket(2, every[:1], 0, budgets[1]),
+    )
+    divided = (
+        Bucket(0, every),
+        Bucket(1, every, 0, Share(0.6)),
+        Bucket(2, every, 0, Share(0.4)),
+    )
+    fresh = (
+        Bucket(0, every[::2], None, budgets[0]),
+        Bucket(0, every[1::2], None, budgets[1]),
+    )
+    eight = Tier(8, 8, "rank", "rank")
+    return {
+        "mixed": plan_for(shape, (HOT, *MIXED), divided, page, chunk, NORMALIZED),
+        "divided": plan_for(shape, (HOT, U8, FOUR), divided, page, chunk, NORMALIZED),
+        "budget": plan_for(
+            shape,
+            (HOT,),
+            fresh,
+            page,
+            chunk,
+            ObservationWindow(last=8, accumulated=False),
+        ),
+        "sealed budget": plan_for(shape, (HOT, FOUR, eight), cold, page, chunk, HEAVY),
+    }
+
+
+class TorchSession(HostPages):
+    """The decoder in torch over the same pages: what an exported engine is compared
+    with."""
+
+    def __init__(self, decoder: Decoder, arena_bytes: int) -> None:
+        super().__init__(CacheLayout(decoder.plan), arena_bytes)
+        self.decoder = decoder
+        self.pools = {name: torch.from_numpy(view) for name, view in self.views.items()}
+
+    @torch.inference_mode()
+    def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
+        tensor = torch.from_numpy
+        probed = (
+            [] if self.plan.observation is None else [tensor(step.observation_weights)]
+        )
+        logits, rows, *mass = self.decoder(
+            tensor(step.input_ids),
+            tensor(step.positions),
+            tensor(step.cu_seqlens_q),
+            tensor(step.query_offsets),
+            tensor(step.lengths),
+            [tensor(table) for table in step.page_tables],
+            self.pools,
+            tensor(step.logit_rows),
+            *probed,
+        )
+        self.append(step, rows.numpy())
+        self.page_scores.observe((step, found.numpy(), 0) for found in mass)
+        return logits.numpy()
+
+
+def model_shape() -> ModelShape:
+    return Checkpoint(MODEL).spec.shape
+
+
+@cache
+def decoder(kind: str) -> Decoder:
+    """The shipped small model under ``plans()[kind]``."""
+    return decoder_from(Checkpoint(MODEL), plans(model_shape())[kind], Basis())
+
+
+@cache
+def engine_folder(kind: str) -> Path:
+    """The same, exported; the folder lives as long as the test process."""
+    folder = Path(tempfile.mkdtemp(prefix="kvlathe-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    checkpoint, plan = Checkpoint(MODEL), plans(model_shape())[kind]
+    export_onnx(checkpoint.spec, plan, fold(checkpoint, plan, Basis()), folder)
+    return folder
+
+
+def session(
+    backend: str, kind: str, arena_bytes: int, limits: Limits = LIMITS
+) -> HostPages:
+    if backend == "torch":
+        return TorchSession(decoder(kind), arena_bytes)
+    return OrtSession(
+        engine_folder(kind), decoder(kind).plan, limits, arena_bytes, threads=2
+    )
+
+
+def llm(backend: str, kind: str, tokens: int = 8192, limits: Limits = LIMITS) -> LLM:
+    """With room for about ``tokens`` cached tokens."""
+    layout = CacheLayout(decoder(kind).plan)
+    size = layout.bytes_for(tokens) + 8 * len(layout.page_stride) * max(
+        layout.page_stride
+    )
+    if layout.plan.ranked:
+        size += memory_table(layout, tokens, 1)[-1]["peak"]
+    return LLM(
+        session(backend, kind, size, limits),
+        layout.plan,
+        limits,
+        Tokenizer(MODEL),
+        size,
+    )
+
+
+@cache
+def text(length: int, start: int = 0) -> tuple[int, ...]:
+    """Real tokens, so that logits are spread as in use."""
+    return tuple(_whole_text()[start : start + length])
+
+
+@cache
+def _whole_text() -> list[int]:
+    lines = (
+        (MODEL.parents[1] / "data" / "eval_text.jsonl").read_text("utf-8").splitlines()
+    )
+    return Tokenizer(MODEL).encode(
+        " ".join(json.loads(line)["text"] for line in lines[:24])
+    )
+
+
+@cache
+def at_once(length: int, start: int = 0) -> npt.NDArray[np.float32]:
+    """Next-token logits of every token, one pass over the whole text with nothing
+    cached."""
+    return decoder("one").logits(text(length, start), range(length)).numpy()
+
+
+def forced(
+    llm: LLM, texts: Items[Items[int]], schedule: Iterable[Items[int]]
+) -> list[npt.NDArray[np.float32]]:
+    """Feed each text in chunks of the sizes that ``schedule`` gives, step by step, side
+    by side in packed steps.
+
+    Returns the next-token logits [tokens, vocab] of every text.
+    """
+    chunk, sampler = llm.plan.prefill_chunk, Sampler(SamplingParams())
+    sequences = [
+        Sequence(list(text), len(text), llm.pool.open(), chunk, sampler)
+        for text in texts
+    ]
+    found: list[list[npt.NDArray[np.float32]]] = [[] for _ in texts]
+    for sizes in schedule:
+        chunks, owners = [], []
+        for i, (sequence, size) in enumerate(zip(sequences, sizes, strict=True)):
+            if count := min(size, len(sequence.tokens) - sequence.cached):
+                seal = sequence.seals_at(sequence.cached + count)
+                chunks.append(
+                    Chunk(
+                        sequence,
+                        count,
+                        llm.pool.reserve(sequence.table, count, seal),
+                        range(count),
+                    )
+                )
+                owners += [i] * count
+        for i, row in zip(
+            owners, llm.engine.run(chunks) if chunks else (), strict=True
+        ):
+            found[i].append(row)
+    for sequence in sequences:
+        llm.pool.release(sequence.table)
+    return [np.stack(rows) for rows in found]

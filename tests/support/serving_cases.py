@@ -1,0 +1,92 @@
+"""What the server's tests share: a real server over the shipped small model, in a
+thread of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvlathe.runtime.async_engine import AsyncEngine
+from kvlathe.runtime.llm import LLM
+from kvlathe.server.app import MAX_BODY, create_app
+from kvlathe.server.gate import BODY_SECONDS
+from kvlathe.server.metrics import Metrics
+from kvlathe.server.run import Server, http_config, listen
+
+MODEL_NAME = "lathe-5m"
+
+
+@dataclass(frozen=True)
+class Served:
+    url: str
+    engine: AsyncEngine
+    server: Server
+
+    @property
+    def llm(self) -> LLM:
+        return self.engine.llm
+
+    def idle(self, seconds: float = 30) -> bool:
+        """Whether everything has ended and every page came back within ``seconds``."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if not self.engine.open and not self.llm.pool.bytes_in_use:
+                return True
+            time.sleep(0.02)
+        return False
+
+
+@contextlib.contextmanager
+def serving(
+    llm: LLM,
+    keys: Sequence[str] = (),
+    max_body: int = MAX_BODY,
+    max_waiting: int = 64,
+    max_new_tokens: int | None = None,
+    origins: Sequence[str] = (),
+    body_seconds: float = BODY_SECONDS,
+) -> Iterator[Served]:
+    """Serve until the block ends."""
+    metrics = Metrics(MODEL_NAME)
+    engine = AsyncEngine(llm, max_waiting, metrics)
+    metrics.watch(engine)
+    app = create_app(
+        engine,
+        metrics,
+        MODEL_NAME,
+        keys,
+        max_body,
+        max_new_tokens,
+        origins,
+        body_seconds,
+    )
+    server = Server(http_config(app, close_seconds=2), engine, 0)
+    bound = listen("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    with engine, bound:
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield Served(f"http://127.0.0.1:{bound.getsockname()[1]}", engine, server)
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
+
+
+def with_template(llm: LLM, template: str = CHATML) -> LLM:
+    """The shipped model has no chat template; this one is a stand-in."""
+    llm.tokenizer.chat_template = template
+    return llm
+
+
+def replaced(llm: LLM, **limits: int) -> LLM:
+    llm.engine.scheduler.limits = dataclasses.replace(llm.limits, **limits)
+    return llm

@@ -1,0 +1,38 @@
+"""The names that ``import kvlathe`` offers, and what it costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import kvlathe
+
+COST = """
+import sys
+import kvlathe
+heavy = {"numpy", "torch", "onnxruntime"} & set(sys.modules)
+assert not heavy, heavy
+assert kvlathe.SamplingParams(stop="a").stop_strings == ("a",)
+"""
+
+
+def test_importing_the_package_loads_no_library() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", COST], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_public_names_are_those_of_their_modules() -> None:
+    from kvlathe.engines.build import build
+    from kvlathe.runtime.async_engine import AsyncEngine
+    from kvlathe.runtime.llm import LLM
+    from kvlathe.runtime.text.sampling_params import SamplingParams
+
+    public = (kvlathe.LLM, kvlathe.AsyncEngine, kvlathe.SamplingParams, kvlathe.build)
+    assert public == (LLM, AsyncEngine, SamplingParams, build)
+    assert set(kvlathe.__all__) <= set(dir(kvlathe))
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = kvlathe.Nothing  # pyright: ignore[reportAttributeAccessIssue]
