@@ -14,16 +14,13 @@ from pathlib import Path
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.backends import Built, check_ranks
+from kvlathe.engines.targets.kernel_limits import kernel_limits
 from kvlathe.plan.formats import Format
 from kvlathe.plan.manifest import DECODER_FILE, ONNX_FILE, WEIGHTS_FILE, Limits
 from kvlathe.plan.plan import CompressionPlan
 
 ARCHITECTURES = tuple(f"sm_{number}" for number in (75, 80, 86, 87, 89, 90, 120, 121))
 """What the kernels are written for; a library may hold fewer (docs/native.md)."""
-MOST_BUCKETS, MOST_RANK, MOST_GROUP, MOST_LANES = 3, 128, 8, 64
-"""Buckets of a plan; the widest rank; query heads a KV head; KV heads of a layer."""
-CODED_PAGES = (64, 128, 256)
-"""Tokens of a quantized page."""
 
 
 def identify(name: str) -> Built:
@@ -110,10 +107,19 @@ def _coded_refusal(plan: CompressionPlan) -> Refusal | None:
         refusal = _format_refusal(*plan.tiers[tier].formats, plan.page_tokens)
         if refusal is not None:
             return refusal
-    if coded and plan.page_tokens not in CODED_PAGES:
-        reason = f"its quantized pages have {plan.page_tokens} tokens"
+    least, most = (kernel_limits()[name] for name in ("kLeastCodedPage", "kMaxPage"))
+    fits = least <= plan.page_tokens <= most and _is_power_of_two(plan.page_tokens)
+    if coded and not fits:
+        reason = (
+            f"its quantized pages have {plan.page_tokens} tokens, and the kernels take "
+            f"powers of two from {least} to {most}"
+        )
         return reason, "build with --tokens_per_block 64 or 128"
     return None
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
 
 
 def _format_refusal(k: Format, v: Format, page_tokens: int) -> Refusal | None:
@@ -123,10 +129,15 @@ def _format_refusal(k: Format, v: Format, page_tokens: int) -> Refusal | None:
         )
         remedy = "choose equal bits, K's groups along the rank and V's along the tokens"
         return reason, remedy
-    is_power_of_two = v.group & (v.group - 1) == 0
-    if v.group < 32 or not is_power_of_two or page_tokens % v.group:
+    limits = kernel_limits()
+    multiple, least = limits["kRankMultiple"], limits["kLeastCodedGroup"]
+    if k.group % multiple:
+        reason = f"K has groups of {k.group} channels"
+        return reason, f"choose a multiple of {multiple}"
+    if v.group < least or not _is_power_of_two(v.group) or page_tokens % v.group:
         reason = f"V has groups of {v.group} tokens"
-        return reason, "choose 32, 64 or 128, dividing a page"
+        remedy = f"choose a power of two from {least} on, dividing a page"
+        return reason, remedy
     return None
 
 
@@ -134,14 +145,17 @@ def _size_refusal(plan: CompressionPlan) -> Refusal | None:
     """Of what the kernels have a bound on."""
     lanes = max(len(plan.active(layer)) for layer in range(plan.model.layers))
     widest = max(max(lane.rank_k, lane.rank_v) for lane in plan.lanes)
+    inputs = max(lane.input_dim for lane in plan.lanes)
     buckets, group = len(plan.buckets), plan.model.group_size
     sizes = (
-        (f"it has {buckets} buckets", buckets, MOST_BUCKETS),
-        (f"the model has {group} query heads a KV head", group, MOST_GROUP),
-        (f"a layer has {lanes} KV heads", lanes, MOST_LANES),
-        (f"a head has rank {widest}", widest, MOST_RANK),
+        (f"it has {buckets} buckets", buckets, "kMaxBuckets"),
+        (f"the model has {group} query heads a KV head", group, "kMaxGroup"),
+        (f"a layer has {lanes} KV heads", lanes, "kMaxLanes"),
+        (f"a head has rank {widest}", widest, "kMaxRank"),
+        (f"a head has {inputs} dimensions before its projection", inputs, "kMaxInput"),
     )
-    for fact, size, most in sizes:
+    for fact, size, name in sizes:
+        most = kernel_limits()[name]
         if size > most:
             reason = f"{fact}, and the kernels take {most} at most"
             return reason, "choose --backend onnxruntime, or compress more"

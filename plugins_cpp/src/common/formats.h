@@ -40,6 +40,15 @@ KVLATHE_ANYWHERE constexpr int64_t slab_bytes(int64_t rank, int64_t page_tokens,
   return rank * page_tokens * bits / 8;
 }
 
+// The typed views of the cache that a graph gives the op: bits of `pools` in a layer's table.
+enum PoolView { kPoolF32 = 1, kPoolF16 = 2, kPoolU8 = 4 };
+constexpr PoolView kPoolViews[] = {kPoolF32, kPoolF16, kPoolU8};  // in the order of the inputs
+
+// The views in which a format is read: the metadata of codes is halves.
+constexpr int pool_views(int bits) {
+  return bits == 32 ? kPoolF32 : bits == 16 ? kPoolF16 : kPoolU8 | kPoolF16;
+}
+
 // A group's metadata: two IEEE halves, (scale, minimum).
 constexpr int kPairBytes = 4;
 

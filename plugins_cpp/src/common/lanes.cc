@@ -35,8 +35,8 @@ void check_lane(const LaneRow& row, int32_t bits_k, int32_t bits_v, int64_t page
     return "the lane of layer " + std::to_string(row.layer) + " head " + std::to_string(row.head);
   };
   if (!is_rank(row.rank_k) || !is_rank(row.rank_v)) {
-    throw Refusal(KVLATHE_BAD_ARGUMENT,
-                  where() + " has ranks that are no multiples of 16 up to 1024");
+    throw Refusal(KVLATHE_BAD_ARGUMENT, where() + " has ranks that are no multiples of 16 up to " +
+                                            std::to_string(kMostRank));
   }
   for (int32_t offset : {row.k, row.k_meta, row.v, row.v_meta}) {
     if (offset >= 0 && offset % kOffsetBytes == 0) continue;

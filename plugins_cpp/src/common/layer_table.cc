@@ -58,7 +58,7 @@ void Layer::read_lanes() {
     Lane lane{{forms[h]}, q_width, k_width, v_width, o_width, 0, 0, nullptr};
     const std::string where = "the lane of head " + std::to_string(lane.head);
     require(is_rank(lane.rank_k) && is_rank(lane.rank_v), KVLATHE_BAD_ARGUMENT,
-            where + " has ranks that are no multiples of 16 up to 1024");
+            where + " has ranks that are no multiples of 16 up to " + std::to_string(kMostRank));
     require(lane.input_dim > 0 && lane.input_dim <= head.input_dim && lane.rank_k <= head.rank_k,
             KVLATHE_BAD_ARGUMENT, where + " is too wide");
     require(lane.projected ? head.projected : lane.rank_k >= lane.input_dim, KVLATHE_BAD_ARGUMENT,

@@ -1,33 +1,63 @@
-// How large things may be: every limit of the kernels, with the words of its refusal.
+// How large things may be: every limit of the kernels, and the words that refuse more.
+//
+// Python reads the numbers from this file and refuses a plan beyond them when an engine is built
+// (kvlathe/engines/targets/kernel_limits.py). So each stands on a line of its own.
 #pragma once
 
 #include <cstdint>
 #include <string>
 
 #include "common/refusal.h"
+#include "kvlathe/abi.h"
 
 namespace kvlathe {
 
-constexpr int kRankMultiple =
-    16;  // of ranks, quantization groups and pages: an MMA's inner dimension
-constexpr int64_t kOffsetBytes =
-    128;                         // of offsets and page strides: ALIGN of kvlathe/plan/formats.py
-constexpr int kMostRank = 1024;  // on the CPU: rows are unpacked on the stack
-constexpr int kMaxRank = 128;    // of the CUDA kernels: what a warp's accumulators hold
-constexpr int kMaxGroup = 8;     // query heads a lane on CUDA: the N of mma.m16n8k16
+// -- every kernel -------------------------------------------------------------
 
-// Parts of one call, which are the buckets of a plan.
+// Ranks, quantization groups and pages are multiples of an MMA's inner dimension.
+constexpr int kRankMultiple = 16;
+// Offsets in a page and page strides: ALIGN of kvlathe/plan/formats.py.
+constexpr int64_t kOffsetBytes = 128;
+// The CPU kernels unpack rows on the stack.
+constexpr int kMostRank = 1024;
+
+// -- the CUDA kernels ---------------------------------------------------------
+
+// Buckets of a plan are the parts of a call. Their tables are launch parameters, and so are lanes.
+constexpr int kMaxBuckets = 3;
+constexpr int kMaxLanes = 64;
+static_assert(kMaxBuckets == KVLATHE_MAX_PARTS && kMaxLanes == KVLATHE_MAX_HEADS);
+// What the accumulators of a warp hold.
+constexpr int kMaxRank = 128;
+// Query heads of a lane: the N of mma.m16n8k16.
+constexpr int kMaxGroup = 8;
+// Dimensions of a head before its projection: the matrix and its rows lie in shared memory.
+constexpr int kMaxInput = 256;
+// Tokens of a page: sealing holds a lane's page in shared memory.
+constexpr int kMaxPage = 256;
+// Pages of codes are attended 64 tokens at a time; their sizes are powers of two.
+constexpr int kLeastCodedPage = 64;
+// Tokens of a group of V in codes: the inner dimension of an MMA on bytes.
+constexpr int kLeastCodedGroup = 32;
+// New tokens of a sequence from which its rows are a prompt chunk, attended in tiles.
+constexpr int kLeastChunk = 16;
+// Columns of an RMS norm's rows: a block holds one row in registers.
+constexpr int kMaxColumns = 16384;
+
+constexpr bool is_power_of_two(int x) { return x > 0 && (x & (x - 1)) == 0; }
+
+// Parts of one call.
 inline void check_bucket_count(int64_t count) {
-  if (count >= 1 && count <= KVLATHE_MAX_PARTS) return;
+  if (count >= 1 && count <= kMaxBuckets) return;
   throw Refusal(KVLATHE_UNSUPPORTED, std::to_string(count) + " buckets: 1 to " +
-                                         std::to_string(KVLATHE_MAX_PARTS) + " are possible");
+                                         std::to_string(kMaxBuckets) + " are possible");
 }
 
 // Lanes of one layer.
 inline void check_lane_count(int64_t count) {
-  if (count >= 1 && count <= KVLATHE_MAX_HEADS) return;
+  if (count >= 1 && count <= kMaxLanes) return;
   throw Refusal(KVLATHE_UNSUPPORTED, "a layer has " + std::to_string(count) + " lanes: 1 to " +
-                                         std::to_string(KVLATHE_MAX_HEADS) + " are possible");
+                                         std::to_string(kMaxLanes) + " are possible");
 }
 
 // What the CUDA kernels hold of one lane.

@@ -10,8 +10,10 @@
 
 namespace kvlathe {
 
-constexpr int kBlock =
-    64;  // tokens that are attended together, at most; 16 or more, dividing the page
+// Tokens that are attended together, at most; 16 or more, dividing the page.
+constexpr int kBlock = 64;
+// Elements of a row, at most: it is unpacked on the stack. A row is a rank, or a page's tokens.
+constexpr int kMostRow = 1024;
 
 // Part of a lane's K or V as it lies in a page: `rows` rows of `inner` elements. A row is a token,
 // or, where groups run along the tokens, a channel. Every row starts `stride` bytes after the last
@@ -23,7 +25,7 @@ struct Rows {
   int64_t stride, meta_stride;  // bytes; halves
   int32_t bits, rows, inner;
   bool by_channel;
-  uint8_t group_of[64];
+  uint8_t group_of[kMostRow / 16];
   const uint8_t* ahead;  // while reading row r, fetch ahead_step bytes at ahead + r * ahead_step:
                          // what is read next
   int64_t ahead_step;

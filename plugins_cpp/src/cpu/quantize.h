@@ -67,7 +67,7 @@ void quantize(const float* x, int64_t ldx, const Rows& rows, const Coding& codin
   UnsignedInts count_up;
   for (int i = 0; i < kLanes; ++i) count_up[i] = uint32_t(i);
   uint8_t* next_sum = coding.sums;
-  uint8_t codes[1024];
+  uint8_t codes[kMostRow];
   for (int r = 0; r < rows.rows; ++r, x += ldx) {
     auto* meta = const_cast<uint16_t*>(rows.meta + r * rows.meta_stride);
     for (int chunk = 0, end; chunk < rows.inner / 16; chunk = end) {

@@ -111,7 +111,7 @@ void dots_as(const Rows& rows, const float* x, int64_t ldx, float* out, int64_t 
     fetch_ahead(rows, r, 4);
     const uint8_t* at[4];
     const uint16_t* meta[4];
-    uint8_t bytes[4][1024];
+    uint8_t bytes[4][kMostRow];
     for (int j = 0; j < 4; ++j) {
       const int row = r + (j < count ? j : count - 1);
       at[j] = rows.data + row * rows.stride;
@@ -159,7 +159,7 @@ const float* unpack(const Rows& rows, float* out, int64_t* ld) {
     return reinterpret_cast<const float*>(rows.data);
   }
   *ld = rows.inner;
-  uint8_t bytes[1024];
+  uint8_t bytes[kMostRow];
   for (int r = 0; r < rows.rows; ++r) {
     const uint8_t* row = rows.data + r * rows.stride;
     float* to = out + int64_t{r} * rows.inner;

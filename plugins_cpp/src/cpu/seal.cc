@@ -37,8 +37,9 @@ void check(const kvlathe_cpu_seal_args& a) {
   check_version(a.abi_version);
   require(a.source && a.target && a.page_count >= 0 && (a.pages || a.page_count == 0),
           KVLATHE_BAD_ARGUMENT, "a part or pages is null");
-  require(a.page_tokens > 0 && a.page_tokens % kRankMultiple == 0 && a.page_tokens <= 1024,
-          KVLATHE_BAD_ARGUMENT, "page_tokens is no multiple of 16 up to 1024");
+  require(a.page_tokens > 0 && a.page_tokens % kRankMultiple == 0 && a.page_tokens <= kMostRow,
+          KVLATHE_BAD_ARGUMENT,
+          "page_tokens is no multiple of 16 up to " + std::to_string(kMostRow));
   for (int64_t i = 0; i < a.page_count; ++i) check_page(a.pages[i], a.stochastic);
   check_lanes(*a.source, a.page_tokens);
   check_lanes(*a.target, a.page_tokens);

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "common/formats.h"
+#include "common/limits.h"
 #include "common/refusal.h"
 
 namespace kvlathe::cuda {
@@ -29,12 +30,16 @@ inline void check_codes(const kvlathe_attend_decode_args& a, const kvlathe_part&
   require(
       part.axis_k == KVLATHE_AXIS_RANK && part.axis_v == KVLATHE_AXIS_TOKEN, KVLATHE_UNSUPPORTED,
       "the CUDA kernels take products of codes: K in groups along the rank, V along the tokens");
-  require(a.page_tokens == 64 || a.page_tokens == 128 || a.page_tokens == 256, KVLATHE_UNSUPPORTED,
+  require(is_power_of_two(a.page_tokens) && a.page_tokens >= kLeastCodedPage &&
+              a.page_tokens <= kMaxPage,
+          KVLATHE_UNSUPPORTED,
           "quantized pages of " + std::to_string(a.page_tokens) +
-              " tokens: the CUDA kernels need 64, 128 or 256");
-  require(part.group_v >= 32 && (part.group_v & (part.group_v - 1)) == 0, KVLATHE_UNSUPPORTED,
+              " tokens: the CUDA kernels need a power of two, " + std::to_string(kLeastCodedPage) +
+              " to " + std::to_string(kMaxPage));
+  require(is_power_of_two(part.group_v) && part.group_v >= kLeastCodedGroup, KVLATHE_UNSUPPORTED,
           "groups of " + std::to_string(part.group_v) +
-              " tokens: the CUDA kernels need 32, 64, 128, ...");
+              " tokens: the CUDA kernels need a power of two, " + std::to_string(kLeastCodedGroup) +
+              " or more");
 }
 
 // More than 48 KB of shared memory must be asked for.

@@ -202,8 +202,8 @@ Places::Places(const TableHeader& t) {
   q = take(true), k = take(true), v = take(true), cos = take(t.rope), sin = take(t.rope);
   cu_seqlens_q = take(true), query_offsets = take(true), lengths = take(true);
   page_tables = next, next += t.buckets;
-  take(t.pools & 1);
-  pool_f16 = take(t.pools & 2), pool_u8 = take(t.pools & 4);
+  take(t.pools & kPoolF32);
+  pool_f16 = take(t.pools & kPoolF16), pool_u8 = take(t.pools & kPoolU8);
   proj_q = take(t.projected), proj_k = take(t.projected), centre_k = take(t.projected);
   tables = next;
 }
@@ -211,7 +211,7 @@ Places::Places(const TableHeader& t) {
 Node::Node(std::vector<int32_t> table, float scale)
     : layer(std::move(table)), places(layer.head), scale(scale) {
   const TableHeader& t = layer.head;
-  require(t.hot_bits == 16 && !(t.pools & 1), KVLATHE_UNSUPPORTED,
+  require(t.hot_bits == 16 && !(t.pools & kPoolF32), KVLATHE_UNSUPPORTED,
           "the kernels compute in 16 bit and this plan has 32-bit pages: build with --dtype "
           "float16 --kv_bits 16");
   check_bucket_count(t.buckets);

@@ -34,7 +34,8 @@ class Kernel {
   explicit Kernel(const OrtKernelInfo* info)
       : layer_(table(info)), observes_(observes(info)), scale_(scale_of(info)) {
     const TableHeader& t = layer_.head;
-    const size_t pools = size_t((t.pools & 1) + (t.pools >> 1 & 1) + (t.pools >> 2 & 1));
+    size_t pools = 0;
+    for (PoolView view : kPoolViews) pools += (t.pools & view) != 0;
     const size_t first = (t.rope ? 8 : 6) + size_t(t.buckets) +
                          pools;  // of proj_q, proj_k, centre_k, in the order that compute() takes
     for (size_t i = 0; t.projected && i < projections_.size(); ++i) {
@@ -69,8 +70,8 @@ class Kernel {
       widths.push_back(int32_t(pages.shape[1]));
     }
     a.page_tables = tables.data(), a.page_table_widths = widths.data();
-    for (int32_t view = 0; view < 3; ++view) {
-      if (!(t.pools >> view & 1)) continue;
+    for (PoolView view : kPoolViews) {
+      if (!(t.pools & view)) continue;
       const Tensor pool = in.take();
       a.pool = pool.data, a.pool_bytes = pool.size();
     }

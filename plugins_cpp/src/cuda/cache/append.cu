@@ -18,7 +18,6 @@ namespace {
 
 constexpr int kRows = 16;  // the M of mma.m16n8k16
 constexpr int kWarps = 8;
-constexpr int kMaxInput = 256;  // dims of a lane before the projection
 constexpr int kPad = 8;  // elements between rows in shared memory: ldmatrix without bank conflicts
 
 struct AppendLane {
@@ -240,7 +239,7 @@ AppendLane lane_of(const Layer& layer, size_t h, int64_t q_out_at, const kvlathe
   const std::string where = "the lane of head " + std::to_string(lane.head);
   check_cuda_ranks(lane.rank_k, lane.rank_v);
   require(lane.input_dim <= kMaxInput, KVLATHE_UNSUPPORTED,
-          where + " is wider than 256 before its projection");
+          where + " is wider than " + std::to_string(kMaxInput) + " before its projection");
   require(lane.projected || padded(lane.input_dim) == lane.rank_k, KVLATHE_BAD_ARGUMENT,
           where + " is not projected and pads more than it must");
   require(!lane.planes_at || a.layout, KVLATHE_BAD_ARGUMENT,

@@ -9,10 +9,10 @@ namespace kvlathe::cuda {
 
 inline void check_pages(const kvlathe_part& part, int32_t page_tokens, const void* pool,
                         int64_t pool_bytes) {
-  require(
-      page_tokens > 0 && page_tokens % kRankMultiple == 0 && page_tokens <= 256,
-      KVLATHE_UNSUPPORTED,
-      "page_tokens is " + std::to_string(page_tokens) + ": a multiple of 16 up to 256 is possible");
+  require(page_tokens > 0 && page_tokens % kRankMultiple == 0 && page_tokens <= kMaxPage,
+          KVLATHE_UNSUPPORTED,
+          "page_tokens is " + std::to_string(page_tokens) + ": a multiple of 16 up to " +
+              std::to_string(kMaxPage) + " is possible");
   require(part.page_stride > 0 && part.page_stride % kOffsetBytes == 0, KVLATHE_MISALIGNED,
           "a page stride is no multiple of 128 bytes");
   require(pool && part.page_stride <= pool_bytes, KVLATHE_TOO_SMALL,

@@ -44,7 +44,7 @@ void check_cuda_limits(const kvlathe_attend_decode_args& a, const Device& device
   require(a.element != KVLATHE_F32, KVLATHE_UNSUPPORTED,
           "the CUDA kernels read 16-bit elements, not F32");
   require(a.group_size <= kMaxGroup, KVLATHE_UNSUPPORTED,
-          "group_size " + std::to_string(a.group_size) + " is above 8");
+          "group_size " + std::to_string(a.group_size) + " is above " + std::to_string(kMaxGroup));
   for (int i = 0; i < a.part_count; ++i) {
     if (any_quantized(a.parts[i])) check_codes(a, a.parts[i]);
   }

@@ -11,6 +11,7 @@ namespace {
 constexpr int kPiece = 8;  // elements
 constexpr int kHeld = 2;   // pieces that a thread of the norm holds
 constexpr int kMostThreads = 1024;
+static_assert(kHeld * kMostThreads * kPiece == kMaxColumns);
 
 struct RowsParams {
   const uint16_t *x, *weight;
@@ -113,8 +114,8 @@ RowsParams params_of(const kvlathe_rows_args& a, int32_t width) {
 void rms_norm(const kvlathe_rows_args& a) {
   const RowsParams p = params_of(a, a.columns);
   require(a.weight, KVLATHE_BAD_ARGUMENT, "weight is null");
-  require(p.pieces <= kHeld * kMostThreads, KVLATHE_UNSUPPORTED,
-          "a row has more than 16384 columns");
+  require(a.columns <= kMaxColumns, KVLATHE_UNSUPPORTED,
+          "a row has more than " + std::to_string(kMaxColumns) + " columns");
   if (!a.rows) return;
   const int threads = p.pieces <= kMostThreads ? (p.pieces + 31) / 32 * 32 : kMostThreads;
   const auto kernel = a.element == KVLATHE_F16 ? norm_rows<Half> : norm_rows<Bfloat>;

@@ -11,8 +11,6 @@ namespace kvlathe::cuda {
 constexpr int kPromptGroups = 3;  // warpgroups that multiply, 64 rows each; one more fetches
 constexpr int kPromptRows =
     64 * kPromptGroups;  // rows of a tile; a row is one query head of one token
-constexpr int kLeastChunk =
-    16;  // new tokens of a sequence below which they are rows like any others
 
 // Tokens attended at once: as many as leave registers for V's rank.
 #ifdef __CUDACC__

@@ -1,0 +1,84 @@
+"""The limits of the CUDA kernels are those of their header, and plans beyond them are
+refused at build."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.engines.targets import cuda, kernel_limits
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.heads import Lane, ModelShape
+from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.runtime.native.cuda import LEAST_CHUNK
+from kvlathe.runtime.sessions.torch_cuda.rows import WIDEST
+
+LIMITS = kernel_limits.kernel_limits()
+
+
+def plan_of(
+    lanes: int = 1, group: int = 1, rank: int = 64, inputs: int = 64, buckets: int = 1
+) -> CompressionPlan:
+    """16-bit pages; each bucket beyond the first holds one lane."""
+    shape = ModelShape(1, lanes * group, lanes, inputs, 64, 100, 512)
+    every = tuple(
+        Lane(0, head, inputs, rank, rank, projected=True) for head in range(lanes)
+    )
+    first = Bucket(0, tuple(range(lanes - buckets + 1)))
+    others = [Bucket(0, (lanes - 1 - i,)) for i in range(buckets - 1)]
+    return CompressionPlan(shape, every, (Tier(16, 16),), (first, *others))
+
+
+def coded(page: int = 64, group_k: int = 32, group_v: int = 32) -> CompressionPlan:
+    """4-bit pages behind the 16-bit ones."""
+    tiers = (Tier(16, 16), Tier(4, 4, group_k=group_k, group_v=group_v))
+    buckets = (Bucket(0, (0,)), Bucket(1, (0,), source=0))
+    return dataclasses.replace(
+        plan_of(), tiers=tiers, buckets=buckets, page_tokens=page, prefill_chunk=page
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "step"),
+    [
+        ("kMaxBuckets", lambda n: plan_of(lanes=n, buckets=n), 1),
+        ("kMaxLanes", lambda n: plan_of(lanes=n), 1),
+        ("kMaxGroup", lambda n: plan_of(group=n), 1),
+        ("kMaxRank", lambda n: plan_of(rank=n), 16),
+        ("kMaxInput", lambda n: plan_of(inputs=n), 1),
+        ("kMaxPage", lambda n: coded(page=n), LIMITS["kMaxPage"]),
+        ("kLeastCodedPage", lambda n: coded(page=n), -LIMITS["kLeastCodedPage"] // 2),
+        ("kLeastCodedGroup", lambda n: coded(group_v=n), -16),
+        ("kRankMultiple", lambda n: coded(group_k=n), 8),
+    ],
+)
+def test_a_plan_at_a_limit_is_taken_and_one_beyond_it_is_refused(
+    name: str, plan: Callable[[int], CompressionPlan], step: int
+) -> None:
+    cuda.check_plan("cuda", plan(LIMITS[name]))
+    with pytest.raises(KvlatheError) as refusal:
+        cuda.check_plan("cuda", plan(LIMITS[name] + step))
+    assert str(LIMITS[name] + step) in str(refusal.value)
+    assert refusal.value.remedy
+
+
+def test_pages_of_codes_are_powers_of_two() -> None:
+    with pytest.raises(KvlatheError, match="pages have 96 tokens"):
+        cuda.check_plan("cuda", coded(page=96))
+
+
+def test_the_runtime_knows_the_same_numbers() -> None:
+    assert LIMITS["kLeastChunk"] == LEAST_CHUNK
+    assert LIMITS["kMaxColumns"] == WIDEST
+
+
+def test_a_missing_header_is_said_in_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kernel_limits, "HEADER", tmp_path / "limits.h")
+    with pytest.raises(KvlatheError, match="limits of the CUDA kernels are unknown"):
+        kernel_limits.kernel_limits.__wrapped__()

@@ -1,0 +1,75 @@
+// Answers questions about number formats from common/formats.h: a line of integers for each line
+// of input. test_formats.py asks, and compares the answers with kvlathe/plan/formats.py.
+#include <cstddef>
+#include <iostream>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "common/formats.h"
+#include "common/layer_table.h"
+
+namespace kvlathe {
+namespace {
+
+using Numbers = std::vector<int64_t>;
+
+Numbers of_width(int bits) {
+  if (!is_width(bits)) return {0};
+  if (!is_quantized(bits)) return {1, 0, pool_views(bits)};
+  return {1, 1, pool_views(bits), is_packed(bits), codes_per_byte(bits), levels_of(bits)};
+}
+
+// The sizes of the groups along a rank, counted in steps of 16 channels.
+Numbers of_rank_groups(int rank, int group) {
+  const RankGroups groups(rank, group);
+  Numbers sizes(size_t(groups.count), 0);
+  for (int step = 0; step < rank / 16; ++step) sizes[size_t(groups.of_step(step))] += 16;
+  return sizes;
+}
+
+Numbers of_format(const Format& format) {
+  const bool quantized = format.quantized();
+  return {format.bits, format.axis, format.group, quantized, format.by_channel()};
+}
+
+// K, then V, of a bucket whose first fields are `x`.
+template <class Bucket>
+Numbers of_bucket(const Numbers& x) {
+  Bucket bucket{};
+  static_assert(offsetof(Bucket, bits_k) == 0);
+  for (size_t i = 0; i < x.size(); ++i) reinterpret_cast<int32_t*>(&bucket)[i] = int32_t(x[i]);
+  Numbers out = of_format(format_k(bucket));
+  for (int64_t number : of_format(format_v(bucket))) out.push_back(number);
+  out.push_back(any_quantized(bucket));
+  return out;
+}
+
+Numbers answer(const std::string& question, const Numbers& x) {
+  const auto number = [&](size_t i) { return int(x.at(i)); };
+  if (question == "width") return of_width(number(0));
+  if (question == "slab") return {slab_bytes(x.at(0), x.at(1), x.at(2))};
+  if (question == "sum") return {sum_bytes(number(0), number(1))};
+  if (question == "sums") return {sums_at(0, x.at(0))};
+  if (question == "pair") return {kPairBytes};
+  if (question == "rank_groups") return of_rank_groups(number(0), number(1));
+  if (question == "token_groups") return {token_groups(number(0), number(1))};
+  if (question == "bucket") return of_bucket<BucketForm>(x);
+  if (question == "part") return of_bucket<kvlathe_part>(x);
+  return {-1};
+}
+
+}  // namespace
+}  // namespace kvlathe
+
+int main() {
+  for (std::string line; std::getline(std::cin, line);) {
+    std::istringstream words(line);
+    std::string question;
+    words >> question;
+    kvlathe::Numbers x;
+    for (int64_t number; words >> number;) x.push_back(number);
+    for (int64_t number : kvlathe::answer(question, x)) std::cout << number << ' ';
+    std::cout << '\n';
+  }
+}

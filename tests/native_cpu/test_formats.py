@@ -1,0 +1,115 @@
+"""plugins_cpp/src/common/formats.h says of every number format what
+kvlathe/plan/formats.py says."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvlathe.plan.formats import META_BYTES, NAMES, Format, Tier, aligned, sum_bytes
+from kvlathe.plan.layer_table import POOLS, format_fields
+from tests.support.format_cases import CODED_BITS, TIERS
+
+HERE = Path(__file__).parent
+PLUGINS = HERE.parents[1] / "plugins_cpp"
+AXES = ("rank", "token")
+"""By their number in C++."""
+RANKS, GROUPS, PAGES = (16, 48, 96, 112, 128), (16, 32, 48, 64, 128), (16, 64, 96)
+
+Answer = list[int]
+Table = dict[str, Answer]
+"""A question to say_formats.cc, and what Python answers."""
+
+
+def every_format() -> list[Format]:
+    return [form for tier in TIERS for form in tier.formats]
+
+
+def widths() -> Table:
+    """Of every number of bits, also of those that are no format."""
+    table: Table = {}
+    for bits in range(66):
+        table[f"width {bits}"] = [0]
+    for form in every_format():
+        views = sum(1 << i for i, pool in enumerate(POOLS) if pool in form.pools)
+        answer = [1, form.is_coded, views]
+        if form.is_coded:
+            answer += [form.bits < 8, 8 // form.bits, form.levels]
+        table[f"width {form.bits}"] = answer
+    return table
+
+
+def sizes() -> Table:
+    table: Table = {"pair": [META_BYTES]}
+    for form, rank, page in itertools.product(every_format(), RANKS, PAGES):
+        size = form.element_bytes(rank * page)
+        table[f"slab {rank} {page} {form.bits}"] = [size]
+    for bits, group in itertools.product(CODED_BITS, GROUPS):
+        table[f"sum {bits} {group}"] = [sum_bytes(bits, group)]
+    for groups in range(1, 200, 3):
+        table[f"sums {groups}"] = [aligned(groups * META_BYTES)]
+    return table
+
+
+def groups() -> Table:
+    table: Table = {}
+    for rank, group, page in itertools.product(RANKS, GROUPS, PAGES):
+        by_rank = Format(8, "rank", group).group_sizes(rank, page)
+        by_token = Format(8, "token", group).group_sizes(rank, page)
+        table[f"rank_groups {rank} {group}"] = list(by_rank)
+        table[f"token_groups {page} {group}"] = [len(by_token)]
+    return table
+
+
+def in_bucket(tier: Tier) -> Answer:
+    answer: Answer = []
+    for form in tier.formats:
+        axis = AXES.index(form.axis)
+        answer += [form.bits, axis, form.group, form.is_coded, form.along_tokens]
+    return [*answer, tier.is_coded]
+
+
+def buckets() -> Table:
+    """As a layer's table and as a kvlathe_part, whose fields Python writes in order."""
+    mixed = Tier(4, 16, "token", "rank", 48, 80)
+    table: Table = {}
+    for tier in (*TIERS, mixed):
+        fields = " ".join(map(str, format_fields(tier)))
+        table[f"bucket {fields}"] = in_bucket(tier)
+        table[f"part {fields}"] = in_bucket(tier)
+    return table
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    compiler = shutil.which("c++") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    out = tmp_path_factory.mktemp("formats") / "say_formats"
+    folders = [f"-I{PLUGINS / name}" for name in ("include", "src")]
+    source = HERE / "say_formats.cc"
+    subprocess.run([compiler, "-std=c++17", *folders, source, "-o", out], check=True)
+    return out
+
+
+@pytest.mark.parametrize("table", [widths, sizes, groups, buckets])
+def test_both_sides_say_the_same(program: Path, table: Callable[[], Table]) -> None:
+    expected = table()
+    questions = "\n".join(expected)
+    done = subprocess.run(
+        [program], input=questions, capture_output=True, text=True, check=True
+    )
+    lines = done.stdout.splitlines()
+    answers = [list(map(int, line.split())) for line in lines]
+    assert dict(zip(expected, answers, strict=True)) == expected
+
+
+def test_a_name_says_the_bits_and_whether_there_are_codes() -> None:
+    for form in every_format():
+        assert form.name == f"{'u' if form.is_coded else 'f'}{form.bits}"
+    assert {form.bits for form in every_format()} == set(NAMES)
