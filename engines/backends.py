@@ -16,20 +16,20 @@ from kvlathe.plan.plan import CompressionPlan
 
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
-    """``dtypes``: what it computes in, the default first. ``ranks``: whether it says
+    """``dtypes``: what it computes in, the default first. ``ranks_tokens``: whether it says
     what attends a token.
     ``paired``: as in CacheForm.
     """
 
     module: str
     dtypes: tuple[str, ...]
-    ranks: bool = False
+    ranks_tokens: bool = False
     paired: bool = False
 
 
 BACKENDS: Mapping[str, BackendInfo] = {
     "onnxruntime": BackendInfo(
-        "kvlathe.engines.targets.onnxruntime", ("float32", "float16"), ranks=True
+        "kvlathe.engines.targets.onnxruntime", ("float32", "float16"), ranks_tokens=True
     ),
     "tensorrt_rtx": BackendInfo(
         "kvlathe.engines.targets.tensorrt", ("float16",), paired=True
@@ -72,11 +72,13 @@ class Backend(Protocol):
         ...
 
 
-def check_ranks(name: str, ranked: bool) -> None:
+def check_token_ranking(name: str, ranked: bool) -> None:
     """Raise KvlatheError where a plan ranks tokens by what attends them and backend
     ``name`` cannot tell."""
-    if ranked and not BACKENDS[name].ranks:
-        able = " or ".join(other for other, info in BACKENDS.items() if info.ranks)
+    if ranked and not BACKENDS[name].ranks_tokens:
+        able = " or ".join(
+            other for other, info in BACKENDS.items() if info.ranks_tokens
+        )
         raise KvlatheError(
             f"the backend {name} cannot run a compression that ranks tokens",
             "its kernels do not report what attends them",

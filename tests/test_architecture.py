@@ -69,7 +69,6 @@ STDLIB_ONLY = tuple(
         "placement",
         "check",
         "check_sizes",
-        "reading",
         "plan",
         "json_fields",
         "manifest",

@@ -30,7 +30,7 @@ from kvlathe.base.tensorrt_library import (
     find_plugin,
     logger_of,
 )
-from kvlathe.engines.backends import Built, check_ranks
+from kvlathe.engines.backends import Built, check_token_ranking
 from kvlathe.engines.targets import cuda
 from kvlathe.engines.targets.child import ChildFailed, run_module
 from kvlathe.engines.targets.layers import check_attention, required_nodes
@@ -141,7 +141,7 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
             "it has a graph for each group of layers, and an engine holds one",
             "compress in one group (stages=1), or build for onnxruntime",
         )
-    check_ranks(name, plan.ranked)
+    check_token_ranking(name, plan.ranked)
     if find_plugin() is not None:
         cuda.check_plan(name, plan)
         return

@@ -221,14 +221,16 @@ class LayerTables(dict[str, Int32]):
             self._put(f"lanes_{bucket}", held or [0])
             self._put(f"places_{bucket}", places)
         lanes = [self.lanes[h] for h in held]
-        slabs = [self.layout.slab(bucket, first + lane.head) for lane in lanes]
+        offsets_of = [
+            self.layout.lane_offsets(bucket, first + lane.head) for lane in lanes
+        ]
         tier = self.facts.tier(bucket)
         for x, widest in (("k", self.Rk), ("v", self.Rv)):
             form, name = tier.of(x), f"{x}_%s_{bucket}"
             ranks, at, metas = (
                 [getattr(lane, f"rank_{x}") for lane in lanes],
-                [getattr(slab, x) for slab in slabs],
-                [getattr(slab, f"{x}_meta") for slab in slabs],
+                [getattr(offsets, x) for offsets in offsets_of],
+                [getattr(offsets, f"{x}_meta") for offsets in offsets_of],
             )
             if not form.is_coded:
                 self._units(name, ranks, widest, at, form.bits)
@@ -250,7 +252,7 @@ class LayerTables(dict[str, Int32]):
                 groups = [numbers[:: self.facts.steps(bucket, x)] for numbers in groups]
             self._metas(name, widest, metas or [0], groups)
             if form.sums:
-                sums = [getattr(slab, f"{x}_sums") for slab in slabs] or [0]
+                sums = [getattr(offsets, f"{x}_sums") for offsets in offsets_of] or [0]
                 self._numbered(name, "sums", widest, sums, groups, form.sum_bytes)
 
     def _units(
@@ -272,7 +274,7 @@ class LayerTables(dict[str, Int32]):
         form: Format,
         places: list[Places],
     ) -> None:
-        """Runs of codes of each lane, by the ``places`` [P, rank] of single ones; slabs
+        """Runs of codes of each lane, by the ``places`` [P, rank] of single ones; offsets_of
         begin ``at`` these bytes."""
         u, p = self.plan.unit, self.plan.page_tokens
         rows = [form.element_bytes(place.size) // u for place in places]

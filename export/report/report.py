@@ -212,7 +212,8 @@ def _share_of_keys(plan: CompressionPlan) -> float:
     layout, k, v = CacheLayout(plan), 0, 0
     for b in (b for b in range(len(plan.buckets)) if not plan.cold(b)):
         keys = sum(
-            (slab := layout.slab(b, lane)).v - slab.k for lane in plan.buckets[b].lanes
+            (offsets := layout.lane_offsets(b, lane)).v - offsets.k
+            for lane in plan.buckets[b].lanes
         )
         held = layout.held(b, layout.long)
         k, v = k + held * keys, v + held * (layout.scores_at(b) - keys)

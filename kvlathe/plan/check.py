@@ -35,7 +35,7 @@ def check(plan: CompressionPlan) -> None:
     _check_tiers(plan, refuse)
     _check_buckets(plan, refuse)
     _check_rules(plan, refuse)
-    _check_probe(plan, refuse)
+    _check_observation(plan, refuse)
     _check_stages(plan, refuse)
 
 
@@ -178,10 +178,14 @@ def _check_placement(
         )
 
 
-def _check_probe(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> None:
+def _check_observation(
+    plan: CompressionPlan, refuse: Callable[[str, str], None]
+) -> None:
     """There is an observation window where tokens are chosen, it observes some row of every window,
     and nowhere else is one."""
-    choosing = bool(plan.stages) or any(bucket.tokens.ranks for bucket in plan.buckets)
+    choosing = bool(plan.stages) or any(
+        bucket.tokens.by_saliency for bucket in plan.buckets
+    )
     observation = plan.observation
     if choosing != (observation is not None):
         refuse(

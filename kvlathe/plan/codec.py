@@ -1,6 +1,6 @@
 """How K or V of one lane is written in a page: the number formats of a Tier, in numpy.
 
-Unquantized parts are IEEE half or single, [token][rank]. Quantized parts hold
+Unquantized matrices are IEEE half or single, [token][rank]. Quantized ones hold
 asymmetric codes,
 
     x ~ minimum + scale * code,   scale = (max - min) / (2^bits - 1),   one (scale, minimum) pair of halves a group
@@ -38,7 +38,7 @@ FLOATS = {16: np.dtype(np.float16), 32: np.dtype(np.float32)}
 
 
 @dataclass(frozen=True)
-class Part:
+class PageMatrix:
     """K or V of one lane in the pages of a bucket.
 
     ``data``, ``meta`` and ``sums`` are byte offsets from the page's start: of the
@@ -67,7 +67,7 @@ class Part:
 
     @property
     def fields(self) -> tuple[tuple[int, int], ...]:
-        """(offset, bytes a token) of what a token-major part holds for each token."""
+        """(offset, bytes a token) of what a token-major matrix holds for each token."""
         data = (self.data, self.format.element_bytes(self.rank))
         if not self.groups:
             return (data,)
@@ -107,7 +107,7 @@ class Part:
         )
 
     def read(self, page: Bytes) -> Floats:
-        """The part's values [tokens, rank] float32, dequantized. ``page`` is the uint8
+        """The values [tokens, rank] float32, dequantized. ``page`` is the uint8
         bytes of one page."""
         if not self.groups:
             return self._floats(page).astype(np.float32)
@@ -201,7 +201,7 @@ def noise_key(*numbers: int) -> int:
 def noise(key: int, position: Positions, tokens: int, rank: int) -> Floats:
     """Multiples of 2^-24 in [0, 1), [tokens, rank]: of a token and channel c, the first
     24 bits of noise_key(numbers of ``key``, the token's position, c). ``position`` as
-    in Part.write.
+    in PageMatrix.write.
     """
     positions = (
         position.astype(np.int64)
@@ -216,7 +216,9 @@ def noise(key: int, position: Positions, tokens: int, rank: int) -> Floats:
     ) * np.float32(2**-24)
 
 
-def parts(layout: CacheLayout, bucket: int) -> dict[int, tuple[Part, Part]]:
+def matrices(
+    layout: CacheLayout, bucket: int
+) -> dict[int, tuple[PageMatrix, PageMatrix]]:
     """For each lane of a bucket (index into plan.lanes) where its K and its V are and
     how they are written."""
     plan = layout.plan
@@ -224,12 +226,16 @@ def parts(layout: CacheLayout, bucket: int) -> dict[int, tuple[Part, Part]]:
     drawn = tier.rounding == "stochastic"
     made = {}
     for index in sorted(plan.buckets[bucket].lanes):
-        lane, slab = plan.lanes[index], layout.slab(bucket, index)
+        lane, offsets = plan.lanes[index], layout.lane_offsets(bucket, index)
         at = (lane.layer, lane.head)
         key_k = noise_key(plan.seed, *at, 0) if drawn else None
         key_v = noise_key(plan.seed, *at, 1) if drawn else None
-        k = Part(tier.k, slab.k, slab.k_meta, slab.k_sums, p, lane.rank_k, key_k)
-        v = Part(tier.v, slab.v, slab.v_meta, slab.v_sums, p, lane.rank_v, key_v)
+        k = PageMatrix(
+            tier.k, offsets.k, offsets.k_meta, offsets.k_sums, p, lane.rank_k, key_k
+        )
+        v = PageMatrix(
+            tier.v, offsets.v, offsets.v_meta, offsets.v_sums, p, lane.rank_v, key_v
+        )
         made[index] = (k, v)
     return made
 

@@ -1,16 +1,58 @@
-"""Reading JSON that somebody else may have written: each field has one type, and
-anything else is a ValueError that names the field."""
+"""Reading JSON that somebody else may have written, by the types that dataclasses
+declare.
+
+A dataclass is an object with exactly its fields, and a tuple is a list. Anything else is
+a ValueError that names the field. So what follows needs to look at values alone.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import re
-import sys
+import types
 from collections.abc import Callable, Mapping
-from typing import TypeVar, cast
+from dataclasses import dataclass
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-Value = TypeVar("Value")
-DIGEST = re.compile("[0-9a-f]{64}")
+Kind = TypeVar("Kind")
+LARGEST = 1 << 64
+"""Numbers of this size and beyond are none of ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """Beside a type, in ``Annotated``: which of its values are allowed."""
+
+    holds: Callable[[Any], bool]
+    words: str
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Beside a base class, in ``Annotated``: the field ``kind`` names which of its
+    classes an object is."""
+
+    classes: Mapping[str, type]
+
+
+Count = Annotated[int, Where(lambda value: value >= 0, "a count")]
+Positive = Annotated[int, Where(lambda value: value > 0, "a number from 1 up")]
+PositiveFloat = Annotated[float, Where(lambda value: value > 0, "above 0")]
+Sha256 = Annotated[
+    str, Where(lambda value: re.fullmatch("[0-9a-f]{64}", value) is not None, "SHA-256")
+]
 
 
 def parse(text: str) -> object:
@@ -24,67 +66,115 @@ def parse(text: str) -> object:
         raise ValueError("it is nested too deep") from None
 
 
-def text(name: str, value: object) -> str:
-    if isinstance(value, str):
+def read(kind: type[Kind], value: object, name: str = "it") -> Kind:
+    """What ``value`` says of the dataclass ``kind``. Raises ValueError, which calls it
+    ``name``."""
+    return cast(Kind, _dataclass(kind, value, name, ()))
+
+
+def _read(kind: object, value: object, name: str) -> object:
+    """``value`` as the declared type ``kind``."""
+    options = get_args(kind)
+    reader = READERS.get(get_origin(kind))
+    if reader is not None:
+        return reader(options, value, name)
+    if kind is Any:
         return value
-    raise ValueError(f"{name} is no text")
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return _dataclass(kind, value, name, ())
+    if kind is float:
+        return _float(value, name)
+    _require(type(value) is kind, name, f"of the type {kind}")
+    return value
 
 
-def sha256(name: str, value: object) -> str:
-    """64 hexadecimal digits."""
-    if isinstance(value, str) and DIGEST.fullmatch(value):
-        return value
-    raise ValueError(f"{name} is no SHA-256")
+def _dataclass(kind: type, value: object, name: str, others: tuple[str, ...]) -> object:
+    """``others``: keys beside the fields that are set when it is made."""
+    hints = _hints_of(kind)
+    fields = _object(value, name)
+    made = [field.name for field in dataclasses.fields(kind) if field.init]
+    wrong = sorted(fields.keys() ^ {*made, *others})
+    _require(not wrong, name, f"right: it lacks or should not have {', '.join(wrong)}")
+    return kind(
+        **{key: _read(hints[key], fields[key], f"{name}.{key}") for key in made}
+    )
 
 
-def count(name: str, value: object) -> int:
-    """A whole number from 0 up."""
-    if type(value) is int and value >= 0:
-        return value
-    raise ValueError(f"{name} is no count")
+@functools.cache
+def _hints_of(kind: type) -> dict[str, object]:
+    """The resolved types of a dataclass's fields, with what stands beside them."""
+    return get_type_hints(kind, include_extras=True)
 
 
-def positive(name: str, value: object) -> int:
-    """A whole number from 1 up."""
-    if count(name, value) > 0:
-        return count(name, value)
-    raise ValueError(f"{name} is 0")
+Options = tuple[Any, ...]
+"""The arguments of a generic type."""
 
 
-def number(name: str, value: object) -> float:
-    """A finite number above 0."""
-    is_number = type(value) in (int, float)
-    if is_number and 0 < cast(float, value) <= sys.float_info.max:
-        return float(cast(float, value))
-    raise ValueError(f"{name} is no positive number")
+def _annotated(options: Options, value: object, name: str) -> object:
+    kind, beside = options
+    if isinstance(beside, OneOf):
+        return _one_of(beside, value, name)
+    result = _read(kind, value, name)
+    _require(beside.holds(result), name, beside.words)
+    return result
 
 
-def texts(name: str, value: object) -> tuple[str, ...]:
-    if isinstance(value, list):
-        return tuple(text(name, one) for one in value)
-    raise ValueError(f"{name} is no list")
+def _one_of(beside: OneOf, value: object, name: str) -> object:
+    kind = _object(value, name).get("kind")
+    known = isinstance(kind, str) and kind in beside.classes
+    _require(known, f"{name}.kind", f"one of {', '.join(beside.classes)}")
+    return _dataclass(beside.classes[cast(str, kind)], value, name, ("kind",))
 
 
-def table(
-    read: Callable[[str, object], Value],
-) -> Callable[[str, object], dict[str, Value]]:
-    """A reader of objects whose every value ``read`` reads."""
-
-    def reader(name: str, value: object) -> dict[str, Value]:
-        if not isinstance(value, dict):
-            raise ValueError(f"{name} is no object")
-        return {key: read(f"{name}.{key}", one) for key, one in value.items()}
-
-    return reader
+def _optional(options: Options, value: object, name: str) -> object:
+    """Of a union: None where it is allowed, else the one other type."""
+    if value is None and type(None) in options:
+        return None
+    kind = next(option for option in options if option is not type(None))
+    return _read(kind, value, name)
 
 
-def fields(
-    name: str, value: object, readers: Mapping[str, Callable[[str, object], object]]
-) -> dict[str, object]:
-    """The values of an object that has exactly the keys of ``readers``."""
-    if not isinstance(value, dict):
-        raise ValueError(f"{name} is no object")
-    if wrong := sorted(value.keys() ^ readers.keys()):
-        raise ValueError(f"{name} lacks or should not have {', '.join(wrong)}")
-    prefix = f"{name}." if name else ""
-    return {key: read(prefix + key, value[key]) for key, read in readers.items()}
+def _tuple(options: Options, value: object, name: str) -> object:
+    _require(isinstance(value, list), name, "a list")
+    items = cast("list[object]", value)
+    return tuple(_read(options[0], item, name) for item in items)
+
+
+def _mapping(options: Options, value: object, name: str) -> object:
+    items = _object(value, name).items()
+    return {key: _read(options[1], item, f"{name}.{key}") for key, item in items}
+
+
+def _literal(options: Options, value: object, name: str) -> object:
+    allowed = any(type(x) is type(value) and x == value for x in options)
+    _require(allowed, name, f"one of {options}")
+    return value
+
+
+READERS: Mapping[object, Callable[[Options, object, str], object]] = {
+    Annotated: _annotated,
+    Union: _optional,
+    types.UnionType: _optional,
+    tuple: _tuple,
+    dict: _mapping,
+    Mapping: _mapping,
+    Literal: _literal,
+}
+"""How each generic type is read, by its origin."""
+
+
+def _float(value: object, name: str) -> object:
+    """A whole number is one, too. It stays whole, so that digests stay the same."""
+    _require(type(value) in (int, float), name, "a number")
+    _require(abs(cast(float, value)) < LARGEST, name, "a number of this size")
+    return value
+
+
+def _object(value: object, name: str) -> dict[str, object]:
+    _require(isinstance(value, dict), name, "an object")
+    return cast("dict[str, object]", value)
+
+
+def _require(holds: bool, name: str, wanted: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} is not {wanted}")

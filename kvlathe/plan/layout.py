@@ -6,7 +6,7 @@ C++ read the same table.
           | scores |                                   where the bucket's tokens are ranked (CompressionPlan.scored)
     lane  | K | K metadata | V | V metadata |          each part 128-byte aligned; ranks are never padded
 
-    address = base + page_id * page_stride[bucket] + slab.k          (layer and lane offsets are already in the slab)
+    address = base + page_id * page_stride[bucket] + offsets.k          (layer and lane offsets are already in them)
 
 16 and 32 bit: K and V are [token][rank]. Quantized K: [token][rank] (groups along the
 rank) or [rank][token] (groups along the page's tokens), packed; likewise V. Metadata:
@@ -43,7 +43,7 @@ TABLE_COLUMNS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Slab:
+class LaneOffsets:
     """Byte offsets of one lane from its page's start. Metadata of an unquantized part
     has an offset and no bytes."""
 
@@ -70,13 +70,13 @@ class CacheLayout:
     plan: CompressionPlan
 
     @cached_property
-    def _placed(self) -> tuple[tuple[dict[int, Slab], int], ...]:
+    def _placed(self) -> tuple[tuple[dict[int, LaneOffsets], int], ...]:
         return tuple(self._place(b) for b in range(len(self.plan.buckets)))
 
-    def _place(self, bucket: int) -> tuple[dict[int, Slab], int]:
+    def _place(self, bucket: int) -> tuple[dict[int, LaneOffsets], int]:
         tier = self.plan.tiers[self.plan.buckets[bucket].tier]
         p = self.plan.page_tokens
-        at, slabs = 0, {}
+        at, offsets_of = 0, {}
         for index in sorted(self.plan.buckets[bucket].lanes):
             lane = self.plan.lanes[index]
             k = at
@@ -86,10 +86,10 @@ class CacheLayout:
             at = v_meta + tier.v.meta_bytes(lane.rank_v, p)
             groups_k = tier.k.group_count(lane.rank_k, p)
             groups_v = tier.v.group_count(lane.rank_v, p)
-            slabs[index] = Slab(k, k_meta, v, v_meta, groups_k, groups_v)
-        return slabs, at
+            offsets_of[index] = LaneOffsets(k, k_meta, v, v_meta, groups_k, groups_v)
+        return offsets_of, at
 
-    def slab(self, bucket: int, lane: int) -> Slab:
+    def lane_offsets(self, bucket: int, lane: int) -> LaneOffsets:
         """``lane`` is an index into plan.lanes."""
         return self._placed[bucket][0][lane]
 
@@ -118,7 +118,7 @@ class CacheLayout:
         head)."""
         rows = []
         for index in sorted(self.plan.buckets[bucket].lanes):
-            lane, s = self.plan.lanes[index], self.slab(bucket, index)
+            lane, s = self.plan.lanes[index], self.lane_offsets(bucket, index)
             rows.append(
                 (
                     lane.layer,

@@ -20,13 +20,14 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from kvlathe import __version__
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan import json_fields, replacing
+from kvlathe.plan.json_fields import Count, Positive, PositiveFloat, Sha256
 
 log = logging.getLogger("kvlathe")
 SCHEMA_VERSION = 2
@@ -59,8 +60,8 @@ READ_SUFFIXES = {".json", ".jinja", ".onnx", ".data", ".engine", ".npz", ".html"
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    size: int  # bytes
-    sha256: str  # hex
+    size: Count  # bytes
+    sha256: Sha256
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,10 @@ class Limits:
     """The profile: what one step and one sequence may ask of this engine. Tokens,
     except the batch (sequences)."""
 
-    max_batch_size: int
-    max_num_tokens: int  # of one packed step
-    max_input_len: int
-    max_seq_len: int  # prompt and answer
+    max_batch_size: Positive
+    max_num_tokens: Positive  # of one packed step
+    max_input_len: Positive
+    max_seq_len: Positive  # prompt and answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,9 @@ class KvBytes:
     ``baseline_16bit`` in 16 bit; no padding.
     """
 
-    per_token: float
-    baseline: float
-    baseline_16bit: float
+    per_token: PositiveFloat
+    baseline: PositiveFloat
+    baseline_16bit: PositiveFloat
 
     @property
     def removed(self) -> float:
@@ -112,8 +113,8 @@ class Manifest:
     architectures: tuple[str, ...]
     compute_dtype: str
     limits: Limits
-    page_tokens: int
-    prefill_chunk: int
+    page_tokens: Positive
+    prefill_chunk: Positive
     kv_bytes: KvBytes
     plan_digest: str
     model_digest: str
@@ -122,7 +123,7 @@ class Manifest:
     made_from: Mapping[str, FileRecord] = dataclasses.field(default_factory=dict)
     files: Mapping[str, FileRecord] = dataclasses.field(default_factory=dict)
     kvlathe_version: str = __version__
-    schema_version: int = SCHEMA_VERSION
+    schema_version: Count = SCHEMA_VERSION
     digest: str = ""
 
     @property
@@ -199,48 +200,6 @@ def _finish_replacing(folder: Path, manifest: Manifest) -> set[str]:
 
 
 # -- read ------------------------------------------------------------------------------
-def _limits(name: str, value: object) -> Limits:
-    readers = dict.fromkeys(Limits.__dataclass_fields__, json_fields.positive)
-    return Limits(**json_fields.fields(name, value, readers))  # type: ignore[arg-type]
-
-
-def _kv_bytes(name: str, value: object) -> KvBytes:
-    readers = dict.fromkeys(KvBytes.__dataclass_fields__, json_fields.number)
-    return KvBytes(**json_fields.fields(name, value, readers))  # type: ignore[arg-type]
-
-
-def _file_record(name: str, value: object) -> FileRecord:
-    readers: dict[str, Callable[[str, object], object]] = {
-        "size": json_fields.count,
-        "sha256": json_fields.sha256,
-    }
-    return FileRecord(**json_fields.fields(name, value, readers))  # type: ignore[arg-type]
-
-
-READERS: Mapping[str, Callable[[str, object], object]] = {
-    "model": json_fields.text,
-    "compression": json_fields.text,
-    "backend": json_fields.text,
-    "versions": json_fields.table(json_fields.text),
-    "architectures": json_fields.texts,
-    "compute_dtype": json_fields.text,
-    "limits": _limits,
-    "page_tokens": json_fields.positive,
-    "prefill_chunk": json_fields.positive,
-    "kv_bytes": _kv_bytes,
-    "plan_digest": json_fields.text,
-    "model_digest": json_fields.text,
-    "command": json_fields.text,
-    "created": json_fields.text,
-    "made_from": json_fields.table(_file_record),
-    "files": json_fields.table(_file_record),
-    "kvlathe_version": json_fields.text,
-    "schema_version": json_fields.count,
-    "digest": json_fields.sha256,
-}
-"""The type of every field of a manifest's JSON."""
-
-
 def read(folder: Path) -> Manifest:
     """The manifest of an engine folder.
 
@@ -251,7 +210,7 @@ def read(folder: Path) -> Manifest:
     raw = _raw(folder)
     _check_version(folder, raw.get("kvlathe_version"), raw.get("schema_version"))
     try:
-        manifest = Manifest(**json_fields.fields("", raw, READERS))  # type: ignore[arg-type]
+        manifest = json_fields.read(Manifest, raw, "manifest")
     except ValueError as error:
         raise _malformed(path, error) from error
     if signature(raw) != manifest.digest:

@@ -6,12 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 Span = tuple[int, int]
-"""Ranks from the first number to before the second."""
+"""Places in the order of saliency, from the first number to before the second."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Bucket ``bucket`` gets the tokens of the ranks in ``spans``, in new pages."""
+    """Bucket ``bucket`` gets the tokens at the places in ``spans``, in new pages."""
 
     bucket: int
     spans: tuple[Span, ...]
@@ -26,10 +26,10 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Selection:
     """Each lane's first ``length`` tokens of ``bucket`` (those just sealed included)
-    are ranked, the ``newest`` before all others. Each of ``targets`` gets its ranks.
-    The rest is dropped.
+    are ordered by saliency, the ``newest`` before all others. Each of ``targets`` gets
+    its places in that order. The rest is dropped.
     """
 
     bucket: int
@@ -41,10 +41,10 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class Moves:
     """``seals``: full pages at the front of the fresh bucket that are quantized into
-    each of its cold ones; then ``choices`` are made."""
+    each of its cold ones; then ``selections`` are made."""
 
     seals: int = 0
-    choices: tuple[Choice, ...] = ()
+    selections: tuple[Selection, ...] = ()
 
 
 NOTHING = Moves()

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from kvlathe.plan.moves import NOTHING, Choice, Moves, Span, Target
+from kvlathe.plan.moves import NOTHING, Moves, Selection, Span, Target
 from kvlathe.plan.token_rules import Share, TokenRule, split_tokens
 
 
@@ -83,13 +83,13 @@ class Placement(ABC):
 
     def _cut(
         self, bucket: int, rule: TokenRule, length: int, held: int, tail: int
-    ) -> tuple[Choice, ...]:
+    ) -> tuple[Selection, ...]:
         """Back to what the rule keeps; the ``tail`` newest tokens stay whatever they
         rank."""
         if length <= held:
             return ()
         target = Target(bucket, ((0, held),))
-        return (Choice(bucket, length, rule.newest + tail, (target,)),)
+        return (Selection(bucket, length, rule.newest + tail, (target,)),)
 
 
 class OneBucket(Placement):
@@ -97,7 +97,7 @@ class OneBucket(Placement):
 
     @property
     def scored(self) -> tuple[bool, ...]:
-        return (self.rules[0].ranks,)
+        return (self.rules[0].by_saliency,)
 
     def held(self, tokens: int) -> tuple[int, ...]:
         whole = self._whole(tokens)
@@ -107,8 +107,8 @@ class OneBucket(Placement):
         bucket, rule = self.buckets[0], self.rules[0]
         tail = arrived % self.page_tokens
         held = self.held(arrived)[0]
-        choices = self._cut(bucket, rule, lengths[bucket], held, tail)
-        return Moves(0, choices) if choices else NOTHING
+        selections = self._cut(bucket, rule, lengths[bucket], held, tail)
+        return Moves(0, selections) if selections else NOTHING
 
     def _most(self, tokens: int, step: int) -> tuple[int, ...]:
         rule, whole = self.rules[0], self._whole(tokens)
@@ -126,7 +126,7 @@ class Sealed(Placement):
 
     @property
     def scored(self) -> tuple[bool, ...]:
-        cold = [rule.ranks for rule in self.rules]
+        cold = [rule.by_saliency for rule in self.rules]
         return (any(cold), *cold)
 
     def held(self, tokens: int) -> tuple[int, ...]:
@@ -137,11 +137,11 @@ class Sealed(Placement):
         fresh, *cold = self.buckets
         seals = lengths[fresh] // self.page_tokens
         _, *held = self.held(arrived)
-        choices: list[Choice] = []
+        selections: list[Selection] = []
         for bucket, rule, kept in zip(cold, self.rules, held, strict=True):
             length = lengths[bucket] + seals * self.page_tokens
-            choices += self._cut(bucket, rule, length, kept, 0)
-        return Moves(seals, tuple(choices)) if seals or choices else NOTHING
+            selections += self._cut(bucket, rule, length, kept, 0)
+        return Moves(seals, tuple(selections)) if seals or selections else NOTHING
 
     def _most(self, tokens: int, step: int) -> tuple[int, ...]:
         whole = self._whole(tokens)
@@ -195,7 +195,7 @@ class Divided(Placement):
         rest = tuple(span for span in left if span[0] < span[1])
         if rest:
             targets.append(Target(fresh, rest))
-        return Moves(0, (Choice(fresh, lengths[fresh], 0, tuple(targets)),))
+        return Moves(0, (Selection(fresh, lengths[fresh], 0, tuple(targets)),))
 
     @property
     def _decode_step(self) -> int:

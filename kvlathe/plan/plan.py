@@ -14,20 +14,16 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.plan import json_fields
 from kvlathe.plan.check import check
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane, ModelShape
+from kvlathe.plan.json_fields import OneOf
 from kvlathe.plan.placement import Placement, placement
-from kvlathe.plan.reading import hints_of, require
-from kvlathe.plan.token_rules import (
-    KEEP_ALL,
-    ObservationWindow,
-    TokenRule,
-    rule_from,
-)
+from kvlathe.plan.token_rules import KEEP_ALL, RULES, ObservationWindow, TokenRule
 
 SCHEMA_VERSION = 2
 Fields = dict[str, Any]
@@ -51,7 +47,7 @@ class Bucket:
     tier: int
     lanes: tuple[int, ...]
     source: int | None = None
-    tokens: TokenRule = KEEP_ALL
+    tokens: Annotated[TokenRule, OneOf(RULES)] = KEEP_ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +124,7 @@ class CompressionPlan:
     @property
     def unit(self) -> int:
         """Elements a gather moves at once, 16 to 64: divides every rank, and 128 bytes
-        in the widest format (slabs are aligned to those)."""
+        in the widest format (K and V are aligned to those)."""
         widest = max(tier.widest for tier in self.tiers)
         return math.gcd(
             128 * 8 // widest,
@@ -267,10 +263,10 @@ class CompressionPlan:
     def from_json(cls, text: str) -> CompressionPlan:
         """Raises KvlatheError for another schema version or a malformed plan."""
         try:
-            raw = json.loads(text)
-            version = raw.get("schema_version")
-        except (ValueError, AttributeError, RecursionError) as error:
+            raw = json_fields.parse(text)
+        except ValueError as error:
             raise _malformed(error) from error
+        version = raw.get("schema_version") if isinstance(raw, dict) else None
         if version != SCHEMA_VERSION:
             raise KvlatheError(
                 f"the plan has schema version {version}",
@@ -278,11 +274,7 @@ class CompressionPlan:
                 "build the engine again",
             )
         try:
-            read = _parts_of(raw)
-            hints = hints_of(cls)
-            for name, value in read.items():
-                require(value, hints[name], name)
-            return cls(**read)
+            return json_fields.read(cls, raw, "plan")
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise _malformed(error) from error
 
@@ -305,34 +297,6 @@ def _malformed(error: Exception) -> KvlatheError:
         f"it is malformed ({error})",
         "build the engine again",
     )
-
-
-def _parts_of(raw: Fields) -> Fields:
-    """The fields of a plan from its JSON form: lists become tuples, mappings become
-    what they describe. Types are not checked yet."""
-    observation = raw["observation"]
-    if observation is not None:
-        observation = ObservationWindow(**_with_tuple(observation, "special"))
-    lanes = tuple(Lane(**_with_tuple(x, "planes")) for x in raw["lanes"])
-    return {
-        **raw,
-        "model": ModelShape(**raw["model"]),
-        "observation": observation,
-        "lanes": lanes,
-        "stages": tuple(Stage(**x) for x in raw["stages"]),
-        "tiers": tuple(Tier(**x) for x in raw["tiers"]),
-        "buckets": tuple(_bucket_of(x) for x in raw["buckets"]),
-    }
-
-
-def _bucket_of(raw: Fields) -> Bucket:
-    fields = _with_tuple(raw, "lanes")
-    fields["tokens"] = rule_from(raw["tokens"])
-    return Bucket(**fields)
-
-
-def _with_tuple(raw: Fields, name: str) -> Fields:
-    return {**raw, name: tuple(raw[name])}
 
 
 def _moved(bucket: Bucket, lanes: int, buckets: Sequence[int]) -> Bucket:

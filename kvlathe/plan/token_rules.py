@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 Problem = tuple[str, str]
 """A fact and the reason why it cannot be."""
@@ -20,12 +20,12 @@ Problem = tuple[str, str]
 class TokenRule:
     """What every rule answers.
 
-    ``ranks``: it chooses tokens by saliency, so the plan needs an ObservationWindow.
+    ``by_saliency``: it chooses tokens by saliency, so the plan needs an ObservationWindow.
     ``drops``: some tokens leave the cache. ``divides``: it takes a share of its
     source's tokens, beside other buckets.
     """
 
-    ranks: ClassVar[bool] = False
+    by_saliency: ClassVar[bool] = False
     drops: ClassVar[bool] = False
     divides: ClassVar[bool] = False
 
@@ -70,7 +70,7 @@ class Budget(TokenRule):
     ``recent``: this many of its tokens are the newest ones, whatever their saliency.
     """
 
-    ranks: ClassVar[bool] = True
+    by_saliency: ClassVar[bool] = True
     drops: ClassVar[bool] = True
 
     budget: int
@@ -107,7 +107,7 @@ class Share(TokenRule):
     and are ranked again with the next ones.
     """
 
-    ranks: ClassVar[bool] = True
+    by_saliency: ClassVar[bool] = True
     divides: ClassVar[bool] = True
 
     share: float
@@ -130,12 +130,7 @@ RULES: Mapping[str, type[TokenRule]] = {
     "budget": Budget,
     "share": Share,
 }
-
-
-def rule_from(raw: Mapping[str, Any]) -> TokenRule:
-    """A rule from its JSON form. Raises KeyError or TypeError where it is malformed."""
-    fields = {name: value for name, value in raw.items() if name != "kind"}
-    return RULES[raw["kind"]](**fields)
+"""The rules by their ``kind``."""
 
 
 def split_tokens(shares: Sequence[float], tokens: int) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvlathe.plan.moves import Choice
+from kvlathe.plan.moves import Selection
 from kvlathe.runtime.sessions.protocols import FullPage, Int32
 
 Pages = list[list[int]]
@@ -49,10 +49,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """A ``choice`` to be made after the seals, among the tokens in ``pages``.
-    ``targets``: the new pages of each of the choice's targets."""
+    """A ``selection`` to be made after the seals, among the tokens in ``pages``.
+    ``targets``: the new pages of each of the selection's targets."""
 
-    choice: Choice
+    selection: Selection
     pages: tuple[int, ...]
     targets: tuple[tuple[int, ...], ...]
 

@@ -15,7 +15,7 @@ from operator import add
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.demand import PageDemand
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.moves import Choice, Moves
+from kvlathe.plan.moves import Moves, Selection
 from kvlathe.plan.placement import Placement
 from kvlathe.runtime.cache.arena import OutOfPages, PageArena
 from kvlathe.runtime.cache.page_table import (
@@ -169,8 +169,8 @@ class PagePool(PageArena):
         for placed, move in moves:
             for c in placed.buckets[1:]:
                 counts[c] += move.seals
-            for choice in move.choices:
-                for target in choice.targets:
+            for selection in move.selections:
+                for target in selection.targets:
                     counts[target.bucket] += target.pages(self.plan.page_tokens)
         return counts
 
@@ -192,13 +192,13 @@ class PagePool(PageArena):
     ) -> None:
         """Give the moves of a placement their pages; ``done.after`` and ``lengths``
         become the table's. ``first``: position of the fresh bucket's first token."""
-        if not move.seals and not move.choices:
+        if not move.seals and not move.selections:
             return
         done.after = [list(ids) for ids in done.after]
         if move.seals:
             self._seal(done, placed, move.seals, lengths, first, spare)
-        for choice in move.choices:
-            self._choose(done, choice, lengths, spare)
+        for selection in move.selections:
+            self._select(done, selection, lengths, spare)
 
     def _seal(
         self,
@@ -222,26 +222,26 @@ class PagePool(PageArena):
             done.after[c] += pages
             lengths[c] += seals * p
 
-    def _choose(
+    def _select(
         self,
         done: PageMoves,
-        choice: Choice,
+        selection: Selection,
         lengths: list[int],
         spare: list[Iterator[int]],
     ) -> None:
-        """All tokens of a bucket leave their pages for those of the choice's
+        """All tokens of a bucket leave their pages for those of the selection's
         targets."""
-        source = tuple(done.after[choice.bucket])
-        done.after[choice.bucket] = []
-        lengths[choice.bucket] = 0
+        source = tuple(done.after[selection.bucket])
+        done.after[selection.bucket] = []
+        lengths[selection.bucket] = 0
         targets: list[tuple[int, ...]] = []
-        for target in choice.targets:
+        for target in selection.targets:
             count = target.pages(self.plan.page_tokens)
             pages = tuple(islice(spare[target.bucket], count))
             targets.append(pages)
             done.after[target.bucket] += pages
             lengths[target.bucket] += target.tokens
-        done.rankings.append(Ranking(choice, source, tuple(targets)))
+        done.rankings.append(Ranking(selection, source, tuple(targets)))
 
     def commit(self, done: Reservation) -> None:
         """The step has run and its moves are done: the tokens are there."""

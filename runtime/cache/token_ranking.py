@@ -1,5 +1,5 @@
 """TokenRanking: which tokens of each lane are the most salient
-(token_rules.ObservationWindow), and where they go (moves.Choice)."""
+(token_rules.ObservationWindow), and where they go (moves.Selection)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvlathe.plan.codec import noise, noise_key
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.moves import Choice, Target
+from kvlathe.plan.moves import Selection, Target
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_rules import ObservationWindow
 from kvlathe.runtime.cache.observed_rows import ObservedRows
@@ -44,16 +44,18 @@ class TokenRanking:
     ) -> None:
         """Rank the tokens of a sequence, of whose ``tokens`` the first ``stop`` are
         cached, and move them."""
-        choice, plan = ranking.choice, self.layout.plan
-        scores = self.ranker.scores(choice.bucket, ranking.pages, choice.length)
+        selection, plan = ranking.selection, self.layout.plan
+        scores = self.ranker.scores(selection.bucket, ranking.pages, selection.length)
         seen = rows.seen(tokens, stop) if self.observation.normalized else None
-        keys = noise_keys(plan, choice.bucket)
+        keys = noise_keys(plan, selection.bucket)
         salient = saliency(self.observation, scores, seen, keys)
-        parts = chosen(choice, ranked(salient, choice.newest))
+        parts = selected(selection, ranked(salient, selection.newest))
         for target, pages, places in zip(
-            choice.targets, ranking.targets, parts, strict=True
+            selection.targets, ranking.targets, parts, strict=True
         ):
-            self.ranker.move(choice.bucket, ranking.pages, target.bucket, pages, places)
+            self.ranker.move(
+                selection.bucket, ranking.pages, target.bucket, pages, places
+            )
 
     def reset_scores(self, done: Reservation, window_ended: bool) -> None:
         """After a committed step: where rows count only until tokens are ranked, the
@@ -123,13 +125,18 @@ def ranked(salient: Floats, newest: int) -> npt.NDArray[np.int64]:
     return np.argsort(-first, axis=1, kind="stable")
 
 
-def chosen(choice: Choice, order: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
-    """For each part of a choice the places [lanes, n] that it gets, ascending: tokens
+def selected(
+    selection: Selection, order: npt.NDArray[np.int64]
+) -> list[npt.NDArray[np.int64]]:
+    """For each part of a selection the places [lanes, n] that it gets, ascending: tokens
     stay in the order of age."""
-    return [np.sort(order[:, ranks_of(target)], axis=1) for target in choice.targets]
+    return [
+        np.sort(order[:, places_in_order(target)], axis=1)
+        for target in selection.targets
+    ]
 
 
-def ranks_of(target: Target) -> npt.NDArray[np.int64]:
+def places_in_order(target: Target) -> npt.NDArray[np.int64]:
     """All ranks in the spans of a target."""
     return np.concatenate([np.arange(*span) for span in target.spans])
 

@@ -144,13 +144,15 @@ class TritonCall:
         p, rows, q_at, o_at = self.problem, [], 0, 0
         last = p.layout.lane_table(1 if self.coded else 0)
         hot = p.layout.lane_table(0)
-        slabs = [p.layout.slab(1 if self.coded else 0, i) for i in range(len(last))]
+        offsets_of = [
+            p.layout.lane_offsets(1 if self.coded else 0, i) for i in range(len(last))
+        ]
         group = p.tiers[0].group_k if isinstance(p, CodesProblem) else WIDEST
         for i in np.flatnonzero(last[:, 0] == layer):
             _, _, rank_k, rank_v, k, k_meta, v, v_meta, _, _ = (int(x) for x in last[i])
             sizes = groups_along_rank(rank_k, group)
-            rows.append((rank_k, rank_v, k, k_meta, v, v_meta, len(sizes), sizes[0], q_at, o_at, slabs[i].k_sums,
-                         slabs[i].v_sums, int(hot[i][4]), int(hot[i][6])))  # fmt: skip
+            rows.append((rank_k, rank_v, k, k_meta, v, v_meta, len(sizes), sizes[0], q_at, o_at, offsets_of[i].k_sums,
+                         offsets_of[i].v_sums, int(hot[i][4]), int(hot[i][6])))  # fmt: skip
             q_at, o_at = q_at + p.group * rank_k, o_at + p.group * rank_v
         return np.array(rows, np.int32)
 
@@ -356,15 +358,19 @@ def store_sums(problem: CodesProblem) -> None:
     pages, bits, width = problem._pages(1), tier.bits_k, sum_bytes(tier.bits_k, 64)
     mine = problem.tables[1][problem.tables[1] >= 0].long()
     for i, row in enumerate(problem.layout.lane_table(1)):
-        slab, rank_k, rank_v = problem.layout.slab(1, i), int(row[2]), int(row[3])
+        offsets, rank_k, rank_v = (
+            problem.layout.lane_offsets(1, i),
+            int(row[2]),
+            int(row[3]),
+        )
         for ids in mine.split(1024):
             some = pages[ids]
-            k = unpacked(some[:, slab.k : slab.k + p * rank_k * bits // 8], bits).view(
-                -1, p, rank_k
-            )
-            v = unpacked(some[:, slab.v : slab.v + p * rank_v * bits // 8], bits).view(
-                -1, rank_v, p
-            )
+            k = unpacked(
+                some[:, offsets.k : offsets.k + p * rank_k * bits // 8], bits
+            ).view(-1, p, rank_k)
+            v = unpacked(
+                some[:, offsets.v : offsets.v + p * rank_v * bits // 8], bits
+            ).view(-1, rank_v, p)
             sums_k = torch.stack(
                 [
                     x.sum(-1)
@@ -373,8 +379,8 @@ def store_sums(problem: CodesProblem) -> None:
                 -1,
             )
             for at, sums in (
-                (slab.k_sums, sums_k.flatten(1)),
-                (slab.v_sums, v.sum(-1)),
+                (offsets.k_sums, sums_k.flatten(1)),
+                (offsets.v_sums, v.sum(-1)),
             ):
                 narrow = (
                     sums.to(torch.uint8)

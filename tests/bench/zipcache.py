@@ -132,7 +132,9 @@ class PerSequence:
     def round_values(self, source: int, pages: Any, bits: int, places: Any) -> None:  # noqa: ANN401
         """Write the values at ``places`` [lanes, n] back as they are dequantized."""
         rows, p = self.rows[source], self.plan.page_tokens  # type: ignore[attr-defined]
-        for (_, part), of_lane in zip(self.parts[source].values(), places, strict=True):  # type: ignore[attr-defined]
+        for (_, part), of_lane in zip(
+            self.matrices[source].values(), places, strict=True
+        ):  # type: ignore[attr-defined]
             values = np.concatenate([part.read(rows[page]) for page in pages])
             values[of_lane] = separable(values[of_lane], bits)
             for page, block in zip(

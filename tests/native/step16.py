@@ -159,13 +159,13 @@ class Step16:
             for s, x in enumerate(self.plan.buckets)
             if x.source is None and index in x.lanes
         )
-        slab = layout.slab(bucket, index)
+        offsets = layout.lane_offsets(bucket, index)
         page, place = divmod(
             int(self.case.lengths[b, bucket]) + i, self.plan.page_tokens
         )
         start = int(self.tables[bucket][b, page]) * layout.page_stride[bucket]
         row = []
-        for at, rank in ((slab.k, lane.rank_k), (slab.v, lane.rank_v)):
+        for at, rank in ((offsets.k, lane.rank_k), (offsets.v, lane.rank_v)):
             span = slice(
                 start + at + place * rank * 2, start + at + (place + 1) * rank * 2
             )

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.codec import parts
+from kvlathe.plan.codec import matrices
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
@@ -126,7 +126,7 @@ def test_seal_writes_the_codes_of_the_codec(
     PageKernels(cuda, layout.plan, pool.data_ptr(), size).seal(
         0, 1, jobs, torch.cuda.current_stream().cuda_stream
     )
-    hot, cold = parts(layout, 0), parts(layout, 1)
+    hot, cold = matrices(layout, 0), matrices(layout, 1)
     for source, target, position in jobs:
         pages = [
             memory[page * stride :][:stride]

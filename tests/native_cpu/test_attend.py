@@ -69,14 +69,14 @@ def appended_where_promised(call: Call, before: np.ndarray, rows: np.ndarray) ->
             for s, x in enumerate(plan.buckets)
             if x.source is None and index in x.lanes
         )
-        slab, row = layout.slab(bucket, index), 0
+        offsets, row = layout.lane_offsets(bucket, index), 0
         for b, count in enumerate(case.queries):
             for i in range(count):
                 page, place = divmod(int(case.lengths[b, bucket]) + i, plan.page_tokens)
                 start = int(call.tables[bucket][b, page]) * layout.page_stride[bucket]
                 for at, rank, column in (
-                    (slab.k, lane.rank_k, k_at[h]),
-                    (slab.v, lane.rank_v, v_at[h]),
+                    (offsets.k, lane.rank_k, k_at[h]),
+                    (offsets.v, lane.rank_v, v_at[h]),
                 ):
                     data = np.ascontiguousarray(rows[row, column : column + rank]).view(
                         np.uint8

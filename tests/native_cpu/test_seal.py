@@ -62,7 +62,7 @@ def sealing_plan(tier: Tier, hot: int, page: int, seed: int = 0) -> CompressionP
 
 def filled(plan: CompressionPlan, seed: int) -> HostPages:
     pages, random = HostPages(CacheLayout(plan), 1 << 20), np.random.default_rng(seed)
-    for pair in pages.parts[0].values():
+    for pair in pages.matrices[0].values():
         for part in pair:
             values = random.normal(1, 2, (plan.page_tokens, part.rank)).astype(
                 np.float32

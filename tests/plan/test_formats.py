@@ -22,7 +22,7 @@ from kvlathe.export.onnx.attend import OPSET
 from kvlathe.export.onnx.body import FLOAT, Body
 from kvlathe.export.onnx.pages import PageReader, Places
 from kvlathe.export.search import sealed
-from kvlathe.plan.codec import Part, element_places, noise, noise_key, parts
+from kvlathe.plan.codec import PageMatrix, element_places, matrices, noise, noise_key
 from kvlathe.plan.formats import ALIGN, Format, Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
@@ -47,9 +47,9 @@ def formats(draw: st.DrawFn, bits: int) -> Format:
     return Format(bits, axis, group, draw(SPANS))  # pyright: ignore[reportArgumentType]
 
 
-def part_of(form: Format, rank: int, page: int, key: int | None = None) -> Part:
+def matrix_of(form: Format, rank: int, page: int, key: int | None = None) -> PageMatrix:
     data = form.data_bytes(rank, page)
-    return Part(form, 0, data, data, page, rank, key)
+    return PageMatrix(form, 0, data, data, page, rank, key)
 
 
 def numbers(seed: int, page: int, rank: int) -> np.ndarray:
@@ -90,18 +90,18 @@ def test_what_is_read_is_near_and_stays_what_it_is(
     """IEEE numbers come back as they are. Codes over a whole range are at most half a
     level off, and the error of half-precision metadata."""
     form = data.draw(formats(bits))
-    part, values = part_of(form, rank, page), numbers(seed, page, rank)
+    matrix, values = matrix_of(form, rank, page), numbers(seed, page, rank)
     bytes_ = np.zeros(form.page_bytes(rank, page), np.uint8)
-    part.write(bytes_, values)
-    read = part.read(bytes_)
+    matrix.write(bytes_, values)
+    read = matrix.read(bytes_)
     if not form.is_coded:
         np.testing.assert_array_equal(read, values)
     elif form.span == 1.0:
         along = 1 if form.along_rank else 0
-        starts = np.cumsum((0, *part.groups[:-1]))
+        starts = np.cumsum((0, *matrix.groups[:-1]))
         high = np.maximum.reduceat(values, starts, axis=along)
         low = np.minimum.reduceat(values, starts, axis=along)
-        step = np.repeat((high - low) / form.levels, part.groups, axis=along)
+        step = np.repeat((high - low) / form.levels, matrix.groups, axis=along)
         size = np.abs(values).max()
         assert (np.abs(read - values) <= 0.5 * step + 2e-3 * size).all()
 
@@ -117,12 +117,12 @@ def test_torch_reads_what_numpy_writes(
     if not form.is_coded:
         return
     key = noise_key(seed, 0, 0, 0) if drawn else None
-    part, values = part_of(form, rank, page, key), numbers(seed, page, rank)
+    matrix, values = matrix_of(form, rank, page, key), numbers(seed, page, rank)
     bytes_ = np.zeros(form.page_bytes(rank, page), np.uint8)
-    part.write(bytes_, values)
+    matrix.write(bytes_, values)
     dither = None if key is None else torch.from_numpy(noise(key, 0, page, rank))
     rounded = sealed.rounded(torch.from_numpy(values), form, page, dither)
-    np.testing.assert_array_equal(rounded.numpy(), part.read(bytes_))
+    np.testing.assert_array_equal(rounded.numpy(), matrix.read(bytes_))
 
 
 @EVERY
@@ -170,10 +170,10 @@ def test_the_cpu_library_writes_the_same_bytes(
     source = aligned(np.zeros(layout.page_stride[0], np.uint8))
     expected = np.zeros(layout.page_stride[1], np.uint8)
     written = aligned(expected)
-    for i, hot_part in enumerate(parts(layout, 0)[0]):
+    for i, hot_matrix in enumerate(matrices(layout, 0)[0]):
         values = numbers(seed + i, page, rank)
-        hot_part.write(source, values)
-        parts(layout, 1)[0][i].write(expected, values, 3 * page)
+        hot_matrix.write(source, values)
+        matrices(layout, 1)[0][i].write(expected, values, 3 * page)
     PageWriter(native, plan).seal(0, 1, [(source, written, [3 * page])])
     np.testing.assert_array_equal(written, expected)
 
@@ -215,12 +215,12 @@ def test_the_onnx_function_reads_what_numpy_writes(tier: Tier) -> None:
     layout, page = CacheLayout(plan), plan.page_tokens
     stride = layout.page_stride[1]
     memory = np.zeros(2 * stride, np.uint8)
-    lanes = parts(layout, 1)
+    lanes = matrices(layout, 1)
     for i in range(2):
         for lane, pair in lanes.items():
-            for side, part in enumerate(pair):
-                values = numbers(4 * i + 2 * lane + side, page, part.rank)
-                part.write(memory[i * stride : (i + 1) * stride], values)
+            for side, matrix in enumerate(pair):
+                values = numbers(4 * i + 2 * lane + side, page, matrix.rank)
+                matrix.write(memory[i * stride : (i + 1) * stride], values)
     model, body = page_reading_model(plan)
     feeds = dict(typed_views(memory, plan.unit))
     feeds["lengths"] = np.array([[0, 2 * page]], np.int32)
@@ -229,10 +229,10 @@ def test_the_onnx_function_reads_what_numpy_writes(tier: Tier) -> None:
     session = ort.InferenceSession(model, providers=["CPUExecutionProvider"])
     read = session.run(None, {n: x for n, x in feeds.items() if n in used})
     for lane, pair in lanes.items():
-        for side, part in enumerate(pair):
+        for side, matrix in enumerate(pair):
             pages = (memory[stride:], memory[:stride])
-            expected = np.concatenate([part.read(bytes_) for bytes_ in pages])
-            own = np.asarray(read[side])[lane, 0, 0, :, : part.rank]
+            expected = np.concatenate([matrix.read(bytes_) for bytes_ in pages])
+            own = np.asarray(read[side])[lane, 0, 0, :, : matrix.rank]
             np.testing.assert_array_equal(own, expected)
 
 

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvlathe.plan import json_fields
 from kvlathe.plan.placement import Placement, placement
-from kvlathe.plan.token_rules import KEEP_ALL, Budget, Share, TokenRule, rule_from
+from kvlathe.plan.plan import Bucket
+from kvlathe.plan.token_rules import KEEP_ALL, Budget, Share, TokenRule
 
 PAGE = 16
 
@@ -57,22 +59,22 @@ class Simulation:
             return False
         moves = self.placed.moves(self.lengths, self.arrived)
         taken = [moves.seals if i else 0 for i in range(len(self.lengths))]
-        for choice in moves.choices:
-            for target in choice.targets:
+        for selection in moves.selections:
+            for target in selection.targets:
                 taken[target.bucket] += target.pages(PAGE)
         self._take(taken)
         self.lengths[0] -= moves.seals * PAGE
         for i in range(1, len(self.lengths)):
             self.lengths[i] += moves.seals * PAGE
-        for choice in moves.choices:
-            ranks = [r for t in choice.targets for s in t.spans for r in range(*s)]
+        for selection in moves.selections:
+            ranks = [r for t in selection.targets for s in t.spans for r in range(*s)]
             assert len(set(ranks)) == len(ranks)
-            assert set(ranks) <= set(range(choice.length))
-            assert choice.length == self.lengths[choice.bucket]
-            self.lengths[choice.bucket] = 0
-            for target in choice.targets:
+            assert set(ranks) <= set(range(selection.length))
+            assert selection.length == self.lengths[selection.bucket]
+            self.lengths[selection.bucket] = 0
+            for target in selection.targets:
                 self.lengths[target.bucket] += target.tokens
-        return bool(moves.seals or moves.choices)
+        return bool(moves.seals or moves.selections)
 
     def _take(self, more: list[int]) -> None:
         for i, length in enumerate(self.lengths):
@@ -127,15 +129,21 @@ def test_worst_pages_are_reached_but_for_a_page_or_two(
     assert all(most <= now + slack for now, most in zip(reached, worst, strict=True))
 
 
+def bucket_of(tokens: object) -> Bucket:
+    """A bucket whose rule JSON describes as ``tokens``."""
+    fields = {"tier": 0, "lanes": [0], "source": None, "tokens": tokens}
+    return json_fields.read(Bucket, fields, "bucket")
+
+
 @given(placed=placements())
 def test_a_rule_is_what_its_file_form_says(placed: Placement) -> None:
     for rule in placed.rules:
-        assert rule_from(dataclasses.asdict(rule)) == rule
+        assert bucket_of(dataclasses.asdict(rule)).tokens == rule
         assert rule.problem(PAGE) is None
 
 
 def test_a_rule_with_fields_of_another_is_refused() -> None:
-    with pytest.raises(TypeError):
-        rule_from({"kind": "all", "recent": 1})
-    with pytest.raises(KeyError):
-        rule_from({"kind": "nothing"})
+    with pytest.raises(ValueError, match=r"bucket\.tokens .*recent"):
+        bucket_of({"kind": "all", "recent": 1})
+    with pytest.raises(ValueError, match=r"bucket\.tokens\.kind is not one of all"):
+        bucket_of({"kind": "nothing"})

@@ -1,7 +1,7 @@
 """Random plans and steps for the laws of Attend, with a float64 reference and a cache
 written byte by byte.
 
-Nothing here uses export/attention/tables.py: addresses come from CacheLayout's slabs,
+Nothing here uses export/attention/tables.py: addresses come from CacheLayout's lane offsets,
 group by group and token by token.
 """
 
@@ -121,7 +121,7 @@ def observing(plan: CompressionPlan) -> CompressionPlan:
             buckets.append(buckets[i])
         elif bucket.source is None and not plan.cold(i):
             buckets[i] = dataclasses.replace(bucket, tokens=Budget(plan.page_tokens))
-    chosen = any(bucket.tokens.ranks for bucket in buckets)
+    chosen = any(bucket.tokens.by_saliency for bucket in buckets)
     return dataclasses.replace(
         plan,
         buckets=tuple(buckets),
@@ -410,17 +410,17 @@ class Case:
         """Write ``length`` random tokens of one lane; the K and V that a reader must
         see."""
         tier = self.plan.tiers[self.plan.buckets[bucket].tier]
-        slab = self.layout.slab(
+        offsets = self.layout.lane_offsets(
             bucket, lane.layer * self.plan.model.kv_heads + lane.head
         )
-        sums = (slab.k_sums, slab.v_sums) if tier.sums else (None, None)
+        sums = (offsets.k_sums, offsets.v_sums) if tier.sums else (None, None)
         k = (
             lane.rank_k,
             tier.bits_k,
             tier.axis_k,
             tier.group_k,
-            slab.k,
-            slab.k_meta,
+            offsets.k,
+            offsets.k_meta,
             sums[0],
         )
         v = (
@@ -428,8 +428,8 @@ class Case:
             tier.bits_v,
             tier.axis_v,
             tier.group_v,
-            slab.v,
-            slab.v_meta,
+            offsets.v,
+            offsets.v_meta,
             sums[1],
         )
         seen: tuple[list[Array], list[Array]] = ([], [])

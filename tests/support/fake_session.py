@@ -223,7 +223,7 @@ class RankedSession(HostPages):
             step.page_tables[bucket][b, : -(-length // self.plan.page_tokens)]
         ]
         found = []
-        for part in self.parts[bucket][lane]:
+        for part in self.matrices[bucket][lane]:
             kind = np.dtype(f"f{part.format.bits // 8}")
             size = self.plan.page_tokens * part.rank * kind.itemsize
             found.append(

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.codec import FLOATS, Bytes, Positions, parts
+from kvlathe.plan.codec import FLOATS, Bytes, Positions, matrices
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.sessions.host import huge_pages
@@ -59,7 +59,7 @@ class HostPages:
             self.memory[: size // stride * stride].reshape(-1, stride)
             for stride in layout.page_stride
         ]
-        self.parts = [parts(layout, b) for b in range(len(self.plan.buckets))]
+        self.matrices = [matrices(layout, b) for b in range(len(self.plan.buckets))]
         self.page_scores = PageScores(layout, self.rows)
         self.hot = FLOATS[hot_bits(self.plan)]
         self.row_width = sum(lane.rank_k + lane.rank_v for lane in self.plan.lanes)
@@ -100,11 +100,11 @@ class HostPages:
 
     def _scatter(self, bucket: int, starts: dict[int, tuple[int, int]]) -> _Scatter:
         size, cells = self._cell.itemsize, []
-        for index, pair in self.parts[bucket].items():
-            for part, start in zip(pair, starts[index], strict=True):
-                n = part.rank // self._grain
+        for index, pair in self.matrices[bucket].items():
+            for matrix, start in zip(pair, starts[index], strict=True):
+                n = matrix.rank // self._grain
                 cells += [
-                    (start // self._grain + i, part.data // size + i, n)
+                    (start // self._grain + i, matrix.data // size + i, n)
                     for i in range(n)
                 ]
         source, base, step = np.array(sorted(cells), np.intp).reshape(-1, 3).T
@@ -146,7 +146,7 @@ class HostPages:
         fresh, source = full.fresh, self.rows[full.fresh][full.page]
         cold = self.plan.cold(fresh)
         for bucket, target in zip(cold, full.cold_pages, strict=True):
-            positions = [full.position] * len(self.parts[bucket])
+            positions = [full.position] * len(self.matrices[bucket])
             self.encode(fresh, source, bucket, target, positions)
             self.page_scores.carry(fresh, source, bucket, self.rows[bucket][target])
 
@@ -160,12 +160,12 @@ class HostPages:
     ) -> None:
         """Write the lanes of bucket ``cold`` from the bytes of a full page of bucket
         ``fresh`` into page ``target``, in its number format. ``positions`` of each
-        lane's tokens, as in codec.Part.write."""
+        lane's tokens, as in codec.PageMatrix.write."""
         for (index, pair), position in zip(
-            self.parts[cold].items(), positions, strict=True
+            self.matrices[cold].items(), positions, strict=True
         ):
-            for part, hot in zip(pair, self.parts[fresh][index], strict=True):
-                part.write(self.rows[cold][target], hot.read(source), position)
+            for matrix, hot in zip(pair, self.matrices[fresh][index], strict=True):
+                matrix.write(self.rows[cold][target], hot.read(source), position)
 
     def move(
         self,
@@ -177,7 +177,7 @@ class HostPages:
     ) -> None:
         """As TokenRanker.move. Raises KvlatheError if the source's tokens cannot leave
         their groups."""
-        lanes = list(self.parts[target])
+        lanes = list(self.matrices[target])
         if source == target:
             self._gather(source, pages, lanes, places, self.rows[source], target_pages)
             return
@@ -240,14 +240,14 @@ class HostPages:
     def _fields(self, bucket: int, lane: int) -> list[tuple[int, int]]:
         """(offset, bytes a token) of a lane's K and V. Raises KvlatheError if groups
         run along tokens."""
-        pair = self.parts[bucket][lane]
-        if not all(part.token_major for part in pair):
+        pair = self.matrices[bucket][lane]
+        if not all(matrix.token_major for matrix in pair):
             raise KvlatheError(
                 f"bucket {bucket} cannot drop tokens",
                 "its quantization groups run along the tokens",
                 "group along the rank in plans that drop tokens",
             )
-        return [field for part in pair for field in part.fields]
+        return [field for matrix in pair for field in matrix.fields]
 
     def scores(self, bucket: int, pages: Sequence[int], tokens: int) -> Scores:
         """As TokenRanker.scores."""

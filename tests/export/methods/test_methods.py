@@ -36,7 +36,7 @@ from kvlathe.export.methods.registry import METHODS, calibration
 from kvlathe.export.methods.variants import removed, variants
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search import search
-from kvlathe.plan.codec import parts
+from kvlathe.plan.codec import matrices
 from kvlathe.plan.heads import RANK_MULTIPLE
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
@@ -432,7 +432,7 @@ def test_comparison_plans_group_keys_by_channel_and_values_by_token(
     all others where it was."""
     plan = plan_of(name, made_up)
     (fresh, cold), rng = plan.buckets, np.random.default_rng(0)
-    (k, v) = next(iter(parts(CacheLayout(plan), 1).values()))
+    (k, v) = next(iter(matrices(CacheLayout(plan), 1).values()))
     page = np.zeros(CacheLayout(plan).page_stride[1], np.uint8)
     values = rng.normal(size=(plan.page_tokens, k.rank)).astype(np.float32)
     loud_channel, loud_token = values.copy(), values.copy()

@@ -208,7 +208,7 @@ class Pages:
                     place % self.plan.page_tokens,
                 )
                 start = page * self.layout.page_stride[b] + getattr(
-                    self.layout.slab(b, index), part
+                    self.layout.lane_offsets(b, index), part
                 )
                 self.memory[start + token * values.nbytes :][: values.nbytes] = (
                     values.view(np.uint8)

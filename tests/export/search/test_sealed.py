@@ -73,7 +73,7 @@ def test_what_is_read_back_is_what_the_codec_writes(
     found = sealed.Seal(plan, plan.lanes[0], tier)(*map(torch.from_numpy, sides))
     layout = CacheLayout(plan)
     for part, given_side, read in zip(
-        codec.parts(layout, 1)[0], sides, found, strict=True
+        codec.matrices(layout, 1)[0], sides, found, strict=True
     ):
         for at in range(0, 3 * page, page):
             row = np.zeros(layout.page_stride[1], np.uint8)

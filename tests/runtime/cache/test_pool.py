@@ -220,7 +220,7 @@ class PoolMachine(RuleBasedStateMachine):
                 expected = np.array(sequence.values[first : first + length], float)
                 if self.plan.tiers[bucket.tier].bits_k < 8:
                     continue  # 16 levels over a page of different numbers: lossy
-                for pair in self.host.parts[b].values():
+                for pair in self.host.matrices[b].values():
                     for part in pair:
                         pages = [
                             part.read(self.host.rows[b][page])

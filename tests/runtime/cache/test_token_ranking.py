@@ -228,7 +228,7 @@ class Numbers(HostPages):
         self, bucket: int, lane: int, pages: Items[int], length: int
     ) -> npt.NDArray[np.int64]:
         """Of the tokens that a lane holds, read from its keys."""
-        part = self.parts[bucket][lane][0]
+        part = self.matrices[bucket][lane][0]
         found = [
             part.read(self.rows[bucket][page])[:, 0]
             for page in pages[: -(-length // PAGE)]

@@ -153,11 +153,11 @@ def test_codes_and_attention_are_those_of_quantized_group_query_attention(
         prefill_chunk=PAGE,
     )
     host = HostPages(CacheLayout(plan), 1 << 20)
-    for h, pair in host.parts[0].items():
+    for h, pair in host.matrices[0].items():
         for part, x in zip(pair, (k, v), strict=True):
             part.write(host.rows[0][0], x[h])
     host.seal([FullPage(0, 0, (COLD,), 0)])
-    for h, pair in host.parts[1].items():
+    for h, pair in host.matrices[1].items():
         for part, theirs in zip(pair, codes, strict=True):
             data = host.rows[1][COLD][
                 part.data : part.data + WIDTH * PAGE * bits // 8

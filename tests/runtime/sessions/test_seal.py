@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.codec import noise, noise_key, pack, parts, unpack
+from kvlathe.plan.codec import matrices, noise, noise_key, pack, unpack
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
@@ -131,7 +131,7 @@ def test_a_sealed_page_holds_the_codes_that_the_layout_promises(
     plan = small_plan(tier, hot)
     layout = CacheLayout(plan)
     host, random = HostPages(layout, 1 << 20), np.random.default_rng(seed)
-    for pair in host.parts[0].values():
+    for pair in host.matrices[0].values():
         for part in pair:
             part.write(
                 host.rows[0][3],
@@ -141,18 +141,18 @@ def test_a_sealed_page_holds_the_codes_that_the_layout_promises(
     host.seal([FullPage(0, 3, (last,), 0)])
     start = last * layout.page_stride[1]
     page = host.memory[start : start + layout.page_stride[1]]
-    for index, (k, v) in host.parts[0].items():
-        slab = layout.slab(1, index)
-        cold = host.parts[1][index]
+    for index, (k, v) in host.matrices[0].items():
+        offsets = layout.lane_offsets(1, index)
+        cold = host.matrices[1][index]
         for x, bits, axis, group, data, meta, sums, part in (
             (
                 k,
                 tier.bits_k,
                 tier.axis_k,
                 tier.group_k,
-                slab.k,
-                slab.k_meta,
-                slab.k_sums,
+                offsets.k,
+                offsets.k_meta,
+                offsets.k_sums,
                 cold[0],
             ),
             (
@@ -160,9 +160,9 @@ def test_a_sealed_page_holds_the_codes_that_the_layout_promises(
                 tier.bits_v,
                 tier.axis_v,
                 tier.group_v,
-                slab.v,
-                slab.v_meta,
-                slab.v_sums,
+                offsets.v,
+                offsets.v_meta,
+                offsets.v_sums,
                 cold[1],
             ),
         ):
@@ -209,7 +209,7 @@ def test_packing_comes_back(bits: int, seed: int) -> None:
 def test_a_constant_group_is_exact(bits: int, rounding: str) -> None:
     tier = Tier(bits, bits, "rank", "token", 16, 16, rounding=rounding)  # type: ignore[arg-type]
     host = HostPages(CacheLayout(small_plan(tier, HOT)), 1 << 20)
-    for pair in host.parts[1].values():
+    for pair in host.matrices[1].values():
         for part in pair:
             part.write(host.rows[1][0], np.full((PAGE, part.rank), -2.75, np.float32))
             assert (part.read(host.rows[1][0]) == -2.75).all()
@@ -229,8 +229,8 @@ def test_stochastic_codes_are_the_two_next_to_each_number_and_depend_on_the_toke
         small_plan(dataclasses.replace(tier, rounding="stochastic"), HOT), seed=seed
     )
     host, random = HostPages(CacheLayout(plan), 1 << 21), np.random.default_rng(seed)
-    for index, cold in host.parts[1].items():
-        for part, other in zip(cold, host.parts[0][index], strict=True):
+    for index, cold in host.matrices[1].items():
+        for part, other in zip(cold, host.matrices[0][index], strict=True):
             values = random.normal(1, 2, (PAGE, part.rank)).astype(np.float32)
             other.write(host.rows[0][page], values)
     last = len(host.rows[1]) - 1  # buckets share the arena: far from the fresh page
@@ -239,8 +239,8 @@ def test_stochastic_codes_are_the_two_next_to_each_number_and_depend_on_the_toke
     first, again, elsewhere = (host.rows[1][last - n] for n in range(3))
     assert np.array_equal(first, again)
     assert (tier.bits_k == tier.bits_v == 16) or not np.array_equal(first, elsewhere)
-    for index, cold in host.parts[1].items():
-        for part, other in zip(cold, host.parts[0][index], strict=True):
+    for index, cold in host.matrices[1].items():
+        for part, other in zip(cold, host.matrices[0][index], strict=True):
             if part.groups:
                 step = (
                     part.read(first) * 0
@@ -291,7 +291,7 @@ def dequantized_reference(kind: str, length: int, grid: int) -> Floats:
         )
         assert isinstance(engine.session, HostPages)
         for page in sequence.table.pages[0][done : sequence.cached // 64]:
-            for k, v in parts(engine.layout, 0).values():
+            for k, v in matrices(engine.layout, 0).values():
                 for part, bits, axis, group in (
                     (k, tier.bits_k, tier.axis_k, tier.group_k),
                     (v, tier.bits_v, tier.axis_v, tier.group_v),
