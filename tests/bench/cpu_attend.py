@@ -1,14 +1,18 @@
 """What attention of a decode step costs on the CPU: the native op alone, every layer of
 a model, over a random cache.
 
-    kvlathe native python tests/bench/cpu_attend.py [--formats 32 16 8 4 2] [--contexts
-    512 2048 3840] [--rows 1 8] [--ranks 96 112]
+    kvlathe native
+    python tests/bench/cpu_attend.py [--formats 32 16 8 4 2] [--contexts 512 2048 3840]
+        [--rows 1 8] [--ranks 96 112] [--against OTHER/libkvlathe.so]
 
 A format is BITS, groups along the rank for K and along the tokens for V; or
 BITS:AXIS_K,AXIS_V. Above 8 bits it is one bucket; below, ``--hot`` tokens are still in
 32 bit. 32-bit caches are also shown at full rank. The shape is that of lathe-27m: 6
-layers of 4 KV heads of 128, 2 query heads each. The best of ``--repeats`` calls counts:
-other load only slows.
+layers of 4 KV heads of 128, 2 query heads each. The lowest tenth of ``--repeats`` calls
+counts: other load only slows. One thread is timed by its processor time.
+
+``--against``: calls of another build alternate with those of the library in use, on the
+same pages. Printed is how much longer the one in use takes.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +82,9 @@ class Steps:
         hot: int,
         threads: int,
         layers: int,
+        libraries: Sequence[Native],
     ) -> None:
+        self.clock = time.thread_time if threads == 1 else time.perf_counter
         rng, page, self.layout = (
             np.random.default_rng(0),
             plan.page_tokens,
@@ -93,12 +100,16 @@ class Steps:
             *(t.ctypes.data for t in tables)
         )
         self.kept: list[Any] = [tables, lengths]
-        self.layers = [
+        calls = [
             (
-                Op(native(), layer_table(plan, i)),
+                layer_table(plan, i),
                 self.args(plan, i, lengths, tables, rows, threads, rng),
             )
             for i in range(layers)
+        ]
+        self.sides = [
+            [(Op(library, table), args_for(library, args)) for table, args in calls]
+            for library in libraries
         ]
 
     def pool(
@@ -162,15 +173,31 @@ class Steps:
             pool_bytes=self.memory.nbytes, **{name: array.ctypes.data for name, array in arrays.items()},
         )  # fmt: skip
 
-    def seconds(self, repeats: int) -> float:
-        """Of a step: the sum of each layer's best."""
-        best = [float("inf")] * len(self.layers)
-        for _ in range(repeats):
-            for i, (op, args) in enumerate(self.layers):
-                start = time.perf_counter()
-                op.run(args)
-                best[i] = min(best[i], time.perf_counter() - start)
-        return sum(best)
+    def seconds(self, repeats: int) -> list[float]:
+        """Of a step in each library: the sum over layers of the lowest tenth."""
+        times = np.empty((len(self.sides), len(self.sides[0]), repeats))
+        for turn in range(repeats):
+            sides = list(enumerate(self.sides))
+            for side, layers in reversed(sides) if turn % 2 else sides:
+                for layer, (op, args) in enumerate(layers):
+                    start = self.clock()
+                    op.run(args)
+                    times[side, layer, turn] = self.clock() - start
+        return [float(x) for x in np.quantile(times, 0.1, axis=2).sum(axis=1)]
+
+
+def args_for(library: Native, args: AttendArgs) -> AttendArgs:
+    """The same call with the ABI version that this build expects."""
+    own = AttendArgs.from_buffer_copy(args)
+    own.abi_version = library.lib.kvlathe_abi_version()
+    return own
+
+
+def other(path: Path) -> Native:
+    """Another build. Its ABI version may differ, as long as this op's does not."""
+    lib = ctypes.CDLL(str(path.resolve()))
+    lib.kvlathe_abi_version.restype = ctypes.c_uint32
+    return Native(path, lib, native().isa, False)
 
 
 def native() -> Native:
@@ -197,7 +224,9 @@ def main() -> None:
     parser.add_argument("--hot", type=int, default=32)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--against", type=Path, help="another build of the library")
     args = parser.parse_args()
+    libraries = [native(), *([other(args.against)] if args.against else [])]
     cases = [(form, args.ranks) for form in args.formats]
     cases = [("32", [WIDTH]) for form in args.formats if form == "32"] + cases
     print(f"{native().isa}, {args.threads} thread(s), load {os.getloadavg()[0]:.1f}")
@@ -209,13 +238,11 @@ def main() -> None:
         cases, itertools.product(args.rows, args.contexts)
     ):
         plan = plan_of(form, ranks)
-        each = (
-            Steps(plan, context, rows, args.hot, args.threads, args.layers).seconds(
-                args.repeats
-            )
-            / rows
-            * 1e6
+        steps = Steps(
+            plan, context, rows, args.hot, args.threads, args.layers, libraries
         )
+        own, *others = steps.seconds(args.repeats)
+        each = own / rows * 1e6
         size, rank = CacheLayout(plan).bytes_per_token(), float(np.mean(ranks))
         records.append(
             {
@@ -225,9 +252,11 @@ def main() -> None:
                 "context": context,
                 "us_row": each,
                 "bytes": size,
+                "longer": [own / theirs - 1 for theirs in others],
             }
         )
         line = f"{each:>9.1f} {each / context * 1e3:>16.1f} {size:>14.0f}"
+        line += "".join(f" {own / theirs - 1:>+8.1%}" for theirs in others)
         print(f"{form:<14} {rank:>5.0f} {rows:>4} {context:>7} {line}", flush=True)
     print(
         json.dumps(

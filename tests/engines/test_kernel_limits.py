@@ -76,6 +76,24 @@ def test_the_runtime_knows_the_same_numbers() -> None:
     assert LIMITS["kMaxColumns"] == WIDEST
 
 
+@pytest.mark.parametrize(
+    ("of", "taken"),
+    [
+        ("buckets", "at most {kMaxBuckets}"),
+        ("KV heads of a layer", "at most {kMaxLanes}"),
+        ("query heads a KV head", "at most {kMaxGroup}"),
+        ("rank", "at most {kMaxRank}"),
+        ("dimensions of a head before its projection", "at most {kMaxInput}"),
+        ("groups of K", "multiples of {kRankMultiple} channels"),
+        ("groups of V", "powers of two from {kLeastCodedGroup} tokens on"),
+        ("tokens of a quantized page", "{kLeastCodedPage}, 128 or {kMaxPage}"),
+    ],
+)
+def test_the_page_says_the_same_numbers(of: str, taken: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "native.md").read_text("utf-8")
+    assert f"| {of} | {taken.format(**LIMITS)}" in page
+
+
 def test_a_missing_header_is_said_in_words(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
