@@ -120,18 +120,18 @@ struct Call {
         dot += double(load(args.q, q + c, args.element)) * keys.at(t, c);
       scores.push_back(dot * args.scale);
     });
-    const double top = scores.empty() ? 0 : *std::max_element(scores.begin(), scores.end());
-    std::vector<double> out(head.rank_v, 0.0);
-    double total = 0;
+    const double m = scores.empty() ? 0 : *std::max_element(scores.begin(), scores.end());
+    std::vector<double> o(head.rank_v, 0.0);
+    double l = 0;
     size_t next = 0;
     tokens(head, sequence, false, [&](const Slab& values, int t) {
-      const double weight = std::exp(scores[next++] - top);
-      total += weight;
-      for (int c = 0; c < head.rank_v; ++c) out[c] += weight * values.at(t, c);
+      const double weight = std::exp(scores[next++] - m);
+      l += weight;
+      for (int c = 0; c < head.rank_v; ++c) o[c] += weight * values.at(t, c);
     });
-    const int64_t o = sequence * args.o_stride + head.o_offset + int64_t{query} * head.rank_v;
+    const int64_t at = sequence * args.o_stride + head.o_offset + int64_t{query} * head.rank_v;
     for (int c = 0; c < head.rank_v; ++c)
-      store(args.o, o + c, args.element, total > 0 ? float(out[c] / total) : 0.f);
+      store(args.o, at + c, args.element, l > 0 ? float(o[c] / l) : 0.f);
   }
 };
 

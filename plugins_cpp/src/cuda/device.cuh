@@ -1,4 +1,4 @@
-// The PTX that the kernels use, one function each.
+// The PTX instructions that the kernels use, one function each.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,17 +12,16 @@ __device__ inline uint32_t shared_address(const void* pointer) {
   return uint32_t(__cvta_generic_to_shared(pointer));
 }
 
-// Keeps a value in its register: it cannot be computed anew at each use.
+// Keeps a value in its register. Without it the compiler computes cheap values anew at each use.
 __device__ inline int pinned(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-// Keeps a value that is the same in all lanes in its register: the assembler, too, cannot compute
-// it anew at each use.
+// The same for a value that all lanes share. The assembler, too, cannot compute it anew then.
 __device__ inline int kept(int value) { return __shfl_sync(~0u, value, 0); }
 
-// Copies 16 bytes to shared memory asynchronously; with valid false it writes zeros and reads
+// Copies 16 bytes to shared memory asynchronously. With `valid` false it writes zeros and reads
 // nothing.
 __device__ inline void copy16(uint32_t to, const void* from, bool valid) {
 #if __CUDA_ARCH__ >= 800
@@ -48,8 +47,8 @@ __device__ inline void wait_copy_groups() {
 #endif
 }
 
-// A barrier in shared memory that a bulk copy completes: its phase ends when the announced bytes
-// have landed.
+// Prepares a barrier in shared memory for bulk copies. Its phase ends when the announced bytes have
+// landed.
 __device__ inline void init_barrier(uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
@@ -76,16 +75,16 @@ __device__ inline void wait_barrier(uint32_t barrier, uint32_t parity) {
 #endif
 }
 
-// Shared memory that this thread reached by ordinary instructions may then be written by bulk
-// copies.
+// Orders what this thread did by ordinary instructions before bulk copies, and products, that
+// follow.
 __device__ inline void fence_for_bulk_copies() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
-// Says how many bytes the bulk copies of a barrier's next phase bring. One lane; before them or
-// after.
+// Says how many bytes the bulk copies of a barrier's next phase bring. One lane does it, before the
+// copies or after them.
 __device__ inline void announce_copies(uint32_t barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
@@ -93,8 +92,8 @@ __device__ inline void announce_copies(uint32_t barrier, int bytes) {
 #endif
 }
 
-// Copies `bytes` (a multiple of 16) to shared memory asynchronously. From 9.0 on each lane that
-// calls it hands its copy to the copy engine, and `barrier` tells the end.
+// Copies `bytes` (a multiple of 16) to shared memory by the copy engine, which from 9.0 on takes
+// one copy from each lane that calls this. `barrier` tells the end.
 __device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint32_t barrier) {
 #if __CUDA_ARCH__ >= 900
   asm volatile(
@@ -105,7 +104,8 @@ __device__ inline void copy_bulk(uint32_t to, const char* from, int bytes, uint3
 #endif
 }
 
-// Reads and writes of shared memory by address that the compiler may reorder like any others.
+// Reads and writes of shared memory by address. They are no assembly, so the compiler may reorder
+// them like any others.
 template <class T>
 __device__ inline T& shared_at(uint32_t address) {
   return *static_cast<T*>(__cvta_shared_to_generic(address));
@@ -124,7 +124,8 @@ __device__ void load_vector(uint32_t (&x)[kWords], uint32_t from) {
 }
 __device__ inline void store_word(uint32_t to, uint32_t x) { shared_at<uint32_t>(to) = x; }
 
-// Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four 8 x 8 matrices of 16-bit elements. Lane t gives the address of row t % 8 of matrix
+// t / 8.
 __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -137,14 +138,14 @@ __device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t row) 
                : "r"(row));
 }
 
-// Transposes an 8 x 8 matrix of 16-bit elements held by a warp.
+// Transposes an 8 x 8 matrix of 16-bit elements that a warp holds.
 __device__ inline uint32_t transposed(uint32_t x) {
   uint32_t y;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
 
-// Reads and writes of what other blocks write and read at the same time.
+// Read and write what other blocks write and read at the same time.
 __device__ inline float2 load_relaxed(const float2* at) {
   float2 x;
   asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "l"(at));
@@ -169,7 +170,7 @@ __device__ inline void store_relaxed(float2* at, float2 x) {
                : "memory");
 }
 
-// Waits for the kernel before this one on the stream, where this one was launched to overlap it;
+// Where this kernel was launched to overlap the one before it on the stream: waits for that one,
 // then lets the next one start.
 __device__ inline void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
@@ -232,8 +233,8 @@ struct Bfloat {
   }
 };
 
-// d[16 x 8] += a[16 x 16] b[16 x 8] on bytes: a unsigned, b signed. Rows l / 4 (a0) and l / 4 + 8
-// (a1) of lane l.
+// d[16 x 8] += a[16 x 16] b[16 x 8] on bytes, a unsigned and b signed. Lane t gives rows t / 4 (a0)
+// and t / 4 + 8 (a1).
 __device__ inline void multiply_signed(int32_t (&d)[4], uint32_t a0, uint32_t a1, uint32_t b) {
 #if __CUDA_ARCH__ >= 800
   asm("mma.sync.aligned.m16n8k16.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
@@ -249,7 +250,7 @@ __device__ inline void multiply_signed(int32_t (&d)[4], uint32_t a0, uint32_t a1
 #endif
 }
 
-// The same with 32 codes of each row: a2, a3, b1 are the second half of the inner dimension.
+// The same with 32 codes of each row. a2, a3 and b1 are the second half of the inner dimension.
 __device__ inline void multiply_signed(int32_t (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                        uint32_t a3, uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
@@ -263,8 +264,8 @@ __device__ inline void multiply_signed(int32_t (&d)[4], uint32_t a0, uint32_t a1
 #endif
 }
 
-// d[16 x 8] += a[16 x 32] b[32 x 8] on unsigned bytes; a2, a3, b1 are the second half of the inner
-// dimension.
+// d[16 x 8] += a[16 x 32] b[32 x 8] on unsigned bytes. a2, a3 and b1 are the second half of the
+// inner dimension.
 __device__ inline void multiply_unsigned(int32_t (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2,
                                          uint32_t a3, uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800

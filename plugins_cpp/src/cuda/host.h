@@ -1,4 +1,4 @@
-// What the hosts of the cache kernels share: refusals, and the device's own errors.
+// What the hosts of all kernels share: refusals, and errors of the device.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,7 +22,7 @@ inline void check_element(int32_t element) {
           "the CUDA kernels compute with F16 and BF16 elements only");
 }
 
-// What the attention kernels read of quantized parts.
+// Refuses quantized parts that the attention kernels do not read.
 inline void check_codes(const kvlathe_attend_decode_args& a, const kvlathe_part& part) {
   require(part.bits_k == part.bits_v, KVLATHE_UNSUPPORTED,
           "a part has " + std::to_string(part.bits_k) + " bits for K and " +
@@ -42,7 +42,7 @@ inline void check_codes(const kvlathe_attend_decode_args& a, const kvlathe_part&
               " or more");
 }
 
-// More than 48 KB of shared memory must be asked for.
+// Asks for shared memory. A kernel gets up to 48 KB without asking.
 template <class Kernel>
 void reserve_shared(Kernel kernel, int bytes) {
   if (bytes > (48 << 10)) {

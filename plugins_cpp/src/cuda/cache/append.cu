@@ -1,8 +1,9 @@
-// A layer's fresh tokens: RoPE, projection, centre, rounding, and each row to its place.
+// Appends a layer's fresh tokens: RoPE, projection, centre and rounding, then each row goes to its
+// place. It is one kernel, because separate ones would pass every row through memory again.
 //
-// A block takes 16 rows of one lane: query heads of a few tokens (z = 0) or keys of 16 tokens (z =
-// 1, which also moves the values). The rows are turned on their way into shared memory and
-// multiplied there with the lane's matrix on tensor cores.
+// A block takes 16 rows of one lane: query heads of a few tokens (z = 0), or keys of 16 tokens
+// (z = 1), which then moves their values, too. RoPE turns the rows on their way into shared memory.
+// Tensor cores multiply them there with the lane's matrix.
 #include <algorithm>
 #include <limits>
 
@@ -18,7 +19,7 @@ namespace {
 
 constexpr int kRows = 16;  // the M of mma.m16n8k16
 constexpr int kWarps = 8;
-constexpr int kPad = 8;  // elements between rows in shared memory: ldmatrix without bank conflicts
+constexpr int kPad = 8;  // elements between rows in shared memory: no bank conflicts in ldmatrix
 
 struct AppendLane {
   int32_t q_at, k_at, v_at, q_out_at, rows_k_at, rows_v_at;  // elements
@@ -48,8 +49,8 @@ static_assert(sizeof(AppendParams) <= 4096);
 
 __host__ __device__ inline int padded(int n) { return (n + 15) / 16 * 16; }
 
-// Where token `t` of the step puts its row of a lane's K or V (rank elements a token, at byte
-// `offset` of the page).
+// Where token t of the step puts its row of a lane's K or V, which has `rank` elements a token from
+// byte `offset` of the page on.
 __device__ char* place_of(const AppendParams& p, const AppendLane& lane, int t, int offset,
                           int rank) {
   const AppendTable& table = p.table[lane.fresh];
@@ -58,8 +59,8 @@ __device__ char* place_of(const AppendParams& p, const AppendLane& lane, int t, 
   return p.pool + page * table.page_stride + offset + place % p.page_tokens * rank * 2;
 }
 
-// A row of a lane's input, turned, into shared memory; zeros up to `inner`. One warp; kPairs pairs
-// a lane are in flight.
+// Turns a row of a lane's input into shared memory, with zeros up to `inner`. One warp. A lane asks
+// for kPairs pairs before it needs the first.
 template <class E>
 __device__ void turn_row(const AppendParams& p, const AppendLane& lane, const uint16_t* from, int t,
                          int inner, uint16_t* to) {
@@ -87,7 +88,8 @@ __device__ void turn_row(const AppendParams& p, const AppendLane& lane, const ui
   for (int i = lane.input_dim + threadIdx.x % 32; i < inner; i += 32) to[i] = 0;
 }
 
-// The lane's matrix [padded input_dim, rank_k] into shared memory; rows past input_dim are zeros.
+// Fetches the lane's matrix [padded input_dim, rank_k] into shared memory. Rows past input_dim are
+// zeros.
 __device__ void fetch_matrix(const AppendParams& p, const AppendLane& lane, const uint16_t* matrix,
                              uint16_t* shared) {
   const int chunks = lane.rank_k / 8, count = padded(lane.input_dim) * chunks;
@@ -100,8 +102,8 @@ __device__ void fetch_matrix(const AppendParams& p, const AppendLane& lane, cons
   close_copy_group();
 }
 
-// out [16, rank] = x [16, inner] * matrix [inner, rank] - centre, rounded; all in shared memory but
-// the centre.
+// out [16, rank] = x [16, inner] * matrix [inner, rank] - centre, rounded. All lie in shared memory
+// but the centre.
 template <class E>
 __device__ void multiply(const uint16_t* x, const uint16_t* matrix, const uint16_t* centre,
                          uint16_t* out, int inner, int rank) {
@@ -147,8 +149,8 @@ template <class E>
 __global__ void __launch_bounds__(kWarps * 32) append_rows(const __grid_constant__ AppendParams p) {
   extern __shared__ __align__(128) uint16_t shared[];  // matrix | x [16, inner] | out [16, rank]
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::
-                   : "memory");  // attention may prepare itself and wait for the end
+  // Attention may start now: it prepares itself, and waits for the end of this kernel.
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
   const AppendLane& lane = p.lane[blockIdx.y];
   const bool keys = blockIdx.z;
@@ -160,8 +162,8 @@ __global__ void __launch_bounds__(kWarps * 32) append_rows(const __grid_constant
   if (lane.projected) fetch_matrix(p, lane, keys ? p.proj_k : p.proj_q, matrix);
 #pragma unroll
   for (int i = 0; i < kRows / kWarps; ++i) {
-    const int row = threadIdx.x / 32 + i * kWarps, at = first + min(row, rows - 1),
-              t = at / heads;  // rows past the last: any
+    // Rows past the last one: the last once more.
+    const int row = threadIdx.x / 32 + i * kWarps, at = first + min(row, rows - 1), t = at / heads;
     const uint16_t* from = keys ? p.k + t * p.k_stride + lane.k_at
                                 : p.q + t * p.q_stride + lane.q_at + at % heads * lane.input_dim;
     turn_row<E>(p, lane, from, t, inner, x + row * (inner + kPad));
@@ -190,7 +192,7 @@ __global__ void __launch_bounds__(kWarps * 32) append_rows(const __grid_constant
 
 // -- host ---------------------------------------------------------------------
 
-// Its products are on tensor cores, which take bfloat16 from 8.0 on.
+// The products run on tensor cores, which take bfloat16 from 8.0 on.
 void check_device(int32_t element) {
   int device = 0, major = 0;
   check_cuda(cudaGetDevice(&device), "no CUDA device");

@@ -1,4 +1,4 @@
-// Zeros on a stream, for code that is compiled without the CUDA toolkit.
+// Writes zeros on a stream, for the adapters, which are compiled without the CUDA toolkit.
 #include <cuda_runtime_api.h>
 
 #include "adapters/node/attend_node.h"

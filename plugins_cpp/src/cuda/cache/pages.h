@@ -1,4 +1,4 @@
-// Lanes of whole pages, of all layers: what seal checks before it starts.
+// What seal refuses of whole pages, before it starts: their lanes may be those of all layers.
 #pragma once
 
 #include "common/lanes.h"

@@ -1,8 +1,9 @@
-// Full 16-bit pages into another number format: the codes of kvlathe/plan/codec.py, bit for bit.
+// Seals full 16-bit pages: quantizes them into the bytes of kvlathe/plan/codec.py.
 //
-// A block takes K or V of one lane of one page. It reads the slab into shared memory; then one
+// A block takes K or V of one lane of one page, and reads the slab into shared memory. Then one
 // thread for each quantization group finds its range, and writes its (scale, minimum) and its
-// codes. No contraction, no fast division: codes must not depend on who computes them.
+// codes. The compiler may contract nothing and divide nothing fast here: codes must not depend on
+// who computes them.
 #include <algorithm>
 
 #include "common/hash.h"
@@ -17,9 +18,9 @@ constexpr int kThreads = 128;
 constexpr int kLanesAtOnce = 256;
 constexpr int kPagesAtOnce = 512;
 
-// K or V of one lane: byte offsets from the page's start. The groups of a row: the first `extra`
-// have 16 (steps + 1) elements, the others 16 steps; along the tokens the last one has what is
-// left.
+// K or V of one lane. Offsets are bytes from the page's start. Of the groups of a row the first
+// `extra` have 16 (steps + 1) elements, the others 16 steps. Along the tokens the last one has what
+// is left.
 struct SealSlab {
   int32_t source, target, meta;
   uint32_t key;      // of the noise
@@ -36,7 +37,7 @@ struct SealParams {
 };
 static_assert(sizeof(SealParams) <= 32764, "a kernel takes no more parameters");
 
-// One group of a row of codes: elements begin .. end - 1 along the axis.
+// One group of a row of codes: elements [begin, end) along the axis.
 struct Group {
   int row, begin, end;
 
@@ -72,7 +73,7 @@ __device__ void seal_group(const SealParams& p, const SealSlab& slab, const Grou
         const int token = slab.by_token ? i : group.row, channel = slab.by_token ? group.row : i;
         const uint32_t noise =
             hashed(hashed(slab.key, uint32_t(position + token)), uint32_t(channel)) >> 8;
-        x = float(floor(double(x) + noise * 0x1p-24));  // exact, so that no rounding decides
+        x = float(floor(double(x) + noise * 0x1p-24));  // a double is exact: no rounding decides
       } else {
         x = rintf(x);
       }

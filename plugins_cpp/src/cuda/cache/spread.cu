@@ -1,5 +1,5 @@
-// What every query of a packed step may read, and the list of its prompt chunks: one or two small
-// kernels a step.
+// What every query of a packed step may read, and the list of its prompt chunks. One or two small
+// kernels find it once a step, and all layers use it.
 #include <algorithm>
 
 #include "cuda/host.h"
@@ -20,7 +20,7 @@ struct SpreadParams {
   int32_t width[KVLATHE_MAX_PARTS];
 };
 
-// The last sequence that starts at or before token t and has it; -1 past the last.
+// The sequence that has token t: the last one that starts at or before it. -1 past the last token.
 __device__ int sequence_of(const SpreadParams& p, int t) {
   if (t >= p.cu_seqlens_q[p.batch]) return -1;
   int low = 0, high = p.batch - 1;
@@ -34,7 +34,7 @@ __device__ int sequence_of(const SpreadParams& p, int t) {
   return low;
 }
 
-// Whether a sequence's rows are a chunk that the list names.
+// Whether the rows of a sequence are a chunk, which the list names.
 __device__ bool listed(const SpreadParams& p, int b) {
   return p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] >= p.least_chunk;
 }
@@ -62,14 +62,15 @@ __global__ void spread_rows(const SpreadParams p) {
 
 constexpr int kBins = 1024;
 
-// Tiles with more keys come in earlier bins: one for each 1/32 of a power of two.
+// The bin of a tile. Tiles with more keys come in earlier bins, one for each 1/32 of a power of
+// two: the bits of a float say which.
 __device__ int bin_of(const SpreadParams& p, int b, int first, int rows) {
   int keys = (min(first + kPromptRows, rows) - 1) / p.group_size + 1;
   for (int s = 0; s < p.buckets; ++s) keys += p.lengths[int64_t{b} * p.buckets + s];
   return kBins - 1 - min(kBins - 1, (__float_as_int(float(keys)) >> 18) - (127 << 5));
 }
 
-// Runs body(sequence, first row, bin) for each tile of each chunk: a warp takes a sequence, its
+// Runs body(sequence, first row, bin) for each tile of each chunk. A warp takes a sequence, and its
 // lanes the tiles.
 template <class Body>
 __device__ void each_tile(const SpreadParams& p, Body body) {
@@ -81,8 +82,8 @@ __device__ void each_tile(const SpreadParams& p, Body body) {
   }
 }
 
-// One block of kBins threads: counts the tiles of each bin, finds where bins start, puts the tiles
-// there.
+// Lists the tiles, the longest first: counts those of each bin, finds where bins start, and puts
+// the tiles there. One block of kBins threads.
 __global__ void __launch_bounds__(kBins) list_prompts(const SpreadParams p) {
   __shared__ int start[kBins], sums[32];
   const int t = threadIdx.x, lane = t % 32;

@@ -1,21 +1,25 @@
-// A page of one quantized lane, attended on its codes: K [token][rank] in groups along the rank, V
-// [rank][token] in groups along the tokens, 8, 4 or 2 bit. Nothing is dequantized
-// (export/attention/integer.py says the same in torch):
+// A page of one quantized lane, attended on its codes of 8, 4 or 2 bits. K is [token][rank] in
+// groups along the rank, V [rank][token] in groups along the tokens. Nothing is dequantized: a
+// group's scale and minimum leave the sum (Eq. 4 of HACK; export/attention/integer.py says the same
+// in torch). With codes k' and v':
 //
-//   scores  q ~ A q', q' in [-127, 127], one A a (query, group):
-//           q k = sum over groups of A (s sum q' k' + m sum q')
-//   output  p ~ B p', p' in [0, 255], one B a (query, 64 tokens):
-//           o += B (s sum p' v' + m sum p')
+//   S  q ~ A q', q' in [-127, 127], one A for each query and group of K:
+//      q k = sum over groups of A (scale sum q' k' + minimum sum q')
+//   O  p ~ B p', p' in [0, 255], one B for each query and 64 tokens:
+//      o += B (scale sum p' v' + minimum sum p')
 //
-// Only the sums of products run on matrix units, bytes into 32 bits. 64 tokens are four pairs of
-// 8-token blocks: a pair is the 16 rows of one product of scores. Which token is which row is
-// chosen so that a lane's own word of packed V, shifted and masked, is a fragment of the second
-// product, whose inner dimension runs in the order that transposing the first one's result gives.
+// Matrix units take the sums of products, bytes into 32 bits. Everything else is arithmetic on
+// their results, and there is much of it.
 //
-// kFill 2, for at most 4 query heads: they would leave half of a product's 8 columns empty. So the
-// queries come twice, in columns 0 to 3 and in columns 4 to 7, zeros elsewhere, and two pairs (for
-// V two blocks of 16 channels) add into one fragment, each with its own copy. The products stay as
-// many; all the work on their results halves.
+// 64 tokens are four pairs of blocks of 8 tokens. A pair is the 16 rows of one product QK^T. Which
+// token is which row is chosen for the second product, PV: its inner dimension runs in the order in
+// which P comes out of the first, transposed. A lane's own word of packed V, shifted and masked, is
+// then a fragment of it, and no code is moved between lanes.
+//
+// kFill 2 is for at most 4 query heads, which would leave half of a product's 8 columns empty. The
+// queries come twice, in columns 0 to 3 and in columns 4 to 7, with zeros elsewhere. Two pairs (of
+// V: two blocks of 16 channels) add into one fragment, each by its own copy. There are as many
+// products as before, but half as many results to work on.
 #pragma once
 
 #include "cuda/decode/codes_scores.cuh"
@@ -23,8 +27,9 @@
 
 namespace kvlathe::cuda {
 
-// A chunk whose first `rows` tokens exist. codes: the run's quantized queries; v_stride: bytes of a
-// channel of V. kPlain: pages of 64 tokens, each one group of V: sizes are constants.
+// 64 tokens, of which the first `rows` exist. codes: the run's quantized queries. v_stride: bytes
+// of a channel of V. kPlain: a page has 64 tokens and is one group of V, the commonest case. Its
+// sizes are constants, which saves instructions.
 template <int kBits, bool kPlain, int kSteps, int kFill>
 __device__ void attend_chunk(SoftmaxState<kSteps, kFill>& state, const Slab& slab,
                              const Chunk& chunk, uint32_t codes, int v_stride, int rows) {
@@ -44,14 +49,14 @@ __device__ void attend_chunk(SoftmaxState<kSteps, kFill>& state, const Slab& sla
     }
   }
   weigh_codes(state, s, own, step);
-  const Weights<kFill> weights(own);
+  const Weights<kFill> p(own);
   if constexpr (kPlain) {
-    add_values<kBits, kPlain>(state, slab, chunk.v, v_stride, chunk.v_meta, weights, step);
+    add_values<kBits, kPlain>(state, slab, chunk.v, v_stride, chunk.v_meta, p, step);
   } else {
     const int groups = slab.group_shift > 5 ? 1 : 2;  // of V in 64 tokens
 #pragma unroll 1
     for (int half = 0; half < groups; ++half) {
-      Weights<kFill> part = weights;
+      Weights<kFill> part = p;
       if (groups == 2) part.keep_half(half);
       add_values<kBits, kPlain>(state, slab, chunk.v, v_stride, chunk.v_meta + 4 * half, part,
                                 step);
@@ -59,7 +64,7 @@ __device__ void attend_chunk(SoftmaxState<kSteps, kFill>& state, const Slab& sla
   }
 }
 
-// A tile of pages whose first `rows` tokens exist.
+// A tile of one or two pages, of which the first `rows` tokens exist.
 template <int kBits, bool kPlain, int kSteps, int kFill>
 __device__ void attend_pages(SoftmaxState<kSteps, kFill>& state, const Slab& slab, uint32_t tile,
                              uint32_t codes, int page_tokens, int rows) {
@@ -73,8 +78,7 @@ __device__ void attend_pages(SoftmaxState<kSteps, kFill>& state, const Slab& sla
 #pragma unroll 1
     for (int token = 0; token < rows; token += kChunkTokens) {
       const int first = token & (page_tokens - 1);
-      const uint32_t page =
-          tile + (token >= page_tokens ? slab.bytes : 0);  // a tile has at most two
+      const uint32_t page = tile + (token >= page_tokens ? slab.bytes : 0);
       const Chunk chunk{page + slab.k + first * slab.row_bytes +
                             (kBits == 8 ? first / kPieceTokens * kPieceGap : 0),
                         page + slab.k_meta + first * slab.groups.count * 4,

@@ -1,5 +1,5 @@
-// The CUDA side of kvlathe_cuda_attend_decode: checks, sizes, launch. The kernel is in
-// attend_decode.cuh.
+// The host of attend_decode: what is refused, which sizes a launch has, and the launch. The kernel
+// is in attend_decode.cuh.
 #include <algorithm>
 
 #include "common/decode_call.h"
@@ -74,7 +74,7 @@ PartParams part_params(const kvlathe_attend_decode_args& a, const kvlathe_part& 
           codes ? log2_of(part.group_v) : 0};
 }
 
-// 16 bit: a tile is a power of two of units that a page holds evenly, up to kTileBytes.
+// 16 bit: a tile has a power of two of units, up to kTileBytes, and a page holds whole tiles.
 LaneParams lane_params16(const LaneRow& row, int32_t units_per_page) {
   const int32_t bytes = kRowTokens * 2 * (row.rank_k + row.rank_v),
                 copies = std::max(row.rank_k, row.rank_v) / 16;
@@ -164,8 +164,8 @@ struct Launch {
   int grid, warps, shared_bytes;
 };
 
-// As many warps as leave each a ring of one and a half of the widest tiles, or of one. Quantized
-// tiles take more instructions a byte, so there warps come first.
+// The most warps whose rings hold one and a half of the widest tiles each, or one. Quantized tiles
+// take more instructions a byte, so there one tile is enough and warps come first.
 template <int kParts>
 Launch fit(Params<kParts>& p, const Device& device, int most_warps, int static_bytes) {
   int widest = 0, elements = 0;
@@ -195,7 +195,8 @@ Launch fit(Params<kParts>& p, const Device& device, int most_warps, int static_b
                 "the device's shared memory holds no tile of ranks and pages this large");
 }
 
-// What the plan of a call depends on beside lengths and page ids, and a mark of it.
+// What the plan of a call depends on beside lengths and page ids, and a hash of it. The kernel
+// compares the hash, so that it never takes a plan of another call.
 template <int kParts>
 PlanCall plan_call_of(const Params<kParts>& p, int grid) {
   PlanCall call{};

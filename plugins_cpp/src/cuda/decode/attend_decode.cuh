@@ -1,9 +1,10 @@
-// Decode attention over the paged cache: a persistent grid on the byte-interval schedule
-// (schedule.cuh).
+// Decode attention over the paged cache. The grid is persistent; schedule.cuh says which block
+// attends what.
 //
-// Each warp keeps its own ring of tiles in flight and its own softmax state; a block's warps take
-// the tiles of a span in turn and meet only where the span ends. A pair that several blocks share
-// is finished by the block where it ends.
+// Every warp keeps a ring of tiles on their way and a softmax state of its own. The warps of a
+// block take the tiles of a span in turn. They meet only where the span ends, because a barrier
+// would let the slowest tile hold up all. Where several blocks share a (sequence, head), the block
+// in which it ends finishes it.
 #pragma once
 
 #include <type_traits>
@@ -14,13 +15,13 @@
 
 namespace kvlathe::cuda {
 
-// Touches what the block will need soon, so that address translations are there by then.
+// Touches what the block needs soon. The address translations are then there in time.
 template <int kParts>
 __device__ void warm_up(const Params<kParts>& p) {
   if (threadIdx.x == 64) prefetch(p.partials + 2 * blockIdx.x);
   if (p.plan) return;
-  const int sequence =
-      int(unsigned(blockIdx.x) * unsigned(p.batch) / gridDim.x);  // likely the block's own
+  // Likely the block's own sequence: it is not known yet.
+  const int sequence = int(unsigned(blockIdx.x) * unsigned(p.batch) / gridDim.x);
 #pragma unroll
   for (int i = 0; i < kParts; ++i) {
     if (threadIdx.x == 96 + i)
@@ -37,7 +38,7 @@ __device__ void warm_up(const Params<kParts>& p, const Span<kParts>& span) {
   if (at < bytes + 128) prefetch(q + min(at, bytes - 1));
 }
 
-// Runs `body` with the width as a constant: kBits, or what `bits` says where kBits is 0.
+// Runs `body` with the bits of a code as a constant: kBits, or `bits` where kBits is 0.
 template <int kBits, class Body>
 __device__ void with_width(int bits, Body body) {
   if constexpr (kBits == 8 || kBits == 4 || kBits == 2) {
@@ -49,8 +50,8 @@ __device__ void with_width(int bits, Body body) {
   }
 }
 
-// A 16-bit tile where others are quantized. A function of its own, so that its registers are not
-// the loop's.
+// A 16-bit tile in a call whose other tiles are quantized. It is a function of its own, so that
+// its registers do not count among those of the loop.
 template <class E, int kSteps>
 __device__ __noinline__ SoftmaxState<kSteps> attend_tile_apart(uint32_t queries, uint32_t tile,
                                                                int units, int rows, int group,
@@ -64,13 +65,13 @@ __device__ __noinline__ SoftmaxState<kSteps> attend_tile_apart(uint32_t queries,
   return state;
 }
 
+// kBits: 16 where all parts have 16 bits; 8, 4 or 2 where all quantized parts have that; 0 for any.
 // kFill: 2 where quantized parts meet at most 4 query heads (attend_codes.cuh), else 1.
-// kBits: 16 if all parts are; 8, 4 or 2 if that is what parts below 16 have; 0 for any.
 template <class E, int kParts, int kSteps, int kBits, int kFill>
 __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
     attend_decode(const __grid_constant__ Params<kParts> p) {
-  extern __shared__ __align__(
-      128) char shared[];  // [warps] rings | merge buffer | [warps] quantized queries
+  // Rings of the warps | merge buffer | quantized queries of the warps.
+  extern __shared__ __align__(128) char shared[];
   __shared__ Block<kParts> block;
   __shared__ Runs<kParts> runs[kMaxWarps];
   __shared__ __align__(8) uint64_t barriers[kMaxWarps][kSlots];
@@ -94,8 +95,8 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
   }
   if (kQuantized) publish_barriers();
   __syncthreads();
-  bool early =
-      plan.any && p.early;  // the ring is filled while the kernel before this one still runs
+  // Whether the ring is filled while the kernel before this one still runs.
+  bool early = plan.any && p.early;
   if (!early) {
     wait_for_previous_kernel();
     if (plan.some_empty) write_empty<E>(p, crew);
@@ -105,11 +106,11 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
   state.clear();
   Slab slab;  // of the run being attended
   Lane16<kSteps> lane16;
-  // The run being attended: the next tile, the end, tokens of the part, units a tile, bytes of a
-  // tile, bits of a number.
+  // Of the run being attended: its part and head, the next tile, the end, tokens of the part, units
+  // of a tile, bytes of a tile, bits of a number.
   int part = -1, head = 0, unit = 0, last = 0, tokens = 0, units = 0, bytes = 0, width = 16;
-  // One loop with one copy of the producer in it: code that does not fit the instruction caches
-  // costs more than turns.
+  // One loop with one copy of the producer in it. A second copy would not fit the instruction
+  // caches, which costs more than another turn of the loop.
   for (;;) {
     producer.fill(early);
     if (early) {
@@ -137,7 +138,7 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
       const uint32_t queries = ring.wait_oldest(room);
       if (width == 16) {
         slab.bytes = 0;
-        if (kQuantized) {  // kept for each tile: few tiles are 16 bit where others are not
+        if (kQuantized) {  // in shared memory: few tiles have 16 bits, and registers are scarce
           for (int i = threadIdx.x % 32 * 4; i < query_bytes(p, at); i += 128)
             store_word(codes + i, load_word(queries + i));
         } else {
@@ -158,9 +159,9 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
       const uint32_t tile = ring.wait_oldest(bytes);
       const int rows = min(units * kRowTokens, tokens - unit * kRowTokens);
       if constexpr (kQuantized) {
-        state.join(attend_tile_apart<E, kSteps>(codes, tile, units, rows, p.group_size,
-                                                p.head[head].rank_k, p.head[head].rank_v,
-                                                p.scale_log2));
+        state.merge(attend_tile_apart<E, kSteps>(codes, tile, units, rows, p.group_size,
+                                                 p.head[head].rank_k, p.head[head].rank_v,
+                                                 p.scale_log2));
       } else {
         attend_tile<E>(state, lane16, tile, units, rows, p.scale_log2);
       }

@@ -1,55 +1,55 @@
-// How pages of codes lie, how a warp reads them, and queries as codes: what scores
-// (codes_scores.cuh) and values (codes_values.cuh) share. attend_codes.cuh says how they are
-// attended.
+// How a warp reads pages of codes, and queries as codes. The products with K (codes_scores.cuh) and
+// with V (codes_values.cuh) share it. attend_codes.cuh says how pages are attended.
 #pragma once
 
 #include "cuda/decode/softmax_state.cuh"
 
 namespace kvlathe::cuda {
 
-// 1.5 x 2^23: adding an integer of at most 22 bits to the bits of this float is adding it to the
-// float.
+// 1.5 x 2^23. An integer of at most 22 bits, added to the bits of this float, is added to the
+// float. So a sum that starts at kMagicBits is read as a float without a conversion.
 constexpr float kMagic = 12582912.f;
 constexpr int32_t kMagicBits = 0x4B400000;
 constexpr float kLog2Levels = 7.99435343685886f;  // of 255
 constexpr int kPairs = kChunkTokens / 16;
 
-// The same number with 22 bits of mantissa: its product with kMagic is exact.
+// The same number with 22 bits of mantissa. Its product with kMagic is then exact, and cancels.
 __device__ inline float short_mantissa(float x) {
   return __uint_as_float(__float_as_uint(x) & ~3u);
 }
 
-// How lane (row or column g, t) of a warp, g = l / 4 and t = l % 4, finds codes.
+// How a lane of a warp finds codes. In fragments it has row or column g = lane / 4 and t = lane %
+// 4.
 template <int kBits>
 struct Codes {
   static constexpr int kIn = 8 / kBits;  // codes in a byte
-  static constexpr int kHigh =
-      kBits < 8 ? 1 << kBits : 1;  // what a code is worth that is left in a byte's higher bits
+  // What a code is worth that stays in the higher bits of its byte.
+  static constexpr int kHigh = kBits < 8 ? 1 << kBits : 1;
   static constexpr uint32_t kMask = kBits == 8 ? ~0u : kBits == 4 ? 0x0f0f0f0fu : 0x03030303u;
-  static constexpr int kStepBytes =
-      2 * kBits;  // 16 codes: also what lane column t owns of a channel's 64 tokens
+  // Of 16 codes. Lane column t owns as many of a channel's 64 tokens.
+  static constexpr int kStepBytes = 2 * kBits;
 
-  // Token of row g of block e of pair p: first_token(g) + token(e, p).
+  // Row g of block e of pair p is token first_token(g) + token(e, p).
   static __device__ int first_token(int g) { return 16 * (g / 2) + 2 * kIn * (g % 2); }
   static __host__ __device__ constexpr int token(int e, int p) {
     return (4 * (p / kIn) + e) * kIn + p % kIn;
   }
 
-  // K's steps of 16 channels are taken kIn at a time, each lane column with its own word; what
-  // remains of a group, two or one at a time, where columns share a word, and three as four. log2
-  // of those taken with step `step` of `steps`.
+  // Steps of 16 channels of K are taken kIn at a time, each lane column with its own word. What
+  // remains of a group is taken two or one at a time, where columns share a word; three are taken
+  // as four. This is log2 of those taken together with step `step` of `steps`.
   static constexpr int kLogIn = kIn / 2;
   static __device__ int taken_with(int step, int steps) {
     const int rest = steps % kIn;
     return step < steps - rest || rest == 3 ? kLogIn : rest / 2;
   }
-  // Steps of a group with what is added to take three as four.
+  // Steps of a group, and one more where three are taken as four.
   static __device__ int padded(int steps) { return steps + (steps % kIn == 3); }
 };
 
-// One warp's quantized queries in shared memory: [padded steps][32 lanes][kFill] words, of steps
-// taken together [two steps][32 lanes][kFill][2], in room for one step more a group; then
-// [groups][8 queries] of (A, A sum q').
+// Shared memory of one warp's quantized queries: words [padded steps][32 lanes][kFill], or
+// [two steps][32 lanes][kFill][2] of steps that are taken together, with room for one more step in
+// each group. Then (A, A sum q') [groups][8 queries].
 __host__ __device__ inline int codes_bytes(int fill, int rank_k, int groups_k) {
   return (rank_k / 16 + groups_k) * 128 * fill + groups_k * 64;
 }
@@ -66,9 +66,9 @@ struct Groups {
   __device__ int steps(int group) const { return least + (group < longer); }
 };
 
-// Quantizes the queries of a run. `queries`: shared, [group][rank_k]. Whole warp. A function of its
-// own, so that its registers are not the loop's; short, since code that is run now and then is
-// fetched anew each time.
+// Quantizes the queries of a run. `queries`: shared, [group][rank_k]. Whole warp. It is a function
+// of its own, so that its registers do not count among those of the loop. It is short, because code
+// that runs now and then is fetched anew each time.
 template <class E, int kBits, int kFill>
 __device__ __noinline__ void quantize_queries(uint32_t codes, uint32_t queries, int group,
                                               int rank_k, Groups groups, float scale_log2) {
@@ -99,8 +99,8 @@ __device__ __noinline__ void quantize_queries(uint32_t codes, uint32_t queries, 
       const int first = 16 * (j - i) + (t >> apart) * 4 * C::kIn + (shared << taken) + i;
       uint32_t word = 0;
 #pragma unroll
-      for (int b = 3; b >= 0;
-           --b) {  // the low byte of x + kMagic is x rounded, in two's complement
+      for (int b = 3; b >= 0; --b) {
+        // The low byte of x + kMagic is x, rounded, in two's complement.
         const float whole =
             fmaf(first < steps * 16 ? at(first + C::kIn * b) : 0.f, inverse, kMagic);
         sum += whole - kMagic;
@@ -130,8 +130,8 @@ __device__ inline float2 meta_at(uint32_t at) {
   return __half22float2(*reinterpret_cast<const __half2*>(&word));
 }
 
-// Where this lane's part of a filled fragment of scores starts: kFill 2 lays two pairs side by side
-// in its columns.
+// The first token of this lane in a fragment of scores. kFill 2 lays two pairs side by side in the
+// columns of a fragment.
 template <int kBits, int kFill>
 __device__ int own_token() {
   using C = Codes<kBits>;
@@ -139,8 +139,8 @@ __device__ int own_token() {
   return C::first_token(threadIdx.x % 32 / 4) + second;
 }
 
-// How this lane reads the pages of one quantized lane: offsets of its first rows from a page's
-// start, and sizes.
+// How this thread reads the pages of one quantized lane: where its first rows begin in a page, and
+// sizes.
 struct Slab {
   int k, k_meta, v, v_meta;
   int bytes = 0;                      // of a page, in the ring; 0 while the run is a 16-bit one

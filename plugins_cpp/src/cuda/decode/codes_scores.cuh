@@ -5,14 +5,14 @@
 
 namespace kvlathe::cuda {
 
-// Adds the products of kTaken steps of 16 channels to sums. k: of this lane's first row; q: where
-// the steps' queries start.
+// Adds QK^T of kTaken steps of 16 channels to `sums`. k: where this lane's first row lies; q: where
+// the queries of the steps start.
 template <int kBits, int kTaken, int kFill>
 __device__ void add_products(int32_t (&sums)[kPairs / kFill][4], uint32_t k, int row_bytes,
                              uint32_t q) {
   using C = Codes<kBits>;
-  constexpr int kFragments = kPairs / kFill,
-                kShare = C::kIn / kTaken;  // lane columns that share a word
+  constexpr int kFragments = kPairs / kFill;
+  constexpr int kShare = C::kIn / kTaken;  // lane columns that share a word
   constexpr int kTogether = kTaken < 2 ? 1 : 2;
   uint32_t b[kTaken / kTogether][kFill * kTogether];
 #pragma unroll
@@ -48,8 +48,8 @@ __device__ void add_products(int32_t (&sums)[kPairs / kFill][4], uint32_t k, int
   }
 }
 
-// s[f][2 e + i] in base 2: of row g of block e of this lane's pair in fragment f, and of its query
-// i. kOnly: the steps of K's only group, or 0 for any groups.
+// S in base 2. s[f][2 e + i] is of row g of block e of this lane's pair in fragment f, and of its
+// query i. kOnly: the steps of K's only group, or 0 for any groups.
 template <int kBits, int kFill, int kOnly>
 __device__ void scores_of(float (&s)[kPairs / kFill][4], const Slab& slab, const Chunk& chunk,
                           uint32_t codes) {
@@ -103,7 +103,8 @@ __device__ void scores_of(float (&s)[kPairs / kFill][4], const Slab& slab, const
   }
 }
 
-// scores_of with the common shapes as constants: one group of up to four steps.
+// scores_of with the commonest shapes as constants: one group of up to four steps. Their loops are
+// unrolled, and addresses become part of the instructions.
 template <int kBits, int kFill>
 __device__ void find_scores(float (&s)[kPairs / kFill][4], const Slab& slab, const Chunk& chunk,
                             uint32_t codes) {

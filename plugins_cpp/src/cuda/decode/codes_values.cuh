@@ -1,4 +1,4 @@
-// Weights of 64 tokens as codes, and their products with values (attend_codes.cuh).
+// P of 64 tokens as codes, and its products with V (attend_codes.cuh).
 #pragma once
 
 #include "cuda/decode/codes.cuh"
@@ -6,11 +6,11 @@
 
 namespace kvlathe::cuda {
 
-// Raises the state's maxima to cover the scores, and turns them into weights, fragments of bytes,
-// one a fragment of scores; returns in `step` what a byte is worth, B.
+// Turns scores into P as bytes: p[f] is a fragment of them for each fragment of scores, and `step`
+// is B, what one byte is worth. Raises m of the state where the scores exceed it too far.
 template <int kSteps, int kFill>
 __device__ void weigh_codes(SoftmaxState<kSteps, kFill>& state, const float (&s)[kPairs / kFill][4],
-                            uint32_t (&weights)[kPairs / kFill], float (&step)[2]) {
+                            uint32_t (&p)[kPairs / kFill], float (&step)[2]) {
   constexpr int kFragments = kPairs / kFill;
   float most[2], shift[2];
 #pragma unroll
@@ -24,27 +24,27 @@ __device__ void weigh_codes(SoftmaxState<kSteps, kFill>& state, const float (&s)
 #pragma unroll
     for (int i = 0; i < 2; ++i) most[i] = fmaxf(most[i], __shfl_xor_sync(~0u, most[i], lanes));
   }
-  if (__any_sync(~0u, most[0] > state.top[0] + kSlack || most[1] > state.top[1] + kSlack)) {
-    const float now[2] = {fmaxf(state.top[0], most[0]), fmaxf(state.top[1], most[1])};
-    state.raise_to(now);
+  if (__any_sync(~0u, most[0] > state.m[0] + kSlack || most[1] > state.m[1] + kSlack)) {
+    const float m_new[2] = {fmaxf(state.m[0], most[0]), fmaxf(state.m[1], most[1])};
+    state.raise_to(m_new);
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    step[i] = short_mantissa(exp2_fast(most[i] - state.top[i]) * (1.f / 255.f));
+    step[i] = short_mantissa(exp2_fast(most[i] - state.m[i]) * (1.f / 255.f));
     shift[i] = most[i] - kLog2Levels;
   }
 #pragma unroll
-  for (int f = 0; f < kFragments; ++f) {  // the low byte of x + kMagic is x rounded
-    uint32_t x[4];
+  for (int f = 0; f < kFragments; ++f) {
+    uint32_t x[4];  // the low byte of a float + kMagic is that float, rounded
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = __float_as_uint(exp2_fast(s[f][i] - shift[i % 2]) + kMagic);
-    weights[f] = transposed(__byte_perm(x[0] + (x[2] << 8), x[1] + (x[3] << 8), 0x5410));
+    p[f] = transposed(__byte_perm(x[0] + (x[2] << 8), x[1] + (x[3] << 8), 0x5410));
   }
 }
 
-// The weights of 64 tokens as second factors of products with V, in the order of pairs 0 2 1 3.
-// kFill 2: the queries in columns 4 to 7 have the order 2 0 3 1, and each product sees those of one
-// half of the columns only.
+// P of 64 tokens as second factors of PV, in the order of pairs 0 2 1 3: pairs whose codes lie in
+// the same bits of a byte stand together. kFill 2: columns 4 to 7 have the order 2 0 3 1, and each
+// product sees the queries of one half of the columns only.
 template <int kFill>
 struct Weights {
   uint32_t all[kPairs];
@@ -66,8 +66,7 @@ struct Weights {
     for (int p = 0; p < kPairs; ++p)
       x[p] = kFill == 1 || threadIdx.x % 32 / 16 == copy ? all[p] : 0u;
   }
-  // B sum p' by the matrix unit: every row of a product with ones is the sum over its inner
-  // dimension.
+  // B sum p'. A product with ones gives it in every row, for less than adding across lanes costs.
   __device__ void total(const float (&step)[2], float (&total)[2]) const {
     constexpr uint32_t kOnes = 0x01010101u;
     int32_t sums[4] = {0, 0, 0, 0};
@@ -78,45 +77,47 @@ struct Weights {
   }
 };
 
-// Adds the products of 16 channels with the weights of 64 tokens. The codes of every other pair are
-// left in the higher bits, so that they are worth 2^kBits times as much, and add into `highs`.
-// kTurn: the pairs come in the order 2 3 0 1.
+// Adds V^T P of 16 channels and 64 tokens. The codes of every other pair stay in the higher bits of
+// their bytes, because shifting them down would cost an instruction. They are worth 2^kBits times
+// as much there, and add into `highs`. kTurn: the pairs come in the order 2 3 0 1.
 template <int kBits, bool kTurn>
 __device__ void add_channels(int32_t (&lows)[4], int32_t (&highs)[4], uint32_t v, int v_stride,
-                             const uint32_t (&weights)[kPairs]) {
+                             const uint32_t (&p)[kPairs]) {
   using C = Codes<kBits>;
   uint32_t first[kBits / 2], second[kBits / 2];
   load_vector(first, v);
   load_vector(second, v + 8 * v_stride);
-  const auto take = [](const uint32_t (&words)[kBits / 2], int p) {
-    const uint32_t word = kBits == 2 ? words[0] >> p / 2 * 4 : words[p / C::kIn];
-    return word & C::kMask << (kBits < 8 ? p % 2 * kBits : 0);
+  const auto take = [](const uint32_t (&words)[kBits / 2], int pair) {
+    const uint32_t word = kBits == 2 ? words[0] >> pair / 2 * 4 : words[pair / C::kIn];
+    return word & C::kMask << (kBits < 8 ? pair % 2 * kBits : 0);
   };
   constexpr int kTo = kTurn ? 2 : 0;
   multiply_unsigned(lows, take(first, kTo), take(second, kTo), take(first, 2 - kTo),
-                    take(second, 2 - kTo), weights[0], weights[1]);
+                    take(second, 2 - kTo), p[0], p[1]);
   multiply_unsigned(kBits < 8 ? highs : lows, take(first, kTo + 1), take(second, kTo + 1),
-                    take(first, 3 - kTo), take(second, 3 - kTo), weights[2], weights[3]);
+                    take(first, 3 - kTo), take(second, 3 - kTo), p[2], p[3]);
 }
 
-// out += B (s sum p' v' + m sum p') over the tokens of one group of V. v, v_meta: of this lane.
+// o += B (scale sum p' v' + minimum sum p') and l += B sum p', over the tokens of one group of V.
+// v, v_meta: where this lane reads.
 template <int kBits, bool kPlain, int kSteps, int kFill>
 __device__ void add_values(SoftmaxState<kSteps, kFill>& state, const Slab& slab, uint32_t v,
-                           int v_stride, uint32_t v_meta, const Weights<kFill>& weights,
+                           int v_stride, uint32_t v_meta, const Weights<kFill>& p,
                            const float (&step)[2]) {
   using C = Codes<kBits>;
   const int meta_stride = kPlain ? 4 : pinned(slab.meta_stride);
   const float worth[2] = {step[0] * (1.f / C::kHigh), step[1] * (1.f / C::kHigh)};  // of a sum
   const float less[2] = {-kMagic * worth[0], -kMagic * worth[1]};
   float total[2];
-  weights.total(step, total);
-  if (threadIdx.x % 32 < 4 / kFill) state.sum[0] += total[0], state.sum[1] += total[1];
+  p.total(step, total);
+  if (threadIdx.x % 32 < 4 / kFill) state.l[0] += total[0], state.l[1] += total[1];
   uint32_t first[kPairs], second[kPairs];
-  weights.only(first, 0);
-  if (kFill == 2) weights.only(second, 1);
+  p.only(first, 0);
+  if (kFill == 2) p.only(second, 1);
 #pragma unroll
   for (int j = 0; j < kSteps / kFill; ++j) {
     if (j * kFill >= slab.steps_v) break;
+    // The sums start at the bits of kMagic, so that they need no conversion to floats.
     int32_t lows[4] = {0, 0, 0, 0}, sums[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
     uint32_t meta = v_meta;
     add_channels<kBits, false>(kBits < 8 ? lows : sums, sums, v, v_stride, first);
@@ -129,7 +130,7 @@ __device__ void add_values(SoftmaxState<kSteps, kFill>& state, const Slab& slab,
       const float2 group = meta_at(meta + (i < 2 ? 0 : 8 * meta_stride));
       const float product =
           fmaf(__int_as_float(lows[i] * C::kHigh + sums[i]), worth[i % 2], less[i % 2]);
-      state.out[j][i] = fmaf(total[i % 2], group.y, fmaf(product, group.x, state.out[j][i]));
+      state.o[j][i] = fmaf(total[i % 2], group.y, fmaf(product, group.x, state.o[j][i]));
     }
     v += 16 * kFill * v_stride;
     v_meta += 16 * kFill * meta_stride;

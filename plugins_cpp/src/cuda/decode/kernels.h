@@ -1,14 +1,14 @@
-// The compiled variants of attend_decode, by what a call needs. Which file compiles which keeps
-// builds parallel.
+// The compiled variants of attend_decode, by what a call needs. They are spread over three files
+// (decode_16.cu, decode_codes.cu, decode_any.cu), so that these are compiled at the same time.
 #pragma once
 
 namespace kvlathe::cuda {
 
-// The kernels for parts of 16 bits only, and for parts of 16 bits and of `bits` (8, 4, 2; 0: any of
-// them). half: F16, else BF16. wide: a rank is above 96. fill: 2 for at most 4 query heads
-// (attend_codes.cuh), else 1. They take Params<parts> with
-//   parts = the call's for 16 bits only;  2 for one quantized width in at most two parts;  3 else,
-//   with bits 0.
+// half: F16, else BF16. wide: a rank is above 96. fill: 2 for at most 4 query heads
+// (attend_codes.cuh), else 1. The kernels take
+//   Params<parts>  where all parts have 16 bits
+//   Params<2>      where at most two parts have 16 bits, or the same `bits`: 8, 4 or 2
+//   Params<3>      everywhere else
 const void* decode_kernel_16(bool half, bool wide, int parts);
 const void* decode_kernel_codes(bool half, bool wide, int bits, int fill);  // 2 parts
 const void* decode_kernel_any(bool half, bool wide, int fill);              // 3 parts

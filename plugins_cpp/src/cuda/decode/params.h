@@ -1,4 +1,4 @@
-// What one attend_decode launch is told, by value. Hosts decide, kernels take work arrays.
+// What one launch of attend_decode is told, by value. The host decides all sizes.
 #pragma once
 
 #include <cstdint>
@@ -9,14 +9,14 @@
 
 namespace kvlathe::cuda {
 
-constexpr int kRowTokens = 16;    // the M of mma.m16n8k16: what 16-bit tiles are cut into
-constexpr int kChunkTokens = 64;  // quantized pages are attended in chunks of this many tokens
+constexpr int kRowTokens = 16;    // tokens of a unit of a 16-bit tile: the M of mma.m16n8k16
+constexpr int kChunkTokens = 64;  // tokens of a quantized page that are attended at a time
 
-// K of 8 bits lies in its tile in pieces of 16 tokens set apart by 16 bytes: the tokens that a warp
-// reads at once are 16 apart, and would be in the same banks.
+// A warp reads K of 8 bits at tokens that are 16 apart, which would lie in the same banks. So in a
+// tile pieces of 16 tokens are set apart by 16 bytes.
 constexpr int kPieceTokens = 16, kPieceGap = 16;
 
-// Tuning, fixed when the library is built.
+// Tuning, fixed when the library is built. docs/history/performance.md says what was tried.
 #ifndef KVLATHE_WARPS
 #define KVLATHE_WARPS 8
 #endif
@@ -24,43 +24,48 @@ constexpr int kPieceTokens = 16, kPieceGap = 16;
 #define KVLATHE_BLOCKS_PER_SM 2
 #endif
 constexpr int kMaxWarps = KVLATHE_WARPS;
-// Of a block of attend_decode<.., kBits, kFill>. 8-bit tiles are so large that shared memory holds
-// the rings of no more warps; their registers then go to loads in flight.
+// Warps of a block of attend_decode<.., kBits, kFill>. 8-bit tiles are so large that shared memory
+// holds the rings of fewer warps. The registers of the others then serve loads on their way.
 __host__ __device__ constexpr int most_warps(int bits, int fill) {
   return bits == 8 && fill == 2 ? kMaxWarps * 3 / 4 : kMaxWarps;
 }
 constexpr int kBlocksPerSM = KVLATHE_BLOCKS_PER_SM;
-constexpr int kTileBytes = 6 << 10;   // narrow 16-bit lanes take several units at once, up to this
-constexpr int kPagesBytes = 8 << 10;  // likewise two quantized pages
-constexpr int kWeight = 128;          // bytes a unit of scheduled work
-constexpr int kFineShare =
-    (1 << 18) / kWeight;  // blocks with less work take one unit a tile: evenness beats overhead
-constexpr int kSpareShare =
-    (1 << 19) / kWeight;  // where calls overlap and blocks have less work than this, one in
-constexpr int kSpareBlocks =
-    32;  // so many is left without: it starts when the call before has ended
-constexpr int kLeastBlockWeight =
-    (16 << 10) / kWeight;                         // a block with less work costs more than it saves
-constexpr int kTileWeight = (1 << 10) / kWeight;  // what a quantized tile costs beyond its bytes
+// Narrow 16-bit lanes take several units a tile up to so many bytes, and quantized ones two pages.
+constexpr int kTileBytes = 6 << 10;
+constexpr int kPagesBytes = 8 << 10;
+// Work is counted in units of so many bytes: 31 bits then hold the work of a layer.
+constexpr int kWeight = 128;
+// Blocks with less work take one unit a tile, because even shares then matter more than overhead.
+constexpr int kFineShare = (1 << 18) / kWeight;
+// Where calls overlap and blocks have less work than kSpareShare, one block in kSpareBlocks gets
+// none. It would start when the call before has ended, and be the last to end.
+constexpr int kSpareShare = (1 << 19) / kWeight;
+constexpr int kSpareBlocks = 32;
+// A block with less work costs more than it saves.
+constexpr int kLeastBlockWeight = (16 << 10) / kWeight;
+// What a quantized tile costs beyond its bytes.
+constexpr int kTileWeight = (1 << 10) / kWeight;
 
 struct PartParams {
   const int32_t* page_table;
   const int32_t* lengths;
   int64_t page_stride, lengths_stride;
   int32_t table_stride;
-  int32_t bits;  // 16, 8, 4 or 2
-  int32_t
-      unit_shift;  // log2 of the tokens in a unit: 16 of a 16-bit lane, a page of a quantized one
-  int32_t units_per_page,
-      units_per_page_magic;  // u / units_per_page == umulhi(u, magic), but for 1
-  int32_t groups_v;          // log2 of a quantized V group's tokens
+  int32_t bits;        // 16, 8, 4 or 2
+  int32_t unit_shift;  // log2 of a unit's tokens: 16 of a 16-bit lane, a page of a quantized one
+  int32_t units_per_page;
+  int32_t units_per_page_magic;  // u / units_per_page == umulhi(u, magic), but for 1
+  int32_t groups_v;              // log2 of the tokens of a quantized V group
 };
 
-// One lane in one part. A tile is what one warp fetches and attends at once: tile_units (a power of
-// two) units of one page, or one or two quantized pages. weight: of a unit, in kWeight bytes; 0:
-// the part does not hold this lane. 16 bit: a unit's K lies at k + unit * bytes of its rows,
-// likewise V. Quantized: a unit is the slab of one page, `bytes` from k on; V and the metadata lie
+// One lane in one part.
+//
+// A tile is what one warp fetches and attends at once. 16 bit: `tile_units` units of one page, a
+// power of two; K of a unit lies at k + unit * the bytes of its rows, and V likewise. Quantized:
+// one or two pages; a unit is the slab of one page, `bytes` from k on, and V and the metadata lie
 // at offsets from its start.
+//
+// weight: of a unit, in kWeight bytes. 0: the part does not hold this lane.
 struct LaneParams {
   int32_t k, v;
   int32_t bytes;            // of a unit, in the pool
@@ -79,8 +84,8 @@ struct HeadParams {
 
 // A partial result of one span of work: the softmax state of its query heads.
 struct Partial {
-  float2 top_sum[kMaxGroup];        // running maximum (base 2) and sum
-  float out[kMaxGroup * kMaxRank];  // [group][rank_v], not divided by the sum
+  float2 m_l[kMaxGroup];          // m in base 2, and l
+  float o[kMaxGroup * kMaxRank];  // [group][rank_v], not divided by l
 };
 
 struct PlanRecord;  // schedule.cuh
@@ -96,7 +101,8 @@ struct Params {
   float scale_log2;
   int32_t batch, heads, group_size, page_tokens;
   uint32_t plan_tag;  // of what the plan depends on beside lengths and page ids
-  int32_t early;  // what the kernel before this one does not write may be read before it is done
+  // Whether what the kernel before this one does not write may be read before that has ended.
+  int32_t early;
   int32_t ring_bytes;           // shared memory of one warp's ring
   int32_t codes_bytes;          // shared memory of one warp's quantized queries
   int32_t merge_floats;         // shared memory of the merge buffer

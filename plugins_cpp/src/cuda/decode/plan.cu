@@ -1,4 +1,7 @@
-// Plans the calls of a step: a warp finds the work of one block of one call.
+// Plans the calls of a step in one launch. A warp finds the work of one block of one call.
+//
+// Without it every block of every layer finds its work itself, which takes time that all of them
+// have in common.
 #include <algorithm>
 #include <vector>
 
@@ -22,7 +25,7 @@ struct PlanParams {
 };
 static_assert(sizeof(PlanParams) <= 16 << 10);
 
-// A call as schedule.cuh takes it.
+// A call with the fields of Params that schedule.cuh reads.
 struct View {
   const PartParams* part;
   const int32_t* part_weight;
@@ -30,7 +33,7 @@ struct View {
   int least_block_weight, spare_blocks, batch, heads;
 };
 
-// The page ids at the start of a plan's first span. Whole warp.
+// Writes the page ids at the start of a plan's first span. Whole warp.
 __device__ void write_ids(const PlanSizes& p, const Span<KVLATHE_MAX_PARTS>& span,
                           PlanRecord& out) {
   int part = 0, unit = span.first, units = span.pair.units(p, 0);

@@ -1,4 +1,4 @@
-// What planning needs to know of a call of attend_decode, for plan.cu: see schedule.cuh.
+// What plan.cu needs to know of a call of attend_decode. schedule.cuh says how work is divided.
 #pragma once
 
 #include "cuda/decode/params.h"
@@ -24,9 +24,10 @@ struct PlanCall {
   PlanHead head[KVLATHE_MAX_HEADS];
 };
 
-// Checks a call and decides its grid as attend_decode does; q, o and the workspace may be missing.
+// Checks a call and decides its grid as attend_decode does. q, o and the workspace may be null.
 PlanCall plan_call_of(const kvlathe_attend_decode_args& args);
 
-int most_blocks();  // of any call on the current device
+// Of any call on the current device.
+int most_blocks();
 
 }  // namespace kvlathe::cuda

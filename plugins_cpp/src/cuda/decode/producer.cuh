@@ -1,9 +1,9 @@
-// Keeps one warp's ring full with the tiles of its block's spans, in order; the queries of a run
+// Keeps one warp's ring full with the tiles of its block's spans, in order. The queries of a run
 // come before its tiles.
 //
-// A global load that the stream of tiles has to wait for queues behind all bytes in flight,
-// microseconds of them. So page ids are asked for early: 32 tiles ahead within a run, and at the
-// start of a run for the run after it.
+// A load that the stream of tiles must wait for queues behind all bytes on their way, which takes
+// microseconds. So page ids are asked for early: 32 tiles ahead within a run, and at the start of a
+// run for the run after it.
 #pragma once
 
 #include "cuda/decode/schedule.cuh"
@@ -27,21 +27,21 @@ struct Run {
   }
 };
 
-// Which tile of a run is this warp's first. Parts are dealt from both ends in turn: the few tiles
-// of a 16-bit tail and the last ones of a quantized part then fall to different warps.
+// Which tile of a run is this warp's first. Parts are dealt from both ends in turn. So the few
+// tiles of a 16-bit tail and the last ones of a quantized part fall to different warps.
 __device__ inline int turn_of(int part) {
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
   return part % 2 ? warps - 1 - warp : warp;
 }
 
-// What one run's queries take in a ring.
+// What the queries of a run take in a ring.
 template <int kParts>
 __device__ int query_bytes(const Params<kParts>& p, const HeadParams<kParts>& head) {
   return p.group_size * head.rank_k * 2;
 }
 
-// What a producer needs only from run to run; one a warp, in shared memory, to leave registers to
-// the tiles.
+// What a producer needs only from run to run. It is in shared memory, one for each warp, and leaves
+// registers to the tiles.
 template <int kParts>
 struct Runs {
   Walk<kParts> walk;                                 // where the run ahead lies, while walk.valid
@@ -61,8 +61,8 @@ struct Copies {
   }
 };
 
-// Copies the first `rows` tokens of a 16-bit tile, K from k and V from v on; zeros for the rest.
-// Whole warp.
+// Copies the first `rows` tokens of a 16-bit tile, K from k on and V from v on, and zeros for the
+// rest. Whole warp.
 __device__ inline void copy_tile(const Copies& copies, uint32_t to, const char* k, const char* v,
                                  int rows) {
   const int own = threadIdx.x % 32 * 16;
@@ -70,7 +70,7 @@ __device__ inline void copy_tile(const Copies& copies, uint32_t to, const char* 
   if (rows >= copies.tokens) {
     copy_part<true>(to_k, k + own, copies.bits_k, copies.k, 0);
     copy_part<true>(to_v, v + own, copies.bits_v, copies.v, 0);
-  } else {  // 16-byte chunks of the rows that exist: a row has copies * 32 / tokens
+  } else {  // the chunks of the rows that exist; a row has copies * 32 / tokens of them
     copy_part<false>(to_k, k + own, copies.bits_k, copies.k,
                      rows * (copies.k * 32 / copies.tokens));
     copy_part<false>(to_v, v + own, copies.bits_v, copies.v,
@@ -78,8 +78,8 @@ __device__ inline void copy_tile(const Copies& copies, uint32_t to, const char* 
   }
 }
 
-// The same where few tiles are 16 bit: a function of its own, so that its code is not in the loop's
-// way.
+// The same in a call whose other tiles are quantized. It is a function of its own, so that its code
+// does not stand in the way of the loop.
 static __device__ __noinline__ void copy_tile_apart(uint32_t to, const char* k, const char* v,
                                                     int rank_k, int rank_v, int units, int rows) {
   Copies copies;
@@ -97,22 +97,23 @@ struct Producer {
   bool fine;  // one unit a tile
 
   // The run in hand.
-  bool any = false, queries_due = false, bulk;  // bulk: it is quantized
-  int unit, last;                               // the next tile to fetch, the end of the run
-  int tile_room, tile_bytes;  // of a tile in the ring; of a tile, or a quantized page, in the pool
-  int stride;                 // units from one tile of this warp to its next
-  int tile_pages;             // quantized
-  int pieces, piece_bytes;    // quantized: of a page's K, that are set apart in the tile
-  int next_room;              // what comes next takes in the ring: the queries, or a tile
-  Copies copies;              // where all parts are 16 bit
+  bool any = false, queries_due = false;
+  bool bulk;                // it is quantized: its pages come by bulk copies
+  int unit, last;           // the next tile to fetch, the end of the run
+  int tile_room;            // of a tile in the ring
+  int tile_bytes;           // of a tile in the pool, or of a quantized page
+  int stride;               // units from one tile of this warp to its next
+  int tile_pages;           // quantized
+  int pieces, piece_bytes;  // quantized: pieces of a page's K, which are set apart in the tile
+  int next_room;            // what the next thing takes in the ring: the queries, or a tile
+  Copies copies;            // where all parts are 16 bit
 
-  // Addresses and page ids are worked out for the next tiles at a time: 32, one a lane, or 32
-  // quantized pages.
-  const char* from;  // this lane's tile or page; 16 bit: its K
+  // Addresses are worked out for 32 tiles at a time, or for 32 quantized pages: one for each lane.
+  const char* from;  // where this lane's tile or page begins; 16 bit: its K
   int delta_v;       // 16 bit: from there to V
-  int taken,
-      later_id;  // how many lanes' are fetched; the page id of what is this lane's after the 32
-  int ahead_id;  // the page id of what is this lane's of the run ahead
+  int taken;         // how many of the 32 are fetched
+  int later_id;      // the page id of what is this lane's after the 32
+  int ahead_id;      // the page id of what is this lane's in the run ahead
 
   __device__ Producer(const Params<kParts>& p, const Planned<kParts>& plan, Runs<kParts>& runs,
                       Ring& ring)
@@ -141,18 +142,18 @@ struct Producer {
                : 0;
   }
 
-  // log2 of the lanes that a tile's pages take.
+  // log2 of the pages of a tile, each of which takes a lane.
   __device__ int lanes_of(int part, const LaneParams& lane) const {
     return kQuantized && is_quantized(p.part[part].bits) && units_of(lane) == 2;
   }
-  // The unit that is this lane's, from `first` on.
+  // This lane's unit, counted from `first` on.
   __device__ static int own_unit(int first, int stride, int lanes) {
     const int lane = threadIdx.x % 32;
     return first + (lane >> lanes) * stride + (lane & lanes);
   }
 
-  // Finds the run after `ahead` with tiles for this warp and asks for its first page ids, of which
-  // `plan` may know some. Whole warp.
+  // Finds the next run after `ahead` that has tiles for this warp, and asks for its first page ids.
+  // `plan` may know some of them. Whole warp.
   __device__ void look_ahead(Runs<kParts>& ahead, const Planned<kParts>* plan = nullptr) {
     Walk<kParts>& walk = ahead.walk;
     int step = 0, lanes = 0;
@@ -213,8 +214,7 @@ struct Producer {
     look_ahead(ahead);
   }
 
-  // Turns the page ids of the next 32 into addresses, and asks for the page ids of the 32 after
-  // them.
+  // Turns the page ids of the next 32 into addresses, and asks for those of the 32 after them.
   __device__ void locate(int page_id, int sequence, int head, int part) {
     const HeadParams<kParts>& at = p.head[head];
     const LaneParams& lane = at.lane[part];
@@ -229,14 +229,14 @@ struct Producer {
     taken = 0;
   }
 
-  // Whether the next tile holds nothing that the kernel before this one may write
-  // (KVLATHE_APPENDED).
+  // Whether the kernel before this one writes nothing of the next tile: with KVLATHE_APPENDED it
+  // writes the last row of a 16-bit part at most.
   __device__ bool steady() const {
     return bulk || (!kQuantized && runs.now_tokens - unit * kRowTokens > copies.tokens);
   }
 
-  // Asks for all that the ring has room for; if `early`, for steady tiles of the first run only,
-  // and not for its queries.
+  // Asks for all that the ring has room for. If `early`, only for steady tiles of the first run:
+  // its queries are not there yet.
   __device__ void fill(bool early) {
     while (any) {
       if (early && (queries_due ? ring.tiles != 0 : !steady())) return;
@@ -260,7 +260,7 @@ struct Producer {
     }
   }
 
-  // The queries of the first run, which an early fill has left room for.
+  // Fetches the queries of the first run, for which an early fill has left room.
   __device__ void fetch_first_queries() const {
     if (!ring.tiles) return;
     const HeadParams<kParts>& head = p.head[runs.first_head];
@@ -279,7 +279,7 @@ struct Producer {
     for (int at = threadIdx.x % 32 * 16; at < bytes; at += 512) copy16(to + at, q + at, true);
   }
 
-  // Each lane copies the page it holds, if that is one of the tile's.
+  // Fetches the pages of a tile. Each lane copies the page it holds, if that is one of them.
   __device__ void fetch_pages(uint32_t to) {
     const uint32_t barrier = ring.newest_barrier();
     const int pages = min(tile_pages, last - unit), own = int(threadIdx.x % 32) - taken;
@@ -293,10 +293,10 @@ struct Producer {
     if (!kPieces || !pieces) {
       if (own >= 0 && own < pages) copy_bulk(to + own * tile_bytes, from, tile_bytes, barrier);
     } else {
+      // A lane copies one piece of K, and one lane all that follows K.
       const int piece = threadIdx.x % 32, at = piece * piece_bytes;
 #pragma unroll 1
-      for (int page = 0; page < pages;
-           ++page, to += tile_bytes + gaps) {  // a lane a piece, and one all the rest
+      for (int page = 0; page < pages; ++page, to += tile_bytes + gaps) {
         const char* start = start_of(page);
         if (piece <= pieces)
           copy_bulk(to + at + piece * kPieceGap, start + at,
@@ -307,7 +307,7 @@ struct Producer {
     for (int page = 0; page < pages; ++page, to += tile_bytes + gaps) {
       const char* start = start_of(page);
       for (int at = threadIdx.x % 32 * 16; at < tile_bytes; at += 512) {
-        const int before = kPieces ? min(at / max(piece_bytes, 1), pieces) : 0;  // pieces
+        const int before = kPieces ? min(at / max(piece_bytes, 1), pieces) : 0;  // pieces before it
         copy16(to + at + before * kPieceGap, start + at, true);
       }
     }

@@ -1,5 +1,5 @@
-// One warp's ring of tiles on their way through shared memory. Tiles have different sizes, since
-// ranks differ.
+// One warp's ring of tiles on their way through shared memory. Ranks differ, and so do the sizes of
+// tiles.
 #pragma once
 
 #include "cuda/decode/params.h"
@@ -23,13 +23,14 @@ struct Ring {
   int slot = 0;         // of the oldest tile
   uint32_t phases = 0;  // bit i: the parity that ends the next wait on barrier i
 
-  // A tile never wraps: the rest of the ring is left empty instead, and counted.
+  // A tile never wraps, so that its addresses are plain. The rest of the ring stays empty instead,
+  // and counts as used.
   __device__ int start(int at, int bytes) const { return at + bytes <= size ? at : 0; }
   __device__ int cost(int at, int bytes) const {
     return at + bytes <= size ? bytes : size - at + bytes;
   }
 
-  // Room for a tile (ring_room bytes): its shared address, or 0 while the ring is full.
+  // The shared address of room for a tile (ring_room bytes), or 0 while the ring is full.
   __device__ uint32_t place(int bytes) {
     if (used + bytes > size || tiles == kMostTiles) return 0;
     const int taken = cost(head, bytes);
@@ -45,8 +46,8 @@ struct Ring {
     return barriers + ((slot + tiles - 1) & (kSlots - 1)) * 8;
   }
 
-  // Waits for the oldest tile. Its copies were one group each, so the newer ones may stay in
-  // flight; a bulk copy (kBulk, from 9.0 on) is known by its barrier.
+  // Waits for the oldest tile. Each tile's copies are one group, so newer ones stay on their way.
+  // The end of a bulk copy (kBulk, from 9.0 on) is known by its barrier.
   template <bool kBulk = false>
   __device__ uint32_t wait_oldest(int bytes) {
 #if __CUDA_ARCH__ >= 900
@@ -73,7 +74,7 @@ struct Ring {
     return base + start(tail, bytes);
   }
 
-  // kOrdinary: what lay here was written by ordinary copies, and bulk copies may come next.
+  // kOrdinary: ordinary instructions reached what lay here, and bulk copies may write there next.
   template <bool kOrdinary = false>
   __device__ void release_oldest(int bytes) {
     if (kOrdinary) fence_for_bulk_copies();
@@ -81,14 +82,15 @@ struct Ring {
     used -= cost(tail, bytes);
     tail = start(tail, bytes) + bytes;
     slot = (slot + 1) & (kSlots - 1);
-    if (--tiles == 0) head = tail = used = 0;  // so that any tile fits an empty ring
+    if (--tiles == 0) head = tail = used = 0;  // any tile fits an empty ring
   }
 };
 
-// Where 16-byte chunk c of row r lies in a [rows][chunks] tile, so that 8 rows of one column never
-// share a bank group: at chunk r * chunks + (c ^ (r >> shift & mask)). chunks = rank / 8: two, four
-// or a multiple of eight in a row conflict differently. Tiles start at multiples of 512 bytes, and
-// 16 rows on the pattern repeats.
+// Where chunk c (16 bytes) of row r lies in a tile [rows][chunks]: at r * chunks +
+// (c ^ (r >> shift & mask)). A matrix load reads 8 rows of one column, and these then lie in
+// different banks. Rows of two, four or a multiple of eight chunks conflict differently, so shift
+// and mask depend on the rank. The pattern repeats after 16 rows, and tiles start at multiples of
+// 512 bytes.
 struct Swizzle {
   int shift, mask;
   __device__ explicit Swizzle(int rank) {
@@ -99,8 +101,8 @@ struct Swizzle {
   __device__ int operator()(int row) const { return row >> shift & mask; }
 };
 
-// The swizzle as the copies see it: this lane's copy number i moves chunk lane + 32 i of the tile;
-// four bits each say what to XOR into the low bits of its place.
+// The swizzle as copies see it. Copy i of this lane moves chunk lane + 32 i of the tile. Four bits
+// for each copy say what to XOR into the low bits of its place.
 __device__ inline uint32_t swizzle_bits(int rank) {
   const Swizzle swizzle(rank);
   const unsigned inverse = 65536u / unsigned(rank / 8) + 1;  // exact for the 256 chunks of a tile

@@ -1,18 +1,18 @@
-// The byte-interval schedule: block c takes bytes [c, c + 1) x share of the step's work, rounded up
-// to whole tiles.
+// Which block attends what. Decode is bound by the bytes it reads, and ranks and lengths differ. So
+// all work stands in one row, and block c takes bytes [c, c + 1) x share of it, rounded up to whole
+// tiles.
 //
-//   weight    = bytes in units of 128: one layer's work fits 31 bits up to 256 GB
-//   work      = sequence 0: head 0: units of part 0, units of part 1, ... | head 1: ...
-//               | sequence 1: ...
-//   unit      = 16 tokens of one 16-bit lane, a page of a quantized one; a tile is the units that
-//               a warp takes at once
-//   position  = (sequence, head, unit), found from a weight in the prefix sums over sequences and
-//               heads
-//   span      = the units of one (sequence, head) that one block takes
+//   weight    bytes in units of 128: 31 bits hold a layer's work up to 256 GB
+//   work      sequence 0: head 0: units of part 0, units of part 1, ... | head 1: ...
+//             | sequence 1: ...
+//   unit      16 tokens of a 16-bit lane, or a page of a quantized one
+//   tile      the units that a warp takes at once
+//   position  (sequence, head, unit), found from a weight in prefix sums over sequences and heads
+//   span      the units of one (sequence, head) that one block takes
 //
-// No sort. A block's spans are whole pairs but for its first and its last: at most two partial
-// results. A block finds its work by itself, or all of a step's calls are planned by one launch
-// before (plan.cu).
+// Nothing is sorted. All spans of a block but its first and its last are whole pairs, so it leaves
+// at most two partial results. A block finds its work by itself, or one launch has planned all
+// calls of a step before (plan.cu).
 #pragma once
 
 #include "cuda/decode/params.h"
@@ -23,7 +23,7 @@ struct Position {
   int sequence, head, unit;
 };
 
-// Tokens of a sequence in each part. P: Params, or what the plan kernel has of them.
+// Tokens of a sequence in each part. P: Params, or what the plan kernel knows of them.
 template <int kParts>
 struct Lengths {
   int tokens[kParts];
@@ -37,7 +37,7 @@ struct Lengths {
   }
 };
 
-// Tokens of a (sequence, head) pair in each part, and the unit counts that follow.
+// Tokens of a pair, a (sequence, head), in each part, and the numbers of units that follow.
 template <int kParts>
 struct Pair {
   int tokens[kParts];
@@ -74,12 +74,12 @@ struct Pair {
 
 template <int kParts>
 struct Span {
-  int sequence, head, first, last,
-      total;  // units [first, last) of the pair's `total`, part after part
+  int sequence, head;
+  int first, last, total;  // units [first, last) of the pair's `total`, part after part
   Pair<kParts> pair;
 };
 
-// Sum of x over the lanes up to this one, in each kWidth lanes. Whole warp.
+// The sum of x over the lanes up to this one, within kWidth lanes. Whole warp.
 template <int kWidth = 32>
 __device__ inline int inclusive_sum(int x) {
 #pragma unroll
@@ -90,7 +90,8 @@ __device__ inline int inclusive_sum(int x) {
   return x;
 }
 
-// The first tile of a pair that starts `rest` into it or later.
+// The first unit of the first tile that starts `rest` or more into a pair. Weights are counted part
+// after part.
 template <int kParts, class P>
 __device__ int unit_at(const P& p, const Pair<kParts>& pair, int head, int rest) {
   int unit = 0;
@@ -107,14 +108,15 @@ __device__ int unit_at(const P& p, const Pair<kParts>& pair, int head, int rest)
   return unit;
 }
 
-// A place in the spans of one block, empty ones skipped. Plain data: it waits in shared memory
-// between its few uses.
+// A place among the spans of one block; empty ones are skipped. It is plain data, because it waits
+// in shared memory between its few uses.
 template <int kParts>
 struct Walk {
   Position end;
   Span<kParts> span;
-  Lengths<kParts> lengths;  // of the span's sequence: a load here would be waited for behind all
-                            // bytes in flight
+  // Of the span's sequence. They are kept, because a load would queue behind all bytes on their
+  // way.
+  Lengths<kParts> lengths;
   bool valid;
 
   template <class P>
@@ -155,10 +157,10 @@ struct Walk {
   }
 };
 
-// The work of one block. Every warp finds it for itself, so no barrier is needed.
+// The work of one block. Every warp finds it for itself, so that no barrier is needed.
 template <int kParts>
 struct Plan {
-  int share;        // weight a block; at least a tile's, so no block between two others is empty
+  int share;        // weight of a block: at least a tile's, so none between two others is empty
   int begin_start;  // weight at which the first span's pair starts
   bool any;
   bool some_empty;    // some sequence has no tokens in some part
@@ -217,7 +219,7 @@ struct Plan {
     return sum;
   }
 
-  // Finds heads and units: one half of the warp looks for the begin, the other for the end.
+  // Finds heads and units. One half of the warp looks for the begin, the other for the end.
   template <class P>
   __device__ void descend(const P& p, const Start& begin, const Start& end, int from, int to) {
     const int lane = threadIdx.x % 32, side = lane / 16, x = side ? to : from;
@@ -246,7 +248,7 @@ struct Plan {
 };
 
 // What the plan kernel leaves for one block of one call: its Plan, and the first page ids that it
-// needs. A warp reads it in one round of loads, which is all that stands between a block's start
+// needs. A warp reads both in one round of loads. Nothing else stands between the start of a block
 // and its first tile.
 constexpr int kPlannedIds = 64;
 struct alignas(16) PlanHeader {
@@ -257,15 +259,15 @@ struct alignas(16) PlanHeader {
 };
 struct alignas(128) PlanRecord {
   PlanHeader header;
-  alignas(128) int32_t
-      ids[kPlannedIds];  // of pages first_page, first_page + 1, ... of that sequence and part
+  // Of pages first_page, first_page + 1, ... of that sequence and part.
+  alignas(128) int32_t ids[kPlannedIds];
 };
 
-// The plan of this block: what the plan kernel left for it or, without that, found here.
+// The plan of this block: what the plan kernel left for it, or what is found here without that.
 template <int kParts>
 struct Planned : Plan<kParts> {
-  int part = -1, first_page,
-      ids[2];  // lane l: of pages first_page + l and first_page + 32 + l; part -1: none known
+  int part = -1;           // of the known page ids; -1: there are none
+  int first_page, ids[2];  // lane t has those of pages first_page + t and first_page + 32 + t
 
   __device__ explicit Planned(const Params<kParts>& p) {
     if (p.plan) {
@@ -286,7 +288,7 @@ struct Planned : Plan<kParts> {
     return of_part == part && span.head == this->walk.span.head &&
            span.sequence == this->walk.span.sequence;
   }
-  // The id of a page of that sequence and part. Whole warp; `known` says whether this lane's is.
+  // The id of a page of that sequence and part. `known`: whether this lane's is. Whole warp.
   __device__ int id_of(int page, bool& known) const {
     const int i = page - first_page;
     known = i >= 0 && i < kPlannedIds;

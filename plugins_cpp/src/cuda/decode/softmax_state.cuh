@@ -1,12 +1,17 @@
-// The softmax state of one warp as a value: scores arrive tile by tile, the result merges with
-// other states.
+// The state of an online softmax that one warp holds: m, l and o of FlashAttention (Dao et al.,
+// 2022), for up to 8 query heads. Scores arrive tile by tile; states of the same heads merge.
 //
-// Fragments of mma.m16n8k16 with tokens (or channels) on M and query heads on N. Lane l of a warp
-// holds, of every 16 x 8 fragment, rows l/4 and l/4 + 8 at columns 2 (l%4) and 2 (l%4) + 1: so its
-// two query heads are always the same.
+//     m = max of the scores so far          l = sum of exp2(score - m)
+//     o = sum of exp2(score - m) * v        the answer is o / l
 //
-// kFill 2 (at most 4 query heads): they are in columns 0 to 3 of the first of two blocks of 16
-// channels, and in columns 4 to 7 of the second.
+// Scores are in base 2, so that every exponential is one instruction.
+//
+// The numbers lie as mma.m16n8k16 leaves them: tokens (or channels) are its M, query heads its N.
+// Lane t of a warp holds rows t/4 and t/4 + 8 of every 16 x 8 fragment, at columns 2 (t%4) and
+// 2 (t%4) + 1. So a lane always has the same two query heads.
+//
+// kFill 2 is for at most 4 query heads, which would leave half of the 8 columns empty. Columns 0 to
+// 3 then belong to the first of two blocks of 16 channels, columns 4 to 7 to the second.
 #pragma once
 
 #include "cuda/decode/params.h"
@@ -14,95 +19,93 @@
 
 namespace kvlathe::cuda {
 
-constexpr float kSlack =
-    8.f;  // the reference maximum may lag by this many powers of two before all is rescaled
+// m may lag behind the largest score by this many powers of two. That is rarely exceeded, and
+// rescaling o costs more than a larger sum.
+constexpr float kSlack = 8.f;
 
-// kSteps: the widest rank of the call / 16; what the registers are sized for.
+// kSteps: the widest rank of the call / 16, which the registers are sized for.
 template <int kSteps, int kFill = 1>
 struct SoftmaxState {
   static constexpr int kBlocks = kSteps / kFill;
-  float top[2];  // reference maximum (base 2) of the lane's two query heads; the same in all lanes
-                 // of a column
-  float sum[2];  // this lane's share of the sum
-  float out[kBlocks][4];  // v' fragments: channel x query head
+  float m[2];           // of the lane's two query heads; the same in all lanes of a column
+  float l[2];           // this lane's share
+  float o[kBlocks][4];  // fragments: channel x query head
 
   __device__ void clear() {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) top[i] = -INFINITY, sum[i] = 0.f;
+    for (int i = 0; i < 2; ++i) m[i] = -INFINITY, l[i] = 0.f;
 #pragma unroll
-    for (int j = 0; j < kBlocks; ++j) out[j][0] = out[j][1] = out[j][2] = out[j][3] = 0.f;
+    for (int j = 0; j < kBlocks; ++j) o[j][0] = o[j][1] = o[j][2] = o[j][3] = 0.f;
   }
 
-  // Raises the reference maxima to `now`, the same in all lanes of a column, and rescales what is
-  // there.
-  __device__ void raise_to(const float (&now)[2]) {
+  // Raises m to `m_new`, which is the same in all lanes of a column, and rescales l and o.
+  __device__ void raise_to(const float (&m_new)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float factor = now[i] == -INFINITY ? 1.f : exp2_fast(top[i] - now[i]);
-      top[i] = now[i];
-      sum[i] *= factor;
+      const float factor = m_new[i] == -INFINITY ? 1.f : exp2_fast(m[i] - m_new[i]);
+      m[i] = m_new[i];
+      l[i] *= factor;
 #pragma unroll
-      for (int j = 0; j < kBlocks; ++j) out[j][i] *= factor, out[j][i + 2] *= factor;
+      for (int j = 0; j < kBlocks; ++j) o[j][i] *= factor, o[j][i + 2] *= factor;
     }
   }
 
-  // Raises the reference maxima to cover s. Whole warp.
+  // Raises m to cover s. Whole warp.
   __device__ void raise(const float (&s)[4]) {
-    float now[2];
+    float m_new[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      now[i] = fmaxf(top[i], fmaxf(s[i], s[i + 2]));
+      m_new[i] = fmaxf(m[i], fmaxf(s[i], s[i + 2]));
 #pragma unroll
       for (int step = 4; step < 32; step *= 2)
-        now[i] = fmaxf(now[i], __shfl_xor_sync(~0u, now[i], step));
+        m_new[i] = fmaxf(m_new[i], __shfl_xor_sync(~0u, m_new[i], step));
     }
-    raise_to(now);
+    raise_to(m_new);
   }
 
-  // Turns scores (base 2; -inf where masked) of 16 tokens into weights, in place.
+  // Turns the scores s of 16 tokens (-inf where masked) into P = exp2(s - m), in place.
   __device__ void weigh(float (&s)[4]) {
-    const bool above = fmaxf(s[0], s[2]) > top[0] + kSlack || fmaxf(s[1], s[3]) > top[1] + kSlack;
+    const bool above = fmaxf(s[0], s[2]) > m[0] + kSlack || fmaxf(s[1], s[3]) > m[1] + kSlack;
     if (__any_sync(~0u, above)) raise(s);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s[i] = exp2_fast(s[i] - top[i % 2]);
-    sum[0] += s[0] + s[2];
-    sum[1] += s[1] + s[3];
+    for (int i = 0; i < 4; ++i) s[i] = exp2_fast(s[i] - m[i % 2]);
+    l[0] += s[0] + s[2];
+    l[1] += s[1] + s[3];
   }
 
-  // Adds what a state of the same query heads has that is not filled.
-  __device__ void join(const SoftmaxState<kSteps>& other) {
+  // Merges a state of the same query heads that is not filled.
+  __device__ void merge(const SoftmaxState<kSteps>& other) {
     const bool second = kFill == 2 && threadIdx.x % 4 >= 2;
-    float now[2], factor[2];
+    float m_new[2], factor[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float its =
-          kFill == 2 ? __shfl_sync(~0u, other.top[i], threadIdx.x & ~2u) : other.top[i];
-      now[i] = fmaxf(top[i], its);
-      factor[i] = exp2_fast(its - now[i]);
+      const float its = kFill == 2 ? __shfl_sync(~0u, other.m[i], threadIdx.x & ~2u) : other.m[i];
+      m_new[i] = fmaxf(m[i], its);
+      factor[i] = exp2_fast(its - m_new[i]);
     }
-    raise_to(now);
+    raise_to(m_new);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      if (!second) sum[i] += factor[i] * other.sum[i];
+      if (!second) l[i] += factor[i] * other.l[i];
 #pragma unroll
       for (int j = 0; j < kSteps; ++j) {
         const bool here = second == (kFill == 2 && j % 2 == 1);
 #pragma unroll
         for (int e = 0; e < 4; e += 2) {
-          const float x = kFill == 2 && j % 2 ? __shfl_xor_sync(~0u, other.out[j][i + e], 2)
-                                              : other.out[j][i + e];
-          if (here) out[j / kFill][i + e] += factor[i] * x;
+          const float x =
+              kFill == 2 && j % 2 ? __shfl_xor_sync(~0u, other.o[j][i + e], 2) : other.o[j][i + e];
+          if (here) o[j / kFill][i + e] += factor[i] * x;
         }
       }
     }
   }
 
-  // Completes the sums over the tokens of all lanes of a column.
-  __device__ void close() {
+  // Completes l: adds up the shares of all lanes of a column.
+  __device__ void complete() {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int step = 4; step < 32; step *= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], step);
+      for (int step = 4; step < 32; step *= 2) l[i] += __shfl_xor_sync(~0u, l[i], step);
     }
   }
 };

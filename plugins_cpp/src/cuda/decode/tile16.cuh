@@ -1,16 +1,19 @@
-// A tile of one lane, 16 bit: K [token][rank_k] then V [token][rank_v], swizzled in 16-byte chunks,
-// attended in units of 16 tokens.
+// A 16-bit tile of one lane: K [token][rank_k], then V [token][rank_v]. It is attended in units of
+// 16 tokens, which are the M of the first product and the inner dimension of the second:
 //
-//   scores  S [16 tokens x 8 heads]   = K  [16 x rank_k] q'^T [rank_k x 8]
-//   output  O [rank_v x 8 heads]     += V^T [rank_v x 16 tokens] P [16 tokens x 8 heads]
+//   S [16 tokens x 8 heads]  = K [16 x rank_k] Q^T [rank_k x 8]
+//   O [rank_v x 8 heads]    += V^T [rank_v x 16 tokens] P [16 tokens x 8 heads]
+//
+// Rows are swizzled in chunks of 16 bytes (ring.cuh), so that matrix loads meet no bank twice.
 #pragma once
 
 #include "cuda/decode/softmax_state.cuh"
 
 namespace kvlathe::cuda {
 
-// Starts `count` copies of 512 bytes, contiguous in the pool; `to`, `from` and the swizzle bits are
-// this lane's. kFull false: chunks from `valid` on become zeros and are not read.
+// Starts `count` copies of 512 bytes that are contiguous in the pool. `to`, `from` and the swizzle
+// bits are this lane's. kFull false: chunks from `valid` on become zeros and are not read, because
+// unused rows of a page may hold NaN.
 template <bool kFull>
 __device__ void copy_part(uint32_t to, const char* from, uint32_t bits, int count, int valid) {
 #pragma unroll
@@ -21,8 +24,8 @@ __device__ void copy_part(uint32_t to, const char* from, uint32_t bits, int coun
   }
 }
 
-// Offsets in a unit of the rows that this lane gives to load_matrices: step j is at [j % 4] + 128
-// (j / 4).
+// Where in a unit this lane's row for load_matrices lies, in each step of 16 channels. The swizzle
+// repeats after four steps: step j is at [j % 4] + 128 (j / 4).
 struct MatrixRows {
   int at[4];
 
@@ -38,8 +41,8 @@ struct MatrixRows {
   }
 };
 
-// How this lane reads one (sequence, head)'s tiles: its query heads as fragments of the second
-// factor (heads past the group are zero), the rows it loads, and the sizes.
+// How this lane reads the tiles of one (sequence, head): its queries as fragments of the second
+// factor, the rows that it loads, and the sizes. Query heads past the group are zeros.
 template <int kSteps>
 struct Lane16 {
   uint32_t q[kSteps][2];
@@ -63,7 +66,7 @@ struct Lane16 {
   }
 };
 
-// One unit; the first `rows` of its tokens exist.
+// One unit, of which the first `rows` tokens exist.
 template <class E, int kSteps>
 __device__ void attend_unit(SoftmaxState<kSteps>& state, const Lane16<kSteps>& lane16, uint32_t k,
                             uint32_t v, int rows, float scale_log2) {
@@ -88,7 +91,7 @@ __device__ void attend_unit(SoftmaxState<kSteps>& state, const Lane16<kSteps>& l
   for (int j = 0; j < kSteps; ++j) {
     if (j >= lane16.steps_v) break;
     load_matrices_transposed(a, lane16.v(v, j));
-    E::multiply(state.out[j], a, p0, p1);
+    E::multiply(state.o[j], a, p0, p1);
   }
 }
 

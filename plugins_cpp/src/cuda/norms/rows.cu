@@ -1,5 +1,5 @@
-// A decoder layer's rows beside its products: RMS norm and gated SiLU. With few rows they wait for
-// memory more than they move it, so each is one kernel that asks for all it needs at once, in
+// Row-wise ops of a decoder layer: RMS norm, and SiLU(gate) * up. With few rows they wait for
+// memory more than they move it. So each is one kernel, which asks for all it needs at once, in
 // pieces of 16 bytes.
 #include "cuda/device.cuh"
 #include "cuda/host.h"

@@ -1,4 +1,5 @@
-// The host's side of attend_prompt.cuh: what a call's prompt chunks need, and the launch.
+// The host of attend_prompt: what is refused, which sizes a launch has, and the launch. The kernel
+// is in attend_prompt.cuh.
 #include "cuda/prefill/attend_prompt.cuh"
 
 #include <algorithm>
@@ -60,7 +61,7 @@ void set_lane(PromptHead& head, int i, const LaneRow& row, const kvlathe_part& p
   head.groups_k[i] = uint8_t(groups), head.least_k[i] = uint8_t(row.rank_k / 16 / groups);
 }
 
-// Bytes that 64 tokens of a sealed lane take in a buffer of codes.
+// What 64 tokens of a sealed lane take in a buffer of codes.
 int codes_bytes(const LaneRow& row, const kvlathe_part& part, int32_t page_tokens) {
   return int(slab_bytes(row.rank_k + row.rank_v, 64, part.bits_k)) +
          4 * (row.groups_k / (page_tokens / 64) + row.groups_v);
@@ -106,8 +107,8 @@ PromptParams params_of(const kvlathe_attend_decode_args& a, std::vector<Head> he
   return p;
 }
 
-// Divides `room` bytes of shared memory. Those who attend hold one stage while they wait for the
-// next, so two must fit.
+// Divides `room` bytes of shared memory. Two stages must fit, because those who attend hold one
+// while they wait for the next.
 int fit(PromptParams& p, int room) {
   int two_stages = 0;
   for (int h = 0; h < p.heads; ++h)

@@ -1,13 +1,17 @@
 // Attention of prompt chunks over the paged cache, for Hopper: a persistent grid over a list of
 // tiles.
 //
-// A tile is kPromptRows rows of one lane: its query heads of a token side by side, token after
-// token, so that all heads of a group share K and V. A block takes tile after tile from the list,
-// the longest first. One warpgroup fetches (prompt_fetch.cuh): page by page, into the core matrices
-// that the products want, sealed pages by way of prompt_codes.cuh; it runs ahead through a ring of
-// stages, into the next tile too. The others attend 64 rows each: S = Q K^T, softmax in registers,
-// O += P V with P in registers (prompt_rows.cuh). They meet nowhere, so one's exponentials run
-// beside another's products. Results do not depend on the order of the list.
+// A tile is kPromptRows rows of one lane: the query heads of a token side by side, token after
+// token. All heads of a group then share K and V. A block takes tile after tile from the list, the
+// longest first, so that no long one is left for the end.
+//
+// One warpgroup fetches (prompt_fetch.cuh). It brings K and V page by page into the core matrices
+// that the products want, and runs ahead through a ring of stages, into the next tile too. Sealed
+// pages take the way of prompt_codes.cuh.
+//
+// The others attend 64 rows each (prompt_rows.cuh): S = QK^T, softmax in registers, O += PV with P
+// in registers. They meet nowhere, so the exponentials of one run beside the products of another.
+// Results do not depend on the order of the list.
 #pragma once
 
 #include "cuda/prefill/prompt_fetch.cuh"
@@ -21,8 +25,8 @@ static_assert(kFetchRegisters + kPromptGroups * kAttendRegisters <= 512);
 
 #ifdef KVLATHE_WGMMA
 
-// One warpgroup's rows of a tile. `stage` and `after` (the last stage's end) go on from tile to
-// tile.
+// One warpgroup's rows of a tile. `stage`, and `after`, the end of the last stage, go on from tile
+// to tile.
 template <class E, int kV>
 __device__ __forceinline__ void attend_tile(const PromptParams& p, PromptShared& s, uint32_t shared,
                                             int slot, Turn& stage, int& after) {
@@ -33,7 +37,7 @@ __device__ __forceinline__ void attend_tile(const PromptParams& p, PromptShared&
             last = tile.rows - 1;
   const int row = begin + threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
   const int own[2] = {min(row, last) / p.group_size + 1, min(row + 8, last) / p.group_size + 1};
-  // Tokens of the chunk that the first and the last of the warpgroup's rows see.
+  // How many tokens of the chunk the first and the last row of the warpgroup see.
   const int least = uniform(min(begin, last) / p.group_size) + 1,
             most = uniform(min(begin + 63, last) / p.group_size) + 1;
   const uint64_t queries =
@@ -46,7 +50,7 @@ __device__ __forceinline__ void attend_tile(const PromptParams& p, PromptShared&
   rows.clear();
   const int units = stage_units(head);
   after = first_stage(after, units);
-  int held = -1;  // a stage whose weights are still to be multiplied with its values
+  int held = -1;  // a stage whose product P V is not asked for yet
   uint64_t values = 0;
   uint32_t weights[4 * Rows::kSteps] = {};
   const auto finish = [&] {
@@ -54,7 +58,7 @@ __device__ __forceinline__ void attend_tile(const PromptParams& p, PromptShared&
     rows.add(weights, values);
     wait_products<0>();
     pin(weights);
-    pin(rows.out);
+    pin(rows.o);
     give_back(held);
     held = -1;
 #pragma unroll
@@ -72,14 +76,14 @@ __device__ __forceinline__ void attend_tile(const PromptParams& p, PromptShared&
       after = place + units;
       wait(s.full[stage.at], stage.parity);
       if (first < some) {
-        fence_for_bulk_copies();  // what copies wrote is there for the products, too
+        fence_for_bulk_copies();  // products see what copies wrote
         const uint32_t k = shared + p.stages_at + place * kStageUnit;
         const uint64_t keys_at = describe(k, Rows::kKeys * 16, kCore);
         const uint64_t here =
             describe(k + head.steps_k * (Rows::kKeys * 32), kCore, Rows::kKeys * 16);
         float scores[Rows::kScores];
-        // The products of the step before come with this step's scores; before the first they are
-        // with zeros.
+        // P V of the step before runs beside this step's Q K^T. Before the first step P is zeros,
+        // so that the loop has one form.
         if (Rows::kBoth)
           rows.add(weights, held < 0 ? here : values);
         else
@@ -87,7 +91,7 @@ __device__ __forceinline__ void attend_tile(const PromptParams& p, PromptShared&
         rows.score(scores, queries, keys_at, head.steps_k);
         wait_products<0>();
         pin(scores);
-        pin(rows.out);
+        pin(rows.o);
         if (Rows::kBoth && held >= 0) give_back(held);
         held = stage.at, values = here;
         if (first + Rows::kKeys > all) hide(scores, first, limit);
@@ -97,10 +101,10 @@ __device__ __forceinline__ void attend_tile(const PromptParams& p, PromptShared&
           rows.soften_eagerly(scores, p.scale_log2, weights);
           rows.add(weights, here);
           wait_products<0>();
-          pin(rows.out);
+          pin(rows.o);
           give_back(stage.at);
         }
-      } else {  // a stage that none of these rows sees; what is held must not wait for another
+      } else {  // none of these rows sees this stage, and what is held must not wait for another
         finish();
         give_back(stage.at);
       }
@@ -119,7 +123,7 @@ __device__ __forceinline__ void attend(const PromptParams& p, PromptShared& s, u
   for (int n = 0;; ++n) {
     const int slot = n & 1;
     wait(s.queries_there[slot], n >> 1 & 1);
-    fence_for_bulk_copies();  // what copies wrote is there for the products, too
+    fence_for_bulk_copies();  // products see what copies wrote
     const int head = uniform(s.tile[slot].head);
     if (head < 0) return;
     switch (p.head[head].steps_v) {
@@ -137,14 +141,13 @@ __device__ __forceinline__ void attend(const PromptParams& p, PromptShared& s, u
 
 #endif
 
-// Where the library is compiled for another device this is empty, which its host sees by its shared
-// memory.
+// For other devices this compiles to nothing. The host tells by its shared memory.
 template <class E>
 __global__ void __launch_bounds__(kPromptThreads, 1)
     attend_prompt(const __grid_constant__ PromptParams p) {
 #ifdef KVLATHE_WGMMA
-  extern __shared__ __align__(
-      128) char dynamic[];  // two tiles of queries, buffers of codes, the stages
+  // Two tiles of queries | buffers of codes | the stages.
+  extern __shared__ __align__(128) char dynamic[];
   __shared__ PromptShared s;
   if (threadIdx.x == 0) {
     for (int i = 0; i < kPromptStages; ++i)

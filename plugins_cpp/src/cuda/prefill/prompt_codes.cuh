@@ -1,16 +1,15 @@
-// Sealed pages for attend_prompt: codes of 8, 4 or 2 bits become the same 16-bit core matrices that
-// 16-bit pages give, on the way into a stage. Those who attend do not know the difference.
+// Sealed pages for attend_prompt. On the way into a stage, codes of 8, 4 or 2 bits become the same
+// 16-bit core matrices that 16-bit pages give. Those who attend do not know the difference.
 //
-// Two ways were weighed for a chunk of 2 K tokens after 30 K sealed ones (ranks mean 51, 8 lanes,
-// 43 tiles a lane). Here, each tile turns its lane's codes again, 1.1e9 in all, by a warpgroup that
-// otherwise waits; no memory. Turning them once into a 16-bit copy in device memory: 75 MB, 2 % of
-// the time, and 50 MB of scratch a sequence that somebody must own, bound and size. The first needs
-// no owner. What it costs is in docs/performance.md.
+// Every tile converts the codes of its lane again. The fetching warpgroup does it, which waits
+// otherwise, and no memory is needed. A 16-bit copy in device memory would be made once, but it
+// would be 50 MB a sequence that somebody must own and bound. docs/performance.md says what
+// converting costs.
 //
 // A piece is 64 tokens of a page: K [64][rank] with its metadata [64][groups], V [rank][64] with
 // the page's metadata. It comes by asynchronous copies into a buffer of codes. A thread then takes
-// eight codes at a time, a row of a core matrix: eight channels of a token of K, eight tokens of a
-// channel of V. The latter are turned round while they are stored.
+// eight codes at a time, which become a row of a core matrix: eight channels of a token of K, or
+// eight tokens of a channel of V. The latter are transposed while they are stored.
 #pragma once
 
 #include "cuda/prefill/prompt_stages.cuh"
@@ -19,12 +18,12 @@ namespace kvlathe::cuda {
 
 #ifdef KVLATHE_WGMMA
 
-// A group's scale and minimum, and numbers = scale * code + minimum as 16-bit elements. take<i>:
-// codes 2 i and 2 i + 1 of four.
+// A group's scale and minimum. take<i> gives codes 2 i and 2 i + 1 of four as 16-bit elements,
+// scale * code + minimum.
 template <class E>
 struct Dequantizer;
 
-// A byte under 0x64 is the half 1024 + byte; one rounding, like that of the number itself.
+// A byte under 0x64 is the half 1024 + byte, so no conversion is needed. It is rounded once.
 template <>
 struct Dequantizer<Half> {
   uint32_t scale, minimum;
@@ -39,7 +38,8 @@ struct Dequantizer<Half> {
   }
 };
 
-// The floats 32768 + byte; the minimum takes 32768 scale off again, which costs 2^-9 of a step.
+// A byte in the fraction of a float is 32768 + byte. The minimum takes 32768 * scale off again,
+// which costs 2^-9 of a step.
 template <>
 struct Dequantizer<Bfloat> {
   float scale, minimum;
@@ -55,7 +55,7 @@ struct Dequantizer<Bfloat> {
   }
 };
 
-// Eight codes, one a byte.
+// Loads eight codes, and gives each a byte.
 template <int kBits>
 __device__ __forceinline__ void load_codes(uint32_t (&codes)[2], uint32_t from) {
   if constexpr (kBits == 8) {
@@ -87,7 +87,7 @@ __device__ inline void store_transposed(uint32_t row, const uint4& x) {
                : "memory");
 }
 
-// One lane's codes in one part.
+// The codes of one lane in one part.
 template <int kBits>
 struct CodesLane {
   const PromptParams& p;
@@ -121,9 +121,9 @@ struct CodesLane {
     }
   }
 
-  // K of the piece in the buffer at `from`; `to`: the core matrix of its first tokens and channels,
-  // columns `column` bytes apart. Lane l of a warp takes half l / 8 % 2 of 16 channels of token l %
-  // 8 + l / 16 * 8 among 16.
+  // Converts K of the piece in the buffer at `from`. `to`: the core matrix of its first tokens and
+  // channels, in columns `column` bytes apart. Lane t of a warp takes half t / 8 % 2 of 16 channels
+  // of token t % 8 + t / 16 * 8 among 16.
   template <class E>
   __device__ void convert_keys(uint32_t from, uint32_t to, int column) const {
     const int token = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 16 * 8 + threadIdx.x % 8,
@@ -144,9 +144,9 @@ struct CodesLane {
     }
   }
 
-  // V likewise. Lane l takes tokens l % 4 * 8 .. + 7 of channel l / 4 among 32 tokens of 8
-  // channels: four matrices, into each of which it gives two tokens, those that fill no bank twice.
-  // Tokens from `valid` on become zeros.
+  // Converts V likewise. Lane t takes eight tokens from t % 4 * 8 on of channel t / 4, among 32
+  // tokens of 8 channels. These are four matrices. It gives two tokens to each, in an order that
+  // fills no bank twice. Tokens from `valid` on become zeros.
   template <class E>
   __device__ void convert_values(uint32_t from, uint32_t to, int column, int token,
                                  int valid) const {

@@ -1,4 +1,4 @@
-// The fetching warpgroup of attend_prompt: takes tile after tile from the list and fills stages,
+// The fetching warpgroup of attend_prompt. It takes tile after tile from the list and fills stages,
 // ahead of those who attend.
 #pragma once
 
@@ -8,15 +8,15 @@ namespace kvlathe::cuda {
 
 #ifdef KVLATHE_WGMMA
 
-// Where a thread's copies go: lane l of a warp takes half l / 8 % 2 of 32 bytes of row l % 8 + l /
-// 16 * 8 among 16.
+// Where a thread's copies go. Lane t of a warp takes half t / 8 % 2 of 32 bytes of row
+// t % 8 + t / 16 * 8 among 16: eight lanes then fill one core matrix.
 struct Copier {
   int row, half;
   __device__ Copier()
       : row(threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8), half(threadIdx.x / 8 % 2) {}
 
-  // 16 rows of `steps` x 32 bytes into core matrices; `from` is this thread's row. Columns of cores
-  // are `column` bytes apart.
+  // Copies 16 rows of `steps` x 32 bytes into core matrices, whose columns are `column` bytes
+  // apart. `from` is this thread's row.
   __device__ void copy(uint32_t to, int first, int column, const char* from, int steps,
                        bool valid) const {
     to += (first + row) * 16 + half * column, from += half * 16;
@@ -54,8 +54,8 @@ __device__ inline int page_of(const PromptParams& p, int token) {
   return int(__umulhi(unsigned(token), p.page_magic));
 }
 
-// The pages of the 16 tokens that this thread's warp copies of each 64 of a stage; asked for before
-// there is room for them.
+// The pages of the tokens that this thread's warp copies: 16 of each 64 of a stage. They are asked
+// for before there is room for the tokens.
 struct StagePages {
   int32_t ids[2];
   __device__ StagePages(const PromptParams& p, const int32_t* pages, int first, int keys) {
@@ -67,8 +67,8 @@ struct StagePages {
   }
 };
 
-// K and V of the lane's count of tokens from `first` on. Tokens past `keys` become zeros: what lies
-// there may be NaN.
+// Copies K and V of one stage, from token `first` on. Tokens past `keys` become zeros, because what
+// lies there may be NaN.
 __device__ inline void fetch_keys(const PromptParams& p, const PromptHead& head, int part,
                                   const StagePages& pages, int first, int keys, uint32_t to) {
   const Copier copier;
@@ -87,14 +87,15 @@ __device__ inline void fetch_keys(const PromptParams& p, const PromptHead& head,
   }
 }
 
-// The stages in use, oldest first: room for another is made by waiting for the oldest ones.
+// The stages in use, oldest first. Waiting for the oldest makes room for another.
 struct Room {
   Turn stage, oldest;
-  int used = 0, after = 0,
-      next = 0;         // stages in use; where the last one ends; where the next may begin
-  uint64_t begins = 0;  // of stage i: byte i
+  int used = 0;         // stages in use
+  int after = 0;        // where the last one ends
+  int next = 0;         // where the next one may begin
+  uint64_t begins = 0;  // where stage i begins: byte i
 
-  // Where `units` more go; afterwards they are in use, as stage.at.
+  // Takes `units` more as stage.at, and says where they begin.
   __device__ int take(PromptShared& s, int units, int room) {
     const int begin = place_stage(next, units, room);
     while (used && !free(begin, units)) {
@@ -110,7 +111,7 @@ struct Room {
   __device__ bool free(int begin, int units) const {
     const int first = int(begins >> 8 * oldest.at & 255);
     if (used == kPromptStages) return false;
-    // In use are [first, after), or, where that has gone round, all but [after, first).
+    // [first, after) is in use or, where that has gone round, all but [after, first).
     return first < after ? begin >= after || begin + units <= first
                          : begin >= after && begin + units <= first;
   }
@@ -125,12 +126,12 @@ struct Fetcher {
 
   __device__ void meet() const { asm volatile("bar.sync 1, 128;" ::: "memory"); }
 
-  // Room for the next stage of a lane: its address.
+  // The address of room for the next stage of a lane.
   __device__ uint32_t next_stage(const PromptHead& head) {
     return shared + p.stages_at + room.take(s, stage_units(head), p.stage_units) * kStageUnit;
   }
 
-  // A part of 16 bits: its elements as they are.
+  // Fetches a part of 16 bits: elements as they are.
   __device__ void fetch_elements(const PromptHead& head, int part, const int32_t* pages, int keys) {
     for (int first = 0; first < keys; first += prompt_keys(head.steps_v)) {
       const StagePages ids(p, pages, first, keys);
@@ -140,8 +141,8 @@ struct Fetcher {
     }
   }
 
-  // A sealed part. While one piece is converted the next is on its way; where shared memory has one
-  // buffer only, after it.
+  // Fetches a sealed part. While one piece is converted the next is on its way. Where shared memory
+  // has one buffer only, it comes afterwards.
   template <int kBits>
   __device__ void fetch_codes(const PromptHead& head, int part, const int32_t* pages, int keys) {
     const CodesLane<kBits> lane{p, head, part};
@@ -172,7 +173,7 @@ struct Fetcher {
       lane.template convert_values<E>(from, at + values, column, token & within, keys - token);
       if (!two) meet(), ask(token + 64);
       if ((token + 64) % count == 0) {
-        fence_for_bulk_copies();  // what was stored is there for the products, too
+        fence_for_bulk_copies();  // products see what was stored
         arrive(s.full[room.stage.at]);
         room.stage.next();
       }
@@ -208,12 +209,12 @@ struct Fetcher {
       }
       if (tile.head >= 0) fetch_queries(p, tile, shared + slot * p.query_bytes);
       arrive_after_copies(s.queries_there[slot]);
-      if (threadIdx.x == 0) arrive(s.queries_there[slot]);  // what it wrote is there
+      if (threadIdx.x == 0) arrive(s.queries_there[slot]);  // for the tile that it wrote
       if (tile.head < 0) break;
       room.next = first_stage(room.after, stage_units(p.head[tile.head]));
       for (int part = 0; part < p.parts; ++part) fetch_part(tile, part);
     }
-    // The last block makes the list as it was, for the next layer.
+    // The last block leaves the list as it was, for the next layer.
     if (threadIdx.x == 0 && atomicAdd(p.list + kDone, 1) == int(gridDim.x) - 1)
       p.list[kTaken] = p.list[kDone] = 0;
   }

@@ -1,4 +1,5 @@
-// The rows that a warpgroup of attend_prompt attends: scores by products, softmax and output in
+// The rows that a warpgroup of attend_prompt attends. S = QK^T and O += PV are warpgroup products;
+// S, P, and the state m, l, o of the softmax (decode/softmax_state.cuh has its equations) stay in
 // registers.
 #pragma once
 
@@ -8,63 +9,63 @@ namespace kvlathe::cuda {
 
 #ifdef KVLATHE_WGMMA
 
-// The rows of one thread: r and r + 8 of its warp's 16, and of each 8 columns the two from lane % 4
-// * 2 on.
+// The rows of one thread: r and r + 8 of its warp's 16. Of each 8 columns it has the two from
+// lane % 4 * 2 on.
 template <class E, int kV>
 struct PromptRows {
-  // Scores of as many tokens at once as leave registers for the rest.
+  // Tokens at once: as many as leave registers for the rest.
   static constexpr int kKeys = prompt_keys(kV), kScores = kKeys / 2, kSteps = kKeys / 16;
-  // Whether there are registers for scores, weights and the output at once.
+  // Whether S, P and o fit the registers at the same time.
   static constexpr bool kBoth = kV <= 4 || kKeys == 64;
-  float out[8 * kV];
-  float top[2],
-      sum[2];  // maximum that `out` is relative to, not scaled; this thread's share of the sum
+  float o[8 * kV];
+  float m[2];  // the maximum that o and l are relative to, before it is scaled
+  float l[2];  // this thread's share
 
   __device__ void clear() {
 #pragma unroll
-    for (int i = 0; i < 8 * kV; ++i) out[i] = 0.f;
-    top[0] = top[1] = -INFINITY, sum[0] = sum[1] = 0.f;
+    for (int i = 0; i < 8 * kV; ++i) o[i] = 0.f;
+    m[0] = m[1] = -INFINITY, l[0] = l[1] = 0.f;
   }
 
-  // Asks for scores = queries x keys.
-  __device__ void score(float (&scores)[kScores], uint64_t queries, uint64_t keys, int steps) {
-    multiply_tiles<E, kKeys>(scores, queries, keys, 0);
+  // Asks for s = q k^T.
+  __device__ void score(float (&s)[kScores], uint64_t q, uint64_t k, int steps) {
+    multiply_tiles<E, kKeys>(s, q, k, 0);
 #pragma unroll 1
     for (int i = 1; i < steps; ++i)
-      multiply_tiles<E, kKeys>(scores, queries + i * (kPromptRows * 2), keys + i * (kKeys * 2), i);
+      multiply_tiles<E, kKeys>(s, q + i * (kPromptRows * 2), k + i * (kKeys * 2), i);
     close_products();
   }
 
-  // Asks for out += weights x values.
-  __device__ void add(uint32_t (&weights)[4 * kSteps], uint64_t values) {
-    pin(weights);
-    pin(out);
+  // Asks for o += p v.
+  __device__ void add(uint32_t (&p)[4 * kSteps], uint64_t v) {
+    pin(p);
+    pin(o);
     begin_products();
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) multiply_rows<E, kV>(out, weights + 4 * i, values + i * 16);
+    for (int i = 0; i < kSteps; ++i) multiply_rows<E, kV>(o, p + 4 * i, v + i * 16);
     close_products();
   }
 
-  // Makes `out` relative to the largest scores yet.
-  __device__ void follow(const float (&s)[kScores], float scale) {
-    float now[2] = {top[0], top[1]}, factor[2];
+  // Raises m to the largest score yet, and rescales l and o.
+  __device__ void raise(const float (&s)[kScores], float scale) {
+    float m_new[2] = {m[0], m[1]}, factor[2];
 #pragma unroll
-    for (int i = 0; i < kScores; ++i) now[i / 2 % 2] = fmaxf(now[i / 2 % 2], s[i]);
+    for (int i = 0; i < kScores; ++i) m_new[i / 2 % 2] = fmaxf(m_new[i / 2 % 2], s[i]);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 1));
-      now[r] = fmaxf(now[r], __shfl_xor_sync(~0u, now[r], 2));
-      factor[r] = exp2_fast((top[r] - now[r]) * scale);
-      top[r] = now[r], sum[r] *= factor[r];
+      m_new[r] = fmaxf(m_new[r], __shfl_xor_sync(~0u, m_new[r], 1));
+      m_new[r] = fmaxf(m_new[r], __shfl_xor_sync(~0u, m_new[r], 2));
+      factor[r] = exp2_fast((m[r] - m_new[r]) * scale);
+      m[r] = m_new[r], l[r] *= factor[r];
     }
 #pragma unroll
-    for (int i = 0; i < 8 * kV; ++i) out[i] *= factor[i / 2 % 2];
+    for (int i = 0; i < 8 * kV; ++i) o[i] *= factor[i / 2 % 2];
   }
 
-  // Scores to weights, in the order that the next product takes them from registers; adds them up.
-  __device__ void weigh(const float (&s)[kScores], float scale, uint32_t (&weights)[4 * kSteps],
+  // P of scores, in the order in which the next product takes it from registers, and its sums.
+  __device__ void weigh(const float (&s)[kScores], float scale, uint32_t (&p)[4 * kSteps],
                         float (&added)[2]) const {
-    const float shift[2] = {top[0] * scale, top[1] * scale};
+    const float shift[2] = {m[0] * scale, m[1] * scale};
     float sums[4] = {};
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) {
@@ -72,39 +73,40 @@ struct PromptRows {
       const float a = exp2_fast(fmaf(s[i], scale, -shift[r])),
                   b = exp2_fast(fmaf(s[i + 1], scale, -shift[r]));
       sums[2 * r] += a, sums[2 * r + 1] += b;
-      weights[i / 2] = E::pack(a, b);
+      p[i / 2] = E::pack(a, b);
     }
     added[0] = sums[0] + sums[1], added[1] = sums[2] + sums[3];
   }
 
-  // Weights relative to the maximum of the steps before: as exact as below 1 while they add up to
-  // no more than 2^8. Where they do, as at first and where scores jump, the maximum is followed and
-  // they are computed again. That saves looking for the maximum of each step.
-  __device__ void soften(const float (&s)[kScores], float scale, uint32_t (&weights)[4 * kSteps]) {
+  // P relative to the m of the steps before. That saves the search for the maximum of each step. P
+  // is as exact as below 1 while it adds up to 2^8 at most. Where it exceeds that, as at first and
+  // where scores jump, m is raised and P computed again.
+  __device__ void soften(const float (&s)[kScores], float scale, uint32_t (&p)[4 * kSteps]) {
     float added[2];
-    weigh(s, scale, weights, added);
+    weigh(s, scale, p, added);
     if (__any_sync(~0u, !(added[0] <= 256.f && added[1] <= 256.f))) {
-      follow(s, scale);
-      weigh(s, scale, weights, added);
+      raise(s, scale);
+      weigh(s, scale, p, added);
     }
-    sum[0] += added[0], sum[1] += added[1];
+    l[0] += added[0], l[1] += added[1];
   }
 
-  // The same where scores cannot be kept beside weights.
+  // The same where S does not fit beside P, so that P cannot be computed again. The maximum of the
+  // step is looked for first.
   __device__ void soften_eagerly(const float (&s)[kScores], float scale,
-                                 uint32_t (&weights)[4 * kSteps]) {
+                                 uint32_t (&p)[4 * kSteps]) {
     float some[4] = {s[0], s[1], s[2], s[3]}, added[2];
 #pragma unroll
     for (int i = 4; i < kScores; ++i) some[i % 4] = fmaxf(some[i % 4], s[i]);
-    const float over0 = (fmaxf(some[0], some[1]) - top[0]) * scale,
-                over1 = (fmaxf(some[2], some[3]) - top[1]) * scale;
-    if (__any_sync(~0u, !(over0 <= 8.f && over1 <= 8.f))) follow(s, scale);
-    weigh(s, scale, weights, added);
-    sum[0] += added[0], sum[1] += added[1];
+    const float over0 = (fmaxf(some[0], some[1]) - m[0]) * scale,
+                over1 = (fmaxf(some[2], some[3]) - m[1]) * scale;
+    if (__any_sync(~0u, !(over0 <= 8.f && over1 <= 8.f))) raise(s, scale);
+    weigh(s, scale, p, added);
+    l[0] += added[0], l[1] += added[1];
   }
 };
 
-// Scores of tokens from limit[r] on do not count.
+// Hides the scores of tokens from limit[r] on: the causal mask.
 template <int kScores>
 __device__ void hide(float (&s)[kScores], int first, const int (&limit)[2]) {
   const int column = first + threadIdx.x % 4 * 2;
@@ -114,14 +116,15 @@ __device__ void hide(float (&s)[kScores], int first, const int (&limit)[2]) {
   }
 }
 
+// Writes o / l of the rows that exist.
 template <class E, int kV>
 __device__ void write_rows(const PromptParams& p, const PromptTile& tile, const PromptHead& head,
                            const PromptRows<E, kV>& rows, int row) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float sum = rows.sum[r] + __shfl_xor_sync(~0u, rows.sum[r], 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    const float inverse = 1.f / sum;
+    float l = rows.l[r] + __shfl_xor_sync(~0u, rows.l[r], 1);
+    l += __shfl_xor_sync(~0u, l, 2);
+    const float inverse = 1.f / l;
     const int in = row + 8 * r, token = in / p.group_size;
     if (in >= tile.rows) continue;
     uint16_t* to = p.o + (tile.token + token) * p.o_stride + head.o_offset +
@@ -129,7 +132,7 @@ __device__ void write_rows(const PromptParams& p, const PromptTile& tile, const 
 #pragma unroll
     for (int i = 0; i < 2 * kV; ++i) {
       const uint32_t pair =
-          E::pack(rows.out[4 * i + 2 * r] * inverse, rows.out[4 * i + 2 * r + 1] * inverse);
+          E::pack(rows.o[4 * i + 2 * r] * inverse, rows.o[4 * i + 2 * r + 1] * inverse);
       *reinterpret_cast<uint32_t*>(to + 8 * i + threadIdx.x % 4 * 2) = pair;
     }
   }

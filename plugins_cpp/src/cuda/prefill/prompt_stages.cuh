@@ -1,5 +1,5 @@
-// What the warpgroups of attend_prompt share: the tile in work, barriers, and stages of K | V in
-// shared memory.
+// What the warpgroups of attend_prompt share: the tiles being attended, barriers, and stages of
+// K | V in shared memory.
 #pragma once
 
 #include "cuda/prefill/prompts.h"
@@ -9,7 +9,7 @@ namespace kvlathe::cuda {
 
 constexpr int kPromptStages = 8;  // in use at most
 
-// A tile being attended: what the fetching warpgroup knows of it. head < 0: there are no more.
+// A tile being attended. head < 0: there are no more.
 struct PromptTile {
   int head, sequence;
   int token;        // the chunk's first, among the step's
@@ -19,8 +19,8 @@ struct PromptTile {
 struct PromptShared {
   uint64_t full[kPromptStages], empty[kPromptStages], queries_there[2], queries_done[2];
   PromptTile tile[2];
-  int before[2][KVLATHE_MAX_PARTS];  // tokens that the tile's sequence had before the step, in each
-                                     // part
+  // Tokens that the tile's sequence had in each part before the step.
+  int before[2][KVLATHE_MAX_PARTS];
   int taken[2];
 };
 
@@ -45,11 +45,11 @@ __device__ inline void wait(uint64_t& barrier, int parity) {
   wait_barrier(shared_address(&barrier), parity);
 }
 
-// The same in all lanes of a warp, and known to the compiler to be: products must not stand in
-// divergent code, and their descriptions are computed once for the warp.
+// Tells the compiler that x is the same in all lanes of a warp. Products must not stand in
+// divergent code, and their descriptors are then computed once for the warp.
 __device__ inline int uniform(int x) { return int(__reduce_or_sync(~0u, unsigned(x))); }
 
-// A place among the stages' barriers, and how often they have gone round.
+// A place among the barriers of the stages, and the parity of how often they have gone round.
 struct Turn {
   int at = 0, parity = 0;
   __device__ void next() {
@@ -57,10 +57,10 @@ struct Turn {
   }
 };
 
-// Stages are as large as their lane needs and lie behind each other in shared memory; both sides
-// work out where, in units of kStageUnit bytes. A lane's begin at multiples of their size, so that
-// where two have room a second one never needs the place of the first: who attends may hold one
-// until the next is there.
+// Stages are as large as their lane needs, and lie one behind the other in shared memory. Those who
+// fetch and those who attend both work out where, in units of kStageUnit bytes. The stages of a
+// lane begin at multiples of their size. Where there is room for two, the second then never needs
+// the place of the first, and those who attend may hold one until the next is there.
 __device__ inline int stage_units(const PromptHead& head) {
   return (head.steps_k + head.steps_v) * (prompt_keys(head.steps_v) / 64);
 }
@@ -71,7 +71,7 @@ __device__ inline int place_stage(int after, int units, int room) {
   return after + units <= room ? after : 0;
 }
 
-// Tokens of a part that the tile's last row sees, of `before` that were there before the step.
+// Tokens of a part that the last row of the tile sees, where `before` were there before the step.
 __device__ inline int keys_of(const PromptParams& p, const PromptTile& tile, int part, int before) {
   if (!(p.head[tile.head].parts >> part & 1)) return 0;
   const int last = min(tile.first + kPromptRows, tile.rows) - 1;

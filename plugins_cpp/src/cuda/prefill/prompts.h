@@ -1,5 +1,5 @@
-// Prompt chunks: their list (spread.cu writes it, attend_prompt.cuh takes it), and what one launch
-// is told.
+// Prompt chunks: their list, which spread.cu writes and attend_prompt.cuh takes, and what one
+// launch is told.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,12 @@
 
 namespace kvlathe::cuda {
 
-constexpr int kPromptGroups = 3;  // warpgroups that multiply, 64 rows each; one more fetches
-constexpr int kPromptRows =
-    64 * kPromptGroups;  // rows of a tile; a row is one query head of one token
+// Warpgroups that attend, 64 rows each. One more fetches.
+constexpr int kPromptGroups = 3;
+// Rows of a tile. A row is one query head of one token.
+constexpr int kPromptRows = 64 * kPromptGroups;
 
-// Tokens attended at once: as many as leave registers for V's rank.
+// Tokens attended at once: as many as leave registers for o, whose size is the rank of V.
 #ifdef __CUDACC__
 __host__ __device__
 #endif
@@ -22,14 +23,9 @@ __host__ __device__
 
 constexpr int kStageUnit = 64 * 32;  // bytes: 16 ranks of 64 tokens
 
-// The list: a header, then (sequence, first row in its chunk) of each tile, those with the most
-// keys first.
-enum PromptList {
-  kTiles = 0,
-  kTaken = 1,
-  kDone = 2,
-  kListHeader = 4
-};  // int32; items taken and blocks done: 0 between launches
+// The list, int32: a header, then (sequence, first row in its chunk) of each tile, those with the
+// most keys first. Items taken and blocks done are 0 between launches.
+enum PromptList { kTiles = 0, kTaken = 1, kDone = 2, kListHeader = 4 };
 
 inline int64_t prompt_tiles_most(int64_t tokens, int64_t batch, int64_t group_size) {
   return tokens * group_size / kPromptRows + batch;
@@ -48,11 +44,10 @@ struct PromptHead {
   int32_t q_offset, o_offset;
   int32_t k[KVLATHE_MAX_PARTS], v[KVLATHE_MAX_PARTS];             // bytes from a page's start
   uint16_t k_meta[KVLATHE_MAX_PARTS], v_meta[KVLATHE_MAX_PARTS];  // quantized: 16 bytes from k
-  uint8_t groups_k[KVLATHE_MAX_PARTS],
-      least_k[KVLATHE_MAX_PARTS];  // quantized: K's groups, and steps of 16 channels in the
-                                   // shortest
-  uint8_t steps_k, steps_v;        // ranks / 16
-  uint8_t parts;                   // bit i: part i has tokens of this lane
+  uint8_t groups_k[KVLATHE_MAX_PARTS];                            // quantized: groups of K
+  uint8_t least_k[KVLATHE_MAX_PARTS];  // quantized: steps of 16 channels in the shortest of them
+  uint8_t steps_k, steps_v;            // ranks / 16
+  uint8_t parts;                       // bit i: part i has tokens of this lane
 };
 
 struct PromptParams {
@@ -76,8 +71,8 @@ static_assert(sizeof(PromptParams) <= 4000);
 // Whether the current device has the kernel.
 bool prompt_kernel_here();
 
-// The launch of a call's listed chunks. Throws Refusal for what it cannot attend; launches nothing
-// yet.
+// The launch of a call's listed chunks. Nothing is launched yet: what cannot be attended throws a
+// Refusal before anything runs.
 struct PromptLaunch {
   PromptParams params;
   const void* kernel;

@@ -1,10 +1,10 @@
-// Warpgroup products of Hopper (sm_90a), one function each; operands in shared memory lie in core
-// matrices without swizzle.
+// Warpgroup products of Hopper (sm_90a), one function each. Operands in shared memory lie in core
+// matrices without swizzle, so that any multiple of 16 is a rank.
 //
-// A core matrix is 8 rows of 16 bytes, 128 bytes in a row. Here a tile of R rows and 8 C columns is
-// C columns of core matrices, R * 16 bytes apart: element (r, c) is at c / 8 * R * 16 + r * 16 + c
-// % 8 * 2. It serves as it is for products along its columns (queries and keys) and, read as
-// transposed, along its rows (values).
+// A core matrix is 8 rows of 16 bytes, 128 contiguous bytes. A tile of R rows and 8 C columns is C
+// columns of core matrices, R * 16 bytes apart: element (r, c) is at c / 8 * R * 16 + r * 16 + c %
+// 8 * 2. Products along its columns (Q and K) read it as it is. Products along its rows (V) read it
+// as transposed.
 #pragma once
 
 #include <type_traits>
@@ -19,15 +19,16 @@ namespace kvlathe::cuda {
 
 constexpr int kCore = 128;  // bytes
 
-// Describes a tile in shared memory: `leading` and `stride` are the two distances between core
-// matrices, in bytes.
+// The descriptor of a tile in shared memory. `leading` and `stride` are the two distances between
+// core matrices, in bytes.
 __device__ inline uint64_t describe(uint32_t address, int leading, int stride) {
   return uint64_t(address >> 4) | uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32;
 }
 
 #ifdef KVLATHE_WGMMA
 
-// Registers that asynchronous products read or write are pinned at this point of the program.
+// Keeps registers that asynchronous products read or write in place at this point of the program.
+// The compiler does not know that the products use them.
 template <class T, int kCount>
 __device__ inline void pin(T (&x)[kCount]) {
 #pragma unroll
@@ -43,7 +44,7 @@ __device__ inline void begin_products() { asm volatile("wgmma.fence.sync.aligned
 __device__ inline void close_products() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
-// Waits for all products but those of the last kLeft groups.
+// Waits for all products except those of the last kLeft groups.
 template <int kLeft>
 __device__ inline void wait_products() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
@@ -71,8 +72,8 @@ __device__ inline void wait_products() {
 #define KVLATHE_F7 KVLATHE_F6, KVLATHE_F(6)
 #define KVLATHE_F8 KVLATHE_F7, KVLATHE_F(7)
 
-// d [64 x kKeys] = a [64 x 16] b [16 x kKeys], added to d if `add`; a and b in shared memory, both
-// along their columns.
+// d [64 x kKeys] = a [64 x 16] b [16 x kKeys], added to d if `add`. a and b lie in shared memory
+// and are both read along their columns.
 template <class E, int kKeys>
 __device__ inline void multiply_tiles(float (&d)[kKeys / 2], uint64_t a, uint64_t b, int add) {
 #define KVLATHE_TILES(type, n, eights, r0, r1, r2)                                                \
@@ -94,7 +95,8 @@ __device__ inline void multiply_tiles(float (&d)[kKeys / 2], uint64_t a, uint64_
 #undef KVLATHE_TILES
 }
 
-// d [64 x 16 kV] += a [64 x 16] b [16 x 16 kV]; a in registers, b in shared memory along its rows.
+// d [64 x 16 kV] += a [64 x 16] b [16 x 16 kV]. a is in registers; b lies in shared memory and is
+// read along its rows.
 template <class E, int kV>
 __device__ inline void multiply_rows(float (&d)[8 * kV], const uint32_t* a, uint64_t b) {
 #define KVLATHE_ROWS(type, n, steps, r0, r1, r2, r3, r4)                               \
