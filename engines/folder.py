@@ -79,7 +79,8 @@ def foreign(folder: Path, ours: set[str]) -> list[str]:
     around = {parent for path in kept for parent in path.parents}
     others = [p for p in folder.rglob("*") if p not in kept and p not in around]
     names = [path.relative_to(folder) for path in others]
-    return sorted(str(name) for name in names if "__pycache__" not in name.parts)
+    kept_names = [name for name in names if "__pycache__" not in name.parts]
+    return sorted(str(name) for name in kept_names)
 
 
 def check_file_target(target: Path) -> None:
@@ -109,7 +110,8 @@ def _takes_files(folder: Path) -> bool:
 def nearest_parent(target: Path) -> Path:
     """The closest of the folders above ``target`` that exists (a file, where one stands
     in the way)."""
-    return next(parent for parent in target.absolute().parents if parent.exists())
+    parents = target.absolute().parents
+    return next(parent for parent in parents if parent.exists())
 
 
 @contextmanager

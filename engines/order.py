@@ -61,7 +61,8 @@ class Order:
     @cached_property
     def versions(self) -> dict[str, str]:
         """Of each library that an engine's bytes depend on."""
-        return {**{name: _version(name) for name in LIBRARIES}, **self.built.versions}
+        exporters = {name: _version(name) for name in LIBRARIES}
+        return {**exporters, **self.built.versions}
 
 
 @dataclass(frozen=True)

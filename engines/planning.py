@@ -366,4 +366,6 @@ def bytes_per_token(shape: ModelShape, bits: int) -> float:
 
     Our own cache pads heads to multiples of 16 dims, an ordinary one does not.
     """
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * bits / 8
+    lanes = shape.layers * shape.kv_heads
+    elements = 2 * lanes * shape.head_dim  # K and V
+    return elements * bits / 8

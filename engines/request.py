@@ -112,7 +112,8 @@ class BuildRequest:
 
     @property
     def compute_dtype(self) -> str:
-        return self.dtype or BACKENDS[self.backend].dtypes[0]
+        default = BACKENDS[self.backend].dtypes[0]
+        return self.dtype or default
 
     @property
     def hot_bits(self) -> Literal[16, 32]:

@@ -19,8 +19,10 @@ from tests.test_architecture import name_of, sources, tree_of
 MOST_MODULE_LINES = 400
 MOST_FUNCTION_LINES = 50
 MOST_LINE = 100
-MOST_NODES = 11.0
-"""Nodes of the syntax tree a line of a function's body, over all functions."""
+MOST_NODES = 10.2
+"""Nodes of the syntax tree a line, over the bodies of all functions together."""
+MOST_NODES_OF_A_FUNCTION = 11.0
+"""The same, as the mean over functions: each of them counts once."""
 MOST_LONG_LINES = 0.03
 """The share of lines above MOST_LINE characters."""
 
@@ -90,8 +92,8 @@ def ignores(path: Path) -> list[str]:
 
 LAWS: dict[Callable[[Path], list[str]], int] = {
     long_modules: 0,
-    long_functions: 3,
-    nested_comprehensions: 15,
+    long_functions: 0,
+    nested_comprehensions: 0,
     anys: 107,
     ignores: 53,
 }
@@ -137,6 +139,12 @@ def sizes(path: Path) -> list[tuple[int, int]]:
 def test_lines_do_not_say_too_much() -> None:
     every = [pair for path in sources() for pair in sizes(path)]
     assert sum(n for n, _ in every) / sum(lines for _, lines in every) <= MOST_NODES
+
+
+def test_functions_do_not_say_too_much_a_line() -> None:
+    every = [pair for path in sources() for pair in sizes(path)]
+    densities = [nodes / lines for nodes, lines in every if lines]
+    assert sum(densities) / len(densities) <= MOST_NODES_OF_A_FUNCTION
 
 
 def test_few_lines_are_long() -> None:

@@ -62,19 +62,13 @@ def check_attention(layers: str, required: Mapping[str, frozenset[str]]) -> None
     ``[ONNX Layer: <node in the function> | <Attend node> (Attend)]``, or ``[ONNX Layer: <Attend node>]`` for a plugin.
     """
     shown = set(re.findall(r"\[ONNX Layer: ([^\]]+?)(?: \([^)]*\))?\]", layers))
-    lost = {
-        attend: sorted(node for node in nodes if f"{node} | {attend}" not in shown)
-        for attend, nodes in required.items()
-        if attend not in shown
-    }
-    lost = {attend: nodes for attend, nodes in lost.items() if nodes}
+    lost: list[str] = []
+    for attend, nodes in required.items():
+        missing = sorted(node for node in nodes if f"{node} | {attend}" not in shown)
+        if missing and attend not in shown:
+            lost.append(f"{attend} ({', '.join(missing)})")
     if lost or not required:
-        what = (
-            "; ".join(
-                f"{attend} ({', '.join(nodes)})" for attend, nodes in lost.items()
-            )
-            or "every layer"
-        )
+        what = "; ".join(lost) or "every layer"
         raise KvlatheError(
             f"the engine lacks attention of {what}",
             "TensorRT dropped it or folded it into a constant",

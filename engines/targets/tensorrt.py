@@ -248,6 +248,11 @@ def _profile(
         limits.max_batch_size * m * sum(CacheLayout(plan).page_stride) // plan.unit
         for m in pages
     ]
+    widths = {"f32": 4, "f16": 2, "u8": 1}
+    pools = {
+        f"pool_{name}": _pool_shapes(units, width, plan.unit)
+        for name, width in widths.items()
+    }
     sizes = {
         "input_ids": [(n,) for n in tokens],
         "positions": [(n,) for n in tokens],
@@ -256,12 +261,14 @@ def _profile(
         "query_offsets": [(n,) for n in queries],
         "lengths": [(n, len(buckets)) for n in batch],
         **{f"page_table_{b}": list(zip(batch, pages, strict=True)) for b in buckets},
-        **{
-            f"pool_{t}": [(n // size, plan.unit) for n in units]
-            for t, size in (("f32", 4), ("f16", 2), ("u8", 1))
-        },
+        **pools,
     }
     return {name: (low, usual, high) for name, (low, usual, high) in sizes.items()}
+
+
+def _pool_shapes(units: list[int], width: int, unit: int) -> list[tuple[int, ...]]:
+    """Of a pool's view in elements of ``width`` bytes, where ``units`` count bytes."""
+    return [(n // width, unit) for n in units]
 
 
 # -- the child process -----------------------------------------------------------------

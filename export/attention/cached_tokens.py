@@ -78,14 +78,19 @@ class CachedTokens:
     def _stored(self, x: str) -> Tensor:
         form = self.tier.of(x)
         if form.is_coded:
-            scale, minimum = (self._spread(x, part) for part in self.metadata(x))
+            metadata = self.metadata(x)
+            scale, minimum = (self._spread(x, part) for part in metadata)
             return self.codes(x) * scale + minimum
         page_tokens = self.layer.plan.page_tokens
         tokens = torch.arange(page_tokens, device=self.pages.device).unsqueeze(1)
-        page_rows = self.pages * (self.stride * 8 // form.bits)
-        rows = page_rows[:, None, None] + tokens * self._table(f"{x}_steps")[:, 0]
-        rows = rows + self._table(f"{x}_units")[:, 0]
-        return self.pools[form.pool][rows].flatten(-2).flatten(1, 2)
+        page_elements = self.stride * 8 // form.bits
+        first_rows = (self.pages * page_elements)[:, None, None]
+        steps = self._table(f"{x}_steps")[:, 0]
+        units = self._table(f"{x}_units")[:, 0]
+        rows = first_rows + tokens * steps + units  # [H, pages, P, units]
+        pool = self.pools[form.pool]
+        by_page = pool[rows].flatten(-2)
+        return by_page.flatten(1, 2)
 
     def coded(self, x: str) -> integer.Coded:
         """K or V for integer products."""
@@ -96,31 +101,40 @@ class CachedTokens:
     def sums(self, x: str) -> Tensor:
         """The stored sums of the groups' codes, float."""
         width = self.tier.of(x).sum_bytes
-        rows = (self.pages * self.stride)[:, None] + self._table(f"{x}_sums")
+        first_rows = (self.pages * self.stride)[:, None]
+        rows = first_rows + self._table(f"{x}_sums")
         data = self.pools["pool_u8"][rows].flatten(1).float()
         at = self._table(f"{x}_sums_at")
+        # Little-endian: byte i counts 256**i.
         parts = (data[:, at + i] * 256.0**i for i in range(width))
-        return _by_lane(reduce(torch.add, parts))
+        sums = reduce(torch.add, parts)
+        return _by_lane(sums)
 
     def codes(self, x: str) -> Tensor:
         """uint8 [Hs, N, R]."""
         form = self.tier.of(x)
-        rows = (self.pages * self.stride)[:, None] + self._table(f"{x}_codes")
+        plan = self.layer.plan
+        first_rows = (self.pages * self.stride)[:, None]
+        rows = first_rows + self._table(f"{x}_codes")
         packed = self.pools["pool_u8"][rows]
         shifts = torch.arange(0, 8, form.bits, dtype=torch.uint8, device=packed.device)
-        unpacked = ((packed[..., None] >> shifts) & form.levels).flatten(1)
+        shifted = packed[..., None] >> shifts
+        unpacked = (shifted & form.levels).flatten(1)
         at = self._table(f"{x}_code_at")
         if form.along_rank:
-            return _by_lane(gathered(unpacked, at, self.layer.plan.unit))
-        return _by_lane(
-            unpacked.unflatten(1, (-1, self.layer.plan.page_tokens))[:, at[:, :, 0]].mT
-        )
+            by_token = gathered(unpacked, at, plan.unit)
+            return _by_lane(by_token)
+        channels = unpacked.unflatten(1, (-1, plan.page_tokens))
+        chosen = channels[:, at[:, :, 0]]
+        return _by_lane(chosen.mT)
 
     def _spread(self, x: str, part: Tensor) -> Tensor:
         """Metadata of groups -> of every element [Hs, N, R]."""
         if self.tier.of(x).along_rank:
-            return part @ self._table(f"{x}_groups").to(part.dtype)
-        return part.repeat_interleave(self.layer.facts.steps(self.bucket, x), 1)
+            group_of = self._table(f"{x}_groups")
+            return part @ group_of.to(part.dtype)
+        steps = self.layer.facts.steps(self.bucket, x)
+        return part.repeat_interleave(steps, 1)
 
     def metadata(self, x: str) -> tuple[Tensor, Tensor]:
         """Scale and minimum float: [Hs, N, g] of groups along the rank, [Hs, N/n, R]
@@ -144,4 +158,6 @@ def _by_lane(x: Tensor) -> Tensor:
 def gathered(x: Tensor, index: Tensor, size: int) -> Tensor:
     """x [T, n * size], index [..., m] -> those units of ``size`` elements of each row,
     [T, ..., m * size]."""
-    return x.unflatten(-1, (-1, size))[:, index].flatten(-2)
+    units = x.unflatten(-1, (-1, size))
+    chosen = units[:, index]
+    return chosen.flatten(-2)

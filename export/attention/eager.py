@@ -182,10 +182,12 @@ class AttendLayer(nn.Module):
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> Tensor:
         out = q.new_zeros((*q.shape[:3], self.sizes.Rv))
         for b, rows in _sequences(step):
-            states = [SoftmaxState.causal(q[:, :, rows], k[:, rows], v[:, rows])]
+            own_q = q[:, :, rows]
+            states = [SoftmaxState.causal(own_q, k[:, rows], v[:, rows])]
             for bucket in range(len(self.plan.buckets)):
                 if step.lengths[b, bucket] > 0:
-                    states.append(self._cold(q[:, :, rows], b, bucket, step))
+                    cached = self._cold(own_q, b, bucket, step)
+                    states.append(cached)
             out[:, :, rows] = reduce(SoftmaxState.merge, states).out
         return out
 
@@ -257,7 +259,7 @@ class AttendLayer(nn.Module):
         """Scores [H, G, R, places] of sequence b's ``observed`` rows q over each
         bucket, then over its own tokens k."""
         for bucket, width in enumerate(widths):
-            found = q.new_full(
+            padded = q.new_full(
                 (*q.shape[:3], width), -torch.inf, dtype=widened(q).dtype
             )
             if step.lengths[b, bucket] > 0:
@@ -267,8 +269,8 @@ class AttendLayer(nn.Module):
                     if self.facts.shared
                     else self.table(f"places_{bucket}") >= 0
                 )
-                found[held, ..., : scores.shape[-1]] = scores[: len(found[held])]
-            yield found
+                padded[held, ..., : scores.shape[-1]] = scores[: len(padded[held])]
+            yield padded
         later = torch.arange(k.shape[1], device=k.device) > observed[:, None]
         yield widened(scores_of(q, k)).masked_fill(later, -torch.inf)
 
@@ -295,7 +297,9 @@ class AttendLayer(nn.Module):
 def _sequences(step: StepTensors) -> Iterator[tuple[int, slice]]:
     """(sequence, its rows) of every sequence that has queries."""
     starts = step.cu_seqlens_q.tolist()
-    return ((b, slice(a, z)) for b, (a, z) in enumerate(pairwise(starts)) if z > a)
+    for b, (start, end) in enumerate(pairwise(starts)):
+        if start < end:
+            yield b, slice(start, end)
 
 
 def _turned(x: Tensor) -> Tensor:

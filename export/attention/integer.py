@@ -60,8 +60,10 @@ class Rounded:
 
     @classmethod
     def symmetric(cls, x: Tensor, levels: int) -> Rounded:
-        step = (x.abs().amax(-1, keepdim=True) / levels).clamp(min=LEAST_SCALE)
-        return cls((x / step).round(), step)
+        largest = x.abs().amax(-1, keepdim=True)
+        step = (largest / levels).clamp(min=LEAST_SCALE)
+        codes = (x / step).round()
+        return cls(codes, step)
 
     @classmethod
     def asymmetric(cls, x: Tensor, member: Tensor) -> Rounded:
@@ -94,12 +96,12 @@ class Rounded:
     ) -> Tensor:
         """Eq. 4 of every partition, from products of codes and the other side's
         metadata."""
-        found = self.step * (
+        product = self.step * (
             products * scale + self.whole.sum(-1, keepdim=True) * minimum
         )
         if self.low is None or self.count is None or sums is None:
-            return found
-        return found + self.low * (sums * scale + self.count * minimum)
+            return product
+        return product + self.low * (sums * scale + self.count * minimum)
 
 
 def scores(q: Tensor, k: Coded, groups: Tensor) -> Tensor:

@@ -44,10 +44,13 @@ class SoftmaxState:
     def over(self, places: Tensor) -> SoftmaxState:
         """The same for all H lanes, lane h from place places[h]; lanes at place -1
         get an empty state."""
-        lse = self.lse.new_full((len(places), *self.lse.shape[1:]), -torch.inf)
-        out = self.out.new_zeros((len(places), *self.out.shape[1:]))
+        count = len(places)
+        lse = self.lse.new_full((count, *self.lse.shape[1:]), -torch.inf)
+        out = self.out.new_zeros((count, *self.out.shape[1:]))
         kept = places >= 0
-        lse[kept], out[kept] = self.lse[places[kept]], self.out[places[kept]]
+        sources = places[kept]
+        lse[kept] = self.lse[sources]
+        out[kept] = self.out[sources]
         return SoftmaxState(lse, out)
 
     def merge(self, other: SoftmaxState) -> SoftmaxState:

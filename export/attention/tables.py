@@ -36,14 +36,16 @@ class PlanFacts:
 
     @cached_property
     def _active(self) -> tuple[Lane, ...]:
-        return tuple(lane for lane in self.plan.lanes if not lane.removed)
+        lanes = self.plan.lanes
+        return tuple(lane for lane in lanes if not lane.removed)
 
     @cached_property
     def even(self) -> bool:
         """All lanes have one input width and one kind of RoPE: packed q and k are
         reshaped, not gathered."""
-        kinds = {(lane.input_dim, lane.rope) for lane in self._active}
-        return len(kinds) == 1 and next(iter(kinds))[1] != "planes"
+        input_dims = {lane.input_dim for lane in self._active}
+        ropes = {lane.rope for lane in self._active}
+        return len(input_dims) == len(ropes) == 1 and "planes" not in ropes
 
     @cached_property
     def rope(self) -> bool:
@@ -74,7 +76,8 @@ class PlanFacts:
         return tier.k.bits, tier.v.bits
 
     def tier(self, bucket: int) -> Tier:
-        return self.plan.tiers[self.plan.buckets[bucket].tier]
+        index = self.plan.buckets[bucket].tier
+        return self.plan.tiers[index]
 
     def integer(self, bucket: int) -> tuple[bool, bool]:
         """Whether K and V of a bucket are multiplied as codes."""
@@ -295,7 +298,8 @@ class LayerTables(dict[str, Int32]):
     ) -> None:
         """Scales of each lane, by group number: [tokens or groups of them, rank or
         groups of it]."""
-        self._numbered(name, "meta", widest, [x // 2 for x in at], groups, 2)
+        halves = [offset // 2 for offset in at]
+        self._numbered(name, "meta", widest, halves, groups, 2)
 
     def _numbered(
         self,
@@ -330,7 +334,8 @@ class LayerTables(dict[str, Int32]):
 
 def _once(numbers: Places) -> Places:
     """Group numbers [P, rank] of groups along the rank, each group once: [P, g]."""
-    return numbers[:, np.unique(numbers[0], return_index=True)[1]]
+    _, firsts = np.unique(numbers[0], return_index=True)
+    return numbers[:, firsts]
 
 
 def _widened(places: Places, widest: int) -> Places:
@@ -357,7 +362,9 @@ def _padded(
     """Units starts[h] .. starts[h]+counts[h]-1 of each h, padded to ``widest`` by the
     first one. [len, widest]."""
     unit = np.arange(widest)[None, :]
-    return starts[:, None] + np.where(unit < counts[:, None], unit, 0)
+    is_own = unit < counts[:, None]
+    own = np.where(is_own, unit, 0)
+    return starts[:, None] + own
 
 
 def _kept(counts: npt.NDArray[np.int64], widest: int) -> npt.NDArray[np.int64]:

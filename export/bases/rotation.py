@@ -118,7 +118,9 @@ def removed_energy(side: Side, covariance: Array, reader: Array) -> Array:
     """[..., d]: mean of (x into_j)^2 (y back_j)^2 for each dim j alone, for independent
     x and y: what its removal costs.
     """
-    return column_energy(side.into, covariance) * column_energy(side.back, reader)
+    of_vectors = column_energy(side.into, covariance)
+    of_readers = column_energy(side.back, reader)
+    return of_vectors * of_readers
 
 
 def column_energy(columns: Array, second: Array) -> Array:

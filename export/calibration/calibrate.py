@@ -271,7 +271,8 @@ def _accumulate(
 
 def _by_lane(per_head: Tensor, lanes: int) -> Array:
     """[heads, ...] summed over the heads of each lane: [lanes, ...]."""
-    return per_head.unflatten(0, (lanes, -1)).sum(1).numpy()
+    of_lanes = per_head.unflatten(0, (lanes, -1))
+    return of_lanes.sum(1).numpy()
 
 
 def _heads(captured: Captured) -> tuple[Array, Array]:

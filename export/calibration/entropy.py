@@ -106,12 +106,15 @@ def last_attention(q: Array, k: Array, scale: float) -> Array:
     q [Hq, n, d], k [H, n, d] of a whole causal text.
     """
     lanes, n, d = k.shape
-    rows = np.arange(max(0, n - LAST), n)
+    first = max(0, n - LAST)
+    rows = np.arange(first, n)
     queries = q[:, rows].reshape(lanes, -1, len(rows), d)
-    scores = queries @ k[:, None].swapaxes(-1, -2) * scale
+    keys = k[:, None].swapaxes(-1, -2)
+    scores = queries @ keys * scale
     causal = np.arange(n) <= rows[:, None]
     scores = np.where(causal, scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    largest = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - largest)
     shares = weights / weights.sum(-1, keepdims=True)
     return shares.sum((1, 2))
 
@@ -229,8 +232,11 @@ def votes(eranks_of: Array) -> npt.NDArray[np.int64]:
 def drops(hidden: Sequence[float] | Array, epsilon: float) -> list[int]:
     """Layers before which the effective rank falls by more than ``epsilon`` (Eq. 11),
     from one rank a layer."""
-    falls = [before - after for before, after in pairwise(hidden)]
-    return [layer for layer, fall in enumerate(falls, 1) if fall > epsilon]
+    layers: list[int] = []
+    for layer, (before, after) in enumerate(pairwise(hidden), 1):
+        if before - after > epsilon:
+            layers.append(layer)
+    return layers
 
 
 def likest_recent(entropies: Entropies, k: str) -> tuple[float, list[float]]:

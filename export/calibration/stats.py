@@ -97,7 +97,9 @@ ARRAYS = tuple(
 
 
 def _outer(x: Array) -> Array:
-    return x[..., :, None] * x[..., None, :]
+    columns = x[..., :, None]
+    rows = x[..., None, :]
+    return columns * rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,8 +179,10 @@ class Stats:
 
     def save(self, path: Path | str) -> None:
         """Write an .npz: the arrays, and a header in JSON."""
+        header = np.array(self._header())
+        arrays = self._arrays()
         with Path(path).open("wb") as file:
-            np.savez(file, header=np.array(self._header()), **self._arrays())  # type: ignore[arg-type]
+            np.savez(file, header=header, **arrays)  # type: ignore[arg-type]
 
     @classmethod
     def load(cls, path: Path | str) -> Stats:

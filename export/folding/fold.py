@@ -166,10 +166,10 @@ def _projections(layer: int, lanes: list[LaneFold]) -> Iterator[tuple[str, Tenso
     the layer."""
     width = max(lane.proj_q.shape[0] for lane in lanes)
     rank = max(lane.proj_q.shape[1] for lane in lanes)
-    at = f"layers.{layer}.attend."
     q = [padded(lane.proj_q, width, rank) for lane in lanes]
     k = [padded(lane.proj_k, width, rank) for lane in lanes]
     centres = [padded(lane.centre[None], 1, rank)[0] for lane in lanes]
-    yield f"{at}proj_q", torch.stack(q).float()
-    yield f"{at}proj_k", torch.stack(k).float()
-    yield f"{at}centre_k", torch.stack(centres).float()
+    state = {"proj_q": q, "proj_k": k, "centre_k": centres}
+    for name, of_lanes in state.items():
+        stacked = torch.stack(of_lanes)
+        yield f"layers.{layer}.attend.{name}", stacked.float()

@@ -186,11 +186,13 @@ class Priced:
     @cached_property
     def _format_of(self) -> Choice:
         """[options]: the place in FORMATS of every option's format."""
-        return np.array([FORMATS.index(form) for _, form in self.grid.options])
+        formats = (form for _, form in self.grid.options)
+        return np.array([FORMATS.index(form) for form in formats])
 
     def _options_in(self, form: SideFormat) -> Choice:
         """The options of one format."""
-        return np.flatnonzero(self._format_of == FORMATS.index(form))
+        wanted = FORMATS.index(form)
+        return np.flatnonzero(self._format_of == wanted)
 
     def _sizes_in(self, form: SideFormat) -> Choice:
         """Bytes a page of the options of one format."""
@@ -279,7 +281,8 @@ class Priced:
 
 def total(loss: Array, options: Choice) -> float:
     """The sum of the losses [rows, options] of one option a row."""
-    return float(np.take_along_axis(loss, options[:, None], 1).sum())
+    losses = np.take_along_axis(loss, options[:, None], 1)
+    return float(losses.sum())
 
 
 # -- a choice as a plan ----------------------------------------------------------------

@@ -58,7 +58,8 @@ def buckets(lanes: Sequence[Lane], chosen: Decision) -> tuple[Bucket, ...]:
 def _layers(stages: Sequence[Stage], layers: int) -> list[range]:
     """The layers of each stage."""
     firsts = [stage.first_layer for stage in stages] or [0]
-    return [range(first, end) for first, end in pairwise([*firsts, layers])]
+    borders = [*firsts, layers]
+    return [range(first, end) for first, end in pairwise(borders)]
 
 
 def cold_tier(chosen: Decision) -> Tier | None:

@@ -87,8 +87,9 @@ def _rotated_k(
     s = hadamard(rank, rng)
     a = s if given.a is None else given.a @ s
     b = s if given.b is None else given.b @ s
-    lane = dataclasses.replace(lane, projected=lane.rope != "none")
-    return lane, dataclasses.replace(given, a=a, b=b)
+    turns = lane.rope != "none"
+    rotated = dataclasses.replace(given, a=a, b=b)
+    return dataclasses.replace(lane, projected=turns), rotated
 
 
 def _rotated_v(given: LaneBasis, head_dim: int, rng: np.random.Generator) -> LaneBasis:

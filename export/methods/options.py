@@ -131,7 +131,8 @@ class RequestedMethod:
 def parse(request: str) -> tuple[RequestedMethod, ...]:
     """``name``, ``name:key=value,key=value`` and compositions ``a+b``. Raises
     KvlatheError where it cannot be read."""
-    return tuple(_parse_one(part.strip()) for part in request.split("+"))
+    parts = request.split("+")
+    return tuple(_parse_one(part.strip()) for part in parts)
 
 
 def _parse_one(text: str) -> RequestedMethod:

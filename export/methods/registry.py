@@ -107,7 +107,8 @@ def methods_of(request: str) -> list[tuple[RequestedMethod, Method]]:
 
 def chooses_ranks(request: str) -> bool:
     """Whether one of the request's methods decides how many dimensions are kept."""
-    return any(method.rotate for _, method in methods_of(request))
+    methods = methods_of(request)
+    return any(method.rotate for _, method in methods)
 
 
 def calibration(request: str) -> Source | None:

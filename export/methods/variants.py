@@ -51,8 +51,10 @@ class Variant:
 def removed(plan: CompressionPlan, bits: int) -> float:
     """Share of the bytes that ``plan`` removes of the uncompressed cache in ``bits`` a
     number, a long sequence."""
-    whole = 2 * len(plan.lanes) * plan.model.head_dim * bits / 8
-    return 1 - CacheLayout(plan).bytes_per_token() / whole
+    elements = 2 * len(plan.lanes) * plan.model.head_dim
+    whole = elements * bits / 8
+    kept = CacheLayout(plan).bytes_per_token()
+    return 1 - kept / whole
 
 
 def for_comparison(

@@ -110,7 +110,8 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the folder's tensor ``name``, from its header."""
-        return tuple(self._where[name].get_slice(name).get_shape())
+        header = self._where[name].get_slice(name)
+        return tuple(header.get_shape())
 
     def _read(self, name: str) -> Tensor:
         """A view of the mapped file: nothing is copied until it is used."""

@@ -94,7 +94,10 @@ class DecoderLayer(nn.Module):
         return run_layer(self, x, attend), *handed_on
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.q(x), self.k(x), self.v(x)
+        q = self.q(x)
+        k = self.k(x)
+        v = self.v(x)
+        return q, k, v
 
     def gate_up(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
         up = self.up(x)

@@ -99,7 +99,10 @@ class DecoderSpec:
 
     def scale(self, layer: int) -> float:
         """What the scores q.k of a layer are multiplied by before the softmax."""
-        return self.family.scales[layer] if self.family.scales else self.head_dim**-0.5
+        scales = self.family.scales
+        if scales is None:
+            return self.head_dim**-0.5
+        return scales[layer]
 
 
 def read_spec(

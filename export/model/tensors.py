@@ -79,7 +79,8 @@ def split_name(name: str) -> tuple[int | None, str, str]:
     """``layers.3.q.weight`` -> (3, "q", "weight"); no layer for the tensors around the
     layers."""
     *layer, role, kind = name.removeprefix("layers.").split(".")
-    return int(layer[0]) if layer else None, role, kind
+    index = int(layer[0]) if layer else None
+    return index, role, kind
 
 
 def stored_name(spec: DecoderSpec, name: str) -> str:

@@ -45,7 +45,10 @@ class SoftmaxState:
 
 
 def output_names(plan: CompressionPlan) -> list[str]:
-    return ["o", "rows"] + (["mass"] if plan.observation is not None else [])
+    names = ["o", "rows"]
+    if plan.observation is not None:
+        names.append("mass")
+    return names
 
 
 def attend_function(
@@ -180,14 +183,21 @@ class _Writer:
         )
 
     def hot(self, x: str, part: int) -> str:
-        return self.body.cast(x, _float_type(self.facts.hot_bits[part]))
+        bits = self.facts.hot_bits[part]
+        return self.body.cast(x, _float_type(bits))
 
     def rows(self, k: str, v: str) -> None:
         """The output ``rows`` from k' [H, T, Rk] and packed v'."""
-        b, wide = self.body, _float_type(max(self.facts.hot_bits))
-        packed = b.reshape(b.transpose(k, 1, 0, 2), 0, -1, self.plan.unit)
-        packed = b.reshape(b.gather(packed, "row_units", 1), 0, -1)
-        b.output("rows", b.op("Concat", b.cast(packed, wide), b.cast(v, wide), axis=1))
+        b = self.body
+        wide = _float_type(max(self.facts.hot_bits))
+        by_token = b.transpose(k, 1, 0, 2)  # [N, H, Rk]
+        units = b.reshape(by_token, 0, -1, self.plan.unit)
+        kept = b.gather(units, "row_units", 1)
+        packed = b.reshape(kept, 0, -1)
+        k_rows = b.cast(packed, wide)
+        v_rows = b.cast(v, wide)
+        rows = b.op("Concat", k_rows, v_rows, axis=1)
+        b.output("rows", rows)
 
     def fresh(self, k: str, v: str) -> tuple[str, str]:
         """k' [H, T, Rk] and packed v' -> K, V [H, 1, B, Q, R] of each sequence's own
@@ -202,7 +212,8 @@ class _Writer:
     # -- attention ---------------------------------------------------------------------
     def scores(self, q: str, k: str) -> str:
         """q [H, G, B, Q, R] times k [H, 1, B, N, R]."""
-        return self.body.op("MatMul", q, self.body.transpose(k, 0, 1, 2, 4, 3))
+        turned = self.body.transpose(k, 0, 1, 2, 4, 3)
+        return self.body.op("MatMul", q, turned)
 
     def weighted(self, v: str) -> Callable[[str], str]:
         """From shares [H, G, B, Q, N] to the mean of v [H, 1, B, N, R]."""
@@ -309,24 +320,24 @@ class _Writer:
         fresh, *cached = [
             b.transpose(b.op("Mul", part, weights), 0, 1, 2, 4, 3) for part in parts
         ]  # [H, G, B, 1, Q]
-        found = [
+        masses = [
             self.cached_mass(x, state.shares, bucket)
             for bucket, (x, state) in enumerate(zip(cached, states[1:], strict=True))
         ]
-        found.append(self.observed(fresh, states[0].shares))
-        b.output("mass", b.transpose(b.op("Concat", *found, axis=2), 1, 0, 2))
+        masses.append(self.observed(fresh, states[0].shares))
+        b.output("mass", b.transpose(b.op("Concat", *masses, axis=2), 1, 0, 2))
 
     def cached_mass(self, weights: str, shares: str, bucket: int) -> str:
         """[H, B, M * P]; zeros where a bucket lacks the lane or the sequence has
         nothing there."""
         b, empty = self.body, self.empty[bucket]  # [B, 1]
         if self.facts.shared:
-            found = self.observed(weights, shares)
+            mass = self.observed(weights, shares)
         else:
-            found = self.observed(b.gather(weights, f"lanes_{bucket}", 0), shares)
-            found = b.gather(found, b.op("Max", f"places_{bucket}", b.int32(0)), 0)
+            mass = self.observed(b.gather(weights, f"lanes_{bucket}", 0), shares)
+            mass = b.gather(mass, b.op("Max", f"places_{bucket}", b.int32(0)), 0)
             empty = b.op("Or", empty, b.unsqueeze(self.absent(bucket), 2))
-        return b.op("Where", empty, b.float(0), found)
+        return b.op("Where", empty, b.float(0), mass)
 
     def observed(self, weights: str, shares: str) -> str:
         """weights [H, G, B, 1, Q], shares [H, G, B, Q, N] -> [H, B, N]."""

@@ -48,8 +48,9 @@ class Body:
 
     def output(self, name: str, x: str) -> None:
         """The function's output ``name`` is x, the result of the last node."""
-        assert list(self.nodes[-1].output) == [x]
-        self.nodes[-1].output[:] = [name]
+        last = self.nodes[-1]
+        assert list(last.output) == [x]
+        last.output[:] = [name]
 
     def attribute(self, name: str) -> str:
         """A float attribute of the function, as a value."""
@@ -84,7 +85,9 @@ class Body:
         return self.op("Gather", x, index, axis=axis)
 
     def slice(self, x: str, start: int, end: int) -> str:
-        return self.op("Slice", x, self.const([start]), self.const([end]))
+        first = self.const([start])
+        last = self.const([end])
+        return self.op("Slice", x, first, last)
 
     def transpose(self, x: str, *perm: int) -> str:
         return self.op("Transpose", x, perm=perm)
@@ -95,4 +98,7 @@ class Body:
 
     def arange(self, length: str) -> str:
         """0 .. length-1 int32; ``length`` is a scalar."""
-        return self.op("Range", self.int32(0), self.cast(length, INT32), self.int32(1))
+        start = self.int32(0)
+        end = self.cast(length, INT32)
+        step = self.int32(1)
+        return self.op("Range", start, end, step)

@@ -57,9 +57,13 @@ class Rounded:
 
     @classmethod
     def symmetric(cls, b: Body, x: str, levels: int) -> Rounded:
-        largest = b.op("ReduceMax", b.op("Abs", x), b.const([-1]))
-        step = b.op("Max", b.op("Div", largest, b.float(levels)), b.float(LEAST_SCALE))
-        return cls(b.op("Round", b.op("Div", x, step)), step)
+        sizes = b.op("Abs", x)
+        largest = b.op("ReduceMax", sizes, b.const([-1]))
+        step = b.op("Div", largest, b.float(levels))
+        step = b.op("Max", step, b.float(LEAST_SCALE))
+        scaled = b.op("Div", x, step)
+        codes = b.op("Round", scaled)
+        return cls(codes, step)
 
     @classmethod
     def asymmetric(cls, b: Body, x: str, member: str) -> Rounded:
@@ -103,14 +107,14 @@ class Rounded:
             "Concat", b.op("Shape", self.whole, start=0, end=5), b.const([-1]), axis=0
         )
         products = b.cast(b.op("Reshape", products, shape), FLOAT)
-        found = b.op(
+        product = b.op(
             "Add", b.op("Mul", products, scale), b.op("Mul", self._sums(b), minimum)
         )
-        found = b.op("Mul", self.step, found)
+        product = b.op("Mul", self.step, product)
         if self.low is None or self.count is None or sums is None:
-            return found
+            return product
         other = b.op("Add", b.op("Mul", sums, scale), b.op("Mul", self.count, minimum))
-        return b.op("Add", found, b.op("Mul", self.low, other))
+        return b.op("Add", product, b.op("Mul", self.low, other))
 
     def _sums(self, b: Body) -> str:
         return b.op("ReduceSum", self.whole, b.const([-1]))
@@ -199,21 +203,23 @@ def outputs_by_rank(b: Body, shares: str, v: Coded, groups: str, tokens: int) ->
     )
     shape = (b.op("Shape", rounded.whole, start=0, end=6), b.const([-1]))
     products = b.cast(b.op("Reshape", products, b.op("Concat", *shape, axis=0)), FLOAT)
-    found = b.op(
+    product = b.op(
         "ReduceSum", b.op("Mul", rounded.step, products), b.const([2]), keepdims=0
     )  # [Hs, B, g, G, Q, Rv]
     lowest = b.op("MatMul", shares, v.minimum)  # [Hs, G, B, Q, g]
     lowest = b.unsqueeze(b.transpose(lowest, 0, 2, 4, 1, 3), 5)
     member = b.cast(b.unsqueeze(groups, 1, 3, 4), FLOAT)  # [Hs, 1, g, 1, 1, Rv]
-    found = b.op(
+    product = b.op(
         "ReduceSum",
-        b.op("Mul", b.op("Add", found, lowest), member),
+        b.op("Mul", b.op("Add", product, lowest), member),
         b.const([2]),
         keepdims=0,
     )
-    return b.transpose(found, 0, 2, 1, 3, 4)
+    return b.transpose(product, 0, 2, 1, 3, 4)
 
 
 def _added(b: Body, x: str) -> str:
     """The sum over partitions: [Hs, B, groups, G, Q, ...] -> [Hs, G, B, Q, ...]."""
-    return b.transpose(b.op("ReduceSum", x, b.const([2]), keepdims=0), 0, 2, 1, 3, 4)
+    axis = b.const([2])
+    added = b.op("ReduceSum", x, axis, keepdims=0)
+    return b.transpose(added, 0, 2, 1, 3, 4)

@@ -154,7 +154,8 @@ def _example(decoder: Decoder) -> tuple[tuple[object, ...], tuple[object, ...]]:
     letters = {name: torch.export.Dim(name.replace("+1", "_plus_1")) for name in sizes}
 
     def ints(*shape: str | int) -> Tensor:
-        return torch.zeros([sizes.get(x, x) for x in shape], dtype=torch.int32)  # type: ignore[misc]
+        numbers = [sizes[x] if isinstance(x, str) else x for x in shape]
+        return torch.zeros(numbers, dtype=torch.int32)
 
     types = {
         "pool_f32": torch.float32,
@@ -304,7 +305,8 @@ class Place:
 
     @property
     def size(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
+        count = torch.Size(self.shape).numel()
+        return self.dtype.itemsize * count
 
     @property
     def reserved(self) -> int:

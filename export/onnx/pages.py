@@ -52,7 +52,9 @@ class Places:
         self.empty = b.unsqueeze(self.none, 1)  # [B, 1, 1]
 
     def _stride(self, bits: int) -> str:
-        return self.body.int32(self.stride * 8 // bits // self.plan.unit)
+        elements = self.stride * 8 // bits
+        units = elements // self.plan.unit
+        return self.body.int32(units)
 
     def base(self, bits: int) -> str:
         """First unit row of each token's page, [B, N, 1]."""
@@ -66,7 +68,8 @@ class Places:
 
     def page_base(self, bits: int) -> str:
         """First unit row of each page, [B, M]."""
-        return self.body.op("Mul", self.table, self._stride(bits))
+        stride = self._stride(bits)
+        return self.body.op("Mul", self.table, stride)
 
     def elements(self, data: str, places: str, group: int) -> str:
         """Flat places in data [B, M, E] of the elements of every ``group``-th token:
@@ -154,12 +157,16 @@ class PageReader:
         meta = self.per_page("pool_f16", f"{x}_meta_{bucket}", 16, tokens)
         steps = self.facts.steps(bucket, x)
         scale_at = tokens.elements(meta, f"{x}_meta_at_{bucket}", steps)
-        scale = b.gather(b.reshape(meta, -1), scale_at, 0)
-        minimum = b.gather(b.reshape(meta, -1), b.op("Add", scale_at, b.int32(1)), 0)
-        sums = self.sums(x, tokens, steps) if self.facts.tier(bucket).sums else None
-        return onnx_integer.Coded(
-            self.codes(x, tokens), b.cast(scale, FLOAT), b.cast(minimum, FLOAT), sums
-        )
+        halves = b.reshape(meta, -1)
+        scale = b.gather(halves, scale_at, 0)
+        minimum_at = b.op("Add", scale_at, b.int32(1))
+        minimum = b.gather(halves, minimum_at, 0)
+        has_sums = self.facts.tier(bucket).sums
+        sums = self.sums(x, tokens, steps) if has_sums else None
+        codes = self.codes(x, tokens)
+        scale = b.cast(scale, FLOAT)
+        minimum = b.cast(minimum, FLOAT)
+        return onnx_integer.Coded(codes, scale, minimum, sums)
 
     def codes(self, x: str, tokens: Places) -> str:
         """Codes of a bucket uint8 [Hs, 1, B, N, R]: runs of ``unit`` codes of a token,
@@ -170,10 +177,12 @@ class PageReader:
         size, group = (self.plan.unit, 1) if form.along_rank else (page, page)
         data = b.reshape(unpacked, 0, 0, -1, size)
         at = tokens.elements(data, f"{x}_code_at_{bucket}", group)
-        runs = b.gather(b.reshape(unpacked, -1, size), at, 0)
+        every_run = b.reshape(unpacked, -1, size)
+        runs = b.gather(every_run, at, 0)
         if form.along_rank:
             return b.reshape(runs, 0, 0, 0, 0, -1)
-        return self.joined(b.transpose(runs, 0, 1, 2, 3, 5, 4))
+        by_token = b.transpose(runs, 0, 1, 2, 3, 5, 4)
+        return self.joined(by_token)
 
     def sums(self, x: str, tokens: Places, group: int) -> str:
         """The stored sums of the groups' codes, float, in the places of their

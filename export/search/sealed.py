@@ -141,8 +141,10 @@ class SealedAttend(AttendLayer):
 
         def output(shares: Tensor) -> Tensor:
             by_lane = zip(self.seals, shares, strict=True)
-            rounded_shares = torch.stack([seal.shares(own) for seal, own in by_lane])
-            return (rounded_shares.to(values.dtype) @ values).to(self.dtype)
+            rounded = [seal.shares(own) for seal, own in by_lane]
+            rounded_shares = torch.stack(rounded).to(values.dtype)
+            out = rounded_shares @ values
+            return out.to(self.dtype)
 
         return SoftmaxState.of(scores, output)
 

@@ -4,6 +4,7 @@ whatever became of earlier ones."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -38,12 +39,14 @@ class Outcome:
 
     @property
     def between_tokens_seconds(self) -> list[float]:
-        return [b - a for a, b in zip(self.arrivals, self.arrivals[1:], strict=False)]
+        pairs = itertools.pairwise(self.arrivals)
+        return [after - before for before, after in pairs]
 
     def normalized_seconds(self, now: float) -> float:
         """From when it was due to its end (so far: to ``now``), for each token of the
         answer."""
-        return ((self.ended or now) - self.due) / self.request.new_tokens
+        end = self.ended or now
+        return (end - self.due) / self.request.new_tokens
 
 
 async def open_loop(

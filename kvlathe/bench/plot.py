@@ -88,4 +88,6 @@ def _finished(points: Sequence[Point], rate: float) -> bool:
 
 
 def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    return [a for a, _ in pairs], [b for _, b in pairs]
+    firsts = [first for first, _ in pairs]
+    seconds = [second for _, second in pairs]
+    return firsts, seconds

@@ -128,7 +128,7 @@ def check_keys(keys: tuple[str, ...]) -> None:
 @click.option(
     "--share-prefixes/--no-share-prefixes",
     default=None,
-    help="Reuse common beginnings.  [default: where the engine's plan allows it]",
+    help="Reuse common prefixes.  [default: where the engine's plan allows it]",
 )
 @click.option(
     "--drain-seconds",

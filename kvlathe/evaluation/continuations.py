@@ -101,7 +101,10 @@ def written(
 
 def first_line(text: str) -> str:
     """The first line with something on it, without its indentation."""
-    return next((line.strip() for line in text.split("\n") if line.strip()), "")
+    for line in text.split("\n"):
+        if stripped := line.strip():
+            return stripped
+    return ""
 
 
 def edit_similarity(texts: Sequence[str], references: Sequence[str]) -> float:

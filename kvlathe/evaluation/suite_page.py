@@ -22,7 +22,9 @@ HUES = 0, 130
 
 def colour(share: float) -> str:
     """Red through yellow to green."""
-    return f"hsl({HUES[0] + share * (HUES[1] - HUES[0]):.0f} 70% 65%)"
+    first, last = HUES
+    hue = first + share * (last - first)
+    return f"hsl({hue:.0f} 70% 65%)"
 
 
 def write_page(

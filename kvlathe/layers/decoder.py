@@ -98,15 +98,19 @@ def _mlp_inner(layer: Layer, x: Tensor) -> Tensor:
 
 
 def _by_head(norm: RowMap, x: Tensor, head_dim: int) -> Tensor:
-    return norm(x.unflatten(-1, (-1, head_dim))).flatten(-2)
+    heads = x.unflatten(-1, (-1, head_dim))
+    return norm(heads).flatten(-2)
 
 
 def rope_angles(
     positions: Tensor, inv_freq: Tensor, amplitude: Tensor
 ) -> tuple[Tensor, Tensor]:
     """positions [T], inv_freq and amplitude [d/2] -> cos, sin [T, d/2], float32."""
-    angles = positions.float().unsqueeze(-1) * inv_freq
-    return angles.cos() * amplitude, angles.sin() * amplitude
+    rows = positions.float().unsqueeze(-1)
+    angles = rows * inv_freq
+    cos = angles.cos() * amplitude
+    sin = angles.sin() * amplitude
+    return cos, sin
 
 
 def tied_head(embed: Tensor) -> RowMap:

@@ -31,7 +31,8 @@ class Rows:
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
         """(x - mean) / sqrt(variance + eps) * weight + bias (arXiv 1607.06450)."""
-        wide = F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps)
+        wide_weight, wide_bias = weight.float(), bias.float()
+        wide = F.layer_norm(x.float(), weight.shape, wide_weight, wide_bias, eps)
         return wide.to(x.dtype)
 
     def gated(self, activation: str, gate: Tensor, up: Tensor) -> Tensor:

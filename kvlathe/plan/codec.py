@@ -78,7 +78,8 @@ class PageMatrix:
 
     @cached_property
     def _starts(self) -> npt.NDArray[np.intp]:
-        return np.cumsum((0, *self.groups[:-1])).astype(np.intp)
+        sizes_before = (0, *self.groups[:-1])
+        return np.cumsum(sizes_before).astype(np.intp)
 
     @property
     def _rows(self) -> int:
@@ -148,9 +149,11 @@ class PageMatrix:
     def _write_sums(self, page: Bytes, codes: Bytes) -> None:
         """The low bytes of each group's sum, little-endian, behind the metadata."""
         sums = np.add.reduceat(codes, self._starts, axis=1, dtype=np.uint32)
-        all_bytes = sums.astype("<u4")[..., None].view(np.uint8)
+        little_endian = sums.astype("<u4")[..., None]
+        all_bytes = little_endian.view(np.uint8)
         low_bytes = all_bytes[..., : self.format.sum_bytes]
-        page[self.sums : self.sums + low_bytes.size] = low_bytes.ravel()
+        end = self.sums + low_bytes.size
+        page[self.sums : end] = low_bytes.ravel()
 
     def _noise(self, key: int, position: Positions) -> Floats:
         drawn = noise(key, position, self.tokens, self.rank)
@@ -158,8 +161,11 @@ class PageMatrix:
 
     def _spread(self, metadata: npt.NDArray[np.float16]) -> tuple[Floats, Floats]:
         """Scale and minimum of every element [rows, axis length]."""
-        wide = np.repeat(metadata.astype(np.float32), self.groups, axis=1)
-        return wide[..., 0], wide[..., 1]
+        pairs = metadata.astype(np.float32)
+        wide = np.repeat(pairs, self.groups, axis=1)
+        scale = wide[..., 0]
+        minimum = wide[..., 1]
+        return scale, minimum
 
 
 def pack(codes: Bytes, bits: int) -> Bytes:

@@ -16,7 +16,8 @@ class PageDemand:
     """Of sequences of one ``layout``. Every answer is pages of each bucket."""
 
     def __init__(self, layout: CacheLayout) -> None:
-        self.layout, self.plan = layout, layout.plan
+        self.layout = layout
+        self.plan = layout.plan
         self._stages = [self._stage_of(placed) for placed in layout.placements]
 
     def _stage_of(self, placed: Placement) -> int:
@@ -56,14 +57,15 @@ class PageDemand:
 
     def _arrived(self, passes: tuple[Pass, ...]) -> list[int]:
         """Tokens of the prompt that reach each placement."""
-        return [
-            next(p.tokens for p in passes if p.first <= stage < p.end)
-            for stage in self._stages
-        ]
+        of_stage = [0] * self.plan.graphs
+        for one in passes:
+            for stage in range(one.first, one.end):
+                of_stage[stage] = one.tokens
+        return [of_stage[stage] for stage in self._stages]
 
     def _during(self, passes: tuple[Pass, ...], now: int) -> list[int]:
-        """While pass ``now`` runs and settles: the stages before it have settled, those
-        after it are empty."""
+        """While pass ``now`` runs and its tokens move. Those of the stages before it have
+        moved, and the stages after it are empty."""
         pages = [0] * len(self.plan.buckets)
         arrived = self._arrived(passes)
         current = passes[now]

@@ -38,7 +38,8 @@ def groups_along_rank(rank: int, group: int) -> tuple[int, ...]:
 
 def sum_bytes(bits: int, group: int) -> int:
     """Bytes that hold the sum of ``group`` codes of ``bits`` bits."""
-    return -(-(bits + math.ceil(math.log2(group))) // 8)
+    most_bits = bits + math.ceil(math.log2(group))
+    return -(-most_bits // 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,9 @@ class Format:
     @property
     def pools(self) -> frozenset[str]:
         """All views that are read: metadata is halves."""
-        return frozenset((self.pool, "pool_f16") if self.is_coded else (self.pool,))
+        if self.is_coded:
+            return frozenset((self.pool, "pool_f16"))
+        return frozenset((self.pool,))
 
     @property
     def sum_bytes(self) -> int:
@@ -136,7 +139,9 @@ class Format:
 
     def page_bytes(self, rank: int, tokens: int) -> int:
         """Bytes of one lane's K or V in a page of ``tokens`` tokens."""
-        return self.data_bytes(rank, tokens) + self.meta_bytes(rank, tokens)
+        data = self.data_bytes(rank, tokens)
+        meta = self.meta_bytes(rank, tokens)
+        return data + meta
 
 
 @dataclass(frozen=True, slots=True)

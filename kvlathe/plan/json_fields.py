@@ -122,8 +122,10 @@ def _annotated(options: Options, value: object, name: str) -> object:
 def _one_of(beside: OneOf, value: object, name: str) -> object:
     kind = _object(value, name).get("kind")
     known = isinstance(kind, str) and kind in beside.classes
-    _require(known, f"{name}.kind", f"one of {', '.join(beside.classes)}")
-    return _dataclass(beside.classes[cast(str, kind)], value, name, ("kind",))
+    names = ", ".join(beside.classes)
+    _require(known, f"{name}.kind", f"one of {names}")
+    chosen = beside.classes[cast(str, kind)]
+    return _dataclass(chosen, value, name, ("kind",))
 
 
 def _optional(options: Options, value: object, name: str) -> object:
@@ -141,8 +143,9 @@ def _tuple(options: Options, value: object, name: str) -> object:
 
 
 def _mapping(options: Options, value: object, name: str) -> object:
+    _, kind = options
     items = _object(value, name).items()
-    return {key: _read(options[1], item, f"{name}.{key}") for key, item in items}
+    return {key: _read(kind, item, f"{name}.{key}") for key, item in items}
 
 
 def _literal(options: Options, value: object, name: str) -> object:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 
@@ -52,52 +55,77 @@ def layer_table(plan: CompressionPlan, layer: int) -> npt.NDArray[np.int32]:
     ``pools``: bits 1, 2, 4 for the views pool_f32, pool_f16, pool_u8 that the op is
     given. Axis 0 is rank, 1 token.
     """
-    layout, lanes = CacheLayout(plan), plan.active(layer)
-    tables = [layout.lane_table(b) for b in range(len(plan.buckets))]
-    tables = [table[table[:, 0] == layer] for table in tables]
+    lanes = plan.active(layer)
+    tables = _lane_tables(plan, layer)
+    header = _header(plan, layer)
+    lanes_end = len(header) + len(lanes) * len(LANE_FORM)
+    tables_at = lanes_end + len(tables) * len(BUCKET_FORM)
+    planes_at = tables_at + sum(table.size for table in tables)
+    rows, planes = _lane_forms(plan, lanes, planes_at)
+    forms = _bucket_forms(plan, tables, tables_at)
+    flat = [table.reshape(-1) for table in tables]
+    return np.concatenate([header, rows, forms, *flat, planes]).astype(np.int32)
+
+
+def _lane_tables(plan: CompressionPlan, layer: int) -> list[npt.NDArray[np.int32]]:
+    """Of each bucket the rows of its lane table that are of this layer."""
+    layout = CacheLayout(plan)
+    tables = [layout.lane_table(bucket) for bucket in range(len(plan.buckets))]
+    return [table[table[:, 0] == layer] for table in tables]
+
+
+def _header(plan: CompressionPlan, layer: int) -> tuple[int, ...]:
+    """TABLE_HEADER of a layer."""
+    lanes = plan.active(layer)
+    turns = any(lane.rope != "none" for lane in plan.lanes if not lane.removed)
     tiers = [plan.tiers[bucket.tier] for bucket in plan.buckets]
-    active = [lane for lane in plan.lanes if not lane.removed]
     views = {view for tier in tiers for form in tier.formats for view in form.pools}
     pools = sum(1 << i for i, view in enumerate(POOLS) if view in views)
-    header = (
+    widest_input = max(lane.input_dim for lane in lanes)
+    widest_k = max(lane.rank_k for lane in lanes)
+    return (
         TABLE_VERSION, layer, plan.page_tokens, plan.model.group_size, len(lanes), len(plan.buckets),
-        plan.model.head_dim // 2, plan.projected, any(lane.rope != "none" for lane in active), plan.hot_bits,
-        max(lane.input_dim for lane in lanes), max(lane.rank_k for lane in lanes), pools,
+        plan.model.head_dim // 2, plan.projected, turns, plan.hot_bits, widest_input, widest_k, pools,
     )  # fmt: skip
-    at = len(header) + len(lanes) * len(LANE_FORM) + len(tiers) * len(BUCKET_FORM)
+
+
+def _bucket_forms(
+    plan: CompressionPlan, tables: Sequence[npt.NDArray[np.int32]], at: int
+) -> list[int]:
+    """BUCKET_FORM of each bucket, one after the other. The lane tables begin at
+    ``at``."""
+    page_stride = CacheLayout(plan).page_stride
     forms: list[int] = []
-    for b, (bucket, tier, table) in enumerate(
-        zip(plan.buckets, tiers, tables, strict=True)
-    ):
-        forms += (
-            *format_fields(tier),
-            layout.page_stride[b],
-            bucket.source is None,
-            len(table),
-            at,
-        )
+    for b, bucket in enumerate(plan.buckets):
+        tier, table = plan.tiers[bucket.tier], tables[b]
+        is_fresh = bucket.source is None
+        forms += (*format_fields(tier), page_stride[b], is_fresh, len(table), at)
         at += table.size
-    planes: list[int] = []
+    return forms
+
+
+def _lane_forms(
+    plan: CompressionPlan, lanes: Sequence[Lane], at: int
+) -> tuple[list[int], list[int]]:
+    """LANE_FORM of each lane, one after the other; and the planes that RoPE turns. The
+    planes begin at ``at``."""
     rows: list[int] = []
+    planes: list[int] = []
     for lane in lanes:
-        index = lane.layer * plan.model.kv_heads + lane.head
-        fresh = next(
-            i
-            for i, bucket in enumerate(plan.buckets)
-            if bucket.source is None and index in bucket.lanes
-        )
-        where = at + len(planes) if lane.rope == "planes" else 0
-        rows += (
-            lane.head,
-            lane.input_dim,
-            lane.rope != "none",
-            where,
-            lane.projected,
-            lane.rank_k,
-            lane.rank_v,
-            fresh,
-        )
-        planes += lane.planes if lane.rope == "planes" else ()
-    return np.concatenate(
-        [header, rows, forms, *(table.reshape(-1) for table in tables), planes]
-    ).astype(np.int32)
+        own = lane.planes if lane.rope == "planes" else ()
+        planes_at = at + len(planes) if lane.rope == "planes" else 0
+        turns = lane.rope != "none"
+        fresh = _fresh_bucket(plan, lane)
+        rows += (lane.head, lane.input_dim, turns, planes_at)
+        rows += (lane.projected, lane.rank_k, lane.rank_v, fresh)
+        planes += own
+    return rows, planes
+
+
+def _fresh_bucket(plan: CompressionPlan, lane: Lane) -> int:
+    """The bucket that takes the new tokens of a lane."""
+    index = lane.layer * plan.model.kv_heads + lane.head
+    for i, bucket in enumerate(plan.buckets):
+        if bucket.source is None and index in bucket.lanes:
+            return i
+    raise LookupError(f"lane {index} is in no fresh bucket")

@@ -71,7 +71,8 @@ class CacheLayout:
 
     @cached_property
     def _placed(self) -> tuple[tuple[dict[int, LaneOffsets], int], ...]:
-        return tuple(self._place(b) for b in range(len(self.plan.buckets)))
+        buckets = range(len(self.plan.buckets))
+        return tuple(self._place(bucket) for bucket in buckets)
 
     def _place(self, bucket: int) -> tuple[dict[int, LaneOffsets], int]:
         tier = self.plan.tiers[self.plan.buckets[bucket].tier]
@@ -192,8 +193,8 @@ class CacheLayout:
         )
 
     def all_held(self, tokens: int) -> list[int]:
-        """Tokens in each bucket once ``tokens`` have reached the fresh ones and were
-        settled."""
+        """Tokens in each bucket once ``tokens`` have reached the fresh ones and
+        moved."""
         held = [0] * len(self.plan.buckets)
         for placed in self.placements:
             for bucket, count in zip(placed.buckets, placed.held(tokens), strict=True):

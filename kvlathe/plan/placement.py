@@ -27,8 +27,8 @@ class Placement(ABC):
     """Of ``buckets``: a fresh one, then its cold ones, as numbers of the plan.
 
     ``rules``: of the cold buckets or, where there are none, of the fresh one.
-    ``prompt_step``: a prompt settles each time that so many of its tokens are cached,
-    and at its end (0: only there). A decode settles after each token.
+    ``prompt_step``: a prompt's tokens move each time that so many of them are cached,
+    and at its end (0: only there). In a decode they move after each token.
     """
 
     buckets: tuple[int, ...]
@@ -43,7 +43,7 @@ class Placement(ABC):
 
     @abstractmethod
     def held(self, tokens: int) -> tuple[int, ...]:
-        """Tokens in each bucket once ``tokens`` have arrived and were settled."""
+        """Tokens in each bucket once ``tokens`` have arrived and moved."""
 
     @abstractmethod
     def moves(self, lengths: Sequence[int], arrived: int) -> Moves:
@@ -53,7 +53,7 @@ class Placement(ABC):
     @abstractmethod
     def _most(self, tokens: int, step: int) -> tuple[int, ...]:
         """Pages of each bucket that are needed at one time by up to ``tokens`` tokens
-        that settle every ``step``; the pages that moves fill are beside those that they
+        that move every ``step``; the pages that moves fill are beside those that they
         empty."""
 
     def worst_pages(self, tokens: int, prompt: int) -> tuple[int, ...]:

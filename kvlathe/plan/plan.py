@@ -105,7 +105,8 @@ class CompressionPlan:
 
     # -- views -------------------------------------------------------------------------
     def lane(self, layer: int, head: int) -> Lane:
-        return self.lanes[layer * self.model.kv_heads + head]
+        index = layer * self.model.kv_heads + head
+        return self.lanes[index]
 
     def active(self, layer: int) -> tuple[Lane, ...]:
         """The lanes of a layer that Attend sees, in head order."""
@@ -173,7 +174,7 @@ class CompressionPlan:
 
     @property
     def prompt_step(self) -> int:
-        """A prompt settles each time that so many of its tokens are cached, and at its
+        """A prompt's tokens move each time that so many of them are cached, and at its
         end (0: only there)."""
         if self.observation is None:
             return self.prefill_chunk
@@ -194,7 +195,8 @@ class CompressionPlan:
     def recomputable(self) -> bool:
         """Whether a cache that was given up comes back the same by a prefill of all
         tokens; else preempt by swap."""
-        return not self.ranked and all(bucket.source is None for bucket in self.buckets)
+        is_sealed = any(bucket.source is not None for bucket in self.buckets)
+        return not self.ranked and not is_sealed
 
     # -- stages ------------------------------------------------------------------------
     @property
@@ -203,8 +205,11 @@ class CompressionPlan:
         return max(1, len(self.stages))
 
     def layers_of(self, stage: int) -> range:
-        ends = [*(s.first_layer for s in self.stages[1:]), self.model.layers]
-        return range(self.stages[stage].first_layer if self.stages else 0, ends[stage])
+        if not self.stages:
+            return range(self.model.layers)
+        firsts = [one.first_layer for one in self.stages]
+        borders = [*firsts, self.model.layers]
+        return range(borders[stage], borders[stage + 1])
 
     def buckets_of(self, stage: int) -> tuple[int, ...]:
         """The buckets whose lanes are in the layers of a stage."""
@@ -253,7 +258,8 @@ class CompressionPlan:
         """Fraction of the head dimensions kept, K and V together (1 - p in the
         papers)."""
         kept = sum(lane.rank_k + lane.rank_v for lane in self.lanes)
-        return kept / (2 * self.model.head_dim * len(self.lanes))
+        whole = 2 * self.model.head_dim * len(self.lanes)
+        return kept / whole
 
     # -- file form ---------------------------------------------------------------------
     def to_json(self) -> str:
@@ -288,7 +294,10 @@ class CompressionPlan:
 
 def graph_files(plan: CompressionPlan) -> tuple[str, ...]:
     """Names of the ONNX files, one for each graph."""
-    return tuple(f"model.g{i}.onnx" for i in range(len(plan.stages))) or ("model.onnx",)
+    if not plan.stages:
+        return ("model.onnx",)
+    stages = range(len(plan.stages))
+    return tuple(f"model.g{stage}.onnx" for stage in stages)
 
 
 def _malformed(error: Exception) -> KvlatheError:

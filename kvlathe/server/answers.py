@@ -44,7 +44,8 @@ class Job:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
-        self.id = f"{self.kind.prefix}-{uuid.uuid4().hex}"
+        number = uuid.uuid4().hex
+        self.id = f"{self.kind.prefix}-{number}"
 
 
 class Answerer:

@@ -167,7 +167,8 @@ class Chat(Kind):
         )
 
     def chunk(self, delta: Delta) -> Json:
-        return self._with("delta", {"content": delta.text} if delta.text else {}, delta)
+        content = {"content": delta.text} if delta.text else {}
+        return self._with("delta", content, delta)
 
     def _with(self, name: str, value: Json, delta: Delta) -> Json:
         logprobs = (
@@ -184,7 +185,8 @@ class Chat(Kind):
 
     def _report(self, report: TokenLogprob) -> Json:
         tops = [self._likely(token, logprob) for token, logprob in report.top]
-        return {**self._likely(report.token_id, report.logprob), "top_logprobs": tops}
+        own = self._likely(report.token_id, report.logprob)
+        return {**own, "top_logprobs": tops}
 
     def _likely(self, token: int, logprob: float) -> Json:
         return {

@@ -30,7 +30,7 @@ class Gate:
     """Lets requests to /v1 through that carry one of ``keys`` (none: all), and bodies
     of at most ``max_body`` bytes that come within ``body_seconds``.
 
-    The key is the tenant: ``scope["state"]["tenant"]``. Clients share cached beginnings
+    The key is the tenant: ``scope["state"]["tenant"]``. Clients share cached prefixes
     only with their own. ``failed`` is told the status of every answer that is an error.
     """
 

@@ -185,7 +185,7 @@ class State(Collector):
         )
         yield (
             "kvlathe_prefix_cache_queries",
-            "Tokens looked up among known beginnings.",
+            "Tokens looked up among known prefixes.",
             scheduler.queries,
         )
         yield (

@@ -36,7 +36,9 @@ TOKEN = re.compile("[0-9]{1,10}")
 
 def whole(value: object) -> object:
     """JSON knows no integers: 1.0 is one."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return value
 
 
 def wholes(values: object) -> object:
@@ -277,7 +279,8 @@ class CompletionRequest(Sampled):
     @field_validator("best_of")
     @classmethod
     def _best_of(cls, value: int | None, info: ValidationInfo) -> int | None:
-        return unsupported(None if value == (info.data.get("n") or 1) else value)
+        choices = info.data.get("n") or 1
+        return unsupported(None if value == choices else value)
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

@@ -78,7 +78,8 @@ def needle(
     values = rng.integers(0, 100_000, len(names)).tolist()
 
     def made(lines: int) -> Question:
-        return question(encoder, *prompt(names[:lines], values, depth))
+        asked = prompt(names[:lines], values, depth)
+        return question(encoder, *asked)
 
     counts = range(
         LEAST_LINES, min(len(names), max(LEAST_LINES, tokens // TOKENS_OF_A_LINE)) + 1

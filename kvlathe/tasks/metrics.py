@@ -23,8 +23,10 @@ entries."""
 
 def log_softmax(logits: Logits) -> Values:
     """[n, vocab] -> [n, vocab] float64."""
-    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    largest = logits.max(-1, keepdims=True)
+    shifted = logits.astype(np.float64) - largest
+    sums = np.exp(shifted).sum(-1, keepdims=True)
+    return shifted - np.log(sums)
 
 
 def nll(logits: Logits, targets: Ids) -> Values:
@@ -42,8 +44,10 @@ def kl(reference: Logits, logits: Logits) -> Values:
     """
 
     def rows(s: slice) -> Values:
-        p, q = log_softmax(reference[s]), log_softmax(logits[s])
-        return (np.exp(p) * (p - q)).sum(-1)
+        p = log_softmax(reference[s])
+        q = log_softmax(logits[s])
+        terms = np.exp(p) * (p - q)
+        return terms.sum(-1)
 
     return _joined(rows(s) for s in _slices(len(logits)))
 
@@ -56,7 +60,8 @@ def agree(reference: Logits, logits: Logits) -> npt.NDArray[np.bool_]:
 def exact(logits: Logits, targets: Ids) -> bool:
     """Whether greedy decoding says all of ``targets``. Teacher forcing and greedy
     generation agree on this question."""
-    return bool((logits.argmax(-1) == np.asarray(targets)).all())
+    likeliest = logits.argmax(-1)
+    return bool((likeliest == np.asarray(targets)).all())
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,7 +138,9 @@ def answered(oracle: LogitsOracle, question: Question) -> bool:
     """Whether greedy decoding gives the whole answer."""
     ids = question.prompt + question.answer
     rows = range(len(question.prompt) - 1, len(ids) - 1)
-    return metrics.exact(oracle.logits(ids, rows), np.array(question.answer))
+    logits = oracle.logits(ids, rows)
+    answer = np.array(question.answer)
+    return metrics.exact(logits, answer)
 
 
 def _rows(path: Path, keys: tuple[str, ...]) -> list[dict[str, str]]:

@@ -106,7 +106,8 @@ class PageArena:
     def fits(self, demands: Sequence[Sequence[int]]) -> bool:
         """Whether an empty pool surely holds all ``demands`` (pages of each bucket)
         together."""
-        return self.holds(np.asarray(demands, np.int64).sum(0, keepdims=True))
+        together = np.asarray(demands, np.int64).sum(0, keepdims=True)
+        return self.holds(together)
 
     def holds(self, totals: npt.NDArray[np.int64]) -> bool:
         """Whether an empty pool surely holds each of ``totals`` [n, buckets] pages, one
@@ -215,4 +216,9 @@ def slab_size(strides: Sequence[int], arena_bytes: int) -> int:
 
 def _whole(size: int, strides: Sequence[int]) -> list[int]:
     """Pages of each bucket that surely lie wholly inside any slab of ``size`` bytes."""
-    return [size // stride - (size % stride > 0) for stride in strides]
+    counts: list[int] = []
+    for stride in strides:
+        count, rest = divmod(size, stride)
+        is_cut = rest > 0
+        counts.append(count - is_cut)
+    return counts

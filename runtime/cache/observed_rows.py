@@ -49,7 +49,9 @@ class ObservedRows:
         """[stop]: observed rows at or after each position, among those before
         ``stop``."""
         weights = self.weights(tokens, 0, stop).astype(np.int64)
-        return weights[::-1].cumsum()[::-1]
+        backwards = weights[::-1]
+        sums = backwards.cumsum()
+        return sums[::-1]
 
     def _known(self, stop: int) -> npt.NDArray[np.bool_]:
         while len(self._flags) < stop:

@@ -36,7 +36,8 @@ class PagePool(PageArena):
 
     def __init__(self, layout: CacheLayout, arena_bytes: int) -> None:
         super().__init__(layout.page_stride, arena_bytes)
-        self.layout, self.plan = layout, layout.plan
+        self.layout = layout
+        self.plan = layout.plan
         self.demand = PageDemand(layout)
         self._placements = layout.placements
         self._fresh = [placed.buckets[0] for placed in self._placements]
@@ -47,7 +48,8 @@ class PagePool(PageArena):
     def open(self) -> PageTable:
         """The table of a sequence without tokens."""
         buckets = len(self.strides)
-        return PageTable([[] for _ in self.strides], [0] * buckets, [0] * buckets)
+        pages: Pages = [[] for _ in self.strides]
+        return PageTable(pages, lengths=[0] * buckets, arrived=[0] * buckets)
 
     def has_room_for(self, tokens: int, prompt: int | None = None) -> bool:
         """Whether the empty pool surely holds a sequence at every moment until it has
@@ -141,19 +143,22 @@ class PagePool(PageArena):
     def _shares(self, table: PageTable, b: int) -> bool:
         """Whether the page that the next token is written to has another owner."""
         place, within = divmod(table.lengths[b], self.plan.page_tokens)
-        return within > 0 and self._owners[b][table.pages[b][place]] > 1
+        if within == 0:
+            return False
+        page = table.pages[b][place]
+        return self._owners[b][page] > 1
 
     def _moves(
         self, table: PageTable, arriving: list[int], lengths: list[int]
     ) -> list[tuple[Placement, Moves]]:
         """What moves once the step's tokens are there."""
-        found: list[tuple[Placement, Moves]] = []
+        pending: list[tuple[Placement, Moves]] = []
         for placed in self._placements:
             b = placed.buckets[0]
             if arriving[b]:
                 move = placed.moves(lengths, table.arrived[b] + arriving[b])
-                found.append((placed, move))
-        return found
+                pending.append((placed, move))
+        return pending
 
     def _counts(
         self,
@@ -289,10 +294,9 @@ class PagePool(PageArena):
 
     def swap_out(self, table: PageTable, mover: PageMover) -> Swapped:
         """Move a sequence to host memory and release its pages."""
-        data = [
-            [mover.read_page(b, page) for page in ids]
-            for b, ids in enumerate(table.pages)
-        ]
+        data: list[list[bytes]] = []
+        for bucket, ids in enumerate(table.pages):
+            data.append([mover.read_page(bucket, page) for page in ids])
         swapped = Swapped(data, list(table.lengths), list(table.arrived))
         self.release(table)
         return swapped

@@ -1,4 +1,4 @@
-"""PrefixCache: pages that requests with the same beginning share.
+"""PrefixCache: pages that requests with the same prefix share.
 
 A block is a page, or a whole prefill chunk where the plan seals (within a chunk a
 prompt attends its own hot tokens, so only whole chunks are the same for every
@@ -30,7 +30,7 @@ class PrefixCache:
         if not pool.plan.sharable:
             raise KvlatheError(
                 "this engine cannot share prefixes",
-                "it ranks the tokens of a prompt by what later ones attend, so equal beginnings do not stay equal",
+                "it ranks the tokens of a prompt by what later ones attend, so equal prefixes do not stay equal",
                 "load it without sharing, or build without a token rule",
             )
         self.pool, plan = pool, pool.plan
@@ -45,23 +45,23 @@ class PrefixCache:
         pool.reclaim = self.reclaim
 
     def find(self, tokens: Sequence[int], salt: bytes = b"") -> tuple[PageTable, int]:
-        """A table over the longest known beginning of ``tokens`` but the last, and how
+        """A table over the longest known prefix of ``tokens`` but the last, and how
         many tokens that is."""
-        table, found = self.pool.open(), 0
+        table, cached = self.pool.open(), 0
         for key in self._keys(tokens[:-1], salt):
             if key not in self._blocks:
                 break
             self._blocks.move_to_end(key)
             for ids, block in zip(table.pages, self._blocks[key], strict=True):
                 ids += block
-            found += self.block
+            cached += self.block
         self.pool.share(table.pages)
-        table.lengths = [found if kept else 0 for kept in self._kept]
+        table.lengths = [cached if kept else 0 for kept in self._kept]
         table.arrived = [
-            found if bucket.source is None else 0 for bucket in self.pool.plan.buckets
+            cached if bucket.source is None else 0 for bucket in self.pool.plan.buckets
         ]
-        self.hits += found
-        return table, found
+        self.hits += cached
+        return table, cached
 
     def add(self, table: PageTable, tokens: Sequence[int], salt: bytes = b"") -> None:
         """Remember the whole blocks of ``tokens``, whose pages ``table`` holds."""
@@ -88,7 +88,9 @@ class PrefixCache:
         """One key for each whole block, chained, so that it stands for every token up
         to the block's end."""
         ids = np.asarray(tokens, np.int32)
-        key = hashlib.sha256(self._seed + hashlib.sha256(salt).digest()).digest()
+        salted = hashlib.sha256(salt).digest()
+        key = hashlib.sha256(self._seed + salted).digest()
         for end in range(self.block, len(ids) + 1, self.block):
-            key = hashlib.sha256(key + ids[end - self.block : end].tobytes()).digest()
+            block = ids[end - self.block : end].tobytes()
+            key = hashlib.sha256(key + block).digest()
             yield key

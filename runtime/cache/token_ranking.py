@@ -84,37 +84,38 @@ def saliency(
     """[lanes, n] from the scores of n tokens. ``seen``: observed rows at or after each
     position, for a normalized observation window; ``keys``: of each lane's noise, for a noisy
     one."""
-    found = scores.attention.astype(np.float32, copy=True)
+    salient = scores.attention.astype(np.float32, copy=True)
     if observation.normalized:
         assert seen is not None and scores.position is not None
         rows = seen[scores.position]
-        found = np.where(rows > 0, found / np.maximum(rows, 1), UNSEEN).astype(
-            np.float32
-        )
+        means = salient / np.maximum(rows, 1)
+        salient = np.where(rows > 0, means, UNSEEN).astype(np.float32)
     if observation.pooling > 1:
-        found = pooled(found, observation.pooling)
+        salient = pooled(salient, observation.pooling)
     if observation.noise:
         assert scores.position is not None
-        lots = np.concatenate(
-            [
-                noise(key, at, len(at), 1).T
-                for key, at in zip(keys, scores.position, strict=True)
-            ]
-        )
-        gumbel = -np.log(-np.log(np.clip(lots, 2.0**-25, 1 - 2.0**-25)))
-        found = (
-            np.log(np.maximum(found, np.finfo(np.float32).tiny))
-            + observation.noise * gumbel
-        )
-    return found.astype(np.float32)
+        logs = np.log(np.maximum(salient, np.finfo(np.float32).tiny))
+        salient = logs + observation.noise * gumbel(keys, scores.position)
+    return salient.astype(np.float32)
+
+
+def gumbel(keys: Sequence[int], positions: npt.NDArray[np.int32]) -> Floats:
+    """A Gumbel variate for each token [lanes, n], from its lane's key and its
+    position."""
+    by_lane = zip(keys, positions, strict=True)
+    drawn = [noise(key, places, len(places), 1).T for key, places in by_lane]
+    uniform = np.clip(np.concatenate(drawn), 2.0**-25, 1 - 2.0**-25)
+    return -np.log(-np.log(uniform))
 
 
 def pooled(x: Floats, width: int) -> Floats:
     """The largest of the ``width`` (odd) neighbours around each place; fewer at the
     ends. [lanes, n]"""
     half = width // 2
-    padded = np.pad(x, ((0, 0), (half, half)), constant_values=-np.inf)
-    return np.lib.stride_tricks.sliding_window_view(padded, width, axis=1).max(-1)
+    margins = ((0, 0), (half, half))
+    padded = np.pad(x, margins, constant_values=-np.inf)
+    neighbours = np.lib.stride_tricks.sliding_window_view(padded, width, axis=1)
+    return neighbours.max(-1)
 
 
 def ranked(salient: Floats, newest: int) -> npt.NDArray[np.int64]:
@@ -138,10 +139,12 @@ def selected(
 
 def places_in_order(target: Target) -> npt.NDArray[np.int64]:
     """All ranks in the spans of a target."""
-    return np.concatenate([np.arange(*span) for span in target.spans])
+    spans = [np.arange(*span) for span in target.spans]
+    return np.concatenate(spans)
 
 
 def noise_keys(plan: CompressionPlan, bucket: int) -> list[int]:
     """Of each lane of a bucket, in lane order."""
-    lanes = (plan.lanes[i] for i in sorted(plan.buckets[bucket].lanes))
+    indices = sorted(plan.buckets[bucket].lanes)
+    lanes = [plan.lanes[index] for index in indices]
     return [noise_key(plan.seed, lane.layer, lane.head, 2) for lane in lanes]

@@ -83,9 +83,13 @@ class PageWriter:
         self, native: Native, plan: CompressionPlan, threads: int = 1, isa: int = 0
     ) -> None:
         """``threads``: to start for a call. ``isa``: kvlathe_isa of cpu.h; 0: the best."""
-        self.native, self.plan, self.threads, self.isa = native, plan, threads, isa
-        native.lib.kvlathe_cpu_seal.argtypes = [POINTER(SealArgs), POINTER(Status)]
-        native.lib.kvlathe_cpu_move.argtypes = [POINTER(MoveArgs), POINTER(Status)]
+        self.native = native
+        self.plan = plan
+        self.threads = threads
+        self.isa = isa
+        lib = native.lib
+        lib.kvlathe_cpu_seal.argtypes = [POINTER(SealArgs), POINTER(Status)]
+        lib.kvlathe_cpu_move.argtypes = [POINTER(MoveArgs), POINTER(Status)]
         layout = CacheLayout(plan)
         self._tables = [layout.lane_table(b) for b in range(len(plan.buckets))]
         self._parts = [part_of(plan, b, table) for b, table in enumerate(self._tables)]

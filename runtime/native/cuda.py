@@ -258,17 +258,12 @@ class LayerForm:
         library.call("layer_create", table.ctypes.data, table.size, byref(self.handle))
         lanes, group = plan.active(layer), plan.model.group_size
         self.heads = len(lanes)
-        self.queries, self.out = (
-            group * sum(ranks)
-            for ranks in zip(*((x.rank_k, x.rank_v) for x in lanes), strict=True)
-        )
-        self.fresh = [
-            int(plan.buckets[b].source is None) for b in range(len(plan.buckets))
-        ]
-        tables = [
-            t[t[:, 0] == layer].copy()
-            for t in map(CacheLayout(plan).lane_table, range(len(plan.buckets)))
-        ]
+        self.queries = group * sum(lane.rank_k for lane in lanes)
+        self.out = group * sum(lane.rank_v for lane in lanes)
+        self.fresh = [int(bucket.source is None) for bucket in plan.buckets]
+        layout = CacheLayout(plan)
+        whole = [layout.lane_table(b) for b in range(len(plan.buckets))]
+        tables = [table[table[:, 0] == layer].copy() for table in whole]
         self.buckets = [b for b, rows in enumerate(tables) if len(rows)]
         self._tables = [tables[b] for b in self.buckets]
         self.parts = (Part * len(self.buckets))(

@@ -126,8 +126,10 @@ class Admission:
         """Tokens that a sequence is still expected to add; at least a page's where it
         may, at most all it may."""
         most = sequence.params.max_new_tokens
-        expected = int(most * self.expected_share + 0.999) - sequence.answered
-        return min(most - sequence.answered, max(expected, self.pool.plan.page_tokens))
+        expected = int(most * self.expected_share + 0.999)
+        left = most - sequence.answered
+        expected_left = expected - sequence.answered
+        return min(left, max(expected_left, self.pool.plan.page_tokens))
 
     def fits(self, sequences: Iterable[Sequence]) -> bool:
         """Whether the pool is expected to hold all of them at every moment until the

@@ -89,4 +89,6 @@ class FairQueue:
 
     def _start(self, head: Sequence) -> int:
         """Of the first in a tenant's line, in virtual time."""
-        return max(self._waiting[head], self._ends.get(head.salt, 0))
+        arrived = self._waiting[head]
+        last_end = self._ends.get(head.salt, 0)
+        return max(arrived, last_end)

@@ -53,7 +53,8 @@ class PromptStages:
     @property
     def stages(self) -> range:
         """The stages of this pass."""
-        return range(self._passes[0].first, self._passes[0].end)
+        current = self._passes[0]
+        return range(current.first, current.end)
 
     @property
     def last(self) -> bool:
@@ -68,7 +69,8 @@ class PromptStages:
     def next_rows(self, most: int) -> int:
         """The next chunk: up to the pass's end or the grid, which counts the rows of a
         pass."""
-        return min(self.left, self.chunk - self.computed % self.chunk, most)
+        to_border = self.chunk - self.computed % self.chunk
+        return min(self.left, to_border, most)
 
     def arriving(self, count: int) -> list[int]:
         """How many of ``count`` rows of this pass reach each bucket."""
@@ -80,7 +82,8 @@ class PromptStages:
 
     def places(self, count: int) -> list[int]:
         """Of the next ``count`` rows in the prompt."""
-        return self.positions[self.computed : self.computed + count].tolist()
+        end = self.computed + count
+        return self.positions[self.computed : end].tolist()
 
     def enter(self, step: StepPlan, sequence: int, tokens: Sequence[int]) -> None:
         """Write the next rows into the place of ``sequence`` in ``step``. ``tokens``:
@@ -118,17 +121,23 @@ class PromptStages:
         """Keep the rows' hidden states, and add up the attention that each row has got
         in the pass's last layer."""
         assert step.hidden is not None and step.observed_attention is not None
+        plan = self.plan
         start = int(step.cu_seqlens_q[sequence])
-        self._hidden.append(step.hidden[start : start + count])
+        rows = step.hidden[start : start + count]
+        self._hidden.append(rows)
+        # Places of the observed attention: each bucket's cached tokens, then the new ones.
         pages = [table.shape[1] for table in step.page_tables]
-        ends = np.cumsum([0, *pages]) * self.plan.page_tokens
-        layer = self.plan.layers_of(self._passes[0].end - 1)[-1]
-        first = self.plan.kept_before(layer)
-        for i, lane in enumerate(self.plan.active(layer), first):
-            cached = ends[self._fresh_bucket(lane)]
-            places = np.r_[cached : cached + self.computed, ends[-1] : ends[-1] + count]
-            attended = step.observed_attention[sequence, i, places]
-            self._attention[: self.computed + count] += attended
+        firsts = np.cumsum([0, *pages]) * plan.page_tokens
+        of_new = firsts[-1] + np.arange(count)
+        last_stage = self._passes[0].end - 1
+        layer = plan.layers_of(last_stage)[-1]
+        attention = step.observed_attention[sequence]
+        total = self._attention[: self.computed + count]
+        for i, lane in enumerate(plan.active(layer), plan.kept_before(layer)):
+            bucket = self._fresh_bucket(lane)
+            of_cached = firsts[bucket] + np.arange(self.computed)
+            places = np.concatenate([of_cached, of_new])
+            total += attention[i, places]
 
     def _fresh_bucket(self, lane: Lane) -> int:
         """The bucket that new tokens of a lane reach."""

@@ -275,8 +275,9 @@ class Scheduler:
 
     def _bytes(self, pages: Items[Items[object]]) -> int:
         """Bytes of ``pages``, given for each bucket."""
-        strides = self.pool.strides
-        return sum(len(p) * stride for p, stride in zip(pages, strides, strict=True))
+        counts = [len(ids) for ids in pages]
+        by_bucket = zip(counts, self.pool.strides, strict=True)
+        return sum(count * stride for count, stride in by_bucket)
 
     @contextlib.contextmanager
     def _moving(self, size: int) -> Generator[None]:

@@ -105,7 +105,8 @@ class Sequence:
     @property
     def decoding(self) -> bool:
         """Whether its next chunk is just its newest token."""
-        return self.cached + 1 == len(self.tokens) > self.prompt_tokens
+        count = len(self.tokens)
+        return self.cached + 1 == count > self.prompt_tokens
 
     def sharable(self, seals: bool) -> list[int]:
         """Tokens whose pages another sequence would compute alike: where pages seal,

@@ -179,7 +179,8 @@ def _trt_attention(manifest: Manifest) -> str:
 
 
 def _gpu_room(manifest: Manifest) -> int:
-    return max(0, gpu.free_bytes() - 2 * manifest.size) * 8 // 10
+    free = gpu.free_bytes() - 2 * manifest.size
+    return max(0, free) * 8 // 10
 
 
 # -- what is here ----------------------------------------------------------------------

@@ -98,7 +98,9 @@ class SamplingParams:
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """``stop`` as a tuple, whichever way it was given."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        if isinstance(self.stop, str):
+            return (self.stop,)
+        return tuple(self.stop)
 
     def _check_number(self, name: str) -> None:
         value, allowed = getattr(self, name), RANGES[name]

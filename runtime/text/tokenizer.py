@@ -76,7 +76,8 @@ class Tokenizer:
 
     def starts(self, text: str) -> list[int]:
         """Where each token of ``encode(text)`` begins in the text, in characters."""
-        return [start for start, _ in self._encoded(text, True).offsets]
+        offsets = self._encoded(text, True).offsets
+        return [start for start, _ in offsets]
 
     def _encoded(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         """As a batch: unlike ``encode``, that lets other threads run meanwhile."""
@@ -202,13 +203,17 @@ class TextStream:
         return piece + self._held
 
     def _new_text(self) -> str:
-        before = self._tokenizer.decode(self._ids[self._anchor : self._shown])
-        return self._tokenizer.decode(self._ids[self._anchor :])[len(before) :]
+        shown = self._ids[self._anchor : self._shown]
+        every = self._ids[self._anchor :]
+        before = self._tokenizer.decode(shown)
+        text = self._tokenizer.decode(every)
+        return text[len(before) :]
 
     def _accept(self, piece: str) -> str:
         self._anchor, self._shown = self._shown, len(self._ids)
         held = self._held + piece
-        cuts = [at for at in (held.find(stop) for stop in self._stop) if at >= 0]
+        places = [held.find(stop) for stop in self._stop]
+        cuts = [place for place in places if place >= 0]
         self.stopped = bool(cuts)
         end = min(cuts) if cuts else len(held) - self._possible_stop(held)
         self._held = "" if cuts else held[end:]
@@ -219,11 +224,8 @@ class TextStream:
         """Length of the longest end of ``text`` that begins a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         sizes = range(min(longest, len(text)), 0, -1)
-        return next(
-            (
-                n
-                for n in sizes
-                if any(stop.startswith(text[-n:]) for stop in self._stop)
-            ),
-            0,
-        )
+        for size in sizes:
+            end = text[-size:]
+            if any(stop.startswith(end) for stop in self._stop):
+                return size
+        return 0

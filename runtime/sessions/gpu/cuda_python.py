@@ -108,7 +108,8 @@ class CudaPythonDevice:
 
     # -- copies ------------------------------------------------------------------------
     def send(self, target: DeviceArray, source: np.ndarray) -> None:
-        self._copy(target.address, source.ctypes.data, source.nbytes, self._to_gpu)
+        address = source.ctypes.data
+        self._copy(target.address, address, source.nbytes, self._to_gpu)
 
     def copy(self, target: DeviceArray, source: DeviceArray) -> None:
         self._copy(target.address, source.address, source.nbytes, self._on_gpu)

@@ -53,13 +53,17 @@ class DevicePages:
             self._kernels.seal(fresh, bucket, of_pair, self.device.stream)
 
     def copy_page(self, bucket: int, source: int, target: int) -> None:
-        self.device.copy(self._page(bucket, target), self._page(bucket, source))
+        to_page = self._page(bucket, target)
+        from_page = self._page(bucket, source)
+        self.device.copy(to_page, from_page)
 
     def read_page(self, bucket: int, page: int) -> bytes:
-        return self.device.fetch(self._page(bucket, page)).tobytes()
+        memory = self._page(bucket, page)
+        return self.device.fetch(memory).tobytes()
 
     def write_page(self, bucket: int, page: int, data: bytes) -> None:
-        self.device.send(self._page(bucket, page), np.frombuffer(data, BYTE))
+        memory = self._page(bucket, page)
+        self.device.send(memory, np.frombuffer(data, BYTE))
 
     def _page(self, bucket: int, page: int) -> DeviceArray:
         stride = self.strides[bucket]

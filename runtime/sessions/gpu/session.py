@@ -189,7 +189,8 @@ class DeviceSession(DevicePages):
         return self.device.allocate(size, "logits")
 
     def _rows_of(self, logits: DeviceArray, rows: int) -> DeviceArray:
-        return logits.view(0, (rows, self.plan.model.vocab_size), FLOAT)
+        shape = (rows, self.plan.model.vocab_size)
+        return logits.view(0, shape, FLOAT)
 
 
 def pool_views(pool: DeviceArray, unit: int) -> Bindings:

@@ -64,7 +64,8 @@ def _is_decode(step: StepPlan, widths: Sequence[int]) -> bool:
 
 def graph_batch_sizes(largest: int) -> tuple[int, ...]:
     """The batch sizes that get a graph in an engine of ``largest`` sequences."""
-    return (*(n for n in GRAPH_BATCH_SIZES if n < largest), largest)
+    smaller = [size for size in GRAPH_BATCH_SIZES if size < largest]
+    return (*smaller, largest)
 
 
 @dataclass(frozen=True)
@@ -199,7 +200,8 @@ class StepBuffer:
 
     def clear(self) -> None:
         """Queue zeros: a step of padding rows."""
-        self.device.send(self.block, np.zeros(self.form.size, INT32))
+        zeros = np.zeros(self.form.size, INT32)
+        self.device.send(self.block, zeros)
 
     def bindings(self, form: StepForm) -> Bindings:
         """Where the arrays of a step in ``form`` are."""

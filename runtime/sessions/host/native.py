@@ -75,7 +75,8 @@ class NativeSession(OrtSession):
         target: int,
         positions: Sequence[Positions],
     ) -> None:
-        self._writer.seal(fresh, cold, [(source, self.rows[cold][target], positions)])
+        target_page = self.rows[cold][target]
+        self._writer.seal(fresh, cold, [(source, target_page, positions)])
 
     def copy_tokens(
         self,

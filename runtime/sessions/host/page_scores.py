@@ -43,11 +43,13 @@ class PageScores:
     def _field(self, bucket: int, table: Table, kind: np.dtype) -> np.ndarray:
         """Attention or position of every token of the pages in ``table``: a view [pages,
         lanes, P]."""
-        lanes, p = len(self._lanes[bucket]), self.plan.page_tokens
-        at = self.layout.scores_at(bucket) + (4 * lanes * p if kind is POSITION else 0)
-        return (
-            table[:, at : at + 4 * lanes * p].view(kind).reshape(len(table), lanes, p)
-        )
+        shape = (len(self._lanes[bucket]), self.plan.page_tokens)
+        size = 4 * shape[0] * shape[1]
+        start = self.layout.scores_at(bucket)
+        if kind is POSITION:
+            start += size
+        numbers = table[:, start : start + size].view(kind)
+        return numbers.reshape(len(table), *shape)
 
     # -- a step ------------------------------------------------------------------------
     def observe(self, parts: Iterable[tuple[StepPlan, Float32, int]]) -> None:
@@ -117,11 +119,13 @@ class PageScores:
         """Write the positions of sequence b's new tokens."""
         p = self.plan.page_tokens
         start, stop = step.cu_seqlens_q[b : b + 2].tolist()
-        length = int(step.lengths[b, bucket])
-        places = np.arange(length, length + stop - start)
-        pages = step.page_tables[bucket][b, places // p]
+        first = int(step.lengths[b, bucket])
+        places = np.arange(first, first + stop - start)
+        page_table = step.page_tables[bucket][b]
+        pages = page_table[places // p]
+        within = places % p
         known = self._field(bucket, self.rows[bucket], POSITION)
-        known[pages, :, places % p] = step.positions[start:stop, None]
+        known[pages, :, within] = step.positions[start:stop, None]
 
     def undo(self) -> None:
         """Take back what the last step has added."""
@@ -135,8 +139,10 @@ class PageScores:
         table = self.rows[bucket][list(pages)]
 
         def flat(kind: np.dtype) -> np.ndarray:
-            by_lane = self._field(bucket, table, kind).transpose(1, 0, 2)
-            return by_lane.reshape(len(by_lane), -1)[:, :tokens]
+            by_page = self._field(bucket, table, kind)
+            by_lane = by_page.transpose(1, 0, 2)
+            every = by_lane.reshape(len(by_lane), -1)
+            return every[:, :tokens]
 
         return Scores(
             flat(ATTENTION), flat(POSITION) if self.plan.keeps_positions else None
@@ -161,11 +167,17 @@ class PageScores:
     def carry(self, source: int, page: Table, target: int, target_page: Table) -> None:
         """The scores of a sealed page [page_stride] go with its tokens where they are
         ranked on."""
-        if self._scored[source] and self._scored[target]:
-            chosen = [self._lanes[source].index(lane) for lane in self._lanes[target]]
-            for kind in (ATTENTION, POSITION)[: 2 if self.plan.keeps_positions else 1]:
-                kept = self._field(source, page[None], kind)[:, chosen]
-                self._field(target, target_page[None], kind)[:] = kept
+        if not (self._scored[source] and self._scored[target]):
+            return
+        place_of = self._lanes[source].index
+        places = [place_of(lane) for lane in self._lanes[target]]
+        kinds: list[np.dtype] = [ATTENTION]
+        if self.plan.keeps_positions:
+            kinds.append(POSITION)
+        for kind in kinds:
+            known = self._field(source, page[None], kind)
+            copy = self._field(target, target_page[None], kind)
+            copy[:] = known[:, places]
 
     def positions(
         self, bucket: int, page: Table, lanes: Sequence[int]

@@ -143,7 +143,8 @@ class HostPages:
             self._seal_one(full)
 
     def _seal_one(self, full: FullPage) -> None:
-        fresh, source = full.fresh, self.rows[full.fresh][full.page]
+        fresh = full.fresh
+        source = self.rows[fresh][full.page]
         cold = self.plan.cold(fresh)
         for bucket, target in zip(cold, full.cold_pages, strict=True):
             positions = [full.position] * len(self.matrices[bucket])
@@ -262,21 +263,25 @@ class HostPages:
         self.page_scores.forget(bucket, pages)
 
     def copy_page(self, bucket: int, source: int, target: int) -> None:
-        self.rows[bucket][target] = self.rows[bucket][source]
+        pages = self.rows[bucket]
+        pages[target] = pages[source]
 
     def read_page(self, bucket: int, page: int) -> bytes:
         return self.rows[bucket][page].tobytes()
 
     def write_page(self, bucket: int, page: int, data: bytes) -> None:
-        self.rows[bucket][page] = np.frombuffer(data, np.uint8)
+        pages = self.rows[bucket]
+        pages[page] = np.frombuffer(data, np.uint8)
 
 
 def aligned_bytes(rows: int, stride: int) -> npt.NDArray[np.uint8]:
     """Zeroed bytes [rows, stride], each row as aligned as a page is if ``stride`` is a
     page's."""
-    memory = np.zeros(rows * stride + 128, np.uint8)
+    size = rows * stride
+    memory = np.zeros(size + 128, np.uint8)
     first = -memory.ctypes.data % 128
-    return memory[first : first + rows * stride].reshape(rows, stride)
+    aligned = memory[first : first + size]
+    return aligned.reshape(rows, stride)
 
 
 def row_offsets(plan: CompressionPlan, stage: int = 0) -> dict[int, tuple[int, int]]:
@@ -296,8 +301,11 @@ def row_offsets(plan: CompressionPlan, stage: int = 0) -> dict[int, tuple[int, i
 
 def typed_views(memory: npt.NDArray[np.uint8], unit: int) -> dict[str, np.ndarray]:
     """The arena as Attend reads it: arrays [n, unit] of every format."""
-    kinds = {"pool_f32": np.float32, "pool_f16": np.float16, "pool_u8": np.uint8}
-    return {name: memory.view(kind).reshape(-1, unit) for name, kind in kinds.items()}
+    return {
+        "pool_f32": memory.view(np.float32).reshape(-1, unit),
+        "pool_f16": memory.view(np.float16).reshape(-1, unit),
+        "pool_u8": memory.view(np.uint8).reshape(-1, unit),
+    }
 
 
 def hot_bits(plan: CompressionPlan) -> int:

@@ -33,7 +33,9 @@ def passing(step: StepPlan, stage: int) -> npt.NDArray[np.bool_]:
     """Which sequences pass a stage, [B]."""
     if step.stages is None:
         return np.ones(len(step.lengths), np.bool_)
-    return (step.stages[:, 0] <= stage) & (stage < step.stages[:, 1])
+    first = step.stages[:, 0]
+    end = step.stages[:, 1]
+    return (first <= stage) & (stage < end)
 
 
 def whole(step: StepPlan, stage: int, page_tokens: int = 0) -> Iterator[Share]:

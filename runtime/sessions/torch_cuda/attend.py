@@ -286,7 +286,9 @@ class Spread:
 
 
 def _addresses(tensors: Sequence[Tensor]) -> object:
-    return (c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
+    pointers = [x.data_ptr() for x in tensors]
+    array_of = c_void_p * len(pointers)
+    return array_of(*pointers)
 
 
 def _address(array: object) -> c_void_p:

@@ -174,8 +174,10 @@ class _Layer:
 
 
 def _norm(wiring: Wiring, rows: Rows, tensors: dict[str, Tensor]) -> RowMap:
-    weight, bias = tensors["weight"], tensors.get("bias")
-    return lambda x: rows.norm(x, weight, bias, wiring.norm_eps)
+    weight = tensors["weight"]
+    bias = tensors.get("bias")
+    eps = wiring.norm_eps
+    return lambda x: rows.norm(x, weight, bias, eps)
 
 
 def _beside(
@@ -201,4 +203,7 @@ def _beside(
 def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Those whose names begin with ``prefix``, without it, taken out of ``tensors``."""
     names = [name for name in tensors if name.startswith(prefix)]
-    return {name.removeprefix(prefix): tensors.pop(name) for name in names}
+    taken: dict[str, Tensor] = {}
+    for name in names:
+        taken[name.removeprefix(prefix)] = tensors.pop(name)
+    return taken

@@ -28,14 +28,18 @@ TYPES = {
 
 def free_bytes() -> int:
     """Bytes of GPU memory that are free now."""
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    if not torch.cuda.is_available():
+        return 0
+    free, _ = torch.cuda.mem_get_info()
+    return free
 
 
 class TorchMemory:
     """A tensor of bytes as Memory."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor, self.address = tensor, tensor.data_ptr()
+        self.tensor = tensor
+        self.address = tensor.data_ptr()
 
 
 def array_of(tensor: Tensor) -> DeviceArray:
@@ -45,7 +49,8 @@ def array_of(tensor: Tensor) -> DeviceArray:
 
 def tensor_of(array: DeviceArray) -> Tensor:
     """An array of a device as a tensor of the same memory."""
-    return bytes_of(array).view(TYPES[array.dtype]).view(array.shape)
+    flat = bytes_of(array).view(TYPES[array.dtype])
+    return flat.view(array.shape)
 
 
 def bytes_of(array: DeviceArray) -> Tensor:

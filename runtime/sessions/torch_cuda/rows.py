@@ -46,9 +46,11 @@ class NativeRows(FusedRows):
         self.library = library
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if not _fits(x, x.shape[-1]) or x.shape[-1] > WIDEST or weight.dtype != x.dtype:
+        columns = x.shape[-1]
+        runs = _fits(x, columns) and columns <= WIDEST and weight.dtype == x.dtype
+        if not runs:
             return super().rms_norm(x, weight, eps)
-        return self._run("cuda_rms_norm", x, x.shape[1], weight, eps)
+        return self._run("cuda_rms_norm", x, columns, weight, eps)
 
     def gated(self, activation: str, gate: Tensor, up: Tensor) -> Tensor:
         is_silu = ACTIVATIONS[activation] is F.silu
@@ -75,13 +77,17 @@ class NativeRows(FusedRows):
 
 def _fits(x: Tensor, columns: int) -> bool:
     """Whether the kernels take these rows."""
-    if x.dim() != 2 or x.dtype not in ELEMENTS or columns % PIECE or x.stride(1) != 1:
+    if x.dim() != 2 or x.dtype not in ELEMENTS:
         return False
-    return x.stride(0) % PIECE == 0 and x.data_ptr() % 16 == 0 and len(x) < 1 << 16
+    if columns % PIECE or x.stride(1) != 1:
+        return False
+    is_aligned = x.stride(0) % PIECE == 0 and x.data_ptr() % 16 == 0
+    return is_aligned and len(x) < 1 << 16
 
 
 def follows(gate: Tensor, up: Tensor) -> bool:
     """Whether rows of ``up`` begin where those of ``gate`` end: [T, gate | up]."""
     alike = up.shape == gate.shape and up.stride() == gate.stride()
-    end = gate.data_ptr() + gate.shape[-1] * gate.element_size()
+    row_bytes = gate.shape[-1] * gate.element_size()
+    end = gate.data_ptr() + row_bytes
     return alike and up.dtype == gate.dtype and up.data_ptr() == end

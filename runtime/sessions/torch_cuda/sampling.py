@@ -76,7 +76,8 @@ def _drawn(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
 def _last(weights: Tensor) -> Tensor:
     """The last place of each row whose weight is not 0."""
     places = torch.arange(weights.shape[1], device=weights.device)
-    return torch.where(weights > 0, places, 0).amax(dim=1)
+    drawable = torch.where(weights > 0, places, 0)
+    return drawable.amax(dim=1)
 
 
 def _cut(weights: Tensor, top_k: np.ndarray, top_p: np.ndarray) -> Tensor:
@@ -98,7 +99,8 @@ def _cut(weights: Tensor, top_k: np.ndarray, top_p: np.ndarray) -> Tensor:
 
 def _reported(logits: Tensor, tokens: Tensor, rows: SamplingRows) -> Sampled:
     """The tokens, on the host, with the log-probabilities that were asked for."""
-    count, most = len(rows.logprobs), min(max(0, rows.most_logprobs), logits.shape[1])
+    count, vocab = len(rows.logprobs), logits.shape[1]
+    most = min(max(0, rows.most_logprobs), vocab)
     chosen = np.zeros(count)
     top_tokens = np.zeros((count, most), np.int64)
     top_logprobs = np.zeros((count, most))
@@ -108,12 +110,14 @@ def _reported(logits: Tensor, tokens: Tensor, rows: SamplingRows) -> Sampled:
     places = torch.from_numpy(asked).to(logits.device)
     wide = logits[places].double()
     scores = wide - wide.logsumexp(dim=1, keepdim=True)
-    own = scores.gather(1, tokens[places].clamp(min=0)[:, None])[:, 0]
+    own_ids = tokens[places].clamp(min=0)
+    own = scores.gather(1, own_ids[:, None])[:, 0]
     best, ids = scores.topk(most, dim=1)
     # One copy to the host: a float64 holds every token id exactly.
-    sent = torch.cat([tokens.double(), own, best.flatten(), ids.double().flatten()])
-    sent = sent.cpu().numpy()
-    host_tokens, rest = sent[:count].astype(np.int64), sent[count:]
+    numbers = [tokens.double(), own, best.flatten(), ids.double().flatten()]
+    sent = torch.cat(numbers).cpu().numpy()
+    host_tokens = sent[:count].astype(np.int64)
+    rest = sent[count:]
     valid = host_tokens[asked] != NO_TOKEN
     chosen[asked] = np.where(valid, rest[: len(asked)], 0)
     values, names = rest[len(asked) :].reshape(2, len(asked), -1)
