@@ -44,9 +44,12 @@ class Model(tasks.LogitsOracle, Protocol):
     @property
     def limits(self) -> Limits: ...
 
-    plan: CompressionPlan
-    tokenizer: Tokenizer
-    manifest: Manifest | None
+    @property
+    def plan(self) -> CompressionPlan: ...
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+    @property
+    def manifest(self) -> Manifest | None: ...
 
 
 def evaluate(

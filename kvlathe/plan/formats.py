@@ -19,7 +19,7 @@ ALIGN = 128
 """Every part of a page begins at a multiple of so many bytes."""
 META_BYTES = 4
 """Of one quantization group: its scale and its minimum, IEEE halves."""
-NAMES: dict[int, str] = {32: "f32", 16: "f16", 8: "u8", 4: "u4", 2: "u2"}
+NAMES: dict[Bits, str] = {32: "f32", 16: "f16", 8: "u8", 4: "u4", 2: "u2"}
 """Every number of bits that a format may have, and what it is called."""
 
 

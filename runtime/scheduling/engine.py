@@ -56,7 +56,9 @@ class Engine:
         """Raises KvlatheError where the plan needs what the session cannot do."""
         self.session, self.pool, self.scheduler = session, pool, scheduler
         self.ranking = TokenRanking.of(session, pool.layout)
-        self.sampler = session if isinstance(session, TokenSampler) else None
+        self.sampler: TokenSampler | None = (
+            session if isinstance(session, TokenSampler) else None
+        )
         self.stop_ids = frozenset(stop_ids)
 
     def step(self) -> list[Sequence]:

@@ -186,7 +186,7 @@ def bases(bench: Bench) -> Iterator[dict[str, Any]]:
     for ratio in RATIOS:
         svd = None
         for what, way in WAYS.items():
-            asked = {
+            asked: dict[str, Any] = {
                 "compression": "fdc",
                 "compression_ratio": ratio,
                 "stats": bench.text_stats,

@@ -45,8 +45,8 @@ from kvlathe.export.methods import auto
 from kvlathe.export.methods.composition import CacheSettings, compose
 from kvlathe.export.methods.options import Options
 from kvlathe.export.model.checkpoint import Checkpoint
-from kvlathe.export.report.charts import accuracy_curve
-from kvlathe.export.search.measured import family, plan_of, priced, readings
+from kvlathe.export.report.curve import Sizes, accuracy_curve
+from kvlathe.export.search.measured import plan_of, priced, readings, variant
 from kvlathe.export.search.sealed import reading
 from kvlathe.export.search.search import TorchOracle, read_exam
 from kvlathe.plan.layout import CacheLayout
@@ -138,7 +138,7 @@ class Bench:
 def measured_rows(
     bench: Bench, found: auto.Priced, ratios: Sequence[float]
 ) -> Iterator[dict[str, Any]]:
-    plans = family("auto", found, FORM)
+    plans = variant("auto", found, FORM)
     for ratio in ratios:
         if plans.least <= ratio <= plans.most:
             yield bench.row("auto", ratio, plans.at(ratio))
@@ -297,7 +297,7 @@ def chart(rows: list[dict[str, Any]]) -> str:
     }
     colours = "--ink:#1b2423;--muted:#5d6b69;--grid:#e3e8e6;--page:#fff;--key:#1f7a74;--value:#d0873a"
     drawn = "".join(
-        str(accuracy_curve(x, 1.0, None)).replace("curve-", f"{i}-")
+        str(accuracy_curve(x, Sizes(1.0))).replace("curve-", f"{i}-")
         for i, x in enumerate((curve, answers))
     )
     return (

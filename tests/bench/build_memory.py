@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -29,7 +30,7 @@ from kvlathe.base.console import human_bytes, print_table
 
 GB = 1_000_000_000
 ALLOWANCE = 2 * GB
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 2048,

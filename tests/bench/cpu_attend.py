@@ -34,13 +34,18 @@ import numpy.typing as npt
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvlathe.plan.formats import Tier  # noqa: E402
+from kvlathe.plan.formats import Axis, Tier  # noqa: E402
 from kvlathe.plan.heads import Lane, ModelShape  # noqa: E402
 from kvlathe.plan.layer_table import layer_table  # noqa: E402
 from kvlathe.plan.layout import CacheLayout  # noqa: E402
 from kvlathe.plan.plan import Bucket, CompressionPlan  # noqa: E402
 from kvlathe.runtime.native.library import ABI_VERSION, Native, find  # noqa: E402
 from tests.native_cpu.library import AttendArgs, Op, aligned  # noqa: E402
+from tests.support.format_cases import bits_of  # noqa: E402
+
+AXES: tuple[Axis, ...] = ("rank", "token")
+PAIRS = {",".join(pair): pair for pair in itertools.product(AXES, AXES)}
+"""Axes of K and of V as they are asked for."""
 
 LAYERS, HEADS, GROUP, WIDTH = 6, 4, 2, 128
 Array = npt.NDArray[Any]
@@ -48,9 +53,9 @@ Array = npt.NDArray[Any]
 
 def plan_of(form: str, ranks: list[int]) -> CompressionPlan:
     """``ranks`` in turn; the full width is not projected."""
-    bits, _, axes = form.partition(":")
-    axis_k, axis_v = axes.split(",") if axes else ("rank", "token")
-    tier = Tier(int(bits), int(bits), axis_k, axis_v)  # pyright: ignore[reportArgumentType]
+    number, _, axes = form.partition(":")
+    bits, (axis_k, axis_v) = bits_of(int(number)), PAIRS[axes or "rank,token"]
+    tier = Tier(bits, bits, axis_k, axis_v)
     places = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
     chosen = [
         (ranks[i % len(ranks)], ranks[(i + 1) % len(ranks)]) for i in range(len(places))

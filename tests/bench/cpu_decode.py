@@ -23,7 +23,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ def child(kind: str, path: Path, threads: int) -> None:
 
 
 @contextlib.contextmanager
-def started(runner: str, threads: int) -> Iterator[subprocess.Popen[str]]:
+def started(runner: str, threads: int) -> Generator[subprocess.Popen[str]]:
     kind, path = runner.split(":", 1)
     command = [
         sys.executable,

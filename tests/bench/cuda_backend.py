@@ -266,7 +266,7 @@ class Bench:
     def prompt(self, tokens: int) -> dict[str, Any]:
         """From nothing to the first token of a prompt, chunk by chunk as in serving;
         the second time of two."""
-        seconds = 0.0
+        seconds, logits = 0.0, torch.empty(0)
         for _ in range(2):
             table = self.pool.open()
             torch.cuda.synchronize()

@@ -44,6 +44,7 @@ from tests.bench.decode_h200 import give_plans, lengths_of, ranks_of, seconds_a_
 from tests.native.codes_problem import CodesProblem
 from tests.native.library import OVERLAP, Library
 from tests.native.problem import Problem
+from tests.support.format_cases import bits_of
 
 if TYPE_CHECKING:
     from tests.bench.triton_calls import TritonCall, Tuning, UnpackThenAttend
@@ -113,7 +114,7 @@ class Case:
         ranks = ranks_of(self.ranks, layers, a.heads, 0)
         if self.bits == 16:
             return Problem(ranks, lengths, a.group, device="cuda")
-        tier = Tier(self.bits, self.bits, arithmetic="int", sums=sums)  # pyright: ignore[reportArgumentType]
+        tier = Tier(bits_of(self.bits), bits_of(self.bits), arithmetic="int", sums=sums)
         rest = 32
         sealed = [[64 * n + (0 if tail else rest)] for n in pages]
         return CodesProblem(
@@ -334,6 +335,10 @@ class Bench:
         yield case.row("tail", "sealed again", attended + sealed, ours, errors, how)
 
 
+Wanted = tuple[str, int, str, bool]
+"""Of a Triton kernel: form, bits, sums, whether ranks go beyond 64."""
+
+
 def tunings(form: str) -> list[Tuning]:
     from tests.bench.triton_calls import Tuning
 
@@ -354,19 +359,17 @@ def compile_one(job: tuple[str, int, str, int, int, int, int, int, int]) -> None
     )  # fmt: skip
 
 
-def compile_all(
-    forms: Sequence[tuple[str, int, str, bool]], group: int, processes: int
-) -> None:
+def compile_all(forms: Sequence[Wanted], group: int, processes: int) -> None:
     """All that the comparisons will ask for, in parallel: compiling one by one takes
     minutes."""
     jobs = set()
-    for *form, wide in forms:
-        for t in tunings(form[0]):
+    for form, bits, sums, wide in forms:
+        for t in tunings(form):
             both = (
                 list(itertools.product((64, 128), repeat=2)) if t.classes else [(0, 0)]
             )
             jobs |= {
-                (*form, *dims, group, t.warps, t.stages, t.tile)
+                (form, bits, sums, *dims, group, t.warps, t.stages, t.tile)
                 for dims in (both if wide else both[:1])
             }
     context = multiprocessing.get_context("spawn")
@@ -381,7 +384,8 @@ def comparisons(a: argparse.Namespace) -> list[tuple[str, Case]]:
         [int(x) for x in a.bits.split(",")],
         a.ranks.split(","),
     )
-    sizes = [tuple(int(x) for x in case.split("x")) for case in a.cases.split(",")]
+    pairs = [case.split("x") for case in a.cases.split(",")]
+    sizes = [(int(batch), int(tokens)) for batch, tokens in pairs]
     large = [size for size in sizes if size[0] > 1][:1] or sizes[:1]
     found = {
         "palu": [Case(*size, 16, r) for r in ranks for size in sizes],
@@ -404,7 +408,7 @@ def comparisons(a: argparse.Namespace) -> list[tuple[str, Case]]:
     return [(what, case) for what in found if what in wanted for case in found[what]]
 
 
-def forms_of(work: Sequence[tuple[str, Case]]) -> list[tuple[str, int, str, bool]]:
+def forms_of(work: Sequence[tuple[str, Case]]) -> list[Wanted]:
     """(form, bits, sums, whether ranks go beyond 64) of the Triton kernels that
     ``work`` runs."""
     needs = {

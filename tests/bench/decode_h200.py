@@ -45,6 +45,7 @@ from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
 from tests.native.codes_problem import CodesProblem
 from tests.native.library import APPENDED, OVERLAP, AttendDecodeArgs, Library
 from tests.native.problem import Problem
+from tests.support.format_cases import bits_of
 
 READ_RATE = 4.58e12
 """Bytes a second that the best public decode kernel read on an H200."""
@@ -167,7 +168,7 @@ def problem_of(
     if bits == 16:
         return Problem(ranks, lengths, a.group, dtype, a.page_tokens, "cuda")
     sealed = [[-(-n // a.page_tokens) * a.page_tokens] for n in lengths]
-    tier = Tier(bits, bits, arithmetic="int")  # pyright: ignore[reportArgumentType]
+    tier = Tier(bits_of(bits), bits_of(bits), arithmetic="int")
     return CodesProblem(
         ranks,
         sealed,

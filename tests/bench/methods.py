@@ -21,7 +21,7 @@ import tempfile
 import time
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import numpy as np
@@ -109,6 +109,10 @@ def bytes_left(layout: CacheLayout) -> float:
     return float(np.mean(held))
 
 
+KvBits = Literal[16, 32]
+HOT_FORMATS: dict[str, KvBits] = {"16": 16, "32": 32}
+
+
 class Bench:
     """One model: its statistics by kind, its uncompressed engine, and the rows."""
 
@@ -117,16 +121,12 @@ class Bench:
         model: Path,
         folder: Path,
         threads: int | None,
-        kv_bits: int,
+        kv_bits: KvBits,
         exam: dict[str, Any],
     ) -> None:
-        self.model, self.folder, self.threads, self.kv_bits, self.exam = (
-            model,
-            folder,
-            threads,
-            kv_bits,
-            exam,
-        )
+        self.model, self.folder, self.threads = model, folder, threads
+        self.kv_bits: KvBits = kv_bits
+        self.exam = exam
         self.built = 0
 
     @cached_property
@@ -143,7 +143,7 @@ class Bench:
             )
         return path
 
-    def engine(self, model: Path, request: str, bits: int | None = None) -> LLM:
+    def engine(self, model: Path, request: str, bits: KvBits | None = None) -> LLM:
         self.built += 1
         request, _, ratio = request.partition("@")
         kind = calibration(request)
@@ -151,7 +151,7 @@ class Bench:
             model,
             self.folder / f"engine{self.built}",
             request,
-            kv_bits=bits or self.kv_bits,  # type: ignore[arg-type]
+            kv_bits=bits or self.kv_bits,
             workers=self.threads,
             compression_ratio=float(ratio) if ratio else None,
             stats=None if kind is None else self.stats(kind),
@@ -209,7 +209,7 @@ class Bench:
 )
 @click.option(
     "--kv-bits",
-    type=click.Choice(("16", "32")),
+    type=click.Choice(tuple(HOT_FORMATS)),
     default="16",
     show_default=True,
     help="The hot format.",
@@ -244,7 +244,7 @@ def main(
     }
     for model in models:
         with tempfile.TemporaryDirectory() as scratch:
-            bench = Bench(model, Path(scratch), threads, int(kv_bits), exam)
+            bench = Bench(model, Path(scratch), threads, HOT_FORMATS[kv_bits], exam)
             rows = []
             for request in chosen:
                 rows.append(bench.row(request))

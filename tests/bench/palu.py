@@ -35,7 +35,7 @@ def low_rank_checkpoint(model: Path, output: Path, text: Path, kept: float) -> P
     moments = _moments(network, model, text)
     width, heads = network.config.head_dim, network.config.num_key_value_heads
     for name, moment in moments.items():
-        weight = network.get_submodule(name).weight
+        weight = network.get_parameter(f"{name}.weight")
         for first in range(0, heads, GROUP):
             rows = slice(first * width, min(first + GROUP, heads) * width)
             vectors = torch.linalg.eigh(moment[rows, rows]).eigenvectors.float()

@@ -39,6 +39,7 @@ from kvlathe.runtime.sessions.torch_cuda.attend import Attention
 from tests.bench.decode_h200 import ranks_of
 from tests.native.chunk_problem import ChunkProblem, CodesChunkProblem
 from tests.native.library import Library
+from tests.support.format_cases import bits_of
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -62,7 +63,7 @@ def milliseconds(call: Callable[[], object], repeats: int) -> float:
 
 def baselines(a: argparse.Namespace, tokens: int) -> dict[str, float]:
     """Milliseconds of each SDPA backend."""
-    shape = {"device": "cuda", "dtype": getattr(torch, a.dtype)}
+    shape: dict[str, Any] = {"device": "cuda", "dtype": getattr(torch, a.dtype)}
     q = torch.randn(1, a.heads * a.group, tokens, a.dim, **shape)
     k, v = (torch.randn(1, a.heads, tokens, a.dim, **shape) for _ in range(2))
     times = {}
@@ -98,7 +99,8 @@ def problem_of(
             chunks=[tokens],
             prefill_only=True,
         )
-    sealed, tier = before // a.page_tokens * a.page_tokens, Tier(bits, bits)  # type: ignore[arg-type]
+    sealed = before // a.page_tokens * a.page_tokens
+    tier = Tier(bits_of(bits), bits_of(bits))
     tail = before - sealed + tokens
     return CodesChunkProblem(
         ranks,

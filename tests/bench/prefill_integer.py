@@ -48,7 +48,7 @@ from tests.native.chunk_problem import ChunkProblem
 from tests.native.library import Library
 
 if TYPE_CHECKING:
-    from tests.bench.triton_prompt import PromptCall
+    from tests.bench.triton_prompt import PromptCall, Shape
 
 TUNINGS = "128/4/3,128/8/3,64/4/3,128/4/2,64/4/2"
 FORMS = ("products", "uncorrected", "symmetric", "asymmetric", "half")
@@ -59,7 +59,7 @@ def tunings(text: str) -> list[tuple[int, int, int]]:
     return [(int(tile), int(warps), int(stages)) for tile, warps, stages in rows]
 
 
-def compile_one(job: tuple[str, tuple[int, ...], tuple[int, int, int], int]) -> None:
+def compile_one(job: tuple[str, Shape, tuple[int, int, int], int]) -> None:
     from tests.bench.triton_prompt import compile_kernel
 
     compile_kernel(*job)
@@ -116,7 +116,7 @@ class Bench:
         return [0, 1, tokens // 2, tokens - 130, tokens - 1]
 
     def sdpa(self, tokens: int) -> dict[str, float]:
-        shape = {"device": "cuda", "dtype": torch.float16}
+        shape: dict[str, Any] = {"device": "cuda", "dtype": torch.float16}
         q = torch.randn(1, self.a.heads * self.a.group, tokens, 128, **shape)
         k, v = (torch.randn(1, self.a.heads, tokens, 128, **shape) for _ in range(2))
         times = {}

@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence as Items
 
 import numpy as np
 
@@ -41,7 +42,7 @@ class Idle:
     def run(self, step: StepPlan) -> np.ndarray:
         return np.zeros((len(step.logit_rows), VOCABULARY), np.float32)
 
-    def seal(self, pages: list[FullPage]) -> None: ...
+    def seal(self, pages: Items[FullPage]) -> None: ...
     def copy_page(self, bucket: int, source: int, target: int) -> None: ...
     def write_page(self, bucket: int, page: int, data: bytes) -> None: ...
     def read_page(self, bucket: int, page: int) -> bytes:

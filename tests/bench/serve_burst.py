@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ LOWEST_ID, HIGHEST_ID = 10, 8000
 
 
 @contextmanager
-def served(engine: str, extra: list[str]) -> Iterator[str]:
+def served(engine: str, extra: list[str]) -> Generator[str]:
     """The URL of a server of ``engine``; a URL is its own."""
     if engine.startswith("http"):
         yield engine

@@ -24,6 +24,7 @@ import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import httpx2 as httpx
 import numpy as np
@@ -54,7 +55,9 @@ def requests_of(engine: Path, count: int) -> list[tuple[list[int], SamplingParam
             int(random_.integers(len(ids) - 600)),
             int(random_.integers(4, 400)),
         )
-        sampled = {"temperature": 0.8, "top_p": 0.9, "seed": i} if i % 2 else {}
+        sampled: dict[str, Any] = (
+            {"temperature": 0.8, "top_p": 0.9, "seed": i} if i % 2 else {}
+        )
         new = int(random_.integers(8, 64))
         found.append(
             (

@@ -1,19 +1,21 @@
 """Triton: pages of codes, dequantized in registers, multiplied as codes or unpacked.
 See triton_decode.py."""
 
+# Constants of a kernel decide which of its names are bound.
+# pyright: reportPossiblyUnboundVariable=false
 # ruff: noqa: ANN001, ANN201, ANN202, RET505 (Triton: only constants have types, a branch ends where its else ends)
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from tests.bench.triton_jit import jit
 from tests.bench.triton_rows import WIDEST, halves, load_queries, next_weights
 
 LANES: tl.constexpr = tl.constexpr(14)
 """Columns of the lane table (triton_decode.LANE)."""
 
 
-@triton.jit
+@jit
 def meta_of(at):
     """(scale, minimum) of groups in float32."""
     both = tl.load(at.to(tl.pointer_type(tl.uint32)))
@@ -23,7 +25,7 @@ def meta_of(at):
     ).to(tl.float32)
 
 
-@triton.jit
+@jit
 def number(codes, scale, least):
     """scale * code + least in 16 bit, the code made a half without a conversion: 1024 +
     code has it as low bits."""
@@ -31,7 +33,7 @@ def number(codes, scale, least):
     return half * scale.to(tl.float16) + least.to(tl.float16)
 
 
-@triton.jit
+@jit
 def _token_parts(weights, PACK: tl.constexpr, GP: tl.constexpr, P: tl.constexpr):
     """[P, GP] as PACK tensors [P / PACK, GP]: part i has tokens i, i + PACK, ..."""
     if PACK == 1:
@@ -48,7 +50,7 @@ def _token_parts(weights, PACK: tl.constexpr, GP: tl.constexpr, P: tl.constexpr)
             return a, b, c, d
 
 
-@triton.jit
+@jit
 def _query_parts(
     q, rank, PACK: tl.constexpr, D: tl.constexpr, G: tl.constexpr, GP: tl.constexpr
 ):
@@ -68,7 +70,7 @@ def _query_parts(
             return a, b, c, d
 
 
-@triton.jit
+@jit
 def dequantized_span(pool, pages, page_stride, k, k_meta, v, v_meta, rank_k, rank_v, groups, first_group, q, first,
                       last, length, scale, BITS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, P: tl.constexpr,
                       DK: tl.constexpr, DV: tl.constexpr):  # fmt: skip
@@ -114,7 +116,7 @@ def dequantized_span(pool, pages, page_stride, k, k_meta, v, v_meta, rank_k, ran
     return acc, top, tl.sum(total, 0)
 
 
-@triton.jit
+@jit
 def _spread(packed, BITS: tl.constexpr):
     """[R, C] bytes as [R, 8 C / BITS] codes."""
     if BITS == 8:
@@ -129,7 +131,7 @@ def _spread(packed, BITS: tl.constexpr):
         return tl.interleave(even, odd)
 
 
-@triton.jit
+@jit
 def _unpacked(packed, BITS: tl.constexpr):
     """The same as int8; 8-bit codes less 128."""
     if BITS == 8:
@@ -138,7 +140,7 @@ def _unpacked(packed, BITS: tl.constexpr):
         return _spread(packed, BITS).to(tl.int8)
 
 
-@triton.jit
+@jit
 def coded(x, live, AXIS: tl.constexpr, SYMMETRIC: tl.constexpr):
     """Codes int8 of x along AXIS, with x = scale * code + offset; and the sum of the
     codes."""
@@ -163,7 +165,7 @@ def coded(x, live, AXIS: tl.constexpr, SYMMETRIC: tl.constexpr):
     return codes.to(tl.int8), scale, offset, tl.sum(codes, AXIS)
 
 
-@triton.jit
+@jit
 def _sums(at, packed, codes, shape, SUMS: tl.constexpr, BITS: tl.constexpr):
     """Sums of the codes [rows] as int8 holds them, ``shape`` codes a row."""
     if SUMS == "recomputed":
@@ -178,7 +180,7 @@ def _sums(at, packed, codes, shape, SUMS: tl.constexpr, BITS: tl.constexpr):
         )
 
 
-@triton.jit
+@jit
 def _group_scores(page, k, k_meta, k_sums, group, groups, first, size, rank_k, queries, q_scale, q_offset, q_sum,
                   BITS: tl.constexpr, SUMS: tl.constexpr, P: tl.constexpr, D: tl.constexpr):  # fmt: skip
     """What the channels of one group add to the scores [P, GP]."""
@@ -206,7 +208,7 @@ def _group_scores(page, k, k_meta, k_sums, group, groups, first, size, rank_k, q
     return scores
 
 
-@triton.jit
+@jit
 def integer_span(pool, pages, page_stride, k, k_meta, k_sums, v, v_meta, v_sums, rank_k, rank_v, groups, first_group,
                   q, first, last, length, scale, BITS: tl.constexpr, SUMS: tl.constexpr, G: tl.constexpr,
                   GP: tl.constexpr, P: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr):  # fmt: skip
@@ -274,7 +276,7 @@ def integer_span(pool, pages, page_stride, k, k_meta, k_sums, v, v_meta, v_sums,
     return acc, top, total
 
 
-@triton.jit(do_not_specialize=["table_width", "length_stride"])
+@jit(do_not_specialize=["table_width", "length_stride"])
 def unpack(pool, page_table, lengths, lanes, to, page_stride, to_stride, table_width, length_stride,
            BITS: tl.constexpr, P: tl.constexpr):  # fmt: skip
     """Dequantize-then-attend's first half. Grid (pages of the longest, sequences,

@@ -24,10 +24,10 @@ DV dims with padding.
 # ruff: noqa: ANN001, ANN201, ANN202 (Triton: only constants have types, a branch ends where its else ends)
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from tests.bench.triton_codes import LANES, dequantized_span, integer_span
+from tests.bench.triton_jit import jit
 from tests.bench.triton_rows import WIDEST, leave, rebuilt_span, rows_span
 
 LANE = ("rank_k", "rank_v", "k", "k_meta", "v", "v_meta", "groups_k", "first_group", "q_at", "o_at", "k_sums", "v_sums",
@@ -37,7 +37,7 @@ o_at in elements of a row."""
 SPAN: tl.constexpr = tl.constexpr(5)
 
 
-@triton.jit
+@jit
 def _span(pool, pages, page_stride, row, rank_k, rank_v, q, basis, places, turns, first, last, length, scale, slot, out,
           partial, states, FORM: tl.constexpr, BITS: tl.constexpr, SUMS: tl.constexpr, G: tl.constexpr,
           GP: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr):  # fmt: skip
@@ -66,7 +66,7 @@ def _span(pool, pages, page_stride, row, rank_k, rank_v, q, basis, places, turns
     leave(acc, top, total, slot, out, partial, states, rank_v, G, GP, DV)
 
 
-@triton.jit(do_not_specialize=["table_width", "length_stride", "q_stride", "o_stride"],
+@jit(do_not_specialize=["table_width", "length_stride", "q_stride", "o_stride"],
             do_not_specialize_on_alignment=["lengths"])  # fmt: skip
 def attend(pool, page_table, lengths, lanes, spans, starts, q, o, basis, places, turns, partial, states, page_stride,
            table_width, length_stride, q_stride, o_stride, scale, FORM: tl.constexpr, BITS: tl.constexpr,
@@ -117,7 +117,7 @@ def attend(pool, page_table, lengths, lanes, spans, starts, q, o, basis, places,
                   scale, slot, out, partial, states, FORM, BITS, SUMS, G, GP, P, BN, 128, 128)  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["tail_width", "length_stride", "q_stride", "o_stride"])
+@jit(do_not_specialize=["tail_width", "length_stride", "q_stride", "o_stride"])
 def join(pool, tail_table, tail_lengths, lanes, slots, q, o, partial, states, tail_stride, tail_width, length_stride,
          q_stride, o_stride, scale, TAIL: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
          P: tl.constexpr):  # fmt: skip

@@ -16,13 +16,15 @@ zeros: K to KG groups of KD channels, V to a block of DV channels and one of DW.
 and minima are halves, sums float32.
 """
 
+# Constants of a kernel decide which of its names are bound.
+# pyright: reportPossiblyUnboundVariable=false
 # ruff: noqa: ANN001, ANN201, ANN202, SIM108 (Triton: only constants have types)
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
 from tests.bench.triton_codes import coded
+from tests.bench.triton_jit import jit
 
 HEAD = ("rank_k", "rank_v", "q_at", "k_at", "v_at", "o_at", "first", "dim_k")
 """Columns of the table of heads, int32: ranks; columns of q, k, v and o; K's first
@@ -40,27 +42,27 @@ conversions have a quarter of the rate."""
 SHIFT: tl.constexpr = tl.constexpr(12582912.0)
 
 
-@triton.jit
+@jit
 def shifted(numbers):
     """int32 of 22 bits as float32, plus SHIFT: a multiplication with what follows it
     takes it off again."""
     return (numbers + MAGIC).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def rounded(x):
     """Bytes of x [BM, N] in 0..127, and their sums."""
     bits = (x + SHIFT).to(tl.int32, bitcast=True)
     return bits.to(tl.int8), tl.sum(bits - MAGIC, 1).to(tl.float32)
 
 
-@triton.jit
+@jit
 def _multiple(at):
     """A number of the table: of 16, so that accesses may be wide."""
     return tl.multiple_of(tl.load(at), 16)
 
 
-@triton.jit
+@jit
 def _packed(scale, offset):
     """A scale and an offset as halves of one int32."""
     low, high = (
@@ -70,7 +72,7 @@ def _packed(scale, offset):
     return (low.to(tl.uint32) | high.to(tl.uint32) << 16).to(tl.int32, bitcast=True)
 
 
-@triton.jit
+@jit
 def _unpacked(both):
     low, high = (
         (both & 0xFFFF).to(tl.uint16),
@@ -81,7 +83,7 @@ def _unpacked(both):
     ).to(tl.float32)
 
 
-@triton.jit
+@jit
 def quantize_rows(x, stride, heads, codes, meta, sums, tokens, G: tl.constexpr, QUERY: tl.constexpr,
                   SYMMETRIC: tl.constexpr):  # fmt: skip
     """q (G rows a head) or k (G = 1), in groups along the rank. Grid (tokens / 64,
@@ -117,7 +119,7 @@ def quantize_rows(x, stride, heads, codes, meta, sums, tokens, G: tl.constexpr, 
         tl.store(sums + at, total if QUERY else scale * total + size * offset)
 
 
-@triton.jit
+@jit
 def quantize_columns(x, stride, heads, codes, meta, sums, tokens):
     """v in groups of 64 tokens. Grid (tokens / 64, heads). ``codes``: [heads, 128,
     tokens]; ``meta``, ``sums`` (of v's numbers): [heads, tokens / 64, 128]."""
@@ -144,7 +146,7 @@ def quantize_columns(x, stride, heads, codes, meta, sums, tokens):
     tl.store(sums + at, scale * total + 64 * offset, mask=dim < rank)
 
 
-@triton.jit
+@jit
 def _scores(q, k, total_q, c, s, m, t, FORM: tl.constexpr):
     """[BM, N] of one group, to be multiplied by a."""
     product = tl.dot(q, tl.trans(k))
@@ -161,7 +163,7 @@ def _scores(q, k, total_q, c, s, m, t, FORM: tl.constexpr):
     return scores
 
 
-@triton.jit
+@jit
 def _weigh(scores, unit, top, FORM: tl.constexpr):
     """Of a tile of scores / ``unit``: the next maximum, what was before times, p (16
     bit or codes), b, e, sum of p'."""
@@ -184,7 +186,7 @@ def _weigh(scores, unit, top, FORM: tl.constexpr):
     return new, keep, codes, b, e, total
 
 
-@triton.jit
+@jit
 def _gather(acc, p, v, keep, b, e, total, r, n, u, FORM: tl.constexpr):
     """acc [BM, D] with a tile's values."""
     if FORM == "half":
@@ -203,7 +205,7 @@ def _gather(acc, p, v, keep, b, e, total, r, n, u, FORM: tl.constexpr):
     return acc
 
 
-@triton.jit
+@jit
 def _three(meta, sums, row, column, D: tl.constexpr, FORM: tl.constexpr):
     """A tile's scales, offsets and, in the one form that needs them, sums."""
     scales, offsets = _unpacked(meta.load([row, column]).reshape(D))
@@ -214,7 +216,7 @@ def _three(meta, sums, row, column, D: tl.constexpr, FORM: tl.constexpr):
     return scales, offsets, totals
 
 
-@triton.jit
+@jit
 def _rows(q, meta, sums, at, places, KD: tl.constexpr):
     """Of one group of a query head's rows: codes, a, the sums and c / a."""
     a, c = _unpacked(tl.load(meta + places))
@@ -226,7 +228,7 @@ def _rows(q, meta, sums, at, places, KD: tl.constexpr):
     )
 
 
-@triton.jit
+@jit
 def attend(q, k, v, w, q_meta, k_meta, v_meta, w_meta, q_sums, k_sums, v_sums, w_sums, out, stride, heads, which,
            tokens, scale, FORM: tl.constexpr, KG: tl.constexpr, KD: tl.constexpr, DV: tl.constexpr,
            DW: tl.constexpr, BM: tl.constexpr, G: tl.constexpr, STAGES: tl.constexpr):  # fmt: skip

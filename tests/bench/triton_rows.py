@@ -4,18 +4,19 @@ triton_decode.py."""
 # ruff: noqa: ANN001, ANN201 (Triton: only constants have types, a branch ends where its else ends)
 from __future__ import annotations
 
-import triton
 import triton.language as tl
+
+from tests.bench.triton_jit import jit
 
 WIDEST: tl.constexpr = tl.constexpr(128)
 
 
-@triton.jit
+@jit
 def halves(pointer):
     return pointer.to(tl.pointer_type(tl.float16))
 
 
-@triton.jit
+@jit
 def load_rows(
     pool, pages, page_stride, at, tokens, length, rank, D: tl.constexpr, P: tl.constexpr
 ):
@@ -30,7 +31,7 @@ def load_rows(
     )
 
 
-@triton.jit
+@jit
 def load_queries(
     q,
     rank,
@@ -48,7 +49,7 @@ def load_queries(
     return tl.load(q + g[None, :] * rank + first + dim[:, None], mask=live, other=0.0)
 
 
-@triton.jit
+@jit
 def leave(
     acc,
     top,
@@ -80,7 +81,7 @@ def leave(
         tl.store(states + slot * 2 * G + G + g, total, mask=g < G)
 
 
-@triton.jit
+@jit
 def next_weights(scores, top, tokens, length):
     """New maximum [GP], factor of the old sums [GP], weights [BN, GP]; scores in powers
     of two."""
@@ -89,7 +90,7 @@ def next_weights(scores, top, tokens, length):
     return new, tl.exp2(top - new), tl.exp2(scores - new[None, :])
 
 
-@triton.jit
+@jit
 def rows_span(pool, pages, page_stride, k, v, rank_k, rank_v, q, first, last, length, scale, G: tl.constexpr,
                GP: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr):  # fmt: skip
     queries = load_queries(q, rank_k, 0, rank_k, 1, DK, G, GP)
@@ -110,7 +111,7 @@ def rows_span(pool, pages, page_stride, k, v, rank_k, rank_v, q, first, last, le
     return acc, top, tl.sum(total, 0)
 
 
-@triton.jit
+@jit
 def rebuilt_span(pool, pages, page_stride, k, v, rank_k, rank_v, q, basis, places, turns, first, last, length, scale,
                   G: tl.constexpr, GP: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, DK: tl.constexpr,
                   DV: tl.constexpr):  # fmt: skip

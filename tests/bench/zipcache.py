@@ -47,6 +47,7 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
 from kvlathe.runtime.sessions.host.native import NativeSession
 from kvlathe.runtime.sessions.host.onnx import OrtSession
+from kvlathe.runtime.sessions.host.pages import HostPages
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from kvlathe.tasks import tasks
 
@@ -72,9 +73,9 @@ def uniform(bits: int) -> Change:
 
 
 def probed(**asked: Any) -> Change:  # noqa: ANN401  Probe's fields
-    return lambda plan: dataclasses.replace(
-        plan, observation=ObservationWindow(**{"normalized": True, **asked})
-    )
+    window = ObservationWindow(normalized=True)
+    seen = dataclasses.replace(window, **asked)
+    return lambda plan: dataclasses.replace(plan, observation=seen)
 
 
 def wide_values(plan: CompressionPlan) -> CompressionPlan:
@@ -108,7 +109,7 @@ ROWS: dict[str, tuple[str, Change | None]] = {
 """What is behind ``zipcache:`` and what is then changed of the plan."""
 
 
-class PerSequence:
+class PerSequence(HostPages):
     """Mixed into a session: values that are sealed are quantized here, in the format
     ``bits`` of each cold bucket and with factors of the tokens that move together, and
     cached in 16 bit."""
@@ -127,14 +128,14 @@ class PerSequence:
             self.round_values(
                 source, pages, self.quantized[target], places
             )  # tokens that move stay nowhere else
-        super().move(source, pages, target, target_pages, places)  # type: ignore[misc]
+        super().move(source, pages, target, target_pages, places)
 
     def round_values(self, source: int, pages: Any, bits: int, places: Any) -> None:  # noqa: ANN401
         """Write the values at ``places`` [lanes, n] back as they are dequantized."""
-        rows, p = self.rows[source], self.plan.page_tokens  # type: ignore[attr-defined]
+        rows, p = self.rows[source], self.plan.page_tokens
         for (_, part), of_lane in zip(
             self.matrices[source].values(), places, strict=True
-        ):  # type: ignore[attr-defined]
+        ):
             values = np.concatenate([part.read(rows[page]) for page in pages])
             values[of_lane] = separable(values[of_lane], bits)
             for page, block in zip(

@@ -41,7 +41,7 @@ def optimized(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     ):
         exec(block, known)
         name = block.split(" =")[0]
-        monkeypatch.setitem(table, NAME, known[name][NAME])  # type: ignore[arg-type]
+        monkeypatch.setitem(table, NAME, known[name][NAME])
     return target
 
 

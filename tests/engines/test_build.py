@@ -79,9 +79,8 @@ def logits(engine: Path) -> np.ndarray:
         engine / "model.onnx", providers=["CPUExecutionProvider"]
     )
     step = raw_step(plan)
-    return session.run(
-        ["logits"], {value.name: step[value.name] for value in session.get_inputs()}
-    )[0]
+    feeds = {value.name: step[value.name] for value in session.get_inputs()}
+    return np.asarray(session.run(["logits"], feeds)[0])
 
 
 # -- what is built ---------------------------------------------------------------------
@@ -419,7 +418,10 @@ def test_planes_that_a_model_cannot_choose_are_refused_before_calibration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(planning, "statistics", lambda *_: pytest.fail("calibrated"))
-    asked = {"fdc": {"rope_fold": "planes"}, "hack:bits=8+fdc:rope_fold=planes": {}}
+    asked: dict[str, dict[str, Any]] = {
+        "fdc": {"rope_fold": "planes"},
+        "hack:bits=8+fdc:rope_fold=planes": {},
+    }
     for compression, options in asked.items():
         request = BuildRequest(
             reference(family)[0], tmp_path / "engine", compression, **options
@@ -618,7 +620,11 @@ def test_ratios_are_against_a_cache_without_padding(tmp_path: Path) -> None:
 
 
 def test_paths_may_be_given_as_text(model: Path, tmp_path: Path) -> None:
-    request = BuildRequest(str(model), str(tmp_path / "engine"))  # type: ignore[arg-type]
+    texts: dict[str, Any] = {
+        "model": str(model),
+        "output_dir": str(tmp_path / "engine"),
+    }
+    request = BuildRequest(**texts)
     assert accept(request).key == accept(BuildRequest(model, tmp_path / "engine")).key
 
 

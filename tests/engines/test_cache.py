@@ -54,7 +54,7 @@ def test_an_engine_comes_back_as_it_went_in_and_shares_no_file(
     cache.keep(K, built)
     (tmp_path / "again").mkdir()
     kept = cache.find(K)
-    assert kept == manifests.read(built)
+    assert kept is not None and kept == manifests.read(built)
     cache.give(K, kept, tmp_path / "again")
     (built / "weights").write_bytes(b"xyz")  # somebody edits an engine in place
     (tmp_path / "again" / "weights").write_bytes(b"uvw")

@@ -3,6 +3,7 @@ finds."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -120,7 +121,7 @@ def found(engine: Path, tasks: Path) -> dict[str, list[dict[str, Any]]]:
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    import kvlathe.evaluation.lm_eval_adapter  # noqa: F401  (registers the model)
+    importlib.import_module("kvlathe.evaluation.lm_eval_adapter")  # registers the model
 
     manager = TaskManager(include_path=str(tasks), include_defaults=False)
     arguments = {"engine": str(engine), "threads": 1}

@@ -6,6 +6,8 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -216,8 +218,8 @@ def test_bytes_are_those_of_the_pages_against_a_named_baseline(kind: str) -> Non
 def test_windows_of_plans_that_rank_a_prompt_are_scored_behind_it() -> None:
     plain = llm("onnx", "one")
     assert scored_rows(plain, 2048) == range(2047)
-    ranked = type("M", (), {"plan": type("P", (), {"ranked": True})})
-    assert scored_rows(ranked, 2048) == range(1535, 2047)  # type: ignore[arg-type]
+    ranked: Any = SimpleNamespace(plan=SimpleNamespace(ranked=True))
+    assert scored_rows(ranked, 2048) == range(1535, 2047)
 
 
 class Cells(HTMLParser):

@@ -31,7 +31,7 @@ class Chunks(ABC):
 
     def __post_init__(self) -> None:
         self.starts = [int(n) for n in np.cumsum([0, *self.chunks])]
-        super().__post_init__()  # type: ignore[misc]
+        super().__post_init__()  # pyright: ignore[reportAttributeAccessIssue] (of the problem it is mixed into)
 
     @abstractmethod
     def tokens_before(self) -> torch.Tensor:
@@ -75,7 +75,7 @@ class Chunks(ABC):
             self.prefill_only and not single,
         )
         if single:
-            attention._list_size = lambda *_: 0  # type: ignore[method-assign]
+            attention._list_size = lambda step, tokens: 0
         return attention.spread(step, self.starts[-1])
 
     def step_args(

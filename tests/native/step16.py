@@ -3,6 +3,8 @@ plugin are given and must leave."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -15,7 +17,7 @@ from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
 from tests.native_cpu.library import Array, reserve
 from tests.support.attend_cases import Case
 
-CLOSE = {"rtol": 1e-2, "atol": 1.5e-2}
+CLOSE: dict[str, Any] = {"rtol": 1e-2, "atol": 1.5e-2}
 """16-bit elements, cos and sin among them, against float64 of the same inputs."""
 
 NOT_ATTENDED = (
@@ -47,14 +49,14 @@ class Step16:
         case.q = [[halves(x) for x in heads] for heads in case.q]
         case.k, case.v = [halves(x) for x in case.k], [halves(x) for x in case.v]
         case.projections = [
-            tuple(map(halves, matrices)) for matrices in case.projections
-        ]  # type: ignore[misc]
+            (halves(a), halves(b), halves(c)) for a, b, c in case.projections
+        ]
         self.memory, self.tables = reserve(case)
         self.q, self.k, self.v = case.packed(torch.float16)
         step = case.step(torch.float32)
         assert step.cos is not None and step.sin is not None
         self.cos, self.sin = step.cos.half(), step.sin.half()
-        case._turned = self._turned  # type: ignore[method-assign]
+        case._turned = self._turned
         self.cu_seqlens_q, self.query_offsets = step.cu_seqlens_q, step.query_offsets
         self.lengths = torch.from_numpy(np.ascontiguousarray(case.lengths))
         self.state = case.state(torch.float16)
@@ -87,7 +89,7 @@ class Step16:
             spread = attention.spread(inputs, len(self.q))
         except KvlatheError as refusal:  # a decode step's plan
             self._must_be_of_parts_not_attended(refusal)
-            attention.plan_calls = lambda _: None
+            attention.plan_calls = lambda spread: None
             spread = attention.spread(inputs, len(self.q))
         q, k, v, cos, sin = (
             x.to(device) for x in (self.q, self.k, self.v, self.cos, self.sin)

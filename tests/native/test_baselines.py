@@ -14,7 +14,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from kvlathe.plan.formats import Tier
+from kvlathe.plan.formats import Bits, Tier
 from tests.bench.decode_baselines import Case, arguments, comparisons, forms_of
 from tests.bench.work_lists import WHOLE, WorkList, longest_first, work_list
 from tests.native.chunk_problem import ChunkProblem
@@ -175,11 +175,11 @@ def test_16_bit_kernels(
     ],
 )
 def test_kernels_on_codes(
-    device: str, form: str, sums: str, bits: int, ranks: list[list[tuple[int, int]]]
+    device: str, form: str, sums: str, bits: Bits, ranks: list[list[tuple[int, int]]]
 ) -> None:
     from tests.bench.triton_calls import TritonCall, Tuning, store_sums
 
-    tier = Tier(bits, bits, arithmetic="int", sums=sums == "stored")  # pyright: ignore[reportArgumentType]
+    tier = Tier(bits, bits, arithmetic="int", sums=sums == "stored")
     problem = CodesProblem(
         ranks, [[640], [64], [128]], [33, 0, 5], [tier], device=device
     )
@@ -193,10 +193,10 @@ def test_kernels_on_codes(
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
-def test_unpacked_pages_are_what_the_codes_mean(device: str, bits: int) -> None:
+def test_unpacked_pages_are_what_the_codes_mean(device: str, bits: Bits) -> None:
     from tests.bench.triton_calls import Unpacked
 
-    tier = Tier(bits, bits, arithmetic="int")  # pyright: ignore[reportArgumentType]
+    tier = Tier(bits, bits, arithmetic="int")
     problem = CodesProblem(MIXED, [[128], [64]], [33, 5], [tier], device=device)
     unpacked = Unpacked(problem, 4)
     unpacked(1)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +21,11 @@ from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
 from kvlathe.runtime.sessions.torch_cuda.device import tensor_of
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.native.library import Library
-from tests.support.session_laws import next_step, pages_move_and_come_back
+from tests.support.session_laws import (
+    device_session,
+    next_step,
+    pages_move_and_come_back,
+)
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "lathe-5m"
 PROMPTS = [
@@ -29,7 +34,7 @@ PROMPTS = [
     "The cache of keys and values " * 30,
     "import numpy as np\n\n\nclass ",
 ]
-PLANS = {
+PLANS: dict[str, dict[str, Any]] = {
     "none": {},
     "projected": {"compression": "fdc", "removal_rate": 0.15},
     "8 bit": {"compression": "fdc+hack:bits=8", "removal_rate": 0.15},
@@ -39,7 +44,11 @@ CLOSE = {"chosen": 4e-2}
 """Of the largest logit; 1e-2 otherwise. Numbers that were rounded otherwise to 16 bit
 may get another of four codes. Twice what an H200 gave on three texts: 2.0e-2; 8 bit
 6.3e-3, projected 2.7e-3."""
-LIMITS = {"max_batch_size": 4, "max_seq_len": 1024, "prefill_chunk": 128}
+LIMITS: dict[str, Any] = {
+    "max_batch_size": 4,
+    "max_seq_len": 1024,
+    "prefill_chunk": 128,
+}
 
 
 @pytest.fixture(scope="module", params=PLANS)
@@ -119,13 +128,13 @@ def test_a_request_does_not_depend_on_its_neighbours(pair: tuple[LLM, LLM]) -> N
 
 
 def test_pages_move_and_come_back(pair: tuple[LLM, LLM]) -> None:
-    pages_move_and_come_back(pair[0].session)
+    pages_move_and_come_back(device_session(pair[0]))
 
 
 def test_greedy_steps_follow_each_other_on_the_gpu(pair: tuple[LLM, LLM]) -> None:
     """``follow`` gives what run and an argmax on the host give."""
     llm = pair[0]
-    session, table, tokens = llm.session, llm.pool.open(), [7, 30, 400]
+    session, table, tokens = device_session(llm), llm.pool.open(), [7, 30, 400]
     expected: list[int] = []
     steps = []
     for _ in range(12):
@@ -164,7 +173,9 @@ def test_a_captured_step_holds_no_attention_of_torch(pair: tuple[LLM, LLM]) -> N
 def test_prompts_are_attended_in_tiles(pair: tuple[LLM, LLM]) -> None:
     """The first chunk of a prompt goes through the kernel for chunks."""
     llm = pair[0]
-    if not llm.session.compute.attention.library.lib.kvlathe_cuda_has_prompt_kernel():
+    compute = device_session(llm).compute
+    assert isinstance(compute, TorchCompute)
+    if not compute.attention.library.lib.kvlathe_cuda_has_prompt_kernel():
         pytest.skip("this GPU attends chunks as rows")
     tokens = llm.encode(PROMPTS[2])[:100]
     llm.logits(tokens, [99])

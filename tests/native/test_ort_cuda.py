@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,12 +24,16 @@ from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.native.library import Library
 from tests.support.checkpoints import make_model, sizes
 from tests.support.runtime_cases import forced, text
-from tests.support.session_laws import pages_move_and_come_back
+from tests.support.session_laws import device_session, pages_move_and_come_back
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "lathe-5m"
-CODED = {"compression": "fdc+hack:bits=8", "removal_rate": 0.15}
-PLANS = {"none": {}, "8 bit": CODED, "grouped": {"max_seq_len": 512}}
-LIMITS = {
+CODED: dict[str, Any] = {"compression": "fdc+hack:bits=8", "removal_rate": 0.15}
+PLANS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "8 bit": CODED,
+    "grouped": {"max_seq_len": 512},
+}
+LIMITS: dict[str, Any] = {
     "max_batch_size": 3,
     "max_seq_len": 1024,
     "prefill_chunk": 128,
@@ -87,14 +92,15 @@ def test_a_float16_engine_runs_on_the_gpu_where_it_can(pair: tuple[LLM, LLM]) ->
 def test_logits_are_those_of_the_cpu(pair: tuple[LLM, LLM]) -> None:
     """Chunks beside decodes, seals, batches that a graph pads; the pool stays where it
     is."""
-    place = pair[0].session.pool.address
+    session = device_session(pair[0])
+    place = session.pool.address
     texts = [tokens_of(pair[0], n, 100 * n) for n in (200, 131, 60)]
     schedule = [(128, 128, 40), (64, 1, 1), (1, 1, 1), (1, 1, 18), (1, 0, 0), (5, 0, 0)]
     on_gpu, on_cpu = (forced(llm, texts, schedule) for llm in pair)
     for ours, theirs in zip(on_gpu, on_cpu, strict=True):
         assert np.abs(ours - theirs).max() <= CLOSE * np.abs(theirs).max()
-    assert pair[0].session.pool.address == place
-    assert set(pair[0].session._graphs) == {1, 3}
+    assert session.pool.address == place
+    assert set(session._graphs) == {1, 3}
 
 
 def test_answers_are_those_of_the_cpu(pair: tuple[LLM, LLM]) -> None:
@@ -133,19 +139,21 @@ def test_a_decode_step_moves_its_integers_and_its_logits(
 
     def call(self: CudaPythonDevice, name: str, *arguments: object) -> object:
         if name == "cudaMemcpyAsync":
-            moved.append(int(arguments[2]))  # type: ignore[arg-type]
+            size = arguments[2]
+            assert isinstance(size, int)
+            moved.append(size)
         return plain(self, name, *arguments)
 
     llm, texts = pair[0], [tokens_of(pair[0], 40, 10 * i) for i in range(3)]
     forced(llm, texts, [(30, 30, 30), (1, 1, 1)])
     monkeypatch.setattr(CudaPythonDevice, "call", call)
     forced(llm, texts, [(30, 30, 30), (1, 1, 1), (1, 1, 1)])
-    block = 4 * llm.session._graphs[3].buffer.form.size
+    block = 4 * device_session(llm)._graphs[3].buffer.form.size
     assert moved[2:] == [block, 4 * 3 * llm.plan.model.vocab_size] * 2
 
 
 def test_pages_move_and_come_back(pair: tuple[LLM, LLM]) -> None:
-    pages_move_and_come_back(pair[0].session)
+    pages_move_and_come_back(device_session(pair[0]))
 
 
 def test_every_node_of_a_step_is_on_the_gpu(
@@ -156,7 +164,8 @@ def test_every_node_of_a_step_is_on_the_gpu(
     import json
 
     llm = pair[0]
-    compute, device = llm.session.compute, llm.session.device
+    compute, device = device_session(llm).compute, device_session(llm).device
+    assert isinstance(compute, ort_session.OnnxCompute)
     graph = compute.graph
     library = native.find().native
     assert library is not None
@@ -165,7 +174,7 @@ def test_every_node_of_a_step_is_on_the_gpu(
     options.enable_mem_pattern = True
     options.enable_profiling = True
     options.profile_file_prefix = str(tmp_path / "steps")
-    path = Path(graph._model_path)
+    path = Path(str(graph._model_path))
     compute.graph = ort_session.open_graph(path, options, device.stream)
     try:
         forced(llm, [tokens_of(llm, 40)], [(30,)])

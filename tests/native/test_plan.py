@@ -21,6 +21,7 @@ from tests.native.library import (
     NativeError,
 )
 from tests.native.problem import Problem
+from tests.support.format_cases import bits_of
 
 RECORD, IDS = (
     96,
@@ -46,7 +47,7 @@ def sixteen(lengths: Sequence[int], page_tokens: int = 64) -> Problem:
 
 
 def codes(bits: int, lengths: Sequence[int]) -> CodesProblem:
-    tier = Tier(bits, bits, arithmetic="int")  # pyright: ignore[reportArgumentType]
+    tier = Tier(bits_of(bits), bits_of(bits), arithmetic="int")
     sealed = [[n // 64 * 64] for n in lengths]
     return CodesProblem(
         LAYERS, sealed, [n % 64 for n in lengths], [tier], device="cuda"

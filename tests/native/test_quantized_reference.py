@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvlathe.plan.formats import Tier, groups_along_rank
+from kvlathe.plan.formats import Axis, Bits, Tier, groups_along_rank
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket, CompressionPlan
@@ -58,7 +58,7 @@ def values_of(
 @pytest.mark.parametrize(
     "axes", [("rank", "token"), ("token", "rank"), ("rank", "rank")]
 )
-def test_quantized_pages(library: Library, bits: int, axes: tuple[str, str]) -> None:
+def test_quantized_pages(library: Library, bits: Bits, axes: tuple[Axis, Axis]) -> None:
     tier = Tier(bits, bits, axes[0], axes[1], 64 if axes[0] == "rank" else 32, 32)
     layout, random = layout_of(tier), np.random.default_rng(bits)
     row, stride, lengths, pages = (

@@ -23,7 +23,7 @@ from ctypes import (
     c_void_p,
 )
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -224,7 +224,7 @@ class Call:
     def run(self) -> tuple[Array, Array, Array]:
         """o and rows of the real tokens, and the pool's bytes."""
         first = self.prepared()
-        half = {"dtype": torch.float16, "device": self.bytes.device}
+        half: dict[str, Any] = {"dtype": torch.float16, "device": self.bytes.device}
         out, rows = (
             torch.full(first.out[i].shape, torch.nan, **half) for i in range(2)
         )

@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from ctypes import c_void_p
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import onnxruntime as ort
@@ -41,7 +42,7 @@ from kvlathe.runtime.sessions.gpu.session import DeviceSession
 from kvlathe.runtime.sessions.gpu.tensorrt import TensorRTCompute
 from kvlathe.runtime.sessions.host.native import HalfSession
 from kvlathe.runtime.sessions.protocols import FullPage, Session
-from kvlathe.runtime.sessions.torch_cuda.attend import StepInputs
+from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
 from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
 from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
@@ -51,7 +52,11 @@ from tests.native_cpu.library import AttendArgs, Op
 from tests.native_cpu.test_session import half_engine, manifest, turned
 from tests.support.host_device import HostDevice, HostLibrary, HostTorchDevice
 from tests.support.runtime_cases import LIMITS, MODEL, forced, text
-from tests.support.session_laws import next_step, pages_move_and_come_back
+from tests.support.session_laws import (
+    device_session,
+    next_step,
+    pages_move_and_come_back,
+)
 
 ENTRIES = {"kvlathe.element_bits": "16", "kvlathe.hot_bits": "16"}
 """The operator of the CPU provider, which reads what is bound where it lies."""
@@ -87,9 +92,9 @@ def as_llm(session: Session, plan: CompressionPlan, limits: Limits = LIMITS) -> 
 def on_host(native: Native, engine: tuple[Path, CompressionPlan]) -> LLM:
     folder, plan = engine
     device, library = HostDevice(), HostLibrary(native)
-    pool = allocate_pool(device, library, plan, arena(plan))  # type: ignore[arg-type]
+    pool = allocate_pool(device, library, plan, arena(plan))
     compute = OnnxCompute(host_graph(native, folder), "cpu")
-    session = DeviceSession(device, library, plan, LIMITS, pool, compute)  # type: ignore[arg-type]
+    session = DeviceSession(device, library, plan, LIMITS, pool, compute)
     return as_llm(session, plan)
 
 
@@ -101,10 +106,10 @@ def in_torch(native: Native, engine: tuple[Path, CompressionPlan]) -> LLM:
     tensors = {name: x.half() for name, x in decoder.state_dict().items()}
     wired = wiring(checkpoint.spec)
     device, library = HostTorchDevice(), HostLibrary(native)
-    pool = allocate_pool(device, library, plan, arena(plan))  # type: ignore[arg-type]
+    pool = allocate_pool(device, library, plan, arena(plan))
     attention = HostAttention(native, plan, wired.scales, bytes_of(pool))
-    compute = TorchCompute(TorchDecoder(wired, tensors), attention)  # type: ignore[arg-type]
-    session = DeviceSession(device, library, plan, LIMITS, pool, compute)  # type: ignore[arg-type]
+    compute = TorchCompute(TorchDecoder(wired, tensors), cast(Attention, attention))
+    session = DeviceSession(device, library, plan, LIMITS, pool, compute)
     return as_llm(session, plan)
 
 
@@ -173,15 +178,17 @@ def test_logits_are_those_of_the_cpu(
         [(64, 128, 0), (1, 1, 64), (1, 1, 1), (24, 0, 1), (0, 0, 4)],
     )
     ours = ON_HOST[compute](native, engine)
-    place = ours.session.pool.address
+    session = device_session(ours)
+    place = session.pool.address
     found, expected = (
         forced(ours, texts, schedule),
         forced(on_cpu(native, engine), texts, schedule),
     )
     for a, b in zip(found, expected, strict=True):
         assert np.abs(a - b).max() < CLOSE[compute] * np.abs(b).max()
-    assert ours.session.pool.address == place
-    assert ours.session.device.captures == 1  # three decodes in a graph of four
+    assert session.pool.address == place
+    assert isinstance(session.device, HostDevice)
+    assert session.device.captures == 1  # three decodes in a graph of four
 
 
 def test_greedy_answers_are_those_of_the_cpu(
@@ -201,7 +208,7 @@ def test_greedy_answers_are_those_of_the_cpu(
 def test_pages_move_and_come_back(
     compute: str, native: Native, engine: tuple[Path, CompressionPlan]
 ) -> None:
-    pages_move_and_come_back(ON_HOST[compute](native, engine).session)
+    pages_move_and_come_back(device_session(ON_HOST[compute](native, engine)))
 
 
 @pytest.mark.parametrize("compute", ON_HOST)
@@ -209,13 +216,14 @@ def test_the_full_pages_of_a_step_are_sealed_in_one_call(
     compute: str, native: Native, engine: tuple[Path, CompressionPlan]
 ) -> None:
     """Of three pages, each gets the bytes that it gets alone."""
-    session = ON_HOST[compute](native, engine).session
+    session = device_session(ON_HOST[compute](native, engine))
     full = [FullPage(0, i, (60 + i,), 64 * i) for i in range(3)]
     stride = session.strides[0]
     for page in full:
         session.write_page(0, page.page, bytes([page.page + 1]) * stride)
     session.seal(full)
-    assert session._kernels.library.sealed == [3]
+    library: object = session._kernels.library
+    assert isinstance(library, HostLibrary) and library.sealed == [3]
     together = [session.read_page(1, 60 + i) for i in range(3)]
     assert len(set(together)) == 3
     for page in full:
@@ -234,14 +242,14 @@ def test_greedy_steps_of_torch_follow_each_other_on_the_device(
     for _ in range(8):
         steps.append(next_step(ours, table, tokens[-1]))
         tokens.append(int(ours.session.run(steps[-1]).argmax()))
-    device = ours.session.device
+    session = device_session(ours)
     followed = [
-        int(device.fetch(ours.session.follow(step, first=i == 0))[0])
+        int(session.device.fetch(session.follow(step, first=i == 0))[0])
         for i, step in enumerate(steps)
     ]
     assert followed == tokens[1:]
     with pytest.raises(KvlatheError, match="does not choose tokens"):
-        on_host(native, engine).session.follow(steps[0])
+        device_session(on_host(native, engine)).follow(steps[0])
 
 
 def test_torch_is_told_what_the_sequences_of_a_step_bring(
@@ -249,7 +257,11 @@ def test_torch_is_told_what_the_sequences_of_a_step_bring(
 ) -> None:
     """(one token each, prompt chunks alone) of every step that is not a graph."""
     ours = in_torch(native, engine)
-    kinds = ours.session.compute.attention.kinds
+    compute = device_session(ours).compute
+    assert isinstance(compute, TorchCompute)
+    attention: object = compute.attention
+    assert isinstance(attention, HostAttention)
+    kinds = attention.kinds
     forced(ours, [text(90), text(130, 50)], [(64, 100), (26, 1)])
     assert kinds == [(False, True), (False, False)]
 
@@ -261,10 +273,10 @@ def test_a_gpu_without_room_for_a_layers_tiles_is_refused_at_once(
     asked: list[tuple[int, ...]] = []
 
     class Narrow(HostLibrary):
-        def call(self, name: str, *given: object) -> None:
+        def call(self, name: str, *given: Any) -> None:  # noqa: ANN401  (structures)
             super().call(name, *given)
             if name == "cuda_attend_decode":
-                args = given[0]._obj  # type: ignore[attr-defined]
+                args = given[0]._obj
                 asked.append(
                     (args.batch, args.element, args.part_count, args.parts[1].bits_k)
                 )
@@ -279,7 +291,7 @@ def test_a_gpu_without_room_for_a_layers_tiles_is_refused_at_once(
         KvlatheError,
         match=r"does not run on this GPU[\s\S]*shared memory[\s\S]*ompress more",
     ):
-        allocate_pool(HostDevice(), Narrow(native), plan, arena(plan))  # type: ignore[arg-type]
+        allocate_pool(HostDevice(), Narrow(native), plan, arena(plan))
     assert set(asked) == {(0, F16, 2, 8)} and len(asked) == plan.model.layers > 1
 
 
@@ -392,9 +404,9 @@ def on_trt(
 ) -> LLM:
     plan, stand_in = engine[1], StandIn(native, *engine)
     device, library = HostDevice(), HostLibrary(native)
-    pool = allocate_pool(device, library, plan, arena(plan))  # type: ignore[arg-type]
+    pool = allocate_pool(device, library, plan, arena(plan))
     compute = TensorRTCompute(stand_in, stand_in, plan, device.stream)
-    session = DeviceSession(device, library, plan, limits, pool, compute)  # type: ignore[arg-type]
+    session = DeviceSession(device, library, plan, limits, pool, compute)
     return as_llm(session, plan, limits)
 
 
@@ -411,7 +423,11 @@ def test_a_tensorrt_engine_is_bound_within_its_profiles_and_answers_as_the_cpu(
         for llm in (ours, on_cpu(native, engine))
     ]
     assert answers[0] == answers[1]
-    decodes, mixed = ours.session.compute._engine.runs
+    compute = device_session(ours).compute
+    assert isinstance(compute, TensorRTCompute)
+    engine_run: object = compute._engine
+    assert isinstance(engine_run, StandIn)
+    decodes, mixed = engine_run.runs
     assert mixed >= 2 and decodes > 30
 
 

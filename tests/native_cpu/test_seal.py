@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.codec import Positions
-from kvlathe.plan.formats import Tier
+from kvlathe.plan.formats import Bits, Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket, CompressionPlan
@@ -44,7 +45,7 @@ COUNTED = st.builds(
 )
 
 
-def sealing_plan(tier: Tier, hot: int, page: int, seed: int = 0) -> CompressionPlan:
+def sealing_plan(tier: Tier, hot: Bits, page: int, seed: int = 0) -> CompressionPlan:
     lanes = [
         Lane(0, 0, 64, 48, 80, projected=True),
         Lane(0, 1, 64, 112, 16, projected=True),
@@ -85,7 +86,7 @@ def test_native_seals_the_same_bytes(
     native: Native,
     isa: int,
     tier: Tier,
-    hot: int,
+    hot: Bits,
     page: int,
     seed: int,
     first: int | None,
@@ -135,14 +136,12 @@ class NativePages(HostPages):
     seed=st.integers(0, 99),
 )
 def test_native_moves_the_same_tokens(
-    native: Native, bits: int, group: int, page: int, kept: int, seed: int
+    native: Native, bits: Bits, group: int, page: int, kept: int, seed: int
 ) -> None:
     """Within a bucket, and into another number format; the rest of the last page is
     zeroed."""
-    tier, random = (
-        Tier(bits, bits, "rank", "rank", group, group),
-        np.random.default_rng(seed),
-    )  # type: ignore[arg-type]
+    tier = Tier(bits, bits, "rank", "rank", group, group)
+    random = np.random.default_rng(seed)
     plan = sealing_plan(tier, 32, page)
     ours, theirs = NativePages(plan, native), HostPages(CacheLayout(plan), 1 << 21)
     count = kept * page + int(random.integers(0, page))
@@ -179,7 +178,7 @@ def test_moves_that_leave_the_pages_are_refused(
     plan = sealing_plan(Tier(8, 8), 32, 64)
     pages = filled(plan, 0)
     before = pages.memory.copy()
-    call = {
+    call: dict[str, list[Any]] = {
         "fields": [[[0, 192]]],
         "pages": [1, 2, 3, 4, 5],
         "target_pages": [9],

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import json
 import tracemalloc
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -96,14 +97,17 @@ def test_a_plan_that_nobody_touched_is_read(plan: dict) -> None:
     assert json.loads(CompressionPlan.from_json(json.dumps(plan)).to_json()) == plan
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+CHECKS: list[Any] = list(HealthCheck)
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=CHECKS)
 @given(forged())
 def test_a_forged_plan_is_one_refusal(text: str) -> None:
     judge(text)
 
 
 @pytest.mark.nightly
-@settings(max_examples=20_000, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20_000, deadline=None, suppress_health_check=CHECKS)
 @given(forged())
 def test_twenty_thousand_forged_plans(text: str) -> None:
     judge(text)

@@ -23,7 +23,7 @@ from kvlathe.export.onnx.body import FLOAT, Body
 from kvlathe.export.onnx.pages import PageReader, Places
 from kvlathe.export.search import sealed
 from kvlathe.plan.codec import PageMatrix, element_places, matrices, noise, noise_key
-from kvlathe.plan.formats import ALIGN, Format, Tier
+from kvlathe.plan.formats import ALIGN, Axis, Bits, Format, Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket, CompressionPlan
@@ -40,11 +40,14 @@ PAGES = st.sampled_from([16, 48, 64])
 EVERY = pytest.mark.parametrize("bits", BITS)
 
 
+AXES: tuple[Axis, ...] = ("rank", "token")
+
+
 @st.composite
-def formats(draw: st.DrawFn, bits: int) -> Format:
-    axis = draw(st.sampled_from(["rank", "token"]))
+def formats(draw: st.DrawFn, bits: Bits) -> Format:
+    axis = draw(st.sampled_from(AXES))
     group = draw(st.sampled_from([16, 32, 48, 128]))
-    return Format(bits, axis, group, draw(SPANS))  # pyright: ignore[reportArgumentType]
+    return Format(bits, axis, group, draw(SPANS))
 
 
 def matrix_of(form: Format, rank: int, page: int, key: int | None = None) -> PageMatrix:
@@ -64,7 +67,7 @@ def numbers(seed: int, page: int, rank: int) -> np.ndarray:
 @EVERY
 @given(data=st.data(), rank=RANKS, page=PAGES)
 def test_bytes_hold_what_a_format_says(
-    bits: int, data: st.DataObject, rank: int, page: int
+    bits: Bits, data: st.DataObject, rank: int, page: int
 ) -> None:
     form = data.draw(formats(bits))
     assert form.data_bytes(rank, page) % ALIGN == 0
@@ -85,7 +88,7 @@ def test_bytes_hold_what_a_format_says(
 @EVERY
 @given(data=st.data(), rank=RANKS, page=PAGES, seed=st.integers(0, 99))
 def test_what_is_read_is_near_and_stays_what_it_is(
-    bits: int, data: st.DataObject, rank: int, page: int, seed: int
+    bits: Bits, data: st.DataObject, rank: int, page: int, seed: int
 ) -> None:
     """IEEE numbers come back as they are. Codes over a whole range are at most half a
     level off, and the error of half-precision metadata."""
@@ -111,7 +114,7 @@ def test_what_is_read_is_near_and_stays_what_it_is(
     data=st.data(), rank=RANKS, page=PAGES, seed=st.integers(0, 99), drawn=st.booleans()
 )
 def test_torch_reads_what_numpy_writes(
-    bits: int, data: st.DataObject, rank: int, page: int, seed: int, drawn: bool
+    bits: Bits, data: st.DataObject, rank: int, page: int, seed: int, drawn: bool
 ) -> None:
     form = data.draw(formats(bits))
     if not form.is_coded:
@@ -135,7 +138,7 @@ def test_torch_reads_what_numpy_writes(
     drawn=st.booleans(),
 )
 def test_the_cpu_library_writes_the_same_bytes(
-    bits: int,
+    bits: Bits,
     data: st.DataObject,
     rank: int,
     page: int,

@@ -84,7 +84,7 @@ def test_several_answers_of_one_prompt_compute_it_once(kind: str) -> None:
         computed.append(int(step.cu_seqlens_q[-1]))
         return run(step)
 
-    model.session.run = counting  # type: ignore[method-assign]
+    model.session.run = counting
     with AsyncEngine(model) as engine:
         wait(
             engine.submit([prompt], params, found := Answers(), n=11)
@@ -177,7 +177,7 @@ def test_a_request_that_breaks_the_engine_fails_alone(engine: AsyncEngine) -> No
             raise RuntimeError("the engine broke")
         return run(step)
 
-    engine.llm.session.run = breaking  # type: ignore[method-assign]
+    engine.llm.session.run = breaking
     well = engine.submit([list(text(30)), list(text(40, 7))], PARAMS, good := Answers())
     ill = engine.submit([[8191, 5]], PARAMS, bad := Answers())
     wait(well)

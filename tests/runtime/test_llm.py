@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,18 @@ import pytest
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan import manifest as manifests
-from kvlathe.plan.manifest import KvBytes, Manifest
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.requests.engine_thread import Silence
+from kvlathe.runtime.scheduling.sequence import Sequence
 from kvlathe.runtime.text.sampling_params import SamplingParams
-from tests.support.runtime_cases import LIMITS, MODEL, decoder, engine_folder, llm, text
+from tests.support.runtime_cases import (
+    LIMITS,
+    MODEL,
+    built_folder,
+    llm,
+    text,
+)
 
 
 def test_streams_are_the_answer_in_pieces() -> None:
@@ -113,7 +119,8 @@ def test_numpys_token_ids_are_a_prompt() -> None:
     engine, params = llm("torch", "one"), SamplingParams(max_new_tokens=3)
     ids = np.array(text(20), np.int32)
     expected = engine.generate([ids.tolist()], params)[0].token_ids
-    for prompts in (ids, [ids], list(ids)):
+    as_given: tuple[Any, ...] = (ids, [ids], list(ids))
+    for prompts in as_given:
         assert engine.generate(prompts, params)[0].token_ids == expected
 
 
@@ -147,30 +154,7 @@ def test_the_longest_sequence_fits_and_no_longer_one(kind: str) -> None:
 # -- engine folders --------------------------------------------------------------------
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An engine folder as a build leaves it, report aside."""
-    plan = decoder("split").plan
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(MODEL / name, tmp_path)
-    shutil.copytree(engine_folder("split"), tmp_path, dirs_exist_ok=True)
-    (tmp_path / manifests.PLAN_FILE).write_text(plan.to_json())
-    written = Manifest(
-        model="lathe-5m",
-        compression="none",
-        backend="onnxruntime",
-        versions={},
-        architectures=("cpu",),
-        compute_dtype="float32",
-        limits=LIMITS,
-        page_tokens=plan.page_tokens,
-        prefill_chunk=plan.prefill_chunk,
-        kv_bytes=KvBytes(4096.0, 4096.0, 2048.0),
-        plan_digest=plan.digest,
-        model_digest="",
-        command="",
-        created="",
-    )
-    manifests.write(tmp_path, written)
-    return tmp_path
+    return built_folder(tmp_path)
 
 
 def test_a_folder_is_all_it_takes(folder: Path) -> None:
@@ -211,12 +195,10 @@ def test_a_smaller_batch_than_the_engine_was_built_for(folder: Path) -> None:
     assert small.pool.arena_bytes < whole.pool.arena_bytes
     most = 0
 
-    class Watch:
-        def grew(self, *_: object) -> None:
+    class Watch(Silence):
+        def grew(self, sequence: Sequence, tokens: int, seconds: float) -> None:
             nonlocal most
             most = max(most, len(small.engine.scheduler.running))
-
-        def ended(self, *_: object) -> None: ...
 
     prompts, params = [[5, 6, 7], [8, 9], [10]], SamplingParams(max_new_tokens=4)
     with AsyncEngine(small, max_waiting=1, observer=Watch()) as engine:

@@ -13,6 +13,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+pytest.importorskip("aiohttp")
+
+from aiohttp import web
+
 from kvlathe.base.errors import KvlatheError
 from kvlathe.bench import load, measure, run, servers
 from kvlathe.bench.load import Request
@@ -26,7 +30,6 @@ from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.runtime.cache.pool import PagePool
 
-web = pytest.importorskip("aiohttp.web")
 ROOT = Path(__file__).resolve().parents[2]
 LANES = tuple(Lane(i, h, 64, 64, 64) for i in range(2) for h in range(2))
 PLAN = CompressionPlan(
@@ -213,10 +216,10 @@ class Stub:
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         self.started.set()
 
-    async def _models(self, _request: object) -> object:
+    async def _models(self, _request: web.Request) -> web.Response:
         return web.json_response({"data": [{"id": "stub"}]})
 
-    async def _complete(self, request: web.Request) -> object:
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
         asked = await request.json()
         self.seen += 1
         if len(asked["prompt"]) > 1000:

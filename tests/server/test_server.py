@@ -514,14 +514,14 @@ def test_the_client_raises_its_own_errors(
 def test_a_passed_deadline_is_not_tried_again_by_the_client(served: Served) -> None:
     patient = openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=2)
     seen, submit = [], served.engine.submit
-    served.engine.submit = lambda *a, **k: seen.append(a) or submit(*a, **k)  # type: ignore[method-assign]
+    served.engine.submit = lambda *a, **k: seen.append(a) or submit(*a, **k)
     try:
         with pytest.raises(openai.APIStatusError, match="deadline_seconds"):
             patient.completions.create(
                 model=MODEL_NAME, prompt="a", extra_body={"deadline_seconds": 1e-6}
             )
     finally:
-        served.engine.submit = submit  # type: ignore[method-assign]
+        served.engine.submit = submit
     assert len(seen) == 1
 
 
@@ -814,7 +814,7 @@ def test_a_step_that_raises_fails_the_guilty_alone(
             raise RuntimeError("secret detail")
         return run(step)
 
-    served.llm.session.run = breaking  # type: ignore[method-assign]
+    served.llm.session.run = breaking
     try:
         good = raw_request(
             served, prompt=PROMPT, max_tokens=20, temperature=0, ignore_eos=False
@@ -843,7 +843,7 @@ def test_a_step_that_raises_fails_the_guilty_alone(
         )
         good.close()
     finally:
-        served.llm.session.run = run  # type: ignore[method-assign]
+        served.llm.session.run = run
 
 
 def test_a_full_queue_is_429_with_retry_after(served: Served) -> None:
@@ -865,8 +865,8 @@ def test_tenants_keys_are_their_own(served: Served) -> None:
     assert post(served, key="sk-other", prompt="a", max_tokens=1).status_code == 200
     seen = []
     submit = served.engine.submit
-    served.engine.submit = lambda *a, **k: seen.append(a[4]) or submit(*a, **k)  # type: ignore[method-assign]
+    served.engine.submit = lambda *a, **k: seen.append(a[4]) or submit(*a, **k)
     for key in (KEY, "sk-other"):
         post(served, key=key, prompt="a", max_tokens=1)
-    served.engine.submit = submit  # type: ignore[method-assign]
+    served.engine.submit = submit
     assert seen == [KEY, "sk-other"]

@@ -18,14 +18,19 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from tests.runtime.test_llm import folder  # noqa: F401
+from tests.support.runtime_cases import built_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return built_folder(tmp_path)
+
+
+@pytest.fixture
 def process(
-    folder: Path,  # noqa: F811
+    folder: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     template = tmp_path_factory.mktemp("template") / "chat.jinja"

@@ -4,12 +4,14 @@ always the documented form."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import requests
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
+from schemathesis.core.result import Ok
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -18,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 from tests.support.runtime_cases import llm
 from tests.support.serving_cases import MODEL_NAME, Served, serving, with_template
 
-EVERY = list(HealthCheck)
+EVERY: list[Any] = list(HealthCheck)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +46,8 @@ def served_here(case: schemathesis.Case) -> schemathesis.Case:
         ):
             body.pop(name, None)
         for name in ("max_tokens", "max_completion_tokens", "n"):
-            if body.get(name) is not None:
-                body[name] = 1 + body[name] % 3
+            if isinstance(number := body.get(name), int):
+                body[name] = 1 + number % 3
         if not body.get("prompt", True):
             body["prompt"] = "a"
         for name in ("prompt", "stop_token_ids"):
@@ -63,9 +65,10 @@ def served_here(case: schemathesis.Case) -> schemathesis.Case:
 )
 def test_no_request_gets_a_server_error(served: Served, label: str) -> None:
     schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
-    operation = next(
-        found.ok() for found in schema.get_all_operations() if found.ok().label == label
+    operations = (
+        found.ok() for found in schema.get_all_operations() if isinstance(found, Ok)
     )
+    operation = next(found for found in operations if found.label == label)
     statuses = set()
 
     @settings(
@@ -98,7 +101,7 @@ def test_no_request_gets_a_server_error(served: Served, label: str) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_answers_are_of_the_schema(served: Served, stream: bool) -> None:
     schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
-    said = (
+    said: tuple[dict[str, Any], ...] = (
         {"prompt": "a", "logprobs": 3, "echo": True},
         {"messages": [{"role": "user", "content": "a"}], "n": 2},
     )

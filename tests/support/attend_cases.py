@@ -8,6 +8,7 @@ group by group and token by token.
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 
 from kvlathe.export.attention.eager import StepTensors
-from kvlathe.plan.formats import Tier, groups_along_rank
+from kvlathe.plan.formats import Bits, Tier, groups_along_rank
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket, CompressionPlan
@@ -48,6 +49,11 @@ def plan_of(
 # -- plans -----------------------------------------------------------------------------
 
 
+Rope = Literal["full", "none", "planes"]
+ROPES: tuple[Rope, ...] = ("full", "none", "planes")
+HOT_BITS: tuple[Bits, ...] = (16, 32)
+
+
 @st.composite
 def plans(draw: st.DrawFn, arithmetic: str = "float") -> CompressionPlan:
     """Two layers of mixed lanes: ranks, planes, no RoPE, removed heads; fresh, split
@@ -57,21 +63,15 @@ def plans(draw: st.DrawFn, arithmetic: str = "float") -> CompressionPlan:
         draw(st.integers(1, 3)),
         draw(st.integers(1, 3)),
     )
-    kind, projected = (
-        draw(st.sampled_from(["full", "none", "planes", "mixed"])),
-        draw(st.booleans()),
-    )
+    kinds = st.one_of(st.just(ROPES), *(st.just((rope,)) for rope in ROPES))
+    kind, projected = draw(kinds), draw(st.booleans())
     lanes = []
     for layer in range(2):
         for head in range(heads):
             if head > 0 and draw(st.integers(0, 3)) == 0:
                 lanes.append(Lane(layer, head, 0, 0, 0, "none", fill_from=0))
                 continue
-            rope = (
-                draw(st.sampled_from(["full", "none", "planes"]))
-                if kind == "mixed"
-                else kind
-            )
+            rope: Rope = draw(st.sampled_from(kind))
             chosen = (
                 draw(st.sets(st.integers(0, head_dim // 2 - 1), min_size=1))
                 if rope == "planes"
@@ -92,7 +92,7 @@ def plans(draw: st.DrawFn, arithmetic: str = "float") -> CompressionPlan:
                     projected,
                 )
             )
-    hot = draw(st.sampled_from([16, 32]))
+    hot: Bits = draw(st.sampled_from(HOT_BITS))
     tiers, buckets = [Tier(hot, hot)], draw(st.sampled_from(fresh_buckets(lanes)))
     for source in range(len(buckets)):
         if buckets[source].source is None and draw(st.booleans()):
@@ -523,8 +523,9 @@ def split(line: npt.NDArray, sizes: tuple[int, ...] | list[int]) -> list[npt.NDA
 
 def rounded(x: Array, bits: int) -> Array:
     """The float64 values of x in the hot format (from single, as the op computes)."""
-    x = x.astype(np.float32)
-    return (x.astype(np.float16) if bits == 16 else x).astype(np.float64)
+    single = x.astype(np.float32)
+    stored = single.astype(np.float16) if bits == 16 else single
+    return stored.astype(np.float64)
 
 
 @st.composite

@@ -13,7 +13,7 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvlathe.export.bases.basis import Basis, LaneBasis
-from kvlathe.plan.formats import Tier
+from kvlathe.plan.formats import Bits, Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.plan import Bucket, CompressionPlan
 
@@ -28,7 +28,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
 }
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64}
-QUARTER = {"partial_rotary_factor": 0.25}
+QUARTER: dict[str, Any] = {"partial_rotary_factor": 0.25}
 PHI = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 
@@ -240,7 +240,7 @@ def make_model(
 
 
 def full_plan(
-    shape: ModelShape, rope: bool = True, projected: bool = False, bits: int = 32
+    shape: ModelShape, rope: bool = True, projected: bool = False, bits: Bits = 32
 ) -> CompressionPlan:
     """Every dim of every lane kept, ranks rounded up to 16; one bucket, page 16."""
     d = shape.head_dim

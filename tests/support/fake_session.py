@@ -90,7 +90,9 @@ class FakeSession:
             while row < len(logits) and step.logit_rows[row] < end:
                 logits[
                     row,
-                    following(known[: len(known) - (end - 1 - step.logit_rows[row])]),
+                    following(
+                        known[: len(known) - (end - 1 - step.logit_rows[row])].tolist()
+                    ),
                 ] = 1
                 row += 1
         if self.broken in step.input_ids:
@@ -315,7 +317,7 @@ class RankedSession(HostPages):
         )
         divided = any(bucket.tokens.divides for bucket in self.plan.buckets)
         assert not divided or found.shape[1] == step.positions[own[-1]] + 1
-        return found
+        return found.astype(np.int64)
 
     def move(
         self,

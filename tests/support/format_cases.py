@@ -3,19 +3,24 @@ hold an implementation to kvlathe/plan/codec.py. A new format joins it by its na
 
 from __future__ import annotations
 
-from kvlathe.plan.formats import NAMES, Format, Tier
+from kvlathe.plan.formats import NAMES, Bits, Format, Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from tests.support.attend_cases import plan_of
 
-BITS = sorted(NAMES)
-CODED_BITS = [bits for bits in BITS if Format(bits, "rank", 64).is_coded]  # type: ignore[arg-type]
+BITS: list[Bits] = sorted(NAMES)
+CODED_BITS = [bits for bits in BITS if Format(bits, "rank", 64).is_coded]
 
 
-def _tiers(bits: int) -> list[Tier]:
+def bits_of(number: int) -> Bits:
+    """Of a number from a command line, or of a parameter of a test."""
+    return next(bits for bits in BITS if bits == number)
+
+
+def _tiers(bits: Bits) -> list[Tier]:
     return [
-        Tier(bits, bits, "rank", "token", 32, 32),  # type: ignore[arg-type]
-        Tier(bits, bits, "token", "rank", 16, 48),  # type: ignore[arg-type]
+        Tier(bits, bits, "rank", "token", 32, 32),
+        Tier(bits, bits, "token", "rank", 16, 48),
     ]
 
 

@@ -14,7 +14,7 @@ import torch
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.native import cpu
-from kvlathe.runtime.native.cuda import AttendDecodeArgs, SealArgs
+from kvlathe.runtime.native.cuda import AttendDecodeArgs, CudaLibrary, SealArgs
 from kvlathe.runtime.native.library import ABI_VERSION, Native, Status
 from kvlathe.runtime.sessions.gpu.device import BYTE, DeviceArray
 from kvlathe.runtime.sessions.torch_cuda.device import array_of
@@ -74,8 +74,8 @@ class HostTorchDevice(HostDevice):
         return array_of(memory[start : start + size])
 
 
-class HostLibrary:
-    """CudaLibrary for pages in host memory. ``sealed``: pages of each call of seal."""
+class HostLibrary(CudaLibrary):
+    """For pages in host memory. ``sealed``: pages of each call of seal."""
 
     def __init__(self, library: Native) -> None:
         self.sealed: list[int] = []

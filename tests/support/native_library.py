@@ -7,7 +7,7 @@ import fcntl
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -37,7 +37,7 @@ def build(out: Path, cuda: bool) -> Path:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Generator[None]:
     """Hold the lock file ``path``; processes wait for each other."""
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -21,10 +21,11 @@ from kvlathe.export.folding.fold import decoder_from, fold
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.onnx.model import export_onnx
+from kvlathe.plan import manifest as manifests
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.manifest import Limits
+from kvlathe.plan.manifest import KvBytes, Limits, Manifest
 from kvlathe.plan.memory import memory_table
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.plan.token_rules import Budget, ObservationWindow, Share
@@ -32,7 +33,7 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
 from kvlathe.runtime.sessions.host.onnx import OrtSession
 from kvlathe.runtime.sessions.host.pages import HostPages
-from kvlathe.runtime.sessions.protocols import StepPlan
+from kvlathe.runtime.sessions.protocols import Session, StepPlan
 from kvlathe.runtime.text.sampler import Sampler
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
@@ -206,9 +207,36 @@ def engine_folder(kind: str) -> Path:
     return folder
 
 
+def built_folder(folder: Path) -> Path:
+    """An engine folder as a build leaves it, report aside."""
+    plan = decoder("split").plan
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(MODEL / name, folder)
+    shutil.copytree(engine_folder("split"), folder, dirs_exist_ok=True)
+    (folder / manifests.PLAN_FILE).write_text(plan.to_json())
+    written = Manifest(
+        model="lathe-5m",
+        compression="none",
+        backend="onnxruntime",
+        versions={},
+        architectures=("cpu",),
+        compute_dtype="float32",
+        limits=LIMITS,
+        page_tokens=plan.page_tokens,
+        prefill_chunk=plan.prefill_chunk,
+        kv_bytes=KvBytes(4096.0, 4096.0, 2048.0),
+        plan_digest=plan.digest,
+        model_digest="",
+        command="",
+        created="",
+    )
+    manifests.write(folder, written)
+    return folder
+
+
 def session(
     backend: str, kind: str, arena_bytes: int, limits: Limits = LIMITS
-) -> HostPages:
+) -> Session:
     if backend == "torch":
         return TorchSession(decoder(kind), arena_bytes)
     return OrtSession(

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from kvlathe.runtime.async_engine import AsyncEngine
@@ -49,7 +49,7 @@ def serving(
     max_new_tokens: int | None = None,
     origins: Sequence[str] = (),
     body_seconds: float = BODY_SECONDS,
-) -> Iterator[Served]:
+) -> Generator[Served]:
     """Serve until the block ends."""
     metrics = Metrics(MODEL_NAME)
     engine = AsyncEngine(llm, max_waiting, metrics)

@@ -7,7 +7,14 @@ import numpy as np
 from kvlathe.runtime.cache.pool import PageTable
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.sessions.gpu.pages import DevicePages
+from kvlathe.runtime.sessions.gpu.session import DeviceSession
 from kvlathe.runtime.sessions.protocols import StepPlan
+
+
+def device_session(llm: LLM) -> DeviceSession:
+    """The session of an engine that runs on a GPU, or as if it did."""
+    assert isinstance(llm.session, DeviceSession)
+    return llm.session
 
 
 def pages_move_and_come_back(session: DevicePages) -> None:

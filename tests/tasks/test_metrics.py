@@ -116,7 +116,7 @@ def test_the_checkpoint_and_the_engine_read_text_alike() -> None:
 
 def test_every_nth_question_is_read(tmp_path: Path) -> None:
     path = tmp_path / "questions.jsonl"
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"prompt": f"line {i}: what is it? ", "answer": f"{i}\u2028>", "position": 0.5}
         for i in range(10)
     ]
@@ -127,7 +127,7 @@ def test_every_nth_question_is_read(tmp_path: Path) -> None:
     found = tasks.read_questions(path, encoder, every=4)
     assert [x.answer for x in found] == [
         tuple(encoder.encode(rows[i]["answer"])) for i in (0, 4, 8)
-    ]  # type: ignore[arg-type]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 def test_an_engine_equals_itself(files: tuple[Path, Path]) -> None:
     found = evaluate(
         Stub(blur=0.3), Stub(blur=0.3), *files, windows=3, window_tokens=40, every=1
-    )  # type: ignore[arg-type]
+    )
     assert (found["perplexity_ratio"], found["agreement"], found["kl"]) == (1, 1, 0)
     assert found["retrieval_exact_match"] == 1 and found["kv_bytes_per_token"] == 60
     assert found["kv_bytes_removed"] == pytest.approx(0.4)
@@ -225,7 +225,7 @@ def test_an_engine_equals_itself(files: tuple[Path, Path]) -> None:
 
 def test_evaluation_is_made_of_its_metrics(files: tuple[Path, Path]) -> None:
     engine, baseline = Stub(1, 2.0), Stub(2, 1.0)
-    found = evaluate(engine, baseline, files[0], windows=2, window_tokens=50)  # type: ignore[arg-type]
+    found = evaluate(engine, baseline, files[0], windows=2, window_tokens=50)
     encoder = tasks.FolderEncoder(LATHE)
     cut = tasks.windows(
         tasks.encode_documents(encoder, tasks.read_texts(files[0])),
@@ -248,7 +248,7 @@ def test_evaluation_is_made_of_its_metrics(files: tuple[Path, Path]) -> None:
 
 
 def test_what_was_not_asked_for_is_none(files: tuple[Path, Path]) -> None:
-    found = evaluate(Stub(), text=files[0])  # type: ignore[arg-type]
+    found = evaluate(Stub(), text=files[0])
     assert found["perplexity"] > 1
     assert all(
         found[key] is None
@@ -258,13 +258,13 @@ def test_what_was_not_asked_for_is_none(files: tuple[Path, Path]) -> None:
 
 def test_answers_are_counted_one_by_one(files: tuple[Path, Path]) -> None:
     first = Tokenizer(LATHE).encode("c is <")[0]
-    found = evaluate(Stub(wrong=(first,)), retrieval=files[1], every=2)  # type: ignore[arg-type]
+    found = evaluate(Stub(wrong=(first,)), retrieval=files[1], every=2)
     assert found["retrieval_exact_match"] == pytest.approx(2 / 3)
     assert found["measured_on"]["retrieval"]["questions"] == 3
 
 
 def test_windows_shrink_and_long_questions_go(files: tuple[Path, Path]) -> None:
-    found = evaluate(Stub(longest=16), Stub(), files[0])  # type: ignore[arg-type]
+    found = evaluate(Stub(longest=16), Stub(), files[0])
     assert found["measured_on"]["text"]["window_tokens"] == 16
     with pytest.raises(KvlatheError, match=r"no question of .* fits"):
-        evaluate(Stub(longest=2), retrieval=files[1])  # type: ignore[arg-type]
+        evaluate(Stub(longest=2), retrieval=files[1])

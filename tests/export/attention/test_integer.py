@@ -3,6 +3,9 @@ ever dequantized for it."""
 
 from __future__ import annotations
 
+import itertools
+from typing import Literal
+
 import numpy as np
 import onnx
 import onnx.inliner
@@ -19,7 +22,7 @@ from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.onnx import integer as onnx_integer
 from kvlathe.export.onnx.attend import NAME, OPSET
 from kvlathe.export.onnx.body import FLOAT, HALF, Body
-from kvlathe.plan.formats import Tier
+from kvlathe.plan.formats import Axis, Bits, Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket
@@ -442,14 +445,23 @@ def plan_in(tier: Tier) -> Case:
     )
 
 
+KINDS: tuple[tuple[Axis, bool], ...] = (
+    ("token", False),
+    ("token", True),
+    ("rank", False),
+)
+ARITHMETICS: tuple[tuple[Literal["float", "int"], bool], ...] = (
+    ("float", False),
+    ("int", False),
+    ("int", True),
+)
+CODED: tuple[Bits, ...] = (2, 4, 8)
+
+
 def test_no_float_tensor_of_codes_is_in_the_graph() -> None:
     """Whether the plan stores sums of codes or not, and where V's groups run along the
     rank: tokens may then go."""
-    for bits, axis, stored in (
-        (b, *x)
-        for b in (2, 4, 8)
-        for x in (("token", False), ("token", True), ("rank", False))
-    ):
+    for bits, (axis, stored) in itertools.product(CODED, KINDS):
         model, feeds = one_node(
             plan_in(Tier(bits, bits, "rank", axis, 32, 16, "int", sums=stored))
         )
@@ -490,7 +502,9 @@ def float_shapes(
         np.asarray(value)
         for value in session(inlined.SerializeToString()).run(names, feeds)
     ]
-    return {value.shape for value in found if value.dtype in (np.float16, np.float32)}
+    return {
+        value.shape for value in found if value.dtype.name in ("float16", "float32")
+    }
 
 
 def test_constant_values_come_out_as_they_are() -> None:
@@ -532,8 +546,8 @@ def test_products_of_codes_cost_no_more_than_dequantizing() -> None:
             Tier(bits, bits, arithmetic=arithmetic, sums=stored)
         )
         / plain
-        for bits in (8, 4)
-        for arithmetic, stored in (("float", False), ("int", False), ("int", True))
+        for bits in CODED[1:]
+        for arithmetic, stored in ARITHMETICS
     }
     assert ratio[8, "int", False] <= 1.0005
     for (bits, _, _), found in ratio.items():

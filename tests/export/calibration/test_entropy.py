@@ -214,7 +214,7 @@ def test_entropies_come_back_from_the_file_and_older_files_are_refused(
     arrays["header"] = np.array(
         str(arrays["header"]).replace('"schema_version": 2', '"schema_version": 1')
     )
-    np.savez(path, **arrays)  # type: ignore[arg-type]
+    np.savez(path, **arrays)
     with pytest.raises(
         KvlatheError, match=r"schema version 1, this kvlathe reads 2.*Calibrate again"
     ):

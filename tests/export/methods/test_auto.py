@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from kvlathe.engines.order import accept
 from kvlathe.engines.request import BuildRequest
 from kvlathe.engines.targets import cuda
 from kvlathe.export.bases import allocate
+from kvlathe.export.bases.basis import Basis
 from kvlathe.export.calibration.calibrate import calibrate_on, random_sequences
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.folding.fold import decoder_from
@@ -334,19 +336,20 @@ def test_the_gradients_seen_are_those_of_the_score() -> None:
     before = decoder.logits(ids, range(47)).square().mean()
     steepness = lane.pull.square().sum()
     layer = decoder.layers["1"].attend
+    assert isinstance(layer, torch.nn.Module)
     pull = lane.pull[0].transpose(0, 1).flatten(1)
     step = 0.003 * before / steepness * pull
     change = torch.zeros(48, decoder.spec.query_heads * decoder.spec.head_dim)
     change[:, step.shape[1] : 2 * step.shape[1]] = step
-    handle = layer.register_forward_hook(lambda m, i, o: (o[0] + change, o[1]))  # type: ignore[union-attr]
+    handle = layer.register_forward_hook(lambda m, i, o: (o[0] + change, o[1]))
     after = decoder.logits(ids, range(47)).square().mean()
     handle.remove()
     assert float(after / before - 1) == pytest.approx(0.003, rel=0.05)
 
 
-def kl_of(plan: CompressionPlan, basis: object, texts: list[tuple[int, ...]]) -> float:
+def kl_of(plan: CompressionPlan, basis: Basis, texts: list[tuple[int, ...]]) -> float:
     checkpoint, _, whole = lathe()
-    coded, sums = reading(decoder_from(checkpoint, plan, basis)), metrics.Sums()  # type: ignore[arg-type]
+    coded, sums = reading(decoder_from(checkpoint, plan, basis)), metrics.Sums()
     for ids in texts:
         rows = range(len(ids) - 1)
         sums += metrics.Sums.of(
@@ -498,8 +501,8 @@ def priced_plan() -> CompressionPlan:
     ],
 )
 def test_what_cannot_be_asked_of_it(
-    asked: dict[str, object], said: str, tmp_path: Path
+    asked: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(KvlatheError, match=said):
-        accept(dataclasses.replace(BuildRequest(LATHE, tmp_path / "engine"), **asked))  # type: ignore[arg-type]
+        accept(dataclasses.replace(BuildRequest(LATHE, tmp_path / "engine"), **asked))
     assert not (tmp_path / "engine").exists()

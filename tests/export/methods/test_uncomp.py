@@ -46,9 +46,7 @@ def plan(request: str, made: Stats | None = None) -> CompressionPlan:
 
 def budgets(found: CompressionPlan) -> list[list[int]]:
     """[layer][head]: the budget of the bucket that a lane ends up in."""
-    kept = {
-        i: b.tokens.budget for b in found.buckets for i in b.lanes if b.tokens.drops
-    }
+    kept = {i: b.tokens.most for b in found.buckets for i in b.lanes if b.tokens.drops}
     heads = found.model.kv_heads
     return [
         [kept.get(layer * heads + h, 0) for h in range(heads)]
@@ -103,8 +101,8 @@ def test_recent_tokens_take_the_share_whose_trend_fits_best() -> None:
     made.entropies.keys[:] = np.array([1.0, 4.0, 2.0, 3.0])[:, None, None]
     made.entropies.windows[:] = np.array([4.0, 3.0, 2.0, 1.0])[:, None, None]
     made.entropies.windows[:, :, 2] = np.array([1.0, 4.0, 2.0, 3.0])[:, None]
-    assert {b.tokens.recent for b in plan("uncomp", made).buckets} == {64, 128}
-    assert {b.tokens.recent for b in plan("uncomp:recent=0.5", made).buckets} == {
+    assert {b.tokens.newest for b in plan("uncomp", made).buckets} == {64, 128}
+    assert {b.tokens.newest for b in plan("uncomp:recent=0.5", made).buckets} == {
         128,
         256,
     }
@@ -131,7 +129,7 @@ def test_removed_heads_are_those_of_least_rank_and_take_the_most_alike() -> None
 def test_compositions_seal_into_a_cold_bucket_for_each_budget(request_: str) -> None:
     found = plan(request_)
     cold = [b for b in found.buckets if b.source is not None]
-    assert {b.tokens.budget for b in cold} == {256, 512}
+    assert {b.tokens.most for b in cold} == {256, 512}
     assert all(found.tiers[b.tier].axis_v == "rank" for b in cold)
     assert all(b.tokens.kind == "all" for b in found.buckets if b.source is None)
     assert calibration(request_) == "text"

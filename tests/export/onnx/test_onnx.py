@@ -26,7 +26,7 @@ from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.onnx.attend import DOMAIN, NAME, OPSET, attend_function
 from kvlathe.export.onnx.body import FLOAT, HALF
 from kvlathe.export.onnx.model import export_onnx
-from kvlathe.plan.formats import Tier
+from kvlathe.plan.formats import Bits, Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket, CompressionPlan
@@ -45,6 +45,9 @@ LETTERS = {
 LETTERS |= {"query_offsets": ["Q"], "lengths": ["B"], "observation_weights": ["T"]}
 
 
+KINDS: dict[int, torch.dtype] = {FLOAT: torch.float32, HALF: torch.float16}
+
+
 def session(model: str | bytes) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
@@ -55,7 +58,8 @@ def one_node(
     case: Case, dtype: int = FLOAT
 ) -> tuple[onnx.ModelProto, dict[str, npt.NDArray]]:
     """A model of a single Attend node, and what to feed it."""
-    kind, step = {FLOAT: torch.float32, HALF: torch.float16}[dtype], case.step()
+    kind, step = KINDS[dtype], case.step()
+    assert step.cos is not None and step.sin is not None
     values = dict(zip("qkv", case.packed(kind), strict=True)) | {
         "cos": step.cos.to(kind),
         "sin": step.sin.to(kind),
@@ -64,7 +68,8 @@ def one_node(
         name: getattr(step, name)
         for name in ("cu_seqlens_q", "query_offsets", "lengths")
     } | step.pools
-    values |= {"observation_weights": step.observation_weights}
+    if step.observation_weights is not None:
+        values["observation_weights"] = step.observation_weights
     values |= {f"page_table_{i}": table for i, table in enumerate(step.page_tables)}
     fixed = {
         name: value.numpy() for name, value in case.state(kind).items()
@@ -116,7 +121,8 @@ def through_onnx(case: Case, dtype: int = FLOAT) -> tuple[npt.NDArray, ...]:
     model, feeds = one_node(case, dtype)
     onnx.checker.check_model(model)
     onnx.shape_inference.infer_shapes(model, strict_mode=True, data_prop=True)
-    out, rows, *mass = session(model.SerializeToString()).run(None, feeds)
+    found = session(model.SerializeToString()).run(None, feeds)
+    out, rows, *mass = (np.asarray(x) for x in found)
     return (
         out[: case.total].astype(np.float64),
         rows[: case.total].astype(np.float64),
@@ -130,16 +136,9 @@ def test_function_is_the_eager_op(case: Case) -> None:
     out, rows, *mass = through_onnx(case)
     eager_out, eager_rows = eager(case)
     exact = PlanFacts(case.plan).hot_bits[0] == 32
-    np.testing.assert_allclose(
-        rows,
-        eager_rows,
-        **({"rtol": 1e-5, "atol": 1e-5} if exact else {"rtol": 2e-3, "atol": 2e-3}),
-    )
-    np.testing.assert_allclose(
-        out,
-        eager_out,
-        **({"rtol": 1e-4, "atol": 1e-4} if exact else {"rtol": 4e-3, "atol": 4e-3}),
-    )
+    near, close = (1e-5, 1e-4) if exact else (2e-3, 4e-3)
+    np.testing.assert_allclose(rows, eager_rows, rtol=near, atol=near)
+    np.testing.assert_allclose(out, eager_out, rtol=close, atol=close)
     for found in mass:
         np.testing.assert_allclose(
             found,
@@ -241,9 +240,8 @@ def run_in_chunks(
         } | pages.views
         feeds |= {f"page_table_{b}": table for b, table in enumerate(pages.tables)}
         wanted = {entry.name for entry in model.get_inputs()}
-        logits, rows = model.run(
-            None, {name: value for name, value in feeds.items() if name in wanted}
-        )
+        fed = {name: value for name, value in feeds.items() if name in wanted}
+        logits, rows = (np.asarray(x) for x in model.run(None, fed))
         places = [(b, i) for b, span in enumerate(spans) for i in span]
         for (b, i), row, logit in zip(places, rows, logits, strict=False):
             pages.write(b, i, row)
@@ -253,7 +251,7 @@ def run_in_chunks(
 
 
 def odd_plan(
-    checkpoint: Checkpoint, hot: int, removed: bool
+    checkpoint: Checkpoint, hot: Bits, removed: bool
 ) -> tuple[CompressionPlan, Basis]:
     """Different ranks in every lane, random bases, even and odd lanes in two buckets,
     perhaps one lane removed."""
@@ -295,7 +293,7 @@ def odd_plan(
     ],
 )
 def test_exported_is_torch_in_pieces_and_at_once(
-    name: str, hot: int, removed: bool, tmp_path: Path
+    name: str, hot: Bits, removed: bool, tmp_path: Path
 ) -> None:
     make(tmp_path, name)
     checkpoint = Checkpoint(tmp_path)

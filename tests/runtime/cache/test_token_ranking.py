@@ -5,7 +5,7 @@ one without it."""
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence as Items
 from itertools import pairwise
 
@@ -40,7 +40,7 @@ from kvlathe.runtime.cache.token_ranking import saliency
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
 from kvlathe.runtime.sessions.host.pages import HostPages
-from kvlathe.runtime.sessions.protocols import Scores, StepPlan
+from kvlathe.runtime.sessions.protocols import Scores, Session, StepPlan, TokenRanker
 from kvlathe.runtime.text.sampler import Sampler
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
@@ -261,7 +261,7 @@ def expected(
     held: list[dict[int, list[int]]] = [
         {lane: [] for lane in bucket.lanes} for bucket in plan.buckets
     ]
-    mass: dict[tuple[int, int], float] = Counter()
+    mass: defaultdict[tuple[int, int], float] = defaultdict(float)
     for n in range(1, total + 1):
         for b, bucket in enumerate(plan.buckets):
             for lane in bucket.lanes if bucket.source is None else ():
@@ -280,12 +280,13 @@ def expected(
             for lane in fresh.lanes:
                 _settled(plan, layout, held, mass, flags, f, lane, n)
             if not plan.observation.accumulated and (n == prompt or n % page == 0):
-                mass = Counter(
+                mass = defaultdict(
+                    float,
                     {
                         key: value
                         for key, value in mass.items()
                         if key[0] not in fresh.lanes
-                    }
+                    },
                 )
     return held
 
@@ -381,7 +382,7 @@ def sequence_of(engine: LLM, tokens: list[int], prompt: int) -> Sequence:
     )
 
 
-def engine_of(plan: CompressionPlan, session: HostPages, size: int) -> LLM:
+def engine_of(plan: CompressionPlan, session: Session, size: int) -> LLM:
     return LLM(session, plan, LIMITS, Tokenizer(MODEL), size)
 
 
@@ -451,16 +452,15 @@ def fail(engine: LLM, session: Numbers, chunks: list[Chunk]) -> None:
     before = engine.pool.pages_in_use
     moves = [chunk.reservation.moves for chunk in chunks if chunk.reservation.moves]
     taken = sum(len(ids) for move in moves for ids in move.taken)
-    session.seal, session.move = broken, broken  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session, "seal", broken)
+        patch.setattr(session, "move", broken)
         if any(move.seals or move.rankings for move in moves):
             with pytest.raises(RuntimeError, match="broken"):
                 engine.engine.run(chunks)
         else:
             for chunk in chunks:
                 engine.pool.rollback(chunk.reservation)
-    finally:
-        del session.seal, session.move
     assert sum(engine.pool.pages_in_use) == sum(before) - taken
 
 
@@ -616,6 +616,7 @@ def test_the_ranking_agrees_with_the_attention_of_transformers(
     engine.engine.run(
         [Chunk(sequence, count, engine.pool.reserve(sequence.table, count, False))]
     )
+    assert isinstance(engine.session, TokenRanker)
     scores = engine.session.scores(0, sequence.table.pages[0], count)
     found = saliency(observation, scores, ObservedRows(plan, count).seen(ids, count))
     for i, of_layer in enumerate(attended):

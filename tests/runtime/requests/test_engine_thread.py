@@ -145,7 +145,7 @@ def test_a_step_that_fails_reaches_its_caller_alone(
             raise RuntimeError("the engine broke")
         return run(step)
 
-    engine.session.run = breaking  # type: ignore[method-assign]
+    engine.session.run = breaking
     with ThreadPoolExecutor(3) as threads:
         good = threads.submit(engine.generate, PROMPTS[:4], PARAMS)
         bad = threads.submit(engine.generate, [[8191, 5], PROMPTS[5]], LONG)

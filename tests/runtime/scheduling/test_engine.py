@@ -138,7 +138,7 @@ def test_requests_wait_for_room_and_answers_do_not_change() -> None:
         running.append(len(tight.engine.scheduler.running))
         return grown
 
-    tight.engine.step = watched  # type: ignore[method-assign]
+    tight.engine.step = watched
     assert [a.token_ids for a in tight.generate(prompts, params)] == [
         a.token_ids for a in roomy
     ]
@@ -162,7 +162,7 @@ def test_a_swapped_sequence_goes_on_as_if_nothing_had_happened(kind: str) -> Non
             scheduler.preempt()
         return step()
 
-    engine.engine.step = preempting  # type: ignore[method-assign]
+    engine.engine.step = preempting
     assert [a.token_ids for a in engine.generate(prompts, params)] == [
         a.token_ids for a in expected
     ]
@@ -226,7 +226,7 @@ def test_a_step_that_fails_once_is_taken_again_and_changes_nothing(
         SamplingParams(max_new_tokens=9, ignore_eos=True),
     )
     expected = engine.generate(prompts, params)
-    engine.session.run = failing = Failing(engine, at)  # type: ignore[method-assign]
+    engine.session.run = failing = Failing(engine, at)
     assert [a.token_ids for a in engine.generate(prompts, params)] == [
         a.token_ids for a in expected
     ]
@@ -246,7 +246,7 @@ def test_only_the_request_whose_step_fails_ends(kind: str) -> None:
         8191 in [*prompt, *a.token_ids]
         for prompt, a in zip(prompts[:3], expected, strict=False)
     )
-    engine.session.run = Failing(engine, guilty=8191)  # type: ignore[method-assign]
+    engine.session.run = Failing(engine, guilty=8191)
     sequences = [engine.sequence(list(prompt), params) for prompt in prompts]
     for sequence in sequences:
         engine.engine.scheduler.add(sequence)
@@ -288,7 +288,8 @@ def test_onnx_runtime_reads_the_pool_in_place_and_refuses_steps_beyond_the_profi
     ] * len(pool)
     assert found.memory.ctypes.data % 4096 == 0
     step = StepPlan(
-        *(np.zeros(9, np.int32),) * 2,
+        np.zeros(9, np.int32),
+        np.zeros(9, np.int32),
         np.array([0, 9], np.int32),
         np.arange(9, dtype=np.int32),
         np.zeros((1, 1), np.int32),

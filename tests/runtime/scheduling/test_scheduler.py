@@ -232,6 +232,7 @@ def play(seed: int, kind: str) -> tuple[Engine, list[Sequence], Counter[str]]:
         faulty=9,
     )
     scheduler, session, everyone = engine.scheduler, engine.session, []
+    assert isinstance(session, FakeSession | RankedSession)
     if seed % 2:
         engine.sampler = SamplesThere(session)
     scheduler.costs.token.add(
@@ -240,9 +241,9 @@ def play(seed: int, kind: str) -> tuple[Engine, list[Sequence], Counter[str]]:
     scheduler.costs.byte.add(1e-6)
     if random.random() < 0.9:  # too hopeful, and never the wiser
         scheduler.admission.share.add(0.05)
-        scheduler.admission.ended = lambda sequence: None  # type: ignore[method-assign]
+        scheduler.admission.ended = lambda sequence: None
     if not sharable:  # whoever comes is let in: pages run out
-        scheduler.admission.fits = lambda together: True  # type: ignore[method-assign]
+        scheduler.admission.fits = lambda sequences: True
     stem = [int(t) for t in random.integers(0, BROKEN, 80)]
     planned, steps = int(random.integers(2, 5)), 0
 
@@ -412,7 +413,7 @@ def test_swapping_that_fails_leaves_the_pool_whole() -> None:
             raise OSError("the host failed")
         write(bucket, page, data)
 
-    engine.session.write_page = failing  # type: ignore[method-assign]
+    engine.session.write_page = failing
     engine.scheduler._blocked = False
     with pytest.raises(OSError, match="host failed"):
         engine.step()

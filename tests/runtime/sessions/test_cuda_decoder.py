@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from kvlathe.plan.formats import Tier
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.plan.token_rules import Budget, ObservationWindow
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.native.cuda import APPENDED, OVERLAP
+from kvlathe.runtime.native.cuda import APPENDED, OVERLAP, CudaLibrary
 from kvlathe.runtime.sessions.registry import attention
 from kvlathe.runtime.sessions.torch_cuda import attend as cuda_attend
 from kvlathe.runtime.sessions.torch_cuda import rows
@@ -57,6 +58,7 @@ def logits_of(twin: TorchDecoder, decoder: Decoder, ids: Tensor) -> Tensor:
         weights: Mapping[str, Tensor],
     ) -> Tensor:
         op = list(decoder.layers.values())[layer].attend
+        assert isinstance(op, torch.nn.Module)
         assert {name for name, _ in op.named_parameters()} <= weights.keys()
         cos, sin = angles or (None, None)
         return op(q, k, v, StepTensors(cos, sin, starts, offsets, lengths))[0]
@@ -179,11 +181,13 @@ def test_plans_that_the_kernels_do_not_run_are_refused_with_what_to_do() -> None
             cuda.check_plan("cuda", refused)
 
 
-class SilentLibrary:
+class SilentLibrary(CudaLibrary):
     """A CudaLibrary that does nothing, on a GPU without the kernel for prompt
     chunks."""
 
-    lib = SimpleNamespace(kvlathe_cuda_has_prompt_kernel=lambda: 0)
+    def __init__(self) -> None:
+        library: Any = SimpleNamespace(kvlathe_cuda_has_prompt_kernel=lambda: 0)
+        self.lib = library
 
     def call(self, name: str, *arguments: object) -> None: ...
 
@@ -202,7 +206,7 @@ def test_pages_are_read_under_append_only_where_it_writes_one_row_a_sequence(
     monkeypatch.setattr(cuda_attend, "_stream", lambda: 0)
     plan, tokens = one_bucket(), 2 if single else 40
     scales, pool = [1.0] * plan.model.layers, torch.zeros(1024, dtype=torch.uint8)
-    attention = Attention(SilentLibrary(), plan, scales, pool, tokens)  # type: ignore[arg-type]
+    attention = Attention(SilentLibrary(), plan, scales, pool, tokens)
     starts, lengths = (
         torch.tensor([0, 1, tokens], dtype=torch.int32),
         torch.zeros(2, 1, dtype=torch.int32),

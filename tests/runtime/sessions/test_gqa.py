@@ -10,6 +10,8 @@ where a channel reaches both ends of the symmetric range: then m = -2^(b-1) s an
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -24,6 +26,7 @@ from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.runtime.sessions.host.pages import HostPages
 from kvlathe.runtime.sessions.protocols import FullPage
 from tests.export.onnx.test_onnx import session
+from tests.support.format_cases import bits_of
 
 Array = np.ndarray
 HEADS, GROUP, WIDTH, PAGE, SCALE = 2, 2, 32, 64, 0.2
@@ -64,12 +67,16 @@ class Gqa:
         inputs += [helper.make_tensor_value_info("seqlens_k", TensorProto.INT32, [1])]
         inputs += [helper.make_tensor_value_info("total", TensorProto.INT32, [])]
         names = [value.name for value in inputs] + [""] * 5 + ["k_scale", "v_scale"]
-        kind = {
+        kind: dict[str, Any] = {
             "k_quant_type": "PER_CHANNEL",
             "v_quant_type": "PER_CHANNEL",
             "kv_cache_bit_width": bits,
         }
-        sizes = {"num_heads": HEADS * GROUP, "kv_num_heads": HEADS, "scale": SCALE}
+        sizes: dict[str, Any] = {
+            "num_heads": HEADS * GROUP,
+            "kv_num_heads": HEADS,
+            "scale": SCALE,
+        }
         outputs = ["out", "present_k", "present_v"]
         node = helper.make_node(
             "GroupQueryAttention",
@@ -142,7 +149,7 @@ def test_codes_and_attention_are_those_of_quantized_group_query_attention(
 
     shape = ModelShape(1, HEADS * GROUP, HEADS, WIDTH, 64, 97, 256)
     lanes = tuple(Lane(0, h, WIDTH, WIDTH, WIDTH, "none") for h in range(HEADS))
-    tier = Tier(bits, bits, "token", "token", PAGE, PAGE)  # type: ignore[arg-type]
+    tier = Tier(bits_of(bits), bits_of(bits), "token", "token", PAGE, PAGE)
     buckets = (Bucket(0, (0, 1)), Bucket(1, (0, 1), source=0))
     plan = CompressionPlan(
         shape,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.codec import matrices, noise, noise_key, pack, unpack
-from kvlathe.plan.formats import Tier
+from kvlathe.plan.formats import Bits, Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket, CompressionPlan
@@ -206,8 +207,10 @@ def test_packing_comes_back(bits: int, seed: int) -> None:
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_a_constant_group_is_exact(bits: int, rounding: str) -> None:
-    tier = Tier(bits, bits, "rank", "token", 16, 16, rounding=rounding)  # type: ignore[arg-type]
+def test_a_constant_group_is_exact(
+    bits: Bits, rounding: Literal["nearest", "stochastic"]
+) -> None:
+    tier = Tier(bits, bits, "rank", "token", 16, 16, rounding=rounding)
     host = HostPages(CacheLayout(small_plan(tier, HOT)), 1 << 20)
     for pair in host.matrices[1].values():
         for part in pair:

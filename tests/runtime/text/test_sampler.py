@@ -3,6 +3,8 @@ same tokens on the host and with torch, and rows that do not see their neighbour
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -89,9 +91,7 @@ def reference(
         chain.append(TopPLogitsWarper(params.top_p))
     if params.min_p:
         chain.append(MinPLogitsWarper(params.min_p))
-    scores = chain(
-        torch.tensor([context]), torch.tensor(logits, dtype=torch.float64)[None]
-    )
+    scores = chain(torch.LongTensor([context]), torch.DoubleTensor(logits)[None])
     return scores.softmax(-1)[0].numpy()
 
 
@@ -251,8 +251,8 @@ def test_a_seed_fixes_the_stream_and_its_absence_does_not() -> None:
 def test_penalties_and_biases_change_the_likeliest_token() -> None:
     logits = np.array([[1.0, 3.0, 2.9, -1.0]], np.float32)
 
-    def greedy(**asked: float | tuple[tuple[int, float], ...]) -> int:
-        sampler = Sampler(SamplingParams(**asked))  # pyright: ignore[reportArgumentType]
+    def greedy(**asked: Any) -> int:  # noqa: ANN401  (fields of SamplingParams)
+        sampler = Sampler(SamplingParams(**asked))
         return sample(logits, rows_of([Request(sampler, [1, 2, 1], 1)])).token(0)
 
     assert greedy() == 1

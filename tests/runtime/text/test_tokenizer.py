@@ -60,8 +60,8 @@ def sentencepiece_like(folder: Path, config: dict[str, object], framed: bool) ->
             fuse_unk=True,
         )
     )
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")  # type: ignore[assignment]
-    backend.decoder = decoders.Sequence(  # type: ignore[assignment]
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
             decoders.ByteFallback(),
@@ -70,7 +70,7 @@ def sentencepiece_like(folder: Path, config: dict[str, object], framed: bool) ->
         ]
     )
     if framed:
-        backend.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+        backend.post_processor = processors.TemplateProcessing(
             single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
         )
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
