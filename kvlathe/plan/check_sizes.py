@@ -62,8 +62,10 @@ def _check_lane_sizes(plan: CompressionPlan, refuse: Refuse) -> None:
 
 
 def _check_format(form: Format, refuse: Refuse) -> None:
-    least = LEAST_GROUP if form.along_rank else 1
-    if form.is_coded and not least <= form.group < MOST:
+    """Formats without codes have no groups; the layer table holds the number all the
+    same."""
+    least = LEAST_GROUP if form.is_coded and form.along_rank else 1
+    if not least <= form.group < MOST:
         refuse(
             f"groups have {form.group} elements",
             f"they have {least} or more",

@@ -113,6 +113,28 @@ def test_twenty_thousand_forged_plans(text: str) -> None:
     judge(text)
 
 
+WRONG: tuple[object, ...] = (
+    None, True, -1, 0, 1 << 31, 1 << 70, 10**30, 0.5, 1e308, float("nan"),
+    float("-inf"), "", "x", [], [-1], {}, {"a": 1},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("place", places(PLANS[1]), ids=str)
+@pytest.mark.filterwarnings("error")
+def test_any_one_value_that_is_wrong_is_one_refusal(
+    place: tuple[str | int, ...],
+) -> None:
+    """Of a plan with each kind of part, every value, replaced by each kind of
+    garbage."""
+    for wrong in WRONG:
+        plan = copy.deepcopy(PLANS[1])
+        holder: Any = plan
+        for key in place[:-1]:
+            holder = holder[key]
+        holder[place[-1]] = wrong
+        judge(json.dumps(plan))
+
+
 @pytest.mark.parametrize("text", ["", "[]", "7", "null", "[" * 100_000, '{"a": 1'])
 def test_what_is_no_plan_at_all_is_one_refusal(text: str) -> None:
     with pytest.raises(KvlatheError):
