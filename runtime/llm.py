@@ -52,7 +52,7 @@ from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Sequence
 from kvlathe.runtime.sessions import registry as sessions
 from kvlathe.runtime.sessions.protocols import Session
-from kvlathe.runtime.text.sampling_params import SamplingParams
+from kvlathe.runtime.text.sampling_params import SamplingParams, is_number
 from kvlathe.runtime.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Items[SamplingParams] | None
@@ -111,6 +111,7 @@ class LLM:
         Raises KvlatheError where the folder is incomplete or changed, or its backend
         cannot run here.
         """
+        _check_counts(threads=threads, cache_bytes=cache_bytes)
         folder = Path(engine_dir)
         opened = open_engine(folder, deep=verify)
         limits = _lowered(opened.manifest.limits, max_batch_size)
@@ -297,11 +298,23 @@ class LLM:
             raise
 
 
+def _check_counts(**counts: int | None) -> None:
+    """Raises KvlatheError for a number that is not whole, or below 1."""
+    for name, value in counts.items():
+        if value is not None and (not is_number(value, whole=True) or value < 1):
+            raise KvlatheError(
+                f"{name} is {value!r:.60}",
+                "it must be a whole number, 1 or more",
+                "change it",
+            )
+
+
 def _lowered(limits: Limits, max_batch_size: int | None) -> Limits:
     """``limits`` with a smaller batch. Raises KvlatheError for a larger one."""
     if max_batch_size is None:
         return limits
-    if not 1 <= max_batch_size <= limits.max_batch_size:
+    whole = is_number(max_batch_size, whole=True)
+    if not whole or not 1 <= max_batch_size <= limits.max_batch_size:
         raise KvlatheError(
             f"the engine cannot run {max_batch_size} sequences at once",
             f"it was built for 1 to {limits.max_batch_size}",

@@ -60,6 +60,8 @@ class Request:
         self.on_delta = on_delta
         self.left = len(sequences)
         self.done = threading.Event()
+        if not sequences:
+            self.done.set()
         self._told = [Told(0, 0, sequence.started) for sequence in sequences]
 
     def news(self, index: int) -> Delta:

@@ -41,6 +41,12 @@ class SequenceFactory:
     def request(self, tokens: list[int], params: SamplingParams) -> Sequence:
         """A sequence that answers the prompt ``tokens``. Raises KvlatheError for what
         this engine cannot serve."""
+        if not isinstance(params, SamplingParams):
+            raise KvlatheError(
+                f"sampling parameters are {params!r:.60}",
+                "they must be SamplingParams",
+                "write SamplingParams(max_new_tokens=32)",
+            )
         self.check(tokens, params.max_new_tokens)
         if params.prompt_logprobs is not None and self._plan.stages:
             raise KvlatheError(

@@ -80,10 +80,21 @@ class Tokenizer:
         return [start for start, _ in offsets]
 
     def _encoded(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        """As a batch: unlike ``encode``, that lets other threads run meanwhile."""
-        return self.backend.encode_batch([text], add_special_tokens=add_special_tokens)[
-            0
-        ]
+        """As a batch: unlike ``encode``, that lets other threads run meanwhile.
+
+        Raises KvlatheError for a lone surrogate, as JSON can spell one: it is no text.
+        """
+        try:
+            batch = self.backend.encode_batch(
+                [text], add_special_tokens=add_special_tokens
+            )
+        except TypeError as error:
+            raise KvlatheError(
+                "a text cannot be encoded",
+                "it has half of a character (a lone surrogate)",
+                "leave it out",
+            ) from error
+        return batch[0]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         if self._backend is None:

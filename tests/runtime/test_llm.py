@@ -3,6 +3,7 @@ folder."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import re
@@ -102,6 +103,7 @@ def test_the_ending_token_ends_the_text_and_is_not_part_of_it() -> None:
         (5, 4, "a text or a list of token ids"),
         (np.array([5.0, 6.0]), 4, "a text or a list of token ids"),
         ([[5, -1]], 4, "out of range"),
+        ("\ud800", 4, "half of a character"),
     ],
 )
 def test_what_cannot_be_served_is_refused_before_anything_runs(
@@ -113,6 +115,19 @@ def test_what_cannot_be_served_is_refused_before_anything_runs(
     with pytest.raises(KvlatheError, match=re.escape(said)):
         engine.generate(prompts, SamplingParams(max_new_tokens=new))
     assert engine.pool.bytes_in_use == 0 and not engine.engine.scheduler.waiting
+
+
+@pytest.mark.parametrize("params", ["x", {"max_new_tokens": 4}, [None], [4]])
+def test_what_is_no_sampling_parameters_is_refused(params: Any) -> None:  # noqa: ANN401
+    with pytest.raises(KvlatheError, match="must be SamplingParams"):
+        llm("torch", "one").generate([5], params)
+
+
+def test_no_prompts_have_no_answers() -> None:
+    engine = llm("torch", "one")
+    request = engine.thread.submit([])
+    assert request.done.wait(0), "a caller would wait for ever"
+    assert engine.generate([]) == [] == asyncio.run(engine.agenerate([]))
 
 
 def test_numpys_token_ids_are_a_prompt() -> None:
@@ -212,9 +227,10 @@ def test_a_smaller_batch_than_the_engine_was_built_for(folder: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("batch", [0, LIMITS.max_batch_size + 1])
+@pytest.mark.parametrize("batch", [0, 1.5, "2", LIMITS.max_batch_size + 1])
 def test_a_larger_batch_than_the_engine_was_built_for_is_refused(
-    folder: Path, batch: int
+    folder: Path,
+    batch: Any,  # noqa: ANN401
 ) -> None:
     with pytest.raises(
         KvlatheError, match=f"was built for 1 to {LIMITS.max_batch_size}"
@@ -225,6 +241,14 @@ def test_a_larger_batch_than_the_engine_was_built_for_is_refused(
 def test_a_cache_below_a_page_is_refused(folder: Path) -> None:
     with pytest.raises(KvlatheError, match="too small"):
         LLM.load(folder, cache_bytes=1000)
+
+
+@pytest.mark.parametrize("count", ["8M", 0, -1, 1.5, True])
+@pytest.mark.parametrize("name", ["threads", "cache_bytes"])
+def test_what_counts_nothing_is_refused(folder: Path, name: str, count: object) -> None:
+    counts: dict[str, Any] = {name: count}
+    with pytest.raises(KvlatheError, match=f"{name} is .*whole number, 1 or more"):
+        LLM.load(folder, **counts)
 
 
 def test_a_cache_beyond_all_memory_is_refused_in_words(folder: Path) -> None:
