@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args, get_origin, get_type_hints
 
 import kvlathe
 from kvlathe.base.console import log
@@ -16,6 +16,8 @@ from kvlathe.engines.folder import check_target
 from kvlathe.plan.heads import RANK_MULTIPLE
 from kvlathe.plan.manifest import Limits
 
+MOST = 1 << 31
+"""Counts are below it: kernels take them as 32-bit integers."""
 DTYPE_BYTES = {"float32": 4, "float16": 2}
 OF_ACCURACY = ("metric", "text", "retrieval")
 """Options that say how --accuracy is measured."""
@@ -159,6 +161,7 @@ def check(request: BuildRequest) -> None:
     exists.
     """
     _check_types(request)
+    _check_choices(request)
     _check_target(request)
     _check_sizes(request)
     backend(request.backend)
@@ -168,12 +171,6 @@ def check(request: BuildRequest) -> None:
             f"--dtype {request.dtype}",
             f"{request.backend} computes in {', '.join(dtypes)}",
             "choose another",
-        )
-    if request.kv_bits not in (None, 16, 32):
-        raise _refused(
-            f"--kv_bits {request.kv_bits}",
-            "fresh tokens are cached in 16 or 32 bit",
-            "choose one of these",
         )
     check_target(request.output_dir, request.overwrite)
 
@@ -192,6 +189,19 @@ def _check_types(request: BuildRequest) -> None:
             raise _refused(
                 f"{field.name}={given}", f"it is no {said}", f"give a {said}"
             )
+
+
+def _check_choices(request: BuildRequest) -> None:
+    """A field of few values has one of them. click checks those of a command line."""
+    for name, kind in get_type_hints(BuildRequest).items():
+        for one in (kind, *get_args(kind)):
+            allowed = get_args(one) if get_origin(one) is Literal else ()
+            value = getattr(request, name)
+            if allowed and value is not None and value not in allowed:
+                said = ", ".join(map(str, allowed))
+                raise _refused(
+                    f"--{name} {value}", "it is unknown", f"choose one of {said}"
+                )
 
 
 def _check_target(request: BuildRequest) -> None:
@@ -261,8 +271,12 @@ def warn_unheard(request: BuildRequest, measures: bool) -> None:
 
 def _check_sizes(request: BuildRequest) -> None:
     for name in COUNTS:
-        if (value := getattr(request, name)) is not None and value < 1:
-            raise _refused(f"--{name} {value}", "it is a count", "give at least 1")
+        if (value := getattr(request, name)) is not None and not 0 < value < MOST:
+            raise _refused(f"--{name} {value}", "it is a count", "give 1 to 2^31 - 1")
+    if not 0 <= request.seed < 1 << 63:
+        raise _refused(
+            f"--seed {request.seed}", "it is out of range", "give 0 to 2^63 - 1"
+        )
     if request.tokens_per_block % RANK_MULTIPLE:
         raise _refused(
             f"--tokens_per_block {request.tokens_per_block}",

@@ -375,6 +375,11 @@ def test_a_dry_run_counts_bytes_and_writes_nothing(
         ({"max_seq_len": 513}, "513"),
         ({"max_seq_len": 256, "max_input_len": 300}, "--max_input_len 300"),
         ({"kv_bits": 8}, "--kv_bits 8"),
+        ({"compression": "auto", "metric": "speed"}, "--metric speed"),
+        ({"compression": "fdc", "basis": "qr"}, "--basis qr .* svd, balanced"),
+        ({"prefill_chunk": 1 << 36}, "--prefill_chunk 68719476736"),
+        ({"seed": 1 << 80}, "--seed .* out of range"),
+        ({"seed": -1}, "--seed -1"),
         ({"dtype": "bfloat16"}, "--dtype bfloat16"),
         ({"backend": "cuda", "kv_bits": 32}, "its hot pages have 32 bits"),
         (
