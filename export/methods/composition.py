@@ -265,9 +265,15 @@ def _whole_ranks(plan: CompressionPlan, whole: int) -> str:
     """Fact, reason and remedy, as in a KvlatheError."""
     fact = f"{plan.compression} removes no dimension of any head"
     if whole <= allocate.RANK_MULTIPLE:
+        coded = any(tier.is_coded for tier in plan.tiers)
+        remedy = (
+            "Leave the part that lowers ranks out"
+            if coded
+            else "Choose a method that quantizes"
+        )
         return (
             f"{fact}: ranks are multiples of {allocate.RANK_MULTIPLE} and the heads "
-            f"have {plan.model.head_dim} dimensions. Choose a method that quantizes."
+            f"have {plan.model.head_dim} dimensions. {remedy}."
         )
     if any(tier.is_coded for tier in plan.tiers):
         return (

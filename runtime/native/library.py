@@ -72,7 +72,7 @@ class Native:
 
 @dataclass(frozen=True)
 class Found:
-    """``native`` or, in words, why there is none."""
+    """``native`` or, in words, why there is none, and what to do about it."""
 
     native: Native | None
     reason: str = ""
@@ -86,7 +86,7 @@ def find() -> Found:
     Raises KvlatheError where KVLATHE_ISA asks for what this machine lacks.
     """
     if os.environ.get("KVLATHE_NATIVE") == "0":
-        return Found(None, "KVLATHE_NATIVE=0 turns it off")
+        return Found(None, "KVLATHE_NATIVE=0 turns them off. Unset it")
     package = Path(kvlathe.__file__).parent
     chosen = os.environ.get("KVLATHE_LIBRARY")
     places = (
@@ -98,7 +98,7 @@ def find() -> Found:
     if path is None:
         return Found(
             None,
-            f"no {LIBRARY} in {' or '.join(str(place.parent) for place in places)}; kvlathe native builds it",
+            f"no {LIBRARY} in {' or '.join(str(place.parent) for place in places)}. Build them: kvlathe native",
         )
     try:
         return Found(Native.load(path))

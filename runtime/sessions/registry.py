@@ -74,8 +74,7 @@ def _host_session(manifest: Manifest) -> SessionFactory:
     """Warns where an engine that gains by them runs without the native kernels."""
     if manifest.compute_dtype in native_session.SESSIONS and native.find().reason:
         log.warning(
-            "This engine runs without the native kernels, much slower: %s. "
-            "Build them: kvlathe native.",
+            "This engine runs without the native kernels, much slower: %s.",
             native.find().reason.rstrip("."),
         )
     return native_session.session_class(manifest)

@@ -554,7 +554,8 @@ def test_the_old_name_of_the_hadamard_rotation_still_works() -> None:
 @pytest.mark.parametrize(
     ("request_name", "head_dim", "ratio", "said"),
     [
-        ("fdc", 16, None, "the heads have 16 dimensions"),
+        ("fdc", 16, None, "dimensions. Choose a method that quantizes."),
+        ("fdc+zipcache", 16, None, "dimensions. Leave the part"),
         ("fdc+zipcache", 64, 0.6, "number formats alone"),
         ("fdc:removal_rate=0", 64, None, "less than a step of 16"),
         ("fdc", 64, None, ""),

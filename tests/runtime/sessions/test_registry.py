@@ -19,15 +19,28 @@ from tests.support.runtime_cases import plans, ranked_plans
 PLANS = {**plans(SHAPE, page=32, chunk=64), **ranked_plans(SHAPE, page=16, chunk=32)}
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "remedy", "other"),
+    [
+        ("KVLATHE_LIBRARY", "/nowhere/x.so", "kvlathe native", "Unset"),
+        ("KVLATHE_NATIVE", "0", "Unset it", "kvlathe native"),
+    ],
+)
 def test_missing_kernels_are_a_warning_of_one_line_with_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, logged: list[str]
+    monkeypatch: pytest.MonkeyPatch,
+    logged: list[str],
+    name: str,
+    value: str,
+    remedy: str,
+    other: str,
 ) -> None:
+    """The remedy is that of the cause: a build does not help who turned them off."""
     asked = manifest("float32")
-    missing = library.Found(None, "it is not there")
-    monkeypatch.setattr(library, "find", lambda: missing)
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(library, "find", library.find.__wrapped__)
     assert registry.runner(asked).session(asked) is OrtSession
     (line,) = logged
-    assert "it is not there" in line and "kvlathe native" in line and "\n" not in line
+    assert line.count(remedy) == 1 and other not in line and "\n" not in line
 
 
 def default_bytes(plan: CompressionPlan, max_seq_len: int) -> int:
