@@ -145,9 +145,11 @@ def arguments() -> argparse.Namespace:
 
 def show(title: str, results: dict[str, dict[str, Any]], out: Path) -> None:
     """One table; where its numbers and the engines' own pages are."""
-    rows = [
-        (name, *(result[key] for key in COLUMNS)) for name, result in results.items()
-    ]
+    rows = []
+    for name, result in results.items():
+        removed = f"{result['kv_bytes_removed']:.1%}"
+        shown = result | {"kv_bytes_removed": removed}
+        rows.append((name, *(shown[key] for key in COLUMNS)))
     console.print_table(title, ("engine", *COLUMNS.values()), rows)
     numbers = out / "results.json"
     numbers.write_text(json.dumps(results, indent=1) + "\n", "utf-8")

@@ -147,6 +147,6 @@ def check(folder: Path, vocab_size: int) -> None:
     if most >= vocab_size:
         raise KvlatheError(
             f"the tokenizer in {folder} gives ids up to {most}",
-            f"the model has embeddings of {vocab_size} tokens",
+            f"the model has embeddings of the tokens 0 to {vocab_size - 1}",
             REPLACE,
         )

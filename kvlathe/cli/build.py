@@ -23,7 +23,7 @@ CALIBRATION = "'random' tokens, or a .jsonl file with one {\"text\": ...} a line
 
 def show_build(result: Result) -> None:
     if "report" not in result:  # a dry run
-        show_pairs(result)
+        show_pairs(result | {"kv_bytes_removed": f"{result['kv_bytes_removed']:.1%}"})
         return
     rows = [
         ("engine", result["engine"]),

@@ -47,7 +47,7 @@ class Size(SizeParam):
         unit = number[-1:] if number[-1:] in UNITS and not number[-1:].isdigit() else ""
         try:
             size = int(float(number.removesuffix(unit)) * UNITS[unit])
-        except ValueError:
+        except (ValueError, OverflowError):
             size = 0
         if size <= 0:
             self.fail(f"{value!r} is not a size such as 512M or 8G", param, ctx)

@@ -114,7 +114,8 @@ def _system_error(error: OSError) -> str:
 def _usage(error: click.ClickException) -> str:
     context = getattr(error, "ctx", None)
     hint = f" See '{context.command_path} --help'." if context else ""
-    return error.format_message() + hint
+    said = error.format_message()
+    return said + ("" if said.endswith((".", "?")) else ".") + hint
 
 
 def _failed(arguments: Sequence[str], message: str, code: int) -> int:

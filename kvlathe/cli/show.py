@@ -173,9 +173,11 @@ def show_entries(result: Result) -> None:
         )
         for x in result["engines"]
     ]
-    console.print_table(
-        f"{result['cache']}: {console.human_bytes(result['bytes'])}", columns, rows
-    )
+    size = console.human_bytes(result["bytes"])
+    title = f"{result['cache']}: {size}"
+    if "left" in result:
+        title = f"removed from {result['cache']}: {size}"
+    console.print_table(title, columns, rows)
 
 
 def listing(entries: list[Any]) -> Result:

@@ -143,6 +143,14 @@ def test_wrong_usage_is_exit_code_2() -> None:
     assert kvlathe("engines", "prune").returncode == 2
 
 
+@pytest.mark.parametrize("size", ["nanG", "infG", "0", "-1", "8X", ""])
+def test_a_size_that_is_none_is_wrong_usage(
+    size: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["serve", "engine", "--cache-size", size]) == 2
+    assert "is not a size such as 512M or 8G. See" in capsys.readouterr().err
+
+
 def test_the_root_script_is_the_build_command() -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "build_engine.py", "--help"],

@@ -53,4 +53,5 @@ def test_it_ends_with_a_table_and_pointers(
     *_, page, numbers = shown.get().strip().splitlines()
     assert page == f"open {tmp_path / 'fdc' / 'report.html'}"
     assert numbers == f"open {tmp_path / 'results.json'}"
+    assert "50.0%" in shown.get()
     assert json.loads((tmp_path / "results.json").read_text()) == results
