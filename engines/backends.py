@@ -17,19 +17,23 @@ from kvlathe.plan.plan import CompressionPlan
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
     """``dtypes``: what it computes in, the default first. ``ranks_tokens``: whether it says
-    what attends a token.
+    what attends a token. ``windows``: whether a query may see a window of the tokens.
     ``paired``: as in CacheForm.
     """
 
     module: str
     dtypes: tuple[str, ...]
     ranks_tokens: bool = False
+    windows: bool = False
     paired: bool = False
 
 
 BACKENDS: Mapping[str, BackendInfo] = {
     "onnxruntime": BackendInfo(
-        "kvlathe.engines.targets.onnxruntime", ("float32", "float16"), ranks_tokens=True
+        "kvlathe.engines.targets.onnxruntime",
+        ("float32", "float16"),
+        ranks_tokens=True,
+        windows=True,
     ),
     "tensorrt_rtx": BackendInfo(
         "kvlathe.engines.targets.tensorrt", ("float16",), paired=True
@@ -83,6 +87,18 @@ def check_token_ranking(name: str, ranked: bool) -> None:
             f"the backend {name} cannot run a compression that ranks tokens",
             "its kernels do not report what attends them",
             f"build for {able}, or choose a compression that treats all tokens alike",
+        )
+
+
+def check_windows(name: str, windowed: bool) -> None:
+    """Raise KvlatheError where a plan shows queries a window of the tokens and backend
+    ``name`` shows them all."""
+    if windowed and not BACKENDS[name].windows:
+        able = " or ".join(other for other, info in BACKENDS.items() if info.windows)
+        raise KvlatheError(
+            f"the backend {name} cannot run a compression with windows",
+            "its kernels show every token to every query",
+            f"build for {able}, or choose a compression without windows",
         )
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines import cache
-from kvlathe.engines.backends import BACKENDS, check_token_ranking
+from kvlathe.engines.backends import BACKENDS, check_token_ranking, check_windows
 from kvlathe.engines.folder import check_file_target, whole_file
 from kvlathe.engines.request import BuildRequest, shipped, warn_unheard
 from kvlathe.plan.heads import ModelShape
@@ -80,6 +80,7 @@ def resolved(request: BuildRequest) -> BuildRequest:
     known = verify(request.compression, _options(request), request.tokens_per_block)
     ranks_tokens = known.observation is not None
     check_token_ranking(request.backend, ranks_tokens)
+    check_windows(request.backend, known.windowed)
     if request.accuracy is not None and ranks_tokens:
         raise KvlatheError(
             f"--accuracy cannot be used with {request.compression}",

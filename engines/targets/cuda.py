@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.engines.backends import Built, check_token_ranking
+from kvlathe.engines.backends import Built, check_token_ranking, check_windows
 from kvlathe.engines.targets.kernel_limits import kernel_limits
 from kvlathe.plan.formats import Format
 from kvlathe.plan.manifest import DECODER_FILE, ONNX_FILE, WEIGHTS_FILE, Limits
@@ -76,6 +76,7 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
     """Raise KvlatheError unless the CUDA kernels keep and attend the pages of this
     plan."""
     check_token_ranking(name, plan.ranked)
+    check_windows(name, plan.windowed)
     refusal = _hot_refusal(plan) or _coded_refusal(plan) or _size_refusal(plan)
     if refusal is not None:
         reason, remedy = refusal

@@ -30,7 +30,7 @@ from kvlathe.base.tensorrt_library import (
     find_plugin,
     logger_of,
 )
-from kvlathe.engines.backends import Built, check_token_ranking
+from kvlathe.engines.backends import Built, check_token_ranking, check_windows
 from kvlathe.engines.targets import cuda
 from kvlathe.engines.targets.child import ChildFailed, run_module
 from kvlathe.engines.targets.layers import check_attention, required_nodes
@@ -142,6 +142,7 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
             "compress in one group (stages=1), or build for onnxruntime",
         )
     check_token_ranking(name, plan.ranked)
+    check_windows(name, plan.windowed)
     if find_plugin() is not None:
         cuda.check_plan(name, plan)
         return

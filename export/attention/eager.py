@@ -21,6 +21,7 @@ from kvlathe.export.attention.cached_tokens import CachedTokens, gathered
 from kvlathe.export.attention.node import attend_node
 from kvlathe.export.attention.softmax_state import SoftmaxState, scores_of, widened
 from kvlathe.export.attention.tables import LayerTables, PlanFacts
+from kvlathe.export.attention.windows import NEVER, LaneWindows
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 
@@ -85,6 +86,16 @@ class AttendLayer(nn.Module):
 
     def table(self, name: str) -> Tensor:
         return self.get_buffer(name)
+
+    @property
+    def windows(self) -> LaneWindows | None:
+        """What the lanes see of the tokens before them; None where they see all."""
+        if not self.plan.windowed:
+            return None
+        sink, recent, exact = (
+            self.table(f"window_{x}") for x in ("sink", "recent", "exact")
+        )
+        return LaneWindows(sink, recent, exact, self.plan.page_tokens)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors
@@ -173,23 +184,86 @@ class AttendLayer(nn.Module):
                 for x in (k, padded_v)
             )
             qs = q[:, :, rows].flatten(0, 1)
+            seen = self._seen(ks.shape[1])
             fresh = F.scaled_dot_product_attention(
-                qs[None], ks[None], vs[None], is_causal=True, scale=1.0
+                qs[None], ks[None], vs[None], seen, is_causal=seen is None, scale=1.0
             )
             out[:, :, rows] = fresh[0].unflatten(0, (self.sizes.H, self.sizes.G))
         return out[..., : self.sizes.Rv]
 
+    def _seen(self, tokens: int) -> Tensor | None:
+        """Of one whole sequence: which tokens each query sees, [1, H * G, Q, N]; None
+        where it sees all up to its own."""
+        if self.windows is None:
+            return None
+        device = self.table("layout").device
+        places = torch.arange(tokens, device=device)
+        of_lanes = places[None]
+        hidden = self.windows.hidden(of_lanes, of_lanes)
+        seen = places <= places[:, None]
+        seen = seen & ~hidden
+        by_head = seen.repeat_interleave(self.sizes.G, 0)
+        return by_head[None]
+
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> Tensor:
-        out = q.new_zeros((*q.shape[:3], self.sizes.Rv))
+        shape = (*q.shape[:3], self.sizes.Rv)
+        out = q.new_zeros(shape)
+        buckets = range(len(self.plan.buckets))
         for b, rows in _sequences(step):
             own_q = q[:, :, rows]
-            states = [SoftmaxState.causal(own_q, k[:, rows], v[:, rows])]
-            for bucket in range(len(self.plan.buckets)):
+            own_k = k[:, rows]
+            own_v = v[:, rows]
+            own = self._own(own_q, own_k, own_v, b, step)
+            states = [own]
+            for bucket in buckets:
                 if step.lengths[b, bucket] > 0:
                     cached = self._cold(own_q, b, bucket, step)
                     states.append(cached)
             out[:, :, rows] = reduce(SoftmaxState.merge, states).out
         return out
+
+    def _own(
+        self, q: Tensor, k: Tensor, v: Tensor, b: int, step: StepTensors
+    ) -> SoftmaxState:
+        """Attention of sequence b over the step's own tokens."""
+        if self.windows is None:
+            return SoftmaxState.causal(q, k, v)
+        count = k.shape[1]
+        places = self._places(b, count, step)
+        hidden = self.windows.hidden(places, places)
+        return SoftmaxState.causal(q, k, v, hidden)
+
+    def _places(self, b: int, count: int, step: StepTensors) -> Tensor:
+        """Places [H, count] of the step's own tokens of sequence b among all that each
+        lane holds of it."""
+        held = self._held("window_buckets", b, step)
+        new = torch.arange(count, device=held.device)
+        return held + new
+
+    def _held(self, buckets: str, b: int, step: StepTensors) -> Tensor:
+        """Tokens of sequence b that each lane has in some of its buckets, [H, 1]."""
+        holds = self.table(buckets)
+        lengths = step.lengths[b]
+        counts = holds * lengths
+        return counts.sum(1, keepdim=True)
+
+    def _hidden(self, b: int, bucket: int, queries: int, step: StepTensors) -> Tensor:
+        """Which of a bucket's cached places the windows of its lanes hide, [Hs, 1, Q,
+        N]."""
+        assert self.windows is not None
+        page = self.plan.page_tokens
+        count = int(step.lengths[b, bucket])
+        end = -(-count // page) * page
+        tokens = torch.arange(end, device=step.lengths.device)[None]
+        is_fresh = self.plan.buckets[bucket].source is None
+        if is_fresh:
+            sealed = self._held("window_sealed", b, step)
+            tokens = tokens + sealed
+        own = self._places(b, queries, step)
+        hidden = self.windows.hidden(own, tokens)
+        if not self.facts.shared:
+            hidden = hidden[self.table(f"lanes_{bucket}")]
+        return hidden[:, None]
 
     def _cold(self, q: Tensor, b: int, bucket: int, step: StepTensors) -> SoftmaxState:
         """Attention of sequence b over everything it has in one bucket."""
@@ -213,7 +287,11 @@ class AttendLayer(nn.Module):
             torch.arange(len(pages) * self.plan.page_tokens, device=pages.device)
             >= count
         )
-        return pool, pool.scores(q).masked_fill(missing, -torch.inf)
+        scores = pool.scores(q)
+        if self.windows is not None:
+            hidden = self._hidden(b, bucket, q.shape[2], step)
+            scores = widened(scores).masked_fill(hidden, NEVER)
+        return pool, scores.masked_fill(missing, -torch.inf)
 
     def mass(self, q: Tensor, k: Tensor, step: StepTensors) -> Tensor:
         """Observed attention [B, H, N] float32 of prepared q [H, G, T, Rk] and k [H, T, Rk]

@@ -32,11 +32,15 @@ class SoftmaxState:
         return cls(lse, output((scores - lse).exp()))
 
     @classmethod
-    def causal(cls, q: Tensor, k: Tensor, v: Tensor) -> SoftmaxState:
+    def causal(
+        cls, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None
+    ) -> SoftmaxState:
         """q [H, G, N, Rk] already scaled, k [H, N, Rk], v [H, N, Rv]; query i sees
-        tokens 0 .. i."""
+        tokens 0 .. i, but for those that are ``hidden`` [H, N, N]."""
         scores = scores_of(q, k)
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        if hidden is not None:
+            later = later | hidden[:, None]
         return cls.of(
             scores.masked_fill(later, -torch.inf), lambda shares: means_of(shares, v)
         )

@@ -17,6 +17,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from kvlathe.export.attention.windows import window_tables
 from kvlathe.plan.codec import Places, element_places
 from kvlathe.plan.formats import Format, Tier
 from kvlathe.plan.heads import Lane
@@ -129,6 +130,9 @@ class LayerTables(dict[str, Int32]):
         k_code_at_s [Hs, 1, 1, Rk]                       runs of P codes, one a channel
         k_meta_at_s [Hs, 1, P/n, Rk]                     the scale of the group of every n-th token
         k_sums_s [Hs*F], k_sums_at_s (and v)             stored sums: rows of u bytes; each group's first byte
+    where the plan has windows:
+        window_buckets, window_sealed [H, S]             1 where a bucket, a cold bucket, holds the lane
+        window_sink, window_recent, window_exact [H, 1]  its window; exact: very many where only whole pages count
         layout [n]                                       all of this for native code (layer_table.py), always last
     """
 
@@ -151,6 +155,9 @@ class LayerTables(dict[str, Int32]):
         self._packing()
         for bucket in range(len(plan.buckets)):
             self._bucket(bucket)
+        if plan.windowed:
+            for name, values in window_tables(plan, layer).items():
+                self._put(name, values)
         self._put("layout", layer_table(plan, layer))
 
     def _put(self, name: str, values: npt.ArrayLike) -> None:

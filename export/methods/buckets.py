@@ -39,7 +39,8 @@ def buckets(lanes: Sequence[Lane], chosen: Decision) -> tuple[Bucket, ...]:
         for i, lane in enumerate(lanes):
             if lane.layer in layers and not lane.removed:
                 kept.append(i)
-                by_rule.setdefault(rules[i], []).append(i)
+                whole = (lane.layer, lane.head) in chosen.whole_heads
+                by_rule.setdefault(KEEP_ALL if whole else rules[i], []).append(i)
         fresh = len(made)
         if chosen.split:
             made.append(Bucket(0, tuple(kept)))
@@ -63,14 +64,14 @@ def _layers(stages: Sequence[Stage], layers: int) -> list[range]:
 
 
 def cold_tier(chosen: Decision) -> Tier | None:
-    """The format of full pages. Tokens that may be dropped share no group of V: those
-    then run along the rank.
+    """The format of full pages. Tokens that may be dropped one by one share no group of
+    V: those then run along the rank.
     Raises KvlatheError where sums of codes are asked for beside that.
     """
     tier = chosen.cold
     if (
         tier is None
-        or not any(rule.drops for rule in chosen.tokens)
+        or not any(rule.drops and rule.by_saliency for rule in chosen.tokens)
         or not tier.v.is_coded
     ):
         return tier

@@ -14,7 +14,7 @@ from kvlathe.export.bases.basis import Basis
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import Stage
-from kvlathe.plan.token_rules import ObservationWindow, TokenRule
+from kvlathe.plan.token_rules import ObservationWindow, TokenRule, Window
 
 Scales = Literal["", "k", "v", "kv"]
 """Whose channels are divided by a factor each (channels.py)."""
@@ -98,6 +98,7 @@ class Decision:
     the tokens, the most salient first. ``hadamard``, ``scales``: the sides that are
     rotated, or scaled by statistics, before that. ``tokens``: which tokens each lane
     keeps, one rule for all lanes or one each; ``observation``: what they are ranked by.
+    ``whole_heads``: (layer, head) of lanes that keep all tokens whatever the rule.
     ``stages`` of the layers. ``removed``: lanes that are filled from another head, lane
     -> head. ``notes`` are for people.
     """
@@ -110,6 +111,7 @@ class Decision:
     scales: Scales = ""
     tokens: tuple[TokenRule, ...] = ()
     observation: ObservationWindow | None = None
+    whole_heads: tuple[tuple[int, int], ...] = ()
     stages: tuple[Stage, ...] = ()
     removed: Mapping[int, int] = field(default_factory=dict)
     notes: dict[str, Any] = field(default_factory=dict)
@@ -118,6 +120,12 @@ class Decision:
     def has_budget(self) -> bool:
         """Whether lanes keep a number of tokens, not a share of them or all."""
         return any(rule.drops for rule in self.tokens)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether lanes see a window of the tokens."""
+        found = [isinstance(rule, Window) for rule in self.tokens]
+        return any(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from kvlathe.export.methods import (
     none,
     snapkv,
     uncomp,
+    window,
     zack,
     zipcache,
 )
@@ -87,6 +88,7 @@ METHODS: dict[str, Method] = {
         choose=uncomp.choose,
         check=uncomp.check,
     ),
+    "window": Method(window.SUMMARY, plan=window.plan, check=window.check),
     "kvquant": Method(kvquant.SUMMARY, plan=kvquant.plan, sizes=kvquant.SIZES),
 }
 

@@ -25,6 +25,7 @@ from kvlathe.export.attention.tables import PlanFacts
 from kvlathe.export.onnx import integer as onnx_integer
 from kvlathe.export.onnx.body import FLOAT, HALF, INT32, Body
 from kvlathe.export.onnx.pages import NEVER, PageReader, Places
+from kvlathe.export.onnx.windows import WindowMasks
 from kvlathe.plan.plan import CompressionPlan
 
 DOMAIN, NAME, OPSET = "kvlathe", "Attend", 21
@@ -78,6 +79,9 @@ class _Writer:
         self.reader = PageReader(plan, dtype, self.facts, self.body)
         # For each bucket: which sequences have nothing there, [B, 1].
         self.empty: list[str] = []
+        self.windows = (
+            WindowMasks(self.body, plan, self.facts) if plan.windowed else None
+        )
 
     def write(self) -> None:
         b = self.body
@@ -94,7 +98,10 @@ class _Writer:
         self.rows(k, v)
         q = b.gather(q, self.own_rows, 2)
         k, v = self.fresh(b.cast(k, self.dtype), b.cast(v, self.dtype))
-        states = [self.state(self.scores(q, k), self.weighted(v), self.causal)]
+        causal = (
+            self.causal if self.windows is None else self.windows.fresh(self.causal)
+        )
+        states = [self.state(self.scores(q, k), self.weighted(v), causal)]
         states += [self.cached(q, bucket) for bucket in range(len(self.plan.buckets))]
         parts = self.parts(states)
         self.pack(self.merged(states, parts))
@@ -241,8 +248,9 @@ class _Writer:
             q = b.gather(q, f"lanes_{bucket}", 0)
         tokens = Places(self.body, self.plan, bucket)
         self.empty.append(tokens.none)
+        mask = tokens.mask if self.windows is None else self.windows.cached(tokens)
         state = self.state(
-            self.cached_scores(q, tokens), self.cached_output(tokens), tokens.mask
+            self.cached_scores(q, tokens), self.cached_output(tokens), mask
         )
         empty = tokens.empty
         if not self.facts.shared:

@@ -37,6 +37,7 @@ class Places:
         length = b.gather("lengths", b.int32([bucket]), 1)  # [B, 1]
         pages = b.op("Shape", self.table, start=1, end=2)
         every = b.arange(b.op("Squeeze", b.op("Mul", pages, b.const([p]))))  # [N]
+        self.every = every
         token = b.op(
             "Min", every, b.op("Max", b.op("Sub", length, b.int32(1)), b.int32(0))
         )  # [B, N]

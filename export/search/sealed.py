@@ -23,6 +23,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.attention import integer
 from kvlathe.export.attention.eager import AttendLayer, StepTensors
 from kvlathe.export.attention.softmax_state import SoftmaxState
+from kvlathe.export.attention.windows import NEVER, LaneWindows
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.plan.formats import Format, Tier
 from kvlathe.plan.heads import Lane
@@ -94,7 +95,7 @@ class SealedAttend(AttendLayer):
         before it, so many queries at a time that SCORES_AT_ONCE holds."""
         page = self.plan.page_tokens
         tokens = k.shape[1]
-        fresh = _own_page(q, k, v, page)
+        fresh = _own_page(q, k, v, page, self.windows)
         whole = (tokens - 1) // page * page
         if not whole:
             return fresh.out
@@ -138,6 +139,11 @@ class SealedAttend(AttendLayer):
         token = torch.arange(count, device=q.device)
         later = token[None, :] // page >= place[:, None] // page
         scores = (q @ keys.mT).masked_fill(later, -torch.inf)
+        if self.windows is not None:
+            hidden = self.windows.hidden(place[None], token[None])
+            hidden = hidden & ~later
+            by_head = hidden[:, None]
+            scores = scores.masked_fill(by_head, NEVER)
 
         def output(shares: Tensor) -> Tensor:
             by_lane = zip(self.seals, shares, strict=True)
@@ -149,8 +155,10 @@ class SealedAttend(AttendLayer):
         return SoftmaxState.of(scores, output)
 
 
-def _own_page(q: Tensor, k: Tensor, v: Tensor, page: int) -> SoftmaxState:
-    """Causal attention of every token over its own page."""
+def _own_page(
+    q: Tensor, k: Tensor, v: Tensor, page: int, windows: LaneWindows | None
+) -> SoftmaxState:
+    """Causal attention of every token over what it sees of its own page."""
     tokens = k.shape[1]
     missing = -tokens % page
     q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v))
@@ -158,7 +166,17 @@ def _own_page(q: Tensor, k: Tensor, v: Tensor, page: int) -> SoftmaxState:
     heads = q.shape[0]
     pages = q.shape[2] // page
     by_page = q.unflatten(2, (pages, page)).transpose(1, 2)
-    state = SoftmaxState.causal(by_page.flatten(0, 1), k, v)
+    hidden = None
+    if windows is not None:
+        places = torch.arange(pages * page, device=q.device)
+        by_lane: list[Tensor] = []
+        for own in places.split(page):
+            of_lanes = own[None]
+            hidden_there = windows.hidden(of_lanes, of_lanes)
+            by_lane.append(hidden_there)
+        hidden = torch.stack(by_lane, 1).flatten(0, 1)
+    queries = by_page.flatten(0, 1)
+    state = SoftmaxState.causal(queries, k, v, hidden)
 
     def in_sequence(x: Tensor) -> Tensor:
         """[H * pages, G, P, ...] -> [H, G, T, ...]."""

@@ -147,7 +147,7 @@ def _check_rules(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> N
         if problem := rule.problem(plan.page_tokens):
             refuse(f"bucket {i}: {problem[0]}", problem[1])
         by_token = tier.k.along_tokens or tier.v.along_tokens
-        if rule.drops and by_token:
+        if rule.drops and rule.by_saliency and by_token:
             refuse(
                 f"bucket {i} drops tokens of {tier}",
                 "groups along the tokens cannot lose any: group along the rank",
@@ -187,6 +187,11 @@ def _check_observation(
         bucket.tokens.by_saliency for bucket in plan.buckets
     )
     observation = plan.observation
+    if observation is not None and plan.windowed:
+        refuse(
+            "the plan has windows beside an observation window",
+            "what is observed counts every token of every lane",
+        )
     if choosing != (observation is not None):
         refuse(
             "the plan has an observation window and no rule, or a rule and no observation window",

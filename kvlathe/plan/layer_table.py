@@ -14,7 +14,7 @@ from kvlathe.plan.plan import CompressionPlan
 
 POOLS = ("pool_f32", "pool_f16", "pool_u8")
 """The typed views of the cache, in the order of their bits in the table."""
-TABLE_VERSION = 1
+TABLE_VERSION = 2
 TABLE_HEADER = (
     "version", "layer", "page_tokens", "group_size", "lanes", "buckets", "planes", "projected", "rope", "hot_bits",
     "input_dim", "rank_k", "pools",
@@ -28,6 +28,9 @@ LANE_FORM = (
     "rank_k",
     "rank_v",
     "fresh",
+    "sink",
+    "recent",
+    "exact",
 )
 BUCKET_FORM = (
     "bits_k", "bits_v", "axis_k", "axis_v", "group_k", "group_v", "page_stride", "fresh", "lane_count", "lanes_at",
@@ -50,7 +53,8 @@ def layer_table(plan: CompressionPlan, layer: int) -> npt.NDArray[np.int32]:
         TABLE_HEADER | LANE_FORM of each lane | BUCKET_FORM of each bucket | lane tables of the buckets | RoPE planes
 
     ``*_at`` are places in this array (``planes_at`` 0: plane i turns pair i); ``fresh``
-    of a lane is the bucket that takes its new tokens. ``rope``: whether anything turns.
+    of a lane is the bucket that takes its new tokens; ``sink``, ``recent``, ``exact``
+    are its window (token_rules.Window). ``rope``: whether anything turns.
     ``input_dim``, ``rank_k`` of the header: the widest.
     ``pools``: bits 1, 2, 4 for the views pool_f32, pool_f16, pool_u8 that the op is
     given. Axis 0 is rank, 1 token.
@@ -116,8 +120,10 @@ def _lane_forms(
         planes_at = at + len(planes) if lane.rope == "planes" else 0
         turns = lane.rope != "none"
         fresh = _fresh_bucket(plan, lane)
+        window = plan.window(lane.layer * plan.model.kv_heads + lane.head)
         rows += (lane.head, lane.input_dim, turns, planes_at)
         rows += (lane.projected, lane.rank_k, lane.rank_v, fresh)
+        rows += (window.sink, window.recent, window.exact)
         planes += own
     return rows, planes
 

@@ -39,12 +39,22 @@ class Selection:
 
 
 @dataclass(frozen=True, slots=True)
+class Drop:
+    """``pages`` pages of ``bucket`` from its page ``first`` on leave the cache."""
+
+    bucket: int
+    first: int
+    pages: int
+
+
+@dataclass(frozen=True, slots=True)
 class Moves:
     """``seals``: full pages at the front of the fresh bucket that are quantized into
-    each of its cold ones; then ``selections`` are made."""
+    each of its cold ones; then ``selections`` are made, then ``drops``."""
 
     seals: int = 0
     selections: tuple[Selection, ...] = ()
+    drops: tuple[Drop, ...] = ()
 
 
 NOTHING = Moves()

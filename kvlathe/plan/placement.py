@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from kvlathe.plan.moves import NOTHING, Moves, Selection, Span, Target
-from kvlathe.plan.token_rules import Share, TokenRule, split_tokens
+from kvlathe.plan.moves import NOTHING, Drop, Moves, Selection, Span, Target
+from kvlathe.plan.token_rules import Share, TokenRule, Window, split_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +82,28 @@ class Placement(ABC):
         return -(-tokens // self.page_tokens)
 
     def _cut(
-        self, bucket: int, rule: TokenRule, length: int, held: int, tail: int
-    ) -> tuple[Selection, ...]:
-        """Back to what the rule keeps; the ``tail`` newest tokens stay whatever they
-        rank."""
-        if length <= held:
-            return ()
-        target = Target(bucket, ((0, held),))
-        return (Selection(bucket, length, rule.newest + tail, (target,)),)
+        self, seals: int, cuts: Sequence[tuple[int, TokenRule, int, int]], tail: int = 0
+    ) -> Moves:
+        """``seals`` pages are sealed, then each bucket goes back to what its rule keeps:
+        ``cuts`` are (bucket, rule, length, held). The ``tail`` newest tokens stay."""
+        selections: list[Selection] = []
+        drops: list[Drop] = []
+        for bucket, rule, length, held in cuts:
+            if length <= held:
+                continue
+            if isinstance(rule, Window):
+                first, gone = (
+                    n // self.page_tokens for n in (rule.sink, length - held)
+                )
+                drops.append(Drop(bucket, first, gone))
+            else:
+                target = Target(bucket, ((0, held),))
+                selections.append(
+                    Selection(bucket, length, rule.newest + tail, (target,))
+                )
+        if not (seals or selections or drops):
+            return NOTHING
+        return Moves(seals, tuple(selections), tuple(drops))
 
 
 class OneBucket(Placement):
@@ -104,19 +118,26 @@ class OneBucket(Placement):
         return (self.rules[0].kept(whole) + tokens - whole,)
 
     def moves(self, lengths: Sequence[int], arrived: int) -> Moves:
-        bucket, rule = self.buckets[0], self.rules[0]
+        bucket = self.buckets[0]
+        rule = self.rules[0]
+        length = lengths[bucket]
+        (held,) = self.held(arrived)
+        cut = (bucket, rule, length, held)
         tail = arrived % self.page_tokens
-        held = self.held(arrived)[0]
-        selections = self._cut(bucket, rule, lengths[bucket], held, tail)
-        return Moves(0, selections) if selections else NOTHING
+        return self._cut(0, [cut], tail)
 
     def _most(self, tokens: int, step: int) -> tuple[int, ...]:
-        rule, whole = self.rules[0], self._whole(tokens)
-        pages = self._pages(min(tokens, rule.most + step))
-        if rule.kept(whole) < whole:
+        rule = self.rules[0]
+        whole = self._whole(tokens)
+        most = rule.most
+        count = min(tokens, most + step)
+        pages = self._pages(count)
+        loses = rule.kept(whole) < whole
+        if rule.by_saliency and loses:
             # The kept ones go to new pages; a prompt ends with a page in part.
-            tail = step > self.page_tokens and tokens > rule.most + self.page_tokens
-            pages += self._pages(rule.most) + tail
+            page = self.page_tokens
+            tail = step > page and tokens > most + page
+            pages += self._pages(most) + tail
         return (pages,)
 
 
@@ -137,18 +158,18 @@ class Sealed(Placement):
         fresh, *cold = self.buckets
         seals = lengths[fresh] // self.page_tokens
         _, *held = self.held(arrived)
-        selections: list[Selection] = []
+        cuts: list[tuple[int, TokenRule, int, int]] = []
         for bucket, rule, kept in zip(cold, self.rules, held, strict=True):
             length = lengths[bucket] + seals * self.page_tokens
-            selections += self._cut(bucket, rule, length, kept, 0)
-        return Moves(seals, tuple(selections)) if seals or selections else NOTHING
+            cuts.append((bucket, rule, length, kept))
+        return self._cut(seals, cuts)
 
     def _most(self, tokens: int, step: int) -> tuple[int, ...]:
         whole = self._whole(tokens)
         pages = [self._pages(min(tokens, step))]
         for rule in self.rules:
             count = self._pages(min(whole, rule.most + step))
-            if rule.kept(whole) < whole:
+            if rule.by_saliency and rule.kept(whole) < whole:
                 count += self._pages(rule.most)
             pages.append(count)
         return tuple(pages)

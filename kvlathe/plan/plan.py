@@ -23,7 +23,14 @@ from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.json_fields import OneOf
 from kvlathe.plan.placement import Placement, placement
-from kvlathe.plan.token_rules import KEEP_ALL, RULES, ObservationWindow, TokenRule
+from kvlathe.plan.token_rules import (
+    KEEP_ALL,
+    RULES,
+    SEES_ALL,
+    ObservationWindow,
+    TokenRule,
+    Window,
+)
 
 SCHEMA_VERSION = 2
 Fields = dict[str, Any]
@@ -151,6 +158,20 @@ class CompressionPlan:
         )
 
     @property
+    def windowed(self) -> bool:
+        """Whether some lane sees a window of the tokens before it."""
+        rules = [bucket.tokens for bucket in self.buckets]
+        found = [isinstance(rule, Window) for rule in rules]
+        return any(found)
+
+    def window(self, lane: int) -> Window:
+        """What lane ``lane`` sees of the tokens before it."""
+        for bucket in self.buckets:
+            if lane in bucket.lanes and isinstance(bucket.tokens, Window):
+                return bucket.tokens
+        return SEES_ALL
+
+    @property
     def keeps_positions(self) -> bool:
         """Whether scores stand beside their token's position: what counts rows or draws
         lots needs it."""
@@ -193,10 +214,15 @@ class CompressionPlan:
 
     @property
     def recomputable(self) -> bool:
-        """Whether a cache that was given up comes back the same by a prefill of all
-        tokens; else preempt by swap."""
-        is_sealed = any(bucket.source is not None for bucket in self.buckets)
-        return not self.ranked and not is_sealed
+        """Whether a cache that was given up comes back the same, in the same pages, by a
+        prefill of all tokens; else preempt by swap."""
+        if self.ranked:
+            return False
+        for bucket in self.buckets:
+            is_cold = bucket.source is not None
+            if is_cold or bucket.tokens.drops:
+                return False
+        return True
 
     # -- stages ------------------------------------------------------------------------
     @property

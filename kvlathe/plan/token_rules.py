@@ -3,6 +3,9 @@ decide it.
 
 Pages hold P tokens. A rule speaks of whole pages; the page that is being filled is
 always kept. placement.py makes counts, page demands and moves of it.
+
+Budgets and shares choose tokens by saliency. A window goes by position: its pages leave
+as they are, and nothing is ranked.
 """
 
 from __future__ import annotations
@@ -124,11 +127,82 @@ class Share(TokenRule):
         return None
 
 
+@dataclass(frozen=True, slots=True)
+class Window(TokenRule):
+    """The first ``sink`` tokens and the newest pages; a page leaves when the window has
+    passed it. The query at position p sees token t where
+
+        t < sink   or   p // P * P - recent <= t <= p
+
+    for pages of P tokens: its own page and ``recent`` tokens before that page. So what
+    it sees follows from its position alone. Both numbers are whole pages. ``exact``:
+    where it is not 0, the query sees at most so many of its newest tokens, its own
+    included, and ``recent`` is the pages that hold them.
+
+    Pages between the sink and the window are a whole number. So the same rule holds for
+    places among the tokens that are held, and nobody needs to know what is gone.
+    """
+
+    drops: ClassVar[bool] = True
+
+    sink: int
+    recent: int
+    exact: int = 0
+    kind: str = field(default="window", init=False)
+
+    @classmethod
+    def of_tokens(cls, tokens: int, page_tokens: int) -> Window:
+        """The newest ``tokens`` tokens, to the token: sliding-window attention."""
+        earlier = tokens - 1
+        pages = -(-earlier // page_tokens)
+        recent = pages * page_tokens
+        return cls(0, recent, tokens)
+
+    @property
+    def most(self) -> int:
+        return self.sink + self.recent
+
+    @property
+    def words(self) -> str:
+        count = self.exact or self.recent
+        newest = f"{count:,} newest"
+        if not self.sink:
+            return newest
+        first = f"{self.sink:,} first"
+        return f"{first}, {newest}"
+
+    def problem(self, page_tokens: int) -> Problem | None:
+        for name, tokens in (("first", self.sink), ("newest", self.recent)):
+            is_possible = 0 <= tokens < NO_END
+            if not is_possible or tokens % page_tokens:
+                fact = f"it has a window of {tokens} {name} tokens"
+                return fact, f"windows are whole pages of {page_tokens}"
+        held = self.of_tokens(self.exact, page_tokens).recent
+        if self.exact < 0 or (self.exact and self.recent != held):
+            fact = f"it holds {self.recent} tokens to show {self.exact}"
+            return fact, "it holds the pages of those that it shows"
+        return None
+
+    def first_seen(self, place: int, page_tokens: int) -> int:
+        """The first token after the sink that the query at ``place`` sees."""
+        own_page = place // page_tokens * page_tokens
+        to_the_page = own_page - self.recent
+        if not self.exact:
+            return to_the_page
+        to_the_token = place - self.exact + 1
+        return max(to_the_page, to_the_token)
+
+
+NO_END = 1 << 30
+"""Tokens that no sequence has."""
 KEEP_ALL = KeepAll()
+SEES_ALL = Window(0, NO_END)
+"""The window of a lane that has none."""
 RULES: Mapping[str, type[TokenRule]] = {
     "all": KeepAll,
     "budget": Budget,
     "share": Share,
+    "window": Window,
 }
 """The rules by their ``kind``."""
 

@@ -62,7 +62,8 @@ class PageMoves:
     """What a step does to the pages of one sequence beside writing new tokens.
 
     ``taken``: all pages that it took. ``before``: the table's pages if it is rolled
-    back. ``after``: its pages once the step is committed.
+    back. ``after``: its pages once the step is committed. ``drops``: whether pages that
+    no later query sees leave then.
     """
 
     taken: Pages
@@ -71,6 +72,7 @@ class PageMoves:
     copies: list[Copy] = field(default_factory=list)
     seals: list[FullPage] = field(default_factory=list)
     rankings: list[Ranking] = field(default_factory=list)
+    drops: bool = False
 
 
 @dataclass(eq=False, slots=True)

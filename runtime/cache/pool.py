@@ -197,13 +197,17 @@ class PagePool(PageArena):
     ) -> None:
         """Give the moves of a placement their pages; ``done.after`` and ``lengths``
         become the table's. ``first``: position of the fresh bucket's first token."""
-        if not move.seals and not move.selections:
+        if not (move.seals or move.selections or move.drops):
             return
         done.after = [list(ids) for ids in done.after]
         if move.seals:
             self._seal(done, placed, move.seals, lengths, first, spare)
         for selection in move.selections:
             self._select(done, selection, lengths, spare)
+        for drop in move.drops:
+            del done.after[drop.bucket][drop.first : drop.first + drop.pages]
+            lengths[drop.bucket] -= drop.pages * self.plan.page_tokens
+            done.drops = True
 
     def _seal(
         self,
@@ -256,7 +260,7 @@ class PagePool(PageArena):
         if moves is None:
             return
         table.pages = moves.after
-        if moves.copies or moves.seals or moves.rankings:
+        if moves.copies or moves.seals or moves.rankings or moves.drops:
             for b, after in enumerate(moves.after):
                 for page in {*moves.before[b], *moves.taken[b]}.difference(after):
                     self._drop(b, page)

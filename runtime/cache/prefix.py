@@ -5,6 +5,11 @@ prompt attends its own hot tokens, so only whole chunks are the same for every
 continuation). Its key hashes the plan, a salt (tenants do not see each other's pages),
 and every token id up to its end. The cache is one more owner of the block's pages, and
 gives the least recently used ones up when the pool runs out.
+
+Of a bucket with a window, a block has the pages that a sequence holds which ends there:
+its sink and the window before its end. Only a sequence that was just there can give
+them, so blocks are whole prefill chunks and the scheduler remembers a prompt before
+each of its chunks. A block without those pages does not end a match.
 """
 
 from __future__ import annotations
@@ -12,12 +17,23 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.runtime.cache.page_table import PageTable
+from kvlathe.plan.token_rules import Window
+from kvlathe.runtime.cache.page_table import Pages, PageTable
 from kvlathe.runtime.cache.pool import PagePool
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """``pages`` of each bucket. ``ends``: whether a sequence may go on after it, which
+    needs the windows before its end."""
+
+    pages: Pages
+    ends: bool
 
 
 class PrefixCache:
@@ -35,33 +51,54 @@ class PrefixCache:
             )
         self.pool, plan = pool, pool.plan
         self.seals = any(bucket.source is not None for bucket in plan.buckets)
-        self.block = plan.prefill_chunk if self.seals else plan.page_tokens
+        self.windowed = plan.windowed
+        coarse = self.seals or self.windowed
+        self.block = plan.prefill_chunk if coarse else plan.page_tokens
         self.hits = 0
         self._seed = plan.digest.encode()
+        self._windows = [
+            b for b, x in enumerate(plan.buckets) if isinstance(x.tokens, Window)
+        ]
         self._kept = [
-            not plan.cold(b) for b in range(len(plan.buckets))
+            not plan.cold(b) and b not in self._windows
+            for b in range(len(plan.buckets))
         ]  # buckets whose pages stay
-        self._blocks: OrderedDict[bytes, list[list[int]]] = OrderedDict()
+        self._blocks: OrderedDict[bytes, Block] = OrderedDict()
         pool.reclaim = self.reclaim
 
     def find(self, tokens: Sequence[int], salt: bytes = b"") -> tuple[PageTable, int]:
         """A table over the longest known prefix of ``tokens`` but the last, and how
         many tokens that is."""
-        table, cached = self.pool.open(), 0
-        for key in self._keys(tokens[:-1], salt):
-            if key not in self._blocks:
-                break
-            self._blocks.move_to_end(key)
-            for ids, block in zip(table.pages, self._blocks[key], strict=True):
-                ids += block
-            cached += self.block
+        blocks = self._match(tokens[:-1], salt)
+        cached = self.block * len(blocks)
+        table = self.pool.open()
+        for block in blocks:
+            for ids, own in zip(table.pages, block.pages, strict=True):
+                ids += own
+        if blocks:
+            last = blocks[-1]
+            for b in self._windows:
+                table.pages[b] = list(last.pages[b])
         self.pool.share(table.pages)
-        table.lengths = [cached if kept else 0 for kept in self._kept]
+        table.lengths = self.pool.layout.all_held(cached)
         table.arrived = [
             cached if bucket.source is None else 0 for bucket in self.pool.plan.buckets
         ]
         self.hits += cached
         return table, cached
+
+    def _match(self, tokens: Sequence[int], salt: bytes) -> list[Block]:
+        """The known blocks that ``tokens`` begin with, up to the last that may end."""
+        blocks: list[Block] = []
+        last = 0
+        for key in self._keys(tokens, salt):
+            if key not in self._blocks:
+                break
+            self._blocks.move_to_end(key)
+            blocks.append(self._blocks[key])
+            if blocks[-1].ends:
+                last = len(blocks)
+        return blocks[:last]
 
     def add(self, table: PageTable, tokens: Sequence[int], salt: bytes = b"") -> None:
         """Remember the whole blocks of ``tokens``, whose pages ``table`` holds."""
@@ -69,19 +106,61 @@ class PrefixCache:
         for i, key in enumerate(self._keys(tokens, salt)):
             if key not in self._blocks:
                 at = slice(i * pages, (i + 1) * pages)
-                block = [
+                own = [
                     ids[at] if kept else []
                     for ids, kept in zip(table.pages, self._kept, strict=True)
                 ]
-                self.pool.share(block)
-                self._blocks[key] = block
+                self.pool.share(own)
+                self._blocks[key] = Block(own, not self._windows)
+            block = self._blocks[key]
+            if not block.ends:
+                end = (i + 1) * self.block
+                self._end(block, table, end)
             self._blocks.move_to_end(key)
+
+    def _end(self, block: Block, table: PageTable, end: int) -> None:
+        """Give a block that ends after ``end`` tokens its windows, if ``table`` still
+        holds all of their pages."""
+        found: Pages = [[] for _ in table.pages]
+        held = self.pool.layout.all_held(end)
+        for b in self._windows:
+            ids = self._window(table, b, end, held[b])
+            if ids is None:
+                return
+            found[b] = ids
+        self.pool.share(found)
+        for b in self._windows:
+            block.pages[b] = found[b]
+        block.ends = True
+
+    def _window(
+        self, table: PageTable, b: int, end: int, held: int
+    ) -> list[int] | None:
+        """The pages of bucket ``b`` of a sequence of ``end`` tokens that holds ``held``
+        of them there; None where one is gone from ``table``."""
+        bucket, page = self.pool.plan.buckets[b], self.pool.plan.page_tokens
+        assert isinstance(bucket.tokens, Window)
+        ids = table.pages[b]
+        reached = table.arrived[b]
+        source = bucket.source
+        if source is not None:
+            reached = table.arrived[source] - table.lengths[source]
+        gone = (reached - table.lengths[b]) // page
+        sink = min(held, bucket.tokens.sink) // page
+        recent = held // page - sink
+        last = end // page
+        first = last - recent  # of the window, among all pages
+        lost = gone > 0 and first < sink + gone
+        if reached < end or (lost and recent > 0):
+            return None
+        start = first - gone
+        return ids[:sink] + ids[start : start + recent]
 
     def reclaim(self) -> bool:
         """Give up the least recently used block. False if there is none."""
         if not self._blocks:
             return False
-        self.pool.drop(self._blocks.popitem(last=False)[1])
+        self.pool.drop(self._blocks.popitem(last=False)[1].pages)
         return True
 
     def _keys(self, tokens: Sequence[int], salt: bytes) -> Iterator[bytes]:

@@ -110,6 +110,15 @@ class Scheduler:
                 sequence.table, sequence.sharable(self.prefixes.seals), sequence.salt
             )
 
+    def _remember_windows(self, sequence: Sequence) -> None:
+        """Keep for others the windows at a border of a prompt's chunks: the next chunk
+        may drop their pages."""
+        prefixes, cached = self.prefixes, sequence.cached
+        if prefixes is None or not prefixes.windowed or not cached:
+            return
+        if cached <= sequence.prompt_tokens and cached % prefixes.block == 0:
+            self.remember(sequence)
+
     # -- one step ----------------------------------------------------------------------
     def schedule(self) -> list[Chunk]:
         """The next step's chunks, their pages reserved. Empty only if nothing is left
@@ -196,6 +205,7 @@ class Scheduler:
         return True
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
+        self._remember_windows(sequence)
         reservation = self.pool.reserve(
             sequence.table, sequence.arriving(count), sequence.seals_after(count)
         )

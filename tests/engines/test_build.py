@@ -463,6 +463,20 @@ def test_planes_that_a_model_cannot_choose_are_refused_before_calibration(
             "tensorrt_rtx cannot run a compression that ranks tokens",
         ),
         ("fdc+h2o", {"compression_ratio": 0.5}, "depends on the sequence's length"),
+        ("fdc+window", {"compression_ratio": 0.5}, "depends on the sequence's length"),
+        ("window+h2o", {}, "window and h2o cannot be composed.*which tokens"),
+        ("window:recent=many", {}, "a count of tokens"),
+        ("window:whole=3", {}, "a head is layer.head"),
+        (
+            "hack+window",
+            {"backend": "cuda"},
+            "cuda cannot run a compression with windows.*onnxruntime",
+        ),
+        (
+            "window",
+            {"backend": "tensorrt_rtx"},
+            "tensorrt_rtx cannot run a compression with windows",
+        ),
         (
             "fdc+zipcache",
             {"accuracy": 0.99, "metric": "perplexity"},

@@ -14,6 +14,7 @@ from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket
+from kvlathe.plan.token_rules import Window
 from kvlathe.runtime.native.library import Native
 from tests.native_cpu.library import AVX2, AVX512, AVX512_VNNI, PORTABLE, Call, Refused
 from tests.support.attend_cases import Array, Case, cases, plan_of
@@ -126,4 +127,44 @@ def test_long_sequences_are_cut_into_spans_and_tiles(
     np.testing.assert_allclose(
         results[0], expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max()
     )
+    np.testing.assert_array_equal(results[0], results[1])
+
+
+@functools.cache
+def windowed_case(window: Window, tier: Tier, page: int) -> tuple[Case, Array]:
+    """Decodes, one of them in the middle of a chunk, and a chunk of several tiles, of a
+    lane with a window beside one without; and what attention gives."""
+    lanes = [
+        Lane(0, 0, 32, 32, 48, projected=True),
+        Lane(0, 1, 32, 16, 32, projected=True),
+    ]
+    buckets = [Bucket(0, (0, 1)), Bucket(1, (0,), 0, window), Bucket(1, (1,), 0)]
+    plan = plan_of(lanes, [Tier(32, 32), tier], buckets, 32, 3, page)
+    held = min(window.most, 20 * page)
+    lengths = [[7, held, 20 * page], [page + 9, held + page, 0], [300, held, 9 * page]]
+    lengths += [[page - 1, page, page], [40, 12 * page, 12 * page]]
+    case = Case(plan, 0, [1, 1, 200, 300, 1], lengths, seed=page)
+    return case, case.expected()[0]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("tier", LONG_TIERS[1::4], ids=["by token", "by rank"])
+@pytest.mark.parametrize(
+    "window",
+    [
+        Window(64, 128),
+        Window(0, 0),
+        Window(128, 64, 30),
+        Window.of_tokens(200, 64),
+        Window(64, 1 << 20),
+    ],
+    ids=lambda window: window.words,
+)
+def test_windows_of_long_sequences_are_masked_attention(
+    native: Native, isa: str, window: Window, tier: Tier
+) -> None:
+    case, expected = windowed_case(window, tier, 64)
+    results = [Call(case, ISAS[isa], threads).run(native)[0] for threads in (1, 4)]
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(results[0], expected, rtol=1e-3, atol=1e-3 * scale)
     np.testing.assert_array_equal(results[0], results[1])

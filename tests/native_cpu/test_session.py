@@ -59,7 +59,14 @@ def native_llm(native: Native, kind: str) -> LLM:
 
 @pytest.mark.parametrize(
     ("kind", "tolerance"),
-    [("one", 1e-3), ("split", 1e-3), ("sealed", 0.02), ("sealed split", 0.02)],
+    [
+        ("one", 1e-3),
+        ("split", 1e-3),
+        ("sealed", 0.02),
+        ("sealed split", 0.02),
+        ("windowed", 1e-3),
+        ("sealed windows", 0.02),
+    ],
 )
 def test_logits_are_those_of_the_function(
     native: Native, kind: str, tolerance: float

@@ -12,9 +12,16 @@ from hypothesis import strategies as st
 from kvlathe.plan import json_fields
 from kvlathe.plan.placement import Placement, placement
 from kvlathe.plan.plan import Bucket
-from kvlathe.plan.token_rules import KEEP_ALL, Budget, Share, TokenRule
+from kvlathe.plan.token_rules import KEEP_ALL, Budget, Share, TokenRule, Window
 
 PAGE = 16
+
+
+def windows() -> st.SearchStrategy[Window]:
+    """To the page and to the token."""
+    pages = st.integers(0, 4).map(lambda n: n * PAGE)
+    exact = st.integers(1, 4 * PAGE).map(lambda n: Window.of_tokens(n, PAGE))
+    return st.builds(Window, pages, pages) | exact
 
 
 @st.composite
@@ -22,7 +29,7 @@ def placements(draw: st.DrawFn) -> Placement:
     """One bucket, sealed buckets or divided ones, whose prompts settle at their end or
     on a grid."""
     budgets = st.builds(Budget, st.integers(1, 4).map(lambda n: n * PAGE))
-    one = st.just(KEEP_ALL) | budgets
+    one = st.just(KEEP_ALL) | budgets | windows()
     step = draw(st.sampled_from([0, PAGE, 2 * PAGE, 5 * PAGE]))
     kind = draw(st.sampled_from(["one", "sealed", "divided"]))
     rules: list[TokenRule] = []
@@ -74,7 +81,13 @@ class Simulation:
             self.lengths[selection.bucket] = 0
             for target in selection.targets:
                 self.lengths[target.bucket] += target.tokens
-        return bool(moves.seals or moves.selections)
+        for drop in moves.drops:
+            assert (
+                drop.pages > 0
+                and drop.first + drop.pages <= self.lengths[drop.bucket] // PAGE
+            )
+            self.lengths[drop.bucket] -= drop.pages * PAGE
+        return bool(moves.seals or moves.selections or moves.drops)
 
     def _take(self, more: list[int]) -> None:
         for i, length in enumerate(self.lengths):
@@ -127,6 +140,40 @@ def test_worst_pages_are_reached_but_for_a_page_or_two(
     worst = placed.worst_pages(tokens, tokens)
     slack = 2 + 2 * len(placed.rules)
     assert all(most <= now + slack for now, most in zip(reached, worst, strict=True))
+
+
+@settings(max_examples=200, deadline=None)
+@given(window=windows(), prompt=st.integers(1, 150), more=st.integers(0, 100))
+def test_no_page_leaves_that_a_later_query_sees(
+    window: Window, prompt: int, more: int
+) -> None:
+    """Positions one by one: the pages that are there hold what each query sees, and at
+    its turn the oldest of them is seen."""
+    placed = placement((0,), (window,), PAGE, 2 * PAGE)
+    held: list[int] = []
+    for n in range(prompt + more + 1):
+        newest = {
+            t for t in range(n + 1) if t // PAGE >= n // PAGE - window.recent // PAGE
+        }
+        if window.exact:
+            newest = set(range(n + 1)[-window.exact :])
+        seen = newest | set(range(min(window.sink, n + 1)))
+        assert seen <= {*held, n}
+        settled = n >= prompt or n % (2 * PAGE) == 0
+        if settled and not window.exact:
+            assert set(held) <= seen
+        if settled and window.exact:
+            assert len(set(held) - seen) < 2 * PAGE
+        # Places tell the same as positions: whole pages are gone.
+        first = window.first_seen(len(held), PAGE)
+        of_places = {
+            t for i, t in enumerate([*held, n]) if i < window.sink or i >= first
+        }
+        assert of_places == seen
+        held.append(n)
+        if n + 1 >= prompt or (n + 1) % (2 * PAGE) == 0:
+            for drop in placed.moves([len(held)], n + 1).drops:
+                del held[drop.first * PAGE : (drop.first + drop.pages) * PAGE]
 
 
 def bucket_of(tokens: object) -> Bucket:

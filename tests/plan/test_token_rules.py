@@ -17,6 +17,7 @@ from kvlathe.plan.token_rules import (
     Budget,
     ObservationWindow,
     Share,
+    Window,
     split_tokens,
 )
 
@@ -107,7 +108,45 @@ REFUSED = {
         Bucket(3, (0, 1), 0, Budget(64)),
     ),
     "an observation window without a rule": (Bucket(0, (0, 1)),),
+    "a window beside an observation window": (
+        Bucket(0, (0,), tokens=Window(64, 64)),
+        Bucket(0, (1,), tokens=Budget(64)),
+    ),
 }
+WINDOWS = {
+    "a window that is no whole pages": (Bucket(0, (0, 1), tokens=Window(0, 100)),),
+    "a sink that is no whole pages": (Bucket(0, (0, 1), tokens=Window(9, 64)),),
+    "a window without end": (Bucket(0, (0, 1), tokens=Window(0, 1 << 30)),),
+    "a window below 0": (Bucket(0, (0, 1), tokens=Window(0, 0, -1)),),
+    "pages that do not hold what is shown": (
+        Bucket(0, (0, 1), tokens=Window(0, 64, 66)),
+    ),
+    "more pages than are shown": (Bucket(0, (0, 1), tokens=Window(0, 128, 65)),),
+    "a window in front of sealing": (
+        Bucket(0, (0, 1), tokens=Window(0, 64)),
+        Bucket(2, (0, 1), 0),
+    ),
+}
+
+
+@pytest.mark.parametrize("buckets", WINDOWS.values(), ids=WINDOWS.keys())
+def test_windows_that_cannot_be_are_refused(buckets: tuple[Bucket, ...]) -> None:
+    with pytest.raises(KvlatheError):
+        plan(*buckets, observation=None)
+
+
+def test_a_window_survives_its_file_and_pages_of_any_format_may_leave() -> None:
+    """Groups along the tokens lie in one page, which leaves whole."""
+    window = Window(64, 128)
+    sealed = plan(Bucket(0, (0, 1)), Bucket(3, (0, 1), 0, window), observation=None)
+    exact = plan(Bucket(0, (0, 1), tokens=Window.of_tokens(100, 64)), observation=None)
+    for made in (sealed, exact):
+        assert CompressionPlan.from_json(made.to_json()) == made
+        assert made.sharable and not made.recomputable and not made.ranked
+    assert sealed.window(1) == window and exact.window(0).recent == 128
+    wider = dataclasses.replace(sealed.buckets[1], tokens=Window(64, 192))
+    other = dataclasses.replace(sealed, buckets=(sealed.buckets[0], wider))
+    assert other.digest != sealed.digest
 
 
 @pytest.mark.parametrize("buckets", REFUSED.values(), ids=REFUSED.keys())

@@ -20,7 +20,7 @@ from kvlathe.plan.formats import Bits, Tier, groups_along_rank
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import Budget, ObservationWindow, Share
+from kvlathe.plan.token_rules import Budget, ObservationWindow, Share, Window
 
 Array = npt.NDArray[np.float64]
 VIEWS = {"pool_f32": np.float32, "pool_f16": np.float16, "pool_u8": np.uint8}
@@ -104,7 +104,26 @@ def plans(draw: st.DrawFn, arithmetic: str = "float") -> CompressionPlan:
     plan = plan_of(
         lanes, tiers, buckets, head_dim, group, draw(st.sampled_from([16, 32]))
     )
-    return draw(st.sampled_from([plan, observing(plan)]))
+    kind = draw(st.sampled_from(["plain", "observing", "windowed"]))
+    if kind == "windowed":
+        return windowed(plan, draw)
+    return plan if kind == "plain" else observing(plan)
+
+
+def windowed(plan: CompressionPlan, draw: st.DrawFn) -> CompressionPlan:
+    """The plan where some buckets whose pages stay have a window, to the page or to the
+    token. Of two cold buckets of one lane, none has."""
+    page = plan.page_tokens
+    by_page = st.builds(Window, *[st.integers(0, 3).map(lambda n: n * page)] * 2)
+    exact = st.integers(1, 3 * page).map(lambda n: Window.of_tokens(n, page))
+    both = st.builds(lambda a, b: dataclasses.replace(a, sink=b.sink), exact, by_page)
+    buckets = list(plan.buckets)
+    for i, bucket in enumerate(plan.buckets):
+        source = i if bucket.source is None else bucket.source
+        cold = plan.cold(source)
+        if (cold == (i,) or not cold) and draw(st.booleans()):
+            buckets[i] = dataclasses.replace(bucket, tokens=draw(by_page | both))
+    return dataclasses.replace(plan, buckets=tuple(buckets))
 
 
 def observing(plan: CompressionPlan) -> CompressionPlan:
@@ -349,10 +368,10 @@ class Case:
     def _attended(self, q: Array, k: Array, v: Array, lane: Lane) -> Array:
         """One query head: plain softmax over all that is cached and the sequence's own
         tokens so far."""
-        out, start, buckets = (
-            np.zeros((self.total, lane.rank_v)),
-            0,
+        out, start = np.zeros((self.total, lane.rank_v)), 0
+        buckets = sorted(
             range(len(self.plan.buckets)),
+            key=lambda s: self.plan.buckets[s].source is None,
         )
         for b, count in enumerate(self.queries):
             old = [
@@ -363,10 +382,28 @@ class Case:
             for i in range(start, start + count):
                 ks = np.concatenate([x for x, _ in old] + [k[start : i + 1]])
                 vs = np.concatenate([x for _, x in old] + [v[start : i + 1]])
+                seen = self._seen(lane, len(ks))
+                ks, vs = ks[seen], vs[seen]
                 p = np.exp(ks @ q[i] - (ks @ q[i]).max())
                 out[i] = p @ vs / p.sum()
             start += count
         return out
+
+    def _seen(self, lane: Lane, count: int) -> list[int]:
+        """Of ``count`` tokens that a lane holds, sealed ones first, those that the
+        newest one's query sees."""
+        index = lane.layer * self.plan.model.kv_heads + lane.head
+        rules = [b.tokens for b in self.plan.buckets if index in b.lanes]
+        page, seen = self.plan.page_tokens, set(range(count))
+        for rule in rules:
+            if isinstance(rule, Window):
+                own = (count - 1) // page
+                pages = {own - i for i in range(rule.recent // page + 1)}
+                newest = {t for t in seen if t // page in pages}
+                if rule.exact:
+                    newest = set(range(count)[-rule.exact :])
+                seen = newest | {t for t in seen if t < rule.sink}
+        return sorted(seen)
 
     # -- the cache ---------------------------------------------------------------------
     def _fill_cache(self) -> None:
@@ -538,6 +575,11 @@ def cases(draw: st.DrawFn, arithmetic: str = "float") -> Case:
     )
     length = st.one_of(st.just(0), st.integers(0, 3 * plan.page_tokens))
     lengths = [[draw(length) for _ in plan.buckets] for _ in range(batch)]
+    if plan.windowed:  # only full pages are sealed
+        whole = [1 if b.source is None else plan.page_tokens for b in plan.buckets]
+        lengths = [
+            [n // p * p for n, p in zip(row, whole, strict=True)] for row in lengths
+        ]
     return Case(
         plan,
         draw(st.integers(0, 1)),

@@ -20,6 +20,7 @@ from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_rules import Window
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.sessions.host.pages import HostPages
 from kvlathe.runtime.sessions.host.ragged import whole
@@ -101,7 +102,7 @@ class FakeSession:
 
     def _append(self, step: StepPlan, b: int, fresh: Int32) -> Int32:
         """Write a sequence's tokens into its fresh buckets; every lane must give back
-        the same tokens. All of them."""
+        the same tokens, or those of its window. All of them."""
         p, found = self.plan.page_tokens, {}
         for s, bucket in enumerate(self.plan.buckets):
             length, table = int(step.lengths[b, s]), step.page_tables[s][b]
@@ -111,13 +112,25 @@ class FakeSession:
                 length += len(fresh)
             places = np.arange(length)
             found[s] = self.pages[s][table[places // p], places % p]
-        whole = [
-            np.concatenate([*(found[c] for c in self.plan.cold(s)[:1]), found[s]])
+        held = [
+            (
+                self.plan.buckets[c].tokens,
+                np.concatenate([*([found[c]] * (c != s)), found[s]]),
+            )
             for s, bucket in enumerate(self.plan.buckets)
             if bucket.source is None
+            for c in self.plan.cold(s) or (s,)
         ]
-        assert all(np.array_equal(other, whole[0]) for other in whole[1:])
-        return whole[0]
+        whole = next(tokens for rule, tokens in held if not rule.drops)
+        for rule, tokens in held:
+            gone = len(whole) - len(tokens)
+            sink = rule.sink if isinstance(rule, Window) else 0
+            expected = np.concatenate([whole[:sink], whole[sink + gone :]])
+            assert np.array_equal(tokens, expected)
+            if isinstance(rule, Window) and gone:
+                seen = rule.first_seen(len(whole) - len(fresh), p)
+                assert sink + gone <= seen, "a page left that a query sees"
+        return whole
 
     def seal(self, pages: Items[FullPage]) -> None:
         for full in pages:

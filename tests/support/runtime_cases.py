@@ -28,7 +28,7 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import KvBytes, Limits, Manifest
 from kvlathe.plan.memory import memory_table
 from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import Budget, ObservationWindow, Share
+from kvlathe.plan.token_rules import Budget, ObservationWindow, Share, Window
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
 from kvlathe.runtime.sessions.host.onnx import OrtSession
@@ -115,7 +115,33 @@ def plans(
             page,
             chunk,
         ),
+        **windowed_plans(shape, page, chunk),
         **ranked_plans(shape, page, chunk),
+    }
+
+
+def windowed_plans(
+    shape: ModelShape, page: int = 64, chunk: int = 512
+) -> dict[str, CompressionPlan]:
+    """Plans whose lanes see windows, hot or sealed: to the page beside one that sees
+    all, or to the token."""
+    every = tuple(range(shape.layers * shape.kv_heads))
+    window, exact = Window(page, page), Window.of_tokens(3 * page // 2, page)
+    fresh = (
+        Bucket(0, every[-1:]),
+        Bucket(0, every[:-1:2], None, window),
+        Bucket(0, every[1:-1:2], None, exact),
+    )
+    fresh = tuple(bucket for bucket in fresh if bucket.lanes)
+    cold = (
+        Bucket(0, every),
+        Bucket(1, every[:-1], 0, window),
+        Bucket(1, every[-1:], 0),
+    )
+    eight = Tier(8, 8, "rank", "token", 32, min(page, 64))
+    return {
+        "windowed": plan_for(shape, (HOT,), fresh, page, chunk),
+        "sealed windows": plan_for(shape, (HOT, eight), cold, page, chunk),
     }
 
 

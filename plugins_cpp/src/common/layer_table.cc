@@ -65,6 +65,9 @@ void Layer::read_lanes() {
             where + " has no projection and rank_k < input_dim");
     require(lane.fresh >= 0 && lane.fresh < head.buckets, KVLATHE_BAD_ARGUMENT,
             where + " names a bucket that is not there");
+    require(lane.sink >= 0 && lane.recent >= 0 && lane.exact >= 0, KVLATHE_BAD_ARGUMENT,
+            where + " has a window of negative length");
+    windowed = windowed || lane.recent < kNoEnd;
     if (lane.planes_at) {
       require(lane.planes_at > 0 && size_t(lane.planes_at) + lane.input_dim / 2 <= table.size(),
               KVLATHE_BAD_ARGUMENT, where + " has planes past the table");

@@ -2,6 +2,7 @@
 // trusted.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -10,7 +11,8 @@
 
 namespace kvlathe {
 
-constexpr int32_t kTableVersion = 1;
+constexpr int32_t kTableVersion = 2;
+constexpr int32_t kNoEnd = 1 << 30;  // NO_END of kvlathe/plan/token_rules.py
 
 struct TableHeader {
   int32_t version, layer, page_tokens, group_size, lanes, buckets, planes, projected, rope,
@@ -19,6 +21,7 @@ struct TableHeader {
 
 struct LaneForm {
   int32_t head, input_dim, rope, planes_at, projected, rank_k, rank_v, fresh;
+  int32_t sink, recent, exact;  // its window (Window of kvlathe/plan/token_rules.py)
 };
 
 struct BucketForm {
@@ -30,6 +33,13 @@ struct BucketForm {
 struct Lane : LaneForm {
   int64_t q_at, k_at, v_at, o_at, rows_k_at, rows_v_at;
   const int32_t* planes;  // null: plane i turns pair i
+
+  // The first token after the sink that the query at `place` sees; 0 or less: every token. Places
+  // are among the tokens that are held: only whole pages are gone.
+  int64_t first_seen(int64_t place, int64_t page_tokens) const {
+    const int64_t first = place / page_tokens * page_tokens - recent;
+    return exact ? std::max(first, place - exact + 1) : first;
+  }
 };
 
 struct Bucket : BucketForm {
@@ -47,6 +57,7 @@ struct Layer {
   std::vector<Bucket> buckets;
   int64_t q_width = 0, k_width = 0, v_width = 0, o_width = 0, rows_width = 0;
   int32_t widest_v = 0;
+  bool windowed = false;  // some lane does not see every token
 
   // One past the last place in `order` whose lane has the same buckets as the lane at `place`.
   int32_t alike(int32_t place) const;

@@ -5,6 +5,7 @@
 //     bucket 1  | page 4   |                          blocks 7 8
 //
 // Blocks are numbered through the buckets that hold the lane; a bucket's last block may be short.
+// Those that a window hides wholly have no number.
 #include <algorithm>
 
 #include "cpu/step.h"
@@ -41,29 +42,59 @@ Rows AttendStep::rows(int32_t b, int32_t h, const Block& at, bool keys) const {
                  at.count);
 }
 
-// Blocks of lane h that a query sees which may look at the first `limit` tokens of its fresh
-// bucket.
-int64_t AttendStep::blocks(int32_t b, int32_t h, int64_t limit) const {
+// What queries first_query .. last_query of a sequence's step see: the window of the first, and the
+// last itself.
+View AttendStep::view(int32_t b, int32_t h, int64_t first_query, int64_t last_query) const {
+  const Lane& lane = layer.lanes[h];
+  const int64_t old = cached(b, lane.fresh);
+  return {old + last_query + 1,
+          lane.first_seen(sealed(b, h) + old + first_query, layer.head.page_tokens)};
+}
+
+// Of the first `tokens` tokens of a bucket, in units of `size`: those between the sink and place
+// `first` of the lane.
+Hidden AttendStep::gap(int32_t b, int32_t h, int32_t s, int64_t tokens, int64_t first,
+                       int64_t size) const {
+  const Lane& lane = layer.lanes[h];
+  const int64_t offset = s == lane.fresh ? sealed(b, h) : 0;
+  const int64_t count = (tokens + size - 1) / size;
+  const int64_t sink = std::max<int64_t>(lane.sink - offset, 0);
+  const int64_t begin = std::min((sink + size - 1) / size, count);
+  return {begin, std::clamp(std::max<int64_t>(first - offset, 0) / size, begin, count)};
+}
+
+// Tokens of a block that a query does not see which sees the lane's places from `first` on.
+Hidden AttendStep::hidden(int32_t b, int32_t h, const Block& at, int64_t first) const {
+  const Hidden gone = gap(b, h, at.bucket, at.first + at.count, first, 1);
+  return {std::max(gone.begin - at.first, int64_t{0}), gone.end - at.first};
+}
+
+// Blocks of lane h in a view.
+int64_t AttendStep::blocks(int32_t b, int32_t h, const View& view) const {
   int64_t total = 0;
   for (int32_t s = 0; s < layer.head.buckets; ++s) {
-    const int64_t tokens = s == layer.lanes[h].fresh ? limit : cached(b, s);
-    if (layer.buckets[s].rows[h]) total += (tokens + block - 1) / block;
+    if (!layer.buckets[s].rows[h]) continue;
+    const int64_t tokens = seen_tokens(b, h, s, view);
+    const Hidden gone = gap(b, h, s, tokens, view.first, block);
+    total += (tokens + block - 1) / block - (gone.end - gone.begin);
   }
   return total;
 }
 
 // Those numbered begin .. end - 1.
-std::vector<Block>& AttendStep::list_blocks(int32_t b, int32_t h, int64_t limit, int64_t begin,
+std::vector<Block>& AttendStep::list_blocks(int32_t b, int32_t h, const View& view, int64_t begin,
                                             int64_t end) const {
   thread_local std::vector<Block> list;
   list.clear();
   int64_t at = 0;
   for (int32_t s = 0; s < layer.head.buckets; ++s) {
     if (!layer.buckets[s].rows[h]) continue;
-    const int64_t tokens = s == layer.lanes[h].fresh ? limit : cached(b, s),
-                  count = (tokens + block - 1) / block;
+    const int64_t tokens = seen_tokens(b, h, s, view);
+    const Hidden gone = gap(b, h, s, tokens, view.first, block);
+    const int64_t count = (tokens + block - 1) / block - (gone.end - gone.begin);
     for (int64_t i = std::max<int64_t>(begin - at, 0); i < std::min(end - at, count); ++i) {
-      list.push_back({s, i * block, int32_t(std::min<int64_t>(block, tokens - i * block))});
+      const int64_t place = i < gone.begin ? i : i + gone.end - gone.begin;
+      list.push_back({s, place * block, int32_t(std::min<int64_t>(block, tokens - place * block))});
     }
     at += count;
   }

@@ -16,8 +16,7 @@ constexpr int64_t kTileRows = 256;  // queries times heads of a tile, about
 }  // namespace
 
 int64_t AttendStep::spans(int32_t b, int32_t h) const {
-  return std::clamp<int64_t>(blocks(b, h, held(b, layer.lanes[h].fresh)) / kSpanBlocks, 1,
-                             kMostSpans);
+  return std::clamp<int64_t>(blocks(b, h, decode_view(b, h)) / kSpanBlocks, 1, kMostSpans);
 }
 
 // Into how many the lanes of a span are cut. Results do not depend on it.
@@ -58,8 +57,7 @@ void AttendStep::list_spans(std::vector<Item>& items, int32_t b, int64_t slices,
   for (int32_t h = 0, next; h < lanes; h = next) {
     next = std::min<int32_t>(layer.alike(h), h + each);
     const int32_t first = layer.order[h];
-    const int64_t all = blocks(b, first, held(b, layer.lanes[first].fresh)),
-                  count = spans(b, first);
+    const int64_t all = blocks(b, first, decode_view(b, first)), count = spans(b, first);
     for (int64_t i = 0; i < count; ++i) {
       items.push_back(
           {b, h, next, all * i / count, all * (i + 1) / count, count > 1 ? floats : -1});

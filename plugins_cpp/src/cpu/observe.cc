@@ -32,7 +32,8 @@ void AttendStep::observe(int32_t b, int32_t h, const float* prepared, const int6
   const int64_t heads = layer.head.group_size, rank = lane.rank_k, m = count * heads;
   // A row sees this many tokens of the fresh bucket more than its number.
   const int64_t before = cached(b, lane.fresh) - a.cu_seqlens_q[b] + 1;
-  const std::vector<Block> blocks = list_blocks(b, h, before + observed[count - 1], 0, INT64_MAX);
+  const std::vector<Block> blocks =
+      list_blocks(b, h, {before + observed[count - 1], 0}, 0, INT64_MAX);
   const int64_t width = int64_t(blocks.size()) * kBlock;
   float* q = buffer.floats(size_t(m * (rank + width) + 2 * rank * kBlock));
   float *scores = q + m * rank, *packed = scores + m * width, *turned = packed + rank * kBlock;

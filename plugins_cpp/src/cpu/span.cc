@@ -3,6 +3,7 @@
 // unpacked, and the next slabs are fetched while one is read. Then the spans of a sequence become
 // one.
 #include <algorithm>
+#include <cmath>
 
 #include "cpu/step.h"
 
@@ -28,15 +29,16 @@ void AttendStep::span(const Item& item, const float* prepared) const {
     next += SoftmaxState::floats(m, width);
   }
   const int32_t first = layer.order[item.lane];
-  const int64_t limit = held(item.sequence, layer.lanes[first].fresh);
-  const std::vector<Block>& list = list_blocks(item.sequence, first, limit, item.begin, item.end);
+  const View view = decode_view(item.sequence, first);
+  const std::vector<Block>& list = list_blocks(item.sequence, first, view, item.begin, item.end);
   const Rows* slab = list_slabs(item, list).data();
   for (const Block& at : list) {
+    const Hidden unseen = hidden(item.sequence, first, at, view.first);
     const bool again = &at != list.data() && at.bucket == (&at - 1)->bucket;
     for (int32_t i = 0; i < lanes; ++i, slab += 2) {
       const int32_t h = layer.order[item.lane + i];
       const float* q = queries_of(prepared, h) + row * m * layer.lanes[h].rank_k;
-      attend_span(slab[0], slab[1], at.count, q, states[size_t(i)], again,
+      attend_span(slab[0], slab[1], unseen, at.count, q, states[size_t(i)], again,
                   of_keys + i * m * kDotScratch, memory);
     }
   }
@@ -47,8 +49,8 @@ void AttendStep::span(const Item& item, const float* prepared) const {
 
 // One block of one lane: scores = q k', their online softmax, o += weights v'. `of_keys`: the
 // integer form of q, which is there already with `again`.
-void AttendStep::attend_span(const Rows& keys, const Rows& values, int count, const float* q,
-                             const SoftmaxState& state, bool again, float* of_keys,
+void AttendStep::attend_span(const Rows& keys, const Rows& values, const Hidden& unseen, int count,
+                             const float* q, const SoftmaxState& state, bool again, float* of_keys,
                              float* memory) const {
   const int m = layer.head.group_size;
   const int rank = keys.by_channel ? keys.rows : keys.inner;
@@ -59,6 +61,8 @@ void AttendStep::attend_span(const Rows& keys, const Rows& values, int count, co
   } else {
     kernels.dots(q, rank, keys, scores, kBlock, m, false, again, of_keys);
   }
+  for (int64_t i = 0; unseen.begin < unseen.end && i < m; ++i)
+    std::fill(scores + i * kBlock + unseen.begin, scores + i * kBlock + unseen.end, -INFINITY);
   kernels.soften(scores, kBlock, m, count, nullptr, state.m, state.l, state.o, width);
   if (values.by_channel) {
     kernels.dots(scores, kBlock, values, state.o, width, m, true, false, of_block);

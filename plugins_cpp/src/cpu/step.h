@@ -23,6 +23,17 @@ struct Block {
   int32_t count;
 };
 
+// Tokens begin .. end - 1 of a block, which a query does not see.
+struct Hidden {
+  int64_t begin, end;
+};
+
+// What some queries of one lane see: the first `limit` tokens of its fresh bucket, and of all its
+// tokens those in the sink and those from place `first` on. Places count the sealed tokens first.
+struct View {
+  int64_t limit, first;
+};
+
 // What one thread attends at a time: a tile of a prompt's queries, or a span of a decoding
 // sequence's blocks.
 struct Item {
@@ -65,13 +76,30 @@ struct AttendStep {
 
   // blocks.cc: where a sequence's cached tokens lie.
   Rows rows(int32_t b, int32_t h, const Block& at, bool keys) const;
-  int64_t blocks(int32_t b, int32_t h, int64_t limit) const;
-  std::vector<Block>& list_blocks(int32_t b, int32_t h, int64_t limit, int64_t begin,
+  View view(int32_t b, int32_t h, int64_t first_query, int64_t last_query) const;
+  View decode_view(int32_t b, int32_t h) const {
+    const int64_t query = queries(b) - 1;
+    return view(b, h, query, query);
+  }
+  Hidden gap(int32_t b, int32_t h, int32_t s, int64_t tokens, int64_t first, int64_t size) const;
+  Hidden hidden(int32_t b, int32_t h, const Block& at, int64_t first) const;
+  int64_t seen_tokens(int32_t b, int32_t h, int32_t s, const View& view) const {
+    return s == layer.lanes[h].fresh ? view.limit : cached(b, s);
+  }
+  int64_t blocks(int32_t b, int32_t h, const View& view) const;
+  std::vector<Block>& list_blocks(int32_t b, int32_t h, const View& view, int64_t begin,
                                   int64_t end) const;
   std::vector<Rows>& list_slabs(const Item& item, const std::vector<Block>& blocks) const;
   int32_t queries(int32_t b) const { return a.cu_seqlens_q[b + 1] - a.cu_seqlens_q[b]; }
   int64_t cached(int32_t b, int32_t s) const {
     return a.lengths[int64_t{b} * layer.head.buckets + s];
+  }
+  // Tokens of a lane in front of its fresh bucket.
+  int64_t sealed(int32_t b, int32_t h) const {
+    int64_t total = 0;
+    for (int32_t s = 0; s < layer.head.buckets; ++s)
+      if (layer.buckets[s].rows[h] && s != layer.lanes[h].fresh) total += cached(b, s);
+    return total;
   }
   int64_t held(int32_t b, int32_t s) const {
     return cached(b, s) + (layer.buckets[s].fresh ? queries(b) : 0);
@@ -94,9 +122,11 @@ struct AttendStep {
   void tile(const Item& item, const float* prepared) const;
   void attend_tile(const Item& item, const Block& at, const float* q, const SoftmaxState& state,
                    float* memory) const;
+  bool see(const Item& item, const Block& at, float* scores, int32_t* seen, int64_t m) const;
   void span(const Item& item, const float* prepared) const;
-  void attend_span(const Rows& keys, const Rows& values, int count, const float* q,
-                   const SoftmaxState& state, bool again, float* of_keys, float* memory) const;
+  void attend_span(const Rows& keys, const Rows& values, const Hidden& unseen, int count,
+                   const float* q, const SoftmaxState& state, bool again, float* of_keys,
+                   float* memory) const;
   void merge(const Item* items, int64_t count) const;
   void normalize(const SoftmaxState& state, int64_t row, const Lane& lane) const;
 

@@ -4,10 +4,12 @@ users, and nothing is left over."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +27,7 @@ from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.token_rules import Window
 from kvlathe.runtime.cache.arena import OutOfPages, slab_size
 from kvlathe.runtime.cache.page_table import PageTable, Reservation
 from kvlathe.runtime.cache.pool import PagePool
@@ -32,6 +35,7 @@ from kvlathe.runtime.sessions.host.pages import HostPages
 from kvlathe.runtime.sessions.protocols import StepPlan
 
 PAGE = 16
+Floats = npt.NDArray[np.float64]
 SHAPE = ModelShape(2, 2, 2, 32, 64, 64, 1024)
 LANES = tuple(
     Lane(i, h, 32, (16, 32)[h], (32, 48)[i], projected=True)
@@ -52,6 +56,16 @@ BUCKETS = {
         Bucket(0, (3,)),
         Bucket(1, (0, 2), 0),
         Bucket(2, (1,), 0),
+    ),
+    "windowed": (
+        Bucket(0, (0, 2), tokens=Window(PAGE, 2 * PAGE)),
+        Bucket(0, (1,)),
+        Bucket(0, (3,), tokens=Window.of_tokens(20, PAGE)),
+    ),
+    "sealed windows": (
+        Bucket(0, (0, 1, 2, 3)),
+        Bucket(1, (0, 2), 0, Window(0, PAGE)),
+        Bucket(2, (1, 3), 0),
     ),
     "packed": (Bucket(2, (0, 1, 2, 3)), Bucket(3, (0, 1, 2, 3), 0)),
 }
@@ -205,19 +219,33 @@ class PoolMachine(RuleBasedStateMachine):
             ]
             for b, bucket in enumerate(self.plan.buckets):
                 if bucket.source is None:
-                    cold = {table.lengths[c] for c in self.plan.cold(b)} or {0}
-                    assert {table.lengths[b] + n for n in cold} == {
-                        len(sequence.values)
-                    }
+                    for c in self.plan.cold(b) or (b,):
+                        held = table.lengths[b] + (table.lengths[c] if c != b else 0)
+                        gone = len(sequence.values) - held
+                        most = self.plan.buckets[c].tokens.most
+                        assert gone >= 0 and gone % PAGE == 0
+                        assert gone == 0 or table.lengths[c] >= most
+
+    def held_values(self, sequence: Sequence, b: int) -> Floats:
+        """The values that bucket ``b`` holds: in order, without the pages between its
+        sink and its window."""
+        bucket, length = self.plan.buckets[b], sequence.table.lengths[b]
+        values = np.array(sequence.values, float)
+        hot = sequence.table.lengths[b if bucket.source is None else bucket.source]
+        if bucket.source is not None:
+            values = values[: len(values) - hot]
+        elif self.plan.cold(b):
+            return values[len(values) - hot :]
+        gone = len(values) - length
+        sink = bucket.tokens.sink if isinstance(bucket.tokens, Window) else 0
+        return np.concatenate([values[:sink], values[sink + gone :]])
 
     @invariant()
     def everyone_reads_what_it_wrote(self) -> None:
         for sequence in self.live:
             for b, bucket in enumerate(self.plan.buckets):
                 length = sequence.table.lengths[b]
-                sealed = [sequence.table.lengths[c] for c in self.plan.cold(b)]
-                first = sealed[0] if sealed else 0
-                expected = np.array(sequence.values[first : first + length], float)
+                expected = self.held_values(sequence, b)
                 if self.plan.tiers[bucket.tier].bits_k < 8:
                     continue  # 16 levels over a page of different numbers: lossy
                 for pair in self.host.matrices[b].values():
@@ -314,3 +342,20 @@ def test_bytes_of_a_sequence_are_the_layouts_promise() -> None:
         for tokens in range(1, 5 * PAGE):
             pool.commit(pool.reserve(table, 1, seal=True))
             assert pool.bytes_in_use == layout.bytes_for(tokens)
+
+
+def test_a_long_decode_of_windows_holds_a_bounded_number_of_pages() -> None:
+    plan = dataclasses.replace(plan_of("windowed"), prefill_chunk=4 * PAGE)
+    layout = CacheLayout(plan)
+    pool = PagePool(layout, 400 * max(layout.page_stride))
+    table = pool.open()
+    for _ in range(8):
+        pool.commit(pool.reserve(table, 4 * PAGE, seal=True))
+        assert [len(table.pages[b]) for b in (0, 2)] == [3, 2]
+    for n in range(8 * 4 * PAGE + 1, 1000):
+        pool.commit(pool.reserve(table, 1, seal=True))
+        assert len(table.pages[0]) <= 4 and len(table.pages[2]) <= 3
+        assert pool.bytes_in_use == layout.bytes_for(n)
+    assert layout.bytes_for(1000) - layout.bytes_for(200) == 50 * layout.page_stride[1]
+    pool.release(table)
+    assert pool.bytes_in_use == 0

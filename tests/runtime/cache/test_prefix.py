@@ -35,7 +35,14 @@ def forget(engine: LLM) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "shared"),
-    [("one", 640), ("split", 640), ("sealed", 512), ("sealed split", 512)],
+    [
+        ("one", 640),
+        ("split", 640),
+        ("sealed", 512),
+        ("sealed split", 512),
+        ("windowed", 512),
+        ("sealed windows", 512),
+    ],
 )
 def test_a_known_beginning_is_not_computed_again_and_changes_nothing(
     kind: str, shared: int
@@ -102,4 +109,36 @@ def test_keys_stand_for_every_token_before_the_end_of_the_block() -> None:
     table, found = prefixes(engine).find([*prompt[:100], 9, *prompt[101:]])
     assert found == 64
     engine.pool.release(table)
+    forget(engine)
+
+
+@pytest.mark.parametrize("kind", ["windowed", "sealed windows"])
+def test_a_shared_beginning_ends_where_its_windows_are_known(kind: str) -> None:
+    """The pages of old windows are kept at the borders of chunks, so a prompt that
+    leaves a longer one in its middle goes on from there."""
+    engine, prompt = sharing(kind), list(text(1300))
+    other = prompt[:1100] + list(text(200, 3000))
+    expected = llm("torch", kind).generate([other, prompt[:600]], PARAMS)
+    engine.generate([prompt], PARAMS)
+    found = engine.generate([other, prompt[:600]], PARAMS)
+    assert prefixes(engine).hits == 1024 + 512
+    assert [x.token_ids for x in found] == [x.token_ids for x in expected]
+    forget(engine)
+
+
+def test_a_window_that_is_gone_ends_no_match() -> None:
+    """A sequence that has gone on is remembered without the windows on its way."""
+    engine, prompt = sharing("windowed"), list(text(1100))
+    cache, table = prefixes(engine), engine.pool.open()
+    for count in (512, 512, 76):
+        engine.pool.commit(engine.pool.reserve(table, count, seal=True))
+    cache.add(table, prompt)
+    assert cache.find(prompt)[1] == 0
+    early = engine.pool.open()
+    engine.pool.commit(engine.pool.reserve(early, 512, seal=True))
+    cache.add(early, prompt[:512])
+    again, found = cache.find(prompt)
+    assert found == 512 and again.lengths == engine.pool.layout.all_held(512)
+    for one in (table, early, again):
+        engine.pool.release(one)
     forget(engine)

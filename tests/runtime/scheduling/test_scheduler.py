@@ -38,7 +38,7 @@ from tests.support.fake_session import (
 )
 from tests.support.runtime_cases import HOT, plan_for, plans, ranked_plans
 
-KINDS = ("one", "split", "sealed", "sealed split")
+KINDS = ("one", "split", "sealed", "sealed split", "windowed", "sealed windows")
 RANKED = ("divided", "budget", "sealed budget", "staged", "staged budget")
 BROKEN = 250
 LIMITS = Limits(max_batch_size=6, max_num_tokens=48, max_input_len=96, max_seq_len=160)
@@ -155,7 +155,7 @@ def tables(engine: Engine) -> list[PageTable]:
     return (
         [s.table for s in scheduler.running]
         + kept
-        + [PageTable(list(block), [], []) for block in blocks]
+        + [PageTable(block.pages, [], []) for block in blocks]
     )
 
 

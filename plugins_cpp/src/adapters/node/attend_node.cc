@@ -214,6 +214,9 @@ Node::Node(std::vector<int32_t> table, float scale)
   require(t.hot_bits == 16 && !(t.pools & kPoolF32), KVLATHE_UNSUPPORTED,
           "the kernels compute in 16 bit and this plan has 32-bit pages: build with --dtype "
           "float16 --kv_bits 16");
+  require(!layer.windowed, KVLATHE_UNSUPPORTED,
+          "the kernels show every token to every query and this plan has windows: run it with "
+          "--device cpu");
   check_bucket_count(t.buckets);
   check_lane_count(t.lanes);
 }

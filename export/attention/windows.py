@@ -1,0 +1,68 @@
+"""LaneWindows: which tokens a lane's window hides from its queries.
+
+H lanes, Q queries, N tokens. Places count the tokens that a lane holds, sealed ones
+first; pages that are gone are whole, so places do as well as positions
+(plan/token_rules.py, Window).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_rules import NO_END
+
+NEVER = -1e30
+"""A score that no softmax sees beside others. Finite: all of a part may be hidden."""
+
+
+@dataclass(frozen=True)
+class LaneWindows:
+    """``sink``, ``recent``, ``exact`` [H, 1] of each lane, as LayerTables has them; P
+    tokens a page."""
+
+    sink: Tensor
+    recent: Tensor
+    exact: Tensor
+    page_tokens: int
+
+    def hidden(self, queries: Tensor, tokens: Tensor) -> Tensor:
+        """[H, Q, N], from the places of queries [H or 1, Q] and tokens [H or 1, N]."""
+        size = self.page_tokens
+        own_page = queries.div(size, rounding_mode="floor") * size
+        to_the_page = own_page - self.recent
+        to_the_token = queries - self.exact + 1
+        first = torch.maximum(to_the_page, to_the_token)
+        after_sink = (tokens >= self.sink)[:, None]
+        before_window = tokens[:, None] < first[:, :, None]
+        return after_sink & before_window
+
+
+def window_tables(
+    plan: CompressionPlan, layer: int
+) -> dict[str, npt.NDArray[np.generic]]:
+    """The arrays of a layer by node input name (LayerTables)."""
+    first = layer * plan.model.kv_heads
+    lanes = [first + lane.head for lane in plan.active(layer)]
+    held = [np.isin(lanes, bucket.lanes) for bucket in plan.buckets]
+    sealed = [bucket.source is not None for bucket in plan.buckets]
+    numbers: list[tuple[int, int, int]] = []
+    for lane in lanes:
+        window = plan.window(lane)
+        exact = window.exact or NO_END
+        numbers.append((window.sink, window.recent, exact))
+    holds = np.stack(held, 1)
+    by_name = np.array(numbers).T[:, :, None]
+    sink, recent, exact = by_name
+    return {
+        "window_buckets": holds,
+        "window_sealed": holds & np.array(sealed),
+        "window_sink": sink,
+        "window_recent": recent,
+        "window_exact": exact,
+    }
