@@ -3,14 +3,13 @@ saves."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import click
 
 from kvlathe.base import console
 from kvlathe.cli.common import DEVICE, ENGINE, PATH, THREADS, Result, reports
+from kvlathe.evaluation import record
 from kvlathe.plan.manifest import REPORT_FILE
 from kvlathe.tasks import tasks
 
@@ -27,15 +26,16 @@ def show_scores(result: Result) -> None:
     if "heat_map" in result:
         show_suite(result)
         return
+    if "kv_bytes_removed" in result:
+        result = result | {"kv_bytes_removed": f"{result['kv_bytes_removed']:.1%}"}
     rows = [
         (NAMES.get(key, key.replace("_", " ")), value)
         for key, value in result.items()
         if value is not None
     ]
     scores = [row for row in rows if not isinstance(row[1], dict | list)]
-    console.print_pairs(
-        "", [*scores, ("measured on", measured_on(result["measured_on"]))]
-    )
+    on = record.measured_on(result["measured_on"])
+    console.print_pairs("", [*scores, ("measured on", on)])
 
 
 def show_suite(result: Result) -> None:
@@ -68,21 +68,6 @@ def show_suite(result: Result) -> None:
             )
         )
     console.print_pairs("", [*said, ("report", result["report"])])
-
-
-def measured_on(sources: Mapping[str, Any]) -> str:
-    """The ``measured_on`` of an evaluation as a person would say it."""
-    said = []
-    if text := sources.get("text"):
-        said.append(
-            f"{text['windows']} windows of {text['window_tokens']} tokens of {text['file']}"
-        )
-    if asked := sources.get("retrieval"):
-        step = f" (one in {asked['every']})" if asked["every"] > 1 else ""
-        said.append(
-            f"{asked['questions']} questions of {asked['file']}{step}, {asked['too_long']} more too long"
-        )
-    return "; ".join(said)
 
 
 @click.command("eval")
@@ -180,7 +165,6 @@ def eval_command(
     """
     _check_usage(text, retrieval, whole, report)
     from kvlathe.engines.request import shipped
-    from kvlathe.evaluation import record
     from kvlathe.evaluation.evaluate import evaluate
     from kvlathe.runtime.llm import LLM
 

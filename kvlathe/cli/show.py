@@ -44,6 +44,8 @@ def facts(result: Result) -> list[tuple[str, object]]:
     rows.append(("kv bytes removed", removed))
     for name, score in result["evaluation"].items():
         rows.append((f"measured {name.replace('_', ' ')}", score))
+    if result["evaluation"]:
+        rows.append(("measured on", result["evaluated_on"]))
     rows.append(("bytes on disk", console.human_bytes(result["bytes_on_disk"])))
     rows += result["limits"].items()
     for name, text in result["warnings"].items():
@@ -121,6 +123,7 @@ def inspect_command(engine: Path) -> Result:
     manifest = opened.manifest
     plan = opened.plan
     layout = CacheLayout(plan)
+    kept = record.read(engine, manifest)
     fields = ("bucket", "format", "layers", "heads", "page_bytes", "tokens")
     return {
         "engine": str(engine),
@@ -136,7 +139,8 @@ def inspect_command(engine: Path) -> Result:
         "kv_bytes_per_token_baseline": manifest.kv_bytes.baseline,
         "kv_bytes_per_token_16bit": manifest.kv_bytes.baseline_16bit,
         "kv_bytes_removed": manifest.kv_bytes.removed,
-        "evaluation": record.read(engine, manifest),
+        "evaluation": kept.scores,
+        "evaluated_on": kept.measured_on,
         "memory": memory_of(plan, manifest.limits),
         "bytes_on_disk": manifest.size,
         "limits": dataclasses.asdict(manifest.limits),

@@ -53,12 +53,18 @@ class EngineLM(TemplateLM):
 
     def __init__(
         self,
-        engine: str,
+        engine: str = "",
         threads: int | None = None,
         cache_bytes: int | None = None,
         **elsewhere: object,
     ) -> None:
         super().__init__()
+        if not engine:
+            raise KvlatheError(
+                "model_args has no engine",
+                "it names the folder to measure",
+                "write engine=out/engine",
+            )
         if unknown := sorted(elsewhere.keys() - HARNESS_NAMES):
             raise KvlatheError(
                 f"model_args has {', '.join(unknown)}",

@@ -7,8 +7,10 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any, cast
 
 from markupsafe import escape
 
@@ -19,6 +21,8 @@ from kvlathe.plan.manifest import EVALUATION_FILE, REPORT_FILE, Manifest
 log = logging.getLogger(__name__)
 BLOCK = re.compile(r"<!--measured-->.*?<!--/measured-->", re.DOTALL)
 """The place in report.html that shows the scores."""
+Sources = Mapping[str, Any]
+"""What an evaluation says of its texts and questions."""
 SCORES = {
     "perplexity_ratio": ("perplexity ratio", "1 is uncompressed, lower is better"),
     "perplexity": ("perplexity", "of this engine"),
@@ -56,7 +60,8 @@ def keep(folder: Path, result: Mapping[str, object], baseline: Path | None) -> N
     }
     texts = {EVALUATION_FILE: json.dumps(record, indent=1) + "\n"}
     page = folder / REPORT_FILE
-    block = block_of(scores, beside, when)
+    on = measured_on(cast(Sources, result["measured_on"]))
+    block = block_of(scores, on, beside, when)
     try:
         if page.is_file():
             texts[REPORT_FILE] = BLOCK.sub(lambda _: block, page.read_text("utf-8"))
@@ -82,20 +87,48 @@ def keep_suite(
     keep(folder, result, baseline)
 
 
-def read(folder: Path, manifest: Manifest) -> dict[str, float]:
-    """The scores that were kept of this engine; empty where there are none, or where
-    they are of another plan."""
+def measured_on(sources: Sources) -> str:
+    """The ``measured_on`` of an evaluation or a suite as a person would say it."""
+    said = []
+    if text := sources if "windows" in sources else sources.get("text"):
+        said.append(
+            f"{text['windows']} windows of {text['window_tokens']} tokens of {text['file']}"
+        )
+    if asked := sources.get("retrieval"):
+        step = f" (one in {asked['every']})" if asked["every"] > 1 else ""
+        said.append(
+            f"{asked['questions']} questions of {asked['file']}{step}, {asked['too_long']} more too long"
+        )
+    if "questions" in sources:
+        said.append(f"{sources['questions']} questions of line retrieval")
+    return "; ".join(said)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """The scores of an engine, and in words what they were measured on."""
+
+    scores: dict[str, float] = field(default_factory=dict)
+    measured_on: str = ""
+
+
+def read(folder: Path, manifest: Manifest) -> Kept:
+    """What was kept of this engine; empty where there is nothing, or where it is of
+    another plan."""
     try:
         record = json.loads((folder / EVALUATION_FILE).read_text("utf-8"))
         if record["plan_digest"] != manifest.plan_digest:
-            return {}
+            return Kept()
         scores = record["scores"]
-        return {name: float(scores[name]) for name in SCORES if name in scores}
-    except (OSError, ValueError, KeyError, TypeError):
-        return {}
+        known = {name: float(scores[name]) for name in SCORES if name in scores}
+        return Kept(known, measured_on(record["measured_on"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Kept()
 
 
-def block_of(scores: Mapping[str, float], baseline: str | None, when: str) -> str:
+def block_of(
+    scores: Mapping[str, float], on: str, baseline: str | None, when: str
+) -> str:
     """The scores as HTML, between the marks that a later evaluation looks for."""
     cards = ""
     for score, (name, meaning) in SCORES.items():
@@ -104,5 +137,5 @@ def block_of(scores: Mapping[str, float], baseline: str | None, when: str) -> st
             cards += f"<b>{cell(scores[score])}</b>"
             cards += f'<div class="how">{meaning}</div></div>'
     beside = f", beside {escape(baseline)}" if baseline else ""
-    said = f'<p class="note">Measured by <code>kvlathe eval</code> on {when[:10]}{beside}.</p>'
+    said = f'<p class="note">Measured by <code>kvlathe eval</code> on {when[:10]}{beside}, on {escape(on)}.</p>'
     return f'<!--measured--><div class="cards">{cards}</div>{said}<!--/measured-->'

@@ -273,12 +273,14 @@ def test_scores_say_what_they_were_measured_on(
     asked = {"file": "lines.jsonl", "questions": 49, "every": 3, "too_long": 1}
     cli_eval.show_scores(
         {
+            "kv_bytes_removed": 0.5156,
             "perplexity": 3.5,
             "kl": None,
             "measured_on": {"text": text, "retrieval": asked},
         }
     )
     shown = " ".join(capsys.readouterr().out.split())
+    assert "removed 51.6%" in shown
     assert "perplexity 3.5" in shown and "KL" not in shown
     assert (
         "8 windows of 2048 tokens of eval.jsonl; 49 questions of lines.jsonl (one in 3), 1 more too long"

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 
+from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import build
 from kvlathe.engines.request import BuildRequest
 from tests.support.runtime_cases import MODEL
@@ -245,3 +246,10 @@ def test_sampling_is_what_a_task_asks_for() -> None:
     assert np.isclose(
         sampling({"do_sample": True, "temperature": 0.5, "top_p": 0.9}).top_p, 0.9
     )
+
+
+def test_model_args_without_an_engine_are_refused() -> None:
+    from kvlathe.evaluation.lm_eval_adapter import EngineLM
+
+    with pytest.raises(KvlatheError, match="model_args has no engine"):
+        EngineLM.create_from_arg_obj({"threads": 1})

@@ -20,7 +20,10 @@ RESULT = {
     "perplexity_ratio": 1.0125,
     "agreement": None,
     "retrieval_exact_match": 0.98,
-    "measured_on": {"text": {"file": "a.jsonl"}},
+    "measured_on": {
+        "text": {"file": "a.jsonl", "windows": 3, "window_tokens": 512},
+        "retrieval": None,
+    },
 }
 
 
@@ -38,9 +41,12 @@ def engine(tmp_path: Path) -> Path:
 def test_scores_are_kept_and_shown(engine: Path) -> None:
     record.keep(engine, RESULT, engine.parent / "<none>")
     scores = {name: RESULT[name] for name in record.SCORES if RESULT[name] is not None}
-    assert record.read(engine, manifests.read(engine)) == scores
+    kept = record.read(engine, manifests.read(engine))
+    on = "3 windows of 512 tokens of a.jsonl"
+    assert kept.scores == scores and kept.measured_on == on
     page = (engine / "report.html").read_text()
     assert "1.012" in page and "0.98" in page and "&lt;none&gt;" in page
+    assert f"on {on}." in page
     assert "nothing yet" not in page and page.endswith("<p>end</p>")
     manifests.verify(engine)
 
@@ -63,9 +69,9 @@ def test_other_links_to_the_page_keep_their_bytes(engine: Path) -> None:
 def test_scores_of_another_plan_are_not_read(engine: Path) -> None:
     record.keep(engine, RESULT, None)
     other = dataclasses.replace(manifests.read(engine), plan_digest="other")
-    assert record.read(engine, other) == {}
+    assert record.read(engine, other) == record.Kept()
     (engine / "evaluation.json").write_text("[1, 2")
-    assert record.read(engine, manifests.read(engine)) == {}
+    assert record.read(engine, manifests.read(engine)) == record.Kept()
 
 
 class Killed(BaseException):
@@ -100,7 +106,9 @@ def test_a_killed_evaluation_leaves_an_engine_that_loads(engine: Path) -> None:
     seen = set()
     for call in range(1, 20):
         share = round(0.01 * call, 2)
-        before = record.read(engine, manifests.verify(engine))["retrieval_exact_match"]
+        before = record.read(engine, manifests.verify(engine)).scores[
+            "retrieval_exact_match"
+        ]
         killed = False
         with pytest.MonkeyPatch.context() as patch:
             dies_at(call, patch)
@@ -108,7 +116,7 @@ def test_a_killed_evaluation_leaves_an_engine_that_loads(engine: Path) -> None:
                 record.keep(engine, RESULT | {"retrieval_exact_match": share}, None)
             except Killed:
                 killed = True
-        scores = record.read(engine, manifests.verify(engine))
+        scores = record.read(engine, manifests.verify(engine)).scores
         kept = scores["retrieval_exact_match"]
         assert kept in (before, share)
         assert f"<b>{cell(kept)}</b>" in (engine / "report.html").read_text()
@@ -145,8 +153,12 @@ def test_the_scores_of_a_suite_are_kept_too(engine: Path) -> None:
         {"task": "line retrieval", "metric": "exact match", "engine": 0.75},
         {"task": "continuation", "metric": "ROUGE-1", "engine": 0.5},
     ]
-    record.keep_suite(engine, table, {"file": "a.jsonl"}, None)
-    assert record.read(engine, manifests.verify(engine)) == {
+    on = {"file": "a.jsonl", "windows": 2, "window_tokens": 64, "questions": 10}
+    record.keep_suite(engine, table, on, None)
+    kept = record.read(engine, manifests.verify(engine))
+    said = "2 windows of 64 tokens of a.jsonl; 10 questions of line retrieval"
+    assert kept.measured_on == said
+    assert kept.scores == {
         "perplexity": 12.0,
         "perplexity_ratio": 1.25,
         "agreement": 0.9,
