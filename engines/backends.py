@@ -18,7 +18,7 @@ from kvlathe.plan.plan import CompressionPlan
 class BackendInfo:
     """``dtypes``: what it computes in, the default first. ``ranks_tokens``: whether it says
     what attends a token. ``windows``: whether a query may see a window of the tokens.
-    ``paired``: as in CacheForm.
+    ``paired``: as in CacheSettings.
     """
 
     module: str

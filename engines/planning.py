@@ -222,6 +222,7 @@ def _cache_settings(request: BuildRequest) -> CacheSettings:
         request.prefill_chunk,
         request.seed,
         BACKENDS[request.backend].paired,
+        BACKENDS[request.backend].windows,
     )
 
 
@@ -247,7 +248,7 @@ def _variant(
 ) -> Variant:
     """The plans that measuring the model's sensitivity opens."""
     from kvlathe.export.calibration.calibrate import random_sequences
-    from kvlathe.export.search.measured import WINDOWS, priced, readings, variant
+    from kvlathe.export.search.measured import WINDOWS, Sources, priced, variant
     from kvlathe.export.search.search import WINDOW_TOKENS, Exam, read_exam
 
     assert stats is not None
@@ -263,11 +264,10 @@ def _variant(
         ]
     if request.metric == "retrieval" and request.retrieval is not None:
         exams.append(read_exam(checkpoint, "retrieval", None, request.retrieval))
-    return variant(
-        request.compression,
-        priced(checkpoint, stats, form, readings(exams), remembered),
-        form,
-    )
+    tokens = request.target_len or checkpoint.spec.max_seq_len
+    sources = Sources(exams, tokens, request.protect == "retrieval")
+    prices = priced(checkpoint, stats, form, sources, remembered)
+    return variant(request.compression, prices, form)
 
 
 def statistics(request: BuildRequest, checkpoint: Checkpoint) -> Stats | None:

@@ -35,6 +35,7 @@ COUNTS = (
     "prefill_chunk",
     "workers",
     "calibration_tokens",
+    "target_len",
 )
 TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(PATHS, ((Path,), "path")),
@@ -47,6 +48,7 @@ TYPES: dict[str, tuple[tuple[type, ...], str]] = {
         (
             "compression",
             "metric",
+            "protect",
             "basis",
             "allocation",
             "rope_fold",
@@ -72,6 +74,8 @@ class BuildRequest:
     over the file ``text`` or ``retrieval``, stays at or above this fraction of the
     uncompressed score) says how much to compress. ``calibration``: "random" or a .jsonl
     file of texts; ``stats``: a file that ``kvlathe calibrate`` wrote, used instead.
+    What is measured counts bytes at ``target_len`` tokens (the longest sequence) and is
+    priced on long-range exercises too, unless ``protect`` is "none".
     Limits are in tokens, except the batch (sequences). ``kv_bits``: number format of
     fresh tokens. ``workers``: threads.
     """
@@ -82,6 +86,8 @@ class BuildRequest:
     removal_rate: float | None = None
     compression_ratio: float | None = None
     accuracy: float | None = None
+    target_len: int | None = None
+    protect: Literal["retrieval", "none"] = "retrieval"
     metric: Literal["retrieval", "perplexity", "agreement"] = "retrieval"
     text: Path | None = None
     retrieval: Path | None = None
@@ -235,6 +241,12 @@ def _check_target(request: BuildRequest) -> None:
             "--stats with --calibration",
             "a Stats file is a finished calibration",
             "give one of them",
+        )
+    if request.protect not in ("retrieval", "none"):
+        raise _refused(
+            f"--protect {request.protect}",
+            "it is retrieval or none",
+            "choose one of these",
         )
     for path in (request.text, request.retrieval, request.stats):
         if path is not None and not path.is_file():

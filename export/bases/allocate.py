@@ -101,19 +101,23 @@ def require(budget: int, least: int) -> None:
         )
 
 
-def cheapest(loss: Array, cost: Ranks, budget: int) -> Ranks:
+def cheapest(
+    loss: Array, cost: Ranks, budget: int, most_units: int | None = None
+) -> Ranks:
     """One option for every row, [rows], with the least sum of losses among those whose
     costs sum to at most ``budget``.
 
     ``loss``, ``cost`` [rows, options], costs positive. Exact, by dynamic programming
     over the budget (multiple-choice knapsack), unless that is more than MOST_CELLS
-    steps: costs are then rounded up to a coarser unit. What cannot lower the sum is not
+    steps: costs are then rounded up to a coarser unit. So they are where the budget would
+    have more than ``most_units``. What cannot lower the sum is not
     spent. Raises KvlatheError if the cheapest options cost more than the budget.
     """
     require(budget, int(cost.min(-1).sum()))
     rows, options = loss.shape
     unit = int(np.gcd.reduce(cost, axis=None))
-    while rows * (budget // unit + 1) > MOST_CELLS:
+    most = min(most_units or MOST_CELLS, MOST_CELLS // rows)
+    while budget // unit >= most:
         unit *= 2
     units = -(-cost // unit)
     room = max(budget // unit, int(units.min(-1).sum()))

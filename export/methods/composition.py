@@ -43,7 +43,7 @@ Made = tuple[CompressionPlan, Basis]
 class CacheSettings:
     """What no method decides: bits of a cached number (16 or 32), tokens a page, the
     prefill grid, the seed. ``paired``: kernels read codes of a lane of one width only,
-    K's grouped along the rank, V's along tokens.
+    K's grouped along the rank, V's along tokens. ``windowed``: lanes may have windows.
     """
 
     bits: Literal[16, 32] = 16
@@ -51,6 +51,7 @@ class CacheSettings:
     prefill_chunk: int = 512
     seed: int = 0
     paired: bool = False
+    windowed: bool = True
 
 
 def verify(request: str, options: Options, page_tokens: int) -> Decision:

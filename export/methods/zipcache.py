@@ -18,8 +18,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.export.methods.auto import SPAN
 from kvlathe.export.methods.budgets import sliced
+from kvlathe.export.methods.forms import SPAN
 from kvlathe.export.methods.options import Decision, chosen
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.token_rules import ObservationWindow

@@ -8,8 +8,10 @@ has; search.py bisects between.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -20,14 +22,19 @@ from kvlathe.base.console import log
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.methods import auto
+from kvlathe.export.methods.assignment import Assignment, Priced
 from kvlathe.export.methods.composition import CacheSettings, Made, compose
+from kvlathe.export.methods.forms import FORMATS, Array, Grid
 from kvlathe.export.methods.options import Options
 from kvlathe.export.methods.variants import Variant, removed
 from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.decoder import Decoder
+from kvlathe.export.search.exercises import exercises
 from kvlathe.export.search.search import Exam
 from kvlathe.export.search.sensitivity import (
     Candidate,
     Candidates,
+    Losses,
     Reading,
     losses,
     of_questions,
@@ -39,59 +46,122 @@ from kvlathe.plan.plan import CompressionPlan
 WINDOWS, QUESTIONS = 2, 4
 """Of an exam, what sensitivity is measured on: gradients of many tokens say more than
 scores of many texts."""
+EXERCISES = 2
+"""Of each kind."""
+NEAR_TOKENS = 1024
+"""Of an exercise on which forms are priced."""
+FAR_TOKENS = 4096
+"""Of the longest reading on which windows are priced."""
+FAR_QUESTIONS = 2
 
 
-def readings(exams: Sequence[Exam]) -> list[Reading]:
-    """What to measure on: the first windows of texts and the shortest questions."""
-    chosen = []
-    for exam in exams:
-        shortest_first = sorted(exam.questions, key=lambda question: question.tokens)
-        chosen += of_text(exam.windows[:WINDOWS])
-        chosen += of_questions(shortest_first[:QUESTIONS])
-    return chosen
+@dataclass(frozen=True)
+class Sources:
+    """What sensitivity is measured on: exams' texts and questions, and exercises made of
+    the texts' tokens where ``exercised``. Windows are priced on sequences of up to
+    ``tokens`` tokens, the length that is served."""
+
+    exams: Sequence[Exam]
+    tokens: int
+    exercised: bool = True
+
+    @property
+    def digest(self) -> str:
+        facts = (
+            [exam.digest for exam in self.exams],
+            self.tokens,
+            self.exercised,
+            PRICED,
+        )
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+    @property
+    def far(self) -> int:
+        """Tokens of the longest reading."""
+        return min(self.tokens, FAR_TOKENS)
+
+    @property
+    def text(self) -> list[int]:
+        """Every token of the texts."""
+        windows = (window for exam in self.exams for window in exam.windows)
+        return list(itertools.chain.from_iterable(windows))
+
+    def readings(self, decoder: Decoder, seed: int) -> list[Reading]:
+        """The first windows of texts and the shortest questions for forms, the longest
+        for windows; and the exercises for both."""
+        chosen: list[Reading] = []
+        for exam in self.exams:
+            by_length = sorted(exam.questions, key=lambda question: question.tokens)
+            fitting = [
+                question for question in by_length if question.tokens <= self.far
+            ]
+            chosen += of_text(exam.windows[:WINDOWS])
+            chosen += of_questions(by_length[:QUESTIONS])
+            chosen += of_questions(fitting[-FAR_QUESTIONS:], far=True)
+        text = self.text
+        if text:
+            chosen += of_text([text[: self.far]], far=True)
+        if text and self.exercised:
+            near = min(NEAR_TOKENS, self.far)
+            chosen += exercises(decoder, text, near, EXERCISES, seed)
+            chosen += exercises(decoder, text, self.far, EXERCISES, seed, far=True)
+        return chosen
+
+
+PRICED = 2
+"""Of the remembered losses: how they are measured."""
 
 
 def priced(
     checkpoint: Checkpoint,
     stats: Stats,
     form: CacheSettings,
-    read: Sequence[Reading],
+    sources: Sources,
     remembered: Path | None = None,
-) -> auto.Priced:
+) -> Priced:
     """Every form of every lane with its measured loss. ``remembered``: a folder for
     losses."""
-    grid = auto.Grid(stats, form.page_tokens, form.seed)
+    tokens = min(sources.tokens, stats.shape.max_positions)
+    grid = Grid(stats, form.page_tokens, form.seed, tokens, form.bits, form.windowed)
     known_by = (
         checkpoint.digest,
         stats.digest,
         form.page_tokens,
         form.seed,
-        [(reading.ids, reading.rows.start) for reading in read],
-        [(code.bits, code.axis, code.span) for code in auto.FORMATS],
+        sources.digest,
+        [(code.bits, code.axis, code.span) for code in FORMATS],
+        [rule.words for rule in grid.rules],
     )
-    text = json.dumps(known_by, default=int)
-    key = hashlib.sha256(text.encode()).hexdigest()[:32]
-    path = None if remembered is None else remembered / f"{key}.npy"
+    key = hashlib.sha256(json.dumps(known_by).encode()).hexdigest()[:32]
+    path = None if remembered is None else remembered / f"{key}.npz"
     if path is not None and path.is_file():
-        return auto.Priced(grid, np.load(path), form.paired)
-    spec = checkpoint.spec
-    whole = compose(
-        "none", spec.shape, spec.rope is not None, None, Options(), CacheSettings(32)
-    )
-    decoder = decoder_from(checkpoint, *whole)
-    candidates = _candidates(grid)
-    loss = losses(decoder, read, candidates, form.page_tokens, form.seed)
+        with np.load(path) as kept:
+            return Priced(grid, kept["forms"], kept["windows"], form.paired)
+    found = _measured(checkpoint, grid, sources)
+    windows = np.insert(found.windows, 0, 0.0, axis=1)  # all tokens cost nothing
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        np.save(path, loss)
-    return auto.Priced(grid, loss, form.paired)
+        np.savez(path, forms=found.forms, windows=windows)
+    return Priced(grid, found.forms, windows, form.paired)
 
 
-def _candidates(grid: auto.Grid) -> Candidates:
+def _measured(checkpoint: Checkpoint, grid: Grid, sources: Sources) -> Losses:
+    spec = checkpoint.spec
+    has_rope = spec.rope is not None
+    settings = CacheSettings(32)
+    whole = compose("none", spec.shape, has_rope, None, Options(), settings)
+    decoder = decoder_from(checkpoint, *whole)
+    readings = sources.readings(decoder, grid.seed)
+    page = grid.page_tokens
+    candidates = _candidates(grid)
+    return losses(decoder, readings, candidates, grid.windows, page, grid.seed)
+
+
+def _candidates(grid: Grid) -> Candidates:
     ranks = sorted({rank for rank, _ in grid.options})
-    codes = tuple(x.stored for x in auto.FORMATS)
+    codes = tuple(x.stored for x in FORMATS)
 
-    def tensor(x: auto.Array) -> torch.Tensor:
+    def tensor(x: Array) -> torch.Tensor:
         return torch.tensor(np.ascontiguousarray(x), dtype=torch.float32)
 
     @cache
@@ -107,36 +177,36 @@ def _candidates(grid: auto.Grid) -> Candidates:
     return candidates
 
 
-def variant(request: str, prices: auto.Priced, form: CacheSettings) -> Variant:
+def variant(request: str, prices: Priced, form: CacheSettings) -> Variant:
     """The best plan at every share of the bytes, from the gentlest of the grid to its
-    smallest."""
-    shape = prices.grid.stats.shape
-    numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim * form.page_tokens
-    page = numbers * form.bits // 8  # bytes of an uncompressed one
+    smallest. Shares are those of the grid's sequence."""
+    grid = prices.grid
+    shape = grid.stats.shape
+    numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim * grid.tokens
+    whole = numbers * form.bits // 8  # uncompressed bytes
 
     def at(ratio: float) -> Made:
-        choice = prices.chosen(int((1 - ratio) * page + 1e-6))
+        choice = prices.chosen(int((1 - ratio) * whole + 1e-6))
         return plan_of(request, prices, choice, form)
 
-    most = 1 - prices.least / page
-    largest = int(prices.cost.max(-1).sum())
-    plan, _ = plan_of(request, prices, prices.chosen(largest), form)
-    gentlest = removed(plan, form.bits)
+    most = 1 - prices.least / whole
+    largest, _ = plan_of(request, prices, prices.chosen(prices.most), form)
+    gentlest = removed(largest, form.bits)
     log.info(
-        "forms of every head are priced: from %.1f %% to %.1f %% removed",
+        "forms of every head are priced: from %.1f %% to %.1f %% removed of %d tokens",
         100 * gentlest,
         100 * most,
+        grid.tokens,
     )
     return Variant(request, request, form.bits, gentlest, most, at)
 
 
 def plan_of(
-    request: str, prices: auto.Priced, choice: auto.Choice, form: CacheSettings
+    request: str, prices: Priced, choice: Assignment, form: CacheSettings
 ) -> Made:
-    """One option for every row of ``prices``, as a plan."""
+    """One form for every lane, as a plan."""
     stats = prices.grid.stats
     chosen = auto.made(prices.grid, choice, Tier(form.bits, form.bits))
-    loss = auto.total(prices.loss, choice)
     plan = CompressionPlan(
         stats.shape,
         chosen.lanes,
@@ -146,6 +216,6 @@ def plan_of(
         prefill_chunk=form.prefill_chunk,
         seed=form.seed,
         compression=request,
-        notes={"calibration": stats.source, "expected loss": loss},
+        notes={"calibration": stats.source, "expected loss": prices.lost(choice)},
     )
     return plan, chosen.basis

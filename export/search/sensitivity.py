@@ -10,7 +10,8 @@ and attending with it. To second order the score then loses
 
 Changes of different tokens and lanes are taken as independent, so losses add up. One
 backward pass for each sequence and draw, and one attention of one lane for each form:
-no form is ever run through the whole model.
+no form is ever run through the whole model. Nor is a form attended with by every query:
+queries are drawn by the size of their gradients, and count by their chance.
 """
 
 from __future__ import annotations
@@ -30,11 +31,17 @@ from kvlathe.export.attention.eager import AttendLayer
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.search.sealed import rounded
 from kvlathe.plan.formats import Format
+from kvlathe.plan.token_rules import Window
 from kvlathe.tasks import tasks
 
 Array = npt.NDArray[np.floating]
 
 TEXT_DRAWS, QUESTION_DRAWS = 2, 4
+QUERIES = 256
+"""Of a sequence, drawn to attend with every form."""
+EVEN = 0.25
+"""Share of the draws that goes to all queries alike; a small gradient may still belong
+to a large change."""
 LEAST_MARGIN = 0.5
 """Logits: below this an answer is as good as undecided, and its margin says nothing of
 how sure it was."""
@@ -98,24 +105,28 @@ class Reading:
     """A sequence, the places whose logits are scored, and how."""
 
     ids: tuple[int, ...]
-    rows: range
+    rows: Sequence[int]
     score: Scored
     draws: int
     weight: float  # of a squared change of the score
+    far: bool = False  # windows are priced on it, forms are not
 
 
-def of_text(windows: Sequence[Sequence[int]]) -> list[Reading]:
+def of_text(windows: Sequence[Sequence[int]], far: bool = False) -> list[Reading]:
     """Every token of the windows but each first one is scored."""
     total = sum(len(window) - 1 for window in windows)
     readings = []
     for window in windows:
         weight = 0.5 / (total * TEXT_DRAWS)
         rows = range(len(window) - 1)
-        readings.append(Reading(tuple(window), rows, text_score, TEXT_DRAWS, weight))
+        ids = tuple(window)
+        readings.append(Reading(ids, rows, text_score, TEXT_DRAWS, weight, far))
     return readings
 
 
-def of_questions(questions: Sequence[tasks.Question]) -> list[Reading]:
+def of_questions(
+    questions: Sequence[tasks.Question], far: bool = False
+) -> list[Reading]:
     """The tokens of the answers are scored."""
     total = sum(len(question.answer) for question in questions)
     readings = []
@@ -124,7 +135,7 @@ def of_questions(questions: Sequence[tasks.Question]) -> list[Reading]:
         ids = question.prompt + question.answer
         score = margin_score(torch.tensor(question.answer))
         rows = range(len(question.prompt) - 1, len(ids) - 1)
-        readings.append(Reading(ids, rows, score, QUESTION_DRAWS, weight))
+        readings.append(Reading(ids, rows, score, QUESTION_DRAWS, weight, far))
     return readings
 
 
@@ -186,22 +197,54 @@ def _lanes(
 
 
 # -- one lane's losses -----------------------------------------------------------------
-class LaneMoves:
-    """The attention of one lane over one sequence, and how far each form of K or V
-    moves it along the pulls."""
+@dataclass(frozen=True)
+class Queries:
+    """Some queries of a sequence: their places [R], ascending, and what each one's share
+    in a sum over all of them counts [R]: one over its chance to be here."""
 
-    def __init__(self, lane: ObservedLane, page: int) -> None:
+    places: Tensor
+    weights: Tensor
+
+    @classmethod
+    def drawn(
+        cls, pull: Tensor, draw: torch.Generator, count: int = QUERIES
+    ) -> Queries:
+        """About ``count`` queries, by the size of their gradients in ``pull`` [S, G, T,
+        d]. Sums over them are those over all T on average (Horvitz and Thompson)."""
+        size = pull.square().sum((0, 1, 3)).sqrt()
+        tokens = len(size)
+        even = torch.full_like(size, 1 / tokens)
+        total = size.sum()
+        by_size = size / total if total > 0 else even
+        chance = (count * torch.lerp(by_size, even, EVEN)).clamp(max=1)
+        coins = torch.rand(tokens, generator=draw, device=draw.device)
+        places = (coins < chance).nonzero()[:, 0]
+        return cls(places, 1 / chance[places])
+
+    @classmethod
+    def all(cls, tokens: int) -> Queries:
+        return cls(torch.arange(tokens), torch.ones(tokens))
+
+
+class LaneMoves:
+    """The attention of one lane over one sequence, for R of its queries, and how far
+    each form of K or V moves it along the pulls."""
+
+    def __init__(self, lane: ObservedLane, page: int, queries: Queries) -> None:
         missing = -lane.k.shape[0] % page
-        self.q, self.k, self.v, self.pull = (
-            F.pad(x, (0, 0, 0, missing)) for x in (lane.q, lane.k, lane.v, lane.pull)
-        )
+        self.k = F.pad(lane.k, (0, 0, 0, missing))
+        self.v = F.pad(lane.v, (0, 0, 0, missing))
         self.page = page
-        self.tokens = self.k.shape[0]
-        pages = torch.arange(self.tokens) // page
-        self.mask = torch.full((self.tokens, self.tokens), -torch.inf).triu(1)
-        self.own = pages[:, None] == pages[None, :]
+        self.queries = queries
+        self.q = lane.q[:, queries.places]
+        self.pull = lane.pull[:, :, queries.places]
+        self.places = torch.arange(len(self.k))
+        later = self.places > queries.places[:, None]  # [R, T]
+        self.mask = torch.zeros(later.shape).masked_fill(later, -torch.inf)
+        self.page_of = queries.places // page
+        self.own = self.places // page == self.page_of[:, None]
         self.shares = self._softmax(self.q @ self.k.mT)
-        # What a share of each value adds to the scores, [S, G, T, T].
+        # What a share of each value adds to the scores, [S, G, R, T].
         self.worth = self.pull @ self.v.mT
         self.before = self._worth_of(self.shares)
 
@@ -210,22 +253,20 @@ class LaneMoves:
         return scores.add_(self.mask).softmax(-1)
 
     def _worth_of(self, shares: Tensor) -> Tensor:
-        return torch.einsum("gtj,sgtj->sgt", shares, self.worth)
+        return torch.einsum("grj,sgrj->sgr", shares, self.worth)
 
     def keys(self, forms: Iterable[Candidate]) -> Iterator[float]:
         """Sum of squared moves for each code of each form of K."""
-        pages = torch.arange(self.tokens // self.page)
-        count = len(pages)
+        rows = torch.arange(len(self.page_of))
         for form in forms:
             kept = (self.k - form.centre) @ form.into
             q = self.q @ form.back
-            q_by_page = q.unflatten(1, (-1, self.page))
-            kept_by_page = kept.unflatten(0, (-1, self.page))
-            fresh = q_by_page @ kept_by_page.mT  # [G, pages, P, P]
+            own_page = kept.unflatten(0, (-1, self.page))[self.page_of]
+            fresh = torch.einsum("grd,rpd->rgp", q, own_page)
             for code in form.codes:
                 scores = q @ rounded(kept, code, self.page).mT
-                blocks = scores.view(len(q), count, self.page, count, self.page)
-                blocks[:, pages, :, pages] = fresh.transpose(0, 1)
+                pages = scores.unflatten(-1, (-1, self.page))  # [G, R, pages, P]
+                pages[:, rows, self.page_of] = fresh.transpose(0, 1)
                 shares = self._softmax(scores)
                 yield self._moved(self._worth_of(shares))
 
@@ -241,42 +282,75 @@ class LaneMoves:
                 out = (sealed + fresh) @ form.back.mT + form.centre
                 yield self._moved((self.pull * out).sum(-1))
 
+    def windows(self, firsts: Iterable[tuple[int, Tensor]]) -> Iterator[float]:
+        """Sum of squared moves for each window: its sink, and [T], the first token after
+        the sink that the query at each place sees."""
+        for sink, first in firsts:
+            of_queries = first[self.queries.places]
+            recent = self.places >= of_queries[:, None]
+            in_sink = self.places < sink
+            seen = self.shares * (recent | in_sink)
+            seen /= seen.sum(-1, keepdim=True)
+            yield self._moved(self._worth_of(seen))
+
     def _moved(self, after: Tensor) -> float:
-        """after [S, G, T]: the query heads of a token move together."""
+        """after [S, G, R]: the query heads of a token move together."""
         moves = (after - self.before).sum(1)
-        return float(moves.square().sum())
+        squares = moves.square() * self.queries.weights
+        return float(squares.sum())
 
 
 Candidates = Callable[[str, int, int], list[Candidate]]
 """("k" or "v", layer, head) -> the forms of that side of that lane."""
 
 
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """What each form costs, in units of the score: ``forms`` [2 * lanes, options], K
+    lanes then V lanes; ``windows`` [lanes, windows]."""
+
+    forms: Array
+    windows: Array
+
+
 def losses(
     decoder: Decoder,
     readings: Sequence[Reading],
     forms: Candidates,
+    windows: Sequence[Window],
     page: int,
     seed: int = 0,
-) -> Array:
-    """What each code of each form costs, [2 * lanes, options], K lanes then V lanes,
-    summed over ``readings``.
+) -> Losses:
+    """What each code of each form, and each window, costs, summed over ``readings``.
 
     ``decoder`` is the uncompressed model; ``page`` tokens are read as they are before
-    they are coded.
+    they are coded. Readings that are ``far`` price the windows, the others the forms.
     """
     draw = torch.Generator(torch.get_default_device()).manual_seed(seed)
     heads = decoder.spec.kv_heads
     lanes = heads * decoder.spec.layers
-    of_keys: list[Array] = [np.zeros(1)] * lanes
-    of_values: list[Array] = [np.zeros(1)] * lanes
+    of_forms: list[Array] = [np.zeros(1)] * (2 * lanes)
+    of_windows: list[Array] = [np.zeros(len(windows))] * lanes
     for reading in progress(readings, "measuring sensitivity"):
         observed_lanes = observed(decoder, reading, draw)
+        firsts = [_first_seen(window, len(reading.ids), page) for window in windows]
         with torch.inference_mode():
             for i, lane in enumerate(observed_lanes):
                 at = divmod(i, heads)
-                moves = LaneMoves(lane, page)
+                moves = LaneMoves(lane, page, Queries.drawn(lane.pull, draw))
+                if reading.far:
+                    windowed = np.array(list(moves.windows(firsts)))
+                    of_windows[i] = of_windows[i] + reading.weight * windowed
+                    continue
                 keys = np.array(list(moves.keys(forms("k", *at))))
                 values = np.array(list(moves.values(forms("v", *at))))
-                of_keys[i] = of_keys[i] + reading.weight * keys
-                of_values[i] = of_values[i] + reading.weight * values
-    return np.stack([*of_keys, *of_values])
+                of_forms[i] = of_forms[i] + reading.weight * keys
+                of_forms[lanes + i] = of_forms[lanes + i] + reading.weight * values
+    return Losses(np.stack(of_forms), np.stack(of_windows))
+
+
+def _first_seen(window: Window, tokens: int, page: int) -> tuple[int, Tensor]:
+    """Its sink, and for every place the first token after the sink that it sees."""
+    whole_pages = -(-tokens // page) * page
+    firsts = [window.first_seen(place, page) for place in range(whole_pages)]
+    return window.sink, torch.tensor(firsts)

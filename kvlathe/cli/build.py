@@ -58,6 +58,18 @@ HOW_MUCH = (
         help="Remove as much as keeps this share of the uncompressed score; searched for.",
     ),
     click.option(
+        "--target-len",
+        type=click.IntRange(1),
+        help="Tokens of the sequence whose bytes auto counts. [default: max_seq_len]",
+    ),
+    click.option(
+        "--protect",
+        type=click.Choice(("retrieval", "none")),
+        default="retrieval",
+        show_default=True,
+        help="What auto examines beside text: exercises of looking far back, or nothing.",
+    ),
+    click.option(
         "--metric",
         type=click.Choice(("retrieval", "perplexity", "agreement")),
         default="retrieval",

@@ -10,9 +10,9 @@ Plans are scored by the torch decoder as an engine computes them on a one-page g
 ``auto`` at a ratio as a user would (``--no-frontier``: those ratios and those of
 ``--at`` alone). Bytes: all pages of a sequence of 3,072 tokens, scales and the hot page
 included (the mean over the last page), against the uncompressed cache in 16 bit.
-``auto`` is measured on the end of the calibration text and on questions that are not
-asked here. ``shuffled``: the same forms dealt to other heads. One table, what each
-target costs in bytes, and one JSON line.
+``auto`` is measured on the end of the calibration text, on exercises and, with
+``--questions``, on questions that are not asked here. ``shuffled``: the same forms
+dealt to other heads. One table, what each target costs in bytes, and one JSON line.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from kvlathe.engines.request import BuildRequest
 from kvlathe.evaluation.evaluate import evaluate
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from
-from kvlathe.export.methods import auto
+from kvlathe.export.methods.assignment import Priced
 from kvlathe.export.methods.composition import CacheSettings, compose
 from kvlathe.export.methods.options import Options
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.report.curve import Sizes, accuracy_curve
-from kvlathe.export.search.measured import plan_of, priced, readings, variant
+from kvlathe.export.search.measured import Sources, plan_of, priced, variant
 from kvlathe.export.search.sealed import reading
 from kvlathe.export.search.search import TorchOracle, read_exam
 from kvlathe.plan.layout import CacheLayout
@@ -136,7 +136,7 @@ class Bench:
 
 
 def measured_rows(
-    bench: Bench, found: auto.Priced, ratios: Sequence[float]
+    bench: Bench, found: Priced, ratios: Sequence[float]
 ) -> Iterator[dict[str, Any]]:
     plans = variant("auto", found, FORM)
     for ratio in ratios:
@@ -145,25 +145,18 @@ def measured_rows(
 
 
 def shuffled_rows(
-    bench: Bench, found: auto.Priced, ratios: Sequence[float]
+    bench: Bench, found: Priced, ratios: Sequence[float]
 ) -> Iterator[dict[str, Any]]:
     shape = bench.checkpoint.spec.shape
+    numbers = 2 * shape.layers * shape.kv_heads * shape.head_dim
+    whole = 2 * numbers * found.grid.tokens
     for ratio in ratios:
-        choice = found.chosen(
-            int(
-                (1 - ratio)
-                * 4
-                * shape.layers
-                * shape.kv_heads
-                * shape.head_dim
-                * FORM.page_tokens
-            )
-        )
-        dealt = auto.shuffled(choice, np.random.default_rng(0), len(choice) // 2)
+        choice = found.chosen(int((1 - ratio) * whole))
+        dealt = choice.shuffled(np.random.default_rng(0))
         yield bench.row("auto, shuffled", ratio, plan_of("auto", found, dealt, FORM))
 
 
-def other_rows(bench: Bench, found: auto.Priced) -> Iterator[dict[str, Any]]:
+def other_rows(bench: Bench, found: Priced) -> Iterator[dict[str, Any]]:
     """Single methods, then what compositions reach; low-rank ones on the same text
     statistics."""
     spec, stats = bench.checkpoint.spec, found.grid.stats
@@ -198,8 +191,8 @@ def engine_rows(
                 Path(scratch) / str(ratio),
                 "auto",
                 compression_ratio=ratio,
+                target_len=3072,
                 kv_bits=16,
-                retrieval=DATA / "line_retrieval.jsonl",
             )
             llm = LLM.load(build(request))
             found = evaluate(
@@ -339,6 +332,18 @@ def chart(rows: list[dict[str, Any]]) -> str:
     help="Only the number formats that the GPU kernels read (not of --engine).",
 )
 @click.option(
+    "--questions",
+    "asked_too",
+    is_flag=True,
+    help="Price two of three questions of the retrieval file, too.",
+)
+@click.option(
+    "--target-len",
+    default=3072,
+    show_default=True,
+    help="Tokens of the sequence whose bytes are counted.",
+)
+@click.option(
     "--plot",
     type=click.Path(path_type=Path),
     help="Write the frontier as an HTML page.",
@@ -350,6 +355,8 @@ def main(
     frontier: bool,
     at: tuple[float, ...],
     paired: bool,
+    asked_too: bool,
+    target_len: int,
     plot: Path | None,
     **asked: int,
 ) -> None:
@@ -373,12 +380,12 @@ def main(
         device,
     )
     stats = calibrated(checkpoint, str(text))
-    exams = [
-        read_exam(checkpoint, "perplexity", text, None),
-        read_exam(checkpoint, "retrieval", None, questions),
-    ]
-    form = dataclasses.replace(FORM, paired=paired)
-    found = priced(checkpoint, stats, form, readings(exams), cache.curves_folder())
+    exams = [read_exam(checkpoint, "perplexity", text, None)]
+    if asked_too:
+        exams.append(read_exam(checkpoint, "retrieval", None, questions))
+    form = dataclasses.replace(FORM, paired=paired, windowed=not paired)
+    sources = Sources(exams, target_len)
+    found = priced(checkpoint, stats, form, sources, cache.curves_folder())
     spec = checkpoint.spec
     none = compose("none", spec.shape, spec.rope is not None, None, Options(), FORM)
     wanted = RATIOS if frontier else sorted({*at, *ratios})

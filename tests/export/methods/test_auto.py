@@ -4,7 +4,6 @@ that come of both."""
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Callable
 from functools import cache
@@ -14,16 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scipy import optimize
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import build
 from kvlathe.engines.order import accept
 from kvlathe.engines.request import BuildRequest
-from kvlathe.engines.targets import cuda
-from kvlathe.export.bases import allocate
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.calibration.calibrate import calibrate_on, random_sequences
 from kvlathe.export.calibration.stats import Stats
@@ -31,6 +25,7 @@ from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.methods import auto
 from kvlathe.export.methods.composition import CacheSettings, compose
 from kvlathe.export.methods.evidence import evidence
+from kvlathe.export.methods.forms import Grid
 from kvlathe.export.methods.options import Options
 from kvlathe.export.methods.variants import for_comparison, removed
 from kvlathe.export.model.checkpoint import Checkpoint
@@ -44,91 +39,24 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.tasks import metrics
 from kvlathe.tasks.tasks import FolderEncoder
 from tests.support import stats_cases
+from tests.support.priced_cases import priced
 
 LATHE = Path(__file__).resolve().parents[3] / "models" / "lathe-5m"
 TEXT = LATHE.parents[1] / "data" / "calibration_text.jsonl"
 FORM = CacheSettings(16)
 
 
-# -- the knapsack ----------------------------------------------------------------------
-tables = st.tuples(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 5))
-
-
-@settings(deadline=None)
-@given(tables, st.floats(0, 1))
-def test_the_cheapest_choice_is_the_best_of_all(
-    table: tuple[int, int, int], share: float
-) -> None:
-    seed, rows, options = table
-    rng = np.random.default_rng(seed)
-    loss, cost = (
-        rng.exponential(size=(rows, options)) ** 3,
-        rng.integers(1, 40, (rows, options)) * 8,
-    )
-    least, most = int(cost.min(-1).sum()), int(cost.max(-1).sum())
-    budget = least + round(share * (most - least))
-    every = np.stack(
-        np.meshgrid(*[np.arange(options)] * rows, indexing="ij"), -1
-    ).reshape(-1, rows)
-    allowed = cost[np.arange(rows), every].sum(-1) <= budget
-    found = allocate.cheapest(loss, cost, budget)
-    assert cost[np.arange(rows), found].sum() <= budget
-    best = loss[np.arange(rows), every].sum(-1)[allowed].min()
-    assert loss[np.arange(rows), found].sum() == pytest.approx(best, rel=1e-9)
-    with pytest.raises(KvlatheError, match="cannot be reached"):
-        allocate.cheapest(loss, cost, least - 1)
-
-
-def test_a_coarser_table_stays_within_the_budget(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rng = np.random.default_rng(0)
-    loss, cost = rng.exponential(size=(20, 6)), rng.integers(1, 1000, (20, 6))
-    budget = int(cost.mean(-1).sum())
-    exact = np.take_along_axis(
-        loss, allocate.cheapest(loss, cost, budget)[:, None], 1
-    ).sum()
-    monkeypatch.setattr(allocate, "MOST_CELLS", 20 * 500)
-    found = allocate.cheapest(loss, cost, budget)
-    assert np.take_along_axis(cost, found[:, None], 1).sum() <= budget
-    assert exact <= np.take_along_axis(loss, found[:, None], 1).sum() <= 1.2 * exact
-
-
-# -- choices ---------------------------------------------------------------------------
-def priced(seed: int, rope: bool = True) -> auto.Priced:
-    """Losses that fall as forms grow, of lanes that differ a thousandfold."""
-    grid, rng = (
-        auto.Grid(stats_cases.stats(seed, rope=rope), 64, 0),
-        np.random.default_rng(seed),
-    )
-    lanes = 2 * grid.stats.shape.layers * grid.stats.shape.kv_heads
-    error = np.array([4.0**-x.bits + np.exp(-rank / 12) for rank, x in grid.options])
-    of_format = rng.uniform(0.5, 2, (lanes, len(auto.FORMATS)))[
-        :, [auto.FORMATS.index(x) for _, x in grid.options]
-    ]
-    return auto.Priced(grid, error * of_format * 10 ** rng.uniform(-3, 0, (lanes, 1)))
-
-
+# -- plans -----------------------------------------------------------------------------
 @pytest.mark.parametrize("rope", [True, False])
 @pytest.mark.parametrize("ratio", [0.5, 0.75, 0.9])
-def test_a_plan_has_the_bytes_that_its_choice_cost(ratio: float, rope: bool) -> None:
+def test_a_plan_removes_the_share_that_was_asked_for(ratio: float, rope: bool) -> None:
     found = priced(1, rope)
-    shape = found.grid.stats.shape
-    whole = 2 * shape.layers * shape.kv_heads * shape.head_dim * 2 * 64
-    choice = found.chosen(int((1 - ratio) * whole))
-    plan, basis = measured.plan_of("auto", found, choice, FORM)
-    strides = CacheLayout(plan).page_stride
-    assert (
-        sum(strides[1:])
-        == np.take_along_axis(found.cost, choice[:, None], 1).sum()
-        <= (1 - ratio) * whole
-    )
-    for side in "kv":
-        formats = {
-            (getattr(tier, f"bits_{side}"), getattr(tier, f"axis_{side}"))
-            for tier in plan.tiers[1:]
-        }
-        assert len(formats) <= auto.MOST_FORMATS
+    shape, tokens = found.grid.stats.shape, found.grid.tokens
+    whole = 4 * shape.layers * shape.kv_heads * shape.head_dim * tokens
+    variant = measured.variant("auto", found, FORM)
+    assert variant.least < ratio < variant.most
+    plan, basis = variant.at(ratio)
+    assert CacheLayout(plan).bytes_for(tokens - 1) <= (1 - ratio) * whole
     for lane in plan.lanes:
         made = basis[lane.layer, lane.head]
         assert made.a is not None and made.a_v is not None
@@ -137,92 +65,8 @@ def test_a_plan_has_the_bytes_that_its_choice_cost(ratio: float, rope: bool) -> 
             and made.a_v.shape[1] == lane.rank_v
             and lane.projected == rope
         )
-    family = measured.variant("auto", found, FORM)
-    assert family.least < ratio < family.most
     with pytest.raises(KvlatheError, match="cannot be reached"):
-        family.at(family.most + 0.01)
-
-
-@pytest.mark.parametrize("share", [0.3, 0.5])
-def test_formats_are_the_best_of_all(share: float) -> None:
-    found = priced(4)
-    budget = int(share * found.cost.max(-1).sum())
-    sets = list(itertools.combinations(auto.FORMATS, auto.MOST_FORMATS))
-    best = np.inf
-    for pair in itertools.product(sets, repeat=2):
-        allowed = np.repeat(
-            [[x in side for _, x in found.grid.options] for side in pair],
-            len(found.loss) // 2,
-            0,
-        )
-        loss = np.where(allowed, found.loss, np.inf)
-        chosen = allocate.cheapest(loss, found.cost, budget)
-        best = min(best, np.take_along_axis(loss, chosen[:, None], 1).sum())
-    chosen = found.chosen(budget)
-    assert np.take_along_axis(found.loss, chosen[:, None], 1).sum() == pytest.approx(
-        best, rel=1e-6
-    )
-
-
-@pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
-def test_kernels_that_read_pairs_get_the_best_of_those(share: float) -> None:
-    found = dataclasses.replace(priced(5), paired=True)
-    budget = int(share * found.cost.max(-1).sum())
-    choice = found.chosen(budget)
-    plan, _ = measured.plan_of("auto", found, choice, FORM)
-    cuda.check_plan("cuda", plan)
-    assert sum(CacheLayout(plan).page_stride[1:]) <= budget
-    best = np.inf
-    for some in itertools.combinations((8, 4, 2), auto.MOST_FORMATS):
-        best = min(best, least_of_pairs(found, some, budget))
-    assert np.take_along_axis(found.loss, choice[:, None], 1).sum() == pytest.approx(
-        best, rel=1e-6
-    )
-    with pytest.raises(KvlatheError, match="cannot be reached"):
-        found.chosen(found.least - 1)
-    assert (
-        np.take_along_axis(found.cost, found.chosen(found.least)[:, None], 1).sum()
-        == found.least
-    )
-
-
-def least_of_pairs(found: auto.Priced, bits: tuple[int, ...], budget: int) -> float:
-    """The same choice as a mixed integer program: x picks one option for each lane."""
-    lanes, options = len(found.loss) // 2, range(len(found.grid.options))
-    ways = [
-        (k, v)
-        for k, v in itertools.product(options, repeat=2)
-        for (_, of_k), (_, of_v) in [(found.grid.options[k], found.grid.options[v])]
-        if of_k.axis == "rank"
-        and of_v.axis == "token"
-        and of_k.bits == of_v.bits
-        and of_k.bits in bits
-    ]
-    k, v = np.array(ways).T
-    loss, cost = (x[:lanes, k] + x[lanes:, v] for x in (found.loss, found.cost))
-    one = np.kron(np.eye(lanes), np.ones(len(k)))
-    rules = [
-        optimize.LinearConstraint(one, 1, 1),
-        optimize.LinearConstraint(cost.reshape(1, -1), 0, budget),
-    ]
-    answer = optimize.milp(
-        loss.ravel(),
-        constraints=rules,
-        integrality=np.ones(loss.size),
-        bounds=optimize.Bounds(0, 1),
-    )
-    return float(answer.fun) if answer.success else np.inf
-
-
-def test_a_lane_that_nothing_depends_on_gets_the_least() -> None:
-    found = priced(2)
-    found.loss[5] = 0.0
-    choice = found.chosen(int(found.cost.mean(-1).sum()))
-    assert (
-        found.cost[5, choice[5]]
-        == found.cost.min()
-        < np.delete(found.grid.sizes[choice], 5).mean() / 2
-    )
+        variant.at(variant.most + 0.01)
 
 
 @pytest.mark.parametrize("side", ["k", "v"])
@@ -232,7 +76,7 @@ def test_a_cut_is_the_balanced_basis_turned(side: str, rank: int) -> None:
     its channels."""
     stats = stats_cases.stats(3)
     cut, found = (
-        auto.Grid(stats, 64, 7).cut(side, 1, 2, rank),
+        Grid(stats, 64, 7, 256).cut(side, 1, 2, rank),
         auto.rotate(stats, Options()),
     )
     into, back = (found.b, found.a) if side == "k" else (found.a_v, found.o_v.mT)
@@ -281,7 +125,9 @@ def test_losses_are_those_of_attention_token_by_token() -> None:
     )
     form, lane = (
         sensitivity.Candidate(into, back, centre, codes),
-        sensitivity.LaneMoves(sensitivity.ObservedLane(q, k, v, pull), 8),
+        sensitivity.LaneMoves(
+            sensitivity.ObservedLane(q, k, v, pull), 8, sensitivity.Queries.all(20)
+        ),
     )
     plain = attended(q.numpy(), k.numpy(), k.numpy(), v.numpy(), v.numpy())
 
@@ -366,27 +212,32 @@ def test_prices_foretell_what_is_lost_and_dealing_them_wrongly_loses_more() -> N
     checkpoint, stats, _ = lathe()
     texts = windows(4, 512, skipped=20)
     assert not set(texts) & set(windows(6, 512))
-    found = measured.priced(
-        checkpoint, stats, FORM, sensitivity.of_text(windows(2, 512))
-    )
+    exam = search.Exam("perplexity", windows=tuple(windows(2, 512)))
+    sources = measured.Sources([exam], 512, exercised=False)
+    found = measured.priced(checkpoint, stats, FORM, sources)
     plan, basis = measured.variant("auto", found, FORM).at(0.75)
     lost, expected = kl_of(plan, basis, texts), plan.notes["expected loss"]
     assert expected / 2 < lost < 2 * expected
-    choice = found.chosen(int(0.25 * 2048 * 64))
-    dealt = auto.shuffled(choice, np.random.default_rng(0), len(choice) // 2)
+    choice = found.chosen(int(0.25 * 2048 * 512))
+    dealt = choice.shuffled(np.random.default_rng(0))
     worse, its_basis = measured.plan_of("auto", found, dealt, FORM)
-    assert CacheLayout(worse).bytes_per_token() == CacheLayout(plan).bytes_per_token()
+    assert CacheLayout(worse).bytes_for(512) == CacheLayout(plan).bytes_for(512)
     assert kl_of(worse, its_basis, texts) > 1.3 * lost
+
+
+def brief(*ids: int) -> measured.Sources:
+    """What is measured in no time."""
+    exam = search.Exam("perplexity", windows=(ids or windows(1, 96)[0],))
+    return measured.Sources([exam], 4096, exercised=False)
 
 
 def test_losses_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, stats, _ = lathe()
-    read = sensitivity.of_text([windows(1, 96)[0]])
-    first = measured.priced(checkpoint, stats, FORM, read, tmp_path)
+    first = measured.priced(checkpoint, stats, FORM, brief(), tmp_path)
     monkeypatch.setattr(measured, "losses", None)
-    np.testing.assert_array_equal(
-        measured.priced(checkpoint, stats, FORM, read, tmp_path).loss, first.loss
-    )
+    again = measured.priced(checkpoint, stats, FORM, brief(), tmp_path)
+    np.testing.assert_array_equal(again.loss, first.loss)
+    np.testing.assert_array_equal(again.window_loss, first.window_loss)
 
 
 def test_a_search_scores_other_methods_beside_its_own_plans(
@@ -395,9 +246,7 @@ def test_a_search_scores_other_methods_beside_its_own_plans(
     """Those smaller than its gentlest, each method one line of the chart; asked again,
     nothing is scored."""
     checkpoint, stats, _ = lathe()
-    found = measured.priced(
-        checkpoint, stats, FORM, sensitivity.of_text([windows(1, 96)[0]])
-    )
+    found = measured.priced(checkpoint, stats, FORM, brief())
     own = measured.variant("auto", found, FORM)
     others = for_comparison(stats.shape, True, stats, FORM)
     exam = search.Exam("perplexity", windows=(windows(3, 150)[2],))
@@ -442,7 +291,7 @@ def test_the_gentlest_plan_of_any_family_is_nearly_the_model(
         checkpoint, random_sequences(spec.vocab_size, 1024, 0, 256), 0, {}, spread=False
     )
     ids = tuple(random_sequences(spec.vocab_size, 200, 1, 200)[0].tolist())
-    found = measured.priced(checkpoint, stats, FORM, sensitivity.of_text([ids]))
+    found = measured.priced(checkpoint, stats, FORM, brief(*ids))
     assert np.isfinite(found.loss).all() and (found.loss > 0).all()
     family = measured.variant("auto", found, FORM)
     whole = decoder_from(

@@ -1,0 +1,269 @@
+"""Which form every lane takes: the least sum of measured losses under one budget of
+bytes.
+
+A lane's loss is that of its K's form, of its V's and of its window; its bytes are those
+of its forms' pages, as many as its window holds, and of its hot page. A plan may use few number formats and
+windows, since each pair is a bucket and costs time in every step. Which ones is branch
+and bound; which lane takes which is a knapsack (export/bases/allocate.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.export.bases import allocate
+from kvlathe.export.methods.forms import FORMATS, PAIRS, Array, Grid, Places
+
+MOST_FORMATS = 2
+"""That a side may use in one plan."""
+MOST_WINDOWS = 2
+"""Beside lanes that keep all tokens."""
+PRICES = 128
+"""Of a byte, tried for a bound."""
+UNITS = 20_000
+"""That a budget is counted in: the knapsack rounds bytes up to one."""
+CLOSE = 1.005
+"""A choice of formats that may lose this much less than the best is not searched."""
+
+
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """For every lane the options of its K and V and its window, places in ``Grid``'s
+    options and rules: [lanes] each."""
+
+    k: Places
+    v: Places
+    window: Places
+
+    def shuffled(self, rng: np.random.Generator) -> Assignment:
+        """The same forms dealt to other lanes: equal bytes, no adaptation."""
+        order = rng.permutation(len(self.k))
+        k = self.k[order]
+        v = self.v[order]
+        window = self.window[order]
+        return Assignment(k, v, window)
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What one plan uses: pairs of K's and V's format, places in FORMATS, and token
+    rules, places in ``Grid.rules``."""
+
+    pairs: tuple[tuple[int, int], ...]
+    rules: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Priced:
+    """The grid with its prices: ``loss`` [2 lanes, options], K lanes then V lanes;
+    ``window_loss`` [lanes, rules], 0 where all tokens are kept. ``paired``: a lane takes
+    PAIRS.
+    """
+
+    grid: Grid
+    loss: Array
+    window_loss: Array
+    paired: bool = False
+
+    @property
+    def lanes(self) -> int:
+        return len(self.loss) // 2
+
+    def lost(self, choice: Assignment) -> float:
+        """The sum of its losses."""
+        lanes = np.arange(self.lanes)
+        of_keys = self.loss[lanes, choice.k]
+        of_values = self.loss[self.lanes + lanes, choice.v]
+        of_windows = self.window_loss[lanes, choice.window]
+        return float((of_keys + of_values + of_windows).sum())
+
+    def bytes(self, choice: Assignment) -> int:
+        """Of the grid's sequence."""
+        sizes = self.grid.bytes
+        of_keys = sizes[choice.k, choice.window]
+        of_values = sizes[choice.v, choice.window]
+        return int((of_keys + of_values).sum())
+
+    @property
+    def least(self) -> int:
+        """Bytes of the smallest choice."""
+        smallest = min(
+            self._smallest(k) + self._smallest(v) for k, v in self._format_pairs
+        )
+        return self.lanes * smallest
+
+    @property
+    def most(self) -> int:
+        """Bytes of the largest choice."""
+        largest = int(self.grid.bytes.max())
+        return 2 * self.lanes * largest
+
+    def chosen(self, budget: int) -> Assignment:
+        """The best choice of at most ``budget`` bytes, MOST_FORMATS formats a side and
+        MOST_WINDOWS windows.
+
+        Raises KvlatheError where the smallest costs more.
+        """
+        allocate.require(budget, self.least)
+        best: Assignment | None = None
+        lost = np.inf
+        for bound, allowed in self._bounds(budget):
+            if bound * CLOSE >= lost:
+                break
+            found = self._within(allowed, budget)
+            if found is not None and self.lost(found) < lost:
+                best, lost = found, self.lost(found)
+        assert best is not None
+        return best
+
+    # -- one choice of formats and windows ---------------------------------------------
+    def _within(self, allowed: Allowed, budget: int) -> Assignment | None:
+        """The knapsack over what is allowed; None where nothing fits."""
+        fronts = [self._front(lane, allowed) for lane in range(self.lanes)]
+        width = max(len(front) for front in fronts)
+        padded = np.stack([_padded(front, width) for front in fronts])
+        loss, cost = padded[..., 0], padded[..., 1].astype(np.int64)
+        if cost.min(-1).sum() > budget:
+            return None
+        units = max(UNITS, 100 * self.lanes)
+        picks = allocate.cheapest(loss, cost, budget, units)
+        lanes = np.arange(self.lanes)
+        picked = padded[lanes, picks].astype(np.int64)
+        _, _, k, v, window = picked.T
+        return Assignment(k, v, window)
+
+    def _front(self, lane: int, allowed: Allowed) -> Array:
+        """The lane's ways that no other beats in both loss and bytes, fewest bytes
+        first: rows of loss, bytes, K's option, V's option, rule."""
+        ways = []
+        for k, v in allowed.pairs:
+            keys = self._side_front(lane, k)
+            values = self._side_front(self.lanes + lane, v)
+            pairs = np.array(list(itertools.product(keys, values)))
+            of_k, of_v = pairs.T
+            loss = self.loss[lane, of_k] + self.loss[self.lanes + lane, of_v]
+            sizes = self.grid.bytes[of_k] + self.grid.bytes[of_v]
+            for rule in allowed.rules:
+                whole = loss + self.window_loss[lane, rule]
+                cost = sizes[:, rule]
+                which = np.full(len(loss), rule)
+                ways.append(np.stack([whole, cost, of_k, of_v, which], 1))
+        return _pareto(np.concatenate(ways))
+
+    def _side_front(self, row: int, form: int) -> Places:
+        """Options of one format that are on the front of one side of a lane."""
+        options = self._options_in(form)
+        sizes = self.grid.sizes[options].astype(float)
+        table = np.stack([self.loss[row, options], sizes], 1)
+        return options[_pareto_places(table)]
+
+    # -- which formats and windows -----------------------------------------------------
+    @cached_property
+    def _format_pairs(self) -> list[tuple[int, int]]:
+        """That a lane may take, K's and V's."""
+        if self.paired:
+            return [(FORMATS.index(k), FORMATS.index(v)) for k, v in PAIRS]
+        places = range(len(FORMATS))
+        return list(itertools.product(places, places))
+
+    def _allowed(self) -> Iterator[Allowed]:
+        """Every choice that uses as much as it may."""
+        places = range(1, len(self.grid.rules))
+        count = min(MOST_WINDOWS, len(places))
+        pair_sets = self._pair_sets()
+        for windows in itertools.combinations(places, count):
+            for pairs in pair_sets:
+                yield Allowed(pairs, (0, *windows))
+
+    def _pair_sets(self) -> list[tuple[tuple[int, int], ...]]:
+        if self.paired:
+            return list(itertools.combinations(self._format_pairs, MOST_FORMATS))
+        sets = list(itertools.combinations(range(len(FORMATS)), MOST_FORMATS))
+        both = itertools.product(sets, repeat=2)
+        return [tuple(itertools.product(keys, values)) for keys, values in both]
+
+    def _bounds(self, budget: int) -> list[tuple[float, Allowed]]:
+        """Every choice of formats and windows with what it loses at the least, least
+        first.
+
+        At any price of a byte the sum of least (loss + price x bytes) less that of the
+        budget is a bound (Lagrange).
+        """
+        every = list(self._allowed())
+        pair_at = {pair: i for i, pair in enumerate(self._format_pairs)}
+        rules_of: dict[tuple[int, ...], list[int]] = {}
+        for i, allowed in enumerate(every):
+            rules_of.setdefault(allowed.rules, []).append(i)
+        bounds = np.full(len(every), -np.inf)
+        dearest = max(self.loss.max(), self.window_loss.max())
+        scale = dearest / self.grid.bytes.min()
+        for price in np.geomspace(1e-12, 1, PRICES) * scale:
+            paid = self._paid(price)
+            for rules, places in rules_of.items():
+                by_pair = paid[:, :, list(rules)].min(-1)
+                for i in places:
+                    members = [pair_at[pair] for pair in every[i].pairs]
+                    total = by_pair[members].min(0).sum() - price * budget
+                    bounds[i] = max(bounds[i], total)
+        order = np.argsort(bounds, kind="stable")
+        return [(float(bounds[i]), every[i]) for i in order]
+
+    def _paid(self, price: float) -> Array:
+        """[pairs, lanes, rules]: least loss + price x bytes of each pair of formats
+        under each rule."""
+        priced = self.loss[:, :, None] + price * self.grid.bytes
+        keys = []
+        values = []
+        for form in range(len(FORMATS)):
+            options = self._options_in(form)
+            least = priced[:, options].min(1)
+            keys.append(least[: self.lanes])
+            values.append(least[self.lanes :])
+        paid = []
+        for k, v in self._format_pairs:
+            both = keys[k] + values[v]
+            paid.append(both + self.window_loss)
+        return np.stack(paid)
+
+    @cached_property
+    def _format_of(self) -> Places:
+        """[options]: the place in FORMATS of every option's format."""
+        formats = [form for _, form in self.grid.options]
+        places = [FORMATS.index(form) for form in formats]
+        return np.array(places)
+
+    def _options_in(self, form: int) -> Places:
+        """The options of one format, a place in FORMATS."""
+        return np.flatnonzero(self._format_of == form)
+
+    def _smallest(self, form: int) -> int:
+        options = self._options_in(form)
+        sizes = self.grid.bytes[options]
+        return int(sizes.min())
+
+
+def _pareto_places(table: Array) -> npt.NDArray[np.int64]:
+    """Rows of (loss, bytes, ...) that lose less than all that are as small, fewest
+    bytes first."""
+    losses, sizes = table[:, 0], table[:, 1]
+    order = np.lexsort((losses, sizes))
+    loss = losses[order]
+    least = np.minimum.accumulate(loss)
+    before = np.insert(least[:-1], 0, np.inf)
+    return order[loss < before]
+
+
+def _pareto(table: Array) -> Array:
+    return table[_pareto_places(table)]
+
+
+def _padded(front: Array, width: int) -> Array:
+    """``width`` rows; what is missing repeats the smallest, which is never worth it."""
+    missing = np.repeat(front[:1], width - len(front), 0)
+    return np.concatenate([front, missing])

@@ -1,0 +1,161 @@
+"""The forms that a lane of a plan chosen by measurement may take: a rank and a number
+format for its K and for its V, and a window of tokens for both."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.export.bases import allocate
+from kvlathe.export.bases.rotation import Rotation, balanced, balanced_rotation
+from kvlathe.export.calibration.stats import Stats
+from kvlathe.export.methods.hadamard import hadamard
+from kvlathe.plan.formats import Format
+from kvlathe.plan.heads import RANK_MULTIPLE
+from kvlathe.plan.token_rules import KEEP_ALL, TokenRule, Window
+
+Array = npt.NDArray[np.floating]
+Places = npt.NDArray[np.int64]
+
+GROUP = 128
+"""Channels in a group along the rank: heads up to this size have one a token. Along the
+tokens a page is one."""
+SPAN = {"rank": {8: 1.0, 4: 0.95, 2: 0.65}, "token": {8: 1.0, 4: 1.0, 2: 0.8}}
+"""Of a group's range, what codes cover. Along the rank: least squared error for 64 to
+128 normal numbers; rotated ones nearly are that. A channel's numbers in a page have fewer
+outliers; theirs were measured on calibration text.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class SideFormat:
+    """Of one side's codes."""
+
+    bits: Literal[8, 4, 2]
+    axis: Literal["rank", "token"]
+
+    @property
+    def span(self) -> float:
+        return SPAN[self.axis][self.bits]
+
+    @property
+    def stored(self) -> Format:
+        """As a page holds it."""
+        return Format(self.bits, self.axis, GROUP, self.span)
+
+
+FORMATS = tuple(
+    SideFormat(bits, axis) for axis in ("rank", "token") for bits in (8, 4, 2)
+)
+PAIRS = tuple(
+    (SideFormat(bits, "rank"), SideFormat(bits, "token")) for bits in (8, 4, 2)
+)
+"""K's and V's format of a lane, where kernels read no others."""
+SINK = 64
+"""First tokens that every window keeps: what later ones attend to by default (StreamingLLM,
+Xiao et al. 2023, arXiv 2309.17453)."""
+NEWEST = (128, 256, 512, 1024)
+"""Tokens that windows keep beside those."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One side of one lane cut to a rank and turned: stored as (x - centre) into, read
+    through ``back`` [d, rank]."""
+
+    into: Array
+    back: Array
+    centre: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Every form that a lane may take: option i of a side is a rank and a format, and
+    both sides see the same window. Bytes are those of a sequence of ``tokens`` tokens,
+    its hot page in ``hot_bits`` a number counted; ``windowed``: whether lanes may have
+    windows.
+    """
+
+    stats: Stats
+    page_tokens: int
+    seed: int
+    tokens: int
+    hot_bits: int = 16
+    windowed: bool = True
+
+    @cached_property
+    def options(self) -> list[tuple[int, SideFormat]]:
+        most = allocate.whole(self.stats.shape.head_dim)
+        ranks = range(RANK_MULTIPLE, most + 1, RANK_MULTIPLE)
+        return list(itertools.product(ranks, FORMATS))
+
+    @cached_property
+    def _rotation(self) -> Rotation:
+        return balanced_rotation(self.stats)
+
+    @cached_property
+    def sizes(self) -> Places:
+        """Bytes of one side of a lane in a sealed page, [options]."""
+        sizes = []
+        for rank, form in self.options:
+            sizes.append(form.stored.page_bytes(rank, self.page_tokens))
+        return np.array(sizes)
+
+    @cached_property
+    def rules(self) -> list[TokenRule]:
+        """Which tokens a lane may keep: all of them, or the windows that are smaller."""
+        page = self.page_tokens
+        sink = _whole_pages(SINK, page)
+        windows = [Window(sink, _whole_pages(newest, page)) for newest in NEWEST]
+        fitting = [rule for rule in windows if rule.most < self.tokens // page * page]
+        return [KEEP_ALL, *(fitting if self.windowed else ())]
+
+    @property
+    def windows(self) -> list[Window]:
+        """Those of ``rules``."""
+        return [rule for rule in self.rules if isinstance(rule, Window)]
+
+    @cached_property
+    def pages(self) -> Places:
+        """Full pages that each of ``rules`` holds of the sequence."""
+        page = self.page_tokens
+        whole = self.tokens // page * page
+        return np.array([rule.kept(whole) // page for rule in self.rules])
+
+    @cached_property
+    def bytes(self) -> Places:
+        """Of one side of a lane under each rule, [options, rules]."""
+        sealed = np.outer(self.sizes, self.pages)
+        ranks = np.array([rank for rank, _ in self.options])
+        hot = ranks * self.page_tokens * self.hot_bits // 8
+        return sealed + hot[:, None]
+
+    def cut(self, side: str, layer: int, head: int, rank: int) -> Cut:
+        """``side`` "k" or "v" of a lane at a rank. V is also turned into the axes in
+        which stored values and their readers have equal variances."""
+        bases = self._rotation
+        at = (layer, head)
+        rng = np.random.default_rng((self.seed, layer, head, int(side == "v")))
+        turn = hadamard(rank, rng)[: min(rank, self.stats.shape.head_dim)]
+        if side == "k":
+            into = bases.b[at][:, :rank]
+            back = bases.a[at][:, :rank]
+            return Cut(into @ turn, back @ turn, bases.centre_k[at])
+        into = bases.a_v[at][:, :rank]
+        back = bases.o_v[at][:rank].T
+        values = self.stats.whole.second("v", True)[at]
+        readers = self.stats.wo_gram[at]
+        axes = balanced(into.T @ values @ into, back.T @ readers @ back)
+        into = into @ axes.into @ turn
+        back = back @ axes.back @ turn
+        return Cut(into, back, bases.centre_v[at])
+
+
+def _whole_pages(tokens: int, page: int) -> int:
+    """Rounded up."""
+    return -(-tokens // page) * page

@@ -1,0 +1,148 @@
+"""Exercises: text in which a model must look far back, made of any tokens.
+
+Text alone prices what a head adds to the next word, and most of that is near. A head
+that finds what was said thousands of tokens ago is then cheap to cut, until somebody
+asks. So a passage comes, then other text, and then the passage again: models copy it
+(induction, Olsson et al. 2022, arXiv 2209.11895). And records of a key and a value come,
+and some of their keys again. What is scored are the places that the model gets right
+with the first copy in sight and would not get as well without it. No data of the user
+are read, and none of a benchmark: the tokens are those of the calibration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kvlathe.base.console import log
+from kvlathe.export.model.decoder import Decoder
+from kvlathe.export.search.sensitivity import QUESTION_DRAWS, Reading, margin_score
+
+PASSAGE = 64
+"""Tokens that come twice."""
+KEY, VALUE, ASKED = 3, 5, 6
+"""Tokens of a record's key and value, and records that are asked for."""
+NEAR = 128
+"""Tokens before the second copy that the model sees where it must do without the
+first."""
+GAIN = 1.0
+"""Nats that the first copy must add to a token's log-probability."""
+TRIES = 3
+"""Exercises that are made for each one wanted; a model fails some."""
+WEIGHT = 0.1
+"""Of an exercise's price beside text: margins that move by a third of themselves (a mean
+square of 0.1) count as 0.01 nats."""
+FEW = 4
+"""An exercise with fewer places that depend on the first copy is not taken."""
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """``ids``, of which those from ``start`` on can be known from what came long
+    before; ``answers`` are the places of them that are asked for."""
+
+    ids: tuple[int, ...]
+    start: int
+    answers: tuple[int, ...]
+
+
+def copying(text: Sequence[int], length: int, rng: np.random.Generator) -> Exercise:
+    """A passage at a random depth of other text, and again at the end."""
+    filler = _piece(text, length - 2 * PASSAGE, rng)
+    passage = _piece(text, PASSAGE, rng)
+    depth = int(rng.integers(len(filler) + 1))
+    before = filler[:depth]
+    after = filler[depth:]
+    ids = (*before, *passage, *after, *passage)
+    start = length - PASSAGE
+    places = range(start, length)
+    return Exercise(ids, start, tuple(places))
+
+
+def recall(text: Sequence[int], length: int, rng: np.random.Generator) -> Exercise:
+    """Records of random keys and values, each of random tokens of the text; then some
+    of them again, in another order."""
+    size = KEY + VALUE
+    count = max(1, length // size - ASKED)
+    records = rng.choice(np.asarray(text), (count, size))
+    order = rng.permutation(count)
+    asked = records[order[:ASKED]]
+    ids = np.concatenate([records, asked]).ravel().tolist()
+    start = count * size
+    places = range(start, len(ids))
+    values = [place for place in places if place % size >= KEY]
+    return Exercise(tuple(ids), start, tuple(values))
+
+
+Kind = Callable[[Sequence[int], int, np.random.Generator], Exercise]
+"""(tokens to take from, length, random numbers) -> an exercise."""
+KINDS: tuple[Kind, ...] = (copying, recall)
+
+
+def _piece(
+    text: Sequence[int], length: int, rng: np.random.Generator
+) -> tuple[int, ...]:
+    """``length`` tokens of the text from a random place, read round and round."""
+    start = int(rng.integers(len(text)))
+    places = range(start, start + length)
+    return tuple(text[place % len(text)] for place in places)
+
+
+def exercises(
+    decoder: Decoder,
+    text: Sequence[int],
+    length: int,
+    count: int,
+    seed: int,
+    far: bool = False,
+) -> list[Reading]:
+    """Up to ``count`` exercises of each kind, of at most ``length`` tokens, scored at
+    the places that depend on what is far. ``decoder`` is the uncompressed model."""
+    taken: list[tuple[Exercise, list[int]]] = []
+    for kind, make in enumerate(KINDS):
+        rng = np.random.default_rng((seed, length, kind))
+        found = 0
+        for _ in range(TRIES * count):
+            if found == count:
+                break
+            exercise = make(text, length, rng)
+            places = _dependent(decoder, exercise)
+            if len(places) >= FEW:
+                taken.append((exercise, places))
+                found += 1
+        log.debug("%s: %d of %d exercises taken", make.__name__, found, count)
+    total = sum(len(places) for _, places in taken)
+    readings = []
+    for exercise, places in taken:
+        answer = torch.tensor([exercise.ids[place] for place in places])
+        rows = [place - 1 for place in places]
+        weight = WEIGHT / (total * QUESTION_DRAWS)
+        score = margin_score(answer)
+        readings.append(Reading(exercise.ids, rows, score, QUESTION_DRAWS, weight, far))
+    return readings
+
+
+@torch.inference_mode()
+def _dependent(decoder: Decoder, exercise: Exercise) -> list[int]:
+    """The places of the answers that the model gets right, and would give GAIN nats
+    less where it saw only what is near."""
+    cut = max(0, exercise.start - NEAR)
+    whole = _before_answers(decoder, exercise, 0)
+    near = _before_answers(decoder, exercise, cut)
+    labels = torch.tensor([exercise.ids[place] for place in exercise.answers])
+    right = whole.argmax(-1) == labels
+    gains = (whole - near).gather(-1, labels[:, None])
+    kept = right & (gains[:, 0] > GAIN)
+    answers = zip(exercise.answers, kept.tolist(), strict=True)
+    return [place for place, is_kept in answers if is_kept]
+
+
+def _before_answers(decoder: Decoder, exercise: Exercise, cut: int) -> torch.Tensor:
+    """Log-probabilities [answers, vocab] before each answer, without the first ``cut``
+    tokens."""
+    rows = [place - 1 - cut for place in exercise.answers]
+    logits = decoder.logits(exercise.ids[cut:], rows)
+    return logits.log_softmax(-1)

@@ -1,0 +1,107 @@
+"""Exercises: what is asked can be known from far alone, and is asked only where the
+model knows it; a head that carries it is priced far above text's price."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvlathe.export.folding.fold import decoder_from
+from kvlathe.export.methods.composition import CacheSettings, compose
+from kvlathe.export.methods.options import Options
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.decoder import Decoder
+from kvlathe.export.search import exercises, sensitivity
+from kvlathe.plan.token_rules import Window
+from kvlathe.tasks import tasks
+
+LATHE = Path(__file__).resolve().parents[3] / "models" / "lathe-5m"
+TEXT = LATHE.parents[1] / "data" / "calibration_text.jsonl"
+
+
+@cache
+def lathe() -> tuple[Decoder, list[int]]:
+    checkpoint = Checkpoint(LATHE)
+    shape = checkpoint.spec.shape
+    none = compose("none", shape, True, None, Options(), CacheSettings(32))
+    encoder = tasks.FolderEncoder(LATHE)
+    documents = tasks.encode_documents(encoder, tasks.read_texts(TEXT)[-40:])
+    return decoder_from(checkpoint, *none), [t for ids in documents for t in ids][:6000]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    kind=st.sampled_from(exercises.KINDS),
+    length=st.integers(300, 900),
+    seed=st.integers(0, 99),
+)
+def test_answers_stand_in_what_came_before(
+    kind: exercises.Kind, length: int, seed: int
+) -> None:
+    """The tokens before an answer, and the answer, came once already, before the
+    start."""
+    text = list(np.random.default_rng(1).integers(0, 5000, 2000))
+    rng = np.random.default_rng(seed)
+    exercise = kind(text, length, rng)
+    assert len(exercise.ids) <= length and exercise.answers
+    before = exercise.ids[: exercise.start]
+    for place in exercise.answers:
+        context = 1 if kind is exercises.recall or place > exercise.start else 0
+        asked = exercise.ids[place - context : place + 1]
+        found = (before[i : i + len(asked)] for i in range(len(before)))
+        assert asked in found
+
+
+def test_only_what_the_model_knows_from_afar_is_asked() -> None:
+    decoder, text = lathe()
+    readings = exercises.exercises(decoder, text, 512, 2, seed=0)
+    assert 2 <= len(readings) <= 4
+    asked = sum(r.weight * r.draws * len(r.rows) for r in readings)
+    assert asked == pytest.approx(exercises.WEIGHT)
+    for reading in readings:
+        assert len(reading.rows) >= exercises.FEW and len(reading.ids) <= 512
+        logits = decoder.logits(reading.ids, reading.rows)
+        answers = [reading.ids[row + 1] for row in reading.rows]
+        assert logits.argmax(-1).tolist() == answers
+
+
+def test_a_text_that_nobody_can_copy_gives_no_exercise() -> None:
+    """Where the model fails, there is nothing to protect."""
+    decoder, _ = lathe()
+    assert exercises.exercises(decoder, [7], 300, 1, seed=0) == []
+
+
+def test_exercises_price_the_head_that_looks_far() -> None:
+    """lathe-5m has one head without which it finds nothing: windows cost it many times
+    what they cost any other, and far more than text says."""
+    decoder, text = lathe()
+    windows = [Window(64, 128)]
+    page, none = 64, lambda *_: []
+    far = exercises.exercises(decoder, text, 1024, 2, seed=0, far=True)
+    asked = sensitivity.losses(decoder, far, none, windows, page).windows[:, 0]
+    read = sensitivity.of_text([tuple(text[:1024])], far=True)
+    said = sensitivity.losses(decoder, read, none, windows, page).windows[:, 0]
+    order = np.argsort(asked)
+    assert asked[order[-1]] > 5 * asked[order[-2]]
+    assert asked[order[-1]] > 5 * exercises.WEIGHT * said.max()
+
+
+def test_draws_of_queries_have_no_bias() -> None:
+    """The sum over drawn queries is the sum over all of them, on average; few are
+    drawn."""
+    import torch
+
+    pull = torch.randn(2, 1, 500, 4) * torch.rand(500)[:, None] ** 4
+    worth = pull.square().sum((0, 1, 3)) + 0.01
+    draw = torch.Generator().manual_seed(0)
+    drawn = [sensitivity.Queries.drawn(pull, draw, 50) for _ in range(400)]
+    sums = [float((worth[x.places] * x.weights).sum()) for x in drawn]
+    counts = [len(x.places) for x in drawn]
+    assert abs(np.mean(sums) / float(worth.sum()) - 1) < 0.03
+    assert np.std(sums) < 0.3 * np.mean(sums) and np.mean(counts) <= 51
+    assert len(sensitivity.Queries.drawn(pull, draw, 10**6).places) == 500

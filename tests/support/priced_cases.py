@@ -1,0 +1,26 @@
+"""Losses as a model might have them, without a model."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvlathe.export.methods.assignment import Priced
+from kvlathe.export.methods.forms import FORMATS, Grid
+from tests.support import stats_cases
+
+
+def priced(
+    seed: int, rope: bool = True, tokens: int = 2048, windowed: bool = True
+) -> Priced:
+    """Losses that fall as forms and windows grow, of lanes that differ a
+    thousandfold."""
+    stats = stats_cases.stats(seed, rope=rope)
+    grid, rng = Grid(stats, 64, 0, tokens, 16, windowed), np.random.default_rng(seed)
+    lanes = stats.shape.layers * stats.shape.kv_heads
+    error = np.array([4.0**-x.bits + np.exp(-rank / 12) for rank, x in grid.options])
+    format_of = [FORMATS.index(form) for _, form in grid.options]
+    of_format = rng.uniform(0.5, 2, (2 * lanes, len(FORMATS)))[:, format_of]
+    scale = 10 ** rng.uniform(-3, 0, (2 * lanes, 1))
+    far = 10 ** rng.uniform(-4, 0, (lanes, 1))
+    missing = 1 - grid.pages / grid.pages.max()
+    return Priced(grid, error * of_format * scale, far * missing**2)
