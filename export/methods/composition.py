@@ -253,6 +253,8 @@ def whole_ranks_note(plan: CompressionPlan) -> str:
     its dimensions: fact, reason and remedy. Empty where some rank is lower."""
     if not plan.compression or not chooses_ranks(plan.compression):
         return ""
+    if measured(plan.compression):  # it was asked for bytes, and chose how
+        return ""
     whole = allocate.whole(plan.model.head_dim)
     kept = [lane for lane in plan.lanes if not lane.removed]
     if any(min(lane.rank_k, lane.rank_v) < whole for lane in kept):

@@ -19,7 +19,7 @@ import torch
 
 from kvlathe.base.console import log
 from kvlathe.export.model.decoder import Decoder
-from kvlathe.export.search.sensitivity import QUESTION_DRAWS, Reading, margin_score
+from kvlathe.export.search.sensitivity import Reading, margin_score
 
 PASSAGE = 64
 """Tokens that come twice."""
@@ -32,6 +32,8 @@ GAIN = 1.0
 """Nats that the first copy must add to a token's log-probability."""
 TRIES = 3
 """Exercises that are made for each one wanted; a model fails some."""
+DRAWS = 2
+"""Of the margins' signs, each a backward pass."""
 WEIGHT = 0.1
 """Of an exercise's price beside text: margins that move by a third of themselves (a mean
 square of 0.1) count as 0.01 nats."""
@@ -119,9 +121,9 @@ def exercises(
     for exercise, places in taken:
         answer = torch.tensor([exercise.ids[place] for place in places])
         rows = [place - 1 for place in places]
-        weight = WEIGHT / (total * QUESTION_DRAWS)
+        weight = WEIGHT / (total * DRAWS)
         score = margin_score(answer)
-        readings.append(Reading(exercise.ids, rows, score, QUESTION_DRAWS, weight, far))
+        readings.append(Reading(exercise.ids, rows, score, DRAWS, weight, far))
     return readings
 
 
