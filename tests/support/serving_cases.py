@@ -5,19 +5,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import socket
 import threading
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import httpx2 as httpx
 
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.server.app import MAX_BODY, create_app
 from kvlathe.server.gate import BODY_SECONDS
 from kvlathe.server.metrics import Metrics
 from kvlathe.server.run import Server, http_config, listen
+from tests.support.runtime_cases import llm as engine_of
 
 MODEL_NAME = "lathe-5m"
+KEY = "sk-test"
+PROMPT = "def main():\n"
 
 
 @dataclass(frozen=True)
@@ -90,3 +99,34 @@ def with_template(llm: LLM, template: str = CHATML) -> LLM:
 def replaced(llm: LLM, **limits: int) -> LLM:
     llm.engine.scheduler.limits = dataclasses.replace(llm.limits, **limits)
     return llm
+
+
+def alone(prompt: str, **params: Any) -> Any:  # noqa: ANN401
+    return engine_of("torch", "split").generate([prompt], SamplingParams(**params))[0]
+
+
+def post(
+    served: Served,
+    path: str = "completions",
+    key: str = KEY,
+    **body: Any,  # noqa: ANN401
+) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.post(
+        f"{served.url}/v1/{path}",
+        json={"model": MODEL_NAME, **body},
+        headers=headers,
+        timeout=60,
+    )
+
+
+def raw_request(served: Served, **body: Any) -> socket.socket:  # noqa: ANN401
+    """A connection on which a request was sent and nothing was read."""
+    content = json.dumps({"model": MODEL_NAME, "ignore_eos": True, **body}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(content)}"
+    port = int(served.url.rsplit(":", 1)[1])
+    connection = socket.create_connection(("127.0.0.1", port), timeout=60)
+    connection.sendall(
+        head.encode() + b"\r\nContent-Type: application/json\r\n\r\n" + content
+    )
+    return connection
