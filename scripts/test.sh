@@ -10,4 +10,4 @@ ruff check .
 ruff format --check .
 git ls-files 'plugins_cpp/*.'{h,cc,cu,cuh} | xargs clang-format --dry-run -Werror
 pyright
-python -m pytest --dist loadfile -n "${TEST_WORKERS:-$(nproc)}" "$@"
+python -m pytest --dist loadfile -n "${TEST_WORKERS:-$(nproc)}" --durations=10 "$@"

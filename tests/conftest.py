@@ -9,6 +9,13 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "kvlathe", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("kvlathe")
+"""A machine with other work may take any time for an example."""
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """A shell runs what is in its background with interrupts ignored; processes that tests

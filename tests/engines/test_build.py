@@ -606,7 +606,7 @@ def test_a_build_that_is_interrupted_leaves_nothing(
         assert child.poll() is None
         time.sleep(0.01)
     child.send_signal(ending)
-    _, err = child.communicate(timeout=60)
+    _, err = child.communicate(timeout=300)
     assert child.returncode != 0 and "nothing was written" in err
     assert list(tmp_path.iterdir()) == []
 

@@ -71,7 +71,7 @@ def test_an_interrupted_writer_cleans_up_and_says_so(
 ) -> None:
     writer = start_writer(tmp_path / "engine")
     writer.send_signal(ending)
-    _, err = writer.communicate(timeout=20)
+    _, err = writer.communicate(timeout=120)
     assert writer.returncode != 0 and "nothing was written to" in err
     assert list(tmp_path.iterdir()) == []
 

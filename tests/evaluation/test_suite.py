@@ -39,7 +39,7 @@ class Characters:
 
 
 # -- questions -------------------------------------------------------------------------
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.integers(120, 1500), st.sampled_from([0.0, 0.3, 0.5, 1.0]), st.integers(0, 99)
 )

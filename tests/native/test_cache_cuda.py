@@ -25,7 +25,6 @@ from tests.support.format_cases import CODED_TIERS
 
 SLOW = settings(
     max_examples=40,
-    deadline=None,
     suppress_health_check=[
         HealthCheck.function_scoped_fixture,
         HealthCheck.filter_too_much,

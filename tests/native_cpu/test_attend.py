@@ -23,7 +23,7 @@ ISAS = {"portable": PORTABLE, "avx2": AVX2, "avx512": AVX512, "avx512vnni": AVX5
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(case=cases(), threads=st.integers(1, 4))
 def test_native_is_plain_attention(
     native: Native, isa: str, case: Case, threads: int
@@ -42,7 +42,7 @@ def test_native_is_plain_attention(
     appended_where_promised(call, before, rows)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     case=cases().filter(lambda case: case.plan.observation is not None),
     threads=st.integers(1, 4),

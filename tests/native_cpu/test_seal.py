@@ -73,7 +73,7 @@ def filled(plan: CompressionPlan, seed: int) -> HostPages:
     return pages
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     isa=st.sampled_from([PORTABLE, AVX2, AUTO]),
     tier=TIERS | COUNTED,
@@ -127,7 +127,7 @@ class NativePages(HostPages):
         self.writer.move(fields, source, pages, target, targets, places)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     bits=BITS,
     group=GROUPS,

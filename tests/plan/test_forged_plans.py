@@ -100,14 +100,14 @@ def test_a_plan_that_nobody_touched_is_read(plan: dict) -> None:
 CHECKS: list[Any] = list(HealthCheck)
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=CHECKS)
+@settings(max_examples=400, suppress_health_check=CHECKS)
 @given(forged())
 def test_a_forged_plan_is_one_refusal(text: str) -> None:
     judge(text)
 
 
 @pytest.mark.nightly
-@settings(max_examples=20_000, deadline=None, suppress_health_check=CHECKS)
+@settings(max_examples=20_000, suppress_health_check=CHECKS)
 @given(forged())
 def test_twenty_thousand_forged_plans(text: str) -> None:
     judge(text)

@@ -94,7 +94,7 @@ class Simulation:
             self.peak[i] = max(self.peak[i], pages(length) + more[i])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     placed=placements(),
     prompt=st.integers(1, 200),
@@ -121,7 +121,7 @@ def test_what_is_held_moved_and_needed_agrees_with_counting(
     assert all(now <= most for now, most in zip(simulation.peak, worst, strict=True))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(placed=placements(), tokens=st.integers(1, 300))
 def test_worst_pages_are_reached_but_for_a_page_or_two(
     placed: Placement, tokens: int
@@ -142,7 +142,7 @@ def test_worst_pages_are_reached_but_for_a_page_or_two(
     assert all(most <= now + slack for now, most in zip(reached, worst, strict=True))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(window=windows(), prompt=st.integers(1, 150), more=st.integers(0, 100))
 def test_no_page_leaves_that_a_later_query_sees(
     window: Window, prompt: int, more: int

@@ -156,7 +156,7 @@ def test_idle_time_is_not_taken_for_slow_answers(engine: AsyncEngine) -> None:
     pace._last -= 3600
     for _ in range(2):
         wait(engine.submit([text(5)], PARAMS, Answers()))
-        assert pace.seconds < 1.5
+        assert pace.seconds < 60  # a tenth of the hour would be 360
 
 
 def test_what_cannot_be_served_is_refused_in_the_callers_thread(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import rel_entr, softmax
 
@@ -31,7 +31,6 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 # -- metrics ---------------------------------------------------------------------------
-@settings(deadline=None)
 @given(seeds, st.integers(1, 600), st.integers(2, 40), st.floats(0.1, 60))
 def test_metrics_are_their_definitions(
     seed: int, rows: int, vocabulary: int, sharp: float

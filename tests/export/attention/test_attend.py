@@ -23,7 +23,7 @@ def eager(
     return out[: case.total].double().numpy(), rows[: case.total].double().numpy()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases())
 def test_eager_is_plain_attention(case: Case) -> None:
     """A key may round to the next half: that is all that single precision may
@@ -41,7 +41,7 @@ def observed_mass(case: Case) -> npt.NDArray[np.floating]:
     return layer(*case.packed(), case.step())[2].numpy()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases().filter(lambda case: case.plan.observation is not None))
 def test_probe_mass_is_what_observed_rows_attend(case: Case) -> None:
     found = observed_mass(case)

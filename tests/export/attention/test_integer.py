@@ -204,7 +204,7 @@ def same(found: Array, expected: tuple[Array, Array]) -> None:
     assert (np.abs(found - exact) <= 1e-5 * size + 1e-12).all()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(products)
 def test_integer_products_are_the_dequantized_products_of_the_same_codes(
     x: Products,
@@ -221,7 +221,7 @@ def test_integer_products_are_the_dequantized_products_of_the_same_codes(
     same(by_rank.numpy(), x.by_rank)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(products)
 def test_both_forms_are_the_exact_product_up_to_half_a_step_of_q_and_of_p(
     x: Products,
@@ -293,7 +293,7 @@ def test_both_forms_are_the_exact_product_up_to_half_a_step_of_q_and_of_p(
     assert (np.abs(form - exact) <= allowed).all()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(products)
 def test_integer_products_of_the_graph_are_too(x: Products) -> None:
     b = Body()
@@ -334,7 +334,7 @@ def test_integer_products_of_the_graph_are_too(x: Products) -> None:
     same(by_rank[:, :, 0], x.by_rank)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(cases("int"))
 def test_integer_attention_is_attention(case: Case) -> None:
     """Rounding Q moves a score by at most half a step for each channel, rounding P an
@@ -345,7 +345,7 @@ def test_integer_attention_is_attention(case: Case) -> None:
     assert np.sqrt(((out - expected_out) ** 2).mean()) < 0.05
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cases("int"))
 def test_the_function_is_the_eager_op(case: Case) -> None:
     """A number on the border of two codes may fall to either side."""
@@ -361,7 +361,7 @@ def test_the_function_is_the_eager_op(case: Case) -> None:
         assert np.abs(found - case.expected_mass()).max() < 0.2
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(cases("int"))
 def test_half_precision_function_is_attention(case: Case) -> None:
     out, *_ = through_onnx(case, HALF)

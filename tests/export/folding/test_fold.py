@@ -102,7 +102,6 @@ def test_factors_of_planes_fold_through_rope(name: str, reference: Reference) ->
 
 @settings(
     max_examples=12,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(

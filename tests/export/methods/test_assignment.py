@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import optimize
 
@@ -33,7 +33,6 @@ FORM = CacheSettings(16)
 tables = st.tuples(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 5))
 
 
-@settings(deadline=None)
 @given(tables, st.floats(0, 1))
 def test_the_cheapest_choice_is_the_best_of_all(
     table: tuple[int, int, int], share: float

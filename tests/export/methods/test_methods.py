@@ -73,7 +73,7 @@ def error(keep: np.ndarray, covariance: np.ndarray, reader: np.ndarray) -> float
     return float(np.trace(lost.T @ covariance @ lost @ reader))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seeds, st.sampled_from([16, 24, 48]), st.floats(0, 8), st.floats(0, 8))
 def test_balanced_loses_least_of_any_pair_at_every_rank(
     seed: int, d: int, sharp_x: float, sharp_y: float
@@ -102,7 +102,7 @@ def test_balanced_loses_least_of_any_pair_at_every_rank(
             assert ours <= theirs * (1 + 1e-6) + 1e-9 * np.trace(covariance @ reader)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(seeds, st.sampled_from([16, 24, 128]), st.floats(0, 1))
 def test_bases_are_exact_at_full_rank_whatever_calibration_saw(
     seed: int, d: int, seen: float
@@ -165,7 +165,6 @@ spectra = st.tuples(seeds, st.sampled_from([16, 24, 64, 80, 128])).map(
 )
 
 
-@settings(deadline=None)
 @given(spectra, st.floats(0, 0.99))
 def test_the_rate_rule_is_the_papers(spectrum: np.ndarray, rate: float) -> None:
     d = spectrum.shape[-1]
@@ -175,7 +174,6 @@ def test_the_rate_rule_is_the_papers(spectrum: np.ndarray, rate: float) -> None:
         assert rank == -(-fewest // RANK_MULTIPLE) * RANK_MULTIPLE
 
 
-@settings(deadline=None)
 @given(spectra, st.integers(12, 100))
 def test_ranks_stay_in_the_budget_and_grow_with_it(
     spectrum: np.ndarray, steps: int
@@ -200,7 +198,7 @@ def test_ranks_stay_in_the_budget_and_grow_with_it(
             assert ranks.sum() <= max(budget, 6 * RANK_MULTIPLE)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seeds, st.integers(4, 16))
 def test_the_global_allocation_is_the_best_of_all(seed: int, steps: int) -> None:
     loss = -np.sort(-(np.random.default_rng(seed).exponential(size=(4, 64)) ** 4), -1)
@@ -476,7 +474,7 @@ def test_what_fixes_the_bytes_takes_no_ratio(made_up: Stats) -> None:
         plan_of("hack:bits=8", made_up, compression_ratio=0.5)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seeds, st.sampled_from([16, 20, 48, 64, 80, 128]))
 def test_turns_are_orthogonal_and_spread_every_axis(seed: int, rank: int) -> None:
     s = hadamard(rank, np.random.default_rng(seed))

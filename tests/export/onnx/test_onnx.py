@@ -130,7 +130,7 @@ def through_onnx(case: Case, dtype: int = FLOAT) -> tuple[npt.NDArray, ...]:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases())
 def test_function_is_the_eager_op(case: Case) -> None:
     out, rows, *mass = through_onnx(case)
@@ -148,7 +148,7 @@ def test_function_is_the_eager_op(case: Case) -> None:
         )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(cases())
 def test_half_precision_function_is_attention(case: Case) -> None:
     out, rows, *_ = through_onnx(case, HALF)

@@ -34,7 +34,7 @@ def lathe() -> tuple[Decoder, list[int]]:
     return decoder_from(checkpoint, *none), [t for ids in documents for t in ids][:6000]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     kind=st.sampled_from(exercises.KINDS),
     length=st.integers(300, 900),

@@ -52,7 +52,7 @@ tiers = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     tiers,
     st.sampled_from([16, 48, 80, 144]),

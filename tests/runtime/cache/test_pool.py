@@ -277,9 +277,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.drop(self.pool.take(counts))
 
 
-PoolMachine.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None
-)
+PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
 TestPool = PoolMachine.TestCase
 
 

@@ -386,7 +386,7 @@ def engine_of(plan: CompressionPlan, session: Session, size: int) -> LLM:
     return LLM(session, plan, LIMITS, Tokenizer(MODEL), size)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(plan=plans(), seed=st.integers(0, 2**32 - 1))
 def test_tokens_are_where_they_rank_under_any_schedule(
     plan: CompressionPlan, seed: int
@@ -468,7 +468,7 @@ def broken(*_: object) -> None:
     raise RuntimeError("broken")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     plan=plans(),
     prompt=st.integers(1, 200),

@@ -270,6 +270,6 @@ def test_the_interpreter_ends_while_an_engine_runs() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "bye"), done.stderr

@@ -120,7 +120,7 @@ def from_bits(data: npt.NDArray[np.uint8], bits: int, count: int) -> list[int]:
     return [sum(stream[n * bits + i] << i for i in range(bits)) for n in range(count)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     tier=tiers | coded_tiers,
     hot=st.sampled_from([Tier(16, 16), HOT]),
@@ -218,7 +218,7 @@ def test_a_constant_group_is_exact(
             assert (part.read(host.rows[1][0]) == -2.75).all()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     tier=tiers,
     seed=st.integers(0, 2**33),

@@ -95,7 +95,7 @@ def reference(
     return scores.softmax(-1)[0].numpy()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(seeds=st.lists(st.integers(0, 2**64 - 1), min_size=1, max_size=4))
 def test_random_numbers_are_numpys_philox_streams(seeds: list[int]) -> None:
     for seed in seeds:
@@ -105,7 +105,7 @@ def test_random_numbers_are_numpys_philox_streams(seeds: list[int]) -> None:
         np.testing.assert_array_equal(drawn, wanted)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(batch=batches, seed=st.integers(0, 999), equal=st.booleans())
 def test_torch_draws_what_the_host_draws(
     batch: list[Request], seed: int, equal: bool
@@ -123,7 +123,7 @@ def test_torch_draws_what_the_host_draws(
         np.testing.assert_array_equal(device.top_tokens[told], host.top_tokens[told])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(batch=batches, seed=st.integers(0, 999))
 def test_a_row_does_not_see_its_neighbours(batch: list[Request], seed: int) -> None:
     logits = logits_of(seed, len(batch))
@@ -134,7 +134,7 @@ def test_a_row_does_not_see_its_neighbours(batch: list[Request], seed: int) -> N
         assert alone.logprobs[0] == together.logprobs[i]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     temperature=st.floats(0.1, 3),
     top_k=st.integers(0, VOCABULARY + 5),
@@ -176,7 +176,7 @@ def test_kept_tokens_have_the_probabilities_of_transformers(
     np.testing.assert_allclose(ours, reference(logits[0], context, asked), atol=2e-6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 99), size=st.integers(1, 3000), data=st.data())
 def test_the_largest_are_those_of_a_sort(
     seed: int, size: int, data: st.DataObject
@@ -205,7 +205,6 @@ def test_logits_that_are_no_numbers_give_no_token() -> None:
 
 
 @given(seed=st.integers(0, 99), top=st.integers(0, VOCABULARY))
-@settings(deadline=None)
 def test_logprobs_are_the_log_softmax(seed: int, top: int) -> None:
     logits = logits_of(seed, 1)[0]
     expected = torch.tensor(logits, dtype=torch.float64).log_softmax(-1)

@@ -85,7 +85,7 @@ def sentencepiece_like(folder: Path, config: dict[str, object], framed: bool) ->
     return folder
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=TEXTS)
 def test_ids_and_text_are_those_of_transformers(text: str) -> None:
     theirs = AutoTokenizer.from_pretrained(MODEL)
@@ -270,7 +270,7 @@ def test_unreadable_tokenizers_are_refused(
 
 
 # -- pieces of text --------------------------------------------------------------------
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=TEXTS)
 def test_pieces_of_tokens_make_up_the_text(text: str) -> None:
     ids, bytes_ = OURS.encode(text), text.encode()
@@ -310,7 +310,7 @@ def test_other_threads_run_while_a_long_text_is_split() -> None:
 
 
 # -- streaming -------------------------------------------------------------------------
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     ids=st.lists(st.integers(0, 8191), max_size=30),
     prompt=st.lists(st.integers(0, 8191), max_size=8),
@@ -327,7 +327,7 @@ def test_streamed_pieces_are_the_text_of_any_tokens(
     ) or "\ufffd" in OURS.decode(prompt[-4:])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=st.text(min_size=1, max_size=40))
 def test_no_character_is_broken(text: str) -> None:
     stream = TextStream(OURS)
@@ -348,7 +348,7 @@ def test_streams_keep_the_spaces_that_decoding_at_once_keeps(tmp_path: Path) -> 
     assert "".join(pieces) == ours.decode(prompt + ids).removeprefix("hello")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     text=st.text("ab -", max_size=30),
     stop=st.lists(st.text("ab -", min_size=1, max_size=4), min_size=1, max_size=3),
