@@ -23,7 +23,7 @@ BUILDS = {
     "none": "--compression none",
     "fdc": "--compression fdc --removal-rate 0.15",
     "fdc-8bit": "--compression fdc+hack:bits=8 --removal-rate 0.15",
-    "auto": "--compression auto --compression-ratio 0.8 --calibration data/calibration_text.jsonl",
+    "auto": "--compression auto --compression-ratio 0.9 --calibration data/calibration_text.jsonl",
 }
 """Engine name -> what to build."""
 
