@@ -15,6 +15,7 @@ import pytest
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan import manifest as manifests
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.engine_thread import Silence
@@ -185,6 +186,25 @@ def test_a_folder_is_all_it_takes(folder: Path) -> None:
     assert engine.pool.arena_bytes >= LIMITS.max_batch_size * engine.layout.bytes_for(
         LIMITS.max_seq_len
     )
+
+
+@pytest.mark.parametrize("changed", ["vocab_size", "rank_v"])
+def test_a_graph_of_another_plan_is_refused(folder: Path, changed: str) -> None:
+    """Though everything is signed: it would fail in its first step."""
+    raw = json.loads((folder / manifests.PLAN_FILE).read_text())
+    holder = raw["model"] if changed == "vocab_size" else raw["lanes"][0]
+    holder[changed] -= 16
+    plan = CompressionPlan.from_json(json.dumps(raw))
+    (folder / manifests.PLAN_FILE).write_text(plan.to_json())
+    said = dataclasses.replace(
+        manifests.read(folder),
+        plan_digest=plan.digest,
+        page_tokens=plan.page_tokens,
+        files={},
+    )
+    manifests.write(folder, said)
+    with pytest.raises(KvlatheError, match=r"model\.onnx does not belong to its plan"):
+        LLM.load(folder)
 
 
 def test_changed_files_and_foreign_backends_are_refused(folder: Path) -> None:

@@ -17,6 +17,7 @@ import onnxruntime as ort
 
 from kvlathe.base import machine
 from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.layer_table import POOLS
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan, graph_files
@@ -54,6 +55,27 @@ class Graph:
             plan.kept_before(layers.start), plan.kept_before(layers.stop)
         )
         self.pool: dict[str, ort.OrtValue] = {}
+        self._check_sizes(path)
+
+    def _check_sizes(self, path: Path) -> None:
+        """Raises KvlatheError where the graph was exported for another plan: it would
+        fail in its first step, or read rows as what they are not."""
+        lanes = (lane for lane in self.plan.lanes if not lane.removed)
+        pool = dict.fromkeys(POOLS, self.plan.unit)
+        widths = pool | {
+            "lengths": len(self.buckets),
+            "logits": self.plan.model.vocab_size,
+            "rows": sum(lane.rank_k + lane.rank_v for lane in lanes),
+        }
+        graph = (*self._session.get_inputs(), *self._session.get_outputs())
+        for entry in graph:
+            width = widths.get(entry.name)
+            if width is not None and entry.shape[-1] != width:
+                raise KvlatheError(
+                    f"{path} does not belong to its plan",
+                    f"{entry.name} has {entry.shape[-1]} columns and the plan {width}",
+                    "build the engine again",
+                )
 
     def bind(self, memory: npt.NDArray[np.uint8]) -> None:
         """Read the cache from ``memory``."""
