@@ -4,10 +4,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
 scripts/triton_env.sh || echo "going on without a Triton server: the tests that call one are skipped" >&2
+workers=${TEST_WORKERS:-$(env -u OMP_NUM_THREADS nproc)} # nproc would count OMP_NUM_THREADS
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export PYRIGHT_PYTHON_IGNORE_WARNINGS=1 NO_COLOR=1
 ruff check .
 ruff format --check .
 git ls-files 'plugins_cpp/*.'{h,cc,cu,cuh} | xargs clang-format --dry-run -Werror
 pyright
-python -m pytest --dist loadfile -n "${TEST_WORKERS:-$(nproc)}" --durations=10 "$@"
+python -m pytest --dist loadfile -n "$workers" --durations=10 "$@"
