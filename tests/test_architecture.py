@@ -91,7 +91,7 @@ TORCH_RUNS = re.compile(r"runtime/sessions/torch_cuda/\w+\.py|kvlathe/layers/\w+
 when such an engine is loaded."""
 
 METHODS = re.compile(
-    r"(?<![a-z])(fdc|zack|hack|zipcache|uncomp|palu|kivi|kvquant|h2o|snapkv|keyformer)(?![a-z])",
+    r"(?<![a-z])(fdc|zack|hack|zipcache|uncomp|palu|kivi|kvquant|h2o|snapkv|keyformer|turboquant)(?![a-z])",
     re.IGNORECASE,
 )
 SOMEONES_MACHINE = re.compile(

@@ -124,6 +124,12 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _format_refusal(k: Format, v: Format, page_tokens: int) -> Refusal | None:
+    for form in (k, v):
+        if form.bits == 3 or form.has_fixed_levels:
+            reason = (
+                f"its pages hold codes of {form.words}, which the kernels do not read"
+            )
+            return reason, "choose even levels of 8, 4 or 2 bits, or another backend"
     if k.bits != v.bits or not (k.along_rank and v.along_tokens):
         reason = (
             f"K has {k.bits} bits along the {k.axis}, V {v.bits} along the {v.axis}"

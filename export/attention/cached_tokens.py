@@ -15,6 +15,9 @@ from torch import Tensor
 from kvlathe.export.attention import integer
 from kvlathe.export.attention.softmax_state import means_of, scores_of, widened
 from kvlathe.export.attention.tables import PlanFacts
+from kvlathe.plan.codec import TWO_255THS
+from kvlathe.plan.formats import Format
+from kvlathe.plan.packing import byte_codes
 from kvlathe.plan.plan import CompressionPlan
 
 
@@ -111,22 +114,21 @@ class CachedTokens:
         return _by_lane(sums)
 
     def codes(self, x: str) -> Tensor:
-        """uint8 [Hs, N, R]."""
+        """What each code is worth, uint8 [Hs, N, R]."""
         form = self.tier.of(x)
-        plan = self.layer.plan
+        facts = self.layer.facts
         first_rows = (self.pages * self.stride)[:, None]
         rows = first_rows + self._table(f"{x}_codes")
-        packed = self.pools["pool_u8"][rows]
-        shifts = torch.arange(0, 8, form.bits, dtype=torch.uint8, device=packed.device)
-        shifted = packed[..., None] >> shifts
-        unpacked = (shifted & form.levels).flatten(1)
+        data = self.pools["pool_u8"][rows].flatten(1)
+        every_piece = data.unflatten(1, (-1, facts.piece(form)))
         at = self._table(f"{x}_code_at")
-        if form.along_rank:
-            by_token = gathered(unpacked, at, plan.unit)
-            return _by_lane(by_token)
-        channels = unpacked.unflatten(1, (-1, plan.page_tokens))
-        chosen = channels[:, at[:, :, 0]]
-        return _by_lane(chosen.mT)
+        chosen = every_piece[:, at]
+        by_unit = chosen.unflatten(-2, (-1, form.runs))
+        codes = unpacked(by_unit, form).flatten(-2)
+        if form.along_tokens:
+            channels = codes.unflatten(-1, (-1, self.layer.plan.page_tokens))
+            codes = channels.squeeze(-3).mT
+        return _by_lane(codes)
 
     def _spread(self, x: str, part: Tensor) -> Tensor:
         """Metadata of groups -> of every element [Hs, N, R]."""
@@ -144,10 +146,26 @@ class CachedTokens:
             self.pools["pool_f16"][rows].flatten(1).float(),
             self._table(f"{x}_meta_at"),
         )
-        return _by_lane(meta[:, at]), _by_lane(meta[:, at + 1])
+        first = _by_lane(meta[:, at])
+        if self.tier.of(x).has_fixed_levels:
+            return first * float(TWO_255THS), -first
+        return first, _by_lane(meta[:, at + 1])
 
     def _table(self, name: str) -> Tensor:
         return self.layer.table(f"{name}_{self.bucket}")
+
+
+def unpacked(data: Tensor, form: Format) -> Tensor:
+    """Bytes [..., runs, n] -> what the codes are worth, uint8 [..., n * together]."""
+    if form.bits == 8:
+        return data.squeeze(-2)
+    device = data.device
+    shares = torch.from_numpy(byte_codes(form)).to(device)
+    table = torch.tensor(form.table, dtype=torch.uint8, device=device)
+    runs = torch.arange(form.runs, device=device)[:, None]
+    by_run = shares[runs, data.int()]
+    codes = by_run.sum(-3)
+    return table[codes.flatten(-2)]
 
 
 def _by_lane(x: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from kvlathe.plan.formats import Format, Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layer_table import POOLS, layer_table
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.packing import BLOCK, lane_pieces
 from kvlathe.plan.plan import CompressionPlan
 
 Int32 = npt.NDArray[np.int32]
@@ -90,6 +91,20 @@ class PlanFacts:
         """The format of K or V ("k" or "v") in a bucket."""
         return self.tier(bucket).of(x)
 
+    def together(self, form: Format) -> int:
+        """Codes that one gather moves: of a token, or of a channel in a page."""
+        page = self.plan.page_tokens
+        if form.along_rank:
+            return self.plan.unit
+        if form.runs == 1:
+            return page
+        return math.gcd(page, BLOCK)
+
+    def piece(self, form: Format) -> int:
+        """Bytes that they have in one run."""
+        codes = self.together(form)
+        return codes // form.together
+
     def steps(self, bucket: int, x: str) -> int:
         """Tokens from one place of metadata to the next: 1, or what divides all groups
         that run along the tokens."""
@@ -124,10 +139,10 @@ class LayerTables(dict[str, Int32]):
         k_steps_s [Hs, 1, 1, 1, 1], v_steps_s            unit rows from one token to the next
         k_codes_s [Hs*C], k_meta_s [Hs*E] (and v)        rows of u bytes of the codes, of u halves of the metadata
     groups along the rank, g of them in the widest:
-        k_code_at_s [Hs, 1, P, Rk/u]                     runs of u codes among all of the page's
+        k_code_at_s [Hs, 1, P, Rk/u * runs]              bytes of u codes, in pieces of one byte run each (Format.runs)
         k_meta_at_s [Hs, 1, P, g], k_groups_s [Hs, g, Rk]    each group's scale; 1 where a channel belongs to a group
     groups along the tokens, whose borders are multiples of n = PlanFacts.steps:
-        k_code_at_s [Hs, 1, 1, Rk]                       runs of P codes, one a channel
+        k_code_at_s [Hs, 1, 1, Rk * units * runs]        bytes of each channel's P codes, likewise
         k_meta_at_s [Hs, 1, P/n, Rk]                     the scale of the group of every n-th token
         k_sums_s [Hs*F], k_sums_at_s (and v)             stored sums: rows of u bytes; each group's first byte
     where the plan has windows:
@@ -260,7 +275,7 @@ class LayerTables(dict[str, Int32]):
                 widest = max(numbers.shape[1] for numbers in groups)
             else:
                 groups = [numbers[:: self.facts.steps(bucket, x)] for numbers in groups]
-            self._metas(name, widest, metas or [0], groups)
+            self._metas(name, widest, metas or [0], groups, form.halves)
             if form.sums:
                 sums = [getattr(offsets, f"{x}_sums") for offsets in offsets_of] or [0]
                 self._numbered(name, "sums", widest, sums, groups, form.sum_bytes)
@@ -284,29 +299,33 @@ class LayerTables(dict[str, Int32]):
         form: Format,
         places: list[Places],
     ) -> None:
-        """Runs of codes of each lane, by the ``places`` [P, rank] of single ones; offsets_of
+        """Bytes of the codes of each lane, by the ``places`` [P, rank] of single ones; offsets_of
         begin ``at`` these bytes."""
         u, p = self.plan.unit, self.plan.page_tokens
         rows = [form.element_bytes(place.size) // u for place in places]
         most = max(rows)
         self._put(name % "codes", _rows_from([x // u for x in at], rows, most))
-        if form.along_rank:
-            runs, size, count = [place[:, ::u] // u for place in places], u, widest // u
-        else:
-            runs, size, count = [place[:1] // p for place in places], p, widest
-        code_at = [
-            h * most * u * 8 // form.bits // size + _widened(run, count)
-            for h, run in enumerate(runs)
-        ]
+        size = self.facts.piece(form)
+        code_at: list[Places] = []
+        for h, place in enumerate(places):
+            rank = place.shape[1]
+            channels = _widened(np.arange(rank), widest)
+            own = lane_pieces(form, rank, p, channels, self.facts.together(form))
+            code_at.append(h * most * u // size + own)
         self._put(name % "code_at", np.stack(code_at)[:, None])
 
     def _metas(
-        self, name: str, widest: int, at: list[int], groups: list[Places]
+        self,
+        name: str,
+        widest: int,
+        at: list[int],
+        groups: list[Places],
+        halves: int,
     ) -> None:
-        """Scales of each lane, by group number: [tokens or groups of them, rank or
+        """Metadata of each lane, by group number: [tokens or groups of them, rank or
         groups of it]."""
-        halves = [offset // 2 for offset in at]
-        self._numbered(name, "meta", widest, halves, groups, 2)
+        first_halves = [offset // 2 for offset in at]
+        self._numbered(name, "meta", widest, first_halves, groups, halves)
 
     def _numbered(
         self,

@@ -19,6 +19,7 @@ from kvlathe.export.methods import (
     kvquant,
     none,
     snapkv,
+    turboquant,
     uncomp,
     window,
     zack,
@@ -90,6 +91,9 @@ METHODS: dict[str, Method] = {
     ),
     "window": Method(window.SUMMARY, plan=window.plan, check=window.check),
     "kvquant": Method(kvquant.SUMMARY, plan=kvquant.plan, sizes=kvquant.SIZES),
+    "turboquant": Method(
+        turboquant.SUMMARY, plan=turboquant.plan, sizes=turboquant.SIZES
+    ),
 }
 
 

@@ -14,8 +14,10 @@ import numpy as np
 from kvlathe.export.attention.tables import PlanFacts
 from kvlathe.export.onnx import integer as onnx_integer
 from kvlathe.export.onnx.body import FLOAT, INT32, Body
+from kvlathe.plan.codec import TWO_255THS
 from kvlathe.plan.formats import Format
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.packing import byte_codes
 from kvlathe.plan.plan import CompressionPlan
 
 NEVER = -1e30
@@ -159,30 +161,36 @@ class PageReader:
         steps = self.facts.steps(bucket, x)
         scale_at = tokens.elements(meta, f"{x}_meta_at_{bucket}", steps)
         halves = b.reshape(meta, -1)
-        scale = b.gather(halves, scale_at, 0)
+        first = b.gather(halves, scale_at, 0)
+        first = b.cast(first, FLOAT)
+        codes = self.codes(x, tokens)
+        if self.facts.format(bucket, x).has_fixed_levels:
+            scale = b.op("Mul", first, b.float(TWO_255THS))
+            minimum = b.op("Neg", first)
+            return onnx_integer.Coded(codes, scale, minimum)
         minimum_at = b.op("Add", scale_at, b.int32(1))
         minimum = b.gather(halves, minimum_at, 0)
+        minimum = b.cast(minimum, FLOAT)
         has_sums = self.facts.tier(bucket).sums
         sums = self.sums(x, tokens, steps) if has_sums else None
-        codes = self.codes(x, tokens)
-        scale = b.cast(scale, FLOAT)
-        minimum = b.cast(minimum, FLOAT)
-        return onnx_integer.Coded(codes, scale, minimum, sums)
+        return onnx_integer.Coded(codes, first, minimum, sums)
 
     def codes(self, x: str, tokens: Places) -> str:
-        """Codes of a bucket uint8 [Hs, 1, B, N, R]: runs of ``unit`` codes of a token,
-        or of P codes of a channel."""
+        """What the codes of a bucket are worth, uint8 [Hs, 1, B, N, R]."""
         b, bucket, page = self.body, tokens.bucket, self.plan.page_tokens
         form = self.facts.format(bucket, x)
-        unpacked = self.unpacked(x, form, tokens)
-        size, group = (self.plan.unit, 1) if form.along_rank else (page, page)
-        data = b.reshape(unpacked, 0, 0, -1, size)
+        size = self.facts.piece(form)
+        data = self.per_page("pool_u8", f"{x}_codes_{bucket}", 8, tokens)
+        data = b.reshape(data, 0, 0, -1, size)
+        group = 1 if form.along_rank else page
         at = tokens.elements(data, f"{x}_code_at_{bucket}", group)
-        every_run = b.reshape(unpacked, -1, size)
-        runs = b.gather(every_run, at, 0)
+        every_piece = b.reshape(data, -1, size)
+        pieces = b.gather(every_piece, at, 0)
+        codes = self.unpacked(pieces, form, size)
         if form.along_rank:
-            return b.reshape(runs, 0, 0, 0, 0, -1)
-        by_token = b.transpose(runs, 0, 1, 2, 3, 5, 4)
+            return b.reshape(codes, 0, 0, 0, 0, -1)
+        channels = b.reshape(codes, 0, 0, 0, 0, -1, page)
+        by_token = b.transpose(channels, 0, 1, 2, 3, 5, 4)
         return self.joined(by_token)
 
     def sums(self, x: str, tokens: Places, group: int) -> str:
@@ -201,18 +209,28 @@ class PageReader:
             total = b.op("Add", total, b.op("Mul", part, b.float(256**i)))
         return total
 
-    def unpacked(self, x: str, form: Format, tokens: Places) -> str:
-        """All codes of the pages, uint8 [B, M, codes of a page]. A byte's codes are
-        looked up: shifting it by each of their places is ten times slower in ONNX
-        Runtime."""
+    def unpacked(self, data: str, form: Format, size: int) -> str:
+        """Pieces of ``size`` bytes [Hs, 1, B, N, n, size] -> what their codes are worth,
+        uint8 [Hs, 1, B, N, n / runs, codes]. A byte's codes are looked up: shifting it by each
+        of their places is ten times slower in ONNX Runtime."""
         b = self.body
-        packed = self.per_page("pool_u8", f"{x}_codes_{tokens.bucket}", 8, tokens)
         if form.bits == 8:
-            return packed
-        codes = np.arange(256)[:, None] >> np.arange(0, 8, form.bits) & form.levels
-        return b.reshape(
-            b.gather(b.const(codes, np.uint8), b.cast(packed, INT32), 0), 0, 0, -1
-        )
+            return data
+        shares = byte_codes(form)
+        table = np.array(form.table, np.uint8)
+        data = b.cast(data, INT32)
+        data = b.reshape(data, 0, 0, 0, 0, -1, form.runs, size)
+        if form.runs == 1:
+            of_byte = b.const(table[shares[0]], np.uint8)
+            worth = b.gather(of_byte, data, 0)
+        else:
+            firsts = 256 * np.arange(form.runs)[:, None]
+            of_byte = b.int32(shares.reshape(-1, form.together))
+            in_run = b.op("Add", data, b.int32(firsts))
+            share = b.gather(of_byte, in_run, 0)
+            codes = b.op("ReduceSum", share, b.const([5]), keepdims=0)
+            worth = b.gather(b.const(table, np.uint8), codes, 0)
+        return b.reshape(worth, 0, 0, 0, 0, -1, size * form.together)
 
     def per_page(self, pool: str, rows: str, bits: int, tokens: Places) -> str:
         """One kind of data of all pages of the table: [B, M, elements of a page]."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,7 +26,8 @@ from kvlathe.export.attention.eager import AttendLayer, StepTensors
 from kvlathe.export.attention.softmax_state import SoftmaxState
 from kvlathe.export.attention.windows import NEVER, LaneWindows
 from kvlathe.export.model.decoder import Decoder
-from kvlathe.plan.formats import Format, Tier
+from kvlathe.plan.codec import FITS, TWO_255THS, nearest_codes
+from kvlathe.plan.formats import NORMAL_TOP, Format, Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import CompressionPlan
 
@@ -287,17 +289,56 @@ def rounded(x: Tensor, form: Format, page: int, dither: Tensor | None = None) ->
 
 
 def _coded(x: Tensor, dither: Tensor | None, form: Format, along: int) -> Tensor:
-    """One group along an axis: codes for the (scale, minimum) that halves can hold, and
-    what they stand for."""
-    levels = form.levels
+    """One group along an axis: codes for the metadata that halves can hold, and what
+    they stand for."""
+    if form.has_fixed_levels:
+        return _fitted(x, form, along)
+    top = form.top
     low = x.amin(along, keepdim=True)
     width = x.amax(along, keepdim=True) - low
-    scale = (width * form.span / levels).half().float()
+    scale = (width * form.span / top).half().float()
     cut_off = (1 - form.span) / 2  # of the range, at either end
     low = (low + width * cut_off).half().float()
     exact = torch.where(scale > 0, (x - low) / scale, 0.0)
     codes = exact.round() if dither is None else (exact + dither).floor().float()
-    return codes.clamp(0, levels) * scale + low
+    return codes.clamp(0, top) * scale + low
+
+
+def _fitted(x: Tensor, form: Format, along: int) -> Tensor:
+    """One group of fixed levels, fitted as kvlathe/plan/codec.py does it."""
+    wide = x.double()
+    ends = form.top / 2
+    squares = wide.square()
+    energy = squares.sum(along, keepdim=True)
+    mean = energy / x.shape[along]
+    magnitude = NORMAL_TOP[form.bits] * mean.sqrt()
+    worth, read = _nearest(x, form, magnitude)
+    for _ in range(FITS - 1):
+        levels = worth.double() - ends
+        products = wide * levels
+        squares = levels.square()
+        product = products.sum(along, keepdim=True)
+        square = squares.sum(along, keepdim=True)
+        best = ends * product / square
+        magnitude = best.abs()
+        worth, read = _nearest(x, form, magnitude)
+    return read
+
+
+def _nearest(x: Tensor, form: Format, magnitude: Tensor) -> tuple[Tensor, Tensor]:
+    """What the nearest codes for a magnitude are worth, and what they stand for."""
+    table = np.array(form.table)
+    of_byte = table[nearest_codes(form)]
+    halves = magnitude.float().half()
+    stored = halves.float()
+    scale = stored * float(TWO_255THS)
+    above = x + stored
+    exact = torch.where(scale > 0, above / scale, 0.0)
+    whole = exact.round()
+    nearest = whole.clamp(0, form.top)
+    worth = torch.tensor(of_byte, device=x.device)[nearest.int()]
+    read = worth * scale - stored
+    return worth, read
 
 
 STEP, MASK = 0x9E3779B9, 0xFFFFFFFF

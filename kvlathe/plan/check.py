@@ -106,6 +106,12 @@ def _check_tiers(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> N
             refuse(
                 f"{tier} stores sums of codes", "only products of integers read them"
             )
+        fixed = tier.k.has_fixed_levels or tier.v.has_fixed_levels
+        if fixed and (tier.sums or tier.rounding != "nearest"):
+            refuse(
+                f"{tier} has fixed levels",
+                "their codes are the nearest, and nothing reads their sums",
+            )
 
 
 def _check_buckets(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> None:

@@ -8,11 +8,16 @@ asymmetric codes,
 (max - min is first cut to its middle part where the tier's span is below 1),
 
 as [token][rank] with groups along the rank, or as [rank][token] with groups along the
-page's tokens. Codes below 8 bit are packed with the first element in the lowest bits.
-Metadata follows the order of the groups. The rounding of scale and minimum to half is
-part of the code: codes are chosen for the rounded pair. A constant group has scale 0
-and is exact to half. Where a tier stores sums, those of each group's codes follow in
-the same order, little-endian.
+page's tokens. Codes below 8 bit are packed with the first element in the lowest bits,
+those of 3 bits in blocks (kvlathe/plan/packing.py). Metadata follows the order of the
+groups. The rounding of scale and minimum to half is part of the code: codes are chosen
+for the rounded pair. A constant group has scale 0 and is exact to half. Where a tier
+stores sums, those of each group's codes follow in the same order, little-endian.
+
+Where levels are the normal's, a group has one half, the magnitude m of its outermost
+levels:
+
+    x ~ m (2 table[code] / 255 - 1),   m of least squared error, found in FITS passes from m = NORMAL_TOP sqrt(mean x^2)
 
 Codes are rounded to the nearest, or up where a hash of the plan's seed, the lane, K or
 V, the token's position and the channel (``noise``) falls below the fraction: no bias,
@@ -27,13 +32,19 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.plan.formats import META_BYTES, Format
+from kvlathe.plan.formats import NORMAL_TOP, Format
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.packing import pack, unpack
 
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
 Places = npt.NDArray[np.int64]
 Positions = int | npt.NDArray[np.integer]
+FITS = 5
+"""Passes over a group of fixed levels: codes for a scale, then the best scale for the
+codes (Lloyd's iteration on one number)."""
+TWO_255THS = np.float32(2 / 255)
 FLOATS = {16: np.dtype(np.float16), 32: np.dtype(np.float32)}
 
 
@@ -71,7 +82,7 @@ class PageMatrix:
         data = (self.data, self.format.element_bytes(self.rank))
         if not self.groups:
             return (data,)
-        meta = (self.meta, len(self.groups) * META_BYTES)
+        meta = (self.meta, len(self.groups) * self.format.group_bytes)
         if not self.format.sums:
             return data, meta
         return data, meta, (self.sums, len(self.groups) * self.format.sum_bytes)
@@ -91,12 +102,14 @@ class PageMatrix:
         return page[self.data : self.data + size].reshape(self._rows, -1)
 
     def _metadata(self, page: Bytes) -> npt.NDArray[np.float16]:
-        size = self._rows * len(self.groups) * META_BYTES
-        return (
-            page[self.meta : self.meta + size]
-            .view(np.float16)
-            .reshape(self._rows, len(self.groups), 2)
-        )
+        """[rows, groups, 2]: (scale, minimum); [rows, groups, 1] of fixed levels."""
+        groups = len(self.groups)
+        pairs = self._rows * groups
+        size = pairs * self.format.group_bytes
+        end = self.meta + size
+        stored = page[self.meta : end]
+        halves = stored.view(np.float16)
+        return halves.reshape(self._rows, groups, -1)
 
     def _floats(self, page: Bytes) -> npt.NDArray[np.floating]:
         kind = FLOATS[self.format.bits]
@@ -113,7 +126,11 @@ class PageMatrix:
         if not self.groups:
             return self._floats(page).astype(np.float32)
         scale, minimum = self._spread(self._metadata(page))
-        values = unpack(self._code_bytes(page), self.format.bits) * scale + minimum
+        packed = self._code_bytes(page)
+        codes = unpack(packed, self.format.bits)
+        table = np.array(self.format.table, np.uint8)
+        worth = table[codes]
+        values = worth * scale + minimum
         return values if self.format.along_rank else values.T
 
     def write(self, page: Bytes, values: Floats, position: Positions = 0) -> None:
@@ -124,27 +141,78 @@ class PageMatrix:
             self._floats(page)[:] = values
             return
         rows = values if self.format.along_rank else np.ascontiguousarray(values.T)
-        metadata, levels = self._metadata(page), (1 << self.format.bits) - 1
-        low = np.minimum.reduceat(rows, self._starts, axis=1)
-        high = np.maximum.reduceat(rows, self._starts, axis=1)
-        width = high - low
-        metadata[..., 0], metadata[..., 1] = (
-            width * self.format.span / levels,
-            low + width * ((1 - self.format.span) / 2),
-        )
-        scale, minimum = self._spread(metadata)
-        exact = np.divide(
-            rows - minimum, scale, out=np.zeros_like(rows), where=scale > 0
-        )
-        exact = (
-            np.rint(exact)
-            if self.key is None
-            else np.floor(exact + self._noise(self.key, position))
-        )
-        codes = np.clip(exact, 0, levels).astype(np.uint8)
+        metadata = self._metadata(page)
+        codes = self._coded(rows, metadata, position)
         self._code_bytes(page)[:] = pack(codes, self.format.bits)
         if self.format.sums:
             self._write_sums(page, codes)
+
+    def _coded(
+        self, rows: Floats, metadata: npt.NDArray[np.float16], position: Positions
+    ) -> Bytes:
+        """Codes of ``rows``; their scales and minima go into ``metadata``."""
+        if self.format.has_fixed_levels:
+            return self._fitted(rows, metadata)
+        span, top = self.format.span, self.format.top
+        low = np.minimum.reduceat(rows, self._starts, axis=1)
+        high = np.maximum.reduceat(rows, self._starts, axis=1)
+        width = high - low
+        metadata[..., 0] = width * span / top
+        metadata[..., 1] = low + width * ((1 - span) / 2)
+        exact = self._exact(rows, metadata)
+        if self.key is None:
+            whole = np.rint(exact)
+        else:
+            drawn = self._noise(self.key, position)
+            whole = np.floor(exact + drawn)
+        codes = np.clip(whole, 0, top)
+        return codes.astype(np.uint8)
+
+    def _fitted(self, rows: Floats, metadata: npt.NDArray[np.float16]) -> Bytes:
+        """Codes of fixed levels; their magnitudes go into ``metadata``. Sums are double,
+        so that the order of adding decides nothing."""
+        wide = rows.astype(np.float64)
+        squares = wide * wide
+        energy = np.add.reduceat(squares, self._starts, axis=1)
+        deviation = np.sqrt(energy / self.groups)
+        magnitude = NORMAL_TOP[self.format.bits] * deviation
+        codes = self._nearest(rows, metadata, magnitude)
+        for _ in range(FITS - 1):
+            magnitude = self._best_magnitude(wide, codes)
+            codes = self._nearest(rows, metadata, magnitude)
+        return codes
+
+    def _nearest(
+        self, rows: Floats, metadata: npt.NDArray[np.float16], magnitude: Doubles
+    ) -> Bytes:
+        """Codes of fixed levels for these magnitudes [rows, groups], which go into
+        ``metadata``."""
+        metadata[..., 0] = magnitude.astype(np.float32)
+        exact = self._exact(rows, metadata)
+        whole = np.rint(exact)
+        worth = np.clip(whole, 0, self.format.top)
+        nearest = nearest_codes(self.format)
+        return nearest[worth.astype(np.uint8)]
+
+    def _best_magnitude(self, rows: Doubles, codes: Bytes) -> Doubles:
+        """Of least squared error for these codes, [rows, groups]."""
+        ends = self.format.top / 2
+        table = np.array(self.format.table)
+        levels = table[codes] - ends
+        products = rows * levels
+        squares = levels * levels
+        along = np.add.reduceat(products, self._starts, axis=1)
+        square = np.add.reduceat(squares, self._starts, axis=1)
+        best = ends * along / square
+        return np.abs(best)
+
+    def _exact(self, rows: Floats, metadata: npt.NDArray[np.float16]) -> Floats:
+        """What codes would be worth without rounding; 0 where a group has no scale."""
+        scale, minimum = self._spread(metadata)
+        above = rows - minimum
+        zero = np.zeros_like(rows)
+        is_wide = scale > 0
+        return np.divide(above, scale, out=zero, where=is_wide)
 
     def _write_sums(self, page: Bytes, codes: Bytes) -> None:
         """The low bytes of each group's sum, little-endian, behind the metadata."""
@@ -161,31 +229,22 @@ class PageMatrix:
 
     def _spread(self, metadata: npt.NDArray[np.float16]) -> tuple[Floats, Floats]:
         """Scale and minimum of every element [rows, axis length]."""
-        pairs = metadata.astype(np.float32)
-        wide = np.repeat(pairs, self.groups, axis=1)
-        scale = wide[..., 0]
+        halves = metadata.astype(np.float32)
+        wide = np.repeat(halves, self.groups, axis=1)
+        first = wide[..., 0]
+        if self.format.has_fixed_levels:
+            return first * TWO_255THS, -first
         minimum = wide[..., 1]
-        return scale, minimum
+        return first, minimum
 
 
-def pack(codes: Bytes, bits: int) -> Bytes:
-    """[rows, n] codes below 2^bits as [rows, n * bits / 8] bytes, the first code in the
-    lowest bits."""
-    if bits == 8:
-        return codes
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    return np.bitwise_or.reduce(
-        codes.reshape(len(codes), -1, len(shifts)) << shifts, axis=2
-    )
-
-
-def unpack(packed: Bytes, bits: int) -> Bytes:
-    """The inverse of ``pack``."""
-    if bits == 8:
-        return packed
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    mask = np.uint8((1 << bits) - 1)
-    return ((packed[..., None] >> shifts) & mask).reshape(len(packed), -1)
+def nearest_codes(form: Format) -> Bytes:
+    """[256]: of every byte the code that is worth most nearly as much; of two, the
+    smaller one."""
+    worth = np.arange(256)[:, None]
+    apart = np.abs(worth - form.table)
+    nearest = apart.argmin(1)
+    return nearest.astype(np.uint8)
 
 
 def mixed(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
@@ -250,8 +309,9 @@ def element_places(form: Format, rank: int, tokens: int) -> tuple[Places, Places
     """Where element (token, channel) of codes lies: its code and its group, both
     [tokens, rank].
 
-    Code i of b bits is bits (i * b) % 8 and up of byte i * b // 8 (lowest bits first);
-    the (scale, minimum) of group j are halves 2 j and 2 j + 1 of the metadata.
+    Code i of b bits is bits (i * b) % 8 and up of byte i * b // 8 (lowest bits first;
+    codes of 3 bits: kvlathe/plan/packing.py). The (scale, minimum) of group j are halves 2 j
+    and 2 j + 1 of the metadata; its magnitude is half j where levels are fixed.
     """
     token, channel = np.arange(tokens)[:, None], np.arange(rank)[None, :]
     if form.along_rank:

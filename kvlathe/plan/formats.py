@@ -11,16 +11,26 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-Bits = Literal[32, 16, 8, 4, 2]
+Bits = Literal[32, 16, 8, 4, 3, 2]
 Axis = Literal["rank", "token"]
+Levels = Literal["even", "normal"]
 Side = Literal["k", "v"]
 
 ALIGN = 128
 """Every part of a page begins at a multiple of so many bytes."""
-META_BYTES = 4
-"""Of one quantization group: its scale and its minimum, IEEE halves."""
-NAMES: dict[Bits, str] = {32: "f32", 16: "f16", 8: "u8", 4: "u4", 2: "u2"}
+NAMES: dict[Bits, str] = {32: "f32", 16: "f16", 8: "u8", 4: "u4", 3: "u3", 2: "u2"}
 """Every number of bits that a format may have, and what it is called."""
+META_BYTES = 4
+"""Of one quantization group of even levels: its scale and its minimum, IEEE halves."""
+NORMAL: dict[Bits, tuple[int, ...]] = {
+    2: (0, 89, 166, 255),
+    3: (0, 48, 83, 113, 142, 172, 207, 255),
+    4: (0, 31, 52, 69, 84, 97, 109, 122, 133, 146, 158, 171, 186, 203, 224, 255),
+}
+"""Levels that lose least of a normal number (Lloyd 1982, Max 1960), for each number of
+bits: in 255 parts of the range that they span, so that products take them as bytes."""
+NORMAL_TOP: dict[Bits, float] = {2: 1.5104176, 3: 2.1519457, 4: 2.7325896}
+"""The largest level, in standard deviations."""
 
 
 def aligned(size: int) -> int:
@@ -49,9 +59,13 @@ class Format:
     IEEE numbers (16 and 32 bits) lie [token][rank]. Codes of fewer bits come in groups
     of ``group`` elements along ``axis``, each group with one (scale, minimum) pair:
     [token][rank] where groups run along the rank, [rank][token] where they run along
-    the tokens of a page. ``span``: the middle part of a group's range that codes cover.
+    the tokens of a page. Codes of 3 bits lie in blocks of three runs of bytes, others
+    in one run (kvlathe/plan/codec.py). ``span``: the middle part of a group's range that codes cover.
     ``sums``: the sum of each group's codes is stored, too. IEEE numbers have no groups,
-    and ignore all four.
+    and ignore all five.
+
+    ``levels``: ``even`` ones between a group's minimum and its maximum, or those of a
+    ``normal`` number around 0 (NORMAL): a group then has one scale and no minimum.
     """
 
     bits: Bits
@@ -59,11 +73,21 @@ class Format:
     group: int
     span: float = 1.0
     sums: bool = False
+    levels: Levels = "even"
 
     @property
     def name(self) -> str:
-        """For example ``u4``."""
+        """For example ``u4``; ``n4`` where levels are the normal's."""
+        if self.has_fixed_levels:
+            return f"n{self.bits}"
         return NAMES[self.bits]
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        if self.has_fixed_levels:
+            return f"{self.bits} bit (normal)"
+        return f"{self.bits} bit"
 
     @property
     def is_coded(self) -> bool:
@@ -86,9 +110,47 @@ class Format:
         return not self.along_tokens
 
     @property
-    def levels(self) -> int:
-        """The largest code."""
-        return (1 << self.bits) - 1
+    def has_fixed_levels(self) -> bool:
+        """Whether codes are numbers of a level table, with one scale a group."""
+        if not self.is_coded:
+            return False
+        return self.levels == "normal"
+
+    @property
+    def table(self) -> tuple[int, ...]:
+        """What each code is worth, in units of the group's scale above its minimum."""
+        if self.has_fixed_levels:
+            return NORMAL[self.bits]
+        count = 1 << self.bits
+        return tuple(range(count))
+
+    @property
+    def top(self) -> int:
+        """What the largest code is worth."""
+        return self.table[-1]
+
+    @property
+    def runs(self) -> int:
+        """Runs of bytes that codes are divided among: one byte of each holds
+        ``together`` codes."""
+        return 3 if self.bits == 3 else 1
+
+    @property
+    def together(self) -> int:
+        """Codes in one byte of each run."""
+        bits = 8 * self.runs
+        return bits // self.bits
+
+    @property
+    def halves(self) -> int:
+        """IEEE halves of one group's metadata: its scale and its minimum, or the
+        magnitude of its outermost levels."""
+        return 1 if self.has_fixed_levels else 2
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of one group's metadata."""
+        return 2 * self.halves
 
     @property
     def pool(self) -> str:
@@ -132,10 +194,10 @@ class Format:
 
     def meta_bytes(self, rank: int, tokens: int) -> int:
         """Bytes of one lane's metadata in a page, stored sums included, each aligned.
-        The sums lie behind the (scale, minimum) pairs."""
+        The sums lie behind the rest."""
         count = self.group_count(rank, tokens)
         sums = aligned(count * self.sum_bytes) if self.sums else 0
-        return aligned(count * META_BYTES) + sums
+        return aligned(count * self.group_bytes) + sums
 
     def page_bytes(self, rank: int, tokens: int) -> int:
         """Bytes of one lane's K or V in a page of ``tokens`` tokens."""
@@ -148,8 +210,8 @@ class Format:
 class Tier:
     """The formats of K and of V, and how they are computed.
 
-    ``bits_*``, ``axis_*``, ``group_*``, ``span_*`` and ``sums`` are the fields of the
-    two formats, which ``k`` and ``v`` return.
+    ``bits_*``, ``axis_*``, ``group_*``, ``span_*``, ``levels_*`` and ``sums`` are the
+    fields of the two formats, which ``k`` and ``v`` return.
     ``arithmetic`` = int: QK^T and PV are taken on the codes, nothing is dequantized.
     K's groups then run along the rank, which the product sums over; V's along the
     tokens. Where tokens may be dropped, V's run along the rank too, and their scales go
@@ -174,14 +236,18 @@ class Tier:
     sums: bool = False
     span_k: float = 1.0
     span_v: float = 1.0
+    levels_k: Levels = "even"
+    levels_v: Levels = "even"
 
     @property
     def k(self) -> Format:
-        return Format(self.bits_k, self.axis_k, self.group_k, self.span_k, self.sums)
+        shape = self.bits_k, self.axis_k, self.group_k
+        return Format(*shape, self.span_k, self.sums, self.levels_k)
 
     @property
     def v(self) -> Format:
-        return Format(self.bits_v, self.axis_v, self.group_v, self.span_v, self.sums)
+        shape = self.bits_v, self.axis_v, self.group_v
+        return Format(*shape, self.span_v, self.sums, self.levels_v)
 
     def of(self, side: str) -> Format:
         """The format of K or of V: ``side`` is "k" or "v"."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.plan.formats import Tier
+from kvlathe.plan.formats import Format, Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
@@ -38,12 +38,18 @@ BUCKET_FORM = (
 
 
 def format_fields(tier: Tier) -> tuple[int, int, int, int, int, int]:
-    """The first six of BUCKET_FORM: what native code is told of a bucket's formats.
-    Axis 0 is rank, 1 token."""
+    """The first six of BUCKET_FORM: what native code is told of a bucket's formats."""
     k, v = tier.formats
-    axis_k = int(k.axis == "token")
-    axis_v = int(v.axis == "token")
+    axis_k = _axis(k)
+    axis_v = _axis(v)
     return k.bits, v.bits, axis_k, axis_v, k.group, v.group
+
+
+def _axis(form: Format) -> int:
+    """0 is rank, 1 token, 2 rank with levels of the normal (kvlathe_axis of abi.h)."""
+    if form.has_fixed_levels:
+        return 2
+    return int(form.axis == "token")
 
 
 def layer_table(plan: CompressionPlan, layer: int) -> npt.NDArray[np.int32]:
@@ -57,7 +63,7 @@ def layer_table(plan: CompressionPlan, layer: int) -> npt.NDArray[np.int32]:
     are its window (token_rules.Window). ``rope``: whether anything turns.
     ``input_dim``, ``rank_k`` of the header: the widest.
     ``pools``: bits 1, 2, 4 for the views pool_f32, pool_f16, pool_u8 that the op is
-    given. Axis 0 is rank, 1 token.
+    given.
     """
     lanes = plan.active(layer)
     tables = _lane_tables(plan, layer)

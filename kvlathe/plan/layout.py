@@ -10,7 +10,8 @@ C++ read the same table.
 
 16 and 32 bit: K and V are [token][rank]. Quantized K: [token][rank] (groups along the
 rank) or [rank][token] (groups along the page's tokens), packed; likewise V. Metadata:
-one (scale, minimum) pair of IEEE halves for each group; then, 128-byte aligned, the sum
+one (scale, minimum) pair of IEEE halves for each group, or one half where levels are
+fixed; then, 128-byte aligned, the sum
 of each group's codes where the tier stores it, little-endian in ``sum_bytes``. Scores,
 after all lanes: float32 mass [lanes of the bucket, P], then int32 position of each
 token likewise, where the plan keeps it.
@@ -159,8 +160,8 @@ class CacheLayout:
         for i, bucket in enumerate(self.plan.buckets):
             tier, rule = self.plan.tiers[bucket.tier], bucket.tokens
             k, v = tier.formats
-            same = k.bits == v.bits
-            bits = f"{k.bits} bit" if same else f"K {k.bits} bit, V {v.bits} bit"
+            same = k.words == v.words
+            bits = k.words if same else f"K {k.words}, V {v.words}"
             layers = sorted({self.plan.lanes[lane].layer for lane in bucket.lanes})
             where = f"{layers[0]} to {layers[-1]}" if layers[1:] else str(layers[0])
             tokens = "until they are sealed" if self.plan.cold(i) else rule.words

@@ -5,11 +5,12 @@ a model, over a random cache.
     python tests/bench/cpu_attend.py [--formats 32 16 8 4 2] [--contexts 512 2048 3840]
         [--rows 1 8] [--ranks 96 112] [--against OTHER/libkvlathe.so]
 
-A format is BITS, groups along the rank for K and along the tokens for V; or
-BITS:AXIS_K,AXIS_V. Above 8 bits it is one bucket; below, ``--hot`` tokens are still in
-32 bit. 32-bit caches are also shown at full rank. The shape is that of lathe-27m: 6
-layers of 4 KV heads of 128, 2 query heads each. The lowest tenth of ``--repeats`` calls
-counts: other load only slows. One thread is timed by its processor time.
+A format is BITS, groups along the rank for K and along the tokens for V;
+BITS:AXIS_K,AXIS_V; or BITS:normal, fixed levels along the rank. Above 8 bits it is one
+bucket; below, ``--hot`` tokens are still in 32 bit. 32-bit caches are also shown at full
+rank. The shape is that of lathe-27m: 6 layers of 4 KV heads of 128, 2 query heads each.
+The lowest tenth of ``--repeats`` calls counts: other load only slows. One thread is
+timed by its processor time.
 
 ``--against``: calls of another build alternate with those of the library in use, on the
 same pages. Printed is how much longer the one in use takes.
@@ -34,7 +35,7 @@ import numpy.typing as npt
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvlathe.plan.formats import Axis, Tier  # noqa: E402
+from kvlathe.plan.formats import Axis, Levels, Tier  # noqa: E402
 from kvlathe.plan.heads import Lane, ModelShape  # noqa: E402
 from kvlathe.plan.layer_table import layer_table  # noqa: E402
 from kvlathe.plan.layout import CacheLayout  # noqa: E402
@@ -45,6 +46,7 @@ from tests.support.format_cases import bits_of  # noqa: E402
 
 AXES: tuple[Axis, ...] = ("rank", "token")
 PAIRS = {",".join(pair): pair for pair in itertools.product(AXES, AXES)}
+PAIRS["normal"] = ("rank", "rank")
 """Axes of K and of V as they are asked for."""
 
 LAYERS, HEADS, GROUP, WIDTH = 6, 4, 2, 128
@@ -55,7 +57,8 @@ def plan_of(form: str, ranks: list[int]) -> CompressionPlan:
     """``ranks`` in turn; the full width is not projected."""
     number, _, axes = form.partition(":")
     bits, (axis_k, axis_v) = bits_of(int(number)), PAIRS[axes or "rank,token"]
-    tier = Tier(bits, bits, axis_k, axis_v)
+    levels: Levels = "normal" if axes == "normal" else "even"
+    tier = Tier(bits, bits, axis_k, axis_v, levels_k=levels, levels_v=levels)
     places = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
     chosen = [
         (ranks[i % len(ranks)], ranks[(i + 1) % len(ranks)]) for i in range(len(places))

@@ -109,6 +109,10 @@ LONG_TIERS = [
     Tier(2, 2, "rank", "token", 32, 16),
     Tier(2, 4, "token", "rank", 16, 64),
     Tier(8, 8, "token", "rank", 32, 48),
+    Tier(3, 3, "rank", "token", 32, 16),
+    Tier(3, 3, "token", "rank", 64, 48),
+    Tier(2, 4, "rank", "rank", 64, 32, levels_k="normal", levels_v="normal"),
+    Tier(3, 3, "rank", "rank", 128, 128, levels_k="normal", levels_v="normal"),
 ]
 
 
@@ -148,7 +152,7 @@ def windowed_case(window: Window, tier: Tier, page: int) -> tuple[Case, Array]:
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("tier", LONG_TIERS[1::4], ids=["by token", "by rank"])
+@pytest.mark.parametrize("tier", LONG_TIERS[1::4], ids=["by token", "by rank", "fixed"])
 @pytest.mark.parametrize(
     "window",
     [

@@ -9,15 +9,17 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvlathe.plan.formats import META_BYTES, NAMES, Format, Tier, aligned, sum_bytes
 from kvlathe.plan.layer_table import POOLS, format_fields
+from kvlathe.plan.packing import pack
 from tests.support.format_cases import CODED_BITS, TIERS
 
 HERE = Path(__file__).parent
 PLUGINS = HERE.parents[1] / "plugins_cpp"
-AXES = ("rank", "token")
+AXES = ("rank", "token", "normal")
 """By their number in C++."""
 RANKS, GROUPS, PAGES = (16, 48, 96, 112, 128), (16, 32, 48, 64, 128), (16, 64, 96)
 
@@ -39,7 +41,7 @@ def widths() -> Table:
         views = sum(1 << i for i, pool in enumerate(POOLS) if pool in form.pools)
         answer = [1, form.is_coded, views]
         if form.is_coded:
-            answer += [form.bits < 8, 8 // form.bits, form.levels]
+            answer += [form.bits < 8, form.runs, form.together, 2**form.bits - 1]
         table[f"width {form.bits}"] = answer
     return table
 
@@ -69,8 +71,9 @@ def groups() -> Table:
 def in_bucket(tier: Tier) -> Answer:
     answer: Answer = []
     for form in tier.formats:
-        axis = AXES.index(form.axis)
+        axis = AXES.index("normal" if form.has_fixed_levels else form.axis)
         answer += [form.bits, axis, form.group, form.is_coded, form.along_tokens]
+        answer += [form.has_fixed_levels, form.halves]
     return [*answer, tier.is_coded]
 
 
@@ -82,6 +85,29 @@ def buckets() -> Table:
         fields = " ".join(map(str, format_fields(tier)))
         table[f"bucket {fields}"] = in_bucket(tier)
         table[f"part {fields}"] = in_bucket(tier)
+    return table
+
+
+def tables() -> Table:
+    """What codes are worth."""
+    table: Table = {}
+    for form in every_format():
+        axis = AXES.index("normal" if form.has_fixed_levels else form.axis)
+        if form.is_coded:
+            table[f"table {form.bits} {axis}"] = list(form.table)
+    return table
+
+
+def threes() -> Table:
+    """Where each eight codes of 3 bits lie: the first codes of their bytes alone are
+    not 0."""
+    table: Table = {}
+    for count, code in itertools.product((16, 64, 80, 128, 176), range(0, 176, 8)):
+        if code < count:
+            codes = np.zeros((1, count), np.uint8)
+            codes[0, [code, code + 2]] = 1
+            at, second = np.flatnonzero(pack(codes, 3)[0])
+            table[f"threes {code} {count}"] = [int(at), int(second - at)]
     return table
 
 
@@ -97,7 +123,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("table", [widths, sizes, groups, buckets])
+@pytest.mark.parametrize("table", [widths, sizes, groups, buckets, tables, threes])
 def test_both_sides_say_the_same(program: Path, table: Callable[[], Table]) -> None:
     expected = table()
     questions = "\n".join(expected)
@@ -111,5 +137,6 @@ def test_both_sides_say_the_same(program: Path, table: Callable[[], Table]) -> N
 
 def test_a_name_says_the_bits_and_whether_there_are_codes() -> None:
     for form in every_format():
-        assert form.name == f"{'u' if form.is_coded else 'f'}{form.bits}"
+        kind = "n" if form.has_fixed_levels else "u" if form.is_coded else "f"
+        assert form.name == f"{kind}{form.bits}"
     assert {form.bits for form in every_format()} == set(NAMES)

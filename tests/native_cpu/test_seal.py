@@ -25,13 +25,22 @@ from tests.support.attend_cases import plan_of
 GROUPS = st.sampled_from([16, 32, 48, 64])
 AXES = st.sampled_from(["rank", "token"])
 BITS, SPANS = (
-    st.sampled_from([2, 4, 8, 16, 32]),
+    st.sampled_from([2, 3, 4, 8, 16, 32]),
     st.sampled_from([1.0, 0.9, 0.75, 0.6321]),
 )
 TIERS = st.builds(
     Tier, BITS, BITS, AXES, AXES, GROUPS, GROUPS, span_k=SPANS, span_v=SPANS,
     rounding=st.sampled_from(["nearest", "stochastic"]),
 )  # fmt: skip
+FIXED = st.builds(
+    Tier,
+    *[st.sampled_from([2, 3, 4])] * 2,
+    axis_v=st.just("rank"),
+    group_k=GROUPS,
+    group_v=GROUPS,
+    levels_k=st.just("normal"),
+    levels_v=st.just("normal"),
+)
 COUNTED = st.builds(
     Tier,
     BITS,
@@ -76,7 +85,7 @@ def filled(plan: CompressionPlan, seed: int) -> HostPages:
 @settings(max_examples=150)
 @given(
     isa=st.sampled_from([PORTABLE, AVX2, AUTO]),
-    tier=TIERS | COUNTED,
+    tier=TIERS | FIXED | COUNTED,
     hot=st.sampled_from([16, 32]),
     page=st.sampled_from([16, 64, 80]),
     seed=st.integers(0, 2**33),

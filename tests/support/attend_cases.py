@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 
 from kvlathe.export.attention.eager import StepTensors
-from kvlathe.plan.formats import Bits, Tier, groups_along_rank
+from kvlathe.plan.formats import NORMAL, Bits, Format, Tier, groups_along_rank
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket, CompressionPlan
@@ -157,8 +157,9 @@ def whole(plan: CompressionPlan, cold: int) -> bool:
 
 
 def quantized_tiers(arithmetic: str = "float") -> st.SearchStrategy[Tier]:
-    bits, axes = st.sampled_from([2, 4, 8, 16]), st.sampled_from(["rank", "token"])
+    bits, axes = st.sampled_from([2, 3, 4, 8, 16]), st.sampled_from(["rank", "token"])
     groups = st.sampled_from([16, 32])
+    fixed = fixed_tiers(groups, arithmetic)
     if arithmetic == "int":
         rank, token, products = st.just("rank"), st.just("token"), st.just("int")
         by_token = st.builds(
@@ -172,10 +173,29 @@ def quantized_tiers(arithmetic: str = "float") -> st.SearchStrategy[Tier]:
             products,
             sums=st.booleans(),
         )
-        return by_token | st.builds(
-            Tier, bits, bits, rank, rank, groups, groups, products
-        )
-    return st.builds(Tier, bits, bits, axes, axes, st.just(32), groups)
+        by_rank = st.builds(Tier, bits, bits, rank, rank, groups, groups, products)
+        return by_token | by_rank | fixed
+    return st.builds(Tier, bits, bits, axes, axes, st.just(32), groups) | fixed
+
+
+def fixed_tiers(
+    groups: st.SearchStrategy[int], arithmetic: str
+) -> st.SearchStrategy[Tier]:
+    """V's levels, or both sides', are the normal's."""
+    bits, rank = st.sampled_from(sorted(NORMAL)), st.just("rank")
+    normal, either = st.just("normal"), st.sampled_from(["even", "normal"])
+    return st.builds(
+        Tier,
+        bits,
+        bits,
+        rank,
+        rank,
+        groups,
+        groups,
+        st.just(arithmetic),
+        levels_k=either,
+        levels_v=normal,
+    )
 
 
 def fresh_buckets(lanes: list[Lane]) -> list[list[Bucket]]:
@@ -451,46 +471,22 @@ class Case:
             bucket, lane.layer * self.plan.model.kv_heads + lane.head
         )
         sums = (offsets.k_sums, offsets.v_sums) if tier.sums else (None, None)
-        k = (
-            lane.rank_k,
-            tier.bits_k,
-            tier.axis_k,
-            tier.group_k,
-            offsets.k,
-            offsets.k_meta,
-            sums[0],
-        )
-        v = (
-            lane.rank_v,
-            tier.bits_v,
-            tier.axis_v,
-            tier.group_v,
-            offsets.v,
-            offsets.v_meta,
-            sums[1],
-        )
+        k = (tier.k, lane.rank_k, offsets.k, offsets.k_meta, sums[0])
+        v = (tier.v, lane.rank_v, offsets.v, offsets.v_meta, sums[1])
         seen: tuple[list[Array], list[Array]] = ([], [])
         for j, page in enumerate(pages):
-            left, base = (
-                length - j * self.plan.page_tokens,
-                int(page) * self.layout.page_stride[bucket],
-            )
-            for found, (rank, bits, axis, group, at, meta, sums) in zip(
+            left = length - j * self.plan.page_tokens
+            base = int(page) * self.layout.page_stride[bucket]
+            for found, (form, rank, at, meta, own_sums) in zip(
                 seen, (k, v), strict=True
             ):
-                if bits >= 16:
-                    found.append(
-                        self._floats(
-                            base + at, min(left, self.plan.page_tokens), rank, bits
-                        )
-                    )
+                if form.is_coded:
+                    summed = None if own_sums is None else base + own_sums
+                    codes = self._codes(form, rank, base + at, base + meta, summed)
+                    found.append(codes[:left])
                 else:
-                    summed = None if sums is None else base + sums
-                    found.append(
-                        self._codes(
-                            base + at, base + meta, summed, rank, bits, axis, group
-                        )[:left]
-                    )
+                    count = min(left, self.plan.page_tokens)
+                    found.append(self._floats(base + at, count, rank, form.bits))
         empty = np.zeros((0, lane.rank_k)), np.zeros((0, lane.rank_v))
         return np.concatenate([empty[0], *seen[0]]), np.concatenate(
             [empty[1], *seen[1]]
@@ -504,54 +500,80 @@ class Case:
         return x.astype(np.float64)
 
     def _codes(
-        self,
-        at: int,
-        meta: int,
-        sums: int | None,
-        rank: int,
-        bits: int,
-        axis: str,
-        group: int,
+        self, form: Format, rank: int, at: int, meta: int, sums: int | None
     ) -> Array:
         """A whole page of random codes; its values [tokens, rank], worked out group by
         group."""
-        tokens = self.plan.page_tokens
-        codes = self.rng.integers(0, 1 << bits, tokens * rank)
-        packed = np.zeros(tokens * rank * bits // 8, np.uint8)
-        for place in range(8 // bits):
-            packed |= (codes[place :: 8 // bits] << (bits * place)).astype(np.uint8)
-        self._write(at, packed)
-        along_tokens = [min(group, tokens - i) for i in range(0, tokens, group)]
-        sizes = groups_along_rank(rank, group) if axis == "rank" else along_tokens
-        count = len(sizes) * (tokens if axis == "rank" else rank)
-        pairs = self.rng.normal(size=(count, 2)) / [(1 << bits) - 1, 1]
-        pairs[:, 0] = np.abs(pairs[:, 0])  # a scale is a range over its levels
-        pairs = pairs.astype(np.float16)
-        self._write(meta, pairs)
-        lines = (
-            codes.reshape(tokens, rank)
-            if axis == "rank"
-            else codes.reshape(rank, tokens)
-        )
+        tokens, bits = self.plan.page_tokens, form.bits
+        by_rank = form.axis == "rank"
+        shape = (tokens, rank) if by_rank else (rank, tokens)
+        lines = self.rng.integers(0, 1 << bits, shape)
+        self._write(at, packed(lines, bits))
+        along_tokens = [
+            min(form.group, tokens - i) for i in range(0, tokens, form.group)
+        ]
+        sizes = groups_along_rank(rank, form.group) if by_rank else along_tokens
+        count = len(sizes) * len(lines)
+        if form.levels == "normal":
+            half = np.abs(self.rng.normal(size=count)).astype(np.float16)
+            self._write(meta, half)
+            pairs = half.astype(np.float64)[:, None] * [2 / 255, -1]
+        else:
+            halves = self.rng.normal(size=(count, 2)) / [(1 << bits) - 1, 1]
+            halves[:, 0] = np.abs(halves[:, 0])  # a scale is a range over its levels
+            self._write(meta, halves.astype(np.float16))
+            pairs = halves.astype(np.float16).astype(np.float64)
         if sums is not None:
-            width = 1 if (2**bits - 1) * group < 256 else 2
+            width = 1 if (2**bits - 1) * form.group < 256 else 2
             totals = [
                 int(x.sum()).to_bytes(width, "little")
                 for line in lines
                 for x in split(line, sizes)
             ]
             self._write(sums, np.frombuffer(b"".join(totals), np.uint8))
-        pair = iter(pairs.astype(np.float64))
+        worth = np.array(form.table)[lines]
+        pair = iter(pairs)
         values = [
             np.concatenate([x * s + m for x, (s, m) in zip(split(line, sizes), pair)])  # noqa: B905
-            for line in lines
+            for line in worth
         ]
-        return np.array(values) if axis == "rank" else np.array(values).T
+        return np.array(values) if by_rank else np.array(values).T
 
     def _write(self, at: int, values: npt.NDArray) -> None:
         self.memory[at : at + values.nbytes] = (
             np.ascontiguousarray(values).view(np.uint8).reshape(-1)
         )
+
+
+THREES = (
+    ((0, 0), (0, 1), (0, 2)),
+    ((0, 3), (0, 4), (0, 5)),
+    ((1, 0), (1, 1), (1, 2)),
+    ((1, 3), (1, 4), (1, 5)),
+    ((2, 0), (2, 1), (2, 2)),
+    ((2, 3), (2, 4), (2, 5)),
+    ((0, 6), (0, 7), (2, 6)),
+    ((1, 6), (1, 7), (2, 7)),
+)
+"""(run, bit of its byte) of each bit of eight codes of 3 bits."""
+
+
+def packed(lines: npt.NDArray, bits: int) -> npt.NDArray[np.uint8]:
+    """Rows of codes as they lie in a page, placed bit by bit."""
+    if bits != 3:
+        own_bits = lines[..., None] >> np.arange(bits) & 1
+        return np.packbits(own_bits.astype(np.uint8), bitorder="little")
+    blocks = [_threes(lines[:, i : i + 64]) for i in range(0, lines.shape[1], 64)]
+    return np.packbits(np.concatenate(blocks, 1), bitorder="little")
+
+
+def _threes(lines: npt.NDArray) -> npt.NDArray[np.uint8]:
+    """The bits of a block, [rows, 3 * codes]."""
+    placed = np.zeros((len(lines), 3, lines.shape[1] // 8, 8), np.uint8)
+    for code, places in enumerate(THREES):
+        for bit, (run, at) in enumerate(places):
+            placed[:, run, :, at] = lines[:, code::8] >> bit & 1
+    return placed.reshape(len(lines), -1)
 
 
 def split(line: npt.NDArray, sizes: tuple[int, ...] | list[int]) -> list[npt.NDArray]:

@@ -3,7 +3,7 @@ hold an implementation to kvlathe/plan/codec.py. A new format joins it by its na
 
 from __future__ import annotations
 
-from kvlathe.plan.formats import NAMES, Bits, Format, Tier
+from kvlathe.plan.formats import NAMES, NORMAL, Bits, Format, Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from tests.support.attend_cases import plan_of
@@ -24,7 +24,15 @@ def _tiers(bits: Bits) -> list[Tier]:
     ]
 
 
+def _fixed(bits: Bits) -> Tier:
+    """Levels of the normal."""
+    return Tier(
+        bits, bits, "rank", "rank", 32, 48, levels_k="normal", levels_v="normal"
+    )
+
+
 TIERS = [tier for bits in BITS for tier in _tiers(bits)]
+TIERS += [_fixed(bits) for bits in NORMAL]
 CODED_TIERS = [tier for tier in TIERS if tier.is_coded]
 
 

@@ -40,6 +40,8 @@ from kvlathe.runtime.text.tokenizer import Tokenizer
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "lathe-5m"
 HOT, U8 = Tier(32, 32), Tier(8, 8, "rank", "token", 64, 64)
+U3 = Tier(3, 3, "rank", "token", 64, 64)
+N4 = Tier(4, 4, "rank", "rank", 64, 64, levels_k="normal", levels_v="normal")
 FOUR = Tier(4, 4, "rank", "rank", 64, 64, rounding="stochastic")
 NORMALIZED = ObservationWindow(recent=0.05, random=0.05, normalized=True)
 HEAVY = ObservationWindow(recent=1.0, pooling=5, noise=0.5)
@@ -100,6 +102,20 @@ def plans(
         "coded": plan_for(
             shape,
             (HOT, CODED),
+            (Bucket(0, every), Bucket(1, every, source=0)),
+            page,
+            chunk,
+        ),
+        "threes": plan_for(
+            shape,
+            (HOT, U3),
+            (Bucket(0, every), Bucket(1, every, source=0)),
+            page,
+            chunk,
+        ),
+        "fixed": plan_for(
+            shape,
+            (HOT, N4),
             (Bucket(0, every), Bucket(1, every, source=0)),
             page,
             chunk,

@@ -14,10 +14,12 @@
  * Parts are attended together; one softmax spans them.
  *
  * Inside a lane's slab. 32 and 16 bit: K and V are [token][rank]. Quantized: codes are packed low
- * bits first; axis rank is [token][rank] with metadata [token][group], groups being near-equal
+ * bits first (of 3 bits: in blocks of three runs, kvlathe/plan/packing.py); axis rank is [token][rank] with metadata [token][group], groups being near-equal
  * multiples of 16 channels none above group_*; axis token is [rank][token] with metadata
  * [rank][page_tokens / group]. Metadata is a pair of IEEE halves (scale, minimum) for each group:
- * x = scale * code + minimum.
+ * x = scale * code + minimum. Axis rank_normal is axis rank whose codes stand for levels of a normal
+ * number, bytes of a table (NORMAL of kvlathe/plan/formats.py), with one half m for each group:
+ * x = m (2 table[code] / 255 - 1).
  *
  * Every function returns a kvlathe_code and, where `status` is not null, writes the same code and
  * one sentence to it. A refusal happens before any launch and before anything is written. No
@@ -61,12 +63,16 @@ typedef struct kvlathe_status {
 /* Element type of q, o and of parts of 16 or 32 bits. */
 enum kvlathe_element { KVLATHE_F32 = 0, KVLATHE_F16 = 1, KVLATHE_BF16 = 2 };
 
-enum kvlathe_axis { KVLATHE_AXIS_RANK = 0, KVLATHE_AXIS_TOKEN = 1 };
+enum kvlathe_axis {
+  KVLATHE_AXIS_RANK = 0,
+  KVLATHE_AXIS_TOKEN = 1,
+  KVLATHE_AXIS_RANK_NORMAL = 2 /* 4, 3 or 2 bits; not on CUDA */
+};
 
 /* One bucket. `lanes` is host memory; `page_table` and `lengths` are where the kernel runs (device
  * memory for CUDA). */
 typedef struct kvlathe_part {
-  int32_t bits_k, bits_v;   /* 32, 16, 8, 4 or 2; above 8: the call's element type */
+  int32_t bits_k, bits_v;   /* 32, 16, 8, 4, 3 or 2; above 8: the call's element type */
   int32_t axis_k, axis_v;   /* of the quantization groups; ignored above 8 bits */
   int32_t group_k, group_v; /* elements in a group at most; ignored above 8 bits */
   int32_t lane_count;       /* rows in `lanes`, sorted by head, no head twice */

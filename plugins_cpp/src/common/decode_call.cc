@@ -37,7 +37,7 @@ void check_call_format(const Format& format, const kvlathe_attend_decode_args& a
     const int32_t element_bits = a.element == KVLATHE_F32 ? 32 : 16;
     require(format.bits == element_bits, KVLATHE_BAD_ARGUMENT,
             "a part has " + std::to_string(format.bits) +
-                " bits: it must be 8, 4, 2 or the element's " + std::to_string(element_bits));
+                " bits: it must be 8, 4, 3, 2 or the element's " + std::to_string(element_bits));
     return;
   }
   require(!format.by_channel() || a.page_tokens % format.group == 0, KVLATHE_BAD_ARGUMENT,
@@ -76,7 +76,7 @@ std::vector<Head> checked_lanes(const kvlathe_attend_decode_args& a) {
     for (int32_t i = 0; i < part.lane_count; ++i) {
       require(i == 0 || rows[i].head > rows[i - 1].head, KVLATHE_BAD_ARGUMENT,
               "a part's lanes are not sorted by head, or not of one layer");
-      check_lane(rows[i], part.bits_k, part.bits_v, a.page_tokens, part.page_stride);
+      check_lane(rows[i], format_k(part), format_v(part), a.page_tokens, part.page_stride);
       const Head fresh{rows[i].rank_k, rows[i].rank_v, 0, 0, {}};
       Head& head = by_head.try_emplace(rows[i].head, fresh).first->second;
       require(head.rank_k == rows[i].rank_k && head.rank_v == rows[i].rank_v, KVLATHE_BAD_ARGUMENT,

@@ -1,10 +1,11 @@
 // The number formats of cached tokens: the one place where C++ and CUDA ask what a format is.
 //
-// A format is (bits, axis, group). 32 and 16 bits are floats. 8, 4 and 2 bits are codes with a
+// A format is (bits, axis, group). 32 and 16 bits are floats. 8, 4, 3 and 2 bits are codes with a
 // scale and a minimum for each group of elements, x = scale * code + minimum:
 //
 //   axis rank    a row is a token: [token][rank], groups along the channels
 //   axis token   a row is a channel: [rank][token], groups along the page's tokens
+//   rank_normal  as axis rank, with a level table in the place of codes and one half a group
 //
 // The same facts in Python: kvlathe/plan/formats.py. A new format starts in these two files.
 #pragma once
@@ -25,12 +26,27 @@ namespace kvlathe {
 KVLATHE_ANYWHERE constexpr bool is_quantized(int bits) { return bits < 16; }
 
 KVLATHE_ANYWHERE constexpr bool is_width(int bits) {
-  return bits == 32 || bits == 16 || bits == 8 || bits == 4 || bits == 2;
+  return bits == 32 || bits == 16 || bits == 8 || (bits >= 2 && bits <= 4);
 }
 
 // Below 8 bits a byte holds several codes, the first in its low bits.
 KVLATHE_ANYWHERE constexpr bool is_packed(int bits) { return bits < 8; }
-KVLATHE_ANYWHERE constexpr int codes_per_byte(int bits) { return 8 / bits; }
+
+// Codes of 3 bits lie in blocks of 64, a row's last one of what is left: three runs of bytes, one
+// byte of each holding eight codes (kvlathe/plan/packing.py).
+constexpr int kBlockCodes = 64;
+KVLATHE_ANYWHERE constexpr int runs_of(int bits) { return bits == 3 ? 3 : 1; }
+KVLATHE_ANYWHERE constexpr int codes_together(int bits) { return 8 * runs_of(bits) / bits; }
+
+// Where code 8 t of a row of `count` begins: byte `at` of the row, `run` bytes before its second run.
+struct Threes {
+  int64_t at, run;
+};
+KVLATHE_ANYWHERE constexpr Threes threes_at(int64_t code, int64_t count) {
+  const int64_t block = code / kBlockCodes, left = count - kBlockCodes * block;
+  return {3 * kBlockCodes / 8 * block + code % kBlockCodes / 8,
+          (left < kBlockCodes ? left : int64_t{kBlockCodes}) / 8};
+}
 
 // The largest code: the steps between a group's minimum and its maximum.
 KVLATHE_ANYWHERE constexpr int levels_of(int bits) { return (1 << bits) - 1; }
@@ -48,6 +64,16 @@ constexpr PoolView kPoolViews[] = {kPoolF32, kPoolF16, kPoolU8};  // in the orde
 constexpr int pool_views(int bits) {
   return bits == 32 ? kPoolF32 : bits == 16 ? kPoolF16 : kPoolU8 | kPoolF16;
 }
+
+// Levels of a normal number (NORMAL and NORMAL_TOP of kvlathe/plan/formats.py), for 2, 3 and 4 bits.
+constexpr uint8_t kNormal[3][16] = {
+    {0, 89, 166, 255},
+    {0, 48, 83, 113, 142, 172, 207, 255},
+    {0, 31, 52, 69, 84, 97, 109, 122, 133, 146, 158, 171, 186, 203, 224, 255},
+};
+constexpr int kFits = 5;  // FITS of kvlathe/plan/codec.py
+constexpr float kTwo255ths = 2.f / 255.f;
+constexpr double kNormalTop[3] = {1.5104176, 2.1519457, 2.7325896};
 
 // A group's metadata: two IEEE halves, (scale, minimum).
 constexpr int kPairBytes = 4;
@@ -89,6 +115,12 @@ struct Format {
 
   bool quantized() const { return is_quantized(bits); }
   bool by_channel() const { return quantized() && axis == KVLATHE_AXIS_TOKEN; }
+  bool fixed_levels() const { return quantized() && axis == KVLATHE_AXIS_RANK_NORMAL; }
+
+  // IEEE halves of a group's metadata.
+  int halves() const { return fixed_levels() ? 1 : 2; }
+  // What each code is worth; null: the code itself.
+  const uint8_t* table() const { return fixed_levels() ? kNormal[bits - 2] : nullptr; }
 };
 
 // Of a kvlathe_part, or of a bucket in a layer's table.

@@ -20,16 +20,19 @@ const LaneRow* find_lane(const kvlathe_part& part, const LaneRow& lane) {
 bool is_rank(int32_t rank) { return rank > 0 && rank % kRankMultiple == 0 && rank <= kMostRank; }
 
 void check_format(const Format& format) {
-  require(is_width(format.bits), KVLATHE_BAD_ARGUMENT,
-          "a bucket has " + std::to_string(format.bits) + " bits: 32, 16, 8, 4 or 2 are possible");
+  require(
+      is_width(format.bits), KVLATHE_BAD_ARGUMENT,
+      "a bucket has " + std::to_string(format.bits) + " bits: 32, 16, 8, 4, 3 or 2 are possible");
   if (!format.quantized()) return;
-  require(format.axis == KVLATHE_AXIS_RANK || format.axis == KVLATHE_AXIS_TOKEN,
+  require(format.axis >= KVLATHE_AXIS_RANK && format.axis <= KVLATHE_AXIS_RANK_NORMAL,
           KVLATHE_BAD_ARGUMENT, "a bucket's axis is neither rank nor token");
+  require(!format.fixed_levels() || format.bits <= 4, KVLATHE_BAD_ARGUMENT,
+          "levels of the normal are for 4, 3 and 2 bits");
   require(format.group > 0 && format.group % kRankMultiple == 0, KVLATHE_UNSUPPORTED,
           "a quantization group is no multiple of 16");
 }
 
-void check_lane(const LaneRow& row, int32_t bits_k, int32_t bits_v, int64_t page_tokens,
+void check_lane(const LaneRow& row, const Format& k, const Format& v, int64_t page_tokens,
                 int64_t page_stride) {
   const auto where = [&] {
     return "the lane of layer " + std::to_string(row.layer) + " head " + std::to_string(row.head);
@@ -43,10 +46,10 @@ void check_lane(const LaneRow& row, int32_t bits_k, int32_t bits_v, int64_t page
     throw Refusal(KVLATHE_MISALIGNED, where() + " has an offset that is no multiple of 128 bytes");
   }
   const int64_t ends[] = {
-      row.k + slab_bytes(row.rank_k, page_tokens, bits_k),
-      row.v + slab_bytes(row.rank_v, page_tokens, bits_v),
-      row.k_meta + kPairBytes * int64_t{row.groups_k},
-      row.v_meta + kPairBytes * int64_t{row.groups_v},
+      row.k + slab_bytes(row.rank_k, page_tokens, k.bits),
+      row.v + slab_bytes(row.rank_v, page_tokens, v.bits),
+      row.k_meta + 2 * k.halves() * int64_t{row.groups_k},
+      row.v_meta + 2 * v.halves() * int64_t{row.groups_v},
   };
   if (*std::max_element(std::begin(ends), std::end(ends)) > page_stride) {
     throw Refusal(KVLATHE_TOO_SMALL, where() + " ends past the page stride");
@@ -58,7 +61,7 @@ void check_lanes(const kvlathe_part& part, int64_t page_tokens) {
   check_format(format_k(part));
   check_format(format_v(part));
   for (int32_t i = 0; i < part.lane_count; ++i) {
-    check_lane(lanes_of(part)[i], part.bits_k, part.bits_v, page_tokens, part.page_stride);
+    check_lane(lanes_of(part)[i], format_k(part), format_v(part), page_tokens, part.page_stride);
   }
 }
 

@@ -28,7 +28,7 @@ bool is_rank(int32_t rank);
 void check_format(const Format& format);
 
 // Refuses a row whose lane does not fit into a page.
-void check_lane(const LaneRow& row, int32_t bits_k, int32_t bits_v, int64_t page_tokens,
+void check_lane(const LaneRow& row, const Format& k, const Format& v, int64_t page_tokens,
                 int64_t page_stride);
 
 // Refuses a list of lanes of whole pages: formats, alignment, rows.

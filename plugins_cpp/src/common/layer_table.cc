@@ -110,7 +110,7 @@ void Layer::read_buckets() {
                                      [&](const Lane& x) { return x.head == row->head; });
       require(lane != lanes.end() && lane->rank_k == row->rank_k && lane->rank_v == row->rank_v,
               KVLATHE_BAD_ARGUMENT, "a bucket's lane contradicts its layer");
-      check_lane(*row, bucket.bits_k, bucket.bits_v, head.page_tokens, bucket.page_stride);
+      check_lane(*row, format_k(bucket), format_v(bucket), head.page_tokens, bucket.page_stride);
       bucket.rows[lane - lanes.begin()] = row;
     }
     buckets.push_back(std::move(bucket));

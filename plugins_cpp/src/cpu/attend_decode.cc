@@ -26,10 +26,14 @@ void store(void* base, int64_t index, int32_t element, float value) {
   }
 }
 
-// Code number `index` of a packed run: 8, 4 or 2 bits each, low bits first.
-uint32_t packed_code(const uint8_t* codes, int64_t index, int bits) {
-  const int per_byte = codes_per_byte(bits);
-  return codes[index / per_byte] >> (index % per_byte * bits) & uint32_t(levels_of(bits));
+// Code number `index` of a row of `count`: low bits first, or in blocks of three runs.
+uint32_t packed_code(const uint8_t* row, int64_t index, int64_t count, int bits) {
+  const int64_t together = codes_together(bits), place = index % together;
+  if (bits != 3) return row[index / together] >> (place * bits) & uint32_t(levels_of(bits));
+  const Threes block = threes_at(index, count);
+  const uint8_t* byte = row + block.at;
+  if (place < 6) return byte[place / 2 * block.run] >> (place % 2 * 3) & 7u;
+  return uint32_t(byte[(place - 6) * block.run] >> 6) | (byte[2 * block.run] >> place & 1u) << 2;
 }
 
 // One lane's K or V in one page: where it lies and how it is read.
@@ -50,11 +54,16 @@ struct Slab {
   float at(int token, int channel) const {
     const int64_t row_major = int64_t{token} * rank + channel;
     if (!is_quantized(bits)) return load(data, row_major, element);
-    const int64_t index =
-        axis == KVLATHE_AXIS_TOKEN ? int64_t{channel} * page_tokens + token : row_major;
-    const int64_t g = 2 * group_of(token, channel);
-    return float_of_half(meta[g]) * float(packed_code(data, index, bits)) +
-           float_of_half(meta[g + 1]);
+    const bool by_token = axis == KVLATHE_AXIS_TOKEN;
+    const int64_t count = by_token ? page_tokens : rank;
+    const uint8_t* row = data + (by_token ? channel : token) * count * bits / 8;
+    const uint32_t code = packed_code(row, by_token ? token : channel, count, bits);
+    const int64_t g = group_of(token, channel);
+    const Format format{bits, axis, group};
+    if (!format.fixed_levels())
+      return float_of_half(meta[2 * g]) * float(code) + float_of_half(meta[2 * g + 1]);
+    const float magnitude = float_of_half(meta[g]);
+    return magnitude * kTwo255ths * float(format.table()[code]) - magnitude;
   }
 };
 

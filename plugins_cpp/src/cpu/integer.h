@@ -4,15 +4,18 @@
 // x becomes a 15-bit integer, 128 * high + low with both in a signed byte: x ~ unit * (128 high +
 // low). Per group of a row
 //     sum x (scale code + minimum) = scale unit (128 sum high code + sum low code) + minimum sum x,
-// so its error is that of x alone, at most max |x| / 32512 an element. Included by read_codes.h
-// only.
+// so its error is that of x alone, at most max |x| / 32512 an element.
 //
-// Codes are taken in pieces of 16 bytes. A vector holds the same piece of four rows, so that what
-// is left to add up at the end of a group are four numbers a row and not sixteen. A byte of 4 or 2
-// bit codes is not unpacked: its first codes are a mask away, the next ones a shift and a mask, and
-// x lies in that order.
+// Codes are taken in pieces of 16 bytes, those of 3 bits in blocks. A vector holds the same piece of
+// four rows, so that what is left to add up at the end of a group are four numbers a row and not
+// sixteen. Codes below 8 bits are not unpacked: the first ones of all bytes are a mask away, the
+// next ones a shift and a mask, and x lies in that order. Then levels are looked up in their table.
+// Included by read_codes.h only.
 #pragma once
 
+#include <cstring>
+
+#include "common/formats.h"
 #include "cpu/rows_ahead.h"
 #include "cpu/vector.h"
 
@@ -38,13 +41,20 @@ struct Prepared {
 };
 static_assert(sizeof(Prepared) <= kDotScratch * sizeof(float), "kDotScratch is too small");
 
+// Pieces that hold the elements start .. stop - 1.
+inline int pieces_of(const Rows& rows, int start, int stop) {
+  if (rows.bits == 3)
+    return (rows.first + stop + kBlockCodes - 1) / kBlockCodes - (rows.first + start) / kBlockCodes;
+  return ((stop - start) * rows.bits + 127) / 128;
+}
+
 int sections_of(const Rows& rows, Section* out) {
   int count = 0, pieces = 0;
   for (int chunk = 0, end; chunk < rows.inner / 16; chunk = end) {
     end = group_end(rows, chunk);
     for (int start = 16 * chunk; start < 16 * end; start += kMostTogether) {
       const int stop = 16 * end < start + kMostTogether ? 16 * end : start + kMostTogether,
-                size = ((stop - start) * rows.bits + 127) / 128;
+                size = pieces_of(rows, start, stop);
       out[count++] = {start, stop, rows.group_of[chunk], pieces, size};
       pieces += size;
     }
@@ -69,39 +79,77 @@ inline __m512i as_planes(__m512i packed) {
   return _mm512_permutexvar_epi32(across, _mm512_shuffle_epi8(ordered, apart));
 }
 
-template <int bits>
-void split(const float* x, int inner, const Section* sections, int count, Prepared& out) {
-  __m512 most = _mm512_setzero_ps();
-  for (int i = 0; i < inner; i += 16)
-    most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(x + i)));
-  const float top = _mm512_reduce_max_ps(most);
-  out.unit = top / 16256.f;
-  const __m512 per_unit = _mm512_set1_ps(top > 0 ? 16256.f / top : 0.f);
+// Bytes of a block of 3-bit codes, packed as above, as its four planes (add_blocks): of the 8
+// columns that elements 8 t + c form, two lie in a plane, the second one `run` bytes on.
+inline void store_block(int8_t* out, __m512i packed, int64_t run) {
+  const __m512i across = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i apart =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
+  const __m512i columns = _mm512_cvtepu8_epi16(
+      _mm256_setr_epi8(0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27, 4, 12, 20, 28, 5,
+                       13, 21, 29, 6, 14, 22, 30, 7, 15, 23, 31));
+  const __m512i pairs = _mm512_shuffle_epi8(_mm512_permutexvar_epi32(across, packed), apart);
+  alignas(64) int8_t bytes[64];
+  _mm512_store_si512(bytes, _mm512_permutexvar_epi16(columns, pairs));
+  constexpr int column[4][2] = {{0, 2}, {1, 3}, {4, 5}, {6, 7}};
+  _mm512_storeu_si512(out, _mm512_setzero_si512());
+  for (int plane = 0; plane < 4; ++plane) {
+    std::memcpy(out + 16 * plane, bytes + 8 * column[plane][0], 8);
+    std::memcpy(out + 16 * plane + run, bytes + 8 * column[plane][1], 8);
+  }
+}
+
+// x as integers: 64 elements from `from` on, those outside of begin .. end - 1 zeros. Bytes are
+// packed by dwords in the order (128 bits, vector). Returns the numbers, summed up by lanes.
+inline __m512i integers(const float* x, int from, int begin, int end, __m512 per_unit,
+                        __m512i& high, __m512i& low) {
   const auto highs = [](__m512i n) {
     return _mm512_srai_epi16(_mm512_add_epi16(n, _mm512_set1_epi16(64)), 7);
   };
   const auto lows = [](__m512i n, __m512i high) {
     return _mm512_sub_epi16(n, _mm512_slli_epi16(high, 7));
   };
+  __m512i number[4], total = _mm512_setzero_si512();
+  for (int j = 0; j < 4; ++j) {
+    const int i = from + 16 * j;
+    const bool inside = i >= begin && i < end;
+    number[j] = inside ? _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), per_unit))
+                       : _mm512_setzero_si512();
+    total = _mm512_add_epi32(total, number[j]);
+  }
+  const __m512i ab = _mm512_packs_epi32(number[0], number[1]),
+                cd = _mm512_packs_epi32(number[2], number[3]);
+  const __m512i high_ab = highs(ab), high_cd = highs(cd);
+  high = _mm512_packs_epi16(high_ab, high_cd);
+  low = _mm512_packs_epi16(lows(ab, high_ab), lows(cd, high_cd));
+  return total;
+}
+
+template <int bits>
+void split(const float* x, const Rows& rows, const Section* sections, int count, Prepared& out) {
+  __m512 most = _mm512_setzero_ps();
+  for (int i = 0; i < rows.inner; i += 16)
+    most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(x + i)));
+  const float top = _mm512_reduce_max_ps(most);
+  out.unit = top / 16256.f;
+  const __m512 per_unit = _mm512_set1_ps(top > 0 ? 16256.f / top : 0.f);
   for (int k = 0; k < count; ++k) {
     const Section& section = sections[k];
-    __m512i total = _mm512_setzero_si512();
-    int at = section.first * (128 / bits);
-    for (int i = section.start; i < section.end; i += 64, at += 64) {
-      __m512i number[4];
-      for (int j = 0; j < 4; ++j) {
-        const bool inside = i + 16 * j < section.end;
-        number[j] =
-            inside ? _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i + 16 * j), per_unit))
-                   : _mm512_setzero_si512();
-        total = _mm512_add_epi32(total, number[j]);
+    __m512i total = _mm512_setzero_si512(), high, low;
+    int at = section.first * (bits == 3 ? kBlockCodes : 128 / bits);
+    int from = section.start;
+    if (bits == 3) from -= (rows.first + from) % kBlockCodes;  // its block's begin
+    for (; from < section.end; from += 64, at += 64) {
+      const __m512i own = integers(x, from, section.start, section.end, per_unit, high, low);
+      total = _mm512_add_epi32(total, own);
+      if constexpr (bits == 3) {
+        const int64_t run = threes_of(rows, from).run;
+        store_block(out.high + at, high, run);
+        store_block(out.low + at, low, run);
+      } else {
+        _mm512_storeu_si512(out.high + at, as_planes<bits>(high));
+        _mm512_storeu_si512(out.low + at, as_planes<bits>(low));
       }
-      const __m512i ab = _mm512_packs_epi32(number[0], number[1]),
-                    cd = _mm512_packs_epi32(number[2], number[3]);
-      const __m512i high_ab = highs(ab), high_cd = highs(cd);
-      _mm512_storeu_si512(out.high + at, as_planes<bits>(_mm512_packs_epi16(high_ab, high_cd)));
-      _mm512_storeu_si512(
-          out.low + at, as_planes<bits>(_mm512_packs_epi16(lows(ab, high_ab), lows(cd, high_cd))));
     }
     out.sums[k] = out.unit * float(_mm512_reduce_add_epi32(total));
   }
@@ -127,41 +175,157 @@ inline __m512i join(__m512i a, __m512i b, __m512i c, __m512i d) {
   return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
 }
 
-// Products of 16 rows, from `at`, with a section of M rows of x.
-template <int bits, int M>
-inline void sixteen(const uint8_t* at, int64_t stride, const Section& section,
-                    const Prepared* const* x, __m512i* out) {
-  constexpr int planes = 8 / bits;
+// How codes are read: of `bits` bits, worth themselves or, with `fixed`, what a table says.
+template <int bits_, bool fixed_>
+struct Width {
+  static constexpr int bits = bits_, runs = runs_of(bits), planes = codes_together(bits);
+  static constexpr bool fixed = fixed_;
+};
+
+// In each lane of 128 bits.
+inline __m512i table_of(const Rows& rows) {
+  if (!rows.table) return _mm512_setzero_si512();
+  return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)rows.table));
+}
+
+// Codes of 3 bits whose lower two are in `low`; the highest are in bit 2 of `high`.
+inline __m512i with_tops(__m512i low, __m512i high) {
+  return _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi8(4), 0xf8);  // low | high & 4
+}
+
+// One plane of the codes in a vector of each run (`apart` vectors apart), as bytes. Shifts are by
+// 16 bits at a time; what comes from the neighbour is masked.
+template <class W>
+inline __m512i codes_of(const __m512i* packed, int apart, int plane, __m512i table) {
+  const auto cut = [](__m512i x, int bits) {
+    return _mm512_and_si512(x, _mm512_set1_epi8(char((1 << bits) - 1)));
+  };
+  __m512i code = packed[0];
+  if constexpr (W::bits == 3) {
+    if (plane < 6) {
+      const __m512i own = packed[plane / 2 * apart];
+      code = cut(plane % 2 ? _mm512_srli_epi16(own, 3) : own, 3);
+    } else {
+      const __m512i low = cut(_mm512_srli_epi16(packed[(plane - 6) * apart], 6), 2);
+      code = with_tops(low, _mm512_srli_epi16(packed[2 * apart], unsigned(plane - 2)));
+    }
+  } else if constexpr (W::bits < 8) {
+    code = cut(plane ? _mm512_srli_epi16(code, unsigned(W::bits * plane)) : code, W::bits);
+  }
+  return W::fixed ? _mm512_shuffle_epi8(table, code) : code;
+}
+
+// Products of 16 rows of one plane with M rows of x, from place `place` of theirs.
+template <int M>
+inline void add_plane(const __m512i* codes, const Prepared* const* x, int place, __m512i (*high)[4],
+                      __m512i (*low)[4]) {
+  for (int m = 0; m < M; ++m) {
+    const auto spread = [&](const int8_t* from) {
+      return _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)from + place));
+    };
+    const __m512i upper = spread(x[m]->high), lower = spread(x[m]->low);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      add_products(high[m][i], codes[i], upper);
+      add_products(low[m][i], codes[i], lower);
+    }
+  }
+}
+
+// The pieces of one section, for codes that lie in one run.
+template <class W, int M>
+inline void add_pieces(const uint8_t* at, const Rows& rows, const Section& section,
+                       const Prepared* const* x, __m512i table, __m512i (*high)[4],
+                       __m512i (*low)[4]) {
+  const uint8_t* codes = at + section.start * W::bits / 8;
+  for (int p = section.first; p < section.first + section.pieces; ++p, codes += 16) {
+    __m512i packed[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) packed[i] = load_quad(codes + i * rows.stride, 4 * rows.stride);
+#pragma GCC unroll 4
+    for (int plane = 0; plane < W::planes; ++plane) {
+      __m512i code[4];
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) code[i] = codes_of<W>(&packed[i], 4, plane, table);
+      add_plane<M>(code, x, W::planes * p + plane, high, low);
+    }
+  }
+}
+
+// How a block of 3-bit codes comes apart: its first two runs lie in one vector, the third twice in
+// another. `pairs` and `tops` are shifts of its words, for the first copy and for the second.
+struct BlockShifts {
+  __m512i twice, pairs, tops;
+
+  explicit BlockShifts(int64_t run) {
+    const __m128i byte = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m128i begin = _mm_set1_epi8(char(run));
+    const __mmask16 second = _mm_cmpge_epi8_mask(byte, begin);
+    const __mmask8 words = _mm_cmpge_epi16_mask(_mm_setr_epi16(0, 2, 4, 6, 8, 10, 12, 14),
+                                                _mm_set1_epi16(int16_t(run)));
+    twice = _mm512_broadcast_i32x4(_mm_mask_sub_epi8(byte, second, byte, begin));
+    pairs = _mm512_broadcast_i32x4(_mm_maskz_set1_epi16(words, 3));
+    tops = _mm512_broadcast_i32x4(_mm_mask_set1_epi16(_mm_set1_epi16(4), words, 5));
+  }
+};
+
+// Of a row's whole blocks, and of its last one.
+struct RowShifts {
+  BlockShifts whole, last;
+
+  explicit RowShifts(const Rows& rows)
+      : whole(kBlockCodes / 8), last((rows.whole - 1) % kBlockCodes / 8 + 1) {}
+};
+
+// The blocks of one section of 3-bit codes: planes as store_block lays them out for x.
+template <class W, int M>
+inline void add_blocks(const uint8_t* at, const Rows& rows, const Section& section,
+                       const Prepared* const* x, const RowShifts& shifts_of, __m512i table,
+                       __m512i (*high)[4], __m512i (*low)[4]) {
+  const __m512i seven = _mm512_set1_epi8(7), three = _mm512_set1_epi8(3);
+  int begin = section.start - (rows.first + section.start) % kBlockCodes;
+  for (int p = section.first; p < section.first + section.pieces; ++p, begin += kBlockCodes) {
+    const Threes place = threes_of(rows, begin);
+    const BlockShifts& shifts = 8 * place.run == kBlockCodes ? shifts_of.whole : shifts_of.last;
+    __m512i pair[4], third[4], code[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const uint8_t* row = at + place.at + i * rows.stride;
+      pair[i] = load_quad(row, 4 * rows.stride);
+      third[i] = _mm512_shuffle_epi8(load_quad(row + 2 * place.run, 4 * rows.stride), shifts.twice);
+    }
+#pragma GCC unroll 4
+    for (int plane = 0; plane < 4; ++plane) {
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        if (plane == 0) code[i] = _mm512_and_si512(pair[i], seven);
+        if (plane == 1) code[i] = _mm512_and_si512(_mm512_srli_epi16(pair[i], 3), seven);
+        if (plane == 2)
+          code[i] = _mm512_and_si512(_mm512_srlv_epi16(third[i], shifts.pairs), seven);
+        if (plane == 3) {
+          const __m512i low_bits = _mm512_and_si512(_mm512_srli_epi16(pair[i], 6), three);
+          code[i] = with_tops(low_bits, _mm512_srlv_epi16(third[i], shifts.tops));
+        }
+        if (W::fixed) code[i] = _mm512_shuffle_epi8(table, code[i]);
+      }
+      add_plane<M>(code, x, 4 * p + plane, high, low);
+    }
+  }
+}
+
+// Products of 16 rows, from `at`, with a section of M rows of x. `shifts` are for 3 bits.
+template <class W, int M>
+inline void sixteen(const uint8_t* at, const Rows& rows, const Section& section,
+                    const Prepared* const* x, const RowShifts& shifts, __m512i table,
+                    __m512i* out) {
   __m512i high[M][4], low[M][4];
   for (int m = 0; m < M; ++m) {
     for (int i = 0; i < 4; ++i) high[m][i] = low[m][i] = _mm512_setzero_si512();
   }
-  const uint8_t* codes = at + section.start * bits / 8;
-  for (int p = section.first; p < section.first + section.pieces; ++p, codes += 16) {
-    __m512i packed[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) packed[i] = load_quad(codes + i * stride, 4 * stride);
-#pragma GCC unroll 4
-    for (int plane = 0; plane < planes; ++plane) {
-      __m512i upper[M], lower[M];
-      for (int m = 0; m < M; ++m) {
-        upper[m] =
-            _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)x[m]->high + planes * p + plane));
-        lower[m] =
-            _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)x[m]->low + planes * p + plane));
-      }
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        __m512i code = packed[i];
-        if (bits < 8)
-          code = _mm512_and_si512(plane ? _mm512_srli_epi16(code, bits * plane) : code,
-                                  _mm512_set1_epi8((1 << bits) - 1));
-        for (int m = 0; m < M; ++m) {
-          add_products(high[m][i], code, upper[m]);
-          add_products(low[m][i], code, lower[m]);
-        }
-      }
-    }
+  if constexpr (W::bits == 3) {
+    add_blocks<W, M>(at, rows, section, x, shifts, table, high, low);
+  } else {
+    add_pieces<W, M>(at, rows, section, x, table, high, low);
   }
   for (int m = 0; m < M; ++m) {
     for (int i = 0; i < 4; ++i)
@@ -170,8 +334,32 @@ inline void sixteen(const uint8_t* at, int64_t stride, const Section& section,
   }
 }
 
+// The magnitudes of one group of 16 rows of fixed levels, from the upper halves of 32 bits: so
+// nothing behind the last one is read.
+inline void load_magnitudes(const Rows& rows, int first, int group, __m512& scale,
+                            __m512& minimum) {
+  const uint16_t* at = rows.meta + first * rows.meta_stride + group;
+  const __m512i count_up = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  __m256i halves;
+  if (rows.meta_stride == 1) {
+    halves = _mm256_loadu_si256((const __m256i*)at);
+  } else if (rows.meta_stride == 2) {
+    const __m512i pairs = _mm512_loadu_si512(at - group);
+    halves = _mm512_cvtepi32_epi16(group ? _mm512_srli_epi32(pairs, 16) : pairs);
+  } else {
+    const __m512i places =
+        _mm512_mullo_epi32(count_up, _mm512_set1_epi32(int32_t(rows.meta_stride)));
+    const __m512i pairs = _mm512_i32gather_epi32(places, (const int32_t*)(at - 1), 2);
+    halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16));
+  }
+  const __m512 magnitude = _mm512_cvtph_ps(halves);
+  scale = _mm512_mul_ps(magnitude, _mm512_set1_ps(kTwo255ths));
+  minimum = _mm512_sub_ps(_mm512_setzero_ps(), magnitude);
+}
+
 // (scale, minimum) of one group of 16 rows.
 inline void load_pairs(const Rows& rows, int first, int group, __m512& scale, __m512& minimum) {
+  if (rows.table) return load_magnitudes(rows, first, group, scale, minimum);
   const int32_t* at =
       reinterpret_cast<const int32_t*>(rows.meta + first * rows.meta_stride) + group;
   const int32_t groups = int32_t(rows.meta_stride / 2);
@@ -191,11 +379,13 @@ inline void load_pairs(const Rows& rows, int first, int group, __m512& scale, __
   minimum = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));
 }
 
-template <int bits, int M>
+template <class W, int M>
 void dots_of_codes(const Rows& rows, const Section* sections, int count, const Prepared* const* x,
                    float* out, int64_t ldo, bool add) {
   // Rows come in sixteens: pages hold multiples of 16 tokens and ranks are such, so those past the
   // last are readable. So are 16 bytes where a piece has fewer: metadata follows the codes.
+  const __m512i table = table_of(rows);
+  const RowShifts shifts(rows);
   for (int r = 0; r < rows.rows; r += 16) {
     const uint8_t* at = rows.data + r * rows.stride;
     const __mmask16 real =
@@ -207,7 +397,7 @@ void dots_of_codes(const Rows& rows, const Section* sections, int count, const P
     for (int k = 0; k < count; ++k) {
       __m512i dots[M];
       __m512 scale, minimum;
-      sixteen<bits, M>(at, rows.stride, sections[k], x, dots);
+      sixteen<W, M>(at, rows, sections[k], x, shifts, table, dots);
       load_pairs(rows, r, sections[k].group, scale, minimum);
       for (int m = 0; m < M; ++m) {
         total[m] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x[m]->sums[k]), total[m]);
@@ -219,7 +409,7 @@ void dots_of_codes(const Rows& rows, const Section* sections, int count, const P
   }
 }
 
-template <int bits>
+template <class W>
 void dots_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m,
              bool add, bool again, float* scratch) {
   Section sections[kSections];
@@ -227,21 +417,31 @@ void dots_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t 
   const Prepared* pair[2];
   for (int i = 0; i < m; ++i) {
     auto* form = reinterpret_cast<Prepared*>(scratch + i * kDotScratch);
-    if (!again) split<bits>(x + i * ldx, rows.inner, sections, count, *form);
+    if (!again) split<W::bits>(x + i * ldx, rows, sections, count, *form);
     pair[i % 2] = form;
     if (i % 2) {
-      dots_of_codes<bits, 2>(rows, sections, count, pair, out + (i - 1) * ldo, ldo, add);
+      dots_of_codes<W, 2>(rows, sections, count, pair, out + (i - 1) * ldo, ldo, add);
     } else if (i == m - 1) {
-      dots_of_codes<bits, 1>(rows, sections, count, pair, out + i * ldo, ldo, add);
+      dots_of_codes<W, 1>(rows, sections, count, pair, out + i * ldo, ldo, add);
     }
   }
 }
 
+// Calls `body` with the Width of codes of `rows`.
+template <class Body>
+void with_width(const Rows& rows, Body body) {
+  const bool fixed = rows.table;
+  if (rows.bits == 8) body(Width<8, false>{});
+  if (rows.bits == 4) fixed ? body(Width<4, true>{}) : body(Width<4, false>{});
+  if (rows.bits == 3) fixed ? body(Width<3, true>{}) : body(Width<3, false>{});
+  if (rows.bits == 2) fixed ? body(Width<2, true>{}) : body(Width<2, false>{});
+}
+
 void integer_dots(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m,
                   bool add, bool again, float* scratch) {
-  if (rows.bits == 8) dots_of<8>(x, ldx, rows, out, ldo, m, add, again, scratch);
-  if (rows.bits == 4) dots_of<4>(x, ldx, rows, out, ldo, m, add, again, scratch);
-  if (rows.bits == 2) dots_of<2>(x, ldx, rows, out, ldo, m, add, again, scratch);
+  with_width(rows, [&](auto width) {
+    dots_of<decltype(width)>(x, ldx, rows, out, ldo, m, add, again, scratch);
+  });
 }
 
 }  // namespace

@@ -63,6 +63,14 @@ inline void bring_together(const uint8_t* at, int64_t stride, __m512i* out) {
   out[2] = _mm512_unpacklo_epi16(ab2, cd2), out[3] = _mm512_unpackhi_epi16(ab2, cd2);
 }
 
+// The first 8 of those bytes as two vectors.
+inline void bring_half(const uint8_t* at, int64_t stride, __m512i* out) {
+  const auto quad = [&](int i) { return load_quad(at + i * stride, 4 * stride); };
+  const __m512i ab = _mm512_unpacklo_epi8(quad(0), quad(1)),
+                cd = _mm512_unpacklo_epi8(quad(2), quad(3));
+  out[0] = _mm512_unpacklo_epi16(ab, cd), out[1] = _mm512_unpackhi_epi16(ab, cd);
+}
+
 inline __m512i fold(__m512i a, __m512i b) {  // sums of neighbouring 128 bits
   return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
 }
@@ -74,31 +82,63 @@ inline void alternate(__m512 a, __m512 b, __m512& first, __m512& second) {
   second = _mm512_permutex2var_ps(a, _mm512_add_epi32(places, _mm512_set1_epi32(8)), b);
 }
 
-// Columns of one piece for one row of x, plane by plane, in the order of the columns.
-template <int bits>
-inline void in_order(const __m512* plane, __m512* out) {
-  if constexpr (bits == 8) out[0] = plane[0];
-  if constexpr (bits == 4) alternate(plane[0], plane[1], out[0], out[1]);
-  if constexpr (bits == 2) {
-    __m512 even[2], odd[2];
-    alternate(plane[0], plane[2], even[0], even[1]);
-    alternate(plane[1], plane[3], odd[0], odd[1]);
-    alternate(even[0], odd[0], out[0], out[1]);
-    alternate(even[1], odd[1], out[2], out[3]);
+// Columns of one piece for one row of x, plane by plane, in the order of the columns: the planes
+// with even numbers, put in order, alternate with the others.
+template <int planes>
+inline void in_order(const __m512* plane, int step, __m512* out) {
+  if constexpr (planes == 1) {
+    out[0] = plane[0];
+  } else {
+    __m512 even[planes / 2], odd[planes / 2];
+    in_order<planes / 2>(plane, 2 * step, even);
+    in_order<planes / 2>(plane + step, 2 * step, odd);
+    for (int i = 0; i < planes / 2; ++i) alternate(even[i], odd[i], out[2 * i], out[2 * i + 1]);
   }
 }
 
-// One piece of `groups` times 16 rows, brought together, times M rows of x: 16 * 8 / bits columns
-// each.
-template <int bits, int M>
-inline void mix_piece(const __m512i (*codes)[4], int groups, const Scaled* const* x,
-                      __m512 (*out)[8 / bits]) {
-  constexpr int planes = 8 / bits, together = 4 / planes;  // vectors that share the loads of x
-  __m512i found[M][planes][4];
-  for (int first = 0; first < 4; first += together) {
-    __m512i high[M][planes][together], low[M][planes][together];
+// A block of 3-bit codes has planes of 8 columns, two to a vector: plane i and plane i + 4.
+inline void block_in_order(const __m512* plane, __m512* out) {
+  __m512 columns[4];
+  in_order<4>(plane, 1, columns);  // planes 0 to 3 of eight columns each, then planes 4 to 7
+  const __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+  const __m512i later = _mm512_add_epi32(places, _mm512_set1_epi32(8));
+  for (int i = 0; i < 2; ++i) {
+    out[2 * i] = _mm512_permutex2var_ps(columns[i], places, columns[i + 2]);
+    out[2 * i + 1] = _mm512_permutex2var_ps(columns[i], later, columns[i + 2]);
+  }
+}
+
+// One piece of 16 rows, brought together: of codes in one run 16 bytes as four vectors, of a block
+// of 3-bit codes 8 bytes of each run as two.
+template <class W>
+struct Piece {
+  static constexpr int vectors = W::runs == 1 ? 4 : 2;
+  static constexpr int columns = 4 * vectors * W::planes;
+  __m512i of_run[W::runs][vectors];
+
+  void load(const Rows& rows, int row, int column) {
+    const uint8_t* at = rows.data + row * rows.stride;
+    if constexpr (W::runs == 1) {
+      bring_together(at + column * W::bits / 8, rows.stride, of_run[0]);
+    } else {
+      const Threes place = threes_of(rows, column);
+      for (int i = 0; i < W::runs; ++i)
+        bring_half(at + place.at + i * place.run, rows.stride, of_run[i]);
+    }
+  }
+};
+
+// The sums of `count` planes of a piece of `groups` times 16 rows, `apart` planes from each other,
+// for M rows of x: 16 columns in each vector of `out`.
+template <class W, int M, int count>
+inline void mix_planes(const Piece<W>* pieces, int groups, const Scaled* const* x, __m512i table,
+                       int first, int apart, __m512 (*out)[4]) {
+  constexpr int vectors = Piece<W>::vectors, together = 4 / count;  // that share the loads of x
+  __m512i found[M][count * vectors];
+  for (int vector = 0; vector < vectors; vector += together) {
+    __m512i high[M][count][together], low[M][count][together];
     for (int m = 0; m < M; ++m) {
-      for (int i = 0; i < planes * together; ++i)
+      for (int i = 0; i < count * together; ++i)
         high[m][i / together][i % together] = low[m][i / together][i % together] =
             _mm512_setzero_si512();
     }
@@ -107,45 +147,60 @@ inline void mix_piece(const __m512i (*codes)[4], int groups, const Scaled* const
       for (int m = 0; m < M; ++m) upper[m] = x[m]->high[g], lower[m] = x[m]->low[g];
 #pragma GCC unroll 4
       for (int j = 0; j < together; ++j) {
-        const __m512i packed = codes[g][first + j];
+        const __m512i* packed = &pieces[g].of_run[0][vector + j];
 #pragma GCC unroll 4
-        for (int plane = 0; plane < planes; ++plane) {
-          __m512i code = packed;
-          if (bits < 8)
-            code = _mm512_and_si512(plane ? _mm512_srli_epi16(code, bits * plane) : code,
-                                    _mm512_set1_epi8((1 << bits) - 1));
+        for (int i = 0; i < count; ++i) {
+          const __m512i code = codes_of<W>(packed, vectors, first + i * apart, table);
           for (int m = 0; m < M; ++m) {
-            add_products(high[m][plane][j], code, upper[m]);
-            add_products(low[m][plane][j], code, lower[m]);
+            add_products(high[m][i][j], code, upper[m]);
+            add_products(low[m][i][j], code, lower[m]);
           }
         }
       }
     }
     for (int m = 0; m < M; ++m) {
-      for (int plane = 0; plane < planes; ++plane) {
+      for (int i = 0; i < count; ++i) {
         for (int j = 0; j < together; ++j)
-          found[m][plane][first + j] =
-              _mm512_add_epi32(low[m][plane][j], _mm512_slli_epi32(high[m][plane][j], 7));
+          found[m][i * vectors + vector + j] =
+              _mm512_add_epi32(low[m][i][j], _mm512_slli_epi32(high[m][i][j], 7));
       }
     }
   }
   for (int m = 0; m < M; ++m) {
-    __m512 plane[planes];
-    for (int i = 0; i < planes; ++i) {
-      const __m512i* four = found[m][i];
+    for (int i = 0; i < count * vectors / 4; ++i) {
+      const __m512i* four = found[m] + 4 * i;
       const __m512 sums = _mm512_cvtepi32_ps(fold(fold(four[0], four[1]), fold(four[2], four[3])));
-      plane[i] = _mm512_fmadd_ps(sums, _mm512_set1_ps(x[m]->unit), _mm512_set1_ps(x[m]->lowest));
+      out[m][i] = _mm512_fmadd_ps(sums, _mm512_set1_ps(x[m]->unit), _mm512_set1_ps(x[m]->lowest));
     }
-    in_order<bits>(plane, out[m]);
+  }
+}
+
+// The columns of one piece for M rows of x, in their order.
+template <class W, int M>
+inline void mix_piece(const Piece<W>* pieces, int groups, const Scaled* const* x, __m512i table,
+                      __m512 (*out)[4]) {
+  __m512 planes[M][4];
+  if constexpr (W::bits != 3) {
+    mix_planes<W, M, W::planes>(pieces, groups, x, table, 0, 1, planes);
+    for (int m = 0; m < M; ++m) in_order<W::planes>(planes[m], 1, out[m]);
+  } else {
+    // in pairs: four planes' sums and their codes are more than the registers hold
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      __m512 pair[M][4];
+      mix_planes<W, M, 2>(pieces, groups, x, table, i, 4, pair);
+      for (int m = 0; m < M; ++m) planes[m][i] = pair[m][0];
+    }
+    for (int m = 0; m < M; ++m) block_in_order(planes[m], out[m]);
   }
 }
 
 // The first `count` columns of one piece into out [M, ...].
-template <int bits, int M>
-inline void write_piece(const __m512i (*codes)[4], int groups, const Scaled* const* x, float* out,
-                        int64_t ldo, int count, bool add) {
-  __m512 columns[M][8 / bits];
-  mix_piece<bits, M>(codes, groups, x, columns);
+template <class W, int M>
+inline void write_piece(const Piece<W>* pieces, int groups, const Scaled* const* x, __m512i table,
+                        float* out, int64_t ldo, int count, bool add) {
+  __m512 columns[M][4];
+  mix_piece<W, M>(pieces, groups, x, table, columns);
   for (int m = 0; m < M; ++m) {
     for (int i = 0; 16 * i < count; ++i) {
       float* to = out + m * ldo + 16 * i;
@@ -154,28 +209,30 @@ inline void write_piece(const __m512i (*codes)[4], int groups, const Scaled* con
   }
 }
 
-template <int bits>
+template <class W>
 void mix_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add,
             float* scratch) {
   const int groups = (rows.rows + 15) / 16;
+  const __m512i table = table_of(rows);
   const auto form = [&](int i) { return reinterpret_cast<Scaled*>(scratch + i * kDotScratch); };
   for (int chunk = 0, end; chunk < rows.inner / 16; chunk = end) {
     end = group_end(rows, chunk);
     for (int i = 0; i < m; ++i) scale_rows(x + i * ldx, rows, rows.group_of[chunk], *form(i));
-    for (int column = 16 * chunk; column < 16 * end; column += 128 / bits) {
-      __m512i codes[kMostRows / 16][4];
+    for (int column = 16 * chunk, next; column < 16 * end; column = next) {
+      next = W::bits == 3 ? block_end(rows, column) : column + Piece<W>::columns;
+      if (next > 16 * end) next = 16 * end;
+      Piece<W> pieces[kMostRows / 16];
       for (int g = 0; g < groups; ++g) {
         if (column == 0) fetch_ahead(rows, 16 * g, 16);
-        bring_together(rows.data + 16 * g * rows.stride + column * bits / 8, rows.stride, codes[g]);
+        pieces[g].load(rows, 16 * g, column);
       }
-      const int left = 16 * end - column, count = left < 128 / bits ? left : 128 / bits;
       for (int i = 0; i < m; i += 2) {
         const Scaled* pair[2] = {form(i), form(i + 1 < m ? i + 1 : i)};
         float* to = out + i * ldo + column;
         if (i + 1 < m) {
-          write_piece<bits, 2>(codes, groups, pair, to, ldo, count, add);
+          write_piece<W, 2>(pieces, groups, pair, table, to, ldo, next - column, add);
         } else {
-          write_piece<bits, 1>(codes, groups, pair, to, ldo, count, add);
+          write_piece<W, 1>(pieces, groups, pair, table, to, ldo, next - column, add);
         }
       }
     }
@@ -189,9 +246,9 @@ void integer_mix(const float* x, int64_t ldx, const Rows& all, float* out, int64
     rows.data += first * rows.stride, rows.meta += first * rows.meta_stride,
         rows.ahead += first * rows.ahead_step;
     rows.rows = all.rows - first < kMostRows ? all.rows - first : kMostRows;
-    if (rows.bits == 8) mix_of<8>(x, ldx, rows, out, ldo, m, add, scratch);
-    if (rows.bits == 4) mix_of<4>(x, ldx, rows, out, ldo, m, add, scratch);
-    if (rows.bits == 2) mix_of<2>(x, ldx, rows, out, ldo, m, add, scratch);
+    with_width(rows, [&](auto width) {
+      mix_of<decltype(width)>(x, ldx, rows, out, ldo, m, add, scratch);
+    });
   }
 }
 

@@ -17,14 +17,16 @@ constexpr int kMostRow = 1024;
 
 // Part of a lane's K or V as it lies in a page: `rows` rows of `inner` elements. A row is a token,
 // or, where groups run along the tokens, a channel. Every row starts `stride` bytes after the last
-// one; codes of 8, 4, 2 bits have `groups` pairs (scale, minimum) a row, the pair of elements 16 j
-// .. 16 j + 15 being group_of[j].
+// one. Of 3-bit codes they begin at code `first` of `whole` that a row in memory has. Rows of codes have metadata for each group (affine_of
+// of rows_ahead.h); elements 16 j .. 16 j + 15 are in group_of[j].
 struct Rows {
   const uint8_t* data;
   const uint16_t* meta;
   int64_t stride, meta_stride;  // bytes; halves
+  int32_t first, whole;
   int32_t bits, rows, inner;
   bool by_channel;
+  const uint8_t* table;  // what codes are worth, 16 bytes; null: the code itself
   uint8_t group_of[kMostRow / 16];
   const uint8_t* ahead;  // while reading row r, fetch ahead_step bytes at ahead + r * ahead_step:
                          // what is read next

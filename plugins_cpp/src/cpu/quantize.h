@@ -20,12 +20,25 @@ void store_row(const float* src, const float* centre, int n, int bits, void* dst
   }
 }
 
-void pack(const uint8_t* codes, int bits, int count, uint8_t* out) {
-  const int each = codes_per_byte(bits);
-  for (int i = 0; i < count / each; ++i) {
+// A byte of each run from eight codes of 3 bits (kvlathe/plan/packing.py).
+inline void pack_threes(const uint8_t* codes, int64_t run, uint8_t* out) {
+  for (int i = 0; i < 3; ++i) out[i * run] = uint8_t(codes[2 * i] | codes[2 * i + 1] << 3);
+  out[0] |= uint8_t(codes[6] << 6);
+  out[run] |= uint8_t(codes[7] << 6);
+  out[2 * run] |= uint8_t(codes[6] >> 2 << 6 | codes[7] >> 2 << 7);
+}
+
+void pack(const uint8_t* codes, const Rows& rows, uint8_t* out) {
+  const int each = codes_together(rows.bits);
+  for (int i = 0; i < rows.inner; i += each, codes += each) {
+    if (rows.bits == 3) {
+      const Threes place = threes_of(rows, i);
+      pack_threes(codes, place.run, out + place.at);
+      continue;
+    }
     int byte = 0;
-    for (int j = 0; j < each; ++j) byte |= codes[each * i + j] << (bits * j);
-    out[i] = uint8_t(byte);
+    for (int j = 0; j < each; ++j) byte |= codes[j] << (rows.bits * j);
+    out[i / each] = uint8_t(byte);
   }
 }
 
@@ -61,8 +74,70 @@ void choose_pair(const float* x, int begin, int end, float levels, const Coding&
   pair[1] = to_half(least + below);
 }
 
+typedef double Doubles __attribute__((vector_size(8 * kLanes)));
+
+inline double sum(const Doubles& x) {
+  double total = 0;
+  for (int i = 0; i < kLanes; ++i) total += x[i];
+  return total;
+}
+
+// Codes of fixed levels for the magnitude of one group of n elements, and the magnitude that fits
+// them best. Sums are double, so that the order of adding decides nothing.
+double fit_codes(const float* x, int n, const Rows& rows, float magnitude, uint8_t* codes) {
+  constexpr float round = 12582912.f;  // adding it rounds to an integer
+  const int most = levels_of(rows.bits);
+  const float scale = magnitude * kTwo255ths;
+  Doubles along{}, squares{};
+  for (int i = 0; i < n; i += kLanes) {
+    const Floats own = load(x + i);
+    Floats exact{}, code{}, worth{};
+    if (scale > 0) exact = (own + magnitude) / scale;
+    exact = -larger(-larger(exact, Floats{}), all(-255.f)) + round - round;
+    for (int level = 0; level < most; ++level) {
+      const float low = rows.table[level], high = rows.table[level + 1];
+      const auto above = 2 * exact > all(low + high);
+      code = above ? all(float(level + 1)) : code;
+      worth = above ? all(high) : worth;
+    }
+    store_bytes(codes + i, code);
+    const Doubles level = __builtin_convertvector(worth, Doubles) - 127.5;
+    along += __builtin_convertvector(own, Doubles) * level;
+    squares += level * level;
+  }
+  const double best = 127.5 * sum(along) / sum(squares);
+  return best < 0 ? -best : best;
+}
+
+// Fixed levels: one magnitude a group, of least squared error (Part._fitted of
+// kvlathe/plan/codec.py).
+void quantize_fixed(const float* x, int64_t ldx, const Rows& rows) {
+  uint8_t codes[kMostRow];
+  for (int r = 0; r < rows.rows; ++r, x += ldx) {
+    auto* meta = const_cast<uint16_t*>(rows.meta + r * rows.meta_stride);
+    for (int chunk = 0, end; chunk < rows.inner / 16; chunk = end) {
+      end = group_end(rows, chunk);
+      const float* from = x + 16 * chunk;
+      const int n = 16 * (end - chunk);
+      Doubles energy{};
+      for (int i = 0; i < n; i += kLanes) {
+        const Doubles wide = __builtin_convertvector(load(from + i), Doubles);
+        energy += wide * wide;
+      }
+      double magnitude = kNormalTop[rows.bits - 2] * __builtin_sqrt(sum(energy) / n);
+      for (int fit = 0; fit < kFits; ++fit) {
+        uint16_t& half = meta[rows.group_of[chunk]];
+        half = to_half(float(magnitude));
+        magnitude = fit_codes(from, n, rows, from_half(half), codes + 16 * chunk);
+      }
+    }
+    pack(codes, rows, const_cast<uint8_t*>(rows.data) + r * rows.stride);
+  }
+}
+
 // The codes are chosen for the scale and minimum as halves, as kvlathe/plan/codec.py does.
 void quantize(const float* x, int64_t ldx, const Rows& rows, const Coding& coding) {
+  if (rows.table) return quantize_fixed(x, ldx, rows);
   const float levels = float(levels_of(rows.bits)), round = 12582912.f;
   UnsignedInts count_up;
   for (int i = 0; i < kLanes; ++i) count_up[i] = uint32_t(i);
@@ -93,7 +168,7 @@ void quantize(const float* x, int64_t ldx, const Rows& rows, const Coding& codin
       for (int i = 16 * chunk; i < 16 * end; ++i) sum += codes[i];
       for (int byte = 0; byte < coding.sum_bytes; ++byte) *next_sum++ = uint8_t(sum >> (8 * byte));
     }
-    pack(codes, rows.bits, rows.inner, const_cast<uint8_t*>(rows.data) + r * rows.stride);
+    pack(codes, rows, const_cast<uint8_t*>(rows.data) + r * rows.stride);
   }
 }
 

@@ -36,39 +36,101 @@ struct Codes {
   static Floats get(const uint8_t* row, int i) { return load_bytes(row + i); }
 };
 
-// Codes of 4 or 2 bits as bytes: each byte goes to a wider place, and its codes come apart by
-// halves. `count`: of 16.
-void spread(const uint8_t* packed, int bits, int count, uint8_t* out) {
 #if defined(__AVX2__)
-  for (int i = 0; i < count; i += 16, packed += 2 * bits) {
-    __m128i x;
-    if (bits == 4) {
-      const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)packed));
-      x = _mm_and_si128(_mm_or_si128(wide, _mm_slli_epi16(wide, 4)), _mm_set1_epi8(15));
-    } else {
-      const __m128i wide = _mm_cvtepu8_epi32(_mm_loadu_si32(packed)),
-                    pairs = _mm_or_si128(wide, _mm_slli_epi32(wide, 6));
-      x = _mm_and_si128(_mm_or_si128(pairs, _mm_slli_epi32(pairs, 12)), _mm_set1_epi8(3));
-    }
-    _mm_storeu_si128((__m128i*)(out + i), x);
+// 16 codes of 4 or 2 bits as bytes: each byte goes to a wider place, and its codes come apart by
+// halves.
+template <int bits>
+inline __m128i spread_pairs(const uint8_t* packed) {
+  if (bits == 4) {
+    const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)packed));
+    return _mm_and_si128(_mm_or_si128(wide, _mm_slli_epi16(wide, 4)), _mm_set1_epi8(15));
   }
-#else
-  for (int i = 0; i < count; i += 8, packed += bits) {
-    uint64_t x = 0;
-    std::memcpy(&x, packed, size_t(bits));
-    if (bits == 4) {
-      x = (x | x << 16) & 0x0000ffff0000ffffu;
-      x = (x | x << 8) & 0x00ff00ff00ff00ffu;
-      x = (x | x << 4) & 0x0f0f0f0f0f0f0f0fu;
-    } else {
-      x = (x | x << 24) & 0x000000ff000000ffu;
-      x = (x | x << 12) & 0x000f000f000f000fu;
-      x = (x | x << 6) & 0x0303030303030303u;
-    }
-    std::memcpy(out + i, &x, 8);
-  }
-#endif
+  const __m128i wide = _mm_cvtepu8_epi32(_mm_loadu_si32(packed)),
+                pairs = _mm_or_si128(wide, _mm_slli_epi32(wide, 6));
+  return _mm_and_si128(_mm_or_si128(pairs, _mm_slli_epi32(pairs, 12)), _mm_set1_epi8(3));
 }
+
+// 64 codes of 3 bits as bytes, from 8 bytes of each run: two codes to a word, from the runs'
+// bytes and, the last two, from the bits on top of all three.
+inline void spread_threes(const uint8_t* packed, int64_t run, __m128i* out) {
+  __m128i wide[4];
+  for (int i = 0; i < 3; ++i)
+    wide[i] = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)(packed + i * run)));
+  const __m128i low = _mm_or_si128(_mm_srli_epi16(wide[0], 6), _mm_slli_epi16(wide[1], 2));
+  const __m128i high =
+      _mm_or_si128(_mm_and_si128(_mm_srli_epi16(wide[2], 4), _mm_set1_epi16(4)),
+                   _mm_and_si128(_mm_slli_epi16(wide[2], 3), _mm_set1_epi16(1024)));
+  for (int i = 0; i < 3; ++i)
+    wide[i] = _mm_and_si128(_mm_or_si128(wide[i], _mm_slli_epi16(wide[i], 5)), _mm_set1_epi8(7));
+  wide[3] = _mm_or_si128(_mm_and_si128(low, _mm_set1_epi8(3)), high);
+  const __m128i a = _mm_unpacklo_epi16(wide[0], wide[1]), b = _mm_unpacklo_epi16(wide[2], wide[3]);
+  const __m128i c = _mm_unpackhi_epi16(wide[0], wide[1]), d = _mm_unpackhi_epi16(wide[2], wide[3]);
+  out[0] = _mm_unpacklo_epi32(a, b), out[1] = _mm_unpackhi_epi32(a, b);
+  out[2] = _mm_unpacklo_epi32(c, d), out[3] = _mm_unpackhi_epi32(c, d);
+}
+
+// What codes are worth: themselves, or what a table says.
+inline __m128i worth_of(__m128i codes, bool fixed, __m128i table) {
+  return fixed ? _mm_shuffle_epi8(table, codes) : codes;
+}
+
+// `out` has room for 48 more than the row's elements: what is read past a block's end is written,
+// and then overwritten by the next block.
+inline void spread_blocks(const uint8_t* packed, const Rows& rows, __m128i table, uint8_t* out) {
+  for (int i = 0; i < rows.inner; i = block_end(rows, i)) {
+    const Threes place = threes_of(rows, i);
+    __m128i codes[4];
+    spread_threes(packed + place.at, place.run, codes);
+    for (int j = 0; j < 4; ++j)
+      _mm_storeu_si128((__m128i*)(out + i + 16 * j), worth_of(codes[j], rows.table, table));
+  }
+}
+
+// What a row's codes are worth, as bytes.
+void spread(const uint8_t* packed, const Rows& rows, uint8_t* out) {
+  __m128i table = _mm_setzero_si128();
+  if (rows.table) table = _mm_loadu_si128((const __m128i*)rows.table);
+  if (rows.bits == 3) return spread_blocks(packed, rows, table, out);
+  for (int i = 0; i < rows.inner; i += 16, packed += 2 * rows.bits) {
+    const __m128i codes = rows.bits == 4 ? spread_pairs<4>(packed) : spread_pairs<2>(packed);
+    _mm_storeu_si128((__m128i*)(out + i), worth_of(codes, rows.table, table));
+  }
+}
+#else
+// Eight codes of 4 or 2 bits, from `bits` bytes.
+inline uint64_t spread_eight(const uint8_t* packed, int bits) {
+  uint64_t x = 0;
+  std::memcpy(&x, packed, size_t(bits));
+  if (bits == 4) {
+    x = (x | x << 16) & 0x0000ffff0000ffffu;
+    x = (x | x << 8) & 0x00ff00ff00ff00ffu;
+    return (x | x << 4) & 0x0f0f0f0f0f0f0f0fu;
+  }
+  x = (x | x << 24) & 0x000000ff000000ffu;
+  x = (x | x << 12) & 0x000f000f000f000fu;
+  return (x | x << 6) & 0x0303030303030303u;
+}
+
+// Eight codes of 3 bits, from a byte of each run.
+inline uint64_t spread_threes(const uint8_t* packed, int64_t run) {
+  const uint64_t a = packed[0], b = packed[run], c = packed[2 * run];
+  const uint64_t last = (a >> 6) | (c >> 4 & 4) | (b >> 6) << 8 | (c >> 5 & 4) << 8;
+  uint64_t x = a | b << 16 | c << 32;
+  x = (x | x << 5) & 0x070707070707u;
+  return x | last << 48;
+}
+
+// What a row's codes are worth, as bytes.
+void spread(const uint8_t* packed, const Rows& rows, uint8_t* out) {
+  for (int i = 0; i < rows.inner; i += 8, out += 8) {
+    const Threes place = threes_of(rows, i);
+    const uint64_t x = rows.bits == 3 ? spread_threes(packed + place.at, place.run)
+                                      : spread_eight(packed + i / 8 * rows.bits, rows.bits);
+    std::memcpy(out, &x, 8);
+    for (int j = 0; rows.table && j < 8; ++j) out[j] = rows.table[out[j]];
+  }
+}
+#endif
 
 // Four rows (those past the last repeat it) times M rows of x.
 template <class Format, int M>
@@ -89,11 +151,10 @@ void dot4(const Rows& rows, const uint8_t* const* at, const uint16_t* const* met
     }
     for (int j = 0; j < 4; ++j) {
       const int group = rows.group_of[chunk];
-      const float scale = Format::quantized ? from_half(meta[j][2 * group]) : 1.f;
-      const float minimum = Format::quantized ? from_half(meta[j][2 * group + 1]) : 0.f;
+      const Affine own = Format::quantized ? affine_of(rows, meta[j], group) : Affine{1.f, 0.f};
       for (int m = 0; m < M; ++m) {
-        total[m][j] += Format::quantized ? part[m][j] * scale : part[m][j];
-        if (Format::quantized) constant[m][j] += minimum * sums_of_x[m * 64 + group];
+        total[m][j] += Format::quantized ? part[m][j] * own.scale : part[m][j];
+        if (Format::quantized) constant[m][j] += own.minimum * sums_of_x[m * 64 + group];
       }
     }
   }
@@ -111,12 +172,12 @@ void dots_as(const Rows& rows, const float* x, int64_t ldx, float* out, int64_t 
     fetch_ahead(rows, r, 4);
     const uint8_t* at[4];
     const uint16_t* meta[4];
-    uint8_t bytes[4][kMostRow];
+    uint8_t bytes[4][kMostRow + 48];
     for (int j = 0; j < 4; ++j) {
       const int row = r + (j < count ? j : count - 1);
       at[j] = rows.data + row * rows.stride;
       meta[j] = rows.meta + row * rows.meta_stride;
-      if (is_packed(rows.bits)) spread(at[j], rows.bits, rows.inner, bytes[j]), at[j] = bytes[j];
+      if (is_packed(rows.bits)) spread(at[j], rows, bytes[j]), at[j] = bytes[j];
     }
     for (int i = 0; i < m; i += 2) {
       float result[2][4];
@@ -159,7 +220,7 @@ const float* unpack(const Rows& rows, float* out, int64_t* ld) {
     return reinterpret_cast<const float*>(rows.data);
   }
   *ld = rows.inner;
-  uint8_t bytes[kMostRow];
+  uint8_t bytes[kMostRow + 48];
   for (int r = 0; r < rows.rows; ++r) {
     const uint8_t* row = rows.data + r * rows.stride;
     float* to = out + int64_t{r} * rows.inner;
@@ -167,11 +228,11 @@ const float* unpack(const Rows& rows, float* out, int64_t* ld) {
       for (int i = 0; i < rows.inner; i += kLanes) store(to + i, Halves::get(row, i));
       continue;
     }
-    if (is_packed(rows.bits)) spread(row, rows.bits, rows.inner, bytes), row = bytes;
+    if (is_packed(rows.bits)) spread(row, rows, bytes), row = bytes;
     const uint16_t* meta = rows.meta + r * rows.meta_stride;
     for (int chunk = 0; chunk < rows.inner / 16; ++chunk) {
-      const Floats scale = all(from_half(meta[2 * rows.group_of[chunk]])),
-                   minimum = all(from_half(meta[2 * rows.group_of[chunk] + 1]));
+      const Affine own = affine_of(rows, meta, rows.group_of[chunk]);
+      const Floats scale = all(own.scale), minimum = all(own.minimum);
       for (int i = 16 * chunk; i < 16 * (chunk + 1); i += kLanes)
         store(to + i, Codes::get(row, i) * scale + minimum);
     }

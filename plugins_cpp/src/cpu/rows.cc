@@ -10,7 +10,8 @@ void by_channel(Rows& rows, const Format& format, int32_t rank, int64_t page_tok
   rows.rows = rank, rows.inner = (count + 15) / 16 * 16;
   rows.stride = page_tokens * format.bits / 8,
   rows.meta_stride = 2 * token_groups(int(page_tokens), format.group);
-  rows.data += within * format.bits / 8;
+  rows.first = int32_t(within), rows.whole = int32_t(page_tokens);
+  if (format.bits != 3) rows.data += within * format.bits / 8;
   for (int j = 0; j < rows.inner / 16; ++j)
     rows.group_of[j] = uint8_t((within + 16 * j) / format.group);
 }
@@ -19,7 +20,9 @@ void by_channel(Rows& rows, const Format& format, int32_t rank, int64_t page_tok
 // kvlathe/plan/formats.py).
 void along_rank(Rows& rows, const Format& format, int32_t rank, int64_t within) {
   const RankGroups groups(rank, format.group);
-  rows.meta_stride = 2 * groups.count;
+  rows.whole = rank;
+  rows.table = format.table();
+  rows.meta_stride = format.halves() * groups.count;
   rows.meta += within * rows.meta_stride;
   for (int step = 0, group = 0; group < groups.count; ++group) {
     const int end = step + groups.steps + (group < groups.extra);

@@ -2,7 +2,9 @@
 // kernels.cc only.
 #pragma once
 
+#include "common/formats.h"
 #include "cpu/kernels.h"
+#include "cpu/vector.h"
 
 namespace kvlathe {
 namespace {
@@ -12,6 +14,26 @@ int group_end(const Rows& rows, int chunk) {
   int end = chunk + 1;
   while (end < rows.inner / 16 && rows.group_of[end] == rows.group_of[chunk]) ++end;
   return end;
+}
+
+// What turns the worth of a group's codes into elements: scale * worth + minimum.
+struct Affine {
+  float scale, minimum;
+};
+
+// `meta`: a row's metadata. A group of fixed levels has one half, the magnitude of the outermost.
+inline Affine affine_of(const Rows& rows, const uint16_t* meta, int group) {
+  if (!rows.table) return {from_half(meta[2 * group]), from_half(meta[2 * group + 1])};
+  const float magnitude = from_half(meta[group]);
+  return {magnitude * kTwo255ths, -magnitude};
+}
+
+// Of codes of 3 bits: where element i of a row begins.
+inline Threes threes_of(const Rows& rows, int i) { return threes_at(rows.first + i, rows.whole); }
+// One past the last element of its block.
+inline int block_end(const Rows& rows, int i) {
+  const int end = (rows.first + i) / kBlockCodes * kBlockCodes + kBlockCodes - rows.first;
+  return end < rows.inner ? end : rows.inner;
 }
 
 // Slabs are a few memory pages long, too short for the processor's own prefetching. To the second

@@ -22,8 +22,17 @@ inline void check_element(int32_t element) {
           "the CUDA kernels compute with F16 and BF16 elements only");
 }
 
+// Refuses codes that no CUDA kernel reads or writes.
+inline void check_widths(const kvlathe_part& part) {
+  for (const Format& format : {format_k(part), format_v(part)}) {
+    require(format.bits != 3 && !format.fixed_levels(), KVLATHE_UNSUPPORTED,
+            "a part has codes of 3 bits or fixed levels: CUDA pages have neither");
+  }
+}
+
 // Refuses quantized parts that the attention kernels do not read.
 inline void check_codes(const kvlathe_attend_decode_args& a, const kvlathe_part& part) {
+  check_widths(part);
   require(part.bits_k == part.bits_v, KVLATHE_UNSUPPORTED,
           "a part has " + std::to_string(part.bits_k) + " bits for K and " +
               std::to_string(part.bits_v) + " for V: the CUDA kernels read one width");

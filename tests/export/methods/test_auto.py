@@ -264,11 +264,12 @@ def test_a_search_scores_other_methods_beside_its_own_plans(
         "hack",
         "kivi",
         "kvquant",
+        "turboquant",
     }
     coded = {p["plan"] for p in points if ":" in p["plan"]}
-    assert coded == {
-        f"{name}:bits={bits}" for name in ("hack", "kivi", "kvquant") for bits in (2, 4)
-    }
+    both = {f"{name}:bits={x}" for name in ("kivi", "kvquant") for x in (2, 4)}
+    threes = {f"{name}:bits={x}" for name in ("hack", "turboquant") for x in (2, 3, 4)}
+    assert coded == both | threes
     assert max(
         p["removed"]
         for p in points

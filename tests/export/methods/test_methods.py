@@ -38,6 +38,7 @@ from kvlathe.export.methods.variants import removed, variants
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search import search
 from kvlathe.plan.codec import matrices
+from kvlathe.plan.formats import aligned
 from kvlathe.plan.heads import RANK_MULTIPLE
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
@@ -375,7 +376,9 @@ def test_requests_are_read_and_their_options_win(made_up: Stats) -> None:
         ("fdc:removal_rate", "cannot be read"),
         ("fdc+zack", "fdc and zack cannot be composed.*chooses the ranks"),
         ("hack+zack+hack:bits=8", "hack and hack cannot be composed.*number format"),
-        ("hack:bits=3", "Choose one of 2, 4, 8"),
+        ("hack:bits=5", "Choose one of 2, 3, 4, 8"),
+        ("hack:bits=8,levels=normal", "4, 3 and 2 bits"),
+        ("hack:levels=normal,rounding=stochastic", "codes are the nearest"),
         ("hack:bit=4", "Did you mean bits"),
         ("hack:group=128", "pages of 64 tokens"),
         ("hack:sums=stored,arithmetic=float", "contradicts"),
@@ -396,7 +399,7 @@ def test_unusable_requests_say_what_would_do(
 
 # -- compositions ----------------------------------------------------------------------
 @pytest.mark.parametrize("name", LOW_RANK)
-@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("bits", [8, 3, 2])
 def test_composition_commutes_and_keeps_what_each_decides(
     name: str, bits: int, made_up: Stats
 ) -> None:
@@ -420,6 +423,24 @@ def test_composition_commutes_and_keeps_what_each_decides(
         for x, y in zip(basis.values(), exact.values(), strict=True)
         if x.a_v is not None
     )
+
+
+@pytest.mark.parametrize("bits", [4, 3, 2])
+def test_turboquant_rotates_and_has_one_scale_a_token(
+    bits: int, made_up: Stats
+) -> None:
+    plan, basis = compose(
+        f"turboquant:bits={bits}", made_up.shape, True, made_up, Options(), FORM
+    )
+    layout, page = CacheLayout(plan), plan.page_tokens
+    for pair in matrices(layout, 1).values():
+        for part in pair:
+            own = part.format.meta_bytes(part.rank, page)
+            assert part.format.has_fixed_levels and own == aligned(2 * page)
+    for at in basis.values():
+        assert at.a is not None and at.o_v is not None
+        np.testing.assert_allclose(at.a @ at.a.T, np.eye(len(at.a)), atol=1e-12)
+        np.testing.assert_allclose(at.o_v @ at.o_v.T, np.eye(len(at.o_v)), atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -669,7 +690,7 @@ def test_a_search_chooses_bits_that_a_request_leaves_open(
     )
     names = [family.name for family in found]
     assert names == [
-        f"hack:group=32,arithmetic=float,bits={bits}" for bits in (2, 4, 8)
+        f"hack:group=32,arithmetic=float,bits={bits}" for bits in (2, 3, 4, 8)
     ]
     assert all(family.least == family.most for family in found)
     plan, _ = search.search(checkpoint, found, 0.8, exam_of("perplexity"), ())

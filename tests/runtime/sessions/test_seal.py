@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.codec import matrices, noise, noise_key, pack, unpack
-from kvlathe.plan.formats import Bits, Tier
+from kvlathe.plan.codec import FITS, matrices, noise, noise_key, pack, unpack
+from kvlathe.plan.formats import NORMAL, NORMAL_TOP, Bits, Format, Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket, CompressionPlan
@@ -25,6 +25,7 @@ from kvlathe.runtime.sessions.host.pages import HostPages, check_supported
 from kvlathe.runtime.sessions.protocols import FullPage
 from kvlathe.runtime.text.sampler import Sampler
 from kvlathe.runtime.text.sampling_params import SamplingParams
+from tests.support.attend_cases import packed
 from tests.support.runtime_cases import (
     BACKENDS,
     HOT,
@@ -43,8 +44,8 @@ PAGE = 32
 
 tiers = st.builds(
     Tier,
-    bits_k=st.sampled_from([2, 4, 8, 16]),
-    bits_v=st.sampled_from([2, 4, 8, 16]),
+    bits_k=st.sampled_from([2, 3, 4, 8, 16]),
+    bits_v=st.sampled_from([2, 3, 4, 8, 16]),
     axis_k=st.sampled_from(["rank", "token"]),
     axis_v=st.sampled_from(["rank", "token"]),
     group_k=st.sampled_from([16, 32, 48]),
@@ -54,8 +55,8 @@ tiers = st.builds(
 
 coded_tiers = st.builds(
     Tier,
-    bits_k=st.sampled_from([2, 4, 8, 16]),
-    bits_v=st.sampled_from([2, 4, 8, 16]),
+    bits_k=st.sampled_from([2, 3, 4, 8, 16]),
+    bits_v=st.sampled_from([2, 3, 4, 8, 16]),
     axis_k=st.just("rank"),
     axis_v=st.just("token"),
     group_k=st.sampled_from([16, 32, 48]),
@@ -114,10 +115,31 @@ def quantized(
     return (out if axis == "rank" else out.T), codes, pairs
 
 
-def from_bits(data: npt.NDArray[np.uint8], bits: int, count: int) -> list[int]:
-    """Codes from a bit string whose first bit is the lowest of the first byte."""
-    stream = [int(byte) >> i & 1 for byte in data for i in range(8)]
-    return [sum(stream[n * bits + i] << i for i in range(bits)) for n in range(count)]
+def fitted(x: Floats, form: Format) -> Floats:
+    """Group by group: what x [tokens, rank] becomes with fixed levels and the scale that
+    Lloyd's iteration finds."""
+    out = np.zeros_like(x)
+    for token, row in enumerate(x):
+        at = 0
+        for size in group_sizes(len(row), form.group, True):
+            part = row[at : at + size].astype(np.float64)
+            out[token, at : at + size] = fitted_group(part, form)
+            at += size
+    return out
+
+
+def fitted_group(x: npt.NDArray[np.float64], form: Format) -> npt.NDArray[np.float64]:
+    """A number goes to the level nearest to its byte; of two, to the lower one."""
+    table = np.array(NORMAL[form.bits])
+    read, largest = x, NORMAL_TOP[form.bits] * math.sqrt(np.mean(x * x))
+    for _ in range(FITS):
+        half = float(np.float16(largest))
+        byte = np.rint((x / half + 1) * 127.5)
+        worth = table[np.abs(byte[:, None] - table).argmin(1)]
+        levels = worth / 127.5 - 1
+        read = half * levels
+        largest = (x @ levels) / (levels @ levels)
+    return read
 
 
 @settings(max_examples=25)
@@ -172,9 +194,11 @@ def test_a_sealed_page_holds_the_codes_that_the_layout_promises(
                 np.testing.assert_array_equal(got, values.astype(np.float16))
                 continue
             expected, codes, pairs = quantized(values, bits, axis, group)
-            found = from_bits(
-                page[data : data + values.size * bits // 8], bits, values.size
-            )
+            row = x.rank if axis == "rank" else PAGE
+            stored = page[data : data + values.size * bits // 8]
+            lines = unpack(stored.reshape(-1, row * bits // 8), bits)
+            np.testing.assert_array_equal(packed(lines, bits), stored)
+            found = lines.ravel().tolist()
             halves = page[meta : meta + 4 * len(pairs)].view(np.float16).reshape(-1, 2)
             np.testing.assert_array_equal(halves, np.array(pairs, np.float16))
             assert (
@@ -185,7 +209,6 @@ def test_a_sealed_page_holds_the_codes_that_the_layout_promises(
                 width = (
                     1 if bits + math.log2(group) <= 8 else 2
                 )  # the sum of the widest group of the largest codes
-                row = x.rank if axis == "rank" else PAGE
                 sizes = group_sizes(row, group, axis == "rank") * (len(found) // row)
                 totals = [sum(part) for part in np.split(found, np.cumsum(sizes)[:-1])]
                 stored = page[sums : sums + width * len(totals)].tobytes()
@@ -198,15 +221,15 @@ def test_a_sealed_page_holds_the_codes_that_the_layout_promises(
             np.testing.assert_allclose(got, expected, atol=1.01 * step)
 
 
-@given(bits=st.sampled_from([2, 4, 8]), seed=st.integers(0, 99))
+@given(bits=st.sampled_from([2, 3, 4, 8]), seed=st.integers(0, 99))
 def test_packing_comes_back(bits: int, seed: int) -> None:
     codes = np.random.default_rng(seed).integers(0, 2**bits, (5, 48)).astype(np.uint8)
     np.testing.assert_array_equal(unpack(pack(codes, bits), bits), codes)
-    assert pack(codes, bits).shape == (5, 48 * bits // 8)
+    np.testing.assert_array_equal(pack(codes, bits).ravel(), packed(codes, bits))
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_a_constant_group_is_exact(
     bits: Bits, rounding: Literal["nearest", "stochastic"]
 ) -> None:
@@ -295,14 +318,25 @@ def dequantized_reference(kind: str, length: int, grid: int) -> Floats:
         assert isinstance(engine.session, HostPages)
         for page in sequence.table.pages[0][done : sequence.cached // 64]:
             for k, v in matrices(engine.layout, 0).values():
-                for part, bits, axis, group in (
-                    (k, tier.bits_k, tier.axis_k, tier.group_k),
-                    (v, tier.bits_v, tier.axis_v, tier.group_v),
-                ):
+                for part, form in ((k, tier.k), (v, tier.v)):
                     row = engine.session.rows[0][page]
-                    part.write(row, quantized(part.read(row), bits, axis, group)[0])
+                    values = part.read(row)
+                    if form.levels == "normal":
+                        part.write(row, fitted(values, form))
+                        continue
+                    shape = form.bits, form.axis, form.group
+                    part.write(row, quantized(values, *shape)[0])
         done = sequence.cached // 64
     return np.concatenate(found)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kind", ["threes", "fixed"])
+def test_an_engine_of_codes_is_the_dequantized_reference(
+    backend: str, kind: str
+) -> None:
+    logits = llm(backend, kind).logits(text(200), range(200))
+    assert_same(logits, dequantized_reference(kind, 200, 64))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,0 +1,38 @@
+"""In the manner of TurboQuant (arXiv 2504.19874): a random rotation, then fixed levels
+of the normal around one scale a token. For comparison.
+
+K and V of a token are rotated (hadamard.py), so that their channels are nearly normal;
+each is coded by the nearest of the levels that lose least of a normal number
+(Lloyd-Max). Differences from the paper: the scale is the one of least squared error and
+not the norm; the rotation is Hadamard's where the rank is a power of two; there is no
+second stage of 1 bit that makes inner products unbiased; the page that is being filled
+stays as it is. Codes are dequantized, then multiplied.
+"""
+
+from __future__ import annotations
+
+from kvlathe.export.methods.options import Decision, chosen
+from kvlathe.plan.formats import Tier
+
+SUMMARY = "comparison: rotate, then fixed levels of 4, 3 or 2 bit and one scale a token"
+CHOICES: dict[str, tuple[int, ...]] = {"bits": (4, 3, 2)}
+SIZES = {"bits": ("2", "3", "4")}
+WHOLE = 1 << 12
+"""Channels in a group: more than any head has."""
+
+
+def plan(written: dict[str, str], page_tokens: int) -> Decision:
+    """The tier that full pages are sealed in. Raises KvlatheError for unknown
+    options."""
+    bits = chosen(written, CHOICES)["bits"]
+    tier = Tier(
+        bits,
+        bits,
+        axis_k="rank",
+        axis_v="rank",
+        group_k=WHOLE,
+        group_v=WHOLE,
+        levels_k="normal",
+        levels_v="normal",
+    )
+    return Decision(cold=tier, hadamard="kv")
