@@ -1,0 +1,149 @@
+"""Laws of the accuracy search."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.bases.basis import Basis
+from kvlathe.export.calibration.calibrate import calibrate_on, random_sequences
+from kvlathe.export.calibration.stats import Stats
+from kvlathe.export.folding.fold import decoder_from
+from kvlathe.export.methods.composition import compose
+from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.variants import removed, variants
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.search import search
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.tasks import tasks
+from tests.support.method_cases import FORM, LATHE
+
+
+@given(st.floats(0, 1), st.floats(0.1, 0.9))
+def test_bisection_finds_the_edge(edge: float, most: float) -> None:
+    found = search.largest(lambda ratio: float(ratio <= edge), 1.0, 0.0, most, 0.01)
+    assert found is not None and found <= edge and found >= min(edge, most) - 0.01
+    floor = search.largest(
+        lambda ratio: float(ratio <= edge), 1.0, most / 2, most, 0.01
+    )
+    assert (floor is None) == (edge < most / 2)
+
+
+@pytest.fixture(scope="module")
+def lathe() -> tuple[Checkpoint, Stats]:
+    checkpoint = Checkpoint(LATHE)
+    return checkpoint, calibrate_on(
+        checkpoint, random_sequences(checkpoint.spec.vocab_size, 2048, 0, 512), 0, {}
+    )
+
+
+def searched(
+    lathe: tuple[Checkpoint, Stats],
+    request: str,
+    accuracy: float,
+    exam: search.Exam,
+    kept: Path | None = None,
+) -> tuple[CompressionPlan, Basis]:
+    checkpoint, stats = lathe
+    options = Options(basis="balanced")
+    found = variants(request, stats.shape, stats.rope, stats, options, FORM)
+    return search.search(
+        checkpoint, found, accuracy, exam, (stats.digest, options, FORM), kept
+    )
+
+
+def exam_of(metric: search.Metric) -> search.Exam:
+    rng = np.random.default_rng(0)
+    windows = tuple(tuple(rng.integers(2, 8192, 40).tolist()) for _ in range(2))
+    questions = tuple(tasks.Question(window[:30], (window[5],)) for window in windows)
+    return search.Exam(
+        metric,
+        questions if metric == "retrieval" else (),
+        () if metric == "retrieval" else windows,
+    )
+
+
+@pytest.mark.parametrize("metric", ["perplexity", "agreement"])
+def test_a_search_keeps_its_promise_and_is_a_lookup_afterwards(
+    metric: search.Metric,
+    lathe: tuple[Checkpoint, Stats],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exam = exam_of(metric)
+    plan, basis = searched(lathe, "fdc", 0.5, exam, tmp_path)
+    curve = plan.notes["curve"]
+    whole = search.TorchOracle(
+        decoder_from(
+            lathe[0], *compose("none", plan.model, True, None, Options(), FORM)
+        )
+    )
+    said = [search.says(whole, window) for window in exam.windows]
+    reached = search.score(
+        exam, search.TorchOracle(decoder_from(lathe[0], plan, basis)), said
+    )
+    assert curve["baseline"] == pytest.approx(search.score(exam, whole, said), rel=1e-4)
+    assert reached >= curve["target"] == 0.5 * curve["baseline"]
+    removed = 1 - plan.kept_dims
+    assert (
+        max(
+            point["removed"]
+            for point in curve["points"]
+            if point["score"] >= curve["target"]
+        )
+        == removed
+        > 0
+    )
+    monkeypatch.setattr(search, "decoder_from", None)
+    again, _ = searched(lathe, "fdc", 0.5, exam, tmp_path)
+    assert again == plan
+
+
+def test_a_search_chooses_bits_that_a_request_leaves_open(
+    lathe: tuple[Checkpoint, Stats],
+) -> None:
+    """Random tokens, so nothing is predicted well: 8 bit keeps all of it, and the
+    fewest bits that do win."""
+    checkpoint, stats = lathe
+    form = dataclasses.replace(FORM, page_tokens=32, prefill_chunk=32)
+    found = variants(
+        "hack:group=32,arithmetic=float", stats.shape, True, None, Options(), form
+    )
+    names = [family.name for family in found]
+    assert names == [
+        f"hack:group=32,arithmetic=float,bits={bits}" for bits in (2, 3, 4, 8)
+    ]
+    assert all(family.least == family.most for family in found)
+    plan, _ = search.search(checkpoint, found, 0.8, exam_of("perplexity"), ())
+    assert {point["of"] for point in plan.notes["curve"]["points"]} == {
+        "hack:group=32,arithmetic=float"
+    }
+    scores = {point["plan"]: point["score"] for point in plan.notes["curve"]["points"]}
+    enough = [
+        name for name in names if scores.get(name, 0.0) >= plan.notes["curve"]["target"]
+    ]
+    assert plan.compression == enough[0] and plan.tiers[1].bits_k == int(enough[0][-1])
+
+
+def test_accuracy_out_of_reach_names_the_best_there_is(
+    lathe: tuple[Checkpoint, Stats],
+) -> None:
+    with pytest.raises(KvlatheError, match=r"already leaves .* or less"):
+        searched(lathe, "fdc", 10.0, exam_of("perplexity"))
+    with pytest.raises(KvlatheError, match="scores 0 on retrieval"):
+        searched(lathe, "fdc", 0.9, exam_of("retrieval"))
+
+
+@pytest.mark.parametrize(
+    "request_name", ["fdc", "fdc+hack:bits=4", "hack", "zack+hack"]
+)
+def test_a_family_reaches_what_it_says(request_name: str, made_up: Stats) -> None:
+    for family in variants(request_name, made_up.shape, True, made_up, Options(), FORM):
+        for ratio in {family.least, (family.least + family.most) / 2, family.most}:
+            assert removed(family.plan(ratio)[0], FORM.bits) >= ratio - 1e-9
