@@ -64,7 +64,9 @@ def test_a_tokenizer_that_no_engine_could_load_is_refused_at_once(
     tokenizer = json.loads(path.read_text())
     tokenizer["model"]["vocab"]["t97"] = 97
     path.write_text(json.dumps(tokenizer))
-    with pytest.raises(KvlatheError, match=r"ids up to 97.*embeddings of the tokens 0 to 96"):
+    with pytest.raises(
+        KvlatheError, match=r"ids up to 97.*embeddings of the tokens 0 to 96"
+    ):
         open_checkpoint(tmp_path)
 
 
