@@ -14,6 +14,7 @@
 #pragma once
 
 #include <cstring>
+#include <type_traits>
 
 #include "common/formats.h"
 #include "cpu/rows_ahead.h"
@@ -101,8 +102,9 @@ inline void store_block(int8_t* out, __m512i packed, int64_t run) {
 
 // x as integers: 64 elements from `from` on, those outside of begin .. end - 1 zeros. Bytes are
 // packed by dwords in the order (128 bits, vector). Returns the numbers, summed up by lanes.
-inline __m512i integers(const float* x, int from, int begin, int end, __m512 per_unit,
-                        __m512i& high, __m512i& low) {
+__attribute__((always_inline)) inline __m512i integers(const float* x, int from, int begin, int end,
+                                                       __m512 per_unit, __m512i& high,
+                                                       __m512i& low) {
   const auto highs = [](__m512i n) {
     return _mm512_srai_epi16(_mm512_add_epi16(n, _mm512_set1_epi16(64)), 7);
   };
@@ -126,7 +128,9 @@ inline __m512i integers(const float* x, int from, int begin, int end, __m512 per
 }
 
 template <int bits>
-void split(const float* x, const Rows& rows, const Section* sections, int count, Prepared& out) {
+__attribute__((always_inline)) inline void split(const float* x, const Rows& rows,
+                                                 const Section* sections, int count,
+                                                 Prepared& out) {
   __m512 most = _mm512_setzero_ps();
   for (int i = 0; i < rows.inner; i += 16)
     most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_loadu_ps(x + i)));
@@ -183,9 +187,10 @@ struct Width {
 };
 
 // In each lane of 128 bits.
+template <class W>
 inline __m512i table_of(const Rows& rows) {
-  if (!rows.table) return _mm512_setzero_si512();
-  return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)rows.table));
+  if constexpr (!W::fixed) return _mm512_setzero_si512();
+  return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)level_table(rows)));
 }
 
 // Codes of 3 bits whose lower two are in `low`; the highest are in bit 2 of `high`.
@@ -215,43 +220,6 @@ inline __m512i codes_of(const __m512i* packed, int apart, int plane, __m512i tab
   return W::fixed ? _mm512_shuffle_epi8(table, code) : code;
 }
 
-// Products of 16 rows of one plane with M rows of x, from place `place` of theirs.
-template <int M>
-inline void add_plane(const __m512i* codes, const Prepared* const* x, int place, __m512i (*high)[4],
-                      __m512i (*low)[4]) {
-  for (int m = 0; m < M; ++m) {
-    const auto spread = [&](const int8_t* from) {
-      return _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)from + place));
-    };
-    const __m512i upper = spread(x[m]->high), lower = spread(x[m]->low);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      add_products(high[m][i], codes[i], upper);
-      add_products(low[m][i], codes[i], lower);
-    }
-  }
-}
-
-// The pieces of one section, for codes that lie in one run.
-template <class W, int M>
-inline void add_pieces(const uint8_t* at, const Rows& rows, const Section& section,
-                       const Prepared* const* x, __m512i table, __m512i (*high)[4],
-                       __m512i (*low)[4]) {
-  const uint8_t* codes = at + section.start * W::bits / 8;
-  for (int p = section.first; p < section.first + section.pieces; ++p, codes += 16) {
-    __m512i packed[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) packed[i] = load_quad(codes + i * rows.stride, 4 * rows.stride);
-#pragma GCC unroll 4
-    for (int plane = 0; plane < W::planes; ++plane) {
-      __m512i code[4];
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) code[i] = codes_of<W>(&packed[i], 4, plane, table);
-      add_plane<M>(code, x, W::planes * p + plane, high, low);
-    }
-  }
-}
-
 // How a block of 3-bit codes comes apart: its first two runs lie in one vector, the third twice in
 // another. `pairs` and `tops` are shifts of its words, for the first copy and for the second.
 struct BlockShifts {
@@ -269,63 +237,117 @@ struct BlockShifts {
   }
 };
 
-// Of a row's whole blocks, and of its last one.
-struct RowShifts {
-  BlockShifts whole, last;
+// What is made ready once for many rows: the table of fixed levels, and how whole blocks and the last
+// one of a row come apart.
+template <class W>
+struct Opened {
+  __m512i table;
+  const BlockShifts whole, last;
 
-  explicit RowShifts(const Rows& rows)
-      : whole(kBlockCodes / 8), last((rows.whole - 1) % kBlockCodes / 8 + 1) {}
+  explicit Opened(const Rows& rows)
+      : table(table_of<W>(rows)),
+        whole(W::bits == 3 ? kBlockCodes / 8 : 0),
+        last(W::bits == 3 ? (rows.whole - 1) % kBlockCodes / 8 + 1 : 0) {}
 };
 
-// The blocks of one section of 3-bit codes: planes as store_block lays them out for x.
-template <class W, int M>
-inline void add_blocks(const uint8_t* at, const Rows& rows, const Section& section,
-                       const Prepared* const* x, const RowShifts& shifts_of, __m512i table,
-                       __m512i (*high)[4], __m512i (*low)[4]) {
-  const __m512i seven = _mm512_set1_epi8(7), three = _mm512_set1_epi8(3);
-  int begin = section.start - (rows.first + section.start) % kBlockCodes;
-  for (int p = section.first; p < section.first + section.pieces; ++p, begin += kBlockCodes) {
-    const Threes place = threes_of(rows, begin);
-    const BlockShifts& shifts = 8 * place.run == kBlockCodes ? shifts_of.whole : shifts_of.last;
-    __m512i pair[4], third[4], code[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const uint8_t* row = at + place.at + i * rows.stride;
-      pair[i] = load_quad(row, 4 * rows.stride);
-      third[i] = _mm512_shuffle_epi8(load_quad(row + 2 * place.run, 4 * rows.stride), shifts.twice);
-    }
-#pragma GCC unroll 4
-    for (int plane = 0; plane < 4; ++plane) {
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        if (plane == 0) code[i] = _mm512_and_si512(pair[i], seven);
-        if (plane == 1) code[i] = _mm512_and_si512(_mm512_srli_epi16(pair[i], 3), seven);
-        if (plane == 2)
-          code[i] = _mm512_and_si512(_mm512_srlv_epi16(third[i], shifts.pairs), seven);
-        if (plane == 3) {
-          const __m512i low_bits = _mm512_and_si512(_mm512_srli_epi16(pair[i], 6), three);
-          code[i] = with_tops(low_bits, _mm512_srlv_epi16(third[i], shifts.tops));
-        }
-        if (W::fixed) code[i] = _mm512_shuffle_epi8(table, code[i]);
-      }
-      add_plane<M>(code, x, 4 * p + plane, high, low);
-    }
-  }
-}
+// Pieces of 16 rows whose codes lie in one run.
+template <class W>
+struct PiecesOfRows {
+  static constexpr int planes = W::planes;
+  const uint8_t* at;
+  int64_t stride;
+  __m512i table, packed[4];
 
-// Products of 16 rows, from `at`, with a section of M rows of x. `shifts` are for 3 bits.
+  PiecesOfRows(const uint8_t* row, const Rows& rows, const Section& section,
+               const Opened<W>& opened)
+      : at(row + section.start * W::bits / 8), stride(rows.stride), table(opened.table) {}
+
+  void next() {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) packed[i] = load_quad(at + i * stride, 4 * stride);
+    at += 16;
+  }
+
+  __m512i code(int i, int plane) const { return codes_of<W>(&packed[i], 4, plane, table); }
+};
+
+// Blocks of 3-bit codes of 16 rows: planes as store_block lays them out for x.
+template <class W>
+struct BlocksOfRows {
+  static constexpr int planes = 4;
+  const uint8_t *row, *after = nullptr;
+  int64_t stride, begin, whole;
+  const Opened<W>& opened;
+  BlockShifts shifts;
+  __m512i pair[4], third[4];
+
+  BlocksOfRows(const uint8_t* row, const Rows& rows, const Section& section,
+               const Opened<W>& opened)
+      : row(row),
+        stride(rows.stride),
+        begin((rows.first + section.start) / kBlockCodes * kBlockCodes),
+        whole(rows.whole),
+        opened(opened),
+        shifts(opened.whole) {}
+
+  void next() {
+    const Threes place = threes_at(begin, whole);
+    if (8 * place.run != kBlockCodes) shifts = opened.last;
+    const uint8_t* at = row + place.at;
+    after = at + 2 * place.run;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) pair[i] = load_quad(at + i * stride, 4 * stride);
+    begin += kBlockCodes;
+  }
+
+  // Plane by plane: the third run is loaded when its plane comes, while registers are free.
+  __m512i code(int i, int plane) {
+    const auto cut = [](__m512i x) { return _mm512_and_si512(x, _mm512_set1_epi8(7)); };
+    __m512i code;
+    if (plane == 0) code = cut(pair[i]);
+    if (plane == 1) code = cut(_mm512_srli_epi16(pair[i], 3));
+    if (plane == 2) {
+      third[i] = _mm512_shuffle_epi8(load_quad(after + i * stride, 4 * stride), shifts.twice);
+      code = cut(_mm512_srlv_epi16(third[i], shifts.pairs));
+    }
+    if (plane == 3) {
+      const __m512i low = _mm512_and_si512(_mm512_srli_epi16(pair[i], 6), _mm512_set1_epi8(3));
+      code = with_tops(low, _mm512_srlv_epi16(third[i], shifts.tops));
+    }
+    return W::fixed ? _mm512_shuffle_epi8(opened.table, code) : code;
+  }
+};
+
+// Products of 16 rows, from `at`, with a section of M rows of x.
 template <class W, int M>
 inline void sixteen(const uint8_t* at, const Rows& rows, const Section& section,
-                    const Prepared* const* x, const RowShifts& shifts, __m512i table,
-                    __m512i* out) {
+                    const Prepared* const* x, const Opened<W>& opened, __m512i* out) {
+  using Pieces = std::conditional_t<W::bits == 3, BlocksOfRows<W>, PiecesOfRows<W>>;
+  constexpr int planes = Pieces::planes;
   __m512i high[M][4], low[M][4];
   for (int m = 0; m < M; ++m) {
     for (int i = 0; i < 4; ++i) high[m][i] = low[m][i] = _mm512_setzero_si512();
   }
-  if constexpr (W::bits == 3) {
-    add_blocks<W, M>(at, rows, section, x, shifts, table, high, low);
-  } else {
-    add_pieces<W, M>(at, rows, section, x, table, high, low);
+  Pieces pieces(at, rows, section, opened);
+  for (int p = section.first; p < section.first + section.pieces; ++p) {
+    pieces.next();
+#pragma GCC unroll 4
+    for (int plane = 0; plane < planes; ++plane) {
+      __m512i upper[M], lower[M];
+      for (int m = 0; m < M; ++m) {
+        const int place = planes * p + plane;
+        upper[m] = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)x[m]->high + place));
+        lower[m] = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)x[m]->low + place));
+      }
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const __m512i code = pieces.code(i, plane);
+        for (int m = 0; m < M; ++m) {
+          add_products(high[m][i], code, upper[m]);
+          add_products(low[m][i], code, lower[m]);
+        }
+      }
+    }
   }
   for (int m = 0; m < M; ++m) {
     for (int i = 0; i < 4; ++i)
@@ -358,8 +380,9 @@ inline void load_magnitudes(const Rows& rows, int first, int group, __m512& scal
 }
 
 // (scale, minimum) of one group of 16 rows.
+template <bool fixed>
 inline void load_pairs(const Rows& rows, int first, int group, __m512& scale, __m512& minimum) {
-  if (rows.table) return load_magnitudes(rows, first, group, scale, minimum);
+  if (fixed) return load_magnitudes(rows, first, group, scale, minimum);
   const int32_t* at =
       reinterpret_cast<const int32_t*>(rows.meta + first * rows.meta_stride) + group;
   const int32_t groups = int32_t(rows.meta_stride / 2);
@@ -384,8 +407,7 @@ void dots_of_codes(const Rows& rows, const Section* sections, int count, const P
                    float* out, int64_t ldo, bool add) {
   // Rows come in sixteens: pages hold multiples of 16 tokens and ranks are such, so those past the
   // last are readable. So are 16 bytes where a piece has fewer: metadata follows the codes.
-  const __m512i table = table_of(rows);
-  const RowShifts shifts(rows);
+  const Opened<W> opened(rows);
   for (int r = 0; r < rows.rows; r += 16) {
     const uint8_t* at = rows.data + r * rows.stride;
     const __mmask16 real =
@@ -397,8 +419,8 @@ void dots_of_codes(const Rows& rows, const Section* sections, int count, const P
     for (int k = 0; k < count; ++k) {
       __m512i dots[M];
       __m512 scale, minimum;
-      sixteen<W, M>(at, rows, sections[k], x, shifts, table, dots);
-      load_pairs(rows, r, sections[k].group, scale, minimum);
+      sixteen<W, M>(at, rows, sections[k], x, opened, dots);
+      load_pairs<W::fixed>(rows, r, sections[k].group, scale, minimum);
       for (int m = 0; m < M; ++m) {
         total[m] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x[m]->sums[k]), total[m]);
         total[m] = _mm512_fmadd_ps(_mm512_mul_ps(scale, _mm512_set1_ps(x[m]->unit)),
@@ -429,12 +451,16 @@ void dots_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t 
 
 // Calls `body` with the Width of codes of `rows`.
 template <class Body>
-void with_width(const Rows& rows, Body body) {
-  const bool fixed = rows.table;
-  if (rows.bits == 8) body(Width<8, false>{});
-  if (rows.bits == 4) fixed ? body(Width<4, true>{}) : body(Width<4, false>{});
-  if (rows.bits == 3) fixed ? body(Width<3, true>{}) : body(Width<3, false>{});
-  if (rows.bits == 2) fixed ? body(Width<2, true>{}) : body(Width<2, false>{});
+inline void with_width(const Rows& rows, Body body) {
+  switch (rows.bits + (rows.fixed ? 16 : 0)) {
+    case 8: return body(Width<8, false>{});
+    case 4: return body(Width<4, false>{});
+    case 3: return body(Width<3, false>{});
+    case 2: return body(Width<2, false>{});
+    case 16 + 4: return body(Width<4, true>{});
+    case 16 + 3: return body(Width<3, true>{});
+    case 16 + 2: return body(Width<2, true>{});
+  }
 }
 
 void integer_dots(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m,

@@ -23,6 +23,7 @@ struct Scaled {
 };
 static_assert(sizeof(Scaled) <= kDotScratch * sizeof(float), "kDotScratch is too small");
 
+template <bool fixed>
 void scale_rows(const float* x, const Rows& rows, int group, Scaled& out) {
   alignas(64) float scaled[kMostRows];
   __m512 lowest = _mm512_setzero_ps(), most = lowest;
@@ -30,7 +31,7 @@ void scale_rows(const float* x, const Rows& rows, int group, Scaled& out) {
     const __mmask16 real =
         rows.rows - r < 16 ? __mmask16((1 << (rows.rows - r)) - 1) : __mmask16(0xffff);
     __m512 scale, minimum;
-    load_pairs(rows, r, group, scale, minimum);  // past the last row they may be anything
+    load_pairs<fixed>(rows, r, group, scale, minimum);  // past the last row they may be anything
     const __m512 values = _mm512_maskz_loadu_ps(real, x + r),
                  product = _mm512_maskz_mul_ps(real, values, scale);
     lowest = _mm512_mask3_fmadd_ps(values, minimum, lowest, real);
@@ -202,7 +203,9 @@ inline void write_piece(const Piece<W>* pieces, int groups, const Scaled* const*
   __m512 columns[M][4];
   mix_piece<W, M>(pieces, groups, x, table, columns);
   for (int m = 0; m < M; ++m) {
-    for (int i = 0; 16 * i < count; ++i) {
+#pragma GCC unroll 4
+    for (int i = 0; i < Piece<W>::columns / 16; ++i) {
+      if (16 * i >= count) continue;
       float* to = out + m * ldo + 16 * i;
       _mm512_storeu_ps(to, add ? _mm512_add_ps(_mm512_loadu_ps(to), columns[m][i]) : columns[m][i]);
     }
@@ -213,11 +216,12 @@ template <class W>
 void mix_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add,
             float* scratch) {
   const int groups = (rows.rows + 15) / 16;
-  const __m512i table = table_of(rows);
+  const __m512i table = table_of<W>(rows);
   const auto form = [&](int i) { return reinterpret_cast<Scaled*>(scratch + i * kDotScratch); };
   for (int chunk = 0, end; chunk < rows.inner / 16; chunk = end) {
     end = group_end(rows, chunk);
-    for (int i = 0; i < m; ++i) scale_rows(x + i * ldx, rows, rows.group_of[chunk], *form(i));
+    for (int i = 0; i < m; ++i)
+      scale_rows<W::fixed>(x + i * ldx, rows, rows.group_of[chunk], *form(i));
     for (int column = 16 * chunk, next; column < 16 * end; column = next) {
       next = W::bits == 3 ? block_end(rows, column) : column + Piece<W>::columns;
       if (next > 16 * end) next = 16 * end;

@@ -23,15 +23,15 @@ struct Rows {
   const uint8_t* data;
   const uint16_t* meta;
   int64_t stride, meta_stride;  // bytes; halves
-  int32_t first, whole;
-  int32_t bits, rows, inner;
-  bool by_channel;
-  const uint8_t* table;  // what codes are worth, 16 bytes; null: the code itself
+  int32_t rows, inner;
+  int16_t bits, first, whole;
+  bool by_channel, fixed;  // fixed: codes stand for levels of a table (kNormal of formats.h)
   uint8_t group_of[kMostRow / 16];
   const uint8_t* ahead;  // while reading row r, fetch ahead_step bytes at ahead + r * ahead_step:
                          // what is read next
   int64_t ahead_step;
 };
+static_assert(sizeof(Rows) <= 128, "clearing more takes a tenth of a step's attention");
 
 // How numbers become codes.
 struct Coding {

@@ -87,6 +87,7 @@ inline double sum(const Doubles& x) {
 double fit_codes(const float* x, int n, const Rows& rows, float magnitude, uint8_t* codes) {
   constexpr float round = 12582912.f;  // adding it rounds to an integer
   const int most = levels_of(rows.bits);
+  const uint8_t* table = level_table(rows);
   const float scale = magnitude * kTwo255ths;
   Doubles along{}, squares{};
   for (int i = 0; i < n; i += kLanes) {
@@ -95,7 +96,7 @@ double fit_codes(const float* x, int n, const Rows& rows, float magnitude, uint8
     if (scale > 0) exact = (own + magnitude) / scale;
     exact = -larger(-larger(exact, Floats{}), all(-255.f)) + round - round;
     for (int level = 0; level < most; ++level) {
-      const float low = rows.table[level], high = rows.table[level + 1];
+      const float low = table[level], high = table[level + 1];
       const auto above = 2 * exact > all(low + high);
       code = above ? all(float(level + 1)) : code;
       worth = above ? all(high) : worth;
@@ -137,7 +138,7 @@ void quantize_fixed(const float* x, int64_t ldx, const Rows& rows) {
 
 // The codes are chosen for the scale and minimum as halves, as kvlathe/plan/codec.py does.
 void quantize(const float* x, int64_t ldx, const Rows& rows, const Coding& coding) {
-  if (rows.table) return quantize_fixed(x, ldx, rows);
+  if (rows.fixed) return quantize_fixed(x, ldx, rows);
   const float levels = float(levels_of(rows.bits)), round = 12582912.f;
   UnsignedInts count_up;
   for (int i = 0; i < kLanes; ++i) count_up[i] = uint32_t(i);

@@ -82,18 +82,18 @@ inline void spread_blocks(const uint8_t* packed, const Rows& rows, __m128i table
     __m128i codes[4];
     spread_threes(packed + place.at, place.run, codes);
     for (int j = 0; j < 4; ++j)
-      _mm_storeu_si128((__m128i*)(out + i + 16 * j), worth_of(codes[j], rows.table, table));
+      _mm_storeu_si128((__m128i*)(out + i + 16 * j), worth_of(codes[j], rows.fixed, table));
   }
 }
 
 // What a row's codes are worth, as bytes.
 void spread(const uint8_t* packed, const Rows& rows, uint8_t* out) {
   __m128i table = _mm_setzero_si128();
-  if (rows.table) table = _mm_loadu_si128((const __m128i*)rows.table);
+  if (rows.fixed) table = _mm_loadu_si128((const __m128i*)level_table(rows));
   if (rows.bits == 3) return spread_blocks(packed, rows, table, out);
   for (int i = 0; i < rows.inner; i += 16, packed += 2 * rows.bits) {
     const __m128i codes = rows.bits == 4 ? spread_pairs<4>(packed) : spread_pairs<2>(packed);
-    _mm_storeu_si128((__m128i*)(out + i), worth_of(codes, rows.table, table));
+    _mm_storeu_si128((__m128i*)(out + i), worth_of(codes, rows.fixed, table));
   }
 }
 #else
@@ -127,7 +127,7 @@ void spread(const uint8_t* packed, const Rows& rows, uint8_t* out) {
     const uint64_t x = rows.bits == 3 ? spread_threes(packed + place.at, place.run)
                                       : spread_eight(packed + i / 8 * rows.bits, rows.bits);
     std::memcpy(out, &x, 8);
-    for (int j = 0; rows.table && j < 8; ++j) out[j] = rows.table[out[j]];
+    for (int j = 0; rows.fixed && j < 8; ++j) out[j] = level_table(rows)[out[j]];
   }
 }
 #endif

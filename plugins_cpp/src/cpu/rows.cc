@@ -10,7 +10,7 @@ void by_channel(Rows& rows, const Format& format, int32_t rank, int64_t page_tok
   rows.rows = rank, rows.inner = (count + 15) / 16 * 16;
   rows.stride = page_tokens * format.bits / 8,
   rows.meta_stride = 2 * token_groups(int(page_tokens), format.group);
-  rows.first = int32_t(within), rows.whole = int32_t(page_tokens);
+  rows.first = int16_t(within), rows.whole = int16_t(page_tokens);
   if (format.bits != 3) rows.data += within * format.bits / 8;
   for (int j = 0; j < rows.inner / 16; ++j)
     rows.group_of[j] = uint8_t((within + 16 * j) / format.group);
@@ -20,8 +20,8 @@ void by_channel(Rows& rows, const Format& format, int32_t rank, int64_t page_tok
 // kvlathe/plan/formats.py).
 void along_rank(Rows& rows, const Format& format, int32_t rank, int64_t within) {
   const RankGroups groups(rank, format.group);
-  rows.whole = rank;
-  rows.table = format.table();
+  rows.whole = int16_t(rank);
+  rows.fixed = format.fixed_levels();
   rows.meta_stride = format.halves() * groups.count;
   rows.meta += within * rows.meta_stride;
   for (int step = 0, group = 0; group < groups.count; ++group) {
@@ -35,7 +35,7 @@ void along_rank(Rows& rows, const Format& format, int32_t rank, int64_t within) 
 Rows rows_of(const uint8_t* page, int64_t data, int64_t meta, int32_t rank, const Format& format,
              int64_t page_tokens, int64_t within, int32_t count) {
   Rows rows{};
-  rows.bits = format.bits;
+  rows.bits = int16_t(format.bits);
   rows.data = page + data;
   rows.meta = reinterpret_cast<const uint16_t*>(page + meta);
   if (format.by_channel()) {

@@ -23,10 +23,13 @@ struct Affine {
 
 // `meta`: a row's metadata. A group of fixed levels has one half, the magnitude of the outermost.
 inline Affine affine_of(const Rows& rows, const uint16_t* meta, int group) {
-  if (!rows.table) return {from_half(meta[2 * group]), from_half(meta[2 * group + 1])};
+  if (!rows.fixed) return {from_half(meta[2 * group]), from_half(meta[2 * group + 1])};
   const float magnitude = from_half(meta[group]);
   return {magnitude * kTwo255ths, -magnitude};
 }
+
+// What codes of fixed levels are worth: 16 bytes.
+inline const uint8_t* level_table(const Rows& rows) { return kNormal[rows.bits - 2]; }
 
 // Of codes of 3 bits: where element i of a row begins.
 inline Threes threes_of(const Rows& rows, int i) { return threes_at(rows.first + i, rows.whole); }
