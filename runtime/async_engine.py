@@ -22,8 +22,8 @@ import time
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Items
 from itertools import chain
-from types import TracebackType
 
+from kvlathe.base.closing import ClosesAtExit
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.deltas import deltas
@@ -50,7 +50,7 @@ class Closing(Busy):
     """The engine accepts nothing more."""
 
 
-class AsyncEngine:
+class AsyncEngine(ClosesAtExit):
     """Serves requests from any thread with ``llm``, which it closes in the end. At most
     ``max_waiting`` sequences wait for their turn; more are Busy."""
 
@@ -64,17 +64,6 @@ class AsyncEngine:
         self._draining = False
 
     # -- life --------------------------------------------------------------------------
-    def __enter__(self) -> AsyncEngine:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def drain(self) -> None:
         """Refuse what comes from now on; what is here goes on."""
         with self._lock:

@@ -22,12 +22,12 @@ from collections.abc import Sequence as Items
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvlathe.base.closing import ClosesAtExit
 from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.engine_folder import open_engine
@@ -59,7 +59,7 @@ Params = SamplingParams | Items[SamplingParams] | None
 """One for all prompts, one for each, or None: the defaults."""
 
 
-class LLM:
+class LLM(ClosesAtExit):
     """An engine with its tokenizer and its cache, for callers in any thread."""
 
     def __init__(
@@ -134,17 +134,6 @@ class LLM:
         """End the engine's thread, and what it computes with a KvlatheError. Later
         requests are refused. The memory goes back with the object."""
         self.thread.close()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
     # -- text --------------------------------------------------------------------------
     def generate(

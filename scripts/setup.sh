@@ -54,8 +54,22 @@ install_torch() {
     fi
 }
 
+# Kernels of an earlier checkout cannot read what today's engines hold, so they are built again where a source changed.
+build_kernels() {
+    local sources
+    sources=$(find plugins_cpp -type f -print0 | sort -z | xargs -0 cat | cksum)
+    [ "$(cat "$STAMP-native" 2>/dev/null)" = "$sources" ] && return
+    say "building the native kernels"
+    if .venv/bin/kvlathe native >/dev/null; then
+        echo "$sources" >"$STAMP-native"
+    else
+        say "going on without native kernels: engines run their ONNX functions, which is slower"
+    fi
+}
+
 wanted=$(cat pyproject.toml constraints.txt scripts/setup.sh | cksum)
 if [ "$(cat "$STAMP" 2>/dev/null)" = "$wanted" ]; then
+    build_kernels
     exit 0
 fi
 python=$(find_python)
@@ -74,7 +88,5 @@ say "installing kvlathe and its tools"
 if .venv/bin/python -m pip list --format freeze | grep -q '^nvidia-'; then
     die "CUDA packages were installed: a package index answered with them. Remove .venv and report this."
 fi
-say "building the native kernels"
-.venv/bin/kvlathe native >/dev/null ||
-    say "going on without native kernels: engines run their ONNX functions, which is slower"
+build_kernels
 echo "$wanted" >"$STAMP"

@@ -149,27 +149,29 @@ class AttendLayer(nn.Module):
             x = x.unflatten(-1, (s.H, heads, s.D))
             if self.facts.rope:
                 assert cos is not None and sin is not None
-                x = (
-                    x * torch.cat([cos, cos], -1)[:, None, None]
-                    + _turned(x) * torch.cat([sin, sin], -1)[:, None, None]
-                )
+                cosines = torch.cat([cos, cos], -1)[:, None, None]
+                sines = torch.cat([sin, sin], -1)[:, None, None]
+                x = x * cosines + _turned(x) * sines
             return F.pad(x, (0, s.W - s.D))
-        x, grain = F.pad(x, (0, self.facts.grain)), self.facts.grain
+        grain = self.facts.grain
+        x = F.pad(x, (0, grain))
         own = gathered(x, self.table(f"{name}_columns"), grain)
         if not self.facts.rope:
             return own
         assert cos is not None and sin is not None
         partner = gathered(x, self.table(f"{name}_partners"), grain)
-        cosine = F.pad(cos, (0, 1), value=1.0)[:, self.table("cos_columns")]
-        sine = F.pad(torch.cat([-sin, sin], -1), (0, 1))[:, self.table("sin_columns")]
-        return own * cosine + partner * sine
+        cosines = F.pad(cos, (0, 1), value=1.0)
+        cosines = cosines[:, self.table("cos_columns")]
+        sines = torch.cat([-sin, sin], -1)
+        sines = F.pad(sines, (0, 1))
+        sines = sines[:, self.table("sin_columns")]
+        return own * cosines + partner * sines
 
     def _hot(self, x: Tensor, part: int) -> Tensor:
-        return (
-            x.to(HALF_OR_FLOAT[self.facts.hot_bits[part]])
-            if x.dtype != torch.float64
-            else x
-        )
+        if x.dtype == torch.float64:
+            return x
+        bits = self.facts.hot_bits[part]
+        return x.to(HALF_OR_FLOAT[bits])
 
     # -- attention ---------------------------------------------------------------------
     def _uncached(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> Tensor:
@@ -179,17 +181,21 @@ class AttendLayer(nn.Module):
         q, k, padded_v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
         out = q.new_zeros((*q.shape[:3], width))
         for _, rows in _sequences(step):
-            ks, vs = (
-                x[:, None, rows].expand(-1, self.sizes.G, -1, -1).flatten(0, 1)
-                for x in (k, padded_v)
-            )
             qs = q[:, :, rows].flatten(0, 1)
+            ks = self._of_queries(k[:, rows])
+            vs = self._of_queries(padded_v[:, rows])
             seen = self._seen(ks.shape[1])
             fresh = F.scaled_dot_product_attention(
                 qs[None], ks[None], vs[None], seen, is_causal=seen is None, scale=1.0
             )
             out[:, :, rows] = fresh[0].unflatten(0, (self.sizes.H, self.sizes.G))
         return out[..., : self.sizes.Rv]
+
+    def _of_queries(self, x: Tensor) -> Tensor:
+        """[H, N, R] -> [H * G, N, R]: each head's rows for each of its query heads."""
+        by_head = x[:, None]
+        repeated = by_head.expand(-1, self.sizes.G, -1, -1)
+        return repeated.flatten(0, 1)
 
     def _seen(self, tokens: int) -> Tensor | None:
         """Of one whole sequence: which tokens each query sees, [1, H * G, Q, N]; None

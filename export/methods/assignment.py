@@ -203,14 +203,16 @@ class Priced:
         bounds = np.full(len(every), -np.inf)
         dearest = max(self.loss.max(), self.window_loss.max())
         scale = dearest / self.grid.bytes.min()
-        for price in np.geomspace(1e-12, 1, PRICES) * scale:
+        prices = scale * np.geomspace(1e-12, 1, PRICES)
+        for price in prices:
             paid = self._paid(price)
             for rules, places in rules_of.items():
                 by_pair = paid[:, :, list(rules)].min(-1)
                 for i in places:
                     members = [pair_at[pair] for pair in every[i].pairs]
-                    total = by_pair[members].min(0).sum() - price * budget
-                    bounds[i] = max(bounds[i], total)
+                    least = by_pair[members].min(0)
+                    bound = least.sum() - price * budget
+                    bounds[i] = max(bounds[i], bound)
         order = np.argsort(bounds, kind="stable")
         return [(float(bounds[i]), every[i]) for i in order]
 

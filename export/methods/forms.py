@@ -125,14 +125,16 @@ class Grid:
         """Full pages that each of ``rules`` holds of the sequence."""
         page = self.page_tokens
         whole = self.tokens // page * page
-        return np.array([rule.kept(whole) // page for rule in self.rules])
+        tokens = [rule.kept(whole) for rule in self.rules]
+        return np.array(tokens) // page
 
     @cached_property
     def bytes(self) -> Places:
         """Of one side of a lane under each rule, [options, rules]."""
         sealed = np.outer(self.sizes, self.pages)
-        ranks = np.array([rank for rank, _ in self.options])
-        hot = ranks * self.page_tokens * self.hot_bits // 8
+        ranks = [rank for rank, _ in self.options]
+        numbers = np.array(ranks) * self.page_tokens
+        hot = numbers * self.hot_bits // 8
         return sealed + hot[:, None]
 
     def cut(self, side: str, layer: int, head: int, rank: int) -> Cut:
@@ -140,8 +142,10 @@ class Grid:
         which stored values and their readers have equal variances."""
         bases = self._rotation
         at = (layer, head)
-        rng = np.random.default_rng((self.seed, layer, head, int(side == "v")))
-        turn = hadamard(rank, rng)[: min(rank, self.stats.shape.head_dim)]
+        seed = (self.seed, layer, head, int(side == "v"))
+        rng = np.random.default_rng(seed)
+        dims = min(rank, self.stats.shape.head_dim)
+        turn = hadamard(rank, rng)[:dims]
         if side == "k":
             into = bases.b[at][:, :rank]
             back = bases.a[at][:, :rank]
@@ -150,7 +154,9 @@ class Grid:
         back = bases.o_v[at][:rank].T
         values = self.stats.whole.second("v", True)[at]
         readers = self.stats.wo_gram[at]
-        axes = balanced(into.T @ values @ into, back.T @ readers @ back)
+        stored = into.T @ values @ into
+        read = back.T @ readers @ back
+        axes = balanced(stored, read)
         into = into @ axes.into @ turn
         back = back @ axes.back @ turn
         return Cut(into, back, bases.centre_v[at])

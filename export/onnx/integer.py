@@ -159,18 +159,7 @@ def outputs(b: Body, shares: str, v: Coded, tokens: int) -> str:
         rounded = Rounded.symmetric(b, split, LEVELS)
     else:
         rounded = Rounded.asymmetric(b, split, b.const(np.ones(tokens), np.bool_))
-    values = b.op("Squeeze", v.codes, b.const([1]))  # [Hs, B, N, Rv]
-    shape = (
-        b.op("Shape", values, start=0, end=2),
-        b.const([-1, tokens]),
-        b.op("Shape", values, start=3),
-    )
-    values = b.op("Reshape", values, b.op("Concat", *shape, axis=0))
-    products = b.op(
-        "MatMulInteger",
-        b.reshape(b.cast(rounded.whole, UINT8), 0, 0, 0, -1, tokens),
-        values,
-    )
+    products = _values_weighted(b, rounded, v, tokens)
     total = _added(b, rounded.times(b, products, *v.metadata(b, 0, 2, 3, 1, 4)))
     return b.op(
         "Div", total, b.op("Max", _added(b, rounded.total(b)), b.float(LEAST_SCALE))
@@ -189,18 +178,7 @@ def outputs_by_rank(b: Body, shares: str, v: Coded, groups: str, tokens: int) ->
     rounded = Rounded.symmetric(
         b, b.transpose(parts, 0, 3, 5, 1, 2, 4, 6), LEVELS
     )  # [Hs, B, N/n, g, G, Q, n]
-    values = b.op("Squeeze", v.codes, b.const([1]))  # [Hs, B, N, Rv]
-    shape = (
-        b.op("Shape", values, start=0, end=2),
-        b.const([-1, tokens]),
-        b.op("Shape", values, start=3),
-    )
-    values = b.op("Reshape", values, b.op("Concat", *shape, axis=0))
-    products = b.op(
-        "MatMulInteger",
-        b.reshape(b.cast(rounded.whole, UINT8), 0, 0, 0, -1, tokens),
-        values,
-    )
+    products = _values_weighted(b, rounded, v, tokens)
     shape = (b.op("Shape", rounded.whole, start=0, end=6), b.const([-1]))
     products = b.cast(b.op("Reshape", products, b.op("Concat", *shape, axis=0)), FLOAT)
     product = b.op(
@@ -216,6 +194,19 @@ def outputs_by_rank(b: Body, shares: str, v: Coded, groups: str, tokens: int) ->
         keepdims=0,
     )
     return b.transpose(product, 0, 2, 1, 3, 4)
+
+
+def _values_weighted(b: Body, rounded: Rounded, v: Coded, tokens: int) -> str:
+    """Whole shares, the last axis ``tokens`` long, times the codes of values in
+    partitions of as many: int32 [Hs, B, N/n, rows, Rv]."""
+    values = b.op("Squeeze", v.codes, b.const([1]))  # [Hs, B, N, Rv]
+    leading = b.op("Shape", values, start=0, end=2)
+    rank = b.op("Shape", values, start=3)
+    shape = b.op("Concat", leading, b.const([-1, tokens]), rank, axis=0)
+    partitions = b.op("Reshape", values, shape)
+    whole = b.cast(rounded.whole, UINT8)
+    rows = b.reshape(whole, 0, 0, 0, -1, tokens)
+    return b.op("MatMulInteger", rows, partitions)
 
 
 def _added(b: Body, x: str) -> str:

@@ -326,27 +326,36 @@ def losses(
     ``decoder`` is the uncompressed model; ``page`` tokens are read as they are before
     they are coded. Readings that are ``far`` price the windows, the others the forms.
     """
-    draw = torch.Generator(torch.get_default_device()).manual_seed(seed)
+    device = torch.get_default_device()
+    draw = torch.Generator(device).manual_seed(seed)
     heads = decoder.spec.kv_heads
     lanes = heads * decoder.spec.layers
-    of_forms: list[Array] = [np.zeros(1)] * (2 * lanes)
+    of_keys: list[Array] = [np.zeros(1)] * lanes
+    of_values: list[Array] = [np.zeros(1)] * lanes
     of_windows: list[Array] = [np.zeros(len(windows))] * lanes
     for reading in progress(readings, "measuring sensitivity"):
         observed_lanes = observed(decoder, reading, draw)
-        firsts = [_first_seen(window, len(reading.ids), page) for window in windows]
+        tokens = len(reading.ids)
+        firsts = [_first_seen(window, tokens, page) for window in windows]
         with torch.inference_mode():
             for i, lane in enumerate(observed_lanes):
-                at = divmod(i, heads)
-                moves = LaneMoves(lane, page, Queries.drawn(lane.pull, draw))
+                queries = Queries.drawn(lane.pull, draw)
+                moves = LaneMoves(lane, page, queries)
                 if reading.far:
-                    windowed = np.array(list(moves.windows(firsts)))
-                    of_windows[i] = of_windows[i] + reading.weight * windowed
+                    of_windows[i] = _plus(of_windows[i], reading, moves.windows(firsts))
                     continue
-                keys = np.array(list(moves.keys(forms("k", *at))))
-                values = np.array(list(moves.values(forms("v", *at))))
-                of_forms[i] = of_forms[i] + reading.weight * keys
-                of_forms[lanes + i] = of_forms[lanes + i] + reading.weight * values
-    return Losses(np.stack(of_forms), np.stack(of_windows))
+                layer, head = divmod(i, heads)
+                keys = moves.keys(forms("k", layer, head))
+                values = moves.values(forms("v", layer, head))
+                of_keys[i] = _plus(of_keys[i], reading, keys)
+                of_values[i] = _plus(of_values[i], reading, values)
+    return Losses(np.stack([*of_keys, *of_values]), np.stack(of_windows))
+
+
+def _plus(losses: Array, reading: Reading, moved: Iterable[float]) -> Array:
+    """``losses`` and what a reading adds to each of them."""
+    squares = np.array(list(moved))
+    return losses + reading.weight * squares
 
 
 def _first_seen(window: Window, tokens: int, page: int) -> tuple[int, Tensor]:

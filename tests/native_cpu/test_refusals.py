@@ -105,7 +105,13 @@ def test_a_bad_call_is_refused_before_anything_is_written(
 
 @pytest.mark.parametrize(
     ("place", "value", "message"),
-    [(0, 7, "version 7"), (2, 17, "page_tokens"), (3, 0, "damaged"), (18, 40, "rank")],
+    [
+        (0, 7, "version 7.*build the library again"),
+        (0, 1, "version 1.*build the engine again"),
+        (2, 17, "page_tokens"),
+        (3, 0, "damaged"),
+        (18, 40, "rank"),
+    ],
 )
 def test_a_damaged_layer_table_is_refused(
     native: Native, place: int, value: int, message: str

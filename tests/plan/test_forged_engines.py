@@ -16,8 +16,7 @@ import pytest
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.engine_folder import open_engine
-from kvlathe.plan.manifest import KvBytes, Manifest
-from tests.support.runtime_cases import LIMITS, MODEL, model_shape, plans
+from tests.support.runtime_cases import MODEL, manifest_of, model_shape, plans
 
 MOST_KIB = 2 << 20
 """Of memory above what the process has, as the system counts: 2 GiB."""
@@ -51,23 +50,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / manifests.ONNX_FILE).write_bytes(bytes(1000))
     (folder / manifests.WEIGHTS_FILE).write_bytes(bytes(5000))
     shutil.copy(MODEL / "tokenizer.json", folder)
-    said = Manifest(
-        model="lathe-5m",
-        compression="none",
-        backend="onnxruntime",
-        versions={"onnxruntime": "1"},
-        architectures=("cpu",),
-        compute_dtype="float32",
-        limits=LIMITS,
-        page_tokens=plan.page_tokens,
-        prefill_chunk=plan.prefill_chunk,
-        kv_bytes=KvBytes(4096.0, 4096.0, 2048.0),
-        plan_digest=plan.digest,
-        model_digest="",
-        command="",
-        created="",
-    )
-    manifests.write(folder, said)
+    manifests.write(folder, manifest_of(plan))
     open_engine(folder)
     return folder
 

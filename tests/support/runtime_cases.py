@@ -249,18 +249,13 @@ def engine_folder(kind: str) -> Path:
     return folder
 
 
-def built_folder(folder: Path) -> Path:
-    """An engine folder as a build leaves it, report aside."""
-    plan = decoder("split").plan
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(MODEL / name, folder)
-    shutil.copytree(engine_folder("split"), folder, dirs_exist_ok=True)
-    (folder / manifests.PLAN_FILE).write_text(plan.to_json())
-    written = Manifest(
+def manifest_of(plan: CompressionPlan) -> Manifest:
+    """Of an engine of lathe-5m for ONNX Runtime."""
+    return Manifest(
         model="lathe-5m",
         compression="none",
         backend="onnxruntime",
-        versions={},
+        versions={"onnxruntime": "1"},
         architectures=("cpu",),
         compute_dtype="float32",
         limits=LIMITS,
@@ -272,7 +267,16 @@ def built_folder(folder: Path) -> Path:
         command="",
         created="",
     )
-    manifests.write(folder, written)
+
+
+def built_folder(folder: Path) -> Path:
+    """An engine folder as a build leaves it, report aside."""
+    plan = decoder("split").plan
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copy(MODEL / name, folder)
+    shutil.copytree(engine_folder("split"), folder, dirs_exist_ok=True)
+    (folder / manifests.PLAN_FILE).write_text(plan.to_json())
+    manifests.write(folder, manifest_of(plan))
     return folder
 
 

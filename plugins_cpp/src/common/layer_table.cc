@@ -17,7 +17,8 @@ Layer::Layer(std::vector<int32_t> numbers) : table(std::move(numbers)) {
   require(head.version == kTableVersion, KVLATHE_BAD_VERSION,
           "the layer table has version " + std::to_string(head.version) +
               " and this library reads " + std::to_string(kTableVersion) +
-              ": build the engine again");
+              (head.version > kTableVersion ? ": build the library again (kvlathe native)"
+                                            : ": build the engine again"));
   require(head.lanes >= 1 && head.lanes <= 4096 && head.buckets >= 1 && head.buckets <= 4096,
           KVLATHE_BAD_ARGUMENT, "the layer table is damaged");
   require(head.page_tokens > 0 && head.page_tokens % kRankMultiple == 0, KVLATHE_BAD_ARGUMENT,
