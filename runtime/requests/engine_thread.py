@@ -178,9 +178,14 @@ class EngineThread:
             thread = threading.Thread(
                 target=self._run, name="kvlathe-engine", daemon=True
             )
-            thread.start()
+            # Known before it runs: the interpreter may end as soon as it does.
             self._thread = thread
             _running.add(self)
+            try:
+                thread.start()
+            except RuntimeError:  # the system gives no more threads
+                self._thread = None
+                raise
 
     # -- in the engine's thread --------------------------------------------------------
     def _run(self) -> None:

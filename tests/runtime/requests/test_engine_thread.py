@@ -253,7 +253,13 @@ def test_a_forgotten_llm_takes_its_thread_with_it() -> None:
 EXIT = """
 import threading, time
 from tests.support.runtime_cases import llm
+from kvlathe.runtime.requests import engine_thread
 from kvlathe.runtime.text.sampling_params import SamplingParams
+class Late(type(engine_thread._running)):  # whoever asks is slow where it counts
+    def add(self, thread):
+        time.sleep(0.3)
+        super().add(thread)
+engine_thread._running = Late()
 engine = llm("torch", "one")
 params = SamplingParams(max_new_tokens=3000, ignore_eos=True)
 ask = lambda: engine.generate([[5, 6, 7]], params)
