@@ -172,7 +172,8 @@ def _with_warnings(plan: CompressionPlan, spec: DecoderSpec) -> CompressionPlan:
     """The plan with a note for each of WARNINGS that is true of it. Each is logged."""
     from kvlathe.export.methods.composition import whole_ranks_note
 
-    texts = {"ranks": whole_ranks_note(plan), "rope": spec.rope_note}
+    reach = str(plan.notes.get("reach", ""))
+    texts = {"ranks": whole_ranks_note(plan), "rope": spec.rope_note, "reach": reach}
     said = {name: texts[name] for name in WARNINGS if texts[name]}
     for text in said.values():
         log.warning("%s", text)

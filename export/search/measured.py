@@ -216,6 +216,24 @@ def plan_of(
         prefill_chunk=form.prefill_chunk,
         seed=form.seed,
         compression=request,
-        notes={"calibration": stats.source, "expected loss": prices.lost(choice)},
+        notes={
+            "calibration": stats.source,
+            "expected loss": prices.lost(choice),
+            **_examined(prices.grid),
+        },
     )
     return plan, chosen.basis
+
+
+def _examined(grid: Grid) -> dict[str, str]:
+    """Notes: on how long sequences forms were priced, and a warning where longer ones
+    are served."""
+    longest = min(grid.tokens, FAR_TOKENS)
+    served = grid.stats.shape.max_positions
+    priced_on = {"priced on": f"sequences of up to {longest:,} tokens"}
+    if served <= longest:
+        return priced_on
+    fact = f"this plan was priced on {priced_on['priced on']}, and serves {served:,}"
+    reason = "what heads need of more distant tokens was not examined"
+    remedy = "Measure it: kvlathe eval --suite"
+    return priced_on | {"reach": f"{fact}: {reason}. {remedy}."}

@@ -35,8 +35,9 @@ from kvlathe.plan.token_rules import (
 SCHEMA_VERSION = 2
 Fields = dict[str, Any]
 """What JSON has of a dataclass: values by the names of its fields."""
-WARNINGS = ("ranks", "rope")
-"""Names of the notes that warn: no rank was lowered, and RoPE differs from transformers.
+WARNINGS = ("ranks", "rope", "reach")
+"""Names of the notes that warn: no rank was lowered, RoPE differs from transformers, and
+sequences may be longer than those that forms were chosen on.
 A build logs them; the report and ``kvlathe inspect`` show them."""
 
 

@@ -34,7 +34,8 @@ def test_warnings_of_a_build_stay_with_its_engine(
     )
     capsys.readouterr()
     plan = CompressionPlan.from_json((engine / "plan.json").read_text("utf-8"))
-    texts = {name: plan.notes[name] for name in WARNINGS}
+    true = [name for name in WARNINGS if name != "reach"]
+    texts = {name: plan.notes[name] for name in true}
     assert "removes no dimension" in texts["ranks"]
     assert "differ from transformers" in texts["rope"]
 
@@ -45,4 +46,4 @@ def test_warnings_of_a_build_stay_with_its_engine(
     assert json.loads(capsys.readouterr().out)["warnings"] == texts
     assert cli.run(["inspect", str(engine)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert all(shown.count(f"warning: {name}") == 1 for name in WARNINGS)
+    assert all(shown.count(f"warning: {name}") == 1 for name in true)

@@ -69,6 +69,22 @@ def test_a_plan_removes_the_share_that_was_asked_for(ratio: float, rope: bool) -
         variant.at(variant.most + 0.01)
 
 
+@pytest.mark.parametrize(("served", "warns"), [(2048, False), (2049, True)])
+def test_sequences_that_were_not_examined_are_warned_of(
+    served: int, warns: bool
+) -> None:
+    found = priced(1)
+    stats = found.grid.stats
+    shape = dataclasses.replace(stats.shape, max_positions=served)
+    grid = dataclasses.replace(
+        found.grid, stats=dataclasses.replace(stats, shape=shape)
+    )
+    longer = dataclasses.replace(found, grid=grid)
+    plan, _ = measured.variant("auto", longer, FORM).at(0.8)
+    assert plan.notes["priced on"] == "sequences of up to 2,048 tokens"
+    assert ("and serves 2,049" in str(plan.notes.get("reach"))) == warns
+
+
 @pytest.mark.parametrize("side", ["k", "v"])
 @pytest.mark.parametrize("rank", [16, 48, 64])
 def test_a_cut_is_the_balanced_basis_turned(side: str, rank: int) -> None:
