@@ -3,8 +3,9 @@ memory, which do not depend on what a model has learnt.
 
   python3 tests/bench/random_checkpoint.py out/8b --tokenizer models/lathe-5m
 
-The tokenizer is the shipped one; its ids are the first of the 128,256. Needs torch and
-safetensors; weights are drawn on the GPU where there is one.
+The tokenizer is the shipped one, whose ids are the first of the 128,256; the others
+stand for words of their own, so that every answer has text. Needs torch and safetensors;
+weights are drawn on the GPU where there is one.
 """
 
 from __future__ import annotations
@@ -97,6 +98,17 @@ def write(folder: Path, config: dict, seed: int = 0) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
+def write_tokenizer(source: Path, folder: Path, vocab_size: int) -> None:
+    """The tokenizer of ``source``, with a word for each id that it lacks."""
+    shutil.copy(source / "tokenizer_config.json", folder / "tokenizer_config.json")
+    tokenizer = json.loads((source / "tokenizer.json").read_text("utf-8"))
+    known = tokenizer["model"]["vocab"]
+    added = {entry["id"] for entry in tokenizer["added_tokens"]}
+    for number in set(range(vocab_size)) - added - set(known.values()):
+        known[f"w{number}"] = number
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
@@ -104,8 +116,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
     options = parser.parse_args()
     write(options.folder, CONFIG | {"num_hidden_layers": options.layers})
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(options.tokenizer / name, options.folder / name)
+    write_tokenizer(options.tokenizer, options.folder, CONFIG["vocab_size"])
 
 
 if __name__ == "__main__":
