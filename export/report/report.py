@@ -216,5 +216,7 @@ def _share_of_keys(plan: CompressionPlan) -> float:
             for lane in plan.buckets[b].lanes
         )
         held = layout.held(b, layout.long)
-        k, v = k + held * keys, v + held * (layout.scores_at(b) - keys)
+        values = layout.scores_at(b) - keys
+        k += held * keys
+        v += held * values
     return k / (k + v)

@@ -124,9 +124,11 @@ def search(start: float, tolerance: float) -> Search:
     high = min((point.rate for point in points if not point.within), default=low)
     while low and high > low * (1 + tolerance):
         points.append((yield (low * high) ** 0.5))
-        low, high = (
-            (points[-1].rate, high) if points[-1].within else (low, points[-1].rate)
-        )
+        last = points[-1]
+        if last.within:
+            low = last.rate
+        else:
+            high = last.rate
     return low, sorted(points, key=lambda point: point.rate)
 
 

@@ -46,7 +46,9 @@ def draw(
     axes = figure.subplots(1, len(PANELS))
     for (measure, label), axis in zip(PANELS, axes, strict=True):
         for i, (name, points) in enumerate(curves.items()):
-            line = Line(f"C{i}", f"{name}: {largest[name]:.3g}/s", largest[name])
+            rate = largest[name]
+            label = f"{name}: {rate:.3g}/s"
+            line = Line(f"C{i}", label, rate)
             _draw_line(axis, measure, points, line)
         axis.set(xlabel="requests/s", ylabel=label, ylim=(0, None))
         axis.grid(alpha=0.3)

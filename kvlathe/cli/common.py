@@ -44,7 +44,9 @@ class Size(SizeParam):
         if isinstance(value, int):
             return value
         number = str(value).strip().upper().removesuffix("B").removesuffix("I")
-        unit = number[-1:] if number[-1:] in UNITS and not number[-1:].isdigit() else ""
+        last = number[-1:]
+        is_unit = last in UNITS and not last.isdigit()
+        unit = last if is_unit else ""
         try:
             size = int(float(number.removesuffix(unit)) * UNITS[unit])
         except (ValueError, OverflowError):

@@ -84,7 +84,10 @@ def _last_tokens(encoder: Encoder, text: str, tokens: int) -> tuple[int, ...]:
     framed as any prompt is."""
     ids = encoder.encode(text)
     while len(ids) > tokens:
-        text = text[-min(len(text) - 1, int(len(text) * tokens / len(ids))) :]
+        share = tokens / len(ids)
+        kept = int(len(text) * share)
+        most = len(text) - 1
+        text = text[-min(most, kept) :]
         ids = encoder.encode(text)
     return tuple(ids)
 

@@ -177,7 +177,8 @@ def _check_placement(
         return
     shares = [rule.share for rule in rules if isinstance(rule, Share)]
     whole = all(set(plan.buckets[c].lanes) == set(bucket.lanes) for c in cold)
-    if not whole or len(shares) < len(rules) or abs(sum(shares) - 1) > 1e-9:
+    missing = 1 - sum(shares)
+    if not whole or len(shares) < len(rules) or abs(missing) > 1e-9:
         refuse(
             f"the tokens of bucket {fresh} are not divided",
             "its cold buckets hold all of its lanes, in shares that sum to 1",

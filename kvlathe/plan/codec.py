@@ -313,7 +313,8 @@ def element_places(form: Format, rank: int, tokens: int) -> tuple[Places, Places
     codes of 3 bits: kvlathe/plan/packing.py). The (scale, minimum) of group j are halves 2 j
     and 2 j + 1 of the metadata; its magnitude is half j where levels are fixed.
     """
-    token, channel = np.arange(tokens)[:, None], np.arange(rank)[None, :]
+    token = np.arange(tokens)[:, None]
+    channel = np.arange(rank)[None, :]
     if form.along_rank:
         sizes = form.group_sizes(rank, tokens)
         of_channel = np.repeat(np.arange(len(sizes)), sizes)

@@ -163,7 +163,9 @@ class CacheLayout:
             same = k.words == v.words
             bits = k.words if same else f"K {k.words}, V {v.words}"
             layers = sorted({self.plan.lanes[lane].layer for lane in bucket.lanes})
-            where = f"{layers[0]} to {layers[-1]}" if layers[1:] else str(layers[0])
+            where = str(layers[0])
+            if layers[1:]:
+                where += f" to {layers[-1]}"
             tokens = "until they are sealed" if self.plan.cold(i) else rule.words
             rows.append(
                 (i, bits, where, len(bucket.lanes), self.page_stride[i], tokens)

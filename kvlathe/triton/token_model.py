@@ -230,7 +230,9 @@ def stop_words(call: Call) -> list[list[int]]:
         return []
     tokens, ends = table.reshape(2, -1).tolist()
     borders = [0, *(end for end in ends if end >= 0)]
-    if any(b <= a for a, b in itertools.pairwise(borders)) or borders[-1] > len(tokens):
+    pairs = itertools.pairwise(borders)
+    is_rising = all(a < b for a, b in pairs)
+    if not is_rising or borders[-1] > len(tokens):
         raise KvlatheError(
             "stop_words_list is malformed",
             "its second row does not ascend within the first",

@@ -54,7 +54,7 @@ class Prompts(Structure):
 
     _fields_ = [
         *_pointers("list", "cu_seqlens_q"),
-        *_ints("batch", "prefill_only"),
+        *_ints("batch", "rows"),
         ("parts", POINTER(PromptPart)),
     ]
 

@@ -1,5 +1,11 @@
 """Engine: the loop. Schedule, run, seal, commit, sample; what fails before the commit
-has changed nothing."""
+has changed nothing.
+
+A session that samples where its logits are is given a step before the tokens of the one
+before it are known here: the host prepares step n + 1 while the GPU computes step n. A
+sequence that step n ends has then run a token too far; nobody is told of it, and its
+pages go back as they are.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +25,47 @@ from kvlathe.runtime.cache.token_ranking import TokenRanking
 from kvlathe.runtime.scheduling.packing import pack
 from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
-from kvlathe.runtime.sessions.protocols import FullPage, Session, StepPlan, TokenSampler
+from kvlathe.runtime.sessions.protocols import (
+    FullPage,
+    Sampling,
+    Session,
+    StepPlan,
+    TokenSampler,
+)
 from kvlathe.runtime.text.sampler import Sampled, TokenLogprob, rows_of, sample
 
 Rows = npt.NDArray[np.float32]
 T = TypeVar("T")
 Choice = tuple[int | KvlatheError | None, TokenLogprob | None]
 """A sequence's next token, or why it has none, and its log-probability if reported."""
-NO_ROWS = np.zeros((0, 0), np.float32)
 NO_TOKEN: Choice = (None, None)
 """Of a sequence that does not grow in a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a step gave a chunk: ``logits`` [rows wanted, vocab], none of them where the
-    session sampled; and the token that follows, with its log-probability, where the
-    sequence grows."""
+    """What a step gave a chunk: ``logits`` [rows wanted, vocab]; and the token that
+    follows, with its log-probability, where the sequence grows."""
 
     logits: Rows
     token: int | KvlatheError | None = None
     logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step whose tokens are not known yet: ``sequences`` [R] get one each."""
+
+    sequences: Items[Sequence]
+    sampling: Sampling
+    tokens: int
+    chunks: int
+    started: float
+
+    @property
+    def rows(self) -> dict[Sequence, int]:
+        """The row of logits from which each sequence's token is chosen."""
+        return {sequence: row for row, sequence in enumerate(self.sequences)}
 
 
 class Engine:
@@ -60,6 +86,8 @@ class Engine:
             session if isinstance(session, TokenSampler) else None
         )
         self.stop_ids = frozenset(stop_ids)
+        self._flight: Flight | None = None
+        self._landed = 0.0
 
     def step(self) -> list[Sequence]:
         """One packed step. Returns the sequences that got a token or ended; those that
@@ -71,6 +99,26 @@ class Engine:
         changed = self._overdue()
         chunks = self.scheduler.schedule()
         changed += self._fork()
+        if self.sampler is None:
+            return changed + self._run(chunks)
+        flight = None
+        if any(map(_needs_logits, chunks)):
+            for chunk in chunks:
+                self.pool.rollback(chunk.reservation)
+        elif chunks:
+            flight = self._launch(chunks)
+        changed += self._land()
+        self._flight = flight
+        if flight or not chunks:
+            return changed
+        # With all tokens known, one step at a time.
+        going_on = [chunk for chunk in chunks if not chunk.sequence.finish_reason]
+        again = [self.scheduler.again(chunk) for chunk in going_on]
+        return changed + self._run(again)
+
+    def _run(self, chunks: Items[Chunk]) -> list[Sequence]:
+        """A step whose tokens are waited for."""
+        changed: list[Sequence] = []
         started = time.perf_counter()
         for chunk, computed in self._run_apart(chunks):
             if isinstance(computed, Exception):
@@ -79,6 +127,52 @@ class Engine:
                 changed.append(chunk.sequence)
         tokens = sum(chunk.count for chunk in chunks)
         self.scheduler.costs.ran(tokens, len(chunks), time.perf_counter() - started)
+        return changed
+
+    def _launch(self, chunks: Items[Chunk]) -> Flight | None:
+        """Queue a step, and the choice of the tokens that follow it. None if it cannot
+        run: nothing has changed then."""
+        sampler = self.sampler
+        assert sampler is not None
+        started = time.perf_counter()
+        grown = [c.sequence for c in chunks if c.sequence.grows and c.completes]
+        rows = rows_of([sequence.request for sequence in grown])
+        try:
+            sampling = self._transact(chunks, lambda step: sampler.sample(step, rows))
+        except Exception:  # it is tried again in parts, which say why
+            return None
+        for sequence in grown:
+            if not sequence.answered and not sequence.pending:
+                self.scheduler.prompt_done(sequence, None)
+            sequence.pending += 1
+            sequence.sampler.drawn += 1
+        tokens = sum(chunk.count for chunk in chunks)
+        return Flight(grown, sampling, tokens, len(chunks), started)
+
+    def _land(self) -> list[Sequence]:
+        """Wait for the tokens of the step that was launched, and give them to their
+        sequences."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return []
+        try:
+            sampled = flight.sampling.result()
+        except Exception as error:  # the GPU's own
+            for sequence in flight.sequences:
+                sequence.pending -= 1
+            going_on = [s for s in flight.sequences if not s.finish_reason]
+            return [self.fail(sequence, error) for sequence in going_on]
+        changed: list[Sequence] = []
+        choices = _chosen(flight.sequences, sampled)
+        for sequence, choice in zip(flight.sequences, choices, strict=True):
+            sequence.pending -= 1
+            if not sequence.finish_reason:
+                self._grow(sequence, *choice)
+                changed.append(sequence)
+        now = time.perf_counter()
+        seconds = now - max(flight.started, self._landed)
+        self._landed = now
+        self.scheduler.costs.ran(flight.tokens, flight.chunks, seconds)
         return changed
 
     def _fork(self) -> list[Sequence]:
@@ -90,6 +184,8 @@ class Engine:
         if growing:
             logits = np.stack([_logits_of_prompt(sequence) for sequence in growing])
             sampled = _on_host(growing, logits)
+            for sequence in growing:
+                sequence.sampler.drawn += 1
             choices = dict(zip(growing, _chosen(growing, sampled), strict=True))
         for sequence in forked:
             self._grow(sequence, *choices.get(sequence, NO_TOKEN))
@@ -139,25 +235,18 @@ class Engine:
         yield from zip(chunks, computed, strict=True)
 
     def _compute(self, chunks: Items[Chunk]) -> list[Computed]:
-        """Run the chunks as one step and choose the tokens that follow them: where the
-        logits are if the session can and nobody needs the logits themselves."""
+        """Run the chunks as one step and choose the tokens that follow them."""
         growing = [i for i, c in enumerate(chunks) if c.sequence.grows and c.completes]
         sequences = [chunks[i].sequence for i in growing]
-        sampler = self.sampler
-        if any(_needs_logits(chunk) for chunk in chunks):
-            sampler = None
-        if sampler is not None:
-            rows = rows_of([sequence.request for sequence in sequences])
-            sampled = self._transact(chunks, lambda step: sampler.sample(step, rows))
-            logits = [NO_ROWS] * len(chunks)
-        else:
-            every = self.run(chunks)
-            logits = _divided(every, chunks)
-            last = every
-            if len(growing) < len(every):  # else each row is some sequence's last
-                ends = np.cumsum([len(chunk.wanted) for chunk in chunks])
-                last = every[ends[growing] - 1]
-            sampled = _on_host(sequences, last)
+        every = self.run(chunks)
+        logits = _divided(every, chunks)
+        last = every
+        if len(growing) < len(every):  # else each row is some sequence's last
+            ends = np.cumsum([len(chunk.wanted) for chunk in chunks])
+            last = every[ends[growing] - 1]
+        sampled = _on_host(sequences, last)
+        for sequence in sequences:
+            sequence.sampler.drawn += 1
         choices = dict(zip(growing, _chosen(sequences, sampled), strict=True))
         return [
             Computed(of_chunk, *choices.get(i, NO_TOKEN))
@@ -183,7 +272,7 @@ class Engine:
             for _, moves in moving:
                 for copy in moves.copies:
                     self.session.copy_page(copy.bucket, copy.source, copy.target)
-            step = pack(chunks)
+            step = pack(chunks, self._flight.rows if self._flight else None)
             result = call(step)
             self._seal_and_move(moving)
         except BaseException:
@@ -243,7 +332,7 @@ class Engine:
             if is_end or token in params.stop_ids or stopped:
                 self._end(sequence, "stop")
                 return
-        if not sequence.grows:
+        if len(sequence.tokens) == sequence.most_tokens:
             self._end(sequence, "length")
 
     def _end(

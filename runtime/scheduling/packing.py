@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from itertools import chain
 
 import numpy as np
 
-from kvlathe.runtime.scheduling.sequence import Chunk
+from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
 from kvlathe.runtime.sessions.protocols import Int32, StepPlan
 
 
-def pack(chunks: Items[Chunk]) -> StepPlan:
-    """The step that computes ``chunks``, at least one."""
+def pack(
+    chunks: Items[Chunk], chosen: Mapping[Sequence, int] | None = None
+) -> StepPlan:
+    """The step that computes ``chunks``, at least one. ``chosen``: where the step before
+    chooses a token of a sequence, its row of logits."""
     sequences = [chunk.sequence for chunk in chunks]
     counts = np.array([chunk.count for chunk in chunks], np.int32)
     starts = np.zeros(len(chunks) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
     cached = np.array([sequence.cached for sequence in sequences], np.int32)
-    places = np.arange(starts[-1], dtype=np.int32) - np.repeat(starts[:-1], counts)
-    pages = zip(*(sequence.table.rows for sequence in sequences), strict=True)
+    rows = np.arange(starts[-1], dtype=np.int32)
+    first = np.repeat(starts[:-1], counts)
+    places = rows - first
+    tables = [sequence.table.rows for sequence in sequences]
+    pages = zip(*tables, strict=True)
     lengths = [sequence.table.lengths for sequence in sequences]
     step = StepPlan(
         input_ids=_input_ids(chunks, int(starts[-1])),
@@ -30,6 +37,7 @@ def pack(chunks: Items[Chunk]) -> StepPlan:
         lengths=np.array(lengths, np.int32),
         page_tables=tuple(_page_table(rows) for rows in pages),
         logit_rows=_logit_rows(chunks, starts),
+        after=_after(chunks, starts, chosen) if chosen else None,
     )
     if any(sequence.prompt_stages for sequence in sequences):
         step = _staged(step, chunks)
@@ -40,11 +48,21 @@ def pack(chunks: Items[Chunk]) -> StepPlan:
 
 def _input_ids(chunks: Items[Chunk], count: int) -> Int32:
     """The ids [T] of the chunks' tokens."""
-    fresh = (
-        c.sequence.tokens[c.sequence.cached : c.sequence.cached + c.count]
-        for c in chunks
-    )
+    fresh = (chunk.sequence.ids(chunk.count) for chunk in chunks)
     return np.fromiter(chain.from_iterable(fresh), np.int32, count)
+
+
+def _after(
+    chunks: Items[Chunk], starts: Int32, rows: Mapping[Sequence, int]
+) -> Int32 | None:
+    """Of each token [T], the row that it is chosen from; None where all are known. A
+    token that is not known is the last of its sequence."""
+    after = np.full(int(starts[-1]), -1, np.int32)
+    for chunk, end in zip(chunks, starts[1:].tolist(), strict=True):
+        sequence = chunk.sequence
+        if sequence.pending and sequence.completes(chunk.count):
+            after[end - 1] = rows[sequence]
+    return after if (after >= 0).any() else None
 
 
 def _logit_rows(chunks: Items[Chunk], starts: Int32) -> Int32:

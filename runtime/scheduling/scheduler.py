@@ -121,8 +121,8 @@ class Scheduler:
 
     # -- one step ----------------------------------------------------------------------
     def schedule(self) -> list[Chunk]:
-        """The next step's chunks, their pages reserved. Empty only if nothing is left
-        to compute."""
+        """The next step's chunks, their pages reserved, the shortest first. Empty only
+        if nothing is left to compute, or all wait for tokens that are being chosen."""
         self._admit()
         for sequence in self.running:
             self._lead(sequence)
@@ -135,6 +135,7 @@ class Scheduler:
             for chunk in chunks:
                 self.pool.rollback(chunk.reservation)
             raise
+        chunks.sort(key=lambda chunk: chunk.count)
         return chunks
 
     def forked(self) -> list[Sequence]:
@@ -169,7 +170,8 @@ class Scheduler:
     def _decodes(self, chunks: list[Chunk]) -> None:
         """One token of each decoding sequence; where pages run out, the youngest
         leaves."""
-        decoding = [s for s in self.running if s.decoding][: self.limits.max_num_tokens]
+        decoding = [s for s in self.running if s.decoding and not s.waits]
+        del decoding[self.limits.max_num_tokens :]
         while len(chunks) < len(decoding):
             sequence = decoding[len(chunks)]
             try:
@@ -188,7 +190,7 @@ class Scheduler:
         limit = self.limits.max_num_tokens
         room = min(limit - len(chunks), self.prompt_tokens) if chunks else limit
         for sequence in self.running:
-            if sequence.decoding or sequence.follows:
+            if sequence.decoding or sequence.follows or sequence.waits:
                 continue
             whole = sequence.next_tokens(limit)
             count = min(whole, room)

@@ -41,6 +41,9 @@ class Sequence:
     tokens. While decoding, pages seal as they fill. So when pages seal depends on the
     sequence, never on the schedule.
 
+    ``pending``: tokens after those of ``tokens`` that a GPU is choosing. The next step may
+    run on them before the host knows what they are.
+
     ``salt``: the tenant. Sequences share pages with those of the same salt, and take
     turns with the others. ``observed_rows``: which rows are observed, where the plan has
     an observation window. ``prompt_stages``: while the prompt passes the stages of its
@@ -61,6 +64,7 @@ class Sequence:
     sampler: Sampler
     text: TextStream | None = None
     cached: int = 0
+    pending: int = 0
     salt: bytes = b""
     observed_rows: ObservedRows | None = None
     prompt_stages: PromptStages | None = None
@@ -103,10 +107,20 @@ class Sequence:
         return shared is not None and shared.leader is self
 
     @property
+    def length(self) -> int:
+        """Tokens, those that the host does not know yet among them."""
+        return len(self.tokens) + self.pending
+
+    @property
+    def waits(self) -> bool:
+        """Whether it cannot go on before the host knows its newest token: it was the
+        last one, or the choice of the next depends on it."""
+        return self.pending > 0 and (not self.grows or self.params.has_penalties)
+
+    @property
     def decoding(self) -> bool:
         """Whether its next chunk is just its newest token."""
-        count = len(self.tokens)
-        return self.cached + 1 == count > self.prompt_tokens
+        return self.cached + 1 == self.length > self.prompt_tokens
 
     def sharable(self, seals: bool) -> list[int]:
         """Tokens whose pages another sequence would compute alike: where pages seal,
@@ -127,7 +141,7 @@ class Sequence:
         if self.prompt_stages:
             return self.prompt_stages.next_rows(budget)
         if self.cached >= self.prompt_tokens:
-            end = len(self.tokens)
+            end = self.length
         else:
             border = (self.cached // self.chunk + 1) * self.chunk
             end = min(border, self.prompt_tokens)
@@ -181,7 +195,7 @@ class Sequence:
         chosen."""
         if self.prompt_stages:
             return self.prompt_stages.last and count == self.prompt_stages.left
-        return self.cached + count == len(self.tokens)
+        return self.cached + count == self.length
 
     def advance(self, count: int, step: StepPlan, place: int) -> None:
         """Record that ``count`` tokens were computed: the sequence ``place`` of a step
@@ -211,18 +225,22 @@ class Sequence:
     @property
     def grows(self) -> bool:
         """Whether a next token is wanted; else only the prompt was asked about."""
-        return len(self.tokens) < self.most_tokens
+        return self.length < self.most_tokens
 
     @property
     def request(self) -> Request:
         """What the choice of its next token depends on, beside the logits."""
         return Request(self.sampler, self.tokens, self.prompt_tokens)
 
+    def ids(self, count: int) -> list[int]:
+        """The next ``count`` tokens to compute; 0 for those that are not known."""
+        known = self.tokens[self.cached : self.cached + count]
+        return known + [0] * (count - len(known))
+
     def accept(self, token: int, logprob: TokenLogprob | None) -> None:
         """Add the token that was chosen; ``logprob`` where the request reports it."""
         if logprob is not None:
             self.logprobs.append(logprob)
-        self.sampler.drawn += 1
         self.tokens.append(token)
         if self.text:
             self.text.push(token)

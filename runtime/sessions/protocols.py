@@ -31,6 +31,9 @@ class StepPlan:
     real ones have no queries and length 0.
 
     - ``input_ids``, ``positions``: [T]
+    - ``after``: [T], the row of logits of the step before from which a token was
+      sampled, where the host does not know it yet; its ``input_ids`` say nothing. -1
+      elsewhere. None: all are known
     - ``cu_seqlens_q``: [B + 1], where each sequence's tokens begin
     - ``query_offsets``: [Q], 0 .. Q - 1 for the longest sequence of the step
     - ``lengths``: [B, S], tokens that were cached before this step
@@ -49,6 +52,7 @@ class StepPlan:
     lengths: Int32
     page_tables: tuple[Int32, ...]
     logit_rows: Int32
+    after: Int32 | None = None
     stages: Int32 | None = None
     observation_weights: Float32 | None = None
     observed_attention: Float32 | None = None
@@ -158,13 +162,25 @@ class TokenRanker(Protocol):
         ...
 
 
+class Sampling(Protocol):
+    """Tokens that are being computed."""
+
+    def result(self) -> Sampled:
+        """Wait for them."""
+        ...
+
+
 @runtime_checkable
 class TokenSampler(Protocol):
     """Samples where the logits are, so that only tokens cross to the host."""
 
-    def sample(self, step: StepPlan, rows: SamplingRows) -> Sampled:
+    def sample(self, step: StepPlan, rows: SamplingRows) -> Sampling:
         """Run a step as ``StepRunner.run`` does, and choose a token for each of its R
-        rows of logits; ``rows`` says what each of them asks for."""
+        rows of logits; ``rows`` says what each of them asks for.
+
+        Waits for nothing: the next step may be given before the result is there, and
+        ``StepPlan.after`` then names its tokens. So may pages be moved and sealed.
+        """
         ...
 
 

@@ -187,12 +187,7 @@ def changes_of(requests: Sequence[Request]) -> Changes | None:
 
 
 def _changes(params: SamplingParams) -> bool:
-    return bool(
-        params.repetition_penalty != 1
-        or params.presence_penalty
-        or params.frequency_penalty
-        or params.logit_bias
-    )
+    return params.has_penalties or bool(params.logit_bias)
 
 
 def _changed(request: Request) -> tuple[Int64, Float32, Float32]:

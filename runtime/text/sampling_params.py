@@ -102,6 +102,12 @@ class SamplingParams:
             return (self.stop,)
         return tuple(self.stop)
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the choice of a token depends on the tokens before it."""
+        repeats = self.repetition_penalty != 1
+        return bool(repeats or self.presence_penalty or self.frequency_penalty)
+
     def _check_number(self, name: str) -> None:
         value, allowed = getattr(self, name), RANGES[name]
         if value is None and name in OPTIONAL:

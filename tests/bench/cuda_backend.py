@@ -40,11 +40,13 @@ from kvlathe.runtime.cache.page_table import PageTable
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
-from kvlathe.runtime.sessions.protocols import StepPlan
+from kvlathe.runtime.sessions.protocols import Sampling, StepPlan
 from kvlathe.runtime.sessions.torch_cuda.compute import session_of
 from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.device import TorchDevice, bytes_of, tensor_of
 from kvlathe.runtime.sessions.torch_cuda.rows import NativeRows
+from kvlathe.runtime.text.sampler import Request, Sampler, rows_of
+from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.bench.decode_h200 import ranks_of
 
 SHAPE = ModelShape(32, 32, 8, 128, 4096, 128256, 131072)
@@ -175,6 +177,8 @@ class Bench:
         for b in range(self.batch):
             self.refresh(b)
         self.starts = np.arange(self.batch + 1, dtype=np.int32)
+        greedy = Sampler(SamplingParams())
+        self.greedy = rows_of([Request(greedy, [], 0)] * self.batch)
 
     def grown_until_full(self, lengths: list[int]) -> list[PageTable]:
         """Those that fit, each with room to go on decoding."""
@@ -204,7 +208,7 @@ class Bench:
         for mine, pages in zip(self.page_tables, self.tables[b].pages, strict=True):
             mine[b, : len(pages)] = pages
 
-    def step(self, first: bool) -> torch.Tensor:
+    def step(self, first: bool) -> Sampling:
         """One decode step of every sequence, queued: what an engine does, without
         waiting for its tokens."""
         lengths = np.array([table.lengths for table in self.tables], np.int32)
@@ -213,6 +217,7 @@ class Bench:
             if one.moves:
                 self.refresh(b)
         ids = np.zeros(self.batch, np.int32)
+        after = None if first else self.starts[:-1]
         plan = StepPlan(
             ids,
             self.positions,
@@ -221,8 +226,9 @@ class Bench:
             lengths,
             tuple(self.page_tables),
             self.starts[:-1],
+            after,
         )
-        tokens = tensor_of(self.session.follow(plan, first))
+        sampling = self.session.sample(plan, self.greedy)
         full = [page for one in reserved if one.moves for page in one.moves.seals]
         if full:
             self.session.seal(full)
@@ -231,28 +237,20 @@ class Bench:
             if one.moves:
                 self.refresh(b)
         self.positions = self.positions + 1
-        return tokens
+        return sampling
 
     def run(self, steps: int) -> dict[str, Any]:
         """Seconds a step by the clock and on the GPU, over ``steps`` steps after a
         warm-up."""
-        told = [
-            torch.zeros(self.batch, dtype=torch.int32, pin_memory=True)
-            for _ in range(2)
-        ]
-        done = [torch.cuda.Event(), torch.cuda.Event()]
-        for i in range(8):
-            self.step(first=i == 0)
+        before = self.step(first=True)
+        for _ in range(7):
+            before = self.step(first=False)
         torch.cuda.synchronize()
         start, seen = time.perf_counter(), 0
-        for i in range(steps):
-            told[i % 2].copy_(self.step(first=False), non_blocking=True)
-            done[i % 2].record()
-            if i:
-                done[(i - 1) % 2].synchronize()
-                seen += len(
-                    told[(i - 1) % 2].tolist()
-                )  # the tokens that a server would send now
+        for _ in range(steps):
+            sampling = self.step(first=False)
+            seen += len(before.result().tokens)  # that a server would send now
+            before = sampling
         torch.cuda.synchronize()
         wall = (time.perf_counter() - start) / steps
         gpu = self.replayed()

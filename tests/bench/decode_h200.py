@@ -193,7 +193,8 @@ def whole_op(library: Library, problem: Problem | CodesProblem, replays: int) ->
     lengths = problem.length_tensor.view(batch, -1).clone()
     lengths[:, 0] -= 1
     starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
-    spread = attention.spread(StepInputs(starts, lengths, tables, single=True), batch)
+    step = StepInputs(starts, lengths, tables, True, batch)
+    spread = attention.spread(step, batch)
 
     def random_(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda").to(problem.q[0].dtype)

@@ -97,7 +97,7 @@ def problem_of(
             dtype,
             a.page_tokens,
             chunks=[tokens],
-            prefill_only=True,
+            knows_rows=True,
         )
     sealed = before // a.page_tokens * a.page_tokens
     tier = Tier(bits_of(bits), bits_of(bits))
@@ -111,7 +111,7 @@ def problem_of(
         dtype,
         a.page_tokens,
         chunks=[tokens],
-        prefill_only=True,
+        knows_rows=True,
     )
 
 
@@ -183,7 +183,7 @@ def layers_milliseconds(
 
 def rows_milliseconds(library: Library, problem: Chunks, attention: Attention) -> float:
     """The first layer, every row attended by itself."""
-    problem.prefill_only = False
+    problem.knows_rows = False
     args, keep = problem.step_args(
         attention, problem.spread_out(attention, single=True), 0
     )

@@ -166,7 +166,7 @@ class Bench:
 
         ranks = ranks_of(kind, self.a.layers, self.a.heads, 0)
         problem = ChunkProblem(
-            ranks, [tokens], self.a.group, chunks=[tokens], prefill_only=True
+            ranks, [tokens], self.a.group, chunks=[tokens], knows_rows=True
         )
         found: dict[str, Any] = {"tokens": tokens, "ranks": kind}
         found["ours"], found["our_error"] = self.ours(problem)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvlathe.runtime.native.cuda import CudaLibrary
+from kvlathe.runtime.native.cuda import LEAST_CHUNK, CudaLibrary
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention, Spread, StepInputs
 from tests.native.codes_problem import CodesProblem
 from tests.native.library import AttendDecodeArgs
@@ -22,11 +22,12 @@ from tests.native.problem import Problem
 @dataclass
 class Chunks(ABC):
     """The rows of a step: the last ``chunks[b]`` tokens of sequence b are new. On a
-    GPU. For problems below, which say what lies in the cache."""
+    GPU. For problems below, which say what lies in the cache. ``knows_rows``: the call
+    is told from which row on all are of chunks."""
 
     chunks: Sequence[int] = ()
     device: str = "cuda"
-    prefill_only: bool = False
+    knows_rows: bool = False
     starts: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,11 +73,16 @@ class Chunks(ABC):
             self.tokens_before(),
             self.tables_of_sequences(),
             False,
-            self.prefill_only and not single,
+            self._single_rows() if self.knows_rows and not single else self.starts[-1],
         )
         if single:
             attention._list_size = lambda step, tokens: 0
         return attention.spread(step, self.starts[-1])
+
+    def _single_rows(self) -> int:
+        """Those up to the last sequence that is no chunk."""
+        ends = zip(self.chunks, self.starts[1:], strict=True)
+        return max((end for n, end in ends if 0 < n < LEAST_CHUNK), default=0)
 
     def step_args(
         self: Any, attention: Attention, spread: Spread, layer: int = 0

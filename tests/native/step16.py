@@ -12,7 +12,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.runtime.native.cuda import CudaLibrary
+from kvlathe.runtime.native.cuda import LEAST_CHUNK, CudaLibrary
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
 from tests.native_cpu.library import Array, reserve
 from tests.support.attend_cases import Case
@@ -39,6 +39,8 @@ class Step16:
 
     @staticmethod
     def takes(plan: CompressionPlan) -> bool:
+        if plan.windowed:
+            return False
         hot = all(
             plan.tiers[b.tier].bits_k == 16 for b in plan.buckets if b.source is None
         )
@@ -82,8 +84,11 @@ class Step16:
         )
         tables = [torch.from_numpy(table).to(device) for table in self.tables]
         single = bool((self.cu_seqlens_q == torch.arange(len(self.cu_seqlens_q))).all())
+        counts = self.cu_seqlens_q.diff()
+        short = self.cu_seqlens_q[1:][(counts > 0) & (counts < LEAST_CHUNK)]
+        rows = len(self.q) if single else int(short.max()) if len(short) else 0
         inputs = StepInputs(
-            self.cu_seqlens_q.to(device), self.lengths.to(device), tables, single
+            self.cu_seqlens_q.to(device), self.lengths.to(device), tables, single, rows
         )
         try:
             spread = attention.spread(inputs, len(self.q))

@@ -234,7 +234,7 @@ def test_prompts_in_integers(device: str, form: str) -> None:
         [256],
         2,
         chunks=[256],
-        prefill_only=True,
+        knows_rows=True,
         device=device,
     )
     call = PromptCall(problem, 0)

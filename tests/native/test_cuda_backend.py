@@ -14,11 +14,13 @@ import torch
 
 from kvlathe.engines import backends, planning
 from kvlathe.engines.build import BuildRequest, build
+from kvlathe.runtime.cache.page_table import PageTable
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
 from kvlathe.runtime.sessions.gpu.session import DeviceSession
-from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
-from kvlathe.runtime.sessions.torch_cuda.device import tensor_of
+from kvlathe.runtime.sessions.protocols import StepPlan
+from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute, TorchSession
+from kvlathe.runtime.text.sampler import Request, Sampler, rows_of
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.native.library import Library
 from tests.support.session_laws import (
@@ -44,6 +46,7 @@ CLOSE = {"chosen": 4e-2}
 """Of the largest logit; 1e-2 otherwise. Numbers that were rounded otherwise to 16 bit
 may get another of four codes. Twice what an H200 gave on three texts: 2.0e-2; 8 bit
 6.3e-3, projected 2.7e-3."""
+GREEDY = rows_of([Request(Sampler(SamplingParams()), [], 0)])
 LIMITS: dict[str, Any] = {
     "max_batch_size": 4,
     "max_seq_len": 1024,
@@ -131,21 +134,29 @@ def test_pages_move_and_come_back(pair: tuple[LLM, LLM]) -> None:
     pages_move_and_come_back(device_session(pair[0]))
 
 
-def test_greedy_steps_follow_each_other_on_the_gpu(pair: tuple[LLM, LLM]) -> None:
-    """``follow`` gives what run and an argmax on the host give."""
-    llm = pair[0]
-    session, table, tokens = device_session(llm), llm.pool.open(), [7, 30, 400]
-    expected: list[int] = []
-    steps = []
+def _known(
+    llm: LLM, session: TorchSession, table: PageTable
+) -> tuple[list[int], list[StepPlan]]:
+    """Tokens of greedy steps, each known before the next, and the steps."""
+    tokens, steps = [7], []
     for _ in range(12):
-        steps.append(next_step(llm, table, tokens[-1] if steps else 7))
-        tokens.append(int(session.run(steps[-1]).argmax()))
-        expected.append(tokens[-1])
-    followed = [
-        tensor_of(session.follow(step, first=i == 0)).clone()
-        for i, step in enumerate(steps)
-    ]
-    assert torch.cat(followed).tolist() == expected
+        steps.append(next_step(llm, table, tokens[-1]))
+        tokens.append(session.sample(steps[-1], GREEDY).result().token(0))
+    return tokens[1:], steps
+
+
+def test_steps_follow_each_other_on_the_gpu(pair: tuple[LLM, LLM]) -> None:
+    """Steps whose tokens the host never knows give what known ones give."""
+    llm = pair[0]
+    session, table = llm.session, llm.pool.open()
+    assert isinstance(session, TorchSession)
+    tokens, steps = _known(llm, session, table)
+    flights = [session.sample(steps[0], GREEDY)]
+    for step in steps[1:]:
+        unknown = np.zeros(1, np.int32)
+        step = dataclasses.replace(step, input_ids=unknown, after=unknown)
+        flights.append(session.sample(step, GREEDY))
+    assert [flight.result().token(0) for flight in flights] == tokens
     llm.pool.release(table)
 
 

@@ -117,7 +117,7 @@ def test_every_rank(library: Library, cuda: CudaLibrary, rank: int) -> None:
             [[(rank, 144 - rank), (rank, rank)]],
             [333, 150],
             chunks=[150, 150],
-            prefill_only=True,
+            knows_rows=True,
         ),
     )
 
@@ -138,7 +138,7 @@ def test_layers_share_one_list(library: Library, cuda: CudaLibrary) -> None:
         library,
         cuda,
         ChunkProblem(
-            ranks, [1500, 2100, 40], group=8, chunks=[1500, 900, 40], prefill_only=True
+            ranks, [1500, 2100, 40], group=8, chunks=[1500, 900, 40], knows_rows=True
         ),
         times=3,
     )
@@ -168,7 +168,7 @@ def test_stages_of_all_sizes(library: Library, cuda: CudaLibrary) -> None:
         library,
         cuda,
         ChunkProblem(
-            [ranks], [900, 1400], group=1, chunks=[700, 1400], prefill_only=True
+            [ranks], [900, 1400], group=1, chunks=[700, 1400], knows_rows=True
         ),
     )
 
@@ -270,7 +270,7 @@ def test_sealed_groups_and_pages(
         [tier],
         page_tokens=page,
         chunks=[50, 100, 40],
-        prefill_only=True,
+        knows_rows=True,
     )
     check_codes(library, cuda, problem)
 
@@ -295,9 +295,28 @@ def test_two_sealed_tiers_beside_16_bits(library: Library, cuda: CudaLibrary) ->
             tiers,
             chunks=[64, 40, 20, 80],
             absent=[0],
-            prefill_only=True,
+            knows_rows=True,
         )
         check_codes(library, cuda, problem, times=2)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("known", [True, False])
+def test_rows_before_chunks(
+    library: Library, cuda: CudaLibrary, bits: Bits, known: bool
+) -> None:
+    """Decodes, a few new tokens, then chunks, as a scheduler packs them; whether or not
+    the call is told where chunks begin."""
+    chunks = [*[1] * 40, 3, 15, 0, 16, 700, 90]
+    problem = CodesChunkProblem(
+        [MIXED, MIXED[::-1]],
+        [[64 * (b % 7)] for b in range(len(chunks))],
+        [n + b % 3 for b, n in enumerate(chunks)],
+        [Tier(bits, bits)],
+        chunks=chunks,
+        knows_rows=known,
+    )
+    check_codes(library, cuda, problem, times=2)
 
 
 @pytest.mark.parametrize("bits", [8, 2])
@@ -313,7 +332,7 @@ def test_many_tiles_after_sealed_pages(
         [Tier(bits, bits)],
         8,
         chunks=[900, 600],
-        prefill_only=True,
+        knows_rows=True,
         dtype=torch.bfloat16,
     )
     check_codes(library, cuda, problem, times=2)
@@ -329,7 +348,7 @@ def test_chunks_go_through_their_kernel(library: Library, cuda: CudaLibrary) -> 
         ([100, 1], {"attend_prompt", "attend_decode"}),
     ):
         problem = ChunkProblem(
-            [MIXED], [100, 50], chunks=chunks, prefill_only=len(kernels) == 1
+            [MIXED], [100, 50], chunks=chunks, knows_rows=len(kernels) == 1
         )
         attention = problem.attention(cuda)
         args, keep = problem.step_args(attention, problem.spread_out(attention))

@@ -43,9 +43,10 @@ from kvlathe.runtime.sessions.gpu.tensorrt import TensorRTCompute
 from kvlathe.runtime.sessions.host.native import HalfSession
 from kvlathe.runtime.sessions.protocols import FullPage, Session
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
-from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
+from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute, TorchSession
 from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
+from kvlathe.runtime.text.sampler import Request, Sampler, rows_of
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.native_cpu.library import AttendArgs, Op
@@ -109,7 +110,7 @@ def in_torch(native: Native, engine: tuple[Path, CompressionPlan]) -> LLM:
     pool = allocate_pool(device, library, plan, arena(plan))
     attention = HostAttention(native, plan, wired.scales, bytes_of(pool))
     compute = TorchCompute(TorchDecoder(wired, tensors), cast(Attention, attention))
-    session = DeviceSession(device, library, plan, LIMITS, pool, compute)
+    session = TorchSession(device, library, plan, LIMITS, pool, compute)
     return as_llm(session, plan)
 
 
@@ -126,10 +127,10 @@ class HostAttention:
         self.plan, self.scales, self.pool = plan, scales, pool
         layers = range(plan.model.layers)
         self.ops = [Op(native, layer_table(plan, layer)) for layer in layers]
-        self.kinds: list[tuple[bool, bool]] = []
+        self.kinds: list[tuple[bool, int]] = []
 
     def spread(self, step: StepInputs, tokens: int) -> StepInputs:
-        self.kinds.append((step.single, step.prefill_only))
+        self.kinds.append((step.single, step.rows))
         return step
 
     def run(
@@ -231,39 +232,42 @@ def test_the_full_pages_of_a_step_are_sealed_in_one_call(
     assert [session.read_page(1, 60 + i) for i in range(3)] == together
 
 
-def test_greedy_steps_of_torch_follow_each_other_on_the_device(
+def test_steps_of_torch_follow_each_other_on_the_device(
     native: Native, engine: tuple[Path, CompressionPlan]
 ) -> None:
-    """What ``follow`` gives is what run and an argmax on the host give; a graph that
-    chooses no tokens refuses."""
+    """Tokens that the host does not know are those of the step before; the others are
+    the host's."""
     ours = in_torch(native, engine)
-    tokens, table = [7], ours.pool.open()
-    steps = []
+    table = ours.pool.open()
+    session = device_session(ours)
+    assert isinstance(session, TorchSession)
+    greedy = rows_of([Request(Sampler(SamplingParams()), [], 0)])
+    tokens, steps = [7], []
     for _ in range(8):
         steps.append(next_step(ours, table, tokens[-1]))
-        tokens.append(int(ours.session.run(steps[-1]).argmax()))
-    session = device_session(ours)
-    followed = [
-        int(session.device.fetch(session.follow(step, first=i == 0))[0])
-        for i, step in enumerate(steps)
-    ]
-    assert followed == tokens[1:]
-    with pytest.raises(KvlatheError, match="does not choose tokens"):
-        device_session(on_host(native, engine)).follow(steps[0])
+        chosen = session.sample(steps[-1], greedy).result()
+        tokens.append(chosen.token(0))
+    flights = [session.sample(steps[0], greedy)]
+    for step in steps[1:]:
+        unknown = np.zeros(1, np.int32)
+        step = dataclasses.replace(step, input_ids=unknown, after=unknown)
+        flights.append(session.sample(step, greedy))
+    assert [flight.result().token(0) for flight in flights] == tokens[1:]
 
 
 def test_torch_is_told_what_the_sequences_of_a_step_bring(
     native: Native, engine: tuple[Path, CompressionPlan]
 ) -> None:
-    """(one token each, prompt chunks alone) of every step that is not a graph."""
+    """(one token each, rows before those of chunks) of every step that is not a graph."""
     ours = in_torch(native, engine)
     compute = device_session(ours).compute
     assert isinstance(compute, TorchCompute)
     attention: object = compute.attention
     assert isinstance(attention, HostAttention)
     kinds = attention.kinds
-    forced(ours, [text(90), text(130, 50)], [(64, 100), (26, 1)])
-    assert kinds == [(False, True), (False, False)]
+    texts = [text(90), text(130, 50), text(64)]
+    forced(ours, texts, [(64, 100, 0), (1, 3, 64), (25, 1, 0), (0, 26, 0)])
+    assert kinds == [(False, 0), (False, 4), (False, 26), (False, 0)]
 
 
 def test_a_gpu_without_room_for_a_layers_tiles_is_refused_at_once(

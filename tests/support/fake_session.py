@@ -53,14 +53,34 @@ def solo(prompt: Items[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@dataclasses.dataclass(frozen=True)
 class SamplesThere:
-    """Samples where the logits of ``session`` are, as sessions on a GPU do."""
+    """Samples where the logits of ``session`` are, as sessions on a GPU do: the tokens
+    of a step are known there before they are known to the host."""
 
-    session: StepRunner
+    def __init__(self, session: StepRunner) -> None:
+        self.session = session
+        self.tokens = np.zeros(0, np.int64)
 
-    def sample(self, step: StepPlan, rows: SamplingRows) -> Sampled:
-        return sampler.sample(self.session.run(step), rows)
+    def sample(self, step: StepPlan, rows: SamplingRows) -> Known:
+        if step.after is not None:
+            unknown = step.after >= 0
+            assert not step.input_ids[unknown].any(), "the host cannot know them"
+            ids = step.input_ids.copy()
+            ids[unknown] = self.tokens[step.after[unknown]]
+            step = dataclasses.replace(step, input_ids=ids)
+        sampled = sampler.sample(self.session.run(step), rows)
+        self.tokens = sampled.tokens
+        return Known(sampled)
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """A Sampling that is there at once."""
+
+    sampled: Sampled
+
+    def result(self) -> Sampled:
+        return self.sampled
 
 
 class FakeSession:

@@ -229,6 +229,9 @@ def play(seed: int, kind: str) -> tuple[Engine, list[Sequence], Counter[str]]:
     assert isinstance(session, FakeSession | RankedSession)
     if seed % 2:
         engine.sampler = SamplesThere(session)
+    if random.random() < 0.5:
+        ends = random.integers(0, BROKEN, 8)
+        engine.stop_ids = frozenset(ends.tolist())
     scheduler.costs.token.add(
         float(random.choice([1e-9, 1.0]))
     )  # computing again is free, or dear
@@ -309,6 +312,8 @@ def play(seed: int, kind: str) -> tuple[Engine, list[Sequence], Counter[str]]:
             or sequence.answered == sequence.params.max_new_tokens
         )
         assert sequence.finish_reason != "length" or BROKEN not in sequence.tokens[:-1]
+        stops = [t in engine.stop_ids for t in sequence.answer]
+        assert any(stops) == (sequence.finish_reason == "stop") and not any(stops[:-1])
     while scheduler._reclaim():
         pass
     assert not engine.pool.bytes_in_use

@@ -40,7 +40,7 @@ extern "C" {
 #define KVLATHE_API __attribute__((visibility("default")))
 #endif
 
-#define KVLATHE_ABI_VERSION 6
+#define KVLATHE_ABI_VERSION 7
 #define KVLATHE_LANE_COLUMNS 10
 #define KVLATHE_MAX_PARTS 3
 #define KVLATHE_MAX_HEADS 64
@@ -110,7 +110,7 @@ typedef struct kvlathe_prompts {
   int32_t* list;                    /* from kvlathe_cuda_spread; a call leaves it as it was */
   const int32_t* cu_seqlens_q;      /* [B + 1] */
   int32_t batch;                    /* B */
-  int32_t prefill_only;             /* 1: every row of the call belongs to a listed chunk */
+  int32_t rows;                     /* every row of the call from this one on is a listed chunk's */
   const kvlathe_prompt_part* parts; /* host [part_count] */
 } kvlathe_prompts;
 

@@ -8,6 +8,9 @@ from kvlathe.runtime.sessions.gpu.device import Device, DeviceArray
 from kvlathe.runtime.sessions.gpu.step_buffer import StepBuffer
 from kvlathe.runtime.sessions.protocols import StepPlan
 
+Complete = Callable[[StepPlan, DeviceArray], None]
+"""Writes the input ids of a step, on the GPU, that the host does not know."""
+
 
 class DecodeGraph:
     """A decode step of fixed sizes, captured. Its padding rows write nothing."""
@@ -25,10 +28,8 @@ class DecodeGraph:
         self.replay = device.capture(work)
         """Queues the step that was sent last."""
 
-    def run(self, step: StepPlan, input_ids: DeviceArray | None = None) -> None:
-        """Queue a step. ``input_ids``: tokens on the GPU that replace the step's."""
+    def run(self, step: StepPlan, complete: Complete) -> None:
+        """Queue a step."""
         self.buffer.send(step, self.buffer.form)
-        if input_ids is not None:
-            target = self._input_ids.view(0, input_ids.shape, input_ids.dtype)
-            self.device.copy(target, input_ids)
+        complete(step, self._input_ids)
         self.replay()

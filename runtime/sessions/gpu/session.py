@@ -13,7 +13,6 @@ from typing import Protocol
 
 import numpy as np
 
-from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import CudaLibrary
@@ -47,8 +46,7 @@ class Compute(Protocol):
     @property
     def outputs(self) -> frozenset[str]:
         """What it writes: ``logits`` [R, vocab] float32, ``rows`` [T, all ranks]
-        float16 (the step's K and V), ``best`` [B] int32 (of a decode step: each row's
-        likeliest token)."""
+        float16 (the step's K and V)."""
         ...
 
     @property
@@ -95,8 +93,8 @@ class DeviceSession(DevicePages):
         overwrite."""
         check_step(step, self.limits)
         kind, rows = kind_of(step, self.widths), len(step.logit_rows)
-        if kind is StepKind.DECODE:
-            self._graph_of(rows).run(step)
+        if kind.decode:
+            self._graph_of(rows).run(step, self.complete)
             return self._rows_of(self._logits, rows)
         form = StepForm.of(step, self.compute.least_rows)
         logits = self._logits
@@ -104,35 +102,14 @@ class DeviceSession(DevicePages):
             logits = self._logits_of(form.rows)
         self._buffer.send(step, form)
         inputs = self._buffer.bindings(form)
+        self.complete(step, inputs["input_ids"])
         self._queue(inputs, len(step.query_offsets), form, logits, kind)
         return self._rows_of(logits, rows)
 
-    def follow(self, step: StepPlan, first: bool = False) -> DeviceArray:
-        """A greedy decode step, without waiting: the likeliest next token of each row,
-        int32 [B] on the GPU.
-
-        But for the ``first`` step its ``input_ids`` are the tokens that the step before
-        has left on the GPU, whatever the plan says. So the host prepares step after
-        step while the GPU computes. Raises KvlatheError for any other step.
-        """
-        check_step(step, self.limits)
-        rows = len(step.logit_rows)
-        if kind_of(step, self.widths) is not StepKind.DECODE:
-            tokens = len(step.input_ids)
-            raise KvlatheError(
-                f"a step of {tokens} tokens cannot follow another on the GPU",
-                "greedy steps follow each other in CUDA graphs only",
-                "use run",
-            )
-        if "best" not in self._outputs:
-            raise KvlatheError(
-                "greedy steps cannot follow each other on the GPU",
-                "this engine's graph does not choose tokens",
-                "use run",
-            )
-        best = self._outputs["best"].view(0, (rows,), INT32)
-        self._graph_of(rows).run(step, None if first else best)
-        return best
+    def complete(self, step: StepPlan, input_ids: DeviceArray) -> None:
+        """Write the tokens of a step that the host does not know (``StepPlan.after``).
+        Here it knows all of them."""
+        assert step.after is None
 
     def _graph_of(self, batch: int) -> DecodeGraph:
         """The CUDA graph that decodes ``batch`` sequences."""
@@ -141,7 +118,7 @@ class DeviceSession(DevicePages):
             form = StepForm(size, size, size, self.widths)
             buffer = StepBuffer(self.device, form)
             inputs = buffer.bindings(form)
-            kind = StepKind.DECODE
+            kind = StepKind(True, size)
             work = partial(self._queue, inputs, 1, form, self._logits, kind)
             self._graphs[size] = DecodeGraph(self.device, buffer, work)
         return self._graphs[size]
@@ -174,14 +151,10 @@ class DeviceSession(DevicePages):
         width = sum(lane.rank_k + lane.rank_v for lane in self.plan.lanes)
         tokens = max(self.limits.max_num_tokens, self.limits.max_batch_size)
         arrays: dict[str, DeviceArray] = {}
-        for name, shape, dtype in (
-            ("rows", (tokens, width), HALF),
-            ("best", (tokens,), INT32),
-        ):
-            if name in self.compute.outputs:
-                size = tokens * width * HALF.itemsize if name == "rows" else 4 * tokens
-                block = self.device.allocate(size, "what a step gives")
-                arrays[name] = block.view(0, shape, dtype)
+        if "rows" in self.compute.outputs:
+            size = tokens * width * HALF.itemsize
+            block = self.device.allocate(size, "what a step gives")
+            arrays["rows"] = block.view(0, (tokens, width), HALF)
         return arrays
 
     def _logits_of(self, rows: int) -> DeviceArray:

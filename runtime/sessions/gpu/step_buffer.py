@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from math import prod
 
@@ -33,21 +32,26 @@ Bindings = Mapping[str, DeviceArray]
 """Arrays on the GPU by the name that the exported graph gives them."""
 
 
-class StepKind(Enum):
-    """What the sequences of a step bring."""
+@dataclass(frozen=True)
+class StepKind:
+    """What the sequences of a step bring.
 
-    DECODE = "one token each"
-    CHUNKS = "prompt chunks alone, long enough to be attended in tiles"
-    MIXED = "anything else"
+    ``decode``: one token each, so that a CUDA graph takes the step. ``rows``: all rows
+    from this one on are of prompt chunks, long enough to be attended in tiles.
+    """
+
+    decode: bool
+    rows: int
 
 
 def kind_of(step: StepPlan, widths: Sequence[int]) -> StepKind:
-    """DECODE where a CUDA graph with page tables of ``widths`` pages takes the step."""
+    """``widths``: pages in the page tables of a CUDA graph."""
     if _is_decode(step, widths):
-        return StepKind.DECODE
-    rows = np.diff(step.cu_seqlens_q)
-    chunks = bool((rows[rows > 0] >= LEAST_CHUNK).all())
-    return StepKind.CHUNKS if chunks else StepKind.MIXED
+        return StepKind(True, len(step.input_ids))
+    counts = np.diff(step.cu_seqlens_q)
+    short = np.flatnonzero((counts > 0) & (counts < LEAST_CHUNK))
+    rows = int(step.cu_seqlens_q[short[-1] + 1]) if len(short) else 0
+    return StepKind(False, rows)
 
 
 def _is_decode(step: StepPlan, widths: Sequence[int]) -> bool:

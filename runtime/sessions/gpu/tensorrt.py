@@ -106,7 +106,7 @@ class TensorRTCompute:
                 )
 
     def queue(self, inputs: Bindings, outputs: Bindings, kind: StepKind) -> None:
-        context = self._decode if kind is StepKind.DECODE else self._mixed
+        context = self._decode if kind.decode else self._mixed
         arrays = {**inputs, **outputs}
         for name in self.tensors:
             context.bind(name, arrays[name], read=name in inputs)

@@ -118,7 +118,9 @@ class HostPages:
         """Write ``rows`` [T, width of the stage's lanes] in the hot format to the
         places after ``step.lengths`` in its fresh buckets."""
         starts, p = step.cu_seqlens_q, self.plan.page_tokens
-        sequence = np.repeat(np.arange(len(starts) - 1), starts[1:] - starts[:-1])
+        counts = starts[1:] - starts[:-1]
+        sequences = np.arange(len(starts) - 1)
+        sequence = np.repeat(sequences, counts)
         nth = np.arange(len(sequence)) - starts[sequence]
         cells = np.ascontiguousarray(rows[: len(sequence)]).view(self._cell)
         for scatter in self._scatters[stage]:

@@ -40,16 +40,15 @@ class StepInputs:
     """A step on the device, int32: ``cu_seqlens_q`` [B+1], ``lengths`` [B, S],
     ``page_tables`` S times [B, M_s].
 
-    ``single``: sequence b has exactly row b, or none (a decode step). ``prefill_only``: every
-    sequence with rows has LEAST_CHUNK of them or more, so that prompt chunks are all
-    there is.
+    ``single``: sequence b has exactly row b, or none (a decode step). ``rows``: all rows
+    from this one on are of prompt chunks: of sequences that bring LEAST_CHUNK or more.
     """
 
     cu_seqlens_q: Tensor
     lengths: Tensor
     page_tables: Sequence[Tensor]
     single: bool
-    prefill_only: bool = False
+    rows: int
 
 
 class Attention:
@@ -108,7 +107,7 @@ class Attention:
         args.prompts = None if done.prompts is None else done.prompts.data_ptr()
         self.library.call("cuda_spread", byref(args))
         done.calls = self._calls(done, tokens)
-        if done.prompts is None:
+        if done.rows:
             self.plan_calls(done)
         return done
 
@@ -122,7 +121,7 @@ class Attention:
     def _calls(self, spread: Spread, tokens: int) -> Array[AttendDecodeArgs]:
         """Every layer's attention, but for its q, o and stream."""
         calls = (AttendDecodeArgs * len(self.forms))()
-        if spread.prompts is None:
+        if spread.rows:
             size = self.library.plan_bytes()
             spread.plan = torch.empty(
                 len(calls), size, dtype=torch.uint8, device=self.pool.device
@@ -148,16 +147,14 @@ class Attention:
                 self.workspace.data_ptr(),
                 self.workspace.numel(),
             )
-            if spread.prompts is None:
-                # The kernel before is append: it writes neither lengths, page tables
-                # nor plan, and in a decode step one row a sequence. A prompt's rows,
-                # where no kernel takes chunks, read what it writes for other rows.
-                args.flags = OVERLAP | (APPENDED if spread.step.single else 0)
-                args.plan, args.plan_bytes = (
-                    spread.plan[layer].data_ptr(),
-                    spread.plan.shape[1],
-                )
-            else:
+            # The kernel before is append: it writes neither lengths, page tables nor
+            # plan, and in a decode step one row a sequence. Other rows read what it
+            # writes for the rows before them.
+            args.flags = OVERLAP | (APPENDED if spread.step.single else 0)
+            if spread.rows:
+                args.plan = spread.plan[layer].data_ptr()
+                args.plan_bytes = spread.plan.shape[1]
+            if spread.prompts is not None:
                 args.prompts = pointer(spread.prompts_of(form))
         return calls
 
@@ -227,10 +224,10 @@ class Spread:
 
     def __init__(self, step: StepInputs, tokens: int, list_size: int) -> None:
         """``list_size``: bytes of the list of prompt chunks, or 0 for none."""
-        new, whole = (
-            step.lengths.new_empty,
-            step.single or (step.prefill_only and list_size > 0),
-        )
+        new = step.lengths.new_empty
+        self.rows = step.rows if list_size else tokens
+        """Those that are attended one by one come first."""
+        whole = step.single or not self.rows
         self.step, self.sequence_of = step, new(tokens)
         self.visible = new(tokens, step.lengths.shape[1])
         self.row_lengths = torch.empty_like(self.visible) if list_size else self.visible
@@ -278,7 +275,7 @@ class Spread:
             self.prompts.data_ptr(),
             starts,
             len(lengths),
-            int(self.step.prefill_only),
+            self.rows,
             parts,
         )
         self._kept += [parts, prompts]

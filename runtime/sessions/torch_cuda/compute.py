@@ -7,14 +7,16 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kvlathe.plan.manifest import DECODER_FILE, Limits
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import CudaLibrary, cuda_library
+from kvlathe.runtime.sessions.gpu.device import DeviceArray
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.session import DeviceSession
 from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepKind
-from kvlathe.runtime.sessions.protocols import StepPlan
+from kvlathe.runtime.sessions.protocols import Sampling, StepPlan
 from kvlathe.runtime.sessions.torch_cuda import sampling
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
 from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder, read_decoder
@@ -24,7 +26,7 @@ from kvlathe.runtime.sessions.torch_cuda.device import (
     tensor_of,
 )
 from kvlathe.runtime.sessions.torch_cuda.rows import NativeRows
-from kvlathe.runtime.text.sampler import Sampled, SamplingRows
+from kvlathe.runtime.text.sampler import SamplingRows
 
 
 def open_session(
@@ -63,17 +65,33 @@ def session_of(
 
 
 class TorchSession(DeviceSession):
-    """A DeviceSession whose tokens are sampled on the GPU: logits never leave it."""
+    """A DeviceSession whose tokens are sampled on the GPU: logits never leave it, and
+    the next step takes its tokens there."""
 
-    def sample(self, step: StepPlan, rows: SamplingRows) -> Sampled:
+    _tokens: Tensor | None = None  # of the step before
+
+    def sample(self, step: StepPlan, rows: SamplingRows) -> Sampling:
         """As TokenSampler.sample."""
-        return sampling.sample(tensor_of(self.launch(step)), rows)
+        chosen = sampling.sample(tensor_of(self.launch(step)), rows)
+        self._tokens = chosen.tokens
+        return chosen
+
+    @torch.inference_mode()
+    def complete(self, step: StepPlan, input_ids: DeviceArray) -> None:
+        if step.after is None:
+            return
+        assert self._tokens is not None
+        ids = tensor_of(input_ids)[: len(step.after)]
+        rows = torch.from_numpy(step.after).to(ids.device, non_blocking=True)
+        # Where the logits were no numbers there is no token: the sequence ends.
+        sampled = self._tokens[rows.clamp(min=0)].clamp(min=0)
+        ids.copy_(torch.where(rows >= 0, sampled, ids))
 
 
 class TorchCompute:
     """A Compute: ``decoder`` with ``attention`` over the session's pool."""
 
-    outputs = frozenset({"logits", "best"})
+    outputs = frozenset({"logits"})
     least_rows = 0
 
     def __init__(self, decoder: TorchDecoder, attention: Attention) -> None:
@@ -87,8 +105,8 @@ class TorchCompute:
             tensor_of(inputs["cu_seqlens_q"]),
             tensor_of(inputs["lengths"]),
             [tensor_of(inputs[f"page_table_{b}"]) for b in range(buckets)],
-            single=kind is StepKind.DECODE,
-            prefill_only=kind is StepKind.CHUNKS,
+            kind.decode,
+            kind.rows,
         )
         spread = self.attention.spread(step, len(input_ids))
         logits = self.decoder(
@@ -98,5 +116,3 @@ class TorchCompute:
             partial(self.attention.run, spread),
         )
         tensor_of(outputs["logits"]).copy_(logits)
-        if kind is StepKind.DECODE:
-            tensor_of(outputs["best"]).copy_(logits.argmax(-1))

@@ -4,11 +4,17 @@ Only what the rows ask for leaves the GPU: a token a row, and the log-probabilit
 were asked for. Every step is the host sampler's, in the same numbers: weights in
 float32, their sums in float64. So both draw the same token from the same logits, but
 where a random number falls within the rounding of a sum.
+
+Nothing here waits for the GPU until somebody asks for the result: the next step is
+queued in the meantime.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,29 +26,100 @@ from kvlathe.runtime.text.sampler import (
 )
 
 
+class Sampling:
+    """A choice of tokens on its way: ``tokens`` [R] int64, where the logits are."""
+
+    def __init__(self, logits: Tensor, tokens: Tensor, rows: SamplingRows) -> None:
+        self.tokens = tokens
+        self._rows, self._vocab = rows, logits.shape[1]
+        self._asked = np.flatnonzero(rows.logprobs >= 0)
+        # One copy to the host: a float64 holds every token id exactly.
+        numbers = [tokens.double(), *self._logprobs(logits)]
+        self._arrived = _to_host(torch.cat(numbers))
+
+    @property
+    def _most(self) -> int:
+        return min(max(0, self._rows.most_logprobs), self._vocab)
+
+    def _logprobs(self, logits: Tensor) -> list[Tensor]:
+        """Those of the rows that asked: of their tokens, and the best with their
+        tokens."""
+        if not len(self._asked):
+            return []
+        places = _sent(self._asked, logits.device)
+        wide = logits[places].double()
+        scores = wide - wide.logsumexp(dim=1, keepdim=True)
+        own_ids = self.tokens[places].clamp(min=0)
+        own = scores.gather(1, own_ids[:, None])[:, 0]
+        best, ids = scores.topk(self._most, dim=1)
+        return [own, best.flatten(), ids.double().flatten()]
+
+    def result(self) -> Sampled:
+        """Waits for the GPU."""
+        count, asked = len(self._rows.logprobs), self._asked
+        numbers = self._arrived()
+        tokens = numbers[:count].astype(np.int64)
+        chosen = np.zeros(count)
+        top_tokens = np.zeros((count, self._most), np.int64)
+        top_logprobs = np.zeros((count, self._most))
+        rest = numbers[count:]
+        valid = tokens[asked] != NO_TOKEN
+        chosen[asked] = np.where(valid, rest[: len(asked)], 0)
+        values, names = rest[len(asked) :].reshape(2, len(asked), self._most)
+        for i, row in enumerate(asked.tolist()):
+            wanted = min(int(self._rows.logprobs[row]), self._most) if valid[i] else 0
+            top_logprobs[row, :wanted] = values[i, :wanted]
+            top_tokens[row, :wanted] = names[i, :wanted]
+        return Sampled(tokens, chosen, top_tokens, top_logprobs)
+
+
+def _to_host(numbers: Tensor) -> Callable[[], npt.NDArray[np.float64]]:
+    """Queue a copy of float64 numbers to the host: a function that waits for it."""
+    if not numbers.is_cuda:
+        return numbers.numpy
+    pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    pinned.copy_(numbers, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def arrived() -> npt.NDArray[np.float64]:
+        copied.synchronize()
+        return pinned.numpy()
+
+    return arrived
+
+
+def _sent(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy on the device. The driver keeps what it copies from, so nothing waits."""
+    return torch.from_numpy(array).to(device, non_blocking=True)
+
+
 @torch.inference_mode()
-def sample(logits: Tensor, rows: SamplingRows) -> Sampled:
-    """A token for each row of ``logits`` [R, vocab], which stay as they are; in order on
-    the current stream. Waits for the result."""
+def sample(logits: Tensor, rows: SamplingRows) -> Sampling:
+    """Queue the choice of a token for each row of ``logits`` [R, vocab], which stay as
+    they are; in order on the current stream."""
     device = logits.device
+    if not len(logits):
+        return Sampling(logits, torch.zeros(0, dtype=torch.int64, device=device), rows)
     exact = logits.float()
     changed = exact if rows.changes is None else _apply(exact, rows.changes)
     highest, tokens = changed.max(dim=1)
-    random = torch.from_numpy(np.flatnonzero(rows.temperature > 0)).to(device)
+    random = np.flatnonzero(rows.temperature > 0)
     if len(random):
-        tokens[random] = _drawn(changed[random], highest[random], rows)
+        places = _sent(random, device)
+        tokens[places] = _drawn(changed[places], highest[places], rows)
     tokens = torch.where(highest.isfinite(), tokens, NO_TOKEN)
-    return _reported(exact, tokens, rows)
+    return Sampling(exact, tokens, rows)
 
 
 def _apply(logits: Tensor, changes: Changes) -> Tensor:
     device = logits.device
     places = (
-        torch.from_numpy(changes.rows).to(device),
-        torch.from_numpy(changes.tokens).to(device),
+        _sent(changes.rows, device),
+        _sent(changes.tokens, device),
     )
-    penalty = torch.from_numpy(changes.penalty).to(device)
-    added = torch.from_numpy(changes.added).to(device)
+    penalty = _sent(changes.penalty, device)
+    added = _sent(changes.added, device)
     old = logits[places]
     changed = logits.clone()
     changed[places] = torch.where(old > 0, old / penalty, old * penalty) + added
@@ -53,8 +130,8 @@ def _drawn(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
     """A token for each row that is not greedy."""
     asked = np.flatnonzero(rows.temperature > 0)
     device = logits.device
-    temperature = torch.from_numpy(rows.temperature[asked]).to(device)
-    draws = torch.from_numpy(rows.draws[asked]).to(device)
+    temperature = _sent(rows.temperature[asked], device)
+    draws = _sent(rows.draws[asked], device)
     scaled = (logits - highest[:, None]) / temperature[:, None]
     weights = scaled.exp()
     top_k = rows.top_k[asked]
@@ -62,10 +139,10 @@ def _drawn(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
         ((top_k > 0) & (top_k < logits.shape[1])) | (rows.top_p[asked] < 1)
     )
     if len(cut):
-        places = torch.from_numpy(cut).to(device)
+        places = _sent(cut, device)
         weights[places] = _cut(weights[places], top_k[cut], rows.top_p[asked][cut])
     if (rows.min_p[asked] > 0).any():
-        least = torch.from_numpy(rows.min_p[asked]).to(device)
+        least = _sent(rows.min_p[asked], device)
         weights = torch.where(weights >= least[:, None], weights, 0)
     cumulative = weights.cumsum(dim=1, dtype=torch.float64)
     target = draws * cumulative[:, -1]
@@ -86,43 +163,12 @@ def _cut(weights: Tensor, top_k: np.ndarray, top_p: np.ndarray) -> Tensor:
     device, width = weights.device, weights.shape[1]
     counts = np.where((top_k > 0) & (top_k < width), top_k, width)
     ordered, order = weights.sort(dim=1, descending=True, stable=True)
-    least = ordered.gather(1, torch.from_numpy(counts - 1).to(device)[:, None])
+    least = ordered.gather(1, _sent(counts - 1, device)[:, None])
     ordered = torch.where(ordered >= least, ordered, 0)
-    share = torch.from_numpy(top_p.astype(np.float64)).to(device)[:, None]
+    share = _sent(top_p.astype(np.float64), device)[:, None]
     running = ordered.cumsum(dim=1, dtype=torch.float64)
     before = running - ordered
     inside = (before < share * running[:, -1:]) | (share >= 1)
     inside[:, 0] = True  # also where the share is too small a number
     ordered = torch.where(inside, ordered, 0)
     return torch.zeros_like(weights).scatter_(1, order, ordered)
-
-
-def _reported(logits: Tensor, tokens: Tensor, rows: SamplingRows) -> Sampled:
-    """The tokens, on the host, with the log-probabilities that were asked for."""
-    count, vocab = len(rows.logprobs), logits.shape[1]
-    most = min(max(0, rows.most_logprobs), vocab)
-    chosen = np.zeros(count)
-    top_tokens = np.zeros((count, most), np.int64)
-    top_logprobs = np.zeros((count, most))
-    asked = np.flatnonzero(rows.logprobs >= 0)
-    if not len(asked):
-        return Sampled(tokens.cpu().numpy(), chosen, top_tokens, top_logprobs)
-    places = torch.from_numpy(asked).to(logits.device)
-    wide = logits[places].double()
-    scores = wide - wide.logsumexp(dim=1, keepdim=True)
-    own_ids = tokens[places].clamp(min=0)
-    own = scores.gather(1, own_ids[:, None])[:, 0]
-    best, ids = scores.topk(most, dim=1)
-    # One copy to the host: a float64 holds every token id exactly.
-    numbers = [tokens.double(), own, best.flatten(), ids.double().flatten()]
-    sent = torch.cat(numbers).cpu().numpy()
-    host_tokens = sent[:count].astype(np.int64)
-    rest = sent[count:]
-    valid = host_tokens[asked] != NO_TOKEN
-    chosen[asked] = np.where(valid, rest[: len(asked)], 0)
-    values, names = rest[len(asked) :].reshape(2, len(asked), -1)
-    for i, row in enumerate(asked.tolist()):
-        wanted = min(int(rows.logprobs[row]), values.shape[1]) if valid[i] else 0
-        top_logprobs[row, :wanted] = values[i, :wanted]
-        top_tokens[row, :wanted] = names[i, :wanted]
-    return Sampled(host_tokens, chosen, top_tokens, top_logprobs)

@@ -43,7 +43,7 @@ def test_random_schedules_by_the_hundred(
         preemptions += engine.scheduler.preemptions
         hits += engine.scheduler.prefixes.hits if engine.scheduler.prefixes else 0
     assert (
-        set(ends) == {"length", "cancelled", "timeout", "error"}
+        set(ends) == {"length", "stop", "cancelled", "timeout", "error"}
         and preemptions > 50
         and hits > 100
     ), (

@@ -211,7 +211,8 @@ def test_pages_are_read_under_append_only_where_it_writes_one_row_a_sequence(
         torch.tensor([0, 1, tokens], dtype=torch.int32),
         torch.zeros(2, 1, dtype=torch.int32),
     )
-    step = StepInputs(starts, lengths, [torch.zeros(2, 1, dtype=torch.int32)], single)
+    tables = [torch.zeros(2, 1, dtype=torch.int32)]
+    step = StepInputs(starts, lengths, tables, single, tokens)
     assert {call.flags for call in attention.spread(step, tokens).calls} == {
         OVERLAP | (APPENDED if single else 0)
     }

@@ -111,7 +111,10 @@ def test_torch_draws_what_the_host_draws(
     batch: list[Request], seed: int, equal: bool
 ) -> None:
     logits, rows = logits_of(seed, len(batch), equal), rows_of(batch)
-    host, device = sample(logits, rows), sampling.sample(torch.from_numpy(logits), rows)
+    host, device = (
+        sample(logits, rows),
+        sampling.sample(torch.from_numpy(logits), rows).result(),
+    )
     np.testing.assert_array_equal(device.tokens, host.tokens)
     np.testing.assert_allclose(device.logprobs, host.logprobs, atol=1e-9)
     np.testing.assert_allclose(device.top_logprobs, host.top_logprobs, atol=1e-9)
@@ -197,7 +200,7 @@ def test_logits_that_are_no_numbers_give_no_token() -> None:
     rows = rows_of([request(asked) for _ in range(3)])
     for sampled in (
         sample(logits, rows),
-        sampling.sample(torch.from_numpy(logits), rows),
+        sampling.sample(torch.from_numpy(logits), rows).result(),
     ):
         assert sampled.token(0) >= 0 and (sampled.tokens[1:] == NO_TOKEN).all()
         with pytest.raises(KvlatheError, match="not a number"):

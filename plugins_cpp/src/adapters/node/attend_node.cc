@@ -163,7 +163,7 @@ struct Step {
     const std::vector<kvlathe_prompt_part> prompt_parts =
         prompt_parts_of(node.layer, tables, ints(node.places.lengths));
     // What sequences have is on the device: whether all rows are chunks' is not known here.
-    const kvlathe_prompts prompts{list, ints(node.places.cu_seqlens_q), batch, 0,
+    const kvlathe_prompts prompts{list, ints(node.places.cu_seqlens_q), batch, tokens,
                                   prompt_parts.data()};
     // The kernel before is append: it writes neither lengths nor page tables, and in a decode step
     // one row a sequence.

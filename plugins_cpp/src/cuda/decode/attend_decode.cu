@@ -320,8 +320,14 @@ void attend_decode(const kvlathe_attend_decode_args& a) {
 
 }  // namespace
 
-PlanCall plan_call_of(const kvlathe_attend_decode_args& a) {
+kvlathe_attend_decode_args single_rows(kvlathe_attend_decode_args a) {
+  if (a.prompts) a.batch = a.prompts->rows;
+  return a;
+}
+
+PlanCall plan_call_of(const kvlathe_attend_decode_args& args) {
   PlanCall plan{};
+  const kvlathe_attend_decode_args a = single_rows(args);
   const std::vector<Head> heads = checked_lanes(a);
   const Device device = Device::current();
   check_cuda_limits(a, device, heads);
@@ -343,8 +349,9 @@ extern "C" int32_t kvlathe_cuda_attend_decode(const kvlathe_attend_decode_args* 
       return kvlathe::cuda::attend_decode(*args);
     const auto chunks =
         kvlathe::cuda::prompt_launch_of(*args);  // what it refuses, it refuses before anything runs
-    // Rows first: it writes zeros where a row has no length, which are the chunks' rows here.
-    if (!args->prompts->prefill_only) kvlathe::cuda::attend_decode(*args);
+    // Rows first: it writes zeros where a row has no length, which may be a chunk's row.
+    const auto rows = kvlathe::cuda::single_rows(*args);
+    if (rows.batch) kvlathe::cuda::attend_decode(rows);
     kvlathe::cuda::attend_prompts(chunks, args->stream);
   });
 }

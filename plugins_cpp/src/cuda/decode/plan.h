@@ -24,6 +24,9 @@ struct PlanCall {
   PlanHead head[KVLATHE_MAX_HEADS];
 };
 
+// A call without the rows that its prompt chunks are known to have.
+kvlathe_attend_decode_args single_rows(kvlathe_attend_decode_args args);
+
 // Checks a call and decides its grid as attend_decode does. q, o and the workspace may be null.
 PlanCall plan_call_of(const kvlathe_attend_decode_args& args);
 

@@ -170,28 +170,37 @@ struct Plan {
   template <class P>
   __device__ Plan(const P& p, int block, int blocks) {
     const int lane = threadIdx.x % 32;
-    int own = 0;
+    // `stop`: past the last sequence with work. The rows of prompt chunks have none here and come
+    // last, and a walk over thousands of them would take longer than the work.
+    int own = 0, stop = 0;
     bool empty = false;
 #pragma unroll 1
-    for (int b = lane; b < p.batch; b += 32) own += weight(p, b, empty);
+    for (int b = lane; b < p.batch; b += 32) {
+      const int here = weight(p, b, empty);
+      own += here;
+      if (here) stop = b + 1;
+    }
     some_empty = __any_sync(~0u, empty);
-    for (int step = 16; step; step /= 2) own += __shfl_xor_sync(~0u, own, step);
+    for (int step = 16; step; step /= 2) {
+      own += __shfl_xor_sync(~0u, own, step);
+      stop = max(stop, __shfl_xor_sync(~0u, stop, step));
+    }
     if (own / blocks < kSpareShare) blocks -= p.spare_blocks;
     share = max(p.least_block_weight, int((unsigned(own) + blocks - 1) / unsigned(blocks)));
     const int from = block * share, to = from + share;
     any = from < own;
     walk.valid = false;
     if (!any) return;
-    Start begin{p.batch, 0}, end{p.batch, 0};
+    Start begin{stop, 0}, end{stop, 0};
     int before = 0;
-    for (int base = 0; base < p.batch && end.sequence == p.batch; base += 32) {
-      const int here = base + lane < p.batch ? weight(p, base + lane, empty) : 0,
+    for (int base = 0; base < stop && end.sequence == stop; base += 32) {
+      const int here = base + lane < stop ? weight(p, base + lane, empty) : 0,
                 upto = before + inclusive_sum(here);
-      if (begin.sequence == p.batch) begin.enter(base, upto, here, from);
-      if (end.sequence == p.batch) end.enter(base, upto, here, to);
+      if (begin.sequence == stop) begin.enter(base, upto, here, from);
+      if (end.sequence == stop) end.enter(base, upto, here, to);
       before = __shfl_sync(~0u, upto, 31);
     }
-    descend(p, begin, end, from, to);
+    descend(p, begin, end, from, to, stop);
   }
 
  private:
@@ -221,9 +230,10 @@ struct Plan {
 
   // Finds heads and units. One half of the warp looks for the begin, the other for the end.
   template <class P>
-  __device__ void descend(const P& p, const Start& begin, const Start& end, int from, int to) {
+  __device__ void descend(const P& p, const Start& begin, const Start& end, int from, int to,
+                          int stop) {
     const int lane = threadIdx.x % 32, side = lane / 16, x = side ? to : from;
-    const int sequence = min(side ? end.sequence : begin.sequence, p.batch - 1);
+    const int sequence = min(side ? end.sequence : begin.sequence, stop - 1);
     const Lengths<kParts> lengths(p, sequence);
     int start = side ? end.weight : begin.weight, head = -1;
     for (int first = 0; first < p.heads; first += 16) {
@@ -239,8 +249,8 @@ struct Plan {
     head = max(head, 0);  // an end beyond all work has none
     const int unit = unit_at(p, Pair<kParts>(p, lengths, head), head, x - start);
     begin_start = __shfl_sync(~0u, start, 0);
-    Position last{p.batch, 0, 0};
-    if (end.sequence < p.batch)
+    Position last{stop, 0, 0};
+    if (end.sequence < stop)
       last = {end.sequence, __shfl_sync(~0u, head, 16), __shfl_sync(~0u, unit, 16)};
     walk = Walk<kParts>::start(
         p, {begin.sequence, __shfl_sync(~0u, head, 0), __shfl_sync(~0u, unit, 0)}, last);
