@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+VOCAB_SIZE = 128256
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -27,7 +28,7 @@ CONFIG = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
-    "vocab_size": 128256,
+    "vocab_size": VOCAB_SIZE,
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
@@ -116,7 +117,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
     options = parser.parse_args()
     write(options.folder, CONFIG | {"num_hidden_layers": options.layers})
-    write_tokenizer(options.tokenizer, options.folder, CONFIG["vocab_size"])
+    write_tokenizer(options.tokenizer, options.folder, VOCAB_SIZE)
 
 
 if __name__ == "__main__":
