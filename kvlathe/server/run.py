@@ -7,6 +7,7 @@ import errno
 import logging
 import signal
 import socket
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,11 +148,17 @@ def serve(folder: Path, settings: Settings) -> None:
     log.info("stopped")
 
 
+TURN_SECONDS = 0.0005
+"""How long a thread of Python holds others up at most. The engine's thread prepares a
+step in a millisecond or two; by default each wait for its turn may take five."""
+
+
 def _serve(llm: LLM, settings: Settings, folder: str, bound: socket.socket) -> None:
     name = settings.model or (llm.manifest.model if llm.manifest else folder)
     metrics = Metrics(name)
     engine = AsyncEngine(llm, settings.max_waiting, metrics)
     metrics.watch(engine)
+    sys.setswitchinterval(TURN_SECONDS)
     app = create_app(
         engine,
         metrics,

@@ -72,6 +72,7 @@ class SequenceFactory:
         """A sequence whose first ``prompt`` tokens are its prompt, computed in chunks
         that end at multiples of ``grid``."""
         staged = len(self._plan.passes(prompt)) > 1
+        observes = self._plan.observation is not None
         return Sequence(
             tokens,
             prompt,
@@ -79,7 +80,7 @@ class SequenceFactory:
             grid,
             sampler,
             text,
-            observed_rows=ObservedRows(self._plan, prompt),
+            observed_rows=ObservedRows(self._plan, prompt) if observes else None,
             prompt_stages=PromptStages(self._plan, prompt, grid) if staged else None,
         )
 
