@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 from rich.console import Console
@@ -61,36 +62,84 @@ def setup(level: str = "info") -> None:
 def progress(
     items: Iterable[Item], description: str, total: int | None = None
 ) -> Iterator[Item]:
-    """Yield ``items``, showing how far they are as a bar on stderr.
+    """Yield ``items``, showing how far they are (``working``). ``total`` defaults to
+    ``len(items)`` where there is one."""
+    count = total if total is not None else _length(items)
+    with working(description, count) as advance:
+        for item in items:
+            yield item
+            advance(1)
+
+
+Advance = Callable[[float], None]
+"""Says how much more is done."""
+
+
+@contextmanager
+def working(
+    description: str, total: float | None = None, unit: str = ""
+) -> Generator[Advance]:
+    """Show how far a piece of work is, as a bar on stderr: of ``total``, how much a
+    second, and how long it still takes. ``unit``: what is counted; "bytes" are written
+    in larger ones.
 
     The bar appears only on a terminal and leaves nothing behind; bars may nest.
     Elsewhere (pipes, CI) work slower than SLOW_SECONDS is told of in log lines: then,
-    every LINE_SECONDS, and when it is done. ``total`` defaults to ``len(items)`` where there is one.
+    every LINE_SECONDS, and when it is done.
     """
-    count = total if total is not None else _length(items)
     started = time.monotonic()
-    shown = _with_bar if err.is_terminal else _with_lines
-    yield from shown(items, description, count)
+    shown = _bar if err.is_terminal else _lines
+    with shown(description, total, unit) as advance:
+        yield advance
     seconds = time.monotonic() - started
     if seconds > SLOW_SECONDS:
-        log.info("%s: %.1f s", description, seconds)
+        speed = f", {rate(total / seconds, unit)}" if unit and total else ""
+        log.info("%s: %.1f s%s", description, seconds, speed)
 
 
-def _with_lines(
-    items: Iterable[Item], description: str, count: int | None
-) -> Iterator[Item]:
-    due = time.monotonic() + SLOW_SECONDS
-    of = "" if count is None else f" of {count:,}"
-    for done, item in enumerate(items):
-        if time.monotonic() > due:
-            log.info("%s: %s%s", description, f"{done:,}", of)
-            due = time.monotonic() + LINE_SECONDS
-        yield item
+@contextmanager
+def _lines(description: str, total: float | None, unit: str) -> Generator[Advance]:
+    done = 0.0
+    started = time.monotonic()
+    due = started + SLOW_SECONDS
+
+    def advance(amount: float) -> None:
+        nonlocal done, due
+        done += amount
+        now = time.monotonic()
+        if now <= due:
+            return
+        due = now + LINE_SECONDS
+        log.info("%s: %s", description, _how_far(done, total, unit, now - started))
+
+    yield advance
 
 
-def _with_bar(
-    items: Iterable[Item], description: str, count: int | None
-) -> Iterator[Item]:
+def _how_far(done: float, total: float | None, unit: str, seconds: float) -> str:
+    """``done`` of ``total``, and what that promises."""
+    if total is None:
+        return amount(done, unit)
+    so_far = amount(done, "bytes" if unit == "bytes" else "")
+    words = [f"{so_far} of {amount(total, unit)}"]
+    if unit:
+        words.append(rate(done / seconds, unit))
+    left = seconds * (total / done - 1)
+    words.append(f"{left:.0f} s left")
+    return ", ".join(words)
+
+
+def amount(count: float, unit: str) -> str:
+    if unit == "bytes":
+        return human_bytes(count)
+    return f"{count:,.0f} {unit}".rstrip()
+
+
+def rate(a_second: float, unit: str) -> str:
+    return f"{amount(a_second, unit)} a second"
+
+
+@contextmanager
+def _bar(description: str, total: float | None, unit: str) -> Generator[Advance]:
     """One live display serves all bars, because a terminal has one bottom line to draw
     on."""
     global _bars
@@ -98,11 +147,9 @@ def _with_bar(
     bars = _bars = _bars or _new_bars()
     if outermost:
         bars.start()
-    task = bars.add_task(description, total=count)
+    task = bars.add_task(description, total=total, unit=unit)
     try:
-        for item in items:
-            yield item
-            bars.advance(task)
+        yield lambda amount: bars.advance(task, amount)
     finally:
         bars.remove_task(task)
         if outermost:
@@ -114,8 +161,21 @@ class Count(ProgressColumn):
     """How many of how many; only how many where nobody knows of how many."""
 
     def render(self, task: Task) -> Text:
-        done = f"{task.completed:,.0f}"
-        return Text(done if task.total is None else f"{done}/{task.total:,.0f}")
+        unit = "bytes" if task.fields.get("unit") == "bytes" else ""
+        done = amount(task.completed, unit)
+        if task.total is None:
+            return Text(done)
+        return Text(f"{done}/{amount(task.total, unit)}")
+
+
+class Rate(ProgressColumn):
+    """How much a second, of what has a unit."""
+
+    def render(self, task: Task) -> Text:
+        unit = task.fields.get("unit")
+        if not unit or not task.speed:
+            return Text("")
+        return Text(rate(task.speed, unit))
 
 
 def _new_bars() -> Progress:
@@ -123,6 +183,7 @@ def _new_bars() -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         Count(),
+        Rate(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )

@@ -312,7 +312,7 @@ def test_slow_work_is_told_of_while_it_runs(
     with caplog.at_level("INFO", "kvlathe"):
         for _ in console.progress(range(1000), "reading texts"):
             now += 0.125
-    assert caplog.messages[0] == "reading texts: 17 of 1,000"
+    assert caplog.messages[0] == "reading texts: 17 of 1,000, 123 s left"
     assert len(caplog.messages) == 6
     assert caplog.messages[-1] == "reading texts: 125.0 s"
 
