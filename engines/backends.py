@@ -18,7 +18,8 @@ from kvlathe.plan.plan import CompressionPlan
 class BackendInfo:
     """``dtypes``: what it computes in, the default first. ``ranks_tokens``: whether it says
     what attends a token. ``windows``: whether a query may see a window of the tokens.
-    ``paired``: as in CacheSettings.
+    ``paired``: as in CacheSettings. ``graph``: whether it is built from the ONNX graph;
+    otherwise from the weights and decoder.json.
     """
 
     module: str
@@ -26,6 +27,7 @@ class BackendInfo:
     ranks_tokens: bool = False
     windows: bool = False
     paired: bool = False
+    graph: bool = True
 
 
 BACKENDS: Mapping[str, BackendInfo] = {
@@ -41,13 +43,15 @@ BACKENDS: Mapping[str, BackendInfo] = {
     "tensorrt": BackendInfo(
         "kvlathe.engines.targets.tensorrt", ("float16",), paired=True
     ),
-    "cuda": BackendInfo("kvlathe.engines.targets.cuda", ("float16",), paired=True),
+    "cuda": BackendInfo(
+        "kvlathe.engines.targets.cuda", ("float16",), paired=True, graph=False
+    ),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What a backend made of the ONNX file. ``versions`` of its libraries;
+    """What a backend made of what was exported. ``versions`` of its libraries;
     ``architectures`` as in Manifest."""
 
     versions: Mapping[str, str]
@@ -71,7 +75,7 @@ class Backend(Protocol):
     def build(
         self, name: str, folder: Path, plan: CompressionPlan, limits: Limits
     ) -> None:
-        """Turn ``folder``'s model.onnx into what this backend runs, in place. Raises
+        """Turn what was exported to ``folder`` into what this backend runs, in place. Raises
         KvlatheError if it cannot."""
         ...
 

@@ -19,8 +19,10 @@ from typing import Any
 from kvlathe.base.console import log
 from kvlathe.base.tokenizer_files import FILES, GENERATION, read_object
 from kvlathe.engines import cache
+from kvlathe.engines.backends import BACKENDS
 from kvlathe.engines.folder import appearing
 from kvlathe.engines.order import Job, accept, prepare
+from kvlathe.engines.phases import phase
 from kvlathe.engines.planning import (
     Planned,
     bytes_per_token,
@@ -35,6 +37,7 @@ from kvlathe.plan.manifest import (
     BASIS_FILE,
     PLAN_FILE,
     REPORT_FILE,
+    WEIGHTS_FILE,
     FileRecord,
     KvBytes,
     Manifest,
@@ -80,8 +83,9 @@ def build(request: BuildRequest) -> Path:
 
     In every case the folder either appears whole or not at all.
     """
-    order = accept(request)
-    kept = cache.find(order.key) if request.use_cache else None
+    with phase("reading the request and the checkpoint"):
+        order = accept(request)
+        kept = cache.find(order.key) if request.use_cache else None
     if kept is not None:
         log.info("the same engine was built before: taken from the cache")
         with appearing(request.output_dir, request.overwrite) as folder:
@@ -93,7 +97,8 @@ def build(request: BuildRequest) -> Path:
         _make(job, folder)
     if request.use_cache:
         log.info("keeping a copy in the cache")
-        cache.keep(order.key, request.output_dir)
+        with phase("keeping a copy"):
+            cache.keep(order.key, request.output_dir)
     return request.output_dir
 
 
@@ -124,9 +129,6 @@ def _now() -> str:
 def _make(job: Job, folder: Path) -> None:
     """Fill ``folder``: plan, basis, graph and weights, what the backend makes of them,
     tokenizer, report, manifest."""
-    from kvlathe.export.folding.fold import fold
-    from kvlathe.export.onnx.model import export_onnx
-
     request, checkpoint = job.order.request, job.checkpoint
     log.info("planning %s", request.compression)
     planned = plan_for(request, checkpoint)
@@ -134,17 +136,50 @@ def _make(job: Job, folder: Path) -> None:
     job.order.backend.check_plan(request.backend, plan)
     (folder / PLAN_FILE).write_text(plan.to_json(), "utf-8")
     planned.basis.save(folder / BASIS_FILE)
-    weights = fold(checkpoint, plan, planned.basis)
-    export_onnx(checkpoint.spec, plan, weights, folder, request.compute_dtype)
-    made_from = manifests.describe_files(folder)
+    with phase("folding and writing"):
+        _export(job, planned, folder)
+    with phase("hashing what was written"):
+        made_from = manifests.describe_files(folder)
     log.info("building for %s", request.backend)
-    job.order.backend.build(request.backend, folder, plan, job.limits)
-    _copy_tokenizer(checkpoint.path, folder, job.eos_ids)
+    with phase(f"building for {request.backend}"):
+        job.order.backend.build(request.backend, folder, plan, job.limits)
+        _copy_tokenizer(checkpoint.path, folder, job.eos_ids)
     described = _describe(job, planned, made_from)
     log.info("writing the report")
-    _report(folder, described, planned)
+    with phase("writing the report"):
+        _report(folder, described, planned)
     log.info("signing the files")
-    manifests.write(folder, described)
+    with phase("signing the files"):
+        manifests.write(folder, described, _unchanged(made_from, folder))
+
+
+def _unchanged(
+    made_from: Mapping[str, FileRecord], folder: Path
+) -> dict[str, FileRecord]:
+    """Records of large files that a backend left as they were exported: they are not
+    read again."""
+    weights = made_from.get(WEIGHTS_FILE)
+    path = folder / WEIGHTS_FILE
+    if weights is None or not path.is_file() or path.stat().st_size != weights.size:
+        return {}
+    return {WEIGHTS_FILE: weights}
+
+
+def _export(job: Job, planned: Planned, folder: Path) -> None:
+    """The folded weights, and what says how they are used: a graph where the backend is
+    built from one."""
+    from kvlathe.export.folding.fold import fold
+    from kvlathe.export.model.weights_file import write_decoder
+
+    request, checkpoint, plan = job.order.request, job.checkpoint, planned.plan
+    weights = fold(checkpoint, plan, planned.basis)
+    spec, device, dtype = checkpoint.spec, checkpoint.device, request.compute_dtype
+    if BACKENDS[request.backend].graph:
+        from kvlathe.export.onnx.model import export_onnx
+
+        export_onnx(spec, plan, weights, folder, dtype, device=device)
+        return
+    write_decoder(spec, plan, weights, folder, dtype, device)
 
 
 def _copy_tokenizer(source: Path, folder: Path, ends: tuple[int, ...]) -> None:

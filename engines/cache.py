@@ -9,6 +9,8 @@ options, backend, library versions, architectures, this package's own source).
 
 A cached engine and one that was given out share no file: editing one leaves the other
 as it is. Where the file system can (Btrfs, XFS), they share blocks until one changes.
+Where it cannot, engines beyond COPY_BYTES are not kept: a second one on the disk would
+cost more than building it again.
 
 The cache may be put anywhere, even where other files are. So every folder that it makes
 holds a marker, and pruning removes nothing else.
@@ -28,7 +30,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from kvlathe.base.console import log
+from kvlathe.base.console import human_bytes, log
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.folder import appearing, foreign, whole_file
 from kvlathe.plan import manifest as manifests
@@ -37,6 +39,9 @@ from kvlathe.plan.manifest import Manifest
 LIMIT_BYTES = 32 << 30
 """The cache keeps no more than this: the least recently used engines leave when a new
 one arrives."""
+
+COPY_BYTES = 4 << 30
+"""The largest engine that is copied byte by byte."""
 
 MARKER = ".kvlathe-cache"
 """In every folder that this cache has made."""
@@ -158,6 +163,14 @@ def keep(key: str, folder: Path) -> None:
         _make_marked(kept.parent)
         with appearing(kept) as work:
             (work / MARKER).touch()
+            probe = manifests.MANIFEST_FILE
+            shared = _shares_blocks(folder / probe, work / probe)
+            if not shared and manifest.size > COPY_BYTES:
+                raise KvlatheError(
+                    f"the engine has {human_bytes(manifest.size)}",
+                    f"this file system would need as much again in {kept.parent}",
+                    "put KVLATHE_CACHE on the engine's own Btrfs or XFS",
+                )
             for name in (*manifest.files, manifests.MANIFEST_FILE):
                 _copy(folder / name, work / name)
         prune(max_bytes=LIMIT_BYTES)
@@ -180,13 +193,19 @@ def _copy(source: Path, target: Path) -> None:
     """A file of its own that shares its blocks with ``source`` where the file system
     can do that."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    if not _shares_blocks(source, target):
+        shutil.copyfile(source, target)
+
+
+def _shares_blocks(source: Path, target: Path) -> bool:
+    """Make ``target`` a file that shares its blocks with ``source``; False where that
+    cannot be: not on this file system, or on two."""
     with source.open("rb") as original, target.open("wb") as copy:
         try:
             fcntl.ioctl(copy.fileno(), FICLONE, original.fileno())
-            return
-        except OSError:  # not on this file system, or on two
-            pass
-    shutil.copyfile(source, target)
+        except OSError:
+            return False
+    return True
 
 
 def entries() -> list[Entry]:

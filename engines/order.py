@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvlathe.base.console import log
+from kvlathe.base.digests import sha256_file, sha256_files
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.tokenizer_files import FILES, eos_ids, has_backend, read_backend
 from kvlathe.engines import cache
@@ -23,16 +24,24 @@ from kvlathe.engines.backends import Backend, Built, backend
 from kvlathe.engines.folder import nearest_parent
 from kvlathe.engines.planning import open_checkpoint, resolved
 from kvlathe.engines.request import DTYPE_BYTES, BuildRequest, check
-from kvlathe.plan import manifest as manifests
 from kvlathe.plan.manifest import Limits
 
 if TYPE_CHECKING:
     from kvlathe.export.model.checkpoint import Checkpoint
     from kvlathe.export.model.spec import DecoderSpec
 
-NOT_IN_KEY = ("model", "output_dir", "workers", "overwrite", "use_cache", "command")
-"""Fields of a request that do not change the engine (the model enters by its
-digest)."""
+NOT_IN_KEY = (
+    "model",
+    "output_dir",
+    "workers",
+    "device",
+    "overwrite",
+    "use_cache",
+    "command",
+)
+"""Fields of a request that do not change what is asked for (the model enters by its
+digest). Another device rounds otherwise in the last digits: an engine that was made on
+one is as good on every other."""
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "numpy")
 """That calibrate, fold and export. A backend names its own."""
 
@@ -104,13 +113,14 @@ def _digests(model: Path) -> dict[str, str]:
     there = [path for path in (*weights, *others) if path.is_file()]
     if there:
         log.info("reading %s", model)
-    return {path.name: manifests.sha256_file(path) for path in there}
+    digests = sha256_files(there)
+    return {path.name: digest for path, digest in zip(there, digests, strict=True)}
 
 
 def _content(value: object) -> object:
     """Files enter a key by what they hold."""
     if isinstance(value, str | Path) and value and Path(value).is_file():
-        return manifests.sha256_file(Path(value))
+        return sha256_file(Path(value))
     return value
 
 
@@ -125,7 +135,9 @@ def prepare(order: Order) -> Job:
     """Refuse the rest: what is wrong with the checkpoint, and a disk too small. Nothing
     has been written."""
     request = order.request
-    checkpoint = open_checkpoint(request.model, request.max_seq_len, request.workers)
+    checkpoint = open_checkpoint(
+        request.model, request.max_seq_len, request.workers, request.device
+    )
     _check_rope_fold(request, checkpoint.spec)
     _check_key_scales(request, checkpoint.spec)
     job = Job(order, checkpoint, request.limits(checkpoint.spec.max_seq_len))

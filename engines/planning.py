@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvlathe.base.console import log
+from kvlathe.base.digests import sha256_file
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines import cache
 from kvlathe.engines.backends import BACKENDS, check_token_ranking, check_windows
 from kvlathe.engines.folder import check_file_target, whole_file
+from kvlathe.engines.phases import phase
 from kvlathe.engines.request import BuildRequest, shipped, warn_unheard
 from kvlathe.plan.heads import ModelShape
-from kvlathe.plan.manifest import sha256_file
 from kvlathe.plan.plan import WARNINGS, CompressionPlan
 
 if TYPE_CHECKING:
@@ -47,14 +48,18 @@ class Planned:
 
 
 def open_checkpoint(
-    model: Path, max_seq_len: int | None = None, workers: int | None = None
+    model: Path,
+    max_seq_len: int | None = None,
+    workers: int | None = None,
+    device: str | None = None,
 ) -> Checkpoint:
-    """Raises KvlatheError for everything that makes it unusable, and where the
-    libraries for it are missing."""
+    """``device`` as in BuildRequest. Raises KvlatheError for everything that makes it
+    unusable, and where the libraries for it are missing."""
     try:
         import torch
 
         from kvlathe.export.model.checkpoint import Checkpoint
+        from kvlathe.export.model.device import chosen
     except ImportError as error:
         missing = f"{error.name} is not installed"
         raise KvlatheError(
@@ -64,7 +69,7 @@ def open_checkpoint(
         ) from error
     if workers:
         torch.set_num_threads(workers)
-    return Checkpoint(model, max_seq_len)
+    return Checkpoint(model, max_seq_len, chosen(device))
 
 
 def resolved(request: BuildRequest) -> BuildRequest:
@@ -144,12 +149,24 @@ def _measured_on(request: BuildRequest) -> BuildRequest:
 def plan_for(request: BuildRequest, checkpoint: Checkpoint) -> Planned:
     """Plan a ``resolved`` request: calibrate where its methods need it, search where it
     asks for an accuracy."""
-    from kvlathe.export.methods.composition import compose
-    from kvlathe.export.methods.registry import check_model, measured
+    from kvlathe.export.methods.registry import check_model
 
     spec = checkpoint.spec
     check_model(request.compression, spec.shape)
-    stats = statistics(request, checkpoint)
+    with phase("calibrating"):
+        stats = statistics(request, checkpoint)
+    with phase("planning"):
+        return _planned(request, checkpoint, stats)
+
+
+def _planned(
+    request: BuildRequest, checkpoint: Checkpoint, stats: Stats | None
+) -> Planned:
+    """From statistics on."""
+    from kvlathe.export.methods.composition import compose
+    from kvlathe.export.methods.registry import measured
+
+    spec = checkpoint.spec
     options = _options(request)
     settings = _cache_settings(request)
     curves = cache.curves_folder() if request.use_cache else None
@@ -275,7 +292,7 @@ def statistics(request: BuildRequest, checkpoint: Checkpoint) -> Stats | None:
     """The Stats file named in a ``resolved`` request, or a calibration; None where the
     methods need neither."""
     from kvlathe.export.calibration.stats import Stats
-    from kvlathe.export.methods.registry import calibration
+    from kvlathe.export.methods.registry import calibration, reads_entropies
 
     if calibration(request.compression) is None:
         return None
@@ -291,6 +308,7 @@ def statistics(request: BuildRequest, checkpoint: Checkpoint) -> Stats | None:
         request.calibration_tokens,
         request.seed,
         request.use_cache,
+        reads_entropies(request.compression),
     )
 
 
@@ -316,9 +334,10 @@ def calibrated(
     tokens: int | None = None,
     seed: int = 0,
     use_cache: bool = True,
+    with_entropies: bool = True,
 ) -> Stats:
     """Statistics on ``source`` ("random" or a .jsonl file), from the cache where they
-    were taken before."""
+    were taken before, on whatever device. ``with_entropies`` as in calibrate_on."""
     from kvlathe.export.calibration.calibrate import calibrate
     from kvlathe.export.calibration.stats import SCHEMA_VERSION, Stats
 
@@ -334,12 +353,14 @@ def calibrated(
         "schema_version": SCHEMA_VERSION,
         "model": checkpoint.digest,
     }
-    kept = cache.stats_path(cache.key_of(facts))
-    if use_cache and kept.is_file():
-        log.info("calibrated before: the statistics are taken from the cache")
-        return Stats.load(kept)
+    whole = cache.stats_path(cache.key_of(facts | {"entropies": True}))
+    kept = cache.stats_path(cache.key_of(facts | {"entropies": with_entropies}))
+    for path in (kept, whole):
+        if use_cache and path.is_file():
+            log.info("calibrated before: the statistics are taken from the cache")
+            return Stats.load(path)
     log.info("calibrating on %s", source)
-    stats = calibrate(checkpoint, source, tokens, seed)
+    stats = calibrate(checkpoint, source, tokens, seed, with_entropies)
     if use_cache:
         cache.keep_file(kept, stats.save)
     return stats
@@ -352,11 +373,13 @@ def calibrate_to(
     tokens: int | None = None,
     seed: int = 0,
     max_seq_len: int | None = None,
+    device: str | None = None,
 ) -> Stats:
     """``kvlathe calibrate``: write the Stats file that ``BuildRequest.stats`` takes.
     Raises KvlatheError."""
     check_file_target(output)
-    stats = calibrated(open_checkpoint(model, max_seq_len), source, tokens, seed)
+    checkpoint = open_checkpoint(model, max_seq_len, device=device)
+    stats = calibrated(checkpoint, source, tokens, seed)
     with whole_file(output) as part:
         stats.save(part)
     return stats

@@ -55,6 +55,7 @@ TYPES: dict[str, tuple[tuple[type, ...], str]] = {
             "calibration",
             "backend",
             "dtype",
+            "device",
             "command",
         ),
         ((str,), "text"),
@@ -77,7 +78,8 @@ class BuildRequest:
     What is measured counts bytes at ``target_len`` tokens (the longest sequence) and is
     priced on long-range exercises too, unless ``protect`` is "none".
     Limits are in tokens, except the batch (sequences). ``kv_bits``: number format of
-    fresh tokens. ``workers``: threads.
+    fresh tokens. ``workers``: threads. ``device``: where the model is calibrated,
+    measured and folded (None: KVLATHE_DEVICE, or auto: a GPU where torch sees one).
     """
 
     model: Path
@@ -109,6 +111,7 @@ class BuildRequest:
     tokens_per_block: int = 64
     prefill_chunk: int = 512
     workers: int | None = None
+    device: Literal["auto", "cpu", "cuda"] | None = None
     overwrite: bool = False
     use_cache: bool = True
     command: str = ""

@@ -60,20 +60,22 @@ CONDUCTORS = {"engines/order.py", "engines/planning.py", "engines/build.py"}
 """The only modules of engines/ that conduct calibrate -> plan -> fold -> export."""
 
 STDLIB_ONLY = tuple(
-    f"kvlathe/plan/{name}.py"
+    f"kvlathe/{name}.py"
     for name in (
-        "heads",
-        "formats",
-        "token_rules",
-        "moves",
-        "placement",
-        "check",
-        "check_sizes",
-        "plan",
-        "json_fields",
-        "manifest",
-        "replacing",
-        "engine_folder",
+        "base/digests",
+        "base/machine",
+        "plan/heads",
+        "plan/formats",
+        "plan/token_rules",
+        "plan/moves",
+        "plan/placement",
+        "plan/check",
+        "plan/check_sizes",
+        "plan/plan",
+        "plan/json_fields",
+        "plan/manifest",
+        "plan/replacing",
+        "plan/engine_folder",
     )
 )
 HEAVY = {

@@ -1,13 +1,12 @@
-"""The cuda engine: the exported weights as they are, and decoder.json: where each lies
-and how layers are wired.
+"""The cuda engine: the folded weights, and decoder.json: where each lies and how layers
+are wired (export/model/weights_file.py).
 
-The runtime builds its decoder from these (runtime/sessions/torch_cuda/decoder.py); the
-graph is not needed and leaves the folder.
+The runtime builds its decoder from these (runtime/sessions/torch_cuda/decoder.py); no
+graph is needed, and none is exported.
 """
 
 from __future__ import annotations
 
-import json
 from importlib import util
 from importlib.metadata import version
 from pathlib import Path
@@ -16,7 +15,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.backends import Built, check_token_ranking, check_windows
 from kvlathe.engines.targets.kernel_limits import kernel_limits
 from kvlathe.plan.formats import Format
-from kvlathe.plan.manifest import DECODER_FILE, ONNX_FILE, WEIGHTS_FILE, Limits
+from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 
 ARCHITECTURES = tuple(f"sm_{number}" for number in (75, 80, 86, 87, 89, 90, 120, 121))
@@ -35,41 +34,7 @@ def identify(name: str) -> Built:
 
 
 def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> None:
-    """Write decoder.json."""
-    import onnx
-
-    model = onnx.load(folder / ONNX_FILE, load_external_data=False)
-    facts = {entry.key: entry.value for entry in model.metadata_props}
-    tensors = {
-        x.name: _entry(x)
-        for x in model.graph.initializer
-        if x.data_location == onnx.TensorProto.EXTERNAL
-    }
-    index = {
-        "weights": WEIGHTS_FILE,
-        "wiring": json.loads(facts["kvlathe.wiring"]),
-        "tensors": tensors,
-    }
-    (folder / DECODER_FILE).write_text(json.dumps(index, indent=1), "utf-8")
-    (folder / ONNX_FILE).unlink()
-
-
-def _entry(tensor: object) -> dict[str, object]:
-    """dtype (as torch names it), shape, and offset in bytes of an initializer in the
-    weights file."""
-    import onnx
-
-    assert isinstance(tensor, onnx.TensorProto)
-    where = {entry.key: entry.value for entry in tensor.external_data}
-    kinds = {
-        int(onnx.TensorProto.FLOAT): "float32",
-        int(onnx.TensorProto.FLOAT16): "float16",
-    }
-    return {
-        "dtype": kinds[tensor.data_type],
-        "shape": list(tensor.dims),
-        "offset": int(where.get("offset", 0)),
-    }
+    """Nothing is left to do: decoder.json and the weights are what it runs."""
 
 
 def check_plan(name: str, plan: CompressionPlan) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlathe.base.console import log
+from kvlathe.base.digests import sha256_file
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.tensorrt_library import (
     FLAVOURS,
@@ -40,7 +41,6 @@ from kvlathe.plan.manifest import (
     ONNX_FILE,
     WEIGHTS_FILE,
     Limits,
-    sha256_file,
 )
 from kvlathe.plan.plan import CompressionPlan
 

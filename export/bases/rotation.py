@@ -76,7 +76,9 @@ def eigen(symmetric: Array) -> tuple[Array, Array]:
     value."""
     values, vectors = np.linalg.eigh(symmetric)
     falling = values[..., ::-1]
-    return falling.clip(0), vectors[..., ::-1]
+    # Products with columns in reverse take several times as long.
+    columns = np.ascontiguousarray(vectors[..., ::-1])
+    return falling.clip(0), columns
 
 
 def shared(*grams: Array) -> Side:
@@ -126,8 +128,7 @@ def removed_energy(side: Side, covariance: Array, reader: Array) -> Array:
 def column_energy(columns: Array, second: Array) -> Array:
     """[..., j]: c^T second c of every column c of ``columns`` [..., d, j]: the mean of
     (x c)^2 where ``second`` [..., d, d] is the second moment of x."""
-    pattern = "...ij,...ik,...kj->...j"
-    return np.einsum(pattern, columns, second, columns, optimize=True)
+    return (columns * (second @ columns)).sum(-2)
 
 
 def rotation(stats: Stats, scores: Side, outputs: Side, centred: bool) -> Rotation:

@@ -1,8 +1,9 @@
 """Calibrate: run tokens through the original model, layer by layer, and sum up every
 lane's q, k, v and output.
 
-One layer's weights are in memory at a time, and one sequence of one layer's activations
-beside the hidden states of all. Text is spread over the positions that are served, so
+One layer's weights are in memory at a time (on a GPU also those of the next, which is
+read meanwhile), and one sequence of one layer's activations beside the hidden states of
+all. Sums are float64 wherever they are computed. Text is spread over the positions that are served, so
 that the statistics know all of RoPE's angles; random tokens start at 0, as in the paper
 they come from (docs/basis.md has both).
 """
@@ -19,12 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlathe.base.console import progress
+from kvlathe.base.console import working
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.calibration.entropy import Entropies
 from kvlathe.export.calibration.stats import ARRAYS, Array, Moments, Stats, check_finite
 from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.device import ahead
 from kvlathe.export.model.layer_runner import Captured, LayerRunner, embed
+from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.tasks import tasks
 
 RANDOM = "random"
@@ -42,9 +45,10 @@ def calibrate(
     source: str | Path = RANDOM,
     tokens: int | None = None,
     seed: int = 0,
+    with_entropies: bool = True,
 ) -> Stats:
     """Statistics of the model on ``tokens`` tokens of ``source``: "random", or a .jsonl
-    file of texts.
+    file of texts. ``with_entropies``: as in calibrate_on.
 
     Raises KvlatheError for too few tokens, an unreadable file, or activations that are
     NaN or infinite.
@@ -66,7 +70,9 @@ def calibrate(
         "max_seq_len": checkpoint.spec.max_seq_len,
         "tokens": sum(map(len, sequences)),
     }
-    return calibrate_on(checkpoint, sequences, seed, described, spread=not random)
+    return calibrate_on(
+        checkpoint, sequences, seed, described, not random, with_entropies
+    )
 
 
 def _check_tokens(tokens: int, random: bool) -> None:
@@ -132,19 +138,26 @@ def calibrate_on(
     seed: int,
     source: Mapping[str, object],
     spread: bool = True,
+    with_entropies: bool = True,
 ) -> Stats:
     """Statistics on these sequences of token ids; even and odd ones are the halves.
     ``spread``: over the positions that are served, else all from position 0.
+    ``with_entropies``: of every sequence, else of none. They take longer than all else
+    together, and few methods read them.
     """
     spec = checkpoint.spec
     lengths = [len(ids) for ids in sequences]
-    positions = [torch.arange(length) for length in lengths]
+    starts = [0] * len(lengths)
     if spread:
-        positions = _positions(lengths, spec.max_seq_len, seed)
-    grams = [_grams(checkpoint, layer) for layer in range(spec.layers)]
+        starts = _starts(lengths, spec.max_seq_len, seed)
+    positions = []
+    for start, length in zip(starts, lengths, strict=True):
+        places = torch.arange(start, start + length, device=checkpoint.device)
+        positions.append(places)
     halves = (Moments.zeros(spec.shape), Moments.zeros(spec.shape))
-    entropies = Entropies.empty(spec.shape, len(sequences))
-    _observe_all(checkpoint, sequences, positions, grams, halves, entropies)
+    texts = len(sequences) if with_entropies else 0
+    entropies = Entropies.empty(spec.shape, texts)
+    grams = _observe_all(checkpoint, sequences, positions, halves, entropies)
     even, odd = halves
     for half in halves:
         check_finite({name: getattr(half, name) for name in ARRAYS})
@@ -166,44 +179,45 @@ def _observe_all(
     checkpoint: Checkpoint,
     sequences: Sequence[Tensor],
     positions: Sequence[Tensor],
-    grams: Sequence[Grams],
     halves: tuple[Moments, Moments],
     entropies: Entropies,
-) -> None:
-    """Run every sequence through every layer, one layer's weights in memory at a time.
-    Fills ``halves`` and ``entropies``."""
+) -> list[Grams]:
+    """Run every sequence through every layer. Fills ``halves`` and ``entropies``, and
+    returns each layer's Gram matrices."""
     spec = checkpoint.spec
+    device = checkpoint.device
     places = zip(sequences, positions, strict=True)
     hidden = [embed(checkpoint, ids, at) for ids, at in places]
-    steps = itertools.product(range(spec.layers), range(len(sequences)))
-    runner = None
-    for layer, i in progress(steps, "calibrating", spec.layers * len(sequences)):
-        if i == 0:
-            runner = LayerRunner(checkpoint, layer)
-        assert runner is not None
-        before = hidden[i]
-        captured = runner(before, positions[i])
-        half = halves[i % 2]
-        scale = spec.scale(layer)
-        _accumulate(half, layer, before, captured, grams[layer].wo_each, scale)
-        q, k = _heads(captured)
-        entropies.observe(i, layer, before.numpy(), q, k, scale)
-        hidden[i] = captured.hidden
+    runners = ahead(lambda i: LayerRunner(checkpoint, i), range(spec.layers), device)
+    lengths = [len(ids) for ids in sequences]
+    grams: list[Grams] = []
+    with working("calibrating", sum(lengths), "tokens") as advance:
+        for layer, runner in enumerate(runners):
+            own = _grams(spec, runner)
+            grams.append(own)
+            scale = spec.scale(layer)
+            for i, before in enumerate(hidden):
+                captured = runner(before, positions[i])
+                _accumulate(halves[i % 2], layer, before, captured, own.wo_each, scale)
+                if entropies.texts:
+                    entropies.observe(i, layer, before, *_heads(captured), scale)
+                hidden[i] = captured.hidden
+                advance(lengths[i] / spec.layers)
+    return grams
 
 
-def _positions(lengths: Sequence[int], max_seq_len: int, seed: int) -> list[Tensor]:
-    """Where each sequence lies. Sequences of every length up to ``max_seq_len`` are
+def _starts(lengths: Sequence[int], max_seq_len: int, seed: int) -> list[int]:
+    """The position at which each sequence begins. Sequences of every length up to ``max_seq_len`` are
     served and all start at 0, so position t is met in proportion to 1 - t /
     max_seq_len. Multiples of the golden ratio spread evenly in either half too.
     """
     start = float(np.random.default_rng(seed).random())
-    positions = []
+    starts = []
     for i, length in enumerate(lengths):
         even = (start + i * GOLDEN) % 1
         share = 1 - (1 - even) ** 0.5
-        first = int(share * (max_seq_len - length + 1))
-        positions.append(torch.arange(length) + first)
-    return positions
+        starts.append(int(share * (max_seq_len - length + 1)))
+    return starts
 
 
 def _counted(moments: Moments, tokens: int) -> Moments:
@@ -221,16 +235,14 @@ class Grams(NamedTuple):
     wo_each: Tensor
 
 
-def _grams(checkpoint: Checkpoint, layer: int) -> Grams:
-    spec = checkpoint.spec
-    w_v = checkpoint.weight(f"layers.{layer}.v.weight")
-    w_o = checkpoint.weight(f"layers.{layer}.o.weight")
-    by_lane = w_v.unflatten(1, (spec.kv_heads, -1)).transpose(0, 1).double()
-    by_head = w_o.unflatten(0, (spec.query_heads, -1)).double()
+def _grams(spec: DecoderSpec, runner: LayerRunner) -> Grams:
+    values = runner.w_v.unflatten(1, (spec.kv_heads, -1))
+    by_lane = values.transpose(0, 1).double()
+    by_head = runner.w_o.unflatten(0, (spec.query_heads, -1)).double()
     wv = by_lane.mT @ by_lane
     wo_each = by_head @ by_head.mT
     wo = wo_each.unflatten(0, (spec.kv_heads, -1)).sum(1)
-    return Grams(wv.numpy(), wo.numpy(), wo_each.float())
+    return Grams(wv.cpu().numpy(), wo.cpu().numpy(), wo_each.float())
 
 
 def _accumulate(
@@ -265,21 +277,21 @@ def _accumulate(
     sums.hidden[layer] += float(hidden.double().square().sum())
     for name, heads in (("k_max", k), ("v_max", v)):
         largest = getattr(sums, name)
-        here = heads.abs().amax(1).double().numpy()
+        here = heads.abs().amax(1).double().cpu().numpy()
         largest[layer] = np.maximum(largest[layer], here)
 
 
 def _by_lane(per_head: Tensor, lanes: int) -> Array:
     """[heads, ...] summed over the heads of each lane: [lanes, ...]."""
     of_lanes = per_head.unflatten(0, (lanes, -1))
-    return of_lanes.sum(1).numpy()
+    return of_lanes.sum(1).cpu().numpy()
 
 
-def _heads(captured: Captured) -> tuple[Array, Array]:
-    """q [Hq, T, d] and k [H, T, d]."""
+def _heads(captured: Captured) -> tuple[Tensor, Tensor]:
+    """q [Hq, T, d] and k [H, T, d], float64."""
     q = captured.q.transpose(0, 1).double()
     k = captured.k.transpose(0, 1).double()
-    return q.numpy(), k.numpy()
+    return q, k
 
 
 def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -3,7 +3,8 @@ text really use.
 
 Of a matrix X [n, d], one row a token: rows are centred and each brought to length 1,
 Sigma is their mean outer product (Eq. 1, trace 1), H_k = - sum of sigma log sigma over
-its k largest eigenvalues (Eq. 9), erank_k = exp(H_k) (Eq. 10). float64 throughout.
+its k largest eigenvalues (Eq. 9), erank_k = exp(H_k) (Eq. 10). float64 throughout,
+wherever the tensors are.
 Sizes: L layers, Hq query heads, H KV heads, S texts.
 """
 
@@ -16,6 +17,8 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from kvlathe.plan.heads import ModelShape
 
@@ -35,71 +38,68 @@ attention (section 4.2: H/R)."""
 
 
 # -- one matrix ------------------------------------------------------------------------
-def spectrum(x: npt.ArrayLike) -> Array:
+def spectrum(x: Tensor) -> Tensor:
     """Eigenvalues of Sigma, falling, of each matrix in ``x`` [..., n, d]: [..., min(n,
     d)], summing to 1.
 
     Rows at the mean have no direction and do not count; a matrix of nothing else has
     the spectrum 0. NaN gives NaN.
     """
-    x = np.asarray(x, np.float64)
+    x = x.double()
     n, d = x.shape[-2:]
-    if not np.isfinite(x).all():
-        return np.full((*x.shape[:-2], min(n, d)), np.nan)
-    rows = x - x.mean(-2, keepdims=True)
-    size = np.linalg.norm(rows, axis=-1, keepdims=True)
-    largest = np.abs(x).max(initial=0.0)
-    away = size > 1e-12 * largest
-    rows = np.divide(rows, size, out=np.zeros_like(rows), where=away)
-    columns = rows.swapaxes(-1, -2)
+    if not bool(x.isfinite().all()):
+        return x.new_full((*x.shape[:-2], min(n, d)), torch.nan)
+    rows = x - x.mean(-2, keepdim=True)
+    size = rows.norm(dim=-1, keepdim=True)
+    away = size > 1e-12 * x.abs().max()
+    rows = torch.where(away, rows / size, 0.0)
     # Both products have the same eigenvalues but for zeros: take the smaller one.
-    gram = rows @ columns if n < d else columns @ rows
-    counted = np.maximum(away.sum((-2, -1)), 1)
-    falling = np.linalg.eigvalsh(gram)[..., ::-1]
-    return np.clip(falling / counted[..., None], 0.0, None)
+    gram = rows @ rows.mT if n < d else rows.mT @ rows
+    counted = away.sum((-2, -1)).clamp(min=1)
+    falling = torch.linalg.eigvalsh(gram).flip(-1)
+    return (falling / counted[..., None]).clamp(min=0.0)
 
 
-def elbow(sigma: Array) -> int:
-    """How many eigenvalues of ``sigma`` [d] come before its elbow: the place farthest
-    below the line between its ends.
+def elbows(sigma: Tensor) -> Tensor:
+    """How many eigenvalues of each spectrum in ``sigma`` [..., d] come before its elbow:
+    the place farthest below the line between its ends.
 
     At least 1. (The paper names Thorndike 1953 and no formula.)
     """
-    first = sigma[0]
-    last = sigma[-1]
-    steps = max(len(sigma) - 1, 1)
-    line = first + (last - first) * np.arange(len(sigma)) / steps
-    farthest = int(np.argmax(line - sigma))
-    return max(1, farthest)
+    first = sigma[..., :1]
+    last = sigma[..., -1:]
+    count = sigma.shape[-1]
+    places = torch.arange(count, device=sigma.device)
+    line = first + (last - first) * places / max(count - 1, 1)
+    farthest = (line - sigma).argmax(-1)
+    return farthest.clamp(min=1)
 
 
-def entropy(sigma: Array, k: str | int) -> float:
-    """H_k of a spectrum [d] (nats); ``k`` is one of TRUNCATIONS or a count."""
-    if k == "elbow":
-        count = elbow(sigma)
-    elif k == "all":
-        count = len(sigma)
-    else:
-        count = int(k)
-    kept = sigma[:count]
-    logarithms = np.log(np.where(kept > 0, kept, 1.0))
-    return float(-(kept * logarithms).sum())
+def entropies_of(sigma: Tensor) -> Tensor:
+    """H_k of each spectrum in ``sigma`` [..., d] (nats) at every truncation: [...,
+    len(TRUNCATIONS)]."""
+    logarithms = torch.where(sigma > 0, sigma, 1.0).log()
+    sums = -(sigma * logarithms).cumsum(-1)
+    whole = sigma.shape[-1]
+    counts: list[Tensor] = []
+    for k in TRUNCATIONS:
+        if k == "elbow":
+            counts.append(elbows(sigma))
+            continue
+        count = whole if k == "all" else min(int(k), whole)
+        counts.append(torch.full_like(counts[0], count))
+    places = torch.stack(counts, -1) - 1
+    return sums.gather(-1, places)
 
 
-def eranks(x: npt.ArrayLike) -> Array:
+def eranks(x: Tensor) -> Tensor:
     """Effective ranks of each matrix of ``x`` [..., n, d] at every truncation: [...,
     len(TRUNCATIONS)]."""
-    sigma = spectrum(x)
-    rows = sigma.reshape(-1, sigma.shape[-1])
-    ranks = np.empty((len(rows), len(TRUNCATIONS)))
-    for i, row in enumerate(rows):
-        for place, k in enumerate(TRUNCATIONS):
-            ranks[i, place] = np.exp(entropy(row, k))
-    return ranks.reshape(*sigma.shape[:-1], len(TRUNCATIONS))
+    return entropies_of(spectrum(x)).exp()
 
 
 # -- attention of the newest tokens ----------------------------------------------------
-def last_attention(q: Array, k: Array, scale: float) -> Array:
+def last_attention(q: Tensor, k: Tensor, scale: float) -> Tensor:
     """What the last LAST tokens attend to, summed over them and over a lane's query
     heads: [H, n].
 
@@ -107,28 +107,24 @@ def last_attention(q: Array, k: Array, scale: float) -> Array:
     """
     lanes, n, d = k.shape
     first = max(0, n - LAST)
-    rows = np.arange(first, n)
-    queries = q[:, rows].reshape(lanes, -1, len(rows), d)
-    keys = k[:, None].swapaxes(-1, -2)
-    scores = queries @ keys * scale
-    causal = np.arange(n) <= rows[:, None]
-    scores = np.where(causal, scores, -np.inf)
-    largest = scores.max(-1, keepdims=True)
-    weights = np.exp(scores - largest)
-    shares = weights / weights.sum(-1, keepdims=True)
+    rows = torch.arange(first, n, device=k.device)
+    queries = q[:, first:].reshape(lanes, -1, len(rows), d)
+    scores = queries @ k[:, None].mT * scale
+    later = torch.arange(n, device=k.device) > rows[:, None]
+    shares = scores.masked_fill(later, -torch.inf).softmax(-1)
     return shares.sum((1, 2))
 
 
-def window(attention: Array, size: int, recent: float) -> npt.NDArray[np.int64]:
-    """Places [size], ascending, that a head keeps: the newest ``recent`` of them, then
-    those of most ``attention`` [n].
+def window(attention: Tensor, size: int, recent: float) -> Tensor:
+    """Places [..., size], ascending, that a head keeps: the newest ``recent`` of them,
+    then those of most ``attention`` [..., n].
     """
-    n = len(attention)
+    n = attention.shape[-1]
     newest = round(recent * size)
-    saliency = attention.copy()
-    saliency[n - newest :] = np.inf
-    falling = np.argsort(-saliency, kind="stable")
-    return np.sort(falling[:size])
+    saliency = attention.clone()
+    saliency[..., n - newest :] = torch.inf
+    falling = saliency.argsort(dim=-1, descending=True, stable=True)
+    return falling[..., :size].sort(-1).values
 
 
 # -- a calibration ---------------------------------------------------------------------
@@ -177,24 +173,29 @@ class Entropies:
         return {name: getattr(self, name) for name in names}
 
     def observe(
-        self, text: int, layer: int, hidden: Array, q: Array, k: Array, scale: float
+        self, text: int, layer: int, hidden: Tensor, q: Tensor, k: Tensor, scale: float
     ) -> None:
         """Fill in one layer of one text: hidden [n, D], q [Hq, n, d], k [H, n, d]."""
         at = (text, layer)
-        tokens = k.shape[1]
+        tokens, d = k.shape[1:]
         attention = last_attention(q, k, scale)
         size = max(LAST, round(WINDOW * tokens))
-        self.hidden[at] = eranks(hidden)
-        self.queries[at] = eranks(q)
-        self.keys[at] = eranks(k)
-        for i, recent in enumerate(RECENT):
-            kept = []
-            for keys, weights in zip(k, attention, strict=True):
-                kept.append(keys[window(weights, size, recent)])
-            self.windows[at][i] = eranks(np.stack(kept)).mean(0)
-        length = np.linalg.norm(attention, axis=-1, keepdims=True)
-        unit = attention / length
-        self.likeness[at] = unit @ unit.T
+        kept = []
+        for recent in RECENT:
+            places = window(attention, size, recent)
+            of_lanes = places[..., None].expand(-1, -1, d)
+            kept.append(k.gather(1, of_lanes))
+        windows = eranks(torch.stack(kept)).mean(1)
+        unit = attention / attention.norm(dim=-1, keepdim=True)
+        found = (
+            (self.hidden, eranks(hidden)),
+            (self.queries, eranks(q)),
+            (self.keys, eranks(k)),
+            (self.windows, windows),
+            (self.likeness, unit @ unit.mT),
+        )
+        for array, seen in found:
+            array[at] = seen.cpu().numpy()
 
 
 def truncation(k: str) -> int:

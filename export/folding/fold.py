@@ -11,13 +11,14 @@ bias:
         with RoPE:     a, b and centre_k b go to Attend, which projects after it has rotated
 
 A removed lane's columns vanish and its W_O is added to the lane it is filled from,
-before that one is folded. Every product is taken in float64. Peak memory: a few copies
-of one tensor.
+before that one is folded. Every product is taken in float64, where the checkpoint's
+tensors are. Peak memory: a few copies of one tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,21 +27,34 @@ from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.lane_fold import LaneFold, lane_folds, padded
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
+from kvlathe.export.model.device import ahead
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.plan.plan import CompressionPlan
 
+Make = Callable[[], Tensor]
 
-def fold(
-    checkpoint: Checkpoint, plan: CompressionPlan, basis: Basis
-) -> Iterator[tuple[str, Tensor]]:
-    """The Decoder's whole state (name, float32 tensor), one at a time, in no order that
-    matters.
 
-    Raises KvlatheError before the first tensor if plan, basis and checkpoint do not
-    belong together.
-    """
+class Folded(Mapping[str, Tensor]):
+    """The Decoder's whole state by name, float32. A tensor is read and folded when it is
+    asked for, and again when it is asked for again."""
+
+    def __init__(self, makers: dict[str, Make]) -> None:
+        self._makers = makers
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._makers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+
+def fold(checkpoint: Checkpoint, plan: CompressionPlan, basis: Basis) -> Folded:
+    """Raises KvlatheError if plan, basis and checkpoint do not belong together."""
     folds = lane_folds(checkpoint.spec, plan, basis)
-    return _stream(checkpoint, plan, folds)
+    return Folded(_makers(checkpoint, plan, folds))
 
 
 def decoder_from(
@@ -49,75 +63,86 @@ def decoder_from(
     basis: Basis,
     dtype: torch.dtype = torch.float32,
 ) -> Decoder:
-    """The folded decoder, ready to run."""
-    decoder = Decoder(checkpoint.spec, plan, dtype)
+    """The folded decoder, ready to run on the checkpoint's device."""
+    with torch.device("meta"):
+        decoder = Decoder(checkpoint.spec, plan, dtype)
     dtypes = {name: value.dtype for name, value in decoder.state_dict().items()}
-    for name, tensor in fold(checkpoint, plan, basis):
-        decoder.load_state_dict(
-            {name: tensor.to(dtypes[name])}, strict=False, assign=True
-        )
-    return decoder.eval()
+    folded = fold(checkpoint, plan, basis)
+
+    def made(name: str) -> dict[str, Tensor]:
+        return {name: folded[name].to(dtypes[name])}
+
+    for state in ahead(made, folded, checkpoint.device):
+        decoder.load_state_dict(state, strict=False, assign=True)
+    return decoder.to(checkpoint.device).eval()
 
 
-def _stream(
+def _makers(
     checkpoint: Checkpoint, plan: CompressionPlan, folds: dict[int, list[LaneFold]]
-) -> Iterator[tuple[str, Tensor]]:
-    rope = checkpoint.spec.rope
-    if rope:
-        yield "rope.inv_freq", torch.tensor(rope.inv_freq)
-        yield "rope.amplitude", torch.tensor(rope.amplitude)
-    folded = {
-        f"layers.{layer}.{role}.{kind}"
-        for layer in folds
-        for role in "qkvo"
-        for kind in ("weight", "bias")
-    }
+) -> dict[str, Make]:
+    spec = checkpoint.spec
+    device = checkpoint.device
+    makers: dict[str, Make] = {}
+    if spec.rope:
+        for name in ("inv_freq", "amplitude"):
+            numbers = getattr(spec.rope, name)
+            makers[f"rope.{name}"] = partial(torch.tensor, numbers, device=device)
     for name in checkpoint.weights:
-        if name not in folded:
-            yield name, checkpoint.weight(name)
+        makers[name] = partial(checkpoint.weight, name)
     for layer, lanes in folds.items():
-        yield from _inputs(checkpoint, layer, lanes)
-        yield from _output(checkpoint, plan, layer, lanes)
+        makers |= _inputs(checkpoint, layer, lanes)
+        makers |= _outputs(checkpoint, plan, layer, lanes)
         if plan.projected:
-            yield from _projections(layer, lanes)
+            makers |= _projections(layer, lanes, device)
+    return makers
 
 
 def _inputs(
     checkpoint: Checkpoint, layer: int, lanes: list[LaneFold]
-) -> Iterator[tuple[str, Tensor]]:
+) -> dict[str, Make]:
     """W_Q, W_K, W_V and their biases."""
     spec = checkpoint.spec
     at = f"layers.{layer}."
     q = {lane.head: lane.q for lane in lanes}
     k = {lane.head: lane.k for lane in lanes}
     v = {lane.head: lane.v for lane in lanes}
+    shift_k = {lane.head: lane.shift_k for lane in lanes}
+    shift_v = {lane.head: lane.shift_v for lane in lanes}
+    makers: dict[str, Make] = {}
     for role, maps in (("q", q), ("k", k), ("v", v)):
         name = f"{at}{role}.weight"
-        yield name, _columns(checkpoint.weight(name), maps, spec)
+        makers[name] = partial(_columns, checkpoint, name, maps)
     biased = checkpoint.has(f"{at}q.bias")
     if biased:
         name = f"{at}q.bias"
-        yield name, _columns(checkpoint.weight(name), q, spec)
+        makers[name] = partial(_columns, checkpoint, name, q)
     if biased or spec.rope is None:
-        shifts = {lane.head: lane.shift_k for lane in lanes}
-        yield f"{at}k.bias", _bias(checkpoint, f"{at}k.bias", k, shifts)
-    shifts = {lane.head: lane.shift_v for lane in lanes}
-    yield f"{at}v.bias", _bias(checkpoint, f"{at}v.bias", v, shifts)
+        name = f"{at}k.bias"
+        makers[name] = partial(_bias, checkpoint, name, k, shift_k)
+    name = f"{at}v.bias"
+    makers[name] = partial(_bias, checkpoint, name, v, shift_v)
+    return makers
 
 
-def _columns(weight: Tensor, maps: dict[int, Tensor], spec: DecoderSpec) -> Tensor:
+def _columns(checkpoint: Checkpoint, name: str, maps: dict[int, Tensor]) -> Tensor:
     """[..., heads * d] -> every kept lane's heads, each times its lane's [d, n];
     ``heads`` is Hq or H."""
-    identity = torch.eye(spec.head_dim)
-    unchanged = all(torch.equal(matrix, identity) for matrix in maps.values())
-    if unchanged and len(maps) == spec.kv_heads:
+    spec = checkpoint.spec
+    weight = checkpoint.weight(name)
+    if _keeps_all(maps, spec):
         return weight
     heads = weight.unflatten(-1, (spec.kv_heads, -1, spec.head_dim))
     columns = []
     for head, matrix in maps.items():
-        product = heads[..., head, :, :].double() @ matrix
+        product = heads[..., head, :, :].double() @ matrix.to(weight.device)
         columns.append(product.float().flatten(-2))
     return torch.cat(columns, -1)
+
+
+def _keeps_all(maps: dict[int, Tensor], spec: DecoderSpec) -> bool:
+    identity = torch.eye(spec.head_dim, device="cpu")
+    unchanged = all(torch.equal(matrix, identity) for matrix in maps.values())
+    return unchanged and len(maps) == spec.kv_heads
 
 
 def _bias(
@@ -128,40 +153,71 @@ def _bias(
 ) -> Tensor:
     """(bias - shift) @ map of each kept lane; a model without this bias has zeros."""
     spec = checkpoint.spec
-    bias = torch.zeros(spec.kv_heads * spec.head_dim)
-    if checkpoint.has(name):
-        bias = checkpoint.weight(name)
-    heads = bias.double().unflatten(0, (spec.kv_heads, spec.head_dim))
+    bias = _bias_or_zeros(checkpoint, name, spec.kv_heads * spec.head_dim)
+    heads = bias.unflatten(0, (spec.kv_heads, spec.head_dim))
     parts = []
     for head, matrix in maps.items():
-        parts.append((heads[head] - shifts[head]) @ matrix)
+        centred = heads[head] - shifts[head].to(bias.device)
+        parts.append(centred @ matrix.to(bias.device))
     return torch.cat(parts).float()
 
 
-def _output(
+def _bias_or_zeros(checkpoint: Checkpoint, name: str, size: int) -> Tensor:
+    """float64"""
+    if checkpoint.has(name):
+        return checkpoint.weight(name).double()
+    return torch.zeros(size, dtype=torch.double, device=checkpoint.device)
+
+
+def _outputs(
     checkpoint: Checkpoint, plan: CompressionPlan, layer: int, lanes: list[LaneFold]
-) -> Iterator[tuple[str, Tensor]]:
+) -> dict[str, Make]:
     """W_O and its bias."""
-    spec = checkpoint.spec
     at = f"layers.{layer}.o."
-    weight = checkpoint.weight(f"{at}weight")
+    readers = partial(_readers, checkpoint, plan, layer, lanes)
+    weight = partial(_output, readers)
+    bias = partial(_output_bias, checkpoint, f"{at}bias", readers, lanes)
+    return {f"{at}weight": weight, f"{at}bias": bias}
+
+
+Readers = Callable[[], Iterator[tuple[LaneFold, Tensor]]]
+
+
+def _readers(
+    checkpoint: Checkpoint, plan: CompressionPlan, layer: int, lanes: list[LaneFold]
+) -> Iterator[tuple[LaneFold, Tensor]]:
+    """Each kept lane with its rows of W_O, those of the lanes that it fills added: [G,
+    d, D] float64."""
+    spec = checkpoint.spec
+    weight = checkpoint.weight(f"layers.{layer}.o.weight")
     heads = weight.unflatten(0, (spec.kv_heads, spec.group_size, spec.head_dim))
-    bias = torch.zeros(spec.hidden_size)
-    if checkpoint.has(f"{at}bias"):
-        bias = checkpoint.weight(f"{at}bias")
-    bias = bias.double()
     sources = [plan.lane(layer, head).fill_from for head in range(spec.kv_heads)]
-    rows = []
     for lane in lanes:
         filled = [head for head, source in enumerate(sources) if source == lane.head]
-        outputs = heads[[lane.head, *filled]].sum(0, dtype=torch.double)  # [G, d, D]
-        rows.append((lane.out @ outputs).float().flatten(0, 1))
-        bias += lane.shift_v @ outputs.sum(0)
-    yield f"{at}weight", torch.cat(rows)
-    yield f"{at}bias", bias.float()
+        yield lane, heads[[lane.head, *filled]].sum(0, dtype=torch.double)
 
 
-def _projections(layer: int, lanes: list[LaneFold]) -> Iterator[tuple[str, Tensor]]:
+def _output(readers: Readers) -> Tensor:
+    rows = []
+    for lane, outputs in readers():
+        product = lane.out.to(outputs.device) @ outputs
+        rows.append(product.float().flatten(0, 1))
+    return torch.cat(rows)
+
+
+def _output_bias(
+    checkpoint: Checkpoint, name: str, readers: Readers, lanes: list[LaneFold]
+) -> Tensor:
+    bias = _bias_or_zeros(checkpoint, name, checkpoint.spec.hidden_size)
+    if any(bool(lane.shift_v.any()) for lane in lanes):
+        for lane, outputs in readers():
+            bias += lane.shift_v.to(bias.device) @ outputs.sum(0)
+    return bias.float()
+
+
+def _projections(
+    layer: int, lanes: list[LaneFold], device: torch.device
+) -> dict[str, Make]:
     """Attend's state: [H, D, Rk] and [H, Rk], padded with zeros to the widest lane of
     the layer."""
     width = max(lane.proj_q.shape[0] for lane in lanes)
@@ -170,6 +226,8 @@ def _projections(layer: int, lanes: list[LaneFold]) -> Iterator[tuple[str, Tenso
     k = [padded(lane.proj_k, width, rank) for lane in lanes]
     centres = [padded(lane.centre[None], 1, rank)[0] for lane in lanes]
     state = {"proj_q": q, "proj_k": k, "centre_k": centres}
+    makers: dict[str, Make] = {}
     for name, of_lanes in state.items():
-        stacked = torch.stack(of_lanes)
-        yield f"layers.{layer}.attend.{name}", stacked.float()
+        stacked = torch.stack(of_lanes).float()
+        makers[f"layers.{layer}.attend.{name}"] = partial(stacked.to, device)
+    return makers

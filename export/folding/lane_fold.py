@@ -1,5 +1,5 @@
 """LaneFold: the matrices that one lane's weights are multiplied with, made from its
-plan and its basis, and checked."""
+plan and its basis, and checked. They are made on the CPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def lane_folds(
 def _lane_fold(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> LaneFold:
     _check_lane(spec, lane, given)
     d, width, rank = spec.head_dim, lane.input_dim, lane.rank_k
-    picked = torch.eye(d, dtype=torch.double)[:, _dims(lane, d)]
+    picked = _eye(d, d)[:, _dims(lane, d)]
     in_weights = not lane.projected
     rows = d if lane.rope == "none" and in_weights else width
     a, b = _pair(
@@ -74,9 +74,9 @@ def _lane_fold(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> LaneFold:
         width if in_weights else rank,
     )
     centre = _vector(lane, "centre_k", given.centre_k, rows)
-    none = torch.zeros(d, dtype=torch.double)
+    none = _zeros(d)
     v, out = _pair(lane, "a_v", given.a_v, "o_v", given.o_v, d, lane.rank_v)
-    through = torch.eye(width, rank, dtype=torch.double)
+    through = _eye(width, rank)
     return LaneFold(
         head=lane.head,
         q=picked @ a if in_weights else picked,
@@ -176,7 +176,7 @@ def _pair(
                 f"keeps {rank} of {rows} dims and has no {left}",
                 "dropping raw dims is no projection",
             )
-        identity = torch.eye(rows, rank, dtype=torch.double)
+        identity = _eye(rows, rank)
         return identity, identity.T.contiguous()
     fits = m.ndim == 2 and m.shape == n.shape[::-1]
     if not fits or m.shape[0] != rows or m.shape[1] > rank:
@@ -192,7 +192,7 @@ def _pair(
 
 def _vector(lane: Lane, name: str, given: Array | None, size: int) -> Tensor:
     if given is None:
-        return torch.zeros(size, dtype=torch.double)
+        return _zeros(size)
     if given.shape != (size,):
         _misfit(lane, f"has {name} {list(given.shape)}", f"the plan has {size} dims")
     return _double(lane, name, given)
@@ -214,6 +214,14 @@ def _misfit(lane: Lane, fact: str, reason: str) -> NoReturn:
         reason,
         "plan again for this checkpoint",
     )
+
+
+def _eye(rows: int, columns: int) -> Tensor:
+    return torch.eye(rows, columns, dtype=torch.double, device="cpu")
+
+
+def _zeros(size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.double, device="cpu")
 
 
 def padded(m: Tensor, rows: int, columns: int) -> Tensor:

@@ -41,7 +41,9 @@ def low_rank(
     """The lanes and bases that reach the target. Raises KvlatheError where no ranks
     can."""
     whole = bases(stats, options, rotate)
-    papers = rotate(stats, options.asked(basis="svd"))
+    asked = options.asked(basis="svd")
+    unturned = options.rope_fold != "planes"
+    papers = whole if unturned and asked == options else rotate(stats, asked)
     ranks = _ranks(options, whole, _budget(stats, options, papers))
     ranks_k, ranks_v = ranks.reshape(2, -1).tolist()
     uncut = full_lanes(stats.shape, stats.rope)

@@ -57,7 +57,8 @@ class Method:
     ``calibration``: what it calibrates on; ``source`` says it where that depends on its
     options. ``sizes``: the options that say how small it makes the cache, and their
     values; a search tries those that a request leaves open. ``measured``: its plans
-    come from measurements of the model (export/search/measured.py).
+    come from measurements of the model (export/search/measured.py). ``entropies``:
+    whether it reads those of a calibration.
     """
 
     summary: str
@@ -69,6 +70,7 @@ class Method:
     source: Callable[[Written], Source | None] | None = None
     sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     measured: bool = False
+    entropies: bool = False
 
 
 METHODS: dict[str, Method] = {
@@ -88,6 +90,7 @@ METHODS: dict[str, Method] = {
         plan=uncomp.outline,
         choose=uncomp.choose,
         check=uncomp.check,
+        entropies=True,
     ),
     "window": Method(window.SUMMARY, plan=window.plan, check=window.check),
     "kvquant": Method(kvquant.SUMMARY, plan=kvquant.plan, sizes=kvquant.SIZES),
@@ -127,6 +130,12 @@ def calibration(request: str) -> Source | None:
     if "text" in sources:
         return "text"
     return "random" if "random" in sources else None
+
+
+def reads_entropies(request: str) -> bool:
+    """Whether one of the request's methods reads a calibration's entropies."""
+    methods = methods_of(request)
+    return any(method.entropies for _, method in methods)
 
 
 def measured(request: str) -> bool:

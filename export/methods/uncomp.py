@@ -169,6 +169,12 @@ def choose(
     shape = stats.shape
     entropies = stats.entropies
     check(written, shape)
+    if not entropies.texts:
+        raise KvlatheError(
+            "the statistics hold no entropies",
+            "they were taken for a method that reads none",
+            "calibrate for this one",
+        )
     eranks = entropy.lane_eranks(entropies, settings.k)
     mean_eranks = eranks.mean(0)
     votes = entropy.votes(eranks)

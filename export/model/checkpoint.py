@@ -20,7 +20,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvlathe.base import chat_template, tokenizer_files
+from kvlathe.base.digests import sha256_files
 from kvlathe.base.errors import KvlatheError
+from kvlathe.export.model.device import CPU
+from kvlathe.export.model.mapped import forget
 from kvlathe.export.model.spec import DecoderSpec, read_spec
 from kvlathe.export.model.tensors import cut, stored_name, stored_shapes, weight_names
 
@@ -33,7 +36,7 @@ DOWNLOAD = "download the checkpoint again"
 
 class Checkpoint:
     """A checkpoint folder: ``spec`` describes its decoder, ``weight`` and ``tensor``
-    read it, a tensor a call.
+    read it, a tensor a call, onto ``device``.
 
     Opening it reads headers only, and raises KvlatheError unless every tensor that the
     decoder needs is there in the right shape and no other tensor is (an unknown weight
@@ -41,8 +44,14 @@ class Checkpoint:
     tokenizer files that no engine could load, and for a chat template that cannot run.
     """
 
-    def __init__(self, path: Path | str, max_seq_len: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        max_seq_len: int | None = None,
+        device: torch.device = CPU,
+    ) -> None:
         self.path = Path(path)
+        self.device = device
         spec = read_spec(self.path, max_seq_len)
         self.files = weight_files(self.path)
         self._where = {
@@ -71,9 +80,8 @@ class Checkpoint:
     def digest(self) -> str:
         """SHA-256 over config.json and all weight files."""
         total = hashlib.sha256()
-        for path in (self.path / "config.json", *self.files):
-            with path.open("rb") as file:
-                total.update(hashlib.file_digest(file, "sha256").digest())
+        for digest in sha256_files([self.path / "config.json", *self.files]):
+            total.update(bytes.fromhex(digest))
         return total.hexdigest()
 
     def has(self, weight: str) -> bool:
@@ -94,19 +102,23 @@ class Checkpoint:
         KvlatheError if it cannot be read or is not finite.
         """
         source = stored_name(self.spec, name)
-        part = cut(self.spec, name, self._read(source))
-        return _finite(part.contiguous().float(), source)
+        stored = self._read(source)
+        part = cut(self.spec, name, stored.to(self.device))
+        weight = _finite(part.contiguous().float(), source)
+        forget(stored, weight)
+        return weight
 
     def rows(self, name: str, index: Tensor) -> Tensor:
         """Rows ``index`` [T] of ``weight(name)``, an embedding, float32 [T, D]: only
         those are read."""
         source = stored_name(self.spec, name)
-        return _finite(self._read(source)[index].float(), source)
+        rows = self._read(source)[index.cpu()]
+        return _finite(rows.to(self.device).float(), source)
 
     def tensor(self, name: str) -> Tensor:
         """The folder's tensor ``name``, float32, as stored. Raises as ``weight``
         does."""
-        return _finite(self._read(name).float(), name)
+        return _finite(self._read(name).to(self.device).float(), name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the folder's tensor ``name``, from its header."""

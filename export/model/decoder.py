@@ -132,13 +132,22 @@ class Decoder(nn.Module):
     def read(self, input_ids: Sequence[int], rows: Sequence[int]) -> Tensor:
         """The same, where gradients may be taken."""
         count = len(input_ids)
+        lengths = [[0] * len(self.plan.buckets)]
+
+        def ints(numbers: object) -> Tensor:
+            return torch.tensor(numbers, dtype=torch.int32, device=self.device)
+
         return self(
-            torch.tensor(input_ids, dtype=torch.int32),
-            torch.arange(count, dtype=torch.int32),
-            torch.tensor([0, count], dtype=torch.int32),
-            torch.arange(count, dtype=torch.int32),
-            torch.zeros(1, len(self.plan.buckets), dtype=torch.int32),
+            ints(input_ids),
+            ints(range(count)),
+            ints([0, count]),
+            ints(range(count)),
+            ints(lengths),
             [],
             {},
-            torch.tensor(rows, dtype=torch.int32),
+            ints(rows),
         )[0]
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device

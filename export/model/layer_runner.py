@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kvlathe.export.model.blocks import Rotator
 from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.device import CPU
 from kvlathe.export.model.layer import DecoderLayer, Widths
 from kvlathe.export.model.spec import DecoderSpec
 
@@ -74,7 +75,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class LayerRunner:
     """Runs one layer of the original model and shows its q, k and v. Only that layer's
-    weights are in memory (float32).
+    weights are in memory (float32, on the checkpoint's device).
 
     x = embed(checkpoint, ids, positions)
     for i in range(spec.layers): x, q, k, v = LayerRunner(checkpoint, i)(x, positions)
@@ -89,16 +90,26 @@ class LayerRunner:
                 spec, Widths.whole(spec), attention, torch.float32
             )
         for name, empty in self._layer.state_dict().items():
-            tensor = torch.zeros(empty.shape)
+            tensor = torch.zeros(empty.shape, device=checkpoint.device)
             if checkpoint.has(prefix + name):
                 tensor = checkpoint.weight(prefix + name)
             self._layer.load_state_dict({name: tensor}, strict=False, assign=True)
-        self._rope = rotator(spec)
+        self._rope = rotator(spec, checkpoint.device)
+
+    @property
+    def w_v(self) -> Tensor:
+        """[D, all heads]"""
+        return self._layer.v.weight
+
+    @property
+    def w_o(self) -> Tensor:
+        """[all query heads, D]"""
+        return self._layer.o.weight
 
     @torch.inference_mode()
     def __call__(self, hidden: Tensor, positions: Tensor) -> Captured:
         """hidden [T, D] of one sequence (its tokens see one another causally),
-        positions [T] of any offset."""
+        positions [T] of any offset, all where the weights are."""
         rotation = Rotation(None, None)
         if self._rope is not None:
             rotation = Rotation(*self._rope(positions, torch.float32))
@@ -106,12 +117,12 @@ class LayerRunner:
         return Captured(after, q, k, v)
 
 
-def rotator(spec: DecoderSpec) -> Rotator | None:
+def rotator(spec: DecoderSpec, device: torch.device = CPU) -> Rotator | None:
     if spec.rope is None:
         return None
     turn = Rotator(spec.head_dim // 2)
-    turn.inv_freq = torch.tensor(spec.rope.inv_freq)
-    turn.amplitude = torch.tensor(spec.rope.amplitude)
+    turn.inv_freq = torch.tensor(spec.rope.inv_freq, device=device)
+    turn.amplitude = torch.tensor(spec.rope.amplitude, device=device)
     return turn
 
 

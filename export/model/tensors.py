@@ -147,9 +147,9 @@ def cut(spec: DecoderSpec, name: str, stored: Tensor) -> Tensor:
     if FUSED.get(role) in spec.family.names:
         stored = _unfused(spec, role, stored)
     if spec.rope and role in ("q", "k", "q_norm", "k_norm"):
-        stored = stored.unflatten(-1, (-1, spec.head_dim))[
-            ..., torch.tensor(spec.rope.order)
-        ].flatten(-2)
+        order = torch.tensor(spec.rope.order, device=stored.device)
+        heads = stored.unflatten(-1, (-1, spec.head_dim))
+        stored = heads[..., order].flatten(-2)
     return stored
 
 

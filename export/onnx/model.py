@@ -15,8 +15,8 @@ import logging
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Generator, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Generator, Mapping
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -28,36 +28,34 @@ from onnxscript import optimizer
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from kvlathe.base.console import log, progress
-from kvlathe.base.errors import KvlatheError
+from kvlathe.base.console import log
 from kvlathe.export.attention.tables import LayerTables, PlanFacts
 from kvlathe.export.model.decoder import Decoder
+from kvlathe.export.model.device import CPU
 from kvlathe.export.model.spec import DecoderSpec
+from kvlathe.export.model.weights_file import DTYPES, Place, wiring, write_weights
 from kvlathe.export.onnx.attend import DOMAIN, OPSET, attend_function
 from kvlathe.export.onnx.body import FLOAT, HALF
-from kvlathe.layers.wiring import Wiring
+from kvlathe.plan.manifest import WEIGHTS_FILE
 from kvlathe.plan.plan import CompressionPlan, graph_files
 
-DATA = "model.onnx.data"
-ALIGN = 4096
-"""Bytes: weights begin on memory pages, so that runtimes map the file instead of
-reading it."""
 IR_VERSION = 10
-TYPES = {"float32": (torch.float32, FLOAT), "float16": (torch.float16, HALF)}
+TYPES = {"float32": FLOAT, "float16": HALF}
 
 
 def export_onnx(
     spec: DecoderSpec,
     plan: CompressionPlan,
-    weights: Iterable[tuple[str, Tensor]],
+    weights: Mapping[str, Tensor],
     out_dir: Path,
     dtype: str = "float32",
     opset: int = OPSET,
+    device: torch.device = CPU,
 ) -> Path:
     """Write ``out_dir``/model.onnx, or a graph for each stage (graph_files), and
     model.onnx.data, whose weights they share; return the first.
 
-    ``weights`` are the decoder's state (name, tensor), streamed. ``dtype`` (float32 or
+    ``weights`` are the decoder's state, on ``device``, asked for one by one. ``dtype`` (float32 or
     float16) is that of weights and activations; logits are float32 and rows in the
     plan's hot format. Peak memory is the graphs and one tensor. Raises KvlatheError for
     weights that are not the decoder's.
@@ -69,7 +67,7 @@ def export_onnx(
         graphs[name] = _graph(spec, plan, stage, places, dtype, opset)
     out_dir.mkdir(parents=True, exist_ok=True)
     log.info("folding and writing weights")
-    write_weights(out_dir / DATA, places, weights)
+    write_weights(out_dir / WEIGHTS_FILE, places, weights, device)
     for name, proto in graphs.items():
         (out_dir / name).write_bytes(proto.SerializeToString(deterministic=True))
         log.info("checking %s", name)
@@ -86,8 +84,7 @@ def _graph(
     opset: int,
 ) -> onnx.ModelProto:
     """The model of one stage; its weights are added to ``places``."""
-    torch_type, onnx_type = TYPES[dtype]
-    model = trace(spec, plan, torch_type, opset, stage)
+    model = trace(spec, plan, DTYPES[dtype], opset, stage)
     place_weights(model, places)
     place_tables(model, plan, stage)
     facts = {
@@ -100,20 +97,8 @@ def _graph(
     )
     model.opset_imports[DOMAIN] = 1
     proto = ir.to_proto(model)
-    proto.functions.append(attend_function(plan.part(stage), onnx_type, opset))
+    proto.functions.append(attend_function(plan.part(stage), TYPES[dtype], opset))
     return proto
-
-
-def wiring(spec: DecoderSpec) -> Wiring:
-    """For runtimes that build the decoder from its weights."""
-    return Wiring(
-        norm=spec.family.norm,
-        norm_eps=spec.family.norm_eps,
-        activation=spec.family.activation,
-        parallel=spec.family.parallel,
-        head_dim=spec.head_dim,
-        scales=tuple(spec.scale(layer) for layer in range(spec.layers)),
-    )
 
 
 # -- trace -----------------------------------------------------------------------------
@@ -295,28 +280,10 @@ def _values(graph: ir.Graph) -> list[ir.Value]:
 # -- weights ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a weight lies in the data file, in bytes, and as what it is stored."""
-
-    offset: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def size(self) -> int:
-        count = torch.Size(self.shape).numel()
-        return self.dtype.itemsize * count
-
-    @property
-    def reserved(self) -> int:
-        return -(-self.size // ALIGN) * ALIGN
-
-
 def place_weights(model: ir.Model, places: dict[str, Place]) -> None:
     """Point each float initializer at its place: the one it has, or the next free
     one."""
-    at = max((place.offset + place.reserved for place in places.values()), default=0)
+    at = max((place.next for place in places.values()), default=0)
     types = {ir.DataType.FLOAT: torch.float32, ir.DataType.FLOAT16: torch.float16}
     for name, value in model.graph.initializers.items():
         if value.dtype is None or value.dtype not in types or value.shape is None:
@@ -324,9 +291,14 @@ def place_weights(model: ir.Model, places: dict[str, Place]) -> None:
         shape = tuple(int(n) for n in value.shape)  # type: ignore[arg-type]
         place = places.get(name) or Place(at, shape, types[value.dtype])
         value.const_value = ir.ExternalTensor(
-            DATA, place.offset, place.size, value.dtype, shape=value.shape, name=name
+            WEIGHTS_FILE,
+            place.offset,
+            place.size,
+            value.dtype,
+            shape=value.shape,
+            name=name,
         )
-        at = max(at, place.offset + place.reserved)
+        at = max(at, place.next)
         places[name] = place
 
 
@@ -337,42 +309,6 @@ def place_tables(model: ir.Model, plan: CompressionPlan, stage: int) -> None:
         for name, table in LayerTables(part, i).items():
             key = f"layers.{layer}.attend.{name}"
             model.graph.initializers[key].const_value = ir.tensor(table, name=key)
-
-
-def write_weights(
-    path: Path, places: dict[str, Place], weights: Iterable[tuple[str, Tensor]]
-) -> None:
-    """Write each tensor at its place as it arrives. Raises KvlatheError for a foreign,
-    missing or misshapen one."""
-    waiting = dict(places)
-    with path.open("wb") as file:
-        ends = (place.offset + place.size for place in places.values())
-        file.truncate(max(ends, default=0))
-        for name, tensor in progress(weights, "weights", len(places)):
-            place = waiting.pop(name, None)
-            if place is None or tuple(tensor.shape) != place.shape:
-                wanted = (
-                    "no such weight" if place is None else f"shape {list(place.shape)}"
-                )
-                raise KvlatheError(
-                    f"weight {name} has shape {list(tensor.shape)}",
-                    f"the decoder wants {wanted}",
-                    "fold it for this plan",
-                )
-            stored = tensor.detach().to(place.dtype)
-            if stored.is_floating_point() and not bool(stored.isfinite().all()):
-                raise KvlatheError(
-                    f"weight {name} does not fit {place.dtype}",
-                    "it holds larger numbers",
-                    "build with --dtype float32",
-                )
-            file.seek(place.offset)
-            file.write(stored.contiguous().numpy().data)
-    if waiting:
-        raise KvlatheError(
-            f"weights are missing ({', '.join(sorted(waiting)[:3])} ...)",
-            "the decoder needs all of them",
-        )
 
 
 # -- prove -----------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def exercises(
     total = sum(len(places) for _, places in taken)
     readings = []
     for exercise, places in taken:
-        answer = torch.tensor([exercise.ids[place] for place in places])
+        answer = [exercise.ids[place] for place in places]
         rows = [place - 1 for place in places]
         weight = WEIGHT / (total * DRAWS)
         score = margin_score(answer)
@@ -134,12 +134,13 @@ def _dependent(decoder: Decoder, exercise: Exercise) -> list[int]:
     cut = max(0, exercise.start - NEAR)
     whole = _before_answers(decoder, exercise, 0)
     near = _before_answers(decoder, exercise, cut)
-    labels = torch.tensor([exercise.ids[place] for place in exercise.answers])
+    answers = [exercise.ids[place] for place in exercise.answers]
+    labels = torch.tensor(answers, device=whole.device)
     right = whole.argmax(-1) == labels
     gains = (whole - near).gather(-1, labels[:, None])
     kept = right & (gains[:, 0] > GAIN)
-    answers = zip(exercise.answers, kept.tolist(), strict=True)
-    return [place for place, is_kept in answers if is_kept]
+    judged = zip(exercise.answers, kept.tolist(), strict=True)
+    return [place for place, is_kept in judged if is_kept]
 
 
 def _before_answers(decoder: Decoder, exercise: Exercise, cut: int) -> torch.Tensor:

@@ -153,16 +153,17 @@ def _measured(checkpoint: Checkpoint, grid: Grid, sources: Sources) -> Losses:
     decoder = decoder_from(checkpoint, *whole)
     readings = sources.readings(decoder, grid.seed)
     page = grid.page_tokens
-    candidates = _candidates(grid)
+    candidates = _candidates(grid, checkpoint.device)
     return losses(decoder, readings, candidates, grid.windows, page, grid.seed)
 
 
-def _candidates(grid: Grid) -> Candidates:
+def _candidates(grid: Grid, device: torch.device) -> Candidates:
     ranks = sorted({rank for rank, _ in grid.options})
     codes = tuple(x.stored for x in FORMATS)
 
     def tensor(x: Array) -> torch.Tensor:
-        return torch.tensor(np.ascontiguousarray(x), dtype=torch.float32)
+        whole = np.ascontiguousarray(x)
+        return torch.tensor(whole, dtype=torch.float32, device=device)
 
     @cache
     def candidates(side: str, layer: int, head: int) -> list[Candidate]:

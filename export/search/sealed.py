@@ -64,7 +64,7 @@ class SealedAttend(AttendLayer):
     def of(cls, layer: AttendLayer) -> SealedAttend:
         made = cls(layer.plan, layer.layer, layer.scale, layer.dtype)
         made.load_state_dict(layer.state_dict(), assign=True)
-        return made
+        return made.to(layer.table("layout").device)
 
     @cached_property
     def seals(self) -> list[Seal]:

@@ -84,11 +84,11 @@ def text_score(logits: Tensor, draw: torch.Generator) -> Tensor:
     return logs.gather(-1, labels).sum()
 
 
-def margin_score(answer: Tensor) -> Scored:
+def margin_score(answer: Sequence[int]) -> Scored:
     """Sum of the answer's margins, each over its own size, with random signs."""
 
     def score(logits: Tensor, draw: torch.Generator) -> Tensor:
-        labels = answer[:, None]
+        labels = torch.tensor(answer, device=logits.device)[:, None]
         own = logits.gather(-1, labels)[:, 0]
         others = logits.scatter(-1, labels, -torch.inf)
         margin = own - others.amax(-1)
@@ -133,7 +133,7 @@ def of_questions(
     for question in questions:
         weight = 1 / (total * QUESTION_DRAWS)
         ids = question.prompt + question.answer
-        score = margin_score(torch.tensor(question.answer))
+        score = margin_score(question.answer)
         rows = range(len(question.prompt) - 1, len(ids) - 1)
         readings.append(Reading(ids, rows, score, QUESTION_DRAWS, weight, far))
     return readings
@@ -225,6 +225,10 @@ class Queries:
     def all(cls, tokens: int) -> Queries:
         return cls(torch.arange(tokens), torch.ones(tokens))
 
+    @property
+    def device(self) -> torch.device:
+        return self.places.device
+
 
 class LaneMoves:
     """The attention of one lane over one sequence, for R of its queries, and how far
@@ -238,9 +242,11 @@ class LaneMoves:
         self.queries = queries
         self.q = lane.q[:, queries.places]
         self.pull = lane.pull[:, :, queries.places]
-        self.places = torch.arange(len(self.k))
+        device = queries.device
+        self.places = torch.arange(len(self.k), device=device)
         later = self.places > queries.places[:, None]  # [R, T]
-        self.mask = torch.zeros(later.shape).masked_fill(later, -torch.inf)
+        zeros = torch.zeros(later.shape, device=device)
+        self.mask = zeros.masked_fill(later, -torch.inf)
         self.page_of = queries.places // page
         self.own = self.places // page == self.page_of[:, None]
         self.shares = self._softmax(self.q @ self.k.mT)
@@ -257,7 +263,7 @@ class LaneMoves:
 
     def keys(self, forms: Iterable[Candidate]) -> Iterator[float]:
         """Sum of squared moves for each code of each form of K."""
-        rows = torch.arange(len(self.page_of))
+        rows = torch.arange(len(self.page_of), device=self.queries.device)
         for form in forms:
             kept = (self.k - form.centre) @ form.into
             q = self.q @ form.back
@@ -326,7 +332,7 @@ def losses(
     ``decoder`` is the uncompressed model; ``page`` tokens are read as they are before
     they are coded. Readings that are ``far`` price the windows, the others the forms.
     """
-    device = torch.get_default_device()
+    device = decoder.device
     draw = torch.Generator(device).manual_seed(seed)
     heads = decoder.spec.kv_heads
     lanes = heads * decoder.spec.layers
@@ -336,7 +342,7 @@ def losses(
     for reading in progress(readings, "measuring sensitivity"):
         observed_lanes = observed(decoder, reading, draw)
         tokens = len(reading.ids)
-        firsts = [_first_seen(window, tokens, page) for window in windows]
+        firsts = [_first_seen(window, tokens, page, device) for window in windows]
         with torch.inference_mode():
             for i, lane in enumerate(observed_lanes):
                 queries = Queries.drawn(lane.pull, draw)
@@ -358,8 +364,10 @@ def _plus(losses: Array, reading: Reading, moved: Iterable[float]) -> Array:
     return losses + reading.weight * squares
 
 
-def _first_seen(window: Window, tokens: int, page: int) -> tuple[int, Tensor]:
+def _first_seen(
+    window: Window, tokens: int, page: int, device: torch.device
+) -> tuple[int, Tensor]:
     """Its sink, and for every place the first token after the sink that it sees."""
     whole_pages = -(-tokens // page) * page
     firsts = [window.first_seen(place, page) for place in range(whole_pages)]
-    return window.sink, torch.tensor(firsts)
+    return window.sink, torch.tensor(firsts, device=device)

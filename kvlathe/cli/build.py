@@ -3,6 +3,7 @@ and its reusable first half."""
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 import time
@@ -12,13 +13,20 @@ from typing import Any
 
 import click
 
-from kvlathe.base import console
+from kvlathe.base import console, devices
 from kvlathe.cli.common import PATH, Result, reports, show_pairs
 from kvlathe.cli.show import memory_of, show_memory
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.engine_folder import open_engine
 
 CALIBRATION = "'random' tokens, or a .jsonl file with one {\"text\": ...} a line. [default: the method's own]"
+
+DEVICE = click.option(
+    "--device",
+    type=click.Choice(devices.DEVICES),
+    help="Where the model is calibrated, measured and folded. [default: KVLATHE_DEVICE, "
+    "or auto: a GPU where torch sees one]",
+)
 
 
 def show_build(result: Result) -> None:
@@ -36,6 +44,19 @@ def show_build(result: Result) -> None:
     ]
     console.print_pairs(f"{result['model']}, {result['compression']}", rows)
     show_memory(result["memory"])
+    show_phases(result["phases"])
+
+
+def show_phases(phases: list[Result]) -> None:
+    """On stderr: it is about this run, not about the engine."""
+    rows = []
+    for phase in phases:
+        gpu = phase["gpu_bytes"] or None
+        seconds = round(phase["seconds"], 1)
+        host = console.human_bytes(phase["host_bytes"])
+        rows.append((phase["name"], seconds, host, gpu and console.human_bytes(gpu)))
+    columns = ("phase", "seconds", "most memory so far", "of the GPU")
+    console.print_table("How long it took", columns, rows, console.err)
 
 
 HOW_MUCH = (
@@ -215,6 +236,7 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Number format of cached tokens.",
 )
 @click.option("--workers", type=click.IntRange(1), help="Threads. [default: all cores]")
+@DEVICE
 @click.option(
     "--overwrite", is_flag=True, help="Replace an engine folder of the same name."
 )
@@ -233,6 +255,7 @@ def build_command(no_cache: bool, dry_run: bool, **options: Any) -> Result:  # n
     Say how much with one of --removal-rate, --compression-ratio and --accuracy.
     """
     from kvlathe.engines import build as builds
+    from kvlathe.engines.phases import recorded
 
     request = builds.BuildRequest(
         **options, use_cache=not no_cache, command=command_line()
@@ -240,7 +263,11 @@ def build_command(no_cache: bool, dry_run: bool, **options: Any) -> Result:  # n
     if dry_run:
         return builds.preview(request)
     started = time.monotonic()
-    return {**describe(builds.build(request)), "seconds": time.monotonic() - started}
+    with recorded() as phases:
+        engine = builds.build(request)
+    seconds = time.monotonic() - started
+    of_phases = [dataclasses.asdict(phase) for phase in phases]
+    return {**describe(engine), "seconds": seconds, "phases": of_phases}
 
 
 def describe(engine: Path) -> Result:
@@ -291,6 +318,7 @@ def command_line() -> str:
     "--max-seq-len", type=click.IntRange(1), help="As for build. [default: the model's]"
 )
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@DEVICE
 @reports(show_pairs)
 def calibrate_command(
     model: Path,
@@ -299,6 +327,7 @@ def calibrate_command(
     calibration_tokens: int | None,
     max_seq_len: int | None,
     seed: int,
+    device: str | None,
 ) -> Result:
     """Run the model once over calibration tokens and write what planning needs to know
     of it.
@@ -309,7 +338,7 @@ def calibrate_command(
 
     started = time.monotonic()
     stats = builds.calibrate_to(
-        model, output, calibration, calibration_tokens, seed, max_seq_len
+        model, output, calibration, calibration_tokens, seed, max_seq_len, device
     )
     return {
         "stats": str(output),

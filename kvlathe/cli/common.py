@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvlathe.base import console
+from kvlathe.base import console, devices
 from kvlathe.base.errors import KvlatheError
 
 PATH = click.Path(path_type=Path)
@@ -64,7 +64,7 @@ THREADS = click.option(
 )
 DEVICE = click.option(
     "--device",
-    type=click.Choice(["auto", "cpu", "cuda"]),
+    type=click.Choice(devices.DEVICES),
     help="Where an onnxruntime engine runs. [default: KVLATHE_DEVICE, or auto: float16 "
     "engines on a GPU that is ready]",
 )

@@ -10,8 +10,9 @@ import numpy as np
 
 from kvlathe.base import tokenizer_files
 from kvlathe.base.console import log, progress
+from kvlathe.base.digests import sha256_file
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.manifest import Limits, Manifest, sha256_file
+from kvlathe.plan.manifest import Limits, Manifest
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from kvlathe.tasks import tasks

@@ -25,12 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from kvlathe import __version__
+from kvlathe.base.digests import pieces_digest
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan import json_fields, replacing
 from kvlathe.plan.json_fields import Count, Positive, PositiveFloat, Sha256
 
 log = logging.getLogger("kvlathe")
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 MANIFEST_FILE = "manifest.json"
 PLAN_FILE = "plan.json"
 ONNX_FILE = "model.onnx"
@@ -60,6 +61,8 @@ READ_SUFFIXES = {".json", ".jinja", ".onnx", ".data", ".engine", ".npz", ".html"
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
+    """``sha256``: of the file's pieces (kvlathe/base/digests.py)."""
+
     size: Count  # bytes
     sha256: Sha256
 
@@ -132,18 +135,19 @@ class Manifest:
         return sum(record.size for record in self.files.values())
 
 
-def sha256_file(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
 def record_of(path: Path) -> FileRecord:
-    return FileRecord(path.stat().st_size, sha256_file(path))
+    return FileRecord(path.stat().st_size, pieces_digest(path))
 
 
-def describe_files(folder: Path) -> dict[str, FileRecord]:
-    """Size and digest of every file of ``folder``, the manifest itself aside."""
-    return {name: record_of(folder / name) for name in _names(folder)}
+def describe_files(
+    folder: Path, known: Mapping[str, FileRecord] | None = None
+) -> dict[str, FileRecord]:
+    """Size and digest of every file of ``folder``, the manifest itself aside. ``known``:
+    of files that have not changed since."""
+    known = known or {}
+    return {
+        name: known.get(name) or record_of(folder / name) for name in _names(folder)
+    }
 
 
 def _names(folder: Path) -> list[str]:
@@ -161,10 +165,12 @@ def signature(raw: Mapping[str, object]) -> str:
 
 
 # -- write -----------------------------------------------------------------------------
-def write(folder: Path, manifest: Manifest) -> Manifest:
-    """Record every file of ``folder`` in the manifest (unless it holds records), sign it
-    and write it. Returns it complete."""
-    files = manifest.files or describe_files(folder)
+def write(
+    folder: Path, manifest: Manifest, known: Mapping[str, FileRecord] | None = None
+) -> Manifest:
+    """Record every file of ``folder`` in the manifest (unless it holds records; ``known``
+    as in describe_files), sign it and write it. Returns it complete."""
+    files = manifest.files or describe_files(folder, known)
     listed = dataclasses.replace(manifest, files=files, digest="")
     # What JSON makes of it is what a reader will see: lists in place of tuples.
     raw = json.loads(json.dumps(dataclasses.asdict(listed)))
@@ -277,7 +283,7 @@ def verify(folder: Path, deep: bool = True) -> Manifest:
     """Read the manifest and prove that every file it lists is the one that was built,
     and that no file lies beside them that an engine is read from.
 
-    ``deep`` compares digests (about 0.6 s a GB: the default, since a wrong weight is
+    ``deep`` compares digests (0.6 s a GB and core: the default, since a wrong weight is
     silent); otherwise sizes only, for weights on slow or trusted storage. Raises
     KvlatheError naming the first file that is missing, changed, outside the folder or
     not listed.
@@ -345,7 +351,7 @@ def _check_file(folder: Path, name: str, record: FileRecord, deep: bool) -> None
             f"{name} of the engine {folder} has changed",
             f"it has {size:,} bytes and had {record.size:,}",
         )
-    if deep and sha256_file(path) != record.sha256:
+    if deep and pieces_digest(path) != record.sha256:
         raise _changed(
             f"{name} of the engine {folder} has changed",
             "its SHA-256 is not the one in the manifest",

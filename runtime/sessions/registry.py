@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
 from typing import Protocol
 
-from kvlathe.base import machine
+from kvlathe.base import devices, machine
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.tensorrt_library import FLAVOURS
 from kvlathe.plan.layout import CacheLayout
@@ -31,8 +30,6 @@ from kvlathe.runtime.sessions.gpu import tensorrt as trt_session
 from kvlathe.runtime.sessions.host import native as native_session
 from kvlathe.runtime.sessions.protocols import Session
 
-DEVICES = ("auto", "cpu", "cuda")
-VARIABLE = "KVLATHE_DEVICE"
 log = logging.getLogger("kvlathe")
 
 
@@ -89,7 +86,7 @@ def _host_attention(manifest: Manifest) -> str:
     words = native_session.attention(manifest)
     if not _made_for_gpus(manifest):
         return words
-    asked = f"{VARIABLE} or --device asks for the CPU"
+    asked = f"{devices.VARIABLE} or --device asks for the CPU"
     return f"{words}; on the CPU, NOT on a GPU: {_ort_obstacle(manifest) or asked}"
 
 
@@ -245,11 +242,7 @@ def runner(
     ``device`` None: what KVLATHE_DEVICE says, or else auto: what suits the engine.
     Raises KvlatheError where nothing here runs it.
     """
-    wanted = device or os.environ.get(VARIABLE) or "auto"
-    if wanted not in DEVICES:
-        raise KvlatheError(
-            f"there is no device {wanted!r}", "", f"choose one of {', '.join(DEVICES)}"
-        )
+    wanted = devices.asked(device)
     if manifest.backend not in RUNNERS:
         raise KvlatheError(
             f"the engine {name} was built for {manifest.backend}",

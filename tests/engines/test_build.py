@@ -333,7 +333,9 @@ def test_calibration_is_kept_as_a_file_and_in_the_cache(
         planning.resolved(request_for(compression="fdc")), checkpoint
     )
     assert loaded is not None and cached is not None
-    assert written.digest == loaded.digest == cached.digest
+    assert written.digest == loaded.digest
+    assert written.entropies.texts > 0
+    np.testing.assert_array_equal(cached.whole.kk, written.whole.kk)
     other = planning.open_checkpoint(reference("qwen2-g7")[0])
     with pytest.raises(KvlatheError, match="another model"):
         planning.statistics(

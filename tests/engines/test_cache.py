@@ -63,6 +63,27 @@ def test_an_engine_comes_back_as_it_went_in_and_shares_no_file(
     assert cache.find("f" * 64) is None
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_a_large_engine_is_kept_only_where_that_takes_no_room(
+    shares: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def share(source: Path, target: Path) -> bool:
+        if shares:
+            target.write_bytes(source.read_bytes())
+        return shares
+
+    monkeypatch.setattr(cache, "_shares_blocks", share)
+    monkeypatch.setattr(cache, "COPY_BYTES", 10)
+    cache.keep(K, engine(tmp_path / "built", b"eleven bytes"))
+    assert (cache.find(K) is not None) == shares
+    assert ("as much again" in caplog.text) != shares
+    folder = tmp_path / "cache" / "engines"
+    assert len([path for path in folder.iterdir() if path.is_dir()]) == shares
+
+
 def test_a_cached_engine_outlives_the_folder_it_came_from(tmp_path: Path) -> None:
     built = engine(tmp_path / "built", b"abc")
     cache.keep(K, built)

@@ -20,7 +20,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.targets.tensorrt import Shapes, profiles
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
-from kvlathe.export.onnx.model import wiring
+from kvlathe.export.model.weights_file import wiring
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits

@@ -166,7 +166,7 @@ def test_paths_outside_the_folder_are_refused_unread(
     (engine.parent / "outside").write_text("x")
     files = raw(engine)["files"]
     resign(engine, files={name: files["extra/notes.txt"], **files})
-    monkeypatch.setattr(manifests, "sha256_file", lambda _: pytest.fail("was read"))
+    monkeypatch.setattr(manifests, "pieces_digest", lambda _: pytest.fail("was read"))
     with pytest.raises(KvlatheError, match="lies outside the folder"):
         manifests.verify(engine)
 

@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import rel_entr, softmax
 
+from kvlathe.base.digests import sha256_file
 from kvlathe.base.errors import KvlatheError
 from kvlathe.evaluation.evaluate import evaluate
-from kvlathe.plan.manifest import KvBytes, Limits, sha256_file
+from kvlathe.plan.manifest import KvBytes, Limits
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from kvlathe.tasks import metrics, tasks
 from kvlathe.tasks.metrics import Sums

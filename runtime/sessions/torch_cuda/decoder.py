@@ -4,7 +4,7 @@ layer as plain torch allows.
 What a layer computes is defined in kvlathe/layers/decoder.py, for this backend and for
 the exporter. Here are its products: q, k and v are one, so are gate and up, and the
 products add to the residual themselves. The tensors have the exporter's names; how
-layers are wired comes with them in decoder.json (engines/targets/cuda.py).
+layers are wired comes with them in decoder.json (export/model/weights_file.py).
 
 Sizes: T packed tokens of a step, R logit rows, D hidden size, d head dim, V vocabulary.
 """

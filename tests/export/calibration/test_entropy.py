@@ -21,6 +21,19 @@ from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.plan.heads import ModelShape
 from tests.support.checkpoints import make
 
+
+def eranks(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return entropy.eranks(torch.from_numpy(x)).numpy()
+
+
+def spectrum(x: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    return entropy.spectrum(torch.from_numpy(x)).numpy()
+
+
+def elbow(sigma: npt.NDArray[np.float64]) -> int:
+    return int(entropy.elbows(torch.from_numpy(sigma)))
+
+
 ALL, TOP16 = entropy.truncation("all"), entropy.truncation("16")
 
 
@@ -39,12 +52,12 @@ def by_the_formula(x: npt.NDArray[np.float64], k: int) -> float:
 @pytest.mark.parametrize(("n", "d"), [(40, 24), (24, 40), (9, 9)])
 def test_it_is_the_papers_formula(n: int, d: int) -> None:
     x = np.random.default_rng(n).normal(size=(n, d)) * np.exp(-np.arange(d) / 5) + 3.0
-    found = entropy.eranks(x)
+    found = eranks(x)
     assert found[ALL] == pytest.approx(by_the_formula(x, d), rel=1e-9)
     assert found[TOP16] == pytest.approx(by_the_formula(x, 16), rel=1e-9)
-    elbow = entropy.elbow(entropy.spectrum(x))
+    bend = elbow(spectrum(x))
     assert found[entropy.truncation("elbow")] == pytest.approx(
-        by_the_formula(x, elbow), rel=1e-9
+        by_the_formula(x, bend), rel=1e-9
     )
 
 
@@ -53,33 +66,28 @@ def test_closed_forms() -> None:
     line = np.outer(
         np.linspace(-1, 1, 10), np.arange(1, d + 1)
     )  # every centred row is the same direction, up or down
-    assert entropy.eranks(line)[ALL] == pytest.approx(1)
+    assert eranks(line)[ALL] == pytest.approx(1)
     axes = np.concatenate([np.eye(d), -np.eye(d)])  # isotropic: every eigenvalue is 1/d
-    np.testing.assert_allclose(entropy.spectrum(axes), 1 / d, atol=1e-14)
-    assert entropy.eranks(axes)[ALL] == pytest.approx(d)
-    assert entropy.entropy(entropy.spectrum(axes), 4) == pytest.approx(
-        4 / d * math.log(d)
-    )
-    assert entropy.eranks(np.ones((5, d)))[ALL] == 1  # no direction at all
+    np.testing.assert_allclose(spectrum(axes), 1 / d, atol=1e-14)
+    assert eranks(axes)[ALL] == pytest.approx(d)
+    wide = np.concatenate([np.eye(64), -np.eye(64)])
+    assert eranks(wide)[TOP16] == pytest.approx(math.exp(16 / 64 * math.log(64)))
+    assert eranks(np.ones((5, d)))[ALL] == 1  # no direction at all
 
 
 def test_rotation_scale_and_place_of_the_origin_change_nothing() -> None:
     rng = np.random.default_rng(0)
     x = rng.normal(size=(30, 12)) * np.exp(-np.arange(12) / 3)
     turn = np.linalg.qr(rng.normal(size=(12, 12)))[0]
-    np.testing.assert_allclose(
-        entropy.eranks(5 * x @ turn + 7), entropy.eranks(x), rtol=1e-9
-    )
+    np.testing.assert_allclose(eranks(5 * x @ turn + 7), eranks(x), rtol=1e-9)
     stacked = np.stack([x, 2 * x[::-1]])
-    np.testing.assert_allclose(
-        entropy.eranks(stacked), np.stack([entropy.eranks(x)] * 2), rtol=1e-9
-    )
+    np.testing.assert_allclose(eranks(stacked), np.stack([eranks(x)] * 2), rtol=1e-9)
 
 
 def test_the_elbow_is_where_a_bent_spectrum_bends() -> None:
     bent = np.array([0.3, 0.25, 0.2, 0.02, 0.019, 0.018, 0.017, 0.016])
-    assert entropy.elbow(bent) == 3
-    assert entropy.elbow(np.full(8, 1 / 8)) == 1
+    assert elbow(bent) == 3
+    assert elbow(np.full(8, 1 / 8)) == 1
 
 
 def test_votes_count_the_upper_half_of_each_layer_or_of_all_layers() -> None:
@@ -124,7 +132,7 @@ def test_the_recent_share_whose_trend_follows_the_whole_wins() -> None:
 
 
 def test_a_window_keeps_the_newest_and_the_most_attended() -> None:
-    attention = np.array([5.0, 0.0, 4.0, 3.0, 0.5, 0.2, 0.1, 0.0])
+    attention = torch.tensor([5.0, 0.0, 4.0, 3.0, 0.5, 0.2, 0.1, 0.0])
     assert entropy.window(attention, 4, 0.5).tolist() == [0, 2, 6, 7]
     assert entropy.window(attention, 4, 0.0).tolist() == [0, 2, 3, 4]
     assert entropy.window(attention, 4, 1.0).tolist() == [4, 5, 6, 7]

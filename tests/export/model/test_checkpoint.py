@@ -15,6 +15,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.mapped import forget
 from tests.support.checkpoints import FAMILIES, full_plan, make_model, sizes
 
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
@@ -224,3 +225,31 @@ def test_a_pickle_is_never_opened(folder: Path) -> None:
     hold anything."""
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     assert torch.isfinite(logits(folder)).all()
+
+
+def test_what_was_read_of_a_mapped_file_is_let_go_and_read_again(
+    folder: Path,
+) -> None:
+    """Memory of the file falls by the tensor that was copied; a tensor that is no copy
+    stays, and a second reading is the first."""
+
+    def resident() -> int:
+        """Bytes of mapped weight files in memory, in kB as the kernel counts."""
+        total, ours = 0, False
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if "-" in line.split(" ")[0]:
+                ours = str(folder) in line
+            elif ours and line.startswith("Rss:"):
+                total += int(line.split()[1])
+        return total
+
+    rewrite(folder, lambda tensors: tensors.update({Q: torch.randn(64, 64)}))
+    checkpoint = Checkpoint(folder)
+    stored = checkpoint._read(Q)
+    copy = stored.double()
+    before = resident()
+    forget(stored, stored.view(-1))
+    assert resident() == before
+    forget(stored, copy)
+    assert resident() < before
+    assert torch.equal(stored.double(), copy)

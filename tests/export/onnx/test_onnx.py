@@ -385,4 +385,4 @@ def test_foreign_weights_are_refused(tmp_path: Path) -> None:
         {name: weight for name, weight in weights.items() if name != "norm.weight"},
     ):
         with pytest.raises(KvlatheError):
-            export_onnx(checkpoint.spec, plan, spoiled.items(), tmp_path / "engine")
+            export_onnx(checkpoint.spec, plan, spoiled, tmp_path / "engine")

@@ -22,7 +22,7 @@ from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
-from kvlathe.export.onnx.model import wiring
+from kvlathe.export.model.weights_file import wiring
 from kvlathe.layers.wiring import Wiring
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.formats import Tier
@@ -102,7 +102,9 @@ def test_an_engine_folder_holds_what_the_decoder_needs(tmp_path: Path) -> None:
         and manifest.compute_dtype == "float16"
         and "sm_90" in manifest.architectures
     )
-    assert not (folder / "model.onnx").exists() and "model.onnx" in manifest.made_from
+    assert not (folder / "model.onnx").exists()
+    weights = manifests.WEIGHTS_FILE
+    assert manifest.made_from[weights] == manifest.files[weights]
     facts, tensors = read_decoder(folder, manifests.DECODER_FILE, "cpu")
     checkpoint = Checkpoint(MODEL)
     spec, plan = (
