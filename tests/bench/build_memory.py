@@ -1,7 +1,10 @@
-"""Peak memory of building a synthetic checkpoint of 1 B parameters (bf16, random
-weights): at most its size + 2 GB.
+"""Seconds and memory of a build, phase by phase. Of a synthetic checkpoint of 1 B
+parameters (bf16, random weights) peak memory may be its size + 2 GB; of a given one
+there is no bound.
 
     python tests/bench/build_memory.py [--folder DIR] [--compression fdc]
+    python tests/bench/build_memory.py --model out/8b --compression fdc+hack:bits=8 \\
+        --backend cuda --dtype float16 --gpu-memory 12
 
 The build runs in a child process; its resident set, and that of the processes it
 starts, is sampled every 20 ms. Mapped files count as far as they are resident, so the
@@ -19,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +53,20 @@ CONFIG: dict[str, Any] = {
 }
 
 BUILD = """
-import json, os, sys
+import dataclasses, json, sys
 from pathlib import Path
+from kvlathe.base import console
 from kvlathe.engines.build import BuildRequest, build
-fields = json.loads(sys.argv[1])
-build(BuildRequest(**{**fields, "model": Path(fields["model"]), "output_dir": Path(fields["output_dir"])}))
+from kvlathe.engines.phases import recorded
+console.setup("info")
+fields, gigabytes, result = json.loads(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3])
+if gigabytes:
+    import torch
+    whole = torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(gigabytes * 1e9 / whole)
+with recorded() as phases:
+    build(BuildRequest(**fields))
+result.write_text(json.dumps([dataclasses.asdict(phase) for phase in phases]))
 """
 
 
@@ -95,12 +108,12 @@ def tensors() -> Iterator[tuple[str, dict[str, tuple[int, ...]]]]:
         )
 
 
-def write_checkpoint(folder: Path) -> int:
-    """Write the synthetic checkpoint; returns the bytes of its weights."""
+def write_checkpoint(folder: Path) -> None:
+    """Write the synthetic checkpoint."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG))
     tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
-    weight_map, size = {}, 0
+    weight_map = {}
     for shard, shapes in tensors():
         file = f"{shard}.safetensors"
         save_file(
@@ -109,11 +122,9 @@ def write_checkpoint(folder: Path) -> int:
             {"format": "pt"},
         )
         weight_map |= dict.fromkeys(shapes, file)
-        size += (folder / file).stat().st_size
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"metadata": {}, "weight_map": weight_map})
     )
-    return size
 
 
 def random_weight(shape: tuple[int, ...]) -> torch.Tensor:
@@ -145,67 +156,97 @@ class PeakWatch(threading.Thread):
             time.sleep(0.02)
 
 
-def measure(model: Path, output: Path, options: dict[str, object]) -> tuple[int, float]:
-    """(peak resident bytes, seconds) of one build in a child process."""
-    request = {
-        "model": str(model),
-        "output_dir": str(output),
-        "use_cache": False,
-        **options,
-    }
+@dataclass(frozen=True)
+class Measured:
+    """One build: ``peak`` resident bytes, ``seconds`` of its process, and its phases."""
+
+    peak: int
+    seconds: float
+    phases: list[dict[str, Any]]
+
+
+def measure(options: dict[str, object], gpu_gigabytes: float, work: Path) -> Measured:
+    """One build in a child process. ``gpu_gigabytes``: what torch may take of the GPU (0:
+    all)."""
+    request = json.dumps({"use_cache": False, **options})
+    result = work / "phases.json"
+    words = [sys.executable, "-c", BUILD, request, str(gpu_gigabytes), str(result)]
     started = time.monotonic()
-    child = subprocess.Popen([sys.executable, "-c", BUILD, json.dumps(request)])
+    child = subprocess.Popen(words)
     watch = PeakWatch(child.pid)
     watch.start()
     if child.wait() != 0:
         sys.exit("the build failed")
-    return watch.peak, time.monotonic() - started
+    seconds = time.monotonic() - started
+    return Measured(watch.peak, seconds, json.loads(result.read_text()))
+
+
+def show(measured: Measured, sizes: dict[str, int]) -> None:
+    rows = []
+    for phase in measured.phases:
+        on_gpu = phase["gpu_bytes"] and human_bytes(phase["gpu_bytes"])
+        host = human_bytes(phase["host_bytes"])
+        rows.append((phase["name"], round(phase["seconds"], 1), host, on_gpu or None))
+    columns = ("phase", "seconds", "most memory so far", "of the GPU")
+    print_table("Phases", columns, rows)
+    counted = [(name, human_bytes(size)) for name, size in sizes.items()]
+    print_table(f"The build, {measured.seconds:.1f} s", ("", "bytes"), counted)
+
+
+def options_of(arguments: argparse.Namespace) -> dict[str, object]:
+    """The request's fields, but for its folders."""
+    options: dict[str, object] = {
+        "compression": arguments.compression,
+        "backend": arguments.backend,
+        "dtype": arguments.dtype,
+        "device": arguments.device,
+    }
+    ratio = arguments.compression_ratio
+    if ratio is None and arguments.model is None:
+        ratio = 0.25
+    if arguments.compression != "none":
+        options["compression_ratio"] = ratio
+    return options
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--folder", type=Path, default=None, help="where to work (needs about 7 GB)"
-    )
+    parser.add_argument("--folder", type=Path, help="where to work (needs about 7 GB)")
+    parser.add_argument("--model", type=Path, help="a checkpoint, not a synthetic one")
     parser.add_argument("--compression", default="fdc")
-    parser.add_argument("--compression-ratio", type=float, default=0.25)
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--compression-ratio", type=float)
+    parser.add_argument("--backend", default="onnxruntime")
+    parser.add_argument("--dtype")
+    parser.add_argument("--device")
+    parser.add_argument("--gpu-memory", type=float, default=0.0, metavar="GB")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as work:
-        size = write_checkpoint(Path(work) / "model")
-        options: dict[str, object] = {
-            "compression": arguments.compression,
-            "dtype": arguments.dtype,
-        }
-        if arguments.compression != "none":
-            options["compression_ratio"] = arguments.compression_ratio
-        peak, seconds = measure(Path(work) / "model", Path(work) / "engine", options)
-        engine = sum(path.stat().st_size for path in (Path(work) / "engine").iterdir())
-    rows = [
-        ("checkpoint", size),
-        ("engine", engine),
-        ("peak resident", peak),
-        ("allowed", size + ALLOWANCE),
-    ]
-    print_table(
-        f"Building 1 B parameters, {seconds:.0f} s",
-        ("", "bytes"),
-        [(n, human_bytes(b)) for n, b in rows],
-    )
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        work = Path(folder)
+        model = arguments.model or work / "model"
+        if arguments.model is None:
+            write_checkpoint(model)
+        size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+        folders = {"model": str(model), "output_dir": str(work / "engine")}
+        options = options_of(arguments) | folders
+        measured = measure(options, arguments.gpu_memory, work)
+        engine = sum(path.stat().st_size for path in (work / "engine").iterdir())
+    allowed = size + ALLOWANCE
+    sizes = {"checkpoint": size, "engine": engine, "peak resident": measured.peak}
+    show(measured, sizes | {"allowed": allowed})
+    ok = measured.peak <= allowed
     result = {
         "bench": "build_memory",
         "checkpoint_bytes": size,
         "engine_bytes": engine,
-        "peak_bytes": peak,
+        "peak_bytes": measured.peak,
+        "seconds": round(measured.seconds, 1),
+        "phases": measured.phases,
+        "ok": ok,
     }
-    print(
-        json.dumps(
-            result | {"seconds": round(seconds, 1), "ok": peak <= size + ALLOWANCE}
-        )
-    )
-    sys.exit(peak > size + ALLOWANCE)
+    print(json.dumps(result))
+    sys.exit(arguments.model is None and not ok)
 
 
 if __name__ == "__main__":
