@@ -11,6 +11,7 @@ import torch
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.formats import Tier
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import LEAST_CHUNK, CudaLibrary
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
@@ -33,13 +34,18 @@ def halves(x: Array) -> Array:
     return x.astype(np.float16).astype(np.float64)
 
 
+def unknown_to_cuda(tier: Tier) -> bool:
+    """Whether the CUDA kernels have no pages of a tier's formats."""
+    return any(form.bits == 3 or form.has_fixed_levels for form in tier.formats)
+
+
 class Step16:
     """The inputs of one case in halves, and its laws. Inputs are rounded first, so that
     both sides see the same."""
 
     @staticmethod
     def takes(plan: CompressionPlan) -> bool:
-        if plan.windowed:
+        if plan.windowed or any(map(unknown_to_cuda, plan.tiers)):
             return False
         hot = all(
             plan.tiers[b.tier].bits_k == 16 for b in plan.buckets if b.source is None
