@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.formats import Tier
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import LEAST_CHUNK, CudaLibrary
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
