@@ -15,11 +15,28 @@ from kvlathe.plan.plan import CompressionPlan
 
 
 @dataclass(frozen=True, slots=True)
+class StepSizes:
+    """What a request for an engine gets where it says nothing: sequences of a step,
+    tokens of a prompt that pass at once, and tokens of a step (None: one chunk beside
+    a token of every sequence)."""
+
+    batch: int
+    chunk: int
+    tokens: int | None = None
+
+
+ON_A_CPU = StepSizes(8, 512)
+ON_A_GPU = StepSizes(256, 2048, 8192)
+"""A GPU that computes fewer prompt tokens at once waits for its memory: an H200 takes
+19,000 a second of an 8B model in steps of 512, and 36,000 in steps of 8,192."""
+
+
+@dataclass(frozen=True, slots=True)
 class BackendInfo:
     """``dtypes``: what it computes in, the default first. ``ranks_tokens``: whether it says
     what attends a token. ``windows``: whether a query may see a window of the tokens.
     ``paired``: as in CacheSettings. ``graph``: whether it is built from the ONNX graph;
-    otherwise from the weights and decoder.json.
+    otherwise from the weights and decoder.json. ``sizes``: of its steps, by default.
     """
 
     module: str
@@ -28,6 +45,7 @@ class BackendInfo:
     windows: bool = False
     paired: bool = False
     graph: bool = True
+    sizes: StepSizes = ON_A_CPU
 
 
 BACKENDS: Mapping[str, BackendInfo] = {
@@ -44,7 +62,11 @@ BACKENDS: Mapping[str, BackendInfo] = {
         "kvlathe.engines.targets.tensorrt", ("float16",), paired=True
     ),
     "cuda": BackendInfo(
-        "kvlathe.engines.targets.cuda", ("float16",), paired=True, graph=False
+        "kvlathe.engines.targets.cuda",
+        ("float16",),
+        paired=True,
+        graph=False,
+        sizes=ON_A_GPU,
     ),
 }
 

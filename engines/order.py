@@ -62,6 +62,7 @@ class Order:
         for field in dataclasses.fields(self.request):
             if field.name not in NOT_IN_KEY:
                 facts[field.name] = _content(getattr(self.request, field.name))
+        facts["sizes"] = (self.request.batch, self.request.chunk)
         facts["model"] = _digests(self.request.model)
         facts["versions"] = self.versions
         facts["architectures"] = self.built.architectures

@@ -237,7 +237,7 @@ def _cache_settings(request: BuildRequest) -> CacheSettings:
     return CacheSettings(
         request.hot_bits,
         request.tokens_per_block,
-        request.prefill_chunk,
+        request.chunk,
         request.seed,
         BACKENDS[request.backend].paired,
         BACKENDS[request.backend].windows,

@@ -104,12 +104,12 @@ class BuildRequest:
     backend: str = "onnxruntime"
     dtype: str | None = None
     kv_bits: Literal[16, 32] | None = None
-    max_batch_size: int = 8
+    max_batch_size: int | None = None
     max_input_len: int | None = None
     max_seq_len: int | None = None
     max_num_tokens: int | None = None
     tokens_per_block: int = 64
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
     workers: int | None = None
     device: Literal["auto", "cpu", "cuda"] | None = None
     overwrite: bool = False
@@ -132,13 +132,32 @@ class BuildRequest:
         computes in: docs/methods.md has what that costs."""
         return self.kv_bits or 16
 
+    @property
+    def batch(self) -> int:
+        """Sequences in one step."""
+        if self.max_batch_size is not None:
+            return self.max_batch_size
+        return self._within_a_step(BACKENDS[self.backend].sizes.batch)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a prompt that pass at once: whole pages."""
+        if self.prefill_chunk is not None:
+            return self.prefill_chunk
+        most = self._within_a_step(BACKENDS[self.backend].sizes.chunk)
+        page = self.tokens_per_block
+        return max(page, most // page * page)
+
+    def _within_a_step(self, size: int) -> int:
+        return min(size, self.max_num_tokens or size)
+
     def limits(self, max_seq_len: int) -> Limits:
-        """The profile up to ``max_seq_len``. By default a step holds one chunk beside
-        every sequence's token."""
+        """The profile up to ``max_seq_len``."""
+        least = self.chunk + self.batch
+        by_default = BACKENDS[self.backend].sizes.tokens or least
         limits = Limits(
-            max_batch_size=self.max_batch_size,
-            max_num_tokens=self.max_num_tokens
-            or self.prefill_chunk + self.max_batch_size,
+            max_batch_size=self.batch,
+            max_num_tokens=self.max_num_tokens or max(by_default, least),
             max_input_len=self.max_input_len or max_seq_len,
             max_seq_len=max_seq_len,
         )
@@ -172,8 +191,8 @@ def check(request: BuildRequest) -> None:
     _check_types(request)
     _check_choices(request)
     _check_target(request)
-    _check_sizes(request)
     backend(request.backend)
+    _check_sizes(request)
     dtypes = BACKENDS[request.backend].dtypes
     if request.compute_dtype not in dtypes:
         raise _refused(
@@ -298,17 +317,19 @@ def _check_sizes(request: BuildRequest) -> None:
             f"pages are multiples of {RANK_MULTIPLE} tokens",
             "give 64 or 128",
         )
-    if request.prefill_chunk % request.tokens_per_block:
+    if request.chunk % request.tokens_per_block:
         page = request.tokens_per_block
         raise _refused(
-            f"--prefill_chunk {request.prefill_chunk}",
+            f"--prefill_chunk {request.chunk}",
             f"chunks are whole pages of {page} tokens",
             "give a multiple",
         )
-    if request.max_num_tokens is not None and request.max_num_tokens < max(
-        request.prefill_chunk, request.max_batch_size
-    ):
-        need = f"a step must hold one chunk ({request.prefill_chunk} tokens) and one token of every sequence"
+    least = max(request.chunk, request.batch)
+    if request.max_num_tokens is not None and request.max_num_tokens < least:
+        need = (
+            f"a step must hold one chunk ({request.chunk} tokens) and one token of "
+            f"every sequence ({request.batch})"
+        )
         raise _refused(
             f"--max_num_tokens {request.max_num_tokens}",
             need,

@@ -95,12 +95,15 @@ class LLM(ClosesAtExit):
         share_prefixes: bool | None = False,
         device: str | None = None,
         max_batch_size: int | None = None,
+        gpu_memory_utilization: float = sessions.GPU_MEMORY_UTILIZATION,
     ) -> LLM:
         """Load an engine folder.
 
         ``cache_bytes``: size of the KV cache; by default max_batch_size sequences of
-        max_seq_len tokens, at most half of the machine's memory. Memory is taken as it
-        is used. ``threads``: of the processor; by default one a core. ``verify``: check
+        max_seq_len tokens, at most half of the machine's memory, or what
+        ``gpu_memory_utilization`` (a share of the GPU's memory) leaves beside the
+        weights. Memory of the host is taken as it is used. ``threads``: of the
+        processor; by default one a core. ``verify``: check
         that the files are those that were built, else only their sizes.
         ``share_prefixes``: requests that have ended leave their pages to later ones
         that begin alike, until room is needed; None: where the plan allows it.
@@ -120,7 +123,9 @@ class LLM(ClosesAtExit):
         log.info("loading %s", folder)
         runner = sessions.runner(manifest, folder, device)
         kind = runner.session(manifest)
-        size = cache_bytes or sessions.cache_bytes(manifest, CacheLayout(plan), runner)
+        size = cache_bytes or sessions.cache_bytes(
+            manifest, CacheLayout(plan), runner, _share(gpu_memory_utilization)
+        )
         session = kind(folder, plan, limits, size, threads)
         tokenizer = Tokenizer(folder)
         llm = cls(session, plan, limits, tokenizer, size, share_prefixes)
@@ -296,6 +301,16 @@ def _check_counts(**counts: int | None) -> None:
                 "it must be a whole number, 1 or more",
                 "change it",
             )
+
+
+def _share(value: float) -> float:
+    if is_number(value) and 0 < value <= 1:
+        return float(value)
+    raise KvlatheError(
+        f"gpu_memory_utilization is {value!r:.60}",
+        "it is the share of a GPU's memory that may be used",
+        "give a number above 0, 1 at most",
+    )
 
 
 def _lowered(limits: Limits, max_batch_size: int | None) -> Limits:

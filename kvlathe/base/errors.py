@@ -23,3 +23,7 @@ class KvlatheError(Exception):
         if remedy:
             sentences.append(remedy[0].upper() + remedy[1:].rstrip("."))
         super().__init__(". ".join(sentences) + ".")
+
+
+class DeviceLost(KvlatheError):
+    """What an engine runs on computes nothing any more. No request can be answered."""

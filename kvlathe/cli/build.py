@@ -114,9 +114,7 @@ LIMITS = (
     click.option(
         "--max-batch-size",
         type=click.IntRange(1),
-        default=8,
-        show_default=True,
-        help="Sequences in one step.",
+        help="Sequences in one step. [default: 8; 256 for cuda]",
     ),
     click.option(
         "--max-input-len",
@@ -131,7 +129,8 @@ LIMITS = (
     click.option(
         "--max-num-tokens",
         type=click.IntRange(1),
-        help="Tokens of one packed step.",
+        help="Tokens of one packed step. [default: a chunk and a token of every sequence; "
+        "8192 for cuda]",
     ),
     click.option(
         "--tokens-per-block",
@@ -143,9 +142,7 @@ LIMITS = (
     click.option(
         "--prefill-chunk",
         type=click.IntRange(16),
-        default=512,
-        show_default=True,
-        help="Grid on which prompts are cut and pages seal.",
+        help="Grid on which prompts are cut and pages seal. [default: 512; 2048 for cuda]",
     ),
 )
 """What the engine may be asked."""

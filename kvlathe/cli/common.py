@@ -72,7 +72,8 @@ CACHE_SIZE = click.option(
     "--cache-size",
     "cache_bytes",
     type=Size(),
-    help="Memory of the KV cache. [default: a full batch, at most half of the machine's]",
+    help="Memory of the KV cache. [default: a full batch, at most half of the machine's "
+    "or what a GPU has left]",
 )
 
 

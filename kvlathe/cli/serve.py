@@ -114,6 +114,13 @@ def check_keys(keys: tuple[str, ...]) -> None:
 )
 @CACHE_SIZE
 @click.option(
+    "--gpu-memory-utilization",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.9,
+    show_default=True,
+    help="Share of a GPU's memory to use, where --cache-size does not say the cache's.",
+)
+@click.option(
     "--max-batch-size",
     type=click.IntRange(1),
     help="Sequences that run at once. [default: the most that the engine takes]",

@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from kvlathe.base.errors import KvlatheError
+from kvlathe.base.errors import DeviceLost, KvlatheError
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.requests.request import Delta
 from kvlathe.runtime.text.sampling_params import SamplingParams
@@ -264,7 +264,13 @@ def failed(delta: Delta) -> ApiError | None:
     """The error that a delta is, if it is one."""
     if delta.finish_reason == "error":
         log.error("a request failed", exc_info=delta.error)
-        said = f"the engine failed while it computed this request ({type(delta.error).__name__}); others go on"
+        kind = type(delta.error).__name__
+        then = (
+            "the server stops"
+            if isinstance(delta.error, DeviceLost)
+            else "others go on"
+        )
+        said = f"the engine failed while it computed this request ({kind}); {then}"
         return ApiError(500, said, code="engine_error")
     if delta.finish_reason == "timeout":
         said = "deadline_seconds: the answer was not ready in time"

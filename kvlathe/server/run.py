@@ -21,6 +21,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.folder import sigterm_interrupts
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.sessions.registry import GPU_MEMORY_UTILIZATION
 from kvlathe.server.app import create_app
 from kvlathe.server.connection import Connection
 from kvlathe.server.gate import BODY_SECONDS
@@ -52,6 +53,7 @@ class Settings:
     origins: tuple[str, ...] = ()  # whose web pages may call it
     body_seconds: float = BODY_SECONDS
     max_batch_size: int | None = None  # None: the engine's
+    gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
 
 
 class Server(uvicorn.Server):
@@ -64,6 +66,11 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.engine, self.drain_seconds = engine, drain_seconds
         self._until: float | None = None
+
+    @property
+    def fault(self) -> BaseException | None:
+        """What ended the engine, where nobody asked for it."""
+        return self.engine.llm.thread.fault
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._until is None:
@@ -78,6 +85,8 @@ class Server(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second."""
+        if self.fault:  # those who wait are told so already
+            self.should_exit = True
         if self._until is not None:
             self.engine.drain()
             if not self.engine.open or time.monotonic() > self._until:
@@ -140,7 +149,7 @@ def http_config(app: FastAPI, close_seconds: int) -> uvicorn.Config:
 
 def serve(folder: Path, settings: Settings) -> None:
     """Load the engine and serve it until SIGTERM or SIGINT. Raises KvlatheError for
-    what cannot be loaded or bound."""
+    what cannot be loaded or bound, and where the engine fails for good."""
     with listen(settings.host, settings.port) as bound:
         with sigterm_interrupts():  # nobody waits for an answer yet
             llm = load(folder, settings)
@@ -174,7 +183,12 @@ def _serve(llm: LLM, settings: Settings, folder: str, bound: socket.socket) -> N
         address = f"http://{settings.host}:{bound.getsockname()[1]}"
         log.info("serving %s on %s (API: %s/docs)", name, address, address)
         config = http_config(app, close_seconds=5)
-        asyncio.run(Server(config, engine, settings.drain_seconds).serve([bound]))
+        server = Server(config, engine, settings.drain_seconds)
+        asyncio.run(server.serve([bound]))
+    if server.fault:
+        raise KvlatheError(
+            "the server has stopped", str(server.fault), "start it again"
+        ) from server.fault
 
 
 def load(folder: Path, settings: Settings) -> LLM:
@@ -185,6 +199,7 @@ def load(folder: Path, settings: Settings) -> LLM:
         share_prefixes=settings.share_prefixes,
         device=settings.device,
         max_batch_size=settings.max_batch_size,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
     )
     if settings.chat_template:
         llm.tokenizer.chat_template = read_template(settings.chat_template)

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Protocol, TypeVar
 
-from kvlathe.base.errors import KvlatheError
+from kvlathe.base.errors import DeviceLost, KvlatheError
 from kvlathe.runtime.requests.request import OnDelta, Request
 from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.sequence import Sequence
@@ -94,6 +94,11 @@ class EngineThread:
     def alive(self) -> bool:
         """Whether it takes requests."""
         return not self._closed
+
+    @property
+    def fault(self) -> BaseException | None:
+        """What ended the thread, where it was not asked to end."""
+        return self._fault
 
     def submit(
         self, sequences: Items[Sequence], on_delta: OnDelta | None = None
@@ -214,6 +219,8 @@ class EngineThread:
     def _step(self) -> None:
         try:
             changed = self._engine.step()
+        except DeviceLost:
+            raise
         # The scheduler failed, not a session's step: no running sequence can be trusted.
         except Exception as error:
             log.exception("a step could not be scheduled")

@@ -16,30 +16,32 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from kvlathe.base.errors import KvlatheError
+from kvlathe.base.errors import DeviceLost, KvlatheError
 from kvlathe.runtime.cache.page_table import PageMoves
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.cache.token_ranking import TokenRanking
+from kvlathe.runtime.scheduling.choosing import (
+    NO_TOKEN,
+    Choice,
+    Flight,
+    Rows,
+    chosen,
+    on_host,
+)
 from kvlathe.runtime.scheduling.packing import pack
 from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
 from kvlathe.runtime.sessions.protocols import (
     FullPage,
-    Sampling,
+    OnDevice,
     Session,
     StepPlan,
     TokenSampler,
 )
-from kvlathe.runtime.text.sampler import Sampled, TokenLogprob, rows_of, sample
+from kvlathe.runtime.text.sampler import TokenLogprob, rows_of
 
-Rows = npt.NDArray[np.float32]
 T = TypeVar("T")
-Choice = tuple[int | KvlatheError | None, TokenLogprob | None]
-"""A sequence's next token, or why it has none, and its log-probability if reported."""
-NO_TOKEN: Choice = (None, None)
-"""Of a sequence that does not grow in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,22 +52,6 @@ class Computed:
     logits: Rows
     token: int | KvlatheError | None = None
     logprob: TokenLogprob | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A step whose tokens are not known yet: ``sequences`` [R] get one each."""
-
-    sequences: Items[Sequence]
-    sampling: Sampling
-    tokens: int
-    chunks: int
-    started: float
-
-    @property
-    def rows(self) -> dict[Sequence, int]:
-        """The row of logits from which each sequence's token is chosen."""
-        return {sequence: row for row, sequence in enumerate(self.sequences)}
 
 
 class Engine:
@@ -139,7 +125,8 @@ class Engine:
         rows = rows_of([sequence.request for sequence in grown])
         try:
             sampling = self._transact(chunks, lambda step: sampler.sample(step, rows))
-        except Exception:  # it is tried again in parts, which say why
+        except Exception as error:  # it is tried again in parts, which say why
+            self._check_device(error)
             return None
         for sequence in grown:
             if not sequence.answered and not sequence.pending:
@@ -158,12 +145,13 @@ class Engine:
         try:
             sampled = flight.sampling.result()
         except Exception as error:  # the GPU's own
+            self._check_device(error)
             for sequence in flight.sequences:
                 sequence.pending -= 1
             going_on = [s for s in flight.sequences if not s.finish_reason]
             return [self.fail(sequence, error) for sequence in going_on]
         changed: list[Sequence] = []
-        choices = _chosen(flight.sequences, sampled)
+        choices = chosen(flight.sequences, sampled)
         for sequence, choice in zip(flight.sequences, choices, strict=True):
             sequence.pending -= 1
             if not sequence.finish_reason:
@@ -175,6 +163,16 @@ class Engine:
         self.scheduler.costs.ran(flight.tokens, flight.chunks, seconds)
         return changed
 
+    def _check_device(self, error: Exception) -> None:
+        """Raises DeviceLost where a step failed because nothing can run any more."""
+        reason = self.session.lost() if isinstance(self.session, OnDevice) else ""
+        if reason:
+            fact, remedy = (
+                "the GPU is lost",
+                "look at its driver's log, and start again",
+            )
+            raise DeviceLost(fact, reason, remedy) from error
+
     def _fork(self) -> list[Sequence]:
         """Start the sequences whose prompt another one has just computed, each with a
         token of its own."""
@@ -183,10 +181,10 @@ class Engine:
         choices: dict[Sequence, Choice] = {}
         if growing:
             logits = np.stack([_logits_of_prompt(sequence) for sequence in growing])
-            sampled = _on_host(growing, logits)
+            sampled = on_host(growing, logits)
             for sequence in growing:
                 sequence.sampler.drawn += 1
-            choices = dict(zip(growing, _chosen(growing, sampled), strict=True))
+            choices = dict(zip(growing, chosen(growing, sampled), strict=True))
         for sequence in forked:
             self._grow(sequence, *choices.get(sequence, NO_TOKEN))
         return forked
@@ -223,6 +221,7 @@ class Engine:
         try:
             computed = self._compute(chunks)
         except Exception as error:  # a session may raise anything
+            self._check_device(error)
             if len(chunks) == 1:
                 yield chunks[0], error
                 return
@@ -244,10 +243,10 @@ class Engine:
         if len(growing) < len(every):  # else each row is some sequence's last
             ends = np.cumsum([len(chunk.wanted) for chunk in chunks])
             last = every[ends[growing] - 1]
-        sampled = _on_host(sequences, last)
+        sampled = on_host(sequences, last)
         for sequence in sequences:
             sequence.sampler.drawn += 1
-        choices = dict(zip(growing, _chosen(sequences, sampled), strict=True))
+        choices = dict(zip(growing, chosen(sequences, sampled), strict=True))
         return [
             Computed(of_chunk, *choices.get(i, NO_TOKEN))
             for i, of_chunk in enumerate(logits)
@@ -372,24 +371,3 @@ def _logits_of_prompt(sequence: Sequence) -> Rows:
     shared = sequence.shared_prompt
     assert shared and shared.logits is not None
     return shared.logits
-
-
-def _on_host(sequences: Items[Sequence], logits: Rows) -> Sampled:
-    """The next token of each sequence from its row of ``logits`` [n, vocab]."""
-    return sample(logits, rows_of([sequence.request for sequence in sequences]))
-
-
-def _chosen(sequences: Items[Sequence], sampled: Sampled) -> list[Choice]:
-    """Each sequence's token, or why it has none, and its log-probability where it is
-    reported."""
-    choices: list[Choice] = []
-    for row, sequence in enumerate(sequences):
-        top = sequence.params.logprobs
-        try:
-            token = sampled.token(row)
-        except KvlatheError as error:
-            choices.append((error, None))
-            continue
-        logprob = None if top is None else sampled.logprob(row, top)
-        choices.append((token, logprob))
-    return choices

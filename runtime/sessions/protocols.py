@@ -184,6 +184,15 @@ class TokenSampler(Protocol):
         ...
 
 
+@runtime_checkable
+class OnDevice(Protocol):
+    """Runs on something that can be lost while the process lives."""
+
+    def lost(self) -> str:
+        """Why it computes nothing any more; empty while it does. Waits for it."""
+        ...
+
+
 class Session(StepRunner, PageMover, PageQuantizer, Protocol):
     """What every engine needs of its session."""
 

@@ -53,13 +53,13 @@ class Runner:
 
     ``session``: what loads the engine; raises KvlatheError where nothing does.
     ``room``: the most bytes of cache that there is memory for, given an engine that is
-    not loaded yet. ``attention``: what runs kvlathe::Attend, in words.
+    not loaded yet and the share of a GPU's memory that may be used. ``attention``: what runs kvlathe::Attend, in words.
     ``prompt_tokens``: prompt tokens beside running answers in one step, by default.
     """
 
     device: str
     session: Callable[[Manifest], SessionFactory]
-    room: Callable[[Manifest], int]
+    room: Callable[[Manifest, float], int]
     attention: Callable[[Manifest], str]
     prompt_tokens: int
 
@@ -77,7 +77,7 @@ def _host_session(manifest: Manifest) -> SessionFactory:
     return native_session.session_class(manifest)
 
 
-def _host_room(manifest: Manifest) -> int:
+def _host_room(manifest: Manifest, share: float) -> int:
     return machine.memory_bytes() // 2
 
 
@@ -105,10 +105,10 @@ def _torch_session(manifest: Manifest) -> SessionFactory:
     return open_session
 
 
-def _torch_room(manifest: Manifest) -> int:
-    from kvlathe.runtime.sessions.torch_cuda.device import free_bytes
+def _torch_room(manifest: Manifest, share: float) -> int:
+    from kvlathe.runtime.sessions.torch_cuda.device import memory_bytes
 
-    return max(0, free_bytes() - manifest.size) * 8 // 10
+    return _left(*memory_bytes(), manifest.size, share)
 
 
 def _torch_attention(manifest: Manifest) -> str:
@@ -174,9 +174,16 @@ def _trt_attention(manifest: Manifest) -> str:
     return _kernels(_trt_obstacle(manifest), words)
 
 
-def _gpu_room(manifest: Manifest) -> int:
-    free = gpu.free_bytes() - 2 * manifest.size
-    return max(0, free) * 8 // 10
+def _gpu_room(manifest: Manifest, share: float) -> int:
+    """Weights are there twice while they are loaded."""
+    return _left(*gpu.memory_bytes(), 2 * manifest.size, share)
+
+
+def _left(free: int, total: int, weights: int, share: float) -> int:
+    """Of a GPU's bytes, when ``share`` of all is in use and the weights are there. The
+    rest is for what steps compute, CUDA graphs and other processes to come."""
+    kept = int(total * (1 - share))
+    return max(0, free - kept - weights)
 
 
 # -- what is here ----------------------------------------------------------------------
@@ -214,6 +221,9 @@ def _kernels(obstacle: str, words: str) -> str:
         return f"it will NOT run here: {obstacle}"
     return f"{words} ({here.native.path})"
 
+
+GPU_MEMORY_UTILIZATION = 0.9
+"""Share of a GPU's memory that is taken, unless asked otherwise."""
 
 PROMPT_TOKENS = {"cpu": 512, "cuda": 8192}
 """A step takes about as long as its prompt tokens: half a second for 512 on two cores,
@@ -279,12 +289,20 @@ def attention(manifest: Manifest, device: str | None = None) -> str:
     return runner(manifest, device=device).attention(manifest)
 
 
-def cache_bytes(manifest: Manifest, layout: CacheLayout, chosen: Runner) -> int:
+def cache_bytes(
+    manifest: Manifest,
+    layout: CacheLayout,
+    chosen: Runner,
+    share: float = GPU_MEMORY_UTILIZATION,
+) -> int:
     """Room for a full batch of the longest sequences, two of them in the moment that
-    their prompts need most; at most what the memory there allows."""
+    their prompts need most; at most what the memory there allows.
+
+    ``share``: of a GPU's memory, that weights, cache and other processes take together.
+    """
     limits: Limits = manifest.limits
     longest = memory_table(layout, limits.max_seq_len, limits.max_batch_size)[-1]
     border = 2 * len(layout.page_stride) * max(layout.page_stride)
     full = longest["batch_steady"] + limits.max_batch_size * border
     full += 2 * (longest["peak"] - longest["steady"])
-    return min(full, chosen.room(manifest))
+    return min(full, chosen.room(manifest, share))

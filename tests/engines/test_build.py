@@ -392,7 +392,7 @@ def test_a_dry_run_counts_bytes_and_writes_nothing(
         ({"backend": []}, r"backend=list \[\] cannot be used: it is no text"),
         ({"max_batch_size": "8"}, "max_batch_size=str '8' cannot be used"),
         ({"max_seq_len": 8.0}, "it is no whole number"),
-        ({"prefill_chunk": None}, "prefill_chunk=NoneType"),
+        ({"tokens_per_block": None}, "tokens_per_block=NoneType"),
         ({"use_cache": 1}, "it is no truth value"),
         ({"max_batch_size": True}, "it is no whole number"),
         ({"model": Path("nowhere")}, "nowhere"),

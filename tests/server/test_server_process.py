@@ -125,6 +125,56 @@ def test_sigterm_under_load_refuses_the_new_and_finishes_the_old(
     assert server.wait(300) == 0
 
 
+LOST = """
+import sys
+from pathlib import Path
+from kvlathe.cli import main
+from kvlathe.runtime.llm import LLM
+
+load = LLM.load
+
+def losing(*given, **options):
+    llm = load(*given, **options)
+    run, steps = llm.session.run, iter(range(40))
+
+    def runs(step):
+        if next(steps, None) is None:
+            llm.session.lost = lambda: "it has fallen off the bus"
+            raise RuntimeError("an illegal access")
+        return run(step)
+
+    llm.session.run = runs
+    return llm
+
+LLM.load = losing
+sys.argv[1:] = ["serve", sys.argv[1], "--port", "0", "--threads", "1"]
+main.main()
+"""
+"""A server whose GPU is lost after 40 steps."""
+
+
+def test_a_lost_gpu_ends_the_server_once_everybody_is_told(folder: Path) -> None:
+    """A stream that runs and a request that waits get an error; then the process ends
+    with the reason and with 1."""
+    command = [sys.executable, "-c", LOST, str(folder)]
+    with subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as server:
+        assert server.stderr
+        lines = iter(server.stderr.readline, "")
+        found = map(re.compile(r"http://[\d.]+:\d+").search, lines)
+        url = next(match[0] for match in found if match)
+        body = {"model": "lathe-5m", "prompt": "def main():", "max_tokens": 400}
+        body |= {"ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as r:
+            events = list(r.iter_lines())
+        assert any('"error"' in line and "the server stops" in line for line in events)
+        assert server.wait(60) == 1
+        said = server.stderr.read()
+    assert "the GPU is lost: it has fallen off the bus" in said
+    assert "Traceback" not in said.rpartition("error:")[2]
+
+
 def test_a_port_in_use_is_refused_in_one_line_before_anything_is_loaded(
     tmp_path: Path,
 ) -> None:

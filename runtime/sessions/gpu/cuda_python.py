@@ -38,9 +38,10 @@ def _has_driver() -> bool:
     return True
 
 
-def free_bytes() -> int:
-    """Bytes of the GPU's memory that are free now."""
-    return int(import_module(MODULE).cudaMemGetInfo()[1])
+def memory_bytes() -> tuple[int, int]:
+    """Bytes of the GPU's memory that are free now, and all."""
+    _, free, total = import_module(MODULE).cudaMemGetInfo()
+    return int(free), int(total)
 
 
 def architecture() -> str:
@@ -91,7 +92,7 @@ class CudaPythonDevice:
         if int(status):
             raise KvlatheError(
                 f"{purpose} of {size:,} bytes does not fit",
-                f"{free_bytes():,} bytes of GPU memory are free",
+                f"{memory_bytes()[0]:,} bytes of GPU memory are free",
                 "ask for less cache",
             )
         return DeviceArray(CudaMemory(self, int(address)), 0, (size,), BYTE)

@@ -106,6 +106,14 @@ class DeviceSession(DevicePages):
         self._queue(inputs, len(step.query_offsets), form, logits, kind)
         return self._rows_of(logits, rows)
 
+    def lost(self) -> str:
+        """As OnDevice.lost. A GPU's fault stays: every later call tells of it."""
+        try:
+            self.device.wait()
+        except Exception as fault:
+            return str(fault).partition("\n")[0]
+        return ""
+
     def complete(self, step: StepPlan, input_ids: DeviceArray) -> None:
         """Write the tokens of a step that the host does not know (``StepPlan.after``).
         Here it knows all of them."""

@@ -26,12 +26,11 @@ TYPES = {
 }
 
 
-def free_bytes() -> int:
-    """Bytes of GPU memory that are free now."""
+def memory_bytes() -> tuple[int, int]:
+    """Bytes of GPU memory that are free now, and all."""
     if not torch.cuda.is_available():
-        return 0
-    free, _ = torch.cuda.mem_get_info()
-    return free
+        return 0, 0
+    return torch.cuda.mem_get_info()
 
 
 class TorchMemory:
@@ -82,7 +81,7 @@ class TorchDevice:
         except torch.cuda.OutOfMemoryError as error:
             raise KvlatheError(
                 f"{purpose} of {size:,} bytes does not fit",
-                f"{free_bytes():,} bytes of GPU memory are free",
+                f"{memory_bytes()[0]:,} bytes of GPU memory are free",
                 "ask for less cache",
             ) from error
 

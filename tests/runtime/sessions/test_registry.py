@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
@@ -47,7 +49,7 @@ def default_bytes(plan: CompressionPlan, max_seq_len: int) -> int:
     """Of a cache where memory is no limit."""
     asked = manifest("float32")
     limits = dataclasses.replace(asked.limits, max_seq_len=max_seq_len)
-    runner = dataclasses.replace(registry.ON_CPU, room=lambda _: 1 << 50)
+    runner = dataclasses.replace(registry.ON_CPU, room=lambda *_: 1 << 50)
     asked = dataclasses.replace(asked, limits=limits)
     return registry.cache_bytes(asked, CacheLayout(plan), runner)
 
@@ -63,6 +65,24 @@ def beside_the_batch(plan: CompressionPlan, max_seq_len: int) -> int:
 def test_the_default_cache_holds_the_longest_sequence(kind: str) -> None:
     pool = PagePool(CacheLayout(PLANS[kind]), default_bytes(PLANS[kind], 1024))
     assert pool.has_room_for(1024)
+
+
+@given(
+    free=st.integers(0, 1 << 40),
+    used=st.integers(0, 1 << 40),
+    weights=st.integers(0, 1 << 38),
+    share=st.floats(0.01, 1),
+)
+def test_a_gpu_is_used_up_to_its_share(
+    free: int, used: int, weights: int, share: float
+) -> None:
+    """With weights and cache there, no more than the share is in use; all of it where
+    there was room for the weights."""
+    total = free + used
+    room = registry._left(free, total, weights, share)
+    taken = used + weights + room
+    assert room == 0 or abs(taken - share * total) <= 1
+    assert room > 0 or used + weights >= share * total - 1
 
 
 def test_prompts_that_are_ranked_in_slices_need_no_room_for_whole_ones() -> None:
