@@ -123,8 +123,9 @@ def _how_far(done: float, total: float | None, unit: str, seconds: float) -> str
     words = [f"{so_far} of {amount(total, unit)}"]
     if unit:
         words.append(rate(done / seconds, unit))
-    left = seconds * (total / done - 1)
-    words.append(f"{left:.0f} s left")
+    if done:
+        left = seconds * (total / done - 1)
+        words.append(f"{left:.0f} s left")
     return ", ".join(words)
 
 

@@ -52,19 +52,21 @@ def pieces_digest(path: Path) -> str:
         starts = range(0, size, PIECE)
 
         def piece(start: int) -> bytes:
-            return _piece(file.fileno(), start)
+            return _piece(file.fileno(), start, min(size, start + PIECE))
 
         with ThreadPoolExecutor(machine.cores()) as threads:
             pieces = b"".join(threads.map(piece, starts))
     return hashlib.sha256(pieces).hexdigest()
 
 
-def _piece(file: int, start: int) -> bytes:
+def _piece(file: int, start: int, end: int) -> bytes:
+    """Of bytes [start, end). A read may give fewer than were asked for."""
     digest = hashlib.sha256()
     block = memoryview(bytearray(BLOCK))
-    for offset in range(start, start + PIECE, BLOCK):
-        count = os.preadv(file, [block], offset)
+    while start < end:
+        count = os.preadv(file, [block[: end - start]], start)
+        if not count:
+            raise OSError("a file has become shorter while it was read")
         digest.update(block[:count])
-        if count < BLOCK:
-            break
+        start += count
     return digest.digest()

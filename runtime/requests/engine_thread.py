@@ -211,6 +211,8 @@ class EngineThread:
         with contextlib.suppress(queue.Empty):
             while True:
                 idle = not self._owners and not self._stopping
+                if idle:
+                    self._engine.rest()
                 self._commands.get(block=idle)()
 
     def _stop(self) -> None:
@@ -223,6 +225,7 @@ class EngineThread:
             raise
         # The scheduler failed, not a session's step: no running sequence can be trusted.
         except Exception as error:
+            self._engine.check_device(error)
             log.exception("a step could not be scheduled")
             changed = self._abandon(error)
         for sequence in changed:

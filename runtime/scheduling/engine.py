@@ -100,7 +100,8 @@ class Engine:
         # With all tokens known, one step at a time.
         going_on = [chunk for chunk in chunks if not chunk.sequence.finish_reason]
         again = [self.scheduler.again(chunk) for chunk in going_on]
-        return changed + self._run(again)
+        changed += self._run(again)
+        return list(dict.fromkeys(changed))  # some have got two tokens
 
     def _run(self, chunks: Items[Chunk]) -> list[Sequence]:
         """A step whose tokens are waited for."""
@@ -126,7 +127,7 @@ class Engine:
         try:
             sampling = self._transact(chunks, lambda step: sampler.sample(step, rows))
         except Exception as error:  # it is tried again in parts, which say why
-            self._check_device(error)
+            self.check_device(error)
             return None
         for sequence in grown:
             if not sequence.answered and not sequence.pending:
@@ -145,7 +146,7 @@ class Engine:
         try:
             sampled = flight.sampling.result()
         except Exception as error:  # the GPU's own
-            self._check_device(error)
+            self.check_device(error)
             for sequence in flight.sequences:
                 sequence.pending -= 1
             going_on = [s for s in flight.sequences if not s.finish_reason]
@@ -163,7 +164,11 @@ class Engine:
         self.scheduler.costs.ran(flight.tokens, flight.chunks, seconds)
         return changed
 
-    def _check_device(self, error: Exception) -> None:
+    def rest(self) -> None:
+        """Nobody waits for anything: wait for the step that was launched last."""
+        self._land()
+
+    def check_device(self, error: Exception) -> None:
         """Raises DeviceLost where a step failed because nothing can run any more."""
         reason = self.session.lost() if isinstance(self.session, OnDevice) else ""
         if reason:
@@ -221,7 +226,7 @@ class Engine:
         try:
             computed = self._compute(chunks)
         except Exception as error:  # a session may raise anything
-            self._check_device(error)
+            self.check_device(error)
             if len(chunks) == 1:
                 yield chunks[0], error
                 return
@@ -363,7 +368,9 @@ def _divided(rows: Rows, chunks: Items[Chunk]) -> list[Rows]:
 def _needs_logits(chunk: Chunk) -> bool:
     """Whether the host needs logits of a chunk: to report the prompt's, or for others
     that continue the same prompt."""
-    return chunk.sequence.reports_prompt or chunk.sequence.leads
+    sequence = chunk.sequence
+    in_prompt = sequence.cached < sequence.prompt_tokens
+    return in_prompt and (sequence.reports_prompt or sequence.leads)
 
 
 def _logits_of_prompt(sequence: Sequence) -> Rows:

@@ -35,6 +35,9 @@ from kvlathe.runtime.sessions.protocols import PageMover
 PROMPT_TOKENS = 512
 """Prompt tokens beside decodes in one step, unless asked otherwise."""
 
+REPORTED = 512
+"""Prompt tokens whose logits are reported, in one step: their rows cross to the host."""
+
 FIRST = (0,)
 """What wants logits in a chunk of one token."""
 
@@ -189,10 +192,16 @@ class Scheduler:
         rest waits."""
         limit = self.limits.max_num_tokens
         room = min(limit - len(chunks), self.prompt_tokens) if chunks else limit
+        reported = REPORTED
         for sequence in self.running:
             if sequence.decoding or sequence.follows or sequence.waits:
                 continue
             whole = sequence.next_tokens(limit)
+            if sequence.reports_prompt:
+                whole = min(whole, reported)
+                reported -= whole
+                if not whole:
+                    continue
             count = min(whole, room)
             if count < min(whole, self.pool.plan.page_tokens):
                 break  # not worth a step

@@ -305,4 +305,12 @@ def cache_bytes(
     border = 2 * len(layout.page_stride) * max(layout.page_stride)
     full = longest["batch_steady"] + limits.max_batch_size * border
     full += 2 * (longest["peak"] - longest["steady"])
-    return min(full, chosen.room(manifest, share))
+    room = chosen.room(manifest, share)
+    if room <= 0:
+        raise KvlatheError(
+            "there is no room for a cache",
+            f"beside {manifest.size:,} bytes of weights and what else is on the device, "
+            f"{share:.0%} of its memory leave nothing",
+            "free memory, raise --gpu-memory-utilization, or give --cache-size",
+        )
+    return min(full, room)

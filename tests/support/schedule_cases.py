@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections import Counter
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -102,9 +103,14 @@ def holds(pool: PagePool, tokens: int) -> bool:
 
 
 def sequence_for(
-    engine: Engine, prompt: list[int], new: int, salt: bytes = b""
+    engine: Engine,
+    prompt: list[int],
+    new: int,
+    salt: bytes = b"",
+    **asked: Any,  # noqa: ANN401
 ) -> Sequence:
-    plan, sampler = engine.pool.plan, Sampler(SamplingParams(max_new_tokens=new))
+    params = SamplingParams(max_new_tokens=new, **asked)
+    plan, sampler = engine.pool.plan, Sampler(params)
     prompt_stages = (
         PromptStages(plan, len(prompt), plan.prefill_chunk)
         if len(plan.passes(len(prompt))) > 1
@@ -257,9 +263,13 @@ def play(seed: int, kind: str) -> tuple[Engine, list[Sequence], Counter[str]]:
                 if random.random() < 0.4
                 else random.integers(34, 72)
             )
-            sequence = sequence_for(
-                engine, prompt[:96], new, random.choice([b"a", b"b"])
-            )
+            asked: dict[str, Any] = {}
+            if random.random() < 0.2:  # too small to change what is likeliest
+                asked["presence_penalty"] = 1e-3
+            if random.random() < 0.1 and not engine.pool.plan.stages:
+                asked["prompt_logprobs"] = 0
+            salt = random.choice([b"a", b"b"])
+            sequence = sequence_for(engine, prompt[:96], new, salt, **asked)
             if shared:
                 sequence.salt, sequence.shared_prompt = b"a", shared
                 shared.followers.add(sequence)
@@ -284,6 +294,7 @@ def play(seed: int, kind: str) -> tuple[Engine, list[Sequence], Counter[str]]:
         done = progress(everyone)
         gone = scheduler.preemptions
         changed = engine.step()
+        assert len(set(changed)) == len(changed), "somebody is told of twice"
         steps += 1
         assert all(s.finish_reason for s in everyone if s.deadline < before), (
             "a deadline was not kept"

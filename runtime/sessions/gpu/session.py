@@ -111,7 +111,7 @@ class DeviceSession(DevicePages):
         try:
             self.device.wait()
         except Exception as fault:
-            return str(fault).partition("\n")[0]
+            return repr(fault).partition("\n")[0]
         return ""
 
     def complete(self, step: StepPlan, input_ids: DeviceArray) -> None:

@@ -10,11 +10,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from kvlathe.runtime.requests.engine_thread import EngineThread
 from kvlathe.runtime.scheduling.admission import Admission, Costs
 from kvlathe.runtime.scheduling.fair_queue import FairQueue
-from tests.support.fake_session import (
-    solo,
-)
+from tests.support.fake_session import SamplesThere, solo
 from tests.support.schedule_cases import (
     KINDS,
     RANKED,
@@ -62,10 +61,56 @@ def test_random_schedules_of_ranked_tokens(
     clock = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock) * 1e-5)
     preemptions = 0
-    for seed in range(3):
+    for seed in range(4):
         engine, _, _ = play(seed, kind)
         preemptions += engine.scheduler.preemptions
     assert preemptions > 3
+
+
+# -- steps ahead -----------------------------------------------------------------------
+def test_who_gets_two_tokens_in_a_step_is_told_of_once() -> None:
+    """One lands from the step before, and one comes from a step that is waited for,
+    because somebody's prompt is reported."""
+    engine = engine_for("one", 600)
+    engine.sampler = SamplesThere(engine.session)
+    first = sequence_for(engine, [1] * 10, 3)
+    engine.scheduler.add(first)
+    engine.step()
+    engine.step()
+    assert (first.answered, first.pending) == (1, 1)
+    second = sequence_for(engine, [2] * 10, 0, prompt_logprobs=0)
+    engine.scheduler.add(second)
+    assert engine.step() == [first, second]
+    assert first.finish_reason == second.finish_reason == "length"
+    assert first.answer == solo([1] * 10, 3) and len(second.prompt_logprobs) == 9
+
+
+def test_answers_go_ahead_beside_one_whose_prompt_was_reported() -> None:
+    engine = engine_for("one", 600)
+    engine.sampler = SamplesThere(engine.session)
+    sequences = [
+        sequence_for(engine, [1] * 10, 8),
+        sequence_for(engine, [2] * 10, 8, prompt_logprobs=0),
+    ]
+    for sequence in sequences:
+        engine.scheduler.add(sequence)
+    engine.step()
+    for _ in range(6):
+        engine.step()
+        assert all(sequence.pending for sequence in sequences)
+
+
+def test_nothing_flies_once_nobody_waits() -> None:
+    """Else the time until the next request would count as that of a step."""
+    engine = engine_for("one", 600)
+    engine.sampler = SamplesThere(engine.session)
+    engine.stop_ids = frozenset(solo([1] * 10, 2)[1:])
+    thread = EngineThread(engine)
+    request = thread.submit([sequence_for(engine, [1] * 10, 5)])
+    assert request.done.wait(30)
+    assert thread.call(lambda: engine._flight) is None
+    thread.close()
+    assert request.sequences[0].finish_reason == "stop"
 
 
 # -- preemption ------------------------------------------------------------------------

@@ -29,6 +29,8 @@ void check_prompts(const kvlathe_attend_decode_args& a, const std::vector<Head>&
   }
   require(prompts.list && prompts.cu_seqlens_q && prompts.parts && prompts.batch >= 1,
           KVLATHE_BAD_ARGUMENT, "the prompts have no list, cu_seqlens_q or parts");
+  require(prompts.rows >= 0 && prompts.rows <= a.batch, KVLATHE_BAD_ARGUMENT,
+          "the prompts leave more rows than the call has, or fewer than none");
   for (int i = 0; i < a.part_count; ++i) {
     require(prompts.parts[i].page_table && prompts.parts[i].lengths, KVLATHE_BAD_ARGUMENT,
             "a part of the prompts has no page table or no lengths");
