@@ -27,10 +27,19 @@ TYPES = {
 
 
 def memory_bytes() -> tuple[int, int]:
-    """Bytes of GPU memory that are free now, and all."""
-    if not torch.cuda.is_available():
-        return 0, 0
+    """Bytes of GPU memory that are free now, and all. Raises KvlatheError where torch
+    sees no GPU."""
+    require_gpu()
     return torch.cuda.mem_get_info()
+
+
+def require_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise KvlatheError(
+            "the cuda backend needs a GPU",
+            f"torch {torch.__version__} sees none",
+            "run it where one is",
+        )
 
 
 class TorchMemory:
@@ -62,12 +71,7 @@ class TorchDevice:
 
     def __init__(self) -> None:
         """Raises KvlatheError where torch sees no GPU."""
-        if not torch.cuda.is_available():
-            raise KvlatheError(
-                "the cuda backend needs a GPU",
-                f"torch {torch.__version__} sees none",
-                "run it where one is",
-            )
+        require_gpu()
         self._memory_of_graphs = torch.cuda.graph_pool_handle()
 
     @property
