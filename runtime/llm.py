@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvlathe.base import devices
 from kvlathe.base.closing import ClosesAtExit
 from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
@@ -95,7 +96,7 @@ class LLM(ClosesAtExit):
         share_prefixes: bool | None = False,
         device: str | None = None,
         max_batch_size: int | None = None,
-        gpu_memory_utilization: float = sessions.GPU_MEMORY_UTILIZATION,
+        gpu_memory_utilization: float = devices.GPU_MEMORY_UTILIZATION,
     ) -> LLM:
         """Load an engine folder.
 
@@ -103,8 +104,8 @@ class LLM(ClosesAtExit):
         max_seq_len tokens, at most half of the machine's memory, or what
         ``gpu_memory_utilization`` (a share of the GPU's memory) leaves beside the
         weights. Memory of the host is taken as it is used. ``threads``: of the
-        processor; by default one a core. ``verify``: check
-        that the files are those that were built, else only their sizes.
+        processor; by default one a core. ``verify``: check that the files are those
+        that were built, else only their sizes.
         ``share_prefixes``: requests that have ended leave their pages to later ones
         that begin alike, until room is needed; None: where the plan allows it.
         ``device``: cpu, cuda or auto; None: KVLATHE_DEVICE, or else auto.

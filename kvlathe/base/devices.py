@@ -1,4 +1,4 @@
-"""What --device and KVLATHE_DEVICE may say. Which device a word means depends on what
+"""What --device and KVLATHE_DEVICE may say, and how much of a GPU is used. Which device a word means depends on what
 runs there: runtime/sessions/registry.py for engines, export/model/device.py for the
 original model."""
 
@@ -10,6 +10,9 @@ from kvlathe.base.errors import KvlatheError
 
 DEVICES = ("auto", "cpu", "cuda")
 VARIABLE = "KVLATHE_DEVICE"
+GPU_MEMORY_UTILIZATION = 0.9
+"""Share of a GPU's memory that weights, cache and other processes take together, unless
+asked otherwise."""
 
 
 def asked(device: str | None) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvlathe.base import console
+from kvlathe.base import console, devices
 from kvlathe.base.errors import KvlatheError
 from kvlathe.cli.common import CACHE_SIZE, DEVICE, ENGINE, PATH, THREADS, Size
 
@@ -116,7 +116,7 @@ def check_keys(keys: tuple[str, ...]) -> None:
 @click.option(
     "--gpu-memory-utilization",
     type=click.FloatRange(0, 1, min_open=True),
-    default=0.9,
+    default=devices.GPU_MEMORY_UTILIZATION,
     show_default=True,
     help="Share of a GPU's memory to use, where --cache-size does not say the cache's.",
 )

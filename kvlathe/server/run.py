@@ -17,11 +17,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from kvlathe.base.chat_template import read_template
+from kvlathe.base.devices import GPU_MEMORY_UTILIZATION
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.folder import sigterm_interrupts
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.sessions.registry import GPU_MEMORY_UTILIZATION
 from kvlathe.server.app import create_app
 from kvlathe.server.connection import Connection
 from kvlathe.server.gate import BODY_SECONDS

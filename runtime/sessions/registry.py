@@ -53,8 +53,9 @@ class Runner:
 
     ``session``: what loads the engine; raises KvlatheError where nothing does.
     ``room``: the most bytes of cache that there is memory for, given an engine that is
-    not loaded yet and the share of a GPU's memory that may be used. ``attention``: what runs kvlathe::Attend, in words.
-    ``prompt_tokens``: prompt tokens beside running answers in one step, by default.
+    not loaded yet and the share of a GPU's memory that may be used. ``attention``: what
+    runs kvlathe::Attend, in words. ``prompt_tokens``: prompt tokens beside running
+    answers in one step, by default.
     """
 
     device: str
@@ -222,9 +223,6 @@ def _kernels(obstacle: str, words: str) -> str:
     return f"{words} ({here.native.path})"
 
 
-GPU_MEMORY_UTILIZATION = 0.9
-"""Share of a GPU's memory that is taken, unless asked otherwise."""
-
 PROMPT_TOKENS = {"cpu": 512, "cuda": 8192}
 """A step takes about as long as its prompt tokens: half a second for 512 on two cores,
 a quarter of a second for 8,192 of an 8B model on an H200. Running answers wait for it."""
@@ -293,7 +291,7 @@ def cache_bytes(
     manifest: Manifest,
     layout: CacheLayout,
     chosen: Runner,
-    share: float = GPU_MEMORY_UTILIZATION,
+    share: float = devices.GPU_MEMORY_UTILIZATION,
 ) -> int:
     """Room for a full batch of the longest sequences, two of them in the moment that
     their prompts need most; at most what the memory there allows.

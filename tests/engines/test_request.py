@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlathe.cli.build import build_command
+from kvlathe.engines.backends import ON_A_CPU, ON_A_GPU
 from kvlathe.engines.request import BuildRequest
 
 
@@ -26,6 +29,17 @@ def test_sizes_of_a_step_are_those_of_the_backend(
     limits = asked.limits(4096)
     found = (limits.max_batch_size, asked.chunk, limits.max_num_tokens)
     assert found == sizes
+
+
+def test_the_help_of_a_build_says_the_sizes() -> None:
+    said = " ".join(CliRunner().invoke(build_command, ["--help"]).output.split())
+    cpu, gpu = ON_A_CPU, ON_A_GPU
+    for words in (
+        f"{cpu.batch}; {gpu.batch} for cuda",
+        f"{cpu.chunk}; {gpu.chunk} for cuda",
+        f"{gpu.tokens} for cuda",
+    ):
+        assert words in said
 
 
 @given(

@@ -90,7 +90,8 @@ def _to_host(numbers: Tensor) -> Callable[[], npt.NDArray[np.float64]]:
 
 
 def _sent(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on the device. The driver keeps what it copies from, so nothing waits."""
+    """A copy on the device. Memory that is not pinned is staged before the call returns:
+    nothing waits for the GPU, and the array may go at once."""
     return torch.from_numpy(array).to(device, non_blocking=True)
 
 
