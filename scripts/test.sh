@@ -11,4 +11,4 @@ ruff check .
 ruff format --check .
 git ls-files 'plugins_cpp/*.'{h,cc,cu,cuh} | xargs clang-format --dry-run -Werror
 pyright
-python -m pytest --dist loadfile -n "$workers" --durations=10 "$@"
+python -m pytest --dist loadfile -n "$workers" --max-worker-restart 0 --durations=10 "$@"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import faulthandler
 import logging
+import os
 import signal
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -20,6 +22,22 @@ settings.load_profile("kvlathe")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """A shell runs what is in its background with interrupts ignored; processes that tests
 interrupt would inherit that."""
+
+
+EXIT_SECONDS = 120
+_stderr = 2
+
+
+def pytest_configure() -> None:
+    """Nothing is captured yet."""
+    global _stderr
+    _stderr = os.dup(_stderr)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    """A process that does not end after its last test says where it hangs, and ends."""
+    faulthandler.dump_traceback_later(EXIT_SECONDS, exit=True, file=_stderr)
 
 
 @pytest.fixture(scope="session")

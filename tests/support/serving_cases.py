@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import json
 import socket
 import threading
@@ -27,6 +28,9 @@ from tests.support.runtime_cases import llm as engine_of
 MODEL_NAME = "lathe-5m"
 KEY = "sk-test"
 PROMPT = "def main():\n"
+STDERR = 2
+CLOSE_SECONDS = 120
+"""A loaded machine stops a server in a few."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,10 @@ def serving(
             yield Served(f"http://127.0.0.1:{bound.getsockname()[1]}", engine, server)
         finally:
             server.should_exit = True
-            thread.join()
+            thread.join(CLOSE_SECONDS)
+            if thread.is_alive():
+                faulthandler.dump_traceback(STDERR)
+                raise AssertionError("the server does not stop; its threads are above")
 
 
 CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
