@@ -1,7 +1,7 @@
 """One engine from one checkpoint: plan, fold, export, build, report, and one rename.
 
-Here the steps are put in order; with order.py and planning.py the only module of
-engines/ that calls export's verbs. The heavy ones are imported where they are used, so
+Here the steps are put in order; with order.py, planning.py and pricing.py the only
+module of engines/ that calls export's verbs. The heavy ones are imported where they are used, so
 that a refusal needs no torch. Nothing is written before the request is known to be
 possible (order.py), and nothing remains of a build that did not finish.
 """

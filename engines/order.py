@@ -1,7 +1,8 @@
 """From a request to a job: everything that can be refused is refused here, before
 anything is written, and the cache key says what decides the engine's bytes.
 
-With build.py and planning.py the only module of engines/ that calls export's verbs.
+With build.py, planning.py and pricing.py the only module of engines/ that calls
+export's verbs.
 """
 
 from __future__ import annotations

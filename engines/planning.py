@@ -1,7 +1,8 @@
 """From a request to a plan and its basis: statistics (calibrated, loaded or cached),
 then the methods.
 
-With order.py and build.py the only module of engines/ that calls export's verbs.
+With order.py, pricing.py and build.py the only module of engines/ that calls export's
+verbs.
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ from kvlathe.base.console import log
 from kvlathe.base.digests import sha256_file
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines import cache
-from kvlathe.engines.backends import BACKENDS, check_token_ranking, check_windows
+from kvlathe.engines.backends import check_token_ranking, check_windows
 from kvlathe.engines.folder import check_file_target, whole_file
 from kvlathe.engines.phases import phase
+from kvlathe.engines.pricing import (
+    cache_settings,
+    named_heads,
+    options_of,
+    variant_of,
+)
 from kvlathe.engines.request import BuildRequest, shipped, warn_unheard
 from kvlathe.plan.heads import ModelShape
 from kvlathe.plan.plan import WARNINGS, CompressionPlan
@@ -25,7 +32,7 @@ from kvlathe.plan.plan import WARNINGS, CompressionPlan
 if TYPE_CHECKING:
     from kvlathe.export.bases.basis import Basis
     from kvlathe.export.calibration.stats import Stats
-    from kvlathe.export.methods.composition import CacheSettings
+    from kvlathe.export.methods.composition import CacheSettings, Made
     from kvlathe.export.methods.options import Options
     from kvlathe.export.methods.variants import Variant
     from kvlathe.export.model.checkpoint import Checkpoint
@@ -80,9 +87,9 @@ def resolved(request: BuildRequest) -> BuildRequest:
     this project is needed and is not there.
     """
     from kvlathe.export.methods.composition import verify
-    from kvlathe.export.methods.registry import calibration, measured
+    from kvlathe.export.methods.registry import calibration, measured, measures_heads
 
-    known = verify(request.compression, _options(request), request.tokens_per_block)
+    known = verify(request.compression, options_of(request), request.tokens_per_block)
     ranks_tokens = known.observation is not None
     check_token_ranking(request.backend, ranks_tokens)
     check_windows(request.backend, known.windowed)
@@ -93,7 +100,10 @@ def resolved(request: BuildRequest) -> BuildRequest:
             "choose its options, and look at kvlathe eval",
         )
     measures = measured(request.compression)
-    warn_unheard(request, measures)
+    by_heads = measures_heads(request.compression)
+    warn_unheard(request, measures, by_heads)
+    if by_heads:
+        request = _priced_on(request)
     kind, source = calibration(request.compression), request.calibration
     if kind is not None and source is None and request.stats is None:
         source = kind
@@ -138,12 +148,17 @@ def _measured_on(request: BuildRequest) -> BuildRequest:
         )
     if request.accuracy is not None:
         request = _scored_on(request)
-    if request.text is None and request.calibration != RANDOM:
-        own = request.calibration and Path(request.calibration)
-        request = dataclasses.replace(
-            request, text=own or shipped("calibration_text.jsonl", "--text")
-        )
-    return request
+    return _priced_on(request)
+
+
+def _priced_on(request: BuildRequest) -> BuildRequest:
+    """The text that prices are taken on: that of the calibration, unless that was said
+    to be random tokens."""
+    if request.text is not None or request.calibration == RANDOM:
+        return request
+    own = request.calibration and Path(request.calibration)
+    text = own or shipped("calibration_text.jsonl", "--text")
+    return dataclasses.replace(request, text=text)
 
 
 def plan_for(request: BuildRequest, checkpoint: Checkpoint) -> Planned:
@@ -163,26 +178,45 @@ def _planned(
     request: BuildRequest, checkpoint: Checkpoint, stats: Stats | None
 ) -> Planned:
     """From statistics on."""
+    from kvlathe.export.methods.registry import measures_heads
+
+    settings = cache_settings(request)
+    curves = cache.curves_folder() if request.use_cache else None
+    if not measures_heads(request.compression):
+        plan, basis = _made(request, checkpoint, stats, settings, curves)
+    else:
+        whole = named_heads(request, checkpoint, settings, curves)
+        by_name = dataclasses.replace(request, compression=whole.request)
+        plan, basis = _made(by_name, checkpoint, stats, settings, curves)
+        notes = plan.notes | whole.notes
+        asked = request.compression
+        plan = dataclasses.replace(plan, compression=asked, notes=notes)
+    plan = _with_warnings(plan, checkpoint.spec)
+    return Planned(plan, basis, stats, options_of(request))
+
+
+def _made(
+    request: BuildRequest,
+    checkpoint: Checkpoint,
+    stats: Stats | None,
+    settings: CacheSettings,
+    curves: Path | None,
+) -> Made:
+    """The plan of a request that names its heads, if it chooses any."""
     from kvlathe.export.methods.composition import compose
     from kvlathe.export.methods.registry import measured
 
     spec = checkpoint.spec
-    options = _options(request)
-    settings = _cache_settings(request)
-    curves = cache.curves_folder() if request.use_cache else None
+    options = options_of(request)
     by_loss = None
     if measured(request.compression):
-        by_loss = _variant(request, checkpoint, stats, settings, curves)
+        by_loss = variant_of(request, checkpoint, stats, settings, curves)
     if request.accuracy is not None:
-        plan, basis = _searched(request, checkpoint, stats, curves, by_loss)
-    elif by_loss is not None:
-        plan, basis = by_loss.at(request.compression_ratio or 0.0)
-    else:
-        has_rope = spec.rope is not None
-        plan, basis = compose(
-            request.compression, spec.shape, has_rope, stats, options, settings
-        )
-    return Planned(_with_warnings(plan, spec), basis, stats, options)
+        return _searched(request, checkpoint, stats, curves, by_loss)
+    if by_loss is not None:
+        return by_loss.at(request.compression_ratio or 0.0)
+    has_rope = spec.rope is not None
+    return compose(request.compression, spec.shape, has_rope, stats, options, settings)
 
 
 def _with_warnings(plan: CompressionPlan, spec: DecoderSpec) -> CompressionPlan:
@@ -211,7 +245,7 @@ def _searched(
     from kvlathe.export.search.search import read_exam, search
 
     assert request.accuracy is not None
-    options, settings = _options(request), _cache_settings(request)
+    options, settings = options_of(request), cache_settings(request)
     shape, has_rope = checkpoint.spec.shape, checkpoint.spec.rope is not None
     exam = read_exam(checkpoint, request.metric, request.text, request.retrieval)
     if by_loss is not None:
@@ -229,63 +263,6 @@ def _searched(
         request.retrieval,
     )
     return search(checkpoint, kinds, request.accuracy, exam, known_by, curves, beside)
-
-
-def _cache_settings(request: BuildRequest) -> CacheSettings:
-    from kvlathe.export.methods.composition import CacheSettings
-
-    return CacheSettings(
-        request.hot_bits,
-        request.tokens_per_block,
-        request.chunk,
-        request.seed,
-        BACKENDS[request.backend].paired,
-        BACKENDS[request.backend].windows,
-    )
-
-
-def _options(request: BuildRequest) -> Options:
-    from kvlathe.export.methods.options import Options
-
-    return Options(
-        removal_rate=request.removal_rate,
-        compression_ratio=request.compression_ratio,
-        basis=request.basis,
-        allocation=request.allocation,
-        rope_fold=request.rope_fold,
-        centre=request.centre,
-    )
-
-
-def _variant(
-    request: BuildRequest,
-    checkpoint: Checkpoint,
-    stats: Stats | None,
-    form: CacheSettings,
-    remembered: Path | None,
-) -> Variant:
-    """The plans that measuring the model's sensitivity opens."""
-    from kvlathe.export.calibration.calibrate import random_sequences
-    from kvlathe.export.search.measured import WINDOWS, Sources, priced, variant
-    from kvlathe.export.search.search import WINDOW_TOKENS, Exam, read_exam
-
-    assert stats is not None
-    if request.text is not None:
-        exams = [read_exam(checkpoint, "perplexity", request.text, None)]
-    else:
-        length = min(WINDOW_TOKENS, checkpoint.spec.max_seq_len)
-        drawn = random_sequences(
-            checkpoint.spec.vocab_size, WINDOWS * length, request.seed, length
-        )
-        exams = [
-            Exam("perplexity", windows=tuple(tuple(ids.tolist()) for ids in drawn))
-        ]
-    if request.metric == "retrieval" and request.retrieval is not None:
-        exams.append(read_exam(checkpoint, "retrieval", None, request.retrieval))
-    tokens = request.target_len or checkpoint.spec.max_seq_len
-    sources = Sources(exams, tokens, request.protect == "retrieval")
-    prices = priced(checkpoint, stats, form, sources, remembered)
-    return variant(request.compression, prices, form)
 
 
 def statistics(request: BuildRequest, checkpoint: Checkpoint) -> Stats | None:

@@ -275,7 +275,7 @@ def _check_target(request: BuildRequest) -> None:
             raise _refused(f"{path}", "there is no such file", "name one that exists")
 
 
-def warn_unheard(request: BuildRequest, measures: bool) -> None:
+def warn_unheard(request: BuildRequest, measures: bool, by_heads: bool) -> None:
     """Say which options nothing will look at: scripts pass the same flags to every
     build. A default is not given.
 
@@ -299,7 +299,8 @@ def warn_unheard(request: BuildRequest, measures: bool) -> None:
             log.warning(
                 "%s has no effect with --compression %s", flag, request.compression
             )
-        if name in OF_ACCURACY and request.accuracy is None and not measures:
+        hears = request.accuracy is not None or measures or by_heads
+        if name in OF_ACCURACY and not hears:
             log.warning("%s has no effect without --accuracy", flag)
 
 

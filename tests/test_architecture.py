@@ -56,7 +56,12 @@ INSIDE: dict[str, dict[str, set[str]]] = {
 }
 """The same for the rooms inside a room. Modules beside them may import all of them."""
 
-CONDUCTORS = {"engines/order.py", "engines/planning.py", "engines/build.py"}
+CONDUCTORS = {
+    "engines/order.py",
+    "engines/planning.py",
+    "engines/pricing.py",
+    "engines/build.py",
+}
 """The only modules of engines/ that conduct calibrate -> plan -> fold -> export."""
 
 STDLIB_ONLY = tuple(
@@ -93,7 +98,7 @@ TORCH_RUNS = re.compile(r"runtime/sessions/torch_cuda/\w+\.py|kvlathe/layers/\w+
 when such an engine is loaded."""
 
 METHODS = re.compile(
-    r"(?<![a-z])(fdc|zack|hack|zipcache|uncomp|palu|kivi|kvquant|h2o|snapkv|keyformer|turboquant)(?![a-z])",
+    r"(?<![a-z])(fdc|zack|hack|zipcache|uncomp|palu|kivi|kvquant|h2o|snapkv|keyformer|turboquant|duo)(?![a-z])",
     re.IGNORECASE,
 )
 SOMEONES_MACHINE = re.compile(

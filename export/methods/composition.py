@@ -29,6 +29,7 @@ from kvlathe.export.methods.registry import (
     Rotate,
     chooses_ranks,
     measured,
+    measures_heads,
     methods_of,
 )
 from kvlathe.plan.formats import Tier
@@ -110,7 +111,7 @@ def compose(
     Raises KvlatheError for unknown names and options, methods that exclude each other,
     and targets out of reach.
     """
-    if measured(request):
+    if measured(request) or measures_heads(request):
         raise KvlatheError(
             f"{request} cannot be planned from statistics",
             "it measures the model",

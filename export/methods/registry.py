@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +11,7 @@ from kvlathe.export.bases.rotation import Rotation
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods import (
     auto,
+    duo,
     fdc,
     h2o,
     hack,
@@ -46,6 +47,9 @@ Choose = Callable[[Stats, Written, int, int], Decision]
 """(statistics, options, tokens of a page, seed) -> what is decided by statistics."""
 Check = Callable[[Written, ModelShape], None]
 """Raises KvlatheError for options that no model of this shape can have."""
+NameHeads = Callable[[Written, Sequence[float], int], str]
+"""(options, what the window costs each lane, KV heads of a layer) -> a request that
+names the heads which see everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ class Method:
     """``rotate`` for a method that chooses ranks, else ``plan``, and beside it
     ``choose`` where statistics decide which tokens are kept: ``plan`` then says what is
     known without them. ``check`` refuses options before anything is calibrated.
+    ``name_heads`` where measured losses decide which heads see everything.
 
     ``calibration``: what it calibrates on; ``source`` says it where that depends on its
     options. ``sizes``: the options that say how small it makes the cache, and their
@@ -67,6 +72,7 @@ class Method:
     plan: Plan = none.plan
     choose: Choose | None = None
     check: Check | None = None
+    name_heads: NameHeads | None = None
     source: Callable[[Written], Source | None] | None = None
     sizes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     measured: bool = False
@@ -93,6 +99,7 @@ METHODS: dict[str, Method] = {
         entropies=True,
     ),
     "window": Method(window.SUMMARY, plan=window.plan, check=window.check),
+    "duo": Method(duo.SUMMARY, plan=duo.plan, name_heads=duo.named),
     "kvquant": Method(kvquant.SUMMARY, plan=kvquant.plan, sizes=kvquant.SIZES),
     "turboquant": Method(
         turboquant.SUMMARY, plan=turboquant.plan, sizes=turboquant.SIZES
@@ -159,6 +166,24 @@ def measured(request: str) -> bool:
             f"{request} has options", f"{name} takes none", "leave them out"
         )
     return True
+
+
+def measures_heads(request: str) -> bool:
+    """Whether measured losses decide which heads of the request see everything."""
+    methods = methods_of(request)
+    return any(method.name_heads for _, method in methods)
+
+
+def with_heads(request: str, losses: Sequence[float], heads: int) -> str:
+    """The request with those heads named, by what the window costs each lane: [layers *
+    ``heads``]."""
+    texts = []
+    for text in request.split("+"):
+        ((one, method),) = methods_of(text)
+        if method.name_heads is not None:
+            text = method.name_heads(one.options, losses, heads)
+        texts.append(text)
+    return "+".join(texts)
 
 
 def check_model(request: str, shape: ModelShape) -> None:

@@ -145,12 +145,17 @@ def priced(
     return Priced(grid, found.forms, windows, form.paired)
 
 
-def _measured(checkpoint: Checkpoint, grid: Grid, sources: Sources) -> Losses:
+def uncompressed(checkpoint: Checkpoint) -> Decoder:
+    """The model as it is, to take gradients of."""
     spec = checkpoint.spec
     has_rope = spec.rope is not None
     settings = CacheSettings(32)
     whole = compose("none", spec.shape, has_rope, None, Options(), settings)
-    decoder = decoder_from(checkpoint, *whole)
+    return decoder_from(checkpoint, *whole)
+
+
+def _measured(checkpoint: Checkpoint, grid: Grid, sources: Sources) -> Losses:
+    decoder = uncompressed(checkpoint)
     readings = sources.readings(decoder, grid.seed)
     page = grid.page_tokens
     candidates = _candidates(grid, checkpoint.device)
@@ -220,17 +225,16 @@ def plan_of(
         notes={
             "calibration": stats.source,
             "expected loss": prices.lost(choice),
-            **_examined(prices.grid),
+            **examined(prices.grid.tokens, stats.shape.max_positions),
         },
     )
     return plan, chosen.basis
 
 
-def _examined(grid: Grid) -> dict[str, str]:
-    """Notes: on how long sequences forms were priced, and a warning where longer ones
-    are served."""
-    longest = min(grid.tokens, FAR_TOKENS)
-    served = grid.stats.shape.max_positions
+def examined(tokens: int, served: int) -> dict[str, str]:
+    """Notes of what was priced on sequences of up to ``tokens`` tokens, and a warning
+    where longer ones are ``served``."""
+    longest = min(tokens, FAR_TOKENS)
     priced_on = {"priced on": f"sequences of up to {longest:,} tokens"}
     if served <= longest:
         return priced_on

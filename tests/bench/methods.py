@@ -52,6 +52,8 @@ REQUESTS = {
         "zipcache:high=4,low=2,salient=0.6",
         "zipcache:high=8,low=4,salient=0.6",
         "uncomp:budget=384",
+        "duo:share=0.5",
+        "duo:share=0.25",
         "auto@0.7",
         "auto@0.8",
     ),
@@ -76,6 +78,7 @@ REQUESTS = {
         "fdc:removal_rate=0.15+zipcache:high=4,low=2,salient=0.6",
         "fdc:removal_rate=0.15+snapkv:budget=384",
         "uncomp:budget=384+hack:bits=4",
+        "duo:share=0.25+hack:bits=4",
         "uncomp:budget=384+fdc:removal_rate=0.15+hack:bits=4",
     ),
 }

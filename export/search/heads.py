@@ -1,0 +1,84 @@
+"""Which heads see everything, by what a window costs each of them.
+
+Every lane alone gets the window; what the model's answers then lose is measured as for
+all prices (sensitivity.py), on the readings that ask for what is far.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kvlathe.export.methods.composition import CacheSettings
+from kvlathe.export.methods.forms import Array
+from kvlathe.export.methods.registry import with_heads
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.search.measured import PRICED, Sources, examined, uncompressed
+from kvlathe.export.search.sensitivity import Candidate, losses
+from kvlathe.plan.token_rules import Window
+
+
+@dataclass(frozen=True)
+class Named:
+    """A request whose heads are named, and notes on how they were chosen."""
+
+    request: str
+    notes: dict[str, str]
+
+
+def named(
+    request: str,
+    checkpoint: Checkpoint,
+    window: Window,
+    form: CacheSettings,
+    sources: Sources,
+    remembered: Path | None = None,
+) -> Named:
+    """``request`` with the heads named that see everything, the others ``window``.
+    ``remembered``: a folder for losses."""
+    spec = checkpoint.spec
+    lost = window_losses(checkpoint, window, form, sources, remembered)
+    whole = with_heads(request, lost.tolist(), spec.kv_heads)
+    notes = {"heads by measured loss": whole}
+    return Named(whole, notes | examined(sources.tokens, spec.max_seq_len))
+
+
+def window_losses(
+    checkpoint: Checkpoint,
+    window: Window,
+    form: CacheSettings,
+    sources: Sources,
+    remembered: Path | None = None,
+) -> Array:
+    """[lanes]: what the answers lose where this lane alone sees ``window``, in nats a
+    token (exercises and questions counted as in measured.py)."""
+    known_by = (
+        checkpoint.digest,
+        form.page_tokens,
+        form.seed,
+        sources.digest,
+        window.words,
+        PRICED,
+    )
+    key = hashlib.sha256(json.dumps(known_by).encode()).hexdigest()[:32]
+    path = None if remembered is None else remembered / f"{key}.npz"
+    if path is not None and path.is_file():
+        with np.load(path) as kept:
+            return kept["windows"]
+    decoder = uncompressed(checkpoint)
+    readings = sources.readings(decoder, form.seed)
+    far = [reading for reading in readings if reading.far]
+    page, seed = form.page_tokens, form.seed
+    found = losses(decoder, far, _no_forms, [window], page, seed).windows[:, 0]
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(path, windows=found)
+    return found
+
+
+def _no_forms(side: str, layer: int, head: int) -> list[Candidate]:
+    return []
