@@ -22,6 +22,7 @@ ROOMS = (
     "kvlathe/evaluation",
     "kvlathe/server",
     "kvlathe/bench",
+    "kvlathe/frontier",
     "kvlathe/triton",
 )
 """Bottom first, as in docs/architecture.md. mkdocs.yml lists their pages."""

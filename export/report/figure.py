@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import matplotlib as mpl
@@ -32,6 +34,15 @@ VARIABLES = {
     KEY: "--key",
     VALUE: "--value",
 }
+LIGHT = {
+    INK: "#1b2423",
+    MUTED: "#5d6b69",
+    GRID: "#e3e8e6",
+    PAGE: "#ffffff",
+    KEY: "#1f7a74",
+    VALUE: "#d0873a",
+}
+"""The page's light colours, for pictures that no page shows."""
 AMOUNTS = LinearSegmentedColormap.from_list(
     "amounts", ["#e8f0ee", "#8fbfb4", "#2f7f79", "#12413f"]
 )
@@ -73,6 +84,17 @@ def axes(height: float, width: float = WIDTH) -> tuple[Figure, Axes]:
     """An empty chart of so many inches."""
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.subplots()
+
+
+Colours = Mapping[str, str]
+"""What marker colours stand for: LIGHT in pictures, themselves on pages."""
+ON_PAGES: Colours = dict(zip(VARIABLES, VARIABLES, strict=True))
+
+
+def styled_in(colours: Colours) -> AbstractContextManager[None]:
+    """What is drawn inside has STYLE in these colours."""
+    style = {name: colours.get(str(value), value) for name, value in STYLE.items()}
+    return mpl.rc_context(style)
 
 
 def svg(figure: Figure, name: str, description: str) -> Markup:

@@ -22,6 +22,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.cli import bench as cli_bench
 from kvlathe.cli import build as cli_build
 from kvlathe.cli import evaluate as cli_eval
+from kvlathe.cli import frontier as cli_frontier
 from kvlathe.cli import native as cli_native
 from kvlathe.cli import run as cli_run
 from kvlathe.cli import serve as cli_serve
@@ -58,6 +59,7 @@ PARTS = (
     cli_build,
     cli_run,
     cli_eval,
+    cli_frontier,
     cli_serve,
     cli_triton,
     cli_bench,

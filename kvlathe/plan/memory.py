@@ -12,6 +12,17 @@ HOST_BYTES = 4
 """Of an element of the hidden states that wait on the host."""
 
 
+def bytes_left(layout: CacheLayout, tokens: int) -> float:
+    """Of the uncompressed cache in 16 bit, at ``tokens`` tokens: scales, padding and hot
+    page counted, the mean over where in its last page the sequence stands."""
+    model, page = layout.plan.model, layout.plan.page_tokens
+    lanes = model.layers * model.kv_heads
+    a_token = 2 * 2 * lanes * model.head_dim  # K and V, two bytes a number
+    lengths = range(max(1, tokens - page), max(2, tokens))
+    held = [layout.bytes_for(length) / (a_token * length) for length in lengths]
+    return sum(held) / len(held)
+
+
 def memory_table(
     layout: CacheLayout, max_seq_len: int, max_batch_size: int
 ) -> list[dict[str, int]]:

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from accuracy import DATA, ROOT, Remembering
-from methods import bytes_left
+from methods import CONTEXT
 
 from kvlathe.base.console import print_table
 from kvlathe.engines import cache
@@ -50,6 +50,7 @@ from kvlathe.export.search.measured import Sources, plan_of, priced, variant
 from kvlathe.export.search.sealed import reading
 from kvlathe.export.search.search import TorchOracle, read_exam
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.memory import bytes_left
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
 from kvlathe.tasks import tasks
@@ -126,7 +127,7 @@ class Bench:
         found = {
             "method": method,
             "asked": asked,
-            "bytes left": bytes_left(CacheLayout(made[0])),
+            "bytes left": bytes_left(CacheLayout(made[0]), CONTEXT),
             "perplexity ratio": sums.perplexity / base.perplexity,
             "retrieval": float(np.mean(right)),
             "kl": sums.kl / sums.tokens,
@@ -209,7 +210,7 @@ def engine_rows(
             row |= {
                 "method": "auto, engine",
                 "asked": ratio,
-                "bytes left": bytes_left(llm.layout),
+                "bytes left": bytes_left(llm.layout, CONTEXT),
                 "kl": found["kl"],
             }
             click.echo(json.dumps(row), err=True)

@@ -24,18 +24,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
-import numpy as np
 from accuracy import DATA, ROOT, Remembering
 from palu import low_rank_checkpoint
 
 from kvlathe.base.console import print_table
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import build, calibrate_to
-from kvlathe.engines.planning import bytes_per_token
 from kvlathe.engines.request import BuildRequest
 from kvlathe.evaluation.evaluate import evaluate
 from kvlathe.export.methods.registry import calibration
-from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.memory import bytes_left
 from kvlathe.runtime.llm import LLM
 
 REQUESTS = {
@@ -100,18 +98,6 @@ COLUMNS = (
 )
 
 
-def bytes_left(layout: CacheLayout) -> float:
-    """Of the uncompressed 16-bit cache, at CONTEXT tokens: the mean over the last
-    page."""
-    plan, page = layout.plan, layout.plan.page_tokens
-    whole = bytes_per_token(plan.model, 16)
-    held = [
-        layout.bytes_for(tokens) / (whole * tokens)
-        for tokens in range(CONTEXT - page, CONTEXT)
-    ]
-    return float(np.mean(held))
-
-
 KvBits = Literal[16, 32]
 HOT_FORMATS: dict[str, KvBits] = {"16": 16, "32": 32}
 
@@ -174,7 +160,7 @@ class Bench:
                 left, note = float(kept), "accuracy by low-rank weights, bytes computed"
             else:
                 llm, note = self.engine(self.model, request), ""
-                left = bytes_left(llm.layout)
+                left = bytes_left(llm.layout, CONTEXT)
             found = evaluate(llm, self.baseline, **self.exam)
         except KvlatheError as error:
             return {"method": request, "note": str(error)}

@@ -26,7 +26,7 @@ from typing import Any
 import click
 import numpy as np
 from accuracy import DATA, ROOT, Remembering
-from methods import CONTEXT, bytes_left
+from methods import CONTEXT
 
 from kvlathe.base import tokenizer_files
 from kvlathe.base.console import print_table
@@ -41,6 +41,7 @@ from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.onnx.model import export_onnx
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
+from kvlathe.plan.memory import bytes_left
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_rules import ObservationWindow
 from kvlathe.runtime.llm import LLM
@@ -227,7 +228,7 @@ class Bench:
         found = text_scores(llm, self.baseline, self.windows)
         counted = layout if quantized else llm.layout
         left = {
-            "bytes left": bytes_left(counted),
+            "bytes left": bytes_left(counted, CONTEXT),
             "perplexity ratio": found["perplexity_ratio"],
         }
         return {
@@ -262,7 +263,7 @@ class Bench:
         found.append(
             [
                 f"the pool at {CONTEXT} tokens, hot tails, scores and padding counted",
-                1 / bytes_left(layout),
+                1 / bytes_left(layout, CONTEXT),
             ]
         )
         whole = 4 * shape.layers * width

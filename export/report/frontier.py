@@ -1,0 +1,170 @@
+"""The frontier of a model's plans: bytes against perplexity and against retrieval, on a
+page or as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from kvlathe.export.report.figure import (
+    INK,
+    KEY,
+    LAYERS,
+    LIGHT,
+    ON_PAGES,
+    PAGE,
+    VALUE,
+    WIDTH,
+    Colours,
+    styled_in,
+    svg,
+)
+
+MARKERS = "sD^vP*Xph<>d"
+ROOM = 5.0
+"""The perplexity panel ends at so many times what the bound allows; what is beyond lies
+on its edge."""
+TICKS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """One plan. ``series``: plans that a line joins. ``left``: bytes, of the uncompressed
+    cache in 16 bit."""
+
+    series: str
+    left: float
+    perplexity_ratio: float
+    retrieval: float
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """``perplexity`` and ``retrieval``: what a plan may cost. ``chosen``: the one to
+    take. The series ``first`` is drawn strongest."""
+
+    plans: Sequence[Shown]
+    chosen: Shown
+    perplexity: float
+    retrieval: float
+    first: str
+
+    @property
+    def series(self) -> list[str]:
+        """In the order of the plans, the strongest first."""
+        names = dict.fromkeys(plan.series for plan in self.plans)
+        return sorted(names, key=lambda name: name != self.first)
+
+    @property
+    def top(self) -> float:
+        """Of the perplexity panel."""
+        return 1 + ROOM * max(self.perplexity - 1, 0.002)
+
+
+def on_page(chart: Chart) -> Markup:
+    """As an <svg> element."""
+    with styled_in(ON_PAGES):
+        words = "Perplexity and retrieval of every plan against its bytes"
+        return svg(_figure(chart, ON_PAGES), "frontier", words)
+
+
+def picture(chart: Chart, title: str, path: Path) -> None:
+    """As a PNG in light colours."""
+    with styled_in(LIGHT):
+        figure = _figure(chart, LIGHT)
+        figure.suptitle(title, x=0.01, ha="left", color=LIGHT[INK])
+        figure.savefig(path, format="png", dpi=160, facecolor=LIGHT[PAGE])
+
+
+def _figure(chart: Chart, colours: Colours) -> Figure:
+    figure = Figure(figsize=(WIDTH, 5.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _draw_perplexity(left, chart, colours)
+    _draw_retrieval(right, chart, colours)
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
+    return figure
+
+
+def _draw_perplexity(ax: Axes, chart: Chart, colours: Colours) -> None:
+    for i, name in enumerate(chart.series):
+        mine = [plan for plan in chart.plans if plan.series == name]
+        heights = [min(plan.perplexity_ratio, chart.top) for plan in mine]
+        _draw_series(ax, i, len(chart.series), mine, heights, colours)
+    _ring(ax, chart.chosen, chart.chosen.perplexity_ratio, colours)
+    ax.axhline(chart.perplexity, color=colours[VALUE], lw=1.2, ls="--", label="bound")
+    least = min(plan.perplexity_ratio for plan in chart.plans)
+    room = chart.top - 1
+    ax.set_ylim(min(least, 1) - 0.05 * room, chart.top + 0.05 * room)
+    ax.set_title(f"perplexity ratio (worse than {chart.top:.3g}: on the upper edge)")
+    _bytes_axis(ax, chart)
+
+
+def _draw_retrieval(ax: Axes, chart: Chart, colours: Colours) -> None:
+    for i, name in enumerate(chart.series):
+        mine = [plan for plan in chart.plans if plan.series == name]
+        heights = [plan.retrieval for plan in mine]
+        _draw_series(ax, i, len(chart.series), mine, heights, colours)
+    _ring(ax, chart.chosen, chart.chosen.retrieval, colours)
+    ax.axhline(chart.retrieval, color=colours[VALUE], lw=1.2, ls="--")
+    ax.set_ylim(-0.04, 1.04)
+    ax.set_title("retrieval: share of right answers")
+    _bytes_axis(ax, chart)
+
+
+def _draw_series(
+    ax: Axes,
+    place: int,
+    count: int,
+    plans: Sequence[Shown],
+    heights: Sequence[float],
+    colours: Colours,
+) -> None:
+    """One series as a line with markers. The first is drawn strongest."""
+    pairs = sorted(zip([plan.left for plan in plans], heights, strict=True))
+    is_first = place == 0
+    other = place - 1
+    ax.plot(
+        [left for left, _ in pairs],
+        [height for _, height in pairs],
+        "-",
+        marker="o" if is_first else MARKERS[other % len(MARKERS)],
+        color=colours[KEY] if is_first else LAYERS(other / max(1, count - 2)),
+        ms=6,
+        lw=1.8 if is_first else 0.9,
+        label=plans[0].series,
+        zorder=3 if is_first else 2,
+        clip_on=False,
+    )
+
+
+def _ring(ax: Axes, plan: Shown, height: float, colours: Colours) -> None:
+    """Around the plan to take."""
+    ax.plot(
+        [plan.left],
+        [height],
+        "o",
+        ms=14,
+        mfc="none",
+        mec=colours[INK],
+        mew=1.4,
+        ls="none",
+        label="the plan to take",
+        zorder=4,
+    )
+
+
+def _bytes_axis(ax: Axes, chart: Chart) -> None:
+    """Halves of the uncompressed bytes."""
+    least = min(plan.left for plan in chart.plans)
+    ax.set_xscale("log", base=2)
+    ax.set_xlim(0.8 * least, 1.25)
+    ticks = [tick for tick in TICKS if tick >= 0.8 * least]
+    ax.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+    ax.set_xticks([], minor=True)
+    ax.set_xlabel("bytes left of the uncompressed 16-bit cache, log scale")

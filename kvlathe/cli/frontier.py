@@ -1,0 +1,184 @@
+"""``kvlathe frontier``: several plans of one model, what each keeps and costs, and which
+to take."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import click
+
+from kvlathe.base import console
+from kvlathe.base.errors import KvlatheError
+from kvlathe.cli.common import PATH, THREADS, Result, reports
+
+SINGLE = (
+    "none",
+    "fdc:removal_rate=0.15",
+    "hack:bits=8",
+    "hack:bits=4",
+    "hack:bits=3",
+    "turboquant:bits=4",
+    "snapkv:budget=512",
+    "duo:share=0.5",
+    "duo:share=0.25",
+    "duo:share=0.25+hack:bits=4",
+)
+"""Measured beside ``auto``, unless asked otherwise."""
+BY_RATIO = "auto"
+RATIOS = "0.8 0.9 0.95"
+COLUMNS = (
+    "plan",
+    "bytes",
+    "left",
+    "perplexity ratio",
+    "retrieval",
+    "agreement",
+    "within",
+)
+
+
+def show_frontier(result: Result) -> None:
+    """One table, the plan to take with its command, and the JSON line."""
+    rows = []
+    for row in result["points"]:
+        numbers = [row[name] for name in ("kv_bytes", "left", "perplexity_ratio")]
+        scores = [row["retrieval"], row["agreement"]]
+        within = "yes" if row["within"] else row["note"] or "no"
+        rows.append((row["name"], *numbers, *scores, within))
+    title = f"{result['model']}: bytes of {result['tokens']:,} tokens"
+    console.print_table(title, COLUMNS, rows)
+    said = [(name, result[name]) for name in ("chosen", "page", "plot", "data")]
+    console.print_pairs("", said)
+    click.echo(result["command"])
+    click.echo(json.dumps(result))
+
+
+@click.command("frontier")
+@click.option("--model", type=PATH, required=True, help="Checkpoint folder.")
+@click.option(
+    "--output",
+    type=PATH,
+    default=Path("frontier"),
+    show_default=True,
+    help="Folder for the page, the picture and what was measured.",
+)
+@click.option(
+    "--compressions",
+    multiple=True,
+    metavar="REQUEST...",
+    help="What to measure beside none; several in one option are divided by spaces. "
+    "REQUEST@0.9 is asked for that share. [default: single methods, duo and auto]",
+)
+@click.option(
+    "--ratios",
+    default=RATIOS,
+    show_default=True,
+    help="Shares of the bytes that auto removes.",
+)
+@click.option(
+    "--bound",
+    type=click.FloatRange(1),
+    default=1.01,
+    show_default=True,
+    help="Times the uncompressed perplexity, at most, of the plan to take.",
+)
+@click.option("--text", type=PATH, help="Documents (.jsonl): perplexity.")
+@click.option("--retrieval", type=PATH, help="Prompts with answers (.jsonl).")
+@click.option(
+    "--windows",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    help="Windows of text.",
+)
+@click.option(
+    "--window-tokens",
+    type=click.IntRange(2),
+    default=2048,
+    show_default=True,
+    help="Tokens of each.",
+)
+@click.option(
+    "--questions",
+    type=click.IntRange(1),
+    default=50,
+    show_default=True,
+    help="Of --retrieval, at most.",
+)
+@click.option(
+    "--target-len",
+    type=click.IntRange(1),
+    help="Tokens of the sequence whose bytes count. [default: max_seq_len]",
+)
+@click.option(
+    "--max-seq-len", type=click.IntRange(1), help="As for build. [default: the model's]"
+)
+@click.option("--calibration", metavar="random|FILE", help="As for build.")
+@click.option(
+    "--backend", default="onnxruntime", show_default=True, help="As for build."
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Plans that are measured at the same time; each gets its share of the cores.",
+)
+@THREADS
+@reports(show_frontier)
+def frontier_command(
+    model: Path,
+    output: Path,
+    compressions: tuple[str, ...],
+    ratios: str,
+    bound: float,
+    text: Path | None,
+    retrieval: Path | None,
+    windows: int,
+    window_tokens: int,
+    questions: int,
+    jobs: int,
+    **built: object,
+) -> Result:
+    """Measure several plans of a model and name the one to take.
+
+    Each plan is built, run and examined as a user's engine would be. The one to take has
+    the fewest bytes of those that keep perplexity within --bound and retrieval within
+    0.01 of the uncompressed model. What was measured is kept in --output: the same
+    command goes on where it was stopped.
+    """
+    from kvlathe.frontier.measure import Options
+    from kvlathe.frontier.points import candidate
+    from kvlathe.frontier.run import Asked, frontier
+
+    texts = " ".join(compressions).split()
+    asked = []
+    for request in texts or (*SINGLE, BY_RATIO):
+        shares = _ratios(ratios) if request == BY_RATIO else [None]
+        for share in shares:
+            asked.append(request if share is None else f"{request}@{share:g}")
+    candidates = [candidate(request) for request in asked]
+    sizes = (windows, window_tokens, questions, bound, jobs)
+    exam = Asked(text, retrieval, *sizes)
+    options = Options(model, output, **built)  # type: ignore[arg-type]
+    return frontier(candidates, options, exam, strict=bool(texts))
+
+
+def _ratios(text: str) -> list[float]:
+    """Numbers divided by commas or spaces. Raises KvlatheError."""
+    shares = []
+    for word in re.split(r"[,\s]+", text.strip()):
+        try:
+            share = float(word)
+        except ValueError:
+            share = -1.0
+        if not 0 <= share < 1:
+            fact = f"--ratios {text} cannot be used"
+            raise KvlatheError(fact, f"{word!r} is no share", "write 0.8,0.9")
+        shares.append(share)
+    return shares
+
+
+COMMANDS = (frontier_command,)
