@@ -119,11 +119,7 @@ class AttendLayer(nn.Module):
             else self._cached(q, k, v, step)
         )
         o = gathered(o.permute(2, 0, 1, 3).flatten(1), self.table("o_units"), u)
-        return (
-            (o, rows)
-            if self.plan.observation is None
-            else (o, rows, self.mass(q, k, step))
-        )
+        return (o, rows) if not self.plan.observes else (o, rows, self.mass(q, k, step))
 
     # -- fresh tokens ------------------------------------------------------------------
     def prepare(
@@ -327,7 +323,10 @@ class AttendLayer(nn.Module):
                     -1,
                 ).softmax(-1)
                 weights = step.observation_weights[rows][observed].to(shares.dtype)
-                seen = torch.einsum("hgrn,r->hn", shares, weights)
+                if self.plan.compaction:
+                    seen = (shares * -weights[:, None]).amax((1, 2))
+                else:
+                    seen = torch.einsum("hgrn,r->hn", shares, weights)
                 mass[b, :, : seen.shape[1]] = seen.to(mass.dtype)
         return mass
 

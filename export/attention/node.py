@@ -27,7 +27,7 @@ def node_inputs(plan: CompressionPlan, layer: int) -> list[str]:
     ]
     names += [f"page_table_{i}" for i in buckets] + list(form.pools)
     names += ["proj_q", "proj_k", "centre_k"] if plan.projected else []
-    names += ["observation_weights"] if plan.observation is not None else []
+    names += ["observation_weights"] if plan.observes else []
     return names + list(LayerTables(plan, layer))
 
 
@@ -46,7 +46,7 @@ def attend_node(
     width_rows = sum(lane.rank_k + lane.rank_v for lane in sizes.lanes)
     shapes: list[tuple[int, ...]] = [(tokens, width_o), (tokens, width_rows)]
     types = [*dtypes]
-    if plan.observation is not None:
+    if plan.observes:
         tables = [values[f"page_table_{i}"] for i in range(len(plan.buckets))]
         places = sum(_size(table, 1) for table in tables) * plan.page_tokens
         places += _size(values["query_offsets"], 0)

@@ -47,7 +47,7 @@ class SoftmaxState:
 
 def output_names(plan: CompressionPlan) -> list[str]:
     names = ["o", "rows"]
-    if plan.observation is not None:
+    if plan.observes:
         names.append("mass")
     return names
 
@@ -105,7 +105,7 @@ class _Writer:
         states += [self.cached(q, bucket) for bucket in range(len(self.plan.buckets))]
         parts = self.parts(states)
         self.pack(self.merged(states, parts))
-        if self.plan.observation is not None:
+        if self.plan.observes:
             self.mass(states, parts)
 
     # -- the step: shared by all layers ------------------------------------------------
@@ -348,7 +348,13 @@ class _Writer:
         return b.op("Where", empty, b.float(0), mass)
 
     def observed(self, weights: str, shares: str) -> str:
-        """weights [H, G, B, 1, Q], shares [H, G, B, Q, N] -> [H, B, N]."""
+        """weights [H, G, B, 1, Q], shares [H, G, B, Q, N] -> [H, B, N]: the sum or, where
+        prefixes are compacted, the largest (of weights below 0)."""
+        b = self.body
+        if self.plan.compaction:
+            each = b.op("Neg", b.transpose(weights, 0, 1, 2, 4, 3))
+            given = b.op("Mul", each, shares)
+            return b.op("ReduceMax", given, b.const([1, 3]), keepdims=0)
         return self.body.op(
             "ReduceSum",
             self.body.op("MatMul", weights, shares),

@@ -174,7 +174,7 @@ def _example(decoder: Decoder) -> tuple[tuple[object, ...], tuple[object, ...]]:
         pools,
         ints("R"),
     )
-    if plan.observation is None:
+    if not plan.observes:
         return arguments, dims
     return (*arguments, ints("T").float()), (*dims, t)
 
@@ -206,7 +206,7 @@ def _tidy(model: ir.Model, decoder: Decoder) -> None:
     names = (
         "logits" if decoder.last else "next_hidden",
         "rows",
-        *(["mass"] if plan.observation else []),
+        *(["mass"] if plan.observes else []),
     )
     for value, name in zip(graph.outputs, names, strict=True):
         value.name = name

@@ -36,6 +36,7 @@ def check(plan: CompressionPlan) -> None:
     _check_buckets(plan, refuse)
     _check_rules(plan, refuse)
     _check_observation(plan, refuse)
+    _check_compaction(plan, refuse)
     _check_stages(plan, refuse)
 
 
@@ -233,6 +234,26 @@ def _check_observation(
         )
     if observation.pooling < 1 or observation.pooling % 2 == 0 or observation.noise < 0:
         refuse(f"{observation} cannot be computed", "pooling is odd, noise at least 0")
+
+
+def _check_compaction(
+    plan: CompressionPlan, refuse: Callable[[str, str], None]
+) -> None:
+    """Where prefixes are compacted, nothing else chooses tokens, and no code depends on
+    a token's position."""
+    if plan.compaction is None:
+        return
+    held = [bucket.tokens for i, bucket in enumerate(plan.buckets) if not plan.cold(i)]
+    if any(rule != plan.compaction for rule in held):
+        refuse(
+            "the plan compacts prefixes of some lanes",
+            "one share of the KV pairs is of all lanes",
+        )
+    if any(tier.rounding == "stochastic" for tier in plan.tiers):
+        refuse(
+            "the plan compacts prefixes and rounds stochastically",
+            "a page of chosen tokens has no one position to draw from",
+        )
 
 
 def _check_stages(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> None:

@@ -27,6 +27,7 @@ from kvlathe.plan.token_rules import (
     KEEP_ALL,
     RULES,
     SEES_ALL,
+    Compacted,
     ObservationWindow,
     TokenRule,
     Window,
@@ -206,6 +207,20 @@ class CompressionPlan:
     def ranked(self) -> bool:
         """Whether later queries decide which tokens are kept, or how."""
         return self.observation is not None
+
+    @property
+    def compaction(self) -> Compacted | None:
+        """How prefixes are compacted, where they can be."""
+        for bucket in self.buckets:
+            if isinstance(bucket.tokens, Compacted):
+                return bucket.tokens
+        return None
+
+    @property
+    def observes(self) -> bool:
+        """Whether Attend reports what observed rows attend: to rank tokens, or to
+        compact prefixes."""
+        return self.ranked or self.compaction is not None
 
     @property
     def sharable(self) -> bool:

@@ -193,6 +193,30 @@ class Window(TokenRule):
         return max(to_the_page, to_the_token)
 
 
+@dataclass(frozen=True, slots=True)
+class Compacted(TokenRule):
+    """Every token stays. Of a prefix that is compacted on request, before later sequences
+    begin with it, the share ``keep`` of the KV pairs stays (runtime/requests/compaction.py).
+
+    ``apart``: each lane has a bucket of its own, so that lanes may keep different
+    numbers of tokens; else all keep equally many.
+    """
+
+    keep: float
+    apart: bool = True
+    kind: str = field(default="compacted", init=False)
+
+    @property
+    def words(self) -> str:
+        return f"all; {self.keep:.0%} of a compacted prefix"
+
+    def problem(self, page_tokens: int) -> Problem | None:
+        if not 0 < self.keep <= 1:
+            fact = f"it keeps a share of {self.keep}"
+            return fact, "a share is above 0 and at most 1"
+        return None
+
+
 NO_END = 1 << 30
 """Tokens that no sequence has."""
 KEEP_ALL = KeepAll()
@@ -203,6 +227,7 @@ RULES: Mapping[str, type[TokenRule]] = {
     "budget": Budget,
     "share": Share,
     "window": Window,
+    "compacted": Compacted,
 }
 """The rules by their ``kind``."""
 

@@ -144,7 +144,7 @@ class Call:
         self.mass = np.full(
             (len(case.lengths), len(case.lanes), places), np.nan, np.float32
         )
-        if plan.observation is not None:
+        if plan.observes:
             self.arrays |= {
                 "observation_weights": case.weights.astype(np.float32),
                 "mass": self.mass,

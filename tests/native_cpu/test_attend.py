@@ -44,7 +44,7 @@ def test_native_is_plain_attention(
 
 @settings(max_examples=80)
 @given(
-    case=cases().filter(lambda case: case.plan.observation is not None),
+    case=cases().filter(lambda case: case.plan.observes),
     threads=st.integers(1, 4),
 )
 def test_native_mass_is_what_observed_rows_attend(

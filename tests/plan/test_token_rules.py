@@ -15,6 +15,7 @@ from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.plan.token_rules import (
     Budget,
+    Compacted,
     ObservationWindow,
     Share,
     Window,
@@ -118,6 +119,15 @@ WINDOWS = {
     "a sink that is no whole pages": (Bucket(0, (0, 1), tokens=Window(9, 64)),),
     "a window without end": (Bucket(0, (0, 1), tokens=Window(0, 1 << 30)),),
     "a window below 0": (Bucket(0, (0, 1), tokens=Window(0, 0, -1)),),
+    "prefixes that keep nothing": (Bucket(0, (0, 1), tokens=Compacted(0.0)),),
+    "prefixes compacted beside a window": (
+        Bucket(0, (0,), tokens=Window(64, 64)),
+        Bucket(0, (1,), tokens=Compacted(0.5)),
+    ),
+    "prefixes compacted in two ways": (
+        Bucket(0, (0,), tokens=Compacted(0.3)),
+        Bucket(0, (1,), tokens=Compacted(0.5)),
+    ),
     "pages that do not hold what is shown": (
         Bucket(0, (0, 1), tokens=Window(0, 64, 66)),
     ),

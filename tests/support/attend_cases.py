@@ -20,7 +20,7 @@ from kvlathe.plan.formats import NORMAL, Bits, Format, Tier, groups_along_rank
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import Budget, ObservationWindow, Share, Window
+from kvlathe.plan.token_rules import Budget, Compacted, ObservationWindow, Share, Window
 
 Array = npt.NDArray[np.float64]
 VIEWS = {"pool_f32": np.float32, "pool_f16": np.float16, "pool_u8": np.uint8}
@@ -104,9 +104,11 @@ def plans(draw: st.DrawFn, arithmetic: str = "float") -> CompressionPlan:
     plan = plan_of(
         lanes, tiers, buckets, head_dim, group, draw(st.sampled_from([16, 32]))
     )
-    kind = draw(st.sampled_from(["plain", "observing", "windowed"]))
+    kind = draw(st.sampled_from(["plain", "observing", "windowed", "compacting"]))
     if kind == "windowed":
         return windowed(plan, draw)
+    if kind == "compacting":
+        return compacting(plan)
     return plan if kind == "plain" else observing(plan)
 
 
@@ -123,6 +125,16 @@ def windowed(plan: CompressionPlan, draw: st.DrawFn) -> CompressionPlan:
         cold = plan.cold(source)
         if (cold == (i,) or not cold) and draw(st.booleans()):
             buckets[i] = dataclasses.replace(bucket, tokens=draw(by_page | both))
+    return dataclasses.replace(plan, buckets=tuple(buckets))
+
+
+def compacting(plan: CompressionPlan) -> CompressionPlan:
+    """The plan where prefixes can be compacted."""
+    rule = Compacted(0.5)
+    buckets = [
+        bucket if plan.cold(i) else dataclasses.replace(bucket, tokens=rule)
+        for i, bucket in enumerate(plan.buckets)
+    ]
     return dataclasses.replace(plan, buckets=tuple(buckets))
 
 
@@ -250,6 +262,8 @@ class Case:
         self.angles = normal(size=(self.total, plan.model.head_dim // 2)) * 3
         self.projections = [self._projection(lane) for lane in self.lanes]
         self.weights = self.rng.integers(0, 2, self.total).astype(np.float32)
+        if plan.compaction:
+            self.weights = -self.weights
         self.cached: dict[
             tuple[int, int, int], tuple[Array, Array]
         ] = {}  # (sequence, bucket, head) -> K, V
@@ -343,7 +357,8 @@ class Case:
         return np.concatenate(outs, 1), np.concatenate(keys + values, 1)
 
     def expected_mass(self) -> Array:
-        """Observed attention [B, H, N] in float64, head by head and row by row."""
+        """Observed attention [B, H, N] in float64, head by head and row by row: its
+        sum or, where prefixes are compacted, the largest."""
         hot = next(
             self.plan.tiers[b.tier] for b in self.plan.buckets if b.source is None
         ).bits_k
@@ -370,9 +385,12 @@ class Case:
                                 at.append(starts[bucket] + np.arange(len(keys[-1])))
                         scores = np.concatenate(keys) @ q[row]
                         p = np.exp(scores - scores.max())
-                        mass[s, h, np.concatenate(at)] += (
-                            self.weights[row] * p / p.sum()
-                        )
+                        own, given = mass[s, h], self.weights[row] * p / p.sum()
+                        places = np.concatenate(at)
+                        if self.plan.compaction:
+                            own[places] = np.maximum(own[places], -given)
+                        else:
+                            own[places] += given
                         row += 1
         return mass
 

@@ -63,7 +63,8 @@ typedef struct kvlathe_attend_args {
   /* null, or [T, sum of ranks] in the hot format: the step's k' of all lanes, then v' */
   void* rows;
   kvlathe_parallel parallel;
-  const float* observation_weights; /* null, or [T]: 1 for a row that is observed, else 0 */
+  /* null, or [T]: 1 for a row that is observed, else 0; -1: the largest is kept, not the sum */
+  const float* observation_weights;
   /* with observation_weights: [B, H, mass_places], observed attention of docs/attend.md */
   float* mass;
   /* N: the places of all page tables, then those of the step's own tokens (Q) */

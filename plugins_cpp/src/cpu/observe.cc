@@ -1,5 +1,6 @@
 // Phase 4: observed attention (docs/attend.md). Rows with an observation weight take a softmax of
-// their own; their shares are summed by place, per lane, into `mass`.
+// their own; their shares are summed by place, per lane, into `mass`. Of rows with a weight below 0
+// it holds the largest share instead.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -10,6 +11,15 @@ namespace kvlathe {
 namespace {
 
 constexpr int64_t kObserved = 64;  // rows times heads that are observed together, about
+
+// What one row gives `count` places: added up or, where its share is below 0, the largest.
+void take(const float* weights, int64_t count, float share, float* mass) {
+  if (share < 0) {
+    for (int64_t t = 0; t < count; ++t) mass[t] = std::max(mass[t], -share * weights[t]);
+  } else {
+    for (int64_t t = 0; t < count; ++t) mass[t] += share * weights[t];
+  }
+}
 
 }  // namespace
 
@@ -34,60 +44,54 @@ void AttendStep::observe(int32_t b, int32_t h, const float* prepared, const int6
   const int64_t before = cached(b, lane.fresh) - a.cu_seqlens_q[b] + 1;
   const std::vector<Block> blocks =
       list_blocks(b, h, {before + observed[count - 1], 0}, 0, INT64_MAX);
-  const int64_t width = int64_t(blocks.size()) * kBlock;
-  float* q = buffer.floats(size_t(m * (rank + width) + 2 * rank * kBlock));
+  const int64_t number = int64_t(blocks.size()), width = number * kBlock;
+  const int64_t scratch = m * (rank + width + number + 1) + 2 * rank * kBlock;
+  float* q = buffer.floats(size_t(scratch + SoftmaxState::floats(m, 0)));
   float *scores = q + m * rank, *packed = scores + m * width, *turned = packed + rank * kBlock;
+  float* maxima = turned + rank * kBlock;  // of each row, after each block
+  auto* seen_by = reinterpret_cast<int32_t*>(maxima + m * number);
+  SoftmaxState state(q + scratch, m, 0);
+  state.clear();
   for (int64_t i = 0; i < count; ++i) {
     std::copy_n(queries_of(prepared, h) + observed[i] * heads * rank, heads * rank,
                 q + i * heads * rank);
   }
-  for (size_t j = 0; j < blocks.size(); ++j) {
-    const Rows keys = rows(b, h, blocks[j], true);
-    const int padded = (blocks[j].count + 15) / 16 * 16;
+  for (int64_t j = 0; j < number; ++j) {
+    const Block& at = blocks[j];
+    const Rows keys = rows(b, h, at, true);
+    const int padded = (at.count + 15) / 16 * 16;
     int64_t ld;
     const float* k = kernels.unpack(keys, packed, &ld);
     if (!keys.by_channel) {
-      kernels.transpose(k, ld, turned, kBlock, blocks[j].count, int(rank));
+      kernels.transpose(k, ld, turned, kBlock, at.count, int(rank));
       k = turned;
       ld = kBlock;
     }
-    kernels.multiply(q, rank, k, ld, scores + j * kBlock, width, int(m), padded, int(rank), false);
+    float* own = scores + j * kBlock;
+    kernels.multiply(q, rank, k, ld, own, width, int(m), padded, int(rank), false);
+    for (int64_t i = 0; i < m; ++i)
+      seen_by[i] = int32_t(seen(at, lane.fresh, before + observed[i / heads]));
+    kernels.soften(own, width, int(m), at.count, seen_by, state.m, state.l, state.o, 0);
+    std::copy_n(state.m, m, maxima + j * m);
   }
   for (int64_t i = 0; i < m; ++i) {
     const int64_t row = observed[i / heads];
-    add_shares(b, h, blocks, scores + i * width, before + row, a.observation_weights[row]);
+    for (int64_t j = 0; j < number; ++j) {
+      const float later = std::exp2(maxima[j * m + i] - state.m[i]);
+      const float share = a.observation_weights[row] * later / state.l[i];
+      add_shares(b, h, blocks[j], scores + i * width + j * kBlock, before + row, share);
+    }
   }
 }
 
-// One row's scores of `blocks`, kBlock apart, of which it sees `limit` tokens of the fresh bucket:
-// its shares by place.
-void AttendStep::add_shares(int32_t b, int32_t h, const std::vector<Block>& blocks, float* scores,
-                            int64_t limit, float weight) const {
-  const int32_t fresh = layer.lanes[h].fresh;
-  float m = -INFINITY;
-  double l = 0;
-  for (size_t j = 0; j < blocks.size(); ++j) {
-    const float* first = scores + j * kBlock;
-    m = std::max(
-        m, *std::max_element(first, first + std::max<int64_t>(seen(blocks[j], fresh, limit), 1)));
-  }
-  for (size_t j = 0; j < blocks.size(); ++j) {
-    const int64_t count = seen(blocks[j], fresh, limit);
-    for (int64_t t = 0; t < count; ++t)
-      l += scores[j * kBlock + t] = std::exp2(scores[j * kBlock + t] - m);
-  }
+// What one row that sees `limit` tokens of the fresh bucket gives a block: its weights times `share`.
+void AttendStep::add_shares(int32_t b, int32_t h, const Block& at, const float* weights,
+                            int64_t limit, float share) const {
   float* mass = a.mass + (int64_t{b} * layer.head.lanes + h) * a.mass_places;
-  const float share = float(weight / l);
-  for (size_t j = 0; j < blocks.size(); ++j) {
-    const Block& at = blocks[j];
-    const int64_t old = cached(b, at.bucket), count = seen(at, fresh, limit);
-    for (int64_t t = 0; t < count; ++t) {
-      const int64_t token = at.first + t;
-      const int64_t place =
-          token < old ? place_at_[at.bucket] + token : place_at_.back() + token - old;
-      mass[place] += scores[j * kBlock + t] * share;
-    }
-  }
+  const int64_t old = cached(b, at.bucket), count = seen(at, layer.lanes[h].fresh, limit);
+  const int64_t of_old = std::clamp<int64_t>(old - at.first, 0, count);
+  take(weights, of_old, share, mass + place_at_[at.bucket] + at.first);
+  take(weights + of_old, count - of_old, share, mass + place_at_.back() + at.first + of_old - old);
 }
 
 }  // namespace kvlathe

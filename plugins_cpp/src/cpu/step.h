@@ -134,8 +134,8 @@ struct AttendStep {
   void observe(int32_t b, int32_t h, const float* prepared) const;
   void observe(int32_t b, int32_t h, const float* prepared, const int64_t* rows,
                int64_t count) const;
-  void add_shares(int32_t b, int32_t h, const std::vector<Block>& blocks, float* scores,
-                  int64_t limit, float weight) const;
+  void add_shares(int32_t b, int32_t h, const Block& at, const float* weights, int64_t limit,
+                  float share) const;
   int64_t seen(const Block& at, int32_t fresh, int64_t limit) const {
     return at.bucket == fresh ? std::clamp<int64_t>(limit - at.first, 0, at.count)
                               : int64_t{at.count};

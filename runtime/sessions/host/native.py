@@ -8,6 +8,7 @@ Runtime's, and Attend reads and extends the pool in place.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,6 +62,15 @@ class NativeSession(OrtSession):
         return options
 
     shares = staticmethod(whole)
+
+    def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
+        """As OrtSession.run. Where tokens are never ranked, a step without weights
+        observes nothing, and the operator is told so."""
+        rests = self.plan.observes and not self.plan.ranked
+        if rests and step.observation_weights is None:
+            nothing = np.zeros(0, np.float32)
+            step = dataclasses.replace(step, observation_weights=nothing)
+        return super().run(step)
 
     def append(
         self, step: StepPlan, rows: npt.NDArray[np.floating], stage: int = 0

@@ -92,7 +92,7 @@ def one_node(
         helper.make_tensor_value_info(n, t, ["T", n])
         for n, t in (("o", dtype), ("rows", hot))
     ]
-    if case.plan.observation is not None:
+    if case.plan.observes:
         outputs.append(helper.make_tensor_value_info("mass", FLOAT, ["B", "H", "N"]))
     node = helper.make_node(
         NAME,

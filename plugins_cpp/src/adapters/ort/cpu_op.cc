@@ -78,7 +78,10 @@ class Kernel {
     if (t.projected)
       a.proj_q = projection(in.take(), 0), a.proj_k = projection(in.take(), 1),
       a.centre_k = projection(in.take(), 2);
-    if (observes_) a.observation_weights = in.take().as<float>();
+    if (observes_) {
+      const Tensor weights = in.take();  // empty: no row is observed, and there is no mass
+      if (weights.size()) a.observation_weights = weights.as<float>();
+    }
     check_shapes(q, k, v, lengths);
     a.tokens = int32_t(q.shape[0]), a.batch = int32_t(lengths.shape[0]);
     void* o = output(context, 0, {a.tokens, layer_.o_width});
@@ -86,8 +89,10 @@ class Kernel {
     a.o = q.bytes == 2 ? wide_output.floats(size_t(o_size)) : static_cast<float*>(o);
     a.rows = output(context, 1, {a.tokens, layer_.rows_width});
     if (observes_) {
-      for (int32_t width : widths) a.mass_places += int64_t{width} * t.page_tokens;
-      a.mass_places += offsets.shape[0];
+      if (a.observation_weights) {
+        for (int32_t width : widths) a.mass_places += int64_t{width} * t.page_tokens;
+        a.mass_places += offsets.shape[0];
+      }
       a.mass = static_cast<float*>(output(context, 2, {a.batch, t.lanes, a.mass_places}));
     }
     a.parallel = {run_on_ort, context};
