@@ -91,7 +91,7 @@ def resolved(request: BuildRequest) -> BuildRequest:
 
     known = verify(request.compression, options_of(request), request.tokens_per_block)
     ranks_tokens = known.observation is not None
-    check_token_ranking(request.backend, ranks_tokens)
+    check_token_ranking(request.backend, ranks_tokens or known.compacts)
     check_windows(request.backend, known.windowed)
     if request.accuracy is not None and ranks_tokens:
         raise KvlatheError(

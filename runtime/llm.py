@@ -38,6 +38,7 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.requests.answer import Answer
+from kvlathe.runtime.requests.compaction import Compacted, Compaction
 from kvlathe.runtime.requests.deltas import deltas
 from kvlathe.runtime.requests.engine_thread import EngineThread
 from kvlathe.runtime.requests.forced import ForcedText
@@ -80,6 +81,7 @@ class LLM(ClosesAtExit):
         scheduler = Scheduler(self.pool, session, limits, prefixes)
         self.engine = Engine(session, self.pool, scheduler, tokenizer.eos_ids)
         self.thread = EngineThread(self.engine)
+        self._compacting = threading.Lock()  # each takes the pages of a whole prompt
         self.manifest: Manifest | None = None
         self.attention = "unknown"
         self._sequences = SequenceFactory(plan, self.pool, scheduler, tokenizer)
@@ -207,6 +209,33 @@ class LLM(ClosesAtExit):
         prompt = self.tokenizer.encode(text, add_special_tokens=False)
         return self.generate([prompt], params)[0]
 
+    # -- prefixes ----------------------------------------------------------------------
+    def compact(
+        self, prompt: Prompt, keep: float | None = None, salt: bytes = b""
+    ) -> Compacted:
+        """Cache a prompt that later ones begin with, and keep only the share ``keep``
+        (None: the plan's) of its KV pairs: those that the model needs to repeat it.
+
+        Later requests of the same tenant (``salt``) that begin with it attend what was
+        kept, until room is needed or the LLM goes. It takes about three times a
+        prefill; other requests go on meanwhile. Raises KvlatheError where the plan has
+        no rule for it, or prefixes are not shared.
+        """
+        tokens = self.encode(prompt)
+        work = Compaction(
+            self.engine, self._sequences, self.tokenizer, tokens, keep, salt
+        )
+        steps = work.steps()
+        with self._compacting:
+            try:
+                while True:
+                    made = self.thread.call(partial(_advanced, steps))
+                    if made is not None:
+                        return made
+            except BaseException:
+                self.thread.call(steps.close)
+                raise
+
     # -- limits ------------------------------------------------------------------------
     @property
     def limits(self) -> Limits:
@@ -291,6 +320,15 @@ class LLM(ClosesAtExit):
         except BaseException:  # an interrupt ends the work too
             given_up.set()
             raise
+
+
+def _advanced(steps: Generator[None, None, Compacted]) -> Compacted | None:
+    """One step more; what they come to, after the last."""
+    try:
+        next(steps)
+    except StopIteration as end:
+        return end.value
+    return None
 
 
 def _check_counts(**counts: int | None) -> None:

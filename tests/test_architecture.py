@@ -52,7 +52,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "sessions": {"native", "text"},
         "cache": {"sessions"},
         "scheduling": {"cache", "sessions", "text"},
-        "requests": {"cache", "scheduling", "text"},
+        "requests": {"cache", "scheduling", "sessions", "text"},
     },
 }
 """The same for the rooms inside a room. Modules beside them may import all of them."""
@@ -99,7 +99,7 @@ TORCH_RUNS = re.compile(r"runtime/sessions/torch_cuda/\w+\.py|kvlathe/layers/\w+
 when such an engine is loaded."""
 
 METHODS = re.compile(
-    r"(?<![a-z])(fdc|zack|hack|zipcache|uncomp|palu|kivi|kvquant|h2o|snapkv|keyformer|turboquant|duo)(?![a-z])",
+    r"(?<![a-z])(fdc|zack|hack|zipcache|uncomp|palu|kivi|kvquant|kvzip|h2o|snapkv|keyformer|turboquant|duo)(?![a-z])",
     re.IGNORECASE,
 )
 SOMEONES_MACHINE = re.compile(

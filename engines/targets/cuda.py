@@ -40,7 +40,7 @@ def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> Non
 def check_plan(name: str, plan: CompressionPlan) -> None:
     """Raise KvlatheError unless the CUDA kernels keep and attend the pages of this
     plan."""
-    check_token_ranking(name, plan.ranked)
+    check_token_ranking(name, plan.observes)
     check_windows(name, plan.windowed)
     refusal = _hot_refusal(plan) or _coded_refusal(plan) or _size_refusal(plan)
     if refusal is not None:

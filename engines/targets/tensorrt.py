@@ -141,7 +141,7 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
             "it has a graph for each group of layers, and an engine holds one",
             "compress in one group (stages=1), or build for onnxruntime",
         )
-    check_token_ranking(name, plan.ranked)
+    check_token_ranking(name, plan.observes)
     check_windows(name, plan.windowed)
     if find_plugin() is not None:
         cuda.check_plan(name, plan)

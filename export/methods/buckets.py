@@ -12,7 +12,7 @@ from kvlathe.export.methods.options import Decision
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import Bucket, Stage
-from kvlathe.plan.token_rules import KEEP_ALL, Share, TokenRule
+from kvlathe.plan.token_rules import KEEP_ALL, Compacted, Share, TokenRule
 
 
 def without(lanes: Sequence[Lane], removed: Mapping[int, int]) -> tuple[Lane, ...]:
@@ -27,7 +27,7 @@ def without(lanes: Sequence[Lane], removed: Mapping[int, int]) -> tuple[Lane, ..
 
 def buckets(lanes: Sequence[Lane], chosen: Decision) -> tuple[Bucket, ...]:
     """The fresh bucket of each stage and, where full pages change their format, the
-    cold ones they go to: one for each token rule.
+    cold ones they go to: one for each token rule, or each lane.
     """
     rules = chosen.tokens or (KEEP_ALL,)
     if len(rules) == 1:
@@ -35,23 +35,25 @@ def buckets(lanes: Sequence[Lane], chosen: Decision) -> tuple[Bucket, ...]:
     made: list[Bucket] = []
     for layers in _layers(chosen.stages, lanes[-1].layer + 1):
         kept: list[int] = []
-        by_rule: dict[TokenRule, list[int]] = {}
+        by_rule: dict[tuple[TokenRule, int], list[int]] = {}
         for i, lane in enumerate(lanes):
             if lane.layer in layers and not lane.removed:
                 kept.append(i)
                 whole = (lane.layer, lane.head) in chosen.whole_heads
-                by_rule.setdefault(KEEP_ALL if whole else rules[i], []).append(i)
+                rule = KEEP_ALL if whole else rules[i]
+                apart = isinstance(rule, Compacted) and rule.apart
+                by_rule.setdefault((rule, i if apart else 0), []).append(i)
         fresh = len(made)
         if chosen.split:
             made.append(Bucket(0, tuple(kept)))
             for tier, (_, share) in enumerate(chosen.split, start=1):
                 made.append(Bucket(tier, tuple(kept), fresh, Share(share)))
         elif chosen.cold is None:
-            for rule, of_rule in by_rule.items():
+            for (rule, _), of_rule in by_rule.items():
                 made.append(Bucket(0, tuple(of_rule), tokens=rule))
         else:
             made.append(Bucket(0, tuple(kept)))
-            for rule, of_rule in by_rule.items():
+            for (rule, _), of_rule in by_rule.items():
                 made.append(Bucket(1, tuple(of_rule), fresh, rule))
     return tuple(made)
 
@@ -66,9 +68,15 @@ def _layers(stages: Sequence[Stage], layers: int) -> list[range]:
 def cold_tier(chosen: Decision) -> Tier | None:
     """The format of full pages. Tokens that may be dropped one by one share no group of
     V: those then run along the rank.
-    Raises KvlatheError where sums of codes are asked for beside that.
+    Raises KvlatheError for what cannot stand beside dropped tokens.
     """
     tier = chosen.cold
+    if tier is not None and chosen.compacts and tier.rounding == "stochastic":
+        raise KvlatheError(
+            "rounding=stochastic cannot be composed with compacted prefixes",
+            "a page of chosen tokens has no one position to draw from",
+            "leave rounding out",
+        )
     if (
         tier is None
         or not any(rule.drops and rule.by_saliency for rule in chosen.tokens)

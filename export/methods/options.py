@@ -14,7 +14,7 @@ from kvlathe.export.bases.basis import Basis
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import Stage
-from kvlathe.plan.token_rules import ObservationWindow, TokenRule, Window
+from kvlathe.plan.token_rules import Compacted, ObservationWindow, TokenRule, Window
 
 Scales = Literal["", "k", "v", "kv"]
 """Whose channels are divided by a factor each (channels.py)."""
@@ -120,6 +120,12 @@ class Decision:
     def has_budget(self) -> bool:
         """Whether lanes keep a number of tokens, not a share of them or all."""
         return any(rule.drops for rule in self.tokens)
+
+    @property
+    def compacts(self) -> bool:
+        """Whether prefixes can be compacted."""
+        found = [isinstance(rule, Compacted) for rule in self.tokens]
+        return any(found)
 
     @property
     def windowed(self) -> bool:

@@ -18,6 +18,7 @@ from kvlathe.export.methods import (
     keyformer,
     kivi,
     kvquant,
+    kvzip,
     none,
     snapkv,
     turboquant,
@@ -101,6 +102,7 @@ METHODS: dict[str, Method] = {
     "window": Method(window.SUMMARY, plan=window.plan, check=window.check),
     "duo": Method(duo.SUMMARY, plan=duo.plan, name_heads=duo.named),
     "kvquant": Method(kvquant.SUMMARY, plan=kvquant.plan, sizes=kvquant.SIZES),
+    "kvzip": Method(kvzip.SUMMARY, plan=kvzip.plan),
     "turboquant": Method(
         turboquant.SUMMARY, plan=turboquant.plan, sizes=turboquant.SIZES
     ),

@@ -15,17 +15,34 @@ Pages = list[list[int]]
 
 
 @dataclass(eq=False, slots=True)
+class CompactedPrefix:
+    """The first ``cached`` tokens of later sequences, of which lanes hold only some:
+    ``pages`` of each bucket, and how many tokens they hold. ``ids``: the tokens, as
+    int32 bytes; ``salt``: the tenant; ``key``: what keys of blocks after it begin with.
+    """
+
+    ids: bytes
+    salt: bytes
+    cached: int
+    pages: Pages
+    lengths: list[int]
+    key: bytes
+
+
+@dataclass(eq=False, slots=True)
 class PageTable:
     """The pages of one sequence.
 
     For each bucket: its page ids, oldest first, how many committed tokens they hold,
     and how many have reached the bucket so far (of a cold bucket: 0). Lists that have
-    run in a step are replaced, never changed.
+    run in a step are replaced, never changed. ``base``: the compacted prefix that it
+    begins with.
     """
 
     pages: Pages
     lengths: list[int]
     arrived: list[int]
+    base: CompactedPrefix | None = None
     _rows: list[Int32] = field(default_factory=list)
     _rows_of: Pages | None = None
 
@@ -93,8 +110,9 @@ class Reservation:
 @dataclass(frozen=True, slots=True)
 class Swapped:
     """A sequence outside the arena: the bytes of its pages (scores are in them), and
-    its counts, for each bucket."""
+    its counts, for each bucket; ``base`` as in PageTable."""
 
     data: list[list[bytes]]
     lengths: list[int]
     arrived: list[int]
+    base: CompactedPrefix | None = None

@@ -287,7 +287,7 @@ class PagePool(PageArena):
             )
         self.share(table.pages)
         pages: Pages = [list(ids) for ids in table.pages]
-        return PageTable(pages, list(table.lengths), list(table.arrived))
+        return PageTable(pages, list(table.lengths), list(table.arrived), table.base)
 
     def release(self, table: PageTable) -> None:
         """Give everything back. The table is empty and may be released again."""
@@ -295,13 +295,14 @@ class PagePool(PageArena):
         table.pages = [[] for _ in self.strides]
         table.lengths = [0] * len(self.strides)
         table.arrived = [0] * len(self.strides)
+        table.base = None
 
     def swap_out(self, table: PageTable, mover: PageMover) -> Swapped:
         """Move a sequence to host memory and release its pages."""
         data: list[list[bytes]] = []
         for bucket, ids in enumerate(table.pages):
             data.append([mover.read_page(bucket, page) for page in ids])
-        swapped = Swapped(data, list(table.lengths), list(table.arrived))
+        swapped = Swapped(data, list(table.lengths), list(table.arrived), table.base)
         self.release(table)
         return swapped
 
@@ -315,4 +316,5 @@ class PagePool(PageArena):
         except BaseException:
             self.drop(taken)
             raise
-        return PageTable(taken, list(swapped.lengths), list(swapped.arrived))
+        counts = (list(swapped.lengths), list(swapped.arrived))
+        return PageTable(taken, *counts, swapped.base)

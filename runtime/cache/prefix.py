@@ -10,6 +10,9 @@ Of a bucket with a window, a block has the pages that a sequence holds which end
 its sink and the window before its end. Only a sequence that was just there can give
 them, so blocks are whole prefill chunks and the scheduler remembers a prompt before
 each of its chunks. A block without those pages does not end a match.
+
+A compacted prefix stands in place of the blocks that it covers. Blocks after it were
+computed with it, so their keys begin with its own.
 """
 
 from __future__ import annotations
@@ -18,12 +21,13 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import add
 
 import numpy as np
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.token_rules import Window
-from kvlathe.runtime.cache.page_table import Pages, PageTable
+from kvlathe.runtime.cache.page_table import CompactedPrefix, Pages, PageTable
 from kvlathe.runtime.cache.pool import PagePool
 
 
@@ -64,34 +68,87 @@ class PrefixCache:
             for b in range(len(plan.buckets))
         ]  # buckets whose pages stay
         self._blocks: OrderedDict[bytes, Block] = OrderedDict()
+        self._compacted: list[CompactedPrefix] = []  # the last used one last
         pool.reclaim = self.reclaim
 
     def find(self, tokens: Sequence[int], salt: bytes = b"") -> tuple[PageTable, int]:
         """A table over the longest known prefix of ``tokens`` but the last, and how
-        many tokens that is."""
-        blocks = self._match(tokens[:-1], salt)
-        cached = self.block * len(blocks)
+        many tokens that is. A compacted prefix goes before whole blocks."""
+        base = self.compacted(tokens[:-1], salt)
+        table, cached = self.table(base, self._match(tokens[:-1], salt, base))
+        self.hits += cached
+        return table, cached
+
+    def table(
+        self, base: CompactedPrefix | None, blocks: Sequence[Block] = ()
+    ) -> tuple[PageTable, int]:
+        """A table over ``base`` and the ``blocks`` after it, one more owner of their
+        pages; and how many tokens that is."""
         table = self.pool.open()
+        after = self.block * len(blocks)
+        cached, table.lengths = after, self.pool.layout.all_held(after)
+        if base is not None:
+            cached += base.cached
+            table.base, table.pages = base, [list(ids) for ids in base.pages]
+            table.lengths = list(map(add, table.lengths, base.lengths))
         for block in blocks:
             for ids, own in zip(table.pages, block.pages, strict=True):
                 ids += own
         if blocks:
-            last = blocks[-1]
             for b in self._windows:
-                table.pages[b] = list(last.pages[b])
+                table.pages[b] = list(blocks[-1].pages[b])
         self.pool.share(table.pages)
-        table.lengths = self.pool.layout.all_held(cached)
         table.arrived = [
             cached if bucket.source is None else 0 for bucket in self.pool.plan.buckets
         ]
-        self.hits += cached
         return table, cached
 
-    def _match(self, tokens: Sequence[int], salt: bytes) -> list[Block]:
-        """The known blocks that ``tokens`` begin with, up to the last that may end."""
+    def compacted(
+        self, tokens: Sequence[int], salt: bytes = b""
+    ) -> CompactedPrefix | None:
+        """The longest compacted prefix of ``tokens``; it is the last used one then."""
+        ids = np.asarray(tokens, np.int32).tobytes()
+        known = [
+            one
+            for one in self._compacted
+            if one.salt == salt and ids.startswith(one.ids)
+        ]
+        if not known:
+            return None
+        longest = max(known, key=lambda one: one.cached)
+        self._compacted.remove(longest)
+        self._compacted.append(longest)
+        return longest
+
+    def keep(
+        self, tokens: Sequence[int], salt: bytes, share: float, table: PageTable
+    ) -> None:
+        """Remember ``tokens`` as a compacted prefix: of their KV pairs the ``share``
+        that ``table`` holds, whose pages are the cache's from now on. It replaces an
+        older one of the same tokens."""
+        ids = np.asarray(tokens, np.int32).tobytes()
+        older = [x for x in self._compacted if x.salt == salt and x.ids == ids]
+        for one in older:
+            self._give_up(one)
+        mark = f"compacted {share!r}".encode()
+        key = hashlib.sha256(self._first_key(salt) + mark + ids).digest()
+        lengths = list(table.lengths)
+        self._compacted.append(
+            CompactedPrefix(ids, salt, len(tokens), table.pages, lengths, key)
+        )
+
+    def _give_up(self, prefix: CompactedPrefix) -> None:
+        self._compacted.remove(prefix)
+        self.pool.drop(prefix.pages)
+
+    def _match(
+        self, tokens: Sequence[int], salt: bytes, base: CompactedPrefix | None
+    ) -> list[Block]:
+        """The known blocks that ``tokens`` go on with after ``base``, up to the last
+        that may end."""
         blocks: list[Block] = []
         last = 0
-        for key in self._keys(tokens, salt):
+        for key in self._keys(tokens, salt, base):
             if key not in self._blocks:
                 break
             self._blocks.move_to_end(key)
@@ -102,19 +159,22 @@ class PrefixCache:
 
     def add(self, table: PageTable, tokens: Sequence[int], salt: bytes = b"") -> None:
         """Remember the whole blocks of ``tokens``, whose pages ``table`` holds."""
-        pages = self.block // self.pool.plan.page_tokens
-        for i, key in enumerate(self._keys(tokens, salt)):
+        pages, base = self.block // self.pool.plan.page_tokens, table.base
+        firsts = [len(ids) for ids in base.pages] if base else [0] * len(self._kept)
+        start = base.cached if base else 0
+        for i, key in enumerate(self._keys(tokens, salt, base)):
             if key not in self._blocks:
-                at = slice(i * pages, (i + 1) * pages)
-                own = [
-                    ids[at] if kept else []
-                    for ids, kept in zip(table.pages, self._kept, strict=True)
-                ]
+                own: Pages = []
+                for ids, kept, first in zip(
+                    table.pages, self._kept, firsts, strict=True
+                ):
+                    at = first + i * pages
+                    own.append(ids[at : at + pages] if kept else [])
                 self.pool.share(own)
                 self._blocks[key] = Block(own, not self._windows)
             block = self._blocks[key]
             if not block.ends:
-                end = (i + 1) * self.block
+                end = start + (i + 1) * self.block
                 self._end(block, table, end)
             self._blocks.move_to_end(key)
 
@@ -157,19 +217,29 @@ class PrefixCache:
         return ids[:sink] + ids[start : start + recent]
 
     def reclaim(self) -> bool:
-        """Give up the least recently used block. False if there is none."""
-        if not self._blocks:
-            return False
-        self.pool.drop(self._blocks.popitem(last=False)[1].pages)
-        return True
+        """Give up the least recently used block or, once there is none, compacted
+        prefix. False if there is neither."""
+        if self._blocks:
+            self.pool.drop(self._blocks.popitem(last=False)[1].pages)
+            return True
+        if self._compacted:
+            self._give_up(self._compacted[0])
+            return True
+        return False
 
-    def _keys(self, tokens: Sequence[int], salt: bytes) -> Iterator[bytes]:
-        """One key for each whole block, chained, so that it stands for every token up
-        to the block's end."""
-        ids = np.asarray(tokens, np.int32)
+    def _first_key(self, salt: bytes) -> bytes:
         salted = hashlib.sha256(salt).digest()
-        key = hashlib.sha256(self._seed + salted).digest()
-        for end in range(self.block, len(ids) + 1, self.block):
+        return hashlib.sha256(self._seed + salted).digest()
+
+    def _keys(
+        self, tokens: Sequence[int], salt: bytes, base: CompactedPrefix | None
+    ) -> Iterator[bytes]:
+        """One key for each whole block after ``base``, chained, so that it stands for
+        every token up to the block's end."""
+        ids = np.asarray(tokens, np.int32)
+        key = base.key if base else self._first_key(salt)
+        first = (base.cached if base else 0) + self.block
+        for end in range(first, len(ids) + 1, self.block):
             block = ids[end - self.block : end].tobytes()
             key = hashlib.sha256(key + block).digest()
             yield key

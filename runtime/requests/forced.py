@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.runtime.cache.arena import OutOfPages
 from kvlathe.runtime.cache.pool import Reservation
+from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.requests.sequences import SequenceFactory
 from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.sequence import Chunk
@@ -43,12 +44,20 @@ class ForcedText:
         sampler = Sampler(SamplingParams())
         self._sequence = factory.open(tokens, self._prompt, grid, sampler)
 
+    def _begin(self, prefixes: PrefixCache | None) -> None:
+        """Where the text begins with a compacted prefix, its rows see that."""
+        base = prefixes and prefixes.compacted(self._tokens[: min(self._rows)])
+        if prefixes and base:
+            sequence = self._sequence
+            sequence.table, sequence.cached = prefixes.table(base)
+
     def logits(self, given_up: Callable[[], bool]) -> npt.NDArray[np.float32]:
         """[len(rows), vocab], in the order of ``rows``. Stops between two steps once
         the caller has ``given_up``; the cache's pages go back in any case."""
         wanted = set(self._rows)
         logits: dict[int, Row] = {}
         try:
+            self._begin(self._engine.scheduler.prefixes)
             while self._sequence.cached < len(self._tokens):
                 if given_up():
                     raise KvlatheError("the logits were given up")
@@ -93,18 +102,8 @@ class ForcedText:
         return most
 
     def _reserve(self, count: int) -> Reservation:
-        """Pages for the next ``count`` tokens. Running sequences make room for them:
-        they come back by themselves."""
+        """Pages for the next ``count`` tokens."""
         sequence, pool = self._sequence, self._engine.pool
-        scheduler = self._engine.scheduler
-        while True:
-            try:
-                return pool.reserve(
-                    sequence.table,
-                    sequence.arriving(count),
-                    sequence.seals_after(count),
-                )
-            except OutOfPages:
-                if not scheduler.running:
-                    raise
-                scheduler.preempt()
+        arriving, seals = sequence.arriving(count), sequence.seals_after(count)
+        reserve = partial(pool.reserve, sequence.table, arriving, seals)
+        return self._engine.scheduler.make_room(reserve)

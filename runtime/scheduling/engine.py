@@ -125,7 +125,7 @@ class Engine:
         grown = [c.sequence for c in chunks if c.sequence.grows and c.completes]
         rows = rows_of([sequence.request for sequence in grown])
         try:
-            sampling = self._transact(chunks, lambda step: sampler.sample(step, rows))
+            sampling = self.transact(chunks, lambda step: sampler.sample(step, rows))
         except Exception as error:  # it is tried again in parts, which say why
             self.check_device(error)
             return None
@@ -260,9 +260,9 @@ class Engine:
     def run(self, chunks: Items[Chunk]) -> Rows:
         """Logits [rows wanted, vocab]. The chunks' tokens are cached afterwards; if
         anything fails, none of them is."""
-        return self._transact(chunks, self.session.run)
+        return self.transact(chunks, self.session.run)
 
-    def _transact(self, chunks: Items[Chunk], call: Callable[[StepPlan], T]) -> T:
+    def transact(self, chunks: Items[Chunk], call: Callable[[StepPlan], T]) -> T:
         """What ``call`` gives for the chunks as one step.
 
         A transaction: pages are copied before it; full pages are sealed and ranked

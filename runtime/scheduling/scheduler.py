@@ -16,8 +16,9 @@ from __future__ import annotations
 import bisect
 import contextlib
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from collections.abc import Sequence as Items
+from typing import TypeVar
 
 import numpy as np
 
@@ -32,6 +33,7 @@ from kvlathe.runtime.scheduling.fair_queue import FairQueue
 from kvlathe.runtime.scheduling.sequence import Chunk, Sequence, SharedPrompt
 from kvlathe.runtime.sessions.protocols import PageMover
 
+T = TypeVar("T")
 PROMPT_TOKENS = 512
 """Prompt tokens beside decodes in one step, unless asked otherwise."""
 
@@ -269,6 +271,17 @@ class Scheduler:
             sequence.table = table
             sequence.cached = cached
 
+    def make_room(self, take: Callable[[], T]) -> T:
+        """What ``take`` gives, which takes pages for others than those that run. They
+        make room for it, and come back by themselves. Raises OutOfPages."""
+        while True:
+            try:
+                return take()
+            except OutOfPages:
+                if not self.running:
+                    raise
+                self.preempt()
+
     def preempt(self) -> Sequence:
         """The youngest running sequence leaves; it is the first to come back."""
         sequence = self.running.pop()
@@ -290,7 +303,7 @@ class Scheduler:
     def _recomputes(self, sequence: Sequence, size: int) -> bool:
         """Whether a sequence of ``size`` bytes had better be computed again than moved
         to the host and back."""
-        if not self.pool.plan.recomputable:
+        if sequence.table.base or not self.pool.plan.recomputable:
             return False
         return self.costs.recompute_is_cheaper(sequence.cached, size)
 

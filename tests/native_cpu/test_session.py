@@ -21,6 +21,7 @@ from kvlathe.plan.formats import Tier
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import FileRecord, KvBytes, Manifest
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as natives
 from kvlathe.runtime.native.library import Native
@@ -66,6 +67,7 @@ def native_llm(native: Native, kind: str) -> LLM:
         ("sealed split", 0.02),
         ("windowed", 1e-3),
         ("sealed windows", 0.02),
+        ("compacted", 1e-3),
     ],
 )
 def test_logits_are_those_of_the_function(
@@ -99,6 +101,21 @@ def test_ranked_tokens_are_those_of_the_function(native: Native, kind: str) -> N
     assert (
         np.median(np.abs(ours - plain)) > 0.01
     )  # and they are tokens that make a difference
+
+
+def test_a_compacted_prefix_keeps_what_the_function_keeps(native: Native) -> None:
+    ids, engines = (
+        list(text(320)),
+        (native_llm(native, "compacted"), llm("torch", "compacted")),
+    )
+    kept: list[list[int]] = []
+    found: list[np.ndarray] = []
+    for engine in engines:
+        engine.engine.scheduler.prefixes = PrefixCache(engine.pool)
+        kept.append(engine.compact(ids[:256], 0.4).lane_tokens)
+        found.append(engine.logits(ids, range(256, 320)))
+    assert kept[0] == kept[1] and max(kept[0]) > min(kept[0])
+    assert np.abs(found[0] - found[1]).max() < 2e-3
 
 
 @pytest.mark.parametrize("kind", ["one", "sealed"])

@@ -28,7 +28,7 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import KvBytes, Limits, Manifest
 from kvlathe.plan.memory import memory_table
 from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import Budget, ObservationWindow, Share, Window
+from kvlathe.plan.token_rules import Budget, Compacted, ObservationWindow, Share, Window
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
 from kvlathe.runtime.sessions.host.onnx import OrtSession
@@ -131,8 +131,29 @@ def plans(
             page,
             chunk,
         ),
+        **compacting_plans(shape, page, chunk),
         **windowed_plans(shape, page, chunk),
         **ranked_plans(shape, page, chunk),
+    }
+
+
+def compacting_plans(
+    shape: ModelShape, page: int = 64, chunk: int = 512
+) -> dict[str, CompressionPlan]:
+    """Plans whose prefixes can be compacted: each lane apart, hot or sealed, or all
+    alike."""
+    every = tuple(range(shape.layers * shape.kv_heads))
+    apart = tuple(Bucket(0, (lane,), None, Compacted(0.5)) for lane in every)
+    alike = (Bucket(0, every, None, Compacted(0.5, False)),)
+    sealed = (
+        Bucket(0, every),
+        *(Bucket(1, (lane,), 0, Compacted(0.5)) for lane in every),
+    )
+    eight = Tier(8, 8, "rank", "token", 32, min(page, 64))
+    return {
+        "compacted": plan_for(shape, (HOT,), apart, page, chunk),
+        "compacted alike": plan_for(shape, (HOT,), alike, page, chunk),
+        "sealed compacted": plan_for(shape, (HOT, eight), sealed, page, chunk),
     }
 
 
@@ -210,9 +231,8 @@ class TorchSession(HostPages):
     @torch.inference_mode()
     def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
         tensor = torch.from_numpy
-        probed = (
-            [] if self.plan.observation is None else [tensor(step.observation_weights)]
-        )
+        weights = step.observation_weights
+        probed = [] if weights is None else [tensor(weights)]
         logits, rows, *mass = self.decoder(
             tensor(step.input_ids),
             tensor(step.positions),
@@ -226,6 +246,8 @@ class TorchSession(HostPages):
         )
         self.append(step, rows.numpy())
         self.page_scores.observe((step, found.numpy(), 0) for found in mass)
+        if step.observed_attention is not None:
+            step.observed_attention[:] = mass[0].numpy()
         return logits.numpy()
 
 
@@ -269,12 +291,12 @@ def manifest_of(plan: CompressionPlan) -> Manifest:
     )
 
 
-def built_folder(folder: Path) -> Path:
+def built_folder(folder: Path, kind: str = "split") -> Path:
     """An engine folder as a build leaves it, report aside."""
-    plan = decoder("split").plan
+    plan = decoder(kind).plan
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         shutil.copy(MODEL / name, folder)
-    shutil.copytree(engine_folder("split"), folder, dirs_exist_ok=True)
+    shutil.copytree(engine_folder(kind), folder, dirs_exist_ok=True)
     (folder / manifests.PLAN_FILE).write_text(plan.to_json())
     manifests.write(folder, manifest_of(plan))
     return folder

@@ -18,6 +18,7 @@ from kvlathe.export.methods.registry import calibration
 from kvlathe.export.methods.zipcache import ratio
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_rules import Compacted
 from tests.support.runtime_cases import model_shape
 from tests.support.stats_cases import stats as made_up
 
@@ -148,9 +149,29 @@ def test_budgets_are_whole_pages_and_go_with_other_formats(name: str) -> None:
     ].axis_v == "rank"
 
 
+def test_prefixes_are_compacted_head_by_head_or_alike_in_any_format() -> None:
+    lanes = tuple(range(len(plan("none").lanes)))
+    apart, alike = plan("kvzip:keep=0.2"), plan("kvzip:heads=same")
+    assert [bucket.lanes for bucket in apart.buckets] == [(lane,) for lane in lanes]
+    assert apart.compaction == Compacted(0.2) and apart.sharable and apart.observes
+    assert [bucket.lanes for bucket in alike.buckets] == [lanes]
+    sealed = plan("kvzip+hack:bits=4")
+    hot, *cold = sealed.buckets
+    assert hot.lanes == lanes and [b.lanes for b in cold] == [(i,) for i in lanes]
+    assert sealed.tiers[1].axis_v == "token"
+    assert CompressionPlan.from_json(sealed.to_json()) == sealed
+
+
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
+        ("kvzip:keep=0", "above 0"),
+        ("kvzip:keep=some", "above 0"),
+        ("kvzip:keep=nan", "above 0"),
+        ("kvzip:heads=few", "Choose one of"),
+        ("kvzip:budget=64", "unknown"),
+        ("kvzip+snapkv", "each of them chooses which tokens"),
+        ("kvzip+hack:bits=4,rounding=stochastic", "rounding=stochastic cannot"),
         ("zipcache:salient=2", "share of the tokens"),
         ("zipcache:high=3", "Choose one of"),
         ("zipcache+hack", "each of them chooses the number format"),

@@ -1,0 +1,249 @@
+"""Compaction of a prefix that later requests begin with: the model is asked to repeat
+it, and the KV pairs that this needs least are dropped (arXiv 2505.23416).
+
+The prefix is cached whole, unquantized. The model then reads, part by part, an
+instruction and the part once more. A pair's score is the largest probability that a row
+of these gives it, over the query heads of its lane. What stays is copied to new pages,
+in the number format of the plan, and is the prefix cache's from then on. Keys keep the
+rotation of their own position, and later queries have their true positions.
+
+It differs from the paper in one thing: probabilities are those of the softmax over the
+whole prefix. The paper's are over one part and what repeats it, which costs less memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Generator
+from functools import partial
+
+import numpy as np
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.cache.kept_pairs import Floats, Places, kept_places
+from kvlathe.runtime.cache.page_table import PageTable
+from kvlathe.runtime.requests.sequences import SequenceFactory
+from kvlathe.runtime.scheduling.engine import Engine
+from kvlathe.runtime.scheduling.sequence import Chunk
+from kvlathe.runtime.scheduling.sequence import Sequence as Request
+from kvlathe.runtime.sessions.protocols import StepPlan, TokenRanker
+from kvlathe.runtime.text.sampler import Sampler
+from kvlathe.runtime.text.sampling_params import SamplingParams
+from kvlathe.runtime.text.tokenizer import Tokenizer
+
+PART = 2048
+"""Tokens that are repeated at once, where the engine's longest sequence has room."""
+FIRST = "\n\nRepeat the previous context:\n"
+NEXT = "\n\nRepeat the previous context from here on: "
+LEAD = 8
+"""Tokens before a part that stand behind NEXT."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Compacted:
+    """What came of a compaction. ``tokens``: of the prefix that was compacted, whole
+    blocks of the prefix cache. ``kept``: the share of its KV pairs that stayed;
+    ``lane_tokens``: of each kept lane, in order, its tokens. ``bytes``: of its pages;
+    ``whole_bytes``: as a prompt has them that is not compacted. ``prefill_seconds`` are
+    part of ``seconds``.
+    """
+
+    tokens: int
+    kept: float
+    lane_tokens: list[int]
+    bytes: int
+    whole_bytes: int
+    prefill_seconds: float
+    seconds: float
+
+
+class Compaction:
+    """Of the prompt ``tokens``, of which the share ``keep`` stays (None: the plan's).
+    Everything but the constructor runs in the engine's thread. ``scores`` [kept lanes,
+    tokens]: of each pair, once ``steps`` has ended.
+
+    Raises KvlatheError where the engine cannot compact, or the prompt is too short or
+    too long.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        factory: SequenceFactory,
+        tokenizer: Tokenizer,
+        tokens: list[int],
+        keep: float | None = None,
+        salt: bytes = b"",
+    ) -> None:
+        factory.check(tokens, 0)
+        self._engine, self._factory, self._tokenizer = engine, factory, tokenizer
+        self._plan, self._salt = engine.pool.plan, salt
+        self._keep = _share(engine, keep)
+        prefixes, session = engine.scheduler.prefixes, engine.session
+        if prefixes is None or not isinstance(session, TokenRanker):
+            raise KvlatheError(
+                "this engine keeps no prefixes",
+                "it was loaded without sharing, or on a GPU",
+                "load it with share_prefixes, on the CPU",
+            )
+        self._prefixes, self._mover = prefixes, session
+        self._count = len(tokens) // prefixes.block * prefixes.block
+        if not self._count:
+            raise KvlatheError(
+                f"a prefix of {len(tokens)} tokens cannot be compacted",
+                f"prefixes are kept in blocks of {prefixes.block}",
+                "give a longer one",
+            )
+        self._tokens = tokens[: self._count]
+        self._part = min(PART, self._room())
+        lanes = [i for i, lane in enumerate(self._plan.lanes) if not lane.removed]
+        self._row_of = {lane: i for i, lane in enumerate(lanes)}
+        self.scores = np.zeros((len(lanes), self._count), np.float32)
+
+    def _room(self) -> int:
+        """Tokens that can be repeated behind the prefix."""
+        longest = self._engine.scheduler.limits.max_seq_len
+        instruction = len(self._tokenizer.encode(NEXT)) + LEAD
+        room = longest - self._count - instruction
+        if room < self._plan.page_tokens:
+            raise KvlatheError(
+                f"a prefix of {self._count} tokens cannot be compacted",
+                f"the model repeats it in parts, and the longest sequence is {longest}",
+                "give a shorter one, or build with a larger --max_seq_len",
+            )
+        return room
+
+    def steps(self) -> Generator[None, None, Compacted]:
+        """One step of the model at a time. Closing it gives the pages back."""
+        started = time.perf_counter()
+        sequence = self._sequence(self._tokens, self._engine.pool.open())
+        try:
+            while sequence.cached < self._count:
+                self._run(sequence, sequence.next_tokens(self._most))
+                yield
+            prefilled = time.perf_counter()
+            for first in range(0, self._count, self._part):
+                yield from self._repeat(sequence.table, first)
+            table = self._compact(sequence.table)
+        finally:
+            self._engine.pool.release(sequence.table)
+        return self._made(table, prefilled - started, started)
+
+    @property
+    def _most(self) -> int:
+        return self._engine.scheduler.limits.max_num_tokens
+
+    def _sequence(self, tokens: list[int], table: PageTable) -> Request:
+        sampler = Sampler(SamplingParams())
+        grid = self._plan.prefill_chunk
+        sequence = self._factory.open(tokens, len(tokens), grid, sampler)
+        sequence.table = table
+        return sequence
+
+    def _repeat(self, table: PageTable, first: int) -> Generator[None]:
+        """Observe the repetition of the part that begins at token ``first``."""
+        instruction = self._tokenizer.encode(NEXT if first else FIRST)
+        lead = self._tokens[max(0, first - LEAD) : first]
+        part = self._tokens[first : first + self._part]
+        tokens = [*self._tokens, *instruction, *lead, *part]
+        sequence = self._sequence(tokens, self._engine.pool.fork(table))
+        sequence.cached = self._count
+        try:
+            while sequence.cached < len(tokens):
+                left = len(tokens) - sequence.cached
+                self._run(sequence, min(left, self._most), observed=True)
+                yield
+        finally:
+            self._engine.pool.release(sequence.table)
+
+    def _run(self, sequence: Request, count: int, observed: bool = False) -> None:
+        """One step. Nothing is sealed, so that tokens may still be chosen among."""
+        engine = self._engine
+        reserve = partial(engine.pool.reserve, sequence.table, count)
+        chunk = Chunk(sequence, count, engine.scheduler.make_room(reserve))
+        engine.transact([chunk], self._observe if observed else engine.session.run)
+
+    def _observe(self, step: StepPlan) -> None:
+        """Run a step, and take the largest that its rows give each token."""
+        page, lanes = self._plan.page_tokens, len(self.scores)
+        widths = [table.shape[1] * page for table in step.page_tables]
+        places = sum(widths) + len(step.query_offsets)
+        given = np.zeros((1, lanes, places), np.float32)
+        weights = np.full(len(step.input_ids), -1, np.float32)
+        observing = {"observation_weights": weights, "observed_attention": given}
+        self._engine.session.run(dataclasses.replace(step, **observing))
+        starts = np.cumsum([0, *widths])
+        for b, bucket in enumerate(self._plan.buckets):
+            if bucket.source is None:
+                rows = self._rows(b)
+                cached = given[0, rows, starts[b] : starts[b] + self._count]
+                self.scores[rows] = np.maximum(self.scores[rows], cached)
+
+    def _rows(self, bucket: int) -> list[int]:
+        """Where the scores of a bucket's lanes are."""
+        return [self._row_of[lane] for lane in sorted(self._plan.buckets[bucket].lanes)]
+
+    def _compact(self, table: PageTable) -> PageTable:
+        """The pairs that stay, in pages of their own, and remember them."""
+        sources: dict[int, int] = {}
+        for placed in self._engine.pool.layout.placements:
+            fresh, *cold = placed.buckets
+            sources |= dict.fromkeys(cold or (fresh,), fresh)
+        page = self._plan.page_tokens
+        scores: list[Floats] = [self.scores[self._rows(b)] for b in sources]
+        places = kept_places(scores, self._keep, page)
+        kept: dict[int, Places] = dict(zip(sources, places, strict=True))
+        lengths = [0] * len(self._plan.buckets)
+        for bucket, of_lanes in kept.items():
+            lengths[bucket] = of_lanes.shape[1]
+        pool = self._engine.pool
+        take = partial(pool.take, [length // page for length in lengths])
+        pages = self._engine.scheduler.make_room(take)
+        try:
+            for bucket, source in sources.items():
+                ids, target = table.pages[source], pages[bucket]
+                if target:
+                    self._mover.move(source, ids, bucket, target, kept[bucket])
+        except BaseException:
+            pool.drop(pages)
+            raise
+        made = PageTable(pages, lengths, [])
+        self._prefixes.keep(self._tokens, self._salt, self._keep, made)
+        return made
+
+    def _made(self, table: PageTable, prefill: float, started: float) -> Compacted:
+        pool = self._engine.pool
+        lane_tokens = [0] * len(self.scores)
+        for bucket, length in enumerate(table.lengths):
+            for row in self._rows(bucket):
+                lane_tokens[row] = max(lane_tokens[row], length)
+        counts = zip(table.pages, pool.strides, strict=True)
+        return Compacted(
+            tokens=self._count,
+            kept=sum(lane_tokens) / (len(lane_tokens) * self._count),
+            lane_tokens=lane_tokens,
+            bytes=sum(len(ids) * stride for ids, stride in counts),
+            whole_bytes=pool.layout.bytes_for(self._count),
+            prefill_seconds=prefill,
+            seconds=time.perf_counter() - started,
+        )
+
+
+def _share(engine: Engine, keep: float | None) -> float:
+    """The share that stays: as asked, or the plan's."""
+    rule = engine.pool.plan.compaction
+    if rule is None:
+        raise KvlatheError(
+            "this engine cannot compact a prefix",
+            "its plan has no rule for it",
+            "build it with a compression that compacts prefixes",
+        )
+    share = rule.keep if keep is None else keep
+    if not 0 < share <= 1:
+        raise KvlatheError(
+            f"a prefix cannot keep {share} of its KV pairs",
+            "it is a share",
+            "give a number above 0, 1 at most",
+        )
+    return share

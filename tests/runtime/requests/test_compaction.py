@@ -1,0 +1,279 @@
+"""Laws of compacted prefixes: scores are the largest attention in transformers' float64
+arithmetic, answers are those of masked attention, pages are shared and come back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import transformers
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.cache.kept_pairs import kept_places
+from kvlathe.runtime.cache.prefix import PrefixCache
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.requests import compaction
+from kvlathe.runtime.requests.compaction import FIRST, LEAD, NEXT, Compaction
+from kvlathe.runtime.text.sampling_params import SamplingParams
+from tests.support.runtime_cases import MODEL, llm, text
+
+Scores = npt.NDArray[np.float64]
+PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
+PREFIX, QUESTION = 512, 24
+PART = 200
+KINDS = ("compacted", "compacted alike", "sealed compacted")
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compaction, "PART", PART)
+
+
+def sharing(kind: str, backend: str = "torch", tokens: int = 8192) -> LLM:
+    engine = llm(backend, kind, tokens)
+    engine.engine.scheduler.prefixes = PrefixCache(engine.pool)
+    return engine
+
+
+def prefixes(engine: LLM) -> PrefixCache:
+    found = engine.engine.scheduler.prefixes
+    assert found is not None
+    return found
+
+
+def forget(engine: LLM) -> None:
+    while prefixes(engine).reclaim():
+        pass
+    assert engine.pool.bytes_in_use == 0
+
+
+def prompt() -> list[int]:
+    return list(text(PREFIX + QUESTION))
+
+
+# -- the reference ---------------------------------------------------------------------
+@cache
+def model() -> Any:  # noqa: ANN401
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        MODEL, attn_implementation="eager", dtype=torch.float64
+    )
+    return loaded.eval()
+
+
+@cache
+def attention_maxima() -> Scores:
+    """[lanes, PREFIX]: what the rows that repeat the prefix give its pairs at most."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(MODEL)
+    prefix = list(text(PREFIX))
+    most = np.zeros(())
+    for first in range(0, PREFIX, PART):
+        said = tokenizer.encode(NEXT if first else FIRST)
+        lead = prefix[max(0, first - LEAD) : first]
+        ids = [*prefix, *said, *lead, *prefix[first : first + PART]]
+        with torch.inference_mode():
+            layers = model()(torch.tensor([ids]), output_attentions=True).attentions
+        given = torch.stack(layers)[:, 0, :, PREFIX:, :PREFIX]
+        by_lane = given.unflatten(1, (2, 2)).amax((2, 3))
+        most = np.maximum(most, by_lane.flatten(0, 1).numpy())
+    return most
+
+
+def masked_logits(ids: list[int], kept: Mapping[int, npt.NDArray[np.int64]]) -> Scores:
+    """[QUESTION, vocab] after each place behind the prefix, where lane (layer * heads +
+    head) shows them only its ``kept`` places of the prefix."""
+
+    def attend(
+        module: Any,  # noqa: ANN401
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: object,
+        scaling: float,
+        **_: object,
+    ) -> tuple[torch.Tensor, None]:
+        length, heads = q.shape[2], k.shape[1]
+        seen = torch.ones(heads, length, length, dtype=torch.bool).tril()
+        for head in range(heads):
+            gone = np.setdiff1d(
+                np.arange(PREFIX), kept[module.layer_idx * heads + head]
+            )
+            seen[head, PREFIX:, gone] = False
+        groups = q.shape[1] // heads
+        k, v, seen = (x.repeat_interleave(groups, -3) for x in (k, v, seen))
+        scores = (q @ k.mT * scaling).masked_fill(~seen, -torch.inf)
+        return (scores.softmax(-1) @ v).transpose(1, 2), None
+
+    ALL_ATTENTION_FUNCTIONS.register("by lane", attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register("by lane", lambda *_, **__: None)
+    chosen = model()
+    chosen.set_attn_implementation("by lane")
+    try:
+        with torch.inference_mode():
+            logits = chosen(torch.tensor([ids])).logits
+    finally:
+        chosen.set_attn_implementation("eager")
+    return logits[0, PREFIX:].numpy()
+
+
+def lanes_apart(kind: str) -> list[list[int]]:
+    """The lanes of each bucket that holds a compacted prefix."""
+    return [list(range(8))] if kind == "compacted alike" else [[i] for i in range(8)]
+
+
+# -- laws ------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("backend", "kind"), [*(("torch", kind) for kind in KINDS), ("onnx", "compacted")]
+)
+def test_scores_are_the_largest_attention_in_float64(backend: str, kind: str) -> None:
+    engine = sharing(kind, backend)
+    tokens = prompt()[:PREFIX]
+    work = Compaction(engine.engine, engine._sequences, engine.tokenizer, tokens)
+    for _ in work.steps():
+        pass
+    np.testing.assert_allclose(work.scores, attention_maxima(), rtol=2e-3, atol=1e-6)
+    forget(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("keep", [0.25, 0.6])
+def test_answers_are_those_of_attention_with_the_dropped_pairs_masked(
+    kind: str, keep: float
+) -> None:
+    engine, ids = sharing(kind), prompt()
+    made = engine.compact(ids[:PREFIX], keep)
+    apart, scores = lanes_apart(kind), attention_maxima().astype(np.float32)
+    places = kept_places([scores[lanes] for lanes in apart], keep, 64)
+    kept: dict[int, npt.NDArray[np.int64]] = {}
+    for lanes, of_lanes in zip(apart, places, strict=True):
+        kept |= dict(zip(lanes, of_lanes, strict=True))
+    assert made.lane_tokens == [len(kept[lane]) for lane in range(8)]
+    found = engine.logits(ids, range(PREFIX, len(ids)))
+    tolerance = 0.3 if kind == "sealed compacted" else 2e-3
+    np.testing.assert_allclose(found, masked_logits(ids, kept), atol=tolerance, rtol=0)
+    forget(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_changes_where_all_pairs_stay(kind: str) -> None:
+    engine, ids = sharing(kind), prompt()
+    rows = range(PREFIX, len(ids))
+    expected = sharing(kind).generate([ids], PARAMS)[0]
+    plain = engine.logits(ids, rows)
+    made = engine.compact(ids[:PREFIX], 1.0)
+    assert made.kept == 1 and made.bytes == made.whole_bytes
+    if kind != "sealed compacted":  # there plain logits see pages sealed one by one
+        np.testing.assert_allclose(engine.logits(ids, rows), plain, atol=1e-5)
+    assert engine.generate([ids], PARAMS)[0].token_ids == expected.token_ids
+    forget(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_requests_share_the_pages_and_go_on_from_their_true_position(kind: str) -> None:
+    engine, ids = sharing(kind), prompt()
+    engine.compact(ids[:PREFIX], 0.5)
+    held = engine.pool.bytes_in_use
+    cache = prefixes(engine)
+    first, cached = cache.find(ids)
+    second, _ = cache.find([*ids[:PREFIX], 7, 8])
+    assert cached == PREFIX and first.pages == second.pages
+    assert engine.pool.bytes_in_use == held
+    fork = engine.pool.fork(first)
+    assert fork.base is first.base
+    for table in (first, second, fork):
+        engine.pool.release(table)
+    assert engine.pool.bytes_in_use == held
+    whole = engine.pool.layout.bytes_for(PREFIX)
+    assert held == pytest.approx(whole / 2, rel=0.02)
+    forget(engine)
+
+
+def test_blocks_after_a_compacted_prefix_are_shared_and_are_its_own() -> None:
+    engine, ids = sharing("compacted"), list(text(PREFIX + 200))
+    engine.generate([ids], PARAMS)  # whole blocks, computed before
+    engine.compact(ids[:PREFIX], 0.3)
+    cache = prefixes(engine)
+    before = cache.hits
+    first = engine.generate([ids], PARAMS)[0]
+    again = engine.generate([ids], PARAMS)[0]
+    assert cache.hits - before == PREFIX + PREFIX + 192
+    assert first.token_ids == again.token_ids
+    engine.compact(ids[:PREFIX], 0.6)
+    before = cache.hits
+    engine.generate([ids], PARAMS)
+    assert cache.hits - before == PREFIX
+    forget(engine)
+
+
+def test_another_tenant_computes_the_prefix_itself() -> None:
+    engine, ids = sharing("compacted"), prompt()
+    engine.compact(ids[:PREFIX], 0.3, b"one")
+    cache = prefixes(engine)
+    assert cache.find(ids)[1] == cache.find(ids, b"another")[1] == 0
+    table, cached = cache.find(ids, b"one")
+    assert cached == PREFIX
+    engine.pool.release(table)
+    forget(engine)
+
+
+def test_a_sequence_that_is_swapped_keeps_its_prefix() -> None:
+    engine, ids = sharing("compacted"), prompt()
+    engine.compact(ids[:PREFIX], 0.3)
+    expected = engine.generate([ids], PARAMS)[0].token_ids
+    scheduler, core = engine.engine.scheduler, engine.engine
+    sequence = engine.sequence(ids, PARAMS)
+    scheduler.add(sequence)
+    for _ in range(3):
+        core.step()
+    scheduler.preempt()
+    assert sequence.cached > PREFIX
+    while not sequence.finish_reason:
+        core.step()
+    assert sequence.answer == expected
+    forget(engine)
+
+
+def test_a_compaction_that_finds_no_room_gives_everything_back() -> None:
+    engine = sharing("compacted", tokens=64)
+    with pytest.raises(KvlatheError):
+        engine.compact(prompt()[:PREFIX], 0.5)
+    assert engine.pool.bytes_in_use == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "keep", "said"),
+    [
+        ("one", PREFIX, None, "no rule"),
+        ("compacted", 40, None, "blocks of 64"),
+        ("compacted", PREFIX, 1.5, "a share"),
+        ("compacted", PREFIX, 0.0, "a share"),
+    ],
+)
+def test_refusals(kind: str, tokens: int, keep: float | None, said: str) -> None:
+    engine = sharing(kind)
+    with pytest.raises(KvlatheError, match=said):
+        engine.compact(prompt()[:tokens], keep)
+
+
+def test_an_engine_without_shared_prefixes_says_so() -> None:
+    with pytest.raises(KvlatheError, match="keeps no prefixes"):
+        llm("torch", "compacted").compact(prompt()[:PREFIX])
+
+
+def test_requests_are_answered_while_a_prefix_is_compacted() -> None:
+    engine, ids = sharing("compacted"), prompt()
+    other = list(text(60, 4000))
+    expected = llm("torch", "compacted").generate([other], PARAMS)[0].token_ids
+    request = dataclasses.replace(engine.sequence(other, PARAMS))
+    pending = engine.thread.submit([request])
+    engine.compact(ids[:PREFIX], 0.5)
+    engine.thread.wait(pending)
+    assert request.answer == expected
+    forget(engine)
