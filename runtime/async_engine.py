@@ -15,6 +15,7 @@ comes back as deltas.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 import threading
@@ -26,6 +27,7 @@ from itertools import chain
 from kvlathe.base.closing import ClosesAtExit
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.requests.compaction import Compacted
 from kvlathe.runtime.requests.deltas import deltas
 from kvlathe.runtime.requests.engine_thread import Observer
 from kvlathe.runtime.requests.request import Delta, OnDelta, Request
@@ -150,6 +152,16 @@ class AsyncEngine(ClosesAtExit):
             return self.submit(prompts, params, on_delta, n, tenant, seconds)
 
         return deltas(submit, self.cancel)
+
+    async def compact(
+        self, prompt: Items[int], keep: float | None = None, tenant: str = ""
+    ) -> Compacted:
+        """``LLM.compact`` for a tenant; answers go on meanwhile. Raises KvlatheError,
+        Closing while draining."""
+        with self._lock:
+            self._check_room(0)
+        tokens, salt = token_ids(prompt), tenant.encode()
+        return await asyncio.to_thread(self.llm.compact, tokens, keep, salt)
 
     # -- counts ------------------------------------------------------------------------
     @property

@@ -1,5 +1,5 @@
-"""``kvlathe generate`` and ``compare``: what an engine says, and whether two say the
-same."""
+"""``kvlathe generate``, ``compact`` and ``compare``: what an engine says, what it says
+after a compacted prefix, and whether two say the same."""
 
 from __future__ import annotations
 
@@ -134,6 +134,50 @@ def say(pieces: Generator[str, None, Answer], silent: bool) -> Answer:
             click.echo(piece, nl=False)
 
 
+@click.command("compact")
+@ENGINE
+@click.option(
+    "--prefix-file",
+    type=PATH,
+    required=True,
+    help="File that holds the text that all prompts begin with; - is standard input.",
+)
+@click.option(
+    "--keep",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of its KV pairs that stay. [default: what the engine was built with]",
+)
+@click.option(
+    "--prompt",
+    "prompts",
+    multiple=True,
+    help="Text after the prefix, to be continued; may be given again.",
+)
+@click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True)
+@THREADS
+@reports(show_pairs)
+def compact_command(
+    engine: Path,
+    prefix_file: Path,
+    keep: float | None,
+    prompts: tuple[str, ...],
+    max_new_tokens: int,
+    threads: int | None,
+) -> Result:
+    """Compact a prefix once, and answer prompts that begin with it."""
+    prefix = read_text(prefix_file)
+    for prompt in prompts:
+        check_text("--prompt", prompt)
+    from kvlathe.runtime.llm import LLM
+    from kvlathe.runtime.text.sampling_params import SamplingParams
+
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+    with LLM.load(engine, threads=threads, share_prefixes=True, device="cpu") as llm:
+        made = dataclasses.asdict(llm.compact(prefix, keep))
+        answers = llm.generate([prefix + prompt for prompt in prompts], params)
+    return made | {"answers": [answer.text for answer in answers]}
+
+
 @click.command("compare")
 @click.argument("engine_a", type=PATH)
 @click.argument("engine_b", type=PATH)
@@ -162,4 +206,4 @@ def compare_command(engine_a: Path, engine_b: Path, prompt: str, raw: bool) -> R
     return compare(a, b, a.tokenizer.encode(prompt))
 
 
-COMMANDS = (generate_command, compare_command)
+COMMANDS = (generate_command, compact_command, compare_command)

@@ -3,6 +3,7 @@ as a stream of events."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import time
@@ -17,7 +18,13 @@ from kvlathe.runtime.requests.request import Delta
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.server.choices import Chat, Completions, Echo, Json, Kind
 from kvlathe.server.errors import ApiError, refusal
-from kvlathe.server.schema import ChatRequest, CompletionRequest
+from kvlathe.server.replies import Prefix
+from kvlathe.server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    Message,
+    PrefixRequest,
+)
 
 log = logging.getLogger("kvlathe")
 DEFAULT_TOKENS = 16
@@ -89,14 +96,7 @@ class Answerer:
         return self._job(request, prompts, params, n, "prompt", kind)
 
     def chat(self, request: ChatRequest) -> Job:
-        try:
-            text = self.llm.tokenizer.chat_prompt(
-                [message.for_template() for message in request.messages]
-            )
-        except KvlatheError as error:
-            raise ApiError(
-                422, f"messages: {error}", "messages", "chat_template"
-            ) from error
+        text = self._framed(request.messages, True)
         self._check_count(1, request.n or 1)
         prompt = self._encode(text, "messages", False)
         left = max(1, self.llm.most_tokens - len(prompt))
@@ -110,6 +110,26 @@ class Answerer:
         )
         kind = Chat(self.llm.tokenizer, bool(request.logprobs))
         return self._job(request, [prompt], params, request.n or 1, "messages", kind)
+
+    def prefix(self, request: PrefixRequest) -> list[int]:
+        """The tokens of a prefix that is to be compacted."""
+        if request.messages is not None:
+            text = self._framed(request.messages, False)
+            return self._encode(text, "messages", False)
+        assert request.prompt is not None
+        if isinstance(request.prompt, str):
+            return self._encode(request.prompt, "prompt", True)
+        return request.prompt
+
+    def _framed(self, messages: list[Message], asks: bool) -> str:
+        """The text of a conversation; ``asks``: that an answer is to follow."""
+        turns = [message.for_template() for message in messages]
+        try:
+            return self.llm.tokenizer.chat_prompt(turns, asks)
+        except KvlatheError as error:
+            raise ApiError(
+                422, f"messages: {error}", "messages", "chat_template"
+            ) from error
 
     def _echo(self, given: str | list[int], ids: list[int]) -> Echo:
         tokenizer = self.llm.tokenizer
@@ -187,6 +207,25 @@ class Answerer:
     ) -> Job:
         asked = bool(request.stream_options and request.stream_options.include_usage)
         return Job(prompts, params, n, param, kind, request.deadline_seconds, asked)
+
+    # -- prefixes ----------------------------------------------------------------------
+    async def compact(self, request: PrefixRequest, tenant: str) -> Json:
+        """Compact a prefix for a tenant. Raises ApiError."""
+        param = "prompt" if request.messages is None else "messages"
+        tokens = await asyncio.to_thread(self.prefix, request)
+        try:
+            made = await self.engine.compact(tokens, request.keep, tenant)
+        except KvlatheError as error:
+            raise refusal(error, param) from error
+        reply = Prefix(
+            model=self.model,
+            tokens=made.tokens,
+            kept=made.kept,
+            kv_bytes=made.bytes,
+            kv_bytes_whole=made.whole_bytes,
+            seconds=made.seconds,
+        )
+        return reply.model_dump()
 
     # -- jobs to answers ---------------------------------------------------------------
     async def whole(self, job: Job, tenant: str) -> Json:

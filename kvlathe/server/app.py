@@ -28,8 +28,9 @@ from kvlathe.server.replies import (
     Health,
     ModelCard,
     ModelList,
+    Prefix,
 )
-from kvlathe.server.schema import ChatRequest, CompletionRequest
+from kvlathe.server.schema import ChatRequest, CompletionRequest, PrefixRequest
 
 FAILURES: dict[int | str, dict[str, Any]] = {
     400: {"description": "A field is wrong; `param` names it."},
@@ -188,6 +189,15 @@ def add_answers(app: FastAPI, service: Service) -> None:
         service.check(body.model)
         job = await asyncio.to_thread(answerer.chat, body)
         return await service.answer(request, job, body.stream)
+
+    @app.post(
+        "/v1/prefixes", response_model=Prefix, responses=ERRORS, tags=["prefixes"]
+    )
+    async def prefixes(request: Request, body: PrefixRequest) -> Response:
+        """Compact a prefix that later requests begin with."""
+        service.check(body.model)
+        made = answerer.compact(body, request.state.tenant)
+        return JSONResponse(await while_connected(request, made))
 
 
 def add_models(app: FastAPI, service: Service) -> None:

@@ -91,6 +91,18 @@ class ChatCompletion(BaseModel):
     usage: Usage
 
 
+class Prefix(BaseModel):
+    """A prefix that was compacted. Later requests that begin with it use it."""
+
+    object: Literal["prefix"] = "prefix"
+    model: str
+    tokens: int = Field(description="Of the prefix, as many as whole blocks hold.")
+    kept: float = Field(description="Share of its KV pairs that stayed.")
+    kv_bytes: int
+    kv_bytes_whole: int = Field(description="Without compaction.")
+    seconds: float
+
+
 class ModelCard(BaseModel):
     id: str
     object: Literal["model"] = "model"

@@ -320,6 +320,30 @@ class Message(BaseModel):
         return {**self.model_dump(exclude_none=True), "content": text}
 
 
+class PrefixRequest(Strict):
+    """POST /v1/prefixes."""
+
+    model: str = Field(description="The served model's name, as /v1/models lists it.")
+    prompt: str | Annotated[TokenIds, Field(min_length=1)] | None = Field(
+        None, description="What completions will begin with: a text, or token ids."
+    )
+    messages: Annotated[Items[Message], Field(min_length=1)] | None = Field(
+        None, description="What chats will begin with."
+    )
+    keep: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="Share of KV pairs that stay. Default: the plan's.",
+    )
+
+    @model_validator(mode="after")
+    def _one(self) -> PrefixRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("one", "give one of prompt and messages")
+        return self
+
+
 class ChatRequest(Sampled):
     """POST /v1/chat/completions."""
 

@@ -29,7 +29,16 @@ from kvlathe.export.model.spec import read_spec
 from kvlathe.tasks.tasks import read_texts
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("build", "calibrate", "generate", "eval", "inspect", "engines", "compare")
+COMMANDS = (
+    "build",
+    "calibrate",
+    "generate",
+    "compact",
+    "eval",
+    "inspect",
+    "engines",
+    "compare",
+)
 
 
 def kvlathe(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:  # noqa: ANN401
