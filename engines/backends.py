@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.engines.targets.kernel_limits import kernel_limits
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 
@@ -48,6 +49,9 @@ class BackendInfo:
     sizes: StepSizes = ON_A_CPU
 
 
+SHOWS_WINDOWS = bool(kernel_limits()["kShowsWindows"])
+"""Whether engines may use the windows of the CUDA kernels, which no GPU has tested."""
+
 BACKENDS: Mapping[str, BackendInfo] = {
     "onnxruntime": BackendInfo(
         "kvlathe.engines.targets.onnxruntime",
@@ -56,14 +60,21 @@ BACKENDS: Mapping[str, BackendInfo] = {
         windows=True,
     ),
     "tensorrt_rtx": BackendInfo(
-        "kvlathe.engines.targets.tensorrt", ("float16",), paired=True
+        "kvlathe.engines.targets.tensorrt",
+        ("float16",),
+        windows=SHOWS_WINDOWS,
+        paired=True,
     ),
     "tensorrt": BackendInfo(
-        "kvlathe.engines.targets.tensorrt", ("float16",), paired=True
+        "kvlathe.engines.targets.tensorrt",
+        ("float16",),
+        windows=SHOWS_WINDOWS,
+        paired=True,
     ),
     "cuda": BackendInfo(
         "kvlathe.engines.targets.cuda",
         ("float16",),
+        windows=SHOWS_WINDOWS,
         paired=True,
         graph=False,
         sizes=ON_A_GPU,
@@ -123,7 +134,7 @@ def check_windows(name: str, windowed: bool) -> None:
         able = " or ".join(other for other, info in BACKENDS.items() if info.windows)
         raise KvlatheError(
             f"the backend {name} cannot run a compression with windows",
-            "its kernels show every token to every query",
+            "its kernels for them are not tested on a GPU",
             f"build for {able}, or choose a compression without windows",
         )
 

@@ -39,6 +39,12 @@ def _pointers(*names: str) -> list[tuple[str, type]]:
     return [(name, c_void_p) for name in names]
 
 
+class WindowForm(Structure):
+    """kvlathe_window of abi.h."""
+
+    _fields_ = _ints("sink", "recent", "exact", "sealed", "fresh")
+
+
 class PromptPart(Structure):
     """kvlathe_prompt_part of abi.h."""
 
@@ -46,6 +52,8 @@ class PromptPart(Structure):
         *_pointers("page_table", "lengths"),
         ("lengths_stride", c_int64),
         *_ints("page_table_stride", "fresh"),
+        ("window", WindowForm),
+        *_ints("reserved"),
     ]
 
 
@@ -99,8 +107,8 @@ class SpreadArgs(Structure):
             "visible",
         ),
         *_pointers("spread_tables", "stream"),
-        *_ints("group_size", "reserved"),
-        *_pointers("row_lengths", "prompts"),
+        *_ints("group_size", "page_tokens"),
+        *_pointers("row_lengths", "prompts", "windows", "hidden"),
     ]
 
 
@@ -297,6 +305,20 @@ def check_room(library: CudaLibrary, plan: CompressionPlan) -> None:
             raise KvlatheError(
                 "this engine does not run on this GPU", error.reason, remedy
             ) from error
+
+
+def window_forms(plan: CompressionPlan) -> list[WindowForm]:
+    """What the lanes of each bucket see."""
+    forms: list[WindowForm] = []
+    for b, bucket in enumerate(plan.buckets):
+        fresh = b if bucket.source is None else bucket.source
+        cold = [c for c, other in enumerate(plan.buckets) if other.source == fresh]
+        sealed = cold[0] if cold else -1
+        window = plan.window(bucket.lanes[0])
+        forms.append(
+            WindowForm(window.sink, window.recent, window.exact, sealed, fresh)
+        )
+    return forms
 
 
 class PageKernels:

@@ -18,7 +18,7 @@ from pathlib import Path
 import kvlathe
 from kvlathe.base.errors import KvlatheError
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 LIBRARY = "libkvlathe.so"
 
 

@@ -26,6 +26,8 @@ class Part(Structure):
         ("page_stride", c_int64),
         *((name, c_void_p) for name in ("page_table", "lengths")),
         ("lengths_stride", c_int64),
+        ("hidden", c_void_p),
+        ("hidden_stride", c_int64),
     ]
 
 

@@ -45,6 +45,8 @@ class Part(Structure):
         ("page_table", c_void_p),
         ("lengths", c_void_p),
         ("lengths_stride", c_int64),
+        ("hidden", c_void_p),
+        ("hidden_stride", c_int64),
     ]
 
 

@@ -44,8 +44,11 @@ class Step16:
     both sides see the same."""
 
     @staticmethod
-    def takes(plan: CompressionPlan) -> bool:
-        if plan.windowed or any(map(unknown_to_cuda, plan.tiers)):
+    def takes(plan: CompressionPlan, windows: bool = False) -> bool:
+        """``windows``: whether what runs it shows them."""
+        if plan.windowed and not windows:
+            return False
+        if any(map(unknown_to_cuda, plan.tiers)):
             return False
         hot = all(
             plan.tiers[b.tier].bits_k == 16 for b in plan.buckets if b.source is None

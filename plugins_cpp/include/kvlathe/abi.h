@@ -40,7 +40,7 @@ extern "C" {
 #define KVLATHE_API __attribute__((visibility("default")))
 #endif
 
-#define KVLATHE_ABI_VERSION 7
+#define KVLATHE_ABI_VERSION 8
 #define KVLATHE_LANE_COLUMNS 10
 #define KVLATHE_MAX_PARTS 3
 #define KVLATHE_MAX_HEADS 64
@@ -84,7 +84,21 @@ typedef struct kvlathe_part {
   const int32_t* page_table;
   const int32_t* lengths; /* tokens of sequence b at lengths[b * lengths_stride]; 0 is allowed */
   int64_t lengths_stride; /* in elements */
+  /* attend_decode: null, or sequence b does not see its tokens from hidden[b * hidden_stride] up to
+   * hidden[b * hidden_stride + 1]. Of all its tokens it sees one or more. */
+  const int32_t* hidden;
+  int64_t hidden_stride; /* in elements */
 } kvlathe_part;
+
+/* What the lanes of a bucket see (Window of kvlathe/plan/token_rules.py). The query at place p sees
+ * place t <= p where t < sink, or t >= p / P * P - recent and, where exact is not 0, t > p - exact.
+ * P: tokens of a page. Places count the tokens of bucket `sealed` (-1: there is none) before those
+ * of bucket `fresh`, which takes the new ones. Both name the same two. recent = KVLATHE_NO_END: it
+ * sees all. */
+#define KVLATHE_NO_END (1 << 30)
+typedef struct kvlathe_window {
+  int32_t sink, recent, exact, sealed, fresh;
+} kvlathe_window;
 
 /* Flags of a call. OVERLAP (CUDA, compute capability 9.0 and later): programmatic dependent launch.
  * The kernel may start while the one before it on the stream still runs; it reads lengths and page
@@ -104,6 +118,8 @@ typedef struct kvlathe_prompt_part {
   int32_t page_table_stride;
   /* 1: the step's own tokens lie in it, after `lengths`: each row sees those up to itself */
   int32_t fresh;
+  kvlathe_window window; /* its buckets are counted among the call's parts */
+  int32_t reserved;
 } kvlathe_prompt_part;
 
 typedef struct kvlathe_prompts {

@@ -21,6 +21,10 @@ extern "C" {
  * also the step's tokens up to itself. `spread_tables[s]` gets the sequence's row of page_tables[s]
  * (null: not wanted). Outputs cover all `tokens` rows.
  *
+ * With `windows`, row_lengths and spread_tables leave out the pages that no query of the row sees.
+ * `hidden` gets the places of the others that it does not see either, which only exact windows
+ * have: from hidden[t, s, 0] up to hidden[t, s, 1].
+ *
  * With `prompts` it also lists the tiles of prompt chunks: of sequences with 16 rows or more, on a
  * device that has the kernel for them (compute capability 9.0). Their rows then have `row_lengths`
  * 0 and no spread tables; other rows have those of `visible`. */
@@ -36,10 +40,12 @@ typedef struct kvlathe_spread_args {
   int32_t* visible;                  /* [T, S] */
   int32_t* const* spread_tables;     /* host array of S: null or [T, page_table_widths[s]] */
   void* stream;
-  int32_t group_size; /* query heads a lane; used with `prompts` */
-  int32_t reserved;
-  int32_t* row_lengths; /* [T, S]; with `prompts` */
+  int32_t group_size;   /* query heads a lane; used with `prompts` */
+  int32_t page_tokens;  /* used with `windows` */
+  int32_t* row_lengths; /* [T, S]; with `prompts` or `windows` */
   int32_t* prompts;     /* null, or kvlathe_cuda_prompt_list_bytes(tokens, batch, group_size) */
+  const kvlathe_window* windows; /* null, or host array of S: what each bucket's lanes see */
+  int32_t* hidden;               /* null, or [T, S, 2]; with `windows` */
 } kvlathe_spread_args;
 
 /* 1 if the current device has the kernel for prompt chunks; where it has not, no chunk is ever

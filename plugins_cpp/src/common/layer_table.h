@@ -2,17 +2,17 @@
 // trusted.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <vector>
 
 #include "common/lanes.h"
 #include "common/refusal.h"
+#include "common/windows.h"
 
 namespace kvlathe {
 
 constexpr int32_t kTableVersion = 2;
-constexpr int32_t kNoEnd = 1 << 30;  // NO_END of kvlathe/plan/token_rules.py
+constexpr int32_t kNoEnd = KVLATHE_NO_END;
 
 struct TableHeader {
   int32_t version, layer, page_tokens, group_size, lanes, buckets, planes, projected, rope,
@@ -37,8 +37,7 @@ struct Lane : LaneForm {
   // The first token after the sink that the query at `place` sees; 0 or less: every token. Places
   // are among the tokens that are held: only whole pages are gone.
   int64_t first_seen(int64_t place, int64_t page_tokens) const {
-    const int64_t first = place / page_tokens * page_tokens - recent;
-    return exact ? std::max(first, place - exact + 1) : first;
+    return kvlathe::first_seen<int64_t>(place, place / page_tokens * page_tokens, recent, exact);
   }
 };
 

@@ -74,6 +74,13 @@ struct Call {
     return args.parts[part].lengths[sequence * args.parts[part].lengths_stride];
   }
 
+  bool hidden(int part, int sequence, int64_t token) const {
+    const kvlathe_part& p = args.parts[part];
+    if (!p.hidden) return false;
+    const int32_t* places = p.hidden + sequence * p.hidden_stride;
+    return token >= places[0] && token < places[1];
+  }
+
   // Refuses lengths past the table and page ids outside the pool, for all sequences, before
   // anything is written.
   void check_pages() const {
@@ -109,13 +116,14 @@ struct Call {
             part.axis_v,  part.group_v, row.rank_v,   args.page_tokens};
   }
 
-  // Visits every cached token of one lane: visit(slab of its page, token within the page).
+  // Visits every cached token of one lane that is seen: visit(slab of its page, token within the page).
   template <class Visit>
   void tokens(const Head& head, int sequence, bool keys, Visit visit) const {
     for (int p = 0; p < args.part_count; ++p) {
       if (!head.lane[p]) continue;
       for (int64_t t = 0; t < length(p, sequence); ++t) {
-        visit(slab(p, sequence, t, *head.lane[p], keys), int(t % args.page_tokens));
+        if (!hidden(p, sequence, t))
+          visit(slab(p, sequence, t, *head.lane[p], keys), int(t % args.page_tokens));
       }
     }
   }

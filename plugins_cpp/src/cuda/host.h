@@ -30,6 +30,14 @@ inline void check_widths(const kvlathe_part& part) {
   }
 }
 
+// Whether the kernels of codes (decode_codes.cu, prompt_codes.cuh) read a part. Those of general
+// calls read the others.
+inline bool known_codes(const kvlathe_part& part) {
+  return part.bits_k == part.bits_v && part.bits_k != 3 && part.axis_k == KVLATHE_AXIS_RANK &&
+         part.axis_v == KVLATHE_AXIS_TOKEN && is_power_of_two(part.group_v) &&
+         part.group_v >= kLeastCodedGroup;
+}
+
 // Refuses quantized parts that the attention kernels do not read.
 inline void check_codes(const kvlathe_attend_decode_args& a, const kvlathe_part& part) {
   check_widths(part);

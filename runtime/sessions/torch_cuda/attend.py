@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_rules import NO_END
 from kvlathe.runtime.native.cuda import (
     APPENDED,
     F16,
@@ -29,6 +30,8 @@ from kvlathe.runtime.native.cuda import (
     PromptPart,
     Prompts,
     SpreadArgs,
+    WindowForm,
+    window_forms,
 )
 from kvlathe.runtime.native.library import ABI_VERSION
 from kvlathe.runtime.native.parts import Part
@@ -78,10 +81,11 @@ class Attention:
         self.fresh = sum(
             1 << b for b, bucket in enumerate(plan.buckets) if bucket.source is None
         )
+        self.windows = window_forms(plan)
 
     def spread(self, step: StepInputs, tokens: int) -> Spread:
         """What each of ``tokens`` rows may read."""
-        done = Spread(step, tokens, self._list_size(step, tokens))
+        done = Spread(step, tokens, self._list_size(step, tokens), self.windows)
         args = SpreadArgs(
             ABI_VERSION, tokens, len(step.lengths), len(self.plan.buckets), self.fresh
         )
@@ -94,12 +98,14 @@ class Attention:
             done.sequence_of.data_ptr(),
             done.visible.data_ptr(),
         )
-        wanted = (
-            (c_void_p * len(done.tables))()
-            if done.tables is step.page_tables
-            else _addresses(done.tables)
-        )
+        wanted = done.wanted()
         args.spread_tables, args.stream = _address(wanted), _stream()
+        if done.windowed:
+            windows = (WindowForm * len(self.windows))(*self.windows)
+            args.windows = addressof(windows)
+            args.page_tokens = self.plan.page_tokens
+        if done.hidden is not None:
+            args.hidden = done.hidden.data_ptr()
         args.group_size, args.row_lengths = (
             self.plan.model.group_size,
             done.row_lengths.data_ptr(),
@@ -222,20 +228,30 @@ class Attention:
 class Spread:
     """A step as the kernels take it: row by row. Keeps what the calls point to."""
 
-    def __init__(self, step: StepInputs, tokens: int, list_size: int) -> None:
-        """``list_size``: bytes of the list of prompt chunks, or 0 for none."""
+    def __init__(
+        self,
+        step: StepInputs,
+        tokens: int,
+        list_size: int,
+        windows: Sequence[WindowForm],
+    ) -> None:
+        """``list_size``: bytes of the list of prompt chunks, or 0 for none. ``windows``:
+        what the lanes of each bucket see."""
         new = step.lengths.new_empty
         self.rows = step.rows if list_size else tokens
         """Those that are attended one by one come first."""
-        whole = step.single or not self.rows
+        self.windows = windows
+        self.windowed = any(sees_less(window) for window in windows)
         self.step, self.sequence_of = step, new(tokens)
         self.visible = new(tokens, step.lengths.shape[1])
-        self.row_lengths = torch.empty_like(self.visible) if list_size else self.visible
-        self.tables = (
-            step.page_tables
-            if whole
-            else [t.new_empty(tokens, t.shape[1]) for t in step.page_tables]
-        )
+        apart = bool(list_size) or self.windowed
+        self.row_lengths = torch.empty_like(self.visible) if apart else self.visible
+        self.tables = [
+            t.new_empty(tokens, t.shape[1]) if self._is_own(window) else t
+            for t, window in zip(step.page_tables, windows, strict=True)
+        ]
+        exact = any(window.exact for window in windows)
+        self.hidden = new(*self.visible.shape, 2) if exact else None
         self.prompts = new(list_size // 4) if list_size else None
         self.calls, self.plan, self._kept = (AttendDecodeArgs * 0)(), new(0), []
         self._addresses = _addresses(step.page_tables)
@@ -243,6 +259,19 @@ class Spread:
             *(t.shape[1] for t in step.page_tables)
         )
         self.addresses, self.widths = _address(self._addresses), _address(self._widths)
+
+    def _is_own(self, window: WindowForm) -> bool:
+        """Whether rows need a page table of their own: several are of one sequence, or
+        see less than it has."""
+        if not self.rows:
+            return False
+        return not self.step.single or sees_less(window)
+
+    def wanted(self) -> Array[c_void_p]:
+        """The addresses of the rows' own page tables; null where they have none."""
+        own = zip(self.tables, self.step.page_tables, strict=True)
+        pointers = [None if t is given else t.data_ptr() for t, given in own]
+        return (c_void_p * len(pointers))(*pointers)
 
     def parts_of(self, form: LayerForm) -> Array[Part]:
         """The buckets that one layer's attention reads."""
@@ -254,6 +283,9 @@ class Spread:
             )
             part.lengths = self.row_lengths.data_ptr() + 4 * bucket
             part.lengths_stride = self.row_lengths.shape[1]
+            if self.hidden is not None and self.windows[bucket].exact:
+                part.hidden = self.hidden.data_ptr() + 8 * bucket
+                part.hidden_stride = self.hidden.stride(0)
         self._kept.append(parts)
         return parts
 
@@ -270,6 +302,7 @@ class Spread:
                 form.fresh[b],
             )
             part.lengths, part.lengths_stride = lengths.data_ptr() + 4 * b, buckets
+            part.window = self._window_among(form, b)
         starts = self.step.cu_seqlens_q.data_ptr()
         prompts = Prompts(
             self.prompts.data_ptr(),
@@ -280,6 +313,22 @@ class Spread:
         )
         self._kept += [parts, prompts]
         return prompts
+
+    def _window_among(self, form: LayerForm, bucket: int) -> WindowForm:
+        """What a bucket's lanes see, with its buckets as parts of a layer."""
+        window = WindowForm.from_buffer_copy(self.windows[bucket])
+        fresh = window.fresh
+        window.fresh = form.buckets.index(fresh)
+        window.sealed = -1
+        for i, other in enumerate(form.buckets):
+            if other != fresh and self.windows[other].fresh == fresh:
+                window.sealed = i
+        return window
+
+
+def sees_less(window: WindowForm) -> bool:
+    """Than all that came before."""
+    return window.recent < NO_END or window.exact > 0
 
 
 def _addresses(tensors: Sequence[Tensor]) -> object:

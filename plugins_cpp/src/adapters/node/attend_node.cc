@@ -39,9 +39,36 @@ struct Tables {
   std::vector<int32_t> widths;
 };
 
-// The parts of a layer's attention: one for each bucket that holds lanes of it.
-std::vector<kvlathe_part> parts_of(const Layer& layer, const Tables& tables,
-                                   const int32_t* visible) {
+// The bucket that holds the sealed tokens of a lane; -1: there is none.
+int32_t sealed_of(const Layer& layer, size_t lane) {
+  for (int32_t s = 0; s < layer.head.buckets; ++s)
+    if (layer.buckets[s].rows[lane] && s != layer.lanes[lane].fresh) return s;
+  return -1;
+}
+
+// What the lanes of each bucket see; those of one bucket see alike.
+std::vector<kvlathe_window> windows_of(const Layer& layer) {
+  std::vector<kvlathe_window> windows;
+  for (int32_t s = 0; s < layer.head.buckets; ++s) windows.push_back({0, kNoEnd, 0, -1, s});
+  for (size_t h = 0; h < layer.lanes.size(); ++h) {
+    const Lane& lane = layer.lanes[h];
+    const int32_t sealed = sealed_of(layer, h);
+    windows[lane.fresh] = {lane.sink, lane.recent, lane.exact, sealed, lane.fresh};
+    if (sealed >= 0) windows[sealed] = windows[lane.fresh];
+  }
+  return windows;
+}
+
+bool any_exact(const Layer& layer) {
+  bool exact = false;
+  for (const Lane& lane : layer.lanes) exact |= lane.exact != 0;
+  return exact;
+}
+
+// The parts of a layer's attention: one for each bucket that holds lanes of it. hidden: null, or of
+// each row and bucket.
+std::vector<kvlathe_part> parts_of(const Layer& layer, const Tables& tables, const int32_t* visible,
+                                   const int32_t* hidden) {
   std::vector<kvlathe_part> parts;
   for (int32_t s = 0; s < layer.head.buckets; ++s) {
     const Bucket& bucket = layer.buckets[s];
@@ -49,7 +76,8 @@ std::vector<kvlathe_part> parts_of(const Layer& layer, const Tables& tables,
     parts.push_back({bucket.bits_k, bucket.bits_v, bucket.axis_k, bucket.axis_v, bucket.group_k,
                      bucket.group_v, bucket.lane_count, tables.widths[s],
                      layer.table.data() + bucket.lanes_at, bucket.page_stride, tables.of_rows[s],
-                     visible + s, layer.head.buckets});
+                     visible + s, layer.head.buckets, hidden ? hidden + 2 * s : nullptr,
+                     2 * int64_t{layer.head.buckets}});
   }
   return parts;
 }
@@ -58,11 +86,19 @@ std::vector<kvlathe_part> parts_of(const Layer& layer, const Tables& tables,
 std::vector<kvlathe_prompt_part> prompt_parts_of(const Layer& layer, const Tables& tables,
                                                  const int32_t* lengths) {
   std::vector<kvlathe_prompt_part> parts;
+  std::vector<int32_t> place;  // of each bucket among the parts
+  const std::vector<kvlathe_window> windows = windows_of(layer);
   for (int32_t s = 0; s < layer.head.buckets; ++s) {
     const Bucket& bucket = layer.buckets[s];
+    place.push_back(int32_t(parts.size()));
     if (bucket.lane_count)
       parts.push_back({tables.of_sequences[s], lengths + s, layer.head.buckets, tables.widths[s],
-                       bucket.fresh != 0});
+                       bucket.fresh != 0, windows[s], 0});
+  }
+  for (kvlathe_prompt_part& part : parts) {
+    kvlathe_window& window = part.window;
+    window.fresh = place[window.fresh];
+    if (window.sealed >= 0) window.sealed = place[window.sealed];
   }
   return parts;
 }
@@ -77,7 +113,7 @@ struct Step {
   const bool chunks;  // else a decode step
   const int64_t attend_bytes;
   char *queries, *attend_space;
-  int32_t *sequences, *visible, *row_lengths, *list;
+  int32_t *sequences, *visible, *row_lengths, *hidden, *list;
   int64_t queries_width = 0;
   Tables tables;
 
@@ -95,6 +131,7 @@ struct Step {
     queries = cut.take<char>(size.queries);
     sequences = cut.take<int32_t>(size.sequences), visible = cut.take<int32_t>(size.visible),
     row_lengths = cut.take<int32_t>(size.visible);
+    hidden = size.hidden ? cut.take<int32_t>(size.hidden) : nullptr;
     attend_space = cut.take<char>(size.attend), list = cut.take<int32_t>(size.list);
     for (int32_t s = 0; s < t.buckets; ++s) {
       tables.of_sequences.push_back(ints(node.places.page_tables + s));
@@ -115,6 +152,7 @@ struct Step {
     uint32_t fresh = 0;
     for (int32_t s = 0; s < t.buckets; ++s)
       fresh |= uint32_t(node.layer.buckets[s].fresh != 0) << s;
+    const std::vector<kvlathe_window> windows = windows_of(node.layer);
     const kvlathe_spread_args args{KVLATHE_ABI_VERSION,
                                    tokens,
                                    batch,
@@ -129,9 +167,11 @@ struct Step {
                                    tables.of_rows.data(),
                                    stream,
                                    t.group_size,
-                                   0,
+                                   t.page_tokens,
                                    row_lengths,
-                                   chunks ? list : nullptr};
+                                   chunks ? list : nullptr,
+                                   node.layer.windowed ? windows.data() : nullptr,
+                                   hidden};
     kvlathe_status status{};
     check(kvlathe_cuda_spread(&args, &status), status);
   }
@@ -159,7 +199,7 @@ struct Step {
 
   void attend(void* o) const {
     const std::vector<kvlathe_part> parts =
-        parts_of(node.layer, tables, chunks ? row_lengths : visible);
+        parts_of(node.layer, tables, chunks || node.layer.windowed ? row_lengths : visible, hidden);
     const std::vector<kvlathe_prompt_part> prompt_parts =
         prompt_parts_of(node.layer, tables, ints(node.places.lengths));
     // What sequences have is on the device: whether all rows are chunks' is not known here.
@@ -214,9 +254,8 @@ Node::Node(std::vector<int32_t> table, float scale)
   require(t.hot_bits == 16 && !(t.pools & kPoolF32), KVLATHE_UNSUPPORTED,
           "the kernels compute in 16 bit and this plan has 32-bit pages: build with --dtype "
           "float16 --kv_bits 16");
-  require(!layer.windowed, KVLATHE_UNSUPPORTED,
-          "the kernels show every token to every query and this plan has windows: run it with "
-          "--device cpu");
+  require(!layer.windowed || kShowsWindows, KVLATHE_UNSUPPORTED,
+          "this plan has windows, whose kernels are not tested on a GPU: run it with --device cpu");
   check_bucket_count(t.buckets);
   check_lane_count(t.lanes);
 }
@@ -259,6 +298,7 @@ Pieces Node::pieces(const std::vector<NodeInput>& in, int64_t attend) const {
   return {aligned(2 * tokens * rank_k * layer.head.group_size),
           aligned(4 * tokens),
           aligned(4 * tokens * layer.head.buckets),
+          any_exact(layer) ? aligned(8 * tokens * layer.head.buckets) : 0,
           size_t(pages),
           aligned(attend),
           aligned(kvlathe_cuda_prompt_list_bytes(int32_t(tokens), int32_t(batch),

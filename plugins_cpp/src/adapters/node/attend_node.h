@@ -31,8 +31,10 @@ struct NodeInput {
 
 // Bytes of each piece of the workspace.
 struct Pieces {
-  size_t queries, sequences, visible, tables, attend, list;  // and row lengths, as many as visible
-  size_t bytes() const { return queries + sequences + 2 * visible + tables + attend + list; }
+  size_t queries, sequences, visible, hidden, tables, attend, list;  // and row lengths: as visible
+  size_t bytes() const {
+    return queries + sequences + 2 * visible + hidden + tables + attend + list;
+  }
 };
 
 class Node {

@@ -2,6 +2,7 @@
 // kernels find it once a step, and all layers use it.
 #include <algorithm>
 
+#include "common/windows.h"
 #include "cuda/host.h"
 #include "cuda/prefill/prompts.h"
 #include "kvlathe/cache.h"
@@ -57,6 +58,50 @@ __global__ void spread_rows(const SpreadParams p) {
     const int32_t* row = p.table[s] + int64_t{max(b, 0)} * p.width[s];
     for (int i = threadIdx.x; i < p.width[s]; i += blockDim.x)
       p.out[s][int64_t{t} * p.width[s] + i] = row[i];
+  }
+}
+
+// The same where buckets have windows.
+struct WindowedSpread : SpreadParams {
+  int32_t page_tokens;
+  int32_t* hidden;
+  kvlathe_window window[KVLATHE_MAX_PARTS];
+};
+
+// Of token t of sequence b in bucket s, of which it and those before it are `visible`.
+__device__ Kept kept_of_row(const WindowedSpread& p, int t, int b, int s, int visible) {
+  const kvlathe_window& window = p.window[s];
+  const int32_t* lengths = p.lengths + int64_t{b} * p.buckets;
+  const int sealed = window.sealed < 0 ? 0 : lengths[window.sealed];
+  const int place = sealed + lengths[window.fresh] + t - p.cu_seqlens_q[b];
+  return kept_of(window, place, s == window.fresh ? sealed : 0, visible, p.page_tokens);
+}
+
+// A block takes one token.
+__global__ void spread_windows(const WindowedSpread p) {
+  __shared__ Kept kept[KVLATHE_MAX_PARTS];
+  const int t = blockIdx.x, b = sequence_of(p, t);
+  const bool chunk = b >= 0 && p.list && listed(p, b);
+  if (threadIdx.x == 0) p.sequence_of[t] = b;
+  if (threadIdx.x < p.buckets) {
+    const int s = threadIdx.x, own = p.fresh >> s & 1 ? t + 1 : 0;
+    const int64_t at = int64_t{t} * p.buckets + s;
+    const int visible =
+        b < 0 ? 0 : p.lengths[int64_t{b} * p.buckets + s] + (own ? own - p.cu_seqlens_q[b] : 0);
+    kept[s] = b < 0 ? Kept{} : kept_of_row(p, t, b, s, visible);
+    p.visible[at] = visible;
+    p.row_lengths[at] = chunk ? 0 : kept[s].tokens;
+    if (p.hidden)
+      p.hidden[2 * at] = kept[s].hidden.begin, p.hidden[2 * at + 1] = kept[s].hidden.end;
+  }
+  if (chunk) return;
+  __syncthreads();
+  for (int s = 0; s < p.buckets; ++s) {
+    if (!p.out[s]) continue;
+    const int32_t* row = p.table[s] + int64_t{max(b, 0)} * p.width[s];
+    const int pages = (kept[s].tokens + p.page_tokens - 1) / p.page_tokens;
+    for (int i = threadIdx.x; i < min(pages, p.width[s]); i += blockDim.x)
+      p.out[s][int64_t{t} * p.width[s] + i] = row[i < kept[s].sink ? i : i + kept[s].gone];
   }
 }
 
@@ -123,6 +168,22 @@ SpreadParams params_of(const kvlathe_spread_args& a) {
   return p;
 }
 
+bool is_bucket(int32_t s, const kvlathe_spread_args& a) { return s >= 0 && s < a.buckets; }
+
+WindowedSpread windowed_params_of(const kvlathe_spread_args& a) {
+  WindowedSpread p{params_of(a), a.page_tokens, a.hidden, {}};
+  require(a.row_lengths && a.page_tokens >= 1, KVLATHE_BAD_ARGUMENT,
+          "windows without row_lengths or page_tokens");
+  for (int s = 0; s < a.buckets; ++s) {
+    const kvlathe_window& window = p.window[s] = a.windows[s];
+    require(is_bucket(window.fresh, a) && (window.sealed == -1 || is_bucket(window.sealed, a)),
+            KVLATHE_BAD_ARGUMENT, "a window names a bucket that is not there");
+    require(window.sink >= 0 && window.recent >= 0 && window.exact >= 0, KVLATHE_BAD_ARGUMENT,
+            "a window has a negative length");
+  }
+  return p;
+}
+
 void spread(const kvlathe_spread_args& a) {
   check_version(a.abi_version);
   require(a.tokens >= 0 && a.batch >= 1, KVLATHE_BAD_ARGUMENT,
@@ -133,10 +194,15 @@ void spread(const kvlathe_spread_args& a) {
           KVLATHE_BAD_ARGUMENT, "a pointer is null");
   require(!a.prompts || (a.row_lengths && a.group_size >= 1), KVLATHE_BAD_ARGUMENT,
           "prompts without row_lengths or group_size");
+  require(a.windows || !a.hidden, KVLATHE_BAD_ARGUMENT, "hidden without windows");
+  const WindowedSpread windowed = a.windows ? windowed_params_of(a) : WindowedSpread{};
   if (a.tokens == 0) return;
   const SpreadParams p = params_of(a);
   const auto stream = static_cast<cudaStream_t>(a.stream);
-  spread_rows<<<a.tokens, 128, 0, stream>>>(p);
+  if (a.windows)
+    spread_windows<<<a.tokens, 128, 0, stream>>>(windowed);
+  else
+    spread_rows<<<a.tokens, 128, 0, stream>>>(p);
   if (a.prompts) list_prompts<<<1, kBins, 0, stream>>>(p);
   check_cuda(cudaGetLastError(), "launching spread");
 }

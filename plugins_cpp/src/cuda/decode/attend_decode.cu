@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "common/decode_call.h"
+#include "cuda/decode/attend_general.cuh"
 #include "cuda/decode/codes.cuh"
 #include "cuda/decode/kernels.h"
 #include "cuda/decode/params.h"
@@ -59,15 +60,22 @@ int log2_of(int x) {
   return bits;
 }
 
+// Whether the call is for attend_general.
+bool is_general(const kvlathe_attend_decode_args& a) {
+  return std::any_of(a.parts, a.parts + a.part_count, [](const kvlathe_part& part) {
+    return part.hidden || (any_quantized(part) && !known_codes(part));
+  });
+}
+
 PartParams part_params(const kvlathe_attend_decode_args& a, const kvlathe_part& part) {
-  const bool codes = is_quantized(part.bits_k);
+  const bool codes = any_quantized(part);
   const int32_t unit = codes ? a.page_tokens : kRowTokens, units = a.page_tokens / unit;
   return {part.page_table,
           part.lengths,
           part.page_stride,
           part.lengths_stride,
           part.page_table_stride,
-          part.bits_k,
+          codes && is_general(a) ? kGeneral : part.bits_k,
           log2_of(unit),
           units,
           int32_t((uint64_t{1} << 32) / uint64_t(units) + 1),
@@ -85,24 +93,39 @@ LaneParams lane_params16(const LaneRow& row, int32_t units_per_page) {
   return {row.k, row.v, bytes, bytes * units, 0, 0, uint16_t(bytes / kWeight), uint8_t(units), 0};
 }
 
+// The end of K or V, or of its metadata, in a lane's slab.
+struct SideEnds {
+  int32_t codes, meta;
+};
+
+SideEnds ends_of(const LaneRow& row, const kvlathe_part& part, int which, int32_t page_tokens) {
+  const Format format = which ? format_v(part) : format_k(part);
+  const int32_t rank = which ? row.rank_v : row.rank_k,
+                groups = which ? row.groups_v : row.groups_k, at = (which ? row.v : row.k) - row.k,
+                meta = (which ? row.v_meta : row.k_meta) - row.k;
+  const FormSide side = side_of(format);
+  const int32_t codes = at + int32_t(slab_bytes(rank, page_tokens, format.bits));
+  if (!format.quantized()) return {codes, codes};
+  const int count = groups_of(format, rank, page_tokens);
+  require(groups == count * (format.by_channel() ? rank : page_tokens), KVLATHE_BAD_ARGUMENT,
+          "the lane of head " + std::to_string(row.head) +
+              " has other group counts than its part's groups give");
+  return {codes, meta + side.meta_size(count, rank, page_tokens)};
+}
+
 // Quantized: a tile is the lane's whole slab of a page, K | metadata | V | metadata.
-LaneParams lane_params_codes(const LaneRow& row, const kvlathe_part& part, int32_t page_tokens) {
+LaneParams lane_params_codes(const LaneRow& row, const kvlathe_part& part, int32_t page_tokens,
+                             bool general) {
   const int32_t k_meta = row.k_meta - row.k, v = row.v - row.k, v_meta = row.v_meta - row.k;
-  const int32_t bytes = v_meta + 4 * row.groups_v;
-  require(k_meta >= slab_bytes(row.rank_k, page_tokens, part.bits_k) &&
-              v >= k_meta + 4 * row.groups_k &&
-              v_meta >= v + slab_bytes(row.rank_v, page_tokens, part.bits_v) && v_meta < 1 << 20,
+  const SideEnds of_k = ends_of(row, part, 0, page_tokens),
+                 of_v = ends_of(row, part, 1, page_tokens);
+  require((k_meta >= of_k.codes || !is_quantized(part.bits_k)) && v >= of_k.meta &&
+              (v_meta >= of_v.codes || !is_quantized(part.bits_v)) && of_v.meta < 1 << 20,
           KVLATHE_UNSUPPORTED,
           "the lane of head " + std::to_string(row.head) +
               " is not in the order K, metadata, V, metadata");
-  const int32_t groups_k = (row.rank_k + part.group_k - 1) / part.group_k;
-  require(row.groups_k == groups_k * page_tokens &&
-              row.groups_v == row.rank_v * (page_tokens / part.group_v),
-          KVLATHE_BAD_ARGUMENT,
-          "the lane of head " + std::to_string(row.head) +
-              " has other group counts than its part's groups give");
-  const int32_t copied = (bytes + 15) / 16 * 16;
-  const int32_t gaps = part.bits_k == 8 ? page_tokens / kPieceTokens * kPieceGap : 0;
+  const int32_t copied = (of_v.meta + 15) / 16 * 16;
+  const int32_t gaps = part.bits_k == 8 && !general ? page_tokens / kPieceTokens * kPieceGap : 0;
   const int32_t units = 2 * (copied + gaps) <= kPagesBytes ? 2 : 1;
   return {row.k,
           v,
@@ -112,12 +135,21 @@ LaneParams lane_params_codes(const LaneRow& row, const kvlathe_part& part, int32
           uint16_t(v_meta / 16),
           uint16_t(copied / kWeight + kTileWeight),
           uint8_t(units),
-          uint8_t(groups_k)};
+          uint8_t(groups_of(format_k(part), row.rank_k, page_tokens))};
+}
+
+// What a warp needs beside its ring for a lane of a call with codes. groups_k: 0 for one without.
+int32_t codes_bytes_of(const kvlathe_attend_decode_args& a, const Head& head, int groups_k,
+                       int fill, bool general) {
+  if (general) return converted_bytes(head.rank_k, head.rank_v);
+  const int32_t queries = a.group_size * head.rank_k * 2;  // as they are, for 16-bit parts
+  return groups_k ? std::max(codes_bytes(fill, head.rank_k, groups_k), queries) : queries;
 }
 
 template <int kParts>
 Params<kParts> params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
                          int fill) {
+  const bool general = is_general(a);
   Params<kParts> p{};
   p.pool = static_cast<const char*>(a.pool);
   p.q = static_cast<const uint16_t*>(a.q);
@@ -144,17 +176,30 @@ Params<kParts> params_of(const kvlathe_attend_decode_args& a, const std::vector<
                  {}};
     for (int i = 0; i < a.part_count; ++i) {
       if (!head.lane[i]) continue;
-      const bool codes = is_quantized(a.parts[i].bits_k);
+      const bool codes = any_quantized(a.parts[i]);
       LaneParams& lane = p.head[h].lane[i];
-      lane = codes ? lane_params_codes(*head.lane[i], a.parts[i], a.page_tokens)
+      lane = codes ? lane_params_codes(*head.lane[i], a.parts[i], a.page_tokens, general)
                    : lane_params16(*head.lane[i], p.part[i].units_per_page);
-      if (codes)
-        p.codes_bytes = std::max(p.codes_bytes, codes_bytes(fill, head.rank_k, lane.groups_k));
       if (any_codes)
         p.codes_bytes =
-            std::max(p.codes_bytes, a.group_size * head.rank_k * 2);  // or the queries as they are
+            std::max(p.codes_bytes, codes_bytes_of(a, head, lane.groups_k, fill, general));
       p.part_weight[i] += lane.weight;
       p.least_block_weight = std::max(p.least_block_weight, lane.weight * lane.tile_units);
+    }
+  }
+  return p;
+}
+
+GeneralParams general_params_of(const kvlathe_attend_decode_args& a,
+                                const std::vector<Head>& heads) {
+  GeneralParams p{{params_of<KVLATHE_MAX_PARTS>(a, heads, 1)}, {}, {}};
+  for (int i = 0; i < a.part_count; ++i) {
+    const kvlathe_part& part = a.parts[i];
+    const Format formats[] = {format_k(part), format_v(part)};
+    p.form[i] = {{side_of(formats[0]), side_of(formats[1])}, part.hidden, part.hidden_stride};
+    for (size_t h = 0; h < heads.size(); ++h) {
+      p.groups[h][i][0] = uint8_t(groups_of(formats[0], heads[h].rank_k, a.page_tokens));
+      p.groups[h][i][1] = uint8_t(groups_of(formats[1], heads[h].rank_v, a.page_tokens));
     }
   }
   return p;
@@ -223,22 +268,22 @@ bool overlaps(const kvlathe_attend_decode_args& a, const Device& device) {
   return (a.flags & KVLATHE_OVERLAP) && device.major >= 9;
 }
 
-template <int kParts>
+template <class P>
 struct Decided {
   const void* kernel;
-  Params<kParts> p;
+  P p;
   Launch at;
 };
 
-template <int kParts>
-Decided<kParts> decide(const void* kernel, const kvlathe_attend_decode_args& a,
-                       const std::vector<Head>& heads, const Device& device, int bits, int fill) {
-  Decided<kParts> call{kernel, params_of<kParts>(a, heads, fill), {}};
+template <class P>
+Decided<P> decide(const void* kernel, const P& params, const kvlathe_attend_decode_args& a,
+                  const Device& device, int warps) {
+  Decided<P> call{kernel, params, {}};
   cudaFuncAttributes attributes{};
   check_cuda(
       cudaFuncGetAttributes(&attributes, kernel),
       "this library has no kernel for this device (kvlathe native --cuda-architectures native)");
-  call.at = fit(call.p, device, most_warps(bits, fill), int(attributes.sharedSizeBytes));
+  call.at = fit(call.p, device, warps, int(attributes.sharedSizeBytes));
   if (overlaps(a, device)) call.p.spare_blocks = call.at.grid / kSpareBlocks;
   if (!a.plan) return call;
   const int64_t bytes = call.at.grid * int64_t{sizeof(PlanRecord)};
@@ -256,6 +301,10 @@ Decided<kParts> decide(const void* kernel, const kvlathe_attend_decode_args& a,
 template <class Body>
 void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
              const Device& device, Body body) {
+  const bool half = a.element == KVLATHE_F16;
+  if (is_general(a))
+    return body(
+        decide(decode_kernel_general(half), general_params_of(a, heads), a, device, kMaxWarps));
   bool wide = false;
   for (const Head& head : heads) wide |= std::max(head.rank_k, head.rank_v) > 96;
   int bits = 16;  // of the quantized parts; 0: of several widths
@@ -263,10 +312,10 @@ void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads
     const int one = a.parts[i].bits_k;
     if (is_quantized(one)) bits = bits == 16 || bits == one ? one : 0;
   }
-  const bool half = a.element == KVLATHE_F16;
   const int fill = is_quantized(bits) && a.group_size <= 4 ? 2 : 1;
   const auto with = [&](const void* kernel, auto parts) {
-    body(decide<decltype(parts)::value>(kernel, a, heads, device, bits, fill));
+    body(decide(kernel, params_of<decltype(parts)::value>(a, heads, fill), a, device,
+                most_warps(bits, fill)));
   };
   using std::integral_constant;
   if (bits == 16) {
@@ -281,8 +330,8 @@ void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads
   }
 }
 
-template <int kParts>
-void launch(Decided<kParts> call, const kvlathe_attend_decode_args& a, bool overlap) {
+template <class P>
+void launch(Decided<P> call, const kvlathe_attend_decode_args& a, bool overlap) {
   const Launch& at = call.at;
   call.p.partials = static_cast<Partial*>(a.workspace);
   call.p.early = overlap && (a.flags & KVLATHE_APPENDED);

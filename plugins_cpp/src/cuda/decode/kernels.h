@@ -1,5 +1,6 @@
-// The compiled variants of attend_decode, by what a call needs. They are spread over three files
-// (decode_16.cu, decode_codes.cu, decode_any.cu), so that these are compiled at the same time.
+// The compiled variants of attend_decode, by what a call needs. They are spread over four files
+// (decode_16.cu, decode_codes.cu, decode_any.cu, decode_general.cu), so that these are compiled at
+// the same time.
 #pragma once
 
 namespace kvlathe::cuda {
@@ -12,5 +13,8 @@ namespace kvlathe::cuda {
 const void* decode_kernel_16(bool half, bool wide, int parts);
 const void* decode_kernel_codes(bool half, bool wide, int bits, int fill);  // 2 parts
 const void* decode_kernel_any(bool half, bool wide, int fill);              // 3 parts
+
+// Takes GeneralParams: every form of codes, and tokens that a row does not see.
+const void* decode_kernel_general(bool half);
 
 }  // namespace kvlathe::cuda

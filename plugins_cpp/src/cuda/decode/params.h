@@ -5,6 +5,7 @@
 
 #include "common/formats.h"
 #include "common/limits.h"
+#include "cuda/form_side.h"
 #include "kvlathe/abi.h"
 
 namespace kvlathe::cuda {
@@ -113,5 +114,18 @@ struct Params {
   HeadParams<kParts> head[KVLATHE_MAX_HEADS];
 };
 static_assert(sizeof(Params<KVLATHE_MAX_PARTS>) <= 8192);
+
+// What the kernel of general calls (attend_general.cuh) is told beside that. Part i has the bits
+// kGeneral where one of its sides has codes. A unit is then the slab of a page, as of a quantized
+// part, but K and V may have any form.
+constexpr int kGeneral = 1;
+struct GeneralParams : Params<KVLATHE_MAX_PARTS> {
+  struct Part {
+    FormSide side[2];       // of K and V
+    const int32_t* hidden;  // as in kvlathe_part
+    int64_t hidden_stride;
+  } form[KVLATHE_MAX_PARTS];
+  uint8_t groups[KVLATHE_MAX_HEADS][KVLATHE_MAX_PARTS][2];  // groups_of
+};
 
 }  // namespace kvlathe::cuda

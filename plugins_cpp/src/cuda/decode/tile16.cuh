@@ -66,12 +66,12 @@ struct Lane16 {
   }
 };
 
-// One unit, of which the first `rows` tokens exist.
+// Scores of one unit, in base 2.
 template <class E, int kSteps>
-__device__ void attend_unit(SoftmaxState<kSteps>& state, const Lane16<kSteps>& lane16, uint32_t k,
-                            uint32_t v, int rows, float scale_log2) {
-  float s[4] = {0.f, 0.f, 0.f, 0.f};
+__device__ void score_unit(float (&s)[4], const Lane16<kSteps>& lane16, uint32_t k,
+                           float scale_log2) {
   uint32_t a[4];
+  s[0] = s[1] = s[2] = s[3] = 0.f;
 #pragma unroll
   for (int j = 0; j < kSteps; ++j) {
     if (j >= lane16.steps_k) break;
@@ -80,11 +80,13 @@ __device__ void attend_unit(SoftmaxState<kSteps>& state, const Lane16<kSteps>& l
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) s[i] *= scale_log2;
-  if (rows < kRowTokens) {
-    const int row = threadIdx.x % 32 / 4;
-    if (row >= rows) s[0] = s[1] = -INFINITY;
-    if (row + 8 >= rows) s[2] = s[3] = -INFINITY;
-  }
+}
+
+// Adds V of one unit, whose scores are s (-inf where masked).
+template <class E, int kSteps>
+__device__ void add_unit(SoftmaxState<kSteps>& state, const Lane16<kSteps>& lane16, uint32_t v,
+                         float (&s)[4]) {
+  uint32_t a[4];
   state.weigh(s);
   const uint32_t p0 = transposed(E::pack(s[0], s[1])), p1 = transposed(E::pack(s[2], s[3]));
 #pragma unroll
@@ -93,6 +95,20 @@ __device__ void attend_unit(SoftmaxState<kSteps>& state, const Lane16<kSteps>& l
     load_matrices_transposed(a, lane16.v(v, j));
     E::multiply(state.o[j], a, p0, p1);
   }
+}
+
+// One unit, of which the first `rows` tokens exist.
+template <class E, int kSteps>
+__device__ void attend_unit(SoftmaxState<kSteps>& state, const Lane16<kSteps>& lane16, uint32_t k,
+                            uint32_t v, int rows, float scale_log2) {
+  float s[4];
+  score_unit<E>(s, lane16, k, scale_log2);
+  if (rows < kRowTokens) {
+    const int row = threadIdx.x % 32 / 4;
+    if (row >= rows) s[0] = s[1] = -INFINITY;
+    if (row + 8 >= rows) s[2] = s[3] = -INFINITY;
+  }
+  add_unit<E>(state, lane16, v, s);
 }
 
 // `rows` tokens of a tile that has room for `units` units.

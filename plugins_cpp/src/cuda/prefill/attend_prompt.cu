@@ -44,34 +44,70 @@ int log2_of(int x) {
 }
 
 // Where a lane lies in part i.
-void set_lane(PromptHead& head, int i, const LaneRow& row, const kvlathe_part& part,
-              int32_t page_tokens) {
+void set_lane(GeneralPrompts& p, int h, int i, const LaneRow& row, const kvlathe_part& part) {
+  PromptHead& head = p.head[h];
   head.k[i] = row.k, head.v[i] = row.v, head.parts |= uint8_t(1 << i);
-  if (!is_quantized(part.bits_k)) return;
-  const int32_t k_meta = (row.k_meta - row.k) / 16, v_meta = (row.v_meta - row.k) / 16,
-                groups = RankGroups(row.rank_k, part.group_k).count;
+  if (!any_quantized(part)) return;
+  const int32_t k_meta = is_quantized(part.bits_k) ? (row.k_meta - row.k) / 16 : 0,
+                v_meta = is_quantized(part.bits_v) ? (row.v_meta - row.k) / 16 : 0;
   require(k_meta >= 0 && v_meta >= 0 && k_meta <= UINT16_MAX && v_meta <= UINT16_MAX,
           KVLATHE_UNSUPPORTED,
           "the metadata of head " + std::to_string(row.head) +
               " does not lie after its K, within 1 MB");
-  require(row.groups_k == groups * page_tokens &&
-              row.groups_v == row.rank_v * (page_tokens / part.group_v),
-          KVLATHE_BAD_ARGUMENT,
-          "the lane of head " + std::to_string(row.head) +
-              " has other group counts than its part's groups give");
   head.k_meta[i] = uint16_t(k_meta), head.v_meta[i] = uint16_t(v_meta);
-  head.groups_k[i] = uint8_t(groups), head.least_k[i] = uint8_t(row.rank_k / 16 / groups);
+  const int ranks[] = {row.rank_k, row.rank_v}, groups[] = {row.groups_k, row.groups_v};
+  for (int which = 0; which < 2; ++which) {
+    const Format format = which ? format_v(part) : format_k(part);
+    const int count = groups_of(format, ranks[which], p.page_tokens);
+    require(!format.quantized() ||
+                groups[which] == count * (format.by_channel() ? ranks[which] : p.page_tokens),
+            KVLATHE_BAD_ARGUMENT,
+            "the lane of head " + std::to_string(row.head) +
+                " has other group counts than its part's groups give");
+    p.groups[h][i][which] = uint8_t(count);
+  }
+  head.groups_k[i] = p.groups[h][i][0];
+  head.least_k[i] = uint8_t(row.rank_k / 16 / head.groups_k[i]);
 }
 
 // What 64 tokens of a sealed lane take in a buffer of codes.
-int codes_bytes(const LaneRow& row, const kvlathe_part& part, int32_t page_tokens) {
-  return int(slab_bytes(row.rank_k + row.rank_v, 64, part.bits_k)) +
-         4 * (row.groups_k / (page_tokens / 64) + row.groups_v);
+int codes_bytes(const GeneralPrompts& p, int h, int i, const LaneRow& row) {
+  const int ranks[] = {row.rank_k, row.rank_v};
+  int bytes = 0;
+  for (int which = 0; which < 2; ++which) {
+    const FormSide& side = p.side[i][which];
+    bytes += int(slab_bytes(ranks[which], 64, side.bits)) +
+             side.meta_size(p.groups[h][i][which], ranks[which], 64);
+  }
+  return bytes;
 }
 
-PromptParams params_of(const kvlathe_attend_decode_args& a, std::vector<Head> heads) {
+// Of a part, for the kernel: kGeneralBits where it has codes that prompt_codes.cuh does not read.
+int bits_of(const kvlathe_part& part) {
+  return any_quantized(part) && !known_codes(part) ? kGeneralBits : part.bits_k;
+}
+
+// Whether a part has a window, or other codes.
+bool is_general(const kvlathe_attend_decode_args& a) {
+  for (int i = 0; i < a.part_count; ++i) {
+    const kvlathe_window& window = a.prompts->parts[i].window;
+    if (window.recent < KVLATHE_NO_END || window.exact || bits_of(a.parts[i]) == kGeneralBits)
+      return true;
+  }
+  return false;
+}
+
+kvlathe_window checked_window(const kvlathe_window& window, int32_t parts) {
+  require(window.fresh >= 0 && window.fresh < parts && window.sealed >= -1 && window.sealed < parts,
+          KVLATHE_BAD_ARGUMENT, "a window names a part that is not there");
+  require(window.sink >= 0 && window.recent >= 0 && window.exact >= 0, KVLATHE_BAD_ARGUMENT,
+          "a window has a negative length");
+  return window;
+}
+
+GeneralPrompts params_of(const kvlathe_attend_decode_args& a, std::vector<Head> heads) {
   const kvlathe_prompts& prompts = *a.prompts;
-  PromptParams p{};
+  GeneralPrompts p{};
   p.pool = static_cast<const char*>(a.pool), p.q = static_cast<const uint16_t*>(a.q),
   p.o = static_cast<uint16_t*>(a.o);
   p.q_stride = a.q_stride, p.o_stride = a.o_stride;
@@ -82,11 +118,13 @@ PromptParams params_of(const kvlathe_attend_decode_args& a, std::vector<Head> he
   p.page_magic = uint32_t((uint64_t{1} << 32) / uint64_t(a.page_tokens) + 1);
   for (int i = 0; i < a.part_count; ++i) {
     const kvlathe_prompt_part& part = prompts.parts[i];
+    if (is_general(a)) p.window[i] = checked_window(part.window, a.part_count);
     p.part[i] = {
         part.page_table,        part.lengths,
         a.parts[i].page_stride, part.lengths_stride,
         part.page_table_stride, part.fresh,
-        a.parts[i].bits_k,      is_quantized(a.parts[i].bits_v) ? log2_of(a.parts[i].group_v) : 0};
+        bits_of(a.parts[i]),    is_quantized(a.parts[i].bits_v) ? log2_of(a.parts[i].group_v) : 0};
+    p.side[i][0] = side_of(format_k(a.parts[i])), p.side[i][1] = side_of(format_v(a.parts[i]));
   }
   std::stable_sort(heads.begin(), heads.end(), [](const Head& x, const Head& y) {
     return x.rank_k + x.rank_v > y.rank_k + y.rank_v;
@@ -100,9 +138,9 @@ PromptParams params_of(const kvlathe_attend_decode_args& a, std::vector<Head> he
     for (int i = 0; i < a.part_count; ++i) {
       const LaneRow* row = heads[h].lane[i];
       if (!row) continue;
-      set_lane(head, i, *row, a.parts[i], a.page_tokens);
-      if (is_quantized(a.parts[i].bits_k))
-        p.codes_bytes = std::max(p.codes_bytes, codes_bytes(*row, a.parts[i], a.page_tokens));
+      set_lane(p, int(h), i, *row, a.parts[i]);
+      if (any_quantized(a.parts[i]))
+        p.codes_bytes = std::max(p.codes_bytes, codes_bytes(p, int(h), i, *row));
     }
   }
   p.query_bytes = kPromptRows * 2 * rank_k;
@@ -127,9 +165,13 @@ int fit(PromptParams& p, int room) {
   return p.stages_at + p.stage_units * kStageUnit;
 }
 
-const void* kernel_of(int32_t element) {
-  return element == KVLATHE_F16 ? reinterpret_cast<const void*>(attend_prompt<Half>)
-                                : reinterpret_cast<const void*>(attend_prompt<Bfloat>);
+template <class E>
+const void* kernel_of(bool general) {
+  return general ? reinterpret_cast<const void*>(attend_prompt<E, GeneralPrompts>)
+                 : reinterpret_cast<const void*>(attend_prompt<E, PromptParams>);
+}
+const void* kernel_of(int32_t element, bool general) {
+  return element == KVLATHE_F16 ? kernel_of<Half>(general) : kernel_of<Bfloat>(general);
 }
 
 }  // namespace
@@ -137,14 +179,14 @@ const void* kernel_of(int32_t element) {
 bool prompt_kernel_here() {
   cudaFuncAttributes attributes{};
   return attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
-         cudaFuncGetAttributes(&attributes, kernel_of(KVLATHE_F16)) == cudaSuccess &&
+         cudaFuncGetAttributes(&attributes, kernel_of(KVLATHE_F16, false)) == cudaSuccess &&
          attributes.sharedSizeBytes > 0;
 }
 
 PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& a) {
   const std::vector<Head> heads = checked_heads(a);
   check_prompts(a, heads);
-  PromptLaunch launch{params_of(a, heads), kernel_of(a.element), 0, 0};
+  PromptLaunch launch{params_of(a, heads), kernel_of(a.element, is_general(a)), 0, 0};
   cudaFuncAttributes attributes{};
   check_cuda(
       cudaFuncGetAttributes(&attributes, launch.kernel),
@@ -164,7 +206,7 @@ PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& a) {
 
 void attend_prompts(const PromptLaunch& launch, void* stream) {
   if (!launch.grid) return;
-  void* arguments[] = {const_cast<PromptParams*>(&launch.params)};
+  void* arguments[] = {const_cast<GeneralPrompts*>(&launch.params)};
   check_cuda(cudaLaunchKernel(launch.kernel, dim3(launch.grid), dim3(kPromptThreads), arguments,
                               launch.shared_bytes, static_cast<cudaStream_t>(stream)),
              "launching attend_prompt");

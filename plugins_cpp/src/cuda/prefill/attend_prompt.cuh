@@ -14,7 +14,7 @@
 // Results do not depend on the order of the list.
 #pragma once
 
-#include "cuda/prefill/prompt_fetch.cuh"
+#include "cuda/prefill/prompt_general.cuh"
 #include "cuda/prefill/prompt_rows.cuh"
 
 namespace kvlathe::cuda {
@@ -27,9 +27,9 @@ static_assert(kFetchRegisters + kPromptGroups * kAttendRegisters <= 512);
 
 // One warpgroup's rows of a tile. `stage`, and `after`, the end of the last stage, go on from tile
 // to tile.
-template <class E, int kV>
-__device__ __forceinline__ void attend_tile(const PromptParams& p, PromptShared& s, uint32_t shared,
-                                            int slot, Turn& stage, int& after) {
+template <class E, int kV, class P>
+__device__ __forceinline__ void attend_tile(const P& p, PromptShared& s, uint32_t shared, int slot,
+                                            Turn& stage, int& after) {
   PromptTile tile = s.tile[slot];
   tile.head = uniform(tile.head), tile.first = uniform(tile.first), tile.rows = uniform(tile.rows);
   const PromptHead& head = p.head[tile.head];
@@ -45,7 +45,7 @@ __device__ __forceinline__ void attend_tile(const PromptParams& p, PromptShared&
   const auto give_back = [&](int which) {
     if (threadIdx.x % 32 == 0) arrive(s.empty[which]);
   };
-  using Rows = PromptRows<E, kV>;
+  using Rows = PromptRows<E, kV, P::kGeneral>;
   Rows rows;
   rows.clear();
   const int units = stage_units(head);
@@ -70,8 +70,15 @@ __device__ __forceinline__ void attend_tile(const PromptParams& p, PromptShared&
               keys = keys_of(p, tile, part, before);
     const int limit[2] = {before + fresh * own[0], before + fresh * own[1]};
     const int all = before + fresh * least, some = begin <= last ? before + fresh * most : 0;
+    const WindowOf<P> window(p, tile, part, Rows::kKeys,
+                             [&](int other) { return uniform(s.before[slot][other]); });
+    int seen[2] = {0, 0}, most_seen = 0;  // where the window of each row, and of the last, begins
+    if constexpr (P::kGeneral) {
+      seen[0] = window.first(p, own[0] - 1), seen[1] = window.first(p, own[1] - 1);
+      most_seen = uniform(max(window.first(p, most - 1), 0));
+    }
 #pragma unroll 1
-    for (int first = 0; first < keys; first += Rows::kKeys) {
+    for (int first = window.next(0); first < keys; first = window.next(first + Rows::kKeys)) {
       const int place = place_stage(after, units, p.stage_units);
       after = place + units;
       wait(s.full[stage.at], stage.parity);
@@ -95,6 +102,10 @@ __device__ __forceinline__ void attend_tile(const PromptParams& p, PromptShared&
         if (Rows::kBoth && held >= 0) give_back(held);
         held = stage.at, values = here;
         if (first + Rows::kKeys > all) hide(scores, first, limit);
+        if constexpr (P::kGeneral) {
+          if (first < most_seen && first + Rows::kKeys > window.sink)
+            hide_gap(scores, first, window.sink, seen);
+        }
         if (Rows::kBoth) {
           rows.soften(scores, p.scale_log2, weights);
         } else {
@@ -116,8 +127,8 @@ __device__ __forceinline__ void attend_tile(const PromptParams& p, PromptShared&
   if (threadIdx.x % 32 == 0) arrive(s.queries_done[slot]);
 }
 
-template <class E>
-__device__ __forceinline__ void attend(const PromptParams& p, PromptShared& s, uint32_t shared) {
+template <class E, class P>
+__device__ __forceinline__ void attend(const P& p, PromptShared& s, uint32_t shared) {
   Turn stage;
   int after = 0;  // the last stage's end
   for (int n = 0;; ++n) {
@@ -142,9 +153,9 @@ __device__ __forceinline__ void attend(const PromptParams& p, PromptShared& s, u
 #endif
 
 // For other devices this compiles to nothing. The host tells by its shared memory.
-template <class E>
-__global__ void __launch_bounds__(kPromptThreads, 1)
-    attend_prompt(const __grid_constant__ PromptParams p) {
+// P: PromptParams or GeneralPrompts.
+template <class E, class P>
+__global__ void __launch_bounds__(kPromptThreads, 1) attend_prompt(const __grid_constant__ P p) {
 #ifdef KVLATHE_WGMMA
   // Two tiles of queries | buffers of codes | the stages.
   extern __shared__ __align__(128) char dynamic[];
@@ -158,7 +169,7 @@ __global__ void __launch_bounds__(kPromptThreads, 1)
   __syncthreads();
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kFetchRegisters));
-    Fetcher<E>{p, s, shared_address(dynamic)}.run();
+    Fetcher<E, P>{p, s, shared_address(dynamic)}.run();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kAttendRegisters));
     attend<E>(p, s, shared_address(dynamic));

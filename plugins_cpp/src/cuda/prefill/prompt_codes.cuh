@@ -12,6 +12,7 @@
 // eight tokens of a channel of V. The latter are transposed while they are stored.
 #pragma once
 
+#include "cuda/forms.cuh"
 #include "cuda/prefill/prompt_stages.cuh"
 
 namespace kvlathe::cuda {
@@ -54,25 +55,6 @@ struct Dequantizer<Bfloat> {
     return Bfloat::pack(fmaf(a, scale, minimum), fmaf(b, scale, minimum));
   }
 };
-
-// Loads eight codes, and gives each a byte.
-template <int kBits>
-__device__ __forceinline__ void load_codes(uint32_t (&codes)[2], uint32_t from) {
-  if constexpr (kBits == 8) {
-    load_vector(codes, from);
-  } else {
-    uint32_t even, odd;
-    if constexpr (kBits == 4) {
-      const uint32_t x = load_word(from);
-      even = x & 0x0f0f0f0f, odd = x >> 4 & 0x0f0f0f0f;
-    } else {
-      uint32_t x = __byte_perm(load_half(from), 0, 0x4140);
-      x = (x | x << 4) & 0x0f0f0f0f;  // two codes a byte
-      even = x & 0x03030303, odd = x >> 2 & 0x03030303;
-    }
-    codes[0] = __byte_perm(even, odd, 0x5140), codes[1] = __byte_perm(even, odd, 0x7362);
-  }
-}
 
 template <class E>
 __device__ __forceinline__ uint4 dequantized(const uint32_t (&codes)[2], const Dequantizer<E>& to) {

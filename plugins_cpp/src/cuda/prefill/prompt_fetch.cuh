@@ -50,10 +50,6 @@ __device__ inline void fetch_queries(const PromptParams& p, const PromptTile& ti
   }
 }
 
-__device__ inline int page_of(const PromptParams& p, int token) {
-  return int(__umulhi(unsigned(token), p.page_magic));
-}
-
 // The pages of the tokens that this thread's warp copies: 16 of each 64 of a stage. They are asked
 // for before there is room for the tokens.
 struct StagePages {
@@ -117,9 +113,15 @@ struct Room {
   }
 };
 
-template <class E>
+// Fetches one part of a tile of a general call (prompt_general.cuh).
+template <class Fetcher>
+__device__ void fetch_general(Fetcher& fetcher, const PromptTile& tile, int part);
+
+// P: PromptParams or GeneralPrompts.
+template <class E, class P>
 struct Fetcher {
-  const PromptParams& p;
+  using Element = E;
+  const P& p;
   PromptShared& s;
   const uint32_t shared;
   Room room{};
@@ -181,6 +183,7 @@ struct Fetcher {
   }
 
   __device__ void fetch_part(const PromptTile& tile, int part) {
+    if constexpr (P::kGeneral) return fetch_general(*this, tile, part);
     const PromptHead& head = p.head[tile.head];
     const PromptPart& from = p.part[part];
     const int keys = keys_of(p, tile, part, from.lengths[tile.sequence * from.lengths_stride]);

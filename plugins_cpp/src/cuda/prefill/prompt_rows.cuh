@@ -10,8 +10,8 @@ namespace kvlathe::cuda {
 #ifdef KVLATHE_WGMMA
 
 // The rows of one thread: r and r + 8 of its warp's 16. Of each 8 columns it has the two from
-// lane % 4 * 2 on.
-template <class E, int kV>
+// lane % 4 * 2 on. kWindows: a row may see nothing of a stage, even of its first one.
+template <class E, int kV, bool kWindows>
 struct PromptRows {
   // Tokens at once: as many as leave registers for the rest.
   static constexpr int kKeys = prompt_keys(kV), kScores = kKeys / 2, kSteps = kKeys / 16;
@@ -26,6 +26,9 @@ struct PromptRows {
     for (int i = 0; i < 8 * kV; ++i) o[i] = 0.f;
     m[0] = m[1] = -INFINITY, l[0] = l[1] = 0.f;
   }
+
+  // Whether a row whose maximum is m has seen no token yet. Without windows there is no such row.
+  __device__ static bool unseen(float m) { return kWindows && m == -INFINITY; }
 
   // Asks for s = q k^T.
   __device__ void score(float (&s)[kScores], uint64_t q, uint64_t k, int steps) {
@@ -55,7 +58,7 @@ struct PromptRows {
     for (int r = 0; r < 2; ++r) {
       m_new[r] = fmaxf(m_new[r], __shfl_xor_sync(~0u, m_new[r], 1));
       m_new[r] = fmaxf(m_new[r], __shfl_xor_sync(~0u, m_new[r], 2));
-      factor[r] = exp2_fast((m[r] - m_new[r]) * scale);
+      factor[r] = unseen(m_new[r]) ? 1.f : exp2_fast((m[r] - m_new[r]) * scale);
       m[r] = m_new[r], l[r] *= factor[r];
     }
 #pragma unroll
@@ -65,7 +68,7 @@ struct PromptRows {
   // P of scores, in the order in which the next product takes it from registers, and its sums.
   __device__ void weigh(const float (&s)[kScores], float scale, uint32_t (&p)[4 * kSteps],
                         float (&added)[2]) const {
-    const float shift[2] = {m[0] * scale, m[1] * scale};
+    const float shift[2] = {unseen(m[0]) ? 0.f : m[0] * scale, unseen(m[1]) ? 0.f : m[1] * scale};
     float sums[4] = {};
 #pragma unroll
     for (int i = 0; i < kScores; i += 2) {
@@ -84,7 +87,8 @@ struct PromptRows {
   __device__ void soften(const float (&s)[kScores], float scale, uint32_t (&p)[4 * kSteps]) {
     float added[2];
     weigh(s, scale, p, added);
-    if (__any_sync(~0u, !(added[0] <= 256.f && added[1] <= 256.f))) {
+    const bool early = unseen(m[0]) || unseen(m[1]);
+    if (__any_sync(~0u, early || !(added[0] <= 256.f && added[1] <= 256.f))) {
       raise(s, scale);
       weigh(s, scale, p, added);
     }
@@ -116,10 +120,21 @@ __device__ void hide(float (&s)[kScores], int first, const int (&limit)[2]) {
   }
 }
 
+// Hides the scores of tokens from `sink` on that lie before seen[r]: the window.
+template <int kScores>
+__device__ void hide_gap(float (&s)[kScores], int first, int sink, const int (&seen)[2]) {
+  const int column = first + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) {
+    const int token = column + i / 4 * 8 + i % 2;
+    if (token >= sink && token < seen[i / 2 % 2]) s[i] = -INFINITY;
+  }
+}
+
 // Writes o / l of the rows that exist.
-template <class E, int kV>
+template <class E, int kV, bool kWindows>
 __device__ void write_rows(const PromptParams& p, const PromptTile& tile, const PromptHead& head,
-                           const PromptRows<E, kV>& rows, int row) {
+                           const PromptRows<E, kV, kWindows>& rows, int row) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float l = rows.l[r] + __shfl_xor_sync(~0u, rows.l[r], 1);

@@ -2,6 +2,7 @@
 // K | V in shared memory.
 #pragma once
 
+#include "common/windows.h"
 #include "cuda/prefill/prompts.h"
 #include "cuda/prefill/wgmma.cuh"
 
@@ -77,6 +78,47 @@ __device__ inline int keys_of(const PromptParams& p, const PromptTile& tile, int
   const int last = min(tile.first + kPromptRows, tile.rows) - 1;
   return before + (p.part[part].fresh ? last / p.group_size + 1 : 0);
 }
+
+__device__ inline int page_of(const PromptParams& p, int token) {
+  return int(__umulhi(unsigned(token), p.page_magic));
+}
+
+// What the windows of one part hide from a tile. Rows see places of the part in the sink, and from
+// first() of their token on. before(i): tokens of part i before the step.
+struct TileWindow {
+  int sink, recent, exact;
+  int offset;  // tokens of the lane in front of the part
+  int place;   // of the chunk's first token among all of the lane
+  Gap stages;  // that no row sees: both ends are multiples of a stage's tokens
+
+  template <class Before>
+  __device__ TileWindow(const GeneralPrompts& p, const PromptTile& tile, int part, int stage,
+                        Before before) {
+    const kvlathe_window& window = p.window[part];
+    const int sealed = window.sealed < 0 ? 0 : before(window.sealed);
+    recent = window.recent, exact = window.exact;
+    offset = part == window.fresh ? sealed : 0, place = sealed + before(window.fresh);
+    sink = max(window.sink - offset, 0);
+    stages = hidden_stages(sink, first(p, tile.first / p.group_size), stage);
+  }
+  // The first place of the part after the sink that token `own` of the chunk sees.
+  __device__ int first(const PromptParams& p, int own) const {
+    const int at = place + own;
+    return first_seen(at, page_of(p, at) * p.page_tokens, recent, exact) - offset;
+  }
+  // The stage at or after the one at `token` that some row sees.
+  __device__ int next(int token) const { return token == stages.begin ? stages.end : token; }
+};
+
+// The same of a call without windows.
+struct NoWindow {
+  template <class Before>
+  __device__ NoWindow(const PromptParams&, const PromptTile&, int, int, Before) {}
+  __device__ int next(int token) const { return token; }
+};
+
+template <class P>
+using WindowOf = std::conditional_t<P::kGeneral, TileWindow, NoWindow>;
 
 #endif
 

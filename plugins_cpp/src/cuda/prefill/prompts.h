@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/decode/params.h"
+#include "cuda/form_side.h"
 
 namespace kvlathe::cuda {
 
@@ -51,6 +52,7 @@ struct PromptHead {
 };
 
 struct PromptParams {
+  static constexpr bool kGeneral = false;
   const char* pool;
   const uint16_t* q;
   uint16_t* o;
@@ -68,14 +70,24 @@ struct PromptParams {
 };
 static_assert(sizeof(PromptParams) <= 4000);
 
+// The same for any call: parts have windows, and codes have any form. Part i then has the bits
+// kGeneralBits where prompt_codes.cuh does not read its codes.
+struct GeneralPrompts : PromptParams {
+  static constexpr bool kGeneral = true;
+  kvlathe_window window[KVLATHE_MAX_PARTS];
+  FormSide side[KVLATHE_MAX_PARTS][2];                      // of K and V
+  uint8_t groups[KVLATHE_MAX_HEADS][KVLATHE_MAX_PARTS][2];  // groups_of
+};
+constexpr int kGeneralBits = 1;
+
 // Whether the current device has the kernel.
 bool prompt_kernel_here();
 
 // The launch of a call's listed chunks. Nothing is launched yet: what cannot be attended throws a
 // Refusal before anything runs.
 struct PromptLaunch {
-  PromptParams params;
-  const void* kernel;
+  GeneralPrompts params;
+  const void* kernel;  // takes them, or what they have of PromptParams
   int grid, shared_bytes;
 };
 PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& args);

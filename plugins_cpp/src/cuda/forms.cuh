@@ -1,0 +1,144 @@
+// K and V of every form as 16-bit rows, for kernels that multiply those. A warp takes 16 tokens of
+// one lane from shared memory to shared memory.
+#pragma once
+
+#include "cuda/device.cuh"
+#include "cuda/form_side.h"
+
+namespace kvlathe::cuda {
+
+// Loads eight codes, and gives each a byte.
+template <int kBits>
+__device__ __forceinline__ void load_codes(uint32_t (&codes)[2], uint32_t from) {
+  if constexpr (kBits == 8) {
+    load_vector(codes, from);
+  } else {
+    uint32_t even, odd;
+    if constexpr (kBits == 4) {
+      const uint32_t x = load_word(from);
+      even = x & 0x0f0f0f0f, odd = x >> 4 & 0x0f0f0f0f;
+    } else {
+      uint32_t x = __byte_perm(load_half(from), 0, 0x4140);
+      x = (x | x << 4) & 0x0f0f0f0f;  // two codes a byte
+      even = x & 0x03030303, odd = x >> 2 & 0x03030303;
+    }
+    codes[0] = __byte_perm(even, odd, 0x5140), codes[1] = __byte_perm(even, odd, 0x7362);
+  }
+}
+
+// K or V of one lane, in shared memory.
+struct FormRows {
+  uint32_t codes, meta;  // of the first token
+  FormSide side;
+  int rank, groups;  // groups_of
+  int row_tokens;    // along the tokens: of a channel's row of codes
+};
+
+// Where rows go: piece c (eight channels) of row r to base + r * row + (c ^ turn of r) * piece.
+struct RowsPlace {
+  uint32_t base;
+  int row, piece;   // bytes
+  int shift, mask;  // the turn: r >> shift & mask
+
+  __device__ uint32_t at(int r, int c) const {
+    return base + r * row + (c ^ (r >> shift & mask)) * piece;
+  }
+};
+
+// Eight codes of a row of `count`, from code `code` on, each as a byte.
+template <int kBits>
+__device__ __forceinline__ void load_row_codes(uint32_t (&codes)[2], uint32_t row, int code,
+                                               int count) {
+  load_codes<kBits>(codes, row + code * kBits / 8);
+}
+
+__device__ inline float value_of(const uint32_t (&codes)[2], int i, float scale, float minimum) {
+  return fmaf(float(codes[i / 4] >> i % 4 * 8 & 255), scale, minimum);
+}
+
+// A row is a token: lane t takes half t / 16 of each 16 channels of token t % 16. Tokens from
+// `valid` on become zeros.
+template <class E, int kBits>
+__device__ __forceinline__ void convert_tokens(const FormRows& from, int token, int valid,
+                                               const RowsPlace& to) {
+  const int row = threadIdx.x % 16, half = threadIdx.x % 32 / 16, steps = from.rank / 16;
+  const int least = steps / from.groups, longer = steps - least * from.groups;
+  const uint32_t codes = from.codes + (token + row) * (from.rank * kBits / 8);
+  uint32_t meta = from.meta + (token + row) * from.groups * kPairBytes;
+  int step = 0;
+#pragma unroll 1
+  for (int group = 0; group < from.groups; ++group, meta += kPairBytes) {
+    const uint32_t pair = row < valid ? load_word(meta) : 0;
+    const float scale = Half::widen(uint16_t(pair)), minimum = Half::widen(uint16_t(pair >> 16));
+#pragma unroll 1
+    for (const int end = step + least + (group < longer); step < end; ++step) {
+      uint32_t x[2], y[4];
+      load_row_codes<kBits>(x, codes, 16 * step + 8 * half, from.rank);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        y[i] = E::pack(value_of(x, 2 * i, scale, minimum), value_of(x, 2 * i + 1, scale, minimum));
+      shared_at<uint4>(to.at(row, 2 * step + half)) = {y[0], y[1], y[2], y[3]};
+    }
+  }
+}
+
+// A row is a channel: a lane takes eight tokens of two channels. `group`: that of all 16 tokens.
+template <class E, int kBits>
+__device__ __forceinline__ void convert_channels(const FormRows& from, int token, int group,
+                                                 const RowsPlace& to) {
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < from.rank; i += 32) {
+    const int channel = i & ~1, first = i % 2 * 8;
+    uint32_t x[2][2];
+    float scale[2], minimum[2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      load_row_codes<kBits>(x[c], from.codes + (channel + c) * (from.row_tokens * kBits / 8),
+                            token + first, from.row_tokens);
+      const uint32_t pair =
+          load_word(from.meta + ((channel + c) * from.groups + group) * kPairBytes);
+      scale[c] = Half::widen(uint16_t(pair)), minimum[c] = Half::widen(uint16_t(pair >> 16));
+    }
+#pragma unroll
+    for (int t = 0; t < 8; ++t) {
+      store_word(to.at(first + t, channel / 8) + channel % 8 * 2,
+                 E::pack(value_of(x[0], t, scale[0], minimum[0]),
+                         value_of(x[1], t, scale[1], minimum[1])));
+    }
+  }
+}
+
+// Elements as they are; tokens from `valid` on become zeros.
+__device__ inline void copy_tokens(const FormRows& from, int token, int valid,
+                                   const RowsPlace& to) {
+  const int row = threadIdx.x % 16, half = threadIdx.x % 32 / 16;
+  const uint32_t elements = from.codes + (token + row) * from.rank * 2 + half * 16;
+#pragma unroll 1
+  for (int step = 0; step < from.rank / 16; ++step) {
+    shared_at<uint4>(to.at(row, 2 * step + half)) =
+        row < valid ? load_words(elements + 32 * step) : uint4{0, 0, 0, 0};
+  }
+}
+
+// Tokens token .. token + 15 of `from`, of which the first `valid` exist. `group`: along the
+// tokens, that of all 16. Whole warp.
+template <class E>
+__device__ __forceinline__ void convert_form(const FormRows& from, int token, int group, int valid,
+                                             const RowsPlace& to) {
+  if (from.side.bits == 16) return copy_tokens(from, token, valid, to);
+  const auto convert = [&](auto bits) {
+    constexpr int kBits = decltype(bits)::value;
+    if (from.side.by_channel())
+      convert_channels<E, kBits>(from, token, group, to);
+    else
+      convert_tokens<E, kBits>(from, token, valid, to);
+  };
+  using std::integral_constant;
+  switch (from.side.bits) {
+    case 8: convert(integral_constant<int, 8>{}); break;
+    case 4: convert(integral_constant<int, 4>{}); break;
+    case 2: convert(integral_constant<int, 2>{}); break;
+  }
+}
+
+}  // namespace kvlathe::cuda

@@ -1,0 +1,170 @@
+// How a general call fetches: stages that windows hide from all rows of a tile are left out, and
+// codes may have any form (forms.cuh). The forms that prompt_codes.cuh knows are converted there.
+#pragma once
+
+#include "cuda/prefill/prompt_fetch.cuh"
+
+namespace kvlathe::cuda {
+
+#ifdef KVLATHE_WGMMA
+
+// The codes of one lane in one part, in any form: what CodesLane is for one form.
+struct FormLane {
+  const GeneralPrompts& p;
+  const PromptHead& head;
+  int part;
+  const uint8_t (&groups)[2];
+
+  __device__ FormRows rows(int which, uint32_t buffer) const {
+    const FormSide& side = p.side[part][which];
+    const int rank = 16 * (which ? head.steps_v : head.steps_k);
+    uint32_t codes = buffer;
+    if (which) codes += bytes(0);
+    return {codes, codes + code_bytes(which), side, rank, groups[which], 64};
+  }
+  // What 64 tokens of K or V take in a buffer: codes, and then their metadata.
+  __device__ int code_bytes(int which) const {
+    return 128 * p.side[part][which].bits * (which ? head.steps_v : head.steps_k);
+  }
+  __device__ int bytes(int which) const {
+    return code_bytes(which) + p.side[part][which].meta_size(
+                                   groups[which], 16 * (which ? head.steps_v : head.steps_k), 64);
+  }
+
+  // Asks for 64 tokens of a page, from `token` on.
+  __device__ void copy(uint32_t to, int32_t page, int token) const {
+    const char* from = p.pool + page * p.part[part].page_stride;
+    for (int which = 0; which < 2; ++which) {
+      const FormRows own = rows(which, to);
+      const char* codes = from + (which ? head.v[part] : head.k[part]);
+      const char* meta = from + head.k[part] + 16 * (which ? head.v_meta[part] : head.k_meta[part]);
+      const int row = 8 * own.side.bits;  // bytes of 64 codes of a channel
+      if (!own.side.by_channel()) {
+        codes += token * (own.rank * own.side.bits / 8);
+        meta += token * own.groups * own.side.meta_bytes();
+      }
+      const int size = code_bytes(which), meta_size = bytes(which) - size;
+#pragma unroll 1
+      for (int i = threadIdx.x * 16; i < size; i += 128 * 16) {
+        int at = i;
+        if (own.side.by_channel())
+          at = i / row * (p.page_tokens * own.side.bits / 8) + token * own.side.bits / 8 + i % row;
+        copy16(own.codes + i, codes + at, true);
+      }
+#pragma unroll 1
+      for (int i = threadIdx.x * 16; i < meta_size; i += 128 * 16)
+        copy16(own.meta + i, meta + i, true);
+    }
+  }
+
+  // Converts the piece in the buffer at `from` that begins at `token` of its page. A warp takes 16
+  // tokens.
+  template <class E>
+  __device__ void convert(uint32_t from, uint32_t keys, uint32_t values, int column, int token,
+                          int valid) const {
+    const int own = threadIdx.x / 32 * 16;
+    for (int which = 0; which < 2; ++which) {
+      const FormRows rows = this->rows(which, from);
+      const int group = rows.side.by_channel() ? (token + own) / rows.side.group : 0;
+      convert_form<E>(rows, own, group, valid - own,
+                      {(which ? values : keys) + own * 16, 16, column, 0, 0});
+    }
+  }
+};
+
+// The same interface of a form that prompt_codes.cuh reads.
+template <int kBits>
+struct KnownLane : CodesLane<kBits> {
+  template <class E>
+  __device__ void convert(uint32_t from, uint32_t keys, uint32_t values, int column, int token,
+                          int valid) const {
+    this->template convert_keys<E>(from, keys, column);
+    this->template convert_values<E>(from, values, column, token, valid);
+  }
+};
+
+// Where a part of a tile is fetched from.
+struct PartPages {
+  const PromptHead& head;
+  int part;
+  const int32_t* pages;
+  int keys;
+  TileWindow window;
+};
+
+template <class Fetcher>
+__device__ void fetch_seen_elements(Fetcher& f, const PartPages& from) {
+  const int count = prompt_keys(from.head.steps_v);
+  for (int first = from.window.next(0); first < from.keys;
+       first = from.window.next(first + count)) {
+    const StagePages ids(f.p, from.pages, first, from.keys);
+    fetch_keys(f.p, from.head, from.part, ids, first, from.keys, f.next_stage(from.head));
+    arrive_after_copies(f.s.full[f.room.stage.at]);
+    f.room.stage.next();
+  }
+}
+
+// As Fetcher::fetch_codes. A stage is fetched whole or not at all.
+template <class Fetcher, class Lane>
+__device__ void fetch_seen_codes(Fetcher& f, const PartPages& from, const Lane& lane) {
+  const int count = prompt_keys(from.head.steps_v), column = count * 16,
+            values = from.head.steps_k * 2 * column;
+  const int shift = 31 - __clz(f.p.page_tokens), within = f.p.page_tokens - 1;
+  const bool two = f.p.codes_buffers == 2;
+  const auto after = [&](int token) {
+    return (token + 64) % count ? token + 64 : from.window.next(token + 64);
+  };
+  int turn = 0;  // which buffer is next
+  const auto ask = [&](int token) {
+    if (token < from.keys)
+      lane.copy(f.shared + 2 * f.p.query_bytes + turn * f.p.codes_bytes,
+                __ldg(from.pages + (token >> shift)), token & within);
+    close_copy_group();
+  };
+  int token = from.window.next(0);
+  f.meet();  // nobody reads the buffers any more
+  ask(token);
+  uint32_t to = 0;
+#pragma unroll 1
+  for (; token < from.keys || token % count; token = after(token)) {
+    wait_copy_groups<0>();
+    f.meet();  // all of the piece is there, and the other buffer is free
+    const uint32_t piece = f.shared + 2 * f.p.query_bytes + turn * f.p.codes_bytes;
+    if (two) turn ^= 1, ask(after(token));
+    if (token % count == 0) to = f.next_stage(from.head);
+    const uint32_t at = to + token % count * 16;
+    lane.template convert<typename Fetcher::Element>(piece, at, at + values, column, token & within,
+                                                     from.keys - token);
+    if (!two) f.meet(), ask(after(token));
+    if ((token + 64) % count == 0) {
+      fence_for_bulk_copies();  // products see what was stored
+      arrive(f.s.full[f.room.stage.at]);
+      f.room.stage.next();
+    }
+  }
+}
+
+template <class Fetcher>
+__device__ void fetch_general(Fetcher& f, const PromptTile& tile, int part) {
+  const auto& p = f.p;
+  const PromptHead& head = p.head[tile.head];
+  const auto before = [&](int other) {
+    return p.part[other].lengths[tile.sequence * p.part[other].lengths_stride];
+  };
+  const int keys = keys_of(p, tile, part, before(part));
+  if (!keys) return;
+  const PartPages from{head, part,
+                       p.part[part].page_table + int64_t{tile.sequence} * p.part[part].table_stride,
+                       keys, TileWindow(p, tile, part, prompt_keys(head.steps_v), before)};
+  switch (p.part[part].bits) {
+    case 16: fetch_seen_elements(f, from); break;
+    case 8: fetch_seen_codes(f, from, KnownLane<8>{p, head, part}); break;
+    case 4: fetch_seen_codes(f, from, KnownLane<4>{p, head, part}); break;
+    case 2: fetch_seen_codes(f, from, KnownLane<2>{p, head, part}); break;
+    default: fetch_seen_codes(f, from, FormLane{p, head, part, p.groups[tile.head][part]});
+  }
+}
+
+#endif
+
+}  // namespace kvlathe::cuda
