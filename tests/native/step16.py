@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
@@ -34,11 +33,6 @@ def halves(x: Array) -> Array:
     return x.astype(np.float16).astype(np.float64)
 
 
-def unknown_to_cuda(tier: Tier) -> bool:
-    """Whether the CUDA kernels have no pages of a tier's formats."""
-    return any(form.bits == 3 or form.has_fixed_levels for form in tier.formats)
-
-
 class Step16:
     """The inputs of one case in halves, and its laws. Inputs are rounded first, so that
     both sides see the same."""
@@ -47,8 +41,6 @@ class Step16:
     def takes(plan: CompressionPlan, windows: bool = False) -> bool:
         """``windows``: whether what runs it shows them."""
         if plan.windowed and not windows:
-            return False
-        if any(map(unknown_to_cuda, plan.tiers)):
             return False
         hot = all(
             plan.tiers[b.tier].bits_k == 16 for b in plan.buckets if b.source is None

@@ -19,7 +19,7 @@ from kvlathe.plan.plan import Bucket
 from kvlathe.runtime.native.cuda import CudaLibrary, PageKernels
 from kvlathe.runtime.native.library import Native
 from tests.native.library import Library
-from tests.native.step16 import Step16, unknown_to_cuda
+from tests.native.step16 import Step16
 from tests.support.attend_cases import Case, cases, plan_of
 from tests.support.format_cases import CODED_TIERS
 
@@ -72,7 +72,10 @@ def test_a_larger_step(cuda: CudaLibrary, queries: list[int]) -> None:
 
 
 TIERS = [
-    *(tier for tier in CODED_TIERS if not unknown_to_cuda(tier)),
+    *CODED_TIERS,
+    Tier(3, 3, "rank", "token", 32, 64, rounding="stochastic"),
+    Tier(3, 8, "token", "rank", 48, 48, span_k=0.7),
+    Tier(4, 3, "rank", "rank", levels_k="normal", levels_v="normal"),
     Tier(8, 8),
     Tier(4, 4, "rank", "token", 32, 16),
     Tier(2, 2, "rank", "rank", 48, 32),
@@ -105,15 +108,6 @@ def sealing(tier: Tier, page: int, cold: tuple[int, ...] = (0, 1, 3, 5)) -> Cach
 
 
 RANKS = [(128, 48), (80, 16), (16, 112)]
-
-
-@pytest.mark.parametrize("tier", list(filter(unknown_to_cuda, CODED_TIERS)), ids=str)
-def test_formats_without_kernels_are_refused(cuda: CudaLibrary, tier: Tier) -> None:
-    layout = sealing(tier, 64)
-    pool = torch.zeros(40 * max(layout.page_stride), dtype=torch.uint8, device="cuda")
-    kernels = PageKernels(cuda, layout.plan, pool.data_ptr(), pool.numel())
-    with pytest.raises(KvlatheError, match="3 bits or fixed levels"):
-        kernels.seal(0, 1, [(0, 1, 0)], 0)
 
 
 @pytest.mark.parametrize("page", [64, 80])

@@ -71,6 +71,13 @@ constexpr uint8_t kNormal[3][16] = {
     {0, 48, 83, 113, 142, 172, 207, 255},
     {0, 31, 52, 69, 84, 97, 109, 122, 133, 146, 158, 171, 186, 203, 224, 255},
 };
+// Four levels of the normal (kNormal), from 4 i on.
+KVLATHE_ANYWHERE constexpr uint32_t normal_levels(int bits, int i) {
+  uint32_t word = 0;
+  for (int k = 0; k < 4; ++k) word |= uint32_t(kNormal[bits - 2][4 * i + k]) << 8 * k;
+  return word;
+}
+
 constexpr int kFits = 5;  // FITS of kvlathe/plan/codec.py
 constexpr float kTwo255ths = 2.f / 255.f;
 constexpr double kNormalTop[3] = {1.5104176, 2.1519457, 2.7325896};

@@ -45,11 +45,39 @@ struct RowsPlace {
   }
 };
 
+// Eight codes of 3 bits, a byte of each run (kvlathe/plan/packing.py), as a byte each.
+__device__ inline void load_threes(uint32_t (&codes)[2], uint32_t from, int run) {
+  const uint32_t x = shared_at<const uint8_t>(from) | shared_at<const uint8_t>(from + run) << 8 |
+                     shared_at<const uint8_t>(from + 2 * run) << 16;
+  const uint32_t even = x & 0x070707, odd = x >> 3 & 0x070707;    // codes 0 2 4 and 1 3 5
+  const uint32_t low = x >> 6 & 0x0303, high = x >> 22 & 0x3;     // of codes 6 and 7
+  const uint32_t last = low | (high & 1) << 2 | (high & 2) << 9;  // codes 6 and 7
+  codes[0] = __byte_perm(even, odd, 0x5140);
+  codes[1] = __byte_perm(even, odd, 0x7762) | last << 16;
+}
+
 // Eight codes of a row of `count`, from code `code` on, each as a byte.
 template <int kBits>
 __device__ __forceinline__ void load_row_codes(uint32_t (&codes)[2], uint32_t row, int code,
                                                int count) {
-  load_codes<kBits>(codes, row + code * kBits / 8);
+  if constexpr (kBits == 3) {
+    const Threes place = threes_at(code, count);
+    load_threes(codes, row + int(place.at), int(place.run));
+  } else {
+    load_codes<kBits>(codes, row + code * kBits / 8);
+  }
+}
+
+// Turns four codes into the levels that they stand for.
+template <int kBits>
+__device__ __forceinline__ uint32_t levels_of_codes(uint32_t codes) {
+  constexpr uint32_t a = normal_levels(kBits, 0), b = normal_levels(kBits, 1),
+                     c = normal_levels(kBits, 2), d = normal_levels(kBits, 3);
+  uint32_t x = (codes | codes >> 4) & 0x00ff00ff;
+  x = (x | x >> 8) & 0xffff;  // half a byte each: which byte of two words
+  const uint32_t low = __byte_perm(a, b, x & 0x7777);
+  if constexpr (kBits < 4) return low;
+  return __byte_perm(low, __byte_perm(c, d, x & 0x7777), 0x3210 | (x & 0x8888) >> 1);
 }
 
 __device__ inline float value_of(const uint32_t (&codes)[2], int i, float scale, float minimum) {
@@ -64,16 +92,24 @@ __device__ __forceinline__ void convert_tokens(const FormRows& from, int token, 
   const int row = threadIdx.x % 16, half = threadIdx.x % 32 / 16, steps = from.rank / 16;
   const int least = steps / from.groups, longer = steps - least * from.groups;
   const uint32_t codes = from.codes + (token + row) * (from.rank * kBits / 8);
-  uint32_t meta = from.meta + (token + row) * from.groups * kPairBytes;
+  const bool fixed = kBits < 8 && from.side.fixed_levels();
+  const int meta_bytes = from.side.meta_bytes();
+  uint32_t meta = from.meta + (token + row) * from.groups * meta_bytes;
   int step = 0;
 #pragma unroll 1
-  for (int group = 0; group < from.groups; ++group, meta += kPairBytes) {
-    const uint32_t pair = row < valid ? load_word(meta) : 0;
-    const float scale = Half::widen(uint16_t(pair)), minimum = Half::widen(uint16_t(pair >> 16));
+  for (int group = 0; group < from.groups; ++group, meta += meta_bytes) {
+    float scale = row < valid ? Half::widen(load_half(meta)) : 0.f, minimum = 0.f;
+    if (fixed)
+      minimum = -scale, scale *= kTwo255ths;
+    else if (row < valid)
+      minimum = Half::widen(load_half(meta + 2));
 #pragma unroll 1
     for (const int end = step + least + (group < longer); step < end; ++step) {
       uint32_t x[2], y[4];
       load_row_codes<kBits>(x, codes, 16 * step + 8 * half, from.rank);
+      if constexpr (kBits < 8) {
+        if (fixed) x[0] = levels_of_codes<kBits>(x[0]), x[1] = levels_of_codes<kBits>(x[1]);
+      }
 #pragma unroll
       for (int i = 0; i < 4; ++i)
         y[i] = E::pack(value_of(x, 2 * i, scale, minimum), value_of(x, 2 * i + 1, scale, minimum));
@@ -137,6 +173,7 @@ __device__ __forceinline__ void convert_form(const FormRows& from, int token, in
   switch (from.side.bits) {
     case 8: convert(integral_constant<int, 8>{}); break;
     case 4: convert(integral_constant<int, 4>{}); break;
+    case 3: convert(integral_constant<int, 3>{}); break;
     case 2: convert(integral_constant<int, 2>{}); break;
   }
 }

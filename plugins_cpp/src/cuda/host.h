@@ -22,14 +22,6 @@ inline void check_element(int32_t element) {
           "the CUDA kernels compute with F16 and BF16 elements only");
 }
 
-// Refuses codes that no CUDA kernel reads or writes.
-inline void check_widths(const kvlathe_part& part) {
-  for (const Format& format : {format_k(part), format_v(part)}) {
-    require(format.bits != 3 && !format.fixed_levels(), KVLATHE_UNSUPPORTED,
-            "a part has codes of 3 bits or fixed levels: CUDA pages have neither");
-  }
-}
-
 // Whether the kernels of codes (decode_codes.cu, prompt_codes.cuh) read a part. Those of general
 // calls read the others.
 inline bool known_codes(const kvlathe_part& part) {
@@ -40,20 +32,22 @@ inline bool known_codes(const kvlathe_part& part) {
 
 // Refuses quantized parts that the attention kernels do not read.
 inline void check_codes(const kvlathe_attend_decode_args& a, const kvlathe_part& part) {
-  check_widths(part);
   require(part.bits_k == part.bits_v, KVLATHE_UNSUPPORTED,
           "a part has " + std::to_string(part.bits_k) + " bits for K and " +
               std::to_string(part.bits_v) + " for V: the CUDA kernels read one width");
   require(
-      part.axis_k == KVLATHE_AXIS_RANK && part.axis_v == KVLATHE_AXIS_TOKEN, KVLATHE_UNSUPPORTED,
-      "the CUDA kernels take products of codes: K in groups along the rank, V along the tokens");
+      part.axis_k != KVLATHE_AXIS_TOKEN && part.axis_v != KVLATHE_AXIS_RANK, KVLATHE_UNSUPPORTED,
+      "the CUDA kernels take products of codes: K in groups along the rank, V along the tokens, "
+      "or fixed levels");
   require(is_power_of_two(a.page_tokens) && a.page_tokens >= kLeastCodedPage &&
               a.page_tokens <= kMaxPage,
           KVLATHE_UNSUPPORTED,
           "quantized pages of " + std::to_string(a.page_tokens) +
               " tokens: the CUDA kernels need a power of two, " + std::to_string(kLeastCodedPage) +
               " to " + std::to_string(kMaxPage));
-  require(is_power_of_two(part.group_v) && part.group_v >= kLeastCodedGroup, KVLATHE_UNSUPPORTED,
+  require(part.axis_v != KVLATHE_AXIS_TOKEN ||
+              (is_power_of_two(part.group_v) && part.group_v >= kLeastCodedGroup),
+          KVLATHE_UNSUPPORTED,
           "groups of " + std::to_string(part.group_v) +
               " tokens: the CUDA kernels need a power of two, " + std::to_string(kLeastCodedGroup) +
               " or more");

@@ -24,7 +24,8 @@ constexpr int kPagesAtOnce = 512;
 struct SealSlab {
   int32_t source, target, meta;
   uint32_t key;      // of the noise
-  float span, past;  // of a group's range: what codes cover, and what lies below that
+  float span, past;  // of a group's range: what codes cover (0: levels are fixed), and what lies
+                     // below that
   uint16_t rank, bits, groups, steps, extra, by_token;
 };
 
@@ -83,7 +84,122 @@ __device__ void seal_group(const SealParams& p, const SealSlab& slab, const Grou
   }
 }
 
+// Writes codes i .. i + 7 of a row of `count` codes of 4, 3 or 2 bits.
+__device__ void store_eight(char* row, int bits, int i, int count, const uint32_t (&codes)[8]) {
+  if (bits == 3) {  // kvlathe/plan/packing.py
+    const Threes place = threes_at(i, count);
+    const uint32_t six = codes[6], seven = codes[7];
+    const uint32_t last[3] = {six & 3, seven & 3, six >> 2 | seven >> 2 << 1};
+    for (int run = 0; run < 3; ++run)
+      row[place.at + run * place.run] =
+          char(codes[2 * run] | codes[2 * run + 1] << 3 | last[run] << 6);
+    return;
+  }
+  uint32_t word = 0;
+  for (int k = 0; k < 8; ++k) word |= codes[k] << k * bits;
+  if (bits == 4)
+    *reinterpret_cast<uint32_t*>(row + i / 2) = word;
+  else
+    *reinterpret_cast<uint16_t*>(row + i / 4) = uint16_t(word);
+}
+
+// One group of 3 bits with even levels. round(x, i): the integer for element i.
+template <class Value, class Round>
+__device__ void seal_threes(const SealSlab& slab, const Group& group, int index, int inner,
+                            char* page, Value value, Round round) {
+  float low = value(group.begin), high = low;
+  for (int i = group.begin + 1; i < group.end; ++i)
+    low = fminf(low, value(i)), high = fmaxf(high, value(i));
+  const float levels = float(levels_of(3)), width = __fsub_rn(high, low);
+  const __half scale = __float2half_rn(__fdiv_rn(__fmul_rn(width, slab.span), levels));
+  const __half minimum = __float2half_rn(__fadd_rn(low, __fmul_rn(width, slab.past)));
+  reinterpret_cast<__half2*>(page + slab.meta)[index] = __halves2half2(scale, minimum);
+  const float step = __half2float(scale), from = __half2float(minimum);
+  char* row = page + slab.target + int64_t{group.row} * inner * 3 / 8;
+  for (int i = group.begin; i < group.end; i += 8) {
+    uint32_t codes[8];
+    for (int k = 0; k < 8; ++k) {
+      const float x = step > 0 ? __fdiv_rn(__fsub_rn(value(i + k), from), step) : 0.f;
+      codes[k] = uint32_t(fminf(fmaxf(round(x, i + k), 0.f), levels));
+    }
+    store_eight(row, 3, i, inner, codes);
+  }
+}
+
+// The code of the level nearest to x, and its level in `worth`: fit_codes of cpu/quantize.h.
+template <int kBits>
+__device__ uint32_t nearest_level(float x, float magnitude, float scale, int& worth) {
+  constexpr uint32_t words[4] = {normal_levels(kBits, 0), normal_levels(kBits, 1),
+                                 normal_levels(kBits, 2), normal_levels(kBits, 3)};
+  const float exact = scale > 0 ? __fdiv_rn(__fadd_rn(x, magnitude), scale) : 0.f;
+  const int whole = int(rintf(fminf(fmaxf(exact, 0.f), 255.f)));
+  uint32_t code = 0;
+  worth = 0;
+#pragma unroll
+  for (int i = 1; i <= levels_of(kBits); ++i) {
+    const int below = words[(i - 1) / 4] >> (i - 1) % 4 * 8 & 255,
+              own = words[i / 4] >> i % 4 * 8 & 255;
+    if (2 * whole > below + own) code = i, worth = own;
+  }
+  return code;
+}
+
+// One group of fixed levels: one magnitude, of least squared error. Sums are double, so that the
+// order of adding decides nothing.
+template <int kBits, class Value>
+__device__ void seal_fixed(const SealSlab& slab, const Group& group, int index, int inner,
+                           char* page, Value value) {
+  double energy = 0;
+  for (int i = group.begin; i < group.end; ++i) energy += double(value(i)) * double(value(i));
+  double magnitude =
+      __dmul_rn(kNormalTop[kBits - 2], __dsqrt_rn(__ddiv_rn(energy, group.end - group.begin)));
+  char* row = page + slab.target + int64_t{group.row} * inner * kBits / 8;
+  for (int fit = 0; fit < kFits; ++fit) {
+    const __half rounded = __float2half_rn(__double2float_rn(magnitude));
+    const float most = __half2float(rounded), scale = __fmul_rn(most, kTwo255ths);
+    double along = 0, squares = 0;
+    for (int i = group.begin; i < group.end; i += 8) {
+      uint32_t codes[8];
+      for (int k = 0; k < 8; ++k) {
+        int worth;
+        codes[k] = nearest_level<kBits>(value(i + k), most, scale, worth);
+        const double level = worth - 127.5;
+        along += double(value(i + k)) * level, squares += level * level;
+      }
+      if (fit == kFits - 1) store_eight(row, kBits, i, inner, codes);
+    }
+    reinterpret_cast<__half*>(page + slab.meta)[index] = rounded;
+    magnitude = fabs(__ddiv_rn(__dmul_rn(127.5, along), squares));
+  }
+}
+
+// One group of any form. It is apart from seal_group, whose code is that of the other forms alone.
 template <class E>
+__device__ void seal_any_group(const SealParams& p, const SealSlab& slab, const Group& group,
+                               int index, const uint16_t* values, int pitch, int inner,
+                               int position, char* page) {
+  const auto value = [&](int i) {
+    return E::widen(slab.by_token ? values[i * pitch + group.row] : values[group.row * pitch + i]);
+  };
+  if (slab.span == 0) {
+    if (slab.bits == 4) seal_fixed<4>(slab, group, index, inner, page, value);
+    if (slab.bits == 3) seal_fixed<3>(slab, group, index, inner, page, value);
+    if (slab.bits == 2) seal_fixed<2>(slab, group, index, inner, page, value);
+    return;
+  }
+  if (slab.bits != 3)
+    return seal_group<E>(p, slab, group, index, values, pitch, inner, position, page);
+  seal_threes(slab, group, index, inner, page, value, [&](float x, int i) {
+    if (!p.stochastic) return rintf(x);
+    const int token = slab.by_token ? i : group.row, channel = slab.by_token ? group.row : i;
+    const uint32_t noise =
+        hashed(hashed(slab.key, uint32_t(position + token)), uint32_t(channel)) >> 8;
+    return float(floor(double(x) + noise * 0x1p-24));
+  });
+}
+
+// kAny: some K or V has 3 bits or fixed levels.
+template <class E, bool kAny>
 __global__ void __launch_bounds__(kThreads) seal_pages(const __grid_constant__ SealParams p) {
   extern __shared__ __align__(128) uint16_t values[];  // [tokens, pitch]
   const SealSlab& slab = p.slab[blockIdx.x / 2][blockIdx.x % 2];
@@ -106,7 +222,11 @@ __global__ void __launch_bounds__(kThreads) seal_pages(const __grid_constant__ S
   const int rows = slab.by_token ? slab.rank : p.page_tokens,
             inner = slab.by_token ? p.page_tokens : slab.rank;
   for (int i = threadIdx.x; i < rows * slab.groups; i += kThreads) {
-    seal_group<E>(p, slab, Group(slab, i, inner), i, values, pitch, inner, job.position, page);
+    const Group group(slab, i, inner);
+    if constexpr (kAny)
+      seal_any_group<E>(p, slab, group, i, values, pitch, inner, job.position, page);
+    else
+      seal_group<E>(p, slab, group, i, values, pitch, inner, job.position, page);
   }
 }
 
@@ -134,7 +254,7 @@ void set_slab(SealSlab& slab, const kvlathe_cuda_seal_args& a, const LaneRow& fr
   slab.target = which ? to.v : to.k;
   slab.meta = which ? to.v_meta : to.k_meta;
   slab.key = noise_key(a.seed, to.layer, to.head, which);
-  slab.span = float(span);
+  slab.span = format.fixed_levels() ? 0.f : float(span);
   slab.past = float((1 - span) / 2);
   slab.rank = uint16_t(which ? to.rank_v : to.rank_k);
   slab.bits = uint16_t(format.bits);
@@ -171,11 +291,11 @@ void check(const kvlathe_cuda_seal_args& a) {
   }
 }
 
-template <class E>
+template <class E, bool kAny>
 void launch(const kvlathe_cuda_seal_args& a, const SealParams& p, int lanes, int pages,
             int shared) {
-  reserve_shared(seal_pages<E>, shared);
-  seal_pages<E>
+  reserve_shared(seal_pages<E, kAny>, shared);
+  seal_pages<E, kAny>
       <<<dim3(2 * lanes, pages), kThreads, shared, static_cast<cudaStream_t>(a.stream)>>>(p);
   check_cuda(cudaGetLastError(), "launching seal");
 }
@@ -190,13 +310,18 @@ void seal(const kvlathe_cuda_seal_args& a) {
                {},
                {}};
   const int shared = a.page_tokens * (kMaxRank + 2) * 2;
+  bool any = false;
+  for (const Format& format : {format_k(*a.target), format_v(*a.target)})
+    any |= format.bits == 3 || format.fixed_levels();
   for (int32_t lane = 0; lane < a.target->lane_count; lane += kLanesAtOnce) {
     const int lanes = std::min(kLanesAtOnce, a.target->lane_count - lane);
     for (int i = 0; i < lanes; ++i) set_lane(p.slab[i], a, lanes_of(*a.target)[lane + i]);
     for (int32_t page = 0; page < a.page_count; page += kPagesAtOnce) {
       const int pages = std::min(kPagesAtOnce, a.page_count - page);
       std::copy_n(a.pages + page, pages, p.page);
-      const auto launcher = a.element == KVLATHE_F16 ? launch<Half> : launch<Bfloat>;
+      const auto launcher = a.element == KVLATHE_F16
+                                ? (any ? launch<Half, true> : launch<Half, false>)
+                                : (any ? launch<Bfloat, true> : launch<Bfloat, false>);
       launcher(a, p, lanes, pages, shared);
     }
   }

@@ -8,6 +8,11 @@ namespace kvlathe::cuda {
 
 #ifdef KVLATHE_WGMMA
 
+// As copy16, of eight bytes.
+__device__ inline void copy8(uint32_t to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from));
+}
+
 // The codes of one lane in one part, in any form: what CodesLane is for one form.
 struct FormLane {
   const GeneralPrompts& p;
@@ -44,12 +49,17 @@ struct FormLane {
         meta += token * own.groups * own.side.meta_bytes();
       }
       const int size = code_bytes(which), meta_size = bytes(which) - size;
+      // A channel's 64 codes of 3 bits are 24 bytes.
+      const int piece = own.side.by_channel() && own.side.bits == 3 ? 8 : 16;
 #pragma unroll 1
-      for (int i = threadIdx.x * 16; i < size; i += 128 * 16) {
+      for (int i = threadIdx.x * piece; i < size; i += 128 * piece) {
         int at = i;
         if (own.side.by_channel())
           at = i / row * (p.page_tokens * own.side.bits / 8) + token * own.side.bits / 8 + i % row;
-        copy16(own.codes + i, codes + at, true);
+        if (piece == 8)
+          copy8(own.codes + i, codes + at);
+        else
+          copy16(own.codes + i, codes + at, true);
       }
 #pragma unroll 1
       for (int i = threadIdx.x * 16; i < meta_size; i += 128 * 16)

@@ -1,0 +1,75 @@
+// What device.cuh and forms.cuh need of CUDA, for one lane at a time on a CPU. Shared memory is the
+// array `memory`, and its addresses are places in it.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#define __device__
+#define __host__
+#define __noinline__
+#define __forceinline__ inline
+
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+struct float2 {
+  float x, y;
+};
+struct float4 {
+  float x, y, z, w;
+};
+struct Index {
+  unsigned x;
+};
+inline Index threadIdx;
+alignas(128) inline uint8_t memory[1 << 20];
+
+inline uint64_t __cvta_generic_to_shared(const void* p) {
+  return uint64_t(static_cast<const uint8_t*>(p) - memory);
+}
+inline void* __cvta_shared_to_generic(uint32_t at) { return memory + at; }
+inline int __shfl_sync(unsigned, int x, int) { return x; }
+inline void __syncwarp() {}
+using std::fmaf;
+using std::max;
+using std::min;
+inline int __ffs(int x) { return __builtin_ffs(x); }
+
+// PTX ISA, prmt: each half byte of `which` names a byte; its highest bit would spread a sign.
+inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t which) {
+  const uint64_t bytes = uint64_t(y) << 32 | x;
+  uint32_t out = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t own = which >> 4 * i & 15;
+    uint32_t byte = uint32_t(bytes >> 8 * (own & 7)) & 255;
+    if (own & 8) byte = byte & 128 ? 255 : 0;
+    out |= byte << 8 * i;
+  }
+  return out;
+}
+
+using __half = _Float16;
+struct __half2 {
+  __half x, y;
+};
+inline __half2 __floats2half2_rn(float x, float y) { return {__half(x), __half(y)}; }
+inline __half __float2half_rn(float x) { return __half(x); }
+inline float __half2float(__half x) { return float(x); }
+inline uint16_t __half_as_ushort(__half x) {
+  uint16_t bits;
+  std::memcpy(&bits, &x, 2);
+  return bits;
+}
+inline __half __ushort_as_half(uint16_t bits) {
+  __half x;
+  std::memcpy(&x, &bits, 2);
+  return x;
+}
+inline float __uint_as_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
