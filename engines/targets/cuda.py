@@ -89,10 +89,13 @@ def _is_power_of_two(number: int) -> bool:
 
 
 def _format_refusal(k: Format, v: Format, page_tokens: int) -> Refusal | None:
+    limits = kernel_limits()
+    if limits["kReadsEveryForm"]:
+        return _group_refusal((k, v), page_tokens)
     for form in (k, v):
         if form.bits == 3 or form.has_fixed_levels:
             reason = (
-                f"its pages hold codes of {form.words}, which the kernels do not read"
+                f"its pages hold codes of {form.words}, whose kernels no GPU tested"
             )
             return reason, "choose even levels of 8, 4 or 2 bits, or another backend"
     if k.bits != v.bits or not (k.along_rank and v.along_tokens):
@@ -101,7 +104,6 @@ def _format_refusal(k: Format, v: Format, page_tokens: int) -> Refusal | None:
         )
         remedy = "choose equal bits, K's groups along the rank and V's along the tokens"
         return reason, remedy
-    limits = kernel_limits()
     multiple, least = limits["kRankMultiple"], limits["kLeastCodedGroup"]
     if k.group % multiple:
         reason = f"K has groups of {k.group} channels"
@@ -110,6 +112,19 @@ def _format_refusal(k: Format, v: Format, page_tokens: int) -> Refusal | None:
         reason = f"V has groups of {v.group} tokens"
         remedy = f"choose a power of two from {least} on, dividing a page"
         return reason, remedy
+    return None
+
+
+def _group_refusal(forms: tuple[Format, Format], page_tokens: int) -> Refusal | None:
+    """Of kernels that read every form."""
+    multiple = kernel_limits()["kRankMultiple"]
+    for form in forms:
+        if form.is_coded and form.group % multiple:
+            reason = f"it has groups of {form.group}"
+            return reason, f"choose a multiple of {multiple}"
+        if form.along_tokens and page_tokens % form.group:
+            reason = f"it has groups of {form.group} tokens"
+            return reason, "choose groups that divide a page"
     return None
 
 

@@ -71,6 +71,41 @@ def test_pages_of_codes_are_powers_of_two() -> None:
         cuda.check_plan("cuda", coded(page=96))
 
 
+FORMS = [
+    (Tier(4, 8), "K has 4 bits along the rank, V 8"),
+    (Tier(4, 4, "token", "rank"), "bits along the"),
+    (Tier(3, 3), "3 bit"),
+    (Tier(2, 2, "rank", "rank", levels_v="normal"), "normal"),
+]
+
+
+@pytest.mark.parametrize(("tier", "words"), FORMS, ids=str)
+def test_forms_that_no_gpu_has_tested_are_refused(
+    monkeypatch: pytest.MonkeyPatch, tier: Tier, words: str
+) -> None:
+    """Until one number of the header says otherwise."""
+    plan = dataclasses.replace(coded(), tiers=(Tier(16, 16), tier))
+    for name in ("kReadsEveryForm", "kShowsWindows"):
+        assert LIMITS[name] in (0, 1)
+    limits = {**LIMITS, "kReadsEveryForm": 0}
+    monkeypatch.setattr(cuda, "kernel_limits", lambda: limits)
+    with pytest.raises(KvlatheError, match=words):
+        cuda.check_plan("cuda", plan)
+    limits["kReadsEveryForm"] = 1
+    cuda.check_plan("cuda", plan)
+
+
+def test_groups_that_no_kernel_reads_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = {**LIMITS, "kReadsEveryForm": 1}
+    monkeypatch.setattr(cuda, "kernel_limits", lambda: limits)
+    for tier in (Tier(4, 4, group_v=48), Tier(4, 4, "token", "rank", 128, 64)):
+        plan = dataclasses.replace(coded(), tiers=(Tier(16, 16), tier))
+        with pytest.raises(KvlatheError, match="divide a page"):
+            cuda.check_plan("cuda", plan)
+
+
 def test_the_runtime_knows_the_same_numbers() -> None:
     assert LIMITS["kLeastChunk"] == LEAST_CHUNK
     assert LIMITS["kMaxColumns"] == WIDEST

@@ -161,12 +161,11 @@ def test_many_blocks_share_the_work(
 def test_refusals(library: Library, gpu: str) -> None:
     if not library.has_cuda:
         pytest.skip("a library without CUDA kernels")
-    for tier in (
-        Tier(4, 8),
-        Tier(4, 4, "token", "token"),
-        Tier(4, 4, "rank", "rank"),
-        Tier(4, 4, group_v=16),
-    ):
+    for page in (48, 512):
+        tier = Tier(4, 4, group_v=16)
+        problem = CodesProblem(
+            NARROW, [[page]], [3], [tier], page_tokens=page, device=gpu
+        )
         with pytest.raises(NativeError) as refusal:
-            run(library, CodesProblem(NARROW, [[64]], [3], [tier], device=gpu))
+            run(library, problem)
         assert refusal.value.code == UNSUPPORTED

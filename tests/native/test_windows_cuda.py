@@ -53,7 +53,7 @@ def windows(draw: st.DrawFn, page: int) -> Window:
 def windowed_plans(draw: st.DrawFn) -> CompressionPlan:
     """Lanes with a window in 16 bits or in codes, beside one that sees all."""
     page = draw(st.sampled_from([64, 128]))
-    group = draw(st.integers(1, 8))
+    group = draw(st.integers(1, 512 // page))  # shared memory holds as many
     lanes = [Lane(0, h, 64, *ranks, projected=True) for h, ranks in enumerate(RANKS)]
     window = draw(windows(page))
     tier = draw(st.sampled_from([None, *CODES]))

@@ -66,7 +66,7 @@ enum kvlathe_element { KVLATHE_F32 = 0, KVLATHE_F16 = 1, KVLATHE_BF16 = 2 };
 enum kvlathe_axis {
   KVLATHE_AXIS_RANK = 0,
   KVLATHE_AXIS_TOKEN = 1,
-  KVLATHE_AXIS_RANK_NORMAL = 2 /* 4, 3 or 2 bits; not on CUDA */
+  KVLATHE_AXIS_RANK_NORMAL = 2 /* 4, 3 or 2 bits */
 };
 
 /* One bucket. `lanes` is host memory; `page_table` and `lengths` are where the kernel runs (device
@@ -175,13 +175,13 @@ KVLATHE_API int32_t kvlathe_has_cuda(void);
 KVLATHE_API int32_t kvlathe_cpu_attend_decode(const kvlathe_attend_decode_args* args,
                                               kvlathe_status* status);
 
-/* F16 or BF16; ranks 16 .. 128, group sizes 1 .. 8. Parts of 16 bits, and quantized ones of one
- * width for K and V, K in groups along the rank, V along the tokens (32, 64, 128 or 256), pages of
- * 64, 128 or 256 tokens: those are attended on their codes, with q and the weights rounded to 8
- * bits. Page ids and lengths are trusted: they are in device memory. Asynchronous on `stream`; may
- * be captured into a CUDA graph. With batch 0 nothing is launched: a call is only checked, down to
- * the current device's room for its tiles; q, o, pool, tables and the workspace may then be null.
- * */
+/* F16 or BF16; ranks 16 .. 128, group sizes 1 .. 8. Parts of 16 bits, and of codes in pages of 64,
+ * 128 or 256 tokens. Even codes of one width, 8, 4 or 2 bits, of K in groups along the rank and of V
+ * along the tokens (32, 64, 128 or 256), are attended as they are, with q and the weights rounded to
+ * 8 bits. A call with other codes, or with hidden tokens, turns codes into elements first. Page ids
+ * and lengths are trusted: they are in device memory. Asynchronous on `stream`; may be captured into
+ * a CUDA graph. With batch 0 nothing is launched: a call is only checked, down to the current
+ * device's room for its tiles; q, o, pool, tables and the workspace may then be null. */
 KVLATHE_API int32_t kvlathe_cuda_attend_decode(const kvlathe_attend_decode_args* args,
                                                kvlathe_status* status);
 

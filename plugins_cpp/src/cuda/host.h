@@ -31,26 +31,13 @@ inline bool known_codes(const kvlathe_part& part) {
 }
 
 // Refuses quantized parts that the attention kernels do not read.
-inline void check_codes(const kvlathe_attend_decode_args& a, const kvlathe_part& part) {
-  require(part.bits_k == part.bits_v, KVLATHE_UNSUPPORTED,
-          "a part has " + std::to_string(part.bits_k) + " bits for K and " +
-              std::to_string(part.bits_v) + " for V: the CUDA kernels read one width");
-  require(
-      part.axis_k != KVLATHE_AXIS_TOKEN && part.axis_v != KVLATHE_AXIS_RANK, KVLATHE_UNSUPPORTED,
-      "the CUDA kernels take products of codes: K in groups along the rank, V along the tokens, "
-      "or fixed levels");
+inline void check_codes(const kvlathe_attend_decode_args& a) {
   require(is_power_of_two(a.page_tokens) && a.page_tokens >= kLeastCodedPage &&
               a.page_tokens <= kMaxPage,
           KVLATHE_UNSUPPORTED,
           "quantized pages of " + std::to_string(a.page_tokens) +
               " tokens: the CUDA kernels need a power of two, " + std::to_string(kLeastCodedPage) +
               " to " + std::to_string(kMaxPage));
-  require(part.axis_v != KVLATHE_AXIS_TOKEN ||
-              (is_power_of_two(part.group_v) && part.group_v >= kLeastCodedGroup),
-          KVLATHE_UNSUPPORTED,
-          "groups of " + std::to_string(part.group_v) +
-              " tokens: the CUDA kernels need a power of two, " + std::to_string(kLeastCodedGroup) +
-              " or more");
 }
 
 // Asks for shared memory. A kernel gets up to 48 KB without asking.

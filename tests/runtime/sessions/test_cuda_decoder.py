@@ -151,10 +151,6 @@ def test_plans_that_the_kernels_do_not_run_are_refused_with_what_to_do() -> None
         plan, buckets=tuple(Bucket(0, (lane,)) for lane in every)
     )
     hot = dataclasses.replace(plan, tiers=(Tier(32, 32),))
-    unequal = dataclasses.replace(stored, tiers=(Tier(16, 16), Tier(4, 8)))
-    keys = dataclasses.replace(
-        plan, tiers=(Tier(16, 16), Tier(4, 4, "token", "token")), buckets=stored.buckets
-    )
     queries = dataclasses.replace(
         plan, model=dataclasses.replace(plan.model, query_heads=9 * plan.model.kv_heads)
     )
@@ -169,8 +165,6 @@ def test_plans_that_the_kernels_do_not_run_are_refused_with_what_to_do() -> None
         stored, tiers=(Tier(16, 16), Tier(8, 8)), page_tokens=512, prefill_chunk=512
     )
     for refused, words in (
-        (keys, "bits along the"),
-        (unequal, "K has 4 bits along the rank, V 8"),
         (budget, "cannot run a compression that ranks tokens"),
         (stored, "sums of codes"),
         (many, "8 buckets"),

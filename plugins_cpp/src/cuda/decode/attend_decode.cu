@@ -47,7 +47,7 @@ void check_cuda_limits(const kvlathe_attend_decode_args& a, const Device& device
   require(a.group_size <= kMaxGroup, KVLATHE_UNSUPPORTED,
           "group_size " + std::to_string(a.group_size) + " is above " + std::to_string(kMaxGroup));
   for (int i = 0; i < a.part_count; ++i) {
-    if (any_quantized(a.parts[i])) check_codes(a, a.parts[i]);
+    if (any_quantized(a.parts[i])) check_codes(a);
   }
   for (const Head& head : heads) {
     check_cuda_ranks(head.rank_k, head.rank_v);

@@ -25,7 +25,7 @@ void check_prompts(const kvlathe_attend_decode_args& a, const std::vector<Head>&
     check_cuda_ranks(head.rank_k, head.rank_v);
   }
   for (int i = 0; i < a.part_count; ++i) {
-    if (any_quantized(a.parts[i])) check_codes(a, a.parts[i]);
+    if (any_quantized(a.parts[i])) check_codes(a);
   }
   require(prompts.list && prompts.cu_seqlens_q && prompts.parts && prompts.batch >= 1,
           KVLATHE_BAD_ARGUMENT, "the prompts have no list, cu_seqlens_q or parts");
