@@ -35,6 +35,7 @@ from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits, Manifest
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.cache.cold import ColdPages, ZstdPages
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.requests.answer import Answer
@@ -136,6 +137,16 @@ class LLM(ClosesAtExit):
         llm.attention = runner.attention(manifest)
         llm.engine.scheduler.prompt_tokens = runner.prompt_tokens
         return llm
+
+    def code_cold_pages(self) -> None:
+        """From now on, sequences that wait in the host's memory take fewer bytes there,
+        and moving them takes longer (docs/cold_pages.md). To be called before the first
+        request.
+
+        Raises KvlatheError where the library for it is missing.
+        """
+        codec = ZstdPages(self.layout)
+        self.engine.scheduler.mover = ColdPages(self.session, codec)
 
     # -- life --------------------------------------------------------------------------
     def close(self) -> None:

@@ -121,6 +121,11 @@ def check_keys(keys: tuple[str, ...]) -> None:
     help="Share of a GPU's memory to use, where --cache-size does not say the cache's.",
 )
 @click.option(
+    "--cold-pages",
+    is_flag=True,
+    help="Code the pages of sequences that wait in the host's memory: fewer bytes, slower moves.",
+)
+@click.option(
     "--max-batch-size",
     type=click.IntRange(1),
     help="Sequences that run at once. [default: the most that the engine takes]",

@@ -54,6 +54,7 @@ class Settings:
     body_seconds: float = BODY_SECONDS
     max_batch_size: int | None = None  # None: the engine's
     gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
+    cold_pages: bool = False  # pages that wait on the host are coded
 
 
 class Server(uvicorn.Server):
@@ -203,6 +204,8 @@ def load(folder: Path, settings: Settings) -> LLM:
     )
     if settings.chat_template:
         llm.tokenizer.chat_template = read_template(settings.chat_template)
+    if settings.cold_pages:
+        llm.code_cold_pages()
     if settings.prompt_tokens is not None:
         llm.engine.scheduler.prompt_tokens = settings.prompt_tokens
     return llm
