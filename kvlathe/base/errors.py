@@ -25,5 +25,9 @@ class KvlatheError(Exception):
         super().__init__(". ".join(sentences) + ".")
 
 
-class DeviceLost(KvlatheError):
+class EngineStopped(KvlatheError):
+    """The engine's thread has ended: no request is answered any more."""
+
+
+class DeviceLost(EngineStopped):
     """What an engine runs on computes nothing any more. No request can be answered."""

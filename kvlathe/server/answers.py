@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
-from kvlathe.base.errors import DeviceLost, KvlatheError
+from kvlathe.base.errors import EngineStopped, KvlatheError
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.requests.request import Delta
 from kvlathe.runtime.text.sampling_params import SamplingParams
@@ -306,7 +306,7 @@ def failed(delta: Delta) -> ApiError | None:
         kind = type(delta.error).__name__
         then = (
             "the server stops"
-            if isinstance(delta.error, DeviceLost)
+            if isinstance(delta.error, EngineStopped)
             else "others go on"
         )
         said = f"the engine failed while it computed this request ({kind}); {then}"

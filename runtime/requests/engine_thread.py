@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Protocol, TypeVar
 
-from kvlathe.base.errors import DeviceLost, KvlatheError
+from kvlathe.base.errors import DeviceLost, EngineStopped, KvlatheError
 from kvlathe.runtime.requests.request import OnDelta, Request
 from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.sequence import Sequence
@@ -169,11 +169,7 @@ class EngineThread:
     def _put(self, command: Callable[[], None]) -> None:
         """Queue a command, under the lock."""
         if self._fault:
-            raise KvlatheError(
-                "the engine has stopped",
-                f"its thread failed ({type(self._fault).__name__}: {self._fault})",
-                "load the engine again",
-            ) from self._fault
+            raise failure(self._fault)
         if self._closed:
             raise KvlatheError(
                 "the engine is closed", "close() was called", "load the engine again"
@@ -227,7 +223,9 @@ class EngineThread:
         except Exception as error:
             self._engine.check_device(error)
             log.exception("a step could not be scheduled")
-            changed = self._abandon(error)
+            self._abandon(error)
+            # What the step had ended before it failed is told of, too.
+            changed = [s for s in self._owners if s.finish_reason]
         for sequence in changed:
             self._publish(sequence)
 
@@ -266,14 +264,15 @@ class EngineThread:
         except BaseException as error:
             future.set_exception(error)
 
-    def _abandon(self, error: Exception) -> list[Sequence]:
+    def _abandon(self, error: Exception) -> None:
         """End what runs. If nothing does, end the next in line, so that the loop goes
         on."""
         scheduler = self._engine.scheduler
         ended = list(scheduler.running)
         if not ended and (first := scheduler.waiting.peek()):
             ended.append(first)
-        return [self._engine.fail(sequence, error) for sequence in ended]
+        for sequence in ended:
+            self._engine.fail(sequence, error)
 
     def _publish(self, sequence: Sequence) -> None:
         """Tell the observer and the request what a step did to a sequence."""
@@ -305,12 +304,14 @@ class EngineThread:
             self.cancel(request)  # who follows no deltas wants all answers or none
 
 
-def failure(fault: BaseException) -> Exception:
-    """A fault of the engine's thread, as its callers get it. An interrupt is not theirs
-    to handle."""
-    if isinstance(fault, Exception):
+def failure(fault: BaseException) -> EngineStopped:
+    """A fault of the engine's thread, as its callers get it."""
+    if isinstance(fault, EngineStopped):
         return fault
-    return RuntimeError(f"the engine's thread ended: {fault!r}")
+    reason = f"its thread failed ({type(fault).__name__}: {fault})"
+    stopped = EngineStopped("the engine has stopped", reason, "load the engine again")
+    stopped.__cause__ = fault
+    return stopped
 
 
 _running: weakref.WeakSet[EngineThread] = weakref.WeakSet()

@@ -125,8 +125,11 @@ class Admission:
     def to_go(self, sequence: Sequence) -> int:
         """Tokens that a sequence is still expected to add; at least a page's where it
         may, at most all it may."""
+        return self._to_go(sequence, self.expected_share)
+
+    def _to_go(self, sequence: Sequence, share: float) -> int:
         most = sequence.params.max_new_tokens
-        expected = int(most * self.expected_share + 0.999)
+        expected = int(most * share + 0.999)
         left = most - sequence.answered
         expected_left = expected - sequence.answered
         return min(left, max(expected_left, self.pool.plan.page_tokens))
@@ -134,12 +137,19 @@ class Admission:
     def fits(self, sequences: Iterable[Sequence]) -> bool:
         """Whether the pool is expected to hold all of them at every moment until the
         last one ends."""
-        together = sorted(sequences, key=self.to_go, reverse=True)
-        to_go = np.array([self.to_go(s) for s in together])
+        together = list(sequences)
+        share = self.expected_share
+        to_go = np.array([self._to_go(s, share) for s in together])
         held = np.array([len(s.tokens) for s in together])
+        prompts = np.array([self._prompt_pages(s) for s in together])
+        # Most often all of them fit at their fullest, which is quickly seen.
+        largest = np.maximum(self._most_pages(held + to_go), prompts)
+        if self.pool.holds(largest.sum(0)[None]):
+            return True
+        order = np.argsort(-to_go, kind="stable")
+        to_go, held, prompts = to_go[order], held[order], prompts[order]
         # [moment, sequence, bucket]; at moment k all have grown by to_go[k] tokens.
         pages = self._pages_of(held[None, :] + to_go[:, None])
-        prompts = np.array([self._prompt_pages(s) for s in together])
         # At moment k those with as much to go or more are still there.
         present = np.tri(len(together), dtype=bool)
         needed = np.maximum(pages, prompts) * present[:, :, None]
@@ -164,6 +174,13 @@ class Admission:
         steps = 2 * whole + (part > 0)
         self._compute_to(int(steps.max()))
         return self._pages[steps]
+
+    def _most_pages(self, tokens: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The same for sequences of up to ``tokens`` tokens."""
+        last = int(tokens.max()) // self.pool.plan.page_tokens * 2 + 1
+        self._compute_to(last)
+        largest = np.maximum.accumulate(self._pages[: last + 1])
+        return largest[tokens // self.pool.plan.page_tokens * 2 + 1]
 
     def _compute_to(self, row: int) -> None:
         """Make ``_pages`` hold ``row``; at least twice as long if it grows at all."""

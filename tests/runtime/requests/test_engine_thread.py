@@ -19,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvlathe.base.errors import KvlatheError
+from kvlathe.base.errors import EngineStopped, KvlatheError
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.request import Delta
+from kvlathe.runtime.scheduling.sequence import Chunk
 from kvlathe.runtime.sessions.protocols import StepPlan
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.runtime_cases import LIMITS, llm, text
@@ -169,12 +170,27 @@ def test_a_fault_of_the_thread_reaches_every_caller(
         assert until(lambda: engine.thread.open == 3)
         monkeypatch.setattr(engine.engine, "step", fault)
         for caller in waiting:
-            with pytest.raises(RuntimeError, match="no more"):
+            with pytest.raises(EngineStopped, match="no more"):
                 caller.result(30)
     with pytest.raises(KvlatheError, match="the engine has stopped"):
         engine.generate([PROMPTS[0]], PARAMS)
     with pytest.raises(KvlatheError, match="the engine has stopped"):
         engine.logits(PROMPTS[0], [3])
+
+
+def test_what_a_failing_step_had_ended_is_told_of(
+    engine: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    late = engine.sequence(PROMPTS[0], LONG)
+    late.deadline = time.perf_counter()
+
+    def faulty() -> list[Chunk]:
+        monkeypatch.undo()
+        raise ValueError("no more")
+
+    monkeypatch.setattr(engine.engine.scheduler, "schedule", faulty)
+    request = engine.thread.submit([late])
+    assert request.done.wait(30) and late.finish_reason == "timeout"
 
 
 def test_an_interrupt_ends_the_request_and_is_raised(engine: LLM) -> None:
