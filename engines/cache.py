@@ -212,13 +212,20 @@ def entries() -> list[Entry]:
     """All cached engines, the most recently used first. Unreadable ones are left out."""
     listed = []
     for folder in _named("engines"):
-        try:
-            manifest = manifests.read(folder)
-        except KvlatheError:
-            continue
-        used = folder.stat().st_mtime
-        listed.append(Entry(folder.name, folder, manifest, manifest.size, used))
+        manifest = _manifest(folder)
+        if manifest is not None:
+            used = folder.stat().st_mtime
+            entry = Entry(folder.name, folder, manifest, manifest.size, used)
+            listed.append(entry)
     return sorted(listed, key=lambda entry: -entry.last_used)
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    """None where this version cannot read it."""
+    try:
+        return manifests.read(folder)
+    except KvlatheError:
+        return None
 
 
 def _named(store: str) -> Iterator[Path]:
@@ -248,8 +255,12 @@ def prune(
     recently used beyond ``max_bytes``.
 
     ``everything`` also empties calibration results and curves. Only what this cache has
-    marked is removed; engine folders that were built are not touched.
+    marked is removed; engine folders that were built are not touched. Engines of
+    versions that wrote manifests otherwise are of no use, and go in any case.
     """
+    for folder in list(_named("engines")):
+        if _manifest(folder) is None:
+            _remove(folder)
     removed = []
     held = 0
     for entry in entries():

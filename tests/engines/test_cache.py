@@ -3,6 +3,7 @@ recently used leaves first, and nothing leaves that is not its own."""
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,17 @@ def test_pruning_by_age_by_size_and_whole(tmp_path: Path) -> None:
 
 def removed(**options: Any) -> list[str]:  # noqa: ANN401
     return [entry.key for entry in cache.prune(**options).removed]
+
+
+def test_engines_of_another_version_take_no_room(tmp_path: Path) -> None:
+    cache.keep(K, engine(tmp_path / "built", b"abc"))
+    folder = cache.root() / "engines" / K
+    path = folder / manifests.MANIFEST_FILE
+    written = json.loads(path.read_text())
+    path.write_text(json.dumps(written | {"schema_version": 2}))
+    assert cache.entries() == [] and folder.is_dir()
+    cache.prune(max_bytes=1 << 40)
+    assert not folder.exists() and (tmp_path / "built").is_dir()
 
 
 def test_pruning_leaves_and_names_all_that_the_cache_did_not_make(
