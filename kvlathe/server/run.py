@@ -22,6 +22,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.folder import sigterm_interrupts
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.sessions.protocols import OnDevice
 from kvlathe.server.app import create_app
 from kvlathe.server.connection import Connection
 from kvlathe.server.gate import BODY_SECONDS
@@ -208,6 +209,8 @@ def load(folder: Path, settings: Settings) -> LLM:
         llm.code_cold_pages()
     if settings.prompt_tokens is not None:
         llm.engine.scheduler.prompt_tokens = settings.prompt_tokens
+    if isinstance(llm.session, OnDevice):  # else the first users would wait
+        llm.session.warm_up()
     return llm
 
 

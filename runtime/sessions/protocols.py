@@ -192,6 +192,11 @@ class OnDevice(Protocol):
         """Why it computes nothing any more; empty while it does. Waits for it."""
         ...
 
+    def warm_up(self) -> None:
+        """Make now what steps would make when they are first needed. Raises
+        KvlatheError where memory is missing."""
+        ...
+
 
 class Session(StepRunner, PageMover, PageQuantizer, Protocol):
     """What every engine needs of its session."""

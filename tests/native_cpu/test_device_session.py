@@ -39,9 +39,10 @@ from kvlathe.runtime.sessions.gpu.onnx import (
 )
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.session import DeviceSession
+from kvlathe.runtime.sessions.gpu.step_buffer import graph_batch_sizes
 from kvlathe.runtime.sessions.gpu.tensorrt import TensorRTCompute
 from kvlathe.runtime.sessions.host.native import HalfSession
-from kvlathe.runtime.sessions.protocols import FullPage, Session
+from kvlathe.runtime.sessions.protocols import FullPage, OnDevice, Session
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
 from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute, TorchSession
 from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder
@@ -190,6 +191,22 @@ def test_logits_are_those_of_the_cpu(
     assert session.pool.address == place
     assert isinstance(session.device, HostDevice)
     assert session.device.captures == 1  # three decodes in a graph of four
+
+
+def test_a_warm_session_captures_nothing_more(
+    native: Native, engine: tuple[Path, CompressionPlan]
+) -> None:
+    llm = in_torch(native, engine)
+    session = device_session(llm)
+    device = session.device
+    assert isinstance(session, OnDevice) and isinstance(device, HostDevice)
+    session.warm_up()
+    captured = device.captures
+    assert captured == len(graph_batch_sizes(LIMITS.max_batch_size))
+    params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    alone = on_cpu(native, engine).generate([list(text(40))], params)
+    assert llm.generate([list(text(40))], params)[0].token_ids == alone[0].token_ids
+    assert device.captures == captured
 
 
 def test_greedy_answers_are_those_of_the_cpu(

@@ -114,6 +114,11 @@ class DeviceSession(DevicePages):
             return repr(fault).partition("\n")[0]
         return ""
 
+    def warm_up(self) -> None:
+        """As OnDevice.warm_up: capture the graph of every batch size."""
+        for size in self.batch_sizes:
+            self._graph_of(size)
+
     def complete(self, step: StepPlan, input_ids: DeviceArray) -> None:
         """Write the tokens of a step that the host does not know (``StepPlan.after``).
         Here it knows all of them."""
