@@ -19,6 +19,8 @@ from kvlathe.export.methods.options import Decision, known_only
 SUMMARY = "a share of the heads, by measured loss, sees all tokens; the others a window"
 SHARE = 0.25
 """Of the KV heads, unless asked otherwise."""
+ROUNDING = 1e-9
+"""Of a share of them."""
 
 
 def plan(written: dict[str, str], page_tokens: int) -> Decision:
@@ -33,14 +35,22 @@ def plan(written: dict[str, str], page_tokens: int) -> Decision:
 def named(written: dict[str, str], losses: Sequence[float], heads: int) -> str:
     """The same as a request that names its heads: of ``losses``, one for each lane, the
     ``share`` that is largest, at least. Layers have ``heads`` KV heads."""
-    count = math.ceil(_share(written) * len(losses) - 1e-9)
-    order = sorted(range(len(losses)), key=lambda lane: -losses[lane])
-    names = [f"{lane // heads}.{lane % heads}" for lane in sorted(order[:count])]
+    lanes = len(losses)
+    wanted = _share(written) * lanes
+    count = math.ceil(wanted - ROUNDING)
+    order = sorted(range(lanes), key=lambda lane: -losses[lane])
+    dearest = order[:count]
+    names: list[str] = []
+    for lane in sorted(dearest):
+        layer, head = divmod(lane, heads)
+        names.append(f"{layer}.{head}")
     options = _of_window(written)
     if names:
         options["whole"] = "/".join(names)
     texts = [f"{name}={value}" for name, value in options.items()]
-    return ":".join(["window", ",".join(texts)]) if texts else "window"
+    if not texts:
+        return "window"
+    return f"window:{','.join(texts)}"
 
 
 def _of_window(written: dict[str, str]) -> dict[str, str]:

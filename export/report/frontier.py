@@ -60,6 +60,10 @@ class Chart:
         names = dict.fromkeys(plan.series for plan in self.plans)
         return sorted(names, key=lambda name: name != self.first)
 
+    def of(self, series: str) -> list[Shown]:
+        """The plans of one series."""
+        return [plan for plan in self.plans if plan.series == series]
+
     @property
     def top(self) -> float:
         """Of the perplexity panel."""
@@ -70,15 +74,28 @@ def on_page(chart: Chart) -> Markup:
     """As an <svg> element."""
     with styled_in(ON_PAGES):
         words = "Perplexity and retrieval of every plan against its bytes"
-        return svg(_figure(chart, ON_PAGES), "frontier", words)
+        figure = _figure(chart, ON_PAGES)
+        return svg(figure, "frontier", words)
 
 
 def picture(chart: Chart, title: str, path: Path) -> None:
     """As a PNG in light colours."""
     with styled_in(LIGHT):
         figure = _figure(chart, LIGHT)
-        figure.suptitle(title, x=0.01, ha="left", color=LIGHT[INK])
-        figure.savefig(path, format="png", dpi=160, facecolor=LIGHT[PAGE])
+        ink = LIGHT[INK]
+        page = LIGHT[PAGE]
+        figure.suptitle(
+            title,
+            x=0.01,
+            ha="left",
+            color=ink,
+        )
+        figure.savefig(
+            path,
+            format="png",
+            dpi=160,
+            facecolor=page,
+        )
 
 
 def _figure(chart: Chart, colours: Colours) -> Figure:
@@ -87,34 +104,59 @@ def _figure(chart: Chart, colours: Colours) -> Figure:
     _draw_perplexity(left, chart, colours)
     _draw_retrieval(right, chart, colours)
     handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=8)
+    figure.legend(
+        handles,
+        labels,
+        loc="outside lower center",
+        ncols=4,
+        fontsize=8,
+    )
     return figure
 
 
 def _draw_perplexity(ax: Axes, chart: Chart, colours: Colours) -> None:
+    top = chart.top
+    count = len(chart.series)
     for i, name in enumerate(chart.series):
-        mine = [plan for plan in chart.plans if plan.series == name]
-        heights = [min(plan.perplexity_ratio, chart.top) for plan in mine]
-        _draw_series(ax, i, len(chart.series), mine, heights, colours)
-    _ring(ax, chart.chosen, chart.chosen.perplexity_ratio, colours)
-    ax.axhline(chart.perplexity, color=colours[VALUE], lw=1.2, ls="--", label="bound")
-    least = min(plan.perplexity_ratio for plan in chart.plans)
-    room = chart.top - 1
-    ax.set_ylim(min(least, 1) - 0.05 * room, chart.top + 0.05 * room)
+        mine = chart.of(name)
+        heights = [min(plan.perplexity_ratio, top) for plan in mine]
+        _draw_series(ax, i, count, mine, heights, colours)
+    chosen = chart.chosen
+    _ring(ax, chosen, chosen.perplexity_ratio, colours)
+    _bound(ax, chart.perplexity, colours)
+    ratios = [plan.perplexity_ratio for plan in chart.plans]
+    least = min(1, *ratios)
+    room = 0.05 * (top - 1)
+    lower = least - room
+    upper = top + room
+    ax.set_ylim(lower, upper)
     ax.set_title(f"perplexity ratio (worse than {chart.top:.3g}: on the upper edge)")
     _bytes_axis(ax, chart)
 
 
 def _draw_retrieval(ax: Axes, chart: Chart, colours: Colours) -> None:
+    count = len(chart.series)
     for i, name in enumerate(chart.series):
-        mine = [plan for plan in chart.plans if plan.series == name]
+        mine = chart.of(name)
         heights = [plan.retrieval for plan in mine]
-        _draw_series(ax, i, len(chart.series), mine, heights, colours)
-    _ring(ax, chart.chosen, chart.chosen.retrieval, colours)
-    ax.axhline(chart.retrieval, color=colours[VALUE], lw=1.2, ls="--")
+        _draw_series(ax, i, count, mine, heights, colours)
+    chosen = chart.chosen
+    _ring(ax, chosen, chosen.retrieval, colours)
+    _bound(ax, chart.retrieval, colours)
     ax.set_ylim(-0.04, 1.04)
     ax.set_title("retrieval: share of right answers")
     _bytes_axis(ax, chart)
+
+
+def _bound(ax: Axes, height: float, colours: Colours) -> None:
+    """What a plan may cost."""
+    ax.axhline(
+        height,
+        color=colours[VALUE],
+        lw=1.2,
+        ls="--",
+        label="bound",
+    )
 
 
 def _draw_series(
@@ -126,15 +168,19 @@ def _draw_series(
     colours: Colours,
 ) -> None:
     """One series as a line with markers. The first is drawn strongest."""
-    pairs = sorted(zip([plan.left for plan in plans], heights, strict=True))
+    lefts = [plan.left for plan in plans]
+    pairs = sorted(zip(lefts, heights, strict=True))
     is_first = place == 0
-    other = place - 1
+    other = max(0, place - 1)
+    marker = MARKERS[other % len(MARKERS)]
+    last = max(1, count - 2)
+    colour = LAYERS(other / last)
     ax.plot(
         [left for left, _ in pairs],
         [height for _, height in pairs],
         "-",
-        marker="o" if is_first else MARKERS[other % len(MARKERS)],
-        color=colours[KEY] if is_first else LAYERS(other / max(1, count - 2)),
+        marker="o" if is_first else marker,
+        color=colours[KEY] if is_first else colour,
         ms=6,
         lw=1.8 if is_first else 0.9,
         label=plans[0].series,
@@ -161,10 +207,12 @@ def _ring(ax: Axes, plan: Shown, height: float, colours: Colours) -> None:
 
 def _bytes_axis(ax: Axes, chart: Chart) -> None:
     """Halves of the uncompressed bytes."""
-    least = min(plan.left for plan in chart.plans)
+    lefts = [plan.left for plan in chart.plans]
+    first = 0.8 * min(lefts)
     ax.set_xscale("log", base=2)
-    ax.set_xlim(0.8 * least, 1.25)
-    ticks = [tick for tick in TICKS if tick >= 0.8 * least]
-    ax.set_xticks(ticks, [f"{tick:.3g}" for tick in ticks])
+    ax.set_xlim(first, 1.25)
+    ticks = [tick for tick in TICKS if tick >= first]
+    labels = [f"{tick:.3g}" for tick in ticks]
+    ax.set_xticks(ticks, labels)
     ax.set_xticks([], minor=True)
     ax.set_xlabel("bytes left of the uncompressed 16-bit cache, log scale")

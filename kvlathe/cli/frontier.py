@@ -43,10 +43,17 @@ def show_frontier(result: Result) -> None:
     """One table, the plan to take with its command, and the JSON line."""
     rows = []
     for row in result["points"]:
-        numbers = [row[name] for name in ("kv_bytes", "left", "perplexity_ratio")]
-        scores = [row["retrieval"], row["agreement"]]
         within = "yes" if row["within"] else row["note"] or "no"
-        rows.append((row["name"], *numbers, *scores, within))
+        cells = (
+            row["name"],
+            row["kv_bytes"],
+            row["left"],
+            row["perplexity_ratio"],
+            row["retrieval"],
+            row["agreement"],
+            within,
+        )
+        rows.append(cells)
     title = f"{result['model']}: bytes of {result['tokens']:,} tokens"
     console.print_table(title, COLUMNS, rows)
     said = [(name, result[name]) for name in ("chosen", "page", "plot", "data")]
@@ -155,10 +162,14 @@ def frontier_command(
 
     texts = " ".join(compressions).split()
     asked = []
-    for request in texts or (*SINGLE, BY_RATIO):
-        shares = _ratios(ratios) if request == BY_RATIO else [None]
+    shares = _ratios(ratios)
+    by_default = (*SINGLE, BY_RATIO)
+    for request in texts or by_default:
+        if request != BY_RATIO:
+            asked.append(request)
+            continue
         for share in shares:
-            asked.append(request if share is None else f"{request}@{share:g}")
+            asked.append(f"{request}@{share:g}")
     candidates = [candidate(request) for request in asked]
     sizes = (windows, window_tokens, questions, bound, jobs)
     exam = Asked(text, retrieval, *sizes)

@@ -69,16 +69,26 @@ class Part:
         count = len(self.ranges)
         row = self.stride // count
         first, end = self.ranges[0]
-        expected = [(first + i * row, end + i * row) for i in range(count)]
-        return row * count == self.stride and list(self.ranges) == expected
+        expected: list[Range] = []
+        for i in range(count):
+            before = i * row
+            expected.append((first + before, end + before))
+        if row * count != self.stride:
+            return False
+        return list(self.ranges) == expected
 
     def plane(self, page: Bytes, i: int) -> list[Bytes]:
         """Views of a page that together are plane i."""
         if self._is_even:
             table = page.reshape(len(self.ranges), -1)
             first, end = self.ranges[0]
-            return [table[:, first + i : end : self.width]]
-        return [page[first + i : end : self.width] for first, end in self.ranges]
+            of_lanes = table[:, first + i : end : self.width]
+            return [of_lanes]
+        views: list[Bytes] = []
+        for first, end in self.ranges:
+            view = page[first + i : end : self.width]
+            views.append(view)
+        return views
 
 
 def parts_of(layout: CacheLayout, bucket: int) -> list[Part]:
@@ -94,19 +104,28 @@ def parts_of(layout: CacheLayout, bucket: int) -> list[Part]:
             k_scales.append(_scales(k))
         if v.format.is_coded:
             v_scales.append(_scales(v))
-    tier = layout.plan.tiers[layout.plan.buckets[bucket].tier]
+    plan = layout.plan
+    own = plan.buckets[bucket]
+    tier = plan.tiers[own.tier]
     stride = layout.page_stride[bucket]
+    known = [*keys, *values, *k_scales, *v_scales]
+    rest = _between(known, stride)
+    k_width = _width(tier.k.bits)
+    v_width = _width(tier.v.bits)
     kinds = [
-        (keys, _width(tier.k.bits)),
-        (values, _width(tier.v.bits)),
+        (keys, k_width),
+        (values, v_width),
         (k_scales, 2),
         (v_scales, 2),
-        (_between([*keys, *values, *k_scales, *v_scales], stride), 1),
+        (rest, 1),
     ]
     parts: list[Part] = []
     for ranges, width in kinds:
-        if ranges:
-            parts.append(Part(tuple(sorted(ranges)), width, stride))
+        if not ranges:
+            continue
+        ascending = sorted(ranges)
+        part = Part(tuple(ascending), width, stride)
+        parts.append(part)
     return parts
 
 
@@ -166,13 +185,16 @@ class ZstdPages:
         for part in self._parts[bucket]:
             for i in range(part.width):
                 views = part.plane(whole, i)
-                plain = b"".join([view.tobytes() for view in views])
+                pieces = [view.tobytes() for view in views]
+                plain = b"".join(pieces)
                 coded = self._coder.compress(plain)
-                if len(coded) < len(plain):
-                    lengths.append(len(coded))
+                size = len(plain)
+                length = len(coded)
+                if length < size:
+                    lengths.append(length)
                     bodies.append(coded)
                 else:
-                    lengths.append(len(plain) | AS_IT_IS)
+                    lengths.append(size | AS_IT_IS)
                     bodies.append(plain)
         head = struct.pack(f"<B{len(lengths)}I", VERSION, *lengths)
         return b"".join((head, *bodies))
@@ -186,17 +208,21 @@ class ZstdPages:
         version, *lengths = head.unpack_from(data)
         if version != VERSION:
             raise _damaged(f"it is of version {version}")
-        if head.size + sum(length & ~AS_IT_IS for length in lengths) != len(data):
+        sizes = [length & ~AS_IT_IS for length in lengths]
+        expected = head.size + sum(sizes)
+        if expected != len(data):
             raise _damaged("its lengths are not those of its parts")
         page = np.empty(self._strides[bucket], np.uint8)
-        left = iter(lengths)
+        left = iter(zip(lengths, sizes, strict=True))
         at = head.size
         for part in parts:
             for i in range(part.width):
-                length = next(left)
-                end = at + (length & ~AS_IT_IS)
-                plain = self._plain(data[at:end], length, part.plane_bytes)
-                _fill(part.plane(page, i), plain)
+                length, size = next(left)
+                end = at + size
+                body = data[at:end]
+                plain = self._plain(body, length, part.plane_bytes)
+                views = part.plane(page, i)
+                _fill(views, plain)
                 at = end
         return page.tobytes()
 
@@ -220,8 +246,10 @@ def _fill(views: Sequence[Bytes], plain: bytes) -> None:
     numbers = np.frombuffer(plain, np.uint8)
     at = 0
     for view in views:
-        view[...] = numbers[at : at + view.size].reshape(view.shape)
-        at += view.size
+        end = at + view.size
+        own = numbers[at:end]
+        view[...] = own.reshape(view.shape)
+        at = end
 
 
 def _damaged(reason: str) -> KvlatheError:
