@@ -24,18 +24,26 @@ def kept_places(scores: Sequence[Floats], keep: float, page: int) -> list[Places
     A page of a lane's ranked pairs is worth the score in its middle. So a page stays
     where the score that divides kept pairs from others would keep most of it.
     """
-    orders = [np.argsort(-of_lanes, axis=1, kind="stable") for of_lanes in scores]
+    orders: list[Places] = []
     worths: list[Floats] = []
-    for of_lanes, order in zip(scores, orders, strict=True):
+    lanes: list[int] = []
+    middle = page // 2
+    for of_lanes in scores:
+        order = np.argsort(-of_lanes, axis=1, kind="stable")
         ranked = np.take_along_axis(of_lanes, order, 1)
-        middles = ranked[:, page // 2 :: page]
-        worths.append(middles.mean(0))
-    lanes = [len(of_lanes) for of_lanes in scores]
+        middles = ranked[:, middle::page]
+        worth = middles.mean(0)
+        orders.append(order)
+        worths.append(worth)
+        lanes.append(len(of_lanes))
+    kept: list[Places] = []
     counts = _pages(worths, lanes, keep)
-    return [
-        np.sort(order[:, : count * page], axis=1)
-        for order, count in zip(orders, counts, strict=True)
-    ]
+    for order, pages in zip(orders, counts, strict=True):
+        tokens = pages * page
+        best = order[:, :tokens]
+        ascending = np.sort(best, axis=1)
+        kept.append(ascending)
+    return kept
 
 
 def _pages(
@@ -44,10 +52,16 @@ def _pages(
     """How many pages each bucket keeps: those of most worth, one at least. A page of a
     bucket costs its number of ``lanes``; the last one is taken where that is nearer to
     the share ``keep``."""
-    bucket_of = np.repeat(np.arange(len(worths)), [len(worth) for worth in worths])
-    order = np.argsort(-np.concatenate(worths), kind="stable")
-    costs = np.array(lanes)[bucket_of[order]]
+    buckets = len(worths)
+    sizes = [len(worth) for worth in worths]
+    bucket_of = np.repeat(np.arange(buckets), sizes)
+    together = np.concatenate(worths)
+    order = np.argsort(-together, kind="stable")
+    ranked = bucket_of[order]
+    costs = np.array(lanes)[ranked]
     ends = costs.cumsum()
-    taken = ends - costs / 2 <= keep * ends[-1]
+    middles = ends - costs / 2
+    taken = middles <= keep * ends[-1]
     taken[0] = True
-    return np.bincount(bucket_of[order][taken], minlength=len(worths))
+    chosen = ranked[taken]
+    return np.bincount(chosen, minlength=buckets)

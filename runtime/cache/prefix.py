@@ -86,11 +86,15 @@ class PrefixCache:
         pages; and how many tokens that is."""
         table = self.pool.open()
         after = self.block * len(blocks)
-        cached, table.lengths = after, self.pool.layout.all_held(after)
+        cached = after
+        held = self.pool.layout.all_held(after)
         if base is not None:
             cached += base.cached
-            table.base, table.pages = base, [list(ids) for ids in base.pages]
-            table.lengths = list(map(add, table.lengths, base.lengths))
+            table.base = base
+            table.pages = [list(ids) for ids in base.pages]
+            both = map(add, held, base.lengths)
+            held = list(both)
+        table.lengths = held
         for block in blocks:
             for ids, own in zip(table.pages, block.pages, strict=True):
                 ids += own
@@ -108,14 +112,14 @@ class PrefixCache:
     ) -> CompactedPrefix | None:
         """The longest compacted prefix of ``tokens``; it is the last used one then."""
         ids = np.asarray(tokens, np.int32).tobytes()
-        known = [
-            one
-            for one in self._compacted
-            if one.salt == salt and ids.startswith(one.ids)
-        ]
-        if not known:
+        longest: CompactedPrefix | None = None
+        for one in self._compacted:
+            if one.salt != salt or not ids.startswith(one.ids):
+                continue
+            if longest is None or one.cached > longest.cached:
+                longest = one
+        if longest is None:
             return None
-        longest = max(known, key=lambda one: one.cached)
         self._compacted.remove(longest)
         self._compacted.append(longest)
         return longest
@@ -131,11 +135,17 @@ class PrefixCache:
         for one in older:
             self._give_up(one)
         mark = f"compacted {share!r}".encode()
-        key = hashlib.sha256(self._first_key(salt) + mark + ids).digest()
-        lengths = list(table.lengths)
-        self._compacted.append(
-            CompactedPrefix(ids, salt, len(tokens), table.pages, lengths, key)
+        seed = self._first_key(salt)
+        digest = hashlib.sha256(seed + mark + ids)
+        made = CompactedPrefix(
+            ids=ids,
+            salt=salt,
+            cached=len(tokens),
+            pages=table.pages,
+            lengths=list(table.lengths),
+            key=digest.digest(),
         )
+        self._compacted.append(made)
 
     def _give_up(self, prefix: CompactedPrefix) -> None:
         self._compacted.remove(prefix)
@@ -159,9 +169,13 @@ class PrefixCache:
 
     def add(self, table: PageTable, tokens: Sequence[int], salt: bytes = b"") -> None:
         """Remember the whole blocks of ``tokens``, whose pages ``table`` holds."""
-        pages, base = self.block // self.pool.plan.page_tokens, table.base
-        firsts = [len(ids) for ids in base.pages] if base else [0] * len(self._kept)
-        start = base.cached if base else 0
+        pages = self.block // self.pool.plan.page_tokens
+        base = table.base
+        firsts = [0] * len(self._kept)
+        start = 0
+        if base is not None:
+            firsts = [len(ids) for ids in base.pages]
+            start = base.cached
         for i, key in enumerate(self._keys(tokens, salt, base)):
             if key not in self._blocks:
                 own: Pages = []
@@ -237,8 +251,11 @@ class PrefixCache:
         """One key for each whole block after ``base``, chained, so that it stands for
         every token up to the block's end."""
         ids = np.asarray(tokens, np.int32)
-        key = base.key if base else self._first_key(salt)
-        first = (base.cached if base else 0) + self.block
+        key = self._first_key(salt)
+        first = self.block
+        if base is not None:
+            key = base.key
+            first += base.cached
         for end in range(first, len(ids) + 1, self.block):
             block = ids[end - self.block : end].tobytes()
             key = hashlib.sha256(key + block).digest()

@@ -173,16 +173,20 @@ class Compaction:
         weights = np.full(len(step.input_ids), -1, np.float32)
         observing = {"observation_weights": weights, "observed_attention": given}
         self._engine.session.run(dataclasses.replace(step, **observing))
-        starts = np.cumsum([0, *widths])
-        for b, bucket in enumerate(self._plan.buckets):
-            if bucket.source is None:
+        start = 0
+        for b, width in enumerate(widths):
+            if self._plan.buckets[b].source is None:
                 rows = self._rows(b)
-                cached = given[0, rows, starts[b] : starts[b] + self._count]
-                self.scores[rows] = np.maximum(self.scores[rows], cached)
+                end = start + self._count
+                cached = given[0, rows, start:end]
+                most = np.maximum(self.scores[rows], cached)
+                self.scores[rows] = most
+            start += width
 
     def _rows(self, bucket: int) -> list[int]:
         """Where the scores of a bucket's lanes are."""
-        return [self._row_of[lane] for lane in sorted(self._plan.buckets[bucket].lanes)]
+        lanes = sorted(self._plan.buckets[bucket].lanes)
+        return [self._row_of[lane] for lane in lanes]
 
     def _compact(self, table: PageTable) -> PageTable:
         """The pairs that stay, in pages of their own, and remember them."""
@@ -191,14 +195,20 @@ class Compaction:
             fresh, *cold = placed.buckets
             sources |= dict.fromkeys(cold or (fresh,), fresh)
         page = self._plan.page_tokens
-        scores: list[Floats] = [self.scores[self._rows(b)] for b in sources]
+        scores: list[Floats] = []
+        for bucket in sources:
+            rows = self._rows(bucket)
+            scores.append(self.scores[rows])
         places = kept_places(scores, self._keep, page)
         kept: dict[int, Places] = dict(zip(sources, places, strict=True))
         lengths = [0] * len(self._plan.buckets)
+        counts = list(lengths)
         for bucket, of_lanes in kept.items():
-            lengths[bucket] = of_lanes.shape[1]
+            length = of_lanes.shape[1]
+            lengths[bucket] = length
+            counts[bucket] = length // page
         pool = self._engine.pool
-        take = partial(pool.take, [length // page for length in lengths])
+        take = partial(pool.take, counts)
         pages = self._engine.scheduler.make_room(take)
         try:
             for bucket, source in sources.items():
@@ -218,15 +228,20 @@ class Compaction:
         for bucket, length in enumerate(table.lengths):
             for row in self._rows(bucket):
                 lane_tokens[row] = max(lane_tokens[row], length)
-        counts = zip(table.pages, pool.strides, strict=True)
+        size = 0
+        for ids, stride in zip(table.pages, pool.strides, strict=True):
+            size += len(ids) * stride
+        pairs = len(lane_tokens) * self._count
+        kept = sum(lane_tokens)
+        now = time.perf_counter()
         return Compacted(
             tokens=self._count,
-            kept=sum(lane_tokens) / (len(lane_tokens) * self._count),
+            kept=kept / pairs,
             lane_tokens=lane_tokens,
-            bytes=sum(len(ids) * stride for ids, stride in counts),
+            bytes=size,
             whole_bytes=pool.layout.bytes_for(self._count),
             prefill_seconds=prefill,
-            seconds=time.perf_counter() - started,
+            seconds=now - started,
         )
 
 
