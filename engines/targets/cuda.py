@@ -43,6 +43,7 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
     check_token_ranking(name, plan.observes)
     check_windows(name, plan.windowed)
     refusal = _hot_refusal(plan) or _coded_refusal(plan) or _size_refusal(plan)
+    refusal = refusal or _window_refusal(plan)
     if refusal is not None:
         reason, remedy = refusal
         raise KvlatheError(f"the backend {name} cannot run this plan", reason, remedy)
@@ -61,6 +62,15 @@ def _hot_refusal(plan: CompressionPlan) -> Refusal | None:
     if bits == {16}:
         return None
     return f"its hot pages have {max(bits)} bits", "build with --kv_bits 16"
+
+
+def _window_refusal(plan: CompressionPlan) -> Refusal | None:
+    """Rows have one page table a bucket, so its heads must see alike."""
+    for bucket in range(len(plan.buckets)):
+        if plan.shared_window(bucket) is None:
+            reason = f"heads of bucket {bucket} see different windows"
+            return reason, "give all heads one window, or choose another backend"
+    return None
 
 
 def _coded_refusal(plan: CompressionPlan) -> Refusal | None:

@@ -308,16 +308,30 @@ def check_room(library: CudaLibrary, plan: CompressionPlan) -> None:
 
 
 def window_forms(plan: CompressionPlan) -> list[WindowForm]:
-    """What the lanes of each bucket see."""
+    """What the lanes of each bucket see.
+
+    Raises KvlatheError where those of one bucket see different windows: rows have one
+    page table a bucket.
+    """
     forms: list[WindowForm] = []
     for b, bucket in enumerate(plan.buckets):
-        fresh = b if bucket.source is None else bucket.source
-        cold = [c for c, other in enumerate(plan.buckets) if other.source == fresh]
-        sealed = cold[0] if cold else -1
-        window = plan.window(bucket.lanes[0])
-        forms.append(
-            WindowForm(window.sink, window.recent, window.exact, sealed, fresh)
-        )
+        fresh = b
+        cold = plan.cold(b)
+        sealed = max(cold, default=-1)
+        if bucket.source is not None:
+            fresh = bucket.source
+            sealed = b
+        window = plan.shared_window(b)
+        if window is None:
+            raise KvlatheError(
+                "the CUDA kernels cannot run this plan",
+                f"heads of bucket {b} see different windows",
+                "run an onnxruntime engine with --device cpu",
+            )
+        form = WindowForm(window.sink, window.recent, window.exact)
+        form.sealed = sealed
+        form.fresh = fresh
+        forms.append(form)
     return forms
 
 

@@ -12,6 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kvlathe.base.errors import KvlatheError
+from kvlathe.engines.targets import cuda as cuda_target
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import Bucket, CompressionPlan
@@ -157,3 +159,22 @@ def test_each_bucket_is_told_its_window() -> None:
         for form in window_forms(plan)
     ]
     assert said == [(0, 1 << 30, 0, -1, 0), (64, 128, 0, 2, 1), (64, 128, 0, 2, 1)]
+
+
+def test_heads_of_one_bucket_that_see_different_windows_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As `window:whole=...` behind codes makes them: one 16-bit bucket for all."""
+    lanes = [Lane(0, h, 64, *ranks, projected=True) for h, ranks in enumerate(RANKS)]
+    window = Window(64, 128)
+    buckets = [
+        Bucket(0, (0, 1, 2, 3)),
+        Bucket(1, (0, 1), source=0),
+        Bucket(1, (2, 3), source=0, tokens=window),
+    ]
+    plan = plan_of(lanes, [Tier(16, 16), Tier(4, 4)], buckets, 64, 2, 64)
+    with pytest.raises(KvlatheError, match="different windows"):
+        window_forms(plan)
+    monkeypatch.setattr(cuda_target, "check_windows", lambda name, windowed: None)
+    with pytest.raises(KvlatheError, match="different windows"):
+        cuda_target.check_plan("cuda", plan)

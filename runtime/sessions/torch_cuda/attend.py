@@ -101,7 +101,9 @@ class Attention:
         wanted = done.wanted()
         args.spread_tables, args.stream = _address(wanted), _stream()
         if done.windowed:
-            windows = (WindowForm * len(self.windows))(*self.windows)
+            count = len(self.windows)
+            array_of = WindowForm * count
+            windows = array_of(*self.windows)
             args.windows = addressof(windows)
             args.page_tokens = self.plan.page_tokens
         if done.hidden is not None:
@@ -246,12 +248,17 @@ class Spread:
         self.visible = new(tokens, step.lengths.shape[1])
         apart = bool(list_size) or self.windowed
         self.row_lengths = torch.empty_like(self.visible) if apart else self.visible
-        self.tables = [
-            t.new_empty(tokens, t.shape[1]) if self._is_own(window) else t
-            for t, window in zip(step.page_tables, windows, strict=True)
-        ]
-        exact = any(window.exact for window in windows)
-        self.hidden = new(*self.visible.shape, 2) if exact else None
+        self.tables: list[Tensor] = []
+        for table, window in zip(step.page_tables, windows, strict=True):
+            own = table
+            if self._is_own(window):
+                width = table.shape[1]
+                own = table.new_empty(tokens, width)
+            self.tables.append(own)
+        self.hidden = None
+        if any(window.exact for window in windows):
+            buckets = len(windows)
+            self.hidden = new(tokens, buckets, 2)
         self.prompts = new(list_size // 4) if list_size else None
         self.calls, self.plan, self._kept = (AttendDecodeArgs * 0)(), new(0), []
         self._addresses = _addresses(step.page_tables)
@@ -271,7 +278,9 @@ class Spread:
         """The addresses of the rows' own page tables; null where they have none."""
         own = zip(self.tables, self.step.page_tables, strict=True)
         pointers = [None if t is given else t.data_ptr() for t, given in own]
-        return (c_void_p * len(pointers))(*pointers)
+        count = len(pointers)
+        array_of = c_void_p * count
+        return array_of(*pointers)
 
     def parts_of(self, form: LayerForm) -> Array[Part]:
         """The buckets that one layer's attention reads."""
@@ -284,7 +293,9 @@ class Spread:
             part.lengths = self.row_lengths.data_ptr() + 4 * bucket
             part.lengths_stride = self.row_lengths.shape[1]
             if self.hidden is not None and self.windows[bucket].exact:
-                part.hidden = self.hidden.data_ptr() + 8 * bucket
+                first = self.hidden.data_ptr()
+                offset = 8 * bucket
+                part.hidden = first + offset
                 part.hidden_stride = self.hidden.stride(0)
         self._kept.append(parts)
         return parts

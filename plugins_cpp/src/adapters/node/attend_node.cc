@@ -1,5 +1,7 @@
 #include "adapters/node/attend_node.h"
 
+#include <algorithm>
+
 #include "common/limits.h"
 
 namespace kvlathe {
@@ -46,12 +48,18 @@ int32_t sealed_of(const Layer& layer, size_t lane) {
   return -1;
 }
 
-// What the lanes of each bucket see; those of one bucket see alike.
+// What the lanes of each bucket see. Refuses lanes of one bucket that see different windows: rows
+// have one page table a bucket.
 std::vector<kvlathe_window> windows_of(const Layer& layer) {
   std::vector<kvlathe_window> windows;
   for (int32_t s = 0; s < layer.head.buckets; ++s) windows.push_back({0, kNoEnd, 0, -1, s});
   for (size_t h = 0; h < layer.lanes.size(); ++h) {
     const Lane& lane = layer.lanes[h];
+    const Lane& first = *std::find_if(layer.lanes.begin(), layer.lanes.end(),
+                                      [&](const Lane& x) { return x.fresh == lane.fresh; });
+    require(first.sink == lane.sink && first.recent == lane.recent && first.exact == lane.exact,
+            KVLATHE_UNSUPPORTED,
+            "heads of one bucket see different windows: run it with --device cpu");
     const int32_t sealed = sealed_of(layer, h);
     windows[lane.fresh] = {lane.sink, lane.recent, lane.exact, sealed, lane.fresh};
     if (sealed >= 0) windows[sealed] = windows[lane.fresh];
@@ -256,6 +264,7 @@ Node::Node(std::vector<int32_t> table, float scale)
           "float16 --kv_bits 16");
   require(!layer.windowed || kShowsWindows, KVLATHE_UNSUPPORTED,
           "this plan has windows, whose kernels are not tested on a GPU: run it with --device cpu");
+  windows_of(layer);
   check_bucket_count(t.buckets);
   check_lane_count(t.lanes);
 }
