@@ -126,3 +126,9 @@ def test_answers_do_not_depend_on_where_sequences_waited(
         found = [answer.token_ids for answer in tight.generate(prompts, params)]
         assert tight.engine.scheduler.preemptions > 0
     assert found == expected
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvlathe.runtime.cache.cold.find_spec", lambda _: None)
+    with pytest.raises(KvlatheError, match=r"zstandard.*kvlathe\[cold\]"):
+        ZstdPages(LAYOUTS["one"])
