@@ -10,7 +10,6 @@ and bound; which lane takes which is a knapsack (export/bases/allocate.py).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -172,14 +171,12 @@ class Priced:
         places = range(len(FORMATS))
         return list(itertools.product(places, places))
 
-    def _allowed(self) -> Iterator[Allowed]:
-        """Every choice that uses as much as it may."""
+    def _rule_sets(self) -> list[tuple[int, ...]]:
+        """All tokens, and as many windows as a plan may have."""
         places = range(1, len(self.grid.rules))
         count = min(MOST_WINDOWS, len(places))
-        pair_sets = self._pair_sets()
-        for windows in itertools.combinations(places, count):
-            for pairs in pair_sets:
-                yield Allowed(pairs, (0, *windows))
+        windows = itertools.combinations(places, count)
+        return [(0, *few) for few in windows]
 
     def _pair_sets(self) -> list[tuple[tuple[int, int], ...]]:
         if self.paired:
@@ -195,26 +192,28 @@ class Priced:
         At any price of a byte the sum of least (loss + price x bytes) less that of the
         budget is a bound (Lagrange).
         """
-        every = list(self._allowed())
+        pair_sets = self._pair_sets()
+        rule_sets = self._rule_sets()
         pair_at = {pair: i for i, pair in enumerate(self._format_pairs)}
-        rules_of: dict[tuple[int, ...], list[int]] = {}
-        for i, allowed in enumerate(every):
-            rules_of.setdefault(allowed.rules, []).append(i)
-        bounds = np.full(len(every), -np.inf)
+        rows: list[list[int]] = []
+        for pairs in pair_sets:
+            rows.append([pair_at[pair] for pair in pairs])
+        members = np.array(rows)
+        bounds = np.full((len(pair_sets), len(rule_sets)), -np.inf)
         dearest = max(self.loss.max(), self.window_loss.max())
         scale = dearest / self.grid.bytes.min()
         prices = scale * np.geomspace(1e-12, 1, PRICES)
         for price in prices:
-            paid = self._paid(price)
-            for rules, places in rules_of.items():
-                by_pair = paid[:, :, list(rules)].min(-1)
-                for i in places:
-                    members = [pair_at[pair] for pair in every[i].pairs]
-                    least = by_pair[members].min(0)
-                    bound = least.sum() - price * budget
-                    bounds[i] = max(bounds[i], bound)
-        order = np.argsort(bounds, kind="stable")
-        return [(float(bounds[i]), every[i]) for i in order]
+            by_set = self._paid(price)[members].min(1)  # [sets, lanes, rules]
+            for i, rules in enumerate(rule_sets):
+                least = by_set[..., list(rules)].min(-1).sum(-1)
+                bound = least - price * budget
+                bounds[:, i] = np.maximum(bounds[:, i], bound)
+        every = itertools.product(pair_sets, rule_sets)
+        allowed = [Allowed(pairs, rules) for pairs, rules in every]
+        lower = bounds.ravel()
+        order = np.argsort(lower, kind="stable")
+        return [(float(lower[i]), allowed[i]) for i in order]
 
     def _paid(self, price: float) -> Array:
         """[pairs, lanes, rules]: least loss + price x bytes of each pair of formats
