@@ -40,7 +40,7 @@ class Step16:
         hot = all(
             plan.tiers[b.tier].bits_k == 16 for b in plan.buckets if b.source is None
         )
-        return hot and len(plan.buckets) <= 3 and plan.observation is None
+        return hot and len(plan.buckets) <= 3 and not plan.observes
 
     def __init__(self, case: Case) -> None:
         self.case, self.plan = case, case.plan
