@@ -27,7 +27,7 @@ from itertools import chain
 from kvlathe.base.closing import ClosesAtExit
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.requests.compaction import Compacted
+from kvlathe.runtime.requests.compaction import CompactionResult
 from kvlathe.runtime.requests.deltas import deltas
 from kvlathe.runtime.requests.engine_thread import Observer
 from kvlathe.runtime.requests.request import Delta, OnDelta, Request
@@ -155,7 +155,7 @@ class AsyncEngine(ClosesAtExit):
 
     async def compact(
         self, prompt: Items[int], keep: float | None = None, tenant: str = ""
-    ) -> Compacted:
+    ) -> CompactionResult:
         """``LLM.compact`` for a tenant; answers go on meanwhile. Raises KvlatheError,
         Closing while draining."""
         with self._lock:

@@ -39,7 +39,7 @@ from kvlathe.runtime.cache.cold import ColdPages, ZstdPages
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.requests.answer import Answer
-from kvlathe.runtime.requests.compaction import Compacted, Compaction
+from kvlathe.runtime.requests.compaction import Compaction, CompactionResult
 from kvlathe.runtime.requests.deltas import deltas
 from kvlathe.runtime.requests.engine_thread import EngineThread
 from kvlathe.runtime.requests.forced import ForcedText
@@ -223,7 +223,7 @@ class LLM(ClosesAtExit):
     # -- prefixes ----------------------------------------------------------------------
     def compact(
         self, prompt: Prompt, keep: float | None = None, salt: bytes = b""
-    ) -> Compacted:
+    ) -> CompactionResult:
         """Cache a prompt that later ones begin with, and keep only the share ``keep``
         (None: the plan's) of its KV pairs: those that the model needs to repeat it.
 
@@ -333,7 +333,9 @@ class LLM(ClosesAtExit):
             raise
 
 
-def _advanced(steps: Generator[None, None, Compacted]) -> Compacted | None:
+def _advanced(
+    steps: Generator[None, None, CompactionResult],
+) -> CompactionResult | None:
     """One step more; what they come to, after the last."""
     try:
         next(steps)

@@ -41,7 +41,7 @@ LEAD = 8
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Compacted:
+class CompactionResult:
     """What came of a compaction. ``tokens``: of the prefix that was compacted, whole
     blocks of the prefix cache. ``kept``: the share of its KV pairs that stayed;
     ``lane_tokens``: of each kept lane, in order, its tokens. ``bytes``: of its pages;
@@ -114,7 +114,7 @@ class Compaction:
             )
         return room
 
-    def steps(self) -> Generator[None, None, Compacted]:
+    def steps(self) -> Generator[None, None, CompactionResult]:
         """One step of the model at a time. Closing it gives the pages back."""
         started = time.perf_counter()
         sequence = self._sequence(self._tokens, self._engine.pool.open())
@@ -222,7 +222,9 @@ class Compaction:
         self._prefixes.keep(self._tokens, self._salt, self._keep, made)
         return made
 
-    def _made(self, table: PageTable, prefill: float, started: float) -> Compacted:
+    def _made(
+        self, table: PageTable, prefill: float, started: float
+    ) -> CompactionResult:
         pool = self._engine.pool
         lane_tokens = [0] * len(self.scores)
         for bucket, length in enumerate(table.lengths):
@@ -234,7 +236,7 @@ class Compaction:
         pairs = len(lane_tokens) * self._count
         kept = sum(lane_tokens)
         now = time.perf_counter()
-        return Compacted(
+        return CompactionResult(
             tokens=self._count,
             kept=kept / pairs,
             lane_tokens=lane_tokens,
