@@ -159,6 +159,8 @@ def serve(folder: Path, settings: Settings) -> None:
     log.info("stopped")
 
 
+BACKLOG = 2048
+"""Connections that wait to be taken; uvicorn's own."""
 TURN_SECONDS = 0.0005
 """How long a thread of Python holds others up at most. The engine's thread prepares a
 step in a millisecond or two; by default each wait for its turn may take five."""
@@ -182,6 +184,7 @@ def _serve(llm: LLM, settings: Settings, folder: str, bound: socket.socket) -> N
     )
     with engine:
         say_what_is_served(llm, settings)
+        bound.listen(BACKLOG)  # who reads the next line may connect
         address = f"http://{settings.host}:{bound.getsockname()[1]}"
         log.info("serving %s on %s (API: %s/docs)", name, address, address)
         config = http_config(app, close_seconds=5)
