@@ -232,13 +232,21 @@ class PrefixCache:
 
     def reclaim(self) -> bool:
         """Give up the least recently used block or, once there is none, compacted
-        prefix. False if there is neither."""
+        prefix that nobody uses. False if there is neither."""
         if self._blocks:
             self.pool.drop(self._blocks.popitem(last=False)[1].pages)
             return True
-        if self._compacted:
-            self._give_up(self._compacted[0])
-            return True
+        for prefix in self._compacted:
+            if not self._is_used(prefix):
+                self._give_up(prefix)
+                return True
+        return False
+
+    def _is_used(self, prefix: CompactedPrefix) -> bool:
+        """Whether a sequence has its pages, too: giving it up would free nothing."""
+        for bucket, ids in enumerate(prefix.pages):
+            if ids:
+                return self.pool.owners(bucket, ids[0]) > 1
         return False
 
     def _first_key(self, salt: bytes) -> bytes:

@@ -96,7 +96,7 @@ class Compaction:
                 "give a longer one",
             )
         self._tokens = tokens[: self._count]
-        self._part = min(PART, self._room())
+        self._part = self._in_cache(min(PART, self._room()))
         lanes = [i for i, lane in enumerate(self._plan.lanes) if not lane.removed]
         self._row_of = {lane: i for i, lane in enumerate(lanes)}
         self.scores = np.zeros((len(lanes), self._count), np.float32)
@@ -104,18 +104,51 @@ class Compaction:
     def _room(self) -> int:
         """Tokens that can be repeated behind the prefix."""
         longest = self._engine.scheduler.limits.max_seq_len
-        instruction = len(self._tokenizer.encode(NEXT)) + LEAD
-        room = longest - self._count - instruction
+        room = longest - self._count - self._instruction
         if room < self._plan.page_tokens:
             raise KvlatheError(
                 f"a prefix of {self._count} tokens cannot be compacted",
                 f"the model repeats it in parts, and the longest sequence is {longest}",
-                "give a shorter one, or build with a larger --max_seq_len",
+                "give a shorter one, or build with a larger --max-seq-len",
             )
         return room
 
+    @property
+    def _instruction(self) -> int:
+        """Tokens between the prefix and what repeats it, at most."""
+        return max(len(self._said(FIRST)), len(self._said(NEXT)) + LEAD)
+
+    def _said(self, text: str) -> list[int]:
+        """In the middle of a text: without what a tokenizer puts at its beginning."""
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _in_cache(self, part: int) -> int:
+        """At most ``part`` tokens, as many as the cache has room for behind the prefix:
+        nothing is quantized before the end."""
+        page, pool = self._plan.page_tokens, self._engine.pool
+        while True:
+            tokens = self._count + self._instruction + part
+            pages = -(-tokens // page)
+            wanted = [pages if b.source is None else 0 for b in self._plan.buckets]
+            if pool.fits([wanted]):
+                return part
+            if part <= page:
+                break
+            part //= 2
+        sizes = zip(wanted, pool.strides, strict=True)
+        needed = sum(count * stride for count, stride in sizes)
+        raise KvlatheError(
+            f"a prefix of {self._count} tokens cannot be compacted",
+            f"unquantized and in part repeated it needs {needed:,} bytes, and the cache has {pool.arena_bytes:,}",
+            "give a shorter one, or give the cache more memory",
+        )
+
     def steps(self) -> Generator[None, None, CompactionResult]:
         """One step of the model at a time. Closing it gives the pages back."""
+        with self._engine.scheduler.guest():
+            return (yield from self._steps())
+
+    def _steps(self) -> Generator[None, None, CompactionResult]:
         started = time.perf_counter()
         sequence = self._sequence(self._tokens, self._engine.pool.open())
         try:
@@ -143,7 +176,7 @@ class Compaction:
 
     def _repeat(self, table: PageTable, first: int) -> Generator[None]:
         """Observe the repetition of the part that begins at token ``first``."""
-        instruction = self._tokenizer.encode(NEXT if first else FIRST)
+        instruction = self._said(NEXT if first else FIRST)
         lead = self._tokens[max(0, first - LEAD) : first]
         part = self._tokens[first : first + self._part]
         tokens = [*self._tokens, *instruction, *lead, *part]

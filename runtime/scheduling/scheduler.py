@@ -70,6 +70,7 @@ class Scheduler:
         self._swapped: dict[Sequence, Swapped] = {}
         self._computed_prompts: list[SharedPrompt] = []  # shared ones, with their pages
         self._blocked = False
+        self._guests = 0
         pool.reclaim = self._reclaim
 
     @property
@@ -182,7 +183,7 @@ class Scheduler:
             try:
                 room = self.pool.reserve(sequence.table, 1, seal=True)
             except OutOfPages:
-                if len(self.running) == 1:
+                if len(self.running) == 1 and not self._guests:
                     raise
                 if self.preempt() is decoding[-1]:
                     decoding.pop()
@@ -210,7 +211,7 @@ class Scheduler:
             try:
                 chunks.append(self._chunk(sequence, count))
             except OutOfPages:
-                if len(self.running) == 1:
+                if len(self.running) == 1 and not self._guests:
                     raise
                 self._blocked = True
                 return False
@@ -242,7 +243,7 @@ class Scheduler:
             try:
                 self._prepare(sequence)
             except OutOfPages:
-                if not self.running:
+                if not self.running and not self._guests:
                     raise
                 self._blocked = True
                 return
@@ -271,6 +272,17 @@ class Scheduler:
             sequence.table = table
             sequence.cached = cached
 
+    @contextlib.contextmanager
+    def guest(self) -> Generator[None]:
+        """Around work that holds pages from one step to the next and does not run here.
+        While it lasts, who finds no page waits: the guest's come back."""
+        self._guests += 1
+        try:
+            yield
+        finally:
+            self._guests -= 1
+            self._blocked = False
+
     def make_room(self, take: Callable[[], T]) -> T:
         """What ``take`` gives, which takes pages for others than those that run. They
         make room for it, and come back by themselves. Raises OutOfPages."""
@@ -284,7 +296,7 @@ class Scheduler:
 
     def preempt(self) -> Sequence:
         """The youngest running sequence leaves; it is the first to come back."""
-        sequence = self.running.pop()
+        sequence = self.running[-1]
         size = self._bytes(sequence.table.pages)
         if self._recomputes(sequence, size):
             self.remember(sequence)
@@ -294,6 +306,7 @@ class Scheduler:
         else:
             with self._moving(size):
                 self._swapped[sequence] = self.pool.swap_out(sequence.table, self.mover)
+        self.running.pop()  # only now: what fails above still runs, and is told
         self.waiting.push_back(sequence)
         self._blocked = True
         self.preemptions += 1

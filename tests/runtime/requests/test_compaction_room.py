@@ -1,0 +1,79 @@
+"""Compaction in a cache that is short of room: it and everybody else come to their
+ends, or it is refused before it disturbs anybody."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers.processors import TemplateProcessing
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.cache.prefix import PrefixCache
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.requests import compaction
+from kvlathe.runtime.requests.compaction import NEXT, Compaction
+from kvlathe.runtime.text.sampling_params import SamplingParams
+from kvlathe.runtime.text.tokenizer import Tokenizer
+from tests.support.runtime_cases import LIMITS, MODEL, decoder, session, text
+
+
+def cache_of(kind: str, size: int) -> LLM:
+    """An engine with a cache of ``size`` bytes."""
+    plan = decoder(kind).plan
+    made = LLM(
+        session("torch", kind, size, LIMITS), plan, LIMITS, Tokenizer(MODEL), size
+    )
+    made.engine.scheduler.prefixes = PrefixCache(made.pool)
+    return made
+
+
+@pytest.mark.parametrize("mebibytes", [8, 10])
+def test_others_wait_for_the_room_that_it_takes_and_end(mebibytes: int) -> None:
+    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    with cache_of("compacted", mebibytes << 20) as llm:
+        others = [llm.sequence(list(text(300, 100 * i)), params) for i in range(4)]
+        request = llm.thread.submit(others)
+        made = llm.compact(list(text(896)), 0.3)
+        assert request.done.wait(60) and made.tokens == 896
+        assert [one.finish_reason for one in others] == ["length"] * 4
+        assert llm.engine.scheduler.preemptions > 0
+
+
+def test_what_cannot_fit_is_refused_before_anybody_leaves() -> None:
+    with cache_of("sealed compacted", 8 << 20) as llm:
+        assert llm.pool.has_room_for(3000, 3000)  # quantized it would fit
+        with pytest.raises(KvlatheError, match=r"unquantized.*8,388,608"):
+            llm.compact(list(text(3000)), 0.3)
+        assert not llm.engine.scheduler.preemptions
+
+
+def test_parts_shrink_to_the_room_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compaction, "PART", 896)
+    with cache_of("compacted", 6 << 20) as llm:
+        prefix = list(text(896))
+        work = Compaction(llm.engine, llm._sequences, llm.tokenizer, prefix)
+        assert work._part < 896
+        assert llm.compact(prefix, 0.3).tokens == 896
+
+
+def test_a_prefix_in_use_is_not_given_up() -> None:
+    with cache_of("compacted", 1 << 24) as llm:
+        ids = list(text(512))
+        llm.compact(ids, 0.5)
+        prefixes = llm.engine.scheduler.prefixes
+        assert prefixes is not None
+        table, cached = prefixes.find([*ids, 7])
+        assert cached == 512 and not prefixes.reclaim()
+        llm.pool.release(table)
+        assert prefixes.reclaim() and not llm.pool.bytes_in_use
+
+
+def test_the_instruction_has_no_beginning_of_text() -> None:
+    with cache_of("compacted", 1 << 24) as llm:
+        work = Compaction(
+            llm.engine, llm._sequences, llm.tokenizer, list(text(512)), 0.5
+        )
+        plain = llm.tokenizer.encode(NEXT)
+        begins = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        llm.tokenizer.backend.post_processor = begins
+        assert llm.tokenizer.encode(NEXT) == [1, *plain]
+        assert work._said(NEXT) == plain
