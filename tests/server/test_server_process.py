@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def process(
 
 
 @contextlib.contextmanager
-def running(command: list[str]) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def running(command: list[str]) -> Generator[tuple[subprocess.Popen[str], str]]:
     """A server and its address. It is gone afterwards, whatever a test did."""
     server = subprocess.Popen(
         [sys.executable, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True
