@@ -22,6 +22,8 @@ import threading
 import time
 from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Items
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 
 from kvlathe.base.closing import ClosesAtExit
@@ -37,6 +39,11 @@ from kvlathe.runtime.text.sampling_params import SamplingParams
 
 MAX_WAITING = 256
 """Sequences that wait for their turn, unless asked otherwise."""
+
+MAX_COMPACTIONS = 5
+"""Compactions at a time: one runs, and the others wait for it."""
+RETRY_SECONDS = 5
+"""Where nobody knows how long another try had better wait."""
 
 
 class Busy(KvlatheError):
@@ -64,6 +71,9 @@ class AsyncEngine(ClosesAtExit):
             llm.thread.observer = observer
         self._lock = threading.Lock()  # between counting the queue and joining it
         self._draining = False
+        # A thread of their own: while they wait, others may use asyncio's threads.
+        self._compactor = ThreadPoolExecutor(1, "kvlathe-compactor")
+        self._compactions = 0
 
     # -- life --------------------------------------------------------------------------
     def drain(self) -> None:
@@ -73,13 +83,14 @@ class AsyncEngine(ClosesAtExit):
 
     def close(self, seconds: float = 0) -> bool:
         """Drain for at most ``seconds``, cancel what is left, and close the LLM. True
-        if every sequence had ended by itself."""
+        if all sequences and compactions had ended by themselves."""
         self.drain()
         until = time.perf_counter() + seconds
-        while self.open and time.perf_counter() < until:
+        while not self.idle and time.perf_counter() < until:
             time.sleep(0.01)
-        finished = not self.open
+        finished = self.idle
         self.llm.close()
+        self._compactor.shutdown(wait=False)
         return finished
 
     @property
@@ -156,18 +167,43 @@ class AsyncEngine(ClosesAtExit):
     async def compact(
         self, prompt: Items[int], keep: float | None = None, tenant: str = ""
     ) -> CompactionResult:
-        """``LLM.compact`` for a tenant; answers go on meanwhile. Raises KvlatheError,
-        Closing while draining."""
+        """``LLM.compact`` for a tenant; answers go on meanwhile. Cancelling the task
+        ends the compaction before its next step. Raises KvlatheError, Busy for more
+        than MAX_COMPACTIONS at a time, Closing while draining."""
+        tokens, salt = token_ids(prompt), tenant.encode()
+        given_up = threading.Event()
+        work = partial(self.llm.compact, tokens, keep, salt, given_up)
         with self._lock:
             self._check_room(0)
-        tokens, salt = token_ids(prompt), tenant.encode()
-        return await asyncio.to_thread(self.llm.compact, tokens, keep, salt)
+            self._check_compactions()
+            future = self._compactor.submit(work)
+            self._compactions += 1
+        future.add_done_callback(self._compacted)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            given_up.set()
+
+    def _compacted(self, _: Future[CompactionResult]) -> None:
+        """A compaction has ended, or will never begin."""
+        with self._lock:
+            self._compactions -= 1
 
     # -- counts ------------------------------------------------------------------------
     @property
     def open(self) -> int:
         """Sequences that have not ended."""
         return self.llm.thread.open
+
+    @property
+    def compactions(self) -> int:
+        """Those that run or wait."""
+        return self._compactions
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is left that a drain waits for."""
+        return not self.open and not self._compactions
 
     @property
     def running(self) -> int:
@@ -210,10 +246,13 @@ class AsyncEngine(ClosesAtExit):
     def _check_room(self, count: int) -> None:
         if self._draining:
             raise Closing(
-                "the server is shutting down", "it finishes what it has begun", 5
+                "the server is shutting down",
+                "it finishes what it has begun",
+                RETRY_SECONDS,
             )
         if not self.alive:
-            raise Closing("the engine does not run", "it was closed or has failed", 5)
+            reason = "it was closed or has failed"
+            raise Closing("the engine does not run", reason, RETRY_SECONDS)
         scheduler = self.llm.engine.scheduler
         places = self.llm.limits.max_batch_size - len(scheduler.running)
         free = 0 if scheduler.blocked else places
@@ -223,4 +262,12 @@ class AsyncEngine(ClosesAtExit):
                 "the queue is full",
                 f"{self.max_waiting} sequences may wait at most",
                 max(1, min(60, pause)),
+            )
+
+    def _check_compactions(self) -> None:
+        if self._compactions >= MAX_COMPACTIONS:
+            raise Busy(
+                "too many prefixes wait to be compacted",
+                f"{MAX_COMPACTIONS} may run and wait at most",
+                RETRY_SECONDS,
             )

@@ -222,15 +222,20 @@ class LLM(ClosesAtExit):
 
     # -- prefixes ----------------------------------------------------------------------
     def compact(
-        self, prompt: Prompt, keep: float | None = None, salt: bytes = b""
+        self,
+        prompt: Prompt,
+        keep: float | None = None,
+        salt: bytes = b"",
+        given_up: threading.Event | None = None,
     ) -> CompactionResult:
         """Cache a prompt that later ones begin with, and keep only the share ``keep``
         (None: the plan's) of its KV pairs: those that the model needs to repeat it.
 
         Later requests of the same tenant (``salt``) that begin with it attend what was
         kept, until room is needed or the LLM goes. It takes about three times a
-        prefill; other requests go on meanwhile. Raises KvlatheError where the plan has
-        no rule for it, or prefixes are not shared.
+        prefill; other requests go on meanwhile. It ends between two steps once
+        ``given_up`` is set. Raises KvlatheError then, and where the plan has no rule
+        for it, or prefixes are not shared.
         """
         tokens = self.encode(prompt)
         work = Compaction(
@@ -240,6 +245,8 @@ class LLM(ClosesAtExit):
         with self._compacting:
             try:
                 while True:
+                    if given_up and given_up.is_set():
+                        raise KvlatheError("the compaction was given up")
                     made = self.thread.call(partial(_advanced, steps))
                     if made is not None:
                         return made

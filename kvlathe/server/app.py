@@ -43,7 +43,7 @@ FAILURES: dict[int | str, dict[str, Any]] = {
     },
     429: {"description": "The queue is full; `Retry-After` says when to come back."},
     500: {"description": "The engine failed on this request."},
-    503: {"description": "The server is shutting down."},
+    503: {"description": "The server is shutting down, or has no room just now."},
 }
 ERRORS = {status: said | {"model": ErrorResponse} for status, said in FAILURES.items()}
 EVENT = {

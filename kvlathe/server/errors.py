@@ -13,8 +13,9 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from kvlathe.base.errors import KvlatheError
-from kvlathe.runtime.async_engine import Busy, Closing
+from kvlathe.base.errors import EngineStopped, KvlatheError
+from kvlathe.runtime.async_engine import RETRY_SECONDS, Busy, Closing
+from kvlathe.runtime.cache.arena import OutOfPages
 
 log = logging.getLogger("kvlathe")
 
@@ -92,6 +93,12 @@ def refusal(error: KvlatheError, param: str | None) -> ApiError:
             else (429, "queue_full")
         )
         return ApiError(status, str(error), code=code, headers=again)
+    if isinstance(error, EngineStopped | OutOfPages):
+        # No fault of the request: it may succeed later, here or elsewhere.
+        again = {"Retry-After": str(RETRY_SECONDS)}
+        stopped = isinstance(error, EngineStopped)
+        code = "shutting_down" if stopped else "out_of_memory"
+        return ApiError(503, str(error), code=code, headers=again)
     if "is too long" in error.fact or "does not fit" in error.fact:
         return ApiError(400, f"{param}: {error}", param, "context_length_exceeded")
     return ApiError(

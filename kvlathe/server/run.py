@@ -91,7 +91,7 @@ class Server(uvicorn.Server):
             self.should_exit = True
         if self._until is not None:
             self.engine.drain()
-            if not self.engine.open or time.monotonic() > self._until:
+            if self.engine.idle or time.monotonic() > self._until:
                 # What is left is told that the server shut down.
                 await asyncio.to_thread(self.engine.close)
                 self.should_exit = True

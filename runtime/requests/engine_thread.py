@@ -103,7 +103,7 @@ class EngineThread:
     def submit(
         self, sequences: Items[Sequence], on_delta: OnDelta | None = None
     ) -> Request:
-        """Queue sequences that the scheduler has checked. Raises KvlatheError if the
+        """Queue sequences that the scheduler has checked. Raises EngineStopped if the
         engine is closed."""
         request = Request(sequences, on_delta)
         with self._lock:
@@ -171,7 +171,7 @@ class EngineThread:
         if self._fault:
             raise failure(self._fault)
         if self._closed:
-            raise KvlatheError(
+            raise EngineStopped(
                 "the engine is closed", "close() was called", "load the engine again"
             )
         self._commands.put(command)
