@@ -119,9 +119,10 @@ __device__ __forceinline__ void convert_tokens(const FormRows& from, int token, 
 }
 
 // A row is a channel: a lane takes eight tokens of two channels. `group`: that of all 16 tokens.
+// Eights that begin at `valid` or after it become zeros: 0 x NaN is NaN, whatever weighs it.
 template <class E, int kBits>
 __device__ __forceinline__ void convert_channels(const FormRows& from, int token, int group,
-                                                 const RowsPlace& to) {
+                                                 int valid, const RowsPlace& to) {
 #pragma unroll 1
   for (int i = threadIdx.x % 32; i < from.rank; i += 32) {
     const int channel = i & ~1, first = i % 2 * 8;
@@ -131,8 +132,9 @@ __device__ __forceinline__ void convert_channels(const FormRows& from, int token
     for (int c = 0; c < 2; ++c) {
       load_row_codes<kBits>(x[c], from.codes + (channel + c) * (from.row_tokens * kBits / 8),
                             token + first, from.row_tokens);
-      const uint32_t pair =
-          load_word(from.meta + ((channel + c) * from.groups + group) * kPairBytes);
+      uint32_t pair = 0;
+      if (first < valid)
+        pair = load_word(from.meta + ((channel + c) * from.groups + group) * kPairBytes);
       scale[c] = Half::widen(uint16_t(pair)), minimum[c] = Half::widen(uint16_t(pair >> 16));
     }
 #pragma unroll
@@ -165,7 +167,7 @@ __device__ __forceinline__ void convert_form(const FormRows& from, int token, in
   const auto convert = [&](auto bits) {
     constexpr int kBits = decltype(bits)::value;
     if (from.side.by_channel())
-      convert_channels<E, kBits>(from, token, group, to);
+      convert_channels<E, kBits>(from, token, group, valid, to);
     else
       convert_tokens<E, kBits>(from, token, valid, to);
   };
