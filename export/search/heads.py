@@ -11,13 +11,12 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from kvlathe.export.methods.composition import CacheSettings
 from kvlathe.export.methods.forms import Array
 from kvlathe.export.methods.registry import with_heads
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search.measured import PRICED, Sources, examined, uncompressed
+from kvlathe.export.search.remembered import recalled, remember
 from kvlathe.export.search.sensitivity import Candidate, losses
 from kvlathe.plan.token_rules import Window
 
@@ -66,17 +65,14 @@ def window_losses(
     )
     key = hashlib.sha256(json.dumps(known_by).encode()).hexdigest()[:32]
     path = None if remembered is None else remembered / f"{key}.npz"
-    if path is not None and path.is_file():
-        with np.load(path) as kept:
-            return kept["windows"]
+    if kept := recalled(path, 1):
+        return kept[0]
     decoder = uncompressed(checkpoint)
     readings = sources.readings(decoder, form.seed)
     far = [reading for reading in readings if reading.far]
     page, seed = form.page_tokens, form.seed
     found = losses(decoder, far, _no_forms, [window], page, seed).windows[:, 0]
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(path, windows=found)
+    remember(path, found)
     return found
 
 

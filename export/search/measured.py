@@ -30,6 +30,7 @@ from kvlathe.export.methods.variants import Variant, removed
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.search.exercises import exercises
+from kvlathe.export.search.remembered import recalled, remember
 from kvlathe.export.search.search import Exam
 from kvlathe.export.search.sensitivity import (
     Candidate,
@@ -134,14 +135,12 @@ def priced(
     )
     key = hashlib.sha256(json.dumps(known_by).encode()).hexdigest()[:32]
     path = None if remembered is None else remembered / f"{key}.npz"
-    if path is not None and path.is_file():
-        with np.load(path) as kept:
-            return Priced(grid, kept["forms"], kept["windows"], form.paired)
+    if kept := recalled(path, 2):
+        forms, windows = kept
+        return Priced(grid, forms, windows, form.paired)
     found = _measured(checkpoint, grid, sources)
     windows = np.insert(found.windows, 0, 0.0, axis=1)  # all tokens cost nothing
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(path, forms=found.forms, windows=windows)
+    remember(path, found.forms, windows)
     return Priced(grid, found.forms, windows, form.paired)
 
 
