@@ -240,10 +240,12 @@ def _named(store: str) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """``removed`` engines, and what was ``left`` because this cache did not make it."""
+    """``removed`` engines, and what was ``left`` because this cache did not make it.
+    ``outdated``: removed folders of engines whose manifests have an older schema."""
 
     removed: list[Entry]
     left: list[Path]
+    outdated: list[Path]
 
 
 def prune(
@@ -255,12 +257,13 @@ def prune(
     recently used beyond ``max_bytes``.
 
     ``everything`` also empties calibration results and curves. Only what this cache has
-    marked is removed; engine folders that were built are not touched. Engines of
-    versions that wrote manifests otherwise are of no use, and go in any case.
+    marked is removed; engine folders that were built are not touched. Engines whose
+    manifests have an older schema go in any case. Those that cannot be read now, or
+    belong to a newer version, stay.
     """
-    for folder in list(_named("engines")):
-        if _manifest(folder) is None:
-            _remove(folder)
+    outdated = [path for path in _named("engines") if manifests.is_outdated(path)]
+    for folder in outdated:
+        _remove(folder)
     removed = []
     held = 0
     for entry in entries():
@@ -272,7 +275,8 @@ def prune(
             removed.append(entry)
         else:
             held += entry.size
-    return Pruned(removed, _empty() if everything else [])
+    left = _empty() if everything else []
+    return Pruned(removed, left, outdated)
 
 
 def _remove(path: Path) -> None:

@@ -248,7 +248,11 @@ def prune_command(
     pruned = cache.prune(older_than_days, most, everything)
     for path in pruned.left:
         console.log.warning("left as it is, kvlathe did not write it: %s", path)
-    return listing(pruned.removed) | {"left": [str(path) for path in pruned.left]}
+    for path in pruned.outdated:
+        console.log.warning("removed, an older version built it: %s", path)
+    left = [str(path) for path in pruned.left]
+    outdated = [str(path) for path in pruned.outdated]
+    return listing(pruned.removed) | {"left": left, "outdated": outdated}
 
 
 COMMANDS = (inspect_command, engines_group)

@@ -236,6 +236,15 @@ def listed_files(folder: Path) -> set[str] | None:
     return {*files, MANIFEST_FILE} if isinstance(files, dict) else None
 
 
+def is_outdated(folder: Path) -> bool:
+    """Whether the manifest can be read and names a schema older than this one."""
+    try:
+        version = _raw(folder).get("schema_version")
+    except KvlatheError:
+        return False
+    return isinstance(version, int) and version < SCHEMA_VERSION
+
+
 def _raw(folder: Path) -> dict[str, object]:
     path = folder / MANIFEST_FILE
     if not path.is_file():

@@ -125,15 +125,46 @@ def removed(**options: Any) -> list[str]:  # noqa: ANN401
     return [entry.key for entry in cache.prune(**options).removed]
 
 
-def test_engines_of_another_version_take_no_room(tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [-1, 1])
+def test_engines_of_an_older_version_go_and_those_of_a_newer_one_stay(
+    step: int, tmp_path: Path
+) -> None:
     cache.keep(K, engine(tmp_path / "built", b"abc"))
     folder = cache.root() / "engines" / K
     path = folder / manifests.MANIFEST_FILE
     written = json.loads(path.read_text())
-    path.write_text(json.dumps(written | {"schema_version": 2}))
+    other = {"schema_version": manifests.SCHEMA_VERSION + step}
+    path.write_text(json.dumps(written | other))
     assert cache.entries() == [] and folder.is_dir()
-    cache.prune(max_bytes=1 << 40)
-    assert not folder.exists() and (tmp_path / "built").is_dir()
+    pruned = cache.prune(max_bytes=1 << 40)
+    gone = [folder] if step < 0 else []
+    assert pruned.outdated == gone and pruned.removed == []
+    assert folder.is_dir() == (step > 0) and (tmp_path / "built").is_dir()
+
+
+@pytest.mark.parametrize("text", ["{", "[2]", "{}", '{"schema_version": "2"}'])
+def test_an_engine_whose_manifest_is_unreadable_stays(
+    text: str, tmp_path: Path
+) -> None:
+    cache.keep(K, engine(tmp_path / "built", b"abc"))
+    folder = cache.root() / "engines" / K
+    (folder / manifests.MANIFEST_FILE).write_text(text)
+    pruned = cache.prune(max_bytes=1 << 40)
+    assert pruned.outdated == [] and folder.is_dir()
+
+
+def test_an_engine_that_cannot_be_read_just_now_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.keep(K, engine(tmp_path / "built", b"abc"))
+
+    def fails(*_arguments: object, **_options: object) -> str:
+        raise OSError("stale file handle")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", fails)
+        assert cache.prune(max_bytes=1 << 40).outdated == []
+    assert cache.find(K) is not None
 
 
 def test_pruning_leaves_and_names_all_that_the_cache_did_not_make(
