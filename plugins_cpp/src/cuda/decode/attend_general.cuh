@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
     producer.fill(false);
     if (unit >= last) {  // the next run
       if (++part == kParts) {
-        finish<E>(p, state, buffer, block, crew);
+        finish<E, true>(p, state, buffer, block, crew);
         state.clear();
         part = 0;
       }
@@ -148,7 +148,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
     ring.release_oldest<true>(bytes);
     unit += warps * units;
   }
-  if (block.ending.there) finish_pair<E>(p, block.ending, reinterpret_cast<float*>(shared), crew);
+  if (block.ending.there)
+    finish_pair<E, true>(p, block.ending, reinterpret_cast<float*>(shared), crew);
 }
 
 }  // namespace kvlathe::cuda

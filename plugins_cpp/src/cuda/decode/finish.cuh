@@ -82,9 +82,15 @@ __device__ void put_state(SoftmaxState<kSteps, kFill>& state, int group, int ran
   }
 }
 
+// exp2(x - m). kHides: all tokens may have been hidden, and both are -inf then.
+template <bool kHides>
+__device__ inline float weight_below(float x, float m) {
+  return kHides && m == -INFINITY ? 0.f : exp2_fast(x - m);
+}
+
 // Merges the states of the block's warps. Writes o / l, or leaves a partial result where the pair
 // goes on in another block. Then moves on to the next span. The whole crew.
-template <class E, int kParts, int kSteps, int kFill>
+template <class E, bool kHides = false, int kParts, int kSteps, int kFill>
 __device__ void finish(const Params<kParts>& p, SoftmaxState<kSteps, kFill>& state, float* buffer,
                        Block<kParts>& block, Crew crew) {
   const Span<kParts>& span = block.walk.span;
@@ -110,7 +116,7 @@ __device__ void finish(const Params<kParts>& p, SoftmaxState<kSteps, kFill>& sta
     for (int w = 0; w < warps; ++w) m = fmaxf(m, block.m_l[w][query].x);
 #pragma unroll 4
     for (int w = 0; w < warps; ++w) {
-      const float weight = exp2_fast(block.m_l[w][query].x - m);
+      const float weight = weight_below<kHides>(block.m_l[w][query].x, m);
       l += weight * block.m_l[w][query].y;
       o += weight * buffer[w * elements + e];
     }
@@ -126,7 +132,7 @@ __device__ void finish(const Params<kParts>& p, SoftmaxState<kSteps, kFill>& sta
 
 // The weight of each of `count` partial results in one query's answer. Leaves zeros where it read
 // them. Whole warp.
-template <class Find>
+template <bool kHides, class Find>
 __device__ void find_weights(Find partial, int count, int query, int group, float* weights) {
   const int lane = threadIdx.x % 32;
   float m = -INFINITY, l = 0.f;
@@ -143,7 +149,7 @@ __device__ void find_weights(Find partial, int count, int query, int group, floa
     }
     float m_new = fmaxf(m, own.x);
     for (int step = 16; step; step /= 2) m_new = fmaxf(m_new, __shfl_xor_sync(~0u, m_new, step));
-    l = l * exp2_fast(m - m_new) + own.y * exp2_fast(own.x - m_new);
+    l = l * weight_below<kHides>(m, m_new) + own.y * weight_below<kHides>(own.x, m_new);
     m = m_new;
   }
   for (int step = 16; step; step /= 2) l += __shfl_xor_sync(~0u, l, step);
@@ -158,7 +164,7 @@ __device__ void find_weights(Find partial, int count, int query, int group, floa
 // of one query's results. Teams of threads then add every teams-th result, four channels a thread,
 // and at last the sums of the teams are added. buffer: the block's shared memory from its start,
 // where the rings were.
-template <class E, int kParts>
+template <class E, bool kHides = false, int kParts>
 __device__ void finish_pair(const Params<kParts>& p, const Ending pair, float* buffer, Crew crew) {
   constexpr int kAhead = 12;
   const HeadParams<kParts>& head = p.head[pair.head];
@@ -171,7 +177,7 @@ __device__ void finish_pair(const Params<kParts>& p, const Ending pair, float* b
   const int team = crew.thread / quads, quad = crew.thread % quads, query = quad * 4 / head.rank_v;
   const auto partial = [&](int i) { return partial_of(p, pair.first_block + i, i == 0); };
   for (int q = crew.thread / 32; q < group; q += crew.threads / 32)
-    find_weights(partial, count, q, group, weights);
+    find_weights<kHides>(partial, count, q, group, weights);
   crew.meet();
   float4 o = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
