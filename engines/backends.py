@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.engines.targets.kernel_limits import kernel_limits
+from kvlathe.base.kernel_limits import kernel_limits
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 

@@ -12,9 +12,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.kernel_limits import kernel_limits
 from kvlathe.engines.backends import Built, check_token_ranking, check_windows
-from kvlathe.engines.targets.kernel_limits import kernel_limits
-from kvlathe.plan.formats import Format
+from kvlathe.plan.kernel_forms import Refusal, forms_refusal, is_power_of_two
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 
@@ -49,10 +49,6 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
         raise KvlatheError(f"the backend {name} cannot run this plan", reason, remedy)
 
 
-Refusal = tuple[str, str]
-"""A reason and a remedy."""
-
-
 def _hot_refusal(plan: CompressionPlan) -> Refusal | None:
     bits: set[int] = set()
     for bucket in plan.buckets:
@@ -78,63 +74,17 @@ def _coded_refusal(plan: CompressionPlan) -> Refusal | None:
     if any(tier.sums for tier in plan.tiers):
         reason = "its pages store sums of codes, which the kernels do not read"
         return reason, "choose a compression without stored sums"
-    coded = [x.tier for x in plan.buckets if plan.tiers[x.tier].is_coded]
-    for tier in coded:
-        refusal = _format_refusal(*plan.tiers[tier].formats, plan.page_tokens)
-        if refusal is not None:
-            return refusal
+    if refusal := forms_refusal(plan):
+        return refusal
+    coded = any(plan.tiers[bucket.tier].is_coded for bucket in plan.buckets)
     least, most = (kernel_limits()[name] for name in ("kLeastCodedPage", "kMaxPage"))
-    fits = least <= plan.page_tokens <= most and _is_power_of_two(plan.page_tokens)
+    fits = least <= plan.page_tokens <= most and is_power_of_two(plan.page_tokens)
     if coded and not fits:
         reason = (
             f"its quantized pages have {plan.page_tokens} tokens, and the kernels take "
             f"powers of two from {least} to {most}"
         )
         return reason, "build with --tokens_per_block 64 or 128"
-    return None
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number > 0 and number & (number - 1) == 0
-
-
-def _format_refusal(k: Format, v: Format, page_tokens: int) -> Refusal | None:
-    limits = kernel_limits()
-    if limits["kReadsEveryForm"]:
-        return _group_refusal((k, v), page_tokens)
-    for form in (k, v):
-        if form.bits == 3 or form.has_fixed_levels:
-            reason = (
-                f"its pages hold codes of {form.words}, whose kernels no GPU tested"
-            )
-            return reason, "choose even levels of 8, 4 or 2 bits, or another backend"
-    if k.bits != v.bits or not (k.along_rank and v.along_tokens):
-        reason = (
-            f"K has {k.bits} bits along the {k.axis}, V {v.bits} along the {v.axis}"
-        )
-        remedy = "choose equal bits, K's groups along the rank and V's along the tokens"
-        return reason, remedy
-    multiple, least = limits["kRankMultiple"], limits["kLeastCodedGroup"]
-    if k.group % multiple:
-        reason = f"K has groups of {k.group} channels"
-        return reason, f"choose a multiple of {multiple}"
-    if v.group < least or not _is_power_of_two(v.group) or page_tokens % v.group:
-        reason = f"V has groups of {v.group} tokens"
-        remedy = f"choose a power of two from {least} on, dividing a page"
-        return reason, remedy
-    return None
-
-
-def _group_refusal(forms: tuple[Format, Format], page_tokens: int) -> Refusal | None:
-    """Of kernels that read every form."""
-    multiple = kernel_limits()["kRankMultiple"]
-    for form in forms:
-        if form.is_coded and form.group % multiple:
-            reason = f"it has groups of {form.group}"
-            return reason, f"choose a multiple of {multiple}"
-        if form.along_tokens and page_tokens % form.group:
-            reason = f"it has groups of {form.group} tokens"
-            return reason, "choose groups that divide a page"
     return None
 
 

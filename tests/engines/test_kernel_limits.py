@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from kvlathe.base import kernel_limits
 from kvlathe.base.errors import KvlatheError
-from kvlathe.engines.targets import cuda, kernel_limits
+from kvlathe.engines.targets import cuda
+from kvlathe.plan import kernel_forms
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.plan import Bucket, CompressionPlan
@@ -88,7 +90,7 @@ def test_forms_that_no_gpu_has_tested_are_refused(
     for name in ("kReadsEveryForm", "kShowsWindows"):
         assert LIMITS[name] in (0, 1)
     limits = {**LIMITS, "kReadsEveryForm": 0}
-    monkeypatch.setattr(cuda, "kernel_limits", lambda: limits)
+    monkeypatch.setattr(kernel_forms, "kernel_limits", lambda: limits)
     with pytest.raises(KvlatheError, match=words):
         cuda.check_plan("cuda", plan)
     limits["kReadsEveryForm"] = 1
@@ -99,7 +101,7 @@ def test_groups_that_no_kernel_reads_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits = {**LIMITS, "kReadsEveryForm": 1}
-    monkeypatch.setattr(cuda, "kernel_limits", lambda: limits)
+    monkeypatch.setattr(kernel_forms, "kernel_limits", lambda: limits)
     for tier in (Tier(4, 4, group_v=48), Tier(4, 4, "token", "rank", 128, 64)):
         plan = dataclasses.replace(coded(), tiers=(Tier(16, 16), tier))
         with pytest.raises(KvlatheError, match="divide a page"):

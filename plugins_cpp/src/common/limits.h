@@ -1,7 +1,7 @@
 // How large things may be: every limit of the kernels, and the words that refuse more.
 //
 // Python reads the numbers from this file and refuses a plan beyond them when an engine is built
-// (kvlathe/engines/targets/kernel_limits.py). So each stands on a line of its own.
+// or loaded (kvlathe/base/kernel_limits.py). So each stands on a line of its own.
 #pragma once
 
 #include <cstdint>
