@@ -28,6 +28,15 @@ def halves(x: Array) -> Array:
     return x.astype(np.float16).astype(np.float64)
 
 
+def step_of(
+    plan: CompressionPlan, queries: list[int], lengths: list[list[int]], seed: int
+) -> Case:
+    """A case whose scores are small."""
+    case = Case(plan, 0, queries, lengths, seed)
+    case.scale = 0.05  # sharper scores would show the rounding of q', not a fault
+    return case
+
+
 class Step16:
     """The inputs of one case in halves, and its laws. Inputs are rounded first, so that
     both sides see the same."""

@@ -19,7 +19,7 @@ from kvlathe.plan.token_rules import KEEP_ALL, Window
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
 from tests.native.library import Library
-from tests.native.step16 import Step16
+from tests.native.step16 import Step16, step_of
 from tests.native_cpu.library import Call
 from tests.support.attend_cases import Case, plan_of
 
@@ -91,14 +91,6 @@ def sealed_steps(draw: st.DrawFn) -> Case:
         tail = draw(st.integers(0, 2 * page))
         lengths.append([tail, *[sealed] * len(tiers)])
     return step_of(plan, queries, lengths, draw(st.integers(0, 99)))
-
-
-def step_of(
-    plan: CompressionPlan, queries: list[int], lengths: list[list[int]], seed: int
-) -> Case:
-    case = Case(plan, 0, queries, lengths, seed)
-    case.scale = 0.05  # sharper scores would show the rounding of q', not a fault
-    return case
 
 
 def check(cuda: CudaLibrary, case: Case) -> None:

@@ -7,30 +7,11 @@ import dataclasses
 
 import pytest
 
-from kvlathe.runtime.cache.prefix import PrefixCache
-from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.sampling_params import SamplingParams
+from tests.support.prefix_cases import forget, prefixes, sharing
 from tests.support.runtime_cases import llm, text
 
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
-
-
-def sharing(kind: str, tokens: int = 8192) -> LLM:
-    engine = llm("torch", kind, tokens)
-    engine.engine.scheduler.prefixes = PrefixCache(engine.pool)
-    return engine
-
-
-def prefixes(engine: LLM) -> PrefixCache:
-    found = engine.engine.scheduler.prefixes
-    assert found is not None
-    return found
-
-
-def forget(engine: LLM) -> None:
-    while prefixes(engine).reclaim():
-        pass
-    assert engine.pool.bytes_in_use == 0
 
 
 @pytest.mark.parametrize(

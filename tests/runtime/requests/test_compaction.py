@@ -18,11 +18,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.cache.kept_pairs import kept_places
-from kvlathe.runtime.cache.prefix import PrefixCache
-from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests import compaction
 from kvlathe.runtime.requests.compaction import FIRST, LEAD, NEXT, Compaction
 from kvlathe.runtime.text.sampling_params import SamplingParams
+from tests.support.prefix_cases import forget, prefixes, sharing
 from tests.support.runtime_cases import MODEL, llm, text
 
 Scores = npt.NDArray[np.float64]
@@ -35,24 +34,6 @@ KINDS = ("compacted", "compacted alike", "sealed compacted")
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compaction, "PART", PART)
-
-
-def sharing(kind: str, backend: str = "torch", tokens: int = 8192) -> LLM:
-    engine = llm(backend, kind, tokens)
-    engine.engine.scheduler.prefixes = PrefixCache(engine.pool)
-    return engine
-
-
-def prefixes(engine: LLM) -> PrefixCache:
-    found = engine.engine.scheduler.prefixes
-    assert found is not None
-    return found
-
-
-def forget(engine: LLM) -> None:
-    while prefixes(engine).reclaim():
-        pass
-    assert engine.pool.bytes_in_use == 0
 
 
 def prompt() -> list[int]:
@@ -133,7 +114,7 @@ def lanes_apart(kind: str) -> list[list[int]]:
     ("backend", "kind"), [*(("torch", kind) for kind in KINDS), ("onnx", "compacted")]
 )
 def test_scores_are_the_largest_attention_in_float64(backend: str, kind: str) -> None:
-    engine = sharing(kind, backend)
+    engine = sharing(kind, backend=backend)
     tokens = prompt()[:PREFIX]
     work = Compaction(engine.engine, engine._sequences, engine.tokenizer, tokens)
     for _ in work.steps():
