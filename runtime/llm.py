@@ -20,7 +20,7 @@ import weakref
 from collections.abc import AsyncGenerator, Generator
 from collections.abc import Sequence as Items
 from contextlib import aclosing
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,14 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits, Manifest
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.cold import ColdPages, ZstdPages
+from kvlathe.runtime.cache.parcel import Origin
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.requests.answer import Answer
 from kvlathe.runtime.requests.compaction import Compaction, CompactionResult
 from kvlathe.runtime.requests.deltas import deltas
 from kvlathe.runtime.requests.engine_thread import EngineThread
+from kvlathe.runtime.requests.exchange import Exchange
 from kvlathe.runtime.requests.forced import ForcedText
 from kvlathe.runtime.requests.request import Delta, OnDelta, Request
 from kvlathe.runtime.requests.sequences import (
@@ -55,7 +57,8 @@ from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Sequence
 from kvlathe.runtime.sessions import registry as sessions
 from kvlathe.runtime.sessions.protocols import Session
-from kvlathe.runtime.text.sampling_params import SamplingParams, is_number
+from kvlathe.runtime.settings import check_counts, lowered, memory_share
+from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Items[SamplingParams] | None
@@ -118,17 +121,17 @@ class LLM(ClosesAtExit):
         Raises KvlatheError where the folder is incomplete or changed, or its backend
         cannot run here.
         """
-        _check_counts(threads=threads, cache_bytes=cache_bytes)
+        check_counts(threads=threads, cache_bytes=cache_bytes)
         folder = Path(engine_dir)
         opened = open_engine(folder, deep=verify)
-        limits = _lowered(opened.manifest.limits, max_batch_size)
+        limits = lowered(opened.manifest.limits, max_batch_size)
         manifest = dataclasses.replace(opened.manifest, limits=limits)
         plan = opened.plan
         log.info("loading %s", folder)
         runner = sessions.runner(manifest, folder, device)
         kind = runner.session(manifest)
         size = cache_bytes or sessions.cache_bytes(
-            manifest, CacheLayout(plan), runner, _share(gpu_memory_utilization)
+            manifest, CacheLayout(plan), runner, memory_share(gpu_memory_utilization)
         )
         session = kind(folder, plan, limits, size, threads)
         tokenizer = Tokenizer(folder)
@@ -254,6 +257,13 @@ class LLM(ClosesAtExit):
                 self.thread.call(steps.close)
                 raise
 
+    @cached_property
+    def exchange(self) -> Exchange:
+        """Prefixes and running sequences leave for another engine of the same build, or
+        come from one (docs/travel.md)."""
+        origin = Origin.of(self.plan, self.manifest)
+        return Exchange(self.engine, self.thread, self._sequences, origin)
+
     # -- limits ------------------------------------------------------------------------
     @property
     def limits(self) -> Limits:
@@ -349,38 +359,3 @@ def _advanced(
     except StopIteration as end:
         return end.value
     return None
-
-
-def _check_counts(**counts: int | None) -> None:
-    """Raises KvlatheError for a number that is not whole, or below 1."""
-    for name, value in counts.items():
-        if value is not None and (not is_number(value, whole=True) or value < 1):
-            raise KvlatheError(
-                f"{name} is {value!r:.60}",
-                "it must be a whole number, 1 or more",
-                "change it",
-            )
-
-
-def _share(value: float) -> float:
-    if is_number(value) and 0 < value <= 1:
-        return float(value)
-    raise KvlatheError(
-        f"gpu_memory_utilization is {value!r:.60}",
-        "it is the share of a GPU's memory that may be used",
-        "give a number above 0, 1 at most",
-    )
-
-
-def _lowered(limits: Limits, max_batch_size: int | None) -> Limits:
-    """``limits`` with a smaller batch. Raises KvlatheError for a larger one."""
-    if max_batch_size is None:
-        return limits
-    whole = is_number(max_batch_size, whole=True)
-    if not whole or not 1 <= max_batch_size <= limits.max_batch_size:
-        raise KvlatheError(
-            f"the engine cannot run {max_batch_size} sequences at once",
-            f"it was built for 1 to {limits.max_batch_size}",
-            "give a number in between, or build the engine with a larger one",
-        )
-    return dataclasses.replace(limits, max_batch_size=max_batch_size)

@@ -18,7 +18,8 @@ Pages = list[list[int]]
 class CompactedPrefix:
     """The first ``cached`` tokens of later sequences, of which lanes hold only some:
     ``pages`` of each bucket, and how many tokens they hold. ``ids``: the tokens, as
-    int32 bytes; ``salt``: the tenant; ``key``: what keys of blocks after it begin with.
+    int32 bytes; ``salt``: the tenant; ``share``: of its KV pairs, what was to stay;
+    ``key``: what keys of blocks after it begin with.
     """
 
     ids: bytes
@@ -26,6 +27,7 @@ class CompactedPrefix:
     cached: int
     pages: Pages
     lengths: list[int]
+    share: float
     key: bytes
 
 

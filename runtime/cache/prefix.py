@@ -74,10 +74,17 @@ class PrefixCache:
     def find(self, tokens: Sequence[int], salt: bytes = b"") -> tuple[PageTable, int]:
         """A table over the longest known prefix of ``tokens`` but the last, and how
         many tokens that is. A compacted prefix goes before whole blocks."""
-        base = self.compacted(tokens[:-1], salt)
-        table, cached = self.table(base, self._match(tokens[:-1], salt, base))
+        table, cached = self.longest(tokens[:-1], salt)
         self.hits += cached
         return table, cached
+
+    def longest(
+        self, tokens: Sequence[int], salt: bytes = b""
+    ) -> tuple[PageTable, int]:
+        """A table over the longest known prefix of ``tokens``, and how many tokens
+        that is."""
+        base = self.compacted(tokens, salt)
+        return self.table(base, self._match(tokens, salt, base))
 
     def table(
         self, base: CompactedPrefix | None, blocks: Sequence[Block] = ()
@@ -130,22 +137,39 @@ class PrefixCache:
         """Remember ``tokens`` as a compacted prefix: of their KV pairs the ``share``
         that ``table`` holds, whose pages are the cache's from now on. It replaces an
         older one of the same tokens."""
+        made = self.compacted_of(tokens, salt, share, table.pages, table.lengths)
+        self.replace(made)
+
+    def replace(self, made: CompactedPrefix) -> None:
+        """Remember a compacted prefix, whose pages are the cache's from now on, in place
+        of an older one of the same tokens."""
+        for one in list(self._compacted):
+            if one.salt == made.salt and one.ids == made.ids:
+                self._give_up(one)
+        self._compacted.append(made)
+
+    def compacted_of(
+        self,
+        tokens: Sequence[int],
+        salt: bytes,
+        share: float,
+        pages: Pages,
+        lengths: Sequence[int],
+    ) -> CompactedPrefix:
+        """What is known of a compacted prefix. It is not remembered."""
         ids = np.asarray(tokens, np.int32).tobytes()
-        older = [x for x in self._compacted if x.salt == salt and x.ids == ids]
-        for one in older:
-            self._give_up(one)
         mark = f"compacted {share!r}".encode()
         seed = self._first_key(salt)
         digest = hashlib.sha256(seed + mark + ids)
-        made = CompactedPrefix(
+        return CompactedPrefix(
             ids=ids,
             salt=salt,
             cached=len(tokens),
-            pages=table.pages,
-            lengths=list(table.lengths),
+            pages=pages,
+            lengths=list(lengths),
+            share=share,
             key=digest.digest(),
         )
-        self._compacted.append(made)
 
     def _give_up(self, prefix: CompactedPrefix) -> None:
         self._compacted.remove(prefix)

@@ -188,6 +188,19 @@ class EngineThread:
                 self._thread = None
                 raise
 
+    # -- for work that runs in the engine's thread (``call``) --------------------------
+    def settle(self) -> None:
+        """Wait for the tokens that are being chosen, and tell of them."""
+        for sequence in self._engine.rest():
+            if sequence in self._owners:
+                self._publish(sequence)
+
+    def move_out(self, sequence: Sequence) -> None:
+        """End a sequence that goes on elsewhere, and tell of it."""
+        self._engine.move_out(sequence)
+        if sequence in self._owners:
+            self._publish(sequence)
+
     # -- in the engine's thread --------------------------------------------------------
     def _run(self) -> None:
         fault: BaseException | None = None

@@ -22,8 +22,8 @@ class Delta:
     back. ``logprobs``: one for each of ``token_ids`` where asked for, else empty.
     ``prompt_logprobs``: with a sequence's first delta, where asked for; one for each
     token of the prompt but the first. ``finish_reason``: None while the sequence goes
-    on, then stop, length, cancelled, timeout (its deadline passed) or error (``error``
-    says which).
+    on, then stop, length, cancelled, timeout (its deadline passed), moved (it goes on
+    elsewhere) or error (``error`` says which).
     """
 
     index: int
@@ -62,7 +62,7 @@ class Request:
         self.done = threading.Event()
         if not sequences:
             self.done.set()
-        self._told = [Told(0, 0, sequence.started) for sequence in sequences]
+        self._told = [_told(sequence) for sequence in sequences]
 
     def news(self, index: int) -> Delta:
         """What was not passed on yet of the sequence at ``index``."""
@@ -99,3 +99,15 @@ class Request:
                 "the engine was closed while it was computed",
                 "load the engine again",
             )
+        if any(sequence.finish_reason == "moved" for sequence in self.sequences):
+            raise KvlatheError(
+                "the answer is not whole",
+                "its sequence was exported",
+                "go on with it where it was adopted",
+            )
+
+
+def _told(sequence: Sequence) -> Told:
+    """What was said of a sequence that came from elsewhere is not said again."""
+    characters = len(sequence.text.text) if sequence.text else 0
+    return Told(characters, sequence.answered, sequence.started)

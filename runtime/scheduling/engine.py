@@ -164,9 +164,14 @@ class Engine:
         self.scheduler.costs.ran(flight.tokens, flight.chunks, seconds)
         return changed
 
-    def rest(self) -> None:
-        """Nobody waits for anything: wait for the step that was launched last."""
-        self._land()
+    def rest(self) -> list[Sequence]:
+        """Wait for the step that was launched last. Returns the sequences that it
+        changed."""
+        return self._land()
+
+    def move_out(self, sequence: Sequence) -> None:
+        """End a sequence here that goes on elsewhere."""
+        self._end(sequence, "moved")
 
     def check_device(self, error: Exception) -> None:
         """Raises DeviceLost where a step failed because nothing can run any more."""

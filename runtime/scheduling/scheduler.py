@@ -259,10 +259,7 @@ class Scheduler:
     def _prepare(self, sequence: Sequence) -> None:
         """Bring its pages back from the host, or find its first pages in the prefix
         cache. Raises OutOfPages."""
-        if swapped := self._swapped.get(sequence):
-            with self._moving(self._bytes(swapped.data)):
-                sequence.table = self.pool.swap_in(swapped, self.mover)
-            del self._swapped[sequence]
+        self.bring_back(sequence)
         self._lead(sequence)
         if sequence.cached or sequence.follows or sequence.reports_prompt:
             return
@@ -271,6 +268,14 @@ class Scheduler:
             table, cached = self.prefixes.find(sequence.tokens, sequence.salt)
             sequence.table = table
             sequence.cached = cached
+
+    def bring_back(self, sequence: Sequence) -> None:
+        """Its pages are in the pool again, where they were on the host. Raises
+        OutOfPages."""
+        if swapped := self._swapped.get(sequence):
+            with self._moving(self._bytes(swapped.data)):
+                sequence.table = self.pool.swap_in(swapped, self.mover)
+            del self._swapped[sequence]
 
     @contextlib.contextmanager
     def guest(self) -> Generator[None]:
@@ -366,7 +371,19 @@ class Scheduler:
         there are none."""
         if self.prefixes and self.prefixes.reclaim():
             return True
-        if not self._computed_prompts:
-            return False
-        self._forget(self._computed_prompts[0])
-        return True
+        if self._computed_prompts:
+            self._forget(self._computed_prompts[0])
+            return True
+        return self._move_waiting()
+
+    def _move_waiting(self) -> bool:
+        """Move the pages of one that waits to the host: of an adopted sequence, which
+        came with them."""
+        for sequence in self.waiting:
+            if any(sequence.table.pages):
+                size = self._bytes(sequence.table.pages)
+                with self._moving(size):
+                    moved = self.pool.swap_out(sequence.table, self.mover)
+                self._swapped[sequence] = moved
+                return True
+        return False

@@ -51,8 +51,8 @@ class Sequence:
     has. ``shared_prompt``: where several answers to one prompt were asked for.
 
     ``arrival``: number in the queue. ``deadline``: of time.perf_counter(); the sequence
-    ends then, finished or not. ``finish_reason``: stop, length, cancelled, timeout or
-    error; ``error`` says which. ``logprobs``: one for each token of the answer, where
+    ends then, finished or not. ``finish_reason``: stop, length, cancelled, timeout, moved
+    or error; ``error`` says which. ``logprobs``: one for each token of the answer, where
     wanted; ``prompt_logprobs``: of the prompt's tokens but the first. The times are in
     seconds of time.perf_counter(), 0 before they come.
     """

@@ -120,6 +120,26 @@ class PageMover(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory that a network card or another process may be given: ``size`` bytes from
+    ``address`` on. ``device``: cpu, or where else addresses are of."""
+
+    address: int
+    size: int
+    device: str
+
+
+@runtime_checkable
+class PoolMemory(Protocol):
+    """Has its pages in one range of memory, page by page as the layout says."""
+
+    @property
+    def region(self) -> Region:
+        """The pool: page i of a bucket begins at i times the bucket's page stride."""
+        ...
+
+
 class PageQuantizer(Protocol):
     """Quantizes full pages between steps."""
 

@@ -24,7 +24,7 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.sessions.host import huge_pages
 from kvlathe.runtime.sessions.host.page_scores import PageScores
-from kvlathe.runtime.sessions.protocols import FullPage, Scores, StepPlan
+from kvlathe.runtime.sessions.protocols import FullPage, Region, Scores, StepPlan
 
 INT32_UNITS = 2**31 - 1
 
@@ -137,6 +137,11 @@ class HostPages:
             self._cells[target.ravel()] = (
                 cells if whole else cells.take(scatter.source, axis=1)
             ).ravel()
+
+    @property
+    def region(self) -> Region:
+        """As PoolMemory.region."""
+        return Region(self.memory.ctypes.data, self.memory.nbytes, "cpu")
 
     # -- pages change between steps ----------------------------------------------------
     def seal(self, pages: Sequence[FullPage]) -> None:

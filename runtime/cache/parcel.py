@@ -1,0 +1,226 @@
+"""Parcels: pages outside their pool. A description, small and JSON, and their bytes.
+
+    packed   mark | length of the description | its digest | description | page | page | ...
+
+Bytes go packed, to a file or a socket, or by themselves from pool to pool: the
+description has the page ids that they left, and ``requests/exchange.py`` the addresses.
+Every page has a digest, so what was damaged on its way is refused. Full pages travel
+whole. Of a page that is filled in part, the rows of its tokens are in the description
+(hot_rows.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan import json_fields
+from kvlathe.plan.json_fields import Count, Positive, PositiveFloat, Sha256
+from kvlathe.plan.manifest import BASIS_FILE, Manifest
+from kvlathe.plan.plan import CompressionPlan
+
+Kind = TypeVar("Kind")
+MARK = b"kvlathe pages 1\n"
+"""Its number rises where the bytes of a page, or those around them, change."""
+HEAD = struct.Struct(f"<{len(MARK)}sI32s")
+MOST_SAID = 1 << 26
+"""Bytes of a description: a larger one is none of ours."""
+PLAIN = "plain"
+"""The coding of pages that are as the pool has them."""
+BytesLike = bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Whose pages: ``plan`` is the digest of the plan, ``weights`` one of the checkpoint
+    and of the bases that keys and values are projected to."""
+
+    plan: Sha256
+    weights: Sha256
+
+    @classmethod
+    def of(cls, plan: CompressionPlan, manifest: Manifest | None) -> Origin:
+        """Of an engine; without a manifest nothing is known of its weights."""
+        said = ""
+        if manifest is not None:
+            basis = manifest.files.get(BASIS_FILE)
+            said = manifest.model_digest
+            said += basis.sha256 if basis else ""
+        digest = hashlib.sha256(said.encode())
+        return cls(plan.digest, digest.hexdigest())
+
+    def check(self, theirs: Origin) -> None:
+        """Raises KvlatheError for pages of another plan, or of other weights."""
+        remedy = "send them to an engine of the same build"
+        if theirs.plan != self.plan:
+            reason = (
+                f"their plan is {theirs.plan:.12}, this engine's is {self.plan:.12}"
+            )
+            raise KvlatheError("pages of another plan were sent", reason, remedy)
+        if theirs.weights != self.weights:
+            reason = (
+                f"theirs are {theirs.weights:.12}, this engine's {self.weights:.12}"
+            )
+            raise KvlatheError("pages of other weights were sent", reason, remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class PageList:
+    """Pages of each bucket: the ``sizes`` of their bytes, and a digest of each.
+    ``coding``: what the bytes are, pages or what a PageCodec made of them."""
+
+    origin: Origin
+    sizes: tuple[tuple[Count, ...], ...]
+    digests: tuple[tuple[Sha256, ...], ...]
+    coding: str = PLAIN
+
+    @classmethod
+    def of(
+        cls, origin: Origin, pages: Sequence[Sequence[BytesLike]], coding: str = PLAIN
+    ) -> PageList:
+        sizes: list[tuple[int, ...]] = []
+        digests: list[tuple[str, ...]] = []
+        for of_bucket in pages:
+            sizes.append(tuple(map(len, of_bucket)))
+            digests.append(tuple(map(digest_of, of_bucket)))
+        return cls(origin, tuple(sizes), tuple(digests), coding)
+
+    def check(self, bucket: int, place: int, page: BytesLike) -> None:
+        """Raises KvlatheError where page ``place`` of a bucket is not what was listed."""
+        same_size = len(page) == self.sizes[bucket][place]
+        if not same_size or digest_of(page) != self.digests[bucket][place]:
+            name = f"page {place} of bucket {bucket}"
+            raise damaged(f"{name} does not have its digest")
+
+    def split(self, body: memoryview) -> list[list[memoryview]]:
+        """The pages in ``body``, end to end, checked. Raises KvlatheError."""
+        wanted = sum(map(sum, self.sizes))
+        if wanted != len(body):
+            raise damaged(f"it has {len(body):,} bytes of {wanted:,}")
+        found: list[list[memoryview]] = []
+        at = 0
+        for bucket, sizes in enumerate(self.sizes):
+            of_bucket: list[memoryview] = []
+            for place, size in enumerate(sizes):
+                page = body[at : at + size]
+                self.check(bucket, place, page)
+                of_bucket.append(page)
+                at += size
+            found.append(of_bucket)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The compacted prefix that a table begins with (page_table.CompactedPrefix):
+    ``cached`` tokens, of whose KV pairs the ``share`` was kept. The first ``pages`` of
+    each bucket are its own."""
+
+    cached: Positive
+    share: PositiveFloat
+    lengths: tuple[Count, ...]
+    pages: tuple[Count, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """What a sequence is beside its cache: how long its prompt is, its parameters (JSON),
+    its sampler's seed and how many tokens it drew, and the log-probabilities it has
+    reported so far (JSON): of its answer, of its prompt."""
+
+    prompt_tokens: Positive
+    params: str
+    seed: Count
+    drawn: Count
+    logprobs: str
+    prompt_logprobs: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """A description. ``listed``: its full pages, which have the page ids ``ids`` in the
+    pool that they left. ``tokens``: the token ids, of which the first ``cached`` have K
+    and V there. ``lengths``, ``arrived``: of its page table, by bucket. ``rows``: of each
+    bucket the bytes of a last page that is filled in part, base64; else empty.
+
+    ``running``: of a sequence; None: a prefix.
+    """
+
+    listed: PageList
+    ids: tuple[tuple[Count, ...], ...]
+    tokens: tuple[Count, ...]
+    cached: Positive
+    lengths: tuple[Count, ...]
+    arrived: tuple[Count, ...]
+    rows: tuple[str, ...]
+    base: Base | None = None
+    running: Running | None = None
+
+    @property
+    def page_bytes(self) -> int:
+        """Of the pages; what else there is, is in the description."""
+        return sum(map(sum, self.listed.sizes))
+
+    def to_json(self) -> str:
+        return said(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Parcel:
+        """Raises KvlatheError for what is no parcel."""
+        return heard(cls, text)
+
+
+def said(value: Parcel | PageList) -> str:
+    return json.dumps(dataclasses.asdict(value), separators=(",", ":"))
+
+
+def heard(kind: type[Kind], text: str) -> Kind:
+    """What ``said`` wrote of ``kind``. Raises KvlatheError."""
+    try:
+        return json_fields.read(kind, json_fields.parse(text), "it")
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise damaged(f"its description is malformed ({error})") from error
+
+
+def digest_of(data: BytesLike) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def pack(text: str, pages: Sequence[Sequence[BytesLike]]) -> list[BytesLike]:
+    """A description and its pages, as pieces that together are packed."""
+    body = text.encode()
+    digest = hashlib.sha256(body).digest()
+    head = HEAD.pack(MARK, len(body), digest)
+    pieces: list[BytesLike] = [head, body]
+    for of_bucket in pages:
+        pieces += of_bucket
+    return pieces
+
+
+def unpack(data: BytesLike) -> tuple[str, memoryview]:
+    """The description, and the bytes behind it. Raises KvlatheError for what is cut
+    short, damaged, or no parcel."""
+    view = memoryview(data)
+    if len(view) < HEAD.size:
+        raise damaged("it ends early")
+    mark, length, digest = HEAD.unpack_from(view)
+    if mark != MARK:
+        raise damaged("it does not begin as ours do")
+    end = HEAD.size + length
+    body = bytes(view[HEAD.size : end])
+    if length > MOST_SAID or len(body) != length:
+        raise damaged("it ends early")
+    if hashlib.sha256(body).digest() != digest:
+        raise damaged("its description does not have its digest")
+    return body.decode(), view[end:]
+
+
+def damaged(reason: str) -> KvlatheError:
+    fact = "a parcel of pages cannot be read"
+    return KvlatheError(fact, reason, "send it again, or compute it here")

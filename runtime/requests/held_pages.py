@@ -1,0 +1,177 @@
+"""Pages that are held between two pools: a Departure's stay until they were read, an
+Arrival's wait to be filled. What touches the pool runs in the engine's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from functools import partial
+
+from kvlathe.base.closing import ClosesAtExit
+from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.cache.page_table import Pages, PageTable
+from kvlathe.runtime.cache.parcel import Parcel, pack
+from kvlathe.runtime.requests.engine_thread import EngineThread
+from kvlathe.runtime.scheduling.engine import Engine
+from kvlathe.runtime.sessions.protocols import PoolMemory, Region
+
+BATCH = 1 << 26
+"""Bytes that are read or written between two steps: others wait for them."""
+Place = tuple[int, int, int]
+"""A page: its bucket, its place in the list, its id in the pool."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """``size`` adjacent bytes, here and there: one entry of a transfer list."""
+
+    source: int
+    target: int
+    size: int
+
+
+class HeldPages(ClosesAtExit):
+    """Pages of ``table``, which are nobody else's to write until ``close``."""
+
+    def __init__(self, engine: Engine, thread: EngineThread, table: PageTable) -> None:
+        self._engine, self._thread, self._table = engine, thread, table
+        self.parcel: Parcel
+
+    def _places(self, ids: Items[Items[int]]) -> Iterator[list[Place]]:
+        """Batches of pages that are moved between two steps."""
+        batch: list[Place] = []
+        size = 0
+        for bucket, of_bucket in enumerate(ids):
+            for place, page in enumerate(of_bucket):
+                batch.append((bucket, place, page))
+                size += self._engine.pool.strides[bucket]
+                if size >= BATCH:
+                    yield batch
+                    batch, size = [], 0
+        yield batch
+
+    def _read(self, ids: Items[Items[int]]) -> list[list[bytes]]:
+        """The bytes of pages."""
+        read = self._engine.session.read_page
+        found: list[list[bytes]] = [[] for _ in ids]
+
+        def read_all(batch: list[Place]) -> None:
+            for bucket, _, page in batch:
+                found[bucket].append(read(bucket, page))
+
+        for batch in self._places(ids):
+            self._thread.call(partial(read_all, batch))
+        return found
+
+    def close(self) -> None:
+        """Give the pages back. Harmless after a first time, and once the engine is
+        closed."""
+        if self._thread.alive:
+            self._thread.call(partial(self._engine.pool.release, self._table))
+
+
+class Departure(HeldPages):
+    """A ``parcel``, and its pages in the pool. They stay what they are until ``close``
+    says that they have arrived."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        thread: EngineThread,
+        table: PageTable,
+        describe: Callable[[list[list[bytes]]], Parcel],
+        ids: Items[Items[int]],
+    ) -> None:
+        super().__init__(engine, thread, table)
+        try:
+            self.parcel = describe(self._read(ids))
+        except BaseException:
+            self.close()
+            raise
+
+    def packed(self) -> bytes:
+        """Description and pages in one piece."""
+        pages = self._read(self.parcel.ids)
+        return b"".join(pack(self.parcel.to_json(), pages))
+
+
+class Arrival(HeldPages):
+    """Pages of this pool for a ``parcel`` that is on its way: ``ids``, of each bucket, in
+    its order. ``close`` gives them back, unless they were adopted."""
+
+    def __init__(
+        self, engine: Engine, thread: EngineThread, parcel: Parcel, table: PageTable
+    ) -> None:
+        super().__init__(engine, thread, table)
+        self.parcel = parcel
+        full: Pages = []
+        for own, theirs in zip(table.pages, parcel.ids, strict=True):
+            full.append(own[: len(theirs)])
+        self.ids = full
+
+    def pieces(self, source: Region) -> list[Piece]:
+        """What to read from the pool ``source`` that the pages left, and where to write
+        it: pages that are adjacent in both pools are one piece. Raises KvlatheError where
+        this pool's memory has no address."""
+        here = region_of(self._engine).address
+        strides = self._engine.pool.strides
+        found: list[Piece] = []
+        for b, (theirs, own) in enumerate(zip(self.parcel.ids, self.ids, strict=True)):
+            for left, page in zip(theirs, own, strict=True):
+                begin = source.address + left * strides[b]
+                target = here + page * strides[b]
+                piece = Piece(begin, target, strides[b])
+                if found and _adjacent(found[-1], piece):
+                    whole = found[-1].size + piece.size
+                    piece = Piece(found[-1].source, found[-1].target, whole)
+                    found.pop()
+                found.append(piece)
+        return found
+
+    def fill(self, body: memoryview) -> None:
+        """Write the bytes behind a packed description. Raises KvlatheError for a page
+        that is not what was listed; nothing is adopted then."""
+        pages = self.parcel.listed.split(body)
+        write = self._engine.session.write_page
+
+        def write_all(batch: list[Place]) -> None:
+            for bucket, place, page in batch:
+                write(bucket, page, bytes(pages[bucket][place]))
+
+        for batch in self._places(self.ids):
+            self._thread.call(partial(write_all, batch))
+
+    def check(self) -> None:
+        """After bytes came by address: raises KvlatheError for a page that is not what
+        was listed."""
+        for bucket, pages in enumerate(self._read(self.ids)):
+            for place, page in enumerate(pages):
+                self.parcel.listed.check(bucket, place, page)
+
+    def last_page(self, bucket: int) -> int:
+        """Its page for the rows of a bucket."""
+        return self._table.pages[bucket][-1]
+
+    def take(self) -> PageTable:
+        """In the engine's thread: the table, which is the caller's now."""
+        table = self._table
+        self._table = self._engine.pool.open()
+        return table
+
+
+def region_of(engine: Engine) -> Region:
+    """Where a pool is. Raises KvlatheError where nobody said."""
+    session = engine.session
+    if isinstance(session, PoolMemory):
+        return session.region
+    raise KvlatheError(
+        "pages cannot go by address",
+        f"{type(session).__name__} does not say where its pool is",
+        "send them packed",
+    )
+
+
+def _adjacent(before: Piece, after: Piece) -> bool:
+    source = before.source + before.size == after.source
+    return source and before.target + before.size == after.target

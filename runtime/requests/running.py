@@ -1,0 +1,86 @@
+"""A running sequence as data, and back: what of it is not in its pages."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence as Items
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.cache.parcel import Parcel, Running, damaged
+from kvlathe.runtime.requests.sequences import SequenceFactory
+from kvlathe.runtime.scheduling.sequence import Sequence
+from kvlathe.runtime.text.sampler import TokenLogprob
+from kvlathe.runtime.text.sampling_params import SamplingParams
+
+
+def running_of(sequence: Sequence) -> Running:
+    """Deadlines stay behind: they are of this machine's clock."""
+    params = dataclasses.asdict(sequence.params)
+    return Running(
+        prompt_tokens=sequence.prompt_tokens,
+        params=json.dumps(params),
+        seed=sequence.sampler.seed,
+        drawn=sequence.sampler.drawn,
+        logprobs=_said(sequence.logprobs),
+        prompt_logprobs=_said(sequence.prompt_logprobs),
+    )
+
+
+def resumed(factory: SequenceFactory, parcel: Parcel, salt: bytes) -> Sequence:
+    """The sequence of a parcel, without its pages: it has said what it had said there,
+    and draws the tokens that it would have drawn. Raises KvlatheError for what is none,
+    or what this engine cannot serve."""
+    running = parcel.running
+    if running is None:
+        raise KvlatheError(
+            "no sequence can go on from this parcel",
+            "it holds a prefix",
+            "adopt it as one",
+        )
+    tokens = list(parcel.tokens)
+    sequence = factory.request(tokens[: running.prompt_tokens], _params(running))
+    answer = tokens[running.prompt_tokens :]
+    if len(tokens) >= sequence.most_tokens or parcel.cached >= len(tokens):
+        raise damaged("no token of its sequence is left to compute")
+    factory.check(tokens, 0)
+    sequence.tokens = tokens
+    sequence.cached = parcel.cached
+    sequence.salt = salt
+    if parcel.cached >= running.prompt_tokens:
+        sequence.prompt_stages = None
+    sequence.sampler.seed = running.seed
+    sequence.sampler.drawn = running.drawn
+    sequence.logprobs = _heard(running.logprobs)
+    sequence.prompt_logprobs = _heard(running.prompt_logprobs)
+    for token in answer:
+        if sequence.text:
+            sequence.text.push(token)
+    return sequence
+
+
+def _params(running: Running) -> SamplingParams:
+    try:
+        fields = json.loads(running.params)
+        bias = fields["logit_bias"]
+        fields["logit_bias"] = tuple(map(tuple, bias))
+        return SamplingParams(**fields)
+    except (LookupError, TypeError, ValueError) as error:
+        reason = f"its sampling parameters are malformed ({error})"
+        raise damaged(reason) from error
+
+
+def _said(logprobs: Items[TokenLogprob]) -> str:
+    return json.dumps([(one.token_id, one.logprob, one.top) for one in logprobs])
+
+
+def _heard(text: str) -> list[TokenLogprob]:
+    found: list[TokenLogprob] = []
+    try:
+        for token, logprob, top in json.loads(text):
+            best = tuple(map(tuple, top))
+            found.append(TokenLogprob(token, logprob, best))
+    except (TypeError, ValueError) as error:
+        reason = f"its log-probabilities are malformed ({error})"
+        raise damaged(reason) from error
+    return found

@@ -1,0 +1,342 @@
+"""Laws of pages that travel: a prefix or a sequence goes on elsewhere as if it had never
+left, to the bit; what is of another build or damaged is refused, and takes no page."""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import dataclasses
+import json
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.runtime.cache.arena import OutOfPages
+from kvlathe.runtime.cache.hot_rows import HotRows
+from kvlathe.runtime.cache.parcel import Origin, Parcel, pack, unpack
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.requests.held_pages import Arrival, Departure
+from kvlathe.runtime.requests.request import Request
+from kvlathe.runtime.text.sampling_params import SamplingParams
+from tests.support.prefix_cases import forget, prefixes, sharing
+from tests.support.runtime_cases import LIMITS, RANKED, llm, model_shape, plans, text
+
+LAYOUTS = {kind: CacheLayout(plan) for kind, plan in plans(model_shape()).items()}
+SHARED = (
+    "one",
+    "split",
+    "sealed",
+    "sealed split",
+    "coded",
+    "windowed",
+    "sealed windows",
+)
+SAMPLED = SamplingParams(
+    max_new_tokens=40, ignore_eos=True, temperature=1.0, seed=7, logprobs=2
+)
+
+
+def moved(source: LLM, prompt: list[int], after: int) -> Departure:
+    """A sequence of ``source`` that has given ``after`` tokens or a few more."""
+    ready = threading.Event()
+    sequence = source.sequence(list(prompt), SAMPLED)
+
+    def told(_: object) -> None:
+        if sequence.answered >= after:
+            ready.set()
+
+    source.thread.submit([sequence], told)
+    assert ready.wait(60)
+    departure = source.exchange.export_sequence(sequence)
+    assert departure is not None and sequence.finish_reason == "moved"
+    return departure
+
+
+def finished(target: LLM, arrival: Arrival) -> Request:
+    request = target.exchange.adopt_sequence(arrival)
+    target.thread.wait(request)
+    return request
+
+
+def copied(source: LLM, departure: Departure, target: LLM) -> Arrival:
+    """As a network card would: from pool to pool, by address."""
+    parcel = Parcel.from_json(departure.parcel.to_json())
+    arrival = target.exchange.expect(parcel)
+    for piece in arrival.pieces(source.exchange.memory):
+        ctypes.memmove(piece.target, piece.source, piece.size)
+    arrival.check()
+    return arrival
+
+
+@pytest.mark.parametrize("kind", [*SHARED, *RANKED, "mixed"])
+@pytest.mark.parametrize("length", [37, 700])
+def test_a_sequence_goes_on_elsewhere_as_if_it_had_not_moved(
+    kind: str, length: int
+) -> None:
+    prompt = list(text(length))
+    with llm("torch", kind) as alone:
+        expected = alone.generate([prompt], SAMPLED)[0]
+    with llm("torch", kind) as source, llm("torch", kind) as target:
+        with moved(source, prompt, 9) as departure:
+            arrival = target.exchange.unpack(departure.packed())
+        assert source.pool.bytes_in_use == 0
+        [sequence] = finished(target, arrival).sequences
+        assert sequence.answer == expected.token_ids
+        assert sequence.logprobs == expected.logprobs
+        assert sequence.text and sequence.text.text == expected.text
+        assert target.pool.bytes_in_use == 0
+
+
+@pytest.mark.parametrize("kind", ["sealed split", "windowed", "budget"])
+def test_pages_go_from_pool_to_pool_without_a_copy_between(kind: str) -> None:
+    prompt = list(text(300))
+    with llm("torch", kind) as source, llm("torch", kind) as target:
+        expected = source.generate([prompt], SAMPLED)[0]
+        other = target.exchange  # pages lie elsewhere than in the source
+        held = target.pool.take([1] * len(target.pool.strides))
+        departure = source.exchange.prefill(source.sequence(list(prompt), SAMPLED))
+        assert departure is not None and other.memory.device == "cpu"
+        with departure:
+            arrival = copied(source, departure, target)
+        [sequence] = finished(target, arrival).sequences
+        assert sequence.answer == expected.token_ids
+        target.pool.drop(held)
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_a_prefix_is_found_where_it_was_adopted(kind: str) -> None:
+    prompt = list(text(1100))
+    source, target = sharing(kind), sharing(kind)
+    expected = source.generate([prompt], SAMPLED)[0]
+    with source.exchange.export_prefix(prompt) as departure:
+        count = departure.parcel.cached
+        arrival = target.exchange.unpack(departure.packed())
+    assert count >= 1024 and not any(departure.parcel.rows)
+    assert target.exchange.adopt_prefix(arrival) == count
+    assert target.generate([prompt], SAMPLED)[0].token_ids == expected.token_ids
+    assert prefixes(target).hits == count
+    for engine in (source, target):
+        forget(engine)
+
+
+def test_a_compacted_prefix_is_found_where_it_was_adopted() -> None:
+    kind, prompt = "compacted", list(text(300))
+    source = sharing(kind, backend="onnxruntime")
+    target = sharing(kind, backend="onnxruntime")
+    source.compact(prompt[:256])
+    expected = source.generate([prompt], SAMPLED)[0]
+    with source.exchange.export_prefix(prompt) as departure:
+        assert departure.parcel.base is not None
+        arrival = target.exchange.unpack(departure.packed())
+    count = target.exchange.adopt_prefix(arrival)
+    assert target.generate([prompt], SAMPLED)[0].token_ids == expected.token_ids
+    assert prefixes(target).hits == count >= 256
+    for engine in (source, target):
+        forget(engine)
+
+
+def test_a_prefix_is_its_tenants_alone() -> None:
+    prompt = list(text(200))
+    source, target = sharing("one"), sharing("one")
+    source.generate([prompt], SAMPLED)
+    with source.exchange.export_prefix(prompt) as departure:
+        arrival = target.exchange.unpack(departure.packed())
+    target.exchange.adopt_prefix(arrival, b"tenant")
+    assert target.exchange.export_prefix(prompt, b"tenant").parcel.cached == 192
+    with pytest.raises(KvlatheError, match="none is cached"):
+        target.exchange.export_prefix(prompt)
+    with pytest.raises(KvlatheError, match="none is cached"):
+        source.exchange.export_prefix(prompt, b"tenant")
+
+
+def test_what_was_told_there_is_not_told_again() -> None:
+    prompt = list(text(90))
+    with llm("torch", "sealed") as source, llm("torch", "sealed") as target:
+        expected = source.generate([prompt], SAMPLED)[0]
+        with moved(source, prompt, 5) as departure:
+            before = len(departure.parcel.tokens) - len(prompt)
+            arrival = target.exchange.unpack(departure.packed())
+        heard: list[int] = []
+        request = target.exchange.adopt_sequence(
+            arrival, on_delta=lambda delta: heard.extend(delta.token_ids)
+        )
+        assert request.done.wait(60)
+        assert heard == expected.token_ids[before:] and before >= 5
+
+
+def test_an_answer_that_ends_at_once_has_nothing_to_hand_over() -> None:
+    with llm("torch", "one") as engine:
+        short = engine.sequence(list(text(20)), SamplingParams(max_new_tokens=1))
+        assert engine.exchange.prefill(short) is None
+        assert short.answered == 1 and engine.pool.bytes_in_use == 0
+
+
+def test_pages_of_a_sequence_that_waits_make_room_for_others() -> None:
+    """An adopted sequence has its pages before its turn. Who needs them gets them, and
+    it still ends as it would have."""
+    prompt, limits = list(text(200)), dataclasses.replace(LIMITS, max_batch_size=1)
+    with llm("torch", "sealed") as source:
+        expected = source.generate([prompt], SAMPLED)[0].token_ids
+        departure = moved(source, prompt, 3)
+        data = departure.packed()
+    with llm("torch", "sealed", limits=limits) as target:
+        long = SamplingParams(max_new_tokens=2000, ignore_eos=True)
+        running = target.thread.submit([target.sequence(list(text(20)), long)])
+        request = target.exchange.adopt_sequence(target.exchange.unpack(data))
+        [waiting] = request.sequences
+
+        def fill() -> int:
+            taken: list[list[list[int]]] = []
+            before = len(waiting.table.pages[1])
+            with pytest.raises(OutOfPages):
+                while True:
+                    taken.append(target.pool.take([1] * len(target.pool.strides)))
+            for pages in taken:
+                target.pool.drop(pages)
+            return before
+
+        assert target.thread.call(fill) > 0
+        assert not any(waiting.table.pages) and waiting.cached
+        target.thread.cancel(running)
+        target.thread.wait(request)
+        assert waiting.answer == expected
+        assert target.pool.bytes_in_use == 0
+
+
+# -- what is refused -------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def packed() -> bytes:
+    with llm("torch", "sealed") as source:
+        departure = source.exchange.prefill(source.sequence(list(text(150)), SAMPLED))
+        assert departure is not None
+        with departure:
+            return departure.packed()
+
+
+def changed(packed: bytes, change: Callable[[dict], None]) -> bytes:
+    """With another description, signed as it should be."""
+    said, body = unpack(packed)
+    fields = json.loads(said)
+    change(fields)
+    return b"".join(pack(json.dumps(fields), [[body]]))
+
+
+def test_pages_of_another_build_are_refused(packed: bytes) -> None:
+    with (
+        llm("torch", "sealed split") as target,
+        pytest.raises(KvlatheError, match=r"another plan.*engine's is.*same build"),
+    ):
+        target.exchange.unpack(packed)
+    with llm("torch", "sealed") as target:
+        target.exchange.origin = Origin(target.plan.digest, "0" * 64)
+        with pytest.raises(KvlatheError, match=r"other weights.*Send them"):
+            target.exchange.unpack(packed)
+        assert target.pool.bytes_in_use == 0
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_bytes_that_were_damaged_are_refused(
+    packed: bytes, data: st.DataObject
+) -> None:
+    target = _target()
+    at = data.draw(st.integers(0, len(packed) - 1))
+    if data.draw(st.booleans()):
+        wrong = packed[:at]
+    else:
+        flipped = packed[at] ^ data.draw(st.integers(1, 255))
+        wrong = packed[:at] + bytes([flipped]) + packed[at + 1 :]
+    with pytest.raises(KvlatheError, match="parcel"):
+        target.exchange.unpack(wrong)
+    assert target.pool.bytes_in_use == 0
+
+
+FORGED: dict[str, Callable[[dict], None]] = {
+    "more cached than known": lambda x: x.update(cached=len(x["tokens"]) + 1),
+    "longer than cached": lambda x: x["lengths"].__setitem__(0, 10**6),
+    "fewer buckets": lambda x: x.update(ids=x["ids"][:1]),
+    "a page too many": lambda x: x["ids"][1].append(0),
+    "smaller pages": lambda x: x["listed"]["sizes"][1].__setitem__(0, 5),
+    "coded": lambda x: x["listed"].update(coding="zstd"),
+    "rows that are none": lambda x: x.update(rows=["*", ""]),
+    "too few rows": lambda x: x.update(rows=[base64.b64encode(b"few").decode(), ""]),
+    "a field too many": lambda x: x.update(more=1),
+    "unknown parameters": lambda x: x["running"].update(params='{"a": 1}'),
+    "parameters that are none": lambda x: x["running"].update(params="["),
+    "logprobs that are none": lambda x: x["running"].update(logprobs="[1]"),
+    "unknown tokens": lambda x: x["tokens"].__setitem__(-1, 10**6),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_description_is_refused_and_takes_no_page(
+    packed: bytes, name: str
+) -> None:
+    target = _target()
+    with pytest.raises(KvlatheError):
+        arrival = target.exchange.unpack(changed(packed, FORGED[name]))
+        target.exchange.adopt_sequence(arrival)
+    assert target.pool.bytes_in_use == 0
+
+
+def test_a_prefix_is_no_sequence_and_a_sequence_no_prefix(packed: bytes) -> None:
+    target = sharing("sealed")
+    with pytest.raises(KvlatheError, match="it is a sequence"):
+        target.exchange.adopt_prefix(target.exchange.unpack(packed))
+    target.generate([list(text(600))], SAMPLED)
+    with target.exchange.export_prefix(text(600)) as departure:
+        arrival = target.exchange.unpack(departure.packed())
+    with pytest.raises(KvlatheError, match="it holds a prefix"):
+        target.exchange.adopt_sequence(arrival)
+    forget(target)
+
+
+def test_an_engine_without_sharing_says_so() -> None:
+    with (
+        llm("torch", "one") as engine,
+        pytest.raises(KvlatheError, match="without sharing"),
+    ):
+        engine.exchange.export_prefix(text(64))
+
+
+_TARGETS: list[LLM] = []
+
+
+def _target() -> LLM:
+    if not _TARGETS:
+        _TARGETS.append(llm("torch", "sealed"))
+    return _TARGETS[0]
+
+
+# -- rows ------------------------------------------------------------------------------
+places = st.sampled_from(
+    [(kind, b) for kind, x in LAYOUTS.items() for b in range(len(x.page_stride))]
+)
+
+
+@settings(max_examples=60)
+@given(places, st.integers(1, 63), st.integers(0, 99))
+def test_rows_of_a_page_hold_its_tokens_and_nothing_else(
+    place: tuple[str, int], tokens: int, seed: int
+) -> None:
+    """Two pages that differ behind the first tokens have the same rows, and rows make
+    a page with the same rows."""
+    kind, bucket = place
+    layout = LAYOUTS[kind]
+    rows = HotRows(layout)
+    size = layout.page_stride[bucket]
+    page = np.random.default_rng(seed).integers(0, 256, size, np.uint8).tobytes()
+    if not rows.cut(bucket, tokens):
+        return
+    taken = rows.take(bucket, page, tokens)
+    made = rows.page(bucket, taken, tokens)
+    assert rows.take(bucket, made, tokens) == taken
+    assert len(taken) == rows.size(bucket, tokens) < size
+    whole = rows.size(bucket, layout.plan.page_tokens)
+    assert whole <= size
