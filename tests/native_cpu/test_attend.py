@@ -134,6 +134,42 @@ def test_long_sequences_are_cut_into_spans_and_tiles(
     np.testing.assert_array_equal(results[0], results[1])
 
 
+def largest(call: Call) -> Call:
+    """The call with the largest code everywhere in its sealed pages, one scale, and
+    queries whose channels are all alike after their projection."""
+    plan, layout = call.case.plan, CacheLayout(call.case.plan)
+    tier, size = plan.tiers[1], layout.page_stride[1]
+    used = -(-call.case.lengths[:, 1:] // plan.page_tokens)
+    held = np.arange(call.tables[1].shape[1]) < used
+    for page in call.tables[1][held]:
+        memory = call.memory[int(page) * size :][:size]
+        for index in range(len(plan.lanes)):
+            at = layout.lane_offsets(1, index)
+            memory[at.k : at.k_meta] = memory[at.v : at.v_meta] = 255
+            for form, part in (
+                (tier.k, memory[at.k_meta : at.v]),
+                (tier.v, memory[at.v_meta :]),
+            ):
+                halves = part.view(np.float16)
+                halves[:] = 1
+                if form.levels == "even":
+                    halves[::2], halves[1::2] = 1 / (2**form.bits - 1), -0.5
+    for name, value in {"q": 0.1, "cos": 1, "sin": 0, "proj_q": 1 / 64}.items():
+        call.arrays[name][:] = value
+    return call
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("tier", LONG_TIERS[1:], ids=str)
+def test_integers_hold_the_sums_of_the_largest_codes(
+    native: Native, isa: str, tier: Tier
+) -> None:
+    case, _ = long_case(tier, 128)
+    found = largest(Call(case, ISAS[isa])).run(native)[0]
+    plain = largest(Call(case, PORTABLE)).run(native)[0]
+    np.testing.assert_allclose(found, plain, rtol=1e-3, atol=1e-3)
+
+
 @functools.cache
 def windowed_case(window: Window, tier: Tier, page: int) -> tuple[Case, Array]:
     """Decodes, one of them in the middle of a chunk, and a chunk of several tiles, of a

@@ -1,67 +1,17 @@
 // Products with codes on the integer dot product of AVX-512 VNNI (unsigned bytes times signed
-// bytes), without dequantizing.
-//
-// x becomes a 15-bit integer, 128 * high + low with both in a signed byte: x ~ unit * (128 high +
-// low). Per group of a row
-//     sum x (scale code + minimum) = scale unit (128 sum high code + sum low code) + minimum sum x,
-// so its error is that of x alone, at most max |x| / 32512 an element.
-//
-// Codes are taken in pieces of 16 bytes, those of 3 bits in blocks. A vector holds the same piece of
-// four rows, so that what is left to add up at the end of a group are four numbers a row and not
-// sixteen. Codes below 8 bits are not unpacked: the first ones of all bytes are a mask away, the
-// next ones a shift and a mask, and x lies in that order. Then levels are looked up in their table.
+// bytes), without dequantizing (sections.h has the equations, and how pieces lie). A vector holds the same piece of four rows, so
+// that what is left to add up at the end of a group are four numbers a row and not sixteen.
 // Included by read_codes.h only.
 #pragma once
 
 #include <cstring>
 #include <type_traits>
 
-#include "common/formats.h"
-#include "cpu/rows_ahead.h"
+#include "cpu/sections.h"
 #include "cpu/vector.h"
 
 namespace kvlathe {
 namespace {
-
-constexpr int kSections = 64;  // of a row, at most: ranks are at most 1024, groups multiples of 16
-constexpr int kMostTogether = 512;  // elements whose products of 8 and 15 bits 32 bits hold
-
-// What is added up as integers: one group, or a part of a very long one.
-struct Section {
-  int start, end;  // elements
-  int group;
-  int first, pieces;  // of x, counted over all sections
-};
-
-// One row of x: for each piece its elements in the order of planes (those that are first in a byte,
-// those that are second ...), zeros past the section. Sized by kDotScratch.
-struct Prepared {
-  alignas(64) int8_t high[64 * kSections + 64], low[64 * kSections + 64];
-  float sums[kSections];  // of x in each section
-  float unit;
-};
-static_assert(sizeof(Prepared) <= kDotScratch * sizeof(float), "kDotScratch is too small");
-
-// Pieces that hold the elements start .. stop - 1.
-inline int pieces_of(const Rows& rows, int start, int stop) {
-  if (rows.bits == 3)
-    return (rows.first + stop + kBlockCodes - 1) / kBlockCodes - (rows.first + start) / kBlockCodes;
-  return ((stop - start) * rows.bits + 127) / 128;
-}
-
-int sections_of(const Rows& rows, Section* out) {
-  int count = 0, pieces = 0;
-  for (int chunk = 0, end; chunk < rows.inner / 16; chunk = end) {
-    end = group_end(rows, chunk);
-    for (int start = 16 * chunk; start < 16 * end; start += kMostTogether) {
-      const int stop = 16 * end < start + kMostTogether ? 16 * end : start + kMostTogether,
-                size = pieces_of(rows, start, stop);
-      out[count++] = {start, stop, rows.group_of[chunk], pieces, size};
-      pieces += size;
-    }
-  }
-  return count;
-}
 
 // Bytes of 64 elements, packed from four vectors of numbers and so by dwords in the order (128
 // bits, vector), as planes of pieces.
@@ -178,13 +128,6 @@ inline __m512i join(__m512i a, __m512i b, __m512i c, __m512i d) {
   const __m512i cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
   return _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
 }
-
-// How codes are read: of `bits` bits, worth themselves or, with `fixed`, what a table says.
-template <int bits_, bool fixed_>
-struct Width {
-  static constexpr int bits = bits_, runs = runs_of(bits), planes = codes_together(bits);
-  static constexpr bool fixed = fixed_;
-};
 
 // In each lane of 128 bits.
 template <class W>
@@ -446,20 +389,6 @@ void dots_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t 
     } else if (i == m - 1) {
       dots_of_codes<W, 1>(rows, sections, count, pair, out + i * ldo, ldo, add);
     }
-  }
-}
-
-// Calls `body` with the Width of codes of `rows`.
-template <class Body>
-inline void with_width(const Rows& rows, Body body) {
-  switch (rows.bits + (rows.fixed ? 16 : 0)) {
-    case 8: return body(Width<8, false>{});
-    case 4: return body(Width<4, false>{});
-    case 3: return body(Width<3, false>{});
-    case 2: return body(Width<2, false>{});
-    case 16 + 4: return body(Width<4, true>{});
-    case 16 + 3: return body(Width<3, true>{});
-    case 16 + 2: return body(Width<2, true>{});
   }
 }
 

@@ -3,7 +3,8 @@
 //
 // Floats multiply as they are. Codes of one group share (scale, minimum), which leave the sum:
 //     sum x (scale code + minimum) = scale sum x code + minimum sum x.
-// AVX-512 VNNI multiplies codes as integers instead (integer.h, integer_mix.h).
+// Where there are vectors, codes are multiplied as integers instead (integer.h and integer_mix.h with
+// AVX-512 VNNI, else dots256.h and mix256.h).
 #pragma once
 
 #include <cstring>
@@ -14,6 +15,9 @@
 
 #if defined(__AVX512VNNI__)
 #include "cpu/integer_mix.h"
+#elif defined(__AVX2__)
+#include "cpu/dots256.h"
+#include "cpu/mix256.h"
 #endif
 
 namespace kvlathe {
@@ -199,7 +203,7 @@ void dots(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo
           bool again, float* scratch) {
   if (rows.bits == 32) return dots_as<Singles>(rows, x, ldx, out, ldo, m, add, scratch);
   if (rows.bits == 16) return dots_as<Halves>(rows, x, ldx, out, ldo, m, add, scratch);
-#if defined(__AVX512VNNI__)
+#if defined(__AVX2__)
   integer_dots(x, ldx, rows, out, ldo, m, add, again, scratch);
 #else
   for (int i = 0; i < m && !again; ++i) {
@@ -242,7 +246,7 @@ const float* unpack(const Rows& rows, float* out, int64_t* ld) {
 
 void mix(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add,
          float* scratch) {
-#if defined(__AVX512VNNI__)
+#if defined(__AVX2__)
   if (is_quantized(rows.bits)) return integer_mix(x, ldx, rows, out, ldo, m, add, scratch);
 #endif
   int64_t ld;
