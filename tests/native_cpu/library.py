@@ -23,7 +23,7 @@ from kvlathe.plan.layer_table import layer_table
 from kvlathe.runtime.native.library import ABI_VERSION, Native, Status
 from tests.support.attend_cases import Case
 
-AUTO, PORTABLE, AVX2, AVX512, AVX512_VNNI = range(5)
+AUTO, PORTABLE, AVX2, AVX512, AVX512_VNNI, AVX_VNNI = range(6)
 Array = npt.NDArray[Any]
 
 

@@ -16,10 +16,24 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket
 from kvlathe.plan.token_rules import Window
 from kvlathe.runtime.native.library import Native
-from tests.native_cpu.library import AVX2, AVX512, AVX512_VNNI, PORTABLE, Call, Refused
+from tests.native_cpu.library import (
+    AVX2,
+    AVX512,
+    AVX512_VNNI,
+    AVX_VNNI,
+    PORTABLE,
+    Call,
+    Refused,
+)
 from tests.support.attend_cases import Array, Case, cases, plan_of
 
-ISAS = {"portable": PORTABLE, "avx2": AVX2, "avx512": AVX512, "avx512vnni": AVX512_VNNI}
+ISAS = {
+    "portable": PORTABLE,
+    "avx2": AVX2,
+    "avxvnni": AVX_VNNI,
+    "avx512": AVX512,
+    "avx512vnni": AVX512_VNNI,
+}
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -89,7 +89,7 @@ constexpr int kDotScratch = 2160;  // floats for each row of x: room for its int
 
 extern const Kernels kPortable;
 #if defined(KVLATHE_X86)
-extern const Kernels kAvx2, kAvx512, kAvx512Vnni;
+extern const Kernels kAvx2, kAvxVnni, kAvx512, kAvx512Vnni;
 #endif
 
 }  // namespace kvlathe

@@ -10,7 +10,7 @@
 namespace kvlathe {
 namespace {
 
-const char* const kNames[] = {"auto", "portable", "avx2", "avx512", "avx512vnni"};
+const char* const kNames[] = {"auto", "portable", "avx2", "avx512", "avx512vnni", "avxvnni"};
 
 const Kernels* supported(int32_t isa) {
 #if defined(KVLATHE_X86)
@@ -22,6 +22,9 @@ const Kernels* supported(int32_t isa) {
     const bool has = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     return has && supported(KVLATHE_ISA_AVX2) ? &kAvx512 : nullptr;
+  }
+  if (isa == KVLATHE_ISA_AVX_VNNI) {
+    return __builtin_cpu_supports("avxvnni") && supported(KVLATHE_ISA_AVX2) ? &kAvxVnni : nullptr;
   }
   if (isa == KVLATHE_ISA_AVX2) {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
@@ -42,11 +45,12 @@ namespace {
 int32_t asked_for() {
   const char* name = std::getenv("KVLATHE_ISA");
   if (!name || !*name) return KVLATHE_ISA_AUTO;
-  for (int32_t isa = KVLATHE_ISA_PORTABLE; isa <= KVLATHE_ISA_AVX512_VNNI; ++isa) {
+  for (int32_t isa = KVLATHE_ISA_PORTABLE; isa <= KVLATHE_ISA_AVX_VNNI; ++isa) {
     if (std::strcmp(name, kNames[isa]) == 0) return isa;
   }
-  throw Refusal(KVLATHE_BAD_ARGUMENT, std::string("KVLATHE_ISA is ") + name +
-                                          " and must be portable, avx2, avx512 or avx512vnni");
+  throw Refusal(KVLATHE_BAD_ARGUMENT,
+                std::string("KVLATHE_ISA is ") + name +
+                    " and must be portable, avx2, avxvnni, avx512 or avx512vnni");
 }
 
 }  // namespace
@@ -54,13 +58,14 @@ int32_t asked_for() {
 const Kernels& kernels_for(int32_t isa) {
   if (isa == KVLATHE_ISA_AUTO) isa = asked_for();
   if (isa == KVLATHE_ISA_AUTO) {
-    for (int32_t best : {KVLATHE_ISA_AVX512_VNNI, KVLATHE_ISA_AVX512, KVLATHE_ISA_AVX2}) {
+    for (int32_t best :
+         {KVLATHE_ISA_AVX512_VNNI, KVLATHE_ISA_AVX_VNNI, KVLATHE_ISA_AVX512, KVLATHE_ISA_AVX2}) {
       if (const Kernels* found = supported(best)) return *found;
     }
     return kPortable;
   }
   if (const Kernels* found = supported(isa)) return *found;
-  const bool known = isa > 0 && isa <= KVLATHE_ISA_AVX512_VNNI;
+  const bool known = isa > 0 && isa <= KVLATHE_ISA_AVX_VNNI;
   throw Refusal(KVLATHE_UNSUPPORTED, "instruction set " +
                                          (known ? std::string(kNames[isa]) : std::to_string(isa)) +
                                          " is not available on this machine");
