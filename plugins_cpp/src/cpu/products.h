@@ -22,8 +22,14 @@ void rotate(const float* x, const float* cos, const float* sin, const int32_t* p
   }
 }
 
+inline Floats element(const float* p) { return load(p); }
+inline Floats element(const uint16_t* p) { return load_half(p); }
+
+// B: float, or a half as uint16_t.
+template <class B>
 struct Product {
-  const float *a, *b;
+  const float* a;
+  const B* b;
   float* c;
   int64_t lda, ldb, ldc;
   int k;
@@ -31,15 +37,15 @@ struct Product {
 };
 
 // M rows by V vectors of c, kept in registers.
-template <int M, int V>
-void tile(const Product& p) {
+template <int M, int V, class B>
+void tile(const Product<B>& p) {
   Floats c[M][V];
   for (int m = 0; m < M; ++m) {
     for (int v = 0; v < V; ++v) c[m][v] = p.add ? load(p.c + m * p.ldc + v * kLanes) : Floats{};
   }
   for (int k = 0; k < p.k; ++k) {
     Floats b[V];
-    for (int v = 0; v < V; ++v) b[v] = load(p.b + k * p.ldb + v * kLanes);
+    for (int v = 0; v < V; ++v) b[v] = element(p.b + k * p.ldb + v * kLanes);
     for (int m = 0; m < M; ++m) {
       const Floats a = all(p.a[m * p.lda + k]);
       for (int v = 0; v < V; ++v) c[m][v] += a * b[v];
@@ -50,16 +56,16 @@ void tile(const Product& p) {
   }
 }
 
-template <int V, int M>
-void tile_of(int rows, const Product& p) {
+template <int V, int M, class B>
+void tile_of(int rows, const Product<B>& p) {
   if constexpr (M > 1) {
     if (rows < M) return tile_of<V, M - 1>(rows, p);
   }
   tile<M, V>(p);
 }
 
-template <int V, int M>
-void columns(Product p, int m) {
+template <int V, int M, class B>
+void columns(Product<B> p, int m) {
   for (int row = 0; row < m; row += M) {
     tile_of<V, M>(m - row, p);
     p.a += M * p.lda;
@@ -68,20 +74,25 @@ void columns(Product p, int m) {
 }
 
 // At most V vectors at a time, for tiles of M rows.
-template <int V, int M>
-void split_columns(Product p, int m, int vectors) {
+template <int V, int M, class B>
+void split_columns(Product<B> p, int m, int vectors) {
   for (; vectors >= V; vectors -= V, p.b += V * kLanes, p.c += V * kLanes) columns<V, M>(p, m);
   if constexpr (V > 1) {
     if (vectors) split_columns<V - 1, M>(p, m, vectors);
   }
 }
 
+template <class B>
+void multiply_as(const Product<B>& p, int m, int n) {
+  // Few rows: wider tiles, so that b is read in one pass and enough sums are on their way.
+  if (m == 1) return split_columns<8, 1>(p, m, n / kLanes);
+  if (m == 2) return split_columns<2 * kTileVectors, 2>(p, m, n / kLanes);
+  split_columns<kTileVectors, kTileRows>(p, m, n / kLanes);
+}
+
 void multiply(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
               int m, int n, int k, bool add) {
-  const Product p{a, b, c, lda, ldb, ldc, k, add};
-  // Few rows: wider tiles, so that b is read in one pass.
-  if (m <= 2) return split_columns<2 * kTileVectors, 2>(p, m, n / kLanes);
-  split_columns<kTileVectors, kTileRows>(p, m, n / kLanes);
+  multiply_as(Product<float>{a, b, c, lda, ldb, ldc, k, add}, m, n);
 }
 
 void transpose(const float* x, int64_t ldx, float* out, int64_t ldo, int rows, int columns) {

@@ -249,6 +249,11 @@ void mix(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo,
 #if defined(__AVX2__)
   if (is_quantized(rows.bits)) return integer_mix(x, ldx, rows, out, ldo, m, add, scratch);
 #endif
+  if (rows.bits == 16) {
+    const auto* halves = reinterpret_cast<const uint16_t*>(rows.data);
+    const Product<uint16_t> product{x, halves, out, ldx, rows.stride / 2, ldo, rows.rows, add};
+    return multiply_as(product, m, rows.inner);
+  }
   int64_t ld;
   const float* unpacked = unpack(rows, scratch, &ld);
   multiply(x, ldx, unpacked, ld, out, ldo, m, rows.inner, rows.rows, add);
