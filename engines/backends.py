@@ -52,6 +52,9 @@ class BackendInfo:
 SHOWS_WINDOWS = bool(kernel_limits()["kShowsWindows"])
 """Whether engines may use the windows of the CUDA kernels, which no GPU has tested."""
 
+RANKS_TOKENS = bool(kernel_limits()["kRanksTokens"])
+"""The same of the kernels that rank tokens."""
+
 BACKENDS: Mapping[str, BackendInfo] = {
     "onnxruntime": BackendInfo(
         "kvlathe.engines.targets.onnxruntime",
@@ -74,6 +77,7 @@ BACKENDS: Mapping[str, BackendInfo] = {
     "cuda": BackendInfo(
         "kvlathe.engines.targets.cuda",
         ("float16",),
+        ranks_tokens=RANKS_TOKENS,
         windows=SHOWS_WINDOWS,
         paired=True,
         graph=False,

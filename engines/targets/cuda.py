@@ -14,7 +14,12 @@ from pathlib import Path
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.kernel_limits import kernel_limits
 from kvlathe.engines.backends import Built, check_token_ranking, check_windows
-from kvlathe.plan.kernel_forms import Refusal, forms_refusal, is_power_of_two
+from kvlathe.plan.kernel_forms import (
+    Refusal,
+    forms_refusal,
+    is_power_of_two,
+    ranking_refusal,
+)
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 
@@ -43,7 +48,7 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
     check_token_ranking(name, plan.observes)
     check_windows(name, plan.windowed)
     refusal = _hot_refusal(plan) or _coded_refusal(plan) or _size_refusal(plan)
-    refusal = refusal or _window_refusal(plan)
+    refusal = refusal or _window_refusal(plan) or ranking_refusal(plan)
     if refusal is not None:
         reason, remedy = refusal
         raise KvlatheError(f"the backend {name} cannot run this plan", reason, remedy)

@@ -41,7 +41,8 @@ def gpus(plan: CompressionPlan, dtype: str) -> tuple[str, ...]:
         cuda.check_plan("cuda", plan)
     except KvlatheError:
         return ()
-    return cuda.ARCHITECTURES if dtype == "float16" and not plan.stages else ()
+    alike = not (plan.observes or plan.stages)
+    return cuda.ARCHITECTURES if dtype == "float16" and alike else ()
 
 
 def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> None:

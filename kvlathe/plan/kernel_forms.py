@@ -1,5 +1,6 @@
-"""Which formats of quantized pages engines may ask of the CUDA kernels. A build refuses
-the others, and so does a session on a GPU when it loads a plan."""
+"""Which formats of quantized pages, and which ranking of tokens, engines may ask of the CUDA
+kernels. A build refuses the others, and so does a session on a GPU when it loads a
+plan."""
 
 from __future__ import annotations
 
@@ -20,6 +21,29 @@ def forms_refusal(plan: CompressionPlan) -> Refusal | None:
         refusal = _format_refusal(*tier.formats, plan.page_tokens)
         if refusal is not None:
             return refusal
+    return None
+
+
+def ranking_refusal(plan: CompressionPlan) -> Refusal | None:
+    """Of what ranks its tokens, or compacts prefixes; None where the kernels do it."""
+    if not plan.observes:
+        return None
+    if plan.compaction is not None:
+        reason = "its prefixes can be compacted, which no kernel does"
+        return reason, "choose another backend, or a compression that keeps prefixes"
+    observation = plan.observation
+    if not kernel_limits()["kRanksTokens"] or observation is None:
+        reason = "it ranks tokens, and no GPU has tested the kernels that do"
+        return reason, "choose another backend, or treat all tokens alike"
+    if plan.stages:
+        reason = "a prompt loses tokens between its layers, which no kernel does"
+        return reason, "build without stages, or choose another backend"
+    if observation.special:
+        reason = "it observes tokens by their ids, which the host learns too late"
+        return reason, "choose another backend"
+    if any(tier.rounding == "stochastic" for tier in plan.tiers):
+        reason = "tokens that are ranked would be rounded at random"
+        return reason, "round to the nearest"
     return None
 
 

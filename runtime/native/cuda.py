@@ -18,7 +18,7 @@ from ctypes import (
 )
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.kernel_forms import forms_refusal
+from kvlathe.plan.kernel_forms import forms_refusal, ranking_refusal
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
@@ -287,7 +287,7 @@ class LayerForm:
 def check_room(library: CudaLibrary, plan: CompressionPlan) -> None:
     """Raise KvlatheError where the kernels may not read pages of ``plan``, or this GPU
     lacks the shared memory to attend a layer of it (docs/native.md)."""
-    if refusal := forms_refusal(plan):
+    if refusal := forms_refusal(plan) or ranking_refusal(plan):
         raise KvlatheError("the CUDA kernels cannot run this plan", *refusal)
     for layer in (x for x in range(plan.model.layers) if plan.active(x)):
         form = LayerForm(library, plan, layer)

@@ -19,7 +19,8 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
 from kvlathe.runtime.sessions.gpu.session import DeviceSession
 from kvlathe.runtime.sessions.protocols import StepPlan
-from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute, TorchSession
+from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
+from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.text.sampler import Request, Sampler, rows_of
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.native.library import Library

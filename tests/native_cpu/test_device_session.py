@@ -46,9 +46,10 @@ from kvlathe.runtime.sessions.gpu.tensorrt import TensorRTCompute
 from kvlathe.runtime.sessions.host.native import HalfSession
 from kvlathe.runtime.sessions.protocols import FullPage, OnDevice, Session
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
-from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute, TorchSession
+from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
 from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
+from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.text.sampler import Request, Sampler, rows_of
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer

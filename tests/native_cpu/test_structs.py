@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvlathe.runtime.native import cpu, cuda, library, parts
+from kvlathe.runtime.native import cpu, cuda, library, observing, parts
 from tests.native_cpu import library as attend
 
 INCLUDE = Path(__file__).resolve().parents[2] / "plugins_cpp" / "include"
@@ -30,6 +30,9 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "kvlathe_append_args": cuda.AppendArgs,
     "kvlathe_cuda_seal_page": cuda.SealPage,
     "kvlathe_cuda_seal_args": cuda.SealArgs,
+    "kvlathe_observe_part": observing.ObservePart,
+    "kvlathe_observe_args": observing.ObserveArgs,
+    "kvlathe_cuda_move_args": observing.CudaMoveArgs,
     "kvlathe_rows_args": cuda.RowsArgs,
 }
 

@@ -40,7 +40,7 @@ extern "C" {
 #define KVLATHE_API __attribute__((visibility("default")))
 #endif
 
-#define KVLATHE_ABI_VERSION 8
+#define KVLATHE_ABI_VERSION 9
 #define KVLATHE_LANE_COLUMNS 10
 #define KVLATHE_MAX_PARTS 3
 #define KVLATHE_MAX_HEADS 64

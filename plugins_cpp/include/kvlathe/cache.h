@@ -1,5 +1,5 @@
-/* kvlathe native kernels on CUDA that change the cache: spread, append, seal. Part of the C ABI
- * (abi.h).
+/* kvlathe native kernels on CUDA that change the cache: spread, append, seal, observe, move. Part of
+ * the C ABI (abi.h).
  *
  * Pointers are device memory unless said otherwise. Calls are asynchronous on `stream`, allocate
  * nothing and may be captured into a CUDA graph. What lies in device memory (page ids, lengths) is
@@ -120,6 +120,65 @@ typedef struct kvlathe_cuda_seal_args {
 } kvlathe_cuda_seal_args;
 
 KVLATHE_API int32_t kvlathe_cuda_seal(const kvlathe_cuda_seal_args* args, kvlathe_status* status);
+
+/* What observed rows of a step give the tokens that they attend ("Mass" of docs/attend.md), added
+ * to the scores that pages hold. After a layer's append, and apart from its attention: observed rows
+ * take a softmax of their own.
+ *
+ * A lane's scores in a page are float32 [page_tokens], and its tokens' positions int32
+ * [page_tokens]. Scores of tokens that were cached before the step grow by their mass. Those of the
+ * step's own tokens become their mass, 0 where no row is observed; their positions are written
+ * beside them. No two sequences share a page that has scores. */
+typedef struct kvlathe_observe_part {
+  const int32_t* page_table; /* [B, page_table_stride] */
+  const int32_t* lengths; /* tokens of sequence b before the step at lengths[b * lengths_stride] */
+  int64_t lengths_stride;
+  int32_t page_table_stride;
+  int32_t fresh; /* 1: the step's own tokens lie in it, after `lengths` */
+  /* null, or host [lane_count]: bytes from a page's start to the scores, positions, of each lane */
+  const int32_t* scores;
+  const int32_t* positions;
+} kvlathe_observe_part;
+
+typedef struct kvlathe_observe_args {
+  uint32_t abi_version;
+  int32_t batch;     /* B */
+  int32_t tokens;    /* T: rows of q */
+  int32_t most_rows; /* of one sequence that are observed, at most */
+  /* the layer's attention: element, sizes, scale, parts' formats and lanes, q, pool, stream. The
+   * tables and lengths of its parts, o and the workspace are not used */
+  const kvlathe_attend_decode_args* call;
+  const kvlathe_observe_part* parts; /* host [part_count of the call] */
+  const int32_t* cu_seqlens_q;       /* [B + 1] */
+  const int32_t* rows;               /* [T]: the observed rows, ascending */
+  const int32_t* row_starts;         /* [B + 1]: where each sequence's begin in `rows` */
+  const int32_t* token_positions;    /* [T]; null where no part keeps positions */
+  void* states;                      /* 8 * T * group_size * lanes of the call, bytes */
+  int64_t states_bytes;
+} kvlathe_observe_args;
+
+KVLATHE_API int32_t kvlathe_cuda_observe(const kvlathe_observe_args* args, kvlathe_status* status);
+
+/* As kvlathe_cpu_move, within one pool: place places[i, j] of lane i in the source pages becomes
+ * place j in the target pages, and what is left of the last target page is zeroed. The sizes and
+ * places of fields are even. */
+typedef struct kvlathe_cuda_move_args {
+  uint32_t abi_version;
+  int32_t page_tokens;
+  int32_t lanes, fields;            /* fields of each lane */
+  const kvlathe_token_field* field; /* host [lanes, fields] */
+  int64_t page_stride;
+  void* pool;
+  int64_t pool_bytes;
+  const int32_t* source_pages; /* ids */
+  const int32_t* target_pages; /* [target_count] ids */
+  const int32_t* places;       /* lane i at places[i * places_stride]: [kept] */
+  int64_t places_stride;
+  int32_t target_count, kept;
+  void* stream;
+} kvlathe_cuda_move_args;
+
+KVLATHE_API int32_t kvlathe_cuda_move(const kvlathe_cuda_move_args* args, kvlathe_status* status);
 
 #ifdef __cplusplus
 }

@@ -96,7 +96,7 @@ class DeviceSession(DevicePages):
         if kind.decode:
             self._graph_of(rows).run(step, self.complete)
             return self._rows_of(self._logits, rows)
-        form = StepForm.of(step, self.compute.least_rows)
+        form = StepForm.of(step, self.compute.least_rows, self.plan.ranked)
         logits = self._logits
         if form.rows > self.limits.max_batch_size:
             logits = self._logits_of(form.rows)
@@ -128,7 +128,7 @@ class DeviceSession(DevicePages):
         """The CUDA graph that decodes ``batch`` sequences."""
         size = next(n for n in self.batch_sizes if n >= batch)
         if size not in self._graphs:
-            form = StepForm(size, size, size, self.widths)
+            form = StepForm(size, size, size, self.widths, self.plan.ranked)
             buffer = StepBuffer(self.device, form)
             inputs = buffer.bindings(form)
             kind = StepKind(True, size)

@@ -75,21 +75,25 @@ def graph_batch_sizes(largest: int) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class StepForm:
     """Sizes of a step: tokens, sequences, rows of logits, and the pages of each
-    bucket's table."""
+    bucket's table. ``observes``: it says which rows are observed."""
 
     tokens: int
     batch: int
     rows: int
     widths: tuple[int, ...]
+    observes: bool = False
 
     @classmethod
-    def of(cls, step: StepPlan, least_rows: int = 0) -> StepForm:
+    def of(
+        cls, step: StepPlan, least_rows: int = 0, observes: bool = False
+    ) -> StepForm:
         """Just large enough for a step, with ``least_rows`` rows of logits or more."""
         return cls(
             len(step.input_ids),
             len(step.cu_seqlens_q) - 1,
             max(least_rows, len(step.logit_rows)),
             tuple(table.shape[1] for table in step.page_tables),
+            observes,
         )
 
     @classmethod
@@ -97,7 +101,8 @@ class StepForm:
         """Of any step that an engine takes."""
         pages = -(-limits.max_seq_len // plan.page_tokens) + 1
         tokens = limits.max_num_tokens
-        return cls(tokens, limits.max_batch_size, tokens, (pages,) * len(plan.buckets))
+        widths = (pages,) * len(plan.buckets)
+        return cls(tokens, limits.max_batch_size, tokens, widths, plan.ranked)
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -110,6 +115,9 @@ class StepForm:
         }
         for bucket, width in enumerate(self.widths):
             shapes[f"page_table_{bucket}"] = (self.batch, width)
+        if self.observes:
+            shapes["observed_rows"] = (self.tokens,)
+            shapes["observed_starts"] = (self.batch + 1,)
         return shapes
 
     @cached_property
@@ -152,6 +160,20 @@ class StepForm:
         arrays["logit_rows"][rows:] = 0
         for bucket, table in enumerate(step.page_tables):
             arrays[f"page_table_{bucket}"][:batch, : table.shape[1]] = table
+        if self.observes:
+            rows = observed_rows(step)
+            arrays["observed_rows"][: len(rows)] = rows
+            starts = np.searchsorted(rows, step.cu_seqlens_q)
+            arrays["observed_starts"][: batch + 1] = starts
+            arrays["observed_starts"][batch + 1 :] = len(rows)
+
+
+def observed_rows(step: StepPlan) -> Int32:
+    """The rows of a step that are observed, ascending."""
+    weights = step.observation_weights
+    if weights is None:
+        return np.zeros(0, np.int32)
+    return np.flatnonzero(weights[: step.cu_seqlens_q[-1]]).astype(np.int32)
 
 
 def _aligned(shape: tuple[int, ...]) -> int:

@@ -153,17 +153,6 @@ class PageScores:
         if self._scored[bucket]:
             self._field(bucket, self.rows[bucket], ATTENTION)[list(pages)] = 0
 
-    def fields(self, bucket: int, lane: int) -> list[tuple[int, int]]:
-        """(offset, bytes a token) of what a page keeps for each token of a lane."""
-        if not self._scored[bucket]:
-            return []
-        lanes, p = self._lanes[bucket], self.plan.page_tokens
-        at = self.layout.scores_at(bucket) + 4 * p * lanes.index(lane)
-        return [
-            (at + 4 * p * len(lanes) * i, 4)
-            for i in range(2 if self.plan.keeps_positions else 1)
-        ]
-
     def carry(self, source: int, page: Table, target: int, target_page: Table) -> None:
         """The scores of a sealed page [page_stride] go with its tokens where they are
         ranked on."""

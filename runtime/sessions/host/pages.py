@@ -22,6 +22,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.codec import FLOATS, Bytes, Positions, matrices
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_fields import token_fields
 from kvlathe.runtime.sessions.host import huge_pages
 from kvlathe.runtime.sessions.host.page_scores import PageScores
 from kvlathe.runtime.sessions.protocols import FullPage, Region, Scores, StepPlan
@@ -212,10 +213,8 @@ class HostPages:
     ) -> None:
         """Copy the tokens ``places`` [lanes, n] of some lanes of a bucket into the rows
         ``targets`` of ``into``, which are laid out like its pages."""
-        fields = [
-            (*self._fields(bucket, lane), *self.page_scores.fields(bucket, lane))
-            for lane in lanes
-        ]
+        every = token_fields(self.layout, bucket)
+        fields = [every[lane] for lane in lanes]
         self.copy_tokens(
             self.rows[bucket], pages, into, targets, np.array(fields, np.int64), places
         )
@@ -244,18 +243,6 @@ class HostPages:
                 packed = np.zeros((len(rows) * p, size), np.uint8)
                 packed[: len(kept)] = tokens[kept]
                 target[rows, columns] = packed.reshape(len(rows), -1)
-
-    def _fields(self, bucket: int, lane: int) -> list[tuple[int, int]]:
-        """(offset, bytes a token) of a lane's K and V. Raises KvlatheError if groups
-        run along tokens."""
-        pair = self.matrices[bucket][lane]
-        if not all(matrix.token_major for matrix in pair):
-            raise KvlatheError(
-                f"bucket {bucket} cannot drop tokens",
-                "its quantization groups run along the tokens",
-                "group along the rank in plans that drop tokens",
-            )
-        return [field for matrix in pair for field in matrix.fields]
 
     def scores(self, bucket: int, pages: Sequence[int], tokens: int) -> Scores:
         """As TokenRanker.scores."""

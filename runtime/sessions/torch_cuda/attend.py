@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from ctypes import Array, addressof, byref, c_int32, c_void_p, pointer
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,23 +34,9 @@ from kvlathe.runtime.native.cuda import (
 )
 from kvlathe.runtime.native.library import ABI_VERSION
 from kvlathe.runtime.native.parts import Part
+from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
+from kvlathe.runtime.sessions.torch_cuda.observer import Observer
 from kvlathe.runtime.sessions.torch_cuda.rows import ELEMENTS
-
-
-@dataclass(frozen=True)
-class StepInputs:
-    """A step on the device, int32: ``cu_seqlens_q`` [B+1], ``lengths`` [B, S],
-    ``page_tables`` S times [B, M_s].
-
-    ``single``: sequence b has exactly row b, or none (a decode step). ``rows``: all rows
-    from this one on are of prompt chunks: of sequences that bring LEAST_CHUNK or more.
-    """
-
-    cu_seqlens_q: Tensor
-    lengths: Tensor
-    page_tables: Sequence[Tensor]
-    single: bool
-    rows: int
 
 
 class Attention:
@@ -82,6 +67,7 @@ class Attention:
             1 << b for b, bucket in enumerate(plan.buckets) if bucket.source is None
         )
         self.windows = window_forms(plan)
+        self.observer = Observer(plan, self.forms, pool, most_rows)
 
     def spread(self, step: StepInputs, tokens: int) -> Spread:
         """What each of ``tokens`` rows may read."""
@@ -195,6 +181,7 @@ class Attention:
             _stream(),
         )
         self.library.call("cuda_attend_decode", byref(args))
+        self.observer.queue(args, layer, spread.step)
         return out
 
     def _append(

@@ -7,26 +7,23 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from kvlathe.plan.manifest import DECODER_FILE, Limits
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import CudaLibrary, cuda_library
-from kvlathe.runtime.sessions.gpu.device import DeviceArray
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
-from kvlathe.runtime.sessions.gpu.session import DeviceSession
 from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepKind
-from kvlathe.runtime.sessions.protocols import Sampling, StepPlan
-from kvlathe.runtime.sessions.torch_cuda import sampling
-from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
+from kvlathe.runtime.sessions.torch_cuda.attend import Attention
 from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder, read_decoder
 from kvlathe.runtime.sessions.torch_cuda.device import (
     TorchDevice,
     bytes_of,
     tensor_of,
 )
+from kvlathe.runtime.sessions.torch_cuda.inputs import Observed, StepInputs
+from kvlathe.runtime.sessions.torch_cuda.ranking import RankingSession, scratch_bytes
 from kvlathe.runtime.sessions.torch_cuda.rows import NativeRows
-from kvlathe.runtime.text.sampler import SamplingRows
+from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 
 
 def open_session(
@@ -56,36 +53,13 @@ def session_of(
     arena_bytes: int,
 ) -> TorchSession:
     """A session of weights that are on the GPU already."""
-    pool = allocate_pool(device, library, plan, arena_bytes)
+    pool = allocate_pool(device, library, plan, arena_bytes + scratch_bytes(plan))
     rows = max(limits.max_num_tokens, limits.max_batch_size)
     scales = decoder.wiring.scales
     attention = Attention(library, plan, scales, bytes_of(pool), rows)
     compute = TorchCompute(decoder, attention)
-    return TorchSession(device, library, plan, limits, pool, compute)
-
-
-class TorchSession(DeviceSession):
-    """A DeviceSession whose tokens are sampled on the GPU: logits never leave it, and
-    the next step takes its tokens there."""
-
-    _tokens: Tensor | None = None  # of the step before
-
-    def sample(self, step: StepPlan, rows: SamplingRows) -> Sampling:
-        """As TokenSampler.sample."""
-        chosen = sampling.sample(tensor_of(self.launch(step)), rows)
-        self._tokens = chosen.tokens
-        return chosen
-
-    @torch.inference_mode()
-    def complete(self, step: StepPlan, input_ids: DeviceArray) -> None:
-        if step.after is None:
-            return
-        assert self._tokens is not None
-        ids = tensor_of(input_ids)[: len(step.after)]
-        rows = torch.from_numpy(step.after).to(ids.device, non_blocking=True)
-        # Where the logits were no numbers there is no token: the sequence ends.
-        sampled = self._tokens[rows.clamp(min=0)].clamp(min=0)
-        ids.copy_(torch.where(rows >= 0, sampled, ids))
+    session = RankingSession if plan.ranked else TorchSession
+    return session(device, library, plan, limits, pool, compute)
 
 
 class TorchCompute:
@@ -107,6 +81,7 @@ class TorchCompute:
             [tensor_of(inputs[f"page_table_{b}"]) for b in range(buckets)],
             kind.decode,
             kind.rows,
+            _observed(inputs),
         )
         spread = self.attention.spread(step, len(input_ids))
         logits = self.decoder(
@@ -116,3 +91,15 @@ class TorchCompute:
             partial(self.attention.run, spread),
         )
         tensor_of(outputs["logits"]).copy_(logits)
+
+
+def _observed(inputs: Bindings) -> Observed | None:
+    """The rows of a step that are observed; None where none ever is."""
+    if "observed_rows" not in inputs:
+        return None
+    return Observed(
+        tensor_of(inputs["observed_rows"]),
+        tensor_of(inputs["observed_starts"]),
+        tensor_of(inputs["positions"]),
+        inputs["query_offsets"].shape[0],
+    )

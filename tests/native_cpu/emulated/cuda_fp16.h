@@ -15,6 +15,9 @@
 struct uint4 {
   uint32_t x, y, z, w;
 };
+struct uint2 {
+  uint32_t x, y;
+};
 struct float2 {
   float x, y;
 };

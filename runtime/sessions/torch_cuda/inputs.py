@@ -1,0 +1,38 @@
+"""A step on the device, as attention takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The observed rows of a step, int32 on the device: ``rows`` [T], ``starts`` [B + 1]
+    of each sequence, and the ``positions`` [T] of all tokens. ``most``: of one sequence at
+    most."""
+
+    rows: Tensor
+    starts: Tensor
+    positions: Tensor
+    most: int
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """A step on the device, int32: ``cu_seqlens_q`` [B+1], ``lengths`` [B, S],
+    ``page_tables`` S times [B, M_s].
+
+    ``single``: sequence b has exactly row b, or none (a decode step). ``rows``: all rows
+    from this one on are of prompt chunks: of sequences that bring LEAST_CHUNK or more.
+    ``observed``: where the plan ranks tokens.
+    """
+
+    cu_seqlens_q: Tensor
+    lengths: Tensor
+    page_tables: Sequence[Tensor]
+    single: bool
+    rows: int
+    observed: Observed | None = None

@@ -1,0 +1,106 @@
+"""DeviceScores: what tokens are ranked by, inside their pages on the GPU. The same bytes as
+those of runtime/sessions/host/page_scores.py; here torch reads and copies them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.runtime.sessions.gpu.step_buffer import observed_rows
+from kvlathe.runtime.sessions.protocols import Scores, StepPlan
+
+
+class DeviceScores:
+    """``pool``: uint8 on the GPU. Everything is queued on the current stream; only
+    ``read`` waits."""
+
+    def __init__(self, layout: CacheLayout, pool: Tensor) -> None:
+        self.layout, self.plan, self.device = layout, layout.plan, pool.device
+        self._fields: dict[int, list[Tensor]] = {}
+        for bucket, stride in enumerate(layout.page_stride):
+            if self.plan.scored(bucket):
+                pages = pool.numel() // stride
+                table = pool[: pages * stride].view(pages, stride)
+                self._fields[bucket] = self._fields_of(bucket, table)
+        self._undo: list[tuple[int, Tensor, Tensor]] = []
+
+    def _fields_of(self, bucket: int, table: Tensor) -> list[Tensor]:
+        """Attention float32, then position int32 where it is kept: views [pages, lanes,
+        P]."""
+        lanes, p = len(self.plan.buckets[bucket].lanes), self.plan.page_tokens
+        size = 4 * lanes * p
+        start = self.layout.scores_at(bucket)
+        kinds = [torch.float32]
+        if self.plan.keeps_positions:
+            kinds.append(torch.int32)
+        fields: list[Tensor] = []
+        for kind in kinds:
+            numbers = table.view(kind)[:, start // 4 : (start + size) // 4]
+            fields.append(numbers.unflatten(1, (lanes, p)))
+            start += size
+        return fields
+
+    # -- a step ------------------------------------------------------------------------
+    def remember(self, step: StepPlan) -> None:
+        """Before a step: keep what it will add to. Tokens that it brings begin with it."""
+        self._undo.clear()
+        rows = observed_rows(step)
+        starts = np.searchsorted(rows, step.cu_seqlens_q)
+        observed = np.flatnonzero(np.diff(starts))
+        if not len(observed):
+            return
+        for bucket, fields in self._fields.items():
+            held = -(-step.lengths[:, bucket] // self.plan.page_tokens)
+            tables = step.page_tables[bucket]
+            pages = np.concatenate([tables[b, : held[b]] for b in observed])
+            if len(pages):
+                places = self._sent(pages)
+                self._undo.append((bucket, places, fields[0][places]))
+
+    def undo(self) -> None:
+        """What the last step has added is gone."""
+        for bucket, pages, old in self._undo:
+            self._fields[bucket][0][pages] = old
+        self._undo.clear()
+
+    # -- between steps -----------------------------------------------------------------
+    def read(self, bucket: int, pages: Sequence[int], tokens: int) -> Scores:
+        """As TokenRanker.scores. Waits for the GPU."""
+        places = self._sent(pages)
+        arrays = [
+            field[places].transpose(0, 1).flatten(1)[:, :tokens].cpu().numpy()
+            for field in self._fields[bucket]
+        ]
+        position = arrays[1] if self.plan.keeps_positions else None
+        return Scores(arrays[0], position)
+
+    def forget(self, bucket: int, pages: Sequence[int]) -> None:
+        """As TokenRanker.forget."""
+        if bucket in self._fields and len(pages):
+            self._fields[bucket][0][self._sent(pages)] = 0
+
+    def carry(
+        self,
+        source: int,
+        pages: Sequence[int],
+        target: int,
+        target_pages: Sequence[int],
+    ) -> None:
+        """The scores of sealed pages go with their tokens where they are ranked on."""
+        if source not in self._fields or target not in self._fields:
+            return
+        lane_of = sorted(self.plan.buckets[source].lanes).index
+        lanes = [lane_of(lane) for lane in sorted(self.plan.buckets[target].lanes)]
+        places, own = self._sent(pages), self._sent(lanes)
+        targets = self._sent(target_pages)
+        fields = zip(self._fields[source], self._fields[target], strict=True)
+        for known, copy in fields:
+            copy[targets] = known[places][:, own]
+
+    def _sent(self, numbers: Sequence[int] | np.ndarray) -> Tensor:
+        array = np.asarray(numbers, np.int64)
+        return torch.from_numpy(array).to(self.device, non_blocking=True)

@@ -1,0 +1,37 @@
+"""TorchSession: steps of the torch decoder, whose tokens are sampled on the GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvlathe.runtime.sessions.gpu.device import DeviceArray
+from kvlathe.runtime.sessions.gpu.session import DeviceSession
+from kvlathe.runtime.sessions.protocols import Sampling, StepPlan
+from kvlathe.runtime.sessions.torch_cuda import sampling
+from kvlathe.runtime.sessions.torch_cuda.device import tensor_of
+from kvlathe.runtime.text.sampler import SamplingRows
+
+
+class TorchSession(DeviceSession):
+    """A DeviceSession whose tokens are sampled on the GPU: logits never leave it, and
+    the next step takes its tokens there."""
+
+    _tokens: Tensor | None = None  # of the step before
+
+    def sample(self, step: StepPlan, rows: SamplingRows) -> Sampling:
+        """As TokenSampler.sample."""
+        chosen = sampling.sample(tensor_of(self.launch(step)), rows)
+        self._tokens = chosen.tokens
+        return chosen
+
+    @torch.inference_mode()
+    def complete(self, step: StepPlan, input_ids: DeviceArray) -> None:
+        if step.after is None:
+            return
+        assert self._tokens is not None
+        ids = tensor_of(input_ids)[: len(step.after)]
+        rows = torch.from_numpy(step.after).to(ids.device, non_blocking=True)
+        # Where the logits were no numbers there is no token: the sequence ends.
+        sampled = self._tokens[rows.clamp(min=0)].clamp(min=0)
+        ids.copy_(torch.where(rows >= 0, sampled, ids))

@@ -1,0 +1,168 @@
+"""Token rules on a GPU: the kernels that observe and move tokens, and whole engines of every
+method that ranks tokens, against the session on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from kvlathe.base.kernel_limits import kernel_limits
+from kvlathe.engines import backends, planning
+from kvlathe.engines.build import BuildRequest, build
+from kvlathe.export.bases.basis import Basis
+from kvlathe.export.folding.fold import decoder_from
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.weights_file import wiring
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.native import library as native
+from kvlathe.runtime.native.cuda import CudaLibrary
+from kvlathe.runtime.native.library import Native
+from kvlathe.runtime.sessions.torch_cuda.compute import session_of
+from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder
+from kvlathe.runtime.sessions.torch_cuda.device import TorchDevice
+from kvlathe.runtime.sessions.torch_cuda.ranking import RankingSession
+from kvlathe.runtime.sessions.torch_cuda.rows import NativeRows
+from kvlathe.runtime.text.sampling_params import SamplingParams
+from kvlathe.runtime.text.tokenizer import Tokenizer
+from tests.native.library import Library
+from tests.support.observed_cases import Observation, observations
+from tests.support.ranking_laws import (
+    KINDS,
+    a_step_that_is_rolled_back_leaves_no_score,
+    arena_bytes,
+    moves_are_those_of_the_host,
+    on_cpu,
+    ranked_plan,
+    scores_are_those_of_the_host,
+    tokens_stay_as_on_the_cpu,
+    with_tested_kernels,
+)
+from tests.support.runtime_cases import LIMITS, MODEL, text
+
+METHODS: dict[str, dict[str, Any]] = {
+    "h2o": {"compression": "h2o:budget=128"},
+    "snapkv": {"compression": "snapkv:budget=128"},
+    "keyformer": {"compression": "keyformer:budget=128"},
+    "zipcache": {"compression": "zipcache"},
+    "zipcache by token": {"compression": "zipcache:keys=token,values=token"},
+    "projected": {"compression": "fdc+h2o:budget=128", "removal_rate": 0.15},
+    "uncomp": {"compression": "uncomp:budget=192,spread=128,stages=1"},
+}
+SIZES: dict[str, Any] = {
+    "device": "cpu",  # of the build: both engines have the same plan
+    "max_batch_size": 4,
+    "max_seq_len": 1024,
+    "prefill_chunk": 128,
+}
+
+
+@pytest.fixture(scope="module")
+def cuda(library: Library) -> Iterator[CudaLibrary]:
+    if not (torch.cuda.is_available() and library.has_cuda):
+        pytest.skip("no GPU, or a library without CUDA kernels")
+    with with_tested_kernels():
+        yield CudaLibrary(Native.load(library.path))
+
+
+def on_gpu(library: CudaLibrary, plan: CompressionPlan) -> LLM:
+    checkpoint = Checkpoint(MODEL)
+    weights = decoder_from(checkpoint, plan, Basis()).state_dict()
+    tensors = {name: x.half().cuda() for name, x in weights.items()}
+    decoder = TorchDecoder(wiring(checkpoint.spec), tensors, NativeRows(library))
+    size = arena_bytes(plan)
+    session = session_of(TorchDevice(), library, decoder, plan, LIMITS, size)
+    return LLM(session, plan, LIMITS, Tokenizer(MODEL), size)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(case=observations(300))
+def test_scores_grow_by_what_observed_rows_attend(
+    cuda: CudaLibrary, case: Observation
+) -> None:
+    case.check(case.run(cuda, "cuda"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_move_as_on_the_cpu(cuda: CudaLibrary, kind: str) -> None:
+    session = on_gpu(cuda, ranked_plan(kind)).session
+    assert isinstance(session, RankingSession)
+    for seed in range(5):
+        moves_are_those_of_the_host(session, seed)
+        scores_are_those_of_the_host(session, seed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_session_keeps_the_tokens_of_the_cpu(cuda: CudaLibrary, kind: str) -> None:
+    plan = ranked_plan(kind)
+    ours, theirs = on_gpu(cuda, plan), on_cpu(plan)
+    a_step_that_is_rolled_back_leaves_no_score(ours, theirs)
+    tokens_stay_as_on_the_cpu(ours, theirs, list(text(900)), 700)
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def pair(
+    request: pytest.FixtureRequest,
+    cuda: CudaLibrary,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[LLM, LLM]]:
+    """Engines of the same plan on the GPU and on the CPU, with 16-bit hot pages."""
+    if not (kernel_limits()["kRanksTokens"] and kernel_limits()["kReadsEveryForm"]):
+        pytest.skip("builds refuse such plans")
+    folder, patch = tmp_path_factory.mktemp("engines"), pytest.MonkeyPatch()
+    kernels = dataclasses.replace(
+        backends.BACKENDS["onnxruntime"], paired=backends.BACKENDS["cuda"].paired
+    )
+    patch.setattr(backends, "BACKENDS", {**backends.BACKENDS, "onnxruntime": kernels})
+    patch.setattr(planning, "BACKENDS", backends.BACKENDS)
+    patch.setenv("KVLATHE_LIBRARY", str(cuda.path.resolve()))
+    native.find.cache_clear()
+    engines = [
+        _built(folder / backend, backend, dtype, METHODS[request.param])
+        for backend, dtype in (("cuda", "float16"), ("onnxruntime", "float32"))
+    ]
+    assert isinstance(engines[0].session, RankingSession)
+    yield engines[0], engines[1]
+    patch.undo()
+    native.find.cache_clear()
+
+
+def _built(folder: Any, backend: str, dtype: str, method: dict[str, Any]) -> LLM:  # noqa: ANN401
+    sizes: dict[str, Any] = {**SIZES, **method}
+    asked = BuildRequest(
+        MODEL,
+        folder,
+        backend=backend,
+        dtype=dtype,
+        kv_bits=16,
+        use_cache=False,
+        **sizes,
+    )
+    return LLM.load(build(asked))
+
+
+def test_methods_keep_the_tokens_of_the_cpu(pair: tuple[LLM, LLM]) -> None:
+    tokens_stay_as_on_the_cpu(*pair, list(text(700)), 500, 0.95)
+
+
+def test_requests_side_by_side_are_answered(pair: tuple[LLM, LLM]) -> None:
+    """Prompts of several lengths and decodes in CUDA graphs: as each is answered alone."""
+    params = SamplingParams(max_new_tokens=80, temperature=0.0, ignore_eos=True)
+    prompts = [list(text(n, 100 * n)) for n in (40, 200, 333)]
+    together = pair[0].generate(prompts, params)
+    alone = [pair[0].generate([prompt], params)[0] for prompt in prompts]
+    firsts = [
+        a.token_ids[:20] == b.token_ids[:20]
+        for a, b in zip(together, alone, strict=True)
+    ]
+    assert sum(firsts) >= 2
+    assert all(len(answer.token_ids) == 80 for answer in together)

@@ -1,0 +1,154 @@
+// What launches of kernels need of CUDA, on a CPU: a launch runs its blocks one
+// after the other, on host memory. A block's threads are fibers, which take
+// turns where they meet (cuda/warp.cuh).
+#pragma once
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <cstddef>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <vector>
+
+#include "cuda_fp16.h"
+
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+enum cudaError_t { cudaSuccess = 0 };
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+using cudaStream_t = void *;
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+inline dim3 blockIdx, gridDim;
+
+inline const char *cudaGetErrorString(cudaError_t) { return "no error"; }
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
+
+// The threads of one block. A thread runs until it meets others, or ends.
+class Fibers {
+public:
+  static Fibers &current() { return *instance(); }
+
+  void run(unsigned count, const std::function<void()> &body) {
+    instance() = this;
+    body_ = &body;
+    std::vector<Fiber> fibers(count);
+    fibers_ = &fibers;
+    static std::vector<char> stacks;
+    stacks.resize(std::max(stacks.size(), count * kStack));
+    for (unsigned i = 0; i < count; ++i) {
+      ucontext_t context;
+      getcontext(&context);
+      context.uc_stack.ss_sp = stacks.data() + i * kStack;
+      context.uc_stack.ss_size = kStack;
+      context.uc_link = nullptr;
+      makecontext(&context, &Fibers::enter, 0);
+      fibers[i].first = context;
+    }
+    for (left_ = count; left_ > 0;) {
+      bool moved = false;
+      for (unsigned i = 0; i < count; ++i) {
+        if (fibers[i].done || fibers[i].waits)
+          continue;
+        moved = true;
+        resume(i);
+      }
+      if (!moved)
+        fail("threads wait for threads that have ended");
+    }
+  }
+
+  // Waits for `threads` threads from the first one of this thread's group on.
+  // The last one runs `together` for all.
+  template <class Together> void meet(unsigned threads, Together together) {
+    const unsigned first = threadIdx.x / threads * threads;
+    std::vector<Fiber> &fibers = *fibers_;
+    fibers[threadIdx.x].waits = true;
+    const unsigned end =
+        std::min<unsigned>(first + threads, unsigned(fibers.size()));
+    for (unsigned i = first; i < end; ++i) {
+      if (!fibers[i].waits && !fibers[i].done)
+        return pause();
+    }
+    together();
+    for (unsigned i = first; i < end; ++i)
+      fibers[i].waits = false;
+  }
+  unsigned threads() const { return unsigned(fibers_->size()); }
+
+private:
+  static constexpr size_t kStack = 32 << 10;
+  struct Fiber {
+    ucontext_t first;
+    jmp_buf at;
+    bool started = false, waits = false, done = false;
+  };
+
+  static Fibers *&instance() {
+    static Fibers *one = nullptr;
+    return one;
+  }
+  [[noreturn]] static void fail(const char *why) {
+    std::fprintf(stderr, "%s\n", why);
+    std::abort();
+  }
+  static void enter() {
+    Fibers &own = current();
+    (*own.body_)();
+    (*own.fibers_)[threadIdx.x].done = true;
+    --own.left_;
+    _longjmp(own.scheduler_, 1);
+  }
+  void resume(unsigned i) {
+    Fiber &fiber = (*fibers_)[i];
+    threadIdx.x = i;
+    if (_setjmp(scheduler_))
+      return;
+    if (fiber.started)
+      _longjmp(fiber.at, 1);
+    fiber.started = true;
+    setcontext(&fiber.first);
+  }
+  void pause() {
+    if (!_setjmp((*fibers_)[threadIdx.x].at))
+      _longjmp(scheduler_, 1);
+  }
+
+  const std::function<void()> *body_ = nullptr;
+  std::vector<Fiber> *fibers_ = nullptr;
+  jmp_buf scheduler_;
+  unsigned left_ = 0;
+};
+
+inline void __syncthreads() {
+  Fibers::current().meet(Fibers::current().threads(), [] {});
+}
+
+template <class Params>
+cudaError_t cudaLaunchKernel(void (*kernel)(Params), dim3 grid, dim3 block,
+                             void **arguments, size_t shared, cudaStream_t) {
+  if (shared > sizeof(memory))
+    std::abort();
+  gridDim = grid;
+  const auto &params = *static_cast<const Params *>(arguments[0]);
+  for (unsigned z = 0; z < grid.z; ++z) {
+    for (unsigned y = 0; y < grid.y; ++y) {
+      for (unsigned x = 0; x < grid.x; ++x) {
+        blockIdx = dim3(x, y, z);
+        std::memset(memory, 255, shared);
+        Fibers().run(block.x, [&] { kernel(params); });
+      }
+    }
+  }
+  return cudaSuccess;
+}

@@ -1,0 +1,172 @@
+"""The CUDA kernels that rank tokens, run on a CPU thread by thread
+(tests/native_cpu/emulated): alone, and below a whole session."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+from kvlathe.export.bases.basis import Basis
+from kvlathe.export.folding.fold import decoder_from
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.weights_file import wiring
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.native.cuda import F16, AttendDecodeArgs, CudaLibrary, LayerForm
+from kvlathe.runtime.native.library import ABI_VERSION, Native
+from kvlathe.runtime.sessions.gpu.pages import allocate_pool
+from kvlathe.runtime.sessions.torch_cuda.attend import Attention
+from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
+from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder
+from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
+from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
+from kvlathe.runtime.sessions.torch_cuda.observer import Observer
+from kvlathe.runtime.sessions.torch_cuda.ranking import RankingSession, scratch_bytes
+from kvlathe.runtime.text.tokenizer import Tokenizer
+from tests.native_cpu.test_device_session import HostAttention
+from tests.support.emulated import RankingLibrary, emulated_kernels
+from tests.support.host_device import HostTorchDevice
+from tests.support.observed_cases import Observation, observations
+from tests.support.ranking_laws import (
+    KINDS,
+    a_step_that_is_rolled_back_leaves_no_score,
+    arena_bytes,
+    moves_are_those_of_the_host,
+    on_cpu,
+    ranked_plan,
+    scores_are_those_of_the_host,
+    tokens_stay_as_on_the_cpu,
+    with_tested_kernels,
+)
+from tests.support.runtime_cases import LIMITS, MODEL, text
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return emulated_kernels(tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.fixture(autouse=True)
+def tested() -> Iterator[None]:
+    with with_tested_kernels():
+        yield
+
+
+class RankingAttention(HostAttention):
+    """Attention by the library's op for the CPU; what it observes is left to the
+    kernel."""
+
+    def __init__(
+        self,
+        native: Native,
+        library: CudaLibrary,
+        plan: CompressionPlan,
+        scales: list[float],
+        pool: Tensor,
+    ) -> None:
+        super().__init__(native, plan, scales, pool)
+        layers = range(plan.model.layers)
+        self.forms = [LayerForm(library, plan, layer) for layer in layers]
+        self.observer = Observer(plan, self.forms, pool, LIMITS.max_num_tokens)
+
+    def run(
+        self,
+        step: StepInputs,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        weights: Mapping[str, Tensor],
+    ) -> Tensor:
+        out = super().run(step, layer, q, k, v, angles, weights)
+        assert angles is not None
+        turned = _turned(q, *angles, self.plan.model.head_dim)
+        form = self.forms[layer]
+        call = AttendDecodeArgs(ABI_VERSION, F16, len(q), self.plan.model.group_size)
+        call.page_tokens, call.part_count = self.plan.page_tokens, len(form.parts)
+        call.scale, call.parts = self.scales[layer], form.parts
+        for part, bucket in zip(form.parts, form.buckets, strict=True):
+            part.page_table = step.page_tables[bucket].data_ptr()
+            part.lengths = step.lengths.data_ptr()
+            part.page_table_stride = 1
+        call.pool, call.pool_bytes = self.pool.data_ptr(), self.pool.numel()
+        call.q, call.q_stride = turned.data_ptr(), form.queries
+        call.o, call.o_stride = out.data_ptr(), form.out
+        self.observer.queue(call, layer, step)
+        return out
+
+
+def _turned(q: Tensor, cos: Tensor, sin: Tensor, width: int) -> Tensor:
+    """RoPE of query heads side by side."""
+    heads = q.float().unflatten(1, (-1, width))
+    a, b = heads.chunk(2, -1)
+    cos, sin = cos.float()[:, None], sin.float()[:, None]
+    turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return turned.flatten(1).half()
+
+
+def in_torch(native: Native, kernels: ctypes.CDLL, plan: CompressionPlan) -> LLM:
+    """The cuda backend's session in host memory."""
+    checkpoint = Checkpoint(MODEL)
+    decoder = decoder_from(checkpoint, plan, Basis())
+    tensors = {name: x.half() for name, x in decoder.state_dict().items()}
+    wired = wiring(checkpoint.spec)
+    device, library = HostTorchDevice(), RankingLibrary(native, kernels)
+    size = arena_bytes(plan)
+    pool = allocate_pool(device, library, plan, size + scratch_bytes(plan))
+    scales = list(wired.scales)
+    attention = RankingAttention(native, library, plan, scales, bytes_of(pool))
+    compute = TorchCompute(TorchDecoder(wired, tensors), cast(Attention, attention))
+    session = RankingSession(device, library, plan, LIMITS, pool, compute)
+    return LLM(session, plan, LIMITS, Tokenizer(MODEL), size)
+
+
+@settings(
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(case=observations())
+def test_scores_grow_by_what_observed_rows_attend(
+    native: Native, kernels: ctypes.CDLL, case: Observation
+) -> None:
+    case.check(case.run(RankingLibrary(native, kernels), "cpu"))
+
+
+@pytest.mark.parametrize("share", [0.1, 1.0])
+def test_scores_of_a_larger_step(
+    native: Native, kernels: ctypes.CDLL, share: float
+) -> None:
+    """Several tiles of tokens and of columns, beside a decode and an idle sequence."""
+    plan = ranked_plan("mixed")
+    lengths = [[70, 128, 64], [33, 64, 192], [5, 0, 0], [0, 0, 0]]
+    case = Observation(plan, [150, 1, 0, 37], lengths, share, seed=3)
+    case.check(case.run(RankingLibrary(native, kernels), "cpu"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_move_as_on_the_cpu(
+    native: Native, kernels: ctypes.CDLL, kind: str
+) -> None:
+    session = in_torch(native, kernels, ranked_plan(kind)).session
+    assert isinstance(session, RankingSession)
+    for seed in range(3):
+        moves_are_those_of_the_host(session, seed)
+        scores_are_those_of_the_host(session, seed)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_session_keeps_the_tokens_of_the_cpu(
+    native: Native, kernels: ctypes.CDLL, kind: str
+) -> None:
+    plan = ranked_plan(kind)
+    ours, theirs = in_torch(native, kernels, plan), on_cpu(plan)
+    a_step_that_is_rolled_back_leaves_no_score(ours, theirs)
+    tokens_stay_as_on_the_cpu(ours, theirs, list(text(330)), 260)

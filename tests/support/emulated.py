@@ -1,0 +1,58 @@
+"""The CUDA kernels that rank tokens, compiled for a CPU (tests/native_cpu/emulated), for
+sessions in host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from ctypes import byref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.native.library import Native, Status
+from tests.support.host_device import HostLibrary
+
+HERE = Path(__file__).resolve().parents[1] / "native_cpu" / "emulated"
+SOURCES = HERE.parents[2] / "plugins_cpp"
+COMMON = ("lanes", "decode_call", "refusal")
+
+
+def emulated_kernels(folder: Path) -> ctypes.CDLL:
+    """Compiled into ``folder``. Skips the test where there is no compiler."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++")
+    library = folder / "libemulated.so"
+    includes = [f"-I{path}" for path in (HERE, SOURCES / "src", SOURCES / "include")]
+    sources = [SOURCES / "src" / "common" / f"{name}.cc" for name in COMMON]
+    flags = ["-O2", "-std=c++17", "-fPIC", "-shared", "-Wl,-Bsymbolic"]
+    command = [compiler, *flags, *includes, HERE / "kernels.cc", *sources]
+    done = subprocess.run(
+        [*command, "-o", library], capture_output=True, text=True, check=False
+    )
+    if "_Float16" in done.stderr:
+        pytest.skip("this g++ has no halves")
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(library))
+
+
+class RankingLibrary(HostLibrary):
+    """A HostLibrary whose observe and move are the CUDA kernels. ``observed``: calls of
+    observe."""
+
+    def __init__(self, library: Native, kernels: ctypes.CDLL) -> None:
+        super().__init__(library)
+        self.kernels, self.observed = kernels, 0
+
+    def call(self, name: str, *given: Any) -> None:  # noqa: ANN401  (structures)
+        if name not in ("cuda_observe", "cuda_move"):
+            return super().call(name, *given)
+        self.observed += name == "cuda_observe"
+        status = Status()
+        if getattr(self.kernels, f"kvlathe_{name}")(*given, byref(status)):
+            raise KvlatheError(name, status.message.decode())
+        return None
