@@ -28,6 +28,7 @@ from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.observer import Observer
 from kvlathe.runtime.sessions.torch_cuda.ranking import RankingSession, scratch_bytes
+from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.native_cpu.test_device_session import HostAttention
 from tests.support.emulated import RankingLibrary, emulated_kernels
@@ -170,3 +171,17 @@ def test_the_session_keeps_the_tokens_of_the_cpu(
     ours, theirs = in_torch(native, kernels, plan), on_cpu(plan)
     a_step_that_is_rolled_back_leaves_no_score(ours, theirs)
     tokens_stay_as_on_the_cpu(ours, theirs, list(text(330)), 260)
+
+
+def test_requests_side_by_side_are_answered_as_alone(
+    native: Native, kernels: ctypes.CDLL
+) -> None:
+    """Prompts of several lengths and their decodes, padded to sizes of graphs; tokens
+    that the next step takes from where they were sampled."""
+    llm = in_torch(native, kernels, ranked_plan("budget"))
+    params = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
+    prompts = [list(text(n, 100 * n)) for n in (40, 90)]
+    together = llm.generate(prompts, params)
+    for prompt, answer in zip(prompts, together, strict=True):
+        alone = llm.generate([prompt], params)[0]
+        assert answer.token_ids[:30] == alone.token_ids[:30]

@@ -98,11 +98,11 @@ def moves_are_those_of_the_host(session: RankingSession, seed: int) -> None:
             compare()
         if cold and not plan.buckets[cold[0]].tokens.divides:
             filled()
-            ids = _distinct_pages(host, (source, *cold), [1] * (1 + len(cold)), rng)
-            page, *targets = [own[0] for own in ids]
-            full = FullPage(source, page, tuple(targets), 0)
-            session.seal([full])
-            host.seal([full])
+            ids = _distinct_pages(host, (source, *cold), [3] * (1 + len(cold)), rng)
+            columns = zip(*ids, strict=True)
+            full = [FullPage(source, page, tuple(to), 0) for page, *to in columns]
+            session.seal(full)
+            host.seal(full)
             compare()
 
 

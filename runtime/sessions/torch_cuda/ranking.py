@@ -63,10 +63,12 @@ class RankingSession(TorchSession):
 
     def seal(self, pages: Sequence[FullPage]) -> None:
         super().seal(pages)
-        for full in pages:
-            cold = self.plan.cold(full.fresh)
-            for bucket, target in zip(cold, full.cold_pages, strict=True):
-                self._scores.carry(full.fresh, [full.page], bucket, [target])
+        for fresh in {full.fresh for full in pages}:
+            own = [full for full in pages if full.fresh == fresh]
+            sources = [full.page for full in own]
+            for i, bucket in enumerate(self.plan.cold(fresh)):
+                targets = [full.cold_pages[i] for full in own]
+                self._scores.carry(fresh, sources, bucket, targets)
 
     # -- TokenRanker -------------------------------------------------------------------
     def scores(self, bucket: int, pages: Sequence[int], tokens: int) -> Scores:

@@ -10,6 +10,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <numeric>
+#include <random>
 #include <vector>
 
 #include "cuda_fp16.h"
@@ -55,9 +57,14 @@ public:
       makecontext(&context, &Fibers::enter, 0);
       fibers[i].first = context;
     }
+    std::vector<unsigned> order(count);
+    std::iota(order.begin(), order.end(), 0u);
     for (left_ = count; left_ > 0;) {
+      // Threads that do not meet may run in any order: a meeting that is
+      // missing shows.
+      std::shuffle(order.begin(), order.end(), random_);
       bool moved = false;
-      for (unsigned i = 0; i < count; ++i) {
+      for (const unsigned i : order) {
         if (fibers[i].done || fibers[i].waits)
           continue;
         moved = true;
@@ -128,6 +135,7 @@ private:
   std::vector<Fiber> *fibers_ = nullptr;
   jmp_buf scheduler_;
   unsigned left_ = 0;
+  static inline std::minstd_rand random_{1};
 };
 
 inline void __syncthreads() {
