@@ -24,7 +24,8 @@ void fetch_next(Rows& rows, const Rows& next) {
     size = meta - next.data + 2 * next.rows * next.meta_stride;
   }
   rows.ahead = next.data;
-  rows.ahead_step = (size + rows.rows - 1) / rows.rows;
+  const auto count = uint32_t(rows.rows);  // divided in 32 bits: twice as fast
+  rows.ahead_step = (uint32_t(size) + count - 1) / count;
 }
 
 }  // namespace
@@ -101,6 +102,26 @@ std::vector<Block>& AttendStep::list_blocks(int32_t b, int32_t h, const View& vi
   return list;
 }
 
+// Whether slabs of two blocks differ by their pages alone.
+bool AttendStep::alike(const Block& a, const Block& b) const {
+  const int32_t page_tokens = layer.head.page_tokens;
+  return a.bucket == b.bucket && a.count == b.count && (a.first - b.first) % page_tokens == 0;
+}
+
+// The slabs of block `at`, from those of the block before it, which is alike and listed last.
+void AttendStep::list_again(std::vector<Rows>& list, const Item& item, const Block& at,
+                            const Block& before) const {
+  const int64_t bytes =
+      page(item.sequence, at.bucket, at.first) - page(item.sequence, before.bucket, before.first);
+  const size_t count = 2 * size_t(item.lane_end - item.lane);
+  for (size_t i = 0; i < count; ++i) {
+    Rows rows = list[list.size() - count];
+    rows.data += bytes;
+    rows.meta += bytes / 2;
+    list.push_back(rows);
+  }
+}
+
 // K and V of every block and lane, in the order in which they lie in the pages: (block, lane, K
 // then V).
 std::vector<Rows>& AttendStep::list_slabs(const Item& item,
@@ -109,6 +130,10 @@ std::vector<Rows>& AttendStep::list_slabs(const Item& item,
   thread_local std::vector<Rows> list;
   list.clear();
   for (const Block& at : blocks) {
+    if (&at != blocks.data() && alike(at, (&at)[-1])) {
+      list_again(list, item, at, (&at)[-1]);
+      continue;
+    }
     for (int32_t i = item.lane; i < item.lane_end; ++i) {
       for (const bool keys : {true, false})
         list.push_back(rows(item.sequence, layer.order[i], at, keys));

@@ -89,6 +89,9 @@ struct AttendStep {
   int64_t blocks(int32_t b, int32_t h, const View& view) const;
   std::vector<Block>& list_blocks(int32_t b, int32_t h, const View& view, int64_t begin,
                                   int64_t end) const;
+  bool alike(const Block& a, const Block& b) const;
+  void list_again(std::vector<Rows>& list, const Item& item, const Block& at,
+                  const Block& before) const;
   std::vector<Rows>& list_slabs(const Item& item, const std::vector<Block>& blocks) const;
   int32_t queries(int32_t b) const { return a.cu_seqlens_q[b + 1] - a.cu_seqlens_q[b]; }
   int64_t cached(int32_t b, int32_t s) const {
