@@ -36,26 +36,34 @@ inline void repeat_rows(__m256i number, __m256i& first, __m256i& second) {
   first = _mm256_shuffle_epi32(bytes, 0x00), second = _mm256_shuffle_epi32(bytes, 0x55);
 }
 
-template <class W>
-void scale_rows(const float* x, const Rows& rows, int group, Scaled& out) {
-  __m256 product[kMostRows / 8], lowest = _mm256_setzero_ps(), most = lowest;
+// The integer form of M rows of x times their scales: metadata is read once for all of them.
+template <class W, int M>
+void scale_rows(const float* x, int64_t ldx, const Rows& rows, int group, Scaled* const* out) {
+  __m256 product[M][kMostRows / 8], lowest[M], most[M];
+  for (int m = 0; m < M; ++m) lowest[m] = most[m] = _mm256_setzero_ps();
   for (int r = 0; r < rows.rows; r += 8) {
     const __m256i real = first_of(rows.rows - r);
-    __m256 scale, minimum;  // past the last row they may be anything
+    __m256 scale, minimum;
     affine_of_eight<W::fixed>(rows, r, group, scale, minimum);
-    const auto kept = [&](__m256 x) { return _mm256_and_ps(x, _mm256_castsi256_ps(real)); };
-    const __m256 values = _mm256_maskload_ps(x + r, real);
-    product[r / 8] = kept(_mm256_mul_ps(values, scale));
-    lowest = _mm256_add_ps(lowest, kept(_mm256_mul_ps(values, minimum)));
-    most = _mm256_max_ps(most, absolute(product[r / 8]));
+    // past the last row they may be anything
+    scale = _mm256_and_ps(scale, _mm256_castsi256_ps(real));
+    minimum = _mm256_and_ps(minimum, _mm256_castsi256_ps(real));
+    for (int m = 0; m < M; ++m) {
+      const __m256 values = _mm256_maskload_ps(x + m * ldx + r, real);
+      product[m][r / 8] = _mm256_mul_ps(values, scale);
+      lowest[m] = _mm256_fmadd_ps(values, minimum, lowest[m]);
+      most[m] = _mm256_max_ps(most[m], absolute(product[m][r / 8]));
+    }
   }
-  const float top = highest(most);
-  out.unit = top / 16256.f;
-  out.lowest = added_up(lowest);
-  const __m256 per_unit = _mm256_set1_ps(top > 0 ? 16256.f / top : 0.f);
-  for (int i = 0; i < (rows.rows + 7) / 8; ++i) {
-    const __m256i number = _mm256_cvtps_epi32(_mm256_mul_ps(product[i], per_unit));
-    repeat_rows<Products<W>::words>(number, out.first[i], out.second[i]);
+  for (int m = 0; m < M; ++m) {
+    const float top = highest(most[m]);
+    out[m]->unit = top / 16256.f;
+    out[m]->lowest = added_up(lowest[m]);
+    const __m256 per_unit = _mm256_set1_ps(top > 0 ? 16256.f / top : 0.f);
+    for (int i = 0; i < (rows.rows + 7) / 8; ++i) {
+      const __m256i number = _mm256_cvtps_epi32(_mm256_mul_ps(product[m][i], per_unit));
+      repeat_rows<Products<W>::words>(number, out[m]->first[i], out[m]->second[i]);
+    }
   }
 }
 
@@ -189,7 +197,15 @@ void mix_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t l
   const auto form = [&](int i) { return reinterpret_cast<Scaled*>(scratch + i * kDotScratch); };
   for (int chunk = 0, end; chunk < rows.inner / 16; chunk = end) {
     end = group_end(rows, chunk);
-    for (int i = 0; i < m; ++i) scale_rows<W>(x + i * ldx, rows, rows.group_of[chunk], *form(i));
+    for (int i = 0; i < m; i += 2) {
+      Scaled* pair[2] = {form(i), form(i + 1)};
+      const int group = rows.group_of[chunk];
+      if (i + 1 < m) {
+        scale_rows<W, 2>(x + i * ldx, ldx, rows, group, pair);
+      } else {
+        scale_rows<W, 1>(x + i * ldx, ldx, rows, group, pair);
+      }
+    }
     for (int column = 16 * chunk, next; column < 16 * end; column = next) {
       next = W::bits == 3 ? block_end(rows, column) : column + Piece<W>::columns;
       if (next > 16 * end) next = 16 * end;
