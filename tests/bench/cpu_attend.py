@@ -3,7 +3,7 @@ a model, over a random cache.
 
     kvlathe native
     python tests/bench/cpu_attend.py [--formats 32 16 8 4 2] [--contexts 512 2048 3840]
-        [--rows 1 8] [--ranks 96 112] [--against OTHER/libkvlathe.so]
+        [--rows 1 8] [--ranks 96 112] [--engines ENGINE ...] [--against OTHER/libkvlathe.so]
 
 A format is BITS, groups along the rank for K and along the tokens for V;
 BITS:AXIS_K,AXIS_V; or BITS:normal, fixed levels along the rank. Above 8 bits it is one
@@ -12,8 +12,9 @@ rank. The shape is that of lathe-27m: 6 layers of 4 KV heads of 128, 2 query hea
 The lowest tenth of ``--repeats`` calls counts: other load only slows. One thread is
 timed by its processor time.
 
-``--against``: calls of another build alternate with those of the library in use, on the
-same pages. Printed is how much longer the one in use takes.
+``--engines``: the plans of these folders, in place of formats. ``--against``: calls of
+another build alternate with those of the library in use, on the same pages. Printed is
+how much longer the one in use takes.
 """
 
 from __future__ import annotations
@@ -35,11 +36,13 @@ import numpy.typing as npt
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from kvlathe.plan.engine_folder import read_plan  # noqa: E402
 from kvlathe.plan.formats import Axis, Levels, Tier  # noqa: E402
 from kvlathe.plan.heads import Lane, ModelShape  # noqa: E402
 from kvlathe.plan.layer_table import layer_table  # noqa: E402
 from kvlathe.plan.layout import CacheLayout  # noqa: E402
 from kvlathe.plan.plan import Bucket, CompressionPlan  # noqa: E402
+from kvlathe.plan.token_rules import Window  # noqa: E402
 from kvlathe.runtime.native.library import ABI_VERSION, Native, find  # noqa: E402
 from tests.native_cpu.library import AttendArgs, Op, aligned  # noqa: E402
 from tests.support.format_cases import bits_of  # noqa: E402
@@ -79,6 +82,14 @@ def plan_of(form: str, ranks: list[int]) -> CompressionPlan:
     return CompressionPlan(shape, tuple(lanes), tuple(tiers), tuple(buckets))
 
 
+def held(bucket: Bucket, fresh: int, sealed: int) -> int:
+    """Tokens of a sequence that has ``fresh`` tokens and ``sealed`` ones."""
+    if bucket.source is None:
+        return fresh
+    rule = bucket.tokens
+    return min(sealed, rule.most) if isinstance(rule, Window) else sealed
+
+
 class Steps:
     """Decode steps of ``rows`` sequences that have ``context`` tokens each."""
 
@@ -99,7 +110,7 @@ class Steps:
             CacheLayout(plan),
         )
         cold = max(0, context - hot) // page * page if plan.tiers[-1].is_coded else 0
-        counts = [context - cold, cold][: len(plan.buckets)]
+        counts = [held(bucket, context - cold, cold) for bucket in plan.buckets]
         lengths = np.array([counts] * rows, np.int32)
         self.memory, tables = self.pool(
             plan, [-(-(n + 1) // page) for n in counts], rows, rng
@@ -220,6 +231,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--formats", nargs="+", default=["32", "16", "8", "4", "2"])
+    parser.add_argument("--engines", type=Path, nargs="+", default=[])
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 3840])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--ranks", type=int, nargs="+", default=[96, 112, 96])
@@ -235,23 +247,30 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="another build of the library")
     args = parser.parse_args()
     libraries = [native(), *([other(args.against)] if args.against else [])]
-    cases = [(form, args.ranks) for form in args.formats]
-    cases = [("32", [WIDTH]) for form in args.formats if form == "32"] + cases
+    forms = [] if args.engines else args.formats
+    asked = [(form, args.ranks) for form in forms]
+    asked = [("32", [WIDTH]) for form in forms if form == "32"] + asked
+    cases = [
+        (form, float(np.mean(ranks)), plan_of(form, ranks)) for form, ranks in asked
+    ]
+    for folder in args.engines:
+        plan = read_plan(folder)
+        ranks = [(lane.rank_k + lane.rank_v) / 2 for lane in plan.lanes]
+        cases.append((folder.name, float(np.mean(ranks)), plan))
     print(f"{native().isa}, {args.threads} thread(s), load {os.getloadavg()[0]:.1f}")
     print(
         f"{'format':<14} {'rank':>5} {'rows':>4} {'context':>7} {'us a row':>9} {'ns a token, row':>16} {'bytes':>14}"
     )
     records = []
-    for (form, ranks), (rows, context) in itertools.product(
+    for (form, rank, plan), (rows, context) in itertools.product(
         cases, itertools.product(args.rows, args.contexts)
     ):
-        plan = plan_of(form, ranks)
         steps = Steps(
             plan, context, rows, args.hot, args.threads, args.layers, libraries
         )
         own, *others = steps.seconds(args.repeats)
         each = own / rows * 1e6
-        size, rank = CacheLayout(plan).bytes_per_token(), float(np.mean(ranks))
+        size = CacheLayout(plan).bytes_per_token()
         records.append(
             {
                 "format": form,

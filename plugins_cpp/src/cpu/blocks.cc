@@ -28,6 +28,12 @@ void fetch_next(Rows& rows, const Rows& next) {
   rows.ahead_step = (uint32_t(size) + count - 1) / count;
 }
 
+// The first slabs of an item, while nothing is read yet.
+void fetch(const Rows& rows) {
+  const int64_t size = rows.rows * rows.stride;
+  for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(rows.data + i, 0, 2);
+}
+
 }  // namespace
 
 Rows AttendStep::rows(int32_t b, int32_t h, const Block& at, bool keys) const {
@@ -139,6 +145,7 @@ std::vector<Rows>& AttendStep::list_slabs(const Item& item,
         list.push_back(rows(item.sequence, layer.order[i], at, keys));
     }
   }
+  for (size_t i = 0; i < std::min(kAhead, list.size()); ++i) fetch(list[i]);
   for (size_t i = 0; i + kAhead < list.size(); ++i) fetch_next(list[i], list[i + kAhead]);
   return list;
 }

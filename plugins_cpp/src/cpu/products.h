@@ -82,16 +82,49 @@ void split_columns(Product<B> p, int m, int vectors) {
   }
 }
 
+// M rows of c += a times rows k .. k + K - 1 of b.
+template <int M, int K, class B>
+void add_rows(const Product<B>& p, int k, int n) {
+  Floats a[M][K];
+  for (int m = 0; m < M; ++m) {
+    for (int j = 0; j < K; ++j) a[m][j] = all(p.a[m * p.lda + k + j]);
+  }
+  for (int i = 0; i < n; i += kLanes) {
+    Floats c[M];
+    for (int m = 0; m < M; ++m) c[m] = load(p.c + m * p.ldc + i);
+    for (int j = 0; j < K; ++j) {
+      const Floats b = element(p.b + (k + j) * p.ldb + i);
+      for (int m = 0; m < M; ++m) c[m] += a[m][j] * b;
+    }
+    for (int m = 0; m < M; ++m) store(p.c + m * p.ldc + i, c[m]);
+  }
+}
+
+// For one row of c, or two: b, read once, comes from memory as it lies. The processor fetches rows
+// faster than columns.
+template <int M, class B>
+void by_rows(const Product<B>& p, int n) {
+  for (int m = 0; m < M && !p.add; ++m) {
+    for (int i = 0; i < n; i += kLanes) store(p.c + m * p.ldc + i, Floats{});
+  }
+  int k = 0;
+  for (; k + 4 <= p.k; k += 4) add_rows<M, 4>(p, k, n);
+  for (; k < p.k; ++k) add_rows<M, 1>(p, k, n);
+}
+
 template <class B>
 void multiply_as(const Product<B>& p, int m, int n) {
-  // Few rows: wider tiles, so that b is read in one pass and enough sums are on their way.
-  if (m == 1) return split_columns<8, 1>(p, m, n / kLanes);
-  if (m == 2) return split_columns<2 * kTileVectors, 2>(p, m, n / kLanes);
+  if (m == 1) return by_rows<1>(p, n);
+  if (m == 2) return by_rows<2>(p, n);
   split_columns<kTileVectors, kTileRows>(p, m, n / kLanes);
 }
 
 void multiply(const float* a, int64_t lda, const float* b, int64_t ldb, float* c, int64_t ldc,
               int m, int n, int k, bool add) {
+  // A matrix that is read once comes from memory as it lies.
+  for (int row = 0; m <= 2 && row < k; ++row) {
+    for (int i = 0; i < n; i += 16) __builtin_prefetch(b + row * ldb + i, 0, 2);
+  }
   multiply_as(Product<float>{a, b, c, lda, ldb, ldc, k, add}, m, n);
 }
 
