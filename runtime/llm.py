@@ -13,6 +13,7 @@ Any number of threads and tasks may ask at the same time: one thread runs the en
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import queue
 import threading
@@ -35,7 +36,8 @@ from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits, Manifest
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.runtime.cache.cold import ColdPages, ZstdPages
+from kvlathe.runtime.cache.block_store import StoreSizes, open_stores
+from kvlathe.runtime.cache.cold import ZSTD, ColdPages, ZstdPages
 from kvlathe.runtime.cache.parcel import Origin
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.cache.prefix import PrefixCache
@@ -63,6 +65,8 @@ from kvlathe.runtime.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Items[SamplingParams] | None
 """One for all prompts, one for each, or None: the defaults."""
+SAVE_SECONDS = 10.0
+"""For which an LLM that closes writes shared prefixes to disk."""
 
 
 class LLM(ClosesAtExit):
@@ -103,6 +107,7 @@ class LLM(ClosesAtExit):
         device: str | None = None,
         max_batch_size: int | None = None,
         gpu_memory_utilization: float = devices.GPU_MEMORY_UTILIZATION,
+        stores: StoreSizes | None = None,
     ) -> LLM:
         """Load an engine folder.
 
@@ -116,7 +121,7 @@ class LLM(ClosesAtExit):
         that begin alike, until room is needed; None: where the plan allows it.
         ``device``: cpu, cuda or auto; None: KVLATHE_DEVICE, or else auto.
         ``max_batch_size``: sequences that run at once, at most and by default the
-        engine's.
+        engine's. ``stores``: where shared prefixes go whose pages had to (docs/travel.md).
 
         Raises KvlatheError where the folder is incomplete or changed, or its backend
         cannot run here.
@@ -139,7 +144,18 @@ class LLM(ClosesAtExit):
         llm.manifest = opened.manifest
         llm.attention = runner.attention(manifest)
         llm.engine.scheduler.prompt_tokens = runner.prompt_tokens
+        if stores is not None:
+            llm.keep_evicted(stores)
         return llm
+
+    def keep_evicted(self, sizes: StoreSizes) -> None:
+        """Keep shared prefixes whose pages have to go. To be called before the first
+        request. Raises KvlatheError where none are shared, for sizes that are none, and
+        where the folder cannot be made."""
+        check_counts(host_bytes=sizes.host_bytes, disk_bytes=sizes.disk_bytes)
+        mover, origin = self.engine.scheduler.mover, self.exchange.origin
+        prefixes = self.exchange.prefixes  # asked first: it may refuse
+        prefixes.stores = open_stores(mover, origin, sizes)
 
     def code_cold_pages(self) -> None:
         """From now on, sequences that wait in the host's memory take fewer bytes there,
@@ -149,12 +165,21 @@ class LLM(ClosesAtExit):
         Raises KvlatheError where the library for it is missing.
         """
         codec = ZstdPages(self.layout)
-        self.engine.scheduler.mover = ColdPages(self.session, codec)
+        mover = ColdPages(self.session, codec)
+        scheduler = self.engine.scheduler
+        scheduler.mover = mover
+        if scheduler.prefixes and scheduler.prefixes.stores:
+            scheduler.prefixes.stores.code(mover, ZSTD)
 
     # -- life --------------------------------------------------------------------------
     def close(self) -> None:
         """End the engine's thread, and what it computes with a KvlatheError. Later
-        requests are refused. The memory goes back with the object."""
+        requests are refused. The memory goes back with the object. Where there is a
+        disk cache, shared prefixes are written to it first, for SAVE_SECONDS at most."""
+        prefixes = self.engine.scheduler.prefixes
+        if prefixes and prefixes.stores:
+            with contextlib.suppress(KvlatheError):  # closed already, or failed
+                self.thread.call(partial(prefixes.save, SAVE_SECONDS))
         self.thread.close()
 
     # -- text --------------------------------------------------------------------------

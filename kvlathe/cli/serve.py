@@ -126,6 +126,25 @@ def check_keys(keys: tuple[str, ...]) -> None:
     help="Code the pages of sequences that wait in the host's memory: fewer bytes, slower moves.",
 )
 @click.option(
+    "--host-cache-size",
+    "host_cache_bytes",
+    type=Size(),
+    help="Memory of the host for shared prefixes whose pages had to go. [default: none]",
+)
+@click.option(
+    "--disk-cache",
+    type=PATH,
+    help="Folder for those that had to go from there, too. It outlives the server.",
+)
+@click.option(
+    "--disk-cache-size",
+    "disk_cache_bytes",
+    type=Size(),
+    default="16G",
+    show_default=True,
+    help="Bytes of files in that folder.",
+)
+@click.option(
     "--max-batch-size",
     type=click.IntRange(1),
     help="Sequences that run at once. [default: the most that the engine takes]",

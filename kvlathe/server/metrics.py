@@ -15,6 +15,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from kvlathe.runtime.async_engine import AsyncEngine
+from kvlathe.runtime.cache.block_store import BlockStores
+from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.scheduling.sequence import Sequence
 
 FAST = (
@@ -174,6 +176,18 @@ class State(Collector):
             "Bytes of pages kept for requests that begin alike.",
             kept,
         )
+        stores = self._stores
+        if stores is not None and stores.host is not None:
+            said = "Bytes of evicted prefixes in the host's memory."
+            yield "kvlathe_host_cache_bytes", said, stores.host.bytes
+        if stores is not None and stores.disk is not None:
+            said = "Bytes of evicted prefixes on disk."
+            yield "kvlathe_disk_cache_bytes", said, stores.disk.bytes
+
+    @property
+    def _stores(self) -> BlockStores | None:
+        prefixes = self._engine.llm.engine.scheduler.prefixes
+        return prefixes.stores if prefixes else None
 
     def _counters(self) -> Iterator[tuple[str, str, float]]:
         scheduler = self._engine.llm.engine.scheduler
@@ -193,6 +207,24 @@ class State(Collector):
             "Tokens found there and not computed again.",
             hits,
         )
+        yield from self._store_counters(scheduler.prefixes)
+
+    def _store_counters(
+        self, prefixes: PrefixCache | None
+    ) -> Iterator[tuple[str, str, float]]:
+        """Of evicted prefixes that came back; in tokens, as the hits that they are
+        among."""
+        stores = self._stores
+        if prefixes is None or stores is None:
+            return
+        if stores.host is not None:
+            said = "Tokens whose pages came back from the host's memory."
+            yield "kvlathe_host_cache_hits", said, stores.host_hits * prefixes.block
+        if stores.disk is not None:
+            said = "Tokens whose pages came back from disk."
+            yield "kvlathe_disk_cache_hits", said, stores.disk_hits * prefixes.block
+            said = "Files of evicted prefixes that could not be written or read."
+            yield "kvlathe_disk_cache_failures", said, stores.disk.failures
 
     def _uncompressed(self, sequences: Iterable[Sequence], own: int) -> int:
         """Bytes of pages of the same number of tokens, uncompressed in the same number

@@ -21,6 +21,7 @@ from kvlathe.base.devices import GPU_MEMORY_UTILIZATION
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.folder import sigterm_interrupts
 from kvlathe.runtime.async_engine import AsyncEngine
+from kvlathe.runtime.cache.block_store import DISK_CACHE_BYTES, StoreSizes
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.sessions.protocols import OnDevice
 from kvlathe.server.app import create_app
@@ -56,6 +57,16 @@ class Settings:
     max_batch_size: int | None = None  # None: the engine's
     gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
     cold_pages: bool = False  # pages that wait on the host are coded
+    host_cache_bytes: int | None = None  # for evicted prefixes
+    disk_cache: Path | None = None  # the same, a folder
+    disk_cache_bytes: int = DISK_CACHE_BYTES
+
+    @property
+    def stores(self) -> StoreSizes | None:
+        """Where evicted prefixes go, where somebody asked."""
+        sizes = (self.host_cache_bytes, self.disk_cache, self.disk_cache_bytes)
+        asked = sizes[:2] != (None, None)
+        return StoreSizes(*sizes) if asked else None
 
 
 class Server(uvicorn.Server):
@@ -205,6 +216,7 @@ def load(folder: Path, settings: Settings) -> LLM:
         device=settings.device,
         max_batch_size=settings.max_batch_size,
         gpu_memory_utilization=settings.gpu_memory_utilization,
+        stores=settings.stores,
     )
     if settings.chat_template:
         llm.tokenizer.chat_template = read_template(settings.chat_template)

@@ -37,6 +37,10 @@ AS_IT_IS = 1 << 31
 """In a part's length: its bytes are not coded."""
 
 
+ZSTD = "zstd"
+"""The coding of pages that ZstdPages encoded."""
+
+
 class PageCodec(Protocol):
     """Encodes the bytes of a page, and gives exactly those back."""
 

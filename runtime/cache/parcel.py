@@ -11,19 +11,25 @@ whole. Of a page that is filled in part, the rows of its tokens are in the descr
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import hashlib
 import json
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan import json_fields
 from kvlathe.plan.json_fields import Count, Positive, PositiveFloat, Sha256
 from kvlathe.plan.manifest import BASIS_FILE, Manifest
 from kvlathe.plan.plan import CompressionPlan
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 Kind = TypeVar("Kind")
 MARK = b"kvlathe pages 1\n"
@@ -145,22 +151,32 @@ class Running:
 @dataclass(frozen=True, slots=True)
 class Parcel:
     """A description. ``listed``: its full pages, which have the page ids ``ids`` in the
-    pool that they left. ``tokens``: the token ids, of which the first ``cached`` have K
-    and V there. ``lengths``, ``arrived``: of its page table, by bucket. ``rows``: of each
-    bucket the bytes of a last page that is filled in part, base64; else empty.
+    pool that they left. ``history``: the token ids, base64 of little-endian int32, of
+    which the first ``cached`` have K and V there. ``lengths``, ``arrived``: of its page
+    table, by bucket. ``rows``: of each bucket the bytes of a last page that is filled in
+    part, base64; else empty.
 
     ``running``: of a sequence; None: a prefix.
     """
 
     listed: PageList
     ids: tuple[tuple[Count, ...], ...]
-    tokens: tuple[Count, ...]
+    history: str
     cached: Positive
     lengths: tuple[Count, ...]
     arrived: tuple[Count, ...]
     rows: tuple[str, ...]
     base: Base | None = None
     running: Running | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """The token ids. Raises KvlatheError for what are none."""
+        try:
+            data = base64.b64decode(self.history, validate=True)
+            return np.frombuffer(data, "<i4").tolist()
+        except ValueError as error:
+            raise damaged(f"its tokens are malformed ({error})") from error
 
     @property
     def page_bytes(self) -> int:
@@ -176,7 +192,14 @@ class Parcel:
         return heard(cls, text)
 
 
-def said(value: Parcel | PageList) -> str:
+def history_of(tokens: Sequence[int]) -> str:
+    """As Parcel.history."""
+    data = np.asarray(tokens, "<i4").tobytes()
+    return base64.b64encode(data).decode()
+
+
+def said(value: DataclassInstance) -> str:
+    """A dataclass as JSON."""
     return json.dumps(dataclasses.asdict(value), separators=(",", ":"))
 
 

@@ -11,6 +11,9 @@ its sink and the window before its end. Only a sequence that was just there can 
 them, so blocks are whole prefill chunks and the scheduler remembers a prompt before
 each of its chunks. A block without those pages does not end a match.
 
+A block that is given up goes to a store, where there is one, and comes back from there
+when a prompt begins with it (block_store.py).
+
 A compacted prefix stands in place of the blocks that it covers. Blocks after it were
 computed with it, so their keys begin with its own.
 """
@@ -18,6 +21,7 @@ computed with it, so their keys begin with its own.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +31,8 @@ import numpy as np
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.token_rules import Window
+from kvlathe.runtime.cache.arena import OutOfPages
+from kvlathe.runtime.cache.block_store import BlockStores
 from kvlathe.runtime.cache.page_table import CompactedPrefix, Pages, PageTable
 from kvlathe.runtime.cache.pool import PagePool
 
@@ -59,6 +65,7 @@ class PrefixCache:
         coarse = self.seals or self.windowed
         self.block = plan.prefill_chunk if coarse else plan.page_tokens
         self.hits = 0
+        self.stores: BlockStores | None = None
         self._seed = plan.digest.encode()
         self._windows = [
             b for b, x in enumerate(plan.buckets) if isinstance(x.tokens, Window)
@@ -84,7 +91,21 @@ class PrefixCache:
         """A table over the longest known prefix of ``tokens``, and how many tokens
         that is."""
         base = self.compacted(tokens, salt)
-        return self.table(base, self._match(tokens, salt, base))
+        chain = self._match(tokens, salt, base)
+        held: list[Pages] = []  # until the table has them: room is made meanwhile
+        try:
+            if base is not None:
+                self._hold(base.pages, held)
+            blocks = self._present(chain, held)
+            return self.table(base, blocks)
+        finally:
+            for pages in held:
+                self.pool.drop(pages)
+
+    def _hold(self, pages: Pages, held: list[Pages]) -> None:
+        own = [list(ids) for ids in pages]
+        self.pool.share(own)
+        held.append(own)
 
     def table(
         self, base: CompactedPrefix | None, blocks: Sequence[Block] = ()
@@ -177,19 +198,68 @@ class PrefixCache:
 
     def _match(
         self, tokens: Sequence[int], salt: bytes, base: CompactedPrefix | None
-    ) -> list[Block]:
-        """The known blocks that ``tokens`` go on with after ``base``, up to the last
-        that may end."""
-        blocks: list[Block] = []
+    ) -> list[bytes]:
+        """Keys of the known blocks that ``tokens`` go on with after ``base``, here or in
+        a store, up to the last that may end."""
+        chain: list[bytes] = []
         last = 0
         for key in self._keys(tokens, salt, base):
-            if key not in self._blocks:
+            block = self._blocks.get(key)
+            is_stored = self.stores is not None and key in self.stores
+            if block is None and not is_stored:
+                break
+            chain.append(key)
+            if is_stored or (block is not None and block.ends):
+                last = len(chain)
+        return chain[:last]
+
+    def _present(self, chain: Sequence[bytes], held: list[Pages]) -> list[Block]:
+        """The blocks of ``chain``, evicted ones brought back, up to the last that may
+        end before one that cannot be."""
+        blocks: list[Block] = []
+        for key in chain:
+            block = self._blocks.get(key)
+            is_last = key == chain[-1]
+            if block is None or (is_last and not block.ends):
+                block = self._bring_back(key, block, is_last)
+            if block is None:
                 break
             self._blocks.move_to_end(key)
-            blocks.append(self._blocks[key])
-            if blocks[-1].ends:
-                last = len(blocks)
-        return blocks[:last]
+            self._hold(block.pages, held)
+            blocks.append(block)
+        while blocks and not blocks[-1].ends:
+            blocks.pop()
+        return blocks
+
+    def _bring_back(self, key: bytes, known: Block | None, ends: bool) -> Block | None:
+        """Give an evicted block its pages, and where it ``ends`` its windows; None where
+        its store or the pool cannot."""
+        stored = self.stores.get(key) if self.stores is not None else None
+        if stored is None:
+            return None
+        counts = [0] * len(stored)
+        for b, pages in enumerate(stored):
+            if ends if b in self._windows else known is None:
+                counts[b] = len(pages)
+        if known is not None:
+            self._blocks.move_to_end(key)
+        try:
+            taken = self.pool.take(counts)
+        except OutOfPages:
+            return None
+        assert self.stores is not None
+        is_there = self.stores.write(stored, taken)
+        if not is_there or self._blocks.get(key) is not known:
+            self.pool.drop(taken)
+            return None
+        if known is None:
+            known = Block(taken, ends or not self._windows)
+            self._blocks[key] = known
+        else:
+            for b in self._windows:
+                known.pages[b] = taken[b]
+            known.ends = True
+        return known
 
     def add(self, table: PageTable, tokens: Sequence[int], salt: bytes = b"") -> None:
         """Remember the whole blocks of ``tokens``, whose pages ``table`` holds."""
@@ -258,13 +328,31 @@ class PrefixCache:
         """Give up the least recently used block or, once there is none, compacted
         prefix that nobody uses. False if there is neither."""
         if self._blocks:
-            self.pool.drop(self._blocks.popitem(last=False)[1].pages)
+            key, block = self._blocks.popitem(last=False)
+            if self.stores is not None and block.ends:
+                self.stores.put(key, block.pages)
+            self.pool.drop(block.pages)
             return True
         for prefix in self._compacted:
             if not self._is_used(prefix):
                 self._give_up(prefix)
                 return True
         return False
+
+    def save(self, seconds: float) -> None:
+        """Write blocks to the disk store for another process, the last used ones first,
+        for about so long."""
+        disk = self.stores.disk if self.stores is not None else None
+        if disk is None or self.stores is None:
+            return
+        until = time.monotonic() + seconds
+        for key, block in reversed(self._blocks.items()):
+            if time.monotonic() > until:
+                break
+            if block.ends:
+                self.stores.save(key, block.pages)
+        if self.stores.host is not None:
+            self.stores.host.save(until)
 
     def _is_used(self, prefix: CompactedPrefix) -> bool:
         """Whether a sequence has its pages, too: giving it up would free nothing."""

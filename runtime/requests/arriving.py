@@ -27,7 +27,7 @@ def check_parcel(layout: CacheLayout, parcel: Parcel, cuts: Items[int]) -> None:
     )
     if {len(x) for x in per_bucket} != {buckets}:
         raise damaged(f"it does not speak of {buckets} buckets")
-    known = len(parcel.tokens)
+    known = len(parcel.tokens)  # malformed ones are refused here
     if parcel.cached > known:
         raise damaged(f"it has {parcel.cached} cached tokens of {known}")
     if max(*parcel.lengths, *parcel.arrived) > parcel.cached:

@@ -27,6 +27,7 @@ from kvlathe.runtime.cache.parcel import (
     Parcel,
     Running,
     heard,
+    history_of,
     unpack,
 )
 from kvlathe.runtime.cache.prefix import PrefixCache
@@ -95,7 +96,7 @@ class Exchange:
         return departure
 
     def _known(self, tokens: Items[int], salt: bytes) -> tuple[PageTable, int]:
-        table, cached = self._prefixes.longest(tokens, salt)
+        table, cached = self.prefixes.longest(tokens, salt)
         if not cached:
             raise KvlatheError(
                 "no prefix of these tokens can be exported",
@@ -137,7 +138,7 @@ class Exchange:
             return Parcel(
                 listed=PageList.of(self.origin, pages),
                 ids=tuple(ids),
-                tokens=tuple(tokens),
+                history=history_of(tokens),
                 cached=cached,
                 lengths=tuple(table.lengths),
                 arrived=tuple(table.arrived),
@@ -215,7 +216,7 @@ class Exchange:
             raise
 
     def _adopt_prefix(self, arrival: Arrival, salt: bytes) -> int:
-        parcel, prefixes = arrival.parcel, self._prefixes
+        parcel, prefixes = arrival.parcel, self.prefixes
         table = self._whole(arrival, salt)
         try:
             if table.base is not None:
@@ -245,13 +246,14 @@ class Exchange:
             for ids, count in zip(table.pages, base.pages, strict=True):
                 pages.append(ids[:count])
             tokens = parcel.tokens[: base.cached]
-            table.base = self._prefixes.compacted_of(
+            table.base = self.prefixes.compacted_of(
                 tokens, salt, base.share, pages, base.lengths
             )
         return table
 
     @property
-    def _prefixes(self) -> PrefixCache:
+    def prefixes(self) -> PrefixCache:
+        """Raises KvlatheError where none are kept."""
         found = self._engine.scheduler.prefixes
         if found is None:
             raise KvlatheError(

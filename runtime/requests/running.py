@@ -38,7 +38,7 @@ def resumed(factory: SequenceFactory, parcel: Parcel, salt: bytes) -> Sequence:
             "it holds a prefix",
             "adopt it as one",
         )
-    tokens = list(parcel.tokens)
+    tokens = parcel.tokens
     sequence = factory.request(tokens[: running.prompt_tokens], _params(running))
     answer = tokens[running.prompt_tokens :]
     if len(tokens) >= sequence.most_tokens or parcel.cached >= len(tokens):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,9 +13,11 @@ import pytest
 
 from kvlathe.plan.manifest import Manifest
 from kvlathe.runtime.async_engine import AsyncEngine
+from kvlathe.runtime.cache.block_store import StoreSizes
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.server.metrics import State
-from tests.support.runtime_cases import llm
+from tests.support.prefix_cases import prefixes, sharing
+from tests.support.runtime_cases import llm, text
 from tests.support.serving_cases import (
     MODEL_NAME,
     Served,
@@ -86,3 +89,21 @@ def test_saved_bytes_count_shared_pages_once() -> None:
     for sequence in (first, second):
         engine.engine.cancel(sequence)
     assert not engine.pool.bytes_in_use
+
+
+def test_evicted_prefixes_are_counted(tmp_path: Path) -> None:
+    llm, prompt = sharing("one"), list(text(200))
+    params = SamplingParams(max_new_tokens=2, ignore_eos=True)
+    llm.keep_evicted(StoreSizes(1 << 30, tmp_path))
+    with AsyncEngine(llm) as engine:
+        state = State(engine, "m")
+        for _ in range(2):
+            llm.generate([prompt], params)
+            while prefixes(llm).reclaim():
+                pass
+        said = {metric.name: metric.samples[0].value for metric in state.collect()}
+        stored = 3 * llm.layout.page_stride[0]
+        assert said["kvlathe_host_cache_bytes"] == stored
+        assert said["kvlathe_host_cache_hits"] == 3 * 64
+        assert said["kvlathe_disk_cache_hits"] == said["kvlathe_disk_cache_bytes"] == 0
+        assert said["kvlathe_disk_cache_failures"] == 0

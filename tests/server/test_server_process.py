@@ -18,7 +18,7 @@ import httpx2 as httpx
 import openai
 import pytest
 
-from tests.support.runtime_cases import built_folder
+from tests.support.runtime_cases import built_folder, text
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = 900
@@ -171,3 +171,34 @@ def test_a_port_in_use_is_refused_in_one_line_before_anything_is_loaded(
         )
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert "cannot be listened on" in done.stderr
+
+
+def test_evicted_prefixes_outlive_a_server_that_is_killed(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    disk = str(tmp_path_factory.mktemp("disk"))
+    options = ["--port", "0", "--threads", "1", "--cache-size", "9M"]
+    command = ["-m", "kvlathe", "serve", str(folder), *options, "--disk-cache", disk]
+    prompts = [list(text(1600)), list(text(1600, 2000))]
+
+    def answers(url: str) -> list[str]:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=600)
+        found: list[str] = []
+        for prompt in prompts:
+            made = client.completions.create(
+                model="lathe-5m", prompt=prompt, max_tokens=8, temperature=0
+            )
+            found.append(made.choices[0].text)
+        return found
+
+    def came_back(url: str) -> float:
+        said = httpx.get(f"{url}/metrics").text
+        [hits] = re.findall(r"disk_cache_hits_total{[^}]*} ([\d.e+]+)", said)
+        return float(hits)
+
+    with running(command) as (server, url):
+        first = answers(url)
+        assert came_back(url) == 0
+        server.kill()  # the second prompt has sent pages of the first to the disk
+    with running(command) as (_, url):
+        assert answers(url) == first and came_back(url) >= 64

@@ -9,21 +9,23 @@ import dataclasses
 import json
 import threading
 from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime.cache.arena import OutOfPages
 from kvlathe.runtime.cache.hot_rows import HotRows
-from kvlathe.runtime.cache.parcel import Origin, Parcel, pack, unpack
+from kvlathe.runtime.cache.parcel import Origin, Parcel, history_of, pack, unpack
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.held_pages import Arrival, Departure
 from kvlathe.runtime.requests.request import Request
 from kvlathe.runtime.text.sampling_params import SamplingParams
+from tests.support.fake_session import SamplesThere
 from tests.support.prefix_cases import forget, prefixes, sharing
 from tests.support.runtime_cases import LIMITS, RANKED, llm, model_shape, plans, text
 
@@ -40,6 +42,7 @@ SHARED = (
 SAMPLED = SamplingParams(
     max_new_tokens=40, ignore_eos=True, temperature=1.0, seed=7, logprobs=2
 )
+ONE = SamplingParams(max_new_tokens=1, ignore_eos=True)
 
 
 def moved(source: LLM, prompt: list[int], after: int) -> Departure:
@@ -91,6 +94,52 @@ def test_a_sequence_goes_on_elsewhere_as_if_it_had_not_moved(
         assert sequence.logprobs == expected.logprobs
         assert sequence.text and sequence.text.text == expected.text
         assert target.pool.bytes_in_use == 0
+
+
+@cache
+def pair(kind: str) -> tuple[LLM, LLM]:
+    return sharing(kind), sharing(kind)
+
+
+@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
+@given(
+    st.sampled_from(["one", "sealed split", "sealed windows"]),
+    st.integers(1, 900),
+    st.integers(1, 30),
+    st.integers(1, 900),
+)
+def test_any_length_moves_at_any_time(
+    kind: str, length: int, after: int, shared: int
+) -> None:
+    """From pages that it shares with a prefix there. Steps have the same shapes in both
+    runs: else numbers differ by rounding."""
+    source, target = pair(kind)
+    prompt = list(text(length))
+    begun = prompt[:shared]
+    for engine in (source, target):
+        engine.generate([begun], ONE)
+    expected = source.generate([prompt], SAMPLED)[0].token_ids
+    forget(source)
+    source.generate([begun], ONE)
+    with moved(source, prompt, after) as departure:
+        arrival = target.exchange.unpack(departure.packed())
+    assert finished(target, arrival).sequences[0].answer == expected
+    for engine in (source, target):
+        forget(engine)
+
+
+@pytest.mark.parametrize("kind", ["one", "sealed"])
+def test_a_sequence_moves_while_its_next_token_is_being_chosen(kind: str) -> None:
+    """As on a GPU: a step is in flight when it is exported."""
+    prompt = list(text(100))
+    with llm("torch", kind) as source, llm("torch", kind) as target:
+        expected = source.generate([prompt], SAMPLED)[0].token_ids
+        for engine in (source, target):
+            engine.engine.sampler = SamplesThere(engine.session)
+        with moved(source, prompt, 4) as departure:
+            arrival = target.exchange.unpack(departure.packed())
+        assert source.pool.bytes_in_use == 0
+        assert finished(target, arrival).sequences[0].answer == expected
 
 
 @pytest.mark.parametrize("kind", ["sealed split", "windowed", "budget"])
@@ -258,7 +307,7 @@ def test_bytes_that_were_damaged_are_refused(
 
 
 FORGED: dict[str, Callable[[dict], None]] = {
-    "more cached than known": lambda x: x.update(cached=len(x["tokens"]) + 1),
+    "more cached than known": lambda x: x.update(cached=10**6),
     "longer than cached": lambda x: x["lengths"].__setitem__(0, 10**6),
     "fewer buckets": lambda x: x.update(ids=x["ids"][:1]),
     "a page too many": lambda x: x["ids"][1].append(0),
@@ -266,11 +315,13 @@ FORGED: dict[str, Callable[[dict], None]] = {
     "coded": lambda x: x["listed"].update(coding="zstd"),
     "rows that are none": lambda x: x.update(rows=["*", ""]),
     "too few rows": lambda x: x.update(rows=[base64.b64encode(b"few").decode(), ""]),
+    "tokens that are none": lambda x: x.update(history="****"),
+    "half a token": lambda x: x.update(history="AAAA"),
     "a field too many": lambda x: x.update(more=1),
     "unknown parameters": lambda x: x["running"].update(params='{"a": 1}'),
     "parameters that are none": lambda x: x["running"].update(params="["),
     "logprobs that are none": lambda x: x["running"].update(logprobs="[1]"),
-    "unknown tokens": lambda x: x["tokens"].__setitem__(-1, 10**6),
+    "unknown tokens": lambda x: x.update(history=history_of([10**6] * 151)),
 }
 
 
