@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.extras import pip_install
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import ENGINE_FILE, ONNX_FILE
@@ -99,7 +100,7 @@ def _logits(folder: Path) -> npt.NDArray[np.float32]:
         raise KvlatheError(
             "the runtimes cannot be compared",
             str(error),
-            "run pip install 'kvlathe[tensorrt]'",
+            f"run {pip_install('tensorrt')}",
         ) from error
     except (
         Exception

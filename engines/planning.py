@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvlathe.base.console import log
 from kvlathe.base.digests import sha256_file
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.extras import pip_install
 from kvlathe.engines import cache
 from kvlathe.engines.backends import check_token_ranking, check_windows
 from kvlathe.engines.folder import check_file_target, whole_file
@@ -72,7 +73,7 @@ def open_checkpoint(
         raise KvlatheError(
             "checkpoints cannot be read here",
             missing,
-            "run pip install 'kvlathe[export]'",
+            f"run {pip_install('export')}",
         ) from error
     if workers:
         torch.set_num_threads(workers)

@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.extras import pip_install
 from kvlathe.base.kernel_limits import kernel_limits
 from kvlathe.engines.backends import Built, check_token_ranking, check_windows
 from kvlathe.plan.kernel_forms import (
@@ -33,7 +34,7 @@ def identify(name: str) -> Built:
         raise KvlatheError(
             f"the backend {name} needs torch",
             "it is missing",
-            "run pip install 'kvlathe[export]'",
+            f"run {pip_install('export')}",
         )
     return Built({"torch": version("torch")}, ARCHITECTURES)
 

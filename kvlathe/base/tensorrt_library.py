@@ -14,6 +14,7 @@ from typing import Any
 
 import kvlathe
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.extras import pip_install
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ FLAVOURS = {
     "tensorrt_rtx": Flavour(
         "tensorrt_rtx_bindings",
         "tensorrt-rtx-cu13-bindings",
-        "run pip install 'kvlathe[tensorrt]'",
+        f"run {pip_install('tensorrt')}",
         False,
     ),
     "tensorrt": Flavour(

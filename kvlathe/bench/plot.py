@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.extras import pip_install
 from kvlathe.bench.measure import Point
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def draw(
         raise KvlatheError(
             "no plot was drawn",
             "matplotlib is not installed",
-            "run pip install 'kvlathe[bench]'",
+            f"run {pip_install('bench')}",
         ) from error
     figure = Figure(figsize=(12, 4), layout="constrained")
     axes = figure.subplots(1, len(PANELS))

@@ -11,6 +11,7 @@ import click
 
 from kvlathe.base import console
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.extras import pip_install
 from kvlathe.bench.traces import TRACES
 from kvlathe.cli.common import PATH, THREADS, Result, reports
 
@@ -129,7 +130,7 @@ def bench_serve_command(targets: tuple[str, ...], **options: Any) -> Result:  # 
         raise KvlatheError(
             "no load can be sent",
             "aiohttp is not installed",
-            "run pip install 'kvlathe[bench]'",
+            f"run {pip_install('bench')}",
         )
     from kvlathe.bench import run
 

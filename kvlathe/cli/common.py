@@ -75,6 +75,13 @@ CACHE_SIZE = click.option(
     help="Memory of the KV cache. [default: a full batch, at most half of the machine's "
     "or what a GPU has left]",
 )
+GPU_MEMORY = click.option(
+    "--gpu-memory-utilization",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=devices.GPU_MEMORY_UTILIZATION,
+    show_default=True,
+    help="Share of a GPU's memory to use: weights, cache, and what else is on it.",
+)
 
 
 def reports(

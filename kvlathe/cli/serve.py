@@ -9,9 +9,18 @@ from typing import Any
 
 import click
 
-from kvlathe.base import console, devices
+from kvlathe.base import console
 from kvlathe.base.errors import KvlatheError
-from kvlathe.cli.common import CACHE_SIZE, DEVICE, ENGINE, PATH, THREADS, Size
+from kvlathe.base.extras import pip_install
+from kvlathe.cli.common import (
+    CACHE_SIZE,
+    DEVICE,
+    ENGINE,
+    GPU_MEMORY,
+    PATH,
+    THREADS,
+    Size,
+)
 
 KEY_VARIABLE = "KVLATHE_API_KEY"
 
@@ -113,13 +122,7 @@ def check_keys(keys: tuple[str, ...]) -> None:
     help="Longest answer. [default: what the engine's limits leave]",
 )
 @CACHE_SIZE
-@click.option(
-    "--gpu-memory-utilization",
-    type=click.FloatRange(0, 1, min_open=True),
-    default=devices.GPU_MEMORY_UTILIZATION,
-    show_default=True,
-    help="Share of a GPU's memory to use, where --cache-size does not say the cache's.",
-)
+@GPU_MEMORY
 @click.option(
     "--cold-pages",
     is_flag=True,
@@ -195,7 +198,7 @@ def serve_command(
         raise KvlatheError(
             "the server cannot be started",
             f"{error.name} is not installed",
-            "run pip install 'kvlathe[serve]'",
+            f"run {pip_install('serve')}",
         ) from error
     serve(engine, Settings(**settings))
 

@@ -19,6 +19,7 @@ import numpy as np
 
 from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.extras import pip_install
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.tasks.tasks import Encoder
 
@@ -145,5 +146,5 @@ def _library(module: str, package: str) -> ModuleType:
         raise KvlatheError(
             "texts cannot be compared",
             f"{package} is missing",
-            "run pip install 'kvlathe[eval]'",
+            f"run {pip_install('eval')}",
         ) from error

@@ -1,5 +1,5 @@
 """An engine as a model of EleutherAI's lm-evaluation-harness (pip install
-'kvlathe[lm-eval]').
+'.[lm-eval]').
 
     python -m kvlathe.evaluation.lm_eval_adapter run --model kvlathe --model_args
     engine=out/engine --tasks arc_easy

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.extras import pip_install
 from kvlathe.plan.codec import PageMatrix, matrices
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime.sessions.protocols import PageMover
@@ -170,7 +171,7 @@ class ZstdPages:
             raise KvlatheError(
                 "cold pages cannot be coded",
                 "zstandard is not installed",
-                "run pip install 'kvlathe[cold]'",
+                f"run {pip_install('cold')}",
             )
         import zstandard
 

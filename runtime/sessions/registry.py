@@ -19,6 +19,7 @@ from typing import Protocol
 
 from kvlathe.base import devices, machine
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.extras import pip_install
 from kvlathe.base.tensorrt_library import FLAVOURS
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits, Manifest
@@ -99,7 +100,7 @@ def _torch_session(manifest: Manifest) -> SessionFactory:
         raise KvlatheError(
             "the cuda backend needs torch",
             "it is missing",
-            "run pip install 'kvlathe[export]'",
+            f"run {pip_install('export')}",
         )
     from kvlathe.runtime.sessions.torch_cuda.compute import open_session
 

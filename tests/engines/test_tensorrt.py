@@ -37,7 +37,7 @@ LIMITS = Limits(max_batch_size=4, max_num_tokens=80, max_input_len=200, max_seq_
 
 needs_rtx = pytest.mark.skipif(
     util.find_spec("tensorrt_rtx_bindings") is None,
-    reason="TensorRT-RTX is not installed: pip install 'kvlathe[tensorrt]'",
+    reason="TensorRT-RTX is not installed: pip install '.[tensorrt]'",
 )
 
 

@@ -24,7 +24,7 @@ from tests.support.runtime_cases import MODEL
 os.environ |= {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
 # tests of the harness itself: they run where it is installed
 pytest.importorskip(
-    "lm_eval", reason="lm-eval is not installed: pip install 'kvlathe[lm-eval]'"
+    "lm_eval", reason="lm-eval is not installed: pip install '.[lm-eval]'"
 )
 ROOT = MODEL.parents[1]
 DOCUMENTS = [

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.extras import pip_install
 from kvlathe.runtime.sessions.gpu.device import BYTE, DeviceArray
 
 MODULE = "cuda.bindings.runtime"
@@ -21,7 +22,7 @@ def obstacle() -> str:
     try:
         cuda = import_module(MODULE)
     except ImportError:
-        return "cuda-python is not installed: pip install 'kvlathe[gpu]'"
+        return f"cuda-python is not installed: {pip_install('gpu')}"
     status, count = cuda.cudaGetDeviceCount()
     if int(status) and not _has_driver():
         return "no NVIDIA driver is installed (libcuda.so.1)"
