@@ -4,14 +4,26 @@ saves."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from kvlathe.base import console
-from kvlathe.cli.common import DEVICE, ENGINE, PATH, THREADS, Result, reports
+from kvlathe.cli.common import (
+    DEVICE,
+    ENGINE,
+    GPU_MEMORY,
+    PATH,
+    THREADS,
+    Result,
+    reports,
+)
 from kvlathe.evaluation import record
 from kvlathe.plan.manifest import REPORT_FILE
 from kvlathe.tasks import tasks
+
+if TYPE_CHECKING:
+    from kvlathe.runtime.llm import LLM
 
 NAMES = {
     "kv_bytes_per_token": "KV bytes a token",
@@ -140,6 +152,7 @@ def show_suite(result: Result) -> None:
 )
 @THREADS
 @DEVICE
+@GPU_MEMORY
 @reports(show_scores)
 def eval_command(
     engine: Path,
@@ -153,6 +166,7 @@ def eval_command(
     report: Path | None,
     threads: int | None,
     device: str | None,
+    gpu_memory_utilization: float,
     **drawn: int,
 ) -> Result:
     """Measure an engine: perplexity, line retrieval, and agreement with the
@@ -166,11 +180,12 @@ def eval_command(
     _check_usage(text, retrieval, whole, report)
     from kvlathe.engines.request import shipped
     from kvlathe.evaluation.evaluate import evaluate
-    from kvlathe.runtime.llm import LLM
 
     text = (text or shipped("eval_text.jsonl", "--text")) if whole else text
-    reference = LLM.load(baseline, threads=threads, device=device) if baseline else None
-    llm = LLM.load(engine, threads=threads, device=device)
+    share = gpu_memory_utilization
+    # Both are there at once: the baseline leaves half of a GPU to the engine.
+    reference = _loaded(baseline, threads, device, share / 2) if baseline else None
+    llm = _loaded(engine, threads, device, share)
     if not whole or text is None:
         scores = evaluate(
             llm, reference, text, retrieval, windows, window_tokens, every
@@ -185,6 +200,15 @@ def eval_command(
     if report is not None:
         write_page(result, report, engine / REPORT_FILE)
     return result | {"report": None if report is None else str(report)}
+
+
+def _loaded(engine: Path, threads: int | None, device: str | None, share: float) -> LLM:
+    """An engine in ``share`` of a GPU's memory, or on the CPU."""
+    from kvlathe.runtime.llm import LLM
+
+    return LLM.load(
+        engine, threads=threads, device=device, gpu_memory_utilization=share
+    )
 
 
 def _check_usage(

@@ -14,6 +14,7 @@ from kvlathe.base import console
 from kvlathe.cli.common import (
     DEVICE,
     ENGINE,
+    GPU_MEMORY,
     PATH,
     THREADS,
     Result,
@@ -87,6 +88,7 @@ def show_answer(result: Result) -> None:
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token.")
 @THREADS
 @DEVICE
+@GPU_MEMORY
 @reports(show_answer)
 def generate_command(
     engine: Path,
@@ -95,6 +97,7 @@ def generate_command(
     chat: bool,
     threads: int | None,
     device: str | None,
+    gpu_memory_utilization: float,
     **sampling: Any,  # noqa: ANN401
 ) -> Result:
     """Continue a prompt. The text goes to stdout as it comes."""
@@ -108,7 +111,12 @@ def generate_command(
     from kvlathe.runtime.text.sampling_params import SamplingParams
 
     params = SamplingParams(**sampling)
-    llm = LLM.load(engine, threads=threads, device=device)
+    llm = LLM.load(
+        engine,
+        threads=threads,
+        device=device,
+        gpu_memory_utilization=gpu_memory_utilization,
+    )
     tokens = llm.tokenizer.encode(text)
     if chat:
         framed = llm.tokenizer.chat_prompt([{"role": "user", "content": text}])
@@ -189,8 +197,15 @@ def compact_command(
     is_flag=True,
     help="Feed one step's raw tensors to both graphs, each in its own runtime (polygraphy).",
 )
+@GPU_MEMORY
 @reports(show_pairs)
-def compare_command(engine_a: Path, engine_b: Path, prompt: str, raw: bool) -> Result:
+def compare_command(
+    engine_a: Path,
+    engine_b: Path,
+    prompt: str,
+    raw: bool,
+    gpu_memory_utilization: float,
+) -> Result:
     """Run two engines of one model on the same text and say how far their logits
     differ."""
     from kvlathe.engines.compare import compare, compare_runtimes
@@ -200,8 +215,9 @@ def compare_command(engine_a: Path, engine_b: Path, prompt: str, raw: bool) -> R
     if raw:
         return compare_runtimes(engine_a, engine_b)
     check_text("--prompt", prompt)
-    a = LLM.load(engine_a)
-    b = LLM.load(engine_b)
+    # Both are there at once: the first leaves half of a GPU to the second.
+    a = LLM.load(engine_a, gpu_memory_utilization=gpu_memory_utilization / 2)
+    b = LLM.load(engine_b, gpu_memory_utilization=gpu_memory_utilization)
     require_comparable(a, b)
     return compare(a, b, a.tokenizer.encode(prompt))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlathe.base.console import log
+from kvlathe.base.devices import GPU_MEMORY_UTILIZATION
 from kvlathe.base.digests import sha256_file
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines import cache
@@ -139,7 +140,11 @@ class Measuring:
         files = (exam.text, exam.retrieval)
         sizes = (exam.windows, exam.window_tokens, exam.every)
         with (
-            LLM.load(self.baseline, threads=threads) as plain,
+            LLM.load(
+                self.baseline,
+                threads=threads,
+                gpu_memory_utilization=GPU_MEMORY_UTILIZATION / 2,
+            ) as plain,  # both are there at once: it leaves half of a GPU
             LLM.load(engine, threads=threads) as llm,
         ):
             scores = evaluate(llm, plain, *files, *sizes)
