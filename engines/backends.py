@@ -49,8 +49,8 @@ class BackendInfo:
     sizes: StepSizes = ON_A_CPU
 
 
-SHOWS_WINDOWS = bool(kernel_limits()["kShowsWindows"])
-"""Whether engines may use the windows of the CUDA kernels, which no GPU has tested."""
+NODE_SHOWS_WINDOWS = bool(kernel_limits()["kNodeShowsWindows"])
+"""Whether engines whose graph runs on a GPU may have windows."""
 
 RANKS_TOKENS = bool(kernel_limits()["kRanksTokens"])
 """The same of the kernels that rank tokens."""
@@ -65,20 +65,20 @@ BACKENDS: Mapping[str, BackendInfo] = {
     "tensorrt_rtx": BackendInfo(
         "kvlathe.engines.targets.tensorrt",
         ("float16",),
-        windows=SHOWS_WINDOWS,
+        windows=NODE_SHOWS_WINDOWS,
         paired=True,
     ),
     "tensorrt": BackendInfo(
         "kvlathe.engines.targets.tensorrt",
         ("float16",),
-        windows=SHOWS_WINDOWS,
+        windows=NODE_SHOWS_WINDOWS,
         paired=True,
     ),
     "cuda": BackendInfo(
         "kvlathe.engines.targets.cuda",
         ("float16",),
         ranks_tokens=RANKS_TOKENS,
-        windows=SHOWS_WINDOWS,
+        windows=True,
         paired=True,
         graph=False,
         sizes=ON_A_GPU,
@@ -138,7 +138,7 @@ def check_windows(name: str, windowed: bool) -> None:
         able = " or ".join(other for other, info in BACKENDS.items() if info.windows)
         raise KvlatheError(
             f"the backend {name} cannot run a compression with windows",
-            "its kernels for them are not tested on a GPU",
+            "no GPU has tested them there",
             f"build for {able}, or choose a compression without windows",
         )
 

@@ -18,7 +18,6 @@ from kvlathe.engines.backends import Built, check_token_ranking, check_windows
 from kvlathe.plan.kernel_forms import (
     Refusal,
     forms_refusal,
-    is_power_of_two,
     ranking_refusal,
 )
 from kvlathe.plan.manifest import Limits
@@ -84,10 +83,11 @@ def _coded_refusal(plan: CompressionPlan) -> Refusal | None:
         return refusal
     coded = any(plan.tiers[bucket.tier].is_coded for bucket in plan.buckets)
     least, most = (kernel_limits()[name] for name in ("kLeastCodedPage", "kMaxPage"))
-    fits = least <= plan.page_tokens <= most and is_power_of_two(plan.page_tokens)
+    page = plan.page_tokens
+    fits = least <= page <= most and page & (page - 1) == 0
     if coded and not fits:
         reason = (
-            f"its quantized pages have {plan.page_tokens} tokens, and the kernels take "
+            f"its quantized pages have {page} tokens, and the kernels take "
             f"powers of two from {least} to {most}"
         )
         return reason, "build with --tokens_per_block 64 or 128"

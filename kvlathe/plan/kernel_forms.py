@@ -18,7 +18,7 @@ def forms_refusal(plan: CompressionPlan) -> Refusal | None:
         tier = plan.tiers[bucket.tier]
         if not tier.is_coded:
             continue
-        refusal = _format_refusal(*tier.formats, plan.page_tokens)
+        refusal = _group_refusal(tier.formats, plan.page_tokens)
         if refusal is not None:
             return refusal
     return None
@@ -47,39 +47,7 @@ def ranking_refusal(plan: CompressionPlan) -> Refusal | None:
     return None
 
 
-def is_power_of_two(number: int) -> bool:
-    return number > 0 and number & (number - 1) == 0
-
-
-def _format_refusal(k: Format, v: Format, page_tokens: int) -> Refusal | None:
-    limits = kernel_limits()
-    if limits["kReadsEveryForm"]:
-        return _group_refusal((k, v), page_tokens)
-    for form in (k, v):
-        if form.bits == 3 or form.has_fixed_levels:
-            reason = (
-                f"its pages hold codes of {form.words}, whose kernels no GPU tested"
-            )
-            return reason, "choose even levels of 8, 4 or 2 bits, or another backend"
-    if k.bits != v.bits or not (k.along_rank and v.along_tokens):
-        reason = (
-            f"K has {k.bits} bits along the {k.axis}, V {v.bits} along the {v.axis}"
-        )
-        remedy = "choose equal bits, K's groups along the rank and V's along the tokens"
-        return reason, remedy
-    multiple, least = limits["kRankMultiple"], limits["kLeastCodedGroup"]
-    if k.group % multiple:
-        reason = f"K has groups of {k.group} channels"
-        return reason, f"choose a multiple of {multiple}"
-    if v.group < least or not is_power_of_two(v.group) or page_tokens % v.group:
-        reason = f"V has groups of {v.group} tokens"
-        remedy = f"choose a power of two from {least} on, dividing a page"
-        return reason, remedy
-    return None
-
-
 def _group_refusal(forms: tuple[Format, Format], page_tokens: int) -> Refusal | None:
-    """Of kernels that read every form."""
     multiple = kernel_limits()["kRankMultiple"]
     for form in forms:
         if form.is_coded and form.group % multiple:

@@ -212,6 +212,14 @@ class CompressionPlan:
         return self.observation.slice_tokens
 
     @property
+    def cuts_prompts(self) -> bool:
+        """Whether answers depend on where a prompt is cut: pages seal there, tokens
+        move, or pages that no query sees any more come back."""
+        if self.ranked:
+            return True
+        return any(b.source is not None or b.tokens != KEEP_ALL for b in self.buckets)
+
+    @property
     def ranked(self) -> bool:
         """Whether later queries decide which tokens are kept, or how."""
         return self.observation is not None

@@ -65,6 +65,8 @@ class Prompts(Structure):
         *_pointers("list", "cu_seqlens_q"),
         *_ints("batch", "rows"),
         ("parts", POINTER(PromptPart)),
+        ("copies", c_void_p),
+        ("copies_bytes", c_int64),
     ]
 
 

@@ -56,10 +56,19 @@ class SequenceFactory:
             )
         self._check_ids((*params.stop_ids, *(token for token, _ in params.logit_bias)))
         text = TextStream(self._tokenizer, tokens, params.stop_strings)
-        grid = self._plan.prefill_chunk
-        sequence = self.open(tokens, len(tokens), grid, Sampler(params), text)
+        sequence = self.open(tokens, len(tokens), self._grid(), Sampler(params), text)
         self._scheduler.check(sequence)
         return sequence
+
+    def _grid(self) -> int:
+        """Prompts are cut at multiples of so many tokens: a chunk or, where it does not
+        matter, as many chunks as a step takes, so that one prompt is through before the
+        next begins."""
+        grid = self._plan.prefill_chunk
+        if self._plan.cuts_prompts:
+            return grid
+        most = self._scheduler.limits.max_num_tokens
+        return max(1, most // grid) * grid
 
     def open(
         self,

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from kvlathe.plan.formats import Tier
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
-from kvlathe.runtime.sessions.torch_cuda.attend import Attention
+from kvlathe.runtime.sessions.torch_cuda.attend import Attention, copies_bytes
 from tests.bench.decode_h200 import ranks_of
 from tests.native.chunk_problem import ChunkProblem, CodesChunkProblem
 from tests.native.library import Library
@@ -213,6 +213,9 @@ def measure(
     ranks, (tokens, starts) = ranks_of(kind, layers, a.heads, 0), chunks_of(case)
     problem = problem_of(a, ranks, tokens, starts[-1], bits)
     attention = problem.attention(cuda)
+    if a.copies:
+        size = copies_bytes(problem.layout.plan, max(starts) + tokens)
+        attention.copies = torch.empty(size, dtype=torch.uint8, device="cuda")
     layers_ms = [0.0] * layers
     for start in starts:
         move_to(problem, start)
@@ -263,6 +266,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--dim", type=int, default=128, help="of SDPA's heads")
     parser.add_argument("--page-tokens", type=int, default=64)
+    parser.add_argument("--copies", action="store_true", help="of sealed pages, 16 bit")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument(
         "--mhz", type=float, default=1755.0, help="clock that the exp share assumes"

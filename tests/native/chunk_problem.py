@@ -102,7 +102,7 @@ class Chunks(ABC):
             part.lengths_stride = spread.row_lengths.shape[1]
         prompts = None
         if spread.prompts is not None:
-            prompts = spread.prompts_of(attention.forms[layer])
+            prompts = spread.prompts_of(attention.forms[layer], attention.copies)
             args.prompts = addressof(prompts)
         return args, (prompts, spread)
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from kvlathe.engines import backends, planning
+from kvlathe.engines.backends import BACKENDS, BackendInfo
 from kvlathe.engines.build import BuildRequest, build
 from kvlathe.runtime.cache.page_table import PageTable
 from kvlathe.runtime.llm import LLM
@@ -42,8 +42,13 @@ PLANS: dict[str, dict[str, Any]] = {
     "projected": {"compression": "fdc", "removal_rate": 0.15},
     "8 bit": {"compression": "fdc+hack:bits=8", "removal_rate": 0.15},
     "chosen": {"compression": "auto", "compression_ratio": 0.8},
+    "window": {"compression": "window:sink=64,recent=128"},
+    "window of codes": {"compression": "hack:bits=8+window:sink=64,recent=64"},
+    "kivi": {"compression": "kivi"},
+    "3 bit": {"compression": "hack:bits=3"},
+    "fixed levels": {"compression": "turboquant:bits=3"},
 }
-CLOSE = {"chosen": 4e-2}
+CLOSE = {"chosen": 4e-2, "kivi": 4e-2, "3 bit": 4e-2, "fixed levels": 4e-2}
 """Of the largest logit; 1e-2 otherwise. Numbers that were rounded otherwise to 16 bit
 may get another of four codes. Twice what an H200 gave on three texts: 2.0e-2; 8 bit
 6.3e-3, projected 2.7e-3."""
@@ -66,11 +71,9 @@ def pair(
     if not (torch.cuda.is_available() and library.has_cuda):
         pytest.skip("no GPU, or a library without CUDA kernels")
     folder, patch = tmp_path_factory.mktemp("engines"), pytest.MonkeyPatch()
-    kernels = dataclasses.replace(
-        backends.BACKENDS["onnxruntime"], paired=backends.BACKENDS["cuda"].paired
-    )
-    patch.setattr(backends, "BACKENDS", {**backends.BACKENDS, "onnxruntime": kernels})
-    patch.setattr(planning, "BACKENDS", backends.BACKENDS)
+    paired = BACKENDS["cuda"].paired
+    kernels = dataclasses.replace(BACKENDS["onnxruntime"], paired=paired)
+    patch.setitem(cast(dict[str, BackendInfo], BACKENDS), "onnxruntime", kernels)
     patch.setenv("KVLATHE_LIBRARY", str(library.path.resolve()))
     native.find.cache_clear()
     engines = []

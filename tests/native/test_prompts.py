@@ -14,7 +14,7 @@ from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import Bucket
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
-from kvlathe.runtime.sessions.torch_cuda.attend import Spread
+from kvlathe.runtime.sessions.torch_cuda.attend import Spread, copies_bytes
 from tests.native.chunk_problem import ChunkProblem, CodesChunkProblem
 from tests.native.library import Library
 from tests.native.step16 import Step16
@@ -46,18 +46,28 @@ def attended(
     times: int,
 ) -> Iterator[tuple[int, Spread]]:
     """Attends layer after layer; yields each with the step's list once its answer is
-    there."""
+    there. Copies of sealed pages, of all sequences or of those that find room, change
+    no bit of it."""
     problem.spoil_unused_rows()
     attention = problem.attention(cuda)
-    spread = problem.spread_out(attention)
-    for layer in range(len(problem.ranks)):
-        args, keep = problem.step_args(attention, spread, layer)
-        for _ in range(times):
-            problem.o[layer].fill_(float("nan"))
-            library.attend_decode(args, "cuda")
-        torch.cuda.synchronize()
-        yield layer, spread
-        del keep
+    before: dict[int, torch.Tensor] = {}
+    for copied in (0, 700, 1 << 16):
+        size = copies_bytes(problem.layout.plan, copied)
+        if copied and not size:
+            continue
+        attention.copies = torch.full((size,), 0x7F, dtype=torch.uint8, device="cuda")
+        spread = problem.spread_out(attention)
+        for layer in range(len(problem.ranks)):
+            args, keep = problem.step_args(attention, spread, layer)
+            for _ in range(times):
+                problem.o[layer].fill_(float("nan"))
+                library.attend_decode(args, "cuda")
+            torch.cuda.synchronize()
+            own = problem.o[layer].view(torch.int16)
+            known = before.setdefault(layer, own.clone())
+            assert torch.equal(own, known)
+            yield layer, spread
+            del keep
 
 
 def check(

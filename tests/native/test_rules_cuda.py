@@ -116,7 +116,7 @@ def pair(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[LLM, LLM]]:
     """Engines of the same plan on the GPU and on the CPU, with 16-bit hot pages."""
-    if not (kernel_limits()["kRanksTokens"] and kernel_limits()["kReadsEveryForm"]):
+    if not kernel_limits()["kRanksTokens"]:
         pytest.skip("builds refuse such plans")
     folder, patch = tmp_path_factory.mktemp("engines"), pytest.MonkeyPatch()
     kernels = dataclasses.replace(

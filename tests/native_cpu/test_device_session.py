@@ -21,8 +21,6 @@ from kvlathe.engines.targets.tensorrt import Shapes, profiles
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.weights_file import wiring
-from kvlathe.plan import kernel_forms
-from kvlathe.plan.formats import Tier
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
@@ -317,31 +315,6 @@ def test_a_gpu_without_room_for_a_layers_tiles_is_refused_at_once(
     ):
         allocate_pool(HostDevice(), Narrow(native), plan, arena(plan))
     assert set(asked) == {(0, F16, 2, 8)} and len(asked) == plan.model.layers > 1
-
-
-@pytest.mark.parametrize(
-    ("tier", "words"),
-    [
-        (Tier(4, 8), "K has 4 bits along the rank, V 8"),
-        (Tier(4, 4, "token", "token"), "K has 4 bits along the token"),
-        (Tier(3, 3), "3 bit"),
-    ],
-    ids=["unequal", "keys", "threes"],
-)
-def test_forms_that_no_gpu_has_tested_are_refused_at_load(
-    tier: Tier, words: str, native: Native, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An engine may come from a build that took them."""
-    plan = half_engine()[1]
-    asked = dataclasses.replace(plan, tiers=(plan.tiers[0], tier))
-    room = arena(asked)
-    limits = {**kernel_forms.kernel_limits(), "kReadsEveryForm": 0}
-    monkeypatch.setattr(kernel_forms, "kernel_limits", lambda: limits)
-    device, library = HostDevice(), HostLibrary(native)
-    with pytest.raises(KvlatheError, match=words):
-        allocate_pool(device, library, asked, room)
-    limits["kReadsEveryForm"] = 1
-    assert allocate_pool(device, library, asked, room).nbytes > 0
 
 
 def test_onnx_runtime_that_would_go_on_with_the_cpu_is_refused(

@@ -49,7 +49,7 @@ def ranked_plan(kind: str) -> CompressionPlan:
 @contextmanager
 def with_tested_kernels() -> Generator[None]:
     """As if a GPU had tested the kernels."""
-    limits = {**kernel_forms.kernel_limits(), "kRanksTokens": 1, "kReadsEveryForm": 1}
+    limits = {**kernel_forms.kernel_limits(), "kRanksTokens": 1}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel_forms, "kernel_limits", lambda: limits)
         yield

@@ -40,7 +40,7 @@ extern "C" {
 #define KVLATHE_API __attribute__((visibility("default")))
 #endif
 
-#define KVLATHE_ABI_VERSION 9
+#define KVLATHE_ABI_VERSION 10
 #define KVLATHE_LANE_COLUMNS 10
 #define KVLATHE_MAX_PARTS 3
 #define KVLATHE_MAX_HEADS 64
@@ -128,6 +128,10 @@ typedef struct kvlathe_prompts {
   int32_t batch;                    /* B */
   int32_t rows;                     /* every row of the call from this one on is a listed chunk's */
   const kvlathe_prompt_part* parts; /* host [part_count] */
+  /* null, or room for 16-bit copies of sealed pages that chunks of the call read, on 128 bytes. A
+   * sequence whose copies do not fit is attended without. */
+  void* copies;
+  int64_t copies_bytes;
 } kvlathe_prompts;
 
 /* Attention of one new token for each row over the cached tokens that its row of lengths and page

@@ -44,10 +44,9 @@ constexpr int kLeastChunk = 16;
 // Columns of an RMS norm's rows: a block holds one row in registers.
 constexpr int kMaxColumns = 16384;
 
-// Whether engines may use what the CUDA kernels have and no GPU has tested: windows, codes beside
-// equal, even ones with K along the rank and V along the tokens, and ranking of tokens.
-constexpr int kShowsWindows = 0;
-constexpr int kReadsEveryForm = 0;
+// Whether engines may use what the CUDA kernels have: windows in the node that ONNX Runtime and
+// TensorRT run; ranking of tokens. What no GPU has tested is 0.
+constexpr int kNodeShowsWindows = 0;
 constexpr int kRanksTokens = 0;
 
 constexpr bool is_power_of_two(int x) { return x > 0 && (x & (x - 1)) == 0; }

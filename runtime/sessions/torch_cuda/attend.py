@@ -38,6 +38,12 @@ from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.observer import Observer
 from kvlathe.runtime.sessions.torch_cuda.rows import ELEMENTS
 
+COPY_OWNER, COPY_HEADER = 8, 1 << 16
+"""Bytes that a copied page takes beside itself, and those of the tables in front
+(prompt_copies.cu)."""
+MOST_COPIES = 1 << 30
+"""Bytes of copies at most. Longer pasts are converted where they are attended."""
+
 
 class Attention:
     """The attention of every layer of a plan over one pool."""
@@ -49,8 +55,11 @@ class Attention:
         scales: Sequence[float],
         pool: Tensor,
         most_rows: int,
+        copied_tokens: int = 0,
     ) -> None:
-        """``pool``: uint8 on the GPU. ``most_rows``: tokens of the largest step."""
+        """``pool``: uint8 on the GPU. ``most_rows``: tokens of the largest step.
+        ``copied_tokens``: sealed ones of which prompt chunks have 16-bit copies at a
+        time."""
         self.library, self.plan, self.scales, self.pool = library, plan, scales, pool
         self.forms = [
             LayerForm(library, plan, layer) for layer in range(plan.model.layers)
@@ -63,6 +72,8 @@ class Attention:
             library.workspace_bytes(most_rows, form.heads) for form in self.forms
         )
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
+        size = copies_bytes(plan, copied_tokens)
+        self.copies = torch.empty(size, dtype=torch.uint8, device=pool.device)
         self.fresh = sum(
             1 << b for b, bucket in enumerate(plan.buckets) if bucket.source is None
         )
@@ -149,7 +160,7 @@ class Attention:
                 args.plan = spread.plan[layer].data_ptr()
                 args.plan_bytes = spread.plan.shape[1]
             if spread.prompts is not None:
-                args.prompts = pointer(spread.prompts_of(form))
+                args.prompts = pointer(spread.prompts_of(form, self.copies))
         return calls
 
     def _list_size(self, step: StepInputs, tokens: int) -> int:
@@ -287,8 +298,9 @@ class Spread:
         self._kept.append(parts)
         return parts
 
-    def prompts_of(self, form: LayerForm) -> Prompts:
-        """The step's chunks for one layer's attention."""
+    def prompts_of(self, form: LayerForm, copies: Tensor) -> Prompts:
+        """The step's chunks for one layer's attention. ``copies``: room for those of
+        sealed pages."""
         assert self.prompts is not None
         lengths, buckets = self.step.lengths, self.step.lengths.shape[1]
         parts = (PromptPart * len(form.buckets))()
@@ -308,6 +320,8 @@ class Spread:
             len(lengths),
             self.rows,
             parts,
+            copies.data_ptr(),
+            copies.numel(),
         )
         self._kept += [parts, prompts]
         return prompts
@@ -322,6 +336,21 @@ class Spread:
             if other != fresh and self.windows[other].fresh == fresh:
                 window.sealed = i
         return window
+
+
+def copies_bytes(plan: CompressionPlan, tokens: int) -> int:
+    """Bytes of 16-bit copies of ``tokens`` sealed tokens of the widest layer; 0 where
+    nothing is coded."""
+    coded = sum(plan.tiers[bucket.tier].is_coded for bucket in plan.buckets)
+    if not (coded and tokens):
+        return 0
+    page = plan.page_tokens
+    pages = (tokens + page - 1) // page * coded
+    widths: list[int] = []
+    for layer in range(plan.model.layers):
+        widths.append(sum(x.rank_k + x.rank_v for x in plan.active(layer)))
+    size = pages * (2 * page * max(widths) + COPY_OWNER)
+    return min(size, MOST_COPIES) + COPY_HEADER
 
 
 def sees_less(window: WindowForm) -> bool:

@@ -56,7 +56,8 @@ def session_of(
     pool = allocate_pool(device, library, plan, arena_bytes + scratch_bytes(plan))
     rows = max(limits.max_num_tokens, limits.max_batch_size)
     scales = decoder.wiring.scales
-    attention = Attention(library, plan, scales, bytes_of(pool), rows)
+    copied = limits.max_seq_len
+    attention = Attention(library, plan, scales, bytes_of(pool), rows, copied)
     compute = TorchCompute(decoder, attention)
     session = RankingSession if plan.ranked else TorchSession
     return session(device, library, plan, limits, pool, compute)

@@ -401,6 +401,7 @@ extern "C" int32_t kvlathe_cuda_attend_decode(const kvlathe_attend_decode_args* 
     // Rows first: it writes zeros where a row has no length, which may be a chunk's row.
     const auto rows = kvlathe::cuda::single_rows(*args);
     if (rows.batch) kvlathe::cuda::attend_decode(rows);
+    kvlathe::cuda::copy_pages(chunks, args->stream);
     kvlathe::cuda::attend_prompts(chunks, args->stream);
   });
 }

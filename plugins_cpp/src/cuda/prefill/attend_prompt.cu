@@ -114,7 +114,7 @@ GeneralPrompts params_of(const kvlathe_attend_decode_args& a, std::vector<Head> 
   p.list = prompts.list, p.cu_seqlens_q = prompts.cu_seqlens_q;
   p.scale_log2 = a.scale * 1.4426950408889634f;
   p.heads = int32_t(heads.size()), p.group_size = a.group_size, p.page_tokens = a.page_tokens,
-  p.parts = a.part_count;
+  p.parts = a.part_count, p.batch = prompts.batch;
   p.page_magic = uint32_t((uint64_t{1} << 32) / uint64_t(a.page_tokens) + 1);
   for (int i = 0; i < a.part_count; ++i) {
     const kvlathe_prompt_part& part = prompts.parts[i];
@@ -129,11 +129,12 @@ GeneralPrompts params_of(const kvlathe_attend_decode_args& a, std::vector<Head> 
   std::stable_sort(heads.begin(), heads.end(), [](const Head& x, const Head& y) {
     return x.rank_k + x.rank_v > y.rank_k + y.rank_v;
   });
-  int rank_k = 0;
+  int rank_k = 0, steps = 0;
   for (size_t h = 0; h < heads.size(); ++h) {
     PromptHead& head = p.head[h];
     head.q_offset = int32_t(heads[h].q_offset), head.o_offset = int32_t(heads[h].o_offset);
     head.steps_k = uint8_t(heads[h].rank_k / 16), head.steps_v = uint8_t(heads[h].rank_v / 16);
+    head.steps_before = uint16_t(steps), steps += head.steps_k + head.steps_v;
     rank_k = std::max(rank_k, heads[h].rank_k);
     for (int i = 0; i < a.part_count; ++i) {
       const LaneRow* row = heads[h].lane[i];
@@ -186,7 +187,8 @@ bool prompt_kernel_here() {
 PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& a) {
   const std::vector<Head> heads = checked_heads(a);
   check_prompts(a, heads);
-  PromptLaunch launch{params_of(a, heads), kernel_of(a.element, is_general(a)), 0, 0};
+  PromptLaunch launch{params_of(a, heads), {}, kernel_of(a.element, is_general(a)), 0, 0};
+  if (!is_general(a)) launch.copies = copy_launch_of(a, launch.params);
   cudaFuncAttributes attributes{};
   check_cuda(
       cudaFuncGetAttributes(&attributes, launch.kernel),

@@ -2,9 +2,8 @@
 // 16-bit core matrices that 16-bit pages give. Those who attend do not know the difference.
 //
 // Every tile converts the codes of its lane again. The fetching warpgroup does it, which waits
-// otherwise, and no memory is needed. A 16-bit copy in device memory would be made once, but it
-// would be 50 MB a sequence that somebody must own and bound. docs/performance.md says what
-// converting costs.
+// otherwise, and no memory is needed. Where the caller gives memory, prompt_copies.cu converts them
+// once a layer instead. docs/performance.md says what either costs.
 //
 // A piece is 64 tokens of a page: K [64][rank] with its metadata [64][groups], V [rank][64] with
 // the page's metadata. It comes by asynchronous copies into a buffer of codes. A thread then takes

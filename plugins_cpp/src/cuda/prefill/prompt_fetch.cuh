@@ -50,23 +50,43 @@ __device__ inline void fetch_queries(const PromptParams& p, const PromptTile& ti
   }
 }
 
+// Where elements of a lane lie in pages: those of a 16-bit part, or copies of sealed ones.
+struct Elements {
+  const char* pages;
+  int64_t stride;
+  int32_t k, v;  // bytes from a page's start
+};
+
+__device__ inline Elements elements_of(const PromptParams& p, const PromptHead& head, int part) {
+  return {p.pool, p.part[part].page_stride, head.k[part], head.v[part]};
+}
+__device__ inline Elements copies_of(const PromptParams& p, const PromptHead& head) {
+  const int row = 32 * p.page_tokens, k = head.steps_before * row;
+  return {p.copies, p.copy_stride, k, k + head.steps_k * row};
+}
+
 // The pages of the tokens that this thread's warp copies: 16 of each 64 of a stage. They are asked
 // for before there is room for the tokens.
 struct StagePages {
   int32_t ids[2];
-  __device__ StagePages(const PromptParams& p, const int32_t* pages, int first, int keys) {
+  // id_of: of a sequence's page i.
+  template <class IdOf>
+  __device__ StagePages(const PromptParams& p, int first, int keys, IdOf id_of) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int token = first + threadIdx.x / 32 * 16 + 64 * i;
-      ids[i] = token < keys ? __ldg(pages + page_of(p, token)) : 0;
+      ids[i] = token < keys ? id_of(page_of(p, token)) : 0;
     }
   }
+  __device__ StagePages(const PromptParams& p, const int32_t* pages, int first, int keys)
+      : StagePages(p, first, keys, [pages](int i) { return __ldg(pages + i); }) {}
 };
 
 // Copies K and V of one stage, from token `first` on. Tokens past `keys` become zeros, because what
 // lies there may be NaN.
-__device__ inline void fetch_keys(const PromptParams& p, const PromptHead& head, int part,
-                                  const StagePages& pages, int first, int keys, uint32_t to) {
+__device__ inline void fetch_keys(const PromptParams& p, const PromptHead& head,
+                                  const Elements& elements, const StagePages& pages, int first,
+                                  int keys, uint32_t to) {
   const Copier copier;
   const int count = prompt_keys(head.steps_v), values = count * 32 * head.steps_k;
 #pragma unroll
@@ -74,11 +94,11 @@ __device__ inline void fetch_keys(const PromptParams& p, const PromptHead& head,
     if (64 * i >= count) break;
     const int rows = threadIdx.x / 32 * 16 + 64 * i, token = first + rows;
     const int row = token - page_of(p, token) * p.page_tokens + copier.row;
-    const char* from = p.pool + pages.ids[i] * p.part[part].page_stride;
+    const char* from = elements.pages + pages.ids[i] * elements.stride;
     const bool valid = token + copier.row < keys;
-    copier.copy(to, rows, count * 16, from + head.k[part] + row * head.steps_k * 32, head.steps_k,
+    copier.copy(to, rows, count * 16, from + elements.k + row * head.steps_k * 32, head.steps_k,
                 valid);
-    copier.copy(to + values, rows, count * 16, from + head.v[part] + row * head.steps_v * 32,
+    copier.copy(to + values, rows, count * 16, from + elements.v + row * head.steps_v * 32,
                 head.steps_v, valid);
   }
 }
@@ -133,11 +153,13 @@ struct Fetcher {
     return shared + p.stages_at + room.take(s, stage_units(head), p.stage_units) * kStageUnit;
   }
 
-  // Fetches a part of 16 bits: elements as they are.
-  __device__ void fetch_elements(const PromptHead& head, int part, const int32_t* pages, int keys) {
+  // Fetches elements as they are: a part of 16 bits, or copies. id_of: of page i.
+  template <class IdOf>
+  __device__ void fetch_elements(const PromptHead& head, const Elements& elements, int keys,
+                                 IdOf id_of) {
     for (int first = 0; first < keys; first += prompt_keys(head.steps_v)) {
-      const StagePages ids(p, pages, first, keys);
-      fetch_keys(p, head, part, ids, first, keys, next_stage(head));
+      const StagePages ids(p, first, keys, id_of);
+      fetch_keys(p, head, elements, ids, first, keys, next_stage(head));
       arrive_after_copies(s.full[room.stage.at]);
       room.stage.next();
     }
@@ -188,8 +210,17 @@ struct Fetcher {
     const PromptPart& from = p.part[part];
     const int keys = keys_of(p, tile, part, from.lengths[tile.sequence * from.lengths_stride]);
     const int32_t* pages = from.page_table + int64_t{tile.sequence} * from.table_stride;
-    switch (keys ? from.bits : 0) {
-      case 16: fetch_elements(head, part, pages, keys); break;
+    if (!keys) return;
+    if (from.bits < 16 && p.copy_base) {
+      const int base = __ldg(p.copy_base + part * p.batch + tile.sequence);
+      if (base >= 0)
+        return fetch_elements(head, copies_of(p, head), keys, [base](int i) { return base + i; });
+    }
+    switch (from.bits) {
+      case 16:
+        fetch_elements(head, elements_of(p, head, part), keys,
+                       [pages](int i) { return __ldg(pages + i); });
+        break;
       case 8: fetch_codes<8>(head, part, pages, keys); break;
       case 4: fetch_codes<4>(head, part, pages, keys); break;
       case 2: fetch_codes<2>(head, part, pages, keys); break;

@@ -108,7 +108,8 @@ __device__ void fetch_seen_elements(Fetcher& f, const PartPages& from) {
   for (int first = from.window.next(0); first < from.keys;
        first = from.window.next(first + count)) {
     const StagePages ids(f.p, from.pages, first, from.keys);
-    fetch_keys(f.p, from.head, from.part, ids, first, from.keys, f.next_stage(from.head));
+    fetch_keys(f.p, from.head, elements_of(f.p, from.head, from.part), ids, first, from.keys,
+               f.next_stage(from.head));
     arrive_after_copies(f.s.full[f.room.stage.at]);
     f.room.stage.next();
   }

@@ -49,6 +49,7 @@ struct PromptHead {
   uint8_t least_k[KVLATHE_MAX_PARTS];  // quantized: steps of 16 channels in the shortest of them
   uint8_t steps_k, steps_v;            // ranks / 16
   uint8_t parts;                       // bit i: part i has tokens of this lane
+  uint16_t steps_before;               // of K and V of the lanes before, in a copied page
 };
 
 struct PromptParams {
@@ -65,6 +66,13 @@ struct PromptParams {
   // Shared memory: two tiles of queries, then buffers of codes (0 to 2), then stages of K | V from
   // stages_at on.
   int32_t query_bytes, codes_bytes, codes_buffers, stages_at, stage_units;
+  // 16-bit copies of sealed pages (prompt_copies.cu), where there is room for them: the copy of
+  // page i of sequence b in part s is the one at copy_base[s * batch + b] + i, or there is none
+  // where that is below 0.
+  const int32_t* copy_base;  // null: no copies
+  const char* copies;
+  int64_t copy_stride;
+  int32_t batch;
   PromptPart part[KVLATHE_MAX_PARTS];
   PromptHead head[KVLATHE_MAX_HEADS];  // the most work first
 };
@@ -80,6 +88,14 @@ struct GeneralPrompts : PromptParams {
 };
 constexpr int kGeneralBits = 1;
 
+// Copies that come before a call's launch.
+struct CopyLaunch {
+  int32_t slots;  // pages that there is room for; 0: no copies
+  int32_t* count;
+  int2* owners;  // [slots]: part and page of each
+  int32_t element;
+};
+
 // Whether the current device has the kernel.
 bool prompt_kernel_here();
 
@@ -87,10 +103,17 @@ bool prompt_kernel_here();
 // Refusal before anything runs.
 struct PromptLaunch {
   GeneralPrompts params;
+  CopyLaunch copies;
   const void* kernel;  // takes them, or what they have of PromptParams
   int grid, shared_bytes;
 };
 PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& args);
+
+// Divides the room that a call gives for copies, and tells the parameters.
+CopyLaunch copy_launch_of(const kvlathe_attend_decode_args& args, PromptParams& params);
+
+// The copies that a launch reads (prompt_copies.cu).
+void copy_pages(const PromptLaunch& launch, void* stream);
 
 void attend_prompts(const PromptLaunch& launch, void* stream);
 
