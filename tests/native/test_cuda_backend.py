@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kvlathe.engines.backends import BACKENDS, BackendInfo
-from kvlathe.engines.build import BuildRequest, build
 from kvlathe.runtime.cache.page_table import PageTable
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.native import library as native
 from kvlathe.runtime.sessions.gpu.session import DeviceSession
 from kvlathe.runtime.sessions.protocols import StepPlan
 from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
@@ -24,13 +20,13 @@ from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.text.sampler import Request, Sampler, rows_of
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.native.library import Library
+from tests.native.pairs import engine_pair
 from tests.support.session_laws import (
     device_session,
     next_step,
     pages_move_and_come_back,
 )
 
-MODEL = Path(__file__).resolve().parents[2] / "models" / "lathe-5m"
 PROMPTS = [
     "def main():\n",
     "# How to install\n\nRun ",
@@ -70,30 +66,12 @@ def pair(
     """The same plan on the GPU and on the CPU, both with 16-bit hot pages."""
     if not (torch.cuda.is_available() and library.has_cuda):
         pytest.skip("no GPU, or a library without CUDA kernels")
-    folder, patch = tmp_path_factory.mktemp("engines"), pytest.MonkeyPatch()
-    paired = BACKENDS["cuda"].paired
-    kernels = dataclasses.replace(BACKENDS["onnxruntime"], paired=paired)
-    patch.setitem(cast(dict[str, BackendInfo], BACKENDS), "onnxruntime", kernels)
-    patch.setenv("KVLATHE_LIBRARY", str(library.path.resolve()))
-    native.find.cache_clear()
-    engines = []
-    for backend, dtype in (("cuda", "float16"), ("onnxruntime", "float32")):
-        asked = BuildRequest(
-            MODEL,
-            folder / backend,
-            backend=backend,
-            dtype=dtype,
-            kv_bits=16,
-            use_cache=False,
-            **LIMITS,
-            **PLANS[request.param],
-        )
-        engines.append(LLM.load(build(asked)))
-    assert isinstance(engines[0].session, DeviceSession)
-    assert isinstance(engines[0].session.compute, TorchCompute)
-    yield engines[0], engines[1]
-    patch.undo()
-    native.find.cache_clear()
+    options = {**LIMITS, **PLANS[request.param]}
+    folder = tmp_path_factory.mktemp("engines")
+    with engine_pair(folder, library.path, options) as engines:
+        assert isinstance(engines[0].session, DeviceSession)
+        assert isinstance(engines[0].session.compute, TorchCompute)
+        yield engines
 
 
 def test_logits_are_those_of_the_cpu(

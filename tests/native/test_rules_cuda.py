@@ -3,7 +3,6 @@ method that ranks tokens, against the session on the CPU."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,15 +11,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from kvlathe.base.kernel_limits import kernel_limits
-from kvlathe.engines import backends, planning
-from kvlathe.engines.build import BuildRequest, build
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.weights_file import wiring
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.native import library as native
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.torch_cuda.compute import session_of
@@ -31,6 +27,7 @@ from kvlathe.runtime.sessions.torch_cuda.rows import NativeRows
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.native.library import Library
+from tests.native.pairs import engine_pair
 from tests.support.observed_cases import Observation, observations
 from tests.support.ranking_laws import (
     KINDS,
@@ -118,36 +115,11 @@ def pair(
     """Engines of the same plan on the GPU and on the CPU, with 16-bit hot pages."""
     if not kernel_limits()["kRanksTokens"]:
         pytest.skip("builds refuse such plans")
-    folder, patch = tmp_path_factory.mktemp("engines"), pytest.MonkeyPatch()
-    kernels = dataclasses.replace(
-        backends.BACKENDS["onnxruntime"], paired=backends.BACKENDS["cuda"].paired
-    )
-    patch.setattr(backends, "BACKENDS", {**backends.BACKENDS, "onnxruntime": kernels})
-    patch.setattr(planning, "BACKENDS", backends.BACKENDS)
-    patch.setenv("KVLATHE_LIBRARY", str(cuda.path.resolve()))
-    native.find.cache_clear()
-    engines = [
-        _built(folder / backend, backend, dtype, METHODS[request.param])
-        for backend, dtype in (("cuda", "float16"), ("onnxruntime", "float32"))
-    ]
-    assert isinstance(engines[0].session, RankingSession)
-    yield engines[0], engines[1]
-    patch.undo()
-    native.find.cache_clear()
-
-
-def _built(folder: Any, backend: str, dtype: str, method: dict[str, Any]) -> LLM:  # noqa: ANN401
-    sizes: dict[str, Any] = {**SIZES, **method}
-    asked = BuildRequest(
-        MODEL,
-        folder,
-        backend=backend,
-        dtype=dtype,
-        kv_bits=16,
-        use_cache=False,
-        **sizes,
-    )
-    return LLM.load(build(asked))
+    options = {**SIZES, **METHODS[request.param]}
+    folder = tmp_path_factory.mktemp("engines")
+    with engine_pair(folder, cuda.path, options) as engines:
+        assert isinstance(engines[0].session, RankingSession)
+        yield engines
 
 
 def test_methods_keep_the_tokens_of_the_cpu(pair: tuple[LLM, LLM]) -> None:

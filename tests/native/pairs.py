@@ -1,0 +1,50 @@
+"""Engines of one plan on the GPU and on the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from kvlathe.engines.backends import BACKENDS, BackendInfo
+from kvlathe.engines.build import BuildRequest, build
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.native import library as native
+
+MODEL = Path(__file__).resolve().parents[2] / "models" / "lathe-5m"
+
+
+@contextmanager
+def engine_pair(
+    folder: Path, library: Path, options: dict[str, Any]
+) -> Generator[tuple[LLM, LLM]]:
+    """lathe-5m built with ``options`` for the cuda backend and for onnxruntime, both
+    with 16-bit hot pages and the widths that the GPU's kernels take."""
+    with pytest.MonkeyPatch.context() as patch:
+        paired = BACKENDS["cuda"].paired
+        alike = dataclasses.replace(BACKENDS["onnxruntime"], paired=paired)
+        patch.setitem(cast(dict[str, BackendInfo], BACKENDS), "onnxruntime", alike)
+        patch.setenv("KVLATHE_LIBRARY", str(library.resolve()))
+        native.find.cache_clear()
+        engines: list[LLM] = []
+        try:
+            for backend, dtype in (("cuda", "float16"), ("onnxruntime", "float32")):
+                asked = BuildRequest(
+                    MODEL,
+                    folder / backend,
+                    backend=backend,
+                    dtype=dtype,
+                    kv_bits=16,
+                    use_cache=False,
+                    **options,
+                )
+                engines.append(LLM.load(build(asked)))
+            yield engines[0], engines[1]
+        finally:
+            for engine in engines:
+                engine.close()
+    native.find.cache_clear()
