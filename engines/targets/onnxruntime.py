@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.engines.backends import Built
+from kvlathe.engines.backends import NODE_SHOWS_WINDOWS, Built
 from kvlathe.engines.targets import cuda
 from kvlathe.engines.targets.child import ChildFailed, run_module
 from kvlathe.plan.manifest import Limits
@@ -41,8 +41,9 @@ def gpus(plan: CompressionPlan, dtype: str) -> tuple[str, ...]:
         cuda.check_plan("cuda", plan)
     except KvlatheError:
         return ()
-    alike = not (plan.observes or plan.stages)
-    return cuda.ARCHITECTURES if dtype == "float16" and alike else ()
+    if plan.observes or plan.stages or (plan.windowed and not NODE_SHOWS_WINDOWS):
+        return ()
+    return cuda.ARCHITECTURES if dtype == "float16" else ()
 
 
 def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> None:

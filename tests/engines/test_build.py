@@ -384,10 +384,6 @@ def test_a_dry_run_counts_bytes_and_writes_nothing(
         ({"seed": -1}, "--seed -1"),
         ({"dtype": "bfloat16"}, "--dtype bfloat16"),
         ({"backend": "cuda", "kv_bits": 32}, "its hot pages have 32 bits"),
-        (
-            {"backend": "cuda", "compression": "kivi"},
-            "cuda cannot run this plan: .* bits along the",
-        ),
         ({"backend": "abacus"}, "Choose one of onnxruntime"),
         ({"backend": []}, r"backend=list \[\] cannot be used: it is no text"),
         ({"max_batch_size": "8"}, "max_batch_size=str '8' cannot be used"),

@@ -30,6 +30,7 @@ from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.token_rules import Window
 from kvlathe.runtime.sessions.gpu.tensorrt import TensorRTCompute
 
 MODEL = Path(__file__).parents[2] / "models" / "lathe-5m"
@@ -156,12 +157,15 @@ def test_a_float16_engine_for_the_cpu_names_the_gpus_that_run_its_graph(
         "sm_90" in onnxruntime.gpus(plan, "float16")
         and onnxruntime.gpus(plan, "float32") == ()
     )
-    other = (*plan.tiers, Tier(4, 8, "rank", "token", 32, 64))
+    other = (*plan.tiers, Tier(4, 4, "rank", "token", 32, 48))
     every = plan.buckets[0].lanes
     sealed = dataclasses.replace(
         plan, tiers=other, buckets=(*plan.buckets, Bucket(1, every, 0))
     )
     assert onnxruntime.gpus(sealed, "float16") == ()
+    window = dataclasses.replace(plan.buckets[0], tokens=Window(64, 128))
+    windowed = dataclasses.replace(plan, buckets=(window,))
+    assert onnxruntime.gpus(windowed, "float16") == ()
 
 
 @needs_rtx

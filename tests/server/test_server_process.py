@@ -97,7 +97,7 @@ def test_sigterm_under_load_refuses_the_new_and_finishes_the_old(
             )
             ends[i] = next((c.finish_reason for c in chunk.choices), None) or ends[i]
 
-    readers = [threading.Thread(target=read, args=(i,)) for i in range(8)]
+    readers = [threading.Thread(target=read, args=(i,), daemon=True) for i in range(8)]
     for reader in readers:
         reader.start()
     begun.wait(300)

@@ -79,10 +79,13 @@ def serving(
     )
     server = Server(http_config(app, close_seconds=2), engine, 0)
     bound = listen("127.0.0.1", 0)
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread = threading.Thread(
+        target=server.run, kwargs={"sockets": [bound]}, daemon=True
+    )
     with engine, bound:
         thread.start()
         while not server.started:
+            assert thread.is_alive(), "the server did not start"
             time.sleep(0.01)
         try:
             yield Served(f"http://127.0.0.1:{bound.getsockname()[1]}", engine, server)
