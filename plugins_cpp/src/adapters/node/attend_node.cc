@@ -211,13 +211,8 @@ struct Step {
     const std::vector<kvlathe_prompt_part> prompt_parts =
         prompt_parts_of(node.layer, tables, ints(node.places.lengths));
     // What sequences have is on the device: whether all rows are chunks' is not known here.
-    const kvlathe_prompts prompts{list,
-                                  ints(node.places.cu_seqlens_q),
-                                  batch,
-                                  tokens,
-                                  prompt_parts.data(),
-                                  nullptr,
-                                  0};
+    const kvlathe_prompts prompts{
+        list, ints(node.places.cu_seqlens_q), batch, tokens, prompt_parts.data(), nullptr, 0};
     // The kernel before is append: it writes neither lengths nor page tables, and in a decode step
     // one row a sequence.
     const int32_t flags = chunks ? 0 : KVLATHE_OVERLAP | KVLATHE_APPENDED;
@@ -267,9 +262,10 @@ Node::Node(std::vector<int32_t> table, float scale)
   require(t.hot_bits == 16 && !(t.pools & kPoolF32), KVLATHE_UNSUPPORTED,
           "the kernels compute in 16 bit and this plan has 32-bit pages: build with --dtype "
           "float16 --kv_bits 16");
-  require(!layer.windowed || kNodeShowsWindows, KVLATHE_UNSUPPORTED,
-          "this plan has windows, which this node has not shown on a GPU: build with --backend cuda, "
-          "or run it with --device cpu");
+  require(
+      !layer.windowed || kNodeShowsWindows, KVLATHE_UNSUPPORTED,
+      "this plan has windows, which this node has not shown on a GPU: build with --backend cuda, "
+      "or run it with --device cpu");
   windows_of(layer);
   check_bucket_count(t.buckets);
   check_lane_count(t.lanes);

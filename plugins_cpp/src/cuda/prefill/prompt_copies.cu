@@ -56,7 +56,8 @@ __device__ int summed(int own, int& whole) {
 }
 
 // Gives sequences their places. One block.
-__global__ void __launch_bounds__(kPlaceThreads) place_copies(const __grid_constant__ CopyParams c) {
+__global__ void __launch_bounds__(kPlaceThreads)
+    place_copies(const __grid_constant__ CopyParams c) {
   const PromptParams& p = c.prompts;
   auto base = const_cast<int32_t*>(p.copy_base);
   int placed = 0;
