@@ -135,12 +135,11 @@ class LLM(ClosesAtExit):
         log.info("loading %s", folder)
         runner = sessions.runner(manifest, folder, device)
         kind = runner.session(manifest)
-        size = cache_bytes or sessions.cache_bytes(
-            manifest, CacheLayout(plan), runner, memory_share(gpu_memory_utilization)
-        )
-        session = kind(folder, plan, limits, size, threads)
-        tokenizer = Tokenizer(folder)
-        llm = cls(session, plan, limits, tokenizer, size, share_prefixes)
+        share, layout = memory_share(gpu_memory_utilization), CacheLayout(plan)
+        size = sessions.cache_bytes(manifest, layout, runner, share, cache_bytes)
+        work = partial(kind, folder, plan, limits, size, threads)
+        session = sessions.loaded(work, folder, manifest.size, size)
+        llm = cls(session, plan, limits, Tokenizer(folder), size, share_prefixes)
         llm.manifest = opened.manifest
         llm.attention = runner.attention(manifest)
         llm.engine.scheduler.prompt_tokens = runner.prompt_tokens

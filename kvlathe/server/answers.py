@@ -13,6 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from kvlathe.base.errors import EngineStopped, KvlatheError
+from kvlathe.base.memory import OutOfMemory
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.requests.request import Delta
 from kvlathe.runtime.text.sampling_params import SamplingParams
@@ -302,13 +303,15 @@ class Answerer:
 def failed(delta: Delta) -> ApiError | None:
     """The error that a delta is, if it is one."""
     if delta.finish_reason == "error":
-        log.error("a request failed", exc_info=delta.error)
-        kind = type(delta.error).__name__
-        then = (
-            "the server stops"
-            if isinstance(delta.error, EngineStopped)
-            else "others go on"
-        )
+        if isinstance(delta.error, OutOfMemory):
+            log.error("a request was refused: %s", delta.error)
+            return refusal(delta.error, None)
+        kind, then = type(delta.error).__name__, "others go on"
+        if isinstance(delta.error, EngineStopped):  # the engine's thread has said why
+            log.error("a request failed: %s", delta.error)
+            then = "the server stops"
+        else:
+            log.error("a request failed", exc_info=delta.error)
         said = f"the engine failed while it computed this request ({kind}); {then}"
         return ApiError(500, said, code="engine_error")
     if delta.finish_reason == "timeout":

@@ -14,6 +14,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from kvlathe.base.errors import EngineStopped, KvlatheError
+from kvlathe.base.memory import OutOfMemory
 from kvlathe.runtime.async_engine import RETRY_SECONDS, Busy, Closing
 from kvlathe.runtime.cache.arena import OutOfPages
 
@@ -93,7 +94,7 @@ def refusal(error: KvlatheError, param: str | None) -> ApiError:
             else (429, "queue_full")
         )
         return ApiError(status, str(error), code=code, headers=again)
-    if isinstance(error, EngineStopped | OutOfPages):
+    if isinstance(error, EngineStopped | OutOfPages | OutOfMemory):
         # No fault of the request: it may succeed later, here or elsewhere.
         again = {"Retry-After": str(RETRY_SECONDS)}
         stopped = isinstance(error, EngineStopped)

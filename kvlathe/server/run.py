@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from kvlathe.base.chat_template import read_template
 from kvlathe.base.devices import GPU_MEMORY_UTILIZATION
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.memory import LESS_MEMORY, within_memory
 from kvlathe.engines.folder import sigterm_interrupts
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.cache.block_store import DISK_CACHE_BYTES, StoreSizes
@@ -225,7 +226,8 @@ def load(folder: Path, settings: Settings) -> LLM:
     if settings.prompt_tokens is not None:
         llm.engine.scheduler.prompt_tokens = settings.prompt_tokens
     if isinstance(llm.session, OnDevice):  # else the first users would wait
-        llm.session.warm_up()
+        fact = "there is no memory for the CUDA graphs of decode steps"
+        within_memory(llm.session.warm_up, fact, LESS_MEMORY)
     return llm
 
 

@@ -276,6 +276,8 @@ class EngineThread:
             future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
+            if isinstance(error, Exception):  # nobody may run a step that would tell
+                self._engine.check_device(error)
 
     def _abandon(self, error: Exception) -> None:
         """End what runs. If nothing does, end the next in line, so that the loop goes

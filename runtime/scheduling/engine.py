@@ -10,17 +10,20 @@ pages go back as they are.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
 from kvlathe.base.errors import DeviceLost, KvlatheError
+from kvlathe.base.memory import LESS_MEMORY, OutOfMemory, within_memory
 from kvlathe.runtime.cache.page_table import PageMoves
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.cache.token_ranking import TokenRanking
+from kvlathe.runtime.scheduling.apart import run_apart
 from kvlathe.runtime.scheduling.choosing import (
     NO_TOKEN,
     Choice,
@@ -32,6 +35,7 @@ from kvlathe.runtime.scheduling.choosing import (
 from kvlathe.runtime.scheduling.packing import pack
 from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
+from kvlathe.runtime.scheduling.step_room import tokens_of
 from kvlathe.runtime.sessions.protocols import (
     FullPage,
     OnDevice,
@@ -99,7 +103,7 @@ class Engine:
             return changed
         # With all tokens known, one step at a time.
         going_on = [chunk for chunk in chunks if not chunk.sequence.finish_reason]
-        again = [self.scheduler.again(chunk) for chunk in going_on]
+        again = [self.scheduler.again(chunk, chunk.count) for chunk in going_on]
         changed += self._run(again)
         return list(dict.fromkeys(changed))  # some have got two tokens
 
@@ -107,7 +111,7 @@ class Engine:
         """A step whose tokens are waited for."""
         changed: list[Sequence] = []
         started = time.perf_counter()
-        for chunk, computed in self._run_apart(chunks):
+        for chunk, computed in run_apart(chunks, self._tried, self.scheduler.again):
             if isinstance(computed, Exception):
                 changed.append(self.fail(chunk.sequence, computed))
             elif self._take(chunk, computed):
@@ -222,26 +226,17 @@ class Engine:
         """End a sequence that cannot go on."""
         return self._end(sequence, "error", error)
 
-    def _run_apart(
-        self, chunks: Items[Chunk]
-    ) -> Iterator[tuple[Chunk, Computed | Exception]]:
-        """Each chunk and what it computed, or why it failed when it ran by itself."""
-        if not chunks:
-            return
+    def _tried(self, chunks: Items[Chunk]) -> list[Computed] | Exception:
+        """As apart.Attempt."""
+        if not self.scheduler.room.holds(chunks):
+            for chunk in chunks:
+                self.pool.rollback(chunk.reservation)
+            return OutOfMemory("an earlier step of as many tokens found no memory")
         try:
-            computed = self._compute(chunks)
+            return self._compute(chunks)
         except Exception as error:  # a session may raise anything
             self.check_device(error)
-            if len(chunks) == 1:
-                yield chunks[0], error
-                return
-            half = len(chunks) // 2
-            for part in (chunks[:half], chunks[half:]):
-                yield from self._run_apart(
-                    [self.scheduler.again(chunk) for chunk in part]
-                )
-            return
-        yield from zip(chunks, computed, strict=True)
+            return error
 
     def _compute(self, chunks: Items[Chunk]) -> list[Computed]:
         """Run the chunks as one step and choose the tokens that follow them."""
@@ -272,7 +267,19 @@ class Engine:
 
         A transaction: pages are copied before it; full pages are sealed and ranked
         tokens moved after it; then everything counts. If anything fails, nothing does.
+        Raises OutOfMemory where memory was missing; later steps are smaller then.
         """
+        tokens, work = tokens_of(chunks), partial(self._transact, chunks, call)
+        fact = f"there is no memory for a step of {tokens:,} tokens"
+        try:
+            result = within_memory(work, fact, LESS_MEMORY)
+        except OutOfMemory:
+            self.scheduler.room.failed(tokens)
+            raise
+        self.scheduler.room.ran()
+        return result
+
+    def _transact(self, chunks: Items[Chunk], call: Callable[[StepPlan], T]) -> T:
         moving: list[tuple[Chunk, PageMoves]] = []
         for chunk in chunks:
             if chunk.reservation.moves:

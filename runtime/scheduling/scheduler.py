@@ -31,6 +31,7 @@ from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.scheduling.admission import Admission, Costs
 from kvlathe.runtime.scheduling.fair_queue import FairQueue
 from kvlathe.runtime.scheduling.sequence import Chunk, Sequence, SharedPrompt
+from kvlathe.runtime.scheduling.step_room import StepRoom
 from kvlathe.runtime.sessions.protocols import PageMover
 
 T = TypeVar("T")
@@ -64,6 +65,7 @@ class Scheduler:
         self.waiting = FairQueue()
         self.running: list[Sequence] = []
         self.costs = Costs()
+        self.room = StepRoom()
         self.admission = Admission(pool, self.costs)
         self.preemptions = 0
         self.queries = 0
@@ -169,15 +171,16 @@ class Scheduler:
             shared.logits = logits.copy()
             self._computed_prompts.append(shared)
 
-    def again(self, chunk: Chunk) -> Chunk:
-        """The same chunk after its step was rolled back, its pages reserved anew."""
-        return self._chunk(chunk.sequence, chunk.count)
+    def again(self, chunk: Chunk, count: int) -> Chunk:
+        """The first ``count`` tokens of a chunk after its step was rolled back, their
+        pages reserved anew."""
+        return self._chunk(chunk.sequence, count)
 
     def _decodes(self, chunks: list[Chunk]) -> None:
         """One token of each decoding sequence; where pages run out, the youngest
         leaves."""
         decoding = [s for s in self.running if s.decoding and not s.waits]
-        del decoding[self.limits.max_num_tokens :]
+        del decoding[self.room.of(self.limits.max_num_tokens) :]
         while len(chunks) < len(decoding):
             sequence = decoding[len(chunks)]
             try:
@@ -193,7 +196,7 @@ class Scheduler:
     def _prompts(self, chunks: list[Chunk]) -> bool:
         """Prompt chunks into what is left of the step. False if the pages ran out: the
         rest waits."""
-        limit = self.limits.max_num_tokens
+        limit = self.room.of(self.limits.max_num_tokens)
         room = min(limit - len(chunks), self.prompt_tokens) if chunks else limit
         reported = REPORTED
         for sequence in self.running:

@@ -20,6 +20,7 @@ from typing import Protocol
 from kvlathe.base import devices, machine
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
+from kvlathe.base.memory import LESS_MEMORY, OutOfMemory, within_memory
 from kvlathe.base.tensorrt_library import FLAVOURS
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits, Manifest
@@ -53,17 +54,18 @@ class Runner:
     """How a backend's engines run on ``device``.
 
     ``session``: what loads the engine; raises KvlatheError where nothing does.
-    ``room``: the most bytes of cache that there is memory for, given an engine that is
-    not loaded yet and the share of a GPU's memory that may be used. ``attention``: what
-    runs kvlathe::Attend, in words. ``prompt_tokens``: prompt tokens beside running
-    answers in one step, by default.
+    ``attention``: what runs kvlathe::Attend, in words. ``prompt_tokens``: prompt tokens
+    beside running answers in one step, by default. ``memory``: bytes of a GPU that are
+    free, and all; None: the host's memory is used. ``copies``: how often weights are
+    there while they are loaded.
     """
 
     device: str
     session: Callable[[Manifest], SessionFactory]
-    room: Callable[[Manifest, float], int]
     attention: Callable[[Manifest], str]
     prompt_tokens: int
+    memory: Callable[[], tuple[int, int]] | None = None
+    copies: int = 1
 
 
 # -- the CPU ---------------------------------------------------------------------------
@@ -77,10 +79,6 @@ def _host_session(manifest: Manifest) -> SessionFactory:
             native.find().reason.rstrip("."),
         )
     return native_session.session_class(manifest)
-
-
-def _host_room(manifest: Manifest, share: float) -> int:
-    return machine.memory_bytes() // 2
 
 
 def _host_attention(manifest: Manifest) -> str:
@@ -107,10 +105,10 @@ def _torch_session(manifest: Manifest) -> SessionFactory:
     return open_session
 
 
-def _torch_room(manifest: Manifest, share: float) -> int:
+def _torch_memory() -> tuple[int, int]:
     from kvlathe.runtime.sessions.torch_cuda.device import memory_bytes
 
-    return _left(*memory_bytes(), manifest.size, share)
+    return memory_bytes()
 
 
 def _torch_attention(manifest: Manifest) -> str:
@@ -176,18 +174,6 @@ def _trt_attention(manifest: Manifest) -> str:
     return _kernels(_trt_obstacle(manifest), words)
 
 
-def _gpu_room(manifest: Manifest, share: float) -> int:
-    """Weights are there twice while they are loaded."""
-    return _left(*gpu.memory_bytes(), 2 * manifest.size, share)
-
-
-def _left(free: int, total: int, weights: int, share: float) -> int:
-    """Of a GPU's bytes, when ``share`` of all is in use and the weights are there. The
-    rest is for what steps compute, CUDA graphs and other processes to come."""
-    kept = int(total * (1 - share))
-    return max(0, free - kept - weights)
-
-
 # -- what is here ----------------------------------------------------------------------
 
 
@@ -228,13 +214,15 @@ PROMPT_TOKENS = {"cpu": 512, "cuda": 8192}
 """A step takes about as long as its prompt tokens: half a second for 512 on two cores,
 a quarter of a second for 8,192 of an 8B model on an H200. Running answers wait for it."""
 
-ON_CPU = Runner("cpu", _host_session, _host_room, _host_attention, PROMPT_TOKENS["cpu"])
-ON_GPU = Runner("cuda", _ort_session, _gpu_room, _ort_attention, PROMPT_TOKENS["cuda"])
+ON_CPU = Runner("cpu", _host_session, _host_attention, PROMPT_TOKENS["cpu"])
+ON_GPU = Runner(
+    "cuda", _ort_session, _ort_attention, PROMPT_TOKENS["cuda"], gpu.memory_bytes, 2
+)
 ON_TORCH = Runner(
-    "cuda", _torch_session, _torch_room, _torch_attention, PROMPT_TOKENS["cuda"]
+    "cuda", _torch_session, _torch_attention, PROMPT_TOKENS["cuda"], _torch_memory
 )
 ON_TENSORRT = Runner(
-    "cuda", _trt_session, _gpu_room, _trt_attention, PROMPT_TOKENS["cuda"]
+    "cuda", _trt_session, _trt_attention, PROMPT_TOKENS["cuda"], gpu.memory_bytes, 2
 )
 RUNNERS: Mapping[str, Runner] = {
     "onnxruntime": ON_CPU,
@@ -282,6 +270,18 @@ def _cpu_or_gpu(manifest: Manifest, name: object, wanted: str) -> Runner:
     return ON_CPU if obstacle else ON_GPU
 
 
+def loaded(
+    work: Callable[[], Session], name: object, weights: int, cache: int
+) -> Session:
+    """What ``work`` loads of engine ``name``. Raises OutOfMemory that says how many
+    bytes it would need."""
+    fact = (
+        f"{name} finds no memory for its {weights:,} bytes of weights and "
+        f"{cache:,} bytes of cache"
+    )
+    return within_memory(work, fact, LESS_MEMORY)
+
+
 def attention(manifest: Manifest, device: str | None = None) -> str:
     """What runs kvlathe::Attend of this engine in this process, and if it is not the
     native library, why."""
@@ -293,23 +293,35 @@ def cache_bytes(
     layout: CacheLayout,
     chosen: Runner,
     share: float = devices.GPU_MEMORY_UTILIZATION,
+    asked: int | None = None,
 ) -> int:
-    """Room for a full batch of the longest sequences, two of them in the moment that
-    their prompts need most; at most what the memory there allows.
+    """Bytes of the cache: those ``asked`` for, or room for a full batch of the longest
+    sequences, two of them in the moment that their prompts need most; at most what the
+    memory there allows.
 
     ``share``: of a GPU's memory, that weights, cache and other processes take together.
+    Raises OutOfMemory, before anything is loaded, where weights and cache cannot fit.
     """
     limits: Limits = manifest.limits
     longest = memory_table(layout, limits.max_seq_len, limits.max_batch_size)[-1]
     border = 2 * len(layout.page_stride) * max(layout.page_stride)
     full = longest["batch_steady"] + limits.max_batch_size * border
     full += 2 * (longest["peak"] - longest["steady"])
-    room = chosen.room(manifest, share)
-    if room <= 0:
-        raise KvlatheError(
-            "there is no room for a cache",
-            f"beside {manifest.size:,} bytes of weights and what else is on the device, "
-            f"{share:.0%} of its memory leave nothing",
-            "free memory, raise --gpu-memory-utilization, or give --cache-size",
-        )
-    return min(full, room)
+    if chosen.memory is None:
+        return asked or min(full, machine.memory_bytes() // 2)
+    free, total = chosen.memory()
+    # The rest is for what steps compute, CUDA graphs and other processes to come.
+    usable = free if asked else free - int(total * (1 - share))
+    weights = chosen.copies * manifest.size
+    if usable - weights >= (asked or border):
+        return asked or min(full, usable - weights)
+    cache = f"{asked:,} bytes" if asked else f"at least {border:,} bytes"
+    tokens, one = limits.max_seq_len, longest["peak"]
+    sequence = f"one sequence of {tokens:,} tokens takes {one:,}"
+    raise OutOfMemory(
+        "the GPU has no room for this engine",
+        f"{free:,} of its {total:,} bytes are free, {max(0, usable):,} of them for us; "
+        f"loading the weights takes {weights:,}, a cache {cache} ({sequence})",
+        "end what else runs there, raise --gpu-memory-utilization, or ask for less "
+        "--cache-size",
+    )

@@ -3,166 +3,60 @@ session on the CPU."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-from collections.abc import Mapping, Sequence
-from ctypes import c_void_p
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
 import pytest
-import torch
-from torch import Tensor
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.targets.tensorrt import Shapes, profiles
-from kvlathe.export.folding.fold import decoder_from
-from kvlathe.export.model.checkpoint import Checkpoint
-from kvlathe.export.model.weights_file import wiring
-from kvlathe.plan.layer_table import layer_table
-from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.cuda import F16
-from kvlathe.runtime.native.library import ABI_VERSION, Native
+from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions import registry as sessions
 from kvlathe.runtime.sessions.gpu import cuda_python
 from kvlathe.runtime.sessions.gpu import tensorrt as trt_session
 from kvlathe.runtime.sessions.gpu.onnx import (
     PROVIDER,
-    OnnxCompute,
     open_graph,
-    session_options,
 )
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.session import DeviceSession
 from kvlathe.runtime.sessions.gpu.step_buffer import graph_batch_sizes
 from kvlathe.runtime.sessions.gpu.tensorrt import TensorRTCompute
-from kvlathe.runtime.sessions.host.native import HalfSession
-from kvlathe.runtime.sessions.protocols import FullPage, OnDevice, Session
-from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
+from kvlathe.runtime.sessions.protocols import FullPage, OnDevice
 from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
-from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder
-from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.text.sampler import Request, Sampler, rows_of
 from kvlathe.runtime.text.sampling_params import SamplingParams
-from kvlathe.runtime.text.tokenizer import Tokenizer
-from tests.native_cpu.library import AttendArgs, Op
-from tests.native_cpu.test_session import half_engine, manifest, turned
-from tests.support.host_device import HostDevice, HostLibrary, HostTorchDevice
-from tests.support.runtime_cases import LIMITS, MODEL, forced, text
+from tests.native_cpu.test_session import half_engine, manifest
+from tests.support.device_engines import (
+    HostAttention,
+    arena,
+    as_llm,
+    host_graph,
+    in_torch,
+    on_cpu,
+    on_host,
+)
+from tests.support.host_device import HostDevice, HostLibrary
+from tests.support.runtime_cases import LIMITS, forced, text
 from tests.support.session_laws import (
     device_session,
     next_step,
     pages_move_and_come_back,
 )
 
-ENTRIES = {"kvlathe.element_bits": "16", "kvlathe.hot_bits": "16"}
-"""The operator of the CPU provider, which reads what is bound where it lies."""
-
-
-def host_graph(native: Native, folder: Path) -> ort.InferenceSession:
-    options = session_options(native.path, ENTRIES)
-    options.intra_op_num_threads = 1
-    path = str(folder / "model.onnx")
-    return ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
 
 @pytest.fixture
 def engine() -> tuple[Path, CompressionPlan]:
     """Q and K projected, 16-bit pages sealed into 8 bit, in float16."""
     return half_engine()
-
-
-def arena(plan: CompressionPlan) -> int:
-    return CacheLayout(plan).bytes_for(8192)
-
-
-def on_cpu(native: Native, engine: tuple[Path, CompressionPlan]) -> LLM:
-    folder, plan = engine
-    session = HalfSession(folder, plan, LIMITS, arena(plan), 1, native)
-    return LLM(session, plan, LIMITS, Tokenizer(MODEL), arena(plan))
-
-
-def as_llm(session: Session, plan: CompressionPlan, limits: Limits = LIMITS) -> LLM:
-    return LLM(session, plan, limits, Tokenizer(MODEL), arena(plan))
-
-
-def on_host(native: Native, engine: tuple[Path, CompressionPlan]) -> LLM:
-    folder, plan = engine
-    device, library = HostDevice(), HostLibrary(native)
-    pool = allocate_pool(device, library, plan, arena(plan))
-    compute = OnnxCompute(host_graph(native, folder), "cpu")
-    session = DeviceSession(device, library, plan, LIMITS, pool, compute)
-    return as_llm(session, plan)
-
-
-def in_torch(native: Native, engine: tuple[Path, CompressionPlan]) -> LLM:
-    """The torch decoder's session; attention is the library's op for the CPU."""
-    plan = engine[1]
-    checkpoint = Checkpoint(MODEL)
-    decoder = decoder_from(checkpoint, plan, turned()[1])
-    tensors = {name: x.half() for name, x in decoder.state_dict().items()}
-    wired = wiring(checkpoint.spec)
-    device, library = HostTorchDevice(), HostLibrary(native)
-    pool = allocate_pool(device, library, plan, arena(plan))
-    attention = HostAttention(native, plan, wired.scales, bytes_of(pool))
-    compute = TorchCompute(TorchDecoder(wired, tensors), cast(Attention, attention))
-    session = TorchSession(device, library, plan, LIMITS, pool, compute)
-    return as_llm(session, plan)
-
-
-class HostAttention:
-    """torch_cuda's Attention by the library's op for the CPU, which appends, too."""
-
-    def __init__(
-        self,
-        native: Native,
-        plan: CompressionPlan,
-        scales: Sequence[float],
-        pool: Tensor,
-    ) -> None:
-        self.plan, self.scales, self.pool = plan, scales, pool
-        layers = range(plan.model.layers)
-        self.ops = [Op(native, layer_table(plan, layer)) for layer in layers]
-        self.kinds: list[tuple[bool, int]] = []
-
-    def spread(self, step: StepInputs, tokens: int) -> StepInputs:
-        self.kinds.append((step.single, step.rows))
-        return step
-
-    def run(
-        self,
-        step: StepInputs,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        angles: tuple[Tensor, Tensor] | None,
-        weights: Mapping[str, Tensor],
-    ) -> Tensor:
-        assert angles is not None
-        group = self.plan.model.group_size
-        width = sum(group * lane.rank_v for lane in self.plan.active(layer))
-        floats = {"q": q, "k": k, "v": v, "cos": angles[0], "sin": angles[1], **weights}
-        arrays = {name: x.float().contiguous() for name, x in floats.items()}
-        widths = torch.tensor([t.shape[1] for t in step.page_tables], dtype=torch.int32)
-        arrays |= {"cu_seqlens_q": step.cu_seqlens_q, "lengths": step.lengths}
-        arrays |= {"page_table_widths": widths, "o": torch.zeros(len(q), width)}
-        addresses = [table.data_ptr() for table in step.page_tables]
-        tables = (c_void_p * len(addresses))(*addresses)
-        args = AttendArgs(ABI_VERSION, len(q), len(step.lengths), 0, 1)
-        args.scale = self.scales[layer]
-        args.page_tables = ctypes.addressof(tables)
-        args.pool, args.pool_bytes = self.pool.data_ptr(), self.pool.numel()
-        for name, array in arrays.items():
-            setattr(args, name, array.data_ptr())
-        self.ops[layer].run(args)
-        return arrays["o"].to(q.dtype)
 
 
 ON_HOST = {"onnx": on_host, "torch": in_torch}

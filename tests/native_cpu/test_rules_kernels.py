@@ -30,7 +30,7 @@ from kvlathe.runtime.sessions.torch_cuda.observer import Observer
 from kvlathe.runtime.sessions.torch_cuda.ranking import RankingSession, scratch_bytes
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
-from tests.native_cpu.test_device_session import HostAttention
+from tests.support.device_engines import HostAttention
 from tests.support.emulated import RankingLibrary, emulated_kernels
 from tests.support.host_device import HostTorchDevice
 from tests.support.observed_cases import Observation, observations

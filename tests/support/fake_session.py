@@ -85,7 +85,10 @@ class Known:
 
 class FakeSession:
     """``broken``: steps that have this token in them raise. ``largest``: tokens and
-    sequences of the largest step."""
+    sequences of the largest step. ``affordable``: steps of more tokens run out of memory, once
+    they have written to their pages."""
+
+    affordable = 1 << 30
 
     def __init__(self, plan: CompressionPlan, pool: PagePool, broken: int = -1) -> None:
         self.plan, self.broken, self.largest = plan, broken, (0, 0)
@@ -118,6 +121,8 @@ class FakeSession:
                 row += 1
         if self.broken in step.input_ids:
             raise RuntimeError("broken")
+        if starts[-1] > self.affordable:
+            raise RuntimeError("CUDA error: out of memory")
         return logits
 
     def _append(self, step: StepPlan, b: int, fresh: Int32) -> Int32:
@@ -196,9 +201,11 @@ def attention(
 
 class RankedSession(HostPages):
     """Real pages, in formats as of ``exact``: the K of a token is its id everywhere,
-    its V its position. Hidden states carry both from stage to stage. ``broken`` and
-    ``largest`` as in FakeSession; every ``faulty``-th move of tokens in steps of
+    its V its position. Hidden states carry both from stage to stage. ``broken``,
+    ``largest`` and ``affordable`` as in FakeSession; every ``faulty``-th move of tokens in steps of
     several sequences raises (0: none)."""
+
+    affordable = 1 << 30
 
     def __init__(
         self, plan: CompressionPlan, pool: PagePool, broken: int = -1, faulty: int = 0
@@ -235,6 +242,8 @@ class RankedSession(HostPages):
                     logits[share.logits] = self.answers(share.step)
         if self.broken in step.input_ids:
             raise RuntimeError("broken")
+        if step.cu_seqlens_q[-1] > self.affordable:
+            raise MemoryError
         self.page_scores.observe(observed)
         return logits
 

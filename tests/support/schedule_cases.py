@@ -221,8 +221,11 @@ def progress(everyone: list[Sequence]) -> list[object]:
     ]
 
 
-def play(seed: int, kind: str) -> tuple[Engine, list[Sequence], Counter[str]]:
-    """One random schedule, checked after every step."""
+def play(
+    seed: int, kind: str, memory: int = 1 << 30
+) -> tuple[Engine, list[Sequence], Counter[str]]:
+    """One random schedule, checked after every step. ``memory``: tokens of the largest
+    step that finds memory."""
     random, sharable = np.random.default_rng(seed), plan_of(kind).sharable
     engine = engine_for(
         kind,
@@ -233,6 +236,7 @@ def play(seed: int, kind: str) -> tuple[Engine, list[Sequence], Counter[str]]:
     )
     scheduler, session, everyone = engine.scheduler, engine.session, []
     assert isinstance(session, FakeSession | RankedSession)
+    session.affordable = memory
     if seed % 2:
         engine.sampler = SamplesThere(session)
     if random.random() < 0.5:

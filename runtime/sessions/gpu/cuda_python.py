@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
+from kvlathe.base.memory import OutOfMemory
 from kvlathe.runtime.sessions.gpu.device import BYTE, DeviceArray
 
 MODULE = "cuda.bindings.runtime"
@@ -91,7 +92,7 @@ class CudaPythonDevice:
     def allocate(self, size: int, purpose: str) -> DeviceArray:
         status, address = self._cuda.cudaMalloc(max(size, 1))
         if int(status):
-            raise KvlatheError(
+            raise OutOfMemory(
                 f"{purpose} of {size:,} bytes does not fit",
                 f"{memory_bytes()[0]:,} bytes of GPU memory are free",
                 "ask for less cache",

@@ -57,7 +57,7 @@ class Device(Protocol):
         ...
 
     def allocate(self, size: int, purpose: str) -> DeviceArray:
-        """``size`` bytes, aligned to 256. Raises KvlatheError where they do not fit."""
+        """``size`` bytes, aligned to 256. Raises OutOfMemory where they do not fit."""
         ...
 
     def pinned(self, size: int) -> npt.NDArray[np.uint8]:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.memory import OutOfMemory
 from kvlathe.base.tensorrt_library import FLAVOURS, PLUGIN, find_plugin, logger_of
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.manifest import ENGINE_FILE, Limits, Manifest
@@ -127,7 +128,7 @@ class Context:
         if self._context is None or not self._context.set_optimization_profile_async(
             profile, stream
         ):
-            raise KvlatheError(
+            raise OutOfMemory(
                 "TensorRT gives no execution context",
                 "it is out of memory",
                 "ask for less cache",

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.memory import OutOfMemory
 from kvlathe.runtime.sessions.gpu.device import (
     BYTE,
     FLOAT,
@@ -83,7 +84,7 @@ class TorchDevice:
         try:
             return array_of(torch.empty(size, dtype=torch.uint8, device="cuda"))
         except torch.cuda.OutOfMemoryError as error:
-            raise KvlatheError(
+            raise OutOfMemory(
                 f"{purpose} of {size:,} bytes does not fit",
                 f"{memory_bytes()[0]:,} bytes of GPU memory are free",
                 "ask for less cache",

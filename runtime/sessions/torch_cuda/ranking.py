@@ -19,10 +19,17 @@ from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.observing import DeviceMove, move_tokens
 from kvlathe.runtime.sessions.gpu.device import Device, DeviceArray
 from kvlathe.runtime.sessions.gpu.session import Compute
-from kvlathe.runtime.sessions.protocols import FullPage, Scores, StepPlan
+from kvlathe.runtime.sessions.protocols import (
+    Float32,
+    FullPage,
+    Sampling,
+    Scores,
+    StepPlan,
+)
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
 from kvlathe.runtime.sessions.torch_cuda.scores import DeviceScores
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
+from kvlathe.runtime.text.sampler import SamplingRows
 
 SCRATCH_PAGES = 8
 """Pages of tokens that are gathered at once before they are sealed."""
@@ -60,6 +67,20 @@ class RankingSession(TorchSession):
     def launch(self, step: StepPlan) -> DeviceArray:
         self._scores.remember(step)
         return super().launch(step)
+
+    def run(self, step: StepPlan) -> Float32:
+        try:
+            return super().run(step)
+        except BaseException:  # some layers may have added to the scores
+            self.unobserve()
+            raise
+
+    def sample(self, step: StepPlan, rows: SamplingRows) -> Sampling:
+        try:
+            return super().sample(step, rows)
+        except BaseException:
+            self.unobserve()
+            raise
 
     def seal(self, pages: Sequence[FullPage]) -> None:
         super().seal(pages)

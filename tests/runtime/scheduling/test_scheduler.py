@@ -5,15 +5,21 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from collections import Counter
+from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
+from kvlathe.base.memory import OutOfMemory
 from kvlathe.runtime.requests.engine_thread import EngineThread
 from kvlathe.runtime.scheduling.admission import Admission, Costs
 from kvlathe.runtime.scheduling.fair_queue import FairQueue
-from tests.support.fake_session import SamplesThere, solo
+from kvlathe.runtime.scheduling.step_room import PATIENCE
+from kvlathe.runtime.sessions.protocols import StepPlan
+from tests.support.fake_session import FakeSession, RankedSession, SamplesThere, solo
 from tests.support.schedule_cases import (
     KINDS,
     RANKED,
@@ -65,6 +71,106 @@ def test_random_schedules_of_ranked_tokens(
         engine, _, _ = play(seed, kind)
         preemptions += engine.scheduler.preemptions
     assert preemptions > 3
+
+
+# -- memory ----------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", [*KINDS, *RANKED])
+def test_steps_that_find_no_memory_are_cut_until_they_do(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few tokens a step has memory for, everybody is answered as alone."""
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock) * 1e-5)
+    starved = 0
+    for seed, memory in enumerate((1, 2, 7, 20)):
+        engine, _, _ = play(seed, kind, memory)
+        session: object = engine.session
+        assert isinstance(session, FakeSession | RankedSession)
+        starved += session.largest[0] > memory
+    assert starved == 4
+
+
+def test_a_step_that_found_no_memory_halves_later_ones_for_a_while() -> None:
+    """Not every step is tried in vain."""
+    engine = engine_for("one", 600)
+    session: object = engine.session
+    assert isinstance(session, FakeSession)
+    session.affordable = 20
+    failed = 0
+    run = session.run
+
+    def counted(step: StepPlan) -> npt.NDArray[np.float32]:
+        nonlocal failed
+        failed += step.cu_seqlens_q[-1] > session.affordable
+        return run(step)
+
+    session.run = counted
+    first = sequence_for(engine, [1] * 96, 30)
+    engine.scheduler.add(first)
+    while not first.finish_reason:
+        engine.step()
+    assert first.answer == solo([1] * 96, 30) and failed == 2
+    room = engine.scheduler.room
+    assert room.of(1000) == 12
+    for _ in range(PATIENCE):
+        room.ran()
+    assert room.of(1000) == 24
+
+
+def test_who_finds_no_memory_alone_is_refused_and_nobody_else() -> None:
+    """Of a sequence whose single token finds none, the words reach its caller."""
+    engine = engine_for("one", 600)
+    session: object = engine.session
+    assert isinstance(session, FakeSession)
+    run = session.run
+
+    def starving(step: StepPlan) -> npt.NDArray[np.float32]:
+        if 7 in step.input_ids:
+            raise RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling")
+        return run(step)
+
+    session.run = starving
+    good = sequence_for(engine, [1] * 40, 20)
+    bad = sequence_for(engine, [7] * 40, 20)
+    for sequence in (good, bad):
+        engine.scheduler.add(sequence)
+    while not (good.finish_reason and bad.finish_reason):
+        engine.step()
+    assert good.answer == solo([1] * 40, 20)
+    assert isinstance(bad.error, OutOfMemory)
+    said = str(bad.error)
+    assert said.startswith("there is no memory for a step of 1 tokens: CUBLAS_STATUS")
+    assert not engine.pool.bytes_in_use and not engine.scheduler.running
+
+
+def test_what_failed_has_left_memory_before_less_of_it_is_tried() -> None:
+    """An error's traceback holds the arrays of the frames that it passed."""
+    engine = engine_for("one", 600)
+    session: object = engine.session
+    assert isinstance(session, FakeSession)
+    run, alive = session.run, list[weakref.ref[Scratch]]()
+
+    def holding(words: str, step: StepPlan) -> npt.NDArray[np.float32]:
+        assert not any(scratch() for scratch in alive), "memory of a failed step"
+        scratch = Scratch()
+        alive.append(weakref.ref(scratch))
+        if step.cu_seqlens_q[-1] > 3:
+            raise RuntimeError(words)
+        return run(step)
+
+    for words in ("out of memory", "something else"):
+        session.run = partial(holding, words)
+        sequences = [sequence_for(engine, [token], 2) for token in range(5)]
+        for sequence in sequences:
+            engine.scheduler.add(sequence)
+        while not all(sequence.finish_reason for sequence in sequences):
+            engine.step()
+        assert all(sequence.answered == 2 for sequence in sequences)
+    assert len(alive) > 4
+
+
+class Scratch:
+    """What a step takes of memory while it runs."""
 
 
 # -- steps ahead -----------------------------------------------------------------------

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlathe.base.memory import OutOfMemory
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.manifest import FileRecord, Manifest
+from kvlathe.plan.memory import memory_table
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.native import library
 from kvlathe.runtime.sessions import registry
 from kvlathe.runtime.sessions.host.onnx import OrtSession
+from kvlathe.runtime.sessions.protocols import Session
 from tests.native_cpu.test_session import manifest
 from tests.support.fake_session import SHAPE
 from tests.support.runtime_cases import plans, ranked_plans
@@ -45,11 +51,23 @@ def test_missing_kernels_are_a_warning_of_one_line_with_what_to_do(
     assert line.count(remedy) == 1 and other not in line and "\n" not in line
 
 
+def on_gpu(free: int, total: int) -> registry.Runner:
+    return dataclasses.replace(registry.ON_TORCH, memory=lambda: (free, total))
+
+
+def weighing(size: int, batch: int = 8) -> Manifest:
+    """An engine of ``size`` bytes."""
+    asked = manifest("float32")
+    limits = dataclasses.replace(asked.limits, max_batch_size=batch)
+    files = {"weights": FileRecord(size, "")}
+    return dataclasses.replace(asked, limits=limits, files=files)
+
+
 def default_bytes(plan: CompressionPlan, max_seq_len: int) -> int:
     """Of a cache where memory is no limit."""
     asked = manifest("float32")
     limits = dataclasses.replace(asked.limits, max_seq_len=max_seq_len)
-    runner = dataclasses.replace(registry.ON_CPU, room=lambda *_: 1 << 50)
+    runner = on_gpu(1 << 50, 1 << 50)
     asked = dataclasses.replace(asked, limits=limits)
     return registry.cache_bytes(asked, CacheLayout(plan), runner)
 
@@ -76,13 +94,56 @@ def test_the_default_cache_holds_the_longest_sequence(kind: str) -> None:
 def test_a_gpu_is_used_up_to_its_share(
     free: int, used: int, weights: int, share: float
 ) -> None:
-    """With weights and cache there, no more than the share is in use; all of it where
-    there was room for the weights."""
-    total = free + used
-    room = registry._left(free, total, weights, share)
-    taken = used + weights + room
-    assert room == 0 or abs(taken - share * total) <= 1
-    assert room > 0 or used + weights >= share * total - 1
+    """With weights and cache there, no more than the share is in use; all of it, or the
+    engine is refused for want of a few pages."""
+    layout, total = CacheLayout(PLANS["mixed"]), free + used
+    engine = weighing(weights, batch=1 << 24)
+    pages = 2 * len(layout.page_stride) * max(layout.page_stride)
+    try:
+        room = registry.cache_bytes(engine, layout, on_gpu(free, total), share)
+    except OutOfMemory:
+        assert used + weights + pages >= share * total - 1
+    else:
+        assert abs(used + weights + room - share * total) <= 1
+
+
+def test_a_second_engine_on_a_gpu_is_told_what_is_free_and_what_it_needs() -> None:
+    """Before its weights are loaded."""
+    layout, total = CacheLayout(PLANS["mixed"]), 80 << 30
+    engine = weighing(16 << 30, batch=1 << 24)
+    first = registry.cache_bytes(engine, layout, on_gpu(total, total))
+    left = total - first - engine.size
+    with pytest.raises(OutOfMemory) as found:
+        registry.cache_bytes(engine, layout, on_gpu(left, total))
+    said = str(found.value)
+    one = memory_table(layout, engine.limits.max_seq_len, 1)[-1]["peak"]
+    for number in (left, total, engine.size, one):
+        assert f"{number:,}" in said
+    assert "--gpu-memory-utilization" in said
+    with pytest.raises(OutOfMemory, match=f"{8 << 30:,} bytes"):
+        registry.cache_bytes(engine, layout, on_gpu(20 << 30, total), asked=8 << 30)
+    assert (
+        registry.cache_bytes(engine, layout, on_gpu(24 << 30, total), asked=8 << 30)
+        == 8 << 30
+    )
+
+
+def test_weights_that_find_no_memory_are_one_sentence() -> None:
+    """Another process may take what was free a moment ago. Nothing is kept of what was
+    loaded until then."""
+    loaded: list[weakref.ref[torch.Tensor]] = []
+
+    def loads() -> Session:
+        weights = torch.zeros(10)
+        loaded.append(weakref.ref(weights))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    with pytest.raises(OutOfMemory) as found:
+        registry.loaded(loads, "out/engine", 1600, 800)
+    said = str(found.value)
+    assert said.startswith("out/engine finds no memory for its 1,600 bytes of weights")
+    assert "Tried to allocate 2.00 GiB" in said and "Free memory" in said
+    assert not loaded[0]()
 
 
 def test_prompts_that_are_ranked_in_slices_need_no_room_for_whole_ones() -> None:

@@ -1,0 +1,52 @@
+"""Memory that runs out: which errors say so, whatever library raises them, and what a
+user is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvlathe.base.errors import KvlatheError
+
+T = TypeVar("T")
+WORDS = (
+    "out of memory",  # torch, the CUDA runtime and the native library
+    "_STATUS_ALLOC_FAILED",  # cuBLAS and cuDNN
+    "Failed to allocate memory",  # ONNX Runtime's arenas
+    "can't allocate memory",  # torch on a CPU
+)
+LESS_MEMORY = (
+    "free memory, give the cache less (--cache-size, --gpu-memory-utilization), "
+    "or run fewer sequences (--max-batch-size)"
+)
+MOST_WORDS = 300
+"""Characters of a library's own words that are passed on."""
+
+
+class OutOfMemory(KvlatheError):
+    """A device, or the host, has no memory for something now. Less of it may run."""
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory was missing."""
+    if isinstance(error, OutOfMemory | MemoryError):
+        return True
+    said = str(error)
+    return any(words in said for words in WORDS)
+
+
+def within_memory(work: Callable[[], T], fact: str, remedy: str) -> T:
+    """What ``work`` gives. Raises OutOfMemory with ``fact`` where memory was missing.
+
+    The library's own error does not go on: its traceback would hold the memory of what
+    has failed while less of it is tried.
+    """
+    try:
+        return work()
+    except OutOfMemory:
+        raise
+    except Exception as error:
+        if not out_of_memory(error):
+            raise
+        reason = str(error).partition("\n")[0][:MOST_WORDS] or type(error).__name__
+    raise OutOfMemory(fact, reason, remedy)
