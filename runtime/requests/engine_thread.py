@@ -26,6 +26,8 @@ from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.sequence import Sequence
 
 T = TypeVar("T")
+PAUSE = 0.01
+"""Seconds until it is tried again where nobody finds a page before a guest leaves."""
 log = logging.getLogger("kvlathe")
 
 
@@ -83,6 +85,7 @@ class EngineThread:
         self._fault: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._stopping = False  # the thread's own: it has seen that it is to end
+        self._pauses = False  # its own, too: the last step did nothing
 
     # -- for callers, in any thread ----------------------------------------------------
     @property
@@ -216,13 +219,15 @@ class EngineThread:
 
     def _obey(self) -> None:
         """Carry out what was asked since the last step. Where there is nothing to run,
-        wait for a command. No variable holds one: it could keep its LLM alive."""
+        wait for a command; where nothing can, for PAUSE seconds. No variable holds one: it could keep its LLM alive."""
         with contextlib.suppress(queue.Empty):
             while True:
                 idle = not self._owners and not self._stopping
                 if idle:
                     self._engine.rest()
-                self._commands.get(block=idle)()
+                pauses, self._pauses = self._pauses, False
+                timeout = None if idle else PAUSE
+                self._commands.get(idle or pauses, timeout)()
 
     def _stop(self) -> None:
         self._stopping = True
@@ -239,6 +244,7 @@ class EngineThread:
             self._abandon(error)
             # What the step had ended before it failed is told of, too.
             changed = [s for s in self._owners if s.finish_reason]
+        self._pauses = not changed and self._engine.scheduler.stalled
         for sequence in changed:
             self._publish(sequence)
 

@@ -33,7 +33,7 @@ from kvlathe.runtime.cache.parcel import (
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.requests.arriving import check_parcel, rows_of
 from kvlathe.runtime.requests.engine_thread import EngineThread
-from kvlathe.runtime.requests.held_pages import Arrival, Departure, region_of
+from kvlathe.runtime.requests.held_pages import Arrival, Departure, Hold, region_of
 from kvlathe.runtime.requests.request import OnDelta, Request
 from kvlathe.runtime.requests.running import resumed, running_of
 from kvlathe.runtime.requests.sequences import SequenceFactory
@@ -68,8 +68,8 @@ class Exchange:
     def export_prefix(self, tokens: Items[int], salt: bytes = b"") -> Departure:
         """The longest prefix of ``tokens`` that is cached for the tenant ``salt``.
         Raises KvlatheError where there is none."""
-        table, cached = self._thread.call(partial(self._known, tokens, salt))
-        return self._departure(table, list(tokens[:cached]), cached, None)
+        hold, cached = self._thread.call(partial(self._known, tokens, salt))
+        return self._departure(hold, list(tokens[:cached]), cached, None)
 
     def export_sequence(self, sequence: Sequence) -> Departure | None:
         """A submitted sequence, which ends here as ``moved``; None where it has ended
@@ -77,8 +77,8 @@ class Exchange:
         held = self._thread.call(partial(self._hold, sequence))
         if held is None:
             return None
-        table, running = held
-        return self._departure(table, sequence.tokens, sequence.cached, running)
+        hold, running = held
+        return self._departure(hold, sequence.tokens, sequence.cached, running)
 
     def prefill(self, sequence: Sequence) -> Departure | None:
         """Run a new sequence until its first token is there, and export it. None where
@@ -86,7 +86,8 @@ class Exchange:
         begun = Event()
         request = self._thread.submit([sequence], lambda _: begun.set())
         try:
-            begun.wait()
+            while not begun.wait(1.0) and self._thread.alive:
+                continue
             departure = self.export_sequence(sequence)
         except BaseException:
             self._thread.end(request)
@@ -95,7 +96,7 @@ class Exchange:
             request.raise_failure()
         return departure
 
-    def _known(self, tokens: Items[int], salt: bytes) -> tuple[PageTable, int]:
+    def _known(self, tokens: Items[int], salt: bytes) -> tuple[Hold, int]:
         table, cached = self.prefixes.longest(tokens, salt)
         if not cached:
             raise KvlatheError(
@@ -103,9 +104,9 @@ class Exchange:
                 "none is cached: it was not computed here, or given up for others",
                 "compute it first",
             )
-        return table, cached
+        return Hold(self._engine, table), cached
 
-    def _hold(self, sequence: Sequence) -> tuple[PageTable, Running] | None:
+    def _hold(self, sequence: Sequence) -> tuple[Hold, Running] | None:
         """In the engine's thread: end the sequence here, and keep its pages."""
         self._thread.settle()
         if sequence.finish_reason:
@@ -123,11 +124,12 @@ class Exchange:
         held = PageTable(pages, list(table.lengths), list(table.arrived), table.base)
         running = running_of(sequence)
         self._thread.move_out(sequence)
-        return held, running
+        return Hold(self._engine, held), running
 
     def _departure(
-        self, table: PageTable, tokens: list[int], cached: int, running: Running | None
+        self, hold: Hold, tokens: list[int], cached: int, running: Running | None
     ) -> Departure:
+        table = hold.table
         cuts = self._cuts(table.lengths)
         ids: list[tuple[int, ...]] = []
         for pages, cut in zip(table.pages, cuts, strict=True):
@@ -147,7 +149,7 @@ class Exchange:
                 running=running,
             )
 
-        return Departure(self._engine, self._thread, table, describe, ids)
+        return Departure(self._engine, self._thread, hold, describe, ids)
 
     def _cuts(self, lengths: Items[int]) -> list[int]:
         """Tokens of each bucket that travel as rows."""
@@ -171,10 +173,14 @@ class Exchange:
         self.origin.check(parcel.listed.origin)
         cuts = self._cuts(parcel.lengths)
         check_parcel(self._layout, parcel, cuts)
+        hold = self._thread.call(partial(self._room, parcel))
+        return Arrival(self._engine, self._thread, parcel, hold)
+
+    def _room(self, parcel: Parcel) -> Hold:
         counts = pages_of(parcel.lengths, self._layout.plan.page_tokens)
-        pages = self._thread.call(partial(self._pool.take, counts))
+        pages = self._pool.take(counts)
         table = PageTable(pages, list(parcel.lengths), list(parcel.arrived))
-        return Arrival(self._engine, self._thread, parcel, table)
+        return Hold(self._engine, table)
 
     def unpack(self, data: bytes | memoryview) -> Arrival:
         """``expect`` what was packed, and fill it. Raises KvlatheError as that and for
@@ -209,11 +215,11 @@ class Exchange:
         with arrival:
             sequence = resumed(self._factory, arrival.parcel, salt)
             self._thread.call(partial(self._adopt_sequence, arrival, sequence))
-        try:
-            return self._thread.submit([sequence], on_delta)
-        except BaseException:
-            self._pool.release(sequence.table)  # the engine has stopped
-            raise
+            try:
+                return self._thread.submit([sequence], on_delta)
+            except BaseException:
+                self._pool.release(sequence.table)  # the engine has stopped
+                raise
 
     def _adopt_prefix(self, arrival: Arrival, salt: bytes) -> int:
         parcel, prefixes = arrival.parcel, self.prefixes

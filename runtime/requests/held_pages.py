@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 
 from kvlathe.base.closing import ClosesAtExit
-from kvlathe.base.errors import KvlatheError
+from kvlathe.base.errors import EngineStopped, KvlatheError
 from kvlathe.runtime.cache.page_table import Pages, PageTable
 from kvlathe.runtime.cache.parcel import Parcel, pack
 from kvlathe.runtime.requests.engine_thread import EngineThread
@@ -31,11 +32,33 @@ class Piece:
     size: int
 
 
-class HeldPages(ClosesAtExit):
-    """Pages of ``table``, which are nobody else's to write until ``close``."""
+class Hold:
+    """Pages of ``table`` that no running sequence has. While they are held, who finds no
+    page waits for them. Made and used in the engine's thread."""
 
-    def __init__(self, engine: Engine, thread: EngineThread, table: PageTable) -> None:
-        self._engine, self._thread, self._table = engine, thread, table
+    def __init__(self, engine: Engine, table: PageTable) -> None:
+        self.table = table
+        self._pool = engine.pool
+        self._guest = ExitStack()
+        self._guest.enter_context(engine.scheduler.guest())
+
+    def take(self) -> PageTable:
+        """The table, which is the caller's now."""
+        table = self.table
+        self.table = self._pool.open()
+        return table
+
+    def close(self) -> None:
+        """Give the pages back; nobody waits for them any more."""
+        self._pool.release(self.table)
+        self._guest.close()
+
+
+class HeldPages(ClosesAtExit):
+    """Pages of a ``hold``, which are nobody else's to write until ``close``."""
+
+    def __init__(self, engine: Engine, thread: EngineThread, hold: Hold) -> None:
+        self._engine, self._thread, self._hold = engine, thread, hold
         self.parcel: Parcel
 
     def _places(self, ids: Items[Items[int]]) -> Iterator[list[Place]]:
@@ -67,8 +90,8 @@ class HeldPages(ClosesAtExit):
     def close(self) -> None:
         """Give the pages back. Harmless after a first time, and once the engine is
         closed."""
-        if self._thread.alive:
-            self._thread.call(partial(self._engine.pool.release, self._table))
+        with suppress(EngineStopped):
+            self._thread.call(self._hold.close)
 
 
 class Departure(HeldPages):
@@ -79,11 +102,11 @@ class Departure(HeldPages):
         self,
         engine: Engine,
         thread: EngineThread,
-        table: PageTable,
+        hold: Hold,
         describe: Callable[[list[list[bytes]]], Parcel],
         ids: Items[Items[int]],
     ) -> None:
-        super().__init__(engine, thread, table)
+        super().__init__(engine, thread, hold)
         try:
             self.parcel = describe(self._read(ids))
         except BaseException:
@@ -101,12 +124,12 @@ class Arrival(HeldPages):
     its order. ``close`` gives them back, unless they were adopted."""
 
     def __init__(
-        self, engine: Engine, thread: EngineThread, parcel: Parcel, table: PageTable
+        self, engine: Engine, thread: EngineThread, parcel: Parcel, hold: Hold
     ) -> None:
-        super().__init__(engine, thread, table)
+        super().__init__(engine, thread, hold)
         self.parcel = parcel
         full: Pages = []
-        for own, theirs in zip(table.pages, parcel.ids, strict=True):
+        for own, theirs in zip(hold.table.pages, parcel.ids, strict=True):
             full.append(own[: len(theirs)])
         self.ids = full
 
@@ -151,13 +174,12 @@ class Arrival(HeldPages):
 
     def last_page(self, bucket: int) -> int:
         """Its page for the rows of a bucket."""
-        return self._table.pages[bucket][-1]
+        return self._hold.table.pages[bucket][-1]
 
     def take(self) -> PageTable:
-        """In the engine's thread: the table, which is the caller's now."""
-        table = self._table
-        self._table = self._engine.pool.open()
-        return table
+        """In the engine's thread: the table, which is the caller's now. Whom it gives
+        pages to waits in line before ``close``."""
+        return self._hold.take()
 
 
 def region_of(engine: Engine) -> Region:

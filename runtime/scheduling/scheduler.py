@@ -73,6 +73,8 @@ class Scheduler:
         self._computed_prompts: list[SharedPrompt] = []  # shared ones, with their pages
         self._blocked = False
         self._guests = 0
+        self.stalled = False
+        """Whether the last step had no chunks, and a guest's pages may come back."""
         pool.reclaim = self._reclaim
 
     @property
@@ -144,6 +146,7 @@ class Scheduler:
                 self.pool.rollback(chunk.reservation)
             raise
         chunks.sort(key=lambda chunk: chunk.count)
+        self.stalled = not chunks and self._guests > 0
         return chunks
 
     def forked(self) -> list[Sequence]:
