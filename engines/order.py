@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvlathe.base import devices
 from kvlathe.base.console import log
 from kvlathe.base.digests import sha256_file, sha256_files
 from kvlathe.base.errors import KvlatheError
@@ -35,14 +36,13 @@ NOT_IN_KEY = (
     "model",
     "output_dir",
     "workers",
-    "device",
     "overwrite",
     "use_cache",
     "command",
 )
 """Fields of a request that do not change what is asked for (the model enters by its
-digest). Another device rounds otherwise in the last digits: an engine that was made on
-one is as good on every other."""
+digest). The device does: it draws other random numbers, so that measured plans
+differ."""
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "numpy")
 """That calibrate, fold and export. A backend names its own."""
 
@@ -63,6 +63,7 @@ class Order:
         for field in dataclasses.fields(self.request):
             if field.name not in NOT_IN_KEY:
                 facts[field.name] = _content(getattr(self.request, field.name))
+        facts["device"] = devices.asked(self.request.device)
         facts["sizes"] = (self.request.batch, self.request.chunk)
         facts["model"] = _digests(self.request.model)
         facts["versions"] = self.versions

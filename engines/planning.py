@@ -315,7 +315,7 @@ def calibrated(
     with_entropies: bool = True,
 ) -> Stats:
     """Statistics on ``source`` ("random" or a .jsonl file), from the cache where they
-    were taken before, on whatever device. ``with_entropies`` as in calibrate_on."""
+    were taken before, on a device of this kind. ``with_entropies`` as in calibrate_on."""
     from kvlathe.export.calibration.calibrate import calibrate
     from kvlathe.export.calibration.stats import SCHEMA_VERSION, Stats
 
@@ -330,6 +330,7 @@ def calibrated(
         "max_seq_len": checkpoint.spec.max_seq_len,
         "schema_version": SCHEMA_VERSION,
         "model": checkpoint.digest,
+        "device": checkpoint.device.type,
     }
     whole = cache.stats_path(cache.key_of(facts | {"entropies": True}))
     kept = cache.stats_path(cache.key_of(facts | {"entropies": with_entropies}))

@@ -290,6 +290,7 @@ def test_every_option_that_matters_is_in_the_key(
         "max_batch_size": 4,
         "max_seq_len": 256,
         "tokens_per_block": 128,
+        "device": "cpu",
     }
     others = [
         dataclasses.replace(request, **{name: value}) for name, value in changes.items()
