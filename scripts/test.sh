@@ -4,6 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 scripts/setup.sh
 scripts/triton_env.sh || echo "going on without a Triton server: the tests that call one are skipped" >&2
+case " $* " in *nightly*) scripts/dynamo_env.sh || echo "going on without Dynamo: the tests that start one are skipped" >&2 ;; esac
 workers=${TEST_WORKERS:-$(env -u OMP_NUM_THREADS nproc)} # nproc would count OMP_NUM_THREADS
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export PYRIGHT_PYTHON_IGNORE_WARNINGS=1 NO_COLOR=1

@@ -29,6 +29,7 @@ MAY_SEE: dict[str, set[str]] = {
     "server": {"base", "plan", "engines", "runtime"},
     "bench": {"base", "plan", "engines", "runtime"},
     "triton": {"base", "plan", "engines", "runtime"},
+    "dynamo": {"base", "plan", "engines", "runtime"},
     "frontier": {"base", "plan", "export", "engines", "runtime", "evaluation"},
 }
 """Which room may import which. kvlathe/cli and what lies beside it may import all."""

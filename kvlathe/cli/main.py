@@ -21,6 +21,7 @@ from kvlathe.base import console
 from kvlathe.base.errors import KvlatheError
 from kvlathe.cli import bench as cli_bench
 from kvlathe.cli import build as cli_build
+from kvlathe.cli import dynamo as cli_dynamo
 from kvlathe.cli import evaluate as cli_eval
 from kvlathe.cli import frontier as cli_frontier
 from kvlathe.cli import native as cli_native
@@ -62,6 +63,7 @@ PARTS = (
     cli_frontier,
     cli_serve,
     cli_triton,
+    cli_dynamo,
     cli_bench,
     cli_show,
     cli_native,

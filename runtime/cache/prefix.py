@@ -32,6 +32,7 @@ import numpy as np
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.token_rules import Window
 from kvlathe.runtime.cache.arena import OutOfPages
+from kvlathe.runtime.cache.block_observer import BlockObserver
 from kvlathe.runtime.cache.block_store import BlockStores
 from kvlathe.runtime.cache.page_table import CompactedPrefix, Pages, PageTable
 from kvlathe.runtime.cache.pool import PagePool
@@ -66,6 +67,7 @@ class PrefixCache:
         self.block = plan.prefill_chunk if coarse else plan.page_tokens
         self.hits = 0
         self.stores: BlockStores | None = None
+        self.observer: BlockObserver | None = None
         self._seed = plan.digest.encode()
         self._windows = [
             b for b, x in enumerate(plan.buckets) if isinstance(x.tokens, Window)
@@ -270,8 +272,12 @@ class PrefixCache:
         if base is not None:
             firsts = [len(ids) for ids in base.pages]
             start = base.cached
+        before: bytes | None = None
         for i, key in enumerate(self._keys(tokens, salt, base)):
             if key not in self._blocks:
+                if self.observer and base is None:
+                    block_tokens = tokens[i * self.block : (i + 1) * self.block]
+                    self.observer.stored(key, before, block_tokens, salt)
                 own: Pages = []
                 for ids, kept, first in zip(
                     table.pages, self._kept, firsts, strict=True
@@ -285,6 +291,7 @@ class PrefixCache:
                 end = start + (i + 1) * self.block
                 self._end(block, table, end)
             self._blocks.move_to_end(key)
+            before = key
 
     def _end(self, block: Block, table: PageTable, end: int) -> None:
         """Give a block that ends after ``end`` tokens its windows, if ``table`` still
@@ -331,6 +338,8 @@ class PrefixCache:
             key, block = self._blocks.popitem(last=False)
             if self.stores is not None and block.ends:
                 self.stores.put(key, block.pages)
+            if self.observer:
+                self.observer.removed(key)
             self.pool.drop(block.pages)
             return True
         for prefix in self._compacted:

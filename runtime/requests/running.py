@@ -51,8 +51,8 @@ def resumed(factory: SequenceFactory, parcel: Parcel, salt: bytes) -> Sequence:
         sequence.prompt_stages = None
     sequence.sampler.seed = running.seed
     sequence.sampler.drawn = running.drawn
-    sequence.logprobs = _heard(running.logprobs)
-    sequence.prompt_logprobs = _heard(running.prompt_logprobs)
+    sequence.logprobs = logprobs_of(running.logprobs)
+    sequence.prompt_logprobs = logprobs_of(running.prompt_logprobs)
     for token in answer:
         if sequence.text:
             sequence.text.push(token)
@@ -74,7 +74,8 @@ def _said(logprobs: Items[TokenLogprob]) -> str:
     return json.dumps([(one.token_id, one.logprob, one.top) for one in logprobs])
 
 
-def _heard(text: str) -> list[TokenLogprob]:
+def logprobs_of(text: str) -> list[TokenLogprob]:
+    """What running_of said of them. Raises KvlatheError."""
     found: list[TokenLogprob] = []
     try:
         for token, logprob, top in json.loads(text):

@@ -4,6 +4,7 @@ tenant's pages, no leak."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 
@@ -122,4 +123,36 @@ def test_a_window_that_is_gone_ends_no_match() -> None:
     assert found == 512 and again.lengths == engine.pool.layout.all_held(512)
     for one in (table, early, again):
         engine.pool.release(one)
+    forget(engine)
+
+
+class Router:
+    """Holds what it is told of, with the tokens from the prompt's begin."""
+
+    def __init__(self) -> None:
+        self.held: dict[bytes, list[int]] = {}
+
+    def stored(
+        self, key: bytes, before: bytes | None, tokens: Sequence[int], salt: bytes
+    ) -> None:
+        assert key not in self.held and salt == b""
+        self.held[key] = [*(self.held[before] if before else []), *tokens]
+
+    def removed(self, key: bytes) -> None:
+        del self.held[key]
+
+
+@pytest.mark.parametrize("kind", ["one", "sealed", "windowed"])
+def test_an_observer_knows_the_blocks_that_are_kept(kind: str) -> None:
+    engine = sharing(kind)
+    cache, router = prefixes(engine), Router()
+    cache.observer = router
+    prompt = list(text(1100))
+    engine.generate([prompt, prompt[:600], prompt[5:700]], PARAMS)
+    assert router.held.keys() == cache._blocks.keys() != set()
+    for tokens in router.held.values():
+        assert tokens in (prompt[: len(tokens)], prompt[5 : 5 + len(tokens)])
+    assert cache.reclaim()
+    assert router.held.keys() == cache._blocks.keys()
+    cache.observer = None
     forget(engine)

@@ -1,0 +1,86 @@
+"""The decode worker's part: pages come from the prefill worker's pool into this one, and
+the sequence goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping
+from functools import partial
+
+from kvlathe.base.console import log
+from kvlathe.base.errors import KvlatheError
+from kvlathe.dynamo.asked import Asked
+from kvlathe.dynamo.following import Context, Following
+from kvlathe.dynamo.handoff import Handoff, asked_again, said_before
+from kvlathe.dynamo.link import Link
+from kvlathe.dynamo.told import Chunk, Told, cut
+from kvlathe.runtime.async_engine import AsyncEngine
+from kvlathe.runtime.requests.held_pages import Arrival
+from kvlathe.runtime.requests.request import OnDelta, Request
+
+
+class Decoding:
+    """Of one worker."""
+
+    def __init__(self, engine: AsyncEngine, link: Link, following: Following) -> None:
+        self._exchange = engine.llm.exchange
+        self._link, self._following = link, following
+
+    async def fetch(self, asked: Asked, fields: Mapping[str, object]) -> Arrival | None:
+        """Pages of a handoff, here. None where they could not be had, which the log
+        says: the prompt is computed here then. Raises KvlatheError for pages of another
+        build."""
+        source = Handoff.from_fields(fields)
+        try:
+            self._exchange.origin.check(source.parcel.listed.origin)
+        except KvlatheError:
+            self._link.release(source)
+            raise
+        try:
+            return await self._fetch(asked, source)
+        except KvlatheError as error:
+            log.warning("a prompt is computed again: %s", error)
+            return None
+
+    async def _fetch(self, asked: Asked, source: Handoff) -> Arrival:
+        begun = time.perf_counter()
+        parcel = asked_again(source.parcel, asked.params)
+        arrival = await asyncio.to_thread(self._exchange.expect, parcel)
+        try:
+            pieces = arrival.pieces(source.region)
+            await self._link.read(source, pieces)
+            read = time.perf_counter()
+            await asyncio.to_thread(arrival.check)
+        except BaseException:
+            await asyncio.to_thread(arrival.close)
+            raise
+        log.info(
+            "%s bytes of %d tokens came from %s in %d pieces: %.1f ms, %.1f ms with the digests",
+            f"{parcel.page_bytes:,}",
+            parcel.cached,
+            source.agent,
+            len(pieces),
+            (read - begun) * 1e3,
+            (time.perf_counter() - begun) * 1e3,
+        )
+        return arrival
+
+    async def chunks(
+        self, asked: Asked, arrival: Arrival, context: Context
+    ) -> AsyncGenerator[Chunk, None]:
+        """The answer, of which the other worker's token is the first."""
+        told = Told(len(asked.tokens), asked.params.logprobs is not None)
+        said = told.chunk(said_before(arrival.parcel))
+        first = cut(said, asked.params.max_new_tokens)
+        yield first
+        if "finish_reason" in first:
+            await asyncio.to_thread(arrival.close)
+            return
+        begin = partial(self._adopt, arrival, asked.tenant.encode())
+        async for delta in self._following.follow(context, begin):
+            yield told.chunk(delta)
+
+    async def _adopt(self, arrival: Arrival, salt: bytes, on_delta: OnDelta) -> Request:
+        adopt = self._exchange.adopt_sequence
+        return await asyncio.to_thread(adopt, arrival, salt, on_delta)

@@ -1,0 +1,122 @@
+"""Link: NIXL between the pools of two workers. A pool is registered once; a transfer is
+a list of addresses in both, which the reader carries out."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import importlib
+import time
+from collections.abc import Sequence
+from types import ModuleType
+
+import numpy as np
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.dynamo.handoff import Handoff
+from kvlathe.runtime.requests.held_pages import Piece
+from kvlathe.runtime.sessions.protocols import Region
+
+MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
+MOST_SECONDS = 30.0
+"""Of one transfer: a peer that takes longer is gone or stalls."""
+POLL_SECONDS = 0.0005
+KINDS = {"cpu": "DRAM"}
+"""NIXL's names of memory; every other device is VRAM."""
+
+
+class Link:
+    """Of one worker. ``metadata``: what a peer needs to reach it."""
+
+    def __init__(self, name: str, region: Region) -> None:
+        library = _library()
+        self.name = name
+        self.region = region
+        self._agent = library.nixl_agent(
+            name, library.nixl_agent_config(backends=["UCX"])
+        )
+        self._kind = KINDS.get(region.device, "VRAM")
+        memory = [(region.address, region.size, 0, "")]
+        self._agent.register_memory(memory, self._kind)
+        blob = self._agent.get_agent_metadata()  # only now: it lists the memory
+        self.metadata = base64.b64encode(blob).decode()
+        self._peers: dict[str, str] = {}
+        self.bytes_read = 0
+
+    async def read(self, source: Handoff, pieces: Sequence[Piece]) -> None:
+        """Fill this pool's ``pieces`` from the pool of ``source``, and tell its worker.
+        Raises KvlatheError where it cannot be reached or takes too long."""
+        try:
+            self._meet(source)
+            if pieces:
+                await self._read(source, pieces)
+            self.release(source)
+        except KvlatheError:
+            raise
+        except Exception as error:  # NIXL's own kinds, one for each status
+            raise _failed(source, f"{type(error).__name__}: {error}") from error
+
+    def release(self, source: Handoff) -> None:
+        """Tell the worker of ``source`` that its pages are not needed any more."""
+        self._meet(source)
+        self._agent.send_notif(source.agent, source.name.encode())
+
+    def released(self) -> list[str]:
+        """Names of departures that were read since the last call."""
+        found: list[str] = []
+        for messages in self._agent.get_new_notifs().values():
+            found += [message.decode() for message in messages]
+        return found
+
+    def _meet(self, source: Handoff) -> None:
+        if self._peers.get(source.agent) != source.metadata:
+            self._agent.add_remote_agent(base64.b64decode(source.metadata))
+            self._peers[source.agent] = source.metadata
+
+    async def _read(self, source: Handoff, pieces: Sequence[Piece]) -> None:
+        agent = self._agent
+        kind = KINDS.get(source.device, "VRAM")
+        here = [(piece.target, piece.size) for piece in pieces]
+        there = [(piece.source, piece.size) for piece in pieces]
+        own = agent.get_xfer_descs(_rows(here), self._kind)
+        theirs = agent.get_xfer_descs(_rows(there), kind)
+        handle = agent.initialize_xfer("READ", own, theirs, source.agent)
+        until = time.monotonic() + MOST_SECONDS
+        try:
+            state = agent.transfer(handle)
+            while state == "PROC":
+                if time.monotonic() > until:
+                    raise _failed(source, f"not there after {MOST_SECONDS:g} s")
+                await asyncio.sleep(POLL_SECONDS)
+                state = agent.check_xfer_state(handle)
+        finally:
+            agent.release_xfer_handle(handle)
+        if state != "DONE":
+            raise _failed(source, f"NIXL says {state}")
+        self.bytes_read += sum(piece.size for piece in pieces)
+
+
+def _rows(pieces: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Address, bytes and device of each piece, as NIXL takes them."""
+    rows = np.zeros((len(pieces), 3), np.uint64)
+    rows[:, :2] = pieces
+    return rows
+
+
+def _library() -> ModuleType:
+    for name in MODULES:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError:
+            continue
+    raise KvlatheError(
+        "pages cannot travel between workers",
+        "nixl is not installed",
+        "run pip install 'kvlathe[dynamo]'",
+    )
+
+
+def _failed(source: Handoff, reason: str) -> KvlatheError:
+    return KvlatheError(
+        f"pages of {source.agent} did not arrive", reason, "compute them here"
+    )
