@@ -37,7 +37,7 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits, Manifest
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.block_store import StoreSizes, open_stores
-from kvlathe.runtime.cache.cold import ZSTD, ColdPages, ZstdPages
+from kvlathe.runtime.cache.cold import ColdPages, ZstdPages
 from kvlathe.runtime.cache.parcel import Origin
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.cache.prefix import PrefixCache
@@ -154,7 +154,8 @@ class LLM(ClosesAtExit):
         check_counts(host_bytes=sizes.host_bytes, disk_bytes=sizes.disk_bytes)
         mover, origin = self.engine.scheduler.mover, self.exchange.origin
         prefixes = self.exchange.prefixes  # asked first: it may refuse
-        prefixes.stores = open_stores(mover, origin, sizes)
+        strides = self.layout.page_stride
+        prefixes.stores = open_stores(mover, strides, origin, sizes)
 
     def code_cold_pages(self) -> None:
         """From now on, sequences that wait in the host's memory take fewer bytes there,
@@ -168,7 +169,7 @@ class LLM(ClosesAtExit):
         scheduler = self.engine.scheduler
         scheduler.mover = mover
         if scheduler.prefixes and scheduler.prefixes.stores:
-            scheduler.prefixes.stores.code(mover, ZSTD)
+            scheduler.prefixes.stores.use(mover)
 
     # -- life --------------------------------------------------------------------------
     def close(self) -> None:
@@ -176,10 +177,13 @@ class LLM(ClosesAtExit):
         requests are refused. The memory goes back with the object. Where there is a
         disk cache, shared prefixes are written to it first, for SAVE_SECONDS at most."""
         prefixes = self.engine.scheduler.prefixes
-        if prefixes and prefixes.stores:
-            with contextlib.suppress(KvlatheError):  # closed already, or failed
-                self.thread.call(partial(prefixes.save, SAVE_SECONDS))
-        self.thread.close()
+        try:
+            if prefixes and prefixes.stores:
+                with contextlib.suppress(KvlatheError):  # closed already, or failed
+                    self.thread.call(partial(prefixes.save, SAVE_SECONDS))
+                prefixes.stores.close()
+        finally:
+            self.thread.close()
 
     # -- text --------------------------------------------------------------------------
     def generate(

@@ -43,7 +43,11 @@ ZSTD = "zstd"
 
 
 class PageCodec(Protocol):
-    """Encodes the bytes of a page, and gives exactly those back."""
+    """Encodes the bytes of a page, and gives exactly those back. ``name``: of the
+    coding."""
+
+    @property
+    def name(self) -> str: ...
 
     def encode(self, bucket: int, page: bytes) -> bytes:
         """The page of a bucket in fewer bytes, mostly."""
@@ -166,6 +170,8 @@ class ZstdPages:
     """PageCodec: each plane of a page's parts a zstd frame, or as it is where that is not
     larger. Raises KvlatheError where the library is missing."""
 
+    name = ZSTD
+
     def __init__(self, layout: CacheLayout, level: int = LEVEL) -> None:
         if find_spec("zstandard") is None:
             raise KvlatheError(
@@ -269,6 +275,7 @@ class ColdPages:
     def __init__(self, mover: PageMover, codec: PageCodec) -> None:
         self._mover = mover
         self._codec = codec
+        self.coding = codec.name
 
     def copy_page(self, bucket: int, source: int, target: int) -> None:
         self._mover.copy_page(bucket, source, target)

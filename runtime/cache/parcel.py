@@ -241,7 +241,10 @@ def unpack(data: BytesLike) -> tuple[str, memoryview]:
         raise damaged("it ends early")
     if hashlib.sha256(body).digest() != digest:
         raise damaged("its description does not have its digest")
-    return body.decode(), view[end:]
+    try:
+        return body.decode(), view[end:]
+    except UnicodeDecodeError as error:
+        raise damaged("its description is no text") from error
 
 
 def damaged(reason: str) -> KvlatheError:

@@ -98,7 +98,8 @@ class PrefixCache:
         try:
             if base is not None:
                 self._hold(base.pages, held)
-            blocks = self._present(chain, held)
+            start = base.cached if base is not None else 0
+            blocks = self._present(chain, held, start)
             return self.table(base, blocks)
         finally:
             for pages in held:
@@ -215,15 +216,19 @@ class PrefixCache:
                 last = len(chain)
         return chain[:last]
 
-    def _present(self, chain: Sequence[bytes], held: list[Pages]) -> list[Block]:
-        """The blocks of ``chain``, evicted ones brought back, up to the last that may
-        end before one that cannot be."""
+    def _present(
+        self, chain: Sequence[bytes], held: list[Pages], start: int
+    ) -> list[Block]:
+        """The blocks of ``chain``, which begins at token ``start``, evicted ones brought
+        back, up to the last that may end before one that cannot be."""
         blocks: list[Block] = []
+        end = start
         for key in chain:
+            end += self.block
             block = self._blocks.get(key)
             is_last = key == chain[-1]
             if block is None or (is_last and not block.ends):
-                block = self._bring_back(key, block, is_last)
+                block = self._bring_back(key, block, is_last, end)
             if block is None:
                 break
             self._blocks.move_to_end(key)
@@ -233,10 +238,23 @@ class PrefixCache:
             blocks.pop()
         return blocks
 
-    def _bring_back(self, key: bytes, known: Block | None, ends: bool) -> Block | None:
+    def _counts(self, end: int) -> list[int]:
+        """Pages of each bucket of a block that ends after ``end`` tokens."""
+        page = self.pool.plan.page_tokens
+        held = self.pool.layout.all_held(end)
+        counts = [self.block // page if kept else 0 for kept in self._kept]
+        for b in self._windows:
+            counts[b] = held[b] // page
+        return counts
+
+    def _bring_back(
+        self, key: bytes, known: Block | None, ends: bool, end: int
+    ) -> Block | None:
         """Give an evicted block its pages, and where it ``ends`` its windows; None where
-        its store or the pool cannot."""
-        stored = self.stores.get(key) if self.stores is not None else None
+        its store or the pool cannot. It ends after ``end`` tokens."""
+        if self.stores is None:
+            return None
+        stored = self.stores.get(key, self._counts(end))
         if stored is None:
             return None
         counts = [0] * len(stored)
@@ -249,8 +267,7 @@ class PrefixCache:
             taken = self.pool.take(counts)
         except OutOfPages:
             return None
-        assert self.stores is not None
-        is_there = self.stores.write(stored, taken)
+        is_there = self.stores.write(key, stored, taken)
         if not is_there or self._blocks.get(key) is not known:
             self.pool.drop(taken)
             return None
@@ -359,9 +376,10 @@ class PrefixCache:
             if time.monotonic() > until:
                 break
             if block.ends:
-                self.stores.save(key, block.pages)
+                self.stores.save(key, block.pages, until)
         if self.stores.host is not None:
             self.stores.host.save(until)
+        disk.flush(until - time.monotonic())
 
     def _is_used(self, prefix: CompactedPrefix) -> bool:
         """Whether a sequence has its pages, too: giving it up would free nothing."""

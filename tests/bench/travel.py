@@ -25,7 +25,8 @@ from accuracy import DATA
 from kvlathe.base.console import print_table
 from kvlathe.engines.build import build
 from kvlathe.engines.request import BuildRequest
-from kvlathe.runtime.cache.block_store import DiskStore, HostStore, StoreSizes
+from kvlathe.runtime.cache.block_store import HostStore, StoreSizes
+from kvlathe.runtime.cache.disk_store import DiskStore
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.llm import LLM

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.cache.block_store import (
     BlockStores,
-    DiskStore,
     HostStore,
     StoreSizes,
     open_stores,
 )
+from kvlathe.runtime.cache.disk_store import DiskStore
 from kvlathe.runtime.cache.parcel import Origin
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.sampling_params import SamplingParams
@@ -274,9 +274,9 @@ def test_wrong_stores_are_refused(tmp_path: Path) -> None:
         with pytest.raises(KvlatheError, match="without sharing"):
             engine.keep_evicted(StoreSizes(BIG))
         with pytest.raises(KvlatheError, match="no place"):
-            open_stores(engine.session, ORIGIN, StoreSizes())
+            open_stores(engine.session, [1], ORIGIN, StoreSizes())
         with pytest.raises(KvlatheError, match="--disk-cache"):
-            open_stores(engine.session, ORIGIN, StoreSizes(folder=file))
+            open_stores(engine.session, [1], ORIGIN, StoreSizes(folder=file))
 
 
 def test_coded_pages_are_stored_coded(
