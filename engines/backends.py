@@ -49,11 +49,8 @@ class BackendInfo:
     sizes: StepSizes = ON_A_CPU
 
 
-NODE_SHOWS_WINDOWS = bool(kernel_limits()["kNodeShowsWindows"])
-"""Whether engines whose graph runs on a GPU may have windows."""
-
 RANKS_TOKENS = bool(kernel_limits()["kRanksTokens"])
-"""The same of the kernels that rank tokens."""
+"""Whether engines may use the CUDA kernels that rank tokens."""
 
 BACKENDS: Mapping[str, BackendInfo] = {
     "onnxruntime": BackendInfo(
@@ -65,13 +62,11 @@ BACKENDS: Mapping[str, BackendInfo] = {
     "tensorrt_rtx": BackendInfo(
         "kvlathe.engines.targets.tensorrt",
         ("float16",),
-        windows=NODE_SHOWS_WINDOWS,
         paired=True,
     ),
     "tensorrt": BackendInfo(
         "kvlathe.engines.targets.tensorrt",
         ("float16",),
-        windows=NODE_SHOWS_WINDOWS,
         paired=True,
     ),
     "cuda": BackendInfo(

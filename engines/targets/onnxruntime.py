@@ -9,9 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.engines.backends import NODE_SHOWS_WINDOWS, Built
+from kvlathe.engines.backends import Built
 from kvlathe.engines.targets import cuda
 from kvlathe.engines.targets.child import ChildFailed, run_module
+from kvlathe.plan.kernel_forms import node_refusal
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan, graph_files
 
@@ -41,7 +42,7 @@ def gpus(plan: CompressionPlan, dtype: str) -> tuple[str, ...]:
         cuda.check_plan("cuda", plan)
     except KvlatheError:
         return ()
-    if plan.observes or plan.stages or (plan.windowed and not NODE_SHOWS_WINDOWS):
+    if plan.observes or plan.stages or node_refusal(plan):
         return ()
     return cuda.ARCHITECTURES if dtype == "float16" else ()
 

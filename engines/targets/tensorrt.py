@@ -35,6 +35,7 @@ from kvlathe.engines.backends import Built, check_token_ranking, check_windows
 from kvlathe.engines.targets import cuda
 from kvlathe.engines.targets.child import ChildFailed, run_module
 from kvlathe.engines.targets.layers import check_attention, required_nodes
+from kvlathe.plan.kernel_forms import node_refusal
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import (
     ENGINE_FILE,
@@ -145,6 +146,8 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
     check_windows(name, plan.windowed)
     if find_plugin() is not None:
         cuda.check_plan(name, plan)
+        if refusal := node_refusal(plan):
+            raise KvlatheError(f"the backend {name} cannot run this plan", *refusal)
         return
     coded = [
         plan.tiers[b.tier]

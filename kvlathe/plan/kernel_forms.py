@@ -5,7 +5,7 @@ plan."""
 from __future__ import annotations
 
 from kvlathe.base.kernel_limits import kernel_limits
-from kvlathe.plan.formats import Format
+from kvlathe.plan.formats import Format, Tier
 from kvlathe.plan.plan import CompressionPlan
 
 Refusal = tuple[str, str]
@@ -24,6 +24,36 @@ def forms_refusal(plan: CompressionPlan) -> Refusal | None:
     return None
 
 
+def node_refusal(plan: CompressionPlan) -> Refusal | None:
+    """Of what the node that ONNX Runtime and TensorRT run on a GPU has not shown there:
+    windows, and codes that are not multiplied as they are."""
+    if kernel_limits()["kNodeTakesEveryForm"]:
+        return None
+    remedy = "build with --backend cuda, or run it on a CPU"
+    if plan.windowed:
+        return "it has windows, which its node has not shown on a GPU", remedy
+    for bucket in plan.buckets:
+        tier = plan.tiers[bucket.tier]
+        if tier.is_coded and not has_plain_codes(tier):
+            words = " and ".join(form.words for form in tier.formats)
+            reason = f"its pages hold {words}, which its node has not shown on a GPU"
+            return reason, remedy
+    return None
+
+
+def has_plain_codes(tier: Tier) -> bool:
+    """Whether K and V have even codes of one width, K's groups along the rank and V's
+    along the tokens. The kernels multiply such codes as they are, and turn all others
+    into 16-bit rows first."""
+    k, v = tier.formats
+    uneven = any(form.bits == 3 or form.has_fixed_levels for form in (k, v))
+    if uneven or k.bits != v.bits or not (k.along_rank and v.along_tokens):
+        return False
+    return (
+        v.group >= kernel_limits()["kLeastCodedGroup"] and v.group & (v.group - 1) == 0
+    )
+
+
 def ranking_refusal(plan: CompressionPlan) -> Refusal | None:
     """Of what ranks its tokens, or compacts prefixes; None where the kernels do it."""
     if not plan.observes:
@@ -33,7 +63,9 @@ def ranking_refusal(plan: CompressionPlan) -> Refusal | None:
         return reason, "choose another backend, or a compression that keeps prefixes"
     observation = plan.observation
     if not kernel_limits()["kRanksTokens"] or observation is None:
-        reason = "it ranks tokens, and no GPU has tested the kernels that do"
+        reason = (
+            "it ranks tokens, which engines of every method have not shown on a GPU"
+        )
         return reason, "choose another backend, or treat all tokens alike"
     if plan.stages:
         reason = "a prompt loses tokens between its layers, which no kernel does"

@@ -214,7 +214,7 @@ class CompressionPlan:
     @property
     def cuts_prompts(self) -> bool:
         """Whether answers depend on where a prompt is cut: pages seal there, tokens
-        move, or pages that no query sees any more come back."""
+        move, or pages that no query sees any more are freed."""
         if self.ranked:
             return True
         return any(b.source is not None or b.tokens != KEEP_ALL for b in self.buckets)

@@ -11,7 +11,8 @@ import pytest
 
 from kvlathe.base import kernel_limits
 from kvlathe.base.errors import KvlatheError
-from kvlathe.engines.targets import cuda
+from kvlathe.engines.targets import cuda, onnxruntime
+from kvlathe.plan import kernel_forms
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.plan import Bucket, CompressionPlan
@@ -84,6 +85,20 @@ FORMS = [
 def test_every_form_is_taken(tier: Tier) -> None:
     plan = dataclasses.replace(coded(), tiers=(Tier(16, 16), tier))
     cuda.check_plan("cuda", plan)
+
+
+@pytest.mark.parametrize("tier", FORMS, ids=str)
+def test_the_node_takes_a_form_once_a_gpu_has_shown_it(
+    tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = dataclasses.replace(coded(), tiers=(Tier(16, 16), tier))
+    assert LIMITS["kNodeTakesEveryForm"] in (0, 1)
+    limits = {**LIMITS, "kNodeTakesEveryForm": 0}
+    monkeypatch.setattr(kernel_forms, "kernel_limits", lambda: limits)
+    assert onnxruntime.gpus(plan, "float16") == ()
+    assert onnxruntime.gpus(coded(), "float16") == cuda.ARCHITECTURES
+    limits["kNodeTakesEveryForm"] = 1
+    assert onnxruntime.gpus(plan, "float16") == cuda.ARCHITECTURES
 
 
 def test_groups_that_no_kernel_reads_are_refused() -> None:

@@ -14,7 +14,12 @@ from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import Bucket
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
-from kvlathe.runtime.sessions.torch_cuda.attend import Spread, copies_bytes
+from kvlathe.runtime.sessions.torch_cuda.attend import (
+    COPY_HEADER,
+    Attention,
+    Spread,
+    copies_bytes,
+)
 from tests.native.chunk_problem import ChunkProblem, CodesChunkProblem
 from tests.native.library import Library
 from tests.native.step16 import Step16
@@ -46,15 +51,12 @@ def attended(
     times: int,
 ) -> Iterator[tuple[int, Spread]]:
     """Attends layer after layer; yields each with the step's list once its answer is
-    there. Copies of sealed pages, of all sequences or of those that find room, change
-    no bit of it."""
+    there. Copies of sealed pages change no bit of it."""
     problem.spoil_unused_rows()
     attention = problem.attention(cuda)
     before: dict[int, torch.Tensor] = {}
-    for copied in (0, 700, 1 << 16):
-        size = copies_bytes(problem.layout.plan, copied)
-        if copied and not size:
-            continue
+    plan = problem.layout.plan
+    for size in sorted({0, copies_bytes(plan, 700), copies_bytes(plan, 1 << 16)}):
         attention.copies = torch.full((size,), 0x7F, dtype=torch.uint8, device="cuda")
         spread = problem.spread_out(attention)
         for layer in range(len(problem.ranks)):
@@ -66,8 +68,41 @@ def attended(
             own = problem.o[layer].view(torch.int16)
             known = before.setdefault(layer, own.clone())
             assert torch.equal(own, known)
+            if size > copies_bytes(plan, 700) and has_tiles(cuda):
+                assert copied_sequences(problem, attention, layer) == longest(problem)
             yield layer, spread
             del keep
+
+
+def has_tiles(cuda: CudaLibrary) -> bool:
+    return bool(cuda.lib.kvlathe_cuda_has_prompt_kernel())
+
+
+def copied_sequences(
+    problem: ChunkProblem | CodesChunkProblem, attention: Attention, layer: int
+) -> set[tuple[int, int]]:
+    """(bucket, sequence) of the copies that the last call made, as its room says."""
+    buckets = attention.forms[layer].buckets
+    batch = len(problem.chunks)
+    tables = attention.copies.view(torch.int32)[32 : 32 + len(buckets) * batch]
+    bases = tables.view(len(buckets), batch).tolist()
+    return {
+        (bucket, b)
+        for bucket, row in zip(buckets, bases, strict=True)
+        for b, base in enumerate(row)
+        if base >= 0
+    }
+
+
+def longest(problem: ChunkProblem | CodesChunkProblem) -> set[tuple[int, int]]:
+    """Those with 128 new tokens or more, and sealed ones before them."""
+    lengths = problem.tokens_before().tolist()
+    return {
+        (bucket, b)
+        for b, n in enumerate(problem.chunks)
+        for bucket, tokens in enumerate(lengths[b])
+        if bucket and n >= 128 and tokens
+    }
 
 
 def check(
@@ -212,7 +247,7 @@ def test_two_buckets_of_16_bits(cuda: CudaLibrary) -> None:
 
 Bits = Literal[8, 4, 2]
 PASTS = [[640], [0], [64], [1024], [128], [0], [192]]
-TAILS, CHUNKS = [133, 300, 20, 64, 7, 0, 70], [100, 300, 16, 64, 1, 0, 15]
+TAILS, CHUNKS = [163, 300, 20, 200, 7, 0, 70], [130, 300, 16, 200, 1, 0, 15]
 
 
 def check_codes(
@@ -272,14 +307,14 @@ def test_sealed_groups_and_pages(
         [(96, 64), (128, 64), (128, 128), (112, 96)],
         [(64, 128), (128, 48), (16, 32), (32, 16)],
     ]
-    sealed, tails = [[5 * page], [page], [0]], [page + 33, 100, 40]
+    sealed, tails = [[5 * page], [page], [0]], [page + 133, 160, 40]
     problem = CodesChunkProblem(
         ranks,
         sealed,
         tails,
         [tier],
         page_tokens=page,
-        chunks=[50, 100, 40],
+        chunks=[150, 140, 40],
         knows_rows=True,
     )
     check_codes(library, cuda, problem)
@@ -288,14 +323,14 @@ def test_sealed_groups_and_pages(
 @pytest.mark.parametrize("group", [1, 4, 5, 7, 8])
 def test_sealed_group_sizes(library: Library, cuda: CudaLibrary, group: int) -> None:
     problem = CodesChunkProblem(
-        [MIXED], [[320], [64]], [37, 90], [Tier(4, 4)], group, chunks=[33, 80]
+        [MIXED], [[320], [64]], [237, 190], [Tier(4, 4)], group, chunks=[210, 150]
     )
     check_codes(library, cuda, problem)
 
 
 def test_two_sealed_tiers_beside_16_bits(library: Library, cuda: CudaLibrary) -> None:
     """Three buckets of a lane under one softmax; partly filled pages."""
-    sealed, tails = [[640, 320], [0, 64], [70, 1], [63, 129]], [133, 40, 65, 80]
+    sealed, tails = [[640, 320], [0, 64], [70, 1], [63, 129]], [203, 40, 165, 140]
     low, high = Tier(2, 2, group_k=32, group_v=32), Tier(4, 4, group_k=32, group_v=32)
     for tiers in ([Tier(4, 4), low], [Tier(8, 8), high]):
         problem = CodesChunkProblem(
@@ -303,7 +338,7 @@ def test_two_sealed_tiers_beside_16_bits(library: Library, cuda: CudaLibrary) ->
             sealed,
             tails,
             tiers,
-            chunks=[64, 40, 20, 80],
+            chunks=[134, 40, 150, 140],
             absent=[0],
             knows_rows=True,
         )
@@ -346,6 +381,25 @@ def test_many_tiles_after_sealed_pages(
         dtype=torch.bfloat16,
     )
     check_codes(library, cuda, problem, times=2)
+
+
+def test_copies_of_those_that_find_room(library: Library, cuda: CudaLibrary) -> None:
+    """In their order, up to the first that does not fit."""
+    if not has_tiles(cuda):
+        pytest.skip("this GPU attends chunks as rows")
+    problem = CodesChunkProblem(
+        [MIXED], [[640], [320], [64]], [140] * 3, [Tier(4, 4)], chunks=[130] * 3
+    )
+    attention = problem.attention(cuda)
+    for tokens, fit in ((640, 1), (1024, 3), (64, 0)):
+        size = copies_bytes(problem.layout.plan, tokens) - COPY_HEADER + 1024
+        attention.copies = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        args, keep = problem.step_args(attention, problem.spread_out(attention))
+        library.attend_decode(args, "cuda")
+        torch.cuda.synchronize()
+        found = copied_sequences(problem, attention, 0)
+        assert found == {(1, b) for b in range(fit)}
+        del keep
 
 
 def test_chunks_go_through_their_kernel(library: Library, cuda: CudaLibrary) -> None:

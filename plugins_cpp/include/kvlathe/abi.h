@@ -128,8 +128,8 @@ typedef struct kvlathe_prompts {
   int32_t batch;                    /* B */
   int32_t rows;                     /* every row of the call from this one on is a listed chunk's */
   const kvlathe_prompt_part* parts; /* host [part_count] */
-  /* null, or room for 16-bit copies of sealed pages that chunks of the call read, on 128 bytes. A
-   * sequence whose copies do not fit is attended without. */
+  /* null, or room for 16-bit copies of sealed pages that chunks of the call read, on 128 bytes.
+   * Sequences take room in their order; from the first that finds none on, they go without. */
   void* copies;
   int64_t copies_bytes;
 } kvlathe_prompts;

@@ -15,6 +15,7 @@ from ctypes import Array, addressof, byref, c_int32, c_void_p, pointer
 import torch
 from torch import Tensor
 
+from kvlathe.plan.kernel_forms import has_plain_codes
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_rules import NO_END
@@ -55,11 +56,11 @@ class Attention:
         scales: Sequence[float],
         pool: Tensor,
         most_rows: int,
-        copied_tokens: int = 0,
+        copies: Tensor | None = None,
     ) -> None:
         """``pool``: uint8 on the GPU. ``most_rows``: tokens of the largest step.
-        ``copied_tokens``: sealed ones of which prompt chunks have 16-bit copies at a
-        time."""
+        ``copies``: uint8 there, room for 16-bit copies of sealed pages
+        (`copies_bytes`)."""
         self.library, self.plan, self.scales, self.pool = library, plan, scales, pool
         self.forms = [
             LayerForm(library, plan, layer) for layer in range(plan.model.layers)
@@ -72,8 +73,7 @@ class Attention:
             library.workspace_bytes(most_rows, form.heads) for form in self.forms
         )
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
-        size = copies_bytes(plan, copied_tokens)
-        self.copies = torch.empty(size, dtype=torch.uint8, device=pool.device)
+        self.copies = pool.new_empty(0) if copies is None else copies
         self.fresh = sum(
             1 << b for b, bucket in enumerate(plan.buckets) if bucket.source is None
         )
@@ -339,10 +339,14 @@ class Spread:
 
 
 def copies_bytes(plan: CompressionPlan, tokens: int) -> int:
-    """Bytes of 16-bit copies of ``tokens`` sealed tokens of the widest layer; 0 where
-    nothing is coded."""
-    coded = sum(plan.tiers[bucket.tier].is_coded for bucket in plan.buckets)
-    if not (coded and tokens):
+    """Bytes of 16-bit copies of ``tokens`` sealed tokens of the widest layer; 0 where no
+    kernel reads copies: nothing is coded, or calls are general (attend_prompt.cu)."""
+    tiers = [plan.tiers[bucket.tier] for bucket in plan.buckets]
+    sealed = [tier for tier in tiers if tier.is_coded]
+    coded = len(sealed)
+    if not (coded and tokens) or plan.windowed:
+        return 0
+    if not all(has_plain_codes(tier) for tier in sealed):
         return 0
     page = plan.page_tokens
     pages = (tokens + page - 1) // page * coded

@@ -13,7 +13,7 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import CudaLibrary, cuda_library
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepKind
-from kvlathe.runtime.sessions.torch_cuda.attend import Attention
+from kvlathe.runtime.sessions.torch_cuda.attend import Attention, copies_bytes
 from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder, read_decoder
 from kvlathe.runtime.sessions.torch_cuda.device import (
     TorchDevice,
@@ -56,8 +56,11 @@ def session_of(
     pool = allocate_pool(device, library, plan, arena_bytes + scratch_bytes(plan))
     rows = max(limits.max_num_tokens, limits.max_batch_size)
     scales = decoder.wiring.scales
-    copied = limits.max_seq_len
-    attention = Attention(library, plan, scales, bytes_of(pool), rows, copied)
+    copies = None
+    size = copies_bytes(plan, limits.max_seq_len)
+    if size and library.lib.kvlathe_cuda_has_prompt_kernel():
+        copies = bytes_of(device.allocate(size, "room for copies of sealed pages"))
+    attention = Attention(library, plan, scales, bytes_of(pool), rows, copies)
     compute = TorchCompute(decoder, attention)
     session = RankingSession if plan.ranked else TorchSession
     return session(device, library, plan, limits, pool, compute)

@@ -298,3 +298,21 @@ def test_onnx_runtime_reads_the_pool_in_place_and_refuses_steps_beyond_the_profi
     )
     with pytest.raises(KvlatheError, match="max_num_tokens is 8"):
         found.run(step)
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [("one", [124, 900]), ("split", [124, 900]), ("sealed", [300, 512])],
+)
+def test_one_prompt_is_through_before_the_next_where_nothing_seals(
+    kind: str, first: list[int]
+) -> None:
+    """A step of 1,024 tokens, chunks of 512: pages that seal do so on their grid."""
+    engine = llm("torch", kind)
+    scheduler = engine.engine.scheduler
+    for length in (900, 300):
+        scheduler.add(engine.sequence(list(text(length)), SamplingParams()))
+    chunks = scheduler.schedule()
+    assert [chunk.count for chunk in chunks] == first
+    for chunk in chunks:
+        engine.pool.rollback(chunk.reservation)

@@ -263,7 +263,7 @@ Node::Node(std::vector<int32_t> table, float scale)
           "the kernels compute in 16 bit and this plan has 32-bit pages: build with --dtype "
           "float16 --kv_bits 16");
   require(
-      !layer.windowed || kNodeShowsWindows, KVLATHE_UNSUPPORTED,
+      !layer.windowed || kNodeTakesEveryForm, KVLATHE_UNSUPPORTED,
       "this plan has windows, which this node has not shown on a GPU: build with --backend cuda, "
       "or run it with --device cpu");
   windows_of(layer);

@@ -199,6 +199,7 @@ PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& a) {
   check_cuda(cudaFuncSetAttribute(launch.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   launch.shared_bytes),
              "reserving shared memory");
+  reserve_copies(launch);
   const int64_t most =
       prompt_tiles_most(a.batch, a.prompts->batch, a.group_size) * launch.params.heads;
   launch.grid =

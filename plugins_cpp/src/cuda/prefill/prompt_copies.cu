@@ -141,6 +141,10 @@ __global__ void __launch_bounds__(kCopyThreads) copy_codes(const __grid_constant
 #endif
 }
 
+auto kernel_of(int32_t element) {
+  return element == KVLATHE_F16 ? copy_codes<Half> : copy_codes<Bfloat>;
+}
+
 int64_t aligned(int64_t bytes) { return (bytes + kOffsetBytes - 1) / kOffsetBytes * kOffsetBytes; }
 
 }  // namespace
@@ -163,23 +167,30 @@ CopyLaunch copy_launch_of(const kvlathe_attend_decode_args& a, PromptParams& p) 
   p.copy_base = reinterpret_cast<int32_t*>(at + kOffsetBytes);
   p.copies = at + first + aligned(slots * int64_t{sizeof(int2)});
   return {int32_t(std::min<int64_t>(slots, INT32_MAX)), reinterpret_cast<int32_t*>(at),
-          reinterpret_cast<int2*>(at + first), a.element};
+          reinterpret_cast<int2*>(at + first), a.element, 0};
+}
+
+void reserve_copies(PromptLaunch& launch) {
+  CopyLaunch& copies = launch.copies;
+  if (!copies.slots) return;
+  int stage = 0;
+  for (int h = 0; h < launch.params.heads; ++h) {
+    const PromptHead& head = launch.params.head[h];
+    stage = std::max(stage, (head.steps_k + head.steps_v) * 2 * kColumn);
+  }
+  copies.shared_bytes = launch.params.codes_bytes + stage;
+  check_cuda(cudaFuncSetAttribute(kernel_of(copies.element),
+                                  cudaFuncAttributeMaxDynamicSharedMemorySize, copies.shared_bytes),
+             "reserving shared memory for copies");
 }
 
 void copy_pages(const PromptLaunch& launch, void* stream) {
   const CopyLaunch& copies = launch.copies;
   if (!copies.slots || !launch.grid) return;
-  CopyParams c{launch.params, copies.count, copies.owners, copies.slots};
+  const CopyParams c{launch.params, copies.count, copies.owners, copies.slots};
   const auto on = static_cast<cudaStream_t>(stream);
   place_copies<<<1, kPlaceThreads, 0, on>>>(c);
-  int stage = 0;
-  for (int h = 0; h < c.prompts.heads; ++h)
-    stage = std::max(stage, (c.prompts.head[h].steps_k + c.prompts.head[h].steps_v) * 2 * kColumn);
-  const auto kernel = copies.element == KVLATHE_F16 ? copy_codes<Half> : copy_codes<Bfloat>;
-  const int shared = c.prompts.codes_bytes + stage;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
-             "reserving shared memory for copies");
-  kernel<<<8 * launch.grid, kCopyThreads, shared, on>>>(c);
+  kernel_of(copies.element)<<<8 * launch.grid, kCopyThreads, copies.shared_bytes, on>>>(c);
   check_cuda(cudaGetLastError(), "launching copies of pages");
 }
 

@@ -94,6 +94,7 @@ struct CopyLaunch {
   int32_t* count;
   int2* owners;  // [slots]: part and page of each
   int32_t element;
+  int shared_bytes;
 };
 
 // Whether the current device has the kernel.
@@ -111,6 +112,9 @@ PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& args);
 
 // Divides the room that a call gives for copies, and tells the parameters.
 CopyLaunch copy_launch_of(const kvlathe_attend_decode_args& args, PromptParams& params);
+
+// Reserves what the launch of copies needs. Call once all of the launch is known.
+void reserve_copies(PromptLaunch& launch);
 
 // The copies that a launch reads (prompt_copies.cu).
 void copy_pages(const PromptLaunch& launch, void* stream);
