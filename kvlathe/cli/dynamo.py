@@ -105,7 +105,7 @@ def dynamo_command(
         raise KvlatheError(
             "the worker cannot be started",
             f"{error.name} is not installed",
-            "run pip install 'kvlathe[dynamo]'",
+            "run scripts/dynamo_env.sh (docs/dynamo.md)",
         ) from error
     settings = Settings(
         mode=mode,

@@ -112,7 +112,7 @@ def _library() -> ModuleType:
     raise KvlatheError(
         "pages cannot travel between workers",
         "nixl is not installed",
-        "run pip install 'kvlathe[dynamo]'",
+        "run scripts/dynamo_env.sh (docs/dynamo.md)",
     )
 
 
