@@ -32,6 +32,15 @@ class CompactedPrefix:
 
 
 @dataclass(eq=False, slots=True)
+class Block:
+    """Of the prefix cache: ``pages`` of each bucket. ``ends``: whether a sequence may go on
+    after it, which needs the windows before its end."""
+
+    pages: Pages
+    ends: bool
+
+
+@dataclass(eq=False, slots=True)
 class PageTable:
     """The pages of one sequence.
 

@@ -24,7 +24,6 @@ import hashlib
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from operator import add
 
 import numpy as np
@@ -34,17 +33,8 @@ from kvlathe.plan.token_rules import Window
 from kvlathe.runtime.cache.arena import OutOfPages
 from kvlathe.runtime.cache.block_observer import BlockObserver
 from kvlathe.runtime.cache.block_store import BlockStores
-from kvlathe.runtime.cache.page_table import CompactedPrefix, Pages, PageTable
+from kvlathe.runtime.cache.page_table import Block, CompactedPrefix, Pages, PageTable
 from kvlathe.runtime.cache.pool import PagePool
-
-
-@dataclass(eq=False, slots=True)
-class Block:
-    """``pages`` of each bucket. ``ends``: whether a sequence may go on after it, which
-    needs the windows before its end."""
-
-    pages: Pages
-    ends: bool
 
 
 class PrefixCache:

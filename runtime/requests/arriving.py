@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence as Items
+from operator import add
 
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime.cache.hot_rows import pages_of
@@ -34,9 +35,11 @@ def check_parcel(layout: CacheLayout, parcel: Parcel, cuts: Items[int]) -> None:
         raise damaged("a bucket holds more tokens than are cached")
     _check_counts(layout, parcel, cuts)
     if parcel.base is not None:
-        _check_base(parcel.base, parcel)
-    elif parcel.running is None:
-        _check_prefix(layout, parcel)
+        _check_base(layout, parcel.base, parcel)
+    if parcel.running is None:
+        _check_prefix(layout, parcel, known)
+    else:
+        _check_running(layout, parcel)
 
 
 def _check_counts(layout: CacheLayout, parcel: Parcel, cuts: Items[int]) -> None:
@@ -51,19 +54,56 @@ def _check_counts(layout: CacheLayout, parcel: Parcel, cuts: Items[int]) -> None
             raise damaged(f"a page of bucket {b} has another size")
 
 
-def _check_prefix(layout: CacheLayout, parcel: Parcel) -> None:
-    if list(parcel.lengths) != layout.all_held(parcel.cached):
+def _check_prefix(layout: CacheLayout, parcel: Parcel, known: int) -> None:
+    """Every token of a prefix is cached, and held as one that has just ended."""
+    cached, own = _before(layout, parcel)
+    held = layout.all_held(parcel.cached - cached)
+    expected = list(map(add, held, own))
+    if list(parcel.lengths) != expected or known != parcel.cached:
         raise damaged(f"no prefix of {parcel.cached} tokens is held like this")
 
 
-def _check_base(base: Base, parcel: Parcel) -> None:
-    pages = zip(base.pages, parcel.ids, strict=False)
+def _check_running(layout: CacheLayout, parcel: Parcel) -> None:
+    """What has arrived in a fresh bucket is there or in its cold ones, but for what
+    their rules drop or divide."""
+    cached, own = _before(layout, parcel)
+    buckets = layout.plan.buckets
+    for placed in layout.placements:
+        fresh, *cold = placed.buckets
+        arrived = parcel.arrived[fresh]
+        if arrived != parcel.cached and not layout.plan.stages:
+            raise damaged(f"bucket {fresh} does not have what is cached")
+        for b in cold or [fresh]:
+            rule = buckets[b].tokens
+            if rule.drops or rule.divides:
+                continue
+            held = parcel.lengths[b] - own[b]
+            if cold:
+                held += parcel.lengths[fresh] - own[fresh]
+            if held != arrived - cached:
+                raise damaged(f"bucket {b} does not hold what has arrived")
+
+
+def _before(layout: CacheLayout, parcel: Parcel) -> tuple[int, Items[int]]:
+    """Tokens of the compacted prefix, and what each bucket holds of them."""
+    base = parcel.base
+    if base is None:
+        return 0, [0] * len(layout.page_stride)
+    return base.cached, base.lengths
+
+
+def _check_base(layout: CacheLayout, base: Base, parcel: Parcel) -> None:
+    """A compacted prefix has whole pages of its own."""
+    page = layout.plan.page_tokens
+    expected = [length // page for length in base.lengths]
     lengths = zip(base.lengths, parcel.lengths, strict=False)
-    fits = all(count <= len(ids) for count, ids in pages)
-    fits &= all(own <= whole for own, whole in lengths)
-    same = len(base.pages) == len(base.lengths) == len(parcel.ids)
-    if not (fits and same) or base.cached > parcel.cached:
-        raise damaged("its compacted prefix is larger than itself")
+    fits = all(own <= whole for own, whole in lengths)
+    fits &= not any(length % page for length in base.lengths)
+    fits &= list(base.pages) == expected
+    if len(base.lengths) != len(parcel.ids) or not fits:
+        raise damaged("its compacted prefix does not have the pages that it says")
+    if layout.plan.compaction is None or base.cached > parcel.cached:
+        raise damaged("its compacted prefix is none of this plan, or longer than it")
 
 
 def rows_of(parcel: Parcel, bucket: int) -> bytes:

@@ -11,7 +11,7 @@ from kvlathe.runtime.cache.parcel import Parcel, Running, damaged
 from kvlathe.runtime.requests.sequences import SequenceFactory
 from kvlathe.runtime.scheduling.sequence import Sequence
 from kvlathe.runtime.text.sampler import TokenLogprob
-from kvlathe.runtime.text.sampling_params import SamplingParams
+from kvlathe.runtime.text.sampling_params import RANGES, SamplingParams, is_number
 
 
 def running_of(sequence: Sequence) -> Running:
@@ -39,6 +39,8 @@ def resumed(factory: SequenceFactory, parcel: Parcel, salt: bytes) -> Sequence:
             "adopt it as one",
         )
     tokens = parcel.tokens
+    if running.prompt_tokens > len(tokens) or running.seed > RANGES["seed"].high:
+        raise damaged("its prompt is longer than itself, or its seed is none")
     sequence = factory.request(tokens[: running.prompt_tokens], _params(running))
     answer = tokens[running.prompt_tokens :]
     if len(tokens) >= sequence.most_tokens or parcel.cached >= len(tokens):
@@ -53,10 +55,23 @@ def resumed(factory: SequenceFactory, parcel: Parcel, salt: bytes) -> Sequence:
     sequence.sampler.drawn = running.drawn
     sequence.logprobs = logprobs_of(running.logprobs)
     sequence.prompt_logprobs = logprobs_of(running.prompt_logprobs)
+    _check_logprobs(sequence)
     for token in answer:
         if sequence.text:
             sequence.text.push(token)
     return sequence
+
+
+def _check_logprobs(sequence: Sequence) -> None:
+    """Raises KvlatheError for another number of them than were reported there."""
+    params = sequence.params
+    answered = sequence.answered if params.logprobs is not None else 0
+    if len(sequence.logprobs) != answered:
+        raise damaged(f"its answer does not have {answered} log-probabilities")
+    most = sequence.prompt_tokens - 1 if params.prompt_logprobs is not None else 0
+    least = min(sequence.cached, most)
+    if not least <= len(sequence.prompt_logprobs) <= most:
+        raise damaged(f"its prompt does not have {most} log-probabilities")
 
 
 def _params(running: Running) -> SamplingParams:
@@ -65,7 +80,7 @@ def _params(running: Running) -> SamplingParams:
         bias = fields["logit_bias"]
         fields["logit_bias"] = tuple(map(tuple, bias))
         return SamplingParams(**fields)
-    except (LookupError, TypeError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
         reason = f"its sampling parameters are malformed ({error})"
         raise damaged(reason) from error
 
@@ -79,9 +94,16 @@ def logprobs_of(text: str) -> list[TokenLogprob]:
     found: list[TokenLogprob] = []
     try:
         for token, logprob, top in json.loads(text):
-            best = tuple(map(tuple, top))
-            found.append(TokenLogprob(token, logprob, best))
-    except (TypeError, ValueError) as error:
+            best = [_pair(*pair) for pair in top]
+            found.append(TokenLogprob(*_pair(token, logprob), tuple(best)))
+    except (TypeError, ValueError, RecursionError) as error:
         reason = f"its log-probabilities are malformed ({error})"
         raise damaged(reason) from error
     return found
+
+
+def _pair(token: object, logprob: object) -> tuple[int, float]:
+    """A token id and its log-probability. Raises TypeError for what is none."""
+    if not is_number(token, whole=True) or type(logprob) is not float:
+        raise TypeError("no token and logarithm")
+    return int(token), logprob

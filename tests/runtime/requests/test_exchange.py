@@ -42,13 +42,16 @@ SHARED = (
 SAMPLED = SamplingParams(
     max_new_tokens=40, ignore_eos=True, temperature=1.0, seed=7, logprobs=2
 )
+LONG = dataclasses.replace(SAMPLED, max_new_tokens=160)
 ONE = SamplingParams(max_new_tokens=1, ignore_eos=True)
 
 
-def moved(source: LLM, prompt: list[int], after: int) -> Departure:
+def moved(
+    source: LLM, prompt: list[int], after: int, params: SamplingParams = SAMPLED
+) -> Departure:
     """A sequence of ``source`` that has given ``after`` tokens or a few more."""
     ready = threading.Event()
-    sequence = source.sequence(list(prompt), SAMPLED)
+    sequence = source.sequence(list(prompt), params)
 
     def told(_: object) -> None:
         if sequence.answered >= after:
@@ -112,16 +115,17 @@ def test_any_length_moves_at_any_time(
     kind: str, length: int, after: int, shared: int
 ) -> None:
     """From pages that it shares with a prefix there. Steps have the same shapes in both
-    runs: else numbers differ by rounding."""
+    runs: else numbers differ by rounding. The answer is too long to end before it is
+    exported."""
     source, target = pair(kind)
     prompt = list(text(length))
     begun = prompt[:shared]
     for engine in (source, target):
         engine.generate([begun], ONE)
-    expected = source.generate([prompt], SAMPLED)[0].token_ids
+    expected = source.generate([prompt], LONG)[0].token_ids
     forget(source)
     source.generate([begun], ONE)
-    with moved(source, prompt, after) as departure:
+    with moved(source, prompt, after, LONG) as departure:
         arrival = target.exchange.unpack(departure.packed())
     assert finished(target, arrival).sequences[0].answer == expected
     for engine in (source, target):
@@ -269,11 +273,12 @@ def packed() -> bytes:
 
 
 def changed(packed: bytes, change: Callable[[dict], None]) -> bytes:
-    """With another description, signed as it should be."""
+    """With another description, signed as it should be, and bytes for its pages."""
     said, body = unpack(packed)
     fields = json.loads(said)
     change(fields)
-    return b"".join(pack(json.dumps(fields), [[body]]))
+    wanted = sum(map(sum, fields["listed"]["sizes"]))
+    return b"".join(pack(json.dumps(fields), [[body[:wanted]]]))
 
 
 def test_pages_of_another_build_are_refused(packed: bytes) -> None:
@@ -321,6 +326,32 @@ FORGED: dict[str, Callable[[dict], None]] = {
     "unknown parameters": lambda x: x["running"].update(params='{"a": 1}'),
     "parameters that are none": lambda x: x["running"].update(params="["),
     "logprobs that are none": lambda x: x["running"].update(logprobs="[1]"),
+    "parameters that are nested deep": lambda x: x["running"].update(
+        params="[" * 200_000
+    ),
+    "logprobs that are nested deep": lambda x: x["running"].update(
+        logprobs="[" * 200_000
+    ),
+    "no logprobs": lambda x: x["running"].update(logprobs="[]"),
+    "logprobs of words": lambda x: x["running"].update(logprobs='[["a", "b", []]]'),
+    "likeliest tokens that are words": lambda x: x["running"].update(
+        logprobs='[[1, -1.0, [["a", "b"]]]]'
+    ),
+    "logprobs nobody asked for": lambda x: x["running"].update(
+        prompt_logprobs="[[1, -1.0, []]]"
+    ),
+    "a prompt longer than all": lambda x: x["running"].update(prompt_tokens=10**6),
+    "a seed that is too large": lambda x: x["running"].update(seed=10**30),
+    "nothing held": lambda x: x.update(
+        lengths=[0, 0],
+        rows=["", ""],
+        ids=[[], []],
+        listed={**x["listed"], "sizes": [[], []], "digests": [[], []]},
+    ),
+    "nothing arrived": lambda x: x.update(arrived=[0, 0]),
+    "a compacted prefix of a plan without": lambda x: x.update(
+        base={"cached": 64, "share": 0.5, "lengths": [0, 64], "pages": [0, 1]}
+    ),
     "unknown tokens": lambda x: x.update(history=history_of([10**6] * 151)),
 }
 
@@ -334,6 +365,48 @@ def test_a_forged_description_is_refused_and_takes_no_page(
         arrival = target.exchange.unpack(changed(packed, FORGED[name]))
         target.exchange.adopt_sequence(arrival)
     assert target.pool.bytes_in_use == 0
+
+
+def test_a_forged_prefix_is_refused_and_takes_no_page() -> None:
+    """With more tokens than it has pages for, its last block would be another's."""
+    source, target = sharing("one"), sharing("one")
+    source.generate([list(text(600))], ONE)
+    with source.exchange.export_prefix(text(600)) as departure:
+        packed, tokens = departure.packed(), departure.parcel.tokens
+    longer = history_of([*tokens, *range(64)])
+    for change in ({"history": longer}, {"cached": 512}):
+        with pytest.raises(KvlatheError, match=r"no prefix|more tokens"):
+            target.exchange.unpack(changed(packed, lambda x, y=change: x.update(y)))
+        assert target.pool.bytes_in_use == 0
+    arrival = target.exchange.unpack(packed)
+    assert target.exchange.adopt_prefix(arrival) == len(tokens)
+    for engine in (source, target):
+        forget(engine)
+
+
+@pytest.mark.parametrize("field", ["pages", "lengths", "cached"])
+def test_a_forged_compacted_prefix_is_refused_and_takes_no_page(field: str) -> None:
+    kind, prompt = "compacted", list(text(300))
+    source = sharing(kind, backend="onnxruntime")
+    target = sharing(kind, backend="onnxruntime")
+    source.compact(prompt[:256])
+
+    def change(said: dict) -> None:
+        base = said["base"]
+        base[field] = 64 if field == "cached" else [0] * len(base[field])
+
+    prefix = source.exchange.export_prefix(prompt)
+    running = source.exchange.prefill(source.sequence(list(prompt), SAMPLED))
+    assert running is not None
+    for departure in (prefix, running):
+        with departure:
+            packed = departure.packed()
+        with pytest.raises(KvlatheError, match="parcel"):
+            target.exchange.unpack(changed(packed, change))
+        assert target.pool.bytes_in_use == 0
+        target.exchange.unpack(packed).close()
+    for engine in (source, target):
+        forget(engine)
 
 
 def test_a_prefix_is_no_sequence_and_a_sequence_no_prefix(packed: bytes) -> None:
