@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import functools
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Generator
@@ -27,6 +28,21 @@ if TYPE_CHECKING:  # only newer versions of click have the generic class
     SizeParam = click.ParamType[int]
 else:
     SizeParam = click.ParamType
+
+
+class Seconds(click.FloatRange):
+    """A finite time, 0 or more."""
+
+    def convert(
+        self,
+        value: float,
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> float:
+        seconds = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{value!r} is not a number of seconds", param, ctx)
+        return seconds
 
 
 class Size(SizeParam):
@@ -57,6 +73,20 @@ class Size(SizeParam):
 
 
 ENGINE = click.argument("engine", type=PATH)
+DRAIN_SECONDS = click.option(
+    "--drain-seconds",
+    type=Seconds(0),
+    default=30.0,
+    show_default=True,
+    help="After SIGTERM.",
+)
+LOG_LEVEL = click.option(
+    "--log-level",
+    type=click.Choice(console.LEVELS),
+    default="info",
+    show_default=True,
+    help="What stderr says.",
+)
 THREADS = click.option(
     "--threads",
     type=click.IntRange(1),
@@ -97,13 +127,7 @@ def reports(
             is_flag=True,
             help="Print one JSON object on stdout, all else on stderr.",
         )
-        @click.option(
-            "--log-level",
-            type=click.Choice(console.LEVELS),
-            default="info",
-            show_default=True,
-            help="What stderr says.",
-        )
+        @LOG_LEVEL
         @functools.wraps(command)
         def run(as_json: bool, log_level: str, **options: Any) -> None:  # noqa: ANN401
             console.setup(log_level)

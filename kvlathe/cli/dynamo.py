@@ -9,8 +9,15 @@ import click
 
 from kvlathe.base import console
 from kvlathe.base.errors import KvlatheError
-from kvlathe.cli.common import CACHE_SIZE, DEVICE, ENGINE, PATH, THREADS
-from kvlathe.cli.serve import Seconds
+from kvlathe.cli.common import (
+    CACHE_SIZE,
+    DEVICE,
+    DRAIN_SECONDS,
+    ENGINE,
+    LOG_LEVEL,
+    PATH,
+    THREADS,
+)
 
 if TYPE_CHECKING:
     from kvlathe.dynamo.worker import Mode
@@ -61,23 +68,11 @@ if TYPE_CHECKING:
     type=click.IntRange(1),
     help="Sequences that run at once. [default: the most that the engine takes]",
 )
-@click.option(
-    "--drain-seconds",
-    type=Seconds(0),
-    default=30.0,
-    show_default=True,
-    help="After SIGTERM.",
-)
+@DRAIN_SECONDS
 @CACHE_SIZE
 @THREADS
 @DEVICE
-@click.option(
-    "--log-level",
-    type=click.Choice(console.LEVELS),
-    default="info",
-    show_default=True,
-    help="What stderr says.",
-)
+@LOG_LEVEL
 def dynamo_command(
     engine: Path,
     mode: Mode,

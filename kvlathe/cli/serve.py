@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
 from typing import Any
@@ -15,29 +14,17 @@ from kvlathe.base.extras import pip_install
 from kvlathe.cli.common import (
     CACHE_SIZE,
     DEVICE,
+    DRAIN_SECONDS,
     ENGINE,
     GPU_MEMORY,
+    LOG_LEVEL,
     PATH,
     THREADS,
+    Seconds,
     Size,
 )
 
 KEY_VARIABLE = "KVLATHE_API_KEY"
-
-
-class Seconds(click.FloatRange):
-    """A finite time, 0 or more."""
-
-    def convert(
-        self,
-        value: float,
-        param: click.Parameter | None,
-        ctx: click.Context | None,
-    ) -> float:
-        seconds = super().convert(value, param, ctx)
-        if not math.isfinite(seconds):
-            self.fail(f"{value!r} is not a number of seconds", param, ctx)
-        return seconds
 
 
 def check_keys(keys: tuple[str, ...]) -> None:
@@ -164,22 +151,10 @@ def check_keys(keys: tuple[str, ...]) -> None:
     default=None,
     help="Reuse common prefixes.  [default: where the engine's plan allows it]",
 )
-@click.option(
-    "--drain-seconds",
-    type=Seconds(0),
-    default=30.0,
-    show_default=True,
-    help="After SIGTERM.",
-)
+@DRAIN_SECONDS
 @THREADS
 @DEVICE
-@click.option(
-    "--log-level",
-    type=click.Choice(console.LEVELS),
-    default="info",
-    show_default=True,
-    help="What stderr says.",
-)
+@LOG_LEVEL
 def serve_command(
     engine: Path,
     log_level: str,

@@ -65,8 +65,9 @@ class KvlatheWorker(backend.LLMEngine):
     # -- life --------------------------------------------------------------------------
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> NoReturn:
-        """Not called: run.py has read the command line."""
-        raise NotImplementedError
+        """Dynamo's own command line would call it. Ours is read in run.py, which makes
+        the worker."""
+        raise TypeError("KvlatheWorker is made by kvlathe dynamo")
 
     async def start(self, worker_id: int) -> object:
         mode = self._served.mode
