@@ -6,4 +6,6 @@ set -eu
 cd "$(dirname "$0")/.."
 python3 -m kvlathe native --cuda-architectures native
 export KVLATHE_LIBRARY="$PWD/build/native/libkvlathe.so"
+# Processes beside one another would take every core each for their references.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 exec python3 -m pytest -q -rfEs -n "${1:-8}" tests/native tests/export/model/test_device.py

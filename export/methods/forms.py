@@ -137,6 +137,11 @@ class Grid:
         hot = numbers * self.hot_bits // 8
         return sealed + hot[:, None]
 
+    @cached_property
+    def _values(self) -> Array:
+        """[L, H, d, d] of V around its mean, computed once for all cuts."""
+        return self.stats.whole.second("v", True)
+
     def cut(self, side: str, layer: int, head: int, rank: int) -> Cut:
         """``side`` "k" or "v" of a lane at a rank. V is also turned into the axes in
         which stored values and their readers have equal variances."""
@@ -152,9 +157,8 @@ class Grid:
             return Cut(into @ turn, back @ turn, bases.centre_k[at])
         into = bases.a_v[at][:, :rank]
         back = bases.o_v[at][:rank].T
-        values = self.stats.whole.second("v", True)[at]
         readers = self.stats.wo_gram[at]
-        stored = into.T @ values @ into
+        stored = into.T @ self._values[at] @ into
         read = back.T @ readers @ back
         axes = balanced(stored, read)
         into = into @ axes.into @ turn

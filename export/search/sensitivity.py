@@ -261,7 +261,7 @@ class LaneMoves:
     def _worth_of(self, shares: Tensor) -> Tensor:
         return torch.einsum("grj,sgrj->sgr", shares, self.worth)
 
-    def keys(self, forms: Iterable[Candidate]) -> Iterator[float]:
+    def keys(self, forms: Iterable[Candidate]) -> Iterator[Tensor]:
         """Sum of squared moves for each code of each form of K."""
         rows = torch.arange(len(self.page_of), device=self.queries.device)
         for form in forms:
@@ -276,7 +276,7 @@ class LaneMoves:
                 shares = self._softmax(scores)
                 yield self._moved(self._worth_of(shares))
 
-    def values(self, forms: Iterable[Candidate]) -> Iterator[float]:
+    def values(self, forms: Iterable[Candidate]) -> Iterator[Tensor]:
         """Sum of squared moves for each code of each form of V."""
         elsewhere = self.shares.masked_fill(self.own, 0.0)
         here = self.shares - elsewhere
@@ -288,7 +288,7 @@ class LaneMoves:
                 out = (sealed + fresh) @ form.back.mT + form.centre
                 yield self._moved((self.pull * out).sum(-1))
 
-    def windows(self, firsts: Iterable[tuple[int, Tensor]]) -> Iterator[float]:
+    def windows(self, firsts: Iterable[tuple[int, Tensor]]) -> Iterator[Tensor]:
         """Sum of squared moves for each window: its sink, and [T], the first token after
         the sink that the query at each place sees."""
         for sink, first in firsts:
@@ -299,11 +299,12 @@ class LaneMoves:
             seen /= seen.sum(-1, keepdim=True)
             yield self._moved(self._worth_of(seen))
 
-    def _moved(self, after: Tensor) -> float:
-        """after [S, G, R]: the query heads of a token move together."""
+    def _moved(self, after: Tensor) -> Tensor:
+        """after [S, G, R] -> one number, left where it is: reading it would make a GPU
+        wait for every form. The query heads of a token move together."""
         moves = (after - self.before).sum(1)
         squares = moves.square() * self.queries.weights
-        return float(squares.sum())
+        return squares.sum()
 
 
 Candidates = Callable[[str, int, int], list[Candidate]]
@@ -358,10 +359,13 @@ def losses(
     return Losses(np.stack([*of_keys, *of_values]), np.stack(of_windows))
 
 
-def _plus(losses: Array, reading: Reading, moved: Iterable[float]) -> Array:
+def _plus(losses: Array, reading: Reading, moved: Iterable[Tensor]) -> Array:
     """``losses`` and what a reading adds to each of them."""
-    squares = np.array(list(moved))
-    return losses + reading.weight * squares
+    squares = list(moved)
+    if not squares:
+        return losses
+    together = torch.stack(squares).double()
+    return losses + reading.weight * together.cpu().numpy()
 
 
 def _first_seen(
