@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Protocol
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.base.kernel_limits import kernel_limits
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 
@@ -49,9 +48,6 @@ class BackendInfo:
     sizes: StepSizes = ON_A_CPU
 
 
-RANKS_TOKENS = bool(kernel_limits()["kRanksTokens"])
-"""Whether engines may use the CUDA kernels that rank tokens."""
-
 BACKENDS: Mapping[str, BackendInfo] = {
     "onnxruntime": BackendInfo(
         "kvlathe.engines.targets.onnxruntime",
@@ -72,7 +68,7 @@ BACKENDS: Mapping[str, BackendInfo] = {
     "cuda": BackendInfo(
         "kvlathe.engines.targets.cuda",
         ("float16",),
-        ranks_tokens=RANKS_TOKENS,
+        ranks_tokens=True,
         windows=True,
         paired=True,
         graph=False,

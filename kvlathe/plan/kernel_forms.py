@@ -62,15 +62,10 @@ def ranking_refusal(plan: CompressionPlan) -> Refusal | None:
         reason = "its prefixes can be compacted, which no kernel does"
         return reason, "choose another backend, or a compression that keeps prefixes"
     observation = plan.observation
-    if not kernel_limits()["kRanksTokens"] or observation is None:
-        reason = (
-            "it ranks tokens, which engines of every method have not shown on a GPU"
-        )
-        return reason, "choose another backend, or treat all tokens alike"
     if plan.stages:
         reason = "a prompt loses tokens between its layers, which no kernel does"
         return reason, "build without stages, or choose another backend"
-    if observation.special:
+    if observation is not None and observation.special:
         reason = "it observes tokens by their ids, which the host learns too late"
         return reason, "choose another backend"
     if any(tier.rounding == "stochastic" for tier in plan.tiers):

@@ -452,9 +452,9 @@ def test_planes_that_a_model_cannot_choose_are_refused_before_calibration(
         ("fdc+hack:group=128", {}, "--tokens-per-block 128"),
         ("zipcache:high=4,low=4", {}, "contradict"),
         (
-            "zipcache",
-            {"backend": "cuda"},
-            "cuda cannot run a compression that ranks tokens.*onnxruntime",
+            "kvzip",
+            {"backend": "tensorrt"},
+            "tensorrt cannot run a compression that ranks tokens.*onnxruntime or cuda",
         ),
         (
             "uncomp+fdc",

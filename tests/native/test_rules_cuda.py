@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from kvlathe.base.kernel_limits import kernel_limits
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
@@ -38,7 +37,6 @@ from tests.support.ranking_laws import (
     ranked_plan,
     scores_are_those_of_the_host,
     tokens_stay_as_on_the_cpu,
-    with_tested_kernels,
 )
 from tests.support.runtime_cases import LIMITS, MODEL, text
 
@@ -60,11 +58,10 @@ SIZES: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def cuda(library: Library) -> Iterator[CudaLibrary]:
+def cuda(library: Library) -> CudaLibrary:
     if not (torch.cuda.is_available() and library.has_cuda):
         pytest.skip("no GPU, or a library without CUDA kernels")
-    with with_tested_kernels():
-        yield CudaLibrary(Native.load(library.path))
+    return CudaLibrary(Native.load(library.path))
 
 
 def on_gpu(library: CudaLibrary, plan: CompressionPlan) -> LLM:
@@ -113,8 +110,6 @@ def pair(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[LLM, LLM]]:
     """Engines of the same plan on the GPU and on the CPU, with 16-bit hot pages."""
-    if not kernel_limits()["kRanksTokens"]:
-        pytest.skip("builds refuse such plans")
     options = {**SIZES, **METHODS[request.param]}
     folder = tmp_path_factory.mktemp("engines")
     with engine_pair(folder, cuda.path, options) as engines:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import cast
 
 import pytest
@@ -43,7 +43,6 @@ from tests.support.ranking_laws import (
     ranked_plan,
     scores_are_those_of_the_host,
     tokens_stay_as_on_the_cpu,
-    with_tested_kernels,
 )
 from tests.support.runtime_cases import LIMITS, MODEL, text
 
@@ -51,12 +50,6 @@ from tests.support.runtime_cases import LIMITS, MODEL, text
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return emulated_kernels(tmp_path_factory.mktemp("emulated"))
-
-
-@pytest.fixture(autouse=True)
-def tested() -> Iterator[None]:
-    with with_tested_kernels():
-        yield
 
 
 class RankingAttention(HostAttention):

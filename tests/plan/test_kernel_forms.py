@@ -6,11 +6,10 @@ import dataclasses
 
 import pytest
 
-from kvlathe.base.kernel_limits import kernel_limits
 from kvlathe.plan.kernel_forms import ranking_refusal
 from kvlathe.plan.plan import CompressionPlan, Stage
 from kvlathe.plan.token_rules import ObservationWindow
-from tests.support.ranking_laws import KINDS, ranked_plan, with_tested_kernels
+from tests.support.ranking_laws import KINDS, ranked_plan
 from tests.support.runtime_cases import (
     compacting_plans,
     model_shape,
@@ -20,12 +19,8 @@ from tests.support.runtime_cases import (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranked_plans_are_taken_once_a_gpu_has_tested_the_kernels(kind: str) -> None:
-    plan = ranked_plan(kind)
-    refused = ranking_refusal(plan) is not None
-    assert refused == (not kernel_limits()["kRanksTokens"])
-    with with_tested_kernels():
-        assert ranking_refusal(plan) is None
+def test_ranked_plans_are_taken(kind: str) -> None:
+    assert ranking_refusal(ranked_plan(kind)) is None
 
 
 def test_plans_that_observe_nothing_are_taken() -> None:
@@ -46,8 +41,7 @@ REFUSED: dict[str, tuple[CompressionPlan, str]] = {
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_no_kernel_does_is_refused(kind: str) -> None:
     plan, words = REFUSED[kind]
-    with with_tested_kernels():
-        refusal = ranking_refusal(plan)
+    refusal = ranking_refusal(plan)
     assert refusal is not None
     assert words in refusal[0]
 
@@ -63,7 +57,6 @@ def test_stages_are_refused() -> None:
     )
     stages = (Stage(0), Stage(plan.model.layers // 2, 256))
     staged = dataclasses.replace(plan, buckets=buckets, stages=stages)
-    with with_tested_kernels():
-        refusal = ranking_refusal(staged)
+    refusal = ranking_refusal(staged)
     assert refusal is not None
     assert "between its layers" in refusal[0]

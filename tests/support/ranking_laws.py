@@ -4,18 +4,15 @@ answers are those of the session on the CPU."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
 
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
-from kvlathe.plan import kernel_forms
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
@@ -44,15 +41,6 @@ def ranked_plan(kind: str) -> CompressionPlan:
     plan = ranked_plans(model_shape())[kind]
     tiers = [dataclasses.replace(t, rounding="nearest") for t in plan.tiers[1:]]
     return dataclasses.replace(plan, tiers=(Tier(16, 16), *tiers))
-
-
-@contextmanager
-def with_tested_kernels() -> Generator[None]:
-    """As if a GPU had tested the kernels."""
-    limits = {**kernel_forms.kernel_limits(), "kRanksTokens": 1}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernel_forms, "kernel_limits", lambda: limits)
-        yield
 
 
 def arena_bytes(plan: CompressionPlan, tokens: int = 4096) -> int:

@@ -44,11 +44,10 @@ constexpr int kLeastChunk = 16;
 // Columns of an RMS norm's rows: a block holds one row in registers.
 constexpr int kMaxColumns = 16384;
 
-// Whether engines may use what the CUDA kernels have: ranking of tokens; in the node that ONNX
-// Runtime and TensorRT run, windows, and codes that are turned into 16-bit rows first. What no GPU
-// has shown in whole engines is 0.
+// Whether engines may use what the CUDA kernels have in the node that ONNX Runtime and TensorRT
+// run: windows, and codes that are turned into 16-bit rows first. What no GPU has shown in whole
+// engines is 0.
 constexpr int kNodeTakesEveryForm = 0;
-constexpr int kRanksTokens = 0;
 
 constexpr bool is_power_of_two(int x) { return x > 0 && (x & (x - 1)) == 0; }
 
