@@ -22,7 +22,7 @@ from kvlathe.base.digests import sha256_file, sha256_files
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.tokenizer_files import FILES, eos_ids, has_backend, read_backend
 from kvlathe.engines import cache
-from kvlathe.engines.backends import Backend, Built, backend
+from kvlathe.engines.backends import Backend, Built, backend, check_windows
 from kvlathe.engines.folder import nearest_parent
 from kvlathe.engines.planning import open_checkpoint, resolved
 from kvlathe.engines.request import DTYPE_BYTES, BuildRequest, check
@@ -143,6 +143,7 @@ def prepare(order: Order) -> Job:
     )
     _check_rope_fold(request, checkpoint.spec)
     _check_key_scales(request, checkpoint.spec)
+    _check_layer_windows(request, checkpoint.spec)
     job = Job(order, checkpoint, request.limits(checkpoint.spec.max_seq_len))
     _check_tokenizer(job)
     _check_disk(job)
@@ -193,6 +194,17 @@ def _check_key_scales(request: BuildRequest, spec: DecoderSpec) -> None:
             "this model's QK-norm stands between its weights and RoPE",
             "choose keys=channel or keys=token",
         )
+
+
+def _check_layer_windows(request: BuildRequest, spec: DecoderSpec) -> None:
+    from kvlathe.export.methods.composition import check_layer_windows, verify
+    from kvlathe.export.methods.options import Options
+
+    if not any(spec.windows):
+        return
+    check_windows(request.backend, windowed=True)
+    outline = verify(request.compression, Options(), request.tokens_per_block)
+    check_layer_windows(request.compression, outline)
 
 
 def _check_disk(job: Job) -> None:

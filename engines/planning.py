@@ -181,7 +181,7 @@ def _planned(
     """From statistics on."""
     from kvlathe.export.methods.registry import measures_heads
 
-    settings = cache_settings(request)
+    settings = cache_settings(request, checkpoint.spec)
     curves = cache.curves_folder() if request.use_cache else None
     if not measures_heads(request.compression):
         plan, basis = _made(request, checkpoint, stats, settings, curves)
@@ -246,7 +246,8 @@ def _searched(
     from kvlathe.export.search.search import read_exam, search
 
     assert request.accuracy is not None
-    options, settings = options_of(request), cache_settings(request)
+    options = options_of(request)
+    settings = cache_settings(request, checkpoint.spec)
     shape, has_rope = checkpoint.spec.shape, checkpoint.spec.rope is not None
     exam = read_exam(checkpoint, request.metric, request.text, request.retrieval)
     if by_loss is not None:

@@ -19,11 +19,12 @@ if TYPE_CHECKING:
     from kvlathe.export.methods.options import Options
     from kvlathe.export.methods.variants import Variant
     from kvlathe.export.model.checkpoint import Checkpoint
+    from kvlathe.export.model.spec import DecoderSpec
     from kvlathe.export.search.heads import Named
     from kvlathe.export.search.measured import Sources
 
 
-def cache_settings(request: BuildRequest) -> CacheSettings:
+def cache_settings(request: BuildRequest, spec: DecoderSpec) -> CacheSettings:
     from kvlathe.export.methods.composition import CacheSettings
 
     return CacheSettings(
@@ -33,6 +34,7 @@ def cache_settings(request: BuildRequest) -> CacheSettings:
         request.seed,
         BACKENDS[request.backend].paired,
         BACKENDS[request.backend].windows,
+        spec.windows,
     )
 
 

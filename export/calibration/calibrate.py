@@ -26,7 +26,12 @@ from kvlathe.export.calibration.entropy import Entropies
 from kvlathe.export.calibration.stats import ARRAYS, Array, Moments, Stats, check_finite
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.device import ahead
-from kvlathe.export.model.layer_runner import Captured, LayerRunner, embed
+from kvlathe.export.model.layer_runner import (
+    Captured,
+    LayerRunner,
+    embed,
+    seen_tokens,
+)
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.tasks import tasks
 
@@ -196,11 +201,14 @@ def _observe_all(
             own = _grams(spec, runner)
             grams.append(own)
             scale = spec.scale(layer)
+            window = spec.windows[layer]
             for i, before in enumerate(hidden):
                 captured = runner(before, positions[i])
-                _accumulate(halves[i % 2], layer, before, captured, own.wo_each, scale)
+                attended = Attended(own.wo_each, scale, window)
+                _accumulate(halves[i % 2], layer, before, captured, attended)
                 if entropies.texts:
-                    entropies.observe(i, layer, before, *_heads(captured), scale)
+                    heads = _heads(captured)
+                    entropies.observe(i, layer, before, *heads, scale, window)
                 hidden[i] = captured.hidden
                 advance(lengths[i] / spec.layers)
     return grams
@@ -223,6 +231,29 @@ def _starts(lengths: Sequence[int], max_seq_len: int, seed: int) -> list[int]:
 def _counted(moments: Moments, tokens: int) -> Moments:
     sums = {name: getattr(moments, name) for name in ARRAYS}
     return Moments(tokens, **sums)
+
+
+class Attended(NamedTuple):
+    """What a layer's attention is, beside q, k and v: ``wo_gram`` [Hq, d, d], the
+    softmax scale, and the tokens that a query sees (0: all)."""
+
+    wo_gram: Tensor
+    scale: float
+    window: int
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Causal attention of q [Hq, T, d] over k [H, T, d] and v [H or Hq, T, d] ->
+        [Hq, T, d]."""
+        heads = q.shape[0]
+        k = k.repeat_interleave(heads // k.shape[0], 0)
+        v = v.repeat_interleave(heads // v.shape[0], 0)
+        seen = None
+        if self.window:
+            seen = seen_tokens(q.shape[1], self.window, q.device)
+        out = F.scaled_dot_product_attention(
+            q[None], k[None], v[None], seen, is_causal=seen is None, scale=self.scale
+        )
+        return out[0]
 
 
 class Grams(NamedTuple):
@@ -250,21 +281,21 @@ def _accumulate(
     layer: int,
     hidden: Tensor,
     captured: Captured,
-    wo_gram: Tensor,
-    scale: float,
+    attended: Attended,
 ) -> None:
-    """Add one sequence: ``hidden`` [T, D] is what the layer read, ``wo_gram`` [Hq, d,
-    d]. ``spread`` is the mean |v W_O|^2 that a token attends to, less |o W_O|^2 of what
-    it gets: the variance of what it averages over."""
+    """Add one sequence: ``hidden`` [T, D] is what the layer read. ``spread`` is the mean
+    |v W_O|^2 that a token attends to, less |o W_O|^2 of what it gets: the variance of
+    what it averages over."""
+    wo_gram = attended.wo_gram
     q, k, v = (heads.transpose(0, 1) for heads in captured[1:])
     lanes = k.shape[0]
     group = q.shape[0] // lanes
-    o = _attended(q, k, v, scale)
+    o = attended(q, k, v)
     values = v.repeat_interleave(group, 0)
     norms = ((values @ wo_gram) * values).sum(
         -1, keepdim=True
     )  # |v_j W_O|^2, [Hq, T, 1]
-    mean_norm = _attended(q, k, norms.expand_as(values), scale)[..., 0]
+    mean_norm = attended(q, k, norms.expand_as(values))[..., 0]
     norm_of_mean = ((o @ wo_gram) * o).sum(-1)
     spread = (mean_norm - norm_of_mean).double().sum(-1)
     for name, heads in (("q", q), ("k", k), ("v", v), ("o", o)):
@@ -292,13 +323,3 @@ def _heads(captured: Captured) -> tuple[Tensor, Tensor]:
     q = captured.q.transpose(0, 1).double()
     k = captured.k.transpose(0, 1).double()
     return q, k
-
-
-def _attended(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of q [Hq, T, d] over k [H, T, d] and v [H or Hq, T, d] -> [Hq,
-    T, d]."""
-    k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], 0) for x in (k, v))
-    out = F.scaled_dot_product_attention(
-        q[None], k[None], v[None], is_causal=True, scale=scale
-    )
-    return out[0]

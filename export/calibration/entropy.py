@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvlathe.export.model.layer_runner import seen_tokens
 from kvlathe.plan.heads import ModelShape
 
 Array = npt.NDArray[np.float64]
@@ -99,19 +100,21 @@ def eranks(x: Tensor) -> Tensor:
 
 
 # -- attention of the newest tokens ----------------------------------------------------
-def last_attention(q: Tensor, k: Tensor, scale: float) -> Tensor:
+def last_attention(q: Tensor, k: Tensor, scale: float, seen: int = 0) -> Tensor:
     """What the last LAST tokens attend to, summed over them and over a lane's query
     heads: [H, n].
 
-    q [Hq, n, d], k [H, n, d] of a whole causal text.
+    q [Hq, n, d], k [H, n, d] of a whole causal text, whose queries see ``seen`` tokens
+    (0: all).
     """
     lanes, n, d = k.shape
     first = max(0, n - LAST)
     rows = torch.arange(first, n, device=k.device)
     queries = q[:, first:].reshape(lanes, -1, len(rows), d)
     scores = queries @ k[:, None].mT * scale
-    later = torch.arange(n, device=k.device) > rows[:, None]
-    shares = scores.masked_fill(later, -torch.inf).softmax(-1)
+    by_row = seen_tokens(n, seen, k.device)[rows]
+    of_heads = by_row.repeat(scores.shape[2] // len(rows), 1)
+    shares = scores.masked_fill(~of_heads, -torch.inf).softmax(-1)
     return shares.sum((1, 2))
 
 
@@ -173,12 +176,20 @@ class Entropies:
         return {name: getattr(self, name) for name in names}
 
     def observe(
-        self, text: int, layer: int, hidden: Tensor, q: Tensor, k: Tensor, scale: float
+        self,
+        text: int,
+        layer: int,
+        hidden: Tensor,
+        q: Tensor,
+        k: Tensor,
+        scale: float,
+        seen: int = 0,
     ) -> None:
-        """Fill in one layer of one text: hidden [n, D], q [Hq, n, d], k [H, n, d]."""
+        """Fill in one layer of one text: hidden [n, D], q [Hq, n, d], k [H, n, d], whose
+        queries see ``seen`` tokens (0: all)."""
         at = (text, layer)
         tokens, d = k.shape[1:]
-        attention = last_attention(q, k, scale)
+        attention = last_attention(q, k, scale, seen)
         size = max(LAST, round(WINDOW * tokens))
         kept = []
         for recent in RECENT:
@@ -194,8 +205,8 @@ class Entropies:
             (self.windows, windows),
             (self.likeness, unit @ unit.mT),
         )
-        for array, seen in found:
-            array[at] = seen.cpu().numpy()
+        for array, ranks in found:
+            array[at] = ranks.cpu().numpy()
 
 
 def truncation(k: str) -> int:

@@ -40,8 +40,8 @@ class Family:
     """Linear weights are stored [in, out] (GPT-2's Conv1D), not [out, in]."""
     partial_rotary: bool = False
     """RoPE may turn the first dims of a head only."""
-    window: int | None = None
-    """Tokens that some layer's sliding window spans; None where every layer attends
-    everything."""
+    windows: tuple[int, ...] = ()
+    """Tokens that each layer's queries see, their own included; 0 is all of them. Empty
+    where no layer has a window."""
     scales: tuple[float, ...] | None = None
     """Softmax scale of each layer; None is 1/sqrt(head_dim) everywhere."""

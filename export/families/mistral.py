@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvlathe.export.families.family import Family
 from kvlathe.export.families.llama import NAMES
+from kvlathe.export.families.windows import every_layer
 
 if TYPE_CHECKING:
     from transformers import MistralConfig
@@ -20,5 +21,5 @@ def mistral(config: MistralConfig) -> Family:
         activation=config.hidden_act,
         kv_heads=config.num_key_value_heads,
         intermediate_size=config.intermediate_size,
-        window=config.sliding_window,
+        windows=every_layer(config),
     )

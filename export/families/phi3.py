@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvlathe.export.families.family import Family
 from kvlathe.export.families.llama import NAMES
+from kvlathe.export.families.windows import every_layer
 
 if TYPE_CHECKING:
     from transformers import Phi3Config
@@ -31,5 +32,5 @@ def phi3(config: Phi3Config) -> Family:
         kv_heads=config.num_key_value_heads or config.num_attention_heads,
         intermediate_size=config.intermediate_size,
         partial_rotary=True,
-        window=config.sliding_window,
+        windows=every_layer(config),
     )

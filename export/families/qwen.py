@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvlathe.export.families.family import Family
 from kvlathe.export.families.llama import NAMES
+from kvlathe.export.families.windows import sliding_layers
 
 if TYPE_CHECKING:
     from transformers import Qwen2Config, Qwen3Config
@@ -26,7 +27,7 @@ def qwen2(config: Qwen2Config) -> Family:
         kv_heads=config.num_key_value_heads or config.num_attention_heads,
         intermediate_size=config.intermediate_size,
         qkv_bias=True,
-        window=_window(config),
+        windows=sliding_layers(config),
     )
 
 
@@ -40,15 +41,5 @@ def qwen3(config: Qwen3Config) -> Family:
         intermediate_size=config.intermediate_size,
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
-        window=_window(config),
-    )
-
-
-def _window(config: Qwen2Config | Qwen3Config) -> int | None:
-    """Only layers of the type ``sliding_attention`` have a window
-    (``use_sliding_window``, ``max_window_layers``)."""
-    return (
-        config.sliding_window
-        if "sliding_attention" in (config.layer_types or ())
-        else None
+        windows=sliding_layers(config),
     )

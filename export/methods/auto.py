@@ -13,6 +13,7 @@ newest (a window). Which form each lane takes is a knapsack over measured losses
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,12 +21,14 @@ from kvlathe.export.bases.basis import Basis, LaneBasis
 from kvlathe.export.bases.rotation import Rotation, balanced_rotation
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.assignment import Assignment
+from kvlathe.export.methods.buckets import layer_rules
 from kvlathe.export.methods.forms import GROUP, Grid, SideFormat
 from kvlathe.export.methods.lowrank import full_lanes
 from kvlathe.export.methods.options import Options
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import Bucket
+from kvlathe.plan.token_rules import TokenRule
 
 SUMMARY = "ranks, bits and tokens of each head, chosen together by measured sensitivity"
 CALIBRATION: Literal["random", "text"] = "text"
@@ -48,26 +51,30 @@ class Chosen:
     buckets: tuple[Bucket, ...]
 
 
-def made(grid: Grid, choice: Assignment, hot: Tier) -> Chosen:
-    """Lanes, matrices and buckets of one form for every lane."""
+def made(
+    grid: Grid, choice: Assignment, hot: Tier, windows: Sequence[int] = ()
+) -> Chosen:
+    """Lanes, matrices and buckets of one form for every lane. ``windows``: as in
+    CacheSettings.layer_windows."""
+    own = layer_rules(windows, grid.page_tokens)
     whole = full_lanes(grid.stats.shape, grid.stats.rope)
     lanes: list[Lane] = []
     basis = Basis()
-    members: dict[tuple[Tier, int], list[int]] = {}
+    members: dict[tuple[Tier, TokenRule], list[int]] = {}
     forms = zip(whole, choice.k, choice.v, choice.window, strict=True)
     for index, (lane, option_k, option_v, rule) in enumerate(forms):
         rank_k, k = grid.options[option_k]
         rank_v, v = grid.options[option_v]
         tier = _tier(k, v, grid.page_tokens)
-        members.setdefault((tier, int(rule)), []).append(index)
+        tokens = own.get(lane.layer) or grid.rules[rule]
+        members.setdefault((tier, tokens), []).append(index)
         cut, basis[lane.layer, lane.head] = _cut(lane, rank_k, rank_v, grid)
         lanes.append(cut)
     cold = dict.fromkeys(tier for tier, _ in members)
     tiers = (hot, *cold)
     buckets = [Bucket(0, tuple(range(len(lanes))))]
-    for (tier, rule), of_kind in members.items():
+    for (tier, tokens), of_kind in members.items():
         place = tiers.index(tier, 1)
-        tokens = grid.rules[rule]
         bucket = Bucket(place, tuple(of_kind), source=0, tokens=tokens)
         buckets.append(bucket)
     return Chosen(tuple(lanes), basis, tiers, tuple(buckets))

@@ -12,7 +12,7 @@ from kvlathe.export.methods.options import Decision
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import Bucket, Stage
-from kvlathe.plan.token_rules import KEEP_ALL, Compacted, Share, TokenRule
+from kvlathe.plan.token_rules import KEEP_ALL, Compacted, Share, TokenRule, Window
 
 
 def without(lanes: Sequence[Lane], removed: Mapping[int, int]) -> tuple[Lane, ...]:
@@ -25,13 +25,38 @@ def without(lanes: Sequence[Lane], removed: Mapping[int, int]) -> tuple[Lane, ..
     return tuple(left)
 
 
-def buckets(lanes: Sequence[Lane], chosen: Decision) -> tuple[Bucket, ...]:
-    """The fresh bucket of each stage and, where full pages change their format, the
-    cold ones they go to: one for each token rule, or each lane.
-    """
+def layer_rules(windows: Sequence[int], page_tokens: int) -> dict[int, Window]:
+    """The rule of each layer whose queries see so many tokens in the model itself; 0 is
+    all of them."""
+    return {
+        layer: Window.of_tokens(tokens, page_tokens)
+        for layer, tokens in enumerate(windows)
+        if tokens
+    }
+
+
+def rules_of(
+    lanes: Sequence[Lane], chosen: Decision, own: Mapping[int, Window]
+) -> list[TokenRule]:
+    """Which tokens each lane keeps: what its layer sees in the model, by ``own``, or
+    what was chosen."""
     rules = chosen.tokens or (KEEP_ALL,)
     if len(rules) == 1:
         rules = rules * len(lanes)
+    kept: list[TokenRule] = []
+    for lane, rule in zip(lanes, rules, strict=True):
+        whole = (lane.layer, lane.head) in chosen.whole_heads
+        by_choice = KEEP_ALL if whole else rule
+        kept.append(own.get(lane.layer, by_choice))
+    return kept
+
+
+def buckets(
+    lanes: Sequence[Lane], chosen: Decision, rules: Sequence[TokenRule]
+) -> tuple[Bucket, ...]:
+    """The fresh bucket of each stage and, where full pages change their format, the
+    cold ones they go to: one for each of the ``rules``, or each lane.
+    """
     made: list[Bucket] = []
     for layers in _layers(chosen.stages, lanes[-1].layer + 1):
         kept: list[int] = []
@@ -39,8 +64,7 @@ def buckets(lanes: Sequence[Lane], chosen: Decision) -> tuple[Bucket, ...]:
         for i, lane in enumerate(lanes):
             if lane.layer in layers and not lane.removed:
                 kept.append(i)
-                whole = (lane.layer, lane.head) in chosen.whole_heads
-                rule = KEEP_ALL if whole else rules[i]
+                rule = rules[i]
                 apart = isinstance(rule, Compacted) and rule.apart
                 by_rule.setdefault((rule, i if apart else 0), []).append(i)
         fresh = len(made)

@@ -14,7 +14,13 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.bases import allocate
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.calibration.stats import Stats
-from kvlathe.export.methods.buckets import buckets, cold_tier, without
+from kvlathe.export.methods.buckets import (
+    buckets,
+    cold_tier,
+    layer_rules,
+    rules_of,
+    without,
+)
 from kvlathe.export.methods.channels import scaled
 from kvlathe.export.methods.hadamard import rotated
 from kvlathe.export.methods.lowrank import full_lanes, low_rank, within
@@ -45,6 +51,8 @@ class CacheSettings:
     """What no method decides: bits of a cached number (16 or 32), tokens a page, the
     prefill grid, the seed. ``paired``: kernels read codes of a lane of one width only,
     K's grouped along the rank, V's along tokens. ``windowed``: lanes may have windows.
+    ``layer_windows``: tokens that each layer's queries see in the model itself, their
+    own included; 0 is all of them, and so is no number.
     """
 
     bits: Literal[16, 32] = 16
@@ -53,6 +61,23 @@ class CacheSettings:
     seed: int = 0
     paired: bool = False
     windowed: bool = True
+    layer_windows: tuple[int, ...] = ()
+
+    @property
+    def own_windows(self) -> bool:
+        """Whether some layer of the model has a window."""
+        return any(self.layer_windows)
+
+
+def check_layer_windows(request: str, outline: Decision) -> None:
+    """Raise KvlatheError where ``request`` ranks tokens, of a model whose layers see
+    windows: what is ranked counts every token of every head."""
+    if outline.observation or outline.compacts or outline.split:
+        raise KvlatheError(
+            f"{request} cannot be used with this model",
+            "some of its layers see a window of tokens, and a ranking is of all tokens",
+            "choose a compression that treats all tokens alike",
+        )
 
 
 def verify(request: str, options: Options, page_tokens: int) -> Decision:
@@ -223,6 +248,9 @@ def _composed(
     """Fresh tokens in the cache's own format; full pages, tokens and stages as
     ``joined``."""
     assert ranks.lanes is not None
+    own = layer_rules(settings.layer_windows, settings.page_tokens)
+    if own:
+        check_layer_windows(request, joined)
     lanes = without(ranks.lanes, joined.removed)
     basis = ranks.basis
     tiers = [Tier(settings.bits, settings.bits), *(tier for tier, _ in joined.split)]
@@ -237,7 +265,7 @@ def _composed(
         model=shape,
         lanes=lanes,
         tiers=tuple(tiers),
-        buckets=buckets(lanes, joined),
+        buckets=buckets(lanes, joined, rules_of(lanes, joined, own)),
         page_tokens=settings.page_tokens,
         prefill_chunk=settings.prefill_chunk,
         seed=settings.seed,

@@ -18,7 +18,8 @@ from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.options import DEFAULT_RATE, Decision, Options
 from kvlathe.plan.heads import RANK_MULTIPLE, Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.token_rules import KEEP_ALL, Window
 
 Array = npt.NDArray[np.floating]
 
@@ -143,20 +144,15 @@ def within(
     bytes are taken against holds ``bits`` a number. Raises KvlatheError where no ranks
     are small enough.
     """
-    uncompressed = 2 * len(full_lanes(shape, True)) * shape.head_dim * bits / 8
-
-    def left(plan: CompressionPlan) -> float:
-        return CacheLayout(plan).bytes_per_token() / uncompressed
-
     plan, basis = at(0.0)
     target = 1 - ratio
-    kept = target / left(plan)
+    kept = target / left(plan, bits)
     least = 1 - best_ratio(shape)
     # Metadata and padding do not shrink as ranks do: a few steps down.
-    while left(plan) > target:
+    while left(plan, bits) > target:
         plan, basis = at(1 - max(kept, least))
-        if kept <= least and left(plan) > target:
-            best = np.floor(1e4 * (1 - left(plan))) / 1e4
+        if kept <= least and left(plan, bits) > target:
+            best = np.floor(1e4 * (1 - left(plan, bits))) / 1e4
             raise KvlatheError(
                 f"a compression ratio of {ratio:g} cannot be reached",
                 f"every head keeps at least {RANK_MULTIPLE} dimensions of K and of V",
@@ -164,6 +160,25 @@ def within(
             )
         kept -= STEP
     return plan, basis
+
+
+def left(plan: CompressionPlan, bits: int) -> float:
+    """Share of the bytes of the uncompressed cache, in ``bits`` a number, that ``plan``
+    keeps of a long sequence. What the model's own windows leave out is in neither."""
+    whole = [_without_own_window(bucket) for bucket in plan.buckets]
+    seen = dataclasses.replace(plan, buckets=tuple(whole))
+    numbers = 2 * len(plan.lanes) * plan.model.head_dim
+    uncompressed = numbers * bits / 8
+    return CacheLayout(seen).bytes_per_token() / uncompressed
+
+
+def _without_own_window(bucket: Bucket) -> Bucket:
+    """Windows to the token are a model's; those that a method chooses are whole
+    pages."""
+    rule = bucket.tokens
+    if isinstance(rule, Window) and rule.exact:
+        return dataclasses.replace(bucket, tokens=KEEP_ALL)
+    return bucket
 
 
 # -- one lane --------------------------------------------------------------------------

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.composition import CacheSettings, Made, compose
+from kvlathe.export.methods.lowrank import left
 from kvlathe.export.methods.options import Options
 from kvlathe.export.methods.registry import METHODS, chooses_ranks, methods_of
 from kvlathe.plan.heads import RANK_MULTIPLE, ModelShape
-from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 
 EXACT = 1e-9
@@ -51,10 +51,7 @@ class Variant:
 def removed(plan: CompressionPlan, bits: int) -> float:
     """Share of the bytes that ``plan`` removes of the uncompressed cache in ``bits`` a
     number, a long sequence."""
-    elements = 2 * len(plan.lanes) * plan.model.head_dim
-    whole = elements * bits / 8
-    kept = CacheLayout(plan).bytes_per_token()
-    return 1 - kept / whole
+    return 1 - left(plan, bits)
 
 
 def for_comparison(

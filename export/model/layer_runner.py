@@ -34,13 +34,14 @@ class Captured(NamedTuple):
 
 
 class FullAttention(nn.Module):
-    """Plain causal attention over one whole sequence at full rank. Its rows are (q, k,
-    v) as a cache would see them."""
+    """Plain causal attention over one whole sequence at full rank, through the layer's
+    window. Its rows are (q, k, v) as a cache would see them."""
 
     def __init__(self, spec: DecoderSpec, layer: int) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
         self.scale = spec.scale(layer)
+        self.window = spec.windows[layer]
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, step: Rotation
@@ -52,8 +53,11 @@ class FullAttention(nn.Module):
             q = _rotate(q, step.cos, step.sin)
             k = _rotate(k, step.cos, step.sin)
         qs, ks, vs = (x.transpose(0, 1)[None] for x in (q, k, v))
+        seen = None
+        if self.window:
+            seen = seen_tokens(len(q), self.window, q.device)
         o = F.scaled_dot_product_attention(
-            qs, ks, vs, is_causal=True, scale=self.scale, enable_gqa=True
+            qs, ks, vs, seen, is_causal=seen is None, scale=self.scale, enable_gqa=True
         )
         by_token = o[0].transpose(0, 1)
         return by_token.flatten(1), (q, k, v)
@@ -61,6 +65,15 @@ class FullAttention(nn.Module):
     def _heads(self, x: Tensor) -> Tensor:
         """[T, heads * d] -> [T, heads, d]."""
         return x.unflatten(-1, (-1, self.head_dim))
+
+
+def seen_tokens(tokens: int, window: int, device: torch.device) -> Tensor:
+    """[T, T] of one whole sequence: the tokens that each query sees, the newest
+    ``window`` up to its own; 0 is all."""
+    places = torch.arange(tokens, device=device)
+    behind = places[:, None] - places
+    earlier = behind >= 0
+    return earlier & (behind < window) if window else earlier
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

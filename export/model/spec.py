@@ -97,6 +97,13 @@ class DecoderSpec:
             f"Build with --max-seq-len {short} for the short ones."
         )
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Tokens that each layer's queries see, their own included; 0 where that is
+        every token of the longest sequence."""
+        given = self.family.windows or (0,) * self.layers
+        return tuple(tokens if tokens < self.max_seq_len else 0 for tokens in given)
+
     def scale(self, layer: int) -> float:
         """What the scores q.k of a layer are multiplied by before the softmax."""
         scales = self.family.scales
@@ -112,15 +119,15 @@ def read_spec(
     (default: as long as the model's).
 
     Raises KvlatheError for a missing or unreadable config.json, an unsupported family,
-    and every setting that would change the result and is not supported (sliding windows
-    shorter than max_seq_len, ALiBi, quantized weights, ...).
+    and every setting that would change the result and is not supported (ALiBi, quantized
+    weights, ...).
     """
     raw = _read_json(Path(checkpoint_dir))
     _refuse_foreign(raw)
     config = _parse(raw)
     read_family = cast("FamilyReader", FAMILIES[raw["model_type"]])
     family = read_family(config)
-    served = _served(config.max_position_embeddings, family, max_seq_len)
+    served = _served(config.max_position_embeddings, max_seq_len)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     _check_sizes(config, family, head_dim)
@@ -217,19 +224,13 @@ def _parse(raw: dict[str, Any]) -> PreTrainedConfig:
         ) from error
 
 
-def _served(max_positions: int, family: Family, asked: int | None) -> int:
+def _served(max_positions: int, asked: int | None) -> int:
     served = max_positions if asked is None else asked
     if not 0 < served <= max_positions:
         raise KvlatheError(
             f"max_seq_len is {served}",
             f"the model was made for 1 to {max_positions} positions",
             "ask for a length in that range",
-        )
-    if family.window is not None and served > family.window:
-        raise KvlatheError(
-            f"the model attends through a sliding window of {family.window} tokens",
-            f"sequences of up to {served} tokens would leave it and windows are not supported",
-            f"ask for --max_seq_len {family.window} or less, where the window changes nothing",
         )
     return served
 
@@ -260,6 +261,6 @@ def _check_sizes(config: PreTrainedConfig, family: Family, head_dim: int) -> Non
     if types - {"full_attention", "sliding_attention"}:
         raise KvlatheError(
             f"some layers are of the type {', '.join(sorted(types - {'full_attention', 'sliding_attention'}))}",
-            "only full attention is supported",
+            "only full attention and sliding windows are supported",
             "choose another checkpoint",
         )

@@ -123,7 +123,9 @@ def priced(
     """Every form of every lane with its measured loss. ``remembered``: a folder for
     losses."""
     tokens = min(sources.tokens, stats.shape.max_positions)
-    grid = Grid(stats, form.page_tokens, form.seed, tokens, form.bits, form.windowed)
+    # A layer with a window of its own keeps it, so none is chosen.
+    windowed = form.windowed and not form.own_windows
+    grid = Grid(stats, form.page_tokens, form.seed, tokens, form.bits, windowed)
     known_by = (
         checkpoint.digest,
         stats.digest,
@@ -148,7 +150,7 @@ def uncompressed(checkpoint: Checkpoint) -> Decoder:
     """The model as it is, to take gradients of."""
     spec = checkpoint.spec
     has_rope = spec.rope is not None
-    settings = CacheSettings(32)
+    settings = CacheSettings(32, layer_windows=spec.windows)
     whole = compose("none", spec.shape, has_rope, None, Options(), settings)
     return decoder_from(checkpoint, *whole)
 
@@ -211,7 +213,8 @@ def plan_of(
 ) -> Made:
     """One form for every lane, as a plan."""
     stats = prices.grid.stats
-    chosen = auto.made(prices.grid, choice, Tier(form.bits, form.bits))
+    hot = Tier(form.bits, form.bits)
+    chosen = auto.made(prices.grid, choice, hot, form.layer_windows)
     plan = CompressionPlan(
         stats.shape,
         chosen.lanes,

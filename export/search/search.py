@@ -225,7 +225,7 @@ class Searcher:
     def _uncompressed(self) -> Made:
         spec = self.checkpoint.spec
         has_rope = spec.rope is not None
-        settings = CacheSettings(32)
+        settings = CacheSettings(32, layer_windows=spec.windows)
         return compose("none", spec.shape, has_rope, None, Options(), settings)
 
     def score(self, variant: Variant, ratio: float) -> float:

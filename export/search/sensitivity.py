@@ -29,6 +29,7 @@ from torch import Tensor
 from kvlathe.base.console import progress
 from kvlathe.export.attention.eager import AttendLayer
 from kvlathe.export.model.decoder import Decoder
+from kvlathe.export.model.layer_runner import seen_tokens
 from kvlathe.export.search.sealed import rounded
 from kvlathe.plan.formats import Format
 from kvlathe.plan.token_rules import Window
@@ -234,7 +235,10 @@ class LaneMoves:
     """The attention of one lane over one sequence, for R of its queries, and how far
     each form of K or V moves it along the pulls."""
 
-    def __init__(self, lane: ObservedLane, page: int, queries: Queries) -> None:
+    def __init__(
+        self, lane: ObservedLane, page: int, queries: Queries, window: int = 0
+    ) -> None:
+        """``window``: tokens that a query sees in the model itself; 0 is all."""
         missing = -lane.k.shape[0] % page
         self.k = F.pad(lane.k, (0, 0, 0, missing))
         self.v = F.pad(lane.v, (0, 0, 0, missing))
@@ -244,9 +248,10 @@ class LaneMoves:
         self.pull = lane.pull[:, :, queries.places]
         device = queries.device
         self.places = torch.arange(len(self.k), device=device)
-        later = self.places > queries.places[:, None]  # [R, T]
-        zeros = torch.zeros(later.shape, device=device)
-        self.mask = zeros.masked_fill(later, -torch.inf)
+        every = seen_tokens(len(self.k), window, device)
+        seen = every[queries.places]  # [R, T]
+        zeros = torch.zeros(seen.shape, device=device)
+        self.mask = zeros.masked_fill(~seen, -torch.inf)
         self.page_of = queries.places // page
         self.own = self.places // page == self.page_of[:, None]
         self.shares = self._softmax(self.q @ self.k.mT)
@@ -346,12 +351,13 @@ def losses(
         firsts = [_first_seen(window, tokens, page, device) for window in windows]
         with torch.inference_mode():
             for i, lane in enumerate(observed_lanes):
+                layer, head = divmod(i, heads)
                 queries = Queries.drawn(lane.pull, draw)
-                moves = LaneMoves(lane, page, queries)
+                own = decoder.spec.windows[layer]
+                moves = LaneMoves(lane, page, queries, own)
                 if reading.far:
                     of_windows[i] = _plus(of_windows[i], reading, moves.windows(firsts))
                     continue
-                layer, head = divmod(i, heads)
                 keys = moves.keys(forms("k", layer, head))
                 values = moves.values(forms("v", layer, head))
                 of_keys[i] = _plus(of_keys[i], reading, keys)

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from kvlathe.base.console import print_table, progress
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from, fold
@@ -33,7 +33,7 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.sessions.host.onnx import OrtSession
 from kvlathe.runtime.text.tokenizer import Tokenizer
-from tests.support.checkpoints import FAMILIES, full_plan, make, random_basis
+from tests.support.checkpoints import FAMILIES, make, random_basis, whole_plan
 from tests.support.runtime_cases import LIMITS, MODEL, forced
 
 LENGTHS = (66, 81, 130)
@@ -67,12 +67,12 @@ def measure(name: str, folder: Path) -> dict[str, float]:
     ]
     with torch.no_grad():
         expected = [model(torch.tensor([text])).logits[0] for text in texts]
-    plain = decoder_from(checkpoint, full_plan(spec.shape, rope), Basis())
-    plan = full_plan(spec.shape, rope, projected=rope)
+    plain = decoder_from(checkpoint, whole_plan(spec), Basis())
+    plan = whole_plan(spec, projected=rope)
     basis = random_basis(plan, 1, orthogonal=False)
     turned = decoder_from(checkpoint, plan, basis)
     export_onnx(spec, plan, fold(checkpoint, plan, basis), folder / "engine")
-    size = 4 * CacheLayout(plan).bytes_for(sum(LENGTHS))
+    size = 16 * sum(CacheLayout(plan).page_stride) * sum(LENGTHS) // plan.page_tokens
     session = OrtSession(folder / "engine", plan, LIMITS, size, threads=2)
     llm = LLM(session, plan, LIMITS, Tokenizer(MODEL), size)
     at_once = [turned.logits(text, range(len(text))) for text in texts]

@@ -3,6 +3,7 @@ bases to fold them with."""
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvlathe.export.bases.basis import Basis, LaneBasis
+from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.plan.formats import Bits, Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.token_rules import KEEP_ALL, Window
 
 torch.set_num_threads(1)  # tiny matrices: threads would only wait for one another
 transformers.logging.set_verbosity_error()
@@ -86,7 +89,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         sizes(64, 2, 2, rope_scaling={"type": "dynamic", "factor": 2.0}),
     ),
     "mistral-d24": ("Mistral", sizes(60, 6, 2, 24, sliding_window=None)),
-    "mistral-window": ("Mistral", sizes(64, 4, 2, sliding_window=512)),
+    "mistral-window": ("Mistral", sizes(64, 4, 2, sliding_window=40)),
     "qwen2-yarn": (
         "Qwen2",
         sizes(
@@ -101,9 +104,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         ),
     ),
     "qwen2-g7": ("Qwen2", sizes(112, 14, 2, 16, tie_word_embeddings=True)),
+    "qwen2-some-windows": (
+        "Qwen2",
+        sizes(
+            64,
+            4,
+            2,
+            num_hidden_layers=3,
+            use_sliding_window=True,
+            sliding_window=33,
+            max_window_layers=1,
+        ),
+    ),
     "qwen3": ("Qwen3", sizes(48, 6, 3, 40)),
     "qwen3-biased": ("Qwen3", sizes(48, 4, 1, 32, attention_bias=True)),
     "phi3": ("Phi3", sizes(64, 4, 4, **PHI)),
+    "phi3-window": ("Phi3", sizes(64, 4, 2, sliding_window=16, **PHI)),
     "phi3-longrope": (
         "Phi3",
         sizes(
@@ -256,6 +272,21 @@ def full_plan(
     return CompressionPlan(
         shape, lanes, (Tier(bits, bits),), buckets, page_tokens=16, prefill_chunk=32
     )
+
+
+def whole_plan(
+    spec: DecoderSpec, projected: bool = False, bits: Bits = 32
+) -> CompressionPlan:
+    """The full plan of a model, with the windows of its layers."""
+    plan = full_plan(spec.shape, spec.rope is not None, projected, bits)
+    by_window: dict[int, list[int]] = {}
+    for i, lane in enumerate(plan.lanes):
+        by_window.setdefault(spec.windows[lane.layer], []).append(i)
+    buckets = []
+    for window, lanes in by_window.items():
+        rule = Window.of_tokens(window, plan.page_tokens) if window else KEEP_ALL
+        buckets.append(Bucket(0, tuple(lanes), tokens=rule))
+    return dataclasses.replace(plan, buckets=tuple(buckets))
 
 
 def random_basis(plan: CompressionPlan, seed: int, orthogonal: bool) -> Basis:

@@ -24,11 +24,11 @@ from kvlathe.export.model.layer_runner import LayerRunner, embed
 from kvlathe.plan.plan import CompressionPlan
 from tests.support.checkpoints import (
     FAMILIES,
-    full_plan,
     make,
     make_model,
     random_basis,
     sizes,
+    whole_plan,
 )
 
 TOLERANCE = 1e-4
@@ -57,7 +57,7 @@ def test_a_full_rank_basis_with_centres_changes_nothing(
 ) -> None:
     folder, model = reference(name)
     checkpoint = Checkpoint(folder)
-    plan = full_plan(checkpoint.spec.shape, checkpoint.spec.rope is not None, projected)
+    plan = whole_plan(checkpoint.spec, projected)
     decoder = decoder_from(checkpoint, plan, random_basis(plan, 7, orthogonal))
     ids = ids_for(checkpoint, 70)
     torch.testing.assert_close(
@@ -86,7 +86,7 @@ def test_factors_of_planes_fold_through_rope(name: str, reference: Reference) ->
     checkpoint = Checkpoint(folder)
     if checkpoint.spec.rope is None or "q_norm" in checkpoint.spec.family.names:
         return  # any basis folds, or none
-    plan, ids = full_plan(checkpoint.spec.shape), ids_for(checkpoint, 70)
+    plan, ids = whole_plan(checkpoint.spec), ids_for(checkpoint, 70)
     decoder = decoder_from(checkpoint, plan, plane_scales(plan))
     assert not plan.projected and not torch.equal(
         decoder.state_dict()["layers.0.k.weight"],
@@ -133,7 +133,7 @@ def test_any_shape(
         folder, kind, sizes(hidden, heads, kv_heads, head_dim, **extra), seed
     )
     checkpoint = Checkpoint(folder)
-    plan = full_plan(checkpoint.spec.shape, projected=projected)
+    plan = whole_plan(checkpoint.spec, projected=projected)
     decoder = decoder_from(checkpoint, plan, random_basis(plan, seed, True))
     ids = ids_for(checkpoint, 20)
     torch.testing.assert_close(
@@ -150,7 +150,7 @@ def test_the_identity_plan_leaves_every_weight_as_it_was(
 ) -> None:
     checkpoint = Checkpoint(reference(name)[0])
     d, rank = checkpoint.spec.head_dim, -(-checkpoint.spec.head_dim // 16) * 16
-    plan = full_plan(checkpoint.spec.shape, checkpoint.spec.rope is not None)
+    plan = whole_plan(checkpoint.spec)
     state = dict(fold(checkpoint, plan, Basis()))
     assert state.keys() == Decoder(checkpoint.spec, plan).state_dict().keys()
     for weight in checkpoint.weights:
@@ -181,9 +181,7 @@ def test_truncation_equals_attention_on_projected_heads(
     a_v o_v put between."""
     checkpoint = Checkpoint(reference(name)[0])
     rope = checkpoint.spec.rope is not None
-    plan, basis = truncated(
-        full_plan(checkpoint.spec.shape, rope, projected=rope), orthogonal
-    )
+    plan, basis = truncated(whole_plan(checkpoint.spec, projected=rope), orthogonal)
     ids = ids_for(checkpoint)
     expected = plain_forward(checkpoint, plan, basis, ids)
     found = decoder_from(checkpoint, plan, basis).logits(ids, range(len(ids)))
@@ -195,7 +193,7 @@ def test_a_removed_lane_is_filled_from_its_keeper(tmp_path: Path) -> None:
     truncated ranks and with centres."""
     make_model(tmp_path, "Llama", sizes(66, 6, 3, 32, attention_bias=True))
     checkpoint = Checkpoint(tmp_path)
-    plan, basis = truncated(full_plan(checkpoint.spec.shape, projected=True), True)
+    plan, basis = truncated(whole_plan(checkpoint.spec, projected=True), True)
     fills = {(0, 1): 2, (1, 0): 1, (1, 2): 1}
     lanes = tuple(
         dataclasses.replace(x, rank_k=0, rank_v=0, fill_from=source)
@@ -224,7 +222,7 @@ def test_chosen_planes_equal_zeroing_the_others(
     reference's q and k."""
     checkpoint = Checkpoint(reference(name)[0])
     d, rng = checkpoint.spec.head_dim, np.random.default_rng(3)
-    plan, basis, zeroing = full_plan(checkpoint.spec.shape), Basis(), Basis()
+    plan, basis, zeroing = whole_plan(checkpoint.spec), Basis(), Basis()
     lanes = []
     for lane in plan.lanes:
         planes = tuple(sorted(rng.choice(d // 2, 8, replace=False).tolist()))
@@ -257,7 +255,7 @@ def test_lanes_of_different_ranks_and_projections_meet_in_one_layer(
     make_model(tmp_path, "Llama", sizes(66, 6, 3, 48))
     checkpoint = Checkpoint(tmp_path)
     plan, basis = truncated(
-        full_plan(checkpoint.spec.shape, projected=True), True, ranks=(16, 48, 32)
+        whole_plan(checkpoint.spec, projected=True), True, ranks=(16, 48, 32)
     )
     lanes = tuple(dataclasses.replace(x, projected=x.rank_k < 48) for x in plan.lanes)
     for lane in lanes:
@@ -283,7 +281,7 @@ def test_low_precision_errs_at_most_twice_as_much_as_transformers(
     folder, model = reference(name)
     checkpoint = Checkpoint(folder)
     rope, ids = checkpoint.spec.rope is not None, ids_for(checkpoint)
-    plan = full_plan(checkpoint.spec.shape, rope, projected=rope, bits=16)
+    plan = whole_plan(checkpoint.spec, projected=rope, bits=16)
     found = decoder_from(checkpoint, plan, random_basis(plan, 2, True), dtype).logits(
         ids, range(len(ids))
     )
@@ -297,7 +295,7 @@ def test_low_precision_errs_at_most_twice_as_much_as_transformers(
 def test_refusals(tmp_path: Path) -> None:
     make(tmp_path, "qwen3")
     checkpoint = Checkpoint(tmp_path)
-    plan = full_plan(checkpoint.spec.shape)
+    plan = whole_plan(checkpoint.spec)
     d = checkpoint.spec.head_dim
     planes = {
         "rope": "planes",
@@ -342,7 +340,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 def test_basis_round_trip(tmp_path: Path) -> None:
     make(tmp_path, "llama")
-    plan = full_plan(Checkpoint(tmp_path).spec.shape, projected=True)
+    plan = whole_plan(Checkpoint(tmp_path).spec, projected=True)
     basis = random_basis(plan, 1, False)
     basis[0, 0] = LaneBasis(a_v=np.eye(3), o_v=np.eye(3))
     basis.save(tmp_path / "basis.npz")

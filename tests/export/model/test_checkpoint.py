@@ -16,7 +16,7 @@ from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.mapped import forget
-from tests.support.checkpoints import FAMILIES, full_plan, make_model, sizes
+from tests.support.checkpoints import FAMILIES, make_model, sizes, whole_plan
 
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 Q = "model.layers.1.self_attn.q_proj.weight"
@@ -37,7 +37,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
 
 def logits(folder: Path) -> torch.Tensor:
     checkpoint = Checkpoint(folder)
-    plan = full_plan(checkpoint.spec.shape, checkpoint.spec.rope is not None)
+    plan = whole_plan(checkpoint.spec)
     return decoder_from(checkpoint, plan, Basis()).logits(range(30), range(30))
 
 

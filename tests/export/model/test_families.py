@@ -20,7 +20,7 @@ from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.layer_runner import LayerRunner, embed
 from kvlathe.export.model.spec import read_spec
-from tests.support.checkpoints import FAMILIES, full_plan, longrope, make_model, sizes
+from tests.support.checkpoints import FAMILIES, longrope, make_model, sizes, whole_plan
 
 TOLERANCE = 1e-4
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
@@ -29,7 +29,7 @@ Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 def identity_decoder(checkpoint: Checkpoint) -> Decoder:
     return decoder_from(
         checkpoint,
-        full_plan(checkpoint.spec.shape, checkpoint.spec.rope is not None),
+        whole_plan(checkpoint.spec),
         Basis(),
     )
 
@@ -77,19 +77,15 @@ def test_layer_runner_shows_what_the_reference_caches(
         )
         x, q, k, v = LayerRunner(checkpoint, i)(x, positions)
         assert q.shape == (90, spec.query_heads, spec.head_dim)
-        every = (
-            spec.query_heads // cached.keys.shape[1]
-        )  # Falcon's cache repeats each KV head for its whole group
+        # Falcon's cache repeats each KV head for its whole group, and that of a layer
+        # with a window has its newest tokens alone.
+        every = spec.query_heads // cached.keys.shape[1]
         repeat = spec.group_size // every
-        torch.testing.assert_close(
-            k,
-            cached.keys[0, ::repeat, :, order].transpose(0, 1),
-            atol=TOLERANCE,
-            rtol=0,
-        )
-        torch.testing.assert_close(
-            v, cached.values[0, ::repeat].transpose(0, 1), atol=TOLERANCE, rtol=0
-        )
+        kept = slice(90 - cached.keys.shape[2], None)
+        keys = cached.keys[0, ::repeat, :, order].transpose(0, 1)
+        values = cached.values[0, ::repeat].transpose(0, 1)
+        torch.testing.assert_close(k[kept], keys, atol=TOLERANCE, rtol=0)
+        torch.testing.assert_close(v[kept], values, atol=TOLERANCE, rtol=0)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -187,20 +183,6 @@ REFUSED = {
     "gemma": (config_of("gemma2"), "Choose one of falcon, gpt2"),
     "alibi": (config_of("falcon", alibi=True), "ALiBi"),
     "falcon block": (config_of("falcon", num_ln_in_parallel_attn=2), "2 norms"),
-    "window": (
-        config_of("mistral", sliding_window=100, max_position_embeddings=101),
-        "--max_seq_len 100",
-    ),
-    "phi window": (
-        config_of("phi3", sliding_window=50, pad_token_id=0),
-        "--max_seq_len 50",
-    ),
-    "some layers": (
-        config_of(
-            "qwen2", use_sliding_window=True, sliding_window=7, max_window_layers=1
-        ),
-        "sliding window of 7 tokens",
-    ),
     "layer type": (
         config_of(
             "qwen3",

@@ -35,7 +35,7 @@ from kvlathe.runtime.sessions.torch_cuda import attend as cuda_attend
 from kvlathe.runtime.sessions.torch_cuda import rows
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
 from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder, read_decoder
-from tests.support.checkpoints import FAMILIES, full_plan
+from tests.support.checkpoints import FAMILIES, whole_plan
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "lathe-5m"
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
@@ -72,9 +72,7 @@ def test_every_family_computes_what_the_exporter_defines(
 ) -> None:
     checkpoint = Checkpoint(reference(name)[0])
     spec = checkpoint.spec
-    decoder = decoder_from(
-        checkpoint, full_plan(spec.shape, spec.rope is not None), Basis()
-    )
+    decoder = decoder_from(checkpoint, whole_plan(spec), Basis())
     ids = torch.randint(
         0, spec.vocab_size, (90,), generator=torch.Generator().manual_seed(1)
     )
@@ -127,7 +125,7 @@ def test_an_engine_folder_holds_what_the_decoder_needs(tmp_path: Path) -> None:
 
 
 def one_bucket() -> CompressionPlan:
-    plan = full_plan(Checkpoint(MODEL).spec.shape, True)
+    plan = whole_plan(Checkpoint(MODEL).spec)
     return dataclasses.replace(
         plan, tiers=(Tier(16, 16),), buckets=(Bucket(0, plan.buckets[0].lanes),)
     )
