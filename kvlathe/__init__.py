@@ -1,8 +1,8 @@
 """kvlathe compresses the KV cache of a decoder LLM, exports it as an engine, and serves
 it.
 
-The public API: ``LLM``, ``SamplingParams``, ``AsyncEngine``, ``build``. Each is
-imported when it is first used, so that ``import kvlathe`` loads no library.
+The public API: ``LLM``, ``SamplingParams``, ``Structure``, ``AsyncEngine``, ``build``.
+Each is imported when it is first used, so that ``import kvlathe`` loads no library.
 """
 
 from __future__ import annotations
@@ -15,14 +15,16 @@ if TYPE_CHECKING:
     from kvlathe.runtime.async_engine import AsyncEngine
     from kvlathe.runtime.llm import LLM
     from kvlathe.runtime.text.sampling_params import SamplingParams
+    from kvlathe.runtime.text.structure import Structure
 
-__all__ = ["LLM", "AsyncEngine", "SamplingParams", "build"]
+__all__ = ["LLM", "AsyncEngine", "SamplingParams", "Structure", "build"]
 __version__ = "0.1.0"
 
 _MODULES = {
     "LLM": "kvlathe.runtime.llm",
     "AsyncEngine": "kvlathe.runtime.async_engine",
     "SamplingParams": "kvlathe.runtime.text.sampling_params",
+    "Structure": "kvlathe.runtime.text.structure",
     "build": "kvlathe.engines.build",
 }
 """Public name -> the module that defines it."""

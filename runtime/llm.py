@@ -61,6 +61,7 @@ from kvlathe.runtime.sessions import registry as sessions
 from kvlathe.runtime.sessions.protocols import Session
 from kvlathe.runtime.settings import check_counts, lowered, memory_share
 from kvlathe.runtime.text.sampling_params import SamplingParams
+from kvlathe.runtime.text.structure import Structure
 from kvlathe.runtime.text.tokenizer import Tokenizer
 
 Params = SamplingParams | Items[SamplingParams] | None
@@ -324,6 +325,11 @@ class LLM(ClosesAtExit):
         """A new request for these prompt tokens. Raises KvlatheError for what this
         engine cannot serve."""
         return self._sequences.request(tokens, params)
+
+    def compile(self, structure: Structure) -> None:
+        """Make a structure ready, so that the first answer with it does not wait for
+        that. Raises KvlatheError where this engine cannot follow it."""
+        self._sequences.guides.guide(structure)
 
     def _batch(self, prompts: Prompt | Items[Prompt], params: Params) -> list[Sequence]:
         batch = as_batch(prompts)

@@ -30,9 +30,11 @@ def test_public_names_are_those_of_their_modules() -> None:
     from kvlathe.runtime.async_engine import AsyncEngine
     from kvlathe.runtime.llm import LLM
     from kvlathe.runtime.text.sampling_params import SamplingParams
+    from kvlathe.runtime.text.structure import Structure
 
     public = (kvlathe.LLM, kvlathe.AsyncEngine, kvlathe.SamplingParams, kvlathe.build)
     assert public == (LLM, AsyncEngine, SamplingParams, build)
+    assert kvlathe.Structure is Structure
     assert set(kvlathe.__all__) <= set(dir(kvlathe))
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = kvlathe.Nothing

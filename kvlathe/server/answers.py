@@ -9,13 +9,16 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvlathe.base.errors import EngineStopped, KvlatheError
 from kvlathe.base.memory import OutOfMemory
-from kvlathe.runtime.async_engine import AsyncEngine
+from kvlathe.runtime.async_engine import RETRY_SECONDS, AsyncEngine
 from kvlathe.runtime.requests.request import Delta
+from kvlathe.runtime.text.guide import StructureError
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.server.choices import Chat, Completions, Echo, Json, Kind
 from kvlathe.server.errors import ApiError, refusal
@@ -34,6 +37,9 @@ DEFAULT_TOKENS = 16
 ONCE = {"x-should-retry": "false"}
 """OpenAI's clients send a request again after a 408 unless they are told not to: its
 time is over."""
+
+
+AGAIN = {"Retry-After": str(RETRY_SECONDS)}
 
 
 @dataclass(slots=True)
@@ -65,8 +71,30 @@ class Answerer:
         self.engine, self.llm, self.model = engine, engine.llm, model
         self.max_new_tokens = max_new_tokens or self.llm.limits.max_seq_len
         self.fingerprint = f"fp_{self.llm.plan.digest[:12]}"
+        self._structures = ThreadPoolExecutor(1, "kvlathe-structured")
+        self._structured = 0
 
-    # -- requests to jobs (tokenizing takes a while: call these in a worker thread) ----
+    async def job(self, request: CompletionRequest | ChatRequest) -> Job:
+        """The request as the engine takes it, made in another thread: tokenizing takes
+        a while. Compiling a structure may take longer, so that one thread makes all
+        requests that have one."""
+        chats = isinstance(request, ChatRequest)
+        make = (
+            partial(self.chat, request) if chats else partial(self.completion, request)
+        )
+        if not request.structure_param:
+            return await asyncio.to_thread(make)
+        if self._structured >= max(1, self.engine.max_waiting):
+            said = "too many requests wait for their structures to be compiled"
+            raise ApiError(429, said, code="queue_full", headers=AGAIN)
+        self._structured += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._structures, make)
+        finally:
+            self._structured -= 1
+
+    # -- requests to jobs --------------------------------------------------------------
     def completion(self, request: CompletionRequest) -> Job:
         self._check_count(len(request.prompts), request.n or 1)
         prompts = [
@@ -189,6 +217,7 @@ class Answerer:
             )
             said = f"{param}: {tokens} is too much: this server answers with {self.max_new_tokens} tokens at most"
             raise ApiError(400, said, param, "invalid_value")
+        self._check_structure(request)
         try:
             params = request.params(tokens, logprobs, prompt_logprobs)
         except KvlatheError as error:
@@ -196,6 +225,16 @@ class Answerer:
         self._check_ids("stop_token_ids", params.stop_ids)
         self._check_ids("logit_bias", (token for token, _ in params.logit_bias))
         return params
+
+    def _check_structure(self, request: CompletionRequest | ChatRequest) -> None:
+        """Compile what the answer must look like, here and not where others wait."""
+        param = request.structure_param
+        try:
+            structure = request.structure()
+            if structure is not None:
+                self.llm.compile(structure)
+        except KvlatheError as error:
+            raise refusal(error, param) from error
 
     def _job(
         self,
@@ -303,7 +342,7 @@ class Answerer:
 def failed(delta: Delta) -> ApiError | None:
     """The error that a delta is, if it is one."""
     if delta.finish_reason == "error":
-        if isinstance(delta.error, OutOfMemory):
+        if isinstance(delta.error, OutOfMemory | StructureError):
             log.error("a request was refused: %s", delta.error)
             return refusal(delta.error, None)
         kind, then = type(delta.error).__name__, "others go on"

@@ -9,81 +9,38 @@ accepted and ignored; unknown ones are refused.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Literal, cast
 
-from annotated_types import Interval
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationInfo,
-    WithJsonSchema,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from kvlathe.runtime.text.sampling_params import RANGES, SamplingParams
+from kvlathe.runtime.text.sampling_params import SamplingParams
+from kvlathe.runtime.text.structure import Structure
+from kvlathe.server.fields import (
+    Ignored,
+    Integer,
+    Items,
+    Json,
+    Refused,
+    Strict,
+    TokenIds,
+    allowed,
+    unsupported,
+)
+from kvlathe.server.formats import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_BIASES = 1024
 MAX_PROMPTS = 1 << 14
-MAX_FIELDS = 100
 TOKEN = re.compile("[0-9]{1,10}")
-
-
-def whole(value: object) -> object:
-    """JSON knows no integers: 1.0 is one."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    return value
-
-
-def wholes(values: object) -> object:
-    """The same for each of a list."""
-    if not isinstance(values, list):
-        return values
-    items = cast("list[object]", values)
-    return [whole(item) if type(item) is float else item for item in items]
-
-
-def allowed(name: str) -> Interval:
-    """What Python takes for this parameter, HTTP takes too."""
-    span = RANGES[name]
-    if span.open_low:
-        return Interval(gt=span.low, le=span.high)
-    return Interval(ge=span.low, le=span.high)
-
-
-T = TypeVar("T")
-Json = dict[str, Any]
-Integer = Annotated[int, BeforeValidator(whole)]
-Items = Annotated[list[T], Field(fail_fast=True)]
-"""A list of which the first fault is all that is said: a body of a few megabytes can
-hold a million."""
-TokenIds = Annotated[
-    list[Annotated[int, Field(ge=0, lt=2**31)]],
-    Field(fail_fast=True),
-    BeforeValidator(wholes),
-]
-NOTHING: tuple[object, ...] = (None, [], {}, "", "none", ["text"], {"type": "text"})
-"""Values by which a field asks for what is done anyway."""
-
-
-class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few(cls, given: object) -> object:
-        """Each unknown field would be a fault of its own."""
-        if isinstance(given, dict) and len(given) > MAX_FIELDS:
-            raise PydanticCustomError(
-                "fields", "at most {most} fields", {"most": MAX_FIELDS}
-            )
-        return given
 
 
 class StreamOptions(Strict):
@@ -151,6 +108,22 @@ class Sampled(Strict):
     deadline_seconds: float | None = Field(
         None, gt=0, description="Extension: give up after so long, with 408."
     )
+    response_format: ResponseFormat | None = Field(
+        None,
+        description="What the answer must look like: text, JSON, or JSON by a schema.",
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="Extension: one of json, regex, choice, grammar, json_object."
+    )
+
+    @model_validator(mode="after")
+    def _one_structure(self) -> Sampled:
+        formats = self.response_format
+        if self.structured_outputs and formats and formats.type != "text":
+            raise PydanticCustomError(
+                "structure", "give one of response_format and structured_outputs"
+            )
+        return self
 
     @field_validator("stop")
     @classmethod
@@ -199,6 +172,21 @@ class Sampled(Strict):
             )
         return options
 
+    @property
+    def structure_param(self) -> str | None:
+        """The field that says what the answer must look like."""
+        for name in ("structured_outputs", "response_format"):
+            if getattr(self, name) is not None:
+                return name
+        return None
+
+    def structure(self) -> Structure | None:
+        """What the answer must look like. Raises KvlatheError for a structure that is
+        none."""
+        if self.structured_outputs is not None:
+            return self.structured_outputs.structure()
+        return self.response_format.structure() if self.response_format else None
+
     def params(
         self,
         max_new_tokens: int,
@@ -226,27 +214,11 @@ class Sampled(Strict):
             "max_new_tokens": max_new_tokens,
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
+            "structure": self.structure(),
         }
         return SamplingParams(
             **{name: value for name, value in given.items() if value is not None}
         )
-
-
-def unsupported(value: T) -> T:
-    """A field that is refused unless it asks for nothing."""
-    if value in NOTHING:
-        return value
-    raise PydanticCustomError(
-        "unsupported", "this server cannot do that; leave the field out"
-    )
-
-
-Refused = Annotated[
-    object,
-    BeforeValidator(unsupported),
-    WithJsonSchema({"enum": [*NOTHING]}),
-]
-Ignored = object
 
 
 class CompletionRequest(Sampled):
@@ -363,7 +335,6 @@ class ChatRequest(Sampled):
     tool_choice: Refused = None
     functions: Refused = None
     function_call: Refused = None
-    response_format: Refused = None
     modalities: Refused = None
     audio: Refused = None
     prediction: Refused = None

@@ -12,6 +12,7 @@ from kvlathe.runtime.requests.sequences import SequenceFactory
 from kvlathe.runtime.scheduling.sequence import Sequence
 from kvlathe.runtime.text.sampler import TokenLogprob
 from kvlathe.runtime.text.sampling_params import RANGES, SamplingParams, is_number
+from kvlathe.runtime.text.structure import Structure
 
 
 def running_of(sequence: Sequence) -> Running:
@@ -59,6 +60,8 @@ def resumed(factory: SequenceFactory, parcel: Parcel, salt: bytes) -> Sequence:
     for token in answer:
         if sequence.text:
             sequence.text.push(token)
+        if sequence.guide:
+            sequence.guide.accept(token)
     return sequence
 
 
@@ -79,6 +82,8 @@ def _params(running: Running) -> SamplingParams:
         fields = json.loads(running.params)
         bias = fields["logit_bias"]
         fields["logit_bias"] = tuple(map(tuple, bias))
+        if structure := fields.get("structure"):
+            fields["structure"] = Structure(**structure)
         return SamplingParams(**fields)
     except (LookupError, TypeError, ValueError, RecursionError) as error:
         reason = f"its sampling parameters are malformed ({error})"

@@ -15,6 +15,7 @@ from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.scheduling.prompt_stages import PromptStages
 from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Sequence
+from kvlathe.runtime.text.guide import Guides
 from kvlathe.runtime.text.sampler import Sampler
 from kvlathe.runtime.text.sampling_params import SamplingParams, is_number
 from kvlathe.runtime.text.tokenizer import TextStream, Tokenizer
@@ -37,6 +38,7 @@ class SequenceFactory:
         self._pool = pool
         self._scheduler = scheduler
         self._tokenizer = tokenizer
+        self.guides = Guides(tokenizer, plan.model.vocab_size)
 
     def request(self, tokens: list[int], params: SamplingParams) -> Sequence:
         """A sequence that answers the prompt ``tokens``. Raises KvlatheError for what
@@ -55,9 +57,13 @@ class SequenceFactory:
                 "ask about the answer only",
             )
         self._check_ids((*params.stop_ids, *(token for token, _ in params.logit_bias)))
-        text = TextStream(self._tokenizer, tokens, params.stop_strings)
+        text = TextStream(
+            self._tokenizer, tokens, params.stop_strings, params.skip_special_tokens
+        )
         sequence = self.open(tokens, len(tokens), self._grid(), Sampler(params), text)
         self._scheduler.check(sequence)
+        if params.structure is not None:
+            sequence.guide = self.guides.guide(params.structure)
         return sequence
 
     def _grid(self) -> int:

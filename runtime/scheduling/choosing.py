@@ -4,14 +4,18 @@ logits are."""
 from __future__ import annotations
 
 from collections.abc import Sequence as Items
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.runtime.scheduling.sequence import Sequence
-from kvlathe.runtime.sessions.protocols import Sampling
+from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
+from kvlathe.runtime.sessions.protocols import Choose, Sampling
+from kvlathe.runtime.text.guide import masks_of
+from kvlathe.runtime.text.masks import Masks
 from kvlathe.runtime.text.sampler import Sampled, TokenLogprob, rows_of, sample
 
 Rows = npt.NDArray[np.float32]
@@ -22,24 +26,81 @@ NO_TOKEN: Choice = (None, None)
 
 
 @dataclass(frozen=True, slots=True)
+class Computed:
+    """What a step gave a chunk: ``logits`` [rows wanted, vocab]; and the token that
+    follows, with its log-probability, where the sequence grows."""
+
+    logits: Rows
+    token: int | KvlatheError | None = None
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(slots=True)
 class Flight:
-    """A step whose tokens are not known yet: ``sequences`` [R] get one each."""
+    """A step whose tokens are not known yet: ``sequences`` [R] get one each.
+    ``choose``: how they are chosen; ``sampling``: once that was queued."""
 
     sequences: Items[Sequence]
-    sampling: Sampling
     tokens: int
     chunks: int
     started: float
+    choose: Choose | None = None
+    sampling: Sampling | None = None
 
     @property
     def rows(self) -> dict[Sequence, int]:
         """The row of logits from which each sequence's token is chosen."""
         return {sequence: row for row, sequence in enumerate(self.sequences)}
 
+    @property
+    def late(self) -> bool:
+        """Whether a choice depends on tokens that are not known."""
+        return any(sequence.late for sequence in self.sequences)
 
-def on_host(sequences: Items[Sequence], logits: Rows) -> Sampled:
+    def queue(self) -> None:
+        """Queue the choice of the tokens. What comes before them must be known to the
+        host where it counts."""
+        assert self.choose is not None
+        requests = [sequence.request for sequence in self.sequences]
+        masks = masks_of([sequence.guide for sequence in self.sequences])
+        self.sampling = self.choose(rows_of(requests, masks))
+        for sequence in self.sequences:
+            sequence.sampler.drawn += 1
+
+
+@cache
+def masker() -> ThreadPoolExecutor:
+    """Makes masks while the engine's thread computes a step."""
+    return ThreadPoolExecutor(1, "kvlathe-masks")
+
+
+class Masking:
+    """The masks of sequences, made while a step computes their logits. It ends before
+    the block does, whatever happens in it."""
+
+    def __init__(self, sequences: Items[Sequence]) -> None:
+        guides = [sequence.guide for sequence in sequences]
+        self._work: Future[Masks | None] | None = None
+        if any(guides):
+            self._work = masker().submit(masks_of, guides)
+
+    def __enter__(self) -> Masking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._work is not None:
+            wait([self._work])
+
+    def result(self) -> Masks | None:
+        return self._work.result() if self._work else None
+
+
+def on_host(
+    sequences: Items[Sequence], logits: Rows, masks: Masks | None = None
+) -> Sampled:
     """The next token of each sequence from its row of ``logits`` [n, vocab]."""
-    return sample(logits, rows_of([sequence.request for sequence in sequences]))
+    requests = [sequence.request for sequence in sequences]
+    return sample(logits, rows_of(requests, masks))
 
 
 def chosen(sequences: Items[Sequence], sampled: Sampled) -> list[Choice]:
@@ -56,3 +117,28 @@ def chosen(sequences: Items[Sequence], sampled: Sampled) -> list[Choice]:
         logprob = None if top is None else sampled.logprob(row, top)
         choices.append((token, logprob))
     return choices
+
+
+def divided(rows: Rows, chunks: Items[Chunk]) -> list[Rows]:
+    """The rows of each chunk."""
+    parts: list[Rows] = []
+    start = 0
+    for chunk in chunks:
+        parts.append(rows[start : start + len(chunk.wanted)])
+        start += len(chunk.wanted)
+    return parts
+
+
+def needs_logits(chunk: Chunk) -> bool:
+    """Whether the host needs logits of a chunk: to report the prompt's, or for others
+    that continue the same prompt."""
+    sequence = chunk.sequence
+    in_prompt = sequence.cached < sequence.prompt_tokens
+    return in_prompt and (sequence.reports_prompt or sequence.leads)
+
+
+def logits_of_prompt(sequence: Sequence) -> Rows:
+    """Logits [vocab] after a shared prompt that was computed."""
+    shared = sequence.shared_prompt
+    assert shared and shared.logits is not None
+    return shared.logits

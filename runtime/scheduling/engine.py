@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -27,9 +26,14 @@ from kvlathe.runtime.scheduling.apart import run_apart
 from kvlathe.runtime.scheduling.choosing import (
     NO_TOKEN,
     Choice,
+    Computed,
     Flight,
+    Masking,
     Rows,
     chosen,
+    divided,
+    logits_of_prompt,
+    needs_logits,
     on_host,
 )
 from kvlathe.runtime.scheduling.packing import pack
@@ -43,19 +47,9 @@ from kvlathe.runtime.sessions.protocols import (
     StepPlan,
     TokenSampler,
 )
-from kvlathe.runtime.text.sampler import TokenLogprob, rows_of
+from kvlathe.runtime.text.sampler import TokenLogprob
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """What a step gave a chunk: ``logits`` [rows wanted, vocab]; and the token that
-    follows, with its log-probability, where the sequence grows."""
-
-    logits: Rows
-    token: int | KvlatheError | None = None
-    logprob: TokenLogprob | None = None
 
 
 class Engine:
@@ -92,15 +86,17 @@ class Engine:
         if self.sampler is None:
             return changed + self._run(chunks)
         flight = None
-        if any(map(_needs_logits, chunks)):
+        if any(map(needs_logits, chunks)):
             for chunk in chunks:
                 self.pool.rollback(chunk.reservation)
         elif chunks:
             flight = self._launch(chunks)
         changed += self._land()
         self._flight = flight
+        if flight and flight.sampling is None:
+            changed += self._queue(flight)
         if flight or not chunks:
-            return changed
+            return list(dict.fromkeys(changed))
         # With all tokens known, one step at a time.
         going_on = [chunk for chunk in chunks if not chunk.sequence.finish_reason]
         again = [self.scheduler.again(chunk, chunk.count) for chunk in going_on]
@@ -121,15 +117,14 @@ class Engine:
         return changed
 
     def _launch(self, chunks: Items[Chunk]) -> Flight | None:
-        """Queue a step, and the choice of the tokens that follow it. None if it cannot
-        run: nothing has changed then."""
-        sampler = self.sampler
-        assert sampler is not None
-        started = time.perf_counter()
+        """Queue a step, and the choice of the tokens that follow it unless that depends
+        on tokens which are not known. None if it cannot run: nothing has changed
+        then."""
         grown = [c.sequence for c in chunks if c.sequence.grows and c.completes]
-        rows = rows_of([sequence.request for sequence in grown])
+        tokens = sum(chunk.count for chunk in chunks)
+        flight = Flight(grown, tokens, len(chunks), time.perf_counter())
         try:
-            sampling = self.transact(chunks, lambda step: sampler.sample(step, rows))
+            self.transact(chunks, partial(self._start, flight))
         except Exception as error:  # it is tried again in parts, which say why
             self.check_device(error)
             return None
@@ -137,9 +132,23 @@ class Engine:
             if not sequence.answered and not sequence.pending:
                 self.scheduler.prompt_done(sequence, None)
             sequence.pending += 1
-            sequence.sampler.drawn += 1
-        tokens = sum(chunk.count for chunk in chunks)
-        return Flight(grown, sampling, tokens, len(chunks), started)
+        return flight
+
+    def _start(self, flight: Flight, step: StepPlan) -> None:
+        assert self.sampler is not None
+        flight.choose = self.sampler.start(step)
+        if not flight.late:
+            flight.queue()
+
+    def _queue(self, flight: Flight) -> list[Sequence]:
+        """Queue the choice of a launched step's tokens: those before them are known
+        now. The sequences that end because that fails."""
+        try:
+            flight.queue()
+        except Exception as error:
+            self._flight = None
+            return self._crashed(flight, error)
+        return []
 
     def _land(self) -> list[Sequence]:
         """Wait for the tokens of the step that was launched, and give them to their
@@ -148,13 +157,10 @@ class Engine:
         if flight is None:
             return []
         try:
+            assert flight.sampling is not None
             sampled = flight.sampling.result()
         except Exception as error:  # the GPU's own
-            self.check_device(error)
-            for sequence in flight.sequences:
-                sequence.pending -= 1
-            going_on = [s for s in flight.sequences if not s.finish_reason]
-            return [self.fail(sequence, error) for sequence in going_on]
+            return self._crashed(flight, error)
         changed: list[Sequence] = []
         choices = chosen(flight.sequences, sampled)
         for sequence, choice in zip(flight.sequences, choices, strict=True):
@@ -167,6 +173,14 @@ class Engine:
         self._landed = now
         self.scheduler.costs.ran(flight.tokens, flight.chunks, seconds)
         return changed
+
+    def _crashed(self, flight: Flight, error: Exception) -> list[Sequence]:
+        """End the sequences whose tokens could not be chosen."""
+        self.check_device(error)
+        for sequence in flight.sequences:
+            sequence.pending -= 1
+        going_on = [s for s in flight.sequences if not s.finish_reason]
+        return [self.fail(sequence, error) for sequence in going_on]
 
     def rest(self) -> list[Sequence]:
         """Wait for the step that was launched last. Returns the sequences that it
@@ -194,8 +208,9 @@ class Engine:
         growing = [sequence for sequence in forked if sequence.grows]
         choices: dict[Sequence, Choice] = {}
         if growing:
-            logits = np.stack([_logits_of_prompt(sequence) for sequence in growing])
-            sampled = on_host(growing, logits)
+            logits = np.stack([logits_of_prompt(sequence) for sequence in growing])
+            with Masking(growing) as masking:
+                sampled = on_host(growing, logits, masking.result())
             for sequence in growing:
                 sequence.sampler.drawn += 1
             choices = dict(zip(growing, chosen(growing, sampled), strict=True))
@@ -242,13 +257,14 @@ class Engine:
         """Run the chunks as one step and choose the tokens that follow them."""
         growing = [i for i, c in enumerate(chunks) if c.sequence.grows and c.completes]
         sequences = [chunks[i].sequence for i in growing]
-        every = self.run(chunks)
-        logits = _divided(every, chunks)
+        with Masking(sequences) as masking:
+            every = self.run(chunks)
+        logits = divided(every, chunks)
         last = every
         if len(growing) < len(every):  # else each row is some sequence's last
             ends = np.cumsum([len(chunk.wanted) for chunk in chunks])
             last = every[ends[growing] - 1]
-        sampled = on_host(sequences, last)
+        sampled = on_host(sequences, last, masking.result())
         for sequence in sequences:
             sequence.sampler.drawn += 1
         choices = dict(zip(growing, chosen(sequences, sampled), strict=True))
@@ -337,6 +353,10 @@ class Engine:
     ) -> None:
         """Add the token that was chosen, and end the sequence if it was the last. None:
         only the prompt was asked about."""
+        guide = sequence.guide
+        failure = guide.failure if guide else None
+        if failure is not None:
+            token = failure
         if isinstance(token, KvlatheError):
             self.fail(sequence, token)
             return
@@ -345,7 +365,8 @@ class Engine:
             params = sequence.params
             is_end = token in self.stop_ids and not params.ignore_eos
             stopped = sequence.text is not None and sequence.text.stopped
-            if is_end or token in params.stop_ids or stopped:
+            whole = guide is not None and guide.stopped
+            if is_end or token in params.stop_ids or stopped or whole:
                 self._end(sequence, "stop")
                 return
         if len(sequence.tokens) == sequence.most_tokens:
@@ -365,28 +386,3 @@ class Engine:
         everybody = (*self.scheduler.running, *self.scheduler.waiting)
         late = [sequence for sequence in everybody if sequence.deadline < now]
         return [self._end(sequence, "timeout") for sequence in late]
-
-
-def _divided(rows: Rows, chunks: Items[Chunk]) -> list[Rows]:
-    """The rows of each chunk."""
-    parts: list[Rows] = []
-    start = 0
-    for chunk in chunks:
-        parts.append(rows[start : start + len(chunk.wanted)])
-        start += len(chunk.wanted)
-    return parts
-
-
-def _needs_logits(chunk: Chunk) -> bool:
-    """Whether the host needs logits of a chunk: to report the prompt's, or for others
-    that continue the same prompt."""
-    sequence = chunk.sequence
-    in_prompt = sequence.cached < sequence.prompt_tokens
-    return in_prompt and (sequence.reports_prompt or sequence.leads)
-
-
-def _logits_of_prompt(sequence: Sequence) -> Rows:
-    """Logits [vocab] after a shared prompt that was computed."""
-    shared = sequence.shared_prompt
-    assert shared and shared.logits is not None
-    return shared.logits

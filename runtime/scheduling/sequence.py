@@ -13,6 +13,7 @@ from kvlathe.runtime.cache.observed_rows import ObservedRows
 from kvlathe.runtime.cache.page_table import PageTable, Reservation
 from kvlathe.runtime.scheduling.prompt_stages import PromptStages
 from kvlathe.runtime.sessions.protocols import StepPlan
+from kvlathe.runtime.text.guide import Guide
 from kvlathe.runtime.text.sampler import Request, Sampler, TokenLogprob, logprob
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import TextStream
@@ -41,6 +42,8 @@ class Sequence:
     tokens. While decoding, pages seal as they fill. So when pages seal depends on the
     sequence, never on the schedule.
 
+    ``guide``: where the answer is in its structure, where it is to have one.
+
     ``pending``: tokens after those of ``tokens`` that a GPU is choosing. The next step may
     run on them before the host knows what they are.
 
@@ -63,6 +66,7 @@ class Sequence:
     chunk: int
     sampler: Sampler
     text: TextStream | None = None
+    guide: Guide | None = None
     cached: int = 0
     pending: int = 0
     salt: bytes = b""
@@ -113,9 +117,14 @@ class Sequence:
 
     @property
     def waits(self) -> bool:
-        """Whether it cannot go on before the host knows its newest token: it was the
-        last one, or the choice of the next depends on it."""
-        return self.pending > 0 and (not self.grows or self.params.has_penalties)
+        """Whether it cannot go on before the host knows its newest token, which was the
+        last one."""
+        return self.pending > 0 and not self.grows
+
+    @property
+    def late(self) -> bool:
+        """Whether the choice of its next token depends on one that is not known."""
+        return self.pending > 0 and self.params.looks_back
 
     @property
     def decoding(self) -> bool:
@@ -230,7 +239,7 @@ class Sequence:
     @property
     def request(self) -> Request:
         """What the choice of its next token depends on, beside the logits."""
-        return Request(self.sampler, self.tokens, self.prompt_tokens)
+        return Request(self.sampler, self.tokens, self.prompt_tokens, self.guide)
 
     def ids(self, count: int) -> list[int]:
         """The next ``count`` tokens to compute; 0 for those that are not known."""
@@ -244,6 +253,8 @@ class Sequence:
         self.tokens.append(token)
         if self.text:
             self.text.push(token)
+        if self.guide:
+            self.guide.accept(token)
         self.last_token = time.perf_counter()
         self.first_token = self.first_token or self.last_token
 

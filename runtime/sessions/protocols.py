@@ -7,7 +7,7 @@ samples there. Callers ask for the protocol that they need.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -190,16 +190,21 @@ class Sampling(Protocol):
         ...
 
 
+Choose = Callable[[SamplingRows], Sampling]
+"""Chooses tokens from the logits of a step that may still run; the rows say what each of
+them asks for."""
+
+
 @runtime_checkable
 class TokenSampler(Protocol):
     """Samples where the logits are, so that only tokens cross to the host."""
 
-    def sample(self, step: StepPlan, rows: SamplingRows) -> Sampling:
-        """Run a step as ``StepRunner.run`` does, and choose a token for each of its R
-        rows of logits; ``rows`` says what each of them asks for.
+    def start(self, step: StepPlan) -> Choose:
+        """Run a step as ``StepRunner.run`` does. What it returns chooses a token for
+        each of its R rows of logits, and is to be called before the next step.
 
-        Waits for nothing: the next step may be given before the result is there, and
-        ``StepPlan.after`` then names its tokens. So may pages be moved and sealed.
+        Neither waits: the next step may be given before the tokens are there, and
+        ``StepPlan.after`` then names them. So may pages be moved and sealed.
         """
         ...
 

@@ -6,7 +6,8 @@ the same token from the same logits: the random numbers are made here, one for e
 and do not depend on the logits.
 
 The order is that of transformers' generate: repetition penalty, presence and frequency
-penalties and the logit bias, temperature, top-k, top-p, min-p. Then the token is where
+penalties and the logit bias, the mask of what may follow, temperature, top-k, top-p,
+min-p. Then the token is where
 the cumulative weight, in the order of token ids, passes the row's random number.
 """
 
@@ -20,6 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.text.guide import Guide
+from kvlathe.runtime.text.masks import Masks, masked
 from kvlathe.runtime.text.philox import uniform
 from kvlathe.runtime.text.sampling_params import SamplingParams
 
@@ -66,6 +69,7 @@ class SamplingRows:
     draws: Float64
     logprobs: Int64
     changes: Changes | None = None
+    masks: Masks | None = None
 
     @property
     def most_logprobs(self) -> int:
@@ -132,15 +136,16 @@ class Sampler:
 @dataclass(frozen=True, slots=True)
 class Request:
     """One row's request. ``context``: the prompt, of ``prompt_tokens`` tokens, and the
-    answer so far."""
+    answer so far. ``guide``: of an answer that has a structure."""
 
     sampler: Sampler
     context: Sequence[int]
     prompt_tokens: int
+    guide: Guide | None = None
 
 
-def rows_of(requests: Sequence[Request]) -> SamplingRows:
-    """The requests side by side."""
+def rows_of(requests: Sequence[Request], masks: Masks | None = None) -> SamplingRows:
+    """The requests side by side, with the masks of their guides."""
     params = [request.sampler.params for request in requests]
     temperature = np.array([p.temperature for p in params], np.float32)
     return SamplingRows(
@@ -153,6 +158,7 @@ def rows_of(requests: Sequence[Request]) -> SamplingRows:
             [-1 if p.logprobs is None else p.logprobs for p in params], np.int64
         ),
         changes=changes_of(requests),
+        masks=masks,
     )
 
 
@@ -215,6 +221,8 @@ def sample(logits: Float32, rows: SamplingRows) -> Sampled:
     """A token for each row of ``logits`` [R, vocab] float32, which stay as they are. A
     row whose logits are not numbers gets NO_TOKEN."""
     final = logits if rows.changes is None else changed(logits, rows.changes)
+    if rows.masks is not None:
+        final = masked(final, rows.masks)
     best = final.argmax(axis=1)
     tokens = best.astype(np.int64)
     highest = final[np.arange(len(best)), best]
@@ -257,8 +265,10 @@ def _place(weights: Float32, draw: float) -> int:
     block = min(int(np.searchsorted(ends, target, "right")), len(ends) - 1)
     start = block * BLOCK
     before = ends[block - 1] if block else 0.0
-    inside = before + np.cumsum(weights[start : start + BLOCK], dtype=np.float64)
-    place = min(int(np.searchsorted(inside, target, "right")), len(inside) - 1)
+    own = weights[start : start + BLOCK]
+    inside = before + np.cumsum(own, dtype=np.float64)
+    last = int(np.flatnonzero(own)[-1])  # a token of weight 0 is never drawn
+    place = min(int(np.searchsorted(inside, target, "right")), last)
     return start + place
 
 

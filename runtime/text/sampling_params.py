@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TypeGuard
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.text.structure import Structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,9 @@ class SamplingParams:
     text and are not part of it; ``stop_ids``: tokens that do. ``logprobs``: how many of
     the likeliest tokens to report beside each chosen one, None: report nothing;
     ``prompt_logprobs``: the same for the prompt's own tokens, and then
-    ``max_new_tokens`` may be 0.
+    ``max_new_tokens`` may be 0. ``structure``: what the answer must look like
+    (docs/structured.md). ``skip_special_tokens`` False: the text has special tokens too,
+    but for the one that ends it.
 
     Raises KvlatheError for a value of another type or out of its range.
     """
@@ -86,14 +89,19 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     ignore_eos: bool = False
+    structure: Structure | None = None
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         for name in RANGES:
             self._check_number(name)
         self._check_stop()
         self._check_tokens()
-        if not isinstance(self.ignore_eos, bool):
-            raise self._refusal("ignore_eos", "True or False")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise self._refusal(name, "True or False")
+        if self.structure is not None and not isinstance(self.structure, Structure):
+            raise self._refusal("structure", "a Structure, such as Structure.json()")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -104,9 +112,14 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the choice of a token depends on the tokens before it."""
+        """Whether tokens count that the answer has already."""
         repeats = self.repetition_penalty != 1
         return bool(repeats or self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether the choice of a token depends on the tokens before it."""
+        return self.has_penalties or self.structure is not None
 
     def _check_number(self, name: str) -> None:
         value, allowed = getattr(self, name), RANGES[name]

@@ -132,6 +132,12 @@ class Tokenizer:
         return self.encode("a", add_special_tokens=False)
 
     @functools.cached_property
+    def special_names(self) -> dict[int, str]:
+        """Of the special tokens that do not end a text."""
+        ids = self.special_ids.difference(self.eos_ids)
+        return {token: self.backend.id_to_token(token) or "" for token in ids}
+
+    @functools.cached_property
     def longest_token(self) -> int:
         """Characters of the vocabulary's longest entry."""
         return max(map(len, self.backend.get_vocab()), default=1)
@@ -179,12 +185,19 @@ class TextStream:
     """The text of one answer, token by token: whole characters only, and cut before the
     first stop string.
 
+    ``skip_special`` False: special tokens are written by their names, but for those
+    that end a text.
+
     Text that may be the beginning of a stop string is held back until it is not. The
     pieces that ``push`` and ``close`` return add up to ``text``.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), stop: Sequence[str] = ()
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        stop: Sequence[str] = (),
+        skip_special: bool = True,
     ) -> None:
         # A few tokens of the prompt come first: what a token reads as can depend on the
         # one before it.
@@ -193,6 +206,7 @@ class TextStream:
         self._shown = len(self._ids)  # ids whose text is complete
         self._anchor = 0  # where decoding begins
         self._held = ""
+        self._shown_names = {} if skip_special else tokenizer.special_names
         self.text = ""
         self.stopped = False
 
@@ -201,9 +215,10 @@ class TextStream:
         string ended the text."""
         self._ids.append(token)
         piece = self._new_text()
-        if piece.endswith(UNFINISHED):
+        name = self._shown_names.get(token, "")
+        if piece.endswith(UNFINISHED) and not name:
             return ""
-        return self._accept(piece)
+        return self._accept(piece + name)
 
     def close(self) -> str:
         """No more tokens: what was held back, broken characters included."""

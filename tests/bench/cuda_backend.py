@@ -228,7 +228,7 @@ class Bench:
             self.starts[:-1],
             after,
         )
-        sampling = self.session.sample(plan, self.greedy)
+        sampling = self.session.start(plan)(self.greedy)
         full = [page for one in reserved if one.moves for page in one.moves.seals]
         if full:
             self.session.seal(full)

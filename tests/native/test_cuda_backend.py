@@ -124,7 +124,7 @@ def _known(
     tokens, steps = [7], []
     for _ in range(12):
         steps.append(next_step(llm, table, tokens[-1]))
-        tokens.append(session.sample(steps[-1], GREEDY).result().token(0))
+        tokens.append(session.start(steps[-1])(GREEDY).result().token(0))
     return tokens[1:], steps
 
 
@@ -134,11 +134,11 @@ def test_steps_follow_each_other_on_the_gpu(pair: tuple[LLM, LLM]) -> None:
     session, table = llm.session, llm.pool.open()
     assert isinstance(session, TorchSession)
     tokens, steps = _known(llm, session, table)
-    flights = [session.sample(steps[0], GREEDY)]
+    flights = [session.start(steps[0])(GREEDY)]
     for step in steps[1:]:
         unknown = np.zeros(1, np.int32)
         step = dataclasses.replace(step, input_ids=unknown, after=unknown)
-        flights.append(session.sample(step, GREEDY))
+        flights.append(session.start(step)(GREEDY))
     assert [flight.result().token(0) for flight in flights] == tokens
     llm.pool.release(table)
 

@@ -157,13 +157,13 @@ def test_steps_of_torch_follow_each_other_on_the_device(
     tokens, steps = [7], []
     for _ in range(8):
         steps.append(next_step(ours, table, tokens[-1]))
-        chosen = session.sample(steps[-1], greedy).result()
+        chosen = session.start(steps[-1])(greedy).result()
         tokens.append(chosen.token(0))
-    flights = [session.sample(steps[0], greedy)]
+    flights = [session.start(steps[0])(greedy)]
     for step in steps[1:]:
         unknown = np.zeros(1, np.int32)
         step = dataclasses.replace(step, input_ids=unknown, after=unknown)
-        flights.append(session.sample(step, greedy))
+        flights.append(session.start(step)(greedy))
     assert [flight.result().token(0) for flight in flights] == tokens[1:]
 
 

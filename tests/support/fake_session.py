@@ -11,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import zlib
+from collections.abc import Callable
 from collections.abc import Sequence as Items
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -61,14 +63,17 @@ class SamplesThere:
         self.session = session
         self.tokens = np.zeros(0, np.int64)
 
-    def sample(self, step: StepPlan, rows: SamplingRows) -> Known:
+    def start(self, step: StepPlan) -> Callable[[SamplingRows], Known]:
         if step.after is not None:
             unknown = step.after >= 0
             assert not step.input_ids[unknown].any(), "the host cannot know them"
             ids = step.input_ids.copy()
             ids[unknown] = self.tokens[step.after[unknown]]
             step = dataclasses.replace(step, input_ids=ids)
-        sampled = sampler.sample(self.session.run(step), rows)
+        return partial(self.choose, self.session.run(step))
+
+    def choose(self, logits: npt.NDArray[np.float32], rows: SamplingRows) -> Known:
+        sampled = sampler.sample(logits, rows)
         self.tokens = sampled.tokens
         return Known(sampled)
 

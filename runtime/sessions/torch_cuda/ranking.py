@@ -20,16 +20,15 @@ from kvlathe.runtime.native.observing import DeviceMove, move_tokens
 from kvlathe.runtime.sessions.gpu.device import Device, DeviceArray
 from kvlathe.runtime.sessions.gpu.session import Compute
 from kvlathe.runtime.sessions.protocols import (
+    Choose,
     Float32,
     FullPage,
-    Sampling,
     Scores,
     StepPlan,
 )
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
 from kvlathe.runtime.sessions.torch_cuda.scores import DeviceScores
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
-from kvlathe.runtime.text.sampler import SamplingRows
 
 SCRATCH_PAGES = 8
 """Pages of tokens that are gathered at once before they are sealed."""
@@ -75,9 +74,9 @@ class RankingSession(TorchSession):
             self.unobserve()
             raise
 
-    def sample(self, step: StepPlan, rows: SamplingRows) -> Sampling:
+    def start(self, step: StepPlan) -> Choose:
         try:
-            return super().sample(step, rows)
+            return super().start(step)
         except BaseException:
             self.unobserve()
             raise

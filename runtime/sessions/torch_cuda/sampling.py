@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvlathe.runtime.text.masks import WORD, Masks
 from kvlathe.runtime.text.sampler import (
     NO_TOKEN,
     Changes,
@@ -104,6 +105,8 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampling:
         return Sampling(logits, torch.zeros(0, dtype=torch.int64, device=device), rows)
     exact = logits.float()
     changed = exact if rows.changes is None else _apply(exact, rows.changes)
+    if rows.masks is not None:
+        changed = _masked(changed, rows.masks)
     highest, tokens = changed.max(dim=1)
     random = np.flatnonzero(rows.temperature > 0)
     if len(random):
@@ -125,6 +128,18 @@ def _apply(logits: Tensor, changes: Changes) -> Tensor:
     changed = logits.clone()
     changed[places] = torch.where(old > 0, old / penalty, old * penalty) + added
     return changed
+
+
+def _masked(logits: Tensor, masks: Masks) -> Tensor:
+    """The logits with -inf for tokens that may not follow. Masks cross packed."""
+    device, width = logits.device, logits.shape[1]
+    rows, bits = _sent(masks.rows, device), _sent(masks.bits, device)
+    places = torch.arange(WORD, dtype=torch.int32, device=device)
+    wide = (bits[:, :, None] >> places) & 1
+    allowed = wide.flatten(1)[:, :width] != 0
+    result = logits.clone()
+    result[rows] = torch.where(allowed, logits[rows], -torch.inf)
+    return result
 
 
 def _drawn(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:

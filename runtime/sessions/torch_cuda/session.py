@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from kvlathe.runtime.sessions.gpu.device import DeviceArray
 from kvlathe.runtime.sessions.gpu.session import DeviceSession
-from kvlathe.runtime.sessions.protocols import Sampling, StepPlan
+from kvlathe.runtime.sessions.protocols import Choose, Sampling, StepPlan
 from kvlathe.runtime.sessions.torch_cuda import sampling
 from kvlathe.runtime.sessions.torch_cuda.device import tensor_of
 from kvlathe.runtime.text.sampler import SamplingRows
@@ -19,9 +21,12 @@ class TorchSession(DeviceSession):
 
     _tokens: Tensor | None = None  # of the step before
 
-    def sample(self, step: StepPlan, rows: SamplingRows) -> Sampling:
-        """As TokenSampler.sample."""
-        chosen = sampling.sample(tensor_of(self.launch(step)), rows)
+    def start(self, step: StepPlan) -> Choose:
+        """As TokenSampler.start."""
+        return partial(self._choose, tensor_of(self.launch(step)))
+
+    def _choose(self, logits: Tensor, rows: SamplingRows) -> Sampling:
+        chosen = sampling.sample(logits, rows)
         self._tokens = chosen.tokens
         return chosen
 

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import Counter
 from functools import partial
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -204,6 +205,42 @@ def test_answers_go_ahead_beside_one_whose_prompt_was_reported() -> None:
     for _ in range(6):
         engine.step()
         assert all(sequence.pending for sequence in sequences)
+
+
+@pytest.mark.parametrize("asked", [{"repetition_penalty": 1.3}, {}])
+def test_who_looks_back_gets_a_token_every_step(asked: dict[str, Any]) -> None:
+    """The step runs ahead; only the choice of its token waits for the one before."""
+    engine = engine_for("one", 600)
+    engine.sampler = SamplesThere(engine.session)
+    sequences = [sequence_for(engine, [1] * 10, 8, **asked) for _ in range(2)]
+    sequences.append(sequence_for(engine, [2] * 10, 8))
+    for sequence in sequences:
+        engine.scheduler.add(sequence)
+    engine.step()
+    for count in range(1, 8):
+        engine.step()
+        assert [sequence.answered for sequence in sequences] == [count] * 3
+    engine.step()
+    assert all(sequence.finish_reason for sequence in sequences)
+
+
+def test_a_choice_that_fails_ends_its_step_alone() -> None:
+    engine = engine_for("one", 600)
+    sampler = SamplesThere(engine.session)
+    engine.sampler = sampler
+    sequences = [sequence_for(engine, [1] * 10, 8, presence_penalty=1.0)]
+    engine.scheduler.add(sequences[0])
+    engine.step()
+    choose = sampler.choose
+
+    def broken(logits: object, rows: object) -> NoReturn:
+        raise RuntimeError("no memory for a choice")
+
+    sampler.choose = broken
+    assert engine.step() == sequences, "told of once, though a token landed too"
+    assert sequences[0].finish_reason == "error" and engine._flight is None
+    sampler.choose = choose
+    assert engine.pool.bytes_in_use == 0
 
 
 def test_nothing_flies_once_nobody_waits() -> None:

@@ -3,6 +3,7 @@ same tokens on the host and with torch, and rows that do not see their neighbour
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from transformers import (
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.sessions.torch_cuda import sampling
+from kvlathe.runtime.text.masks import WORD, Masks, no_bits
 from kvlathe.runtime.text.philox import uniform
 from kvlathe.runtime.text.sampler import (
     NO_TOKEN,
@@ -105,12 +107,64 @@ def test_random_numbers_are_numpys_philox_streams(seeds: list[int]) -> None:
         np.testing.assert_array_equal(drawn, wanted)
 
 
-@settings(max_examples=150)
-@given(batch=batches, seed=st.integers(0, 999), equal=st.booleans())
-def test_torch_draws_what_the_host_draws(
-    batch: list[Request], seed: int, equal: bool
+def random_masks(seed: int, rows: int) -> Masks:
+    """Of some of the rows: a few tokens each, the last word's rest at random."""
+    random = np.random.default_rng(seed)
+    chosen = np.flatnonzero(random.random(rows) < 0.6)
+    bits = no_bits(len(chosen), VOCABULARY)
+    for own in bits:
+        words = random.integers(-(2**31), 2**31, len(own))
+        own[:] = np.where(random.random(len(own)) < 0.3, words, 0)
+        own[random.integers(VOCABULARY // WORD)] |= 1 << int(random.integers(31))
+    return Masks(chosen, bits)
+
+
+@settings(max_examples=60)
+@given(batch=batches, seed=st.integers(0, 999))
+def test_a_mask_is_a_vocabulary_of_the_tokens_that_it_allows(
+    batch: list[Request], seed: int
 ) -> None:
-    logits, rows = logits_of(seed, len(batch), equal), rows_of(batch)
+    """Against the same rows with the others' logits at -inf; and what it leaves out is
+    never drawn."""
+    logits, masks = logits_of(seed, len(batch)), random_masks(seed, len(batch))
+    free = [dataclasses.replace(r, sampler=unchanged(r.sampler)) for r in batch]
+    cut = logits.copy()
+    for row, own in zip(masks.rows.tolist(), masks.bits, strict=True):
+        for token in range(VOCABULARY):
+            if not int(own[token // WORD]) >> token % WORD & 1:
+                cut[row, token] = -np.inf
+    found = sample(logits, rows_of(free, masks))
+    np.testing.assert_array_equal(found.tokens, sample(cut, rows_of(free)).tokens)
+    drawn = cut[np.arange(len(batch)), found.tokens]
+    assert np.isfinite(drawn).all()
+    plain = sample(logits, rows_of(free))
+    others = np.setdiff1d(np.arange(len(batch)), masks.rows)
+    np.testing.assert_array_equal(found.tokens[others], plain.tokens[others])
+
+
+def unchanged(sampler: Sampler) -> Sampler:
+    """The same without what changes logits before a mask."""
+    params = dataclasses.replace(
+        sampler.params,
+        repetition_penalty=1.0,
+        presence_penalty=0.0,
+        frequency_penalty=0.0,
+        logit_bias=(),
+    )
+    found = Sampler(params)
+    found.drawn = sampler.drawn
+    return found
+
+
+@settings(max_examples=150)
+@given(
+    batch=batches, seed=st.integers(0, 999), equal=st.booleans(), guided=st.booleans()
+)
+def test_torch_draws_what_the_host_draws(
+    batch: list[Request], seed: int, equal: bool, guided: bool
+) -> None:
+    masks = random_masks(seed, len(batch)) if guided else None
+    logits, rows = logits_of(seed, len(batch), equal), rows_of(batch, masks)
     host, device = (
         sample(logits, rows),
         sampling.sample(torch.from_numpy(logits), rows).result(),

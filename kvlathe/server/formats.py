@@ -1,0 +1,72 @@
+"""What an answer must look like, as clients say it: ``response_format`` as the OpenAI API
+has it, ``structured_outputs`` as vLLM has it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from kvlathe.runtime.text.structure import ANY_OBJECT, Structure
+from kvlathe.server.fields import Items, Json, Strict
+
+
+class JsonSchema(Strict):
+    """A schema with a name, which says nothing here."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Json | bool | None = Field(None, alias="schema")
+    strict: bool | None = Field(None, description="Ignored: it always is.")
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> ResponseFormat:
+        named = self.json_schema
+        missing = named is None or named.schema_ is None
+        if (self.type == "json_schema") == missing:
+            raise PydanticCustomError(
+                "json_schema", "json_schema.schema belongs to the type json_schema"
+            )
+        return self
+
+    def structure(self) -> Structure | None:
+        if self.type == "text":
+            return None
+        named = self.json_schema
+        return Structure.json(ANY_OBJECT if named is None else named.schema_)
+
+
+class StructuredOutputs(Strict):
+    """As in vLLM: exactly one."""
+
+    json_: Json | bool | str | None = Field(
+        None, alias="json", description="A JSON schema."
+    )
+    regex: str | None = None
+    choice: Items[str] | None = None
+    grammar: str | None = Field(None, description="In Lark's syntax.")
+    json_object: bool | None = None
+
+    @model_validator(mode="after")
+    def _one(self) -> StructuredOutputs:
+        given = [value for value in self.__dict__.values() if value is not None]
+        if len(given) != 1 or self.json_object is False:
+            raise PydanticCustomError(
+                "one", "give one of json, regex, choice, grammar and json_object"
+            )
+        return self
+
+    def structure(self) -> Structure:
+        if self.regex is not None:
+            return Structure.regex(self.regex)
+        if self.choice is not None:
+            return Structure.choice(self.choice)
+        if self.grammar is not None:
+            return Structure.grammar(self.grammar)
+        return Structure.json(ANY_OBJECT if self.json_object else self.json_)

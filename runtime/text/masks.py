@@ -1,0 +1,37 @@
+"""Masks: which tokens may come next, one bit a token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Bits = npt.NDArray[np.int32]
+WORD = 32
+"""Tokens in a word of a mask."""
+
+
+@dataclass(frozen=True, slots=True)
+class Masks:
+    """Bit t % 32 of word t // 32 of ``bits[i]`` ([m, vocab / 32] int32) is 1 where
+    token t may follow in row ``rows[i]`` of the logits. Rows that are not named may be
+    followed by any."""
+
+    rows: npt.NDArray[np.int64]
+    bits: Bits
+
+
+def no_bits(rows: int, vocabulary: int) -> Bits:
+    """Masks that allow nothing, to be filled."""
+    return np.zeros((rows, -(-vocabulary // WORD)), np.int32)
+
+
+def masked(logits: npt.NDArray[np.float32], masks: Masks) -> npt.NDArray[np.float32]:
+    """The logits [R, vocab] with -inf for tokens that may not follow."""
+    result = logits.copy()
+    wide = masks.bits.view(np.uint8)
+    allowed = np.unpackbits(wide, axis=1, count=logits.shape[1], bitorder="little")
+    for row, own in zip(masks.rows.tolist(), allowed, strict=True):
+        np.copyto(result[row], -np.inf, where=own == 0)
+    return result

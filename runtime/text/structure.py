@@ -1,0 +1,167 @@
+"""Structure: what an answer must look like, as data. Which tokens it leaves at each
+place: guide.py."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvlathe.base.errors import KvlatheError
+
+KINDS = ("json_schema", "regex", "grammar")
+MOST_CHARACTERS = {"json_schema": 1 << 16, "regex": 1 << 12, "grammar": 1 << 13}
+"""Of a text of each kind: compiling a longer one could take seconds."""
+MOST_LINES = 400
+"""Of a grammar: rules that name each other are followed recursively."""
+MOST_PATTERNS = 1 << 12
+"""Characters of all regular expressions of a JSON schema."""
+MOST_MULTIPLES = 20_000
+"""The sum of all multipleOf of a JSON schema, in units of their last digit: each is an
+automaton of so many states."""
+MOST_DIGITS = 300
+"""Of a number: more are beyond what JSON numbers are read into."""
+ANY_OBJECT = {"type": "object"}
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What an answer must look like. ``kind``: one of KINDS; ``text``: a JSON schema as
+    JSON, a regular expression that the whole answer matches (Rust's syntax), or a
+    grammar (Lark's syntax).
+
+    Raises KvlatheError for a text that is none, or so large that it could hold others
+    up. What only compiling finds, the engine refuses.
+    """
+
+    kind: str
+    text: str
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            said = ", ".join(KINDS)
+            raise refused(
+                f"structure kind is {self.kind!r:.60}", f"it is one of {said}"
+            )
+        most = MOST_CHARACTERS[self.kind]
+        if not isinstance(self.text, str) or not self.text:
+            raise refused(f"the {self.said} is {self.text!r:.60}", "it must be a text")
+        if len(self.text) > most:
+            fact = f"the {self.said} has {len(self.text):,} characters"
+            raise refused(fact, f"at most {most:,} are taken", "make it smaller")
+        if self.kind == "json_schema":
+            _check_schema(_parsed(self.text))
+        if self.kind == "grammar":
+            _check_grammar(self.text)
+
+    @property
+    def said(self) -> str:
+        """The kind in words."""
+        names = {"json_schema": "JSON schema", "regex": "regular expression"}
+        return names.get(self.kind, self.kind)
+
+    @classmethod
+    def json(cls, schema: object = ANY_OBJECT) -> Structure:
+        """JSON that ``schema`` (a dict, a bool, or JSON text) describes; by default any
+        object."""
+        if isinstance(schema, str):
+            return cls("json_schema", schema)
+        try:
+            return cls("json_schema", json.dumps(schema, allow_nan=False))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise refused("the JSON schema cannot be read", str(error)) from error
+
+    @classmethod
+    def regex(cls, pattern: str) -> Structure:
+        """A text that matches ``pattern`` as a whole."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def grammar(cls, text: str) -> Structure:
+        """A text of the language whose Lark grammar ``text`` is."""
+        return cls("grammar", text)
+
+    @classmethod
+    def choice(cls, options: Sequence[str]) -> Structure:
+        """One of ``options``."""
+        texts = [option for option in options if isinstance(option, str) and option]
+        if not texts or len(texts) < len(options):
+            raise refused("the choices are none", "they must be texts, none empty")
+        return cls("regex", "|".join(map(literal, texts)))
+
+
+def literal(text: str) -> str:
+    """A regular expression of Rust's syntax that matches ``text`` alone."""
+    return "".join(c if c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text)
+
+
+def refused(fact: str, reason: str, remedy: str = "correct it") -> KvlatheError:
+    return KvlatheError(fact, reason, remedy)
+
+
+def _parsed(text: str) -> object:
+    """The schema. Raises KvlatheError for what is no JSON, or no schema."""
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise refused("the JSON schema is no JSON", str(error)) from error
+    if not isinstance(schema, dict | bool):
+        raise refused("the JSON schema is no schema", "one is an object, true or false")
+    return schema
+
+
+def _check_schema(schema: object) -> None:
+    """Raises KvlatheError for what compiles into automata without bound."""
+    patterns, multiples = 0, 0.0
+    left = [schema]
+    while left:
+        value = left.pop()
+        if isinstance(value, list):
+            left += value
+        elif isinstance(value, dict):
+            left += value.values()
+            patterns += _pattern_size(value)
+            multiples += _states(value.get("multipleOf"))
+        elif isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
+            fact = f"the JSON schema has a number of over {MOST_DIGITS} digits"
+            raise refused(fact, "it is beyond what JSON readers hold")
+    if patterns > MOST_PATTERNS:
+        fact = f"the JSON schema's patterns have {patterns:,} characters"
+        raise refused(fact, f"at most {MOST_PATTERNS:,} are taken", "make them shorter")
+    if multiples > MOST_MULTIPLES:
+        reason = (
+            f"they add up to more than {MOST_MULTIPLES:,} units of their last digit"
+        )
+        remedy = "leave multipleOf out, or round it"
+        raise refused("the JSON schema's multipleOf are too large", reason, remedy)
+
+
+def _pattern_size(schema: dict[str, object]) -> int:
+    """Characters of the regular expressions of one schema."""
+    own = schema.get("pattern")
+    size = len(own) if isinstance(own, str) else 0
+    named = schema.get("patternProperties")
+    if isinstance(named, dict):
+        size += sum(map(len, named))
+    return size
+
+
+def _states(multiple: object) -> float:
+    """States of the automaton that counts a multipleOf."""
+    if isinstance(multiple, bool) or not isinstance(multiple, int | float):
+        return 0
+    if abs(multiple) > MOST_MULTIPLES:
+        return math.inf
+    digits = f"{abs(multiple):.12f}".rstrip("0").replace(".", "")
+    return float(digits or 0)
+
+
+def _check_grammar(text: str) -> None:
+    lines = text.count("\n") + 1
+    if lines > MOST_LINES:
+        fact = f"the grammar has {lines:,} lines"
+        raise refused(fact, f"at most {MOST_LINES} are taken", "make it smaller")
+    if "%json" in text:
+        remedy = "give the schema alone, as json_schema"
+        raise refused("the grammar has %json", "schemas are checked apart", remedy)

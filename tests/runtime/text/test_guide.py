@@ -1,0 +1,218 @@
+"""Guides: masks allow exactly the tokens by which a text can still become one that its
+structure describes, and nothing is compiled without bounds."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.text.guide import Guide, Guides, StructureError, masks_of
+from kvlathe.runtime.text.masks import Masks, masked
+from kvlathe.runtime.text.structure import Structure
+from kvlathe.runtime.text.tokenizer import Tokenizer
+from tests.support.runtime_cases import MODEL
+
+pytest.importorskip("llguidance", reason="llguidance is not installed")
+VOCABULARY = 8192
+
+
+@cache
+def guides() -> Guides:
+    return Guides(tokenizer(), VOCABULARY)
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    return Tokenizer(MODEL)
+
+
+def allowed(guide: Guide) -> set[int]:
+    """The tokens of a guide's mask."""
+    masks = masks_of([guide])
+    assert masks
+    logits = np.zeros((1, VOCABULARY), np.float32)
+    return set(np.flatnonzero(np.isfinite(masked(logits, masks))[0]).tolist())
+
+
+def begins_one(text: bytes, whole: list[bytes]) -> bool:
+    return any(one.startswith(text) for one in whole)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    words=st.lists(st.text("abn. é", min_size=1, max_size=6), min_size=1, max_size=5),
+    picks=st.lists(st.integers(0, 9999), max_size=6),
+)
+def test_masks_of_choices_are_tokens_that_begin_one(
+    words: list[str], picks: list[int]
+) -> None:
+    """Against every token of the vocabulary tried by hand. Where the text is forced,
+    only the tokenizer's own way to write it is left."""
+    guide, said = guides().guide(Structure.choice(words)), b""
+    whole = [word.encode() for word in words]
+    pieces = {token: tokenizer().piece(token) for token in range(VOCABULARY)}
+    ends = set(tokenizer().eos_ids)
+    for pick in picks:
+        if guide.stopped:
+            break
+        expected = {
+            token
+            for token, piece in pieces.items()
+            if token not in tokenizer().special_ids and begins_one(said + piece, whole)
+        }
+        found = allowed(guide)
+        assert found - ends <= expected and bool(found & ends) == (said in whole)
+        if not found - ends:
+            break
+        token = sorted(found - ends)[pick % len(found - ends)]
+        guide.accept(token)
+        said += pieces[token]
+    assert guide.failure is None and begins_one(said, whole)
+
+
+@settings(max_examples=25, deadline=None)
+@given(words=st.lists(st.text("abn. é{", min_size=1), min_size=1, max_size=5))
+def test_every_choice_can_be_written_as_the_tokenizer_writes_it(
+    words: list[str],
+) -> None:
+    for word in words:
+        guide = guides().guide(Structure.choice(words))
+        for token in tokenizer().encode(word, add_special_tokens=False):
+            assert token in allowed(guide)
+            guide.accept(token)
+        ends = set(tokenizer().eos_ids)
+        assert guide.stopped or allowed(guide) & ends
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_random_walks_through_a_pattern_end_in_a_match(seed: int) -> None:
+    pattern, random = r"[a-f]{2,5}(-[0-9]{1,3}){1,2}x?", np.random.default_rng(seed)
+    guide, tokens = guides().guide(Structure.regex(pattern)), list[int]()
+    while not guide.stopped:
+        token = int(random.choice(sorted(allowed(guide))))
+        guide.accept(token)
+        tokens.append(token)
+    assert re.fullmatch(pattern, tokenizer().decode(tokens))
+
+
+def test_guides_of_one_structure_do_not_share_their_place() -> None:
+    structure = Structure.regex("ab|cd")
+    first, second = guides().guide(structure), guides().guide(structure)
+    before = allowed(second)
+    first.accept(tokenizer().encode("a", add_special_tokens=False)[0])
+    assert allowed(second) == before != allowed(first)
+
+
+def test_a_token_that_may_not_follow_ends_the_answer_in_words() -> None:
+    guide = guides().guide(Structure.regex("ab"))
+    guide.accept(tokenizer().encode("c", add_special_tokens=False)[0])
+    assert isinstance(guide.failure, StructureError) and not guide.stopped
+    assert masks_of([guide, None]) is None
+
+
+UNKNOWN = {
+    "keyword": Structure.json({"type": "array", "uniqueItems": True}),
+    "type": Structure.json({"type": "frob"}),
+    "reference": Structure.json({"$ref": "#/$defs/none"}),
+    "a file": Structure.json({"$ref": "file:///etc/passwd"}),
+    "a page": Structure.json({"$ref": "http://127.0.0.1/schema"}),
+    "limits": Structure.json({"x-guidance": {"lenient": True}}),
+    "no text": Structure.json({"$ref": "#"}),
+    "false": Structure.json(False),
+    "contradiction": Structure.json({"allOf": [{"type": "null"}, {"type": "string"}]}),
+    "regex": Structure.regex("(a"),
+    "look-ahead": Structure.regex("(?=a)b"),
+    "back reference": Structure.regex(r"(a)\1"),
+    "rule": Structure.grammar("start: none"),
+    "nested": Structure.grammar("start: " + "(" * 4000 + '"a"' + ")" * 4000),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_cannot_be_compiled_is_refused_in_a_line(name: str) -> None:
+    with pytest.raises(StructureError) as refused:
+        guides().guide(UNKNOWN[name])
+    assert refused.value.reason and "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+def chain(link: str, count: int) -> dict[str, object]:
+    """Schemas that name each other, one after the other."""
+    found: dict[str, object] = {f"a{count}": {"type": "string"}}
+    for i in range(count):
+        following = {"$ref": f"#/$defs/a{i + 1}"}
+        own = {"items": following} if link == "items" else {link: [following]}
+        found[f"a{i}"] = own
+    return {"$ref": "#/$defs/a0", "$defs": found}
+
+
+HOSTILE = {
+    "exponential": Structure.regex(r"(a|b)*a(a|b){40}c"),
+    "catastrophic": Structure.regex(r"((a+)+)+$"),
+    "counted": Structure.regex(r"(((.{1,99}){1,99}){1,99}){1,99}"),
+    "optional": Structure.regex("a?" * 2000),
+    "classes": Structure.regex(r"\p{L}" * 800),
+    "chain": Structure.json(chain("items", 1400)),
+    "chain of choices": Structure.json(chain("anyOf", 1300)),
+    "chain of rules": Structure.grammar(
+        "start: r0\n" + "".join(f"r{i}: r{i + 1}\n" for i in range(390)) + 'r390: "a"'
+    ),
+    "wide": Structure.json(
+        {"properties": {f"p{i}": {"type": "string"} for i in range(1800)}}
+    ),
+    "many": Structure.json({"anyOf": [{"const": f"c{i}"} for i in range(2500)]}),
+    "ambiguous": Structure.grammar('start: a\na: a a a | a a | "a" | "b" |'),
+    "endless": Structure.grammar('start: a\na: "x" a'),
+    "long": Structure.json({"type": "string", "minLength": 4_000_000_000}),
+    "multiple": Structure.json({"type": "integer", "multipleOf": 19_997}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_structures_take_bounded_time(name: str) -> None:
+    """They are refused, or each of their steps is short; nothing is raised but
+    refusals, and the process lives."""
+    started, slowest = time.perf_counter(), 0.0
+    try:
+        guide = guides().guide(HOSTILE[name])
+    except KvlatheError:
+        assert time.perf_counter() - started < 5
+        return
+    assert time.perf_counter() - started < 5
+    for token in tokenizer().encode("ab" * 150, add_special_tokens=False):
+        before = time.perf_counter()
+        if masks_of([guide]) is None:
+            break
+        guide.accept(token)
+        slowest = max(slowest, time.perf_counter() - before)
+    assert slowest < 1
+
+
+def test_a_vocabulary_that_is_larger_than_the_tokenizers_is_never_used() -> None:
+    wide = Guides(tokenizer(), VOCABULARY + 100)
+    masks = masks_of([wide.guide(Structure.json())])
+    assert isinstance(masks, Masks) and masks.bits.shape == (
+        1,
+        (VOCABULARY + 131) // 32,
+    )
+    logits = np.zeros((1, VOCABULARY + 100), np.float32)
+    assert not np.isfinite(masked(logits, masks)[0, VOCABULARY:]).any()
+
+
+def test_blanks_between_parts_of_json_come_to_an_end() -> None:
+    guide = guides().guide(Structure.json())
+    blanks = tokenizer().encode("{ ", add_special_tokens=False)
+    for token in blanks:
+        guide.accept(token)
+    pieces = [tokenizer().piece(token) for token in allowed(guide)]
+    assert pieces and all(piece.strip() for piece in pieces)
+    assert json.loads("{ }") == {}
