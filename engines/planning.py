@@ -299,7 +299,7 @@ def _require_rope(stats: Stats, checkpoint: Checkpoint) -> None:
     length, served = stats.source.get("max_seq_len"), checkpoint.spec.max_seq_len
     if length is None:
         return
-    if read_spec(checkpoint.path, int(length)).rope != checkpoint.spec.rope:
+    if read_spec(checkpoint.path, int(length)).ropes != checkpoint.spec.ropes:
         raise KvlatheError(
             f"the statistics are of sequences of up to {length} tokens",
             f"this model's RoPE differs at {served}",

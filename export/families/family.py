@@ -4,7 +4,7 @@ not say. Data only."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 
@@ -14,11 +14,12 @@ class Family:
 
     ``names``: role -> checkpoint tensor name without ``.weight`` / ``.bias``; ``{i}``
     stands for the layer. Roles are ``embed positions norm head`` once, and ``attn_norm
-    q k v q_norm k_norm o mlp_norm gate up down`` in each layer. Which roles are there
-    says how the layer is wired: ``qkv`` (``gate_up``) instead of ``q k v`` (``gate
-    up``) is a fused tensor, no ``gate`` is a plain MLP, no ``q_norm`` is attention
-    without QK-norm, no ``positions`` is RoPE, and no ``mlp_norm`` is an MLP that shares
-    the attention's norm.
+    q k v q_norm k_norm o attn_out_norm mlp_norm gate up down mlp_out_norm`` in each
+    layer. Which roles are there says how the layer is wired: ``qkv`` (``gate_up``)
+    instead of ``q k v`` (``gate up``) is a fused tensor, no ``gate`` is a plain MLP, no
+    ``q_norm`` is attention without QK-norm, no ``positions`` is RoPE. Norms of outputs
+    come before the residual. Without them, no ``mlp_norm`` is an MLP that shares the
+    attention's norm; with them, attention and MLP read what is there.
     """
 
     names: Mapping[str, str]
@@ -45,3 +46,26 @@ class Family:
     where no layer has a window."""
     scales: tuple[float, ...] | None = None
     """Softmax scale of each layer; None is 1/sqrt(head_dim) everywhere."""
+    ropes: tuple[str | None, ...] = ()
+    """Which rotation each layer has: a key of ``rope_parameters``, or None where its
+    positions do not turn. Empty where ``rope_parameters`` is the one of all layers."""
+    interleaved: bool = False
+    """RoPE turns neighbouring dims of the checkpoint, (2j, 2j + 1)."""
+    norm_bias: bool = True
+    """Layer norms have biases."""
+    norm_offset: float = 0.0
+    """What stands beside a norm's stored weight: Gemma multiplies by 1 + weight."""
+    wide_qk_norm: bool = False
+    """QK-norms are of all heads together, not of each."""
+    head_bias: bool = False
+    position_offset: int = 0
+    """Rows of the table of positions before the first token's."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """Role -> what its stored tensors are multiplied by: multipliers of embeddings, of
+    residuals and of logits (``norm``)."""
+    attn_softcap: float = 0.0
+    """Scores are cap * tanh(scores / cap) before the softmax; 0 leaves them."""
+    logit_softcap: float = 0.0
+    """Logits are cap * tanh(logits / cap); 0 leaves them."""
+    settings: tuple[str, ...] = ()
+    """Of FOREIGN_SETTINGS (export/model/spec.py), those that this record has heard."""

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvlathe.export.families.family import Family
 
-if TYPE_CHECKING:
-    from transformers import LlamaConfig
+
+class LlamaLike(Protocol):
+    """What is read of a configuration; others spell it alike."""
+
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def hidden_act(self) -> str: ...
+    @property
+    def num_attention_heads(self) -> int: ...
+    @property
+    def num_key_value_heads(self) -> int | None: ...
+    @property
+    def intermediate_size(self) -> int: ...
+    @property
+    def attention_bias(self) -> bool: ...
+    @property
+    def mlp_bias(self) -> bool: ...
+
 
 NAMES = {
     "embed": "model.embed_tokens",
@@ -25,7 +42,7 @@ NAMES = {
 }
 
 
-def llama(config: LlamaConfig) -> Family:
+def llama(config: LlamaLike) -> Family:
     return Family(
         names=NAMES,
         norm="rms",

@@ -29,6 +29,7 @@ from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.device import ahead
 from kvlathe.export.model.spec import DecoderSpec
+from kvlathe.export.model.tensors import rope_state
 from kvlathe.plan.plan import CompressionPlan
 
 Make = Callable[[], Tensor]
@@ -84,8 +85,7 @@ def _makers(
     device = checkpoint.device
     makers: dict[str, Make] = {}
     if spec.rope:
-        for name in ("inv_freq", "amplitude"):
-            numbers = getattr(spec.rope, name)
+        for name, numbers in rope_state(spec).items():
             makers[f"rope.{name}"] = partial(torch.tensor, numbers, device=device)
     for name in checkpoint.weights:
         makers[name] = partial(checkpoint.weight, name)

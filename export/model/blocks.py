@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvlathe.layers.decoder import rope_angles
+from kvlathe.layers.decoder import rope_angles, rope_names
 from kvlathe.layers.rows import Rows
 
 ROWS = Rows()
@@ -62,17 +62,24 @@ class Table(nn.Module):
 
 class Rotator(nn.Module):
     """cos and sin of every position and plane, computed in float32 as transformers
-    does."""
+    does, for each of the model's rotations. State: ``inv_freq`` and ``amplitude`` [d/2]
+    of the first, ``inv_freq_1`` ... of the others (kvlathe/layers/decoder.py)."""
 
-    inv_freq: Tensor
-    amplitude: Tensor
-
-    def __init__(self, planes: int) -> None:
+    def __init__(self, ropes: int, planes: int) -> None:
         super().__init__()
-        self.register_buffer("inv_freq", torch.empty(planes, dtype=torch.float32))
-        self.register_buffer("amplitude", torch.empty(planes, dtype=torch.float32))
+        self.ropes = ropes
+        for rope in range(ropes):
+            for name in rope_names(rope):
+                empty = torch.empty(planes, dtype=torch.float32)
+                self.register_buffer(name, empty)
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """positions [T] -> cos, sin [T, d/2]."""
-        cos, sin = rope_angles(positions, self.inv_freq, self.amplitude)
-        return cos.to(dtype), sin.to(dtype)
+    def forward(
+        self, positions: Tensor, dtype: torch.dtype
+    ) -> list[tuple[Tensor, Tensor]]:
+        """positions [T] -> cos, sin [T, d/2] of each rotation."""
+        angles: list[tuple[Tensor, Tensor]] = []
+        for rope in range(self.ropes):
+            inv_freq, amplitude = (self.get_buffer(x) for x in rope_names(rope))
+            cos, sin = rope_angles(positions, inv_freq, amplitude)
+            angles.append((cos.to(dtype), sin.to(dtype)))
+        return angles

@@ -25,7 +25,14 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.model.device import CPU
 from kvlathe.export.model.mapped import forget
 from kvlathe.export.model.spec import DecoderSpec, read_spec
-from kvlathe.export.model.tensors import cut, stored_name, stored_shapes, weight_names
+from kvlathe.export.model.tensors import (
+    added,
+    cut,
+    scaled,
+    stored_name,
+    stored_shapes,
+    weight_names,
+)
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
@@ -101,19 +108,23 @@ class Checkpoint:
         dims of q and k (weights, biases and norms) in Rope's canonical order. Raises
         KvlatheError if it cannot be read or is not finite.
         """
+        if added(self.spec, name):
+            return torch.zeros(self.spec.hidden_size, device=self.device)
         source = stored_name(self.spec, name)
         stored = self._read(source)
         part = cut(self.spec, name, stored.to(self.device))
         weight = _finite(part.contiguous().float(), source)
         forget(stored, weight)
-        return weight
+        return scaled(self.spec, name, weight)
 
     def rows(self, name: str, index: Tensor) -> Tensor:
         """Rows ``index`` [T] of ``weight(name)``, an embedding, float32 [T, D]: only
         those are read."""
         source = stored_name(self.spec, name)
-        rows = self._read(source)[index.cpu()]
-        return _finite(rows.to(self.device).float(), source)
+        table = cut(self.spec, name, self._read(source))
+        rows = table[index.cpu()]
+        numbers = _finite(rows.to(self.device).float(), source)
+        return scaled(self.spec, name, numbers)
 
     def tensor(self, name: str) -> Tensor:
         """The folder's tensor ``name``, float32, as stored. Raises as ``weight``

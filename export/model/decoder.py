@@ -53,7 +53,8 @@ class Decoder(nn.Module):
         self.positions = (
             Table(spec.max_positions, spec.hidden_size, dtype) if learned else None
         )
-        self.rope = Rotator(spec.head_dim // 2) if spec.rope else None
+        self.rope = Rotator(len(spec.ropes), spec.head_dim // 2) if spec.rope else None
+        self.rope_of = [spec.rope_of[layer] if spec.rope else 0 for layer in layers]
         self.layers = nn.ModuleDict(
             {
                 str(layer): DecoderLayer(
@@ -71,7 +72,7 @@ class Decoder(nn.Module):
             else None
         )
         self.head = (
-            Linear(spec.hidden_size, spec.vocab_size, False, dtype)
+            Linear(spec.hidden_size, spec.vocab_size, spec.family.head_bias, dtype)
             if self.last and not tied
             else None
         )
@@ -96,20 +97,23 @@ class Decoder(nn.Module):
         x = self.embed(source) if self.first and self.embed is not None else source
         if self.positions is not None:
             x = x + self.positions(positions)
-        cos, sin = self.rope(positions, self.dtype) if self.rope else (None, None)
-        step = StepTensors(
-            cos,
-            sin,
-            cu_seqlens_q,
-            query_offsets,
-            lengths,
-            list(page_tables),
-            pools,
-            observation_weights,
-        )
+        angles = self.rope(positions, self.dtype) if self.rope else [(None, None)]
+        steps = [
+            StepTensors(
+                cos,
+                sin,
+                cu_seqlens_q,
+                query_offsets,
+                lengths,
+                list(page_tables),
+                pools,
+                observation_weights,
+            )
+            for cos, sin in angles
+        ]
         handed_on = []
-        for layer in self.layers.values():
-            x, *more = layer(x, step)
+        for rope, layer in zip(self.rope_of, self.layers.values(), strict=True):
+            x, *more = layer(x, steps[rope])
             handed_on.append(more)
         rows, *mass = zip(*handed_on, strict=True)
         x = self._logits(x, logit_rows) if self.last else x
@@ -117,11 +121,12 @@ class Decoder(nn.Module):
 
     def _logits(self, x: Tensor, logit_rows: Tensor) -> Tensor:
         assert self.norm is not None
-        if self.head is not None:
-            return logits(x, logit_rows, self.norm, self.head).float()
-        assert self.embed is not None
-        head = tied_head(self.embed.weight)
-        return logits(x, logit_rows, self.norm, head).float()
+        head = self.head
+        if head is None:
+            assert self.embed is not None
+            head = tied_head(self.embed.weight)
+        softcap = self.spec.family.logit_softcap
+        return logits(x, logit_rows, self.norm, head, softcap).float()
 
     @torch.inference_mode()
     def logits(self, input_ids: Sequence[int], rows: Sequence[int]) -> Tensor:

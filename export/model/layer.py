@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kvlathe.export.model.blocks import ROWS, Linear, Norm
 from kvlathe.export.model.spec import DecoderSpec
+from kvlathe.export.model.tensors import qk_norm_width
 from kvlathe.layers.decoder import run_layer
 from kvlathe.layers.rows import Rows
 from kvlathe.plan.plan import CompressionPlan
@@ -59,28 +60,31 @@ class DecoderLayer(nn.Module):
         hidden = spec.hidden_size
         inner = family.intermediate_size
 
-        def norm(role: str, size: int) -> Norm | None:
+        def norm(role: str, size: int, kind: str = family.norm) -> Norm | None:
             if role not in family.names:
                 return None
-            return Norm(family.norm, size, family.norm_eps, dtype)
+            return Norm(kind, size, family.norm_eps, dtype)
 
         self.rows: Rows = ROWS
         self.head_dim = spec.head_dim
         self.parallel = family.parallel
+        self.wide_qk_norm = family.wide_qk_norm
         self.activation = family.activation
-        self.attn_norm = Norm(family.norm, hidden, family.norm_eps, dtype)
+        self.attn_norm = norm("attn_norm", hidden)
         self.q = Linear(hidden, widths.q, family.qkv_bias, dtype)
         self.k = Linear(hidden, widths.k, family.qkv_bias or spec.rope is None, dtype)
         self.v = Linear(hidden, widths.v, True, dtype)
-        self.q_norm = norm("q_norm", spec.head_dim)
-        self.k_norm = norm("k_norm", spec.head_dim)
+        self.q_norm = norm("q_norm", qk_norm_width(spec, "q_norm"), "rms")
+        self.k_norm = norm("k_norm", qk_norm_width(spec, "k_norm"), "rms")
         self.attend = attend
         self.o = Linear(widths.o, hidden, True, dtype)
+        self.attn_out_norm = norm("attn_out_norm", hidden)
         self.mlp_norm = norm("mlp_norm", hidden)
         gated = bool({"gate", "gate_up"} & family.names.keys())
         self.gate = Linear(hidden, inner, family.mlp_bias, dtype) if gated else None
         self.up = Linear(hidden, inner, family.mlp_bias, dtype)
         self.down = Linear(inner, hidden, family.mlp_bias, dtype)
+        self.mlp_out_norm = norm("mlp_out_norm", hidden)
 
     def forward(self, x: Tensor, step: object) -> tuple[Tensor, ...]:
         """x [T, D] -> (next x [T, D], all that ``attend`` hands on beside o)."""

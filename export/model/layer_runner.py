@@ -14,6 +14,7 @@ from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.device import CPU
 from kvlathe.export.model.layer import DecoderLayer, Widths
 from kvlathe.export.model.spec import DecoderSpec
+from kvlathe.export.model.tensors import rope_state
 
 
 class Rotation(NamedTuple):
@@ -108,6 +109,7 @@ class LayerRunner:
                 tensor = checkpoint.weight(prefix + name)
             self._layer.load_state_dict({name: tensor}, strict=False, assign=True)
         self._rope = rotator(spec, checkpoint.device)
+        self._rope_of = spec.rope_of[layer] if spec.rope else 0
 
     @property
     def w_v(self) -> Tensor:
@@ -125,7 +127,8 @@ class LayerRunner:
         positions [T] of any offset, all where the weights are."""
         rotation = Rotation(None, None)
         if self._rope is not None:
-            rotation = Rotation(*self._rope(positions, torch.float32))
+            angles = self._rope(positions, torch.float32)
+            rotation = Rotation(*angles[self._rope_of])
         after, (q, k, v) = self._layer(hidden, rotation)
         return Captured(after, q, k, v)
 
@@ -133,9 +136,9 @@ class LayerRunner:
 def rotator(spec: DecoderSpec, device: torch.device = CPU) -> Rotator | None:
     if spec.rope is None:
         return None
-    turn = Rotator(spec.head_dim // 2)
-    turn.inv_freq = torch.tensor(spec.rope.inv_freq, device=device)
-    turn.amplitude = torch.tensor(spec.rope.amplitude, device=device)
+    turn = Rotator(len(spec.ropes), spec.head_dim // 2)
+    for name, numbers in rope_state(spec).items():
+        setattr(turn, name, torch.tensor(numbers, device=device))
     return turn
 
 

@@ -8,7 +8,7 @@ its first planes; the other dims become planes of frequency 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvlathe.base.errors import KvlatheError
@@ -16,6 +16,8 @@ from kvlathe.base.errors import KvlatheError
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig
+
+    from kvlathe.export.families import Family
 
 SUPPORTED = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 
@@ -28,6 +30,7 @@ class Rope:
     inv_freq: tuple[float, ...]
     amplitude: tuple[float, ...]
     rotary_dim: int
+    interleaved: bool = False
     short_length: int | None = None
     """LongRoPE: transformers turns sequences of up to this many tokens by other factors
     than these. None where these are right for every sequence that is served."""
@@ -36,43 +39,63 @@ class Rope:
     def order(self) -> list[int]:
         """[d]: canonical dim c is the checkpoint's dim order[c]."""
         half = self.rotary_dim // 2
+        if self.interleaved:
+            dims = self.rotary_dim
+            turned = [*range(0, dims, 2)], [*range(1, dims, 2)]
+        else:
+            turned = [*range(half)], [*range(half, self.rotary_dim)]
         unturned = len(self.inv_freq) - half
         middle = self.rotary_dim + unturned
-        first = [*range(half), *range(self.rotary_dim, middle)]
-        second = [*range(half, self.rotary_dim), *range(middle, middle + unturned)]
+        first = [*turned[0], *range(self.rotary_dim, middle)]
+        second = [*turned[1], *range(middle, middle + unturned)]
         return first + second
+
+    @property
+    def still(self) -> Rope:
+        """One that turns nothing, for layers without positions."""
+        planes = len(self.inv_freq)
+        return replace(self, inv_freq=(0.0,) * planes, amplitude=(1.0,) * planes)
+
+
+def read_ropes(
+    config: PreTrainedConfig, head_dim: int, max_seq_len: int, family: Family
+) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
+    """The rotations of a model without learned positions, and which of them each layer
+    has. Raises as ``read_rope``."""
+    kinds = family.ropes or ("",) * config.num_hidden_layers
+    named = [kind for kind in dict.fromkeys(kinds) if kind is not None]
+    read = [read_rope(config, head_dim, max_seq_len, family, kind) for kind in named]
+    ropes = list(dict.fromkeys(read))
+    if None in kinds:
+        ropes.append(ropes[0].still)
+    of_kind = {kind: ropes.index(rope) for kind, rope in zip(named, read, strict=True)}
+    last = len(ropes) - 1
+    places = [last if kind is None else of_kind[kind] for kind in kinds]
+    return tuple(ropes), tuple(places)
 
 
 def read_rope(
-    config: PreTrainedConfig, head_dim: int, max_seq_len: int, partial: bool
+    config: PreTrainedConfig,
+    head_dim: int,
+    max_seq_len: int,
+    family: Family,
+    kind: str = "",
 ) -> Rope:
     """The rotation that transformers applies to sequences of up to ``max_seq_len``
-    tokens.
+    tokens, in layers of this ``kind``, a key of rope_parameters where it has several.
 
     transformers chooses LongRoPE's short or long factors by the length of the sequence
     at hand. Cached keys cannot turn again when a sequence grows, so they are chosen
     here once, by ``max_seq_len``; ``short_length`` says where that differs.
     Dynamic NTK scaling changes nothing up to the model's own length.
-    Raises KvlatheError for other kinds of scaling, RoPE by layer, and a partial
-    rotation where ``partial`` is false.
+    Raises KvlatheError for other kinds of scaling, and a partial rotation where the
+    family has none.
     """
-    parameters = config.rope_parameters or {}
-    kind = parameters.get("rope_type")
-    if kind not in SUPPORTED:
-        raise KvlatheError(
-            f"the RoPE type {kind!r} is not supported",
-            "",
-            f"choose a model with one of {', '.join(SUPPORTED)}, the same in all layers",
-        )
-    if not partial and parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise KvlatheError(
-            "config.json sets partial_rotary_factor",
-            f"{config.model_type} turns whole heads",
-            "correct config.json",
-        )
+    parameters = _parameters(config, family, kind)
     try:
-        rotated, scale = _inverse_frequencies(config, parameters, head_dim, max_seq_len)
-        short_length = _short_length(config, parameters, head_dim, max_seq_len)
+        turning = Turning(config, parameters, head_dim, kind)
+        rotated, scale = turning.frequencies(max_seq_len)
+        short_length = turning.short_length(max_seq_len)
     except (KeyError, TypeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         raise KvlatheError(
             "the RoPE parameters of config.json cannot be used",
@@ -90,40 +113,65 @@ def read_rope(
         inv_freq=(*rotated.tolist(), *[0.0] * left),
         amplitude=(*[float(scale)] * len(rotated), *[1.0] * left),
         rotary_dim=2 * len(rotated),
+        interleaved=family.interleaved,
         short_length=short_length,
     )
 
 
-def _short_length(
-    config: PreTrainedConfig,
-    parameters: dict[str, Any],
-    head_dim: int,
-    max_seq_len: int,
-) -> int | None:
-    """The length up to which LongRoPE has other factors than at ``max_seq_len``."""
-    if parameters["rope_type"] != "longrope":
-        return None
-    original = parameters.get("original_max_position_embeddings")
-    original = original or getattr(config, "original_max_position_embeddings", None)
-    if not original or max_seq_len <= original:
-        return None
-    short, _ = _inverse_frequencies(config, parameters, head_dim, original)
-    long, _ = _inverse_frequencies(config, parameters, head_dim, max_seq_len)
-    return None if bool((short == long).all()) else int(original)
+def _parameters(config: PreTrainedConfig, family: Family, kind: str) -> dict[str, Any]:
+    """Those of layers of a ``kind``; refuses what ``read_rope`` cannot read."""
+    parameters = config.rope_parameters or {}
+    if kind:
+        parameters = parameters.get(kind) or {}
+    form = parameters.get("rope_type")
+    if form not in SUPPORTED:
+        raise KvlatheError(
+            f"the RoPE type {form!r} is not supported",
+            "",
+            f"choose a model with one of {', '.join(SUPPORTED)}",
+        )
+    factor = parameters.get("partial_rotary_factor", 1.0)
+    if not family.partial_rotary and factor != 1.0:
+        raise KvlatheError(
+            "config.json sets partial_rotary_factor",
+            f"{config.model_type} turns whole heads",
+            "correct config.json",
+        )
+    return parameters
 
 
-def _inverse_frequencies(
-    config: PreTrainedConfig,
-    parameters: dict[str, Any],
-    head_dim: int,
-    max_seq_len: int,
-) -> tuple[torch.Tensor, float]:
-    import torch
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+@dataclass(frozen=True)
+class Turning:
+    """How transformers turns layers of one ``kind``: their ``parameters``."""
 
-    if parameters["rope_type"] != "default":
-        return ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, seq_len=max_seq_len)
-    dim = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-    return 1.0 / (
-        parameters["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
-    ), 1.0
+    config: PreTrainedConfig
+    parameters: dict[str, Any]
+    head_dim: int
+    kind: str
+
+    def short_length(self, max_seq_len: int) -> int | None:
+        """The length up to which LongRoPE has other factors than at ``max_seq_len``."""
+        if self.parameters["rope_type"] != "longrope":
+            return None
+        name = "original_max_position_embeddings"
+        original = self.parameters.get(name) or getattr(self.config, name, None)
+        if not original or max_seq_len <= original:
+            return None
+        short, _ = self.frequencies(original)
+        long, _ = self.frequencies(max_seq_len)
+        return None if bool((short == long).all()) else int(original)
+
+    def frequencies(self, max_seq_len: int) -> tuple[torch.Tensor, float]:
+        """Radians a token of every plane that turns, and the amplitude."""
+        import torch
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        form = self.parameters["rope_type"]
+        if form != "default":
+            make = ROPE_INIT_FUNCTIONS[form]
+            more = {"layer_type": self.kind} if self.kind else {}
+            return make(self.config, seq_len=max_seq_len, **more)
+        factor = self.parameters.get("partial_rotary_factor", 1.0)
+        dim = int(self.head_dim * factor)
+        exponents = torch.arange(0, dim, 2, dtype=torch.float) / dim
+        return 1.0 / (self.parameters["rope_theta"] ** exponents), 1.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families import FAMILIES, Family
-from kvlathe.export.model.rope import Rope, read_rope
+from kvlathe.export.model.rope import Rope, read_ropes
 from kvlathe.layers.activations import ACTIVATIONS
 from kvlathe.plan.heads import ModelShape
 
@@ -46,8 +46,9 @@ class DecoderSpec:
     """Sizes and wiring of one decoder.
 
     ``max_positions``: tokens the model was made for; ``max_seq_len``: tokens of the
-    longest sequence to be served, at most that. ``rope`` is None for learned positions.
-    The dims of q and k are in Rope's canonical order everywhere.
+    longest sequence to be served, at most that. ``ropes`` is empty for learned
+    positions; ``rope_of``: which of them each layer has. The dims of q and k are in
+    Rope's canonical order everywhere, the same for all ropes.
     """
 
     model_type: str
@@ -59,8 +60,14 @@ class DecoderSpec:
     vocab_size: int
     max_positions: int
     max_seq_len: int
-    rope: Rope | None
+    ropes: tuple[Rope, ...]
+    rope_of: tuple[int, ...]
     tied_head: bool
+
+    @property
+    def rope(self) -> Rope | None:
+        """The first of them, where there are any."""
+        return self.ropes[0] if self.ropes else None
 
     @property
     def kv_heads(self) -> int:
@@ -127,10 +134,20 @@ def read_spec(
     config = _parse(raw)
     read_family = cast("FamilyReader", FAMILIES[raw["model_type"]])
     family = read_family(config)
+    _refuse_settings(raw, family)
+    if family.attn_softcap:
+        raise KvlatheError(
+            f"config.json sets attn_logit_softcapping to {family.attn_softcap:g}",
+            "no attention kernel bounds scores",
+            "choose another checkpoint",
+        )
     served = _served(config.max_position_embeddings, max_seq_len)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     _check_sizes(config, family, head_dim)
+    ropes, rope_of = (), ()
+    if "positions" not in family.names:
+        ropes, rope_of = read_ropes(config, head_dim, served, family)
     return DecoderSpec(
         model_type=raw["model_type"],
         family=family,
@@ -141,9 +158,8 @@ def read_spec(
         vocab_size=config.vocab_size,
         max_positions=config.max_position_embeddings,
         max_seq_len=served,
-        rope=None
-        if "positions" in family.names
-        else read_rope(config, head_dim, served, family.partial_rotary),
+        ropes=ropes,
+        rope_of=rope_of,
         tied_head=bool(config.tie_word_embeddings),
     )
 
@@ -198,11 +214,14 @@ def _refuse_foreign(raw: dict[str, Any]) -> None:
             "an engine needs a language model's head",
             "give a causal LM",
         )
+
+
+def _refuse_settings(raw: dict[str, Any], family: Family) -> None:
     for key in FOREIGN_SETTINGS:
-        if raw.get(key) is not None:
+        if key not in family.settings and raw.get(key) is not None:
             raise KvlatheError(
                 f"config.json sets {key} to {raw[key]!r}",
-                f"{model_type} models have no such thing and ignoring it could change the result",
+                f"{raw['model_type']} models have no such thing and ignoring it could change the result",
                 "remove the setting or give the right model_type",
             )
 

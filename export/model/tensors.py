@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvlathe.export.model.spec import DecoderSpec
+from kvlathe.layers.decoder import rope_names
 
 FUSED = {"q": "qkv", "k": "qkv", "v": "qkv", "gate": "gate_up", "up": "gate_up"}
 LAYER_ROLES = (
@@ -24,12 +25,15 @@ LAYER_ROLES = (
     "q_norm",
     "k_norm",
     "o",
+    "attn_out_norm",
     "mlp_norm",
     "gate",
     "up",
     "down",
+    "mlp_out_norm",
 )
-NORMS = ("attn_norm", "mlp_norm", "norm")
+NORMS = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "norm")
+QK_NORMS = ("q_norm", "k_norm")
 
 
 def weight_names(spec: DecoderSpec) -> tuple[str, ...]:
@@ -49,8 +53,17 @@ def _kinds(spec: DecoderSpec, place: str) -> Iterator[str]:
     role = place.rsplit(".", 1)[-1]
     if _stored_role(spec, role) is not None:
         yield f"{place}.weight"
-        if biased(spec, role):
+        if biased(spec, role) or added(spec, f"{place}.bias"):
             yield f"{place}.bias"
+
+
+def added(spec: DecoderSpec, name: str) -> bool:
+    """Whether the decoder's tensor ``name`` is not in the checkpoint, and zeros: the
+    bias of a layer norm that has none."""
+    _, role, kind = split_name(name)
+    family = spec.family
+    has_none = family.norm == "layer" and not family.norm_bias
+    return has_none and kind == "bias" and role in NORMS
 
 
 def _stored_role(spec: DecoderSpec, role: str) -> str | None:
@@ -64,8 +77,9 @@ def _stored_role(spec: DecoderSpec, role: str) -> str | None:
 def biased(spec: DecoderSpec, role: str) -> bool:
     family = spec.family
     if role in NORMS:
-        return family.norm == "layer"
+        return family.norm == "layer" and family.norm_bias
     groups = (
+        ("head", family.head_bias),
         ("qkv", family.qkv_bias),
         ("o", family.out_bias),
         ("gate_up down", family.mlp_bias),
@@ -113,12 +127,14 @@ def _stored_shape(
     d, hidden, inner = spec.head_dim, spec.hidden_size, spec.family.intermediate_size
     q, kv = spec.query_heads * d, spec.kv_heads * d
     if role in ("embed", "head"):
-        return (spec.vocab_size, hidden), ()
+        return (spec.vocab_size, hidden), (spec.vocab_size,)
     if role == "positions":
-        return (spec.max_positions, hidden), ()
-    if role in NORMS or role in ("q_norm", "k_norm"):
-        size = hidden if role in NORMS else d
-        return (size,), (size,)
+        rows = spec.max_positions + spec.family.position_offset
+        return (rows, hidden), ()
+    if role in NORMS:
+        return (hidden,), (hidden,)
+    if role in QK_NORMS:
+        return (qk_norm_width(spec, role),), ()
     outputs = {
         "q": q,
         "k": kv,
@@ -133,6 +149,40 @@ def _stored_shape(
     return shape if spec.family.in_out else shape[::-1], shape[1:]
 
 
+def rope_state(spec: DecoderSpec) -> dict[str, tuple[float, ...]]:
+    """Frequencies and amplitudes of every rotation, by the decoder's names."""
+    state: dict[str, tuple[float, ...]] = {}
+    for i, rope in enumerate(spec.ropes):
+        inv_freq, amplitude = rope_names(i)
+        state[inv_freq] = rope.inv_freq
+        state[amplitude] = rope.amplitude
+    return state
+
+
+def qk_norm_width(spec: DecoderSpec, role: str) -> int:
+    """Numbers of a QK-norm's weight."""
+    if not spec.family.wide_qk_norm:
+        return spec.head_dim
+    heads = spec.query_heads if role == "q_norm" else spec.kv_heads
+    return heads * spec.head_dim
+
+
+def scaled(spec: DecoderSpec, name: str, tensor: Tensor) -> Tensor:
+    """The decoder's tensor ``name``, float32, from the numbers that are stored: with
+    the family's factor, and with what stands beside a norm's weight.
+
+    A tied head reads the embedding with its factor, which the last norm takes out.
+    """
+    family = spec.family
+    _, role, kind = split_name(name)
+    if family.norm_offset and kind == "weight" and role in (*NORMS, *QK_NORMS):
+        tensor = tensor + family.norm_offset
+    factor = family.factors.get(role, 1.0)
+    if role == "norm" and spec.tied_head:
+        factor /= family.factors.get("embed", 1.0)
+    return tensor if factor == 1.0 else tensor * factor
+
+
 def cut(spec: DecoderSpec, name: str, stored: Tensor) -> Tensor:
     """The decoder's tensor ``name`` out of the stored one: linear maps as [in, out], q
     and k in Rope's canonical order.
@@ -140,13 +190,15 @@ def cut(spec: DecoderSpec, name: str, stored: Tensor) -> Tensor:
     A view, or a copy in the stored dtype where the order of dims changes.
     """
     layer, role, _ = split_name(name)
+    if role == "positions":
+        return stored[spec.family.position_offset :]
     if stored.ndim == 2 and (
         role == "head" or (layer is not None and not spec.family.in_out)
     ):
         stored = stored.T
     if FUSED.get(role) in spec.family.names:
         stored = _unfused(spec, role, stored)
-    if spec.rope and role in ("q", "k", "q_norm", "k_norm"):
+    if spec.rope and role in ("q", "k", *QK_NORMS):
         order = torch.tensor(spec.rope.order, device=stored.device)
         heads = stored.unflatten(-1, (-1, spec.head_dim))
         stored = heads[..., order].flatten(-2)

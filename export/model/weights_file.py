@@ -182,4 +182,7 @@ def wiring(spec: DecoderSpec) -> Wiring:
         parallel=spec.family.parallel,
         head_dim=spec.head_dim,
         scales=tuple(spec.scale(layer) for layer in range(spec.layers)),
+        ropes=spec.rope_of if len(spec.ropes) > 1 else (),
+        wide_qk_norm=spec.family.wide_qk_norm,
+        logit_softcap=spec.family.logit_softcap,
     )

@@ -36,9 +36,19 @@ class Layer(Protocol):
     @property
     def rows(self) -> Rows: ...
     @property
-    def attn_norm(self) -> RowMap: ...
+    def wide_qk_norm(self) -> bool: ...
+    @property
+    def attn_norm(self) -> RowMap | None: ...
+    @property
+    def attn_out_norm(self) -> RowMap | None: ...
     @property
     def mlp_norm(self) -> RowMap | None: ...
+    @property
+    def mlp_out_norm(self) -> RowMap | None: ...
+    @property
+    def o(self) -> RowMap: ...
+    @property
+    def down(self) -> RowMap: ...
     @property
     def q_norm(self) -> RowMap | None: ...
     @property
@@ -71,23 +81,37 @@ def run_layer(layer: Layer, x: Tensor, attend: Attention) -> Tensor:
             n                      parallel, one norm (Falcon 7B)
         y = a + W_down (activation(W_gate m) * W_up m)
 
-    Where the model has QK-norms, each head's q and k pass through theirs first.
+    Where the model has QK-norms, each head's q and k (or all heads together) pass
+    through theirs first. Where it has norms of outputs, those of W_O and W_down pass
+    through theirs before they are added (Gemma 2, OLMo 2).
     """
-    normed = layer.attn_norm(x)
+    normed = x if layer.attn_norm is None else layer.attn_norm(x)
     # Before a: add_o may overwrite x.
     mlp_input = _mlp_input(layer, x, normed) if layer.parallel else None
     q, k, v = layer.qkv(normed)
     if layer.q_norm is not None and layer.k_norm is not None:
-        q = _by_head(layer.q_norm, q, layer.head_dim)
-        k = _by_head(layer.k_norm, k, layer.head_dim)
-    attended = layer.add_o(x, attend(q, k, v))
+        q = _qk_norm(layer, layer.q_norm, q)
+        k = _qk_norm(layer, layer.k_norm, k)
+    o = attend(q, k, v)
+    attended = _plus_o(layer, x, o)
     if mlp_input is None:
         mlp_input = _mlp_input(layer, attended, normed)
-    return layer.add_down(attended, _mlp_inner(layer, mlp_input))
+    inner = _mlp_inner(layer, mlp_input)
+    if layer.mlp_out_norm is None:
+        return layer.add_down(attended, inner)
+    return attended + layer.mlp_out_norm(layer.down(inner))
+
+
+def _plus_o(layer: Layer, x: Tensor, o: Tensor) -> Tensor:
+    if layer.attn_out_norm is None:
+        return layer.add_o(x, o)
+    return x + layer.attn_out_norm(layer.o(o))
 
 
 def _mlp_input(layer: Layer, x: Tensor, normed: Tensor) -> Tensor:
-    return normed if layer.mlp_norm is None else layer.mlp_norm(x)
+    if layer.mlp_norm is not None:
+        return layer.mlp_norm(x)
+    return normed if layer.mlp_out_norm is None else x
 
 
 def _mlp_inner(layer: Layer, x: Tensor) -> Tensor:
@@ -97,8 +121,10 @@ def _mlp_inner(layer: Layer, x: Tensor) -> Tensor:
     return layer.rows.gated(layer.activation, gate, up)
 
 
-def _by_head(norm: RowMap, x: Tensor, head_dim: int) -> Tensor:
-    heads = x.unflatten(-1, (-1, head_dim))
+def _qk_norm(layer: Layer, norm: RowMap, x: Tensor) -> Tensor:
+    if layer.wide_qk_norm:
+        return norm(x)
+    heads = x.unflatten(-1, (-1, layer.head_dim))
     return norm(heads).flatten(-2)
 
 
@@ -113,11 +139,21 @@ def rope_angles(
     return cos, sin
 
 
+def rope_names(rope: int) -> tuple[str, str]:
+    """What the frequencies and amplitudes of a model's rotation are called."""
+    end = f"_{rope}" if rope else ""
+    return f"inv_freq{end}", f"amplitude{end}"
+
+
 def tied_head(embed: Tensor) -> RowMap:
     """The head of a model that reuses its embedding [V, D]."""
     return lambda x: F.linear(x, embed)
 
 
-def logits(x: Tensor, logit_rows: Tensor, norm: RowMap, head: RowMap) -> Tensor:
-    """x [T, D], logit_rows [R] -> [R, V]."""
-    return head(norm(x.index_select(0, logit_rows)))
+def logits(
+    x: Tensor, logit_rows: Tensor, norm: RowMap, head: RowMap, softcap: float = 0.0
+) -> Tensor:
+    """x [T, D], logit_rows [R] -> [R, V]; between -softcap and softcap, where that is
+    not 0."""
+    found = head(norm(x.index_select(0, logit_rows)))
+    return softcap * (found / softcap).tanh() if softcap else found

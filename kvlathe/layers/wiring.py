@@ -10,7 +10,9 @@ from typing import Any
 class Wiring:
     """``norm``: rms or layer. ``activation``: a key of ACTIVATIONS. ``parallel``: the
     MLP reads the layer's input, not the attention's output. ``scales``: what each
-    layer's scores are multiplied by before the softmax.
+    layer's scores are multiplied by before the softmax. ``ropes``: which of the
+    rotations each layer has; empty where there is one, or none. The others as in Family
+    (export/families/family.py).
     """
 
     norm: str
@@ -19,10 +21,14 @@ class Wiring:
     parallel: bool
     head_dim: int
     scales: tuple[float, ...]
+    ropes: tuple[int, ...] = ()
+    wide_qk_norm: bool = False
+    logit_softcap: float = 0.0
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Wiring:
         """JSON has lists where this has tuples."""
         fields = dict(raw)
-        fields["scales"] = tuple(raw["scales"])
+        for name in ("scales", "ropes"):
+            fields[name] = tuple(raw.get(name, ()))
         return cls(**fields)

@@ -30,6 +30,11 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 64,
+}
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64}
 QUARTER: dict[str, Any] = {"partial_rotary_factor": 0.25}
 PHI = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -195,6 +200,76 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         }
         | {"multi_query": False, "parallel_attn": False},
     ),
+    "gemma": ("Gemma", sizes(48, 4, 1, 32)),
+    "gemma3": (
+        "Gemma3Text",
+        sizes(
+            48,
+            4,
+            2,
+            32,
+            num_hidden_layers=3,
+            sliding_window=20,
+            query_pre_attn_scalar=24,
+        )
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ),
+    "gemma3-untied": (
+        "Gemma3Text",
+        sizes(32, 2, 1, 256, final_logit_softcapping=5.0, tie_word_embeddings=False),
+    ),
+    "olmo2": ("Olmo2", sizes(64, 4, 2, pad_token_id=0)),
+    "olmo3": (
+        "Olmo3",
+        sizes(64, 4, 2, sliding_window=24, pad_token_id=0, rope_scaling=YARN)
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "exaone4": ("Exaone4", sizes(64, 4, 2, num_hidden_layers=4, sliding_window=24)),
+    "exaone4-whole": (
+        "Exaone4",
+        sizes(64, 4, 2, sliding_window=None, layer_types=["full_attention"] * 2),
+    ),
+    "glm": ("Glm", sizes(64, 4, 2, 16, pad_token_id=0)),
+    "glm4": ("Glm4", sizes(64, 4, 2, 16, pad_token_id=0)),
+    "granite": (
+        "Granite",
+        sizes(64, 4, 2, embedding_multiplier=6.0, residual_multiplier=0.4)
+        | {"attention_multiplier": 0.2, "logits_scaling": 2.5},
+    ),
+    "granite-tied": (
+        "Granite",
+        sizes(64, 4, 2, embedding_multiplier=6.0, tie_word_embeddings=True),
+    ),
+    "smollm3": ("SmolLM3", sizes(64, 4, 2, num_hidden_layers=4, **PHI)),
+    "smollm3-window": (
+        "SmolLM3",
+        sizes(64, 4, 2, num_hidden_layers=4, sliding_window=24, **PHI)
+        | {"use_sliding_window": True, "no_rope_layers": [1, 0, 1, 0]},
+    ),
+    "helium": ("Helium", sizes(64, 4, 2, 16)),
+    "ernie4_5": ("Ernie4_5", sizes(64, 4, 2, 16, use_bias=True)),
+    "seed_oss": ("SeedOss", sizes(64, 4, 2, 16)),
+    "arcee": ("Arcee", sizes(64, 4, 2)),
+    "nemotron": ("Nemotron", sizes(64, 4, 2)),
+    "starcoder2": ("Starcoder2", sizes(64, 4, 2, sliding_window=24)),
+    "cohere": ("Cohere", sizes(64, 4, 2, logit_scale=0.75, **PHI)),
+    "cohere-untied": (
+        "Cohere",
+        sizes(64, 4, 2, tie_word_embeddings=False, logit_scale=2.0, **PHI),
+    ),
+    "cohere2": (
+        "Cohere2",
+        sizes(64, 4, 2, num_hidden_layers=4, sliding_window=24, **PHI)
+        | {"logit_scale": 0.75},
+    ),
+    "phi": ("Phi", sizes(64, 4, 2, partial_rotary_factor=0.5)),
+    "gpt_neox": ("GPTNeoX", sizes(64, 4, 4)),
+    "gpt_neox-sequential": (
+        "GPTNeoX",
+        sizes(64, 4, 4, use_parallel_residual=False, rotary_pct=1.0),
+    ),
+    "opt": ("OPT", sizes(64, 4, 4, ffn_dim=88, word_embed_proj_dim=64)),
     "gpt2": (
         "GPT2",
         {"vocab_size": 97, "n_embd": 60, "n_layer": 2, "n_head": 3, "n_positions": 512},

@@ -21,7 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlathe.layers.decoder import RowMap, logits, rope_angles, run_layer, tied_head
+from kvlathe.layers.decoder import (
+    RowMap,
+    logits,
+    rope_angles,
+    rope_names,
+    run_layer,
+    tied_head,
+)
 from kvlathe.layers.rows import Rows
 from kvlathe.layers.wiring import Wiring
 from kvlathe.runtime.sessions.torch_cuda.rows import FusedRows
@@ -76,10 +83,10 @@ class TorchDecoder:
         self.embed = tensors["embed.weight"]
         self.positions = tensors.get("positions.weight")
         head = tensors.get("head.weight")
-        self.head = tied_head(self.embed) if head is None else _Linear(head, None)
+        bias = tensors.get("head.bias")
+        self.head = tied_head(self.embed) if head is None else _Linear(head, bias)
         self.norm = _norm(wiring, rows, _taken(tensors, "norm."))
-        self.inv_freq = tensors.get("rope.inv_freq")
-        self.amplitude = tensors.get("rope.amplitude")
+        self.ropes = _ropes(_taken(tensors, "rope."))
 
     @torch.inference_mode()
     def __call__(
@@ -90,15 +97,28 @@ class TorchDecoder:
         if self.positions is not None:
             x = x + F.embedding(positions, self.positions)
         angles = self._angles(positions, x.dtype)
+        ropes = self.wiring.ropes or (0,) * len(self.layers)
         for i, layer in enumerate(self.layers):
-            x = layer(x, partial(attend, i), angles)
-        return logits(x, logit_rows, self.norm, self.head)
+            x = layer(x, partial(attend, i), angles[ropes[i]])
+        softcap = self.wiring.logit_softcap
+        return logits(x, logit_rows, self.norm, self.head, softcap)
 
-    def _angles(self, positions: Tensor, dtype: torch.dtype) -> Angles | None:
-        if self.inv_freq is None or self.amplitude is None:
-            return None
-        cos, sin = rope_angles(positions, self.inv_freq, self.amplitude)
-        return cos.to(dtype), sin.to(dtype)
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> list[Angles | None]:
+        """Of each rotation."""
+        found: list[Angles | None] = []
+        for rope in self.ropes:
+            cos, sin = rope_angles(positions, *rope)
+            found.append((cos.to(dtype), sin.to(dtype)))
+        return found or [None]
+
+
+def _ropes(tensors: dict[str, Tensor]) -> list[Angles]:
+    """Frequencies and amplitudes of each rotation."""
+    found: list[Angles] = []
+    while (names := rope_names(len(found)))[0] in tensors:
+        inv_freq, amplitude = (tensors[name] for name in names)
+        found.append((inv_freq, amplitude))
+    return found
 
 
 class _Linear:
@@ -133,8 +153,11 @@ class _Layer:
                 return None
             return _norm(wiring, rows, _taken(tensors, f"{role}."))
 
-        self.attn_norm = _norm(wiring, rows, _taken(tensors, "attn_norm."))
+        self.wide_qk_norm = wiring.wide_qk_norm
+        self.attn_norm = norm("attn_norm")
+        self.attn_out_norm = norm("attn_out_norm")
         self.mlp_norm = norm("mlp_norm")
+        self.mlp_out_norm = norm("mlp_out_norm")
         self.q_norm = norm("q_norm")
         self.k_norm = norm("k_norm")
         self.is_gated = "gate.weight" in tensors

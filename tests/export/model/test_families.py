@@ -180,7 +180,7 @@ REFUSED = {
         {"vocab_size": 3},
         f"Choose one of {', '.join(sorted(KNOWN))}",
     ),
-    "gemma": (config_of("gemma2"), "Choose one of falcon, gpt2"),
+    "bloom": (config_of("bloom"), "Choose one of arcee, cohere"),
     "alibi": (config_of("falcon", alibi=True), "ALiBi"),
     "falcon block": (config_of("falcon", num_ln_in_parallel_attn=2), "2 norms"),
     "layer type": (
@@ -203,7 +203,7 @@ REFUSED = {
         config_of("llama", attn_logit_softcapping=30.0),
         "attn_logit_softcapping",
     ),
-    "activation": (config_of("llama", hidden_act="relu2"), "relu2"),
+    "activation": (config_of("llama", hidden_act="laplace"), "laplace"),
     "groups": (config_of("llama", num_key_value_heads=3), "do not divide"),
     "odd head": (config_of("llama", head_dim=3), "head_dim is 3"),
     "partial": (config_of("llama", partial_rotary_factor=0.5), "partial_rotary_factor"),

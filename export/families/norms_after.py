@@ -1,0 +1,93 @@
+"""OLMo 2 and 3, EXAONE 4, GLM-4: norms of what attention and MLP give, in GLM-4 beside
+those of what they read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvlathe.export.families.family import Family
+from kvlathe.export.families.llama import NAMES
+from kvlathe.export.families.phi3 import PHI3_NAMES
+from kvlathe.export.families.qwen import QK_NORMS
+from kvlathe.export.families.windows import sliding_layers
+
+if TYPE_CHECKING:
+    from transformers import (
+        Exaone4Config,
+        Glm4Config,
+        GlmConfig,
+        Olmo2Config,
+        Olmo3Config,
+    )
+
+AFTER = {
+    "attn_out_norm": "model.layers.{i}.post_attention_layernorm",
+    "mlp_out_norm": "model.layers.{i}.post_feedforward_layernorm",
+}
+BARE = {
+    role: name for role, name in NAMES.items() if role not in ("attn_norm", "mlp_norm")
+}
+GLM_NAMES = {
+    role: name for role, name in NAMES.items() if role not in ("gate", "up")
+} | {"gate_up": PHI3_NAMES["gate_up"]}
+GLM4_NORMS = {
+    "attn_out_norm": "model.layers.{i}.post_self_attn_layernorm",
+    "mlp_out_norm": "model.layers.{i}.post_mlp_layernorm",
+}
+
+
+def olmo2(config: Olmo2Config | Olmo3Config) -> Family:
+    return Family(
+        names=BARE | AFTER | QK_NORMS,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        wide_qk_norm=True,
+    )
+
+
+def olmo3(config: Olmo3Config) -> Family:
+    """Layers with windows, and a RoPE of their own."""
+    kinds = tuple(config.layer_types or ())
+    return replace(olmo2(config), windows=sliding_layers(config), ropes=kinds)
+
+
+def exaone4(config: Exaone4Config) -> Family:
+    """Where some layers have windows, the others have no positions."""
+    windows = sliding_layers(config)
+    ropes: tuple[str | None, ...] = ()
+    if config.sliding_window is not None:
+        ropes = tuple("" if window else None for window in windows)
+    return Family(
+        names=BARE | AFTER | QK_NORMS,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads,
+        intermediate_size=config.intermediate_size,
+        windows=windows,
+        ropes=ropes,
+    )
+
+
+def glm(config: GlmConfig | Glm4Config) -> Family:
+    return Family(
+        names=GLM_NAMES,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        qkv_bias=config.attention_bias,
+        partial_rotary=True,
+        interleaved=True,
+    )
+
+
+def glm4(config: Glm4Config) -> Family:
+    return replace(glm(config), names=GLM_NAMES | GLM4_NORMS)

@@ -1,0 +1,132 @@
+"""Phi 1, 1.5 and 2, GPT-NeoX and Pythia, OPT: layer norms and biases, plain MLPs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.families.family import Family
+
+if TYPE_CHECKING:
+    from transformers import GPTNeoXConfig, OPTConfig, PhiConfig
+
+PHI_NAMES = {
+    "embed": "model.embed_tokens",
+    "attn_norm": "model.layers.{i}.input_layernorm",
+    "q": "model.layers.{i}.self_attn.q_proj",
+    "k": "model.layers.{i}.self_attn.k_proj",
+    "v": "model.layers.{i}.self_attn.v_proj",
+    "o": "model.layers.{i}.self_attn.dense",
+    "up": "model.layers.{i}.mlp.fc1",
+    "down": "model.layers.{i}.mlp.fc2",
+    "norm": "model.final_layernorm",
+    "head": "lm_head",
+}
+NEOX_NAMES = {
+    "embed": "gpt_neox.embed_in",
+    "attn_norm": "gpt_neox.layers.{i}.input_layernorm",
+    "qkv": "gpt_neox.layers.{i}.attention.query_key_value",
+    "o": "gpt_neox.layers.{i}.attention.dense",
+    "mlp_norm": "gpt_neox.layers.{i}.post_attention_layernorm",
+    "up": "gpt_neox.layers.{i}.mlp.dense_h_to_4h",
+    "down": "gpt_neox.layers.{i}.mlp.dense_4h_to_h",
+    "norm": "gpt_neox.final_layer_norm",
+    "head": "embed_out",
+}
+OPT_NAMES = {
+    "embed": "model.decoder.embed_tokens",
+    "positions": "model.decoder.embed_positions",
+    "attn_norm": "model.decoder.layers.{i}.self_attn_layer_norm",
+    "q": "model.decoder.layers.{i}.self_attn.q_proj",
+    "k": "model.decoder.layers.{i}.self_attn.k_proj",
+    "v": "model.decoder.layers.{i}.self_attn.v_proj",
+    "o": "model.decoder.layers.{i}.self_attn.out_proj",
+    "mlp_norm": "model.decoder.layers.{i}.final_layer_norm",
+    "up": "model.decoder.layers.{i}.fc1",
+    "down": "model.decoder.layers.{i}.fc2",
+    "norm": "model.decoder.final_layer_norm",
+    "head": "lm_head",
+}
+OPT_ROWS = 2
+"""Of the table of positions, that no token has."""
+LAYER_NORM_EPS = 1e-5
+"""torch's own, which OPT leaves."""
+
+
+def phi(config: PhiConfig) -> Family:
+    """Raises KvlatheError for layer norms of queries and keys, and for a tied head,
+    which has a bias beside it."""
+    if config.tie_word_embeddings:
+        raise KvlatheError(
+            "config.json sets tie_word_embeddings",
+            "the head has a bias that no embedding has",
+            "choose a Phi with a head of its own",
+        )
+    if config.qk_layernorm:
+        raise KvlatheError(
+            "the checkpoint normalizes queries and keys by layer norms",
+            "the decoder's QK-norms are RMS norms",
+            "choose a Phi without qk_layernorm",
+        )
+    return Family(
+        names=PHI_NAMES,
+        norm="layer",
+        norm_eps=config.layer_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads or config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        parallel=True,
+        partial_rotary=True,
+    )
+
+
+def gpt_neox(config: GPTNeoXConfig) -> Family:
+    return Family(
+        names=NEOX_NAMES,
+        norm="layer",
+        norm_eps=config.layer_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        mlp_bias=True,
+        parallel=config.use_parallel_residual,
+        grouped_qkv=True,
+        partial_rotary=True,
+    )
+
+
+def opt(config: OPTConfig) -> Family:
+    """Raises KvlatheError for the 350M model, whose norms come after each block and
+    whose embeddings are projected."""
+    narrow = config.word_embed_proj_dim not in (None, config.hidden_size)
+    endless = config.to_dict().get("_remove_final_layer_norm")
+    if narrow or endless or not config.do_layer_norm_before:
+        raise KvlatheError(
+            "the checkpoint is an OPT that normalizes after its blocks",
+            "the decoder normalizes before them",
+            "choose another OPT",
+        )
+    if not config.layer_norm_elementwise_affine:
+        raise KvlatheError(
+            "the checkpoint's norms have no weights",
+            "the decoder's have",
+            "choose another OPT",
+        )
+    return Family(
+        names=OPT_NAMES,
+        norm="layer",
+        norm_eps=LAYER_NORM_EPS,
+        activation=config.activation_function,
+        kv_heads=config.num_attention_heads,
+        intermediate_size=config.ffn_dim,
+        qkv_bias=config.enable_bias,
+        out_bias=config.enable_bias,
+        mlp_bias=config.enable_bias,
+        position_offset=OPT_ROWS,
+    )
