@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     FamilyReader = Callable[[PreTrainedConfig], Family]
     """Each family's function takes its own config class, which _parse has made."""
 
+Settings = dict[str, Any]
+"""What config.json holds."""
 FOREIGN_SETTINGS = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -164,7 +166,7 @@ def read_spec(
     )
 
 
-def _read_json(folder: Path) -> dict[str, Any]:
+def _read_json(folder: Path) -> Settings:
     if not folder.is_dir():
         raise KvlatheError(
             f"there is no checkpoint folder {folder}",
@@ -191,7 +193,7 @@ def _read_json(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def _refuse_foreign(raw: dict[str, Any]) -> None:
+def _refuse_foreign(raw: Settings) -> None:
     model_type = raw.get("model_type")
     if model_type not in FAMILIES:
         raise KvlatheError(
@@ -216,7 +218,7 @@ def _refuse_foreign(raw: dict[str, Any]) -> None:
         )
 
 
-def _refuse_settings(raw: dict[str, Any], family: Family) -> None:
+def _refuse_settings(raw: Settings, family: Family) -> None:
     for key in FOREIGN_SETTINGS:
         if key not in family.settings and raw.get(key) is not None:
             raise KvlatheError(
@@ -226,7 +228,7 @@ def _refuse_settings(raw: dict[str, Any], family: Family) -> None:
             )
 
 
-def _parse(raw: dict[str, Any]) -> PreTrainedConfig:
+def _parse(raw: Settings) -> PreTrainedConfig:
     """transformers' own reading knows every default and older spelling; the class is
     chosen here, not by the folder."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
