@@ -81,9 +81,8 @@ def _check_indices(plan: CompressionPlan, refuse: Refuse) -> None:
     if not plan.buckets:
         refuse("the plan has no bucket", "new tokens need one")
     for i, bucket in enumerate(plan.buckets):
-        if not bucket.lanes or any(
-            not 0 <= lane < len(plan.lanes) for lane in bucket.lanes
-        ):
+        known = all(0 <= lane < len(plan.lanes) for lane in bucket.lanes)
+        if not known or not (bucket.lanes or plan.is_part):
             refuse(f"bucket {i} names the lanes {bucket.lanes}", "no such lanes")
         if len({*bucket.lanes}) != len(bucket.lanes):
             refuse(f"bucket {i} holds a lane twice", "a lane has one place in a page")

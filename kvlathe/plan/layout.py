@@ -28,6 +28,7 @@ import numpy.typing as npt
 from kvlathe.plan.formats import META_BYTES, aligned
 from kvlathe.plan.placement import Placement
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.rank_plan import RankPlan
 
 TABLE_COLUMNS = (
     "layer",
@@ -98,9 +99,25 @@ class CacheLayout:
     @cached_property
     def page_stride(self) -> tuple[int, ...]:
         """Bytes of a page of each bucket."""
+        if isinstance(self.plan, RankPlan) and self.plan.strides:
+            return self.plan.strides
+        return self.filled
+
+    @cached_property
+    def filled(self) -> tuple[int, ...]:
+        """Bytes of a page of each bucket that hold something: all of them, but for a
+        rank that has less than another one."""
         return tuple(
             size + self._score_bytes(b) for b, (_, size) in enumerate(self._placed)
         )
+
+    def lane_bytes(self, bucket: int) -> dict[int, int]:
+        """Bytes that each lane of a bucket takes in its pages."""
+        placed, end = self._placed[bucket]
+        lanes = list(placed)
+        borders = [offsets.k for offsets in placed.values()]
+        borders.append(end)
+        return {lane: borders[i + 1] - borders[i] for i, lane in enumerate(lanes)}
 
     def scores_at(self, bucket: int) -> int:
         """Where the scores of a bucket begin, in bytes from its page's start."""

@@ -132,6 +132,11 @@ class CompressionPlan:
         )
 
     @property
+    def is_part(self) -> bool:
+        """Whether it is what one rank keeps, which may be nothing of a bucket."""
+        return False
+
+    @property
     def unit(self) -> int:
         """Elements a gather moves at once, 16 to 64: divides every rank, and 128 bytes
         in the widest format (K and V are aligned to those)."""
@@ -271,6 +276,8 @@ class CompressionPlan:
 
     def buckets_of(self, stage: int) -> tuple[int, ...]:
         """The buckets whose lanes are in the layers of a stage."""
+        if not self.stages:
+            return tuple(range(len(self.buckets)))
         layers = self.layers_of(stage)
         return tuple(
             i

@@ -6,15 +6,20 @@ import numpy as np
 
 from kvlathe.export.methods.assignment import Priced
 from kvlathe.export.methods.forms import FORMATS, Grid
+from kvlathe.plan.heads import ModelShape
 from tests.support import stats_cases
 
 
 def priced(
-    seed: int, rope: bool = True, tokens: int = 2048, windowed: bool = True
+    seed: int,
+    rope: bool = True,
+    tokens: int = 2048,
+    windowed: bool = True,
+    shape: ModelShape = stats_cases.SHAPE,
 ) -> Priced:
     """Losses that fall as forms and windows grow, of lanes that differ a
     thousandfold."""
-    stats = stats_cases.stats(seed, rope=rope)
+    stats = stats_cases.stats(seed, shape, rope)
     grid, rng = Grid(stats, 64, 0, tokens, 16, windowed), np.random.default_rng(seed)
     lanes = stats.shape.layers * stats.shape.kv_heads
     error = np.array([4.0**-x.bits + np.exp(-rank / 12) for rank, x in grid.options])

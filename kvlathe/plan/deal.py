@@ -1,0 +1,315 @@
+"""Which rank of tensor parallelism has which KV heads (docs/scale.md).
+
+Every rank has about equally many lanes of each layer, so that none waits for another.
+Lanes differ in bytes, so which of them it has is chosen over all layers together: ranks
+then hold about the same bytes in every bucket. A layer with fewer lanes than ranks has
+some lanes twice, each time with other query heads.
+
+The problem is that of number partitioning (Karmarkar and Karp 1982), with a vector of
+bytes a lane and a count a layer. Lanes are dealt largest first; then two ranks exchange
+lanes of a layer while that brings their bytes together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, pairwise, product
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.heads import Lane
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import Bucket, CompressionPlan, Fields
+from kvlathe.plan.rank_plan import RankPlan
+
+Load = npt.NDArray[np.float64]
+"""Of a lane or a rank: its weighted bytes in each bucket, and their sum."""
+ENOUGH = 1.002
+"""The largest rank beside the mean, from which on nothing more is tried."""
+ROUNDS, EXCHANGES = 8, 16
+"""Times that all pairs of ranks are tried, and exchanges of each time."""
+MOST_PAIRED = 600
+"""Exchanges among which the best two are looked for."""
+LEAST_GAIN = 1e-6
+"""Of two ranks' difference, squared."""
+NOTHING = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a rank has of a lane: its K and V, and the query heads from ``first`` on of
+    those that read it."""
+
+    lane: int
+    first: int
+    queries: int
+
+
+Shares = tuple[tuple[Share, ...], ...]
+"""Of each rank, by lane."""
+
+
+@dataclass(frozen=True)
+class Deal:
+    """What every rank has of a plan."""
+
+    plan: CompressionPlan
+    shares: Shares
+
+    @property
+    def ranks(self) -> int:
+        return len(self.shares)
+
+    @cached_property
+    def plans(self) -> tuple[RankPlan, ...]:
+        """What each rank keeps. Pages have the same size everywhere."""
+        strides = [layout.filled for layout in self._layouts]
+        largest = tuple(map(max, zip(*strides, strict=True)))
+        return tuple(dataclasses.replace(own, strides=largest) for own in self._own)
+
+    @cached_property
+    def _own(self) -> tuple[RankPlan, ...]:
+        return tuple(_rank_plan(self, rank) for rank in range(self.ranks))
+
+    @cached_property
+    def _layouts(self) -> tuple[CacheLayout, ...]:
+        return tuple(CacheLayout(own) for own in self._own)
+
+    def filled(self, tokens: int) -> tuple[int, ...]:
+        """Bytes that the lanes of each rank take of a sequence of ``tokens`` tokens."""
+        return tuple(layout.bytes_for(tokens) for layout in self._layouts)
+
+    def taken(self, tokens: int) -> int:
+        """Bytes of the pages of such a sequence on every rank: what is filled of them,
+        and what the largest rank has more."""
+        return CacheLayout(self.plans[0]).bytes_for(tokens)
+
+    def balance(self, tokens: int) -> float:
+        """``taken`` over the mean of ``filled``."""
+        return self.taken(tokens) * self.ranks / sum(self.filled(tokens))
+
+
+def deal(plan: CompressionPlan, ranks: int) -> Deal:
+    """Raises KvlatheError where some rank would have no query head of a layer, and
+    where ranks would have to rank tokens together."""
+    if ranks > 1 and plan.observes:
+        raise KvlatheError(
+            f"the plan cannot be dealt to {ranks} ranks",
+            "it ranks tokens by the attention of all heads",
+            "run it on one GPU, or build it without a token rule",
+        )
+    layers = [_shares_of(plan, layer, ranks) for layer in range(plan.model.layers)]
+    table = _Table(_loads(plan), ranks)
+    for shares in layers:
+        table.add(shares)
+    for _ in range(ROUNDS):
+        if table.even or not table.improve():
+            break
+    return Deal(plan, tuple(tuple(sorted(x, key=_lane_of)) for x in table.dealt()))
+
+
+def _lane_of(share: Share) -> int:
+    return share.lane
+
+
+def _shares_of(plan: CompressionPlan, layer: int, ranks: int) -> list[Share]:
+    """What is dealt of a layer: its lanes, or as many parts of them as there are
+    ranks. Lanes of fewest bytes are the first to be there more often."""
+    heads, group = plan.model.kv_heads, plan.model.group_size
+    lanes = [layer * heads + lane.head for lane in plan.active(layer)]
+    queries = len(lanes) * group
+    if queries < ranks:
+        raise KvlatheError(
+            f"the plan cannot be dealt to {ranks} ranks",
+            f"layer {layer} has {queries} query heads that are kept",
+            f"give at most {queries} ranks",
+        )
+    if len(lanes) >= ranks:
+        return [Share(lane, 0, group) for lane in lanes]
+    by_size = sorted(lanes, key=lambda lane: _kept(plan.lanes[lane]))
+    copies, more = divmod(ranks, len(lanes))
+    shares: list[Share] = []
+    for place, lane in enumerate(by_size):
+        is_more = place < more
+        count = copies + is_more
+        borders = [group * i // count for i in range(count + 1)]
+        for first, end in pairwise(borders):
+            queries = end - first
+            shares.append(Share(lane, first, queries))
+    return shares
+
+
+def _kept(lane: Lane) -> int:
+    return lane.rank_k + lane.rank_v
+
+
+def _loads(plan: CompressionPlan) -> dict[int, Load]:
+    """Of each lane: its bytes in each bucket, by what the bucket's pages weigh in
+    short sequences and in the longest; and their sum."""
+    layout = CacheLayout(plan)
+    buckets = len(plan.buckets)
+    weights = np.zeros(buckets)
+    for tokens in (plan.prefill_chunk, plan.model.max_positions):
+        weights += np.array(layout.all_held(tokens)) / layout.bytes_for(tokens)
+    loads: dict[int, Load] = {}
+    for bucket in range(buckets):
+        for lane, size in layout.lane_bytes(bucket).items():
+            load = loads.setdefault(lane, np.zeros(buckets + 1))
+            load[bucket] = size * weights[bucket]
+            load[-1] += load[bucket]
+    return loads
+
+
+@dataclass(frozen=True, slots=True)
+class _Swap:
+    """Of a layer: which of its shares two ranks exchange, by their places, and what the
+    first one loses by it."""
+
+    layer: int
+    given: int
+    taken: int
+    moved: Load
+
+
+class _Table:
+    """Ranks with what they were dealt. The sum of the squares of their loads falls with
+    every exchange; it is least where all are equal."""
+
+    def __init__(self, loads: Mapping[int, Load], ranks: int) -> None:
+        self.loads = loads
+        columns = len(next(iter(loads.values())))
+        self.sums = np.zeros((ranks, columns))
+        self.layers: list[list[list[Share]]] = []
+
+    def dealt(self) -> Iterator[list[Share]]:
+        """What each rank has."""
+        for rank in range(len(self.sums)):
+            yield [share for hands in self.layers for share in hands[rank]]
+
+    @property
+    def even(self) -> bool:
+        """Whether no bucket of any rank is much above the mean."""
+        return bool((self.sums.max(0) <= ENOUGH * self.sums.mean(0)).all())
+
+    def add(self, shares: Sequence[Share]) -> None:
+        """Deal a layer: the largest first, each to the rank that has least."""
+        ranks = range(len(self.sums))
+        hands: list[list[Share]] = [[] for _ in ranks]
+        self.layers.append(hands)
+        by_size = sorted(shares, key=lambda share: -self.loads[share.lane][-1])
+        for share in by_size:
+            load = self.loads[share.lane]
+            fewest = min(map(len, hands))
+            open_ranks = [rank for rank in ranks if len(hands[rank]) == fewest]
+            rank = min(open_ranks, key=lambda r: float(self.sums[r] @ load))
+            hands[rank].append(share)
+            self.sums[rank] += load
+
+    def improve(self) -> bool:
+        """Let every two ranks exchange what brings them together; whether any did."""
+        changed = False
+        for a, b in combinations(range(len(self.sums)), 2):
+            for _ in range(EXCHANGES):
+                if not self._exchange(a, b):
+                    break
+                changed = True
+        return changed
+
+    def _exchange(self, a: int, b: int) -> bool:
+        """Make the best exchange between two ranks, or the best two in two layers;
+        False where none helps."""
+        swaps = list(self._swaps(a, b))
+        moved = np.array([swap.moved for swap in swaps]).reshape(len(swaps), -1)
+        gap = self.sums[a] - self.sums[b]
+        costs = (moved * moved).sum(1) - moved @ gap
+        gained, chosen = _best(swaps, moved, costs)
+        if gained >= -LEAST_GAIN * (gap @ gap):
+            return False
+        for place in chosen:
+            swap = swaps[place]
+            _hand(self.layers[swap.layer], a, b, swap)
+            self.sums[a] -= swap.moved
+            self.sums[b] += swap.moved
+        return True
+
+    def _swaps(self, a: int, b: int) -> Iterator[_Swap]:
+        """Every exchange within a layer. Who has one more may give it for nothing."""
+        nothing = np.zeros_like(self.sums[0])
+        for layer, hands in enumerate(self.layers):
+            mine = self._offers(hands[a])
+            theirs = self._offers(hands[b])
+            more = len(mine) - len(theirs)
+            if more < 0:
+                mine.append((NOTHING, nothing))
+            if more > 0:
+                theirs.append((NOTHING, nothing))
+            for (i, given), (j, taken) in product(mine, theirs):
+                yield _Swap(layer, i, j, given - taken)
+
+    def _offers(self, hand: Sequence[Share]) -> list[tuple[int, Load]]:
+        """The places of what a rank has, with their loads."""
+        return [(i, self.loads[share.lane]) for i, share in enumerate(hand)]
+
+
+def _best(swaps: Sequence[_Swap], moved: Load, costs: Load) -> tuple[float, list[int]]:
+    """What the best swap costs, or the best two of different layers; their places."""
+    place = int(costs.argmin())
+    best = (float(costs[place]), [place])
+    if len(swaps) > MOST_PAIRED:
+        return best
+    layers = np.array([swap.layer for swap in swaps])
+    crossed = moved @ moved.T
+    both = costs[:, None] + costs + 2 * crossed
+    alike = layers[:, None] == layers
+    both[alike] = np.inf
+    place = int(both.argmin())
+    cost = float(both.flat[place])
+    if cost >= best[0]:
+        return best
+    return cost, list(divmod(place, len(swaps)))
+
+
+def _hand(hands: list[list[Share]], a: int, b: int, swap: _Swap) -> None:
+    """Exchange what a swap names."""
+    given = [] if swap.given == NOTHING else [hands[a].pop(swap.given)]
+    taken = [] if swap.taken == NOTHING else [hands[b].pop(swap.taken)]
+    hands[a] += taken
+    hands[b] += given
+
+
+def _rank_plan(dealt: Deal, rank: int) -> RankPlan:
+    """The plan of one rank, with pages of its own size."""
+    plan, shares = dealt.plan, dealt.shares[rank]
+    own = {share.lane for share in shares}
+    buckets: list[Bucket] = []
+    for bucket in plan.buckets:
+        kept = [lane for lane in bucket.lanes if lane in own]
+        buckets.append(dataclasses.replace(bucket, lanes=tuple(kept)))
+    group = max(share.queries for share in shares)
+    queries = group * plan.model.kv_heads
+    fields: Fields = {}
+    for field in dataclasses.fields(plan):
+        fields[field.name] = getattr(plan, field.name)
+    fields["model"] = dataclasses.replace(plan.model, query_heads=queries)
+    fields["lanes"] = tuple(_lanes_of(plan, own))
+    fields["buckets"] = tuple(buckets)
+    return RankPlan(**fields, rank=rank, ranks=dealt.ranks)
+
+
+def _lanes_of(plan: CompressionPlan, own: Set[int]) -> Iterator[Lane]:
+    """The plan's lanes, of which all but the ``own`` ones are removed."""
+    keeper: dict[int, int] = {}
+    for place in own:
+        lane = plan.lanes[place]
+        keeper[lane.layer] = lane.head
+    for place, lane in enumerate(plan.lanes):
+        if place in own:
+            yield lane
+            continue
+        source = keeper[lane.layer]
+        yield dataclasses.replace(lane, rank_k=0, rank_v=0, fill_from=source)

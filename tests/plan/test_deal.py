@@ -1,0 +1,214 @@
+"""Dealing KV heads to ranks: every query head once, every layer evenly, bytes alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.methods.composition import CacheSettings, compose
+from kvlathe.export.methods.options import Options
+from kvlathe.export.search import measured
+from kvlathe.plan.deal import Deal, deal
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.heads import Lane, ModelShape
+from kvlathe.plan.layer_table import layer_table
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.token_rules import Budget, ObservationWindow, Window
+from tests.support import stats_cases
+from tests.support.priced_cases import priced
+
+MOST = 1.03
+"""Bytes that a rank sets aside, over the mean of what ranks fill."""
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> CompressionPlan:
+    """Any ranks, removed heads, formats by lane, and windows."""
+    layers, heads = draw(st.integers(1, 6)), draw(st.integers(1, 9))
+    group = draw(st.integers(1, 8))
+    seed = draw(st.integers(0, 999))
+    rng = np.random.default_rng(seed)
+    shape = ModelShape(layers, heads * group, heads, 128, 64, 100, 8192)
+    lanes: list[Lane] = []
+    for layer in range(layers):
+        keeper = int(rng.integers(heads))
+        for head in range(heads):
+            k, v = (16 * rng.integers(1, 9, 2)).tolist()
+            lane = Lane(layer, head, 128, k, v, projected=True)
+            if head != keeper and rng.random() < 0.2:
+                lane = dataclasses.replace(lane, rank_k=0, rank_v=0, fill_from=keeper)
+            lanes.append(lane)
+    kept = [i for i, lane in enumerate(lanes) if not lane.removed]
+    eight = tuple(i for i in kept if rng.random() < 0.5)
+    four = tuple(i for i in kept if i not in eight)
+    cold = (Bucket(1, eight, 0), Bucket(2, four, 0, Window(64, 128)))
+    buckets = (Bucket(0, tuple(kept)), *(b for b in cold if b.lanes))
+    tiers = (Tier(16, 16), Tier(8, 8), Tier(4, 4))
+    return CompressionPlan(shape, tuple(lanes), tiers, buckets)
+
+
+def every_head_is_dealt_once(dealt: Deal) -> None:
+    plan = dealt.plan
+    heads: Counter[tuple[int, int]] = Counter()
+    for shares in dealt.shares:
+        for share in shares:
+            queries = range(share.first, share.first + share.queries)
+            heads.update((share.lane, query) for query in queries)
+    kept = [i for i, lane in enumerate(plan.lanes) if not lane.removed]
+    group = range(plan.model.group_size)
+    assert heads == Counter({(lane, query): 1 for lane in kept for query in group})
+
+
+@settings(max_examples=150)
+@given(plan=plans(), ranks=st.integers(1, 6))
+def test_every_query_head_has_one_rank_and_every_layer_is_dealt_evenly(
+    plan: CompressionPlan, ranks: int
+) -> None:
+    group, layers = plan.model.group_size, range(plan.model.layers)
+    fewest = min(len(plan.active(layer)) for layer in layers)
+    if fewest * group < ranks:
+        with pytest.raises(KvlatheError, match=f"at most {fewest * group} ranks|ranks"):
+            deal(plan, ranks)
+        return
+    dealt = deal(plan, ranks)
+    every_head_is_dealt_once(dealt)
+    for layer in layers:
+        counts = [len(own.active(layer)) for own in dealt.plans]
+        assert max(counts) - min(counts) <= 1 and min(counts) > 0
+
+
+@settings(max_examples=100)
+@given(plan=plans(), ranks=st.integers(1, 4))
+def test_pages_have_one_size_and_hold_the_own_lanes(
+    plan: CompressionPlan, ranks: int
+) -> None:
+    """A page's number says where it is on every rank; what a rank lays out lies inside,
+    and is what it lays out alone."""
+    try:
+        dealt = deal(plan, ranks)
+    except KvlatheError:
+        return
+    strides = {CacheLayout(own).page_stride for own in dealt.plans}
+    assert len(strides) == 1
+    largest = strides.pop()
+    filled = [CacheLayout(own).filled for own in dealt.plans]
+    assert largest == tuple(np.max(filled, axis=0))
+    for own, shares in zip(dealt.plans, dealt.shares, strict=True):
+        layout = CacheLayout(own)
+        assert own.model.group_size == max(share.queries for share in shares)
+        for bucket in range(len(own.buckets)):
+            rows = layout.lane_table(bucket)
+            assert set(own.buckets[bucket].lanes) <= set(plan.buckets[bucket].lanes)
+            assert (rows[:, 4:8] <= largest[bucket]).all()
+        for layer in range(plan.model.layers):
+            assert len(layer_table(own, layer))
+    if ranks == 1:
+        assert filled[0] == CacheLayout(plan).page_stride
+
+
+SHAPE = ModelShape(16, 32, 8, 32, 96, 50, 32768)
+
+
+AUTO = {2: MOST, 3: MOST, 4: 1.05, 8: 1.12}
+"""The same for ``auto`` on 16 layers, by ranks."""
+
+
+@cache
+def method_plans() -> dict[str, CompressionPlan]:
+    """What methods make of statistics whose heads differ as those of models do."""
+    stats = stats_cases.stats(3, SHAPE)
+    form = CacheSettings(16)
+    asked: dict[str, dict[str, Any]] = {
+        "fdc": {"removal_rate": 0.3},
+        "fdc+hack:bits=8": {"removal_rate": 0.3},
+        "fdc+hack:bits=4": {"compression_ratio": 0.8, "allocation": "global"},
+    }
+    found: dict[str, CompressionPlan] = {}
+    for request, options in asked.items():
+        given = Options(**options)
+        found[request] = compose(request, SHAPE, True, stats, given, form)[0]
+    return found
+
+
+@cache
+def auto_plans() -> dict[str, CompressionPlan]:
+    """Forms and windows by losses that differ a thousandfold."""
+    variant = measured.variant("auto", priced(1, shape=SHAPE), CacheSettings(16))
+    return {f"auto {ratio}": variant.at(ratio)[0] for ratio in (0.6, 0.8, 0.9)}
+
+
+def worst(dealt: Deal, tokens: int) -> float:
+    """What the fullest rank holds, over the mean."""
+    filled = dealt.filled(tokens)
+    return max(filled) * dealt.ranks / sum(filled)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_ranks_hold_the_same_bytes_of_what_methods_make(ranks: int) -> None:
+    """``auto`` has twelve buckets here, and few layers: more ranks than four hold them
+    less evenly. The CUDA kernels take three."""
+    for name, plan in method_plans().items():
+        dealt = deal(plan, ranks)
+        for tokens in (plan.prefill_chunk, 8192, 32768):
+            assert worst(dealt, tokens) <= dealt.balance(tokens) <= MOST, name
+    for name, plan in auto_plans().items():
+        dealt = deal(plan, ranks)
+        for tokens in (8192, 32768):
+            assert worst(dealt, tokens) <= AUTO[ranks], name
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 999), ranks=st.sampled_from([2, 3, 4, 6, 8]))
+def test_ranks_set_aside_the_same_bytes_of_a_large_model(seed: int, ranks: int) -> None:
+    """32 layers of 8 heads, any ranks, two formats: pages are no larger than 1.03 of
+    what ranks hold on average."""
+    rng = np.random.default_rng(seed)
+    shape = ModelShape(32, 32, 8, 128, 4096, 128256, 131072)
+    pairs = (16 * rng.integers(1, 9, (32, 8, 2))).tolist()
+    lanes = tuple(
+        Lane(layer, head, 128, *pairs[layer][head], projected=True)
+        for layer in range(32)
+        for head in range(8)
+    )
+    every = tuple(range(len(lanes)))
+    eight = tuple(i for i in every if rng.random() < 0.4)
+    four = tuple(i for i in every if i not in eight)
+    buckets = (Bucket(0, every), Bucket(1, eight, 0), Bucket(2, four, 0))
+    tiers = (Tier(16, 16), Tier(8, 8), Tier(4, 4))
+    dealt = deal(CompressionPlan(shape, lanes, tiers, buckets), ranks)
+    for tokens in (100, 8192, 131072):
+        assert dealt.balance(tokens) <= MOST
+
+
+def test_ranks_beyond_the_heads_hold_some_twice() -> None:
+    plan = method_plans()["fdc"]
+    for ranks in (12, 16, 32):
+        dealt = deal(plan, ranks)
+        assert all(len(own.active(0)) == 1 for own in dealt.plans)
+        assert dealt.balance(32768) <= MOST
+        copies = sum(dealt.filled(8192)) / CacheLayout(plan).bytes_for(8192)
+        assert 1 < copies <= ranks / SHAPE.kv_heads * 1.01
+    with pytest.raises(KvlatheError, match=r"has 32 query heads.*at most 32 ranks"):
+        deal(plan, 33)
+
+
+def test_a_plan_that_ranks_tokens_is_not_dealt() -> None:
+    plan = method_plans()["fdc"]
+    every = plan.buckets[0].lanes
+    budget = dataclasses.replace(
+        plan,
+        buckets=(Bucket(0, every, None, Budget(128)),),
+        observation=ObservationWindow(last=8),
+    )
+    assert deal(budget, 1).ranks == 1
+    with pytest.raises(KvlatheError, match="attention of all heads"):
+        deal(budget, 2)
