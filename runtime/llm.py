@@ -41,6 +41,7 @@ from kvlathe.runtime.cache.cold import ColdPages, ZstdPages
 from kvlathe.runtime.cache.parcel import Origin
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.cache.prefix import PrefixCache
+from kvlathe.runtime.loading import Wanted, load_session
 from kvlathe.runtime.requests.answer import Answer
 from kvlathe.runtime.requests.compaction import Compaction, CompactionResult
 from kvlathe.runtime.requests.deltas import deltas
@@ -57,9 +58,8 @@ from kvlathe.runtime.requests.sequences import (
 from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Sequence
-from kvlathe.runtime.sessions import registry as sessions
 from kvlathe.runtime.sessions.protocols import Session
-from kvlathe.runtime.settings import check_counts, lowered, memory_share
+from kvlathe.runtime.settings import check_counts, lowered, memory_share, refuse_ranks
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.structure import Structure
 from kvlathe.runtime.text.tokenizer import Tokenizer
@@ -94,6 +94,7 @@ class LLM(ClosesAtExit):
         self.manifest: Manifest | None = None
         self.attention = "unknown"
         self._sequences = SequenceFactory(plan, self.pool, scheduler, tokenizer)
+        self.thread.watch(session)
         # The thread must not outlive the LLM. At the interpreter's end it is joined.
         weakref.finalize(self, self.thread.stop).atexit = False
 
@@ -109,6 +110,7 @@ class LLM(ClosesAtExit):
         max_batch_size: int | None = None,
         gpu_memory_utilization: float = devices.GPU_MEMORY_UTILIZATION,
         stores: StoreSizes | None = None,
+        tensor_parallel_size: int = 1,
     ) -> LLM:
         """Load an engine folder.
 
@@ -123,27 +125,27 @@ class LLM(ClosesAtExit):
         ``device``: cpu, cuda or auto; None: KVLATHE_DEVICE, or else auto.
         ``max_batch_size``: sequences that run at once, at most and by default the
         engine's. ``stores``: where shared prefixes go whose pages had to (docs/travel.md).
+        ``tensor_parallel_size``: GPUs to use (docs/scale.md), each with ``cache_bytes``.
 
         Raises KvlatheError where the folder is incomplete or changed, or its backend
         cannot run here.
         """
-        check_counts(threads=threads, cache_bytes=cache_bytes)
+        ranks = tensor_parallel_size
+        counts = {"threads": threads, "cache_bytes": cache_bytes}
+        check_counts(tensor_parallel_size=ranks, **counts)
         folder = Path(engine_dir)
         opened = open_engine(folder, deep=verify)
         limits = lowered(opened.manifest.limits, max_batch_size)
         manifest = dataclasses.replace(opened.manifest, limits=limits)
-        plan = opened.plan
         log.info("loading %s", folder)
-        runner = sessions.runner(manifest, folder, device)
-        kind = runner.session(manifest)
-        share, layout = memory_share(gpu_memory_utilization), CacheLayout(plan)
-        size = sessions.cache_bytes(manifest, layout, runner, share, cache_bytes)
-        work = partial(kind, folder, plan, limits, size, threads)
-        session = sessions.loaded(work, folder, manifest.size, size)
-        llm = cls(session, plan, limits, Tokenizer(folder), size, share_prefixes)
+        share = memory_share(gpu_memory_utilization)
+        wanted = Wanted(device, ranks, share, cache_bytes, threads)
+        found = load_session(opened, manifest, wanted)
+        given = (found.session, found.plan, limits, Tokenizer(folder))
+        llm = cls(*given, found.cache_bytes, share_prefixes)
         llm.manifest = opened.manifest
-        llm.attention = runner.attention(manifest)
-        llm.engine.scheduler.prompt_tokens = runner.prompt_tokens
+        llm.attention = found.attention
+        llm.engine.scheduler.prompt_tokens = found.prompt_tokens
         if stores is not None:
             llm.keep_evicted(stores)
         return llm
@@ -165,6 +167,7 @@ class LLM(ClosesAtExit):
 
         Raises KvlatheError where the library for it is missing.
         """
+        refuse_ranks(self.plan)
         codec = ZstdPages(self.layout)
         mover = ColdPages(self.session, codec)
         scheduler = self.engine.scheduler
@@ -290,6 +293,7 @@ class LLM(ClosesAtExit):
     def exchange(self) -> Exchange:
         """Prefixes and running sequences leave for another engine of the same build, or
         come from one (docs/travel.md)."""
+        refuse_ranks(self.plan)
         origin = Origin.of(self.plan, self.manifest)
         return Exchange(self.engine, self.thread, self._sequences, origin)
 

@@ -6,6 +6,8 @@ import dataclasses
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.manifest import Limits
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.rank_plan import RankPlan
 from kvlathe.runtime.text.sampling_params import is_number
 
 
@@ -42,3 +44,14 @@ def lowered(limits: Limits, max_batch_size: int | None) -> Limits:
             "give a number in between, or build the engine with a larger one",
         )
     return dataclasses.replace(limits, max_batch_size=max_batch_size)
+
+
+def refuse_ranks(plan: CompressionPlan) -> None:
+    """Raises KvlatheError where ``plan`` is one rank's, for what takes whole pages out
+    of an engine."""
+    if isinstance(plan, RankPlan):
+        raise KvlatheError(
+            f"pages of {plan.ranks} ranks stay in their engine",
+            "each rank has its part of every page",
+            "run the engine on one GPU",
+        )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvlathe.base.errors import KvlatheError
+from kvlathe.base.errors import DeviceLost, KvlatheError
 
 T = TypeVar("T")
 WORDS = (
@@ -28,7 +28,9 @@ class OutOfMemory(KvlatheError):
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory was missing."""
+    """Whether an error says that memory was missing, and less of it may run."""
+    if isinstance(error, DeviceLost):
+        return False
     if isinstance(error, OutOfMemory | MemoryError):
         return True
     said = str(error)

@@ -24,6 +24,7 @@ from kvlathe.base.errors import DeviceLost, EngineStopped, KvlatheError
 from kvlathe.runtime.requests.request import OnDelta, Request
 from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.sequence import Sequence
+from kvlathe.runtime.sessions.protocols import Session, Watched
 
 T = TypeVar("T")
 PAUSE = 0.01
@@ -84,6 +85,7 @@ class EngineThread:
         self._closed = False
         self._fault: BaseException | None = None
         self._thread: threading.Thread | None = None
+        self._watched: Watched | None = None
         self._stopping = False  # the thread's own: it has seen that it is to end
         self._pauses = False  # its own, too: the last step did nothing
 
@@ -154,6 +156,22 @@ class EngineThread:
                 "ask from another thread",
             )
 
+    def watch(self, session: Session) -> None:
+        """Notice a process of the session that dies while nothing runs, and end them
+        with this thread; where it has processes."""
+        if not isinstance(session, Watched):
+            return
+        self._watched = session
+        thread, check = weakref.ref(self), weakref.WeakMethod(session.check)
+
+        def ask() -> None:
+            found, work = thread(), check()
+            if found is not None and work is not None:
+                with contextlib.suppress(KvlatheError):  # it is the thread's to tell
+                    found.call(work)
+
+        session.watch(ask)
+
     def stop(self) -> None:
         """Take nothing more. The thread ends what is left and then itself."""
         with self._lock:
@@ -168,6 +186,8 @@ class EngineThread:
         thread = self._thread
         if thread and thread is not threading.current_thread():
             thread.join()
+        if self._watched is not None:
+            self._watched.close()
 
     def _put(self, command: Callable[[], None]) -> None:
         """Queue a command, under the lock."""
@@ -276,9 +296,10 @@ class EngineThread:
                 self._publish(sequence)
 
     def _fulfil(self, future: Future[T], work: Callable[[], T]) -> None:
+        if self._fault:
+            future.set_exception(failure(self._fault))
+            return
         try:
-            if self._fault:
-                raise failure(self._fault)
             future.set_result(work())
         except BaseException as error:
             future.set_exception(error)

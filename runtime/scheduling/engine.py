@@ -193,6 +193,8 @@ class Engine:
 
     def check_device(self, error: Exception) -> None:
         """Raises DeviceLost where a step failed because nothing can run any more."""
+        if isinstance(error, DeviceLost):
+            raise error
         reason = self.session.lost() if isinstance(self.session, OnDevice) else ""
         if reason:
             fact, remedy = (

@@ -223,6 +223,23 @@ class OnDevice(Protocol):
         ...
 
 
+@runtime_checkable
+class Watched(Protocol):
+    """Is made of several processes, each of which may die while nothing runs."""
+
+    def watch(self, tell: Callable[[], None]) -> None:
+        """``tell`` is called, in some thread, once one of them has died."""
+        ...
+
+    def check(self) -> None:
+        """Raises DeviceLost where one has."""
+        ...
+
+    def close(self) -> None:
+        """End them."""
+        ...
+
+
 class Session(StepRunner, PageMover, PageQuantizer, Protocol):
     """What every engine needs of its session."""
 

@@ -57,7 +57,7 @@ class Runner:
     ``attention``: what runs kvlathe::Attend, in words. ``prompt_tokens``: prompt tokens
     beside running answers in one step, by default. ``memory``: bytes of a GPU that are
     free, and all; None: the host's memory is used. ``copies``: how often weights are
-    there while they are loaded.
+    there while they are loaded; of several GPUs, on the fullest.
     """
 
     device: str
@@ -65,7 +65,7 @@ class Runner:
     attention: Callable[[Manifest], str]
     prompt_tokens: int
     memory: Callable[[], tuple[int, int]] | None = None
-    copies: int = 1
+    copies: float = 1
 
 
 # -- the CPU ---------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def cache_bytes(
     free, total = chosen.memory()
     # The rest is for what steps compute, CUDA graphs and other processes to come.
     usable = free if asked else free - int(total * (1 - share))
-    weights = chosen.copies * manifest.size
+    weights = int(chosen.copies * manifest.size)
     if usable - weights >= (asked or border):
         return asked or min(full, usable - weights)
     cache = f"{asked:,} bytes" if asked else f"at least {border:,} bytes"

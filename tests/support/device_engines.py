@@ -115,10 +115,11 @@ class HostAttention:
         angles: tuple[Tensor, Tensor] | None,
         weights: Mapping[str, Tensor],
     ) -> Tensor:
-        assert angles is not None
         group = self.plan.model.group_size
         width = sum(group * lane.rank_v for lane in self.plan.active(layer))
-        floats = {"q": q, "k": k, "v": v, "cos": angles[0], "sin": angles[1], **weights}
+        floats = {"q": q, "k": k, "v": v, **weights}
+        if angles is not None:
+            floats |= {"cos": angles[0], "sin": angles[1]}
         arrays = {name: x.float().contiguous() for name, x in floats.items()}
         widths = torch.tensor([t.shape[1] for t in step.page_tables], dtype=torch.int32)
         arrays |= {"cu_seqlens_q": step.cu_seqlens_q, "lengths": step.lengths}

@@ -41,14 +41,16 @@ class DevicePages:
         self._kernels = PageKernels(library, plan, pool.address, pool.nbytes)
 
     def seal(self, pages: Sequence[FullPage]) -> None:
-        """As PageQuantizer.seal: one call of the library for each pair of buckets."""
+        """As PageQuantizer.seal: one call of the library for each pair of buckets. A
+        rank may have no lanes of some."""
         jobs: defaultdict[tuple[int, int], list[tuple[int, int, int]]]
         jobs = defaultdict(list)
         for full in pages:
             cold = self.plan.cold(full.fresh)
             for bucket, target in zip(cold, full.cold_pages, strict=True):
                 job = (full.page, target, full.position)
-                jobs[full.fresh, bucket].append(job)
+                if self.plan.buckets[bucket].lanes:
+                    jobs[full.fresh, bucket].append(job)
         for (fresh, bucket), of_pair in jobs.items():
             self._kernels.seal(fresh, bucket, of_pair, self.device.stream)
 

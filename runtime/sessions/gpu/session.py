@@ -152,6 +152,11 @@ class DeviceSession(DevicePages):
         self.compute.queue(inputs, outputs, kind)
 
     # -- memory ------------------------------------------------------------------------
+    @property
+    def columns(self) -> int:
+        """Of the logits that are computed here."""
+        return self.plan.model.vocab_size
+
     def _query_offsets(self) -> Bindings:
         """0 .. T - 1, of which a step reads as many as its longest sequence has."""
         tokens = self.limits.max_num_tokens
@@ -171,12 +176,11 @@ class DeviceSession(DevicePages):
         return arrays
 
     def _logits_of(self, rows: int) -> DeviceArray:
-        size = rows * self.plan.model.vocab_size * FLOAT.itemsize
+        size = rows * self.columns * FLOAT.itemsize
         return self.device.allocate(size, "logits")
 
     def _rows_of(self, logits: DeviceArray, rows: int) -> DeviceArray:
-        shape = (rows, self.plan.model.vocab_size)
-        return logits.view(0, shape, FLOAT)
+        return logits.view(0, (rows, self.columns), FLOAT)
 
 
 def pool_views(pool: DeviceArray, unit: int) -> Bindings:

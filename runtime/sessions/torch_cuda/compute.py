@@ -11,6 +11,7 @@ import torch
 from kvlathe.plan.manifest import DECODER_FILE, Limits
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import CudaLibrary, cuda_library
+from kvlathe.runtime.sessions.gpu.device import DeviceArray
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepKind
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention, copies_bytes
@@ -54,6 +55,20 @@ def session_of(
 ) -> TorchSession:
     """A session of weights that are on the GPU already."""
     pool = allocate_pool(device, library, plan, arena_bytes + scratch_bytes(plan))
+    compute = compute_of(device, library, decoder, plan, limits, pool)
+    session = RankingSession if plan.ranked else TorchSession
+    return session(device, library, plan, limits, pool, compute)
+
+
+def compute_of(
+    device: TorchDevice,
+    library: CudaLibrary,
+    decoder: TorchDecoder,
+    plan: CompressionPlan,
+    limits: Limits,
+    pool: DeviceArray,
+) -> TorchCompute:
+    """The decoder with the attention of a plan over ``pool``."""
     rows = max(limits.max_num_tokens, limits.max_batch_size)
     scales = decoder.wiring.scales
     copies = None
@@ -61,9 +76,7 @@ def session_of(
     if size and library.lib.kvlathe_cuda_has_prompt_kernel():
         copies = bytes_of(device.allocate(size, "room for copies of sealed pages"))
     attention = Attention(library, plan, scales, bytes_of(pool), rows, copies)
-    compute = TorchCompute(decoder, attention)
-    session = RankingSession if plan.ranked else TorchSession
-    return session(device, library, plan, limits, pool, compute)
+    return TorchCompute(decoder, attention)
 
 
 class TorchCompute:

@@ -31,6 +31,7 @@ from kvlathe.layers.decoder import (
 )
 from kvlathe.layers.rows import Rows
 from kvlathe.layers.wiring import Wiring
+from kvlathe.runtime.sessions.torch_cuda.group import Alone, Group
 from kvlathe.runtime.sessions.torch_cuda.rows import FusedRows
 
 Angles = tuple[Tensor, Tensor]
@@ -42,14 +43,21 @@ the cache afterwards."""
 
 ALIGNMENT = 8
 """Elements: rows of q, k and v begin at multiples of 16 bytes."""
+ALONE = Alone()
+Cut = Callable[[str, Tensor], Tensor | None]
+"""What is read of a tensor, by its name; None for nothing."""
+
+
+def _read(folder: Path, index: str) -> dict[str, Any]:
+    return json.loads((folder / index).read_text("utf-8"))
 
 
 def read_decoder(
-    folder: Path, index: str, device: str
+    folder: Path, index: str, device: str, cut: Cut | None = None
 ) -> tuple[Wiring, dict[str, Tensor]]:
     """What decoder.json (``index``) describes: the wiring, and the weights on
-    ``device``, read one at a time."""
-    raw: dict[str, Any] = json.loads((folder / index).read_text("utf-8"))
+    ``device``, read one at a time, whole or as ``cut`` gives them."""
+    raw = _read(folder, index)
     path = folder / raw["weights"]
     mapped = torch.from_file(
         str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
@@ -58,12 +66,24 @@ def read_decoder(
     def tensor(dtype: str, shape: list[int], offset: int) -> Tensor:
         kind = getattr(torch, dtype)
         size = kind.itemsize * torch.Size(shape).numel()
-        return (
-            mapped[offset : offset + size].view(kind).view(shape).to(device, copy=True)
-        )
+        return mapped[offset : offset + size].view(kind).view(shape)
 
-    wiring = Wiring.from_json(raw["wiring"])
-    return wiring, {name: tensor(**entry) for name, entry in raw["tensors"].items()}
+    tensors: dict[str, Tensor] = {}
+    for name, entry in raw["tensors"].items():
+        whole = tensor(**entry)
+        part = whole if cut is None else cut(name, whole)
+        if part is not None:
+            tensors[name] = part.contiguous().to(device, copy=True)
+    return Wiring.from_json(raw["wiring"]), tensors
+
+
+def decoder_shapes(folder: Path, index: str) -> dict[str, Tensor]:
+    """The weights that decoder.json (``index``) describes, without their numbers."""
+    shapes: dict[str, Tensor] = {}
+    for name, entry in _read(folder, index)["tensors"].items():
+        kind = getattr(torch, entry["dtype"])
+        shapes[name] = torch.empty(entry["shape"], dtype=kind, device="meta")
+    return shapes
 
 
 class TorchDecoder:
@@ -71,13 +91,20 @@ class TorchDecoder:
     model exists once."""
 
     def __init__(
-        self, wiring: Wiring, tensors: dict[str, Tensor], rows: Rows | None = None
+        self,
+        wiring: Wiring,
+        tensors: dict[str, Tensor],
+        rows: Rows | None = None,
+        group: Group = ALONE,
+        first_token: int = 0,
     ) -> None:
-        """``rows``: norms and gated activations, torch's where it is not given."""
+        """``rows``: norms and gated activations, torch's where it is not given.
+        ``group``: the ranks whose parts of the weights ``tensors`` are one of;
+        ``first_token``: of this rank's part of the vocabulary."""
         rows = rows or FusedRows()
-        self.wiring = wiring
+        self.wiring, self.group, self.first_token = wiring, group, first_token
         self.layers = [
-            _Layer(wiring, rows, _taken(tensors, f"layers.{i}."))
+            _Layer(wiring, rows, _taken(tensors, f"layers.{i}."), group)
             for i in range(len(wiring.scales))
         ]
         self.embed = tensors["embed.weight"]
@@ -92,16 +119,27 @@ class TorchDecoder:
     def __call__(
         self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor, attend: Attend
     ) -> Tensor:
-        """input_ids, positions [T], logit_rows [R] int32 -> logits [R, V]."""
-        x = F.embedding(input_ids, self.embed)
+        """input_ids, positions [T], logit_rows [R] int32 -> logits [R, V], or of this
+        rank's tokens."""
+        x = self._embedded(input_ids)
         if self.positions is not None:
             x = x + F.embedding(positions, self.positions)
+        x = self.group.sum(x)
         angles = self._angles(positions, x.dtype)
         ropes = self.wiring.ropes or (0,) * len(self.layers)
         for i, layer in enumerate(self.layers):
             x = layer(x, partial(attend, i), angles[ropes[i]])
         softcap = self.wiring.logit_softcap
         return logits(x, logit_rows, self.norm, self.head, softcap)
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        """[T, D]: zeros for tokens of other ranks."""
+        if self.group.size == 1:
+            return F.embedding(input_ids, self.embed)
+        places = input_ids - self.first_token
+        foreign = (places < 0) | (places >= len(self.embed))
+        rows = F.embedding(places.masked_fill(foreign, 0), self.embed)
+        return rows.masked_fill_(foreign[:, None], 0)
 
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> list[Angles | None]:
         """Of each rotation."""
@@ -139,10 +177,31 @@ class _Linear:
         return residual if self.bias is None else residual.add_(self.bias)
 
 
+class _Output(_Linear):
+    """A product of which every rank has a part: their sum. Rank 0 has the bias."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, group: Group) -> None:
+        super().__init__(weight, bias)
+        self.group = group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.group.sum(super().__call__(x))
+
+    def begin(self, residual: Tensor, x: Tensor) -> Tensor:
+        """What the ranks' sum is ``add_to`` of: on rank 0 that, on others x @ weight.
+        Into ``residual``."""
+        if self.group.rank:
+            return torch.mm(x, self.weight, out=residual)
+        return self.add_to(residual, x)
+
+
 class _Layer:
     """One layer; ``tensors`` by role."""
 
-    def __init__(self, wiring: Wiring, rows: Rows, tensors: dict[str, Tensor]) -> None:
+    def __init__(
+        self, wiring: Wiring, rows: Rows, tensors: dict[str, Tensor], group: Group
+    ) -> None:
+        self.group = group
         self.parallel = wiring.parallel
         self.head_dim = wiring.head_dim
         self.activation = wiring.activation
@@ -158,14 +217,20 @@ class _Layer:
         self.attn_out_norm = norm("attn_out_norm")
         self.mlp_norm = norm("mlp_norm")
         self.mlp_out_norm = norm("mlp_out_norm")
-        self.q_norm = norm("q_norm")
-        self.k_norm = norm("k_norm")
+        if wiring.wide_qk_norm and group.size > 1:
+            eps = wiring.norm_eps
+            self.q_norm = _wide_norm(tensors.pop("q_norm.weight"), eps, group)
+            self.k_norm = _wide_norm(tensors.pop("k_norm.weight"), eps, group)
+        else:
+            self.q_norm, self.k_norm = norm("q_norm"), norm("k_norm")
         self.is_gated = "gate.weight" in tensors
         gate_up_roles = ["gate", "up"] if self.is_gated else ["up"]
         self.qkv_map, self.qkv_widths = _beside(tensors, ["v", "q", "k"], ALIGNMENT)
         self.gate_up_map, self.gate_up_widths = _beside(tensors, gate_up_roles, 1)
-        self.o = _Linear(tensors.pop("o.weight"), tensors.pop("o.bias", None))
-        self.down = _Linear(tensors.pop("down.weight"), tensors.pop("down.bias", None))
+        self.o, self.down = (
+            _Output(tensors.pop(f"{x}.weight"), tensors.pop(f"{x}.bias", None), group)
+            for x in ("o", "down")
+        )
         self.projections = _taken(tensors, "attend.")
 
     def __call__(
@@ -190,10 +255,13 @@ class _Layer:
         return gate, up
 
     def add_o(self, x: Tensor, o: Tensor) -> Tensor:
-        return self.o.add_to(x, o)
+        part = self.o.begin(x, o)
+        return part if self.parallel else self.group.sum(part)
 
     def add_down(self, x: Tensor, inner: Tensor) -> Tensor:
-        return self.down.add_to(x, inner)
+        if self.parallel:  # x is this rank's part of what o gave: one sum for both
+            return self.group.sum(self.down.add_to(x, inner))
+        return self.group.sum(self.down.begin(x, inner))
 
 
 def _norm(wiring: Wiring, rows: Rows, tensors: dict[str, Tensor]) -> RowMap:
@@ -201,6 +269,19 @@ def _norm(wiring: Wiring, rows: Rows, tensors: dict[str, Tensor]) -> RowMap:
     bias = tensors.get("bias")
     eps = wiring.norm_eps
     return lambda x: rows.norm(x, weight, bias, eps)
+
+
+def _wide_norm(weight: Tensor, eps: float, group: Group) -> RowMap:
+    """An RMS norm of rows of which every rank has a part."""
+    width = int(group.sum(torch.tensor([len(weight)], device=weight.device)))
+
+    def norm(x: Tensor) -> Tensor:
+        wide = x.float()
+        squares = group.sum(wide.square().sum(-1, keepdim=True))
+        wide = wide * torch.rsqrt(squares / width + eps)
+        return weight * wide.to(x.dtype)
+
+    return norm
 
 
 def _beside(

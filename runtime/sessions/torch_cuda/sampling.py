@@ -26,34 +26,29 @@ from kvlathe.runtime.text.sampler import (
     SamplingRows,
 )
 
+Numbers = npt.NDArray[np.floating]
+Wait = Callable[[torch.cuda.Event], None]
+
 
 class Sampling:
     """A choice of tokens on its way: ``tokens`` [R] int64, where the logits are."""
 
-    def __init__(self, logits: Tensor, tokens: Tensor, rows: SamplingRows) -> None:
+    def __init__(
+        self,
+        tokens: Tensor,
+        rows: SamplingRows,
+        logprobs: list[Tensor],
+        vocab: int,
+        wait: Wait = torch.cuda.Event.synchronize,
+    ) -> None:
+        """``logprobs``: as ``logprobs_of`` gives them. ``wait``: until an event has
+        come."""
         self.tokens = tokens
-        self._rows, self._vocab = rows, logits.shape[1]
+        self._rows, self._most = rows, most_logprobs(rows, vocab)
         self._asked = np.flatnonzero(rows.logprobs >= 0)
         # One copy to the host: a float64 holds every token id exactly.
-        numbers = [tokens.double(), *self._logprobs(logits)]
-        self._arrived = _to_host(torch.cat(numbers))
-
-    @property
-    def _most(self) -> int:
-        return min(max(0, self._rows.most_logprobs), self._vocab)
-
-    def _logprobs(self, logits: Tensor) -> list[Tensor]:
-        """Those of the rows that asked: of their tokens, and the best with their
-        tokens."""
-        if not len(self._asked):
-            return []
-        places = _sent(self._asked, logits.device)
-        wide = logits[places].double()
-        scores = wide - wide.logsumexp(dim=1, keepdim=True)
-        own_ids = self.tokens[places].clamp(min=0)
-        own = scores.gather(1, own_ids[:, None])[:, 0]
-        best, ids = scores.topk(self._most, dim=1)
-        return [own, best.flatten(), ids.double().flatten()]
+        numbers = [tokens.double(), *logprobs]
+        self._arrived = to_host(torch.cat(numbers), wait)
 
     def result(self) -> Sampled:
         """Waits for the GPU."""
@@ -74,8 +69,29 @@ class Sampling:
         return Sampled(tokens, chosen, top_tokens, top_logprobs)
 
 
-def _to_host(numbers: Tensor) -> Callable[[], npt.NDArray[np.float64]]:
-    """Queue a copy of float64 numbers to the host: a function that waits for it."""
+def most_logprobs(rows: SamplingRows, vocab: int) -> int:
+    """How many tokens any row wants reported."""
+    return min(max(0, rows.most_logprobs), vocab)
+
+
+def logprobs_of(logits: Tensor, tokens: Tensor, rows: SamplingRows) -> list[Tensor]:
+    """Those of the rows that asked: of their tokens, and the best with their tokens."""
+    asked = np.flatnonzero(rows.logprobs >= 0)
+    if not len(asked):
+        return []
+    places = sent(asked, logits.device)
+    wide = logits[places].double()
+    scores = wide - wide.logsumexp(dim=1, keepdim=True)
+    own_ids = tokens[places].clamp(min=0)
+    own = scores.gather(1, own_ids[:, None])[:, 0]
+    best, ids = scores.topk(most_logprobs(rows, logits.shape[1]), dim=1)
+    return [own, best.flatten(), ids.double().flatten()]
+
+
+def to_host(
+    numbers: Tensor, wait: Wait = torch.cuda.Event.synchronize
+) -> Callable[[], Numbers]:
+    """Queue a copy of numbers to the host: a function that waits for it."""
     if not numbers.is_cuda:
         return numbers.numpy
     pinned = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -83,14 +99,14 @@ def _to_host(numbers: Tensor) -> Callable[[], npt.NDArray[np.float64]]:
     copied = torch.cuda.Event()
     copied.record()
 
-    def arrived() -> npt.NDArray[np.float64]:
-        copied.synchronize()
+    def arrived() -> Numbers:
+        wait(copied)
         return pinned.numpy()
 
     return arrived
 
 
-def _sent(array: np.ndarray, device: torch.device) -> Tensor:
+def sent(array: np.ndarray, device: torch.device) -> Tensor:
     """A copy on the device. Memory that is not pinned is staged before the call returns:
     nothing waits for the GPU, and the array may go at once."""
     return torch.from_numpy(array).to(device, non_blocking=True)
@@ -101,42 +117,48 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampling:
     """Queue the choice of a token for each row of ``logits`` [R, vocab], which stay as
     they are; in order on the current stream."""
     device = logits.device
+    vocab = logits.shape[1]
     if not len(logits):
-        return Sampling(logits, torch.zeros(0, dtype=torch.int64, device=device), rows)
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        return Sampling(none, rows, [], vocab)
     exact = logits.float()
-    changed = exact if rows.changes is None else _apply(exact, rows.changes)
+    changed = exact if rows.changes is None else changed_by(exact, rows.changes)
     if rows.masks is not None:
-        changed = _masked(changed, rows.masks)
+        changed = masked_by(changed, rows.masks)
     highest, tokens = changed.max(dim=1)
     random = np.flatnonzero(rows.temperature > 0)
     if len(random):
-        places = _sent(random, device)
+        places = sent(random, device)
         tokens[places] = _drawn(changed[places], highest[places], rows)
     tokens = torch.where(highest.isfinite(), tokens, NO_TOKEN)
-    return Sampling(exact, tokens, rows)
+    return Sampling(tokens, rows, logprobs_of(exact, tokens, rows), vocab)
 
 
-def _apply(logits: Tensor, changes: Changes) -> Tensor:
+def changed_by(logits: Tensor, changes: Changes) -> Tensor:
     device = logits.device
     places = (
-        _sent(changes.rows, device),
-        _sent(changes.tokens, device),
+        sent(changes.rows, device),
+        sent(changes.tokens, device),
     )
-    penalty = _sent(changes.penalty, device)
-    added = _sent(changes.added, device)
+    penalty = sent(changes.penalty, device)
+    added = sent(changes.added, device)
     old = logits[places]
     changed = logits.clone()
     changed[places] = torch.where(old > 0, old / penalty, old * penalty) + added
     return changed
 
 
-def _masked(logits: Tensor, masks: Masks) -> Tensor:
-    """The logits with -inf for tokens that may not follow. Masks cross packed."""
+def masked_by(logits: Tensor, masks: Masks, first: int = 0) -> Tensor:
+    """The logits, of the tokens from ``first`` on, with -inf for tokens that may not
+    follow. Masks cross packed."""
     device, width = logits.device, logits.shape[1]
-    rows, bits = _sent(masks.rows, device), _sent(masks.bits, device)
+    word, skipped = divmod(first, WORD)
+    end = (first + width - 1) // WORD + 1
+    own = np.ascontiguousarray(masks.bits[:, word:end])
+    rows, bits = sent(masks.rows, device), sent(own, device)
     places = torch.arange(WORD, dtype=torch.int32, device=device)
     wide = (bits[:, :, None] >> places) & 1
-    allowed = wide.flatten(1)[:, :width] != 0
+    allowed = wide.flatten(1)[:, skipped : skipped + width] != 0
     result = logits.clone()
     result[rows] = torch.where(allowed, logits[rows], -torch.inf)
     return result
@@ -146,8 +168,8 @@ def _drawn(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
     """A token for each row that is not greedy."""
     asked = np.flatnonzero(rows.temperature > 0)
     device = logits.device
-    temperature = _sent(rows.temperature[asked], device)
-    draws = _sent(rows.draws[asked], device)
+    temperature = sent(rows.temperature[asked], device)
+    draws = sent(rows.draws[asked], device)
     scaled = (logits - highest[:, None]) / temperature[:, None]
     weights = scaled.exp()
     top_k = rows.top_k[asked]
@@ -155,18 +177,18 @@ def _drawn(logits: Tensor, highest: Tensor, rows: SamplingRows) -> Tensor:
         ((top_k > 0) & (top_k < logits.shape[1])) | (rows.top_p[asked] < 1)
     )
     if len(cut):
-        places = _sent(cut, device)
+        places = sent(cut, device)
         weights[places] = _cut(weights[places], top_k[cut], rows.top_p[asked][cut])
     if (rows.min_p[asked] > 0).any():
-        least = _sent(rows.min_p[asked], device)
+        least = sent(rows.min_p[asked], device)
         weights = torch.where(weights >= least[:, None], weights, 0)
     cumulative = weights.cumsum(dim=1, dtype=torch.float64)
     target = draws * cumulative[:, -1]
     place = torch.searchsorted(cumulative, target[:, None], right=True)[:, 0]
-    return torch.minimum(place, _last(weights))
+    return torch.minimum(place, last_drawable(weights))
 
 
-def _last(weights: Tensor) -> Tensor:
+def last_drawable(weights: Tensor) -> Tensor:
     """The last place of each row whose weight is not 0."""
     places = torch.arange(weights.shape[1], device=weights.device)
     drawable = torch.where(weights > 0, places, 0)
@@ -179,9 +201,9 @@ def _cut(weights: Tensor, top_k: np.ndarray, top_p: np.ndarray) -> Tensor:
     device, width = weights.device, weights.shape[1]
     counts = np.where((top_k > 0) & (top_k < width), top_k, width)
     ordered, order = weights.sort(dim=1, descending=True, stable=True)
-    least = ordered.gather(1, _sent(counts - 1, device)[:, None])
+    least = ordered.gather(1, sent(counts - 1, device)[:, None])
     ordered = torch.where(ordered >= least, ordered, 0)
-    share = _sent(top_p.astype(np.float64), device)[:, None]
+    share = sent(top_p.astype(np.float64), device)[:, None]
     running = ordered.cumsum(dim=1, dtype=torch.float64)
     before = running - ordered
     inside = (before < share * running[:, -1:]) | (share >= 1)

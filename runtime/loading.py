@@ -1,0 +1,82 @@
+"""A session and its cache from an engine folder, on one device or on several GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.engine_folder import EngineFolder
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.manifest import Manifest
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.sessions import registry
+from kvlathe.runtime.sessions.protocols import Session
+from kvlathe.runtime.sessions.registry import Runner
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """How an engine is to be loaded; fields as LLM.load has them."""
+
+    device: str | None
+    ranks: int
+    memory_share: float
+    cache_bytes: int | None
+    threads: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """``plan``, ``cache_bytes``: of one GPU, where there are several. ``attention``:
+    what runs it, in words."""
+
+    session: Session
+    plan: CompressionPlan
+    cache_bytes: int
+    attention: str
+    prompt_tokens: int
+
+
+def load_session(engine: EngineFolder, manifest: Manifest, wanted: Wanted) -> Loaded:
+    """``manifest``: the engine's, with the limits that are to hold. Raises KvlatheError
+    where nothing here runs it."""
+    folder, plan = engine.path, engine.plan
+    runner = registry.runner(manifest, folder, wanted.device)
+    words = runner.attention(manifest)
+    if wanted.ranks > 1:
+        runner, plan = _in_parallel(engine, runner, wanted.ranks)
+        words += f", on {wanted.ranks} GPUs"
+    layout = CacheLayout(plan)
+    size = registry.cache_bytes(
+        manifest, layout, runner, wanted.memory_share, wanted.cache_bytes
+    )
+    kind = runner.session(manifest)
+    work = partial(kind, folder, plan, manifest.limits, size, wanted.threads)
+    weights = int(runner.copies * manifest.size)
+    session = registry.loaded(work, folder, weights, size)
+    return Loaded(session, plan, size, words, runner.prompt_tokens)
+
+
+def _in_parallel(
+    engine: EngineFolder, runner: Runner, ranks: int
+) -> tuple[Runner, CompressionPlan]:
+    """The runner on ``ranks`` GPUs, and what one of them keeps of the plan."""
+    if engine.manifest.backend != "cuda":
+        raise KvlatheError(
+            f"{engine.path} cannot run on {ranks} GPUs",
+            f"it was built for {engine.manifest.backend}",
+            "build it with --backend cuda",
+        )
+    runner.session(engine.manifest)  # says what is missing
+    from kvlathe.runtime.sessions.torch_cuda.parallel import TensorParallel
+
+    together = TensorParallel(engine.path, engine.plan, ranks)
+    several = dataclasses.replace(
+        runner,
+        session=lambda _: together,
+        memory=together.memory,
+        copies=together.weight_bytes / engine.manifest.size,
+    )
+    return several, together.dealt.plans[0]

@@ -1,0 +1,165 @@
+"""Tensor parallelism on a CPU: several processes are one, in numbers, in text, and when
+one of them dies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.folding.fold import decoder_from
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.runtime.native.library import Native
+from kvlathe.runtime.text.sampling_params import SamplingParams
+from tests.support.checkpoints import FAMILIES
+from tests.support.host_ranks import (
+    Engine,
+    HostRanks,
+    alone,
+    check,
+    plan_and_basis,
+)
+from tests.support.runtime_cases import MODEL, forced, text
+
+SIZES = [2, pytest.param(4, marks=pytest.mark.nightly)]
+Reference = Callable[[str], tuple[Path, torch.nn.Module]]
+
+
+@pytest.fixture(scope="module")
+def ranks_of(native: Native) -> Iterator[Callable[[int], HostRanks]]:
+    """So many ranks, which many tests may load engines on."""
+    made: list[HostRanks] = []
+
+    @cache
+    def ranks(size: int) -> HostRanks:
+        made.append(HostRanks(native, size))
+        return made[-1]
+
+    yield ranks
+    for one in made:
+        one.ranks.close()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_one_process(
+    name: str, size: int, reference: Reference, ranks_of: Callable[[int], HostRanks]
+) -> None:
+    """Prompts in chunks beside decodes, of every family: what the exporter defines."""
+    folder = str(reference(name)[0])
+    engine = Engine(folder, "projected")
+    spec = Checkpoint(Path(folder)).spec
+    most = spec.kv_heads if spec.family.wide_qk_norm else spec.query_heads
+    if size > most:
+        with pytest.raises(KvlatheError, match=f"give at most {most} ranks|Give at"):
+            check(engine, size)
+        return
+    llm = ranks_of(size).llm(engine)
+    rng = np.random.default_rng(size)
+    texts = [rng.integers(0, 97, n).tolist() for n in (40, 21, 90)]
+    schedule = [(17, 20, 64), (1, 1, 1), (22, 0, 25)]
+    found = forced(llm, texts, schedule)
+    decoder = decoder_from(Checkpoint(Path(folder)), *plan_and_basis(engine))
+    for ids, logits in zip(texts, found, strict=True):
+        expected = decoder.logits(ids, range(len(ids))).numpy()
+        assert np.abs(logits - expected).max() < 2e-4 * np.abs(expected).max()
+    llm.thread.stop()
+
+
+LATHE = str(MODEL)
+PROMPTS = [list(text(n, 40 * i)) for i, n in enumerate((700, 30, 200, 5))]
+TEXTS = [text(90), text(130, 50), text(70, 9)]
+SCHEDULE = [(64, 128, 0), (1, 1, 64), (1, 1, 1), (24, 0, 1), (0, 0, 4)]
+CLOSE = {"one": 1e-5, "windowed": 1e-5, "sealed split": 0.02, "turned": 0.02}
+"""Of the largest logit. Where pages are sealed, rounding may move a code by one."""
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("kind", CLOSE)
+def test_plans_of_every_kind_run_on_ranks(
+    kind: str, size: int, native: Native, ranks_of: Callable[[int], HostRanks]
+) -> None:
+    """Two buckets, sealed pages, windows, 16-bit pages with projections."""
+    engine = Engine(LATHE, kind)
+    ours, theirs = ranks_of(size).llm(engine), alone(native, engine)
+    found, expected = (forced(llm, TEXTS, SCHEDULE) for llm in (ours, theirs))
+    for a, b in zip(found, expected, strict=True):
+        assert np.abs(a - b).max() < CLOSE[kind] * np.abs(b).max()
+    ours.thread.stop()
+
+
+def test_text_is_that_of_one_process(
+    native: Native, ranks_of: Callable[[int], HostRanks]
+) -> None:
+    """Greedy and drawn, with penalties and log-probabilities, prompts in chunks; and
+    pages that are shared, forked, swapped out and back."""
+    engine = Engine(LATHE, "one")
+    ours = ranks_of(2).llm(engine, share_prefixes=True)
+    theirs = alone(native, engine)
+    every = [
+        SamplingParams(max_new_tokens=24, ignore_eos=True, logprobs=3),
+        SamplingParams(max_new_tokens=24, temperature=0.9, seed=5, ignore_eos=True),
+        SamplingParams(
+            max_new_tokens=24, temperature=1.2, top_k=50, top_p=0.9, seed=6, min_p=0.01
+        ),
+        SamplingParams(
+            max_new_tokens=24, repetition_penalty=1.3, temperature=0.7, seed=7
+        ),
+    ]
+    for _ in range(2):  # the second time prompts are shared
+        answers = [llm.generate(PROMPTS, every) for llm in (ours, theirs)]
+        assert [x.token_ids for x in answers[0]] == [x.token_ids for x in answers[1]]
+        told = [of_engine[0].logprobs or () for of_engine in answers]
+        assert len(told[0]) == 24
+        for a, b in zip(*told, strict=True):
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+            assert [token for token, _ in a.top] == [token for token, _ in b.top]
+    prefixes = ours.engine.scheduler.prefixes
+    assert prefixes is not None and ours.pool.bytes_in_use > 0
+    logits = [llm.logits(PROMPTS[1], range(20, 30)) for llm in (ours, theirs)]
+    np.testing.assert_allclose(logits[0], logits[1], atol=1e-3)
+    ours.thread.stop()
+
+
+def test_pages_move_and_come_back(ranks_of: Callable[[int], HostRanks]) -> None:
+    """Those of all ranks, one after the other."""
+    session = ranks_of(2).session(Engine(LATHE, "turned"))
+    size = 2 * session.strides[0]
+    data = bytes(np.random.default_rng(1).integers(0, 255, size, np.uint8))
+    session.write_page(0, 3, data)
+    session.copy_page(0, 3, 5)
+    assert session.read_page(0, 5) == data == session.read_page(0, 3)
+
+
+def test_a_sequence_that_was_swapped_out_is_answered_as_before(
+    ranks_of: Callable[[int], HostRanks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = ranks_of(2).llm(Engine(LATHE, "turned"))
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    prompts = PROMPTS[1:3]
+    before = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
+    scheduler, session = llm.engine.scheduler, llm.session
+    read, sizes = session.read_page, []
+
+    def counted(bucket: int, page: int) -> bytes:
+        data = read(bucket, page)
+        sizes.append(len(data) // llm.layout.page_stride[bucket])
+        return data
+
+    monkeypatch.setattr(session, "read_page", counted)
+    scheduler.costs.token.add(1e9)  # dearer than a swap
+    sequences = [llm.sequence(prompt, params) for prompt in prompts]
+    request = llm.thread.submit(sequences)
+    while not sizes:
+        llm.thread.call(
+            lambda: scheduler.preempt() if len(scheduler.running) > 1 else None
+        )
+    llm.thread.wait(request)
+    assert set(sizes) == {2}  # of both ranks
+    assert [sequence.tokens[-40:] for sequence in sequences] == before
+    llm.thread.stop()

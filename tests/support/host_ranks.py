@@ -1,0 +1,231 @@
+"""Ranks of tensor parallelism on a CPU: processes that exchange numbers by gloo, with
+the sessions of the cuda backend in host memory.
+
+``python -m tests.support.host_ranks RANK SIZE SOCKET`` is a follower.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kvlathe.export.bases.basis import Basis
+from kvlathe.export.folding.fold import decoder_from
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.weights_file import wiring
+from kvlathe.plan.deal import Deal, Shares, deal
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.manifest import Limits
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.native.library import Native
+from kvlathe.runtime.sessions.torch_cuda.attend import Attention
+from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
+from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder
+from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
+from kvlathe.runtime.sessions.torch_cuda.follower import run
+from kvlathe.runtime.sessions.torch_cuda.group import parts
+from kvlathe.runtime.sessions.torch_cuda.parallel import LeaderSession
+from kvlathe.runtime.sessions.torch_cuda.rank_session import RankSession
+from kvlathe.runtime.sessions.torch_cuda.ranks import (
+    Ranks,
+    environment,
+    module_command,
+)
+from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
+from kvlathe.runtime.sessions.torch_cuda.slices import Slices
+from kvlathe.runtime.text.tokenizer import Tokenizer
+from tests.native_cpu.test_session import turned
+from tests.support.device_engines import HostAttention
+from tests.support.host_device import HostLibrary, HostTorchDevice
+from tests.support.runtime_cases import LIMITS, MODEL, model_shape, plans
+
+ROOT = Path(__file__).resolve().parents[2]
+FAMILY_LIMITS = Limits(4, 256, 400, 512)
+
+
+class HostGroup:
+    """A Group by gloo, on loopback alone."""
+
+    def __init__(self, store: str, rank: int, size: int) -> None:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        self.rank, self.size = rank, size
+        gloo: Any = dist  # half of it has types
+        self._gloo = gloo.ProcessGroupGloo(gloo.FileStore(store, size), rank, size)
+
+    def sum(self, x: Tensor) -> Tensor:
+        self._gloo.allreduce([x]).wait()
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        own = x.contiguous()
+        every = [torch.empty_like(own) for _ in range(self.size)]
+        self._gloo.allgather([every], [own]).wait()
+        return torch.stack(every)
+
+    def abort(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What every rank can make by itself. ``folder``: a checkpoint. ``kind``: of
+    ``engine_plan``."""
+
+    folder: str
+    kind: str
+
+    @property
+    def limits(self) -> Limits:
+        return LIMITS if self.folder == str(MODEL) else FAMILY_LIMITS
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float16 if self.kind == "turned" else torch.float32
+
+
+def plan_and_basis(engine: Engine) -> tuple[CompressionPlan, Basis]:
+    """``turned``: as of tests/native_cpu. ``full``, ``projected``: of a family, in 32
+    bit. Others are those of ``runtime_cases.plans``."""
+    if engine.kind == "turned":
+        return turned()
+    if engine.kind not in ("full", "projected"):
+        return plans(model_shape())[engine.kind], Basis()
+    # transformers takes seconds to import, in every process
+    from tests.support.checkpoints import random_basis, whole_plan
+
+    spec = Checkpoint(Path(engine.folder)).spec
+    projected = engine.kind == "projected" and spec.rope is not None
+    plan = whole_plan(spec, projected)
+    basis = Basis()
+    if engine.kind == "projected":
+        basis = random_basis(plan, 0, orthogonal=True)
+    return plan, basis
+
+
+def dealt(engine: Engine, size: int) -> Deal:
+    return deal(plan_and_basis(engine)[0], size)
+
+
+def check(engine: Engine, size: int) -> None:
+    """Raises KvlatheError where so many ranks cannot have parts of an engine."""
+    plan, basis = plan_and_basis(engine)
+    known = deal(plan, size)
+    state = decoder_from(Checkpoint(Path(engine.folder)), plan, basis).state_dict()
+    for rank in range(size):
+        cut = Slices(known, rank)
+        for name, tensor in state.items():
+            cut(name, tensor)
+
+
+def alone(native: Native, engine: Engine) -> LLM:
+    """The same engine in this process alone."""
+    checkpoint, (plan, basis) = Checkpoint(Path(engine.folder)), plan_and_basis(engine)
+    state = decoder_from(checkpoint, plan, basis).state_dict()
+    tensors = {name: tensor_as(engine, name, x) for name, x in state.items()}
+    device, library = HostTorchDevice(), HostLibrary(native)
+    pool = device.allocate(arena(plan), "a cache")
+    wired = wiring(checkpoint.spec)
+    attention = HostAttention(native, plan, wired.scales, bytes_of(pool))
+    decoder = TorchDecoder(wired, tensors)
+    compute = TorchCompute(decoder, cast(Attention, attention))
+    session = TorchSession(device, library, plan, engine.limits, pool, compute)
+    return LLM(session, plan, engine.limits, Tokenizer(MODEL), arena(plan))
+
+
+def tensor_as(engine: Engine, name: str, tensor: Tensor) -> Tensor:
+    """RoPE stays what it is."""
+    kind = torch.float32 if name.startswith("rope.") else engine.dtype
+    return tensor.to(kind).clone()
+
+
+def arena(plan: CompressionPlan) -> int:
+    layout = CacheLayout(plan)
+    return layout.bytes_for(8192) + 8 * len(layout.page_stride) * max(
+        layout.page_stride
+    )
+
+
+class HostMember:
+    """As parallel.Member, in host memory."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.group: HostGroup | None = None
+        self.session: RankSession | None = None
+
+    def meet(self, store: str) -> None:
+        self.group = HostGroup(store, self.rank, self.size)
+
+    def load(self, engine: Engine, shares: Shares) -> None:
+        assert self.group
+        checkpoint, (plan, basis) = (
+            Checkpoint(Path(engine.folder)),
+            plan_and_basis(engine),
+        )
+        state = decoder_from(checkpoint, plan, basis).state_dict()
+        known = Deal(plan, shares)
+        cut = Slices(known, self.rank)
+        tensors: dict[str, Tensor] = {}
+        for name, whole in state.items():
+            part = cut(name, whole)
+            if part is not None:
+                tensors[name] = tensor_as(engine, name, part)
+        wired = wiring(checkpoint.spec)
+        native = Native.load(Path(os.environ["KVLATHE_LIBRARY"]))
+        device, library = HostTorchDevice(), HostLibrary(native)
+        own = known.plans[self.rank]
+        pool = device.allocate(arena(own), "a cache")
+        attention = HostAttention(native, own, wired.scales, bytes_of(pool))
+        decoder = TorchDecoder(wired, tensors, None, self.group, cut.vocabulary[0])
+        compute = TorchCompute(decoder, cast(Attention, attention))
+        borders = parts(plan.model.vocab_size, self.size)
+        self.session = RankSession(
+            device, library, own, engine.limits, pool, compute, self.group, borders
+        )
+
+    def obey(self, name: str, *arguments: object) -> object:
+        return getattr(self.session, name)(*arguments)
+
+    def fail(self, words: str) -> None:
+        raise MemoryError(words)
+
+
+class HostRanks:
+    """A leader with its followers, which load one engine after the other."""
+
+    def __init__(self, native: Native, size: int) -> None:
+        path = {"PYTHONPATH": str(ROOT), "KVLATHE_LIBRARY": str(native.path)}
+        os.environ["KVLATHE_LIBRARY"] = str(native.path)
+        given = environment() | path | {"OMP_NUM_THREADS": "1"}
+        command = module_command("tests.support.host_ranks")
+        self.ranks = Ranks(command, [given] * (size - 1))
+        self.own = HostMember(0, size)
+        store = Path(tempfile.mkdtemp()) / "store"
+        self.ranks.tell("meet", str(store), answers=True)
+        self.own.meet(str(store))
+        self.ranks.answers()
+
+    def session(self, engine: Engine) -> LeaderSession:
+        shares = dealt(engine, self.ranks.size).shares
+        self.ranks.tell("load", engine, shares, answers=True)
+        self.own.load(engine, shares)
+        self.ranks.answers()
+        assert self.own.session
+        return LeaderSession(self.ranks, self.own.session)
+
+    def llm(self, engine: Engine, share_prefixes: bool = False) -> LLM:
+        session, plan = self.session(engine), dealt(engine, self.ranks.size).plans[0]
+        limits, size = engine.limits, arena(plan)
+        return LLM(session, plan, limits, Tokenizer(MODEL), size, share_prefixes)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run(HostMember)
