@@ -16,10 +16,11 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvlathe import __version__
 from kvlathe.runtime.async_engine import AsyncEngine
-from kvlathe.server.answers import Answerer, Job
+from kvlathe.server.answers import Answerer
 from kvlathe.server.docs_page import docs_page
 from kvlathe.server.errors import ApiError, ErrorResponse, handle
 from kvlathe.server.gate import BODY_SECONDS, Gate
+from kvlathe.server.jobs import Job
 from kvlathe.server.methods import Methods
 from kvlathe.server.metrics import Metrics
 from kvlathe.server.replies import (

@@ -9,11 +9,9 @@ accepted and ignored; unknown ones are refused.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal, cast
+from typing import Annotated, cast
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     ValidationInfo,
     field_validator,
@@ -35,6 +33,8 @@ from kvlathe.server.fields import (
     unsupported,
 )
 from kvlathe.server.formats import ResponseFormat, StructuredOutputs
+from kvlathe.server.messages import Message
+from kvlathe.server.tools import MAX_TOOLS, NamedChoice, Tool, ToolChoice
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -264,34 +264,6 @@ class CompletionRequest(Sampled):
         return cast("list[str] | list[list[int]]", self.prompt)
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(BaseModel):
-    """One turn. Fields beside role and content reach the chat template as they are."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Items[TextPart] | None = Field(
-        None, description="A text, or parts of type text."
-    )
-    name: str | None = None
-
-    def for_template(self) -> Json:
-        content = self.content
-        text = (
-            content
-            if isinstance(content, str)
-            else "".join(part.text for part in content or [])
-        )
-        return {**self.model_dump(exclude_none=True), "content": text}
-
-
 class PrefixRequest(Strict):
     """POST /v1/prefixes."""
 
@@ -330,9 +302,16 @@ class ChatRequest(Sampled):
     top_logprobs: Integer | None = Field(
         None, ge=0, le=20, description="Needs logprobs."
     )
+    tools: Annotated[Items[Tool], Field(max_length=MAX_TOOLS)] | None = Field(
+        None, description="Functions that the answer may call."
+    )
+    tool_choice: ToolChoice | None = Field(
+        None, description="none, auto (the default), required, or a function's name."
+    )
+    parallel_tool_calls: bool | None = Field(
+        None, description="false: one call at most where there must be one."
+    )
     # Refused unless they ask for nothing.
-    tools: Refused = None
-    tool_choice: Refused = None
     functions: Refused = None
     function_call: Refused = None
     modalities: Refused = None
@@ -345,12 +324,47 @@ class ChatRequest(Sampled):
     metadata: Ignored = None
     store: Ignored = None
     service_tier: Ignored = None
-    parallel_tool_calls: Ignored = None
     safety_identifier: Ignored = None
     prompt_cache_key: Ignored = None
     prompt_cache_options: Ignored = None
     prompt_cache_retention: Ignored = None
     moderation: Ignored = None
+
+    @model_validator(mode="after")
+    def _known_tools(self) -> ChatRequest:
+        names = [tool.function.name for tool in self.tools or []]
+        if len(set(names)) < len(names):
+            raise PydanticCustomError("tools", "tools: two have the same name")
+        choice = self.tool_choice
+        if choice in (None, "none", "auto"):
+            return self
+        wanted = choice.function.name if isinstance(choice, NamedChoice) else None
+        if not names or (wanted is not None and wanted not in names):
+            raise PydanticCustomError(
+                "tool_choice",
+                "tool_choice: it asks for a tool that tools does not have",
+            )
+        return self
+
+    @property
+    def tools_for_template(self) -> list[Json]:
+        """As templates take them."""
+        return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
+
+    @property
+    def must_call(self) -> dict[str, Json]:
+        """The functions of which one must be called (name -> schema); empty where none
+        must."""
+        choice = self.tool_choice
+        if choice in (None, "none", "auto"):
+            return {}
+        wanted = choice.function.name if isinstance(choice, NamedChoice) else None
+        functions = [tool.function for tool in self.tools or []]
+        return {f.name: f.schema_ for f in functions if wanted in (None, f.name)}
+
+    @property
+    def structure_param(self) -> str | None:
+        return "tools" if self.must_call else super().structure_param
 
     @field_validator("top_logprobs")
     @classmethod

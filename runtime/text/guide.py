@@ -21,7 +21,7 @@ import numpy as np
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
 from kvlathe.runtime.text.masks import Masks, no_bits
-from kvlathe.runtime.text.structure import Structure
+from kvlathe.runtime.text.structure import Calls, Structure
 from kvlathe.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -175,14 +175,48 @@ def source_of(structure: Structure) -> str:
     if structure.kind == "grammar":
         return LLMatcher.grammar_from_lark(structure.text)
     schema = json.loads(structure.text)
+    if structure.kind == "calls":
+        return LLMatcher.grammar_from_lark(
+            rules_of(schema["tools"], Calls(**schema["calls"]))
+        )
     if isinstance(schema, bool):
         if not schema:
             raise ValueError(EMPTY)
         schema = dict[str, object]()
-    if "x-guidance" in schema:
-        raise ValueError("it says x-guidance, which sets limits of the compiler")
+    check_settings(schema)
     make = LLMatcher.grammar_from_json_schema
     return make(schema, overrides={"whitespace_pattern": SPACE})
+
+
+def check_settings(schema: dict[str, object]) -> None:
+    """Raises ValueError for a schema that would set limits of the compiler."""
+    if "x-guidance" in schema:
+        raise ValueError("it says x-guidance, which sets limits of the compiler")
+
+
+def rules_of(tools: dict[str, dict[str, object]], calls: Calls) -> str:
+    """The grammar of an answer that calls ``tools`` (name -> schema), as
+    ``structure.Calls`` says."""
+    begin = calls.begin
+    opened = f"<[{begin}]>" if isinstance(begin, int) else quoted(begin)
+    one = f"{quoted(calls.before)} call {quoted(calls.after)}"
+    more = calls.most - 1
+    rest = f"({quoted(calls.between)} {one}){{0,{more}}}" if more else ""
+    opened += f" {quoted(calls.opens)}"
+    lines = [f"start: {opened} {one} {rest} {quoted(calls.end)}"]
+    for i, (name, schema) in enumerate(tools.items()):
+        check_settings(schema)
+        settings = {"x-guidance": {"whitespace_pattern": SPACE}}
+        head = f'{{"name": {json.dumps(name)}, "{calls.key}": '
+        body = json.dumps(schema | settings)
+        lines.append(f'call_{i}: {quoted(head)} %json {body} "}}"')
+    names = " | ".join(f"call_{i}" for i in range(len(tools)))
+    return "\n".join([*lines, f"call: {names}"])
+
+
+def quoted(text: str) -> str:
+    """A text in a grammar; nothing for an empty one."""
+    return json.dumps(text) if text else ""
 
 
 def limits() -> LLParserLimits:

@@ -3,15 +3,21 @@ place: guide.py."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvlathe.base.errors import KvlatheError
 
-KINDS = ("json_schema", "regex", "grammar")
-MOST_CHARACTERS = {"json_schema": 1 << 16, "regex": 1 << 12, "grammar": 1 << 13}
+KINDS = ("json_schema", "regex", "grammar", "calls")
+MOST_CHARACTERS = {
+    "json_schema": 1 << 16,
+    "regex": 1 << 12,
+    "grammar": 1 << 13,
+    "calls": 1 << 16,
+}
 """Of a text of each kind: compiling a longer one could take seconds."""
 MOST_LINES = 400
 """Of a grammar: rules that name each other are followed recursively."""
@@ -26,10 +32,26 @@ ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
+class Calls:
+    """How a model writes 1 to ``most`` calls of tools: ``begin`` (a text, or a special
+    token's id) and ``opens``, each call as JSON with its arguments under ``key``, between ``before``
+    and ``after``, with ``between`` from one to the next, and ``end``."""
+
+    begin: str | int
+    opens: str
+    before: str
+    after: str
+    between: str
+    end: str
+    key: str
+    most: int
+
+
+@dataclass(frozen=True, slots=True)
 class Structure:
     """What an answer must look like. ``kind``: one of KINDS; ``text``: a JSON schema as
-    JSON, a regular expression that the whole answer matches (Rust's syntax), or a
-    grammar (Lark's syntax).
+    JSON, a regular expression that the whole answer matches (Rust's syntax), a grammar
+    (Lark's syntax), or tools and how they are called, as ``Structure.calls`` writes it.
 
     Raises KvlatheError for a text that is none, or so large that it could hold others
     up. What only compiling finds, the engine refuses.
@@ -52,13 +74,19 @@ class Structure:
             raise refused(fact, f"at most {most:,} are taken", "make it smaller")
         if self.kind == "json_schema":
             _check_schema(_parsed(self.text))
+        if self.kind == "calls":
+            _check_schema(_parsed(self.text))
         if self.kind == "grammar":
             _check_grammar(self.text)
 
     @property
     def said(self) -> str:
         """The kind in words."""
-        names = {"json_schema": "JSON schema", "regex": "regular expression"}
+        names = {
+            "json_schema": "JSON schema",
+            "regex": "regular expression",
+            "calls": "tools",
+        }
         return names.get(self.kind, self.kind)
 
     @classmethod
@@ -71,6 +99,12 @@ class Structure:
             return cls("json_schema", json.dumps(schema, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
             raise refused("the JSON schema cannot be read", str(error)) from error
+
+    @classmethod
+    def calls(cls, calls: Calls, tools: Mapping[str, object]) -> Structure:
+        """Calls of ``tools`` (name -> JSON schema of its arguments)."""
+        said = {"calls": dataclasses.asdict(calls), "tools": dict(tools)}
+        return cls("calls", json.dumps(said))
 
     @classmethod
     def regex(cls, pattern: str) -> Structure:
@@ -100,7 +134,7 @@ def refused(fact: str, reason: str, remedy: str = "correct it") -> KvlatheError:
     return KvlatheError(fact, reason, remedy)
 
 
-def _parsed(text: str) -> object:
+def _parsed(text: str) -> dict[str, object] | bool:
     """The schema. Raises KvlatheError for what is no JSON, or no schema."""
     try:
         schema = json.loads(text)

@@ -62,7 +62,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}
         ("completions", {"prompt": "a", "deadline_seconds": 1e-6}, 408, "deadline_seconds"),
         ("chat/completions", {"messages": []}, 400, "messages"),
         ("chat/completions", {"messages": [{"role": "wizard", "content": "a"}]}, 400, "messages.0.role"),
-        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "tools"),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "tools.0.type"),
         ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, 400, "top_logprobs"),
         ("chat/completions", {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "messages.0.content.0.type"),
         ("completions", {"model": "gpt-4", "prompt": "a"}, 404, "model"),

@@ -1,0 +1,96 @@
+"""How models write tool calls: a record for each convention of the chat templates that
+transformers ships. A template shows its own by what it writes."""
+
+from __future__ import annotations
+
+import secrets
+import string
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvlathe.runtime.text.structure import Calls, Structure
+from kvlathe.runtime.text.tokenizer import Tokenizer
+from kvlathe.server.fields import Json
+
+MOST_CALLS = 16
+"""In one answer that must call: a small model would go on for ever."""
+SHORT = 9
+"""Characters of a call's id that Mistral's templates take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Convention:
+    """A call is ``{"name": ..., KEY: {...}}``.
+
+    ``begin`` and ``opens`` stand before calls and ``end`` after them; in between ``before`` and
+    ``after`` stand around each, and ``between`` from one to the next. ``bare``: ``begin``
+    may be missing where the answer begins with a call. ``shows``: what a template
+    writes that has this convention.
+    """
+
+    shows: str
+    begin: str
+    opens: str = ""
+    key: str = "arguments"
+    before: str = ""
+    after: str = ""
+    between: str = ""
+    end: str = ""
+    bare: bool = False
+    most: int = MOST_CALLS
+
+    def new_id(self) -> str:
+        if self.shows == MISTRAL.shows:
+            alphabet = string.ascii_letters + string.digits
+            return "".join(secrets.choice(alphabet) for _ in range(SHORT))
+        return f"call_{uuid.uuid4().hex[:24]}"
+
+    def structure(
+        self, tools: Mapping[str, Json | bool], several: bool, tokenizer: Tokenizer
+    ) -> Structure:
+        """Of an answer that must call: one of ``tools`` (name -> JSON schema), or
+        several times. Raises KvlatheError."""
+        begin: str | int = "" if self.bare else self.begin
+        special = {name: token for token, name in tokenizer.special_names.items()}
+        if begin in special:
+            begin = special[begin]
+        calls = Calls(
+            begin,
+            self.opens,
+            self.before,
+            self.after,
+            self.between,
+            self.end,
+            self.key,
+            self.most if several else 1,
+        )
+        return Structure.calls(calls, tools)
+
+
+HERMES = Convention(
+    shows="<tool_call>",
+    begin="",
+    before="<tool_call>\n",
+    after="\n</tool_call>",
+    between="\n",
+)
+MISTRAL = Convention(
+    shows="[TOOL_CALLS]", begin="[TOOL_CALLS]", opens="[", between=", ", end="]"
+)
+LLAMA = Convention(
+    shows='"parameters"', begin="<|python_tag|>", key="parameters", bare=True, most=1
+)
+CONVENTIONS = (HERMES, MISTRAL, LLAMA)
+OTHERS = ("<function=", "[ARGS]")
+"""What templates write whose calls are no JSON objects."""
+
+
+def convention_of(template: str) -> Convention | None:
+    """How a template's model calls tools; None where it takes none, or calls in a way
+    that is not known."""
+    if "tools" not in template or any(other in template for other in OTHERS):
+        return None
+    escaped = template.replace('\\"', '"')
+    found = [one for one in CONVENTIONS if one.shows in escaped]
+    return found[0] if found else None

@@ -1,0 +1,243 @@
+"""From requests to jobs: texts to tokens, fields to sampling parameters. Tokenizing takes a
+while, so all of this runs in a worker thread."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+import uuid
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.runtime.async_engine import AsyncEngine
+from kvlathe.runtime.text.sampling_params import SamplingParams
+from kvlathe.server.choices import Chat, Completions, Echo, Kind
+from kvlathe.server.conventions import Convention, convention_of
+from kvlathe.server.errors import ApiError, refusal
+from kvlathe.server.fields import Json
+from kvlathe.server.messages import Message
+from kvlathe.server.schema import ChatRequest, CompletionRequest, PrefixRequest
+from kvlathe.server.tool_answers import ToolChat
+
+DEFAULT_TOKENS = 16
+"""Of a completion that does not say max_tokens, as the OpenAI API has it."""
+
+
+@dataclass(slots=True)
+class Job:
+    """A request as the engine takes it. ``param``: the field that its prompts came
+    in."""
+
+    prompts: list[list[int]]
+    params: SamplingParams
+    n: int
+    param: str
+    kind: Kind
+    seconds: float | None = None
+    usage_chunk: bool = False
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        number = uuid.uuid4().hex
+        self.id = f"{self.kind.prefix}-{number}"
+
+
+class Jobs:
+    """Makes jobs for one engine, which answers with ``max_new_tokens`` at most."""
+
+    def __init__(self, engine: AsyncEngine, max_new_tokens: int | None) -> None:
+        self.engine, self.llm = engine, engine.llm
+        self.max_new_tokens = max_new_tokens or self.llm.limits.max_seq_len
+
+    def completion(self, request: CompletionRequest) -> Job:
+        self._check_count(len(request.prompts), request.n or 1)
+        prompts = [
+            self._encode(p, "prompt", True) if isinstance(p, str) else p
+            for p in request.prompts
+        ]
+        tokens = (
+            min(DEFAULT_TOKENS, self.max_new_tokens)
+            if request.max_tokens is None
+            else request.max_tokens
+        )
+        if not tokens and not request.echo:
+            raise ApiError(
+                400,
+                "max_tokens: it may be 0 only with echo",
+                "max_tokens",
+                "invalid_value",
+            )
+        n, echo = request.n or 1, bool(request.echo)
+        wanted = (
+            (request.logprobs or 0)
+            if echo and (request.logprobs is not None or not tokens)
+            else None
+        )
+        params = self._params(request, tokens, request.logprobs, wanted)
+        echoes = [*map(self._echo, request.prompts, prompts)] if echo else ()
+        kind = Completions(self.llm.tokenizer, request.logprobs is not None, echoes, n)
+        return self._job(request, prompts, params, n, "prompt", kind)
+
+    def chat(self, request: ChatRequest) -> Job:
+        calling = self._calling(request)
+        tools = request.tools_for_template if calling else None
+        text = self._framed(request.messages, True, tools)
+        self._check_count(1, request.n or 1)
+        prompt = self._encode(text, "messages", False)
+        left = max(1, self.llm.most_tokens - len(prompt))
+        tokens = (
+            request.max_completion_tokens
+            or request.max_tokens
+            or min(left, self.max_new_tokens)
+        )
+        params = self._params(
+            request, tokens, (request.top_logprobs or 0) if request.logprobs else None
+        )
+        kind = Chat(self.llm.tokenizer, bool(request.logprobs))
+        if calling:
+            params = dataclasses.replace(params, skip_special_tokens=False)
+            params = self._must_call(request, calling, params)
+            kind = ToolChat(self.llm.tokenizer, bool(request.logprobs), calling)
+        return self._job(request, [prompt], params, request.n or 1, "messages", kind)
+
+    def _calling(self, request: ChatRequest) -> Convention | None:
+        """How the model is to write calls; None where it is to make none. Raises
+        ApiError where it cannot."""
+        if not request.tools or request.tool_choice == "none":
+            return None
+        found = convention_of(self.llm.tokenizer.chat_template or "")
+        if found is None:
+            said = "tools: this model's chat template takes none, or in a way that is not known"
+            raise ApiError(422, said, "tools", "tools")
+        return found
+
+    def _must_call(
+        self, request: ChatRequest, calling: Convention, params: SamplingParams
+    ) -> SamplingParams:
+        """The parameters, with the structure of calls where there must be one."""
+        called = request.must_call
+        if not called:
+            return params
+        several = request.parallel_tool_calls is not False
+        if params.structure is not None:
+            said = "tool_choice: the answer cannot be a call and have a response_format"
+            raise ApiError(400, said, "tool_choice", "invalid_value")
+        try:
+            structure = calling.structure(called, several, self.llm.tokenizer)
+            self.llm.compile(structure)
+        except KvlatheError as error:
+            raise refusal(error, "tools") from error
+        return dataclasses.replace(params, structure=structure)
+
+    def prefix(self, request: PrefixRequest) -> list[int]:
+        """The tokens of a prefix that is to be compacted."""
+        if request.messages is not None:
+            text = self._framed(request.messages, False)
+            return self._encode(text, "messages", False)
+        assert request.prompt is not None
+        if isinstance(request.prompt, str):
+            return self._encode(request.prompt, "prompt", True)
+        return request.prompt
+
+    def _framed(
+        self, messages: list[Message], asks: bool, tools: list[Json] | None = None
+    ) -> str:
+        """The text of a conversation; ``asks``: that an answer is to follow, which may
+        call ``tools``."""
+        turns = [message.for_template() for message in messages]
+        try:
+            return self.llm.tokenizer.chat_prompt(turns, asks, tools=tools)
+        except KvlatheError as error:
+            raise ApiError(
+                422, f"messages: {error}", "messages", "chat_template"
+            ) from error
+
+    def _echo(self, given: str | list[int], ids: list[int]) -> Echo:
+        tokenizer = self.llm.tokenizer
+        return (
+            Echo(ids, given, tokenizer.starts(given))
+            if isinstance(given, str)
+            else Echo(ids, tokenizer.decode(ids), None)
+        )
+
+    def _encode(self, text: str, param: str, special: bool) -> list[int]:
+        try:
+            most = self.llm.limits.max_input_len
+            if (
+                len(text) > most * self.llm.tokenizer.longest_token
+            ):  # splitting megabytes would take seconds
+                said = f"{param}: {len(text):,} characters are too long: this engine's max_input_len is {most}"
+                raise ApiError(400, said, param, "context_length_exceeded")
+            text.encode()  # JSON can spell halves of characters
+            return self.llm.tokenizer.encode(text, add_special_tokens=special)
+        except KvlatheError as error:  # an engine without tokenizer.json
+            raise ApiError(422, f"{param}: {error}", param, "no_tokenizer") from error
+        except UnicodeError as error:
+            raise ApiError(
+                400,
+                f"{param}: it is not Unicode text ({error})",
+                param,
+                "invalid_value",
+            ) from error
+
+    def _check_count(self, prompts: int, n: int) -> None:
+        """Before anything is made of them: a body of a few megabytes can ask for
+        millions."""
+        try:
+            self.engine.check_count(prompts * n)
+        except KvlatheError as error:
+            raise refusal(error, "n" if n > 1 else "prompt") from error
+
+    def _check_ids(self, param: str, ids: Iterable[int]) -> None:
+        vocabulary = self.llm.plan.model.vocab_size
+        if wrong := [token for token in ids if token >= vocabulary]:
+            said = f"{param}: there is no token {wrong[0]}: the vocabulary has {vocabulary}"
+            raise ApiError(400, said, param, "invalid_value")
+
+    def _params(
+        self,
+        request: CompletionRequest | ChatRequest,
+        tokens: int,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+    ) -> SamplingParams:
+        if tokens > self.max_new_tokens:
+            param = (
+                "max_completion_tokens"
+                if getattr(request, "max_completion_tokens", None)
+                else "max_tokens"
+            )
+            said = f"{param}: {tokens} is too much: this server answers with {self.max_new_tokens} tokens at most"
+            raise ApiError(400, said, param, "invalid_value")
+        self._check_structure(request)
+        try:
+            params = request.params(tokens, logprobs, prompt_logprobs)
+        except KvlatheError as error:
+            raise refusal(error, None) from error
+        self._check_ids("stop_token_ids", params.stop_ids)
+        self._check_ids("logit_bias", (token for token, _ in params.logit_bias))
+        return params
+
+    def _check_structure(self, request: CompletionRequest | ChatRequest) -> None:
+        """Compile what the answer must look like, here and not where others wait."""
+        param = request.structure_param
+        try:
+            structure = request.structure()
+            if structure is not None:
+                self.llm.compile(structure)
+        except KvlatheError as error:
+            raise refusal(error, param) from error
+
+    def _job(
+        self,
+        request: CompletionRequest | ChatRequest,
+        prompts: list[list[int]],
+        params: SamplingParams,
+        n: int,
+        param: str,
+        kind: Kind,
+    ) -> Job:
+        asked = bool(request.stream_options and request.stream_options.include_usage)
+        return Job(prompts, params, n, param, kind, request.deadline_seconds, asked)

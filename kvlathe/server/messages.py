@@ -1,0 +1,42 @@
+"""Messages of a conversation, as clients send them and as templates take them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvlathe.server.fields import Items, Json
+from kvlathe.server.tools import Called
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    """One turn. Fields beside role and content reach the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Items[TextPart] | None = Field(
+        None, description="A text, or parts of type text."
+    )
+    name: str | None = None
+    tool_calls: Items[Called] | None = None
+
+    def for_template(self) -> Json:
+        content = self.content
+        text = (
+            content
+            if isinstance(content, str)
+            else "".join(part.text for part in content or [])
+        )
+        said = {**self.model_dump(exclude_none=True), "content": text}
+        if self.tool_calls:
+            said["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return said

@@ -1,0 +1,234 @@
+"""Tool calls out of an answer's text, piece by piece, as streams need them."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+from kvlathe.server.conventions import Convention
+
+STRING = r'"((?:[^"\\]|\\.)*)"'
+KEYS = "arguments|parameters"
+HEAD = re.compile(rf'\s*\{{\s*"name"\s*:\s*{STRING}\s*,\s*"(?:{KEYS})"\s*:\s*(?=\S)')
+MOST_HEAD = 4096
+"""Characters in which a call must say its name."""
+FILLER = " \t\r\n"
+
+
+@dataclass(slots=True)
+class Piece:
+    """What a text added: plain text, or to call number ``index`` its name or more of
+    its arguments."""
+
+    text: str = ""
+    index: int = -1
+    name: str = ""
+    arguments: str = ""
+
+
+class Value:
+    """Where a JSON value ends that begins with { or [."""
+
+    def __init__(self) -> None:
+        self._depth, self._string, self._escaped = 0, False, False
+
+    def end(self, text: str) -> int:
+        """How many characters of ``text`` belong to it; -1 for all, and more to
+        come."""
+        for place, character in enumerate(text):
+            if self._string:
+                self._in_string(character)
+            elif character == '"':
+                self._string = True
+            elif character in "{[":
+                self._depth += 1
+            elif character in "}]":
+                self._depth -= 1
+                if self._depth <= 0:
+                    return place + 1
+        return -1
+
+    def _in_string(self, character: str) -> None:
+        if self._escaped:
+            self._escaped = False
+        elif character == "\\":
+            self._escaped = True
+        elif character == '"':
+            self._string = False
+
+
+class ToolParser:
+    """Of one answer. Pieces of text go in, and pieces of text and calls come out. What
+    looks like a call and is none comes out as text. ``calls``: how many there were."""
+
+    def __init__(self, convention: Convention) -> None:
+        self._convention = convention
+        self._mark = (convention.begin or convention.before).strip()
+        self._held = ""
+        self._inside = False  # behind a mark, or where a bare call may begin
+        self._started = False
+        self._value: Value | None = None  # while arguments come
+        self._behind = False  # a call has ended, and others may follow
+        self._raw = ""  # of the call that is being read
+        self.calls = 0
+
+    def push(self, text: str) -> list[Piece]:
+        self._held += text
+        return self._read(last=False)
+
+    def close(self) -> list[Piece]:
+        """No more text."""
+        found = self._read(last=True)
+        rest, self._held = self._held, ""
+        cut = self._inside and self._value is None and not self._behind
+        if cut and (self._raw + rest).strip():
+            found.append(Piece(self._raw + rest))
+        elif not self._inside and rest:
+            found.append(Piece(rest))
+        return found
+
+    def _read(self, last: bool) -> list[Piece]:
+        found: list[Piece] = []
+        going = True
+        while going:
+            if self._value is not None:
+                going = self._arguments(found)
+            elif self._inside:
+                going = self._head(found, last)
+            else:
+                going = self._text(found)
+        return found
+
+    def _text(self, found: list[Piece]) -> bool:
+        """Text up to the next mark."""
+        if self._bare():
+            self._inside = True
+            return True
+        place = self._held.find(self._mark)
+        if place >= 0:
+            before = self._held[:place]
+            if before.strip() or (before and not self.calls):
+                found.append(Piece(before))
+            self._held = self._held[place + len(self._mark) :]
+            self._raw = self._mark
+            self._inside, self._started, self._behind = True, True, False
+            return True
+        keep = self._possible_mark()
+        said, self._held = self._split(keep)
+        if said and (said.strip() or not self._behind):
+            self._started = True
+            found.append(Piece(said))
+        return False
+
+    def _bare(self) -> bool:
+        """Whether a call begins here without a mark."""
+        bare = self._convention.bare and not self._started
+        return bare and self._held.lstrip()[:1] == "{"
+
+    def _possible_mark(self) -> int:
+        """Characters at the end that may begin a mark; blanks before a bare call."""
+        if self._convention.bare and not self._started and not self._held.strip():
+            return len(self._held)
+        for size in range(min(len(self._mark) - 1, len(self._held)), 0, -1):
+            if self._mark.startswith(self._held[-size:]):
+                return size
+        return 0
+
+    def _split(self, keep: int) -> tuple[str, str]:
+        cut = len(self._held) - keep
+        return self._held[:cut], self._held[cut:]
+
+    def _head(self, found: list[Piece], last: bool) -> bool:
+        """The name of a call, up to its arguments. In a list, calls come one after the
+        other."""
+        if self._behind:
+            return self._next()
+        opening = self._held.lstrip(FILLER + "[")
+        self._raw += self._held[: len(self._held) - len(opening)]
+        self._held = opening
+        if head := HEAD.match(opening):
+            return self._open(head, found)
+        end = Value().end(opening) if opening.startswith("{") else -1
+        if end > 0:
+            return self._whole(opening[:end], found)
+        wrong = bool(opening) and not opening.startswith("{")
+        if wrong or len(opening) > MOST_HEAD:
+            self._give_up(found)
+            return True
+        return False
+
+    def _open(self, head: re.Match[str], found: list[Piece]) -> bool:
+        try:
+            name = json.loads(f'"{head[1]}"')
+        except ValueError:
+            self._give_up(found)
+            return True
+        if self._held[head.end()] not in "{[":
+            self._give_up(found)
+            return True
+        found.append(Piece(index=self.calls, name=name))
+        self._held = self._held[head.end() :]
+        self._value, self._started = Value(), True
+        return True
+
+    def _whole(self, text: str, found: list[Piece]) -> bool:
+        """A call whose fields are in another order."""
+        try:
+            call = json.loads(text)
+            name, keys = call["name"], KEYS.split("|")
+            [arguments] = [call[key] for key in keys if key in call]
+        except (ValueError, KeyError, RecursionError):
+            self._give_up(found)
+            return True
+        found.append(Piece(index=self.calls, name=str(name)))
+        said = json.dumps(arguments, ensure_ascii=False)
+        found.append(Piece(index=self.calls, arguments=said))
+        self._held = self._held[len(text) :]
+        self._ended()
+        return True
+
+    def _arguments(self, found: list[Piece]) -> bool:
+        assert self._value is not None
+        end = self._value.end(self._held)
+        said = self._held if end < 0 else self._held[:end]
+        if said:
+            found.append(Piece(index=self.calls, arguments=said))
+        self._held = self._held[len(said) :]
+        if end < 0:
+            return False
+        self._value = None
+        brace = self._held.lstrip(FILLER)
+        self._held = brace.removeprefix("}")
+        self._ended()
+        return True
+
+    def _ended(self) -> None:
+        self.calls += 1
+        self._behind = True
+        self._raw = ""
+
+    def _next(self) -> bool:
+        """After a call: what closes it is dropped, and another may follow."""
+        closing = self._convention.after.strip()
+        rest = self._held.lstrip(FILLER + "}],;")
+        self._held = rest
+        if closing and rest.startswith(closing):
+            self._held = rest[len(closing) :]
+            self._inside = False
+            return True
+        if closing and closing.startswith(rest):
+            return False
+        if not closing and rest.startswith("{"):
+            self._behind = False
+            return True
+        if rest:
+            self._inside = False
+            return True
+        return False
+
+    def _give_up(self, found: list[Piece]) -> None:
+        """It was no call: it is text."""
+        self._inside, self._started = False, True
+        found.append(Piece(self._raw + self._held))
+        self._held = self._raw = ""

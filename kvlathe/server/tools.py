@@ -1,0 +1,80 @@
+"""Tools, as clients say them: ``tools``, ``tool_choice``, ``parallel_tool_calls``."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvlathe.server.fields import Json, Strict
+
+MAX_TOOLS = 128
+NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+Name = Annotated[str, Field(pattern=NAME)]
+
+
+class Function(Strict):
+    name: Name
+    description: str | None = None
+    parameters: Json | None = Field(None, description="A JSON schema.")
+    strict: bool | None = Field(
+        None,
+        description="Ignored: arguments are held to the schema where a call must be.",
+    )
+
+    @property
+    def schema_(self) -> Json:
+        return self.parameters or {"type": "object", "properties": {}}
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class Named(Strict):
+    name: Name
+
+
+class NamedChoice(Strict):
+    """This function is to be called."""
+
+    type: Literal["function"]
+    function: Named
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice
+
+
+class CalledFunction(BaseModel):
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    name: str
+    arguments: str | Json
+
+
+class Called(BaseModel):
+    """A call that an earlier answer made."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> Json:
+        """Templates write arguments as JSON themselves."""
+        said = self.model_dump(exclude_none=True)
+        arguments = self.function.arguments
+        if isinstance(arguments, str):
+            said["function"]["arguments"] = parsed(arguments)
+        return said
+
+
+def parsed(arguments: str) -> object:
+    """The arguments of a call; the text itself where it is no JSON."""
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments

@@ -1,0 +1,150 @@
+"""Tool calls out of texts: each convention, however the text is cut into pieces."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvlathe.server.conventions import (
+    CONVENTIONS,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    Convention,
+    convention_of,
+)
+from kvlathe.server.tool_parser import ToolParser
+
+Call = tuple[str, dict[str, Any]]
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+arguments = st.dictionaries(st.text('ab"\\}{<', max_size=4), values, max_size=3)
+calls = st.lists(st.tuples(st.from_regex("[a-z_]{1,8}", fullmatch=True), arguments))
+
+
+def written(convention: Convention, made: list[Call], indent: int | None) -> str:
+    """As a model of the convention writes them."""
+    said = [
+        json.dumps({"name": name, convention.key: own}, indent=indent)
+        for name, own in made
+    ]
+    if convention is HERMES:
+        return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in said)
+    if convention is MISTRAL:
+        return f"[TOOL_CALLS] [{', '.join(said)}]"
+    return "; ".join(said)
+
+
+def read(convention: Convention, pieces: list[str]) -> tuple[str, list[Call]]:
+    """The text and the calls that come out."""
+    parser, text = ToolParser(convention), ""
+    names: dict[int, str] = {}
+    said: dict[int, str] = {}
+    for piece in [p for part in pieces for p in parser.push(part)] + parser.close():
+        text += piece.text
+        if piece.name:
+            names[piece.index] = piece.name
+        if piece.index >= 0:
+            said[piece.index] = said.get(piece.index, "") + piece.arguments
+    assert [*names] == list(range(parser.calls))
+    return text, [(names[i], json.loads(said[i])) for i in sorted(names)]
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    ends = sorted({place % (len(text) + 1) for place in places} | {len(text)})
+    return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    convention=st.sampled_from(CONVENTIONS),
+    made=calls.filter(bool),
+    indent=st.sampled_from([None, 1]),
+    places=st.lists(st.integers(0, 5000), max_size=40),
+)
+def test_calls_come_out_however_the_text_is_cut(
+    convention: Convention, made: list[Call], indent: int | None, places: list[int]
+) -> None:
+    text = written(convention, made, indent)
+    assert read(convention, cut(text, places)) == ("", made)
+    assert read(convention, [*text]) == ("", made)
+
+
+parts = st.sampled_from(
+    ["<tool_call>", "[TOOL_CALLS]", '{"name": "a"', "{}", "</tool_call>", "["]
+)
+texts = st.lists(parts | st.text("<tool_cal>[]TOOL_CALLS{}\n ab", max_size=9)).map(
+    "".join
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    convention=st.sampled_from(CONVENTIONS),
+    text=texts,
+    places=st.lists(st.integers(0, 99), max_size=20),
+)
+def test_a_text_without_calls_stays_what_it_is(
+    convention: Convention, text: str, places: list[int]
+) -> None:
+    found, made = read(convention, cut(text, places))
+    assert not made and found.split() == text.split()
+
+
+def test_text_may_stand_before_calls() -> None:
+    text = (
+        'I look.\n<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'
+    )
+    assert read(HERMES, [*text]) == ("I look.\n", [("look", {"at": 1})])
+    text = '<|python_tag|>{"name": "look", "parameters": {}}'
+    assert read(LLAMA, [text]) == ("", [("look", {})])
+
+
+def test_fields_may_come_in_another_order() -> None:
+    text = '<tool_call>{"arguments": {"a": "}"}, "name": "f"}</tool_call>'
+    assert read(HERMES, [*text]) == ("", [("f", {"a": "}"})])
+
+
+def test_what_only_looks_like_a_call_is_text() -> None:
+    for convention, text in (
+        (LLAMA, '{"answer": 42}'),
+        (LLAMA, '{"name": "x"'),
+        (HERMES, "<tool_call>no json</tool_call>"),
+        (MISTRAL, "[TOOL_CALLS] none"),
+        (MISTRAL, "[TOOL_CALLS]"),
+    ):
+        assert read(convention, [*text]) == (text, [])
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    parser = ToolParser(HERMES)
+    parser.push('<tool_call>\n{"name": "f", "arguments": ')
+    assert [p.arguments for p in parser.push('{"city": "Zu')] == ["", '{"city": "Zu']
+    assert [p.arguments for p in parser.push('rich"}')] == ['rich"}']
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}", HERMES),
+        ("{% if tools %}[TOOL_CALLS]{% endif %}", MISTRAL),
+        ('{% if tools %}{{ \'{"name": "f", "parameters": {}}\' }}{% endif %}', LLAMA),
+        ("{% if tools %}<tool_call><function=x>{% endif %}", None),
+        ("{{ messages[0].content }}<tool_call>", None),
+        ("{% if tools %}{{ tools }}{% endif %}", None),
+    ],
+)
+def test_templates_show_their_convention(
+    template: str, expected: Convention | None
+) -> None:
+    assert convention_of(template) == expected

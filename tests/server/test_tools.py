@@ -1,0 +1,215 @@
+"""Tools over HTTP, as the official client uses them. The shipped model was never taught
+to call: where it must, its answers are held to a call, and else a structure makes it
+write one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import openai
+import pytest
+
+from kvlathe.runtime.text.structure import literal
+from tests.support.runtime_cases import llm
+from tests.support.serving_cases import (
+    MODEL_NAME,
+    Served,
+    post,
+    serving,
+    with_template,
+)
+from tests.support.tool_cases import HERMES, LLAMA, MISTRAL, TOOLS, WEATHER
+
+pytest.importorskip("llguidance", reason="llguidance is not installed")
+USER: list[Any] = [{"role": "user", "content": "What is the weather in Bern?"}]
+PATH = "chat/completions"
+
+
+@pytest.fixture(scope="module", params=[HERMES, MISTRAL, LLAMA])
+def tooled(request: pytest.FixtureRequest) -> Iterator[Served]:
+    with serving(with_template(llm("torch", "split"), request.param)) as found:
+        yield found
+        assert found.idle()
+
+
+@pytest.fixture(scope="module")
+def hermes() -> Iterator[Served]:
+    with serving(with_template(llm("torch", "split"), HERMES)) as found:
+        yield found
+        assert found.idle()
+
+
+def client_of(served: Served) -> openai.OpenAI:
+    return openai.OpenAI(
+        base_url=f"{served.url}/v1", api_key="x", max_retries=0, timeout=120
+    )
+
+
+def check(call: Any) -> None:  # noqa: ANN401
+    """A call of one of TOOLS, with arguments of its schema."""
+    assert call.type == "function" and call.id
+    schemas = {t["function"]["name"]: t["function"].get("parameters") for t in TOOLS}
+    arguments = json.loads(call.function.arguments)
+    schema = schemas[call.function.name]
+    jsonschema.validate(arguments, schema or {"type": "object"})
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+def test_required_calls_are_calls_in_every_convention(
+    tooled: Served, parallel: bool
+) -> None:
+    found = client_of(tooled).chat.completions.create(
+        model=MODEL_NAME,
+        messages=USER,
+        tools=TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=parallel,
+        n=3,
+        seed=2,
+        max_tokens=900,
+        temperature=0.8,
+    )
+    for choice in found.choices:
+        if choice.finish_reason == "length":
+            continue  # calls without end, cut
+        calls = choice.message.tool_calls
+        assert choice.finish_reason == "tool_calls" and calls
+        assert choice.message.content is None and (parallel or len(calls) == 1)
+        for call in calls:
+            check(call)
+
+
+def test_a_named_call_streams_its_arguments(tooled: Served) -> None:
+    chunks = client_of(tooled).chat.completions.create(
+        model=MODEL_NAME,
+        messages=USER,
+        tools=TOOLS,
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+        parallel_tool_calls=False,
+        stream=True,
+        seed=1,
+        temperature=0.7,
+        max_tokens=400,
+    )
+    name, ids, said, ends = "", list[str](), list[str](), list[str]()
+    for chunk in chunks:
+        [choice] = chunk.choices
+        assert not choice.delta.content
+        for call in choice.delta.tool_calls or []:
+            assert call.index == 0 and call.function
+            ids += [call.id] if call.id else []
+            name += call.function.name or ""
+            said.append(call.function.arguments or "")
+        ends += [choice.finish_reason] if choice.finish_reason else []
+    assert name == "weather" and len(ids) == 1 and ends == ["tool_calls"]
+    jsonschema.validate(json.loads("".join(said)), WEATHER)
+    assert len(said) > 3, "in pieces"
+
+
+def test_calls_that_the_model_makes_by_itself_are_found(hermes: Served) -> None:
+    """Two calls behind a text, and then nothing."""
+    call = (
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
+    )
+    body = {"structured_outputs": {"regex": literal(f"I look.\n{call}\n{call}")}}
+    asked: Any = {"model": MODEL_NAME, "messages": USER, "tools": TOOLS}
+    client = client_of(hermes)
+    found = client.chat.completions.create(**asked, extra_body=body)
+    [choice] = found.choices
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == "I look.\n"
+    made: Any = choice.message.tool_calls
+    assert [json.loads(call.function.arguments) for call in made] == [
+        {"city": "Bern"}
+    ] * 2
+    assert made[0].id != made[1].id
+    with client.chat.completions.stream(**asked, extra_body=body) as stream:
+        final = stream.get_final_completion()
+    again = final.choices[0].message
+    assert again.content == "I look.\n" and len(again.tool_calls or []) == 2
+
+
+def test_results_of_tools_go_back_into_the_conversation(tooled: Served) -> None:
+    """Their calls' arguments reach the template as data."""
+    client = client_of(tooled)
+    first = client.chat.completions.create(
+        model=MODEL_NAME,
+        messages=USER,
+        tools=TOOLS,
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+        parallel_tool_calls=False,
+        seed=1,
+        max_tokens=400,
+    )
+    message = first.choices[0].message
+    [call] = message.tool_calls or []
+    result = {"role": "tool", "tool_call_id": call.id, "content": "12 degrees"}
+    messages: Any = [*USER, message, result]
+    then = client.chat.completions.create(
+        model=MODEL_NAME, messages=messages, tools=TOOLS, max_tokens=4
+    )
+    assert then.usage and first.usage
+    assert then.usage.prompt_tokens > first.usage.prompt_tokens
+    assert then.choices[0].message.role == "assistant"
+
+
+def test_without_a_choice_tools_are_not_told(hermes: Served) -> None:
+    """``none``: the prompt is that without tools, and the answer is text."""
+    client = client_of(hermes)
+    asked: Any = {"model": MODEL_NAME, "messages": USER, "max_tokens": 8}
+    plain = client.chat.completions.create(**asked)
+    none = client.chat.completions.create(**asked, tools=TOOLS, tool_choice="none")
+    auto = client.chat.completions.create(**asked, tools=TOOLS)
+    assert none.usage and plain.usage and auto.usage
+    assert none.usage.prompt_tokens == plain.usage.prompt_tokens
+    assert auto.usage.prompt_tokens > plain.usage.prompt_tokens
+
+
+def tool(**function: object) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **function}}
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+    (
+        {
+            "tools": TOOLS,
+            "tool_choice": {"type": "function", "function": {"name": "none"}},
+        },
+        "tool_choice",
+    ),
+    ({"tools": [tool(), tool()]}, "tools"),
+    ({"tools": [tool(name="a b")]}, "tools"),
+    ({"tools": [tool()] * 200}, "tools"),
+    (
+        {"tools": [tool(parameters={"type": "frob"})], "tool_choice": "required"},
+        "tools",
+    ),
+    (
+        {
+            "tools": TOOLS,
+            "tool_choice": "required",
+            "response_format": {"type": "json_object"},
+        },
+        "tool_choice",
+    ),
+]
+
+
+@pytest.mark.parametrize(("asked", "field"), WRONG)
+def test_wrong_tools_are_refused_in_words(
+    hermes: Served, asked: dict[str, Any], field: str
+) -> None:
+    reply = post(hermes, PATH, messages=USER, **asked)
+    error = reply.json()["error"]
+    assert reply.status_code == 400 and field in error["message"]
+
+
+def test_a_model_whose_template_takes_no_tools_says_so(served: Served) -> None:
+    reply = post(served, PATH, messages=USER, tools=TOOLS)
+    assert reply.status_code == 422
+    assert "template" in reply.json()["error"]["message"]
