@@ -20,6 +20,7 @@ from kvlathe.plan.kernel_forms import (
     forms_refusal,
     ranking_refusal,
 )
+from kvlathe.plan.kernel_parts import kernel_parts, most_in_a_layer, most_slots
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 
@@ -48,7 +49,7 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
     check_token_ranking(name, plan.observes)
     check_windows(name, plan.windowed)
     refusal = _hot_refusal(plan) or _coded_refusal(plan) or _size_refusal(plan)
-    refusal = refusal or _window_refusal(plan) or ranking_refusal(plan)
+    refusal = refusal or ranking_refusal(plan)
     if refusal is not None:
         reason, remedy = refusal
         raise KvlatheError(f"the backend {name} cannot run this plan", reason, remedy)
@@ -63,15 +64,6 @@ def _hot_refusal(plan: CompressionPlan) -> Refusal | None:
     if bits == {16}:
         return None
     return f"its hot pages have {max(bits)} bits", "build with --kv_bits 16"
-
-
-def _window_refusal(plan: CompressionPlan) -> Refusal | None:
-    """Rows have one page table a bucket, so its heads must see alike."""
-    for bucket in range(len(plan.buckets)):
-        if plan.shared_window(bucket) is None:
-            reason = f"heads of bucket {bucket} see different windows"
-            return reason, "give all heads one window, or choose another backend"
-    return None
 
 
 def _coded_refusal(plan: CompressionPlan) -> Refusal | None:
@@ -99,9 +91,13 @@ def _size_refusal(plan: CompressionPlan) -> Refusal | None:
     lanes = max(len(plan.active(layer)) for layer in range(plan.model.layers))
     widest = max(max(lane.rank_k, lane.rank_v) for lane in plan.lanes)
     inputs = max(lane.input_dim for lane in plan.lanes)
-    buckets, group = len(plan.buckets), plan.model.group_size
+    buckets, group = len(kernel_parts(plan)), plan.model.group_size
+    slots = most_slots(plan)
+    observed = most_in_a_layer(plan) if plan.observes else 0
     sizes = (
-        (f"it has {buckets} buckets", buckets, "kMaxBuckets"),
+        (f"it has {buckets} buckets, one for each window", buckets, "kMaxBuckets"),
+        (f"a head is in {slots} buckets", slots, "kMaxSlots"),
+        (f"it ranks tokens in {observed} buckets a layer", observed, "kMaxSlots"),
         (f"the model has {group} query heads a KV head", group, "kMaxGroup"),
         (f"a layer has {lanes} KV heads", lanes, "kMaxLanes"),
         (f"a head has rank {widest}", widest, "kMaxRank"),

@@ -26,12 +26,19 @@ def forms_refusal(plan: CompressionPlan) -> Refusal | None:
 
 def node_refusal(plan: CompressionPlan) -> Refusal | None:
     """Of what the node that ONNX Runtime and TensorRT run on a GPU has not shown there:
-    windows, and codes that are not multiplied as they are."""
-    if kernel_limits()["kNodeTakesEveryForm"]:
+    windows, many buckets, and codes that are not multiplied as they are."""
+    limits = kernel_limits()
+    if limits["kNodeTakesEveryForm"]:
         return None
+    buckets = len(plan.buckets)
     remedy = "build with --backend cuda, or run it on a CPU"
     if plan.windowed:
         return "it has windows, which its node has not shown on a GPU", remedy
+    if buckets > limits["kMaxSlots"]:
+        return (
+            f"it has {buckets} buckets, which its node has not shown on a GPU",
+            remedy,
+        )
     for bucket in plan.buckets:
         tier = plan.tiers[bucket.tier]
         if tier.is_coded and not has_plain_codes(tier):

@@ -178,14 +178,6 @@ class CompressionPlan:
                 return bucket.tokens
         return SEES_ALL
 
-    def shared_window(self, bucket: int) -> Window | None:
-        """What all lanes of a bucket see; None where they see differently."""
-        lanes = self.buckets[bucket].lanes
-        windows = {self.window(lane) for lane in lanes}
-        if len(windows) > 1:
-            return None
-        return windows.pop() if windows else SEES_ALL
-
     @property
     def keeps_positions(self) -> bool:
         """Whether scores stand beside their token's position: what counts rows or draws

@@ -17,8 +17,12 @@ from ctypes import (
     c_void_p,
 )
 
+import numpy as np
+import numpy.typing as npt
+
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.kernel_forms import forms_refusal, ranking_refusal
+from kvlathe.plan.kernel_parts import KernelPart, kernel_parts
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
@@ -111,7 +115,8 @@ class SpreadArgs(Structure):
         ),
         *_pointers("spread_tables", "stream"),
         *_ints("group_size", "page_tokens"),
-        *_pointers("row_lengths", "prompts", "windows", "hidden"),
+        *_pointers("row_lengths", "prompts", "windows", "hidden", "part_buckets"),
+        *_ints("parts", "reserved"),
     ]
 
 
@@ -273,17 +278,38 @@ class LayerForm:
         self.out = group * sum(lane.rank_v for lane in lanes)
         self.fresh = [int(bucket.source is None) for bucket in plan.buckets]
         layout = CacheLayout(plan)
-        whole = [layout.lane_table(b) for b in range(len(plan.buckets))]
-        tables = [table[table[:, 0] == layer].copy() for table in whole]
-        self.buckets = [b for b, rows in enumerate(tables) if len(rows)]
-        self._tables = [tables[b] for b in self.buckets]
-        self.parts = (Part * len(self.buckets))(
-            *(part_of(plan, b, tables[b]) for b in self.buckets)
-        )
+        own = layer_tables(layout, layer)
+        self.places = list(own)
+        """Of its parts among those of the plan."""
+        every = kernel_parts(plan)
+        self.buckets = [every[i].bucket for i in self.places]
+        self._tables = list(own.values())
+        parts = [
+            part_of(plan, b, rows)
+            for b, rows in zip(self.buckets, self._tables, strict=True)
+        ]
+        self.parts = (Part * len(parts))(*parts)
 
     def __del__(self) -> None:
         if self.handle:
             self.library.lib.kvlathe_layer_destroy(self.handle)
+
+
+def layer_tables(layout: CacheLayout, layer: int) -> dict[int, npt.NDArray[np.int32]]:
+    """By the place of a part in ``kernel_parts``: its rows of the lane table that are of
+    one layer. Parts without lanes there are left out."""
+    plan = layout.plan
+    heads = plan.model.kv_heads
+    found: dict[int, npt.NDArray[np.int32]] = {}
+    for i, part in enumerate(kernel_parts(plan)):
+        table = layout.lane_table(part.bucket)
+        lanes = table[:, 0] * heads + table[:, 1]
+        of_layer = table[:, 0] == layer
+        mine = np.isin(lanes, part.lanes)
+        rows = table[of_layer & mine]
+        if len(rows):
+            found[i] = rows.copy()
+    return found
 
 
 def check_room(library: CudaLibrary, plan: CompressionPlan) -> None:
@@ -299,7 +325,7 @@ def check_room(library: CudaLibrary, plan: CompressionPlan) -> None:
             0,
             plan.model.group_size,
             plan.page_tokens,
-            len(form.buckets),
+            len(form.parts),
         )
         args = AttendDecodeArgs(*sizes, 1.0)
         args.parts, args.q_stride, args.o_stride = form.parts, form.queries, form.out
@@ -312,32 +338,13 @@ def check_room(library: CudaLibrary, plan: CompressionPlan) -> None:
             ) from error
 
 
-def window_forms(plan: CompressionPlan) -> list[WindowForm]:
-    """What the lanes of each bucket see.
-
-    Raises KvlatheError where those of one bucket see different windows: rows have one
-    page table a bucket.
-    """
-    forms: list[WindowForm] = []
-    for b, bucket in enumerate(plan.buckets):
-        fresh = b
-        cold = plan.cold(b)
-        sealed = max(cold, default=-1)
-        if bucket.source is not None:
-            fresh = bucket.source
-            sealed = b
-        window = plan.shared_window(b)
-        if window is None:
-            raise KvlatheError(
-                "the CUDA kernels cannot run this plan",
-                f"heads of bucket {b} see different windows",
-                "run an onnxruntime engine with --device cpu",
-            )
-        form = WindowForm(window.sink, window.recent, window.exact)
-        form.sealed = sealed
-        form.fresh = fresh
-        forms.append(form)
-    return forms
+def window_form(part: KernelPart) -> WindowForm:
+    """What the lanes of a part see; its buckets are those of the plan."""
+    window = part.window
+    form = WindowForm(window.sink, window.recent, window.exact)
+    form.sealed = part.sealed
+    form.fresh = part.fresh
+    return form
 
 
 class PageKernels:

@@ -19,7 +19,7 @@ from pathlib import Path
 import kvlathe
 from kvlathe.base.errors import KvlatheError
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 LIBRARY = "libkvlathe.so"
 
 

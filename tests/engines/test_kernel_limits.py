@@ -16,6 +16,7 @@ from kvlathe.plan import kernel_forms
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.token_rules import KEEP_ALL, Window
 from kvlathe.runtime.native.cuda import LEAST_CHUNK
 from kvlathe.runtime.sessions.torch_cuda.rows import WIDEST
 
@@ -35,6 +36,13 @@ def plan_of(
     return CompressionPlan(shape, every, (Tier(16, 16),), (first, *others))
 
 
+def sealed_into(count: int) -> CompressionPlan:
+    """One head whose full pages go into so many buckets."""
+    tiers = (Tier(16, 16), Tier(8, 8))
+    cold = [Bucket(1, (0,), source=0) for _ in range(count)]
+    return dataclasses.replace(plan_of(), tiers=tiers, buckets=(Bucket(0, (0,)), *cold))
+
+
 def coded(page: int = 64, group_k: int = 32, group_v: int = 32) -> CompressionPlan:
     """4-bit pages behind the 16-bit ones."""
     tiers = (Tier(16, 16), Tier(4, 4, group_k=group_k, group_v=group_v))
@@ -48,6 +56,7 @@ def coded(page: int = 64, group_k: int = 32, group_v: int = 32) -> CompressionPl
     ("name", "plan", "step"),
     [
         ("kMaxBuckets", lambda n: plan_of(lanes=n, buckets=n), 1),
+        ("kMaxSlots", lambda n: sealed_into(n - 1), 1),
         ("kMaxLanes", lambda n: plan_of(lanes=n), 1),
         ("kMaxGroup", lambda n: plan_of(group=n), 1),
         ("kMaxRank", lambda n: plan_of(rank=n), 16),
@@ -101,6 +110,30 @@ def test_the_node_takes_a_form_once_a_gpu_has_shown_it(
     assert onnxruntime.gpus(plan, "float16") == cuda.ARCHITECTURES
 
 
+def test_every_window_of_a_bucket_counts() -> None:
+    """What a build refuses; the node refuses earlier, whatever the windows."""
+    most = LIMITS["kMaxBuckets"]
+    tiers = (Tier(16, 16), Tier(8, 8))
+
+    def plan_with(windows: int) -> CompressionPlan:
+        cold = [
+            Bucket(1, (i,), source=0, tokens=Window(64, 64 * i)) for i in range(windows)
+        ]
+        fresh = Bucket(0, tuple(range(windows)))
+        plan = plan_of(lanes=windows)
+        return dataclasses.replace(plan, tiers=tiers, buckets=(fresh, *cold))
+
+    cuda.check_plan("cuda", plan_with(most // 2))
+    with pytest.raises(KvlatheError, match=f"has {most + 2} buckets"):
+        cuda.check_plan("cuda", plan_with(most // 2 + 1))
+    with_windows = plan_with(most // 2)
+    buckets = [dataclasses.replace(b, tokens=KEEP_ALL) for b in with_windows.buckets]
+    without = dataclasses.replace(with_windows, buckets=tuple(buckets))
+    cuda.check_plan("cuda", without)
+    for plan in (with_windows, without):
+        assert onnxruntime.gpus(plan, "float16") == ()
+
+
 def test_groups_that_no_kernel_reads_are_refused() -> None:
     for tier in (Tier(4, 4, group_v=48), Tier(4, 4, "token", "rank", 128, 64)):
         plan = dataclasses.replace(coded(), tiers=(Tier(16, 16), tier))
@@ -117,6 +150,7 @@ def test_the_runtime_knows_the_same_numbers() -> None:
     ("of", "taken"),
     [
         ("buckets", "at most {kMaxBuckets}"),
+        ("buckets of one head", "at most {kMaxSlots}"),
         ("KV heads of a layer", "at most {kMaxLanes}"),
         ("query heads a KV head", "at most {kMaxGroup}"),
         ("rank", "at most {kMaxRank}"),

@@ -12,13 +12,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvlathe.base.errors import KvlatheError
-from kvlathe.engines.targets import cuda as cuda_target
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.plan.token_rules import KEEP_ALL, Window
-from kvlathe.runtime.native.cuda import CudaLibrary, window_forms
+from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
 from tests.native.library import Library
 from tests.native.step16 import Step16, step_of
@@ -134,39 +132,3 @@ def test_a_window_that_holds_all_changes_nothing(cuda: CudaLibrary) -> None:
         case = step_of(plan, [300, 1, 5], [[130], [70], [9]], 3)
         outs.append(Step16(case).run(cuda, "cuda")[0])
     np.testing.assert_allclose(outs[0], outs[1], atol=2e-3)
-
-
-def test_each_bucket_is_told_its_window() -> None:
-    """Without a GPU: what the calls are told of a plan."""
-    lanes = [Lane(0, h, 64, *ranks, projected=True) for h, ranks in enumerate(RANKS)]
-    window = Window(64, 128, 0)
-    buckets = [
-        Bucket(0, (0, 1)),
-        Bucket(0, (2, 3)),
-        Bucket(1, (2, 3), source=1, tokens=window),
-    ]
-    plan = plan_of(lanes, [Tier(16, 16), Tier(4, 4)], buckets, 64, 2, 64)
-    said = [
-        (form.sink, form.recent, form.exact, form.sealed, form.fresh)
-        for form in window_forms(plan)
-    ]
-    assert said == [(0, 1 << 30, 0, -1, 0), (64, 128, 0, 2, 1), (64, 128, 0, 2, 1)]
-
-
-def test_heads_of_one_bucket_that_see_different_windows_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As `window:whole=...` behind codes makes them: one 16-bit bucket for all."""
-    lanes = [Lane(0, h, 64, *ranks, projected=True) for h, ranks in enumerate(RANKS)]
-    window = Window(64, 128)
-    buckets = [
-        Bucket(0, (0, 1, 2, 3)),
-        Bucket(1, (0, 1), source=0),
-        Bucket(1, (2, 3), source=0, tokens=window),
-    ]
-    plan = plan_of(lanes, [Tier(16, 16), Tier(4, 4)], buckets, 64, 2, 64)
-    with pytest.raises(KvlatheError, match="different windows"):
-        window_forms(plan)
-    monkeypatch.setattr(cuda_target, "check_windows", lambda name, windowed: None)
-    with pytest.raises(KvlatheError, match="different windows"):
-        cuda_target.check_plan("cuda", plan)

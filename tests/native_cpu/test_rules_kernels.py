@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import cast
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
@@ -30,7 +29,7 @@ from kvlathe.runtime.sessions.torch_cuda.observer import Observer
 from kvlathe.runtime.sessions.torch_cuda.ranking import RankingSession, scratch_bytes
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
-from tests.support.device_engines import HostAttention
+from tests.support.device_engines import HostAttention, turned
 from tests.support.emulated import RankingLibrary, emulated_kernels
 from tests.support.host_device import HostTorchDevice
 from tests.support.observed_cases import Observation, observations
@@ -81,7 +80,7 @@ class RankingAttention(HostAttention):
     ) -> Tensor:
         out = super().run(step, layer, q, k, v, angles, weights)
         assert angles is not None
-        turned = _turned(q, *angles, self.plan.model.head_dim)
+        queries = turned(q, *angles, self.plan.model.head_dim)
         form = self.forms[layer]
         call = AttendDecodeArgs(ABI_VERSION, F16, len(q), self.plan.model.group_size)
         call.page_tokens, call.part_count = self.plan.page_tokens, len(form.parts)
@@ -91,19 +90,10 @@ class RankingAttention(HostAttention):
             part.lengths = step.lengths.data_ptr()
             part.page_table_stride = 1
         call.pool, call.pool_bytes = self.pool.data_ptr(), self.pool.numel()
-        call.q, call.q_stride = turned.data_ptr(), form.queries
+        call.q, call.q_stride = queries.data_ptr(), form.queries
         call.o, call.o_stride = out.data_ptr(), form.out
         self.observer.queue(call, layer, step)
         return out
-
-
-def _turned(q: Tensor, cos: Tensor, sin: Tensor, width: int) -> Tensor:
-    """RoPE of query heads side by side."""
-    heads = q.float().unflatten(1, (-1, width))
-    a, b = heads.chunk(2, -1)
-    cos, sin = cos.float()[:, None], sin.float()[:, None]
-    turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-    return turned.flatten(1).half()
 
 
 def in_torch(native: Native, kernels: ctypes.CDLL, plan: CompressionPlan) -> LLM:

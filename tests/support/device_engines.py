@@ -33,7 +33,7 @@ from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.native_cpu.library import AttendArgs, Op
-from tests.native_cpu.test_session import turned
+from tests.native_cpu.test_session import turned as turned_plan
 from tests.support.host_device import HostDevice, HostLibrary, HostTorchDevice
 from tests.support.runtime_cases import LIMITS, MODEL
 
@@ -75,7 +75,7 @@ def in_torch(native: Native, engine: tuple[Path, CompressionPlan]) -> LLM:
     """The torch decoder's session; attention is the library's op for the CPU."""
     plan = engine[1]
     checkpoint = Checkpoint(MODEL)
-    decoder = decoder_from(checkpoint, plan, turned()[1])
+    decoder = decoder_from(checkpoint, plan, turned_plan()[1])
     tensors = {name: x.half() for name, x in decoder.state_dict().items()}
     wired = wiring(checkpoint.spec)
     device, library = HostTorchDevice(), HostLibrary(native)
@@ -134,3 +134,12 @@ class HostAttention:
             setattr(args, name, array.data_ptr())
         self.ops[layer].run(args)
         return arrays["o"].to(q.dtype)
+
+
+def turned(q: Tensor, cos: Tensor, sin: Tensor, width: int) -> Tensor:
+    """RoPE of query heads side by side."""
+    heads = q.float().unflatten(1, (-1, width))
+    a, b = heads.chunk(2, -1)
+    cos, sin = cos.float()[:, None], sin.float()[:, None]
+    turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    return turned.flatten(1).half()

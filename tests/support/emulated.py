@@ -1,5 +1,5 @@
-"""The CUDA kernels that rank tokens, compiled for a CPU (tests/native_cpu/emulated), for
-sessions in host memory."""
+"""CUDA kernels compiled for a CPU (tests/native_cpu/emulated), for sessions in host
+memory: those that rank tokens, and those of decode attention."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ SOURCES = HERE.parents[2] / "plugins_cpp"
 COMMON = ("lanes", "decode_call", "refusal")
 
 
-def emulated_kernels(folder: Path) -> ctypes.CDLL:
-    """Compiled into ``folder``. Skips the test where there is no compiler."""
+def emulated_kernels(folder: Path, name: str = "kernels") -> ctypes.CDLL:
+    """``name``.cc, compiled into ``folder``. Skips the test where there is no compiler."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++")
-    library = folder / "libemulated.so"
+    library = folder / f"lib{name}.so"
     includes = [f"-I{path}" for path in (HERE, SOURCES / "src", SOURCES / "include")]
     sources = [SOURCES / "src" / "common" / f"{name}.cc" for name in COMMON]
     flags = ["-O2", "-std=c++17", "-fPIC", "-shared", "-Wl,-Bsymbolic"]
-    command = [compiler, *flags, *includes, HERE / "kernels.cc", *sources]
+    command = [compiler, *flags, *includes, HERE / f"{name}.cc", *sources]
     done = subprocess.run(
         [*command, "-o", library], capture_output=True, text=True, check=False
     )
@@ -55,4 +55,32 @@ class RankingLibrary(HostLibrary):
         status = Status()
         if getattr(self.kernels, f"kvlathe_{name}")(*given, byref(status)):
             raise KvlatheError(name, status.message.decode())
+        return None
+
+
+class AttentionLibrary(HostLibrary):
+    """A HostLibrary whose spread, plan and attention are the CUDA kernels. ``calls``: how
+    many parts each call of attention had."""
+
+    OURS = (
+        "cuda_spread",
+        "cuda_plan",
+        "cuda_plan_bytes",
+        "cuda_workspace_bytes",
+        "cuda_attend_decode",
+    )
+
+    def __init__(self, library: Native, kernels: ctypes.CDLL) -> None:
+        super().__init__(library)
+        self.kernels = kernels
+        self.calls: list[int] = []
+
+    def call(self, name: str, *given: Any) -> None:  # noqa: ANN401  (structures)
+        if name not in self.OURS:
+            return super().call(name, *given)
+        if name == "cuda_attend_decode":
+            self.calls.append(given[0]._obj.part_count)
+        status = Status()
+        if getattr(self.kernels, f"kvlathe_{name}")(*given, byref(status)):
+            raise KvlatheError(name, status.message.decode(), "report this")
         return None

@@ -10,8 +10,9 @@
  * of that layer only.
  *
  * Cached tokens of one lane may lie in several parts (a hot 16-bit bucket and a quantized cold one,
- * say). A part is one bucket: one page table, one length for each sequence, one number format.
- * Parts are attended together; one softmax spans them.
+ * say), KVLATHE_MAX_SLOTS at most. A part is one bucket, or those of its lanes that see alike: one
+ * page table, one length for each sequence, one number format. A lane's parts are attended together;
+ * one softmax spans them.
  *
  * Inside a lane's slab. 32 and 16 bit: K and V are [token][rank]. Quantized: codes are packed low
  * bits first (of 3 bits: in blocks of three runs, kvlathe/plan/packing.py); axis rank is [token][rank] with metadata [token][group], groups being near-equal
@@ -40,9 +41,10 @@ extern "C" {
 #define KVLATHE_API __attribute__((visibility("default")))
 #endif
 
-#define KVLATHE_ABI_VERSION 10
+#define KVLATHE_ABI_VERSION 11
 #define KVLATHE_LANE_COLUMNS 10
-#define KVLATHE_MAX_PARTS 3
+#define KVLATHE_MAX_PARTS 32
+#define KVLATHE_MAX_SLOTS 3
 #define KVLATHE_MAX_HEADS 64
 
 enum kvlathe_code {
@@ -69,7 +71,7 @@ enum kvlathe_axis {
   KVLATHE_AXIS_RANK_NORMAL = 2 /* 4, 3 or 2 bits */
 };
 
-/* One bucket. `lanes` is host memory; `page_table` and `lengths` are where the kernel runs (device
+/* One bucket, or some of its lanes. `lanes` is host memory; `page_table` and `lengths` are where the kernel runs (device
  * memory for CUDA). */
 typedef struct kvlathe_part {
   int32_t bits_k, bits_v;   /* 32, 16, 8, 4, 3 or 2; above 8: the call's element type */
@@ -90,7 +92,7 @@ typedef struct kvlathe_part {
   int64_t hidden_stride; /* in elements */
 } kvlathe_part;
 
-/* What the lanes of a bucket see (Window of kvlathe/plan/token_rules.py). The query at place p sees
+/* What the lanes of a part see (Window of kvlathe/plan/token_rules.py). The query at place p sees
  * place t <= p where t < sink, or t >= p / P * P - recent and, where exact is not 0, t > p - exact.
  * P: tokens of a page. Places count the tokens of bucket `sealed` (-1: there is none) before those
  * of bucket `fresh`, which takes the new ones. Both name the same two. recent = KVLATHE_NO_END: it

@@ -18,19 +18,21 @@ extern "C" {
  *
  * Row t of `sequence_of` and `visible` belongs to token t: its sequence, or -1 (and lengths 0) past
  * cu_seqlens_q[batch]; and the tokens of each bucket it attends: lengths, and in a fresh bucket
- * also the step's tokens up to itself. `spread_tables[s]` gets the sequence's row of page_tables[s]
- * (null: not wanted). Outputs cover all `tokens` rows.
+ * also the step's tokens up to itself. `row_lengths` and `spread_tables` are of parts: part i is of
+ * bucket part_buckets[i]. spread_tables[i] gets the sequence's row of that bucket's page table
+ * (null: not wanted), in rows that have a sequence. Other outputs cover all `tokens` rows.
  *
- * With `windows`, row_lengths and spread_tables leave out the pages that no query of the row sees.
- * `hidden` gets the places of the others that it does not see either, which only exact windows
- * have: from hidden[t, s, 0] up to hidden[t, s, 1].
+ * With `windows`, row_lengths and spread_tables leave out the pages that the row's query does not
+ * see in the lanes of the part. `hidden` gets the places of the others that it does not see either,
+ * which only exact windows have: from hidden[t, i, 0] up to hidden[t, i, 1]. Without `windows` the
+ * parts are the buckets.
  *
  * With `prompts` it also lists the tiles of prompt chunks: of sequences with 16 rows or more, on a
  * device that has the kernel for them (compute capability 9.0). Their rows then have `row_lengths`
  * 0 and no spread tables; other rows have those of `visible`. */
 typedef struct kvlathe_spread_args {
   uint32_t abi_version;
-  int32_t tokens, batch, buckets;    /* T, B, S <= KVLATHE_MAX_PARTS */
+  int32_t tokens, batch, buckets;    /* T, B, S */
   uint32_t fresh;                    /* bit s: bucket s takes new tokens */
   const int32_t* cu_seqlens_q;       /* [B + 1] */
   const int32_t* lengths;            /* [B, S], before the step */
@@ -38,14 +40,18 @@ typedef struct kvlathe_spread_args {
   const int32_t* page_table_widths;  /* host [S] */
   int32_t* sequence_of;              /* [T] */
   int32_t* visible;                  /* [T, S] */
-  int32_t* const* spread_tables;     /* host array of S: null or [T, page_table_widths[s]] */
+  int32_t* const* spread_tables;     /* host array of P: null or [T, the bucket's width] */
   void* stream;
   int32_t group_size;   /* query heads a lane; used with `prompts` */
   int32_t page_tokens;  /* used with `windows` */
-  int32_t* row_lengths; /* [T, S]; with `prompts` or `windows` */
+  int32_t* row_lengths; /* [T, P]; with `prompts` or `windows` */
   int32_t* prompts;     /* null, or kvlathe_cuda_prompt_list_bytes(tokens, batch, group_size) */
-  const kvlathe_window* windows; /* null, or host array of S: what each bucket's lanes see */
-  int32_t* hidden;               /* null, or [T, S, 2]; with `windows` */
+  /* null, or host array of P: what each part's lanes see; `sealed` and `fresh` are buckets */
+  const kvlathe_window* windows;
+  int32_t* hidden;             /* null, or [T, P, 2]; with `windows` */
+  const int32_t* part_buckets; /* host [P]; with `windows` */
+  int32_t parts;               /* P <= KVLATHE_MAX_PARTS; S <= P */
+  int32_t reserved;
 } kvlathe_spread_args;
 
 /* 1 if the current device has the kernel for prompt chunks; where it has not, no chunk is ever
@@ -128,7 +134,8 @@ KVLATHE_API int32_t kvlathe_cuda_seal(const kvlathe_cuda_seal_args* args, kvlath
  * A lane's scores in a page are float32 [page_tokens], and its tokens' positions int32
  * [page_tokens]. Scores of tokens that were cached before the step grow by their mass. Those of the
  * step's own tokens become their mass, 0 where no row is observed; their positions are written
- * beside them. No two sequences share a page that has scores. */
+ * beside them. No two sequences share a page that has scores. The call has KVLATHE_MAX_SLOTS parts at
+ * most. */
 typedef struct kvlathe_observe_part {
   const int32_t* page_table; /* [B, page_table_stride] */
   const int32_t* lengths; /* tokens of sequence b before the step at lengths[b * lengths_stride] */

@@ -60,6 +60,21 @@ void check_part(const kvlathe_part& part, const kvlathe_attend_decode_args& a) {
 
 }  // namespace
 
+std::array<int, KVLATHE_MAX_SLOTS> Head::slots(int32_t part_count) const {
+  std::array<int, KVLATHE_MAX_SLOTS> found;
+  found.fill(-1);
+  size_t next = 0;
+  for (int p = 0; p < part_count; ++p) {
+    if (!names_parts(part_count)) next = size_t(p);
+    if (!lane[p]) continue;
+    require(next < found.size(), KVLATHE_UNSUPPORTED,
+            "head " + std::to_string(lane[p]->head) + " lies in more than " +
+                std::to_string(found.size()) + " parts");
+    found[next++] = p;
+  }
+  return found;
+}
+
 std::vector<Head> checked_heads(const kvlathe_attend_decode_args& a) {
   const std::vector<Head> heads = checked_lanes(a);
   require(a.batch == 0 || (a.pool && a.q && a.o), KVLATHE_BAD_ARGUMENT, "pool, q or o is null");

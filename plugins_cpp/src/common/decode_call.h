@@ -1,6 +1,7 @@
 // A call of attend_decode as every backend sees it: checked, and its parts' lanes merged by head.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <vector>
 
@@ -15,7 +16,13 @@ struct Head {
   int32_t rank_k, rank_v;
   int64_t q_offset, o_offset;
   const LaneRow* lane[KVLATHE_MAX_PARTS];
+
+  // The part in each of its slots; -1: none. Where a call has as few parts as a lane has slots, part
+  // i is in slot i. Else lanes name their parts, in their order. Refuses a head in more parts.
+  std::array<int, KVLATHE_MAX_SLOTS> slots(int32_t part_count) const;
 };
+
+inline bool names_parts(int32_t part_count) { return part_count > KVLATHE_MAX_SLOTS; }
 
 // Checks sizes, alignment and table rows; returns the union of the parts' heads in head order.
 std::vector<Head> checked_heads(const kvlathe_attend_decode_args& args);

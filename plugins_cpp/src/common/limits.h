@@ -23,10 +23,14 @@ constexpr int kMostRank = 1024;
 
 // -- the CUDA kernels ---------------------------------------------------------
 
-// Buckets of a plan are the parts of a call. Their tables are launch parameters, and so are lanes.
-constexpr int kMaxBuckets = 3;
+// Buckets of a plan, each counted once for each window that lanes of it have: the parts of a call.
+// Their tables are launch parameters, and so are lanes.
+constexpr int kMaxBuckets = 32;
+// Buckets that hold one lane.
+constexpr int kMaxSlots = 3;
 constexpr int kMaxLanes = 64;
-static_assert(kMaxBuckets == KVLATHE_MAX_PARTS && kMaxLanes == KVLATHE_MAX_HEADS);
+static_assert(kMaxBuckets == KVLATHE_MAX_PARTS && kMaxSlots == KVLATHE_MAX_SLOTS &&
+              kMaxLanes == KVLATHE_MAX_HEADS);
 // What the accumulators of a warp hold.
 constexpr int kMaxRank = 128;
 // Query heads of a lane: the N of mma.m16n8k16.
@@ -45,8 +49,8 @@ constexpr int kLeastChunk = 16;
 constexpr int kMaxColumns = 16384;
 
 // Whether engines may use what the CUDA kernels have in the node that ONNX Runtime and TensorRT
-// run: windows, and codes that are turned into 16-bit rows first. What no GPU has shown in whole
-// engines is 0.
+// run: windows, codes that are turned into 16-bit rows first, and more than kMaxSlots buckets. What
+// no GPU has shown in whole engines is 0.
 constexpr int kNodeTakesEveryForm = 0;
 
 constexpr bool is_power_of_two(int x) { return x > 0 && (x & (x - 1)) == 0; }

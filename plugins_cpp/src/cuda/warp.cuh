@@ -6,10 +6,18 @@
 
 namespace kvlathe::cuda {
 
+// Declares `name`: the bytes of a block's dynamic shared memory.
+#define KVLATHE_DYNAMIC_SHARED(name) extern __shared__ __align__(128) char name[]
+
 // The address of a block's dynamic shared memory.
 __device__ inline uint32_t dynamic_shared() {
   extern __shared__ __align__(128) unsigned char dynamic_memory[];
   return shared_address(dynamic_memory);
+}
+
+// The first `threads` threads of a block, whole warps, wait for each other, and for no others.
+__device__ inline void meet_threads(int threads) {
+  asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
 
 __device__ inline float from_lane_xor(float x, int mask) { return __shfl_xor_sync(~0u, x, mask); }

@@ -185,8 +185,17 @@ def decode_widths(plan: CompressionPlan, limits: Limits) -> tuple[int, ...]:
     p = plan.page_tokens
     most = -(-limits.max_seq_len // p)
     hot = -(-min(limits.max_seq_len, plan.prefill_chunk + p) // p) + 1
-    buckets = range(len(plan.buckets))
-    return tuple(min(hot, most) if plan.cold(b) else most for b in buckets)
+    widths = [most] * len(plan.buckets)
+    for b, bucket in enumerate(plan.buckets):
+        if bucket.source is not None:
+            continue
+        placed = plan.placement(b)
+        worst = placed.worst_pages(limits.max_seq_len, limits.max_seq_len)
+        for other, pages in zip(placed.buckets, worst, strict=True):
+            widths[other] = min(most, pages)
+        if len(placed.buckets) > 1:
+            widths[b] = min(hot, most)
+    return tuple(widths)
 
 
 class StepBuffer:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvlathe.plan.kernel_forms import has_plain_codes
+from kvlathe.plan.kernel_parts import KernelPart, kernel_parts
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_rules import NO_END
@@ -31,7 +32,7 @@ from kvlathe.runtime.native.cuda import (
     Prompts,
     SpreadArgs,
     WindowForm,
-    window_forms,
+    window_form,
 )
 from kvlathe.runtime.native.library import ABI_VERSION
 from kvlathe.runtime.native.parts import Part
@@ -77,12 +78,12 @@ class Attention:
         self.fresh = sum(
             1 << b for b, bucket in enumerate(plan.buckets) if bucket.source is None
         )
-        self.windows = window_forms(plan)
+        self.parts = kernel_parts(plan)
         self.observer = Observer(plan, self.forms, pool, most_rows)
 
     def spread(self, step: StepInputs, tokens: int) -> Spread:
         """What each of ``tokens`` rows may read."""
-        done = Spread(step, tokens, self._list_size(step, tokens), self.windows)
+        done = Spread(step, tokens, self._list_size(step, tokens), self.parts)
         args = SpreadArgs(
             ABI_VERSION, tokens, len(step.lengths), len(self.plan.buckets), self.fresh
         )
@@ -97,10 +98,13 @@ class Attention:
         )
         wanted = done.wanted()
         args.spread_tables, args.stream = _address(wanted), _stream()
+        args.parts = len(self.parts)
+        buckets = _ints([part.bucket for part in self.parts])
+        args.part_buckets = _address(buckets)
+        forms = [window_form(part) for part in self.parts]
+        array_of = WindowForm * len(forms)
+        windows = array_of(*forms)
         if done.windowed:
-            count = len(self.windows)
-            array_of = WindowForm * count
-            windows = array_of(*self.windows)
             args.windows = addressof(windows)
             args.page_tokens = self.plan.page_tokens
         if done.hidden is not None:
@@ -139,7 +143,7 @@ class Attention:
                 tokens,
                 self.plan.model.group_size,
                 self.plan.page_tokens,
-                len(form.buckets),
+                len(form.parts),
             )
             ctypes.pointer(args)[0] = AttendDecodeArgs(*sizes, self.scales[layer])
             args.parts, args.q_stride, args.o_stride = (
@@ -233,66 +237,61 @@ class Spread:
         step: StepInputs,
         tokens: int,
         list_size: int,
-        windows: Sequence[WindowForm],
+        parts: Sequence[KernelPart],
     ) -> None:
-        """``list_size``: bytes of the list of prompt chunks, or 0 for none. ``windows``:
-        what the lanes of each bucket see."""
+        """``list_size``: bytes of the list of prompt chunks, or 0 for none."""
         new = step.lengths.new_empty
         self.rows = step.rows if list_size else tokens
         """Those that are attended one by one come first."""
-        self.windows = windows
-        self.windowed = any(sees_less(window) for window in windows)
+        self.parts = parts
+        self.windowed = any(sees_less(part) for part in parts)
         self.step, self.sequence_of = step, new(tokens)
         self.visible = new(tokens, step.lengths.shape[1])
-        apart = bool(list_size) or self.windowed
-        self.row_lengths = torch.empty_like(self.visible) if apart else self.visible
-        self.tables: list[Tensor] = []
-        for table, window in zip(step.page_tables, windows, strict=True):
-            own = table
-            if self._is_own(window):
-                width = table.shape[1]
-                own = table.new_empty(tokens, width)
-            self.tables.append(own)
+        self.row_lengths = self.visible
+        if list_size or self.windowed:
+            self.row_lengths = new(tokens, len(parts))
+        self.tables = [self._table(part) for part in parts]
         self.hidden = None
-        if any(window.exact for window in windows):
-            buckets = len(windows)
-            self.hidden = new(tokens, buckets, 2)
+        if any(part.window.exact for part in parts):
+            self.hidden = new(tokens, len(parts), 2)
         self.prompts = new(list_size // 4) if list_size else None
         self.calls, self.plan, self._kept = (AttendDecodeArgs * 0)(), new(0), []
         self._addresses = _addresses(step.page_tables)
-        self._widths = (c_int32 * len(step.page_tables))(
-            *(t.shape[1] for t in step.page_tables)
-        )
+        self._widths = _ints([table.shape[1] for table in step.page_tables])
         self.addresses, self.widths = _address(self._addresses), _address(self._widths)
 
-    def _is_own(self, window: WindowForm) -> bool:
-        """Whether rows need a page table of their own: several are of one sequence, or
-        see less than it has."""
-        if not self.rows:
-            return False
-        return not self.step.single or sees_less(window)
+    def _table(self, part: KernelPart) -> Tensor:
+        """The page table of its rows: one of their own where several are of one sequence,
+        or see less than it has."""
+        given = self.step.page_tables[part.bucket]
+        is_shared = self.step.single and not sees_less(part)
+        if not self.rows or is_shared:
+            return given
+        return given.new_empty(self.rows, given.shape[1])
 
     def wanted(self) -> Array[c_void_p]:
         """The addresses of the rows' own page tables; null where they have none."""
-        own = zip(self.tables, self.step.page_tables, strict=True)
-        pointers = [None if t is given else t.data_ptr() for t, given in own]
+        pointers: list[int | None] = []
+        for part, table in zip(self.parts, self.tables, strict=True):
+            given = self.step.page_tables[part.bucket]
+            pointers.append(None if table is given else table.data_ptr())
         count = len(pointers)
         array_of = c_void_p * count
         return array_of(*pointers)
 
     def parts_of(self, form: LayerForm) -> Array[Part]:
-        """The buckets that one layer's attention reads."""
+        """What one layer's attention reads."""
         parts = type(form.parts).from_buffer_copy(form.parts)
-        for part, bucket in zip(parts, form.buckets, strict=True):
+        for part, place in zip(parts, form.places, strict=True):
             part.page_table, part.page_table_stride = (
-                self.tables[bucket].data_ptr(),
-                self.tables[bucket].shape[1],
+                self.tables[place].data_ptr(),
+                self.tables[place].shape[1],
             )
-            part.lengths = self.row_lengths.data_ptr() + 4 * bucket
+            part.lengths = self.row_lengths.data_ptr() + 4 * place
             part.lengths_stride = self.row_lengths.shape[1]
-            if self.hidden is not None and self.windows[bucket].exact:
+            if self.hidden is not None and self.parts[place].window.exact:
                 first = self.hidden.data_ptr()
-                offset = 8 * bucket
+                offset = 8 * place
                 part.hidden = first + offset
                 part.hidden_stride = self.hidden.stride(0)
         self._kept.append(parts)
@@ -303,8 +302,9 @@ class Spread:
         sealed pages."""
         assert self.prompts is not None
         lengths, buckets = self.step.lengths, self.step.lengths.shape[1]
-        parts = (PromptPart * len(form.buckets))()
-        for part, b in zip(parts, form.buckets, strict=True):
+        parts = (PromptPart * len(form.parts))()
+        for part, place in zip(parts, form.places, strict=True):
+            b = self.parts[place].bucket
             table = self.step.page_tables[b]
             part.page_table, part.page_table_stride, part.fresh = (
                 table.data_ptr(),
@@ -312,7 +312,7 @@ class Spread:
                 form.fresh[b],
             )
             part.lengths, part.lengths_stride = lengths.data_ptr() + 4 * b, buckets
-            part.window = self._window_among(form, b)
+            part.window = self._window_among(form, place)
         starts = self.step.cu_seqlens_q.data_ptr()
         prompts = Prompts(
             self.prompts.data_ptr(),
@@ -326,14 +326,19 @@ class Spread:
         self._kept += [parts, prompts]
         return prompts
 
-    def _window_among(self, form: LayerForm, bucket: int) -> WindowForm:
-        """What a bucket's lanes see, with its buckets as parts of a layer."""
-        window = WindowForm.from_buffer_copy(self.windows[bucket])
-        fresh = window.fresh
-        window.fresh = form.buckets.index(fresh)
+    def _window_among(self, form: LayerForm, place: int) -> WindowForm:
+        """What a part's lanes see, its buckets as parts of a layer. Sealed parts with one
+        window have equally many tokens, so any of them does."""
+        own = self.parts[place]
+        window = window_form(own)
         window.sealed = -1
-        for i, other in enumerate(form.buckets):
-            if other != fresh and self.windows[other].fresh == fresh:
+        for i, other in enumerate(form.places):
+            part = self.parts[other]
+            if (part.fresh, part.window) != (own.fresh, own.window):
+                continue
+            if part.bucket == own.fresh:
+                window.fresh = i
+            else:
                 window.sealed = i
         return window
 
@@ -357,9 +362,15 @@ def copies_bytes(plan: CompressionPlan, tokens: int) -> int:
     return min(size, MOST_COPIES) + COPY_HEADER
 
 
-def sees_less(window: WindowForm) -> bool:
-    """Than all that came before."""
-    return window.recent < NO_END or window.exact > 0
+def sees_less(part: KernelPart) -> bool:
+    """Whether its lanes see less than all that came before."""
+    return part.window.recent < NO_END or part.window.exact > 0
+
+
+def _ints(numbers: Sequence[int]) -> Array[c_int32]:
+    count = len(numbers)
+    array_of = c_int32 * count
+    return array_of(*numbers)
 
 
 def _addresses(tensors: Sequence[Tensor]) -> object:

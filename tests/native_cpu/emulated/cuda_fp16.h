@@ -11,12 +11,17 @@
 #define __host__
 #define __noinline__
 #define __forceinline__ inline
+#define __shared__ static
+#define __align__(n) __attribute__((aligned(n)))
 
 struct uint4 {
   uint32_t x, y, z, w;
 };
 struct uint2 {
   uint32_t x, y;
+};
+struct int2 {
+  int x, y;
 };
 struct float2 {
   float x, y;
@@ -34,12 +39,17 @@ inline uint64_t __cvta_generic_to_shared(const void* p) {
   return uint64_t(static_cast<const uint8_t*>(p) - memory);
 }
 inline void* __cvta_shared_to_generic(uint32_t at) { return memory + at; }
+#ifndef KVLATHE_FIBERS  // cuda_runtime.h has those of a warp
 inline int __shfl_sync(unsigned, int x, int) { return x; }
 inline void __syncwarp() {}
+#endif
 using std::fmaf;
 using std::max;
 using std::min;
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline unsigned __umulhi(unsigned x, unsigned y) { return uint64_t(x) * y >> 32; }
+template <class T> T __ldg(const T* at) { return *at; }
+template <class T> T __ldcg(const T* at) { return *at; }
 
 // PTX ISA, prmt: each half byte of `which` names a byte; its highest bit would spread a sign.
 inline uint32_t __byte_perm(uint32_t x, uint32_t y, uint32_t which) {
@@ -61,6 +71,8 @@ struct __half2 {
 inline __half2 __floats2half2_rn(float x, float y) { return {__half(x), __half(y)}; }
 inline __half __float2half_rn(float x) { return __half(x); }
 inline float __half2float(__half x) { return float(x); }
+inline float2 __half22float2(__half2 x) { return {float(x.x), float(x.y)}; }
+inline float __fdividef(float x, float y) { return x / y; }
 inline uint16_t __half_as_ushort(__half x) {
   uint16_t bits;
   std::memcpy(&bits, &x, 2);
@@ -71,6 +83,12 @@ inline __half __ushort_as_half(uint16_t bits) {
   std::memcpy(&x, &bits, 2);
   return x;
 }
+inline uint32_t __float_as_uint(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+inline int __float_as_int(float x) { return int(__float_as_uint(x)); }
 inline float __uint_as_float(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, 4);

@@ -22,13 +22,30 @@
 
 enum cudaError_t { cudaSuccess = 0 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+struct cudaFuncAttributes {
+  size_t sharedSizeBytes;
+};
 using cudaStream_t = void *;
+
+// A small GPU: blocks of a call are several, and share pairs.
+enum cudaDeviceAttr {
+  cudaDevAttrComputeCapabilityMajor = 8,
+  cudaDevAttrMultiProcessorCount = 3,
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor = 228 << 10,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 227 << 10,
+  cudaDevAttrReservedSharedMemoryPerBlock = 1 << 10
+};
+inline cudaError_t cudaGetDevice(int *id) { return *id = 0, cudaSuccess; }
+inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr which,
+                                          int) {
+  return *value = which, cudaSuccess;
+}
 
 struct dim3 {
   unsigned x, y, z;
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
-inline dim3 blockIdx, gridDim;
+inline dim3 blockIdx, gridDim, blockDim;
 
 inline const char *cudaGetErrorString(cudaError_t) { return "no error"; }
 template <class Kernel>
@@ -94,7 +111,7 @@ public:
   unsigned threads() const { return unsigned(fibers_->size()); }
 
 private:
-  static constexpr size_t kStack = 32 << 10;
+  static constexpr size_t kStack = 64 << 10;
   struct Fiber {
     ucontext_t first;
     jmp_buf at;
@@ -138,25 +155,107 @@ private:
   static inline std::minstd_rand random_{1};
 };
 
+#ifdef KVLATHE_FIBERS
+
+// What a warp's threads do together. A thread's `all` is written before they
+// meet, and its `other` when all have.
+template <class T, class Find> T exchanged(T x, Find find) {
+  static T all[1024], other[1024];
+  const unsigned own = threadIdx.x, first = own / 32 * 32;
+  static int from[1024];
+  all[own] = x, from[own] = find(int(own % 32));
+  Fibers::current().meet(32, [&] {
+    for (unsigned i = first; i < first + 32; ++i)
+      other[i] = all[first + unsigned(from[i])];
+  });
+  return other[own];
+}
+template <class T> T __shfl_sync(unsigned, T x, int lane, int width = 32) {
+  return exchanged(
+      x, [=](int own) { return own / width * width + lane % width; });
+}
+template <class T> T __shfl_up_sync(unsigned, T x, int step, int width = 32) {
+  return exchanged(
+      x, [=](int own) { return own % width < step ? own : own - step; });
+}
+template <class T> T __shfl_xor_sync(unsigned, T x, int mask) {
+  return exchanged(x, [=](int own) { return own ^ mask; });
+}
+inline unsigned __ballot_sync(unsigned, bool x) {
+  static bool all[1024];
+  static unsigned votes[32];
+  const unsigned own = threadIdx.x, warp = own / 32;
+  all[own] = x;
+  Fibers::current().meet(32, [&] {
+    votes[warp] = 0;
+    for (unsigned i = 0; i < 32; ++i)
+      votes[warp] |= unsigned(all[warp * 32 + i]) << i;
+  });
+  return votes[warp];
+}
+inline bool __any_sync(unsigned mask, bool x) {
+  return __ballot_sync(mask, x) != 0;
+}
+inline bool __all_sync(unsigned mask, bool x) {
+  return __ballot_sync(mask, x) == ~0u;
+}
+inline void __syncwarp() { Fibers::current().meet(32, [] {}); }
+inline int atomicAdd(int *at, int x) { return *at += x, *at - x; }
+
+#endif
+
 inline void __syncthreads() {
   Fibers::current().meet(Fibers::current().threads(), [] {});
 }
 
+// Where a block's dynamic shared memory begins: static memory lies in front of
+// it, so no address is 0.
+constexpr uint32_t kDynamic = 1024;
+
 template <class Params>
 cudaError_t cudaLaunchKernel(void (*kernel)(Params), dim3 grid, dim3 block,
                              void **arguments, size_t shared, cudaStream_t) {
-  if (shared > sizeof(memory))
+  if (kDynamic + shared > sizeof(memory))
     std::abort();
-  gridDim = grid;
+  gridDim = grid, blockDim = block;
   const auto &params = *static_cast<const Params *>(arguments[0]);
   for (unsigned z = 0; z < grid.z; ++z) {
     for (unsigned y = 0; y < grid.y; ++y) {
       for (unsigned x = 0; x < grid.x; ++x) {
         blockIdx = dim3(x, y, z);
-        std::memset(memory, 255, shared);
+        std::memset(memory, 255, kDynamic + shared);
         Fibers().run(block.x, [&] { kernel(params); });
       }
     }
   }
+  return cudaSuccess;
+}
+
+// A kernel whose type is not known where it is launched.
+struct Launcher {
+  std::function<void(void **, dim3, dim3, size_t)> run;
+};
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute *attrs;
+  unsigned numAttrs;
+};
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes,
+                                         const void *) {
+  return attributes->sharedSizeBytes = 0, cudaSuccess;
+}
+inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config,
+                                       const void *kernel, void **arguments) {
+  static_cast<const Launcher *>(kernel)->run(
+      arguments, config->gridDim, config->blockDim, config->dynamicSmemBytes);
   return cudaSuccess;
 }

@@ -1,6 +1,7 @@
 #include "adapters/node/attend_node.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "common/limits.h"
 
@@ -161,6 +162,8 @@ struct Step {
     for (int32_t s = 0; s < t.buckets; ++s)
       fresh |= uint32_t(node.layer.buckets[s].fresh != 0) << s;
     const std::vector<kvlathe_window> windows = windows_of(node.layer);
+    std::vector<int32_t> parts(t.buckets);  // they are the buckets
+    std::iota(parts.begin(), parts.end(), 0);
     const kvlathe_spread_args args{KVLATHE_ABI_VERSION,
                                    tokens,
                                    batch,
@@ -179,7 +182,10 @@ struct Step {
                                    row_lengths,
                                    chunks ? list : nullptr,
                                    node.layer.windowed ? windows.data() : nullptr,
-                                   hidden};
+                                   hidden,
+                                   parts.data(),
+                                   t.buckets,
+                                   0};
     kvlathe_status status{};
     check(kvlathe_cuda_spread(&args, &status), status);
   }
@@ -268,6 +274,10 @@ Node::Node(std::vector<int32_t> table, float scale)
       "or run it with --device cpu");
   windows_of(layer);
   check_bucket_count(t.buckets);
+  require(t.buckets <= kMaxSlots || kNodeTakesEveryForm, KVLATHE_UNSUPPORTED,
+          "this plan has " + std::to_string(t.buckets) +
+              " buckets, which this node has not shown on a GPU: build with --backend cuda, or run "
+              "it with --device cpu");
   check_lane_count(t.lanes);
 }
 

@@ -17,6 +17,8 @@ void check(const kvlathe_observe_args& a) {
   require(a.call && a.parts, KVLATHE_BAD_ARGUMENT, "observe has no call or no parts");
   require(a.batch >= 0 && a.tokens >= 0 && a.most_rows >= 0 && a.tokens == a.call->batch,
           KVLATHE_BAD_ARGUMENT, "a size is negative, or the call has other rows");
+  require(a.call->part_count <= KVLATHE_MAX_SLOTS, KVLATHE_UNSUPPORTED,
+          "tokens of more than " + std::to_string(KVLATHE_MAX_SLOTS) + " parts are observed");
   check_element(a.call->element);
   require(a.call->group_size <= kMaxGroup, KVLATHE_UNSUPPORTED,
           "group_size " + std::to_string(a.call->group_size) + " is above " +

@@ -35,7 +35,7 @@ struct ObserveLane {
 
 struct ObserveHead {
   int32_t q_offset, rank;
-  ObserveLane lane[KVLATHE_MAX_PARTS];
+  ObserveLane lane[KVLATHE_MAX_SLOTS];
 };
 
 struct ObserveParams {
@@ -47,7 +47,7 @@ struct ObserveParams {
   float scale_log2;
   int32_t heads, group_size, page_tokens, parts, tokens;
   int32_t pitch;  // bytes of a row in shared memory
-  ObservePart part[KVLATHE_MAX_PARTS];
+  ObservePart part[KVLATHE_MAX_SLOTS];
   ObserveHead head[KVLATHE_MAX_HEADS];
 };
 

@@ -41,7 +41,7 @@ __device__ bool listed(const SpreadParams& p, int b) {
 }
 
 // A block takes one token.
-__global__ void spread_rows(const SpreadParams p) {
+__global__ void spread_rows(SpreadParams p) {
   const int t = blockIdx.x, b = sequence_of(p, t);
   const bool chunk = b >= 0 && p.list && listed(p, b);
   if (threadIdx.x == 0) p.sequence_of[t] = b;
@@ -52,10 +52,10 @@ __global__ void spread_rows(const SpreadParams p) {
     p.visible[int64_t{t} * p.buckets + s] = visible;
     if (p.list) p.row_lengths[int64_t{t} * p.buckets + s] = chunk ? 0 : visible;
   }
-  if (chunk) return;
+  if (chunk || b < 0) return;
   for (int s = 0; s < p.buckets; ++s) {
     if (!p.out[s]) continue;
-    const int32_t* row = p.table[s] + int64_t{max(b, 0)} * p.width[s];
+    const int32_t* row = p.table[s] + int64_t{b} * p.width[s];
     for (int i = threadIdx.x; i < p.width[s]; i += blockDim.x)
       p.out[s][int64_t{t} * p.width[s] + i] = row[i];
   }
@@ -63,45 +63,52 @@ __global__ void spread_rows(const SpreadParams p) {
 
 // The same where buckets have windows.
 struct WindowedSpread : SpreadParams {
-  int32_t page_tokens;
+  int32_t page_tokens, parts;
   int32_t* hidden;
+  int8_t bucket[KVLATHE_MAX_PARTS];  // of each part
   kvlathe_window window[KVLATHE_MAX_PARTS];
 };
 
-// Of token t of sequence b in bucket s, of which it and those before it are `visible`.
-__device__ Kept kept_of_row(const WindowedSpread& p, int t, int b, int s, int visible) {
-  const kvlathe_window& window = p.window[s];
-  const int32_t* lengths = p.lengths + int64_t{b} * p.buckets;
-  const int sealed = window.sealed < 0 ? 0 : lengths[window.sealed];
-  const int place = sealed + lengths[window.fresh] + t - p.cu_seqlens_q[b];
-  return kept_of(window, place, s == window.fresh ? sealed : 0, visible, p.page_tokens);
+// Tokens of bucket s that token t of sequence b and those before it make.
+__device__ int visible_to(const SpreadParams& p, int t, int b, int s) {
+  const int own = p.fresh >> s & 1 ? t + 1 - p.cu_seqlens_q[b] : 0;
+  return p.lengths[int64_t{b} * p.buckets + s] + own;
 }
 
-// A block takes one token.
-__global__ void spread_windows(const WindowedSpread p) {
+// What token t of sequence b keeps of part i.
+__device__ Kept kept_of_row(const WindowedSpread& p, int t, int b, int i) {
+  const kvlathe_window& window = p.window[i];
+  const int32_t* lengths = p.lengths + int64_t{b} * p.buckets;
+  const int s = p.bucket[i], sealed = window.sealed < 0 ? 0 : lengths[window.sealed];
+  const int place = sealed + lengths[window.fresh] + t - p.cu_seqlens_q[b];
+  return kept_of(window, place, s == window.fresh ? sealed : 0, visible_to(p, t, b, s),
+                 p.page_tokens);
+}
+
+// A block takes one token, and each of its warps a part.
+__global__ void spread_windows(WindowedSpread p) {
   __shared__ Kept kept[KVLATHE_MAX_PARTS];
-  const int t = blockIdx.x, b = sequence_of(p, t);
+  const int t = blockIdx.x, b = sequence_of(p, t), own = threadIdx.x;
   const bool chunk = b >= 0 && p.list && listed(p, b);
-  if (threadIdx.x == 0) p.sequence_of[t] = b;
-  if (threadIdx.x < p.buckets) {
-    const int s = threadIdx.x, own = p.fresh >> s & 1 ? t + 1 : 0;
-    const int64_t at = int64_t{t} * p.buckets + s;
-    const int visible =
-        b < 0 ? 0 : p.lengths[int64_t{b} * p.buckets + s] + (own ? own - p.cu_seqlens_q[b] : 0);
-    kept[s] = b < 0 ? Kept{} : kept_of_row(p, t, b, s, visible);
-    p.visible[at] = visible;
-    p.row_lengths[at] = chunk ? 0 : kept[s].tokens;
+  if (own == 0) p.sequence_of[t] = b;
+  if (own < p.buckets)
+    p.visible[int64_t{t} * p.buckets + own] = b < 0 ? 0 : visible_to(p, t, b, own);
+  if (own < p.parts) {
+    const int64_t at = int64_t{t} * p.parts + own;
+    kept[own] = b < 0 ? Kept{} : kept_of_row(p, t, b, own);
+    p.row_lengths[at] = chunk ? 0 : kept[own].tokens;
     if (p.hidden)
-      p.hidden[2 * at] = kept[s].hidden.begin, p.hidden[2 * at + 1] = kept[s].hidden.end;
+      p.hidden[2 * at] = kept[own].hidden.begin, p.hidden[2 * at + 1] = kept[own].hidden.end;
   }
-  if (chunk) return;
+  if (chunk || b < 0) return;
   __syncthreads();
-  for (int s = 0; s < p.buckets; ++s) {
-    if (!p.out[s]) continue;
-    const int32_t* row = p.table[s] + int64_t{max(b, 0)} * p.width[s];
-    const int pages = (kept[s].tokens + p.page_tokens - 1) / p.page_tokens;
-    for (int i = threadIdx.x; i < min(pages, p.width[s]); i += blockDim.x)
-      p.out[s][int64_t{t} * p.width[s] + i] = row[i < kept[s].sink ? i : i + kept[s].gone];
+  for (int i = own / 32; i < p.parts; i += blockDim.x / 32) {
+    if (!p.out[i]) continue;
+    const int s = p.bucket[i], width = p.width[s];
+    const int32_t* row = p.table[s] + int64_t{b} * width;
+    const int pages = min((kept[i].tokens + p.page_tokens - 1) / p.page_tokens, width);
+    for (int n = own % 32; n < pages; n += 32)
+      p.out[i][int64_t{t} * width + n] = row[n < kept[i].sink ? n : n + kept[i].gone];
   }
 }
 
@@ -129,7 +136,7 @@ __device__ void each_tile(const SpreadParams& p, Body body) {
 
 // Lists the tiles, the longest first: counts those of each bin, finds where bins start, and puts
 // the tiles there. One block of kBins threads.
-__global__ void __launch_bounds__(kBins) list_prompts(const SpreadParams p) {
+__global__ void __launch_bounds__(kBins) list_prompts(SpreadParams p) {
   __shared__ int start[kBins], sums[32];
   const int t = threadIdx.x, lane = t % 32;
   start[t] = 0;
@@ -163,20 +170,22 @@ SpreadParams params_of(const kvlathe_spread_args& a) {
   p.fresh = a.fresh;
   p.least_chunk = a.prompts && prompt_kernel_here() ? kLeastChunk : INT32_MAX;
   for (int s = 0; s < a.buckets; ++s)
-    p.table[s] = a.page_tables[s], p.out[s] = a.spread_tables[s],
-    p.width[s] = a.page_table_widths[s];
+    p.table[s] = a.page_tables[s], p.width[s] = a.page_table_widths[s];
+  std::copy_n(a.spread_tables, a.parts, p.out);
   return p;
 }
 
 bool is_bucket(int32_t s, const kvlathe_spread_args& a) { return s >= 0 && s < a.buckets; }
 
 WindowedSpread windowed_params_of(const kvlathe_spread_args& a) {
-  WindowedSpread p{params_of(a), a.page_tokens, a.hidden, {}};
-  require(a.row_lengths && a.page_tokens >= 1, KVLATHE_BAD_ARGUMENT,
-          "windows without row_lengths or page_tokens");
-  for (int s = 0; s < a.buckets; ++s) {
-    const kvlathe_window& window = p.window[s] = a.windows[s];
-    require(is_bucket(window.fresh, a) && (window.sealed == -1 || is_bucket(window.sealed, a)),
+  WindowedSpread p{params_of(a), a.page_tokens, a.parts, a.hidden, {}, {}};
+  require(a.row_lengths && a.part_buckets && a.page_tokens >= 1, KVLATHE_BAD_ARGUMENT,
+          "windows without row_lengths, part_buckets or page_tokens");
+  for (int i = 0; i < a.parts; ++i) {
+    const kvlathe_window& window = p.window[i] = a.windows[i];
+    p.bucket[i] = int8_t(a.part_buckets[i]);
+    require(is_bucket(a.part_buckets[i], a) && is_bucket(window.fresh, a) &&
+                (window.sealed == -1 || is_bucket(window.sealed, a)),
             KVLATHE_BAD_ARGUMENT, "a window names a bucket that is not there");
     require(window.sink >= 0 && window.recent >= 0 && window.exact >= 0, KVLATHE_BAD_ARGUMENT,
             "a window has a negative length");
@@ -184,11 +193,21 @@ WindowedSpread windowed_params_of(const kvlathe_spread_args& a) {
   return p;
 }
 
+template <class P>
+void launch(void (*kernel)(P), int blocks, int threads, P params, void* stream) {
+  void* arguments[] = {&params};
+  check_cuda(cudaLaunchKernel(kernel, dim3(blocks), dim3(threads), arguments, 0,
+                              static_cast<cudaStream_t>(stream)),
+             "launching spread");
+}
+
 void spread(const kvlathe_spread_args& a) {
   check_version(a.abi_version);
   require(a.tokens >= 0 && a.batch >= 1, KVLATHE_BAD_ARGUMENT,
           "tokens is negative or batch below 1");
-  check_bucket_count(a.buckets);
+  check_bucket_count(a.parts);
+  require(a.buckets >= 1 && a.buckets <= a.parts && (a.windows || a.buckets == a.parts),
+          KVLATHE_BAD_ARGUMENT, "the parts are not those of the buckets");
   require(a.cu_seqlens_q && a.lengths && a.page_tables && a.page_table_widths && a.sequence_of &&
               a.visible && a.spread_tables,
           KVLATHE_BAD_ARGUMENT, "a pointer is null");
@@ -198,13 +217,11 @@ void spread(const kvlathe_spread_args& a) {
   const WindowedSpread windowed = a.windows ? windowed_params_of(a) : WindowedSpread{};
   if (a.tokens == 0) return;
   const SpreadParams p = params_of(a);
-  const auto stream = static_cast<cudaStream_t>(a.stream);
   if (a.windows)
-    spread_windows<<<a.tokens, 128, 0, stream>>>(windowed);
+    launch(spread_windows, a.tokens, 128, windowed, a.stream);
   else
-    spread_rows<<<a.tokens, 128, 0, stream>>>(p);
-  if (a.prompts) list_prompts<<<1, kBins, 0, stream>>>(p);
-  check_cuda(cudaGetLastError(), "launching spread");
+    launch(spread_rows, a.tokens, 128, p, a.stream);
+  if (a.prompts) launch(list_prompts, 1, kBins, p, a.stream);
 }
 
 }  // namespace

@@ -62,9 +62,10 @@ int log2_of(int x) {
 
 // Whether the call is for attend_general.
 bool is_general(const kvlathe_attend_decode_args& a) {
-  return std::any_of(a.parts, a.parts + a.part_count, [](const kvlathe_part& part) {
-    return part.hidden || (any_quantized(part) && !known_codes(part));
-  });
+  return names_parts(a.part_count) ||
+         std::any_of(a.parts, a.parts + a.part_count, [](const kvlathe_part& part) {
+           return part.hidden || (any_quantized(part) && !known_codes(part));
+         });
 }
 
 PartParams part_params(const kvlathe_attend_decode_args& a, const kvlathe_part& part) {
@@ -146,11 +147,12 @@ int32_t codes_bytes_of(const kvlathe_attend_decode_args& a, const Head& head, in
   return groups_k ? std::max(codes_bytes(fill, head.rank_k, groups_k), queries) : queries;
 }
 
-template <int kParts>
-Params<kParts> params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
-                         int fill) {
+// P: Params, or what is derived from it.
+template <class P>
+P params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads, int fill) {
   const bool general = is_general(a);
-  Params<kParts> p{};
+  constexpr int kParts = P::kParts;
+  P p{};
   p.pool = static_cast<const char*>(a.pool);
   p.q = static_cast<const uint16_t*>(a.q);
   p.o = static_cast<uint16_t*>(a.o);
@@ -174,10 +176,12 @@ Params<kParts> params_of(const kvlathe_attend_decode_args& a, const std::vector<
                  uint16_t(head.rank_k),
                  uint16_t(head.rank_v),
                  {}};
-    for (int i = 0; i < a.part_count; ++i) {
-      if (!head.lane[i]) continue;
+    const auto slots = head.slots(a.part_count);
+    for (int slot = 0; slot < P::kSlots; ++slot) {
+      const int i = slots[slot];
+      if (i < 0) continue;
       const bool codes = any_quantized(a.parts[i]);
-      LaneParams& lane = p.head[h].lane[i];
+      LaneParams& lane = p.head[h].lane[slot];
       lane = codes ? lane_params_codes(*head.lane[i], a.parts[i], a.page_tokens, general)
                    : lane_params16(*head.lane[i], p.part[i].units_per_page);
       if (any_codes)
@@ -185,21 +189,29 @@ Params<kParts> params_of(const kvlathe_attend_decode_args& a, const std::vector<
             std::max(p.codes_bytes, codes_bytes_of(a, head, lane.groups_k, fill, general));
       p.part_weight[i] += lane.weight;
       p.least_block_weight = std::max(p.least_block_weight, lane.weight * lane.tile_units);
+      if constexpr (P::kNamed) p.slot[h][slot] = uint8_t(i);
     }
   }
+  if constexpr (P::kNamed) p.parts = a.part_count;
   return p;
 }
 
-GeneralParams general_params_of(const kvlathe_attend_decode_args& a,
-                                const std::vector<Head>& heads) {
-  GeneralParams p{{params_of<KVLATHE_MAX_PARTS>(a, heads, 1)}, {}, {}};
+template <int kParts>
+GeneralParams<kParts> general_params_of(const kvlathe_attend_decode_args& a,
+                                        const std::vector<Head>& heads) {
+  auto p = params_of<GeneralParams<kParts>>(a, heads, 1);
   for (int i = 0; i < a.part_count; ++i) {
     const kvlathe_part& part = a.parts[i];
-    const Format formats[] = {format_k(part), format_v(part)};
-    p.form[i] = {{side_of(formats[0]), side_of(formats[1])}, part.hidden, part.hidden_stride};
-    for (size_t h = 0; h < heads.size(); ++h) {
-      p.groups[h][i][0] = uint8_t(groups_of(formats[0], heads[h].rank_k, a.page_tokens));
-      p.groups[h][i][1] = uint8_t(groups_of(formats[1], heads[h].rank_v, a.page_tokens));
+    p.form[i] = {
+        {side_of(format_k(part)), side_of(format_v(part))}, part.hidden, part.hidden_stride};
+  }
+  for (size_t h = 0; h < heads.size(); ++h) {
+    const auto slots = heads[h].slots(a.part_count);
+    for (size_t slot = 0; slot < slots.size(); ++slot) {
+      if (slots[slot] < 0) continue;
+      const kvlathe_part& part = a.parts[slots[slot]];
+      p.groups[h][slot][0] = uint8_t(groups_of(format_k(part), heads[h].rank_k, a.page_tokens));
+      p.groups[h][slot][1] = uint8_t(groups_of(format_v(part), heads[h].rank_v, a.page_tokens));
     }
   }
   return p;
@@ -211,11 +223,10 @@ struct Launch {
 
 // The most warps whose rings hold one and a half of the widest tiles each, or one. Quantized tiles
 // take more instructions a byte, so there one tile is enough and warps come first.
-template <int kParts>
-Launch fit(Params<kParts>& p, const Device& device, int most_warps, int static_bytes) {
+template <class P>
+Launch fit(P& p, const Device& device, int most_warps, int static_bytes) {
   int widest = 0, elements = 0;
-  bool codes = false;
-  for (int i = 0; i < kParts; ++i) codes |= is_quantized(p.part[i].bits);
+  const bool codes = p.codes_bytes > 0;  // of calls with codes alone
   for (int h = 0; h < p.heads; ++h) {
     for (const LaneParams& lane : p.head[h].lane)
       widest = std::max(widest, ring_room(lane.tile_bytes));
@@ -242,24 +253,34 @@ Launch fit(Params<kParts>& p, const Device& device, int most_warps, int static_b
 
 // What the plan of a call depends on beside lengths and page ids, and a hash of it. The kernel
 // compares the hash, so that it never takes a plan of another call.
-template <int kParts>
-PlanCall plan_call_of(const Params<kParts>& p, int grid) {
+template <class P>
+PlanCall planned(const P& p, int grid) {
+  constexpr int kParts = P::kParts;
   PlanCall call{};
-  PlanSizes& sizes = call.sizes;
+  PlanSizes<KVLATHE_MAX_PARTS>& sizes = call.sizes;
   sizes.batch = p.batch, sizes.heads = p.heads, sizes.blocks = grid,
   sizes.least_block_weight = p.least_block_weight;
   sizes.spare_blocks = p.spare_blocks;
-  for (int i = 0; i < KVLATHE_MAX_PARTS; ++i) {
+  const int parts = std::max(kParts, KVLATHE_MAX_SLOTS);
+  for (int i = 0; i < parts; ++i) {
     sizes.part[i] = p.part[std::min(i, kParts - 1)];
     if (i < kParts) sizes.part_weight[i] = p.part_weight[i];
   }
   for (int h = 0; h < p.heads; ++h) {
-    for (int i = 0; i < kParts; ++i)
+    for (int i = 0; i < P::kSlots; ++i)
       call.head[h].lane[i] = {p.head[h].lane[i].weight, p.head[h].lane[i].tile_units};
   }
+  call.named = P::kNamed;
+  if constexpr (P::kNamed) call.slots = p;
   uint32_t tag = 2166136261u;  // FNV-1a
-  for (size_t i = 0; i < sizeof(call); ++i)
-    tag = (tag ^ reinterpret_cast<const unsigned char*>(&call)[i]) * 16777619u;
+  const auto mix = [&tag](const void* from, size_t bytes) {
+    for (size_t i = 0; i < bytes; ++i)
+      tag = (tag ^ static_cast<const unsigned char*>(from)[i]) * 16777619u;
+  };
+  mix(&sizes.part, parts * sizeof sizes.part[0]);
+  mix(&sizes.part_weight, sizeof sizes - sizeof sizes.part);
+  mix(&call.head, p.heads * sizeof call.head[0]);
+  mix(&call.slots, sizeof call.slots);
   sizes.tag = tag | 1;  // never that of zeroed memory
   return call;
 }
@@ -293,7 +314,7 @@ Decided<P> decide(const void* kernel, const P& params, const kvlathe_attend_deco
   require(reinterpret_cast<uintptr_t>(a.plan) % 128 == 0, KVLATHE_MISALIGNED,
           "the plan is not aligned to 128 bytes");
   call.p.plan = static_cast<const PlanRecord*>(a.plan);
-  call.p.plan_tag = plan_call_of(call.p, call.at.grid).sizes.tag;
+  call.p.plan_tag = planned(call.p, call.at.grid).sizes.tag;
   return call;
 }
 
@@ -302,9 +323,12 @@ template <class Body>
 void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
              const Device& device, Body body) {
   const bool half = a.element == KVLATHE_F16;
+  if (names_parts(a.part_count))
+    return body(decide(decode_kernel_general(half, true),
+                       general_params_of<KVLATHE_MAX_PARTS>(a, heads), a, device, kMaxWarps));
   if (is_general(a))
-    return body(
-        decide(decode_kernel_general(half), general_params_of(a, heads), a, device, kMaxWarps));
+    return body(decide(decode_kernel_general(half, false),
+                       general_params_of<KVLATHE_MAX_SLOTS>(a, heads), a, device, kMaxWarps));
   bool wide = false;
   for (const Head& head : heads) wide |= std::max(head.rank_k, head.rank_v) > 96;
   int bits = 16;  // of the quantized parts; 0: of several widths
@@ -314,7 +338,7 @@ void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads
   }
   const int fill = is_quantized(bits) && a.group_size <= 4 ? 2 : 1;
   const auto with = [&](const void* kernel, auto parts) {
-    body(decide(kernel, params_of<decltype(parts)::value>(a, heads, fill), a, device,
+    body(decide(kernel, params_of<Params<decltype(parts)::value>>(a, heads, fill), a, device,
                 most_warps(bits, fill)));
   };
   using std::integral_constant;
@@ -380,7 +404,7 @@ PlanCall plan_call_of(const kvlathe_attend_decode_args& args) {
   const std::vector<Head> heads = checked_lanes(a);
   const Device device = Device::current();
   check_cuda_limits(a, device, heads);
-  decided(a, heads, device, [&](const auto& call) { plan = plan_call_of(call.p, call.at.grid); });
+  decided(a, heads, device, [&](const auto& call) { plan = planned(call.p, call.at.grid); });
   return plan;
 }
 

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
 
   const Planned<kParts> plan(p);
   if (plan.any) warm_up(p, plan.walk.span);
-  Producer<kParts, kBits> producer(p, plan, runs[warp], ring);
+  Producer<Params<kParts>, kBits> producer(p, plan, runs[warp], ring);
   if (threadIdx.x == 0) {
     block.walk = plan.walk, block.share = plan.share, block.begin_start = plan.begin_start,
     block.ending.there = false;

@@ -19,9 +19,8 @@ __host__ __device__ inline int converted_bytes(int rank_k, int rank_v) {
 struct HiddenTokens {
   int begin, end;
 
-  __device__ void load(const GeneralParams& p, int part, int sequence) {
+  __device__ void load(const GeneralPart& form, int sequence) {
     begin = end = 0;
-    const GeneralParams::Part& form = p.form[part];
     if (!form.hidden) return;
     begin = __ldg(form.hidden + sequence * form.hidden_stride);
     end = __ldg(form.hidden + sequence * form.hidden_stride + 1);
@@ -32,14 +31,14 @@ struct HiddenTokens {
 
 // Converts 16 tokens of a page that lies at `page`, from `token` on, of which `valid` exist. `to`:
 // K [16][rank_k], then V [16][rank_v], in the places of a 16-bit tile. Whole warp.
-template <class E>
-__device__ __noinline__ void convert_unit(const GeneralParams& p, int head, int part, uint32_t page,
-                                          int token, int valid, uint32_t to) {
+template <class E, class P>
+__device__ __noinline__ void convert_unit(const P& p, int head, int part, uint32_t page, int token,
+                                          int valid, uint32_t to) {
   const auto& at = p.head[head];
   const LaneParams& lane = at.lane[part];
 #pragma unroll 1
   for (int which = 0; which < 2; ++which) {
-    const FormSide& side = p.form[part].side[which];
+    const FormSide& side = p.form[p.part_in(head, part)].side[which];
     const int rank = which ? at.rank_v : at.rank_k, groups = p.groups[head][part][which];
     const FormRows rows{page + (which ? lane.v : 0),
                         page + 16 * (which ? lane.v_meta : lane.k_meta),
@@ -67,12 +66,13 @@ __device__ void attend_seen(SoftmaxState<kSteps>& state, const Lane16<kSteps>& l
   add_unit<E>(state, lane16, v, s);
 }
 
-template <class E>
+// P: GeneralParams of as many parts as a lane may have, or of more.
+template <class E, class P>
 __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
-    attend_general(const __grid_constant__ GeneralParams p) {
-  constexpr int kParts = KVLATHE_MAX_PARTS, kSteps = kMaxRank / 16;
+    attend_general(const __grid_constant__ P p) {
+  constexpr int kParts = P::kSlots, kSteps = kMaxRank / 16;
   // Rings of the warps | merge buffer | converted tokens of the warps.
-  extern __shared__ __align__(128) char shared[];
+  KVLATHE_DYNAMIC_SHARED(shared);
   __shared__ Block<kParts> block;
   __shared__ Runs<kParts> runs[kMaxWarps];
   __shared__ __align__(8) uint64_t barriers[kMaxWarps][kSlots];
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
             shared_address(barriers[warp])};
 
   const Planned<kParts> plan(p);
-  Producer<kParts, kGeneral> producer(p, plan, runs[warp], ring);
+  Producer<P, kGeneral> producer(p, plan, runs[warp], ring);
   if (threadIdx.x == 0) {
     block.walk = plan.walk, block.share = plan.share, block.begin_start = plan.begin_start,
     block.ending.there = false;
@@ -112,15 +112,15 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
       }
       if (!block.walk.valid) break;
       head = block.walk.span.head;
-      const HeadParams<kParts>& at = p.head[head];
+      const auto& at = p.head[head];
       const Run run(p, block.walk.span, part);
       const int room = ring_room(query_bytes(p, at));
       units = producer.units_of(at.lane[part]);
       unit = run.first + turn_of(part) * units, last = run.last, tokens = run.tokens;
       if (unit >= last) continue;
       bytes = producer.room_of(at.lane[part]);
-      coded = is_quantized(p.part[part].bits);
-      hidden.load(p, part, block.walk.span.sequence);
+      coded = is_quantized(p.part_of(head, part).bits);
+      hidden.load(p.form[p.part_in(head, part)], block.walk.span.sequence);
       lane16.set(ring.wait_oldest(room), p.group_size, at.rank_k, at.rank_v);
       ring.release_oldest<true>(room);
       continue;

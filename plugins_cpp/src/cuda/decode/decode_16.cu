@@ -5,7 +5,7 @@ namespace kvlathe::cuda {
 namespace {
 template <class E>
 const void* kernel(bool wide, int parts) {
-  static const void* const kernels[KVLATHE_MAX_PARTS][2] = {
+  static const void* const kernels[KVLATHE_MAX_SLOTS][2] = {
       {reinterpret_cast<const void*>(attend_decode<E, 1, 6, 16, 1>),
        reinterpret_cast<const void*>(attend_decode<E, 1, 8, 16, 1>)},
       {reinterpret_cast<const void*>(attend_decode<E, 2, 6, 16, 1>),

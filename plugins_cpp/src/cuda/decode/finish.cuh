@@ -4,6 +4,7 @@
 
 #include "cuda/decode/schedule.cuh"
 #include "cuda/decode/softmax_state.cuh"
+#include "cuda/warp.cuh"
 
 namespace kvlathe::cuda {
 
@@ -11,7 +12,7 @@ namespace kvlathe::cuda {
 // own, so that a block may have other warps.
 struct Crew {
   int thread, threads;
-  __device__ void meet() const { asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory"); }
+  __device__ void meet() const { meet_threads(threads); }
 };
 
 // A pair that began in another block and ends in this one, which therefore finishes it.
@@ -42,19 +43,19 @@ __device__ Partial* partial_of(const P& p, int block, bool from_start) {
   return p.partials + 2 * block + from_start;
 }
 
-template <class E, int kParts>
-__device__ void write_out(const Params<kParts>& p, const HeadParams<kParts>& head, int sequence,
-                          int element, float value) {
+template <class E, class P, int kSlots>
+__device__ void write_out(const P& p, const HeadParams<kSlots>& head, int sequence, int element,
+                          float value) {
   p.o[sequence * p.o_stride + head.o_offset + element] = E::round(value);
 }
 
 // Zeros for pairs without tokens, which belong to no span. The whole crew.
-template <class E, int kParts>
-__device__ void write_empty(const Params<kParts>& p, Crew crew) {
+template <class E, class P>
+__device__ void write_empty(const P& p, Crew crew) {
   for (int b = blockIdx.x; b < p.batch; b += gridDim.x) {
-    const Lengths<kParts> lengths(p, b);
+    const Lengths<P::kSlots> lengths(p, b);
     for (int h = 0; h < p.heads; ++h) {
-      if (Pair<kParts>(p, lengths, h).units(p)) continue;
+      if (Pair<P::kSlots>(p, lengths, b, h).units(p, h)) continue;
 #pragma unroll 1
       for (int e = crew.thread; e < p.group_size * p.head[h].rank_v; e += crew.threads)
         write_out<E>(p, p.head[h], b, e, 0.f);
@@ -90,8 +91,8 @@ __device__ inline float weight_below(float x, float m) {
 
 // Merges the states of the block's warps. Writes o / l, or leaves a partial result where the pair
 // goes on in another block. Then moves on to the next span. The whole crew.
-template <class E, bool kHides = false, int kParts, int kSteps, int kFill>
-__device__ void finish(const Params<kParts>& p, SoftmaxState<kSteps, kFill>& state, float* buffer,
+template <class E, bool kHides = false, class P, int kParts, int kSteps, int kFill>
+__device__ void finish(const P& p, SoftmaxState<kSteps, kFill>& state, float* buffer,
                        Block<kParts>& block, Crew crew) {
   const Span<kParts>& span = block.walk.span;
   const int sequence = span.sequence, head_index = span.head;
@@ -164,10 +165,10 @@ __device__ void find_weights(Find partial, int count, int query, int group, floa
 // of one query's results. Teams of threads then add every teams-th result, four channels a thread,
 // and at last the sums of the teams are added. buffer: the block's shared memory from its start,
 // where the rings were.
-template <class E, bool kHides = false, int kParts>
-__device__ void finish_pair(const Params<kParts>& p, const Ending pair, float* buffer, Crew crew) {
+template <class E, bool kHides = false, class P>
+__device__ void finish_pair(const P& p, const Ending pair, float* buffer, Crew crew) {
   constexpr int kAhead = 12;
-  const HeadParams<kParts>& head = p.head[pair.head];
+  const auto& head = p.head[pair.head];
   const int group = p.group_size, count = blockIdx.x - pair.first_block + 1,
             quads = group * head.rank_v / 4;
   // At least one: the launcher gives group x rank / 4 threads.

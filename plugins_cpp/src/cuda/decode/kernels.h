@@ -9,12 +9,13 @@ namespace kvlathe::cuda {
 // (attend_codes.cuh), else 1. The kernels take
 //   Params<parts>  where all parts have 16 bits
 //   Params<2>      where at most two parts have 16 bits, or the same `bits`: 8, 4 or 2
-//   Params<3>      everywhere else
+//   Params<3>      for other calls of 3 parts at most
 const void* decode_kernel_16(bool half, bool wide, int parts);
 const void* decode_kernel_codes(bool half, bool wide, int bits, int fill);  // 2 parts
 const void* decode_kernel_any(bool half, bool wide, int fill);              // 3 parts
 
-// Takes GeneralParams: every form of codes, and tokens that a row does not see.
-const void* decode_kernel_general(bool half);
+// Takes GeneralParams: every form of codes, tokens that a row does not see and, `named`, lanes that
+// name their parts.
+const void* decode_kernel_general(bool half, bool named);
 
 }  // namespace kvlathe::cuda

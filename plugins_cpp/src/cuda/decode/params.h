@@ -76,11 +76,24 @@ struct LaneParams {
   uint8_t tile_units, groups_k;
 };
 
-template <int kParts>
+template <int kSlots>
 struct HeadParams {
   int32_t q_offset, o_offset;
   uint16_t rank_k, rank_v;
-  LaneParams lane[kParts];
+  LaneParams lane[kSlots];
+};
+
+// The parts of a lane are its slots. A call of as many parts as slots has part i in slot i. In one
+// of more, each lane names its parts.
+template <bool kNamed>
+struct SlotTable {
+  KVLATHE_ANYWHERE static int part_in(int, int slot) { return slot; }
+};
+template <>
+struct SlotTable<true> {
+  int32_t parts;
+  uint8_t slot[KVLATHE_MAX_HEADS][KVLATHE_MAX_SLOTS];
+  KVLATHE_ANYWHERE int part_in(int head, int i) const { return slot[head][i]; }
 };
 
 // A partial result of one span of work: the softmax state of its query heads.
@@ -91,8 +104,10 @@ struct Partial {
 
 struct PlanRecord;  // schedule.cuh
 
-template <int kParts>
-struct Params {
+template <int kSlots_, int kParts_ = kSlots_>
+struct Params : SlotTable<(kParts_ > kSlots_)> {
+  static constexpr int kSlots = kSlots_, kParts = kParts_;
+  static constexpr bool kNamed = kParts > kSlots;
   const char* pool;
   const uint16_t* q;
   uint16_t* o;
@@ -111,21 +126,27 @@ struct Params {
   int32_t least_block_weight;   // at least a tile's: then no block between two others is empty
   int32_t spare_blocks;         // of a small call: the last ones, which get no work
   PartParams part[kParts];
-  HeadParams<kParts> head[KVLATHE_MAX_HEADS];
-};
-static_assert(sizeof(Params<KVLATHE_MAX_PARTS>) <= 8192);
+  HeadParams<kSlots> head[KVLATHE_MAX_HEADS];
 
-// What the kernel of general calls (attend_general.cuh) is told beside that. Part i has the bits
+  KVLATHE_ANYWHERE const PartParams& part_of(int head, int slot) const {
+    return part[this->part_in(head, slot)];
+  }
+};
+static_assert(sizeof(Params<KVLATHE_MAX_SLOTS, KVLATHE_MAX_PARTS>) <= 8192);
+
+// What the kernel of general calls (attend_general.cuh) is told beside that. A part has the bits
 // kGeneral where one of its sides has codes. A unit is then the slab of a page, as of a quantized
 // part, but K and V may have any form.
 constexpr int kGeneral = 1;
-struct GeneralParams : Params<KVLATHE_MAX_PARTS> {
-  struct Part {
-    FormSide side[2];       // of K and V
-    const int32_t* hidden;  // as in kvlathe_part
-    int64_t hidden_stride;
-  } form[KVLATHE_MAX_PARTS];
-  uint8_t groups[KVLATHE_MAX_HEADS][KVLATHE_MAX_PARTS][2];  // groups_of
+struct GeneralPart {
+  FormSide side[2];       // of K and V
+  const int32_t* hidden;  // as in kvlathe_part
+  int64_t hidden_stride;
+};
+template <int kParts>
+struct GeneralParams : Params<KVLATHE_MAX_SLOTS, kParts> {
+  GeneralPart form[kParts];
+  uint8_t groups[KVLATHE_MAX_HEADS][KVLATHE_MAX_SLOTS][2];  // groups_of
 };
 
 }  // namespace kvlathe::cuda

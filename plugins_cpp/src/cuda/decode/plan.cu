@@ -11,81 +11,129 @@
 namespace kvlathe::cuda {
 namespace {
 
-constexpr int kWarps = 8, kMostCalls = 32, kMostHeads = 512;  // a launch
+constexpr int kWarps = 8, kMostHeads = 512;  // a launch
 
-struct PlannedCall {
-  PlanSizes sizes;
+template <int kParts>
+struct PlannedCall : SlotTable<(kParts > KVLATHE_MAX_SLOTS)> {
+  PlanSizes<kParts> sizes;
   int32_t first_head;
   PlanRecord* out;
 };
 
+// kParts: KVLATHE_MAX_SLOTS, or KVLATHE_MAX_PARTS where lanes name their parts.
+template <int kParts>
 struct PlanParams {
-  PlannedCall call[kMostCalls];
+  static constexpr int kMostCalls = kParts > KVLATHE_MAX_SLOTS ? 8 : 32;
+  PlannedCall<kParts> call[kMostCalls];
   PlanHead head[kMostHeads];
 };
-static_assert(sizeof(PlanParams) <= 16 << 10);
+static_assert(sizeof(PlanParams<KVLATHE_MAX_PARTS>) <= 32764, "a kernel takes no more parameters");
 
 // A call with the fields of Params that schedule.cuh reads.
+template <int kParts>
 struct View {
+  static constexpr bool kNamed = kParts > KVLATHE_MAX_SLOTS;
+  const SlotTable<kNamed>& slots;
   const PartParams* part;
   const int32_t* part_weight;
   const PlanHead* head;
-  int least_block_weight, spare_blocks, batch, heads;
+  int least_block_weight, spare_blocks, batch, heads, parts;
+
+  __device__ const PartParams& part_of(int head, int slot) const {
+    return part[slots.part_in(head, slot)];
+  }
 };
 
 // Writes the page ids at the start of a plan's first span. Whole warp.
-__device__ void write_ids(const PlanSizes& p, const Span<KVLATHE_MAX_PARTS>& span,
-                          PlanRecord& out) {
-  int part = 0, unit = span.first, units = span.pair.units(p, 0);
-  while (unit >= units) unit -= units, units = span.pair.units(p, ++part);
-  const PartParams& at = p.part[part];
+template <class V>
+__device__ void write_ids(const V& p, const Span<KVLATHE_MAX_SLOTS>& span, PlanRecord& out) {
+  int slot = 0, unit = span.first, units = span.pair.units(p, span.head, 0);
+  while (unit >= units) unit -= units, units = span.pair.units(p, span.head, ++slot);
+  const PartParams& at = p.part_of(span.head, slot);
   const int first = unit / at.units_per_page,
             pages = (units + at.units_per_page - 1) / at.units_per_page;
   const int32_t* table = at.page_table + int64_t{span.sequence} * at.table_stride;
   for (int i = threadIdx.x % 32; i < kPlannedIds; i += 32)
     out.ids[i] = first + i < pages ? table[first + i] : 0;
-  if (threadIdx.x % 32 == 0) out.header.part = part, out.header.first_page = first;
+  if (threadIdx.x % 32 == 0) out.header.slot = slot, out.header.first_page = first;
 }
 
-__global__ void __launch_bounds__(kWarps * 32) plan_calls(const __grid_constant__ PlanParams p) {
-  const PlannedCall& call = p.call[blockIdx.y];
-  const PlanSizes& sizes = call.sizes;
+template <int kParts>
+__global__ void __launch_bounds__(kWarps * 32)
+    plan_calls(const __grid_constant__ PlanParams<kParts> p) {
+  const PlannedCall<kParts>& call = p.call[blockIdx.y];
+  const PlanSizes<kParts>& sizes = call.sizes;
   const int block = blockIdx.x * kWarps + threadIdx.x / 32;
   if (block >= sizes.blocks) return;
-  const View view{sizes.part,
-                  sizes.part_weight,
-                  p.head + call.first_head,
-                  sizes.least_block_weight,
-                  sizes.spare_blocks,
-                  sizes.batch,
-                  sizes.heads};
-  const Plan<KVLATHE_MAX_PARTS> plan(view, block, sizes.blocks);
+  View<kParts> view{call,
+                    sizes.part,
+                    sizes.part_weight,
+                    p.head + call.first_head,
+                    sizes.least_block_weight,
+                    sizes.spare_blocks,
+                    sizes.batch,
+                    sizes.heads,
+                    kParts};
+  if constexpr (View<kParts>::kNamed) view.parts = call.parts;
+  const Plan<KVLATHE_MAX_SLOTS> plan(view, block, sizes.blocks);
   PlanRecord& out = call.out[block];
   if (threadIdx.x % 32 == 0) out.header = {sizes.tag, -1, 0, plan};
   __syncwarp();
-  if (plan.walk.valid) write_ids(sizes, plan.walk.span, out);
+  if (plan.walk.valid) write_ids(view, plan.walk.span, out);
 }
 
-void plan(const kvlathe_attend_decode_args* calls, int32_t count) {
-  std::vector<PlanCall> made(count);
-  for (int32_t i = 0; i < count; ++i) {
-    require(calls[i].plan && calls[i].batch > 0, KVLATHE_BAD_ARGUMENT,
-            "call " + std::to_string(i) + " has no rows, or no memory for its plan");
-    made[i] = plan_call_of(calls[i]);
-  }
-  PlanParams p;
-  for (int32_t at = 0; at < count;) {
+// A call that is planned, and where to.
+struct Job {
+  PlanCall call;
+  PlanRecord* out;
+};
+
+template <int kParts>
+PlannedCall<kParts> planned_of(const Job& job, int first_head) {
+  PlannedCall<kParts> planned{};
+  if constexpr (kParts > KVLATHE_MAX_SLOTS) static_cast<SlotTable<true>&>(planned) = job.call.slots;
+  const auto& from = job.call.sizes;
+  auto& to = planned.sizes;
+  std::copy(from.part, from.part + kParts, to.part);
+  std::copy(from.part_weight, from.part_weight + kParts, to.part_weight);
+  to.least_block_weight = from.least_block_weight, to.spare_blocks = from.spare_blocks;
+  to.batch = from.batch, to.heads = from.heads, to.blocks = from.blocks, to.tag = from.tag;
+  planned.first_head = first_head, planned.out = job.out;
+  return planned;
+}
+
+// As many launches as the jobs take.
+template <int kParts>
+void launch(const std::vector<Job>& jobs, cudaStream_t stream) {
+  PlanParams<kParts> p;
+  for (size_t at = 0; at < jobs.size();) {
     int heads = 0, blocks = 0, n = 0;
-    for (; at < count && n < kMostCalls && heads + made[at].sizes.heads <= kMostHeads; ++at, ++n) {
-      const PlanCall& call = made[at];
-      p.call[n] = {call.sizes, heads, static_cast<PlanRecord*>(calls[at].plan)};
+    for (; at < jobs.size() && n < p.kMostCalls; ++at, ++n) {
+      const PlanCall& call = jobs[at].call;
+      if (heads + call.sizes.heads > kMostHeads) break;
+      p.call[n] = planned_of<kParts>(jobs[at], heads);
       std::copy(call.head, call.head + call.sizes.heads, p.head + heads);
       heads += call.sizes.heads, blocks = std::max(blocks, call.sizes.blocks);
     }
-    plan_calls<<<dim3((blocks + kWarps - 1) / kWarps, n), kWarps * 32, 0,
-                 static_cast<cudaStream_t>(calls[0].stream)>>>(p);
+    const dim3 grid((blocks + kWarps - 1) / kWarps, n);
+    void* arguments[] = {&p};
+    check_cuda(cudaLaunchKernel(plan_calls<kParts>, grid, dim3(kWarps * 32), arguments, 0, stream),
+               "launching plan");
   }
-  check_cuda(cudaGetLastError(), "launching plan");
+}
+
+void plan(const kvlathe_attend_decode_args* calls, int32_t count) {
+  std::vector<Job> few, named;
+  for (int32_t i = 0; i < count; ++i) {
+    require(calls[i].plan && calls[i].batch > 0, KVLATHE_BAD_ARGUMENT,
+            "call " + std::to_string(i) + " has no rows, or no memory for its plan");
+    const Job job{plan_call_of(calls[i]), static_cast<PlanRecord*>(calls[i].plan)};
+    (job.call.named ? named : few).push_back(job);
+  }
+  if (!count) return;
+  const auto stream = static_cast<cudaStream_t>(calls[0].stream);
+  launch<KVLATHE_MAX_SLOTS>(few, stream);
+  launch<KVLATHE_MAX_PARTS>(named, stream);
 }
 
 }  // namespace

@@ -10,18 +10,21 @@ struct PlanLane {
   uint16_t weight, tile_units;
 };
 struct PlanHead {
-  PlanLane lane[KVLATHE_MAX_PARTS];
+  PlanLane lane[KVLATHE_MAX_SLOTS];
 };
 
+template <int kParts>
 struct PlanSizes {
-  PartParams part[KVLATHE_MAX_PARTS];
-  int32_t part_weight[KVLATHE_MAX_PARTS];
+  PartParams part[kParts];
+  int32_t part_weight[kParts];
   int32_t least_block_weight, batch, heads, blocks, spare_blocks;
   uint32_t tag;
 };
 struct PlanCall {
-  PlanSizes sizes;
+  PlanSizes<KVLATHE_MAX_PARTS> sizes;
   PlanHead head[KVLATHE_MAX_HEADS];
+  bool named;  // else the first KVLATHE_MAX_SLOTS parts are all
+  SlotTable<true> slots;
 };
 
 // A call without the rows that its prompt chunks are known to have.

@@ -11,16 +11,17 @@
 
 namespace kvlathe::cuda {
 
-// The units [first, last) of a span that lie in one part, counted from the part's first.
+// The units [first, last) of a span that lie in one part, counted from the part's first. In this
+// file parts are those of one lane: its slots.
 struct Run {
   int first, last, tokens;  // tokens: of the part
-  template <int kParts>
-  __device__ Run(const Params<kParts>& p, const Span<kParts>& span, int part) {
+  template <class P, int kParts>
+  __device__ Run(const P& p, const Span<kParts>& span, int part) {
     int before = 0, count = 0;
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
-      if (i < part) before += span.pair.units(p, i);
-      if (i == part) count = span.pair.units(p, i), tokens = span.pair.tokens[i];
+      if (i < part) before += span.pair.units(p, span.head, i);
+      if (i == part) count = span.pair.units(p, span.head, i), tokens = span.pair.tokens[i];
     }
     first = max(span.first - before, 0);
     last = min(span.last - before, count);
@@ -35,8 +36,8 @@ __device__ inline int turn_of(int part) {
 }
 
 // What the queries of a run take in a ring.
-template <int kParts>
-__device__ int query_bytes(const Params<kParts>& p, const HeadParams<kParts>& head) {
+template <class P, int kSlots>
+__device__ int query_bytes(const P& p, const HeadParams<kSlots>& head) {
   return p.group_size * head.rank_k * 2;
 }
 
@@ -88,10 +89,11 @@ static __device__ __noinline__ void copy_tile_apart(uint32_t to, const char* k, 
 }
 
 // kBits: as in attend_decode.
-template <int kParts, int kBits>
+template <class P, int kBits>
 struct Producer {
+  static constexpr int kParts = P::kSlots;
   static constexpr bool kQuantized = kBits < 16, kPieces = kBits == 8 || kBits == 0;
-  const Params<kParts>& p;
+  const P& p;
   Ring& ring;
   Runs<kParts>& runs;
   bool fine;  // one unit a tile
@@ -115,8 +117,7 @@ struct Producer {
   int later_id;      // the page id of what is this lane's after the 32
   int ahead_id;      // the page id of what is this lane's in the run ahead
 
-  __device__ Producer(const Params<kParts>& p, const Planned<kParts>& plan, Runs<kParts>& runs,
-                      Ring& ring)
+  __device__ Producer(const P& p, const Planned<kParts>& plan, Runs<kParts>& runs, Ring& ring)
       : p(p), ring(ring), runs(runs), fine(plan.share < kFineShare) {
     Runs<kParts> ahead{plan.walk, -1};
     look_ahead(ahead, &plan);
@@ -131,20 +132,20 @@ struct Producer {
   __device__ int room_of(const LaneParams& lane) const {
     return ring_room(fine ? lane.tile_bytes / lane.tile_units : lane.tile_bytes);
   }
-  __device__ int page_of(int part, int unit) const {
-    const PartParams& at = p.part[part];
+  __device__ int page_of(int head, int part, int unit) const {
+    const PartParams& at = p.part_of(head, part);
     return at.units_per_page == 1 ? unit : int(__umulhi(unit, at.units_per_page_magic));
   }
-  __device__ int load_id(int part, int sequence, int own, int last) const {
-    const PartParams& at = p.part[part];
-    return own < last
-               ? __ldg(at.page_table + int64_t{sequence} * at.table_stride + page_of(part, own))
-               : 0;
+  __device__ int load_id(int head, int part, int sequence, int own, int last) const {
+    const PartParams& at = p.part_of(head, part);
+    return own < last ? __ldg(at.page_table + int64_t{sequence} * at.table_stride +
+                              page_of(head, part, own))
+                      : 0;
   }
 
   // log2 of the pages of a tile, each of which takes a lane.
-  __device__ int lanes_of(int part, const LaneParams& lane) const {
-    return kQuantized && is_quantized(p.part[part].bits) && units_of(lane) == 2;
+  __device__ int lanes_of(int head, int part, const LaneParams& lane) const {
+    return kQuantized && is_quantized(p.part_of(head, part).bits) && units_of(lane) == 2;
   }
   // This lane's unit, counted from `first` on.
   __device__ static int own_unit(int first, int stride, int lanes) {
@@ -167,7 +168,7 @@ struct Producer {
         const Run run(p, walk.span, ahead.part);
         const LaneParams& lane = p.head[walk.span.head].lane[ahead.part];
         const int units = units_of(lane);
-        lanes = lanes_of(ahead.part, lane);
+        lanes = lanes_of(walk.span.head, ahead.part, lane);
         ahead.unit = run.first + turn_of(ahead.part) * units;
         ahead.last = run.last;
         ahead.tokens = run.tokens;
@@ -178,8 +179,9 @@ struct Producer {
       const int own = own_unit(ahead.unit, step, lanes);
       bool known = false;
       if (plan && plan->is_first(walk.span, ahead.part))
-        ahead_id = plan->id_of(page_of(ahead.part, own), known);
-      if (!known) ahead_id = load_id(ahead.part, walk.span.sequence, own, ahead.last);
+        ahead_id = plan->id_of(page_of(walk.span.head, ahead.part, own), known);
+      if (!known)
+        ahead_id = load_id(walk.span.head, ahead.part, walk.span.sequence, own, ahead.last);
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) runs = ahead;
@@ -197,16 +199,18 @@ struct Producer {
     unit = ahead.unit, last = ahead.last;
     queries_due = true;
     next_room = ring_room(query_bytes(p, p.head[ahead.now_head]));
-    const HeadParams<kParts>& at = p.head[ahead.now_head];
+    const auto& at = p.head[ahead.now_head];
     const LaneParams& lane = at.lane[ahead.part];
     const int units = units_of(lane), id = ahead_id;
-    bulk = kQuantized && is_quantized(p.part[ahead.part].bits);
+    bulk = kQuantized && is_quantized(p.part_of(ahead.now_head, ahead.part).bits);
     stride = pinned(blockDim.x / 32 * units);
     tile_bytes = pinned(bulk ? lane.bytes : lane.bytes * units);
     tile_room = pinned(room_of(lane));
     if (bulk) {
       tile_pages = units;
-      pieces = kPieces && p.part[ahead.part].bits == 8 ? p.page_tokens / kPieceTokens : 0;
+      pieces = kPieces && p.part_of(ahead.now_head, ahead.part).bits == 8
+                   ? p.page_tokens / kPieceTokens
+                   : 0;
       piece_bytes = kPieceTokens * at.rank_k;
     }
     if (!kQuantized) copies.set(at.rank_k, at.rank_v, units);
@@ -216,16 +220,16 @@ struct Producer {
 
   // Turns the page ids of the next 32 into addresses, and asks for those of the 32 after them.
   __device__ void locate(int page_id, int sequence, int head, int part) {
-    const HeadParams<kParts>& at = p.head[head];
+    const auto& at = p.head[head];
     const LaneParams& lane = at.lane[part];
-    const int lanes = lanes_of(part, lane), own = own_unit(unit, stride, lanes);
-    from = p.pool + page_id * p.part[part].page_stride + lane.k;
+    const int lanes = lanes_of(head, part, lane), own = own_unit(unit, stride, lanes);
+    from = p.pool + page_id * p.part_of(head, part).page_stride + lane.k;
     if (!bulk) {
-      const int in_page = own - page_of(part, own) * p.part[part].units_per_page;
+      const int in_page = own - page_of(head, part, own) * p.part_of(head, part).units_per_page;
       from += in_page * (at.rank_k * 2 * kRowTokens);
       delta_v = lane.v - lane.k + in_page * (at.rank_v - at.rank_k) * 2 * kRowTokens;
     }
-    later_id = load_id(part, sequence, own + (32 >> lanes) * stride, last);
+    later_id = load_id(head, part, sequence, own + (32 >> lanes) * stride, last);
     taken = 0;
   }
 
@@ -263,7 +267,7 @@ struct Producer {
   // Fetches the queries of the first run, for which an early fill has left room.
   __device__ void fetch_first_queries() const {
     if (!ring.tiles) return;
-    const HeadParams<kParts>& head = p.head[runs.first_head];
+    const auto& head = p.head[runs.first_head];
     const auto* q =
         reinterpret_cast<const uint4*>(p.q + runs.first_sequence * p.q_stride + head.q_offset);
 #pragma unroll 1
@@ -322,7 +326,7 @@ struct Producer {
     const char* v = k + __shfl_sync(~0u, delta_v, taken);
     const int rows = runs.now_tokens - unit * kRowTokens;
     if constexpr (kQuantized) {
-      const HeadParams<kParts>& head = p.head[runs.now_head];
+      const auto& head = p.head[runs.now_head];
       copy_tile_apart(to, k, v, head.rank_k, head.rank_v, units_of(head.lane[runs.now_part]), rows);
     } else {
       copy_tile(copies, to, k, v, rows);

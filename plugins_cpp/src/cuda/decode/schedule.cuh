@@ -3,7 +3,7 @@
 // tiles.
 //
 //   weight    bytes in units of 128: 31 bits hold a layer's work up to 256 GB
-//   work      sequence 0: head 0: units of part 0, units of part 1, ... | head 1: ...
+//   work      sequence 0: head 0: units of slot 0, units of slot 1, ... | head 1: ...
 //             | sequence 1: ...
 //   unit      16 tokens of a 16-bit lane, or a page of a quantized one
 //   tile      the units that a warp takes at once
@@ -23,7 +23,12 @@ struct Position {
   int sequence, head, unit;
 };
 
-// Tokens of a sequence in each part. P: Params, or what the plan kernel knows of them.
+__device__ inline int length_of(const PartParams& part, int sequence) {
+  return __ldg(part.lengths + sequence * part.lengths_stride);
+}
+
+// Tokens of a sequence in each part. Nothing where lanes name their parts: these are many. P: Params,
+// or what the plan kernel knows of them.
 template <int kParts>
 struct Lengths {
   int tokens[kParts];
@@ -31,43 +36,49 @@ struct Lengths {
   Lengths() = default;
   template <class P>
   __device__ Lengths(const P& p, int sequence) {
+    if constexpr (!P::kNamed) {
 #pragma unroll
-    for (int i = 0; i < kParts; ++i)
-      tokens[i] = __ldg(p.part[i].lengths + sequence * p.part[i].lengths_stride);
+      for (int i = 0; i < kParts; ++i) tokens[i] = length_of(p.part[i], sequence);
+    }
   }
 };
 
-// Tokens of a pair, a (sequence, head), in each part, and the numbers of units that follow.
+// Tokens of a pair, a (sequence, head), in each slot, and the numbers of units that follow.
 template <int kParts>
 struct Pair {
   int tokens[kParts];
 
   Pair() = default;
   template <class P>
-  __device__ Pair(const P& p, const Lengths<kParts>& lengths, int head) {
+  __device__ Pair(const P& p, const Lengths<kParts>& lengths, int sequence, int head) {
 #pragma unroll
-    for (int i = 0; i < kParts; ++i)
-      tokens[i] = p.head[head].lane[i].weight ? lengths.tokens[i] : 0;
+    for (int i = 0; i < kParts; ++i) {
+      const bool held = p.head[head].lane[i].weight;
+      if constexpr (P::kNamed)
+        tokens[i] = held ? length_of(p.part_of(head, i), sequence) : 0;
+      else
+        tokens[i] = held ? lengths.tokens[i] : 0;
+    }
   }
   __device__ static int units_of(const PartParams& part, int tokens) {
     return (tokens + (1 << part.unit_shift) - 1) >> part.unit_shift;
   }
   template <class P>
-  __device__ int units(const P& p, int part) const {
-    return units_of(p.part[part], tokens[part]);
+  __device__ int units(const P& p, int head, int slot) const {
+    return units_of(p.part_of(head, slot), tokens[slot]);
   }
   template <class P>
-  __device__ int units(const P& p) const {
+  __device__ int units(const P& p, int head) const {
     int n = 0;
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) n += units(p, i);
+    for (int i = 0; i < kParts; ++i) n += units(p, head, i);
     return n;
   }
   template <class P>
   __device__ int weight(const P& p, int head) const {
     int n = 0;
 #pragma unroll
-    for (int i = 0; i < kParts; ++i) n += units(p, i) * p.head[head].lane[i].weight;
+    for (int i = 0; i < kParts; ++i) n += units(p, head, i) * p.head[head].lane[i].weight;
     return n;
   }
 };
@@ -75,7 +86,7 @@ struct Pair {
 template <int kParts>
 struct Span {
   int sequence, head;
-  int first, last, total;  // units [first, last) of the pair's `total`, part after part
+  int first, last, total;  // units [first, last) of the pair's `total`, slot after slot
   Pair<kParts> pair;
 };
 
@@ -90,8 +101,8 @@ __device__ inline int inclusive_sum(int x) {
   return x;
 }
 
-// The first unit of the first tile that starts `rest` or more into a pair. Weights are counted part
-// after part.
+// The first unit of the first tile that starts `rest` or more into a pair. Weights are counted slot
+// after slot.
 template <int kParts, class P>
 __device__ int unit_at(const P& p, const Pair<kParts>& pair, int head, int rest) {
   int unit = 0;
@@ -101,7 +112,7 @@ __device__ int unit_at(const P& p, const Pair<kParts>& pair, int head, int rest)
     if (rest <= 0 || !lane.weight) continue;
     const int wanted = (int(unsigned(rest + lane.weight - 1) / lane.weight) + lane.tile_units - 1) &
                        -int(lane.tile_units);
-    const int skipped = min(pair.units(p, i), wanted);
+    const int skipped = min(pair.units(p, head, i), wanted);
     unit += skipped;
     rest = skipped < wanted ? rest - skipped * lane.weight : 0;
   }
@@ -139,8 +150,8 @@ struct Walk {
         span.sequence < end.sequence || (span.sequence == end.sequence && span.head <= end.head);
     valid = valid && span.sequence < p.batch && !(final && end.unit == 0);
     if (!valid) return;
-    span.pair = Pair<kParts>(p, lengths, span.head);
-    span.total = span.pair.units(p);
+    span.pair = Pair<kParts>(p, lengths, span.sequence, span.head);
+    span.total = span.pair.units(p, span.head);
     span.first = first;
     span.last = final ? end.unit : span.total;
   }
@@ -218,8 +229,17 @@ struct Plan {
 
   template <class P>
   __device__ static int weight(const P& p, int sequence, bool& empty) {
-    const Lengths<kParts> lengths(p, sequence);
     int sum = 0;
+    if constexpr (P::kNamed) {
+#pragma unroll 1
+      for (int i = 0; i < p.parts; ++i) {
+        const int tokens = length_of(p.part[i], sequence);
+        empty |= tokens == 0;
+        sum += p.part_weight[i] * Pair<kParts>::units_of(p.part[i], tokens);
+      }
+      return sum;
+    }
+    const Lengths<kParts> lengths(p, sequence);
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
       empty |= lengths.tokens[i] == 0;
@@ -238,7 +258,7 @@ struct Plan {
     int start = side ? end.weight : begin.weight, head = -1;
     for (int first = 0; first < p.heads; first += 16) {
       const int h = first + lane % 16,
-                own = h < p.heads ? Pair<kParts>(p, lengths, h).weight(p, h) : 0;
+                own = h < p.heads ? Pair<kParts>(p, lengths, sequence, h).weight(p, h) : 0;
       const int ends = start + inclusive_sum<16>(own);
       const unsigned later = __ballot_sync(~0u, ends > x) >> 16 * side & 0xffff;
       const int hit = later ? __ffs(later) - 1 : 15;
@@ -247,7 +267,7 @@ struct Plan {
       if (__all_sync(~0u, head >= 0)) break;
     }
     head = max(head, 0);  // an end beyond all work has none
-    const int unit = unit_at(p, Pair<kParts>(p, lengths, head), head, x - start);
+    const int unit = unit_at(p, Pair<kParts>(p, lengths, sequence, head), head, x - start);
     begin_start = __shfl_sync(~0u, start, 0);
     Position last{stop, 0, 0};
     if (end.sequence < stop)
@@ -263,23 +283,24 @@ struct Plan {
 constexpr int kPlannedIds = 64;
 struct alignas(16) PlanHeader {
   uint32_t tag;  // Params::plan_tag of the call that it was made for
-  int32_t part;  // of the first span's first unit
+  int32_t slot;  // of the first span's first unit
   int32_t first_page;
-  Plan<KVLATHE_MAX_PARTS> plan;
+  Plan<KVLATHE_MAX_SLOTS> plan;
 };
 struct alignas(128) PlanRecord {
   PlanHeader header;
-  // Of pages first_page, first_page + 1, ... of that sequence and part.
+  // Of pages first_page, first_page + 1, ... of that sequence and slot.
   alignas(128) int32_t ids[kPlannedIds];
 };
 
 // The plan of this block: what the plan kernel left for it, or what is found here without that.
 template <int kParts>
 struct Planned : Plan<kParts> {
-  int part = -1;           // of the known page ids; -1: there are none
+  int slot = -1;           // of the known page ids; -1: there are none
   int first_page, ids[2];  // lane t has those of pages first_page + t and first_page + 32 + t
 
-  __device__ explicit Planned(const Params<kParts>& p) {
+  template <class P>
+  __device__ explicit Planned(const P& p) {
     if (p.plan) {
       const PlanRecord& record = p.plan[blockIdx.x];
       const int lane = threadIdx.x % 32, low = __ldcg(record.ids + lane),
@@ -287,18 +308,18 @@ struct Planned : Plan<kParts> {
       const PlanHeader header = record.header;
       if (header.tag == p.plan_tag) {
         take(header.plan);
-        part = header.part, first_page = header.first_page, ids[0] = low, ids[1] = high;
+        slot = header.slot, first_page = header.first_page, ids[0] = low, ids[1] = high;
         return;
       }
     }
     static_cast<Plan<kParts>&>(*this) = Plan<kParts>(p, int(blockIdx.x), int(gridDim.x));
   }
 
-  __device__ bool is_first(const Span<kParts>& span, int of_part) const {
-    return of_part == part && span.head == this->walk.span.head &&
+  __device__ bool is_first(const Span<kParts>& span, int of_slot) const {
+    return of_slot == slot && span.head == this->walk.span.head &&
            span.sequence == this->walk.span.sequence;
   }
-  // The id of a page of that sequence and part. `known`: whether this lane's is. Whole warp.
+  // The id of a page of that sequence and slot. `known`: whether this lane's is. Whole warp.
   __device__ int id_of(int page, bool& known) const {
     const int i = page - first_page;
     known = i >= 0 && i < kPlannedIds;
@@ -307,11 +328,11 @@ struct Planned : Plan<kParts> {
   }
 
  private:
-  __device__ void take(const Plan<KVLATHE_MAX_PARTS>& from) {
+  __device__ void take(const Plan<KVLATHE_MAX_SLOTS>& from) {
     this->share = from.share, this->begin_start = from.begin_start;
     this->any = from.any, this->some_empty = from.some_empty;
     Walk<kParts>& walk = this->walk;
-    const Span<KVLATHE_MAX_PARTS>& span = from.walk.span;
+    const Span<KVLATHE_MAX_SLOTS>& span = from.walk.span;
     walk.end = from.walk.end, walk.valid = from.walk.valid;
     walk.span = {span.sequence, span.head, span.first, span.last, span.total, {}};
 #pragma unroll

@@ -3,6 +3,7 @@
 #include "cuda/prefill/attend_prompt.cuh"
 
 #include <algorithm>
+#include <array>
 
 #include "common/decode_call.h"
 #include "cuda/host.h"
@@ -43,7 +44,7 @@ int log2_of(int x) {
   return bits;
 }
 
-// Where a lane lies in part i.
+// Where a lane lies in the part of its slot i.
 void set_lane(GeneralPrompts& p, int h, int i, const LaneRow& row, const kvlathe_part& part) {
   PromptHead& head = p.head[h];
   head.k[i] = row.k, head.v[i] = row.v, head.parts |= uint8_t(1 << i);
@@ -71,11 +72,12 @@ void set_lane(GeneralPrompts& p, int h, int i, const LaneRow& row, const kvlathe
 }
 
 // What 64 tokens of a sealed lane take in a buffer of codes.
-int codes_bytes(const GeneralPrompts& p, int h, int i, const LaneRow& row) {
+int codes_bytes(const GeneralPrompts& p, int h, int i, const LaneRow& row,
+                const kvlathe_part& part) {
   const int ranks[] = {row.rank_k, row.rank_v};
   int bytes = 0;
   for (int which = 0; which < 2; ++which) {
-    const FormSide& side = p.side[i][which];
+    const FormSide side = side_of(which ? format_v(part) : format_k(part));
     bytes += int(slab_bytes(ranks[which], 64, side.bits)) +
              side.meta_size(p.groups[h][i][which], ranks[which], 64);
   }
@@ -89,6 +91,7 @@ int bits_of(const kvlathe_part& part) {
 
 // Whether a part has a window, or other codes.
 bool is_general(const kvlathe_attend_decode_args& a) {
+  if (names_parts(a.part_count)) return true;
   for (int i = 0; i < a.part_count; ++i) {
     const kvlathe_window& window = a.prompts->parts[i].window;
     if (window.recent < KVLATHE_NO_END || window.exact || bits_of(a.parts[i]) == kGeneralBits)
@@ -105,9 +108,40 @@ kvlathe_window checked_window(const kvlathe_window& window, int32_t parts) {
   return window;
 }
 
-GeneralPrompts params_of(const kvlathe_attend_decode_args& a, std::vector<Head> heads) {
+// What a lane sees of its parts, which are in `slots`: the window of one of them, by slot. A lane
+// with a window is in its fresh part and in one sealed part at most, and parts with one window have
+// equally many tokens.
+kvlathe_window window_in(const std::array<int, KVLATHE_MAX_SLOTS>& slots, kvlathe_window window) {
+  int fresh = -1, other = -1;
+  for (int i = 0; i < KVLATHE_MAX_SLOTS; ++i) {
+    if (slots[i] < 0) continue;
+    (slots[i] == window.fresh ? fresh : other) = i;
+  }
+  require(fresh >= 0, KVLATHE_BAD_ARGUMENT, "a lane is not in the fresh part of its window");
+  window.fresh = fresh;
+  window.sealed = window.sealed < 0 ? -1 : other;
+  return window;
+}
+
+// The lanes of a call that name their parts.
+void name_parts(NamedPrompts& p, const kvlathe_attend_decode_args& a,
+                const std::vector<Head>& heads) {
+  p.parts = KVLATHE_MAX_SLOTS;
+  p.slots.parts = a.part_count;
+  for (size_t h = 0; h < heads.size(); ++h) {
+    const auto slots = heads[h].slots(a.part_count);
+    for (int i = 0; i < KVLATHE_MAX_SLOTS; ++i) {
+      if (slots[i] < 0) continue;
+      p.slots.slot[h][i] = uint8_t(slots[i]);
+      const kvlathe_window& window = a.prompts->parts[slots[i]].window;
+      p.lane_window[h][i] = window_in(slots, checked_window(window, a.part_count));
+    }
+  }
+}
+
+NamedPrompts params_of(const kvlathe_attend_decode_args& a, std::vector<Head> heads) {
   const kvlathe_prompts& prompts = *a.prompts;
-  GeneralPrompts p{};
+  NamedPrompts p{};
   p.pool = static_cast<const char*>(a.pool), p.q = static_cast<const uint16_t*>(a.q),
   p.o = static_cast<uint16_t*>(a.o);
   p.q_stride = a.q_stride, p.o_stride = a.o_stride;
@@ -118,13 +152,17 @@ GeneralPrompts params_of(const kvlathe_attend_decode_args& a, std::vector<Head> 
   p.page_magic = uint32_t((uint64_t{1} << 32) / uint64_t(a.page_tokens) + 1);
   for (int i = 0; i < a.part_count; ++i) {
     const kvlathe_prompt_part& part = prompts.parts[i];
-    if (is_general(a)) p.window[i] = checked_window(part.window, a.part_count);
-    p.part[i] = {
+    p.every_part[i] = {
         part.page_table,        part.lengths,
         a.parts[i].page_stride, part.lengths_stride,
         part.page_table_stride, part.fresh,
         bits_of(a.parts[i]),    is_quantized(a.parts[i].bits_v) ? log2_of(a.parts[i].group_v) : 0};
-    p.side[i][0] = side_of(format_k(a.parts[i])), p.side[i][1] = side_of(format_v(a.parts[i]));
+    p.every_side[i][0] = side_of(format_k(a.parts[i])),
+    p.every_side[i][1] = side_of(format_v(a.parts[i]));
+    if (names_parts(a.part_count)) continue;
+    if (is_general(a)) p.window[i] = checked_window(part.window, a.part_count);
+    p.part[i] = p.every_part[i];
+    std::copy_n(p.every_side[i], 2, p.side[i]);
   }
   std::stable_sort(heads.begin(), heads.end(), [](const Head& x, const Head& y) {
     return x.rank_k + x.rank_v > y.rank_k + y.rank_v;
@@ -136,14 +174,17 @@ GeneralPrompts params_of(const kvlathe_attend_decode_args& a, std::vector<Head> 
     head.steps_k = uint8_t(heads[h].rank_k / 16), head.steps_v = uint8_t(heads[h].rank_v / 16);
     head.steps_before = uint16_t(steps), steps += head.steps_k + head.steps_v;
     rank_k = std::max(rank_k, heads[h].rank_k);
-    for (int i = 0; i < a.part_count; ++i) {
-      const LaneRow* row = heads[h].lane[i];
-      if (!row) continue;
-      set_lane(p, int(h), i, *row, a.parts[i]);
-      if (any_quantized(a.parts[i]))
-        p.codes_bytes = std::max(p.codes_bytes, codes_bytes(p, int(h), i, *row));
+    const auto slots = heads[h].slots(a.part_count);
+    for (int i = 0; i < KVLATHE_MAX_SLOTS; ++i) {
+      if (slots[i] < 0) continue;
+      const kvlathe_part& part = a.parts[slots[i]];
+      const LaneRow& row = *heads[h].lane[slots[i]];
+      set_lane(p, int(h), i, row, part);
+      if (any_quantized(part))
+        p.codes_bytes = std::max(p.codes_bytes, codes_bytes(p, int(h), i, row, part));
     }
   }
+  if (names_parts(a.part_count)) name_parts(p, a, heads);
   p.query_bytes = kPromptRows * 2 * rank_k;
   return p;
 }
@@ -167,12 +208,15 @@ int fit(PromptParams& p, int room) {
 }
 
 template <class E>
-const void* kernel_of(bool general) {
-  return general ? reinterpret_cast<const void*>(attend_prompt<E, GeneralPrompts>)
-                 : reinterpret_cast<const void*>(attend_prompt<E, PromptParams>);
+const void* kernel_of(bool general, bool named) {
+  return named     ? reinterpret_cast<const void*>(attend_prompt<E, NamedPrompts>)
+         : general ? reinterpret_cast<const void*>(attend_prompt<E, GeneralPrompts>)
+                   : reinterpret_cast<const void*>(attend_prompt<E, PromptParams>);
 }
-const void* kernel_of(int32_t element, bool general) {
-  return element == KVLATHE_F16 ? kernel_of<Half>(general) : kernel_of<Bfloat>(general);
+const void* kernel_of(const kvlathe_attend_decode_args& a) {
+  const bool general = is_general(a), named = names_parts(a.part_count);
+  return a.element == KVLATHE_F16 ? kernel_of<Half>(general, named)
+                                  : kernel_of<Bfloat>(general, named);
 }
 
 }  // namespace
@@ -180,14 +224,14 @@ const void* kernel_of(int32_t element, bool general) {
 bool prompt_kernel_here() {
   cudaFuncAttributes attributes{};
   return attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
-         cudaFuncGetAttributes(&attributes, kernel_of(KVLATHE_F16, false)) == cudaSuccess &&
+         cudaFuncGetAttributes(&attributes, kernel_of<Half>(false, false)) == cudaSuccess &&
          attributes.sharedSizeBytes > 0;
 }
 
 PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& a) {
   const std::vector<Head> heads = checked_heads(a);
   check_prompts(a, heads);
-  PromptLaunch launch{params_of(a, heads), {}, kernel_of(a.element, is_general(a)), 0, 0};
+  PromptLaunch launch{params_of(a, heads), {}, kernel_of(a), 0, 0};
   if (!is_general(a)) launch.copies = copy_launch_of(a, launch.params);
   cudaFuncAttributes attributes{};
   check_cuda(
@@ -209,7 +253,7 @@ PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& a) {
 
 void attend_prompts(const PromptLaunch& launch, void* stream) {
   if (!launch.grid) return;
-  void* arguments[] = {const_cast<GeneralPrompts*>(&launch.params)};
+  void* arguments[] = {const_cast<NamedPrompts*>(&launch.params)};
   check_cuda(cudaLaunchKernel(launch.kernel, dim3(launch.grid), dim3(kPromptThreads), arguments,
                               launch.shared_bytes, static_cast<cudaStream_t>(stream)),
              "launching attend_prompt");

@@ -66,7 +66,7 @@ __device__ __forceinline__ void attend_tile(const P& p, PromptShared& s, uint32_
   };
 #pragma unroll 1
   for (int part = 0; part < p.parts; ++part) {
-    const int before = uniform(s.before[slot][part]), fresh = p.part[part].fresh,
+    const int before = uniform(s.before[slot][part]), fresh = p.part_of(tile.head, part).fresh,
               keys = keys_of(p, tile, part, before);
     const int limit[2] = {before + fresh * own[0], before + fresh * own[1]};
     const int all = before + fresh * least, some = begin <= last ? before + fresh * most : 0;
@@ -153,7 +153,7 @@ __device__ __forceinline__ void attend(const P& p, PromptShared& s, uint32_t sha
 #endif
 
 // For other devices this compiles to nothing. The host tells by its shared memory.
-// P: PromptParams or GeneralPrompts.
+// P: PromptParams, GeneralPrompts or NamedPrompts.
 template <class E, class P>
 __global__ void __launch_bounds__(kPromptThreads, 1) attend_prompt(const __grid_constant__ P p) {
 #ifdef KVLATHE_WGMMA

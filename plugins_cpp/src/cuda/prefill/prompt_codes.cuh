@@ -74,17 +74,18 @@ struct CodesLane {
   const PromptParams& p;
   const PromptHead& head;
   int part;
+  const PromptPart& of;
 
   // Where things lie in a buffer of codes.
   __device__ int k_meta() const { return 128 * kBits * head.steps_k; }
   __device__ int v() const { return k_meta() + 256 * head.groups_k[part]; }
   __device__ int v_meta() const { return v() + 128 * kBits * head.steps_v; }
   // Bytes of a channel's V metadata.
-  __device__ int v_meta_stride() const { return p.page_tokens >> p.part[part].group_shift << 2; }
+  __device__ int v_meta_stride() const { return p.page_tokens >> of.group_shift << 2; }
 
   // Asks for 64 tokens of a page, from `token` on.
   __device__ void copy(uint32_t to, int32_t page, int token) const {
-    const char* from = p.pool + page * p.part[part].page_stride + head.k[part];
+    const char* from = p.pool + page * of.page_stride + head.k[part];
     const auto copy_all = [](uint32_t to, const char* from, int bytes) {
 #pragma unroll 1
       for (int i = threadIdx.x * 16; i < bytes; i += 128 * 16) copy16(to + i, from + i, true);
@@ -93,8 +94,7 @@ struct CodesLane {
     copy_all(to + k_meta(), from + 16 * head.k_meta[part] + token * (4 * head.groups_k[part]),
              256 * head.groups_k[part]);
     copy_all(to + v_meta(), from + 16 * head.v_meta[part], 16 * head.steps_v * v_meta_stride());
-    const char* values =
-        p.pool + page * p.part[part].page_stride + head.v[part] + token * kBits / 8;
+    const char* values = p.pool + page * of.page_stride + head.v[part] + token * kBits / 8;
 #pragma unroll 1
     for (int i = threadIdx.x * 16; i < 128 * kBits * head.steps_v; i += 128 * 16) {
       const int channel = i / (8 * kBits);
@@ -135,8 +135,7 @@ struct CodesLane {
               own = warp % 2 * 32 + lane % 4 * 8;
     const int stride = v_meta_stride(), row = lane % 8 / 2;
     const uint32_t turn = (0x3210 + lane % 4 * 0x2222) & 0x7777;
-    uint32_t meta =
-        from + v_meta() + channel * stride + ((token + own) >> p.part[part].group_shift << 2);
+    uint32_t meta = from + v_meta() + channel * stride + ((token + own) >> of.group_shift << 2);
     from += v() + channel * (8 * kBits) + own * kBits / 8;
     to += warp / 2 * column + (warp % 2 * 32 + row * 8 + (lane / 8 + row) % 4 * 2 + lane % 2) * 16;
 #pragma unroll 2

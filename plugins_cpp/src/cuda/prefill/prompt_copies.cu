@@ -100,7 +100,7 @@ __device__ void write_rows_of(char* to, uint32_t from, int steps) {
 template <class E, int kBits>
 __device__ void copy_piece(const PromptParams& p, const PromptHead& head, int part, int page,
                            int token, char* copy, uint32_t buffer) {
-  const CodesLane<kBits> lane{p, head, part};
+  const CodesLane<kBits> lane{p, head, part, p.part[part]};
   const uint32_t stage = buffer + p.codes_bytes, values = stage + head.steps_k * 2 * kColumn;
   lane.copy(buffer, page, token);
   close_copy_group();

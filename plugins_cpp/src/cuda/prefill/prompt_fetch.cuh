@@ -57,8 +57,9 @@ struct Elements {
   int32_t k, v;  // bytes from a page's start
 };
 
-__device__ inline Elements elements_of(const PromptParams& p, const PromptHead& head, int part) {
-  return {p.pool, p.part[part].page_stride, head.k[part], head.v[part]};
+__device__ inline Elements elements_of(const PromptParams& p, const PromptHead& head, int part,
+                                       const PromptPart& from) {
+  return {p.pool, from.page_stride, head.k[part], head.v[part]};
 }
 __device__ inline Elements copies_of(const PromptParams& p, const PromptHead& head) {
   const int row = 32 * p.page_tokens, k = head.steps_before * row;
@@ -137,7 +138,7 @@ struct Room {
 template <class Fetcher>
 __device__ void fetch_general(Fetcher& fetcher, const PromptTile& tile, int part);
 
-// P: PromptParams or GeneralPrompts.
+// P: PromptParams, GeneralPrompts or NamedPrompts.
 template <class E, class P>
 struct Fetcher {
   using Element = E;
@@ -169,7 +170,7 @@ struct Fetcher {
   // has one buffer only, it comes afterwards.
   template <int kBits>
   __device__ void fetch_codes(const PromptHead& head, int part, const int32_t* pages, int keys) {
-    const CodesLane<kBits> lane{p, head, part};
+    const CodesLane<kBits> lane{p, head, part, p.part[part]};
     const int count = prompt_keys(head.steps_v), column = count * 16,
               values = head.steps_k * 2 * column;
     const int shift = 31 - __clz(p.page_tokens), within = p.page_tokens - 1;
@@ -207,7 +208,7 @@ struct Fetcher {
   __device__ void fetch_part(const PromptTile& tile, int part) {
     if constexpr (P::kGeneral) return fetch_general(*this, tile, part);
     const PromptHead& head = p.head[tile.head];
-    const PromptPart& from = p.part[part];
+    const PromptPart& from = p.part_of(tile.head, part);
     const int keys = keys_of(p, tile, part, from.lengths[tile.sequence * from.lengths_stride]);
     const int32_t* pages = from.page_table + int64_t{tile.sequence} * from.table_stride;
     if (!keys) return;
@@ -218,7 +219,7 @@ struct Fetcher {
     }
     switch (from.bits) {
       case 16:
-        fetch_elements(head, elements_of(p, head, part), keys,
+        fetch_elements(head, elements_of(p, head, part, from), keys,
                        [pages](int i) { return __ldg(pages + i); });
         break;
       case 8: fetch_codes<8>(head, part, pages, keys); break;
@@ -238,8 +239,10 @@ struct Fetcher {
       wait(s.queries_done[slot], (n >> 1 & 1) ^ 1);
       if (threadIdx.x == 0) {
         s.tile[slot] = tile;
-        for (int i = 0; i < p.parts; ++i)
-          s.before[slot][i] = p.part[i].lengths[tile.sequence * p.part[i].lengths_stride];
+        for (int i = 0; i < p.parts; ++i) {
+          const PromptPart& part = p.part_of(max(tile.head, 0), i);
+          s.before[slot][i] = part.lengths[tile.sequence * part.lengths_stride];
+        }
       }
       if (tile.head >= 0) fetch_queries(p, tile, shared + slot * p.query_bytes);
       arrive_after_copies(s.queries_there[slot]);

@@ -15,13 +15,15 @@ __device__ inline void copy8(uint32_t to, const void* from) {
 
 // The codes of one lane in one part, in any form: what CodesLane is for one form.
 struct FormLane {
-  const GeneralPrompts& p;
+  const PromptParams& p;
   const PromptHead& head;
   int part;
+  const PromptPart& of;
+  const FormSide (&sides)[2];
   const uint8_t (&groups)[2];
 
   __device__ FormRows rows(int which, uint32_t buffer) const {
-    const FormSide& side = p.side[part][which];
+    const FormSide& side = sides[which];
     const int rank = 16 * (which ? head.steps_v : head.steps_k);
     uint32_t codes = buffer;
     if (which) codes += bytes(0);
@@ -29,16 +31,16 @@ struct FormLane {
   }
   // What 64 tokens of K or V take in a buffer: codes, and then their metadata.
   __device__ int code_bytes(int which) const {
-    return 128 * p.side[part][which].bits * (which ? head.steps_v : head.steps_k);
+    return 128 * sides[which].bits * (which ? head.steps_v : head.steps_k);
   }
   __device__ int bytes(int which) const {
-    return code_bytes(which) + p.side[part][which].meta_size(
-                                   groups[which], 16 * (which ? head.steps_v : head.steps_k), 64);
+    const int rank = 16 * (which ? head.steps_v : head.steps_k);
+    return code_bytes(which) + sides[which].meta_size(groups[which], rank, 64);
   }
 
   // Asks for 64 tokens of a page, from `token` on.
   __device__ void copy(uint32_t to, int32_t page, int token) const {
-    const char* from = p.pool + page * p.part[part].page_stride;
+    const char* from = p.pool + page * of.page_stride;
     for (int which = 0; which < 2; ++which) {
       const FormRows own = rows(which, to);
       const char* codes = from + (which ? head.v[part] : head.k[part]);
@@ -97,6 +99,7 @@ struct KnownLane : CodesLane<kBits> {
 struct PartPages {
   const PromptHead& head;
   int part;
+  const PromptPart& of;
   const int32_t* pages;
   int keys;
   TileWindow window;
@@ -108,8 +111,8 @@ __device__ void fetch_seen_elements(Fetcher& f, const PartPages& from) {
   for (int first = from.window.next(0); first < from.keys;
        first = from.window.next(first + count)) {
     const StagePages ids(f.p, from.pages, first, from.keys);
-    fetch_keys(f.p, from.head, elements_of(f.p, from.head, from.part), ids, first, from.keys,
-               f.next_stage(from.head));
+    fetch_keys(f.p, from.head, elements_of(f.p, from.head, from.part, from.of), ids, first,
+               from.keys, f.next_stage(from.head));
     arrive_after_copies(f.s.full[f.room.stage.at]);
     f.room.stage.next();
   }
@@ -160,19 +163,24 @@ __device__ void fetch_general(Fetcher& f, const PromptTile& tile, int part) {
   const auto& p = f.p;
   const PromptHead& head = p.head[tile.head];
   const auto before = [&](int other) {
-    return p.part[other].lengths[tile.sequence * p.part[other].lengths_stride];
+    const PromptPart& of = p.part_of(tile.head, other);
+    return of.lengths[tile.sequence * of.lengths_stride];
   };
   const int keys = keys_of(p, tile, part, before(part));
   if (!keys) return;
+  const PromptPart& of = p.part_of(tile.head, part);
   const PartPages from{head, part,
-                       p.part[part].page_table + int64_t{tile.sequence} * p.part[part].table_stride,
+                       of,   of.page_table + int64_t{tile.sequence} * of.table_stride,
                        keys, TileWindow(p, tile, part, prompt_keys(head.steps_v), before)};
-  switch (p.part[part].bits) {
+  switch (of.bits) {
     case 16: fetch_seen_elements(f, from); break;
-    case 8: fetch_seen_codes(f, from, KnownLane<8>{p, head, part}); break;
-    case 4: fetch_seen_codes(f, from, KnownLane<4>{p, head, part}); break;
-    case 2: fetch_seen_codes(f, from, KnownLane<2>{p, head, part}); break;
-    default: fetch_seen_codes(f, from, FormLane{p, head, part, p.groups[tile.head][part]});
+    case 8: fetch_seen_codes(f, from, KnownLane<8>{p, head, part, of}); break;
+    case 4: fetch_seen_codes(f, from, KnownLane<4>{p, head, part, of}); break;
+    case 2: fetch_seen_codes(f, from, KnownLane<2>{p, head, part, of}); break;
+    default:
+      fetch_seen_codes(
+          f, from,
+          FormLane{p, head, part, of, p.sides_of(tile.head, part), p.groups[tile.head][part]});
   }
 }
 

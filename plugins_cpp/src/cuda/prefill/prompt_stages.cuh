@@ -20,8 +20,8 @@ struct PromptTile {
 struct PromptShared {
   uint64_t full[kPromptStages], empty[kPromptStages], queries_there[2], queries_done[2];
   PromptTile tile[2];
-  // Tokens that the tile's sequence had in each part before the step.
-  int before[2][KVLATHE_MAX_PARTS];
+  // Tokens that the tile's sequence had in each part of the lane before the step.
+  int before[2][KVLATHE_MAX_SLOTS];
   int taken[2];
 };
 
@@ -73,10 +73,11 @@ __device__ inline int place_stage(int after, int units, int room) {
 }
 
 // Tokens of a part that the last row of the tile sees, where `before` were there before the step.
-__device__ inline int keys_of(const PromptParams& p, const PromptTile& tile, int part, int before) {
+template <class P>
+__device__ inline int keys_of(const P& p, const PromptTile& tile, int part, int before) {
   if (!(p.head[tile.head].parts >> part & 1)) return 0;
   const int last = min(tile.first + kPromptRows, tile.rows) - 1;
-  return before + (p.part[part].fresh ? last / p.group_size + 1 : 0);
+  return before + (p.part_of(tile.head, part).fresh ? last / p.group_size + 1 : 0);
 }
 
 __device__ inline int page_of(const PromptParams& p, int token) {
@@ -91,10 +92,9 @@ struct TileWindow {
   int place;   // of the chunk's first token among all of the lane
   Gap stages;  // that no row sees: both ends are multiples of a stage's tokens
 
-  template <class Before>
-  __device__ TileWindow(const GeneralPrompts& p, const PromptTile& tile, int part, int stage,
-                        Before before) {
-    const kvlathe_window& window = p.window[part];
+  template <class P, class Before>
+  __device__ TileWindow(const P& p, const PromptTile& tile, int part, int stage, Before before) {
+    const kvlathe_window& window = p.window_of(tile.head, part);
     const int sealed = window.sealed < 0 ? 0 : before(window.sealed);
     recent = window.recent, exact = window.exact;
     offset = part == window.fresh ? sealed : 0, place = sealed + before(window.fresh);

@@ -41,19 +41,22 @@ struct PromptPart {
   int32_t group_shift;  // log2 of a quantized V group's tokens
 };
 
+// By slot, as in LaneParams.
 struct PromptHead {
   int32_t q_offset, o_offset;
-  int32_t k[KVLATHE_MAX_PARTS], v[KVLATHE_MAX_PARTS];             // bytes from a page's start
-  uint16_t k_meta[KVLATHE_MAX_PARTS], v_meta[KVLATHE_MAX_PARTS];  // quantized: 16 bytes from k
-  uint8_t groups_k[KVLATHE_MAX_PARTS];                            // quantized: groups of K
-  uint8_t least_k[KVLATHE_MAX_PARTS];  // quantized: steps of 16 channels in the shortest of them
+  int32_t k[KVLATHE_MAX_SLOTS], v[KVLATHE_MAX_SLOTS];             // bytes from a page's start
+  uint16_t k_meta[KVLATHE_MAX_SLOTS], v_meta[KVLATHE_MAX_SLOTS];  // quantized: 16 bytes from k
+  uint8_t groups_k[KVLATHE_MAX_SLOTS];                            // quantized: groups of K
+  uint8_t least_k[KVLATHE_MAX_SLOTS];  // quantized: steps of 16 channels in the shortest of them
   uint8_t steps_k, steps_v;            // ranks / 16
-  uint8_t parts;                       // bit i: part i has tokens of this lane
+  uint8_t parts;                       // bit i: slot i has tokens of this lane
   uint16_t steps_before;               // of K and V of the lanes before, in a copied page
 };
 
 struct PromptParams {
   static constexpr bool kGeneral = false;
+  KVLATHE_ANYWHERE const PromptPart& part_of(int, int slot) const { return part[slot]; }
+
   const char* pool;
   const uint16_t* q;
   uint16_t* o;
@@ -61,7 +64,7 @@ struct PromptParams {
   int32_t* list;
   const int32_t* cu_seqlens_q;
   float scale_log2;
-  int32_t heads, group_size, page_tokens, parts;
+  int32_t heads, group_size, page_tokens, parts;  // parts: of a lane at most
   uint32_t page_magic;  // token / page_tokens == umulhi(token, page_magic)
   // Shared memory: two tiles of queries, then buffers of codes (0 to 2), then stages of K | V from
   // stages_at on.
@@ -73,19 +76,43 @@ struct PromptParams {
   const char* copies;
   int64_t copy_stride;
   int32_t batch;
-  PromptPart part[KVLATHE_MAX_PARTS];
+  PromptPart part[KVLATHE_MAX_SLOTS];
   PromptHead head[KVLATHE_MAX_HEADS];  // the most work first
 };
 static_assert(sizeof(PromptParams) <= 4000);
 
-// The same for any call: parts have windows, and codes have any form. Part i then has the bits
+// The same for any call: parts have windows, and codes have any form. A part then has the bits
 // kGeneralBits where prompt_codes.cuh does not read its codes.
 struct GeneralPrompts : PromptParams {
   static constexpr bool kGeneral = true;
-  kvlathe_window window[KVLATHE_MAX_PARTS];
-  FormSide side[KVLATHE_MAX_PARTS][2];                      // of K and V
-  uint8_t groups[KVLATHE_MAX_HEADS][KVLATHE_MAX_PARTS][2];  // groups_of
+  using Sides = FormSide[2];  // of K and V
+  KVLATHE_ANYWHERE const kvlathe_window& window_of(int, int slot) const { return window[slot]; }
+  KVLATHE_ANYWHERE const Sides& sides_of(int, int slot) const { return side[slot]; }
+
+  kvlathe_window window[KVLATHE_MAX_SLOTS];
+  Sides side[KVLATHE_MAX_SLOTS];
+  uint8_t groups[KVLATHE_MAX_HEADS][KVLATHE_MAX_SLOTS][2];  // groups_of
 };
+
+// The same of a call of more parts than slots, where lanes name their parts (SlotTable).
+struct NamedPrompts : GeneralPrompts {
+  KVLATHE_ANYWHERE const PromptPart& part_of(int head, int slot) const {
+    return every_part[slots.part_in(head, slot)];
+  }
+  KVLATHE_ANYWHERE const kvlathe_window& window_of(int head, int slot) const {
+    return lane_window[head][slot];
+  }
+  KVLATHE_ANYWHERE const Sides& sides_of(int head, int slot) const {
+    return every_side[slots.part_in(head, slot)];
+  }
+
+  SlotTable<true> slots;
+  PromptPart every_part[KVLATHE_MAX_PARTS];
+  Sides every_side[KVLATHE_MAX_PARTS];
+  // Its buckets are slots.
+  kvlathe_window lane_window[KVLATHE_MAX_HEADS][KVLATHE_MAX_SLOTS];
+};
+static_assert(sizeof(NamedPrompts) <= 32764, "a kernel takes no more parameters");
 constexpr int kGeneralBits = 1;
 
 // Copies that come before a call's launch.
@@ -103,9 +130,9 @@ bool prompt_kernel_here();
 // The launch of a call's listed chunks. Nothing is launched yet: what cannot be attended throws a
 // Refusal before anything runs.
 struct PromptLaunch {
-  GeneralPrompts params;
+  NamedPrompts params;
   CopyLaunch copies;
-  const void* kernel;  // takes them, or what they have of PromptParams
+  const void* kernel;  // takes them, or what they have of GeneralPrompts or PromptParams
   int grid, shared_bytes;
 };
 PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& args);

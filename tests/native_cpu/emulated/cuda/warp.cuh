@@ -5,9 +5,15 @@
 
 #include "cuda/device.cuh"
 
+#define KVLATHE_DYNAMIC_SHARED(name)                                           \
+  char *const name = reinterpret_cast<char *>(memory) + kDynamic
+
 namespace kvlathe::cuda {
 
-inline uint32_t dynamic_shared() { return 0; }
+inline uint32_t dynamic_shared() { return kDynamic; }
+inline void meet_threads(int threads) {
+  Fibers::current().meet(unsigned(threads), [] {});
+}
 
 inline float from_lane_xor(float x, int mask) {
   static float all[1024];

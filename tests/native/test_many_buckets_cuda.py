@@ -1,0 +1,104 @@
+"""Heads of one layer in many buckets on a GPU: formats and windows mixed behind one fresh
+bucket. Ragged steps of prompt chunks, short ones and decode rows, through the session's own
+calls, against float64 attention masked token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from kvlathe.plan.kernel_parts import kernel_parts
+from kvlathe.plan.token_rules import KEEP_ALL, TokenRule, Window
+from kvlathe.runtime.native.cuda import CudaLibrary
+from kvlathe.runtime.native.library import Native
+from kvlathe.runtime.sessions.torch_cuda.attend import Attention, Spread
+from tests.native.library import Library
+from tests.native.step16 import Step16, step_of
+from tests.native_cpu.library import Call
+from tests.support.attend_cases import Case
+from tests.support.mixed_cases import TIERS, lengths_of, mixed_plan, mixed_steps
+
+SLOW = settings(
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+STEPS = mixed_steps([64, 128], 16, [0, 1, 1, 3, 15, 16, 40, 130, 300])
+
+
+@pytest.fixture(scope="module")
+def cuda(library: Library) -> Iterator[CudaLibrary]:
+    if not (torch.cuda.is_available() and library.has_cuda):
+        pytest.skip("no GPU, or a library without CUDA kernels")
+    yield CudaLibrary(Native.load(library.path))
+
+
+def check(cuda: CudaLibrary, case: Case) -> None:
+    step = Step16(case)
+    out, memory = step.run(cuda, "cuda")
+    step.check_memory(memory)
+    expected = case.expected()[0]
+    largest = np.abs(expected).max()
+    assert out.size and np.isfinite(out).all()
+    assert np.abs(out - expected).mean() <= 2e-3 * largest
+    assert np.abs(out - expected).max() <= 3e-2 * largest
+
+
+@SLOW
+@given(case=STEPS)
+def test_a_step_over_many_buckets(cuda: CudaLibrary, case: Case) -> None:
+    check(cuda, case)
+
+
+@SLOW
+@given(case=STEPS)
+def test_the_cpu_kernels_attend_the_same(library: Library, case: Case) -> None:
+    out, _ = Call(case).run(Native.load(library.path))
+    np.testing.assert_allclose(out, case.expected()[0], rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("page", [64, 128])
+def test_long_contexts_in_as_many_buckets_as_there_can_be(
+    cuda: CudaLibrary, page: int
+) -> None:
+    """Blocks share pairs and take several, prompts skip stages: each head sees its own
+    window of one fresh bucket."""
+    rules: list[TokenRule] = [KEEP_ALL, Window(page, 2 * page), Window(0, page)]
+    rules.append(Window.of_tokens(100, page))
+    kinds = [(tier, rule) for tier in TIERS for rule in rules]
+    plan = mixed_plan(kinds, range(len(kinds)), page, 256 // page)
+    assert len(kernel_parts(plan)) == 32
+    kept = {rule: (2 + i) * page for i, rule in enumerate(rules[1:])}
+    lengths = [
+        lengths_of(plan, tail, whole * page, kept)
+        for tail, whole in ((70, 40), (1, 90), (0, 3), (page, 20))
+    ]
+    check(cuda, step_of(plan, [400, 1, 1, 17], lengths, 5))
+    check(cuda, step_of(plan, [1, 1, 1, 1], lengths, 6))
+
+
+def test_a_step_of_few_rows_is_planned_as_it_is_attended(cuda: CudaLibrary) -> None:
+    """Decodes alone, many sequences: planned calls give the same bits as unplanned
+    ones."""
+    rules: list[TokenRule] = [KEEP_ALL, Window(64, 128)]
+    kinds = [(tier, rule) for tier in TIERS for rule in rules]
+    plan = mixed_plan(kinds, range(len(kinds)), 64, 2)
+    lengths = [
+        lengths_of(plan, 1 + i, 64 * (i % 9), {rules[1]: 64 * (i % 4)})
+        for i in range(40)
+    ]
+    case = step_of(plan, [1] * 40, lengths, 7)
+    planned = Step16(case).run(cuda, "cuda")[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Attention, "plan_calls", without_plans)
+        alone = Step16(case).run(cuda, "cuda")[0]
+    np.testing.assert_array_equal(planned, alone)
+
+
+def without_plans(attention: Attention, spread: Spread) -> None:
+    for call in spread.calls:
+        call.plan = None

@@ -1,0 +1,46 @@
+// The kernels of decode attention, and those that prepare a step, as a library for a CPU: pointers
+// of their calls are host memory. Prompt chunks are listed, and not attended.
+#define KVLATHE_FIBERS
+#include "cuda/cache/spread.cu"
+#include "cuda/decode/attend_decode.cu"
+#include "cuda/decode/plan.cu"
+
+namespace kvlathe::cuda {
+namespace {
+
+// An element whose products a warp's fibers compute.
+struct HostHalf : Half {
+  static void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    multiply_tiles<Half>(d, a, b0, b1);
+  }
+};
+
+template <class P>
+const void* launcher() {
+  static const Launcher one{[](void** arguments, dim3 grid, dim3 block, size_t shared) {
+    cudaLaunchKernel(attend_general<HostHalf, P>, grid, block, arguments, shared, nullptr);
+  }};
+  return &one;
+}
+
+const void* unknown() {
+  static const Launcher one{[](void**, dim3, dim3, size_t) { std::abort(); }};
+  return &one;
+}
+
+}  // namespace
+
+const void* decode_kernel_general(bool, bool named) {
+  return named ? launcher<GeneralParams<KVLATHE_MAX_PARTS>>()
+               : launcher<GeneralParams<KVLATHE_MAX_SLOTS>>();
+}
+const void* decode_kernel_16(bool, bool, int) { return unknown(); }
+const void* decode_kernel_codes(bool, bool, int, int) { return unknown(); }
+const void* decode_kernel_any(bool, bool, int) { return unknown(); }
+
+bool prompt_kernel_here() { return true; }
+PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args&) { return {}; }
+void copy_pages(const PromptLaunch&, void*) {}
+void attend_prompts(const PromptLaunch&, void*) {}
+
+}  // namespace kvlathe::cuda

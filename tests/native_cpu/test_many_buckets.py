@@ -1,0 +1,244 @@
+"""Heads of one layer in many buckets, through the CUDA kernels on a CPU
+(tests/native_cpu/emulated): what each row may read, which block attends what, and decode
+attention by both."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from ctypes import Array
+from functools import partial
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+from kvlathe.export.bases.basis import Basis
+from kvlathe.export.folding.fold import decoder_from
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.weights_file import wiring
+from kvlathe.plan.kernel_parts import kernel_parts
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.native.cuda import AttendDecodeArgs, CudaLibrary
+from kvlathe.runtime.native.library import Native
+from kvlathe.runtime.sessions.gpu.pages import allocate_pool
+from kvlathe.runtime.sessions.torch_cuda import attend
+from kvlathe.runtime.sessions.torch_cuda.attend import Attention, Spread
+from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
+from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder
+from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
+from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
+from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
+from kvlathe.runtime.text.tokenizer import Tokenizer
+from tests.native import step16
+from tests.native.step16 import Step16
+from tests.support.attend_cases import Case
+from tests.support.device_engines import HostAttention, turned
+from tests.support.emulated import AttentionLibrary, emulated_kernels
+from tests.support.host_device import HostTorchDevice
+from tests.support.mixed_cases import mixed_steps, model_plan
+from tests.support.ranking_laws import arena_bytes, on_cpu
+from tests.support.runtime_cases import LIMITS, MODEL, forced, text
+
+SOME = settings(
+    deadline=None,
+    max_examples=12,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return emulated_kernels(tmp_path_factory.mktemp("emulated"), "attention")
+
+
+@pytest.fixture
+def library(
+    native: Native, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> AttentionLibrary:
+    monkeypatch.setattr(attend, "_stream", lambda: 0)
+    return AttentionLibrary(native, kernels)
+
+
+def on_128(tensor: Tensor) -> Tensor:
+    """A copy whose bytes begin at a multiple of 128."""
+    room = torch.zeros(tensor.nbytes + 128, dtype=torch.uint8)
+    start = -room.data_ptr() % 128
+    own = room[start : start + tensor.nbytes]
+    own.copy_(tensor.view(torch.uint8).flatten())
+    return own
+
+
+class RowAttention(Attention):
+    """Attention in host memory, row by row, of ``queries``, which append has made."""
+
+    queries: Tensor
+
+    def __init__(
+        self,
+        library: CudaLibrary,
+        plan: CompressionPlan,
+        scales: Sequence[float],
+        pool: Tensor,
+        most_rows: int,
+    ) -> None:
+        super().__init__(library, plan, scales, pool, most_rows)
+        self.workspace = on_128(self.workspace)
+
+    def _list_size(self, step: StepInputs, tokens: int) -> int:
+        return 0
+
+    def _calls(self, spread: Spread, tokens: int) -> Array[AttendDecodeArgs]:
+        calls = super()._calls(spread, tokens)
+        spread.plan = on_128(spread.plan.zero_()).view(spread.plan.shape)
+        for layer, args in enumerate(calls):
+            args.plan = spread.plan[layer].data_ptr()
+        return calls
+
+    def _append(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        spread: Spread,
+        weights: Mapping[str, Tensor],
+        queries: Tensor,
+    ) -> None:
+        queries[: len(self.queries)] = self.queries
+
+
+class CaseAttention(RowAttention):
+    """The same of a case, whose new rows it writes."""
+
+    def __init__(
+        self,
+        step: Step16,
+        library: CudaLibrary,
+        plan: CompressionPlan,
+        scales: Sequence[float],
+        pool: Tensor,
+        most_rows: int,
+    ) -> None:
+        super().__init__(library, plan, scales, on_128(pool), most_rows)
+        case = step.case
+        of_lanes = zip(case.lanes, case.q, case.projections, strict=True)
+        turned = [
+            step._turned(head, lane) @ a
+            for lane, heads, (a, _, _) in of_lanes
+            for head in heads
+        ]
+        self.queries = torch.from_numpy(np.concatenate(turned, 1)).half()
+        write_rows(step, self.pool.numpy())
+
+
+def write_rows(step: Step16, memory: np.ndarray) -> None:
+    """k' and v' of the step's tokens."""
+    case = step.case
+    rows = case.expected()[1].astype(np.float16)
+    widths = [x.rank_k for x in case.lanes] + [x.rank_v for x in case.lanes]
+    own = np.split(rows, np.cumsum(widths)[:-1], axis=1)
+    count, layout = len(case.lanes), CacheLayout(case.plan)
+    written = np.zeros(len(memory), bool)
+    tokens = [(b, i) for b, n in enumerate(case.queries) for i in range(n)]
+    for h, lane in enumerate(case.lanes):
+        for row, (b, i) in enumerate(tokens):
+            k, v = step._row(memory, written, layout, lane, b, i)
+            k[:], v[:] = own[h][row], own[count + h][row]
+
+
+def emulated(
+    library: AttentionLibrary, case: Case, patch: pytest.MonkeyPatch
+) -> np.ndarray:
+    """o of the case's rows."""
+    step = Step16(case)
+    patch.setattr(step16, "Attention", partial(CaseAttention, step))
+    return step.run(library, "cpu")[0]
+
+
+@SOME
+@given(case=mixed_steps([64], 7, [0, 1, 1, 1, 2, 3]))
+def test_a_step_over_many_buckets_is_masked_attention(
+    library: AttentionLibrary, case: Case
+) -> None:
+    """Every lane has the tokens of its own buckets, and sees its own window of them."""
+    parts = kernel_parts(case.plan)
+    with pytest.MonkeyPatch.context() as patch:
+        out = emulated(library, case, patch)
+    assert library.calls[-1] == len(parts)
+    expected = case.expected()[0]
+    largest = np.abs(expected).max()
+    assert np.abs(out - expected).mean() <= 2e-3 * largest
+    assert np.abs(out - expected).max() <= 3e-2 * largest
+
+
+class SessionAttention(HostAttention):
+    """Attention of a session: the library's op for the CPU appends, the kernels attend."""
+
+    def __init__(
+        self,
+        native: Native,
+        library: AttentionLibrary,
+        plan: CompressionPlan,
+        scales: Sequence[float],
+        pool: Tensor,
+    ) -> None:
+        super().__init__(native, plan, scales, pool)
+        self.rows = RowAttention(library, plan, scales, pool, LIMITS.max_num_tokens)
+        self.spread_out: Spread | None = None
+
+    def spread(self, step: StepInputs, tokens: int) -> StepInputs:
+        self.spread_out = self.rows.spread(step, tokens)
+        return super().spread(step, tokens)
+
+    def run(
+        self,
+        step: StepInputs,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        weights: Mapping[str, Tensor],
+    ) -> Tensor:
+        super().run(step, layer, q, k, v, angles, weights)
+        assert self.spread_out is not None and angles is not None
+        self.rows.queries = turned(q, *angles, self.plan.model.head_dim)
+        return self.rows.run(self.spread_out, layer, q, k, v, angles, weights)
+
+
+def emulated_session(
+    native: Native, library: AttentionLibrary, plan: CompressionPlan
+) -> LLM:
+    checkpoint = Checkpoint(MODEL)
+    decoder = decoder_from(checkpoint, plan, Basis())
+    tensors = {name: x.half() for name, x in decoder.state_dict().items()}
+    wired = wiring(checkpoint.spec)
+    device, size = HostTorchDevice(), arena_bytes(plan)
+    pool = allocate_pool(device, library, plan, size)
+    scales = list(wired.scales)
+    attention = SessionAttention(native, library, plan, scales, bytes_of(pool))
+    compute = TorchCompute(TorchDecoder(wired, tensors), cast(Attention, attention))
+    session = TorchSession(device, library, plan, LIMITS, pool, compute)
+    return LLM(session, plan, LIMITS, Tokenizer(MODEL), size)
+
+
+def test_a_session_answers_as_the_one_on_the_cpu(
+    native: Native, library: AttentionLibrary
+) -> None:
+    """Chunks, seals, pages that windows give back, decodes in a graph; two sequences."""
+    plan = model_plan(128)
+    ours, theirs = emulated_session(native, library, plan), on_cpu(plan)
+    texts = [text(330), text(70, 500)]
+    schedule = [(128, 60), (128, 1), (65, 1), (1, 1), (1, 1)]
+    found, expected = (forced(llm, texts, schedule) for llm in (ours, theirs))
+    assert set(library.calls) == {4}  # parts of a layer: of its fresh bucket, two
+    for a, b in zip(found, expected, strict=True):
+        assert np.abs(a - b).max() < 2e-2 * np.abs(b).max()
+    assert ours.pool.bytes_in_use == theirs.pool.bytes_in_use == 0

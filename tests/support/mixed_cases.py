@@ -1,0 +1,130 @@
+"""Plans whose heads lie in many buckets: formats and windows mixed in one layer, behind one
+fresh bucket, as a build chooses them. And random steps of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hypothesis import strategies as st
+
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.heads import Lane
+from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.token_rules import KEEP_ALL, TokenRule, Window
+from tests.support.attend_cases import Case, plan_of
+from tests.support.runtime_cases import model_shape, plan_for
+
+HOT = Tier(16, 16)
+NORMAL: dict[str, Any] = {"levels_k": "normal", "levels_v": "normal"}
+TIERS = (
+    Tier(8, 8),
+    Tier(4, 4),
+    Tier(2, 2, "rank", "rank"),
+    Tier(4, 2, "token", "rank"),
+    Tier(3, 3),
+    Tier(8, 4, "token", "token"),
+    Tier(4, 4, "rank", "rank", **NORMAL),
+)
+RANKS = ((48, 64), (128, 16), (16, 128), (32, 32), (64, 48))
+Kind = tuple[Tier, TokenRule]
+NEAR, NEWEST = Window(64, 64), Window(0, 128)
+SEALED: tuple[Kind, ...] = (
+    (Tier(8, 8), KEEP_ALL),
+    (Tier(8, 8, "token", "rank"), NEAR),
+    (Tier(4, 4), NEAR),
+    (Tier(4, 8, "token", "rank"), KEEP_ALL),
+    (Tier(8, 8), NEWEST),
+    (Tier(8, 4, "rank", "rank", levels_v="normal"), NEWEST),
+)
+OF_LANES = (0, 1, 2, 3, 4, 0, 5, 1)
+"""The two heads of every layer of lathe-5m see different windows."""
+
+
+def model_plan(chunk: int) -> CompressionPlan:
+    """Of lathe-5m, for whole sessions."""
+    tiers = [HOT, *dict.fromkeys(tier for tier, _ in SEALED)]
+    buckets = [Bucket(0, tuple(range(len(OF_LANES))))]
+    for kind, (tier, rule) in enumerate(SEALED):
+        lanes = tuple(lane for lane, of in enumerate(OF_LANES) if of == kind)
+        place = tiers.index(tier, 1)
+        buckets.append(Bucket(place, lanes, source=0, tokens=rule))
+    return plan_for(model_shape(), tuple(tiers), tuple(buckets), 64, chunk)
+
+
+def mixed_plan(
+    kinds: Sequence[Kind], of: Sequence[int], page: int, group: int, apart: bool = False
+) -> CompressionPlan:
+    """One layer whose lane i is sealed into the bucket of ``kinds[of[i]]``. ``apart``: the
+    last lane has a fresh bucket of its own, with a window, and is never sealed."""
+    lanes: list[Lane] = []
+    members: dict[int, list[int]] = {}
+    for i, kind in enumerate(of):
+        ranks = RANKS[i % len(RANKS)]
+        lanes.append(Lane(0, i, 64, *ranks, projected=True))
+        members.setdefault(kind, []).append(i)
+    sealed = tuple(range(len(of)))
+    buckets = [Bucket(0, sealed)]
+    if apart:
+        lanes.append(Lane(0, len(of), 64, 80, 96, projected=True))
+        own = Bucket(0, (len(of),), tokens=Window(page, page))
+        buckets.append(own)
+    tiers = [HOT, *dict.fromkeys(tier for tier, _ in kinds)]
+    for kind, of_kind in members.items():
+        tier, rule = kinds[kind]
+        place = tiers.index(tier, 1)
+        buckets.append(Bucket(place, tuple(of_kind), source=0, tokens=rule))
+    return plan_of(lanes, tiers, buckets, 64, group, page)
+
+
+def lengths_of(
+    plan: CompressionPlan, tail: int, whole: int, kept: dict[TokenRule, int]
+) -> list[int]:
+    """Tokens of one sequence in every bucket: ``tail`` in fresh ones, ``whole`` where all
+    are sealed, ``kept`` under each window."""
+    lengths: list[int] = []
+    for bucket in plan.buckets:
+        held = kept.get(bucket.tokens, whole)
+        lengths.append(tail if bucket.source is None else held)
+    return lengths
+
+
+@st.composite
+def kinds_of(draw: st.DrawFn, page: int, most: int) -> list[Kind]:
+    """Formats and token rules of cold buckets, up to ``most``."""
+    exact = Window.of_tokens(draw(st.integers(1, 3 * page)), page)
+    rules = [KEEP_ALL, Window(page, 2 * page), Window(0, page), exact]
+    every = [(tier, rule) for tier in TIERS for rule in rules]
+    return draw(
+        st.lists(st.sampled_from(every), min_size=4, max_size=most, unique=True)
+    )
+
+
+@st.composite
+def mixed_steps(
+    draw: st.DrawFn, pages: Sequence[int], most: int, queries: Sequence[int]
+) -> Case:
+    """A ragged step of such a plan. ``most``: cold buckets. ``queries``: new rows of a
+    sequence."""
+    page = draw(st.sampled_from(pages))
+    kinds = draw(kinds_of(page, most))
+    some = st.integers(0, len(kinds) - 1)
+    of = [*range(len(kinds)), *draw(st.lists(some, max_size=3))]
+    order = draw(st.permutations(of))
+    group = draw(st.integers(1, min(4, 512 // page)))
+    plan = mixed_plan(kinds, order, page, group, draw(st.booleans()))
+    batch = draw(st.integers(1, 4))
+    counts = st.lists(st.sampled_from(queries), min_size=batch, max_size=batch)
+    rows = draw(counts.filter(any))
+    lengths: list[list[int]] = []
+    for _ in range(batch):
+        whole = draw(st.integers(0, 5)) * page
+        kept: dict[TokenRule, int] = {}
+        for _, rule in kinds:
+            if isinstance(rule, Window) and rule not in kept:
+                kept[rule] = draw(st.integers(0, 4)) * page
+        tail = draw(st.integers(0, 2 * page))
+        lengths.append(lengths_of(plan, tail, whole, kept))
+    case = Case(plan, 0, rows, lengths, draw(st.integers(0, 99)))
+    case.scale = 0.05  # sharper scores would show the rounding of q', not a fault
+    return case
