@@ -70,7 +70,6 @@ BACKENDS: Mapping[str, BackendInfo] = {
         ("float16",),
         ranks_tokens=True,
         windows=True,
-        paired=True,
         graph=False,
         sizes=ON_A_GPU,
     ),

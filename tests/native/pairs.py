@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from kvlathe.engines.backends import BACKENDS, BackendInfo
 from kvlathe.engines.build import BuildRequest, build
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
@@ -23,11 +21,8 @@ def engine_pair(
     folder: Path, library: Path, options: dict[str, Any]
 ) -> Generator[tuple[LLM, LLM]]:
     """lathe-5m built with ``options`` for the cuda backend and for onnxruntime, both
-    with 16-bit hot pages and the widths that the GPU's kernels take."""
+    with 16-bit hot pages: the same plan."""
     with pytest.MonkeyPatch.context() as patch:
-        paired = BACKENDS["cuda"].paired
-        alike = dataclasses.replace(BACKENDS["onnxruntime"], paired=paired)
-        patch.setitem(cast(dict[str, BackendInfo], BACKENDS), "onnxruntime", alike)
         patch.setenv("KVLATHE_LIBRARY", str(library.resolve()))
         native.find.cache_clear()
         engines: list[LLM] = []
