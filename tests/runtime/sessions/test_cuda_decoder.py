@@ -27,7 +27,6 @@ from kvlathe.layers.wiring import Wiring
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import Budget, ObservationWindow
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.cuda import APPENDED, OVERLAP, CudaLibrary
 from kvlathe.runtime.sessions.registry import attention
@@ -135,19 +134,13 @@ def test_plans_that_the_kernels_do_not_run_are_refused_with_what_to_do() -> None
     plan = one_bucket()
     every = plan.buckets[0].lanes
     cuda.check_plan("cuda", plan)
-    budget = dataclasses.replace(
-        plan,
-        buckets=(Bucket(0, every, None, Budget(128)),),
-        observation=ObservationWindow(last=8),
-    )
     stored = dataclasses.replace(
         plan,
         tiers=(Tier(16, 16), Tier(8, 8, group_v=16, arithmetic="int", sums=True)),
         buckets=(Bucket(0, every), Bucket(1, every, 0)),
     )
-    many = dataclasses.replace(
-        plan, buckets=tuple(Bucket(0, (lane,)) for lane in every)
-    )
+    cold = tuple(Bucket(0, every, 0) for _ in range(3))
+    many = dataclasses.replace(plan, buckets=(Bucket(0, every), *cold))
     hot = dataclasses.replace(plan, tiers=(Tier(32, 32),))
     queries = dataclasses.replace(
         plan, model=dataclasses.replace(plan.model, query_heads=9 * plan.model.kv_heads)
@@ -163,9 +156,8 @@ def test_plans_that_the_kernels_do_not_run_are_refused_with_what_to_do() -> None
         stored, tiers=(Tier(16, 16), Tier(8, 8)), page_tokens=512, prefill_chunk=512
     )
     for refused, words in (
-        (budget, "cannot run a compression that ranks tokens"),
         (stored, "sums of codes"),
-        (many, "8 buckets"),
+        (many, "a head is in 4 buckets"),
         (hot, "32 bits"),
         (queries, "9 query heads a KV head, and the kernels take 8"),
         (wide, "a layer has 65 KV heads"),
