@@ -25,7 +25,8 @@ class KernelPart:
 
 
 def kernel_parts(plan: CompressionPlan) -> list[KernelPart]:
-    """Bucket after bucket."""
+    """Bucket after bucket. One without lanes, as a rank may have, is a part as well: page
+    tables and lengths are by bucket."""
     windows = _windows(plan)
     sealed: dict[int, int] = {}
     for b, bucket in enumerate(plan.buckets):
@@ -37,9 +38,11 @@ def kernel_parts(plan: CompressionPlan) -> list[KernelPart]:
         for lane in bucket.lanes:
             window = windows.get(lane, SEES_ALL)
             alike.setdefault(window, []).append(lane)
+        if not alike:
+            alike[SEES_ALL] = []
         for window, lanes in alike.items():
             fresh = b
-            cold = sealed.get(lanes[0], -1)
+            cold = max((sealed.get(lane, -1) for lane in lanes), default=-1)
             if bucket.source is not None:
                 fresh = bucket.source
                 cold = b

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+from typing import cast
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,7 +13,7 @@ from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.kernel_parts import kernel_parts, most_in_a_layer, most_slots
 from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import KEEP_ALL, TokenRule, Window
+from kvlathe.plan.token_rules import KEEP_ALL, SEES_ALL, TokenRule, Window
 from tests.support.attend_cases import plan_of
 
 NEAR, FAR = Window(64, 128), Window(0, 256)
@@ -53,3 +57,13 @@ def test_buckets_of_a_lane_and_of_a_layer_are_counted() -> None:
     assert most_slots(plan) == 2
     assert most_in_a_layer(plan) == 3
     assert len(kernel_parts(plan)) == 7
+
+
+def test_a_bucket_without_lanes_has_a_part() -> None:
+    """A rank may keep nothing of it; tables and lengths are by bucket all the same."""
+    plan = sealed([NEAR, NEAR, NEAR])
+    empty = dataclasses.replace(plan.buckets[1], lanes=())
+    own = SimpleNamespace(buckets=(plan.buckets[0], empty, plan.buckets[2]))
+    parts = kernel_parts(cast(CompressionPlan, own))
+    assert [part.bucket for part in parts] == [0, 1, 2]
+    assert not parts[1].lanes and parts[1].window == SEES_ALL
