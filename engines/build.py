@@ -32,6 +32,8 @@ from kvlathe.engines.planning import (
 from kvlathe.engines.request import BuildRequest
 from kvlathe.engines.targets import onnxruntime
 from kvlathe.plan import manifest as manifests
+from kvlathe.plan.deal import deal
+from kvlathe.plan.engine_folder import read_plan
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import (
     BASIS_FILE,
@@ -90,6 +92,7 @@ def build(request: BuildRequest) -> Path:
         log.info("the same engine was built before: taken from the cache")
         with appearing(request.output_dir, request.overwrite) as folder:
             cache.give(order.key, kept, folder)
+            deal(read_plan(folder), request.tensor_parallel_size)
             _renew(folder, kept, request)
         return request.output_dir
     job = prepare(order)
@@ -134,6 +137,7 @@ def _make(job: Job, folder: Path) -> None:
     planned = plan_for(request, checkpoint)
     plan = planned.plan
     job.order.backend.check_plan(request.backend, plan)
+    deal(plan, request.tensor_parallel_size)  # raises where it cannot be
     (folder / PLAN_FILE).write_text(plan.to_json(), "utf-8")
     planned.basis.save(folder / BASIS_FILE)
     with phase("folding and writing"):

@@ -36,6 +36,7 @@ NOT_IN_KEY = (
     "model",
     "output_dir",
     "workers",
+    "tensor_parallel_size",
     "overwrite",
     "use_cache",
     "command",

@@ -34,6 +34,7 @@ COUNTS = (
     "tokens_per_block",
     "prefill_chunk",
     "workers",
+    "tensor_parallel_size",
     "calibration_tokens",
     "target_len",
 )
@@ -78,7 +79,8 @@ class BuildRequest:
     What is measured counts bytes at ``target_len`` tokens (the longest sequence) and is
     priced on long-range exercises too, unless ``protect`` is "none".
     Limits are in tokens, except the batch (sequences). ``kv_bits``: number format of
-    fresh tokens. ``workers``: threads. ``device``: where the model is calibrated,
+    fresh tokens. ``workers``: threads. ``tensor_parallel_size``: GPUs
+    that the plan must be dealt to; an engine is the same for any. ``device``: where the model is calibrated,
     measured and folded (None: KVLATHE_DEVICE, or auto: a GPU where torch sees one).
     """
 
@@ -111,6 +113,7 @@ class BuildRequest:
     tokens_per_block: int = 64
     prefill_chunk: int | None = None
     workers: int | None = None
+    tensor_parallel_size: int = 1
     device: Literal["auto", "cpu", "cuda"] | None = None
     overwrite: bool = False
     use_cache: bool = True
@@ -199,6 +202,12 @@ def check(request: BuildRequest) -> None:
             f"--dtype {request.dtype}",
             f"{request.backend} computes in {', '.join(dtypes)}",
             "choose another",
+        )
+    if request.tensor_parallel_size > 1 and request.backend != "cuda":
+        raise _refused(
+            f"--tensor-parallel-size {request.tensor_parallel_size}",
+            f"{request.backend} runs on one device",
+            "build with --backend cuda",
         )
     check_target(request.output_dir, request.overwrite)
 

@@ -14,8 +14,8 @@ from typing import Any
 import click
 
 from kvlathe.base import console, devices
-from kvlathe.cli.common import PATH, Result, reports, show_pairs
-from kvlathe.cli.show import memory_of, show_memory
+from kvlathe.cli.common import PATH, TENSOR_PARALLEL, Result, reports, show_pairs
+from kvlathe.cli.show import memory_of, ranks_of, show_memory, show_ranks
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.engine_folder import open_engine
 
@@ -44,6 +44,7 @@ def show_build(result: Result) -> None:
     ]
     console.print_pairs(f"{result['model']}, {result['compression']}", rows)
     show_memory(result["memory"])
+    show_ranks(result["ranks"], result["tokens"])
     show_phases(result["phases"])
 
 
@@ -235,6 +236,7 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option("--workers", type=click.IntRange(1), help="Threads. [default: all cores]")
 @DEVICE
+@TENSOR_PARALLEL
 @click.option(
     "--overwrite", is_flag=True, help="Replace an engine folder of the same name."
 )
@@ -265,11 +267,12 @@ def build_command(no_cache: bool, dry_run: bool, **options: Any) -> Result:  # n
         engine = builds.build(request)
     seconds = time.monotonic() - started
     of_phases = [dataclasses.asdict(phase) for phase in phases]
-    return {**describe(engine), "seconds": seconds, "phases": of_phases}
+    described = describe(engine, request.tensor_parallel_size)
+    return {**described, "seconds": seconds, "phases": of_phases}
 
 
-def describe(engine: Path) -> Result:
-    """What a finished engine folder promises."""
+def describe(engine: Path, ranks: int = 1) -> Result:
+    """What a finished engine folder promises, on ``ranks`` GPUs."""
     opened = open_engine(engine, deep=False)
     manifest = opened.manifest
     sizes = manifest.kv_bytes
@@ -283,6 +286,8 @@ def describe(engine: Path) -> Result:
         "kv_bytes_per_token_16bit": sizes.baseline_16bit,
         "kv_bytes_removed": sizes.removed,
         "memory": memory_of(opened.plan, manifest.limits),
+        "tokens": manifest.limits.max_seq_len,
+        "ranks": ranks_of(opened.plan, ranks, manifest.limits.max_seq_len),
         "report": str(engine / manifests.REPORT_FILE),
     }
 

@@ -112,6 +112,13 @@ GPU_MEMORY = click.option(
     show_default=True,
     help="Share of a GPU's memory to use: weights, cache, and what else is on it.",
 )
+TENSOR_PARALLEL = click.option(
+    "--tensor-parallel-size",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="GPUs to spread the engine over (docs/scale.md).",
+)
 
 
 def reports(

@@ -14,6 +14,7 @@ from kvlathe.cli.common import (
     ENGINE,
     GPU_MEMORY,
     PATH,
+    TENSOR_PARALLEL,
     THREADS,
     Result,
     reports,
@@ -153,6 +154,7 @@ def show_suite(result: Result) -> None:
 @THREADS
 @DEVICE
 @GPU_MEMORY
+@TENSOR_PARALLEL
 @reports(show_scores)
 def eval_command(
     engine: Path,
@@ -167,6 +169,7 @@ def eval_command(
     threads: int | None,
     device: str | None,
     gpu_memory_utilization: float,
+    tensor_parallel_size: int,
     **drawn: int,
 ) -> Result:
     """Measure an engine: perplexity, line retrieval, and agreement with the
@@ -184,8 +187,11 @@ def eval_command(
     text = (text or shipped("eval_text.jsonl", "--text")) if whole else text
     share = gpu_memory_utilization
     # Both are there at once: the baseline leaves half of a GPU to the engine.
-    reference = _loaded(baseline, threads, device, share / 2) if baseline else None
-    llm = _loaded(engine, threads, device, share)
+    ranks = tensor_parallel_size
+    reference = None
+    if baseline:
+        reference = _loaded(baseline, threads, device, share / 2, ranks)
+    llm = _loaded(engine, threads, device, share, ranks)
     if not whole or text is None:
         scores = evaluate(
             llm, reference, text, retrieval, windows, window_tokens, every
@@ -202,12 +208,18 @@ def eval_command(
     return result | {"report": None if report is None else str(report)}
 
 
-def _loaded(engine: Path, threads: int | None, device: str | None, share: float) -> LLM:
-    """An engine in ``share`` of a GPU's memory, or on the CPU."""
+def _loaded(
+    engine: Path, threads: int | None, device: str | None, share: float, ranks: int
+) -> LLM:
+    """An engine in ``share`` of the memory of ``ranks`` GPUs, or on the CPU."""
     from kvlathe.runtime.llm import LLM
 
     return LLM.load(
-        engine, threads=threads, device=device, gpu_memory_utilization=share
+        engine,
+        threads=threads,
+        device=device,
+        gpu_memory_utilization=share,
+        tensor_parallel_size=ranks,
     )
 
 

@@ -16,6 +16,7 @@ from kvlathe.cli.common import (
     ENGINE,
     GPU_MEMORY,
     PATH,
+    TENSOR_PARALLEL,
     THREADS,
     Result,
     check_text,
@@ -89,6 +90,7 @@ def show_answer(result: Result) -> None:
 @THREADS
 @DEVICE
 @GPU_MEMORY
+@TENSOR_PARALLEL
 @reports(show_answer)
 def generate_command(
     engine: Path,
@@ -98,6 +100,7 @@ def generate_command(
     threads: int | None,
     device: str | None,
     gpu_memory_utilization: float,
+    tensor_parallel_size: int,
     **sampling: Any,  # noqa: ANN401
 ) -> Result:
     """Continue a prompt. The text goes to stdout as it comes."""
@@ -116,6 +119,7 @@ def generate_command(
         threads=threads,
         device=device,
         gpu_memory_utilization=gpu_memory_utilization,
+        tensor_parallel_size=tensor_parallel_size,
     )
     tokens = llm.tokenizer.encode(text)
     if chat:

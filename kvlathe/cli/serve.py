@@ -19,6 +19,7 @@ from kvlathe.cli.common import (
     GPU_MEMORY,
     LOG_LEVEL,
     PATH,
+    TENSOR_PARALLEL,
     THREADS,
     Seconds,
     Size,
@@ -110,6 +111,7 @@ def check_keys(keys: tuple[str, ...]) -> None:
 )
 @CACHE_SIZE
 @GPU_MEMORY
+@TENSOR_PARALLEL
 @click.option(
     "--cold-pages",
     is_flag=True,

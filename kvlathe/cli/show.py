@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from kvlathe.base import console
-from kvlathe.cli.common import ENGINE, Result, reports
+from kvlathe.cli.common import ENGINE, TENSOR_PARALLEL, Result, reports
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import WARNINGS, CompressionPlan
@@ -65,6 +65,7 @@ def show_engine(result: Result) -> None:
         [tuple(bucket.values()) for bucket in result["buckets"]],
     )
     show_memory(result["memory"])
+    show_ranks(result["ranks"], result["limits"]["max_seq_len"])
     for stage in result["stages"][1:]:
         name = f"tokens of a prompt from layer {stage['first_layer']} on"
         console.print_pairs("", [(name, stage["tokens"])])
@@ -109,12 +110,37 @@ def rank_table(
     return ("layer", *(f"head {h}" for h in range(heads))), rows
 
 
+def ranks_of(plan: CompressionPlan, ranks: int, tokens: int) -> list[dict[str, Any]]:
+    """What each of several GPUs holds of a sequence of ``tokens`` tokens. Raises
+    KvlatheError for a plan that cannot be dealt to so many."""
+    from kvlathe.plan.deal import deal
+
+    if ranks == 1:
+        return []
+    dealt = deal(plan, ranks)
+    taken = dealt.taken(tokens)
+    return [
+        {"rank": rank, "heads": len(shares), "filled": filled, "taken": taken}
+        for rank, (shares, filled) in enumerate(
+            zip(dealt.shares, dealt.filled(tokens), strict=True)
+        )
+    ]
+
+
+def show_ranks(rows: list[dict[str, Any]], tokens: int) -> None:
+    columns = ("GPU", "KV heads", "bytes of them", "bytes of its pages")
+    lines = [tuple(row.values()) for row in rows]
+    if lines:
+        console.print_table(f"a sequence of {tokens:,} tokens", columns, lines)
+
+
 @click.command("inspect")
 @ENGINE
+@TENSOR_PARALLEL
 @reports(show_engine)
-def inspect_command(engine: Path) -> Result:
+def inspect_command(engine: Path, tensor_parallel_size: int) -> Result:
     """Show an engine: its plan (ranks of every head), bytes for each token, limits, and
-    what runs its attention."""
+    what runs its attention. With --tensor-parallel-size also what each GPU holds."""
     from kvlathe.evaluation import record
     from kvlathe.plan.layout import CacheLayout
     from kvlathe.runtime.sessions.registry import attention
@@ -142,6 +168,7 @@ def inspect_command(engine: Path) -> Result:
         "evaluation": kept.scores,
         "evaluated_on": kept.measured_on,
         "memory": memory_of(plan, manifest.limits),
+        "ranks": ranks_of(plan, tensor_parallel_size, manifest.limits.max_seq_len),
         "bytes_on_disk": manifest.size,
         "limits": dataclasses.asdict(manifest.limits),
         "warnings": {

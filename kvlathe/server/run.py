@@ -57,6 +57,7 @@ class Settings:
     body_seconds: float = BODY_SECONDS
     max_batch_size: int | None = None  # None: the engine's
     gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION
+    tensor_parallel_size: int = 1
     cold_pages: bool = False  # pages that wait on the host are coded
     host_cache_bytes: int | None = None  # for evicted prefixes
     disk_cache: Path | None = None  # the same, a folder
@@ -143,8 +144,9 @@ def bind(host: str, port: int) -> socket.socket:
 def capacity(llm: LLM) -> str:
     """How much runs at once, and on what."""
     tokens = int(llm.pool.arena_bytes / llm.layout.bytes_per_token())
+    where = " on each GPU" if llm.plan.is_part else ""
     return (
-        f"{llm.pool.arena_bytes:,} bytes of KV cache, about {tokens:,} tokens, in at most "
+        f"{llm.pool.arena_bytes:,} bytes of KV cache{where}, about {tokens:,} tokens, in at most "
         f"{llm.limits.max_batch_size} sequences; attention: {llm.attention}"
     )
 
@@ -218,6 +220,7 @@ def load(folder: Path, settings: Settings) -> LLM:
         max_batch_size=settings.max_batch_size,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         stores=settings.stores,
+        tensor_parallel_size=settings.tensor_parallel_size,
     )
     if settings.chat_template:
         llm.tokenizer.chat_template = read_template(settings.chat_template)
