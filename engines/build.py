@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvlathe.base.console import log
+from kvlathe.base.hub import model_name
 from kvlathe.base.tokenizer_files import FILES, GENERATION, read_object
 from kvlathe.engines import cache
 from kvlathe.engines.backends import BACKENDS
@@ -112,7 +113,7 @@ def _renew(folder: Path, kept: Manifest, request: BuildRequest) -> None:
 
     described = dataclasses.replace(
         kept,
-        model=request.model.resolve().name,
+        model=model_name(request.model),
         command=request.command,
         created=_now(),
     )
@@ -203,7 +204,7 @@ def _describe(
 ) -> Manifest:
     request, plan = job.order.request, planned.plan
     return Manifest(
-        model=job.checkpoint.path.resolve().name,
+        model=model_name(job.checkpoint.path),
         compression=request.compression,
         backend=request.backend,
         versions=job.order.versions,

@@ -14,7 +14,16 @@ from typing import Any
 import click
 
 from kvlathe.base import console, devices
-from kvlathe.cli.common import PATH, TENSOR_PARALLEL, Result, reports, show_pairs
+from kvlathe.base.hub import checkpoint_folder
+from kvlathe.cli.common import (
+    MODEL,
+    PATH,
+    REVISION,
+    TENSOR_PARALLEL,
+    Result,
+    reports,
+    show_pairs,
+)
 from kvlathe.cli.show import memory_of, ranks_of, show_memory, show_ranks
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.engine_folder import open_engine
@@ -156,12 +165,8 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command("build")
-@click.option(
-    "--model",
-    type=PATH,
-    required=True,
-    help="Checkpoint folder in Hugging Face form (config.json, *.safetensors).",
-)
+@MODEL
+@REVISION
 @click.option(
     "--output-dir",
     type=PATH,
@@ -249,7 +254,13 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="Plan and print what the engine would be; write nothing.",
 )
 @reports(show_build)
-def build_command(no_cache: bool, dry_run: bool, **options: Any) -> Result:  # noqa: ANN401
+def build_command(
+    model: Path,
+    revision: str | None,
+    no_cache: bool,
+    dry_run: bool,
+    **options: Any,  # noqa: ANN401
+) -> Result:
     """Compress a checkpoint's KV cache and write an engine folder.
 
     Say how much with one of --removal-rate, --compression-ratio and --accuracy.
@@ -257,8 +268,10 @@ def build_command(no_cache: bool, dry_run: bool, **options: Any) -> Result:  # n
     from kvlathe.engines import build as builds
     from kvlathe.engines.phases import recorded
 
+    folder = checkpoint_folder(model, revision)
+    command = command_line()
     request = builds.BuildRequest(
-        **options, use_cache=not no_cache, command=command_line()
+        folder, **options, use_cache=not no_cache, command=command
     )
     if dry_run:
         return builds.preview(request)
@@ -301,9 +314,8 @@ def command_line() -> str:
 
 
 @click.command("calibrate")
-@click.option(
-    "--model", type=PATH, required=True, help="Checkpoint folder in Hugging Face form."
-)
+@MODEL
+@REVISION
 @click.option(
     "--output", type=PATH, required=True, help="Statistics file to write (.npz)."
 )
@@ -325,6 +337,7 @@ def command_line() -> str:
 @reports(show_pairs)
 def calibrate_command(
     model: Path,
+    revision: str | None,
     output: Path,
     calibration: str,
     calibration_tokens: int | None,
@@ -340,8 +353,9 @@ def calibrate_command(
     from kvlathe.engines import build as builds
 
     started = time.monotonic()
+    folder = checkpoint_folder(model, revision)
     stats = builds.calibrate_to(
-        model, output, calibration, calibration_tokens, seed, max_seq_len, device
+        folder, output, calibration, calibration_tokens, seed, max_seq_len, device
     )
     return {
         "stats": str(output),

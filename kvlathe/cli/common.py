@@ -73,6 +73,16 @@ class Size(SizeParam):
 
 
 ENGINE = click.argument("engine", type=PATH)
+MODEL = click.option(
+    "--model",
+    type=PATH,
+    required=True,
+    help="Checkpoint folder in Hugging Face form (config.json, *.safetensors), or the "
+    "name org/model of one on the Hub.",
+)
+REVISION = click.option(
+    "--revision", help="Branch, tag or commit of a model on the Hub. [default: main]"
+)
 DRAIN_SECONDS = click.option(
     "--drain-seconds",
     type=Seconds(0),

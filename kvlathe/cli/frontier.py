@@ -11,7 +11,8 @@ import click
 
 from kvlathe.base import console
 from kvlathe.base.errors import KvlatheError
-from kvlathe.cli.common import PATH, THREADS, Result, reports
+from kvlathe.base.hub import checkpoint_folder
+from kvlathe.cli.common import MODEL, PATH, REVISION, THREADS, Result, reports
 
 SINGLE = (
     "none",
@@ -63,7 +64,8 @@ def show_frontier(result: Result) -> None:
 
 
 @click.command("frontier")
-@click.option("--model", type=PATH, required=True, help="Checkpoint folder.")
+@MODEL
+@REVISION
 @click.option(
     "--output",
     type=PATH,
@@ -137,6 +139,7 @@ def show_frontier(result: Result) -> None:
 @reports(show_frontier)
 def frontier_command(
     model: Path,
+    revision: str | None,
     output: Path,
     compressions: tuple[str, ...],
     ratios: str,
@@ -173,7 +176,8 @@ def frontier_command(
     candidates = [candidate(request) for request in asked]
     sizes = (windows, window_tokens, questions, bound, jobs)
     exam = Asked(text, retrieval, *sizes)
-    options = Options(model, output, **built)  # type: ignore[arg-type]
+    folder = checkpoint_folder(model, revision)
+    options = Options(folder, output, **built)  # type: ignore[arg-type]
     return frontier(candidates, options, exam, strict=bool(texts))
 
 

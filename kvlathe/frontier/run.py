@@ -15,6 +15,7 @@ from pathlib import Path
 from kvlathe.base import console, machine
 from kvlathe.base.console import log, progress
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.hub import model_name
 from kvlathe.engines.build import build
 from kvlathe.engines.folder import sigterm_interrupts
 from kvlathe.engines.request import shipped
@@ -174,7 +175,7 @@ def _told(points: list[Point], options: Options, exam: Exam, bound: float) -> Re
     output = options.output
     candidate = Candidate(chosen.compression, chosen.ratio)
     result: Result = {
-        "model": options.model.resolve().name,
+        "model": model_name(options.model),
         "tokens": points[0].tokens,
         "bound": bound,
         "points": rows,

@@ -1,0 +1,135 @@
+"""Checkpoints by their name on the Hugging Face Hub.
+
+Only what a build reads is fetched: weights as safetensors, the tokenizer, the configs.
+Nothing that is fetched is executed. huggingface_hub downloads, keeps its cache, goes on
+where a download broke off, and shows bars; HF_TOKEN, HF_HOME, HF_HUB_CACHE, HF_ENDPOINT
+and HF_HUB_OFFLINE mean to it what they mean everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from kvlathe.base.console import log
+from kvlathe.base.errors import KvlatheError
+from kvlathe.base.extras import pip_install
+from kvlathe.base.tokenizer_files import FILES, read_object
+
+NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+INDEX = "model.safetensors.index.json"
+WANTED = ("config.json", "*.safetensors", INDEX, *FILES)
+UNWANTED = ("*/*", "consolidated*")
+"""Folders hold other forms of the same weights, and so do consolidated files."""
+SNAPSHOTS = "snapshots"
+REPOSITORY = "models--"
+
+
+def checkpoint_folder(model: Path, revision: str | None = None) -> Path:
+    """The folder of a checkpoint: ``model`` itself where there is one, else what the
+    Hub has under the name ``org/name``, at a branch, a tag or a commit.
+
+    Raises KvlatheError for a revision of a folder, a name that the Hub does not have or
+    does not give, one without safetensors, and what is missing without a network.
+    """
+    name = model.as_posix()
+    if model.exists() or not NAME.fullmatch(name):
+        if revision is not None:
+            reason = "a folder has no revisions"
+            remedy = "leave --revision out, or give a name such as org/model"
+            raise KvlatheError(f"--revision {revision} cannot be had", reason, remedy)
+        return model
+    log.info("%s is no folder here: asking the Hub", name)
+    folder = _fetched(name, revision)
+    if missing := missing_files(folder):
+        raise KvlatheError(
+            f"{name} is not whole in {folder}",
+            f"{', '.join(missing[:4])} {'is' if len(missing) == 1 else 'are'} missing",
+            "run this again with a network, or look whether the Hub has them",
+        )
+    return folder
+
+
+def model_name(folder: Path) -> str:
+    """What a checkpoint is called: its folder's name, or the Hub's for a snapshot."""
+    whole = folder.resolve()
+    repository = whole.parent.parent.name
+    if whole.parent.name == SNAPSHOTS and repository.startswith(REPOSITORY):
+        return repository.rsplit("--", 1)[1]
+    return whole.name
+
+
+def missing_files(folder: Path) -> list[str]:
+    """What a build needs and the folder does not have."""
+    wanted = ["config.json"]
+    if (folder / INDEX).is_file():
+        shards = read_object(folder / INDEX).get("weight_map")
+        if isinstance(shards, dict):
+            wanted += sorted({str(shard) for shard in shards.values()})
+    missing = [name for name in wanted if not (folder / name).is_file()]
+    if len(wanted) == 1 and not any(folder.glob("*.safetensors")):
+        missing.append("a file of weights (*.safetensors; pickles are not read)")
+    return missing
+
+
+def _fetched(name: str, revision: str | None) -> Path:
+    """The Hub's snapshot on this machine."""
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.utils import disable_progress_bars
+    except ImportError as error:
+        raise KvlatheError(
+            f"{name} is no folder, and the Hub cannot be asked",
+            f"{error.name} is not installed",
+            f"run {pip_install('export')}, or give a folder",
+        ) from error
+    from kvlathe.base.console import err
+
+    if not err.is_terminal:
+        disable_progress_bars()
+    try:
+        found = snapshot_download(
+            name,
+            revision=revision,
+            cache_dir=os.environ.get("HF_HUB_CACHE"),
+            endpoint=os.environ.get("HF_ENDPOINT"),
+            allow_patterns=[*WANTED],
+            ignore_patterns=[*UNWANTED],
+            local_files_only=offline(),
+        )
+    except Exception as error:  # its errors have no common class
+        raise _refusal(name, revision, error) from error
+    assert isinstance(found, str)
+    return Path(found)
+
+
+def offline() -> bool:
+    """Whether the user forbids the network."""
+    said = os.environ.get("HF_HUB_OFFLINE", "")
+    return said.upper() in ("1", "ON", "YES", "TRUE")
+
+
+def _refusal(name: str, revision: str | None, error: Exception) -> KvlatheError:
+    """What huggingface_hub raised, in words."""
+    from huggingface_hub import errors
+
+    at = f" at {revision}" if revision else ""
+    fact = f"{name}{at} is no folder, and cannot be had from the Hub"
+    if isinstance(error, errors.GatedRepoError):
+        reason = "its owner lets only some have it"
+        remedy = "accept its terms on the Hub, and set HF_TOKEN"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        reason = "there is no such model, or it is private"
+        remedy = "look at the name; for a private one set HF_TOKEN"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        reason, remedy = "there is no such revision", "look at the name"
+    elif isinstance(error, errors.LocalEntryNotFoundError):
+        lines = str(error).splitlines()
+        silent = "its files are not all on this machine, and HF_HUB_OFFLINE is set"
+        reason = silent if offline() else f"the network did not answer ({lines[0]})"
+        remedy = "fetch it with a network first, or give a folder"
+    else:
+        lines = str(error).splitlines() or [type(error).__name__]
+        reason, remedy = lines[0][:300], "try again: what was fetched is kept"
+    return KvlatheError(fact, reason, remedy)
