@@ -21,6 +21,7 @@ from kvlathe.base import console
 from kvlathe.base.errors import KvlatheError
 from kvlathe.cli import bench as cli_bench
 from kvlathe.cli import build as cli_build
+from kvlathe.cli import chat as cli_chat
 from kvlathe.cli import dynamo as cli_dynamo
 from kvlathe.cli import evaluate as cli_eval
 from kvlathe.cli import frontier as cli_frontier
@@ -59,6 +60,7 @@ def cli() -> None:
 PARTS = (
     cli_build,
     cli_run,
+    cli_chat,
     cli_eval,
     cli_frontier,
     cli_serve,

@@ -1,0 +1,200 @@
+"""``kvlathe chat``: a conversation with an engine in a terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvlathe.base import console
+from kvlathe.base.errors import KvlatheError
+from kvlathe.cli.common import (
+    CACHE_SIZE,
+    DEVICE,
+    ENGINE,
+    GPU_MEMORY,
+    LOG_LEVEL,
+    PATH,
+    THREADS,
+    check_text,
+)
+
+if TYPE_CHECKING:
+    from kvlathe.runtime.llm import LLM
+    from kvlathe.runtime.requests.answer import Answer
+    from kvlathe.runtime.text.sampling_params import SamplingParams
+
+HELP = "/reset begins anew, /quit ends; Ctrl-C ends an answer"
+
+
+class Conversation:
+    """What was said so far, and what goes on from it."""
+
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
+        self._llm, self._params, self._system = llm, params, system
+        self.turns: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew."""
+        self.turns = []
+        if self._system is not None:
+            self.turns.append({"role": "system", "content": self._system})
+
+    def say(self, text: str) -> str:
+        """Print the answer to ``text`` as it comes, and return what is to be said of
+        it. Ctrl-C ends it early; what came of it stays. What is refused leaves no
+        trace."""
+        self.turns.append({"role": "user", "content": text})
+        pieces: list[str] = []
+        try:
+            answer = self._answered(pieces)
+        except KeyboardInterrupt:
+            answer = None
+        except BaseException:
+            self.turns.pop()
+            raise
+        finally:
+            click.echo()
+        self.turns.append({"role": "assistant", "content": "".join(pieces)})
+        if answer is None:
+            return "ended by Ctrl-C"
+        return self._told(answer)
+
+    def _answered(self, pieces: list[str]) -> Answer:
+        llm = self._llm
+        text = llm.tokenizer.chat_prompt(self.turns)
+        prompt = llm.tokenizer.encode(text, add_special_tokens=False)
+        stream = llm.stream(prompt, self._fitting(len(prompt)))
+        try:
+            while True:
+                piece = next(stream)
+                pieces.append(piece)
+                click.echo(piece, nl=False)
+        except StopIteration as end:
+            return end.value
+        finally:
+            stream.close()
+
+    def _fitting(self, prompt: int) -> SamplingParams:
+        """The parameters, with as many new tokens as have room."""
+        left = max(1, self._llm.most_tokens - prompt)
+        count = min(self._params.max_new_tokens, left)
+        return dataclasses.replace(self._params, max_new_tokens=count)
+
+    def _told(self, answer: Answer) -> str:
+        """Speed, and the bytes of the cache that the conversation takes."""
+        tokens = answer.prompt_tokens + len(answer.token_ids)
+        llm = self._llm
+        size = console.human_bytes(llm.layout.bytes_for(tokens))
+        said = f"{answer.timings.decode_tokens_per_second:.0f} tokens/s; cache {size}"
+        if llm.manifest is not None:
+            plain = console.human_bytes(tokens * llm.manifest.kv_bytes.baseline)
+            said += f" for {tokens:,} tokens (uncompressed: {plain})"
+        return said
+
+
+@click.command("chat")
+@ENGINE
+@click.option("--system", help="What the model is told before everything else.")
+@click.option(
+    "--chat-template", type=PATH, help="A file with one, in place of the checkpoint's."
+)
+@click.option(
+    "--max-new-tokens",
+    type=click.IntRange(1),
+    default=1024,
+    show_default=True,
+    help="Of one answer.",
+)
+@click.option("--temperature", type=click.FloatRange(0), default=0.7, show_default=True)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.95,
+    show_default=True,
+)
+@click.option("--seed", type=click.IntRange(0), help="Same seed, same text.")
+@CACHE_SIZE
+@THREADS
+@DEVICE
+@GPU_MEMORY
+@LOG_LEVEL
+def chat_command(
+    engine: Path,
+    system: str | None,
+    chat_template: Path | None,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int | None,
+    cache_bytes: int | None,
+    threads: int | None,
+    device: str | None,
+    gpu_memory_utilization: float,
+    log_level: str,
+) -> None:
+    """Talk with an engine. Answers come as they are computed; after each, its speed and
+    the bytes of the cache.
+
+    /reset begins a new conversation, /quit or Ctrl-D ends. Ctrl-C ends an answer.
+    """
+    console.setup(log_level)
+    check_text("--system", system or "")
+    from kvlathe.base.chat_template import read_template
+    from kvlathe.runtime.llm import LLM
+    from kvlathe.runtime.text.sampling_params import SamplingParams
+
+    params = SamplingParams(max_new_tokens, temperature, top_p=top_p, seed=seed)
+    with LLM.load(
+        engine,
+        cache_bytes,
+        threads,
+        share_prefixes=None,
+        device=device,
+        gpu_memory_utilization=gpu_memory_utilization,
+    ) as llm:
+        if chat_template is not None:
+            llm.tokenizer.chat_template = read_template(chat_template)
+        conversation = Conversation(llm, params, system)
+        llm.tokenizer.chat_prompt([{"role": "user", "content": ""}])  # or refuses
+        click.echo(HELP, err=True)
+        talk(conversation)
+
+
+def talk(conversation: Conversation) -> None:
+    """Ask and answer until the user ends it."""
+    while (text := asked()) is not None:
+        if text in ("/quit", "/exit"):
+            return
+        if text == "/reset":
+            conversation.reset()
+            click.echo("a new conversation", err=True)
+        elif text.startswith("/"):
+            click.echo(HELP, err=True)
+        elif text:
+            try:
+                said = conversation.say(text)
+            except KvlatheError as error:
+                said = f"error: {error}"
+            click.echo(f"[{said}]", err=True)
+
+
+def asked() -> str | None:
+    """The next line, None at the end of the input. Ctrl-C on an empty line is no end."""
+    while True:
+        try:
+            text = input("> ")
+            text.encode("utf-8")
+            return text.strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            click.echo("", err=True)
+        except UnicodeEncodeError:
+            click.echo("[that is no UTF-8 text]", err=True)
+
+
+COMMANDS = (chat_command,)

@@ -1,0 +1,98 @@
+"""``kvlathe chat`` in a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.support.runtime_cases import built_folder
+from tests.support.serving_cases import CHATML
+
+
+class Terminal:
+    """A command in a terminal of its own."""
+
+    def __init__(self, *words: str) -> None:
+        self._own, its = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvlathe", *words],
+            stdin=its,
+            stdout=its,
+            stderr=its,
+            start_new_session=True,
+            preexec_fn=lambda: os.close(os.open(os.ttyname(its), os.O_RDWR)),
+        )
+        os.close(its)
+        self.seen = ""
+
+    def type(self, text: str) -> None:
+        os.write(self._own, text.encode())
+
+    def expect(self, pattern: str, seconds: float = 120) -> str:
+        """What came up to a match of ``pattern``, once it has come."""
+        until = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.seen)):
+            assert time.monotonic() < until, f"no {pattern!r} in {self.seen[-2000:]!r}"
+            if select.select([self._own], [], [], 0.2)[0]:
+                self.seen += os.read(self._own, 4096).decode("utf-8", "replace")
+        said, self.seen = self.seen[: found.end()], self.seen[found.end() :]
+        return said
+
+
+def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text(CHATML)
+    (tmp_path / "engine").mkdir()
+    engine = built_folder(tmp_path / "engine")
+    words = ("chat", str(engine), "--chat-template", str(template), "--seed", "1")
+    terminal = Terminal(*words, "--max-new-tokens", "3000", "--temperature", "1.5")
+    terminal.expect("/reset begins anew")
+    terminal.expect("> ")
+    terminal.type("Count.\n")
+    terminal.expect(r"\n.{5}")  # the answer begins
+    terminal.type("\x03")
+    terminal.expect(r"\[(ended by Ctrl-C|.* tokens/s)")
+    terminal.expect("> ")
+    terminal.type("\x03")  # on an empty line it ends nothing
+    terminal.expect("> ")
+    terminal.type("/help\n")
+    terminal.expect("/reset begins anew")
+    terminal.type("/reset\n")
+    terminal.expect("a new conversation")
+    terminal.type("x" * 3000 + "\n/reset\n")
+    terminal.expect("a new conversation", 300)
+    terminal.type("/quit\n")
+    assert terminal.process.wait(60) == 0
+
+
+def test_each_answer_says_its_speed_and_the_caches_bytes(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text(CHATML)
+    (tmp_path / "engine").mkdir()
+    engine = built_folder(tmp_path / "engine")
+    options = ["--chat-template", str(template), "--max-new-tokens", "8", "--seed", "1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvlathe", "chat", str(engine), *options],
+        input="Who?\nAnd then?\n/quit\nnever read\n",
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    said = re.findall(r"\[(\d+) tokens/s; cache (.+) for (\d+) tokens", done.stderr)
+    counts = [int(tokens) for _, _, tokens in said]
+    assert len(counts) == 2 and counts[1] > counts[0] > 8
+    assert "uncompressed: " in done.stderr
+
+
+def test_an_engine_without_a_template_refuses_to_chat(tmp_path: Path) -> None:
+    engine = built_folder(tmp_path)
+    words = [sys.executable, "-m", "kvlathe", "chat", str(engine)]
+    done = subprocess.run(words, input="", capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "cannot chat" in done.stderr
