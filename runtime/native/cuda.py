@@ -22,12 +22,12 @@ import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.kernel_forms import forms_refusal, ranking_refusal
-from kvlathe.plan.kernel_parts import KernelPart, kernel_parts
+from kvlathe.plan.kernel_parts import kernel_parts
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.library import ABI_VERSION, Native, Status, find
-from kvlathe.runtime.native.parts import Part, part_of
+from kvlathe.runtime.native.parts import Part, WindowForm, part_of, window_among
 
 F16, BF16 = 1, 2
 OVERLAP, APPENDED = 1, 2
@@ -42,12 +42,6 @@ def _ints(*names: str) -> list[tuple[str, type]]:
 
 def _pointers(*names: str) -> list[tuple[str, type]]:
     return [(name, c_void_p) for name in names]
-
-
-class WindowForm(Structure):
-    """kvlathe_window of abi.h."""
-
-    _fields_ = _ints("sink", "recent", "exact", "sealed", "fresh")
 
 
 class PromptPart(Structure):
@@ -282,7 +276,9 @@ class LayerForm:
         self.places = list(own)
         """Of its parts among those of the plan."""
         every = kernel_parts(plan)
-        self.buckets = [every[i].bucket for i in self.places]
+        own_parts = [every[i] for i in self.places]
+        self.buckets = [part.bucket for part in own_parts]
+        self.windows = [window_among(part, own_parts) for part in own_parts]
         self._tables = list(own.values())
         parts = [
             part_of(plan, b, rows)
@@ -336,15 +332,6 @@ def check_room(library: CudaLibrary, plan: CompressionPlan) -> None:
             raise KvlatheError(
                 "this engine does not run on this GPU", error.reason, remedy
             ) from error
-
-
-def window_form(part: KernelPart) -> WindowForm:
-    """What the lanes of a part see; its buckets are those of the plan."""
-    window = part.window
-    form = WindowForm(window.sink, window.recent, window.exact)
-    form.sealed = part.sealed
-    form.fresh = part.fresh
-    return form
 
 
 class PageKernels:

@@ -1,12 +1,15 @@
-"""kvlathe_part of abi.h: one bucket of a plan, as every call of the library takes it."""
+"""kvlathe_part of abi.h: a bucket of a plan, or some of its lanes, as every call of the
+library takes it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import Structure, c_int32, c_int64, c_void_p
 
 import numpy as np
 import numpy.typing as npt
 
+from kvlathe.plan.kernel_parts import KernelPart
 from kvlathe.plan.layer_table import format_fields
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
@@ -31,6 +34,14 @@ class Part(Structure):
     ]
 
 
+class WindowForm(Structure):
+    """kvlathe_window of abi.h."""
+
+    _fields_ = [
+        (name, c_int32) for name in ("sink", "recent", "exact", "sealed", "fresh")
+    ]
+
+
 def part_of(plan: CompressionPlan, bucket: int, lanes: npt.NDArray[np.int32]) -> Part:
     """Bucket ``bucket`` with ``lanes``; no page table yet.
 
@@ -42,3 +53,27 @@ def part_of(plan: CompressionPlan, bucket: int, lanes: npt.NDArray[np.int32]) ->
     part.lanes = lanes.ctypes.data
     part.page_stride = CacheLayout(plan).page_stride[bucket]
     return part
+
+
+def window_form(part: KernelPart) -> WindowForm:
+    """What the lanes of a part see; its buckets are those of the plan."""
+    window = part.window
+    form = WindowForm(window.sink, window.recent, window.exact)
+    form.sealed = part.sealed
+    form.fresh = part.fresh
+    return form
+
+
+def window_among(own: KernelPart, parts: Sequence[KernelPart]) -> WindowForm:
+    """What the lanes of a part see, its buckets as places in ``parts``, those of a layer.
+    Sealed parts with one window have equally many tokens, so any of them does."""
+    window = window_form(own)
+    window.sealed = -1
+    for i, part in enumerate(parts):
+        if (part.fresh, part.window) != (own.fresh, own.window):
+            continue
+        if part.bucket == own.fresh:
+            window.fresh = i
+        else:
+            window.sealed = i
+    return window

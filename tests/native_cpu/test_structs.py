@@ -17,7 +17,7 @@ HEADERS = ("abi", "cpu", "cache", "rows")
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "kvlathe_status": library.Status,
     "kvlathe_part": parts.Part,
-    "kvlathe_window": cuda.WindowForm,
+    "kvlathe_window": parts.WindowForm,
     "kvlathe_cpu_seal_page": cpu.SealPage,
     "kvlathe_cpu_seal_args": cpu.SealArgs,
     "kvlathe_move_args": cpu.MoveArgs,

@@ -31,11 +31,9 @@ from kvlathe.runtime.native.cuda import (
     PromptPart,
     Prompts,
     SpreadArgs,
-    WindowForm,
-    window_form,
 )
 from kvlathe.runtime.native.library import ABI_VERSION
-from kvlathe.runtime.native.parts import Part
+from kvlathe.runtime.native.parts import Part, WindowForm, window_form
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.observer import Observer
 from kvlathe.runtime.sessions.torch_cuda.rows import ELEMENTS
@@ -303,8 +301,7 @@ class Spread:
         assert self.prompts is not None
         lengths, buckets = self.step.lengths, self.step.lengths.shape[1]
         parts = (PromptPart * len(form.parts))()
-        for part, place in zip(parts, form.places, strict=True):
-            b = self.parts[place].bucket
+        for part, b, window in zip(parts, form.buckets, form.windows, strict=True):
             table = self.step.page_tables[b]
             part.page_table, part.page_table_stride, part.fresh = (
                 table.data_ptr(),
@@ -312,7 +309,7 @@ class Spread:
                 form.fresh[b],
             )
             part.lengths, part.lengths_stride = lengths.data_ptr() + 4 * b, buckets
-            part.window = self._window_among(form, place)
+            part.window = window
         starts = self.step.cu_seqlens_q.data_ptr()
         prompts = Prompts(
             self.prompts.data_ptr(),
@@ -325,22 +322,6 @@ class Spread:
         )
         self._kept += [parts, prompts]
         return prompts
-
-    def _window_among(self, form: LayerForm, place: int) -> WindowForm:
-        """What a part's lanes see, its buckets as parts of a layer. Sealed parts with one
-        window have equally many tokens, so any of them does."""
-        own = self.parts[place]
-        window = window_form(own)
-        window.sealed = -1
-        for i, other in enumerate(form.places):
-            part = self.parts[other]
-            if (part.fresh, part.window) != (own.fresh, own.window):
-                continue
-            if part.bucket == own.fresh:
-                window.fresh = i
-            else:
-                window.sealed = i
-        return window
 
 
 def copies_bytes(plan: CompressionPlan, tokens: int) -> int:
