@@ -86,9 +86,9 @@ __device__ inline float value_of(const uint32_t (&codes)[2], int i, float scale,
 
 // A row is a token: lane t takes half t / 16 of each 16 channels of token t % 16. Tokens from
 // `valid` on become zeros.
-template <class E, int kBits>
+template <class E, int kBits, class Place>
 __device__ __forceinline__ void convert_tokens(const FormRows& from, int token, int valid,
-                                               const RowsPlace& to) {
+                                               const Place& to) {
   const int row = threadIdx.x % 16, half = threadIdx.x % 32 / 16, steps = from.rank / 16;
   const int least = steps / from.groups, longer = steps - least * from.groups;
   const uint32_t codes = from.codes + (token + row) * (from.rank * kBits / 8);
@@ -120,9 +120,9 @@ __device__ __forceinline__ void convert_tokens(const FormRows& from, int token, 
 
 // A row is a channel: a lane takes eight tokens of two channels. `group`: that of all 16 tokens.
 // Eights that begin at `valid` or after it become zeros: 0 x NaN is NaN, whatever weighs it.
-template <class E, int kBits>
+template <class E, int kBits, class Place>
 __device__ __forceinline__ void convert_channels(const FormRows& from, int token, int group,
-                                                 int valid, const RowsPlace& to) {
+                                                 int valid, const Place& to) {
 #pragma unroll 1
   for (int i = threadIdx.x % 32; i < from.rank; i += 32) {
     const int channel = i & ~1, first = i % 2 * 8;
@@ -147,8 +147,8 @@ __device__ __forceinline__ void convert_channels(const FormRows& from, int token
 }
 
 // Elements as they are; tokens from `valid` on become zeros.
-__device__ inline void copy_tokens(const FormRows& from, int token, int valid,
-                                   const RowsPlace& to) {
+template <class Place>
+__device__ inline void copy_tokens(const FormRows& from, int token, int valid, const Place& to) {
   const int row = threadIdx.x % 16, half = threadIdx.x % 32 / 16;
   const uint32_t elements = from.codes + (token + row) * from.rank * 2 + half * 16;
 #pragma unroll 1
@@ -159,10 +159,10 @@ __device__ inline void copy_tokens(const FormRows& from, int token, int valid,
 }
 
 // Tokens token .. token + 15 of `from`, of which the first `valid` exist. `group`: along the
-// tokens, that of all 16. Whole warp.
-template <class E>
+// tokens, that of all 16. Whole warp. Place: RowsPlace, or what has its at().
+template <class E, class Place>
 __device__ __forceinline__ void convert_form(const FormRows& from, int token, int group, int valid,
-                                             const RowsPlace& to) {
+                                             const Place& to) {
   if (from.side.bits == 16) return copy_tokens(from, token, valid, to);
   const auto convert = [&](auto bits) {
     constexpr int kBits = decltype(bits)::value;

@@ -27,7 +27,7 @@ int main() {
     for (int token = 0; token < page; token += 16) {
       for (threadIdx.x = 0; threadIdx.x < 32; ++threadIdx.x)
         convert_form<Half>(rows, token, side.by_channel() ? token / group : 0, valid - token,
-                           {to, 2 * rank, 16, swizzle.shift, swizzle.mask});
+                           RowsPlace{to, 2 * rank, 16, swizzle.shift, swizzle.mask});
       for (int row = 0; row < 16; ++row) {
         for (int c = 0; c < rank; ++c) {
           const uint32_t piece = to + row * 2 * rank + (c / 8 ^ swizzle(row)) * 16;

@@ -48,7 +48,7 @@ __device__ __noinline__ void convert_unit(const P& p, int head, int part, uint32
                         p.page_tokens};
     const Swizzle swizzle(rank);
     convert_form<E>(rows, token, side.by_channel() ? token / side.group : 0, valid,
-                    {to, 2 * rank, 16, swizzle.shift, swizzle.mask});
+                    RowsPlace{to, 2 * rank, 16, swizzle.shift, swizzle.mask});
     to += kRowTokens * 2 * rank;
   }
 }

@@ -192,11 +192,11 @@ NamedPrompts params_of(const kvlathe_attend_decode_args& a, std::vector<Head> he
 // Divides `room` bytes of shared memory. Two stages must fit, because those who attend hold one
 // while they wait for the next.
 int fit(PromptParams& p, int room) {
+  room -= kBlockAlignment;
   int two_stages = 0;
   for (int h = 0; h < p.heads; ++h)
-    two_stages = std::max(two_stages, 2 * (p.head[h].steps_k + p.head[h].steps_v) *
-                                          (prompt_keys(p.head[h].steps_v) / 64) * kStageUnit);
-  p.codes_bytes = (p.codes_bytes + 127) / 128 * 128;
+    two_stages = std::max(two_stages, 2 * (p.head[h].steps_k + p.head[h].steps_v) * kStageUnit);
+  p.codes_bytes = (p.codes_bytes + 1023) / 1024 * 1024;  // stages begin at multiples
   for (p.codes_buffers = p.codes_bytes ? 2 : 0;; --p.codes_buffers) {
     p.stages_at = 2 * p.query_bytes + p.codes_buffers * p.codes_bytes;
     if (p.stages_at + two_stages <= room) break;
@@ -204,7 +204,7 @@ int fit(PromptParams& p, int room) {
             "the device's shared memory holds no tile of ranks this large");
   }
   p.stage_units = (room - p.stages_at) / kStageUnit;
-  return p.stages_at + p.stage_units * kStageUnit;
+  return p.stages_at + p.stage_units * kStageUnit + kBlockAlignment;
 }
 
 template <class E>

@@ -5,13 +5,14 @@
 // token. All heads of a group then share K and V. A block takes tile after tile from the list, the
 // longest first, so that no long one is left for the end.
 //
-// One warpgroup fetches (prompt_fetch.cuh). It brings K and V page by page into the core matrices
-// that the products want, and runs ahead through a ring of stages, into the next tile too. Sealed
-// pages take the way of prompt_codes.cuh.
+// One warpgroup fetches (prompt_fetch.cuh). It brings K and V page by page into swizzled blocks that
+// the products read, and runs ahead through a ring of stages, into the next tile too. Sealed pages
+// take the way of prompt_codes.cuh.
 //
 // The others attend 64 rows each (prompt_rows.cuh): S = QK^T, softmax in registers, O += PV with P
-// in registers. They meet nowhere, so the exponentials of one run beside the products of another.
-// Results do not depend on the order of the list.
+// in registers. P V of a stage runs beside the softmax of the next one. They meet nowhere, so the
+// exponentials of one run beside the products of another, too. Results do not depend on the order
+// of the list.
 #pragma once
 
 #include "cuda/prefill/prompt_general.cuh"
@@ -42,25 +43,30 @@ __device__ __forceinline__ void attend_tile(const P& p, PromptShared& s, uint32_
             most = uniform(min(begin + 63, last) / p.group_size) + 1;
   const uint64_t queries =
       describe(shared + slot * p.query_bytes + group * 1024, kPromptRows * 16, kCore);
-  const auto give_back = [&](int which) {
-    if (threadIdx.x % 32 == 0) arrive(s.empty[which]);
+  const auto give_back = [&](int half, int which) {
+    if (threadIdx.x % 32 == 0) arrive(s.empty[half][which]);
   };
   using Rows = PromptRows<E, kV, P::kGeneral>;
   Rows rows;
   rows.clear();
   const int units = stage_units(head);
   after = first_stage(after, units);
-  int held = -1;  // a stage whose product P V is not asked for yet
-  uint64_t values = 0;
+  Turn held{-1};        // a stage whose product P V is not asked for yet
+  uint32_t values = 0;  // its V
   uint32_t weights[4 * Rows::kSteps] = {};
+  // Zero, which the compiler does not know. Through it P moves to other registers after the wait,
+  // and not before: products still read those.
+  const uint32_t nothing = pinned(0);
   const auto finish = [&] {
-    if (!Rows::kBoth || held < 0) return;
+    if (held.at < 0) return;
+    wait(s.full[kValueHalf][held.at], held.parity);
+    fence_for_bulk_copies();
     rows.add(weights, values);
     wait_products<0>();
     pin(weights);
     pin(rows.o);
-    give_back(held);
-    held = -1;
+    give_back(kValueHalf, held.at);
+    held.at = -1;
 #pragma unroll
     for (uint32_t& weight : weights) weight = 0;
   };
@@ -81,43 +87,39 @@ __device__ __forceinline__ void attend_tile(const P& p, PromptShared& s, uint32_
     for (int first = window.next(0); first < keys; first = window.next(first + Rows::kKeys)) {
       const int place = place_stage(after, units, p.stage_units);
       after = place + units;
-      wait(s.full[stage.at], stage.parity);
+      wait(s.full[kKeyHalf][stage.at], stage.parity);
       if (first < some) {
+        const Turn with = held.at < 0 ? stage : held;
+        wait(s.full[kValueHalf][with.at], with.parity);
         fence_for_bulk_copies();  // products see what copies wrote
         const uint32_t k = shared + p.stages_at + place * kStageUnit;
-        const uint64_t keys_at = describe(k, Rows::kKeys * 16, kCore);
-        const uint64_t here =
-            describe(k + head.steps_k * (Rows::kKeys * 32), kCore, Rows::kKeys * 16);
+        const uint32_t here = k + head.steps_k * kStageUnit;
         float scores[Rows::kScores];
-        // P V of the step before runs beside this step's Q K^T. Before the first step P is zeros,
+        uint32_t fresh[4 * Rows::kSteps];
+        rows.score(scores, queries, k, head.steps_k);
+        // P V of the step before runs beside this step's softmax. Before the first step P is zeros,
         // so that the loop has one form.
-        if (Rows::kBoth)
-          rows.add(weights, held < 0 ? here : values);
-        else
-          begin_products();
-        rows.score(scores, queries, keys_at, head.steps_k);
-        wait_products<0>();
+        rows.add(weights, held.at < 0 ? here : values);
+        wait_products<1>();
         pin(scores);
-        pin(rows.o);
-        if (Rows::kBoth && held >= 0) give_back(held);
-        held = stage.at, values = here;
+        give_back(kKeyHalf, stage.at);
         if (first + Rows::kKeys > all) hide(scores, first, limit);
         if constexpr (P::kGeneral) {
           if (first < most_seen && first + Rows::kKeys > window.sink)
             hide_gap(scores, first, window.sink, seen);
         }
-        if (Rows::kBoth) {
-          rows.soften(scores, p.scale_log2, weights);
-        } else {
-          rows.soften_eagerly(scores, p.scale_log2, weights);
-          rows.add(weights, here);
-          wait_products<0>();
-          pin(rows.o);
-          give_back(stage.at);
-        }
+        rows.soften(scores, p.scale_log2, fresh);
+        wait_products<0>();
+        pin(weights);
+        pin(rows.o);
+        if (held.at >= 0) give_back(kValueHalf, held.at);
+        held = stage, values = here;
+#pragma unroll
+        for (int i = 0; i < 4 * Rows::kSteps; ++i) weights[i] = fresh[i] | nothing;
       } else {  // none of these rows sees this stage, and what is held must not wait for another
         finish();
-        give_back(stage.at);
+        wait(s.full[kValueHalf][stage.at], stage.parity);
+        give_back(kKeyHalf, stage.at), give_back(kValueHalf, stage.at);
       }
       stage.next();
     }
@@ -157,22 +159,25 @@ __device__ __forceinline__ void attend(const P& p, PromptShared& s, uint32_t sha
 template <class E, class P>
 __global__ void __launch_bounds__(kPromptThreads, 1) attend_prompt(const __grid_constant__ P p) {
 #ifdef KVLATHE_WGMMA
-  // Two tiles of queries | buffers of codes | the stages.
-  extern __shared__ __align__(128) char dynamic[];
+  // Two tiles of queries | buffers of codes | the stages. Blocks begin at multiples of 1024 bytes.
+  extern __shared__ __align__(1024) char dynamic[];
+  const uint32_t shared =
+      (shared_address(dynamic) + kBlockAlignment - 1) & ~uint32_t(kBlockAlignment - 1);
   __shared__ PromptShared s;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < kPromptStages; ++i)
-      init_barrier(s.full[i], 128), init_barrier(s.empty[i], 4 * kPromptGroups);
+    for (int i = 0; i < 2 * kPromptStages; ++i)
+      init_barrier(s.full[i % 2][i / 2], 128),
+          init_barrier(s.empty[i % 2][i / 2], 4 * kPromptGroups);
     for (int i = 0; i < 2; ++i)
       init_barrier(s.queries_there[i], 128 + 1), init_barrier(s.queries_done[i], 4 * kPromptGroups);
   }
   __syncthreads();
   if (threadIdx.x < 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kFetchRegisters));
-    Fetcher<E, P>{p, s, shared_address(dynamic)}.run();
+    Fetcher<E, P>{p, s, shared}.run();
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kAttendRegisters));
-    attend<E>(p, s, shared_address(dynamic));
+    attend<E>(p, s, shared);
   }
 #endif
 }

@@ -1,5 +1,5 @@
 // Sealed pages for attend_prompt. On the way into a stage, codes of 8, 4 or 2 bits become the same
-// 16-bit core matrices that 16-bit pages give. Those who attend do not know the difference.
+// 16-bit blocks that 16-bit pages give. Those who attend do not know the difference.
 //
 // Every tile converts the codes of its lane again. The fetching warpgroup does it, which waits
 // otherwise, and no memory is needed. Where the caller gives memory, prompt_copies.cu converts them
@@ -7,7 +7,7 @@
 //
 // A piece is 64 tokens of a page: K [64][rank] with its metadata [64][groups], V [rank][64] with
 // the page's metadata. It comes by asynchronous copies into a buffer of codes. A thread then takes
-// eight codes at a time, which become a row of a core matrix: eight channels of a token of K, or
+// eight codes at a time, which become 16 bytes of a block: eight channels of a token of K, or
 // eight tokens of a channel of V. The latter are transposed while they are stored.
 #pragma once
 
@@ -102,25 +102,25 @@ struct CodesLane {
     }
   }
 
-  // Converts K of the piece in the buffer at `from`. `to`: the core matrix of its first tokens and
-  // channels, in columns `column` bytes apart. Lane t of a warp takes half t / 8 % 2 of 16 channels
-  // of token t % 8 + t / 16 * 8 among 16.
+  // Converts K of the piece in the buffer at `from` to the K of a stage at `to`. Lane t of a warp
+  // takes half t / 8 % 2 of 16 channels of token t % 8 + t / 16 * 8 among 16.
   template <class E>
-  __device__ void convert_keys(uint32_t from, uint32_t to, int column) const {
+  __device__ void convert_keys(uint32_t from, uint32_t to) const {
     const int token = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 16 * 8 + threadIdx.x % 8,
-              half = threadIdx.x / 8 % 2;
+              half = threadIdx.x / 8 % 2, width = block_steps(head.steps_k);
     const int groups = head.groups_k[part], least = head.least_k[part],
               longer = head.steps_k - groups * least;
     uint32_t meta = from + k_meta() + token * groups * 4;
-    from += token * (2 * kBits * head.steps_k) + half * kBits, to += token * 16 + half * column;
+    from += token * (2 * kBits * head.steps_k) + half * kBits;
+    int piece = half;
 #pragma unroll 1
     for (int group = 0; group < groups; ++group, meta += 4) {
       const Dequantizer<E> dequantizer(load_word(meta));
 #pragma unroll 2
-      for (int i = least + (group < longer); i > 0; --i, from += 2 * kBits, to += 2 * column) {
+      for (int i = least + (group < longer); i > 0; --i, from += 2 * kBits, piece += 2) {
         uint32_t codes[2];
         load_codes<kBits>(codes, from);
-        shared_at<uint4>(to) = dequantized(codes, dequantizer);
+        shared_at<uint4>(to + piece_at(width, token, piece)) = dequantized(codes, dequantizer);
       }
     }
   }
@@ -129,24 +129,23 @@ struct CodesLane {
   // tokens of 8 channels. These are four matrices. It gives two tokens to each, in an order that
   // fills no bank twice. Tokens from `valid` on become zeros.
   template <class E>
-  __device__ void convert_values(uint32_t from, uint32_t to, int column, int token,
-                                 int valid) const {
+  __device__ void convert_values(uint32_t from, uint32_t to, int token, int valid) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, channel = warp / 2 * 8 + lane / 4,
-              own = warp % 2 * 32 + lane % 4 * 8;
+              own = warp % 2 * 32 + lane % 4 * 8, width = block_steps(head.steps_v);
     const int stride = v_meta_stride(), row = lane % 8 / 2;
     const uint32_t turn = (0x3210 + lane % 4 * 0x2222) & 0x7777;
     uint32_t meta = from + v_meta() + channel * stride + ((token + own) >> of.group_shift << 2);
     from += v() + channel * (8 * kBits) + own * kBits / 8;
-    to += warp / 2 * column + (warp % 2 * 32 + row * 8 + (lane / 8 + row) % 4 * 2 + lane % 2) * 16;
+    const int place = warp % 2 * 32 + row * 8 + (lane / 8 + row) % 4 * 2 + lane % 2;
 #pragma unroll 2
-    for (int i = 0; i < head.steps_v;
-         ++i, from += 128 * kBits, meta += 16 * stride, to += 2 * column) {
+    for (int i = 0; i < head.steps_v; ++i, from += 128 * kBits, meta += 16 * stride) {
       const Dequantizer<E> dequantizer(own < valid ? load_word(meta) : 0);
       uint32_t codes[2], turned[2];
       load_codes<kBits>(codes, from);
       turned[0] = __byte_perm(codes[0], codes[1], turn),
       turned[1] = __byte_perm(codes[0], codes[1], turn ^ 0x4444);
-      store_transposed(to, dequantized(turned, dequantizer));
+      store_transposed(to + piece_at(width, place, 2 * i + warp / 2),
+                       dequantized(turned, dequantizer));
     }
   }
 };

@@ -18,7 +18,6 @@ namespace {
 constexpr int kPlaceThreads = 256, kCopyThreads = 128;
 // New tokens of a sequence from which its past is copied. Fewer have few tiles.
 constexpr int kLeastCopied = 128;
-constexpr int kColumn = 64 * 16;  // bytes between columns of core matrices of 64 tokens
 
 struct CopyParams {
   PromptParams prompts;
@@ -88,26 +87,27 @@ __global__ void __launch_bounds__(kPlaceThreads)
 
 #ifdef KVLATHE_WGMMA
 
-// 64 tokens of core matrices to rows of `steps` x 32 bytes.
+// K or V of a stage to rows of `steps` x 32 bytes.
 __device__ void write_rows_of(char* to, uint32_t from, int steps) {
   const int row = threadIdx.x / 32 * 16 + threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8,
             half = threadIdx.x / 8 % 2;
-  to += row * steps * 32 + half * 16, from += row * 16 + half * kColumn;
+  to += row * steps * 32 + half * 16;
   for (int i = 0; i < steps; ++i)
-    *reinterpret_cast<uint4*>(to + 32 * i) = shared_at<uint4>(from + 2 * i * kColumn);
+    *reinterpret_cast<uint4*>(to + 32 * i) =
+        shared_at<uint4>(from + piece_at(block_steps(steps), row, 2 * i + half));
 }
 
 template <class E, int kBits>
 __device__ void copy_piece(const PromptParams& p, const PromptHead& head, int part, int page,
                            int token, char* copy, uint32_t buffer) {
   const CodesLane<kBits> lane{p, head, part, p.part[part]};
-  const uint32_t stage = buffer + p.codes_bytes, values = stage + head.steps_k * 2 * kColumn;
+  const uint32_t stage = buffer + p.codes_bytes, values = stage + head.steps_k * kStageUnit;
   lane.copy(buffer, page, token);
   close_copy_group();
   wait_copy_groups<0>();
   __syncthreads();
-  lane.template convert_keys<E>(buffer, stage, kColumn);
-  lane.template convert_values<E>(buffer, values, kColumn, token, 64);
+  lane.template convert_keys<E>(buffer, stage);
+  lane.template convert_values<E>(buffer, values, token, 64);
   __syncthreads();
   const int row = 32 * p.page_tokens;
   copy += head.steps_before * row;
@@ -176,7 +176,7 @@ void reserve_copies(PromptLaunch& launch) {
   int stage = 0;
   for (int h = 0; h < launch.params.heads; ++h) {
     const PromptHead& head = launch.params.head[h];
-    stage = std::max(stage, (head.steps_k + head.steps_v) * 2 * kColumn);
+    stage = std::max(stage, (head.steps_k + head.steps_v) * kStageUnit);
   }
   copies.shared_bytes = launch.params.codes_bytes + stage;
   check_cuda(cudaFuncSetAttribute(kernel_of(copies.element),

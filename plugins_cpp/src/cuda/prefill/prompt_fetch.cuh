@@ -8,21 +8,41 @@ namespace kvlathe::cuda {
 
 #ifdef KVLATHE_WGMMA
 
-// Where a thread's copies go. Lane t of a warp takes half t / 8 % 2 of 32 bytes of row
-// t % 8 + t / 16 * 8 among 16: eight lanes then fill one core matrix.
-struct Copier {
-  int row, half;
-  __device__ Copier()
-      : row(threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8), half(threadIdx.x / 8 % 2) {}
-
-  // Copies 16 rows of `steps` x 32 bytes into core matrices, whose columns are `column` bytes
-  // apart. `from` is this thread's row.
-  __device__ void copy(uint32_t to, int first, int column, const char* from, int steps,
-                       bool valid) const {
-    to += (first + row) * 16 + half * column, from += half * 16;
-    for (int i = 0; i < steps; ++i) copy16(to + 2 * i * column, from + 32 * i, valid);
+// Copies 16 rows of kSteps x 32 bytes, which lie one behind the other, into the blocks of a stage.
+// `to`: the first row in the first block. Whole warp. Neighbours bring neighbouring bytes to
+// neighbouring places, so that a row of a block is one request. Rows from `valid` on become zeros.
+//
+// With constant offsets and no branch between them a copy is one instruction.
+template <int kSteps>
+__device__ __forceinline__ void copy_rows(uint32_t to, const char* from, int valid, int lane) {
+  constexpr int kPitch = 32 * kSteps, kWidth = block_steps(kSteps), kPieces = 2 * kWidth,
+                kRows = 32 / kPieces, kBlocks = kSteps / kWidth;
+  lane = pinned(lane);  // or offsets of every case are kept in registers, which there are few of
+  const int row = lane / kPieces, piece = lane % kPieces;
+  // The swizzle of rows `row` and row + 4 differs where a row has eight pieces.
+  const uint32_t at[2] = {to + piece_at(kWidth, row, piece),
+                          to + piece_at(kWidth, row + kRows, piece) - kRows * 32 * kWidth};
+  from += row * kPitch + piece * 16;
+#pragma unroll
+  for (int i = 0; i < 16 / kRows; ++i)
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block)
+      copy16(at[i % 2] + i * kRows * (32 * kWidth) + block * (kWidth * kStageUnit),
+             from + i * kRows * kPitch + block * (32 * kWidth), row + i * kRows < valid);
+}
+__device__ __forceinline__ void copy_rows(uint32_t to, const char* from, int steps, int valid,
+                                          int lane) {
+  switch (steps) {
+    case 1: return copy_rows<1>(to, from, valid, lane);
+    case 2: return copy_rows<2>(to, from, valid, lane);
+    case 3: return copy_rows<3>(to, from, valid, lane);
+    case 4: return copy_rows<4>(to, from, valid, lane);
+    case 5: return copy_rows<5>(to, from, valid, lane);
+    case 6: return copy_rows<6>(to, from, valid, lane);
+    case 7: return copy_rows<7>(to, from, valid, lane);
+    default: return copy_rows<8>(to, from, valid, lane);
   }
-};
+}
 
 __device__ inline PromptTile tile_of(const PromptParams& p, int taken) {
   PromptTile tile{};
@@ -36,17 +56,20 @@ __device__ inline PromptTile tile_of(const PromptParams& p, int taken) {
   return tile;
 }
 
+// Lane t of a warp takes half t / 8 % 2 of 32 bytes of row t % 8 + t / 16 * 8 among 16.
 __device__ inline void fetch_queries(const PromptParams& p, const PromptTile& tile, uint32_t to) {
-  const Copier copier;
   const PromptHead& head = p.head[tile.head];
-  const int rank = head.steps_k * 16;
+  const int rank = head.steps_k * 16, half = threadIdx.x / 8 % 2,
+            own = threadIdx.x % 8 + threadIdx.x % 32 / 16 * 8;
   for (int first = threadIdx.x / 32 * 16; first < kPromptRows; first += 64) {
-    const int row = tile.first + first + copier.row, in = min(row, tile.rows - 1),
+    const int row = tile.first + first + own, in = min(row, tile.rows - 1),
               token = in / p.group_size;
-    const uint16_t* from = p.q + (tile.token + token) * p.q_stride + head.q_offset +
-                           (in - token * p.group_size) * rank;
-    copier.copy(to, first, kPromptRows * 16, reinterpret_cast<const char*>(from), head.steps_k,
-                row < tile.rows);
+    const auto from =
+        reinterpret_cast<const char*>(p.q + (tile.token + token) * p.q_stride + head.q_offset +
+                                      (in - token * p.group_size) * rank);
+    const uint32_t at = to + (first + own) * 16 + half * (kPromptRows * 16);
+    for (int i = 0; i < head.steps_k; ++i)
+      copy16(at + 2 * i * (kPromptRows * 16), from + half * 16 + 32 * i, row < tile.rows);
   }
 }
 
@@ -66,62 +89,50 @@ __device__ inline Elements copies_of(const PromptParams& p, const PromptHead& he
   return {p.copies, p.copy_stride, k, k + head.steps_k * row};
 }
 
-// The pages of the tokens that this thread's warp copies: 16 of each 64 of a stage. They are asked
-// for before there is room for the tokens.
-struct StagePages {
-  int32_t ids[2];
-  // id_of: of a sequence's page i.
-  template <class IdOf>
-  __device__ StagePages(const PromptParams& p, int first, int keys, IdOf id_of) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int token = first + threadIdx.x / 32 * 16 + 64 * i;
-      ids[i] = token < keys ? id_of(page_of(p, token)) : 0;
-    }
-  }
-  __device__ StagePages(const PromptParams& p, const int32_t* pages, int first, int keys)
-      : StagePages(p, first, keys, [pages](int i) { return __ldg(pages + i); }) {}
-};
-
-// Copies K and V of one stage, from token `first` on. Tokens past `keys` become zeros, because what
-// lies there may be NaN.
-__device__ inline void fetch_keys(const PromptParams& p, const PromptHead& head,
-                                  const Elements& elements, const StagePages& pages, int first,
-                                  int keys, uint32_t to) {
-  const Copier copier;
-  const int count = prompt_keys(head.steps_v), values = count * 32 * head.steps_k;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (64 * i >= count) break;
-    const int rows = threadIdx.x / 32 * 16 + 64 * i, token = first + rows;
-    const int row = token - page_of(p, token) * p.page_tokens + copier.row;
-    const char* from = elements.pages + pages.ids[i] * elements.stride;
-    const bool valid = token + copier.row < keys;
-    copier.copy(to, rows, count * 16, from + elements.k + row * head.steps_k * 32, head.steps_k,
-                valid);
-    copier.copy(to + values, rows, count * 16, from + elements.v + row * head.steps_v * 32,
-                head.steps_v, valid);
+// Copies 64 rows of `steps` x 32 bytes, K or V of one stage, from token `first` on. Whole warp.
+// Tokens past `keys` become zeros, because what lies there may be NaN. `from`: the first row of
+// page 0; `page`: this lane's of the pages of the stage, that of the 16 tokens from 16 lane on.
+__device__ inline void fetch_half(const PromptParams& p, const char* from, int64_t stride,
+                                  int32_t page, int first, int keys, int steps, uint32_t to,
+                                  int lane) {
+#pragma unroll 1
+  for (int rows = 0; rows < kStageTokens; rows += 16) {
+    const int token = first + rows, row = token - page_of(p, token) * p.page_tokens;
+    copy_rows(to + rows * (32 * block_steps(steps)),
+              from + __shfl_sync(~0u, page, rows / 16) * stride + row * steps * 32, steps,
+              keys - token, lane);
   }
 }
 
-// The stages in use, oldest first. Waiting for the oldest makes room for another.
+// The stages in use, oldest first. Where the oldest is given back, there is room for another.
 struct Room {
   Turn stage, oldest;
   int used = 0;         // stages in use
   int after = 0;        // where the last one ends
   int next = 0;         // where the next one may begin
   uint64_t begins = 0;  // where stage i begins: byte i
+  Turn given{-1};       // the newest stage that must have been given back
+  int sizes = 0;        // ranks of the last one
+  int alike = 0;        // stages in a row that have these
 
-  // Takes `units` more as stage.at, and says where they begin.
-  __device__ int take(PromptShared& s, int units, int room) {
-    const int begin = place_stage(next, units, room);
-    while (used && !free(begin, units)) {
-      wait(s.empty[oldest.at], oldest.parity);
-      oldest.next(), --used;
-    }
+  // Takes room for a stage of `head` as stage.at, and says where it begins.
+  __device__ int take(const PromptHead& head, int room) {
+    const int units = stage_units(head), begin = place_stage(next, units, room);
+    const int own = head.steps_k * 256 + head.steps_v;
+    if (own != sizes) sizes = own, alike = 0;
+    while (used && !free(begin, units)) given = oldest, oldest.next(), --used;
     begins = (begins & ~(uint64_t{255} << 8 * stage.at)) | uint64_t(begin) << 8 * stage.at;
-    after = next = begin + units, ++used;
+    after = next = begin + units, ++used, ++alike;
     return begin;
+  }
+
+  // Waits until `half` of the stage taken last may be written. Stages of the same ranks lie where
+  // others lay, so only the same half of the one before must be back. Halves are given back in
+  // their order, so the newest tells of all.
+  __device__ void wait_for(PromptShared& s, int half) const {
+    if (given.at < 0) return;
+    wait(s.empty[half][given.at], given.parity);
+    if (alike <= kPromptStages + 1) wait(s.empty[1 - half][given.at], given.parity);
   }
 
  private:
@@ -147,23 +158,53 @@ struct Fetcher {
   const uint32_t shared;
   Room room{};
 
+  const int lane = pinned(threadIdx.x % 32), warp = kept(threadIdx.x / 32);
+
   __device__ void meet() const { asm volatile("bar.sync 1, 128;" ::: "memory"); }
 
-  // The address of room for the next stage of a lane.
-  __device__ uint32_t next_stage(const PromptHead& head) {
-    return shared + p.stages_at + room.take(s, stage_units(head), p.stage_units) * kStageUnit;
+  // The address of room for the next stage of a lane. It may not be free yet.
+  __device__ uint32_t take_stage(const PromptHead& head) {
+    return shared + p.stages_at + room.take(head, p.stage_units) * kStageUnit;
+  }
+
+  // Fills a stage of elements. page_at(token): the id of its page. Two warps take turns to bring
+  // keys, two to bring values, so that their waiting overlaps.
+  template <class PageAt>
+  __device__ void fetch_stage(const PromptHead& head, const Elements& elements, int first, int keys,
+                              PageAt page_at) {
+    uint32_t to = take_stage(head);
+    if ((room.stage.at & 1) == warp / 2) {
+      const int half = warp % 2, token = first + lane % (kStageTokens / 16) * 16;
+      const int32_t page = token < keys ? page_at(token) : 0;
+      if (half) to += head.steps_k * kStageUnit;
+      room.wait_for(s, half);
+      fetch_half(p, elements.pages + (half ? elements.v : elements.k), elements.stride, page, first,
+                 keys, half ? head.steps_v : head.steps_k, to, lane);
+      uint64_t& full = s.full[half][room.stage.at];
+      arrive_after_copies(full);
+      arrive<3>(full);  // for the other warps
+    }
+    room.stage.next();
+  }
+
+  // Room for a stage that all warps store, and its end.
+  __device__ uint32_t stored_stage(const PromptHead& head) {
+    const uint32_t to = take_stage(head);
+    room.wait_for(s, kKeyHalf), room.wait_for(s, kValueHalf);
+    return to;
+  }
+  __device__ void pass_stored() {
+    fence_for_bulk_copies();  // products see what was stored
+    arrive(s.full[kKeyHalf][room.stage.at]), arrive(s.full[kValueHalf][room.stage.at]);
+    room.stage.next();
   }
 
   // Fetches elements as they are: a part of 16 bits, or copies. id_of: of page i.
   template <class IdOf>
   __device__ void fetch_elements(const PromptHead& head, const Elements& elements, int keys,
                                  IdOf id_of) {
-    for (int first = 0; first < keys; first += prompt_keys(head.steps_v)) {
-      const StagePages ids(p, first, keys, id_of);
-      fetch_keys(p, head, elements, ids, first, keys, next_stage(head));
-      arrive_after_copies(s.full[room.stage.at]);
-      room.stage.next();
-    }
+    for (int first = 0; first < keys; first += kStageTokens)
+      fetch_stage(head, elements, first, keys, [&](int token) { return id_of(page_of(p, token)); });
   }
 
   // Fetches a sealed part. While one piece is converted the next is on its way. Where shared memory
@@ -171,8 +212,6 @@ struct Fetcher {
   template <int kBits>
   __device__ void fetch_codes(const PromptHead& head, int part, const int32_t* pages, int keys) {
     const CodesLane<kBits> lane{p, head, part, p.part[part]};
-    const int count = prompt_keys(head.steps_v), column = count * 16,
-              values = head.steps_k * 2 * column;
     const int shift = 31 - __clz(p.page_tokens), within = p.page_tokens - 1;
     const bool two = p.codes_buffers == 2;
     const auto buffer = [&](int token) {
@@ -187,21 +226,16 @@ struct Fetcher {
     };
     meet();  // nobody reads the buffers any more
     ask(0);
-    uint32_t to = 0;
-    for (int token = 0; token < keys || token % count; token += 64) {
+    for (int token = 0; token < keys; token += kStageTokens) {
       wait_copy_groups<0>();
       meet();  // all of the piece is there, and the other buffer is free
       if (two) ask(token + 64);
-      if (token % count == 0) to = next_stage(head);
-      const uint32_t from = buffer(token), at = to + token % count * 16;
-      lane.template convert_keys<E>(from, at, column);
-      lane.template convert_values<E>(from, at + values, column, token & within, keys - token);
+      const uint32_t from = buffer(token), to = stored_stage(head);
+      lane.template convert_keys<E>(from, to);
+      lane.template convert_values<E>(from, to + head.steps_k * kStageUnit, token & within,
+                                      keys - token);
       if (!two) meet(), ask(token + 64);
-      if ((token + 64) % count == 0) {
-        fence_for_bulk_copies();  // products see what was stored
-        arrive(s.full[room.stage.at]);
-        room.stage.next();
-      }
+      pass_stored();
     }
   }
 

@@ -13,6 +13,15 @@ __device__ inline void copy8(uint32_t to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to), "l"(from));
 }
 
+// Where converted rows go in a stage, from row `first` on (as RowsPlace of forms.cuh).
+struct StagePlace {
+  uint32_t base;
+  int width, first;
+  __device__ uint32_t at(int row, int piece) const {
+    return base + piece_at(width, first + row, piece);
+  }
+};
+
 // The codes of one lane in one part, in any form: what CodesLane is for one form.
 struct FormLane {
   const PromptParams& p;
@@ -72,14 +81,14 @@ struct FormLane {
   // Converts the piece in the buffer at `from` that begins at `token` of its page. A warp takes 16
   // tokens.
   template <class E>
-  __device__ void convert(uint32_t from, uint32_t keys, uint32_t values, int column, int token,
+  __device__ void convert(uint32_t from, uint32_t keys, uint32_t values, int token,
                           int valid) const {
     const int own = threadIdx.x / 32 * 16;
     for (int which = 0; which < 2; ++which) {
       const FormRows rows = this->rows(which, from);
       const int group = rows.side.by_channel() ? (token + own) / rows.side.group : 0;
       convert_form<E>(rows, own, group, valid - own,
-                      {(which ? values : keys) + own * 16, 16, column, 0, 0});
+                      StagePlace{which ? values : keys, block_steps(rows.rank / 16), own});
     }
   }
 };
@@ -88,10 +97,10 @@ struct FormLane {
 template <int kBits>
 struct KnownLane : CodesLane<kBits> {
   template <class E>
-  __device__ void convert(uint32_t from, uint32_t keys, uint32_t values, int column, int token,
+  __device__ void convert(uint32_t from, uint32_t keys, uint32_t values, int token,
                           int valid) const {
-    this->template convert_keys<E>(from, keys, column);
-    this->template convert_values<E>(from, values, column, token, valid);
+    this->template convert_keys<E>(from, keys);
+    this->template convert_values<E>(from, values, token, valid);
   }
 };
 
@@ -107,27 +116,19 @@ struct PartPages {
 
 template <class Fetcher>
 __device__ void fetch_seen_elements(Fetcher& f, const PartPages& from) {
-  const int count = prompt_keys(from.head.steps_v);
+  const Elements elements = elements_of(f.p, from.head, from.part, from.of);
   for (int first = from.window.next(0); first < from.keys;
-       first = from.window.next(first + count)) {
-    const StagePages ids(f.p, from.pages, first, from.keys);
-    fetch_keys(f.p, from.head, elements_of(f.p, from.head, from.part, from.of), ids, first,
-               from.keys, f.next_stage(from.head));
-    arrive_after_copies(f.s.full[f.room.stage.at]);
-    f.room.stage.next();
-  }
+       first = from.window.next(first + kStageTokens))
+    f.fetch_stage(from.head, elements, first, from.keys,
+                  [&](int token) { return __ldg(from.pages + page_of(f.p, token)); });
 }
 
 // As Fetcher::fetch_codes. A stage is fetched whole or not at all.
 template <class Fetcher, class Lane>
 __device__ void fetch_seen_codes(Fetcher& f, const PartPages& from, const Lane& lane) {
-  const int count = prompt_keys(from.head.steps_v), column = count * 16,
-            values = from.head.steps_k * 2 * column;
   const int shift = 31 - __clz(f.p.page_tokens), within = f.p.page_tokens - 1;
   const bool two = f.p.codes_buffers == 2;
-  const auto after = [&](int token) {
-    return (token + 64) % count ? token + 64 : from.window.next(token + 64);
-  };
+  const auto after = [&](int token) { return from.window.next(token + kStageTokens); };
   int turn = 0;  // which buffer is next
   const auto ask = [&](int token) {
     if (token < from.keys)
@@ -138,23 +139,17 @@ __device__ void fetch_seen_codes(Fetcher& f, const PartPages& from, const Lane& 
   int token = from.window.next(0);
   f.meet();  // nobody reads the buffers any more
   ask(token);
-  uint32_t to = 0;
 #pragma unroll 1
-  for (; token < from.keys || token % count; token = after(token)) {
+  for (; token < from.keys; token = after(token)) {
     wait_copy_groups<0>();
     f.meet();  // all of the piece is there, and the other buffer is free
     const uint32_t piece = f.shared + 2 * f.p.query_bytes + turn * f.p.codes_bytes;
     if (two) turn ^= 1, ask(after(token));
-    if (token % count == 0) to = f.next_stage(from.head);
-    const uint32_t at = to + token % count * 16;
-    lane.template convert<typename Fetcher::Element>(piece, at, at + values, column, token & within,
-                                                     from.keys - token);
+    const uint32_t to = f.stored_stage(from.head);
+    lane.template convert<typename Fetcher::Element>(piece, to, to + from.head.steps_k * kStageUnit,
+                                                     token & within, from.keys - token);
     if (!two) f.meet(), ask(after(token));
-    if ((token + 64) % count == 0) {
-      fence_for_bulk_copies();  // products see what was stored
-      arrive(f.s.full[f.room.stage.at]);
-      f.room.stage.next();
-    }
+    f.pass_stored();
   }
 }
 
@@ -171,7 +166,7 @@ __device__ void fetch_general(Fetcher& f, const PromptTile& tile, int part) {
   const PromptPart& of = p.part_of(tile.head, part);
   const PartPages from{head, part,
                        of,   of.page_table + int64_t{tile.sequence} * of.table_stride,
-                       keys, TileWindow(p, tile, part, prompt_keys(head.steps_v), before)};
+                       keys, TileWindow(p, tile, part, kStageTokens, before)};
   switch (of.bits) {
     case 16: fetch_seen_elements(f, from); break;
     case 8: fetch_seen_codes(f, from, KnownLane<8>{p, head, part, of}); break;

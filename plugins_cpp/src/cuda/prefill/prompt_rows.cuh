@@ -13,10 +13,7 @@ namespace kvlathe::cuda {
 // lane % 4 * 2 on. kWindows: a row may see nothing of a stage, even of its first one.
 template <class E, int kV, bool kWindows>
 struct PromptRows {
-  // Tokens at once: as many as leave registers for the rest.
-  static constexpr int kKeys = prompt_keys(kV), kScores = kKeys / 2, kSteps = kKeys / 16;
-  // Whether S, P and o fit the registers at the same time.
-  static constexpr bool kBoth = kV <= 4 || kKeys == 64;
+  static constexpr int kKeys = kStageTokens, kScores = kKeys / 2, kSteps = kKeys / 16;
   float o[8 * kV];
   float m[2];  // the maximum that o and l are relative to, before it is scaled
   float l[2];  // this thread's share
@@ -30,22 +27,41 @@ struct PromptRows {
   // Whether a row whose maximum is m has seen no token yet. Without windows there is no such row.
   __device__ static bool unseen(float m) { return kWindows && m == -INFINITY; }
 
-  // Asks for s = q k^T.
-  __device__ void score(float (&s)[kScores], uint64_t q, uint64_t k, int steps) {
-    multiply_tiles<E, kKeys>(s, q, k, 0);
-#pragma unroll 1
-    for (int i = 1; i < steps; ++i)
-      multiply_tiles<E, kKeys>(s, q + i * (kPromptRows * 2), k + i * (kKeys * 2), i);
+  // Asks for s = q k^T. k: the address of K.
+  template <int kCount>
+  __device__ void score(float (&s)[kScores], uint64_t q, uint32_t k) {
+    constexpr int kWidth = block_steps(kCount);
+    const uint64_t keys = describe_blocks<kWidth>(k, 16);
+    begin_products();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      multiply_tiles<E, kKeys>(s, q + i * (kPromptRows * 2),
+                               keys + (i / kWidth * kWidth * kStageUnit + i % kWidth * 32) / 16, i);
     close_products();
   }
+  // Products that follow each other without a branch between them overlap.
+  __device__ void score(float (&s)[kScores], uint64_t q, uint32_t k, int steps) {
+    switch (steps) {
+      case 1: return score<1>(s, q, k);
+      case 2: return score<2>(s, q, k);
+      case 3: return score<3>(s, q, k);
+      case 4: return score<4>(s, q, k);
+      case 5: return score<5>(s, q, k);
+      case 6: return score<6>(s, q, k);
+      case 7: return score<7>(s, q, k);
+      default: return score<8>(s, q, k);
+    }
+  }
 
-  // Asks for o += p v.
-  __device__ void add(uint32_t (&p)[4 * kSteps], uint64_t v) {
+  // Asks for o += p v. v: the address of V.
+  __device__ void add(uint32_t (&p)[4 * kSteps], uint32_t v) {
+    constexpr int kWidth = block_steps(kV);
+    const uint64_t values = describe_blocks<kWidth>(v, kWidth * kStageUnit);
     pin(p);
     pin(o);
     begin_products();
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) multiply_rows<E, kV>(o, p + 4 * i, v + i * 16);
+    for (int i = 0; i < kSteps; ++i) multiply_rows<E, kV>(o, p + 4 * i, values + i * 32 * kWidth);
     close_products();
   }
 
@@ -89,23 +105,11 @@ struct PromptRows {
     weigh(s, scale, p, added);
     const bool early = unseen(m[0]) || unseen(m[1]);
     if (__any_sync(~0u, early || !(added[0] <= 256.f && added[1] <= 256.f))) {
+      wait_products<0>();  // of the step before, which add to o
+      pin(o);
       raise(s, scale);
       weigh(s, scale, p, added);
     }
-    l[0] += added[0], l[1] += added[1];
-  }
-
-  // The same where S does not fit beside P, so that P cannot be computed again. The maximum of the
-  // step is looked for first.
-  __device__ void soften_eagerly(const float (&s)[kScores], float scale,
-                                 uint32_t (&p)[4 * kSteps]) {
-    float some[4] = {s[0], s[1], s[2], s[3]}, added[2];
-#pragma unroll
-    for (int i = 4; i < kScores; ++i) some[i % 4] = fmaxf(some[i % 4], s[i]);
-    const float over0 = (fmaxf(some[0], some[1]) - m[0]) * scale,
-                over1 = (fmaxf(some[2], some[3]) - m[1]) * scale;
-    if (__any_sync(~0u, !(over0 <= 8.f && over1 <= 8.f))) raise(s, scale);
-    weigh(s, scale, p, added);
     l[0] += added[0], l[1] += added[1];
   }
 };

@@ -10,6 +10,20 @@ namespace kvlathe::cuda {
 
 constexpr int kPromptStages = 8;  // in use at most
 
+// How K or V of a stage lies in shared memory: blocks of 16, 32 or 64 ranks, the largest that divide
+// the rank. A block is [kStageTokens][its ranks], swizzled as products want it. A row of it is what
+// one request to the second cache may bring: had each 16 bytes a place of their own, each would be
+// a request.
+__host__ __device__ constexpr int block_steps(int steps) {
+  return steps % 4 == 0 ? 4 : steps % 2 == 0 ? 2 : 1;
+}
+// Where 16 bytes lie: piece `piece` (8 ranks) of token `row`, with blocks of `width` x 16 ranks.
+__host__ __device__ constexpr int piece_at(int width, int row, int piece) {
+  const int pieces = 2 * width, shift = width == 4 ? 0 : width == 2 ? 1 : 2;
+  return piece / pieces * (width * kStageUnit) + row * (32 * width) +
+         (piece % pieces ^ (row >> shift & pieces - 1)) * 16;
+}
+
 // A tile being attended. head < 0: there are no more.
 struct PromptTile {
   int head, sequence;
@@ -17,8 +31,11 @@ struct PromptTile {
   int first, rows;  // row of the tile in its chunk, rows of the chunk
 };
 
+// The halves of a stage: keys are given back once their scores are there, values a step later.
+enum StageHalf { kKeyHalf = 0, kValueHalf = 1 };
+
 struct PromptShared {
-  uint64_t full[kPromptStages], empty[kPromptStages], queries_there[2], queries_done[2];
+  uint64_t full[2][kPromptStages], empty[2][kPromptStages], queries_there[2], queries_done[2];
   PromptTile tile[2];
   // Tokens that the tile's sequence had in each part of the lane before the step.
   int before[2][KVLATHE_MAX_SLOTS];
@@ -34,6 +51,12 @@ __device__ inline void init_barrier(uint64_t& barrier, int arrivals) {
 }
 __device__ inline void arrive(uint64_t& barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
+               : "memory");
+}
+template <int kCount>
+__device__ inline void arrive(uint64_t& barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&barrier)),
+               "n"(kCount)
                : "memory");
 }
 // Arrives when the asynchronous copies that this thread has asked for have landed.
@@ -62,9 +85,7 @@ struct Turn {
 // fetch and those who attend both work out where, in units of kStageUnit bytes. The stages of a
 // lane begin at multiples of their size. Where there is room for two, the second then never needs
 // the place of the first, and those who attend may hold one until the next is there.
-__device__ inline int stage_units(const PromptHead& head) {
-  return (head.steps_k + head.steps_v) * (prompt_keys(head.steps_v) / 64);
-}
+__device__ inline int stage_units(const PromptHead& head) { return head.steps_k + head.steps_v; }
 __device__ inline int first_stage(int after, int units) {
   return (after + units - 1) / units * units;
 }

@@ -14,15 +14,11 @@ constexpr int kPromptGroups = 3;
 // Rows of a tile. A row is one query head of one token.
 constexpr int kPromptRows = 64 * kPromptGroups;
 
-// Tokens attended at once: as many as leave registers for o, whose size is the rank of V.
-#ifdef __CUDACC__
-__host__ __device__
-#endif
-    constexpr int prompt_keys(int steps_v) {
-  return steps_v <= 6 ? 128 : 64;
-}
+// Tokens attended at once. More leave no registers for o, whose size is the rank of V.
+constexpr int kStageTokens = 64;
 
-constexpr int kStageUnit = 64 * 32;  // bytes: 16 ranks of 64 tokens
+constexpr int kStageUnit = kStageTokens * 32;  // bytes: 16 ranks of a stage
+constexpr int kBlockAlignment = 1024;          // bytes: what swizzles repeat after
 
 // The list, int32: a header, then (sequence, first row in its chunk) of each tile, those with the
 // most keys first. Items taken and blocks done are 0 between launches.

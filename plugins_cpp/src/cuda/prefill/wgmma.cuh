@@ -1,10 +1,9 @@
-// Warpgroup products of Hopper (sm_90a), one function each. Operands in shared memory lie in core
-// matrices without swizzle, so that any multiple of 16 is a rank.
+// Warpgroup products of Hopper (sm_90a), one function each. Any multiple of 16 is a rank.
 //
-// A core matrix is 8 rows of 16 bytes, 128 contiguous bytes. A tile of R rows and 8 C columns is C
-// columns of core matrices, R * 16 bytes apart: element (r, c) is at c / 8 * R * 16 + r * 16 + c %
-// 8 * 2. Products along its columns (Q and K) read it as it is. Products along its rows (V) read it
-// as transposed.
+// Q lies in core matrices: 8 rows of 16 bytes, 128 contiguous bytes. A tile of R rows and 8 C
+// columns is C columns of core matrices, R * 16 bytes apart: element (r, c) is at c / 8 * R * 16 +
+// r * 16 + c % 8 * 2. K and V lie in swizzled blocks (prompt_stages.cuh). Products along columns (Q
+// and K) read a tile as it is, products along rows (V) read it as transposed.
 #pragma once
 
 #include <type_traits>
@@ -23,6 +22,14 @@ constexpr int kCore = 128;  // bytes
 // core matrices, in bytes.
 __device__ inline uint64_t describe(uint32_t address, int leading, int stride) {
   return uint64_t(address >> 4) | uint64_t(leading >> 4) << 16 | uint64_t(stride >> 4) << 32;
+}
+
+// The same of swizzled blocks [rows][kSteps x 16], `block` bytes apart (prompt_stages.cuh), that
+// begin at multiples of 1024 bytes. Tiles that are read along their rows have one block.
+template <int kSteps>
+__device__ inline uint64_t describe_blocks(uint32_t address, int block) {
+  constexpr uint64_t mode = kSteps == 4 ? 1 : kSteps == 2 ? 2 : 3;  // 128, 64 or 32 bytes
+  return describe(address, block, 256 * kSteps) | mode << 62;
 }
 
 #ifdef KVLATHE_WGMMA
