@@ -17,6 +17,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from kvlathe import __version__
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.server.answers import Answerer
+from kvlathe.server.cache_view import CacheView, cache_view
+from kvlathe.server.chat_page import POLICY, chat_page
 from kvlathe.server.docs_page import docs_page
 from kvlathe.server.errors import ApiError, ErrorResponse, handle
 from kvlathe.server.gate import BODY_SECONDS, Gate
@@ -236,6 +238,16 @@ def add_operations(app: FastAPI, service: Service) -> None:
         status = "draining" if engine.draining else "ok" if engine.alive else "dead"
         code = 200 if status == "ok" else 503
         return JSONResponse(Health(status=status).model_dump(), code)
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def page() -> HTMLResponse:
+        policy = {"Content-Security-Policy": POLICY}
+        return HTMLResponse(chat_page(service.answerer.model), headers=policy)
+
+    @app.get("/v1/cache", responses={401: ERRORS[401]}, tags=["operations"])
+    async def cache() -> CacheView:
+        """What the pages of the KV cache hold at the moment, by layer and head."""
+        return cache_view(engine, service.answerer.model)
 
     @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
     async def docs() -> str:

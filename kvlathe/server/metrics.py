@@ -7,7 +7,7 @@ observed as they happen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -18,6 +18,7 @@ from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.cache.block_store import BlockStores
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.scheduling.sequence import Sequence
+from kvlathe.server.cache_view import uncompressed
 
 FAST = (
     0.001,
@@ -155,7 +156,7 @@ class State(Collector):
         engine, pool = self._engine, self._engine.llm.pool
         used = engine.bytes_used
         running = list(engine.llm.engine.scheduler.running)
-        saved = self._uncompressed(running, used) - used
+        saved = uncompressed(engine.llm, running, used) - used
         kept = pool.bytes_in_use - used
         share = used / pool.arena_bytes
         yield RUNNING, "Sequences that run.", engine.running
@@ -225,19 +226,3 @@ class State(Collector):
             yield "kvlathe_disk_cache_hits", said, stores.disk_hits * prefixes.block
             said = "Files of evicted prefixes that could not be written or read."
             yield "kvlathe_disk_cache_failures", said, stores.disk.failures
-
-    def _uncompressed(self, sequences: Iterable[Sequence], own: int) -> int:
-        """Bytes of pages of the same number of tokens, uncompressed in the same number
-        format, shared ones once: in proportion to their ``own`` bytes, as sharing is
-        not compression."""
-        llm = self._engine.llm
-        if llm.manifest is None:
-            return 0
-        page = llm.plan.page_tokens
-        pages = sum(-(-sequence.cached // page) for sequence in sequences)
-        held = 0
-        for sequence in sequences:
-            tables = zip(sequence.table.pages, llm.pool.strides, strict=False)
-            held += sum(len(ids) * stride for ids, stride in tables)
-        unshared = pages * page * llm.manifest.kv_bytes.baseline
-        return round(own / max(1, held) * unshared)
