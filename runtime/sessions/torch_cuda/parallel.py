@@ -124,8 +124,7 @@ class LeaderSession:
         self._wait = torch.cuda.Event.synchronize
         if isinstance(own.device, RankDevice):
             self._wait = own.device.settle
-        # Work that waits for a missing rank would never end.
-        ranks.watch(own.group.abort)
+        ranks.watch(partial(_abort, own.group))
 
     def watch(self, tell: Callable[[], None]) -> None:
         """As Watched.watch."""
@@ -204,6 +203,12 @@ class LeaderSession:
             return own(*arguments)
         except Exception as error:
             raise self.ranks.failure(error) from error
+
+
+def _abort(group: Group) -> None:
+    """End work that waits for a missing rank: it never would. In a thread, since NCCL
+    may take its time."""
+    threading.Thread(target=group.abort, daemon=True).start()
 
 
 class TensorParallel:
