@@ -4,8 +4,9 @@ one function (docs/extending/model_family.md)."""
 from __future__ import annotations
 
 from kvlathe.export.families.cohere import cohere, cohere2
+from kvlathe.export.families.experts import mixtral, olmoe, qwen2_moe, qwen3_moe
 from kvlathe.export.families.falcon import falcon
-from kvlathe.export.families.family import Family
+from kvlathe.export.families.family import Experts, Family
 from kvlathe.export.families.gemma import gemma, gemma2, gemma3
 from kvlathe.export.families.gpt2 import gpt2
 from kvlathe.export.families.llama import llama
@@ -44,18 +45,22 @@ FAMILIES = {
     "helium": helium,
     "llama": llama,
     "mistral": mistral,
+    "mixtral": mixtral,
     "nemotron": nemotron,
     "olmo2": olmo2,
     "olmo3": olmo3,
+    "olmoe": olmoe,
     "opt": opt,
     "phi": phi,
     "phi3": phi3,
     "qwen2": qwen2,
+    "qwen2_moe": qwen2_moe,
     "qwen3": qwen3,
+    "qwen3_moe": qwen3_moe,
     "seed_oss": seed_oss,
     "smollm3": smollm3,
     "stablelm": stablelm,
     "starcoder2": starcoder2,
 }
 
-__all__ = ["FAMILIES", "Family"]
+__all__ = ["FAMILIES", "Experts", "Family"]

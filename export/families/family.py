@@ -9,6 +9,19 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """An MLP that is many, ``count`` of which each token passes ``chosen`` (Shazeer et
+    al. 2017, arXiv 1701.06538). A softmax over all of them weighs those of a token;
+    ``normalized``: their weights sum to 1. Roles ``experts_gate experts_up
+    experts_down`` name the stored maps of expert ``{e}``, ``router`` what chooses."""
+
+    count: int
+    chosen: int
+    intermediate_size: int
+    normalized: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """How one kind of checkpoint names its tensors and wires its layers.
 
@@ -60,6 +73,9 @@ class Family:
     head_bias: bool = False
     position_offset: int = 0
     """Rows of the table of positions before the first token's."""
+    experts: Experts | None = None
+    """In place of the MLP, or beside it: where there are ``gate up down`` too, they are
+    of an expert that every token passes, weighed by the sigmoid of ``shared_gate``."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """Role -> what its stored tensors are multiplied by: multipliers of embeddings, of
     residuals and of logits (``norm``)."""

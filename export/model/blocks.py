@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvlathe.export.families import Experts
 from kvlathe.layers.decoder import rope_angles, rope_names
+from kvlathe.layers.experts import ExpertWeights, Routing, run_experts
 from kvlathe.layers.rows import Rows
 
 ROWS = Rows()
@@ -33,6 +35,27 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x @ self.weight
         return y if self.bias is None else y + self.bias
+
+
+class ExpertBlock(nn.Module):
+    """The experts of a layer (kvlathe/layers/experts.py). Weights start as whatever the
+    memory held."""
+
+    def __init__(
+        self, experts: Experts, hidden: int, activation: str, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        count, inner = experts.count, experts.intermediate_size
+        self.activation = activation
+        self.routing = Routing(experts.chosen, experts.normalized)
+        self.router = fixed(torch.empty(hidden, count, dtype=dtype))
+        self.gate = fixed(torch.empty(count, hidden, inner, dtype=dtype))
+        self.up = fixed(torch.empty(count, hidden, inner, dtype=dtype))
+        self.down = fixed(torch.empty(count, inner, hidden, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = ExpertWeights(self.router, self.gate, self.up, self.down)
+        return run_experts(x, weights, self.routing, self.activation)
 
 
 class Norm(nn.Module):

@@ -28,6 +28,7 @@ from kvlathe.export.model.spec import DecoderSpec, read_spec
 from kvlathe.export.model.tensors import (
     added,
     cut,
+    expert_names,
     scaled,
     stored_name,
     stored_shapes,
@@ -110,12 +111,25 @@ class Checkpoint:
         """
         if added(self.spec, name):
             return torch.zeros(self.spec.hidden_size, device=self.device)
+        experts = expert_names(self.spec, name)
+        if experts:
+            return self._of_experts(experts)
         source = stored_name(self.spec, name)
         stored = self._read(source)
         part = cut(self.spec, name, stored.to(self.device))
         weight = _finite(part.contiguous().float(), source)
         forget(stored, weight)
         return scaled(self.spec, name, weight)
+
+    def _of_experts(self, names: list[str]) -> Tensor:
+        """[E, in, out] of the maps of all experts, [in, out] of one map."""
+        maps: list[Tensor] = []
+        for name in names:
+            stored = self._read(name)
+            own = stored.to(self.device).T.contiguous().float()
+            maps.append(_finite(own, name))
+            forget(stored, own)
+        return torch.stack(maps) if len(maps) > 1 else maps[0]
 
     def rows(self, name: str, index: Tensor) -> Tensor:
         """Rows ``index`` [T] of ``weight(name)``, an embedding, float32 [T, D]: only

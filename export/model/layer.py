@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvlathe.export.model.blocks import ROWS, Linear, Norm
+from kvlathe.export.model.blocks import ROWS, ExpertBlock, Linear, Norm
 from kvlathe.export.model.spec import DecoderSpec
-from kvlathe.export.model.tensors import qk_norm_width
+from kvlathe.export.model.tensors import FUSED, qk_norm_width
 from kvlathe.layers.decoder import run_layer
 from kvlathe.layers.rows import Rows
 from kvlathe.plan.plan import CompressionPlan
@@ -80,10 +80,22 @@ class DecoderLayer(nn.Module):
         self.o = Linear(widths.o, hidden, True, dtype)
         self.attn_out_norm = norm("attn_out_norm", hidden)
         self.mlp_norm = norm("mlp_norm", hidden)
-        gated = bool({"gate", "gate_up"} & family.names.keys())
-        self.gate = Linear(hidden, inner, family.mlp_bias, dtype) if gated else None
-        self.up = Linear(hidden, inner, family.mlp_bias, dtype)
-        self.down = Linear(inner, hidden, family.mlp_bias, dtype)
+        roles = family.names.keys()
+
+        def linear(role: str, inputs: int, outputs: int) -> Linear | None:
+            if not {role, FUSED.get(role)} & roles:
+                return None
+            return Linear(inputs, outputs, family.mlp_bias, dtype)
+
+        self.gate = linear("gate", hidden, inner)
+        self.up = linear("up", hidden, inner)
+        self.down = linear("down", inner, hidden)
+        self.shared_gate = linear("shared_gate", hidden, 1)
+        self.experts = (
+            ExpertBlock(family.experts, hidden, family.activation, dtype)
+            if family.experts
+            else None
+        )
         self.mlp_out_norm = norm("mlp_out_norm", hidden)
 
     def forward(self, x: Tensor, step: object) -> tuple[Tensor, ...]:
@@ -104,6 +116,7 @@ class DecoderLayer(nn.Module):
         return q, k, v
 
     def gate_up(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        assert self.up is not None
         up = self.up(x)
         gate = None if self.gate is None else self.gate(x)
         return gate, up
@@ -112,4 +125,5 @@ class DecoderLayer(nn.Module):
         return x + self.o(o)
 
     def add_down(self, x: Tensor, inner: Tensor) -> Tensor:
+        assert self.down is not None
         return x + self.down(inner)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families import FAMILIES, Family
+from kvlathe.export.families.unknown import why_unknown
 from kvlathe.export.model.rope import Rope, read_ropes
 from kvlathe.layers.activations import ACTIVATIONS
 from kvlathe.plan.heads import ModelShape
@@ -198,7 +199,7 @@ def _refuse_foreign(raw: Settings) -> None:
     if model_type not in FAMILIES:
         raise KvlatheError(
             f"the model type {model_type!r} is not supported",
-            "kvlathe must know how its layers are wired",
+            why_unknown(raw),
             f"choose one of {', '.join(sorted(FAMILIES))}",
         )
     if raw.get("quantization_config") or raw.get("compression_config"):

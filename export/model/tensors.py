@@ -8,6 +8,7 @@ checkpoint's; a fused one holds several roles.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -31,7 +32,16 @@ LAYER_ROLES = (
     "up",
     "down",
     "mlp_out_norm",
+    "shared_gate",
 )
+EXPERT_ROLES = {
+    "experts.router": "router",
+    "experts.gate": "experts_gate",
+    "experts.up": "experts_up",
+    "experts.down": "experts_down",
+}
+"""What the decoder calls the tensors of a layer's experts -> role. Each holds those of
+all of them."""
 NORMS = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "norm")
 QK_NORMS = ("q_norm", "k_norm")
 
@@ -46,7 +56,23 @@ def weight_names(spec: DecoderSpec) -> tuple[str, ...]:
         "norm",
         *([] if spec.tied_head else ["head"]),
     ]
-    return tuple(name for place in places for name in _kinds(spec, place))
+    names = [name for place in places for name in _kinds(spec, place)]
+    if spec.family.experts is not None:
+        for layer in range(spec.layers):
+            names += [f"layers.{layer}.{own}" for own in EXPERT_ROLES]
+    return tuple(names)
+
+
+def expert_names(spec: DecoderSpec, name: str) -> list[str]:
+    """The checkpoint's names of what the decoder's tensor ``name`` holds of each expert
+    (of its router: one); none for any other tensor."""
+    _, _, end = name.partition(".")
+    layer, _, own = end.partition(".")
+    if own not in EXPERT_ROLES or spec.family.experts is None:
+        return []
+    stored = spec.family.names[EXPERT_ROLES[own]].replace("{i}", layer)
+    every = [stored.replace("{e}", str(e)) for e in range(spec.family.experts.count)]
+    return [f"{one}.weight" for one in dict.fromkeys(every)]
 
 
 def _kinds(spec: DecoderSpec, place: str) -> Iterator[str]:
@@ -111,8 +137,12 @@ def stored_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for role, name in spec.family.names.items():
         weight, bias = _stored_shape(spec, role)
-        for layer in range(spec.layers) if "{i}" in name else (0,):
-            at = name.replace("{i}", str(layer))
+        experts = spec.family.experts.count if spec.family.experts else 1
+        for layer, expert in itertools.product(
+            range(spec.layers if "{i}" in name else 1),
+            range(experts if "{e}" in name else 1),
+        ):
+            at = name.replace("{i}", str(layer)).replace("{e}", str(expert))
             if role != "head" or not spec.tied_head:
                 shapes[f"{at}.weight"] = weight
             if biased(spec, role):
@@ -135,7 +165,19 @@ def _stored_shape(
         return (hidden,), (hidden,)
     if role in QK_NORMS:
         return (qk_norm_width(spec, role),), ()
+    experts = spec.family.experts
+    if experts is not None:
+        own = experts.intermediate_size
+        shapes = {
+            "router": (experts.count, hidden),
+            "experts_gate": (own, hidden),
+            "experts_up": (own, hidden),
+            "experts_down": (hidden, own),
+        }
+        if role in shapes:
+            return shapes[role], ()
     outputs = {
+        "shared_gate": 1,
         "q": q,
         "k": kv,
         "v": kv,

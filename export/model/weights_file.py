@@ -17,6 +17,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.device import CPU, ahead
 from kvlathe.export.model.spec import DecoderSpec
+from kvlathe.layers.experts import Routing
 from kvlathe.layers.wiring import Wiring
 from kvlathe.plan.manifest import DECODER_FILE, WEIGHTS_FILE
 from kvlathe.plan.plan import CompressionPlan
@@ -175,6 +176,7 @@ def _entry(place: Place) -> dict[str, object]:
 
 def wiring(spec: DecoderSpec) -> Wiring:
     """For runtimes that build the decoder from its weights."""
+    experts = spec.family.experts
     return Wiring(
         norm=spec.family.norm,
         norm_eps=spec.family.norm_eps,
@@ -185,4 +187,5 @@ def wiring(spec: DecoderSpec) -> Wiring:
         ropes=spec.rope_of if len(spec.ropes) > 1 else (),
         wide_qk_norm=spec.family.wide_qk_norm,
         logit_softcap=spec.family.logit_softcap,
+        routing=experts and Routing(experts.chosen, experts.normalized),
     )

@@ -48,11 +48,16 @@ class Layer(Protocol):
     @property
     def o(self) -> RowMap: ...
     @property
-    def down(self) -> RowMap: ...
+    def down(self) -> RowMap | None: ...
     @property
     def q_norm(self) -> RowMap | None: ...
     @property
     def k_norm(self) -> RowMap | None: ...
+
+    @property
+    def experts(self) -> RowMap | None: ...
+    @property
+    def shared_gate(self) -> RowMap | None: ...
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [T, D] -> q, k, v."""
@@ -81,6 +86,8 @@ def run_layer(layer: Layer, x: Tensor, attend: Attention) -> Tensor:
             n                      parallel, one norm (Falcon 7B)
         y = a + W_down (activation(W_gate m) * W_up m)
 
+    Where it has experts, they are the MLP, with one that every token passes beside them
+    if there is a gate for it.
     Where the model has QK-norms, each head's q and k (or all heads together) pass
     through theirs first. Where it has norms of outputs, those of W_O and W_down pass
     through theirs before they are added (Gemma 2, OLMo 2).
@@ -96,10 +103,15 @@ def run_layer(layer: Layer, x: Tensor, attend: Attention) -> Tensor:
     attended = _plus_o(layer, x, o)
     if mlp_input is None:
         mlp_input = _mlp_input(layer, attended, normed)
-    inner = _mlp_inner(layer, mlp_input)
+    if layer.experts is not None:
+        attended = attended + layer.experts(mlp_input)
+        if layer.shared_gate is None:
+            return attended
+        share = layer.shared_gate(mlp_input).sigmoid()
+        return attended + share * _mlp(layer, mlp_input)
     if layer.mlp_out_norm is None:
-        return layer.add_down(attended, inner)
-    return attended + layer.mlp_out_norm(layer.down(inner))
+        return layer.add_down(attended, _mlp_inner(layer, mlp_input))
+    return attended + layer.mlp_out_norm(_mlp(layer, mlp_input))
 
 
 def _plus_o(layer: Layer, x: Tensor, o: Tensor) -> Tensor:
@@ -112,6 +124,11 @@ def _mlp_input(layer: Layer, x: Tensor, normed: Tensor) -> Tensor:
     if layer.mlp_norm is not None:
         return layer.mlp_norm(x)
     return normed if layer.mlp_out_norm is None else x
+
+
+def _mlp(layer: Layer, x: Tensor) -> Tensor:
+    assert layer.down is not None
+    return layer.down(_mlp_inner(layer, x))
 
 
 def _mlp_inner(layer: Layer, x: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvlathe.layers.experts import Routing
+
 
 @dataclass(frozen=True)
 class Wiring:
@@ -24,6 +26,7 @@ class Wiring:
     ropes: tuple[int, ...] = ()
     wide_qk_norm: bool = False
     logit_softcap: float = 0.0
+    routing: Routing | None = None
 
     @classmethod
     def from_json(cls, raw: dict[str, Any]) -> Wiring:
@@ -31,4 +34,6 @@ class Wiring:
         fields = dict(raw)
         for name in ("scales", "ropes"):
             fields[name] = tuple(raw.get(name, ()))
+        if fields.get("routing"):
+            fields["routing"] = Routing(**fields["routing"])
         return cls(**fields)

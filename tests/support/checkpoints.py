@@ -263,6 +263,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         sizes(64, 4, 2, num_hidden_layers=4, sliding_window=24, **PHI)
         | {"logit_scale": 0.75},
     ),
+    "mixtral": (
+        "Mixtral",
+        sizes(64, 4, 2, num_local_experts=5, num_experts_per_tok=2, sliding_window=24),
+    ),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        sizes(64, 4, 2, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=24)
+        | {"shared_expert_intermediate_size": 40},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        sizes(48, 4, 2, 24, num_experts=6, num_experts_per_tok=2)
+        | {"moe_intermediate_size": 24, "norm_topk_prob": True},
+    ),
+    "olmoe": ("Olmoe", sizes(64, 4, 4, num_experts=5, num_experts_per_tok=2)),
     "phi": ("Phi", sizes(64, 4, 2, partial_rotary_factor=0.5)),
     "gpt_neox": ("GPTNeoX", sizes(64, 4, 4)),
     "gpt_neox-sequential": (

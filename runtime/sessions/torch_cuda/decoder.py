@@ -29,6 +29,7 @@ from kvlathe.layers.decoder import (
     run_layer,
     tied_head,
 )
+from kvlathe.layers.experts import ExpertWeights, run_experts
 from kvlathe.layers.rows import Rows
 from kvlathe.layers.wiring import Wiring
 from kvlathe.runtime.sessions.torch_cuda.group import Alone, Group
@@ -223,14 +224,16 @@ class _Layer:
             self.k_norm = _wide_norm(tensors.pop("k_norm.weight"), eps, group)
         else:
             self.q_norm, self.k_norm = norm("q_norm"), norm("k_norm")
+        self.experts = _experts(wiring, _taken(tensors, "experts."))
+        shared_gate = tensors.pop("shared_gate.weight", None)
+        self.shared_gate = None if shared_gate is None else _Linear(shared_gate, None)
         self.is_gated = "gate.weight" in tensors
-        gate_up_roles = ["gate", "up"] if self.is_gated else ["up"]
+        gate_up_roles = [role for role in ("gate", "up") if f"{role}.weight" in tensors]
         self.qkv_map, self.qkv_widths = _beside(tensors, ["v", "q", "k"], ALIGNMENT)
-        self.gate_up_map, self.gate_up_widths = _beside(tensors, gate_up_roles, 1)
-        self.o, self.down = (
-            _Output(tensors.pop(f"{x}.weight"), tensors.pop(f"{x}.bias", None), group)
-            for x in ("o", "down")
-        )
+        if gate_up_roles:
+            self.gate_up_map, self.gate_up_widths = _beside(tensors, gate_up_roles, 1)
+        self.o = _output(tensors, "o", group)
+        self.down = _output(tensors, "down", group) if gate_up_roles else None
         self.projections = _taken(tensors, "attend.")
 
     def __call__(
@@ -259,9 +262,24 @@ class _Layer:
         return part if self.parallel else self.group.sum(part)
 
     def add_down(self, x: Tensor, inner: Tensor) -> Tensor:
+        assert self.down is not None
         if self.parallel:  # x is this rank's part of what o gave: one sum for both
             return self.group.sum(self.down.add_to(x, inner))
         return self.group.sum(self.down.begin(x, inner))
+
+
+def _output(tensors: dict[str, Tensor], role: str, group: Group) -> _Output:
+    bias = tensors.pop(f"{role}.bias", None)
+    return _Output(tensors.pop(f"{role}.weight"), bias, group)
+
+
+def _experts(wiring: Wiring, tensors: dict[str, Tensor]) -> RowMap | None:
+    if not tensors or wiring.routing is None:
+        return None
+    routing = wiring.routing
+    activation = wiring.activation
+    weights = ExpertWeights(**tensors)
+    return lambda x: run_experts(x, weights, routing, activation)
 
 
 def _norm(wiring: Wiring, rows: Rows, tensors: dict[str, Tensor]) -> RowMap:

@@ -199,6 +199,22 @@ REFUSED = {
         config_of("llama", architectures=["LlamaForSequenceClassification"]),
         "SequenceClassification",
     ),
+    "latent": (config_of("deepseek_v3", kv_lora_rank=8), "share one latent"),
+    "state": (config_of("mamba"), "keep a state"),
+    "sinks": (config_of("gpt_oss"), "softmax has sinks"),
+    "scores": (
+        config_of("gemma2", num_key_value_heads=2),
+        "no attention kernel bounds",
+    ),
+    "some experts": (
+        config_of("qwen3_moe", num_key_value_heads=2, mlp_only_layers=[1]),
+        "plain MLP",
+    ),
+    "both ways": (
+        config_of("gemma3_text", use_bidirectional_attention=True),
+        "earlier tokens alone",
+    ),
+    "opt 350m": (config_of("opt", do_layer_norm_before=False), "after its blocks"),
     "softcap": (
         config_of("llama", attn_logit_softcapping=30.0),
         "attn_logit_softcapping",

@@ -1,0 +1,57 @@
+"""Why a model type has no record: what of it an engine cannot keep or compute, as far as
+its configuration says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+WIRING = "kvlathe must know how its layers are wired"
+BIAS = "its scores have a bias by distance, which cached keys cannot carry"
+LATENT = (
+    "its heads share one latent that is cached in their place (MLA), which is low rank "
+    "already, and whose keys turn apart from it"
+)
+STATE = "some of its layers keep a state, and no keys and values"
+EXPERTS = "its MLPs choose among experts, in a way that no record says"
+SINKS = "its softmax has sinks, which no attention kernel counts"
+CODER = "it is an encoder, or needs one"
+
+BY_TYPE: Mapping[str, str] = {
+    **dict.fromkeys(("bloom", "mpt"), BIAS),
+    **dict.fromkeys(("gpt_oss", "mimo_v2_flash"), SINKS),
+    **dict.fromkeys(
+        ("bamba", "falcon_mamba", "jamba", "mamba", "mamba2", "recurrent_gemma"), STATE
+    ),
+    **dict.fromkeys(("rwkv", "xlstm", "zamba", "zamba2", "nemotron_h"), STATE),
+}
+BY_SETTING: Mapping[str, str] = {
+    "kv_lora_rank": LATENT,
+    "mamba_d_state": STATE,
+    "mamba_d_conv": STATE,
+    "linear_num_key_heads": STATE,
+    "linear_attn_config": STATE,
+    "conv_L_cache": STATE,
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "n_routed_experts": EXPERTS,
+    "moe_num_experts": EXPERTS,
+    "encoder_layers": CODER,
+    "type_vocab_size": CODER,
+}
+"""Settings that only such models have."""
+STATEFUL = ("linear_attention", "mamba", "conv", "recurrent")
+"""Kinds of layers."""
+
+
+def why_unknown(raw: Mapping[str, object]) -> str:
+    """Of a config.json whose model type is none of ours."""
+    kind = str(raw.get("model_type"))
+    if kind in BY_TYPE:
+        return BY_TYPE[kind]
+    layers = raw.get("layer_types")
+    if isinstance(layers, list) and set(STATEFUL) & {str(layer) for layer in layers}:
+        return STATE
+    for setting, reason in BY_SETTING.items():
+        if raw.get(setting):
+            return reason
+    return WIRING
