@@ -28,14 +28,16 @@ class Piece:
 
 
 class Value:
-    """Where a JSON value ends that begins with { or [."""
+    """Where a JSON value ends that begins with { or [, or ``depth`` of them earlier."""
 
-    def __init__(self) -> None:
-        self._depth, self._string, self._escaped = 0, False, False
+    def __init__(self, depth: int = 0) -> None:
+        self._depth, self._string, self._escaped = depth, False, False
+        self.begun = False
 
     def end(self, text: str) -> int:
         """How many characters of ``text`` belong to it; -1 for all, and more to
         come."""
+        self.begun = self.begun or bool(text)
         for place, character in enumerate(text):
             if self._string:
                 self._in_string(character)
@@ -70,6 +72,7 @@ class ToolParser:
         self._started = False
         self._value: Value | None = None  # while arguments come
         self._behind = False  # a call has ended, and others may follow
+        self._object: Value | None = None  # while a call's object goes on behind them
         self._raw = ""  # of the call that is being read
         self.calls = 0
 
@@ -94,6 +97,8 @@ class ToolParser:
         while going:
             if self._value is not None:
                 going = self._arguments(found)
+            elif self._object is not None:
+                going = self._skip(self._object)
             elif self._inside:
                 going = self._head(found, last)
             else:
@@ -107,8 +112,7 @@ class ToolParser:
             return True
         place = self._held.find(self._mark)
         if place >= 0:
-            before = self._held[:place]
-            if before.strip() or (before and not self.calls):
+            if before := self._spoken(self._held[:place]):
                 found.append(Piece(before))
             self._held = self._held[place + len(self._mark) :]
             self._raw = self._mark
@@ -116,10 +120,14 @@ class ToolParser:
             return True
         keep = self._possible_mark()
         said, self._held = self._split(keep)
-        if said and (said.strip() or not self._behind):
-            self._started = True
+        if said := self._spoken(said):
+            self._started, self._behind = True, False
             found.append(Piece(said))
         return False
+
+    def _spoken(self, text: str) -> str:
+        """Without the blanks that follow a call."""
+        return text.lstrip() if self._behind else text
 
     def _bare(self) -> bool:
         """Whether a call begins here without a mark."""
@@ -197,11 +205,22 @@ class ToolParser:
         self._held = self._held[len(said) :]
         if end < 0:
             return False
-        self._value = None
-        brace = self._held.lstrip(FILLER)
-        self._held = brace.removeprefix("}")
+        self._value, self._object = None, Value(1)
         self._ended()
         return True
+
+    def _skip(self, rest: Value) -> bool:
+        """What the call's object says behind its arguments, up to its end."""
+        if not rest.begun:
+            self._held = self._held.lstrip(FILLER)
+            if self._held and self._held[0] not in ",}":
+                self._object = None
+                return True
+        end = rest.end(self._held)
+        self._held = self._held[end:] if end >= 0 else ""
+        if end >= 0:
+            self._object = None
+        return end >= 0
 
     def _ended(self) -> None:
         self.calls += 1

@@ -25,7 +25,10 @@ class Function(Strict):
 
     @property
     def schema_(self) -> Json:
-        return self.parameters or {"type": "object", "properties": {}}
+        """A tool that names no parameters takes none."""
+        if self.parameters:
+            return self.parameters
+        return {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 class Tool(Strict):

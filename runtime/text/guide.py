@@ -26,20 +26,24 @@ from kvlathe.runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
 log = logging.getLogger("kvlathe")
 SPACE = r" |\n {0,32}"
 """Between two parts of JSON, at most once: a small model could go on with blanks for
 ever."""
+SETTINGS: JsonCompileOptions = {"whitespace_pattern": SPACE, "coerce_one_of": True}
+"""Of the schema compiler. oneOf is read as anyOf: an answer then fits one of them at
+least."""
 STACK = 256 << 20
 """Bytes of stack to compile on: rules that name each other are followed recursively."""
 EMPTY = "no text fits it"
-COMPILED = 64
-"""Structures that are kept compiled."""
+COMPILED = 16
+"""Structures that are kept compiled: each holds the lexer states that answers found."""
 ITEMS = 5000
 """Parser items of a step: more would hold up the other answers of its batch."""
-STATES = 50_000
-"""Lexer states of a structure: they are memory."""
+STATES = 10_000
+"""Lexer states of a structure: about a kilobyte each."""
 
 
 class StructureError(KvlatheError):
@@ -185,7 +189,7 @@ def source_of(structure: Structure) -> str:
         schema = dict[str, object]()
     check_settings(schema)
     make = LLMatcher.grammar_from_json_schema
-    return make(schema, overrides={"whitespace_pattern": SPACE})
+    return make(schema, overrides=SETTINGS)
 
 
 def check_settings(schema: dict[str, object]) -> None:
@@ -206,7 +210,7 @@ def rules_of(tools: dict[str, dict[str, object]], calls: Calls) -> str:
     lines = [f"start: {opened} {one} {rest} {quoted(calls.end)}"]
     for i, (name, schema) in enumerate(tools.items()):
         check_settings(schema)
-        settings = {"x-guidance": {"whitespace_pattern": SPACE}}
+        settings = {"x-guidance": SETTINGS}
         head = f'{{"name": {json.dumps(name)}, "{calls.key}": '
         body = json.dumps(schema | settings)
         lines.append(f'call_{i}: {quoted(head)} %json {body} "}}"')

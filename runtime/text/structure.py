@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 
 from kvlathe.base.errors import KvlatheError
 
@@ -26,6 +27,9 @@ MOST_PATTERNS = 1 << 12
 MOST_MULTIPLES = 20_000
 """The sum of all multipleOf of a JSON schema, in units of their last digit: each is an
 automaton of so many states."""
+MOST_COMMON = 100_000
+"""Their least common multiple, in units of the finest: where several hold for one
+number, one automaton counts all."""
 MOST_DIGITS = 300
 """Of a number: more are beyond what JSON numbers are read into."""
 ANY_OBJECT = {"type": "object"}
@@ -147,7 +151,7 @@ def _parsed(text: str) -> dict[str, object] | bool:
 
 def _check_schema(schema: object) -> None:
     """Raises KvlatheError for what compiles into automata without bound."""
-    patterns, multiples = 0, 0.0
+    patterns, multiples = 0, list[Decimal]()
     left = [schema]
     while left:
         value = left.pop()
@@ -156,16 +160,28 @@ def _check_schema(schema: object) -> None:
         elif isinstance(value, dict):
             left += value.values()
             patterns += _pattern_size(value)
-            multiples += _states(value.get("multipleOf"))
+            multiples += _multiple(value.get("multipleOf"))
         elif isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
             fact = f"the JSON schema has a number of over {MOST_DIGITS} digits"
             raise refused(fact, "it is beyond what JSON readers hold")
     if patterns > MOST_PATTERNS:
         fact = f"the JSON schema's patterns have {patterns:,} characters"
         raise refused(fact, f"at most {MOST_PATTERNS:,} are taken", "make them shorter")
-    if multiples > MOST_MULTIPLES:
+    _check_multiples(multiples)
+
+
+def _check_multiples(multiples: Sequence[Decimal]) -> None:
+    """An automaton counts a multipleOf: it has as many states as that has units of the
+    last digit. Those of schemas that must hold together are counted at once, up to
+    their least common multiple."""
+    places = [max(0, -int(each.as_tuple().exponent)) for each in multiples]
+    own = [int(each.scaleb(n)) for each, n in zip(multiples, places, strict=True)]
+    finest = max(places, default=0)
+    together = [int(each.scaleb(finest)) for each in multiples]
+    if sum(own) > MOST_MULTIPLES or math.lcm(*together) > MOST_COMMON:
         reason = (
-            f"they add up to more than {MOST_MULTIPLES:,} units of their last digit"
+            f"they add up to more than {MOST_MULTIPLES:,} units of their last digit, "
+            f"or have a common multiple above {MOST_COMMON:,}"
         )
         remedy = "leave multipleOf out, or round it"
         raise refused("the JSON schema's multipleOf are too large", reason, remedy)
@@ -181,14 +197,11 @@ def _pattern_size(schema: dict[str, object]) -> int:
     return size
 
 
-def _states(multiple: object) -> float:
-    """States of the automaton that counts a multipleOf."""
-    if isinstance(multiple, bool) or not isinstance(multiple, int | float):
-        return 0
-    if abs(multiple) > MOST_MULTIPLES:
-        return math.inf
-    digits = f"{abs(multiple):.12f}".rstrip("0").replace(".", "")
-    return float(digits or 0)
+def _multiple(value: object) -> list[Decimal]:
+    """What ``multipleOf`` says, rounded as it is counted; nothing where it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value:
+        return []
+    return [Decimal(f"{min(abs(value), 1e9):.12f}").normalize()]
 
 
 def _check_grammar(text: str) -> None:

@@ -110,6 +110,25 @@ def test_text_may_stand_before_calls() -> None:
     assert read(LLAMA, [text]) == ("", [("look", {})])
 
 
+@settings(deadline=None)
+@given(
+    after=st.text("a \n<", max_size=8).map(lambda text: f"x{text}"),
+    places=st.lists(st.integers(0, 80), max_size=6),
+)
+def test_text_may_stand_behind_calls(after: str, places: list[int]) -> None:
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n'
+    text, made = read(HERMES, cut(call + after, places))
+    assert (text, made) == (after, [("f", {})])
+
+
+@given(places=st.lists(st.integers(0, 120), max_size=8))
+def test_calls_may_say_more_than_their_arguments(places: list[int]) -> None:
+    more = '"id": "x}", "n": {"a": [1]}'
+    calls = f'{{"name": "f", "arguments": {{}}, {more}}}, {{"name": "g", "arguments": {{}}, {more}}}'
+    text, made = read(MISTRAL, cut(f"[TOOL_CALLS] [{calls}]", places))
+    assert (text, made) == ("", [("f", {}), ("g", {})])
+
+
 def test_fields_may_come_in_another_order() -> None:
     text = '<tool_call>{"arguments": {"a": "}"}, "name": "f"}</tool_call>'
     assert read(HERMES, [*text]) == ("", [("f", {"a": "}"})])

@@ -33,6 +33,9 @@ WRONG = {
     "multiples": lambda: Structure.json(
         {"items": [{"multipleOf": 997 - i} for i in range(30)]}
     ),
+    "common multiple": lambda: Structure.json(
+        {"allOf": [{"multipleOf": n} for n in (101, 103, 107)]}
+    ),
     "fine multiple": lambda: Structure.json({"multipleOf": 0.123457}),
     "digits": lambda: Structure.json({"maximum": 10**400}),
     "no choice": lambda: Structure.choice([]),
@@ -52,6 +55,11 @@ def test_ordinary_multiples_are_taken() -> None:
     for multiple in (1, 7, 100, 0.01, 0.5, 2.5, 1e-3):
         schema = {"type": "number", "multipleOf": multiple}
         assert json.loads(Structure.json(schema).text) == schema
+
+
+def test_multiples_of_several_numbers_are_taken() -> None:
+    schema = {"properties": {"a": {"multipleOf": 0.01}, "b": {"multipleOf": 12}}}
+    assert json.loads(Structure.json(schema).text) == schema
 
 
 def test_parameters_take_structures_alone() -> None:
