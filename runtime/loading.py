@@ -49,10 +49,10 @@ def load_session(engine: EngineFolder, manifest: Manifest, wanted: Wanted) -> Lo
         runner, plan = _in_parallel(engine, runner, wanted.ranks)
         words += f", on {wanted.ranks} GPUs"
     layout = CacheLayout(plan)
+    kind = runner.session(manifest)  # says what is missing
     size = registry.cache_bytes(
         manifest, layout, runner, wanted.memory_share, wanted.cache_bytes
     )
-    kind = runner.session(manifest)
     work = partial(kind, folder, plan, manifest.limits, size, wanted.threads)
     weights = int(runner.copies * manifest.size)
     session = registry.loaded(work, folder, weights, size)

@@ -115,6 +115,7 @@ class Conversation:
     type=click.FloatRange(0, 1, min_open=True),
     default=0.95,
     show_default=True,
+    help="Of the probability: the likeliest tokens that have it are drawn from.",
 )
 @click.option("--seed", type=click.IntRange(0), help="Same seed, same text.")
 @CACHE_SIZE

@@ -88,7 +88,7 @@ def test_the_command_builds_the_engine_that_was_measured(
     words = shlex.split(of_all.command(chosen))
     assert words[:2] == ["kvlathe", "build"]
     typed = build_command.make_context("build", words[2:]).params
-    for unheard in ("no_cache", "dry_run", "as_json", "log_level"):
+    for unheard in ("no_cache", "dry_run", "as_json", "log_level", "revision"):
         typed.pop(unheard)
     measured = of_all.request(chosen, tmp_path / "elsewhere")
     assert accept(BuildRequest(**typed)).key == accept(measured).key

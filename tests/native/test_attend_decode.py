@@ -240,7 +240,7 @@ def test_refusals_name_their_reason(library: Library) -> None:
     problem = Problem([[(48, 32), (64, 16)]], [100, 40])
     refused(library, problem, BAD_VERSION, abi_version=99)
     refused(library, problem, BAD_ARGUMENT, page_tokens=24)
-    refused(library, problem, BAD_ARGUMENT, part_count=4)
+    refused(library, problem, BAD_ARGUMENT, part_count=0)
     refused(library, problem, BAD_ARGUMENT, flags=4)
     refused(library, problem, BAD_ARGUMENT, bits_k=5)
     refused(library, problem, MISALIGNED, page_stride=problem.stride + 8)
