@@ -181,6 +181,7 @@ class LLM(ClosesAtExit):
         requests are refused. The memory goes back with the object. Where there is a
         disk cache, shared prefixes are written to it first, for SAVE_SECONDS at most."""
         prefixes = self.engine.scheduler.prefixes
+        self._sequences.guides.close()
         try:
             if prefixes and prefixes.stores:
                 with contextlib.suppress(KvlatheError):  # closed already, or failed

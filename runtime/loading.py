@@ -59,16 +59,21 @@ def load_session(engine: EngineFolder, manifest: Manifest, wanted: Wanted) -> Lo
     return Loaded(session, plan, size, words, runner.prompt_tokens)
 
 
-def _in_parallel(
-    engine: EngineFolder, runner: Runner, ranks: int
-) -> tuple[Runner, CompressionPlan]:
-    """The runner on ``ranks`` GPUs, and what one of them keeps of the plan."""
-    if engine.manifest.backend != "cuda":
+def check_ranks(engine: EngineFolder, ranks: int) -> None:
+    """Raises KvlatheError for an engine that runs on one device alone."""
+    if ranks > 1 and engine.manifest.backend != "cuda":
         raise KvlatheError(
             f"{engine.path} cannot run on {ranks} GPUs",
             f"it was built for {engine.manifest.backend}",
             "build it with --backend cuda",
         )
+
+
+def _in_parallel(
+    engine: EngineFolder, runner: Runner, ranks: int
+) -> tuple[Runner, CompressionPlan]:
+    """The runner on ``ranks`` GPUs, and what one of them keeps of the plan."""
+    check_ranks(engine, ranks)
     runner.session(engine.manifest)  # says what is missing
     from kvlathe.runtime.sessions.torch_cuda.parallel import TensorParallel
 

@@ -8,6 +8,7 @@ standard error.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -37,6 +38,7 @@ elsewhere."""
 LINE_SECONDS = 30.0
 """Between two log lines about the same work."""
 
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 log = logging.getLogger("kvlathe")
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
 err = Console(stderr=True, highlight=False)
@@ -236,10 +238,20 @@ def cell(value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
+        return shown(str(value)) if out.is_terminal else str(value)
     if isinstance(value, int) or abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:.4g}"
+
+
+def shown(text: str) -> str:
+    """A text that others wrote, for a terminal: control characters, which it would
+    obey, are written out, but for new lines and tabs."""
+    return CONTROL.sub(_written_out, text)
+
+
+def _written_out(found: re.Match[str]) -> str:
+    return f"\\x{ord(found[0]):02x}"
 
 
 def human_bytes(count: float) -> str:

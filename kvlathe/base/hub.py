@@ -8,6 +8,7 @@ and HF_HUB_OFFLINE mean to it what they mean everywhere.
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from pathlib import Path
@@ -17,11 +18,15 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
 from kvlathe.base.tokenizer_files import FILES, read_object
 
-NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+NAME = re.compile(rf"(?!.*(?:\.\.|--)){PART}/{PART}")
+"""As the Hub takes them."""
 INDEX = "model.safetensors.index.json"
 WANTED = ("config.json", "*.safetensors", INDEX, *FILES)
 UNWANTED = ("*/*", "consolidated*")
 """Folders hold other forms of the same weights, and so do consolidated files."""
+SHOWN = 3
+"""Folders that are named beside a mistyped one."""
 SNAPSHOTS = "snapshots"
 REPOSITORY = "models--"
 
@@ -31,7 +36,8 @@ def checkpoint_folder(model: Path, revision: str | None = None) -> Path:
     Hub has under the name ``org/name``, at a branch, a tag or a commit.
 
     Raises KvlatheError for a revision of a folder, a name that the Hub does not have or
-    does not give, one without safetensors, and what is missing without a network.
+    does not give, one without safetensors, what is missing without a network, and what
+    looks like a mistyped folder: of that the Hub is not told.
     """
     name = model.as_posix()
     if model.exists() or not NAME.fullmatch(name):
@@ -40,6 +46,8 @@ def checkpoint_folder(model: Path, revision: str | None = None) -> Path:
             remedy = "leave --revision out, or give a name such as org/model"
             raise KvlatheError(f"--revision {revision} cannot be had", reason, remedy)
         return model
+    if revision is None and model.parent.is_dir():
+        raise _mistyped(model)
     log.info("%s is no folder here: asking the Hub", name)
     folder = _fetched(name, revision)
     if missing := missing_files(folder):
@@ -49,6 +57,17 @@ def checkpoint_folder(model: Path, revision: str | None = None) -> Path:
             "run this again with a network, or look whether the Hub has them",
         )
     return folder
+
+
+def _mistyped(model: Path) -> KvlatheError:
+    """Of a name that is missing in a folder that is there."""
+    others = sorted(path.name for path in model.parent.iterdir() if path.is_dir())
+    near = difflib.get_close_matches(model.name, others, SHOWN) or others[:SHOWN]
+    reason = f"there is a folder {model.parent}, and nothing of that name in it"
+    if near:
+        reason += f", but {', '.join(near)}"
+    remedy = "name a folder, or say --revision main to ask the Hub for it"
+    return KvlatheError(f"there is no checkpoint folder {model}", reason, remedy)
 
 
 def model_name(folder: Path) -> str:

@@ -19,6 +19,7 @@ from kvlathe.cli.common import (
     PATH,
     THREADS,
     check_text,
+    write,
 )
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from kvlathe.runtime.requests.answer import Answer
     from kvlathe.runtime.text.sampling_params import SamplingParams
 
+FULL = "the conversation is as long as the engine takes: /reset begins anew"
 HELP = "/reset begins anew, /quit ends; Ctrl-C ends an answer"
 
 
@@ -72,7 +74,7 @@ class Conversation:
             while True:
                 piece = next(stream)
                 pieces.append(piece)
-                click.echo(piece, nl=False)
+                write(piece)
         except StopIteration as end:
             return end.value
         finally:
@@ -93,6 +95,8 @@ class Conversation:
         if llm.manifest is not None:
             plain = console.human_bytes(tokens * llm.manifest.kv_bytes.baseline)
             said += f" for {tokens:,} tokens (uncompressed: {plain})"
+        if tokens >= llm.most_tokens:
+            said += f"; {FULL}"
         return said
 
 
@@ -180,6 +184,8 @@ def talk(conversation: Conversation) -> None:
                 said = conversation.say(text)
             except KvlatheError as error:
                 said = f"error: {error}"
+                if "is too long" in error.fact or "does not fit" in error.fact:
+                    said = FULL
             click.echo(f"[{said}]", err=True)
 
 

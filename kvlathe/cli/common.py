@@ -193,6 +193,12 @@ def show_pairs(result: Result) -> None:
     console.print_pairs("", rows)
 
 
+def write(piece: str) -> None:
+    """Print a piece of a model's text as it comes. No terminal obeys it."""
+    terminal = sys.stdout.isatty()
+    click.echo(console.shown(piece) if terminal else piece, nl=False)
+
+
 def check_text(option: str, text: str) -> None:
     """Raise KvlatheError for an argument that is not UTF-8: Python hands over its bytes
     as lone surrogates, which no tokenizer takes."""

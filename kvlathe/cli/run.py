@@ -23,6 +23,7 @@ from kvlathe.cli.common import (
     read_text,
     reports,
     show_pairs,
+    write,
 )
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def say(pieces: Generator[str, None, Answer], silent: bool) -> Answer:
                 click.echo()
             return end.value
         if not silent:
-            click.echo(piece, nl=False)
+            write(piece)
 
 
 @click.command("compact")

@@ -143,9 +143,11 @@ def inspect_command(engine: Path, tensor_parallel_size: int) -> Result:
     what runs its attention. With --tensor-parallel-size also what each GPU holds."""
     from kvlathe.evaluation import record
     from kvlathe.plan.layout import CacheLayout
+    from kvlathe.runtime.loading import check_ranks
     from kvlathe.runtime.sessions.registry import attention
 
     opened = open_engine(engine)
+    check_ranks(opened, tensor_parallel_size)
     manifest = opened.manifest
     plan = opened.plan
     layout = CacheLayout(plan)

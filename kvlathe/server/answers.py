@@ -32,6 +32,9 @@ ONCE = {"x-should-retry": "false"}
 time is over."""
 
 
+STRUCTURED = 32
+"""Requests with a structure that are made at once. Most of them wait for one that is
+compiled."""
 AGAIN = {"Retry-After": str(RETRY_SECONDS)}
 
 
@@ -44,13 +47,13 @@ class Answerer(Jobs):
         super().__init__(engine, max_new_tokens)
         self.model = model
         self.fingerprint = f"fp_{self.llm.plan.digest[:12]}"
-        self._structures = ThreadPoolExecutor(1, "kvlathe-structured")
+        self._structures = ThreadPoolExecutor(STRUCTURED, "kvlathe-structured")
         self._structured = 0
 
     async def job(self, request: CompletionRequest | ChatRequest) -> Job:
         """The request as the engine takes it, made in another thread: tokenizing takes
-        a while. Compiling a structure may take longer, so that one thread makes all
-        requests that have one."""
+        a while. Compiling a structure may take longer, so that requests that have one
+        take threads of their own. What is compiled already waits for nobody there."""
         chats = isinstance(request, ChatRequest)
         make = (
             partial(self.chat, request) if chats else partial(self.completion, request)
@@ -126,13 +129,8 @@ class Answerer(Jobs):
                 opened.add(delta.index)
                 if opening:
                     yield event({**head, "choices": [opening]})
-                if (
-                    delta.text
-                    or delta.logprobs
-                    or delta.prompt_logprobs
-                    or delta.finish_reason
-                ):
-                    yield event({**head, "choices": [job.kind.chunk(delta)]})
+                if says(delta) and (chunk := job.kind.chunk(delta)):
+                    yield event({**head, "choices": [chunk]})
             else:
                 if job.usage_chunk:
                     yield event({**head, "choices": [], "usage": usage(job, generated)})
@@ -158,10 +156,19 @@ class Answerer(Jobs):
         }
 
 
+def says(delta: Delta) -> bool:
+    """Whether there is anything in it for a client."""
+    reports = delta.logprobs or delta.prompt_logprobs
+    return bool(delta.text or reports or delta.finish_reason)
+
+
 def failed(delta: Delta) -> ApiError | None:
     """The error that a delta is, if it is one."""
     if delta.finish_reason == "error":
-        if isinstance(delta.error, OutOfMemory | StructureError):
+        if isinstance(delta.error, StructureError):  # the request's own fault
+            log.info("a request was refused: %s", delta.error)
+            return refusal(delta.error, None)
+        if isinstance(delta.error, OutOfMemory):
             log.error("a request was refused: %s", delta.error)
             return refusal(delta.error, None)
         kind, then = type(delta.error).__name__, "others go on"

@@ -32,8 +32,8 @@ class Kind(ABC):
     def choice(self, delta: Delta) -> Json:
         """A whole answer."""
 
-    def chunk(self, delta: Delta) -> Json:
-        """A piece of one."""
+    def chunk(self, delta: Delta) -> Json | None:
+        """A piece of one; None where there is nothing to say yet."""
         return self.choice(delta)
 
     def token(self, token: int) -> str:
@@ -166,7 +166,7 @@ class Chat(Kind):
             "message", {"role": "assistant", "content": delta.text}, delta
         )
 
-    def chunk(self, delta: Delta) -> Json:
+    def chunk(self, delta: Delta) -> Json | None:
         content = {"content": delta.text} if delta.text else {}
         return self._with("delta", content, delta)
 

@@ -129,7 +129,8 @@ class Jobs:
             self.llm.compile(structure)
         except KvlatheError as error:
             raise refusal(error, "tools") from error
-        return dataclasses.replace(params, structure=structure)
+        # What may end a text would cut a call, which ends by itself.
+        return dataclasses.replace(params, structure=structure, stop=(), stop_ids=())
 
     def prefix(self, request: PrefixRequest) -> list[int]:
         """The tokens of a prefix that is to be compacted."""

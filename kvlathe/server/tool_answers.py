@@ -22,6 +22,11 @@ class ToolChat(Chat):
 
     def choice(self, delta: Delta) -> Json:
         pieces = self._pieces(delta)
+        cut = self._parsers[delta.index].unfinished
+        if delta.finish_reason == "stop" and cut:  # it never became a call
+            last = self._parsers[delta.index].calls
+            pieces = [piece for piece in pieces if piece.index != last]
+            pieces.append(Piece(cut))
         text = "".join(piece.text for piece in pieces)
         calls = self._calls(pieces)
         message: Json = {"role": "assistant", "content": text or None}
@@ -33,12 +38,14 @@ class ToolChat(Chat):
             message["content"] = text
         return self._said("message", message, delta)
 
-    def chunk(self, delta: Delta) -> Json:
+    def chunk(self, delta: Delta) -> Json | None:
         pieces = self._pieces(delta)
         text = "".join(piece.text for piece in pieces)
         said: Json = {"content": text} if text else {}
         if calls := self._calls(pieces):
             said["tool_calls"] = calls
+        if not said and not delta.logprobs and not delta.finish_reason:
+            return None
         return self._said("delta", said, delta)
 
     def _pieces(self, delta: Delta) -> list[Piece]:
@@ -64,6 +71,8 @@ class ToolChat(Chat):
 
     def _said(self, name: str, value: Json, delta: Delta) -> Json:
         found = self._with(name, value, delta)
-        if delta.finish_reason == "stop" and self._parsers[delta.index].calls:
+        parser = self._parsers[delta.index]
+        whole = parser.calls and (name == "message" or not parser.unfinished)
+        if delta.finish_reason == "stop" and whole:
             found["finish_reason"] = "tool_calls"
         return found

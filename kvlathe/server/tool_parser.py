@@ -76,6 +76,11 @@ class ToolParser:
         self._raw = ""  # of the call that is being read
         self.calls = 0
 
+    @property
+    def unfinished(self) -> str:
+        """The text of a call whose arguments have begun and not ended."""
+        return "" if self._value is None else self._raw
+
     def push(self, text: str) -> list[Piece]:
         self._held += text
         return self._read(last=False)
@@ -176,6 +181,7 @@ class ToolParser:
             self._give_up(found)
             return True
         found.append(Piece(index=self.calls, name=name))
+        self._raw += head[0]
         self._held = self._held[head.end() :]
         self._value, self._started = Value(), True
         return True
@@ -202,6 +208,7 @@ class ToolParser:
         said = self._held if end < 0 else self._held[:end]
         if said:
             found.append(Piece(index=self.calls, arguments=said))
+        self._raw += said
         self._held = self._held[len(said) :]
         if end < 0:
             return False

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from kvlathe.server.fields import Json, Strict
 
 MAX_TOOLS = 128
 NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
+OBJECT = "object"
 Name = Annotated[str, Field(pattern=NAME)]
 
 
@@ -23,12 +25,22 @@ class Function(Strict):
         description="Ignored: arguments are held to the schema where a call must be.",
     )
 
+    @field_validator("parameters")
+    @classmethod
+    def _of_an_object(cls, parameters: Json | None) -> Json | None:
+        kind = (parameters or {}).get("type", OBJECT)
+        kinds = kind if isinstance(kind, list) else [kind]
+        if OBJECT not in kinds:
+            raise PydanticCustomError("parameters", "the schema's type must be object")
+        return parameters
+
     @property
     def schema_(self) -> Json:
-        """A tool that names no parameters takes none."""
+        """Of the arguments, which are an object. A tool that names no parameters takes
+        none."""
         if self.parameters:
-            return self.parameters
-        return {"type": "object", "properties": {}, "additionalProperties": False}
+            return {**self.parameters, "type": OBJECT}
+        return {"type": OBJECT, "properties": {}, "additionalProperties": False}
 
 
 class Tool(Strict):

@@ -2,7 +2,7 @@
 
 llguidance is a parser in Rust that walks the vocabulary as a trie. It compiles most
 schemas in milliseconds and makes a mask in some ten microseconds, and it needs no other
-package. It bounds its own work. What it does not bound, structure.py does.
+package. What of its work it does not bound, structure.py and trials.py do.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import numpy as np
 
-from kvlathe.base.errors import KvlatheError
+from kvlathe.base.errors import EngineStopped, KvlatheError
 from kvlathe.base.extras import pip_install
 from kvlathe.runtime.text.masks import Masks, no_bits
 from kvlathe.runtime.text.structure import Calls, Structure
 from kvlathe.runtime.text.tokenizer import Tokenizer
+from kvlathe.runtime.text.trials import QUICK, SLOW, STACK, TOO_LARGE, TOO_SLOW, Trials
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
     from llguidance._lib import JsonCompileOptions
 
 log = logging.getLogger("kvlathe")
-SPACE = r" |\n {0,32}"
+T = TypeVar("T")
+SPACE = r" |\n(  ){0,8}"
 """Between two parts of JSON, at most once: a small model could go on with blanks for
-ever."""
+ever. Eight levels of two blanks, or four of four."""
 SETTINGS: JsonCompileOptions = {"whitespace_pattern": SPACE, "coerce_one_of": True}
 """Of the schema compiler. oneOf is read as anyOf: an answer then fits one of them at
 least."""
-STACK = 256 << 20
-"""Bytes of stack to compile on: rules that name each other are followed recursively."""
 EMPTY = "no text fits it"
 COMPILED = 16
 """Structures that are kept compiled: each holds the lexer states that answers found."""
@@ -44,6 +44,25 @@ ITEMS = 5000
 """Parser items of a step: more would hold up the other answers of its batch."""
 STATES = 10_000
 """Lexer states of a structure: about a kilobyte each."""
+REFUSED = 64
+"""Structures of which it is kept that they cannot be compiled."""
+
+
+class Limits(TypedDict):
+    """How much work a structure may be, as llguidance takes it."""
+
+    step_max_items: int
+    max_lexer_states: int
+    precompute_large_lexemes: bool
+    verbose_errors: bool
+
+
+LIMITS: Limits = {
+    "step_max_items": ITEMS,
+    "max_lexer_states": STATES,
+    "precompute_large_lexemes": False,
+    "verbose_errors": False,
+}
 
 
 class StructureError(KvlatheError):
@@ -96,26 +115,60 @@ class Guides:
     def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
         self._compiled: OrderedDict[Structure, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._refused: OrderedDict[Structure, StructureError] = OrderedDict()
+        self._lock = threading.Lock()  # of the two above
+        self._compiling = {QUICK: threading.Lock(), SLOW: threading.Lock()}
+        self._trials: dict[float, Trials] = {}
+        self._closed = False
 
     def guide(self, structure: Structure) -> Guide:
         """A guide at the beginning of an answer. The first one of a structure compiles
-        it, which may take a second.
+        it, which may take some seconds; those that wait for it do so one by one.
 
         Raises KvlatheError where llguidance is missing, the engine has no tokenizer,
-        or the structure cannot be compiled.
+        or the structure cannot be compiled, and EngineStopped after ``close``.
         """
-        with self._lock:
-            known = self._compiled.get(structure)
+        known = self._known(structure)
         if known is None:
-            known = compiler().submit(self._compile, structure).result()
-            with self._lock:
-                self._compiled[structure] = known
-                if len(self._compiled) > COMPILED:
-                    self._compiled.popitem(last=False)
+            known = self._made(structure, QUICK) or self._made(structure, SLOW)
+        assert known is not None
         return Guide(known.deep_copy(), structure.said, self._vocabulary)
 
-    def _compile(self, structure: Structure) -> LLMatcher:
+    def close(self) -> None:
+        """Whoever waits for a structure is refused at once."""
+        self._closed = True
+        for trials in list(self._trials.values()):
+            trials.close()
+
+    def _known(self, structure: Structure) -> LLMatcher | None:
+        """What was compiled before. Raises what was refused before."""
+        with self._lock:
+            if refused := self._refused.get(structure):
+                raise StructureError(refused.fact, refused.reason, refused.remedy)
+            if structure in self._compiled:
+                self._compiled.move_to_end(structure)
+            return self._compiled.get(structure)
+
+    def _made(self, structure: Structure, seconds: float) -> LLMatcher | None:
+        """The structure, compiled and kept; None where that takes longer than QUICK and
+        may take longer."""
+        with self._compiling[seconds]:
+            if known := self._known(structure):
+                return known
+            work = compiler(seconds).submit(self._compile, structure, seconds)
+            try:
+                made = work.result()
+            except StructureError as refused:
+                with self._lock:
+                    keep(self._refused, structure, refused, REFUSED)
+                raise
+        if made is not None:
+            with self._lock:
+                keep(self._compiled, structure, made, COMPILED)
+        return made
+
+    def _compile(self, structure: Structure, seconds: float) -> LLMatcher | None:
+        trials = self._tries(seconds)
         vocabulary = self._walked
         from llguidance import LLMatcher
 
@@ -124,6 +177,11 @@ class Guides:
             source = source_of(structure)
         except ValueError as error:
             raise StructureError(fact, str(error), "correct it") from error
+        reason = trials.reason(source)
+        if reason == TOO_SLOW and seconds == QUICK:
+            return None
+        if reason in (TOO_SLOW, TOO_LARGE):
+            raise StructureError(fact, reason, "make it simpler")
         made = LLMatcher(vocabulary, source, log_level=0, limits=limits())
         tried = Guide(made, structure.said, self._vocabulary)
         if not made.is_error():
@@ -136,6 +194,22 @@ class Guides:
         for warning in made.get_grammar_warnings():
             log.debug("%s: %s", structure.said, warning)
         return made
+
+    def _tries(self, seconds: float) -> Trials:
+        """The process that compiles on trial. It starts while this one does the same."""
+        if self._closed:
+            raise EngineStopped("the engine is closed", "no structure is compiled now")
+        if seconds not in self._trials:
+            setup = {
+                "tokenizer": self._tokenizer.backend.to_str(),
+                "vocabulary": self._vocabulary,
+                "ends": list(self._tokenizer.eos_ids) or None,
+                "limits": LIMITS,
+            }
+            self._trials[seconds] = Trials(setup, seconds)
+        if self._closed:
+            self._trials[seconds].close()
+        return self._trials[seconds]
 
     @functools.cached_property
     def _walked(self) -> LLTokenizer:
@@ -218,6 +292,15 @@ def rules_of(tools: dict[str, dict[str, object]], calls: Calls) -> str:
     return "\n".join([*lines, f"call: {names}"])
 
 
+def keep(
+    kept: OrderedDict[Structure, T], structure: Structure, value: T, most: int
+) -> None:
+    """Keep ``most`` values at most: the one that was used longest ago goes."""
+    kept[structure] = value
+    if len(kept) > most:
+        kept.popitem(last=False)
+
+
 def quoted(text: str) -> str:
     """A text in a grammar; nothing for an empty one."""
     return json.dumps(text) if text else ""
@@ -227,12 +310,7 @@ def limits() -> LLParserLimits:
     """How much work a structure may be."""
     from llguidance import LLParserLimits
 
-    return LLParserLimits(
-        step_max_items=ITEMS,
-        max_lexer_states=STATES,
-        precompute_large_lexemes=False,
-        verbose_errors=False,
-    )
+    return LLParserLimits(**LIMITS)
 
 
 def reason_of(said: str) -> str:
@@ -248,9 +326,8 @@ def reason_of(said: str) -> str:
 
 
 @functools.cache
-def compiler() -> ThreadPoolExecutor:
-    """The one thread that compiles structures: what is large holds up others that
-    compile, and nobody else."""
+def compiler(seconds: float) -> ThreadPoolExecutor:
+    """A thread that compiles structures which take at most so many seconds."""
     pool = ThreadPoolExecutor(1, "kvlathe-structures")
     before = threading.stack_size(STACK)
     try:

@@ -64,9 +64,30 @@ def test_a_folder_goes_before_a_name(hub: FakeHub, tmp_path: Path) -> None:
 
 
 def test_what_is_no_name_is_a_folder_that_is_missing(hub: FakeHub) -> None:
-    for path in ("nothing", "../other/thing", "/tmp/no/such", "a/b/c"):
+    names = ("nothing", "../other/thing", "/tmp/no/such", "a/b/c")
+    for path in (
+        *names,
+        "org/..",
+        "org/.",
+        "org/a--b",
+        "org/a..b",
+        "org/a b",
+        "org/a-",
+    ):
         assert checkpoint_folder(Path(path)) == Path(path)
     assert not hub.asked
+
+
+def test_a_mistyped_folder_is_not_asked_of_the_hub(
+    hub: FakeHub, tmp_path: Path
+) -> None:
+    for name in ("lathe-5m", "lathe-27m", "zebra"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+    with pytest.raises(KvlatheError, match="but lathe-5m, lathe-27m") as refused:
+        checkpoint_folder(Path("models/lathe-5n"))
+    assert "zebra" not in str(refused.value) and not hub.asked
+    with pytest.raises(KvlatheError, match="no such model"):
+        checkpoint_folder(Path("models/lathe-5n"), "main")
 
 
 def test_a_revision_is_asked_for(hub: FakeHub) -> None:

@@ -11,8 +11,13 @@ import sys
 import time
 from pathlib import Path
 
-from tests.support.runtime_cases import built_folder
-from tests.support.serving_cases import CHATML
+import pytest
+
+from kvlathe.cli import chat
+from kvlathe.cli.common import write
+from kvlathe.runtime.text.sampling_params import SamplingParams
+from tests.support.runtime_cases import built_folder, llm
+from tests.support.serving_cases import CHATML, replaced, with_template
 
 
 class Terminal:
@@ -101,6 +106,28 @@ def test_each_answer_says_its_speed_and_the_caches_bytes(tmp_path: Path) -> None
     counts = [int(tokens) for _, _, tokens in said]
     assert len(counts) == 2 and counts[1] > counts[0] > 8
     assert "uncompressed: " in done.stderr
+
+
+def test_at_the_end_of_the_engines_room_there_is_a_remedy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An answer that ends there says so, and so does a question that is too long."""
+    lines = iter(["Count.", "And then?", "/reset", "Who?", None])
+    monkeypatch.setattr(chat, "asked", lambda: next(lines))
+    small = replaced(llm("torch", "split"), max_seq_len=96, max_input_len=96)
+    params = SamplingParams(max_new_tokens=300, ignore_eos=True)
+    chat.talk(chat.Conversation(with_template(small), params, None))
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 4 and said[0].endswith(f"; {chat.FULL}]")
+    assert said[1] == f"[{chat.FULL}]" and said[3].endswith(f"; {chat.FULL}]")
+
+
+def test_what_a_model_writes_is_not_obeyed_by_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    write("a\x1b]0;title\x07\n\tb")
+    assert capsys.readouterr().out == "a\\x1b]0;title\\x07\n\tb"
 
 
 def test_an_engine_without_a_template_refuses_to_chat(tmp_path: Path) -> None:

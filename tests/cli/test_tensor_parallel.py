@@ -57,6 +57,9 @@ def test_refusals_say_what_would_do(engine: Path, tmp_path: Path) -> None:
     host = built_folder(tmp_path)
     with pytest.raises(KvlatheError, match=r"on 2 GPUs.*onnxruntime.*--backend cuda"):
         LLM.load(host, tensor_parallel_size=2)
+    options = [str(host), "--tensor-parallel-size", "2"]
+    refused = CliRunner().invoke(inspect_command, options).exception
+    assert isinstance(refused, KvlatheError) and "--backend cuda" in str(refused)
     wrong = BuildRequest(MODEL, tmp_path / "x", tensor_parallel_size=2)
     with pytest.raises(KvlatheError, match="runs on one device"):
         build(wrong)

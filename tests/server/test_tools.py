@@ -67,9 +67,9 @@ def test_required_calls_are_calls_in_every_convention(
         tools=TOOLS,
         tool_choice="required",
         parallel_tool_calls=parallel,
-        n=3,
+        n=2,
         seed=2,
-        max_tokens=900,
+        max_tokens=400,
         temperature=0.8,
     )
     for choice in found.choices:
@@ -132,6 +132,52 @@ def test_calls_that_the_model_makes_by_itself_are_found(hermes: Served) -> None:
     assert again.content == "I look.\n" and len(again.tool_calls or []) == 2
 
 
+def hermes_call(arguments: str) -> str:
+    body = f'{{"name": "weather", "arguments": {arguments}}}'
+    return f"<tool_call>\n{body}\n</tool_call>"
+
+
+def test_a_call_that_a_stop_string_cuts_is_no_finished_call(hermes: Served) -> None:
+    """Of two, the first is whole. The second is text; a stream, which has begun it,
+    does not say that it is finished."""
+    whole = hermes_call('{"town": "Bern"}')
+    both = whole + "\n" + hermes_call('{"at": {"city": "Bern"}}')
+    body = {"structured_outputs": {"regex": literal(both)}}
+    asked: Any = {"model": MODEL_NAME, "messages": USER, "tools": TOOLS}
+    asked |= {"stop": ["city"], "extra_body": body}
+    completions = client_of(hermes).chat.completions
+    [choice] = completions.create(**asked).choices
+    made: Any = choice.message.tool_calls
+    assert [call.function.arguments for call in made] == ['{"town": "Bern"}']
+    assert (choice.message.content or "").endswith('{"at": {"')
+    said, ends = {0: "", 1: ""}, list[str]()
+    for chunk in completions.create(**asked, stream=True):
+        [piece] = chunk.choices
+        assert piece.delta.model_dump(exclude_none=True) or piece.finish_reason
+        for added in piece.delta.tool_calls or []:
+            said[added.index] += added.function.arguments or ""
+        ends += [piece.finish_reason] if piece.finish_reason else []
+    assert said == {0: '{"town": "Bern"}', 1: '{"at": {"'} and ends == ["stop"]
+
+
+def test_a_call_that_must_be_made_ends_where_it_ends(hermes: Served) -> None:
+    """Whatever stops a text."""
+    found = client_of(hermes).chat.completions.create(
+        model=MODEL_NAME,
+        messages=USER,
+        tools=TOOLS,
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+        parallel_tool_calls=False,
+        stop=["city", "}"],
+        seed=1,
+        max_tokens=400,
+    )
+    [choice] = found.choices
+    [call] = choice.message.tool_calls or []
+    assert choice.finish_reason == "tool_calls"
+    check(call)
+
+
 def test_results_of_tools_go_back_into_the_conversation(tooled: Served) -> None:
     """Their calls' arguments reach the template as data."""
     client = client_of(tooled)
@@ -185,8 +231,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tools": [tool(), tool()]}, "tools"),
     ({"tools": [tool(name="a b")]}, "tools"),
     ({"tools": [tool()] * 200}, "tools"),
+    ({"tools": [tool(parameters={"type": "frob"})]}, "parameters"),
+    ({"tools": [tool(parameters={"type": "string"})]}, "parameters"),
+    ({"tools": [tool(parameters={"type": ["array", "null"]})]}, "parameters"),
     (
-        {"tools": [tool(parameters={"type": "frob"})], "tool_choice": "required"},
+        {
+            "tools": [tool(parameters={"anyOf": [{"type": "string"}]})],
+            "tool_choice": "required",
+        },
         "tools",
     ),
     (

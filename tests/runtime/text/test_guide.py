@@ -22,6 +22,8 @@ from tests.support.runtime_cases import MODEL
 
 pytest.importorskip("llguidance", reason="llguidance is not installed")
 VOCABULARY = 8192
+BUSY = 20.0
+"""Seconds that compiling may take beside other work: two trials of 0.25 and 2 s."""
 
 
 @cache
@@ -185,9 +187,9 @@ def test_hostile_structures_take_bounded_time(name: str) -> None:
     try:
         guide = guides().guide(HOSTILE[name])
     except KvlatheError:
-        assert time.perf_counter() - started < 5
+        assert time.perf_counter() - started < BUSY
         return
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < BUSY
     for token in tokenizer().encode("ab" * 150, add_special_tokens=False):
         before = time.perf_counter()
         if masks_of([guide]) is None:

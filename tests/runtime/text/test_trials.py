@@ -1,0 +1,82 @@
+"""Structures are compiled on trial: what is too much ends a process that nobody needs,
+and says so; others go on."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from kvlathe.base.errors import EngineStopped
+from kvlathe.runtime.text import trials
+from kvlathe.runtime.text.guide import LIMITS, Guides, StructureError, source_of
+from kvlathe.runtime.text.structure import Structure
+from kvlathe.runtime.text.tokenizer import Tokenizer
+from kvlathe.runtime.text.trials import SLOW, TOO_LARGE, TOO_SLOW, Trials
+from tests.support.runtime_cases import MODEL
+
+pytest.importorskip("llguidance", reason="llguidance is not installed")
+VOCABULARY = 8192
+PATTERNS: list[dict[str, Any]] = [{"pattern": f"a.{{{i}}}b"} for i in range(10, 50)]
+HUNGRY = Structure.json({"type": "string", "allOf": PATTERNS})
+"""A string that many patterns match: an automaton of 2 to the 40. Unbounded, it takes a
+minute and gigabytes."""
+
+
+def trial(seconds: float = SLOW) -> Trials:
+    text = Tokenizer(MODEL).backend.to_str()
+    setup = {"tokenizer": text, "vocabulary": VOCABULARY, "ends": [0]}
+    return Trials({**setup, "limits": LIMITS}, seconds)
+
+
+def test_what_is_too_much_ends_the_process_and_the_next_one_goes_on() -> None:
+    tried = trial()
+    hungry, plain = source_of(HUNGRY), source_of(Structure.regex("[ab]{3}"))
+    assert tried.reason(plain) == ""
+    assert tried.reason(source_of(Structure.regex("(a"))) != ""
+    assert tried.reason(hungry) == TOO_LARGE
+    tried.close()
+    with pytest.raises(EngineStopped):
+        tried.reason(plain)
+    slow = trial(0.05)
+    assert slow.reason(hungry) == TOO_SLOW
+    assert slow.reason(plain) == ""
+    slow.close()
+
+
+def test_nobody_waits_for_a_structure_that_takes_long() -> None:
+    """Known ones come at once, and new ones soon. Closing ends the wait."""
+    guides = Guides(Tokenizer(MODEL), VOCABULARY)
+    known = Structure.regex("[ab]{3}")
+    guides.guide(known)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(guides.guide, HUNGRY)
+        time.sleep(0.1)
+        guides.guide(known)
+        assert not waiting.done()
+        guides.guide(Structure.regex("[cd]{3}"))
+        assert not waiting.done()
+        guides.close()
+        assert isinstance(waiting.exception(10), EngineStopped)
+
+
+def test_what_was_refused_is_refused_at_once() -> None:
+    guides = Guides(Tokenizer(MODEL), VOCABULARY)
+    with pytest.raises(StructureError, match="memory") as refused:
+        guides.guide(HUNGRY)
+    guides.close()  # nothing is compiled any more
+    with pytest.raises(StructureError) as again:
+        guides.guide(HUNGRY)
+    assert str(again.value) == str(refused.value)
+
+
+def test_a_program_that_does_not_start_is_no_fault_of_the_structure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trials, "PROGRAM", MODEL / "config.json")
+    tried = trial()
+    with pytest.raises(RuntimeError, match="ended with 1"):
+        tried.reason("")
+    tried.close()
