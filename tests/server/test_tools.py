@@ -155,6 +155,7 @@ def test_a_call_that_a_stop_string_cuts_is_no_finished_call(hermes: Served) -> N
         [piece] = chunk.choices
         assert piece.delta.model_dump(exclude_none=True) or piece.finish_reason
         for added in piece.delta.tool_calls or []:
+            assert added.function
             said[added.index] += added.function.arguments or ""
         ends += [piece.finish_reason] if piece.finish_reason else []
     assert said == {0: '{"town": "Bern"}', 1: '{"at": {"'} and ends == ["stop"]
