@@ -60,6 +60,7 @@ def preview(request: BuildRequest) -> dict[str, Any]:
     spec = job.checkpoint.spec
     plan = plan_for(order.request, job.checkpoint).plan
     order.backend.check_plan(request.backend, plan)
+    request = job.order.request
     sizes = kv_bytes(order.request, plan)
     return {
         "model": str(job.checkpoint.path),
@@ -69,6 +70,7 @@ def preview(request: BuildRequest) -> dict[str, Any]:
         "backend": request.backend,
         "architectures": list(order.built.architectures),
         "compute_dtype": request.compute_dtype,
+        "weights": request.weights or request.compute_dtype,
         "cached": request.use_cache and cache.find(order.key) is not None,
         "weight_bytes": job.weight_bytes,
         "kv_bytes_per_token": sizes.per_token,
@@ -174,17 +176,21 @@ def _export(job: Job, planned: Planned, folder: Path) -> None:
     """The folded weights, and what says how they are used: a graph where the backend is
     built from one."""
     from kvlathe.export.folding.fold import fold
-    from kvlathe.export.model.weights_file import write_decoder
+    from kvlathe.export.model.coded_weights import CodedWeights
+    from kvlathe.export.model.weights_file import DTYPES, write_decoder
 
     request, checkpoint, plan = job.order.request, job.checkpoint, planned.plan
     weights = fold(checkpoint, plan, planned.basis)
     spec, device, dtype = checkpoint.spec, checkpoint.device, request.compute_dtype
+    formats = job.formats
+    if formats.maps is not None:
+        weights = CodedWeights(weights, formats, DTYPES[dtype], checkpoint.grid)
     if BACKENDS[request.backend].graph:
         from kvlathe.export.onnx.model import export_onnx
 
-        export_onnx(spec, plan, weights, folder, dtype, device=device)
+        export_onnx(spec, plan, weights, folder, dtype, device=device, formats=formats)
         return
-    write_decoder(spec, plan, weights, folder, dtype, device)
+    write_decoder(spec, plan, weights, folder, dtype, device, formats)
 
 
 def _copy_tokenizer(source: Path, folder: Path, ends: tuple[int, ...]) -> None:
@@ -210,6 +216,7 @@ def _describe(
         versions=job.order.versions,
         architectures=(*job.order.built.architectures, *_gpus(request, plan)),
         compute_dtype=request.compute_dtype,
+        weights=request.weights or request.compute_dtype,
         limits=job.limits,
         page_tokens=plan.page_tokens,
         prefill_chunk=plan.prefill_chunk,
@@ -241,10 +248,13 @@ def _report(folder: Path, described: Manifest, planned: Planned) -> None:
     from kvlathe.export.methods.evidence import evidence
     from kvlathe.export.report.report import ReportData, write_report
 
-    stats, seen, facts = planned.stats, None, {}
+    stats, seen = planned.stats, None
+    facts: dict[str, object] = {}
     if stats is not None:
         seen = evidence(described.compression, stats, planned.options, planned.plan)
         facts = {f"calibration {name}": value for name, value in stats.source.items()}
+    facts["weights"] = described.weights
+    facts["bytes of the weights"] = described.weight_bytes
     layout, limits = CacheLayout(planned.plan), described.limits
     data = ReportData(
         model=described.model,
@@ -256,7 +266,9 @@ def _report(folder: Path, described: Manifest, planned: Planned) -> None:
         bytes_16bit=described.kv_bytes.baseline_16bit,
         evidence=seen,
         facts=facts,
-        memory=memory_table(layout, limits.max_seq_len, limits.max_batch_size),
+        memory=memory_table(
+            layout, limits.max_seq_len, limits.max_batch_size, described.weight_bytes
+        ),
         limits=dataclasses.asdict(limits),
         versions=described.versions,
     )

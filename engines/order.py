@@ -22,11 +22,12 @@ from kvlathe.base.digests import sha256_file, sha256_files
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.tokenizer_files import FILES, eos_ids, has_backend, read_backend
 from kvlathe.engines import cache
-from kvlathe.engines.backends import Backend, Built, backend, check_windows
+from kvlathe.engines.backends import BACKENDS, Backend, Built, backend, check_windows
 from kvlathe.engines.folder import nearest_parent
 from kvlathe.engines.planning import open_checkpoint, resolved
 from kvlathe.engines.request import DTYPE_BYTES, BuildRequest, check
 from kvlathe.plan.manifest import Limits
+from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
 
 if TYPE_CHECKING:
     from kvlathe.export.model.checkpoint import Checkpoint
@@ -94,13 +95,28 @@ class Job:
         return eos_ids(path, read_backend(path) if has_backend(path) else None)
 
     @cached_property
+    def formats(self) -> WeightFormats:
+        """Of the weights: in groups as the checkpoint has its codes, if it has any."""
+        formats = self.order.request.weight_formats
+        packing, maps = self.checkpoint.packing, formats.maps
+        if packing is None or maps is None or maps.name != f"int{packing.bits}":
+            return formats
+        group = packing.group or maps.group
+        own = WeightFormat(maps.name, group, not packing.symmetric)
+        return dataclasses.replace(formats, maps=own)
+
+    @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of the weights as exported, before compression."""
+        """Bytes of the weights as exported, before compression; scales of codes not
+        counted."""
         from kvlathe.export.model.tensors import stored_shapes
 
+        request = self.order.request
         shapes = stored_shapes(self.checkpoint.spec).values()
         numbers = sum(math.prod(shape) for shape in shapes)
-        return numbers * DTYPE_BYTES[self.order.request.compute_dtype]
+        form = self.formats.maps
+        bits = form.bits if form else 8 * DTYPE_BYTES[request.compute_dtype]
+        return numbers * bits // 8
 
 
 def _version(library: str) -> str:
@@ -145,6 +161,9 @@ def prepare(order: Order) -> Job:
     _check_rope_fold(request, checkpoint.spec)
     _check_key_scales(request, checkpoint.spec)
     _check_layer_windows(request, checkpoint.spec)
+    request = _with_weights(request, checkpoint)
+    order = dataclasses.replace(order, request=request)
+    _check_weights(request, checkpoint)
     job = Job(order, checkpoint, request.limits(checkpoint.spec.max_seq_len))
     _check_tokenizer(job)
     _check_disk(job)
@@ -206,6 +225,41 @@ def _check_layer_windows(request: BuildRequest, spec: DecoderSpec) -> None:
     check_windows(request.backend, windowed=True)
     outline = verify(request.compression, Options(), request.tokens_per_block)
     check_layer_windows(request.compression, outline)
+
+
+def _with_weights(request: BuildRequest, checkpoint: Checkpoint) -> BuildRequest:
+    """A checkpoint of codes gives an engine of codes, unless something else was asked
+    for. Raises KvlatheError where the backend cannot."""
+    packing = checkpoint.packing
+    if packing is None or request.weights is not None:
+        return request
+    own = f"int{packing.bits}"
+    if own not in BACKENDS[request.backend].weights:
+        raise KvlatheError(
+            f"{request.backend} has no product of {own} weights",
+            "the checkpoint is quantized so",
+            f"give --weights {request.compute_dtype}, or choose another backend",
+        )
+    return dataclasses.replace(request, weights=own)
+
+
+def _check_weights(request: BuildRequest, checkpoint: Checkpoint) -> None:
+    """Experts are products of three dimensions, ranks cut weights between codes, and 4
+    bits are not rounded to 4 bits again."""
+    spec = checkpoint.spec
+    if request.weight_formats.maps is None:
+        return
+    fact = f"--weights {request.weights} cannot be used"
+    if spec.family.experts is not None:
+        reason = "this model has experts, whose weights no backend takes as codes"
+        raise KvlatheError(fact, reason, "leave out --weights")
+    if request.tensor_parallel_size > 1:
+        reason = "codes are not cut for several GPUs"
+        raise KvlatheError(fact, reason, "leave out --weights, or use one GPU")
+    if request.weights == "int4" and checkpoint.disordered:
+        reason = f"desc_act has put the groups of {checkpoint.disordered} out of order"
+        remedy = f"give --weights int8 or {request.compute_dtype}"
+        raise KvlatheError(fact, reason, remedy)
 
 
 def _check_disk(job: Job) -> None:

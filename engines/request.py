@@ -15,6 +15,7 @@ from kvlathe.engines.backends import BACKENDS, backend
 from kvlathe.engines.folder import check_target
 from kvlathe.plan.heads import RANK_MULTIPLE
 from kvlathe.plan.manifest import Limits
+from kvlathe.plan.weight_formats import FLOATS, PLAIN, WeightFormats
 
 MOST = 1 << 31
 """Counts are below it: kernels take them as 32-bit integers."""
@@ -56,6 +57,7 @@ TYPES: dict[str, tuple[tuple[type, ...], str]] = {
             "calibration",
             "backend",
             "dtype",
+            "weights",
             "device",
             "command",
         ),
@@ -79,9 +81,11 @@ class BuildRequest:
     What is measured counts bytes at ``target_len`` tokens (the longest sequence) and is
     priced on long-range exercises too, unless ``protect`` is "none".
     Limits are in tokens, except the batch (sequences). ``kv_bits``: number format of
-    fresh tokens. ``workers``: threads. ``tensor_parallel_size``: GPUs
-    that the plan must be dealt to; an engine is the same for any. ``device``: where the model is calibrated,
-    measured and folded (None: KVLATHE_DEVICE, or auto: a GPU where torch sees one).
+    fresh tokens. ``weights``: number format of the weights (None: ``dtype``,
+    or that of a GPTQ or AWQ checkpoint).
+    ``workers``: threads. ``tensor_parallel_size``: GPUs that the plan must be dealt to;
+    an engine is the same for any. ``device``: where the model is calibrated, measured
+    and folded (None: KVLATHE_DEVICE, or auto: a GPU where torch sees one).
     """
 
     model: Path
@@ -105,6 +109,7 @@ class BuildRequest:
     seed: int = 0
     backend: str = "onnxruntime"
     dtype: str | None = None
+    weights: str | None = None
     kv_bits: Literal[16, 32] | None = None
     max_batch_size: int | None = None
     max_input_len: int | None = None
@@ -128,6 +133,12 @@ class BuildRequest:
     def compute_dtype(self) -> str:
         default = BACKENDS[self.backend].dtypes[0]
         return self.dtype or default
+
+    @property
+    def weight_formats(self) -> WeightFormats:
+        """Of weights that are codes, where any are."""
+        asked = self.weights or self.compute_dtype
+        return BACKENDS[self.backend].weights.get(asked, PLAIN)
 
     @property
     def hot_bits(self) -> Literal[16, 32]:
@@ -203,6 +214,7 @@ def check(request: BuildRequest) -> None:
             f"{request.backend} computes in {', '.join(dtypes)}",
             "choose another",
         )
+    _check_weights(request)
     if request.tensor_parallel_size > 1 and request.backend != "cuda":
         raise _refused(
             f"--tensor-parallel-size {request.tensor_parallel_size}",
@@ -210,6 +222,33 @@ def check(request: BuildRequest) -> None:
             "build with --backend cuda",
         )
     check_target(request.output_dir, request.overwrite)
+
+
+def _check_weights(request: BuildRequest) -> None:
+    """Weights are what the engine computes in, or codes that its backend multiplies."""
+    asked = request.weights
+    coded = BACKENDS[request.backend].weights
+    if asked is None or asked == request.compute_dtype or asked in coded:
+        return
+    if asked in FLOATS:
+        raise _refused(
+            f"--weights {asked}",
+            f"the engine computes in {request.compute_dtype}, and so do its weights",
+            f"give --dtype {asked}",
+        )
+    able = [name for name, info in BACKENDS.items() if asked in info.weights]
+    if not able:
+        known = ", ".join((*FLOATS, *coded))
+        raise _refused(
+            f"--weights {asked}",
+            f"{request.backend} has no product of such weights",
+            f"choose one of {known}",
+        )
+    raise _refused(
+        f"--weights {asked}",
+        f"{request.backend} has no product of such weights",
+        f"build for {' or '.join(able)}",
+    )
 
 
 def _check_types(request: BuildRequest) -> None:

@@ -8,9 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvlathe.export.families import Experts
-from kvlathe.layers.decoder import rope_angles, rope_names
+from kvlathe.export.model.coded_blocks import CodedLinear, CodedTable
+from kvlathe.layers.decoder import rope_angles, rope_names, tied_head
 from kvlathe.layers.experts import ExpertWeights, Routing, run_experts
 from kvlathe.layers.rows import Rows
+from kvlathe.plan.weight_formats import WeightFormat
 
 ROWS = Rows()
 """The definition itself: what is exported is plain torch."""
@@ -35,6 +37,22 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = x @ self.weight
         return y if self.bias is None else y + self.bias
+
+
+AnyLinear = Linear | CodedLinear
+
+
+def linear(
+    inputs: int,
+    outputs: int,
+    bias: bool,
+    dtype: torch.dtype,
+    form: WeightFormat | None,
+) -> AnyLinear:
+    """In ``dtype``, or with weights in ``form``."""
+    if form is None:
+        return Linear(inputs, outputs, bias, dtype)
+    return CodedLinear(inputs, outputs, bias, dtype, form)
 
 
 class ExpertBlock(nn.Module):
@@ -81,6 +99,19 @@ class Table(nn.Module):
 
     def forward(self, index: Tensor) -> Tensor:
         return F.embedding(index, self.weight)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x [R, width] -> [R, rows]: as the head of a model that ties them."""
+        return tied_head(self.weight)(x)
+
+
+def table(
+    rows: int, width: int, dtype: torch.dtype, form: WeightFormat | None
+) -> Table | CodedTable:
+    """In ``dtype``, or in ``form``."""
+    if form is None:
+        return Table(rows, width, dtype)
+    return CodedTable(rows, width, dtype, form)
 
 
 class Rotator(nn.Module):

@@ -24,7 +24,9 @@ from kvlathe.base.digests import sha256_files
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.model.device import CPU
 from kvlathe.export.model.mapped import forget
-from kvlathe.export.model.spec import DecoderSpec, read_spec
+from kvlathe.export.model.packed import PackedMap, Packing, read_packing
+from kvlathe.export.model.quantize import Grid
+from kvlathe.export.model.spec import DecoderSpec, read_config, read_spec
 from kvlathe.export.model.tensors import (
     added,
     cut,
@@ -61,6 +63,7 @@ class Checkpoint:
         self.path = Path(path)
         self.device = device
         spec = read_spec(self.path, max_seq_len)
+        self.packing: Packing | None = read_packing(read_config(self.path))
         self.files = weight_files(self.path)
         self._where = {
             name: file
@@ -118,8 +121,48 @@ class Checkpoint:
         stored = self._read(source)
         part = cut(self.spec, name, stored.to(self.device))
         weight = _finite(part.contiguous().float(), source)
-        forget(stored, weight)
+        if self.packing is None:
+            forget(stored, weight)
         return scaled(self.spec, name, weight)
+
+    def grid(self, name: str) -> Grid | None:
+        """The grid on which the checkpoint has the decoder's map ``name``, its outputs in
+        the decoder's order; None where it has floats, or where groups are out of order."""
+        source = stored_name(self.spec, name)
+        codes = self._packed(source)
+        if codes is None or codes.order is not None:
+            return None
+        own = codes.grid()
+        scales, zeros = (self._turned(x) for x in (own.scales, own.zeros))
+        scales = cut(self.spec, name, scales)
+        zeros = cut(self.spec, name, zeros)
+        return Grid(scaled(self.spec, name, scales), zeros)
+
+    @cached_property
+    def disordered(self) -> str:
+        """The first map whose groups of inputs do not follow one another (GPTQ with
+        desc_act); empty where there is none."""
+        for name in self._where:
+            base = name.removesuffix(".g_idx")
+            if base != name:
+                codes = self._packed(f"{base}.weight")
+                if codes is not None and codes.order is not None:
+                    return base
+        return ""
+
+    def _packed(self, name: str) -> PackedMap | None:
+        """The folder's map ``name``, where it is stored as codes."""
+        stored = self._aliases.get(name, name)
+        base = stored.removesuffix(".weight")
+        if self.packing is None or f"{base}.qweight" not in self._where:
+            return None
+        return PackedMap(
+            self.packing, base, self._stored, f"{base}.g_idx" in self._where
+        )
+
+    def _turned(self, matrix: Tensor) -> Tensor:
+        """[in, out] as the family stores it."""
+        return (matrix if self.spec.family.in_out else matrix.T).to(self.device)
 
     def _of_experts(self, names: list[str]) -> Tensor:
         """[E, in, out] of the maps of all experts, [in, out] of one map."""
@@ -151,18 +194,25 @@ class Checkpoint:
         return tuple(header.get_shape())
 
     def _read(self, name: str) -> Tensor:
-        """A view of the mapped file: nothing is copied until it is used."""
+        """A view of the mapped file: nothing is copied until it is used. Codes become
+        the numbers they stand for."""
+        codes = self._packed(name)
+        return self._stored(name) if codes is None else self._turned(codes.matrix())
+
+    def _stored(self, name: str) -> Tensor:
         stored = self._aliases.get(name, name)
         if stored not in self._where:
-            raise KvlatheError(
-                f"{self.path} lacks the tensor {name}", "the decoder needs it", DOWNLOAD
-            )
+            raise self._lacks(name)
         try:
             return self._where[stored].get_tensor(stored)
         except (SafetensorError, OSError, RuntimeError, AttributeError) as error:
             raise KvlatheError(
                 f"the tensor {name} cannot be read", str(error), DOWNLOAD
             ) from error
+
+    def _lacks(self, name: str) -> KvlatheError:
+        fact = f"{self.path} lacks the tensor {name}"
+        return KvlatheError(fact, "the decoder needs it", DOWNLOAD)
 
     # -- checks on opening -------------------------------------------------------------
     def _with_real_head(self, spec: DecoderSpec) -> DecoderSpec:
@@ -182,28 +232,39 @@ class Checkpoint:
 
     def _check(self) -> None:
         wanted = stored_shapes(self.spec)
+        known = {f"{self.spec.family.names['head']}.weight"}
         for name, shape in wanted.items():
             stored = self._aliases.get(name, name)
+            known.add(stored)
+            codes = self._packed(name)
+            if codes is not None:
+                known |= self._check_codes(codes, shape)
+                continue
             if stored not in self._where:
-                raise KvlatheError(
-                    f"{self.path} lacks the tensor {name}",
-                    "the decoder needs it",
-                    DOWNLOAD,
-                )
+                raise self._lacks(name)
             header = self._where[stored].get_slice(stored)
             self._check_header(
                 name, tuple(header.get_shape()), shape, header.get_dtype()
             )
-        known = {self._aliases.get(name, name) for name in wanted} | {
-            f"{self.spec.family.names['head']}.weight"
-        }
-        for name in self.names:
+        for name in self._where:
             if name not in known and not INERT.search(name):
                 raise KvlatheError(
                     f"the checkpoint holds the tensor {name}",
                     f"a {self.spec.model_type} with this config.json has none, and leaving it out changes results",
                     "check that config.json belongs to the weights",
                 )
+
+    def _check_codes(self, codes: PackedMap, shape: tuple[int, ...]) -> set[str]:
+        """The names of its parts."""
+        inputs, outputs = shape if self.spec.family.in_out else shape[::-1]
+        names = codes.checked(inputs, outputs, self._shape)
+        bias = f"{codes.name}.bias"
+        if bias in self._where and not bool(self._stored(bias).any()):
+            names.add(bias)  # older ones give every map a bias of zeros
+        return names
+
+    def _shape(self, name: str) -> tuple[int, ...] | None:
+        return self.shape(name) if name in self._where else None
 
     @staticmethod
     def _check_header(
@@ -226,10 +287,9 @@ class Checkpoint:
 def weight_files(folder: Path) -> tuple[Path, ...]:
     """The safetensors files of a checkpoint folder. Raises KvlatheError if there are
     none, and for pickled weights."""
-    if (
-        folder / "model.safetensors"
-    ).is_file():  # as transformers: a lone file goes before shards beside it
-        return (folder / "model.safetensors",)
+    lone = folder / "model.safetensors"
+    if lone.is_file():  # as transformers: it goes before shards beside it
+        return (lone,)
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return _shards(index)

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from kvlathe.export.attention.eager import AttendLayer, StepTensors
-from kvlathe.export.model.blocks import Linear, Norm, Rotator, Table
+from kvlathe.export.model.blocks import AnyLinear, Norm, Rotator, Table, linear, table
 from kvlathe.export.model.layer import DecoderLayer, Widths
 from kvlathe.export.model.spec import DecoderSpec
-from kvlathe.layers.decoder import logits, tied_head
+from kvlathe.layers.decoder import logits
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.weight_formats import PLAIN, WeightFormats
 
 
 class Decoder(nn.Module):
@@ -26,7 +27,8 @@ class Decoder(nn.Module):
     State names are those of ``fold``: ``embed.weight`` [V, D], ``positions.weight``,
     ``layers.<i>.<role>.weight`` [in, out], ``layers.<i>.attend.proj_q`` ...,
     ``norm.weight``, ``head.weight`` [D, V] (absent when tied). ``rope.*`` stay float32
-    whatever ``dtype`` is: a half cannot hold a frequency. With ``stage`` only that
+    whatever ``dtype`` is: a half cannot hold a frequency. Where ``formats`` has codes, a
+    weight is ``.codes``, ``.scales`` and ``.zeros`` (export/model/coded_weights.py). With ``stage`` only that
     stage of the plan: its layers under their own names, reading and giving hidden
     states where the model does not begin or end.
     """
@@ -37,6 +39,7 @@ class Decoder(nn.Module):
         plan: CompressionPlan,
         dtype: torch.dtype = torch.float32,
         stage: int | None = None,
+        formats: WeightFormats = PLAIN,
     ) -> None:
         super().__init__()
         part = plan if stage is None else plan.part(stage)
@@ -45,7 +48,7 @@ class Decoder(nn.Module):
         self.first, self.last = layers[0] == 0, layers[-1] == spec.layers - 1
         tied = self.last and spec.tied_head
         self.embed = (
-            Table(spec.vocab_size, spec.hidden_size, dtype)
+            table(spec.vocab_size, spec.hidden_size, dtype, formats.table)
             if self.first or tied
             else None
         )
@@ -62,6 +65,7 @@ class Decoder(nn.Module):
                     Widths.folded(part, i),
                     AttendLayer(part, i, spec.scale(layer), dtype),
                     dtype,
+                    formats.maps,
                 )
                 for i, layer in enumerate(layers)
             }
@@ -71,11 +75,7 @@ class Decoder(nn.Module):
             if self.last
             else None
         )
-        self.head = (
-            Linear(spec.hidden_size, spec.vocab_size, spec.family.head_bias, dtype)
-            if self.last and not tied
-            else None
-        )
+        self.head = _head(spec, dtype, formats) if self.last and not tied else None
 
     def forward(
         self,
@@ -124,7 +124,7 @@ class Decoder(nn.Module):
         head = self.head
         if head is None:
             assert self.embed is not None
-            head = tied_head(self.embed.weight)
+            head = self.embed.product
         softcap = self.spec.family.logit_softcap
         return logits(x, logit_rows, self.norm, head, softcap).float()
 
@@ -156,3 +156,9 @@ class Decoder(nn.Module):
     @property
     def device(self) -> torch.device:
         return next(self.parameters()).device
+
+
+def _head(spec: DecoderSpec, dtype: torch.dtype, formats: WeightFormats) -> AnyLinear:
+    """Of a model that does not tie it."""
+    hidden, vocabulary = spec.hidden_size, spec.vocab_size
+    return linear(hidden, vocabulary, spec.family.head_bias, dtype, formats.table)

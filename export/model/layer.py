@@ -10,12 +10,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kvlathe.export.model.blocks import ROWS, ExpertBlock, Linear, Norm
+from kvlathe.export.model.blocks import (
+    ROWS,
+    AnyLinear,
+    ExpertBlock,
+    Norm,
+    linear,
+)
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.export.model.tensors import FUSED, qk_norm_width
 from kvlathe.layers.decoder import run_layer
 from kvlathe.layers.rows import Rows
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.weight_formats import WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +56,16 @@ class DecoderLayer(nn.Module):
     AttendLayer, or FullAttention to observe.
 
     v and o always have a bias (centring leaves constants there), k has one wherever no
-    RoPE follows it.
+    RoPE follows it. ``form``: of the weights of its linear maps (None: ``dtype``).
     """
 
     def __init__(
-        self, spec: DecoderSpec, widths: Widths, attend: nn.Module, dtype: torch.dtype
+        self,
+        spec: DecoderSpec,
+        widths: Widths,
+        attend: nn.Module,
+        dtype: torch.dtype,
+        form: WeightFormat | None = None,
     ) -> None:
         super().__init__()
         family = spec.family
@@ -71,31 +83,31 @@ class DecoderLayer(nn.Module):
         self.wide_qk_norm = family.wide_qk_norm
         self.activation = family.activation
         self.attn_norm = norm("attn_norm", hidden)
-        self.q = Linear(hidden, widths.q, family.qkv_bias, dtype)
-        self.k = Linear(hidden, widths.k, family.qkv_bias or spec.rope is None, dtype)
-        self.v = Linear(hidden, widths.v, True, dtype)
+        biased_k = family.qkv_bias or spec.rope is None
+        self.q = linear(hidden, widths.q, family.qkv_bias, dtype, form)
+        self.k = linear(hidden, widths.k, biased_k, dtype, form)
+        self.v = linear(hidden, widths.v, True, dtype, form)
         self.q_norm = norm("q_norm", qk_norm_width(spec, "q_norm"), "rms")
         self.k_norm = norm("k_norm", qk_norm_width(spec, "k_norm"), "rms")
         self.attend = attend
-        self.o = Linear(widths.o, hidden, True, dtype)
+        self.o = linear(widths.o, hidden, True, dtype, form)
         self.attn_out_norm = norm("attn_out_norm", hidden)
         self.mlp_norm = norm("mlp_norm", hidden)
         roles = family.names.keys()
 
-        def linear(role: str, inputs: int, outputs: int) -> Linear | None:
+        bias = family.mlp_bias
+
+        def of_mlp(role: str, inputs: int, outputs: int) -> AnyLinear | None:
             if not {role, FUSED.get(role)} & roles:
                 return None
-            return Linear(inputs, outputs, family.mlp_bias, dtype)
+            return linear(inputs, outputs, bias, dtype, form)
 
-        self.gate = linear("gate", hidden, inner)
-        self.up = linear("up", hidden, inner)
-        self.down = linear("down", inner, hidden)
-        self.shared_gate = linear("shared_gate", hidden, 1)
-        self.experts = (
-            ExpertBlock(family.experts, hidden, family.activation, dtype)
-            if family.experts
-            else None
-        )
+        self.gate = of_mlp("gate", hidden, inner)
+        self.up = of_mlp("up", hidden, inner)
+        self.down = of_mlp("down", inner, hidden)
+        self.shared_gate = of_mlp("shared_gate", hidden, 1)
+        experts, act = family.experts, family.activation
+        self.experts = experts and ExpertBlock(experts, hidden, act, dtype)
         self.mlp_out_norm = norm("mlp_out_norm", hidden)
 
     def forward(self, x: Tensor, step: object) -> tuple[Tensor, ...]:

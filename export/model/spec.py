@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families import FAMILIES, Family
 from kvlathe.export.families.unknown import why_unknown
+from kvlathe.export.model.packed import read_packing
 from kvlathe.export.model.rope import Rope, read_ropes
 from kvlathe.layers.activations import ACTIVATIONS
 from kvlathe.plan.heads import ModelShape
@@ -132,7 +133,7 @@ def read_spec(
     and every setting that would change the result and is not supported (ALiBi, quantized
     weights, ...).
     """
-    raw = _read_json(Path(checkpoint_dir))
+    raw = read_config(Path(checkpoint_dir))
     _refuse_foreign(raw)
     config = _parse(raw)
     read_family = cast("FamilyReader", FAMILIES[raw["model_type"]])
@@ -167,7 +168,8 @@ def read_spec(
     )
 
 
-def _read_json(folder: Path) -> Settings:
+def read_config(folder: Path) -> Settings:
+    """What config.json holds. Raises KvlatheError where it cannot be read."""
     if not folder.is_dir():
         raise KvlatheError(
             f"there is no checkpoint folder {folder}",
@@ -202,12 +204,7 @@ def _refuse_foreign(raw: Settings) -> None:
             why_unknown(raw),
             f"choose one of {', '.join(sorted(FAMILIES))}",
         )
-    if raw.get("quantization_config") or raw.get("compression_config"):
-        raise KvlatheError(
-            "the checkpoint is quantized",
-            "folding needs its real weights",
-            "give the checkpoint it was made from",
-        )
+    read_packing(raw)  # raises for codes that are not read
     names = raw.get("architectures") or []
     if names and not any(
         str(name).endswith(("ForCausalLM", "LMHeadModel")) for name in names
@@ -235,7 +232,8 @@ def _parse(raw: Settings) -> PreTrainedConfig:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:
-        return CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw))
+        plain = {key: raw[key] for key in raw if key != "quantization_config"}
+        return CONFIG_MAPPING[raw["model_type"]].from_dict(plain)
     except (
         Exception
     ) as error:  # its validators raise many kinds; each means that the file is at fault

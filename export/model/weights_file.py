@@ -21,11 +21,13 @@ from kvlathe.layers.experts import Routing
 from kvlathe.layers.wiring import Wiring
 from kvlathe.plan.manifest import DECODER_FILE, WEIGHTS_FILE
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.weight_formats import PLAIN, WeightFormats
 
 ALIGN = 4096
 """Bytes: weights begin on memory pages, so that runtimes map the file instead of
 reading it."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
+FLOATS = DTYPES.values()
 AT_ONCE = 1 << 26
 """Bytes that come from a GPU at a time."""
 
@@ -103,7 +105,7 @@ def _stored(name: str, tensor: Tensor, place: Place) -> Tensor:
             "fold it for this plan",
         )
     stored = tensor.detach().to(place.dtype)
-    if stored.is_floating_point() and not bool(stored.isfinite().all()):
+    if stored.dtype in FLOATS and not bool(stored.isfinite().all()):
         raise KvlatheError(
             f"weight {name} does not fit {place.dtype}",
             "it holds larger numbers",
@@ -134,11 +136,12 @@ def write_decoder(
     out_dir: Path,
     dtype: str = "float32",
     device: torch.device = CPU,
+    formats: WeightFormats = PLAIN,
 ) -> None:
     """Write ``out_dir``/model.onnx.data, and decoder.json: where each weight lies and how
-    layers are wired. Runtimes that build the decoder themselves need no more. Raises as
-    ``write_weights``."""
-    places = decoder_places(spec, plan, DTYPES[dtype])
+    layers are wired. Runtimes that build the decoder themselves need no more. ``weights``
+    are in ``formats``. Raises as ``write_weights``."""
+    places = decoder_places(spec, plan, DTYPES[dtype], formats)
     log.info("folding and writing weights")
     write_weights(out_dir / WEIGHTS_FILE, places, weights, device)
     tensors = {name: _entry(place) for name, place in places.items()}
@@ -151,11 +154,14 @@ def write_decoder(
 
 
 def decoder_places(
-    spec: DecoderSpec, plan: CompressionPlan, dtype: torch.dtype
+    spec: DecoderSpec,
+    plan: CompressionPlan,
+    dtype: torch.dtype,
+    formats: WeightFormats = PLAIN,
 ) -> dict[str, Place]:
     """Of every tensor of the decoder, in the order of its layers."""
     with torch.device("meta"):
-        state = Decoder(spec, plan, dtype).state_dict()
+        state = Decoder(spec, plan, dtype, None, formats).state_dict()
     places: dict[str, Place] = {}
     at = 0
     for name, tensor in state.items():

@@ -38,9 +38,17 @@ from kvlathe.export.onnx.attend import DOMAIN, OPSET, attend_function
 from kvlathe.export.onnx.body import FLOAT, HALF
 from kvlathe.plan.manifest import WEIGHTS_FILE
 from kvlathe.plan.plan import CompressionPlan, graph_files
+from kvlathe.plan.weight_formats import PLAIN, WeightFormats
 
 IR_VERSION = 10
+CONTRIB = "com.microsoft"
+"""The domain of ONNX Runtime's own operators."""
 TYPES = {"float32": FLOAT, "float16": HALF}
+STORED = {
+    ir.DataType.FLOAT: torch.float32,
+    ir.DataType.FLOAT16: torch.float16,
+    ir.DataType.UINT8: torch.uint8,
+}
 
 
 def export_onnx(
@@ -51,20 +59,21 @@ def export_onnx(
     dtype: str = "float32",
     opset: int = OPSET,
     device: torch.device = CPU,
+    formats: WeightFormats = PLAIN,
 ) -> Path:
     """Write ``out_dir``/model.onnx, or a graph for each stage (graph_files), and
     model.onnx.data, whose weights they share; return the first.
 
     ``weights`` are the decoder's state, on ``device``, asked for one by one. ``dtype`` (float32 or
-    float16) is that of weights and activations; logits are float32 and rows in the
-    plan's hot format. Peak memory is the graphs and one tensor. Raises KvlatheError for
-    weights that are not the decoder's.
+    float16) is that of weights and activations, ``formats`` of weights that are codes;
+    logits are float32 and rows in the plan's hot format. Peak memory is
+    the graphs and one tensor. Raises KvlatheError for weights that are not the decoder's.
     """
     places: dict[str, Place] = {}
     graphs: dict[str, onnx.ModelProto] = {}
     for stage, name in enumerate(graph_files(plan)):
         log.info("exporting %s", name)
-        graphs[name] = _graph(spec, plan, stage, places, dtype, opset)
+        graphs[name] = _graph(spec, plan, stage, places, dtype, opset, formats)
     out_dir.mkdir(parents=True, exist_ok=True)
     log.info("folding and writing weights")
     write_weights(out_dir / WEIGHTS_FILE, places, weights, device)
@@ -82,9 +91,10 @@ def _graph(
     places: dict[str, Place],
     dtype: str,
     opset: int,
+    formats: WeightFormats,
 ) -> onnx.ModelProto:
     """The model of one stage; its weights are added to ``places``."""
-    model = trace(spec, plan, DTYPES[dtype], opset, stage)
+    model = trace(spec, plan, DTYPES[dtype], opset, stage, formats)
     place_weights(model, places)
     place_tables(model, plan, stage)
     facts = {
@@ -96,6 +106,8 @@ def _graph(
         facts | {"kvlathe.wiring": json.dumps(asdict(wiring(spec)))}
     )
     model.opset_imports[DOMAIN] = 1
+    if formats.maps is not None:
+        model.opset_imports[CONTRIB] = 1
     proto = ir.to_proto(model)
     proto.functions.append(attend_function(plan.part(stage), TYPES[dtype], opset))
     return proto
@@ -110,11 +122,12 @@ def trace(
     dtype: torch.dtype,
     opset: int,
     stage: int = 0,
+    formats: WeightFormats = PLAIN,
 ) -> ir.Model:
     """The graph of one stage with Attend nodes, tidied; its initializers have shapes
     and types but no values."""
     with FakeTensorMode(allow_non_fake_inputs=True), _quiet():
-        decoder = Decoder(spec, plan, dtype, stage).eval()
+        decoder = Decoder(spec, plan, dtype, stage, formats).eval()
         arguments, dims = _example(decoder)
         program = torch.export.export(
             decoder, arguments, dynamic_shapes=dims, strict=False
@@ -281,15 +294,14 @@ def _values(graph: ir.Graph) -> list[ir.Value]:
 
 
 def place_weights(model: ir.Model, places: dict[str, Place]) -> None:
-    """Point each float initializer at its place: the one it has, or the next free
-    one."""
+    """Point each weight at its place: the one it has, or the next free one. Of other
+    initializers, tables of layers are integers, and the graph's own are single numbers."""
     at = max((place.next for place in places.values()), default=0)
-    types = {ir.DataType.FLOAT: torch.float32, ir.DataType.FLOAT16: torch.float16}
     for name, value in model.graph.initializers.items():
-        if value.dtype is None or value.dtype not in types or value.shape is None:
+        if value.dtype is None or value.dtype not in STORED or not value.shape:
             continue
         shape = tuple(int(n) for n in value.shape)  # type: ignore[arg-type]
-        place = places.get(name) or Place(at, shape, types[value.dtype])
+        place = places.get(name) or Place(at, shape, STORED[value.dtype])
         value.const_value = ir.ExternalTensor(
             WEIGHTS_FILE,
             place.offset,

@@ -27,6 +27,7 @@ from kvlathe.cli.common import (
 from kvlathe.cli.show import memory_of, ranks_of, show_memory, show_ranks
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.engine_folder import open_engine
+from kvlathe.plan.weight_formats import FLOATS
 
 CALIBRATION = "'random' tokens, or a .jsonl file with one {\"text\": ...} a line. [default: the method's own]"
 
@@ -48,6 +49,8 @@ def show_build(result: Result) -> None:
         ("uncompressed, same number format", result["kv_bytes_per_token_baseline"]),
         ("uncompressed, 16 bit", result["kv_bytes_per_token_16bit"]),
         ("KV bytes removed", f"{result['kv_bytes_removed']:.1%}"),
+        ("weights", result["weights"]),
+        ("bytes of the weights", result["weight_bytes"]),
         ("seconds", result["seconds"]),
         ("report", result["report"]),
     ]
@@ -233,6 +236,12 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="What the engine computes in. [default: the backend's]",
 )
 @click.option(
+    "--weights",
+    type=click.Choice((*FLOATS, "int8", "int4")),
+    help="Number format of the weights. [default: --dtype, or that of a GPTQ or AWQ "
+    "checkpoint]",
+)
+@click.option(
     "--kv-bits",
     type=click.Choice((16, 32)),
     default=16,
@@ -294,11 +303,13 @@ def describe(engine: Path, ranks: int = 1) -> Result:
         "model": manifest.model,
         "compression": manifest.compression,
         "backend": manifest.backend,
+        "weights": manifest.weights,
+        "weight_bytes": manifest.weight_bytes,
         "kv_bytes_per_token": sizes.per_token,
         "kv_bytes_per_token_baseline": sizes.baseline,
         "kv_bytes_per_token_16bit": sizes.baseline_16bit,
         "kv_bytes_removed": sizes.removed,
-        "memory": memory_of(opened.plan, manifest.limits),
+        "memory": memory_of(opened.plan, manifest),
         "tokens": manifest.limits.max_seq_len,
         "ranks": ranks_of(opened.plan, ranks, manifest.limits.max_seq_len),
         "report": str(engine / manifests.REPORT_FILE),

@@ -13,7 +13,7 @@ import click
 from kvlathe.base import console
 from kvlathe.cli.common import ENGINE, TENSOR_PARALLEL, Result, reports
 from kvlathe.plan.engine_folder import open_engine
-from kvlathe.plan.manifest import Limits
+from kvlathe.plan.manifest import Manifest
 from kvlathe.plan.plan import WARNINGS, CompressionPlan
 
 GIB = 1 << 30
@@ -25,6 +25,8 @@ FACTS = (
     "backend",
     "attention",
     "compute_dtype",
+    "weights",
+    "weight_bytes",
     "architectures",
     "created",
     "command",
@@ -33,6 +35,8 @@ FACTS = (
     "kv_bytes_per_token_16bit",
 )
 """What ``kvlathe inspect`` shows first."""
+BUILT = ("model", "compression", "backend", "compute_dtype", "weights", "weight_bytes")
+"""Of these, what the manifest knows by the same name."""
 
 
 def facts(result: Result) -> list[tuple[str, object]]:
@@ -73,23 +77,25 @@ def show_engine(result: Result) -> None:
 
 def show_memory(rows: list[dict[str, int]]) -> None:
     """What a server needs (plan/memory.py): of one sequence, and of a full batch."""
-    names = ("steady", "peak", "uncompressed", "batch_steady", "batch_peak")
+    names = ("steady", "peak", "uncompressed", "batch_steady", "batch_peak", "together")
     lines = []
     for row in rows:
         sizes = [console.human_bytes(row[name]) for name in names]
         lines.append((f"{row['tokens']:,}", *sizes))
     columns = ("tokens", "one holds", "one at its peak", "16 bit, uncompressed")
     batch = rows[0]["batch"]
-    both = (*columns, f"{batch} hold", f"{batch} at their peak")
+    both = (*columns, f"{batch} hold", f"{batch} at their peak", "with the weights")
     console.print_table("memory of the cache", both, lines)
 
 
-def memory_of(plan: CompressionPlan, limits: Limits) -> list[dict[str, int]]:
+def memory_of(plan: CompressionPlan, manifest: Manifest) -> list[dict[str, int]]:
     """The rows of an engine's memory table."""
     from kvlathe.plan.layout import CacheLayout
     from kvlathe.plan.memory import memory_table
 
-    return memory_table(CacheLayout(plan), limits.max_seq_len, limits.max_batch_size)
+    limits = manifest.limits
+    sizes = (limits.max_seq_len, limits.max_batch_size, manifest.weight_bytes)
+    return memory_table(CacheLayout(plan), *sizes)
 
 
 def rank_table(
@@ -155,10 +161,7 @@ def inspect_command(engine: Path, tensor_parallel_size: int) -> Result:
     fields = ("bucket", "format", "layers", "heads", "page_bytes", "tokens")
     return {
         "engine": str(engine),
-        **{
-            name: getattr(manifest, name)
-            for name in ("model", "compression", "backend", "compute_dtype")
-        },
+        **{name: getattr(manifest, name) for name in BUILT},
         "attention": attention(manifest),
         "architectures": ", ".join(manifest.architectures),
         "created": manifest.created,
@@ -169,7 +172,7 @@ def inspect_command(engine: Path, tensor_parallel_size: int) -> Result:
         "kv_bytes_removed": manifest.kv_bytes.removed,
         "evaluation": kept.scores,
         "evaluated_on": kept.measured_on,
-        "memory": memory_of(plan, manifest.limits),
+        "memory": memory_of(plan, manifest),
         "ranks": ranks_of(plan, tensor_parallel_size, manifest.limits.max_seq_len),
         "bytes_on_disk": manifest.size,
         "limits": dataclasses.asdict(manifest.limits),

@@ -31,7 +31,7 @@ from kvlathe.plan import json_fields, replacing
 from kvlathe.plan.json_fields import Count, Positive, PositiveFloat, Sha256
 
 log = logging.getLogger("kvlathe")
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 MANIFEST_FILE = "manifest.json"
 PLAN_FILE = "plan.json"
 ONNX_FILE = "model.onnx"
@@ -100,7 +100,7 @@ class KvBytes:
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """``architectures``: what the engine runs on ("cpu", or compute capabilities such
-    as "sm_89").
+    as "sm_89"). ``weights``: the number format of those of the layers' maps.
 
     ``plan_digest`` is CompressionPlan.digest (the meaning; the file's own digest is in
     ``files``), ``model_digest`` names the checkpoint's weights, ``versions`` the
@@ -115,6 +115,7 @@ class Manifest:
     versions: Mapping[str, str]
     architectures: tuple[str, ...]
     compute_dtype: str
+    weights: str
     limits: Limits
     page_tokens: Positive
     prefill_chunk: Positive
@@ -128,6 +129,12 @@ class Manifest:
     kvlathe_version: str = __version__
     schema_version: Count = SCHEMA_VERSION
     digest: str = ""
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of the weights as they were exported."""
+        record = self.made_from.get(WEIGHTS_FILE)
+        return record.size if record else 0
 
     @property
     def size(self) -> int:

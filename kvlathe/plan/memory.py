@@ -24,7 +24,7 @@ def bytes_left(layout: CacheLayout, tokens: int) -> float:
 
 
 def memory_table(
-    layout: CacheLayout, max_seq_len: int, max_batch_size: int
+    layout: CacheLayout, max_seq_len: int, max_batch_size: int, weights: int = 0
 ) -> list[dict[str, int]]:
     """A row for each length. All but the length and the batch in bytes:
 
@@ -32,10 +32,12 @@ def memory_table(
     that it needs at one time where nearly all of it is a prompt. ``batch_steady`` and
     ``batch_peak``: of ``batch`` such sequences, all at their peak at once.
     ``uncompressed``: the model's K and V of one sequence in 16 bit.
+    ``together``: ``batch_peak`` and the ``weights``, which are bytes.
     ``host``: hidden states that one prompt leaves on the host between its stages.
     """
     lengths = sorted({n for n in LENGTHS if n < max_seq_len} | {max_seq_len})
-    return [_row(layout, tokens, max_batch_size) for tokens in lengths]
+    rows = [_row(layout, tokens, max_batch_size) for tokens in lengths]
+    return [{**row, "together": weights + row["batch_peak"]} for row in rows]
 
 
 def _row(layout: CacheLayout, tokens: int, batch: int) -> dict[str, int]:

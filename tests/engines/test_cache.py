@@ -35,6 +35,7 @@ def engine(folder: Path, weights: bytes) -> Path:
         versions={},
         architectures=("cpu",),
         compute_dtype="float32",
+        weights="float32",
         limits=Limits(1, 16, 16, 16),
         page_tokens=16,
         prefill_chunk=16,

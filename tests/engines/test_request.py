@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvlathe.base.errors import KvlatheError
 from kvlathe.cli.build import build_command
 from kvlathe.engines.backends import ON_A_CPU, ON_A_GPU
-from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.request import BuildRequest, check
+from kvlathe.plan.weight_formats import PLAIN
 
 
 def request(**fields: Any) -> BuildRequest:  # noqa: ANN401
@@ -63,3 +65,26 @@ def test_a_default_never_contradicts_what_was_asked(
     assert limits.max_num_tokens >= max(asked.chunk, asked.batch)
     assert tokens is None or limits.max_num_tokens == tokens
     assert batch is None or limits.max_batch_size == batch
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"weights": "int8", "backend": "cuda"}, "Build for onnxruntime"),
+        ({"weights": "int4", "backend": "tensorrt_rtx"}, "no product of such weights"),
+        ({"weights": "float16"}, "Give --dtype float16"),
+        ({"weights": "int3"}, "float32, float16, int8, int4"),
+    ],
+)
+def test_weights_that_a_backend_cannot_multiply_are_refused(
+    fields: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    asked = BuildRequest(tmp_path, tmp_path / "engine", **cast(Any, fields))
+    with pytest.raises(KvlatheError, match=words):
+        check(asked)
+    assert not asked.output_dir.exists()
+
+
+def test_weights_in_what_the_engine_computes_in_change_nothing() -> None:
+    same = request(dtype="float16", weights="float16")
+    assert same.weight_formats == request().weight_formats == PLAIN

@@ -199,6 +199,7 @@ def manifest(dtype: str) -> Manifest:
         versions={},
         architectures=("cpu",),
         compute_dtype=dtype,
+        weights=dtype,
         limits=LIMITS,
         page_tokens=64,
         prefill_chunk=512,

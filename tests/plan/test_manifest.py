@@ -23,6 +23,7 @@ def sample() -> Manifest:
         versions={"onnxruntime": "1"},
         architectures=("cpu",),
         compute_dtype="float32",
+        weights="float32",
         limits=Limits(
             max_batch_size=2, max_num_tokens=64, max_input_len=32, max_seq_len=64
         ),

@@ -280,6 +280,7 @@ def manifest_of(plan: CompressionPlan) -> Manifest:
         versions={"onnxruntime": "1"},
         architectures=("cpu",),
         compute_dtype="float32",
+        weights="float32",
         limits=LIMITS,
         page_tokens=plan.page_tokens,
         prefill_chunk=plan.prefill_chunk,

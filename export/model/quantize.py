@@ -1,0 +1,137 @@
+"""Weights to codes: round to nearest in groups, or on a grid that is given.
+
+Sizes: K inputs, N outputs, g inputs of a group, G groups of an output.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvlathe.layers.coded_weight import CodedWeight, middle, packed
+from kvlathe.plan.weight_formats import WeightFormat
+
+FP8 = torch.float8_e4m3fn
+SHRINK = torch.linspace(0.7, 1.15, 16)
+"""What a group's first scale is multiplied by, to find the one of least squared error.
+On lathe-27m in 4 bits this takes away 45 % of what perplexity loses."""
+OFF_GRID = 0.02
+"""Of a scale: how far a weight may lie from the grid that it is said to lie on."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What a checkpoint's own codes are multiplied by: ``scales`` and ``zeros`` [K / g,
+    N] float32."""
+
+    scales: Tensor
+    zeros: Tensor
+
+
+def quantized(
+    weight: Tensor, form: WeightFormat, dtype: torch.dtype, grid: Grid | None = None
+) -> CodedWeight:
+    """``weight`` [N, K] float32 as codes with scales in ``dtype``: on ``grid`` where it
+    lies on it, else rounded to the nearest of a grid of its own."""
+    if form.name == "fp8":
+        return _fp8(weight)
+    groups = _grouped(weight, form)
+    if grid is not None:
+        scales, zeros = _repeated(grid, weight.shape[1], form)
+        found = _on_grid(groups, scales, zeros, form, dtype)
+        if found is not None:
+            return found
+    scales = _not_zero(_scales(groups, form.bits).to(dtype))
+    zeros = torch.full_like(scales, middle(form.bits), dtype=torch.float32)
+    codes = _codes(groups, scales.float(), zeros, form.bits)
+    return _coded(codes, scales, zeros, form)
+
+
+def _grouped(weight: Tensor, form: WeightFormat) -> Tensor:
+    """[N, K] -> [N, G, g], filled up with zeros."""
+    missing = -weight.shape[1] % form.group
+    return F.pad(weight, (0, missing)).unflatten(1, (-1, form.group))
+
+
+def _coded(
+    codes: Tensor, scales: Tensor, zeros: Tensor, form: WeightFormat
+) -> CodedWeight:
+    kept = packed(zeros.to(torch.uint8), form.bits) if form.zeros else None
+    return CodedWeight(packed(codes, form.bits), scales, kept, form.bits)
+
+
+def _codes(groups: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
+    steps = (groups / scales.unsqueeze(-1)).round()
+    shifted = steps + zeros.unsqueeze(-1)
+    return shifted.clamp(0, 2**bits - 1).to(torch.uint8)
+
+
+def _scales(groups: Tensor, bits: int) -> Tensor:
+    """[N, G]. In 8 bits the largest weight is the last code. In 4 bits it is the first
+    one, on whichever side of 0 it lies: there is one more code there."""
+    largest = groups.abs().amax(-1)
+    if bits == 8:
+        return largest / (middle(bits) - 1)
+    place = groups.abs().argmax(-1, keepdim=True)
+    signed = groups.gather(-1, place).squeeze(-1)
+    return _least_error(groups, _not_zero(signed / -middle(bits)), bits)
+
+
+def _not_zero(scales: Tensor) -> Tensor:
+    """A group of zeros has the smallest scale: runtimes err by a part of it."""
+    return scales.masked_fill(scales == 0, torch.finfo(scales.dtype).tiny)
+
+
+def _least_error(groups: Tensor, scales: Tensor, bits: int) -> Tensor:
+    best = scales
+    least = torch.full_like(scales, torch.inf)
+    low, high = -middle(bits), middle(bits) - 1
+    for shrink in SHRINK.tolist():
+        tried = scales * shrink
+        steps = groups / tried.unsqueeze(-1)
+        near = steps.round().clamp(low, high)
+        error = (near - steps).square().sum(-1) * tried.square()
+        better = error < least
+        best = torch.where(better, tried, best)
+        least = torch.where(better, error, least)
+    return best
+
+
+def _fp8(weight: Tensor) -> CodedWeight:
+    """One scale an output: its largest weight is the largest number of e4m3."""
+    most = torch.finfo(FP8).max
+    scales = _not_zero(weight.abs().amax(-1, keepdim=True) / most)
+    codes = (weight / scales).clamp(-most, most).to(FP8)
+    return CodedWeight(codes.unsqueeze(1), scales, None, 8)
+
+
+# -- on a grid that is given -----------------------------------------------------------
+def _repeated(grid: Grid, inputs: int, form: WeightFormat) -> tuple[Tensor, Tensor]:
+    """Scales and zeros [N, G] in groups of ``form``, which divide the grid's."""
+    times = max(1, form.groups(inputs) // len(grid.scales))
+    scales = grid.scales.T.repeat_interleave(times, 1)
+    zeros = grid.zeros.T.repeat_interleave(times, 1)
+    return scales, zeros
+
+
+def _on_grid(
+    groups: Tensor,
+    scales: Tensor,
+    zeros: Tensor,
+    form: WeightFormat,
+    dtype: torch.dtype,
+) -> CodedWeight | None:
+    """None where a weight lies beside it: a basis was folded in."""
+    foreign = bool((zeros != middle(form.bits)).any()) and not form.zeros
+    if foreign or scales.shape != groups.shape[:2]:
+        return None
+    kept = scales.to(dtype)
+    codes = _codes(groups, scales, zeros, form.bits)
+    found = (codes.float() - zeros.unsqueeze(-1)) * scales.unsqueeze(-1)
+    allowed = OFF_GRID * scales.abs().unsqueeze(-1)
+    if bool(((found - groups).abs() > allowed).any()):
+        return None
+    return _coded(codes, kept, zeros, form)

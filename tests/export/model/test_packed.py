@@ -1,0 +1,220 @@
+"""GPTQ and AWQ checkpoints are read as their packing formulas say, and keep their codes
+in an engine of as many bits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.engines.build import BuildRequest
+from kvlathe.engines.order import accept, prepare
+from kvlathe.export.bases.basis import Basis
+from kvlathe.export.folding.fold import decoder_from, fold
+from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.coded_weights import CodedWeights
+from kvlathe.export.model.packed import PackedMap, Packing, read_packing
+from kvlathe.layers.coded_weight import CodedWeight, unpacked
+from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
+from tests.support.checkpoints import make_model, sizes, whole_plan
+
+GROUP = 32
+AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+"""AutoAWQ's order_map: which output of eight each nibble of a word has, lowest first."""
+
+
+def words(codes: Tensor, bits: int, columns: tuple[int, ...] | None = None) -> Tensor:
+    """[n, m] -> int32 [n, m * bits / 32], a word at a time, as AutoGPTQ and AutoAWQ
+    pack."""
+    per = 32 // bits
+    packed = torch.zeros(len(codes), codes.shape[1] // per, dtype=torch.int64)
+    for i in range(per):
+        source = i if columns is None else columns[i]
+        packed |= codes[:, source::per].long() << (bits * i)
+    signed = torch.where(packed >= 1 << 31, packed - (1 << 32), packed)
+    return signed.to(torch.int32)
+
+
+def parts(
+    packing: Packing, codes: Tensor, zeros: Tensor, scales: Tensor
+) -> dict[str, Tensor]:
+    """codes [K, N], zeros and scales [G, N] as a checkpoint has them."""
+    if packing.method == "awq":
+        weight = words(codes, 4, AWQ_COLUMNS)
+        return {"qweight": weight, "qzeros": words(zeros, 4, AWQ_COLUMNS)} | {
+            "scales": scales
+        }
+    stored = (zeros - int(packing.less_one)) % (1 << packing.bits)
+    weight = words(codes.T.contiguous(), packing.bits).T.contiguous()
+    return {
+        "qweight": weight,
+        "qzeros": words(stored, packing.bits),
+        "scales": scales,
+    }
+
+
+def random_map(
+    packing: Packing, inputs: int, outputs: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes [K, N], zeros and scales [G, N]."""
+    torch.manual_seed(seed)
+    most = 1 << packing.bits
+    groups = packing.groups(inputs)
+    zeros = torch.randint(0, most, (groups, outputs))
+    if packing.symmetric:
+        zeros = torch.full((groups, outputs), most // 2)
+    scales = (torch.rand(groups, outputs) + 0.5) / most / inputs**0.5
+    return torch.randint(0, most, (inputs, outputs)), zeros, scales.half()
+
+
+PACKINGS = st.one_of(
+    st.builds(
+        Packing,
+        st.just("gptq"),
+        st.sampled_from([4, 8]),
+        st.sampled_from([0, 16, 32]),
+        st.booleans(),
+        st.booleans(),
+    ),
+    st.just(Packing("awq", 4, 32, False, False)),
+)
+
+
+@given(PACKINGS, st.integers(1, 4), st.integers(1, 3), st.integers(0, 1 << 20))
+def test_words_are_read_as_they_were_packed(
+    packing: Packing, rows: int, columns: int, seed: int
+) -> None:
+    inputs, outputs = 32 * rows, 32 * columns
+    codes, zeros, scales = random_map(packing, inputs, outputs, seed)
+    stored = parts(packing, codes, zeros, scales)
+    order = torch.randint(0, packing.groups(inputs), (inputs,))
+    regular = torch.arange(inputs) // (packing.group or inputs)
+    for group, named in ((regular, {}), (order, {"g_idx": order.int()})):
+        read = {f"m.{name}": x for name, x in (stored | named).items()}
+        found = PackedMap(packing, "m", read.__getitem__, bool(named)).matrix()
+        expected = (codes - zeros[group]) * scales.float()[group]
+        assert torch.equal(found, expected)
+
+
+def quantization(packing: Packing) -> dict[str, Any]:
+    shared = {"bits": packing.bits, "group_size": packing.group}
+    if packing.method == "awq":
+        return shared | {"quant_method": "awq", "version": "gemm", "zero_point": True}
+    form = "gptq" if packing.less_one else "gptq_v2"
+    sym = packing.symmetric
+    return shared | {"quant_method": "gptq", "checkpoint_format": form, "sym": sym}
+
+
+def checkpoint(folder: Path, packing: Packing, disorder: bool = False) -> Any:  # noqa: ANN401
+    """A tiny llama whose maps are codes; return transformers' model that holds what they
+    stand for, and the codes of each map."""
+    make_model(folder, "Llama", sizes(64, 4, 2, 16, intermediate_size=96))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tensors = load_file(folder / "model.safetensors")
+    held: dict[str, Tensor] = {}
+    for seed, name in enumerate(sorted(tensors)):
+        if "proj" not in name:
+            continue
+        base = name.removesuffix(".weight")
+        outputs, inputs = tensors.pop(name).shape
+        codes, zeros, scales = random_map(packing, inputs, outputs, seed)
+        own = parts(packing, codes, zeros, scales)
+        group = torch.arange(inputs) // packing.group
+        if packing.method == "gptq":
+            group = group.flip(0) if disorder else group
+            own["g_idx"] = group.int()
+        for part, tensor in own.items():
+            tensors[f"{base}.{part}"] = tensor.contiguous()
+        held[name] = ((codes - zeros[group]) * scales.float()[group]).T
+        tensors[f"{base}.bias"] = torch.zeros(outputs)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "config.json"
+    config = json.loads(path.read_text()) | {
+        "quantization_config": quantization(packing)
+    }
+    path.write_text(json.dumps(config))
+    model.load_state_dict(held, strict=False)
+    return model
+
+
+KINDS = {
+    "gptq": Packing("gptq", 4, GROUP, True, True),
+    "gptq_v2, zeros, 8 bit": Packing("gptq", 8, GROUP, False, False),
+    "awq": Packing("awq", 4, GROUP, False, False),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_of_codes_is_its_float_model(kind: str, tmp_path: Path) -> None:
+    packing = KINDS[kind]
+    model = checkpoint(tmp_path, packing)
+    opened = Checkpoint(tmp_path)
+    plan = whole_plan(opened.spec)
+    text = list(range(3, 40))
+    found = decoder_from(opened, plan, Basis()).logits(text, range(len(text)))
+    with torch.no_grad():
+        expected = model(torch.tensor([text])).logits[0]
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    keeps_its_codes(opened, packing)
+
+
+def keeps_its_codes(opened: Checkpoint, packing: Packing) -> None:
+    """What an engine of as many bits stands for is what the checkpoint stands for."""
+    form = WeightFormat(f"int{packing.bits}", GROUP, not packing.symmetric)
+    weights = fold(opened, whole_plan(opened.spec), Basis())
+    codes = CodedWeights(weights, WeightFormats(form), torch.float32, opened.grid)
+    for name in weights:
+        base = name.removesuffix(".weight")
+        if f"{base}.codes" not in codes:
+            continue
+        zeros = codes[f"{base}.zeros"] if form.zeros else None
+        kept = CodedWeight(
+            codes[f"{base}.codes"], codes[f"{base}.scales"], zeros, form.bits
+        )
+        inputs = weights[name].shape[0]
+        torch.testing.assert_close(kept.matrix(inputs).T, weights[name], rtol=0, atol=0)
+        assert int(unpacked(kept.codes, form.bits).max()) == (1 << form.bits) - 1
+
+
+def test_an_engine_has_the_groups_of_its_checkpoint(tmp_path: Path) -> None:
+    checkpoint(tmp_path, KINDS["awq"])
+    request = BuildRequest(tmp_path, tmp_path / "engine")
+    job = prepare(accept(request))
+    assert job.order.request.weights == "int4"
+    assert job.formats.maps == WeightFormat("int4", GROUP, True)
+
+
+def test_groups_out_of_order_are_refused_in_as_many_bits(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, KINDS["gptq"], disorder=True)
+    with pytest.raises(KvlatheError, match="desc_act"):
+        prepare(accept(BuildRequest(tmp_path, tmp_path / "engine")))
+    floats = BuildRequest(tmp_path, tmp_path / "engine", weights="float32")
+    opened = prepare(accept(floats)).checkpoint
+    name = "model.layers.0.mlp.down_proj.weight"
+    expected = dict(model.named_parameters())[name].T
+    torch.testing.assert_close(opened.weight("layers.0.down.weight"), expected)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {"quant_method": "gptq", "bits": 3},
+        {"quant_method": "gptq", "checkpoint_format": "marlin"},
+        {"quant_method": "gptq", "group_size": 48},
+        {"quant_method": "awq", "version": "gemv"},
+        {"quant_method": "compressed-tensors"},
+    ],
+)
+def test_other_codes_are_refused(said: dict[str, Any]) -> None:
+    with pytest.raises(KvlatheError, match="is quantized"):
+        read_packing({"quantization_config": said})
