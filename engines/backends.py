@@ -41,6 +41,13 @@ MAT_MUL_N_BITS: Mapping[str, WeightFormats] = {
 together, and the embedding in 8 costs none (docs/weights.md)."""
 
 
+OF_TORCH: Mapping[str, WeightFormats] = {
+    "fp8": WeightFormats(WeightFormat("fp8", 0)),
+    "int4": WeightFormats(WeightFormat("int4", 64)),
+}
+"""Of the cuda backend, whose embedding and head stay in 16 bits."""
+
+
 @dataclass(frozen=True, slots=True)
 class BackendInfo:
     """``dtypes``: what it computes in, the default first. ``ranks_tokens``: whether it says
@@ -84,6 +91,7 @@ BACKENDS: Mapping[str, BackendInfo] = {
         ranks_tokens=True,
         windows=True,
         graph=False,
+        weights=OF_TORCH,
         sizes=ON_A_GPU,
     ),
 }

@@ -31,7 +31,7 @@ from kvlathe.engines.planning import (
     plan_for,
 )
 from kvlathe.engines.request import BuildRequest
-from kvlathe.engines.targets import onnxruntime
+from kvlathe.engines.targets import cuda, onnxruntime
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.deal import deal
 from kvlathe.plan.engine_folder import read_plan
@@ -214,7 +214,7 @@ def _describe(
         compression=request.compression,
         backend=request.backend,
         versions=job.order.versions,
-        architectures=(*job.order.built.architectures, *_gpus(request, plan)),
+        architectures=_architectures(job, plan),
         compute_dtype=request.compute_dtype,
         weights=request.weights or request.compute_dtype,
         limits=job.limits,
@@ -237,11 +237,14 @@ def kv_bytes(request: BuildRequest, plan: CompressionPlan) -> KvBytes:
     )
 
 
-def _gpus(request: BuildRequest, plan: CompressionPlan) -> tuple[str, ...]:
-    """Where an engine that was built for the CPU also runs."""
+def _architectures(job: Job, plan: CompressionPlan) -> tuple[str, ...]:
+    """Where the engine runs; one that was built for the CPU also where GPUs take it."""
+    request, every = job.order.request, job.order.built.architectures
+    if request.backend == "cuda":
+        return cuda.able(request.weights)
     if request.backend != "onnxruntime":
-        return ()
-    return onnxruntime.gpus(plan, request.compute_dtype)
+        return every
+    return (*every, *onnxruntime.gpus(plan, request.compute_dtype))
 
 
 def _report(folder: Path, described: Manifest, planned: Planned) -> None:

@@ -45,6 +45,8 @@ NOT_IN_KEY = (
 """Fields of a request that do not change what is asked for (the model enters by its
 digest). The device does: it draws other random numbers, so that measured plans
 differ."""
+TORCH_GROUPS = (32, 64, 128, 256)
+"""Inputs of a group that torch's product in 4 bits takes."""
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "numpy")
 """That calibrate, fold and export. A backend names its own."""
 
@@ -244,8 +246,8 @@ def _with_weights(request: BuildRequest, checkpoint: Checkpoint) -> BuildRequest
 
 
 def _check_weights(request: BuildRequest, checkpoint: Checkpoint) -> None:
-    """Experts are products of three dimensions, ranks cut weights between codes, and 4
-    bits are not rounded to 4 bits again."""
+    """Experts are products of three dimensions, ranks cut weights between codes, 4 bits
+    are not rounded to 4 bits again, and torch has its own groups."""
     spec = checkpoint.spec
     if request.weight_formats.maps is None:
         return
@@ -256,9 +258,15 @@ def _check_weights(request: BuildRequest, checkpoint: Checkpoint) -> None:
     if request.tensor_parallel_size > 1:
         reason = "codes are not cut for several GPUs"
         raise KvlatheError(fact, reason, "leave out --weights, or use one GPU")
+    packing = checkpoint.packing
+    group = packing.group if packing and request.backend == "cuda" else 0
+    if request.weights == "int4" and group and group not in TORCH_GROUPS:
+        reason = f"torch takes no groups of {group}, which the checkpoint has"
+        raise KvlatheError(fact, reason, "give --weights fp8 or float16")
     if request.weights == "int4" and checkpoint.disordered:
         reason = f"desc_act has put the groups of {checkpoint.disordered} out of order"
-        remedy = f"give --weights int8 or {request.compute_dtype}"
+        wider = "int8" if request.backend == "onnxruntime" else "fp8"
+        remedy = f"give --weights {wider} or {request.compute_dtype}"
         raise KvlatheError(fact, reason, remedy)
 
 

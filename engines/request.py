@@ -15,7 +15,7 @@ from kvlathe.engines.backends import BACKENDS, backend
 from kvlathe.engines.folder import check_target
 from kvlathe.plan.heads import RANK_MULTIPLE
 from kvlathe.plan.manifest import Limits
-from kvlathe.plan.weight_formats import FLOATS, PLAIN, WeightFormats
+from kvlathe.plan.weight_formats import BITS, FLOATS, PLAIN, WeightFormats
 
 MOST = 1 << 31
 """Counts are below it: kernels take them as 32-bit integers."""
@@ -238,12 +238,8 @@ def _check_weights(request: BuildRequest) -> None:
         )
     able = [name for name, info in BACKENDS.items() if asked in info.weights]
     if not able:
-        known = ", ".join((*FLOATS, *coded))
-        raise _refused(
-            f"--weights {asked}",
-            f"{request.backend} has no product of such weights",
-            f"choose one of {known}",
-        )
+        known = ", ".join((*FLOATS, *BITS))
+        raise _refused(f"--weights {asked}", "it is unknown", f"choose one of {known}")
     raise _refused(
         f"--weights {asked}",
         f"{request.backend} has no product of such weights",

@@ -28,6 +28,17 @@ ARCHITECTURES = tuple(f"sm_{number}" for number in (75, 80, 86, 87, 89, 90, 120,
 """What the kernels are written for; a library may hold fewer (docs/native.md)."""
 
 
+LEAST = {"fp8": 89, "int4": 80}
+"""The first compute capability whose tensor cores, or whose torch kernels, take such
+weights."""
+
+
+def able(weights: str | None) -> tuple[str, ...]:
+    """Those of ARCHITECTURES that multiply ``weights``."""
+    least = LEAST.get(weights or "", 0)
+    return tuple(name for name in ARCHITECTURES if int(name[3:]) >= least)
+
+
 def identify(name: str) -> Built:
     """Nothing is compiled: the engine runs wherever the native library's kernels do."""
     if util.find_spec("torch") is None:

@@ -27,7 +27,7 @@ from kvlathe.cli.common import (
 from kvlathe.cli.show import memory_of, ranks_of, show_memory, show_ranks
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.engine_folder import open_engine
-from kvlathe.plan.weight_formats import FLOATS
+from kvlathe.plan.weight_formats import BITS, FLOATS
 
 CALIBRATION = "'random' tokens, or a .jsonl file with one {\"text\": ...} a line. [default: the method's own]"
 
@@ -237,9 +237,9 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
 )
 @click.option(
     "--weights",
-    type=click.Choice((*FLOATS, "int8", "int4")),
-    help="Number format of the weights. [default: --dtype, or that of a GPTQ or AWQ "
-    "checkpoint]",
+    type=click.Choice((*FLOATS, *BITS)),
+    help="Number format of the weights: int8 or int4 for onnxruntime, fp8 or int4 for "
+    "cuda. [default: --dtype, or that of a GPTQ or AWQ checkpoint]",
 )
 @click.option(
     "--kv-bits",

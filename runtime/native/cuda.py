@@ -218,6 +218,7 @@ class CudaLibrary:
         lib.kvlathe_cuda_seal.argtypes = [POINTER(SealArgs), POINTER(Status)]
         lib.kvlathe_cuda_rms_norm.argtypes = [POINTER(RowsArgs), POINTER(Status)]
         lib.kvlathe_cuda_silu_product.argtypes = [POINTER(RowsArgs), POINTER(Status)]
+        lib.kvlathe_cuda_fp8_rows.argtypes = [POINTER(RowsArgs), POINTER(Status)]
         lib.kvlathe_cuda_workspace_bytes.argtypes = [
             c_int32,
             c_int32,

@@ -56,6 +56,22 @@ def test_gated_silu(
     ).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(0, 64), (1, 8), (16, 4096), (3, 200), (300, 14336)]
+)
+def test_rows_in_fp8_are_those_of_torch(
+    native: NativeRows, dtype: torch.dtype, rows: int, columns: int
+) -> None:
+    x = torch.randn(rows, columns + 8, device="cuda").mul(3).to(dtype)[:, :columns]
+    if rows > 2:
+        x[1] = 0
+    codes, scales = native.fp8(x)
+    expected, of_rows = FusedRows().fp8(x)
+    torch.testing.assert_close(scales, of_rows)
+    assert torch.equal(codes.view(torch.uint8), expected.view(torch.uint8))
+
+
 def test_what_the_kernels_do_not_take_goes_to_torch(native: NativeRows) -> None:
     plain = FusedRows()
     x, weight = (

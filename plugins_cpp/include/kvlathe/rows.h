@@ -32,6 +32,10 @@ KVLATHE_API int32_t kvlathe_cuda_rms_norm(const kvlathe_rows_args* args, kvlathe
 KVLATHE_API int32_t kvlathe_cuda_silu_product(const kvlathe_rows_args* args,
                                               kvlathe_status* status);
 
+/* Codes of e4m3 [rows, columns], one byte each, and behind them the float32 scale of each row:
+ * x = code * scale. A row's largest number becomes 448. At most 16384 columns. */
+KVLATHE_API int32_t kvlathe_cuda_fp8_rows(const kvlathe_rows_args* args, kvlathe_status* status);
+
 #ifdef __cplusplus
 }
 #endif

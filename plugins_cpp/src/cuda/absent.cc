@@ -58,3 +58,6 @@ extern "C" int32_t kvlathe_cuda_rms_norm(const kvlathe_rows_args*, kvlathe_statu
 extern "C" int32_t kvlathe_cuda_silu_product(const kvlathe_rows_args*, kvlathe_status* status) {
   return refuse(status);
 }
+extern "C" int32_t kvlathe_cuda_fp8_rows(const kvlathe_rows_args*, kvlathe_status* status) {
+  return refuse(status);
+}

@@ -32,6 +32,12 @@ from kvlathe.layers.decoder import (
 from kvlathe.layers.experts import ExpertWeights, run_experts
 from kvlathe.layers.rows import Rows
 from kvlathe.layers.wiring import Wiring
+from kvlathe.runtime.sessions.torch_cuda.coded import (
+    CodedLinear,
+    Fp8Rows,
+    fp8_rows,
+    taken_code,
+)
 from kvlathe.runtime.sessions.torch_cuda.group import Alone, Group
 from kvlathe.runtime.sessions.torch_cuda.rows import FusedRows
 
@@ -227,13 +233,17 @@ class _Layer:
         self.experts = _experts(wiring, _taken(tensors, "experts."))
         shared_gate = tensors.pop("shared_gate.weight", None)
         self.shared_gate = None if shared_gate is None else _Linear(shared_gate, None)
-        self.is_gated = "gate.weight" in tensors
-        gate_up_roles = [role for role in ("gate", "up") if f"{role}.weight" in tensors]
-        self.qkv_map, self.qkv_widths = _beside(tensors, ["v", "q", "k"], ALIGNMENT)
+        gate_up_roles = [role for role in ("gate", "up") if _has(tensors, role)]
+        self.is_gated = "gate" in gate_up_roles
+        fp8 = rows.fp8 if isinstance(rows, FusedRows) else fp8_rows
+        self.qkv_map, self.qkv_widths = _beside(
+            tensors, ["v", "q", "k"], ALIGNMENT, fp8
+        )
         if gate_up_roles:
-            self.gate_up_map, self.gate_up_widths = _beside(tensors, gate_up_roles, 1)
-        self.o = _output(tensors, "o", group)
-        self.down = _output(tensors, "down", group) if gate_up_roles else None
+            both = _beside(tensors, gate_up_roles, 1, fp8)
+            self.gate_up_map, self.gate_up_widths = both
+        self.o = _output(tensors, "o", group, fp8)
+        self.down = _output(tensors, "down", group, fp8) if gate_up_roles else None
         self.projections = _taken(tensors, "attend.")
 
     def __call__(
@@ -268,8 +278,17 @@ class _Layer:
         return self.group.sum(self.down.begin(x, inner))
 
 
-def _output(tensors: dict[str, Tensor], role: str, group: Group) -> _Output:
+def _has(tensors: dict[str, Tensor], role: str) -> bool:
+    return f"{role}.weight" in tensors or f"{role}.codes" in tensors
+
+
+def _output(
+    tensors: dict[str, Tensor], role: str, group: Group, fp8: Fp8Rows
+) -> _Output | CodedLinear:
     bias = tensors.pop(f"{role}.bias", None)
+    coded = taken_code(tensors, role)
+    if coded is not None:
+        return CodedLinear([coded], bias, fp8)
     return _Output(tensors.pop(f"{role}.weight"), bias, group)
 
 
@@ -303,10 +322,12 @@ def _wide_norm(weight: Tensor, eps: float, group: Group) -> RowMap:
 
 
 def _beside(
-    tensors: dict[str, Tensor], roles: list[str], multiple: int
-) -> tuple[_Linear, list[int]]:
+    tensors: dict[str, Tensor], roles: list[str], multiple: int, fp8: Fp8Rows
+) -> tuple[_Linear | CodedLinear, list[int]]:
     """The linear maps ``roles`` as one, padded to a ``multiple`` of columns, and their
     widths; that of the padding comes last."""
+    if f"{roles[0]}.codes" in tensors:
+        return _codes_beside(tensors, roles, fp8)
     weights = [tensors.pop(f"{role}.weight") for role in roles]
     biases = [tensors.pop(f"{role}.bias", None) for role in roles]
     widths = [weight.shape[1] for weight in weights]
@@ -320,6 +341,21 @@ def _beside(
     shifts.append(first.new_zeros(pad))
     whole = _Linear(torch.cat(columns, 1), torch.cat(shifts))
     return whole, [*widths, pad]
+
+
+def _codes_beside(
+    tensors: dict[str, Tensor], roles: list[str], fp8: Fp8Rows
+) -> tuple[CodedLinear, list[int]]:
+    """The same of maps that are codes, whose product fills up its outputs itself."""
+    coded = [taken_code(tensors, role) for role in roles]
+    weights = [weight for weight in coded if weight is not None]
+    biases = [tensors.pop(f"{role}.bias", None) for role in roles]
+    widths = [len(weight.codes) for weight in weights]
+    shifts = [
+        weight.scales.new_zeros(width) if bias is None else bias
+        for width, bias, weight in zip(widths, biases, weights, strict=True)
+    ]
+    return CodedLinear(weights, torch.cat(shifts), fp8), [*widths, 0]
 
 
 def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

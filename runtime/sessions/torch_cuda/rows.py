@@ -13,6 +13,7 @@ from kvlathe.layers.activations import ACTIVATIONS
 from kvlathe.layers.rows import Rows
 from kvlathe.runtime.native.cuda import BF16, F16, CudaLibrary, RowsArgs
 from kvlathe.runtime.native.library import ABI_VERSION
+from kvlathe.runtime.sessions.torch_cuda.coded import FP8, fp8_rows
 
 ELEMENTS = {torch.float16: F16, torch.bfloat16: BF16}
 PIECE = 8
@@ -32,6 +33,10 @@ class FusedRows(Rows):
 
     def gated(self, activation: str, gate: Tensor, up: Tensor) -> Tensor:
         return ACTIVATIONS[activation](gate).mul_(up)
+
+    def fp8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [T, K] -> codes [T, K] of e4m3, and a scale for each row [T, 1] float32."""
+        return fp8_rows(x)
 
 
 class NativeRows(FusedRows):
@@ -58,6 +63,16 @@ class NativeRows(FusedRows):
             return super().gated(activation, gate, up)
         return self._run("cuda_silu_product", gate, gate.shape[1])
 
+    def fp8(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        count, columns = x.shape
+        if not _fits(x, columns) or columns > WIDEST:
+            return super().fp8(x)
+        end = count * columns
+        out = torch.empty(end + 4 * count, dtype=torch.uint8, device=x.device)
+        self._call("cuda_fp8_rows", x, columns, out)
+        codes = out[:end].view(FP8).view(count, columns)
+        return codes, out[end:].view(torch.float32).view(count, 1)
+
     def _run(
         self,
         name: str,
@@ -67,12 +82,23 @@ class NativeRows(FusedRows):
         eps: float = 0.0,
     ) -> Tensor:
         out = x.new_empty(len(x), columns)
+        self._call(name, x, columns, out, weight, eps)
+        return out
+
+    def _call(
+        self,
+        name: str,
+        x: Tensor,
+        columns: int,
+        out: Tensor,
+        weight: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
         args = RowsArgs(ABI_VERSION, ELEMENTS[x.dtype], len(x), columns, eps)
         args.x, args.x_stride, args.out = x.data_ptr(), x.stride(0), out.data_ptr()
         args.weight = weight.data_ptr() if weight is not None else None
         args.stream = torch.cuda.current_stream().cuda_stream
         self.library.call(name, byref(args))
-        return out
 
 
 def _fits(x: Tensor, columns: int) -> bool:

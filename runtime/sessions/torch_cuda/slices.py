@@ -45,6 +45,12 @@ class Slices:
     def __call__(self, name: str, tensor: Tensor) -> Tensor | None:
         """This rank's part of tensor ``name`` of the whole decoder; None where it has
         none. A view where that is possible."""
+        if name.endswith(".codes"):
+            raise KvlatheError(
+                f"the engine cannot run on {self.ranks} GPUs",
+                "its weights are codes, which are not cut",
+                "run it on one GPU, or build it without --weights",
+            )
         if found := LAYER.fullmatch(name):
             return self._of_layer(int(found[1]), found[2], tensor)
         first, end = self.vocabulary

@@ -1,6 +1,8 @@
-// Row-wise ops of a decoder layer: RMS norm, and SiLU(gate) * up. With few rows they wait for
+// Row-wise ops of a decoder layer: RMS norm, SiLU(gate) * up, and rows as codes of fp8. With few rows they wait for
 // memory more than they move it. So each is one kernel, which asks for all it needs at once, in
 // pieces of 16 bytes.
+#include <cuda_fp8.h>
+
 #include "cuda/device.cuh"
 #include "cuda/host.h"
 #include "kvlathe/rows.h"
@@ -11,6 +13,8 @@ namespace {
 constexpr int kPiece = 8;  // elements
 constexpr int kHeld = 2;   // pieces that a thread of the norm holds
 constexpr int kMostThreads = 1024;
+constexpr float kMostE4m3 = 448.f;
+constexpr float kLeastLargest = 6.103515625e-05f;  // of a row, whatever it holds
 static_assert(kHeld * kMostThreads * kPiece == kMaxColumns);
 
 struct RowsParams {
@@ -89,6 +93,50 @@ __global__ void silu_rows(const RowsParams p) {
   reinterpret_cast<uint4*>(p.out)[int64_t{blockIdx.y} * p.pieces + at] = packed<E>(out);
 }
 
+// The largest over the block of one number a thread, none below 0.
+__device__ inline float block_most(float x) {
+  __shared__ float most[kMostThreads / 32];
+  for (int step = 16; step; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  if (threadIdx.x % 32 == 0) most[threadIdx.x / 32] = x;
+  __syncthreads();
+  x = threadIdx.x % 32 < blockDim.x / 32 ? most[threadIdx.x % 32] : 0.f;
+  for (int step = 16; step; step /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+  return x;
+}
+
+// A block takes a row.
+template <class E>
+__global__ void __launch_bounds__(kMostThreads) code_rows(const RowsParams p) {
+  const uint4* from = reinterpret_cast<const uint4*>(p.x + blockIdx.x * p.x_stride);
+  uint2* to = reinterpret_cast<uint2*>(p.out) + int64_t{blockIdx.x} * p.pieces;
+  uint4 x[kHeld]{};
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int at = threadIdx.x + i * blockDim.x;
+    if (at < p.pieces) x[i] = from[at];
+  }
+  float most = kLeastLargest;
+#pragma unroll
+  for (int i = 0; i < kHeld * kPiece; ++i)
+    most = fmaxf(most, fabsf(E::widen(element(x[i / kPiece], i % kPiece))));
+  const float scale = block_most(most) / kMostE4m3;
+#pragma unroll
+  for (int i = 0; i < kHeld; ++i) {
+    const int at = threadIdx.x + i * blockDim.x;
+    uint32_t words[2]{};
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) {
+      const float one = E::widen(element(x[i], j)) / scale;
+      const uint32_t code = __nv_cvt_float_to_fp8(one, __NV_SATFINITE, __NV_E4M3);
+      words[j / 4] |= code << 8 * (j % 4);
+    }
+    if (at < p.pieces) to[at] = {words[0], words[1]};
+  }
+  float* scales =
+      reinterpret_cast<float*>(reinterpret_cast<uint2*>(p.out) + int64_t{p.rows} * p.pieces);
+  if (threadIdx.x == 0) scales[blockIdx.x] = scale;
+}
+
 // -- host ---------------------------------------------------------------------
 
 RowsParams params_of(const kvlathe_rows_args& a, int32_t width) {
@@ -111,13 +159,19 @@ RowsParams params_of(const kvlathe_rows_args& a, int32_t width) {
           a.eps};
 }
 
+// Threads of a block that holds a whole row.
+int threads_of(const RowsParams& p) {
+  const int columns = p.pieces * kPiece;
+  require(columns <= kMaxColumns, KVLATHE_UNSUPPORTED,
+          "a row has more than " + std::to_string(kMaxColumns) + " columns");
+  return p.pieces <= kMostThreads ? (p.pieces + 31) / 32 * 32 : kMostThreads;
+}
+
 void rms_norm(const kvlathe_rows_args& a) {
   const RowsParams p = params_of(a, a.columns);
   require(a.weight, KVLATHE_BAD_ARGUMENT, "weight is null");
-  require(a.columns <= kMaxColumns, KVLATHE_UNSUPPORTED,
-          "a row has more than " + std::to_string(kMaxColumns) + " columns");
+  const int threads = threads_of(p);
   if (!a.rows) return;
-  const int threads = p.pieces <= kMostThreads ? (p.pieces + 31) / 32 * 32 : kMostThreads;
   const auto kernel = a.element == KVLATHE_F16 ? norm_rows<Half> : norm_rows<Bfloat>;
   kernel<<<a.rows, threads, 0, static_cast<cudaStream_t>(a.stream)>>>(p);
   check_cuda(cudaGetLastError(), "launching rms_norm");
@@ -130,6 +184,15 @@ void silu_product(const kvlathe_rows_args& a) {
   const auto kernel = a.element == KVLATHE_F16 ? silu_rows<Half> : silu_rows<Bfloat>;
   kernel<<<grid, 256, 0, static_cast<cudaStream_t>(a.stream)>>>(p);
   check_cuda(cudaGetLastError(), "launching silu_product");
+}
+
+void fp8_rows(const kvlathe_rows_args& a) {
+  const RowsParams p = params_of(a, a.columns);
+  const int threads = threads_of(p);
+  if (!a.rows) return;
+  const auto kernel = a.element == KVLATHE_F16 ? code_rows<Half> : code_rows<Bfloat>;
+  kernel<<<a.rows, threads, 0, static_cast<cudaStream_t>(a.stream)>>>(p);
+  check_cuda(cudaGetLastError(), "launching fp8_rows");
 }
 
 int32_t run_on(const kvlathe_rows_args* args, kvlathe_status* status,
@@ -150,4 +213,8 @@ extern "C" int32_t kvlathe_cuda_rms_norm(const kvlathe_rows_args* args, kvlathe_
 extern "C" int32_t kvlathe_cuda_silu_product(const kvlathe_rows_args* args,
                                              kvlathe_status* status) {
   return kvlathe::cuda::run_on(args, status, kvlathe::cuda::silu_product);
+}
+
+extern "C" int32_t kvlathe_cuda_fp8_rows(const kvlathe_rows_args* args, kvlathe_status* status) {
+  return kvlathe::cuda::run_on(args, status, kvlathe::cuda::fp8_rows);
 }
