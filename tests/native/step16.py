@@ -13,7 +13,11 @@ from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import LEAST_CHUNK, CudaLibrary
-from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
+from kvlathe.runtime.sessions.torch_cuda.attend import (
+    Attention,
+    StepInputs,
+    copies_bytes,
+)
 from tests.native_cpu.library import Array, reserve
 from tests.support.attend_cases import Case
 
@@ -80,13 +84,18 @@ class Step16:
         a, b = x[:, :half], x[:, half:]
         return np.concatenate([a * cos - b * sin, b * cos + a * sin], 1)
 
-    def run(self, library: CudaLibrary, device: str) -> tuple[Array, Array]:
-        """o of the real tokens and the pool's bytes, by the session's own path."""
+    def run(
+        self, library: CudaLibrary, device: str, copied: int = 0
+    ) -> tuple[Array, Array]:
+        """o of the real tokens and the pool's bytes, by the session's own path, with room
+        for copies of ``copied`` sealed tokens."""
         pool = torch.from_numpy(self.memory.copy()).to(device)
         layers = self.plan.model.layers
         attention = Attention(
             library, self.plan, [self.case.scale] * layers, pool, len(self.q)
         )
+        size = copies_bytes(self.plan, copied) if copied else 0
+        attention.copies = torch.full((size,), 0x7F, dtype=torch.uint8, device=device)
         tables = [torch.from_numpy(table).to(device) for table in self.tables]
         single = bool((self.cu_seqlens_q == torch.arange(len(self.cu_seqlens_q))).all())
         counts = self.cu_seqlens_q.diff()
@@ -184,3 +193,10 @@ class Step16:
             written[span] = True
             row.append(memory[span].view(np.float16))
         return row[0], row[1]
+
+
+def same_with_copies(cuda: CudaLibrary, case: Case, out: Array) -> None:
+    """Copies of sealed pages, which prompt chunks read, change no bit of ``out``."""
+    for copied in (300, 1 << 14):
+        again = Step16(case).run(cuda, "cuda", copied)[0]
+        assert np.array_equal(again, out)

@@ -17,7 +17,7 @@ from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention, Spread
 from tests.native.library import Library
-from tests.native.step16 import Step16, step_of
+from tests.native.step16 import Step16, same_with_copies, step_of
 from tests.native_cpu.library import Call
 from tests.support.attend_cases import Case
 from tests.support.mixed_cases import TIERS, lengths_of, mixed_plan, mixed_steps
@@ -41,6 +41,7 @@ def check(cuda: CudaLibrary, case: Case) -> None:
     step = Step16(case)
     out, memory = step.run(cuda, "cuda")
     step.check_memory(memory)
+    same_with_copies(cuda, case, out)
     expected = case.expected()[0]
     largest = np.abs(expected).max()
     assert out.size and np.isfinite(out).all()
@@ -69,7 +70,7 @@ def test_long_contexts_in_as_many_buckets_as_there_can_be(
     window of one fresh bucket."""
     rules: list[TokenRule] = [KEEP_ALL, Window(page, 2 * page), Window(0, page)]
     rules.append(Window.of_tokens(100, page))
-    kinds = [(tier, rule) for tier in TIERS for rule in rules]
+    kinds = [(tier, rule) for tier in TIERS[:7] for rule in rules]
     plan = mixed_plan(kinds, range(len(kinds)), page, 256 // page)
     assert len(kernel_parts(plan)) == 32
     kept = {rule: (2 + i) * page for i, rule in enumerate(rules[1:])}

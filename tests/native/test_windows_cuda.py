@@ -19,7 +19,7 @@ from kvlathe.plan.token_rules import KEEP_ALL, Window
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
 from tests.native.library import Library
-from tests.native.step16 import Step16, step_of
+from tests.native.step16 import Step16, same_with_copies, step_of
 from tests.native_cpu.library import Call
 from tests.support.attend_cases import Case, plan_of
 
@@ -86,6 +86,7 @@ def check(cuda: CudaLibrary, case: Case) -> None:
     out, memory = step.run(cuda, "cuda")
     assert np.isfinite(out).all()
     step.check_memory(memory)
+    same_with_copies(cuda, case, out)
     step.check_out(out)
 
 

@@ -25,6 +25,12 @@ TIERS = (
     Tier(3, 3),
     Tier(8, 4, "token", "token"),
     Tier(4, 4, "rank", "rank", **NORMAL),
+    Tier(3, 2, "rank", "rank", **NORMAL),
+    Tier(2, 3, "token", "rank"),
+    Tier(2, 2, "token", "token"),
+    Tier(3, 8, "token", "rank"),
+    Tier(16, 4, "rank", "rank"),
+    Tier(2, 16, "token", "rank"),
 )
 RANKS = ((48, 64), (128, 16), (16, 128), (32, 32), (64, 48))
 Kind = tuple[Tier, TokenRule]

@@ -145,6 +145,22 @@ __device__ inline uint32_t transposed(uint32_t x) {
   return y;
 }
 
+// Four of the eight bytes of x and y (PTX ISA, prmt). Bodies of templates may name it where the host
+// is compiled, too.
+__device__ inline uint32_t picked_bytes(uint32_t x, uint32_t y, uint32_t which) {
+  return __byte_perm(x, y, which);
+}
+
+// Of two halves each, rounded once.
+__device__ inline uint32_t sub_halves(uint32_t x, uint32_t y) {
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(x), "r"(y));
+  return x;
+}
+__device__ inline uint32_t fma_halves(uint32_t x, uint32_t y, uint32_t z) {
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(x), "r"(y), "r"(z));
+  return x;
+}
+
 // Read and write what other blocks write and read at the same time.
 __device__ inline float2 load_relaxed(const float2* at) {
   float2 x;

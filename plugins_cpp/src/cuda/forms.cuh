@@ -7,6 +7,41 @@
 
 namespace kvlathe::cuda {
 
+// A group's scale and minimum. take<i> gives codes 2 i and 2 i + 1 of four as 16-bit elements,
+// scale * code + minimum.
+template <class E>
+struct Dequantizer;
+
+// A byte under 0x64 is the half 1024 + byte, so no conversion is needed. It is rounded once.
+template <>
+struct Dequantizer<Half> {
+  uint32_t scale, minimum;
+  __device__ explicit Dequantizer(uint32_t meta)
+      : scale(picked_bytes(meta, 0, 0x1010)), minimum(picked_bytes(meta, 0, 0x3232)) {}
+  template <int i>
+  __device__ uint32_t take(uint32_t codes) const {
+    const uint32_t code = picked_bytes(codes, 0x64646464, i ? 0x4342 : 0x4140);
+    return fma_halves(sub_halves(code, 0x64006400), scale, minimum);
+  }
+};
+
+// A byte in the fraction of a float is 32768 + byte. The minimum takes 32768 * scale off again,
+// which costs 2^-9 of a step.
+template <>
+struct Dequantizer<Bfloat> {
+  float scale, minimum;
+  __device__ explicit Dequantizer(uint32_t meta) {
+    scale = Half::widen(uint16_t(meta)),
+    minimum = fmaf(-32768.f, scale, Half::widen(uint16_t(meta >> 16)));
+  }
+  template <int i>
+  __device__ uint32_t take(uint32_t codes) const {
+    const float a = __uint_as_float(picked_bytes(codes, 0x47000000, 0x7404 | 2 * i << 4));
+    const float b = __uint_as_float(picked_bytes(codes, 0x47000000, 0x7404 | (2 * i + 1) << 4));
+    return Bfloat::pack(fmaf(a, scale, minimum), fmaf(b, scale, minimum));
+  }
+};
+
 // Loads eight codes, and gives each a byte.
 template <int kBits>
 __device__ __forceinline__ void load_codes(uint32_t (&codes)[2], uint32_t from) {

@@ -15,7 +15,6 @@ from ctypes import Array, addressof, byref, c_int32, c_void_p, pointer
 import torch
 from torch import Tensor
 
-from kvlathe.plan.kernel_forms import has_plain_codes
 from kvlathe.plan.kernel_parts import KernelPart, kernel_parts
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.plan import CompressionPlan
@@ -325,22 +324,24 @@ class Spread:
 
 
 def copies_bytes(plan: CompressionPlan, tokens: int) -> int:
-    """Bytes of 16-bit copies of ``tokens`` sealed tokens of the widest layer; 0 where no
-    kernel reads copies: nothing is coded, or calls are general (attend_prompt.cu)."""
-    tiers = [plan.tiers[bucket.tier] for bucket in plan.buckets]
-    sealed = [tier for tier in tiers if tier.is_coded]
-    coded = len(sealed)
-    if not (coded and tokens) or plan.windowed:
-        return 0
-    if not all(has_plain_codes(tier) for tier in sealed):
-        return 0
+    """Bytes of 16-bit copies of ``tokens`` sealed tokens in the layer whose copies are
+    largest; 0 where no page is copied: nothing is coded, or all that is has windows
+    (prompt_copies.cu)."""
     page = plan.page_tokens
-    pages = (tokens + page - 1) // page * coded
-    widths: list[int] = []
-    for layer in range(plan.model.layers):
-        widths.append(sum(x.rank_k + x.rank_v for x in plan.active(layer)))
-    size = pages * (2 * page * max(widths) + COPY_OWNER)
-    return min(size, MOST_COPIES) + COPY_HEADER
+    pages = (tokens + page - 1) // page
+    layers: list[int] = [0] * plan.model.layers
+    for part in kernel_parts(plan):
+        bucket = plan.buckets[part.bucket]
+        if sees_less(part) or not plan.tiers[bucket.tier].is_coded:
+            continue
+        for layer in {plan.lanes[lane].layer for lane in part.lanes}:
+            layers[layer] += 1
+    sizes: list[int] = []
+    for layer, copied in enumerate(layers):
+        width = sum(x.rank_k + x.rank_v for x in plan.active(layer))
+        sizes.append(copied * pages * (2 * page * width + COPY_OWNER))
+    size = min(max(sizes), MOST_COPIES)
+    return size + COPY_HEADER if size else 0
 
 
 def sees_less(part: KernelPart) -> bool:

@@ -15,6 +15,15 @@ struct HostHalf : Half {
   }
 };
 
+}  // namespace
+
+template <>
+struct Dequantizer<HostHalf> : Dequantizer<Half> {
+  using Dequantizer<Half>::Dequantizer;
+};
+
+namespace {
+
 template <class P>
 const void* launcher() {
   static const Launcher one{[](void** arguments, dim3 grid, dim3 block, size_t shared) {

@@ -134,15 +134,16 @@ LaneParams lane_params_codes(const LaneRow& row, const kvlathe_part& part, int32
           (copied + gaps) * units,
           uint16_t(k_meta / 16),
           uint16_t(v_meta / 16),
-          uint16_t(copied / kWeight + kTileWeight),
+          uint16_t(copied / kWeight + (general ? kGeneralTileWeight : kTileWeight)),
           uint8_t(units),
           uint8_t(groups_of(format_k(part), row.rank_k, page_tokens))};
 }
 
-// What a warp needs beside its ring for a lane of a call with codes. groups_k: 0 for one without.
+// What a warp needs beside its ring for a lane of a call with codes: its queries. groups_k: 0 for a
+// lane without codes.
 int32_t codes_bytes_of(const kvlathe_attend_decode_args& a, const Head& head, int groups_k,
                        int fill, bool general) {
-  if (general) return converted_bytes(head.rank_k, head.rank_v);
+  if (general) return kept_queries_bytes(head.rank_k);
   const int32_t queries = a.group_size * head.rank_k * 2;  // as they are, for 16-bit parts
   return groups_k ? std::max(codes_bytes(fill, head.rank_k, groups_k), queries) : queries;
 }

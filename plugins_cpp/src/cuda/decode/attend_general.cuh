@@ -1,19 +1,14 @@
-// Decode attention of general calls: K and V of any form, and tokens that a row does not see. It is
-// attend_decode (attend_decode.cuh) with other arithmetic. Codes become 16-bit rows in shared
-// memory, 16 tokens at a time, and these are attended like 16-bit tiles. So the bytes that cross
-// device memory are as few, but each costs more instructions than with attend_codes.cuh.
+// Decode attention of general calls: K and V of any form, tokens that a row does not see, and many
+// parts. It is attend_decode (attend_decode.cuh) with other arithmetic. Codes become 16-bit numbers in
+// registers, as fragments of the same products as those of 16-bit tiles (fragments.cuh). So the bytes
+// that cross device memory are as few, but each costs more instructions than with attend_codes.cuh.
 #pragma once
 
 #include "cuda/decode/finish.cuh"
+#include "cuda/decode/fragments.cuh"
 #include "cuda/decode/producer.cuh"
-#include "cuda/forms.cuh"
 
 namespace kvlathe::cuda {
-
-// What a warp's 16 converted tokens take in shared memory.
-__host__ __device__ inline int converted_bytes(int rank_k, int rank_v) {
-  return kRowTokens * 2 * (rank_k + rank_v);
-}
 
 // Tokens begin .. end - 1 of a part, which a row does not see.
 struct HiddenTokens {
@@ -29,41 +24,32 @@ struct HiddenTokens {
   __device__ bool one(int token) const { return token >= begin && token < end; }
 };
 
-// Converts 16 tokens of a page that lies at `page`, from `token` on, of which `valid` exist. `to`:
-// K [16][rank_k], then V [16][rank_v], in the places of a 16-bit tile. Whole warp.
-template <class E, class P>
-__device__ __noinline__ void convert_unit(const P& p, int head, int part, uint32_t page, int token,
-                                          int valid, uint32_t to) {
-  const auto& at = p.head[head];
-  const LaneParams& lane = at.lane[part];
-#pragma unroll 1
-  for (int which = 0; which < 2; ++which) {
-    const FormSide& side = p.form[p.part_in(head, part)].side[which];
-    const int rank = which ? at.rank_v : at.rank_k, groups = p.groups[head][part][which];
-    const FormRows rows{page + (which ? lane.v : 0),
-                        page + 16 * (which ? lane.v_meta : lane.k_meta),
-                        side,
-                        rank,
-                        groups,
-                        p.page_tokens};
-    const Swizzle swizzle(rank);
-    convert_form<E>(rows, token, side.by_channel() ? token / side.group : 0, valid,
-                    RowsPlace{to, 2 * rank, 16, swizzle.shift, swizzle.mask});
-    to += kRowTokens * 2 * rank;
-  }
-}
+// Where K and V of a lane lie in pages that hold codes, and how they are read.
+struct CodedLane {
+  FormRows keys, values;  // of a page at 0
 
-// Tokens first .. first + rows - 1 of a part (at most 16), as attend_unit.
-template <class E, int kSteps>
-__device__ void attend_seen(SoftmaxState<kSteps>& state, const Lane16<kSteps>& lane16, uint32_t k,
-                            uint32_t v, int first, int rows, const HiddenTokens& hidden,
-                            float scale_log2) {
-  float s[4];
-  score_unit<E>(s, lane16, k, scale_log2);
-  const int row = threadIdx.x % 32 / 4;
-  if (row >= rows || hidden.one(first + row)) s[0] = s[1] = -INFINITY;
-  if (row + 8 >= rows || hidden.one(first + row + 8)) s[2] = s[3] = -INFINITY;
-  add_unit<E>(state, lane16, v, s);
+  template <class P>
+  __device__ void set(const P& p, int head, int part) {
+    const auto& at = p.head[head];
+    const LaneParams& lane = at.lane[part];
+    const auto& side = p.form[p.part_in(head, part)].side;
+    const auto& groups = p.groups[head][part];
+    keys = {0, 16u * lane.k_meta, side[0], at.rank_k, groups[0], p.page_tokens};
+    values = {uint32_t(lane.v), 16u * lane.v_meta, side[1], at.rank_v, groups[1], p.page_tokens};
+  }
+  __device__ static FormRows in(FormRows rows, uint32_t page) {
+    rows.codes += page, rows.meta += page;
+    return rows;
+  }
+};
+
+// Hides the scores of tokens that do not exist, or that the row does not see. Rows g and g + 8 of the
+// fragment are tokens own and own + later of those from `first` on, of which `count` exist.
+__device__ inline void hide_unseen(float (&s)[4], int first, int count, int own, int later,
+                                   const HiddenTokens& hidden) {
+  if (own >= count || hidden.one(first + own)) s[0] = s[1] = -INFINITY;
+  own += later;
+  if (own >= count || hidden.one(first + own)) s[2] = s[3] = -INFINITY;
 }
 
 // P: GeneralParams of as many parts as a lane may have, or of more.
@@ -71,7 +57,7 @@ template <class E, class P>
 __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
     attend_general(const __grid_constant__ P p) {
   constexpr int kParts = P::kSlots, kSteps = kMaxRank / 16;
-  // Rings of the warps | merge buffer | converted tokens of the warps.
+  // Rings of the warps | merge buffer | kept queries of the warps.
   KVLATHE_DYNAMIC_SHARED(shared);
   __shared__ Block<kParts> block;
   __shared__ Runs<kParts> runs[kMaxWarps];
@@ -80,7 +66,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
   const Crew crew{int(threadIdx.x), int(blockDim.x)};
   if (threadIdx.x % 32 < kSlots) init_barrier(shared_address(&barriers[warp][threadIdx.x % 32]));
   auto* buffer = reinterpret_cast<float*>(shared + warps * p.ring_bytes);
-  const uint32_t converted = shared_address(buffer + p.merge_floats) + warp * p.codes_bytes;
+  const uint32_t kept_queries = shared_address(buffer + p.merge_floats) + warp * p.codes_bytes;
   Ring ring{shared_address(shared) + warp * p.ring_bytes, p.ring_bytes,
             shared_address(barriers[warp])};
 
@@ -98,6 +84,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
   SoftmaxState<kSteps> state;
   state.clear();
   Lane16<kSteps> lane16;
+  CodedLane codes;
   HiddenTokens hidden;
   // As in attend_decode. coded: the run's tiles are pages.
   int part = -1, head = 0, unit = 0, last = 0, tokens = 0, units = 0, bytes = 0;
@@ -121,29 +108,37 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
       bytes = producer.room_of(at.lane[part]);
       coded = is_quantized(p.part_of(head, part).bits);
       hidden.load(p.form[p.part_in(head, part)], block.walk.span.sequence);
-      lane16.set(ring.wait_oldest(room), p.group_size, at.rank_k, at.rank_v);
+      if (coded) codes.set(p, head, part);
+      lane16.set(ring.wait_oldest(room), p.group_size, at.rank_k, at.rank_v,
+                 coded && !codes.keys.side.by_channel());
+      if (coded) keep_queries(kept_queries, lane16, at.rank_k);
       ring.release_oldest<true>(room);
       continue;
     }
     const uint32_t tile = coded ? ring.wait_oldest<true>(bytes) : ring.wait_oldest(bytes);
+    const int shift = p.part_of(head, part).unit_shift;  // log2 of a page's tokens, if coded
     const int size = coded ? p.page_tokens : kRowTokens, first = unit * size,
               rows = min(min(units, last - unit) * size, tokens - first);
 #pragma unroll 1
     for (int at = 0; at < rows; at += kRowTokens) {
       const int count = min(kRowTokens, rows - at);
       if (hidden.all(first + at, count)) continue;
-      const int step = at / kRowTokens;
-      uint32_t k = tile + step * lane16.steps_k * 512,
-               v = tile + (units * lane16.steps_k + step * lane16.steps_v) * 512;
+      const int row = threadIdx.x % 32 / 4;
+      float s[4];
       if (coded) {
-        k = converted, v = converted + lane16.steps_k * 512;
-        const int page = at / p.page_tokens;
-        __syncwarp();
-        convert_unit<E>(p, head, part, tile + page * p.head[head].lane[part].bytes,
-                        at - page * p.page_tokens, count, converted);
-        __syncwarp();
+        const int page = at >> shift, token = at - (page << shift);
+        const uint32_t from = tile + page * p.head[head].lane[part].bytes;
+        score_codes<E>(s, lane16, own_queries(kept_queries, p.head[head].rank_k),
+                       CodedLane::in(codes.keys, from), token, count, p.scale_log2);
+        hide_unseen(s, first + at, count, token_of_row(row), kLaterRow, hidden);
+        add_codes<E>(state, lane16, CodedLane::in(codes.values, from), token, count, s);
+      } else {
+        const int step = at / kRowTokens;
+        score_unit<E>(s, lane16, tile + step * lane16.steps_k * 512, p.scale_log2);
+        hide_unseen(s, first + at, count, row, 8, hidden);
+        add_unit<E>(state, lane16, tile + (units * lane16.steps_k + step * lane16.steps_v) * 512,
+                    s);
       }
-      attend_seen<E>(state, lane16, k, v, first + at, count, hidden, p.scale_log2);
     }
     ring.release_oldest<true>(bytes);
     unit += warps * units;

@@ -44,8 +44,10 @@ constexpr int kSpareShare = (1 << 19) / kWeight;
 constexpr int kSpareBlocks = 32;
 // A block with less work costs more than it saves.
 constexpr int kLeastBlockWeight = (16 << 10) / kWeight;
-// What a quantized tile costs beyond its bytes.
+// What a quantized page costs beyond its bytes, and in a general call, whose instructions take longer
+// than its bytes and are as many at every width.
 constexpr int kTileWeight = (1 << 10) / kWeight;
+constexpr int kGeneralTileWeight = (1 << 14) / kWeight;
 
 struct PartParams {
   const int32_t* page_table;

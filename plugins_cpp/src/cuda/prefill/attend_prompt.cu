@@ -160,6 +160,7 @@ NamedPrompts params_of(const kvlathe_attend_decode_args& a, std::vector<Head> he
     p.every_side[i][0] = side_of(format_k(a.parts[i])),
     p.every_side[i][1] = side_of(format_v(a.parts[i]));
     if (names_parts(a.part_count)) continue;
+    for (auto& slots : p.slots.slot) slots[i] = uint8_t(i);
     if (is_general(a)) p.window[i] = checked_window(part.window, a.part_count);
     p.part[i] = p.every_part[i];
     std::copy_n(p.every_side[i], 2, p.side[i]);
@@ -232,7 +233,7 @@ PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& a) {
   const std::vector<Head> heads = checked_heads(a);
   check_prompts(a, heads);
   PromptLaunch launch{params_of(a, heads), {}, kernel_of(a), 0, 0};
-  if (!is_general(a)) launch.copies = copy_launch_of(a, launch.params);
+  launch.copies = copy_launch_of(a, launch.params, is_general(a));
   cudaFuncAttributes attributes{};
   check_cuda(
       cudaFuncGetAttributes(&attributes, launch.kernel),

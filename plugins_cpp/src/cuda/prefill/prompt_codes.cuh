@@ -18,43 +18,6 @@ namespace kvlathe::cuda {
 
 #ifdef KVLATHE_WGMMA
 
-// A group's scale and minimum. take<i> gives codes 2 i and 2 i + 1 of four as 16-bit elements,
-// scale * code + minimum.
-template <class E>
-struct Dequantizer;
-
-// A byte under 0x64 is the half 1024 + byte, so no conversion is needed. It is rounded once.
-template <>
-struct Dequantizer<Half> {
-  uint32_t scale, minimum;
-  __device__ explicit Dequantizer(uint32_t meta)
-      : scale(__byte_perm(meta, 0, 0x1010)), minimum(__byte_perm(meta, 0, 0x3232)) {}
-  template <int i>
-  __device__ uint32_t take(uint32_t codes) const {
-    uint32_t code = __byte_perm(codes, 0x64646464, i ? 0x4342 : 0x4140), x;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(code) : "r"(code), "r"(0x64006400));
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(code), "r"(scale), "r"(minimum));
-    return x;
-  }
-};
-
-// A byte in the fraction of a float is 32768 + byte. The minimum takes 32768 * scale off again,
-// which costs 2^-9 of a step.
-template <>
-struct Dequantizer<Bfloat> {
-  float scale, minimum;
-  __device__ explicit Dequantizer(uint32_t meta) {
-    scale = Half::widen(uint16_t(meta)),
-    minimum = fmaf(-32768.f, scale, Half::widen(uint16_t(meta >> 16)));
-  }
-  template <int i>
-  __device__ uint32_t take(uint32_t codes) const {
-    const float a = __uint_as_float(__byte_perm(codes, 0x47000000, 0x7404 | 2 * i << 4));
-    const float b = __uint_as_float(__byte_perm(codes, 0x47000000, 0x7404 | (2 * i + 1) << 4));
-    return Bfloat::pack(fmaf(a, scale, minimum), fmaf(b, scale, minimum));
-  }
-};
-
 template <class E>
 __device__ __forceinline__ uint4 dequantized(const uint32_t (&codes)[2], const Dequantizer<E>& to) {
   return {to.template take<0>(codes[0]), to.template take<1>(codes[0]),

@@ -2,15 +2,17 @@
 //
 // attend_prompt would convert a page again for each of its tiles, and a chunk of 8,192 tokens with
 // groups of 4 has 171 of them a lane. A copy costs one more read and two writes of the past, which
-// is little beside those tiles. It is the same numbers: CodesLane converts here, too.
+// is little beside those tiles. It is the same numbers: CodesLane and FormLane convert here, too.
+// Lanes with windows have none: few tiles of a chunk see what lies before it.
 //
 // The room: a count, then where the copies of each sequence begin, then the (part, page) of each
 // copy, then the copies. Copies of a page have K [tokens][rank] and then V of each lane. Sequences
 // take room in their order while it lasts.
 #include <algorithm>
+#include <type_traits>
 
 #include "cuda/host.h"
-#include "cuda/prefill/prompt_codes.cuh"
+#include "cuda/prefill/prompt_general.cuh"
 
 namespace kvlathe::cuda {
 namespace {
@@ -19,18 +21,23 @@ constexpr int kPlaceThreads = 256, kCopyThreads = 128;
 // New tokens of a sequence from which its past is copied. Fewer have few tiles.
 constexpr int kLeastCopied = 128;
 
+// P: PromptParams, or NamedPrompts for a general call.
+template <class P>
 struct CopyParams {
-  PromptParams prompts;
+  P prompts;
   int32_t* count;
   int2* owners;
-  int32_t slots;
+  int32_t slots, parts;
+  uint32_t copied;
 };
-static_assert(sizeof(CopyParams) <= 4096);
+static_assert(sizeof(CopyParams<NamedPrompts>) <= 32764);
 
 // Pages of sequence b in a part that are to be copied.
-__device__ int pages_to_copy(const PromptParams& p, int part, int b) {
-  if (p.part[part].bits == 16 || p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] < kLeastCopied) return 0;
-  const int tokens = p.part[part].lengths[b * p.part[part].lengths_stride];
+template <class P>
+__device__ int pages_to_copy(const CopyParams<P>& c, int i, int b) {
+  const P& p = c.prompts;
+  if (!(c.copied >> i & 1) || p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] < kLeastCopied) return 0;
+  const int tokens = p.call_part(i).lengths[b * p.call_part(i).lengths_stride];
   return (tokens + p.page_tokens - 1) / p.page_tokens;
 }
 
@@ -55,14 +62,15 @@ __device__ int summed(int own, int& whole) {
 }
 
 // Gives sequences their places. One block.
+template <class P>
 __global__ void __launch_bounds__(kPlaceThreads)
-    place_copies(const __grid_constant__ CopyParams c) {
-  const PromptParams& p = c.prompts;
+    place_copies(const __grid_constant__ CopyParams<P> c) {
+  const P& p = c.prompts;
   auto base = const_cast<int32_t*>(p.copy_base);
   int placed = 0;
-  for (int part = 0; part < p.parts; ++part) {
+  for (int part = 0; part < c.parts; ++part) {
     for (int from = 0; from < p.batch; from += kPlaceThreads) {
-      const int b = from + threadIdx.x, pages = b < p.batch ? pages_to_copy(p, part, b) : 0;
+      const int b = from + threadIdx.x, pages = b < p.batch ? pages_to_copy(c, part, b) : 0;
       int whole;
       const int end = placed + summed(pages, whole);
       if (b < p.batch) base[part * p.batch + b] = pages && end <= c.slots ? end - pages : -1;
@@ -73,11 +81,12 @@ __global__ void __launch_bounds__(kPlaceThreads)
   if (threadIdx.x == 0) count = 0;
   __syncthreads();
   const int lane = threadIdx.x % 32;
-  for (int i = threadIdx.x / 32; i < p.parts * p.batch; i += kPlaceThreads / 32) {
+  for (int i = threadIdx.x / 32; i < c.parts * p.batch; i += kPlaceThreads / 32) {
     const int begin = base[i], part = i / p.batch, b = i % p.batch;
     if (begin < 0) continue;
-    const int pages = pages_to_copy(p, part, b);
-    const int32_t* table = p.part[part].page_table + int64_t{b} * p.part[part].table_stride;
+    const int pages = pages_to_copy(c, part, b);
+    const PromptPart& of = p.call_part(part);
+    const int32_t* table = of.page_table + int64_t{b} * of.table_stride;
     for (int n = lane; n < pages; n += 32) c.owners[begin + n] = {part, table[n]};
     if (lane == 0) atomicMax(&count, begin + pages);
   }
@@ -97,17 +106,15 @@ __device__ void write_rows_of(char* to, uint32_t from, int steps) {
         shared_at<uint4>(from + piece_at(block_steps(steps), row, 2 * i + half));
 }
 
-template <class E, int kBits>
-__device__ void copy_piece(const PromptParams& p, const PromptHead& head, int part, int page,
-                           int token, char* copy, uint32_t buffer) {
-  const CodesLane<kBits> lane{p, head, part, p.part[part]};
+template <class E, class Lane>
+__device__ void copy_piece(const PromptParams& p, const PromptHead& head, const Lane& lane,
+                           int page, int token, char* copy, uint32_t buffer) {
   const uint32_t stage = buffer + p.codes_bytes, values = stage + head.steps_k * kStageUnit;
   lane.copy(buffer, page, token);
   close_copy_group();
   wait_copy_groups<0>();
   __syncthreads();
-  lane.template convert_keys<E>(buffer, stage);
-  lane.template convert_values<E>(buffer, values, token, 64);
+  lane.template convert<E>(buffer, stage, values, token, 64);
   __syncthreads();
   const int row = 32 * p.page_tokens;
   copy += head.steps_before * row;
@@ -115,59 +122,102 @@ __device__ void copy_piece(const PromptParams& p, const PromptHead& head, int pa
   write_rows_of(copy + head.steps_k * row + token * head.steps_v * 32, values, head.steps_v);
 }
 
+// The slot of a head in which a part of the call is; -1: none.
+template <class P>
+__device__ int slot_of(const P& p, int head, int part) {
+  for (int i = 0; i < KVLATHE_MAX_SLOTS; ++i) {
+    if (p.head[head].parts >> i & 1 && p.call_part_of(head, i) == part) return i;
+  }
+  return -1;
+}
+
 #endif
 
 // Takes 64 tokens of a page of a lane at a time.
-template <class E>
-__global__ void __launch_bounds__(kCopyThreads) copy_codes(const __grid_constant__ CopyParams c) {
+template <class E, class P>
+__global__ void __launch_bounds__(kCopyThreads)
+    copy_codes(const __grid_constant__ CopyParams<P> c) {
 #ifdef KVLATHE_WGMMA
   extern __shared__ __align__(128) char dynamic[];
-  const PromptParams& p = c.prompts;
+  const P& p = c.prompts;
   const uint32_t buffer = shared_address(dynamic);
   const int pieces = p.page_tokens / 64, items = *c.count * pieces * p.heads;
   for (int item = blockIdx.x; item < items; item += gridDim.x) {
-    const int slot = item / p.heads / pieces, token = item / p.heads % pieces * 64;
-    const PromptHead& head = p.head[item % p.heads];
-    const int2 owner = c.owners[slot];
-    if (!(head.parts >> owner.x & 1)) continue;
-    char* copy = const_cast<char*>(p.copies) + slot * p.copy_stride;
-    switch (p.part[owner.x].bits) {
-      case 8: copy_piece<E, 8>(p, head, owner.x, owner.y, token, copy, buffer); break;
-      case 4: copy_piece<E, 4>(p, head, owner.x, owner.y, token, copy, buffer); break;
-      case 2: copy_piece<E, 2>(p, head, owner.x, owner.y, token, copy, buffer); break;
+    const int copied = item / p.heads / pieces, token = item / p.heads % pieces * 64,
+              h = item % p.heads;
+    const PromptHead& head = p.head[h];
+    const int2 owner = c.owners[copied];
+    const int slot = slot_of(p, h, owner.x);
+    if (slot < 0) continue;
+    const PromptPart& of = p.part_of(h, slot);
+    char* copy = const_cast<char*>(p.copies) + copied * p.copy_stride;
+    const auto take = [&](const auto& lane) {
+      copy_piece<E>(p, head, lane, owner.y, token, copy, buffer);
+    };
+    switch (of.bits) {
+      case 8: take(KnownLane<8>{p, head, slot, of}); break;
+      case 4: take(KnownLane<4>{p, head, slot, of}); break;
+      case 2: take(KnownLane<2>{p, head, slot, of}); break;
+      default:
+        if constexpr (P::kGeneral)
+          take(FormLane{p, head, slot, of, p.sides_of(h, slot), p.groups[h][slot]});
     }
     __syncthreads();  // the next piece goes where this one was
   }
 #endif
 }
 
+template <class P>
 auto kernel_of(int32_t element) {
-  return element == KVLATHE_F16 ? copy_codes<Half> : copy_codes<Bfloat>;
+  return element == KVLATHE_F16 ? copy_codes<Half, P> : copy_codes<Bfloat, P>;
+}
+
+// Runs body(parameters of that kind) for a launch.
+template <class Body>
+void with_params(const PromptLaunch& launch, Body body) {
+  const CopyLaunch& copies = launch.copies;
+  const auto with = [&](const auto& prompts) {
+    using P = std::decay_t<decltype(prompts)>;
+    body(CopyParams<P>{prompts, copies.count, copies.owners, copies.slots, copies.parts,
+                       copies.copied});
+  };
+  if (copies.general) return with(launch.params);
+  with(static_cast<const PromptParams&>(launch.params));
 }
 
 int64_t aligned(int64_t bytes) { return (bytes + kOffsetBytes - 1) / kOffsetBytes * kOffsetBytes; }
 
 }  // namespace
 
-CopyLaunch copy_launch_of(const kvlathe_attend_decode_args& a, PromptParams& p) {
+CopyLaunch copy_launch_of(const kvlathe_attend_decode_args& a, NamedPrompts& p, bool general) {
   const kvlathe_prompts& prompts = *a.prompts;
-  bool coded = false;
-  for (int i = 0; i < p.parts; ++i) coded |= p.part[i].bits < 16;
-  if (!coded || !prompts.copies || !a.batch) return {};
+  uint32_t copied = 0;
+  for (int i = 0; i < a.part_count; ++i) {
+    const kvlathe_window& window = prompts.parts[i].window;
+    const bool sees_all = !general || (window.recent >= KVLATHE_NO_END && !window.exact);
+    if (any_quantized(a.parts[i]) && sees_all) copied |= 1u << i;
+  }
+  if (!copied || !prompts.copies || !a.batch) return {};
   require(reinterpret_cast<uintptr_t>(prompts.copies) % kOffsetBytes == 0, KVLATHE_MISALIGNED,
           "the room for copies is not aligned to 128 bytes");
   int steps = 0;
   for (int h = 0; h < p.heads; ++h) steps += p.head[h].steps_k + p.head[h].steps_v;
   p.copy_stride = int64_t{32} * p.page_tokens * steps;
-  const int64_t bases = aligned(4 * int64_t{p.parts} * p.batch), first = kOffsetBytes + bases,
+  const int64_t bases = aligned(4 * int64_t{a.part_count} * p.batch), first = kOffsetBytes + bases,
                 room = prompts.copies_bytes - first - kOffsetBytes;
   const int64_t slots = room / (p.copy_stride + int64_t{sizeof(int2)});
   if (slots < 1) return {};
   char* at = static_cast<char*>(prompts.copies);
   p.copy_base = reinterpret_cast<int32_t*>(at + kOffsetBytes);
   p.copies = at + first + aligned(slots * int64_t{sizeof(int2)});
-  return {int32_t(std::min<int64_t>(slots, INT32_MAX)), reinterpret_cast<int32_t*>(at),
-          reinterpret_cast<int2*>(at + first), a.element, 0};
+  return {int32_t(std::min<int64_t>(slots, INT32_MAX)),
+          a.part_count,
+          copied,
+          general,
+          reinterpret_cast<int32_t*>(at),
+          reinterpret_cast<int2*>(at + first),
+          a.element,
+          0};
 }
 
 void reserve_copies(PromptLaunch& launch) {
@@ -179,18 +229,25 @@ void reserve_copies(PromptLaunch& launch) {
     stage = std::max(stage, (head.steps_k + head.steps_v) * kStageUnit);
   }
   copies.shared_bytes = launch.params.codes_bytes + stage;
-  check_cuda(cudaFuncSetAttribute(kernel_of(copies.element),
-                                  cudaFuncAttributeMaxDynamicSharedMemorySize, copies.shared_bytes),
-             "reserving shared memory for copies");
+  with_params(launch, [&](const auto& params) {
+    using P = std::decay_t<decltype(params.prompts)>;
+    check_cuda(
+        cudaFuncSetAttribute(kernel_of<P>(copies.element),
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, copies.shared_bytes),
+        "reserving shared memory for copies");
+  });
 }
 
 void copy_pages(const PromptLaunch& launch, void* stream) {
   const CopyLaunch& copies = launch.copies;
   if (!copies.slots || !launch.grid) return;
-  const CopyParams c{launch.params, copies.count, copies.owners, copies.slots};
   const auto on = static_cast<cudaStream_t>(stream);
-  place_copies<<<1, kPlaceThreads, 0, on>>>(c);
-  kernel_of(copies.element)<<<8 * launch.grid, kCopyThreads, copies.shared_bytes, on>>>(c);
+  with_params(launch, [&](const auto& params) {
+    using P = std::decay_t<decltype(params.prompts)>;
+    place_copies<<<1, kPlaceThreads, 0, on>>>(params);
+    kernel_of<P>(copies.element)<<<8 * launch.grid, kCopyThreads, copies.shared_bytes, on>>>(
+        params);
+  });
   check_cuda(cudaGetLastError(), "launching copies of pages");
 }
 

@@ -164,6 +164,12 @@ __device__ void fetch_general(Fetcher& f, const PromptTile& tile, int part) {
   const int keys = keys_of(p, tile, part, before(part));
   if (!keys) return;
   const PromptPart& of = p.part_of(tile.head, part);
+  if (of.bits < 16 && p.copy_base) {
+    const int in_call = p.call_part_of(tile.head, part),
+              base = __ldg(p.copy_base + in_call * p.batch + tile.sequence);
+    if (base >= 0)
+      return f.fetch_elements(head, copies_of(p, head), keys, [base](int i) { return base + i; });
+  }
   const PartPages from{head, part,
                        of,   of.page_table + int64_t{tile.sequence} * of.table_stride,
                        keys, TileWindow(p, tile, part, kStageTokens, before)};

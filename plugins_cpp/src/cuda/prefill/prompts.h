@@ -52,6 +52,9 @@ struct PromptHead {
 struct PromptParams {
   static constexpr bool kGeneral = false;
   KVLATHE_ANYWHERE const PromptPart& part_of(int, int slot) const { return part[slot]; }
+  // The same of the call's parts, and which of them is in a slot.
+  KVLATHE_ANYWHERE const PromptPart& call_part(int i) const { return part[i]; }
+  KVLATHE_ANYWHERE int call_part_of(int, int slot) const { return slot; }
 
   const char* pool;
   const uint16_t* q;
@@ -66,8 +69,8 @@ struct PromptParams {
   // stages_at on.
   int32_t query_bytes, codes_bytes, codes_buffers, stages_at, stage_units;
   // 16-bit copies of sealed pages (prompt_copies.cu), where there is room for them: the copy of
-  // page i of sequence b in part s is the one at copy_base[s * batch + b] + i, or there is none
-  // where that is below 0.
+  // page i of sequence b in the call's part s is the one at copy_base[s * batch + b] + i, or there
+  // is none where that is below 0.
   const int32_t* copy_base;  // null: no copies
   const char* copies;
   int64_t copy_stride;
@@ -95,6 +98,8 @@ struct NamedPrompts : GeneralPrompts {
   KVLATHE_ANYWHERE const PromptPart& part_of(int head, int slot) const {
     return every_part[slots.part_in(head, slot)];
   }
+  KVLATHE_ANYWHERE const PromptPart& call_part(int i) const { return every_part[i]; }
+  KVLATHE_ANYWHERE int call_part_of(int head, int slot) const { return slots.part_in(head, slot); }
   KVLATHE_ANYWHERE const kvlathe_window& window_of(int head, int slot) const {
     return lane_window[head][slot];
   }
@@ -113,7 +118,10 @@ constexpr int kGeneralBits = 1;
 
 // Copies that come before a call's launch.
 struct CopyLaunch {
-  int32_t slots;  // pages that there is room for; 0: no copies
+  int32_t slots;    // pages that there is room for; 0: no copies
+  int32_t parts;    // of the call
+  uint32_t copied;  // bit i: pages of part i are copied
+  bool general;
   int32_t* count;
   int2* owners;  // [slots]: part and page of each
   int32_t element;
@@ -134,7 +142,8 @@ struct PromptLaunch {
 PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& args);
 
 // Divides the room that a call gives for copies, and tells the parameters.
-CopyLaunch copy_launch_of(const kvlathe_attend_decode_args& args, PromptParams& params);
+CopyLaunch copy_launch_of(const kvlathe_attend_decode_args& args, NamedPrompts& params,
+                          bool general);
 
 // Reserves what the launch of copies needs. Call once all of the launch is known.
 void reserve_copies(PromptLaunch& launch);

@@ -6,6 +6,8 @@
 #define load_matrices ptx_load_matrices
 #define load_matrices_transposed ptx_load_matrices_transposed
 #define transposed ptx_transposed
+#define sub_halves ptx_sub_halves
+#define fma_halves ptx_fma_halves
 #define load_relaxed ptx_load_relaxed
 #define store_relaxed ptx_store_relaxed
 #define prefetch ptx_prefetch
@@ -15,6 +17,8 @@
 #undef load_matrices
 #undef load_matrices_transposed
 #undef transposed
+#undef sub_halves
+#undef fma_halves
 #undef load_relaxed
 #undef store_relaxed
 #undef prefetch
@@ -27,6 +31,19 @@ inline void copy16(uint32_t to, const void *from, bool valid) {
     std::memcpy(memory + to, from, 16);
   else
     std::memset(memory + to, 0, 16);
+}
+inline uint32_t sub_halves(uint32_t x, uint32_t y) {
+  const auto of = [&](int at) {
+    return Half::widen(uint16_t(x >> at)) - Half::widen(uint16_t(y >> at));
+  };
+  return Half::pack(of(0), of(16));
+}
+inline uint32_t fma_halves(uint32_t x, uint32_t y, uint32_t z) {
+  const auto of = [&](int at) {
+    return fmaf(Half::widen(uint16_t(x >> at)), Half::widen(uint16_t(y >> at)),
+                Half::widen(uint16_t(z >> at)));
+  };
+  return Half::pack(of(0), of(16));
 }
 template <class T> T load_relaxed(const T *at) { return *at; }
 template <class T> void store_relaxed(T *at, T x) { *at = x; }
