@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from kvlathe.base.console import log
+from kvlathe.base.errors import KvlatheError
 from kvlathe.base.hub import model_name
 from kvlathe.base.tokenizer_files import FILES, GENERATION, read_object
 from kvlathe.engines import cache
 from kvlathe.engines.backends import BACKENDS
 from kvlathe.engines.folder import appearing
-from kvlathe.engines.order import Job, accept, prepare
+from kvlathe.engines.order import Job, accept, check_room, prepare
 from kvlathe.engines.phases import phase
 from kvlathe.engines.planning import (
     Planned,
@@ -31,6 +32,7 @@ from kvlathe.engines.planning import (
     plan_for,
 )
 from kvlathe.engines.request import BuildRequest
+from kvlathe.engines.rotation import CHECKPOINT, check_rotation
 from kvlathe.engines.targets import cuda, onnxruntime
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.deal import deal
@@ -48,7 +50,11 @@ from kvlathe.plan.manifest import (
 from kvlathe.plan.memory import memory_table
 from kvlathe.plan.plan import CompressionPlan
 
-__all__ = ["BuildRequest", "build", "calibrate_to", "preview"]
+COPIED = (".json", ".jinja", ".model", ".txt", ".md")
+"""Suffixes of what comes along with a checkpoint's weights: config, tokenizer, licence.
+Nothing that runs."""
+
+__all__ = ["BuildRequest", "build", "calibrate_to", "preview", "rotate"]
 
 
 def preview(request: BuildRequest) -> dict[str, Any]:
@@ -83,11 +89,15 @@ def preview(request: BuildRequest) -> dict[str, Any]:
 
 # -- build -----------------------------------------------------------------------------
 def build(request: BuildRequest) -> Path:
-    """Build the engine folder and return its path. Raises KvlatheError; Ctrl-C and
-    SIGTERM raise KeyboardInterrupt.
+    """Build the engine folder and return its path; for the backend hf an ordinary
+    checkpoint (``rotate``). Raises KvlatheError; Ctrl-C and SIGTERM raise
+    KeyboardInterrupt.
 
     In every case the folder either appears whole or not at all.
     """
+    if request.backend == CHECKPOINT:
+        rotate(request)
+        return request.output_dir
     with phase("reading the request and the checkpoint"):
         order = accept(request)
         kept = cache.find(order.key) if request.use_cache else None
@@ -106,6 +116,33 @@ def build(request: BuildRequest) -> Path:
         with phase("keeping a copy"):
             cache.keep(order.key, request.output_dir)
     return request.output_dir
+
+
+def rotate(request: BuildRequest) -> list[int]:
+    """Write the checkpoint with its heads rotated (export/folding/rotated.py). Returns
+    the layers whose keys are rotated, too. Raises KvlatheError."""
+    check_rotation(request)
+    from kvlathe.export.folding.rotated import RotatedCheckpoint
+    from kvlathe.export.model.checkpoint import Checkpoint
+
+    with phase("reading the checkpoint"):
+        checkpoint = Checkpoint(request.model)
+        if checkpoint.packing is not None:
+            raise KvlatheError(
+                f"the heads of {request.model} cannot be rotated",
+                "its weights are codes already",
+                "give the checkpoint that they were made of",
+            )
+        rotated = RotatedCheckpoint(checkpoint, request.seed)
+    check_room(
+        request.output_dir, sum(path.stat().st_size for path in checkpoint.files)
+    )
+    with appearing(request.output_dir) as folder, phase("rotating and writing"):
+        rotated.write(folder)
+        for path in sorted(request.model.iterdir()):
+            if path.is_file() and path.suffix in COPIED:
+                shutil.copyfile(path, folder / path.name)
+    return rotated.keys
 
 
 def _renew(folder: Path, kept: Manifest, request: BuildRequest) -> None:

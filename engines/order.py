@@ -271,11 +271,16 @@ def _check_weights(request: BuildRequest, checkpoint: Checkpoint) -> None:
 
 
 def _check_disk(job: Job) -> None:
-    home = nearest_parent(job.order.request.output_dir)
+    check_room(job.order.request.output_dir, job.weight_bytes)
+
+
+def check_room(target: Path, weight_bytes: int) -> None:
+    """Raise KvlatheError where a folder of so many bytes finds none."""
+    home = nearest_parent(target)
     free = shutil.disk_usage(home).free
-    if free < job.weight_bytes:
+    if free < weight_bytes:
         raise KvlatheError(
-            f"{home} has no room for the engine",
-            f"its weights take about {job.weight_bytes:,} bytes, with {free:,} free",
+            f"{home} has no room for {target.name}",
+            f"its weights take about {weight_bytes:,} bytes, with {free:,} free",
             "make room or name another --output_dir",
         )

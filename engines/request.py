@@ -202,7 +202,7 @@ def check(request: BuildRequest) -> None:
     other, numbers out of range, a backend that cannot be used, an output folder that
     exists.
     """
-    _check_types(request)
+    check_types(request)
     _check_choices(request)
     _check_target(request)
     backend(request.backend)
@@ -247,7 +247,7 @@ def _check_weights(request: BuildRequest) -> None:
     )
 
 
-def _check_types(request: BuildRequest) -> None:
+def check_types(request: BuildRequest) -> None:
     """Python takes anything for a field; what follows compares numbers and opens
     files."""
     for field in dataclasses.fields(request):

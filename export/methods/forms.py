@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.export.bases import allocate
+from kvlathe.export.bases.hadamard import hadamard
 from kvlathe.export.bases.rotation import Rotation, balanced, balanced_rotation
 from kvlathe.export.calibration.stats import Stats
-from kvlathe.export.methods.hadamard import hadamard
 from kvlathe.plan.formats import Format
 from kvlathe.plan.heads import RANK_MULTIPLE
 from kvlathe.plan.token_rules import KEEP_ALL, TokenRule, Window

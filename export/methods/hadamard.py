@@ -15,27 +15,12 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-import numpy.typing as npt
 
 from kvlathe.export.bases.basis import Basis, LaneBasis
+from kvlathe.export.bases.hadamard import hadamard
 from kvlathe.export.methods.options import Hadamard
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane
-
-Array = npt.NDArray[np.float64]
-
-
-def hadamard(rank: int, rng: np.random.Generator) -> Array:
-    """An orthogonal matrix [rank, rank] that spreads every axis over all of them."""
-    if rank & (rank - 1):
-        q, r = np.linalg.qr(rng.normal(size=(rank, rank)))
-        return q * np.sign(np.diag(r))
-    doubling = [[1.0, 1.0], [1.0, -1.0]]
-    matrix = np.ones((1, 1))
-    while len(matrix) < rank:
-        matrix = np.kron(doubling, matrix)
-    signs = rng.choice([-1.0, 1.0], (rank, 1))
-    return signs * matrix / np.sqrt(rank)
 
 
 def rotated(

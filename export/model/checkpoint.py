@@ -70,7 +70,7 @@ class Checkpoint:
             for file in map(_open, self.files)
             for name in file.keys()  # noqa: SIM118
         }
-        self._aliases = _aliases(spec, self._where)
+        self.aliases = _aliases(spec, self._where)
         self.spec: DecoderSpec = self._with_real_head(spec)
         self._check()
         tokenizer_files.check(self.path, self.spec.vocab_size)
@@ -152,7 +152,7 @@ class Checkpoint:
 
     def _packed(self, name: str) -> PackedMap | None:
         """The folder's map ``name``, where it is stored as codes."""
-        stored = self._aliases.get(name, name)
+        stored = self.aliases.get(name, name)
         base = stored.removesuffix(".weight")
         if self.packing is None or f"{base}.qweight" not in self._where:
             return None
@@ -200,7 +200,7 @@ class Checkpoint:
         return self._stored(name) if codes is None else self._turned(codes.matrix())
 
     def _stored(self, name: str) -> Tensor:
-        stored = self._aliases.get(name, name)
+        stored = self.aliases.get(name, name)
         if stored not in self._where:
             raise self._lacks(name)
         try:
@@ -224,7 +224,7 @@ class Checkpoint:
         if (
             not spec.tied_head
             or head not in self._where
-            or self._aliases.get(embed) == head
+            or self.aliases.get(embed) == head
         ):
             return spec
         same = torch.equal(self._read(head), self._read(embed))
@@ -234,7 +234,7 @@ class Checkpoint:
         wanted = stored_shapes(self.spec)
         known = {f"{self.spec.family.names['head']}.weight"}
         for name, shape in wanted.items():
-            stored = self._aliases.get(name, name)
+            stored = self.aliases.get(name, name)
             known.add(stored)
             codes = self._packed(name)
             if codes is not None:

@@ -25,6 +25,7 @@ from kvlathe.cli.common import (
     show_pairs,
 )
 from kvlathe.cli.show import memory_of, ranks_of, show_memory, show_ranks
+from kvlathe.engines.rotation import CHECKPOINT
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.weight_formats import BITS, FLOATS
@@ -40,6 +41,9 @@ DEVICE = click.option(
 
 
 def show_build(result: Result) -> None:
+    if "checkpoint" in result:
+        show_pairs(result)
+        return
     if "report" not in result:  # a dry run
         show_pairs(result | {"kv_bytes_removed": f"{result['kv_bytes_removed']:.1%}"})
         return
@@ -228,7 +232,8 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--backend",
     default="onnxruntime",
     show_default=True,
-    help="onnxruntime, tensorrt_rtx, tensorrt or cuda.",
+    help="onnxruntime, tensorrt_rtx, tensorrt or cuda; hf writes an ordinary checkpoint "
+    "whose heads are rotated, for any engine that quantizes its cache.",
 )
 @click.option(
     "--dtype",
@@ -282,9 +287,16 @@ def build_command(
     request = builds.BuildRequest(
         folder, **options, use_cache=not no_cache, command=command
     )
+    started = time.monotonic()
+    if request.backend == CHECKPOINT and dry_run:
+        raise click.UsageError("--dry-run plans engines; hf writes a checkpoint.")
+    if request.backend == CHECKPOINT:
+        keys = builds.rotate(request)
+        seconds = time.monotonic() - started
+        said = {"checkpoint": str(request.output_dir), "layers_of_rotated_keys": keys}
+        return {**said, "seconds": seconds}
     if dry_run:
         return builds.preview(request)
-    started = time.monotonic()
     with recorded() as phases:
         engine = builds.build(request)
     seconds = time.monotonic() - started

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.bases.basis import Basis, LaneBasis
+from kvlathe.export.bases.hadamard import hadamard
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods import composition
 from kvlathe.export.methods.composition import compose
-from kvlathe.export.methods.hadamard import hadamard
 from kvlathe.export.methods.options import Options
 from kvlathe.plan.codec import matrices
 from kvlathe.plan.formats import aligned

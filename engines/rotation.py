@@ -1,0 +1,38 @@
+"""What ``--backend hf`` may be told: it writes an ordinary checkpoint, its heads rotated
+(export/folding/rotated.py), for any engine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.engines.folder import check_target
+from kvlathe.engines.request import BuildRequest, check_types
+
+CHECKPOINT = "hf"
+"""The name of the backend."""
+HEARD = (
+    "model",
+    "output_dir",
+    "backend",
+    "seed",
+    "use_cache",
+    "command",
+    "kv_bits",
+)
+"""Fields of a request that may be given: of the last three it needs none."""
+
+
+def check_rotation(request: BuildRequest) -> None:
+    """Raise KvlatheError for what an ordinary checkpoint cannot be asked for."""
+    check_types(request)
+    for field in dataclasses.fields(request):
+        given = getattr(request, field.name)
+        if field.name not in HEARD and given != field.default:
+            flag = field.name.replace("_", "-")
+            raise KvlatheError(
+                f"--{flag} with --backend {CHECKPOINT} cannot be used",
+                "it writes the whole checkpoint, its heads rotated",
+                "leave it out",
+            )
+    check_target(request.output_dir)
