@@ -23,6 +23,7 @@ import pytest
 
 from kvlathe.base import tokenizer_files
 from kvlathe.base.errors import KvlatheError
+from kvlathe.cli.build import describe
 from kvlathe.engines import build as builds
 from kvlathe.engines import cache, planning
 from kvlathe.engines.build import BuildRequest, build, calibrate_to, preview
@@ -84,6 +85,23 @@ def logits(engine: Path) -> np.ndarray:
 
 
 # -- what is built ---------------------------------------------------------------------
+def test_an_engine_of_codes_counts_weights_and_cache(
+    engine: Path, request_for: Callable[..., BuildRequest]
+) -> None:
+    """Its logits are near those of the floats, and what is cached is the same."""
+    coded = build(request_for(weights="int8"))
+    facts, plain = describe(coded), describe(engine)
+    assert (facts["weights"], plain["weights"]) == ("int8", "float32")
+    weights = manifests.verify(coded).made_from["model.onnx.data"].size
+    assert facts["weight_bytes"] == weights < plain["weight_bytes"]
+    for row, other in zip(facts["memory"], plain["memory"], strict=True):
+        assert row["together"] == weights + row["batch_peak"]
+        assert row["batch_peak"] == other["batch_peak"]
+    expected = logits(engine)
+    error = np.linalg.norm(logits(coded) - expected)
+    assert error < 0.05 * np.linalg.norm(expected)
+
+
 def test_an_engine_describes_and_proves_itself(engine: Path) -> None:
     manifest = manifests.verify(engine)
     plan = CompressionPlan.from_json((engine / "plan.json").read_text())
