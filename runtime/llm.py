@@ -41,9 +41,10 @@ from kvlathe.runtime.cache.cold import ColdPages, ZstdPages
 from kvlathe.runtime.cache.parcel import Origin
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.cache.prefix import PrefixCache
+from kvlathe.runtime.drafters import check_speculation, drafter
 from kvlathe.runtime.loading import Wanted, load_session
 from kvlathe.runtime.requests.answer import Answer
-from kvlathe.runtime.requests.compaction import Compaction, CompactionResult
+from kvlathe.runtime.requests.compaction import Compaction, CompactionResult, compacted
 from kvlathe.runtime.requests.deltas import deltas
 from kvlathe.runtime.requests.engine_thread import EngineThread
 from kvlathe.runtime.requests.exchange import Exchange
@@ -58,6 +59,7 @@ from kvlathe.runtime.requests.sequences import (
 from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Sequence
+from kvlathe.runtime.scheduling.speculation import MOST_DRAFTS, Speculation
 from kvlathe.runtime.sessions.protocols import Session
 from kvlathe.runtime.settings import check_counts, lowered, memory_share, refuse_ranks
 from kvlathe.runtime.text.sampling_params import SamplingParams
@@ -175,6 +177,22 @@ class LLM(ClosesAtExit):
         if scheduler.prefixes and scheduler.prefixes.stores:
             scheduler.prefixes.stores.use(mover)
 
+    def speculate(
+        self,
+        speculative: str | Path = "ngram",
+        num_speculative_tokens: int = MOST_DRAFTS,
+    ) -> None:
+        """From now on, guess tokens and verify several in a step where that is faster
+        (docs/speculative.md). ``ngram``: as they followed before; else by a draft engine,
+        the folder of a smaller one. ``num_speculative_tokens``: at once, of an answer.
+        To be called before the first request. Raises KvlatheError where it cannot be.
+        """
+        check_counts(num_speculative_tokens=num_speculative_tokens)
+        check_speculation(self.plan)
+        guessing = drafter(speculative, self.plan)
+        scheduler, ends = self.engine.scheduler, self.engine.stop_ids
+        scheduler.speculation = Speculation(guessing, num_speculative_tokens, ends)
+
     # -- life --------------------------------------------------------------------------
     def close(self) -> None:
         """End the engine's thread, and what it computes with a KvlatheError. Later
@@ -277,18 +295,8 @@ class LLM(ClosesAtExit):
         work = Compaction(
             self.engine, self._sequences, self.tokenizer, tokens, keep, salt
         )
-        steps = work.steps()
         with self._compacting:
-            try:
-                while True:
-                    if given_up and given_up.is_set():
-                        raise KvlatheError("the compaction was given up")
-                    made = self.thread.call(partial(_advanced, steps))
-                    if made is not None:
-                        return made
-            except BaseException:
-                self.thread.call(steps.close)
-                raise
+            return compacted(self.thread, work, given_up)
 
     @cached_property
     def exchange(self) -> Exchange:
@@ -387,14 +395,3 @@ class LLM(ClosesAtExit):
         except BaseException:  # an interrupt ends the work too
             given_up.set()
             raise
-
-
-def _advanced(
-    steps: Generator[None, None, CompactionResult],
-) -> CompactionResult | None:
-    """One step more; what they come to, after the last."""
-    try:
-        next(steps)
-    except StopIteration as end:
-        return end.value
-    return None

@@ -53,6 +53,7 @@ INSIDE: dict[str, dict[str, set[str]]] = {
         "sessions": {"native", "text"},
         "cache": {"sessions"},
         "scheduling": {"cache", "sessions", "text"},
+        "drafting": {"cache", "scheduling", "sessions", "text"},
         "requests": {"cache", "scheduling", "sessions", "text"},
     },
 }

@@ -130,6 +130,20 @@ TENSOR_PARALLEL = click.option(
     help="GPUs to spread the engine over (docs/scale.md).",
 )
 
+SPECULATIVE = click.option(
+    "--speculative",
+    metavar="ngram|DRAFT_ENGINE",
+    help="Guess tokens and verify several in a step, where that is faster: as they "
+    "followed before, or by a smaller engine. Answers stay what they are.",
+)
+NUM_SPECULATIVE_TOKENS = click.option(
+    "--num-speculative-tokens",
+    type=click.IntRange(1),
+    default=8,
+    show_default=True,
+    help="Tokens that are guessed at once, at most.",
+)
+
 
 def reports(
     show: Callable[[Result], None],

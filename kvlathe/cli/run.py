@@ -15,7 +15,9 @@ from kvlathe.cli.common import (
     DEVICE,
     ENGINE,
     GPU_MEMORY,
+    NUM_SPECULATIVE_TOKENS,
     PATH,
+    SPECULATIVE,
     TENSOR_PARALLEL,
     THREADS,
     Result,
@@ -41,6 +43,10 @@ def show_answer(result: Result) -> None:
         timings["decode_tokens_per_second"],
         result["finish_reason"],
     )
+    if result["drafted"]:
+        console.log.info(
+            "%d tokens guessed, %d of them right", result["drafted"], result["accepted"]
+        )
 
 
 @click.command("generate")
@@ -92,6 +98,8 @@ def show_answer(result: Result) -> None:
 @DEVICE
 @GPU_MEMORY
 @TENSOR_PARALLEL
+@SPECULATIVE
+@NUM_SPECULATIVE_TOKENS
 @reports(show_answer)
 def generate_command(
     engine: Path,
@@ -102,6 +110,8 @@ def generate_command(
     device: str | None,
     gpu_memory_utilization: float,
     tensor_parallel_size: int,
+    speculative: str | None,
+    num_speculative_tokens: int,
     **sampling: Any,  # noqa: ANN401
 ) -> Result:
     """Continue a prompt. The text goes to stdout as it comes."""
@@ -122,6 +132,8 @@ def generate_command(
         gpu_memory_utilization=gpu_memory_utilization,
         tensor_parallel_size=tensor_parallel_size,
     )
+    if speculative is not None:
+        llm.speculate(speculative, num_speculative_tokens)
     tokens = llm.tokenizer.encode(text)
     if chat:
         framed = llm.tokenizer.chat_prompt([{"role": "user", "content": text}])

@@ -18,7 +18,9 @@ from kvlathe.cli.common import (
     ENGINE,
     GPU_MEMORY,
     LOG_LEVEL,
+    NUM_SPECULATIVE_TOKENS,
     PATH,
+    SPECULATIVE,
     TENSOR_PARALLEL,
     THREADS,
     Seconds,
@@ -153,6 +155,8 @@ def check_keys(keys: tuple[str, ...]) -> None:
     default=None,
     help="Reuse common prefixes.  [default: where the engine's plan allows it]",
 )
+@SPECULATIVE
+@NUM_SPECULATIVE_TOKENS
 @DRAIN_SECONDS
 @THREADS
 @DEVICE

@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvlathe.base.errors import EngineStopped, KvlatheError
@@ -36,6 +37,28 @@ STRUCTURED = 32
 """Requests with a structure that are made at once. Most of them wait for one that is
 compiled."""
 AGAIN = {"Retry-After": str(RETRY_SECONDS)}
+
+
+@dataclass(slots=True)
+class Spent:
+    """Tokens of a request's choices. ``guesses``: of each choice, those that were guessed
+    and those that were right."""
+
+    generated: int = 0
+    guesses: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def add(self, delta: Delta) -> None:
+        self.generated += len(delta.token_ids)
+        self.guesses[delta.index] = (delta.drafted, delta.accepted)
+
+    @property
+    def details(self) -> Json:
+        drafted = sum(drafted for drafted, _ in self.guesses.values())
+        accepted = sum(accepted for _, accepted in self.guesses.values())
+        return {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        }
 
 
 class Answerer(Jobs):
@@ -99,25 +122,26 @@ class Answerer(Jobs):
                     raise failure
                 parts.setdefault(delta.index, []).append(delta)
         choices = [job.kind.choice(joined(parts[index])) for index in sorted(parts)]
-        generated = sum(
-            len(delta.token_ids) for deltas in parts.values() for delta in deltas
-        )
+        spent = Spent()
+        for said in parts.values():
+            for delta in said:
+                spent.add(delta)
         return {
             **self._head(job, job.kind.object),
             "choices": choices,
-            "usage": usage(job, generated),
+            "usage": self._usage(job, spent),
         }
 
     async def events(self, job: Job, tenant: str) -> AsyncGenerator[str, None]:
         """Server-sent events of a request that streams. What fails before the first one
         raises ApiError."""
-        head, generated = self._head(job, job.kind.chunk_object), 0
+        head, spent = self._head(job, job.kind.chunk_object), Spent()
         if job.usage_chunk:
             head["usage"] = None
         opened: set[int] = set()
         async with aclosing(self._deltas(job, tenant)) as deltas:
             async for delta in deltas:
-                generated += len(delta.token_ids)
+                spent.add(delta)
                 if failure := failed(delta):
                     if not opened:
                         raise failure
@@ -133,7 +157,8 @@ class Answerer(Jobs):
                     yield event({**head, "choices": [chunk]})
             else:
                 if job.usage_chunk:
-                    yield event({**head, "choices": [], "usage": usage(job, generated)})
+                    usage = self._usage(job, spent)
+                    yield event({**head, "choices": [], "usage": usage})
         yield "data: [DONE]\n\n"
 
     async def _deltas(self, job: Job, tenant: str) -> AsyncGenerator[Delta, None]:
@@ -145,6 +170,17 @@ class Answerer(Jobs):
                     yield delta
         except KvlatheError as error:
             raise refusal(error, job.param) from error
+
+    def _usage(self, job: Job, spent: Spent) -> Json:
+        prompt = sum(map(len, job.prompts))
+        said: Json = {
+            "prompt_tokens": prompt,
+            "completion_tokens": spent.generated,
+            "total_tokens": prompt + spent.generated,
+        }
+        if self.llm.engine.scheduler.speculation.drafter is not None:
+            said["completion_tokens_details"] = spent.details
+        return said
 
     def _head(self, job: Job, kind: str) -> Json:
         return {
@@ -201,15 +237,6 @@ def joined(deltas: list[Delta]) -> Delta:
         deltas[0].prompt_logprobs,
         deltas[-1].finish_reason,
     )
-
-
-def usage(job: Job, generated: int) -> Json:
-    prompt = sum(map(len, job.prompts))
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-    }
 
 
 def event(data: Json) -> str:

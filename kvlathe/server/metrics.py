@@ -208,6 +208,14 @@ class State(Collector):
             "Tokens found there and not computed again.",
             hits,
         )
+        speculation = scheduler.speculation
+        if speculation.drafter is not None:
+            said = "Guesses at what follows a sequence that were tried."
+            yield "kvlathe_spec_decode_num_drafts", said, speculation.drafts
+            said = "Tokens of these guesses."
+            yield "kvlathe_spec_decode_num_draft_tokens", said, speculation.drafted
+            said = "Of these tokens, those that were right."
+            yield "kvlathe_spec_decode_num_accepted_tokens", said, speculation.accepted
         yield from self._store_counters(scheduler.prefixes)
 
     def _store_counters(

@@ -7,12 +7,22 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 
+class CompletionTokensDetails(BaseModel):
+    """Of tokens that the server guessed (docs/speculative.md)."""
+
+    accepted_prediction_tokens: int = Field(description="Right, so in the answer.")
+    rejected_prediction_tokens: int = Field(description="Wrong; not in the answer.")
+
+
 class Usage(BaseModel):
     """Tokens. A prompt with several choices counts once."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionTokensDetails | None = Field(
+        None, description="Where the server speculates."
+    )
 
 
 FinishReason = Literal["stop", "length", "tool_calls"]

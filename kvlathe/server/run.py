@@ -24,6 +24,7 @@ from kvlathe.engines.folder import sigterm_interrupts
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.cache.block_store import DISK_CACHE_BYTES, StoreSizes
 from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.scheduling.speculation import MOST_DRAFTS
 from kvlathe.runtime.sessions.protocols import OnDevice
 from kvlathe.server.app import create_app
 from kvlathe.server.connection import Connection
@@ -62,6 +63,8 @@ class Settings:
     host_cache_bytes: int | None = None  # for evicted prefixes
     disk_cache: Path | None = None  # the same, a folder
     disk_cache_bytes: int = DISK_CACHE_BYTES
+    speculative: str | None = None  # ngram, or the folder of a draft engine
+    num_speculative_tokens: int = MOST_DRAFTS
 
     @property
     def stores(self) -> StoreSizes | None:
@@ -226,6 +229,8 @@ def load(folder: Path, settings: Settings) -> LLM:
         llm.tokenizer.chat_template = read_template(settings.chat_template)
     if settings.cold_pages:
         llm.code_cold_pages()
+    if settings.speculative is not None:
+        llm.speculate(settings.speculative, settings.num_speculative_tokens)
     if settings.prompt_tokens is not None:
         llm.engine.scheduler.prompt_tokens = settings.prompt_tokens
     if isinstance(llm.session, OnDevice):  # else the first users would wait

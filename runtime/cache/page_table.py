@@ -91,7 +91,7 @@ class PageMoves:
 
     ``taken``: all pages that it took. ``before``: the table's pages if it is rolled
     back. ``after``: its pages once the step is committed. ``drops``: whether pages that
-    no later query sees leave then.
+    it had or took leave then.
     """
 
     taken: Pages
@@ -101,6 +101,13 @@ class PageMoves:
     seals: list[FullPage] = field(default_factory=list)
     rankings: list[Ranking] = field(default_factory=list)
     drops: bool = False
+
+    def keep(self, pages: Pages) -> None:
+        """Nothing moves after the step, and of its pages only these stay."""
+        self.after = pages
+        self.seals = []
+        self.rankings = []
+        self.drops = True
 
 
 @dataclass(eq=False, slots=True)

@@ -252,6 +252,27 @@ class PagePool(PageArena):
             lengths[target.bucket] += target.tokens
         done.rankings.append(Ranking(selection, source, tuple(targets)))
 
+    def to_page_end(self, table: PageTable) -> int:
+        """Tokens, at least 1, that fill a page which is being filled: where nothing is
+        ranked, pages seal or leave only then."""
+        p = self.plan.page_tokens
+        return min(p - table.lengths[b] % p for b in self._fresh)
+
+    def shorten(self, done: Reservation, tokens: int) -> None:
+        """Of the tokens that a step was to add, only the first ``tokens`` count: fewer
+        than fill a page, so that nothing seals or leaves. The others' rows stay behind
+        those that count, and are written over."""
+        assert done.moves is not None, "one token is not cut"
+        table, arriving = done.table, self._arriving(tokens)
+        done.tokens = arriving
+        done.lengths = list(map(add, table.lengths, arriving))
+        p = self.plan.page_tokens
+        kept: Pages = []
+        for b, ids in enumerate(table.pages):
+            needed = -(-done.lengths[b] // p)
+            kept.append(ids[:needed] if arriving[b] else ids)
+        done.moves.keep(kept)
+
     def commit(self, done: Reservation) -> None:
         """The step has run and its moves are done: the tokens are there."""
         table, moves = done.table, done.moves

@@ -35,6 +35,7 @@ class Answer:
     ``finish_reason``: stop (an end-of-text token or a stop string) or length.
     ``logprobs``: one for each token, where asked for. ``prompt_rows``: where the plan
     drops hidden states of the prompt, the rows of it that each layer computed.
+    ``drafted``: tokens that were guessed and tried; ``accepted``: those that were right.
     """
 
     text: str
@@ -44,6 +45,8 @@ class Answer:
     logprobs: list[TokenLogprob] | None
     timings: Timings
     prompt_rows: list[int] | None = None
+    drafted: int = 0
+    accepted: int = 0
 
     @classmethod
     def of(cls, sequence: Sequence) -> Answer:
@@ -64,6 +67,8 @@ class Answer:
             logprobs=sequence.logprobs if wants_logprobs else None,
             timings=timings,
             prompt_rows=sequence.prompt_rows,
+            drafted=sequence.drafted,
+            accepted=sequence.accepted,
         )
 
 

@@ -14,6 +14,7 @@ whole prefix. The paper's are over one part and what repeats it, which costs les
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections.abc import Generator
 from functools import partial
@@ -23,6 +24,7 @@ import numpy as np
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.cache.kept_pairs import Floats, Places, kept_places
 from kvlathe.runtime.cache.page_table import PageTable
+from kvlathe.runtime.requests.engine_thread import EngineThread
 from kvlathe.runtime.requests.sequences import SequenceFactory
 from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.sequence import Chunk
@@ -297,3 +299,32 @@ def _share(engine: Engine, keep: float | None) -> float:
             "give a number above 0, 1 at most",
         )
     return share
+
+
+def compacted(
+    thread: EngineThread, work: Compaction, given_up: threading.Event | None
+) -> CompactionResult:
+    """Do the work in the engine's thread, a step at a time. Raises KvlatheError once it
+    was given up."""
+    steps = work.steps()
+    try:
+        while True:
+            if given_up and given_up.is_set():
+                raise KvlatheError("the compaction was given up")
+            made = thread.call(partial(_advanced, steps))
+            if made is not None:
+                return made
+    except BaseException:
+        thread.call(steps.close)
+        raise
+
+
+def _advanced(
+    steps: Generator[None, None, CompactionResult],
+) -> CompactionResult | None:
+    """One step more; what they come to, after the last."""
+    try:
+        next(steps)
+    except StopIteration as end:
+        return end.value
+    return None

@@ -23,7 +23,8 @@ class Delta:
     ``prompt_logprobs``: with a sequence's first delta, where asked for; one for each
     token of the prompt but the first. ``finish_reason``: None while the sequence goes
     on, then stop, length, cancelled, timeout (its deadline passed), moved (it goes on
-    elsewhere) or error (``error`` says which).
+    elsewhere) or error (``error`` says which). ``drafted``, ``accepted``: of the whole
+    sequence so far, tokens that were guessed, and those that were right.
     """
 
     index: int
@@ -33,6 +34,8 @@ class Delta:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
     error: Exception | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 OnDelta = Callable[[Delta], None]
@@ -76,6 +79,8 @@ class Request:
             () if told.tokens else tuple(sequence.prompt_logprobs),
             sequence.finish_reason,
             sequence.error,
+            sequence.drafted,
+            sequence.accepted,
         )
         told.characters = len(text)
         return delta

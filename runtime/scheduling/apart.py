@@ -20,9 +20,9 @@ def run_apart(
 ) -> Iterator[tuple[Chunk, C | Exception]]:
     """Each chunk and what it computed, or why it failed when it ran by itself.
 
-    ``again``: reserves a number of a chunk's tokens anew. Of a chunk that finds no
-    memory by itself only the first tokens are computed; the rest is left to later
-    steps.
+    ``again``: reserves a number of a chunk's tokens anew, none that are guessed. Of a
+    chunk that finds no memory by itself only the first tokens are computed; the rest is
+    left to later steps. One that fails with guesses is tried without.
     """
     if not chunks:
         return
@@ -32,7 +32,7 @@ def run_apart(
         return
     first, half = chunks[0], len(chunks) // 2
     starved = isinstance(computed, OutOfMemory) and first.count > 1
-    if not half and not starved:
+    if not half and not starved and not first.drafts:
         yield first, computed
         return
     # An error's traceback would hold what the failed step has in memory.

@@ -16,7 +16,7 @@ from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
 from kvlathe.runtime.sessions.protocols import Choose, Sampling
 from kvlathe.runtime.text.guide import masks_of
 from kvlathe.runtime.text.masks import Masks
-from kvlathe.runtime.text.sampler import Sampled, TokenLogprob, rows_of, sample
+from kvlathe.runtime.text.sampler import Request, Sampled, TokenLogprob, rows_of
 
 Rows = npt.NDArray[np.float32]
 Choice = tuple[int | KvlatheError | None, TokenLogprob | None]
@@ -27,12 +27,11 @@ NO_TOKEN: Choice = (None, None)
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a step gave a chunk: ``logits`` [rows wanted, vocab]; and the token that
-    follows, with its log-probability, where the sequence grows."""
+    """What a step gave a chunk: ``logits`` [rows wanted, vocab], where the host has them;
+    and the tokens that follow, where the sequence grows."""
 
     logits: Rows
-    token: int | KvlatheError | None = None
-    logprob: TokenLogprob | None = None
+    choices: Items[Choice] = ()
 
 
 @dataclass(slots=True)
@@ -42,7 +41,7 @@ class Flight:
 
     sequences: Items[Sequence]
     tokens: int
-    chunks: int
+    chunks: Items[Chunk]
     started: float
     choose: Choose | None = None
     sampling: Sampling | None = None
@@ -75,11 +74,11 @@ def masker() -> ThreadPoolExecutor:
 
 
 class Masking:
-    """The masks of sequences, made while a step computes their logits. It ends before
-    the block does, whatever happens in it."""
+    """The masks of rows, made while a step computes their logits. It ends before the
+    block does, whatever happens in it."""
 
-    def __init__(self, sequences: Items[Sequence]) -> None:
-        guides = [sequence.guide for sequence in sequences]
+    def __init__(self, requests: Items[Request]) -> None:
+        guides = [request.guide for request in requests]
         self._work: Future[Masks | None] | None = None
         if any(guides):
             self._work = masker().submit(masks_of, guides)
@@ -95,17 +94,9 @@ class Masking:
         return self._work.result() if self._work else None
 
 
-def on_host(
-    sequences: Items[Sequence], logits: Rows, masks: Masks | None = None
-) -> Sampled:
-    """The next token of each sequence from its row of ``logits`` [n, vocab]."""
-    requests = [sequence.request for sequence in sequences]
-    return sample(logits, rows_of(requests, masks))
-
-
 def chosen(sequences: Items[Sequence], sampled: Sampled) -> list[Choice]:
-    """Each sequence's token, or why it has none, and its log-probability where it is
-    reported."""
+    """The token of each row, whose sequence is given, or why it has none, and its
+    log-probability where it is reported."""
     choices: list[Choice] = []
     for row, sequence in enumerate(sequences):
         top = sequence.params.logprobs

@@ -31,15 +31,14 @@ from kvlathe.runtime.scheduling.choosing import (
     Masking,
     Rows,
     chosen,
-    divided,
     logits_of_prompt,
     needs_logits,
-    on_host,
 )
 from kvlathe.runtime.scheduling.packing import pack
 from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
 from kvlathe.runtime.scheduling.step_room import tokens_of
+from kvlathe.runtime.scheduling.verifying import Choosing
 from kvlathe.runtime.sessions.protocols import (
     FullPage,
     OnDevice,
@@ -47,7 +46,7 @@ from kvlathe.runtime.sessions.protocols import (
     StepPlan,
     TokenSampler,
 )
-from kvlathe.runtime.text.sampler import TokenLogprob
+from kvlathe.runtime.text.sampler import TokenLogprob, rows_of, sample
 
 T = TypeVar("T")
 
@@ -81,10 +80,14 @@ class Engine:
         sequences end with ``error``, the others go on.
         """
         changed = self._overdue()
+        if self.scheduler.speculation.eager:
+            changed += self._land()
         chunks = self.scheduler.schedule()
         changed += self._fork()
-        if self.sampler is None:
-            return changed + self._run(chunks)
+        guessed = any(chunk.drafts for chunk in chunks)
+        if self.sampler is None or guessed:
+            changed += self._land()
+            return list(dict.fromkeys(changed + self._run(chunks)))
         flight = None
         if any(map(needs_logits, chunks)):
             for chunk in chunks:
@@ -106,14 +109,14 @@ class Engine:
     def _run(self, chunks: Items[Chunk]) -> list[Sequence]:
         """A step whose tokens are waited for."""
         changed: list[Sequence] = []
+        tokens = sum(chunk.count - len(chunk.drafts) for chunk in chunks)
         started = time.perf_counter()
         for chunk, computed in run_apart(chunks, self._tried, self.scheduler.again):
             if isinstance(computed, Exception):
                 changed.append(self.fail(chunk.sequence, computed))
             elif self._take(chunk, computed):
                 changed.append(chunk.sequence)
-        tokens = sum(chunk.count for chunk in chunks)
-        self.scheduler.costs.ran(tokens, len(chunks), time.perf_counter() - started)
+        self.scheduler.ran(chunks, tokens, time.perf_counter() - started)
         return changed
 
     def _launch(self, chunks: Items[Chunk]) -> Flight | None:
@@ -122,7 +125,7 @@ class Engine:
         then."""
         grown = [c.sequence for c in chunks if c.sequence.grows and c.completes]
         tokens = sum(chunk.count for chunk in chunks)
-        flight = Flight(grown, tokens, len(chunks), time.perf_counter())
+        flight = Flight(grown, tokens, chunks, time.perf_counter())
         try:
             self.transact(chunks, partial(self._start, flight))
         except Exception as error:  # it is tried again in parts, which say why
@@ -171,7 +174,7 @@ class Engine:
         now = time.perf_counter()
         seconds = now - max(flight.started, self._landed)
         self._landed = now
-        self.scheduler.costs.ran(flight.tokens, flight.chunks, seconds)
+        self.scheduler.ran(flight.chunks, flight.tokens, seconds)
         return changed
 
     def _crashed(self, flight: Flight, error: Exception) -> list[Sequence]:
@@ -211,8 +214,9 @@ class Engine:
         choices: dict[Sequence, Choice] = {}
         if growing:
             logits = np.stack([logits_of_prompt(sequence) for sequence in growing])
-            with Masking(growing) as masking:
-                sampled = on_host(growing, logits, masking.result())
+            requests = [sequence.request for sequence in growing]
+            with Masking(requests) as masking:
+                sampled = sample(logits, rows_of(requests, masking.result()))
             for sequence in growing:
                 sequence.sampler.drawn += 1
             choices = dict(zip(growing, chosen(growing, sampled), strict=True))
@@ -231,7 +235,11 @@ class Engine:
             return False
         if not sequence.answered:
             self.scheduler.prompt_done(sequence, rows[-1] if len(rows) else None)
-        self._grow(sequence, computed.token, computed.logprob)
+        if chunk.drafts:
+            self.scheduler.speculation.tried(chunk)
+        for choice in computed.choices or [NO_TOKEN]:
+            if not sequence.finish_reason:
+                self._grow(sequence, *choice)
         return True
 
     def cancel(self, sequence: Sequence) -> None:
@@ -257,23 +265,13 @@ class Engine:
 
     def _compute(self, chunks: Items[Chunk]) -> list[Computed]:
         """Run the chunks as one step and choose the tokens that follow them."""
-        growing = [i for i, c in enumerate(chunks) if c.sequence.grows and c.completes]
-        sequences = [chunks[i].sequence for i in growing]
-        with Masking(sequences) as masking:
-            every = self.run(chunks)
-        logits = divided(every, chunks)
-        last = every
-        if len(growing) < len(every):  # else each row is some sequence's last
-            ends = np.cumsum([len(chunk.wanted) for chunk in chunks])
-            last = every[ends[growing] - 1]
-        sampled = on_host(sequences, last, masking.result())
-        for sequence in sequences:
-            sequence.sampler.drawn += 1
-        choices = dict(zip(growing, chosen(sequences, sampled), strict=True))
-        return [
-            Computed(of_chunk, *choices.get(i, NO_TOKEN))
-            for i, of_chunk in enumerate(logits)
-        ]
+        choosing = Choosing.of(chunks)
+        with Masking(choosing.requests) as masking:
+            call = partial(choosing.run, self.session, self.sampler, masking, self.pool)
+            computed = self.transact(chunks, call)
+        for chunk, one in zip(chunks, computed, strict=True):
+            chunk.sequence.sampler.drawn += len(one.choices)
+        return computed
 
     def run(self, chunks: Items[Chunk]) -> Rows:
         """Logits [rows wanted, vocab]. The chunks' tokens are cached afterwards; if

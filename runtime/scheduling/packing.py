@@ -48,7 +48,7 @@ def pack(
 
 def _input_ids(chunks: Items[Chunk], count: int) -> Int32:
     """The ids [T] of the chunks' tokens."""
-    fresh = (chunk.sequence.ids(chunk.count) for chunk in chunks)
+    fresh = (chunk.ids for chunk in chunks)
     return np.fromiter(chain.from_iterable(fresh), np.int32, count)
 
 

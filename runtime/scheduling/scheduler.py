@@ -30,8 +30,10 @@ from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.scheduling.admission import Admission, Costs
 from kvlathe.runtime.scheduling.fair_queue import FairQueue
-from kvlathe.runtime.scheduling.sequence import Chunk, Sequence, SharedPrompt
-from kvlathe.runtime.scheduling.step_room import StepRoom
+from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
+from kvlathe.runtime.scheduling.shared_prompts import SharedPrompts
+from kvlathe.runtime.scheduling.speculation import Speculation
+from kvlathe.runtime.scheduling.step_room import StepRoom, tokens_of
 from kvlathe.runtime.sessions.protocols import PageMover
 
 T = TypeVar("T")
@@ -64,13 +66,14 @@ class Scheduler:
         self.prompt_tokens = prompt_tokens
         self.waiting = FairQueue()
         self.running: list[Sequence] = []
+        self.speculation = Speculation()
         self.costs = Costs()
         self.room = StepRoom()
         self.admission = Admission(pool, self.costs)
         self.preemptions = 0
         self.queries = 0
         self._swapped: dict[Sequence, Swapped] = {}
-        self._computed_prompts: list[SharedPrompt] = []  # shared ones, with their pages
+        self._shared = SharedPrompts(pool)
         self._blocked = False
         self._guests = 0
         self.stalled = False
@@ -108,8 +111,9 @@ class Scheduler:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self._swapped.pop(sequence, None)
+        self.speculation.forget(sequence)
         self.pool.release(sequence.table)
-        self._leave(sequence)
+        self._shared.leave(sequence)
         self._blocked = False
 
     def remember(self, sequence: Sequence) -> None:
@@ -135,7 +139,7 @@ class Scheduler:
         if nothing is left to compute, or all wait for tokens that are being chosen."""
         self._admit()
         for sequence in self.running:
-            self._lead(sequence)
+            self._shared.lead(sequence)
         chunks: list[Chunk] = []
         try:
             self._decodes(chunks)
@@ -150,57 +154,62 @@ class Scheduler:
         return chunks
 
     def forked(self) -> list[Sequence]:
-        """Running sequences whose prompt has been computed by another. They have its
-        pages now, and the logits in ``shared_prompt`` to go on from."""
-        forked: list[Sequence] = []
-        for sequence in self.running:
-            shared = sequence.shared_prompt
-            if shared and shared.table and sequence.follows:
-                sequence.table = self.pool.fork(shared.table)
-                sequence.cached = sequence.prompt_tokens
-                forked.append(sequence)
-        for sequence in forked:
-            self._leave(sequence)
-        return forked
+        """As SharedPrompts.forked, of those that run."""
+        return self._shared.forked(self.running)
 
     def prompt_done(self, sequence: Sequence, logits: np.ndarray | None) -> None:
         """The prompt is cached: others may continue it. ``logits`` [vocab] follow it;
         they are there where the sequence leads others."""
         self.remember(sequence)
-        shared = sequence.shared_prompt
-        if sequence.leads and shared and shared.followers:
-            assert logits is not None
-            shared.table = self.pool.fork(sequence.table)
-            shared.logits = logits.copy()
-            self._computed_prompts.append(shared)
+        self._shared.done(sequence, logits)
 
     def again(self, chunk: Chunk, count: int) -> Chunk:
         """The first ``count`` tokens of a chunk after its step was rolled back, their
-        pages reserved anew."""
-        return self._chunk(chunk.sequence, count)
+        pages reserved anew; none that were guessed."""
+        return self._chunk(chunk.sequence, 1 if chunk.drafts else count)
+
+    def ran(self, chunks: Items[Chunk], tokens: int, seconds: float) -> None:
+        """A step has run; ``tokens`` without those that were guessed."""
+        self.costs.ran(tokens, len(chunks), seconds)
+        if tokens == len(chunks):
+            self.speculation.ran(chunks, seconds)
 
     def _decodes(self, chunks: list[Chunk]) -> None:
         """One token of each decoding sequence; where pages run out, the youngest
         leaves."""
         decoding = [s for s in self.running if s.decoding and not s.waits]
-        del decoding[self.room.of(self.limits.max_num_tokens) :]
+        most = self.room.of(self.limits.max_num_tokens)
+        del decoding[most:]
+        left = most - len(decoding)
+        guesses = self.speculation.guesses(decoding, self.pool, left)
         while len(chunks) < len(decoding):
             sequence = decoding[len(chunks)]
             try:
-                room = self.pool.reserve(sequence.table, 1, seal=True)
+                chunks.append(self._decode(sequence, guesses.get(sequence, ())))
             except OutOfPages:
                 if len(self.running) == 1 and not self._guests:
                     raise
                 if self.preempt() is decoding[-1]:
                     decoding.pop()
-            else:
-                chunks.append(Chunk(sequence, 1, room, FIRST))
+
+    def _decode(self, sequence: Sequence, guess: Items[int]) -> Chunk:
+        """Its newest token and, where there are pages for it, what is guessed to
+        follow."""
+        count = 1 + len(guess)
+        try:
+            room = self.pool.reserve(sequence.table, count, seal=True)
+        except OutOfPages:
+            if not guess:
+                raise
+            return self._decode(sequence, ())
+        return Chunk(sequence, count, room, range(count) if guess else FIRST, guess)
 
     def _prompts(self, chunks: list[Chunk]) -> bool:
         """Prompt chunks into what is left of the step. False if the pages ran out: the
         rest waits."""
         limit = self.room.of(self.limits.max_num_tokens)
-        room = min(limit - len(chunks), self.prompt_tokens) if chunks else limit
+        taken = tokens_of(chunks)
+        room = min(limit - taken, self.prompt_tokens) if chunks else limit
         reported = REPORTED
         for sequence in self.running:
             if sequence.decoding or sequence.follows or sequence.waits:
@@ -266,7 +275,7 @@ class Scheduler:
         """Bring its pages back from the host, or find its first pages in the prefix
         cache. Raises OutOfPages."""
         self.bring_back(sequence)
-        self._lead(sequence)
+        self._shared.lead(sequence)
         if sequence.cached or sequence.follows or sequence.reports_prompt:
             return
         if self.prefixes:
@@ -343,44 +352,12 @@ class Scheduler:
         yield
         self.costs.moved(size, time.perf_counter() - started)
 
-    def _lead(self, sequence: Sequence) -> None:
-        """Compute the prompt that it shares, if nobody does."""
-        shared = sequence.shared_prompt
-        if shared is None or not sequence.follows:
-            return
-        if shared.leader is None and shared.table is None:
-            shared.leader = sequence
-            shared.followers.discard(sequence)
-
-    def _leave(self, sequence: Sequence) -> None:
-        """It follows nobody any more, and nobody follows it unless its prompt was
-        computed."""
-        shared = sequence.shared_prompt
-        if shared is None:
-            return
-        shared.followers.discard(sequence)
-        if shared.leader is sequence and not shared.table:
-            shared.leader = None
-        if shared.table and not shared.followers:
-            self._forget(shared)
-
-    def _forget(self, shared: SharedPrompt) -> None:
-        """Give up the pages of a computed prompt; a follower computes it again."""
-        self._computed_prompts.remove(shared)
-        assert shared.table
-        self.pool.release(shared.table)
-        shared.table = None
-        shared.leader = None
-
     def _reclaim(self) -> bool:
         """Give up pages that are only kept in case they are wanted again. False if
         there are none."""
         if self.prefixes and self.prefixes.reclaim():
             return True
-        if self._computed_prompts:
-            self._forget(self._computed_prompts[0])
-            return True
-        return self._move_waiting()
+        return self._shared.reclaim() or self._move_waiting()
 
     def _move_waiting(self) -> bool:
         """Move the pages of one that waits to the host: of an adopted sequence, which

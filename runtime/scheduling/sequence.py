@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -53,6 +53,9 @@ class Sequence:
     plan one after the other; ``prompt_rows``: the rows that each layer computed, once it
     has. ``shared_prompt``: where several answers to one prompt were asked for.
 
+    ``drafted``: tokens that were guessed for it and tried; ``accepted``: of these, those that
+    are in its answer.
+
     ``arrival``: number in the queue. ``deadline``: of time.perf_counter(); the sequence
     ends then, finished or not. ``finish_reason``: stop, length, cancelled, timeout, moved
     or error; ``error`` says which. ``logprobs``: one for each token of the answer, where
@@ -76,6 +79,8 @@ class Sequence:
     shared_prompt: SharedPrompt | None = None
     arrival: int = 0
     deadline: float = math.inf
+    drafted: int = 0
+    accepted: int = 0
     finish_reason: str | None = None
     error: Exception | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -271,14 +276,42 @@ class Sequence:
 @dataclass(eq=False, slots=True)
 class Chunk:
     """The next ``count`` uncached tokens of a sequence, room for them, and which of
-    them want logits (0-based)."""
+    them want logits (0-based).
+
+    ``drafts``: the last of them are guesses at tokens that the sequence does not have yet.
+    Once the step has run, ``count`` is without those that were wrong.
+    """
 
     sequence: Sequence
     count: int
     reservation: Reservation
     wanted: Items[int] = ()
+    drafts: Items[int] = ()
 
     @property
     def completes(self) -> bool:
         """Whether the sequence's next token can be chosen after it."""
+        if self.drafts:
+            return True
         return bool(self.wanted) and self.sequence.completes(self.count)
+
+    @property
+    def ids(self) -> list[int]:
+        """Its tokens; 0 for those that are not known."""
+        known = self.sequence.ids(self.count - len(self.drafts))
+        return [*known, *self.drafts]
+
+    @property
+    def requests(self) -> list[Request]:
+        """What the choice of each token that follows it depends on: of the next one
+        and, where it has drafts, of those after them."""
+        sequence = self.sequence
+        first = sequence.request
+        requests = [first]
+        for ahead in range(1, len(self.drafts) + 1):
+            context: Items[int] = sequence.tokens
+            if sequence.params.has_penalties:
+                context = [*sequence.tokens, *self.drafts[:ahead]]
+            row = replace(first, context=context, ahead=ahead)
+            requests.append(row)
+        return requests

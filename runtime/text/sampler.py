@@ -136,12 +136,14 @@ class Sampler:
 @dataclass(frozen=True, slots=True)
 class Request:
     """One row's request. ``context``: the prompt, of ``prompt_tokens`` tokens, and the
-    answer so far. ``guide``: of an answer that has a structure."""
+    answer so far. ``guide``: of an answer that has a structure. ``ahead``: tokens before it
+    that are only guessed; its random number is that of the token it would be."""
 
     sampler: Sampler
     context: Sequence[int]
     prompt_tokens: int
     guide: Guide | None = None
+    ahead: int = 0
 
 
 def rows_of(requests: Sequence[Request], masks: Masks | None = None) -> SamplingRows:
@@ -167,9 +169,10 @@ def _draws(requests: Sequence[Request], temperature: Float32) -> Float64:
     draws = np.zeros(len(requests))
     random = np.flatnonzero(temperature)
     if len(random):
-        samplers = [requests[row].sampler for row in random.tolist()]
-        seeds = np.array([sampler.seed for sampler in samplers], np.uint64)
-        drawn = np.array([sampler.drawn for sampler in samplers], np.uint64)
+        drawing = [requests[row] for row in random.tolist()]
+        numbers = [one.sampler.drawn + one.ahead for one in drawing]
+        seeds = np.array([one.sampler.seed for one in drawing], np.uint64)
+        drawn = np.array(numbers, np.uint64)
         draws[random] = uniform(seeds, drawn)
     return draws
 

@@ -24,6 +24,7 @@ from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Sequence, SharedPrompt
 from kvlathe.runtime.text.sampler import Sampler
 from kvlathe.runtime.text.sampling_params import SamplingParams
+from tests.support.drafts import prophetic
 from tests.support.fake_session import (
     SHAPE,
     FakeSession,
@@ -150,7 +151,7 @@ def alone(kind: str, prompt: list[int], new: int) -> list[int]:
 def tables(engine: Engine) -> list[PageTable]:
     """Everything that may own pages."""
     scheduler = engine.scheduler
-    kept = [b.table for b in scheduler._computed_prompts if b.table]
+    kept = [b.table for b in scheduler._shared.computed if b.table]
     blocks = scheduler.prefixes._blocks.values() if scheduler.prefixes else ()
     return (
         [s.table for s in scheduler.running]
@@ -222,10 +223,10 @@ def progress(everyone: list[Sequence]) -> list[object]:
 
 
 def play(
-    seed: int, kind: str, memory: int = 1 << 30
+    seed: int, kind: str, memory: int = 1 << 30, error: float | None = None
 ) -> tuple[Engine, list[Sequence], Counter[str]]:
     """One random schedule, checked after every step. ``memory``: tokens of the largest
-    step that finds memory."""
+    step that finds memory. ``error``: tokens are guessed, and so many wrong."""
     random, sharable = np.random.default_rng(seed), plan_of(kind).sharable
     engine = engine_for(
         kind,
@@ -242,6 +243,8 @@ def play(
     if random.random() < 0.5:
         ends = random.integers(0, BROKEN, 8)
         engine.stop_ids = frozenset(ends.tolist())
+    if error is not None:
+        scheduler.speculation = prophetic(seed, error, engine.stop_ids)
     scheduler.costs.token.add(
         float(random.choice([1e-9, 1.0]))
     )  # computing again is free, or dear

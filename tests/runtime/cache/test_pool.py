@@ -161,6 +161,30 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.commit(reservation)
             sequence.values = sequence.values + values
 
+    @rule(sequence=sequences, share=st.floats(0, 1), right=st.floats(0, 1))
+    def guess(self, sequence: Sequence, share: float, right: float) -> None:
+        """Tokens are written up to the end of a page at most, and some of them turn out
+        to be wrong: no page is sealed but by tokens that count."""
+        end = self.pool.to_page_end(sequence.table)
+        count = 2 + int(share * (end - 2))
+        if count > end:
+            return
+        try:
+            reservation = self.pool.reserve(sequence.table, count, seal=True)
+        except OutOfPages:
+            return
+        moves = reservation.moves
+        assert moves is not None
+        unsealed = dataclasses.replace(moves, seals=[])
+        values = self.fill(sequence, dataclasses.replace(reservation, moves=unsealed))
+        kept = 1 + int(right * (count - 1))
+        if kept < count:
+            self.pool.shorten(reservation, kept)
+            assert not (moves.seals or moves.rankings)
+        self.host.seal(moves.seals)
+        self.pool.commit(reservation)
+        sequence.values = sequence.values + values[:kept]
+
     @rule(target=sequences, sequence=sequences)
     def fork(self, sequence: Sequence) -> Sequence:
         self.live.append(

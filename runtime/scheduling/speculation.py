@@ -1,0 +1,153 @@
+"""Speculation: tokens are guessed, and one step computes a row for each guess
+(speculative decoding, Leviathan et al. 2023, arXiv 2211.17192).
+
+A guess stays only if the model chooses the same token with the same random number. So
+answers are what they are without guesses. How many rows are worth their time follows
+from how often such guesses were right, and from what rows have cost so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Items
+from itertools import accumulate
+from operator import mul
+from typing import Protocol
+
+from kvlathe.runtime.cache.pool import PagePool
+from kvlathe.runtime.scheduling.row_costs import RowCosts
+from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
+
+MOST_DRAFTS = 8
+"""Tokens that are guessed at once for a sequence, unless asked otherwise."""
+GAIN = 1.02
+"""By how much guessing must be expected to be faster."""
+PATIENCE = 16
+"""Looks in a row that found nothing worth a row, after which most are left out."""
+REST = 8
+"""Steps from one look to the next then."""
+
+
+class Drafter(Protocol):
+    """Guesses tokens. Its answers are about the sequences as they are now."""
+
+    def chances(self, sequence: Sequence, most: int) -> Items[float]:
+        """Of each token, at most ``most``, that may follow its newest: how likely the
+        guess is right where those before it are."""
+        ...
+
+    def draft(self, counts: Mapping[Sequence, int]) -> list[list[int]]:
+        """So many tokens, or fewer, that may follow each sequence's newest."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended."""
+        ...
+
+
+class Speculation:
+    """Decides which tokens of which sequences are guessed; without a ``drafter`` none.
+    ``most``: of one sequence in one step. ``stop_ids``: tokens that end answers, which
+    are never guessed.
+
+    ``drafts``: sequences and steps in which it guessed; ``drafted``: tokens; ``accepted``: those that were
+    right. ``eager``: whether the next step had better wait for the tokens of the last.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter | None = None,
+        most: int = MOST_DRAFTS,
+        stop_ids: Iterable[int] = (),
+    ) -> None:
+        self.drafter, self.most = drafter, most
+        self.costs = RowCosts()
+        self.drafts = self.drafted = self.accepted = 0
+        self.eager = False
+        self._stop_ids = frozenset(stop_ids)
+        self._idle = 0
+
+    def guesses(
+        self, decoding: Items[Sequence], pool: PagePool, room: int
+    ) -> dict[Sequence, list[int]]:
+        """Tokens that may follow the newest of some sequences, at most ``room`` of all
+        together; none past the end of a page, so that a page is only sealed full of
+        tokens that count."""
+        self.eager = False
+        if self.drafter is None or self._rests():
+            return {}
+        chances: dict[Sequence, list[float]] = {}
+        for sequence in decoding:
+            most = min(self._most(sequence, pool), room)
+            if most > 0 and sequence.guide is None:
+                each = self.drafter.chances(sequence, most)
+                chances[sequence] = list(accumulate(each, mul))
+        counts = self._worth(chances, len(decoding), room)
+        if counts:
+            self._idle = 0
+        self.eager = bool(counts) and any(s.pending for s in decoding)
+        if not counts or self.eager:
+            return {}
+        drafted = self.drafter.draft(counts)
+        pairs = zip(counts, drafted, strict=True)
+        return {sequence: self._cut(sequence, tokens) for sequence, tokens in pairs}
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended."""
+        if self.drafter is not None:
+            self.drafter.forget(sequence)
+
+    def _rests(self) -> bool:
+        """Whether this step is one of those that are left out."""
+        self._idle += 1
+        return self._idle > PATIENCE and self._idle % REST != 0
+
+    def _most(self, sequence: Sequence, pool: PagePool) -> int:
+        """Rows behind its newest token's that the page and the answer have room for."""
+        page = pool.to_page_end(sequence.table)
+        left = sequence.most_tokens - sequence.length
+        return min(self.most, page - 1, left - 1)
+
+    def _worth(
+        self, chances: Mapping[Sequence, Items[float]], sequences: int, room: int
+    ) -> dict[Sequence, int]:
+        """How many guesses of which sequences make the most tokens a second.
+
+        ``chances``: of each guess, that it and those before it are right.
+        """
+        likely = [(chance, one) for one, each in chances.items() for chance in each]
+        likely.sort(key=lambda pair: pair[0], reverse=True)
+        best = GAIN / self.costs.times(0, sequences)
+        tokens, taken = 1.0, 0
+        for rows, (chance, _) in enumerate(likely[:room], 1):
+            tokens += chance / sequences
+            rate = tokens / self.costs.times(rows, sequences)
+            if rate > best:
+                best, taken = rate, rows
+        counts: dict[Sequence, int] = {}
+        for _, sequence in likely[:taken]:
+            counts[sequence] = counts.get(sequence, 0) + 1
+        return counts
+
+    def _cut(self, sequence: Sequence, tokens: list[int]) -> list[int]:
+        """The guess up to what would end the answer."""
+        ends = self._stop_ids.union(sequence.params.stop_ids)
+        for place, token in enumerate(tokens):
+            if token in ends:
+                return tokens[:place]
+        return tokens
+
+    def tried(self, chunk: Chunk) -> None:
+        """The guesses of a chunk were verified."""
+        sequence, right = chunk.sequence, chunk.count - 1
+        self.drafts += 1
+        self.drafted += len(chunk.drafts)
+        self.accepted += right
+        sequence.drafted += len(chunk.drafts)
+        sequence.accepted += right
+
+    def ran(self, chunks: Items[Chunk], seconds: float) -> None:
+        """A step of decodes alone has run."""
+        if self.drafter is not None:
+            rows = sum(len(chunk.drafts) for chunk in chunks)
+            self.costs.ran(rows, len(chunks), seconds)

@@ -1,0 +1,164 @@
+"""Laws of speculation: guesses, right or wrong, change no answer and no page, and rows are
+spent only where that is expected to be faster."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvlathe.runtime.scheduling.row_costs import STALE, RowCosts
+from kvlathe.runtime.scheduling.sequence import Sequence
+from kvlathe.runtime.scheduling.speculation import PATIENCE, Speculation
+from tests.support.drafts import FreeRows, Prophet, prophetic
+from tests.support.fake_session import SamplesThere, solo
+from tests.support.schedule_cases import KINDS, engine_for, play, sequence_for
+
+
+def test_random_schedules_answer_as_without_guesses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """play() checks pages and answers after every step. Every second engine samples on
+    its device."""
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock) * 1e-5)
+    drafted = accepted = 0
+    for seed in range(2 * len(KINDS)):
+        kind, error = KINDS[seed // 2], (0.1, 0.6)[seed // 2 % 2]
+        engine, everyone, _ = play(seed, kind, error=error)
+        made = engine.scheduler.speculation
+        drafted += made.drafted
+        accepted += made.accepted
+        assert made.drafted == sum(one.drafted for one in everyone)
+        assert made.accepted == sum(one.accepted for one in everyone)
+        assert isinstance(made.drafter, Prophet)
+        assert not made.drafter.known, "the drafter still knows who has ended"
+    assert drafted > 1000
+    assert 0.2 < accepted / drafted < 0.8
+
+
+def test_guesses_that_break_a_step_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that find no memory, too."""
+    clock = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock) * 1e-5)
+    for seed, kind in enumerate(KINDS[2:]):
+        play(seed, kind, memory=9, error=0.3)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_guesses_take_fewer_steps(kind: str, on_device: bool) -> None:
+    """A page is filled in as many steps as guesses of six and the page's end make."""
+    engine = engine_for(kind, 400)
+    if on_device:
+        engine.sampler = SamplesThere(engine.session)
+    made = engine.scheduler.speculation = prophetic(1, 0, frozenset())
+    drafter = cast(Prophet, made.drafter)
+    drafter.chances = lambda sequence, most: [0.9] * most
+    sequence = sequence_for(engine, [1, 2, 3], 60)
+    engine.scheduler.add(sequence)
+    steps = 0
+    while not sequence.finish_reason:
+        engine.step()
+        steps += 1
+    assert sequence.answer == solo([1, 2, 3], 60)
+    assert made.accepted == made.drafted > 40
+    assert steps < 16
+
+
+def test_a_guess_never_passes_what_ends_an_answer() -> None:
+    engine = engine_for("sealed", 400)
+    answer = solo([5, 6], 40)
+    engine.stop_ids = frozenset([answer[30]])
+    engine.scheduler.speculation = prophetic(1, 0, engine.stop_ids)
+    sequence = sequence_for(engine, [5, 6], 40)
+    engine.scheduler.add(sequence)
+    while not sequence.finish_reason:
+        engine.step()
+        cached = sequence.cached
+        assert sequence.finish_reason or cached == len(sequence.tokens) - 1
+    assert sequence.answer == answer[: answer.index(answer[30]) + 1]
+    assert sequence.finish_reason == "stop"
+
+
+# -- how many guesses ------------------------------------------------------------------
+class Line(RowCosts):
+    """A step takes so much longer with any rows, and with each."""
+
+    def __init__(self, first: float, each: float) -> None:
+        self.first, self.each = first, each
+
+    def times(self, rows: int, sequences: int) -> float:
+        return 1 + (self.first + rows * self.each if rows else 0)
+
+
+CHANCES = st.lists(st.lists(st.floats(0, 1), max_size=3), min_size=1, max_size=3)
+
+
+@given(chances=CHANCES, first=st.floats(0, 1), each=st.floats(0.01, 0.5))
+def test_as_many_rows_as_make_the_most_tokens_a_second(
+    chances: list[list[float]], first: float, each: float
+) -> None:
+    made = Speculation(Prophet(1, 0))
+    made.costs = Line(first, each)
+    likely = [np.cumprod(one).tolist() for one in chances]
+    names = cast(list[Sequence], [f"sequence {i}" for i in range(len(chances))])
+    counts = made._worth(dict(zip(names, likely, strict=True)), len(names), 99)
+
+    def rate(taken: tuple[int, ...]) -> float:
+        tokens = sum(sum(one[:n]) for one, n in zip(likely, taken, strict=True))
+        return (1 + tokens / len(names)) / made.costs.times(sum(taken), len(names))
+
+    every = itertools.product(*(range(len(one) + 1) for one in chances))
+    best = max(rate(taken) for taken in every)
+    taken = tuple(counts.get(name, 0) for name in names)
+    assert rate(taken) >= best / 1.0201
+    assert sum(taken) == 0 or rate(taken) > 1.0199
+
+
+@settings(max_examples=20)
+@given(
+    first=st.floats(0, 1),
+    each=st.floats(0.02, 0.3),
+    rows=st.permutations([*range(1, 9)] * 6),
+)
+def test_costs_are_learnt_from_steps(
+    first: float, each: float, rows: list[int]
+) -> None:
+    costs = RowCosts()
+    assert costs.times(3, 1) == np.inf, "nothing is known"
+    for count in rows:
+        costs.ran(0, 1, 0.01)
+        costs.ran(count, 1, 0.01 * (1 + first + each * count))
+    for count in (1, 8):
+        assert costs.times(count, 1) == pytest.approx(
+            1 + first + each * count, rel=0.15
+        )
+    assert costs.times(0, 1) == 1
+    for _ in range(STALE + 1):
+        costs.ran(1, 1, 0.01)
+    assert costs.times(1, 1) == np.inf, "what a step takes without is to be seen again"
+
+
+def test_guesses_that_do_not_pay_are_looked_for_less_and_less() -> None:
+    made = Speculation(Prophet(1, 0))
+    made.costs = Line(9, 9)
+    engine = engine_for("one", 400)
+    sequence = sequence_for(engine, [1, 2], 30)
+    looks: list[int] = []
+    drafter = cast(Prophet, made.drafter)
+    drafter.chances = lambda sequence, most: looks.append(most) or [0.5]
+    for _ in range(PATIENCE + 80):
+        assert not made.guesses([sequence], engine.pool, 8)
+    assert len(looks) == PATIENCE + 10
+    made.costs = FreeRows()
+    for _ in range(9):
+        if made.guesses([sequence], engine.pool, 8):
+            break
+    else:
+        raise AssertionError("it never looks again")

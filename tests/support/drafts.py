@@ -1,0 +1,55 @@
+"""Drafters and costs for tests of speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+
+import numpy as np
+
+from kvlathe.runtime.scheduling.row_costs import RowCosts
+from kvlathe.runtime.scheduling.sequence import Sequence
+from kvlathe.runtime.scheduling.speculation import Speculation
+from tests.support.fake_session import VOCABULARY, following
+
+
+class FreeRows(RowCosts):
+    """More rows cost nothing: whatever is guessed is tried."""
+
+    def times(self, rows: int, sequences: int) -> float:
+        return 1.0
+
+
+class Prophet:
+    """Knows what FakeSession will say, and says something else with the probability
+    ``error``: any token of the vocabulary."""
+
+    def __init__(self, seed: int, error: float) -> None:
+        self.random, self.error = np.random.default_rng(seed), error
+        self.known: set[Sequence] = set()
+
+    def chances(self, sequence: Sequence, most: int) -> Items[float]:
+        self.known.add(sequence)
+        return [0.9] * int(self.random.integers(0, most + 1))
+
+    def draft(self, counts: Mapping[Sequence, int]) -> list[list[int]]:
+        return [self.guess(sequence.tokens, n) for sequence, n in counts.items()]
+
+    def guess(self, tokens: list[int], count: int) -> list[int]:
+        text = list(tokens)
+        for _ in range(count):
+            token = following(text)
+            if self.random.random() < self.error:
+                token = int(self.random.integers(VOCABULARY))
+            text.append(token)
+        return text[len(tokens) :]
+
+    def forget(self, sequence: Sequence) -> None:
+        self.known.discard(sequence)
+
+
+def prophetic(seed: int, error: float, ends: frozenset[int]) -> Speculation:
+    """Speculation that tries all that a Prophet says."""
+    made = Speculation(Prophet(seed, error), 6, ends)
+    made.costs = FreeRows()
+    return made
