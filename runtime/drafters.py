@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+from kvlathe.base import devices
 from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.engine_folder import open_engine
+from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.rank_plan import RankPlan
+from kvlathe.runtime.cache.pool import PagePool
+from kvlathe.runtime.drafting.draft_model import DraftModel
 from kvlathe.runtime.drafting.lookup import PromptLookup
+from kvlathe.runtime.loading import Wanted, load_session
+from kvlathe.runtime.scheduling.engine import Engine
+from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.speculation import Drafter
+from kvlathe.runtime.sessions.protocols import TokenSampler
+from kvlathe.runtime.text.tokenizer import Tokenizer
 
 NGRAM = "ngram"
 """Prompt look-up, as vLLM calls it."""
+
+THREADS = 1
+"""Of a draft engine. Those of two engines would wait for work beside each other, and take
+the other's time."""
 
 
 def check_speculation(plan: CompressionPlan) -> None:
@@ -29,8 +44,40 @@ def check_speculation(plan: CompressionPlan) -> None:
     raise KvlatheError("this engine cannot speculate", fact, remedy)
 
 
-def drafter(name: str | Path, plan: CompressionPlan) -> Drafter:
-    """Of an engine of ``plan``. Raises KvlatheError for a name that is none."""
+def drafter(name: str | Path, engine: Engine, tokenizer: Tokenizer) -> Drafter:
+    """Of an engine. Raises KvlatheError where it cannot be."""
+    check_speculation(engine.pool.plan)
     if name == NGRAM:
         return PromptLookup()
-    raise KvlatheError(f"{name} guesses no tokens", "it is not known", f"give {NGRAM}")
+    if isinstance(engine.session, TokenSampler):
+        raise KvlatheError(
+            f"{name} cannot guess for this engine",
+            "draft engines run on the CPU alone, and it runs on a GPU",
+            f"use {NGRAM}",
+        )
+    return DraftModel(
+        draft_engine(Path(name), tokenizer, engine.scheduler.limits.max_batch_size)
+    )
+
+
+def draft_engine(folder: Path, tokenizer: Tokenizer, sequences: int) -> Engine:
+    """An engine that guesses for one with ``tokenizer``, for up to ``sequences`` at once.
+    Raises KvlatheError where its tokens are others."""
+    opened = open_engine(folder, deep=True)
+    check_speculation(opened.plan)
+    if Tokenizer(folder).backend.get_vocab() != tokenizer.backend.get_vocab():
+        raise KvlatheError(
+            f"{folder} cannot guess for this engine",
+            "it has another vocabulary",
+            "build a smaller model of the same family",
+        )
+    layout = CacheLayout(opened.plan)
+    limits = opened.manifest.limits
+    count = min(sequences, limits.max_batch_size)
+    size = (count + 1) * layout.bytes_for(limits.max_seq_len)
+    wanted = Wanted("cpu", 1, devices.GPU_MEMORY_UTILIZATION, size, THREADS)
+    found = load_session(opened, opened.manifest, wanted)
+    pool = PagePool(layout, found.cache_bytes)
+    limits = dataclasses.replace(limits, max_batch_size=count)
+    scheduler = Scheduler(pool, found.session, limits)
+    return Engine(found.session, pool, scheduler, ())

@@ -41,7 +41,7 @@ from kvlathe.runtime.cache.cold import ColdPages, ZstdPages
 from kvlathe.runtime.cache.parcel import Origin
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.cache.prefix import PrefixCache
-from kvlathe.runtime.drafters import check_speculation, drafter
+from kvlathe.runtime.drafters import drafter
 from kvlathe.runtime.loading import Wanted, load_session
 from kvlathe.runtime.requests.answer import Answer
 from kvlathe.runtime.requests.compaction import Compaction, CompactionResult, compacted
@@ -188,8 +188,7 @@ class LLM(ClosesAtExit):
         To be called before the first request. Raises KvlatheError where it cannot be.
         """
         check_counts(num_speculative_tokens=num_speculative_tokens)
-        check_speculation(self.plan)
-        guessing = drafter(speculative, self.plan)
+        guessing = drafter(speculative, self.engine, self.tokenizer)
         scheduler, ends = self.engine.scheduler, self.engine.stop_ids
         scheduler.speculation = Speculation(guessing, num_speculative_tokens, ends)
 

@@ -8,6 +8,8 @@ from how often such guesses were right, and from what rows have cost so far.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from itertools import accumulate
@@ -18,6 +20,7 @@ from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.scheduling.row_costs import RowCosts
 from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
 
+log = logging.getLogger("kvlathe")
 MOST_DRAFTS = 8
 """Tokens that are guessed at once for a sequence, unless asked otherwise."""
 GAIN = 1.02
@@ -66,21 +69,37 @@ class Speculation:
         self.eager = False
         self._stop_ids = frozenset(stop_ids)
         self._idle = 0
+        self._drafting = 0.0  # seconds that the guesses of this step took
 
     def guesses(
         self, decoding: Items[Sequence], pool: PagePool, room: int
     ) -> dict[Sequence, list[int]]:
         """Tokens that may follow the newest of some sequences, at most ``room`` of all
-        together; none past the end of a page, so that a page is only sealed full of
-        tokens that count."""
+        together. A drafter that fails is not asked again."""
         self.eager = False
         if self.drafter is None or self._rests():
             return {}
+        try:
+            return self._guesses(self.drafter, decoding, pool, room)
+        except Exception:
+            log.exception("guessing tokens has failed; from now on none are guessed")
+            self.drafter = None
+            return {}
+
+    def _guesses(
+        self,
+        drafter: Drafter,
+        decoding: Items[Sequence],
+        pool: PagePool,
+        room: int,
+    ) -> dict[Sequence, list[int]]:
+        """None past the end of a page, so that a page is only sealed full of tokens that
+        count."""
         chances: dict[Sequence, list[float]] = {}
         for sequence in decoding:
             most = min(self._most(sequence, pool), room)
             if most > 0 and sequence.guide is None:
-                each = self.drafter.chances(sequence, most)
+                each = drafter.chances(sequence, most)
                 chances[sequence] = list(accumulate(each, mul))
         counts = self._worth(chances, len(decoding), room)
         if counts:
@@ -88,7 +107,9 @@ class Speculation:
         self.eager = bool(counts) and any(s.pending for s in decoding)
         if not counts or self.eager:
             return {}
-        drafted = self.drafter.draft(counts)
+        started = time.perf_counter()
+        drafted = drafter.draft(counts)
+        self._drafting = time.perf_counter() - started
         pairs = zip(counts, drafted, strict=True)
         return {sequence: self._cut(sequence, tokens) for sequence, tokens in pairs}
 
@@ -150,4 +171,7 @@ class Speculation:
         """A step of decodes alone has run."""
         if self.drafter is not None:
             rows = sum(len(chunk.drafts) for chunk in chunks)
+            if rows:
+                seconds += self._drafting
             self.costs.ran(rows, len(chunks), seconds)
+            self._drafting = 0.0

@@ -44,6 +44,7 @@ from tests.support.device_engines import (
     on_cpu,
     on_host,
 )
+from tests.support.drafts import FreeRows
 from tests.support.host_device import HostDevice, HostLibrary
 from tests.support.runtime_cases import LIMITS, forced, text
 from tests.support.session_laws import (
@@ -165,6 +166,29 @@ def test_steps_of_torch_follow_each_other_on_the_device(
         step = dataclasses.replace(step, input_ids=unknown, after=unknown)
         flights.append(session.start(step)(greedy))
     assert [flight.result().token(0) for flight in flights] == tokens[1:]
+
+
+def test_guesses_are_verified_where_the_logits_are(
+    native: Native, engine: tuple[Path, CompressionPlan]
+) -> None:
+    """Steps run ahead of their tokens, but for those with guesses; two answers in turn
+    with one whose prompt has just come."""
+    llm = in_torch(native, engine)
+    params = [
+        SamplingParams(max_new_tokens=24, ignore_eos=True, logprobs=1),
+        SamplingParams(max_new_tokens=20, temperature=0.5, top_k=9, seed=4),
+        SamplingParams(max_new_tokens=9, ignore_eos=True, repetition_penalty=1.1),
+    ]
+    again = [*text(40), *text(30, 400), *text(40)]
+    prompts = [again, again[5:], list(text(150, 700))]
+    plain = llm.generate(prompts, params)
+    llm.speculate("ngram", 4)
+    made = llm.engine.scheduler.speculation
+    made.costs = FreeRows()
+    guessed = llm.generate(prompts, params)
+    assert [one.token_ids for one in guessed] == [one.token_ids for one in plain]
+    assert made.accepted > 8
+    assert llm.pool.bytes_in_use == 0
 
 
 def test_torch_is_told_what_the_sequences_of_a_step_bring(

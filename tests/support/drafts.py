@@ -9,7 +9,7 @@ import numpy as np
 
 from kvlathe.runtime.scheduling.row_costs import RowCosts
 from kvlathe.runtime.scheduling.sequence import Sequence
-from kvlathe.runtime.scheduling.speculation import Speculation
+from kvlathe.runtime.scheduling.speculation import Drafter, Speculation
 from tests.support.fake_session import VOCABULARY, following
 
 
@@ -48,8 +48,8 @@ class Prophet:
         self.known.discard(sequence)
 
 
-def prophetic(seed: int, error: float, ends: frozenset[int]) -> Speculation:
-    """Speculation that tries all that a Prophet says."""
-    made = Speculation(Prophet(seed, error), 6, ends)
+def trying(drafter: Drafter, ends: frozenset[int] = frozenset()) -> Speculation:
+    """Speculation that tries all that a drafter says."""
+    made = Speculation(drafter, 6, ends)
     made.costs = FreeRows()
     return made

@@ -22,9 +22,10 @@ from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.prompt_stages import PromptStages
 from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Sequence, SharedPrompt
+from kvlathe.runtime.scheduling.speculation import Drafter
 from kvlathe.runtime.text.sampler import Sampler
 from kvlathe.runtime.text.sampling_params import SamplingParams
-from tests.support.drafts import prophetic
+from tests.support.drafts import trying
 from tests.support.fake_session import (
     SHAPE,
     FakeSession,
@@ -223,10 +224,10 @@ def progress(everyone: list[Sequence]) -> list[object]:
 
 
 def play(
-    seed: int, kind: str, memory: int = 1 << 30, error: float | None = None
+    seed: int, kind: str, memory: int = 1 << 30, drafter: Drafter | None = None
 ) -> tuple[Engine, list[Sequence], Counter[str]]:
     """One random schedule, checked after every step. ``memory``: tokens of the largest
-    step that finds memory. ``error``: tokens are guessed, and so many wrong."""
+    step that finds memory. ``drafter``: guesses tokens, and all are tried."""
     random, sharable = np.random.default_rng(seed), plan_of(kind).sharable
     engine = engine_for(
         kind,
@@ -243,8 +244,8 @@ def play(
     if random.random() < 0.5:
         ends = random.integers(0, BROKEN, 8)
         engine.stop_ids = frozenset(ends.tolist())
-    if error is not None:
-        scheduler.speculation = prophetic(seed, error, engine.stop_ids)
+    if drafter is not None:
+        scheduler.speculation = trying(drafter, engine.stop_ids)
     scheduler.costs.token.add(
         float(random.choice([1e-9, 1.0]))
     )  # computing again is free, or dear

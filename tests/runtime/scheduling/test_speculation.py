@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvlathe.runtime.scheduling.row_costs import STALE, RowCosts
 from kvlathe.runtime.scheduling.sequence import Sequence
 from kvlathe.runtime.scheduling.speculation import PATIENCE, Speculation
-from tests.support.drafts import FreeRows, Prophet, prophetic
+from tests.support.drafts import FreeRows, Prophet, trying
 from tests.support.fake_session import SamplesThere, solo
 from tests.support.schedule_cases import KINDS, engine_for, play, sequence_for
 
@@ -30,7 +30,7 @@ def test_random_schedules_answer_as_without_guesses(
     drafted = accepted = 0
     for seed in range(2 * len(KINDS)):
         kind, error = KINDS[seed // 2], (0.1, 0.6)[seed // 2 % 2]
-        engine, everyone, _ = play(seed, kind, error=error)
+        engine, everyone, _ = play(seed, kind, drafter=Prophet(seed, error))
         made = engine.scheduler.speculation
         drafted += made.drafted
         accepted += made.accepted
@@ -47,7 +47,7 @@ def test_guesses_that_break_a_step_are_dropped(monkeypatch: pytest.MonkeyPatch) 
     clock = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock) * 1e-5)
     for seed, kind in enumerate(KINDS[2:]):
-        play(seed, kind, memory=9, error=0.3)
+        play(seed, kind, memory=9, drafter=Prophet(seed, 0.3))
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -57,7 +57,7 @@ def test_right_guesses_take_fewer_steps(kind: str, on_device: bool) -> None:
     engine = engine_for(kind, 400)
     if on_device:
         engine.sampler = SamplesThere(engine.session)
-    made = engine.scheduler.speculation = prophetic(1, 0, frozenset())
+    made = engine.scheduler.speculation = trying(Prophet(1, 0))
     drafter = cast(Prophet, made.drafter)
     drafter.chances = lambda sequence, most: [0.9] * most
     sequence = sequence_for(engine, [1, 2, 3], 60)
@@ -75,7 +75,7 @@ def test_a_guess_never_passes_what_ends_an_answer() -> None:
     engine = engine_for("sealed", 400)
     answer = solo([5, 6], 40)
     engine.stop_ids = frozenset([answer[30]])
-    engine.scheduler.speculation = prophetic(1, 0, engine.stop_ids)
+    engine.scheduler.speculation = trying(Prophet(1, 0), engine.stop_ids)
     sequence = sequence_for(engine, [5, 6], 40)
     engine.scheduler.add(sequence)
     while not sequence.finish_reason:
@@ -84,6 +84,19 @@ def test_a_guess_never_passes_what_ends_an_answer() -> None:
         assert sequence.finish_reason or cached == len(sequence.tokens) - 1
     assert sequence.answer == answer[: answer.index(answer[30]) + 1]
     assert sequence.finish_reason == "stop"
+
+
+def test_a_drafter_that_fails_is_not_asked_again(logged: list[str]) -> None:
+    engine = engine_for("one", 400)
+    made = engine.scheduler.speculation = trying(Prophet(1, 0))
+    cast(Prophet, made.drafter).draft = lambda counts: []
+    sequence = sequence_for(engine, [1, 2, 3], 20)
+    engine.scheduler.add(sequence)
+    while not sequence.finish_reason:
+        engine.step()
+    assert sequence.answer == solo([1, 2, 3], 20)
+    assert made.drafter is None
+    assert any("guessing tokens has failed" in line for line in logged)
 
 
 # -- how many guesses ------------------------------------------------------------------

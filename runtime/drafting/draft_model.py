@@ -1,0 +1,194 @@
+"""Draft model: a smaller engine with the same vocabulary guesses token after token
+(speculative decoding, Leviathan et al. 2023, arXiv 2211.17192).
+
+It draws each token as the large model will, with the same parameters and the same
+random number. So both choose the same token wherever they nearly agree.
+
+Its cache follows the sequences: what is known of them is cached and sealed there as in
+any decode. Guesses are appended to a fork of the pages, which is given up afterwards. So
+nothing stays of them, and no page is ever sealed with one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+from kvlathe.base.memory import OutOfMemory
+from kvlathe.runtime.cache.arena import OutOfPages
+from kvlathe.runtime.drafting.rates import EVERYBODY, OWN, Rates, judge
+from kvlathe.runtime.scheduling.choosing import Rows
+from kvlathe.runtime.scheduling.engine import Engine
+from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
+from kvlathe.runtime.text.sampler import NO_TOKEN, Request, rows_of, sample
+
+AT_FIRST = [0.7] * 16
+"""Share of right guesses by their place, before there is evidence."""
+LAG = 16
+"""Tokens, at most, that are cached by the step that guesses the next one."""
+RETRY = 16
+"""Looks at a sequence that brought no guess, after which one is tried again."""
+
+
+@dataclass(eq=False, slots=True)
+class Copy:
+    """What the draft engine has of a sequence: ``known`` are its tokens there. ``guess``: the
+    last one, of the tokens that followed ``seen``. ``rests``: looks since."""
+
+    known: Sequence
+    rates: Rates
+    guess: list[int] = field(default_factory=list[int])
+    seen: int = 0
+    rests: int = 0
+
+
+class DraftModel:
+    """The Drafter that has an ``engine`` of its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self._pool = engine, engine.pool
+        self._limits = engine.scheduler.limits
+        most = self._limits.max_num_tokens // (LAG + 1)
+        self._together = min(self._limits.max_batch_size, max(1, most))
+        self._rates = Rates(AT_FIRST, EVERYBODY)
+        self._copies: dict[Sequence, Copy] = {}
+
+    def chances(self, sequence: Sequence, most: int) -> Items[float]:
+        """As Drafter.chances."""
+        most = min(most, self._limits.max_seq_len - len(sequence.tokens))
+        if most < 1 or sequence.pending:
+            return ()
+        copy = self._copy(sequence)
+        came = sequence.tokens[copy.seen :]
+        judge(copy.guess, came, 0, (copy.rates, self._rates))
+        copy.guess = []
+        copy.rests += 1
+        if copy.rests % RETRY == 0:
+            return (1.0,)
+        return [copy.rates.of(place) for place in range(most)]
+
+    def draft(self, counts: Mapping[Sequence, int]) -> list[list[int]]:
+        """As Drafter.draft: all sequences together, a token of each in a step. Of one
+        whose prompt is not cached here, a step of the prompt is computed instead."""
+        guesses: dict[Sequence, list[int]] = {one: [] for one in counts}
+        going = [one for one in counts if self._is_ready(one)][: self._together]
+        forks: dict[Sequence, Sequence] = {}
+        try:
+            while going:
+                going = self._token_each(going, forks, guesses)
+                going = [one for one in going if len(guesses[one]) < counts[one]]
+        except (OutOfPages, OutOfMemory):
+            pass  # what was guessed so far is a guess
+        finally:
+            for fork in forks.values():
+                self._pool.release(fork.table)
+        for sequence, guess in guesses.items():
+            copy = self._copies[sequence]
+            copy.guess, copy.seen = guess, len(sequence.tokens)
+            copy.rests = 0 if guess else copy.rests
+        return list(guesses.values())
+
+    def forget(self, sequence: Sequence) -> None:
+        """As Drafter.forget."""
+        copy = self._copies.pop(sequence, None)
+        if copy is not None:
+            self._pool.release(copy.known.table)
+
+    def _copy(self, sequence: Sequence) -> Copy:
+        copy = self._copies.get(sequence)
+        if copy is None:
+            known = self._open(sequence, [])
+            copy = self._copies[sequence] = Copy(known, self._rates.copy(OWN))
+        return copy
+
+    def _open(self, sequence: Sequence, tokens: list[int]) -> Sequence:
+        """A sequence of the draft engine, without pages."""
+        grid = self._pool.plan.prefill_chunk
+        prompt, table = sequence.prompt_tokens, self._pool.open()
+        return Sequence(tokens, prompt, table, grid, sequence.sampler)
+
+    def _is_ready(self, sequence: Sequence) -> bool:
+        """Cache a step's worth of what is not cached, but for the newest token; whether
+        little else is left."""
+        known = self._copies[sequence].known
+        known.tokens += sequence.tokens[len(known.tokens) :]
+        left = len(known.tokens) - 1 - known.cached
+        if left <= 0 or (left <= LAG and known.cached):
+            return True
+        count = min(left, known.next_tokens(self._limits.max_num_tokens))
+        try:
+            seal = known.seals_after(count)
+            room = self._pool.reserve(known.table, count, seal)
+            self._engine.run([Chunk(known, count, room)])
+        except (OutOfPages, OutOfMemory):
+            return False
+        return known.cached == len(known.tokens) - 1
+
+    def _token_each(
+        self,
+        going: Items[Sequence],
+        forks: dict[Sequence, Sequence],
+        guesses: Mapping[Sequence, list[int]],
+    ) -> list[Sequence]:
+        """Guess the next token of each; those that can go on."""
+        chunks: list[Chunk] = []
+        try:
+            for sequence in going:
+                guess = guesses[sequence]
+                chunks.append(self._chunk(sequence, forks, guess))
+        except OutOfPages:
+            for chunk in chunks:
+                self._pool.rollback(chunk.reservation)
+            raise
+        logits = self._engine.run(chunks)
+        tokens = self._sampled(going, guesses, logits)
+        for sequence, token in zip(going, tokens, strict=True):
+            guesses[sequence].append(token)
+        going_on: list[Sequence] = []
+        for sequence in going:
+            if guesses[sequence][-1] == NO_TOKEN:
+                guesses[sequence].pop()
+            else:
+                going_on.append(sequence)
+        return going_on
+
+    def _chunk(
+        self, sequence: Sequence, forks: dict[Sequence, Sequence], guess: list[int]
+    ) -> Chunk:
+        """All that is known and not cached; behind a guess that guess alone, in a fork
+        of the pages."""
+        known = self._copies[sequence].known
+        if guess:
+            fork = forks.get(sequence)
+            if fork is None:
+                fork = self._open(sequence, list(known.tokens))
+                fork.table = self._pool.fork(known.table)
+                fork.cached = known.cached
+                forks[sequence] = fork
+            fork.tokens.append(guess[-1])
+            room = self._pool.reserve(fork.table, 1)
+            return Chunk(fork, 1, room, (0,))
+        count = len(known.tokens) - known.cached
+        room = self._pool.reserve(known.table, count, seal=True)
+        return Chunk(known, count, room, (count - 1,))
+
+    def _sampled(
+        self,
+        going: Items[Sequence],
+        guesses: Mapping[Sequence, list[int]],
+        logits: Rows,
+    ) -> list[int]:
+        requests: list[Request] = []
+        for sequence in going:
+            ahead = guesses[sequence]
+            request = dataclasses.replace(
+                sequence.request,
+                context=[*sequence.tokens, *ahead],
+                ahead=len(ahead),
+            )
+            requests.append(request)
+        rows = rows_of(requests)
+        silent = dataclasses.replace(rows, logprobs=rows.logprobs * 0 - 1)
+        return sample(logits, silent).tokens.tolist()
