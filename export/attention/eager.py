@@ -9,9 +9,7 @@ sequence in one bucket.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from functools import reduce
-from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +17,13 @@ from torch import Tensor, nn
 
 from kvlathe.export.attention.cached_tokens import CachedTokens, gathered
 from kvlathe.export.attention.node import attend_node
-from kvlathe.export.attention.softmax_state import SoftmaxState, scores_of, widened
+from kvlathe.export.attention.softmax_state import (
+    SoftmaxState,
+    capped,
+    scores_of,
+    widened,
+)
+from kvlathe.export.attention.step import StepTensors, sequences
 from kvlathe.export.attention.tables import LayerTables, PlanFacts
 from kvlathe.export.attention.windows import NEVER, LaneWindows
 from kvlathe.plan.layout import CacheLayout
@@ -28,28 +32,9 @@ from kvlathe.plan.plan import CompressionPlan
 HALF_OR_FLOAT = {16: torch.float16, 32: torch.float32}
 
 
-@dataclass(frozen=True)
-class StepTensors:
-    """What every layer of one step shares: the op's inputs of the same names.
-    ``cos``/``sin`` are None without RoPE.
-
-    Without cached tokens (``lengths`` all 0) ``page_tables`` and ``pools`` may stay
-    empty. ``observation_weights``: None where no row is observed.
-    """
-
-    cos: Tensor | None
-    sin: Tensor | None
-    cu_seqlens_q: Tensor
-    query_offsets: Tensor
-    lengths: Tensor
-    page_tables: list[Tensor] = field(default_factory=list)
-    pools: dict[str, Tensor] = field(default_factory=dict)
-    observation_weights: Tensor | None = None
-
-
 class AttendLayer(nn.Module):
     """Attend of one layer. State: ``proj_q``, ``proj_k`` [H, D, Rk] and ``centre_k``
-    [H, Rk] where the plan projects.
+    [H, Rk] where the plan projects; ``sinks`` [H, G] where the model has them.
 
     A fresh layer of a projecting plan holds the identity; fold fills in the real
     matrices (a lane that is not projected keeps its identity). Row c of a lane's matrix
@@ -59,6 +44,7 @@ class AttendLayer(nn.Module):
     proj_q: Tensor
     proj_k: Tensor
     centre_k: Tensor
+    sinks: Tensor
 
     def __init__(
         self,
@@ -81,6 +67,8 @@ class AttendLayer(nn.Module):
             self.register_buffer(
                 "centre_k", torch.zeros(self.sizes.H, self.sizes.Rk, dtype=dtype)
             )
+        if plan.model.sinks:
+            self.register_buffer("sinks", torch.zeros(self.sizes.H, self.sizes.G))
         for name, values in self.sizes.items():
             self.register_buffer(name, torch.from_numpy(values), persistent=False)
 
@@ -173,10 +161,12 @@ class AttendLayer(nn.Module):
     def _uncached(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> Tensor:
         """Nothing is cached: each sequence is one causal square. Widths are evened out,
         which fused kernels want."""
+        if not self.plan.model.shifts:
+            return self._cached(q, k, v, step)
         width = max(self.sizes.Rk, self.sizes.Rv)
         q, k, padded_v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
         out = q.new_zeros((*q.shape[:3], width))
-        for _, rows in _sequences(step):
+        for _, rows in sequences(step):
             qs = q[:, :, rows].flatten(0, 1)
             ks = self._of_queries(k[:, rows])
             vs = self._of_queries(padded_v[:, rows])
@@ -211,7 +201,7 @@ class AttendLayer(nn.Module):
         shape = (*q.shape[:3], self.sizes.Rv)
         out = q.new_zeros(shape)
         buckets = range(len(self.plan.buckets))
-        for b, rows in _sequences(step):
+        for b, rows in sequences(step):
             own_q = q[:, :, rows]
             own_k = k[:, rows]
             own_v = v[:, rows]
@@ -221,19 +211,25 @@ class AttendLayer(nn.Module):
                 if step.lengths[b, bucket] > 0:
                     cached = self._cold(own_q, b, bucket, step)
                     states.append(cached)
-            out[:, :, rows] = reduce(SoftmaxState.merge, states).out
+            whole = reduce(SoftmaxState.merge, states)
+            out[:, :, rows] = self.settled(whole).out
         return out
+
+    def settled(self, state: SoftmaxState) -> SoftmaxState:
+        """The softmax over all tokens, with the model's sinks."""
+        return state.beside(self.sinks) if self.plan.model.sinks else state
 
     def _own(
         self, q: Tensor, k: Tensor, v: Tensor, b: int, step: StepTensors
     ) -> SoftmaxState:
         """Attention of sequence b over the step's own tokens."""
+        softcap = self.plan.model.softcap
         if self.windows is None:
-            return SoftmaxState.causal(q, k, v)
+            return SoftmaxState.causal(q, k, v, softcap=softcap)
         count = k.shape[1]
         places = self._places(b, count, step)
         hidden = self.windows.hidden(places, places)
-        return SoftmaxState.causal(q, k, v, hidden)
+        return SoftmaxState.causal(q, k, v, hidden, softcap)
 
     def _places(self, b: int, count: int, step: StepTensors) -> Tensor:
         """Places [H, count] of the step's own tokens of sequence b among all that each
@@ -289,7 +285,7 @@ class AttendLayer(nn.Module):
             torch.arange(len(pages) * self.plan.page_tokens, device=pages.device)
             >= count
         )
-        scores = pool.scores(q)
+        scores = capped(pool.scores(q), self.plan.model.softcap)
         if self.windows is not None:
             hidden = self._hidden(b, bucket, q.shape[2], step)
             scores = widened(scores).masked_fill(hidden, NEVER)
@@ -310,18 +306,14 @@ class AttendLayer(nn.Module):
         )
         if step.observation_weights is None:
             return mass
-        for b, rows in _sequences(step):
+        for b, rows in sequences(step):
             observed = step.observation_weights[rows].nonzero()[:, 0]
             if len(observed):
                 observation = q[:, :, rows][:, :, observed]
-                shares = torch.cat(
-                    list(
-                        self._observed_scores(
-                            observation, k[:, rows], observed, b, step, widths
-                        )
-                    ),
-                    -1,
-                ).softmax(-1)
+                parts = self._observed_scores(
+                    observation, k[:, rows], observed, b, step, widths
+                )
+                shares = self._shares(torch.cat(list(parts), -1))
                 weights = step.observation_weights[rows][observed].to(shares.dtype)
                 if self.plan.compaction:
                     seen = (shares * -weights[:, None]).amax((1, 2))
@@ -329,6 +321,13 @@ class AttendLayer(nn.Module):
                     seen = torch.einsum("hgrn,r->hn", shares, weights)
                 mass[b, :, : seen.shape[1]] = seen.to(mass.dtype)
         return mass
+
+    def _shares(self, scores: Tensor) -> Tensor:
+        """scores [H, G, R, places] of all that the model's softmax sees -> the same of
+        shares."""
+        lse = scores.logsumexp(-1, keepdim=True)
+        whole = self.settled(SoftmaxState(lse, lse))
+        return (scores - whole.lse).exp()
 
     def _observed_scores(
         self,
@@ -355,7 +354,8 @@ class AttendLayer(nn.Module):
                 padded[held, ..., : scores.shape[-1]] = scores[: len(padded[held])]
             yield padded
         later = torch.arange(k.shape[1], device=k.device) > observed[:, None]
-        yield widened(scores_of(q, k)).masked_fill(later, -torch.inf)
+        scores = capped(scores_of(q, k), self.plan.model.softcap)
+        yield widened(scores).masked_fill(later, -torch.inf)
 
     # -- export ------------------------------------------------------------------------
     def _node(
@@ -375,14 +375,6 @@ class AttendLayer(nn.Module):
         values |= dict(self.named_buffers())
         dtypes = self.dtype, HALF_OR_FLOAT[max(self.facts.hot_bits)]
         return attend_node(self.plan, self.layer, self.scale, values, dtypes)
-
-
-def _sequences(step: StepTensors) -> Iterator[tuple[int, slice]]:
-    """(sequence, its rows) of every sequence that has queries."""
-    starts = step.cu_seqlens_q.tolist()
-    for b, (start, end) in enumerate(pairwise(starts)):
-        if start < end:
-            yield b, slice(start, end)
 
 
 def _turned(x: Tensor) -> Tensor:

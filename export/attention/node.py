@@ -9,6 +9,14 @@ from torch import Tensor
 from kvlathe.export.attention.tables import LayerTables, PlanFacts
 from kvlathe.plan.plan import CompressionPlan
 
+
+def scoring(plan: CompressionPlan) -> dict[str, float | int]:
+    """The attributes of a model whose softmax is not that of its scores alone."""
+    model = plan.model
+    found: dict[str, float | int] = {"softcap": model.softcap} if model.softcap else {}
+    return found | {"sinks": 1} if model.sinks else found
+
+
 ATTRIBUTES = {"plugin_namespace": "kvlathe", "plugin_version": "1"}
 
 
@@ -27,6 +35,7 @@ def node_inputs(plan: CompressionPlan, layer: int) -> list[str]:
     ]
     names += [f"page_table_{i}" for i in buckets] + list(form.pools)
     names += ["proj_q", "proj_k", "centre_k"] if plan.projected else []
+    names += ["sinks"] if plan.model.sinks else []
     names += ["observation_weights"] if plan.observes else []
     return names + list(LayerTables(plan, layer))
 
@@ -59,6 +68,7 @@ def attend_node(
             "layer": layer,
             "scale": scale,
             "layout": sizes["layout"].tolist(),
+            **scoring(plan),
             **ATTRIBUTES,
         },
         dtypes=types,

@@ -33,11 +33,16 @@ class SoftmaxState:
 
     @classmethod
     def causal(
-        cls, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        hidden: Tensor | None = None,
+        softcap: float = 0.0,
     ) -> SoftmaxState:
         """q [H, G, N, Rk] already scaled, k [H, N, Rk], v [H, N, Rv]; query i sees
         tokens 0 .. i, but for those that are ``hidden`` [H, N, N]."""
-        scores = scores_of(q, k)
+        scores = capped(scores_of(q, k), softcap)
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         if hidden is not None:
             later = later | hidden[:, None]
@@ -64,6 +69,21 @@ class SoftmaxState:
         return SoftmaxState(
             lse, (share[0] * self.out + share[1] * other.out).to(self.out.dtype)
         )
+
+    def beside(self, sinks: Tensor) -> SoftmaxState:
+        """One softmax over the list and the ``sinks`` [H, G]: one more term, whose
+        value is zero."""
+        term = sinks[..., None, None].to(self.lse.dtype)
+        lse = torch.logaddexp(self.lse, term)
+        share = (self.lse - lse).exp()
+        return SoftmaxState(lse, (share * self.out).to(self.out.dtype))
+
+
+def capped(scores: Tensor, softcap: float) -> Tensor:
+    """Between -softcap and softcap, where that is not 0."""
+    if not softcap:
+        return scores
+    return softcap * (widened(scores) / softcap).tanh()
 
 
 def widened(x: Tensor) -> Tensor:

@@ -134,13 +134,17 @@ def column_energy(columns: Array, second: Array) -> Array:
 def rotation(stats: Stats, scores: Side, outputs: Side, centred: bool) -> Rotation:
     """Put both sides together with the centres and the cost of every dim. The mean of K
     costs nothing, centred or not.
+
+    No plan centres what bounded scores or sinks would notice: a constant of all keys
+    or, beside a sink, of all values.
     """
+    centred = centred and stats.shape.shifts
     moments = stats.whole
     zero = np.zeros_like(moments.k)
     hidden = np.maximum(moments.hidden / moments.tokens, 1e-30)[:, None, None]
     query_count = stats.shape.group_size * moments.tokens
     unit = SCORE_SHARE * (stats.scale**2)[:, None] * moments.spread / query_count
-    keys = moments.second("k", True)
+    keys = moments.second("k", stats.shape.shifts)
     queries = moments.qq / moments.tokens
     loss_k = removed_energy(scores, keys, queries) * unit[..., None]
     loss_v = removed_energy(outputs, output_covariance(stats, centred), stats.wo_gram)
@@ -179,10 +183,11 @@ def balanced_rotation(stats: Stats) -> Rotation:
     constant of all keys, and a constant of all values comes back as a bias of W_O.
     docs/basis.md has the measurements."""
     moments = stats.whole
+    centred = stats.shape.shifts
     queries = moments.qq / moments.tokens
-    scores = balanced(moments.second("k", True), queries)
-    outputs = balanced(output_covariance(stats, True), stats.wo_gram)
-    return rotation(stats, scores, outputs, centred=True)
+    scores = balanced(moments.second("k", centred), queries)
+    outputs = balanced(output_covariance(stats, centred), stats.wo_gram)
+    return rotation(stats, scores, outputs, centred)
 
 
 def score_gram(moments: Moments, centred: bool) -> Array:
@@ -197,7 +202,7 @@ def plane_energy(stats: Stats) -> Array:
     alone, K centred."""
     moments = stats.whole
     q = _planes(moments.qq / moments.tokens)
-    k = _planes(moments.second("k", True))
+    k = _planes(moments.second("k", stats.shape.shifts))
     energy = np.einsum("...pij,...pij->...p", q, k)
     return energy.clip(0)
 

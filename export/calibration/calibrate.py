@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kvlathe.base.console import working
@@ -26,12 +25,8 @@ from kvlathe.export.calibration.entropy import Entropies
 from kvlathe.export.calibration.stats import ARRAYS, Array, Moments, Stats, check_finite
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.device import ahead
-from kvlathe.export.model.layer_runner import (
-    Captured,
-    LayerRunner,
-    embed,
-    seen_tokens,
-)
+from kvlathe.export.model.layer_runner import Captured, LayerRunner, embed
+from kvlathe.export.model.plain_attention import PlainAttention
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.tasks import tasks
 
@@ -200,15 +195,15 @@ def _observe_all(
         for layer, runner in enumerate(runners):
             own = _grams(spec, runner)
             grams.append(own)
-            scale = spec.scale(layer)
-            window = spec.windows[layer]
+            attended = runner.attention
             for i, before in enumerate(hidden):
                 captured = runner(before, positions[i])
-                attended = Attended(own.wo_each, scale, window)
-                _accumulate(halves[i % 2], layer, before, captured, attended)
+                _accumulate(
+                    halves[i % 2], layer, before, captured, own.wo_each, attended
+                )
                 if entropies.texts:
                     heads = _heads(captured)
-                    entropies.observe(i, layer, before, *heads, scale, window)
+                    entropies.observe(i, layer, before, *heads, attended)
                 hidden[i] = captured.hidden
                 advance(lengths[i] / spec.layers)
     return grams
@@ -231,29 +226,6 @@ def _starts(lengths: Sequence[int], max_seq_len: int, seed: int) -> list[int]:
 def _counted(moments: Moments, tokens: int) -> Moments:
     sums = {name: getattr(moments, name) for name in ARRAYS}
     return Moments(tokens, **sums)
-
-
-class Attended(NamedTuple):
-    """What a layer's attention is, beside q, k and v: ``wo_gram`` [Hq, d, d], the
-    softmax scale, and the tokens that a query sees (0: all)."""
-
-    wo_gram: Tensor
-    scale: float
-    window: int
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Causal attention of q [Hq, T, d] over k [H, T, d] and v [H or Hq, T, d] ->
-        [Hq, T, d]."""
-        heads = q.shape[0]
-        k = k.repeat_interleave(heads // k.shape[0], 0)
-        v = v.repeat_interleave(heads // v.shape[0], 0)
-        seen = None
-        if self.window:
-            seen = seen_tokens(q.shape[1], self.window, q.device)
-        out = F.scaled_dot_product_attention(
-            q[None], k[None], v[None], seen, is_causal=seen is None, scale=self.scale
-        )
-        return out[0]
 
 
 class Grams(NamedTuple):
@@ -281,12 +253,13 @@ def _accumulate(
     layer: int,
     hidden: Tensor,
     captured: Captured,
-    attended: Attended,
+    wo_gram: Tensor,
+    attended: PlainAttention,
 ) -> None:
-    """Add one sequence: ``hidden`` [T, D] is what the layer read. ``spread`` is the mean
+    """Add one sequence: ``hidden`` [T, D] is what the layer read, ``wo_gram`` [Hq, d,
+    d]. ``spread`` is the mean
     |v W_O|^2 that a token attends to, less |o W_O|^2 of what it gets: the variance of
     what it averages over."""
-    wo_gram = attended.wo_gram
     q, k, v = (heads.transpose(0, 1) for heads in captured[1:])
     lanes = k.shape[0]
     group = q.shape[0] // lanes

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvlathe.export.model.layer_runner import seen_tokens
+from kvlathe.export.model.plain_attention import PlainAttention, seen_tokens
 from kvlathe.plan.heads import ModelShape
 
 Array = npt.NDArray[np.float64]
@@ -100,22 +100,20 @@ def eranks(x: Tensor) -> Tensor:
 
 
 # -- attention of the newest tokens ----------------------------------------------------
-def last_attention(q: Tensor, k: Tensor, scale: float, seen: int = 0) -> Tensor:
+def last_attention(q: Tensor, k: Tensor, attention: PlainAttention) -> Tensor:
     """What the last LAST tokens attend to, summed over them and over a lane's query
     heads: [H, n].
 
-    q [Hq, n, d], k [H, n, d] of a whole causal text, whose queries see ``seen`` tokens
-    (0: all).
+    q [Hq, n, d], k [H, n, d] of a whole causal text.
     """
     lanes, n, d = k.shape
     first = max(0, n - LAST)
     rows = torch.arange(first, n, device=k.device)
     queries = q[:, first:].reshape(lanes, -1, len(rows), d)
-    scores = queries @ k[:, None].mT * scale
-    by_row = seen_tokens(n, seen, k.device)[rows]
-    of_heads = by_row.repeat(scores.shape[2] // len(rows), 1)
-    shares = scores.masked_fill(~of_heads, -torch.inf).softmax(-1)
-    return shares.sum((1, 2))
+    scores = queries @ k[:, None].mT * attention.scale
+    by_row = seen_tokens(n, attention.window, k.device)[rows]
+    shares = attention.shares(scores.flatten(0, 1), by_row)
+    return shares.unflatten(0, (lanes, -1)).sum((1, 2))
 
 
 def window(attention: Tensor, size: int, recent: float) -> Tensor:
@@ -182,14 +180,12 @@ class Entropies:
         hidden: Tensor,
         q: Tensor,
         k: Tensor,
-        scale: float,
-        seen: int = 0,
+        attended: PlainAttention,
     ) -> None:
-        """Fill in one layer of one text: hidden [n, D], q [Hq, n, d], k [H, n, d], whose
-        queries see ``seen`` tokens (0: all)."""
+        """Fill in one layer of one text: hidden [n, D], q [Hq, n, d], k [H, n, d]."""
         at = (text, layer)
         tokens, d = k.shape[1:]
-        attention = last_attention(q, k, scale, seen)
+        attention = last_attention(q, k, attended)
         size = max(LAST, round(WINDOW * tokens))
         kept = []
         for recent in RECENT:

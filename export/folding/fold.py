@@ -94,6 +94,9 @@ def _makers(
         makers |= _outputs(checkpoint, plan, layer, lanes)
         if plan.projected:
             makers |= _projections(layer, lanes, device)
+        if plan.model.sinks:
+            name = f"layers.{layer}.attend.sinks"
+            makers[name] = partial(_sinks, checkpoint, name, lanes)
     return makers
 
 
@@ -213,6 +216,11 @@ def _output_bias(
         for lane, outputs in readers():
             bias += lane.shift_v.to(bias.device) @ outputs.sum(0)
     return bias.float()
+
+
+def _sinks(checkpoint: Checkpoint, name: str, lanes: list[LaneFold]) -> Tensor:
+    """[H, G] of the kept lanes."""
+    return checkpoint.weight(name)[[lane.head for lane in lanes]]
 
 
 def _projections(

@@ -60,6 +60,7 @@ def lane_folds(
             )
         for lane in plan.active(layer):
             given = basis.get((layer, lane.head), LaneBasis())
+            _check_centres(spec, lane, given)
             of_layer.append(_lane_fold(spec, lane, given))
     return folds
 
@@ -95,6 +96,16 @@ def _lane_fold(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> LaneFold:
         out=out,
         shift_v=_vector(lane, "centre_v", given.centre_v, d),
     )
+
+
+def _check_centres(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> None:
+    centres = [x for x in (given.centre_k, given.centre_v) if x is not None]
+    if not spec.shape.shifts and any(x.any() for x in centres):
+        _misfit(
+            lane,
+            "has a centre",
+            "sinks and bounded scores notice a constant of all keys or values",
+        )
 
 
 def _dims(lane: Lane, d: int) -> list[int]:

@@ -27,5 +27,6 @@ def rotate(stats: Stats, options: Options) -> Rotation:
     """SVD of the stacked queries and keys after RoPE; SVD of the head's W_V."""
     if options.basis == "balanced":
         return balanced_rotation(stats)
-    scores = shared(score_gram(stats.whole, options.centre))
-    return rotation(stats, scores, shared(stats.wv_gram), options.centre)
+    centre = options.centre and stats.shape.shifts
+    scores = shared(score_gram(stats.whole, centre))
+    return rotation(stats, scores, shared(stats.wv_gram), centre)

@@ -140,7 +140,7 @@ class Grid:
     @cached_property
     def _values(self) -> Array:
         """[L, H, d, d] of V around its mean, computed once for all cuts."""
-        return self.stats.whole.second("v", True)
+        return self.stats.whole.second("v", self.stats.shape.shifts)
 
     def cut(self, side: str, layer: int, head: int, rank: int) -> Cut:
         """``side`` "k" or "v" of a lane at a rank. V is also turned into the axes in

@@ -28,8 +28,9 @@ def rotate(stats: Stats, options: Options) -> Rotation:
     the lane's query heads."""
     if options.basis == "balanced":
         return balanced_rotation(stats)
+    centre = options.centre and stats.shape.shifts
     moments = stats.whole
-    values = moments.second("v", options.centre) * moments.tokens
-    scores = shared(score_gram(moments, options.centre))
+    values = moments.second("v", centre) * moments.tokens
+    scores = shared(score_gram(moments, centre))
     outputs = shared(values, stats.wo_gram)
-    return rotation(stats, scores, outputs, options.centre)
+    return rotation(stats, scores, outputs, centre)

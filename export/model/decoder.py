@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from kvlathe.export.attention.eager import AttendLayer, StepTensors
+from kvlathe.export.attention.eager import AttendLayer
+from kvlathe.export.attention.step import StepTensors
 from kvlathe.export.model.blocks import AnyLinear, Norm, Rotator, Table, linear, table
 from kvlathe.export.model.layer import DecoderLayer, Widths
 from kvlathe.export.model.spec import DecoderSpec

@@ -6,13 +6,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kvlathe.export.model.blocks import Rotator
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.device import CPU
 from kvlathe.export.model.layer import DecoderLayer, Widths
+from kvlathe.export.model.plain_attention import PlainAttention
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.export.model.tensors import rope_state
 
@@ -35,14 +35,13 @@ class Captured(NamedTuple):
 
 
 class FullAttention(nn.Module):
-    """Plain causal attention over one whole sequence at full rank, through the layer's
-    window. Its rows are (q, k, v) as a cache would see them."""
+    """PlainAttention in a layer's place. Its rows are (q, k, v) as a cache would see
+    them."""
 
-    def __init__(self, spec: DecoderSpec, layer: int) -> None:
+    def __init__(self, spec: DecoderSpec, attention: PlainAttention) -> None:
         super().__init__()
         self.head_dim = spec.head_dim
-        self.scale = spec.scale(layer)
-        self.window = spec.windows[layer]
+        self.attention = attention
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, step: Rotation
@@ -53,28 +52,14 @@ class FullAttention(nn.Module):
         if step.cos is not None and step.sin is not None:
             q = _rotate(q, step.cos, step.sin)
             k = _rotate(k, step.cos, step.sin)
-        qs, ks, vs = (x.transpose(0, 1)[None] for x in (q, k, v))
-        seen = None
-        if self.window:
-            seen = seen_tokens(len(q), self.window, q.device)
-        o = F.scaled_dot_product_attention(
-            qs, ks, vs, seen, is_causal=seen is None, scale=self.scale, enable_gqa=True
-        )
-        by_token = o[0].transpose(0, 1)
+        by_head = [x.transpose(0, 1) for x in (q, k, v)]
+        o = self.attention(*by_head)
+        by_token = o.transpose(0, 1)
         return by_token.flatten(1), (q, k, v)
 
     def _heads(self, x: Tensor) -> Tensor:
         """[T, heads * d] -> [T, heads, d]."""
         return x.unflatten(-1, (-1, self.head_dim))
-
-
-def seen_tokens(tokens: int, window: int, device: torch.device) -> Tensor:
-    """[T, T] of one whole sequence: the tokens that each query sees, the newest
-    ``window`` up to its own; 0 is all."""
-    places = torch.arange(tokens, device=device)
-    behind = places[:, None] - places
-    earlier = behind >= 0
-    return earlier & (behind < window) if window else earlier
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -98,7 +83,11 @@ class LayerRunner:
     def __init__(self, checkpoint: Checkpoint, layer: int) -> None:
         spec = checkpoint.spec
         prefix = f"layers.{layer}."
-        attention = FullAttention(spec, layer)
+        sinks = None
+        if checkpoint.has(f"{prefix}attend.sinks"):
+            sinks = checkpoint.weight(f"{prefix}attend.sinks").flatten()
+        self.attention = PlainAttention.of(spec, layer, sinks)
+        attention = FullAttention(spec, self.attention)
         with torch.device("meta"):
             self._layer = DecoderLayer(
                 spec, Widths.whole(spec), attention, torch.float32

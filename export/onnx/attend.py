@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import FunctionProto, helper
 
-from kvlathe.export.attention.node import ATTRIBUTES, node_inputs
+from kvlathe.export.attention.node import ATTRIBUTES, node_inputs, scoring
 from kvlathe.export.attention.tables import PlanFacts
 from kvlathe.export.onnx import integer as onnx_integer
 from kvlathe.export.onnx.body import FLOAT, HALF, INT32, Body
@@ -66,7 +66,7 @@ def attend_function(
         output_names(plan),
         writer.body.nodes,
         [helper.make_opsetid("", opset)],
-        attributes=["layer", "scale", "layout", *ATTRIBUTES],
+        attributes=["layer", "scale", "layout", *scoring(plan), *ATTRIBUTES],
     )
 
 
@@ -233,12 +233,21 @@ class _Writer:
     ) -> SoftmaxState:
         """scores [H, G, B, Q, N], additive float mask. Softmax in single precision."""
         b = self.body
-        scores = b.op("Add", b.cast(scores, FLOAT), mask)
+        scores = b.op("Add", self.capped(b.cast(scores, FLOAT)), mask)
         shares = b.op("Softmax", scores, axis=-1)
         top, share = (b.op("ReduceMax", x, b.const([-1])) for x in (scores, shares))
         return SoftmaxState(
             b.op("Sub", top, b.op("Log", share)), b.cast(output(shares), FLOAT), shares
         )
+
+    def capped(self, scores: str) -> str:
+        """Within the model's bound, where it has one."""
+        b = self.body
+        if not self.plan.model.softcap:
+            return scores
+        bound = b.float(self.plan.model.softcap)
+        inner = b.op("Tanh", b.op("Div", scores, bound))
+        return b.op("Mul", inner, bound)
 
     def cached(self, q: str, bucket: int) -> SoftmaxState:
         """Attention over one bucket; empty where the lane or the sequence has no token
@@ -297,15 +306,17 @@ class _Writer:
         )
 
     def parts(self, states: list[SoftmaxState]) -> list[str]:
-        """The share [H, G, B, Q, 1] of each state in the one softmax over all of
-        them."""
+        """The share [H, G, B, Q, 1] of each state in the one softmax over all of them,
+        and over the model's sinks."""
         b = self.body
-        weights = b.op(
-            "Softmax",
-            b.op("Concat", *[state.lse for state in states], axis=-1),
-            axis=-1,
-        )
-        return b.ops("Split", len(states), weights, axis=-1, num_outputs=len(states))
+        terms = [state.lse for state in states]
+        if self.plan.model.sinks:
+            sinks = b.unsqueeze("sinks", 2, 3, 4)
+            terms.append(b.op("Expand", sinks, b.op("Shape", terms[0])))
+        count = len(terms)
+        weights = b.op("Softmax", b.op("Concat", *terms, axis=-1), axis=-1)
+        parts = b.ops("Split", count, weights, axis=-1, num_outputs=count)
+        return parts[: len(states)]
 
     def merged(self, states: list[SoftmaxState], parts: list[str]) -> str:
         """The output of the one softmax: [H, G, B, Q, Rv]."""

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.attention import integer
-from kvlathe.export.attention.eager import AttendLayer, StepTensors
-from kvlathe.export.attention.softmax_state import SoftmaxState
+from kvlathe.export.attention.eager import AttendLayer
+from kvlathe.export.attention.softmax_state import SoftmaxState, capped
+from kvlathe.export.attention.step import StepTensors
 from kvlathe.export.attention.windows import NEVER, LaneWindows
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.plan.codec import FITS, TWO_255THS, nearest_codes
@@ -97,7 +98,9 @@ class SealedAttend(AttendLayer):
         before it, so many queries at a time that SCORES_AT_ONCE holds."""
         page = self.plan.page_tokens
         tokens = k.shape[1]
-        fresh = _own_page(q, k, v, page, self.windows)
+        softcap = self.plan.model.softcap
+        fresh = _own_page(q, k, v, page, self.windows, softcap)
+        fresh = self.settled(fresh)
         whole = (tokens - 1) // page * page
         if not whole:
             return fresh.out
@@ -140,7 +143,8 @@ class SealedAttend(AttendLayer):
         place = torch.arange(start, end, device=q.device)
         token = torch.arange(count, device=q.device)
         later = token[None, :] // page >= place[:, None] // page
-        scores = (q @ keys.mT).masked_fill(later, -torch.inf)
+        scores = capped(q @ keys.mT, self.plan.model.softcap)
+        scores = scores.masked_fill(later, -torch.inf)
         if self.windows is not None:
             hidden = self.windows.hidden(place[None], token[None])
             hidden = hidden & ~later
@@ -158,7 +162,12 @@ class SealedAttend(AttendLayer):
 
 
 def _own_page(
-    q: Tensor, k: Tensor, v: Tensor, page: int, windows: LaneWindows | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    page: int,
+    windows: LaneWindows | None,
+    softcap: float = 0.0,
 ) -> SoftmaxState:
     """Causal attention of every token over what it sees of its own page."""
     tokens = k.shape[1]
@@ -178,7 +187,7 @@ def _own_page(
             by_lane.append(hidden_there)
         hidden = torch.stack(by_lane, 1).flatten(0, 1)
     queries = by_page.flatten(0, 1)
-    state = SoftmaxState.causal(queries, k, v, hidden)
+    state = SoftmaxState.causal(queries, k, v, hidden, softcap)
 
     def in_sequence(x: Tensor) -> Tensor:
         """[H * pages, G, P, ...] -> [H, G, T, ...]."""

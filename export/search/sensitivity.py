@@ -16,6 +16,7 @@ queries are drawn by the size of their gradients, and count by their chance.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -29,7 +30,7 @@ from torch import Tensor
 from kvlathe.base.console import progress
 from kvlathe.export.attention.eager import AttendLayer
 from kvlathe.export.model.decoder import Decoder
-from kvlathe.export.model.layer_runner import seen_tokens
+from kvlathe.export.model.plain_attention import PlainAttention, seen_tokens
 from kvlathe.export.search.sealed import rounded
 from kvlathe.plan.formats import Format
 from kvlathe.plan.token_rules import Window
@@ -231,14 +232,21 @@ class Queries:
         return self.places.device
 
 
+UNSCALED = PlainAttention(1.0)
+
+
 class LaneMoves:
     """The attention of one lane over one sequence, for R of its queries, and how far
     each form of K or V moves it along the pulls."""
 
     def __init__(
-        self, lane: ObservedLane, page: int, queries: Queries, window: int = 0
+        self,
+        lane: ObservedLane,
+        page: int,
+        queries: Queries,
+        attention: PlainAttention = UNSCALED,
     ) -> None:
-        """``window``: tokens that a query sees in the model itself; 0 is all."""
+        """``attention``: the lane's in the model itself, of scores that are scaled."""
         missing = -lane.k.shape[0] % page
         self.k = F.pad(lane.k, (0, 0, 0, missing))
         self.v = F.pad(lane.v, (0, 0, 0, missing))
@@ -248,10 +256,9 @@ class LaneMoves:
         self.pull = lane.pull[:, :, queries.places]
         device = queries.device
         self.places = torch.arange(len(self.k), device=device)
-        every = seen_tokens(len(self.k), window, device)
-        seen = every[queries.places]  # [R, T]
-        zeros = torch.zeros(seen.shape, device=device)
-        self.mask = zeros.masked_fill(~seen, -torch.inf)
+        self.attention = attention
+        every = seen_tokens(len(self.k), attention.window, device)
+        self.seen = every[queries.places]  # [R, T]
         self.page_of = queries.places // page
         self.own = self.places // page == self.page_of[:, None]
         self.shares = self._softmax(self.q @ self.k.mT)
@@ -260,8 +267,7 @@ class LaneMoves:
         self.before = self._worth_of(self.shares)
 
     def _softmax(self, scores: Tensor) -> Tensor:
-        """In the place of ``scores``."""
-        return scores.add_(self.mask).softmax(-1)
+        return self.attention.shares(scores, self.seen)
 
     def _worth_of(self, shares: Tensor) -> Tensor:
         return torch.einsum("grj,sgrj->sgr", shares, self.worth)
@@ -301,8 +307,10 @@ class LaneMoves:
             recent = self.places >= of_queries[:, None]
             in_sink = self.places < sink
             seen = self.shares * (recent | in_sink)
-            seen /= seen.sum(-1, keepdim=True)
-            yield self._moved(self._worth_of(seen))
+            whole = seen.sum(-1, keepdim=True)
+            if self.attention.sinks is not None:
+                whole = whole + 1 - self.shares.sum(-1, keepdim=True)
+            yield self._moved(self._worth_of(seen / whole))
 
     def _moved(self, after: Tensor) -> Tensor:
         """after [S, G, R] -> one number, left where it is: reading it would make a GPU
@@ -353,7 +361,7 @@ def losses(
             for i, lane in enumerate(observed_lanes):
                 layer, head = divmod(i, heads)
                 queries = Queries.drawn(lane.pull, draw)
-                own = decoder.spec.windows[layer]
+                own = _attention(decoder, layer, head)
                 moves = LaneMoves(lane, page, queries, own)
                 if reading.far:
                     of_windows[i] = _plus(of_windows[i], reading, moves.windows(firsts))
@@ -363,6 +371,14 @@ def losses(
                 of_keys[i] = _plus(of_keys[i], reading, keys)
                 of_values[i] = _plus(of_values[i], reading, values)
     return Losses(np.stack([*of_keys, *of_values]), np.stack(of_windows))
+
+
+def _attention(decoder: Decoder, layer: int, head: int) -> PlainAttention:
+    """Of one lane of the uncompressed model, whose queries come scaled."""
+    attend = cast(AttendLayer, decoder.layers[str(layer)].attend)
+    sinks = attend.sinks[head] if decoder.plan.model.sinks else None
+    own = PlainAttention.of(decoder.spec, layer, sinks)
+    return dataclasses.replace(own, scale=1.0)
 
 
 def _plus(losses: Array, reading: Reading, moved: Iterable[Tensor]) -> Array:

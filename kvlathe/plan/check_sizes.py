@@ -22,9 +22,13 @@ LEAST_GROUP = 16
 def check_sizes(plan: CompressionPlan, refuse: Refuse) -> None:
     """The model's shape, the lanes' and groups' sizes, and every index."""
     for field in fields(plan.model):
+        if field.name in ("softcap", "sinks"):
+            continue
         size = getattr(plan.model, field.name)
         if not 0 < size < MOST:
             refuse(f"the model's {field.name} is {size}", "it is a count of something")
+    if plan.model.softcap < 0:
+        refuse("the model's softcap is below 0", "it is a bound of scores")
     if plan.model.query_heads % plan.model.kv_heads:
         refuse(
             f"{plan.model.query_heads} query heads share {plan.model.kv_heads} KV heads",

@@ -45,7 +45,12 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The attention shape a plan was made for. ``max_positions`` in tokens."""
+    """The attention shape a plan was made for. ``max_positions`` in tokens.
+
+    ``softcap``: scores are softcap * tanh(score / softcap) before the softmax; 0 leaves
+    them (Gemma 2, arXiv 2408.00118). ``sinks``: each query head has a learned logit
+    beside its scores, whose value is zero (gpt-oss; attention sinks, arXiv 2309.17453).
+    """
 
     layers: int
     query_heads: int
@@ -54,6 +59,13 @@ class ModelShape:
     hidden_size: int
     vocab_size: int
     max_positions: int
+    softcap: float = 0.0
+    sinks: bool = False
+
+    @property
+    def shifts(self) -> bool:
+        """Whether scores may all be shifted by one number: softmax then ignores it."""
+        return not (self.softcap or self.sinks)
 
     @property
     def group_size(self) -> int:

@@ -28,6 +28,12 @@ def node_refusal(plan: CompressionPlan) -> Refusal | None:
     """Of what the node that ONNX Runtime and TensorRT run on a GPU has not shown there:
     windows, many buckets, and codes that are not multiplied as they are."""
     limits = kernel_limits()
+    if not plan.model.shifts:
+        reason = "the model bounds its scores or has sink logits"
+        return (
+            f"{reason}, which its node does not compute",
+            "build with --backend cuda, or run it on a CPU",
+        )
     if limits["kNodeTakesEveryForm"]:
         return None
     buckets = len(plan.buckets)
@@ -65,6 +71,10 @@ def ranking_refusal(plan: CompressionPlan) -> Refusal | None:
     """Of what ranks its tokens, or compacts prefixes; None where the kernels do it."""
     if not plan.observes:
         return None
+    if not plan.model.shifts:
+        reason = "the model bounds its scores or has sink logits"
+        remedy = "choose another backend, or a compression that treats tokens alike"
+        return f"{reason}, by which no kernel ranks tokens", remedy
     if plan.compaction is not None:
         reason = "its prefixes can be compacted, which no kernel does"
         return reason, "choose another backend, or a compression that keeps prefixes"

@@ -21,7 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.kernel_forms import forms_refusal, ranking_refusal
+from kvlathe.plan.kernel_forms import (
+    forms_refusal,
+    ranking_refusal,
+)
 from kvlathe.plan.kernel_parts import kernel_parts
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
@@ -89,6 +92,9 @@ class AttendDecodeArgs(Structure):
         ("prompts", POINTER(Prompts)),
         ("plan", c_void_p),
         ("plan_bytes", c_int64),
+        ("sinks", c_void_p),
+        ("softcap", c_float),
+        ("reserved", c_int32),
     ]
 
 
@@ -312,7 +318,8 @@ def layer_tables(layout: CacheLayout, layer: int) -> dict[int, npt.NDArray[np.in
 def check_room(library: CudaLibrary, plan: CompressionPlan) -> None:
     """Raise KvlatheError where the kernels may not read pages of ``plan``, or this GPU
     lacks the shared memory to attend a layer of it (docs/native.md)."""
-    if refusal := forms_refusal(plan) or ranking_refusal(plan):
+    refusal = forms_refusal(plan) or ranking_refusal(plan)
+    if refusal:
         raise KvlatheError("the CUDA kernels cannot run this plan", *refusal)
     for layer in (x for x in range(plan.model.layers) if plan.active(x)):
         form = LayerForm(library, plan, layer)
@@ -326,6 +333,8 @@ def check_room(library: CudaLibrary, plan: CompressionPlan) -> None:
         )
         args = AttendDecodeArgs(*sizes, 1.0)
         args.parts, args.q_stride, args.o_stride = form.parts, form.queries, form.out
+        # Any bound: of nothing, a call is checked alike with sink logits.
+        args.softcap = plan.model.softcap or float(plan.model.sinks)
         try:
             library.call("cuda_attend_decode", byref(args))
         except KvlatheError as error:

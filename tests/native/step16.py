@@ -91,8 +91,12 @@ class Step16:
         for copies of ``copied`` sealed tokens."""
         pool = torch.from_numpy(self.memory.copy()).to(device)
         layers = self.plan.model.layers
+        scales = [self.case.scale] * layers
+        sinks: list[torch.Tensor] = []
+        if "sinks" in self.state:
+            sinks = [self.state["sinks"].to(device)] * layers
         attention = Attention(
-            library, self.plan, [self.case.scale] * layers, pool, len(self.q)
+            library, self.plan, scales, pool, len(self.q), None, sinks
         )
         size = copies_bytes(self.plan, copied) if copied else 0
         attention.copies = torch.full((size,), 0x7F, dtype=torch.uint8, device=device)

@@ -287,7 +287,7 @@ def test_everything_up_to_enqueue(host: Host, tier: Tier | None) -> None:
 
 
 @settings(max_examples=60, suppress_health_check=RARE)
-@given(case=cases())
+@given(case=cases(has_scoring=False))
 def test_any_plan_in_16_bit_is_taken(host: Host, case: Case) -> None:
     """Every set of inputs that a plan can have: RoPE or none, projections or none, up
     to three buckets."""
@@ -363,7 +363,7 @@ def test_enqueue_says_what_is_missing_and_does_not_throw(host: Host) -> None:
 
 
 @settings(max_examples=25, suppress_health_check=RARE)
-@given(case=cases())
+@given(case=cases(has_scoring=False))
 def test_answers_and_pages_on_the_gpu(host: Host, case: Case) -> None:
     """o, rows and the pool, after build, serialization, deserialization and a dirty
     workspace."""

@@ -58,6 +58,8 @@ class AttendArgs(Structure):
         ("parallel", Parallel),
         *((name, c_void_p) for name in ("observation_weights", "mass")),
         ("mass_places", c_int64),
+        ("sinks", c_void_p),
+        ("softcap", c_float),
     ]
 
 
@@ -154,7 +156,7 @@ class Call:
         )
         self.args = AttendArgs(
             ABI_VERSION, rows, len(case.lengths), isa, threads, case.scale,
-            mass_places=places,
+            mass_places=places, softcap=plan.model.softcap,
             page_tables=ctypes.addressof(self.pointers), pool=self.memory.ctypes.data, pool_bytes=self.memory.nbytes,
             **{name: array.ctypes.data for name, array in self.arrays.items()},
         )  # fmt: skip

@@ -86,8 +86,10 @@ class RowAttention(Attention):
         scales: Sequence[float],
         pool: Tensor,
         most_rows: int,
+        copies: Tensor | None = None,
+        sinks: Sequence[Tensor] = (),
     ) -> None:
-        super().__init__(library, plan, scales, pool, most_rows)
+        super().__init__(library, plan, scales, pool, most_rows, copies, sinks)
         self.workspace = on_128(self.workspace)
 
     def _list_size(self, step: StepInputs, tokens: int) -> int:
@@ -125,8 +127,11 @@ class CaseAttention(RowAttention):
         scales: Sequence[float],
         pool: Tensor,
         most_rows: int,
+        copies: Tensor | None = None,
+        sinks: Sequence[Tensor] = (),
     ) -> None:
-        super().__init__(library, plan, scales, on_128(pool), most_rows)
+        pool = on_128(pool)
+        super().__init__(library, plan, scales, pool, most_rows, copies, sinks)
         case = step.case
         of_lanes = zip(case.lanes, case.q, case.projections, strict=True)
         turned = [

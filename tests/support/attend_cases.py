@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 
-from kvlathe.export.attention.eager import StepTensors
+from kvlathe.export.attention.step import StepTensors
 from kvlathe.plan.formats import NORMAL, Bits, Format, Tier, groups_along_rank
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
@@ -55,7 +55,9 @@ HOT_BITS: tuple[Bits, ...] = (16, 32)
 
 
 @st.composite
-def plans(draw: st.DrawFn, arithmetic: str = "float") -> CompressionPlan:
+def plans(
+    draw: st.DrawFn, arithmetic: str = "float", has_scoring: bool = True
+) -> CompressionPlan:
     """Two layers of mixed lanes: ranks, planes, no RoPE, removed heads; fresh, split
     and quantized buckets."""
     head_dim, heads, group = (
@@ -104,12 +106,23 @@ def plans(draw: st.DrawFn, arithmetic: str = "float") -> CompressionPlan:
     plan = plan_of(
         lanes, tiers, buckets, head_dim, group, draw(st.sampled_from([16, 32]))
     )
+    if has_scoring:
+        plan = scored(plan, draw)
     kind = draw(st.sampled_from(["plain", "observing", "windowed", "compacting"]))
     if kind == "windowed":
         return windowed(plan, draw)
     if kind == "compacting":
         return compacting(plan)
     return plan if kind == "plain" else observing(plan)
+
+
+def scored(plan: CompressionPlan, draw: st.DrawFn) -> CompressionPlan:
+    """The plan, or that of a model with bounded scores, sinks, or both."""
+    softcap, sinks = draw(
+        st.sampled_from([(0.0, False), (0.0, True), (1.5, False), (2.5, True)])
+    )
+    model = dataclasses.replace(plan.model, softcap=softcap, sinks=sinks)
+    return dataclasses.replace(plan, model=model)
 
 
 def windowed(plan: CompressionPlan, draw: st.DrawFn) -> CompressionPlan:
@@ -261,6 +274,9 @@ class Case:
         self.v = [normal(size=(self.total, lane.rank_v)) for lane in self.lanes]
         self.angles = normal(size=(self.total, plan.model.head_dim // 2)) * 3
         self.projections = [self._projection(lane) for lane in self.lanes]
+        shape = (len(self.lanes), plan.model.group_size)
+        sinks = normal(size=shape) if plan.model.sinks else np.full(shape, -np.inf)
+        self.sinks = sinks.astype(np.float32).astype(np.float64)
         self.weights = self.rng.integers(0, 2, self.total).astype(np.float32)
         if plan.compaction:
             self.weights = -self.weights
@@ -295,9 +311,12 @@ class Case:
         ]
 
     def state(self, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-        """proj_q, proj_k, centre_k, zero-padded."""
+        """proj_q, proj_k, centre_k, zero-padded; sinks, in single precision."""
+        sinks = {"sinks": torch.from_numpy(self.sinks.astype(np.float32))}
+        if not self.plan.model.sinks:
+            sinks = {}
         if not self.plan.projected:
-            return {}
+            return sinks
         wide, rank = (
             max(lane.input_dim for lane in self.lanes),
             max(lane.rank_k for lane in self.lanes),
@@ -313,7 +332,7 @@ class Case:
         return {
             name: torch.from_numpy(x).to(dtype)
             for name, x in zip(names, padded, strict=True)
-        }
+        } | sinks
 
     def step(self, dtype: torch.dtype = torch.float32) -> StepTensors:
         angles = torch.from_numpy(np.pad(self.angles, ((0, self.spare), (0, 0)))).to(
@@ -343,16 +362,26 @@ class Case:
             self.plan.tiers[b.tier] for b in self.plan.buckets if b.source is None
         ).bits_k
         outs, keys, values = [], [], []
-        for lane, qs, k, v, (a, b, centre) in zip(
-            self.lanes, self.q, self.k, self.v, self.projections, strict=True
+        for lane, qs, k, v, (a, b, centre), sinks in zip(
+            self.lanes,
+            self.q,
+            self.k,
+            self.v,
+            self.projections,
+            self.sinks,
+            strict=True,
         ):
             keys.append(rounded(self._turned(k, lane) @ b - centre, hot))
             values.append(rounded(v, hot))
             outs += [
                 self._attended(
-                    self._turned(q, lane) @ a * self.scale, keys[-1], values[-1], lane
+                    self._turned(q, lane) @ a * self.scale,
+                    keys[-1],
+                    values[-1],
+                    lane,
+                    sink,
                 )
-                for q in qs
+                for q, sink in zip(qs, sinks, strict=True)
             ]
         return np.concatenate(outs, 1), np.concatenate(keys + values, 1)
 
@@ -371,7 +400,8 @@ class Case:
             zip(self.lanes, self.q, self.k, self.projections, strict=True)
         ):
             k = rounded(self._turned(k, lane) @ b - centre, hot)
-            for q in (self._turned(q, lane) @ a * self.scale for q in qs):
+            for q, sink in zip(qs, self.sinks[h], strict=True):
+                q = self._turned(q, lane) @ a * self.scale
                 row = 0
                 for s, count in enumerate(self.queries):
                     for i in range(count):
@@ -383,9 +413,8 @@ class Case:
                             if (s, bucket, lane.head) in self.cached:
                                 keys.append(self.cached[s, bucket, lane.head][0])
                                 at.append(starts[bucket] + np.arange(len(keys[-1])))
-                        scores = np.concatenate(keys) @ q[row]
-                        p = np.exp(scores - scores.max())
-                        own, given = mass[s, h], self.weights[row] * p / p.sum()
+                        p = self._shares(np.concatenate(keys) @ q[row], sink)
+                        own, given = mass[s, h], self.weights[row] * p
                         places = np.concatenate(at)
                         if self.plan.compaction:
                             own[places] = np.maximum(own[places], -given)
@@ -403,7 +432,14 @@ class Case:
         z = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * self.angles[:, planes])
         return np.concatenate([z.real, z.imag], 1)
 
-    def _attended(self, q: Array, k: Array, v: Array, lane: Lane) -> Array:
+    def _shares(self, scores: Array, sink: float) -> Array:
+        """The softmax of one row's scores, bounded and beside its sink."""
+        if softcap := self.plan.model.softcap:
+            scores = softcap * np.tanh(scores / softcap)
+        e = np.exp(scores - scores.max())
+        return e / (e.sum() + np.exp(sink - scores.max()))
+
+    def _attended(self, q: Array, k: Array, v: Array, lane: Lane, sink: float) -> Array:
         """One query head: plain softmax over all that is cached and the sequence's own
         tokens so far."""
         out, start = np.zeros((self.total, lane.rank_v)), 0
@@ -422,8 +458,7 @@ class Case:
                 vs = np.concatenate([x for _, x in old] + [v[start : i + 1]])
                 seen = self._seen(lane, len(ks))
                 ks, vs = ks[seen], vs[seen]
-                p = np.exp(ks @ q[i] - (ks @ q[i]).max())
-                out[i] = p @ vs / p.sum()
+                out[i] = self._shares(ks @ q[i], sink) @ vs
             start += count
         return out
 
@@ -606,10 +641,10 @@ def rounded(x: Array, bits: int) -> Array:
 
 
 @st.composite
-def cases(draw: st.DrawFn, arithmetic: str = "float") -> Case:
+def cases(draw: st.DrawFn, arithmetic: str = "float", has_scoring: bool = True) -> Case:
     """Ragged steps of random plans: prefill, decode and idle sequences, empty and full
     buckets, spare capacity."""
-    plan, batch = draw(plans(arithmetic)), draw(st.integers(1, 4))
+    plan, batch = draw(plans(arithmetic, has_scoring)), draw(st.integers(1, 4))
     queries = draw(
         st.lists(st.integers(0, 5), min_size=batch, max_size=batch).filter(any)
     )

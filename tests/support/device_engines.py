@@ -128,6 +128,7 @@ class HostAttention:
         tables = (c_void_p * len(addresses))(*addresses)
         args = AttendArgs(ABI_VERSION, len(q), len(step.lengths), 0, 1)
         args.scale = self.scales[layer]
+        args.softcap = self.plan.model.softcap
         args.page_tables = ctypes.addressof(tables)
         args.pool, args.pool_bytes = self.pool.data_ptr(), self.pool.numel()
         for name, array in arrays.items():

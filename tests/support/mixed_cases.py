@@ -12,7 +12,7 @@ from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.plan.token_rules import KEEP_ALL, TokenRule, Window
-from tests.support.attend_cases import Case, plan_of
+from tests.support.attend_cases import Case, plan_of, scored
 from tests.support.runtime_cases import model_shape, plan_for
 
 HOT = Tier(16, 16)
@@ -119,6 +119,7 @@ def mixed_steps(
     order = draw(st.permutations(of))
     group = draw(st.integers(1, min(4, 512 // page)))
     plan = mixed_plan(kinds, order, page, group, draw(st.booleans()))
+    plan = scored(plan, draw)
     batch = draw(st.integers(1, 4))
     counts = st.lists(st.sampled_from(queries), min_size=batch, max_size=batch)
     rows = draw(counts.filter(any))

@@ -41,7 +41,7 @@ extern "C" {
 #define KVLATHE_API __attribute__((visibility("default")))
 #endif
 
-#define KVLATHE_ABI_VERSION 11
+#define KVLATHE_ABI_VERSION 12
 #define KVLATHE_LANE_COLUMNS 10
 #define KVLATHE_MAX_PARTS 32
 #define KVLATHE_MAX_SLOTS 3
@@ -169,6 +169,11 @@ typedef struct kvlathe_attend_decode_args {
   const kvlathe_prompts* prompts; /* CUDA only: null, or the step's prompt chunks */
   void* plan; /* CUDA only: null, or what kvlathe_cuda_plan wrote for this call */
   int64_t plan_bytes;
+  /* null, or [heads, group_size] where the kernel runs: a logit of each query head beside its
+   * scores, whose value is zero */
+  const float* sinks;
+  float softcap; /* not 0: scores are softcap * tanh(score / softcap) */
+  int32_t reserved;
 } kvlathe_attend_decode_args;
 
 /* The ABI version of this library. */

@@ -70,6 +70,8 @@ typedef struct kvlathe_attend_args {
   float* mass;
   /* N: the places of all page tables, then those of the step's own tokens (Q) */
   int64_t mass_places;
+  const float* sinks; /* null, or [H, group_size]: a logit of each query head beside its scores */
+  float softcap;      /* not 0: scores are softcap * tanh(score / softcap) */
 } kvlathe_attend_args;
 
 KVLATHE_API int32_t kvlathe_cpu_attend(const kvlathe_layer* layer, const kvlathe_attend_args* args,

@@ -22,6 +22,9 @@ struct Head {
   std::array<int, KVLATHE_MAX_SLOTS> slots(int32_t part_count) const;
 };
 
+// Whether its softmax is not that of its scores alone: they are bounded, or have sink logits beside them.
+inline bool is_scored(const kvlathe_attend_decode_args& a) { return a.softcap != 0 || a.sinks; }
+
 inline bool names_parts(int32_t part_count) { return part_count > KVLATHE_MAX_SLOTS; }
 
 // Checks sizes, alignment and table rows; returns the union of the parts' heads in head order.

@@ -128,14 +128,16 @@ struct Call {
     }
   }
 
-  void attend(const Head& head, int sequence, int query) const {
+  // `sink`: -infinity where there is none.
+  void attend(const Head& head, int sequence, int query, float sink) const {
     std::vector<double> scores;
     const int64_t q = sequence * args.q_stride + head.q_offset + int64_t{query} * head.rank_k;
     tokens(head, sequence, true, [&](const Slab& keys, int t) {
       double dot = 0;
       for (int c = 0; c < head.rank_k; ++c)
         dot += double(load(args.q, q + c, args.element)) * keys.at(t, c);
-      scores.push_back(dot * args.scale);
+      const double score = dot * args.scale;
+      scores.push_back(args.softcap == 0 ? score : args.softcap * std::tanh(score / args.softcap));
     });
     const double m = scores.empty() ? 0 : *std::max_element(scores.begin(), scores.end());
     std::vector<double> o(head.rank_v, 0.0);
@@ -146,6 +148,7 @@ struct Call {
       l += weight;
       for (int c = 0; c < head.rank_v; ++c) o[c] += weight * values.at(t, c);
     });
+    if (l > 0) l += std::exp(double(sink) - m);
     const int64_t at = sequence * args.o_stride + head.o_offset + int64_t{query} * head.rank_v;
     for (int c = 0; c < head.rank_v; ++c)
       store(args.o, at + c, args.element, l > 0 ? float(o[c] / l) : 0.f);
@@ -160,8 +163,9 @@ void attend_decode(const kvlathe_attend_decode_args& args) {
   const Call call{args};
   call.check_pages();
   for (int b = 0; b < args.batch; ++b) {
-    for (const Head& head : heads) {
-      for (int g = 0; g < args.group_size; ++g) call.attend(head, b, g);
+    for (size_t i = 0; i < heads.size() * size_t(args.group_size); ++i) {
+      const float sink = args.sinks ? args.sinks[i] : -INFINITY;
+      call.attend(heads[i / args.group_size], b, int(i % args.group_size), sink);
     }
   }
 }

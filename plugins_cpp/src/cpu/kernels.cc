@@ -11,15 +11,8 @@
 
 namespace kvlathe {
 
-const Kernels KVLATHE_KERNELS = {KVLATHE_KERNELS_NAME,
-                                 rotate,
-                                 multiply,
-                                 dots,
-                                 mix,
-                                 unpack,
-                                 transpose,
-                                 soften,
-                                 store_row,
-                                 quantize};
+const Kernels KVLATHE_KERNELS = {
+    KVLATHE_KERNELS_NAME, rotate, multiply,  dots,    mix, unpack, transpose,
+    bound_scores,         soften, store_row, quantize};
 
 }  // namespace kvlathe

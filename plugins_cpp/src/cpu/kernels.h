@@ -72,6 +72,9 @@ struct Kernels {
   // out [columns, rows] = x [rows, columns]; both multiples of 4 are fast.
   void (*transpose)(const float* x, int64_t ldx, float* out, int64_t ldo, int rows, int columns);
 
+  // scores [rows, n] become bound * tanh(score / bound). n is rounded up to 16.
+  void (*bound)(float* scores, int64_t ld, int rows, int n, float bound);
+
   // One block of the online softmax over scores [rows, n] in base 2: row r sees its first `seen[r]`
   // scores (null: all n). Turns scores into weights (0 up to n rounded up to 16, where unseen),
   // updates m [rows] and l [rows], rescales o [rows, width].

@@ -69,6 +69,7 @@ void AttendStep::observe(int32_t b, int32_t h, const float* prepared, const int6
     }
     float* own = scores + j * kBlock;
     kernels.multiply(q, rank, k, ld, own, width, int(m), padded, int(rank), false);
+    bound(own, width, m, at.count);
     for (int64_t i = 0; i < m; ++i)
       seen_by[i] = int32_t(seen(at, lane.fresh, before + observed[i / heads]));
     kernels.soften(own, width, int(m), at.count, seen_by, state.m, state.l, state.o, 0);
@@ -76,9 +77,10 @@ void AttendStep::observe(int32_t b, int32_t h, const float* prepared, const int6
   }
   for (int64_t i = 0; i < m; ++i) {
     const int64_t row = observed[i / heads];
+    const float total = sum_of(state, i, h);
     for (int64_t j = 0; j < number; ++j) {
       const float later = std::exp2(maxima[j * m + i] - state.m[i]);
-      const float share = a.observation_weights[row] * later / state.l[i];
+      const float share = a.observation_weights[row] * later / total;
       add_shares(b, h, blocks[j], scores + i * width + j * kBlock, before + row, share);
     }
   }

@@ -5,11 +5,6 @@
 #include "cpu/step.h"
 
 namespace kvlathe {
-namespace {
-
-constexpr float kLog2E = 1.44269504088896f;  // scores are in base 2
-
-}  // namespace
 
 // One row of lane h, turned by RoPE and times `scale`; zeros up to rank_k where the lane has no
 // projection.

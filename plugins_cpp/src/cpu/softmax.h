@@ -1,10 +1,25 @@
-// One block of an online softmax (softmax_state.h has the equations). Included by kernels.cc only.
+// One block of an online softmax (softmax_state.h has the equations), and the bound of scores. Included by kernels.cc only.
 #pragma once
 
 #include "cpu/vector.h"
 
 namespace kvlathe {
 namespace {
+
+// tanh |x| = (1 - t) / (1 + t) with t = exp(-2 |x|), which never overflows.
+void bound_scores(float* scores, int64_t ld, int rows, int n, float bound) {
+  constexpr float kTwoLog2E = 2.88539008177793f;
+  const int end = (n + 15) / 16 * 16;
+  for (int r = 0; r < rows; ++r) {
+    for (int i = 0; i < end; i += kLanes) {
+      const Floats x = load(scores + r * ld + i);
+      const Floats size = larger(x, -x);
+      const Floats t = exp2(size * (-kTwoLog2E / bound));
+      const Floats bounded = (1.f - t) / (1.f + t) * bound;
+      store(scores + r * ld + i, x < 0.f ? -bounded : bounded);
+    }
+  }
+}
 
 void soften(float* scores, int64_t ld, int rows, int n, const int32_t* seen, float* m, float* l,
             float* o, int width) {

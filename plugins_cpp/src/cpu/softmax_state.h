@@ -7,7 +7,7 @@
 //     o = sum of exp2(score - m) * v        the answer is o / l, its log-sum-exp m + log2(l)
 //
 // which is flash attention's state (Dao et al., 2022): spans of tokens are attended apart and
-// merged in any order.
+// merged in any order. A sink is one more score, whose v is zero: it adds to l alone.
 #pragma once
 
 #include <algorithm>
@@ -15,6 +15,8 @@
 #include <cstdint>
 
 namespace kvlathe {
+
+constexpr float kLog2E = 1.44269504088896f;
 
 // Of `rows` rows of `width` channels. The memory is lent: o [rows, width], m [rows], l [rows].
 struct SoftmaxState {

@@ -61,6 +61,7 @@ void AttendStep::attend_span(const Rows& keys, const Rows& values, const Hidden&
   } else {
     kernels.dots(q, rank, keys, scores, kBlock, m, false, again, of_keys);
   }
+  bound(scores, kBlock, m, count);
   for (int64_t i = 0; unseen.begin < unseen.end && i < m; ++i)
     std::fill(scores + i * kBlock + unseen.begin, scores + i * kBlock + unseen.end, -INFINITY);
   kernels.soften(scores, kBlock, m, count, nullptr, state.m, state.l, state.o, width);
@@ -86,12 +87,12 @@ void AttendStep::merge(const Item* items, int64_t count) const {
   }
 }
 
-// o / l into the rows of o from `row` on.
+// o over the sum of exponentials into the rows of o from `row` on.
 void AttendStep::normalize(const SoftmaxState& state, int64_t row, const Lane& lane) const {
   const int64_t heads = layer.head.group_size, width = lane.rank_v;
   for (int64_t i = 0; i < state.rows; ++i) {
     float* out = a.o + (row + i / heads) * layer.o_width + lane.o_at + i % heads * width;
-    const float share = 1.f / state.l[i];
+    const float share = 1.f / sum_of(state, i, &lane - layer.lanes.data());
     for (int64_t c = 0; c < width; ++c) out[c] = state.o[i * width + c] * share;
   }
 }

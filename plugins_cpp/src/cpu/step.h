@@ -132,6 +132,15 @@ struct AttendStep {
                    float* memory) const;
   void merge(const Item* items, int64_t count) const;
   void normalize(const SoftmaxState& state, int64_t row, const Lane& lane) const;
+  void bound(float* scores, int64_t ld, int64_t rows, int64_t count) const {
+    if (a.softcap != 0) kernels.bound(scores, ld, int(rows), int(count), a.softcap * kLog2E);
+  }
+  // The sum of exponentials of row i of a state of lane h, with its query head's sink.
+  float sum_of(const SoftmaxState& state, int64_t i, int64_t h) const {
+    if (!a.sinks) return state.l[i];
+    const int64_t heads = layer.head.group_size;
+    return state.l[i] + std::exp2(a.sinks[h * heads + i % heads] * kLog2E - state.m[i]);
+  }
 
   // observe.cc: the attention that the rows of an observation window give.
   void observe(int32_t b, int32_t h, const float* prepared) const;

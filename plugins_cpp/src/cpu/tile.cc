@@ -77,6 +77,7 @@ void AttendStep::attend_tile(const Item& item, const Block& at, const float* q,
     ld = kBlock;
   }
   kernels.multiply(q, rank, k, ld, scores, kBlock, m, padded, rank, false);
+  bound(scores, kBlock, m, at.count);
   const bool partly = see(item, at, scores, seen, m);
   kernels.soften(scores, kBlock, m, at.count, partly ? seen : nullptr, state.m, state.l, state.o,
                  width);

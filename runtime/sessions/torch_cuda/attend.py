@@ -55,8 +55,10 @@ class Attention:
         pool: Tensor,
         most_rows: int,
         copies: Tensor | None = None,
+        sinks: Sequence[Tensor] = (),
     ) -> None:
-        """``pool``: uint8 on the GPU. ``most_rows``: tokens of the largest step.
+        """``pool``: uint8 on the GPU. ``sinks`` [H, G] float32 of each layer, where the
+        model has sink logits. ``most_rows``: tokens of the largest step.
         ``copies``: uint8 there, room for 16-bit copies of sealed pages
         (`copies_bytes`)."""
         self.library, self.plan, self.scales, self.pool = library, plan, scales, pool
@@ -76,6 +78,7 @@ class Attention:
             1 << b for b, bucket in enumerate(plan.buckets) if bucket.source is None
         )
         self.parts = kernel_parts(plan)
+        self.sinks = sinks
         self.observer = Observer(plan, self.forms, pool, most_rows)
 
     def spread(self, step: StepInputs, tokens: int) -> Spread:
@@ -143,6 +146,9 @@ class Attention:
                 len(form.parts),
             )
             ctypes.pointer(args)[0] = AttendDecodeArgs(*sizes, self.scales[layer])
+            args.softcap = self.plan.model.softcap
+            if self.sinks:
+                args.sinks = self.sinks[layer].data_ptr()
             args.parts, args.q_stride, args.o_stride = (
                 spread.parts_of(form),
                 form.queries,

@@ -75,7 +75,8 @@ def compute_of(
     size = copies_bytes(plan, limits.max_seq_len)
     if size and library.lib.kvlathe_cuda_has_prompt_kernel():
         copies = bytes_of(device.allocate(size, "room for copies of sealed pages"))
-    attention = Attention(library, plan, scales, bytes_of(pool), rows, copies)
+    sinks = decoder.sinks
+    attention = Attention(library, plan, scales, bytes_of(pool), rows, copies, sinks)
     return TorchCompute(decoder, attention)
 
 

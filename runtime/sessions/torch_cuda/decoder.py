@@ -45,7 +45,7 @@ Angles = tuple[Tensor, Tensor]
 Attend = Callable[
     [int, Tensor, Tensor, Tensor, Angles | None, Mapping[str, Tensor]], Tensor
 ]
-"""(layer, q, k, v, (cos, sin), proj_q, proj_k, centre_k by name) -> o; K and V are in
+"""(layer, q, k, v, (cos, sin), Attend's weights by name) -> o; K and V are in
 the cache afterwards."""
 
 ALIGNMENT = 8
@@ -121,6 +121,12 @@ class TorchDecoder:
         self.head = tied_head(self.embed) if head is None else _Linear(head, bias)
         self.norm = _norm(wiring, rows, _taken(tensors, "norm."))
         self.ropes = _ropes(_taken(tensors, "rope."))
+
+    @property
+    def sinks(self) -> list[Tensor]:
+        """Sink logits [H, G] of each layer; none where the model has none."""
+        found = [layer.projections.get("sinks") for layer in self.layers]
+        return [sinks for sinks in found if sinks is not None]
 
     @torch.inference_mode()
     def __call__(

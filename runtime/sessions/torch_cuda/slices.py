@@ -81,6 +81,8 @@ class Slices:
             return self._heads(layer, tensor, 0, _rank_v, True)
         if side in ("q_norm", "k_norm") and len(tensor) != self.plan.model.head_dim:
             return self._wide_norm(layer, side == "q_norm", tensor)
+        if role == "attend.sinks":
+            return self._sinks(layer, tensor)
         if side == "attend":
             return self._projection(layer, kind, tensor)
         return tensor
@@ -129,6 +131,16 @@ class Slices:
             starts[layer * self.plan.model.kv_heads + lane.head] = at
             at += width(lane)
         return starts
+
+    def _sinks(self, layer: int, tensor: Tensor) -> Tensor:
+        """Sink logits [H, G] of the own query heads; zeros for those of zeros."""
+        places = list(self._starts(layer, _input_dim))
+        shares = self._shares[layer]
+        found = tensor.new_zeros(len(shares), self.own.model.group_size)
+        for row, share in zip(found, shares, strict=True):
+            first = tensor[places.index(share.lane), share.first :]
+            row[: share.queries] = first[: share.queries]
+        return found
 
     def _projection(self, layer: int, name: str, tensor: Tensor) -> Tensor:
         """What Attend projects with, as wide as this rank's widest lane."""

@@ -43,6 +43,7 @@ const void* decode_kernel_general(bool, bool named) {
   return named ? launcher<GeneralParams<KVLATHE_MAX_PARTS>>()
                : launcher<GeneralParams<KVLATHE_MAX_SLOTS>>();
 }
+const void* decode_kernel_scored(bool) { return launcher<ScoredParams>(); }
 const void* decode_kernel_16(bool, bool, int) { return unknown(); }
 const void* decode_kernel_codes(bool, bool, int, int) { return unknown(); }
 const void* decode_kernel_any(bool, bool, int) { return unknown(); }

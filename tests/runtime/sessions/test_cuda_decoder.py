@@ -17,7 +17,7 @@ from torch import Tensor
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import BuildRequest, build
 from kvlathe.engines.targets import cuda
-from kvlathe.export.attention.eager import StepTensors
+from kvlathe.export.attention.step import StepTensors
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint

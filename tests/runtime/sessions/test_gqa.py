@@ -17,7 +17,8 @@ import pytest
 import torch
 from onnx import TensorProto, helper
 
-from kvlathe.export.attention.eager import AttendLayer, StepTensors
+from kvlathe.export.attention.eager import AttendLayer
+from kvlathe.export.attention.step import StepTensors
 from kvlathe.plan.codec import unpack
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane, ModelShape

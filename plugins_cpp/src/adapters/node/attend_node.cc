@@ -242,6 +242,9 @@ struct Step {
                                           stream,
                                           chunks ? &prompts : nullptr,
                                           nullptr,
+                                          0,
+                                          nullptr,
+                                          0.f,
                                           0};
     kvlathe_status status{};
     check(kvlathe_cuda_attend_decode(&args, &status), status);

@@ -32,7 +32,11 @@ class Kernel {
   static constexpr char kProvider[] = "CPUExecutionProvider";
 
   explicit Kernel(const OrtKernelInfo* info)
-      : layer_(table(info)), observes_(observes(info)), scale_(scale_of(info)) {
+      : layer_(table(info)),
+        observes_(observes(info)),
+        scale_(scale_of(info)),
+        softcap_(softcap_of(info)),
+        sinks_(has_sinks(info)) {
     const TableHeader& t = layer_.head;
     size_t pools = 0;
     for (PoolView view : kPoolViews) pools += (t.pools & view) != 0;
@@ -54,6 +58,7 @@ class Kernel {
     kvlathe_attend_args a{};
     a.abi_version = KVLATHE_ABI_VERSION;
     a.scale = scale_;
+    a.softcap = softcap_;
     a.q = floats(q, wide_inputs[0]), a.k = floats(k, wide_inputs[1]),
     a.v = floats(v, wide_inputs[2]);
     if (t.rope)
@@ -78,6 +83,7 @@ class Kernel {
     if (t.projected)
       a.proj_q = projection(in.take(), 0), a.proj_k = projection(in.take(), 1),
       a.centre_k = projection(in.take(), 2);
+    if (sinks_) a.sinks = in.take().as<float>();
     if (observes_) {
       const Tensor weights = in.take();  // empty: no row is observed, and there is no mass
       if (weights.size()) a.observation_weights = weights.as<float>();
@@ -150,7 +156,8 @@ class Kernel {
   bool observes_;
   std::array<std::vector<float>, 3>
       projections_;  // of an engine in half precision: proj_q, proj_k, centre_k in float
-  float scale_;
+  float scale_, softcap_;
+  bool sinks_;
 };
 
 }  // namespace

@@ -52,6 +52,11 @@ class DeviceKernel {
       throw Refusal(
           KVLATHE_UNSUPPORTED,
           "the plan ranks tokens by what attends them, which the CUDA kernels do not report");
+    if (softcap_of(info) != 0 || has_sinks(info))
+      throw Refusal(
+          KVLATHE_UNSUPPORTED,
+          "the model bounds its scores or has sink logits, which this node does not compute on a "
+          "GPU: run it with --device cpu");
   }
 
   void compute(OrtKernelContext* context) const {

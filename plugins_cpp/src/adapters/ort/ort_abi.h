@@ -83,6 +83,7 @@ using GetTensorTypeAndShape = Call<65, const OrtValue*, OrtTensorTypeAndShapeInf
 using AllocatorAlloc = Call<75, OrtAllocator*, size_t, void**>;
 using AllocatorFree = Call<76, OrtAllocator*, void*>;
 using KernelInfoGetAttribute_float = Call<85, const OrtKernelInfo*, const char*, float*>;
+using KernelInfoGetAttribute_int64 = Call<86, const OrtKernelInfo*, const char*, int64_t*>;
 using KernelContext_GetInput = Call<90, const OrtKernelContext*, size_t, const OrtValue**>;
 using KernelContext_GetOutput =
     Call<91, OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**>;

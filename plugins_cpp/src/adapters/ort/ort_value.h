@@ -93,6 +93,23 @@ inline float scale_of(const OrtKernelInfo* info) {
   return scale;
 }
 
+// An attribute that models without it do not carry: `value` then stays as it was.
+template <class Read, class T>
+T optional(const OrtKernelInfo* info, const char* name, T value) {
+  OrtStatus* missing = Read::call(api, info, name, &value);
+  if (missing) ort::ReleaseStatus::call<void>(api, missing);
+  return value;
+}
+
+// What bounds the scores; 0: nothing.
+inline float softcap_of(const OrtKernelInfo* info) {
+  return optional<ort::KernelInfoGetAttribute_float>(info, "softcap", 0.f);
+}
+
+inline bool has_sinks(const OrtKernelInfo* info) {
+  return optional<ort::KernelInfoGetAttribute_int64>(info, "sinks", int64_t{0}) != 0;
+}
+
 inline size_t inputs_of(const OrtKernelInfo* info) {
   size_t count;
   check(ort::KernelInfo_GetInputCount::call(api, info, &count));

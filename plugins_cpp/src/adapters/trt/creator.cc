@@ -12,6 +12,18 @@ using namespace nvinfer1;
 
 ILoggerFinder* finder = nullptr;
 
+// Attributes of a model whose softmax is not that of its scores alone.
+void refuse_scoring(const PluginFieldCollection& fields) {
+  for (int32_t i = 0; i < fields.nbFields; ++i) {
+    const std::string name = fields.fields[i].name;
+    if (name == "softcap" || name == "sinks")
+      throw Refusal(
+          KVLATHE_UNSUPPORTED,
+          "the model bounds its scores or has sink logits, which this plugin does not compute: "
+          "build with --backend onnxruntime");
+  }
+}
+
 const PluginField* field(const PluginFieldCollection& fields, const char* name,
                          PluginFieldType type) {
   for (int32_t i = 0; i < fields.nbFields; ++i) {
@@ -45,6 +57,7 @@ class Creator final : public IPluginCreatorV3One {
       if (!fields)
         throw Refusal(KVLATHE_BAD_ARGUMENT,
                       std::string("no attributes for ") + (name ? name : "Attend"));
+      refuse_scoring(*fields);
       const PluginField& layout = *field(*fields, "layout", PluginFieldType::kINT32);
       const PluginField& scale = *field(*fields, "scale", PluginFieldType::kFLOAT32);
       const auto* table = static_cast<const int32_t*>(layout.data);

@@ -19,6 +19,8 @@ void check(const kvlathe_observe_args& a) {
           KVLATHE_BAD_ARGUMENT, "a size is negative, or the call has other rows");
   require(a.call->part_count <= KVLATHE_MAX_SLOTS, KVLATHE_UNSUPPORTED,
           "tokens of more than " + std::to_string(KVLATHE_MAX_SLOTS) + " parts are observed");
+  require(!is_scored(*a.call), KVLATHE_UNSUPPORTED,
+          "scores are bounded or have sink logits: tokens are not ranked by them on a GPU");
   check_element(a.call->element);
   require(a.call->group_size <= kMaxGroup, KVLATHE_UNSUPPORTED,
           "group_size " + std::to_string(a.call->group_size) + " is above " +

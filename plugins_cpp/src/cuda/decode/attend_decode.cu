@@ -62,7 +62,7 @@ int log2_of(int x) {
 
 // Whether the call is for attend_general.
 bool is_general(const kvlathe_attend_decode_args& a) {
-  return names_parts(a.part_count) ||
+  return names_parts(a.part_count) || is_scored(a) ||
          std::any_of(a.parts, a.parts + a.part_count, [](const kvlathe_part& part) {
            return part.hidden || (any_quantized(part) && !known_codes(part));
          });
@@ -197,10 +197,10 @@ P params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
   return p;
 }
 
-template <int kParts>
-GeneralParams<kParts> general_params_of(const kvlathe_attend_decode_args& a,
-                                        const std::vector<Head>& heads) {
-  auto p = params_of<GeneralParams<kParts>>(a, heads, 1);
+// P: GeneralParams, or what is derived from it.
+template <class P>
+P general_params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads) {
+  auto p = params_of<P>(a, heads, 1);
   for (int i = 0; i < a.part_count; ++i) {
     const kvlathe_part& part = a.parts[i];
     p.form[i] = {
@@ -215,6 +215,7 @@ GeneralParams<kParts> general_params_of(const kvlathe_attend_decode_args& a,
       p.groups[h][slot][1] = uint8_t(groups_of(format_v(part), heads[h].rank_v, a.page_tokens));
     }
   }
+  if constexpr (P::kScored) p.sinks = a.sinks, p.bound = a.softcap * kLog2E;
   return p;
 }
 
@@ -324,12 +325,14 @@ template <class Body>
 void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
              const Device& device, Body body) {
   const bool half = a.element == KVLATHE_F16;
+  const auto general = [&](const void* kernel, auto kind) {
+    body(decide(kernel, general_params_of<decltype(kind)>(a, heads), a, device, kMaxWarps));
+  };
+  if (is_scored(a)) return general(decode_kernel_scored(half), ScoredParams{});
   if (names_parts(a.part_count))
-    return body(decide(decode_kernel_general(half, true),
-                       general_params_of<KVLATHE_MAX_PARTS>(a, heads), a, device, kMaxWarps));
+    return general(decode_kernel_general(half, true), GeneralParams<KVLATHE_MAX_PARTS>{});
   if (is_general(a))
-    return body(decide(decode_kernel_general(half, false),
-                       general_params_of<KVLATHE_MAX_SLOTS>(a, heads), a, device, kMaxWarps));
+    return general(decode_kernel_general(half, false), GeneralParams<KVLATHE_MAX_SLOTS>{});
   bool wide = false;
   for (const Head& head : heads) wide |= std::max(head.rank_k, head.rank_v) > 96;
   int bits = 16;  // of the quantized parts; 0: of several widths

@@ -43,6 +43,13 @@ struct CodedLane {
   }
 };
 
+template <class P>
+__device__ inline void bound_scores(float (&s)[4], const P& p) {
+  if constexpr (P::kScored) {
+    for (int i = 0; i < 4 && p.bound != 0.f; ++i) s[i] = bounded(s[i], p.bound);
+  }
+}
+
 // Hides the scores of tokens that do not exist, or that the row does not see. Rows g and g + 8 of the
 // fragment are tokens own and own + later of those from `first` on, of which `count` exist.
 __device__ inline void hide_unseen(float (&s)[4], int first, int count, int own, int later,
@@ -52,7 +59,7 @@ __device__ inline void hide_unseen(float (&s)[4], int first, int count, int own,
   if (own >= count || hidden.one(first + own)) s[2] = s[3] = -INFINITY;
 }
 
-// P: GeneralParams of as many parts as a lane may have, or of more.
+// P: GeneralParams of as many parts as a lane may have, or of more; ScoredParams.
 template <class E, class P>
 __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
     attend_general(const __grid_constant__ P p) {
@@ -130,11 +137,13 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
         const uint32_t from = tile + page * p.head[head].lane[part].bytes;
         score_codes<E>(s, lane16, own_queries(kept_queries, p.head[head].rank_k),
                        CodedLane::in(codes.keys, from), token, count, p.scale_log2);
+        bound_scores(s, p);
         hide_unseen(s, first + at, count, token_of_row(row), kLaterRow, hidden);
         add_codes<E>(state, lane16, CodedLane::in(codes.values, from), token, count, s);
       } else {
         const int step = at / kRowTokens;
         score_unit<E>(s, lane16, tile + step * lane16.steps_k * 512, p.scale_log2);
+        bound_scores(s, p);
         hide_unseen(s, first + at, count, row, 8, hidden);
         add_unit<E>(state, lane16, tile + (units * lane16.steps_k + step * lane16.steps_v) * 512,
                     s);

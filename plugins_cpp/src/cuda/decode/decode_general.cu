@@ -14,4 +14,9 @@ const void* decode_kernel_general(bool half, bool named) {
   return half ? kernel<Half>(named) : kernel<Bfloat>(named);
 }
 
+const void* decode_kernel_scored(bool half) {
+  return half ? reinterpret_cast<const void*>(attend_general<Half, ScoredParams>)
+              : reinterpret_cast<const void*>(attend_general<Bfloat, ScoredParams>);
+}
+
 }  // namespace kvlathe::cuda

@@ -4,6 +4,7 @@
 
 #include "cuda/decode/schedule.cuh"
 #include "cuda/decode/softmax_state.cuh"
+#include "cuda/scoring.cuh"
 #include "cuda/warp.cuh"
 
 namespace kvlathe::cuda {
@@ -122,6 +123,7 @@ __device__ void finish(const P& p, SoftmaxState<kSteps, kFill>& state, float* bu
       o += weight * buffer[w * elements + e];
     }
     if (whole) {
+      if constexpr (P::kScored) l += sink_term(p, head_index * p.group_size + query, m);
       write_out<E>(p, head, sequence, e, o / l);
     } else {
       store_relaxed(partial->o + e, nonzero(o));
@@ -132,9 +134,10 @@ __device__ void finish(const P& p, SoftmaxState<kSteps, kFill>& state, float* bu
 }
 
 // The weight of each of `count` partial results in one query's answer. Leaves zeros where it read
-// them. Whole warp.
-template <bool kHides, class Find>
-__device__ void find_weights(Find partial, int count, int query, int group, float* weights) {
+// them. `beside` adds to the sum of exponentials what no result has. Whole warp.
+template <bool kHides, class Find, class Beside>
+__device__ void find_weights(Find partial, int count, int query, int group, float* weights,
+                             Beside beside) {
   const int lane = threadIdx.x % 32;
   float m = -INFINITY, l = 0.f;
 #pragma unroll 1
@@ -154,6 +157,7 @@ __device__ void find_weights(Find partial, int count, int query, int group, floa
     m = m_new;
   }
   for (int step = 16; step; step /= 2) l += __shfl_xor_sync(~0u, l, step);
+  beside(l, m);
   for (int i = lane; i < count; i += 32)
     weights[i * group + query] = exp2_fast(weights[i * group + query] - m) / l;
 }
@@ -178,7 +182,9 @@ __device__ void finish_pair(const P& p, const Ending pair, float* buffer, Crew c
   const int team = crew.thread / quads, quad = crew.thread % quads, query = quad * 4 / head.rank_v;
   const auto partial = [&](int i) { return partial_of(p, pair.first_block + i, i == 0); };
   for (int q = crew.thread / 32; q < group; q += crew.threads / 32)
-    find_weights<kHides>(partial, count, q, group, weights);
+    find_weights<kHides>(partial, count, q, group, weights, [&](float& l, float m) {
+      if constexpr (P::kScored) l += sink_term(p, pair.head * group + q, m);
+    });
   crew.meet();
   float4 o = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1

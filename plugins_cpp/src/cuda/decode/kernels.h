@@ -17,5 +17,6 @@ const void* decode_kernel_any(bool half, bool wide, int fill);              // 3
 // Takes GeneralParams: every form of codes, tokens that a row does not see and, `named`, lanes that
 // name their parts.
 const void* decode_kernel_general(bool half, bool named);
+const void* decode_kernel_scored(bool half);  // takes ScoredParams
 
 }  // namespace kvlathe::cuda

@@ -110,6 +110,7 @@ template <int kSlots_, int kParts_ = kSlots_>
 struct Params : SlotTable<(kParts_ > kSlots_)> {
   static constexpr int kSlots = kSlots_, kParts = kParts_;
   static constexpr bool kNamed = kParts > kSlots;
+  static constexpr bool kScored = false;
   const char* pool;
   const uint16_t* q;
   uint16_t* o;
@@ -149,6 +150,13 @@ template <int kParts>
 struct GeneralParams : Params<KVLATHE_MAX_SLOTS, kParts> {
   GeneralPart form[kParts];
   uint8_t groups[KVLATHE_MAX_HEADS][KVLATHE_MAX_SLOTS][2];  // groups_of
+};
+
+// The same of models that bound their scores or have sink logits (scoring.cuh), of any call.
+struct ScoredParams : GeneralParams<KVLATHE_MAX_PARTS> {
+  static constexpr bool kScored = true;
+  const float* sinks;  // null, or [heads, group_size]
+  float bound;         // of scores in base 2; 0: none
 };
 
 }  // namespace kvlathe::cuda

@@ -89,9 +89,14 @@ int bits_of(const kvlathe_part& part) {
   return any_quantized(part) && !known_codes(part) ? kGeneralBits : part.bits_k;
 }
 
+// Whether lanes name their parts: the kernel of scored calls takes no others.
+bool is_named(const kvlathe_attend_decode_args& a) {
+  return names_parts(a.part_count) || is_scored(a);
+}
+
 // Whether a part has a window, or other codes.
 bool is_general(const kvlathe_attend_decode_args& a) {
-  if (names_parts(a.part_count)) return true;
+  if (is_named(a)) return true;
   for (int i = 0; i < a.part_count; ++i) {
     const kvlathe_window& window = a.prompts->parts[i].window;
     if (window.recent < KVLATHE_NO_END || window.exact || bits_of(a.parts[i]) == kGeneralBits)
@@ -139,9 +144,21 @@ void name_parts(NamedPrompts& p, const kvlathe_attend_decode_args& a,
   }
 }
 
-NamedPrompts params_of(const kvlathe_attend_decode_args& a, std::vector<Head> heads) {
+// Where the sink logits of each lane of p begin, which has other places than in `heads`.
+void set_scoring(ScoredPrompts& p, const kvlathe_attend_decode_args& a,
+                 const std::vector<Head>& heads) {
+  p.sinks = a.sinks, p.bound = a.softcap / a.scale;
+  for (int h = 0; h < p.heads; ++h) {
+    const auto same = [&](const Head& x) { return x.q_offset == p.head[h].q_offset; };
+    const auto at = std::find_if(heads.begin(), heads.end(), same) - heads.begin();
+    p.sink_at[h] = uint16_t(at * a.group_size);
+  }
+}
+
+ScoredPrompts params_of(const kvlathe_attend_decode_args& a, std::vector<Head> heads) {
   const kvlathe_prompts& prompts = *a.prompts;
-  NamedPrompts p{};
+  const std::vector<Head> in_order = heads;
+  ScoredPrompts p{};
   p.pool = static_cast<const char*>(a.pool), p.q = static_cast<const uint16_t*>(a.q),
   p.o = static_cast<uint16_t*>(a.o);
   p.q_stride = a.q_stride, p.o_stride = a.o_stride;
@@ -159,7 +176,7 @@ NamedPrompts params_of(const kvlathe_attend_decode_args& a, std::vector<Head> he
         bits_of(a.parts[i]),    is_quantized(a.parts[i].bits_v) ? log2_of(a.parts[i].group_v) : 0};
     p.every_side[i][0] = side_of(format_k(a.parts[i])),
     p.every_side[i][1] = side_of(format_v(a.parts[i]));
-    if (names_parts(a.part_count)) continue;
+    if (is_named(a)) continue;
     for (auto& slots : p.slots.slot) slots[i] = uint8_t(i);
     if (is_general(a)) p.window[i] = checked_window(part.window, a.part_count);
     p.part[i] = p.every_part[i];
@@ -185,7 +202,8 @@ NamedPrompts params_of(const kvlathe_attend_decode_args& a, std::vector<Head> he
         p.codes_bytes = std::max(p.codes_bytes, codes_bytes(p, int(h), i, row, part));
     }
   }
-  if (names_parts(a.part_count)) name_parts(p, a, heads);
+  if (is_named(a)) name_parts(p, a, heads);
+  set_scoring(p, a, in_order);
   p.query_bytes = kPromptRows * 2 * rank_k;
   return p;
 }
@@ -209,15 +227,16 @@ int fit(PromptParams& p, int room) {
 }
 
 template <class E>
-const void* kernel_of(bool general, bool named) {
-  return named     ? reinterpret_cast<const void*>(attend_prompt<E, NamedPrompts>)
+const void* kernel_of(bool general, bool named, bool scored) {
+  return scored    ? reinterpret_cast<const void*>(attend_prompt<E, ScoredPrompts>)
+         : named   ? reinterpret_cast<const void*>(attend_prompt<E, NamedPrompts>)
          : general ? reinterpret_cast<const void*>(attend_prompt<E, GeneralPrompts>)
                    : reinterpret_cast<const void*>(attend_prompt<E, PromptParams>);
 }
 const void* kernel_of(const kvlathe_attend_decode_args& a) {
-  const bool general = is_general(a), named = names_parts(a.part_count);
-  return a.element == KVLATHE_F16 ? kernel_of<Half>(general, named)
-                                  : kernel_of<Bfloat>(general, named);
+  const bool general = is_general(a), named = is_named(a), scored = is_scored(a);
+  return a.element == KVLATHE_F16 ? kernel_of<Half>(general, named, scored)
+                                  : kernel_of<Bfloat>(general, named, scored);
 }
 
 }  // namespace
@@ -225,7 +244,7 @@ const void* kernel_of(const kvlathe_attend_decode_args& a) {
 bool prompt_kernel_here() {
   cudaFuncAttributes attributes{};
   return attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
-         cudaFuncGetAttributes(&attributes, kernel_of<Half>(false, false)) == cudaSuccess &&
+         cudaFuncGetAttributes(&attributes, kernel_of<Half>(false, false, false)) == cudaSuccess &&
          attributes.sharedSizeBytes > 0;
 }
 
@@ -254,7 +273,7 @@ PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& a) {
 
 void attend_prompts(const PromptLaunch& launch, void* stream) {
   if (!launch.grid) return;
-  void* arguments[] = {const_cast<NamedPrompts*>(&launch.params)};
+  void* arguments[] = {const_cast<ScoredPrompts*>(&launch.params)};
   check_cuda(cudaLaunchKernel(launch.kernel, dim3(launch.grid), dim3(kPromptThreads), arguments,
                               launch.shared_bytes, static_cast<cudaStream_t>(stream)),
              "launching attend_prompt");

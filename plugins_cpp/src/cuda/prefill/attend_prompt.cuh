@@ -103,6 +103,12 @@ __device__ __forceinline__ void attend_tile(const P& p, PromptShared& s, uint32_
         wait_products<1>();
         pin(scores);
         give_back(kKeyHalf, stage.at);
+        if constexpr (P::kScored) {
+          if (p.bound != 0.f) {
+#pragma unroll
+            for (float& score : scores) score = bounded(score, p.bound);
+          }
+        }
         if (first + Rows::kKeys > all) hide(scores, first, limit);
         if constexpr (P::kGeneral) {
           if (first < most_seen && first + Rows::kKeys > window.sink)
@@ -155,7 +161,7 @@ __device__ __forceinline__ void attend(const P& p, PromptShared& s, uint32_t sha
 #endif
 
 // For other devices this compiles to nothing. The host tells by its shared memory.
-// P: PromptParams, GeneralPrompts or NamedPrompts.
+// P: PromptParams, GeneralPrompts, NamedPrompts or ScoredPrompts.
 template <class E, class P>
 __global__ void __launch_bounds__(kPromptThreads, 1) attend_prompt(const __grid_constant__ P p) {
 #ifdef KVLATHE_WGMMA

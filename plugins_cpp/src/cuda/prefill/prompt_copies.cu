@@ -181,7 +181,7 @@ void with_params(const PromptLaunch& launch, Body body) {
     body(CopyParams<P>{prompts, copies.count, copies.owners, copies.slots, copies.parts,
                        copies.copied});
   };
-  if (copies.general) return with(launch.params);
+  if (copies.general) return with(static_cast<const NamedPrompts&>(launch.params));
   with(static_cast<const PromptParams&>(launch.params));
 }
 

@@ -149,7 +149,7 @@ struct Room {
 template <class Fetcher>
 __device__ void fetch_general(Fetcher& fetcher, const PromptTile& tile, int part);
 
-// P: PromptParams, GeneralPrompts or NamedPrompts.
+// P: PromptParams, GeneralPrompts, NamedPrompts or ScoredPrompts.
 template <class E, class P>
 struct Fetcher {
   using Element = E;

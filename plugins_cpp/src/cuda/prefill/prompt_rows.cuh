@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cuda/prefill/prompt_stages.cuh"
+#include "cuda/scoring.cuh"
 
 namespace kvlathe::cuda {
 
@@ -136,13 +137,17 @@ __device__ void hide_gap(float (&s)[kScores], int first, int sink, const int (&s
 }
 
 // Writes o / l of the rows that exist.
-template <class E, int kV, bool kWindows>
-__device__ void write_rows(const PromptParams& p, const PromptTile& tile, const PromptHead& head,
+template <class E, int kV, class P, bool kWindows>
+__device__ void write_rows(const P& p, const PromptTile& tile, const PromptHead& head,
                            const PromptRows<E, kV, kWindows>& rows, int row) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float l = rows.l[r] + __shfl_xor_sync(~0u, rows.l[r], 1);
     l += __shfl_xor_sync(~0u, l, 2);
+    if constexpr (P::kScored) {
+      const int query = p.sink_at[tile.head] + (row + 8 * r) % p.group_size;
+      l += sink_term(p, query, rows.m[r] * p.scale_log2);
+    }
     const float inverse = 1.f / l;
     const int in = row + 8 * r, token = in / p.group_size;
     if (in >= tile.rows) continue;

@@ -50,7 +50,7 @@ struct PromptHead {
 };
 
 struct PromptParams {
-  static constexpr bool kGeneral = false;
+  static constexpr bool kGeneral = false, kScored = false;
   KVLATHE_ANYWHERE const PromptPart& part_of(int, int slot) const { return part[slot]; }
   // The same of the call's parts, and which of them is in a slot.
   KVLATHE_ANYWHERE const PromptPart& call_part(int i) const { return part[i]; }
@@ -113,7 +113,15 @@ struct NamedPrompts : GeneralPrompts {
   // Its buckets are slots.
   kvlathe_window lane_window[KVLATHE_MAX_HEADS][KVLATHE_MAX_SLOTS];
 };
-static_assert(sizeof(NamedPrompts) <= 32764, "a kernel takes no more parameters");
+
+// The same of models that bound their scores or have sink logits (scoring.cuh), of any call.
+struct ScoredPrompts : NamedPrompts {
+  static constexpr bool kScored = true;
+  const float* sinks;                   // null, or [lanes, group_size] in the order of lanes
+  uint16_t sink_at[KVLATHE_MAX_HEADS];  // where those of a lane begin
+  float bound;                          // of scores that are not scaled yet; 0: none
+};
+static_assert(sizeof(ScoredPrompts) <= 32764, "a kernel takes no more parameters");
 constexpr int kGeneralBits = 1;
 
 // Copies that come before a call's launch.
@@ -134,7 +142,7 @@ bool prompt_kernel_here();
 // The launch of a call's listed chunks. Nothing is launched yet: what cannot be attended throws a
 // Refusal before anything runs.
 struct PromptLaunch {
-  NamedPrompts params;
+  ScoredPrompts params;
   CopyLaunch copies;
   const void* kernel;  // takes them, or what they have of GeneralPrompts or PromptParams
   int grid, shared_bytes;

@@ -1,0 +1,36 @@
+"""StepTensors: what every layer of one step is given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """What every layer of one step shares: the op's inputs of the same names.
+    ``cos``/``sin`` are None without RoPE.
+
+    Without cached tokens (``lengths`` all 0) ``page_tables`` and ``pools`` may stay
+    empty. ``observation_weights``: None where no row is observed.
+    """
+
+    cos: Tensor | None
+    sin: Tensor | None
+    cu_seqlens_q: Tensor
+    query_offsets: Tensor
+    lengths: Tensor
+    page_tables: list[Tensor] = field(default_factory=list)
+    pools: dict[str, Tensor] = field(default_factory=dict)
+    observation_weights: Tensor | None = None
+
+
+def sequences(step: StepTensors) -> Iterator[tuple[int, slice]]:
+    """(sequence, its rows) of every sequence that has queries."""
+    starts = step.cu_seqlens_q.tolist()
+    for b, (start, end) in enumerate(pairwise(starts)):
+        if start < end:
+            yield b, slice(start, end)
