@@ -7,8 +7,9 @@ from kvlathe.export.families.cohere import cohere, cohere2
 from kvlathe.export.families.experts import mixtral, olmoe, qwen2_moe, qwen3_moe
 from kvlathe.export.families.falcon import falcon
 from kvlathe.export.families.family import Experts, Family
-from kvlathe.export.families.gemma import gemma, gemma2, gemma3
+from kvlathe.export.families.gemma import gemma, gemma2, gemma3, gemma3_images
 from kvlathe.export.families.gpt2 import gpt2
+from kvlathe.export.families.gpt_oss import gpt_oss
 from kvlathe.export.families.llama import llama
 from kvlathe.export.families.llama_like import (
     arcee,
@@ -36,11 +37,13 @@ FAMILIES = {
     "falcon": falcon,
     "gemma": gemma,
     "gemma2": gemma2,
+    "gemma3": gemma3_images,
     "gemma3_text": gemma3,
     "glm": glm,
     "glm4": glm4,
     "gpt2": gpt2,
     "gpt_neox": gpt_neox,
+    "gpt_oss": gpt_oss,
     "granite": granite,
     "helium": helium,
     "llama": llama,

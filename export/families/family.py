@@ -13,12 +13,20 @@ class Experts:
     """An MLP that is many, ``count`` of which each token passes ``chosen`` (Shazeer et
     al. 2017, arXiv 1701.06538). A softmax over all of them weighs those of a token;
     ``normalized``: their weights sum to 1. Roles ``experts_gate experts_up
-    experts_down`` name the stored maps of expert ``{e}``, ``router`` what chooses."""
+    experts_down`` name the stored maps of expert ``{e}``, ``router`` what chooses.
+    ``stacked``: all of a layer's experts are one tensor, [E, in, out], with biases;
+    ``experts_gate_up`` has gate and up in turn. ``mxfp4``: blocks of codes and their
+    scales instead (OCP Microscaling Formats 1.0). ``alpha``, ``limit``: as in Routing
+    (kvlathe/layers/experts.py)."""
 
     count: int
     chosen: int
     intermediate_size: int
     normalized: bool
+    stacked: bool = False
+    mxfp4: bool = False
+    alpha: float = 0.0
+    limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +40,8 @@ class Family:
     instead of ``q k v`` (``gate up``) is a fused tensor, no ``gate`` is a plain MLP, no
     ``q_norm`` is attention without QK-norm, no ``positions`` is RoPE. Norms of outputs
     come before the residual. Without them, no ``mlp_norm`` is an MLP that shares the
-    attention's norm; with them, attention and MLP read what is there.
+    attention's norm; with them, attention and MLP read what is there. ``sinks`` names a
+    logit of each query head.
     """
 
     names: Mapping[str, str]
@@ -83,5 +92,7 @@ class Family:
     """Scores are cap * tanh(scores / cap) before the softmax; 0 leaves them."""
     logit_softcap: float = 0.0
     """Logits are cap * tanh(logits / cap); 0 leaves them."""
+    beside: tuple[str, ...] = ()
+    """Other parts of a model, whose text part this is: how their tensors' names begin."""
     settings: tuple[str, ...] = ()
     """Of FOREIGN_SETTINGS (export/model/spec.py), those that this record has heard."""

@@ -4,6 +4,7 @@ QK-norms."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvlathe.base.errors import KvlatheError
@@ -53,6 +54,11 @@ def gemma3(config: Gemma3TextConfig) -> Family:
     return _later(
         config, NAMES | FOUR_NORMS | QK_NORMS, tuple(config.layer_types or ())
     )
+
+
+def gemma3_images(config: Gemma3TextConfig) -> Family:
+    """The text part of a model that also reads images."""
+    return replace(gemma3(config), beside=("vision_tower", "multi_modal_projector"))
 
 
 def _later(

@@ -13,12 +13,12 @@ LATENT = (
 )
 STATE = "some of its layers keep a state, and no keys and values"
 EXPERTS = "its MLPs choose among experts, in a way that no record says"
-SINKS = "its softmax has sinks, which no attention kernel counts"
+SINKS = "its softmax has sinks, in a way that no record says"
 CODER = "it is an encoder, or needs one"
 
 BY_TYPE: Mapping[str, str] = {
     **dict.fromkeys(("bloom", "mpt"), BIAS),
-    **dict.fromkeys(("gpt_oss", "mimo_v2_flash"), SINKS),
+    "mimo_v2_flash": SINKS,
     **dict.fromkeys(
         ("bamba", "falcon_mamba", "jamba", "mamba", "mamba2", "recurrent_gemma"), STATE
     ),

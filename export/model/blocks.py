@@ -65,15 +65,32 @@ class ExpertBlock(nn.Module):
         super().__init__()
         count, inner = experts.count, experts.intermediate_size
         self.activation = activation
-        self.routing = Routing(experts.chosen, experts.normalized)
+        self.routing = routing_of(experts)
         self.router = fixed(torch.empty(hidden, count, dtype=dtype))
         self.gate = fixed(torch.empty(count, hidden, inner, dtype=dtype))
         self.up = fixed(torch.empty(count, hidden, inner, dtype=dtype))
         self.down = fixed(torch.empty(count, inner, hidden, dtype=dtype))
+        biases = {
+            "router": (count,),
+            "gate": (count, 1, inner),
+            "up": (count, 1, inner),
+            "down": (count, hidden),
+        }
+        for name, shape in biases.items() if experts.stacked else ():
+            setattr(self, f"{name}_bias", fixed(torch.empty(shape, dtype=dtype)))
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = ExpertWeights(self.router, self.gate, self.up, self.down)
+        weights = ExpertWeights(**dict(self.named_parameters()))
         return run_experts(x, weights, self.routing, self.activation)
+
+
+def routing_of(experts: Experts) -> Routing:
+    return Routing(
+        chosen=experts.chosen,
+        normalized=experts.normalized,
+        alpha=experts.alpha,
+        limit=experts.limit,
+    )
 
 
 class Norm(nn.Module):

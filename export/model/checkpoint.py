@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import re
 from collections.abc import Iterable
 from functools import cached_property
@@ -22,10 +21,12 @@ from torch import Tensor
 from kvlathe.base import chat_template, tokenizer_files
 from kvlathe.base.digests import sha256_files
 from kvlathe.base.errors import KvlatheError
+from kvlathe.export.model import stacked
 from kvlathe.export.model.device import CPU
 from kvlathe.export.model.mapped import forget
 from kvlathe.export.model.packed import PackedMap, Packing, read_packing
 from kvlathe.export.model.quantize import Grid
+from kvlathe.export.model.shards import DOWNLOAD, weight_files
 from kvlathe.export.model.spec import DecoderSpec, read_config, read_spec
 from kvlathe.export.model.tensors import (
     added,
@@ -38,10 +39,8 @@ from kvlathe.export.model.tensors import (
 )
 
 DTYPES = ("F64", "F32", "F16", "BF16")
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 INERT = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
 """Constants that older checkpoints store and nothing reads."""
-DOWNLOAD = "download the checkpoint again"
 
 
 class Checkpoint:
@@ -114,6 +113,9 @@ class Checkpoint:
         """
         if added(self.spec, name):
             return torch.zeros(self.spec.hidden_size, device=self.device)
+        if stacked.is_own(self.spec, name):
+            whole = stacked.read(self.spec, name, self._placed)
+            return _finite(whole, name)
         experts = expert_names(self.spec, name)
         if experts:
             return self._of_experts(experts)
@@ -193,6 +195,9 @@ class Checkpoint:
         header = self._where[name].get_slice(name)
         return tuple(header.get_shape())
 
+    def _placed(self, name: str) -> Tensor:
+        return self._read(name).to(self.device)
+
     def _read(self, name: str) -> Tensor:
         """A view of the mapped file: nothing is copied until it is used. Codes become
         the numbers they stand for."""
@@ -233,6 +238,7 @@ class Checkpoint:
     def _check(self) -> None:
         wanted = stored_shapes(self.spec)
         known = {f"{self.spec.family.names['head']}.weight"}
+        packed = stacked.bytes_names(self.spec)
         for name, shape in wanted.items():
             stored = self.aliases.get(name, name)
             known.add(stored)
@@ -243,10 +249,13 @@ class Checkpoint:
             if stored not in self._where:
                 raise self._lacks(name)
             header = self._where[stored].get_slice(stored)
+            dtypes = ("U8",) if name in packed else DTYPES
             self._check_header(
-                name, tuple(header.get_shape()), shape, header.get_dtype()
+                name, tuple(header.get_shape()), shape, header.get_dtype(), dtypes
             )
         for name in self._where:
+            if self._is_beside(name):
+                continue
             if name not in known and not INERT.search(name):
                 raise KvlatheError(
                     f"the checkpoint holds the tensor {name}",
@@ -266,9 +275,18 @@ class Checkpoint:
     def _shape(self, name: str) -> tuple[int, ...] | None:
         return self.shape(name) if name in self._where else None
 
+    def _is_beside(self, name: str) -> bool:
+        """Whether a tensor is of a part of the model that is not run."""
+        beside = self.spec.family.beside
+        return bool(beside) and name.removeprefix("model.").startswith(beside)
+
     @staticmethod
     def _check_header(
-        name: str, shape: tuple[int, ...], wanted: tuple[int, ...], dtype: str
+        name: str,
+        shape: tuple[int, ...],
+        wanted: tuple[int, ...],
+        dtype: str,
+        dtypes: tuple[str, ...],
     ) -> None:
         if shape != wanted:
             raise KvlatheError(
@@ -276,72 +294,12 @@ class Checkpoint:
                 f"config.json makes it {list(wanted)}",
                 "check that config.json belongs to the weights",
             )
-        if dtype not in DTYPES:
+        if dtype not in dtypes:
             raise KvlatheError(
                 f"the tensor {name} is stored as {dtype}",
-                f"only {', '.join(DTYPES)} are read",
+                f"only {', '.join(dtypes)} are read",
                 "convert the checkpoint",
             )
-
-
-def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a checkpoint folder. Raises KvlatheError if there are
-    none, and for pickled weights."""
-    lone = folder / "model.safetensors"
-    if lone.is_file():  # as transformers: it goes before shards beside it
-        return (lone,)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return _shards(index)
-    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLES)
-    if pickled:
-        raise KvlatheError(
-            f"the weights in {folder} are pickled ({pickled[0]})",
-            "reading a pickle can run code hidden in it",
-            "convert them where you trust them: load them with transformers and call save_pretrained",
-        )
-    raise KvlatheError(
-        f"{folder} has no weights",
-        "it holds neither model.safetensors nor its index",
-        DOWNLOAD,
-    )
-
-
-def _shards(index: Path) -> tuple[Path, ...]:
-    try:
-        shards = sorted(
-            {
-                str(name)
-                for name in json.loads(index.read_text(encoding="utf-8"))[
-                    "weight_map"
-                ].values()
-            }
-        )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        AttributeError,
-        TypeError,
-        RecursionError,
-    ) as error:
-        raise KvlatheError(
-            f"{index} cannot be read", f"{type(error).__name__}: {error}", DOWNLOAD
-        ) from error
-    for shard in shards:
-        if Path(shard).name != shard:
-            raise KvlatheError(
-                f"{index} names the file {shard!r}",
-                "weights lie in the checkpoint's folder",
-                DOWNLOAD,
-            )
-        if not (index.parent / shard).is_file():
-            raise KvlatheError(
-                f"the weight file {index.parent / shard} is missing",
-                f"{index.name} names it",
-                DOWNLOAD,
-            )
-    return tuple(index.parent / shard for shard in shards)
 
 
 class _Header(Protocol):
@@ -370,15 +328,20 @@ def _aliases(spec: DecoderSpec, where: Iterable[str]) -> dict[str, str]:
     """Expected names whose tensor is stored under another.
 
     Base models lack the first part of every name (``transformer.h.0...`` is
-    ``h.0...``), and of two tied tensors either may be the one that is stored.
+    ``h.0...``), text parts of larger models have one more, and of two tied tensors
+    either may be the one that is stored.
     """
     names = stored_shapes(spec)
     stored = set(where)
-    aliases = {
-        name: bare
-        for name in names
-        if name not in stored and (bare := name.split(".", 1)[1]) in stored
-    }
+    aliases: dict[str, str] = {}
+    for name in names:
+        first, _, bare = name.partition(".")
+        others = [bare]
+        if spec.family.beside:
+            others = [f"language_model.{name}", f"{first}.language_model.{bare}"]
+        found = [other for other in others if other in stored]
+        if name not in stored and found:
+            aliases[name] = found[0]
     embed, head = (f"{spec.family.names[role]}.weight" for role in ("embed", "head"))
     has_embed = {embed, aliases.get(embed)} & stored
     if spec.tied_head and not has_embed and head in stored:

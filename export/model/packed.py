@@ -63,7 +63,7 @@ def read_packing(config: Settings) -> Packing | None:
     """What config.json says; None for weights that are no codes. Raises KvlatheError for
     codes that are not read."""
     said = config.get("quantization_config") or config.get("compression_config")
-    if not said:
+    if not said or has_mxfp4(config):
         return None
     method = said.get("quant_method")
     if method == "gptq":
@@ -87,6 +87,14 @@ def read_packing(config: Settings) -> Packing | None:
         raise _refused(f"in groups of {group}", "groups are powers of two from 16 up")
     less_one = method == "gptq" and stored == "gptq"
     return Packing(method, bits, group, symmetric, less_one)
+
+
+def has_mxfp4(config: Settings) -> bool:
+    """Whether experts are in MXFP4, which become numbers as they are read (stacked.py)."""
+    said = config.get("quantization_config")
+    if not isinstance(said, dict) or config.get("model_type") != "gpt_oss":
+        return False
+    return said.get("quant_method") == "mxfp4"
 
 
 def _refused(how: str, reason: str) -> KvlatheError:

@@ -28,9 +28,12 @@ class PlainAttention:
     def of(
         cls, spec: DecoderSpec, layer: int, sinks: Tensor | None = None
     ) -> PlainAttention:
-        scale = spec.scale(layer)
-        window = spec.windows[layer]
-        return cls(scale, window, spec.family.attn_softcap, sinks)
+        return cls(
+            scale=spec.scale(layer),
+            window=spec.windows[layer],
+            softcap=spec.family.attn_softcap,
+            sinks=sinks,
+        )
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Causal attention of q [Hq, T, d] over k [H, T, d] and v [H or Hq, T, d] ->

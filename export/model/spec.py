@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.families import FAMILIES, Family
 from kvlathe.export.families.unknown import why_unknown
-from kvlathe.export.model.packed import read_packing
+from kvlathe.export.model.packed import has_mxfp4, read_packing
 from kvlathe.export.model.rope import Rope, read_ropes
 from kvlathe.layers.activations import ACTIVATIONS
 from kvlathe.plan.heads import ModelShape
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 Settings = dict[str, Any]
 """What config.json holds."""
+TEXT_PARTS = {"gemma3": "gemma3_text"}
+"""Model types of which the part that reads and writes text is run -> that part's."""
 FOREIGN_SETTINGS = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
@@ -92,6 +94,8 @@ class DecoderSpec:
             hidden_size=self.hidden_size,
             vocab_size=self.vocab_size,
             max_positions=self.max_positions,
+            softcap=self.family.attn_softcap,
+            sinks="sinks" in self.family.names,
         )
 
     @property
@@ -133,18 +137,12 @@ def read_spec(
     and every setting that would change the result and is not supported (ALiBi, quantized
     weights, ...).
     """
-    raw = read_config(Path(checkpoint_dir))
+    raw = _text_part(read_config(Path(checkpoint_dir)))
     _refuse_foreign(raw)
     config = _parse(raw)
     read_family = cast("FamilyReader", FAMILIES[raw["model_type"]])
     family = read_family(config)
     _refuse_settings(raw, family)
-    if family.attn_softcap:
-        raise KvlatheError(
-            f"config.json sets attn_logit_softcapping to {family.attn_softcap:g}",
-            "no attention kernel bounds scores",
-            "choose another checkpoint",
-        )
     served = _served(config.max_position_embeddings, max_seq_len)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -196,6 +194,16 @@ def read_config(folder: Path) -> Settings:
     return raw
 
 
+def _text_part(raw: Settings) -> Settings:
+    """Of a model that also reads images: what it says of text."""
+    model_type = raw.get("model_type")
+    text = raw.get("text_config")
+    if model_type not in TEXT_PARTS or not isinstance(text, dict):
+        return raw
+    tied = {"tie_word_embeddings": raw.get("tie_word_embeddings", True)}
+    return tied | text | {"model_type": model_type}
+
+
 def _refuse_foreign(raw: Settings) -> None:
     model_type = raw.get("model_type")
     if model_type not in FAMILIES:
@@ -231,9 +239,13 @@ def _parse(raw: Settings) -> PreTrainedConfig:
     chosen here, not by the folder."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    given = str(raw["model_type"])
+    kind = TEXT_PARTS.get(given, given)
     try:
         plain = {key: raw[key] for key in raw if key != "quantization_config"}
-        return CONFIG_MAPPING[raw["model_type"]].from_dict(plain)
+        if has_mxfp4(raw):
+            plain = dict(raw)
+        return CONFIG_MAPPING[kind].from_dict(plain | {"model_type": kind})
     except (
         Exception
     ) as error:  # its validators raise many kinds; each means that the file is at fault

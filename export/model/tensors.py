@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kvlathe.export.model import stacked
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.layers.decoder import rope_names
 
@@ -57,9 +58,11 @@ def weight_names(spec: DecoderSpec) -> tuple[str, ...]:
         *([] if spec.tied_head else ["head"]),
     ]
     names = [name for place in places for name in _kinds(spec, place)]
-    if spec.family.experts is not None:
-        for layer in range(spec.layers):
-            names += [f"layers.{layer}.{own}" for own in EXPERT_ROLES]
+    experts = spec.family.experts
+    apart = experts is not None and not experts.stacked
+    of_layer = [*(EXPERT_ROLES if apart else ()), *stacked.own_names(spec)]
+    for layer in range(spec.layers):
+        names += [f"layers.{layer}.{own}" for own in of_layer]
     return tuple(names)
 
 
@@ -134,8 +137,11 @@ def stored_name(spec: DecoderSpec, name: str) -> str:
 
 def stored_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """Every tensor that the checkpoint must hold, with its shape."""
-    shapes = {}
+    shapes = stacked.stored_shapes(spec)
+    whole = {name for own in stacked.own_names(spec) for name in stacked.ROLES[own]}
     for role, name in spec.family.names.items():
+        if role in whole:
+            continue
         weight, bias = _stored_shape(spec, role)
         experts = spec.family.experts.count if spec.family.experts else 1
         for layer, expert in itertools.product(

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from kvlathe.base.console import log, working
 from kvlathe.base.errors import KvlatheError
+from kvlathe.export.model.blocks import routing_of
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.device import CPU, ahead
 from kvlathe.export.model.spec import DecoderSpec
-from kvlathe.layers.experts import Routing
 from kvlathe.layers.wiring import Wiring
 from kvlathe.plan.manifest import DECODER_FILE, WEIGHTS_FILE
 from kvlathe.plan.plan import CompressionPlan
@@ -193,5 +193,5 @@ def wiring(spec: DecoderSpec) -> Wiring:
         ropes=spec.rope_of if len(spec.ropes) > 1 else (),
         wide_qk_norm=spec.family.wide_qk_norm,
         logit_softcap=spec.family.logit_softcap,
-        routing=experts and Routing(experts.chosen, experts.normalized),
+        routing=experts and routing_of(experts),
     )

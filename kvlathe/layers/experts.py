@@ -15,20 +15,29 @@ from kvlathe.layers.activations import ACTIVATIONS
 
 @dataclass(frozen=True)
 class Routing:
-    """How many experts a token passes, and whether their weights sum to 1."""
+    """How many experts a token passes, and whether their weights sum to 1. Where
+    ``limit`` is not 0, experts compute gate sigmoid(alpha gate) (up + 1), with gate at
+    most ``limit`` and up within it (gpt-oss, arXiv 2508.10925)."""
 
     chosen: int
     normalized: bool
+    alpha: float = 0.0
+    limit: float = 0.0
 
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """``router`` [D, E]; ``gate`` and ``up`` [E, D, I], ``down`` [E, I, D]."""
+    """``router`` [D, E]; ``gate`` and ``up`` [E, D, I], ``down`` [E, I, D]. Biases
+    [E], twice [E, 1, I], and [E, D]; or None."""
 
     router: Tensor
     gate: Tensor
     up: Tensor
     down: Tensor
+    router_bias: Tensor | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 def run_experts(
@@ -41,17 +50,37 @@ def run_experts(
     products that every runtime has, and that can be captured. They cost E / chosen
     times the chosen ones' (docs/models.md).
     """
-    shares = _shares(x, weights.router, routing).to(x.dtype)  # [T, E]
-    act = ACTIVATIONS[activation]
+    shares = _shares(x, weights, routing).to(x.dtype)  # [T, E]
     every = x.unsqueeze(0)
-    inner = act(every @ weights.gate) * (every @ weights.up)
+    gate = _biased(every @ weights.gate, weights.gate_bias)
+    up = _biased(every @ weights.up, weights.up_bias)
+    inner = _gated(gate, up, routing, activation)
     counted = inner * shares.T.unsqueeze(-1)
-    return (counted @ weights.down).sum(0)
+    out = (counted @ weights.down).sum(0)
+    return out if weights.down_bias is None else out + shares @ weights.down_bias
 
 
-def _shares(x: Tensor, router: Tensor, routing: Routing) -> Tensor:
+def _biased(every: Tensor, bias: Tensor | None) -> Tensor:
+    """every [E, T, I] + bias [E, 1, I]."""
+    return every if bias is None else every + bias
+
+
+def _gated(gate: Tensor, up: Tensor, routing: Routing, activation: str) -> Tensor:
+    limit = routing.limit
+    if not limit:
+        return ACTIVATIONS[activation](gate) * up
+    gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
+    return gate * torch.sigmoid(routing.alpha * gate) * (up + 1)
+
+
+def _shares(x: Tensor, weights: ExpertWeights, routing: Routing) -> Tensor:
     """What each expert counts for each token, [T, E] float32: 0 for most."""
-    every = (x @ router).float().softmax(-1)
+    router = weights.router
+    logits = x @ router
+    if weights.router_bias is not None:
+        logits = logits + weights.router_bias
+    every = logits.float().softmax(-1)
     values, places = every.topk(routing.chosen, -1)
     if routing.normalized:
         values = values / values.sum(-1, keepdim=True)

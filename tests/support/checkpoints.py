@@ -36,6 +36,8 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64}
+SMALL = ("hidden_size", "intermediate_size", "num_attention_heads")
+SMALL += ("image_size", "patch_size")
 QUARTER: dict[str, Any] = {"partial_rotary_factor": 0.25}
 PHI = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -201,6 +203,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"multi_query": False, "parallel_attn": False},
     ),
     "gemma": ("Gemma", sizes(48, 4, 1, 32)),
+    "gemma2": (
+        "Gemma2",
+        sizes(48, 4, 2, 32, num_hidden_layers=3, sliding_window=20)
+        | {"query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0}
+        | {"final_logit_softcapping": 4.0},
+    ),
     "gemma3": (
         "Gemma3Text",
         sizes(
@@ -218,6 +226,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-untied": (
         "Gemma3Text",
         sizes(32, 2, 1, 256, final_logit_softcapping=5.0, tie_word_embeddings=False),
+    ),
+    "gemma3-images": (
+        "Gemma3",
+        {"text_config": sizes(48, 4, 2, 32, sliding_window=20)}
+        | {"vision_config": dict.fromkeys(SMALL, 8) | {"num_hidden_layers": 1}},
     ),
     "olmo2": ("Olmo2", sizes(64, 4, 2, pad_token_id=0)),
     "olmo3": (
@@ -278,6 +291,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_intermediate_size": 24, "norm_topk_prob": True},
     ),
     "olmoe": ("Olmoe", sizes(64, 4, 4, num_experts=5, num_experts_per_tok=2)),
+    "gpt_oss": (
+        "GptOss",
+        sizes(64, 4, 2, 16, num_local_experts=5, num_experts_per_tok=2)
+        | {"num_hidden_layers": 3, "sliding_window": 20, "swiglu_limit": 1.0}
+        | {"rope_scaling": YARN},
+    ),
     "phi": ("Phi", sizes(64, 4, 2, partial_rotary_factor=0.5)),
     "gpt_neox": ("GPTNeoX", sizes(64, 4, 4)),
     "gpt_neox-sequential": (
@@ -338,7 +357,8 @@ def make_model(
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
     model.save_pretrained(folder, **save)
-    words = {f"t{i}": i for i in range(config.vocab_size)}
+    vocabulary = config.get_text_config().vocab_size
+    words = {f"t{i}": i for i in range(vocabulary)}
     tokenizers.Tokenizer(tokenizers.models.WordLevel(words, "t0")).save(
         str(Path(folder) / "tokenizer.json")
     )
@@ -383,6 +403,7 @@ def random_basis(plan: CompressionPlan, seed: int, orthogonal: bool) -> Basis:
     """Full-rank bases with random centres for every lane: orthogonal (a = b), or any
     invertible a with b = a^-T."""
     rng, d = np.random.default_rng(seed), plan.model.head_dim
+    centred = float(plan.model.shifts)
 
     def pair() -> tuple[np.ndarray, np.ndarray]:
         u, v = (np.linalg.qr(rng.normal(size=(d, d)))[0] for _ in range(2))
@@ -394,7 +415,7 @@ def random_basis(plan: CompressionPlan, seed: int, orthogonal: bool) -> Basis:
     basis = Basis()
     for lane in plan.lanes:
         (a, b), (a_v, o_v) = pair(), pair()
-        centre_k, centre_v = rng.normal(size=(2, d))
+        centre_k, centre_v = centred * rng.normal(size=(2, d))
         qk = (
             (a, b, centre_k)
             if lane.projected or lane.rope == "none"

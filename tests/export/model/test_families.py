@@ -192,7 +192,7 @@ REFUSED = {
         "chunked_attention",
     ),
     "quantized": (
-        config_of("llama", quantization_config={"quant_method": "gptq"}),
+        config_of("llama", quantization_config={"quant_method": "torchao"}),
         "quantized",
     ),
     "classifier": (
@@ -201,10 +201,10 @@ REFUSED = {
     ),
     "latent": (config_of("deepseek_v3", kv_lora_rank=8), "share one latent"),
     "state": (config_of("mamba"), "keep a state"),
-    "sinks": (config_of("gpt_oss"), "softmax has sinks"),
-    "scores": (
-        config_of("gemma2", num_key_value_heads=2),
-        "no attention kernel bounds",
+    "sinks": (config_of("mimo_v2_flash"), "softmax has sinks"),
+    "other codes": (
+        config_of("gpt_oss", quantization_config={"quant_method": "other"}),
+        "quantized",
     ),
     "some experts": (
         config_of("qwen3_moe", num_key_value_heads=2, mlp_only_layers=[1]),

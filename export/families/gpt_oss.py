@@ -1,0 +1,47 @@
+"""gpt-oss: sinks beside the scores, windows in every other layer, experts with biases and
+a bounded SwiGLU, stored as numbers or in MXFP4."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvlathe.export.families.experts import COUNTS, WITHOUT_MLP
+from kvlathe.export.families.family import Experts, Family
+from kvlathe.export.families.windows import sliding_layers
+
+if TYPE_CHECKING:
+    from transformers import GptOssConfig
+
+OWN = {
+    "sinks": "model.layers.{i}.self_attn.sinks",
+    "router": "model.layers.{i}.mlp.router",
+    "experts_gate_up": "model.layers.{i}.mlp.experts.gate_up_proj",
+    "experts_down": "model.layers.{i}.mlp.experts.down_proj",
+}
+
+
+def gpt_oss(config: GptOssConfig) -> Family:
+    quantized = getattr(config, "quantization_config", None)
+    experts = Experts(
+        count=config.num_local_experts,
+        chosen=config.num_experts_per_tok,
+        intermediate_size=config.intermediate_size,
+        normalized=True,
+        stacked=True,
+        mxfp4=bool(quantized),
+        alpha=config.swiglu_alpha,
+        limit=config.swiglu_limit,
+    )
+    return Family(
+        names=WITHOUT_MLP | OWN,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads,
+        intermediate_size=config.intermediate_size,
+        qkv_bias=config.attention_bias,
+        out_bias=config.attention_bias,
+        windows=sliding_layers(config),
+        experts=experts,
+        settings=COUNTS,
+    )
