@@ -46,7 +46,7 @@ def fp8_map(weights: Sequence[CodedWeight], rows: Fp8Rows = fp8_rows) -> RowMap:
     of_outputs = scales.T.contiguous()
 
     def product(x: Tensor) -> Tensor:
-        x_codes, of_rows = rows(F.pad(x, (0, missing)) if missing else x)
+        x_codes, of_rows = rows(_padded(x, missing))
         return ATEN._scaled_mm(
             x_codes, codes, scale_a=of_rows, scale_b=of_outputs, out_dtype=x.dtype
         )
@@ -70,7 +70,7 @@ def int4_map(weights: Sequence[CodedWeight]) -> RowMap:
     packed = ATEN._convert_weight_to_int4pack_for_cpu(codes.int(), tiles)
 
     def product(x: Tensor) -> Tensor:
-        whole = F.pad(x, (0, inputs - x.shape[1]))
+        whole = _padded(x, inputs - x.shape[1])
         own = of_groups.to(x.dtype)
         return ATEN._weight_int4pack_mm_for_cpu(whole, packed, group, own)
 
@@ -85,7 +85,7 @@ def _int4_on_a_gpu(codes: Tensor, of_groups: Tensor, group: int, tiles: int) -> 
     own = of_groups.bfloat16()
 
     def product(x: Tensor) -> Tensor:
-        whole = F.pad(x, (0, inputs - x.shape[1])).bfloat16()
+        whole = _padded(x, inputs - x.shape[1]).bfloat16()
         y = ATEN._weight_int4pack_mm(whole, packed, group, own)
         return y.to(x.dtype)
 
@@ -98,6 +98,11 @@ def _scales_and_shifts(weight: CodedWeight) -> Tensor:
     zeros = weight.middles().squeeze(-1)
     shifts = (middle(weight.bits) - zeros) * scales
     return torch.stack([scales, shifts.expand_as(scales)], -1)
+
+
+def _padded(x: Tensor, missing: int) -> Tensor:
+    """[T, K + missing]; x itself where nothing is missing."""
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def _filled(codes: Tensor, multiple: int) -> Tensor:
