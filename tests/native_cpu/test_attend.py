@@ -148,6 +148,20 @@ def test_long_sequences_are_cut_into_spans_and_tiles(
     np.testing.assert_array_equal(results[0], results[1])
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("width", [96, 160, 192, 256])
+def test_wide_heads_are_plain_attention(native: Native, isa: str, width: int) -> None:
+    """Decodes and a chunk, over hot pages and codes."""
+    buckets = [Bucket(0, (0,)), Bucket(1, (0,), source=0)]
+    tiers = [Tier(32, 32), Tier(8, 8, "rank", "token", 32, 16)]
+    plan = plan_of([Lane(0, 0, width, width, width)], tiers, buckets, width, 2, 32)
+    case = Case(plan, 0, [1, 40, 1], [[7, 64], [0, 0], [30, 0]], seed=width)
+    found = Call(case, ISAS[isa]).run(native)[0]
+    expected = case.expected()[0]
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3 * scale)
+
+
 def largest(call: Call) -> Call:
     """The call with the largest code everywhere in its sealed pages, one scale, and
     queries whose channels are all alike after their projection."""

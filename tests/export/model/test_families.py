@@ -143,6 +143,17 @@ def test_rope_at_far_positions(name: str, start: int, tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.parametrize("width", [96, 160, 192, 256])
+def test_wide_heads_are_those_of_transformers(width: int, tmp_path: Path) -> None:
+    model = make_model(tmp_path, "Llama", sizes(64, 2, 1, width))
+    checkpoint = Checkpoint(tmp_path)
+    ids = some_ids(checkpoint, 50)
+    with torch.no_grad():
+        expected = model(ids[None]).logits[0]
+    found = identity_decoder(checkpoint).logits(ids.tolist(), range(50))
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+
+
 def test_longrope_factors_follow_max_seq_len(reference: Reference) -> None:
     folder, _ = reference("phi3-longrope")
     short, long = (read_spec(folder, n).rope for n in (64, 65))
