@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,7 @@ SOMEONES_MACHINE = re.compile(
 )
 
 
+@cache
 def sources() -> list[Path]:
     """Every Python file of the product, once."""
     files = [path for part in PARTS for path in (ROOT / part).rglob("*.py")]
@@ -128,7 +130,13 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> tuple[str, ...]:
+    """``imported`` of a file."""
+    return tuple(imported(path))
+
+
+def imported(path: Path) -> Iterator[str]:
     """Dotted modules that a file imports anywhere. What ``from package import name``
     names is a module where there is a file of that name."""
     for node in ast.walk(tree_of(path)):

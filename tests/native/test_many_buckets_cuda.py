@@ -24,7 +24,7 @@ from tests.support.mixed_cases import TIERS, lengths_of, mixed_plan, mixed_steps
 
 SLOW = settings(
     deadline=None,
-    max_examples=40,
+    max_examples=15,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 STEPS = mixed_steps([64, 128], 16, [0, 1, 1, 3, 15, 16, 40, 130, 300])

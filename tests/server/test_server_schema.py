@@ -72,7 +72,7 @@ def test_no_request_gets_a_server_error(served: Served, label: str) -> None:
     statuses = set()
 
     @settings(
-        max_examples=60,
+        max_examples=40,
         derandomize=True,
         phases=[Phase.generate],
         suppress_health_check=EVERY,

@@ -36,6 +36,16 @@ def build(out: Path, cuda: bool) -> Path:
     return out / "libkvlathe.so"
 
 
+def built_already() -> Path | None:
+    """The checkout's own library, where it is of the sources as they are."""
+    own, ninja = ROOT / "build" / "native", shutil.which("ninja")
+    library = own / "libkvlathe.so"
+    if ninja is None or not library.is_file() or not (own / "build.ninja").is_file():
+        return None
+    left = subprocess.run([ninja, "-n", "-C", own], capture_output=True, text=True)
+    return library if "no work to do" in left.stdout else None
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Generator[None]:
     """Hold the lock file ``path``; processes wait for each other."""
@@ -45,10 +55,13 @@ def locked(path: Path) -> Generator[None]:
 
 
 def shared_build(factory: pytest.TempPathFactory, cuda: bool) -> Path | None:
-    """The library named by KVLATHE_LIBRARY, else one build of this checkout that all
-    processes of a test run share; None without CMake or a C++ compiler."""
+    """The library named by KVLATHE_LIBRARY, else the one in build/native, else one
+    build of this checkout that all processes of a test run share; None without CMake or
+    a C++ compiler."""
     if path := os.environ.get("KVLATHE_LIBRARY"):
         return Path(path)
+    if not cuda and (built := built_already()):
+        return built
     if not shutil.which("cmake") or not (shutil.which("c++") or shutil.which("g++")):
         return None
     base = factory.getbasetemp()

@@ -104,7 +104,7 @@ def pair(kind: str) -> tuple[LLM, LLM]:
     return sharing(kind), sharing(kind)
 
 
-@settings(max_examples=10, phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=5, phases=[Phase.explicit, Phase.generate])
 @given(
     st.sampled_from(["one", "sealed split", "sealed windows"]),
     st.integers(1, 900),

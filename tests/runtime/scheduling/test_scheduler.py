@@ -30,7 +30,7 @@ from tests.support.schedule_cases import (
     sequence_for,
 )
 
-PARTS = [0, 1, 2, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(3, 10))]
+PARTS = [0, 1, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(2, 10))]
 """Of a hundred random schedules each; a nightly run has all thousand."""
 
 
