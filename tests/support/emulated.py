@@ -21,15 +21,18 @@ SOURCES = HERE.parents[2] / "plugins_cpp"
 COMMON = ("lanes", "decode_call", "refusal")
 
 
-def emulated_kernels(folder: Path, name: str = "kernels") -> ctypes.CDLL:
-    """``name``.cc, compiled into ``folder``. Skips the test where there is no compiler."""
+def emulated_kernels(
+    folder: Path, name: str = "kernels", level: str = "-O2"
+) -> ctypes.CDLL:
+    """``name``.cc, compiled into ``folder`` at a ``level`` of optimization. Skips the
+    test where there is no compiler."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++")
     library = folder / f"lib{name}.so"
     includes = [f"-I{path}" for path in (HERE, SOURCES / "src", SOURCES / "include")]
     sources = [SOURCES / "src" / "common" / f"{name}.cc" for name in COMMON]
-    flags = ["-O2", "-std=c++17", "-fPIC", "-shared", "-Wl,-Bsymbolic"]
+    flags = [level, "-std=c++17", "-fPIC", "-shared", "-Wl,-Bsymbolic"]
     command = [compiler, *flags, *includes, HERE / f"{name}.cc", *sources]
     done = subprocess.run(
         [*command, "-o", library], capture_output=True, text=True, check=False

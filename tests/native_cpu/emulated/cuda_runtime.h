@@ -35,10 +35,14 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 227 << 10,
   cudaDevAttrReservedSharedMemoryPerBlock = 1 << 10
 };
+// Another device's attributes, and what its kernels take of static shared
+// memory.
+inline int (*other_device)(cudaDeviceAttr) = nullptr;
+inline size_t static_shared = 0;
 inline cudaError_t cudaGetDevice(int *id) { return *id = 0, cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr which,
                                           int) {
-  return *value = which, cudaSuccess;
+  return *value = other_device ? other_device(which) : int(which), cudaSuccess;
 }
 
 struct dim3 {
@@ -251,7 +255,7 @@ struct cudaLaunchConfig_t {
 };
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes,
                                          const void *) {
-  return attributes->sharedSizeBytes = 0, cudaSuccess;
+  return attributes->sharedSizeBytes = static_shared, cudaSuccess;
 }
 inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config,
                                        const void *kernel, void **arguments) {

@@ -1,0 +1,183 @@
+"""What decode attention would launch on GPUs that nobody here has: the host's own code,
+told their limits; and what the compiled kernels take, where there is a CUDA build."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import re
+import shutil
+import subprocess
+from ctypes import byref
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvlathe.plan.formats import Tier
+from tests.native.codes_problem import CodesProblem
+from tests.native.library import AttendDecodeArgs
+from tests.native.problem import Problem
+from tests.support.emulated import emulated_kernels
+from tests.support.gpus import GPUS, KIB, Gpu
+
+ROOT = Path(__file__).resolve().parents[2]
+STATIC = {True: 2944, False: 1920}
+"""Bytes of static shared memory of the kernels of decode attention as compiled, from
+9.0 on and before it. cuobjdump --dump-resource-usage says them."""
+MIXED = [(16, 96), (96, 16), (32, 48), (64, 64), (48, 32), (80, 16), (16, 16), (96, 96)]
+WHOLE = [(128, 128)] * 8
+MOST_STACK = 256
+"""Bytes of a thread's stack: arrays that are indexed, and the few registers that are
+spilled. In none of the inner loops of the kernels that were timed."""
+USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+
+
+class Limits(ctypes.Structure):
+    """``Gpu`` of launches.cc."""
+
+    _fields_ = [
+        (name, ctypes.c_int32)
+        for name in (
+            "major",
+            "sms",
+            "shared_per_sm",
+            "shared_per_block",
+            "shared_reserved",
+            "static_shared",
+        )
+    ]
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    return emulated_kernels(tmp_path_factory.mktemp("host"), "launches", "-O0")
+
+
+def launch(
+    host: ctypes.CDLL, gpu: Gpu, args: AttendDecodeArgs
+) -> tuple[int, int, int] | None:
+    """Blocks, warps of each, and bytes of its dynamic shared memory; None where the
+    host refuses."""
+    limits = Limits(
+        gpu.major,
+        gpu.sms,
+        gpu.shared_per_sm,
+        gpu.shared_per_block,
+        gpu.shared_reserved,
+        STATIC[gpu.major >= 9],
+    )
+    found = (ctypes.c_int32 * 3)()
+    if host.launch_of(byref(args), byref(limits), found):
+        return None
+    return found[0], found[1], found[2]
+
+
+Key = tuple[int, str, int, int]
+"""Bits, ranks, query heads of a KV head, tokens of a page."""
+
+
+def problems() -> dict[Key, Problem | CodesProblem]:
+    """Of every width, ranks, groups of query heads and pages."""
+    found: dict[Key, Problem | CodesProblem] = {}
+    shapes = itertools.product(
+        (("mixed", MIXED), ("whole", WHOLE)), (1, 4, 8), (64, 128)
+    )
+    for (said, ranks), group, page in shapes:
+        whole = Problem([ranks], [100], group, page_tokens=page)
+        found[16, said, group, page] = whole
+        for bits in (8, 4, 2):
+            tiers = [Tier(bits, bits, arithmetic="int")]
+            coded = CodesProblem([ranks], [[page]], [5], tiers, group, page_tokens=page)
+            found[bits, said, group, page] = coded
+    return found
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[Key, Problem | CodesProblem]:
+    return problems()
+
+
+LARGEST: set[Key] = {(8, "whole", 8, 128)}
+OF_163: set[Key] = {(4, "whole", 8, 128), (8, "mixed", 8, 128), (8, "whole", 8, 64)}
+OF_99: set[Key] = {
+    (2, "whole", 8, 64),
+    (2, "whole", 8, 128),
+    (4, "mixed", 8, 128),
+    (4, "whole", 8, 64),
+    (8, "mixed", 4, 128),
+    (8, "mixed", 8, 64),
+    (8, "whole", 4, 128),
+}
+OF_64: set[Key] = {
+    (16, "whole", 8, 64),
+    (16, "whole", 8, 128),
+    (2, "mixed", 8, 64),
+    (2, "mixed", 8, 128),
+    (4, "mixed", 4, 128),
+    (4, "mixed", 8, 64),
+    (4, "whole", 4, 128),
+    (8, "mixed", 4, 64),
+    (8, "whole", 1, 128),
+    (8, "whole", 4, 64),
+}
+TOO_LARGE = {
+    227 * KIB: LARGEST,
+    163 * KIB: LARGEST | OF_163,
+    99 * KIB: LARGEST | OF_163 | OF_99,
+    64 * KIB: LARGEST | OF_163 | OF_99 | OF_64,
+}
+"""By the shared memory of a block, what the host refuses in words: there two warps hold
+no tile. These lists only shrink (docs/performance.md has them)."""
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_launches_fit_the_gpu(
+    host: ctypes.CDLL, cases: dict[Key, Problem | CodesProblem], gpu: Gpu
+) -> None:
+    """A block has its share of a multiprocessor's memory and threads. What is too large
+    is known."""
+    refused: set[Key] = set()
+    for name, problem in cases.items():
+        found = launch(host, gpu, problem.args())
+        if found is None:
+            refused.add(name)
+            continue
+        grid, warps, dynamic = found
+        blocks = grid // gpu.sms
+        whole = dynamic + STATIC[gpu.major >= 9]
+        assert grid == blocks * gpu.sms and blocks >= 1
+        assert whole <= gpu.shared_per_block
+        assert blocks * (whole + gpu.shared_reserved) <= gpu.shared_per_sm
+        assert warps >= 2 and blocks * warps * 32 <= gpu.threads_per_sm
+    assert refused == TOO_LARGE[gpu.shared_per_block]
+
+
+def test_a_gpu_before_ampere_has_no_bfloat16(host: ctypes.CDLL) -> None:
+    problem = Problem([MIXED], [100], 4, dtype=torch.bfloat16)
+    able = {gpu.name: launch(host, gpu, problem.args()) for gpu in GPUS}
+    assert able.pop("T4") is None and all(able.values())
+
+
+def builds() -> list[Path]:
+    """Objects of scripts/compile_all_archs.sh, and a library with CUDA kernels."""
+    found = sorted(ROOT.glob("build/archs/*/src/cuda/**/*.cu.o"))
+    library = ROOT / "build" / "native" / "libkvlathe.so"
+    return [*found, library] if library.is_file() else found
+
+
+def test_compiled_kernels_take_what_every_gpu_has() -> None:
+    """Registers, static shared memory, and a stack of a stated few bytes."""
+    if shutil.which("cuobjdump") is None:
+        pytest.skip("cuobjdump is not installed: compiled kernels cannot be read")
+    seen = 0
+    for path in builds():
+        command = ["cuobjdump", "--dump-resource-usage", str(path)]
+        said = subprocess.run(command, capture_output=True, text=True).stdout
+        for match in USAGE.finditer(said):
+            registers, stack, shared, local = map(int, match.groups())
+            assert registers <= 255 and local == 0 and stack <= MOST_STACK
+            assert shared <= 8 * KIB
+            seen += 1
+    if not seen:
+        pytest.skip("there is no CUDA build: scripts/compile_all_archs.sh makes one")
