@@ -8,6 +8,9 @@ from kvlathe.runtime.scheduling.admission import Mean
 
 FADES = 0.95
 """What a step counts beside the next one."""
+FORGOTTEN = 0.99
+"""What is left of it after a step without more rows: who stopped guessing because of a few
+slow steps tries again."""
 SUPPOSED = ((1, 0.3), (9, 0.9))
 """Before there is evidence: rows, and by which share of itself they prolong a step of
 one."""
@@ -33,6 +36,7 @@ class RowCosts:
             seconds = min(seconds, LARGEST * usual)
         if not rows:
             self._since = 0
+            self._sums = [value * FORGOTTEN for value in self._sums]
             mean.add(seconds)
             return
         self._since += 1

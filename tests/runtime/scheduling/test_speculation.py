@@ -153,6 +153,12 @@ def test_costs_are_learnt_from_steps(
             1 + first + each * count, rel=0.15
         )
     assert costs.times(0, 1) == 1
+    for _ in range(30):
+        costs.ran(4, 1, 0.04)
+    assert costs.times(4, 1) > 3
+    for _ in range(600):
+        costs.ran(0, 1, 0.01)
+    assert costs.times(4, 1) < 1.7, "nobody would ever try again"
     for _ in range(STALE + 1):
         costs.ran(1, 1, 0.01)
     assert costs.times(1, 1) == np.inf, "what a step takes without is to be seen again"
