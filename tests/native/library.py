@@ -72,6 +72,9 @@ class AttendDecodeArgs(Structure):
         ("prompts", c_void_p),
         ("plan", c_void_p),
         ("plan_bytes", c_int64),
+        ("sinks", c_void_p),
+        ("softcap", c_float),
+        ("reserved", c_int32),
     ]
 
 
