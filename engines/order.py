@@ -109,16 +109,23 @@ class Job:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of the weights as exported, before compression; scales of codes not
-        counted."""
+        """Bytes of the weights as exported, before compression."""
         from kvlathe.export.model.tensors import stored_shapes
 
-        request = self.order.request
-        shapes = stored_shapes(self.checkpoint.spec).values()
-        numbers = sum(math.prod(shape) for shape in shapes)
-        form = self.formats.maps
-        bits = form.bits if form else 8 * DTYPE_BYTES[request.compute_dtype]
-        return numbers * bits // 8
+        spec, formats = self.checkpoint.spec, self.formats
+        number = DTYPE_BYTES[self.order.request.compute_dtype]
+        names = spec.family.names
+        tables = {f"{names[role]}.weight" for role in ("embed", "head")}
+        positions = f"{names.get('positions')}.weight"
+        total = 0
+        for name, shape in stored_shapes(spec).items():
+            form = formats.table if name in tables else formats.maps
+            if form is None or len(shape) != 2 or name == positions:
+                total += number * math.prod(shape)
+                continue
+            outputs, inputs = shape
+            total += form.bytes_of(inputs, outputs, number)
+        return total
 
 
 def _version(library: str) -> str:

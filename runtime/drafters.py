@@ -55,17 +55,21 @@ def drafter(name: str | Path, engine: Engine, tokenizer: Tokenizer) -> Drafter:
             "draft engines run on the CPU alone, and it runs on a GPU",
             f"use {NGRAM}",
         )
-    return DraftModel(
-        draft_engine(Path(name), tokenizer, engine.scheduler.limits.max_batch_size)
-    )
+    size = engine.pool.plan.model.vocab_size
+    most = engine.scheduler.limits.max_batch_size
+    return DraftModel(draft_engine(Path(name), tokenizer, size, most))
 
 
-def draft_engine(folder: Path, tokenizer: Tokenizer, sequences: int) -> Engine:
-    """An engine that guesses for one with ``tokenizer``, for up to ``sequences`` at once.
-    Raises KvlatheError where its tokens are others."""
+def draft_engine(
+    folder: Path, tokenizer: Tokenizer, vocab_size: int, sequences: int
+) -> Engine:
+    """An engine that guesses for one with ``tokenizer`` and logits of ``vocab_size``
+    tokens, for up to ``sequences`` at once. Raises KvlatheError where its tokens are
+    others: models of one family may be padded to other sizes."""
     opened = open_engine(folder, deep=True)
     check_speculation(opened.plan)
-    if Tokenizer(folder).backend.get_vocab() != tokenizer.backend.get_vocab():
+    same_words = Tokenizer(folder).backend.get_vocab() == tokenizer.backend.get_vocab()
+    if not same_words or opened.plan.model.vocab_size != vocab_size:
         raise KvlatheError(
             f"{folder} cannot guess for this engine",
             "it has another vocabulary",

@@ -134,7 +134,7 @@ SPECULATIVE = click.option(
     "--speculative",
     metavar="ngram|DRAFT_ENGINE",
     help="Guess tokens and verify several in a step, where that is faster: as they "
-    "followed before, or by a smaller engine. Answers stay what they are.",
+    "followed before, or by a smaller engine. A token stays if the model says it.",
 )
 NUM_SPECULATIVE_TOKENS = click.option(
     "--num-speculative-tokens",
@@ -143,6 +143,15 @@ NUM_SPECULATIVE_TOKENS = click.option(
     show_default=True,
     help="Tokens that are guessed at once, at most.",
 )
+
+
+def check_speculative() -> None:
+    """Raises UsageError for a number of guesses where none are asked for."""
+    context = click.get_current_context()
+    source = context.get_parameter_source("num_speculative_tokens")
+    given = source is not click.core.ParameterSource.DEFAULT
+    if given and context.params["speculative"] is None:
+        raise click.UsageError("--num-speculative-tokens needs --speculative.")
 
 
 def reports(

@@ -21,6 +21,7 @@ from kvlathe.cli.common import (
     TENSOR_PARALLEL,
     THREADS,
     Result,
+    check_speculative,
     check_text,
     read_text,
     reports,
@@ -117,6 +118,7 @@ def generate_command(
     """Continue a prompt. The text goes to stdout as it comes."""
     if (prompt is None) == (prompt_file is None):
         raise click.UsageError("Give one of --prompt and --prompt-file.")
+    check_speculative()
     text = prompt if prompt is not None else read_text(prompt_file or Path("-"))
     check_text("--prompt", text)
     for end in sampling["stop"]:

@@ -25,6 +25,7 @@ from kvlathe.cli.common import (
     THREADS,
     Seconds,
     Size,
+    check_speculative,
 )
 
 KEY_VARIABLE = "KVLATHE_API_KEY"
@@ -173,6 +174,7 @@ def serve_command(
     """
     console.setup(log_level)
     check_keys(settings["keys"])
+    check_speculative()
     try:
         from kvlathe.server.run import Settings, serve
     except ImportError as error:

@@ -53,8 +53,8 @@ class Speculation:
     ``most``: of one sequence in one step. ``stop_ids``: tokens that end answers, which
     are never guessed.
 
-    ``drafts``: sequences and steps in which it guessed; ``drafted``: tokens; ``accepted``: those that were
-    right. ``eager``: whether the next step had better wait for the tokens of the last.
+    ``drafts``: sequences and steps in which it guessed; ``drafted``: tokens;
+    ``accepted``: those that were right. ``eager``: whether the next step had better wait for the tokens of the last.
     """
 
     def __init__(

@@ -44,8 +44,15 @@ class Trials:
         self._start()
 
     def reason(self, source: str) -> str:
-        """Why a grammar of llguidance cannot be compiled; empty where it can. Raises
-        EngineStopped after ``close``, and RuntimeError where the program has ended."""
+        """Why a grammar of llguidance cannot be compiled; empty where it can. Where the
+        program was ended from outside, another tries it once more. Raises EngineStopped
+        after ``close``, and RuntimeError where that one ends as well."""
+        try:
+            return self._reason(source)
+        except RuntimeError:
+            return self._reason(source)
+
+    def _reason(self, source: str) -> str:
         self._check_open()
         if not self._ready:
             self._ready = self._answer() == ""

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import onnxruntime
 import pytest
 
@@ -84,16 +85,25 @@ def logits(engine: Path) -> np.ndarray:
     return np.asarray(session.run(["logits"], feeds)[0])
 
 
+def stored_bytes(engine: Path) -> int:
+    """Of the weights in its data file, without what aligns them."""
+    graph = onnx.load(engine / "model.onnx", load_external_data=False).graph
+    facts = [fact for tensor in graph.initializer for fact in tensor.external_data]
+    return sum(int(fact.value) for fact in facts if fact.key == "length")
+
+
 # -- what is built ---------------------------------------------------------------------
 def test_an_engine_of_codes_counts_weights_and_cache(
     engine: Path, request_for: Callable[..., BuildRequest]
 ) -> None:
     """Its logits are near those of the floats, and what is cached is the same."""
+    promised = preview(request_for(weights="int8"))["weight_bytes"]
     coded = build(request_for(weights="int8"))
     facts, plain = describe(coded), describe(engine)
     assert (facts["weights"], plain["weights"]) == ("int8", "float32")
     weights = manifests.verify(coded).made_from["model.onnx.data"].size
     assert facts["weight_bytes"] == weights < plain["weight_bytes"]
+    assert promised == pytest.approx(stored_bytes(coded), rel=0.02)
     for row, other in zip(facts["memory"], plain["memory"], strict=True):
         assert row["together"] == weights + row["batch_peak"]
         assert row["batch_peak"] == other["batch_peak"]

@@ -110,8 +110,12 @@ def test_a_draft_engine_is_loaded_if_its_vocabulary_is_the_same(
     assert speculation.most == 3
     engine.generate([list(text(60))], SamplingParams(max_new_tokens=8))
     other = cast(Tokenizer, SimpleNamespace(backend=SimpleNamespace(get_vocab=dict)))
+    own = engine.engine.pool.plan.model.vocab_size
     with pytest.raises(KvlatheError, match="it has another vocabulary"):
-        drafters.draft_engine(MODEL, other, 8)
+        drafters.draft_engine(MODEL, other, own, 8)
+    padded = own + 8
+    with pytest.raises(KvlatheError, match="it has another vocabulary"):
+        drafters.draft_engine(MODEL, engine.tokenizer, padded, 8)
 
 
 def test_draft_engines_are_refused_beside_a_gpu(tmp_path: Path) -> None:

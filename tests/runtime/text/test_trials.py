@@ -3,6 +3,8 @@ and says so; others go on."""
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -37,6 +39,8 @@ def test_what_is_too_much_ends_the_process_and_the_next_one_goes_on() -> None:
     assert tried.reason(plain) == ""
     assert tried.reason(source_of(Structure.regex("(a"))) != ""
     assert tried.reason(hungry) == TOO_LARGE
+    os.killpg(tried._process.pid, signal.SIGKILL)  # as a lack of memory may
+    assert tried.reason(plain) == ""
     tried.close()
     with pytest.raises(EngineStopped):
         tried.reason(plain)
