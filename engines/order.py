@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvlathe.base import devices
+from kvlathe.base.adapters import read_adapter
 from kvlathe.base.console import log
 from kvlathe.base.digests import sha256_file, sha256_files
 from kvlathe.base.errors import KvlatheError
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 NOT_IN_KEY = (
     "model",
+    "lora",
     "output_dir",
     "workers",
     "tensor_parallel_size",
@@ -42,8 +44,8 @@ NOT_IN_KEY = (
     "use_cache",
     "command",
 )
-"""Fields of a request that do not change what is asked for (the model enters by its
-digest). The device does: it draws other random numbers, so that measured plans
+"""Fields of a request that do not change what is asked for (the model and
+its adapters enter by their digests). The device does: it draws other random numbers, so that measured plans
 differ."""
 TORCH_GROUPS = (32, 64, 128, 256)
 """Inputs of a group that torch's product in 4 bits takes."""
@@ -70,6 +72,7 @@ class Order:
         facts["device"] = devices.asked(self.request.device)
         facts["sizes"] = (self.request.batch, self.request.chunk)
         facts["model"] = _digests(self.request.model)
+        facts["lora"] = [_adapter_facts(text) for text in self.request.lora]
         facts["versions"] = self.versions
         facts["architectures"] = self.built.architectures
         return cache.key_of(facts)
@@ -146,6 +149,13 @@ def _digests(model: Path) -> dict[str, str]:
     return {path.name: digest for path, digest in zip(there, digests, strict=True)}
 
 
+def _adapter_facts(text: str) -> tuple[list[str], float]:
+    """What decides what an adapter adds."""
+    adapter = read_adapter(text)
+    there = [path for path in adapter.files if path.is_file()]
+    return sha256_files(there), adapter.weight
+
+
 def _content(value: object) -> object:
     """Files enter a key by what they hold."""
     if isinstance(value, str | Path) and value and Path(value).is_file():
@@ -165,7 +175,11 @@ def prepare(order: Order) -> Job:
     has been written."""
     request = order.request
     checkpoint = open_checkpoint(
-        request.model, request.max_seq_len, request.workers, request.device
+        request.model,
+        request.max_seq_len,
+        request.workers,
+        request.device,
+        request.lora,
     )
     _check_rope_fold(request, checkpoint.spec)
     _check_key_scales(request, checkpoint.spec)

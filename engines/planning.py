@@ -8,10 +8,12 @@ verbs.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvlathe.base.adapters import read_adapter
 from kvlathe.base.console import log
 from kvlathe.base.digests import sha256_file
 from kvlathe.base.errors import KvlatheError
@@ -60,8 +62,9 @@ def open_checkpoint(
     max_seq_len: int | None = None,
     workers: int | None = None,
     device: str | None = None,
+    lora: Sequence[str] = (),
 ) -> Checkpoint:
-    """``device`` as in BuildRequest. Raises KvlatheError for everything that makes it
+    """``device`` and ``lora`` as in BuildRequest. Raises KvlatheError for everything that makes it
     unusable, and where the libraries for it are missing."""
     try:
         import torch
@@ -77,7 +80,8 @@ def open_checkpoint(
         ) from error
     if workers:
         torch.set_num_threads(workers)
-    return Checkpoint(model, max_seq_len, chosen(device))
+    adapters = [read_adapter(text) for text in lora]
+    return Checkpoint(model, max_seq_len, chosen(device), adapters)
 
 
 def resolved(request: BuildRequest) -> BuildRequest:
@@ -354,11 +358,12 @@ def calibrate_to(
     seed: int = 0,
     max_seq_len: int | None = None,
     device: str | None = None,
+    lora: Sequence[str] = (),
 ) -> Stats:
     """``kvlathe calibrate``: write the Stats file that ``BuildRequest.stats`` takes.
     Raises KvlatheError."""
     check_file_target(output)
-    checkpoint = open_checkpoint(model, max_seq_len, device=device)
+    checkpoint = open_checkpoint(model, max_seq_len, device=device, lora=lora)
     stats = calibrated(checkpoint, source, tokens, seed)
     with whole_file(output) as part:
         stats.save(part)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 import kvlathe
+from kvlathe.base.adapters import read_adapter
 from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.backends import BACKENDS, backend
@@ -45,6 +46,7 @@ TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(
         ("removal_rate", "compression_ratio", "accuracy"), ((int, float), "number")
     ),
+    "lora": ((tuple,), "tuple of texts"),
     **dict.fromkeys(("centre", "overwrite", "use_cache"), ((bool,), "truth value")),
     **dict.fromkeys(
         (
@@ -83,6 +85,7 @@ class BuildRequest:
     Limits are in tokens, except the batch (sequences). ``kv_bits``: number format of
     fresh tokens. ``weights``: number format of the weights (None: ``dtype``,
     or that of a GPTQ or AWQ checkpoint).
+    ``lora``: adapters that are merged in, each ``DIR`` or ``DIR=WEIGHT``.
     ``workers``: threads. ``tensor_parallel_size``: GPUs that the plan must be dealt to;
     an engine is the same for any. ``device``: where the model is calibrated, measured
     and folded (None: KVLATHE_DEVICE, or auto: a GPU where torch sees one).
@@ -122,6 +125,7 @@ class BuildRequest:
     device: Literal["auto", "cpu", "cuda"] | None = None
     overwrite: bool = False
     use_cache: bool = True
+    lora: tuple[str, ...] = ()
     command: str = ""
 
     def __post_init__(self) -> None:
@@ -205,6 +209,8 @@ def check(request: BuildRequest) -> None:
     check_types(request)
     _check_choices(request)
     _check_target(request)
+    for adapter in request.lora:
+        read_adapter(adapter)
     backend(request.backend)
     _check_sizes(request)
     dtypes = BACKENDS[request.backend].dtypes

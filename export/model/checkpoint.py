@@ -9,36 +9,38 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from kvlathe.base import chat_template, tokenizer_files
+from kvlathe.base.adapters import Adapter
 from kvlathe.base.digests import sha256_files
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.model import stacked
 from kvlathe.export.model.device import CPU
+from kvlathe.export.model.lora import Merged, maps_of
 from kvlathe.export.model.mapped import forget
 from kvlathe.export.model.packed import PackedMap, Packing, read_packing
 from kvlathe.export.model.quantize import Grid
 from kvlathe.export.model.shards import DOWNLOAD, weight_files
 from kvlathe.export.model.spec import DecoderSpec, read_config, read_spec
+from kvlathe.export.model.tensor_files import DTYPES, finite, open_tensors
 from kvlathe.export.model.tensors import (
     added,
     cut,
     expert_names,
+    other_names,
     scaled,
     stored_name,
     stored_shapes,
     weight_names,
 )
 
-DTYPES = ("F64", "F32", "F16", "BF16")
 INERT = re.compile(r"(rotary_emb\.inv_freq|\.attn\.(masked_)?bias)$")
 """Constants that older checkpoints store and nothing reads."""
 
@@ -51,6 +53,7 @@ class Checkpoint:
     decoder needs is there in the right shape and no other tensor is (an unknown weight
     means that the model computes something else than we would). It also raises for
     tokenizer files that no engine could load, and for a chat template that cannot run.
+    Maps are read with the LoRA ``adapters`` merged in.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class Checkpoint:
         path: Path | str,
         max_seq_len: int | None = None,
         device: torch.device = CPU,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         self.path = Path(path)
         self.device = device
@@ -66,12 +70,14 @@ class Checkpoint:
         self.files = weight_files(self.path)
         self._where = {
             name: file
-            for file in map(_open, self.files)
+            for file in map(open_tensors, self.files)
             for name in file.keys()  # noqa: SIM118
         }
         self.aliases = _aliases(spec, self._where)
         self.spec: DecoderSpec = self._with_real_head(spec)
         self._check()
+        self._refuse_codes(adapters)
+        self._merged = Merged(adapters, maps_of(self.spec, self.aliases), self.path)
         tokenizer_files.check(self.path, self.spec.vocab_size)
         chat_template.check(self.path)
 
@@ -88,10 +94,11 @@ class Checkpoint:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over config.json and all weight files."""
+        """SHA-256 over config.json and all weight files, and over what adapters add."""
         total = hashlib.sha256()
         for digest in sha256_files([self.path / "config.json", *self.files]):
             total.update(bytes.fromhex(digest))
+        total.update(self._merged.digest)
         return total.hexdigest()
 
     def has(self, weight: str) -> bool:
@@ -115,16 +122,15 @@ class Checkpoint:
             return torch.zeros(self.spec.hidden_size, device=self.device)
         if stacked.is_own(self.spec, name):
             whole = stacked.read(self.spec, name, self._placed)
-            return _finite(whole, name)
+            return finite(whole, name)
         experts = expert_names(self.spec, name)
         if experts:
             return self._of_experts(experts)
         source = stored_name(self.spec, name)
         stored = self._read(source)
         part = cut(self.spec, name, stored.to(self.device))
-        weight = _finite(part.contiguous().float(), source)
-        if self.packing is None:
-            forget(stored, weight)
+        weight = finite(part.contiguous().float(), source)
+        self._forget(source, stored, weight)
         return scaled(self.spec, name, weight)
 
     def grid(self, name: str) -> Grid | None:
@@ -172,8 +178,8 @@ class Checkpoint:
         for name in names:
             stored = self._read(name)
             own = stored.to(self.device).T.contiguous().float()
-            maps.append(_finite(own, name))
-            forget(stored, own)
+            maps.append(finite(own, name))
+            self._forget(name, stored, own)
         return torch.stack(maps) if len(maps) > 1 else maps[0]
 
     def rows(self, name: str, index: Tensor) -> Tensor:
@@ -182,13 +188,13 @@ class Checkpoint:
         source = stored_name(self.spec, name)
         table = cut(self.spec, name, self._read(source))
         rows = table[index.cpu()]
-        numbers = _finite(rows.to(self.device).float(), source)
+        numbers = finite(rows.to(self.device).float(), source)
         return scaled(self.spec, name, numbers)
 
     def tensor(self, name: str) -> Tensor:
         """The folder's tensor ``name``, float32, as stored. Raises as ``weight``
         does."""
-        return _finite(self._read(name).to(self.device).float(), name)
+        return finite(self._read(name).to(self.device).float(), name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the folder's tensor ``name``, from its header."""
@@ -200,9 +206,23 @@ class Checkpoint:
 
     def _read(self, name: str) -> Tensor:
         """A view of the mapped file: nothing is copied until it is used. Codes become
-        the numbers they stand for."""
+        the numbers they stand for, and adapters are added."""
         codes = self._packed(name)
-        return self._stored(name) if codes is None else self._turned(codes.matrix())
+        if codes is not None:
+            return self._turned(codes.matrix())
+        stored = self._stored(name)
+        if not self._is_merged(name):
+            return stored
+        placed = stored.to(self.device)
+        return self._merged.added(self.aliases.get(name, name), placed)
+
+    def _is_merged(self, name: str) -> bool:
+        return self._merged.changes(self.aliases.get(name, name))
+
+    def _forget(self, name: str, stored: Tensor, copy: Tensor) -> None:
+        """Let go of what was read, where it is of the mapped file."""
+        if self.packing is None and not self._is_merged(name):
+            forget(stored, copy)
 
     def _stored(self, name: str) -> Tensor:
         stored = self.aliases.get(name, name)
@@ -220,6 +240,14 @@ class Checkpoint:
         return KvlatheError(fact, "the decoder needs it", DOWNLOAD)
 
     # -- checks on opening -------------------------------------------------------------
+    def _refuse_codes(self, adapters: Sequence[Adapter]) -> None:
+        if adapters and self.packing is not None:
+            raise KvlatheError(
+                f"no adapter can be merged into {self.path}",
+                "its weights are codes, and the sum is not on their grid",
+                "give the checkpoint that they were made of",
+            )
+
     def _with_real_head(self, spec: DecoderSpec) -> DecoderSpec:
         """As transformers does: a head that differs from the embedding is not tied,
         whatever config.json says."""
@@ -232,7 +260,7 @@ class Checkpoint:
             or self.aliases.get(embed) == head
         ):
             return spec
-        same = torch.equal(self._read(head), self._read(embed))
+        same = torch.equal(self._stored(head), self._stored(embed))
         return spec if same else dataclasses.replace(spec, tied_head=False)
 
     def _check(self) -> None:
@@ -302,44 +330,14 @@ class Checkpoint:
             )
 
 
-class _Header(Protocol):
-    def get_shape(self) -> list[int]: ...
-    def get_dtype(self) -> str: ...
-
-
-class _File(Protocol):
-    """What is used of safetensors' open file."""
-
-    def keys(self) -> Iterable[str]: ...
-    def get_tensor(self, name: str) -> Tensor: ...
-    def get_slice(self, name: str) -> _Header: ...
-
-
-def _open(path: Path) -> _File:
-    try:
-        return safe_open(path, framework="pt")  # type: ignore[no-any-return]
-    except (SafetensorError, OSError) as error:
-        raise KvlatheError(
-            f"{path} cannot be read", f"it is truncated or damaged ({error})", DOWNLOAD
-        ) from error
-
-
 def _aliases(spec: DecoderSpec, where: Iterable[str]) -> dict[str, str]:
-    """Expected names whose tensor is stored under another.
-
-    Base models lack the first part of every name (``transformer.h.0...`` is
-    ``h.0...``), text parts of larger models have one more, and of two tied tensors
-    either may be the one that is stored.
-    """
+    """Expected names whose tensor is stored under another. Of two tied tensors either
+    may be the one that is stored."""
     names = stored_shapes(spec)
     stored = set(where)
     aliases: dict[str, str] = {}
     for name in names:
-        first, _, bare = name.partition(".")
-        others = [bare]
-        if spec.family.beside:
-            others = [f"language_model.{name}", f"{first}.language_model.{bare}"]
-        found = [other for other in others if other in stored]
+        found = [other for other in other_names(spec, name) if other in stored]
         if name not in stored and found:
             aliases[name] = found[0]
     embed, head = (f"{spec.family.names[role]}.weight" for role in ("embed", "head"))
@@ -347,16 +345,3 @@ def _aliases(spec: DecoderSpec, where: Iterable[str]) -> dict[str, str]:
     if spec.tied_head and not has_embed and head in stored:
         aliases[embed] = head
     return aliases
-
-
-def _finite(tensor: Tensor, name: str) -> Tensor:
-    low, high = torch.aminmax(
-        tensor
-    )  # both are NaN if any element is: one pass, no copy
-    if not torch.isfinite(low + high):
-        raise KvlatheError(
-            f"the tensor {name} holds NaN or infinite numbers",
-            "no sound result comes of it",
-            DOWNLOAD,
-        )
-    return tensor

@@ -135,6 +135,16 @@ def stored_name(spec: DecoderSpec, name: str) -> str:
     return f"{spec.family.names[stored]}.{kind}".replace("{i}", str(layer))
 
 
+def other_names(spec: DecoderSpec, name: str) -> list[str]:
+    """What a checkpoint may call its tensor ``name`` instead: base models lack the first
+    part (``transformer.h.0...`` is ``h.0...``), text parts of larger models have one
+    more."""
+    first, _, bare = name.partition(".")
+    if not spec.family.beside:
+        return [bare]
+    return [f"language_model.{name}", f"{first}.language_model.{bare}"]
+
+
 def stored_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
     """Every tensor that the checkpoint must hold, with its shape."""
     shapes = stacked.stored_shapes(spec)

@@ -16,6 +16,7 @@ import click
 from kvlathe.base import console, devices
 from kvlathe.base.hub import checkpoint_folder
 from kvlathe.cli.common import (
+    LORA,
     MODEL,
     PATH,
     REVISION,
@@ -174,6 +175,7 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command("build")
 @MODEL
 @REVISION
+@LORA
 @click.option(
     "--output-dir",
     type=PATH,
@@ -339,6 +341,7 @@ def command_line() -> str:
 @click.command("calibrate")
 @MODEL
 @REVISION
+@LORA
 @click.option(
     "--output", type=PATH, required=True, help="Statistics file to write (.npz)."
 )
@@ -361,6 +364,7 @@ def command_line() -> str:
 def calibrate_command(
     model: Path,
     revision: str | None,
+    lora: tuple[str, ...],
     output: Path,
     calibration: str,
     calibration_tokens: int | None,
@@ -377,9 +381,8 @@ def calibrate_command(
 
     started = time.monotonic()
     folder = checkpoint_folder(model, revision)
-    stats = builds.calibrate_to(
-        folder, output, calibration, calibration_tokens, seed, max_seq_len, device
-    )
+    asked = (calibration, calibration_tokens, seed, max_seq_len)
+    stats = builds.calibrate_to(folder, output, *asked, device, lora)
     return {
         "stats": str(output),
         "tokens": stats.whole.tokens,

@@ -83,6 +83,13 @@ MODEL = click.option(
 REVISION = click.option(
     "--revision", help="Branch, tag or commit of a model on the Hub. [default: main]"
 )
+LORA = click.option(
+    "--lora",
+    multiple=True,
+    metavar="DIR[=WEIGHT]",
+    help="LoRA adapter (a PEFT folder) to merge into the weights, times WEIGHT. May be "
+    "given several times: they add up.",
+)
 DRAIN_SECONDS = click.option(
     "--drain-seconds",
     type=Seconds(0),

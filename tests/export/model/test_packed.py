@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from kvlathe.base.adapters import Adapter
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import BuildRequest
 from kvlathe.engines.order import accept, prepare
@@ -191,6 +192,12 @@ def test_an_engine_has_the_groups_of_its_checkpoint(tmp_path: Path) -> None:
     job = prepare(accept(request))
     assert job.order.request.weights == "int4"
     assert job.formats.maps == WeightFormat("int4", GROUP, True)
+
+
+def test_nothing_is_added_to_codes(tmp_path: Path) -> None:
+    checkpoint(tmp_path, KINDS["awq"])
+    with pytest.raises(KvlatheError, match="not on their grid"):
+        Checkpoint(tmp_path, adapters=[Adapter(tmp_path)])
 
 
 def test_groups_out_of_order_are_refused_in_as_many_bits(tmp_path: Path) -> None:

@@ -1,0 +1,53 @@
+"""Opening safetensors files. They hold numbers and nothing that could run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.export.model.shards import DOWNLOAD
+
+DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+class Header(Protocol):
+    def get_shape(self) -> list[int]: ...
+    def get_dtype(self) -> str: ...
+
+
+class TensorFile(Protocol):
+    """What is used of safetensors' open file."""
+
+    def keys(self) -> Iterable[str]: ...
+    def get_tensor(self, name: str) -> Tensor: ...
+    def get_slice(self, name: str) -> Header: ...
+
+
+def open_tensors(path: Path) -> TensorFile:
+    """The file, its header read. Raises KvlatheError."""
+    try:
+        return safe_open(path, framework="pt")  # type: ignore[no-any-return]
+    except (SafetensorError, OSError) as error:
+        raise KvlatheError(
+            f"{path} cannot be read", f"it is truncated or damaged ({error})", DOWNLOAD
+        ) from error
+
+
+def finite(tensor: Tensor, name: str) -> Tensor:
+    """``tensor``. Raises KvlatheError where it holds NaN or infinite numbers."""
+    low, high = torch.aminmax(
+        tensor
+    )  # both are NaN if any element is: one pass, no copy
+    if not torch.isfinite(low + high):
+        raise KvlatheError(
+            f"the tensor {name} holds NaN or infinite numbers",
+            "no sound result comes of it",
+            DOWNLOAD,
+        )
+    return tensor

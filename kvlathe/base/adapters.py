@@ -1,0 +1,44 @@
+"""How LoRA adapters are asked for: a folder, and how much of it is added."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvlathe.base.errors import KvlatheError
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A folder as PEFT writes it. ``weight`` multiplies what it adds."""
+
+    folder: Path
+    weight: float = 1.0
+
+    @property
+    def files(self) -> tuple[Path, Path]:
+        """All that is read of the folder."""
+        return self.folder / CONFIG, self.folder / WEIGHTS
+
+
+def read_adapter(asked: str | Path) -> Adapter:
+    """``DIR`` or ``DIR=0.5``. Raises KvlatheError for a weight that is no number."""
+    text = str(asked)
+    folder, divider, number = text.rpartition("=")
+    if not divider or Path(text).is_dir():
+        return Adapter(Path(text))
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise KvlatheError(
+            f"--lora {text} cannot be used",
+            f"{number!r} is no number",
+            "give DIR or DIR=WEIGHT",
+        )
+    return Adapter(Path(folder), weight)

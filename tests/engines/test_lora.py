@@ -1,0 +1,82 @@
+"""Engines of a checkpoint with LoRA adapters: other adapters are another engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.cli.build import build_command
+from kvlathe.engines import planning
+from kvlathe.engines.build import BuildRequest, calibrate_to
+from kvlathe.engines.order import accept
+from kvlathe.plan import manifest as manifests
+from tests.support.adapters import change_tensors, write_adapter
+from tests.support.checkpoints import make
+
+Folders = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVLATHE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Folders:
+    """(checkpoint, adapter), both this test's own."""
+    model = make(tmp_path / "model", "llama")
+    write_adapter(tmp_path / "adapter", model)
+    return tmp_path / "model", tmp_path / "adapter"
+
+
+def request(folder: Path, *lora: str | Path, **options: Any) -> BuildRequest:  # noqa: ANN401
+    engine = folder.parent / "engine"
+    return BuildRequest(folder, engine, lora=tuple(map(str, lora)), **options)
+
+
+def test_another_adapter_is_another_engine(folders: Folders) -> None:
+    """The same one in another folder is the same."""
+    folder, adapter = folders
+
+    def key(*lora: str | Path) -> str:
+        return accept(request(folder, *lora)).key
+
+    keys = [key(), key(adapter), key(f"{adapter}=0.5"), key(adapter, adapter)]
+    moved = adapter.rename(adapter.with_name("moved"))
+    assert key(moved) == keys[1]
+    change_tensors(moved, lambda tensors: next(iter(tensors.values())).mul_(2))
+    keys.append(key(moved))
+    assert len(set(keys)) == len(keys)
+
+
+def test_an_engine_holds_the_sum(folders: Folders) -> None:
+    """By the command line. Its manifest has the digest of checkpoint and adapters."""
+    folder, adapter = folders
+    target = folder.parent / "adapted"
+    lora = (f"{adapter}=0.5", str(adapter))
+    words = ["--model", str(folder), "--output-dir", str(target), "--json"]
+    words += ["--lora", lora[0], "--lora", lora[1]]
+    done = CliRunner().invoke(build_command, words, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    checkpoint = planning.open_checkpoint(folder, lora=lora)
+    assert manifests.verify(target).model_digest == checkpoint.digest
+    stored = (target / "model.onnx.data").read_bytes()
+    assert checkpoint.weight("layers.1.down.weight").numpy().tobytes() in stored
+
+
+def test_statistics_are_of_the_adapters_too(folders: Folders, tmp_path: Path) -> None:
+    folder, adapter = folders
+    stats = tmp_path / "stats.npz"
+    calibrate_to(folder, stats, "random", lora=(str(adapter),))
+    asked = request(folder, adapter, compression="fdc", stats=stats)
+    adapted = planning.open_checkpoint(folder, lora=asked.lora)
+    assert planning.statistics(asked, adapted) is not None
+    with pytest.raises(KvlatheError, match="another model"):
+        planning.statistics(asked, planning.open_checkpoint(folder))
