@@ -33,6 +33,8 @@ def emulated_kernels(
     includes = [f"-I{path}" for path in (HERE, SOURCES / "src", SOURCES / "include")]
     sources = [SOURCES / "src" / "common" / f"{name}.cc" for name in COMMON]
     flags = [level, "-std=c++17", "-fPIC", "-shared", "-Wl,-Bsymbolic"]
+    # Inline variables of one library would be those of all in this process.
+    flags.append("-fno-gnu-unique")
     command = [compiler, *flags, *includes, HERE / f"{name}.cc", *sources]
     done = subprocess.run(
         [*command, "-o", library], capture_output=True, text=True, check=False
