@@ -189,6 +189,7 @@ def summary(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
         "seconds": seconds,
         "new_tokens_per_second": new / seconds,
         "prompt_tokens_per_second": prompts / max(first),
+        "last_first_token": max(first),
         "first_token_p50": float(np.percentile(first, 50)),
         "first_token_p99": float(np.percentile(first, 99)),
         "between_tokens_p50": float(np.percentile(between, 50)),
