@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.native.library import Library
+from tests.native.trt_plugin import Host, found_host
 from tests.support.native_library import shared_build
 
 
@@ -15,6 +16,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Library:
             "no CMake or no C++ compiler: the native library cannot be built here"
         )
     return Library(path)
+
+
+@pytest.fixture(scope="session")
+def host(tmp_path_factory: pytest.TempPathFactory) -> Host:
+    return found_host(tmp_path_factory.mktemp("plugin"))
 
 
 @pytest.fixture(params=["cpu", "cuda"])

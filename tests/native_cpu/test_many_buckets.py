@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
-from ctypes import Array
+from ctypes import Array, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from functools import partial
 from typing import cast
 
@@ -21,11 +21,12 @@ from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.weights_file import wiring
 from kvlathe.plan.kernel_parts import kernel_parts
+from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.native.cuda import AttendDecodeArgs, CudaLibrary
-from kvlathe.runtime.native.library import Native
+from kvlathe.runtime.native.cuda import AppendArgs, AttendDecodeArgs, CudaLibrary
+from kvlathe.runtime.native.library import Native, Status
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.torch_cuda import attend
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention, Spread
@@ -36,6 +37,7 @@ from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.native import step16
+from tests.native.node_inputs import inputs_of
 from tests.native.step16 import Step16
 from tests.support.attend_cases import Case
 from tests.support.device_engines import HostAttention, turned
@@ -132,15 +134,20 @@ class CaseAttention(RowAttention):
     ) -> None:
         pool = on_128(pool)
         super().__init__(library, plan, scales, pool, most_rows, copies, sinks)
-        case = step.case
-        of_lanes = zip(case.lanes, case.q, case.projections, strict=True)
-        turned = [
-            step._turned(head, lane) @ a
-            for lane, heads, (a, _, _) in of_lanes
-            for head in heads
-        ]
-        self.queries = torch.from_numpy(np.concatenate(turned, 1)).half()
+        self.queries = queries_of(step)
         write_rows(step, self.pool.numpy())
+
+
+def queries_of(step: Step16) -> Tensor:
+    """q' of the step's tokens, [T, the lanes' ranks of K]."""
+    case = step.case
+    of_lanes = zip(case.lanes, case.q, case.projections, strict=True)
+    turned = [
+        step._turned(head, lane) @ a
+        for lane, heads, (a, _, _) in of_lanes
+        for head in heads
+    ]
+    return torch.from_numpy(np.concatenate(turned, 1)).half()
 
 
 def write_rows(step: Step16, memory: np.ndarray) -> None:
@@ -181,6 +188,55 @@ def test_a_step_over_many_buckets_is_masked_attention(
     largest = np.abs(expected).max()
     assert np.abs(out - expected).mean() <= 2e-3 * largest
     assert np.abs(out - expected).max() <= 3e-2 * largest
+
+
+class NodeInput(Structure):
+    """As attend_node.h has it."""
+
+    _fields_ = [("data", c_void_p), ("rank", c_int32), ("dims", c_void_p)]
+
+
+def node_out(kernels: ctypes.CDLL, case: Case) -> np.ndarray:
+    """o of the case's rows, by the node of ONNX Runtime and TensorRT."""
+    step = Step16(case)
+    memory = on_128(torch.from_numpy(step.memory))
+    queries = queries_of(step)
+
+    def append(given: int) -> None:
+        args = AppendArgs.from_address(given)
+        room = ctypes.c_uint16 * (args.tokens * args.q_out_stride)
+        out = np.ctypeslib.as_array(room.from_address(args.q_out))
+        rows = out.reshape(args.tokens, args.q_out_stride)
+        rows[: case.total] = queries.numpy().view(np.uint16)
+        write_rows(step, memory.numpy())
+
+    tensors = list(inputs_of(step, memory).values())
+    dims = [np.array(x.shape, np.int64) for x in tensors]
+    described = [
+        NodeInput(x.data_ptr(), x.ndim, sizes.ctypes.data)
+        for x, sizes in zip(tensors, dims, strict=True)
+    ]
+    inputs = (NodeInput * len(described))(*described)
+    table, status = layer_table(case.plan, case.layer), Status()
+    width = sum(lane.rank_v for lane in case.lanes) * case.plan.model.group_size
+    out = torch.full((len(step.q), width), torch.nan, dtype=torch.float16)
+    callback = ctypes.CFUNCTYPE(None, c_void_p)(append)
+    sizes = (c_int64(len(table)), c_float(case.scale), inputs, c_int64(len(inputs)))
+    given = (c_void_p(table.ctypes.data), *sizes, c_void_p(out.data_ptr()), None)
+    failed = kernels.node_run(*given, callback, byref(status))
+    assert not failed, status.message.decode()
+    return out[: case.total].double().numpy()
+
+
+@SOME
+@given(case=mixed_steps([64], 7, [0, 1, 1, 1, 2, 3], has_scoring=False))
+def test_the_node_gives_the_bits_of_the_cuda_backend(
+    library: AttentionLibrary, kernels: ctypes.CDLL, case: Case
+) -> None:
+    """Its parts are those that Python finds, its workspace holds them."""
+    with pytest.MonkeyPatch.context() as patch:
+        expected = emulated(library, case, patch)
+    np.testing.assert_array_equal(node_out(kernels, case), expected)
 
 
 class SessionAttention(HostAttention):

@@ -108,10 +108,14 @@ def kinds_of(draw: st.DrawFn, page: int, most: int) -> list[Kind]:
 
 @st.composite
 def mixed_steps(
-    draw: st.DrawFn, pages: Sequence[int], most: int, queries: Sequence[int]
+    draw: st.DrawFn,
+    pages: Sequence[int],
+    most: int,
+    queries: Sequence[int],
+    has_scoring: bool = True,
 ) -> Case:
     """A ragged step of such a plan. ``most``: cold buckets. ``queries``: new rows of a
-    sequence."""
+    sequence. ``has_scoring``: whether models may bound scores or have sink logits."""
     page = draw(st.sampled_from(pages))
     kinds = draw(kinds_of(page, most))
     some = st.integers(0, len(kinds) - 1)
@@ -119,7 +123,8 @@ def mixed_steps(
     order = draw(st.permutations(of))
     group = draw(st.integers(1, min(4, 512 // page)))
     plan = mixed_plan(kinds, order, page, group, draw(st.booleans()))
-    plan = scored(plan, draw)
+    if has_scoring:
+        plan = scored(plan, draw)
     batch = draw(st.integers(1, 4))
     counts = st.lists(st.sampled_from(queries), min_size=batch, max_size=batch)
     rows = draw(counts.filter(any))

@@ -1,5 +1,6 @@
-// The kernels of decode attention, and those that prepare a step, as a library for a CPU: pointers
-// of their calls are host memory. Prompt chunks are listed, and not attended.
+// The kernels of decode attention, those that prepare a step, and the node that calls both, as a
+// library for a CPU: pointers of their calls are host memory. Prompt chunks are listed, and not
+// attended.
 #define KVLATHE_FIBERS
 #include "cuda/cache/spread.cu"
 #include "cuda/decode/attend_decode.cu"
@@ -54,3 +55,5 @@ void copy_pages(const PromptLaunch&, void*) {}
 void attend_prompts(const PromptLaunch&, void*) {}
 
 }  // namespace kvlathe::cuda
+
+#include "node.h"

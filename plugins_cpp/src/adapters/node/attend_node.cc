@@ -1,7 +1,6 @@
 #include "adapters/node/attend_node.h"
 
 #include <algorithm>
-#include <numeric>
 
 #include "common/limits.h"
 
@@ -35,79 +34,39 @@ struct Cutter {
   }
 };
 
-// The step's buckets as the kernels take them: what sequences have, and the same row by row.
+// The step's page tables as the kernels take them: those of sequences, by bucket, and those of rows,
+// by part.
 struct Tables {
   std::vector<const int32_t*> of_sequences;
   std::vector<int32_t*> of_rows;
-  std::vector<int32_t> widths;
+  std::vector<int32_t> widths;  // by bucket
 };
 
-// The bucket that holds the sealed tokens of a lane; -1: there is none.
-int32_t sealed_of(const Layer& layer, size_t lane) {
-  for (int32_t s = 0; s < layer.head.buckets; ++s)
-    if (layer.buckets[s].rows[lane] && s != layer.lanes[lane].fresh) return s;
-  return -1;
-}
-
-// What the lanes of each bucket see. Refuses lanes of one bucket that see different windows: rows
-// have one page table a bucket.
-std::vector<kvlathe_window> windows_of(const Layer& layer) {
-  std::vector<kvlathe_window> windows;
-  for (int32_t s = 0; s < layer.head.buckets; ++s) windows.push_back({0, kNoEnd, 0, -1, s});
-  for (size_t h = 0; h < layer.lanes.size(); ++h) {
-    const Lane& lane = layer.lanes[h];
-    const Lane& first = *std::find_if(layer.lanes.begin(), layer.lanes.end(),
-                                      [&](const Lane& x) { return x.fresh == lane.fresh; });
-    require(first.sink == lane.sink && first.recent == lane.recent && first.exact == lane.exact,
-            KVLATHE_UNSUPPORTED,
-            "heads of one bucket see different windows: run it with --device cpu");
-    const int32_t sealed = sealed_of(layer, h);
-    windows[lane.fresh] = {lane.sink, lane.recent, lane.exact, sealed, lane.fresh};
-    if (sealed >= 0) windows[sealed] = windows[lane.fresh];
-  }
-  return windows;
-}
-
-bool any_exact(const Layer& layer) {
-  bool exact = false;
-  for (const Lane& lane : layer.lanes) exact |= lane.exact != 0;
-  return exact;
-}
-
-// The parts of a layer's attention: one for each bucket that holds lanes of it. hidden: null, or of
-// each row and bucket.
-std::vector<kvlathe_part> parts_of(const Layer& layer, const Tables& tables, const int32_t* visible,
+// The parts of a layer's attention. hidden: null, or of each row and part.
+std::vector<kvlathe_part> parts_of(const Node& node, const Tables& tables, const int32_t* lengths,
                                    const int32_t* hidden) {
   std::vector<kvlathe_part> parts;
-  for (int32_t s = 0; s < layer.head.buckets; ++s) {
-    const Bucket& bucket = layer.buckets[s];
-    if (!bucket.lane_count) continue;
+  const auto stride = int64_t(node.parts.size());
+  for (int32_t i : node.attended) {
+    const NodePart& part = node.parts[i];
+    const Bucket& bucket = node.layer.buckets[part.bucket];
     parts.push_back({bucket.bits_k, bucket.bits_v, bucket.axis_k, bucket.axis_v, bucket.group_k,
-                     bucket.group_v, bucket.lane_count, tables.widths[s],
-                     layer.table.data() + bucket.lanes_at, bucket.page_stride, tables.of_rows[s],
-                     visible + s, layer.head.buckets, hidden ? hidden + 2 * s : nullptr,
-                     2 * int64_t{layer.head.buckets}});
+                     bucket.group_v, part.lane_count(), tables.widths[part.bucket],
+                     part.lanes.data(), bucket.page_stride, tables.of_rows[i], lengths + i, stride,
+                     part.window.exact ? hidden + 2 * i : nullptr, 2 * stride});
   }
   return parts;
 }
 
-// The same buckets by sequence, for prompt chunks.
-std::vector<kvlathe_prompt_part> prompt_parts_of(const Layer& layer, const Tables& tables,
+// The same by sequence, for prompt chunks.
+std::vector<kvlathe_prompt_part> prompt_parts_of(const Node& node, const Tables& tables,
                                                  const int32_t* lengths) {
   std::vector<kvlathe_prompt_part> parts;
-  std::vector<int32_t> place;  // of each bucket among the parts
-  const std::vector<kvlathe_window> windows = windows_of(layer);
-  for (int32_t s = 0; s < layer.head.buckets; ++s) {
-    const Bucket& bucket = layer.buckets[s];
-    place.push_back(int32_t(parts.size()));
-    if (bucket.lane_count)
-      parts.push_back({tables.of_sequences[s], lengths + s, layer.head.buckets, tables.widths[s],
-                       bucket.fresh != 0, windows[s], 0});
-  }
-  for (kvlathe_prompt_part& part : parts) {
-    kvlathe_window& window = part.window;
-    window.fresh = place[window.fresh];
-    if (window.sealed >= 0) window.sealed = place[window.sealed];
+  for (int32_t i : node.attended) {
+    const NodePart& part = node.parts[i];
+    const int32_t s = part.bucket;
+    parts.push_back({tables.of_sequences[s], lengths + s, node.layer.head.buckets, tables.widths[s],
+                     s == part.window.fresh, window_among(node.parts, node.attended, part), 0});
   }
   return parts;
 }
@@ -139,15 +98,16 @@ struct Step {
     Cutter cut{workspace};
     queries = cut.take<char>(size.queries);
     sequences = cut.take<int32_t>(size.sequences), visible = cut.take<int32_t>(size.visible),
-    row_lengths = cut.take<int32_t>(size.visible);
+    row_lengths = cut.take<int32_t>(size.row_lengths);
     hidden = size.hidden ? cut.take<int32_t>(size.hidden) : nullptr;
     attend_space = cut.take<char>(size.attend), list = cut.take<int32_t>(size.list);
     for (int32_t s = 0; s < t.buckets; ++s) {
       tables.of_sequences.push_back(ints(node.places.page_tables + s));
       tables.widths.push_back(int32_t(in[node.places.page_tables + s].dims[1]));
-      tables.of_rows.push_back(
-          cut.take<int32_t>(aligned(4 * int64_t{tokens} * tables.widths.back())));
     }
+    for (const NodePart& part : node.parts)
+      tables.of_rows.push_back(
+          cut.take<int32_t>(aligned(4 * int64_t{tokens} * tables.widths[part.bucket])));
     for (const Lane& lane : node.layer.lanes) queries_width += int64_t{t.group_size} * lane.rank_k;
   }
 
@@ -161,9 +121,10 @@ struct Step {
     uint32_t fresh = 0;
     for (int32_t s = 0; s < t.buckets; ++s)
       fresh |= uint32_t(node.layer.buckets[s].fresh != 0) << s;
-    const std::vector<kvlathe_window> windows = windows_of(node.layer);
-    std::vector<int32_t> parts(t.buckets);  // they are the buckets
-    std::iota(parts.begin(), parts.end(), 0);
+    std::vector<kvlathe_window> windows;
+    std::vector<int32_t> buckets;  // of the parts
+    for (const NodePart& part : node.parts)
+      windows.push_back(part.window), buckets.push_back(part.bucket);
     const kvlathe_spread_args args{KVLATHE_ABI_VERSION,
                                    tokens,
                                    batch,
@@ -183,8 +144,8 @@ struct Step {
                                    chunks ? list : nullptr,
                                    node.layer.windowed ? windows.data() : nullptr,
                                    hidden,
-                                   parts.data(),
-                                   t.buckets,
+                                   buckets.data(),
+                                   int32_t(buckets.size()),
                                    0};
     kvlathe_status status{};
     check(kvlathe_cuda_spread(&args, &status), status);
@@ -213,15 +174,15 @@ struct Step {
 
   void attend(void* o) const {
     const std::vector<kvlathe_part> parts =
-        parts_of(node.layer, tables, chunks || node.layer.windowed ? row_lengths : visible, hidden);
+        parts_of(node, tables, chunks || node.layer.windowed ? row_lengths : visible, hidden);
     const std::vector<kvlathe_prompt_part> prompt_parts =
-        prompt_parts_of(node.layer, tables, ints(node.places.lengths));
+        prompt_parts_of(node, tables, ints(node.places.lengths));
     // What sequences have is on the device: whether all rows are chunks' is not known here.
     const kvlathe_prompts prompts{
         list, ints(node.places.cu_seqlens_q), batch, tokens, prompt_parts.data(), nullptr, 0};
     // The kernel before is append: it writes neither lengths nor page tables, and in a decode step
-    // one row a sequence.
-    const int32_t flags = chunks ? 0 : KVLATHE_OVERLAP | KVLATHE_APPENDED;
+    // one row a sequence. Other rows read what it writes for the rows before them.
+    const int32_t flags = KVLATHE_OVERLAP | (chunks ? 0 : KVLATHE_APPENDED);
     const kvlathe_attend_decode_args args{KVLATHE_ABI_VERSION,
                                           KVLATHE_F16,
                                           tokens,
@@ -266,7 +227,11 @@ Places::Places(const TableHeader& t) {
 }
 
 Node::Node(std::vector<int32_t> table, float scale)
-    : layer(std::move(table)), places(layer.head), scale(scale) {
+    : layer(std::move(table)),
+      places(layer.head),
+      parts(node_parts(layer)),
+      attended(attended_parts(parts)),
+      scale(scale) {
   const TableHeader& t = layer.head;
   require(t.hot_bits == 16 && !(t.pools & kPoolF32), KVLATHE_UNSUPPORTED,
           "the kernels compute in 16 bit and this plan has 32-bit pages: build with --dtype "
@@ -275,8 +240,7 @@ Node::Node(std::vector<int32_t> table, float scale)
       !layer.windowed || kNodeTakesEveryForm, KVLATHE_UNSUPPORTED,
       "this plan has windows, which this node has not shown on a GPU: build with --backend cuda, "
       "or run it with --device cpu");
-  windows_of(layer);
-  check_bucket_count(t.buckets);
+  check_bucket_count(int64_t(parts.size()));
   require(t.buckets <= kMaxSlots || kNodeTakesEveryForm, KVLATHE_UNSUPPORTED,
           "this plan has " + std::to_string(t.buckets) +
               " buckets, which this node has not shown on a GPU: build with --backend cuda, or run "
@@ -317,12 +281,17 @@ Pieces Node::pieces(const std::vector<NodeInput>& in, int64_t attend) const {
   const int64_t tokens = in[places.q].dims[0], batch = in[places.lengths].dims[0];
   int64_t rank_k = 0, pages = 0;
   for (const Lane& lane : layer.lanes) rank_k += lane.rank_k;
-  for (int32_t s = 0; s < layer.head.buckets; ++s)
-    pages += aligned(4 * tokens * in[places.page_tables + s].dims[1]);
+  bool exact = false;
+  for (const NodePart& part : parts) {
+    pages += aligned(4 * tokens * in[places.page_tables + part.bucket].dims[1]);
+    exact |= part.window.exact != 0;
+  }
+  const auto count = int64_t(parts.size());
   return {aligned(2 * tokens * rank_k * layer.head.group_size),
           aligned(4 * tokens),
           aligned(4 * tokens * layer.head.buckets),
-          any_exact(layer) ? aligned(8 * tokens * layer.head.buckets) : 0,
+          aligned(4 * tokens * count),
+          exact ? aligned(8 * tokens * count) : 0,
           size_t(pages),
           aligned(attend),
           aligned(kvlathe_cuda_prompt_list_bytes(int32_t(tokens), int32_t(batch),

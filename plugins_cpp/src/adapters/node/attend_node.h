@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "adapters/node/node_parts.h"
 #include "common/layer_table.h"
 #include "kvlathe/cache.h"
 
@@ -31,9 +32,9 @@ struct NodeInput {
 
 // Bytes of each piece of the workspace.
 struct Pieces {
-  size_t queries, sequences, visible, hidden, tables, attend, list;  // and row lengths: as visible
+  size_t queries, sequences, visible, row_lengths, hidden, tables, attend, list;
   size_t bytes() const {
-    return queries + sequences + 2 * visible + hidden + tables + attend + list;
+    return queries + sequences + visible + row_lengths + hidden + tables + attend + list;
   }
 };
 
@@ -57,6 +58,8 @@ class Node {
 
   const kvlathe_layer layer;
   const Places places;
+  const std::vector<NodePart> parts;
+  const std::vector<int32_t> attended;  // those that have lanes
   const float scale;
 
  private:
