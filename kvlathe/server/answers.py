@@ -138,6 +138,7 @@ class Answerer(Jobs):
         head, spent = self._head(job, job.kind.chunk_object), Spent()
         if job.usage_chunk:
             head["usage"] = None
+        chunks = Chunks(head)
         opened: set[int] = set()
         async with aclosing(self._deltas(job, tenant)) as deltas:
             async for delta in deltas:
@@ -152,9 +153,9 @@ class Answerer(Jobs):
                 )
                 opened.add(delta.index)
                 if opening:
-                    yield event({**head, "choices": [opening]})
+                    yield chunks.of(opening)
                 if says(delta) and (chunk := job.kind.chunk(delta)):
-                    yield event({**head, "choices": [chunk]})
+                    yield chunks.of(chunk)
             else:
                 if job.usage_chunk:
                     usage = self._usage(job, spent)
@@ -239,5 +240,19 @@ def joined(deltas: list[Delta]) -> Delta:
     )
 
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
 def event(data: Json) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+    return f"data: {_encode(data)}\n\n"
+
+
+class Chunks:
+    """Events of one stream, whose ``head`` is written once."""
+
+    def __init__(self, head: Json) -> None:
+        self._begin = f'data: {_encode(head)[:-1]},"choices":['
+
+    def of(self, choice: Json) -> str:
+        """The head with one choice."""
+        return f"{self._begin}{_encode(choice)}]}}\n\n"

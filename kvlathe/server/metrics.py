@@ -7,12 +7,20 @@ observed as they happen.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.cache.block_store import BlockStores
@@ -75,8 +83,8 @@ class Metrics:
         ProcessCollector(registry=self.registry)  # memory, processor time, open files
         said = "From submission to the first token."
         self._first = self._histogram("time_to_first_token_seconds", said, SLOW)
-        said = "Between two tokens of one answer."
-        self._between = self._histogram("time_per_output_token_seconds", said, FAST)
+        self._growth = Growth(model)
+        self.registry.register(self._growth)
         said = "From submission to the last token."
         self._whole = self._histogram("e2e_request_latency_seconds", said, SLOW)
         said = "From submission to admission."
@@ -87,8 +95,6 @@ class Metrics:
         self._said = self._histogram("request_generation_tokens", said, TOKENS)
         said = "Prompt tokens of requests that have ended."
         self._prompt = self._counter("prompt_tokens", said).labels(model)
-        said = "Tokens generated."
-        self._generated = self._counter("generation_tokens", said).labels(model)
         said = "Sequences ended, by reason."
         self._ends = self._counter("request_success", said, "finished_reason")
         said = "Requests answered by an error."
@@ -119,10 +125,11 @@ class Metrics:
 
     # -- Observer ----------------------------------------------------------------------
     def grew(self, sequence: Sequence, tokens: int, seconds: float) -> None:
-        self._generated.inc(tokens)
-        is_first = sequence.answered == tokens
-        observed = self._first if is_first else self._between
-        observed.observe(seconds / tokens)
+        self._growth.tokens += tokens
+        if sequence.answered == tokens:
+            self._first.observe(seconds / tokens)
+        else:
+            self._growth.observe(seconds / tokens)
 
     def ended(self, sequence: Sequence) -> None:
         self._ends.labels(self.model, sequence.finish_reason).inc()
@@ -132,6 +139,35 @@ class Metrics:
         self._whole.observe(sequence.last_token - sequence.started)
         if sequence.admitted:
             self._queued.observe(sequence.admitted - sequence.started)
+
+
+class Growth(Collector):
+    """Tokens as they come. The engine's thread alone counts them, many in a step, so that
+    it takes no lock."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self.tokens = 0
+        self._counts = [0] * (len(FAST) + 1)
+        self._seconds = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Between two tokens of one answer."""
+        self._counts[bisect_left(FAST, seconds)] += 1
+        self._seconds += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        name, said = "kvlathe_generation_tokens", "Tokens generated."
+        generated = CounterMetricFamily(name, said, labels=LABELS)
+        generated.add_metric([self._model], self.tokens)
+        yield generated
+        name = "kvlathe_time_per_output_token_seconds"
+        said = "Between two tokens of one answer."
+        between = HistogramMetricFamily(name, said, labels=LABELS)
+        names = map(floatToGoString, (*FAST, float("inf")))
+        counts = list(zip(names, accumulate(self._counts), strict=True))
+        between.add_metric([self._model], counts, self._seconds)
+        yield between
 
 
 class State(Collector):

@@ -16,7 +16,7 @@ from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
 from kvlathe.runtime.sessions.protocols import Choose, Sampling
 from kvlathe.runtime.text.guide import masks_of
 from kvlathe.runtime.text.masks import Masks
-from kvlathe.runtime.text.sampler import Request, Sampled, TokenLogprob, rows_of
+from kvlathe.runtime.text.sampler import Request, Sampled, StepRows, TokenLogprob
 
 Rows = npt.NDArray[np.float32]
 Choice = tuple[int | KvlatheError | None, TokenLogprob | None]
@@ -56,13 +56,13 @@ class Flight:
         """Whether a choice depends on tokens that are not known."""
         return any(sequence.late for sequence in self.sequences)
 
-    def queue(self) -> None:
+    def queue(self, asked: StepRows) -> None:
         """Queue the choice of the tokens. What comes before them must be known to the
         host where it counts."""
         assert self.choose is not None
         requests = [sequence.request for sequence in self.sequences]
         masks = masks_of([sequence.guide for sequence in self.sequences])
-        self.sampling = self.choose(rows_of(requests, masks))
+        self.sampling = self.choose(asked.of(requests, masks))
         for sequence in self.sequences:
             sequence.sampler.drawn += 1
 
@@ -98,10 +98,11 @@ def chosen(sequences: Items[Sequence], sampled: Sampled) -> list[Choice]:
     """The token of each row, whose sequence is given, or why it has none, and its
     log-probability where it is reported."""
     choices: list[Choice] = []
+    tokens: list[int] = sampled.tokens.tolist()
     for row, sequence in enumerate(sequences):
         top = sequence.params.logprobs
         try:
-            token = sampled.token(row)
+            token = sampled.token(row) if tokens[row] < 0 else tokens[row]
         except KvlatheError as error:
             choices.append((error, None))
             continue

@@ -46,7 +46,7 @@ from kvlathe.runtime.sessions.protocols import (
     StepPlan,
     TokenSampler,
 )
-from kvlathe.runtime.text.sampler import TokenLogprob, rows_of, sample
+from kvlathe.runtime.text.sampler import StepRows, TokenLogprob, rows_of, sample
 
 T = TypeVar("T")
 
@@ -70,6 +70,7 @@ class Engine:
         )
         self.stop_ids = frozenset(stop_ids)
         self._flight: Flight | None = None
+        self._asked = StepRows()
         self._landed = 0.0
 
     def step(self) -> list[Sequence]:
@@ -141,13 +142,13 @@ class Engine:
         assert self.sampler is not None
         flight.choose = self.sampler.start(step)
         if not flight.late:
-            flight.queue()
+            flight.queue(self._asked)
 
     def _queue(self, flight: Flight) -> list[Sequence]:
         """Queue the choice of a launched step's tokens: those before them are known
         now. The sequences that end because that fails."""
         try:
-            flight.queue()
+            flight.queue(self._asked)
         except Exception as error:
             self._flight = None
             return self._crashed(flight, error)

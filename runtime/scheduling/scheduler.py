@@ -207,6 +207,8 @@ class Scheduler:
     def _prompts(self, chunks: list[Chunk]) -> bool:
         """Prompt chunks into what is left of the step. False if the pages ran out: the
         rest waits."""
+        if len(chunks) == len(self.running):
+            return True
         limit = self.room.of(self.limits.max_num_tokens)
         taken = tokens_of(chunks)
         room = min(limit - taken, self.prompt_tokens) if chunks else limit

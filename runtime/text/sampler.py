@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -133,7 +133,7 @@ class Sampler:
         self.drawn = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Request:
     """One row's request. ``context``: the prompt, of ``prompt_tokens`` tokens, and the
     answer so far. ``guide``: of an answer that has a structure. ``ahead``: tokens before it
@@ -162,6 +162,24 @@ def rows_of(requests: Sequence[Request], masks: Masks | None = None) -> Sampling
         changes=changes_of(requests),
         masks=masks,
     )
+
+
+class StepRows:
+    """``rows_of``, step after step: what the same requests ask for is not made again."""
+
+    def __init__(self) -> None:
+        self._params: list[SamplingParams] = []
+        self._rows = rows_of([])
+        self._changing = False
+
+    def of(self, requests: Sequence[Request], masks: Masks | None) -> SamplingRows:
+        params = [request.sampler.params for request in requests]
+        if params != self._params:
+            self._params, self._rows = params, rows_of(requests)
+            self._changing = any(map(_changes, params))
+        draws = _draws(requests, self._rows.temperature)
+        changes = changes_of(requests) if self._changing else None
+        return replace(self._rows, draws=draws, changes=changes, masks=masks)
 
 
 def _draws(requests: Sequence[Request], temperature: Float32) -> Float64:

@@ -66,6 +66,7 @@ class Tokenizer:
         self._backend = backend
         added = {} if backend is None else backend.get_added_tokens_decoder()
         self._pieces: dict[int, bytes] = {}
+        self._alone: dict[int, str] = {}
         self.special_ids = frozenset(
             token for token, entry in added.items() if entry.special
         )
@@ -100,6 +101,13 @@ class Tokenizer:
         if self._backend is None:
             return ""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def alone(self, token: int) -> str:
+        """What ``decode`` makes of one token."""
+        text = self._alone.get(token)
+        if text is None:
+            text = self._alone[token] = self.decode((token,))
+        return text
 
     def piece(self, token: int) -> bytes:
         """What a token writes after others, maybe part of a character. Of a special
@@ -229,14 +237,19 @@ class TextStream:
         return piece + self._held
 
     def _new_text(self) -> str:
-        shown = self._ids[self._anchor : self._shown]
-        every = self._ids[self._anchor :]
-        before = self._tokenizer.decode(shown)
-        text = self._tokenizer.decode(every)
+        tokenizer, anchor = self._tokenizer, self._anchor
+        if self._shown - anchor == 1:  # nearly always
+            before = tokenizer.alone(self._ids[anchor])
+        else:
+            before = tokenizer.decode(self._ids[anchor : self._shown])
+        text = tokenizer.decode(self._ids[anchor:])
         return text[len(before) :]
 
     def _accept(self, piece: str) -> str:
         self._anchor, self._shown = self._shown, len(self._ids)
+        if not self._stop:
+            self.text += piece
+            return piece
         held = self._held + piece
         places = [held.find(stop) for stop in self._stop]
         cuts = [place for place in places if place >= 0]

@@ -10,12 +10,15 @@ from typing import cast
 import httpx2 as httpx
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Histogram
 
 from kvlathe.plan.manifest import Manifest
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.cache.block_store import StoreSizes
 from kvlathe.runtime.text.sampling_params import SamplingParams
-from kvlathe.server.metrics import State
+from kvlathe.server.metrics import FAST, LABELS, Growth, State
 from tests.support.prefix_cases import prefixes, sharing
 from tests.support.runtime_cases import llm, text
 from tests.support.serving_cases import (
@@ -107,3 +110,20 @@ def test_evicted_prefixes_are_counted(tmp_path: Path) -> None:
         assert said["kvlathe_host_cache_hits"] == 3 * 64
         assert said["kvlathe_disk_cache_hits"] == said["kvlathe_disk_cache_bytes"] == 0
         assert said["kvlathe_disk_cache_failures"] == 0
+
+
+@given(st.lists(st.one_of(st.floats(0, 20), st.sampled_from(FAST))))
+def test_gaps_are_counted_as_prometheus_counts_them(gaps: list[float]) -> None:
+    growth, registry = Growth("m"), CollectorRegistry()
+    name, said = "kvlathe_time_per_output_token_seconds", ""
+    histogram = Histogram(name, said, LABELS, buckets=FAST, registry=registry)
+    theirs = histogram.labels("m")
+    for gap in gaps:
+        growth.observe(gap)
+        theirs.observe(gap)
+    _, ours = growth.collect()
+    found = {(s.name, s.labels.get("le")): s.value for s in ours.samples}
+    (expected,) = registry.collect()
+    wanted = {(s.name, s.labels.get("le")): s.value for s in expected.samples}
+    wanted.pop((f"{name}_created", None))
+    assert found == wanted

@@ -28,6 +28,7 @@ from kvlathe.runtime.text.sampler import (
     NO_TOKEN,
     Request,
     Sampler,
+    StepRows,
     at_least,
     changed,
     kept,
@@ -319,3 +320,16 @@ def test_penalties_and_biases_change_the_likeliest_token() -> None:
     assert greedy(frequency_penalty=1.0, logit_bias=((2, 0.95),)) == 2
     assert greedy(logit_bias=((0, 5.0),)) == 0
     assert greedy(logit_bias=((1, -0.2),)) == 2
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(batches, min_size=1, max_size=3), st.lists(st.integers(0, 2)))
+def test_what_stays_from_step_to_step_changes_no_row(
+    parts: list[list[Request]], turns: list[int]
+) -> None:
+    rows = StepRows()
+    for turn in turns:
+        batch = parts[turn % len(parts)]
+        batch[0].sampler.drawn += 1
+        found, wanted = rows.of(batch, None), rows_of(batch)
+        np.testing.assert_equal(dataclasses.asdict(found), dataclasses.asdict(wanted))
