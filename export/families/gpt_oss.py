@@ -20,6 +20,10 @@ OWN = {
 }
 
 
+ALPHA, LIMIT = 1.702, 7.0
+"""Of the SwiGLU. An older transformers has them in its model, and not in its config."""
+
+
 def gpt_oss(config: GptOssConfig) -> Family:
     quantized = getattr(config, "quantization_config", None)
     experts = Experts(
@@ -29,8 +33,8 @@ def gpt_oss(config: GptOssConfig) -> Family:
         normalized=True,
         stacked=True,
         mxfp4=bool(quantized),
-        alpha=config.swiglu_alpha,
-        limit=config.swiglu_limit,
+        alpha=getattr(config, "swiglu_alpha", ALPHA),
+        limit=getattr(config, "swiglu_limit", LIMIT),
     )
     return Family(
         names=WITHOUT_MLP | OWN,

@@ -80,9 +80,10 @@ def test_logits_are_those_of_transformers(
         use_cache=False,
     )
     rng = np.random.default_rng(0)
-    prompt = rng.integers(3, settings["vocab_size"], TOKENS).tolist()
+    text = settings.get("text_config", settings)
+    prompt = rng.integers(3, text["vocab_size"], TOKENS).tolist()
     params = SamplingParams(max_new_tokens=NEW, ignore_eos=True, logprobs=0)
-    if settings.get("head_dim", 0) > MOST_RANK:
+    if text.get("head_dim", 0) > MOST_RANK:
         with pytest.raises(KvlatheError, match=f"the kernels take {MOST_RANK} at most"):
             build(asked)
         return

@@ -41,6 +41,10 @@ SMALL += ("image_size", "patch_size")
 QUARTER: dict[str, Any] = {"partial_rotary_factor": 0.25}
 PHI = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
+HAS_BOUND = hasattr(transformers.GptOssConfig, "swiglu_limit")
+BOUNDED: dict[str, Any] = {"swiglu_limit": 1.0} if HAS_BOUND else {}
+"""An older transformers computes with 7, whatever the config says."""
+
 
 def sizes(
     hidden: int, heads: int, kv_heads: int, head_dim: int | None = None, **more: object
@@ -294,8 +298,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": (
         "GptOss",
         sizes(64, 4, 2, 16, num_local_experts=5, num_experts_per_tok=2)
-        | {"num_hidden_layers": 3, "sliding_window": 20, "swiglu_limit": 1.0}
-        | {"rope_scaling": YARN},
+        | {"num_hidden_layers": 3, "sliding_window": 20}
+        | {"rope_scaling": YARN}
+        | BOUNDED,
     ),
     "phi": ("Phi", sizes(64, 4, 2, partial_rotary_factor=0.5)),
     "gpt_neox": ("GPTNeoX", sizes(64, 4, 4)),

@@ -6,15 +6,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.families import FAMILIES as KNOWN
+from kvlathe.export.families.gpt_oss import gpt_oss
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
@@ -279,3 +282,13 @@ def test_a_window_that_nothing_leaves_is_exact(tmp_path: Path) -> None:
         expected = model(ids[None]).logits[0]
     found = identity_decoder(checkpoint).logits(ids.tolist(), range(40))
     torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_an_older_config_has_the_same_bounded_swiglu() -> None:
+    """As in transformers 5.0, whose model has the numbers that its config lacks."""
+    config = transformers.GptOssConfig()
+    known = dict(vars(config))
+    known = {key: known[key] for key in known if not key.startswith("swiglu")}
+    older = SimpleNamespace(**known)
+    family = gpt_oss(cast("transformers.GptOssConfig", older))
+    assert family.experts == gpt_oss(config).experts
