@@ -13,7 +13,7 @@ namespace {
 constexpr int kPiece = 8;  // elements
 constexpr int kHeld = 2;   // pieces that a thread of the norm holds
 constexpr int kMostThreads = 1024;
-constexpr float kMostE4m3 = 448.f;
+constexpr float kOneCode = 1.f / 448.f;            // e4m3 ends at 448
 constexpr float kLeastLargest = 6.103515625e-05f;  // of a row, whatever it holds
 static_assert(kHeld * kMostThreads * kPiece == kMaxColumns);
 
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kMostThreads) code_rows(const RowsParams p) {
 #pragma unroll
   for (int i = 0; i < kHeld * kPiece; ++i)
     most = fmaxf(most, fabsf(E::widen(element(x[i / kPiece], i % kPiece))));
-  const float scale = block_most(most) / kMostE4m3;
+  const float scale = block_most(most) * kOneCode;
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
     const int at = threadIdx.x + i * blockDim.x;
