@@ -1,4 +1,4 @@
-"""The CUDA entries of libkvlathe.so (abi.h, cache.h, rows.h) by ctypes; pointers are
+"""The CUDA entries of libkvlathe.so (abi.h, cache.h, rows.h, products.h) by ctypes; pointers are
 device addresses. No torch."""
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.library import ABI_VERSION, Native, Status, find
 from kvlathe.runtime.native.parts import Part, WindowForm, part_of, window_among
+from kvlathe.runtime.native.products import ProductArgs
 
 F16, BF16 = 1, 2
 OVERLAP, APPENDED = 1, 2
@@ -225,6 +226,8 @@ class CudaLibrary:
         lib.kvlathe_cuda_rms_norm.argtypes = [POINTER(RowsArgs), POINTER(Status)]
         lib.kvlathe_cuda_silu_product.argtypes = [POINTER(RowsArgs), POINTER(Status)]
         lib.kvlathe_cuda_fp8_rows.argtypes = [POINTER(RowsArgs), POINTER(Status)]
+        lib.kvlathe_cuda_product.argtypes = [POINTER(ProductArgs), POINTER(Status)]
+        lib.kvlathe_cuda_widen.argtypes = [POINTER(ProductArgs), POINTER(Status)]
         lib.kvlathe_cuda_workspace_bytes.argtypes = [
             c_int32,
             c_int32,

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvlathe.runtime.native import cpu, cuda, library, observing, parts
+from kvlathe.runtime.native import cpu, cuda, library, observing, parts, products
 from tests.native_cpu import library as attend
 
 INCLUDE = Path(__file__).resolve().parents[2] / "plugins_cpp" / "include"
-HEADERS = ("abi", "cpu", "cache", "rows")
+HEADERS = ("abi", "cpu", "cache", "rows", "products")
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "kvlathe_status": library.Status,
     "kvlathe_part": parts.Part,
@@ -34,6 +34,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "kvlathe_observe_args": observing.ObserveArgs,
     "kvlathe_cuda_move_args": observing.CudaMoveArgs,
     "kvlathe_rows_args": cuda.RowsArgs,
+    "kvlathe_product_args": products.ProductArgs,
 }
 
 

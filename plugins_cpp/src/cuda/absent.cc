@@ -2,6 +2,7 @@
 #include "adapters/node/attend_node.h"
 #include "common/refusal.h"
 #include "kvlathe/cache.h"
+#include "kvlathe/products.h"
 #include "kvlathe/rows.h"
 
 namespace {
@@ -59,5 +60,11 @@ extern "C" int32_t kvlathe_cuda_silu_product(const kvlathe_rows_args*, kvlathe_s
   return refuse(status);
 }
 extern "C" int32_t kvlathe_cuda_fp8_rows(const kvlathe_rows_args*, kvlathe_status* status) {
+  return refuse(status);
+}
+extern "C" int32_t kvlathe_cuda_product(const kvlathe_product_args*, kvlathe_status* status) {
+  return refuse(status);
+}
+extern "C" int32_t kvlathe_cuda_widen(const kvlathe_product_args*, kvlathe_status* status) {
   return refuse(status);
 }

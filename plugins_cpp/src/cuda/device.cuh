@@ -195,6 +195,16 @@ __device__ inline void wait_for_previous_kernel() {
 #endif
 }
 
+// 16 bytes that are read once, and not kept in the L1 cache. It stays before
+// wait_for_previous_kernel, where it is written there.
+__device__ inline uint4 load_once(const void* at) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(at));
+  return x;
+}
+
 __device__ inline void prefetch(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 }

@@ -34,8 +34,8 @@ from kvlathe.layers.rows import Rows
 from kvlathe.layers.wiring import Wiring
 from kvlathe.runtime.sessions.torch_cuda.coded import (
     CodedLinear,
-    Fp8Rows,
-    fp8_rows,
+    Product,
+    coded_product,
     taken_code,
 )
 from kvlathe.runtime.sessions.torch_cuda.group import Alone, Group
@@ -241,15 +241,15 @@ class _Layer:
         self.shared_gate = None if shared_gate is None else _Linear(shared_gate, None)
         gate_up_roles = [role for role in ("gate", "up") if _has(tensors, role)]
         self.is_gated = "gate" in gate_up_roles
-        fp8 = rows.fp8 if isinstance(rows, FusedRows) else fp8_rows
+        product = rows.product if isinstance(rows, FusedRows) else coded_product
         self.qkv_map, self.qkv_widths = _beside(
-            tensors, ["v", "q", "k"], ALIGNMENT, fp8
+            tensors, ["v", "q", "k"], ALIGNMENT, product
         )
         if gate_up_roles:
-            both = _beside(tensors, gate_up_roles, 1, fp8)
+            both = _beside(tensors, gate_up_roles, 1, product)
             self.gate_up_map, self.gate_up_widths = both
-        self.o = _output(tensors, "o", group, fp8)
-        self.down = _output(tensors, "down", group, fp8) if gate_up_roles else None
+        self.o = _output(tensors, "o", group, product)
+        self.down = _output(tensors, "down", group, product) if gate_up_roles else None
         self.projections = _taken(tensors, "attend.")
 
     def __call__(
@@ -289,12 +289,12 @@ def _has(tensors: dict[str, Tensor], role: str) -> bool:
 
 
 def _output(
-    tensors: dict[str, Tensor], role: str, group: Group, fp8: Fp8Rows
+    tensors: dict[str, Tensor], role: str, group: Group, product: Product
 ) -> _Output | CodedLinear:
     bias = tensors.pop(f"{role}.bias", None)
     coded = taken_code(tensors, role)
     if coded is not None:
-        return CodedLinear([coded], bias, fp8)
+        return CodedLinear([coded], bias, product)
     return _Output(tensors.pop(f"{role}.weight"), bias, group)
 
 
@@ -328,12 +328,12 @@ def _wide_norm(weight: Tensor, eps: float, group: Group) -> RowMap:
 
 
 def _beside(
-    tensors: dict[str, Tensor], roles: list[str], multiple: int, fp8: Fp8Rows
+    tensors: dict[str, Tensor], roles: list[str], multiple: int, product: Product
 ) -> tuple[_Linear | CodedLinear, list[int]]:
     """The linear maps ``roles`` as one, padded to a ``multiple`` of columns, and their
     widths; that of the padding comes last."""
     if f"{roles[0]}.codes" in tensors:
-        return _codes_beside(tensors, roles, fp8)
+        return _codes_beside(tensors, roles, product)
     weights = [tensors.pop(f"{role}.weight") for role in roles]
     biases = [tensors.pop(f"{role}.bias", None) for role in roles]
     widths = [weight.shape[1] for weight in weights]
@@ -350,7 +350,7 @@ def _beside(
 
 
 def _codes_beside(
-    tensors: dict[str, Tensor], roles: list[str], fp8: Fp8Rows
+    tensors: dict[str, Tensor], roles: list[str], product: Product
 ) -> tuple[CodedLinear, list[int]]:
     """The same of maps that are codes, whose product fills up its outputs itself."""
     coded = [taken_code(tensors, role) for role in roles]
@@ -361,7 +361,7 @@ def _codes_beside(
         weight.scales.new_zeros(width) if bias is None else bias
         for width, bias, weight in zip(widths, biases, weights, strict=True)
     ]
-    return CodedLinear(weights, torch.cat(shifts), fp8), [*widths, 0]
+    return CodedLinear(weights, torch.cat(shifts), product), [*widths, 0]
 
 
 def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -257,6 +257,13 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes,
                                          const void *) {
   return attributes->sharedSizeBytes = static_shared, cudaSuccess;
 }
+template <class Params>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t *config,
+                               void (*kernel)(Params), Params params) {
+  void *arguments[] = {&params};
+  return cudaLaunchKernel(kernel, config->gridDim, config->blockDim, arguments,
+                          config->dynamicSmemBytes, config->stream);
+}
 inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config,
                                        const void *kernel, void **arguments) {
   static_cast<const Launcher *>(kernel)->run(

@@ -11,6 +11,7 @@
 #define load_relaxed ptx_load_relaxed
 #define store_relaxed ptx_store_relaxed
 #define prefetch ptx_prefetch
+#define load_once ptx_load_once
 #define exp2_fast ptx_exp2_fast
 #include_next "cuda/device.cuh"
 #undef copy16
@@ -22,6 +23,7 @@
 #undef load_relaxed
 #undef store_relaxed
 #undef prefetch
+#undef load_once
 #undef exp2_fast
 
 namespace kvlathe::cuda {
@@ -48,6 +50,7 @@ inline uint32_t fma_halves(uint32_t x, uint32_t y, uint32_t z) {
 template <class T> T load_relaxed(const T *at) { return *at; }
 template <class T> void store_relaxed(T *at, T x) { *at = x; }
 inline void prefetch(const void *) {}
+inline uint4 load_once(const void *at) { return *static_cast<const uint4 *>(at); }
 
 #ifdef KVLATHE_FIBERS
 
