@@ -85,8 +85,9 @@ class NativeRows(FusedRows):
         end = count * columns
         out = torch.empty(end + 4 * count, dtype=torch.uint8, device=x.device)
         self._call("cuda_fp8_rows", x, columns, out)
-        codes = out[:end].view(FP8).view(count, columns)
-        return codes, out[end:].view(torch.float32).view(count, 1)
+        codes = out[:end].view(FP8)
+        scales = out[end:].view(torch.float32)
+        return codes.view(count, columns), scales.view(count, 1)
 
     def product(self, x: Tensor, table: CodeTable, residual: Tensor | None) -> Tensor:
         """Rows stay in 16 bits where they are few, whatever the codes are."""
@@ -125,7 +126,8 @@ class NativeRows(FusedRows):
         """By torch, of codes that become halves a slice of outputs at a time."""
         outputs = len(table.codes)
         y = x.new_empty(len(x), outputs)
-        step = max(SLICE // table.inputs // 16 * 16, 16)
+        tiles = SLICE // (16 * table.inputs)
+        step = 16 * max(tiles, 1)
         for first in range(0, outputs, step):
             end = min(first + step, outputs)
             weights = x.new_empty(end - first, table.inputs)
@@ -158,7 +160,9 @@ class NativeRows(FusedRows):
         eps: float = 0.0,
     ) -> None:
         args = RowsArgs(ABI_VERSION, ELEMENTS[x.dtype], len(x), columns, eps)
-        args.x, args.x_stride, args.out = x.data_ptr(), x.stride(0), out.data_ptr()
+        args.x = x.data_ptr()
+        args.x_stride = x.stride(0)
+        args.out = out.data_ptr()
         args.weight = weight.data_ptr() if weight is not None else None
         args.stream = torch.cuda.current_stream().cuda_stream
         self.library.call(name, byref(args))
