@@ -79,8 +79,8 @@ def ranking_refusal(plan: CompressionPlan) -> Refusal | None:
         reason = "its prefixes can be compacted, which no kernel does"
         return reason, "choose another backend, or a compression that keeps prefixes"
     observation = plan.observation
-    if plan.stages:
-        reason = "a prompt loses tokens between its layers, which no kernel does"
+    if plan.stages and not _ranks_its_rows(plan):
+        reason = "a prompt loses rows between layers that keep no scores of its own"
         return reason, "build without stages, or choose another backend"
     if observation is not None and observation.special:
         reason = "it observes tokens by their ids, which the host learns too late"
@@ -89,6 +89,20 @@ def ranking_refusal(plan: CompressionPlan) -> Refusal | None:
         reason = "tokens that are ranked would be rounded at random"
         return reason, "round to the nearest"
     return None
+
+
+def _ranks_its_rows(plan: CompressionPlan) -> bool:
+    """Whether pages have what chooses the rows that stay after each stage: the attention of
+    the last rows, in the stage's last layer."""
+    observation = plan.observation
+    if observation is None or observation.recent or observation.random:
+        return False
+    layers = {plan.layers_of(stage)[-1] for stage in range(len(plan.stages) - 1)}
+    for b, bucket in enumerate(plan.buckets):
+        own = {plan.lanes[lane].layer for lane in bucket.lanes}
+        if bucket.source is None and layers & own and not plan.scored(b):
+            return False
+    return True
 
 
 def _group_refusal(forms: tuple[Format, Format], page_tokens: int) -> Refusal | None:

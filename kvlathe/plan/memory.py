@@ -33,7 +33,8 @@ def memory_table(
     ``batch_peak``: of ``batch`` such sequences, all at their peak at once.
     ``uncompressed``: the model's K and V of one sequence in 16 bit.
     ``together``: ``batch_peak`` and the ``weights``, which are bytes.
-    ``host``: hidden states that one prompt leaves on the host between its stages.
+    ``host``: hidden states that one prompt leaves on the host between its stages. The cuda
+    backend keeps them on the GPU, in half as many.
     """
     lengths = sorted({n for n in LENGTHS if n < max_seq_len} | {max_seq_len})
     rows = [_row(layout, tokens, max_batch_size) for tokens in lengths]

@@ -343,7 +343,7 @@ class Engine:
         sequence = chunk.sequence
         for one in moves.rankings:
             assert sequence.observed_rows
-            stop = sequence.places(chunk.count)[-1] + 1
+            stop = sequence.stop(chunk.count)
             ranking.move(one, sequence.observed_rows, sequence.tokens, stop)
 
     def _grow(

@@ -10,7 +10,7 @@ from itertools import chain
 import numpy as np
 
 from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
-from kvlathe.runtime.sessions.protocols import Int32, StepPlan
+from kvlathe.runtime.sessions.protocols import Int32, PassRows, StepPlan
 
 
 def pack(
@@ -99,23 +99,14 @@ def _observed(step: StepPlan, chunks: Items[Chunk]) -> StepPlan:
 
 
 def _staged(step: StepPlan, chunks: Items[Chunk]) -> StepPlan:
-    """The step with the rows of prompts that pass stages: the tokens that are still
-    there, and the hidden states with which they enter."""
-    stages = [chunk.sequence.prompt_stages for chunk in chunks]
-    plan = next(prompt.plan for prompt in stages if prompt)
-    tokens = len(step.input_ids)
-    lanes = sum(not lane.removed for lane in plan.lanes)
-    pages = sum(table.shape[1] for table in step.page_tables)
-    width = pages * plan.page_tokens + len(step.query_offsets)
-    every_stage = np.array([0, plan.graphs], np.int32)
-    step = dataclasses.replace(
-        step,
-        stages=np.tile(every_stage, (len(chunks), 1)),
-        observation_weights=np.zeros(tokens, np.float32),
-        observed_attention=np.zeros((len(chunks), lanes, width), np.float32),
-        hidden=np.zeros((tokens, plan.model.hidden_size), np.float32),
-    )
-    for i, (prompt, chunk) in enumerate(zip(stages, chunks, strict=True)):
-        if prompt:
-            prompt.enter(step, i, chunk.sequence.tokens)
-    return step
+    """The step with the rows of prompts that pass stages: those that are still there."""
+    prompts = [chunk.sequence.prompt_stages for chunk in chunks]
+    graphs = next(prompt.plan.graphs for prompt in prompts if prompt)
+    every_stage = np.array([0, graphs], np.int32)
+    stages = np.tile(every_stage, (len(chunks), 1))
+    step = dataclasses.replace(step, stages=stages)
+    passes: list[PassRows | None] = []
+    for i, (prompt, chunk) in enumerate(zip(prompts, chunks, strict=True)):
+        tokens = chunk.sequence.tokens
+        passes.append(prompt.enter(step, i, tokens) if prompt else None)
+    return dataclasses.replace(step, passes=tuple(passes))

@@ -192,6 +192,13 @@ class Sequence:
         """Whether they pass the last stage."""
         return self.prompt_stages is None or self.prompt_stages.last
 
+    def stop(self, count: int) -> int:
+        """How many of the sequence's tokens have come once they are cached, or their
+        pass ends."""
+        if self.prompt_stages:
+            return self.prompt_tokens
+        return self.cached + count
+
     def seals_after(self, count: int) -> bool:
         """Whether pages seal and tokens move after them."""
         if self.prompt_stages:
@@ -217,7 +224,7 @@ class Sequence:
         stages = self.prompt_stages
         if stages is None:
             self.cached += count
-        elif stages.advance(count, step, place):
+        elif stages.advance(count, step.passes[place] if step.passes else None):
             self.cached = self.prompt_tokens
             self.prompt_rows = stages.rows
             self.prompt_stages = None

@@ -22,6 +22,60 @@ Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
 
 
+class HiddenRows(Protocol):
+    """Hidden states of a prompt's rows between two passes, in the memory of their
+    session."""
+
+    @property
+    def known(self) -> Int32 | None:
+        """Where they are in the prompt; None where finding that out would wait."""
+        ...
+
+    def places(self) -> Int32:
+        """Where they are in the prompt. May wait."""
+        ...
+
+    def stay(self, count: int, last: int) -> HiddenRows:
+        """Those that enter the next pass, ascending: the ``last`` ones, and of the others
+        those to which observed rows gave most (of two equal ones the earlier)."""
+        ...
+
+
+@dataclass(eq=False, slots=True)
+class PassRows:
+    """A step's part of a prompt that passes stages.
+
+    Its rows are ``start`` to ``end`` - 1 of the ``count`` rows of a pass; in the step they
+    begin at row ``at``. ``entered``: all of the pass as they enter; None where they are
+    tokens. ``left``: those that have left; the step adds its own. ``leaves``: whether
+    rows stay behind after the pass, so that the others must be kept.
+    """
+
+    at: int
+    start: int
+    end: int
+    count: int
+    leaves: bool
+    entered: HiddenRows | None
+    left: HiddenRows | None
+
+    @property
+    def rows(self) -> slice:
+        """Its rows in the step."""
+        end = self.at + self.end - self.start
+        return slice(self.at, end)
+
+    @property
+    def places(self) -> slice:
+        """Its rows in the pass."""
+        return slice(self.start, self.end)
+
+    @property
+    def ends(self) -> bool:
+        """Whether the pass ends with them."""
+        return self.end == self.count
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One packed step: any mix of prefill chunks and decodes (docs/attend.md).
@@ -42,7 +96,8 @@ class StepPlan:
     - ``stages``: [B, 2], the stages that each sequence passes: first, end. None: all
     - ``observation_weights``: [T], 1 for rows whose attention is observed, else 0
     - ``observed_attention``: [B, lanes, N], zeros; the step fills it
-    - ``hidden``: [T, D], rows that enter past stage 0; then those that leave early
+    - ``passes``: B, of each sequence that does not pass all stages. Where the places of its
+      rows are not known, its ``positions`` are those of the prompt's last tokens
     """
 
     input_ids: Int32
@@ -56,7 +111,7 @@ class StepPlan:
     stages: Int32 | None = None
     observation_weights: Float32 | None = None
     observed_attention: Float32 | None = None
-    hidden: Float32 | None = None
+    passes: tuple[PassRows | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +151,8 @@ class StepRunner(Protocol):
         Adds what observed rows attended to the scores of the pages. Where
         ``step.observed_attention`` is given, it holds the observed rows' attention
         afterwards, of all kept lanes, layer by layer. Where ``step.stages`` is given,
-        computes only the layers that each sequence passes; ``step.hidden`` then holds
-        what its tokens leave with.
+        computes only the layers that each sequence passes; ``step.passes`` then holds
+        what its tokens leave with. A step that fails may be run again.
 
         Raises KvlatheError for a step that is larger than the engine was built for.
         """

@@ -23,10 +23,12 @@ from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.device import TorchDevice
 from kvlathe.runtime.sessions.torch_cuda.ranking import RankingSession
 from kvlathe.runtime.sessions.torch_cuda.rows import NativeRows
+from kvlathe.runtime.sessions.torch_cuda.stages import StagedSession
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.native.library import Library
 from tests.native.pairs import engine_pair
+from tests.support import staged_cases
 from tests.support.observed_cases import Observation, observations
 from tests.support.ranking_laws import (
     KINDS,
@@ -48,6 +50,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "zipcache by token": {"compression": "zipcache:keys=token,values=token"},
     "projected": {"compression": "fdc+h2o:budget=128", "removal_rate": 0.15},
     "uncomp": {"compression": "uncomp:budget=192,spread=128,stages=1"},
+    "stages": {"compression": "uncomp:budget=192,spread=128,stages=3,least=256"},
 }
 SIZES: dict[str, Any] = {
     "device": "cpu",  # of the build: both engines have the same plan
@@ -101,6 +104,17 @@ def test_the_session_keeps_the_tokens_of_the_cpu(cuda: CudaLibrary, kind: str) -
     ours, theirs = on_gpu(cuda, plan), on_cpu(plan)
     a_step_that_is_rolled_back_leaves_no_score(ours, theirs)
     tokens_stay_as_on_the_cpu(ours, theirs, list(text(900)), 700)
+
+
+@pytest.mark.parametrize("kind", staged_cases.PLANS)
+def test_a_prompt_loses_the_rows_that_it_loses_on_the_cpu(
+    cuda: CudaLibrary, kind: str
+) -> None:
+    plan = staged_cases.PLANS[kind]
+    ours, theirs = on_gpu(cuda, plan), staged_cases.engine(plan)
+    assert isinstance(ours.session, StagedSession)
+    tokens_stay_as_on_the_cpu(ours, theirs, list(text(330)), 300)
+    staged_cases.the_same_rows_stay(ours, theirs)
 
 
 @pytest.fixture(scope="module", params=METHODS)

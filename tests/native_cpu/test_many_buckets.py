@@ -254,7 +254,9 @@ class SessionAttention(HostAttention):
         self.rows = RowAttention(library, plan, scales, pool, LIMITS.max_num_tokens)
         self.spread_out: Spread | None = None
 
-    def spread(self, step: StepInputs, tokens: int) -> StepInputs:
+    def spread(
+        self, step: StepInputs, tokens: int, layers: range | None = None
+    ) -> StepInputs:
         self.spread_out = self.rows.spread(step, tokens)
         return super().spread(step, tokens)
 

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -27,8 +28,10 @@ from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.observer import Observer
 from kvlathe.runtime.sessions.torch_cuda.ranking import RankingSession, scratch_bytes
+from kvlathe.runtime.sessions.torch_cuda.stages import StagedSession
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
+from tests.support import staged_cases
 from tests.support.device_engines import HostAttention, turned
 from tests.support.emulated import RankingLibrary, emulated_kernels
 from tests.support.host_device import HostTorchDevice
@@ -108,7 +111,8 @@ def in_torch(native: Native, kernels: ctypes.CDLL, plan: CompressionPlan) -> LLM
     scales = list(wired.scales)
     attention = RankingAttention(native, library, plan, scales, bytes_of(pool))
     compute = TorchCompute(TorchDecoder(wired, tensors), cast(Attention, attention))
-    session = RankingSession(device, library, plan, LIMITS, pool, compute)
+    kind = StagedSession if plan.stages else RankingSession
+    session = kind(device, library, plan, LIMITS, pool, compute)
     return LLM(session, plan, LIMITS, Tokenizer(MODEL), size)
 
 
@@ -168,3 +172,34 @@ def test_requests_side_by_side_are_answered_as_alone(
     for prompt, answer in zip(prompts, together, strict=True):
         alone = llm.generate([prompt], params)[0]
         assert answer.token_ids[:30] == alone.token_ids[:30]
+
+
+def test_a_prompt_loses_the_rows_that_it_loses_on_the_cpu(
+    native: Native, kernels: ctypes.CDLL
+) -> None:
+    plan = staged_cases.PLANS["sealed budget"]
+    ours, theirs = in_torch(native, kernels, plan), staged_cases.engine(plan)
+    tokens_stay_as_on_the_cpu(ours, theirs, list(text(330)), 300)
+    staged_cases.the_same_rows_stay(ours, theirs)
+
+
+def test_neighbours_of_a_prompt_that_passes_stages_change_nothing(
+    native: Native, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every seventh group of layers fails where it is first tried: then its step runs
+    again."""
+    plan = staged_cases.PLANS["budget"]
+    single, together = (in_torch(native, kernels, plan) for _ in range(2))
+    session = together.session
+    assert isinstance(session, StagedSession)
+    run, calls = session.staged.run, itertools.count(1)
+
+    def failing(*given: Any) -> Tensor:  # noqa: ANN401  (as LayerCompute.run)
+        x = run(*given)
+        if next(calls) % 7 == 0:
+            raise RuntimeError("once")
+        return x
+
+    monkeypatch.setattr(session.staged, "run", failing)
+    staged_cases.neighbours_change_nothing(single, together)
+    assert next(calls) > 35

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from kvlathe.plan.kernel_forms import ranking_refusal
-from kvlathe.plan.plan import CompressionPlan, Stage
-from kvlathe.plan.token_rules import ObservationWindow
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_rules import KEEP_ALL, ObservationWindow
 from tests.support.ranking_laws import KINDS, ranked_plan
 from tests.support.runtime_cases import (
     compacting_plans,
@@ -16,6 +16,7 @@ from tests.support.runtime_cases import (
     plans,
     ranked_plans,
 )
+from tests.support.staged_cases import PLANS
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -46,17 +47,13 @@ def test_what_no_kernel_does_is_refused(kind: str) -> None:
     assert words in refusal[0]
 
 
-def test_stages_are_refused() -> None:
-    plan = ranked_plan("budget")
-    lanes = range(len(plan.lanes))
-    heads = plan.model.kv_heads
-    half = plan.model.layers // 2 * heads
-    buckets = tuple(
-        dataclasses.replace(plan.buckets[0], lanes=tuple(own))
-        for own in (lanes[:half], lanes[half:])
-    )
-    stages = (Stage(0), Stage(plan.model.layers // 2, 256))
-    staged = dataclasses.replace(plan, buckets=buckets, stages=stages)
-    refusal = ranking_refusal(staged)
-    assert refusal is not None
-    assert "between its layers" in refusal[0]
+def test_stages_are_taken_where_pages_have_what_their_rows_are_ranked_by() -> None:
+    plan = PLANS["budget"]
+    assert ranking_refusal(plan) is None
+    whole = dataclasses.replace(plan.buckets[0], tokens=KEEP_ALL)
+    unscored = dataclasses.replace(plan, buckets=(whole, *plan.buckets[1:]))
+    drawn = dataclasses.replace(plan, observation=ObservationWindow(random=0.1, last=8))
+    for refused in (unscored, drawn):
+        refusal = ranking_refusal(refused)
+        assert refusal is not None
+        assert "between layers" in refusal[0]

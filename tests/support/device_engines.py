@@ -101,7 +101,9 @@ class HostAttention:
         self.ops = [Op(native, layer_table(plan, layer)) for layer in layers]
         self.kinds: list[tuple[bool, int]] = []
 
-    def spread(self, step: StepInputs, tokens: int) -> StepInputs:
+    def spread(
+        self, step: StepInputs, tokens: int, layers: range | None = None
+    ) -> StepInputs:
         self.kinds.append((step.single, step.rows))
         return step
 

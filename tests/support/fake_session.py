@@ -24,9 +24,10 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_rules import Window
 from kvlathe.runtime.cache.pool import PagePool
+from kvlathe.runtime.sessions.host import passes
 from kvlathe.runtime.sessions.host.pages import HostPages
-from kvlathe.runtime.sessions.host.ragged import whole
 from kvlathe.runtime.sessions.protocols import FullPage, Int32, StepPlan, StepRunner
+from kvlathe.runtime.sessions.shares import whole
 from kvlathe.runtime.text import sampler
 from kvlathe.runtime.text.sampler import Sampled, SamplingRows
 
@@ -225,9 +226,7 @@ class RankedSession(HostPages):
             max(self.largest[0], int(step.cu_seqlens_q[-1])),
             max(self.largest[1], self.size),
         )
-        hidden = (
-            np.zeros((len(step.input_ids), 3)) if step.hidden is None else step.hidden
-        )
+        hidden = passes.entering(step, 3)
         logits, observed = np.zeros((len(step.logit_rows), VOCABULARY), np.float32), []
         for stage in range(self.plan.graphs):
             for share in whole(step, stage):
@@ -238,17 +237,16 @@ class RankedSession(HostPages):
                 hidden[share.tokens, :3] = np.insert(tokens, 0, stage + 1, 1)
                 mass = self.attend(share.step, stage)
                 self.append(share.step, self.of_lanes(stage, tokens), stage)
-                if step.observed_attention is not None:
-                    step.observed_attention[share.sequences, :, : mass.shape[2]] += mass
-                observed.append(
-                    (share.step, self.of_stage(share.step, mass, stage), stage)
-                )
+                given = self.of_stage(share.step, mass, stage)
+                passes.observe(self.plan, step, share, given, stage)
+                observed.append((share.step, given, stage))
                 if stage == self.plan.graphs - 1:
                     logits[share.logits] = self.answers(share.step)
         if self.broken in step.input_ids:
             raise RuntimeError("broken")
         if step.cu_seqlens_q[-1] > self.affordable:
             raise MemoryError
+        passes.leave(step, hidden)
         self.page_scores.observe(observed)
         return logits
 

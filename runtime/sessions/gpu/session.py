@@ -97,9 +97,7 @@ class DeviceSession(DevicePages):
             self._graph_of(rows).run(step, self.complete)
             return self._rows_of(self._logits, rows)
         form = StepForm.of(step, self.compute.least_rows, self.plan.ranked)
-        logits = self._logits
-        if form.rows > self.limits.max_batch_size:
-            logits = self._logits_of(form.rows)
+        logits = self.room_for(form.rows)
         self._buffer.send(step, form)
         inputs = self._buffer.bindings(form)
         self.complete(step, inputs["input_ids"])
@@ -144,12 +142,16 @@ class DeviceSession(DevicePages):
         logits: DeviceArray,
         kind: StepKind,
     ) -> None:
-        offsets = self._inputs["query_offsets"].view(0, (queries,), INT32)
-        inputs = {**step, **self._inputs, "query_offsets": offsets}
+        inputs = self.inputs_of(step, queries)
         outputs = {"logits": self._rows_of(logits, form.rows)}
         for name, array in self._outputs.items():
             outputs[name] = array.view(0, (form.tokens, *array.shape[1:]), array.dtype)
         self.compute.queue(inputs, outputs, kind)
+
+    def inputs_of(self, step: Bindings, queries: int) -> Bindings:
+        """All that ``compute`` reads. ``queries``: of the step's longest sequence."""
+        offsets = self._inputs["query_offsets"].view(0, (queries,), INT32)
+        return {**step, **self._inputs, "query_offsets": offsets}
 
     # -- memory ------------------------------------------------------------------------
     @property
@@ -174,6 +176,12 @@ class DeviceSession(DevicePages):
             block = self.device.allocate(size, "what a step gives")
             arrays["rows"] = block.view(0, (tokens, width), HALF)
         return arrays
+
+    def room_for(self, rows: int) -> DeviceArray:
+        """For so many rows of logits."""
+        if rows > self.limits.max_batch_size:
+            return self._logits_of(rows)
+        return self._logits
 
     def _logits_of(self, rows: int) -> DeviceArray:
         size = rows * self.columns * FLOAT.itemsize

@@ -25,8 +25,8 @@ from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.host import huge_pages
 from kvlathe.runtime.sessions.host.onnx import OrtSession
 from kvlathe.runtime.sessions.host.pages import hot_bits
-from kvlathe.runtime.sessions.host.ragged import whole
 from kvlathe.runtime.sessions.protocols import StepPlan
+from kvlathe.runtime.sessions.shares import whole
 
 
 class NativeSession(OrtSession):

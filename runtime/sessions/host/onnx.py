@@ -21,9 +21,11 @@ from kvlathe.plan.layer_table import POOLS
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan, graph_files
+from kvlathe.runtime.sessions.host import passes
 from kvlathe.runtime.sessions.host.pages import HostPages, typed_views
-from kvlathe.runtime.sessions.host.ragged import Share, by_size
+from kvlathe.runtime.sessions.host.ragged import by_size
 from kvlathe.runtime.sessions.protocols import StepPlan
+from kvlathe.runtime.sessions.shares import Share
 from kvlathe.runtime.sessions.steps import check_step
 
 
@@ -170,7 +172,7 @@ class OrtSession(HostPages):
         check_step(step, self.limits)
         vocabulary = self.plan.model.vocab_size
         logits = np.empty((len(step.logit_rows), vocabulary), np.float32)
-        hidden = self._between(step)
+        hidden = passes.entering(step, self._width)
         last = len(self.graphs) - 1
         observed: list[tuple[StepPlan, npt.NDArray[np.float32], int]] = []
         for stage, graph in enumerate(self.graphs):
@@ -180,12 +182,14 @@ class OrtSession(HostPages):
                 self.append(share.step, rows, stage)
                 for attended in attention:
                     observed.append((share.step, attended, stage))
+                    passes.observe(self.plan, step, share, attended, stage)
                     if step.observed_attention is not None:
                         self._keep_attention(step, share, graph, attended)
                 if stage == last:
                     logits[share.logits] = out
                 else:
                     hidden[share.tokens] = out
+        passes.leave(step, hidden)
         self.page_scores.observe(observed)  # once nothing can fail any more
         return logits
 
@@ -218,11 +222,10 @@ class OrtSession(HostPages):
         places = slice(starts[-1], starts[-1] + fresh.shape[2])
         of_step[share.sequences, :, places] = fresh
 
-    def _between(self, step: StepPlan) -> npt.NDArray[np.float32]:
-        """The hidden states of the step's tokens between two stages [T, D]."""
-        if step.hidden is not None or len(self.graphs) == 1:
-            return np.empty((0, 0), np.float32) if step.hidden is None else step.hidden
-        return np.empty((len(step.input_ids), self.plan.model.hidden_size), np.float32)
+    @property
+    def _width(self) -> int:
+        """Of the hidden states between two stages, where there are any."""
+        return self.plan.model.hidden_size if len(self.graphs) > 1 else 0
 
 
 def _weights(step: StepPlan) -> npt.NDArray[np.float32]:

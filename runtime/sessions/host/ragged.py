@@ -11,40 +11,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.runtime.sessions.protocols import Int32, StepPlan
-
-
-class Share(NamedTuple):
-    """Some ``sequences`` of a step as a step of their own; the places of their tokens
-    and of their logit rows in it."""
-
-    step: StepPlan
-    sequences: Int32 | slice
-    tokens: Int32 | slice
-    logits: Int32 | slice
-
-
-def passing(step: StepPlan, stage: int) -> npt.NDArray[np.bool_]:
-    """Which sequences pass a stage, [B]."""
-    if step.stages is None:
-        return np.ones(len(step.lengths), np.bool_)
-    first = step.stages[:, 0]
-    end = step.stages[:, 1]
-    return (first <= stage) & (stage < end)
-
-
-def whole(step: StepPlan, stage: int, page_tokens: int = 0) -> Iterator[Share]:
-    """Everything that passes a stage, if anything does."""
-    present = passing(step, stage)
-    if present.all():
-        yield Share(step, slice(None), slice(None), slice(None))
-    elif present.any():
-        yield _share(step, present)
+from kvlathe.runtime.sessions.protocols import StepPlan
+from kvlathe.runtime.sessions.shares import Share, passing, share_of, whole
 
 
 def by_size(step: StepPlan, stage: int, page_tokens: int) -> Iterator[Share]:
@@ -68,7 +40,7 @@ def by_size(step: StepPlan, stage: int, page_tokens: int) -> Iterator[Share]:
         return
     for size in sizes:
         chosen = active & (kinds == size).all(1)
-        share = _share(step, chosen)
+        share = share_of(step, chosen)
         yield share._replace(step=_narrowed(share.step, pages[chosen].max(0)))
 
 
@@ -90,30 +62,3 @@ def _narrowed(step: StepPlan, pages: npt.NDArray[np.integer]) -> StepPlan:
         for table, width in zip(step.page_tables, pages.tolist(), strict=True)
     )
     return dataclasses.replace(step, page_tables=tuple(tables))
-
-
-def _share(step: StepPlan, chosen: npt.NDArray[np.bool_]) -> Share:
-    """The share of the ``chosen`` sequences [B]."""
-    counts = np.diff(step.cu_seqlens_q)
-    tokens = np.flatnonzero(np.repeat(chosen, counts)).astype(np.int32)
-    new_place = np.full(len(step.input_ids), -1, np.int32)
-    new_place[tokens] = np.arange(len(tokens), dtype=np.int32)
-    rows = new_place[step.logit_rows]
-    weights = step.observation_weights
-    part = dataclasses.replace(
-        step,
-        input_ids=step.input_ids[tokens],
-        positions=step.positions[tokens],
-        cu_seqlens_q=np.concatenate([[0], np.cumsum(counts[chosen])]).astype(np.int32),
-        query_offsets=np.arange(counts[chosen].max(), dtype=np.int32),
-        lengths=step.lengths[chosen],
-        page_tables=tuple(table[chosen] for table in step.page_tables),
-        logit_rows=rows[rows >= 0],
-        observation_weights=None if weights is None else weights[tokens],
-    )
-    return Share(
-        part,
-        np.flatnonzero(chosen).astype(np.int32),
-        tokens,
-        np.flatnonzero(rows >= 0).astype(np.int32),
-    )

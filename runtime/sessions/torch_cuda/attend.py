@@ -81,9 +81,12 @@ class Attention:
         self.sinks = sinks
         self.observer = Observer(plan, self.forms, pool, most_rows)
 
-    def spread(self, step: StepInputs, tokens: int) -> Spread:
-        """What each of ``tokens`` rows may read."""
+    def spread(
+        self, step: StepInputs, tokens: int, layers: range | None = None
+    ) -> Spread:
+        """What each of ``tokens`` rows may read in ``layers`` (None: in all)."""
         done = Spread(step, tokens, self._list_size(step, tokens), self.parts)
+        done.layers = layers or range(len(self.forms))
         args = SpreadArgs(
             ABI_VERSION, tokens, len(step.lengths), len(self.plan.buckets), self.fresh
         )
@@ -121,21 +124,22 @@ class Attention:
         return done
 
     def plan_calls(self, spread: Spread) -> None:
-        """Find which block attends what, in all layers: part of `spread`, apart for
+        """Find which block attends what, in all its layers: part of `spread`, apart for
         benchmarks."""
         for call in spread.calls:
             call.stream = _stream()
         self.library.call("cuda_plan", spread.calls, len(spread.calls))
 
     def _calls(self, spread: Spread, tokens: int) -> Array[AttendDecodeArgs]:
-        """Every layer's attention, but for its q, o and stream."""
-        calls = (AttendDecodeArgs * len(self.forms))()
+        """The attention of each of its layers, but for its q, o and stream."""
+        calls = (AttendDecodeArgs * len(spread.layers))()
         if spread.rows:
             size = self.library.plan_bytes()
             spread.plan = torch.empty(
                 len(calls), size, dtype=torch.uint8, device=self.pool.device
             )
-        for layer, (args, form) in enumerate(zip(calls, self.forms, strict=True)):
+        for i, (args, layer) in enumerate(zip(calls, spread.layers, strict=True)):
+            form = self.forms[layer]
             # The plan is the same for both 16-bit types; `run` says which it is.
             sizes = (
                 ABI_VERSION,
@@ -164,7 +168,7 @@ class Attention:
             # writes for the rows before them.
             args.flags = OVERLAP | (APPENDED if spread.step.single else 0)
             if spread.rows:
-                args.plan = spread.plan[layer].data_ptr()
+                args.plan = spread.plan[i].data_ptr()
                 args.plan_bytes = spread.plan.shape[1]
             if spread.prompts is not None:
                 args.prompts = pointer(spread.prompts_of(form, self.copies))
@@ -191,7 +195,7 @@ class Attention:
         form, tokens = self.forms[layer], len(q)
         queries, out = q.new_empty(tokens, form.queries), q.new_empty(tokens, form.out)
         self._append(layer, q, k, v, angles, spread, weights, queries)
-        args = spread.calls[layer]
+        args = spread.calls[spread.layers.index(layer)]
         args.element, args.q, args.o, args.stream = (
             ELEMENTS[q.dtype],
             queries.data_ptr(),
@@ -247,6 +251,7 @@ class Spread:
         self.rows = step.rows if list_size else tokens
         """Those that are attended one by one come first."""
         self.parts = parts
+        self.layers = range(0)
         self.windowed = any(sees_less(part) for part in parts)
         self.step, self.sequence_of = step, new(tokens)
         self.visible = new(tokens, step.lengths.shape[1])

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from kvlathe.plan.manifest import DECODER_FILE, Limits
 from kvlathe.plan.plan import CompressionPlan
@@ -25,6 +26,7 @@ from kvlathe.runtime.sessions.torch_cuda.inputs import Observed, StepInputs
 from kvlathe.runtime.sessions.torch_cuda.ranking import RankingSession, scratch_bytes
 from kvlathe.runtime.sessions.torch_cuda.rows import NativeRows
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
+from kvlathe.runtime.sessions.torch_cuda.stages import StagedSession
 
 
 def open_session(
@@ -56,6 +58,8 @@ def session_of(
     """A session of weights that are on the GPU already."""
     pool = allocate_pool(device, library, plan, arena_bytes + scratch_bytes(plan))
     compute = compute_of(device, library, decoder, plan, limits, pool)
+    if plan.stages:
+        return StagedSession(device, library, plan, limits, pool, compute)
     session = RankingSession if plan.ranked else TorchSession
     return session(device, library, plan, limits, pool, compute)
 
@@ -91,7 +95,16 @@ class TorchCompute:
 
     @torch.inference_mode()
     def queue(self, inputs: Bindings, outputs: Bindings, kind: StepKind) -> None:
+        x = self.run(inputs, kind, range(len(self.decoder.layers)))
+        tensor_of(outputs["logits"]).copy_(self.logits(inputs, x))
+
+    def run(
+        self, inputs: Bindings, kind: StepKind, layers: range, x: Tensor | None = None
+    ) -> Tensor:
+        """Queue some ``layers`` of a step: what leaves them [T, D]. ``x`` [T, D] enters
+        them; None: the step's tokens do."""
         input_ids = tensor_of(inputs["input_ids"])
+        positions = tensor_of(inputs["positions"])
         buckets = inputs["lengths"].shape[1]
         step = StepInputs(
             tensor_of(inputs["cu_seqlens_q"]),
@@ -101,14 +114,15 @@ class TorchCompute:
             kind.rows,
             _observed(inputs),
         )
-        spread = self.attention.spread(step, len(input_ids))
-        logits = self.decoder(
-            input_ids,
-            tensor_of(inputs["positions"]),
-            tensor_of(inputs["logit_rows"]),
-            partial(self.attention.run, spread),
-        )
-        tensor_of(outputs["logits"]).copy_(logits)
+        spread = self.attention.spread(step, len(input_ids), layers)
+        if x is None:
+            x = self.decoder.embedded(input_ids, positions)
+        attend = partial(self.attention.run, spread)
+        return self.decoder.run(x, positions, layers, attend)
+
+    def logits(self, inputs: Bindings, x: Tensor) -> Tensor:
+        """[R, V] of what leaves the last layer."""
+        return self.decoder.logits(x, tensor_of(inputs["logit_rows"]))
 
 
 def _observed(inputs: Bindings) -> Observed | None:

@@ -134,14 +134,29 @@ class TorchDecoder:
     ) -> Tensor:
         """input_ids, positions [T], logit_rows [R] int32 -> logits [R, V], or of this
         rank's tokens."""
+        x = self.embedded(input_ids, positions)
+        x = self.run(x, positions, range(len(self.layers)), attend)
+        return self.logits(x, logit_rows)
+
+    def embedded(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """What enters the first layer [T, D]."""
         x = self._embedded(input_ids)
         if self.positions is not None:
             x = x + F.embedding(positions, self.positions)
-        x = self.group.sum(x)
+        return self.group.sum(x)
+
+    def run(
+        self, x: Tensor, positions: Tensor, layers: range, attend: Attend
+    ) -> Tensor:
+        """x [T, D] after ``layers``; x itself may hold it, too."""
         angles = self._angles(positions, x.dtype)
         ropes = self.wiring.ropes or (0,) * len(self.layers)
-        for i, layer in enumerate(self.layers):
-            x = layer(x, partial(attend, i), angles[ropes[i]])
+        for i in layers:
+            x = self.layers[i](x, partial(attend, i), angles[ropes[i]])
+        return x
+
+    def logits(self, x: Tensor, logit_rows: Tensor) -> Tensor:
+        """[R, V] of what leaves the last layer [T, D]."""
         softcap = self.wiring.logit_softcap
         return logits(x, logit_rows, self.norm, self.head, softcap)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime.sessions.gpu.step_buffer import observed_rows
-from kvlathe.runtime.sessions.protocols import Scores, StepPlan
+from kvlathe.runtime.sessions.protocols import Int32, Scores, StepPlan
 
 
 class DeviceScores:
@@ -77,6 +77,25 @@ class DeviceScores:
         ]
         position = arrays[1] if self.plan.keeps_positions else None
         return Scores(arrays[0], position)
+
+    def given(self, layer: int, tables: Sequence[Int32], tokens: int) -> Tensor:
+        """What observed rows gave each of the first ``tokens`` tokens of a sequence, in all
+        lanes of a layer together: float64 [tokens]. ``tables``: its pages in each
+        bucket, of which the fresh ones hold these tokens."""
+        heads = self.plan.model.kv_heads
+        pages = -(-tokens // self.plan.page_tokens)
+        total = torch.zeros(tokens, dtype=torch.float64, device=self.device)
+        for index, fields in self._fields.items():
+            bucket = self.plan.buckets[index]
+            lanes = sorted(bucket.lanes)
+            own = [i for i, lane in enumerate(lanes) if lane // heads == layer]
+            if bucket.source is None and own:
+                places = self._sent(tables[index][:pages])
+                every = fields[0][places]
+                of_lanes = every[:, self._sent(own)]
+                given = of_lanes.double().sum(1)
+                total += given.flatten()[:tokens]
+        return total
 
     def forget(self, bucket: int, pages: Sequence[int]) -> None:
         """As TokenRanker.forget."""

@@ -3,14 +3,9 @@ rows are not computed."""
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import json
-import shutil
-import tempfile
 from collections.abc import Sequence as Items
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,33 +14,24 @@ import pytest
 import torch
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.export.bases.basis import Basis
-from kvlathe.export.folding.fold import fold
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.layer_runner import LayerRunner, embed
-from kvlathe.export.onnx.model import export_onnx
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket, CompressionPlan, Pass, Stage
 from kvlathe.plan.token_rules import Budget, ObservationWindow
-from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
-from kvlathe.runtime.scheduling.prompt_stages import survivors
 from kvlathe.runtime.sessions.host.native import NativeSession
 from kvlathe.runtime.sessions.host.onnx import Graph, OrtSession
+from kvlathe.runtime.sessions.host.passes import survivors
 from kvlathe.runtime.text.sampling_params import SamplingParams
-from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support.runtime_cases import (
     HOT,
-    LIMITS,
     MODEL,
     at_once,
-    model_shape,
     plan_for,
     text,
 )
-
-SHAPE = model_shape()
-LANES = SHAPE.kv_heads
+from tests.support.staged_cases import LANES, SHAPE, engine, folder_of
 
 
 def staged(*stages: Stage, split: bool = False) -> CompressionPlan:
@@ -137,26 +123,6 @@ def test_a_bucket_of_two_stages_is_refused() -> None:
 
 
 # -- running ---------------------------------------------------------------------------
-@cache
-def folder_of(plan_text: str) -> Path:
-    """The shipped small model under a plan, exported."""
-    folder = Path(tempfile.mkdtemp(prefix="kvlathe-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    checkpoint, plan = Checkpoint(MODEL), CompressionPlan.from_json(plan_text)
-    export_onnx(checkpoint.spec, plan, fold(checkpoint, plan, Basis()), folder)
-    return folder
-
-
-def engine(
-    plan: CompressionPlan, kind: type[OrtSession] = OrtSession, tokens: int = 6000
-) -> LLM:
-    size = 4 * tokens * SHAPE.layers * SHAPE.kv_heads * 2 * SHAPE.head_dim + (
-        1 << 22
-    )  # a prompt is whole until it ends
-    session = kind(folder_of(plan.to_json()), plan, LIMITS, size, threads=1)
-    return LLM(session, plan, LIMITS, Tokenizer(MODEL), size)
-
-
 def attended_by_the_last(
     q: npt.NDArray[np.float64], k: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:

@@ -1,0 +1,147 @@
+"""Hidden states of prompts that pass stages (plan.Stage), in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.sessions.protocols import Float32, Int32, PassRows, StepPlan
+from kvlathe.runtime.sessions.shares import Share
+
+Masses = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class HostRows:
+    """As HiddenRows. ``hidden`` [n, D]; ``known`` [n]; ``attention`` [n]: what observed rows
+    have given each in the pass's last layer."""
+
+    hidden: Float32
+    known: Int32
+    attention: Masses
+
+    def places(self) -> Int32:
+        return self.known
+
+    def stay(self, count: int, last: int) -> HostRows:
+        kept = survivors(self.attention, count, last)
+        hidden = self.hidden[kept]
+        known = self.known[kept]
+        return HostRows(hidden, known, np.zeros(count))
+
+
+def survivors(attention: Masses, count: int, last: int) -> npt.NDArray[np.intp]:
+    """Places [count], ascending: the ``last`` ones, and of the others those of most
+    accumulated ``attention`` (of two equal ones the earlier)."""
+    ranked = attention.copy()
+    first = len(ranked) - min(last, count)
+    ranked[first:] = np.inf
+    order = np.argsort(-ranked, kind="stable")
+    return np.sort(order[:count])
+
+
+def host_rows(rows: object) -> HostRows:
+    assert isinstance(rows, HostRows)
+    return rows
+
+
+def entering(step: StepPlan, width: int) -> Float32:
+    """Hidden states [T, width] of a step, in which rows that enter past stage 0 are.
+    Makes room for those that leave."""
+    hidden = np.empty((len(step.input_ids), width), np.float32)
+    for part in filter(None, step.passes or ()):
+        if part.leaves:
+            part.left = _left(part, width)
+        if part.entered is not None:
+            entered = host_rows(part.entered)
+            hidden[part.rows] = entered.hidden[part.places]
+    return hidden
+
+
+def leave(step: StepPlan, hidden: Float32) -> None:
+    """Keep the hidden states [T, D] of the rows that leave."""
+    for part in filter(None, step.passes or ()):
+        if part.leaves:
+            left = host_rows(part.left)
+            left.hidden[part.places] = hidden[part.rows]
+
+
+def _left(part: PassRows, width: int) -> HostRows:
+    """What has left so far."""
+    if part.left is not None:
+        return host_rows(part.left)
+    known = np.arange(part.count, dtype=np.int32)
+    if part.entered is not None:
+        known = host_rows(part.entered).known
+    shape = (part.count, width)
+    hidden = np.empty(shape, np.float32)
+    attention = np.zeros(part.count)
+    return HostRows(hidden, known, attention)
+
+
+def observe(
+    plan: CompressionPlan, step: StepPlan, share: Share, attended: Float32, stage: int
+) -> None:
+    """Add what observed rows gave the rows of their passes, where these end with
+    ``stage``.
+
+    ``attended`` [b, lanes of the stage, N]: of the sequences of ``share``. N counts the
+    places of the stage's buckets, then the new tokens.
+    """
+    if step.passes is None or step.stages is None:
+        return
+    every = np.arange(len(step.lengths))
+    sequences = every[share.sequences].tolist()
+    for row, b in zip(attended, sequences, strict=True):
+        part = step.passes[b]
+        ends = step.stages[b, 1] == stage + 1
+        if part is None or not part.leaves or not ends:
+            continue
+        left = host_rows(part.left)
+        total = left.attention.copy()
+        total[: part.end] += _given(
+            plan,
+            share.step,
+            row,
+            stage,
+            part,
+        )
+        part.left = replace(left, attention=total)
+
+
+def _given(
+    plan: CompressionPlan,
+    step: StepPlan,
+    attended: Float32,
+    stage: int,
+    part: PassRows,
+) -> Masses:
+    """[end], what the rows of a pass so far were given in the last layer of a stage, by
+    all lanes together. ``attended`` [lanes of the stage, N]."""
+    buckets = plan.buckets_of(stage)
+    widths = [step.page_tables[b].shape[1] for b in buckets]
+    firsts = np.cumsum([0, *widths]) * plan.page_tokens
+    layer = plan.layers_of(stage)[-1]
+    lanes = plan.active(layer)
+    new = part.end - part.start
+    own = attended[-len(lanes) :]
+    total = np.zeros(part.end)
+    for lane, given in zip(lanes, own, strict=True):
+        index = layer * plan.model.kv_heads + lane.head
+        bucket = _fresh_bucket(plan, index)
+        cached = given[firsts[buckets.index(bucket)] :]
+        fresh = given[firsts[-1] :]
+        total[: part.start] += cached[: part.start]
+        total[part.start :] += fresh[:new]
+    return total
+
+
+def _fresh_bucket(plan: CompressionPlan, lane: int) -> int:
+    """The bucket that new tokens of a lane reach."""
+    for b, bucket in enumerate(plan.buckets):
+        if bucket.source is None and lane in bucket.lanes:
+            return b
+    raise AssertionError("a lane that is not removed is in a fresh bucket")
