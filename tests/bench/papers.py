@@ -21,6 +21,7 @@ its time is that of ``fdc`` with the attention of tests/bench/decode_baselines.p
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -302,19 +303,28 @@ def rows_of(
         row: Row = {"measurement": name, "engine": engine}
         try:
             with builds.engine(engine) as folder:
-                loaded = LLM.load(folder, **asdict(settings))
-                with loaded as llm:
-                    count, prompt, new = wanted.load
-                    if wanted.sequences:
-                        tokens = prompt + wanted.answer
-                        size = size or bytes_for(llm, wanted.sequences, tokens)
-                        count = room(llm, size, tokens, prompt)
-                    row |= measured(llm, folder, (count, prompt, new))
+                found, size = answered(folder, wanted, size, settings)
+                row |= found
         except KvlatheError as error:
             row["error"] = str(error)
+        gc.collect()  # the memory of an engine goes with its LLM
         show(row, COLUMNS)
         rows.append(row)
     return rows
+
+
+def answered(
+    folder: Path, wanted: Measurement, size: int, settings: Settings
+) -> tuple[Row, int]:
+    """What the load takes an engine, and the bytes that sequences are counted in: ``size``,
+    or those of the first engine where it is 0."""
+    count, prompt, new = wanted.load
+    with LLM.load(folder, **asdict(settings)) as llm:
+        if wanted.sequences:
+            tokens = prompt + wanted.answer
+            size = size or bytes_for(llm, wanted.sequences, tokens)
+            count = room(llm, size, tokens, prompt)
+        return measured(llm, folder, (count, prompt, new)), size
 
 
 def bytes_for(llm: LLM, sequences: int, tokens: int) -> int:
