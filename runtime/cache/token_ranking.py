@@ -15,7 +15,13 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_rules import ObservationWindow
 from kvlathe.runtime.cache.observed_rows import ObservedRows
 from kvlathe.runtime.cache.page_table import Ranking, Reservation
-from kvlathe.runtime.sessions.protocols import Scores, Session, TokenRanker, ranker_of
+from kvlathe.runtime.sessions.protocols import (
+    DeviceRanker,
+    Scores,
+    Session,
+    TokenRanker,
+    ranker_of,
+)
 
 Floats = npt.NDArray[np.float32]
 UNSEEN = np.finfo(np.float32).max
@@ -31,6 +37,7 @@ class TokenRanking:
         assert observation is not None
         self.ranker, self.layout = ranker, layout
         self.observation: ObservationWindow = observation
+        self._keys: dict[int, list[int]] = {}
 
     @classmethod
     def of(cls, session: Session, layout: CacheLayout) -> TokenRanking | None:
@@ -44,18 +51,33 @@ class TokenRanking:
     ) -> None:
         """Rank the tokens of a sequence, of whose ``tokens`` the first ``stop`` are
         cached, and move them."""
-        selection, plan = ranking.selection, self.layout.plan
-        scores = self.ranker.scores(selection.bucket, ranking.pages, selection.length)
+        selection, ranker = ranking.selection, self.ranker
         seen = rows.seen(tokens, stop) if self.observation.normalized else None
-        keys = noise_keys(plan, selection.bucket)
+        keys = self._keys_of(selection.bucket)
+        if isinstance(ranker, DeviceRanker):
+            ranker.rank(
+                selection,
+                ranking.pages,
+                ranking.targets,
+                seen,
+                keys,
+            )
+            return
+        scores = ranker.scores(selection.bucket, ranking.pages, selection.length)
         salient = saliency(self.observation, scores, seen, keys)
         parts = selected(selection, ranked(salient, selection.newest))
         for target, pages, places in zip(
             selection.targets, ranking.targets, parts, strict=True
         ):
-            self.ranker.move(
-                selection.bucket, ranking.pages, target.bucket, pages, places
-            )
+            ranker.move(selection.bucket, ranking.pages, target.bucket, pages, places)
+
+    def _keys_of(self, bucket: int) -> list[int]:
+        """Of the noise of a bucket's lanes; none where there is no noise."""
+        if not self.observation.noise:
+            return []
+        if bucket not in self._keys:
+            self._keys[bucket] = noise_keys(self.layout.plan, bucket)
+        return self._keys[bucket]
 
     def reset_scores(self, done: Reservation, window_ended: bool) -> None:
         """After a committed step: where rows count only until tokens are ranked, the
@@ -94,7 +116,8 @@ def saliency(
         salient = pooled(salient, observation.pooling)
     if observation.noise:
         assert scores.position is not None
-        logs = np.log(np.maximum(salient, np.finfo(np.float32).tiny))
+        positive = np.maximum(salient, np.finfo(np.float32).tiny)
+        logs = np.log(positive.astype(np.float64))
         salient = logs + observation.noise * gumbel(keys, scores.position)
     return salient.astype(np.float32)
 

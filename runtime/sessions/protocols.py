@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.moves import Selection
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.text.sampler import Sampled, SamplingRows
 
@@ -234,6 +235,23 @@ class TokenRanker(Protocol):
 
     def unobserve(self) -> None:
         """Restore the scores from before the last ``run``: its step is rolled back."""
+        ...
+
+
+@runtime_checkable
+class DeviceRanker(Protocol):
+    """A TokenRanker that also ranks, where the scores are, so that nothing waits."""
+
+    def rank(
+        self,
+        selection: Selection,
+        pages: Sequence[int],
+        targets: Sequence[Sequence[int]],
+        seen: npt.NDArray[np.int64] | None,
+        keys: Sequence[int],
+    ) -> None:
+        """Make a selection among the tokens in ``pages``; ``targets`` are new pages of each
+        of its targets. ``seen``, ``keys``: as in cache/token_ranking.py."""
         ...
 
 

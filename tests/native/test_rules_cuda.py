@@ -106,6 +106,31 @@ def test_the_session_keeps_the_tokens_of_the_cpu(cuda: CudaLibrary, kind: str) -
     tokens_stay_as_on_the_cpu(ours, theirs, list(text(900)), 700)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranking_waits_for_nothing(
+    cuda: CudaLibrary, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch raises where the host would wait for the GPU."""
+    llm = on_gpu(cuda, ranked_plan(kind))
+    session = llm.session
+    assert isinstance(session, RankingSession)
+    rank, ranked = session.rank, []
+
+    def strict(*given: Any) -> None:  # noqa: ANN401  (as DeviceRanker.rank)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            rank(*given)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        ranked.append(given)
+
+    monkeypatch.setattr(session, "rank", strict)
+    params = SamplingParams(max_new_tokens=80, temperature=0.0, ignore_eos=True)
+    [answer] = llm.generate([list(text(300))], params)
+    assert len(answer.token_ids) == 80
+    assert ranked
+
+
 @pytest.mark.parametrize("kind", staged_cases.PLANS)
 def test_a_prompt_loses_the_rows_that_it_loses_on_the_cpu(
     cuda: CudaLibrary, kind: str

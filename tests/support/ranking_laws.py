@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from
@@ -20,7 +21,7 @@ from kvlathe.runtime.cache.page_table import PageTable
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.sessions.gpu.device import BYTE
 from kvlathe.runtime.sessions.host.pages import HostPages
-from kvlathe.runtime.sessions.protocols import FullPage, TokenRanker
+from kvlathe.runtime.sessions.protocols import DeviceRanker, FullPage, TokenRanker
 from kvlathe.runtime.sessions.torch_cuda.ranking import RankingSession, scratch_bytes
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support.runtime_cases import (
@@ -192,19 +193,16 @@ def recorded(llm: LLM) -> list[Places]:
     ranking = llm.engine.ranking
     assert ranking is not None
     moves: list[Places] = []
-    inner: Any = ranking.ranker
+    ranker: Any = ranking.ranker
+    name = "place" if isinstance(ranker, DeviceRanker) else "move"
+    inner = getattr(ranker, name)
 
-    class Recording:
-        def move(self, *given: Any) -> None:  # noqa: ANN401  (as TokenRanker.move)
-            moves.append(given[-1])
-            inner.move(*given)
+    def recording(*given: Any) -> None:  # noqa: ANN401  (as TokenRanker.move)
+        places = torch.as_tensor(given[-1])
+        moves.append(places.cpu().numpy().copy())
+        inner(*given)
 
-        def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-            return getattr(inner, name)
-
-    recorder: Any = Recording()
-    ranker: TokenRanker = recorder
-    ranking.ranker = ranker
+    setattr(ranker, name, recording)
     return moves
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,15 @@ def tensor_of(array: DeviceArray) -> Tensor:
 def bytes_of(array: DeviceArray) -> Tensor:
     assert isinstance(array.memory, TorchMemory)
     return array.memory.tensor[array.offset : array.offset + array.nbytes]
+
+
+def sent(numbers: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+    """Numbers of the host as int64 on a device; waits for nothing."""
+    array = np.ascontiguousarray(numbers, np.int64)
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 class TorchDevice:

@@ -1,6 +1,6 @@
 """RankingSession: a TorchSession whose plan ranks tokens. The kernels add what observed rows
-attend to the scores in the pages. Scores come to the host when tokens are ranked, and
-their places go back: once a slice of a prompt, and once a page of what follows."""
+attend to the scores in the pages. Tokens are
+ranked there, too: once a slice of a prompt, and once a page of what follows."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
+from kvlathe.plan.moves import Selection
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_fields import Field, token_fields
 from kvlathe.runtime.native.cuda import CudaLibrary
@@ -26,7 +27,8 @@ from kvlathe.runtime.sessions.protocols import (
     Scores,
     StepPlan,
 )
-from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
+from kvlathe.runtime.sessions.torch_cuda.device import bytes_of, sent
+from kvlathe.runtime.sessions.torch_cuda.saliency import ranked, saliency, selected
 from kvlathe.runtime.sessions.torch_cuda.scores import DeviceScores
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 
@@ -100,6 +102,32 @@ class RankingSession(TorchSession):
     def unobserve(self) -> None:
         self._scores.undo()
 
+    @torch.inference_mode()
+    def rank(
+        self,
+        selection: Selection,
+        pages: Sequence[int],
+        targets: Sequence[Sequence[int]],
+        seen: npt.NDArray[np.int64] | None,
+        keys: Sequence[int],
+    ) -> None:
+        """As DeviceRanker.rank."""
+        observation = self.plan.observation
+        assert observation is not None
+        bucket = selection.bucket
+        scores = self._scores.of(bucket, pages, selection.length)
+        salient = saliency(
+            observation,
+            scores[0],
+            scores[1] if self.plan.keeps_positions else None,
+            None if seen is None else sent(seen, self._scores.device),
+            sent(keys, self._scores.device),
+        )
+        order = ranked(salient, selection.newest)
+        for target, own in zip(selection.targets, targets, strict=True):
+            places = selected(target, order)
+            self.place(bucket, pages, target.bucket, own, places)
+
     def move(
         self,
         source: int,
@@ -108,7 +136,20 @@ class RankingSession(TorchSession):
         target_pages: Sequence[int],
         places: npt.NDArray[np.int64],
     ) -> None:
-        """As TokenRanker.move. Between buckets tokens go through the scratch pages."""
+        """As TokenRanker.move."""
+        known = sent(places, self._scores.device).int()
+        self.place(source, pages, target, target_pages, known)
+
+    def place(
+        self,
+        source: int,
+        pages: Sequence[int],
+        target: int,
+        target_pages: Sequence[int],
+        places: Tensor,
+    ) -> None:
+        """``move`` to ``places`` int32 [lanes, n] that only the GPU knows. Between buckets
+        tokens go through the scratch pages."""
         if source == target:
             self._gather(source, pages, source, target_pages, places)
             return
@@ -118,7 +159,7 @@ class RankingSession(TorchSession):
             some = list(target_pages[start : start + SCRATCH_PAGES])
             own = list(range(first, first + len(some)))
             part = places[:, start * p : (start + len(some)) * p]
-            self._gather(source, pages, target, own, part)
+            self._gather(source, pages, target, own, part.contiguous())
             jobs = [(page, to, 0) for page, to in zip(own, some, strict=True)]
             self._kernels.seal(source, target, jobs, self.device.stream)
             self._scores.carry(source, own, target, some)
@@ -129,7 +170,7 @@ class RankingSession(TorchSession):
         pages: Sequence[int],
         lanes_of: int,
         targets: Sequence[int],
-        places: npt.NDArray[np.int64],
+        places: Tensor,
     ) -> None:
         """Copy the tokens ``places`` of a bucket, of the lanes that ``lanes_of`` has, to
         other pages of its layout."""
@@ -137,22 +178,20 @@ class RankingSession(TorchSession):
             self._token_fields[bucket] = token_fields(self.layout, bucket)
         every = self._token_fields[bucket]
         fields = [every[lane] for lane in sorted(self.plan.buckets[lanes_of].lanes)]
-        sent = [_sent(x, self._scores.device) for x in (pages, targets, places)]
+        device = self._scores.device
+        source_pages = sent(pages, device).int()
+        target_pages = sent(targets, device).int()
+        kept = places.shape[1]
         move = DeviceMove(
             np.array(fields, np.int64),
             self.strides[bucket],
-            sent[0].data_ptr(),
-            sent[1].data_ptr(),
-            sent[2].data_ptr(),
-            places.shape[1],
+            source_pages.data_ptr(),
+            target_pages.data_ptr(),
+            places.data_ptr(),
+            kept,
             len(targets),
-            places.shape[1],
+            kept,
         )
         pool = (self.pool.address, self.pool.nbytes)
         stream = self.device.stream
         move_tokens(self.library, pool, self.plan.page_tokens, move, stream)
-
-
-def _sent(numbers: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
-    array = np.ascontiguousarray(numbers, np.int32)
-    return torch.from_numpy(array).to(device, non_blocking=True)

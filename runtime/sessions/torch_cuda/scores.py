@@ -12,6 +12,7 @@ from torch import Tensor
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime.sessions.gpu.step_buffer import observed_rows
 from kvlathe.runtime.sessions.protocols import Int32, Scores, StepPlan
+from kvlathe.runtime.sessions.torch_cuda.device import sent
 
 
 class DeviceScores:
@@ -58,7 +59,7 @@ class DeviceScores:
             tables = step.page_tables[bucket]
             pages = np.concatenate([tables[b, : held[b]] for b in observed])
             if len(pages):
-                places = self._sent(pages)
+                places = sent(pages, self.device)
                 self._undo.append((bucket, places, fields[0][places]))
 
     def undo(self) -> None:
@@ -70,13 +71,19 @@ class DeviceScores:
     # -- between steps -----------------------------------------------------------------
     def read(self, bucket: int, pages: Sequence[int], tokens: int) -> Scores:
         """As TokenRanker.scores. Waits for the GPU."""
-        places = self._sent(pages)
-        arrays = [
-            field[places].transpose(0, 1).flatten(1)[:, :tokens].cpu().numpy()
-            for field in self._fields[bucket]
-        ]
+        arrays = [x.cpu().numpy() for x in self.of(bucket, pages, tokens)]
         position = arrays[1] if self.plan.keeps_positions else None
         return Scores(arrays[0], position)
+
+    def of(self, bucket: int, pages: Sequence[int], tokens: int) -> list[Tensor]:
+        """Attention float32 and, where it is kept, position int32 of the first ``tokens``
+        tokens in ``pages``: [lanes, tokens]."""
+        places = sent(pages, self.device)
+        found: list[Tensor] = []
+        for field in self._fields[bucket]:
+            by_lane = field[places].transpose(0, 1)
+            found.append(by_lane.flatten(1)[:, :tokens])
+        return found
 
     def given(self, layer: int, tables: Sequence[Int32], tokens: int) -> Tensor:
         """What observed rows gave each of the first ``tokens`` tokens of a sequence, in all
@@ -90,9 +97,9 @@ class DeviceScores:
             lanes = sorted(bucket.lanes)
             own = [i for i, lane in enumerate(lanes) if lane // heads == layer]
             if bucket.source is None and own:
-                places = self._sent(tables[index][:pages])
+                places = sent(tables[index][:pages], self.device)
                 every = fields[0][places]
-                of_lanes = every[:, self._sent(own)]
+                of_lanes = every[:, sent(own, self.device)]
                 given = of_lanes.double().sum(1)
                 total += given.flatten()[:tokens]
         return total
@@ -100,7 +107,7 @@ class DeviceScores:
     def forget(self, bucket: int, pages: Sequence[int]) -> None:
         """As TokenRanker.forget."""
         if bucket in self._fields and len(pages):
-            self._fields[bucket][0][self._sent(pages)] = 0
+            self._fields[bucket][0][sent(pages, self.device)] = 0
 
     def carry(
         self,
@@ -114,12 +121,9 @@ class DeviceScores:
             return
         lane_of = sorted(self.plan.buckets[source].lanes).index
         lanes = [lane_of(lane) for lane in sorted(self.plan.buckets[target].lanes)]
-        places, own = self._sent(pages), self._sent(lanes)
-        targets = self._sent(target_pages)
+        places = sent(pages, self.device)
+        own = sent(lanes, self.device)
+        targets = sent(target_pages, self.device)
         fields = zip(self._fields[source], self._fields[target], strict=True)
         for known, copy in fields:
             copy[targets] = known[places][:, own]
-
-    def _sent(self, numbers: Sequence[int] | np.ndarray) -> Tensor:
-        array = np.asarray(numbers, np.int64)
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
