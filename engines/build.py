@@ -34,6 +34,7 @@ from kvlathe.engines.planning import (
 from kvlathe.engines.request import BuildRequest
 from kvlathe.engines.rotation import CHECKPOINT, check_rotation
 from kvlathe.engines.targets import cuda, onnxruntime
+from kvlathe.engines.targets.room import check_gpu
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.deal import deal
 from kvlathe.plan.engine_folder import read_plan
@@ -179,6 +180,7 @@ def _make(job: Job, folder: Path) -> None:
     job.order.backend.check_plan(request.backend, plan)
     deal(plan, request.tensor_parallel_size)  # raises where it cannot be
     (folder / PLAN_FILE).write_text(plan.to_json(), "utf-8")
+    check_gpu(folder / PLAN_FILE, job.order.built, request.device)
     planned.basis.save(folder / BASIS_FILE)
     with phase("folding and writing"):
         _export(job, planned, folder)

@@ -21,10 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.kernel_forms import (
-    forms_refusal,
-    ranking_refusal,
-)
 from kvlathe.plan.kernel_parts import kernel_parts
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
@@ -316,35 +312,6 @@ def layer_tables(layout: CacheLayout, layer: int) -> dict[int, npt.NDArray[np.in
         if len(rows):
             found[i] = rows.copy()
     return found
-
-
-def check_room(library: CudaLibrary, plan: CompressionPlan) -> None:
-    """Raise KvlatheError where the kernels may not read pages of ``plan``, or this GPU
-    lacks the shared memory to attend a layer of it (docs/native.md)."""
-    refusal = forms_refusal(plan) or ranking_refusal(plan)
-    if refusal:
-        raise KvlatheError("the CUDA kernels cannot run this plan", *refusal)
-    for layer in (x for x in range(plan.model.layers) if plan.active(x)):
-        form = LayerForm(library, plan, layer)
-        sizes = (
-            ABI_VERSION,
-            F16,
-            0,
-            plan.model.group_size,
-            plan.page_tokens,
-            len(form.parts),
-        )
-        args = AttendDecodeArgs(*sizes, 1.0)
-        args.parts, args.q_stride, args.o_stride = form.parts, form.queries, form.out
-        # Any bound: of nothing, a call is checked alike with sink logits.
-        args.softcap = plan.model.softcap or float(plan.model.sinks)
-        try:
-            library.call("cuda_attend_decode", byref(args))
-        except KvlatheError as error:
-            remedy = "compress more, build with fewer bits, or run an onnxruntime engine with --device cpu"
-            raise KvlatheError(
-                "this engine does not run on this GPU", error.reason, remedy
-            ) from error
 
 
 class PageKernels:

@@ -14,11 +14,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvlathe.plan.formats import Tier
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.formats import Bits, Tier
+from kvlathe.plan.heads import Lane
+from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.runtime.native.library import Native
+from kvlathe.runtime.native.room import check_room
 from tests.native.codes_problem import CodesProblem
 from tests.native.library import AttendDecodeArgs
 from tests.native.problem import Problem
-from tests.support.emulated import emulated_kernels
+from tests.support.attend_cases import plan_of
+from tests.support.emulated import AttentionLibrary, emulated_kernels
 from tests.support.gpus import GPUS, KIB, Gpu
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,23 +79,24 @@ def launch(
     return found[0], found[1], found[2]
 
 
-Key = tuple[int, str, int, int]
+Key = tuple[Bits, str, int, int]
 """Bits, ranks, query heads of a KV head, tokens of a page."""
 
 
 def problems() -> dict[Key, Problem | CodesProblem]:
     """Of every width, ranks, groups of query heads and pages."""
     found: dict[Key, Problem | CodesProblem] = {}
+    coded: tuple[Bits, ...] = (8, 4, 2)
     shapes = itertools.product(
         (("mixed", MIXED), ("whole", WHOLE)), (1, 4, 8), (64, 128)
     )
     for (said, ranks), group, page in shapes:
         whole = Problem([ranks], [100], group, page_tokens=page)
         found[16, said, group, page] = whole
-        for bits in (8, 4, 2):
+        for bits in coded:
             tiers = [Tier(bits, bits, arithmetic="int")]
-            coded = CodesProblem([ranks], [[page]], [5], tiers, group, page_tokens=page)
-            found[bits, said, group, page] = coded
+            one = CodesProblem([ranks], [[page]], [5], tiers, group, page_tokens=page)
+            found[bits, said, group, page] = one
     return found
 
 
@@ -150,6 +157,41 @@ def test_launches_fit_the_gpu(
         assert whole <= gpu.shared_per_block
         assert blocks * (whole + gpu.shared_reserved) <= gpu.shared_per_sm
         assert warps >= 2 and blocks * warps * 32 <= gpu.threads_per_sm
+    assert refused == TOO_LARGE[gpu.shared_per_block]
+
+
+def plan_at(key: Key) -> CompressionPlan:
+    """One layer of such heads; codes behind 16-bit pages."""
+    bits, said, group, page = key
+    ranks = MIXED if said == "mixed" else WHOLE
+    lanes = [Lane(0, h, 128, *pair, projected=True) for h, pair in enumerate(ranks)]
+    every = tuple(range(len(lanes)))
+    tiers, buckets = [Tier(16, 16)], [Bucket(0, every)]
+    if bits < 16:
+        tiers.append(Tier(bits, bits, arithmetic="int"))
+        buckets.append(Bucket(1, every, source=0))
+    return plan_of(lanes, tiers, buckets, 128, group, page)
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_an_engine_is_refused_when_it_is_loaded(
+    host: ctypes.CDLL,
+    native: Native,
+    cases: dict[Key, Problem | CodesProblem],
+    gpu: Gpu,
+) -> None:
+    """What no step of it could be launched for, with what to do."""
+    launch(host, gpu, next(iter(cases.values())).args())  # the GPU from now on
+    library = AttentionLibrary(native, host)
+    refused: set[Key] = set()
+    for key in cases:
+        try:
+            check_room(library, plan_at(key))
+        except KvlatheError as error:
+            refused.add(key)
+            assert "shared memory" in error.reason
+            smaller = "--tokens-per-block 64" in error.remedy
+            assert smaller == (key[3] == 128) and "fewer bits" in error.remedy
     assert refused == TOO_LARGE[gpu.shared_per_block]
 
 

@@ -9,7 +9,8 @@ import numpy as np
 
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.runtime.native.cuda import CudaLibrary, PageKernels, check_room
+from kvlathe.runtime.native.cuda import CudaLibrary, PageKernels
+from kvlathe.runtime.native.room import check_room
 from kvlathe.runtime.sessions.gpu.device import BYTE, Device, DeviceArray
 from kvlathe.runtime.sessions.protocols import FullPage
 
