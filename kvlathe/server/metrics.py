@@ -164,9 +164,11 @@ class Growth(Collector):
         name = "kvlathe_time_per_output_token_seconds"
         said = "Between two tokens of one answer."
         between = HistogramMetricFamily(name, said, labels=LABELS)
-        names = map(floatToGoString, (*FAST, float("inf")))
-        counts = list(zip(names, accumulate(self._counts), strict=True))
-        between.add_metric([self._model], counts, self._seconds)
+        bounds = (*FAST, float("inf"))
+        names = map(floatToGoString, bounds)
+        counts = accumulate(self._counts)
+        buckets = list(zip(names, counts, strict=True))
+        between.add_metric([self._model], buckets, self._seconds)
         yield between
 
 

@@ -37,12 +37,14 @@ class Computed:
 @dataclass(slots=True)
 class Flight:
     """A step whose tokens are not known yet: ``sequences`` [R] get one each.
-    ``choose``: how they are chosen; ``sampling``: once that was queued."""
+    ``counted``: their tokens are counted where they are chosen. ``choose``: how they are
+    chosen; ``sampling``: once that was queued."""
 
     sequences: Items[Sequence]
     tokens: int
     chunks: Items[Chunk]
     started: float
+    counted: bool = False
     choose: Choose | None = None
     sampling: Sampling | None = None
 
@@ -54,15 +56,18 @@ class Flight:
     @property
     def late(self) -> bool:
         """Whether a choice depends on tokens that are not known."""
-        return any(sequence.late for sequence in self.sequences)
+        return any(sequence.late(self.counted) for sequence in self.sequences)
 
-    def queue(self, asked: StepRows) -> None:
-        """Queue the choice of the tokens. What comes before them must be known to the
-        host where it counts."""
+    def queue(self, asked: StepRows, known: bool) -> None:
+        """Queue the choice of the tokens. ``known``: the host knows all before them; it
+        must where that counts."""
         assert self.choose is not None
         requests = [sequence.request for sequence in self.sequences]
+        if not known:
+            for request, sequence in zip(requests, self.sequences, strict=True):
+                request.pending = sequence.pending
         masks = masks_of([sequence.guide for sequence in self.sequences])
-        self.sampling = self.choose(asked.of(requests, masks))
+        self.sampling = self.choose(asked.of(requests, masks, self.counted))
         for sequence in self.sequences:
             sequence.sampler.drawn += 1
 

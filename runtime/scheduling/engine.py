@@ -44,6 +44,7 @@ from kvlathe.runtime.sessions.protocols import (
     OnDevice,
     Session,
     StepPlan,
+    TokenCounter,
     TokenSampler,
 )
 from kvlathe.runtime.text.sampler import StepRows, TokenLogprob, rows_of, sample
@@ -126,7 +127,8 @@ class Engine:
         then."""
         grown = [c.sequence for c in chunks if c.sequence.grows and c.completes]
         tokens = sum(chunk.count for chunk in chunks)
-        flight = Flight(grown, tokens, chunks, time.perf_counter())
+        counted = isinstance(self.sampler, TokenCounter)
+        flight = Flight(grown, tokens, chunks, time.perf_counter(), counted)
         try:
             self.transact(chunks, partial(self._start, flight))
         except Exception as error:  # it is tried again in parts, which say why
@@ -142,13 +144,13 @@ class Engine:
         assert self.sampler is not None
         flight.choose = self.sampler.start(step)
         if not flight.late:
-            flight.queue(self._asked)
+            flight.queue(self._asked, known=False)
 
     def _queue(self, flight: Flight) -> list[Sequence]:
         """Queue the choice of a launched step's tokens: those before them are known
         now. The sequences that end because that fails."""
         try:
-            flight.queue(self._asked)
+            flight.queue(self._asked, known=True)
         except Exception as error:
             self._flight = None
             return self._crashed(flight, error)

@@ -126,10 +126,14 @@ class Sequence:
         last one."""
         return self.pending > 0 and not self.grows
 
-    @property
-    def late(self) -> bool:
-        """Whether the choice of its next token depends on one that is not known."""
-        return self.pending > 0 and self.params.looks_back
+    def late(self, counted: bool) -> bool:
+        """Whether the choice of its next token depends on one that the host must know
+        and does not. ``counted``: tokens are counted where they are chosen."""
+        params = self.params
+        looks = params.looks_back
+        if counted and params.is_counted:
+            looks = params.structure is not None
+        return self.pending > 0 and looks
 
     @property
     def decoding(self) -> bool:

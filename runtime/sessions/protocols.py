@@ -283,6 +283,14 @@ class TokenSampler(Protocol):
 
 
 @runtime_checkable
+class TokenCounter(Protocol):
+    """A TokenSampler that counts the tokens of answers where it chooses them, for rows
+    that ask for it (``SamplingRows.penalties``)."""
+
+    counts_tokens: bool
+
+
+@runtime_checkable
 class OnDevice(Protocol):
     """Runs on something that can be lost while the process lives."""
 

@@ -13,7 +13,6 @@ the cumulative weight, in the order of token ids, passes the row's random number
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,8 +20,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.runtime.text.guide import Guide
 from kvlathe.runtime.text.masks import Masks, masked
+from kvlathe.runtime.text.penalties import (
+    Changes,
+    Penalties,
+    Request,
+    Sampler,
+    changes_of,
+    has_changes,
+    penalties_of,
+)
 from kvlathe.runtime.text.philox import uniform
 from kvlathe.runtime.text.sampling_params import SamplingParams
 
@@ -36,21 +43,6 @@ MOST_LIKELY = 256
 """Tokens among which a nucleus is looked for before the whole vocabulary is sorted."""
 NO_TOKEN = -1
 """In the place of a token where a row's logits are not numbers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Changes:
-    """Logits that a request's penalties and biases change: entry i is of token
-    ``tokens[i]`` in row ``rows[i]``; no place is there twice.
-
-    A positive logit is divided by ``penalty`` and a negative one multiplied by it
-    (CTRL, Keskar et al. 2019); then ``added`` is added.
-    """
-
-    rows: Int64
-    tokens: Int64
-    penalty: Float32
-    added: Float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +62,7 @@ class SamplingRows:
     logprobs: Int64
     changes: Changes | None = None
     masks: Masks | None = None
+    penalties: Penalties | None = None
 
     @property
     def most_logprobs(self) -> int:
@@ -123,44 +116,31 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...]
 
 
-class Sampler:
-    """How one request samples: its parameters, its seed (a new one where it has none),
-    and how many tokens it has drawn."""
-
-    def __init__(self, params: SamplingParams) -> None:
-        self.params = params
-        self.seed = secrets.randbits(64) if params.seed is None else params.seed
-        self.drawn = 0
-
-
-@dataclass(eq=False, slots=True)
-class Request:
-    """One row's request. ``context``: the prompt, of ``prompt_tokens`` tokens, and the
-    answer so far. ``guide``: of an answer that has a structure. ``ahead``: tokens before it
-    that are only guessed; its random number is that of the token it would be."""
-
-    sampler: Sampler
-    context: Sequence[int]
-    prompt_tokens: int
-    guide: Guide | None = None
-    ahead: int = 0
-
-
 def rows_of(requests: Sequence[Request], masks: Masks | None = None) -> SamplingRows:
     """The requests side by side, with the masks of their guides."""
-    params = [request.sampler.params for request in requests]
-    temperature = np.array([p.temperature for p in params], np.float32)
-    return SamplingRows(
-        temperature=temperature,
-        top_k=np.array([p.top_k for p in params], np.int64),
-        top_p=np.array([p.top_p for p in params], np.float32),
-        min_p=np.array([p.min_p for p in params], np.float32),
-        draws=_draws(requests, temperature),
-        logprobs=np.array(
-            [-1 if p.logprobs is None else p.logprobs for p in params], np.int64
-        ),
+    asked = _asked([request.sampler.params for request in requests])
+    return replace(
+        asked,
+        draws=_draws(requests, asked.temperature),
         changes=changes_of(requests),
         masks=masks,
+    )
+
+
+def _asked(params: Sequence[SamplingParams]) -> SamplingRows:
+    """What the parameters alone say."""
+    logprobs = [-1 if p.logprobs is None else p.logprobs for p in params]
+    temperature = [p.temperature for p in params]
+    top_k = [p.top_k for p in params]
+    top_p = [p.top_p for p in params]
+    min_p = [p.min_p for p in params]
+    return SamplingRows(
+        temperature=np.array(temperature, np.float32),
+        top_k=np.array(top_k, np.int64),
+        top_p=np.array(top_p, np.float32),
+        min_p=np.array(min_p, np.float32),
+        draws=np.zeros(len(params)),
+        logprobs=np.array(logprobs, np.int64),
     )
 
 
@@ -169,17 +149,29 @@ class StepRows:
 
     def __init__(self) -> None:
         self._params: list[SamplingParams] = []
-        self._rows = rows_of([])
+        self._rows = _asked([])
         self._changing = False
 
-    def of(self, requests: Sequence[Request], masks: Masks | None) -> SamplingRows:
+    def of(
+        self, requests: Sequence[Request], masks: Masks | None, counted: bool = False
+    ) -> SamplingRows:
+        """``counted``: the tokens of answers are counted where the logits are."""
         params = [request.sampler.params for request in requests]
         if params != self._params:
-            self._params, self._rows = params, rows_of(requests)
-            self._changing = any(map(_changes, params))
+            self._params, self._rows = params, _asked(params)
+            self._changing = any(map(has_changes, params))
         draws = _draws(requests, self._rows.temperature)
-        changes = changes_of(requests) if self._changing else None
-        return replace(self._rows, draws=draws, changes=changes, masks=masks)
+        changes, penalties = None, None
+        if self._changing:
+            changes = changes_of(requests, counted)
+            penalties = penalties_of(requests) if counted else None
+        return replace(
+            self._rows,
+            draws=draws,
+            changes=changes,
+            masks=masks,
+            penalties=penalties,
+        )
 
 
 def _draws(requests: Sequence[Request], temperature: Float32) -> Float64:
@@ -188,53 +180,12 @@ def _draws(requests: Sequence[Request], temperature: Float32) -> Float64:
     random = np.flatnonzero(temperature)
     if len(random):
         drawing = [requests[row] for row in random.tolist()]
+        samplers: list[Sampler] = [one.sampler for one in drawing]
         numbers = [one.sampler.drawn + one.ahead for one in drawing]
-        seeds = np.array([one.sampler.seed for one in drawing], np.uint64)
+        seeds = np.array([sampler.seed for sampler in samplers], np.uint64)
         drawn = np.array(numbers, np.uint64)
         draws[random] = uniform(seeds, drawn)
     return draws
-
-
-def changes_of(requests: Sequence[Request]) -> Changes | None:
-    """Penalties and biases of all rows; None where no row has any."""
-    parts = [
-        (row, *_changed(request))
-        for row, request in enumerate(requests)
-        if _changes(request.sampler.params)
-    ]
-    if not parts:
-        return None
-    sizes = [len(tokens) for _, tokens, _, _ in parts]
-    return Changes(
-        np.repeat([row for row, _, _, _ in parts], sizes).astype(np.int64),
-        np.concatenate([tokens for _, tokens, _, _ in parts]),
-        np.concatenate([penalty for _, _, penalty, _ in parts]),
-        np.concatenate([added for _, _, _, added in parts]),
-    )
-
-
-def _changes(params: SamplingParams) -> bool:
-    return params.has_penalties or bool(params.logit_bias)
-
-
-def _changed(request: Request) -> tuple[Int64, Float32, Float32]:
-    """The tokens whose logits change, their penalties, and what is added to each."""
-    params = request.sampler.params
-    context = np.asarray(request.context, np.int64)
-    answer = context[request.prompt_tokens :]
-    bias = np.array([token for token, _ in params.logit_bias], np.int64)
-    amounts = np.array([amount for _, amount in params.logit_bias], np.float64)
-    repeated = context if params.repetition_penalty != 1 else answer
-    tokens = np.unique(np.concatenate([bias, repeated]))
-    penalty = np.ones(len(tokens), np.float32)
-    if params.repetition_penalty != 1:
-        penalty[np.isin(tokens, context)] = params.repetition_penalty
-    added = np.zeros(len(tokens), np.float64)
-    used, times = np.unique(answer, return_counts=True)
-    taken = params.presence_penalty + params.frequency_penalty * times
-    added[np.searchsorted(tokens, used)] -= taken
-    np.add.at(added, np.searchsorted(tokens, bias), amounts)
-    return tokens, penalty, added.astype(np.float32)
 
 
 # -- one pass over the rows ------------------------------------------------------------

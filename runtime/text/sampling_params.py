@@ -117,6 +117,11 @@ class SamplingParams:
         return bool(repeats or self.presence_penalty or self.frequency_penalty)
 
     @property
+    def is_counted(self) -> bool:
+        """Whether counts of tokens say all that its penalties change."""
+        return self.has_penalties and not self.logit_bias
+
+    @property
     def looks_back(self) -> bool:
         """Whether the choice of a token depends on the tokens before it."""
         return self.has_penalties or self.structure is not None

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvlathe.runtime.sessions.torch_cuda.counts import TokenCounts, sent
 from kvlathe.runtime.text.masks import WORD, Masks
 from kvlathe.runtime.text.sampler import (
     NO_TOKEN,
@@ -106,16 +107,12 @@ def to_host(
     return arrived
 
 
-def sent(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on the device. Memory that is not pinned is staged before the call returns:
-    nothing waits for the GPU, and the array may go at once."""
-    return torch.from_numpy(array).to(device, non_blocking=True)
-
-
 @torch.inference_mode()
-def sample(logits: Tensor, rows: SamplingRows) -> Sampling:
+def sample(
+    logits: Tensor, rows: SamplingRows, counts: TokenCounts | None = None
+) -> Sampling:
     """Queue the choice of a token for each row of ``logits`` [R, vocab], which stay as
-    they are; in order on the current stream."""
+    they are; in order on the current stream. ``counts``: of rows with penalties."""
     device = logits.device
     vocab = logits.shape[1]
     if not len(logits):
@@ -123,6 +120,9 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampling:
         return Sampling(none, rows, [], vocab)
     exact = logits.float()
     changed = exact if rows.changes is None else changed_by(exact, rows.changes)
+    if rows.penalties is not None:
+        assert counts is not None, "penalties are counted somewhere"
+        changed = counts.penalized(changed, rows.penalties)
     if rows.masks is not None:
         changed = masked_by(changed, rows.masks)
     highest, tokens = changed.max(dim=1)
@@ -131,6 +131,8 @@ def sample(logits: Tensor, rows: SamplingRows) -> Sampling:
         places = sent(random, device)
         tokens[places] = _drawn(changed[places], highest[places], rows)
     tokens = torch.where(highest.isfinite(), tokens, NO_TOKEN)
+    if rows.penalties is not None and counts is not None:
+        counts.add(tokens, rows.penalties)
     return Sampling(tokens, rows, logprobs_of(exact, tokens, rows), vocab)
 
 

@@ -11,6 +11,7 @@ from kvlathe.runtime.sessions.gpu.device import DeviceArray
 from kvlathe.runtime.sessions.gpu.session import DeviceSession
 from kvlathe.runtime.sessions.protocols import Choose, Sampling, StepPlan
 from kvlathe.runtime.sessions.torch_cuda import sampling
+from kvlathe.runtime.sessions.torch_cuda.counts import TokenCounts
 from kvlathe.runtime.sessions.torch_cuda.device import tensor_of
 from kvlathe.runtime.text.sampler import SamplingRows
 
@@ -19,14 +20,18 @@ class TorchSession(DeviceSession):
     """A DeviceSession whose tokens are sampled on the GPU: logits never leave it, and
     the next step takes its tokens there."""
 
+    counts_tokens = True
     _tokens: Tensor | None = None  # of the step before
+    _counts: TokenCounts | None = None
 
     def start(self, step: StepPlan) -> Choose:
         """As TokenSampler.start."""
         return partial(self._choose, tensor_of(self.launch(step)))
 
     def _choose(self, logits: Tensor, rows: SamplingRows) -> Sampling:
-        chosen = sampling.sample(logits, rows)
+        if self._counts is None and rows.penalties is not None:
+            self._counts = TokenCounts(logits.shape[1], logits.device)
+        chosen = sampling.sample(logits, rows, self._counts)
         self._tokens = chosen.tokens
         return chosen
 
