@@ -1,0 +1,42 @@
+"""The model of decode attention's time says what an H200 measured, and nothing that a
+data sheet forbids."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.bench import gpu_model
+from tests.support.gpus import GPUS, H200, Gpu
+
+ROWS = gpu_model.measured()
+NEAR = 0.16
+"""Of the measured time, in small calls too; 0.05 in the large ones."""
+
+
+def test_every_row_of_the_table_is_read() -> None:
+    cases = {(row.sequences, row.tokens) for row in ROWS}
+    assert cases == {(16, 32768), (64, 16384), (16, 4096), (1, 32768)}
+    assert len(ROWS) == 16
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_it_says_what_was_measured(row: gpu_model.Row) -> None:
+    error = abs(gpu_model.expected(row, H200) / row.seconds - 1)
+    assert error <= (0.05 if row.size > 100e6 and row.pages > 1 << 15 else NEAR)
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_no_gpu_reads_faster_than_its_memory(gpu: Gpu) -> None:
+    """And fewer warps are never faster."""
+    for row in ROWS:
+        seconds = gpu_model.expected(row, gpu)
+        assert seconds > row.size / gpu.bandwidth
+        assert gpu_model.expected(row, gpu, warps=0.5) >= seconds
+
+
+def test_a_gpu_that_is_too_small_has_no_time() -> None:
+    full = {row.bits: 1.0 for row in ROWS}
+    lines = gpu_model.table({"H200": full, "L40S": {**full, 8: 0.0}})
+    assert len(lines) == 2 + len(ROWS)
+    small = [line for line in lines if "too small" in line]
+    assert [line.split("|")[2].strip() for line in small] == ["8"] * 4
