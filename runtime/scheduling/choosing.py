@@ -37,13 +37,14 @@ class Computed:
 @dataclass(slots=True)
 class Flight:
     """A step whose tokens are not known yet: ``sequences`` [R] get one each.
-    ``counted``: their tokens are counted where they are chosen. ``choose``: how they are
-    chosen; ``sampling``: once that was queued."""
+    ``ahead``: it was launched while another one ran. ``counted``: their tokens are
+    counted where they are chosen. ``choose``: how they are chosen; ``sampling``: once
+    that was queued."""
 
     sequences: Items[Sequence]
     tokens: int
     chunks: Items[Chunk]
-    started: float
+    ahead: bool
     counted: bool = False
     choose: Choose | None = None
     sampling: Sampling | None = None

@@ -81,6 +81,8 @@ class Engine:
         A step that fails is halved until each chunk that fails runs by itself. Those
         sequences end with ``error``, the others go on.
         """
+        if self.sampler is None or not self.scheduler.running:
+            self._landed = time.perf_counter()
         changed = self._overdue()
         if self.scheduler.speculation.eager:
             changed += self._land()
@@ -112,14 +114,21 @@ class Engine:
         """A step whose tokens are waited for."""
         changed: list[Sequence] = []
         tokens = sum(chunk.count - len(chunk.drafts) for chunk in chunks)
-        started = time.perf_counter()
         for chunk, computed in run_apart(chunks, self._tried, self.scheduler.again):
             if isinstance(computed, Exception):
                 changed.append(self.fail(chunk.sequence, computed))
             elif self._take(chunk, computed):
                 changed.append(chunk.sequence)
-        self.scheduler.ran(chunks, tokens, time.perf_counter() - started)
+        self.scheduler.ran(chunks, tokens, self._since_last())
         return changed
+
+    def _since_last(self) -> float:
+        """Seconds since tokens were known last; now they are again. What the host does
+        between two steps is a part of them, where nothing else runs meanwhile."""
+        now = time.perf_counter()
+        seconds = now - self._landed
+        self._landed = now
+        return seconds
 
     def _launch(self, chunks: Items[Chunk]) -> Flight | None:
         """Queue a step, and the choice of the tokens that follow it unless that depends
@@ -128,7 +137,7 @@ class Engine:
         grown = [c.sequence for c in chunks if c.sequence.grows and c.completes]
         tokens = sum(chunk.count for chunk in chunks)
         counted = isinstance(self.sampler, TokenCounter)
-        flight = Flight(grown, tokens, chunks, time.perf_counter(), counted)
+        flight = Flight(grown, tokens, chunks, self._flight is not None, counted)
         try:
             self.transact(chunks, partial(self._start, flight))
         except Exception as error:  # it is tried again in parts, which say why
@@ -174,10 +183,8 @@ class Engine:
             if not sequence.finish_reason:
                 self._grow(sequence, *choice)
                 changed.append(sequence)
-        now = time.perf_counter()
-        seconds = now - max(flight.started, self._landed)
-        self._landed = now
-        self.scheduler.ran(flight.chunks, flight.tokens, seconds)
+        seconds = self._since_last()
+        self.scheduler.ran(flight.chunks, flight.tokens, seconds, flight.ahead)
         return changed
 
     def _crashed(self, flight: Flight, error: Exception) -> list[Sequence]:

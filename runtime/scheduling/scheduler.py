@@ -168,11 +168,14 @@ class Scheduler:
         pages reserved anew; none that were guessed."""
         return self._chunk(chunk.sequence, 1 if chunk.drafts else count)
 
-    def ran(self, chunks: Items[Chunk], tokens: int, seconds: float) -> None:
-        """A step has run; ``tokens`` without those that were guessed."""
+    def ran(
+        self, chunks: Items[Chunk], tokens: int, seconds: float, ahead: bool = True
+    ) -> None:
+        """A step has run; ``tokens`` without those that were guessed. ``ahead``: as
+        Speculation.ran."""
         self.costs.ran(tokens, len(chunks), seconds)
         if tokens == len(chunks):
-            self.speculation.ran(chunks, seconds)
+            self.speculation.ran(chunks, seconds, ahead)
 
     def _decodes(self, chunks: list[Chunk]) -> None:
         """One token of each decoding sequence; where pages run out, the youngest

@@ -9,7 +9,6 @@ from how often such guesses were right, and from what rows have cost so far.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
 from itertools import accumulate
@@ -69,7 +68,6 @@ class Speculation:
         self.eager = False
         self._stop_ids = frozenset(stop_ids)
         self._idle = 0
-        self._drafting = 0.0  # seconds that the guesses of this step took
 
     def guesses(
         self, decoding: Items[Sequence], pool: PagePool, room: int
@@ -107,9 +105,7 @@ class Speculation:
         self.eager = bool(counts) and any(s.pending for s in decoding)
         if not counts or self.eager:
             return {}
-        started = time.perf_counter()
         drafted = drafter.draft(counts)
-        self._drafting = time.perf_counter() - started
         pairs = zip(counts, drafted, strict=True)
         return {sequence: self._cut(sequence, tokens) for sequence, tokens in pairs}
 
@@ -167,11 +163,14 @@ class Speculation:
         sequence.drafted += len(chunk.drafts)
         sequence.accepted += right
 
-    def ran(self, chunks: Items[Chunk], seconds: float) -> None:
-        """A step of decodes alone has run."""
-        if self.drafter is not None:
-            rows = sum(len(chunk.drafts) for chunk in chunks)
-            if rows:
-                seconds += self._drafting
+    def ran(self, chunks: Items[Chunk], seconds: float, ahead: bool) -> None:
+        """A step of decodes alone has run, and this long after the one before it its
+        tokens were known. ``ahead``: it was prepared while that one ran, or steps never
+        are."""
+        if self.drafter is None:
+            return
+        rows = sum(len(chunk.drafts) for chunk in chunks)
+        if rows or ahead:
             self.costs.ran(rows, len(chunks), seconds)
-            self._drafting = 0.0
+        else:
+            self.costs.began_again(len(chunks), seconds)

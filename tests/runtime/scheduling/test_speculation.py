@@ -3,20 +3,23 @@ spent only where that is expected to be faster."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlathe.runtime.scheduling.row_costs import STALE, RowCosts
+from kvlathe.runtime.scheduling.row_costs import LEAST, STALE, RowCosts
 from kvlathe.runtime.scheduling.sequence import Sequence
 from kvlathe.runtime.scheduling.speculation import PATIENCE, Speculation
+from kvlathe.runtime.text.sampler import Sampled, SamplingRows
 from tests.support.drafts import FreeRows, Prophet, trying
-from tests.support.fake_session import SamplesThere, solo
+from tests.support.fake_session import Known, SamplesThere, solo
 from tests.support.schedule_cases import KINDS, engine_for, play, sequence_for
 
 
@@ -145,6 +148,9 @@ def test_costs_are_learnt_from_steps(
 ) -> None:
     costs = RowCosts()
     assert costs.times(3, 1) == np.inf, "nothing is known"
+    for _ in range(LEAST - 1):
+        costs.ran(0, 1, 0.01)
+        assert costs.times(3, 1) == np.inf, "the first steps may hold anything"
     for count in rows:
         costs.ran(0, 1, 0.01)
         costs.ran(count, 1, 0.01 * (1 + first + each * count))
@@ -162,6 +168,73 @@ def test_costs_are_learnt_from_steps(
     for _ in range(STALE + 1):
         costs.ran(1, 1, 0.01)
     assert costs.times(1, 1) == np.inf, "what a step takes without is to be seen again"
+
+
+def test_what_follows_a_step_with_rows_is_a_price_of_them() -> None:
+    """A host that prepares steps ahead cannot where a step waits for its tokens. And
+    what rows cost in a small step says nothing of a large one."""
+    kept, paid = RowCosts(), RowCosts()
+    for costs in (kept, paid):
+        for _ in range(20):
+            costs.ran(0, 5, 0.001)
+            costs.ran(0, 1, 0.001)
+            costs.ran(8, 1, 0.0012)
+    for _ in range(40):
+        kept.ran(12, 5, 0.002)
+        paid.ran(12, 5, 0.002)
+        paid.began_again(5, 0.0015)
+    assert kept.times(12, 5) == pytest.approx(2, rel=0.1)
+    assert paid.times(12, 5) == pytest.approx(2.5, rel=0.1)
+    assert paid.times(8, 1) == pytest.approx(1.2, rel=0.1)
+    assert paid.times(0, 5) == 1
+    paid.began_again(5, 9.0)  # follows no step with rows
+    assert paid.times(12, 5) == pytest.approx(2.5, rel=0.1)
+
+
+@dataclasses.dataclass
+class Clock:
+    """``free``: when the device has done what it was given."""
+
+    now: float = 0.0
+    free: float = 0.0
+
+
+class Timed(SamplesThere):
+    """A step takes 1 ms, and ``longer`` with guesses. They run one after the other."""
+
+    clock = Clock()
+    longer = 0.0
+
+    def choose(self, logits: npt.NDArray[np.float32], rows: SamplingRows) -> Known:
+        clock, seconds = self.clock, 0.001 if len(logits) == 1 else self.longer
+        done = max(clock.now, clock.free) + seconds
+        clock.free = done
+
+        class Later(Known):
+            def result(self) -> Sampled:
+                clock.now = max(clock.now, done)
+                return super().result()
+
+        return Later(super().choose(logits, rows).sampled)
+
+
+@pytest.mark.parametrize(("pays", "longer"), [(True, 0.0005), (False, 0.0016)])
+def test_a_device_that_runs_ahead_stops_guessing_where_it_does_not_pay(
+    monkeypatch: pytest.MonkeyPatch, pays: bool, longer: float
+) -> None:
+    """Every guess is right, one at a time. The host takes 0.7 ms a step: beside steps
+    without guesses, but between those with some."""
+    engine = engine_for("one", 2000)
+    session = engine.sampler = Timed(engine.session)
+    session.clock, session.longer = Clock(), longer
+    monkeypatch.setattr(time, "perf_counter", lambda: session.clock.now)
+    made = engine.scheduler.speculation = Speculation(Prophet(1, 0), most=1)
+    sequence = sequence_for(engine, [1, 2], 1500)
+    engine.scheduler.add(sequence)
+    while not sequence.finish_reason:
+        engine.step()
+        session.clock.now += 0.0007
+    assert made.drafted > 200 if pays else made.drafted < 100
 
 
 def test_guesses_that_do_not_pay_are_looked_for_less_and_less() -> None:
