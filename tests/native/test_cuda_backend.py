@@ -113,6 +113,40 @@ def test_a_request_does_not_depend_on_its_neighbours(pair: tuple[LLM, LLM]) -> N
     )
 
 
+class Uncounted:
+    """A session that samples and counts nothing: the host makes changes of penalties."""
+
+    def __init__(self, session: TorchSession) -> None:
+        self.start = session.start
+
+
+def test_penalties_by_counts_are_those_of_the_host(pair: tuple[LLM, LLM]) -> None:
+    llm = pair[0]
+    session = llm.session
+    assert isinstance(session, TorchSession)
+    params = [
+        SamplingParams(
+            max_new_tokens=60,
+            temperature=0.7,
+            seed=seed,
+            presence_penalty=seed / 2,
+            frequency_penalty=0.2,
+            repetition_penalty=1.2,
+            ignore_eos=True,
+        )
+        for seed in range(len(PROMPTS))
+    ]
+    counted = [answer.token_ids for answer in llm.generate(PROMPTS, params)]
+    assert session._counts is not None
+    llm.engine.sampler = Uncounted(session)
+    try:
+        host = [answer.token_ids for answer in llm.generate(PROMPTS, params)]
+    finally:
+        llm.engine.sampler = session
+    alike = [a == b for a, b in zip(counted, host, strict=True)]
+    assert sum(alike) >= 3, "one may part where a draw falls on a rounding"
+
+
 def test_pages_move_and_come_back(pair: tuple[LLM, LLM]) -> None:
     pages_move_and_come_back(device_session(pair[0]))
 
