@@ -7,7 +7,7 @@ import atexit
 import dataclasses
 import shutil
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,8 @@ from kvlathe.runtime.sessions.host.onnx import OrtSession
 from kvlathe.runtime.sessions.registry import attention
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
+from tests.support.mixed_cases import model_plan
+from tests.support.ranking_laws import arena_bytes
 from tests.support.runtime_cases import (
     LIMITS,
     MODEL,
@@ -82,6 +84,24 @@ def test_logits_are_those_of_the_function(
     )
     for ours, theirs in zip(found, expected, strict=True):
         assert np.abs(ours - theirs).max() < tolerance
+
+
+@pytest.mark.nightly
+def test_heads_of_a_layer_may_be_in_many_buckets(
+    native: Native, tmp_path: Path
+) -> None:
+    """Formats and windows mixed, as `auto` makes them."""
+    plan = model_plan(128)
+    checkpoint = Checkpoint(MODEL)
+    export_onnx(checkpoint.spec, plan, fold(checkpoint, plan, Basis()), tmp_path)
+    size, schedule = arena_bytes(plan), [(128, 60), (128, 1), (65, 1), (1, 1)]
+    found: list[list[np.ndarray]] = []
+    for made in (partial(NativeSession, library=native), OrtSession):
+        session = made(tmp_path, plan, LIMITS, size, threads=2)
+        engine = LLM(session, plan, LIMITS, Tokenizer(MODEL), size)
+        found.append(forced(engine, [text(330), text(70, 500)], schedule))
+    for ours, theirs in zip(*found, strict=True):
+        assert np.abs(ours - theirs).max() < 2e-2 * np.abs(theirs).max()
 
 
 @pytest.mark.parametrize("kind", ["mixed", "budget"])
