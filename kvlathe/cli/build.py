@@ -291,7 +291,10 @@ def build_command(
     )
     started = time.monotonic()
     if request.backend == CHECKPOINT and dry_run:
-        raise click.UsageError("--dry-run plans engines; hf writes a checkpoint.")
+        raise click.UsageError(
+            "--dry-run says how large an engine's cache will be, and a checkpoint of "
+            "--backend hf has none. Leave one of them out."
+        )
     if request.backend == CHECKPOINT:
         keys = builds.rotate(request)
         seconds = time.monotonic() - started

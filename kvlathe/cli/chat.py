@@ -16,8 +16,11 @@ from kvlathe.cli.common import (
     ENGINE,
     GPU_MEMORY,
     LOG_LEVEL,
+    NUM_SPECULATIVE_TOKENS,
     PATH,
+    SPECULATIVE,
     THREADS,
+    check_speculative,
     check_text,
     write,
 )
@@ -126,6 +129,8 @@ class Conversation:
 @THREADS
 @DEVICE
 @GPU_MEMORY
+@SPECULATIVE
+@NUM_SPECULATIVE_TOKENS
 @LOG_LEVEL
 def chat_command(
     engine: Path,
@@ -139,6 +144,8 @@ def chat_command(
     threads: int | None,
     device: str | None,
     gpu_memory_utilization: float,
+    speculative: str | None,
+    num_speculative_tokens: int,
     log_level: str,
 ) -> None:
     """Talk with an engine. Answers come as they are computed; after each, its speed and
@@ -148,6 +155,7 @@ def chat_command(
     """
     console.setup(log_level)
     check_text("--system", system or "")
+    check_speculative()
     from kvlathe.base.chat_template import read_template
     from kvlathe.runtime.llm import LLM
     from kvlathe.runtime.text.sampling_params import SamplingParams
@@ -161,6 +169,8 @@ def chat_command(
         device=device,
         gpu_memory_utilization=gpu_memory_utilization,
     ) as llm:
+        if speculative is not None:
+            llm.speculate(speculative, num_speculative_tokens)
         if chat_template is not None:
             llm.tokenizer.chat_template = read_template(chat_template)
         conversation = Conversation(llm, params, system)

@@ -254,6 +254,8 @@ class State(Collector):
             yield "kvlathe_spec_decode_num_draft_tokens", said, speculation.drafted
             said = "Of these tokens, those that were right."
             yield "kvlathe_spec_decode_num_accepted_tokens", said, speculation.accepted
+            said = "Times that guessing failed."
+            yield "kvlathe_spec_decode_num_failures", said, speculation.failures
         yield from self._store_counters(scheduler.prefixes)
 
     def _store_counters(

@@ -28,6 +28,8 @@ PATIENCE = 16
 """Looks in a row that found nothing worth a row, after which most are left out."""
 REST = 8
 """Steps from one look to the next then."""
+PAUSE = 1024
+"""Steps that a drafter is left alone after it has failed."""
 
 
 class Drafter(Protocol):
@@ -53,7 +55,8 @@ class Speculation:
     are never guessed.
 
     ``drafts``: sequences and steps in which it guessed; ``drafted``: tokens;
-    ``accepted``: those that were right. ``eager``: whether the next step had better wait for the tokens of the last.
+    ``accepted``: those that were right. ``failures``: of the drafter. ``eager``: whether
+    the next step had better wait for the tokens of the last.
     """
 
     def __init__(
@@ -64,24 +67,27 @@ class Speculation:
     ) -> None:
         self.drafter, self.most = drafter, most
         self.costs = RowCosts()
-        self.drafts = self.drafted = self.accepted = 0
+        self.drafts = self.drafted = self.accepted = self.failures = 0
         self.eager = False
         self._stop_ids = frozenset(stop_ids)
         self._idle = 0
+        self._paused = 0  # steps of it that are left
 
     def guesses(
         self, decoding: Items[Sequence], pool: PagePool, room: int
     ) -> dict[Sequence, list[int]]:
         """Tokens that may follow the newest of some sequences, at most ``room`` of all
-        together. A drafter that fails is not asked again."""
+        together. A drafter that fails is asked again after a pause."""
         self.eager = False
-        if self.drafter is None or self._rests():
+        self._paused = max(0, self._paused - 1)
+        if self.drafter is None or self._paused or self._rests():
             return {}
         try:
             return self._guesses(self.drafter, decoding, pool, room)
         except Exception:
-            log.exception("guessing tokens has failed; from now on none are guessed")
-            self.drafter = None
+            log.exception("guessing tokens has failed; none for %d steps", PAUSE)
+            self.failures += 1
+            self._paused = PAUSE
             return {}
 
     def _guesses(

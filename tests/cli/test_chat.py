@@ -69,6 +69,7 @@ def test_a_conversation_in_a_terminal(tmp_path: Path) -> None:
     (tmp_path / "engine").mkdir()
     engine = built_folder(tmp_path / "engine")
     words = ("chat", str(engine), "--chat-template", str(template), "--seed", "1")
+    words += ("--speculative", "ngram", "--num-speculative-tokens", "4")
     terminal = Terminal(*words, "--max-new-tokens", "3000", "--temperature", "1.5")
     terminal.expect("/reset begins anew")
     terminal.expect("> ")

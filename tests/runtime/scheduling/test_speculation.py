@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvlathe.runtime.scheduling import speculation
 from kvlathe.runtime.scheduling.row_costs import LEAST, STALE, RowCosts
 from kvlathe.runtime.scheduling.sequence import Sequence
 from kvlathe.runtime.scheduling.speculation import PATIENCE, Speculation
@@ -89,16 +90,25 @@ def test_a_guess_never_passes_what_ends_an_answer() -> None:
     assert sequence.finish_reason == "stop"
 
 
-def test_a_drafter_that_fails_is_not_asked_again(logged: list[str]) -> None:
+def test_a_drafter_that_fails_is_asked_again_after_a_pause(
+    logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculation, "PAUSE", 10)
     engine = engine_for("one", 400)
     made = engine.scheduler.speculation = trying(Prophet(1, 0))
-    cast(Prophet, made.drafter).draft = lambda counts: []
-    sequence = sequence_for(engine, [1, 2, 3], 20)
+    drafter = cast(Prophet, made.drafter)
+    works = drafter.draft
+    drafter.draft = lambda counts: []
+    sequence = sequence_for(engine, [1, 2, 3], 60)
     engine.scheduler.add(sequence)
+    while len(sequence.tokens) < 20:
+        engine.step()
+    assert (made.failures, made.drafted) == (2, 0)
+    drafter.draft = works
     while not sequence.finish_reason:
         engine.step()
-    assert sequence.answer == solo([1, 2, 3], 20)
-    assert made.drafter is None
+    assert sequence.answer == solo([1, 2, 3], 60)
+    assert made.failures == 2 and made.drafted
     assert any("guessing tokens has failed" in line for line in logged)
 
 
