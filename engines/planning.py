@@ -224,12 +224,20 @@ def _made(
     return compose(request.compression, spec.shape, has_rope, stats, options, settings)
 
 
+UNCENTRED = (
+    "--centre has no effect: where a model has a softcap or sink logits, scores may not "
+    "be shifted"
+)
+
+
 def _with_warnings(plan: CompressionPlan, spec: DecoderSpec) -> CompressionPlan:
     """The plan with a note for each of WARNINGS that is true of it. Each is logged."""
     from kvlathe.export.methods.composition import whole_ranks_note
 
     reach = str(plan.notes.get("reach", ""))
+    uncentred = plan.notes.get("centre") is True and not spec.shape.shifts
     texts = {"ranks": whole_ranks_note(plan), "rope": spec.rope_note, "reach": reach}
+    texts["uncentred"] = UNCENTRED if uncentred else ""
     said = {name: texts[name] for name in WARNINGS if texts[name]}
     for text in said.values():
         log.warning("%s", text)

@@ -36,9 +36,9 @@ from kvlathe.plan.token_rules import (
 SCHEMA_VERSION = 2
 Fields = dict[str, Any]
 """What JSON has of a dataclass: values by the names of its fields."""
-WARNINGS = ("ranks", "rope", "reach")
-"""Names of the notes that warn: no rank was lowered, RoPE differs from transformers, and
-sequences may be longer than those that forms were chosen on.
+WARNINGS = ("ranks", "rope", "reach", "uncentred")
+"""Names of the notes that warn: no rank was lowered, RoPE differs from transformers,
+sequences may be longer than those that forms were chosen on, and nothing is centred.
 A build logs them; the report and ``kvlathe inspect`` show them."""
 
 

@@ -14,6 +14,7 @@ import torch
 from kvlathe.cli import main as cli
 from kvlathe.engines.build import BuildRequest, build
 from kvlathe.plan.plan import WARNINGS, CompressionPlan
+from tests.support.checkpoints import FAMILIES, make_model
 
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 
@@ -34,7 +35,7 @@ def test_warnings_of_a_build_stay_with_its_engine(
     )
     capsys.readouterr()
     plan = CompressionPlan.from_json((engine / "plan.json").read_text("utf-8"))
-    true = [name for name in WARNINGS if name != "reach"]
+    true = [name for name in WARNINGS if name not in ("reach", "uncentred")]
     texts = {name: plan.notes[name] for name in true}
     assert "removes no dimension" in texts["ranks"]
     assert "differ from transformers" in texts["rope"]
@@ -47,3 +48,21 @@ def test_warnings_of_a_build_stay_with_its_engine(
     assert cli.run(["inspect", str(engine)]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert all(shown.count(f"warning: {name}") == 1 for name in true)
+
+
+@pytest.mark.nightly
+def test_a_model_whose_scores_may_not_be_shifted_says_that_nothing_is_centred(
+    tmp_path: Path,
+) -> None:
+    make_model(tmp_path / "model", *FAMILIES["gemma2"])
+    request = BuildRequest(
+        tmp_path / "model",
+        tmp_path / "engine",
+        compression="fdc:removal_rate=0.1",
+        calibration="random",
+        max_seq_len=512,
+        centre=True,
+        use_cache=False,
+    )
+    plan = CompressionPlan.from_json((build(request) / "plan.json").read_text("utf-8"))
+    assert "--centre has no effect" in plan.notes["uncentred"]
