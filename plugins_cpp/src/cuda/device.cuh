@@ -151,6 +151,13 @@ __device__ inline uint32_t picked_bytes(uint32_t x, uint32_t y, uint32_t which) 
   return __byte_perm(x, y, which);
 }
 
+// x & mask | bits, in one instruction.
+__device__ inline uint32_t with_bits(uint32_t x, uint32_t mask, uint32_t bits) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(y) : "r"(x), "r"(mask), "r"(bits));
+  return y;
+}
+
 // Of two halves each, rounded once.
 __device__ inline uint32_t sub_halves(uint32_t x, uint32_t y) {
   asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(x) : "r"(x), "r"(y));

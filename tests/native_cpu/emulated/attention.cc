@@ -22,6 +22,8 @@ template <>
 struct Dequantizer<HostHalf> : Dequantizer<Half> {
   using Dequantizer<Half>::Dequantizer;
 };
+template <>
+struct CodeNumbers<HostHalf> : CodeNumbers<Half> {};
 
 namespace {
 

@@ -142,8 +142,12 @@ LaneParams lane_params_codes(const LaneRow& row, const kvlathe_part& part, int32
 // What a warp needs beside its ring for a lane of a call with codes: its queries. groups_k: 0 for a
 // lane without codes.
 int32_t codes_bytes_of(const kvlathe_attend_decode_args& a, const Head& head, int groups_k,
-                       int fill, bool general) {
-  if (general) return kept_queries_bytes(head.rank_k);
+                       const kvlathe_part& part, int fill, bool general) {
+  const Format values = format_v(part);
+  const bool grids = values.quantized() && !values.by_channel();
+  if (general)
+    return kept_queries_bytes(head.rank_k) +
+           (grids ? kept_grids_bytes(groups_of(values, head.rank_v, a.page_tokens)) : 0);
   const int32_t queries = a.group_size * head.rank_k * 2;  // as they are, for 16-bit parts
   return groups_k ? std::max(codes_bytes(fill, head.rank_k, groups_k), queries) : queries;
 }
@@ -185,9 +189,9 @@ P params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
       LaneParams& lane = p.head[h].lane[slot];
       lane = codes ? lane_params_codes(*head.lane[i], a.parts[i], a.page_tokens, general)
                    : lane_params16(*head.lane[i], p.part[i].units_per_page);
-      if (any_codes)
+      if (any_codes || general)
         p.codes_bytes =
-            std::max(p.codes_bytes, codes_bytes_of(a, head, lane.groups_k, fill, general));
+            std::max(p.codes_bytes, codes_bytes_of(a, head, lane.groups_k, a.parts[i], fill, general));
       p.part_weight[i] += lane.weight;
       p.least_block_weight = std::max(p.least_block_weight, lane.weight * lane.tile_units);
       if constexpr (P::kNamed) p.slot[h][slot] = uint8_t(i);

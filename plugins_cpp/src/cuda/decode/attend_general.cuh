@@ -21,6 +21,7 @@ struct HiddenTokens {
     end = __ldg(form.hidden + sequence * form.hidden_stride + 1);
   }
   __device__ bool all(int first, int count) const { return first >= begin && first + count <= end; }
+  __device__ bool any(int first, int count) const { return first < end && begin < first + count; }
   __device__ bool one(int token) const { return token >= begin && token < end; }
 };
 
@@ -59,9 +60,71 @@ __device__ inline void hide_unseen(float (&s)[4], int first, int count, int own,
   if (own >= count || hidden.one(first + own)) s[2] = s[3] = -INFINITY;
 }
 
+// `rows` tokens of a tile of 16-bit rows, from token `first` of the part on.
+// Whatever it needs is loaded anew, so that pages of codes have the registers.
+template <class E, class P, class Head, int kSteps>
+__device__ __forceinline__ void attend_units(const P& p, SoftmaxState<kSteps>& state,
+                                             const Head& head, uint32_t queries, uint32_t tile,
+                                             int units, int first, int rows,
+                                             const HiddenTokens& hidden) {
+  Lane16<kSteps> lane16;
+  lane16.set(queries, p.group_size, head.rank_k, head.rank_v);
+  uint32_t k = tile, v = tile + units * lane16.steps_k * 512;
+#pragma unroll 1
+  for (int at = 0; at < rows;
+       at += kRowTokens, k += lane16.steps_k * 512, v += lane16.steps_v * 512) {
+    const int count = min(kRowTokens, rows - at);
+    if (hidden.all(first + at, count)) continue;
+    float s[4];
+    score_unit<E>(s, lane16, k, p.scale_log2);
+    bound_scores(s, p);
+    hide_unseen(s, first + at, count, threadIdx.x % 32 / 4, 8, hidden);
+    add_unit<E>(state, lane16, v, s);
+  }
+}
+
+// The same of pages of codes, `bytes` and 1 << shift tokens each.
+template <class E, class P, int kSteps>
+__device__ __forceinline__ void attend_pages(const P& p, SoftmaxState<kSteps>& state,
+                                             const CodedLane& codes, uint32_t kept, uint32_t tile,
+                                             int bytes, int shift, int first, int rows,
+                                             const HiddenTokens& hidden) {
+  const Order tokens = order_of_tokens(codes.keys.side);
+  const uint32_t queries = own_queries(kept, codes.keys.rank),
+                 grids = kept + kept_queries_bytes(codes.keys.rank);
+#pragma unroll 1
+  for (int at = 0; at < rows; at += kChunkTokens) {
+    const int count = min(kChunkTokens, rows - at);
+    if (hidden.all(first + at, count)) continue;
+    const int page = at >> shift, token = at - (page << shift);
+    const uint32_t from = tile + page * bytes;
+    Scores s;
+    score_codes<E>(s, CodedLane::in(codes.keys, from), queries, token, tokens, p.scale_log2);
+    const bool some = count < kChunkTokens || hidden.any(first + at, count);
+#pragma unroll
+    for (int b = 0; b < kChunkUnits; ++b) {
+      const int own = b / 2 * kStrip + tokens.of(b % 2, threadIdx.x % 32 / 4, 0);
+      bound_scores(s[b], p);
+      if (some) hide_unseen(s[b], first + at, count, own, tokens.later(), hidden);
+    }
+    add_codes<E>(state, CodedLane::in(codes.values, from), grids, token, count, tokens, s);
+  }
+}
+
+// The order that the channels of a state's sums are in.
+struct SumsOrder {
+  Order now = kPlainOrder;
+
+  template <int kSteps>
+  __device__ void enter(SoftmaxState<kSteps>& state, uint32_t scratch, Order order) {
+    if (now != order) reorder(state.o, scratch, now, order);
+    now = order;
+  }
+};
+
 // P: GeneralParams of as many parts as a lane may have, or of more; ScoredParams.
 template <class E, class P>
-__global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
+__global__ void __launch_bounds__(kGeneralWarps * 32, kBlocksPerSM)
     attend_general(const __grid_constant__ P p) {
   constexpr int kParts = P::kSlots, kSteps = kMaxRank / 16;
   // Rings of the warps | merge buffer | kept queries of the warps.
@@ -73,7 +136,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
   const Crew crew{int(threadIdx.x), int(blockDim.x)};
   if (threadIdx.x % 32 < kSlots) init_barrier(shared_address(&barriers[warp][threadIdx.x % 32]));
   auto* buffer = reinterpret_cast<float*>(shared + warps * p.ring_bytes);
-  const uint32_t kept_queries = shared_address(buffer + p.merge_floats) + warp * p.codes_bytes;
+  const uint32_t kept = shared_address(buffer + p.merge_floats) + warp * p.codes_bytes;
   Ring ring{shared_address(shared) + warp * p.ring_bytes, p.ring_bytes,
             shared_address(barriers[warp])};
 
@@ -90,9 +153,9 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
   if (!plan.any) return;
   SoftmaxState<kSteps> state;
   state.clear();
-  Lane16<kSteps> lane16;
   CodedLane codes;
   HiddenTokens hidden;
+  SumsOrder sums;
   // As in attend_decode. coded: the run's tiles are pages.
   int part = -1, head = 0, unit = 0, last = 0, tokens = 0, units = 0, bytes = 0;
   bool coded = false;
@@ -100,6 +163,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
     producer.fill(false);
     if (unit >= last) {  // the next run
       if (++part == kParts) {
+        sums.enter(state, kept, kPlainOrder);
         finish<E, true>(p, state, buffer, block, crew);
         state.clear();
         part = 0;
@@ -115,40 +179,26 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
       bytes = producer.room_of(at.lane[part]);
       coded = is_quantized(p.part_of(head, part).bits);
       hidden.load(p.form[p.part_in(head, part)], block.walk.span.sequence);
-      if (coded) codes.set(p, head, part);
-      lane16.set(ring.wait_oldest(room), p.group_size, at.rank_k, at.rank_v,
-                 coded && !codes.keys.side.by_channel());
-      if (coded) keep_queries(kept_queries, lane16, at.rank_k);
+      const uint32_t queries = ring.wait_oldest(room);
+      if (coded) {
+        codes.set(p, head, part);
+        sums.enter(state, kept, order_of_sums(codes.values.side));
+        keep_queries(kept, queries, p.group_size, at.rank_k, order_of_queries(codes.keys.side));
+      } else {
+        sums.enter(state, kept, kPlainOrder);
+        keep_plain_queries(kept, queries, p.group_size, at.rank_k);
+      }
       ring.release_oldest<true>(room);
       continue;
     }
     const uint32_t tile = coded ? ring.wait_oldest<true>(bytes) : ring.wait_oldest(bytes);
-    const int shift = p.part_of(head, part).unit_shift;  // log2 of a page's tokens, if coded
     const int size = coded ? p.page_tokens : kRowTokens, first = unit * size,
               rows = min(min(units, last - unit) * size, tokens - first);
-#pragma unroll 1
-    for (int at = 0; at < rows; at += kRowTokens) {
-      const int count = min(kRowTokens, rows - at);
-      if (hidden.all(first + at, count)) continue;
-      const int row = threadIdx.x % 32 / 4;
-      float s[4];
-      if (coded) {
-        const int page = at >> shift, token = at - (page << shift);
-        const uint32_t from = tile + page * p.head[head].lane[part].bytes;
-        score_codes<E>(s, lane16, own_queries(kept_queries, p.head[head].rank_k),
-                       CodedLane::in(codes.keys, from), token, count, p.scale_log2);
-        bound_scores(s, p);
-        hide_unseen(s, first + at, count, token_of_row(row), kLaterRow, hidden);
-        add_codes<E>(state, lane16, CodedLane::in(codes.values, from), token, count, s);
-      } else {
-        const int step = at / kRowTokens;
-        score_unit<E>(s, lane16, tile + step * lane16.steps_k * 512, p.scale_log2);
-        bound_scores(s, p);
-        hide_unseen(s, first + at, count, row, 8, hidden);
-        add_unit<E>(state, lane16, tile + (units * lane16.steps_k + step * lane16.steps_v) * 512,
-                    s);
-      }
-    }
+    if (coded)
+      attend_pages<E>(p, state, codes, kept, tile, p.head[head].lane[part].bytes,
+                      p.part_of(head, part).unit_shift, first, rows, hidden);
+    else
+      attend_units<E>(p, state, p.head[head], kept, tile, units, first, rows, hidden);
     ring.release_oldest<true>(bytes);
     unit += warps * units;
   }

@@ -30,6 +30,8 @@ constexpr int kMaxWarps = KVLATHE_WARPS;
 __host__ __device__ constexpr int most_warps(int bits, int fill) {
   return bits == 8 && fill == 2 ? kMaxWarps * 3 / 4 : kMaxWarps;
 }
+// And of attend_general, which needs more registers than 8 warps would leave it.
+constexpr int kGeneralWarps = kMaxWarps * 3 / 4;
 constexpr int kBlocksPerSM = KVLATHE_BLOCKS_PER_SM;
 // Narrow 16-bit lanes take several units a tile up to so many bytes, and quantized ones two pages.
 constexpr int kTileBytes = 6 << 10;

@@ -51,11 +51,12 @@ struct SoftmaxState {
   }
 
   // Raises m to cover s. Whole warp.
-  __device__ void raise(const float (&s)[4]) {
+  template <int kUnits>
+  __device__ void raise(const float (&s)[kUnits][4]) {
     float m_new[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      m_new[i] = fmaxf(m[i], fmaxf(s[i], s[i + 2]));
+      m_new[i] = fmaxf(m[i], most_of(s, i));
 #pragma unroll
       for (int step = 4; step < 32; step *= 2)
         m_new[i] = fmaxf(m_new[i], __shfl_xor_sync(~0u, m_new[i], step));
@@ -63,15 +64,29 @@ struct SoftmaxState {
     raise_to(m_new);
   }
 
-  // Turns the scores s of 16 tokens (-inf where masked) into P = exp2(s - m), in place.
-  __device__ void weigh(float (&s)[4]) {
-    const bool above = fmaxf(s[0], s[2]) > m[0] + kSlack || fmaxf(s[1], s[3]) > m[1] + kSlack;
+  // The largest of this lane's scores of query i.
+  template <int kUnits>
+  __device__ static float most_of(const float (&s)[kUnits][4], int i) {
+    float most = fmaxf(s[0][i], s[0][i + 2]);
+#pragma unroll
+    for (int b = 1; b < kUnits; ++b) most = fmaxf(most, fmaxf(s[b][i], s[b][i + 2]));
+    return most;
+  }
+
+  // Turns the scores s of units of 16 tokens (-inf where masked) into P = exp2(s - m), in place.
+  template <int kUnits>
+  __device__ void weigh(float (&s)[kUnits][4]) {
+    const bool above = most_of(s, 0) > m[0] + kSlack || most_of(s, 1) > m[1] + kSlack;
     if (__any_sync(~0u, above)) raise(s);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) s[i] = exp2_fast(s[i] - m[i % 2]);
-    l[0] += s[0] + s[2];
-    l[1] += s[1] + s[3];
+    for (int b = 0; b < kUnits; ++b) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[b][i] = exp2_fast(s[b][i] - m[i % 2]);
+      l[0] += s[b][0] + s[b][2];
+      l[1] += s[b][1] + s[b][3];
+    }
   }
+  __device__ void weigh(float (&s)[4]) { weigh(reinterpret_cast<float(&)[1][4]>(s)); }
 
   // Merges a state of the same query heads that is not filled.
   __device__ void merge(const SoftmaxState<kSteps>& other) {

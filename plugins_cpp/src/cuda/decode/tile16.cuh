@@ -49,15 +49,15 @@ struct Lane16 {
   MatrixRows k, v;
   int steps_k, steps_v;
 
-  // `queries`: shared, [group][rank_k]. fours: for K whose channels come in fours (fragments.cuh).
-  __device__ void set(uint32_t queries, int group, int rank_k, int rank_v, bool fours = false) {
-    const int lane = threadIdx.x % 32, query = lane / 4, later = fours ? 4 : 16;
-    const uint32_t row = queries + query * rank_k * 2 + lane % 4 * (fours ? 8 : 4);
+  // `queries`: shared, [group][rank_k].
+  __device__ void set(uint32_t queries, int group, int rank_k, int rank_v) {
+    const int lane = threadIdx.x % 32, query = lane / 4;
+    const uint32_t row = queries + query * rank_k * 2 + lane % 4 * 4;
 #pragma unroll
     for (int j = 0; j < kSteps; ++j) {
       const bool there = query < group && j * 16 < rank_k;
       q[j][0] = there ? load_word(row + j * 32) : 0u;
-      q[j][1] = there ? load_word(row + j * 32 + later) : 0u;
+      q[j][1] = there ? load_word(row + j * 32 + 16) : 0u;
     }
     k.set(rank_k, lane % 16, lane / 16);
     v.set(rank_v, lane / 16 * 8 + lane % 8, lane / 8 % 2);

@@ -6,6 +6,7 @@
 #define load_matrices ptx_load_matrices
 #define load_matrices_transposed ptx_load_matrices_transposed
 #define transposed ptx_transposed
+#define with_bits ptx_with_bits
 #define sub_halves ptx_sub_halves
 #define fma_halves ptx_fma_halves
 #define load_relaxed ptx_load_relaxed
@@ -18,6 +19,7 @@
 #undef load_matrices
 #undef load_matrices_transposed
 #undef transposed
+#undef with_bits
 #undef sub_halves
 #undef fma_halves
 #undef load_relaxed
@@ -33,6 +35,9 @@ inline void copy16(uint32_t to, const void *from, bool valid) {
     std::memcpy(memory + to, from, 16);
   else
     std::memset(memory + to, 0, 16);
+}
+inline uint32_t with_bits(uint32_t x, uint32_t mask, uint32_t bits) {
+  return (x & mask) | bits;
 }
 inline uint32_t sub_halves(uint32_t x, uint32_t y) {
   const auto of = [&](int at) {
