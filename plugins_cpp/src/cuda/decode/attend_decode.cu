@@ -190,8 +190,8 @@ P params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
       lane = codes ? lane_params_codes(*head.lane[i], a.parts[i], a.page_tokens, general)
                    : lane_params16(*head.lane[i], p.part[i].units_per_page);
       if (any_codes || general)
-        p.codes_bytes =
-            std::max(p.codes_bytes, codes_bytes_of(a, head, lane.groups_k, a.parts[i], fill, general));
+        p.codes_bytes = std::max(p.codes_bytes,
+                                 codes_bytes_of(a, head, lane.groups_k, a.parts[i], fill, general));
       p.part_weight[i] += lane.weight;
       p.least_block_weight = std::max(p.least_block_weight, lane.weight * lane.tile_units);
       if constexpr (P::kNamed) p.slot[h][slot] = uint8_t(i);

@@ -253,9 +253,9 @@ __device__ __forceinline__ void score_channels(Scores& s, const FormRows& k, uin
           x[h].load(row + 8 * h * row_bytes, token + strip * kStrip + 8 * t, count), x[h].turn();
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
-          const uint32_t a[4] = {Numbers::plain(x[0].halves(b, 0)), Numbers::plain(x[0].halves(b, 1)),
-                                 Numbers::plain(x[1].halves(b, 0)),
-                                 Numbers::plain(x[1].halves(b, 1))};
+          const uint32_t a[4] = {
+              Numbers::plain(x[0].halves(b, 0)), Numbers::plain(x[0].halves(b, 1)),
+              Numbers::plain(x[1].halves(b, 0)), Numbers::plain(x[1].halves(b, 1))};
           E::multiply(sums[2 * strip + b], a, scaled[0], scaled[1]);
         }
       }
@@ -431,17 +431,18 @@ __device__ __forceinline__ void add_channels(float (&o)[kSteps][4], const FormRo
           x[h].load(row + 8 * h * row_bytes, token + strip * kStrip + 8 * t, count);
 #pragma unroll
         for (int b = 0; b < 2; ++b) {
-          const uint32_t a[4] = {Numbers::plain(x[0].halves(b, 0)), Numbers::plain(x[1].halves(b, 0)),
-                                 Numbers::plain(x[0].halves(b, 1)),
-                                 Numbers::plain(x[1].halves(b, 1))};
-          const uint32_t(&p)[2] = own.p[2 * strip + b];
+          const uint32_t a[4] = {
+              Numbers::plain(x[0].halves(b, 0)), Numbers::plain(x[1].halves(b, 0)),
+              Numbers::plain(x[0].halves(b, 1)), Numbers::plain(x[1].halves(b, 1))};
+          const uint32_t (&p)[2] = own.p[2 * strip + b];
           E::multiply(part, a, p[0], p[1]);
         }
       }
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint32_t pair = load_word(meta + 8 * h * groups * kPairBytes);
-        const float scale = Half::widen(uint16_t(pair)), minimum = Half::widen(uint16_t(pair >> 16));
+        const float scale = Half::widen(uint16_t(pair)),
+                    minimum = Half::widen(uint16_t(pair >> 16));
         const float rest = fmaf(-Numbers::kOffset, scale, minimum);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -512,7 +513,7 @@ __device__ __forceinline__ void add_tokens(float (&o)[kSteps][4], const FormRows
         uint32_t a[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const uint32_t(&grid)[2] = grids[i / 2];
+          const uint32_t (&grid)[2] = grids[i / 2];
           a[i] = Numbers::worth(x[i / 2].halves(b, i % 2), Grids<kLevels>::kLess, grid[0], grid[1]);
         }
         E::multiply(o[2 * strip + b], a, weights.p[0][0], weights.p[0][1]);
@@ -524,8 +525,7 @@ __device__ __forceinline__ void add_tokens(float (&o)[kSteps][4], const FormRows
 // V [token][rank] as it is.
 template <class E, int kSteps>
 __device__ __forceinline__ void add_elements(float (&o)[kSteps][4], const FormRows& v,
-                                             Weights& weights, int token, int valid,
-                                             Order tokens) {
+                                             Weights& weights, int token, int valid, Order tokens) {
   const TokenRows rows(v, 0, token, tokens);
   const int own = tokens.of_lane(threadIdx.x % 32 / 4);
 #pragma unroll 1
@@ -539,7 +539,8 @@ __device__ __forceinline__ void add_elements(float (&o)[kSteps][4], const FormRo
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const bool there = own + at + i / 2 < valid;
-        a[i] = transposed(there ? load_word(row + i / 2 * rows.row_bytes + 32 * j + i % 2 * 16) : 0);
+        a[i] =
+            transposed(there ? load_word(row + i / 2 * rows.row_bytes + 32 * j + i % 2 * 16) : 0);
       }
       E::multiply(o[j], a, weights.p[0][0], weights.p[0][1]);
     }
@@ -554,7 +555,7 @@ __device__ inline Order order_of_sums(const FormSide& values) {
 // Puts the channels of o from one order into another, by kStripBytes of shared memory. Whole warp.
 template <int kSteps>
 __device__ __forceinline__ void reorder(float (&o)[kSteps][4], uint32_t scratch, Order from,
-                                     Order to) {
+                                        Order to) {
   const int g = threadIdx.x % 32 / 4;
   const uint32_t own = scratch + threadIdx.x % 4 * 8;
 #pragma unroll
@@ -563,7 +564,7 @@ __device__ __forceinline__ void reorder(float (&o)[kSteps][4], uint32_t scratch,
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint32_t at = own + from.of(i / 2, g, i % 2) * kMaxGroup * 4;
-      const float(&x)[4] = o[2 * strip + i / 2];
+      const float (&x)[4] = o[2 * strip + i / 2];
       store_word(at, __float_as_uint(x[i % 2 * 2])),
           store_word(at + 4, __float_as_uint(x[i % 2 * 2 + 1]));
     }
@@ -572,7 +573,7 @@ __device__ __forceinline__ void reorder(float (&o)[kSteps][4], uint32_t scratch,
     for (int i = 0; i < 4; ++i) {
       uint32_t pair[2];
       load_vector(pair, own + to.of(i / 2, g, i % 2) * kMaxGroup * 4);
-      float(&x)[4] = o[2 * strip + i / 2];
+      float (&x)[4] = o[2 * strip + i / 2];
       x[i % 2 * 2] = __uint_as_float(pair[0]), x[i % 2 * 2 + 1] = __uint_as_float(pair[1]);
     }
   }
@@ -644,8 +645,7 @@ __device__ __forceinline__ void add_codes(SoftmaxState<kSteps>& state, const For
         if (tokens != order_of(values.side)) weights.change_order();
         add_channels<E, kBits>(state.o, values, weights, token, valid);
       } else if (kBits < 8 && values.side.fixed_levels()) {
-        add_tokens<E, kBits, (kBits < 8)>(state.o, values, weights, grids, token, valid,
-                                                  tokens);
+        add_tokens<E, kBits, (kBits < 8)>(state.o, values, weights, grids, token, valid, tokens);
       } else {
         add_tokens<E, kBits, false>(state.o, values, weights, grids, token, valid, tokens);
       }

@@ -86,7 +86,7 @@ struct SoftmaxState {
       l[1] += s[b][1] + s[b][3];
     }
   }
-  __device__ void weigh(float (&s)[4]) { weigh(reinterpret_cast<float(&)[1][4]>(s)); }
+  __device__ void weigh(float (&s)[4]) { weigh(reinterpret_cast<float (&)[1][4]>(s)); }
 
   // Merges a state of the same query heads that is not filled.
   __device__ void merge(const SoftmaxState<kSteps>& other) {
