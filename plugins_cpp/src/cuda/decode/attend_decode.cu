@@ -330,7 +330,7 @@ void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads
              const Device& device, Body body) {
   const bool half = a.element == KVLATHE_F16;
   const auto general = [&](const void* kernel, auto kind) {
-    body(decide(kernel, general_params_of<decltype(kind)>(a, heads), a, device, kMaxWarps));
+    body(decide(kernel, general_params_of<decltype(kind)>(a, heads), a, device, kGeneralWarps));
   };
   if (is_scored(a)) return general(decode_kernel_scored(half), ScoredParams{});
   if (names_parts(a.part_count))
