@@ -175,7 +175,7 @@ def emulated(
 
 
 @SOME
-@given(case=mixed_steps([64], 7, [0, 1, 1, 1, 2, 3]))
+@given(case=mixed_steps([64, 128], 7, [0, 1, 1, 1, 2, 3]))
 def test_a_step_over_many_buckets_is_masked_attention(
     library: AttentionLibrary, case: Case
 ) -> None:

@@ -31,8 +31,12 @@ TIERS = (
     Tier(3, 8, "token", "rank"),
     Tier(16, 4, "rank", "rank"),
     Tier(2, 16, "token", "rank"),
+    Tier(4, 8, "token", "rank", 32, 48),
+    Tier(3, 4, "token", "token", 64, 16),
+    Tier(8, 2, "token", "token", 16, 32),
+    Tier(2, 3, "rank", "rank", 48, 32),
 )
-RANKS = ((48, 64), (128, 16), (16, 128), (32, 32), (64, 48))
+RANKS = ((48, 64), (128, 16), (16, 128), (32, 32), (96, 80), (80, 112), (64, 48))
 Kind = tuple[Tier, TokenRule]
 NEAR, NEWEST = Window(64, 64), Window(0, 128)
 SEALED: tuple[Kind, ...] = (

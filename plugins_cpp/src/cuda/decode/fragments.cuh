@@ -54,12 +54,12 @@ struct Eight {
   static constexpr int kWords = kBytes ? 2 : 1;
   uint32_t x[kWords];
 
-  // From `code` on, of a row of `count`.
+  // From `code` on, of a row of `count`. (Of 3 bits: threes_at, in few registers.)
   __device__ __forceinline__ void load(uint32_t row, unsigned code, int count) {
     if constexpr (kBits == 8)
       load_vector(x, row + code);
     else if constexpr (kBits == 3)
-      load_threes(x, row + code / 64 * 24 + code % 64 / 8, min(count - (code & ~63), 64) / 8);
+      load_threes(x, row + code / 64 * 24 + code % 64 / 8, min(count - int(code & ~63u), 64) / 8);
     else if constexpr (kBytes)
       load_row_codes<kBits>(x, row, code, count);
     else if constexpr (kBits == 4)
