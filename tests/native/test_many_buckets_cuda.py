@@ -86,7 +86,7 @@ def test_a_step_of_few_rows_is_planned_as_it_is_attended(cuda: CudaLibrary) -> N
     """Decodes alone, many sequences: planned calls give the same bits as unplanned
     ones."""
     rules: list[TokenRule] = [KEEP_ALL, Window(64, 128)]
-    kinds = [(tier, rule) for tier in TIERS for rule in rules]
+    kinds = [(tier, rule) for tier in TIERS[:13] for rule in rules]
     plan = mixed_plan(kinds, range(len(kinds)), 64, 2)
     lengths = [
         lengths_of(plan, 1 + i, 64 * (i % 9), {rules[1]: 64 * (i % 4)})

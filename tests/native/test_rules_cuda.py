@@ -138,7 +138,8 @@ def test_a_prompt_loses_the_rows_that_it_loses_on_the_cpu(
     plan = staged_cases.PLANS[kind]
     ours, theirs = on_gpu(cuda, plan), staged_cases.engine(plan)
     assert isinstance(ours.session, StagedSession)
-    tokens_stay_as_on_the_cpu(ours, theirs, list(text(330)), 300)
+    # Its last layers have lost rows, and of two that are equally salient another one.
+    tokens_stay_as_on_the_cpu(ours, theirs, list(text(330)), 300, of_prompt=5e-2)
     staged_cases.the_same_rows_stay(ours, theirs)
 
 

@@ -125,7 +125,7 @@ def mixed_steps(
     some = st.integers(0, len(kinds) - 1)
     of = [*range(len(kinds)), *draw(st.lists(some, max_size=3))]
     order = draw(st.permutations(of))
-    group = draw(st.integers(1, min(4, 512 // page)))
+    group = draw(st.integers(1, 8))
     plan = mixed_plan(kinds, order, page, group, draw(st.booleans()))
     if has_scoring:
         plan = scored(plan, draw)

@@ -241,7 +241,8 @@ Launch fit(P& p, const Device& device, int most_warps, int static_bytes) {
   }
   for (int halves = codes ? 2 : 3; halves >= 2; --halves) {
     for (int blocks = kBlocksPerSM; blocks >= 1; --blocks) {
-      for (int warps = most_warps; warps >= 2 && warps * 128 >= elements; warps -= 2) {
+      for (int warps = most_warps; warps >= 2 && (P::kHides || warps * 128 >= elements);
+           warps -= 2) {
         p.merge_floats = (warps * elements + 31) / 32 * 32;  // where the block's warps meet
         const int room = std::min(device.shared_per_block,
                                   device.shared_per_sm / blocks - device.shared_reserved);

@@ -175,46 +175,55 @@ __device__ void finish_pair(const P& p, const Ending pair, float* buffer, Crew c
   const auto& head = p.head[pair.head];
   const int group = p.group_size, count = blockIdx.x - pair.first_block + 1,
             quads = group * head.rank_v / 4;
-  // At least one: the launcher gives group x rank / 4 threads.
-  const int teams = min(crew.threads / quads, count);
+  // But for general calls (kHides) the launcher gives group x rank / 4 threads: a team at least. There
+  // threads may be fewer, and take their channels in turns.
+  const int teams =
+      kHides ? max(1, min(crew.threads / quads, count)) : min(crew.threads / quads, count);
   auto* sums = reinterpret_cast<float4*>(buffer);
-  float* weights = buffer + 4 * crew.threads;  // [count][group]
-  const int team = crew.thread / quads, quad = crew.thread % quads, query = quad * 4 / head.rank_v;
+  float* weights =
+      buffer + 4 * (kHides ? max(crew.threads, quads) : crew.threads);  // [count][group]
+  int team = crew.thread / quads, quad = crew.thread % quads, query = quad * 4 / head.rank_v;
   const auto partial = [&](int i) { return partial_of(p, pair.first_block + i, i == 0); };
   for (int q = crew.thread / 32; q < group; q += crew.threads / 32)
     find_weights<kHides>(partial, count, q, group, weights, [&](float& l, float m) {
       if constexpr (P::kScored) l += sink_term(p, pair.head * group + q, m);
     });
   crew.meet();
-  float4 o = {0.f, 0.f, 0.f, 0.f};
+  for (int own = crew.thread;;) {
+    float4 o = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll 1
-  for (int first = team; first < count && team < teams; first += kAhead * teams) {
-    float4* at[kAhead];
-    float4 part[kAhead];
+    for (int first = team; first < count && team < teams; first += kAhead * teams) {
+      float4* at[kAhead];
+      float4 part[kAhead];
 #pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
-      // Past the last one: the first once more, without weight, so that no branch parts the loads.
-      const int i = first + k * teams;
-      at[k] = reinterpret_cast<float4*>(partial(i < count ? i : first)->o) + quad;
+      for (int k = 0; k < kAhead; ++k) {
+        // Past the last one: the first once more, without weight, so that no branch parts the loads.
+        const int i = first + k * teams;
+        at[k] = reinterpret_cast<float4*>(partial(i < count ? i : first)->o) + quad;
+      }
+      for (bool all = false; !all;) {
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k) part[k] = load_relaxed(at[k]);
+        all = true;
+#pragma unroll
+        for (int k = 0; k < kAhead; ++k)
+          all = all & present(part[k].x) & present(part[k].y) & present(part[k].z) &
+                present(part[k].w);
+      }
+#pragma unroll
+      for (int k = 0; k < kAhead; ++k) {
+        const int i = first + k * teams;
+        const float w = i < count ? weights[i * group + query] : 0.f;
+        store_relaxed(at[k], float4{0.f, 0.f, 0.f, 0.f});
+        o.x += w * part[k].x, o.y += w * part[k].y, o.z += w * part[k].z, o.w += w * part[k].w;
+      }
     }
-    for (bool all = false; !all;) {
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k) part[k] = load_relaxed(at[k]);
-      all = true;
-#pragma unroll
-      for (int k = 0; k < kAhead; ++k)
-        all =
-            all & present(part[k].x) & present(part[k].y) & present(part[k].z) & present(part[k].w);
-    }
-#pragma unroll
-    for (int k = 0; k < kAhead; ++k) {
-      const int i = first + k * teams;
-      const float w = i < count ? weights[i * group + query] : 0.f;
-      store_relaxed(at[k], float4{0.f, 0.f, 0.f, 0.f});
-      o.x += w * part[k].x, o.y += w * part[k].y, o.z += w * part[k].z, o.w += w * part[k].w;
-    }
+    sums[own] = o;
+    if constexpr (!kHides) break;
+    own += crew.threads;
+    if (own >= teams * quads) break;
+    team = own / quads, quad = own % quads, query = quad * 4 / head.rank_v;
   }
-  sums[crew.thread] = o;
   crew.meet();
 #pragma unroll 1
   for (int e = crew.thread; e < 4 * quads; e += crew.threads) {

@@ -112,7 +112,8 @@ template <int kSlots_, int kParts_ = kSlots_>
 struct Params : SlotTable<(kParts_ > kSlots_)> {
   static constexpr int kSlots = kSlots_, kParts = kParts_;
   static constexpr bool kNamed = kParts > kSlots;
-  static constexpr bool kScored = false;
+  // Of general calls: a row may see no token at all, and a block may have few threads (finish.cuh).
+  static constexpr bool kHides = false, kScored = false;
   const char* pool;
   const uint16_t* q;
   uint16_t* o;
@@ -150,6 +151,7 @@ struct GeneralPart {
 };
 template <int kParts>
 struct GeneralParams : Params<KVLATHE_MAX_SLOTS, kParts> {
+  static constexpr bool kHides = true;
   GeneralPart form[kParts];
   uint8_t groups[KVLATHE_MAX_HEADS][KVLATHE_MAX_SLOTS][2];  // groups_of
 };
