@@ -24,8 +24,7 @@ from kvlathe.runtime.sessions.protocols import HiddenRows, Int32, PassRows, Step
 class PromptStages:
     """A prompt of ``tokens`` tokens.
 
-    Of the rows of this pass ``computed`` are done. ``entered``: the hidden states with
-    which they enter it, None at the first layer. ``rows``: how many rows each layer has
+    Of the rows of this pass ``computed`` are done. ``rows``: how many rows each layer has
     computed so far.
     """
 
@@ -34,8 +33,11 @@ class PromptStages:
     chunk: int
     rows: list[int] = field(init=False)
     computed: int = 0
-    entered: HiddenRows | None = None
     _passes: list[Pass] = field(init=False)
+    _entered: HiddenRows | None = None
+    _ended: HiddenRows | None = (
+        None  # what left the pass before, until some of it enters
+    )
     _left: HiddenRows | None = None
 
     def __post_init__(self) -> None:
@@ -59,6 +61,17 @@ class PromptStages:
         return self._passes[0].tokens
 
     @property
+    def entered(self) -> HiddenRows | None:
+        """The hidden states with which the rows enter this pass; None at the first layer.
+        They are gathered for its first step: one that finds no memory is tried again."""
+        if self._ended is not None:
+            observation = self.plan.observation
+            assert observation is not None
+            self._entered = self._ended.stay(self.count, observation.last)
+            self._ended = None
+        return self._entered
+
+    @property
     def left(self) -> int:
         """Rows of this pass to be computed."""
         return self.count - self.computed
@@ -80,9 +93,10 @@ class PromptStages:
     def places(self, count: int) -> Sequence[int]:
         """Of the next ``count`` rows in the prompt. May wait for the session."""
         end = self.computed + count
-        if self.entered is None:
+        entered = self.entered
+        if entered is None:
             return range(self.computed, end)
-        return self.entered.places()[self.computed : end].tolist()
+        return entered.places()[self.computed : end].tolist()
 
     def enter(self, step: StepPlan, sequence: int, tokens: Sequence[int]) -> PassRows:
         """Write the next rows into the place of ``sequence`` in ``step``, and say what
@@ -109,8 +123,9 @@ class PromptStages:
     def _known(self) -> Int32:
         """The places [count] of the rows of this pass, or where only the session knows
         them, those of the prompt's last tokens: the last rows are these in every pass."""
-        if self.entered is not None and self.entered.known is not None:
-            return self.entered.known
+        entered = self.entered
+        if entered is not None and entered.known is not None:
+            return entered.known
         first = self.tokens - self.count
         return np.arange(first, self.tokens, dtype=np.int32)
 
@@ -131,9 +146,8 @@ class PromptStages:
 
     def _next(self) -> None:
         """Only the rows that stay enter the next pass."""
-        observation = self.plan.observation
-        assert observation is not None and self._left is not None
+        assert self._left is not None
         del self._passes[0]
-        self.entered = self._left.stay(self.count, observation.last)
+        self._ended = self._left
         self._left = None
         self.computed = 0

@@ -22,7 +22,7 @@ from kvlathe.plan.token_rules import Budget, ObservationWindow
 from kvlathe.runtime.native import library as native
 from kvlathe.runtime.sessions.host.native import NativeSession
 from kvlathe.runtime.sessions.host.onnx import Graph, OrtSession
-from kvlathe.runtime.sessions.host.passes import survivors
+from kvlathe.runtime.sessions.host.passes import HostRows, survivors
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.runtime_cases import (
     HOT,
@@ -280,6 +280,28 @@ def test_a_staged_sequence_does_not_depend_on_its_neighbours() -> None:
         together.engine.step()
     assert [sequence.answer for sequence in sequences] == alone
     assert together.pool.bytes_in_use == 0
+
+
+def test_rows_that_find_no_memory_to_enter_a_stage_cost_nobody_an_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan, params = staged(*THREE), SamplingParams(max_new_tokens=4, ignore_eos=True)
+    prompts = [list(text(n, start)) for n, start in ((200, 0), (200, 900))]
+    llm = engine(plan)
+    expected = [one.token_ids for one in llm.generate(prompts, params)]
+    stay, failed = HostRows.stay, [0]
+
+    def once(rows: HostRows, count: int, last: int) -> HostRows:
+        if not failed[0]:
+            failed[0] = count
+            raise MemoryError
+        return stay(rows, count, last)
+
+    monkeypatch.setattr(HostRows, "stay", once)
+    answers = llm.generate(prompts, params)
+    assert failed[0]
+    assert [one.token_ids for one in answers] == expected
+    assert llm.pool.bytes_in_use == 0
 
 
 # -- with token budgets ----------------------------------------------------------------
