@@ -13,14 +13,18 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import sys
 from collections.abc import Callable
 from ctypes import byref
+from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvlathe.runtime.native.cuda import CudaLibrary, cuda_library
 from kvlathe.runtime.native.library import Status

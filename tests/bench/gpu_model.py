@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import ctypes
 import re
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.native_cpu.test_launches import launch, problems
 from tests.support.emulated import emulated_kernels

@@ -50,7 +50,7 @@ from tests.bench.serve_burst import (
 
 STEPS = ("start", "run")
 CALLS = (*STEPS, "seal", "copy_page", "read_page", "write_page")
-RANKING = ("scores", "forget", "move", "unobserve")
+RANKING = ("scores", "forget", "move", "rank", "unobserve")
 REPLAYS = 20
 WARM_TOKENS, WARM_ANSWER = 64, 8
 MILLI = 1e3
