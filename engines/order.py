@@ -47,8 +47,9 @@ NOT_IN_KEY = (
 """Fields of a request that do not change what is asked for (the model and
 its adapters enter by their digests). The device does: it draws other random numbers, so that measured plans
 differ."""
-TORCH_GROUPS = (32, 64, 128, 256)
-"""Inputs of a group that torch's product in 4 bits takes."""
+CUDA_GROUPS = (32, 64, 128, 256)
+"""Inputs of a group of 4 bits in engines for the cuda backend, whose kernels take powers of
+two from 32 on."""
 LIBRARIES = ("torch", "transformers", "onnx", "onnxscript", "numpy")
 """That calibrate, fold and export. A backend names its own."""
 
@@ -268,7 +269,7 @@ def _with_weights(request: BuildRequest, checkpoint: Checkpoint) -> BuildRequest
 
 def _check_weights(request: BuildRequest, checkpoint: Checkpoint) -> None:
     """Experts are products of three dimensions, ranks cut weights between codes, 4 bits
-    are not rounded to 4 bits again, and torch has its own groups."""
+    are not rounded to 4 bits again, and the cuda backend has its own groups."""
     spec = checkpoint.spec
     if request.weight_formats.maps is None:
         return
@@ -281,8 +282,8 @@ def _check_weights(request: BuildRequest, checkpoint: Checkpoint) -> None:
         raise KvlatheError(fact, reason, "leave out --weights, or use one GPU")
     packing = checkpoint.packing
     group = packing.group if packing and request.backend == "cuda" else 0
-    if request.weights == "int4" and group and group not in TORCH_GROUPS:
-        reason = f"torch takes no groups of {group}, which the checkpoint has"
+    if request.weights == "int4" and group and group not in CUDA_GROUPS:
+        reason = f"its kernels take no groups of {group}, which the checkpoint has"
         raise KvlatheError(fact, reason, "give --weights fp8 or float16")
     if request.weights == "int4" and checkpoint.disordered:
         reason = f"desc_act has put the groups of {checkpoint.disordered} out of order"
