@@ -86,7 +86,7 @@ class Attention:
     ) -> Spread:
         """What each of ``tokens`` rows may read in ``layers`` (None: in all)."""
         done = Spread(step, tokens, self._list_size(step, tokens), self.parts)
-        done.layers = layers or range(len(self.forms))
+        done.layers = range(len(self.forms)) if layers is None else layers
         args = SpreadArgs(
             ABI_VERSION, tokens, len(step.lengths), len(self.plan.buckets), self.fresh
         )
