@@ -5,7 +5,8 @@
 #pragma once
 
 #include "cuda/decode/finish.cuh"
-#include "cuda/decode/fragments.cuh"
+#include "cuda/decode/fragment_scores.cuh"
+#include "cuda/decode/fragment_values.cuh"
 #include "cuda/decode/producer.cuh"
 
 namespace kvlathe::cuda {
