@@ -5,7 +5,7 @@ plan."""
 from __future__ import annotations
 
 from kvlathe.base.kernel_limits import kernel_limits
-from kvlathe.plan.formats import Format, Tier
+from kvlathe.plan.formats import Format
 from kvlathe.plan.plan import CompressionPlan
 
 Refusal = tuple[str, str]
@@ -25,45 +25,12 @@ def forms_refusal(plan: CompressionPlan) -> Refusal | None:
 
 
 def node_refusal(plan: CompressionPlan) -> Refusal | None:
-    """Of what the node that ONNX Runtime and TensorRT run on a GPU has not shown there:
-    windows, many buckets, and codes that are not multiplied as they are."""
-    limits = kernel_limits()
-    if not plan.model.shifts:
-        reason = "the model bounds its scores or has sink logits"
-        return (
-            f"{reason}, which its node does not compute",
-            "build with --backend cuda, or run it on a CPU",
-        )
-    if limits["kNodeTakesEveryForm"]:
+    """Of what the node that ONNX Runtime and TensorRT run on a GPU does not compute."""
+    if plan.model.shifts:
         return None
-    buckets = len(plan.buckets)
-    remedy = "build with --backend cuda, or run it on a CPU"
-    if plan.windowed:
-        return "it has windows, which its node has not shown on a GPU", remedy
-    if buckets > limits["kMaxSlots"]:
-        return (
-            f"it has {buckets} buckets, which its node has not shown on a GPU",
-            remedy,
-        )
-    for bucket in plan.buckets:
-        tier = plan.tiers[bucket.tier]
-        if tier.is_coded and not has_plain_codes(tier):
-            words = " and ".join(form.words for form in tier.formats)
-            reason = f"its pages hold {words}, which its node has not shown on a GPU"
-            return reason, remedy
-    return None
-
-
-def has_plain_codes(tier: Tier) -> bool:
-    """Whether K and V have even codes of one width, K's groups along the rank and V's
-    along the tokens. The kernels multiply such codes as they are, and turn all others
-    into 16-bit rows first."""
-    k, v = tier.formats
-    uneven = any(form.bits == 3 or form.has_fixed_levels for form in (k, v))
-    if uneven or k.bits != v.bits or not (k.along_rank and v.along_tokens):
-        return False
     return (
-        v.group >= kernel_limits()["kLeastCodedGroup"] and v.group & (v.group - 1) == 0
+        "the model bounds its scores or has sink logits, which its node does not compute",
+        "build with --backend cuda, or run it on a CPU",
     )
 
 

@@ -21,7 +21,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.base.tensorrt_library import PLUGIN as PLUGIN_FILE
 from kvlathe.base.tensorrt_library import VARIABLE, find_plugin
 from kvlathe.engines.build import BuildRequest, build
-from kvlathe.engines.targets import onnxruntime, tensorrt
+from kvlathe.engines.targets import cuda, onnxruntime, tensorrt
 from kvlathe.engines.targets.layers import PLUGIN, check_attention, required_nodes
 from kvlathe.engines.targets.tensorrt import profiles
 from kvlathe.plan import manifest as manifests
@@ -165,7 +165,7 @@ def test_a_float16_engine_for_the_cpu_names_the_gpus_that_run_its_graph(
     assert onnxruntime.gpus(sealed, "float16") == ()
     window = dataclasses.replace(plan.buckets[0], tokens=Window(64, 128))
     windowed = dataclasses.replace(plan, buckets=(window,))
-    assert onnxruntime.gpus(windowed, "float16") == ()
+    assert onnxruntime.gpus(windowed, "float16") == cuda.ARCHITECTURES
 
 
 @needs_rtx

@@ -32,10 +32,6 @@ ROWS = [0, 1, 1, 3, 15, 16, 40, 130, 300]
 """New rows of a sequence: none, decodes, short chunks, and prompts in tiles."""
 MANY_STEPS = mixed.mixed_steps([64, 128], 16, ROWS, has_scoring=False)
 
-pytestmark = pytest.mark.skipif(
-    not kernel_limits()["kNodeTakesEveryForm"], reason="the node refuses these plans"
-)
-
 
 def some(examples: int) -> settings:
     rare = [HealthCheck.function_scoped_fixture]

@@ -48,11 +48,6 @@ constexpr int kLeastChunk = 16;
 // Columns of an RMS norm's rows: a block holds one row in registers.
 constexpr int kMaxColumns = 16384;
 
-// Whether engines may use what the CUDA kernels have in the node that ONNX Runtime and TensorRT
-// run: windows, codes that are turned into 16-bit rows first, and more than kMaxSlots buckets. What
-// no GPU has shown in whole engines is 0.
-constexpr int kNodeTakesEveryForm = 0;
-
 constexpr bool is_power_of_two(int x) { return x > 0 && (x & (x - 1)) == 0; }
 
 // Parts of one call.

@@ -5,10 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "common/limits.h"
-#define kNodeTakesEveryForm 1
 #include "adapters/node/attend_node.cc"
-#undef kNodeTakesEveryForm
 #include "adapters/node/node_parts.cc"
 #include "common/layer_table.cc"
 

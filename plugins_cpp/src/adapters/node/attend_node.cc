@@ -236,15 +236,7 @@ Node::Node(std::vector<int32_t> table, float scale)
   require(t.hot_bits == 16 && !(t.pools & kPoolF32), KVLATHE_UNSUPPORTED,
           "the kernels compute in 16 bit and this plan has 32-bit pages: build with --dtype "
           "float16 --kv_bits 16");
-  require(
-      !layer.windowed || kNodeTakesEveryForm, KVLATHE_UNSUPPORTED,
-      "this plan has windows, which this node has not shown on a GPU: build with --backend cuda, "
-      "or run it with --device cpu");
   check_bucket_count(int64_t(parts.size()));
-  require(t.buckets <= kMaxSlots || kNodeTakesEveryForm, KVLATHE_UNSUPPORTED,
-          "this plan has " + std::to_string(t.buckets) +
-              " buckets, which this node has not shown on a GPU: build with --backend cuda, or run "
-              "it with --device cpu");
   check_lane_count(t.lanes);
 }
 
