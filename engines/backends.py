@@ -97,6 +97,17 @@ BACKENDS: Mapping[str, BackendInfo] = {
 }
 
 
+NOT_BUILT: Mapping[str, tuple[str, str]] = {
+    "tensorrt_llm": (
+        "its executor gives attention the address of one cache that is alike in all "
+        "heads, and never seals a page",
+        "serve with --backend cuda and kvlathe serve, or give TensorRT-LLM a checkpoint "
+        "of --backend hf, whose rotated values lose less in a quantized cache (docs/scale.md)",
+    )
+}
+"""What is asked for and cannot be built: why, and what to do instead."""
+
+
 @dataclass(frozen=True, slots=True)
 class Built:
     """What a backend made of what was exported. ``versions`` of its libraries;
@@ -156,7 +167,9 @@ def check_windows(name: str, windowed: bool) -> None:
 
 def backend(name: str) -> Backend:
     """The module that builds for ``name``. Raises KvlatheError for a name that is
-    unknown."""
+    unknown, or of NOT_BUILT."""
+    if refusal := NOT_BUILT.get(name):
+        raise KvlatheError(f"the backend {name} cannot be built", *refusal)
     info = BACKENDS.get(name)
     if info is None:
         raise KvlatheError(
