@@ -4,63 +4,19 @@ Runtime around it."""
 from __future__ import annotations
 
 import ctypes
-from ctypes import (
-    POINTER,
-    Structure,
-    byref,
-    c_float,
-    c_int32,
-    c_int64,
-    c_uint32,
-    c_void_p,
-)
+from ctypes import POINTER, byref, c_int64, c_void_p
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from kvlathe.plan.layer_table import layer_table
+from kvlathe.runtime.native.attend import AttendArgs
 from kvlathe.runtime.native.library import ABI_VERSION, Native, Status
 from tests.support.attend_cases import Case
 
 AUTO, PORTABLE, AVX2, AVX512, AVX512_VNNI, AVX_VNNI = range(6)
 Array = npt.NDArray[Any]
-
-
-class Parallel(Structure):
-    _fields_ = [("run", c_void_p), ("context", c_void_p)]
-
-
-class AttendArgs(Structure):
-    _fields_ = [
-        ("abi_version", c_uint32),
-        *((name, c_int32) for name in ("tokens", "batch", "isa", "threads")),
-        ("scale", c_float),
-        *(
-            (name, c_void_p)
-            for name in (
-                "q",
-                "k",
-                "v",
-                "cos",
-                "sin",
-                "cu_seqlens_q",
-                "lengths",
-                "page_tables",
-            )
-        ),
-        *(
-            (name, c_void_p)
-            for name in ("page_table_widths", "proj_q", "proj_k", "centre_k", "pool")
-        ),
-        ("pool_bytes", c_int64),
-        *((name, c_void_p) for name in ("o", "rows")),
-        ("parallel", Parallel),
-        *((name, c_void_p) for name in ("observation_weights", "mass")),
-        ("mass_places", c_int64),
-        ("sinks", c_void_p),
-        ("softcap", c_float),
-    ]
 
 
 class Refused(Exception):

@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from kvlathe.runtime.native import cpu, cuda, library, observing, parts, products
-from tests.native_cpu import library as attend
+from kvlathe.runtime.native import (
+    attend,
+    cpu,
+    cuda,
+    library,
+    observing,
+    parts,
+    products,
+)
 
 INCLUDE = Path(__file__).resolve().parents[2] / "plugins_cpp" / "include"
 HEADERS = ("abi", "cpu", "cache", "rows", "products")
