@@ -53,8 +53,10 @@ class BackendInfo:
     """``dtypes``: what it computes in, the default first. ``ranks_tokens``: whether it says
     what attends a token. ``windows``: whether a query may see a window of the tokens.
     ``paired``: as in CacheSettings. ``graph``: whether it is built from the ONNX graph;
-    otherwise from the weights and decoder.json. ``sizes``: of its steps, by default.
-    ``weights``: what its weights may be beside its dtypes.
+    otherwise from the weights and decoder.json. ``hosted``: whether a host runs the
+    checkpoint as it is, and the engine is plan and bases. ``sizes``: of its steps, by
+    default. ``weights``: what its weights may be beside its dtypes. ``no_ranking``,
+    ``no_windows``: why not.
     """
 
     module: str
@@ -63,6 +65,9 @@ class BackendInfo:
     windows: bool = False
     paired: bool = False
     graph: bool = True
+    hosted: bool = False
+    no_ranking: str = "its kernels do not report what attends them"
+    no_windows: str = "no GPU has tested them there"
     sizes: StepSizes = ON_A_CPU
     weights: Mapping[str, WeightFormats] = field(default_factory=dict)
 
@@ -93,6 +98,15 @@ BACKENDS: Mapping[str, BackendInfo] = {
         graph=False,
         weights=OF_TORCH,
         sizes=ON_A_GPU,
+    ),
+    "vllm": BackendInfo(
+        "kvlathe.engines.targets.vllm",
+        ("float32",),
+        graph=False,
+        hosted=True,
+        no_ranking="vLLM has one block table for all heads",
+        no_windows="vLLM frees a block for all heads at once",
+        sizes=StepSizes(256, 1),  # a chunk is then one page
     ),
 }
 
@@ -148,7 +162,7 @@ def check_token_ranking(name: str, ranked: bool) -> None:
         )
         raise KvlatheError(
             f"the backend {name} cannot run a compression that ranks tokens",
-            "its kernels do not report what attends them",
+            BACKENDS[name].no_ranking,
             f"build for {able}, or choose a compression that treats all tokens alike",
         )
 
@@ -160,7 +174,7 @@ def check_windows(name: str, windowed: bool) -> None:
         able = " or ".join(other for other, info in BACKENDS.items() if info.windows)
         raise KvlatheError(
             f"the backend {name} cannot run a compression with windows",
-            "no GPU has tested them there",
+            BACKENDS[name].no_windows,
             f"build for {able}, or choose a compression without windows",
         )
 

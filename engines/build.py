@@ -41,6 +41,7 @@ from kvlathe.plan.engine_folder import read_plan
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import (
     BASIS_FILE,
+    HEADS_FILE,
     PLAN_FILE,
     REPORT_FILE,
     WEIGHTS_FILE,
@@ -181,7 +182,8 @@ def _make(job: Job, folder: Path) -> None:
     deal(plan, request.tensor_parallel_size)  # raises where it cannot be
     (folder / PLAN_FILE).write_text(plan.to_json(), "utf-8")
     check_gpu(folder / PLAN_FILE, job.order.built, request.device)
-    planned.basis.save(folder / BASIS_FILE)
+    if not BACKENDS[request.backend].hosted:
+        planned.basis.save(folder / BASIS_FILE)
     with phase("folding and writing"):
         _export(job, planned, folder)
     with phase("hashing what was written"):
@@ -189,7 +191,8 @@ def _make(job: Job, folder: Path) -> None:
     log.info("building for %s", request.backend)
     with phase(f"building for {request.backend}"):
         job.order.backend.build(request.backend, folder, plan, job.limits)
-        _copy_tokenizer(checkpoint.path, folder, job.eos_ids)
+        if not BACKENDS[request.backend].hosted:
+            _copy_tokenizer(checkpoint.path, folder, job.eos_ids)
     described = _describe(job, planned, made_from)
     log.info("writing the report")
     with phase("writing the report"):
@@ -213,12 +216,17 @@ def _unchanged(
 
 def _export(job: Job, planned: Planned, folder: Path) -> None:
     """The folded weights, and what says how they are used: a graph where the backend is
-    built from one."""
+    built from one. Where a host has the weights, what it multiplies its heads with."""
     from kvlathe.export.folding.fold import fold
     from kvlathe.export.model.coded_weights import CodedWeights
     from kvlathe.export.model.weights_file import DTYPES, write_decoder
 
     request, checkpoint, plan = job.order.request, job.checkpoint, planned.plan
+    if BACKENDS[request.backend].hosted:
+        from kvlathe.export.folding.host_heads import write_heads
+
+        write_heads(checkpoint.spec, plan, planned.basis, folder / HEADS_FILE)
+        return
     weights = fold(checkpoint, plan, planned.basis)
     spec, device, dtype = checkpoint.spec, checkpoint.device, request.compute_dtype
     formats = job.formats

@@ -113,7 +113,10 @@ class Job:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of the weights as exported, before compression."""
+        """Bytes of the weights as exported, before compression; 0 where they stay in the
+        checkpoint."""
+        if BACKENDS[self.order.request.backend].hosted:
+            return 0
         from kvlathe.export.model.tensors import stored_shapes
 
         spec, formats = self.checkpoint.spec, self.formats

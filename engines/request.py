@@ -221,6 +221,12 @@ def check(request: BuildRequest) -> None:
             "choose another",
         )
     _check_weights(request)
+    if request.lora and BACKENDS[request.backend].hosted:
+        raise _refused(
+            "--lora",
+            f"{request.backend} runs the checkpoint as it is",
+            "give a checkpoint that the adapter was merged into",
+        )
     if request.tensor_parallel_size > 1 and request.backend != "cuda":
         raise _refused(
             f"--tensor-parallel-size {request.tensor_parallel_size}",

@@ -234,8 +234,9 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
     "--backend",
     default="onnxruntime",
     show_default=True,
-    help="onnxruntime, tensorrt_rtx, tensorrt or cuda; hf writes an ordinary checkpoint "
-    "whose heads are rotated, for any engine that quantizes its cache.",
+    help="onnxruntime, tensorrt_rtx, tensorrt or cuda; vllm writes what vLLM needs to "
+    "cache compressed; hf writes an ordinary checkpoint whose heads are rotated, for any "
+    "engine that quantizes its cache.",
 )
 @click.option(
     "--dtype",

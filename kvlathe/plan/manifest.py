@@ -39,6 +39,7 @@ WEIGHTS_FILE = "model.onnx.data"
 DECODER_FILE = "decoder.json"
 ENGINE_FILE = "model.engine"
 BASIS_FILE = "basis.npz"
+HEADS_FILE = "heads.npz"
 REPORT_FILE = "report.html"
 EVALUATION_FILE = "evaluation.json"
 REPLACEABLE = (EVALUATION_FILE, REPORT_FILE)
@@ -51,6 +52,7 @@ GRAPHS: Mapping[str, tuple[str, ...]] = {
     "tensorrt": (ENGINE_FILE,),
     "tensorrt_rtx": (ENGINE_FILE,),
     "cuda": (DECODER_FILE, WEIGHTS_FILE),
+    "vllm": (HEADS_FILE,),
 }
 """What each backend's engine must hold beside its plan. ONNX Runtime's graphs are named
 by the plan (plan/engine_folder.py)."""

@@ -1,0 +1,142 @@
+"""One layer's share of every bucket's page, for hosts whose pages are of one layer.
+
+A host such as vLLM has one block table for all heads of all layers, and blocks of equal
+bytes in each layer. Its block then holds, of P tokens of a layer, what pages of our
+buckets hold of that layer, bucket after bucket. Full pages are in it. Pages that will be
+sealed are not: 16-bit rows of the newest tokens lie in hot pages beside the blocks.
+
+    block     bucket, bucket, ...   sealed ones, and those that are never sealed
+    hot page  bucket, ...           fresh ones whose full pages are sealed
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.plan.formats import ALIGN
+from kvlathe.plan.layer_table import BUCKET_FORM, LANE_FORM, TABLE_HEADER, layer_table
+from kvlathe.plan.layout import TABLE_COLUMNS, CacheLayout
+from kvlathe.plan.plan import CompressionPlan
+
+Int32 = npt.NDArray[np.int32]
+OFFSETS = slice(TABLE_COLUMNS.index("k"), TABLE_COLUMNS.index("v_meta") + 1)
+"""Columns of a lane table that count bytes from a page's start."""
+
+
+def in_blocks(plan: CompressionPlan) -> tuple[bool, ...]:
+    """Of each bucket: whether a host's blocks hold its pages."""
+    return tuple(not plan.cold(b) for b in range(len(plan.buckets)))
+
+
+def seals(plan: CompressionPlan) -> bool:
+    """Whether there are hot pages."""
+    return not all(in_blocks(plan))
+
+
+def bare(plan: CompressionPlan, projected: Collection[int]) -> CompressionPlan:
+    """The plan where q and k reach attention whole and after RoPE: lanes of which the
+    indices are in ``projected`` are projected, the others are cached as they come."""
+    lanes = []
+    for i, lane in enumerate(plan.lanes):
+        width = plan.model.head_dim
+        lanes.append(
+            dataclasses.replace(
+                lane, input_dim=width, rope="none", planes=(), projected=i in projected
+            )
+        )
+    return dataclasses.replace(plan, lanes=tuple(lanes))
+
+
+@dataclass(frozen=True)
+class LayerBlock:
+    """Of ``layer`` of ``plan``. Bytes count all padding."""
+
+    plan: CompressionPlan
+    layer: int
+
+    @cached_property
+    def _shares(self) -> tuple[tuple[int, int], ...]:
+        """Of each bucket: where the layer's lanes begin in its page, and their bytes."""
+        layout = CacheLayout(self.plan)
+        shares: list[tuple[int, int]] = []
+        for b in range(len(self.plan.buckets)):
+            first = 0
+            total = 0
+            for lane, size in layout.lane_bytes(b).items():
+                if self.plan.lanes[lane].layer != self.layer:
+                    continue
+                if not total:
+                    first = layout.lane_offsets(b, lane).k
+                total += size
+            shares.append((first, total))
+        return tuple(shares)
+
+    @cached_property
+    def bases(self) -> tuple[int, ...]:
+        """Where each bucket's share begins, in bytes from a block's or a hot page's
+        start."""
+        ends = {True: 0, False: 0}
+        bases: list[int] = []
+        for blocked, (_, size) in zip(in_blocks(self.plan), self._shares, strict=True):
+            bases.append(ends[blocked])
+            ends[blocked] += size
+        return tuple(bases)
+
+    def _bytes(self, blocked: bool) -> int:
+        total = 0
+        for held, share in zip(in_blocks(self.plan), self._shares, strict=True):
+            _, size = share
+            if held == blocked:
+                total += size
+        return total
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in a block: whole ones, as hosts count them."""
+        step = math.lcm(ALIGN, self.plan.page_tokens)
+        blocks = -(-self._bytes(True) // step)
+        return blocks * step // self.plan.page_tokens
+
+    @property
+    def block_bytes(self) -> int:
+        return self.token_bytes * self.plan.page_tokens
+
+    @property
+    def hot_bytes(self) -> int:
+        """Bytes of a hot page; 0 where nothing is sealed."""
+        return self._bytes(False)
+
+    def rows(self, bucket: int) -> Int32:
+        """[lanes of the layer there, TABLE_COLUMNS]: the bucket's lane table, counted from
+        a block's or a hot page's start."""
+        layout = CacheLayout(self.plan)
+        table = layout.lane_table(bucket)
+        here = table[:, 0] == self.layer
+        own = table[here]
+        first, _ = self._shares[bucket]
+        own[:, OFFSETS] += self.bases[bucket] - first
+        return np.ascontiguousarray(own)
+
+    def table(self, block_stride: int, hot_stride: int) -> Int32:
+        """The layer table (kvlathe/plan/layer_table.py) of such pages. Strides: bytes
+        from a block, or a hot page, to the next."""
+        table = layer_table(self.plan, self.layer)
+        lanes = len(self.plan.active(self.layer))
+        at = len(TABLE_HEADER) + lanes * len(LANE_FORM)
+        stride_at = BUCKET_FORM.index("page_stride")
+        rows_at = BUCKET_FORM.index("lanes_at")
+        for bucket, held in enumerate(in_blocks(self.plan)):
+            form = table[at : at + len(BUCKET_FORM)]
+            form[stride_at] = block_stride if held else hot_stride
+            rows = self.rows(bucket).reshape(-1)
+            first = form[rows_at]
+            table[first : first + len(rows)] = rows
+            at += len(BUCKET_FORM)
+        return table

@@ -1,0 +1,69 @@
+"""A layer's block holds what our pages hold of the layer, and nothing twice."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvlathe.plan.layer_block import LayerBlock, bare, in_blocks, seals
+from kvlathe.plan.layer_table import layer_table
+from kvlathe.plan.layout import CacheLayout
+from tests.support.block_cases import plan_of
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize("page", [16, 64, 128])
+def test_blocks_of_all_layers_are_the_pages_of_a_plan(page: int, sealed: bool) -> None:
+    plan = plan_of(page, sealed)
+    blocks = [LayerBlock(plan, layer) for layer in range(plan.model.layers)]
+    strides = CacheLayout(plan).page_stride
+    held = in_blocks(plan)
+    assert seals(plan) == sealed
+    of_blocks = sum(
+        size for size, blocked in zip(strides, held, strict=True) if blocked
+    )
+    of_hot = sum(
+        size for size, blocked in zip(strides, held, strict=True) if not blocked
+    )
+    assert sum(block.block_bytes for block in blocks) == of_blocks
+    assert sum(block.hot_bytes for block in blocks) == of_hot
+    assert sum(block.token_bytes for block in blocks) * page == of_blocks
+
+
+@pytest.mark.parametrize("page", [16, 48, 64])
+def test_lanes_of_a_block_lie_apart_and_inside(page: int) -> None:
+    plan = plan_of(page)
+    for layer in range(plan.model.layers):
+        block = LayerBlock(plan, layer)
+        for blocked, end in ((True, block.block_bytes), (False, block.hot_bytes)):
+            taken: list[tuple[int, int]] = []
+            for b, held in enumerate(in_blocks(plan)):
+                if held != blocked:
+                    continue
+                tier = plan.tiers[plan.buckets[b].tier]
+                for row in block.rows(b).tolist():
+                    _, _, rank_k, rank_v, k, k_meta, v, v_meta, *_ = row
+                    taken.append((k, tier.k.data_bytes(rank_k, page)))
+                    taken.append((k_meta, tier.k.meta_bytes(rank_k, page)))
+                    taken.append((v, tier.v.data_bytes(rank_v, page)))
+                    taken.append((v_meta, tier.v.meta_bytes(rank_v, page)))
+            at = 0
+            for start, size in sorted(taken):
+                assert start >= at
+                at = start + size
+            assert at <= end
+        assert block.block_bytes % 128 == 0 and block.block_bytes % page == 0
+
+
+def test_only_places_differ_from_our_own_table() -> None:
+    plan = plan_of(64)
+    block = LayerBlock(plan, 1)
+    ours, theirs = layer_table(plan, 1), block.table(block.block_bytes, block.hot_bytes)
+    assert ours.shape == theirs.shape and (ours != theirs).any()
+    assert (LayerBlock(plan, 1).table(1 << 20, 1 << 20) != theirs).any()
+
+
+def test_a_bare_plan_takes_whole_heads_after_rope() -> None:
+    plan = bare(plan_of(64), range(8))
+    assert {lane.rope for lane in plan.lanes} == {"none"}
+    assert {lane.input_dim for lane in plan.lanes} == {32}
+    assert all(lane.projected for lane in plan.lanes)

@@ -1,0 +1,40 @@
+"""Plans whose layers have unlike blocks, for hosts with a block table of their own."""
+
+from __future__ import annotations
+
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.heads import Lane, ModelShape
+from kvlathe.plan.plan import Bucket, CompressionPlan
+
+HOT = Tier(16, 16)
+
+
+def plan_of(page: int, sealed: bool = True, layers: int = 2) -> CompressionPlan:
+    """Four KV heads of 32 dimensions, two query heads each. Ranks differ by head and
+    layer, and head 2 is answered by head 0. Where pages are sealed, heads 0 and 1 go to 8
+    and 4 bits, and head 3 stays in 16."""
+    shape = ModelShape(layers, 8, 4, 32, 64, 100, 1024)
+    lanes: list[Lane] = []
+    for layer in range(layers):
+        for head in range(4):
+            rank_k, rank_v = ((16, 32), (32, 16))[(layer + head) % 2]
+            if head == 2:
+                removed = Lane(layer, head, 32, 0, 0, rope="none", fill_from=0)
+                lanes.append(removed)
+                continue
+            lanes.append(Lane(layer, head, 32, rank_k, rank_v, "none", (), True))
+    of_head = {h: tuple(4 * layer + h for layer in range(layers)) for h in range(4)}
+    kept = tuple(sorted(of_head[0] + of_head[1] + of_head[3]))
+    if not sealed:
+        return CompressionPlan(
+            shape, tuple(lanes), (HOT,), (Bucket(0, kept),), page, page
+        )
+    tiers = (HOT, Tier(8, 8, group_v=16), Tier(4, 4, "rank", "rank", 16, 16))
+    buckets = (
+        Bucket(0, of_head[0]),
+        Bucket(1, of_head[0], source=0),
+        Bucket(0, of_head[3]),
+        Bucket(0, of_head[1]),
+        Bucket(2, of_head[1], source=3),
+    )
+    return CompressionPlan(shape, tuple(lanes), tiers, buckets, page, page)
