@@ -32,6 +32,7 @@ MAY_SEE: dict[str, set[str]] = {
     "triton": {"base", "plan", "engines", "runtime"},
     "dynamo": {"base", "plan", "engines", "runtime"},
     "frontier": {"base", "plan", "export", "engines", "runtime", "evaluation"},
+    "integrations": {"base", "plan", "runtime"},
 }
 """Which room may import which. kvlathe/cli and what lies beside it may import all."""
 
@@ -97,9 +98,11 @@ HEAVY = {
     "matplotlib",
 }
 """What building an engine takes and running one must not."""
-TORCH_RUNS = re.compile(r"runtime/sessions/torch_cuda/\w+\.py|kvlathe/layers/\w+\.py")
+TORCH_RUNS = re.compile(
+    r"runtime/sessions/torch_cuda/\w+\.py|kvlathe/layers/\w+\.py|integrations/vllm/\S+"
+)
 """But for the backend that is torch, whose modules (and what they share) are imported
-when such an engine is loaded."""
+when such an engine is loaded, and for what vLLM loads."""
 
 METHODS = re.compile(
     r"(?<![a-z])(fdc|zack|hack|zipcache|uncomp|palu|kivi|kvquant|kvzip|h2o|snapkv|keyformer|turboquant|duo)(?![a-z])",
@@ -119,7 +122,8 @@ def sources() -> list[Path]:
         for path in (ROOT / "kvlathe").rglob("*.py")
         if path.relative_to(ROOT).parts[1] not in PARTS
     ]
-    return sorted([*files, *own, ROOT / "build_engine.py"])
+    hosts = (ROOT / "integrations").rglob("*.py")
+    return sorted([*files, *own, *hosts, ROOT / "build_engine.py"])
 
 
 def name_of(path: Path) -> str:

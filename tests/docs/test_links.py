@@ -19,6 +19,7 @@ FOLDERS = (
     "engines",
     "examples",
     "export",
+    "integrations",
     "kvlathe",
     "models",
     "plugins_cpp",

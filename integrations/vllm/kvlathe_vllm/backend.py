@@ -1,0 +1,238 @@
+"""The attention backend: metadata of a step, and attention of a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import KVCacheSpec
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe_vllm.cpu import CpuLayer
+from kvlathe_vllm.hosted import Hosted, hosted
+from kvlathe_vllm.rounds import Int32, Round, Rounds, Step
+
+_rounds: dict[tuple[str, int], Rounds] = {}
+"""Of this process: vLLM makes a builder for each kind of layer."""
+
+
+class KvlatheBackend(AttentionBackend):
+    supported_dtypes: ClassVar = [torch.float32, torch.float16, torch.bfloat16]
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[KvlatheImpl]:
+        return KvlatheImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[KvlatheBuilder]:
+        return KvlatheBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int]:
+        """The plan's page: larger blocks of vLLM are divided."""
+        return [hosted().plan.page_tokens]
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[object, ...]:
+        """Blocks of a layer as they lie, whatever is between them."""
+        from vllm.v1.kv_cache_layout import KVCacheLayout
+
+        return KVCacheLayout.LBHNC, KVCacheLayout.BLHNC
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        """Asked by vLLM before 0.27: see patch.py."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+
+@dataclass
+class KvlatheMetadata(AttentionMetadata):
+    """``tokens`` of the step, padding aside."""
+
+    tokens: int
+    rounds: list[Round]
+
+
+class KvlatheBuilder(AttentionMetadataBuilder[KvlatheMetadata]):
+    def __init__(
+        self,
+        kv_cache_spec: KVCacheSpec,
+        layer_names: list[str],
+        vllm_config: VllmConfig,
+        device: torch.device,
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        engine = hosted(vllm_config.additional_config)
+        _check(engine, vllm_config)
+        count = vllm_config.scheduler_config.max_num_seqs
+        key = (str(engine.folder), count)
+        if key not in _rounds:
+            _rounds[key] = Rounds(engine.plan, count)
+        self.rounds = _rounds[key]
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> KvlatheMetadata:
+        m = common_attn_metadata
+        count = m.num_reqs
+        starts = _numbers(m.query_start_loc_cpu)[: count + 1]
+        lengths = _numbers(m.seq_lens)[:count]
+        page = self.rounds.plan.page_tokens
+        longest = int(lengths.max(initial=1))
+        pages = (longest + page - 1) // page
+        table = m.block_table_tensor[:count, :pages]
+        step = Step(starts, lengths, _numbers(table))
+        rounds = self.rounds.of(step)
+        return KvlatheMetadata(m.num_actual_tokens, rounds)
+
+
+def _numbers(tensor: Tensor) -> Int32:
+    """A copy on the host: vLLM writes the next step into its own."""
+    return tensor.cpu().numpy().astype(np.int32)
+
+
+def _check(engine: Hosted, config: VllmConfig) -> None:
+    """Refuse what would give wrong answers."""
+    parallel, model = config.parallel_config, config.model_config
+    fact = "vLLM cannot run so with compressed blocks"
+    if parallel.tensor_parallel_size > 1:
+        reason = "heads have unlike bytes, and every rank needs equal blocks"
+        raise KvlatheError(fact, reason, "start it with --tensor-parallel-size 1")
+    if config.speculative_config is not None:
+        reason = "a page that is sealed cannot lose tokens again"
+        raise KvlatheError(fact, reason, "leave out --speculative-config")
+    shape = (
+        model.get_num_layers(parallel),
+        model.get_num_attention_heads(parallel),
+        model.get_num_kv_heads(parallel),
+        model.get_head_size(),
+    )
+    engine.check_model(shape, model.model)
+
+
+class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
+    """Attention of one layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        if alibi_slopes is not None or kv_sharing_target_layer_name is not None:
+            raise KvlatheError(
+                "this model's cache cannot be compressed here",
+                "it has ALiBi, or layers that share a cache",
+                "serve it without --attention-backend CUSTOM",
+            )
+        self.num_heads = num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype = kv_cache_dtype
+        self.sliding_window = sliding_window
+        self.softcap = logits_soft_cap or 0.0
+        self.sinks = sinks
+        config = get_current_vllm_config()
+        self.engine = hosted(config.additional_config)
+        self.sequences = config.scheduler_config.max_num_seqs
+        self.layer: CpuLayer | None = None
+
+    def forward(
+        self,
+        layer: Attention,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: KvlatheMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """q, k, v, output [T, heads, d]. Without metadata vLLM measures its memory."""
+        if attn_metadata is None:
+            return output.zero_()
+        own = self._layer(layer, kv_cache)
+        rows = slice(0, attn_metadata.tokens)
+        o = own.run(
+            query[rows],
+            key[rows],
+            value[rows],
+            attn_metadata.rounds,
+            self._sinks(own),
+            self.softcap,
+        )
+        output[rows] = o.to(output.dtype)
+        return output
+
+    def _layer(self, layer: Attention, kv_cache: Tensor) -> CpuLayer:
+        """Made when vLLM has given the layer its blocks, and again for other ones."""
+        own = self.layer
+        if own is None or own.span.blocks != kv_cache.data_ptr():
+            index = extract_layer_index(layer.layer_name)
+            sizes = (kv_cache, self.sequences, self.scale)
+            own = _layer_class(kv_cache)(self.engine, index, *sizes)
+            self.layer = own
+        return own
+
+    def _sinks(self, own: CpuLayer) -> Tensor | None:
+        """[H, G] float32 of the kept lanes."""
+        if self.sinks is None:
+            return None
+        every = self.sinks.float().reshape(self.num_kv_heads, -1)
+        return every[own.heads.kept].contiguous()
+
+
+def _layer_class(kv_cache: Tensor) -> type[CpuLayer]:
+    """What attends blocks where they are."""
+    if kv_cache.device.type != "cpu":
+        raise KvlatheError(
+            f"blocks on {kv_cache.device} cannot be attended",
+            "the plugin calls the CPU kernels alone",
+            "run vLLM on a CPU, or build with --backend cuda and kvlathe serve",
+        )
+    return CpuLayer

@@ -1,0 +1,122 @@
+"""The engine that vLLM hosts: a folder of ``kvlathe build --backend vllm``, opened once a
+process. No vLLM and no torch here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.engine_folder import open_engine
+from kvlathe.plan.heads import Lane, ModelShape
+from kvlathe.plan.layer_block import LayerBlock, bare, seals
+from kvlathe.plan.manifest import HEADS_FILE
+from kvlathe.plan.plan import CompressionPlan
+
+VARIABLE = "KVLATHE_VLLM"
+"""Names the folder. ``--additional-config '{"kvlathe": FOLDER}'`` does, too."""
+OPTION = "kvlathe"
+Float32 = npt.NDArray[np.float32]
+Matrices = Mapping[str, Float32]
+"""Of one head, by the names of export/folding/host_heads.py; empty: it stays as it is."""
+
+
+@dataclass(frozen=True)
+class Hosted:
+    """``plan``: as pages of vLLM hold it, with q and k whole and after RoPE. ``heads``: of
+    (layer, KV head)."""
+
+    folder: Path
+    plan: CompressionPlan
+    heads: Mapping[tuple[int, int], Matrices]
+
+    @cached_property
+    def blocks(self) -> tuple[LayerBlock, ...]:
+        """Of each layer."""
+        layers = range(self.plan.model.layers)
+        return tuple(LayerBlock(self.plan, layer) for layer in layers)
+
+    @property
+    def seals(self) -> bool:
+        return seals(self.plan)
+
+    def matrices(self, lane: Lane) -> Matrices:
+        return self.heads.get((lane.layer, lane.head), {})
+
+    def check_model(self, shape: tuple[int, int, int, int], served: str) -> None:
+        """``shape``: layers, query heads, KV heads and dimensions of the model ``served``.
+        Raises KvlatheError where the plan is for another."""
+        model = self.plan.model
+        own = _shape_of(model)
+        if shape != own:
+            raise KvlatheError(
+                f"{self.folder} is no plan for {served}",
+                f"it is for (layers, query heads, KV heads, dimensions) {own}, and the "
+                f"model has {shape}",
+                "build one with --backend vllm from the checkpoint that vLLM serves",
+            )
+
+
+def _shape_of(model: ModelShape) -> tuple[int, int, int, int]:
+    return model.layers, model.query_heads, model.kv_heads, model.head_dim
+
+
+def open_hosted(folder: Path) -> Hosted:
+    """Raises KvlatheError for a folder that was built for something else, or changed."""
+    engine = open_engine(folder)
+    if engine.manifest.backend != "vllm":
+        raise KvlatheError(
+            f"the engine {folder} was built for {engine.manifest.backend}",
+            "vLLM runs plans and bases beside its own checkpoint",
+            "build it with --backend vllm",
+        )
+    heads = _read_heads(folder / HEADS_FILE)
+    width = engine.plan.model.kv_heads
+    projected = [
+        layer * width + head for (layer, head), own in heads.items() if "q" in own
+    ]
+    return Hosted(folder, bare(engine.plan, projected), heads)
+
+
+def _read_heads(path: Path) -> dict[tuple[int, int], Matrices]:
+    heads: dict[tuple[int, int], dict[str, Float32]] = {}
+    with np.load(path, allow_pickle=False) as arrays:
+        for name in arrays.files:
+            layer, head, matrix = name.split(".")
+            at = (int(layer), int(head))
+            if at not in heads:
+                heads[at] = {}
+            heads[at][matrix] = arrays[name]
+    return dict(heads)
+
+
+_opened: dict[Path, Hosted] = {}
+
+
+def named(options: Mapping[str, object] | None = None) -> Path | None:
+    """The folder that ``options`` (vLLM's additional config) or the environment name."""
+    given = (options or {}).get(OPTION) or os.environ.get(VARIABLE)
+    return Path(str(given)) if given else None
+
+
+def hosted(options: Mapping[str, object] | None = None) -> Hosted:
+    """The engine of this process: the one that was opened, where none is named here.
+    Raises KvlatheError where nothing names one."""
+    folder = named(options)
+    if folder is None and _opened:
+        folder = next(iter(_opened))
+    if folder is None:
+        raise KvlatheError(
+            "vLLM was not told which engine to host",
+            f"neither {VARIABLE} nor --additional-config names one",
+            f"start it with {VARIABLE}=FOLDER of kvlathe build --backend vllm",
+        )
+    if folder not in _opened:
+        _opened[folder] = open_hosted(folder)
+    return _opened[folder]

@@ -1,0 +1,77 @@
+"""Where vLLM is told of the backend, and of the bytes of each layer's blocks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe_vllm.hosted import hosted, named
+
+BACKEND = "kvlathe_vllm.backend.KvlatheBackend"
+NAME = "CUSTOM"
+
+
+def install() -> None:
+    """``--attention-backend CUSTOM`` is ours; where vLLM knows one backend alone, as on
+    CPUs, ours takes its place if the environment names an engine."""
+    if getattr(Attention, "kvlathe_installed", False):
+        return
+    Attention.kvlathe_installed = True
+    register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    if current_platform.is_cpu() and named() is not None:
+        register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
+    _sizes_by_layer()
+
+
+def _sizes_by_layer() -> None:
+    """vLLM asks a backend for bytes without naming the layer, so the layer is asked."""
+    before = Attention.get_kv_cache_spec
+
+    def get_kv_cache_spec(self: Attention, vllm_config: VllmConfig) -> KVCacheSpec:
+        spec = before(self, vllm_config)
+        if self.attn_backend.get_name() != NAME:
+            return spec
+        return _spec(self.layer_name, spec, vllm_config)
+
+    Attention.get_kv_cache_spec = get_kv_cache_spec
+
+
+def _spec(layer_name: str, spec: KVCacheSpec, config: VllmConfig) -> KVCacheSpec:
+    """The layer's blocks as raw bytes. Raises KvlatheError for what a plan cannot be."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    engine = hosted(config.additional_config)
+    if type(spec) is not FullAttentionSpec:
+        raise KvlatheError(
+            f"{layer_name} cannot have compressed blocks",
+            f"vLLM gives it a {type(spec).__name__}",
+            "serve a model whose layers all attend every token",
+        )
+    page = engine.plan.page_tokens
+    if spec.block_size % page:
+        raise KvlatheError(
+            f"blocks of {spec.block_size} tokens hold no whole pages",
+            f"the plan's pages have {page}",
+            f"start vLLM with --block-size {page}",
+        )
+    block = engine.blocks[extract_layer_index(layer_name)]
+    return dataclasses.replace(spec, **_raw(block.token_bytes))
+
+
+def _raw(token_bytes: int) -> dict[str, object]:
+    """Fields of a spec whose block is so many bytes a token. vLLM before 0.27 counts K
+    and V of one head."""
+    names = {field.name for field in dataclasses.fields(FullAttentionSpec)}
+    if "state_content_bytes" in names:
+        packed = {"num_head_slots": 1, "state_content_bytes": token_bytes}
+        return {"dtype": torch.uint8, **packed}
+    half = token_bytes // 2
+    packed = {"num_kv_heads": 1, "head_size": half, "head_size_v": half}
+    return {"dtype": torch.uint8, **packed}

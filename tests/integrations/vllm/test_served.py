@@ -1,0 +1,192 @@
+"""vLLM itself with our pages, over its HTTP: the texts of our engine of the same plan, and
+the tokens that the plan promises.
+
+`scripts/vllm_env.sh` makes the environment; KVLATHE_VLLM_PYTHON names another one's Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.text.sampling_params import SamplingParams
+from kvlathe.tasks.tasks import FolderEncoder
+
+pytest.importorskip("torch")
+from kvlathe.engines.build import BuildRequest, build
+from kvlathe.plan.engine_folder import open_engine
+
+pytestmark = pytest.mark.nightly
+ROOT = Path(__file__).resolve().parents[3]
+MODEL = ROOT / "models/lathe-5m"
+PYTHON = Path(os.environ.get("KVLATHE_VLLM_PYTHON", ROOT / ".vllm/bin/python"))
+GIB = 1 << 30
+NEW = 60
+Ids = Sequence[int]
+
+
+@dataclass
+class Server:
+    """vLLM on loopback, and what it has said."""
+
+    port: int
+    log: Path
+
+    def complete(self, prompts: Sequence[Ids], **options: object) -> list[Ids]:
+        """Greedy answers as token ids."""
+        asked = {
+            "model": "served",
+            "prompt": [list(ids) for ids in prompts],
+            "max_tokens": NEW,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            **options,
+        }
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            json.dumps(asked).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            choices = json.load(answer)["choices"]
+        ordered = sorted(choices, key=lambda choice: choice["index"])
+        return [choice["token_ids"] for choice in ordered]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of its whole cache."""
+        found = re.search(r"KV cache size: ([\d,]+) tokens", self.log.read_text())
+        assert found is not None
+        return int(found[1].replace(",", ""))
+
+
+@contextlib.contextmanager
+def serving(engine: Path, folder: Path, *options: str) -> Generator[Server]:
+    """The server of one engine, ended with its workers."""
+    if not PYTHON.exists():
+        pytest.skip(f"{PYTHON} is missing: run scripts/vllm_env.sh")
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "integrations/vllm")]),
+        "KVLATHE_VLLM": str(engine),
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(MODEL), "--served-model-name", "served"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    command += ["--attention-backend", "CUSTOM", "--enforce-eager"]
+    command += ["--max-model-len", "2048", "--max-num-seqs", "8", *options]
+    log = folder / f"{port}.log"
+    with log.open("w") as said:
+        process = subprocess.Popen(
+            command, env=environment, stdout=said, stderr=said, start_new_session=True
+        )
+        try:
+            _wait(process, port, log)
+            yield Server(port, log)
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(30)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    for _ in range(600):
+        assert process.poll() is None, log.read_text()[-4000:]
+        with contextlib.suppress(OSError):
+            url = f"http://127.0.0.1:{port}/health"
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        time.sleep(0.5)
+    raise AssertionError(log.read_text()[-4000:])
+
+
+def prompts() -> list[Ids]:
+    """Of unlike lengths; two share 256 tokens, and one ends with a page."""
+    encoder = FolderEncoder(MODEL)
+    lines = (ROOT / "data/eval_text.jsonl").read_text("utf-8").splitlines()
+    texts = [json.loads(line)["text"] for line in lines[:6]]
+    ids = [list(encoder.encode(text)) for text in texts]
+    lengths = (3, 64, 200, 641, 130, 1000)
+    cut = [one[:size] for one, size in zip(ids, lengths, strict=True)]
+    return [*cut, [*ids[3][:256], *ids[4][:90]]]
+
+
+def built(folder: Path, compression: str, backend: str) -> Path:
+    rate = 0.15 if "fdc" in compression else None
+    request = BuildRequest(
+        MODEL,
+        folder / backend,
+        compression,
+        backend=backend,
+        prefill_chunk=64,
+        max_batch_size=8,
+        removal_rate=rate,
+    )
+    return build(request)
+
+
+@pytest.mark.parametrize("compression", ["none", "hack:bits=4", "fdc+hack:bits=8"])
+def test_vllm_writes_what_our_engine_writes(compression: str, tmp_path: Path) -> None:
+    """Greedy, in chunks of 100 tokens that fit no page, then again with every prefix
+    cached. Noise of the last digits may turn one answer of seven at a tie."""
+    asked = prompts()
+    ours, theirs = (built(tmp_path, compression, x) for x in ("onnxruntime", "vllm"))
+    plan = open_engine(ours).plan
+    assert plan.digest == open_engine(theirs).plan.digest
+    params = SamplingParams(max_new_tokens=NEW, temperature=0, ignore_eos=True)
+    with LLM.load(ours, threads=1) as llm:
+        wanted = [list(answer.token_ids) for answer in llm.generate(asked, params)]
+    options = ("--max-num-batched-tokens", "100", "--enable-chunked-prefill")
+    with serving(theirs, tmp_path, *options) as server:
+        first, again = server.complete(asked), server.complete(asked)
+        tokens = server.tokens
+        hits = server.log.read_text()
+    assert first == again
+    unlike = sum(one != two for one, two in zip(first, wanted, strict=True))
+    assert unlike <= 1
+    promised = GIB / open_engine(theirs).manifest.kv_bytes.per_token
+    assert promised * 0.999 < tokens <= promised
+    assert "Traceback" not in hits
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        (("--block-size", "32"), "hold no whole pages.*--block-size 64"),
+        (
+            ("--speculative-config", '{"method":"ngram","num_speculative_tokens":2}'),
+            "a page that is sealed cannot lose tokens",
+        ),
+    ],
+)
+def test_vllm_refuses_in_words(
+    option: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    theirs = built(tmp_path, "hack:bits=4", "vllm")
+    with pytest.raises(AssertionError) as ended, serving(theirs, tmp_path, *option):
+        pass
+    log = next(tmp_path.glob("*.log")).read_text()
+    assert re.search(words, log), str(ended.value)
