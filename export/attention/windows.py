@@ -42,6 +42,14 @@ class LaneWindows:
         before_window = tokens[:, None] < first[:, :, None]
         return after_sink & before_window
 
+    def of(self, head: int) -> LaneWindows:
+        """That of one lane."""
+        own = slice(head, head + 1)
+        sink = self.sink[own]
+        recent = self.recent[own]
+        exact = self.exact[own]
+        return LaneWindows(sink, recent, exact, self.page_tokens)
+
 
 def window_tables(
     plan: CompressionPlan, layer: int

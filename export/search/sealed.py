@@ -27,6 +27,7 @@ from kvlathe.export.attention.softmax_state import SoftmaxState, capped
 from kvlathe.export.attention.step import StepTensors
 from kvlathe.export.attention.windows import NEVER, LaneWindows
 from kvlathe.export.model.decoder import Decoder
+from kvlathe.export.search.fused import LaneTokens
 from kvlathe.plan.codec import FITS, TWO_255THS, nearest_codes
 from kvlathe.plan.formats import NORMAL_TOP, Format, Tier
 from kvlathe.plan.heads import Lane
@@ -96,6 +97,8 @@ class SealedAttend(AttendLayer):
     def _sequence(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One sequence, as ``_uncached``: each token's own page, then the sealed ones
         before it, so many queries at a time that SCORES_AT_ONCE holds."""
+        if self.is_plain:
+            return self._fused(q, k, v)
         page = self.plan.page_tokens
         tokens = k.shape[1]
         softcap = self.plan.model.softcap
@@ -114,6 +117,24 @@ class SealedAttend(AttendLayer):
             old = self._earlier(queries[:, :, rows], keys, values, start)
             outputs.append(_rows(fresh, rows).merge(old).out)
         return torch.cat(outputs, 2)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether attention is one softmax over numbers as they are read back."""
+        by_codes = any(tier.arithmetic != "float" for tier in self.plan.tiers)
+        return self.plan.model.shifts and not by_codes
+
+    def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """``_sequence`` lane by lane."""
+        page = self.plan.page_tokens
+        whole = (k.shape[1] - 1) // page * page
+        outputs = []
+        for head, seal in enumerate(self.seals):
+            sealed = seal(k[head, :whole], v[head, :whole])
+            window = self.windows and self.windows.of(head)
+            lane = LaneTokens(k[head], v[head], *sealed, page, window)
+            outputs.append(lane.attended(q[head]))
+        return torch.stack(outputs)
 
     def _as_read(
         self, q: Tensor, k: Tensor, v: Tensor

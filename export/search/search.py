@@ -28,6 +28,7 @@ from kvlathe.export.methods.options import Options
 from kvlathe.export.methods.variants import EXACT, Variant, removed
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
+from kvlathe.export.search.remembered import Scores
 from kvlathe.export.search.sealed import reading
 from kvlathe.tasks import tasks
 
@@ -46,8 +47,8 @@ RESOLUTION = 0.01
 """Bisection stops when the best ratio is known to this fraction of the uncompressed
 bytes."""
 
-BESIDE = (0.2, 0.4)
-"""Where between their ends variants are scored that only stand beside others."""
+BESIDE = 0.4
+"""Where between its ends a variant is scored that only stands beside others."""
 
 SCHEMA = 2
 """Of the remembered scores."""
@@ -167,42 +168,6 @@ def says(oracle: tasks.LogitsOracle, window: Sequence[int]) -> npt.NDArray[np.in
     return oracle.logits(window, rows).argmax(-1)
 
 
-@dataclass
-class Scores:
-    """Scores by the ratio asked for, remembered in ``path`` (None: only here)."""
-
-    path: Path | None
-    known: dict[str, float] = field(default_factory=dict)
-
-    @classmethod
-    def open(cls, folder: Path | None, key: str) -> Scores:
-        path = None if folder is None else folder / f"{key}.json"
-        if path is None or not path.is_file():
-            return cls(path)
-        try:
-            entries = json.loads(path.read_text("utf-8")).items()
-            return cls(path, {str(name): float(value) for name, value in entries})
-        except (OSError, ValueError, AttributeError):
-            log.warning(
-                "the remembered scores %s are damaged and will be measured again", path
-            )
-            return cls(path)
-
-    def get(self, name: str, measure: Callable[[], float]) -> float:
-        if name not in self.known:
-            self.known[name] = measure()
-            self._write()
-        return self.known[name]
-
-    def _write(self) -> None:
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self.path.with_suffix(".tmp")
-        fresh.write_text(json.dumps(self.known, indent=1), "utf-8")
-        fresh.replace(self.path)
-
-
 # -- the search ------------------------------------------------------------------------
 @dataclass
 class Searcher:
@@ -266,7 +231,7 @@ def search(
 
     Perplexity scores by its inverse: accuracy 0.99 allows a ratio of 1 / 0.99.
     ``remembered``: a folder for scores. ``known_by``: what they depend on beside the
-    exam. ``beside``: scored at BESIDE for comparison. The measured points are the
+    exam. ``beside``: scored at one size of each request for comparison. The measured points are the
     plan's notes["curve"]. Raises KvlatheError, naming the best there is, if
     nothing can be removed.
     """
@@ -281,9 +246,8 @@ def search(
         _refuse(searcher, accuracy, baseline)
     ratio, chosen = best
     gentlest = min(variant.least for variant in variants)
-    for variant in beside:
-        for beside_ratio in _shown(variant, gentlest):
-            searcher.score(variant, beside_ratio)
+    for variant, beside_ratio in _shown(beside, gentlest):
+        searcher.score(variant, beside_ratio)
     plan, basis = chosen.plan(ratio)
     curve = _curve(searcher, accuracy, baseline) | {"of": chosen.of}
     return dataclasses.replace(plan, notes=plan.notes | {"curve": curve}), basis
@@ -299,6 +263,8 @@ def _best(
         least = variant.least
         if best is not None:
             least = max(least, best[0] + RESOLUTION)
+            if least > variant.most or searcher.score(variant, least) < needed:
+                continue
         ratio = largest(
             lambda ratio, of=variant: searcher.score(of, ratio),
             needed,
@@ -319,15 +285,25 @@ def _require_score(baseline: float, exam: Exam) -> None:
         )
 
 
-def _shown(variant: Variant, gentlest: float) -> list[float]:
-    """Where to score a variant that stands beside others. What has one size is left out
-    if it is larger than all of theirs: it loses next to nothing, and scoring it takes
-    as long as any.
+def _shown(variants: Sequence[Variant], gentlest: float) -> list[tuple[Variant, float]]:
+    """Where to score what stands beside others: of each request one size, the middle
+    one.
+
+    What has one size is left out if it is larger than all of theirs: it loses next to
+    nothing, and scoring it takes as long as any.
     """
-    if variant.least == variant.most:
-        return [variant.least] if variant.least > gentlest + EXACT else []
-    width = variant.most - variant.least
-    return [variant.least + share * width for share in BESIDE]
+    sizes: dict[str, list[tuple[Variant, float]]] = {}
+    for variant in variants:
+        width = variant.most - variant.least
+        ratio = variant.least + BESIDE * width
+        if width > 0 or ratio > gentlest + EXACT:
+            sizes.setdefault(variant.of, []).append((variant, ratio))
+    shown = []
+    for of_request in sizes.values():
+        by_ratio = sorted(of_request, key=lambda size: size[1])
+        middle = (len(by_ratio) - 1) // 2
+        shown.append(by_ratio[middle])
+    return shown
 
 
 def largest(
@@ -339,11 +315,11 @@ def largest(
 ) -> float | None:
     """The largest ratio in [least, most], to ``resolution``, found to score at least
     ``needed``, by bisection; None if ``least`` does not. A ratio of 0 always does.
+
+    The ends are scored last, and only where nothing between them has decided.
     """
-    if least > most or (least > EXACT and score_at(least) < needed):
+    if least > most:
         return None
-    if most > least and score_at(most) >= needed:
-        return most
     low, high = least, most
     while high - low > resolution:
         middle = (low + high) / 2
@@ -351,7 +327,10 @@ def largest(
             low = middle
         else:
             high = middle
-    return low
+    if low == least and least > EXACT and score_at(least) < needed:
+        return None
+    reaches_end = high == most > least and score_at(most) >= needed
+    return most if reaches_end else low
 
 
 def _refuse(searcher: Searcher, accuracy: float, baseline: float) -> NoReturn:

@@ -35,6 +35,17 @@ def test_bisection_finds_the_edge(edge: float, most: float) -> None:
     assert (floor is None) == (edge < most / 2)
 
 
+def test_ends_are_not_scored_where_the_middle_decides() -> None:
+    asked: list[float] = []
+
+    def score_at(ratio: float) -> float:
+        asked.append(ratio)
+        return float(ratio <= 0.6)
+
+    assert search.largest(score_at, 1.0, 0.2, 0.9, 0.01) == pytest.approx(0.6, abs=0.01)
+    assert len(asked) == 7 and not {0.2, 0.9} & set(asked)
+
+
 @pytest.fixture(scope="module")
 def lathe() -> tuple[Checkpoint, Stats]:
     checkpoint = Checkpoint(LATHE)

@@ -1,0 +1,111 @@
+"""Attention of one lane over one whole sequence by a fused kernel: every token sees its
+own page as it is, and every earlier page as it is sealed.
+
+Both are one list of keys, so it is one softmax. Queries come in blocks. What none of a
+block sees is not read: that is most of a long sequence, where the lane has a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvlathe.export.attention.windows import LaneWindows
+
+QUERIES = 512
+"""Of a block, rounded to whole pages."""
+
+
+@dataclass(frozen=True)
+class LaneTokens:
+    """k [T, Rk] and v [T, Rv] of one lane; ``sealed_k`` and ``sealed_v``, the same of
+    its whole pages as they are read back; ``window`` of this lane, or None."""
+
+    k: Tensor
+    v: Tensor
+    sealed_k: Tensor
+    sealed_v: Tensor
+    page: int
+    window: LaneWindows | None
+
+    def attended(self, q: Tensor) -> Tensor:
+        """q [G, T, Rk], scaled -> [G, T, Rv]. Widths are evened out, which fused kernels
+        want."""
+        group = q.shape[0]
+        rank_v = self.v.shape[-1]
+        width = max(q.shape[-1], rank_v)
+        q = _padded(q, width)
+        outputs: list[Tensor] = []
+        for block in self._blocks(q.shape[1]):
+            k, v, seen = self._seen_by(block)
+            k = _padded(k, width)
+            v = _padded(v, width)
+            of_queries = q[None, :, block]
+            out = F.scaled_dot_product_attention(
+                of_queries,
+                k.expand(1, group, -1, -1),
+                v.expand(1, group, -1, -1),
+                seen[None, None],
+                scale=1.0,
+            )
+            own = out[0, ..., :rank_v]
+            outputs.append(own)
+        return torch.cat(outputs, 1)
+
+    def _blocks(self, tokens: int) -> Iterator[Tensor]:
+        pages = max(1, QUERIES // self.page)
+        size = pages * self.page
+        places = torch.arange(tokens, device=self.k.device)
+        return iter(places.split(size))
+
+    def _seen_by(self, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values for the queries at these places, and which each one sees, [Q,
+        N]. The block's own tokens come last."""
+        last = int(queries[-1])
+        whole = last // self.page * self.page
+        earlier = self._earlier(queries, whole)
+        sealed_k = self.sealed_k[earlier]
+        sealed_v = self.sealed_v[earlier]
+        k = torch.cat([sealed_k, self.k[queries]])
+        v = torch.cat([sealed_v, self.v[queries]])
+        rows = queries[:, None]
+        places = torch.cat([earlier, queries])
+        hidden = self._hidden(queries, places)
+        own_page = rows // self.page
+        of_page = places // self.page
+        in_earlier = of_page < own_page
+        in_own = of_page == own_page
+        count = len(earlier)
+        in_earlier[:, count:] = False
+        in_own[:, :count] = False
+        seen = in_earlier | in_own
+        seen &= places <= rows
+        seen &= ~hidden
+        return k, v, seen
+
+    def _earlier(self, queries: Tensor, whole: int) -> Tensor:
+        """Places below ``whole`` that any of the queries sees: windows only move on, so
+        the first query sees farthest back."""
+        places = torch.arange(whole, device=queries.device)
+        first = queries[:1]
+        hidden = self._hidden(first, places)
+        seen = ~hidden[0]
+        return places[seen]
+
+    def _hidden(self, queries: Tensor, places: Tensor) -> Tensor:
+        """[Q, N] behind the lane's window."""
+        if self.window is None:
+            shape = len(queries), len(places)
+            return torch.zeros(shape, dtype=torch.bool, device=places.device)
+        of_queries = queries[None]
+        of_places = places[None]
+        return self.window.hidden(of_queries, of_places)[0]
+
+
+def _padded(x: Tensor, width: int) -> Tensor:
+    missing = width - x.shape[-1]
+    return F.pad(x, (0, missing))
