@@ -124,13 +124,19 @@ class Priced:
     # -- one choice of formats and windows ---------------------------------------------
     def _within(self, allowed: Allowed, budget: int) -> Assignment | None:
         """The knapsack over what is allowed; None where nothing fits."""
-        fronts = [self._front(lane, allowed) for lane in range(self.lanes)]
-        width = max(len(front) for front in fronts)
-        padded = np.stack([_padded(front, width) for front in fronts])
-        loss, cost = padded[..., 0], padded[..., 1].astype(np.int64)
-        if cost.min(-1).sum() > budget:
+        every = range(self.lanes)
+        fronts = [self._front(lane, allowed) for lane in every]
+        width = max(map(len, fronts))
+        rows = [_padded(front, width) for front in fronts]
+        padded = np.stack(rows)
+        loss = padded[..., 0]
+        sizes = padded[..., 1]
+        cost = sizes.astype(np.int64)
+        least = cost.min(-1)
+        if least.sum() > budget:
             return None
-        units = max(UNITS, 100 * self.lanes)
+        enough = 100 * self.lanes
+        units = max(UNITS, enough)
         picks = allocate.cheapest(loss, cost, budget, units)
         lanes = np.arange(self.lanes)
         picked = padded[lanes, picks].astype(np.int64)
@@ -142,17 +148,26 @@ class Priced:
         first: rows of loss, bytes, K's option, V's option, rule."""
         ways = []
         for k, v in allowed.pairs:
+            row = self.lanes + lane
             keys = self._side_front(lane, k)
-            values = self._side_front(self.lanes + lane, v)
-            pairs = np.array(list(itertools.product(keys, values)))
+            values = self._side_front(row, v)
+            both = itertools.product(keys, values)
+            pairs = np.array(list(both))
             of_k, of_v = pairs.T
-            loss = self.loss[lane, of_k] + self.loss[self.lanes + lane, of_v]
-            sizes = self.grid.bytes[of_k] + self.grid.bytes[of_v]
+            loss_k = self.loss[lane, of_k]
+            loss_v = self.loss[row, of_v]
+            loss = loss_k + loss_v
+            bytes_k = self.grid.bytes[of_k]
+            bytes_v = self.grid.bytes[of_v]
+            sizes = bytes_k + bytes_v
             for rule in allowed.rules:
-                whole = loss + self.window_loss[lane, rule]
+                of_window = self.window_loss[lane, rule]
+                whole = loss + of_window
                 cost = sizes[:, rule]
                 which = np.full(len(loss), rule)
-                ways.append(np.stack([whole, cost, of_k, of_v, which], 1))
+                columns = [whole, cost, of_k, of_v, which]
+                way = np.stack(columns, 1)
+                ways.append(way)
         return _pareto(np.concatenate(ways))
 
     def _side_front(self, row: int, form: int) -> Places:

@@ -66,16 +66,24 @@ def made(
         rank_k, k = grid.options[option_k]
         rank_v, v = grid.options[option_v]
         tier = _tier(k, v, grid.page_tokens)
-        tokens = own.get(lane.layer) or grid.rules[rule]
-        members.setdefault((tier, tokens), []).append(index)
-        cut, basis[lane.layer, lane.head] = _cut(lane, rank_k, rank_v, grid)
+        chosen = grid.rules[rule]
+        tokens = own.get(lane.layer) or chosen
+        kind = tier, tokens
+        of_kind = members.setdefault(kind, [])
+        of_kind.append(index)
+        at = lane.layer, lane.head
+        cut, turned = _cut(lane, rank_k, rank_v, grid)
+        basis[at] = turned
         lanes.append(cut)
     cold = dict.fromkeys(tier for tier, _ in members)
     tiers = (hot, *cold)
-    buckets = [Bucket(0, tuple(range(len(lanes))))]
+    every = range(len(lanes))
+    fresh = Bucket(0, tuple(every))
+    buckets = [fresh]
     for (tier, tokens), of_kind in members.items():
         place = tiers.index(tier, 1)
-        bucket = Bucket(place, tuple(of_kind), source=0, tokens=tokens)
+        held = tuple(of_kind)
+        bucket = Bucket(place, held, source=0, tokens=tokens)
         buckets.append(bucket)
     return Chosen(tuple(lanes), basis, tiers, tuple(buckets))
 
