@@ -143,6 +143,10 @@ def rows(options: argparse.Namespace) -> Iterator[Mapping[str, object]]:
             for share, shape in zip(
                 options.shares, shapes(gpus, options.shares, link), strict=True
             ):
+                if options.users:
+                    carried = kept(engine, shape, load, options.users, limits)
+                    users[str(shape)] = options.users if carried else 0
+                    continue
                 guess = gpus * a_gpu.get(share, 50.0)
                 step = KNOWN if share in a_gpu else UNKNOWN
                 found = most_users(engine, shape, load, limits, guess, step)
@@ -173,6 +177,7 @@ def main() -> None:
     add("--shares", nargs="+", type=float, default=[0, 0.5, 0.625, 0.75, 0.875])
     add("--links", nargs="+", type=float, default=[10, 100, 400], metavar="GBIT")
     add("--hits", nargs="+", type=float, default=[0, 0.5])
+    add("--users", type=int, help="say whether so many are carried; search none")
     add("--interval", type=float, default=60)
     add("--first", type=float, default=2)
     add("--per-token", type=float, default=0.025)

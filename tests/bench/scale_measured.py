@@ -23,6 +23,7 @@ import re
 import statistics
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -77,6 +78,8 @@ class Case:
 
     def step_rows(self) -> list[Row]:
         """What steps take as clients see it, while all servers are asked the same."""
+        if self.handed is not None:
+            return split_steps(self.urls[0], self.seeds)
         with ThreadPoolExecutor(len(self.urls)) as threads:
             found = threads.map(steps_of, self.urls, itertools.repeat(self.seeds))
             return [row for rows in found for row in rows]
@@ -125,10 +128,47 @@ def first_token(url: str, size: int, seed: int) -> float:
 
 
 def steps_of(url: str, seeds: Iterator[int]) -> list[Row]:
+    return prompt_rows(url, seeds) + decode_rows(url, seeds)
+
+
+def split_steps(url: str, seeds: Iterator[int]) -> list[Row]:
+    """Of two workers, each while the other has work of its own kind."""
+    answering = partial(burst, url, 1, 64, 16)
+    prompting = partial(first_token, url, PROMPT_SIZES[-1])
+    with beside(lambda: answering(next(seeds))):
+        rows = prompt_rows(url, seeds)
+    with beside(lambda: prompting(next(seeds))):
+        return rows + decode_rows(url, seeds)
+
+
+@contextmanager
+def beside(work: Callable[[], object]) -> Generator[None]:
+    """Work is done again and again by a thread."""
+    over = threading.Event()
+
+    def again() -> None:
+        while not over.is_set():
+            work()
+
+    thread = threading.Thread(target=again)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def prompt_rows(url: str, seeds: Iterator[int]) -> list[Row]:
     rows: list[Row] = []
     for size in PROMPT_SIZES:
         seconds = first_token(url, size, next(seeds))
         rows.append(prompt_row(1, size, STEP_TOKENS, seconds))
+    return rows
+
+
+def decode_rows(url: str, seeds: Iterator[int]) -> list[Row]:
+    rows: list[Row] = []
     for count, context in BATCHES:
         found = burst(url, count, context, ANSWER, next(seeds))
         seconds = found["between_tokens_p50"]
