@@ -23,8 +23,11 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from kvlathe.base.errors import KvlatheError
 from kvlathe_vllm.cpu import CpuLayer
 from kvlathe_vllm.hosted import Hosted, hosted
+from kvlathe_vllm.layer import Layer
 from kvlathe_vllm.rounds import Int32, Round, Rounds, Step
 
+Sizes = tuple[Tensor, int, float]
+"""Of a layer: its blocks, sequences that run at most, the scale of its scores."""
 _rounds: dict[tuple[str, int], Rounds] = {}
 """Of this process: vLLM makes a builder for each kind of layer."""
 
@@ -179,7 +182,7 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
         config = get_current_vllm_config()
         self.engine = hosted(config.additional_config)
         self.sequences = config.scheduler_config.max_num_seqs
-        self.layer: CpuLayer | None = None
+        self.layer: Layer | None = None
 
     def forward(
         self,
@@ -196,7 +199,7 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
         """q, k, v, output [T, heads, d]. Without metadata vLLM measures its memory."""
         if attn_metadata is None:
             return output.zero_()
-        own = self._layer(layer, kv_cache)
+        own = self._layer(layer, kv_cache, query.dtype)
         rows = slice(0, attn_metadata.tokens)
         o = own.run(
             query[rows],
@@ -209,17 +212,17 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
         output[rows] = o.to(output.dtype)
         return output
 
-    def _layer(self, layer: Attention, kv_cache: Tensor) -> CpuLayer:
+    def _layer(self, layer: Attention, kv_cache: Tensor, dtype: torch.dtype) -> Layer:
         """Made when vLLM has given the layer its blocks, and again for other ones."""
         own = self.layer
         if own is None or own.span.blocks != kv_cache.data_ptr():
             index = extract_layer_index(layer.layer_name)
             sizes = (kv_cache, self.sequences, self.scale)
-            own = _layer_class(kv_cache)(self.engine, index, *sizes)
+            own = _made(self.engine, index, sizes, dtype)
             self.layer = own
         return own
 
-    def _sinks(self, own: CpuLayer) -> Tensor | None:
+    def _sinks(self, own: Layer) -> Tensor | None:
         """[H, G] float32 of the kept lanes."""
         if self.sinks is None:
             return None
@@ -227,12 +230,10 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
         return every[own.heads.kept].contiguous()
 
 
-def _layer_class(kv_cache: Tensor) -> type[CpuLayer]:
+def _made(engine: Hosted, index: int, sizes: Sizes, dtype: torch.dtype) -> Layer:
     """What attends blocks where they are."""
-    if kv_cache.device.type != "cpu":
-        raise KvlatheError(
-            f"blocks on {kv_cache.device} cannot be attended",
-            "the plugin calls the CPU kernels alone",
-            "run vLLM on a CPU, or build with --backend cuda and kvlathe serve",
-        )
-    return CpuLayer
+    if sizes[0].device.type == "cpu":
+        return CpuLayer(engine, index, *sizes)
+    from kvlathe_vllm.cuda import CudaLayer
+
+    return CudaLayer(engine, index, *sizes, dtype)

@@ -29,6 +29,7 @@ from kvlathe_vllm.rounds import Rounds, Step  # noqa: E402
 
 Floats = npt.NDArray[np.floating]
 PAGE, DIMS, HEADS, GROUP, LAYER, SCALE = 16, 32, 4, 2, 1, 0.3
+BLOCKS = 160
 MOST = 3
 """Sequences that run at once."""
 native = pytest.mark.skipif(find().native is None, reason="no native library")
@@ -138,10 +139,13 @@ def play(engine: Hosted, seed: int, steps: int) -> list[Sequence]:
     """Random steps of at most MOST sequences; all that were played."""
     random = np.random.default_rng(seed)
     block = LayerBlock(engine.plan, LAYER)
-    cache = torch.full((160, 1, PAGE, block.token_bytes), 255, dtype=torch.uint8)
+    size = BLOCKS * block.block_bytes
+    room = torch.full((size + 128,), 255, dtype=torch.uint8)
+    start = -room.data_ptr() % 128
+    cache = room[start : start + size].view(BLOCKS, 1, PAGE, -1)
     layer = CpuLayer(engine, LAYER, cache, MOST, SCALE)
     rounds = Rounds(engine.plan, MOST)
-    free = [int(x) for x in random.permutation(np.arange(1, 160))]
+    free = [int(x) for x in random.permutation(np.arange(1, BLOCKS))]
     running: list[Sequence] = []
     played: list[Sequence] = []
     for _ in range(steps):

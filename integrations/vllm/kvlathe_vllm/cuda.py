@@ -1,0 +1,242 @@
+"""Layers whose blocks are on a GPU: the calls of the cuda backend on vLLM's blocks.
+
+Nothing of it has run on a GPU. A round queues spread, plan, append, attention and seal on
+vLLM's stream. There are no CUDA graphs: vLLM leaves attention out of those it makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import byref, pointer
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvlathe.plan.kernel_parts import kernel_parts
+from kvlathe.plan.layer_block import LayerBlock, in_blocks
+from kvlathe.runtime.native.cuda import (
+    CudaLibrary,
+    LayerForm,
+    SealArgs,
+    SealPage,
+    cuda_library,
+)
+from kvlathe.runtime.native.library import ABI_VERSION
+from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
+from kvlathe.runtime.sessions.torch_cuda.observer import Observer
+from kvlathe.runtime.sessions.torch_cuda.rows import ELEMENTS
+from kvlathe_vllm.hosted import Hosted
+from kvlathe_vllm.layer import Layer
+from kvlathe_vllm.rounds import Int32, Round, Sealing
+from kvlathe_vllm.span import Span
+
+ROWS = 8192
+"""Of the first workspace; a larger step takes another one."""
+
+
+def stream() -> int:
+    """vLLM's own."""
+    return torch.cuda.current_stream().cuda_stream
+
+
+class BlockForm(LayerForm):
+    """A layer whose pages are blocks of a host."""
+
+    def __init__(
+        self, library: CudaLibrary, block: LayerBlock, table: Int32, stride: int
+    ) -> None:
+        """``stride``: bytes from a block to the next."""
+        super().__init__(
+            library,
+            block.plan,
+            block.layer,
+        )
+        library.lib.kvlathe_layer_destroy(self.handle)
+        address = table.ctypes.data
+        library.call(
+            "layer_create",
+            address,
+            table.size,
+            byref(self.handle),
+        )
+        held = in_blocks(block.plan)
+        self.own_rows = [block.rows(b) for b in self.buckets]
+        for i, bucket in enumerate(self.buckets):
+            part = self.parts[i]
+            part.lanes = self.own_rows[i].ctypes.data
+            part.page_stride = block.hot_bytes
+            if held[bucket]:
+                part.page_stride = stride
+
+
+class BlockAttention(Attention):
+    """The attention of one layer over its span; lists of all layers hold it alone."""
+
+    def __init__(
+        self, library: CudaLibrary, layer: CudaLayer, scale: float, rows: int
+    ) -> None:
+        count = layer.block.layer + 1
+        device = layer.span.cache.device
+        form = BlockForm(
+            library,
+            layer.block,
+            layer.table,
+            layer.span.block_stride,
+        )
+        table = torch.from_numpy(layer.table)
+        layout = table.to(device)
+        self.library = library
+        self.plan = layer.plan
+        self.scales = [scale] * count
+        self.pool = cast(Tensor, Pool(layer.span))
+        self.forms = [form] * count
+        self.layouts = [layout] * count
+        size = library.workspace_bytes(rows, form.heads)
+        self.workspace = torch.zeros(
+            size,
+            dtype=torch.uint8,
+            device=device,
+        )
+        self.copies = self.workspace.new_empty(0)
+        self.fresh = 0
+        for b, bucket in enumerate(self.plan.buckets):
+            if bucket.source is None:
+                self.fresh |= 1 << b
+        self.parts = kernel_parts(self.plan)
+        self.sinks: Sequence[Tensor] = ()
+        self.observer = Observer(
+            self.plan,
+            [],
+            self.pool,
+            rows,
+        )
+
+
+class Pool:
+    """A span as attention asks for its pool."""
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self.device = span.cache.device
+
+    def data_ptr(self) -> int:
+        return self.span.start
+
+    def numel(self) -> int:
+        return self.span.bytes
+
+
+class CudaLayer(Layer):
+    """In the 16-bit type that vLLM computes in."""
+
+    def __init__(
+        self,
+        engine: Hosted,
+        layer: int,
+        cache: Tensor,
+        sequences: int,
+        scale: float,
+        dtype: torch.dtype,
+        library: CudaLibrary | None = None,
+    ) -> None:
+        """Raises KvlatheError without the CUDA kernels."""
+        super().__init__(
+            engine,
+            layer,
+            cache,
+            sequences,
+            scale,
+            dtype,
+        )
+        self.library = library or cuda_library("vLLM with compressed blocks")
+        self.most = ROWS
+        self.attention = BlockAttention(self.library, self, scale, ROWS)
+        self.dtype = dtype
+        self.weights: dict[str, Tensor] = {}
+        found = self.heads.projections()
+        if found is not None:
+            names = (
+                "proj_q",
+                "proj_k",
+                "centre_k",
+            )
+            for name, matrix in zip(names, found, strict=True):
+                moved = matrix.to(cache.device, dtype)
+                self.weights[name] = moved.contiguous()
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        step: Round,
+        sinks: Tensor | None,
+        softcap: float,
+    ) -> Tensor:
+        """``softcap`` is the plan's."""
+        own = self.block.layer
+        if len(q) > self.most:
+            self.most = len(q)
+            self.attention = BlockAttention(
+                self.library,
+                self,
+                self.scale,
+                self.most,
+            )
+        if sinks is not None:
+            self.attention.sinks = [sinks] * (own + 1)
+        rows = len(q)
+        tables = [self._sent(table) for table in self.tables(step)]
+        inputs = StepInputs(
+            cu_seqlens_q=self._sent(step.cu),
+            lengths=self._sent(step.lengths),
+            page_tables=tables,
+            single=rows == len(step.lengths),
+            rows=rows,
+        )
+        layers = range(own, own + 1)
+        spread = self.attention.spread(
+            inputs,
+            rows,
+            layers,
+        )
+        return self.attention.run(
+            spread,
+            own,
+            q,
+            k,
+            v,
+            None,
+            self.weights,
+        )
+
+    def _sent(self, numbers: Int32) -> Tensor:
+        host = torch.from_numpy(np.ascontiguousarray(numbers))
+        return host.to(self.span.cache.device)
+
+    def seal_bucket(self, source: int, target: int, sealing: Sequence[Sealing]) -> None:
+        bucket = self.plan.buckets[target]
+        tier = self.plan.tiers[bucket.tier]
+        pages = (SealPage * len(sealing))()
+        for i, one in enumerate(sealing):
+            page = pages[i]
+            page.source = self.span.first_hot + one.hot
+            page.target = self.span.first_block + one.block
+            page.position = one.position
+        args = SealArgs(ABI_VERSION)
+        args.element = ELEMENTS[self.dtype]
+        args.page_tokens = self.plan.page_tokens
+        args.stochastic = tier.rounding == "stochastic"
+        args.seed = self.plan.seed
+        args.source = pointer(self.part(source))
+        args.target = pointer(self.part(target))
+        args.pages = pages
+        args.page_count = len(sealing)
+        args.span_k = tier.k.span
+        args.span_v = tier.v.span
+        args.pool = self.span.start
+        args.pool_bytes = self.span.bytes
+        args.stream = stream()
+        self.library.call("cuda_seal", byref(args))
