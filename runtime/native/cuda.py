@@ -30,7 +30,9 @@ from kvlathe.runtime.native.parts import Part, WindowForm, part_of, window_among
 from kvlathe.runtime.native.products import ProductArgs
 
 F16, BF16 = 1, 2
-OVERLAP, APPENDED = 1, 2
+OVERLAP, APPENDED, BUNDLES = 1, 2, 4
+MAX_BUNDLE = 8
+"""Rows of one sequence that attention takes together, at most (abi.h)."""
 LEAST_CHUNK = 16
 """New tokens of a sequence from which its rows are a prompt chunk, attended in tiles
 (cache.h)."""
@@ -113,7 +115,7 @@ class SpreadArgs(Structure):
         *_pointers("spread_tables", "stream"),
         *_ints("group_size", "page_tokens"),
         *_pointers("row_lengths", "prompts", "windows", "hidden", "part_buckets"),
-        *_ints("parts", "reserved"),
+        *_ints("parts", "most_bundled"),
     ]
 
 

@@ -26,6 +26,16 @@ def check_room(library: CudaLibrary, plan: CompressionPlan) -> None:
     refusal = forms_refusal(plan) or ranking_refusal(plan)
     if refusal:
         raise KvlatheError("the CUDA kernels cannot run this plan", *refusal)
+    try:
+        check_layers(library, plan)
+    except KvlatheError as error:
+        fact = "this engine does not run on this GPU"
+        raise KvlatheError(fact, error.reason, _less_room(plan)) from error
+
+
+def check_layers(library: CudaLibrary, plan: CompressionPlan, flags: int = 0) -> None:
+    """Raise KvlatheError where this GPU cannot attend some layer of ``plan`` in calls with
+    ``flags``."""
     for layer in (x for x in range(plan.model.layers) if plan.active(x)):
         form = LayerForm(library, plan, layer)
         sizes = (
@@ -40,11 +50,8 @@ def check_room(library: CudaLibrary, plan: CompressionPlan) -> None:
         args.parts, args.q_stride, args.o_stride = form.parts, form.queries, form.out
         # Any bound: of nothing, a call is checked alike with sink logits.
         args.softcap = plan.model.softcap or float(plan.model.sinks)
-        try:
-            library.call("cuda_attend_decode", byref(args))
-        except KvlatheError as error:
-            fact = "this engine does not run on this GPU"
-            raise KvlatheError(fact, error.reason, _less_room(plan)) from error
+        args.flags = flags
+        library.call("cuda_attend_decode", byref(args))
 
 
 def _less_room(plan: CompressionPlan) -> str:

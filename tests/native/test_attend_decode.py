@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvlathe.runtime.native.cuda import BUNDLES
 from tests.native.library import (
     BAD_ARGUMENT,
     BAD_VERSION,
@@ -241,7 +242,8 @@ def test_refusals_name_their_reason(library: Library) -> None:
     refused(library, problem, BAD_VERSION, abi_version=99)
     refused(library, problem, BAD_ARGUMENT, page_tokens=24)
     refused(library, problem, BAD_ARGUMENT, part_count=0)
-    refused(library, problem, BAD_ARGUMENT, flags=4)
+    refused(library, problem, BAD_ARGUMENT, flags=8)
+    refused(library, problem, UNSUPPORTED, flags=BUNDLES)
     refused(library, problem, BAD_ARGUMENT, bits_k=5)
     refused(library, problem, MISALIGNED, page_stride=problem.stride + 8)
     refused(library, problem, MISALIGNED, pool=problem.pool.data_ptr() + 2)

@@ -8,6 +8,7 @@ import itertools
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping
 from ctypes import byref
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.formats import Bits, Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.runtime.native.cuda import BUNDLES
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.native.room import check_room
 from tests.native.codes_problem import CodesProblem
@@ -31,6 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 STATIC = {True: 2944, False: 1920}
 """Bytes of static shared memory of the kernels of decode attention as compiled, from
 9.0 on and before it. cuobjdump --dump-resource-usage says them."""
+OF_BUNDLES = 512
+"""What those of calls with bundles take beside that."""
 MIXED = [(16, 96), (96, 16), (32, 48), (64, 64), (48, 32), (80, 16), (16, 16), (96, 96)]
 WHOLE = [(128, 128)] * 8
 MOST_STACK = 256
@@ -60,6 +64,10 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     return emulated_kernels(tmp_path_factory.mktemp("host"), "launches", "-O0")
 
 
+def static_bytes(gpu: Gpu, args: AttendDecodeArgs) -> int:
+    return STATIC[gpu.major >= 9] + (OF_BUNDLES if args.flags & BUNDLES else 0)
+
+
 def launch(
     host: ctypes.CDLL, gpu: Gpu, args: AttendDecodeArgs
 ) -> tuple[int, int, int] | None:
@@ -71,7 +79,7 @@ def launch(
         gpu.shared_per_sm,
         gpu.shared_per_block,
         gpu.shared_reserved,
-        STATIC[gpu.major >= 9],
+        static_bytes(gpu, args),
     )
     found = (ctypes.c_int32 * 3)()
     if host.launch_of(byref(args), byref(limits), found):
@@ -144,20 +152,43 @@ def test_launches_fit_the_gpu(
 ) -> None:
     """A block has its share of a multiprocessor's memory and threads. What is too large
     is known."""
+    assert refused_of(host, gpu, cases) == TOO_LARGE[gpu.shared_per_block]
+
+
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_launches_with_bundles_fit_the_gpu(
+    host: ctypes.CDLL, cases: dict[Key, Problem | CodesProblem], gpu: Gpu
+) -> None:
+    """What is too large for them is attended row by row (`Attention.most_bundled`)."""
+    small = gpu.shared_per_block == 64 * KIB
+    pages_of_128 = {key for key in cases if key[0] == 8 and key[3] == 128}
+    refused = refused_of(host, gpu, cases, BUNDLES)
+    assert refused == (pages_of_128 if small else set())
+
+
+def refused_of(
+    host: ctypes.CDLL,
+    gpu: Gpu,
+    cases: Mapping[Key, Problem | CodesProblem],
+    flags: int = 0,
+) -> set[Key]:
+    """The cases that the host refuses there. All others fit."""
     refused: set[Key] = set()
     for name, problem in cases.items():
-        found = launch(host, gpu, problem.args())
+        args = problem.args()
+        args.flags = flags
+        found = launch(host, gpu, args)
         if found is None:
             refused.add(name)
             continue
         grid, warps, dynamic = found
         blocks = grid // gpu.sms
-        whole = dynamic + STATIC[gpu.major >= 9]
+        whole = dynamic + static_bytes(gpu, args)
         assert grid == blocks * gpu.sms and blocks >= 1
         assert whole <= gpu.shared_per_block
         assert blocks * (whole + gpu.shared_reserved) <= gpu.shared_per_sm
         assert warps >= 2 and blocks * warps * 32 <= gpu.threads_per_sm
-    assert refused == TOO_LARGE[gpu.shared_per_block]
+    return refused
 
 
 def plan_at(key: Key) -> CompressionPlan:

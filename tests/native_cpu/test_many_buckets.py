@@ -41,7 +41,7 @@ from tests.native.node_inputs import inputs_of
 from tests.native.step16 import Step16
 from tests.support.attend_cases import Case
 from tests.support.device_engines import HostAttention, turned
-from tests.support.emulated import AttentionLibrary, emulated_kernels
+from tests.support.emulated import AttentionLibrary
 from tests.support.host_device import HostTorchDevice
 from tests.support.mixed_cases import mixed_steps, model_plan
 from tests.support.ranking_laws import arena_bytes, on_cpu
@@ -52,11 +52,6 @@ SOME = settings(
     max_examples=12,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-
-
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return emulated_kernels(tmp_path_factory.mktemp("emulated"), "attention")
 
 
 @pytest.fixture

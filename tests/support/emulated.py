@@ -65,7 +65,7 @@ class RankingLibrary(HostLibrary):
 
 class AttentionLibrary(HostLibrary):
     """A HostLibrary whose spread, plan and attention are the CUDA kernels. ``calls``: how
-    many parts each call of attention had."""
+    many parts each call of attention had, ``flags``: its flags."""
 
     OURS = (
         "cuda_spread",
@@ -79,12 +79,14 @@ class AttentionLibrary(HostLibrary):
         super().__init__(library)
         self.kernels = kernels
         self.calls: list[int] = []
+        self.flags: list[int] = []
 
     def call(self, name: str, *given: Any) -> None:  # noqa: ANN401  (structures)
         if name not in self.OURS:
             return super().call(name, *given)
         if name == "cuda_attend_decode":
             self.calls.append(given[0]._obj.part_count)
+            self.flags.append(given[0]._obj.flags)
         status = Status()
         if getattr(self.kernels, f"kvlathe_{name}")(*given, byref(status)):
             raise KvlatheError(name, status.message.decode(), "report this")

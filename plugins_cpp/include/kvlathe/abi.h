@@ -107,8 +107,18 @@ typedef struct kvlathe_window {
  * tables at once, and waits for that kernel before it touches the pool, q, o and the workspace. So
  * the kernel just before must not write lengths or page tables. APPENDED, with OVERLAP: the kernel
  * just before writes at most the last row that each sequence has in a 16-bit part, nothing else of
- * the pool: all other rows may be read while it runs. */
-enum kvlathe_flags { KVLATHE_OVERLAP = 1, KVLATHE_APPENDED = 2 };
+ * the pool: all other rows may be read while it runs. BUNDLES (CUDA): lengths are as below. */
+enum kvlathe_flags { KVLATHE_OVERLAP = 1, KVLATHE_APPENDED = 2, KVLATHE_BUNDLES = 4 };
+
+/* Rows of one sequence that follow each other and are attended together, so that their tokens are
+ * read once: a bundle, of at most KVLATHE_MAX_BUNDLE rows. A row alone is one, too. The length of
+ * its first row is the tokens that its last row sees, plus KVLATHE_STEPPED where each row sees one
+ * token less than the next (else all see the same), plus (rows - 1) << KVLATHE_BUNDLE_SHIFT. That
+ * of the others is -1. The parts of a call have the same bundles. Page tables are the first row's;
+ * what is hidden is each row's own. */
+#define KVLATHE_MAX_BUNDLE 8
+#define KVLATHE_BUNDLE_SHIFT 28
+#define KVLATHE_STEPPED (1 << 27)
 
 /* The prompt chunks of a step, which kvlathe_cuda_spread lists (cache.h): sequences with several
  * new rows, attended in tiles. `parts` goes with the call's parts: the same buckets, by sequence

@@ -27,6 +27,9 @@ extern "C" {
  * which only exact windows have: from hidden[t, i, 0] up to hidden[t, i, 1]. Without `windows` the
  * parts are the buckets.
  *
+ * With `most_bundled` above 1, row_lengths are those of a call with KVLATHE_BUNDLES: the rows of a
+ * sequence, as many at a time, where all parts let them see the same pages.
+ *
  * With `prompts` it also lists the tiles of prompt chunks: of sequences with 16 rows or more, on a
  * device that has the kernel for them (compute capability 9.0). Their rows then have `row_lengths`
  * 0 and no spread tables; other rows have those of `visible`. */
@@ -44,14 +47,14 @@ typedef struct kvlathe_spread_args {
   void* stream;
   int32_t group_size;   /* query heads a lane; used with `prompts` */
   int32_t page_tokens;  /* used with `windows` */
-  int32_t* row_lengths; /* [T, P]; with `prompts` or `windows` */
+  int32_t* row_lengths; /* [T, P]; with `prompts`, `windows` or `most_bundled` */
   int32_t* prompts;     /* null, or kvlathe_cuda_prompt_list_bytes(tokens, batch, group_size) */
   /* null, or host array of P: what each part's lanes see; `sealed` and `fresh` are buckets */
   const kvlathe_window* windows;
   int32_t* hidden;             /* null, or [T, P, 2]; with `windows` */
   const int32_t* part_buckets; /* host [P]; with `windows` */
   int32_t parts;               /* P <= KVLATHE_MAX_PARTS; S <= P */
-  int32_t reserved;
+  int32_t most_bundled;        /* rows of a bundle (KVLATHE_BUNDLES) at most; 0, 1: no bundles */
 } kvlathe_spread_args;
 
 /* 1 if the current device has the kernel for prompt chunks; where it has not, no chunk is ever

@@ -18,8 +18,8 @@ void check_sizes(const kvlathe_attend_decode_args& a) {
           "element " + std::to_string(a.element) + " is none of F32, F16, BF16");
   require(a.batch >= 0 && a.group_size >= 1, KVLATHE_BAD_ARGUMENT,
           "batch is negative or group_size below 1");
-  require((a.flags & ~(KVLATHE_OVERLAP | KVLATHE_APPENDED)) == 0, KVLATHE_BAD_ARGUMENT,
-          "flags holds bits that this library does not know");
+  require((a.flags & ~(KVLATHE_OVERLAP | KVLATHE_APPENDED | KVLATHE_BUNDLES)) == 0,
+          KVLATHE_BAD_ARGUMENT, "flags holds bits that this library does not know");
   require(
       a.page_tokens > 0 && a.page_tokens % kRankMultiple == 0, KVLATHE_BAD_ARGUMENT,
       "page_tokens is " + std::to_string(a.page_tokens) + " and must be a positive multiple of 16");

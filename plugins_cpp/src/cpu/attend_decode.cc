@@ -177,6 +177,8 @@ extern "C" int32_t kvlathe_cpu_attend_decode(const kvlathe_attend_decode_args* a
                                              kvlathe_status* status) {
   return kvlathe::run(status, [&] {
     if (!args) throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "args is null");
+    kvlathe::require(!(args->flags & KVLATHE_BUNDLES), KVLATHE_UNSUPPORTED,
+                     "only the CUDA kernels take bundles of rows");
     kvlathe::attend_decode(*args);
   });
 }

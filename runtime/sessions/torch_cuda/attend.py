@@ -21,6 +21,7 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_rules import NO_END
 from kvlathe.runtime.native.cuda import (
     APPENDED,
+    BUNDLES,
     F16,
     OVERLAP,
     AppendArgs,
@@ -33,6 +34,7 @@ from kvlathe.runtime.native.cuda import (
 )
 from kvlathe.runtime.native.library import ABI_VERSION
 from kvlathe.runtime.native.parts import Part, WindowForm, window_form
+from kvlathe.runtime.sessions.torch_cuda.bundles import most_bundled
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.observer import Observer
 from kvlathe.runtime.sessions.torch_cuda.rows import ELEMENTS
@@ -79,13 +81,15 @@ class Attention:
         )
         self.parts = kernel_parts(plan)
         self.sinks = sinks
+        self.most_bundled = most_bundled(library, plan)
         self.observer = Observer(plan, self.forms, pool, most_rows)
 
     def spread(
         self, step: StepInputs, tokens: int, layers: range | None = None
     ) -> Spread:
         """What each of ``tokens`` rows may read in ``layers`` (None: in all)."""
-        done = Spread(step, tokens, self._list_size(step, tokens), self.parts)
+        most = 1 if step.single else self.most_bundled
+        done = Spread(step, tokens, self._list_size(step, tokens), self.parts, most > 1)
         done.layers = range(len(self.forms)) if layers is None else layers
         args = SpreadArgs(
             ABI_VERSION, tokens, len(step.lengths), len(self.plan.buckets), self.fresh
@@ -117,6 +121,7 @@ class Attention:
             done.row_lengths.data_ptr(),
         )
         args.prompts = None if done.prompts is None else done.prompts.data_ptr()
+        args.most_bundled = most
         self.library.call("cuda_spread", byref(args))
         done.calls = self._calls(done, tokens)
         if done.rows:
@@ -167,6 +172,8 @@ class Attention:
             # plan, and in a decode step one row a sequence. Other rows read what it
             # writes for the rows before them.
             args.flags = OVERLAP | (APPENDED if spread.step.single else 0)
+            if spread.bundled:
+                args.flags |= BUNDLES
             if spread.rows:
                 args.plan = spread.plan[i].data_ptr()
                 args.plan_bytes = spread.plan.shape[1]
@@ -245,8 +252,10 @@ class Spread:
         tokens: int,
         list_size: int,
         parts: Sequence[KernelPart],
+        bundled: bool = False,
     ) -> None:
-        """``list_size``: bytes of the list of prompt chunks, or 0 for none."""
+        """``list_size``: bytes of the list of prompt chunks, or 0 for none. ``bundled``:
+        rows of a sequence are attended together."""
         new = step.lengths.new_empty
         self.rows = step.rows if list_size else tokens
         """Those that are attended one by one come first."""
@@ -256,7 +265,8 @@ class Spread:
         self.step, self.sequence_of = step, new(tokens)
         self.visible = new(tokens, step.lengths.shape[1])
         self.row_lengths = self.visible
-        if list_size or self.windowed:
+        self.bundled = bundled and bool(self.rows)
+        if list_size or self.windowed or bundled:
             self.row_lengths = new(tokens, len(parts))
         self.tables = [self._table(part) for part in parts]
         self.hidden = None

@@ -4,6 +4,7 @@
 #define KVLATHE_FIBERS
 #include "cuda/cache/spread.cu"
 #include "cuda/decode/attend_decode.cu"
+#include "cuda/decode/attend_bundle.cuh"
 #include "cuda/decode/plan.cu"
 
 namespace kvlathe::cuda {
@@ -27,14 +28,22 @@ struct CodeNumbers<HostHalf> : CodeNumbers<Half> {};
 
 namespace {
 
-template <class P>
-const void* launcher() {
+template <auto kKernel>
+const void* launcher_of() {
   static const Launcher one{[](void** arguments, dim3 grid, dim3 block, size_t shared) {
-    cudaLaunchKernel(attend_general<HostHalf, P>, grid, block, arguments, shared, nullptr);
+    cudaLaunchKernel(kKernel, grid, block, arguments, shared, nullptr);
   }};
   return &one;
 }
-
+template <class P>
+const void* launcher() {
+  return launcher_of<attend_general<HostHalf, P>>();
+}
+// At the widest ranks: they take all others.
+template <class P, int kBits>
+const void* bundled() {
+  return launcher_of<attend_bundles<HostHalf, P, 8, kBits>>();
+}
 const void* unknown() {
   static const Launcher one{[](void**, dim3, dim3, size_t) { std::abort(); }};
   return &one;
@@ -50,6 +59,13 @@ const void* decode_kernel_scored(bool) { return launcher<ScoredParams>(); }
 const void* decode_kernel_16(bool, bool, int) { return unknown(); }
 const void* decode_kernel_codes(bool, bool, int, int) { return unknown(); }
 const void* decode_kernel_any(bool, bool, int) { return unknown(); }
+const void* bundled_kernel_16(bool) { return bundled<Bundled16, 16>(); }
+const void* bundled_kernel_codes(bool, bool, int bits) {
+  return bits == 8   ? bundled<BundledCodes, 8>()
+         : bits == 4 ? bundled<BundledCodes, 4>()
+                     : bundled<BundledCodes, 2>();
+}
+const void* bundled_kernel_general(bool) { return launcher<BundledGeneral>(); }
 
 bool prompt_kernel_here() { return true; }
 PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args&) { return {}; }

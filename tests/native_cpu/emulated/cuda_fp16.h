@@ -89,6 +89,11 @@ inline uint32_t __float_as_uint(float x) {
   return bits;
 }
 inline int __float_as_int(float x) { return int(__float_as_uint(x)); }
+inline float __int_as_float(int bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
 inline float __uint_as_float(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, 4);

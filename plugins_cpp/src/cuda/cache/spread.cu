@@ -112,6 +112,42 @@ __global__ void spread_windows(WindowedSpread p) {
   }
 }
 
+// With windows, else with no page_tokens.
+struct BundleParams : WindowedSpread {
+  const int32_t* from;
+  int32_t most;
+};
+
+// Gives row t the pages of a part that row `last` has beyond it. Both see the same first ones.
+__device__ void add_pages(const BundleParams& p, int t, int last, int part, int tokens, int more) {
+  const int width = p.width[p.bucket[part]], page = p.page_tokens;
+  for (int n = (tokens + page - 1) / page; n < (more + page - 1) / page; ++n)
+    p.out[part][int64_t{t} * width + n] = p.out[part][int64_t{last} * width + n];
+}
+
+// The lengths of bundles (KVLATHE_BUNDLES) from those of single rows, `from`. A warp takes each
+// most-th row of a sequence and those up to the next, and its lanes the parts. Rows that see other
+// pages than the first of them in some part stay alone.
+__global__ void bundle_rows(BundleParams p) {
+  const int32_t* from = p.from;
+  const int parts = p.parts, t = blockIdx.x, b = sequence_of(p, t), part = threadIdx.x;
+  const int before = b < 0 ? 0 : (t - p.cu_seqlens_q[b]) % p.most;
+  if (before || (b >= 0 && listed(p, b))) return;
+  const int rows = b < 0 ? 1 : min(p.most, p.cu_seqlens_q[b + 1] - t), last = t + rows - 1;
+  const int64_t at = int64_t{t} * parts + part;
+  const int least = part < parts ? from[at] : 0,
+            length = part < parts ? from[int64_t{last} * parts + part] : 0;
+  const bool stepped = length != least;
+  const bool together = __all_sync(~0u, !stepped || length == least + rows - 1);
+  if (part >= parts) return;
+  if (together && p.page_tokens && p.out[part]) add_pages(p, t, last, part, least, length);
+  for (int i = 1; i < rows; ++i)
+    p.row_lengths[at + i * parts] = together ? -1 : from[at + i * parts];
+  p.row_lengths[at] =
+      together ? length | (stepped ? KVLATHE_STEPPED : 0) | (rows - 1) << KVLATHE_BUNDLE_SHIFT
+               : least;
+}
+
 constexpr int kBins = 1024;
 
 // The bin of a tile. Tiles with more keys come in earlier bins, one for each 1/32 of a power of
@@ -214,6 +250,9 @@ void spread(const kvlathe_spread_args& a) {
   require(!a.prompts || (a.row_lengths && a.group_size >= 1), KVLATHE_BAD_ARGUMENT,
           "prompts without row_lengths or group_size");
   require(a.windows || !a.hidden, KVLATHE_BAD_ARGUMENT, "hidden without windows");
+  require(a.most_bundled >= 0 && a.most_bundled <= KVLATHE_MAX_BUNDLE, KVLATHE_BAD_ARGUMENT,
+          "most_bundled is negative or above " + std::to_string(KVLATHE_MAX_BUNDLE));
+  require(a.most_bundled < 2 || a.row_lengths, KVLATHE_BAD_ARGUMENT, "bundles without row_lengths");
   const WindowedSpread windowed = a.windows ? windowed_params_of(a) : WindowedSpread{};
   if (a.tokens == 0) return;
   const SpreadParams p = params_of(a);
@@ -222,6 +261,10 @@ void spread(const kvlathe_spread_args& a) {
   else
     launch(spread_rows, a.tokens, 128, p, a.stream);
   if (a.prompts) launch(list_prompts, 1, kBins, p, a.stream);
+  BundleParams bundles{windowed, a.prompts || a.windows ? a.row_lengths : a.visible,
+                       a.most_bundled};
+  if (!a.windows) static_cast<SpreadParams&>(bundles) = p, bundles.parts = a.parts;
+  if (a.most_bundled > 1) launch(bundle_rows, a.tokens, 32, bundles, a.stream);
 }
 
 }  // namespace

@@ -49,14 +49,14 @@ __device__ void attend_chunk(SoftmaxState<kSteps, kFill>& state, const Slab& sla
     }
   }
   weigh_codes(state, s, own, step);
-  const Weights<kFill> p(own);
+  const CodeWeights<kFill> p(own);
   if constexpr (kPlain) {
     add_values<kBits, kPlain>(state, slab, chunk.v, v_stride, chunk.v_meta, p, step);
   } else {
     const int groups = slab.group_shift > 5 ? 1 : 2;  // of V in 64 tokens
 #pragma unroll 1
     for (int half = 0; half < groups; ++half) {
-      Weights<kFill> part = p;
+      CodeWeights<kFill> part = p;
       if (groups == 2) part.keep_half(half);
       add_values<kBits, kPlain>(state, slab, chunk.v, v_stride, chunk.v_meta + 4 * half, part,
                                 step);
@@ -65,9 +65,10 @@ __device__ void attend_chunk(SoftmaxState<kSteps, kFill>& state, const Slab& sla
 }
 
 // A tile of one or two pages, of which the first `rows` tokens exist.
-template <int kBits, bool kPlain, int kSteps, int kFill>
-__device__ void attend_pages(SoftmaxState<kSteps, kFill>& state, const Slab& slab, uint32_t tile,
-                             uint32_t codes, int page_tokens, int rows) {
+// State: what attend_chunk adds to.
+template <int kBits, bool kPlain, class State>
+__device__ void attend_pages(State& state, const Slab& slab, uint32_t tile, uint32_t codes,
+                             int page_tokens, int rows) {
   if constexpr (kPlain) {
 #pragma unroll 1
     for (; rows > 0; rows -= kChunkTokens, tile += slab.bytes) {

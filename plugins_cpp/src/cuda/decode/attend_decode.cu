@@ -34,7 +34,7 @@ struct Device {
 };
 
 int64_t workspace_bytes(const Device& device) {
-  return int64_t{device.most_blocks()} * 2 * int64_t{sizeof(Partial)};
+  return int64_t{device.most_blocks()} * 2 * int64_t{sizeof(PartialOf<kMostColumns>)};
 }
 
 void check_cuda_limits(const kvlathe_attend_decode_args& a, const Device& device,
@@ -60,9 +60,21 @@ int log2_of(int x) {
   return bits;
 }
 
-// Whether the call is for attend_general.
+// Of the quantized parts: 8, 4 or 2; 16: there are none; 0: they have several widths.
+int bits_of_codes(const kvlathe_attend_decode_args& a) {
+  int bits = 16;
+  for (int i = 0; i < a.part_count; ++i) {
+    const int one = a.parts[i].bits_k;
+    if (is_quantized(one)) bits = bits == 16 || bits == one ? one : 0;
+  }
+  return bits;
+}
+
+// Whether the call is for attend_general. With bundles there is no other kernel for several widths.
 bool is_general(const kvlathe_attend_decode_args& a) {
-  return names_parts(a.part_count) || is_scored(a) ||
+  const int bits = bits_of_codes(a);
+  const bool mixed = bits == 0 || (bits < 16 && a.part_count > 2);
+  return names_parts(a.part_count) || is_scored(a) || ((a.flags & KVLATHE_BUNDLES) && mixed) ||
          std::any_of(a.parts, a.parts + a.part_count, [](const kvlathe_part& part) {
            return part.hidden || (any_quantized(part) && !known_codes(part));
          });
@@ -139,17 +151,18 @@ LaneParams lane_params_codes(const LaneRow& row, const kvlathe_part& part, int32
           uint8_t(groups_of(format_k(part), row.rank_k, page_tokens))};
 }
 
-// What a warp needs beside its ring for a lane of a call with codes: its queries. groups_k: 0 for a
-// lane without codes.
+// What a warp needs beside its ring for a lane of a call with codes: the queries of `columns`.
+// groups_k: 0 for a lane without codes.
 int32_t codes_bytes_of(const kvlathe_attend_decode_args& a, const Head& head, int groups_k,
-                       const kvlathe_part& part, int fill, bool general) {
+                       const kvlathe_part& part, int fill, int columns, bool general) {
   const Format values = format_v(part);
   const bool grids = values.quantized() && !values.by_channel();
   if (general)
     return kept_queries_bytes(head.rank_k) +
            (grids ? kept_grids_bytes(groups_of(values, head.rank_v, a.page_tokens)) : 0);
-  const int32_t queries = a.group_size * head.rank_k * 2;  // as they are, for 16-bit parts
-  return groups_k ? std::max(codes_bytes(fill, head.rank_k, groups_k), queries) : queries;
+  const int32_t queries = columns * head.rank_k * 2;  // as they are, for 16-bit parts
+  const int32_t tiles = (columns + kMaxGroup - 1) / kMaxGroup;
+  return groups_k ? std::max(tiles * codes_bytes(fill, head.rank_k, groups_k), queries) : queries;
 }
 
 // P: Params, or what is derived from it.
@@ -190,8 +203,8 @@ P params_of(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
       lane = codes ? lane_params_codes(*head.lane[i], a.parts[i], a.page_tokens, general)
                    : lane_params16(*head.lane[i], p.part[i].units_per_page);
       if (any_codes || general)
-        p.codes_bytes = std::max(p.codes_bytes,
-                                 codes_bytes_of(a, head, lane.groups_k, a.parts[i], fill, general));
+        p.codes_bytes = std::max(p.codes_bytes, codes_bytes_of(a, head, lane.groups_k, a.parts[i],
+                                                               fill, most_columns(p), general));
       p.part_weight[i] += lane.weight;
       p.least_block_weight = std::max(p.least_block_weight, lane.weight * lane.tile_units);
       if constexpr (P::kNamed) p.slot[h][slot] = uint8_t(i);
@@ -236,8 +249,8 @@ Launch fit(P& p, const Device& device, int most_warps, int static_bytes) {
   for (int h = 0; h < p.heads; ++h) {
     for (const LaneParams& lane : p.head[h].lane)
       widest = std::max(widest, ring_room(lane.tile_bytes));
-    elements = std::max(elements, p.group_size * p.head[h].rank_v);
-    widest = std::max(widest, ring_room(p.group_size * p.head[h].rank_k * 2));
+    elements = std::max(elements, most_columns(p) * p.head[h].rank_v);
+    widest = std::max(widest, ring_room(most_columns(p) * p.head[h].rank_k * 2));
   }
   for (int halves = codes ? 2 : 3; halves >= 2; --halves) {
     for (int blocks = kBlocksPerSM; blocks >= 1; --blocks) {
@@ -288,6 +301,10 @@ PlanCall planned(const P& p, int grid) {
   mix(&sizes.part_weight, sizeof sizes - sizeof sizes.part);
   mix(&call.head, p.heads * sizeof call.head[0]);
   mix(&call.slots, sizeof call.slots);
+  if constexpr (P::kBundled) {
+    call.columns = P::kColumns, call.group_size = p.group_size;
+    mix(&call.columns, sizeof call.columns);
+  }
   sizes.tag = tag | 1;  // never that of zeroed memory
   return call;
 }
@@ -325,6 +342,40 @@ Decided<P> decide(const void* kernel, const P& params, const kvlathe_attend_deco
   return call;
 }
 
+// P: Bundled. `heads` once for each tile of columns that the largest bundle has.
+template <class P>
+Decided<P> decide_bundled(const void* kernel, const kvlathe_attend_decode_args& a,
+                          const std::vector<Head>& heads, const Device& device) {
+  const int tiles = tiles_of<P::kColumns>(a.group_size);
+  std::vector<Head> tiled;
+  for (const Head& head : heads) tiled.insert(tiled.end(), size_t(tiles), head);
+  require(tiled.size() <= KVLATHE_MAX_HEADS, KVLATHE_UNSUPPORTED,
+          "bundles of " + std::to_string(KVLATHE_MAX_BUNDLE) + " rows and " +
+              std::to_string(heads.size() * size_t(a.group_size)) + " query heads");
+  P p;
+  if constexpr (P::kScored)
+    p = general_params_of<P>(a, tiled);
+  else
+    p = params_of<P>(a, tiled, 1);
+  p.tiles = tiles;
+  for (int32_t& weight : p.part_weight) weight /= tiles;
+  return decide(kernel, p, a, device, kBundledWarps);
+}
+
+// Chooses the kernel and the grid of a call with bundles, and gives them to `body`. bits: of its codes.
+template <class Body>
+void decided_bundled(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
+                     const Device& device, bool wide, int bits, Body body) {
+  const bool half = a.element == KVLATHE_F16;
+  if (is_general(a)) {
+    body(decide_bundled<BundledGeneral>(bundled_kernel_general(half), a, heads, device));
+  } else if (bits == 16) {
+    body(decide_bundled<Bundled16>(bundled_kernel_16(half), a, heads, device));
+  } else {
+    body(decide_bundled<BundledCodes>(bundled_kernel_codes(half, wide, bits), a, heads, device));
+  }
+}
+
 // Chooses the kernel and the grid of a call, and gives them to `body`.
 template <class Body>
 void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads,
@@ -333,18 +384,15 @@ void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads
   const auto general = [&](const void* kernel, auto kind) {
     body(decide(kernel, general_params_of<decltype(kind)>(a, heads), a, device, kGeneralWarps));
   };
+  bool wide = false;
+  for (const Head& head : heads) wide |= std::max(head.rank_k, head.rank_v) > 96;
+  const int bits = bits_of_codes(a);
+  if (a.flags & KVLATHE_BUNDLES) return decided_bundled(a, heads, device, wide, bits, body);
   if (is_scored(a)) return general(decode_kernel_scored(half), ScoredParams{});
   if (names_parts(a.part_count))
     return general(decode_kernel_general(half, true), GeneralParams<KVLATHE_MAX_PARTS>{});
   if (is_general(a))
     return general(decode_kernel_general(half, false), GeneralParams<KVLATHE_MAX_SLOTS>{});
-  bool wide = false;
-  for (const Head& head : heads) wide |= std::max(head.rank_k, head.rank_v) > 96;
-  int bits = 16;  // of the quantized parts; 0: of several widths
-  for (int i = 0; i < a.part_count; ++i) {
-    const int one = a.parts[i].bits_k;
-    if (is_quantized(one)) bits = bits == 16 || bits == one ? one : 0;
-  }
   const int fill = is_quantized(bits) && a.group_size <= 4 ? 2 : 1;
   const auto with = [&](const void* kernel, auto parts) {
     body(decide(kernel, params_of<Params<decltype(parts)::value>>(a, heads, fill), a, device,
@@ -367,7 +415,7 @@ template <class P>
 void launch(Decided<P> call, const kvlathe_attend_decode_args& a, bool overlap) {
   const Launch& at = call.at;
   call.p.partials = static_cast<Partial*>(a.workspace);
-  call.p.early = overlap && (a.flags & KVLATHE_APPENDED);
+  call.p.early = overlap && (a.flags & KVLATHE_APPENDED) && !P::kBundled;
   check_cuda(cudaFuncSetAttribute(call.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                   at.shared_bytes),
              "reserving shared memory");

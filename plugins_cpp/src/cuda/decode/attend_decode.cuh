@@ -71,7 +71,7 @@ template <class E, int kParts, int kSteps, int kBits, int kFill>
 __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
     attend_decode(const __grid_constant__ Params<kParts> p) {
   // Rings of the warps | merge buffer | quantized queries of the warps.
-  extern __shared__ __align__(128) char shared[];
+  KVLATHE_DYNAMIC_SHARED(shared);
   __shared__ Block<kParts> block;
   __shared__ Runs<kParts> runs[kMaxWarps];
   __shared__ __align__(8) uint64_t barriers[kMaxWarps][kSlots];
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
       const Run run(p, block.walk.span, part);
       const int room = ring_room(query_bytes(p, at));
       units = pinned(producer.units_of(at.lane[part]));
-      unit = run.first + turn_of(part) * units, last = run.last, tokens = run.tokens;
+      unit = run.first + turn_of(part) * units, last = run.last, tokens = run.length;
       if (unit >= last) continue;
       bytes = pinned(producer.room_of(at.lane[part]));
       width = kBits == 16 ? 16 : pinned(p.part[part].bits);

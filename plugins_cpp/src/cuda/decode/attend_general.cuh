@@ -26,6 +26,27 @@ struct HiddenTokens {
   __device__ bool one(int token) const { return token >= begin && token < end; }
 };
 
+// The same of the rows of a bundle, for this lane's two columns of a fragment.
+struct BundleHides {
+  HiddenTokens of[2];
+  UnseenTail unseen;
+  int tokens;  // of the part
+
+  // column: the first of the two. length: of the first row, which is row `sequence` of the call.
+  __device__ void load(const GeneralPart& form, int sequence, int length, int column, int group) {
+    unseen.set(length, column, group);
+    tokens = tokens_in(length);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      of[i].load(form, sequence + min((column + i) / group, rows_in(length) - 1));
+  }
+  __device__ bool all(int, int) const { return false; }
+  __device__ bool any(int first, int count) const {
+    return first + count + KVLATHE_MAX_BUNDLE > tokens || of[0].any(first, count) ||
+           of[1].any(first, count);
+  }
+};
+
 // Where K and V of a lane lie in pages that hold codes, and how they are read.
 struct CodedLane {
   FormRows keys, values;  // of a page at 0
@@ -60,16 +81,25 @@ __device__ inline void hide_unseen(float (&s)[4], int first, int count, int own,
   own += later;
   if (own >= count || hidden.one(first + own)) s[2] = s[3] = -INFINITY;
 }
+__device__ inline void hide_unseen(float (&s)[4], int first, int, int own, int later,
+                                   const BundleHides& hides) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int token = own + i / 2 * later;
+    if (hides.of[i % 2].one(first + token)) s[i] = kUnseen;
+    hides.unseen.hide(s[i], i % 2, token, hides.tokens - first);
+  }
+}
 
 // `rows` tokens of a tile of 16-bit rows, from token `first` of the part on.
 // Whatever it needs is loaded anew, so that pages of codes have the registers.
-template <class E, class P, class Head, int kSteps>
+template <class E, class P, class Head, class Hidden, int kSteps>
 __device__ __forceinline__ void attend_units(const P& p, SoftmaxState<kSteps>& state,
-                                             const Head& head, uint32_t queries, uint32_t tile,
-                                             int units, int first, int rows,
-                                             const HiddenTokens& hidden) {
+                                             const Head& head, int columns, uint32_t queries,
+                                             uint32_t tile, int units, int first, int rows,
+                                             const Hidden& hidden) {
   Lane16<kSteps> lane16;
-  lane16.set(queries, p.group_size, head.rank_k, head.rank_v);
+  lane16.set(queries, columns, head.rank_k, head.rank_v);
   uint32_t k = tile, v = tile + units * lane16.steps_k * 512;
 #pragma unroll 1
   for (int at = 0; at < rows;
@@ -85,11 +115,11 @@ __device__ __forceinline__ void attend_units(const P& p, SoftmaxState<kSteps>& s
 }
 
 // The same of pages of codes, `bytes` and 1 << shift tokens each.
-template <class E, class P, int kSteps>
+template <class E, class P, class Hidden, int kSteps>
 __device__ __forceinline__ void attend_pages(const P& p, SoftmaxState<kSteps>& state,
                                              const CodedLane& codes, uint32_t kept, uint32_t tile,
                                              int bytes, int shift, int first, int rows,
-                                             const HiddenTokens& hidden) {
+                                             const Hidden& hidden) {
   const Order tokens = order_of_tokens(codes.keys.side);
   const uint32_t queries = own_queries(kept, codes.keys.rank),
                  grids = kept + kept_queries_bytes(codes.keys.rank);
@@ -123,14 +153,14 @@ struct SumsOrder {
   }
 };
 
-// P: GeneralParams of as many parts as a lane may have, or of more; ScoredParams.
+// P: GeneralParams of as many parts as a lane may have, or of more; ScoredParams, or Bundled of it.
 template <class E, class P>
-__global__ void __launch_bounds__(kGeneralWarps * 32, kBlocksPerSM)
+__global__ void __launch_bounds__((P::kBundled ? kBundledWarps : kGeneralWarps) * 32, kBlocksPerSM)
     attend_general(const __grid_constant__ P p) {
   constexpr int kParts = P::kSlots, kSteps = kMaxRank / 16;
   // Rings of the warps | merge buffer | kept queries of the warps.
   KVLATHE_DYNAMIC_SHARED(shared);
-  __shared__ Block<kParts> block;
+  __shared__ Block<kParts, P::kColumns> block;
   __shared__ Runs<kParts> runs[kMaxWarps];
   __shared__ __align__(8) uint64_t barriers[kMaxWarps][kSlots];
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
@@ -155,10 +185,12 @@ __global__ void __launch_bounds__(kGeneralWarps * 32, kBlocksPerSM)
   SoftmaxState<kSteps> state;
   state.clear();
   CodedLane codes;
-  HiddenTokens hidden;
+  std::conditional_t<P::kBundled, BundleHides, HiddenTokens> hidden;
   SumsOrder sums;
   // As in attend_decode. coded: the run's tiles are pages.
   int part = -1, head = 0, unit = 0, last = 0, tokens = 0, units = 0, bytes = 0;
+  int in_item = 0;  // with bundles: columns of the item of work
+  const auto columns = [&] { return P::kBundled ? in_item : p.group_size; };
   bool coded = false;
   for (;;) {
     producer.fill(false);
@@ -175,19 +207,27 @@ __global__ void __launch_bounds__(kGeneralWarps * 32, kBlocksPerSM)
       const Run run(p, block.walk.span, part);
       const int room = ring_room(query_bytes(p, at));
       units = producer.units_of(at.lane[part]);
-      unit = run.first + turn_of(part) * units, last = run.last, tokens = run.tokens;
+      unit = run.first + turn_of(part) * units, last = run.last;
+      tokens = tokens_of<P>(run.length);
       if (unit >= last) continue;
       bytes = producer.room_of(at.lane[part]);
       coded = is_quantized(p.part_of(head, part).bits);
-      hidden.load(p.form[p.part_in(head, part)], block.walk.span.sequence);
+      const auto& form = p.form[p.part_in(head, part)];
+      if constexpr (P::kBundled) {
+        in_item = columns_of(p, head, rows_in(run.length));
+        hidden.load(form, block.walk.span.sequence, run.length,
+                    first_column(p, head) + threadIdx.x % 4 * 2, p.group_size);
+      } else {
+        hidden.load(form, block.walk.span.sequence);
+      }
       const uint32_t queries = ring.wait_oldest(room);
       if (coded) {
         codes.set(p, head, part);
         sums.enter(state, kept, order_of_sums(codes.values.side));
-        keep_queries(kept, queries, p.group_size, at.rank_k, order_of_queries(codes.keys.side));
+        keep_queries(kept, queries, columns(), at.rank_k, order_of_queries(codes.keys.side));
       } else {
         sums.enter(state, kept, kPlainOrder);
-        keep_plain_queries(kept, queries, p.group_size, at.rank_k);
+        keep_plain_queries(kept, queries, columns(), at.rank_k);
       }
       ring.release_oldest<true>(room);
       continue;
@@ -199,7 +239,7 @@ __global__ void __launch_bounds__(kGeneralWarps * 32, kBlocksPerSM)
       attend_pages<E>(p, state, codes, kept, tile, p.head[head].lane[part].bytes,
                       p.part_of(head, part).unit_shift, first, rows, hidden);
     else
-      attend_units<E>(p, state, p.head[head], kept, tile, units, first, rows, hidden);
+      attend_units<E>(p, state, p.head[head], columns(), kept, tile, units, first, rows, hidden);
     ring.release_oldest<true>(bytes);
     unit += warps * units;
   }

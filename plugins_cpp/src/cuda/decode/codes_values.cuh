@@ -46,10 +46,11 @@ __device__ void weigh_codes(SoftmaxState<kSteps, kFill>& state, const float (&s)
 // the same bits of a byte stand together. kFill 2: columns 4 to 7 have the order 2 0 3 1, and each
 // product sees the queries of one half of the columns only.
 template <int kFill>
-struct Weights {
+struct CodeWeights {
   uint32_t all[kPairs];
 
-  __device__ explicit Weights(const uint32_t (&own)[kPairs / kFill]) {
+  CodeWeights() = default;
+  __device__ explicit CodeWeights(const uint32_t (&own)[kPairs / kFill]) {
 #pragma unroll
     for (int p = 0; p < kPairs; ++p) {
       const uint32_t x = own[kFill == 2 ? p % 2 : p];
@@ -102,7 +103,7 @@ __device__ void add_channels(int32_t (&lows)[4], int32_t (&highs)[4], uint32_t v
 // v, v_meta: where this lane reads.
 template <int kBits, bool kPlain, int kSteps, int kFill>
 __device__ void add_values(SoftmaxState<kSteps, kFill>& state, const Slab& slab, uint32_t v,
-                           int v_stride, uint32_t v_meta, const Weights<kFill>& p,
+                           int v_stride, uint32_t v_meta, const CodeWeights<kFill>& p,
                            const float (&step)[2]) {
   using C = Codes<kBits>;
   const int meta_stride = kPlain ? 4 : pinned(slab.meta_stride);

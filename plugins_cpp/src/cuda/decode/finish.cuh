@@ -23,11 +23,11 @@ struct Ending {
 };
 
 // What the warps of a block share.
-template <int kParts>
+template <int kParts, int kColumns = kMaxGroup>
 struct Block {
   Walk<kParts> walk;       // the span that the block attends
   int share, begin_start;  // of the plan
-  float2 m_l[kMaxWarps][kMaxGroup];
+  float2 m_l[kMaxWarps][kColumns];
   Ending ending;
 };
 
@@ -40,26 +40,49 @@ __device__ inline bool present(float x) { return __float_as_uint(x) != 0; }
 // A block leaves two partial results at most: of its first span, which may start in the middle of
 // its pair, and of its last one, which starts where its pair does.
 template <class P>
-__device__ Partial* partial_of(const P& p, int block, bool from_start) {
-  return p.partials + 2 * block + from_start;
+__device__ PartialOf<P::kColumns>* partial_of(const P& p, int block, bool from_start) {
+  return reinterpret_cast<PartialOf<P::kColumns>*>(p.partials) + 2 * block + from_start;
 }
 
-template <class E, class P, int kSlots>
-__device__ void write_out(const P& p, const HeadParams<kSlots>& head, int sequence, int element,
-                          float value) {
+template <class E, class P>
+__device__ void write_out(const P& p, int head_index, int sequence, int element, float value) {
+  const auto& head = p.head[head_index];
+  if constexpr (P::kBundled) {
+    const int row = p.group_size * head.rank_v;
+    element += first_column(p, head_index) * head.rank_v;
+    sequence += element / row, element %= row;
+  }
   p.o[sequence * p.o_stride + head.o_offset + element] = E::round(value);
+}
+
+// Query heads of an item of work.
+template <class P, class Pair>
+__device__ int columns_in(const P& p, const Pair& pair, int head) {
+  if constexpr (P::kBundled) return pair.columns(p, head);
+  return p.group_size;
+}
+
+// What the sink logit of column `column` adds to a sum of exponentials below m.
+template <class P>
+__device__ float sink_of(const P& p, int head, int column, float m) {
+  if constexpr (P::kBundled)
+    return sink_term(
+        p, head / p.tiles * p.group_size + (first_column(p, head) + column) % p.group_size, m);
+  return sink_term(p, head * p.group_size + column, m);
 }
 
 // Zeros for pairs without tokens, which belong to no span. The whole crew.
 template <class E, class P>
 __device__ void write_empty(const P& p, Crew crew) {
   for (int b = blockIdx.x; b < p.batch; b += gridDim.x) {
+    if (P::kBundled && length_of(p.part[0], b) < 0) continue;
     const Lengths<P::kSlots> lengths(p, b);
     for (int h = 0; h < p.heads; ++h) {
-      if (Pair<P::kSlots>(p, lengths, b, h).units(p, h)) continue;
+      const Pair<P::kSlots> pair(p, lengths, b, h);
+      if (pair.units(p, h)) continue;
 #pragma unroll 1
-      for (int e = crew.thread; e < p.group_size * p.head[h].rank_v; e += crew.threads)
-        write_out<E>(p, p.head[h], b, e, 0.f);
+      for (int e = crew.thread; e < columns_in(p, pair, h) * p.head[h].rank_v; e += crew.threads)
+        write_out<E>(p, h, b, e, 0.f);
     }
   }
 }
@@ -84,6 +107,16 @@ __device__ void put_state(SoftmaxState<kSteps, kFill>& state, int group, int ran
   }
 }
 
+// The same of a state for each tile of 8 columns.
+template <int kTiles, int kSteps, int kFill>
+__device__ void put_state(SoftmaxState<kSteps, kFill> (&states)[kTiles], int columns, int rank_v,
+                          float2* m_l, float* o) {
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t)
+    put_state(states[t], columns - t * kMaxGroup, rank_v, m_l + t * kMaxGroup,
+              o + t * kMaxGroup * rank_v);
+}
+
 // exp2(x - m). kHides: all tokens may have been hidden, and both are -inf then.
 template <bool kHides>
 __device__ inline float weight_below(float x, float m) {
@@ -92,16 +125,16 @@ __device__ inline float weight_below(float x, float m) {
 
 // Merges the states of the block's warps. Writes o / l, or leaves a partial result where the pair
 // goes on in another block. Then moves on to the next span. The whole crew.
-template <class E, bool kHides = false, class P, int kParts, int kSteps, int kFill>
-__device__ void finish(const P& p, SoftmaxState<kSteps, kFill>& state, float* buffer,
-                       Block<kParts>& block, Crew crew) {
+template <class E, bool kHides = false, class P, class States, int kParts, int kColumns>
+__device__ void finish(const P& p, States& states, float* buffer, Block<kParts, kColumns>& block,
+                       Crew crew) {
   const Span<kParts>& span = block.walk.span;
   const int sequence = span.sequence, head_index = span.head;
   const bool from_start = span.first == 0, whole = from_start && span.last == span.total;
   const HeadParams<kParts>& head = p.head[head_index];
   const int warp = crew.thread / 32, warps = crew.threads / 32,
-            elements = p.group_size * head.rank_v;
-  put_state(state, p.group_size, head.rank_v, block.m_l[warp], buffer + warp * elements);
+            group = columns_in(p, span.pair, head_index), elements = group * head.rank_v;
+  put_state(states, group, head.rank_v, block.m_l[warp], buffer + warp * elements);
   crew.meet();
   if (crew.thread == crew.threads - 1) {
     if (!from_start && span.last == span.total)
@@ -109,7 +142,7 @@ __device__ void finish(const P& p, SoftmaxState<kSteps, kFill>& state, float* bu
                       int(unsigned(block.begin_start) / unsigned(block.share))};
     block.walk.next(p);
   }
-  Partial* partial = partial_of(p, blockIdx.x, from_start);
+  auto* partial = partial_of(p, blockIdx.x, from_start);
 #pragma unroll 1
   for (int e = crew.thread; e < elements; e += crew.threads) {
     const int query = e / head.rank_v;
@@ -123,8 +156,8 @@ __device__ void finish(const P& p, SoftmaxState<kSteps, kFill>& state, float* bu
       o += weight * buffer[w * elements + e];
     }
     if (whole) {
-      if constexpr (P::kScored) l += sink_term(p, head_index * p.group_size + query, m);
-      write_out<E>(p, head, sequence, e, o / l);
+      if constexpr (P::kScored) l += sink_of(p, head_index, query, m);
+      write_out<E>(p, head_index, sequence, e, o / l);
     } else {
       store_relaxed(partial->o + e, nonzero(o));
       if (e % head.rank_v == 0) store_relaxed(partial->m_l + query, float2{nonzero(m), nonzero(l)});
@@ -162,6 +195,16 @@ __device__ void find_weights(Find partial, int count, int query, int group, floa
     weights[i * group + query] = exp2_fast(weights[i * group + query] - m) / l;
 }
 
+// Query heads of a pair that ends in this block.
+template <class P>
+__device__ int columns_of_ending(const P& p, const Ending& pair) {
+  if constexpr (P::kBundled) {
+    const Lengths<P::kSlots> lengths(p, pair.sequence);
+    return Pair<P::kSlots>(p, lengths, pair.sequence, pair.head).columns(p, pair.head);
+  }
+  return p.group_size;
+}
+
 // Merges the partial results of a pair that ends in this block, and writes the answer. The whole
 // crew, once, at its end. It waits for the blocks before this one, which started earlier.
 //
@@ -173,7 +216,7 @@ template <class E, bool kHides = false, class P>
 __device__ void finish_pair(const P& p, const Ending pair, float* buffer, Crew crew) {
   constexpr int kAhead = 12;
   const auto& head = p.head[pair.head];
-  const int group = p.group_size, count = blockIdx.x - pair.first_block + 1,
+  const int group = columns_of_ending(p, pair), count = blockIdx.x - pair.first_block + 1,
             quads = group * head.rank_v / 4;
   // But for general calls (kHides) the launcher gives group x rank / 4 threads: a team at least. There
   // threads may be fewer, and take their channels in turns.
@@ -186,7 +229,7 @@ __device__ void finish_pair(const P& p, const Ending pair, float* buffer, Crew c
   const auto partial = [&](int i) { return partial_of(p, pair.first_block + i, i == 0); };
   for (int q = crew.thread / 32; q < group; q += crew.threads / 32)
     find_weights<kHides>(partial, count, q, group, weights, [&](float& l, float m) {
-      if constexpr (P::kScored) l += sink_term(p, pair.head * group + q, m);
+      if constexpr (P::kScored) l += sink_of(p, pair.head, q, m);
     });
   crew.meet();
   for (int own = crew.thread;;) {
@@ -230,7 +273,7 @@ __device__ void finish_pair(const P& p, const Ending pair, float* buffer, Crew c
     float sum = 0.f;
 #pragma unroll 4
     for (int i = 0; i < teams; ++i) sum += buffer[i * 4 * quads + e];
-    write_out<E>(p, head, pair.sequence, e, sum);
+    write_out<E>(p, pair.head, pair.sequence, e, sum);
   }
 }
 

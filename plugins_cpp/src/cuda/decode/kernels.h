@@ -1,7 +1,9 @@
-// The compiled variants of attend_decode, by what a call needs. They are spread over four files
-// (decode_16.cu, decode_codes.cu, decode_any.cu, decode_general.cu), so that these are compiled at
-// the same time.
+// The compiled variants of attend_decode, by what a call needs. They are spread over files
+// (decode_16.cu, decode_codes.cu, decode_any.cu, decode_general.cu, and bundled_*.cu beside them), so
+// that these are compiled at the same time.
 #pragma once
+
+#include "cuda/decode/params.h"
 
 namespace kvlathe::cuda {
 
@@ -18,5 +20,14 @@ const void* decode_kernel_any(bool half, bool wide, int fill);              // 3
 // name their parts.
 const void* decode_kernel_general(bool half, bool named);
 const void* decode_kernel_scored(bool half);  // takes ScoredParams
+
+// Of calls with bundles: 16 bit, codes as in decode_kernel_codes, and all others.
+using Bundled16 = Bundled<Params<KVLATHE_MAX_SLOTS>, kMaxGroup>;
+using BundledCodes = Bundled<Params<2>, 2 * kMaxGroup>;
+using BundledGeneral = Bundled<ScoredParams, kMaxGroup>;
+constexpr int kMostColumns = BundledCodes::kColumns;
+const void* bundled_kernel_16(bool half);
+const void* bundled_kernel_codes(bool half, bool wide, int bits);
+const void* bundled_kernel_general(bool half);
 
 }  // namespace kvlathe::cuda

@@ -32,6 +32,8 @@ __host__ __device__ constexpr int most_warps(int bits, int fill) {
 }
 // And of attend_general, which needs more registers than 8 warps would leave it.
 constexpr int kGeneralWarps = kMaxWarps * 3 / 4;
+// And of calls with bundles, whose items have up to twice as many columns.
+constexpr int kBundledWarps = kMaxWarps * 3 / 4;
 constexpr int kBlocksPerSM = KVLATHE_BLOCKS_PER_SM;
 // Narrow 16-bit lanes take several units a tile up to so many bytes, and quantized ones two pages.
 constexpr int kTileBytes = 6 << 10;
@@ -101,10 +103,12 @@ struct SlotTable<true> {
 };
 
 // A partial result of one span of work: the softmax state of its query heads.
-struct Partial {
-  float2 m_l[kMaxGroup];          // m in base 2, and l
-  float o[kMaxGroup * kMaxRank];  // [group][rank_v], not divided by l
+template <int kColumns>
+struct PartialOf {
+  float2 m_l[kColumns];          // m in base 2, and l
+  float o[kColumns * kMaxRank];  // [group][rank_v], not divided by l
 };
+using Partial = PartialOf<kMaxGroup>;
 
 struct PlanRecord;  // schedule.cuh
 
@@ -114,6 +118,8 @@ struct Params : SlotTable<(kParts_ > kSlots_)> {
   static constexpr bool kNamed = kParts > kSlots;
   // Of general calls: a row may see no token at all, and a block may have few threads (finish.cuh).
   static constexpr bool kHides = false, kScored = false;
+  static constexpr bool kBundled = false;
+  static constexpr int kColumns = kMaxGroup;  // query heads of an item of work at most
   const char* pool;
   const uint16_t* q;
   uint16_t* o;
@@ -162,5 +168,21 @@ struct ScoredParams : GeneralParams<KVLATHE_MAX_PARTS> {
   const float* sinks;  // null, or [heads, group_size]
   float bound;         // of scores in base 2; 0: none
 };
+
+// The same of a call with bundles (bundles.cuh). Every KV head stands here as many times as there are
+// tiles of kColumns_ columns in the largest bundle, one after the other.
+template <class Base, int kColumns_>
+struct Bundled : Base {
+  static constexpr bool kHides = true, kBundled = true;
+  static constexpr int kColumns = kColumns_;
+  int32_t tiles;
+};
+
+// Query heads that an item of work has at most.
+template <class P>
+KVLATHE_ANYWHERE int most_columns(const P& p) {
+  if constexpr (P::kBundled) return P::kColumns;
+  return p.group_size;
+}
 
 }  // namespace kvlathe::cuda

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "cuda/decode/kernels.h"
 #include "cuda/decode/plan.h"
 #include "cuda/host.h"
 
@@ -20,19 +21,30 @@ struct PlannedCall : SlotTable<(kParts > KVLATHE_MAX_SLOTS)> {
   PlanRecord* out;
 };
 
-// kParts: KVLATHE_MAX_SLOTS, or KVLATHE_MAX_PARTS where lanes name their parts.
-template <int kParts>
-struct PlanParams {
+// What calls with bundles have beside that. Calls of one launch are of one model.
+template <int kColumns_>
+struct BundleSizes {
+  static constexpr int kColumns = kColumns_;
+  int32_t group_size, tiles;
+};
+template <>
+struct BundleSizes<0> {};
+
+// kParts: KVLATHE_MAX_SLOTS, or KVLATHE_MAX_PARTS where lanes name their parts. kColumns: of a tile of
+// calls with bundles; 0 without.
+template <int kParts, int kColumns>
+struct PlanParams : BundleSizes<kColumns> {
   static constexpr int kMostCalls = kParts > KVLATHE_MAX_SLOTS ? 8 : 32;
   PlannedCall<kParts> call[kMostCalls];
   PlanHead head[kMostHeads];
 };
-static_assert(sizeof(PlanParams<KVLATHE_MAX_PARTS>) <= 32764, "a kernel takes no more parameters");
+static_assert(sizeof(PlanParams<KVLATHE_MAX_PARTS, 1>) <= 32764,
+              "a kernel takes no more parameters");
 
 // A call with the fields of Params that schedule.cuh reads.
-template <int kParts>
-struct View {
-  static constexpr bool kNamed = kParts > KVLATHE_MAX_SLOTS;
+template <int kParts, int kColumns>
+struct View : BundleSizes<kColumns> {
+  static constexpr bool kNamed = kParts > KVLATHE_MAX_SLOTS, kBundled = kColumns > 0;
   const SlotTable<kNamed>& slots;
   const PartParams* part;
   const int32_t* part_weight;
@@ -58,23 +70,25 @@ __device__ void write_ids(const V& p, const Span<KVLATHE_MAX_SLOTS>& span, PlanR
   if (threadIdx.x % 32 == 0) out.header.slot = slot, out.header.first_page = first;
 }
 
-template <int kParts>
+template <int kParts, int kColumns>
 __global__ void __launch_bounds__(kWarps * 32)
-    plan_calls(const __grid_constant__ PlanParams<kParts> p) {
+    plan_calls(const __grid_constant__ PlanParams<kParts, kColumns> p) {
   const PlannedCall<kParts>& call = p.call[blockIdx.y];
   const PlanSizes<kParts>& sizes = call.sizes;
   const int block = blockIdx.x * kWarps + threadIdx.x / 32;
   if (block >= sizes.blocks) return;
-  View<kParts> view{call,
-                    sizes.part,
-                    sizes.part_weight,
-                    p.head + call.first_head,
-                    sizes.least_block_weight,
-                    sizes.spare_blocks,
-                    sizes.batch,
-                    sizes.heads,
-                    kParts};
-  if constexpr (View<kParts>::kNamed) view.parts = call.parts;
+  using Own = View<kParts, kColumns>;
+  Own view{p,
+           call,
+           sizes.part,
+           sizes.part_weight,
+           p.head + call.first_head,
+           sizes.least_block_weight,
+           sizes.spare_blocks,
+           sizes.batch,
+           sizes.heads,
+           kParts};
+  if constexpr (Own::kNamed) view.parts = call.parts;
   const Plan<KVLATHE_MAX_SLOTS> plan(view, block, sizes.blocks);
   PlanRecord& out = call.out[block];
   if (threadIdx.x % 32 == 0) out.header = {sizes.tag, -1, 0, plan};
@@ -103,9 +117,14 @@ PlannedCall<kParts> planned_of(const Job& job, int first_head) {
 }
 
 // As many launches as the jobs take.
-template <int kParts>
+template <int kParts, int kColumns = 0>
 void launch(const std::vector<Job>& jobs, cudaStream_t stream) {
-  PlanParams<kParts> p;
+  PlanParams<kParts, kColumns> p;
+  if constexpr (kColumns > 0) {
+    if (jobs.empty()) return;
+    p.group_size = jobs[0].call.group_size;
+    p.tiles = tiles_of<kColumns>(p.group_size);
+  }
   for (size_t at = 0; at < jobs.size();) {
     int heads = 0, blocks = 0, n = 0;
     for (; at < jobs.size() && n < p.kMostCalls; ++at, ++n) {
@@ -117,23 +136,31 @@ void launch(const std::vector<Job>& jobs, cudaStream_t stream) {
     }
     const dim3 grid((blocks + kWarps - 1) / kWarps, n);
     void* arguments[] = {&p};
-    check_cuda(cudaLaunchKernel(plan_calls<kParts>, grid, dim3(kWarps * 32), arguments, 0, stream),
+    check_cuda(cudaLaunchKernel(plan_calls<kParts, kColumns>, grid, dim3(kWarps * 32), arguments, 0,
+                                stream),
                "launching plan");
   }
 }
 
 void plan(const kvlathe_attend_decode_args* calls, int32_t count) {
-  std::vector<Job> few, named;
+  std::vector<Job> few, named, bundled, bundled_codes, bundled_named;
   for (int32_t i = 0; i < count; ++i) {
     require(calls[i].plan && calls[i].batch > 0, KVLATHE_BAD_ARGUMENT,
             "call " + std::to_string(i) + " has no rows, or no memory for its plan");
     const Job job{plan_call_of(calls[i]), static_cast<PlanRecord*>(calls[i].plan)};
-    (job.call.named ? named : few).push_back(job);
+    const bool coded = job.call.columns == BundledCodes::kColumns;
+    if (job.call.columns)
+      (job.call.named ? bundled_named : coded ? bundled_codes : bundled).push_back(job);
+    else
+      (job.call.named ? named : few).push_back(job);
   }
   if (!count) return;
   const auto stream = static_cast<cudaStream_t>(calls[0].stream);
   launch<KVLATHE_MAX_SLOTS>(few, stream);
   launch<KVLATHE_MAX_PARTS>(named, stream);
+  launch<KVLATHE_MAX_SLOTS, Bundled16::kColumns>(bundled, stream);
+  launch<KVLATHE_MAX_SLOTS, BundledCodes::kColumns>(bundled_codes, stream);
+  launch<KVLATHE_MAX_PARTS, BundledGeneral::kColumns>(bundled_named, stream);
 }
 
 }  // namespace

@@ -14,14 +14,14 @@ namespace kvlathe::cuda {
 // The units [first, last) of a span that lie in one part, counted from the part's first. In this
 // file parts are those of one lane: its slots.
 struct Run {
-  int first, last, tokens;  // tokens: of the part
+  int first, last, length;  // length: of the part
   template <class P, int kParts>
   __device__ Run(const P& p, const Span<kParts>& span, int part) {
     int before = 0, count = 0;
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
       if (i < part) before += span.pair.units(p, span.head, i);
-      if (i == part) count = span.pair.units(p, span.head, i), tokens = span.pair.tokens[i];
+      if (i == part) count = span.pair.units(p, span.head, i), length = span.pair.tokens[i];
     }
     first = max(span.first - before, 0);
     last = min(span.last - before, count);
@@ -38,7 +38,7 @@ __device__ inline int turn_of(int part) {
 // What the queries of a run take in a ring.
 template <class P, int kSlots>
 __device__ int query_bytes(const P& p, const HeadParams<kSlots>& head) {
-  return p.group_size * head.rank_k * 2;
+  return most_columns(p) * head.rank_k * 2;
 }
 
 // What a producer needs only from run to run. It is in shared memory, one for each warp, and leaves
@@ -46,8 +46,8 @@ __device__ int query_bytes(const P& p, const HeadParams<kSlots>& head) {
 template <int kParts>
 struct Runs {
   Walk<kParts> walk;                                 // where the run ahead lies, while walk.valid
-  int part, unit, last, tokens;                      // the run ahead
-  int now_sequence, now_head, now_part, now_tokens;  // the run in hand; tokens of its part
+  int part, unit, last, length;                      // the run ahead
+  int now_sequence, now_head, now_part, now_length;  // the run in hand; the length of its part
   int first_sequence, first_head;                    // of the first run
 };
 
@@ -171,7 +171,7 @@ struct Producer {
         lanes = lanes_of(walk.span.head, ahead.part, lane);
         ahead.unit = run.first + turn_of(ahead.part) * units;
         ahead.last = run.last;
-        ahead.tokens = run.tokens;
+        ahead.length = run.length;
         step = blockDim.x / 32 * units;
       } while (ahead.unit >= ahead.last);
     }
@@ -195,7 +195,7 @@ struct Producer {
     if (!any) return;
     ahead.now_sequence = ahead.walk.span.sequence, ahead.now_head = ahead.walk.span.head,
     ahead.now_part = ahead.part;
-    ahead.now_tokens = ahead.tokens;
+    ahead.now_length = ahead.length;
     unit = ahead.unit, last = ahead.last;
     queries_due = true;
     next_room = ring_room(query_bytes(p, p.head[ahead.now_head]));
@@ -236,7 +236,7 @@ struct Producer {
   // Whether the kernel before this one writes nothing of the next tile: with KVLATHE_APPENDED it
   // writes the last row of a 16-bit part at most.
   __device__ bool steady() const {
-    return bulk || (!kQuantized && runs.now_tokens - unit * kRowTokens > copies.tokens);
+    return bulk || (!kQuantized && runs.now_length - unit * kRowTokens > copies.tokens);
   }
 
   // Asks for all that the ring has room for. If `early`, only for steady tiles of the first run:
@@ -266,7 +266,7 @@ struct Producer {
 
   // Fetches the queries of the first run, for which an early fill has left room.
   __device__ void fetch_first_queries() const {
-    if (!ring.tiles) return;
+    if (P::kBundled || !ring.tiles) return;
     const auto& head = p.head[runs.first_head];
     const auto* q =
         reinterpret_cast<const uint4*>(p.q + runs.first_sequence * p.q_stride + head.q_offset);
@@ -277,10 +277,26 @@ struct Producer {
   }
 
   __device__ void fetch_queries(uint32_t to, int bytes) const {
+    if constexpr (P::kBundled) return fetch_bundle(to);
     const auto* q = reinterpret_cast<const char*>(p.q + runs.now_sequence * p.q_stride +
                                                   p.head[runs.now_head].q_offset);
 #pragma unroll 1
     for (int at = threadIdx.x % 32 * 16; at < bytes; at += 512) copy16(to + at, q + at, true);
+  }
+
+  // Fetches the queries of a bundle's tile. Those of a row lie side by side in q.
+  __device__ void fetch_bundle(uint32_t to) const {
+    const auto& head = p.head[runs.now_head];
+    const int of_column = head.rank_k * 2, of_row = p.group_size * of_column,
+              first = first_column(p, runs.now_head) * of_column,
+              bytes = columns_of(p, runs.now_head, rows_in(runs.now_length)) * of_column;
+    const auto* q =
+        reinterpret_cast<const char*>(p.q + runs.now_sequence * p.q_stride + head.q_offset);
+#pragma unroll 1
+    for (int at = threadIdx.x % 32 * 16; at < bytes; at += 512) {
+      const int row = (first + at) / of_row;
+      copy16(to + at, q + row * p.q_stride * 2 + (first + at - row * of_row), true);
+    }
   }
 
   // Fetches the pages of a tile. Each lane copies the page it holds, if that is one of them.
@@ -324,7 +340,7 @@ struct Producer {
     const char* k =
         reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(from), taken));
     const char* v = k + __shfl_sync(~0u, delta_v, taken);
-    const int rows = runs.now_tokens - unit * kRowTokens;
+    const int rows = tokens_of<P>(runs.now_length) - unit * kRowTokens;
     if constexpr (kQuantized) {
       const auto& head = p.head[runs.now_head];
       copy_tile_apart(to, k, v, head.rank_k, head.rank_v, units_of(head.lane[runs.now_part]), rows);

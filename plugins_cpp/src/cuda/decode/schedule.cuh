@@ -15,7 +15,7 @@
 // calls of a step before (plan.cu).
 #pragma once
 
-#include "cuda/decode/params.h"
+#include "cuda/decode/bundles.cuh"
 
 namespace kvlathe::cuda {
 
@@ -58,14 +58,25 @@ struct Pair {
         tokens[i] = held ? length_of(p.part_of(head, i), sequence) : 0;
       else
         tokens[i] = held ? lengths.tokens[i] : 0;
+      if constexpr (P::kBundled) {  // they stay lengths
+        if (columns_of(p, head, rows_in(tokens[i])) < 1) tokens[i] = tokens[i] < 0 ? -1 : 0;
+      }
     }
+  }
+  // Of a call with bundles: the columns of the pair's tile.
+  template <class P>
+  __device__ int columns(const P& p, int head) const {
+    int rows = 0;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) rows = max(rows, rows_in(tokens[i]));
+    return columns_of(p, head, rows);
   }
   __device__ static int units_of(const PartParams& part, int tokens) {
     return (tokens + (1 << part.unit_shift) - 1) >> part.unit_shift;
   }
   template <class P>
   __device__ int units(const P& p, int head, int slot) const {
-    return units_of(p.part_of(head, slot), tokens[slot]);
+    return units_of(p.part_of(head, slot), tokens_of<P>(tokens[slot]));
   }
   template <class P>
   __device__ int units(const P& p, int head) const {
@@ -156,10 +167,21 @@ struct Walk {
     span.last = final ? end.unit : span.total;
   }
 
+  // What comes after a pair of a call with bundles: tiles that there are, and the next bundle.
+  template <class P>
+  __device__ void skip(const P& p) {
+    const int length = P::kNamed ? length_of(p.part[0], span.sequence) : lengths.tokens[0];
+    const int rows = max(1, rows_in(length)), tile = span.head % p.tiles;
+    if (tile && columns_of(p, span.head, rows) < 1) span.head += p.tiles - tile;
+    if (span.head == p.heads) span.sequence += rows - 1;
+  }
+
   template <class P>
   __device__ void next(const P& p) {
     do {
-      if (++span.head == p.heads) {
+      ++span.head;
+      if constexpr (P::kBundled) skip(p);
+      if (span.head == p.heads) {
         span.head = 0;
         if (++span.sequence < p.batch) lengths = Lengths<kParts>(p, span.sequence);
       }
@@ -230,22 +252,35 @@ struct Plan {
   template <class P>
   __device__ static int weight(const P& p, int sequence, bool& empty) {
     int sum = 0;
+    if constexpr (P::kBundled) {  // a row that goes with one before it is no empty one
+      if (length_of(p.part[0], sequence) < 0) return 0;
+    }
     if constexpr (P::kNamed) {
 #pragma unroll 1
       for (int i = 0; i < p.parts; ++i) {
-        const int tokens = length_of(p.part[i], sequence);
-        empty |= tokens == 0;
-        sum += p.part_weight[i] * Pair<kParts>::units_of(p.part[i], tokens);
+        const int length = length_of(p.part[i], sequence);
+        empty |= tokens_of<P>(length) == 0;
+        sum += weight_of(p, i, length) * Pair<kParts>::units_of(p.part[i], tokens_of<P>(length));
       }
       return sum;
     }
     const Lengths<kParts> lengths(p, sequence);
 #pragma unroll
     for (int i = 0; i < kParts; ++i) {
-      empty |= lengths.tokens[i] == 0;
-      sum += p.part_weight[i] * Pair<kParts>::units_of(p.part[i], lengths.tokens[i]);
+      empty |= tokens_of<P>(lengths.tokens[i]) == 0;
+      sum += weight_of(p, i, lengths.tokens[i]) *
+             Pair<kParts>::units_of(p.part[i], tokens_of<P>(lengths.tokens[i]));
     }
     return sum;
+  }
+
+  // Of a unit of a part in all heads. With bundles part_weight is that of one tile.
+  template <class P>
+  __device__ static int weight_of(const P& p, int part, int length) {
+    if constexpr (P::kBundled)
+      return p.part_weight[part] *
+             ((rows_in(length) * p.group_size + P::kColumns - 1) / P::kColumns);
+    return p.part_weight[part];
   }
 
   // Finds heads and units. One half of the warp looks for the begin, the other for the end.

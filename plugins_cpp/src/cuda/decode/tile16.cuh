@@ -7,6 +7,7 @@
 // Rows are swizzled in chunks of 16 bytes (ring.cuh), so that matrix loads meet no bank twice.
 #pragma once
 
+#include "cuda/decode/bundles.cuh"
 #include "cuda/decode/softmax_state.cuh"
 
 namespace kvlathe::cuda {
@@ -118,6 +119,27 @@ __device__ void attend_tile(SoftmaxState<kSteps>& state, const Lane16<kSteps>& l
   uint32_t k = tile, v = tile + units * lane16.steps_k * 512;
   for (; rows > 0; rows -= kRowTokens) {
     attend_unit<E>(state, lane16, k, v, rows, scale_log2);
+    k += lane16.steps_k * 512;
+    v += lane16.steps_v * 512;
+  }
+}
+
+// The same for a bundle. left: tokens of the part from the tile's first one on.
+template <class E, int kSteps>
+__device__ void attend_tile_of_bundle(SoftmaxState<kSteps>& state, const Lane16<kSteps>& lane16,
+                                      const UnseenTail& unseen, uint32_t tile, int units, int left,
+                                      float scale_log2) {
+  uint32_t k = tile, v = tile + units * lane16.steps_k * 512;
+  const int own = threadIdx.x % 32 / 4;
+#pragma unroll 1
+  for (int unit = 0; unit < units && left > 0; ++unit, left -= kRowTokens) {
+    float s[4];
+    score_unit<E>(s, lane16, k, scale_log2);
+    if (left < kRowTokens + KVLATHE_MAX_BUNDLE) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) unseen.hide(s[i], i % 2, own + i / 2 * 8, left);
+    }
+    add_unit<E>(state, lane16, v, s);
     k += lane16.steps_k * 512;
     v += lane16.steps_v * 512;
   }

@@ -3,6 +3,8 @@
 #pragma once
 
 #define copy16 ptx_copy16
+#define multiply_signed ptx_multiply_signed
+#define multiply_unsigned ptx_multiply_unsigned
 #define load_matrices ptx_load_matrices
 #define load_matrices_transposed ptx_load_matrices_transposed
 #define transposed ptx_transposed
@@ -16,6 +18,8 @@
 #define exp2_fast ptx_exp2_fast
 #include_next "cuda/device.cuh"
 #undef copy16
+#undef multiply_signed
+#undef multiply_unsigned
 #undef load_matrices
 #undef load_matrices_transposed
 #undef transposed
@@ -97,6 +101,52 @@ inline uint32_t transposed(uint32_t x) {
     out |= (word >> c % 2 * 16 & 0xffff) << 16 * i;
   }
   return out;
+}
+
+// PTX ISA, "Matrix Fragments for mma.m16n8k32": unsigned bytes of a, those of b
+// signed or not. Of m16n8k16 the second half of the inner dimension is zeros.
+template <class Byte>
+void multiply_bytes(int32_t (&d)[4], const uint32_t (&a)[4],
+                    const uint32_t (&b)[2]) {
+  struct Own {
+    uint32_t a[4], b[2];
+    int32_t d[4];
+  };
+  static Own all[1024];
+  const unsigned own = threadIdx.x, first = own / 32 * 32;
+  std::copy_n(a, 4, all[own].a);
+  std::copy_n(b, 2, all[own].b);
+  std::copy_n(d, 4, all[own].d);
+  Fibers::current().meet(32, [&] {
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4, column = lane % 4 * 2 + i % 2;
+        int32_t &sum = all[first + lane].d[i];
+        for (int k = 0; k < 32; ++k) {
+          const int t = k % 16 / 4, half = k / 16, shift = k % 4 * 8;
+          const uint32_t x =
+              all[first + row * 4 + t].a[half * 2 + i / 2] >> shift;
+          const uint32_t y = all[first + column * 4 + t].b[half] >> shift;
+          sum += int32_t(uint8_t(x)) * int32_t(Byte(y));
+        }
+      }
+    }
+  });
+  std::copy_n(all[own].d, 4, d);
+}
+inline void multiply_signed(int32_t (&d)[4], uint32_t a0, uint32_t a1,
+                            uint32_t b) {
+  multiply_bytes<int8_t>(d, {a0, a1, 0, 0}, {b, 0});
+}
+inline void multiply_signed(int32_t (&d)[4], uint32_t a0, uint32_t a1,
+                            uint32_t a2, uint32_t a3, uint32_t b0,
+                            uint32_t b1) {
+  multiply_bytes<int8_t>(d, {a0, a1, a2, a3}, {b0, b1});
+}
+inline void multiply_unsigned(int32_t (&d)[4], uint32_t a0, uint32_t a1,
+                              uint32_t a2, uint32_t a3, uint32_t b0,
+                              uint32_t b1) {
+  multiply_bytes<uint8_t>(d, {a0, a1, a2, a3}, {b0, b1});
 }
 
 #endif

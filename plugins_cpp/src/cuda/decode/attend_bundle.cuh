@@ -1,0 +1,138 @@
+// Decode attention of bundles (bundles.cuh) over 16-bit parts and codes. It is attend_decode
+// (attend_decode.cuh) for more columns: the same blocks, warps, rings and spans.
+#pragma once
+
+#include "cuda/decode/attend_decode.cuh"
+#include "cuda/decode/bundle_codes.cuh"
+
+namespace kvlathe::cuda {
+
+// A 16-bit tile in a call whose other tiles are quantized, for the 8 columns from `column` on, of
+// which `columns` exist. It is a function of its own, so that its registers do not count among those
+// of the loop.
+template <class E, int kSteps>
+__device__ __noinline__ SoftmaxState<kSteps> attend_bundle_apart(uint32_t queries, uint32_t tile,
+                                                                 int units, int left, int length,
+                                                                 int column, int columns, int group,
+                                                                 int rank_k, int rank_v,
+                                                                 float scale_log2) {
+  SoftmaxState<kSteps> state;
+  state.clear();
+  Lane16<kSteps> lane16;
+  lane16.set(queries, columns, rank_k, rank_v);
+  UnseenTail unseen;
+  unseen.set(length, column + threadIdx.x % 4 * 2, group);
+  attend_tile_of_bundle<E>(state, lane16, unseen, tile, units, left, scale_log2);
+  return state;
+}
+
+// P: Bundled of Params. kBits: 16, or 8, 4 or 2: then P has two tiles of 8 columns.
+template <class E, class P, int kSteps, int kBits>
+__global__ void __launch_bounds__(kBundledWarps * 32, kBlocksPerSM)
+    attend_bundles(const __grid_constant__ P p) {
+  constexpr int kParts = P::kSlots, kStates = P::kColumns / kMaxGroup;
+  constexpr bool kQuantized = kBits < 16;
+  // Rings of the warps | merge buffer | quantized queries of the warps.
+  KVLATHE_DYNAMIC_SHARED(shared);
+  __shared__ Block<kParts, P::kColumns> block;
+  __shared__ Runs<kParts> runs[kMaxWarps];
+  __shared__ __align__(8) uint64_t barriers[kMaxWarps][kSlots];
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const Crew crew{int(threadIdx.x), int(blockDim.x)};
+  if (kQuantized && threadIdx.x % 32 < kSlots)
+    init_barrier(shared_address(&barriers[warp][threadIdx.x % 32]));
+  auto* buffer = reinterpret_cast<float*>(shared + warps * p.ring_bytes);
+  const uint32_t codes = kept(shared_address(buffer + p.merge_floats) + warp * p.codes_bytes);
+  Ring ring{uint32_t(kept(shared_address(shared) + warp * p.ring_bytes)), pinned(p.ring_bytes),
+            uint32_t(kept(shared_address(barriers[warp])))};
+
+  const Planned<kParts> plan(p);
+  Producer<P, kBits> producer(p, plan, runs[warp], ring);
+  if (threadIdx.x == 0) {
+    block.walk = plan.walk, block.share = plan.share, block.begin_start = plan.begin_start,
+    block.ending.there = false;
+  }
+  if (kQuantized) publish_barriers();
+  __syncthreads();
+  wait_for_previous_kernel();
+  if (plan.some_empty) write_empty<E>(p, crew);
+  if (!plan.any) return;
+  SoftmaxState<kSteps> states[kStates];
+  for (auto& state : states) state.clear();
+  Slab slab;  // of the run being attended
+  Lane16<kSteps> lane16;
+  UnseenTail unseen;
+  // As in attend_decode. length: of the run's part.
+  int part = -1, head = 0, unit = 0, last = 0, length = 0, units = 0, bytes = 0;
+  bool coded = false;
+  for (;;) {
+    producer.fill(false);
+    if (unit >= last) {  // the next run
+      if (++part == kParts) {
+        finish<E, true>(p, states, buffer, block, crew);
+        for (auto& state : states) state.clear();
+        part = 0;
+      }
+      if (!block.walk.valid) break;
+      head = block.walk.span.head;
+      const auto& at = p.head[head];
+      const Run run(p, block.walk.span, part);
+      const int room = ring_room(query_bytes(p, at));
+      units = pinned(producer.units_of(at.lane[part]));
+      unit = run.first + turn_of(part) * units, last = run.last, length = run.length;
+      if (unit >= last) continue;
+      bytes = pinned(producer.room_of(at.lane[part]));
+      coded = kQuantized && is_quantized(p.part[part].bits);
+      const int columns = columns_of(p, head, rows_in(length));
+      const uint32_t queries = ring.wait_oldest(room);
+      if constexpr (kQuantized) {
+        if (coded) {
+          slab.set<kBits, 1>(p, head, part);
+#pragma unroll 1
+          for (int t = 0; t < kStates; ++t)
+            quantize_queries<E, kBits, 1>(codes + t * codes_bytes(1, at.rank_k, slab.groups.count),
+                                          queries + t * kMaxGroup * at.rank_k * 2,
+                                          columns - t * kMaxGroup, at.rank_k, slab.groups,
+                                          p.scale_log2);
+        } else {
+          for (int i = threadIdx.x % 32 * 4; i < columns * at.rank_k * 2; i += 128)
+            store_word(codes + i, load_word(queries + i));
+        }
+      } else {
+        lane16.set(queries, columns, at.rank_k, at.rank_v);
+        unseen.set(length, first_column(p, head) + threadIdx.x % 4 * 2, p.group_size);
+      }
+      ring.release_oldest<kQuantized>(room);
+      continue;
+    }
+    const uint32_t tile = coded ? ring.wait_oldest<true>(bytes) : ring.wait_oldest(bytes);
+    const int tokens = tokens_in(length);
+    if constexpr (kQuantized) {
+      if (coded) {
+        const int rows =
+            min(min(units, last - unit) * p.page_tokens, tokens - unit * p.page_tokens);
+        if (slab.plain)
+          attend_pages<kBits, true>(states, slab, tile, codes, p.page_tokens, rows);
+        else
+          attend_pages<kBits, false>(states, slab, tile, codes, p.page_tokens, rows);
+      } else {
+        const int rank_k = p.head[head].rank_k, columns = columns_of(p, head, rows_in(length));
+#pragma unroll
+        for (int t = 0; t < kStates; ++t)
+          states[t].merge(attend_bundle_apart<E, kSteps>(
+              codes + t * kMaxGroup * rank_k * 2, tile, units, tokens - unit * kRowTokens, length,
+              first_column(p, head) + t * kMaxGroup, columns - t * kMaxGroup, p.group_size, rank_k,
+              p.head[head].rank_v, p.scale_log2));
+      }
+    } else {
+      attend_tile_of_bundle<E>(states[0], lane16, unseen, tile, units, tokens - unit * kRowTokens,
+                               p.scale_log2);
+    }
+    ring.release_oldest<kQuantized>(bytes);
+    unit += warps * units;
+  }
+  if (block.ending.there)
+    finish_pair<E, true>(p, block.ending, reinterpret_cast<float*>(shared), crew);
+}
+
+}  // namespace kvlathe::cuda
