@@ -106,6 +106,7 @@ class BlockAttention(Attention):
                 self.fresh |= 1 << b
         self.parts = kernel_parts(self.plan)
         self.sinks: Sequence[Tensor] = ()
+        self.most_bundled = 1
         self.observer = Observer(
             self.plan,
             [],
