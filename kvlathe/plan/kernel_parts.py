@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.token_rules import SEES_ALL, Window
+from kvlathe.plan.token_rules import NO_END, SEES_ALL, Window
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,11 @@ class KernelPart:
     window: Window
     fresh: int
     sealed: int
+
+    @property
+    def sees_less(self) -> bool:
+        """Whether its lanes see less than all that came before."""
+        return self.window.recent < NO_END or self.window.exact > 0
 
 
 def kernel_parts(plan: CompressionPlan) -> list[KernelPart]:

@@ -98,12 +98,14 @@ class Costs:
 class Admission:
     """The fullest moment of sequences that run together, in pages of ``pool``.
 
-    ``share``: the share of its allowance that an answer took, over those that ended.
+    ``step_tokens``: of a step at most. ``share``: the share of its allowance that an
+    answer took, over those that ended.
     """
 
-    def __init__(self, pool: PagePool, costs: Costs) -> None:
+    def __init__(self, pool: PagePool, costs: Costs, step_tokens: int) -> None:
         self.pool = pool
         self.costs = costs
+        self.step_tokens = step_tokens
         self.share = Mean(weight=0.05)
         # Row 2 n: the pages of n whole pages of tokens; row 2 n + 1: of some more.
         self._pages = np.zeros((0, len(pool.strides)), np.int64)
@@ -147,18 +149,40 @@ class Admission:
         if self.pool.holds(largest.sum(0)[None]):
             return True
         order = np.argsort(-to_go, kind="stable")
-        to_go, held, prompts = to_go[order], held[order], prompts[order]
+        to_go = to_go[order]
+        held = held[order]
+        prompts = prompts[order]
         # [moment, sequence, bucket]; at moment k all have grown by to_go[k] tokens.
-        pages = self._pages_of(held[None, :] + to_go[:, None])
+        grown = held[None, :] + to_go[:, None]
+        pages = self._pages_of(grown)
         # At moment k those with as much to go or more are still there.
         present = np.tri(len(together), dtype=bool)
-        needed = np.maximum(pages, prompts) * present[:, :, None]
-        return self.pool.holds(needed.sum(1))
+        present = present[:, :, None]
+        more = np.maximum(prompts - pages, 0)
+        more *= present
+        more.sort(axis=1)
+        hottest = self._hot_prompts(together)
+        hot = more[:, -hottest:]
+        pages *= present
+        fullest = pages.sum(1) + hot.sum(1)
+        return self.pool.holds(fullest)
+
+    def _hot_prompts(self, sequences: list[Sequence]) -> int:
+        """How many prompts can be under way at one time, each with tokens that are not
+        quantized or dropped yet: those that fit a step, one that ends a chunk there and
+        one that begins one (`Scheduler.schedule`)."""
+        if any(sequence.reports_prompt for sequence in sequences):
+            return len(sequences)  # these take turns with others
+        left = [s.prompt_tokens - s.cached for s in sequences]
+        chunk = self.pool.plan.prefill_chunk
+        sizes = sorted(min(count, chunk) for count in left if count > 0)
+        within = np.cumsum(sizes) <= self.step_tokens
+        return int(within.sum()) + 2
 
     def _prompt_pages(self, sequence: Sequence) -> list[int]:
         """What the prompt of a sequence still needs at one time, by bucket: it is hot,
         in part or whole, until it ends. That counts for later moments too: nobody knows
-        when the prompt will have its turn."""
+        at which of them the prompt will have its turn."""
         left = sequence.cached < sequence.prompt_tokens
         return self.pool.demand.prompt(sequence.prompt_tokens if left else 0)
 

@@ -69,7 +69,7 @@ class Scheduler:
         self.speculation = Speculation()
         self.costs = Costs()
         self.room = StepRoom()
-        self.admission = Admission(pool, self.costs)
+        self.admission = Admission(pool, self.costs, limits.max_num_tokens)
         self.preemptions = 0
         self.queries = 0
         self._swapped: dict[Sequence, Swapped] = {}
@@ -216,7 +216,8 @@ class Scheduler:
         taken = tokens_of(chunks)
         room = min(limit - taken, self.prompt_tokens) if chunks else limit
         reported = REPORTED
-        for sequence in self.running:
+        # A chunk that has begun ends before others begin, so that few are hot at a time.
+        for sequence in sorted(self.running, key=lambda s: not s.in_chunk):
             if sequence.decoding or sequence.follows or sequence.waits:
                 continue
             whole = sequence.next_tokens(limit)

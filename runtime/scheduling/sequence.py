@@ -165,6 +165,12 @@ class Sequence:
             end = min(border, self.prompt_tokens)
         return min(end - self.cached, budget)
 
+    @property
+    def in_chunk(self) -> bool:
+        """Whether a chunk of its prompt has begun and not ended: its tokens are hot."""
+        in_prompt = self.cached < self.prompt_tokens
+        return in_prompt and self.cached % self.chunk > 0
+
     def seals_at(self, end: int) -> bool:
         """Whether pages seal and tokens move once ``end`` tokens are cached.
 
@@ -278,6 +284,7 @@ class Sequence:
         """No more tokens, and why."""
         self.finish_reason = reason
         self.error = error
+        self.prompt_stages = None  # hidden states go, whoever still holds the sequence
         self.last_token = self.last_token or time.perf_counter()
         self.first_token = self.first_token or self.last_token
         if self.text:

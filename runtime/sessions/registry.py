@@ -28,6 +28,7 @@ from kvlathe.plan.memory import memory_table
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native import library as native
 from kvlathe.runtime.sessions.gpu import cuda_python as gpu
+from kvlathe.runtime.sessions.gpu import side_memory
 from kvlathe.runtime.sessions.gpu import tensorrt as trt_session
 from kvlathe.runtime.sessions.host import native as native_session
 from kvlathe.runtime.sessions.protocols import Session
@@ -57,7 +58,8 @@ class Runner:
     ``attention``: what runs kvlathe::Attend, in words. ``prompt_tokens``: prompt tokens
     beside running answers in one step, by default. ``memory``: bytes of a GPU that are
     free, and all; None: the host's memory is used. ``copies``: how often weights are
-    there while they are loaded; of several GPUs, on the fullest.
+    there while they are loaded; of several GPUs, on the fullest. ``beside``: bytes that
+    a session keeps there beside weights and cache, of a plan, its limits and all bytes.
     """
 
     device: str
@@ -66,6 +68,7 @@ class Runner:
     prompt_tokens: int
     memory: Callable[[], tuple[int, int]] | None = None
     copies: float = 1
+    beside: Callable[[CompressionPlan, Limits, int], int] | None = None
 
 
 # -- the CPU ---------------------------------------------------------------------------
@@ -219,7 +222,12 @@ ON_GPU = Runner(
     "cuda", _ort_session, _ort_attention, PROMPT_TOKENS["cuda"], gpu.memory_bytes, 2
 )
 ON_TORCH = Runner(
-    "cuda", _torch_session, _torch_attention, PROMPT_TOKENS["cuda"], _torch_memory
+    "cuda",
+    _torch_session,
+    _torch_attention,
+    PROMPT_TOKENS["cuda"],
+    _torch_memory,
+    beside=side_memory.side_bytes,
 )
 ON_TENSORRT = Runner(
     "cuda", _trt_session, _trt_attention, PROMPT_TOKENS["cuda"], gpu.memory_bytes, 2
@@ -299,7 +307,8 @@ def cache_bytes(
     sequences, two of them in the moment that their prompts need most; at most what the
     memory there allows.
 
-    ``share``: of a GPU's memory, that weights, cache and other processes take together.
+    ``share``: of a GPU's memory, that weights, cache, what a session keeps beside them,
+    and other processes take together.
     Raises OutOfMemory, before anything is loaded, where weights and cache cannot fit.
     """
     limits: Limits = manifest.limits
@@ -313,15 +322,18 @@ def cache_bytes(
     # The rest is for what steps compute, CUDA graphs and other processes to come.
     usable = free if asked else free - int(total * (1 - share))
     weights = int(chosen.copies * manifest.size)
-    if usable - weights >= (asked or border):
-        return asked or min(full, usable - weights)
+    beside = chosen.beside(layout.plan, limits, total) if chosen.beside else 0
+    left = usable - weights - beside
+    if left >= (asked or border):
+        return asked or min(full, left)
     cache = f"{asked:,} bytes" if asked else f"at least {border:,} bytes"
     tokens, one = limits.max_seq_len, longest["peak"]
     sequence = f"one sequence of {tokens:,} tokens takes {one:,}"
     raise OutOfMemory(
         "the GPU has no room for this engine",
         f"{free:,} of its {total:,} bytes are free, {max(0, usable):,} of them for us; "
-        f"loading the weights takes {weights:,}, a cache {cache} ({sequence})",
+        f"loading the weights takes {weights:,}, steps take {beside:,}, a cache {cache} "
+        f"({sequence})",
         "end what else runs there, raise --gpu-memory-utilization, or ask for less "
         "--cache-size",
     )

@@ -35,7 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from kvlathe.plan.formats import Tier
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
-from kvlathe.runtime.sessions.torch_cuda.attend import Attention, copies_bytes
+from kvlathe.runtime.sessions.gpu.side_memory import copies_bytes
+from kvlathe.runtime.sessions.torch_cuda.attend import Attention
 from tests.bench.decode_h200 import ranks_of
 from tests.native.chunk_problem import ChunkProblem, CodesChunkProblem
 from tests.native.library import Library

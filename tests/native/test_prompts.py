@@ -14,12 +14,8 @@ from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import Bucket
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
-from kvlathe.runtime.sessions.torch_cuda.attend import (
-    COPY_HEADER,
-    Attention,
-    Spread,
-    copies_bytes,
-)
+from kvlathe.runtime.sessions.gpu.side_memory import COPY_HEADER, copies_bytes
+from kvlathe.runtime.sessions.torch_cuda.attend import Attention, Spread
 from tests.native.chunk_problem import ChunkProblem, CodesChunkProblem
 from tests.native.library import Library
 from tests.native.step16 import Step16

@@ -18,7 +18,6 @@ from torch import Tensor
 from kvlathe.plan.kernel_parts import KernelPart, kernel_parts
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.token_rules import NO_END
 from kvlathe.runtime.native.cuda import (
     APPENDED,
     BUNDLES,
@@ -38,12 +37,6 @@ from kvlathe.runtime.sessions.torch_cuda.bundles import most_bundled
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.observer import Observer
 from kvlathe.runtime.sessions.torch_cuda.rows import ELEMENTS
-
-COPY_OWNER, COPY_HEADER = 8, 1 << 16
-"""Bytes that a copied page takes beside itself, and those of the tables in front
-(prompt_copies.cu)."""
-MOST_COPIES = 1 << 30
-"""Bytes of copies at most. Longer pasts are converted where they are attended."""
 
 
 class Attention:
@@ -261,7 +254,7 @@ class Spread:
         """Those that are attended one by one come first."""
         self.parts = parts
         self.layers = range(0)
-        self.windowed = any(sees_less(part) for part in parts)
+        self.windowed = any(part.sees_less for part in parts)
         self.step, self.sequence_of = step, new(tokens)
         self.visible = new(tokens, step.lengths.shape[1])
         self.row_lengths = self.visible
@@ -282,7 +275,7 @@ class Spread:
         """The page table of its rows: one of their own where several are of one sequence,
         or see less than it has."""
         given = self.step.page_tables[part.bucket]
-        is_shared = self.step.single and not sees_less(part)
+        is_shared = self.step.single and not part.sees_less
         if not self.rows or is_shared:
             return given
         return given.new_empty(self.rows, given.shape[1])
@@ -342,32 +335,6 @@ class Spread:
         )
         self._kept += [parts, prompts]
         return prompts
-
-
-def copies_bytes(plan: CompressionPlan, tokens: int) -> int:
-    """Bytes of 16-bit copies of ``tokens`` sealed tokens in the layer whose copies are
-    largest; 0 where no page is copied: nothing is coded, or all that is has windows
-    (prompt_copies.cu)."""
-    page = plan.page_tokens
-    pages = (tokens + page - 1) // page
-    layers: list[int] = [0] * plan.model.layers
-    for part in kernel_parts(plan):
-        bucket = plan.buckets[part.bucket]
-        if sees_less(part) or not plan.tiers[bucket.tier].is_coded:
-            continue
-        for layer in {plan.lanes[lane].layer for lane in part.lanes}:
-            layers[layer] += 1
-    sizes: list[int] = []
-    for layer, copied in enumerate(layers):
-        width = sum(x.rank_k + x.rank_v for x in plan.active(layer))
-        sizes.append(copied * pages * (2 * page * width + COPY_OWNER))
-    size = min(max(sizes), MOST_COPIES)
-    return size + COPY_HEADER if size else 0
-
-
-def sees_less(part: KernelPart) -> bool:
-    """Whether its lanes see less than all that came before."""
-    return part.window.recent < NO_END or part.window.exact > 0
 
 
 def _ints(numbers: Sequence[int]) -> Array[c_int32]:

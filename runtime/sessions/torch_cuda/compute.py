@@ -14,12 +14,14 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import CudaLibrary, cuda_library
 from kvlathe.runtime.sessions.gpu.device import DeviceArray
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
+from kvlathe.runtime.sessions.gpu.side_memory import room_for_copies
 from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepKind
-from kvlathe.runtime.sessions.torch_cuda.attend import Attention, copies_bytes
+from kvlathe.runtime.sessions.torch_cuda.attend import Attention
 from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder, read_decoder
 from kvlathe.runtime.sessions.torch_cuda.device import (
     TorchDevice,
     bytes_of,
+    memory_bytes,
     tensor_of,
 )
 from kvlathe.runtime.sessions.torch_cuda.inputs import Observed, StepInputs
@@ -75,9 +77,11 @@ def compute_of(
     """The decoder with the attention of a plan over ``pool``."""
     rows = max(limits.max_num_tokens, limits.max_batch_size)
     scales = decoder.wiring.scales
-    copies = None
-    size = copies_bytes(plan, limits.max_seq_len)
-    if size and library.lib.kvlathe_cuda_has_prompt_kernel():
+    copies, size = None, 0
+    if library.lib.kvlathe_cuda_has_prompt_kernel():
+        _, total = memory_bytes()
+        size = room_for_copies(plan, limits, total)
+    if size:
         copies = bytes_of(device.allocate(size, "room for copies of sealed pages"))
     sinks = decoder.sinks
     attention = Attention(library, plan, scales, bytes_of(pool), rows, copies, sinks)

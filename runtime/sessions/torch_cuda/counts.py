@@ -15,6 +15,9 @@ from torch import Tensor
 from kvlathe.runtime.text.penalties import Penalties, Request, Sampler
 from kvlathe.runtime.text.sampler import NO_TOKEN
 
+ROWS_AT_ONCE = 32
+"""What tokens lose is float64 [rows, vocab] while it is computed: of so many rows."""
+
 
 def sent(array: np.ndarray, device: torch.device) -> Tensor:
     """A copy on the device. Memory that is not pinned is staged before the call returns:
@@ -42,27 +45,29 @@ class TokenCounts:
     def penalized(self, logits: Tensor, asked: Penalties) -> Tensor:
         """The logits [R, vocab] after the penalties of some rows."""
         self._place(asked.requests)
-        rows = sent(asked.rows, self.device)
-        old = logits[rows]
-        repetition = sent(asked.repetition, self.device)
-        seen = self.seen[self._places]
-        penalty = torch.where(seen, repetition[:, None], 1)
+        changed = logits.clone()
+        for first in range(0, len(asked.rows), ROWS_AT_ONCE):
+            some = slice(first, first + ROWS_AT_ONCE)
+            rows = sent(asked.rows[some], self.device)
+            changed[rows] = self._changed(logits[rows], asked, some)
+        return changed
+
+    def _changed(self, old: Tensor, asked: Penalties, some: slice) -> Tensor:
+        """``old`` [r, vocab], the logits of ``some`` of the rows, after their penalties."""
+        places = self._places[some]
+        repetition = sent(asked.repetition[some], self.device)
+        presence = sent(asked.presence[some], self.device)
+        frequency = sent(asked.frequency[some], self.device)
+        penalty = torch.where(self.seen[places], repetition[:, None], 1)
         penalized = torch.where(
             old > 0,
             old / penalty,
             old * penalty,
         )
-        changed = logits.clone()
-        changed[rows] = penalized - self._taken(asked).float()
-        return changed
-
-    def _taken(self, asked: Penalties) -> Tensor:
-        """[P, vocab] float64: what tokens lose that the answers have."""
-        presence = sent(asked.presence, self.device)
-        frequency = sent(asked.frequency, self.device)
-        times = self.answers[self._places]
+        times = self.answers[places]
         taken = presence[:, None] + frequency[:, None] * times
-        return torch.where(times > 0, taken, 0)
+        kept = torch.where(times > 0, taken, 0)
+        return penalized - kept.float()
 
     def add(self, tokens: Tensor, asked: Penalties) -> None:
         """Count the tokens [R] that were chosen for the rows that ``penalized`` had."""

@@ -15,7 +15,7 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.moves import Selection
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.token_fields import Field, token_fields
+from kvlathe.plan.token_fields import token_fields
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.observing import DeviceMove, move_tokens
 from kvlathe.runtime.sessions.gpu.device import Device, DeviceArray
@@ -32,6 +32,8 @@ from kvlathe.runtime.sessions.torch_cuda.saliency import ranked, saliency, selec
 from kvlathe.runtime.sessions.torch_cuda.scores import DeviceScores
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 
+Fields = npt.NDArray[np.int64]
+"""[lanes, fields, 2]: offsets and bytes a token."""
 SCRATCH_PAGES = 8
 """Pages of tokens that are gathered at once before they are sealed."""
 
@@ -63,7 +65,7 @@ class RankingSession(TorchSession):
         super().__init__(device, library, plan, limits, pool, compute)
         self.layout, self.library = CacheLayout(plan), library
         self._scores = DeviceScores(self.layout, bytes_of(pool))
-        self._token_fields: dict[int, dict[int, list[Field]]] = {}
+        self._token_fields: dict[tuple[int, int], Fields] = {}
 
     def launch(self, step: StepPlan) -> DeviceArray:
         self._scores.remember(step)
@@ -153,13 +155,19 @@ class RankingSession(TorchSession):
         if source == target:
             self._gather(source, pages, source, target_pages, places)
             return
-        p, stride = self.plan.page_tokens, self.strides[source]
-        first = -(-(self.pool.nbytes - scratch_bytes(self.plan)) // stride)
+        p = self.plan.page_tokens
+        stride = self.strides[source]
+        behind = self.pool.nbytes - scratch_bytes(self.plan)
+        first = -(-behind // stride)
         for start in range(0, len(target_pages), SCRATCH_PAGES):
-            some = list(target_pages[start : start + SCRATCH_PAGES])
-            own = list(range(first, first + len(some)))
-            part = places[:, start * p : (start + len(some)) * p]
-            self._gather(source, pages, target, own, part.contiguous())
+            end = start + SCRATCH_PAGES
+            some = list(target_pages[start:end])
+            count = len(some)
+            own = list(range(first, first + count))
+            stop = start + count
+            part = places[:, start * p : stop * p]
+            part = part.contiguous()
+            self._gather(source, pages, target, own, part)
             jobs = [(page, to, 0) for page, to in zip(own, some, strict=True)]
             self._kernels.seal(source, target, jobs, self.device.stream)
             self._scores.carry(source, own, target, some)
@@ -174,16 +182,12 @@ class RankingSession(TorchSession):
     ) -> None:
         """Copy the tokens ``places`` of a bucket, of the lanes that ``lanes_of`` has, to
         other pages of its layout."""
-        if bucket not in self._token_fields:
-            self._token_fields[bucket] = token_fields(self.layout, bucket)
-        every = self._token_fields[bucket]
-        fields = [every[lane] for lane in sorted(self.plan.buckets[lanes_of].lanes)]
         device = self._scores.device
         source_pages = sent(pages, device).int()
         target_pages = sent(targets, device).int()
         kept = places.shape[1]
         move = DeviceMove(
-            np.array(fields, np.int64),
+            self._fields_of(bucket, lanes_of),
             self.strides[bucket],
             source_pages.data_ptr(),
             target_pages.data_ptr(),
@@ -195,3 +199,14 @@ class RankingSession(TorchSession):
         pool = (self.pool.address, self.pool.nbytes)
         stream = self.device.stream
         move_tokens(self.library, pool, self.plan.page_tokens, move, stream)
+
+    def _fields_of(self, bucket: int, lanes_of: int) -> Fields:
+        """Where a page of ``bucket`` has what moves of a token, in the lanes that
+        ``lanes_of`` has. Made once: a model has hundreds of lanes."""
+        pair = bucket, lanes_of
+        if pair not in self._token_fields:
+            every = token_fields(self.layout, bucket)
+            lanes = sorted(self.plan.buckets[lanes_of].lanes)
+            own = [every[lane] for lane in lanes]
+            self._token_fields[pair] = np.array(own, np.int64)
+        return self._token_fields[pair]

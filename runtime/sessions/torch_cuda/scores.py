@@ -20,14 +20,18 @@ class DeviceScores:
     ``read`` waits."""
 
     def __init__(self, layout: CacheLayout, pool: Tensor) -> None:
-        self.layout, self.plan, self.device = layout, layout.plan, pool.device
+        self.layout = layout
+        self.plan = layout.plan
+        self.device = pool.device
         self._fields: dict[int, list[Tensor]] = {}
         for bucket, stride in enumerate(layout.page_stride):
             if self.plan.scored(bucket):
                 pages = pool.numel() // stride
-                table = pool[: pages * stride].view(pages, stride)
+                end = pages * stride
+                table = pool[:end].view(pages, stride)
                 self._fields[bucket] = self._fields_of(bucket, table)
         self._undo: list[tuple[int, Tensor, Tensor]] = []
+        self._shared: dict[tuple[int, int], Tensor] = {}
 
     def _fields_of(self, bucket: int, table: Tensor) -> list[Tensor]:
         """Attention float32, then position int32 where it is kept: views [pages, lanes,
@@ -107,7 +111,9 @@ class DeviceScores:
     def forget(self, bucket: int, pages: Sequence[int]) -> None:
         """As TokenRanker.forget."""
         if bucket in self._fields and len(pages):
-            self._fields[bucket][0][sent(pages, self.device)] = 0
+            places = sent(pages, self.device)
+            # A plain 0 would be copied from the host, which waits for the GPU.
+            self._fields[bucket][0].index_fill_(0, places, 0)
 
     def carry(
         self,
@@ -119,11 +125,19 @@ class DeviceScores:
         """The scores of sealed pages go with their tokens where they are ranked on."""
         if source not in self._fields or target not in self._fields:
             return
-        lane_of = sorted(self.plan.buckets[source].lanes).index
-        lanes = [lane_of(lane) for lane in sorted(self.plan.buckets[target].lanes)]
         places = sent(pages, self.device)
-        own = sent(lanes, self.device)
+        own = self._lanes_of(source, target)
         targets = sent(target_pages, self.device)
         fields = zip(self._fields[source], self._fields[target], strict=True)
         for known, copy in fields:
             copy[targets] = known[places][:, own]
+
+    def _lanes_of(self, source: int, target: int) -> Tensor:
+        """The places among a bucket's lanes of those that a target has, on the GPU."""
+        pair = source, target
+        if pair not in self._shared:
+            lanes = sorted(self.plan.buckets[source].lanes)
+            wanted = sorted(self.plan.buckets[target].lanes)
+            own = np.searchsorted(lanes, wanted)
+            self._shared[pair] = sent(own, self.device)
+        return self._shared[pair]

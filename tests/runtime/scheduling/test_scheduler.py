@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from kvlathe.base.memory import OutOfMemory
+from kvlathe.plan.manifest import Limits
 from kvlathe.runtime.requests.engine_thread import EngineThread
 from kvlathe.runtime.scheduling.admission import Admission, Costs
 from kvlathe.runtime.scheduling.fair_queue import FairQueue
@@ -341,6 +342,26 @@ def test_what_is_foreseen_with_full_answers_is_never_preempted(kind: str) -> Non
     assert engine.scheduler.preemptions == 0 and together > 2
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_that_wait_for_their_turn_hold_nothing(kind: str) -> None:
+    """Prompts of many chunks that come at once are hot one after the other: two at a
+    time where a step is shorter than a chunk. As many run as then fit; none leaves."""
+    engine = engine_for(kind, 4800, limits=Limits(32, 48, 400, 400))
+    sequences = [sequence_for(engine, [i] * 300, 8) for i in range(20)]
+    for sequence in sequences:
+        engine.scheduler.add(sequence)
+    together = 0
+    while any(not s.finish_reason for s in sequences):
+        engine.step()
+        together = max(together, len(engine.scheduler.running))
+    assert engine.scheduler.preemptions == 0
+    pool = engine.pool
+    steady, prompt = pool.worst_pages(308, 0), pool.demand.prompt(300)
+    hot = [max(pair) for pair in zip(steady, prompt, strict=True)]
+    most = [n for n in range(1, 20) if pool.fits([hot, hot] + [steady] * n)]
+    assert together >= 2 + max(most)
+
+
 @pytest.mark.parametrize("kind", [*KINDS, *RANKED])
 def test_pages_are_foreseen_to_the_page(kind: str) -> None:
     """Also where a page is begun but not full: a cold page too many for each sequence
@@ -348,7 +369,7 @@ def test_pages_are_foreseen_to_the_page(kind: str) -> None:
     pool = engine_for(kind, 600).pool
     tokens = np.arange(1, 400)
     found, exact = (
-        Admission(pool, Costs())._pages_of(tokens),
+        Admission(pool, Costs(), 64)._pages_of(tokens),
         np.array([pool.worst_pages(int(t), 0) for t in tokens]),
     )
     assert (found >= exact).all() and (

@@ -18,6 +18,7 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.native import library
 from kvlathe.runtime.sessions import registry
+from kvlathe.runtime.sessions.gpu.side_memory import side_bytes
 from kvlathe.runtime.sessions.host.onnx import OrtSession
 from kvlathe.runtime.sessions.protocols import Session
 from tests.native_cpu.test_session import manifest
@@ -98,6 +99,7 @@ def test_a_gpu_is_used_up_to_its_share(
     engine is refused for want of a few pages."""
     layout, total = CacheLayout(PLANS["mixed"]), free + used
     engine = weighing(weights, batch=1 << 24)
+    used += side_bytes(layout.plan, engine.limits, total)
     pages = 2 * len(layout.page_stride) * max(layout.page_stride)
     try:
         room = registry.cache_bytes(engine, layout, on_gpu(free, total), share)
@@ -122,10 +124,12 @@ def test_a_second_engine_on_a_gpu_is_told_what_is_free_and_what_it_needs() -> No
     assert "--gpu-memory-utilization" in said
     with pytest.raises(OutOfMemory, match=f"{8 << 30:,} bytes"):
         registry.cache_bytes(engine, layout, on_gpu(20 << 30, total), asked=8 << 30)
-    assert (
-        registry.cache_bytes(engine, layout, on_gpu(24 << 30, total), asked=8 << 30)
-        == 8 << 30
-    )
+    beside = side_bytes(layout.plan, engine.limits, total)
+    exact = on_gpu((24 << 30) + beside, total)
+    assert registry.cache_bytes(engine, layout, exact, asked=8 << 30) == 8 << 30
+    with pytest.raises(OutOfMemory, match=f"steps take {beside:,}"):
+        less = on_gpu((24 << 30) + beside - 1, total)
+        registry.cache_bytes(engine, layout, less, asked=8 << 30)
 
 
 def test_weights_that_find_no_memory_are_one_sentence() -> None:

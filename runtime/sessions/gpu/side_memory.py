@@ -1,0 +1,58 @@
+"""What a session of the cuda backend keeps on the GPU beside weights and pages: room for
+16-bit copies of sealed pages, and the hidden states of prompts that pass stages."""
+
+from __future__ import annotations
+
+from kvlathe.plan.kernel_parts import kernel_parts
+from kvlathe.plan.manifest import Limits
+from kvlathe.plan.plan import CompressionPlan
+
+COPY_OWNER, COPY_HEADER = 8, 1 << 16
+"""Bytes that a copied page takes beside itself, and those of the tables in front
+(prompt_copies.cu)."""
+LEAST_SHARE = 64
+"""Copies take this part of a GPU's memory at most. What finds no room is converted where
+it is attended, which is slower."""
+STAGED_PROMPTS, STAGED_COPIES, HALF = 2, 2, 2
+"""Prompts between stages at a time, what each keeps there while rows leave, and bytes of
+a number."""
+
+
+def side_bytes(plan: CompressionPlan, limits: Limits, total: int) -> int:
+    """All of it on a GPU of ``total`` bytes."""
+    staged = 0
+    if len(plan.passes(limits.max_seq_len)) > 1:
+        rows = STAGED_PROMPTS * STAGED_COPIES * limits.max_seq_len
+        staged = rows * plan.model.hidden_size * HALF
+    return room_for_copies(plan, limits, total) + staged
+
+
+def room_for_copies(plan: CompressionPlan, limits: Limits, total: int) -> int:
+    """Bytes for the copies of every sequence that has a chunk in one step, each as long
+    as any may be; less on a GPU of few ``total`` bytes."""
+    chunks = max(1, limits.max_num_tokens // plan.prefill_chunk)
+    sequences = min(chunks, limits.max_batch_size)
+    return copies_bytes(plan, sequences * limits.max_seq_len, total // LEAST_SHARE)
+
+
+def copies_bytes(plan: CompressionPlan, tokens: int, most: int | None = None) -> int:
+    """Bytes of 16-bit copies of ``tokens`` sealed tokens in the layer whose copies are
+    largest, at most ``most``; 0 where no page is copied: nothing is coded, or all that is
+    has windows (prompt_copies.cu)."""
+    page = plan.page_tokens
+    pages = (tokens + page - 1) // page
+    layers: list[int] = [0] * plan.model.layers
+    for part in kernel_parts(plan):
+        bucket = plan.buckets[part.bucket]
+        if part.sees_less or not plan.tiers[bucket.tier].is_coded:
+            continue
+        for layer in {plan.lanes[lane].layer for lane in part.lanes}:
+            layers[layer] += 1
+    sizes: list[int] = []
+    for layer, copied in enumerate(layers):
+        width = sum(x.rank_k + x.rank_v for x in plan.active(layer))
+        a_page = HALF * page * width + COPY_OWNER
+        size = copied * pages * a_page
+        sizes.append(size)
+    size = max(sizes) if most is None else min(max(sizes), most)
+    return size + COPY_HEADER if size else 0
