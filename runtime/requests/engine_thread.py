@@ -81,7 +81,7 @@ class EngineThread:
         self._owners: dict[Sequence, tuple[Request, int]] = {}
         # Of the four below. A finalizer may call stop() wherever the thread is.
         self._lock = threading.RLock()
-        self._open = 0
+        self._submitted: set[Request] = set()
         self._closed = False
         self._fault: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -93,7 +93,8 @@ class EngineThread:
     @property
     def open(self) -> int:
         """Sequences that were submitted and have not ended."""
-        return self._open
+        with self._lock:
+            return sum(request.left for request in self._submitted)
 
     @property
     def alive(self) -> bool:
@@ -112,8 +113,15 @@ class EngineThread:
         engine is closed."""
         request = Request(sequences, on_delta)
         with self._lock:
-            self._put(partial(self._begin, request))
-            self._open += len(sequences)
+            self._submitted.add(request)
+            try:
+                self._put(partial(self._begin, request))
+            except Exception:
+                self._submitted.discard(request)
+                raise
+            except BaseException:  # an interrupt: it may be queued, or not
+                self._commands.put(partial(self._withdraw, request))
+                raise
         return request
 
     def cancel(self, request: Request) -> None:
@@ -295,6 +303,12 @@ class EngineThread:
                 self._engine.cancel(sequence)
                 self._publish(sequence)
 
+    def _withdraw(self, request: Request) -> None:
+        self._cancel(request)
+        with self._lock:
+            self._submitted.discard(request)
+        request.done.set()
+
     def _fulfil(self, future: Future[T], work: Callable[[], T]) -> None:
         if self._fault:
             future.set_exception(failure(self._fault))
@@ -337,9 +351,10 @@ class EngineThread:
         del self._owners[sequence]
         self.pace.ended()
         with self._lock:
-            self._open -= 1
+            request.left -= 1
+            if not request.left:
+                self._submitted.discard(request)
         self.observer.ended(sequence)
-        request.left -= 1
         if not request.left:
             request.done.set()
         if sequence.error and request.on_delta is None:

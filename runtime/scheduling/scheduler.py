@@ -70,6 +70,7 @@ class Scheduler:
         self.costs = Costs()
         self.room = StepRoom()
         self.admission = Admission(pool, self.costs, limits.max_num_tokens)
+        self._seals = any(b.source is not None for b in pool.plan.buckets)
         self.preemptions = 0
         self.queries = 0
         self._swapped: dict[Sequence, Swapped] = {}
@@ -216,8 +217,7 @@ class Scheduler:
         taken = tokens_of(chunks)
         room = min(limit - taken, self.prompt_tokens) if chunks else limit
         reported = REPORTED
-        # A chunk that has begun ends before others begin, so that few are hot at a time.
-        for sequence in sorted(self.running, key=lambda s: not s.in_chunk):
+        for sequence in self._in_turn():
             if sequence.decoding or sequence.follows or sequence.waits:
                 continue
             whole = sequence.next_tokens(limit)
@@ -238,6 +238,14 @@ class Scheduler:
                 return False
             room -= count
         return True
+
+    def _in_turn(self) -> list[Sequence]:
+        """Those that run, oldest first. Where pages seal, a chunk that has begun ends
+        before others begin, so that few are hot at a time; prefixes there are whole
+        chunks."""
+        if not self._seals:
+            return self.running
+        return sorted(self.running, key=lambda sequence: not sequence.in_chunk)
 
     def _chunk(self, sequence: Sequence, count: int) -> Chunk:
         self._remember_windows(sequence)

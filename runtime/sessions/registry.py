@@ -114,6 +114,12 @@ def _torch_memory() -> tuple[int, int]:
     return memory_bytes()
 
 
+def _torch_side(plan: CompressionPlan, limits: Limits, total: int) -> int:
+    here = native.find().native
+    tiles = here is not None and here.cuda and here.lib.kvlathe_cuda_has_prompt_kernel()
+    return side_memory.side_bytes(plan, limits, total, bool(tiles))
+
+
 def _torch_attention(manifest: Manifest) -> str:
     obstacle = _no_kernels() or ("" if _has_gpu() else "the driver sees no GPU")
     return _kernels(obstacle, "native CUDA kernels, decode steps as CUDA graphs")
@@ -227,7 +233,7 @@ ON_TORCH = Runner(
     _torch_attention,
     PROMPT_TOKENS["cuda"],
     _torch_memory,
-    beside=side_memory.side_bytes,
+    beside=_torch_side,
 )
 ON_TENSORRT = Runner(
     "cuda", _trt_session, _trt_attention, PROMPT_TOKENS["cuda"], gpu.memory_bytes, 2

@@ -119,12 +119,15 @@ def engine_of(build: Build, cache_bytes: float) -> Engine:
     )
 
 
-def shapes(gpus: int, shares: list[float], link: float) -> Iterator[Shape]:
-    """By the share of GPUs that compute prompts only."""
+def shapes(
+    gpus: int, shares: list[float], link: float
+) -> Iterator[tuple[float, Shape]]:
+    """By the share of GPUs that compute prompts only; those that leave none for answers
+    are left out."""
     for share in shares:
         prefill = round(gpus * share)
         if prefill < gpus:
-            yield Shape(prefill, gpus - prefill, link * GBIT)
+            yield share, Shape(prefill, gpus - prefill, link * GBIT)
 
 
 def rows(options: argparse.Namespace) -> Iterator[Mapping[str, object]]:
@@ -140,9 +143,7 @@ def rows(options: argparse.Namespace) -> Iterator[Mapping[str, object]]:
         for gpus in options.gpus:
             users: dict[str, int] = {}
             began = time.monotonic()
-            for share, shape in zip(
-                options.shares, shapes(gpus, options.shares, link), strict=True
-            ):
+            for share, shape in shapes(gpus, options.shares, link):
                 if options.users:
                     carried = kept(engine, shape, load, options.users, limits)
                     users[str(shape)] = options.users if carried else 0

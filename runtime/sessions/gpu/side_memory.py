@@ -18,18 +18,23 @@ STAGED_PROMPTS, STAGED_COPIES, HALF = 2, 2, 2
 a number."""
 
 
-def side_bytes(plan: CompressionPlan, limits: Limits, total: int) -> int:
-    """All of it on a GPU of ``total`` bytes."""
+def side_bytes(
+    plan: CompressionPlan, limits: Limits, total: int, copies: bool = True
+) -> int:
+    """All of it on a GPU of ``total`` bytes. ``copies``: whether its kernels read any."""
     staged = 0
     if len(plan.passes(limits.max_seq_len)) > 1:
         rows = STAGED_PROMPTS * STAGED_COPIES * limits.max_seq_len
         staged = rows * plan.model.hidden_size * HALF
+    if not copies:
+        return staged
     return room_for_copies(plan, limits, total) + staged
 
 
 def room_for_copies(plan: CompressionPlan, limits: Limits, total: int) -> int:
-    """Bytes for the copies of every sequence that has a chunk in one step, each as long
-    as any may be; less on a GPU of few ``total`` bytes."""
+    """Bytes for the copies of as many sequences as a step has whole chunks, each as long
+    as any may be; less on a GPU of few ``total`` bytes. Sequences with shorter chunks may
+    be more, and some of them find none."""
     chunks = max(1, limits.max_num_tokens // plan.prefill_chunk)
     sequences = min(chunks, limits.max_batch_size)
     return copies_bytes(plan, sequences * limits.max_seq_len, total // LEAST_SHARE)

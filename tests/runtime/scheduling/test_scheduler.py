@@ -362,6 +362,24 @@ def test_prompts_that_wait_for_their_turn_hold_nothing(kind: str) -> None:
     assert together >= 2 + max(most)
 
 
+def test_an_older_prompt_is_not_passed_by_those_whose_prefix_is_known() -> None:
+    """A prefix may end within a chunk; who has it has not begun that chunk."""
+    engine = engine_for("one", 40_000, share=True, limits=Limits(16, 96, 400, 400))
+    prefix = list(range(96))
+    first = sequence_for(engine, [*prefix, 7], 1)
+    engine.scheduler.add(first)
+    while not first.finish_reason:
+        engine.step()
+    old = sequence_for(engine, [5] * 120, 4)
+    engine.scheduler.add(old)
+    for n in range(60):
+        while len(engine.scheduler.running) + len(engine.scheduler.waiting) < 14:
+            young = sequence_for(engine, [*prefix, *[n] * 28], 1)
+            engine.scheduler.add(young)
+        engine.step()
+    assert old.finish_reason
+
+
 @pytest.mark.parametrize("kind", [*KINDS, *RANKED])
 def test_pages_are_foreseen_to_the_page(kind: str) -> None:
     """Also where a page is begun but not full: a cold page too many for each sequence

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvlathe.base.memory import OutOfMemory
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.manifest import FileRecord, Manifest
+from kvlathe.plan.manifest import FileRecord, Limits, Manifest
 from kvlathe.plan.memory import memory_table
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.pool import PagePool
@@ -53,7 +53,14 @@ def test_missing_kernels_are_a_warning_of_one_line_with_what_to_do(
 
 
 def on_gpu(free: int, total: int) -> registry.Runner:
-    return dataclasses.replace(registry.ON_TORCH, memory=lambda: (free, total))
+    return dataclasses.replace(
+        registry.ON_TORCH, memory=lambda: (free, total), beside=beside
+    )
+
+
+def beside(plan: CompressionPlan, limits: Limits, total: int) -> int:
+    """What a session keeps beside weights and cache."""
+    return side_bytes(plan, limits, total)
 
 
 def weighing(size: int, batch: int = 8) -> Manifest:
@@ -124,11 +131,12 @@ def test_a_second_engine_on_a_gpu_is_told_what_is_free_and_what_it_needs() -> No
     assert "--gpu-memory-utilization" in said
     with pytest.raises(OutOfMemory, match=f"{8 << 30:,} bytes"):
         registry.cache_bytes(engine, layout, on_gpu(20 << 30, total), asked=8 << 30)
-    beside = side_bytes(layout.plan, engine.limits, total)
-    exact = on_gpu((24 << 30) + beside, total)
+    own = side_bytes(layout.plan, engine.limits, total)
+    assert own > 0
+    exact = on_gpu((24 << 30) + own, total)
     assert registry.cache_bytes(engine, layout, exact, asked=8 << 30) == 8 << 30
-    with pytest.raises(OutOfMemory, match=f"steps take {beside:,}"):
-        less = on_gpu((24 << 30) + beside - 1, total)
+    with pytest.raises(OutOfMemory, match=f"steps take {own:,}"):
+        less = on_gpu((24 << 30) + own - 1, total)
         registry.cache_bytes(engine, layout, less, asked=8 << 30)
 
 

@@ -21,7 +21,7 @@ ENDLESS = 1 << 50
 
 
 @given(chunks=st.integers(1, 6), batch=st.integers(1, 8), pages=st.integers(1, 1000))
-def test_every_chunk_of_a_step_finds_room_for_the_copies_of_its_past(
+def test_room_is_for_as_many_pasts_as_a_step_has_whole_chunks(
     chunks: int, batch: int, pages: int
 ) -> None:
     tokens = pages * CODED.page_tokens
