@@ -171,6 +171,12 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
                 "it has ALiBi, or layers that share a cache",
                 "serve it without --attention-backend CUSTOM",
             )
+        if attn_type != "decoder":
+            raise KvlatheError(
+                "this model's attention is not a decoder's",
+                f"vLLM calls it {attn_type}",
+                "serve it without --attention-backend CUSTOM",
+            )
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)

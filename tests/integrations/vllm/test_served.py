@@ -67,6 +67,15 @@ class Server:
         return [choice["token_ids"] for choice in ordered]
 
     @property
+    def cached(self) -> float:
+        """Tokens of prompts that it has found in its cache so far."""
+        url = f"http://127.0.0.1:{self.port}/metrics"
+        with urllib.request.urlopen(url, timeout=30) as answer:
+            said = answer.read().decode()
+        found = re.findall(r"^vllm:prefix_cache_hits_total\S* (\S+)$", said, re.M)
+        return sum(map(float, found))
+
+    @property
     def tokens(self) -> int:
         """Tokens of its whole cache."""
         found = re.search(r"KV cache size: ([\d,]+) tokens", self.log.read_text())
@@ -161,15 +170,18 @@ def test_vllm_writes_what_our_engine_writes(compression: str, tmp_path: Path) ->
         wanted = [list(answer.token_ids) for answer in llm.generate(asked, params)]
     options = ("--max-num-batched-tokens", "100", "--enable-chunked-prefill")
     with serving(theirs, tmp_path, *options) as server:
-        first, again = server.complete(asked), server.complete(asked)
-        tokens = server.tokens
-        hits = server.log.read_text()
+        first = server.complete(asked)
+        before = server.cached
+        again = server.complete(asked)
+        tokens, cached = server.tokens, server.cached
+        log = server.log.read_text()
     assert first == again
+    assert cached - before > sum(map(len, asked)) // 2
     unlike = sum(one != two for one, two in zip(first, wanted, strict=True))
     assert unlike <= 1
     promised = GIB / open_engine(theirs).manifest.kv_bytes.per_token
     assert promised * 0.999 < tokens <= promised
-    assert "Traceback" not in hits
+    assert "Traceback" not in log
 
 
 def test_vllm_refuses_blocks_that_hold_no_pages(tmp_path: Path) -> None:
