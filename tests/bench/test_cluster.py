@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,7 +49,16 @@ def test_every_measured_time_stands_on_the_page_it_names(name: str) -> None:
     for row in build.rows:
         page = (ROOT / row.source).read_text("utf-8")
         assert row.says and row.says in page
+        if row.seconds in COMPUTED:
+            assert row.seconds == pytest.approx(COMPUTED[row.seconds], rel=5e-3)
+            continue
+        written = {f"{row.seconds:,g}", f"{1000 * row.seconds:,g}"}
+        assert written & set(re.findall(r"\d[\d,.]*\d|\d", row.says)), row
     assert max(map(abs, errors(fitted(build.rows), build.rows))) < 0.03
+
+
+COMPUTED = {3.37: 3.18 * 1.060, 28.5: 27.9 * 1.02}
+"""Seconds that stand on no page: the product of two numbers that do (docs/scale.md)."""
 
 
 # -- one worker ------------------------------------------------------------------------
