@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.support.made_once import run_folder
 
 settings.register_profile(
     "kvlathe", deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -29,9 +32,17 @@ _stderr = 2
 
 
 def pytest_configure() -> None:
-    """Nothing is captured yet."""
+    """Nothing is captured yet, and no worker has started."""
     global _stderr
     _stderr = os.dup(_stderr)
+    run_folder()
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests live to the end: the garbage collector need not look at them
+    again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

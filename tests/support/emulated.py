@@ -15,6 +15,7 @@ import pytest
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.native.library import Native, Status
 from tests.support.host_device import HostLibrary
+from tests.support.made_once import made_once
 
 HERE = Path(__file__).resolve().parents[1] / "native_cpu" / "emulated"
 SOURCES = HERE.parents[2] / "plugins_cpp"
@@ -24,12 +25,18 @@ COMMON = ("lanes", "decode_call", "refusal")
 def emulated_kernels(
     folder: Path, name: str = "kernels", level: str = "-O2"
 ) -> ctypes.CDLL:
-    """``name``.cc, compiled into ``folder`` at a ``level`` of optimization. Skips the
-    test where there is no compiler."""
+    """``name``.cc, compiled at a ``level`` of optimization, once a test run. The library
+    is a copy in ``folder``: what it counts is the caller's own. Skips the test where
+    there is no compiler."""
+    file = f"lib{name}.so"
+    made = made_once(f"{file} {level}", lambda out: _compile(out / file, name, level))
+    return ctypes.CDLL(str(shutil.copy(made / file, folder)))
+
+
+def _compile(library: Path, name: str, level: str) -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("no g++")
-    library = folder / f"lib{name}.so"
     includes = [f"-I{path}" for path in (HERE, SOURCES / "src", SOURCES / "include")]
     sources = [SOURCES / "src" / "common" / f"{name}.cc" for name in COMMON]
     flags = [level, "-std=c++17", "-fPIC", "-shared", "-Wl,-Bsymbolic"]
@@ -42,7 +49,6 @@ def emulated_kernels(
     if "_Float16" in done.stderr:
         pytest.skip("this g++ has no halves")
     assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(library))
 
 
 class RankingLibrary(HostLibrary):

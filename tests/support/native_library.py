@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import shutil
 import subprocess
-from collections.abc import Generator
 from pathlib import Path
 
 import pytest
+
+from tests.support.made_once import locked
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,14 +43,6 @@ def built_already() -> Path | None:
         return None
     left = subprocess.run([ninja, "-n", "-C", own], capture_output=True, text=True)
     return library if "no work to do" in left.stdout else None
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Generator[None]:
-    """Hold the lock file ``path``; processes wait for each other."""
-    with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def shared_build(factory: pytest.TempPathFactory, cuda: bool) -> Path | None:

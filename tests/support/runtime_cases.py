@@ -3,10 +3,8 @@ run them on."""
 
 from __future__ import annotations
 
-import atexit
 import json
 import shutil
-import tempfile
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
 from functools import cache
@@ -37,6 +35,7 @@ from kvlathe.runtime.sessions.protocols import Session, StepPlan
 from kvlathe.runtime.text.sampler import Sampler
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
+from tests.support.made_once import made_once
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "lathe-5m"
 HOT, U8 = Tier(32, 32), Tier(8, 8, "rank", "token", 64, 64)
@@ -263,12 +262,13 @@ def decoder(kind: str) -> Decoder:
 
 @cache
 def engine_folder(kind: str) -> Path:
-    """The same, exported; the folder lives as long as the test process."""
-    folder = Path(tempfile.mkdtemp(prefix="kvlathe-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    checkpoint, plan = Checkpoint(MODEL), plans(model_shape())[kind]
-    export_onnx(checkpoint.spec, plan, fold(checkpoint, plan, Basis()), folder)
-    return folder
+    """The same, exported once a test run. Read only."""
+
+    def exported(folder: Path) -> None:
+        checkpoint, plan = Checkpoint(MODEL), plans(model_shape())[kind]
+        export_onnx(checkpoint.spec, plan, fold(checkpoint, plan, Basis()), folder)
+
+    return made_once(f"engine {kind}", exported)
 
 
 def manifest_of(plan: CompressionPlan) -> Manifest:
