@@ -73,9 +73,9 @@ def test_an_engine_answers_as_transformers_past_every_window(
 @pytest.mark.parametrize(
     "compression",
     [
-        "hack:bits=8",
-        "fdc+hack:bits=8",
-        "fdc",
+        pytest.param("hack:bits=8", marks=pytest.mark.nightly),
+        pytest.param("fdc", marks=pytest.mark.nightly),
+        "fdc+hack:bits=8",  # both at once
         "window:sink=16,recent=64",
         "auto",
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -48,8 +49,17 @@ def test_openai_client() -> None:
     assert said.startswith(f"model: {MODEL_NAME}\n") and len(said.splitlines()) > 2
 
 
-def test_compressed_stream(tmp_path: Path) -> None:
-    said = output("compressed_stream.py", MODEL, tmp_path / "engine")
+def test_compressed_stream(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """In this process, which has the libraries of a build already."""
+    path = EXAMPLES / "compressed_stream.py"
+    monkeypatch.setattr(sys, "argv", [str(path), str(MODEL), str(tmp_path / "engine")])
+    monkeypatch.setenv("KVLATHE_CACHE", str(tmp_path / "cache"))
+    runpy.run_path(str(path), run_name="__main__")
+    said = capsys.readouterr().out
     assert "of the cache's bytes removed" in said and said.count("\n") == 3
 
 

@@ -54,7 +54,7 @@ def served(native: Native) -> Iterator[Served]:
     assert engine_threads() == before
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def alone(native: Native) -> list[list[int]]:
     with in_torch(native, ENGINE) as llm:
         params = SamplingParams(max_new_tokens=6, ignore_eos=True)
