@@ -12,5 +12,15 @@ export PYRIGHT_PYTHON_IGNORE_WARNINGS=1 NO_COLOR=1
 ruff check .
 ruff format --check .
 git ls-files 'plugins_cpp/*.'{h,cc,cu,cuh} | xargs clang-format --dry-run -Werror
-pyright
-python -m pytest --dist loadfile -n "$workers" --max-worker-restart 0 --durations=10 "$@"
+# One core checks the types while the tests begin: alone, it would leave the others idle.
+types=$(mktemp)
+pyright >"$types" 2>&1 &
+checking=$!
+trap 'kill "$checking" 2>/dev/null || true; rm -f "$types"' EXIT
+failed=0
+python -m pytest --dist loadfile -n "$workers" --max-worker-restart 0 --durations=10 "$@" || failed=$?
+if ! wait "$checking"; then
+    failed=1
+fi
+cat "$types"
+exit "$failed"
