@@ -3,6 +3,8 @@ Every result is a JSON object."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -11,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kvlathe.cli.main import run
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "models/lathe-5m"
@@ -31,15 +35,29 @@ def kvlathe(home: Path, *arguments: str | Path) -> tuple[int, dict[str, Any], st
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
+def inside(home: Path, *arguments: str | Path) -> tuple[int, dict[str, Any], str]:
+    """The same, by the same command, without a process of its own."""
+    said, log = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(log),
+    ):
+        patch.setenv("KVLATHE_CACHE", str(home / "cache"))
+        code = run([*map(str, arguments), "--json"])
+    return code, json.loads(said.getvalue()), log.getvalue()
+
+
 @pytest.fixture(scope="module")
 def engines(home: Path) -> dict[str, Path]:
-    """An uncompressed engine, and one of fewer dimensions that computes on codes."""
+    """An uncompressed engine, and one of fewer dimensions that computes on codes. The
+    first is built in this process, which has the libraries of a build already."""
     sizes = {
         "none": ["--compression", "none"],
         "codes": ["--compression", "hack:bits=8+fdc", "--compression_ratio", "0.55"],
     }
     for name, size in sizes.items():
-        code, built, log = kvlathe(
+        code, built, log = (inside if name == "none" else kvlathe)(
             home,
             "build",
             "--model",

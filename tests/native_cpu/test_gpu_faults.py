@@ -3,6 +3,7 @@ memory, whose device fails as CUDA does."""
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import threading
 import time
@@ -30,8 +31,10 @@ from tests.support.serving_cases import Served, post, serving
 from tests.support.session_laws import device_session
 
 ENGINE = (Path("weights of the decoder alone"), turned()[0])
-LONGEST = LIMITS.max_input_len
-PROMPTS = [list(text(n, 40 * i)) for i, n in enumerate((LONGEST, 30, 200, 5))]
+SHORT = dataclasses.replace(LIMITS, max_input_len=1024)
+PROMPTS = [
+    list(text(n, 40 * i)) for i, n in enumerate((SHORT.max_input_len, 30, 200, 5))
+]
 """The first is of maximal length."""
 WORDS = (
     "CUDA error: an illegal memory access was encountered",
@@ -49,14 +52,14 @@ def engine_threads() -> int:
 @pytest.fixture
 def served(native: Native) -> Iterator[Served]:
     before = engine_threads()
-    with serving(in_torch(native, ENGINE)) as found:
+    with serving(in_torch(native, ENGINE, SHORT)) as found:
         yield found
     assert engine_threads() == before
 
 
 @pytest.fixture(scope="module")
 def alone(native: Native) -> list[list[int]]:
-    with in_torch(native, ENGINE) as llm:
+    with in_torch(native, ENGINE, SHORT) as llm:
         params = SamplingParams(max_new_tokens=6, ignore_eos=True)
         return [llm.generate([prompt], params)[0].token_ids for prompt in PROMPTS]
 

@@ -71,7 +71,9 @@ def on_host(native: Native, engine: tuple[Path, CompressionPlan]) -> LLM:
     return as_llm(session, plan)
 
 
-def in_torch(native: Native, engine: tuple[Path, CompressionPlan]) -> LLM:
+def in_torch(
+    native: Native, engine: tuple[Path, CompressionPlan], limits: Limits = LIMITS
+) -> LLM:
     """The torch decoder's session; attention is the library's op for the CPU."""
     plan = engine[1]
     checkpoint = Checkpoint(MODEL)
@@ -82,8 +84,8 @@ def in_torch(native: Native, engine: tuple[Path, CompressionPlan]) -> LLM:
     pool = allocate_pool(device, library, plan, arena(plan))
     attention = HostAttention(native, plan, wired.scales, bytes_of(pool))
     compute = TorchCompute(TorchDecoder(wired, tensors), cast(Attention, attention))
-    session = TorchSession(device, library, plan, LIMITS, pool, compute)
-    return as_llm(session, plan)
+    session = TorchSession(device, library, plan, limits, pool, compute)
+    return as_llm(session, plan, limits)
 
 
 class HostAttention:

@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,9 @@ from kvlathe.export.attention.tables import LayerTables, PlanFacts
 from kvlathe.export.bases.basis import Basis, LaneBasis
 from kvlathe.export.folding.fold import decoder_from, fold
 from kvlathe.export.model.checkpoint import Checkpoint
+from kvlathe.export.model.spec import DecoderSpec
+from kvlathe.export.model.weights_file import Place
+from kvlathe.export.onnx import model as model_of
 from kvlathe.export.onnx.attend import DOMAIN, NAME, OPSET, attend_function
 from kvlathe.export.onnx.body import FLOAT, HALF
 from kvlathe.export.onnx.model import export_onnx
@@ -374,7 +378,25 @@ def test_export_twice_gives_the_same_readable_file(dtype: str, tmp_path: Path) -
     )
 
 
-def test_foreign_weights_are_refused(tmp_path: Path) -> None:
+def test_foreign_weights_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The graph is the same for all of them, and traced once."""
+    real, graphs, known = model_of._graph, [], {}
+
+    def once(
+        spec: DecoderSpec,
+        plan: CompressionPlan,
+        stage: int,
+        places: dict[str, Place],
+        *rest: Any,  # noqa: ANN401
+    ) -> onnx.ModelProto:
+        if not graphs:
+            graphs.append(real(spec, plan, stage, known, *rest))
+        places.update(known)
+        return graphs[0]
+
+    monkeypatch.setattr(model_of, "_graph", once)
     make(tmp_path, "llama")
     checkpoint = Checkpoint(tmp_path)
     plan, basis = odd_plan(checkpoint, 32, False)
@@ -386,3 +408,4 @@ def test_foreign_weights_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(KvlatheError):
             export_onnx(checkpoint.spec, plan, spoiled, tmp_path / "engine")
+    assert len(graphs) == 1

@@ -28,7 +28,7 @@ def cache_of(kind: str, size: int) -> LLM:
 
 @pytest.mark.parametrize("mebibytes", [8, 10])
 def test_others_wait_for_the_room_that_it_takes_and_end(mebibytes: int) -> None:
-    params = SamplingParams(max_new_tokens=60, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     with cache_of("compacted", mebibytes << 20) as llm:
         others = [llm.sequence(list(text(300, 100 * i)), params) for i in range(4)]
         request = llm.thread.submit(others)
