@@ -155,8 +155,21 @@ def lose(llm: LLM, words: str) -> Callable[..., Any]:
 PLACES = ("a step", "a choice", "a swap", "a seal", "idle")
 
 
-@pytest.mark.parametrize("words", WORDS, ids=["access", "assert"])
-@pytest.mark.parametrize("place", PLACES)
+LOSSES = [
+    pytest.param(
+        place,
+        words,
+        id=f"{place}-{name}",
+        marks=[]
+        if name == "access" or place in ("a step", "idle")
+        else pytest.mark.nightly,
+    )
+    for place in PLACES
+    for words, name in zip(WORDS, ("access", "assert"), strict=True)
+]
+
+
+@pytest.mark.parametrize(("place", "words"), LOSSES)
 def test_a_lost_gpu_is_told_to_everybody_wherever_it_shows(
     native: Native, place: str, words: str
 ) -> None:

@@ -26,7 +26,7 @@ def cache_of(kind: str, size: int) -> LLM:
     return made
 
 
-@pytest.mark.parametrize("mebibytes", [8, 10])
+@pytest.mark.parametrize("mebibytes", [8, pytest.param(10, marks=pytest.mark.nightly)])
 def test_others_wait_for_the_room_that_it_takes_and_end(mebibytes: int) -> None:
     params = SamplingParams(max_new_tokens=30, ignore_eos=True)
     with cache_of("compacted", mebibytes << 20) as llm:
