@@ -25,7 +25,7 @@ from kvlathe.export.attention.softmax_state import (
 )
 from kvlathe.export.attention.step import StepTensors, sequences
 from kvlathe.export.attention.tables import LayerTables, PlanFacts
-from kvlathe.export.attention.windows import NEVER, LaneWindows
+from kvlathe.export.attention.windows import NEVER, LaneWindows, seen_from
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 
@@ -90,6 +90,7 @@ class AttendLayer(nn.Module):
     ) -> tuple[Tensor, ...]:
         """q, k, v packed as in docs/attend.md -> (o [T, sum of G * rank_v], rows [T,
         sum of rank_k + rank_v]), and mass [B, H, N] where the plan has an observation window.
+        Where ``step`` has places, o is that of these R tokens.
         """
         if torch.compiler.is_exporting():
             return self._node(q, k, v, step)
@@ -101,11 +102,12 @@ class AttendLayer(nn.Module):
         )
         k, v = k.to(self.dtype), v.to(self.dtype)
         v = gathered(v, self.table("v_units"), u).transpose(0, 1)
-        o = (
-            self._uncached(q, k, v, step)
-            if not bool(step.lengths.any())
-            else self._cached(q, k, v, step)
-        )
+        if step.places is not None:
+            o = self._uncached_at(step.places, q, k, v, step)
+        elif bool(step.lengths.any()):
+            o = self._cached(q, k, v, step)
+        else:
+            o = self._uncached(q, k, v, step)
         o = gathered(o.permute(2, 0, 1, 3).flatten(1), self.table("o_units"), u)
         return (o, rows) if not self.plan.observes else (o, rows, self.mass(q, k, step))
 
@@ -159,23 +161,39 @@ class AttendLayer(nn.Module):
 
     # -- attention ---------------------------------------------------------------------
     def _uncached(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> Tensor:
-        """Nothing is cached: each sequence is one causal square. Widths are evened out,
-        which fused kernels want."""
+        """Nothing is cached: each sequence is one causal square."""
         if not self.plan.model.shifts:
             return self._cached(q, k, v, step)
-        width = max(self.sizes.Rk, self.sizes.Rv)
-        q, k, padded_v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
-        out = q.new_zeros((*q.shape[:3], width))
+        out = q.new_zeros((*q.shape[:3], self.sizes.Rv))
         for _, rows in sequences(step):
-            qs = q[:, :, rows].flatten(0, 1)
-            ks = self._of_queries(k[:, rows])
-            vs = self._of_queries(padded_v[:, rows])
-            seen = self._seen(ks.shape[1])
-            fresh = F.scaled_dot_product_attention(
-                qs[None], ks[None], vs[None], seen, is_causal=seen is None, scale=1.0
-            )
-            out[:, :, rows] = fresh[0].unflatten(0, (self.sizes.H, self.sizes.G))
-        return out[..., : self.sizes.Rv]
+            seen = self._seen(rows.stop - rows.start)
+            out[:, :, rows] = self._softmax(q[:, :, rows], k[:, rows], v[:, rows], seen)
+        return out
+
+    def _uncached_at(
+        self, places: Tensor, q: Tensor, k: Tensor, v: Tensor, step: StepTensors
+    ) -> Tensor:
+        """``_uncached`` of one sequence, at these places [R] alone: [H, G, R, Rv]."""
+        if not self.plan.model.shifts:
+            return self._uncached(q, k, v, step)[:, :, places]
+        every = torch.arange(k.shape[1], device=places.device)
+        seen = seen_from(places, every, self.windows, self.sizes.G)
+        return self._softmax(q[:, :, places], k, v, seen)
+
+    def _softmax(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
+        """One sequence's q [H, G, Q, Rk] over its k [H, N, Rk] and v [H, N, Rv] -> [H, G,
+        Q, Rv]; ``seen`` None is causal. Widths are evened out, which fused kernels want.
+        """
+        width = max(self.sizes.Rk, self.sizes.Rv)
+        q, k, v = (F.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
+        qs = q.flatten(0, 1)
+        ks = self._of_queries(k)
+        vs = self._of_queries(v)
+        out = F.scaled_dot_product_attention(
+            qs[None], ks[None], vs[None], seen, is_causal=seen is None, scale=1.0
+        )
+        by_head = out[0].unflatten(0, (self.sizes.H, self.sizes.G))
+        return by_head[..., : self.sizes.Rv]
 
     def _of_queries(self, x: Tensor) -> Tensor:
         """[H, N, R] -> [H * G, N, R]: each head's rows for each of its query heads."""
@@ -188,14 +206,8 @@ class AttendLayer(nn.Module):
         where it sees all up to its own."""
         if self.windows is None:
             return None
-        device = self.table("layout").device
-        places = torch.arange(tokens, device=device)
-        of_lanes = places[None]
-        hidden = self.windows.hidden(of_lanes, of_lanes)
-        seen = places <= places[:, None]
-        seen = seen & ~hidden
-        by_head = seen.repeat_interleave(self.sizes.G, 0)
-        return by_head[None]
+        places = torch.arange(tokens, device=self.table("layout").device)
+        return seen_from(places, places, self.windows, self.sizes.G)
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> Tensor:
         shape = (*q.shape[:3], self.sizes.Rv)

@@ -15,7 +15,9 @@ class StepTensors:
     ``cos``/``sin`` are None without RoPE.
 
     Without cached tokens (``lengths`` all 0) ``page_tables`` and ``pools`` may stay
-    empty. ``observation_weights``: None where no row is observed.
+    empty. ``observation_weights``: None where no row is observed. ``places``:
+    of one sequence with nothing cached, the tokens [R], ascending, whose output is
+    wanted; None: all.
     """
 
     cos: Tensor | None
@@ -26,6 +28,7 @@ class StepTensors:
     page_tables: list[Tensor] = field(default_factory=list)
     pools: dict[str, Tensor] = field(default_factory=dict)
     observation_weights: Tensor | None = None
+    places: Tensor | None = None
 
 
 def sequences(step: StepTensors) -> Iterator[tuple[int, slice]]:

@@ -51,6 +51,19 @@ class LaneWindows:
         return LaneWindows(sink, recent, exact, self.page_tokens)
 
 
+def seen_from(
+    queries: Tensor, tokens: Tensor, windows: LaneWindows | None, group: int
+) -> Tensor:
+    """Of one whole sequence: which ``tokens`` [N] the ``queries`` [Q] see, both places in
+    it; [1, 1, Q, N], or [1, H * group, Q, N] behind windows."""
+    seen = tokens <= queries[:, None]
+    if windows is None:
+        return seen[None, None]
+    hidden = windows.hidden(queries[None], tokens[None])
+    by_head = (seen & ~hidden).repeat_interleave(group, 0)
+    return by_head[None]
+
+
 def window_tables(
     plan: CompressionPlan, layer: int
 ) -> dict[str, npt.NDArray[np.generic]]:

@@ -7,6 +7,7 @@ heads, H KV heads, V vocabulary, W = sum of rank_k + rank_v over all lanes.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,9 @@ from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.layers.decoder import logits
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.weight_formats import PLAIN, WeightFormats
+
+FEW = 0.5
+"""Of a sequence's tokens: where fewer are asked for, the last layer computes no others."""
 
 
 class Decoder(nn.Module):
@@ -89,11 +93,13 @@ class Decoder(nn.Module):
         pools: dict[str, Tensor],
         logit_rows: Tensor,
         observation_weights: Tensor | None = None,
+        places: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """source: input_ids [T] or, past the first stage, hidden [T, D]; positions [T],
         logit_rows [R] -> (logits [R, V] float32 or, before the last stage, hidden [T,
         D]; rows [T, W] to append), and mass [B, lanes of all layers, N] where the plan
-        has an observation window.
+        has an observation window. ``places`` [R]: of one sequence with nothing cached,
+        the tokens that the last layer computes; logit_rows are then among them.
         """
         x = self.embed(source) if self.first and self.embed is not None else source
         if self.positions is not None:
@@ -113,9 +119,14 @@ class Decoder(nn.Module):
             for cos, sin in angles
         ]
         handed_on = []
-        for rope, layer in zip(self.rope_of, self.layers.values(), strict=True):
+        *before, final = zip(self.rope_of, self.layers.values(), strict=True)
+        for rope, layer in before:
             x, *more = layer(x, steps[rope])
             handed_on.append(more)
+        rope, layer = final
+        step = dataclasses.replace(steps[rope], places=places)
+        x, *more = layer(x, step, places)
+        handed_on.append(more)
         rows, *mass = zip(*handed_on, strict=True)
         x = self._logits(x, logit_rows) if self.last else x
         return x, torch.cat(rows, -1), *(torch.cat(of_layer, 1) for of_layer in mass)
@@ -143,6 +154,9 @@ class Decoder(nn.Module):
         def ints(numbers: object) -> Tensor:
             return torch.tensor(numbers, dtype=torch.int32, device=self.device)
 
+        logit_rows, places = ints(rows), None
+        if len(rows) < FEW * count and not self.plan.observes:
+            places, logit_rows = logit_rows.long().unique(return_inverse=True)
         return self(
             ints(input_ids),
             ints(range(count)),
@@ -151,7 +165,8 @@ class Decoder(nn.Module):
             ints(lengths),
             [],
             {},
-            ints(rows),
+            logit_rows,
+            places=places,
         )[0]
 
     @property

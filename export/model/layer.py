@@ -110,8 +110,11 @@ class DecoderLayer(nn.Module):
         self.experts = experts and ExpertBlock(experts, hidden, act, dtype)
         self.mlp_out_norm = norm("mlp_out_norm", hidden)
 
-    def forward(self, x: Tensor, step: object) -> tuple[Tensor, ...]:
-        """x [T, D] -> (next x [T, D], all that ``attend`` hands on beside o)."""
+    def forward(
+        self, x: Tensor, step: object, places: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        """x [T, D] -> (next x [T, D], all that ``attend`` hands on beside o). With
+        ``places`` [R], which ``step`` then has as well, next x of these tokens alone."""
         handed_on: list[Tensor] = []
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -119,7 +122,7 @@ class DecoderLayer(nn.Module):
             handed_on.extend(more)
             return o
 
-        return run_layer(self, x, attend), *handed_on
+        return run_layer(self, x, attend, places), *handed_on
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q = self.q(x)

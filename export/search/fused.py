@@ -32,15 +32,17 @@ class LaneTokens:
     page: int
     window: LaneWindows | None
 
-    def attended(self, q: Tensor) -> Tensor:
-        """q [G, T, Rk], scaled -> [G, T, Rv]. Widths are evened out, which fused kernels
-        want."""
+    def attended(self, q: Tensor, places: Tensor | None = None) -> Tensor:
+        """q [G, T, Rk], scaled -> [G, T, Rv], or [G, R, Rv] at ``places`` [R], ascending.
+        Widths are evened out, which fused kernels want."""
         group = q.shape[0]
         rank_v = self.v.shape[-1]
         width = max(q.shape[-1], rank_v)
         q = _padded(q, width)
+        if places is None:
+            places = torch.arange(q.shape[1], device=self.k.device)
         outputs: list[Tensor] = []
-        for block in self._blocks(q.shape[1]):
+        for block in self._blocks(places):
             k, v, seen = self._seen_by(block)
             k = _padded(k, width)
             v = _padded(v, width)
@@ -56,24 +58,25 @@ class LaneTokens:
             outputs.append(own)
         return torch.cat(outputs, 1)
 
-    def _blocks(self, tokens: int) -> Iterator[Tensor]:
+    def _blocks(self, places: Tensor) -> Iterator[Tensor]:
         pages = max(1, QUERIES // self.page)
         size = pages * self.page
-        places = torch.arange(tokens, device=self.k.device)
         return iter(places.split(size))
 
     def _seen_by(self, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values for the queries at these places, and which each one sees, [Q,
-        N]. The block's own tokens come last."""
+        N]. Tokens from the first query's page on come last, as they are."""
         last = int(queries[-1])
         whole = last // self.page * self.page
         earlier = self._earlier(queries, whole)
         sealed_k = self.sealed_k[earlier]
         sealed_v = self.sealed_v[earlier]
-        k = torch.cat([sealed_k, self.k[queries]])
-        v = torch.cat([sealed_v, self.v[queries]])
+        start = int(queries[0]) // self.page * self.page
+        fresh = torch.arange(start, last + 1, device=queries.device)
+        k = torch.cat([sealed_k, self.k[fresh]])
+        v = torch.cat([sealed_v, self.v[fresh]])
         rows = queries[:, None]
-        places = torch.cat([earlier, queries])
+        places = torch.cat([earlier, fresh])
         hidden = self._hidden(queries, places)
         own_page = rows // self.page
         of_page = places // self.page

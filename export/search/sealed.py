@@ -27,6 +27,7 @@ from kvlathe.export.attention.softmax_state import SoftmaxState, capped
 from kvlathe.export.attention.step import StepTensors
 from kvlathe.export.attention.windows import NEVER, LaneWindows
 from kvlathe.export.model.decoder import Decoder
+from kvlathe.export.search.dither import noise
 from kvlathe.export.search.fused import LaneTokens
 from kvlathe.plan.codec import FITS, TWO_255THS, nearest_codes
 from kvlathe.plan.formats import NORMAL_TOP, Format, Tier
@@ -94,6 +95,13 @@ class SealedAttend(AttendLayer):
                 outputs.append(out)
         return torch.cat(outputs, 2)
 
+    def _uncached_at(
+        self, places: Tensor, q: Tensor, k: Tensor, v: Tensor, step: StepTensors
+    ) -> Tensor:
+        if self.is_plain:
+            return self._fused(q, k, v, places)
+        return self._uncached(q, k, v, step)[:, :, places]
+
     def _sequence(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One sequence, as ``_uncached``: each token's own page, then the sealed ones
         before it, so many queries at a time that SCORES_AT_ONCE holds."""
@@ -124,8 +132,10 @@ class SealedAttend(AttendLayer):
         by_codes = any(tier.arithmetic != "float" for tier in self.plan.tiers)
         return self.plan.model.shifts and not by_codes
 
-    def _fused(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``_sequence`` lane by lane."""
+    def _fused(
+        self, q: Tensor, k: Tensor, v: Tensor, places: Tensor | None = None
+    ) -> Tensor:
+        """``_sequence`` lane by lane, at ``places`` [R] alone where they are given."""
         page = self.plan.page_tokens
         whole = (k.shape[1] - 1) // page * page
         outputs = []
@@ -133,7 +143,7 @@ class SealedAttend(AttendLayer):
             sealed = seal(k[head, :whole], v[head, :whole])
             window = self.windows and self.windows.of(head)
             lane = LaneTokens(k[head], v[head], *sealed, page, window)
-            outputs.append(lane.attended(q[head]))
+            outputs.append(lane.attended(q[head], places))
         return torch.stack(outputs)
 
     def _as_read(
@@ -369,32 +379,3 @@ def _nearest(x: Tensor, form: Format, magnitude: Tensor) -> tuple[Tensor, Tensor
     worth = torch.tensor(of_byte, device=x.device)[nearest.int()]
     read = worth * scale - stored
     return worth, read
-
-
-STEP, MASK = 0x9E3779B9, 0xFFFFFFFF
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """MurmurHash3's finalizer on 32-bit numbers held in int64."""
-    x = _times(x ^ (x >> 16), 0x85EBCA6B)
-    x = _times(x ^ (x >> 13), 0xC2B2AE35)
-    return x ^ (x >> 16)
-
-
-def _times(x: Tensor, factor: int) -> Tensor:
-    """Modulo 2^32, without leaving int64."""
-    lower = x * (factor & 0xFFFF)
-    upper = x * (factor >> 16) & 0xFFFF
-    return (lower + (upper << 16)) & MASK
-
-
-def noise(key: tuple[int, ...], tokens: int, rank: int) -> Tensor:
-    """[tokens, rank]: what is added to the codes of the channels of tokens 0.. before
-    they are rounded down (the hash of docs/quantization.md).
-    """
-    numbers = [torch.tensor([[number & MASK]]) for number in key]
-    numbers += [torch.arange(tokens)[:, None], torch.arange(rank)[None]]
-    state = torch.zeros(1, 1, dtype=torch.int64)
-    for number in numbers:
-        state = _mixed(((state ^ number) + STEP) & MASK)
-    return (state >> 8).double() * 2.0**-24

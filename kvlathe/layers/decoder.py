@@ -76,7 +76,9 @@ class Layer(Protocol):
         ...
 
 
-def run_layer(layer: Layer, x: Tensor, attend: Attention) -> Tensor:
+def run_layer(
+    layer: Layer, x: Tensor, attend: Attention, places: Tensor | None = None
+) -> Tensor:
     """x [T, D] -> the next layer's x [T, D].
 
         n = attn_norm(x)
@@ -91,6 +93,9 @@ def run_layer(layer: Layer, x: Tensor, attend: Attention) -> Tensor:
     Where the model has QK-norms, each head's q and k (or all heads together) pass
     through theirs first. Where it has norms of outputs, those of W_O and W_down pass
     through theirs before they are added (Gemma 2, OLMo 2).
+
+    With ``places`` [R] the output is that of these tokens alone, [R, D]: ``attend`` then
+    gives o of no others.
     """
     normed = x if layer.attn_norm is None else layer.attn_norm(x)
     # Before a: add_o may overwrite x.
@@ -100,6 +105,11 @@ def run_layer(layer: Layer, x: Tensor, attend: Attention) -> Tensor:
         q = _qk_norm(layer, layer.q_norm, q)
         k = _qk_norm(layer, layer.k_norm, k)
     o = attend(q, k, v)
+    if places is not None:
+        x = x.index_select(0, places)
+        normed = normed.index_select(0, places)
+        if mlp_input is not None:
+            mlp_input = mlp_input.index_select(0, places)
     attended = _plus_o(layer, x, o)
     if mlp_input is None:
         mlp_input = _mlp_input(layer, attended, normed)

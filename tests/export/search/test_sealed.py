@@ -131,3 +131,16 @@ def test_a_plan_that_chooses_tokens_is_refused() -> None:
     )
     with pytest.raises(KvlatheError, match="chooses tokens"):
         sealed.reading(decoder_from(Checkpoint(MODEL), chosen, Basis()))
+
+
+@pytest.mark.parametrize(
+    "kind", ["one", "sealed", "coded", "sealed split", "windowed", "sealed windows"]
+)
+def test_the_last_layer_computes_only_what_is_asked(kind: str) -> None:
+    """Few places are as they are among all."""
+    plan = plans(model_shape())[kind]
+    scored = sealed.reading(decoder_from(Checkpoint(MODEL), plan, Basis()))
+    every = scored.logits(text(200), range(200))
+    for rows in ([199], [3, 64, 70, 130, 131], [150, 20, 150]):
+        few = scored.logits(text(200), rows)
+        torch.testing.assert_close(few, every[rows], rtol=1e-4, atol=1e-4)
