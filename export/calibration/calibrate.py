@@ -260,10 +260,9 @@ def _accumulate(
     d]. ``spread`` is the mean
     |v W_O|^2 that a token attends to, less |o W_O|^2 of what it gets: the variance of
     what it averages over."""
-    q, k, v = (heads.transpose(0, 1) for heads in captured[1:])
+    q, k, v, o = (heads.transpose(0, 1) for heads in captured[1:])
     lanes = k.shape[0]
     group = q.shape[0] // lanes
-    o = attended(q, k, v)
     values = v.repeat_interleave(group, 0)
     norms = ((values @ wo_gram) * values).sum(
         -1, keepdim=True

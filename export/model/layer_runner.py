@@ -26,17 +26,18 @@ class Rotation(NamedTuple):
 
 class Captured(NamedTuple):
     """``hidden`` [T, D] after the layer; ``q`` [T, Hq, d], ``k`` [T, H, d] after RoPE,
-    canonical; ``v`` [T, H, d]."""
+    canonical; ``v`` [T, H, d]; ``o`` [T, Hq, d], what attention gives."""
 
     hidden: Tensor
     q: Tensor
     k: Tensor
     v: Tensor
+    o: Tensor
 
 
 class FullAttention(nn.Module):
     """PlainAttention in a layer's place. Its rows are (q, k, v) as a cache would see
-    them."""
+    them, and o."""
 
     def __init__(self, spec: DecoderSpec, attention: PlainAttention) -> None:
         super().__init__()
@@ -45,7 +46,7 @@ class FullAttention(nn.Module):
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, step: Rotation
-    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
         q = self._heads(q)
         k = self._heads(k)
         v = self._heads(v)
@@ -55,7 +56,7 @@ class FullAttention(nn.Module):
         by_head = [x.transpose(0, 1) for x in (q, k, v)]
         o = self.attention(*by_head)
         by_token = o.transpose(0, 1)
-        return by_token.flatten(1), (q, k, v)
+        return by_token.flatten(1), (q, k, v, by_token)
 
     def _heads(self, x: Tensor) -> Tensor:
         """[T, heads * d] -> [T, heads, d]."""
@@ -77,7 +78,7 @@ class LayerRunner:
     weights are in memory (float32, on the checkpoint's device).
 
     x = embed(checkpoint, ids, positions)
-    for i in range(spec.layers): x, q, k, v = LayerRunner(checkpoint, i)(x, positions)
+    for i in range(spec.layers): x, q, k, v, o = LayerRunner(checkpoint, i)(x, positions)
     """
 
     def __init__(self, checkpoint: Checkpoint, layer: int) -> None:
@@ -118,8 +119,8 @@ class LayerRunner:
         if self._rope is not None:
             angles = self._rope(positions, torch.float32)
             rotation = Rotation(*angles[self._rope_of])
-        after, (q, k, v) = self._layer(hidden, rotation)
-        return Captured(after, q, k, v)
+        after, (q, k, v, o) = self._layer(hidden, rotation)
+        return Captured(after, q, k, v, o)
 
 
 def rotator(spec: DecoderSpec, device: torch.device = CPU) -> Rotator | None:

@@ -428,7 +428,7 @@ class PlainAttention(torch.nn.Module):
     def forward(
         self, *inputs: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        _, (q, k, v) = self.observed(*inputs)
+        _, (q, k, v, o) = self.observed(*inputs)
         group = self.plan.model.group_size
         later = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
         outputs = []
@@ -445,7 +445,7 @@ class PlainAttention(torch.nn.Module):
                     q[:, lane * group + g].double() @ keys.T * self.scale
                 ).masked_fill(later, -torch.inf)
                 outputs.append(scores.softmax(-1) @ values)
-        return torch.cat(outputs, -1).float(), (q, k, v)
+        return torch.cat(outputs, -1).float(), (q, k, v, o)
 
     def cached(
         self, k: torch.Tensor, v: torch.Tensor, lane: LaneBasis | None

@@ -78,7 +78,7 @@ def test_layer_runner_shows_what_the_reference_caches(
         torch.testing.assert_close(
             x, expected.hidden_states[i][0], atol=TOLERANCE, rtol=0
         )
-        x, q, k, v = LayerRunner(checkpoint, i)(x, positions)
+        x, q, k, v, _ = LayerRunner(checkpoint, i)(x, positions)
         assert q.shape == (90, spec.query_heads, spec.head_dim)
         # Falcon's cache repeats each KV head for its whole group, and that of a layer
         # with a window has its newest tokens alone.
