@@ -255,7 +255,8 @@ def _searched(
     only kind of plan to search, with others beside it for comparison; without it, all
     kinds that the compression allows."""
     from kvlathe.export.methods.variants import for_comparison, variants
-    from kvlathe.export.search.search import read_exam, search
+    from kvlathe.export.search.exams import read_exam
+    from kvlathe.export.search.search import search
 
     assert request.accuracy is not None
     options = options_of(request)

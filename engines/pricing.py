@@ -89,8 +89,8 @@ def variant_of(
 def sources_of(request: BuildRequest, checkpoint: Checkpoint) -> Sources:
     """What prices are taken on."""
     from kvlathe.export.calibration.calibrate import random_sequences
+    from kvlathe.export.search.exams import WINDOW_TOKENS, Exam, read_exam
     from kvlathe.export.search.measured import WINDOWS, Sources
-    from kvlathe.export.search.search import WINDOW_TOKENS, Exam, read_exam
 
     if request.text is not None:
         exams = [read_exam(checkpoint, "perplexity", request.text, None)]

@@ -26,7 +26,8 @@ class Variant:
     """Plans by the share of the bytes that they remove, from ``least`` to ``most``
     (equal where it is one plan). Shares are of the uncompressed cache in ``bits`` a
     number. ``name``: the request with every option written; ``of``: as it was asked,
-    which is what the variants of one request have in common.
+    which is what the variants of one request have in common. ``guess`` gives the
+    share at which a search begins; None: half of what can be removed.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Variant:
     least: float
     most: float
     plan: Callable[[float], Made]
+    guess: Callable[[], float] | None = None
 
     def at(self, ratio: float) -> Made:
         """The plan that removes at least ``ratio`` of the bytes. Raises KvlatheError

@@ -11,6 +11,7 @@ are read, and none of a benchmark: the tokens are those of the calibration.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,11 +20,12 @@ import torch
 
 from kvlathe.base.console import log
 from kvlathe.export.model.decoder import Decoder
-from kvlathe.export.search.sensitivity import Reading, margin_score
+from kvlathe.export.search.readings import Reading, margin_score
 
-PASSAGE = 64
-"""Tokens that come twice."""
-KEY, VALUE, ASKED = 3, 5, 6
+PASSAGE, PASSAGES = 64, 2
+"""Tokens that come twice, and how many such pieces. What is asked of one sequence costs
+one gradient, however much it is."""
+KEY, VALUE, ASKED = 3, 5, 12
 """Tokens of a record's key and value, and records that are asked for."""
 NEAR = 128
 """Tokens before the second copy that the model sees where it must do without the
@@ -52,16 +54,22 @@ class Exercise:
 
 
 def copying(text: Sequence[int], length: int, rng: np.random.Generator) -> Exercise:
-    """A passage at a random depth of other text, and again at the end."""
-    filler = _piece(text, length - 2 * PASSAGE, rng)
-    passage = _piece(text, PASSAGE, rng)
-    depth = int(rng.integers(len(filler) + 1))
-    before = filler[:depth]
-    after = filler[depth:]
-    ids = (*before, *passage, *after, *passage)
-    start = length - PASSAGE
-    places = range(start, length)
-    return Exercise(ids, start, tuple(places))
+    """Passages at random depths of other text, and all of them again at the end, in
+    another order."""
+    size = PASSAGES * PASSAGE
+    filler = _piece(text, length - 2 * size, rng)
+    depths = np.sort(rng.integers(len(filler) + 1, size=PASSAGES))
+    passages = [_piece(text, PASSAGE, rng) for _ in depths]
+    ids: list[int] = []
+    done = 0
+    for depth, passage in zip(depths.tolist(), passages, strict=True):
+        ids += [*filler[done:depth], *passage]
+        done = depth
+    ids += filler[done:]
+    start = len(ids)
+    order = rng.permutation(PASSAGES).tolist()
+    ids += itertools.chain.from_iterable(passages[place] for place in order)
+    return Exercise(tuple(ids), start, tuple(range(start, length)))
 
 
 def recall(text: Sequence[int], length: int, rng: np.random.Generator) -> Exercise:

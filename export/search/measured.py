@@ -29,17 +29,15 @@ from kvlathe.export.methods.options import Options
 from kvlathe.export.methods.variants import Variant, removed
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
+from kvlathe.export.search.exams import Exam
 from kvlathe.export.search.exercises import exercises
+from kvlathe.export.search.readings import Reading, of_questions, of_text
 from kvlathe.export.search.remembered import recalled, remember
-from kvlathe.export.search.search import Exam
 from kvlathe.export.search.sensitivity import (
     Candidate,
     Candidates,
     Losses,
-    Reading,
     losses,
-    of_questions,
-    of_text,
 )
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.plan import CompressionPlan
@@ -47,13 +45,17 @@ from kvlathe.plan.plan import CompressionPlan
 WINDOWS, QUESTIONS = 2, 4
 """Of an exam, what sensitivity is measured on: gradients of many tokens say more than
 scores of many texts."""
-EXERCISES = 2
+EXERCISES = 1
 """Of each kind."""
 NEAR_TOKENS = 1024
 """Of an exercise on which forms are priced."""
 FAR_TOKENS = 4096
 """Of the longest reading on which windows are priced."""
 FAR_QUESTIONS = 2
+FORETOLD = 0.1
+"""Nats a token: a search begins where this is foretold. By then answers begin to fail."""
+GUESSED = 0.002
+"""Of the bytes, how well that place is known."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Sources:
         return chosen
 
 
-PRICED = 2
+PRICED = 3
 """Of the remembered losses: how they are measured."""
 
 
@@ -196,6 +198,18 @@ def variant(request: str, prices: Priced, form: CacheSettings) -> Variant:
         choice = prices.chosen(int((1 - ratio) * whole + 1e-6))
         return plan_of(request, prices, choice, form)
 
+    def guess() -> float:
+        """Where prices foretell a loss of FORETOLD."""
+        low, high = gentlest, most
+        while high - low > GUESSED:
+            middle = (low + high) / 2
+            choice = prices.chosen(int((1 - middle) * whole + 1e-6))
+            if prices.lost(choice) <= FORETOLD:
+                low = middle
+            else:
+                high = middle
+        return low
+
     most = 1 - prices.least / whole
     largest, _ = plan_of(request, prices, prices.chosen(prices.most), form)
     gentlest = removed(largest, form.bits)
@@ -205,7 +219,7 @@ def variant(request: str, prices: Priced, form: CacheSettings) -> Variant:
         100 * most,
         grid.tokens,
     )
-    return Variant(request, request, form.bits, gentlest, most, at)
+    return Variant(request, request, form.bits, gentlest, most, at, guess)
 
 
 def plan_of(

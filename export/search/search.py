@@ -15,176 +15,58 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.base.console import log, progress
+from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.methods.composition import CacheSettings, Made, compose
 from kvlathe.export.methods.options import Options
 from kvlathe.export.methods.variants import EXACT, Variant, removed
 from kvlathe.export.model.checkpoint import Checkpoint
-from kvlathe.export.model.decoder import Decoder
+from kvlathe.export.search.exams import Exam, TorchOracle, asked, says, score
 from kvlathe.export.search.remembered import Scores
 from kvlathe.export.search.sealed import reading
-from kvlathe.tasks import tasks
-
-Metric = Literal["retrieval", "perplexity", "agreement"]
-
-WINDOWS = 6
-WINDOW_TOKENS = 1024
-QUESTIONS = 16
-"""A search scores many plans, so it reads less than an evaluation: these many windows,
-and questions evenly spaced."""
-
-FEW_TOKENS = 1024
-"""Below this a text tells little."""
 
 RESOLUTION = 0.01
 """Bisection stops when the best ratio is known to this fraction of the uncompressed
-bytes."""
+bytes, and to FINE of those that are left."""
+FINE = 0.15
 
 BESIDE = 0.4
 """Where between its ends a variant is scored that only stands beside others."""
 
-SCHEMA = 2
+SCHEMA = 3
 """Of the remembered scores."""
 
-
-@dataclass(frozen=True)
-class Exam:
-    """What plans are scored on, as token ids: ``questions`` for retrieval, ``windows``
-    of text for the other metrics.
-    """
-
-    metric: Metric
-    questions: tuple[tasks.Question, ...] = ()
-    windows: tuple[tuple[int, ...], ...] = ()
-
-    @property
-    def digest(self) -> str:
-        text = json.dumps(dataclasses.asdict(self))
-        return hashlib.sha256(text.encode()).hexdigest()
-
-    @property
-    def described(self) -> str:
-        """For people and reports."""
-        if self.questions:
-            return f"exact match of {len(self.questions)} answers"
-        longest = max(map(len, self.windows))
-        return f"{self.metric} over {len(self.windows)} windows of {longest} tokens"
-
-
-def read_exam(
-    checkpoint: Checkpoint, metric: Metric, text: Path | None, retrieval: Path | None
-) -> Exam:
-    """The exam of ``metric`` from its file; what is longer than the served length is
-    cut or left out.
-
-    Text is read from the file's end (calibration reads from its beginning), and every
-    EVERY-th question is left to evaluations. Raises KvlatheError.
-    """
-    encoder = tasks.FolderEncoder(checkpoint.path)
-    longest = checkpoint.spec.max_seq_len
-    path = retrieval if metric == "retrieval" else text
-    if path is None:
-        option = "--retrieval" if metric == "retrieval" else "--text"
-        raise KvlatheError(
-            f"the metric {metric} has nothing to be measured on",
-            "no file was given",
-            f"give {option} FILE",
-        )
-    if metric == "retrieval":
-        questions = _held_back(tasks.read_questions(path, encoder, every=1))
-        fitting = [question for question in questions if question.tokens <= longest]
-        if not fitting:
-            raise KvlatheError(
-                f"no question of {path} fits",
-                f"sequences end at {longest} tokens",
-                "give shorter ones",
-            )
-        count = min(QUESTIONS, len(fitting))
-        even = np.linspace(0, len(fitting) - 1, count).round()
-        places = np.unique(even.astype(int))
-        return Exam(metric, questions=tuple(fitting[place] for place in places))
-    documents = tasks.encode_documents(encoder, tasks.read_texts(path)[::-1])
-    length = min(WINDOW_TOKENS, longest)
-    windows = tasks.windows(documents, encoder.eos_id, WINDOWS, length)
-    tokens = sum(map(len, windows))
-    if tokens < FEW_TOKENS:
-        log.warning(
-            "%s gives %d tokens to measure accuracy on: too few to tell plans apart; give more text",
-            path,
-            tokens,
-        )
-    return Exam(metric, windows=tuple(map(tuple, windows)))
-
-
-def _held_back(questions: list[tasks.Question]) -> list[tasks.Question]:
-    """All but those that an evaluation asks, unless there are no others."""
-    others = [question for i, question in enumerate(questions) if i % tasks.EVERY]
-    return others or questions
-
-
-class TorchOracle:
-    """A folded decoder as a LogitsOracle."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._decoder = decoder
-
-    def logits(
-        self, token_ids: Sequence[int], rows: Sequence[int]
-    ) -> npt.NDArray[np.float32]:
-        return self._decoder.logits(token_ids, rows).cpu().numpy()
-
-
-# -- scores ----------------------------------------------------------------------------
-def score(
-    exam: Exam, oracle: tasks.LogitsOracle, said: Sequence[npt.NDArray[np.int64]] = ()
-) -> float:
-    """Higher is better: share of questions answered, 1 / perplexity, or share of tokens
-    equal to ``said``, what the uncompressed model says next in each window.
-    """
-    if exam.metric == "retrieval":
-        questions = progress(exam.questions, "questions")
-        answered = [tasks.answered(oracle, question) for question in questions]
-        return float(np.mean(answered))
-    if exam.metric == "perplexity":
-        windows = progress(exam.windows, "windows")
-        first, *others = [tasks.text_sums(oracle, window) for window in windows]
-        return 1 / sum(others, first).perplexity
-    same = []
-    for window, expected in zip(exam.windows, said, strict=True):
-        same.append(says(oracle, window) == expected)
-    return float(np.concatenate(same).mean())
-
-
-def says(oracle: tasks.LogitsOracle, window: Sequence[int]) -> npt.NDArray[np.int64]:
-    """The next token after every place of the window but its last."""
-    rows = range(len(window) - 1)
-    return oracle.logits(window, rows).argmax(-1)
+AT_MOST = "at most"
+"""Before the name of a score that a plan cannot exceed."""
 
 
 # -- the search ------------------------------------------------------------------------
 @dataclass
 class Searcher:
-    """Scores the plans of ``variants``. ``scores`` outlive it."""
+    """Scores the plans of ``variants``, and for comparison of those ``beside`` them.
+    ``scores`` outlive it."""
 
     checkpoint: Checkpoint
     variants: Sequence[Variant]
     exam: Exam
     scores: Scores
+    beside: Sequence[Variant] = ()
     said: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    failed: list[int] = field(default_factory=list)  # questions, the newest first
 
     def oracle(self, made: Made) -> TorchOracle:
         return TorchOracle(reading(decoder_from(self.checkpoint, *made)))
 
     def baseline(self) -> float:
         return self.scores.get(
-            "uncompressed", lambda: self._measure(self._uncompressed(), "uncompressed")
+            "uncompressed",
+            lambda: self._measure(self._uncompressed(), "uncompressed", self.exam),
         )
 
     def _uncompressed(self) -> Made:
@@ -196,21 +78,46 @@ class Searcher:
     def score(self, variant: Variant, ratio: float) -> float:
         name = f"{variant.name} {float(ratio)!r}"
         described = f"{variant.name}, {ratio:.1%} removed"
+        exam = self.exam.fewer if variant in self.beside else self.exam
         return self.scores.get(
-            name, lambda: self._measure(variant.plan(ratio), described)
+            name, lambda: self._measure(variant.plan(ratio), described, exam)
         )
 
-    def _measure(self, made: Made, what: str) -> float:
-        if self.exam.metric == "agreement" and not self.said:
+    def reaches(self, variant: Variant, ratio: float, needed: float) -> bool:
+        """Whether a plan scores at least ``needed``. One that does not may be left before
+        it is through; what it scores at most is then remembered."""
+        name = f"{variant.name} {float(ratio)!r}"
+        bound = f"{AT_MOST} {name}"
+        known = self.scores.known
+        if self.exam.metric != "retrieval" or name in known:
+            return self.score(variant, ratio) >= needed
+        if known.get(bound, 1.0) < needed:
+            return False
+        oracle = self.oracle(variant.plan(ratio))
+        found = asked(self.exam, oracle, needed, self.failed)
+        at_most = "" if found.whole else "at most "
+        log.info(
+            "%s, %.1f%% removed: retrieval %s%.4g",
+            variant.name,
+            100 * ratio,
+            at_most,
+            found.most,
+        )
+        self.scores.get(name if found.whole else bound, lambda: found.most)
+        return found.most >= needed
+
+    def _measure(self, made: Made, what: str, exam: Exam) -> float:
+        if exam.metric == "agreement" and not self.said:
             whole = self.oracle(self._uncompressed())
-            self.said = [says(whole, window) for window in self.exam.windows]
-        value = score(self.exam, self.oracle(made), self.said)
-        log.info("%s: %s %.4g", what, self.exam.metric, value)
+            self.said = [says(whole, window) for window in exam.windows]
+        value = score(exam, self.oracle(made), self.said)
+        log.info("%s: %s %.4g", what, exam.metric, value)
         return value
 
     def points(self) -> Iterator[tuple[Variant, float, float]]:
         """(variant, ratio, score) of all that was measured."""
-        by_name = {variant.name: variant for variant in self.variants}
+        every = (*self.variants, *self.beside)
+        by_name = {variant.name: variant for variant in every}
         for point, value in self.scores.known.items():
             name, _, ratio = point.rpartition(" ")
             if name in by_name:
@@ -238,7 +145,7 @@ def search(
     text = json.dumps((SCHEMA, repr(known_by), exam.digest))
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     scores = Scores.open(remembered, key)
-    searcher = Searcher(checkpoint, [*variants, *beside], exam, scores)
+    searcher = Searcher(checkpoint, variants, exam, scores, beside)
     baseline = searcher.baseline()
     _require_score(baseline, exam)
     best = _best(searcher, variants, accuracy * baseline)
@@ -263,13 +170,13 @@ def _best(
         least = variant.least
         if best is not None:
             least = max(least, best[0] + RESOLUTION)
-            if least > variant.most or searcher.score(variant, least) < needed:
+            if least > variant.most or not searcher.reaches(variant, least, needed):
                 continue
         ratio = largest(
-            lambda ratio, of=variant: searcher.score(of, ratio),
-            needed,
+            lambda ratio, of=variant: searcher.reaches(of, ratio, needed),
             least,
             variant.most,
+            guess=variant.guess and variant.guess(),
         )
         if ratio is not None and ratio > max(EXACT, best[0] if best else 0.0):
             best = ratio, variant
@@ -307,33 +214,45 @@ def _shown(variants: Sequence[Variant], gentlest: float) -> list[tuple[Variant, 
 
 
 def largest(
-    score_at: Callable[[float], float],
-    needed: float,
+    reaches: Callable[[float], bool],
     least: float,
     most: float,
     resolution: float = RESOLUTION,
+    guess: float | None = None,
 ) -> float | None:
-    """The largest ratio in [least, most], to ``resolution``, found to score at least
-    ``needed``, by bisection; None if ``least`` does not. A ratio of 0 always does.
+    """The largest ratio in [least, most], to ``resolution`` and FINE, found to reach the score
+    that is needed, by bisection; None if ``least`` does not. A ratio of 0 always does.
 
-    The ends are scored last, and only where nothing between them has decided.
+    From a ``guess`` it steps up, or down, each step twice as long as the one before,
+    until it has one ratio that reaches and one that does not. The ends are scored last,
+    and only where nothing between them has decided.
     """
     if least > most:
         return None
     low, high = least, most
-    while high - low > resolution:
-        middle = (low + high) / 2
-        if score_at(middle) >= needed:
+    step = resolution
+    middle = (low + high) / 2 if guess is None else guess
+    while high - low > min(resolution, FINE * (1 - low)) + EXACT:
+        if guess is None or not low < middle < high:
+            middle = (low + high) / 2
+        if reaches(middle):
             low = middle
+            middle += step
         else:
             high = middle
-    if low == least and least > EXACT and score_at(least) < needed:
+            middle -= step
+        step *= 2
+    if low == least and least > EXACT and not reaches(least):
         return None
-    reaches_end = high == most > least and score_at(most) >= needed
+    reaches_end = high == most > least and reaches(most)
     return most if reaches_end else low
 
 
 def _refuse(searcher: Searcher, accuracy: float, baseline: float) -> NoReturn:
+    smaller = [own for own in searcher.variants if own.least <= own.most]
+    if smaller:
+        gentlest = min(smaller, key=lambda variant: variant.least)
+        searcher.score(gentlest, gentlest.least)
     points = list(searcher.points())
     if not points:
         what = " and ".join(variant.name for variant in searcher.variants)
@@ -366,10 +285,14 @@ def _curve(searcher: Searcher, accuracy: float, baseline: float) -> dict[str, An
                 "removed": removed(plan, variant.bits),
             }
         )
-    metric = searcher.exam.metric
+    exam = searcher.exam
+    metric = exam.metric
+    bounds = [name for name in searcher.scores.known if name.startswith(AT_MOST)]
     return {
         "metric": "1 / perplexity" if metric == "perplexity" else metric,
-        "measured_on": searcher.exam.described,
+        "measured_on": exam.described,
+        "others_on": exam.fewer.described,
+        "cut_short": len(bounds),
         "baseline": baseline,
         "target": accuracy * baseline,
         "accuracy": accuracy,

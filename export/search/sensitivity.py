@@ -31,22 +31,18 @@ from kvlathe.base.console import progress
 from kvlathe.export.attention.eager import AttendLayer
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.plain_attention import PlainAttention, seen_tokens
+from kvlathe.export.search.readings import Reading
 from kvlathe.export.search.sealed import rounded
 from kvlathe.plan.formats import Format
 from kvlathe.plan.token_rules import Window
-from kvlathe.tasks import tasks
 
 Array = npt.NDArray[np.floating]
 
-TEXT_DRAWS, QUESTION_DRAWS = 2, 4
 QUERIES = 256
 """Of a sequence, drawn to attend with every form."""
 EVEN = 0.25
 """Share of the draws that goes to all queries alike; a small gradient may still belong
 to a large change."""
-LEAST_MARGIN = 0.5
-"""Logits: below this an answer is as good as undecided, and its margin says nothing of
-how sure it was."""
 
 
 @dataclass(frozen=True)
@@ -74,73 +70,6 @@ class ObservedLane:
     pull: Tensor
 
 
-# -- what is scored --------------------------------------------------------------------
-Scored = Callable[[Tensor, torch.Generator], Tensor]
-
-
-def text_score(logits: Tensor, draw: torch.Generator) -> Tensor:
-    """Sum of log p(y) over all places, y drawn from the model."""
-    logs = logits.log_softmax(-1)
-    with torch.no_grad():
-        labels = torch.multinomial(logs.exp(), 1, generator=draw)
-    return logs.gather(-1, labels).sum()
-
-
-def margin_score(answer: Sequence[int]) -> Scored:
-    """Sum of the answer's margins, each over its own size, with random signs."""
-
-    def score(logits: Tensor, draw: torch.Generator) -> Tensor:
-        labels = torch.tensor(answer, device=logits.device)[:, None]
-        own = logits.gather(-1, labels)[:, 0]
-        others = logits.scatter(-1, labels, -torch.inf)
-        margin = own - others.amax(-1)
-        coins = torch.randint(2, margin.shape, generator=draw, device=draw.device)
-        signs = coins * 2 - 1
-        size = margin.detach().abs().clamp(min=LEAST_MARGIN)
-        return (signs * margin / size).sum()
-
-    return score
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A sequence, the places whose logits are scored, and how."""
-
-    ids: tuple[int, ...]
-    rows: Sequence[int]
-    score: Scored
-    draws: int
-    weight: float  # of a squared change of the score
-    far: bool = False  # windows are priced on it, forms are not
-
-
-def of_text(windows: Sequence[Sequence[int]], far: bool = False) -> list[Reading]:
-    """Every token of the windows but each first one is scored."""
-    total = sum(len(window) - 1 for window in windows)
-    readings = []
-    for window in windows:
-        weight = 0.5 / (total * TEXT_DRAWS)
-        rows = range(len(window) - 1)
-        ids = tuple(window)
-        readings.append(Reading(ids, rows, text_score, TEXT_DRAWS, weight, far))
-    return readings
-
-
-def of_questions(
-    questions: Sequence[tasks.Question], far: bool = False
-) -> list[Reading]:
-    """The tokens of the answers are scored."""
-    total = sum(len(question.answer) for question in questions)
-    readings = []
-    for question in questions:
-        weight = 1 / (total * QUESTION_DRAWS)
-        ids = question.prompt + question.answer
-        score = margin_score(question.answer)
-        rows = range(len(question.prompt) - 1, len(ids) - 1)
-        readings.append(Reading(ids, rows, score, QUESTION_DRAWS, weight, far))
-    return readings
-
-
 # -- observing -------------------------------------------------------------------------
 def observed(
     decoder: Decoder, reading: Reading, draw: torch.Generator
@@ -149,6 +78,7 @@ def observed(
     layers = [cast(AttendLayer, layer.attend) for layer in decoder.layers.values()]
     inputs_of: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     change_of: dict[int, Tensor] = {}  # zeros added to outputs, to take gradients by
+    places_of: dict[int, Tensor] = {}  # of a layer that computes only these tokens
 
     def hook(index: int) -> Callable[..., tuple[Tensor, ...]]:
         def keep(
@@ -159,6 +89,8 @@ def observed(
             q, k = layer.prepare(q, k, step.cos, step.sin)[:2]
             inputs_of[index] = (q.detach(), k.detach(), v.detach())
             change_of[index] = torch.zeros_like(output, requires_grad=True)
+            if step.places is not None:
+                places_of[index] = step.places
             return output + change_of[index], *more
 
         return keep
@@ -176,7 +108,11 @@ def observed(
         pulls.append(torch.autograd.grad(score, changes, retain_graph=left > 0))
     lanes = []
     for i, of_layer in enumerate(zip(*pulls, strict=True)):
-        lanes += _lanes(decoder, *inputs_of[i], torch.stack(of_layer))
+        pull = torch.stack(of_layer)
+        if i in places_of:
+            tokens = pull.new_zeros((len(pull), len(reading.ids), pull.shape[-1]))
+            pull = tokens.index_copy(1, places_of[i], pull)
+        lanes += _lanes(decoder, *inputs_of[i], pull)
     return lanes
 
 

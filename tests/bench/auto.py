@@ -46,9 +46,9 @@ from kvlathe.export.methods.composition import CacheSettings, compose
 from kvlathe.export.methods.options import Options
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.report.curve import Sizes, accuracy_curve
+from kvlathe.export.search.exams import TorchOracle, read_exam
 from kvlathe.export.search.measured import Sources, plan_of, priced, variant
 from kvlathe.export.search.sealed import reading
-from kvlathe.export.search.search import TorchOracle, read_exam
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.memory import bytes_left
 from kvlathe.plan.plan import CompressionPlan

@@ -16,7 +16,7 @@ from kvlathe.export.methods.composition import CacheSettings, compose
 from kvlathe.export.methods.options import Options
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
-from kvlathe.export.search import exercises, sensitivity
+from kvlathe.export.search import exercises, readings, sensitivity
 from kvlathe.plan.token_rules import Window
 from kvlathe.tasks import tasks
 
@@ -51,7 +51,8 @@ def test_answers_stand_in_what_came_before(
     assert len(exercise.ids) <= length and exercise.answers
     before = exercise.ids[: exercise.start]
     for place in exercise.answers:
-        context = 1 if kind is exercises.recall or place > exercise.start else 0
+        first = (place - exercise.start) % exercises.PASSAGE == 0
+        context = 0 if kind is exercises.copying and first else 1
         asked = exercise.ids[place - context : place + 1]
         found = (before[i : i + len(asked)] for i in range(len(before)))
         assert asked in found
@@ -59,11 +60,11 @@ def test_answers_stand_in_what_came_before(
 
 def test_only_what_the_model_knows_from_afar_is_asked() -> None:
     decoder, text = lathe()
-    readings = exercises.exercises(decoder, text, 512, 2, seed=0)
-    assert 2 <= len(readings) <= 4
-    asked = sum(r.weight * r.draws * len(r.rows) for r in readings)
+    made = exercises.exercises(decoder, text, 512, 2, seed=0)
+    assert 2 <= len(made) <= 4
+    asked = sum(r.weight * r.draws * len(r.rows) for r in made)
     assert asked == pytest.approx(exercises.WEIGHT)
-    for reading in readings:
+    for reading in made:
         assert len(reading.rows) >= exercises.FEW and len(reading.ids) <= 512
         logits = decoder.logits(reading.ids, reading.rows)
         answers = [reading.ids[row + 1] for row in reading.rows]
@@ -84,7 +85,7 @@ def test_exercises_price_the_head_that_looks_far() -> None:
     page, none = 64, lambda *_: []
     far = exercises.exercises(decoder, text, 1024, 2, seed=0, far=True)
     asked = sensitivity.losses(decoder, far, none, windows, page).windows[:, 0]
-    read = sensitivity.of_text([tuple(text[:1024])], far=True)
+    read = readings.of_text([tuple(text[:1024])], far=True)
     said = sensitivity.losses(decoder, read, none, windows, page).windows[:, 0]
     order = np.argsort(asked)
     assert asked[order[-1]] > 5 * asked[order[-2]]

@@ -16,9 +16,9 @@ from kvlathe.export.methods.options import Options
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.search import heads
+from kvlathe.export.search.exams import Exam, TorchOracle, read_exam
 from kvlathe.export.search.measured import Sources
 from kvlathe.export.search.sealed import reading
-from kvlathe.export.search.search import Exam, TorchOracle, read_exam
 from kvlathe.plan.token_rules import KEEP_ALL, TokenRule, Window
 from kvlathe.tasks import metrics, tasks
 from kvlathe.tasks.line_retrieval import needle

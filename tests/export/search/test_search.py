@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,31 +21,84 @@ from kvlathe.export.methods.composition import compose
 from kvlathe.export.methods.options import Options
 from kvlathe.export.methods.variants import removed, variants
 from kvlathe.export.model.checkpoint import Checkpoint
-from kvlathe.export.search import search
+from kvlathe.export.search import exams, search
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.tasks import tasks
 from tests.support.method_cases import FORM, LATHE
 
 
-@given(st.floats(0, 1), st.floats(0.1, 0.9))
-def test_bisection_finds_the_edge(edge: float, most: float) -> None:
-    found = search.largest(lambda ratio: float(ratio <= edge), 1.0, 0.0, most, 0.01)
-    assert found is not None and found <= edge and found >= min(edge, most) - 0.01
-    floor = search.largest(
-        lambda ratio: float(ratio <= edge), 1.0, most / 2, most, 0.01
-    )
+@given(st.floats(0, 1), st.floats(0.1, 0.9), st.one_of(st.none(), st.floats(-0.1, 1.1)))
+def test_bisection_finds_the_edge(
+    edge: float, most: float, guess: float | None
+) -> None:
+    """Wherever it begins."""
+    found = search.largest(lambda ratio: ratio <= edge, 0.0, most, 0.01, guess)
+    assert found is not None and found <= edge
+    assert found >= min(edge, most) - 0.01 - 1e-6
+    floor = search.largest(lambda ratio: ratio <= edge, most / 2, most, 0.01, guess)
     assert (floor is None) == (edge < most / 2)
 
 
 def test_ends_are_not_scored_where_the_middle_decides() -> None:
     asked: list[float] = []
 
-    def score_at(ratio: float) -> float:
+    def reaches(ratio: float) -> bool:
         asked.append(ratio)
-        return float(ratio <= 0.6)
+        return ratio <= 0.6
 
-    assert search.largest(score_at, 1.0, 0.2, 0.9, 0.01) == pytest.approx(0.6, abs=0.01)
+    assert search.largest(reaches, 0.2, 0.9, 0.01) == pytest.approx(0.6, abs=0.01)
     assert len(asked) == 7 and not {0.2, 0.9} & set(asked)
+
+
+@pytest.mark.parametrize(("guess", "scores"), [(0.595, 2), (0.607, 2), (0.575, 4)])
+def test_a_good_guess_saves_scores(guess: float, scores: int) -> None:
+    asked: list[float] = []
+
+    def reaches(ratio: float) -> bool:
+        asked.append(ratio)
+        return ratio <= 0.6
+
+    found = search.largest(reaches, 0.2, 0.99, 0.01, guess)
+    assert found is not None and 0.59 <= found <= 0.6
+    assert len(asked) == scores
+
+
+class Oracle:
+    """Answers some of the questions, and counts them."""
+
+    def __init__(self, exam: exams.Exam, right: set[int]) -> None:
+        self.right = {exam.questions[place].prompt for place in right}
+        self.asked: list[tuple[int, ...]] = []
+
+    def logits(
+        self, token_ids: Sequence[int], rows: Sequence[int]
+    ) -> npt.NDArray[np.float32]:
+        (row,) = rows
+        prompt = tuple(token_ids[: row + 1])
+        self.asked.append(prompt)
+        said = np.zeros((1, 100), np.float32)
+        said[0, token_ids[-1] if prompt in self.right else 0] = 1.0
+        return said
+
+
+@given(st.sets(st.integers(0, 9)), st.integers(1, 10))
+def test_questions_end_where_too_many_have_failed(right: set[int], needed: int) -> None:
+    """The verdict is that of all of them; what failed is asked first the next time."""
+    made = [tasks.Question((5,) * (20 - i), (7,)) for i in range(10)]
+    exam = exams.Exam("retrieval", tuple(made))
+    failed: list[int] = []
+    first = Oracle(exam, right)
+    found = exams.asked(exam, first, needed / 10, failed)
+    reached = len(right) >= needed
+    assert (found.most >= needed / 10) == reached
+    assert found.most >= len(right) / 10 - 1e-9
+    if found.whole:
+        assert found.most == pytest.approx(len(right) / 10)
+        assert set(failed) == set(range(10)) - right
+    again = Oracle(exam, right)
+    assert exams.asked(exam, again, needed / 10, failed).most == found.most
+    if not reached:
+        assert len(again.asked) == 11 - needed <= len(first.asked)
 
 
 @pytest.fixture(scope="module")

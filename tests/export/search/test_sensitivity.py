@@ -11,7 +11,7 @@ from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model import decoder as decoders
 from kvlathe.export.model.checkpoint import Checkpoint
-from kvlathe.export.search import sensitivity
+from kvlathe.export.search import readings, sensitivity
 from tests.support.runtime_cases import MODEL, model_shape, plans, text
 
 
@@ -23,8 +23,8 @@ def test_gradients_of_few_places_are_those_of_a_whole_run(
     decoder = decoder_from(Checkpoint(MODEL), plan, Basis())
     ids = tuple(text(150))
     rows = [40, 41, 90, 147, 148]
-    score = sensitivity.margin_score([ids[row + 1] for row in rows])
-    reading = sensitivity.Reading(ids, rows, score, 2, 1.0)
+    score = readings.margin_score([ids[row + 1] for row in rows])
+    reading = readings.Reading(ids, rows, score, 2, 1.0)
 
     def lanes() -> list[sensitivity.ObservedLane]:
         draw = torch.Generator().manual_seed(0)
