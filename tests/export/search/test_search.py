@@ -124,7 +124,7 @@ def searched(
     )
 
 
-def exam_of(metric: search.Metric) -> search.Exam:
+def exam_of(metric: exams.Metric) -> search.Exam:
     rng = np.random.default_rng(0)
     windows = tuple(tuple(rng.integers(2, 8192, 40).tolist()) for _ in range(2))
     questions = tuple(tasks.Question(window[:30], (window[5],)) for window in windows)
@@ -137,7 +137,7 @@ def exam_of(metric: search.Metric) -> search.Exam:
 
 @pytest.mark.parametrize("metric", ["perplexity", "agreement"])
 def test_a_search_keeps_its_promise_and_is_a_lookup_afterwards(
-    metric: search.Metric,
+    metric: exams.Metric,
     lathe: tuple[Checkpoint, Stats],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
