@@ -17,6 +17,14 @@ inline void check_cuda(cudaError_t error, const char* what) {
           std::string(what) + ": " + cudaGetErrorString(error));
 }
 
+// Of the current device.
+inline int attribute(cudaDeviceAttr which) {
+  int device = 0, value = 0;
+  check_cuda(cudaGetDevice(&device), "no CUDA device");
+  check_cuda(cudaDeviceGetAttribute(&value, which, device), "reading a device attribute");
+  return value;
+}
+
 inline void check_element(int32_t element) {
   require(element == KVLATHE_F16 || element == KVLATHE_BF16, KVLATHE_UNSUPPORTED,
           "the CUDA kernels compute with F16 and BF16 elements only");

@@ -37,27 +37,26 @@ def room_for_copies(plan: CompressionPlan, limits: Limits, total: int) -> int:
     be more, and some of them find none."""
     chunks = max(1, limits.max_num_tokens // plan.prefill_chunk)
     sequences = min(chunks, limits.max_batch_size)
-    return copies_bytes(plan, sequences * limits.max_seq_len, total // LEAST_SHARE)
+    share = total // LEAST_SHARE
+    return min(copies_bytes(plan, limits.max_seq_len, sequences), share + COPY_HEADER)
 
 
-def copies_bytes(plan: CompressionPlan, tokens: int, most: int | None = None) -> int:
-    """Bytes of 16-bit copies of ``tokens`` sealed tokens in the layer whose copies are
-    largest, at most ``most``; 0 where no page is copied: nothing is coded, or all that is
-    has windows (prompt_copies.cu)."""
+def copies_bytes(plan: CompressionPlan, tokens: int, sequences: int = 1) -> int:
+    """Bytes of 16-bit copies of as many ``sequences`` of ``tokens`` sealed tokens in the
+    layer whose copies are largest; 0 where no page is coded (prompt_copies.cu)."""
     page = plan.page_tokens
-    pages = (tokens + page - 1) // page
     layers: list[int] = [0] * plan.model.layers
     for part in kernel_parts(plan):
         bucket = plan.buckets[part.bucket]
-        if part.sees_less or not plan.tiers[bucket.tier].is_coded:
+        if not plan.tiers[bucket.tier].is_coded:
             continue
+        held = min(tokens, part.window.most + page) if part.sees_less else tokens
         for layer in {plan.lanes[lane].layer for lane in part.lanes}:
-            layers[layer] += 1
+            layers[layer] += -(-held // page)
     sizes: list[int] = []
     for layer, copied in enumerate(layers):
         width = sum(x.rank_k + x.rank_v for x in plan.active(layer))
         a_page = HALF * page * width + COPY_OWNER
-        size = copied * pages * a_page
-        sizes.append(size)
-    size = max(sizes) if most is None else min(max(sizes), most)
+        sizes.append(sequences * copied * a_page)
+    size = max(sizes)
     return size + COPY_HEADER if size else 0

@@ -1,9 +1,10 @@
 // Appends a layer's fresh tokens: RoPE, projection, centre and rounding, then each row goes to its
 // place. It is one kernel, because separate ones would pass every row through memory again.
 //
-// A block takes 16 rows of one lane: query heads of a few tokens (z = 0), or keys of 16 tokens
-// (z = 1), which then moves their values, too. RoPE turns the rows on their way into shared memory.
-// Tensor cores multiply them there with the lane's matrix.
+// A block takes 16 rows of one lane at a time: query heads of a few tokens (z = 0), or keys of 16
+// tokens (z = 1), which then moves their values, too. RoPE turns the rows on their way into shared
+// memory. Tensor cores multiply them there with the lane's matrix. That is larger than the rows, so
+// in large steps a block keeps it for several of them.
 #include <algorithm>
 #include <limits>
 
@@ -19,6 +20,7 @@ namespace {
 
 constexpr int kRows = 16;  // the M of mma.m16n8k16
 constexpr int kWarps = 8;
+constexpr int kBlocksAnSm = 16;  // of a launch: twice what an SM has threads for
 constexpr int kPad = 8;  // elements between rows in shared memory: no bank conflicts in ldmatrix
 
 struct AppendLane {
@@ -59,6 +61,28 @@ __device__ char* place_of(const AppendParams& p, const AppendLane& lane, int t, 
   return p.pool + page * table.page_stride + offset + place % p.page_tokens * rank * 2;
 }
 
+// As turn_row, where pairs of neighbours lie side by side and so do their angles: two at a time.
+template <class E>
+__device__ void turn_neighbours(const AppendLane& lane, const uint16_t* from, const uint16_t* cos,
+                                const uint16_t* sin, uint16_t* to) {
+  const int half = lane.input_dim / 2;
+  const auto at = [](const uint16_t* x) { return *reinterpret_cast<const uint32_t*>(x); };
+  for (int pair = threadIdx.x % 32 * 2; pair < half; pair += 64) {
+    const uint32_t a = at(from + pair), b = at(from + half + pair), c = at(cos + pair),
+                   s = at(sin + pair);
+    float turned[2][2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const auto widened = [i](uint32_t x) { return E::widen(uint16_t(x >> 16 * i)); };
+      const float x = widened(a), y = widened(b), u = widened(c), v = widened(s);
+      turned[0][i] = x * u - y * v, turned[1][i] = y * u + x * v;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      *reinterpret_cast<uint32_t*>(to + i * half + pair) = E::pack(turned[i][0], turned[i][1]);
+  }
+}
+
 // Turns a row of a lane's input into shared memory, with zeros up to `inner`. One warp. A lane asks
 // for kPairs pairs before it needs the first.
 template <class E>
@@ -67,6 +91,10 @@ __device__ void turn_row(const AppendParams& p, const AppendLane& lane, const ui
   constexpr int kPairs = 2;
   const int half = lane.input_dim / 2;
   const uint16_t *cos = p.cos + int64_t{t} * p.planes, *sin = p.sin + int64_t{t} * p.planes;
+  for (int i = lane.input_dim + threadIdx.x % 32; i < inner; i += 32) to[i] = 0;
+  const auto even = [](const void* x) { return reinterpret_cast<uintptr_t>(x) % 4 == 0; };
+  if (lane.rope && !lane.planes_at && half % 2 == 0 && even(from) && even(cos) && even(sin))
+    return turn_neighbours<E>(lane, from, cos, sin, to);
   for (int first = threadIdx.x % 32; first < half; first += 32 * kPairs) {
     uint16_t a[kPairs], b[kPairs], c[kPairs], s[kPairs];
 #pragma unroll
@@ -85,7 +113,6 @@ __device__ void turn_row(const AppendParams& p, const AppendLane& lane, const ui
       to[pair + half] = lane.rope ? E::round(y * u + x * v) : b[i];
     }
   }
-  for (int i = lane.input_dim + threadIdx.x % 32; i < inner; i += 32) to[i] = 0;
 }
 
 // Fetches the lane's matrix [padded input_dim, rank_k] into shared memory. Rows past input_dim are
@@ -146,7 +173,8 @@ __device__ void append_values(const AppendParams& p, const AppendLane& lane, int
 }
 
 template <class E>
-__global__ void __launch_bounds__(kWarps * 32) append_rows(const __grid_constant__ AppendParams p) {
+__global__ void __launch_bounds__(kWarps * 32, 5)
+    append_rows(const __grid_constant__ AppendParams p) {
   extern __shared__ __align__(128) uint16_t shared[];  // matrix | x [16, inner] | out [16, rank]
 #if __CUDA_ARCH__ >= 900
   // Attention may start now: it prepares itself, and waits for the end of this kernel.
@@ -155,38 +183,45 @@ __global__ void __launch_bounds__(kWarps * 32) append_rows(const __grid_constant
   const AppendLane& lane = p.lane[blockIdx.y];
   const bool keys = blockIdx.z;
   const int heads = keys ? 1 : p.group_size, inner = padded(lane.input_dim), rank = lane.rank_k;
-  const int first = blockIdx.x * kRows, rows = min(kRows, p.tokens * heads - first);
-  if (rows <= 0) return;
+  const int all = p.tokens * heads;
+  if (int(blockIdx.x) * kRows >= all) return;
   uint16_t *matrix = shared, *x = matrix + (lane.projected ? inner * (rank + kPad) : 0),
            *out = x + kRows * (inner + kPad);
   if (lane.projected) fetch_matrix(p, lane, keys ? p.proj_k : p.proj_q, matrix);
+#pragma unroll 1
+  for (int first = blockIdx.x * kRows; first < all; first += gridDim.x * kRows) {
+    const int rows = min(kRows, all - first);
 #pragma unroll
-  for (int i = 0; i < kRows / kWarps; ++i) {
-    // Rows past the last one: the last once more.
-    const int row = threadIdx.x / 32 + i * kWarps, at = first + min(row, rows - 1), t = at / heads;
-    const uint16_t* from = keys ? p.k + t * p.k_stride + lane.k_at
-                                : p.q + t * p.q_stride + lane.q_at + at % heads * lane.input_dim;
-    turn_row<E>(p, lane, from, t, inner, x + row * (inner + kPad));
-  }
-  if (keys) append_values(p, lane, first, rows);
-  wait_copy_groups<0>();
-  __syncthreads();
-  if (lane.projected) {
-    multiply<E>(x, matrix, keys ? p.centre_k + int64_t{lane.index} * p.proj_columns : nullptr, out,
-                inner, rank);
-    __syncthreads();
-  }
-  const uint16_t* done = lane.projected ? out : x;  // unprojected: rank is inner
-  for (int row = threadIdx.x / 32; row < rows; row += kWarps) {
-    const uint16_t* from = done + row * (rank + kPad);
-    const int t = (first + row) / heads, l = threadIdx.x % 32;
-    if (!keys) {
-      copy_row(p.q_out + t * p.q_out_stride + lane.q_out_at + (first + row) % heads * rank, from,
-               rank, l, 32);
-    } else if (p.sequence_of[t] >= 0) {
-      copy_row(place_of(p, lane, t, lane.k, rank), from, rank, l, 32);
-      if (p.rows) copy_row(p.rows + t * p.rows_stride + lane.rows_k_at, from, rank, l, 32);
+    for (int i = 0; i < kRows / kWarps; ++i) {
+      // Rows past the last one: the last once more.
+      const int row = threadIdx.x / 32 + i * kWarps, at = first + min(row, rows - 1),
+                t = at / heads;
+      const uint16_t* from = keys ? p.k + t * p.k_stride + lane.k_at
+                                  : p.q + t * p.q_stride + lane.q_at + at % heads * lane.input_dim;
+      turn_row<E>(p, lane, from, t, inner, x + row * (inner + kPad));
     }
+    if (keys) append_values(p, lane, first, rows);
+    if (lane.projected) {
+      wait_copy_groups<0>();
+      __syncthreads();
+      multiply<E>(x, matrix, keys ? p.centre_k + int64_t{lane.index} * p.proj_columns : nullptr,
+                  out, inner, rank);
+      __syncthreads();
+    }
+    __syncwarp();  // a warp writes the rows that it turned, where none was projected
+    const uint16_t* done = lane.projected ? out : x;  // unprojected: rank is inner
+    for (int row = threadIdx.x / 32; row < rows; row += kWarps) {
+      const uint16_t* from = done + row * (rank + kPad);
+      const int t = (first + row) / heads, l = threadIdx.x % 32;
+      if (!keys) {
+        copy_row(p.q_out + t * p.q_out_stride + lane.q_out_at + (first + row) % heads * rank, from,
+                 rank, l, 32);
+      } else if (p.sequence_of[t] >= 0) {
+        copy_row(place_of(p, lane, t, lane.k, rank), from, rank, l, 32);
+        if (p.rows) copy_row(p.rows + t * p.rows_stride + lane.rows_k_at, from, rank, l, 32);
+      }
+    }
+    __syncwarp();  // and turns its next rows where these were
   }
 }
 
@@ -194,10 +229,7 @@ __global__ void __launch_bounds__(kWarps * 32) append_rows(const __grid_constant
 
 // The products run on tensor cores, which take bfloat16 from 8.0 on.
 void check_device(int32_t element) {
-  int device = 0, major = 0;
-  check_cuda(cudaGetDevice(&device), "no CUDA device");
-  check_cuda(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device),
-             "reading a device attribute");
+  const int major = attribute(cudaDevAttrComputeCapabilityMajor);
   require(major >= 8 || element == KVLATHE_F16, KVLATHE_UNSUPPORTED,
           "this device has compute capability " + std::to_string(major) + ".x: bfloat16 needs 8.0");
 }
@@ -297,7 +329,10 @@ void append(const Layer& layer, const kvlathe_append_args& a) {
     elements = std::max(
         elements, (lane->projected ? inner + kRows : 0) * (rank + kPad) + kRows * (inner + kPad));
   }
-  const dim3 grid((a.tokens * p.group_size + kRows - 1) / kRows, layer.head.lanes, 2);
+  const int lanes = layer.head.lanes, tiles = (a.tokens * p.group_size + kRows - 1) / kRows,
+            most =
+                std::max(1, kBlocksAnSm * attribute(cudaDevAttrMultiProcessorCount) / (2 * lanes));
+  const dim3 grid(std::min(tiles, most), lanes, 2);
   const auto kernel = a.element == KVLATHE_F16 ? append_rows<Half> : append_rows<Bfloat>;
   reserve_shared(kernel, elements * 2);
   kernel<<<grid, kWarps * 32, elements * 2, static_cast<cudaStream_t>(a.stream)>>>(p);

@@ -1,23 +1,15 @@
 // The host of attend_prompt: what is refused, which sizes a launch has, and the launch. The kernel
 // is in attend_prompt.cuh.
-#include "cuda/prefill/attend_prompt.cuh"
-
 #include <algorithm>
 #include <array>
 
 #include "common/decode_call.h"
 #include "cuda/host.h"
+#include "cuda/prefill/prompt_stages.cuh"
 #include "kvlathe/cache.h"
 
 namespace kvlathe::cuda {
 namespace {
-
-int attribute(cudaDeviceAttr which) {
-  int device = 0, value = 0;
-  check_cuda(cudaGetDevice(&device), "no CUDA device");
-  check_cuda(cudaDeviceGetAttribute(&value, which, device), "reading a device attribute");
-  return value;
-}
 
 void check_prompts(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads) {
   const kvlathe_prompts& prompts = *a.prompts;
@@ -94,13 +86,16 @@ bool is_named(const kvlathe_attend_decode_args& a) {
   return names_parts(a.part_count) || is_scored(a);
 }
 
+// Whether lanes see less than all of a part.
+bool is_windowed(const kvlathe_prompt_part& part) {
+  return part.window.recent < KVLATHE_NO_END || part.window.exact;
+}
+
 // Whether a part has a window, or other codes.
 bool is_general(const kvlathe_attend_decode_args& a) {
   if (is_named(a)) return true;
   for (int i = 0; i < a.part_count; ++i) {
-    const kvlathe_window& window = a.prompts->parts[i].window;
-    if (window.recent < KVLATHE_NO_END || window.exact || bits_of(a.parts[i]) == kGeneralBits)
-      return true;
+    if (is_windowed(a.prompts->parts[i]) || bits_of(a.parts[i]) == kGeneralBits) return true;
   }
   return false;
 }
@@ -197,6 +192,7 @@ ScoredPrompts params_of(const kvlathe_attend_decode_args& a, std::vector<Head> h
       if (slots[i] < 0) continue;
       const kvlathe_part& part = a.parts[slots[i]];
       const LaneRow& row = *heads[h].lane[slots[i]];
+      head.windowed |= is_windowed(a.prompts->parts[slots[i]]);
       set_lane(p, int(h), i, row, part);
       if (any_quantized(part))
         p.codes_bytes = std::max(p.codes_bytes, codes_bytes(p, int(h), i, row, part));
@@ -216,7 +212,9 @@ int fit(PromptParams& p, int room) {
   for (int h = 0; h < p.heads; ++h)
     two_stages = std::max(two_stages, 2 * (p.head[h].steps_k + p.head[h].steps_v) * kStageUnit);
   p.codes_bytes = (p.codes_bytes + 1023) / 1024 * 1024;  // stages begin at multiples
-  for (p.codes_buffers = p.codes_bytes ? 2 : 0;; --p.codes_buffers) {
+  // Where pages are copied few tiles read codes, and stages make better use of the room.
+  const int buffers = p.copy_base ? 1 : 2;
+  for (p.codes_buffers = p.codes_bytes ? buffers : 0;; --p.codes_buffers) {
     p.stages_at = 2 * p.query_bytes + p.codes_buffers * p.codes_bytes;
     if (p.stages_at + two_stages <= room) break;
     require(p.codes_buffers > 1, KVLATHE_UNSUPPORTED,
@@ -226,17 +224,12 @@ int fit(PromptParams& p, int room) {
   return p.stages_at + p.stage_units * kStageUnit + kBlockAlignment;
 }
 
-template <class E>
-const void* kernel_of(bool general, bool named, bool scored) {
-  return scored    ? reinterpret_cast<const void*>(attend_prompt<E, ScoredPrompts>)
-         : named   ? reinterpret_cast<const void*>(attend_prompt<E, NamedPrompts>)
-         : general ? reinterpret_cast<const void*>(attend_prompt<E, GeneralPrompts>)
-                   : reinterpret_cast<const void*>(attend_prompt<E, PromptParams>);
-}
 const void* kernel_of(const kvlathe_attend_decode_args& a) {
-  const bool general = is_general(a), named = is_named(a), scored = is_scored(a);
-  return a.element == KVLATHE_F16 ? kernel_of<Half>(general, named, scored)
-                                  : kernel_of<Bfloat>(general, named, scored);
+  const PromptKind kind = is_scored(a)    ? PromptKind::kScored
+                          : is_named(a)   ? PromptKind::kNamed
+                          : is_general(a) ? PromptKind::kGeneral
+                                          : PromptKind::kPlain;
+  return a.element == KVLATHE_F16 ? prompt_kernel_f16(kind) : prompt_kernel_bf16(kind);
 }
 
 }  // namespace
@@ -244,7 +237,7 @@ const void* kernel_of(const kvlathe_attend_decode_args& a) {
 bool prompt_kernel_here() {
   cudaFuncAttributes attributes{};
   return attribute(cudaDevAttrComputeCapabilityMajor) == 9 &&
-         cudaFuncGetAttributes(&attributes, kernel_of<Half>(false, false, false)) == cudaSuccess &&
+         cudaFuncGetAttributes(&attributes, prompt_kernel_f16(PromptKind::kPlain)) == cudaSuccess &&
          attributes.sharedSizeBytes > 0;
 }
 

@@ -20,15 +20,14 @@
 
 namespace kvlathe::cuda {
 
-constexpr int kPromptThreads = 128 * (kPromptGroups + 1);
 constexpr int kFetchRegisters = 32, kAttendRegisters = 160;
 static_assert(kFetchRegisters + kPromptGroups * kAttendRegisters <= 512);
 
 #ifdef KVLATHE_WGMMA
 
 // One warpgroup's rows of a tile. `stage`, and `after`, the end of the last stage, go on from tile
-// to tile.
-template <class E, int kV, class P>
+// to tile. kWindows: whether its lane sees less than all. Others pay nothing for windows.
+template <class E, int kV, bool kWindows, class P>
 __device__ __forceinline__ void attend_tile(const P& p, PromptShared& s, uint32_t shared, int slot,
                                             Turn& stage, int& after) {
   PromptTile tile = s.tile[slot];
@@ -46,7 +45,7 @@ __device__ __forceinline__ void attend_tile(const P& p, PromptShared& s, uint32_
   const auto give_back = [&](int half, int which) {
     if (threadIdx.x % 32 == 0) arrive(s.empty[half][which]);
   };
-  using Rows = PromptRows<E, kV, P::kGeneral>;
+  using Rows = PromptRows<E, kV, kWindows>;
   Rows rows;
   rows.clear();
   const int units = stage_units(head);
@@ -76,10 +75,10 @@ __device__ __forceinline__ void attend_tile(const P& p, PromptShared& s, uint32_
               keys = keys_of(p, tile, part, before);
     const int limit[2] = {before + fresh * own[0], before + fresh * own[1]};
     const int all = before + fresh * least, some = begin <= last ? before + fresh * most : 0;
-    const WindowOf<P> window(p, tile, part, Rows::kKeys,
-                             [&](int other) { return uniform(s.before[slot][other]); });
+    const WindowOf<kWindows> window(p, tile, part, Rows::kKeys,
+                                    [&](int other) { return uniform(s.before[slot][other]); });
     int seen[2] = {0, 0}, most_seen = 0;  // where the window of each row, and of the last, begins
-    if constexpr (P::kGeneral) {
+    if constexpr (kWindows) {
       seen[0] = window.first(p, own[0] - 1), seen[1] = window.first(p, own[1] - 1);
       most_seen = uniform(max(window.first(p, most - 1), 0));
     }
@@ -110,7 +109,7 @@ __device__ __forceinline__ void attend_tile(const P& p, PromptShared& s, uint32_
           }
         }
         if (first + Rows::kKeys > all) hide(scores, first, limit);
-        if constexpr (P::kGeneral) {
+        if constexpr (kWindows) {
           if (first < most_seen && first + Rows::kKeys > window.sink)
             hide_gap(scores, first, window.sink, seen);
         }
@@ -135,6 +134,21 @@ __device__ __forceinline__ void attend_tile(const P& p, PromptShared& s, uint32_
   if (threadIdx.x % 32 == 0) arrive(s.queries_done[slot]);
 }
 
+template <class E, bool kWindows, class P>
+__device__ __forceinline__ void attend_tile(const P& p, PromptShared& s, uint32_t shared, int slot,
+                                            int steps_v, Turn& stage, int& after) {
+  switch (steps_v) {
+    case 1: return attend_tile<E, 1, kWindows>(p, s, shared, slot, stage, after);
+    case 2: return attend_tile<E, 2, kWindows>(p, s, shared, slot, stage, after);
+    case 3: return attend_tile<E, 3, kWindows>(p, s, shared, slot, stage, after);
+    case 4: return attend_tile<E, 4, kWindows>(p, s, shared, slot, stage, after);
+    case 5: return attend_tile<E, 5, kWindows>(p, s, shared, slot, stage, after);
+    case 6: return attend_tile<E, 6, kWindows>(p, s, shared, slot, stage, after);
+    case 7: return attend_tile<E, 7, kWindows>(p, s, shared, slot, stage, after);
+    default: return attend_tile<E, 8, kWindows>(p, s, shared, slot, stage, after);
+  }
+}
+
 template <class E, class P>
 __device__ __forceinline__ void attend(const P& p, PromptShared& s, uint32_t shared) {
   Turn stage;
@@ -143,18 +157,13 @@ __device__ __forceinline__ void attend(const P& p, PromptShared& s, uint32_t sha
     const int slot = n & 1;
     wait(s.queries_there[slot], n >> 1 & 1);
     fence_for_bulk_copies();  // products see what copies wrote
-    const int head = uniform(s.tile[slot].head);
-    if (head < 0) return;
-    switch (p.head[head].steps_v) {
-      case 1: attend_tile<E, 1>(p, s, shared, slot, stage, after); break;
-      case 2: attend_tile<E, 2>(p, s, shared, slot, stage, after); break;
-      case 3: attend_tile<E, 3>(p, s, shared, slot, stage, after); break;
-      case 4: attend_tile<E, 4>(p, s, shared, slot, stage, after); break;
-      case 5: attend_tile<E, 5>(p, s, shared, slot, stage, after); break;
-      case 6: attend_tile<E, 6>(p, s, shared, slot, stage, after); break;
-      case 7: attend_tile<E, 7>(p, s, shared, slot, stage, after); break;
-      default: attend_tile<E, 8>(p, s, shared, slot, stage, after);
-    }
+    const int at = uniform(s.tile[slot].head);
+    if (at < 0) return;
+    const PromptHead& head = p.head[at];
+    if (P::kGeneral && head.windowed)
+      attend_tile<E, P::kGeneral>(p, s, shared, slot, head.steps_v, stage, after);
+    else
+      attend_tile<E, false>(p, s, shared, slot, head.steps_v, stage, after);
   }
 }
 
@@ -186,6 +195,17 @@ __global__ void __launch_bounds__(kPromptThreads, 1) attend_prompt(const __grid_
     attend<E>(p, s, shared);
   }
 #endif
+}
+
+template <class E>
+const void* kernel_of_kind(PromptKind kind) {
+  const auto address = [](auto* kernel) { return reinterpret_cast<const void*>(kernel); };
+  switch (kind) {
+    case PromptKind::kPlain: return address(attend_prompt<E, PromptParams>);
+    case PromptKind::kGeneral: return address(attend_prompt<E, GeneralPrompts>);
+    case PromptKind::kNamed: return address(attend_prompt<E, NamedPrompts>);
+    default: return address(attend_prompt<E, ScoredPrompts>);
+  }
 }
 
 }  // namespace kvlathe::cuda

@@ -3,7 +3,8 @@
 // attend_prompt would convert a page again for each of its tiles, and a chunk of 8,192 tokens with
 // groups of 4 has 171 of them a lane. A copy costs one more read and two writes of the past, which
 // is little beside those tiles. It is the same numbers: CodesLane and FormLane convert here, too.
-// Lanes with windows have none: few tiles of a chunk see what lies before it.
+// Of lanes with windows few pages are held, and those are copied, too: each tile of the chunk's first
+// tokens would convert them all.
 //
 // The room: a count, then where the copies of each sequence begin, then the (part, page) of each
 // copy, then the copies. Copies of a page have K [tokens][rank] and then V of each lane. Sequences
@@ -193,9 +194,7 @@ CopyLaunch copy_launch_of(const kvlathe_attend_decode_args& a, NamedPrompts& p, 
   const kvlathe_prompts& prompts = *a.prompts;
   uint32_t copied = 0;
   for (int i = 0; i < a.part_count; ++i) {
-    const kvlathe_window& window = prompts.parts[i].window;
-    const bool sees_all = !general || (window.recent >= KVLATHE_NO_END && !window.exact);
-    if (any_quantized(a.parts[i]) && sees_all) copied |= 1u << i;
+    if (any_quantized(a.parts[i])) copied |= 1u << i;
   }
   if (!copied || !prompts.copies || !a.batch) return {};
   require(reinterpret_cast<uintptr_t>(prompts.copies) % kOffsetBytes == 0, KVLATHE_MISALIGNED,

@@ -114,13 +114,14 @@ struct PartPages {
   TileWindow window;
 };
 
-template <class Fetcher>
-__device__ void fetch_seen_elements(Fetcher& f, const PartPages& from) {
-  const Elements elements = elements_of(f.p, from.head, from.part, from.of);
+// As Fetcher::fetch_elements, of a lane with a window.
+template <class Fetcher, class IdOf>
+__device__ void fetch_seen_elements(Fetcher& f, const PartPages& from, const Elements& elements,
+                                    IdOf id_of) {
   for (int first = from.window.next(0); first < from.keys;
        first = from.window.next(first + kStageTokens))
     f.fetch_stage(from.head, elements, first, from.keys,
-                  [&](int token) { return __ldg(from.pages + page_of(f.p, token)); });
+                  [&](int token) { return id_of(page_of(f.p, token)); });
 }
 
 // As Fetcher::fetch_codes. A stage is fetched whole or not at all.
@@ -164,17 +165,18 @@ __device__ void fetch_general(Fetcher& f, const PromptTile& tile, int part) {
   const int keys = keys_of(p, tile, part, before(part));
   if (!keys) return;
   const PromptPart& of = p.part_of(tile.head, part);
-  if (of.bits < 16 && p.copy_base) {
-    const int in_call = p.call_part_of(tile.head, part),
-              base = __ldg(p.copy_base + in_call * p.batch + tile.sequence);
-    if (base >= 0)
-      return f.fetch_elements(head, copies_of(p, head), keys, [base](int i) { return base + i; });
-  }
-  const PartPages from{head, part,
-                       of,   of.page_table + int64_t{tile.sequence} * of.table_stride,
-                       keys, TileWindow(p, tile, part, kStageTokens, before)};
+  const int32_t* pages = of.page_table + int64_t{tile.sequence} * of.table_stride;
+  int base = -1;  // of copies
+  if (of.bits < 16 && p.copy_base)
+    base = __ldg(p.copy_base + p.call_part_of(tile.head, part) * p.batch + tile.sequence);
+  const bool as_they_are = of.bits == 16 || base >= 0;
+  const Elements elements = base < 0 ? elements_of(p, head, part, of) : copies_of(p, head);
+  const auto id_of = [pages, base](int i) { return base < 0 ? __ldg(pages + i) : base + i; };
+  if (as_they_are && !head.windowed) return f.fetch_elements(head, elements, keys, id_of);
+  const PartPages from{head,  part, of,
+                       pages, keys, TileWindow(p, tile, part, kStageTokens, before)};
+  if (as_they_are) return fetch_seen_elements(f, from, elements, id_of);
   switch (of.bits) {
-    case 16: fetch_seen_elements(f, from); break;
     case 8: fetch_seen_codes(f, from, KnownLane<8>{p, head, part, of}); break;
     case 4: fetch_seen_codes(f, from, KnownLane<4>{p, head, part, of}); break;
     case 2: fetch_seen_codes(f, from, KnownLane<2>{p, head, part, of}); break;

@@ -131,15 +131,15 @@ struct TileWindow {
   __device__ int next(int token) const { return token == stages.begin ? stages.end : token; }
 };
 
-// The same of a call without windows.
+// The same of a lane without one.
 struct NoWindow {
   template <class Before>
   __device__ NoWindow(const PromptParams&, const PromptTile&, int, int, Before) {}
   __device__ int next(int token) const { return token; }
 };
 
-template <class P>
-using WindowOf = std::conditional_t<P::kGeneral, TileWindow, NoWindow>;
+template <bool kWindows>
+using WindowOf = std::conditional_t<kWindows, TileWindow, NoWindow>;
 
 #endif
 

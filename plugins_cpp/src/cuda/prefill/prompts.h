@@ -11,6 +11,7 @@ namespace kvlathe::cuda {
 
 // Warpgroups that attend, 64 rows each. One more fetches.
 constexpr int kPromptGroups = 3;
+constexpr int kPromptThreads = 128 * (kPromptGroups + 1);
 // Rows of a tile. A row is one query head of one token.
 constexpr int kPromptRows = 64 * kPromptGroups;
 
@@ -46,6 +47,7 @@ struct PromptHead {
   uint8_t least_k[KVLATHE_MAX_SLOTS];  // quantized: steps of 16 channels in the shortest of them
   uint8_t steps_k, steps_v;            // ranks / 16
   uint8_t parts;                       // bit i: slot i has tokens of this lane
+  bool windowed;                       // it sees less than all of some part
   uint16_t steps_before;               // of K and V of the lanes before, in a copied page
 };
 
@@ -135,6 +137,11 @@ struct CopyLaunch {
   int32_t element;
   int shared_bytes;
 };
+
+// What parameters a kernel takes: PromptParams, GeneralPrompts, NamedPrompts or ScoredPrompts.
+enum class PromptKind { kPlain, kGeneral, kNamed, kScored };
+const void* prompt_kernel_f16(PromptKind kind);
+const void* prompt_kernel_bf16(PromptKind kind);
 
 // Whether the current device has the kernel.
 bool prompt_kernel_here();
