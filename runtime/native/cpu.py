@@ -92,7 +92,9 @@ class PageWriter:
         lib.kvlathe_cpu_move.argtypes = [POINTER(MoveArgs), POINTER(Status)]
         layout = CacheLayout(plan)
         self._tables = [layout.lane_table(b) for b in range(len(plan.buckets))]
-        self._parts = [part_of(plan, b, table) for b, table in enumerate(self._tables)]
+        self._parts = [
+            part_of(layout, b, table) for b, table in enumerate(self._tables)
+        ]
 
     def seal(self, fresh: int, cold: int, pages: Sequence[SealedPage]) -> None:
         """Quantize ``pages`` of bucket ``fresh`` into pages of bucket ``cold``: every

@@ -289,7 +289,7 @@ class LayerForm:
         self.windows = [window_among(part, own_parts) for part in own_parts]
         self._tables = list(own.values())
         parts = [
-            part_of(plan, b, rows)
+            part_of(layout, b, rows)
             for b, rows in zip(self.buckets, self._tables, strict=True)
         ]
         self.parts = (Part * len(parts))(*parts)
@@ -335,10 +335,9 @@ class PageKernels:
             pool_bytes,
             element,
         )
-        self._tables = [
-            CacheLayout(plan).lane_table(b) for b in range(len(plan.buckets))
-        ]
-        self.parts = [part_of(plan, b, table) for b, table in enumerate(self._tables)]
+        layout = CacheLayout(plan)
+        self._tables = [layout.lane_table(b) for b in range(len(plan.buckets))]
+        self.parts = [part_of(layout, b, table) for b, table in enumerate(self._tables)]
 
     def seal(
         self, fresh: int, cold: int, pages: Sequence[tuple[int, int, int]], stream: int

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from kvlathe.plan.kernel_parts import KernelPart
 from kvlathe.plan.layer_table import format_fields
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import CompressionPlan
 
 
 class Part(Structure):
@@ -42,16 +41,17 @@ class WindowForm(Structure):
     ]
 
 
-def part_of(plan: CompressionPlan, bucket: int, lanes: npt.NDArray[np.int32]) -> Part:
+def part_of(layout: CacheLayout, bucket: int, lanes: npt.NDArray[np.int32]) -> Part:
     """Bucket ``bucket`` with ``lanes``; no page table yet.
 
     ``lanes``: rows of the bucket's lane table. They must outlive the part.
     """
+    plan = layout.plan
     tier = plan.tiers[plan.buckets[bucket].tier]
     part = Part(*format_fields(tier))
     part.lane_count = len(lanes)
     part.lanes = lanes.ctypes.data
-    part.page_stride = CacheLayout(plan).page_stride[bucket]
+    part.page_stride = layout.page_stride[bucket]
     return part
 
 

@@ -64,6 +64,7 @@ class RankingSession(TorchSession):
     ) -> None:
         super().__init__(device, library, plan, limits, pool, compute)
         self.layout, self.library = CacheLayout(plan), library
+        self._pages_end = pool.nbytes - scratch_bytes(plan)
         self._scores = DeviceScores(self.layout, bytes_of(pool))
         self._token_fields: dict[tuple[int, int], Fields] = {}
 
@@ -157,8 +158,7 @@ class RankingSession(TorchSession):
             return
         p = self.plan.page_tokens
         stride = self.strides[source]
-        behind = self.pool.nbytes - scratch_bytes(self.plan)
-        first = -(-behind // stride)
+        first = -(-self._pages_end // stride)
         for start in range(0, len(target_pages), SCRATCH_PAGES):
             end = start + SCRATCH_PAGES
             some = list(target_pages[start:end])
