@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvlathe.runtime.native.cuda import LEAST_CHUNK, CudaLibrary
+from kvlathe.runtime.native.cuda import BUNDLES, LEAST_CHUNK, CudaLibrary
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention, Spread, StepInputs
 from tests.native.codes_problem import CodesProblem
 from tests.native.library import AttendDecodeArgs
@@ -92,6 +92,8 @@ class Chunks(ABC):
             layer, attention.workspace, torch.cuda.current_stream().cuda_stream
         )
         args.batch = self.starts[-1]
+        if spread.bundled:
+            args.flags |= BUNDLES
         for i in range(args.part_count):
             part = args.parts[i]
             part.page_table, part.page_table_stride = (

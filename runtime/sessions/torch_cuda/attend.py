@@ -33,7 +33,7 @@ from kvlathe.runtime.native.cuda import (
 )
 from kvlathe.runtime.native.library import ABI_VERSION
 from kvlathe.runtime.native.parts import Part, WindowForm, window_form
-from kvlathe.runtime.sessions.torch_cuda.bundles import most_bundled
+from kvlathe.runtime.sessions.torch_cuda.bundles import bundled_rows, most_bundled
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.observer import Observer
 from kvlathe.runtime.sessions.torch_cuda.rows import ELEMENTS
@@ -81,7 +81,9 @@ class Attention:
         self, step: StepInputs, tokens: int, layers: range | None = None
     ) -> Spread:
         """What each of ``tokens`` rows may read in ``layers`` (None: in all)."""
-        most = 1 if step.single else self.most_bundled
+        most = 1
+        if not step.single:
+            most = bundled_rows(self.most_bundled, step.rows, len(step.lengths))
         done = Spread(step, tokens, self._list_size(step, tokens), self.parts, most > 1)
         done.layers = range(len(self.forms)) if layers is None else layers
         args = SpreadArgs(

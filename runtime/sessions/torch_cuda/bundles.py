@@ -5,12 +5,20 @@ from __future__ import annotations
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.runtime.native.cuda import BUNDLES, CudaLibrary
+from kvlathe.runtime.native.cuda import BUNDLES, MAX_BUNDLE, CudaLibrary
 from kvlathe.runtime.native.room import check_layers
 
-MOST_BUNDLED = 1
-"""Rows of a bundle. MAX_BUNDLE once a GPU has shown that bundles are right there, and
-once fewer than four rows stay alone: on an H200 two are slower together."""
+MOST_BUNDLED = MAX_BUNDLE
+"""Rows of a bundle at most. 1: none."""
+ROWS_THAT_PAY = 4
+"""Rows of each sequence of a step, on the mean, from which bundles are faster. The
+kernel of bundles takes single rows, too, but more slowly than theirs (docs/native.md)."""
+
+
+def bundled_rows(most: int, rows: int, sequences: int) -> int:
+    """Rows of a bundle in a step of so many ``rows``, of which a bundle has at most
+    ``most``."""
+    return most if rows >= ROWS_THAT_PAY * sequences else 1
 
 
 def most_bundled(library: CudaLibrary, plan: CompressionPlan) -> int:
