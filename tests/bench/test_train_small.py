@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.tasks import tasks
-from tests.bench import train_small
+from tests.bench import any_text, recall, train_small
 
 ROOT = Path(__file__).parents[2]
-TEXTS = train_small.documents([ROOT / "docs", ROOT / "runtime"], 1 << 18)
-ENCODER = train_small.tokenizer(TEXTS, 1024)
-RECORDS = train_small.Records.of(ENCODER)
+TEXTS = any_text.documents([ROOT / "docs", ROOT / "runtime"], 1 << 18)
+ENCODER = any_text.tokenizer(TEXTS, 1024)
+RECORDS = recall.Records.of(ENCODER)
 IDS = np.array(ENCODER.encode("\n".join(TEXTS[:3])).ids)
 
 
@@ -39,7 +39,7 @@ def test_every_answer_was_told(length: int, asked: int | None, seed: int) -> Non
     text = ENCODER.decode(ids.tolist())
     told: dict[str, str] = {}
     answers: list[tuple[str, str]] = []
-    for record, question in train_small.FORMS:
+    for record, question in recall.FORMS:
         told |= pattern(record).findall(text)
         answers += pattern(question).findall(text)
     assert len(told) >= len(answers) == (asked or len(told)) > 0
@@ -53,7 +53,7 @@ def test_tokens_are_those_of_the_text(length: int, seed: int) -> None:
     """Where no text stands between records, whose first and last tokens are cut."""
     rng = np.random.default_rng(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_small, "FILLERS", (0,))
+        patch.setattr(recall, "FILLERS", (0,))
         ids, _ = RECORDS.episode(length, None, IDS, rng)
     assert ENCODER.encode(ENCODER.decode(ids.tolist())).ids == ids.tolist()
 
@@ -62,7 +62,7 @@ def test_a_few_steps_write_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "model"
-    monkeypatch.setattr(train_small, "places", lambda: [ROOT / "docs"])
+    monkeypatch.setattr(any_text, "places", lambda: [ROOT / "docs"])
     words = ["train_small", str(folder), "--tiny", "--steps", "2", "--workers", "0"]
     monkeypatch.setattr(sys, "argv", [*words, "--questions", "4"])
     train_small.main()
