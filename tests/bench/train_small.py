@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
@@ -323,11 +324,12 @@ def begin(shape: Shape, folder: Path | None) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if folder is not None:
-        model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        return model.to(device)
     with torch.device(device):
-        return shape.model()
+        model = shape.model()
+    if folder is not None:  # the head is tied to the embedding, so it is not there
+        saved = load_file(folder / "model.safetensors")
+        model.load_state_dict(saved, strict=False)
+    return model
 
 
 def arguments() -> argparse.Namespace:
