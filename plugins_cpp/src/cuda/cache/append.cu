@@ -21,9 +21,6 @@ namespace {
 constexpr int kRows = 16;  // the M of mma.m16n8k16
 constexpr int kWarps = 8;
 constexpr int kBlocksAnSm = 16;  // of a launch: twice what an SM has threads for
-// Blocks whose registers an SM has room for. Compute capability 7.5 has too few threads for it, and
-// its compiler says that it ignores this.
-constexpr int kResident = 5;
 constexpr int kPad = 8;  // elements between rows in shared memory: no bank conflicts in ldmatrix
 
 struct AppendLane {
