@@ -283,6 +283,10 @@ def test_a_search_shows_its_curve(target: float | None) -> None:
         "3 plans were measured by retrieval" in html and "of other methods" not in html
     )
     assert ("required" in html) == (target is not None)
+    left = "Plans that were left as soon as too much had failed: 2."
+    assert left not in html
+    cut = render(make_data(make_plan(notes={"curve": curve | {"cut_short": 2}})))
+    assert left in cut
 
 
 def test_other_methods_are_lines_of_the_same_chart_and_rows_of_its_table() -> None:
