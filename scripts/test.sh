@@ -16,11 +16,8 @@ git ls-files 'plugins_cpp/*.'{h,cc,cu,cuh} | xargs clang-format --dry-run -Werro
 types=$(mktemp)
 pyright >"$types" 2>&1 &
 checking=$!
-trap 'kill "$checking" 2>/dev/null || true; rm -f "$types"' EXIT
+trap 'kill "$checking" 2>/dev/null || true; cat "$types"; rm -f "$types"' EXIT
 failed=0
 python -m pytest --dist loadfile -n "$workers" --max-worker-restart 0 --durations=10 "$@" || failed=$?
-if ! wait "$checking"; then
-    failed=1
-fi
-cat "$types"
+wait "$checking" || failed=$((failed ? failed : 1))
 exit "$failed"

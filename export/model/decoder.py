@@ -155,7 +155,7 @@ class Decoder(nn.Module):
             return torch.tensor(numbers, dtype=torch.int32, device=self.device)
 
         logit_rows, places = ints(rows), None
-        if len(rows) < FEW * count and not self.plan.observes:
+        if 0 < len(rows) < FEW * count and not self.plan.observes:
             places, logit_rows = logit_rows.long().unique(return_inverse=True)
         return self(
             ints(input_ids),

@@ -30,6 +30,8 @@ KEY, VALUE, ASKED = 3, 5, 12
 NEAR = 128
 """Tokens before the second copy that the model sees where it must do without the
 first."""
+LEAST = 2 * PASSAGES * PASSAGE + NEAR
+"""Tokens of a sequence in which something can be far."""
 GAIN = 1.0
 """Nats that the first copy must add to a token's log-probability."""
 TRIES = 3
@@ -115,6 +117,9 @@ def exercises(
     for kind, make in enumerate(KINDS):
         rng = np.random.default_rng((seed, length, kind))
         found = 0
+        if length < LEAST:
+            log.debug("%d tokens are too few for %s", length, make.__name__)
+            continue
         for _ in range(TRIES * count):
             if found == count:
                 break

@@ -68,6 +68,15 @@ class Scores:
             self._write()
         return self.known[name]
 
+    def put(self, name: str, value: float) -> None:
+        self.known[name] = value
+        self._write()
+
+    def forget(self, name: str) -> None:
+        """What is not known is left."""
+        if self.known.pop(name, None) is not None:
+            self._write()
+
     def _write(self) -> None:
         if self.path is None:
             return

@@ -103,7 +103,11 @@ class Searcher:
             at_most,
             found.most,
         )
-        self.scores.get(name if found.whole else bound, lambda: found.most)
+        if found.whole:
+            self.scores.forget(bound)
+            self.scores.put(name, found.most)
+        else:
+            self.scores.put(bound, min(found.most, known.get(bound, 1.0)))
         return found.most >= needed
 
     def _measure(self, made: Made, what: str, exam: Exam) -> float:
@@ -113,6 +117,15 @@ class Searcher:
         value = score(exam, self.oracle(made), self.said)
         log.info("%s: %s %.4g", what, exam.metric, value)
         return value
+
+    def left(self) -> list[str]:
+        """The plans of these variants that were left, and never scored whole."""
+        known = self.scores.known
+        every = {variant.name for variant in (*self.variants, *self.beside)}
+        names = [
+            x.removeprefix(AT_MOST).strip() for x in known if x.startswith(AT_MOST)
+        ]
+        return [x for x in names if x not in known and x.rpartition(" ")[0] in every]
 
     def points(self) -> Iterator[tuple[Variant, float, float]]:
         """(variant, ratio, score) of all that was measured."""
@@ -287,12 +300,11 @@ def _curve(searcher: Searcher, accuracy: float, baseline: float) -> dict[str, An
         )
     exam = searcher.exam
     metric = exam.metric
-    bounds = [name for name in searcher.scores.known if name.startswith(AT_MOST)]
     return {
         "metric": "1 / perplexity" if metric == "perplexity" else metric,
         "measured_on": exam.described,
         "others_on": exam.fewer.described,
-        "cut_short": len(bounds),
+        "cut_short": len(searcher.left()),
         "baseline": baseline,
         "target": accuracy * baseline,
         "accuracy": accuracy,

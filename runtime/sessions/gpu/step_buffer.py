@@ -38,10 +38,12 @@ class StepKind:
 
     ``decode``: one token each, so that a CUDA graph takes the step. ``rows``: all rows
     from this one on are of prompt chunks, long enough to be attended in tiles.
+    ``rows_each``: those that a sequence without such a chunk brings, on the mean.
     """
 
     decode: bool
     rows: int
+    rows_each: float = 1.0
 
 
 def kind_of(step: StepPlan, widths: Sequence[int]) -> StepKind:
@@ -50,8 +52,10 @@ def kind_of(step: StepPlan, widths: Sequence[int]) -> StepKind:
         return StepKind(True, len(step.input_ids))
     counts = np.diff(step.cu_seqlens_q)
     short = np.flatnonzero((counts > 0) & (counts < LEAST_CHUNK))
-    rows = int(step.cu_seqlens_q[short[-1] + 1]) if len(short) else 0
-    return StepKind(False, rows)
+    if not len(short):
+        return StepKind(False, 0)
+    rows = int(step.cu_seqlens_q[short[-1] + 1])
+    return StepKind(False, rows, float(counts[short].mean()))
 
 
 def _is_decode(step: StepPlan, widths: Sequence[int]) -> bool:

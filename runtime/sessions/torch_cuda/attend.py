@@ -83,7 +83,7 @@ class Attention:
         """What each of ``tokens`` rows may read in ``layers`` (None: in all)."""
         most = 1
         if not step.single:
-            most = bundled_rows(self.most_bundled, step.rows, len(step.lengths))
+            most = bundled_rows(self.most_bundled, step.rows_each)
         done = Spread(step, tokens, self._list_size(step, tokens), self.parts, most > 1)
         done.layers = range(len(self.forms)) if layers is None else layers
         args = SpreadArgs(

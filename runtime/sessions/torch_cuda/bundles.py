@@ -11,14 +11,15 @@ from kvlathe.runtime.native.room import check_layers
 MOST_BUNDLED = MAX_BUNDLE
 """Rows of a bundle at most. 1: none."""
 ROWS_THAT_PAY = 4
-"""Rows of each sequence of a step, on the mean, from which bundles are faster. The
-kernel of bundles takes single rows, too, but more slowly than theirs (docs/native.md)."""
+"""Rows of a sequence, on the mean of those without a prompt chunk, from which bundles are
+faster. The kernel of bundles takes single rows, too, but more slowly than theirs
+(docs/native.md)."""
 
 
-def bundled_rows(most: int, rows: int, sequences: int) -> int:
-    """Rows of a bundle in a step of so many ``rows``, of which a bundle has at most
-    ``most``."""
-    return most if rows >= ROWS_THAT_PAY * sequences else 1
+def bundled_rows(most: int, rows_each: float) -> int:
+    """Rows of a bundle, at most ``most``, in a step whose sequences bring ``rows_each``
+    (`StepKind`)."""
+    return most if rows_each >= ROWS_THAT_PAY else 1
 
 
 def most_bundled(library: CudaLibrary, plan: CompressionPlan) -> int:

@@ -117,6 +117,7 @@ class TorchCompute:
             kind.decode,
             kind.rows,
             _observed(inputs),
+            kind.rows_each,
         )
         spread = self.attention.spread(step, len(input_ids), layers)
         if x is None:

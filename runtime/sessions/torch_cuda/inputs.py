@@ -27,7 +27,8 @@ class StepInputs:
 
     ``single``: sequence b has exactly row b, or none (a decode step). ``rows``: all rows
     from this one on are of prompt chunks: of sequences that bring LEAST_CHUNK or more.
-    ``observed``: where the plan ranks tokens.
+    ``observed``: where the plan ranks tokens. ``rows_each``: of a sequence that brings no
+    prompt chunk, on the mean.
     """
 
     cu_seqlens_q: Tensor
@@ -36,3 +37,4 @@ class StepInputs:
     single: bool
     rows: int
     observed: Observed | None = None
+    rows_each: float = 1.0

@@ -34,6 +34,12 @@ def lathe() -> tuple[Decoder, list[int]]:
     return decoder_from(checkpoint, *none), [t for ids in documents for t in ids][:6000]
 
 
+@pytest.mark.parametrize("length", [64, 100, 200, exercises.LEAST - 1])
+def test_short_sequences_have_nothing_far(length: int) -> None:
+    decoder, text = lathe()
+    assert exercises.exercises(decoder, text, length, 1, 0) == []
+
+
 @settings(max_examples=30)
 @given(
     kind=st.sampled_from(exercises.KINDS),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +24,7 @@ from kvlathe.export.methods.options import Options
 from kvlathe.export.methods.variants import removed, variants
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search import exams, search
+from kvlathe.export.search.remembered import Scores
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.tasks import tasks
 from tests.support.method_cases import FORM, LATHE
@@ -99,6 +102,33 @@ def test_questions_end_where_too_many_have_failed(right: set[int], needed: int) 
     assert exams.asked(exam, again, needed / 10, failed).most == found.most
     if not reached:
         assert len(again.asked) == 11 - needed <= len(first.asked)
+
+
+def test_a_plan_that_was_left_is_read_again_once_it_may_do(tmp_path: Path) -> None:
+    """By what a weaker accuracy needs; and then no more. Scored whole, it was not left."""
+    made = tuple(tasks.Question((5,) * (20 - i), (7,)) for i in range(10))
+    exam = exams.Exam("retrieval", made)
+    variant: Any = SimpleNamespace(name="auto", plan=lambda ratio: (ratio, None))
+    read: list[Oracle] = []
+
+    class Counting(search.Searcher):
+        def oracle(self, made: object) -> Any:  # noqa: ANN401
+            read.append(Oracle(exam, {0, 1, 2, 3, 4, 5}))
+            return read[-1]
+
+    nothing: Any = None
+    scores = Scores.open(tmp_path, "key")
+    searcher = Counting(nothing, [variant], exam, scores)
+    assert not searcher.reaches(variant, 0.5, 0.9) and len(read) == 1
+    assert searcher.left() == ["auto 0.5"]
+    assert not searcher.reaches(variant, 0.5, 0.9) and len(read) == 1
+    least = min(scores.known.values())
+    assert not searcher.reaches(variant, 0.5, 0.7)
+    assert min(scores.known.values()) <= least
+    asked = len(read)
+    assert not searcher.reaches(variant, 0.5, 0.7) and len(read) == asked
+    assert searcher.reaches(variant, 0.5, 0.6) and searcher.left() == []
+    assert Scores.open(tmp_path, "key").known == scores.known == {"auto 0.5": 0.6}
 
 
 @pytest.fixture(scope="module")

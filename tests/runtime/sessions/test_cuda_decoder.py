@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -28,7 +29,14 @@ from kvlathe.plan import manifest as manifests
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.native.cuda import APPENDED, OVERLAP, CudaLibrary
+from kvlathe.runtime.native.cuda import (
+    APPENDED,
+    BUNDLES,
+    MAX_BUNDLE,
+    OVERLAP,
+    CudaLibrary,
+)
+from kvlathe.runtime.sessions.gpu.step_buffer import kind_of
 from kvlathe.runtime.sessions.registry import attention
 from kvlathe.runtime.sessions.torch_cuda import attend as cuda_attend
 from kvlathe.runtime.sessions.torch_cuda import rows
@@ -199,9 +207,44 @@ def test_pages_are_read_under_append_only_where_it_writes_one_row_a_sequence(
     )
     tables = [torch.zeros(2, 1, dtype=torch.int32)]
     step = StepInputs(starts, lengths, tables, single, tokens)
-    calls = attention.spread(step, tokens).calls
-    assert {call.flags & OVERLAP for call in calls} == {OVERLAP}
-    assert {bool(call.flags & APPENDED) for call in calls} == {single}
+    assert {call.flags for call in attention.spread(step, tokens).calls} == {
+        OVERLAP | (APPENDED if single else 0)
+    }
+
+
+@pytest.mark.parametrize(("each", "bundled"), [(4, True), (3, False), (1, False)])
+@pytest.mark.parametrize("chunks", [0, 1, 3])
+def test_rows_are_bundled_where_sequences_bring_four(
+    each: int, bundled: bool, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever prompts come in the same step."""
+    monkeypatch.setattr(cuda_attend, "_stream", lambda: 0)
+    counts = [each] * 5 + [100] * chunks
+    starts = np.cumsum([0, *counts]).astype(np.int32)
+    plan, tokens = one_bucket(), int(starts[-1])
+    step: Any = SimpleNamespace(
+        cu_seqlens_q=starts,
+        input_ids=range(tokens),
+        logit_rows=(),
+        query_offsets=(0,),
+        page_tables=(),
+    )
+    kind = kind_of(step, [])
+    assert kind.rows == 5 * each and kind.rows_each == each
+    scales, pool = [1.0] * plan.model.layers, torch.zeros(1024, dtype=torch.uint8)
+    attention = Attention(SilentLibrary(), plan, scales, pool, tokens)
+    attention.most_bundled = MAX_BUNDLE
+    inputs = StepInputs(
+        torch.from_numpy(starts),
+        torch.zeros(len(counts), 1, dtype=torch.int32),
+        [torch.zeros(len(counts), 1, dtype=torch.int32)],
+        False,
+        kind.rows,
+        rows_each=kind.rows_each,
+    )
+    assert {call.flags for call in attention.spread(inputs, tokens).calls} == {
+        OVERLAP | (BUNDLES if bundled else 0)
+    }
 
 
 def test_the_kernel_reads_gate_and_up_where_they_lie_side_by_side() -> None:
