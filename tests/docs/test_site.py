@@ -16,7 +16,7 @@ MISSING = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(
     bool(MISSING), reason=f"{', '.join(MISSING)} missing: pip install '.[docs]'"
 )

@@ -55,7 +55,7 @@ def test_a_step_over_many_buckets(cuda: CudaLibrary, case: Case) -> None:
     check(cuda, case)
 
 
-@SLOW
+@settings(SLOW, max_examples=6)
 @given(case=STEPS)
 def test_the_cpu_kernels_attend_the_same(library: Library, case: Case) -> None:
     out, _ = Call(case).run(Native.load(library.path))

@@ -96,7 +96,7 @@ def test_a_step_sees_its_windows(cuda: CudaLibrary, case: Case) -> None:
     check(cuda, case)
 
 
-@SLOW
+@settings(SLOW, max_examples=10)
 @given(case=windowed_steps())
 def test_the_cpu_kernels_see_the_same(library: Library, case: Case) -> None:
     out, _ = Call(case).run(Native.load(library.path))
