@@ -14,9 +14,10 @@ import pytest
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.runtime.native.attend import AttendArgs
 from kvlathe.runtime.native.library import ABI_VERSION, Native, Status
+from tests.support.aarch64 import Guest
 from tests.support.attend_cases import Case
 
-AUTO, PORTABLE, AVX2, AVX512, AVX512_VNNI, AVX_VNNI = range(6)
+AUTO, PORTABLE, AVX2, AVX512, AVX512_VNNI, AVX_VNNI, NEON, NEON_DOT = range(8)
 Array = npt.NDArray[Any]
 
 
@@ -131,11 +132,17 @@ class Call:
         found[:, :, new:] = wanted[:, :, old:]
         return found
 
-    def run(self, native: Native) -> tuple[Array, Array]:
-        """o and rows of the real tokens. Skips the test where this machine lacks the
-        call's instructions."""
+    def run(self, native: Native | Guest) -> tuple[Array, Array]:
+        """o and rows of the real tokens. Skips the test where this machine, or the
+        guest's, lacks the call's instructions."""
+        table = layer_table(self.case.plan, self.case.layer)
         try:
-            Op(native, layer_table(self.case.plan, self.case.layer)).run(self.args)
+            if isinstance(native, Guest):
+                reached = [*self.arrays.values(), self.memory, *self.tables]
+                if said := native.attend(table, self.args, [*reached, self.pointers]):
+                    raise Refused(said)
+            else:
+                Op(native, table).run(self.args)
         except Refused as refusal:
             if "is not available on this machine" in str(refusal):
                 pytest.skip(str(refusal))

@@ -21,6 +21,8 @@ from tests.native_cpu.library import (
     AVX512,
     AVX512_VNNI,
     AVX_VNNI,
+    NEON,
+    NEON_DOT,
     PORTABLE,
     Call,
 )
@@ -32,7 +34,10 @@ ISAS = {
     "avxvnni": AVX_VNNI,
     "avx512": AVX512,
     "avx512vnni": AVX512_VNNI,
+    "neon": NEON,
+    "neondot": NEON_DOT,
 }
+"""Those that this machine lacks are skipped; test_aarch64.py has another machine."""
 
 
 @pytest.mark.parametrize("isa", ISAS)

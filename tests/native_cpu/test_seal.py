@@ -19,7 +19,7 @@ from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.runtime.native.cpu import PageWriter
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.host.pages import HostPages
-from tests.native_cpu.library import AUTO, AVX2, PORTABLE
+from tests.native_cpu.library import AUTO, AVX2, NEON, PORTABLE
 from tests.support.attend_cases import plan_of
 
 GROUPS = st.sampled_from([16, 32, 48, 64])
@@ -84,7 +84,7 @@ def filled(plan: CompressionPlan, seed: int) -> HostPages:
 
 @settings(max_examples=150)
 @given(
-    isa=st.sampled_from([PORTABLE, AVX2, AUTO]),
+    isa=st.sampled_from([PORTABLE, AVX2, NEON, AUTO]),
     tier=TIERS | FIXED | COUNTED,
     hot=st.sampled_from([16, 32]),
     page=st.sampled_from([16, 64, 80]),

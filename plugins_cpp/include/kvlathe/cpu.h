@@ -19,7 +19,9 @@ enum kvlathe_isa {
   KVLATHE_ISA_AVX2 = 2,        /* with FMA and F16C */
   KVLATHE_ISA_AVX512 = 3,      /* F, BW, DQ, VL */
   KVLATHE_ISA_AVX512_VNNI = 4, /* products with codes on the integer dot product */
-  KVLATHE_ISA_AVX_VNNI = 5     /* AVX2 and the integer dot product of 256 bits */
+  KVLATHE_ISA_AVX_VNNI = 5,    /* AVX2 and the integer dot product of 256 bits */
+  KVLATHE_ISA_NEON = 6,        /* every aarch64 machine */
+  KVLATHE_ISA_NEON_DOT = 7     /* NEON and the integer dot product (Armv8.2 FEAT_DotProd) */
 };
 
 /* One layer's form, read once from its table (layer_table of kvlathe/plan/layer_table.py). Shared
@@ -141,9 +143,9 @@ typedef struct kvlathe_move_args {
 
 KVLATHE_API int32_t kvlathe_cpu_move(const kvlathe_move_args* args, kvlathe_status* status);
 
-/* "avx512vnni", "avxvnni", "avx512", "avx2" or "portable": what KVLATHE_ISA_AUTO means here, which is the best
- * that this machine has or what the environment's KVLATHE_ISA names. Null, and a status, where that
- * is unknown or this machine lacks it.
+/* "avx512vnni", "avxvnni", "avx512", "avx2", "neondot", "neon" or "portable": what KVLATHE_ISA_AUTO
+ * means here, which is the best that this machine has or what the environment's KVLATHE_ISA names.
+ * Null, and a status, where that is unknown or this machine lacks it.
  */
 KVLATHE_API const char* kvlathe_cpu_isa(kvlathe_status* status);
 

@@ -93,6 +93,8 @@ constexpr int kDotScratch = 2160;  // floats for each row of x: room for its int
 extern const Kernels kPortable;
 #if defined(KVLATHE_X86)
 extern const Kernels kAvx2, kAvxVnni, kAvx512, kAvx512Vnni;
+#elif defined(KVLATHE_AARCH64)
+extern const Kernels kNeon, kNeonDot;
 #endif
 
 }  // namespace kvlathe

@@ -4,7 +4,7 @@
 // Floats multiply as they are. Codes of one group share (scale, minimum), which leave the sum:
 //     sum x (scale code + minimum) = scale sum x code + minimum sum x.
 // Where there are vectors, codes are multiplied as integers instead (integer.h and integer_mix.h with
-// AVX-512 VNNI, else dots256.h and mix256.h).
+// AVX-512 VNNI, else dots256.h and mix256.h; dots_neon.h and mix_neon.h).
 #pragma once
 
 #include <cstring>
@@ -18,6 +18,10 @@
 #elif defined(__AVX2__)
 #include "cpu/dots256.h"
 #include "cpu/mix256.h"
+#elif defined(KVLATHE_NEON)
+#include "cpu/dots_neon.h"
+#include "cpu/mix_neon.h"
+#include "cpu/spread_neon.h"
 #endif
 
 namespace kvlathe {
@@ -100,7 +104,7 @@ void spread(const uint8_t* packed, const Rows& rows, uint8_t* out) {
     _mm_storeu_si128((__m128i*)(out + i), worth_of(codes, rows.fixed, table));
   }
 }
-#else
+#elif !defined(KVLATHE_NEON)
 // Eight codes of 4 or 2 bits, from `bits` bytes.
 inline uint64_t spread_eight(const uint8_t* packed, int bits) {
   uint64_t x = 0;
@@ -203,7 +207,7 @@ void dots(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo
           bool again, float* scratch) {
   if (rows.bits == 32) return dots_as<Singles>(rows, x, ldx, out, ldo, m, add, scratch);
   if (rows.bits == 16) return dots_as<Halves>(rows, x, ldx, out, ldo, m, add, scratch);
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(KVLATHE_NEON)
   integer_dots(x, ldx, rows, out, ldo, m, add, again, scratch);
 #else
   for (int i = 0; i < m && !again; ++i) {
@@ -246,7 +250,7 @@ const float* unpack(const Rows& rows, float* out, int64_t* ld) {
 
 void mix(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add,
          float* scratch) {
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(KVLATHE_NEON)
   if (is_quantized(rows.bits)) return integer_mix(x, ldx, rows, out, ldo, m, add, scratch);
 #endif
   if (rows.bits == 16) {

@@ -7,10 +7,29 @@
 #include "common/refusal.h"
 #include "kvlathe/cpu.h"
 
+#if defined(KVLATHE_AARCH64) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
 namespace kvlathe {
 namespace {
 
-const char* const kNames[] = {"auto", "portable", "avx2", "avx512", "avx512vnni", "avxvnni"};
+const char* const kNames[] = {"auto",       "portable", "avx2", "avx512",
+                              "avx512vnni", "avxvnni",  "neon", "neondot"};
+constexpr int32_t kMostIsa = KVLATHE_ISA_NEON_DOT;
+
+#if defined(KVLATHE_AARCH64)
+bool has_dot_products() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return true;
+#else
+  return false;
+#endif
+}
+#endif
 
 const Kernels* supported(int32_t isa) {
 #if defined(KVLATHE_X86)
@@ -32,6 +51,9 @@ const Kernels* supported(int32_t isa) {
                ? &kAvx2
                : nullptr;
   }
+#elif defined(KVLATHE_AARCH64)
+  if (isa == KVLATHE_ISA_NEON_DOT) return has_dot_products() ? &kNeonDot : nullptr;
+  if (isa == KVLATHE_ISA_NEON) return &kNeon;
 #endif
   return isa == KVLATHE_ISA_PORTABLE ? &kPortable : nullptr;
 }
@@ -45,12 +67,12 @@ namespace {
 int32_t asked_for() {
   const char* name = std::getenv("KVLATHE_ISA");
   if (!name || !*name) return KVLATHE_ISA_AUTO;
-  for (int32_t isa = KVLATHE_ISA_PORTABLE; isa <= KVLATHE_ISA_AVX_VNNI; ++isa) {
+  for (int32_t isa = KVLATHE_ISA_PORTABLE; isa <= kMostIsa; ++isa) {
     if (std::strcmp(name, kNames[isa]) == 0) return isa;
   }
   throw Refusal(KVLATHE_BAD_ARGUMENT,
                 std::string("KVLATHE_ISA is ") + name +
-                    " and must be portable, avx2, avxvnni, avx512 or avx512vnni");
+                    " and must be portable, avx2, avxvnni, avx512, avx512vnni, neon or neondot");
 }
 
 }  // namespace
@@ -58,14 +80,14 @@ int32_t asked_for() {
 const Kernels& kernels_for(int32_t isa) {
   if (isa == KVLATHE_ISA_AUTO) isa = asked_for();
   if (isa == KVLATHE_ISA_AUTO) {
-    for (int32_t best :
-         {KVLATHE_ISA_AVX512_VNNI, KVLATHE_ISA_AVX_VNNI, KVLATHE_ISA_AVX512, KVLATHE_ISA_AVX2}) {
+    for (int32_t best : {KVLATHE_ISA_AVX512_VNNI, KVLATHE_ISA_AVX_VNNI, KVLATHE_ISA_AVX512,
+                         KVLATHE_ISA_AVX2, KVLATHE_ISA_NEON_DOT, KVLATHE_ISA_NEON}) {
       if (const Kernels* found = supported(best)) return *found;
     }
     return kPortable;
   }
   if (const Kernels* found = supported(isa)) return *found;
-  const bool known = isa > 0 && isa <= KVLATHE_ISA_AVX_VNNI;
+  const bool known = isa > 0 && isa <= kMostIsa;
   throw Refusal(KVLATHE_UNSUPPORTED, "instruction set " +
                                          (known ? std::string(kNames[isa]) : std::to_string(isa)) +
                                          " is not available on this machine");

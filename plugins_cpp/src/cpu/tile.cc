@@ -62,7 +62,6 @@ void AttendStep::attend_tile(const Item& item, const Block& at, const float* q,
                              const SoftmaxState& state, float* memory) const {
   const int32_t h = layer.order[item.lane];
   const Lane& lane = layer.lanes[h];
-  const int64_t heads = layer.head.group_size;
   const int64_t ranks = std::max(lane.rank_k, lane.rank_v);
   const int rank = lane.rank_k, width = lane.rank_v, m = int(state.rows),
             padded = (at.count + 15) / 16 * 16;

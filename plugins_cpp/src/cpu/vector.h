@@ -7,6 +7,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(KVLATHE_NEON)
+#include <arm_neon.h>
 #else
 #include "cpu/numbers.h"
 #endif
@@ -18,6 +20,8 @@ namespace {
 constexpr int kLanes = 16, kTileRows = 6, kTileVectors = 4;
 #elif defined(__AVX2__)
 constexpr int kLanes = 8, kTileRows = 4, kTileVectors = 2;
+#elif defined(KVLATHE_NEON)
+constexpr int kLanes = 4, kTileRows = 6, kTileVectors = 4;
 #else
 constexpr int kLanes = 4, kTileRows = 4, kTileVectors = 2;
 #endif
@@ -55,6 +59,10 @@ inline void sums(Floats a, Floats b, Floats c, Floats d, float* out) {
       _mm256_hadd_ps(_mm256_hadd_ps(halved(a), halved(b)), _mm256_hadd_ps(halved(c), halved(d)));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)));
 }
+#elif defined(KVLATHE_NEON)
+inline void sums(Floats a, Floats b, Floats c, Floats d, float* out) {
+  vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
+}
 #else
 inline void sums(Floats a, Floats b, Floats c, Floats d, float* out) {
   out[0] = (a[0] + a[1]) + (a[2] + a[3]), out[1] = (b[0] + b[1]) + (b[2] + b[3]);
@@ -75,6 +83,8 @@ inline float sum(Floats x) {
 inline float largest(Floats x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)x);
+#elif defined(KVLATHE_NEON)
+  return vmaxvq_f32(x);
 #else
   float parts[kLanes];
   store(parts, x);
@@ -129,6 +139,19 @@ inline void store_half(uint16_t* p, Floats x) {
 inline Floats load_bytes(const uint8_t* p) {
   return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
 }
+#elif defined(KVLATHE_NEON)
+inline Floats load_half(const uint16_t* p) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+inline void store_half(uint16_t* p, Floats x) {
+  vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x)));
+}
+inline Floats load_bytes(const uint8_t* p) {
+  uint32_t four;
+  std::memcpy(&four, p, sizeof four);
+  const uint16x8_t wide = vmovl_u8(vcreate_u8(four));
+  return vcvtq_f32_u32(vmovl_u16(vget_low_u16(wide)));
+}
 #else
 inline Floats load_half(const uint16_t* p) {
   Floats x;
@@ -148,6 +171,18 @@ inline Floats load_bytes(const uint8_t* p) {
 #if defined(__AVX2__)
 inline float from_half(uint16_t x) { return _cvtsh_ss(x); }
 inline uint16_t to_half(float x) { return _cvtss_sh(x, 0); }
+#elif defined(KVLATHE_NEON)
+inline float from_half(uint16_t x) {
+  __fp16 half;
+  std::memcpy(&half, &x, sizeof half);
+  return half;
+}
+inline uint16_t to_half(float x) {
+  const __fp16 half = x;
+  uint16_t bits;
+  std::memcpy(&bits, &half, sizeof bits);
+  return bits;
+}
 #else
 inline float from_half(uint16_t x) { return float_of_half(x); }
 inline uint16_t to_half(float x) { return half_of_float(x); }
