@@ -72,7 +72,7 @@ def _bytes(block: Block) -> Array:
 
 
 def _at(address: int, size: int) -> Array:
-    return np.frombuffer((ctypes.c_uint8 * size).from_address(address), np.uint8)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 
 def _seals(args: SealArgs) -> list[Block]:
