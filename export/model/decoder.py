@@ -125,20 +125,23 @@ class Decoder(nn.Module):
             handed_on.append(more)
         rope, layer = final
         step = dataclasses.replace(steps[rope], places=places)
-        x, *more = layer(x, step, places)
+        wanted = logit_rows if self.last and places is None else None
+        x, *more = layer(x, step, places, wanted)
         handed_on.append(more)
         rows, *mass = zip(*handed_on, strict=True)
-        x = self._logits(x, logit_rows) if self.last else x
+        if self.last:
+            x = self._logits(x if places is None else x.index_select(0, logit_rows))
         return x, torch.cat(rows, -1), *(torch.cat(of_layer, 1) for of_layer in mass)
 
-    def _logits(self, x: Tensor, logit_rows: Tensor) -> Tensor:
+    def _logits(self, x: Tensor) -> Tensor:
+        """Of rows [R, D] that the last layer gave: of no others are they wanted."""
         assert self.norm is not None
         head = self.head
         if head is None:
             assert self.embed is not None
             head = self.embed.product
         softcap = self.spec.family.logit_softcap
-        return logits(x, logit_rows, self.norm, head, softcap).float()
+        return logits(x, self.norm, head, softcap).float()
 
     @torch.inference_mode()
     def logits(self, input_ids: Sequence[int], rows: Sequence[int]) -> Tensor:

@@ -111,18 +111,24 @@ class DecoderLayer(nn.Module):
         self.mlp_out_norm = norm("mlp_out_norm", hidden)
 
     def forward(
-        self, x: Tensor, step: object, places: Tensor | None = None
+        self,
+        x: Tensor,
+        step: object,
+        places: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> tuple[Tensor, ...]:
         """x [T, D] -> (next x [T, D], all that ``attend`` hands on beside o). With
-        ``places`` [R], which ``step`` then has as well, next x of these tokens alone."""
+        ``rows`` [R], next x of these tokens alone. With ``places`` [R], which ``step``
+        then has as well, no others are attended, either."""
         handed_on: list[Tensor] = []
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             o, *more = self.attend(q, k, v, step)
             handed_on.extend(more)
-            return o
+            return o if rows is None else o.index_select(0, rows)
 
-        return run_layer(self, x, attend, places), *handed_on
+        kept = places if rows is None else rows
+        return run_layer(self, x, attend, kept), *handed_on
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q = self.q(x)

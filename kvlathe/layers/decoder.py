@@ -177,10 +177,7 @@ def tied_head(embed: Tensor) -> RowMap:
     return lambda x: F.linear(x, embed)
 
 
-def logits(
-    x: Tensor, logit_rows: Tensor, norm: RowMap, head: RowMap, softcap: float = 0.0
-) -> Tensor:
-    """x [T, D], logit_rows [R] -> [R, V]; between -softcap and softcap, where that is
-    not 0."""
-    found = head(norm(x.index_select(0, logit_rows)))
+def logits(x: Tensor, norm: RowMap, head: RowMap, softcap: float = 0.0) -> Tensor:
+    """x [R, D] -> [R, V]; between -softcap and softcap, where that is not 0."""
+    found = head(norm(x))
     return softcap * (found / softcap).tanh() if softcap else found

@@ -2,12 +2,14 @@
 once.
 
     python3 -m tests.bench.prompt_times none=out/none window=out/window \\
-        [--loads 1x4096 8x4096] [--repeats 5] [--cache-bytes N]
+        [--loads 1x4096 8x4096] [--repeats 5] [--cache-bytes N] [--profile]
 
 A load is so many prompts of so many random tokens, other ones each time, and one new
-token each; no prefix is shared. All engines are loaded in one process and take turns,
-the first round not counted. Prints the median seconds of each, tokens a second, and the
-first engine's seconds over each other's; then one JSON line.
+token each, or as many as it says (1x4096+128); no prefix is shared. All engines are
+loaded in one process and take turns, the first round not counted. Prints the median
+seconds of each, tokens a second, and the first engine's seconds over each other's; then
+one JSON line. ``--profile``: then each engine once more, with the milliseconds of the
+GPU's kernels in groups (kernel_times.py).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import random
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvlathe import LLM, SamplingParams
@@ -26,20 +29,21 @@ from kvlathe.base.console import print_table
 LOADS = ("1x4096", "8x4096", "1x16384", "8x16384")
 LOWEST_ID, HIGHEST_ID = 10, 1000
 """Prompts are of token ids that every vocabulary has."""
-ONE = SamplingParams(max_new_tokens=1)
 
 
 @dataclass(frozen=True)
 class Load:
-    """So many prompts of so many tokens."""
+    """So many prompts of so many tokens, and as many new ones of each."""
 
     count: int
     tokens: int
+    new: int = 1
 
     @classmethod
     def of(cls, said: str) -> Load:
         count, _, tokens = said.partition("x")
-        return cls(int(count), int(tokens))
+        tokens, _, new = tokens.partition("+")
+        return cls(int(count), int(tokens), int(new or 1))
 
     def prompts(self, seed: int) -> list[list[int]]:
         drawn = random.Random(seed)
@@ -49,10 +53,11 @@ class Load:
         ]
 
 
-def seconds(llm: LLM, prompts: list[list[int]]) -> float:
-    """From the call to the last prompt's first token."""
+def run(llm: LLM, load: Load, seed: int) -> float:
+    """Seconds from the call to the last token."""
+    prompts = load.prompts(seed)
     began = time.perf_counter()
-    llm.generate(prompts, ONE)
+    llm.generate(prompts, SamplingParams(max_new_tokens=load.new, ignore_eos=True))
     return time.perf_counter() - began
 
 
@@ -62,9 +67,8 @@ def measured(
     """Seconds of each engine, in turns: the same prompts for all, others each round."""
     times: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(repeats + 1):
-        prompts = load.prompts(number)
         for name, llm in engines.items():
-            took = seconds(llm, prompts)
+            took = run(llm, load, number)
             if number:
                 times[name].append(took)
     return times
@@ -91,29 +95,55 @@ def rows_of(
     return rows
 
 
+def profiled(engines: dict[str, LLM], load: Load, seed: int) -> dict[str, Any]:
+    """Milliseconds by engine and group of kernels, as a table and a record."""
+    from tests.bench.kernel_times import kernel_times
+
+    found = {
+        name: kernel_times(partial(run, llm, load, seed))
+        for name, llm in engines.items()
+    }
+    record: dict[str, Any] = {}
+    for name, times in found.items():
+        shown = times.groups | {"busy": times.busy, "idle": times.span - times.busy}
+        record[name] = {group: round(ms, 2) for group, ms in shown.items()}
+        for kernel in sorted(times.unknown, key=times.unknown.__getitem__)[-5:]:
+            print(f"{name}: in no group: {times.unknown[kernel]:.2f} ms {kernel[:100]}")
+    groups = list(next(iter(record.values())))
+    cells = [
+        [group, *(f"{own[group]:.1f}" for own in record.values())] for group in groups
+    ]
+    print_table("ms of the GPU", ["", *record], cells)
+    return record
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("engines", nargs="+", metavar="NAME=FOLDER")
     parser.add_argument("--loads", nargs="+", default=LOADS)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--cache-bytes", type=int, help="Of each engine.")
+    parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     engines: dict[str, LLM] = {}
     for named in options.engines:
         name, _, folder = named.partition("=")
         engines[name] = LLM.load(folder, options.cache_bytes, verify=False)
     rows: list[dict[str, Any]] = []
+    profiles: dict[str, Any] = {}
     try:
         for said in options.loads:
             load = Load.of(said)
             rows += rows_of(said, load, measured(engines, load, options.repeats))
             print(*rows[-len(engines) :], sep="\n", flush=True)
+            if options.profile:
+                profiles[said] = profiled(engines, load, options.repeats + 1)
     finally:
         for llm in engines.values():
             llm.close()
     cells = [[str(value) for value in row.values()] for row in rows]
     print_table("prompts", list(rows[0]), cells)
-    print(json.dumps({"bench": "prompt_times", "rows": rows}))
+    print(json.dumps({"bench": "prompt_times", "rows": rows, "profiles": profiles}))
 
 
 if __name__ == "__main__":

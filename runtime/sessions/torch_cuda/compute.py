@@ -99,14 +99,20 @@ class TorchCompute:
 
     @torch.inference_mode()
     def queue(self, inputs: Bindings, outputs: Bindings, kind: StepKind) -> None:
-        x = self.run(inputs, kind, range(len(self.decoder.layers)))
-        tensor_of(outputs["logits"]).copy_(self.logits(inputs, x))
+        rows = tensor_of(inputs["logit_rows"])
+        x = self.run(inputs, kind, range(len(self.decoder.layers)), rows=rows)
+        tensor_of(outputs["logits"]).copy_(self.decoder.logits(x))
 
     def run(
-        self, inputs: Bindings, kind: StepKind, layers: range, x: Tensor | None = None
+        self,
+        inputs: Bindings,
+        kind: StepKind,
+        layers: range,
+        x: Tensor | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Queue some ``layers`` of a step: what leaves them [T, D]. ``x`` [T, D] enters
-        them; None: the step's tokens do."""
+        them; None: the step's tokens do. ``rows`` [R]: those that leave, if not all."""
         input_ids = tensor_of(inputs["input_ids"])
         positions = tensor_of(inputs["positions"])
         buckets = inputs["lengths"].shape[1]
@@ -123,11 +129,11 @@ class TorchCompute:
         if x is None:
             x = self.decoder.embedded(input_ids, positions)
         attend = partial(self.attention.run, spread)
-        return self.decoder.run(x, positions, layers, attend)
+        return self.decoder.run(x, positions, layers, attend, rows)
 
     def logits(self, inputs: Bindings, x: Tensor) -> Tensor:
-        """[R, V] of what leaves the last layer."""
-        return self.decoder.logits(x, tensor_of(inputs["logit_rows"]))
+        """[R, V] of what leaves the last layer [T, D]."""
+        return self.decoder.logits(x.index_select(0, tensor_of(inputs["logit_rows"])))
 
 
 def _observed(inputs: Bindings) -> Observed | None:

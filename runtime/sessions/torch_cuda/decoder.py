@@ -135,8 +135,8 @@ class TorchDecoder:
         """input_ids, positions [T], logit_rows [R] int32 -> logits [R, V], or of this
         rank's tokens."""
         x = self.embedded(input_ids, positions)
-        x = self.run(x, positions, range(len(self.layers)), attend)
-        return self.logits(x, logit_rows)
+        x = self.run(x, positions, range(len(self.layers)), attend, logit_rows)
+        return self.logits(x)
 
     def embedded(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """What enters the first layer [T, D]."""
@@ -146,19 +146,25 @@ class TorchDecoder:
         return self.group.sum(x)
 
     def run(
-        self, x: Tensor, positions: Tensor, layers: range, attend: Attend
+        self,
+        x: Tensor,
+        positions: Tensor,
+        layers: range,
+        attend: Attend,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """x [T, D] after ``layers``; x itself may hold it, too."""
+        """x [T, D] after ``layers``; x itself may hold it, too. With ``rows`` [R], which
+        tokens leave the last of them: [R, D]."""
         angles = self._angles(positions, x.dtype)
         ropes = self.wiring.ropes or (0,) * len(self.layers)
         for i in layers:
-            x = self.layers[i](x, partial(attend, i), angles[ropes[i]])
+            leave = rows if i == layers[-1] else None
+            x = self.layers[i](x, partial(attend, i), angles[ropes[i]], leave)
         return x
 
-    def logits(self, x: Tensor, logit_rows: Tensor) -> Tensor:
-        """[R, V] of what leaves the last layer [T, D]."""
-        softcap = self.wiring.logit_softcap
-        return logits(x, logit_rows, self.norm, self.head, softcap)
+    def logits(self, x: Tensor) -> Tensor:
+        """[R, V] of tokens that left the last layer [R, D]."""
+        return logits(x, self.norm, self.head, self.wiring.logit_softcap)
 
     def _embedded(self, input_ids: Tensor) -> Tensor:
         """[T, D]: zeros for tokens of other ranks."""
@@ -268,14 +274,20 @@ class _Layer:
         self.projections = _taken(tensors, "attend.")
 
     def __call__(
-        self, x: Tensor, attend: Callable[..., Tensor], angles: Angles | None
+        self,
+        x: Tensor,
+        attend: Callable[..., Tensor],
+        angles: Angles | None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """x [T, D] becomes the next layer's, in place."""
+        """x [T, D] becomes the next layer's, in place; with ``rows`` [R], that of these
+        tokens alone, [R, D]."""
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(q, k, v, angles, self.projections)
+            o = attend(q, k, v, angles, self.projections)
+            return o if rows is None else o.index_select(0, rows)
 
-        return run_layer(self, x, attention)
+        return run_layer(self, x, attention, rows)
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         v, q, k, _ = self.qkv_map(x).split_with_sizes(self.qkv_widths, -1)

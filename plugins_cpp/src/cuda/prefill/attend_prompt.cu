@@ -192,7 +192,6 @@ ScoredPrompts params_of(const kvlathe_attend_decode_args& a, std::vector<Head> h
       if (slots[i] < 0) continue;
       const kvlathe_part& part = a.parts[slots[i]];
       const LaneRow& row = *heads[h].lane[slots[i]];
-      head.windowed |= is_windowed(a.prompts->parts[slots[i]]);
       set_lane(p, int(h), i, row, part);
       if (any_quantized(part))
         p.codes_bytes = std::max(p.codes_bytes, codes_bytes(p, int(h), i, row, part));
@@ -201,27 +200,28 @@ ScoredPrompts params_of(const kvlathe_attend_decode_args& a, std::vector<Head> h
   if (is_named(a)) name_parts(p, a, heads);
   set_scoring(p, a, in_order);
   p.query_bytes = kPromptRows * 2 * rank_k;
+  p.codes_bytes = (p.codes_bytes + 1023) / 1024 * 1024;  // stages begin at multiples
   return p;
 }
 
-// Divides `room` bytes of shared memory. Two stages must fit, because those who attend hold one
-// while they wait for the next.
-int fit(PromptParams& p, int room) {
-  room -= kBlockAlignment;
+// Divides `shared` bytes of shared memory for a launch. Two stages must fit, because those who
+// attend hold one while they wait for the next.
+PromptRoom fit(const PromptParams& p, PromptTiles tiles, int shared) {
+  shared -= kBlockAlignment;
   int two_stages = 0;
   for (int h = 0; h < p.heads; ++h)
     two_stages = std::max(two_stages, 2 * (p.head[h].steps_k + p.head[h].steps_v) * kStageUnit);
-  p.codes_bytes = (p.codes_bytes + 1023) / 1024 * 1024;  // stages begin at multiples
-  // Where pages are copied few tiles read codes, and stages make better use of the room.
-  const int buffers = p.copy_base ? 1 : 2;
-  for (p.codes_buffers = p.codes_bytes ? buffers : 0;; --p.codes_buffers) {
-    p.stages_at = 2 * p.query_bytes + p.codes_buffers * p.codes_bytes;
-    if (p.stages_at + two_stages <= room) break;
-    require(p.codes_buffers > 1, KVLATHE_UNSUPPORTED,
+  PromptRoom room{tiles};
+  for (room.codes_buffers = p.codes_bytes && tiles != kElementTiles ? 2 : 0;;
+       --room.codes_buffers) {
+    room.stages_at = 2 * p.query_bytes + room.codes_buffers * p.codes_bytes;
+    if (room.stages_at + two_stages <= shared) break;
+    require(room.codes_buffers > 1, KVLATHE_UNSUPPORTED,
             "the device's shared memory holds no tile of ranks this large");
   }
-  p.stage_units = (room - p.stages_at) / kStageUnit;
-  return p.stages_at + p.stage_units * kStageUnit + kBlockAlignment;
+  room.stage_units = (shared - room.stages_at) / kStageUnit;
+  room.shared_bytes = room.stages_at + room.stage_units * kStageUnit + kBlockAlignment;
+  return room;
 }
 
 const void* kernel_of(const kvlathe_attend_decode_args& a) {
@@ -244,7 +244,7 @@ bool prompt_kernel_here() {
 PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& a) {
   const std::vector<Head> heads = checked_heads(a);
   check_prompts(a, heads);
-  PromptLaunch launch{params_of(a, heads), {}, kernel_of(a), 0, 0};
+  PromptLaunch launch{params_of(a, heads), {}, kernel_of(a), {}, 0};
   launch.copies = copy_launch_of(a, launch.params, is_general(a));
   cudaFuncAttributes attributes{};
   check_cuda(
@@ -252,10 +252,13 @@ PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& a) {
       "this library has no kernel for this device (kvlathe native --cuda-architectures native)");
   const int room =
       attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - int(attributes.sharedSizeBytes);
-  launch.shared_bytes = fit(launch.params, room);
-  check_cuda(cudaFuncSetAttribute(launch.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  launch.shared_bytes),
-             "reserving shared memory");
+  const bool copied = launch.copies.slots;
+  launch.rooms[0] = fit(launch.params, copied ? kElementTiles : kAllTiles, room);
+  launch.rooms[1] = copied ? fit(launch.params, kCodeTiles, room) : PromptRoom{};
+  check_cuda(
+      cudaFuncSetAttribute(launch.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                           std::max(launch.rooms[0].shared_bytes, launch.rooms[1].shared_bytes)),
+      "reserving shared memory");
   reserve_copies(launch);
   const int64_t most =
       prompt_tiles_most(a.batch, a.prompts->batch, a.group_size) * launch.params.heads;
@@ -266,10 +269,15 @@ PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& a) {
 
 void attend_prompts(const PromptLaunch& launch, void* stream) {
   if (!launch.grid) return;
-  void* arguments[] = {const_cast<ScoredPrompts*>(&launch.params)};
-  check_cuda(cudaLaunchKernel(launch.kernel, dim3(launch.grid), dim3(kPromptThreads), arguments,
-                              launch.shared_bytes, static_cast<cudaStream_t>(stream)),
-             "launching attend_prompt");
+  ScoredPrompts params = launch.params;
+  void* arguments[] = {&params};
+  for (const PromptRoom& room : launch.rooms) {
+    if (!room.shared_bytes) continue;
+    static_cast<PromptRoom&>(params) = room;
+    check_cuda(cudaLaunchKernel(launch.kernel, dim3(launch.grid), dim3(kPromptThreads), arguments,
+                                room.shared_bytes, static_cast<cudaStream_t>(stream)),
+               "launching attend_prompt");
+  }
 }
 
 }  // namespace kvlathe::cuda

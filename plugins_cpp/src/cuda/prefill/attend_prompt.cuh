@@ -26,10 +26,11 @@ static_assert(kFetchRegisters + kPromptGroups * kAttendRegisters <= 512);
 #ifdef KVLATHE_WGMMA
 
 // One warpgroup's rows of a tile. `stage`, and `after`, the end of the last stage, go on from tile
-// to tile. kWindows: whether its lane sees less than all. Others pay nothing for windows.
-template <class E, int kV, bool kWindows, class P>
+// to tile.
+template <class E, int kV, class P>
 __device__ __forceinline__ void attend_tile(const P& p, PromptShared& s, uint32_t shared, int slot,
                                             Turn& stage, int& after) {
+  constexpr bool kWindows = P::kGeneral;
   PromptTile tile = s.tile[slot];
   tile.head = uniform(tile.head), tile.first = uniform(tile.first), tile.rows = uniform(tile.rows);
   const PromptHead& head = p.head[tile.head];
@@ -134,18 +135,18 @@ __device__ __forceinline__ void attend_tile(const P& p, PromptShared& s, uint32_
   if (threadIdx.x % 32 == 0) arrive(s.queries_done[slot]);
 }
 
-template <class E, bool kWindows, class P>
+template <class E, class P>
 __device__ __forceinline__ void attend_tile(const P& p, PromptShared& s, uint32_t shared, int slot,
                                             int steps_v, Turn& stage, int& after) {
   switch (steps_v) {
-    case 1: return attend_tile<E, 1, kWindows>(p, s, shared, slot, stage, after);
-    case 2: return attend_tile<E, 2, kWindows>(p, s, shared, slot, stage, after);
-    case 3: return attend_tile<E, 3, kWindows>(p, s, shared, slot, stage, after);
-    case 4: return attend_tile<E, 4, kWindows>(p, s, shared, slot, stage, after);
-    case 5: return attend_tile<E, 5, kWindows>(p, s, shared, slot, stage, after);
-    case 6: return attend_tile<E, 6, kWindows>(p, s, shared, slot, stage, after);
-    case 7: return attend_tile<E, 7, kWindows>(p, s, shared, slot, stage, after);
-    default: return attend_tile<E, 8, kWindows>(p, s, shared, slot, stage, after);
+    case 1: return attend_tile<E, 1>(p, s, shared, slot, stage, after);
+    case 2: return attend_tile<E, 2>(p, s, shared, slot, stage, after);
+    case 3: return attend_tile<E, 3>(p, s, shared, slot, stage, after);
+    case 4: return attend_tile<E, 4>(p, s, shared, slot, stage, after);
+    case 5: return attend_tile<E, 5>(p, s, shared, slot, stage, after);
+    case 6: return attend_tile<E, 6>(p, s, shared, slot, stage, after);
+    case 7: return attend_tile<E, 7>(p, s, shared, slot, stage, after);
+    default: return attend_tile<E, 8>(p, s, shared, slot, stage, after);
   }
 }
 
@@ -159,11 +160,7 @@ __device__ __forceinline__ void attend(const P& p, PromptShared& s, uint32_t sha
     fence_for_bulk_copies();  // products see what copies wrote
     const int at = uniform(s.tile[slot].head);
     if (at < 0) return;
-    const PromptHead& head = p.head[at];
-    if (P::kGeneral && head.windowed)
-      attend_tile<E, P::kGeneral>(p, s, shared, slot, head.steps_v, stage, after);
-    else
-      attend_tile<E, false>(p, s, shared, slot, head.steps_v, stage, after);
+    attend_tile<E>(p, s, shared, slot, p.head[at].steps_v, stage, after);
   }
 }
 
@@ -174,6 +171,7 @@ __device__ __forceinline__ void attend(const P& p, PromptShared& s, uint32_t sha
 template <class E, class P>
 __global__ void __launch_bounds__(kPromptThreads, 1) attend_prompt(const __grid_constant__ P p) {
 #ifdef KVLATHE_WGMMA
+  if (p.tiles == kCodeTiles && !*p.codes_left) return;
   // Two tiles of queries | buffers of codes | the stages. Blocks begin at multiples of 1024 bytes.
   extern __shared__ __align__(1024) char dynamic[];
   const uint32_t shared =

@@ -6,7 +6,7 @@
 // Of lanes with windows few pages are held, and those are copied, too: each tile of the chunk's first
 // tokens would convert them all.
 //
-// The room: a count, then where the copies of each sequence begin, then the (part, page) of each
+// The room: two counts, then where the copies of each sequence begin, then the (part, page) of each
 // copy, then the copies. Copies of a page have K [tokens][rank] and then V of each lane. Sequences
 // take room in their order while it lasts.
 #include <algorithm>
@@ -26,7 +26,7 @@ constexpr int kLeastCopied = 128;
 template <class P>
 struct CopyParams {
   P prompts;
-  int32_t* count;
+  int32_t *count, *left;
   int2* owners;
   int32_t slots, parts;
   uint32_t copied;
@@ -40,6 +40,19 @@ __device__ int pages_to_copy(const CopyParams<P>& c, int i, int b) {
   if (!(c.copied >> i & 1) || p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] < kLeastCopied) return 0;
   const int tokens = p.call_part(i).lengths[b * p.call_part(i).lengths_stride];
   return (tokens + p.page_tokens - 1) / p.page_tokens;
+}
+
+// Whether a sequence has sealed pages and not all of them are copied.
+template <class P>
+__device__ bool reads_codes(const CopyParams<P>& c, int b) {
+  const P& p = c.prompts;
+  for (int i = 0; i < c.parts; ++i) {
+    const PromptPart& part = p.call_part(i);
+    if (c.copied >> i & 1 && part.lengths[b * part.lengths_stride] &&
+        p.copy_base[i * p.batch + b] < 0)
+      return true;
+  }
+  return false;
 }
 
 // The sum of `own` over the threads of the block up to this one; `whole` is that over all.
@@ -78,9 +91,12 @@ __global__ void __launch_bounds__(kPlaceThreads)
       placed += whole;
     }
   }
-  __shared__ int count;
-  if (threadIdx.x == 0) count = 0;
+  __shared__ int count, left;
+  if (threadIdx.x == 0) count = left = 0;
   __syncthreads();
+  for (int n = threadIdx.x; n < p.list[kTiles]; n += kPlaceThreads) {
+    if (reads_codes(c, p.list[kListHeader + 2 * n])) left = 1;
+  }
   const int lane = threadIdx.x % 32;
   for (int i = threadIdx.x / 32; i < c.parts * p.batch; i += kPlaceThreads / 32) {
     const int begin = base[i], part = i / p.batch, b = i % p.batch;
@@ -92,7 +108,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
     if (lane == 0) atomicMax(&count, begin + pages);
   }
   __syncthreads();
-  if (threadIdx.x == 0) *c.count = count;
+  if (threadIdx.x == 0) *c.count = count, *c.left = left;
 }
 
 #ifdef KVLATHE_WGMMA
@@ -179,8 +195,8 @@ void with_params(const PromptLaunch& launch, Body body) {
   const CopyLaunch& copies = launch.copies;
   const auto with = [&](const auto& prompts) {
     using P = std::decay_t<decltype(prompts)>;
-    body(CopyParams<P>{prompts, copies.count, copies.owners, copies.slots, copies.parts,
-                       copies.copied});
+    body(CopyParams<P>{prompts, copies.count, copies.left, copies.owners, copies.slots,
+                       copies.parts, copies.copied});
   };
   if (copies.general) return with(static_cast<const NamedPrompts&>(launch.params));
   with(static_cast<const PromptParams&>(launch.params));
@@ -209,11 +225,14 @@ CopyLaunch copy_launch_of(const kvlathe_attend_decode_args& a, NamedPrompts& p, 
   char* at = static_cast<char*>(prompts.copies);
   p.copy_base = reinterpret_cast<int32_t*>(at + kOffsetBytes);
   p.copies = at + first + aligned(slots * int64_t{sizeof(int2)});
+  const auto counts = reinterpret_cast<int32_t*>(at);
+  p.codes_left = counts + 1;
   return {int32_t(std::min<int64_t>(slots, INT32_MAX)),
           a.part_count,
           copied,
           general,
-          reinterpret_cast<int32_t*>(at),
+          counts,
+          counts + 1,
           reinterpret_cast<int2*>(at + first),
           a.element,
           0};

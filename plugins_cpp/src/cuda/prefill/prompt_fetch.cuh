@@ -262,14 +262,39 @@ struct Fetcher {
     }
   }
 
+  // Whether this launch takes a tile.
+  __device__ bool takes(const PromptTile& tile) const {
+    return p.tiles == kAllTiles || reads_codes(tile) == (p.tiles == kCodeTiles);
+  }
+  __device__ bool reads_codes(const PromptTile& tile) const {
+    const PromptHead& head = p.head[tile.head];
+    for (int i = 0; i < p.parts; ++i) {
+      if (!(head.parts >> i & 1)) continue;
+      const PromptPart& part = p.part_of(tile.head, i);
+      if (part.bits < 16 && part.lengths[tile.sequence * part.lengths_stride] &&
+          p.copy_base[p.call_part_of(tile.head, i) * p.batch + tile.sequence] < 0)
+        return true;
+    }
+    return false;
+  }
+
+  // The next tile of this launch. `taken`: thread 0's next item; `turn` alternates.
+  __device__ PromptTile next_tile(int& taken, int& turn) const {
+    for (;;) {
+      turn ^= 1;
+      if (threadIdx.x == 0) s.taken[turn] = taken;
+      meet();
+      const PromptTile tile = tile_of(p, s.taken[turn]);
+      if (threadIdx.x == 0 && tile.head >= 0) taken = atomicAdd(p.list + kTaken, 1);
+      if (tile.head < 0 || takes(tile)) return tile;
+    }
+  }
+
   __device__ void run() {
-    int taken = threadIdx.x == 0 ? atomicAdd(p.list + kTaken, 1) : 0;
+    int taken = threadIdx.x == 0 ? atomicAdd(p.list + kTaken, 1) : 0, turn = 0;
     for (int n = 0;; ++n) {
       const int slot = n & 1;
-      if (threadIdx.x == 0) s.taken[slot] = taken;
-      meet();
-      const PromptTile tile = tile_of(p, s.taken[slot]);
-      if (threadIdx.x == 0 && tile.head >= 0) taken = atomicAdd(p.list + kTaken, 1);
+      const PromptTile tile = next_tile(taken, turn);
       wait(s.queries_done[slot], (n >> 1 & 1) ^ 1);
       if (threadIdx.x == 0) {
         s.tile[slot] = tile;

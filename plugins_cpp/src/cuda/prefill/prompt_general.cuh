@@ -172,7 +172,6 @@ __device__ void fetch_general(Fetcher& f, const PromptTile& tile, int part) {
   const bool as_they_are = of.bits == 16 || base >= 0;
   const Elements elements = base < 0 ? elements_of(p, head, part, of) : copies_of(p, head);
   const auto id_of = [pages, base](int i) { return base < 0 ? __ldg(pages + i) : base + i; };
-  if (as_they_are && !head.windowed) return f.fetch_elements(head, elements, keys, id_of);
   const PartPages from{head,  part, of,
                        pages, keys, TileWindow(p, tile, part, kStageTokens, before)};
   if (as_they_are) return fetch_seen_elements(f, from, elements, id_of);

@@ -29,6 +29,18 @@ inline int64_t prompt_tiles_most(int64_t tokens, int64_t batch, int64_t group_si
   return tokens * group_size / kPromptRows + batch;
 }
 
+// Which tiles of the list a launch takes. Where pages are copied, those that read codes all the same
+// have a launch of their own: buffers of codes would cost the others a stage.
+enum PromptTiles { kAllTiles, kElementTiles, kCodeTiles };
+
+// How a launch divides shared memory: two tiles of queries, then buffers of codes (0 to 2), then
+// stages of K | V from stages_at on.
+struct PromptRoom {
+  int32_t tiles;  // PromptTiles
+  int32_t codes_buffers, stages_at, stage_units;
+  int32_t shared_bytes;
+};
+
 struct PromptPart {
   const int32_t *page_table, *lengths;
   int64_t page_stride, lengths_stride;
@@ -47,11 +59,10 @@ struct PromptHead {
   uint8_t least_k[KVLATHE_MAX_SLOTS];  // quantized: steps of 16 channels in the shortest of them
   uint8_t steps_k, steps_v;            // ranks / 16
   uint8_t parts;                       // bit i: slot i has tokens of this lane
-  bool windowed;                       // it sees less than all of some part
   uint16_t steps_before;               // of K and V of the lanes before, in a copied page
 };
 
-struct PromptParams {
+struct PromptParams : PromptRoom {
   static constexpr bool kGeneral = false, kScored = false;
   KVLATHE_ANYWHERE const PromptPart& part_of(int, int slot) const { return part[slot]; }
   // The same of the call's parts, and which of them is in a slot.
@@ -66,14 +77,13 @@ struct PromptParams {
   const int32_t* cu_seqlens_q;
   float scale_log2;
   int32_t heads, group_size, page_tokens, parts;  // parts: of a lane at most
-  uint32_t page_magic;  // token / page_tokens == umulhi(token, page_magic)
-  // Shared memory: two tiles of queries, then buffers of codes (0 to 2), then stages of K | V from
-  // stages_at on.
-  int32_t query_bytes, codes_bytes, codes_buffers, stages_at, stage_units;
+  uint32_t page_magic;               // token / page_tokens == umulhi(token, page_magic)
+  int32_t query_bytes, codes_bytes;  // of a tile of queries, of a buffer of codes
   // 16-bit copies of sealed pages (prompt_copies.cu), where there is room for them: the copy of
   // page i of sequence b in the call's part s is the one at copy_base[s * batch + b] + i, or there
   // is none where that is below 0.
-  const int32_t* copy_base;  // null: no copies
+  const int32_t* copy_base;   // null: no copies
+  const int32_t* codes_left;  // whether some listed sequence has sealed pages without one
   const char* copies;
   int64_t copy_stride;
   int32_t batch;
@@ -132,8 +142,8 @@ struct CopyLaunch {
   int32_t parts;    // of the call
   uint32_t copied;  // bit i: pages of part i are copied
   bool general;
-  int32_t* count;
-  int2* owners;  // [slots]: part and page of each
+  int32_t *count, *left;  // copies made; PromptParams::codes_left
+  int2* owners;           // [slots]: part and page of each
   int32_t element;
   int shared_bytes;
 };
@@ -151,8 +161,9 @@ bool prompt_kernel_here();
 struct PromptLaunch {
   ScoredPrompts params;
   CopyLaunch copies;
-  const void* kernel;  // takes them, or what they have of GeneralPrompts or PromptParams
-  int grid, shared_bytes;
+  const void* kernel;   // takes them, or what they have of GeneralPrompts or PromptParams
+  PromptRoom rooms[2];  // of its launches: one, or two where pages are copied
+  int grid;
 };
 PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& args);
 
