@@ -30,8 +30,7 @@ template <int bits>
 inline int8x16x4_t in_planes(const int8x16x4_t& x) {
   if constexpr (bits == 8) return x;
   int8x16x4_t out;
-  for (int i = 0; i < 4; ++i)
-    out.val[i] = vqtbl4q_s8(x, vld1q_u8(kOrder<bits>.element + 16 * i));
+  for (int i = 0; i < 4; ++i) out.val[i] = vqtbl4q_s8(x, vld1q_u8(kOrder<bits>.element + 16 * i));
   return out;
 }
 
@@ -45,8 +44,8 @@ inline int32x4_t integers(const float* x, int from, int begin, int end, float pe
     int32x4_t number[4];
     for (int k = 0; k < 4; ++k) {
       const bool inside = i >= begin && i < end;
-      number[k] = inside ? vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + i + 4 * k), per_unit))
-                         : vdupq_n_s32(0);
+      number[k] =
+          inside ? vcvtnq_s32_f32(vmulq_n_f32(vld1q_f32(x + i + 4 * k), per_unit)) : vdupq_n_s32(0);
       total = vaddq_s32(total, number[k]);
     }
     const int16x8_t a = vcombine_s16(vmovn_s32(number[0]), vmovn_s32(number[1])),
@@ -71,8 +70,7 @@ void prepare(const float* x, const Rows& rows, const Section* sections, int coun
     if (W::bits == 3) from -= (rows.first + from) % kBlockCodes;  // its block's begin
     for (; from < section.end; from += 64, at += 64) {
       int8x16x4_t high, low;
-      total =
-          vaddq_s32(total, integers(x, from, section.start, section.end, per_unit, high, low));
+      total = vaddq_s32(total, integers(x, from, section.start, section.end, per_unit, high, low));
       high = in_planes<W::bits>(high), low = in_planes<W::bits>(low);
       for (int i = 0; i < 4; ++i) {
         if (Products::words) as_words(high.val[i], low.val[i]);
@@ -159,9 +157,7 @@ inline void four(const uint8_t* at, const Rows& rows, const Section& section,
     }
   }
   for (int m = 0; m < M; ++m) {
-    const auto two = [&](int i) {
-      return vpaddq_s32(sums[m][i].total(), sums[m][i + 1].total());
-    };
+    const auto two = [&](int i) { return vpaddq_s32(sums[m][i].total(), sums[m][i + 1].total()); };
     out[m] = vpaddq_s32(two(0), two(2));
   }
 }

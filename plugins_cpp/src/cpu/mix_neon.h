@@ -102,8 +102,7 @@ struct Piece {
   }
 
   uint8x16_t codes(int vector, int plane) const {
-    if constexpr (W::bits != 3)
-      return bits_from(of_run[0][vector], W::bits * plane, W::bits);
+    if constexpr (W::bits != 3) return bits_from(of_run[0][vector], W::bits * plane, W::bits);
     if (plane < 6) return bits_from(of_run[plane / 2][vector], plane % 2 * 3, 3);
     const uint8x16_t top = of_run[W::runs - 1][vector] >> uint8_t(plane - 2) & uint8_t(4);
     return bits_from(of_run[plane - 6][vector], 6, 2) | top;
@@ -143,8 +142,8 @@ inline void mix_part(const Piece<W>* pieces, int groups, const Scaled* const* x,
     }
     for (int m = 0; m < M; ++m) {
       for (int i = 0; i < 2; ++i)
-        planes[m][i][plane] = vfmaq_n_f32(vdupq_n_f32(x[m]->lowest),
-                                          vcvtq_f32_s32(sums[m][i].total()), x[m]->unit);
+        planes[m][i][plane] =
+            vfmaq_n_f32(vdupq_n_f32(x[m]->lowest), vcvtq_f32_s32(sums[m][i].total()), x[m]->unit);
     }
   }
   for (int m = 0; m < M; ++m) {
