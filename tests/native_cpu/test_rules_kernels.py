@@ -195,8 +195,8 @@ def test_neighbours_of_a_prompt_that_passes_stages_change_nothing(
     assert isinstance(session, StagedSession)
     run, calls = session.staged.run, itertools.count(1)
 
-    def failing(*given: Any) -> Tensor:  # noqa: ANN401  (as LayerCompute.run)
-        x = run(*given)
+    def failing(*given: Any, **named: Any) -> Tensor:  # noqa: ANN401  (LayerCompute.run)
+        x = run(*given, **named)
         if next(calls) % 7 == 0:
             raise RuntimeError("once")
         return x

@@ -212,7 +212,7 @@ PromptRoom fit(const PromptParams& p, PromptTiles tiles, int shared) {
   for (int h = 0; h < p.heads; ++h)
     two_stages = std::max(two_stages, 2 * (p.head[h].steps_k + p.head[h].steps_v) * kStageUnit);
   PromptRoom room{tiles};
-  for (room.codes_buffers = p.codes_bytes && tiles != kElementTiles ? 2 : 0;;
+  for (room.codes_buffers = p.codes_bytes && tiles != kTilesOfElements ? 2 : 0;;
        --room.codes_buffers) {
     room.stages_at = 2 * p.query_bytes + room.codes_buffers * p.codes_bytes;
     if (room.stages_at + two_stages <= shared) break;
@@ -253,8 +253,8 @@ PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args& a) {
   const int room =
       attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - int(attributes.sharedSizeBytes);
   const bool copied = launch.copies.slots;
-  launch.rooms[0] = fit(launch.params, copied ? kElementTiles : kAllTiles, room);
-  launch.rooms[1] = copied ? fit(launch.params, kCodeTiles, room) : PromptRoom{};
+  launch.rooms[0] = fit(launch.params, copied ? kTilesOfElements : kTilesOfAll, room);
+  launch.rooms[1] = copied ? fit(launch.params, kTilesOfCodes, room) : PromptRoom{};
   check_cuda(
       cudaFuncSetAttribute(launch.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                            std::max(launch.rooms[0].shared_bytes, launch.rooms[1].shared_bytes)),

@@ -171,7 +171,7 @@ __device__ __forceinline__ void attend(const P& p, PromptShared& s, uint32_t sha
 template <class E, class P>
 __global__ void __launch_bounds__(kPromptThreads, 1) attend_prompt(const __grid_constant__ P p) {
 #ifdef KVLATHE_WGMMA
-  if (p.tiles == kCodeTiles && !*p.codes_left) return;
+  if (p.tiles == kTilesOfCodes && !*p.codes_left) return;
   // Two tiles of queries | buffers of codes | the stages. Blocks begin at multiples of 1024 bytes.
   extern __shared__ __align__(1024) char dynamic[];
   const uint32_t shared =

@@ -264,7 +264,7 @@ struct Fetcher {
 
   // Whether this launch takes a tile.
   __device__ bool takes(const PromptTile& tile) const {
-    return p.tiles == kAllTiles || reads_codes(tile) == (p.tiles == kCodeTiles);
+    return p.tiles == kTilesOfAll || reads_codes(tile) == (p.tiles == kTilesOfCodes);
   }
   __device__ bool reads_codes(const PromptTile& tile) const {
     const PromptHead& head = p.head[tile.head];

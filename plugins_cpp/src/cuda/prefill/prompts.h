@@ -31,7 +31,7 @@ inline int64_t prompt_tiles_most(int64_t tokens, int64_t batch, int64_t group_si
 
 // Which tiles of the list a launch takes. Where pages are copied, those that read codes all the same
 // have a launch of their own: buffers of codes would cost the others a stage.
-enum PromptTiles { kAllTiles, kElementTiles, kCodeTiles };
+enum PromptTiles { kTilesOfAll, kTilesOfElements, kTilesOfCodes };
 
 // How a launch divides shared memory: two tiles of queries, then buffers of codes (0 to 2), then
 // stages of K | V from stages_at on.
