@@ -95,6 +95,7 @@ def test_the_command_builds_the_engine_that_was_measured(
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_was_stopped_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
