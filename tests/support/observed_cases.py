@@ -96,11 +96,13 @@ class Observation:
         lengths: list[list[int]],
         share: float,
         seed: int,
+        room: int = 1,
     ) -> None:
         """``queries`` [B] new tokens; ``lengths`` [B][buckets], whole pages in cold ones;
-        ``share`` of the rows is observed."""
+        ``share`` of the rows is observed. ``room``: memory for states, in multiples of
+        the least; with more, several blocks share the tokens of a row."""
         self.plan, self.layout, self.queries = plan, CacheLayout(plan), queries
-        self.rng = np.random.default_rng(seed)
+        self.rng, self.room = np.random.default_rng(seed), room
         self.layer = plan.model.layers - 1
         self.lengths = np.array(lengths, np.int32)
         self.starts = np.concatenate([[0], np.cumsum(queries)]).astype(np.int32)
@@ -252,7 +254,8 @@ class Observation:
             [table.data_ptr() for table in tables],
             [table.shape[1] for table in tables],
         )
-        states = torch.empty(2 * len(q) * self.group * form.heads, device=device)
+        least = 2 * len(q) * self.group * form.heads
+        states = torch.empty(self.room * least, device=device)
         scores = LayerScores(self.layout, self.layer, form)
         scores.observe(call, step, (states.data_ptr(), states.nbytes))
         return pool.cpu().numpy()
@@ -296,4 +299,5 @@ def observations(draw: st.DrawFn, most: int = 70) -> Observation:
         cold = p * draw(st.integers(0, 2))
         lengths.append([cold if b.source is not None else hot for b in plan.buckets])
     share = draw(st.sampled_from([0.0, 0.1, 1.0]))
-    return Observation(plan, queries, lengths, share, draw(st.integers(0, 99)))
+    seed, room = draw(st.integers(0, 99)), draw(st.sampled_from([1, 3, 20]))
+    return Observation(plan, queries, lengths, share, seed, room)

@@ -163,8 +163,8 @@ typedef struct kvlathe_observe_args {
   const int32_t* rows;               /* [T]: the observed rows, ascending */
   const int32_t* row_starts;         /* [B + 1]: where each sequence's begin in `rows` */
   const int32_t* token_positions;    /* [T]; null where no part keeps positions */
-  void* states;                      /* 8 * T * group_size * lanes of the call, bytes */
-  int64_t states_bytes;
+  void* states;                      /* 8 * T * group_size * lanes of the call, bytes; with more, */
+  int64_t states_bytes;              /* up to 16 times, more blocks share the tokens of few rows */
 } kvlathe_observe_args;
 
 KVLATHE_API int32_t kvlathe_cuda_observe(const kvlathe_observe_args* args, kvlathe_status* status);

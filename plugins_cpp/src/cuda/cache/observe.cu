@@ -10,7 +10,12 @@ namespace kvlathe::cuda {
 namespace {
 
 // Blocks of a lane and a sequence that share its tokens while one row is observed.
-constexpr int kDecodeBlocks = 8;
+constexpr int kDecodeBlocks = 16;
+
+// Blocks of one sequence that a GPU should have for the states, and how many share a column's tokens
+// at most. A block waits for its tokens, 64 by 64.
+constexpr int kStateBlocks = 128;
+constexpr int kMostSplits = 16;
 
 void check(const kvlathe_observe_args& a) {
   check_version(a.abi_version);
@@ -30,11 +35,16 @@ void check(const kvlathe_observe_args& a) {
   }
 }
 
+// Of one split.
+int64_t bytes_of_states(const kvlathe_observe_args& a, int64_t heads) {
+  return int64_t{sizeof(float2)} * a.tokens * a.call->group_size * heads;
+}
+
 void check_memory(const kvlathe_observe_args& a, int64_t heads) {
   require(a.cu_seqlens_q && a.rows && a.row_starts && a.states, KVLATHE_BAD_ARGUMENT,
           "cu_seqlens_q, rows, row_starts or states is null");
   check_aligned(a.states, sizeof(float2), "the states");
-  const int64_t bytes = int64_t{sizeof(float2)} * a.tokens * a.call->group_size * heads;
+  const int64_t bytes = bytes_of_states(a, heads);
   require(a.states_bytes >= bytes, KVLATHE_TOO_SMALL,
           "the states have " + std::to_string(a.states_bytes) + " bytes and " +
               std::to_string(bytes) + " are needed");
@@ -114,6 +124,13 @@ int codes_bytes(const ObserveParams& p) {
   return most;
 }
 
+// As many as the states have room for.
+int splits_of(const kvlathe_observe_args& a, const ObserveParams& p, int columns) {
+  const int64_t room = a.states_bytes / bytes_of_states(a, p.heads);
+  const int wanted = kStateBlocks / std::max(1, columns * p.heads);
+  return int(std::clamp<int64_t>(std::min<int64_t>(wanted, room), 1, kMostSplits));
+}
+
 template <class Kernel>
 void launch(Kernel kernel, ObserveParams& p, int blocks, int batch, int shared, void* stream) {
   if (!blocks) return;
@@ -140,9 +157,10 @@ void observe(const kvlathe_observe_args& a) {
   if (!tiles) return;
   if (a.most_rows <= 1) tiles = std::min(tiles, kDecodeBlocks);
   const int columns = (a.most_rows * p.group_size + kObserveColumns - 1) / kObserveColumns;
+  p.splits = splits_of(a, p, columns);
   const bool half = a.call->element == KVLATHE_F16;
-  launch(half ? observe_states<Half> : observe_states<Bfloat>, p, columns, a.batch, shared,
-         a.call->stream);
+  launch(half ? observe_states<Half> : observe_states<Bfloat>, p, columns * p.splits, a.batch,
+         shared, a.call->stream);
   launch(half ? observe_tokens<Half> : observe_tokens<Bfloat>, p, tiles, a.batch, shared,
          a.call->stream);
 }

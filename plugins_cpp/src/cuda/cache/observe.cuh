@@ -2,6 +2,9 @@
 // observed row's softmax, and then, for 64 tokens of a lane at a time, the sum of their
 // probabilities. A token's score has one writer, so nothing is added atomically.
 //
+// Few rows leave few blocks for the first kernel. So several blocks may share the tokens of a
+// column, each with a state of its own. The second kernel merges them.
+//
 // Columns are query heads of observed rows. A block multiplies 64 tokens by 64 columns.
 #pragma once
 
@@ -43,10 +46,11 @@ struct ObserveParams {
   const uint16_t* q;
   int64_t q_stride;
   const int32_t *cu_seqlens_q, *rows, *row_starts, *positions;
-  float2* states;  // [heads, columns of all rows]
+  float2* states;  // [splits, heads, columns of all rows]
   float scale_log2;
   int32_t heads, group_size, page_tokens, parts, tokens;
-  int32_t pitch;  // bytes of a row in shared memory
+  int32_t splits;  // blocks that share the tokens of a column
+  int32_t pitch;   // bytes of a row in shared memory
   ObservePart part[KVLATHE_MAX_SLOTS];
   ObserveHead head[KVLATHE_MAX_HEADS];
 };
@@ -91,8 +95,9 @@ struct ObservedRows {
   __device__ int row_of(int column) const { return p.rows[first + column / p.group_size]; }
   // How many of the step's tokens a column sees.
   __device__ int sees(int column) const { return row_of(column) - start + 1; }
-  __device__ float2* state(int column) const {
-    return p.states + (int64_t{lane} * p.tokens + first) * p.group_size + column;
+  __device__ float2* state(int column, int split) const {
+    const int64_t row = int64_t{split * p.heads + lane} * p.tokens + first;
+    return p.states + row * p.group_size + column;
   }
 };
 
@@ -218,16 +223,18 @@ struct ColumnState {
   }
 };
 
-// Block (columns, lane, sequence).
+// Block (columns and splits, lane, sequence).
 template <class E>
 __global__ void __launch_bounds__(kObserveThreads)
     observe_states(const __grid_constant__ ObserveParams p) {
   const ObservedRows o(p, blockIdx.y, blockIdx.z);
-  const int column = blockIdx.x * kObserveColumns;
+  const int split = int(blockIdx.x) % p.splits;
+  const int column = int(blockIdx.x) / p.splits * kObserveColumns;
   if (column >= o.columns) return;
+  const int count = min(o.columns - column, kObserveColumns);
   const ObserveRoom room(dynamic_shared(), p.pitch);
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) % 32;
-  const int last = o.sees(min(o.columns, column + kObserveColumns) - 1);
+  const int last = o.sees(column + count - 1);
   load_queries(o, column, room);
   ColumnState own[kColumnTiles][2];
 #pragma unroll 1
@@ -236,7 +243,7 @@ __global__ void __launch_bounds__(kObserveThreads)
     const bool fresh = p.part[part].fresh;
     const int length = o.length(part), end = length + (fresh ? last : 0);
 #pragma unroll 1
-    for (int token = 0; token < end; token += kObserveTokens) {
+    for (int token = split * kObserveTokens; token < end; token += p.splits * kObserveTokens) {
       __syncthreads();
       load_keys<E>(o, part, token, end, room);
       __syncthreads();
@@ -244,6 +251,7 @@ __global__ void __launch_bounds__(kObserveThreads)
       const int place = token + 16 * warp + lane / 4;
 #pragma unroll
       for (int n = 0; n < kColumnTiles; ++n) {
+        if (8 * n >= count) break;
         float d[4];
         keys.multiply<E>(d, room, n);
 #pragma unroll
@@ -279,7 +287,18 @@ __global__ void __launch_bounds__(kObserveThreads)
     const float2 other = shared_at<const float2>(room.merge + (i * kObserveColumns + at) * 8);
     whole.merge(other.x, other.y);
   }
-  *o.state(column + at) = {whole.m, whole.l};
+  *o.state(column + at, split) = {whole.m, whole.l};
+}
+
+// The largest score of a column, and 1 over its sum.
+__device__ inline float2 merged_state(const ObservedRows& o, int column) {
+  ColumnState whole;
+#pragma unroll 1
+  for (int split = 0; split < o.p.splits; ++split) {
+    const float2 other = *o.state(column, split);
+    whole.merge(other.x, other.y);
+  }
+  return {whole.m, 1 / whole.l};
 }
 
 // What all columns give this thread's two tokens, summed over a part of the columns.
@@ -302,8 +321,8 @@ __device__ void add_columns(float (&sums)[2], const ObservedRows& o, int part, i
     load_queries(o, column, room);
     const int own = threadIdx.x;
     if (own < kObserveColumns) {
-      float2 state{0, 0};  // a column that is not there gives nothing
-      if (own < count) state = *o.state(column + own), state.y = 1 / state.y;
+      // A column that is not there gives nothing.
+      const float2 state = own < count ? merged_state(o, column + own) : float2{0, 0};
       shared_at<float2>(room.states + own * 8) = state;
     }
     __syncthreads();
