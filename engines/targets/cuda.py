@@ -104,7 +104,7 @@ def _size_refusal(plan: CompressionPlan) -> Refusal | None:
     inputs = max(lane.input_dim for lane in plan.lanes)
     buckets, group = len(kernel_parts(plan)), plan.model.group_size
     slots = most_slots(plan)
-    observed = most_in_a_layer(plan) if plan.observes else 0
+    observed = most_in_a_layer(plan) if plan.ranked else 0
     sizes = (
         (f"it has {buckets} buckets, one for each window", buckets, "kMaxBuckets"),
         (f"a head is in {slots} buckets", slots, "kMaxSlots"),
@@ -118,5 +118,8 @@ def _size_refusal(plan: CompressionPlan) -> Refusal | None:
         most = kernel_limits()[name]
         if size > most:
             reason = f"{fact}, and the kernels take {most} at most"
-            return reason, "choose --backend onnxruntime, or compress more"
+            remedy = "choose --backend onnxruntime, or compress more"
+            if name == "kMaxBuckets" and plan.compaction and plan.compaction.apart:
+                remedy = "write heads=same, or choose --backend onnxruntime"
+            return reason, remedy
     return None

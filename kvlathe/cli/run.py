@@ -199,7 +199,7 @@ def compact_command(
     from kvlathe.runtime.text.sampling_params import SamplingParams
 
     params = SamplingParams(max_new_tokens=max_new_tokens)
-    with LLM.load(engine, threads=threads, share_prefixes=True, device="cpu") as llm:
+    with LLM.load(engine, threads=threads, share_prefixes=True) as llm:
         made = dataclasses.asdict(llm.compact(prefix, keep))
         answers = llm.generate([prefix + prompt for prompt in prompts], params)
     return made | {"answers": [answer.text for answer in answers]}

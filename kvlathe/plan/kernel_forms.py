@@ -35,16 +35,13 @@ def node_refusal(plan: CompressionPlan) -> Refusal | None:
 
 
 def ranking_refusal(plan: CompressionPlan) -> Refusal | None:
-    """Of what ranks its tokens, or compacts prefixes; None where the kernels do it."""
-    if not plan.observes:
+    """Of what ranks its tokens; None where the kernels do it."""
+    if not plan.ranked:
         return None
     if not plan.model.shifts:
         reason = "the model bounds its scores or has sink logits"
         remedy = "choose another backend, or a compression that treats tokens alike"
         return f"{reason}, by which no kernel ranks tokens", remedy
-    if plan.compaction is not None:
-        reason = "its prefixes can be compacted, which no kernel does"
-        return reason, "choose another backend, or a compression that keeps prefixes"
     observation = plan.observation
     if plan.stages and not _ranks_its_rows(plan):
         reason = "a prompt loses rows between layers that keep no scores of its own"

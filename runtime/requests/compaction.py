@@ -86,8 +86,8 @@ class Compaction:
         if prefixes is None or not isinstance(session, TokenRanker):
             raise KvlatheError(
                 "this engine keeps no prefixes",
-                "it was loaded without sharing, or on a GPU",
-                "load it with share_prefixes, on the CPU",
+                "it was loaded without sharing",
+                "load it with share_prefixes",
             )
         self._prefixes, self._mover = prefixes, session
         self._count = len(tokens) // prefixes.block * prefixes.block

@@ -28,10 +28,18 @@ def test_plans_that_observe_nothing_are_taken() -> None:
     assert ranking_refusal(plans(model_shape())["sealed"]) is None
 
 
+@pytest.mark.parametrize("kind", ["compacted", "sealed compacted"])
+def test_plans_that_compact_prefixes_are_taken(kind: str) -> None:
+    """Torch says what attends their tokens, also where scores are bounded."""
+    plan = compacting_plans(model_shape())[kind]
+    assert ranking_refusal(plan) is None
+    capped = dataclasses.replace(plan.model, softcap=30.0)
+    assert ranking_refusal(dataclasses.replace(plan, model=capped)) is None
+
+
 SPECIAL = ObservationWindow(special=(3,), recent=0.1)
 REFUSED: dict[str, tuple[CompressionPlan, str]] = {
     "stochastic": (ranked_plans(model_shape())["divided"], "at random"),
-    "compacted": (compacting_plans(model_shape())["compacted"], "compacted"),
     "special": (
         dataclasses.replace(ranked_plan("mixed"), observation=SPECIAL),
         "by their ids",

@@ -38,6 +38,8 @@ from kvlathe.runtime.sessions.gpu.step_buffer import (
 from kvlathe.runtime.sessions.protocols import Float32, StepPlan
 from kvlathe.runtime.sessions.steps import check_step
 
+NOTHING: Bindings = {}
+
 
 class Compute(Protocol):
     """What runs an engine's model. It queues work on the device's stream and waits for
@@ -97,12 +99,19 @@ class DeviceSession(DevicePages):
             self._graph_of(rows).run(step, self.complete)
             return self._rows_of(self._logits, rows)
         form = StepForm.of(step, self.compute.least_rows, self.plan.ranked)
+        return self.launch_alone(step, form, kind)
+
+    def launch_alone(
+        self, step: StepPlan, form: StepForm, kind: StepKind, more: Bindings = NOTHING
+    ) -> DeviceArray:
+        """Without a graph. ``more``: what is written beside the logits, for those that
+        ask."""
         logits = self.room_for(form.rows)
         self._buffer.send(step, form)
         inputs = self._buffer.bindings(form)
         self.complete(step, inputs["input_ids"])
-        self._queue(inputs, len(step.query_offsets), form, logits, kind)
-        return self._rows_of(logits, rows)
+        self._queue(inputs, len(step.query_offsets), form, logits, kind, more)
+        return self._rows_of(logits, len(step.logit_rows))
 
     def lost(self) -> str:
         """As OnDevice.lost. A GPU's fault stays: every later call tells of it."""
@@ -141,9 +150,10 @@ class DeviceSession(DevicePages):
         form: StepForm,
         logits: DeviceArray,
         kind: StepKind,
+        more: Bindings = NOTHING,
     ) -> None:
         inputs = self.inputs_of(step, queries)
-        outputs = {"logits": self._rows_of(logits, form.rows)}
+        outputs = {"logits": self._rows_of(logits, form.rows), **more}
         for name, array in self._outputs.items():
             outputs[name] = array.view(0, (form.tokens, *array.shape[1:]), array.dtype)
         self.compute.queue(inputs, outputs, kind)

@@ -106,7 +106,7 @@ class StepForm:
         pages = -(-limits.max_seq_len // plan.page_tokens) + 1
         tokens = limits.max_num_tokens
         widths = (pages,) * len(plan.buckets)
-        return cls(tokens, limits.max_batch_size, tokens, widths, plan.ranked)
+        return cls(tokens, limits.max_batch_size, tokens, widths, plan.observes)
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:

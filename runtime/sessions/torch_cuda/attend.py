@@ -35,6 +35,7 @@ from kvlathe.runtime.native.library import ABI_VERSION
 from kvlathe.runtime.native.parts import Part, WindowForm, window_form
 from kvlathe.runtime.sessions.torch_cuda.bundles import bundled_rows, most_bundled
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
+from kvlathe.runtime.sessions.torch_cuda.mass import LargestShares
 from kvlathe.runtime.sessions.torch_cuda.observer import Observer
 from kvlathe.runtime.sessions.torch_cuda.rows import ELEMENTS
 
@@ -76,6 +77,7 @@ class Attention:
         self.sinks = sinks
         self.most_bundled = most_bundled(library, plan)
         self.observer = Observer(plan, self.forms, pool, most_rows)
+        self.shares = LargestShares(plan, scales, pool, sinks)
 
     def spread(
         self, step: StepInputs, tokens: int, layers: range | None = None
@@ -206,6 +208,7 @@ class Attention:
         )
         self.library.call("cuda_attend_decode", byref(args))
         self.observer.queue(args, layer, spread.step)
+        self.shares.queue(layer, queries, spread.step)
         return out
 
     def _append(

@@ -4,6 +4,7 @@ kernels, on the pages and CUDA graphs of a DeviceSession."""
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.side_memory import room_for_copies
 from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepKind
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention
+from kvlathe.runtime.sessions.torch_cuda.compacting import CompactingSession
 from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder, read_decoder
 from kvlathe.runtime.sessions.torch_cuda.device import (
     TorchDevice,
@@ -24,7 +26,7 @@ from kvlathe.runtime.sessions.torch_cuda.device import (
     memory_bytes,
     tensor_of,
 )
-from kvlathe.runtime.sessions.torch_cuda.inputs import Observed, StepInputs
+from kvlathe.runtime.sessions.torch_cuda.inputs import Mass, Observed, StepInputs
 from kvlathe.runtime.sessions.torch_cuda.ranking import RankingSession, scratch_bytes
 from kvlathe.runtime.sessions.torch_cuda.rows import NativeRows
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
@@ -62,7 +64,9 @@ def session_of(
     compute = compute_of(device, library, decoder, plan, limits, pool)
     if plan.stages:
         return StagedSession(device, library, plan, limits, pool, compute)
-    session = RankingSession if plan.ranked else TorchSession
+    session = TorchSession
+    if plan.observes:
+        session = RankingSession if plan.ranked else CompactingSession
     return session(device, library, plan, limits, pool, compute)
 
 
@@ -100,7 +104,9 @@ class TorchCompute:
     @torch.inference_mode()
     def queue(self, inputs: Bindings, outputs: Bindings, kind: StepKind) -> None:
         rows = tensor_of(inputs["logit_rows"])
-        x = self.run(inputs, kind, range(len(self.decoder.layers)), rows=rows)
+        mass = _mass(inputs, outputs)
+        layers = range(len(self.decoder.layers))
+        x = self.run(inputs, kind, layers, rows=rows, mass=mass)
         tensor_of(outputs["logits"]).copy_(self.decoder.logits(x))
 
     def run(
@@ -110,9 +116,11 @@ class TorchCompute:
         layers: range,
         x: Tensor | None = None,
         rows: Tensor | None = None,
+        mass: Mass | None = None,
     ) -> Tensor:
         """Queue some ``layers`` of a step: what leaves them [T, D]. ``x`` [T, D] enters
-        them; None: the step's tokens do. ``rows`` [R]: those that leave, if not all."""
+        them; None: the step's tokens do. ``rows`` [R]: those that leave, if not all.
+        ``mass``: what is to be filled."""
         input_ids = tensor_of(inputs["input_ids"])
         positions = tensor_of(inputs["positions"])
         buckets = inputs["lengths"].shape[1]
@@ -122,8 +130,9 @@ class TorchCompute:
             [tensor_of(inputs[f"page_table_{b}"]) for b in range(buckets)],
             kind.decode,
             kind.rows,
-            _observed(inputs),
+            _observed(inputs) if mass is None else None,
             kind.rows_each,
+            mass,
         )
         spread = self.attention.spread(step, len(input_ids), layers)
         if x is None:
@@ -145,4 +154,20 @@ def _observed(inputs: Bindings) -> Observed | None:
         tensor_of(inputs["observed_starts"]),
         tensor_of(inputs["positions"]),
         inputs["query_offsets"].shape[0],
+    )
+
+
+def _mass(inputs: Bindings, outputs: Bindings) -> Mass | None:
+    """What is asked for of a step whose rows are observed to compact a prefix. Waits for
+    the GPU: the host has to know how much it reads."""
+    if "mass" not in outputs:
+        return None
+    every = tensor_of(inputs["observed_rows"]).tolist()
+    ends = tensor_of(inputs["observed_starts"]).tolist()
+    rows = [every[first:end] for first, end in pairwise(ends)]
+    return Mass(
+        tensor_of(outputs["mass"]),
+        tensor_of(inputs["cu_seqlens_q"]).tolist(),
+        rows,
+        tensor_of(inputs["lengths"]).tolist(),
     )

@@ -21,6 +21,19 @@ class Observed:
 
 
 @dataclass(frozen=True)
+class Mass:
+    """What the observed rows of a step give each token at most (docs/attend.md), where
+    the plan compacts prefixes: ``largest`` float32 [B, kept lanes, N] on the device, to
+    be filled. The rest is known to the host: ``starts`` [B + 1] of each sequence's rows,
+    the observed ``rows`` of each, and its ``lengths`` [buckets]."""
+
+    largest: Tensor
+    starts: Sequence[int]
+    rows: Sequence[Sequence[int]]
+    lengths: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
 class StepInputs:
     """A step on the device, int32: ``cu_seqlens_q`` [B+1], ``lengths`` [B, S],
     ``page_tables`` S times [B, M_s].
@@ -28,7 +41,7 @@ class StepInputs:
     ``single``: sequence b has exactly row b, or none (a decode step). ``rows``: all rows
     from this one on are of prompt chunks: of sequences that bring LEAST_CHUNK or more.
     ``observed``: where the plan ranks tokens. ``rows_each``: of a sequence that brings no
-    prompt chunk, on the mean.
+    prompt chunk, on the mean. ``mass``: where somebody asks for it.
     """
 
     cu_seqlens_q: Tensor
@@ -38,3 +51,4 @@ class StepInputs:
     rows: int
     observed: Observed | None = None
     rows_each: float = 1.0
+    mass: Mass | None = None

@@ -45,7 +45,8 @@ def scratch_bytes(plan: CompressionPlan) -> int:
     divided = [
         strides[bucket.source]
         for bucket in plan.buckets
-        if bucket.source is not None and bucket.tokens.by_saliency
+        if bucket.source is not None
+        and (bucket.tokens.by_saliency or plan.compaction is not None)
     ]
     return (SCRATCH_PAGES + 1) * max(divided, default=0)
 
