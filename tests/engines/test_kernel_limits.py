@@ -15,7 +15,7 @@ from kvlathe.engines.targets import cuda, onnxruntime
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import KEEP_ALL, Window
+from kvlathe.plan.token_rules import KEEP_ALL, Compacted, Window
 from kvlathe.runtime.native.cuda import LEAST_CHUNK
 from kvlathe.runtime.sessions.torch_cuda.rows import WIDEST
 
@@ -118,6 +118,23 @@ def test_every_window_of_a_bucket_counts() -> None:
     cuda.check_plan("cuda", without)
     for plan in (with_windows, without):
         assert onnxruntime.gpus(plan, "float16") == cuda.ARCHITECTURES
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_prefixes_compacted_head_by_head_take_a_bucket_a_head(apart: bool) -> None:
+    """What is refused says how all heads share one."""
+    most = LIMITS["kMaxBuckets"]
+    plan = plan_of(lanes=most + 1, buckets=most + 1 if apart else 1)
+    rule = Compacted(0.3, apart)
+    buckets = [dataclasses.replace(bucket, tokens=rule) for bucket in plan.buckets]
+    plan = dataclasses.replace(plan, buckets=tuple(buckets))
+    if not apart:
+        cuda.check_plan("cuda", plan)
+        assert not onnxruntime.gpus(plan, "float16")
+        return
+    with pytest.raises(KvlatheError) as refusal:
+        cuda.check_plan("cuda", plan)
+    assert "heads=same" in refusal.value.remedy
 
 
 def test_groups_that_no_kernel_reads_are_refused() -> None:
