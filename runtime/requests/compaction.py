@@ -92,10 +92,13 @@ class Compaction:
         self._prefixes, self._mover = prefixes, session
         self._count = len(tokens) // prefixes.block * prefixes.block
         if not self._count:
+            remedy = "give a longer one"
+            if prefixes.block > self._plan.page_tokens:
+                remedy += ", or build with a smaller --prefill-chunk"
             raise KvlatheError(
                 f"a prefix of {len(tokens)} tokens cannot be compacted",
                 f"prefixes are kept in blocks of {prefixes.block}",
-                "give a longer one",
+                remedy,
             )
         self._tokens = tokens[: self._count]
         self._part = self._in_cache(min(PART, self._room()))
