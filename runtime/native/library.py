@@ -2,8 +2,8 @@
 Everything also runs without it.
 
 Looked for: the file KVLATHE_LIBRARY, beside this package, and in a checkout's
-build/native. KVLATHE_NATIVE=0: not used. KVLATHE_ISA (portable, avx2,
-avxvnni, avx512, avx512vnni, neon, neondot) chooses the CPU kernels' instruction set; by default the
+build/native. KVLATHE_NATIVE=0: not used. KVLATHE_ISA (portable, avx2, avxvnni, avx512,
+avx512vnni, neon, neondot, sve) chooses the CPU kernels' instruction set; by default the
 best there is.
 """
 

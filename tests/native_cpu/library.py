@@ -17,7 +17,7 @@ from kvlathe.runtime.native.library import ABI_VERSION, Native, Status
 from tests.support.aarch64 import Guest
 from tests.support.attend_cases import Case
 
-AUTO, PORTABLE, AVX2, AVX512, AVX512_VNNI, AVX_VNNI, NEON, NEON_DOT = range(8)
+AUTO, PORTABLE, AVX2, AVX512, AVX512_VNNI, AVX_VNNI, NEON, NEON_DOT, SVE = range(9)
 Array = npt.NDArray[Any]
 
 

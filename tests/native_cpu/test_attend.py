@@ -24,6 +24,7 @@ from tests.native_cpu.library import (
     NEON,
     NEON_DOT,
     PORTABLE,
+    SVE,
     Call,
 )
 from tests.support.attend_cases import Array, Case, cases, plan_of
@@ -36,6 +37,7 @@ ISAS = {
     "avx512vnni": AVX512_VNNI,
     "neon": NEON,
     "neondot": NEON_DOT,
+    "sve": SVE,
 }
 """Those that this machine lacks are skipped; test_aarch64.py has another machine."""
 

@@ -21,7 +21,8 @@ enum kvlathe_isa {
   KVLATHE_ISA_AVX512_VNNI = 4, /* products with codes on the integer dot product */
   KVLATHE_ISA_AVX_VNNI = 5,    /* AVX2 and the integer dot product of 256 bits */
   KVLATHE_ISA_NEON = 6,        /* every aarch64 machine */
-  KVLATHE_ISA_NEON_DOT = 7     /* NEON and the integer dot product (Armv8.2 FEAT_DotProd) */
+  KVLATHE_ISA_NEON_DOT = 7,    /* NEON and the integer dot product (Armv8.2 FEAT_DotProd) */
+  KVLATHE_ISA_SVE = 8          /* SVE with vectors of 256 or 512 bits */
 };
 
 /* One layer's form, read once from its table (layer_table of kvlathe/plan/layer_table.py). Shared
@@ -143,7 +144,7 @@ typedef struct kvlathe_move_args {
 
 KVLATHE_API int32_t kvlathe_cpu_move(const kvlathe_move_args* args, kvlathe_status* status);
 
-/* "avx512vnni", "avxvnni", "avx512", "avx2", "neondot", "neon" or "portable": what KVLATHE_ISA_AUTO
+/* "avx512vnni", "avxvnni", "avx512", "avx2", "sve", "neondot", "neon" or "portable": what KVLATHE_ISA_AUTO
  * means here, which is the best that this machine has or what the environment's KVLATHE_ISA names.
  * Null, and a status, where that is unknown or this machine lacks it.
  */

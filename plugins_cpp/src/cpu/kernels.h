@@ -95,6 +95,9 @@ extern const Kernels kPortable;
 extern const Kernels kAvx2, kAvxVnni, kAvx512, kAvx512Vnni;
 #elif defined(KVLATHE_AARCH64)
 extern const Kernels kNeon, kNeonDot;
+#if defined(KVLATHE_SVE_KERNELS)
+extern const Kernels kSve256, kSve512;  // by the bits of a vector
+#endif
 #endif
 
 }  // namespace kvlathe

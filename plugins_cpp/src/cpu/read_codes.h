@@ -4,7 +4,7 @@
 // Floats multiply as they are. Codes of one group share (scale, minimum), which leave the sum:
 //     sum x (scale code + minimum) = scale sum x code + minimum sum x.
 // Where there are vectors, codes are multiplied as integers instead (integer.h and integer_mix.h with
-// AVX-512 VNNI, else dots256.h and mix256.h; dots_neon.h and mix_neon.h).
+// AVX-512 VNNI, else dots256.h and mix256.h; dots_arm.h and mix_arm.h).
 #pragma once
 
 #include <cstring>
@@ -19,8 +19,8 @@
 #include "cpu/dots256.h"
 #include "cpu/mix256.h"
 #elif defined(KVLATHE_NEON)
-#include "cpu/dots_neon.h"
-#include "cpu/mix_neon.h"
+#include "cpu/dots_arm.h"
+#include "cpu/mix_arm.h"
 #include "cpu/spread_neon.h"
 #endif
 

@@ -9,15 +9,17 @@
 
 #if defined(KVLATHE_AARCH64) && defined(__linux__)
 #include <asm/hwcap.h>
+#include <linux/prctl.h>
 #include <sys/auxv.h>
+#include <sys/prctl.h>
 #endif
 
 namespace kvlathe {
 namespace {
 
-const char* const kNames[] = {"auto",       "portable", "avx2", "avx512",
-                              "avx512vnni", "avxvnni",  "neon", "neondot"};
-constexpr int32_t kMostIsa = KVLATHE_ISA_NEON_DOT;
+const char* const kNames[] = {"auto",    "portable", "avx2",    "avx512", "avx512vnni",
+                              "avxvnni", "neon",     "neondot", "sve"};
+constexpr int32_t kMostIsa = KVLATHE_ISA_SVE;
 
 #if defined(KVLATHE_AARCH64)
 bool has_dot_products() {
@@ -28,6 +30,16 @@ bool has_dot_products() {
 #else
   return false;
 #endif
+}
+#endif
+
+#if defined(KVLATHE_SVE_KERNELS)
+// For this machine's vectors. Those of 128 bits are NEON's.
+const Kernels* sve_kernels() {
+  if (!(getauxval(AT_HWCAP) & HWCAP_SVE)) return nullptr;
+  const int found = prctl(PR_SVE_GET_VL);
+  const int bits = found < 0 ? 0 : 8 * (found & PR_SVE_VL_LEN_MASK);
+  return bits == 256 ? &kSve256 : bits == 512 ? &kSve512 : nullptr;
 }
 #endif
 
@@ -52,6 +64,9 @@ const Kernels* supported(int32_t isa) {
                : nullptr;
   }
 #elif defined(KVLATHE_AARCH64)
+#if defined(KVLATHE_SVE_KERNELS)
+  if (isa == KVLATHE_ISA_SVE) return sve_kernels();
+#endif
   if (isa == KVLATHE_ISA_NEON_DOT) return has_dot_products() ? &kNeonDot : nullptr;
   if (isa == KVLATHE_ISA_NEON) return &kNeon;
 #endif
@@ -70,9 +85,10 @@ int32_t asked_for() {
   for (int32_t isa = KVLATHE_ISA_PORTABLE; isa <= kMostIsa; ++isa) {
     if (std::strcmp(name, kNames[isa]) == 0) return isa;
   }
-  throw Refusal(KVLATHE_BAD_ARGUMENT,
-                std::string("KVLATHE_ISA is ") + name +
-                    " and must be portable, avx2, avxvnni, avx512, avx512vnni, neon or neondot");
+  throw Refusal(
+      KVLATHE_BAD_ARGUMENT,
+      std::string("KVLATHE_ISA is ") + name +
+          " and must be portable, avx2, avxvnni, avx512, avx512vnni, neon, neondot or sve");
 }
 
 }  // namespace
@@ -80,8 +96,9 @@ int32_t asked_for() {
 const Kernels& kernels_for(int32_t isa) {
   if (isa == KVLATHE_ISA_AUTO) isa = asked_for();
   if (isa == KVLATHE_ISA_AUTO) {
-    for (int32_t best : {KVLATHE_ISA_AVX512_VNNI, KVLATHE_ISA_AVX_VNNI, KVLATHE_ISA_AVX512,
-                         KVLATHE_ISA_AVX2, KVLATHE_ISA_NEON_DOT, KVLATHE_ISA_NEON}) {
+    for (int32_t best :
+         {KVLATHE_ISA_AVX512_VNNI, KVLATHE_ISA_AVX_VNNI, KVLATHE_ISA_AVX512, KVLATHE_ISA_AVX2,
+          KVLATHE_ISA_SVE, KVLATHE_ISA_NEON_DOT, KVLATHE_ISA_NEON}) {
       if (const Kernels* found = supported(best)) return *found;
     }
     return kPortable;

@@ -9,6 +9,9 @@
 #include <immintrin.h>
 #elif defined(KVLATHE_NEON)
 #include <arm_neon.h>
+#if defined(KVLATHE_SVE)
+#include <arm_sve.h>
+#endif
 #else
 #include "cpu/numbers.h"
 #endif
@@ -20,6 +23,8 @@ namespace {
 constexpr int kLanes = 16, kTileRows = 6, kTileVectors = 4;
 #elif defined(__AVX2__)
 constexpr int kLanes = 8, kTileRows = 4, kTileVectors = 2;
+#elif defined(KVLATHE_SVE)
+constexpr int kLanes = __ARM_FEATURE_SVE_BITS / 32, kTileRows = 6, kTileVectors = 4;
 #elif defined(KVLATHE_NEON)
 constexpr int kLanes = 4, kTileRows = 6, kTileVectors = 4;
 #else
@@ -59,6 +64,15 @@ inline void sums(Floats a, Floats b, Floats c, Floats d, float* out) {
       _mm256_hadd_ps(_mm256_hadd_ps(halved(a), halved(b)), _mm256_hadd_ps(halved(c), halved(d)));
   _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)));
 }
+#elif defined(KVLATHE_SVE)
+inline void sums(Floats a, Floats b, Floats c, Floats d, float* out) {
+  const auto neighbours = [](Floats x, Floats y) -> Floats {
+    return svadd_f32_x(svptrue_b32(), svuzp1_f32(x, y), svuzp2_f32(x, y));
+  };
+  Floats x = neighbours(neighbours(a, b), neighbours(c, d));
+  for (int left = kLanes; left > 4; left /= 2) x = neighbours(x, x);
+  svst1_f32(svptrue_pat_b32(SV_VL4), out, x);
+}
 #elif defined(KVLATHE_NEON)
 inline void sums(Floats a, Floats b, Floats c, Floats d, float* out) {
   vst1q_f32(out, vpaddq_f32(vpaddq_f32(a, b), vpaddq_f32(c, d)));
@@ -83,6 +97,8 @@ inline float sum(Floats x) {
 inline float largest(Floats x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps((__m512)x);
+#elif defined(KVLATHE_SVE)
+  return svmaxv_f32(svptrue_b32(), x);
 #elif defined(KVLATHE_NEON)
   return vmaxvq_f32(x);
 #else
@@ -138,6 +154,18 @@ inline void store_half(uint16_t* p, Floats x) {
 }
 inline Floats load_bytes(const uint8_t* p) {
   return (Floats)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+#elif defined(KVLATHE_SVE)
+inline Floats load_half(const uint16_t* p) {
+  const svuint32_t halves = svld1uh_u32(svptrue_b32(), p);
+  return svcvt_f32_f16_x(svptrue_b32(), svreinterpret_f16_u32(halves));
+}
+inline void store_half(uint16_t* p, Floats x) {
+  const svfloat16_t halves = svcvt_f16_f32_x(svptrue_b32(), x);
+  svst1h_u32(svptrue_b32(), p, svreinterpret_u32_f16(halves));
+}
+inline Floats load_bytes(const uint8_t* p) {
+  return svcvt_f32_u32_x(svptrue_b32(), svld1ub_u32(svptrue_b32(), p));
 }
 #elif defined(KVLATHE_NEON)
 inline Floats load_half(const uint16_t* p) {

@@ -1,10 +1,10 @@
-// Products of x with rows of codes on NEON: a vector holds a piece of one row, and four rows are
-// summed up together. Included by read_codes.h only.
+// Products of x with rows of codes on Arm: a segment of a vector holds a piece of one row, and the rows
+// of four vectors are summed up together. Included by read_codes.h only.
 #pragma once
 
 #include <type_traits>
 
-#include "cpu/products_neon.h"
+#include "cpu/products_arm.h"
 
 namespace kvlathe {
 namespace {
@@ -82,35 +82,33 @@ void prepare(const float* x, const Rows& rows, const Section* sections, int coun
   }
 }
 
-// The pieces of four rows.
+// The pieces of kLanes rows, in four vectors.
 template <class W>
-struct PiecesOfFour {
+struct PiecesOfRows {
   static constexpr int planes = W::planes;
   const uint8_t* at;
   int64_t stride;
-  uint8x16_t packed[4];
+  Bytes packed[4];
 
-  PiecesOfFour(const uint8_t* row, const Rows& rows, const Section& section)
+  PiecesOfRows(const uint8_t* row, const Rows& rows, const Section& section)
       : at(row + section.start * W::bits / 8), stride(rows.stride) {}
 
   void next() {
-    for (int i = 0; i < 4; ++i) packed[i] = vld1q_u8(at + i * stride);
+    for (int i = 0; i < 4; ++i) packed[i] = load_pieces(at + i * kSegments * stride, stride);
     at += 16;
   }
-  uint8x16_t codes(int i, int plane) const {
-    return bits_from(packed[i], W::bits * plane, W::bits);
-  }
+  Bytes codes(int i, int plane) const { return bits_from(packed[i], W::bits * plane, W::bits); }
 };
 
 // Likewise of 3-bit codes: planes as kOrder lays them out for x.
 template <class W>
-struct BlocksOfFour {
+struct BlocksOfRows {
   static constexpr int planes = 4;
   const uint8_t* row;
   int64_t stride, begin, whole;
-  uint8x16_t pair[4], third[4];  // the first run and the second; the third one twice
+  Bytes pair[4], third[4];  // the first run and the second; the third one twice
 
-  BlocksOfFour(const uint8_t* row, const Rows& rows, const Section& section)
+  BlocksOfRows(const uint8_t* row, const Rows& rows, const Section& section)
       : row(row),
         stride(rows.stride),
         begin((rows.first + section.start) / kBlockCodes * kBlockCodes),
@@ -119,27 +117,24 @@ struct BlocksOfFour {
   void next() {
     const Threes place = threes_at(begin, whole);
     const uint8_t* at = row + place.at;
-    for (int i = 0; i < 4; ++i, at += stride) {
-      pair[i] = two_halves(at, at + place.run);
-      third[i] = two_halves(at + 2 * place.run, at + 2 * place.run);
+    for (int i = 0; i < 4; ++i, at += kSegments * stride) {
+      pair[i] = load_halves(at, place.run, stride);
+      third[i] = load_halves(at + 2 * place.run, 0, stride);
     }
     begin += kBlockCodes;
   }
-  uint8x16_t codes(int i, int plane) const {
-    const auto thirds = [&](int8_t first, int8_t second) {
-      return vshlq_u8(third[i], vcombine_s8(vdup_n_s8(-first), vdup_n_s8(-second)));
-    };
+  Bytes codes(int i, int plane) const {
     if (plane < 2) return bits_from(pair[i], 3 * plane, 3);
-    if (plane == 2) return thirds(0, 3) & uint8_t(7);
-    return bits_from(pair[i], 6, 2) | (thirds(4, 5) & uint8_t(4));
+    if (plane == 2) return third[i] >> halves_of(0, 3) & uint8_t(7);
+    return bits_from(pair[i], 6, 2) | (third[i] >> halves_of(4, 5) & uint8_t(4));
   }
 };
 
-// Products of four rows, from `at`, with a section of M rows of x.
+// Products of kLanes rows, from `at`, with a section of M rows of x.
 template <class W, int M>
-inline void four(const uint8_t* at, const Rows& rows, const Section& section,
-                 const Prepared* const* x, uint8x16_t table, int32x4_t* out) {
-  using Pieces = std::conditional_t<W::bits == 3, BlocksOfFour<W>, PiecesOfFour<W>>;
+inline void dots_of_rows(const uint8_t* at, const Rows& rows, const Section& section,
+                         const Prepared* const* x, Bytes table, Ints* out) {
+  using Pieces = std::conditional_t<W::bits == 3, BlocksOfRows<W>, PiecesOfRows<W>>;
   Products sums[M][4];
   Pieces pieces(at, rows, section);
   for (int p = section.first; p < section.first + section.pieces; ++p) {
@@ -147,41 +142,42 @@ inline void four(const uint8_t* at, const Rows& rows, const Section& section,
 #pragma GCC unroll 4
     for (int plane = 0; plane < Pieces::planes; ++plane) {
       const int place = 16 * (Pieces::planes * p + plane);
-      int8x16_t first[M], second[M];
+      SignedBytes first[M], second[M];
       for (int m = 0; m < M; ++m)
-        first[m] = vld1q_s8(x[m]->high + place), second[m] = vld1q_s8(x[m]->low + place);
+        first[m] = repeated(x[m]->high + place), second[m] = repeated(x[m]->low + place);
       for (int i = 0; i < 4; ++i) {
-        const uint8x16_t codes = worth_of<W>(pieces.codes(i, plane), table);
+        const Bytes codes = worth_of<W>(pieces.codes(i, plane), table);
         for (int m = 0; m < M; ++m) sums[m][i].add(codes, first[m], second[m]);
       }
     }
   }
   for (int m = 0; m < M; ++m) {
-    const auto two = [&](int i) { return vpaddq_s32(sums[m][i].total(), sums[m][i + 1].total()); };
-    out[m] = vpaddq_s32(two(0), two(2));
+    const auto two = [&](int i) {
+      return add_neighbours(sums[m][i].total(), sums[m][i + 1].total());
+    };
+    out[m] = add_neighbours(two(0), two(2));
   }
 }
 
-// Rows come in fours: pages hold multiples of 16 tokens and ranks are such, so those past the last
-// are readable. So are 16 bytes where a piece has fewer: metadata follows the codes.
+// Pages hold multiples of 16 tokens and ranks are such, so those past the last of kLanes rows are
+// readable. So are 16 bytes where a piece has fewer: metadata follows the codes.
 template <class W, int M>
 void dots_of_codes(const Rows& rows, const Section* sections, int count, const Prepared* const* x,
                    float* out, int64_t ldo, bool add) {
-  const uint8x16_t table = table_of<W>(rows);
-  for (int r = 0; r < rows.rows; r += 4) {
+  const Bytes table = table_of<W>(rows);
+  for (int r = 0; r < rows.rows; r += kLanes) {
     const int left = rows.rows - r;
-    fetch_ahead(rows, r, 4);
-    float32x4_t total[M];
-    for (int m = 0; m < M; ++m)
-      total[m] = add ? load_first(out + m * ldo + r, left) : vdupq_n_f32(0);
+    fetch_ahead(rows, r, kLanes);
+    Floats total[M];
+    for (int m = 0; m < M; ++m) total[m] = add ? load_first(out + m * ldo + r, left) : Floats{};
     for (int k = 0; k < count; ++k) {
-      int32x4_t dots[M];
-      float32x4_t scale, minimum;
-      four<W, M>(rows.data + r * rows.stride, rows, sections[k], x, table, dots);
-      affine_of_four<W>(rows, r, sections[k].group, scale, minimum);
+      Ints dots[M];
+      Floats scale, minimum;
+      dots_of_rows<W, M>(rows.data + r * rows.stride, rows, sections[k], x, table, dots);
+      affine_of_rows<W>(rows, r, sections[k].group, scale, minimum);
       for (int m = 0; m < M; ++m) {
-        total[m] = vfmaq_n_f32(total[m], minimum, x[m]->sums[k]);
-        total[m] = vfmaq_f32(total[m], vmulq_n_f32(scale, x[m]->unit), vcvtq_f32_s32(dots[m]));
+        total[m] += minimum * x[m]->sums[k];
+        total[m] += scale * x[m]->unit * __builtin_convertvector(dots[m], Floats);
       }
     }
     for (int m = 0; m < M; ++m) store_first(out + m * ldo + r, total[m], left);
