@@ -102,7 +102,7 @@ class LargestShares:
         """The largest share [N] that queries ``heads`` [R, G, rank] give each of ``keys``
         [N, rank]; the query at ``places`` [R] sees keys up to its own."""
         most = keys.new_full((len(keys),), -torch.inf)
-        for some in self._tiles(*heads.shape[:2], len(keys)):
+        for some in self._tiles(len(heads), heads.shape[1], len(keys)):
             scores = heads[some] @ keys.T
             scores *= self.scales[layer]
             if self.plan.model.softcap:
