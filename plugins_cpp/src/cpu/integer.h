@@ -288,7 +288,7 @@ struct BlocksOfRows {
 // Products of 16 rows, from `at`, with a section of M rows of x.
 template <class W, int M, class Pieces>
 inline void sixteen_of(const uint8_t* at, const Rows& rows, const Section& section,
-                    const Prepared* const* x, const Opened<W>& opened, __m512i* out) {
+                       const Prepared* const* x, const Opened<W>& opened, __m512i* out) {
   constexpr int planes = Pieces::planes;
   __m512i high[M][4], low[M][4];
   for (int m = 0; m < M; ++m) {
@@ -327,8 +327,9 @@ inline void sixteen(const uint8_t* at, const Rows& rows, const Section& section,
                     const Prepared* const* x, const Opened<W>& opened, __m512i* out) {
   using Pieces = std::conditional_t<W::bits == 3, BlocksOfRows<W>, PiecesOfRows<W>>;
   if constexpr (W::bits == 4 && !W::fixed) {
-    if (rows.stride == 32 && section.pieces == 2) {
-      const __m512i turned = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    if (rows.stride == 32 && section.start == 0 && section.pieces == 2) {
+      const __m512i turned =
+          _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
       sixteen_of<W, M, PiecesOfPairs<W>>(at, rows, section, x, opened, out);
       for (int m = 0; m < M; ++m) out[m] = _mm512_permutexvar_epi32(turned, out[m]);
       return;
