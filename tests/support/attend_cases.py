@@ -104,7 +104,7 @@ def plans(
                 Bucket(len(tiers) - 1, buckets[source].lanes, source=source),
             ]
     plan = plan_of(
-        lanes, tiers, buckets, head_dim, group, draw(st.sampled_from([16, 32, 64]))
+        lanes, tiers, buckets, head_dim, group, draw(st.sampled_from([16, 32]))
     )
     if has_scoring:
         plan = scored(plan, draw)
