@@ -214,30 +214,6 @@ struct PiecesOfRows {
   __m512i code(int i, int plane) const { return codes_of<W>(&packed[i], 4, plane, table); }
 };
 
-// Pieces of 16 rows of 32 bytes without a gap: a load holds two rows, and two loads the first pieces
-// of four rows and their second ones.
-template <class W>
-struct PiecesOfPairs {
-  static constexpr int planes = W::planes;
-  const uint8_t* at;
-  __m512i table, packed[4];
-  bool second = false;
-
-  PiecesOfPairs(const uint8_t* row, const Rows&, const Section&, const Opened<W>& opened)
-      : at(row), table(opened.table) {}
-
-  void next() {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const __m512i a = _mm512_loadu_si512(at + 128 * i), b = _mm512_loadu_si512(at + 128 * i + 64);
-      packed[i] = second ? _mm512_shuffle_i32x4(a, b, 0xdd) : _mm512_shuffle_i32x4(a, b, 0x88);
-    }
-    second = true;
-  }
-
-  __m512i code(int i, int plane) const { return codes_of<W>(&packed[i], 4, plane, table); }
-};
-
 // Blocks of 3-bit codes of 16 rows: planes as store_block lays them out for x.
 template <class W>
 struct BlocksOfRows {
@@ -286,9 +262,10 @@ struct BlocksOfRows {
 };
 
 // Products of 16 rows, from `at`, with a section of M rows of x.
-template <class W, int M, class Pieces>
-inline void sixteen_of(const uint8_t* at, const Rows& rows, const Section& section,
-                       const Prepared* const* x, const Opened<W>& opened, __m512i* out) {
+template <class W, int M>
+inline void sixteen(const uint8_t* at, const Rows& rows, const Section& section,
+                    const Prepared* const* x, const Opened<W>& opened, __m512i* out) {
+  using Pieces = std::conditional_t<W::bits == 3, BlocksOfRows<W>, PiecesOfRows<W>>;
   constexpr int planes = Pieces::planes;
   __m512i high[M][4], low[M][4];
   for (int m = 0; m < M; ++m) {
@@ -320,22 +297,6 @@ inline void sixteen_of(const uint8_t* at, const Rows& rows, const Section& secti
       low[m][i] = _mm512_add_epi32(low[m][i], _mm512_slli_epi32(high[m][i], 7));
     out[m] = join(low[m][0], low[m][1], low[m][2], low[m][3]);
   }
-}
-
-template <class W, int M>
-inline void sixteen(const uint8_t* at, const Rows& rows, const Section& section,
-                    const Prepared* const* x, const Opened<W>& opened, __m512i* out) {
-  using Pieces = std::conditional_t<W::bits == 3, BlocksOfRows<W>, PiecesOfRows<W>>;
-  if constexpr (W::bits == 4 && !W::fixed) {
-    if (rows.stride == 32 && section.start == 0 && section.pieces == 2) {
-      const __m512i turned =
-          _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-      sixteen_of<W, M, PiecesOfPairs<W>>(at, rows, section, x, opened, out);
-      for (int m = 0; m < M; ++m) out[m] = _mm512_permutexvar_epi32(turned, out[m]);
-      return;
-    }
-  }
-  sixteen_of<W, M, Pieces>(at, rows, section, x, opened, out);
 }
 
 // The magnitudes of one group of 16 rows of fixed levels, from the upper halves of 32 bits: so
