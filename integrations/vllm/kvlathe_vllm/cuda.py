@@ -1,6 +1,6 @@
 """Layers whose blocks are on a GPU: the calls of the cuda backend on vLLM's blocks.
 
-Nothing of it has run on a GPU. A round queues spread, plan, append, attention and seal on
+A round queues spread, plan, append, attention and seal on
 vLLM's stream. There are no CUDA graphs: vLLM leaves attention out of those it makes.
 """
 
@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlathe.plan.kernel_parts import kernel_parts
 from kvlathe.plan.layer_block import LayerBlock, in_blocks
 from kvlathe.runtime.native.cuda import (
     CudaLibrary,
@@ -25,7 +24,6 @@ from kvlathe.runtime.native.cuda import (
 )
 from kvlathe.runtime.native.library import ABI_VERSION
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
-from kvlathe.runtime.sessions.torch_cuda.observer import Observer
 from kvlathe.runtime.sessions.torch_cuda.rows import ELEMENTS
 from kvlathe_vllm.hosted import Hosted
 from kvlathe_vllm.layer import Layer
@@ -87,32 +85,16 @@ class BlockAttention(Attention):
         )
         table = torch.from_numpy(layer.table)
         layout = table.to(device)
-        self.library = library
-        self.plan = layer.plan
-        self.scales = [scale] * count
-        self.pool = cast(Tensor, Pool(layer.span))
-        self.forms = [form] * count
-        self.layouts = [layout] * count
-        size = library.workspace_bytes(rows, form.heads)
-        self.workspace = torch.zeros(
-            size,
-            dtype=torch.uint8,
-            device=device,
-        )
-        self.copies = self.workspace.new_empty(0)
-        self.fresh = 0
-        for b, bucket in enumerate(self.plan.buckets):
-            if bucket.source is None:
-                self.fresh |= 1 << b
-        self.parts = kernel_parts(self.plan)
-        self.sinks: Sequence[Tensor] = ()
-        self.most_bundled = 1
-        self.observer = Observer(
-            self.plan,
-            [],
-            self.pool,
+        self._set_up(
+            library,
+            layer.plan,
+            [scale] * count,
+            cast(Tensor, Pool(layer.span)),
+            [form] * count,
+            [layout] * count,
             rows,
         )
+        self.most_bundled = 1
 
 
 class Pool:

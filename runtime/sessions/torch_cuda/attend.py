@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from ctypes import Array, addressof, byref, c_int32, c_void_p, pointer
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -57,27 +58,41 @@ class Attention:
         model has sink logits. ``most_rows``: tokens of the largest step.
         ``copies``: uint8 there, room for 16-bit copies of sealed pages
         (`copies_bytes`)."""
+        every = range(plan.model.layers)
+        forms = [LayerForm(library, plan, layer) for layer in every]
+        layouts = [
+            torch.from_numpy(layer_table(plan, layer)).to(pool.device)
+            for layer in every
+        ]
+        self._set_up(library, plan, scales, pool, forms, layouts, most_rows)
+        self.sinks = self.shares.sinks = sinks
+        if copies is not None:
+            self.copies = copies
+
+    def _set_up(
+        self,
+        library: CudaLibrary,
+        plan: CompressionPlan,
+        scales: Sequence[float],
+        pool: Tensor,
+        forms: Sequence[LayerForm],
+        layouts: Sequence[Tensor],
+        most_rows: int,
+    ) -> None:
+        """Everything that a step needs, from the ``forms`` and ``layouts`` of layers."""
         self.library, self.plan, self.scales, self.pool = library, plan, scales, pool
-        self.forms = [
-            LayerForm(library, plan, layer) for layer in range(plan.model.layers)
-        ]
-        self.layouts = [
-            torch.from_numpy(layer_table(plan, x)).to(pool.device)
-            for x in range(plan.model.layers)
-        ]
-        size = max(
-            library.workspace_bytes(most_rows, form.heads) for form in self.forms
-        )
-        self.workspace = torch.zeros(size, dtype=torch.uint8, device=pool.device)
-        self.copies = pool.new_empty(0) if copies is None else copies
+        self.forms, self.layouts = forms, layouts
+        size = max(library.workspace_bytes(most_rows, form.heads) for form in forms)
+        bytes_of = partial(torch.zeros, dtype=torch.uint8, device=pool.device)
+        self.workspace, self.copies = bytes_of(size), bytes_of(0)
         self.fresh = sum(
             1 << b for b, bucket in enumerate(plan.buckets) if bucket.source is None
         )
         self.parts = kernel_parts(plan)
-        self.sinks = sinks
+        self.sinks: Sequence[Tensor] = ()
         self.most_bundled = most_bundled(library, plan)
-        self.observer = Observer(plan, self.forms, pool, most_rows)
-        self.shares = LargestShares(plan, scales, pool, sinks)
+        self.observer = Observer(plan, forms, pool, most_rows)
+        self.shares = LargestShares(plan, scales, pool)
 
     def spread(
         self, step: StepInputs, tokens: int, layers: range | None = None

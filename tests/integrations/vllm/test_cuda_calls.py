@@ -1,7 +1,7 @@
 """The calls that a layer on a GPU makes, with kernels that are compiled for a CPU: spread,
 plan, attention and seal on vLLM's blocks. Append is played here.
 
-No GPU is needed, and none has run the plugin.
+No GPU is needed.
 """
 
 from __future__ import annotations
