@@ -154,19 +154,25 @@ class Compaction:
             return (yield from self._steps())
 
     def _steps(self) -> Generator[None, None, CompactionResult]:
-        started = time.perf_counter()
+        started = self._now()
         sequence = self._sequence(self._tokens, self._engine.pool.open())
         try:
             while sequence.cached < self._count:
                 self._run(sequence, sequence.next_tokens(self._most))
                 yield
-            prefilled = time.perf_counter()
+            prefilled = self._now()
             for first in range(0, self._count, self._part):
                 yield from self._repeat(sequence.table, first)
             table = self._compact(sequence.table)
         finally:
             self._engine.pool.release(sequence.table)
         return self._made(table, prefilled - started, started)
+
+    def _now(self) -> float:
+        """In seconds, once everything that was asked of the session is done: on a GPU it
+        may only be queued."""
+        self._engine.check_device()
+        return time.perf_counter()
 
     @property
     def _most(self) -> int:
@@ -273,7 +279,7 @@ class Compaction:
             size += len(ids) * stride
         pairs = len(lane_tokens) * self._count
         kept = sum(lane_tokens)
-        now = time.perf_counter()
+        seconds = self._now() - started
         return CompactionResult(
             tokens=self._count,
             kept=kept / pairs,
@@ -281,7 +287,7 @@ class Compaction:
             bytes=size,
             whole_bytes=pool.layout.bytes_for(self._count),
             prefill_seconds=prefill,
-            seconds=now - started,
+            seconds=seconds,
         )
 
 

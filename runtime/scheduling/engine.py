@@ -204,8 +204,9 @@ class Engine:
         """End a sequence here that goes on elsewhere."""
         self._end(sequence, "moved")
 
-    def check_device(self, error: Exception) -> None:
-        """Raises DeviceLost where a step failed because nothing can run any more."""
+    def check_device(self, error: Exception | None = None) -> None:
+        """Wait for the device, and raise DeviceLost where nothing can run any more.
+        ``error``: what failed because of that, perhaps."""
         if isinstance(error, DeviceLost):
             raise error
         reason = self.session.lost() if isinstance(self.session, OnDevice) else ""

@@ -4,6 +4,7 @@ arithmetic, answers are those of masked attention, pages are shared and come bac
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.cache.kept_pairs import kept_places
 from kvlathe.runtime.requests import compaction
 from kvlathe.runtime.requests.compaction import Compaction
+from kvlathe.runtime.sessions.protocols import StepPlan
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.compaction_cases import (
     PART,
@@ -172,6 +174,53 @@ def test_refusals(kind: str, tokens: int, keep: float | None, said: str) -> None
 def test_an_engine_without_shared_prefixes_says_so() -> None:
     with pytest.raises(KvlatheError, match="keeps no prefixes"):
         llm("torch", "compacted").compact(prompt()[:PREFIX])
+
+
+class QueuesOnly:
+    """A session as if on a GPU: what it is given costs a second each, and is computed
+    where somebody waits. Observed steps are waited for at once. ``now`` is the clock."""
+
+    def __init__(self, session: Any) -> None:  # noqa: ANN401  (any session)
+        self.session, self.now, self.owed = session, 100.0, 0
+
+    def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
+        self.owed += 1
+        rows = self.session.run(step)
+        if step.observed_attention is not None:
+            self.lost()
+        return rows
+
+    def move(self, *given: object) -> None:
+        self.owed += 1
+        self.session.move(*given)
+
+    def lost(self) -> str:
+        self.now += self.owed
+        self.owed = 0
+        return ""
+
+    def warm_up(self) -> None: ...
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401  (the session's own)
+        return getattr(self.session, name)
+
+
+def test_seconds_are_those_of_work_that_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = sharing("compacted alike")
+    queue: Any = QueuesOnly(engine.session)
+    engine.engine.session = queue
+    queue.owed = 7  # of somebody else
+    monkeypatch.setattr(compaction, "time", queue)
+    made = engine.compact(prompt()[:PREFIX], 0.5)
+    parts, buckets = -(-PREFIX // PART), 1
+    assert made.prefill_seconds == 1
+    assert made.seconds == 1 + parts + buckets
+    forget(engine)
 
 
 def test_requests_are_answered_while_a_prefix_is_compacted() -> None:
