@@ -69,19 +69,21 @@ def _once(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize(
-    ("processor", "isa"),
+    ("processor", "asked", "isa"),
     [
-        ("cortex-a72", "neon"),
-        ("neoverse-n1", "neondot"),
-        ("max,sve-default-vector-length=16", "neondot"),
-        ("max,sve-default-vector-length=32", "sve"),
-        ("a64fx", "sve"),
-        ("max,sve-default-vector-length=128", "neondot"),
+        ("cortex-a72", "", "neon"),
+        ("neoverse-n1", "", "neondot"),
+        ("max,sve-default-vector-length=16", "", "neondot"),
+        ("max,sve-default-vector-length=32", "", "neondot"),
+        ("max,sve-default-vector-length=32", "sve", "sve"),
+        ("a64fx", "", "sve"),
+        ("max,sve-default-vector-length=128", "", "neondot"),
     ],
 )
 def test_the_best_that_a_processor_has_is_chosen(
-    tmp_path: Path, processor: str, isa: str
+    tmp_path: Path, processor: str, asked: str, isa: str
 ) -> None:
-    guest = Guest(processor, tmp_path)
+    """Or what ``KVLATHE_ISA`` asks for."""
+    guest = Guest(processor, tmp_path, "-E", f"KVLATHE_ISA={asked}")
     assert guest.isa == isa
     guest.close()

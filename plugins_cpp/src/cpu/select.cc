@@ -34,11 +34,16 @@ bool has_dot_products() {
 #endif
 
 #if defined(KVLATHE_SVE_KERNELS)
-// For this machine's vectors. Those of 128 bits are NEON's.
-const Kernels* sve_kernels() {
-  if (!(getauxval(AT_HWCAP) & HWCAP_SVE)) return nullptr;
+// Of this machine's vectors; 0 without SVE.
+int sve_bits() {
+  if (!(getauxval(AT_HWCAP) & HWCAP_SVE)) return 0;
   const int found = prctl(PR_SVE_GET_VL);
-  const int bits = found < 0 ? 0 : 8 * (found & PR_SVE_VL_LEN_MASK);
+  return found < 0 ? 0 : 8 * (found & PR_SVE_VL_LEN_MASK);
+}
+
+// Vectors of 128 bits are NEON's.
+const Kernels* sve_kernels() {
+  const int bits = sve_bits();
   return bits == 256 ? &kSve256 : bits == 512 ? &kSve512 : nullptr;
 }
 #endif
@@ -73,9 +78,14 @@ const Kernels* supported(int32_t isa) {
   return isa == KVLATHE_ISA_PORTABLE ? &kPortable : nullptr;
 }
 
-}  // namespace
-
-namespace {
+// Whether AUTO takes it where this machine has it. SVE of 256 bits has twice NEON's length and half
+// its pipes, and takes more than half of its instructions.
+bool is_preferred(int32_t isa) {
+#if defined(KVLATHE_SVE_KERNELS)
+  if (isa == KVLATHE_ISA_SVE) return sve_bits() == 512;
+#endif
+  return isa != KVLATHE_ISA_SVE;
+}
 
 // The one that KVLATHE_ISA names, by the name that kvlathe_cpu_isa gives it; AUTO where it names
 // none.
@@ -99,7 +109,8 @@ const Kernels& kernels_for(int32_t isa) {
     for (int32_t best :
          {KVLATHE_ISA_AVX512_VNNI, KVLATHE_ISA_AVX_VNNI, KVLATHE_ISA_AVX512, KVLATHE_ISA_AVX2,
           KVLATHE_ISA_SVE, KVLATHE_ISA_NEON_DOT, KVLATHE_ISA_NEON}) {
-      if (const Kernels* found = supported(best)) return *found;
+      const Kernels* found = supported(best);
+      if (found && is_preferred(best)) return *found;
     }
     return kPortable;
   }
