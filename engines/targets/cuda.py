@@ -106,7 +106,11 @@ def _size_refusal(plan: CompressionPlan) -> Refusal | None:
     slots = most_slots(plan)
     observed = most_in_a_layer(plan) if plan.ranked else 0
     sizes = (
-        (f"it has {buckets} buckets, one for each window", buckets, "kMaxBuckets"),
+        (
+            f"it has {buckets} buckets, one for each window or head",
+            buckets,
+            "kMaxBuckets",
+        ),
         (f"a head is in {slots} buckets", slots, "kMaxSlots"),
         (f"it ranks tokens in {observed} buckets a layer", observed, "kMaxSlots"),
         (f"the model has {group} query heads a KV head", group, "kMaxGroup"),

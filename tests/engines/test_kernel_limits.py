@@ -134,6 +134,7 @@ def test_prefixes_compacted_head_by_head_take_a_bucket_a_head(apart: bool) -> No
         return
     with pytest.raises(KvlatheError) as refusal:
         cuda.check_plan("cuda", plan)
+    assert f"{most + 1} buckets, one for each window or head" in refusal.value.reason
     assert "heads=same" in refusal.value.remedy
 
 
