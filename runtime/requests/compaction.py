@@ -22,6 +22,7 @@ from functools import partial
 import numpy as np
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.memory import LESS_MEMORY, OutOfMemory, within_memory
 from kvlathe.runtime.cache.kept_pairs import Floats, Places, kept_places
 from kvlathe.runtime.cache.page_table import PageTable
 from kvlathe.runtime.requests.engine_thread import EngineThread
@@ -105,6 +106,7 @@ class Compaction:
         lanes = [i for i, lane in enumerate(self._plan.lanes) if not lane.removed]
         self._row_of = {lane: i for i, lane in enumerate(lanes)}
         self.scores = np.zeros((len(lanes), self._count), np.float32)
+        self._affordable = engine.scheduler.limits.max_num_tokens
 
     def _room(self) -> int:
         """Tokens that can be repeated behind the prefix."""
@@ -158,7 +160,7 @@ class Compaction:
         sequence = self._sequence(self._tokens, self._engine.pool.open())
         try:
             while sequence.cached < self._count:
-                self._run(sequence, sequence.next_tokens(self._most))
+                self._run(sequence, sequence.next_tokens(self._affordable))
                 yield
             prefilled = self._now()
             for first in range(0, self._count, self._part):
@@ -173,10 +175,6 @@ class Compaction:
         may only be queued."""
         self._engine.check_device()
         return time.perf_counter()
-
-    @property
-    def _most(self) -> int:
-        return self._engine.scheduler.limits.max_num_tokens
 
     def _sequence(self, tokens: list[int], table: PageTable) -> Request:
         sampler = Sampler(SamplingParams())
@@ -195,18 +193,38 @@ class Compaction:
         sequence.cached = self._count
         try:
             while sequence.cached < len(tokens):
-                left = len(tokens) - sequence.cached
-                self._run(sequence, min(left, self._most), observed=True)
+                self._run(sequence, len(tokens) - sequence.cached, observed=True)
                 yield
         finally:
             self._engine.pool.release(sequence.table)
 
-    def _run(self, sequence: Request, count: int, observed: bool = False) -> None:
-        """One step. Nothing is sealed, so that tokens may still be chosen among."""
-        engine = self._engine
-        reserve = partial(engine.pool.reserve, sequence.table, count)
-        chunk = Chunk(sequence, count, engine.scheduler.make_room(reserve))
-        engine.transact([chunk], self._observe if observed else engine.session.run)
+    def _run(self, sequence: Request, left: int, observed: bool = False) -> None:
+        """One step of ``left`` tokens, or of as many as there is memory for. Nothing is
+        sealed, so that tokens may still be chosen among.
+
+        A step takes no more tokens than the scheduler's may. One without memory is tried
+        with half of them, down to a page. Nobody else is told: observed steps need more
+        memory than others of as many tokens. Raises OutOfMemory.
+        """
+        call = self._observe if observed else self._engine.session.run
+        room, page = self._engine.scheduler.room, self._plan.page_tokens
+        fact = f"there is no memory to compact a prefix of {self._count:,} tokens"
+        while True:
+            count = min(left, room.of(self._affordable))
+            chunk = self._chunk(sequence, count)
+            work = partial(self._engine.attempt, [chunk], call)
+            try:
+                within_memory(work, fact, LESS_MEMORY)
+            except OutOfMemory:
+                if count <= page:
+                    raise
+            else:
+                return
+            self._affordable = max(page, count // 2)
+
+    def _chunk(self, sequence: Request, count: int) -> Chunk:
+        reserve = partial(self._engine.pool.reserve, sequence.table, count)
+        return Chunk(sequence, count, self._engine.scheduler.make_room(reserve))
 
     def _observe(self, step: StepPlan) -> None:
         """Run a step, and take the largest that its rows give each token."""

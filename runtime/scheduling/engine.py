@@ -296,7 +296,7 @@ class Engine:
         tokens moved after it; then everything counts. If anything fails, nothing does.
         Raises OutOfMemory where memory was missing; later steps are smaller then.
         """
-        tokens, work = tokens_of(chunks), partial(self._transact, chunks, call)
+        tokens, work = tokens_of(chunks), partial(self.attempt, chunks, call)
         fact = f"there is no memory for a step of {tokens:,} tokens"
         try:
             result = within_memory(work, fact, LESS_MEMORY)
@@ -306,7 +306,8 @@ class Engine:
         self.scheduler.room.ran()
         return result
 
-    def _transact(self, chunks: Items[Chunk], call: Callable[[StepPlan], T]) -> T:
+    def attempt(self, chunks: Items[Chunk], call: Callable[[StepPlan], T]) -> T:
+        """As ``transact``, but errors stay as they are and no later step is smaller."""
         moving: list[tuple[Chunk, PageMoves]] = []
         for chunk in chunks:
             if chunk.reservation.moves:

@@ -3,14 +3,20 @@ ends, or it is refused before it disturbs anybody."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import pytest
 from tokenizers.processors import TemplateProcessing
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.memory import OutOfMemory
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests import compaction
 from kvlathe.runtime.requests.compaction import NEXT, Compaction
+from kvlathe.runtime.sessions.protocols import StepPlan
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support.runtime_cases import LIMITS, MODEL, decoder, session, text
@@ -24,6 +30,23 @@ def cache_of(kind: str, size: int) -> LLM:
     )
     made.engine.scheduler.prefixes = PrefixCache(made.pool)
     return made
+
+
+class Starved:
+    """The session of ``llm`` finds no memory for steps of more than ``affordable`` tokens.
+    ``tokens``: of each step that was tried."""
+
+    def __init__(self, llm: LLM, affordable: int) -> None:
+        self.affordable, self.tokens = affordable, list[int]()
+        self.session: Any = llm.session
+        self.session.run, self._run = self.run, self.session.run
+
+    def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
+        self.tokens.append(len(step.input_ids))
+        logits = self._run(step)  # its pages are written to
+        if len(step.input_ids) > self.affordable:
+            raise RuntimeError("CUDA out of memory")
+        return logits
 
 
 @pytest.mark.parametrize("mebibytes", [8, pytest.param(10, marks=pytest.mark.nightly)])
@@ -77,3 +100,50 @@ def test_the_instruction_has_no_beginning_of_text() -> None:
         llm.tokenizer.backend.post_processor = begins
         assert llm.tokenizer.encode(NEXT) == [1, *plain]
         assert work._said(NEXT) == plain
+
+
+@pytest.mark.parametrize(
+    ("kind", "affordable"), [("compacted", 90), ("sealed compacted", 200)]
+)
+def test_short_of_memory_its_steps_are_smaller_and_nobody_elses(
+    kind: str, affordable: int
+) -> None:
+    """What stays is what stays where there is room."""
+    ids = list(text(512))
+    found: list[tuple[Compaction, object]] = []
+    for limit in (1 << 30, affordable):
+        with cache_of(kind, 1 << 25) as llm:
+            starved = Starved(llm, limit)
+            work = Compaction(llm.engine, llm._sequences, llm.tokenizer, ids, 0.4)
+            steps = work.steps()
+            try:
+                while True:
+                    next(steps)
+            except StopIteration as end:
+                made = end.value
+            found.append((work, (made.tokens, made.lane_tokens, made.bytes)))
+            assert llm.engine.scheduler.room.of(1024) == 1024
+    failed = [tokens for tokens in starved.tokens if tokens > affordable]
+    assert failed and len(failed) == len(set(failed))  # no size twice
+    (plenty, expected), (scarce, same) = found
+    assert same == expected
+    np.testing.assert_allclose(scarce.scores, plenty.scores, rtol=1e-4, atol=1e-6)
+
+
+def test_what_finds_no_memory_for_a_page_fails_in_words_and_disturbs_nobody() -> None:
+    with cache_of("compacted", 1 << 24) as llm:
+        starved, ids = Starved(llm, 63), list(text(512))
+        with pytest.raises(OutOfMemory, match=r"prefix of 512 tokens: CUDA out of"):
+            llm.compact(ids, 0.5)
+        assert starved.tokens == [512, 256, 128, 64]
+        assert not llm.pool.bytes_in_use and llm.engine.scheduler.room.of(1024) == 1024
+        starved.affordable = 1024
+        assert llm.compact(ids, 0.5).tokens == 512
+
+
+def test_its_steps_are_no_larger_than_those_of_others_may_be() -> None:
+    with cache_of("compacted", 1 << 24) as llm:
+        starved = Starved(llm, 1024)
+        llm.engine.scheduler.room.failed(200)
+        llm.compact(list(text(512)), 0.5)
+        assert max(starved.tokens) == 100
