@@ -21,14 +21,14 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe_vllm.calls import Call, Calls, Int32, Step
 from kvlathe_vllm.cpu import CpuLayer
 from kvlathe_vllm.hosted import Hosted, hosted
-from kvlathe_vllm.layer import Layer
-from kvlathe_vllm.rounds import Int32, Round, Rounds, Step
+from kvlathe_vllm.layer import Layer, Most
 
-Sizes = tuple[Tensor, int, float]
-"""Of a layer: its blocks, sequences that run at most, the scale of its scores."""
-_rounds: dict[tuple[str, int], Rounds] = {}
+Sizes = tuple[Tensor, Most, float]
+"""Of a layer: its blocks, what a step brings at most, the scale of its scores."""
+_calls: dict[tuple[str, int], Calls] = {}
 """Of this process: vLLM makes a builder for each kind of layer."""
 
 
@@ -85,7 +85,7 @@ class KvlatheMetadata(AttentionMetadata):
     """``tokens`` of the step, padding aside."""
 
     tokens: int
-    rounds: list[Round]
+    call: Call
 
 
 class KvlatheBuilder(AttentionMetadataBuilder[KvlatheMetadata]):
@@ -101,9 +101,9 @@ class KvlatheBuilder(AttentionMetadataBuilder[KvlatheMetadata]):
         _check(engine, vllm_config)
         count = vllm_config.scheduler_config.max_num_seqs
         key = (str(engine.folder), count)
-        if key not in _rounds:
-            _rounds[key] = Rounds(engine.plan, count)
-        self.rounds = _rounds[key]
+        if key not in _calls:
+            _calls[key] = Calls(engine.plan, count)
+        self.calls = _calls[key]
 
     def build(
         self,
@@ -115,13 +115,13 @@ class KvlatheBuilder(AttentionMetadataBuilder[KvlatheMetadata]):
         count = m.num_reqs
         starts = _numbers(m.query_start_loc_cpu)[: count + 1]
         lengths = _numbers(m.seq_lens)[:count]
-        page = self.rounds.plan.page_tokens
+        page = self.calls.plan.page_tokens
         longest = int(lengths.max(initial=1))
         pages = (longest + page - 1) // page
         table = m.block_table_tensor[:count, :pages]
         step = Step(starts, lengths, _numbers(table))
-        rounds = self.rounds.of(step)
-        return KvlatheMetadata(m.num_actual_tokens, rounds)
+        call = self.calls.of(step)
+        return KvlatheMetadata(m.num_actual_tokens, call)
 
 
 def _numbers(tensor: Tensor) -> Int32:
@@ -187,7 +187,8 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
         self.sinks = sinks
         config = get_current_vllm_config()
         self.engine = hosted(config.additional_config)
-        self.sequences = config.scheduler_config.max_num_seqs
+        scheduler = config.scheduler_config
+        self.most = Most(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         self.layer: Layer | None = None
 
     def forward(
@@ -211,7 +212,7 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
             query[rows],
             key[rows],
             value[rows],
-            attn_metadata.rounds,
+            attn_metadata.call,
             self._sinks(own),
             self.softcap,
         )
@@ -223,7 +224,7 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
         own = self.layer
         if own is None or own.span.blocks != kv_cache.data_ptr():
             index = extract_layer_index(layer.layer_name)
-            sizes = (kv_cache, self.sequences, self.scale)
+            sizes = (kv_cache, self.most, self.scale)
             own = _made(self.engine, index, sizes, dtype)
             self.layer = own
         return own

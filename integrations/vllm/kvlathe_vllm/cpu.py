@@ -14,19 +14,19 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.native.attend import AttendArgs, HostLayer
 from kvlathe.runtime.native.cpu import SealArgs, SealPage
 from kvlathe.runtime.native.library import ABI_VERSION, Status, find
+from kvlathe_vllm.calls import Call, Int32, Sealing
 from kvlathe_vllm.hosted import Hosted
-from kvlathe_vllm.layer import Layer
-from kvlathe_vllm.rounds import Round, Sealing
+from kvlathe_vllm.layer import Layer, Most
 
 LEAST_OF_THREADS = 1 << 14
 """Pairs of a query and a token from which on starting threads pays."""
 
 
 class CpuLayer(Layer):
-    """In float32, by one call of the library a round."""
+    """In float32."""
 
     def __init__(
-        self, engine: Hosted, layer: int, cache: Tensor, sequences: int, scale: float
+        self, engine: Hosted, layer: int, cache: Tensor, most: Most, scale: float
     ) -> None:
         """Raises KvlatheError without the native library."""
         found = find()
@@ -37,7 +37,7 @@ class CpuLayer(Layer):
             engine,
             layer,
             cache,
-            sequences,
+            most,
             scale,
             torch.float32,
         )
@@ -50,12 +50,41 @@ class CpuLayer(Layer):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        step: Round,
+        step: Call,
+        sinks: Tensor | None,
+        softcap: float,
+    ) -> Tensor:
+        """The library appends and attends in one call. Where pages are to be sealed
+        between the two, a first call appends, and attends no sealed page; the second
+        writes the same rows again."""
+        if step.seals_first:
+            self._attend(q, k, v, step, self._unsealed(step), sinks, softcap)
+            self.seal(step.sealing)
+        o = self._attend(q, k, v, step, step.lengths, sinks, softcap)
+        if not step.seals_first:
+            self.seal(step.sealing)
+        return o
+
+    def _unsealed(self, step: Call) -> Int32:
+        """Lengths without what is sealed."""
+        lengths = step.lengths.copy()
+        for b, bucket in enumerate(self.plan.buckets):
+            if bucket.source is not None:
+                lengths[:, b] = 0
+        return lengths
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        step: Call,
+        lengths: Int32,
         sinks: Tensor | None,
         softcap: float,
     ) -> Tensor:
         o = torch.empty(len(q), self.width)
-        tables = self.tables(step)
+        tables = [self._ids(held, step) for held in self.held]
         count = len(tables)
         pointers = (c_void_p * count)()
         widths = np.zeros(count, np.int32)
@@ -64,8 +93,8 @@ class CpuLayer(Layer):
             widths[i] = table.shape[1]
         args = AttendArgs(ABI_VERSION)
         args.tokens = len(q)
-        args.batch = len(step.lengths)
-        longest = int(step.lengths.max(initial=1))
+        args.batch = len(lengths)
+        longest = int(lengths.max(initial=1))
         args.threads = 1
         if len(q) * longest >= LEAST_OF_THREADS:
             args.threads = torch.get_num_threads()
@@ -75,7 +104,7 @@ class CpuLayer(Layer):
         args.v = v.data_ptr()
         args.o = o.data_ptr()
         args.cu_seqlens_q = step.cu.ctypes.data
-        args.lengths = step.lengths.ctypes.data
+        args.lengths = lengths.ctypes.data
         args.page_tables = ctypes.addressof(pointers)
         args.page_table_widths = widths.ctypes.data
         if self.projections is not None:
@@ -90,6 +119,13 @@ class CpuLayer(Layer):
         args.softcap = softcap
         self.form.attend(args)
         return o
+
+    def _ids(self, held: bool, step: Call) -> Int32:
+        """A page table as ids of the span."""
+        if held:
+            return step.blocks + np.int32(self.span.first_block)
+        ids = [[self.span.hot_id(int(page))] for page in step.hot[:, 0]]
+        return np.array(ids, np.int32)
 
     def seal_bucket(self, source: int, target: int, sealing: Sequence[Sealing]) -> None:
         bucket = self.plan.buckets[target]

@@ -1,13 +1,15 @@
 """Layers whose blocks are on a GPU: the calls of the cuda backend on vLLM's blocks.
 
-A round queues spread, plan, append, attention and seal on
-vLLM's stream. There are no CUDA graphs: vLLM leaves attention out of those it makes.
+A step queues spread, plan, append, attention and seal on vLLM's stream; pages are sealed
+before the attention where it reads them. There are no CUDA graphs: vLLM leaves attention
+out of those it makes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import byref, pointer
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from kvlathe.plan.layer_block import LayerBlock, in_blocks
 from kvlathe.runtime.native.cuda import (
+    LEAST_CHUNK,
     CudaLibrary,
     LayerForm,
     SealArgs,
@@ -25,18 +28,63 @@ from kvlathe.runtime.native.cuda import (
 from kvlathe.runtime.native.library import ABI_VERSION
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
 from kvlathe.runtime.sessions.torch_cuda.rows import ELEMENTS
+from kvlathe_vllm.calls import Call, Int32, Sealing
 from kvlathe_vllm.hosted import Hosted
-from kvlathe_vllm.layer import Layer
-from kvlathe_vllm.rounds import Int32, Round, Sealing
+from kvlathe_vllm.layer import Layer, Most
 from kvlathe_vllm.span import Span
-
-ROWS = 8192
-"""Of the first workspace; a larger step takes another one."""
 
 
 def stream() -> int:
     """vLLM's own."""
     return torch.cuda.current_stream().cuda_stream
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A step on the device, the same for all layers. ``rows``: as of StepInputs;
+    ``single``: each sequence has one row, and none is sealed before it is attended."""
+
+    cu: Tensor
+    lengths: Tensor
+    blocks: Tensor
+    hot: Tensor
+    is_passing: Tensor
+    single: bool
+    rows: int
+
+
+_sent: list[tuple[Call, Sent]] = []
+"""The step that runs."""
+
+
+def sent_to(step: Call, span: Span) -> Sent:
+    """Made by the first layer of a step."""
+    if not _sent or _sent[0][0] is not step:
+        _sent[:] = [(step, _send(step, span))]
+    return _sent[0][1]
+
+
+def _send(step: Call, span: Span) -> Sent:
+    device = span.cache.device
+
+    def on_device(numbers: Int32) -> Tensor:
+        host = torch.from_numpy(np.ascontiguousarray(numbers))
+        return host.to(device)
+
+    hot = on_device(step.hot)
+    counts = np.diff(step.cu)
+    short = np.flatnonzero(counts < LEAST_CHUNK)
+    rows = int(step.cu[short[-1] + 1]) if len(short) else 0
+    single = bool((counts == 1).all()) and not step.seals_first
+    return Sent(
+        on_device(step.cu),
+        on_device(step.lengths),
+        on_device(step.blocks),
+        hot,
+        hot >= span.hot_pages,
+        single,
+        rows,
+    )
 
 
 class BlockForm(LayerForm):
@@ -119,7 +167,7 @@ class CudaLayer(Layer):
         engine: Hosted,
         layer: int,
         cache: Tensor,
-        sequences: int,
+        most: Most,
         scale: float,
         dtype: torch.dtype,
         library: CudaLibrary | None = None,
@@ -129,13 +177,12 @@ class CudaLayer(Layer):
             engine,
             layer,
             cache,
-            sequences,
+            most,
             scale,
             dtype,
         )
         self.library = library or cuda_library("vLLM with compressed blocks")
-        self.most = ROWS
-        self.attention = BlockAttention(self.library, self, scale, ROWS)
+        self.attention = BlockAttention(self.library, self, scale, most.tokens)
         self.dtype = dtype
         self.weights: dict[str, Tensor] = {}
         found = self.heads.projections()
@@ -154,50 +201,40 @@ class CudaLayer(Layer):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        step: Round,
+        step: Call,
         sinks: Tensor | None,
         softcap: float,
     ) -> Tensor:
         """``softcap`` is the plan's."""
-        own = self.block.layer
-        if len(q) > self.most:
-            self.most = len(q)
-            self.attention = BlockAttention(
-                self.library,
-                self,
-                self.scale,
-                self.most,
-            )
+        own, rows = self.block.layer, len(q)
         if sinks is not None:
             self.attention.sinks = [sinks] * (own + 1)
-        rows = len(q)
-        tables = [self._sent(table) for table in self.tables(step)]
-        inputs = StepInputs(
-            cu_seqlens_q=self._sent(step.cu),
-            lengths=self._sent(step.lengths),
-            page_tables=tables,
-            single=rows == len(step.lengths),
-            rows=rows,
-        )
         layers = range(own, own + 1)
-        spread = self.attention.spread(
-            inputs,
-            rows,
-            layers,
-        )
-        return self.attention.run(
-            spread,
-            own,
-            q,
-            k,
-            v,
-            None,
-            self.weights,
-        )
+        inputs = self._inputs(step)
+        spread = self.attention.spread(inputs, rows, layers)
+        weights = self.weights
+        queries = self.attention.append(spread, own, q, k, v, None, weights)
+        if step.seals_first:
+            self.seal(step.sealing)
+        o = self.attention.attend(spread, own, queries)
+        if not step.seals_first:
+            self.seal(step.sealing)
+        return o
 
-    def _sent(self, numbers: Int32) -> Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(numbers))
-        return host.to(self.span.cache.device)
+    def _inputs(self, step: Call) -> StepInputs:
+        """The step with the page ids of this layer's span."""
+        sent = sent_to(step, self.span)
+        blocks = sent.blocks + self.span.first_block
+        lasting, passing = (sent.hot + offset for offset in self.span.offsets)
+        hot = torch.where(sent.is_passing, passing, lasting)
+        tables = [blocks if held else hot for held in self.held]
+        return StepInputs(
+            cu_seqlens_q=sent.cu,
+            lengths=sent.lengths,
+            page_tables=tables,
+            single=sent.single,
+            rows=sent.rows,
+        )
 
     def seal_bucket(self, source: int, target: int, sealing: Sequence[Sealing]) -> None:
         bucket = self.plan.buckets[target]
@@ -205,7 +242,7 @@ class CudaLayer(Layer):
         pages = (SealPage * len(sealing))()
         for i, one in enumerate(sealing):
             page = pages[i]
-            page.source = self.span.first_hot + one.hot
+            page.source = self.span.hot_id(one.hot)
             page.target = self.span.first_block + one.block
             page.position = one.position
         args = SealArgs(ABI_VERSION)

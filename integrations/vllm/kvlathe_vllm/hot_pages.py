@@ -4,11 +4,16 @@ vLLM never shares a block that is partly filled, so its id stands for one sequen
 tells when a sequence ends. But vLLM admits none in a step that a running one sits out, and
 at most ``count`` run. So where all pages are taken, and those of the step's sequences were
 touched, the one that was used longest ago belongs to nobody.
+
+Pages from ``count`` + 1 on are passing: they hold rows until the step ends, and all layers
+use the same memory for them.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Generator
+from contextlib import contextmanager
 
 from kvlathe.base.errors import KvlatheError
 
@@ -16,13 +21,36 @@ NULL_BLOCK = 0
 """vLLM's own: rehearsals write to it."""
 
 
+def passing_pages(tokens: int, count: int, page: int) -> int:
+    """Passing pages of a step of so many tokens at most: those that it begins and fills,
+    and one for each sequence that goes on in another page."""
+    return tokens // page + min(count, tokens // 2)
+
+
 class HotPages:
-    """Pages 1 .. ``count``, and page 0 of the null block."""
+    """Pages 1 .. ``count``, page 0 of the null block, and passing ones."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._free = list(range(count, 0, -1))
         self._of: OrderedDict[int, int] = OrderedDict()
+        self._passing = 0
+        self._ended: list[int] = []
+
+    @contextmanager
+    def step(self) -> Generator[None]:
+        """A step: passing pages are free before it, and ended ones after it."""
+        self._passing = self.count
+        self._ended.clear()
+        yield
+        for block in self._ended:
+            if block in self._of:
+                self._free.append(self._of.pop(block))
+
+    def passing(self) -> int:
+        """Another passing page."""
+        self._passing += 1
+        return self._passing
 
     def begin(self, block: int) -> int:
         """The page of a block whose first token comes now."""
@@ -54,7 +82,7 @@ class HotPages:
         return self._of[block]
 
     def move(self, block: int, other: int) -> None:
-        """The sequence goes on from ``block`` to ``other`` in the same page."""
+        """The page of ``block`` becomes that of ``other``."""
         if NULL_BLOCK in (block, other):
             return
         page = self._of.pop(block)
@@ -63,6 +91,5 @@ class HotPages:
         self._of[other] = page
 
     def end(self, block: int) -> None:
-        """The block is full, and its page free."""
-        if block in self._of:
-            self._free.append(self._of.pop(block))
+        """The block is full: its page is free once the step has ended."""
+        self._ended.append(block)

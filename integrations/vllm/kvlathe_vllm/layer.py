@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvlathe.plan.layer_block import LayerBlock, in_blocks
 from kvlathe.plan.layer_table import format_fields
 from kvlathe.runtime.native.parts import Part
+from kvlathe_vllm.calls import Call, Sealing
 from kvlathe_vllm.heads import LayerHeads
 from kvlathe_vllm.hosted import Hosted
-from kvlathe_vllm.rounds import Int32, Round, Sealing
+from kvlathe_vllm.hot_pages import passing_pages
 from kvlathe_vllm.span import Span
+
+
+@dataclass(frozen=True)
+class Most:
+    """What a step of vLLM brings at most."""
+
+    sequences: int
+    tokens: int
 
 
 class Layer(ABC):
@@ -27,7 +36,7 @@ class Layer(ABC):
         engine: Hosted,
         layer: int,
         cache: Tensor,
-        sequences: int,
+        most: Most,
         scale: float,
         dtype: torch.dtype,
     ) -> None:
@@ -37,7 +46,8 @@ class Layer(ABC):
         self.span = Span(
             cache,
             self.block.hot_bytes,
-            sequences + 1,
+            most.sequences + 1,
+            passing_pages(most.tokens, most.sequences, self.plan.page_tokens),
         )
         self.table = self.block.table(
             self.span.block_stride,
@@ -62,11 +72,11 @@ class Layer(ABC):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        step: Round,
+        step: Call,
         sinks: Tensor | None,
         softcap: float,
     ) -> Tensor:
-        """o' of packed rows; their tokens are appended."""
+        """o' of packed rows; their tokens are appended, and full pages sealed."""
 
     @abstractmethod
     def seal_bucket(self, source: int, target: int, sealing: Sequence[Sealing]) -> None:
@@ -77,7 +87,7 @@ class Layer(ABC):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        rounds: Sequence[Round],
+        step: Call,
         sinks: Tensor | None,
         softcap: float,
     ) -> Tensor:
@@ -86,34 +96,12 @@ class Layer(ABC):
         q = self.heads.select(query, self.heads.group)
         k = self.heads.select(key, 1)
         v = self.heads.values(value)
-        o = q.new_zeros(len(q), self.width)
-        for step in rounds:
-            rows = slice(None)
-            if not step.whole:
-                chosen = torch.from_numpy(step.rows)
-                rows = chosen.to(q.device)
-            o[rows] = self.attend(
-                q[rows],
-                k[rows],
-                v[rows],
-                step,
-                sinks,
-                softcap,
-            )
-            self._seal(step.sealing)
+        o = self.attend(q, k, v, step, sinks, softcap)
+        for passing, page in step.kept:
+            self.span.keep(passing, page)
         return self.heads.outputs(o)
 
-    def tables(self, step: Round) -> list[Int32]:
-        """The page table of each bucket, as ids of the span."""
-        blocks = step.blocks + np.int32(self.span.first_block)
-        hot = step.hot + np.int32(self.span.first_hot)
-        tables: list[Int32] = []
-        for held in self.held:
-            table = blocks if held else hot
-            tables.append(table)
-        return tables
-
-    def _seal(self, sealing: Sequence[Sealing]) -> None:
+    def seal(self, sealing: Sequence[Sealing]) -> None:
         """The bytes of kvlathe/plan/codec.py."""
         if not sealing:
             return

@@ -211,12 +211,25 @@ class Attention:
 
         ``weights``: proj_q, proj_k, centre_k where the plan projects.
         """
-        form, tokens = self.forms[layer], len(q)
-        queries, out = q.new_empty(tokens, form.queries), q.new_empty(tokens, form.out)
+        queries = self.append(spread, layer, q, k, v, angles, weights)
+        return self.attend(spread, layer, queries)
+
+    def append(
+        self, spread: Spread, layer: int, q: Tensor, k: Tensor, v: Tensor, angles: tuple[Tensor, Tensor] | None,
+        weights: Mapping[str, Tensor],
+    ) -> Tensor:  # fmt: skip
+        """The first half of `run`: k' and v' go to the pool -> q' [T, sum of G * rank_k].
+        Pages that it fills may be sealed before `attend`."""
+        queries = q.new_empty(len(q), self.forms[layer].queries)
         self._append(layer, q, k, v, angles, spread, weights, queries)
+        return queries
+
+    def attend(self, spread: Spread, layer: int, queries: Tensor) -> Tensor:
+        """The second half of `run`, of q' [T, sum of G * rank_k]."""
+        out = queries.new_empty(len(queries), self.forms[layer].out)
         args = spread.calls[spread.layers.index(layer)]
         args.element, args.q, args.o, args.stream = (
-            ELEMENTS[q.dtype],
+            ELEMENTS[queries.dtype],
             queries.data_ptr(),
             out.data_ptr(),
             _stream(),

@@ -25,7 +25,7 @@ from kvlathe.runtime.sessions.torch_cuda.attend import Spread, StepInputs  # noq
 from kvlathe_vllm import cuda as on_gpu  # noqa: E402
 from kvlathe_vllm.cuda import BlockAttention, CudaLayer  # noqa: E402
 from kvlathe_vllm.hosted import Hosted  # noqa: E402
-from tests.integrations.vllm import test_rounds as played  # noqa: E402
+from tests.integrations.vllm import test_calls as played  # noqa: E402
 from tests.native_cpu.test_many_buckets import on_128  # noqa: E402
 from tests.support.block_cases import plan_of  # noqa: E402
 from tests.support.emulated import AttentionLibrary, emulated_kernels  # noqa: E402

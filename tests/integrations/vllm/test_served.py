@@ -2,6 +2,7 @@
 the tokens that the plan promises.
 
 `scripts/vllm_env.sh` makes the environment; KVLATHE_VLLM_PYTHON names another one's Python.
+KVLATHE_VLLM_DEVICE=cuda: vLLM for GPUs, beside the cuda backend.
 """
 
 from __future__ import annotations
@@ -33,7 +34,14 @@ pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).resolve().parents[3]
 MODEL = ROOT / "models/lathe-5m"
 PYTHON = Path(os.environ.get("KVLATHE_VLLM_PYTHON", ROOT / ".vllm/bin/python"))
+ON_GPU = os.environ.get("KVLATHE_VLLM_DEVICE") == "cuda"
 GIB = 1 << 30
+OF_DEVICE = (
+    ("--dtype", "float16", "--block-size", "64", "--kv-cache-memory-bytes", str(GIB))
+    if ON_GPU
+    else ("--dtype", "float32")
+)
+OURS = "cuda" if ON_GPU else "onnxruntime"
 NEW = 60
 Ids = Sequence[int]
 
@@ -101,7 +109,7 @@ def serving(engine: Path, folder: Path, *options: str) -> Generator[Server]:
     }
     command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(MODEL), "--served-model-name", "served"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    command += ["--host", "127.0.0.1", "--port", str(port), *OF_DEVICE]
     command += ["--attention-backend", "CUSTOM", "--enforce-eager"]
     command += ["--max-model-len", "2048", "--max-num-seqs", "8", *options]
     log = folder / f"{port}.log"
@@ -162,7 +170,7 @@ def test_vllm_writes_what_our_engine_writes(compression: str, tmp_path: Path) ->
     """Greedy, in chunks of 100 tokens that fit no page, then again with every prefix
     cached. Noise of the last digits may turn one answer of seven at a tie."""
     asked = prompts()
-    ours, theirs = (built(tmp_path, compression, x) for x in ("onnxruntime", "vllm"))
+    ours, theirs = (built(tmp_path, compression, x) for x in (OURS, "vllm"))
     plan = open_engine(ours).plan
     assert plan.digest == open_engine(theirs).plan.digest
     params = SamplingParams(max_new_tokens=NEW, temperature=0, ignore_eos=True)

@@ -1,10 +1,11 @@
-"""A step of vLLM as calls of the native library.
+"""A step of vLLM as one call of the native library in each layer.
 
-Where pages are sealed, a prompt goes page by page: its rows attend sealed pages and their
-own, whatever vLLM's chunks are. So nothing that is computed depends on how vLLM cuts
-prompts, and a shared prefix is what the sequence would have computed itself. A round is
-the next page of every sequence. Sequences that share blocks which another one fills in
-the same step wait for the rounds that seal them.
+Where pages are sealed, a prompt's rows attend sealed pages and their own, whatever vLLM's
+chunks are. So nothing that is computed depends on how vLLM cuts prompts, and a shared
+prefix is what the sequence would have computed itself. For the library each page of a
+prompt is a sequence of its own: a piece. All rows are appended first. Then the pages that
+they fill are sealed, where some piece of the step reads one of them, and then all pieces
+are attended at once.
 """
 
 from __future__ import annotations
@@ -48,46 +49,47 @@ class Sealing:
     position: int
 
 
-@dataclass(frozen=True)
-class Round:
-    """One call of n sequences. ``rows``: those of the step; ``whole``: all, in order. ``cu``
-    [n + 1], ``lengths`` [n, buckets] before it, ``blocks`` [n, W], ``hot`` [n, 1].
-    ``sealing`` comes after it."""
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A step of n pieces, whose rows follow one another. ``cu`` [n + 1], ``lengths``
+    [n, buckets] before it, ``blocks`` [n, W], ``hot`` [n, 1].
 
-    rows: Int64
-    whole: bool
+    ``sealing``: the pages that it fills. ``seals_first``: some piece reads one of them.
+    ``kept``: pairs of hot pages; the first's bytes go to the second after the call.
+    """
+
     cu: Int32
     lengths: Int32
     blocks: Int32
     hot: Int32
     sealing: list[Sealing]
+    seals_first: bool
+    kept: list[tuple[int, int]]
 
 
 @dataclass
 class Piece:
-    """New tokens of sequence ``of`` from ``first`` to before ``end``; ``row`` is the
-    first's."""
+    """New tokens of sequence ``of`` from ``first`` to before ``end``."""
 
     of: int
-    row: int
     first: int
     end: int
     hot: int
 
 
 @dataclass
-class Rounds:
+class Calls:
     """What a worker remembers between steps. ``count``: sequences that run at most."""
 
     plan: CompressionPlan
     count: int
     pages: HotPages = field(init=False)
-    _last: tuple[Step, list[Round]] | None = None
+    _last: tuple[Step, Call] | None = None
 
     def __post_init__(self) -> None:
         self.pages = HotPages(self.count)
 
-    def of(self, step: Step) -> list[Round]:
+    def of(self, step: Step) -> Call:
         """vLLM asks once for each kind of layer; the answer is the same."""
         if self._last is not None and self._last[0].same(step):
             return self._last[1]
@@ -95,35 +97,21 @@ class Rounds:
         self._last = (step, made)
         return made
 
-    def _make(self, step: Step) -> list[Round]:
+    def _make(self, step: Step) -> Call:
         queries = np.diff(step.starts)
         cached = step.lengths - queries
-        if not seals(self.plan):
-            return self._one_round(step, cached)
-        waves: list[list[Piece]] = []
-        most = int(step.table.max(initial=0))
-        ready = np.full(most + 1, -1)
-        ended: list[int] = []
-        self._touch(step, cached, queries)
-        # Whoever fills a block had fewer tokens than those that share it.
-        order = np.argsort(cached, kind="stable")
-        for b in order.tolist():
-            if queries[b]:
-                first = int(cached[b])
-                self._add(step, b, first, waves, ready, ended)
-        for block in ended:
-            self.pages.end(block)
-        return [self._round(step, pieces) for pieces in waves]
-
-    def _one_round(self, step: Step, cached: Int32) -> list[Round]:
-        """Where nothing is sealed, everything at once."""
         pieces: list[Piece] = []
-        for b, first in enumerate(cached.tolist()):
-            row = int(step.starts[b])
-            end = int(step.lengths[b])
-            if end > first:
-                pieces.append(Piece(b, row, first, end, 0))
-        return [self._round(step, pieces)] if pieces else []
+        kept: list[tuple[int, int]] = []
+        if seals(self.plan):
+            self._touch(step, cached, queries)
+            with self.pages.step():
+                for b in np.flatnonzero(queries).tolist():
+                    self._cut(step, b, int(cached[b]), pieces, kept)
+        else:
+            for b in np.flatnonzero(queries).tolist():
+                first = int(cached[b])
+                pieces.append(Piece(b, first, int(step.lengths[b]), 0))
+        return self._call(step, pieces, kept)
 
     def _touch(self, step: Step, cached: Int32, queries: Int32) -> None:
         """Before any page is given away: those of this step's sequences are in use."""
@@ -135,74 +123,61 @@ class Rounds:
             block = step.table[b, place]
             self.pages.resume(int(block))
 
-    def _add(
+    def _cut(
         self,
         step: Step,
         b: int,
         first: int,
-        waves: list[list[Piece]],
-        ready: Int64,
-        ended: list[int],
+        pieces: list[Piece],
+        kept: list[tuple[int, int]],
     ) -> None:
-        """Cut the new tokens of a sequence into pages. ``ready``: the wave in which a
-        block is sealed, or -1."""
+        """The new tokens of a sequence, page by page. Pages that the step both begins and
+        fills need no lasting hot page. Where the sequence fills the page that it has, and
+        begins another, that one's rows go there at last."""
         page = self.plan.page_tokens
         blocks = step.table[b]
         end = int(step.lengths[b])
-        row = int(step.starts[b])
-        before = first // page
-        awaited = ready[blocks[:before]]
-        wave = int(awaited.max(initial=-1)) + 1
-        at = int(blocks[before])
-        hot = self._hot_page(at, first % page)
+        held, resumed = -1, NULL_BLOCK
         while first < end:
-            following = (first // page + 1) * page
-            stop = min(end, following)
-            while len(waves) <= wave:
-                waves.append([])
-            piece = Piece(b, row, first, stop, hot)
-            waves[wave].append(piece)
-            if stop % page == 0 and at != NULL_BLOCK:
-                ready[at] = wave
-            if stop < end:
-                other = int(blocks[stop // page])
-                self.pages.move(at, other)
-                at = other
-            row += stop - first
+            block = int(blocks[first // page])
+            stop = min(end, (first // page + 1) * page)
+            is_full = stop % page == 0
+            if first % page:
+                hot = held = self.pages.resume(block)
+                resumed = block
+            elif is_full:
+                hot = self.pages.passing()
+            elif held < 0:
+                hot = self.pages.begin(block)
+            else:
+                hot = self.pages.passing()
+                self.pages.move(resumed, block)
+                kept.append((hot, held))
+            pieces.append(Piece(b, first, stop, hot))
             first = stop
-            wave += 1
-        if end % page == 0:
-            ended.append(at)
+        if held >= 0 and end % page == 0:
+            self.pages.end(resumed)
 
-    def _hot_page(self, block: int, held: int) -> int:
-        """Of a block that holds so many tokens."""
-        if held:
-            return self.pages.resume(block)
-        return self.pages.begin(block)
-
-    def _round(self, step: Step, pieces: list[Piece]) -> Round:
+    def _call(
+        self, step: Step, pieces: list[Piece], kept: list[tuple[int, int]]
+    ) -> Call:
         page = self.plan.page_tokens
         sizes = [piece.end - piece.first for piece in pieces]
         cu = np.zeros(len(pieces) + 1, np.int32)
         cu[1:] = np.cumsum(sizes)
-        ranges: list[Int64] = []
-        for piece, size in zip(pieces, sizes, strict=True):
-            rows = np.arange(piece.row, piece.row + size)
-            ranges.append(rows)
-        rows = np.concatenate(ranges)
-        every = np.arange(step.starts[-1])
-        cached = np.array([piece.first for piece in pieces])
+        cached = np.array([piece.first for piece in pieces], np.int64)
         sealed = cached // page * page
         sequences = [piece.of for piece in pieces]
         hot = np.array([piece.hot for piece in pieces], np.int32)
-        return Round(
-            rows=rows,
-            whole=np.array_equal(rows, every),
+        sealing = self._sealing(step, pieces)
+        return Call(
             cu=cu,
             lengths=self._lengths(cached, sealed),
             blocks=np.ascontiguousarray(step.table[sequences]),
             hot=hot[:, None],
-            sealing=self._sealing(step, pieces),
+            sealing=sealing,
+            seals_first=self._reads(step, pieces, sealing),
+            kept=kept,
         )
 
     def _lengths(self, cached: Int64, sealed: Int64) -> Int32:
@@ -231,3 +206,15 @@ class Rounds:
             position = place * page
             found.append(Sealing(piece.hot, block, position))
         return found
+
+    def _reads(self, step: Step, pieces: list[Piece], sealing: list[Sealing]) -> bool:
+        """Whether a piece reads a page that the step seals: a later page of the same
+        prompt does, and so does a sequence that shares it."""
+        page = self.plan.page_tokens
+        if not sealing:
+            return False
+        sealed = np.zeros(int(step.table.max()) + 1, bool)
+        sealed[[one.block for one in sealing]] = True
+        sealed[NULL_BLOCK] = False
+        before = (step.table[x.of, : x.first // page] for x in pieces)
+        return any(sealed[blocks].any() for blocks in before)

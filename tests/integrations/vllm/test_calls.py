@@ -22,10 +22,11 @@ from kvlathe.runtime.native.library import find
 from tests.support.block_cases import plan_of
 
 torch = pytest.importorskip("torch")
+from kvlathe_vllm.calls import Calls, Step  # noqa: E402
 from kvlathe_vllm.cpu import CpuLayer  # noqa: E402
 from kvlathe_vllm.hosted import Hosted  # noqa: E402
 from kvlathe_vllm.hot_pages import HotPages  # noqa: E402
-from kvlathe_vllm.rounds import Rounds, Step  # noqa: E402
+from kvlathe_vllm.layer import Most  # noqa: E402
 
 Floats = npt.NDArray[np.floating]
 PAGE, DIMS, HEADS, GROUP, LAYER, SCALE = 16, 32, 4, 2, 1, 0.3
@@ -143,8 +144,8 @@ def play(engine: Hosted, seed: int, steps: int) -> list[Sequence]:
     room = torch.full((size + 128,), 255, dtype=torch.uint8)
     start = -room.data_ptr() % 128
     cache = room[start : start + size].view(BLOCKS, 1, PAGE, -1)
-    layer = CpuLayer(engine, LAYER, cache, MOST, SCALE)
-    rounds = Rounds(engine.plan, MOST)
+    layer = CpuLayer(engine, LAYER, cache, Most(MOST, MOST * 5 * PAGE), SCALE)
+    calls = Calls(engine.plan, MOST)
     free = [int(x) for x in random.permutation(np.arange(1, BLOCKS))]
     running: list[Sequence] = []
     played: list[Sequence] = []
@@ -161,7 +162,7 @@ def play(engine: Hosted, seed: int, steps: int) -> list[Sequence]:
             played.append(new)
             sizes.append(chunk(random, new, free))
         if running:
-            run_step(layer, rounds, running, sizes)
+            run_step(layer, calls, running, sizes)
     return played
 
 
@@ -176,7 +177,7 @@ def chunk(random: np.random.Generator, one: Sequence, free: list[int]) -> int:
 
 
 def run_step(
-    layer: CpuLayer, rounds: Rounds, running: list[Sequence], sizes: list[int]
+    layer: CpuLayer, calls: Calls, running: list[Sequence], sizes: list[int]
 ) -> None:
     rows = [slice(x.done, x.done + n) for x, n in zip(running, sizes, strict=True)]
     q, k, v = (
@@ -193,9 +194,9 @@ def run_step(
     for row, one in zip(table, running, strict=True):
         row[: len(one.blocks)] = one.blocks
     step = Step(starts, lengths, table)
-    made = rounds.of(step)
+    made = calls.of(step)
     again = Step(starts.copy(), lengths.copy(), table.copy())
-    assert rounds.of(again) is made
+    assert calls.of(again) is made
     o = layer.run(q, k, v, made, None, 0.0).double().numpy()
     for one, at, first in zip(running, rows, starts, strict=False):
         one.o[at] = o[first : first + at.stop - at.start]
@@ -229,8 +230,29 @@ def test_a_page_in_use_is_never_given_away() -> None:
         pages.resume(8)
     pages.move(7, 11)
     assert pages.resume(11) == first
-    pages.end(11)
+    with pages.step():
+        pages.end(11)
+        assert {pages.passing(), pages.passing()} == {3, 4}
     assert pages.begin(12) == first
+
+
+def test_sequences_that_cross_pages_need_no_more_than_their_own() -> None:
+    """All that may run, each from a page that it fills into another one, again and
+    again; others that ended have pages, too."""
+    plan = plan_of(PAGE)
+    calls = Calls(plan, MOST)
+    tables = np.arange(1, MOST * 8 + 1, dtype=np.int32).reshape(MOST, 8)
+    ends = np.full(MOST, 5, np.int32)
+    sizes = ends.copy()
+    for _ in range(6):
+        starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+        call = calls.of(Step(starts, ends, tables))
+        lasting = call.hot[call.hot <= MOST]
+        assert len(set(lasting)) == len(lasting)
+        if call.kept:
+            assert sorted(page for _, page in call.kept) == [1, 2, 3]
+        sizes = np.full(MOST, PAGE + 2, np.int32)
+        ends = ends + sizes
 
 
 def test_rehearsals_with_the_null_block_take_no_page() -> None:
