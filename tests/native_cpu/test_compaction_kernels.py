@@ -21,6 +21,7 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.requests import compaction
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
+from kvlathe.runtime.sessions.gpu.side_memory import scratch_bytes
 from kvlathe.runtime.sessions.torch_cuda import attend
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention
 from kvlathe.runtime.sessions.torch_cuda.compacting import CompactingSession
@@ -29,7 +30,6 @@ from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.mass import LargestShares
-from kvlathe.runtime.sessions.torch_cuda.ranking import scratch_bytes
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.native_cpu.test_many_buckets import SessionAttention
 from tests.support import compaction_laws as laws

@@ -1,9 +1,11 @@
 """What a session of the cuda backend keeps on the GPU beside weights and pages: room for
-16-bit copies of sealed pages, and the hidden states of prompts that pass stages."""
+16-bit copies of sealed pages, hidden states of prompts that pass stages, scratch pages,
+and what steps take that observe a prefix which is compacted."""
 
 from __future__ import annotations
 
 from kvlathe.plan.kernel_parts import kernel_parts
+from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 
@@ -16,6 +18,13 @@ it is attended, which is slower."""
 STAGED_PROMPTS, STAGED_COPIES, HALF = 2, 2, 2
 """Prompts between stages at a time, what each keeps there while rows leave, and bytes of
 a number."""
+SCRATCH_PAGES = 8
+"""Pages of tokens that are gathered at once before they are sealed."""
+TILE, TILES, SCORE = 1 << 24, 4, 4
+"""Scores of an observed step that exist at a time, copies of them while their sum is
+taken, and bytes of one."""
+KEY = HALF + SCORE
+"""Bytes of a number of a lane's keys: as gathered, and in float32."""
 
 
 def side_bytes(
@@ -26,9 +35,48 @@ def side_bytes(
     if len(plan.passes(limits.max_seq_len)) > 1:
         rows = STAGED_PROMPTS * STAGED_COPIES * limits.max_seq_len
         staged = rows * plan.model.hidden_size * HALF
-    if not copies:
-        return staged
-    return room_for_copies(plan, limits, total) + staged
+    own = staged
+    own += scratch_bytes(plan)
+    own += observing_bytes(plan, limits)
+    if copies:
+        own += room_for_copies(plan, limits, total)
+    return own
+
+
+def scratch_bytes(plan: CompressionPlan) -> int:
+    """Memory behind the pages of a plan: the tokens that change their format meet
+    there."""
+    strides = CacheLayout(plan).page_stride
+    compacts = plan.compaction is not None
+    largest = 0
+    for bucket in plan.buckets:
+        if bucket.source is None:
+            continue
+        if bucket.tokens.by_saliency or compacts:
+            largest = max(largest, strides[bucket.source])
+    return (SCRATCH_PAGES + 1) * largest
+
+
+def observing_bytes(plan: CompressionPlan, limits: Limits) -> int:
+    """What the largest step that observes a prefix takes beside other steps
+    (torch_cuda/mass.py): tiles of scores, the keys of a lane, and what each token is
+    given. 0 where no prefix is compacted."""
+    if plan.compaction is None:
+        return 0
+    page = plan.page_tokens
+    rows = limits.max_num_tokens
+    keys = -(-limits.max_seq_len // page) * page
+    a_row = plan.model.group_size * keys
+    tile = min(TILE, rows * a_row)
+    tile = max(a_row, tile)
+    scores = TILES * tile * SCORE
+    widest = plan.model.head_dim
+    of_a_lane = keys * widest * KEY
+    places = rows
+    for bucket in plan.buckets:
+        places += keys if bucket.source is None else page
+    given = len(plan.lanes) * places * SCORE
+    return scores + of_a_lane + given
 
 
 def room_for_copies(plan: CompressionPlan, limits: Limits, total: int) -> int:

@@ -15,7 +15,7 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import CudaLibrary, cuda_library
 from kvlathe.runtime.sessions.gpu.device import DeviceArray
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
-from kvlathe.runtime.sessions.gpu.side_memory import room_for_copies
+from kvlathe.runtime.sessions.gpu.side_memory import room_for_copies, scratch_bytes
 from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepKind
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention
 from kvlathe.runtime.sessions.torch_cuda.compacting import CompactingSession
@@ -27,7 +27,7 @@ from kvlathe.runtime.sessions.torch_cuda.device import (
     tensor_of,
 )
 from kvlathe.runtime.sessions.torch_cuda.inputs import Mass, Observed, StepInputs
-from kvlathe.runtime.sessions.torch_cuda.ranking import RankingSession, scratch_bytes
+from kvlathe.runtime.sessions.torch_cuda.ranking import RankingSession
 from kvlathe.runtime.sessions.torch_cuda.rows import NativeRows
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.sessions.torch_cuda.stages import StagedSession

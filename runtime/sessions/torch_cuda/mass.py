@@ -15,10 +15,8 @@ from torch import Tensor
 
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.sessions.gpu.side_memory import TILE
 from kvlathe.runtime.sessions.torch_cuda.inputs import Mass, StepInputs
-
-TILE = 1 << 24
-"""Scores at a time: 64 MB, and twice as much beside them while their sum is taken."""
 
 
 class LargestShares:

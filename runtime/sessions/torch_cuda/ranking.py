@@ -20,6 +20,7 @@ from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.observing import DeviceMove, move_tokens
 from kvlathe.runtime.sessions.gpu.device import Device, DeviceArray
 from kvlathe.runtime.sessions.gpu.session import Compute
+from kvlathe.runtime.sessions.gpu.side_memory import SCRATCH_PAGES, scratch_bytes
 from kvlathe.runtime.sessions.protocols import (
     Choose,
     Float32,
@@ -34,21 +35,6 @@ from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 
 Fields = npt.NDArray[np.int64]
 """[lanes, fields, 2]: offsets and bytes a token."""
-SCRATCH_PAGES = 8
-"""Pages of tokens that are gathered at once before they are sealed."""
-
-
-def scratch_bytes(plan: CompressionPlan) -> int:
-    """Memory behind the pages of a plan: the tokens that change their format meet
-    there."""
-    strides = CacheLayout(plan).page_stride
-    divided = [
-        strides[bucket.source]
-        for bucket in plan.buckets
-        if bucket.source is not None
-        and (bucket.tokens.by_saliency or plan.compaction is not None)
-    ]
-    return (SCRATCH_PAGES + 1) * max(divided, default=0)
 
 
 class RankingSession(TorchSession):

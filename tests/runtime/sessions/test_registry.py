@@ -116,9 +116,12 @@ def test_a_gpu_is_used_up_to_its_share(
         assert abs(used + weights + room - share * total) <= 1
 
 
-def test_a_second_engine_on_a_gpu_is_told_what_is_free_and_what_it_needs() -> None:
+@pytest.mark.parametrize("kind", ["mixed", "sealed compacted"])
+def test_a_second_engine_on_a_gpu_is_told_what_is_free_and_what_it_needs(
+    kind: str,
+) -> None:
     """Before its weights are loaded."""
-    layout, total = CacheLayout(PLANS["mixed"]), 80 << 30
+    layout, total = CacheLayout(PLANS[kind]), 80 << 30
     engine = weighing(16 << 30, batch=1 << 24)
     first = registry.cache_bytes(engine, layout, on_gpu(total, total))
     left = total - first - engine.size

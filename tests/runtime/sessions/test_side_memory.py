@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +16,9 @@ from kvlathe.plan.token_rules import Window
 from kvlathe.runtime.sessions.gpu.side_memory import (
     COPY_HEADER,
     HALF,
+    SCRATCH_PAGES,
     copies_bytes,
+    observing_bytes,
     room_for_copies,
     side_bytes,
 )
@@ -77,3 +81,31 @@ def test_copies_take_a_small_part_of_a_gpu(total: int) -> None:
 def test_a_plan_without_codes_and_stages_keeps_nothing() -> None:
     limits = Limits(256, 8192, 1 << 20, 1 << 20)
     assert side_bytes(PLANS["one"], limits, ENDLESS) == 0
+
+
+KINDS = ["compacted", "compacted alike", "sealed compacted"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(rows=st.integers(64, 1 << 14), keys=st.integers(64, 1 << 18))
+def test_a_plan_that_compacts_has_room_for_what_its_steps_compute(
+    kind: str, rows: int, keys: int
+) -> None:
+    """The arrays of the largest step, by their shapes; and pages of 16 bit that pairs
+    pass."""
+    plan = PLANS[kind]
+    limits = Limits(8, rows, keys, keys)
+    group, head = plan.model.group_size, plan.model.head_dim
+    at_once = max(1, min(rows, (1 << 24) // (group * keys)))
+    tile = np.broadcast_to(np.float32(0), (at_once, group, keys)).nbytes
+    gathered = np.broadcast_to(np.float16(0), (keys, head)).nbytes
+    wanted = 4 * tile + gathered + 2 * gathered
+    fresh = [bucket for bucket in plan.buckets if bucket.source is None]
+    places = len(fresh) * keys + rows
+    wanted += np.broadcast_to(np.float32(0), (len(plan.lanes), places)).nbytes
+    found = observing_bytes(plan, limits)
+    assert wanted <= found <= 1.2 * wanted + (len(plan.buckets) << 20)
+    cold = any(bucket.source is not None for bucket in plan.buckets)
+    a_page = CacheLayout(plan).page_stride[0]
+    scratch = (SCRATCH_PAGES + 1) * a_page if cold else 0
+    assert side_bytes(plan, limits, ENDLESS, copies=False) == found + scratch
