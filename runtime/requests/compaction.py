@@ -228,20 +228,29 @@ class Compaction:
 
     def _observe(self, step: StepPlan) -> None:
         """Run a step, and take the largest that its rows give each token."""
-        page, lanes = self._plan.page_tokens, len(self.scores)
-        widths = [table.shape[1] * page for table in step.page_tables]
-        places = sum(widths) + len(step.query_offsets)
+        page = self._plan.page_tokens
+        lanes = len(self.scores)
+        widths: list[int] = []
+        for table in step.page_tables:
+            pages = table.shape[1]
+            widths.append(pages * page)
+        fresh = len(step.query_offsets)
+        places = sum(widths) + fresh
         given = np.zeros((1, lanes, places), np.float32)
-        weights = np.full(len(step.input_ids), -1, np.float32)
+        tokens = len(step.input_ids)
+        weights = np.full(tokens, -1, np.float32)
         observing = {"observation_weights": weights, "observed_attention": given}
-        self._engine.session.run(dataclasses.replace(step, **observing))
+        observed = dataclasses.replace(step, **observing)
+        self._engine.session.run(observed)
         start = 0
         for b, width in enumerate(widths):
-            if self._plan.buckets[b].source is None:
+            bucket = self._plan.buckets[b]
+            if bucket.source is None:
                 rows = self._rows(b)
                 end = start + self._count
                 cached = given[0, rows, start:end]
-                most = np.maximum(self.scores[rows], cached)
+                known = self.scores[rows]
+                most = np.maximum(known, cached)
                 self.scores[rows] = most
             start += width
 

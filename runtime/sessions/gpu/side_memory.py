@@ -98,13 +98,24 @@ def copies_bytes(plan: CompressionPlan, tokens: int, sequences: int = 1) -> int:
         bucket = plan.buckets[part.bucket]
         if not plan.tiers[bucket.tier].is_coded:
             continue
-        held = min(tokens, part.window.most + page) if part.sees_less else tokens
-        for layer in {plan.lanes[lane].layer for lane in part.lanes}:
-            layers[layer] += -(-held // page)
-    sizes: list[int] = []
+        held = tokens
+        if part.sees_less:
+            window = part.window.most + page
+            held = min(tokens, window)
+        pages = -(-held // page)
+        its_layers = {plan.lanes[lane].layer for lane in part.lanes}
+        for layer in its_layers:
+            layers[layer] += pages
+    size = 0
     for layer, copied in enumerate(layers):
-        width = sum(x.rank_k + x.rank_v for x in plan.active(layer))
-        a_page = HALF * page * width + COPY_OWNER
-        sizes.append(sequences * copied * a_page)
-    size = max(sizes)
-    return size + COPY_HEADER if size else 0
+        width = 0
+        for lane in plan.active(layer):
+            width += lane.rank_k
+            width += lane.rank_v
+        a_page = HALF * page * width
+        a_page += COPY_OWNER
+        own = sequences * copied * a_page
+        size = max(size, own)
+    if not size:
+        return 0
+    return size + COPY_HEADER

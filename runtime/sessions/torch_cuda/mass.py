@@ -65,29 +65,46 @@ class LargestShares:
             cached = mass.lengths[b][bucket]
             table = step.page_tables[bucket][b]
             keys = self._keys(index, bucket, table, cached + end - first)
-            stop = column + group * lane.rank_k
-            heads = own[:, column:stop].unflatten(1, (group, lane.rank_k)).float()
+            rank = lane.rank_k
+            stop = column + group * rank
+            heads = own[:, column:stop]
+            heads = heads.unflatten(1, (group, rank)).float()
             column = stop
-            sinks = self.sinks[layer][place] if self.sinks else None
-            given = self._largest(layer, heads, keys, observed - first + cached, sinks)
-            row = mass.largest[b, self._row_of[index]]
+            sinks = None
+            if self.sinks:
+                sinks = self.sinks[layer][place]
+            seen = observed - first
+            seen += cached
+            given = self._largest(layer, heads, keys, seen, sinks)
+            lane_row = self._row_of[index]
+            row = mass.largest[b, lane_row]
             start = sum(widths[:bucket])
-            row[start : start + cached] = given[:cached]
+            stop_cached = start + cached
+            row[start:stop_cached] = given[:cached]
             start = sum(widths)
-            row[start : start + end - first] = given[cached:]
+            stop_fresh = start + end - first
+            row[start:stop_fresh] = given[cached:]
 
     def _keys(self, lane: int, bucket: int, table: Tensor, count: int) -> Tensor:
         """The first ``count`` keys of a lane in the pages of a bucket, [count, rank]
         float32."""
-        page, rank = self.plan.page_tokens, self.plan.lanes[lane].rank_k
+        page = self.plan.page_tokens
+        rank = self.plan.lanes[lane].rank_k
         stride = self.layout.page_stride[bucket]
-        start = self.layout.lane_offsets(bucket, lane).k
+        offsets = self.layout.lane_offsets(bucket, lane)
+        start = offsets.k
         pages = self.pool.numel() // stride
-        every = self.pool[: pages * stride].view(pages, stride)
+        whole = pages * stride
+        every = self.pool[:whole].view(pages, stride)
         size = page * rank * torch.float16.itemsize
-        wanted = table[: -(-count // page)].long()
-        own = every[:, start : start + size].index_select(0, wanted)
-        return own.view(torch.float16).view(-1, rank)[:count].float()
+        end = start + size
+        held = -(-count // page)
+        wanted = table[:held].long()
+        own = every[:, start:end]
+        own = own.index_select(0, wanted)
+        keys = own.view(torch.float16)
+        keys = keys.view(-1, rank)
+        return keys[:count].float()
 
     def _largest(
         self,
@@ -99,21 +116,26 @@ class LargestShares:
     ) -> Tensor:
         """The largest share [N] that queries ``heads`` [R, G, rank] give each of ``keys``
         [N, rank]; the query at ``places`` [R] sees keys up to its own."""
-        most = keys.new_full((len(keys),), -torch.inf)
-        for some in self._tiles(len(heads), heads.shape[1], len(keys)):
+        count = len(keys)
+        group = heads.shape[1]
+        scale = self.scales[layer]
+        bound = self.plan.model.softcap
+        columns = torch.arange(count, device=keys.device)
+        most = keys.new_full((count,), -torch.inf)
+        for some in self._tiles(len(heads), group, count):
             scores = heads[some] @ keys.T
-            scores *= self.scales[layer]
-            if self.plan.model.softcap:
-                bound = self.plan.model.softcap
+            scores *= scale
+            if bound:
                 scores.div_(bound).tanh_().mul_(bound)
-            seen = torch.arange(len(keys), device=keys.device)
-            later = seen > places[some, None]
+            own = places[some, None]
+            later = columns > own
             scores.masked_fill_(later[:, None], -torch.inf)
             whole = scores.logsumexp(-1)
             if sinks is not None:
                 whole = torch.logaddexp(whole, sinks.float())
             scores -= whole[..., None]
-            most = torch.maximum(most, scores.amax((0, 1)))
+            largest = scores.amax((0, 1))
+            most = torch.maximum(most, largest)
         return most.exp()
 
     @staticmethod

@@ -150,7 +150,8 @@ class RankingSession(TorchSession):
             end = start + SCRATCH_PAGES
             some = list(target_pages[start:end])
             count = len(some)
-            own = list(range(first, first + count))
+            end_page = first + count
+            own = list(range(first, end_page))
             stop = start + count
             part = places[:, start * p : stop * p]
             part = part.contiguous()
