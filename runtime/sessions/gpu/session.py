@@ -43,7 +43,7 @@ NOTHING: Bindings = {}
 
 class Compute(Protocol):
     """What runs an engine's model. It queues work on the device's stream and waits for
-    nothing, so that a step can be captured."""
+    nothing, so that a step can be captured. Only where ``mass`` is asked for may it wait."""
 
     @property
     def outputs(self) -> frozenset[str]:

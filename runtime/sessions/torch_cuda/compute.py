@@ -162,7 +162,7 @@ def _mass(inputs: Bindings, outputs: Bindings) -> Mass | None:
     the GPU: the host has to know how much it reads."""
     if "mass" not in outputs:
         return None
-    every = tensor_of(inputs["observed_rows"]).tolist()
+    every = tensor_of(inputs["observed_rows"]).long()
     ends = tensor_of(inputs["observed_starts"]).tolist()
     rows = [every[first:end] for first, end in pairwise(ends)]
     return Mass(

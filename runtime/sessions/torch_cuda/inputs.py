@@ -24,12 +24,13 @@ class Observed:
 class Mass:
     """What the observed rows of a step give each token at most (docs/attend.md), where
     the plan compacts prefixes: ``largest`` float32 [B, kept lanes, N] on the device, to
-    be filled. The rest is known to the host: ``starts`` [B + 1] of each sequence's rows,
-    the observed ``rows`` of each, and its ``lengths`` [buckets]."""
+    be filled. ``rows``: the observed ones of each sequence, int64 on the device. The rest
+    is known to the host: ``starts`` [B + 1] of each sequence's rows, and its ``lengths``
+    [buckets]."""
 
     largest: Tensor
     starts: Sequence[int]
-    rows: Sequence[Sequence[int]]
+    rows: Sequence[Tensor]
     lengths: Sequence[Sequence[int]]
 
 

@@ -47,7 +47,7 @@ class LargestShares:
         if step.mass is None:
             return
         for b, rows in enumerate(step.mass.rows):
-            if rows:
+            if len(rows):
                 self._sequence(layer, queries, step, step.mass, b)
 
     def _sequence(
@@ -56,7 +56,7 @@ class LargestShares:
         page, group = self.plan.page_tokens, self.plan.model.group_size
         widths = [table.shape[1] * page for table in step.page_tables]
         first, end = mass.starts[b], mass.starts[b + 1]
-        observed = torch.tensor(mass.rows[b], device=queries.device)
+        observed = mass.rows[b]
         own = queries[observed]
         column = 0
         for place, lane in enumerate(self.plan.active(layer)):

@@ -105,7 +105,8 @@ class Case:
         lanes = sum(not lane.removed for lane in self.plan.lanes)
         places = sum(self.widths) + max(self.queries)
         largest = torch.zeros(len(self.queries), lanes, places)
-        asked = Mass(largest, self.starts, self.rows, self.lengths.tolist())
+        rows = [torch.tensor(rows, dtype=torch.int64) for rows in self.rows]
+        asked = Mass(largest, self.starts, rows, self.lengths.tolist())
         tables = [tensor(table) for table in self.tables]
         nothing = torch.zeros(0, dtype=torch.int32)
         step = StepInputs(nothing, nothing, tables, False, 0, mass=asked)

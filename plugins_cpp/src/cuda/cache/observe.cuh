@@ -3,7 +3,8 @@
 // probabilities. A token's score has one writer, so nothing is added atomically.
 //
 // Few rows leave few blocks for the first kernel. So several blocks may share the tokens of a
-// column, each with a state of its own. The second kernel merges them.
+// column, each with a state of its own. The second kernel merges them. A session calls the longest
+// sequence of a step observed, so only decode steps have few rows.
 //
 // Columns are query heads of observed rows. A block multiplies 64 tokens by 64 columns.
 #pragma once
