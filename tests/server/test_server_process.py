@@ -21,8 +21,34 @@ import pytest
 from tests.support.runtime_cases import built_folder, text
 
 ROOT = Path(__file__).resolve().parents[2]
-TOKENS = 900
-"""Of each answer. The server must still be answering when a new request is refused."""
+TOKENS = 400
+"""Of each answer."""
+
+UNHURRIED = """
+import sys, time
+from pathlib import Path
+from kvlathe.cli import main
+from kvlathe.runtime.llm import LLM
+
+load, hurry = LLM.load, Path(sys.argv.pop())
+
+def unhurried(*given, **options):
+    llm = load(*given, **options)
+    run = llm.session.run
+
+    def runs(step):
+        time.sleep(0 if hurry.exists() else 0.1)
+        return run(step)
+
+    llm.session.run = runs
+    return llm
+
+LLM.load = unhurried
+sys.argv[1:] = ["serve", *sys.argv[1:]]
+main.main()
+"""
+"""A server whose steps are slow until a file is there: it still answers when the next
+request comes, however slow the machine of that request is."""
 
 
 @pytest.fixture
@@ -31,15 +57,22 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def hurry(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this file is, the server's steps are as fast as they can be."""
+    return tmp_path_factory.mktemp("hurry") / "hurry"
+
+
+@pytest.fixture
 def process(
     folder: Path,
+    hurry: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text("{{ messages[0].content }}")
     options = ["--port", "0", "--threads", "1", "--chat-template", str(template)]
     options += ["--drain-seconds", "600", "--cache-size", "64M"]
-    with running(["-m", "kvlathe", "serve", str(folder), *options]) as started:
+    with running(["-c", UNHURRIED, str(folder), *options, str(hurry)]) as started:
         yield started
 
 
@@ -60,7 +93,7 @@ def running(command: list[str]) -> Generator[tuple[subprocess.Popen[str], str]]:
 
 
 def test_sigterm_under_load_refuses_the_new_and_finishes_the_old(
-    process: tuple[subprocess.Popen[str], str],
+    process: tuple[subprocess.Popen[str], str], hurry: Path
 ) -> None:
     server, url = process
     # Who has read the address may connect.
@@ -108,6 +141,7 @@ def test_sigterm_under_load_refuses_the_new_and_finishes_the_old(
             client.completions.create(model="lathe-5m", prompt="a", max_tokens=1)
         except openai.APIStatusError as error:
             refused = error
+    hurry.touch()
     assert refused.status_code == 503 and "retry-after" in refused.response.headers
     for reader in readers:
         reader.join(600)
