@@ -1,7 +1,8 @@
-"""Writes a checkpoint of random weights in the shape of Llama-3.1-8B: for time and
+"""Writes a checkpoint of random weights in the shape of Llama-3.1-8B or 70B: for time and
 memory, which do not depend on what a model has learnt.
 
   python3 tests/bench/random_checkpoint.py out/8b --tokenizer models/lathe-5m
+  python3 tests/bench/random_checkpoint.py out/70b --shape 70b --layers 10
 
 The tokenizer is the shipped one, whose ids are the first of the 128,256; the others
 stand for words of their own, so that every answer has text. Needs torch and safetensors;
@@ -38,6 +39,16 @@ CONFIG = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
+SHAPES = {
+    "8b": {},
+    "70b": {
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+    },
+}
+"""What differs from ``CONFIG``."""
 LAYERS_A_SHARD = 4
 SPREAD = 0.02
 """Standard deviation of a weight."""
@@ -114,9 +125,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokenizer", type=Path, default=Path("models/lathe-5m"))
-    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
+    parser.add_argument("--shape", choices=SHAPES, default="8b")
+    parser.add_argument("--layers", type=int, help="default: as many as the model has")
     options = parser.parse_args()
-    write(options.folder, CONFIG | {"num_hidden_layers": options.layers})
+    config = CONFIG | SHAPES[options.shape]
+    if options.layers is not None:
+        config |= {"num_hidden_layers": options.layers}
+    write(options.folder, config)
     write_tokenizer(options.tokenizer, options.folder, VOCAB_SIZE)
 
 
