@@ -71,7 +71,8 @@ def decode(llm: LLM, options: argparse.Namespace) -> dict[str, float]:
             llm.engine.step()
         seconds = time.perf_counter() - started
         for sequence, tokens in zip(sequences, before, strict=True):
-            assert len(sequence.tokens) - tokens == options.steps, "all decode"
+            made = len(sequence.tokens) - tokens
+            assert made == options.steps, f"{made} tokens: give a larger --cache-size"
         return seconds / options.steps
 
     step_seconds = llm.thread.call(steps)
@@ -97,7 +98,8 @@ def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
     engine = build(options)
     opened = open_engine(engine, deep=False)
     dealt = deal(opened.plan, ranks)
-    with LLM.load(engine, verify=False, tensor_parallel_size=ranks) as llm:
+    size = options.cache_size and options.cache_size // ranks
+    with LLM.load(engine, size, verify=False, tensor_parallel_size=ranks) as llm:
         session: Any = llm.session
         session.warm_up()
         found: dict[str, Any] = {"ranks": ranks}
@@ -117,6 +119,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--compression", default="none")
     parser.add_argument("--more", nargs="*", default=[], help="options of the build")
+    parser.add_argument("--cache-size", type=int, help="bytes, of all GPUs together")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--context", type=int, default=32768)
     parser.add_argument("--prompt", type=int, default=8192)
