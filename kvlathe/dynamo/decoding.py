@@ -48,7 +48,7 @@ class Decoding:
         parcel = asked_again(source.parcel, asked.params)
         arrival = await asyncio.to_thread(self._exchange.expect, parcel)
         try:
-            pieces = arrival.pieces(source.region)
+            pieces = await asyncio.to_thread(arrival.pieces, source.region)
             await self._link.read(source, pieces)
             read = time.perf_counter()
             await asyncio.to_thread(arrival.check)

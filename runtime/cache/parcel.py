@@ -4,8 +4,8 @@
 
 Bytes go packed, to a file or a socket, or by themselves from pool to pool: the
 description has the page ids that they left, and ``requests/exchange.py`` the addresses.
-Every page has a digest, so what was damaged on its way is refused. Full pages travel
-whole. Of a page that is filled in part, the rows of its tokens are in the description
+Every page has a digest (kvlathe/plan/page_digest.py), so what was damaged on its way is
+refused. Full pages travel whole. Of a page that is filled in part, the rows of its tokens are in the description
 (hot_rows.py).
 """
 
@@ -26,13 +26,14 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.plan import json_fields
 from kvlathe.plan.json_fields import Count, Positive, PositiveFloat, Sha256
 from kvlathe.plan.manifest import BASIS_FILE, Manifest
+from kvlathe.plan.page_digest import page_digest
 from kvlathe.plan.plan import CompressionPlan
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Kind = TypeVar("Kind")
-MARK = b"kvlathe pages 1\n"
+MARK = b"kvlathe pages 2\n"
 """Its number rises where the bytes of a page, or those around them, change."""
 HEAD = struct.Struct(f"<{len(MARK)}sI32s")
 MOST_SAID = 1 << 26
@@ -94,13 +95,12 @@ class PageList:
         digests: list[tuple[str, ...]] = []
         for of_bucket in pages:
             sizes.append(tuple(map(len, of_bucket)))
-            digests.append(tuple(map(digest_of, of_bucket)))
+            digests.append(tuple(map(page_digest, of_bucket)))
         return cls(origin, tuple(sizes), tuple(digests), coding)
 
-    def check(self, bucket: int, place: int, page: BytesLike) -> None:
-        """Raises KvlatheError where page ``place`` of a bucket is not what was listed."""
-        same_size = len(page) == self.sizes[bucket][place]
-        if not same_size or digest_of(page) != self.digests[bucket][place]:
+    def check(self, bucket: int, place: int, digest: str) -> None:
+        """Raises KvlatheError where a page with this digest is not what was listed."""
+        if digest != self.digests[bucket][place]:
             name = f"page {place} of bucket {bucket}"
             raise damaged(f"{name} does not have its digest")
 
@@ -115,7 +115,7 @@ class PageList:
             of_bucket: list[memoryview] = []
             for place, size in enumerate(sizes):
                 page = body[at : at + size]
-                self.check(bucket, place, page)
+                self.check(bucket, place, page_digest(page))
                 of_bucket.append(page)
                 at += size
             found.append(of_bucket)
@@ -209,10 +209,6 @@ def heard(kind: type[Kind], text: str) -> Kind:
         return json_fields.read(kind, json_fields.parse(text), "it")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise damaged(f"its description is malformed ({error})") from error
-
-
-def digest_of(data: BytesLike) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 def pack(text: str, pages: Sequence[Sequence[BytesLike]]) -> list[BytesLike]:

@@ -33,7 +33,13 @@ from kvlathe.runtime.cache.parcel import (
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.requests.arriving import check_parcel, rows_of
 from kvlathe.runtime.requests.engine_thread import EngineThread
-from kvlathe.runtime.requests.held_pages import Arrival, Departure, Hold, region_of
+from kvlathe.runtime.requests.held_pages import (
+    Arrival,
+    Departure,
+    Digests,
+    Hold,
+    memory_of,
+)
 from kvlathe.runtime.requests.request import OnDelta, Request
 from kvlathe.runtime.requests.running import resumed, running_of
 from kvlathe.runtime.requests.sequences import SequenceFactory
@@ -62,7 +68,7 @@ class Exchange:
     def memory(self) -> Region:
         """The pool, to be registered once: page i of bucket b begins at i times the
         layout's ``page_stride[b]``. Raises KvlatheError where it has no address."""
-        return region_of(self._engine)
+        return memory_of(self._engine).region
 
     # -- pages leave -------------------------------------------------------------------
     def export_prefix(self, tokens: Items[int], salt: bytes = b"") -> Departure:
@@ -136,9 +142,13 @@ class Exchange:
             full = pages[:-1] if cut else pages
             ids.append(tuple(full))
 
-        def describe(pages: list[list[bytes]]) -> Parcel:
+        sizes: list[tuple[int, ...]] = []
+        for full, stride in zip(ids, self._layout.page_stride, strict=True):
+            sizes.append((stride,) * len(full))
+
+        def describe(digests: Digests) -> Parcel:
             return Parcel(
-                listed=PageList.of(self.origin, pages),
+                listed=PageList(self.origin, tuple(sizes), digests),
                 ids=tuple(ids),
                 history=history_of(tokens),
                 cached=cached,

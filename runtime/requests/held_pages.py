@@ -11,16 +11,24 @@ from functools import partial
 
 from kvlathe.base.closing import ClosesAtExit
 from kvlathe.base.errors import EngineStopped, KvlatheError
+from kvlathe.plan.page_digest import digest_of_sums, page_digest
 from kvlathe.runtime.cache.page_table import Pages, PageTable
 from kvlathe.runtime.cache.parcel import Parcel, pack
 from kvlathe.runtime.requests.engine_thread import EngineThread
 from kvlathe.runtime.scheduling.engine import Engine
-from kvlathe.runtime.sessions.protocols import PoolMemory, Region
+from kvlathe.runtime.sessions.protocols import (
+    Int64,
+    PageSummer,
+    PoolMemory,
+    Region,
+)
 
 BATCH = 1 << 26
 """Bytes that are read or written between two steps: others wait for them."""
 Place = tuple[int, int, int]
 """A page: its bucket, its place in the list, its id in the pool."""
+Digests = tuple[tuple[str, ...], ...]
+"""Of the pages of each bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +82,29 @@ class HeldPages(ClosesAtExit):
                     batch, size = [], 0
         yield batch
 
-    def _read(self, ids: Items[Items[int]]) -> list[list[bytes]]:
-        """The bytes of pages."""
+    def _read(self, ids: Items[Items[int]]) -> Iterator[tuple[int, bytes]]:
+        """The bytes of pages, each with its bucket."""
         read = self._engine.session.read_page
-        found: list[list[bytes]] = [[] for _ in ids]
 
-        def read_all(batch: list[Place]) -> None:
-            for bucket, _, page in batch:
-                found[bucket].append(read(bucket, page))
+        def read_all(batch: list[Place]) -> list[tuple[int, bytes]]:
+            return [(bucket, read(bucket, page)) for bucket, _, page in batch]
 
         for batch in self._places(ids):
-            self._thread.call(partial(read_all, batch))
-        return found
+            yield from self._thread.call(partial(read_all, batch))
+
+    def _digests(self, ids: Items[Items[int]]) -> Digests:
+        """Of pages, once what was asked of them so far is done. Where the session sums
+        pages itself, their bytes stay where they are."""
+        session = self._engine.session
+        found: list[list[str]] = [[] for _ in ids]
+        if isinstance(session, PageSummer):
+            sums = self._thread.call(partial(_sums_of, session, ids))
+            for of_bucket, arrived in zip(found, sums, strict=True):
+                of_bucket += map(digest_of_sums, arrived())
+        else:
+            for bucket, page in self._read(ids):
+                found[bucket].append(page_digest(page))
+        return tuple(map(tuple, found))
 
     def close(self) -> None:
         """Give the pages back. Harmless after a first time, and once the engine is
@@ -103,20 +122,20 @@ class Departure(HeldPages):
         engine: Engine,
         thread: EngineThread,
         hold: Hold,
-        describe: Callable[[list[list[bytes]]], Parcel],
+        describe: Callable[[Digests], Parcel],
         ids: Items[Items[int]],
     ) -> None:
         super().__init__(engine, thread, hold)
         try:
-            self.parcel = describe(self._read(ids))
+            self.parcel = describe(self._digests(ids))
         except BaseException:
             self.close()
             raise
 
     def packed(self) -> bytes:
         """Description and pages in one piece."""
-        pages = self._read(self.parcel.ids)
-        return b"".join(pack(self.parcel.to_json(), pages))
+        pages = [page for _, page in self._read(self.parcel.ids)]
+        return b"".join(pack(self.parcel.to_json(), [pages]))
 
 
 class Arrival(HeldPages):
@@ -135,9 +154,12 @@ class Arrival(HeldPages):
 
     def pieces(self, source: Region) -> list[Piece]:
         """What to read from the pool ``source`` that the pages left, and where to write
-        it: pages that are adjacent in both pools are one piece. Raises KvlatheError where
-        this pool's memory has no address."""
-        here = region_of(self._engine).address
+        it: pages that are adjacent in both pools are one piece. Waits until no step that
+        still runs writes to these pages: who had them before may have just ended. Raises
+        KvlatheError where this pool's memory has no address."""
+        memory = memory_of(self._engine)
+        self._thread.call(memory.mark)()
+        here = memory.region.address
         strides = self._engine.pool.strides
         found: list[Piece] = []
         for b, (theirs, own) in enumerate(zip(self.parcel.ids, self.ids, strict=True)):
@@ -168,9 +190,9 @@ class Arrival(HeldPages):
     def check(self) -> None:
         """After bytes came by address: raises KvlatheError for a page that is not what
         was listed."""
-        for bucket, pages in enumerate(self._read(self.ids)):
-            for place, page in enumerate(pages):
-                self.parcel.listed.check(bucket, place, page)
+        for bucket, digests in enumerate(self._digests(self.ids)):
+            for place, digest in enumerate(digests):
+                self.parcel.listed.check(bucket, place, digest)
 
     def last_page(self, bucket: int) -> int:
         """Its page for the rows of a bucket."""
@@ -182,11 +204,16 @@ class Arrival(HeldPages):
         return self._hold.take()
 
 
-def region_of(engine: Engine) -> Region:
+def _sums_of(session: PageSummer, ids: Items[Items[int]]) -> list[Callable[[], Int64]]:
+    """Of the pages of each bucket."""
+    return [session.row_sums(bucket, pages) for bucket, pages in enumerate(ids)]
+
+
+def memory_of(engine: Engine) -> PoolMemory:
     """Where a pool is. Raises KvlatheError where nobody said."""
     session = engine.session
     if isinstance(session, PoolMemory):
-        return session.region
+        return session
     raise KvlatheError(
         "pages cannot go by address",
         f"{type(session).__name__} does not say where its pool is",

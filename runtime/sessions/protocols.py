@@ -20,6 +20,7 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.text.sampler import Sampled, SamplingRows
 
 Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 
 
@@ -179,7 +180,8 @@ class PageMover(Protocol):
 @dataclass(frozen=True, slots=True)
 class Region:
     """Memory that a network card or another process may be given: ``size`` bytes from
-    ``address`` on. ``device``: cpu, or where else addresses are of."""
+    ``address`` on. ``device``: whose addresses these are, ``cpu`` or ``cuda:0``, with the
+    GPU's number in its own process."""
 
     address: int
     size: int
@@ -188,11 +190,28 @@ class Region:
 
 @runtime_checkable
 class PoolMemory(Protocol):
-    """Has its pages in one range of memory, page by page as the layout says."""
+    """Has its pages in one range of memory, page by page as the layout says. Others may
+    read there, and write to pages that nobody here has."""
 
     @property
     def region(self) -> Region:
         """The pool: page i of a bucket begins at i times the bucket's page stride."""
+        ...
+
+    def mark(self) -> Callable[[], None]:
+        """A function that waits, in any thread, until what was asked so far is done.
+        Before that a step that still runs may write to pages that were given back."""
+        ...
+
+
+@runtime_checkable
+class PageSummer(Protocol):
+    """Sums pages where they lie, so that their digests need no copy of them."""
+
+    def row_sums(self, bucket: int, pages: Sequence[int]) -> Callable[[], Int64]:
+        """[pages, rows]: the sums of each page's rows (kvlathe/plan/page_digest.py), as
+        the page is after what was asked so far. The function waits for them, in any
+        thread."""
         ...
 
 

@@ -123,6 +123,8 @@ def test_text_is_that_of_one_process(
     assert prefixes is not None and ours.pool.bytes_in_use > 0
     logits = [llm.logits(PROMPTS[1], range(20, 30)) for llm in (ours, theirs)]
     np.testing.assert_allclose(logits[0], logits[1], atol=1e-3)
+    with pytest.raises(KvlatheError, match="stay in their engine"):
+        _ = ours.exchange.memory  # each rank has a part of every page
     ours.thread.stop()
 
 

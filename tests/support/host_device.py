@@ -33,6 +33,7 @@ class HostDevice:
     graph."""
 
     stream = 0
+    name = "cpu"
 
     def __init__(self) -> None:
         self.captures = 0

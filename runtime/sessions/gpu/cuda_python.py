@@ -72,6 +72,10 @@ class CudaPythonDevice:
         self._stream = int(self.call("cudaStreamCreateWithFlags", flag))
 
     @property
+    def name(self) -> str:
+        return "cuda:0"
+
+    @property
     def stream(self) -> int:
         return self._stream
 

@@ -52,6 +52,11 @@ class Device(Protocol):
     """A GPU. Calls only queue work, in order; those that wait say so."""
 
     @property
+    def name(self) -> str:
+        """As Region.device."""
+        ...
+
+    @property
     def stream(self) -> int:
         """The cudaStream_t on which work is queued now."""
         ...
@@ -82,7 +87,8 @@ class Device(Protocol):
         ...
 
     def mark(self) -> Callable[[], None]:
-        """A function that waits until everything queued so far is done."""
+        """A function that waits, in any thread, until everything queued so far is
+        done."""
         ...
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:

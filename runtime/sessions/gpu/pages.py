@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import CudaLibrary, PageKernels
 from kvlathe.runtime.native.room import check_room
 from kvlathe.runtime.sessions.gpu.device import BYTE, Device, DeviceArray
-from kvlathe.runtime.sessions.protocols import FullPage
+from kvlathe.runtime.sessions.protocols import FullPage, Region
 
 
 def allocate_pool(
@@ -40,6 +40,15 @@ class DevicePages:
         self.device, self.plan, self.pool = device, plan, pool
         self.strides = CacheLayout(plan).page_stride
         self._kernels = PageKernels(library, plan, pool.address, pool.nbytes)
+
+    @property
+    def region(self) -> Region:
+        """As PoolMemory.region."""
+        return Region(self.pool.address, self.pool.nbytes, self.device.name)
+
+    def mark(self) -> Callable[[], None]:
+        """As PoolMemory.mark."""
+        return self.device.mark()
 
     def seal(self, pages: Sequence[FullPage]) -> None:
         """As PageQuantizer.seal: one call of the library for each pair of buckets. A

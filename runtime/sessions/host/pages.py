@@ -11,7 +11,7 @@ is a subclass that adds ``run`` and calls ``append`` and, where the plan has an 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -143,6 +143,10 @@ class HostPages:
     def region(self) -> Region:
         """As PoolMemory.region."""
         return Region(self.memory.ctypes.data, self.memory.nbytes, "cpu")
+
+    def mark(self) -> Callable[[], None]:
+        """As PoolMemory.mark: nothing is left to do once a call returns."""
+        return lambda: None
 
     # -- pages change between steps ----------------------------------------------------
     def seal(self, pages: Sequence[FullPage]) -> None:

@@ -85,6 +85,10 @@ class TorchDevice:
         self._memory_of_graphs = torch.cuda.graph_pool_handle()
 
     @property
+    def name(self) -> str:
+        return f"cuda:{torch.cuda.current_device()}"
+
+    @property
     def stream(self) -> int:
         return torch.cuda.current_stream().cuda_stream
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from kvlathe.runtime.sessions.gpu.device import DeviceArray
 from kvlathe.runtime.sessions.gpu.session import DeviceSession
-from kvlathe.runtime.sessions.protocols import Choose, Sampling, StepPlan
+from kvlathe.runtime.sessions.protocols import Choose, Int64, Sampling, StepPlan
 from kvlathe.runtime.sessions.torch_cuda import sampling
 from kvlathe.runtime.sessions.torch_cuda.counts import TokenCounts
-from kvlathe.runtime.sessions.torch_cuda.device import tensor_of
+from kvlathe.runtime.sessions.torch_cuda.device import bytes_of, tensor_of
+from kvlathe.runtime.sessions.torch_cuda.page_sums import PageSums
 from kvlathe.runtime.text.sampler import SamplingRows
 
 
@@ -34,6 +36,14 @@ class TorchSession(DeviceSession):
         chosen = sampling.sample(logits, rows, self._counts)
         self._tokens = chosen.tokens
         return chosen
+
+    @cached_property
+    def _page_sums(self) -> PageSums:
+        return PageSums(bytes_of(self.pool))
+
+    def row_sums(self, bucket: int, pages: Sequence[int]) -> Callable[[], Int64]:
+        """As PageSummer.row_sums."""
+        return self._page_sums.of(self.strides[bucket], pages)
 
     @torch.inference_mode()
     def complete(self, step: StepPlan, input_ids: DeviceArray) -> None:
