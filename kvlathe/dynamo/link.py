@@ -14,6 +14,7 @@ import numpy as np
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.dynamo.handoff import Handoff
+from kvlathe.runtime.cache.parcel import damaged
 from kvlathe.runtime.requests.held_pages import Piece
 from kvlathe.runtime.sessions.protocols import Region
 
@@ -21,8 +22,8 @@ MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
 MOST_SECONDS = 30.0
 """Of one transfer: a peer that takes longer is gone or stalls."""
 POLL_SECONDS = 0.0005
-KINDS = {"cpu": "DRAM"}
-"""NIXL's names of memory; every other device is VRAM."""
+KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
+"""NIXL's names of memory."""
 
 
 class Link:
@@ -35,8 +36,8 @@ class Link:
         self._agent = library.nixl_agent(
             name, library.nixl_agent_config(backends=["UCX"])
         )
-        self._kind = KINDS.get(region.device, "VRAM")
-        memory = [(region.address, region.size, 0, "")]
+        self._kind, self._device = _place(region.device)
+        memory = [(region.address, region.size, self._device, "")]
         self._agent.register_memory(memory, self._kind)
         blob = self._agent.get_agent_metadata()  # only now: it lists the memory
         self.metadata = base64.b64encode(blob).decode()
@@ -75,11 +76,11 @@ class Link:
 
     async def _read(self, source: Handoff, pieces: Sequence[Piece]) -> None:
         agent = self._agent
-        kind = KINDS.get(source.device, "VRAM")
+        kind, device = _place(source.device)
         here = [(piece.target, piece.size) for piece in pieces]
         there = [(piece.source, piece.size) for piece in pieces]
-        own = agent.get_xfer_descs(_rows(here), self._kind)
-        theirs = agent.get_xfer_descs(_rows(there), kind)
+        own = agent.get_xfer_descs(_rows(here, self._device), self._kind)
+        theirs = agent.get_xfer_descs(_rows(there, device), kind)
         handle = agent.initialize_xfer("READ", own, theirs, source.agent)
         until = time.monotonic() + MOST_SECONDS
         try:
@@ -96,9 +97,18 @@ class Link:
         self.bytes_read += sum(piece.size for piece in pieces)
 
 
-def _rows(pieces: Sequence[tuple[int, int]]) -> np.ndarray:
+def _place(device: str) -> tuple[str, int]:
+    """NIXL's kind and number of a Region's device."""
+    name, _, number = device.partition(":")
+    try:
+        return KINDS[name], int(number or 0)
+    except (KeyError, ValueError):
+        raise damaged(f"its handoff names the device {device!r}") from None
+
+
+def _rows(pieces: Sequence[tuple[int, int]], device: int) -> np.ndarray:
     """Address, bytes and device of each piece, as NIXL takes them."""
-    rows = np.zeros((len(pieces), 3), np.uint64)
+    rows = np.full((len(pieces), 3), device, np.uint64)
     rows[:, :2] = pieces
     return rows
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvlathe.base.errors import KvlatheError
 from kvlathe.dynamo import link as linking
 from kvlathe.dynamo.asked import Asked
 from kvlathe.dynamo.decoding import Decoding
@@ -18,7 +20,10 @@ from kvlathe.dynamo.following import Following
 from kvlathe.dynamo.handoff import Handoff
 from kvlathe.dynamo.link import Link
 from kvlathe.runtime.async_engine import AsyncEngine
+from kvlathe.runtime.cache.parcel import Origin, PageList, Parcel, history_of
 from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.requests.held_pages import Piece
+from kvlathe.runtime.sessions.protocols import Region
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.runtime_cases import llm as engine_of
 
@@ -28,6 +33,11 @@ SAYS = {
     "DONE": "page 0 of bucket 1 does not have its digest",
 }
 """What transfers answer, and what the log says then. DONE: no byte came with it."""
+
+
+PARCEL = Parcel(
+    PageList(Origin("0" * 64, "0" * 64), (), ()), (), history_of([1]), 1, (), (), ()
+)
 
 
 class Agent:
@@ -72,6 +82,30 @@ def agent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ag
 def pair() -> Iterator[tuple[LLM, LLM]]:
     with engine_of("torch", "sealed") as source, engine_of("torch", "sealed") as target:
         yield source, target
+
+
+@pytest.mark.parametrize("agent", ["DONE"], indirect=True)
+def test_nixl_is_told_which_gpu_has_each_address(agent: Agent) -> None:
+    """By its number in its own process."""
+    said: dict[str, list[Any]] = {}
+
+    def note(name: str) -> Callable[..., object]:
+        return lambda *arguments: said.setdefault(name, []).append(arguments)
+
+    for name in ("register_memory", "get_xfer_descs"):
+        setattr(agent, name, note(name))
+    link = Link("decode", Region(4096, 1 << 20, "cuda:1"))
+    assert said["register_memory"] == [([(4096, 1 << 20, 1, "")], "VRAM")]
+    meta = base64.b64encode(b"there").decode()
+    source = Handoff("name", "prefill", meta, 8192, 1 << 20, "cuda:3", PARCEL)
+    asyncio.run(link.read(source, [Piece(8192, 4096, 256)]))
+    (own, kind), (theirs, their_kind) = said["get_xfer_descs"]
+    assert own.tolist() == [[4096, 256, 1]] and kind == "VRAM"
+    assert theirs.tolist() == [[8192, 256, 3]] and their_kind == "VRAM"
+    for wrong in ("cuda:x", "tpu:0", ""):
+        other = dataclasses.replace(source, device=wrong)
+        with pytest.raises(KvlatheError, match="names the device"):
+            asyncio.run(link.read(other, [Piece(8192, 4096, 256)]))
 
 
 def test_a_bad_transfer_costs_the_transfer_alone(
