@@ -60,7 +60,7 @@ class Prefilling:
         params = dataclasses.replace(asked.params, max_new_tokens=most)
         sequence = llm.sequence(asked.tokens, params)
         sequence.salt = asked.tenant.encode()
-        future = self._threads.submit(llm.exchange.prefill, sequence)
+        future = self._threads.submit(llm.exchange.prefill, sequence, True)
         try:
             departure = await asyncio.wrap_future(future)
         except asyncio.CancelledError:

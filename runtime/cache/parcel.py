@@ -5,8 +5,8 @@
 Bytes go packed, to a file or a socket, or by themselves from pool to pool: the
 description has the page ids that they left, and ``requests/exchange.py`` the addresses.
 Every page has a digest (kvlathe/plan/page_digest.py), so what was damaged on its way is
-refused. Full pages travel whole. Of a page that is filled in part, the rows of its tokens are in the description
-(hot_rows.py).
+refused. Full pages travel whole. Of a page that is filled in part, the rows of its
+tokens are in the description (hot_rows.py), unless it goes by address: then it goes whole.
 """
 
 from __future__ import annotations
@@ -150,11 +150,11 @@ class Running:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A description. ``listed``: its full pages, which have the page ids ``ids`` in the
+    """A description. ``listed``: its whole pages, which have the page ids ``ids`` in the
     pool that they left. ``history``: the token ids, base64 of little-endian int32, of
     which the first ``cached`` have K and V there. ``lengths``, ``arrived``: of its page
     table, by bucket. ``rows``: of each bucket the bytes of a last page that is filled in
-    part, base64; else empty.
+    part and is not among the whole ones, base64; else empty.
 
     ``running``: of a sequence; None: a prefix.
     """

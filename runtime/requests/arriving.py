@@ -45,7 +45,8 @@ def check_parcel(layout: CacheLayout, parcel: Parcel, cuts: Items[int]) -> None:
 def _check_counts(layout: CacheLayout, parcel: Parcel, cuts: Items[int]) -> None:
     listed = parcel.listed
     counts = pages_of(parcel.lengths, layout.plan.page_tokens)
-    for b, (count, cut) in enumerate(zip(counts, cuts, strict=True)):
+    for b, count in enumerate(counts):
+        cut = cuts[b]
         full = count - bool(cut)
         said = {len(parcel.ids[b]), len(listed.sizes[b]), len(listed.digests[b])}
         if said != {full}:

@@ -77,24 +77,29 @@ class Exchange:
         hold, cached = self._thread.call(partial(self._known, tokens, salt))
         return self._departure(hold, list(tokens[:cached]), cached, None)
 
-    def export_sequence(self, sequence: Sequence) -> Departure | None:
+    def export_sequence(
+        self, sequence: Sequence, whole: bool = False
+    ) -> Departure | None:
         """A submitted sequence, which ends here as ``moved``; None where it has ended
-        before. Raises KvlatheError where nothing of it is cached yet."""
+        before. ``whole``: a page that is filled in part goes as the others do, for who
+        reads pages by address; else the rows of its tokens are in the description. Raises
+        KvlatheError where nothing of it is cached yet."""
         held = self._thread.call(partial(self._hold, sequence))
         if held is None:
             return None
         hold, running = held
-        return self._departure(hold, sequence.tokens, sequence.cached, running)
+        return self._departure(hold, sequence.tokens, sequence.cached, running, whole)
 
-    def prefill(self, sequence: Sequence) -> Departure | None:
-        """Run a new sequence until its first token is there, and export it. None where
-        that ended it. Raises what ended it before its answer was whole."""
+    def prefill(self, sequence: Sequence, whole: bool = False) -> Departure | None:
+        """Run a new sequence until its first token is there, and export it, ``whole`` as
+        in export_sequence. None where that ended it. Raises what ended it before its
+        answer was whole."""
         begun = Event()
         request = self._thread.submit([sequence], lambda _: begun.set())
         try:
             while not begun.wait(1.0) and self._thread.alive:
                 continue
-            departure = self.export_sequence(sequence)
+            departure = self.export_sequence(sequence, whole)
         except BaseException:
             self._thread.end(request)
             raise
@@ -133,10 +138,15 @@ class Exchange:
         return Hold(self._engine, held), running
 
     def _departure(
-        self, hold: Hold, tokens: list[int], cached: int, running: Running | None
+        self,
+        hold: Hold,
+        tokens: list[int],
+        cached: int,
+        running: Running | None,
+        whole: bool = False,
     ) -> Departure:
         table = hold.table
-        cuts = self._cuts(table.lengths)
+        cuts = [0] * len(table.lengths) if whole else self._cuts(table.lengths)
         ids: list[tuple[int, ...]] = []
         for pages, cut in zip(table.pages, cuts, strict=True):
             full = pages[:-1] if cut else pages
@@ -162,8 +172,13 @@ class Exchange:
         return Departure(self._engine, self._thread, hold, describe, ids)
 
     def _cuts(self, lengths: Items[int]) -> list[int]:
-        """Tokens of each bucket that travel as rows."""
+        """Tokens of each bucket that travel as rows, unless their pages go whole."""
         return [self._rows.cut(b, length) for b, length in enumerate(lengths)]
+
+    def _cuts_of(self, parcel: Parcel) -> list[int]:
+        """Tokens of each bucket that came as rows."""
+        cuts = zip(self._cuts(parcel.lengths), parcel.rows, strict=False)
+        return [cut if rows else 0 for cut, rows in cuts]
 
     def _last_rows(self, table: PageTable, cuts: Items[int]) -> tuple[str, ...]:
         rows: list[str] = []
@@ -181,7 +196,7 @@ class Exchange:
         """Take pages for a parcel. Raises KvlatheError for one of another build or that
         is no page table of this plan, OutOfPages where the pool has no room just now."""
         self.origin.check(parcel.listed.origin)
-        cuts = self._cuts(parcel.lengths)
+        cuts = self._cuts_of(parcel)
         check_parcel(self._layout, parcel, cuts)
         hold = self._thread.call(partial(self._room, parcel))
         return Arrival(self._engine, self._thread, parcel, hold)
@@ -250,7 +265,7 @@ class Exchange:
         """In the engine's thread: the table of an arrival, with the rows of its last
         pages."""
         parcel = arrival.parcel
-        for bucket, cut in enumerate(self._cuts(parcel.lengths)):
+        for bucket, cut in enumerate(self._cuts_of(parcel)):
             if cut:
                 page = self._rows.page(bucket, rows_of(parcel, bucket), cut)
                 last = arrival.last_page(bucket)

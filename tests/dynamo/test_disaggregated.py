@@ -69,10 +69,9 @@ def test_the_text_is_that_of_one_engine_alone_and_pages_travel(
         assert cluster.text(prompt=prompt, max_tokens=40) == expected
     came = arrivals(decode)[before:]
     assert prefill.requests >= len(PROMPTS)
-    page = llm.plan.page_tokens
     for prompt, (size, tokens) in zip(PROMPTS, came, strict=True):
         assert tokens >= len(llm.encode(prompt))
-        assert size == tokens // page * page * llm.layout.bytes_per_token()
+        assert size == llm.layout.bytes_for(tokens)
     assert until(lambda: prefill.used == 0, 5)
 
 

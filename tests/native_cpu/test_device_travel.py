@@ -36,8 +36,9 @@ def engine() -> tuple[Path, CompressionPlan]:
     return half_engine()
 
 
-def left(source: LLM) -> Departure:
-    departure = source.exchange.prefill(source.sequence(list(PROMPT), PARAMS))
+def left(source: LLM, whole: bool = False) -> Departure:
+    sequence = source.sequence(list(PROMPT), PARAMS)
+    departure = source.exchange.prefill(sequence, whole)
     assert departure is not None
     return departure
 
@@ -51,13 +52,18 @@ def copied(source: LLM, departure: Departure, target: LLM) -> Arrival:
     return arrival
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("there", ENGINES)
 @pytest.mark.parametrize("here", ENGINES)
 def test_a_sequence_goes_on_in_the_pool_of_another_gpu(
-    here: str, there: str, native: Native, engine: tuple[Path, CompressionPlan]
+    here: str,
+    there: str,
+    whole: bool,
+    native: Native,
+    engine: tuple[Path, CompressionPlan],
 ) -> None:
     """Sums made on the device and on the host are the same: either side checks the
-    other."""
+    other. ``whole``: the last page, too, with whatever is behind its tokens."""
     source, target = ENGINES[here](native, engine), ENGINES[there](native, engine)
     assert isinstance(source.session, PageSummer) == (here == "torch")
     memory, session = source.exchange.memory, device_session(source)
@@ -65,7 +71,8 @@ def test_a_sequence_goes_on_in_the_pool_of_another_gpu(
     assert memory.device == session.device.name
     expected = target.generate([PROMPT], PARAMS)[0].token_ids
     held = target.pool.take([3] * len(target.pool.strides))
-    with left(source) as departure:
+    with left(source, whole) as departure:
+        assert any(departure.parcel.rows) != whole
         arrival = copied(source, departure, target)
         arrival.check()
         pages = zip(departure.parcel.ids, arrival.ids, strict=True)

@@ -159,20 +159,27 @@ def test_a_sequence_moves_while_its_next_token_is_being_chosen(kind: str) -> Non
         assert finished(target, arrival).sequences[0].answer == expected
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("kind", ["sealed split", "windowed", "budget"])
-def test_pages_go_from_pool_to_pool_without_a_copy_between(kind: str) -> None:
+def test_pages_go_from_pool_to_pool_without_a_copy_between(
+    kind: str, whole: bool
+) -> None:
+    """``whole``: the last page, which is filled in part, too."""
     prompt = list(text(300))
     with llm("torch", kind) as source, llm("torch", kind) as target:
         expected = source.generate([prompt], SAMPLED)[0]
         other = target.exchange  # pages lie elsewhere than in the source
         held = target.pool.take([1] * len(target.pool.strides))
-        departure = source.exchange.prefill(source.sequence(list(prompt), SAMPLED))
+        sequence = source.sequence(list(prompt), SAMPLED)
+        departure = source.exchange.prefill(sequence, whole)
         assert departure is not None and other.memory.device == "cpu"
+        assert any(departure.parcel.rows) != whole
         with departure:
             arrival = copied(source, departure, target)
         [sequence] = finished(target, arrival).sequences
         assert sequence.answer == expected.token_ids
         target.pool.drop(held)
+        assert source.pool.bytes_in_use == target.pool.bytes_in_use == 0
 
 
 @pytest.mark.parametrize("kind", SHARED)
