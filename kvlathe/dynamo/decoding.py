@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping
 from functools import partial
+from itertools import pairwise
 
 from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
@@ -44,25 +45,27 @@ class Decoding:
             return None
 
     async def _fetch(self, asked: Asked, source: Handoff) -> Arrival:
-        begun = time.perf_counter()
+        times = [time.perf_counter()]
         parcel = asked_again(source.parcel, asked.params)
         arrival = await asyncio.to_thread(self._exchange.expect, parcel)
         try:
             pieces = await asyncio.to_thread(arrival.pieces, source.region)
+            times.append(time.perf_counter())
             await self._link.read(source, pieces)
-            read = time.perf_counter()
+            times.append(time.perf_counter())
             await asyncio.to_thread(arrival.check)
+            times.append(time.perf_counter())
         except BaseException:
             await asyncio.to_thread(arrival.close)
             raise
         log.info(
-            "%s bytes of %d tokens came from %s in %d pieces: %.1f ms, %.1f ms with the digests",
+            "%s bytes of %d tokens came from %s in %d pieces:"
+            " reserved in %.1f ms, read in %.1f, checked in %.1f",
             f"{parcel.page_bytes:,}",
             parcel.cached,
             source.agent,
             len(pieces),
-            (read - begun) * 1e3,
-            (time.perf_counter() - begun) * 1e3,
+            *(1e3 * (after - before) for before, after in pairwise(times)),
         )
         return arrival
 

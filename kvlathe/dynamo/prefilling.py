@@ -60,6 +60,7 @@ class Prefilling:
         params = dataclasses.replace(asked.params, max_new_tokens=most)
         sequence = llm.sequence(asked.tokens, params)
         sequence.salt = asked.tenant.encode()
+        begun = time.perf_counter()
         future = self._threads.submit(llm.exchange.prefill, sequence, True)
         try:
             departure = await asyncio.wrap_future(future)
@@ -71,6 +72,10 @@ class Prefilling:
         handed: dict[str, object] = {"ended": dict(chunk)}
         if departure is not None:
             handed = self._hold(departure).to_fields()
+            milliseconds = 1e3 * (time.perf_counter() - begun)
+            log.info(
+                "%d tokens are held after %.1f ms", len(asked.tokens), milliseconds
+            )
         return chunk | {"disaggregated_params": handed}
 
     def _hold(self, departure: Departure) -> Handoff:

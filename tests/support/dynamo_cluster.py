@@ -12,7 +12,7 @@ import re
 import signal
 import socket
 import subprocess
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from tests.support.triton_server import ROOT, free_ports, until
 
 PYTHON = ROOT / ".dynamo" / "bin" / "python"
 START_SECONDS = 60
+MODEL = "lathe"
+NOTHING: Mapping[str, str] = {}
+SERVING = re.compile("Serving \\S+ on")
 LOOPBACK = (
     "DYN_TCP_RPC_HOST",
     "DYN_TCP_RESPONSE_STREAM_HOST",
@@ -37,18 +40,28 @@ class Process:
     """A program with a log, and a port of its own."""
 
     def __init__(
-        self, folder: Path, name: str, arguments: list[str], port: int
+        self,
+        folder: Path,
+        name: str,
+        arguments: list[str],
+        port: int,
+        python: Path = PYTHON,
+        more: Mapping[str, str] = NOTHING,
     ) -> None:
+        """``more``: variables of its environment."""
         self.log = folder / f"{name}.log"
         self.port = port
         environment = dict(os.environ, DYN_FILE_KV=str(folder / "discovery"))
         environment |= dict.fromkeys(LOOPBACK, "127.0.0.1")
         environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        environment |= {"DYN_SDK_DISABLE_ANSI_LOGGING": "1", "PYTHONPATH": str(ROOT)}
+        environment["DYN_SDK_DISABLE_ANSI_LOGGING"] = "1"
+        paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         environment["DYN_SYSTEM_PORT"] = "-1" if name == "frontend" else str(port)
+        environment |= more
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [str(PYTHON), *arguments],
+                [str(python), *arguments],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -86,41 +99,61 @@ class Worker(Process):
 class Cluster:
     """``worker`` starts one. All end with ``stop``."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: Path, python: Path = PYTHON, seconds: float = START_SECONDS
+    ) -> None:
+        """``seconds``: until a worker or an answer must be there."""
+        self.folder, self.python, self.seconds = folder, python, seconds
         (folder / "discovery").mkdir()
         [self.port] = free_ports(1)
         arguments = ["-m", "dynamo.frontend", f"--http-port={self.port}"]
         arguments += FRONTEND.split()
-        self.frontend = Process(folder, "frontend", arguments, self.port)
+        self.frontend = Process(folder, "frontend", arguments, self.port, python)
         self.processes = [self.frontend]
 
     def worker(self, name: str, engine: Path, mode: str = "agg") -> Worker:
-        port = low_port()
-        arguments = ["-m", "kvlathe", "dynamo", str(engine), "--mode", mode]
-        arguments += ["--threads", "1", "--served-model-name", "lathe"]
-        started = Worker(self.folder, name, arguments, port)
-        self.processes.append(started)
-
-        def known() -> bool:
-            serving = "Serving lathe on" in started.said
-            return serving or started.process.poll() is not None
-
-        known_in_time = until(known, START_SECONDS)
-        assert known_in_time and started.process.poll() is None, started.said[-4000:]
+        options = ["--mode", mode, "--threads", "1"]
+        started = self.begin(name, engine, options)
+        self.wait(started)
         return started
 
-    def ready(self) -> None:
+    def begin(
+        self,
+        name: str,
+        engine: Path,
+        options: list[str],
+        model: str = MODEL,
+        more: Mapping[str, str] = NOTHING,
+    ) -> Worker:
+        """``worker`` without waiting for it."""
+        arguments = ["-m", "kvlathe", "dynamo", str(engine), *options]
+        arguments += ["--served-model-name", model]
+        port = low_port()
+        started = Worker(self.folder, name, arguments, port, self.python, more)
+        self.processes.append(started)
+        return started
+
+    def wait(self, started: Worker) -> None:
+        """Until the frontend can know it."""
+
+        def known() -> bool:
+            serving = SERVING.search(started.said) is not None
+            return serving or started.process.poll() is not None
+
+        known_in_time = until(known, self.seconds)
+        assert known_in_time and started.process.poll() is None, started.said[-4000:]
+
+    def ready(self, model: str = MODEL) -> None:
         """Wait until requests reach the workers."""
 
         def answers() -> bool:
             try:
-                with self.open(prompt="a", max_tokens=1) as response:
+                with self.open(model=model, prompt="a", max_tokens=1) as response:
                     return response.status not in (404, 503)
             except OSError:
                 return False
 
-        assert until(answers, START_SECONDS), self.frontend.said[-4000:]
+        assert until(answers, self.seconds), self.frontend.said[-4000:]
 
     def stop(self) -> None:
         for process in self.processes:
@@ -131,7 +164,7 @@ class Cluster:
     # -- requests ----------------------------------------------------------------------
     def open(self, **body: Any) -> http.client.HTTPResponse:  # noqa: ANN401
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
-        text = json.dumps({"model": "lathe", "temperature": 0} | body)
+        text = json.dumps({"model": MODEL, "temperature": 0} | body)
         headers = {"content-type": "application/json"}
         connection.request("POST", "/v1/completions", text, headers)
         return connection.getresponse()
