@@ -205,7 +205,8 @@ def show_completion(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("engines", nargs="+", type=Path, metavar="ENGINE")
+    parser.add_argument("engines", nargs="*", type=Path, metavar="ENGINE")
+    parser.add_argument("--show", type=Path, help="rows of other runs, a line each")
     parser.add_argument("--prompts", nargs="+", type=int, default=[8192])
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--requests", type=int, default=5)
@@ -215,6 +216,8 @@ def main() -> None:
     options = parser.parse_args()
     logs = options.logs or Path(tempfile.mkdtemp())
     rows: list[dict[str, Any]] = []
+    if options.show:
+        rows += map(json.loads, options.show.read_text("utf-8").splitlines())
     for engine in options.engines:
         folder = (logs / engine.name).resolve()
         folder.mkdir(parents=True)
