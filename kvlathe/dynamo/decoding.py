@@ -58,14 +58,19 @@ class Decoding:
         except BaseException:
             await asyncio.to_thread(arrival.close)
             raise
+        parts: list[float] = []
+        for before, after in pairwise(times):
+            seconds = after - before
+            parts.append(1e3 * seconds)
+        size = f"{parcel.page_bytes:,}"
         log.info(
             "%s bytes of %d tokens came from %s in %d pieces:"
             " reserved in %.1f ms, read in %.1f, checked in %.1f",
-            f"{parcel.page_bytes:,}",
+            size,
             parcel.cached,
             source.agent,
             len(pieces),
-            *(1e3 * (after - before) for before, after in pairwise(times)),
+            *parts,
         )
         return arrival
 

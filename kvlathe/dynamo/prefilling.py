@@ -72,10 +72,9 @@ class Prefilling:
         handed: dict[str, object] = {"ended": dict(chunk)}
         if departure is not None:
             handed = self._hold(departure).to_fields()
-            milliseconds = 1e3 * (time.perf_counter() - begun)
-            log.info(
-                "%d tokens are held after %.1f ms", len(asked.tokens), milliseconds
-            )
+            seconds = time.perf_counter() - begun
+            count = len(asked.tokens)
+            log.info("%d tokens are held after %.1f ms", count, 1e3 * seconds)
         return chunk | {"disaggregated_params": handed}
 
     def _hold(self, departure: Departure) -> Handoff:

@@ -3,8 +3,8 @@
     page   32-bit words, little-endian, in rows of ROW_WORDS; the last one may be shorter
     sum    of a row: each word (signed) times the weight of its place, modulo 2^64
 
-A GPU makes the sums where the page lies, and a host 4 times as fast as SHA-256 of all its
-bytes. What goes wrong on the way is found: a word that has changed always (weights are
+A GPU makes the sums where the page lies, and a host takes a third of the time of SHA-256
+of all bytes. What goes wrong on the way is found: a word that has changed always (weights are
 odd), and two bits of a row. Any other change of a row escapes once in 2^32 at most. Whoever
 chooses the bytes can make them fit: this guards against accidents, not against attackers.
 """

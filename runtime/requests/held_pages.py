@@ -97,13 +97,16 @@ class HeldPages(ClosesAtExit):
         pages itself, their bytes stay where they are."""
         session = self._engine.session
         found: list[list[str]] = [[] for _ in ids]
-        if isinstance(session, PageSummer):
-            sums = self._thread.call(partial(_sums_of, session, ids))
-            for of_bucket, arrived in zip(found, sums, strict=True):
-                of_bucket += map(digest_of_sums, arrived())
-        else:
+        if not isinstance(session, PageSummer):
             for bucket, page in self._read(ids):
-                found[bucket].append(page_digest(page))
+                digest = page_digest(page)
+                found[bucket].append(digest)
+            return tuple(map(tuple, found))
+        ask = partial(_sums_of, session, ids)
+        sums = self._thread.call(ask)
+        for of_bucket, arrived in zip(found, sums, strict=True):
+            rows = arrived()
+            of_bucket += map(digest_of_sums, rows)
         return tuple(map(tuple, found))
 
     def close(self) -> None:
