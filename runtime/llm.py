@@ -84,7 +84,9 @@ class LLM(ClosesAtExit):
         cache_bytes: int,
         share_prefixes: bool | None = False,
     ) -> None:
-        self.plan, self.tokenizer, self.session = plan, tokenizer, session
+        self.plan = plan
+        self.tokenizer = tokenizer
+        self.session = session
         self.layout = CacheLayout(plan)
         self.pool = PagePool(self.layout, cache_bytes)
         share = plan.sharable if share_prefixes is None else share_prefixes

@@ -41,7 +41,8 @@ class HostStore:
     go ``below``."""
 
     def __init__(self, capacity: int, below: DiskStore | None = None) -> None:
-        self.capacity, self.below = capacity, below
+        self.capacity = capacity
+        self.below = below
         self.bytes = 0
         self._blocks: OrderedDict[bytes, Stored] = OrderedDict()
 
@@ -95,7 +96,9 @@ class BlockStores:
     ) -> None:
         if host is None and disk is None:
             raise KvlatheError("evicted prefixes have no place to go")
-        self.mover, self.host, self.disk = mover, host, disk
+        self.mover = mover
+        self.host = host
+        self.disk = disk
         self._page_bytes = page_bytes
         self.host_hits = 0
         self.disk_hits = 0

@@ -66,7 +66,9 @@ class DiskStore:
     def __init__(
         self, folder: Path, capacity: int, origin: Origin, coding: str = PLAIN
     ) -> None:
-        self.top, self.capacity, self.origin = folder, capacity, origin
+        self.top = folder
+        self.capacity = capacity
+        self.origin = origin
         self.failures = 0
         self.bytes = 0
         self._lock = threading.Lock()

@@ -35,7 +35,8 @@ class TokenRanking:
     def __init__(self, ranker: TokenRanker, layout: CacheLayout) -> None:
         observation = layout.plan.observation
         assert observation is not None
-        self.ranker, self.layout = ranker, layout
+        self.ranker = ranker
+        self.layout = layout
         self.observation: ObservationWindow = observation
         self._keys: dict[int, list[int]] = {}
 

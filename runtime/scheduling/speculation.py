@@ -65,7 +65,8 @@ class Speculation:
         most: int = MOST_DRAFTS,
         stop_ids: Iterable[int] = (),
     ) -> None:
-        self.drafter, self.most = drafter, most
+        self.drafter = drafter
+        self.most = most
         self.costs = RowCosts()
         self.drafts = self.drafted = self.accepted = self.failures = 0
         self.eager = False

@@ -73,7 +73,8 @@ class Guide:
     """Where one answer is in its structure. ``failure``: why it cannot go on."""
 
     def __init__(self, matcher: LLMatcher, said: str, vocabulary: int) -> None:
-        self._matcher, self._said = matcher, said
+        self._matcher = matcher
+        self._said = said
         self.vocabulary = vocabulary
         self.failure: StructureError | None = None
 
@@ -113,7 +114,8 @@ class Guides:
     have more tokens than the tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
-        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
         self._compiled: OrderedDict[Structure, LLMatcher] = OrderedDict()
         self._refused: OrderedDict[Structure, StructureError] = OrderedDict()
         self._lock = threading.Lock()  # of the two above

@@ -37,7 +37,9 @@ class DevicePages:
         plan: CompressionPlan,
         pool: DeviceArray,
     ) -> None:
-        self.device, self.plan, self.pool = device, plan, pool
+        self.device = device
+        self.plan = plan
+        self.pool = pool
         self.strides = CacheLayout(plan).page_stride
         self._kernels = PageKernels(library, plan, pool.address, pool.nbytes)
 

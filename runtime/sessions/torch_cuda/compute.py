@@ -99,7 +99,8 @@ class TorchCompute:
     least_rows = 0
 
     def __init__(self, decoder: TorchDecoder, attention: Attention) -> None:
-        self.decoder, self.attention = decoder, attention
+        self.decoder = decoder
+        self.attention = attention
 
     @torch.inference_mode()
     def queue(self, inputs: Bindings, outputs: Bindings, kind: StepKind) -> None:

@@ -31,8 +31,11 @@ class LargestShares:
     ) -> None:
         """``scales`` of each layer, ``pool`` uint8; ``sinks`` [H, G] of each layer, where
         the model has sink logits."""
-        self.plan, self.layout = plan, CacheLayout(plan)
-        self.scales, self.pool, self.sinks = scales, pool, sinks
+        self.plan = plan
+        self.layout = CacheLayout(plan)
+        self.scales = scales
+        self.pool = pool
+        self.sinks = sinks
         kept = [i for i, lane in enumerate(plan.lanes) if not lane.removed]
         self._row_of = {lane: row for row, lane in enumerate(kept)}
         self._fresh: dict[int, int] = {}

@@ -92,7 +92,8 @@ class NcclGroup:
 
     def __init__(self, shared: bytes, rank: int, size: int) -> None:
         """``shared``: the ``unique_id`` of all. Raises KvlatheError where NCCL does."""
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
         self._comm = c_void_p()
         known = UniqueId.from_buffer_copy(shared)
         _call("ncclCommInitRank", byref(self._comm), size, known, rank)

@@ -70,7 +70,9 @@ class Member:
     ) -> None:
         """``check``: raises where a rank has died."""
         require_gpu()
-        self.rank, self.size, self.check = rank, size, check
+        self.rank = rank
+        self.size = size
+        self.check = check
         self.group: Group | None = None
         self._session: RankSession | None = None
 
@@ -119,7 +121,8 @@ class LeaderSession:
     """The session of all ranks: what it does itself it has the others do, too."""
 
     def __init__(self, ranks: Ranks, own: RankSession) -> None:
-        self.ranks, self.own = ranks, own
+        self.ranks = ranks
+        self.own = own
         self.strides = CacheLayout(own.plan).page_stride
         self._wait = torch.cuda.Event.synchronize
         if isinstance(own.device, RankDevice):

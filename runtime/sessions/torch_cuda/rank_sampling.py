@@ -38,7 +38,9 @@ class RankSampler:
     ``vocab``: tokens of all. ``wait``: until an event has come."""
 
     def __init__(self, group: Group, first: int, vocab: int, wait: Wait) -> None:
-        self.group, self.first, self.vocab = group, first, vocab
+        self.group = group
+        self.first = first
+        self.vocab = vocab
         self.wait = wait
 
     @torch.inference_mode()

@@ -50,7 +50,8 @@ class RankingSession(TorchSession):
         compute: Compute,
     ) -> None:
         super().__init__(device, library, plan, limits, pool, compute)
-        self.layout, self.library = CacheLayout(plan), library
+        self.layout = CacheLayout(plan)
+        self.library = library
         self._pages_end = pool.nbytes - scratch_bytes(plan)
         self._scores = DeviceScores(self.layout, bytes_of(pool))
         self._token_fields: dict[tuple[int, int], Fields] = {}

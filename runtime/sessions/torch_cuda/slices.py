@@ -31,7 +31,9 @@ class Slices:
     """Of rank ``rank``. ``vocabulary``: its first token, and the end."""
 
     def __init__(self, dealt: Deal, rank: int) -> None:
-        self.plan, self.rank, self.ranks = dealt.plan, rank, dealt.ranks
+        self.plan = dealt.plan
+        self.rank = rank
+        self.ranks = dealt.ranks
         self.own = dealt.plans[rank]
         self._shares: dict[int, list[Share]] = {}
         for share in dealt.shares[rank]:
