@@ -239,7 +239,14 @@ class CudaLibrary:
     def call(self, name: str, *arguments: object) -> None:
         """``kvlathe_<name>`` with ``arguments`` and a status."""
         status = Status()
-        if getattr(self.lib, f"kvlathe_{name}")(*arguments, byref(status)):
+        entry = getattr(self.lib, f"kvlathe_{name}", None)
+        if entry is None:
+            raise KvlatheError(
+                f"{self.path} has no {name}",
+                "it was built from older sources",
+                "build it again: kvlathe native --cuda",
+            )
+        if entry(*arguments, byref(status)):
             raise KvlatheError(
                 f"{name} cannot run", status.message.decode(), "report this"
             )

@@ -14,7 +14,12 @@ import torch
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.native import cpu
-from kvlathe.runtime.native.cuda import AttendDecodeArgs, CudaLibrary, SealArgs
+from kvlathe.runtime.native.cuda import (
+    AttendDecodeArgs,
+    CudaLibrary,
+    SealArgs,
+    SealPage,
+)
 from kvlathe.runtime.native.library import ABI_VERSION, Native, Status
 from kvlathe.runtime.sessions.gpu.device import BYTE, DeviceArray
 from kvlathe.runtime.sessions.torch_cuda.device import array_of
@@ -104,8 +109,19 @@ class HostLibrary(CudaLibrary):
         }
         if name == "cuda_seal":
             self._seal(given[0]._obj)
+        elif name == "cuda_seal_listed":
+            self._seal_listed(given[0]._obj)
         elif getattr(self.lib, calls[name])(*given, byref(status := Status())):
             raise KvlatheError(name, status.message.decode())
+
+    def _seal_listed(self, args: SealArgs) -> None:
+        """Of a list where some pages are none."""
+        listed = [args.pages[i] for i in range(args.page_count)]
+        taken = [page for page in listed if page.source >= 0]
+        args.pages = (SealPage * len(taken))(*taken)
+        args.page_count = len(taken)
+        if taken:
+            self._seal(args)
 
     def _seal(self, args: SealArgs) -> None:
         status = Status()

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
@@ -23,12 +24,13 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from kvlathe.base.errors import KvlatheError
 from kvlathe_vllm.calls import Call, Calls, Int32, Step
 from kvlathe_vllm.cpu import CpuLayer
+from kvlathe_vllm.gpu_step import DecodeBuffers, is_decode, run_next
 from kvlathe_vllm.hosted import Hosted, hosted
 from kvlathe_vllm.layer import Layer, Most
 
 Sizes = tuple[Tensor, Most, float]
 """Of a layer: its blocks, what a step brings at most, the scale of its scores."""
-_calls: dict[tuple[str, int], Calls] = {}
+_makers: dict[tuple[str, int], Maker] = {}
 """Of this process: vLLM makes a builder for each kind of layer."""
 
 
@@ -88,6 +90,46 @@ class KvlatheMetadata(AttentionMetadata):
     call: Call
 
 
+class Maker:
+    """Makes the metadata of steps, once for the builders of all kinds of layers."""
+
+    def __init__(self, engine: Hosted, count: int, device: torch.device) -> None:
+        """``count``: sequences that run at most."""
+        self.calls = Calls(engine.plan, count)
+        self.buffers: DecodeBuffers | None = None
+        if device.type == "cuda":
+            buckets = len(engine.plan.buckets)
+            self.buffers = DecodeBuffers(count, buckets, device)
+        self._last: tuple[CommonAttentionMetadata, KvlatheMetadata] | None = None
+
+    def of(self, m: CommonAttentionMetadata) -> KvlatheMetadata:
+        if self._last is None or self._last[0] is not m:
+            self._last = (m, self._made(m))
+        return self._last[1]
+
+    def _made(self, m: CommonAttentionMetadata) -> KvlatheMetadata:
+        count = m.num_reqs
+        starts = _numbers(m.query_start_loc_cpu)[: count + 1]
+        lengths = self._lengths(m)
+        page = self.calls.plan.page_tokens
+        longest = int(lengths.max(initial=1))
+        pages = (longest + page - 1) // page
+        table = m.block_table_tensor[:count]
+        step = Step(starts, lengths, _numbers(table[:, :pages]))
+        call = self.calls.of(step)
+        if self.buffers is not None and is_decode(call):
+            run_next(call, self.buffers.send(call, table))
+        return KvlatheMetadata(m.num_actual_tokens, call)
+
+    def _lengths(self, m: CommonAttentionMetadata) -> Int32:
+        """On a GPU vLLM knows them on the host too: they are exact where it does not
+        guess tokens, which is refused."""
+        known = getattr(m, "seq_lens_cpu_upper_bound", None)
+        if self.buffers is None or known is None:
+            known = m.seq_lens
+        return _numbers(known)[: m.num_reqs]
+
+
 class KvlatheBuilder(AttentionMetadataBuilder[KvlatheMetadata]):
     def __init__(
         self,
@@ -101,9 +143,16 @@ class KvlatheBuilder(AttentionMetadataBuilder[KvlatheMetadata]):
         _check(engine, vllm_config)
         count = vllm_config.scheduler_config.max_num_seqs
         key = (str(engine.folder), count)
-        if key not in _calls:
-            _calls[key] = Calls(engine.plan, count)
-        self.calls = _calls[key]
+        if key not in _makers:
+            _makers[key] = Maker(engine, count, device)
+        self.maker = _makers[key]
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
+    ) -> AttentionCGSupport:
+        """Of decode steps: their numbers lie in buffers that stay."""
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(
         self,
@@ -111,17 +160,7 @@ class KvlatheBuilder(AttentionMetadataBuilder[KvlatheMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> KvlatheMetadata:
-        m = common_attn_metadata
-        count = m.num_reqs
-        starts = _numbers(m.query_start_loc_cpu)[: count + 1]
-        lengths = _numbers(m.seq_lens)[:count]
-        page = self.calls.plan.page_tokens
-        longest = int(lengths.max(initial=1))
-        pages = (longest + page - 1) // page
-        table = m.block_table_tensor[:count, :pages]
-        step = Step(starts, lengths, _numbers(table))
-        call = self.calls.of(step)
-        return KvlatheMetadata(m.num_actual_tokens, call)
+        return self.maker.of(common_attn_metadata)
 
 
 def _numbers(tensor: Tensor) -> Int32:
@@ -190,6 +229,7 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
         scheduler = config.scheduler_config
         self.most = Most(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         self.layer: Layer | None = None
+        self.kept_sinks: Tensor | None = None
 
     def forward(
         self,
@@ -231,10 +271,10 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
 
     def _sinks(self, own: Layer) -> Tensor | None:
         """[H, G] float32 of the kept lanes."""
-        if self.sinks is None:
-            return None
-        every = self.sinks.float().reshape(self.num_kv_heads, -1)
-        return every[own.heads.kept].contiguous()
+        if self.sinks is not None and self.kept_sinks is None:
+            every = self.sinks.float().reshape(self.num_kv_heads, -1)
+            self.kept_sinks = every[own.heads.kept_at].contiguous()
+        return self.kept_sinks
 
 
 def _made(engine: Hosted, index: int, sizes: Sizes, dtype: torch.dtype) -> Layer:

@@ -57,6 +57,7 @@ class CpuLayer(Layer):
         """The library appends and attends in one call. Where pages are to be sealed
         between the two, a first call appends, and attends no sealed page; the second
         writes the same rows again."""
+        q, k, v = (x.contiguous() for x in (q, k, v))
         if step.seals_first:
             self._attend(q, k, v, step, self._unsealed(step), sinks, softcap)
             self.seal(step.sealing)

@@ -1,162 +1,42 @@
 """Layers whose blocks are on a GPU: the calls of the cuda backend on vLLM's blocks.
 
-A step queues spread, plan, append, attention and seal on vLLM's stream; pages are sealed
-before the attention where it reads them. There are no CUDA graphs: vLLM leaves attention
-out of those it makes.
+A step queues spread, plan, append, seal and attention on vLLM's stream. Of a decode step,
+one new token of each sequence, all layers are spread and planned at once, and CUDA graphs
+of vLLM hold it. In other steps a layer seals pages before its attention where that reads
+them, else after it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import byref, pointer
-from dataclasses import dataclass
-from typing import cast
+from ctypes import POINTER, byref, cast, pointer
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from kvlathe.plan.layer_block import LayerBlock, in_blocks
 from kvlathe.runtime.native.cuda import (
-    LEAST_CHUNK,
     CudaLibrary,
-    LayerForm,
     SealArgs,
     SealPage,
     cuda_library,
 )
 from kvlathe.runtime.native.library import ABI_VERSION
-from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
+from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.rows import ELEMENTS
-from kvlathe_vllm.calls import Call, Int32, Sealing
+from kvlathe_vllm.block_attention import BlockAttention
+from kvlathe_vllm.calls import Call, Sealing
+from kvlathe_vllm.gpu_step import Layers, LayerStep, Sent, sent_to, stream
 from kvlathe_vllm.hosted import Hosted
 from kvlathe_vllm.layer import Layer, Most
-from kvlathe_vllm.span import Span
+
+_layers: list[tuple[Hosted, Layers]] = []
+"""Of this process."""
 
 
-def stream() -> int:
-    """vLLM's own."""
-    return torch.cuda.current_stream().cuda_stream
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A step on the device, the same for all layers. ``rows``: as of StepInputs;
-    ``single``: each sequence has one row, and none is sealed before it is attended."""
-
-    cu: Tensor
-    lengths: Tensor
-    blocks: Tensor
-    hot: Tensor
-    is_passing: Tensor
-    single: bool
-    rows: int
-
-
-_sent: list[tuple[Call, Sent]] = []
-"""The step that runs."""
-
-
-def sent_to(step: Call, span: Span) -> Sent:
-    """Made by the first layer of a step."""
-    if not _sent or _sent[0][0] is not step:
-        _sent[:] = [(step, _send(step, span))]
-    return _sent[0][1]
-
-
-def _send(step: Call, span: Span) -> Sent:
-    device = span.cache.device
-
-    def on_device(numbers: Int32) -> Tensor:
-        host = torch.from_numpy(np.ascontiguousarray(numbers))
-        return host.to(device)
-
-    hot = on_device(step.hot)
-    counts = np.diff(step.cu)
-    short = np.flatnonzero(counts < LEAST_CHUNK)
-    rows = int(step.cu[short[-1] + 1]) if len(short) else 0
-    single = bool((counts == 1).all()) and not step.seals_first
-    return Sent(
-        on_device(step.cu),
-        on_device(step.lengths),
-        on_device(step.blocks),
-        hot,
-        hot >= span.hot_pages,
-        single,
-        rows,
-    )
-
-
-class BlockForm(LayerForm):
-    """A layer whose pages are blocks of a host."""
-
-    def __init__(
-        self, library: CudaLibrary, block: LayerBlock, table: Int32, stride: int
-    ) -> None:
-        """``stride``: bytes from a block to the next."""
-        super().__init__(
-            library,
-            block.plan,
-            block.layer,
-        )
-        library.lib.kvlathe_layer_destroy(self.handle)
-        address = table.ctypes.data
-        library.call(
-            "layer_create",
-            address,
-            table.size,
-            byref(self.handle),
-        )
-        held = in_blocks(block.plan)
-        self.own_rows = [block.rows(b) for b in self.buckets]
-        for i, bucket in enumerate(self.buckets):
-            part = self.parts[i]
-            part.lanes = self.own_rows[i].ctypes.data
-            part.page_stride = block.hot_bytes
-            if held[bucket]:
-                part.page_stride = stride
-
-
-class BlockAttention(Attention):
-    """The attention of one layer over its span; lists of all layers hold it alone."""
-
-    def __init__(
-        self, library: CudaLibrary, layer: CudaLayer, scale: float, rows: int
-    ) -> None:
-        count = layer.block.layer + 1
-        device = layer.span.cache.device
-        form = BlockForm(
-            library,
-            layer.block,
-            layer.table,
-            layer.span.block_stride,
-        )
-        table = torch.from_numpy(layer.table)
-        layout = table.to(device)
-        self._set_up(
-            library,
-            layer.plan,
-            [scale] * count,
-            cast(Tensor, Pool(layer.span)),
-            [form] * count,
-            [layout] * count,
-            rows,
-        )
-        self.most_bundled = 1
-
-
-class Pool:
-    """A span as attention asks for its pool."""
-
-    def __init__(self, span: Span) -> None:
-        self.span = span
-        self.device = span.cache.device
-
-    def data_ptr(self) -> int:
-        return self.span.start
-
-    def numel(self) -> int:
-        return self.span.bytes
+def layers_of(engine: Hosted) -> Layers:
+    if not _layers or _layers[0][0] is not engine:
+        _layers[:] = [(engine, Layers())]
+    return _layers[0][1]
 
 
 class CudaLayer(Layer):
@@ -183,6 +63,8 @@ class CudaLayer(Layer):
         )
         self.library = library or cuda_library("vLLM with compressed blocks")
         self.attention = BlockAttention(self.library, self, scale, most.tokens)
+        self.layers = layers_of(engine)
+        self.layers.add(self.attention)
         self.dtype = dtype
         self.weights: dict[str, Tensor] = {}
         found = self.heads.projections()
@@ -209,8 +91,11 @@ class CudaLayer(Layer):
         own, rows = self.block.layer, len(q)
         if sinks is not None:
             self.attention.sinks = [sinks] * (own + 1)
+        on_device = sent_to(step, self.span.cache.device)
+        if on_device.seals is not None:
+            return self._decode(q, k, v, on_device)
         layers = range(own, own + 1)
-        inputs = self._inputs(step)
+        inputs = self._inputs(on_device)
         spread = self.attention.spread(inputs, rows, layers)
         weights = self.weights
         queries = self.attention.append(spread, own, q, k, v, None, weights)
@@ -221,30 +106,55 @@ class CudaLayer(Layer):
             self.seal(step.sealing)
         return o
 
-    def _inputs(self, step: Call) -> StepInputs:
+    def _decode(self, q: Tensor, k: Tensor, v: Tensor, step: Sent) -> Tensor:
+        """A row reads its own page in 16 bit, whether it is sealed or not. So pages are
+        sealed before the attention, where sequences that share them find them."""
+        own = self.block.layer
+        made = self.layers.step_of(self.attention, step, len(q))
+        queries = self.attention.append(made.spread, own, q, k, v, None, self.weights)
+        self._seal_listed(made)
+        return self.attention.attend(made.spread, own, queries)
+
+    def _inputs(self, step: Sent) -> StepInputs:
         """The step with the page ids of this layer's span."""
-        sent = sent_to(step, self.span)
-        blocks = sent.blocks + self.span.first_block
-        lasting, passing = (sent.hot + offset for offset in self.span.offsets)
-        hot = torch.where(sent.is_passing, passing, lasting)
-        tables = [blocks if held else hot for held in self.held]
+        blocks = step.blocks + self.span.first_block
+        lasting, passing = (step.hot + offset for offset in self.span.offsets)
+        is_passing = step.hot >= self.span.hot_pages
+        hot = torch.where(is_passing, passing, lasting)
         return StepInputs(
-            cu_seqlens_q=sent.cu,
-            lengths=sent.lengths,
-            page_tables=tables,
-            single=sent.single,
-            rows=sent.rows,
+            cu_seqlens_q=step.cu,
+            lengths=step.lengths,
+            page_tables=[blocks if held else hot for held in self.held],
+            single=False,
+            rows=step.rows,
         )
 
     def seal_bucket(self, source: int, target: int, sealing: Sequence[Sealing]) -> None:
-        bucket = self.plan.buckets[target]
-        tier = self.plan.tiers[bucket.tier]
         pages = (SealPage * len(sealing))()
         for i, one in enumerate(sealing):
             page = pages[i]
             page.source = self.span.hot_id(one.hot)
             page.target = self.span.first_block + one.block
             page.position = one.position
+        args = self._seal_args(source, target)
+        args.pages = pages
+        args.page_count = len(sealing)
+        self.library.call("cuda_seal", byref(args))
+
+    def _seal_listed(self, step: LayerStep) -> None:
+        """Pages of a list on the device."""
+        for target, bucket in enumerate(self.plan.buckets):
+            if bucket.source is None or not len(self.rows[target]):
+                continue
+            args = self._seal_args(bucket.source, target)
+            args.pages = cast(step.seals.data_ptr(), POINTER(SealPage))
+            args.page_count = len(step.seals)
+            self.library.call("cuda_seal_listed", byref(args))
+
+    def _seal_args(self, source: int, target: int) -> SealArgs:
+        """No pages yet."""
+        bucket = self.plan.buckets[target]
+        tier = self.plan.tiers[bucket.tier]
         args = SealArgs(ABI_VERSION)
         args.element = ELEMENTS[self.dtype]
         args.page_tokens = self.plan.page_tokens
@@ -252,11 +162,9 @@ class CudaLayer(Layer):
         args.seed = self.plan.seed
         args.source = pointer(self.part(source))
         args.target = pointer(self.part(target))
-        args.pages = pages
-        args.page_count = len(sealing)
         args.span_k = tier.k.span
         args.span_v = tier.v.span
         args.pool = self.span.start
         args.pool_bytes = self.span.bytes
         args.stream = stream()
-        self.library.call("cuda_seal", byref(args))
+        return args

@@ -33,6 +33,8 @@ class LayerHeads:
             filled = plan.lane(layer, head).fill_from
             source = head if filled is None else filled
             self.sources.append(self.kept.index(source))
+        self.kept_at = torch.tensor(self.kept, device=device)
+        self.sources_at = torch.tensor(self.sources, device=device)
         self.plain = not any("v" in own for own in self.matrices)
         if not self.plain:
             self._read(device)
@@ -75,13 +77,14 @@ class LayerHeads:
         return stacked
 
     def select(self, x: Tensor, each: int) -> Tensor:
-        """x [T, KV heads * each, d] of the kept lanes, [T, H * each * d] in ``dtype``."""
+        """x [T, KV heads * each, d] of the kept lanes, [T, H * each * d] in ``dtype``;
+        perhaps a view."""
         rows = len(x)
-        heads = x.reshape(rows, -1, each * self.dims)
         if not self.all_kept:
-            heads = heads[:, self.kept]
-        packed = heads.reshape(rows, -1)
-        return packed.to(self.dtype).contiguous()
+            heads = x.reshape(rows, -1, each * self.dims)
+            x = heads[:, self.kept_at]
+        packed = x.reshape(rows, -1)
+        return packed.to(self.dtype)
 
     def values(self, value: Tensor) -> Tensor:
         """v [T, KV heads, d] -> v' [T, sum of rank_v]."""
@@ -107,7 +110,7 @@ class LayerHeads:
             o = self._turned_back(o)
         heads = o.reshape(rows, lanes, self.group, self.dims)
         if not self.all_kept:
-            heads = heads[:, self.sources]
+            heads = heads[:, self.sources_at]
         return heads.reshape(rows, -1, self.dims)
 
     def _turned_back(self, o: Tensor) -> Tensor:

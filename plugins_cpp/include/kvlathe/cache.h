@@ -130,6 +130,11 @@ typedef struct kvlathe_cuda_seal_args {
 
 KVLATHE_API int32_t kvlathe_cuda_seal(const kvlathe_cuda_seal_args* args, kvlathe_status* status);
 
+/* The same for `pages` in device memory, which a captured call reads again at each replay. A page
+ * with `source` < 0 is none. */
+KVLATHE_API int32_t kvlathe_cuda_seal_listed(const kvlathe_cuda_seal_args* args,
+                                             kvlathe_status* status);
+
 /* What observed rows of a step give the tokens that they attend ("Mass" of docs/attend.md), added
  * to the scores that pages hold. After a layer's append, and apart from its attention: observed rows
  * take a softmax of their own.

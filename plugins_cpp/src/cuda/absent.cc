@@ -47,6 +47,9 @@ extern "C" int32_t kvlathe_cuda_append(const kvlathe_layer*, const kvlathe_appen
 extern "C" int32_t kvlathe_cuda_seal(const kvlathe_cuda_seal_args*, kvlathe_status* status) {
   return refuse(status);
 }
+extern "C" int32_t kvlathe_cuda_seal_listed(const kvlathe_cuda_seal_args*, kvlathe_status* status) {
+  return refuse(status);
+}
 extern "C" int32_t kvlathe_cuda_observe(const kvlathe_observe_args*, kvlathe_status* status) {
   return refuse(status);
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping, Sequence
+from copy import copy
 from ctypes import Array, addressof, byref, c_int32, c_void_p, pointer
 from functools import partial
 
@@ -288,21 +289,30 @@ class Spread:
         self.parts = parts
         self.layers = range(0)
         self.windowed = any(part.sees_less for part in parts)
-        self.step, self.sequence_of = step, new(tokens)
-        self.visible = new(tokens, step.lengths.shape[1])
-        self.row_lengths = self.visible
+        self.sequence_of = new(tokens)
+        self.visible = self.row_lengths = new(tokens, step.lengths.shape[1])
         self.bundled = bundled and bool(self.rows)
         if list_size or self.windowed or bundled:
             self.row_lengths = new(tokens, len(parts))
-        self.tables = [self._table(part) for part in parts]
         self.hidden = None
         if any(part.window.exact for part in parts):
             self.hidden = new(tokens, len(parts), 2)
         self.prompts = new(list_size // 4) if list_size else None
-        self.calls, self.plan, self._kept = (AttendDecodeArgs * 0)(), new(0), []
+        self.calls, self.plan = (AttendDecodeArgs * 0)(), new(0)
+        self._point_at(step)
+
+    def _point_at(self, step: StepInputs) -> None:
+        self.step, self._kept = step, []
+        self.tables = [self._table(part) for part in self.parts]
         self._addresses = _addresses(step.page_tables)
         self._widths = _ints([table.shape[1] for table in step.page_tables])
         self.addresses, self.widths = _address(self._addresses), _address(self._widths)
+
+    def over(self, step: StepInputs) -> Spread:
+        """The rows of a decode step that has other pages; no calls yet."""
+        other = copy(self)
+        other._point_at(step)
+        return other
 
     def _table(self, part: KernelPart) -> Tensor:
         """The page table of its rows: one of their own where several are of one sequence,

@@ -23,7 +23,9 @@ from kvlathe.runtime.native.library import find  # noqa: E402
 from kvlathe.runtime.sessions.torch_cuda import attend  # noqa: E402
 from kvlathe.runtime.sessions.torch_cuda.attend import Spread, StepInputs  # noqa: E402
 from kvlathe_vllm import cuda as on_gpu  # noqa: E402
-from kvlathe_vllm.cuda import BlockAttention, CudaLayer  # noqa: E402
+from kvlathe_vllm import gpu_step  # noqa: E402
+from kvlathe_vllm.block_attention import BlockAttention  # noqa: E402
+from kvlathe_vllm.cuda import CudaLayer  # noqa: E402
 from kvlathe_vllm.hosted import Hosted  # noqa: E402
 from tests.integrations.vllm import test_calls as played  # noqa: E402
 from tests.native_cpu.test_many_buckets import on_128  # noqa: E402
@@ -115,7 +117,8 @@ def test_calls_on_blocks_give_what_a_sequence_gives_alone(
     kernels = emulated_kernels(tmp_path_factory.mktemp("emulated"), "attention")
     library = AttentionLibrary(native, kernels)
     monkeypatch.setattr(attend, "_stream", lambda: 0)
-    monkeypatch.setattr(on_gpu, "stream", lambda: 0)
+    for module in (on_gpu, gpu_step):
+        monkeypatch.setattr(module, "stream", lambda: 0)
     monkeypatch.setattr(on_gpu, "BlockAttention", HostAttention)
     monkeypatch.setattr(played, "PAGE", 64)
     made = partial(CudaLayer, dtype=torch.float16, library=library)

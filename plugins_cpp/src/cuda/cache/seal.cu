@@ -15,8 +15,8 @@ namespace kvlathe::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kLanesAtOnce = 256;
-constexpr int kPagesAtOnce = 512;
+constexpr int kLanesAtOnce = 256, kListedLanesAtOnce = 32;
+constexpr int kPagesAtOnce = 512, kListedPagesAtOnce = 65535;
 
 // K or V of one lane. Offsets are bytes from the page's start. Of the groups of a row the first
 // `extra` have 16 (steps + 1) elements, the others 16 steps. Along the tokens the last one has what
@@ -29,14 +29,28 @@ struct SealSlab {
   uint16_t rank, bits, groups, steps, extra, by_token;
 };
 
-struct SealParams {
+struct SealForm {
   char* pool;
   int64_t source_stride, target_stride;
   int32_t page_tokens, stochastic;
-  SealSlab slab[kLanesAtOnce][2];
-  kvlathe_cuda_seal_page page[kPagesAtOnce];
+};
+struct SealParams : SealForm {
+  static constexpr int kMostLanes = kLanesAtOnce, kMostPages = kPagesAtOnce;
+  SealSlab slab[kMostLanes][2];
+  kvlathe_cuda_seal_page page[kMostPages];
+
+  void take(const kvlathe_cuda_seal_page* pages, int count) { std::copy_n(pages, count, page); }
 };
 static_assert(sizeof(SealParams) <= 32764, "a kernel takes no more parameters");
+
+// Pages that lie in device memory. Few lanes: a CUDA graph of many layers keeps its parameters.
+struct ListedParams : SealForm {
+  static constexpr int kMostLanes = kListedLanesAtOnce, kMostPages = kListedPagesAtOnce;
+  SealSlab slab[kMostLanes][2];
+  const kvlathe_cuda_seal_page* page;
+
+  void take(const kvlathe_cuda_seal_page* pages, int) { page = pages; }
+};
 
 // One group of a row of codes: elements [begin, end) along the axis.
 struct Group {
@@ -51,7 +65,7 @@ struct Group {
 };
 
 template <class E>
-__device__ void seal_group(const SealParams& p, const SealSlab& slab, const Group& group, int index,
+__device__ void seal_group(const SealForm& p, const SealSlab& slab, const Group& group, int index,
                            const uint16_t* values, int pitch, int inner, int position, char* page) {
   const auto value = [&](int i) {
     return E::widen(slab.by_token ? values[i * pitch + group.row] : values[group.row * pitch + i]);
@@ -175,7 +189,7 @@ __device__ void seal_fixed(const SealSlab& slab, const Group& group, int index, 
 
 // One group of any form. It is apart from seal_group, whose code is that of the other forms alone.
 template <class E>
-__device__ void seal_any_group(const SealParams& p, const SealSlab& slab, const Group& group,
+__device__ void seal_any_group(const SealForm& p, const SealSlab& slab, const Group& group,
                                int index, const uint16_t* values, int pitch, int inner,
                                int position, char* page) {
   const auto value = [&](int i) {
@@ -199,11 +213,12 @@ __device__ void seal_any_group(const SealParams& p, const SealSlab& slab, const 
 }
 
 // kAny: some K or V has 3 bits or fixed levels.
-template <class E, bool kAny>
-__global__ void __launch_bounds__(kThreads) seal_pages(const __grid_constant__ SealParams p) {
+template <class P, class E, bool kAny>
+__global__ void __launch_bounds__(kThreads) seal_pages(const __grid_constant__ P p) {
   extern __shared__ __align__(128) uint16_t values[];  // [tokens, pitch]
   const SealSlab& slab = p.slab[blockIdx.x / 2][blockIdx.x % 2];
   const kvlathe_cuda_seal_page& job = p.page[blockIdx.y];
+  if (job.source < 0) return;
   const char* source = p.pool + job.source * p.source_stride + slab.source;
   char* page = p.pool + job.target * p.target_stride;
   const int count = p.page_tokens * slab.rank,
@@ -271,6 +286,16 @@ void set_lane(SealSlab (&slab)[2], const kvlathe_cuda_seal_args& a, const LaneRo
   set_slab(slab[1], a, *from, to, 1);
 }
 
+void check_ids(const kvlathe_cuda_seal_args& a) {
+  for (int32_t i = 0; i < a.page_count; ++i) {
+    const kvlathe_cuda_seal_page& page = a.pages[i];
+    require(page.source >= 0 && page.target >= 0 &&
+                (page.source + int64_t{1}) * a.source->page_stride <= a.pool_bytes &&
+                (page.target + int64_t{1}) * a.target->page_stride <= a.pool_bytes,
+            KVLATHE_TOO_SMALL, "a page id lies outside the pool");
+  }
+}
+
 void check(const kvlathe_cuda_seal_args& a) {
   check_version(a.abi_version);
   check_element(a.element);
@@ -282,46 +307,35 @@ void check(const kvlathe_cuda_seal_args& a) {
           "a span is not above 0 and at most 1");
   require(a.source->bits_k == 16 && a.source->bits_v == 16, KVLATHE_UNSUPPORTED,
           "the source is quantized already");
-  for (int32_t i = 0; i < a.page_count; ++i) {
-    const kvlathe_cuda_seal_page& page = a.pages[i];
-    require(page.source >= 0 && page.target >= 0 &&
-                (page.source + int64_t{1}) * a.source->page_stride <= a.pool_bytes &&
-                (page.target + int64_t{1}) * a.target->page_stride <= a.pool_bytes,
-            KVLATHE_TOO_SMALL, "a page id lies outside the pool");
-  }
 }
 
-template <class E, bool kAny>
-void launch(const kvlathe_cuda_seal_args& a, const SealParams& p, int lanes, int pages,
-            int shared) {
-  reserve_shared(seal_pages<E, kAny>, shared);
-  seal_pages<E, kAny>
+template <class P, class E, bool kAny>
+void launch(const kvlathe_cuda_seal_args& a, const P& p, int lanes, int pages, int shared) {
+  reserve_shared(seal_pages<P, E, kAny>, shared);
+  seal_pages<P, E, kAny>
       <<<dim3(2 * lanes, pages), kThreads, shared, static_cast<cudaStream_t>(a.stream)>>>(p);
   check_cuda(cudaGetLastError(), "launching seal");
 }
 
+template <class P>
 void seal(const kvlathe_cuda_seal_args& a) {
   check(a);
-  SealParams p{static_cast<char*>(a.pool),
-               a.source->page_stride,
-               a.target->page_stride,
-               a.page_tokens,
-               a.stochastic,
-               {},
-               {}};
+  P p{};
+  static_cast<SealForm&>(p) = {static_cast<char*>(a.pool), a.source->page_stride,
+                               a.target->page_stride, a.page_tokens, a.stochastic};
   const int shared = a.page_tokens * (kMaxRank + 2) * 2;
   bool any = false;
   for (const Format& format : {format_k(*a.target), format_v(*a.target)})
     any |= format.bits == 3 || format.fixed_levels();
-  for (int32_t lane = 0; lane < a.target->lane_count; lane += kLanesAtOnce) {
-    const int lanes = std::min(kLanesAtOnce, a.target->lane_count - lane);
+  for (int32_t lane = 0; lane < a.target->lane_count; lane += P::kMostLanes) {
+    const int lanes = std::min(P::kMostLanes, a.target->lane_count - lane);
     for (int i = 0; i < lanes; ++i) set_lane(p.slab[i], a, lanes_of(*a.target)[lane + i]);
-    for (int32_t page = 0; page < a.page_count; page += kPagesAtOnce) {
-      const int pages = std::min(kPagesAtOnce, a.page_count - page);
-      std::copy_n(a.pages + page, pages, p.page);
+    for (int32_t page = 0; page < a.page_count; page += P::kMostPages) {
+      const int pages = std::min(P::kMostPages, a.page_count - page);
+      p.take(a.pages + page, pages);
       const auto launcher = a.element == KVLATHE_F16
-                                ? (any ? launch<Half, true> : launch<Half, false>)
-                                : (any ? launch<Bfloat, true> : launch<Bfloat, false>);
+                                ? (any ? launch<P, Half, true> : launch<P, Half, false>)
+                                : (any ? launch<P, Bfloat, true> : launch<P, Bfloat, false>);
       launcher(a, p, lanes, pages, shared);
     }
   }
@@ -333,6 +347,15 @@ void seal(const kvlathe_cuda_seal_args& a) {
 extern "C" int32_t kvlathe_cuda_seal(const kvlathe_cuda_seal_args* args, kvlathe_status* status) {
   return kvlathe::run(status, [&] {
     if (!args) throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "args is null");
-    kvlathe::cuda::seal(*args);
+    kvlathe::cuda::check_ids(*args);
+    kvlathe::cuda::seal<kvlathe::cuda::SealParams>(*args);
+  });
+}
+
+extern "C" int32_t kvlathe_cuda_seal_listed(const kvlathe_cuda_seal_args* args,
+                                            kvlathe_status* status) {
+  return kvlathe::run(status, [&] {
+    if (!args) throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "args is null");
+    kvlathe::cuda::seal<kvlathe::cuda::ListedParams>(*args);
   });
 }

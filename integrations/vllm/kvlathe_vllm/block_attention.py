@@ -1,0 +1,124 @@
+"""The cuda backend's attention over blocks of a host: one layer over its span."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import Array, byref
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from kvlathe.plan.layer_block import LayerBlock, in_blocks, seals
+from kvlathe.runtime.native.cuda import (
+    APPENDED,
+    AttendDecodeArgs,
+    CudaLibrary,
+    LayerForm,
+)
+from kvlathe.runtime.sessions.torch_cuda.attend import Attention, Spread
+from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
+from kvlathe_vllm.calls import Int32
+from kvlathe_vllm.layer import Layer
+from kvlathe_vllm.span import Span
+
+
+class BlockForm(LayerForm):
+    """A layer whose pages are blocks of a host."""
+
+    def __init__(
+        self, library: CudaLibrary, block: LayerBlock, table: Int32, stride: int
+    ) -> None:
+        """``stride``: bytes from a block to the next."""
+        super().__init__(
+            library,
+            block.plan,
+            block.layer,
+        )
+        library.lib.kvlathe_layer_destroy(self.handle)
+        address = table.ctypes.data
+        library.call(
+            "layer_create",
+            address,
+            table.size,
+            byref(self.handle),
+        )
+        held = in_blocks(block.plan)
+        self.own_rows = [block.rows(b) for b in self.buckets]
+        for i, bucket in enumerate(self.buckets):
+            part = self.parts[i]
+            part.lanes = self.own_rows[i].ctypes.data
+            part.page_stride = block.hot_bytes
+            if held[bucket]:
+                part.page_stride = stride
+
+
+class Pool:
+    """A span as attention asks for its pool."""
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self.device = span.cache.device
+
+    def data_ptr(self) -> int:
+        return self.span.start
+
+    def numel(self) -> int:
+        return self.span.bytes
+
+
+class BlockAttention(Attention):
+    """Of layer ``own``. Lists of all layers hold it alone."""
+
+    def __init__(
+        self, library: CudaLibrary, layer: Layer, scale: float, rows: int
+    ) -> None:
+        self.own = layer.block.layer
+        self.span = layer.span
+        count = self.own + 1
+        form = BlockForm(
+            library,
+            layer.block,
+            layer.table,
+            layer.span.block_stride,
+        )
+        table = torch.from_numpy(layer.table)
+        layout = table.to(layer.span.cache.device)
+        self._set_up(
+            library,
+            layer.plan,
+            [scale] * count,
+            cast(Tensor, Pool(layer.span)),
+            [form] * count,
+            [layout] * count,
+            rows,
+        )
+        self.most_bundled = 1
+        self.seals = seals(layer.plan)
+        self.held = layer.held
+
+    def begin(self, spread: Spread, step: StepInputs, tokens: int) -> Spread:
+        """The rows of a decode step in the pages of this layer; not planned yet."""
+        own = spread.over(step)
+        own.layers = range(self.own, self.own + 1)
+        own.calls = self._calls(own, tokens)
+        return own
+
+    def _calls(self, spread: Spread, tokens: int) -> Array[AttendDecodeArgs]:
+        """Pages are sealed between append and attention, so append is not the kernel
+        just before."""
+        calls = super()._calls(spread, tokens)
+        if self.seals:
+            for call in calls:
+                call.flags &= ~APPENDED
+        return calls
+
+
+def plan_together(library: CudaLibrary, spreads: Sequence[Spread], stream: int) -> None:
+    """Find which block attends what, in the layers of all: one launch, or a few."""
+    planned = [call for spread in spreads for call in spread.calls]
+    count = len(planned)
+    calls = (AttendDecodeArgs * count)(*planned)
+    for call in calls:
+        call.stream = stream
+    library.call("cuda_plan", calls, count)
