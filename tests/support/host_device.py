@@ -118,10 +118,11 @@ class HostLibrary(CudaLibrary):
         """Of a list where some pages are none."""
         listed = [args.pages[i] for i in range(args.page_count)]
         taken = [page for page in listed if page.source >= 0]
-        args.pages = (SealPage * len(taken))(*taken)
-        args.page_count = len(taken)
+        own = SealArgs.from_buffer_copy(args)
+        own.pages = (SealPage * len(taken))(*taken)
+        own.page_count = len(taken)
         if taken:
-            self._seal(args)
+            self._seal(own)
 
     def _seal(self, args: SealArgs) -> None:
         status = Status()

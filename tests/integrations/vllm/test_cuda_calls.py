@@ -7,17 +7,24 @@ No GPU is needed.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from ctypes import Array
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402
+from torch.utils._python_dispatch import (  # noqa: E402
+    TorchDispatchMode,
+    _disable_current_modes,
+)
+from torch.utils._pytree import tree_flatten  # noqa: E402
 
+from kvlathe.plan.layer_block import LayerBlock  # noqa: E402
 from kvlathe.runtime.native.cuda import AttendDecodeArgs, CudaLibrary  # noqa: E402
 from kvlathe.runtime.native.library import find  # noqa: E402
 from kvlathe.runtime.sessions.torch_cuda import attend  # noqa: E402
@@ -25,14 +32,20 @@ from kvlathe.runtime.sessions.torch_cuda.attend import Spread, StepInputs  # noq
 from kvlathe_vllm import cuda as on_gpu  # noqa: E402
 from kvlathe_vllm import gpu_step  # noqa: E402
 from kvlathe_vllm.block_attention import BlockAttention  # noqa: E402
+from kvlathe_vllm.calls import Calls, Step  # noqa: E402
 from kvlathe_vllm.cuda import CudaLayer  # noqa: E402
+from kvlathe_vllm.gpu_step import DecodeBuffers, is_decode, run_next  # noqa: E402
 from kvlathe_vllm.hosted import Hosted  # noqa: E402
+from kvlathe_vllm.layer import Most  # noqa: E402
 from tests.integrations.vllm import test_calls as played  # noqa: E402
 from tests.native_cpu.test_many_buckets import on_128  # noqa: E402
 from tests.support.block_cases import plan_of  # noqa: E402
 from tests.support.emulated import AttentionLibrary, emulated_kernels  # noqa: E402
 
 drawn_inputs = played.drawn_inputs
+PAGE, LAYERS, BLOCKS = 64, 2, 20
+MOST = 5
+"""Sequences that run at once."""
 pytestmark = pytest.mark.nightly
 
 
@@ -51,11 +64,21 @@ class HostAttention(BlockAttention):
 
     def _calls(self, spread: Spread, tokens: int) -> Array[AttendDecodeArgs]:
         calls = super()._calls(spread, tokens)
-        spread.plan = on_128(spread.plan.zero_()).view(spread.plan.shape)
-        calls[0].plan = spread.plan[0].data_ptr()
+        if len(calls):
+            spread.plan = on_128(spread.plan.zero_()).view(spread.plan.shape)
+            calls[0].plan = spread.plan[0].data_ptr()
         return calls
 
-    def _append(
+    def _append(self, *given: Any, **named: Any) -> None:  # noqa: ANN401
+        """One piece of work, which reads what a kernel would read."""
+        work = partial(self._append_now, *given, **named)
+        with _disable_current_modes():
+            work()
+        recording = cast(RecordedLibrary, self.library).recording
+        if recording is not None:
+            recording.work.append(work)
+
+    def _append_now(
         self,
         layer: int,
         q: Tensor,
@@ -100,40 +123,228 @@ class HostAttention(BlockAttention):
                     ctypes.memmove(at, data.data_ptr(), data.nbytes)
 
 
+class Recording(TorchDispatchMode):
+    """What a step queues, to be queued again. The host may read nothing of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work: list[Callable[[], object]] = []
+
+    def __torch_dispatch__(
+        self,
+        function: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        assert "_local_scalar_dense" not in str(function), "the host reads a step"
+        named = kwargs or {}
+        made = function(*args, **named)
+
+        def again() -> None:
+            fresh = function(*args, **named)
+            olds, news = (tree_flatten(x)[0] for x in (made, fresh))
+            for old, new in zip(olds, news, strict=True):
+                if isinstance(old, Tensor):
+                    old.copy_(new)
+
+        self.work.append(again)
+        return made
+
+    def run(self) -> None:
+        for work in self.work:
+            work()
+
+
+class RecordedLibrary(AttentionLibrary):
+    """Its calls are queued again with the arguments that they had."""
+
+    recording: Recording | None = None
+
+    def call(self, name: str, *given: Any) -> None:  # noqa: ANN401  (structures)
+        super().call(name, *given)
+        if self.recording is None:
+            return
+        again = partial(super().call, name, *map(kept, given))
+        self.recording.work.append(again)
+
+
+def kept(argument: Any) -> Any:  # noqa: ANN401  (structures)
+    """A copy, if it is a structure; what it points to stays."""
+    if isinstance(argument, int):
+        return argument
+    structure = getattr(argument, "_obj", argument)
+    copied = type(structure).from_buffer_copy(structure)
+    copied.original = structure
+    return ctypes.byref(copied) if structure is not argument else copied
+
+
 def halves(random: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
     """Inputs that lose nothing where they become halves."""
     drawn = drawn_inputs(random, n)
     return tuple(x.astype(np.float16).astype(np.float32) for x in drawn)
 
 
-def test_calls_on_blocks_give_what_a_sequence_gives_alone(
-    tmp_path_factory: pytest.TempPathFactory,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Of five buckets: what takes fewer goes through kernels that only GPUs run."""
+@pytest.fixture
+def library(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> RecordedLibrary:
+    """Kernels for a CPU, and all that goes with them."""
     native = find().native
     if native is None:
         pytest.skip("no native library")
     kernels = emulated_kernels(tmp_path_factory.mktemp("emulated"), "attention")
-    library = AttentionLibrary(native, kernels)
+    arrays: list[object] = []  # a launch copies them, a recorded call reads them again
+
+    def address_of(array: object) -> ctypes.c_void_p:
+        arrays.append(array)
+        return ctypes.c_void_p(ctypes.addressof(cast(ctypes.Structure, array)))
+
+    monkeypatch.setattr(attend, "_address", address_of)
     monkeypatch.setattr(attend, "_stream", lambda: 0)
     for module in (on_gpu, gpu_step):
         monkeypatch.setattr(module, "stream", lambda: 0)
     monkeypatch.setattr(on_gpu, "BlockAttention", HostAttention)
-    monkeypatch.setattr(played, "PAGE", 64)
-    made = partial(CudaLayer, dtype=torch.float16, library=library)
-    monkeypatch.setattr(played, "CpuLayer", made)
-    plan = plan_of(64)
+    monkeypatch.setattr(played, "PAGE", PAGE)
+    monkeypatch.setattr(played, "drawn_inputs", halves)
+    return RecordedLibrary(native, kernels)
+
+
+def engine_of() -> Hosted:
+    """Of five buckets: what takes fewer goes through kernels that only GPUs run."""
+    plan = plan_of(PAGE)
     heads = played.heads_of(plan, 1)
     for own in heads.values():
         for name, matrix in own.items():
             own[name] = matrix.astype(np.float16).astype(np.float32)
-    engine = Hosted(Path("engine"), plan, heads)
-    monkeypatch.setattr(played, "drawn_inputs", halves)
+    return Hosted(Path("engine"), plan, heads)
+
+
+def check(engine: Hosted, one: played.Sequence) -> None:
+    """What was computed of a sequence is what it gives alone."""
+    shared = int((one.o == 0).all((1, 2)).sum())
+    inputs = [x[: one.done] for x in (one.q, one.k, one.v)]
+    want = played.expected(engine, *inputs)
+    error = np.abs(one.o[shared : one.done] - want[shared:])
+    # v' is rounded to halves, so some codes are the next ones. A page of another sequence
+    # gives errors of about 1.
+    assert error.max(initial=0) < 0.2 and error.sum() <= 0.004 * max(1, error.size)
+
+
+def test_calls_on_blocks_give_what_a_sequence_gives_alone(
+    library: RecordedLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = partial(CudaLayer, dtype=torch.float16, library=library)
+    monkeypatch.setattr(played, "CpuLayer", made)
+    engine = engine_of()
     for one in played.play(engine, 5, steps=6):
-        shared = int((one.o == 0).all((1, 2)).sum())
-        inputs = [x[: one.done] for x in (one.q, one.k, one.v)]
-        want = played.expected(engine, *inputs)
-        error = np.abs(one.o[shared : one.done] - want[shared:])
-        # v' is rounded to halves, so some codes are the next ones.
-        assert error.max(initial=0) < 0.1 and error.sum() <= 0.01 * max(1, error.size)
+        check(engine, one)
+
+
+class Graph:
+    """Decode steps as a CUDA graph of vLLM runs them: what one step of padding queued is
+    queued again, and the host says nothing but what `DecodeBuffers.send` does."""
+
+    WIDTH = 4
+    """Pages of the block table."""
+
+    def __init__(self, engine: Hosted, library: RecordedLibrary) -> None:
+        caches = [cache_of(engine, layer) for layer in range(LAYERS)]
+        most = Most(MOST, MOST * 4 * PAGE)
+        made = partial(CudaLayer, dtype=torch.float16, library=library)
+        self.layers = [
+            made(engine, layer, cache, most, played.SCALE)
+            for layer, cache in enumerate(caches)
+        ]
+        self.layer = self.layers[played.LAYER]
+        self.calls = Calls(engine.plan, MOST)
+        buckets = len(engine.plan.buckets)
+        self.buffers = DecodeBuffers(MOST, buckets, torch.device("cpu"))
+        self.table = torch.zeros(MOST, self.WIDTH, dtype=torch.int32)
+        width = played.HEADS * played.DIMS
+        self.q = torch.zeros(MOST, played.GROUP * width).view(MOST, -1, played.DIMS)
+        self.k, self.v = (
+            torch.zeros(MOST, width).view(MOST, -1, played.DIMS) for _ in range(2)
+        )
+        self._send([], [])
+        self._run()  # as vLLM does, before it captures
+        self._send([], [])
+        with Recording() as recording:
+            library.recording = recording
+            self.o = self._run()
+        library.recording = None
+        self.recording = recording
+
+    def _run(self) -> Tensor:
+        call = self.call
+        return self.layer.run(self.q, self.k, self.v, call, None, 0.0)
+
+    def _send(self, running: list[played.Sequence], ends: list[int]) -> None:
+        """Sequences that are missing are padding: in rehearsals they have a row each,
+        of the null block."""
+        self.table.zero_()
+        for row, one in zip(self.table, running, strict=False):
+            row[: len(one.blocks)] = torch.tensor(one.blocks)
+        count = len(running) or MOST
+        starts = np.arange(MOST + 1, dtype=np.int32).clip(max=count)
+        lengths = np.zeros(MOST, np.int32)
+        lengths[:count] = ends or 1
+        step = Step(starts, lengths, self.table.numpy().copy())
+        self.call = self.calls.of(step)
+        assert is_decode(self.call)
+        run_next(self.call, self.buffers.send(self.call, self.table))
+
+    def step(self, running: list[played.Sequence]) -> None:
+        """A new token of each."""
+        self._send(running, [one.done + 1 for one in running])
+        for row, one in enumerate(running):
+            for ours, theirs in ((self.q, one.q), (self.k, one.k), (self.v, one.v)):
+                ours[row] = torch.from_numpy(theirs[one.done])
+        self.recording.run()
+        for row, one in enumerate(running):
+            one.o[one.done] = self.o[row].double().numpy()
+            one.done += 1
+
+
+def cache_of(engine: Hosted, layer: int) -> Tensor:
+    block = LayerBlock(engine.plan, layer)
+    size = BLOCKS * block.block_bytes
+    room = torch.full((size + 128,), 255, dtype=torch.uint8)
+    start = -room.data_ptr() % 128
+    return room[start : start + size].view(BLOCKS, 1, PAGE, -1)
+
+
+def test_a_graph_of_a_decode_step_gives_what_its_sequences_give_alone(
+    library: RecordedLibrary,
+) -> None:
+    """They begin pages, fill them, end, and join with the prefix of one that is filled in
+    the same step."""
+    engine = engine_of()
+    graph = Graph(engine, library)
+    random = np.random.default_rng(3)
+    sizes = (PAGE - 2, 2 * PAGE + 61, 5)
+    every = [played.Sequence(halves(random, size + 8)) for size in sizes]
+    free = list(range(1, BLOCKS))
+    for one, size in zip(every, sizes, strict=True):
+        one.blocks = [free.pop() for _ in range(len(one.q) // PAGE + 1)]
+        one.scheduled = size
+    played.run_step(graph.layer, graph.calls, every, list(sizes))
+    first, second, third = every
+    graph.step(every)
+    fourth = played.Sequence(halves(random, PAGE + 4))
+    for own, other in (
+        (fourth.q, first.q),
+        (fourth.k, first.k),
+        (fourth.v, first.v),
+    ):
+        own[:PAGE] = other[:PAGE]
+    fourth.blocks = [first.blocks[0], free.pop()]
+    fourth.done = PAGE
+    fourth.o[:PAGE] = 0
+    graph.step([fourth, first, third])  # `first` fills the page that `fourth` reads
+    graph.step([first, second, fourth, third])
+    graph.step([third, fourth])
+    graph.step([first, second, third, fourth])
+    assert second.done == sizes[1] + 3 and first.done > PAGE
+    for one in (*every, fourth):
+        check(engine, one)
