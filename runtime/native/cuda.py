@@ -352,6 +352,12 @@ class PageKernels:
         """``pages``: (page of ``fresh``, page of ``cold``, position of its first
         token)."""
         jobs = (SealPage * len(pages))(*(SealPage(*page) for page in pages))
+        args = self.seal_args(fresh, cold, stream)
+        args.pages, args.page_count = jobs, len(pages)
+        self.library.call("cuda_seal", byref(args))
+
+    def seal_args(self, fresh: int, cold: int, stream: int) -> SealArgs:
+        """What seals pages of ``fresh`` into ``cold``; no pages yet."""
         tier = self.plan.tiers[self.plan.buckets[cold].tier]
         stochastic = tier.rounding == "stochastic"
         args = SealArgs(
@@ -366,6 +372,5 @@ class PageKernels:
             ctypes.pointer(self.parts[fresh]),
             ctypes.pointer(self.parts[cold]),
         )
-        args.pages, args.page_count = jobs, len(pages)
         args.pool, args.pool_bytes, args.stream = self.pool, self.pool_bytes, stream
-        self.library.call("cuda_seal", byref(args))
+        return args

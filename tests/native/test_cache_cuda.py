@@ -3,9 +3,11 @@ kvlathe/plan/codec.py bit for bit."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
@@ -16,7 +18,7 @@ from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket
-from kvlathe.runtime.native.cuda import CudaLibrary, PageKernels
+from kvlathe.runtime.native.cuda import CudaLibrary, PageKernels, SealPage
 from kvlathe.runtime.native.library import Native
 from tests.native.library import Library
 from tests.native.step16 import Step16
@@ -110,24 +112,24 @@ def sealing(tier: Tier, page: int, cold: tuple[int, ...] = (0, 1, 3, 5)) -> Cach
 RANKS = [(128, 48), (80, 16), (16, 112)]
 
 
-@pytest.mark.parametrize("page", [64, 80])
-@pytest.mark.parametrize("tier", TIERS, ids=str)
-def test_seal_writes_the_codes_of_the_codec(
-    cuda: CudaLibrary, tier: Tier, page: int
-) -> None:
-    layout, rng = sealing(tier, page), np.random.default_rng(3)
+Jobs = list[tuple[int, int, int]]
+"""(Hot page, cold page, position of its first token) each."""
+
+
+def pool_and_sealed(
+    layout: CacheLayout, page: int
+) -> tuple[torch.Tensor, Jobs, npt.NDArray[np.uint8]]:
+    """A random pool on the GPU, pages to seal, and what the pool is with them sealed by
+    kvlathe/plan/codec.py."""
+    rng = np.random.default_rng(3)
     size = 40 * max(layout.page_stride)
     host = rng.standard_normal(size // 2).astype(np.float16)
-    host[: layout.page_stride[0] // 4] = np.float16(
-        0.3
-    )  # half a page of constant groups
+    half = layout.page_stride[0] // 4  # half a page of constant groups
+    host[:half] = np.float16(0.3)
     memory = host.view(np.uint8).copy()
     pool = torch.from_numpy(memory.copy()).cuda()
     last = size // layout.page_stride[1]
     jobs = [(i, last - 1 - i, 7 + i * page) for i in range(3)]
-    PageKernels(cuda, layout.plan, pool.data_ptr(), size).seal(
-        0, 1, jobs, torch.cuda.current_stream().cuda_stream
-    )
     hot, cold = matrices(layout, 0), matrices(layout, 1)
     for source, target, position in jobs:
         pages = [
@@ -137,7 +139,47 @@ def test_seal_writes_the_codes_of_the_codec(
         for lane, pair in cold.items():
             for part, fresh in zip(pair, hot[lane], strict=True):
                 part.write(pages[1], fresh.read(pages[0]), position)
-    np.testing.assert_array_equal(pool.cpu().numpy(), memory)
+    return pool, jobs, memory
+
+
+@pytest.mark.parametrize("page", [64, 80])
+@pytest.mark.parametrize("tier", TIERS, ids=str)
+def test_seal_writes_the_codes_of_the_codec(
+    cuda: CudaLibrary, tier: Tier, page: int
+) -> None:
+    layout = sealing(tier, page)
+    pool, jobs, sealed = pool_and_sealed(layout, page)
+    PageKernels(cuda, layout.plan, pool.data_ptr(), pool.numel()).seal(
+        0, 1, jobs, torch.cuda.current_stream().cuda_stream
+    )
+    np.testing.assert_array_equal(pool.cpu().numpy(), sealed)
+
+
+@pytest.mark.parametrize("tier", TIERS, ids=str)
+def test_a_captured_seal_reads_its_list_again(cuda: CudaLibrary, tier: Tier) -> None:
+    """Which was empty when it was captured."""
+    layout = sealing(tier, 64)
+    pool, jobs, sealed = pool_and_sealed(layout, 64)
+    before = pool.clone()
+    pages = torch.full((5, 3), -1, dtype=torch.int32, device="cuda")
+    kernels = PageKernels(cuda, layout.plan, pool.data_ptr(), pool.numel())
+
+    def seal() -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        args = kernels.seal_args(0, 1, stream)
+        args.pages = ctypes.cast(pages.data_ptr(), ctypes.POINTER(SealPage))
+        args.page_count = len(pages)
+        cuda.call("cuda_seal_listed", ctypes.byref(args))
+
+    seal()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        seal()
+    graph.replay()
+    assert torch.equal(pool, before)
+    pages[1:4] = torch.tensor(jobs, dtype=torch.int32)
+    graph.replay()
+    np.testing.assert_array_equal(pool.cpu().numpy(), sealed)
 
 
 def test_what_cannot_be_is_refused_in_words(cuda: CudaLibrary) -> None:

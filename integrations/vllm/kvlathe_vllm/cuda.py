@@ -147,7 +147,8 @@ class CudaLayer(Layer):
             if bucket.source is None or not len(self.rows[target]):
                 continue
             args = self._seal_args(bucket.source, target)
-            args.pages = cast(step.seals.data_ptr(), POINTER(SealPage))
+            address = step.seals.data_ptr()
+            args.pages = cast(address, POINTER(SealPage))
             args.page_count = len(step.seals)
             self.library.call("cuda_seal_listed", byref(args))
 

@@ -76,59 +76,95 @@ def sent(call: Call, device: torch.device) -> Sent:
     counts = np.diff(call.cu)
     short = np.flatnonzero(counts < LEAST_CHUNK)
     rows = int(call.cu[short[-1] + 1]) if len(short) else 0
-    arrays = (
-        call.cu,
-        call.lengths,
-        call.blocks,
-        call.hot,
+    return Sent(
+        on_device(call.cu),
+        on_device(call.lengths),
+        on_device(call.blocks),
+        on_device(call.hot),
+        rows,
     )
-    return Sent(*map(on_device, arrays), rows)
+
+
+class Places:
+    """Arrays of a decode step, in one block of int32."""
+
+    def __init__(self, block: Tensor, most: int, buckets: int) -> None:
+        sizes = Places.sizes(most, buckets)
+        cu, lengths, hot, seals = block.split(sizes)
+        self.cu = cu
+        self.lengths = lengths.view(most, buckets)
+        self.hot = hot.view(most, 1)
+        self.seals = seals.view(most, PLACES)
+
+    @staticmethod
+    def sizes(most: int, buckets: int) -> list[int]:
+        """Of the arrays, in elements."""
+        return [
+            most + 1,
+            most * buckets,
+            most,
+            most * PLACES,
+        ]
+
+    def write(self, call: Call) -> None:
+        """Sequences behind those of the call are padding: they have no rows."""
+        count = len(call.lengths)
+        end = int(call.cu[-1])
+        self.cu.fill_(end)
+        self.lengths.zero_()
+        self.hot.zero_()
+        self.seals.fill_(NO_PAGE)
+        self.cu[: count + 1] = torch.from_numpy(call.cu)
+        self.lengths[:count] = torch.from_numpy(call.lengths)
+        self.hot[:count] = torch.from_numpy(call.hot)
+        pages = [
+            (
+                page.hot,
+                page.block,
+                page.position,
+            )
+            for page in call.sealing
+        ]
+        if pages:
+            listed = torch.tensor(pages, dtype=torch.int32)
+            self.seals[: len(pages)] = listed
 
 
 class DecodeBuffers:
     """Where decode steps lie, of at most ``most`` sequences."""
 
     def __init__(self, most: int, buckets: int, device: torch.device) -> None:
-        shapes = ((most + 1,), (most, buckets), (most, 1), (most, PLACES))
-        sizes = [int(np.prod(shape)) for shape in shapes]
-        pinned = device.type == "cuda"
-        self.host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned)
-        self.block = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-
-        def cut(block: Tensor) -> list[Tensor]:
-            parts = block.split(sizes)
-            return [part.view(s) for part, s in zip(parts, shapes, strict=True)]
-
-        self._on_host: list[Int32] = [part.numpy() for part in cut(self.host)]
-        self._on_device = cut(self.block)
+        size = sum(Places.sizes(most, buckets))
+        self.host = torch.zeros(
+            size,
+            dtype=torch.int32,
+            pin_memory=device.type == "cuda",
+        )
+        self.block = torch.zeros(
+            size,
+            dtype=torch.int32,
+            device=device,
+        )
+        self._on_host = Places(self.host, most, buckets)
+        self._there = Places(self.block, most, buckets)
 
     def send(self, call: Call, blocks: Tensor) -> Sent:
         """A decode step. ``blocks`` [n, W]: vLLM's table on the device, in which padding
-        sequences come last. They have no rows.
+        sequences come last.
 
         Whoever made the call has read that table, and so waited for the step before.
         """
-        count = len(call.lengths)
-        n = len(blocks)
-        cu, lengths, hot, seals = self._on_host
-        cu[: count + 1] = call.cu
-        cu[count + 1 :] = call.cu[-1]
-        lengths[:count] = call.lengths
-        lengths[count:] = 0
-        hot[:count] = call.hot
-        hot[count:] = 0
-        seals[:] = NO_PAGE
-        for row, page in zip(seals, call.sealing, strict=False):
-            row[:] = page.hot, page.block, page.position
+        self._on_host.write(call)
         self.block.copy_(self.host, non_blocking=True)
-        on_cu, on_lengths, on_hot, on_seals = self._on_device
+        n = len(blocks)
+        there = self._there
         return Sent(
-            on_cu[: n + 1],
-            on_lengths[:n],
+            there.cu[: n + 1],
+            there.lengths[:n],
             blocks,
-            on_hot[:n],
+            there.hot[:n],
             n,
-            on_seals[:n],
+            there.seals[:n],
         )
 
 
@@ -162,32 +198,47 @@ class Layers:
         every = list(self._of.values())
         inputs, seals = self._pages(every, step)
         first = every[0]
-        base = first.spread(inputs[0], tokens, range(0))
-        spreads = [
-            attention.begin(base, own, tokens)
-            for attention, own in zip(every, inputs, strict=True)
-        ]
-        plan_together(first.library, spreads, stream())
-        made = map(LayerStep, spreads, seals)
-        return dict(zip(self._of, made, strict=True))
+        none = range(0)
+        base = first.spread(inputs[0], tokens, none)
+        made: dict[int, LayerStep] = {}
+        spreads: list[Spread] = []
+        for i, attention in enumerate(every):
+            spread = attention.begin(base, inputs[i], tokens)
+            spreads.append(spread)
+            made[attention.own] = LayerStep(spread, seals[i])
+        plan_together(
+            first.library,
+            spreads,
+            stream(),
+        )
+        return made
 
     def _pages(
         self, every: Sequence[BlockAttention], step: Sent
     ) -> tuple[list[StepInputs], Tensor]:
         """The step with each layer's ids of pages, and its pages to seal [layers, n,
         PLACES]: a few launches for all layers."""
-        if self._offsets is None:
-            self._offsets = _offsets(every)
+        offsets = self._offsets
+        if offsets is None:
+            offsets = self._offsets = _offsets(every)
         assert step.seals is not None
-        more = self._offsets[:, None, :]
-        blocks = step.blocks + more[:, :, 1:2]
-        hot = step.hot + more[:, :, :1]
-        seals = (step.seals + more).masked_fill(step.seals[:, :1] < 0, NO_PAGE)
-        inputs = [
-            decode_inputs(attention, step, own_blocks, own_hot)
-            for attention, own_blocks, own_hot in zip(every, blocks, hot, strict=True)
-        ]
-        return inputs, seals.contiguous()
+        to_hot, to_block, _ = offsets[:, :, None, None].unbind(1)
+        blocks = step.blocks + to_block
+        hot = step.hot + to_hot
+        none = step.seals[:, :1] < 0
+        seals = step.seals + offsets[:, None]
+        seals.masked_fill_(none, NO_PAGE)
+        inputs: list[StepInputs] = []
+        for i, attention in enumerate(every):
+            inputs.append(
+                decode_inputs(
+                    attention,
+                    step,
+                    blocks[i],
+                    hot[i],
+                )
+            )
+        return inputs, seals
 
 
 def _offsets(every: Sequence[BlockAttention]) -> Tensor:
@@ -195,9 +246,11 @@ def _offsets(every: Sequence[BlockAttention]) -> Tensor:
     found: list[tuple[int, int, int]] = []
     for attention in every:
         lasting, _ = attention.span.offsets
-        found.append((lasting, attention.span.first_block, 0))
+        first = attention.span.first_block
+        found.append((lasting, first, 0))
     device = every[0].span.cache.device
-    return torch.tensor(found, dtype=torch.int32).to(device)
+    offsets = torch.tensor(found, dtype=torch.int32)
+    return offsets.to(device)
 
 
 def decode_inputs(
