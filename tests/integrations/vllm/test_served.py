@@ -39,7 +39,7 @@ GIB = 1 << 30
 OF_DEVICE = (
     ("--dtype", "float16", "--block-size", "64", "--kv-cache-memory-bytes", str(GIB))
     if ON_GPU
-    else ("--dtype", "float32")
+    else ("--dtype", "float32", "--enforce-eager")
 )
 OURS = "cuda" if ON_GPU else "onnxruntime"
 NEW = 60
@@ -110,7 +110,7 @@ def serving(engine: Path, folder: Path, *options: str) -> Generator[Server]:
     command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(MODEL), "--served-model-name", "served"]
     command += ["--host", "127.0.0.1", "--port", str(port), *OF_DEVICE]
-    command += ["--attention-backend", "CUSTOM", "--enforce-eager"]
+    command += ["--attention-backend", "CUSTOM"]
     command += ["--max-model-len", "2048", "--max-num-seqs", "8", *options]
     log = folder / f"{port}.log"
     with log.open("w") as said:
