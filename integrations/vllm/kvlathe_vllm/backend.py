@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from kvlathe.base.errors import KvlatheError
 from kvlathe_vllm.calls import Call, Calls, Int32, Step
 from kvlathe_vllm.cpu import CpuLayer
-from kvlathe_vllm.gpu_step import DecodeBuffers, is_decode, run_next
+from kvlathe_vllm.gpu_step import FOR_GRAPHS, DecodeBuffers, is_decode, run_next
 from kvlathe_vllm.hosted import Hosted, hosted
 from kvlathe_vllm.layer import Layer, Most
 
@@ -97,7 +97,7 @@ class Maker:
         """``count``: sequences that run at most."""
         self.calls = Calls(engine.plan, count)
         self.buffers: DecodeBuffers | None = None
-        if device.type == "cuda":
+        if device.type == "cuda" and FOR_GRAPHS:
             buckets = len(engine.plan.buckets)
             self.buffers = DecodeBuffers(count, buckets, device)
         self._last: tuple[CommonAttentionMetadata, KvlatheMetadata] | None = None
@@ -151,8 +151,10 @@ class KvlatheBuilder(AttentionMetadataBuilder[KvlatheMetadata]):
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> AttentionCGSupport:
-        """Of decode steps: their numbers lie in buffers that stay."""
-        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        """Of decode steps, where their numbers lie in buffers that stay."""
+        if FOR_GRAPHS:
+            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+        return AttentionCGSupport.NEVER
 
     def build(
         self,

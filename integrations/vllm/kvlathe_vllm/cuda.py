@@ -1,9 +1,8 @@
 """Layers whose blocks are on a GPU: the calls of the cuda backend on vLLM's blocks.
 
-A step queues spread, plan, append, seal and attention on vLLM's stream. Of a decode step,
-one new token of each sequence, all layers are spread and planned at once, and CUDA graphs
-of vLLM hold it. In other steps a layer seals pages before its attention where that reads
-them, else after it.
+A step queues spread, plan, append, seal and attention on vLLM's stream. A layer seals pages
+before its attention where that reads them, else after it. Of a decode step that graphs may
+hold (gpu_step.py) all layers are spread and planned at once.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ class CudaLayer(Layer):
             cu_seqlens_q=step.cu,
             lengths=step.lengths,
             page_tables=[blocks if held else hot for held in self.held],
-            single=False,
+            single=step.single,
             rows=step.rows,
         )
 

@@ -1,8 +1,9 @@
 """A step of vLLM on a GPU, and what its layers have in common.
 
-A decode step has one new token of each sequence. Its numbers lie where those of the step
-before lay, so that a CUDA graph of vLLM finds them there. Nothing of it is decided on the
-host while a layer runs: which pages are sealed is a list in device memory.
+Where ``FOR_GRAPHS``, a decode step's numbers lie where those of the step before lay, so
+that a CUDA graph of vLLM finds them there. A decode step has one new token of each
+sequence. Nothing of it is decided on the host while a layer runs: which pages are sealed
+is a list in device memory.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe_vllm.block_attention import BlockAttention, plan_together
 from kvlathe_vllm.calls import Call, Int32
 
+FOR_GRAPHS = False
+"""Off: an H100 stood still when vLLM 0.25.1 made the first graph (docs/vllm.md). Without
+it decode steps are queued layer by layer, as all others are."""
 NO_PAGE = -1
 """In the list of pages to seal."""
 PLACES = 3
@@ -34,14 +38,16 @@ def stream() -> int:
 @dataclass(frozen=True, eq=False)
 class Sent:
     """A step on the device, the same for all layers: the arrays of a Call. ``rows``: as
-    of StepInputs. ``seals`` int32 [n, PLACES] where it is a decode step, of n
-    sequences."""
+    of StepInputs. ``single``: each sequence has one row, and none is sealed before it is
+    attended. ``seals`` int32 [n, PLACES] of a decode step of n sequences that graphs may
+    hold."""
 
     cu: Tensor
     lengths: Tensor
     blocks: Tensor
     hot: Tensor
     rows: int
+    single: bool
     seals: Tensor | None = None
 
 
@@ -82,6 +88,7 @@ def sent(call: Call, device: torch.device) -> Sent:
         on_device(call.blocks),
         on_device(call.hot),
         rows,
+        is_decode(call) and not call.seals_first,
     )
 
 
@@ -164,6 +171,7 @@ class DecodeBuffers:
             blocks,
             there.hot[:n],
             n,
+            True,
             there.seals[:n],
         )
 
