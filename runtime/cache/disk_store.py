@@ -24,6 +24,7 @@ from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.json_fields import Sha256
 from kvlathe.runtime.cache.parcel import (
+    FORM,
     MOST_SAID,
     PLAIN,
     BytesLike,
@@ -82,11 +83,11 @@ class DiskStore:
         self.use(coding)
 
     def use(self, coding: str) -> None:
-        """From now on blocks are coded like this; those of another coding stay where
-        they are. Nothing may have been asked yet."""
+        """From now on blocks are coded like this; those of another coding, or another
+        version's, stay where they are. Nothing may have been asked yet."""
         self.coding = coding
         origin = self.origin
-        name = f"{origin.plan:.16}-{origin.weights:.16}-{coding}"
+        name = f"{origin.plan:.16}-{origin.weights:.16}-{FORM}-{coding}"
         self.folder = self.top / name
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

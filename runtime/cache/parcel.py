@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Kind = TypeVar("Kind")
-MARK = b"kvlathe pages 2\n"
+FORM = 2
+"""Of packed pages: another one is another version's."""
+MARK = f"kvlathe pages {FORM}\n".encode()
 """Its number rises where the bytes of a page, or those around them, change."""
 HEAD = struct.Struct(f"<{len(MARK)}sI32s")
 MOST_SAID = 1 << 26

@@ -269,6 +269,7 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
             sizes = (kv_cache, self.most, self.scale)
             own = _made(self.engine, index, sizes, dtype)
             self.layer = own
+            self.kept_sinks = None
         return own
 
     def _sinks(self, own: Layer) -> Tensor | None:

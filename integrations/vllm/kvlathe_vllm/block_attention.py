@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import Array, byref
+from ctypes import byref
 from typing import cast
 
 import torch
@@ -98,20 +98,15 @@ class BlockAttention(Attention):
         self.held = layer.held
 
     def begin(self, spread: Spread, step: StepInputs, tokens: int) -> Spread:
-        """The rows of a decode step in the pages of this layer; not planned yet."""
+        """The rows of a decode step in the pages of this layer; not planned yet. Pages
+        are sealed between append and attention, so append is not the kernel just before."""
         own = spread.over(step)
         own.layers = range(self.own, self.own + 1)
         own.calls = self._calls(own, tokens)
-        return own
-
-    def _calls(self, spread: Spread, tokens: int) -> Array[AttendDecodeArgs]:
-        """Pages are sealed between append and attention, so append is not the kernel
-        just before."""
-        calls = super()._calls(spread, tokens)
         if self.seals:
-            for call in calls:
+            for call in own.calls:
                 call.flags &= ~APPENDED
-        return calls
+        return own
 
 
 def plan_together(library: CudaLibrary, spreads: Sequence[Spread], stream: int) -> None:

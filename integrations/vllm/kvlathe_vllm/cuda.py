@@ -117,9 +117,11 @@ class CudaLayer(Layer):
     def _inputs(self, step: Sent) -> StepInputs:
         """The step with the page ids of this layer's span."""
         blocks = step.blocks + self.span.first_block
-        lasting, passing = (step.hot + offset for offset in self.span.offsets)
-        is_passing = step.hot >= self.span.hot_pages
-        hot = torch.where(is_passing, passing, lasting)
+        lasting, passing = self.span.offsets
+        hot = step.hot + lasting
+        if not step.single:  # one row begins or fills a page, and never both
+            is_passing = step.hot >= self.span.hot_pages
+            hot = torch.where(is_passing, step.hot + passing, hot)
         return StepInputs(
             cu_seqlens_q=step.cu,
             lengths=step.lengths,

@@ -131,7 +131,7 @@ typedef struct kvlathe_cuda_seal_args {
 KVLATHE_API int32_t kvlathe_cuda_seal(const kvlathe_cuda_seal_args* args, kvlathe_status* status);
 
 /* The same for `pages` in device memory, which a captured call reads again at each replay. A page
- * with `source` < 0 is none. */
+ * with `source` < 0 is none. Nobody checks whether the others lie in the pool. */
 KVLATHE_API int32_t kvlathe_cuda_seal_listed(const kvlathe_cuda_seal_args* args,
                                              kvlathe_status* status);
 

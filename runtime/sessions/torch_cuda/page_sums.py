@@ -15,8 +15,9 @@ from kvlathe.runtime.sessions.protocols import Int64
 from kvlathe.runtime.sessions.torch_cuda.device import sent
 from kvlathe.runtime.sessions.torch_cuda.sampling import to_host
 
-BATCH = 1 << 24
-"""Bytes of pages that are summed at once. Their products take twice as much memory."""
+BATCH = 1 << 22
+"""Bytes of pages that are summed at once, a page at least. They are gathered, and their
+products take twice as much memory: nobody counts it, so it is little."""
 
 
 class PageSums:

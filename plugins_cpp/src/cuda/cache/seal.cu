@@ -319,7 +319,6 @@ void launch(const kvlathe_cuda_seal_args& a, const P& p, int lanes, int pages, i
 
 template <class P>
 void seal(const kvlathe_cuda_seal_args& a) {
-  check(a);
   P p{};
   static_cast<SealForm&>(p) = {static_cast<char*>(a.pool), a.source->page_stride,
                                a.target->page_stride, a.page_tokens, a.stochastic};
@@ -347,6 +346,7 @@ void seal(const kvlathe_cuda_seal_args& a) {
 extern "C" int32_t kvlathe_cuda_seal(const kvlathe_cuda_seal_args* args, kvlathe_status* status) {
   return kvlathe::run(status, [&] {
     if (!args) throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "args is null");
+    kvlathe::cuda::check(*args);
     kvlathe::cuda::check_ids(*args);
     kvlathe::cuda::seal<kvlathe::cuda::SealParams>(*args);
   });
@@ -356,6 +356,7 @@ extern "C" int32_t kvlathe_cuda_seal_listed(const kvlathe_cuda_seal_args* args,
                                             kvlathe_status* status) {
   return kvlathe::run(status, [&] {
     if (!args) throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "args is null");
+    kvlathe::cuda::check(*args);
     kvlathe::cuda::seal<kvlathe::cuda::ListedParams>(*args);
   });
 }
