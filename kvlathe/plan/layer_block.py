@@ -62,9 +62,14 @@ class LayerBlock:
     layer: int
 
     @cached_property
+    def _layout(self) -> CacheLayout:
+        """Made once: it places the lanes of all layers."""
+        return CacheLayout(self.plan)
+
+    @cached_property
     def _shares(self) -> tuple[tuple[int, int], ...]:
         """Of each bucket: where the layer's lanes begin in its page, and their bytes."""
-        layout = CacheLayout(self.plan)
+        layout = self._layout
         shares: list[tuple[int, int]] = []
         for b in range(len(self.plan.buckets)):
             first = 0
@@ -116,8 +121,7 @@ class LayerBlock:
     def rows(self, bucket: int) -> Int32:
         """[lanes of the layer there, TABLE_COLUMNS]: the bucket's lane table, counted from
         a block's or a hot page's start."""
-        layout = CacheLayout(self.plan)
-        table = layout.lane_table(bucket)
+        table = self._layout.lane_table(bucket)
         here = table[:, 0] == self.layer
         own = table[here]
         first, _ = self._shares[bucket]

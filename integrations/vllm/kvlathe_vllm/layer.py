@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlathe.plan.layer_block import LayerBlock, in_blocks
+from kvlathe.plan.layer_block import in_blocks
 from kvlathe.plan.layer_table import format_fields
 from kvlathe.runtime.native.parts import Part
 from kvlathe_vllm.calls import Call, Sealing
@@ -42,7 +42,7 @@ class Layer(ABC):
     ) -> None:
         self.plan = engine.plan
         self.scale = scale
-        self.block = LayerBlock(self.plan, layer)
+        self.block = engine.blocks[layer]
         self.span = Span(
             cache,
             self.block.hot_bytes,

@@ -66,6 +66,7 @@ class Attention:
             for layer in every
         ]
         self._set_up(library, plan, scales, pool, forms, layouts, most_rows)
+        self.most_bundled = most_bundled(library, plan)
         self.sinks = self.shares.sinks = sinks
         if copies is not None:
             self.copies = copies
@@ -91,7 +92,6 @@ class Attention:
         )
         self.parts = kernel_parts(plan)
         self.sinks: Sequence[Tensor] = ()
-        self.most_bundled = most_bundled(library, plan)
         self.observer = Observer(plan, forms, pool, most_rows)
         self.shares = LargestShares(plan, scales, pool)
 
