@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -108,7 +108,7 @@ def drawn(rows: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @contextmanager
-def saying(what: str) -> Iterator[None]:
+def saying(what: str) -> Generator[None]:
     """``what`` is begun, and ends when the GPU has done it."""
     print(f"begun: {what}", flush=True)
     start = time.monotonic()

@@ -22,8 +22,8 @@ from kvlathe_vllm.block_attention import BlockAttention, plan_together
 from kvlathe_vllm.calls import Call, Int32
 
 FOR_GRAPHS = False
-"""Off: an H100 stood still when vLLM 0.25.1 made the first graph (docs/vllm.md). Without
-it decode steps are queued layer by layer, as all others are."""
+"""Off: no GPU has shown them (docs/vllm.md). Without it decode steps are queued layer by
+layer, as all others are."""
 NO_PAGE = -1
 """In the list of pages to seal."""
 PLACES = 3
