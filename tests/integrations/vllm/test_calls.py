@@ -26,9 +26,11 @@ from kvlathe_vllm.calls import Calls, Step  # noqa: E402
 from kvlathe_vllm.cpu import CpuLayer  # noqa: E402
 from kvlathe_vllm.hosted import Hosted  # noqa: E402
 from kvlathe_vllm.hot_pages import HotPages  # noqa: E402
-from kvlathe_vllm.layer import Most  # noqa: E402
+from kvlathe_vllm.layer import Layer, Most  # noqa: E402
 
 Floats = npt.NDArray[np.floating]
+Inputs = tuple[Floats, Floats, Floats]
+"""q, k, v."""
 PAGE, DIMS, HEADS, GROUP, LAYER, SCALE = 16, 32, 4, 2, 1, 0.3
 BLOCKS = 160
 MOST = 3
@@ -105,14 +107,14 @@ def expected(engine: Hosted, q: Floats, k: Floats, v: Floats) -> Floats:
 
 
 class Sequence:
-    def __init__(self, inputs: tuple[Floats, Floats, Floats]) -> None:
+    def __init__(self, inputs: Inputs) -> None:
         self.q, self.k, self.v = inputs
         self.done = self.scheduled = 0
         self.blocks: list[int] = []
         self.o = np.full((len(self.q), HEADS * GROUP, DIMS), np.nan)
 
 
-def drawn_inputs(random: np.random.Generator, n: int) -> tuple[Floats, Floats, Floats]:
+def drawn_inputs(random: np.random.Generator, n: int) -> Inputs:
     shapes = ((n, HEADS * GROUP, DIMS), (n, HEADS, DIMS), (n, HEADS, DIMS))
     q, k, v = (random.standard_normal(shape).astype(np.float32) for shape in shapes)
     return q, k, v
@@ -177,7 +179,7 @@ def chunk(random: np.random.Generator, one: Sequence, free: list[int]) -> int:
 
 
 def run_step(
-    layer: CpuLayer, calls: Calls, running: list[Sequence], sizes: list[int]
+    layer: Layer, calls: Calls, running: list[Sequence], sizes: list[int]
 ) -> None:
     rows = [slice(x.done, x.done + n) for x, n in zip(running, sizes, strict=True)]
     q, k, v = (

@@ -179,10 +179,10 @@ def kept(argument: Any) -> Any:  # noqa: ANN401  (structures)
     return ctypes.byref(copied) if structure is not argument else copied
 
 
-def halves(random: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
+def halves(random: np.random.Generator, n: int) -> played.Inputs:
     """Inputs that lose nothing where they become halves."""
-    drawn = drawn_inputs(random, n)
-    return tuple(x.astype(np.float16).astype(np.float32) for x in drawn)
+    q, k, v = (x.astype(np.float16) for x in drawn_inputs(random, n))
+    return q.astype(np.float32), k.astype(np.float32), v.astype(np.float32)
 
 
 @pytest.fixture
