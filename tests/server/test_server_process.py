@@ -37,7 +37,7 @@ def unhurried(*given, **options):
     run = llm.session.run
 
     def runs(step):
-        time.sleep(0 if hurry.exists() else 0.1)
+        time.sleep(0 if hurry.exists() else 0.25)
         return run(step)
 
     llm.session.run = runs
