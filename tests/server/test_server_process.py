@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -135,14 +136,14 @@ def test_sigterm_under_load_refuses_the_new_and_finishes_the_old(
         reader.start()
     begun.wait(300)
     server.send_signal(signal.SIGTERM)
-    refused = None
-    while refused is None:
-        try:
-            client.completions.create(model="lathe-5m", prompt="a", max_tokens=1)
-        except openai.APIStatusError as error:
-            refused = error
+    # A request before the signal has come would be taken, and wait for a place.
+    while httpx.get(f"{url}/health", timeout=300).status_code == 200:
+        time.sleep(0.05)
+    with pytest.raises(openai.APIStatusError) as refused:
+        client.completions.create(model="lathe-5m", prompt="a", max_tokens=1)
     hurry.touch()
-    assert refused.status_code == 503 and "retry-after" in refused.response.headers
+    answer = refused.value.response
+    assert answer.status_code == 503 and "retry-after" in answer.headers
     for reader in readers:
         reader.join(600)
     assert tokens == [TOKENS] * 8 and ends == ["length"] * 8
