@@ -17,11 +17,12 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.parcel import Parcel
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.library import Native
-from kvlathe.runtime.requests.held_pages import Arrival, Departure
+from kvlathe.runtime.requests.held_pages import Departure
 from kvlathe.runtime.sessions.protocols import PageSummer
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.native_cpu.test_session import half_engine
 from tests.support.device_engines import in_torch, on_cpu, on_host
+from tests.support.moved_pages import copied
 from tests.support.runtime_cases import text
 from tests.support.session_laws import device_session
 
@@ -41,15 +42,6 @@ def left(source: LLM, whole: bool = False) -> Departure:
     departure = source.exchange.prefill(sequence, whole)
     assert departure is not None
     return departure
-
-
-def copied(source: LLM, departure: Departure, target: LLM) -> Arrival:
-    """As another GPU would: by address."""
-    parcel = Parcel.from_json(departure.parcel.to_json())
-    arrival = target.exchange.expect(parcel)
-    for piece in arrival.pieces(source.exchange.memory):
-        ctypes.memmove(piece.target, piece.source, piece.size)
-    return arrival
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -4,7 +4,6 @@ left, to the bit; what is of another build or damaged is refused, and takes no p
 from __future__ import annotations
 
 import base64
-import ctypes
 import dataclasses
 import functools
 import json
@@ -21,12 +20,13 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime.cache.arena import OutOfPages
 from kvlathe.runtime.cache.hot_rows import HotRows
-from kvlathe.runtime.cache.parcel import Origin, Parcel, history_of, pack, unpack
+from kvlathe.runtime.cache.parcel import Origin, history_of, pack, unpack
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.held_pages import Arrival, Departure
 from kvlathe.runtime.requests.request import Request
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.fake_session import SamplesThere
+from tests.support.moved_pages import copied
 from tests.support.prefix_cases import forget, prefixes, sharing
 from tests.support.runtime_cases import LIMITS, RANKED, llm, model_shape, plans, text
 
@@ -71,12 +71,8 @@ def finished(target: LLM, arrival: Arrival) -> Request:
     return request
 
 
-def copied(source: LLM, departure: Departure, target: LLM) -> Arrival:
-    """As a network card would: from pool to pool, by address."""
-    parcel = Parcel.from_json(departure.parcel.to_json())
-    arrival = target.exchange.expect(parcel)
-    for piece in arrival.pieces(source.exchange.memory):
-        ctypes.memmove(piece.target, piece.source, piece.size)
+def checked(source: LLM, departure: Departure, target: LLM) -> Arrival:
+    arrival = copied(source, departure, target)
     arrival.check()
     return arrival
 
@@ -175,7 +171,7 @@ def test_pages_go_from_pool_to_pool_without_a_copy_between(
         assert departure is not None and other.memory.device == "cpu"
         assert any(departure.parcel.rows) != whole
         with departure:
-            arrival = copied(source, departure, target)
+            arrival = checked(source, departure, target)
         [sequence] = finished(target, arrival).sequences
         assert sequence.answer == expected.token_ids
         target.pool.drop(held)
