@@ -173,7 +173,7 @@ class LayerTables(dict[str, Int32]):
         if plan.windowed:
             for name, values in window_tables(plan, layer).items():
                 self._put(name, values)
-        self._put("layout", layer_table(plan, layer))
+        self._put("layout", layer_table(self.layout, layer))
 
     def _put(self, name: str, values: npt.ArrayLike) -> None:
         self[name] = np.ascontiguousarray(values, np.int32)

@@ -14,11 +14,14 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.dynamo.asked import Asked
 from kvlathe.dynamo.following import Context, Following
 from kvlathe.dynamo.handoff import Handoff, asked_again, said_before
-from kvlathe.dynamo.link import Link
+from kvlathe.dynamo.link import Link, failed
 from kvlathe.dynamo.told import Chunk, Told, cut
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.requests.held_pages import Arrival
 from kvlathe.runtime.requests.request import OnDelta, Request
+
+MOST_SECONDS = 30.0
+"""That a request waits for its pages: a peer that takes longer is gone or stalls."""
 
 
 class Decoding:
@@ -27,6 +30,7 @@ class Decoding:
     def __init__(self, engine: AsyncEngine, link: Link, following: Following) -> None:
         self._exchange = engine.llm.exchange
         self._link, self._following = link, following
+        self._late: set[asyncio.Task[None]] = set()
 
     async def fetch(self, asked: Asked, fields: Mapping[str, object]) -> Arrival | None:
         """Pages of a handoff, here. None where they could not be had, which the log
@@ -48,15 +52,20 @@ class Decoding:
         times = [time.perf_counter()]
         parcel = asked_again(source.parcel, asked.params)
         arrival = await asyncio.to_thread(self._exchange.expect, parcel)
+        reading: asyncio.Task[None] | None = None
         try:
             pieces = await asyncio.to_thread(arrival.pieces, source.region)
             times.append(time.perf_counter())
-            await self._link.read(source, pieces)
+            reading = asyncio.create_task(self._link.read(source, pieces))
+            await asyncio.wait([reading], timeout=MOST_SECONDS)
+            if not reading.done():
+                raise failed(source, f"not there after {MOST_SECONDS:g} s")
+            reading.result()
             times.append(time.perf_counter())
             await asyncio.to_thread(arrival.check)
             times.append(time.perf_counter())
         except BaseException:
-            await asyncio.to_thread(arrival.close)
+            await self._give_back(arrival, reading)
             raise
         parts: list[float] = []
         for before, after in pairwise(times):
@@ -73,6 +82,19 @@ class Decoding:
             *parts,
         )
         return arrival
+
+    async def _give_back(
+        self, arrival: Arrival, reading: asyncio.Task[None] | None
+    ) -> None:
+        """The pages of an arrival that nobody waits for: at once, or as soon as nothing
+        is written to them any more."""
+        if reading is None or reading.done():
+            await asyncio.to_thread(arrival.close)
+            return
+        log.warning("pages stay reserved: a transfer to them has not ended")
+        late = asyncio.create_task(_close_after(arrival, reading))
+        self._late.add(late)
+        late.add_done_callback(self._late.discard)
 
     async def chunks(
         self, asked: Asked, arrival: Arrival, context: Context
@@ -92,3 +114,10 @@ class Decoding:
     async def _adopt(self, arrival: Arrival, salt: bytes, on_delta: OnDelta) -> Request:
         adopt = self._exchange.adopt_sequence
         return await asyncio.to_thread(adopt, arrival, salt, on_delta)
+
+
+async def _close_after(arrival: Arrival, reading: asyncio.Task[None]) -> None:
+    await asyncio.wait([reading])
+    if not reading.cancelled():
+        reading.exception()  # said where the request waited
+    await asyncio.to_thread(arrival.close)

@@ -19,9 +19,9 @@ from kvlathe.runtime.requests.held_pages import Piece
 from kvlathe.runtime.sessions.protocols import Region
 
 MODULES = ("nixl._api", "nixl_cu12._api", "nixl_cu13._api")
-MOST_SECONDS = 30.0
-"""Of one transfer: a peer that takes longer is gone or stalls."""
-POLL_SECONDS = 0.0005
+SOON, POLL_SECONDS, LATE_POLL_SECONDS = 5.0, 0.0005, 0.05
+"""Seconds in which a transfer is asked for often; between two questions then, and
+later."""
 KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 """NIXL's names of memory."""
 
@@ -46,7 +46,8 @@ class Link:
 
     async def read(self, source: Handoff, pieces: Sequence[Piece]) -> None:
         """Fill this pool's ``pieces`` from the pool of ``source``, and tell its worker.
-        Raises KvlatheError where it cannot be reached or takes too long."""
+        Ends when nothing is written to them any more, however long that takes: NIXL
+        cannot be made to stop. Raises KvlatheError where the pool cannot be reached."""
         try:
             self._meet(source)
             if pieces:
@@ -55,7 +56,7 @@ class Link:
         except KvlatheError:
             raise
         except Exception as error:  # NIXL's own kinds, one for each status
-            raise _failed(source, f"{type(error).__name__}: {error}") from error
+            raise failed(source, f"{type(error).__name__}: {error}") from error
 
     def release(self, source: Handoff) -> None:
         """Tell the worker of ``source`` that its pages are not needed any more."""
@@ -82,18 +83,17 @@ class Link:
         own = agent.get_xfer_descs(_rows(here, self._device), self._kind)
         theirs = agent.get_xfer_descs(_rows(there, device), kind)
         handle = agent.initialize_xfer("READ", own, theirs, source.agent)
-        until = time.monotonic() + MOST_SECONDS
+        until = time.monotonic() + SOON
         try:
             state = agent.transfer(handle)
             while state == "PROC":
-                if time.monotonic() > until:
-                    raise _failed(source, f"not there after {MOST_SECONDS:g} s")
-                await asyncio.sleep(POLL_SECONDS)
+                is_late = time.monotonic() > until
+                await asyncio.sleep(LATE_POLL_SECONDS if is_late else POLL_SECONDS)
                 state = agent.check_xfer_state(handle)
         finally:
             agent.release_xfer_handle(handle)
         if state != "DONE":
-            raise _failed(source, f"NIXL says {state}")
+            raise failed(source, f"NIXL says {state}")
         self.bytes_read += sum(piece.size for piece in pieces)
 
 
@@ -126,7 +126,8 @@ def _library() -> ModuleType:
     )
 
 
-def _failed(source: Handoff, reason: str) -> KvlatheError:
+def failed(source: Handoff, reason: str) -> KvlatheError:
+    """What is raised where pages could not be had."""
     return KvlatheError(
         f"pages of {source.agent} did not arrive", reason, "compute them here"
     )

@@ -94,9 +94,10 @@ class Deal:
         return self.taken(tokens) * self.ranks / sum(self.filled(tokens))
 
 
-def deal(plan: CompressionPlan, ranks: int) -> Deal:
-    """Raises KvlatheError where some rank would have no query head of a layer, and
-    where ranks would have to rank tokens together."""
+def deal(plan: CompressionPlan, ranks: int, by_layer: bool = False) -> Deal:
+    """``by_layer``: bring bytes together in each layer by itself, for hosts whose pages
+    are of one layer. Raises KvlatheError where some rank would have no query head of a
+    layer, and where ranks would have to rank tokens together."""
     if ranks > 1 and plan.observes:
         raise KvlatheError(
             f"the plan cannot be dealt to {ranks} ranks",
@@ -104,13 +105,26 @@ def deal(plan: CompressionPlan, ranks: int) -> Deal:
             "run it on one GPU, or build it without a token rule",
         )
     layers = [_shares_of(plan, layer, ranks) for layer in range(plan.model.layers)]
-    table = _Table(_loads(plan), ranks)
+    loads = _loads(plan)
+    together = [[layer] for layer in layers] if by_layer else [layers]
+    hands: list[list[Share]] = [[] for _ in range(ranks)]
+    for group in together:
+        for hand, dealt in zip(hands, _dealt(group, loads, ranks), strict=True):
+            hand += dealt
+    return Deal(plan, tuple(tuple(sorted(hand, key=_lane_of)) for hand in hands))
+
+
+def _dealt(
+    layers: Sequence[Sequence[Share]], loads: Mapping[int, Load], ranks: int
+) -> Iterator[list[Share]]:
+    """What each rank has of some layers, whose bytes are brought together."""
+    table = _Table(loads, ranks)
     for shares in layers:
         table.add(shares)
     for _ in range(ROUNDS):
         if table.even or not table.improve():
             break
-    return Deal(plan, tuple(tuple(sorted(x, key=_lane_of)) for x in table.dealt()))
+    return table.dealt()
 
 
 def _lane_of(share: Share) -> int:

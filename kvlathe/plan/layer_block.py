@@ -56,20 +56,20 @@ def bare(plan: CompressionPlan, projected: Collection[int]) -> CompressionPlan:
 
 @dataclass(frozen=True)
 class LayerBlock:
-    """Of ``layer`` of ``plan``. Bytes count all padding."""
+    """Of ``layer`` of a plan, whose ``layout`` all layers share. Bytes count all
+    padding."""
 
-    plan: CompressionPlan
+    layout: CacheLayout
     layer: int
 
-    @cached_property
-    def _layout(self) -> CacheLayout:
-        """Made once: it places the lanes of all layers."""
-        return CacheLayout(self.plan)
+    @property
+    def plan(self) -> CompressionPlan:
+        return self.layout.plan
 
     @cached_property
     def _shares(self) -> tuple[tuple[int, int], ...]:
         """Of each bucket: where the layer's lanes begin in its page, and their bytes."""
-        layout = self._layout
+        layout = self.layout
         shares: list[tuple[int, int]] = []
         for b in range(len(self.plan.buckets)):
             first = 0
@@ -121,7 +121,7 @@ class LayerBlock:
     def rows(self, bucket: int) -> Int32:
         """[lanes of the layer there, TABLE_COLUMNS]: the bucket's lane table, counted from
         a block's or a hot page's start."""
-        table = self._layout.lane_table(bucket)
+        table = self.layout.lane_table(bucket)
         here = table[:, 0] == self.layer
         own = table[here]
         first, _ = self._shares[bucket]
@@ -131,7 +131,7 @@ class LayerBlock:
     def table(self, block_stride: int, hot_stride: int) -> Int32:
         """The layer table (kvlathe/plan/layer_table.py) of such pages. Strides: bytes
         from a block, or a hot page, to the next."""
-        table = layer_table(self.plan, self.layer)
+        table = layer_table(self.layout, self.layer)
         lanes = len(self.plan.active(self.layer))
         at = len(TABLE_HEADER) + lanes * len(LANE_FORM)
         stride_at = BUCKET_FORM.index("page_stride")

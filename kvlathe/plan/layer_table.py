@@ -52,9 +52,9 @@ def _axis(form: Format) -> int:
     return int(form.axis == "token")
 
 
-def layer_table(plan: CompressionPlan, layer: int) -> npt.NDArray[np.int32]:
+def layer_table(layout: CacheLayout, layer: int) -> npt.NDArray[np.int32]:
     """One layer's whole form as one packed int32 array: the Attend input ``layout``,
-    all that native code needs.
+    all that native code needs. A plan's ``layout`` is best made once for all its layers.
 
         TABLE_HEADER | LANE_FORM of each lane | BUCKET_FORM of each bucket | lane tables of the buckets | RoPE planes
 
@@ -65,22 +65,22 @@ def layer_table(plan: CompressionPlan, layer: int) -> npt.NDArray[np.int32]:
     ``pools``: bits 1, 2, 4 for the views pool_f32, pool_f16, pool_u8 that the op is
     given.
     """
+    plan = layout.plan
     lanes = plan.active(layer)
-    tables = _lane_tables(plan, layer)
+    tables = _lane_tables(layout, layer)
     header = _header(plan, layer)
     lanes_end = len(header) + len(lanes) * len(LANE_FORM)
     tables_at = lanes_end + len(tables) * len(BUCKET_FORM)
     planes_at = tables_at + sum(table.size for table in tables)
     rows, planes = _lane_forms(plan, lanes, planes_at)
-    forms = _bucket_forms(plan, tables, tables_at)
+    forms = _bucket_forms(layout, tables, tables_at)
     flat = [table.reshape(-1) for table in tables]
     return np.concatenate([header, rows, forms, *flat, planes]).astype(np.int32)
 
 
-def _lane_tables(plan: CompressionPlan, layer: int) -> list[npt.NDArray[np.int32]]:
+def _lane_tables(layout: CacheLayout, layer: int) -> list[npt.NDArray[np.int32]]:
     """Of each bucket the rows of its lane table that are of this layer."""
-    layout = CacheLayout(plan)
-    tables = [layout.lane_table(bucket) for bucket in range(len(plan.buckets))]
+    tables = map(layout.lane_table, range(len(layout.plan.buckets)))
     return [table[table[:, 0] == layer] for table in tables]
 
 
@@ -100,16 +100,16 @@ def _header(plan: CompressionPlan, layer: int) -> tuple[int, ...]:
 
 
 def _bucket_forms(
-    plan: CompressionPlan, tables: Sequence[npt.NDArray[np.int32]], at: int
+    layout: CacheLayout, tables: Sequence[npt.NDArray[np.int32]], at: int
 ) -> list[int]:
     """BUCKET_FORM of each bucket, one after the other. The lane tables begin at
     ``at``."""
-    page_stride = CacheLayout(plan).page_stride
+    plan = layout.plan
     forms: list[int] = []
     for b, bucket in enumerate(plan.buckets):
         tier, table = plan.tiers[bucket.tier], tables[b]
         is_fresh = bucket.source is None
-        forms += (*format_fields(tier), page_stride[b], is_fresh, len(table), at)
+        forms += (*format_fields(tier), layout.page_stride[b], is_fresh, len(table), at)
         at += table.size
     return forms
 

@@ -134,7 +134,14 @@ class CacheLayout:
 
     def lane_table(self, bucket: int) -> npt.NDArray[np.int32]:
         """[lanes of the bucket, TABLE_COLUMNS] int32: what C++ reads. Sorted by (layer,
-        head)."""
+        head). Not to be written to."""
+        return self._lane_tables[bucket]
+
+    @cached_property
+    def _lane_tables(self) -> tuple[npt.NDArray[np.int32], ...]:
+        return tuple(map(self._lane_table, range(len(self.plan.buckets))))
+
+    def _lane_table(self, bucket: int) -> npt.NDArray[np.int32]:
         rows = []
         for index in sorted(self.plan.buckets[bucket].lanes):
             lane, s = self.plan.lanes[index], self.lane_offsets(bucket, index)

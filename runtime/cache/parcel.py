@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind")
 FORM = 2
-"""Of packed pages: another one is another version's."""
-MARK = f"kvlathe pages {FORM}\n".encode()
-"""Its number rises where the bytes of a page, or those around them, change."""
+"""Of pages and their digests: rises where their bytes, or those around them, change."""
+NAME = b"kvlathe pages "
+MARK = NAME + f"{FORM}\n".encode()
 HEAD = struct.Struct(f"<{len(MARK)}sI32s")
 MOST_SAID = 1 << 26
 """Bytes of a description: a larger one is none of ours."""
@@ -48,10 +48,12 @@ BytesLike = bytes | memoryview
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Whose pages: ``plan`` is the digest of the plan, ``weights`` one of the checkpoint
-    and of the bases that keys and values are projected to."""
+    and of the bases that keys and values are projected to. ``form``: FORM of whoever
+    describes them."""
 
     plan: Sha256
     weights: Sha256
+    form: Positive
 
     @classmethod
     def of(cls, plan: CompressionPlan, manifest: Manifest | None) -> Origin:
@@ -62,10 +64,13 @@ class Origin:
             said = manifest.model_digest
             said += basis.sha256 if basis else ""
         digest = hashlib.sha256(said.encode())
-        return cls(plan.digest, digest.hexdigest())
+        return cls(plan.digest, digest.hexdigest(), FORM)
 
     def check(self, theirs: Origin) -> None:
-        """Raises KvlatheError for pages of another plan, or of other weights."""
+        """Raises KvlatheError for pages of another version, of another plan, or of other
+        weights."""
+        if theirs.form != self.form:
+            raise _of_another_version(theirs.form)
         remedy = "send them to an engine of the same build"
         if theirs.plan != self.plan:
             reason = (
@@ -231,6 +236,9 @@ def unpack(data: BytesLike) -> tuple[str, memoryview]:
     if len(view) < HEAD.size:
         raise damaged("it ends early")
     mark, length, digest = HEAD.unpack_from(view)
+    if mark != MARK and mark.startswith(NAME):
+        form = mark.removeprefix(NAME).decode(errors="replace").strip()
+        raise _of_another_version(form)
     if mark != MARK:
         raise damaged("it does not begin as ours do")
     end = HEAD.size + length
@@ -243,6 +251,14 @@ def unpack(data: BytesLike) -> tuple[str, memoryview]:
         return body.decode(), view[end:]
     except UnicodeDecodeError as error:
         raise damaged("its description is no text") from error
+
+
+def _of_another_version(form: object) -> KvlatheError:
+    return KvlatheError(
+        "a parcel of another version of kvlathe was sent",
+        f"its pages have form {form}, this version reads form {FORM}",
+        "run the same version on both sides",
+    )
 
 
 def damaged(reason: str) -> KvlatheError:

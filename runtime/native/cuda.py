@@ -277,16 +277,16 @@ class LayerForm:
     """One layer of a plan for the library: its handle, and the parts that its attention
     reads."""
 
-    def __init__(self, library: CudaLibrary, plan: CompressionPlan, layer: int) -> None:
+    def __init__(self, library: CudaLibrary, layout: CacheLayout, layer: int) -> None:
+        plan = layout.plan
         self.library, self.handle = library, c_void_p()
-        table = layer_table(plan, layer)
+        table = layer_table(layout, layer)
         library.call("layer_create", table.ctypes.data, table.size, byref(self.handle))
         lanes, group = plan.active(layer), plan.model.group_size
         self.heads = len(lanes)
         self.queries = group * sum(lane.rank_k for lane in lanes)
         self.out = group * sum(lane.rank_v for lane in lanes)
         self.fresh = [int(bucket.source is None) for bucket in plan.buckets]
-        layout = CacheLayout(plan)
         own = layer_tables(layout, layer)
         self.places = list(own)
         """Of its parts among those of the plan."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.kernel_limits import kernel_limits
 from kvlathe.plan.kernel_forms import forms_refusal, ranking_refusal
+from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import F16, AttendDecodeArgs, CudaLibrary, LayerForm
 from kvlathe.runtime.native.library import ABI_VERSION, find
@@ -36,8 +37,9 @@ def check_room(library: CudaLibrary, plan: CompressionPlan) -> None:
 def check_layers(library: CudaLibrary, plan: CompressionPlan, flags: int = 0) -> None:
     """Raise KvlatheError where this GPU cannot attend some layer of ``plan`` in calls with
     ``flags``."""
+    layout = CacheLayout(plan)
     for layer in (x for x in range(plan.model.layers) if plan.active(x)):
-        form = LayerForm(library, plan, layer)
+        form = LayerForm(library, layout, layer)
         sizes = (
             ABI_VERSION,
             F16,

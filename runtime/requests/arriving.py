@@ -12,12 +12,10 @@ from kvlathe.runtime.cache.hot_rows import pages_of
 from kvlathe.runtime.cache.parcel import PLAIN, Base, Parcel, damaged
 
 
-def check_parcel(layout: CacheLayout, parcel: Parcel, cuts: Items[int]) -> None:
-    """``cuts``: tokens of each bucket that came as rows. Raises KvlatheError."""
+def check_buckets(layout: CacheLayout, parcel: Parcel) -> None:
+    """Whether it speaks of the layout's buckets. Raises KvlatheError."""
     buckets = len(layout.page_stride)
     listed = parcel.listed
-    if listed.coding != PLAIN:
-        raise damaged(f"its pages are coded ({listed.coding})")
     per_bucket = (
         parcel.ids,
         parcel.lengths,
@@ -28,6 +26,14 @@ def check_parcel(layout: CacheLayout, parcel: Parcel, cuts: Items[int]) -> None:
     )
     if {len(x) for x in per_bucket} != {buckets}:
         raise damaged(f"it does not speak of {buckets} buckets")
+
+
+def check_parcel(layout: CacheLayout, parcel: Parcel, cuts: Items[int]) -> None:
+    """``cuts``: tokens of each bucket that came as rows; its buckets were checked. Raises
+    KvlatheError."""
+    coding = parcel.listed.coding
+    if coding != PLAIN:
+        raise damaged(f"its pages are coded ({coding})")
     known = len(parcel.tokens)  # malformed ones are refused here
     if parcel.cached > known:
         raise damaged(f"it has {parcel.cached} cached tokens of {known}")

@@ -31,7 +31,7 @@ from kvlathe.runtime.cache.parcel import (
     unpack,
 )
 from kvlathe.runtime.cache.prefix import PrefixCache
-from kvlathe.runtime.requests.arriving import check_parcel, rows_of
+from kvlathe.runtime.requests.arriving import check_buckets, check_parcel, rows_of
 from kvlathe.runtime.requests.engine_thread import EngineThread
 from kvlathe.runtime.requests.held_pages import (
     Arrival,
@@ -176,8 +176,10 @@ class Exchange:
         return [self._rows.cut(b, length) for b, length in enumerate(lengths)]
 
     def _cuts_of(self, parcel: Parcel) -> list[int]:
-        """Tokens of each bucket that came as rows."""
-        cuts = zip(self._cuts(parcel.lengths), parcel.rows, strict=False)
+        """Tokens of each bucket that came as rows. Raises KvlatheError for a parcel of
+        other buckets."""
+        check_buckets(self._layout, parcel)
+        cuts = zip(self._cuts(parcel.lengths), parcel.rows, strict=True)
         return [cut if rows else 0 for cut, rows in cuts]
 
     def _last_rows(self, table: PageTable, cuts: Items[int]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvlathe.plan.layer_table import layer_table
+from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from tests.bench.cpu_attend import LAYERS, Steps, plan_of
 from tests.native_cpu.library import NEON, NEON_DOT, SVE
@@ -49,7 +50,7 @@ def instructions(
         args = steps.args(plan, layer, lengths, tables, 1, 1, random)
         args.isa = isa
         reached = [*steps.kept[-1].values(), steps.memory, *tables, steps.pointers]
-        if said := guest.attend(layer_table(plan, layer), args, reached):
+        if said := guest.attend(layer_table(CacheLayout(plan), layer), args, reached):
             sys.exit(said)
     guest.close()
     return int(found.read_text())

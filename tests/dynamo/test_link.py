@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from kvlathe.base.errors import KvlatheError
+from kvlathe.dynamo import decoding as decodings
 from kvlathe.dynamo import link as linking
 from kvlathe.dynamo.asked import Asked
 from kvlathe.dynamo.decoding import Decoding
@@ -20,7 +21,7 @@ from kvlathe.dynamo.following import Following
 from kvlathe.dynamo.handoff import Handoff
 from kvlathe.dynamo.link import Link
 from kvlathe.runtime.async_engine import AsyncEngine
-from kvlathe.runtime.cache.parcel import Origin, PageList, Parcel, history_of
+from kvlathe.runtime.cache.parcel import FORM, Origin, PageList, Parcel, history_of
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.held_pages import Piece
 from kvlathe.runtime.sessions.protocols import Region
@@ -36,12 +37,18 @@ SAYS = {
 
 
 PARCEL = Parcel(
-    PageList(Origin("0" * 64, "0" * 64), (), ()), (), history_of([1]), 1, (), (), ()
+    PageList(Origin("0" * 64, "0" * 64, FORM), (), ()),
+    (),
+    history_of([1]),
+    1,
+    (),
+    (),
+    (),
 )
 
 
 class Agent:
-    """NIXL's agent, whose transfers answer ``state`` for ever, and move nothing."""
+    """NIXL's agent, whose transfers answer ``state``, and move nothing."""
 
     def __init__(self, state: str) -> None:
         self.state = state
@@ -74,7 +81,7 @@ def agent(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ag
         nixl_agent=lambda *_: made, nixl_agent_config=lambda **_: None
     )
     monkeypatch.setattr(linking, "_library", lambda: library)
-    monkeypatch.setattr(linking, "MOST_SECONDS", 0.05)
+    monkeypatch.setattr(decodings, "MOST_SECONDS", 0.05)
     return made
 
 
@@ -111,8 +118,10 @@ def test_nixl_is_told_which_gpu_has_each_address(agent: Agent) -> None:
 def test_a_bad_transfer_costs_the_transfer_alone(
     agent: Agent, pair: tuple[LLM, LLM], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The decode worker computes the prompt itself, and no page is lost."""
+    """The decode worker computes the prompt itself, and no page is lost: one that may
+    still be written to is given back once that has ended."""
     source, target = pair
+    state = agent.state
     params = SamplingParams(max_new_tokens=8)
     tokens = [3 + i % 50 for i in range(150)]
     sequence = source.sequence(tokens, params)
@@ -128,12 +137,19 @@ def test_a_bad_transfer_costs_the_transfer_alone(
             decoding = Decoding(engine, link, Following(engine))
             before = target.pool.bytes_in_use
             asked = Asked(tokens, params, "")
-            arrival = asyncio.run(decoding.fetch(asked, handoff.to_fields()))
-            assert arrival is None
-            assert target.pool.bytes_in_use == before
-    assert (
-        SAYS[agent.state] in caplog.text and "a prompt is computed again" in caplog.text
-    )
+
+            async def fetched() -> None:
+                arrival = await decoding.fetch(asked, handoff.to_fields())
+                assert arrival is None
+                if agent.state == "PROC":
+                    taken = target.pool.bytes_in_use
+                    assert taken - before >= departure.parcel.page_bytes
+                    agent.state = "DONE"
+                    await asyncio.wait_for(asyncio.gather(*decoding._late), 10)
+                assert target.pool.bytes_in_use == before
+
+            asyncio.run(fetched())
+    assert SAYS[state] in caplog.text and "a prompt is computed again" in caplog.text
     assert agent.released == 1
     ended = agent.state == "DONE"
     assert bool(agent.told) == bool(link.bytes_read) == ended

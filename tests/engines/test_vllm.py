@@ -17,6 +17,7 @@ from kvlathe.engines.targets.vllm import check_plan
 from kvlathe.export.folding.host_heads import write_heads
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.plan.layer_block import LayerBlock
+from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import verify
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_rules import Window
@@ -55,7 +56,8 @@ def test_a_folder_holds_plan_and_bases_and_no_weights(folder: Path) -> None:
 
 def test_tokens_of_a_host_take_the_bytes_of_the_plan(folder: Path) -> None:
     engine = open_hosted(folder)
-    blocks = [LayerBlock(engine.plan, x) for x in range(engine.plan.model.layers)]
+    layout = CacheLayout(engine.plan)
+    blocks = [LayerBlock(layout, x) for x in range(engine.plan.model.layers)]
     assert engine.seals
     said = verify(folder).kv_bytes.per_token
     assert sum(block.token_bytes for block in blocks) == said

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layer_table import layer_table
+from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
@@ -120,7 +121,7 @@ def test_32_bit_pages_are_refused(host: Host) -> None:
         2,
         16,
     )
-    table = layer_table(plan, 0)
+    table = layer_table(CacheLayout(plan), 0)
 
     def wide(job: Job) -> None:
         job.layout, job.layout_count = table.ctypes.data, len(table)

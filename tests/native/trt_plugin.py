@@ -30,6 +30,7 @@ import pytest
 import torch
 
 from kvlathe.plan.layer_table import layer_table
+from kvlathe.plan.layout import CacheLayout
 from tests.native.library import ROOT
 from tests.native.node_inputs import inputs_of
 from tests.native.step16 import Step16
@@ -154,7 +155,7 @@ class Call:
         self.bytes = torch.from_numpy(self.step.memory.copy()).to(device)
         inputs = inputs_of(self.step, self.bytes)
         self.names, self.inputs = list(inputs), list(inputs.values())
-        self.table = layer_table(case.plan, case.layer)
+        self.table = layer_table(CacheLayout(case.plan), case.layer)
 
     def job(self, change: Callable[[Job], None] = lambda job: None) -> Job:
         self.tensors = (Tensor * len(self.inputs))()

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from kvlathe.plan.layer_table import layer_table
+from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime.native.attend import AttendArgs
 from kvlathe.runtime.native.library import ABI_VERSION, Native, Status
 from tests.support.aarch64 import Guest
@@ -135,7 +136,7 @@ class Call:
     def run(self, native: Native | Guest) -> tuple[Array, Array]:
         """o and rows of the real tokens. Skips the test where this machine, or the
         guest's, lacks the call's instructions."""
-        table = layer_table(self.case.plan, self.case.layer)
+        table = layer_table(CacheLayout(self.case.plan), self.case.layer)
         try:
             if isinstance(native, Guest):
                 reached = [*self.arrays.values(), self.memory, *self.tables]

@@ -212,7 +212,7 @@ def node_out(kernels: ctypes.CDLL, case: Case) -> np.ndarray:
         for x, sizes in zip(tensors, dims, strict=True)
     ]
     inputs = (NodeInput * len(described))(*described)
-    table, status = layer_table(case.plan, case.layer), Status()
+    table, status = layer_table(CacheLayout(case.plan), case.layer), Status()
     width = sum(lane.rank_v for lane in case.lanes) * case.plan.model.group_size
     out = torch.full((len(step.q), width), torch.nan, dtype=torch.float16)
     callback = ctypes.CFUNCTYPE(None, c_void_p)(append)

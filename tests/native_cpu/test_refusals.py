@@ -116,7 +116,7 @@ def test_a_bad_call_is_refused_before_anything_is_written(
 def test_a_damaged_layer_table_is_refused(
     native: Native, place: int, value: int, message: str
 ) -> None:
-    table = layer_table(small_case().plan, 0)
+    table = layer_table(CacheLayout(small_case().plan), 0)
     table[place] = value
     with pytest.raises(Refused, match=message):
         Op(native, table)
@@ -129,7 +129,7 @@ def test_a_shortened_layer_table_is_refused(
     native: Native, length: int, message: str
 ) -> None:
     with pytest.raises(Refused, match=message):
-        Op(native, layer_table(small_case().plan, 0)[:length])
+        Op(native, layer_table(CacheLayout(small_case().plan), 0)[:length])
 
 
 def test_a_page_at_a_crooked_address_is_not_sealed(native: Native) -> None:

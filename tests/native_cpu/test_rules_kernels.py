@@ -16,6 +16,7 @@ from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.weights_file import wiring
+from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.cuda import F16, AttendDecodeArgs, CudaLibrary, LayerForm
@@ -69,7 +70,7 @@ class RankingAttention(HostAttention):
     ) -> None:
         super().__init__(native, plan, scales, pool)
         layers = range(plan.model.layers)
-        self.forms = [LayerForm(library, plan, layer) for layer in layers]
+        self.forms = [LayerForm(library, CacheLayout(plan), layer) for layer in layers]
         self.observer = Observer(plan, self.forms, pool, LIMITS.max_num_tokens)
 
     def run(

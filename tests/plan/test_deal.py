@@ -110,7 +110,7 @@ def test_pages_have_one_size_and_hold_the_own_lanes(
             assert set(own.buckets[bucket].lanes) <= set(plan.buckets[bucket].lanes)
             assert (rows[:, 4:8] <= largest[bucket]).all()
         for layer in range(plan.model.layers):
-            assert len(layer_table(own, layer))
+            assert len(layer_table(CacheLayout(own), layer))
     if ranks == 1:
         assert filled[0] == CacheLayout(plan).page_stride
 

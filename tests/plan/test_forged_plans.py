@@ -83,7 +83,7 @@ def judge(text: str) -> None:
         assert CacheLayout(plan).bytes_for(100) >= 0
         for layer in range(plan.model.layers):
             if plan.active(layer):
-                layer_table(plan, layer)
+                layer_table(CacheLayout(plan), layer)
     except KvlatheError as refusal:
         assert refusal.fact and refusal.reason
     finally:

@@ -14,8 +14,9 @@ from tests.support.block_cases import plan_of
 @pytest.mark.parametrize("page", [16, 64, 128])
 def test_blocks_of_all_layers_are_the_pages_of_a_plan(page: int, sealed: bool) -> None:
     plan = plan_of(page, sealed)
-    blocks = [LayerBlock(plan, layer) for layer in range(plan.model.layers)]
-    strides = CacheLayout(plan).page_stride
+    layout = CacheLayout(plan)
+    blocks = [LayerBlock(layout, layer) for layer in range(plan.model.layers)]
+    strides = layout.page_stride
     held = in_blocks(plan)
     assert seals(plan) == sealed
     of_blocks = sum(
@@ -32,8 +33,9 @@ def test_blocks_of_all_layers_are_the_pages_of_a_plan(page: int, sealed: bool) -
 @pytest.mark.parametrize("page", [16, 48, 64])
 def test_lanes_of_a_block_lie_apart_and_inside(page: int) -> None:
     plan = plan_of(page)
+    layout = CacheLayout(plan)
     for layer in range(plan.model.layers):
-        block = LayerBlock(plan, layer)
+        block = LayerBlock(layout, layer)
         for blocked, end in ((True, block.block_bytes), (False, block.hot_bytes)):
             taken: list[tuple[int, int]] = []
             for b, held in enumerate(in_blocks(plan)):
@@ -56,10 +58,14 @@ def test_lanes_of_a_block_lie_apart_and_inside(page: int) -> None:
 
 def test_only_places_differ_from_our_own_table() -> None:
     plan = plan_of(64)
-    block = LayerBlock(plan, 1)
-    ours, theirs = layer_table(plan, 1), block.table(block.block_bytes, block.hot_bytes)
+    layout = CacheLayout(plan)
+    block = LayerBlock(layout, 1)
+    ours, theirs = (
+        layer_table(layout, 1),
+        block.table(block.block_bytes, block.hot_bytes),
+    )
     assert ours.shape == theirs.shape and (ours != theirs).any()
-    assert (LayerBlock(plan, 1).table(1 << 20, 1 << 20) != theirs).any()
+    assert (LayerBlock(layout, 1).table(1 << 20, 1 << 20) != theirs).any()
 
 
 def test_a_bare_plan_takes_whole_heads_after_rope() -> None:

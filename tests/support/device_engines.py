@@ -100,7 +100,9 @@ class HostAttention:
     ) -> None:
         self.plan, self.scales, self.pool = plan, scales, pool
         layers = range(plan.model.layers)
-        self.ops = [Op(native, layer_table(plan, layer)) for layer in layers]
+        self.ops = [
+            Op(native, layer_table(CacheLayout(plan), layer)) for layer in layers
+        ]
         self.kinds: list[tuple[bool, int]] = []
 
     def spread(

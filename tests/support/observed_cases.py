@@ -224,7 +224,7 @@ class Observation:
         pool = torch.zeros(len(self.memory) + 128, dtype=torch.uint8, device=device)
         pool = pool[-pool.data_ptr() % 128 :][: len(self.memory)]
         pool.copy_(torch.from_numpy(self.memory))
-        form = LayerForm(library, self.plan, self.layer)
+        form = LayerForm(library, CacheLayout(self.plan), self.layer)
         arrays = [self.starts, self.positions, self.rows, self.row_starts, self.lengths]
         # Not empty: then it had no address.
         sent = [torch.from_numpy(np.append(x.ravel(), 0)).to(device) for x in arrays]

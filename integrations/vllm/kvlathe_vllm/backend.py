@@ -27,6 +27,7 @@ from kvlathe_vllm.cpu import CpuLayer
 from kvlathe_vllm.gpu_step import FOR_GRAPHS, DecodeBuffers, is_decode, run_next
 from kvlathe_vllm.hosted import Hosted, hosted
 from kvlathe_vllm.layer import Layer, Most
+from kvlathe_vllm.ranks import of_this_rank
 
 Sizes = tuple[Tensor, Most, float]
 """Of a layer: its blocks, what a step brings at most, the scale of its scores."""
@@ -139,8 +140,8 @@ class KvlatheBuilder(AttentionMetadataBuilder[KvlatheMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        engine = hosted(vllm_config.additional_config)
-        _check(engine, vllm_config)
+        engine = of_this_rank(vllm_config)
+        _check(vllm_config)
         count = vllm_config.scheduler_config.max_num_seqs
         key = (str(engine.folder), count)
         if key not in _makers:
@@ -170,23 +171,23 @@ def _numbers(tensor: Tensor) -> Int32:
     return tensor.cpu().numpy().astype(np.int32)
 
 
-def _check(engine: Hosted, config: VllmConfig) -> None:
+def _check(config: VllmConfig) -> None:
     """Refuse what would give wrong answers."""
     parallel, model = config.parallel_config, config.model_config
     fact = "vLLM cannot run so with compressed blocks"
-    if parallel.tensor_parallel_size > 1:
-        reason = "heads have unlike bytes, and every rank needs equal blocks"
-        raise KvlatheError(fact, reason, "start it with --tensor-parallel-size 1")
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        reason = "a page has its tokens together, and ranks would share them out"
+        raise KvlatheError(fact, reason, "leave out --decode-context-parallel-size")
     if config.speculative_config is not None:
         reason = "a page that is sealed cannot lose tokens again"
         raise KvlatheError(fact, reason, "leave out --speculative-config")
     shape = (
         model.get_num_layers(parallel),
-        model.get_num_attention_heads(parallel),
-        model.get_num_kv_heads(parallel),
+        model.get_num_attention_heads(parallel) * parallel.tensor_parallel_size,
+        model.get_total_num_kv_heads(),
         model.get_head_size(),
     )
-    engine.check_model(shape, model.model)
+    hosted(config.additional_config).check_model(shape, model.model)
 
 
 class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
@@ -227,7 +228,7 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
         self.softcap = logits_soft_cap or 0.0
         self.sinks = sinks
         config = get_current_vllm_config()
-        self.engine = hosted(config.additional_config)
+        self.engine = of_this_rank(config)
         scheduler = config.scheduler_config
         self.most = Most(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
         self.layer: Layer | None = None

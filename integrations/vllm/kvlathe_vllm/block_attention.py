@@ -32,7 +32,7 @@ class BlockForm(LayerForm):
         """``stride``: bytes from a block to the next."""
         super().__init__(
             library,
-            block.plan,
+            block.layout,
             block.layer,
         )
         library.lib.kvlathe_layer_destroy(self.handle)

@@ -25,14 +25,17 @@ class LayerHeads:
         self.dims = plan.model.head_dim
         self.dtype = dtype
         self.matrices = [engine.matrices(lane) for lane in self.lanes]
-        self.kept = [lane.head for lane in self.lanes]
-        self.all_kept = len(self.kept) == plan.model.kv_heads
+        own = [lane.head for lane in self.lanes]
+        here = own if plan.is_part else list(range(plan.model.kv_heads))
+        """KV heads that q, k, v and o have here: a rank of several has its own alone."""
+        self.kept = [here.index(head) for head in own]
+        self.all_kept = len(own) == len(here)
         self.sources: list[int] = []
-        """Of each KV head: which lane answers for it."""
-        for head in range(plan.model.kv_heads):
+        """Of each of these heads: which lane answers for it."""
+        for head in here:
             filled = plan.lane(layer, head).fill_from
             source = head if filled is None else filled
-            self.sources.append(self.kept.index(source))
+            self.sources.append(own.index(source))
         self.kept_at = torch.tensor(self.kept, device=device)
         self.sources_at = torch.tensor(self.sources, device=device)
         self.plain = not any("v" in own for own in self.matrices)

@@ -16,6 +16,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layer_block import LayerBlock, bare, seals
+from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import HEADS_FILE
 from kvlathe.plan.plan import CompressionPlan
 
@@ -29,18 +30,26 @@ Matrices = Mapping[str, Float32]
 
 @dataclass(frozen=True)
 class Hosted:
-    """``plan``: as pages of vLLM hold it, with q and k whole and after RoPE. ``heads``: of
-    (layer, KV head)."""
+    """``plan``: as pages of vLLM hold it, with q and k whole and after RoPE; of a rank
+    (dealt.py), what that rank keeps. ``heads``: of (layer, KV head). ``least``: bytes of
+    a token that blocks of each layer have at least, as other ranks need them."""
 
     folder: Path
     plan: CompressionPlan
     heads: Mapping[tuple[int, int], Matrices]
+    least: tuple[int, ...] = ()
 
     @cached_property
     def blocks(self) -> tuple[LayerBlock, ...]:
         """Of each layer."""
+        layout = CacheLayout(self.plan)
         layers = range(self.plan.model.layers)
-        return tuple(LayerBlock(self.plan, layer) for layer in layers)
+        return tuple(LayerBlock(layout, layer) for layer in layers)
+
+    def token_bytes(self, layer: int) -> int:
+        """Of a token in the blocks of a layer."""
+        own = self.blocks[layer].token_bytes
+        return max(own, self.least[layer]) if self.least else own
 
     @property
     def seals(self) -> bool:

@@ -12,7 +12,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe_vllm.hosted import hosted, named
+from kvlathe_vllm.hosted import named
+from kvlathe_vllm.ranks import of_this_rank, read_as_dealt
 
 BACKEND = "kvlathe_vllm.backend.KvlatheBackend"
 NAME = "CUSTOM"
@@ -28,6 +29,7 @@ def install() -> None:
     if current_platform.is_cpu() and named() is not None:
         register_backend(AttentionBackendEnum.CPU_ATTN, BACKEND)
     _sizes_by_layer()
+    read_as_dealt()
 
 
 def _sizes_by_layer() -> None:
@@ -47,7 +49,7 @@ def _spec(layer_name: str, spec: KVCacheSpec, config: VllmConfig) -> KVCacheSpec
     """The layer's blocks as raw bytes. Raises KvlatheError for what a plan cannot be."""
     from vllm.model_executor.models.utils import extract_layer_index
 
-    engine = hosted(config.additional_config)
+    engine = of_this_rank(config)
     if type(spec) is not FullAttentionSpec:
         raise KvlatheError(
             f"{layer_name} cannot have compressed blocks",
@@ -61,8 +63,8 @@ def _spec(layer_name: str, spec: KVCacheSpec, config: VllmConfig) -> KVCacheSpec
             f"the plan's pages have {page}",
             f"start vLLM with --block-size {page}",
         )
-    block = engine.blocks[extract_layer_index(layer_name)]
-    return dataclasses.replace(spec, **_raw(block.token_bytes))
+    layer = extract_layer_index(layer_name)
+    return dataclasses.replace(spec, **_raw(engine.token_bytes(layer)))
 
 
 def _raw(token_bytes: int) -> dict[str, object]:

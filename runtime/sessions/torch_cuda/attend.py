@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvlathe.plan.kernel_parts import KernelPart, kernel_parts
 from kvlathe.plan.layer_table import layer_table
+from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import (
     APPENDED,
@@ -59,12 +60,10 @@ class Attention:
         model has sink logits. ``most_rows``: tokens of the largest step.
         ``copies``: uint8 there, room for 16-bit copies of sealed pages
         (`copies_bytes`)."""
-        every = range(plan.model.layers)
-        forms = [LayerForm(library, plan, layer) for layer in every]
-        layouts = [
-            torch.from_numpy(layer_table(plan, layer)).to(pool.device)
-            for layer in every
-        ]
+        layout, every = CacheLayout(plan), range(plan.model.layers)
+        forms = [LayerForm(library, layout, layer) for layer in every]
+        tables = [layer_table(layout, layer) for layer in every]
+        layouts = [torch.from_numpy(table).to(pool.device) for table in tables]
         self._set_up(library, plan, scales, pool, forms, layouts, most_rows)
         self.most_bundled = most_bundled(library, plan)
         self.sinks = self.shares.sinks = sinks

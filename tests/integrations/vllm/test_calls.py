@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlathe.plan.codec import matrices
-from kvlathe.plan.layer_block import LayerBlock
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.library import find
@@ -141,7 +140,7 @@ def join(
 def play(engine: Hosted, seed: int, steps: int) -> list[Sequence]:
     """Random steps of at most MOST sequences; all that were played."""
     random = np.random.default_rng(seed)
-    block = LayerBlock(engine.plan, LAYER)
+    block = engine.blocks[LAYER]
     size = BLOCKS * block.block_bytes
     room = torch.full((size + 128,), 255, dtype=torch.uint8)
     start = -room.data_ptr() % 128

@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import (  # noqa: E402
 )
 from torch.utils._pytree import tree_flatten  # noqa: E402
 
-from kvlathe.plan.layer_block import LayerBlock  # noqa: E402
 from kvlathe.runtime.native.cuda import AttendDecodeArgs, CudaLibrary  # noqa: E402
 from kvlathe.runtime.native.library import find  # noqa: E402
 from kvlathe.runtime.sessions.torch_cuda import attend  # noqa: E402
@@ -307,7 +306,7 @@ class Graph:
 
 
 def cache_of(engine: Hosted, layer: int) -> Tensor:
-    block = LayerBlock(engine.plan, layer)
+    block = engine.blocks[layer]
     size = BLOCKS * block.block_bytes
     room = torch.full((size + 128,), 255, dtype=torch.uint8)
     start = -room.data_ptr() % 128

@@ -11,7 +11,6 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from kvlathe.plan.layer_block import LayerBlock  # noqa: E402
 from kvlathe.runtime.native.library import Native, find  # noqa: E402
 from kvlathe_vllm.cuda import CudaLayer  # noqa: E402
 from kvlathe_vllm.hosted import Hosted  # noqa: E402
@@ -43,7 +42,7 @@ def calls_of_a_layer(native: Native, layers: int) -> Counter[str]:
     """What the last of so many layers asks of the library when it is made."""
     engine = Hosted(Path("engine"), plan_of(PAGE, layers=layers), {})
     last = layers - 1
-    size = BLOCKS * LayerBlock(engine.plan, last).block_bytes
+    size = BLOCKS * engine.blocks[last].block_bytes
     room = torch.zeros(size + 128, dtype=torch.uint8)
     start = -room.data_ptr() % 128
     cache = room[start : start + size].view(BLOCKS, 1, PAGE, -1)

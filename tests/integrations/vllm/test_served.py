@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,9 +27,12 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.tasks.tasks import FolderEncoder
 
-pytest.importorskip("torch")
-from kvlathe.engines.build import BuildRequest, build
-from kvlathe.plan.engine_folder import open_engine
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+from kvlathe.engines.build import BuildRequest, build  # noqa: E402
+from kvlathe.plan.engine_folder import open_engine  # noqa: E402
+from kvlathe_vllm.dealt import Dealt  # noqa: E402
+from kvlathe_vllm.hosted import open_hosted  # noqa: E402
 
 pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).resolve().parents[3]
@@ -42,6 +46,7 @@ OF_DEVICE = (
     else ("--dtype", "float32", "--enforce-eager")
 )
 OURS = "cuda" if ON_GPU else "onnxruntime"
+RANKS, CORES = ("--tensor-parallel-size", "2"), "0|1"
 NEW = 60
 Ids = Sequence[int]
 
@@ -92,7 +97,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(engine: Path, folder: Path, *options: str) -> Generator[Server]:
+def serving(
+    engine: Path, folder: Path, *options: str, model: Path = MODEL
+) -> Generator[Server]:
     """The server of one engine, ended with its workers."""
     if not PYTHON.exists():
         pytest.skip(f"{PYTHON} is missing: run scripts/vllm_env.sh")
@@ -104,11 +111,12 @@ def serving(engine: Path, folder: Path, *options: str) -> Generator[Server]:
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "integrations/vllm")]),
         "KVLATHE_VLLM": str(engine),
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": CORES if RANKS[0] in options else "auto",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
     command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(MODEL), "--served-model-name", "served"]
+    command += ["--model", str(model), "--served-model-name", "served"]
     command += ["--host", "127.0.0.1", "--port", str(port), *OF_DEVICE]
     command += ["--attention-backend", "CUSTOM"]
     command += ["--max-model-len", "2048", "--max-num-seqs", "8", *options]
@@ -151,10 +159,10 @@ def prompts() -> list[Ids]:
     return [*cut, [*ids[3][:256], *ids[4][:90]]]
 
 
-def built(folder: Path, compression: str, backend: str) -> Path:
+def built(folder: Path, compression: str, backend: str, model: Path = MODEL) -> Path:
     rate = 0.15 if "fdc" in compression else None
     request = BuildRequest(
-        MODEL,
+        model,
         folder / backend,
         compression,
         backend=backend,
@@ -190,6 +198,47 @@ def test_vllm_writes_what_our_engine_writes(compression: str, tmp_path: Path) ->
     promised = GIB / open_engine(theirs).manifest.kv_bytes.per_token
     assert promised * 0.999 < tokens <= promised
     assert "Traceback" not in log
+
+
+def unlike_heads(folder: Path) -> Path:
+    """A checkpoint of random weights: KV heads 0 and 1 of four keep half of V."""
+    config = transformers.AutoConfig.from_pretrained(MODEL)
+    config.num_attention_heads, config.num_key_value_heads = 8, 4
+    config.head_dim, config.initializer_range = 32, 0.15
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(config)
+    for layer in made.model.layers:
+        values = layer.self_attn.v_proj.weight.data
+        values[:16] = values[32:48] = 0
+    made.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, folder)
+    return folder
+
+
+def test_ranks_of_vllm_write_what_our_engine_writes(tmp_path: Path) -> None:
+    """Heads that keep unlike ranks are read in another order, so that ranks have about
+    the same bytes; twice the memory holds twice the tokens."""
+    if os.cpu_count() == 1 or ON_GPU:
+        pytest.skip("it takes two cores")
+    model, compression = unlike_heads(tmp_path / "model"), "fdc+hack:bits=8"
+    ours, theirs = (built(tmp_path, compression, x, model) for x in (OURS, "vllm"))
+    dealt = Dealt(open_hosted(theirs), 2)
+    assert dealt.orders[0] == (0, 2, 1, 3) or dealt.orders[0] == (0, 3, 1, 2)
+    params = SamplingParams(max_new_tokens=NEW, temperature=0, ignore_eos=True)
+    asked = prompts()
+    with LLM.load(ours, threads=1) as llm:
+        wanted = [list(answer.token_ids) for answer in llm.generate(asked, params)]
+    with serving(theirs, tmp_path, *RANKS, model=model) as server:
+        first = server.complete(asked)
+        again = server.complete(asked)
+        tokens, log = server.tokens, server.log.read_text()
+    assert first == again
+    unlike = sum(one != two for one, two in zip(first, wanted, strict=True))
+    assert unlike <= 1
+    per_token = sum(map(dealt.engines[0].token_bytes, range(4)))
+    assert GIB / per_token * 0.999 < tokens <= GIB / per_token
+    assert "heads are dealt to 2 ranks" in log and "Traceback" not in log
 
 
 def test_vllm_refuses_blocks_that_hold_no_pages(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from kvlathe.runtime.cache.block_store import (
     open_stores,
 )
 from kvlathe.runtime.cache.disk_store import DiskStore
-from kvlathe.runtime.cache.parcel import Origin
+from kvlathe.runtime.cache.parcel import FORM, Origin
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.prefix_cases import forget, prefixes, sharing
@@ -30,7 +30,7 @@ from tests.support.runtime_cases import llm, text
 KINDS = ("one", "split", "sealed", "sealed split", "windowed", "sealed windows")
 PARAMS = SamplingParams(max_new_tokens=6, ignore_eos=True)
 PROMPT = list(text(1100))
-ORIGIN = Origin("0" * 64, "1" * 64)
+ORIGIN = Origin("0" * 64, "1" * 64, FORM)
 BIG = 1 << 30
 
 
@@ -257,7 +257,7 @@ def test_blocks_of_another_origin_are_not_found(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, BIG, ORIGIN)
     store.put(b"k" * 32, [[b"page"]])
     store.flush()
-    other = DiskStore(tmp_path, BIG, Origin("0" * 64, "2" * 64))
+    other = DiskStore(tmp_path, BIG, Origin("0" * 64, "2" * 64, FORM))
     assert b"k" * 32 not in other
     # Nor if somebody moves the file there.
     [path] = store.folder.iterdir()

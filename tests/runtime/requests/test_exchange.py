@@ -20,7 +20,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime.cache.arena import OutOfPages
 from kvlathe.runtime.cache.hot_rows import HotRows
-from kvlathe.runtime.cache.parcel import Origin, history_of, pack, unpack
+from kvlathe.runtime.cache.parcel import FORM, Origin, history_of, pack, unpack
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.held_pages import Arrival, Departure
 from kvlathe.runtime.requests.request import Request
@@ -304,9 +304,20 @@ def test_pages_of_another_build_are_refused(packed: bytes) -> None:
     ):
         target.exchange.unpack(packed)
     with llm("torch", "sealed") as target:
-        target.exchange.origin = Origin(target.plan.digest, "0" * 64)
+        target.exchange.origin = Origin(target.plan.digest, "0" * 64, FORM)
         with pytest.raises(KvlatheError, match=r"other weights.*Send them"):
             target.exchange.unpack(packed)
+        assert target.pool.bytes_in_use == 0
+
+
+def test_pages_of_another_version_are_refused(packed: bytes) -> None:
+    """By their first bytes, and by the description, which may come without them."""
+    older = packed.replace(f"pages {FORM}".encode(), b"pages 1", 1)
+    named = changed(packed, lambda x: x["listed"]["origin"].update(form=1))
+    with llm("torch", "sealed") as target:
+        for data in (older, named):
+            with pytest.raises(KvlatheError, match=r"another version.*have form 1"):
+                target.exchange.unpack(data)
         assert target.pool.bytes_in_use == 0
 
 
@@ -331,6 +342,7 @@ FORGED: dict[str, Callable[[dict], None]] = {
     "more cached than known": lambda x: x.update(cached=10**6),
     "longer than cached": lambda x: x["lengths"].__setitem__(0, 10**6),
     "fewer buckets": lambda x: x.update(ids=x["ids"][:1]),
+    "more buckets": lambda x: x["lengths"].append(1) or x["rows"].append(""),
     "a page too many": lambda x: x["ids"][1].append(0),
     "smaller pages": lambda x: x["listed"]["sizes"][1].__setitem__(0, 5),
     "coded": lambda x: x["listed"].update(coding="zstd"),

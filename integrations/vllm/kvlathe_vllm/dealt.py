@@ -1,0 +1,192 @@
+"""Heads dealt to the ranks of vLLM's tensor parallelism. No vLLM here.
+
+vLLM gives rank r the r-th part of a layer's heads in the order of the checkpoint, and
+every rank blocks of equal bytes. So the KV heads of a layer are put into an order in which
+ranks have about equal bytes, tensors of the checkpoint are read in that order, and a block
+is as large as the largest rank's. Where a layer has fewer KV heads than there are ranks,
+several ranks have the same one, each with other query heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.deal import Deal, Share, deal
+from kvlathe.plan.layer_block import in_blocks
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe_vllm.hosted import Hosted
+
+ATTENTION = ("self_attn", "attn", "attention")
+"""Segments of a tensor's name below which an attention's own tensors are."""
+MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
+Named = tuple[str, Tensor]
+
+
+class Dealt:
+    """``whole``, dealt to so many ranks."""
+
+    def __init__(self, whole: Hosted, ranks: int) -> None:
+        """Raises KvlatheError for a plan that cannot be."""
+        model = whole.plan.model
+        fact = f"vLLM cannot deal these heads to {ranks} ranks"
+        if any(lane.removed for lane in whole.plan.lanes):
+            reason = "the plan removes heads, and another one answers for each of them"
+            remedy = "start it with --tensor-parallel-size 1, or keep all heads"
+            raise KvlatheError(fact, reason, remedy)
+        if max(model.kv_heads, ranks) % min(model.kv_heads, ranks):
+            reason = f"a layer has {model.kv_heads} KV heads"
+            raise KvlatheError(fact, reason, "give a number of ranks that divides them")
+        self.whole, self.ranks = whole, ranks
+        self.orders = _orders(whole.plan, ranks)
+        """Of each layer: its KV heads as vLLM has them."""
+
+    @cached_property
+    def engines(self) -> tuple[Hosted, ...]:
+        """Of each rank."""
+        plan = self.whole.plan
+        plans = Deal(
+            plan, tuple(self._shares(rank) for rank in range(self.ranks))
+        ).plans
+        own = [dataclasses.replace(self.whole, plan=plan) for plan in plans]
+        least: list[int] = []
+        for layer in range(plan.model.layers):
+            least.append(max(engine.token_bytes(layer) for engine in own))
+        return tuple(dataclasses.replace(one, least=tuple(least)) for one in own)
+
+    def _shares(self, rank: int) -> tuple[Share, ...]:
+        """In the order of lanes."""
+        model = self.whole.plan.model
+        copies = max(1, self.ranks // model.kv_heads)
+        each = model.group_size // copies
+        heads = max(1, model.kv_heads // self.ranks)
+        first = rank // copies * heads
+        shares: list[Share] = []
+        for layer, order in enumerate(self.orders):
+            for head in sorted(order[first : first + heads]):
+                lane = layer * model.kv_heads + head
+                shares.append(Share(lane, rank % copies * each, each))
+        return tuple(shares)
+
+    @property
+    def padding(self) -> float:
+        """Bytes of a token's blocks on all ranks, over those that hold something."""
+        layers = range(self.whole.plan.model.layers)
+        taken = sum(one.token_bytes(i) for one in self.engines for i in layers)
+        filled = sum(one.blocks[i].token_bytes for one in self.engines for i in layers)
+        return taken / filled
+
+    def arranged(self, tensors: Iterable[Named]) -> Iterator[Named]:
+        """The tensors of a checkpoint, those of attention with heads in the order of
+        vLLM's ranks. Raises KvlatheError where one is not known to have heads, and where
+        some are missing."""
+        changed = {i for i, x in enumerate(self.orders) if list(x) != sorted(x)}
+        seen: set[tuple[int, str]] = set()
+        for name, tensor in tensors:
+            layer, path = _place(name)
+            if layer not in changed or not path:
+                yield name, tensor
+                continue
+            seen.add((layer, path[0]))
+            yield name, self._in_order(name, path, tensor, self.orders[layer])
+        for layer in sorted(changed):
+            if (layer, "qkv_proj") not in seen:
+                missing = [x for x in MATRICES if (layer, x) not in seen]
+                if missing:
+                    raise _unknown(f"layer {layer} has no {missing[0]}")
+
+    def _in_order(
+        self, name: str, path: Sequence[str], tensor: Tensor, order: Sequence[int]
+    ) -> Tensor:
+        model = self.whole.plan.model
+        kv, dims = model.kv_heads, model.head_dim
+        group = model.group_size * dims
+        kind, size = path[0], tuple(tensor.shape)
+        if tensor.numel() == 1 or size == (dims,):
+            return tensor  # a scale, or what all heads are multiplied with
+        if kind == "o_proj" and path[1:] == ["bias"]:
+            return tensor
+        if kind == "o_proj" and size[1:] == (kv * group,):
+            return _rows(tensor.T, kv, order).T.contiguous()
+        rows = {
+            "q_proj": [kv * group],
+            "k_proj": [kv * dims],
+            "v_proj": [kv * dims],
+            "qkv_proj": [kv * group, kv * dims, kv * dims],
+            "sinks": [kv * model.group_size],
+        }.get(kind, [])
+        is_plain = kind == "sinks" or path[1:] in (["weight"], ["bias"])
+        if not is_plain or sum(rows) != size[0]:
+            raise _unknown(f"{name} of shape {size} is not known to have {kv} KV heads")
+        parts = [_rows(part, kv, order) for part in tensor.split(rows)]
+        return torch.cat(parts)
+
+
+def _rows(tensor: Tensor, heads: int, order: Sequence[int]) -> Tensor:
+    """Rows head by head, in another order of heads."""
+    by_head = tensor.unflatten(0, (heads, -1))
+    return by_head[list(order)].flatten(0, 1)
+
+
+def _orders(plan: CompressionPlan, ranks: int) -> list[tuple[int, ...]]:
+    """As the checkpoint has them, where another order saves no bytes."""
+    heads = plan.model.kv_heads
+    plain = tuple(range(heads))
+    if heads <= ranks:
+        return [plain] * plan.model.layers
+    sizes = _sizes(plan)
+    hands = deal(plan, ranks, by_layer=True).shares
+    orders: list[tuple[int, ...]] = []
+    for layer in range(plan.model.layers):
+        dealt: list[int] = []
+        for shares in hands:
+            own = [share.lane for share in shares]
+            dealt += [lane % heads for lane in own if lane // heads == layer]
+        of_layer = sizes[layer * heads : (layer + 1) * heads]
+        found = min((plain, tuple(dealt)), key=lambda x: _largest(of_layer, x, ranks))
+        orders.append(found)
+    return orders
+
+
+def _largest(sizes: Sequence[int], order: Sequence[int], ranks: int) -> int:
+    """Bytes of the rank that has most."""
+    each = len(order) // ranks
+    found: list[int] = []
+    for first in range(0, len(order), each):
+        found.append(sum(sizes[head] for head in order[first : first + each]))
+    return max(found)
+
+
+def _sizes(plan: CompressionPlan) -> list[int]:
+    """Bytes of each lane in a block."""
+    layout = CacheLayout(plan)
+    sizes = [0] * len(plan.lanes)
+    for bucket, held in enumerate(in_blocks(plan)):
+        for lane, size in layout.lane_bytes(bucket).items():
+            sizes[lane] += size * held
+    return sizes
+
+
+def _place(name: str) -> tuple[int, list[str]]:
+    """The layer of an attention's tensor, and its name there; -1 and nothing of another
+    one's."""
+    segments = name.split(".")
+    for i, segment in enumerate(segments[:-1]):
+        numbers = [x for x in segments[:i] if x.isdigit()]
+        if segment in ATTENTION and numbers:
+            return int(numbers[-1]), segments[i + 1 :]
+    return -1, []
+
+
+def _unknown(reason: str) -> KvlatheError:
+    return KvlatheError(
+        "the heads of this checkpoint cannot be dealt to ranks",
+        reason,
+        "start vLLM with --tensor-parallel-size 1, or build with equal heads",
+    )
