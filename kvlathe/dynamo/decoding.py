@@ -4,6 +4,7 @@ the sequence goes on."""
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncGenerator, Mapping
 from functools import partial
@@ -17,6 +18,7 @@ from kvlathe.dynamo.handoff import Handoff, asked_again, said_before
 from kvlathe.dynamo.link import Link, failed
 from kvlathe.dynamo.told import Chunk, Told, cut
 from kvlathe.runtime.async_engine import AsyncEngine
+from kvlathe.runtime.cache.parcel import Parcel
 from kvlathe.runtime.requests.held_pages import Arrival
 from kvlathe.runtime.requests.request import OnDelta, Request
 
@@ -30,7 +32,8 @@ class Decoding:
     def __init__(self, engine: AsyncEngine, link: Link, following: Following) -> None:
         self._exchange = engine.llm.exchange
         self._link, self._following = link, following
-        self._late: set[asyncio.Task[None]] = set()
+        self._late: dict[asyncio.Task[None], str] = {}
+        """Transfers that nobody waits for, and the agents that they come from."""
 
     async def fetch(self, asked: Asked, fields: Mapping[str, object]) -> Arrival | None:
         """Pages of a handoff, here. None where they could not be had, which the log
@@ -49,9 +52,11 @@ class Decoding:
             return None
 
     async def _fetch(self, asked: Asked, source: Handoff) -> Arrival:
+        if source.agent in self._late.values():
+            raise failed(source, "an earlier transfer from there has not ended")
         times = [time.perf_counter()]
         parcel = asked_again(source.parcel, asked.params)
-        arrival = await asyncio.to_thread(self._exchange.expect, parcel)
+        arrival = await self._expect(parcel)
         reading: asyncio.Task[None] | None = None
         try:
             pieces = await asyncio.to_thread(arrival.pieces, source.region)
@@ -65,7 +70,7 @@ class Decoding:
             await asyncio.to_thread(arrival.check)
             times.append(time.perf_counter())
         except BaseException:
-            await self._give_back(arrival, reading)
+            await self._give_back(source, arrival, reading)
             raise
         parts: list[float] = []
         for before, after in pairwise(times):
@@ -83,18 +88,35 @@ class Decoding:
         )
         return arrival
 
+    async def _expect(self, parcel: Parcel) -> Arrival:
+        """Where the request is cancelled meanwhile, the pages are given back."""
+        expecting = asyncio.create_task(
+            asyncio.to_thread(self._exchange.expect, parcel)
+        )
+        try:
+            return await asyncio.shield(expecting)
+        except asyncio.CancelledError:
+            expecting.add_done_callback(_close)
+            raise
+
     async def _give_back(
-        self, arrival: Arrival, reading: asyncio.Task[None] | None
+        self, source: Handoff, arrival: Arrival, reading: asyncio.Task[None] | None
     ) -> None:
         """The pages of an arrival that nobody waits for: at once, or as soon as nothing
         is written to them any more."""
         if reading is None or reading.done():
             await asyncio.to_thread(arrival.close)
             return
-        log.warning("pages stay reserved: a transfer to them has not ended")
+        log.warning("pages stay reserved until a transfer from %s ends", source.agent)
         late = asyncio.create_task(_close_after(arrival, reading))
-        self._late.add(late)
-        late.add_done_callback(self._late.discard)
+        self._late[late] = source.agent
+        late.add_done_callback(self._late.pop)
+        await asyncio.to_thread(arrival.leave)
+
+    async def settle(self, seconds: float) -> None:
+        """Wait for late transfers, at most so long: the pool is freed after this."""
+        if self._late:
+            await asyncio.wait(list(self._late), timeout=seconds)
 
     async def chunks(
         self, asked: Asked, arrival: Arrival, context: Context
@@ -118,6 +140,12 @@ class Decoding:
 
 async def _close_after(arrival: Arrival, reading: asyncio.Task[None]) -> None:
     await asyncio.wait([reading])
-    if not reading.cancelled():
-        reading.exception()  # said where the request waited
+    ended = "cancelled" if reading.cancelled() else reading.exception() or "done"
+    log.info("a late transfer has ended (%s), and its pages are given back", ended)
     await asyncio.to_thread(arrival.close)
+
+
+def _close(expecting: asyncio.Task[Arrival]) -> None:
+    """Nobody waits for these pages any more."""
+    if not expecting.cancelled() and expecting.exception() is None:
+        threading.Thread(target=expecting.result().close).start()

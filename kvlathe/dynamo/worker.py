@@ -107,6 +107,8 @@ class KvlatheWorker(backend.LLMEngine):
         if self._prefilling:
             await asyncio.to_thread(self._prefilling.close)
             self._prefilling = None
+        if self._decoding:
+            await self._decoding.settle(self._served.drain_seconds)
         await asyncio.to_thread(self._engine.close, self._served.drain_seconds)
 
     def _begin(self, work: Coroutine[object, object, None]) -> None:

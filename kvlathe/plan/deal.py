@@ -109,12 +109,12 @@ def deal(plan: CompressionPlan, ranks: int, by_layer: bool = False) -> Deal:
     together = [[layer] for layer in layers] if by_layer else [layers]
     hands: list[list[Share]] = [[] for _ in range(ranks)]
     for group in together:
-        for hand, dealt in zip(hands, _dealt(group, loads, ranks), strict=True):
-            hand += dealt
+        for hand, own in zip(hands, _hands_of(group, loads, ranks), strict=True):
+            hand += own
     return Deal(plan, tuple(tuple(sorted(hand, key=_lane_of)) for hand in hands))
 
 
-def _dealt(
+def _hands_of(
     layers: Sequence[Sequence[Share]], loads: Mapping[int, Load], ranks: int
 ) -> Iterator[list[Share]]:
     """What each rank has of some layers, whose bytes are brought together."""

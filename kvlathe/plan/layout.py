@@ -134,7 +134,7 @@ class CacheLayout:
 
     def lane_table(self, bucket: int) -> npt.NDArray[np.int32]:
         """[lanes of the bucket, TABLE_COLUMNS] int32: what C++ reads. Sorted by (layer,
-        head). Not to be written to."""
+        head)."""
         return self._lane_tables[bucket]
 
     @cached_property
@@ -159,7 +159,9 @@ class CacheLayout:
                     s.groups_v,
                 )
             )
-        return np.array(rows, np.int32).reshape(-1, len(TABLE_COLUMNS))
+        table = np.array(rows, np.int32).reshape(-1, len(TABLE_COLUMNS))
+        table.flags.writeable = False  # all who ask have the same one
+        return table
 
     def bytes_per_token(self) -> float:
         """Bytes one token costs once its page is full and, where the plan seals,

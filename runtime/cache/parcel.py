@@ -16,9 +16,9 @@ import dataclasses
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 Kind = TypeVar("Kind")
-FORM = 2
+FORM = 3
 """Of pages and their digests: rises where their bytes, or those around them, change."""
 NAME = b"kvlathe pages "
 MARK = NAME + f"{FORM}\n".encode()
@@ -43,6 +43,7 @@ MOST_SAID = 1 << 26
 PLAIN = "plain"
 """The coding of pages that are as the pool has them."""
 BytesLike = bytes | memoryview
+Nested = Mapping[str, Mapping[str, Mapping[str, object]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,7 @@ class Origin:
         return cls(plan.digest, digest.hexdigest(), FORM)
 
     def check(self, theirs: Origin) -> None:
-        """Raises KvlatheError for pages of another version, of another plan, or of other
-        weights."""
-        if theirs.form != self.form:
-            raise _of_another_version(theirs.form)
+        """Raises KvlatheError for pages of another plan, or of other weights."""
         remedy = "send them to an engine of the same build"
         if theirs.plan != self.plan:
             reason = (
@@ -211,9 +209,14 @@ def said(value: DataclassInstance) -> str:
 
 
 def heard(kind: type[Kind], text: str) -> Kind:
-    """What ``said`` wrote of ``kind``. Raises KvlatheError."""
+    """What ``said`` wrote of ``kind``, which lists pages. Raises KvlatheError."""
     try:
-        return json_fields.read(kind, json_fields.parse(text), "it")
+        fields = json_fields.parse(text)
+        origin = cast(Nested, fields)["listed"]["origin"]
+        form = origin.get("form", "unknown")
+        if form != FORM:
+            raise _of_another_version(form)
+        return json_fields.read(kind, fields, "it")
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise damaged(f"its description is malformed ({error})") from error
 

@@ -56,6 +56,10 @@ class Hold:
         self.table = self._pool.open()
         return table
 
+    def leave(self) -> None:
+        """Keep the pages for who knows how long: nobody is to wait for them."""
+        self._guest.close()
+
     def close(self) -> None:
         """Give the pages back; nobody waits for them any more."""
         self._pool.release(self.table)
@@ -200,6 +204,12 @@ class Arrival(HeldPages):
     def last_page(self, bucket: int) -> int:
         """Its page for the rows of a bucket."""
         return self._hold.table.pages[bucket][-1]
+
+    def leave(self) -> None:
+        """Nobody is to wait for these pages: when they come back is not known. Harmless
+        once the engine is closed."""
+        with suppress(EngineStopped):
+            self._thread.call(self._hold.leave)
 
     def take(self) -> PageTable:
         """In the engine's thread: the table, which is the caller's now. Whom it gives

@@ -1,16 +1,20 @@
 """Decode and prefill on the CPU: our engines, natively and on the ONNX function,
-transformers, ONNX Runtime GenAI.
+transformers, ONNX Runtime GenAI. Beside them what no runner passes: reading the bytes
+that a token needs.
 
   kvlathe build --model M --output-dir out/none kvlathe build --model M --output-dir
   out/fdc --compression fdc --removal-rate 0.15 python -m
   onnxruntime_genai.models.builder -i M -o out/genai -p fp32 -e cpu python
   tests/bench/cpu_decode.py native:out/none native:out/fdc function:out/none
-  transformers:M genai:out/genai
+  transformers:M genai:out/genai reads:out/none reads:out/fdc
 
 One prompt of real text, greedy. Each runner is a process of its own: nothing is shared
 but the machine. A round measures every runner once, rounds are repeated, the best of
 each cell is kept: other load only slows. Decode tokens/s counts all that happens
 between two tokens; prefill is the time to the first token.
+
+``reads``: an engine's weights and the pages of the context are summed up by torch, and
+nothing else is done.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import resource
 import subprocess
@@ -105,11 +110,50 @@ def genai(path: Path, threads: int) -> Runner:
     return run
 
 
+def reads(path: Path, threads: int) -> Runner:
+    import torch
+
+    from kvlathe.plan.engine_folder import open_engine
+    from kvlathe.plan.layout import CacheLayout
+
+    torch.set_num_threads(threads)
+    layout = CacheLayout(open_engine(path).plan)
+    weights = torch.ones(weight_bytes(path) // 4)
+
+    def run(prompt: list[int], new: int) -> tuple[float, float]:
+        pages = torch.ones(layout.bytes_for(len(prompt)) // 4)
+
+        def step() -> None:
+            weights.sum()
+            pages.sum()
+
+        return timed(step, step, new)
+
+    return run
+
+
+def weight_bytes(path: Path) -> int:
+    """Of the matrices that each token is multiplied with."""
+    import onnx
+
+    [file] = path.glob("*.onnx")
+    graph = onnx.load(file, load_external_data=False).graph
+    sizes: dict[str, int] = {}
+    for held in graph.initializer:
+        width = onnx.helper.tensor_dtype_to_np_dtype(held.data_type).itemsize
+        sizes[held.name] = math.prod(held.dims) * width
+    products = [node for node in graph.node if node.op_type in PRODUCTS]
+    read = {name for node in products for name in node.input}
+    return sum(sizes.get(name, 0) for name in read)
+
+
+PRODUCTS = ("MatMul", "Gemm")
 RUNNERS = {
     "native": engine,
     "function": engine,
     "transformers": transformers,
     "genai": genai,
+    "reads": reads,
 }
 
 

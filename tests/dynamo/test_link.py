@@ -115,11 +115,21 @@ def test_nixl_is_told_which_gpu_has_each_address(agent: Agent) -> None:
             asyncio.run(link.read(other, [Piece(8192, 4096, 256)]))
 
 
+@pytest.mark.parametrize("cancels", [False, True])
 def test_a_bad_transfer_costs_the_transfer_alone(
-    agent: Agent, pair: tuple[LLM, LLM], caplog: pytest.LogCaptureFixture
+    agent: Agent,
+    pair: tuple[LLM, LLM],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    cancels: bool,
 ) -> None:
     """The decode worker computes the prompt itself, and no page is lost: one that may
-    still be written to is given back once that has ended."""
+    still be written to is given back once that has ended, and nobody waits for it.
+    ``cancels``: the client leaves during the transfer."""
+    if cancels:
+        monkeypatch.setattr(decodings, "MOST_SECONDS", 60)
+        if agent.state != "PROC":
+            pytest.skip("it has ended before")
     source, target = pair
     state = agent.state
     params = SamplingParams(max_new_tokens=8)
@@ -139,9 +149,19 @@ def test_a_bad_transfer_costs_the_transfer_alone(
             asked = Asked(tokens, params, "")
 
             async def fetched() -> None:
-                arrival = await decoding.fetch(asked, handoff.to_fields())
-                assert arrival is None
-                if agent.state == "PROC":
+                fetch = decoding.fetch(asked, handoff.to_fields())
+                if cancels and state == "PROC":
+                    fetching = asyncio.create_task(fetch)
+                    await asyncio.sleep(0.5)
+                    fetching.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await fetching
+                else:
+                    assert await fetch is None
+                if state == "PROC":
+                    again = decoding.fetch(asked, handoff.to_fields())
+                    assert await again is None
+                    assert target.engine.scheduler._guests == 0
                     taken = target.pool.bytes_in_use
                     assert taken - before >= departure.parcel.page_bytes
                     agent.state = "DONE"
@@ -149,7 +169,11 @@ def test_a_bad_transfer_costs_the_transfer_alone(
                 assert target.pool.bytes_in_use == before
 
             asyncio.run(fetched())
-    assert SAYS[state] in caplog.text and "a prompt is computed again" in caplog.text
+    assert "a prompt is computed again" in caplog.text
+    assert cancels or SAYS[state] in caplog.text
+    if state == "PROC":
+        assert "an earlier transfer from there has not ended" in caplog.text
+        assert "stay reserved until a transfer from prefill ends" in caplog.text
     assert agent.released == 1
     ended = agent.state == "DONE"
     assert bool(agent.told) == bool(link.bytes_read) == ended

@@ -44,6 +44,12 @@ from tests.support.host_device import HostTorchDevice
 from tests.support.ranking_laws import arena_bytes, on_cpu
 from tests.support.runtime_cases import LIMITS, MODEL
 
+SOME = [
+    pytest.param(kind, marks=[] if kind == "sealed compacted" else pytest.mark.nightly)
+    for kind in laws.KINDS
+]
+"""Laws of whole answers take long thread by thread: all kinds nightly, and on a GPU."""
+
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +140,7 @@ def test_answers_are_those_of_attention_with_the_dropped_pairs_masked(
     laws.answers_are_those_of_masked_attention(ours, keep, close)
 
 
-@pytest.mark.parametrize("kind", laws.KINDS)
+@pytest.mark.parametrize("kind", SOME)
 def test_nothing_changes_where_all_pairs_stay(
     native: Native, moving: ctypes.CDLL, kind: str
 ) -> None:
@@ -142,7 +148,7 @@ def test_nothing_changes_where_all_pairs_stay(
     laws.nothing_changes_where_all_pairs_stay(ours)
 
 
-@pytest.mark.parametrize("kind", laws.KINDS)
+@pytest.mark.parametrize("kind", SOME)
 def test_requests_share_the_pages(
     native: Native, moving: ctypes.CDLL, kind: str
 ) -> None:
@@ -151,6 +157,7 @@ def test_requests_share_the_pages(
     )
 
 
+@pytest.mark.nightly
 def test_the_kernels_attend_lanes_that_keep_different_numbers(
     native: Native, kernels: ctypes.CDLL, moving: ctypes.CDLL
 ) -> None:

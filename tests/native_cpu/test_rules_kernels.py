@@ -69,8 +69,8 @@ class RankingAttention(HostAttention):
         pool: Tensor,
     ) -> None:
         super().__init__(native, plan, scales, pool)
-        layers = range(plan.model.layers)
-        self.forms = [LayerForm(library, CacheLayout(plan), layer) for layer in layers]
+        layout, layers = CacheLayout(plan), range(plan.model.layers)
+        self.forms = [LayerForm(library, layout, layer) for layer in layers]
         self.observer = Observer(plan, self.forms, pool, LIMITS.max_num_tokens)
 
     def run(
@@ -162,6 +162,7 @@ def test_the_session_keeps_the_tokens_of_the_cpu(
     tokens_stay_as_on_the_cpu(ours, theirs, list(text(330)), 260)
 
 
+@pytest.mark.nightly
 def test_requests_side_by_side_are_answered_as_alone(
     native: Native, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,6 +187,7 @@ def test_a_prompt_loses_the_rows_that_it_loses_on_the_cpu(
     staged_cases.the_same_rows_stay(ours, theirs)
 
 
+@pytest.mark.nightly
 def test_neighbours_of_a_prompt_that_passes_stages_change_nothing(
     native: Native, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,10 +99,8 @@ class HostAttention:
         pool: Tensor,
     ) -> None:
         self.plan, self.scales, self.pool = plan, scales, pool
-        layers = range(plan.model.layers)
-        self.ops = [
-            Op(native, layer_table(CacheLayout(plan), layer)) for layer in layers
-        ]
+        layout, layers = CacheLayout(plan), range(plan.model.layers)
+        self.ops = [Op(native, layer_table(layout, layer)) for layer in layers]
         self.kinds: list[tuple[bool, int]] = []
 
     def spread(

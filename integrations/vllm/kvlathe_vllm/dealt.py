@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from kvlathe_vllm.hosted import Hosted
 ATTENTION = ("self_attn", "attn", "attention")
 """Segments of a tensor's name below which an attention's own tensors are."""
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
+SHARED = ("rotary_emb",)
+NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+"""Of any head, where they are as long as one."""
 Named = tuple[str, Tensor]
 
 
@@ -46,6 +49,11 @@ class Dealt:
         self.whole, self.ranks = whole, ranks
         self.orders = _orders(whole.plan, ranks)
         """Of each layer: its KV heads as vLLM has them."""
+
+    @property
+    def reorders(self) -> bool:
+        """Whether some layer's heads are in another order than in the checkpoint."""
+        return any(list(order) != sorted(order) for order in self.orders)
 
     @cached_property
     def engines(self) -> tuple[Hosted, ...]:
@@ -90,16 +98,19 @@ class Dealt:
         seen: set[tuple[int, str]] = set()
         for name, tensor in tensors:
             layer, path = _place(name)
-            if layer not in changed or not path:
+            if layer not in changed:
                 yield name, tensor
                 continue
-            seen.add((layer, path[0]))
+            place = (layer, ".".join(path))
+            if place in seen:
+                raise _unknown(f"{name} is another one of layer {layer}")
+            seen.add(place)
             yield name, self._in_order(name, path, tensor, self.orders[layer])
         for layer in sorted(changed):
-            if (layer, "qkv_proj") not in seen:
-                missing = [x for x in MATRICES if (layer, x) not in seen]
-                if missing:
-                    raise _unknown(f"layer {layer} has no {missing[0]}")
+            is_fused = (layer, "qkv_proj.weight") in seen
+            for kind in MATRICES[-1:] if is_fused else MATRICES:
+                if (layer, f"{kind}.weight") not in seen:
+                    raise _unknown(f"layer {layer} has no {kind}")
 
     def _in_order(
         self, name: str, path: Sequence[str], tensor: Tensor, order: Sequence[int]
@@ -108,8 +119,9 @@ class Dealt:
         kv, dims = model.kv_heads, model.head_dim
         group = model.group_size * dims
         kind, size = path[0], tuple(tensor.shape)
-        if tensor.numel() == 1 or size == (dims,):
-            return tensor  # a scale, or what all heads are multiplied with
+        is_shared = kind in SHARED or tensor.numel() == 1
+        if is_shared or (kind in NORMS and size == (dims,)):
+            return tensor
         if kind == "o_proj" and path[1:] == ["bias"]:
             return tensor
         if kind == "o_proj" and size[1:] == (kv * group,):
@@ -140,21 +152,21 @@ def _orders(plan: CompressionPlan, ranks: int) -> list[tuple[int, ...]]:
     plain = tuple(range(heads))
     if heads <= ranks:
         return [plain] * plan.model.layers
-    sizes = _sizes(plan)
+    sizes = lane_sizes(plan)
     hands = deal(plan, ranks, by_layer=True).shares
     orders: list[tuple[int, ...]] = []
     for layer in range(plan.model.layers):
-        dealt: list[int] = []
+        order: list[int] = []
         for shares in hands:
             own = [share.lane for share in shares]
-            dealt += [lane % heads for lane in own if lane // heads == layer]
+            order += [lane % heads for lane in own if lane // heads == layer]
         of_layer = sizes[layer * heads : (layer + 1) * heads]
-        found = min((plain, tuple(dealt)), key=lambda x: _largest(of_layer, x, ranks))
-        orders.append(found)
+        candidates = (plain, tuple(order))
+        orders.append(min(candidates, key=partial(largest, of_layer, ranks)))
     return orders
 
 
-def _largest(sizes: Sequence[int], order: Sequence[int], ranks: int) -> int:
+def largest(sizes: Sequence[int], ranks: int, order: Sequence[int]) -> int:
     """Bytes of the rank that has most."""
     each = len(order) // ranks
     found: list[int] = []
@@ -163,7 +175,7 @@ def _largest(sizes: Sequence[int], order: Sequence[int], ranks: int) -> int:
     return max(found)
 
 
-def _sizes(plan: CompressionPlan) -> list[int]:
+def lane_sizes(plan: CompressionPlan) -> list[int]:
     """Bytes of each lane in a block."""
     layout = CacheLayout(plan)
     sizes = [0] * len(plan.lanes)
@@ -178,9 +190,9 @@ def _place(name: str) -> tuple[int, list[str]]:
     one's."""
     segments = name.split(".")
     for i, segment in enumerate(segments[:-1]):
-        numbers = [x for x in segments[:i] if x.isdigit()]
-        if segment in ATTENTION and numbers:
-            return int(numbers[-1]), segments[i + 1 :]
+        layers, number = segments[max(0, i - 2) : i] if i > 1 else ("", "")
+        if segment in ATTENTION and layers == "layers" and number.isdigit():
+            return int(number), segments[i + 1 :]
     return -1, []
 
 

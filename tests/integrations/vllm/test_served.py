@@ -218,7 +218,7 @@ def unlike_heads(folder: Path) -> Path:
 
 def test_ranks_of_vllm_write_what_our_engine_writes(tmp_path: Path) -> None:
     """Heads that keep unlike ranks are read in another order, so that ranks have about
-    the same bytes; twice the memory holds twice the tokens."""
+    the same bytes. What a block of the largest rank takes says how many tokens fit."""
     if os.cpu_count() == 1 or ON_GPU:
         pytest.skip("it takes two cores")
     model, compression = unlike_heads(tmp_path / "model"), "fdc+hack:bits=8"
