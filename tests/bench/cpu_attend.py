@@ -121,7 +121,7 @@ class Steps:
         self.kept: list[Any] = [tables, lengths]
         calls = [
             (
-                layer_table(CacheLayout(plan), i),
+                layer_table(self.layout, i),
                 self.args(plan, i, lengths, tables, rows, threads, rng),
             )
             for i in range(layers)

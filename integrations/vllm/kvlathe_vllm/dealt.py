@@ -27,6 +27,7 @@ ATTENTION = ("self_attn", "attn", "attention")
 """Segments of a tensor's name below which an attention's own tensors are."""
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj")
 SHARED = ("rotary_emb",)
+"""The same for all heads."""
 NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
 """Of any head, where they are as long as one."""
 Named = tuple[str, Tensor]
@@ -51,9 +52,10 @@ class Dealt:
         """Of each layer: its KV heads as vLLM has them."""
 
     @property
-    def reorders(self) -> bool:
-        """Whether some layer's heads are in another order than in the checkpoint."""
-        return any(list(order) != sorted(order) for order in self.orders)
+    def changed(self) -> set[int]:
+        """Layers whose heads are in another order than in the checkpoint."""
+        orders = enumerate(self.orders)
+        return {layer for layer, order in orders if list(order) != sorted(order)}
 
     @cached_property
     def engines(self) -> tuple[Hosted, ...]:
@@ -91,10 +93,11 @@ class Dealt:
         return taken / filled
 
     def arranged(self, tensors: Iterable[Named]) -> Iterator[Named]:
-        """The tensors of a checkpoint, those of attention with heads in the order of
-        vLLM's ranks. Raises KvlatheError where one is not known to have heads, and where
-        some are missing."""
-        changed = {i for i, x in enumerate(self.orders) if list(x) != sorted(x)}
+        """The tensors of a checkpoint, by the names of transformers. Those of attention
+        have their heads in the order of vLLM's ranks: rows of q, k, v [heads * d, ...],
+        columns of o [hidden, query heads * d]. Raises KvlatheError where one is not
+        known to have heads, and where some are missing."""
+        changed = self.changed
         seen: set[tuple[int, str]] = set()
         for name, tensor in tensors:
             layer, path = _place(name)
@@ -189,10 +192,10 @@ def _place(name: str) -> tuple[int, list[str]]:
     """The layer of an attention's tensor, and its name there; -1 and nothing of another
     one's."""
     segments = name.split(".")
-    for i, segment in enumerate(segments[:-1]):
-        layers, number = segments[max(0, i - 2) : i] if i > 1 else ("", "")
-        if segment in ATTENTION and layers == "layers" and number.isdigit():
-            return int(number), segments[i + 1 :]
+    for i in range(len(segments) - 3):
+        layers, number, part, *path = segments[i:]
+        if layers == "layers" and number.isdigit() and part in ATTENTION:
+            return int(number), path
     return -1, []
 
 

@@ -39,7 +39,7 @@ def of_this_rank(config: VllmConfig) -> Hosted:
     rank = get_tensor_model_parallel_rank()
     if not _made or _made[0].whole is not whole or _made[0].ranks != ranks:
         made = Dealt(whole, ranks)
-        if made.reorders:
+        if made.changed:
             _check_reading(config)
         _made[:] = [made]
         if rank == 0:

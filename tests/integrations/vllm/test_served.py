@@ -241,6 +241,23 @@ def test_ranks_of_vllm_write_what_our_engine_writes(tmp_path: Path) -> None:
     assert "heads are dealt to 2 ranks" in log and "Traceback" not in log
 
 
+@pytest.mark.parametrize("option", ["--enable-lora", "--load-format=runai_streamer"])
+def test_weights_that_would_miss_the_order_are_refused(
+    option: str, tmp_path: Path
+) -> None:
+    """Before any is read: they would land on other heads without a word."""
+    model = unlike_heads(tmp_path / "model")
+    theirs = built(tmp_path, "fdc+hack:bits=8", "vllm", model)
+    options = (*RANKS, option)
+    with (
+        pytest.raises(AssertionError),
+        serving(theirs, tmp_path, *options, model=model),
+    ):
+        pass
+    log = next(tmp_path.glob("*.log")).read_text()
+    assert "put into another order" in log
+
+
 def test_vllm_refuses_blocks_that_hold_no_pages(tmp_path: Path) -> None:
     theirs = built(tmp_path, "hack:bits=4", "vllm")
     option = ("--block-size", "32")
