@@ -67,6 +67,7 @@ class Prompts(Structure):
         ("parts", POINTER(PromptPart)),
         ("copies", c_void_p),
         ("copies_bytes", c_int64),
+        ("copies_of", c_void_p),
     ]
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import kvlathe
 from kvlathe.base.errors import KvlatheError
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 LIBRARY = "libkvlathe.so"
 
 

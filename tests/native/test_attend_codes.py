@@ -131,6 +131,31 @@ def test_group_sizes(
     )
 
 
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize(
+    "sealed", [[640, 0, 64, 1024, 0], [40_000, 64, 0, 70_016], [4992] * 40, [64] * 700]
+)
+def test_warps_alone(
+    library: Library,
+    gpu: str,
+    bits: Literal[8, 4, 2],
+    group: int,
+    sealed: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where pairs are few, and cross hundreds of warps."""
+    monkeypatch.setenv("KVLATHE_ALONE_PAIRS", "0")
+    tier = Tier(bits, bits, arithmetic="int")
+    cold, tails = [[n] for n in sealed], [n % 37 for n in range(len(sealed))]
+    check(
+        library,
+        CodesProblem(MIXED, cold, tails, [tier], group, device=gpu),
+        times=2,
+        flags=OVERLAP,
+    )
+
+
 def test_partly_filled_pages(library: Library, gpu: str) -> None:
     check(library, problem_of(2, sealed=[[70], [1], [63], [129]], tails=[0, 0, 3, 64]))
 

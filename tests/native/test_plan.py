@@ -104,10 +104,14 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.parametrize("pairs", ["0", str(1 << 30)])
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_planned_calls_give_the_same_bits(gpu: Library, name: str) -> None:
+def test_planned_calls_give_the_same_bits(
+    gpu: Library, name: str, pairs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Layers of different ranks in one plan; also where tiles are fetched before the
-    kernel before is done."""
+    kernel before is done, by blocks and by warps that attend alone."""
+    monkeypatch.setenv("KVLATHE_ALONE_PAIRS", pairs)
     calls = Calls(gpu, PROBLEMS[name]())
     for flags in (0, OVERLAP, OVERLAP | APPENDED):
         calls.give(None)

@@ -3,6 +3,7 @@ the same format, by float64."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
@@ -395,6 +396,36 @@ def test_copies_of_those_that_find_room(library: Library, cuda: CudaLibrary) -> 
         torch.cuda.synchronize()
         found = copied_sequences(problem, attention, 0)
         assert found == {(1, b) for b in range(fit)}
+        del keep
+
+
+def test_sequences_share_copies(library: Library, cuda: CudaLibrary) -> None:
+    """The first two begin with the same pages. Whose copies are read changes no bit."""
+    if not has_tiles(cuda):
+        pytest.skip("this GPU attends chunks as rows")
+    sealed = [[640], [320], [64], [0]]
+    problem = CodesChunkProblem(
+        [MIXED], sealed, [140] * 4, [Tier(4, 4)], chunks=[130] * 4
+    )
+    tables = problem.tables_of_sequences()
+    tables[1][1, :5] = tables[1][0, :5]
+    problem.tables_of_sequences = lambda: tables
+    attention = problem.attention(cuda)
+    spread = problem.spread_out(attention)
+    answers: list[torch.Tensor] = []
+    for whose in ([-1] * 4, [0, 0, -1, -1], [0, 0, 2, 3], [0, 1, 2, 0]):
+        size = copies_bytes(problem.layout.plan, 4096)
+        attention.copies = torch.full((size,), 0x7F, dtype=torch.uint8, device="cuda")
+        copies_of = torch.tensor(whose, dtype=torch.int32, device="cuda")
+        spread.step = dataclasses.replace(spread.step, copies_of=copies_of)
+        problem.o[0].fill_(float("nan"))
+        args, keep = problem.step_args(attention, spread)
+        library.attend_decode(args, "cuda")
+        torch.cuda.synchronize()
+        reads = {(1, b) for b, of in enumerate(whose) if of >= 0 and sealed[of][0]}
+        assert copied_sequences(problem, attention, 0) == reads
+        answers.append(problem.o[0].view(torch.int16).clone())
+        assert torch.equal(answers[-1], answers[0])
         del keep
 
 

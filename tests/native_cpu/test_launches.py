@@ -166,17 +166,32 @@ def test_launches_with_bundles_fit_the_gpu(
     assert refused == (pages_of_128 if small else set())
 
 
+@pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
+def test_launches_whose_warps_attend_alone_fit_the_gpu(
+    host: ctypes.CDLL,
+    cases: dict[Key, Problem | CodesProblem],
+    gpu: Gpu,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They take less than others: nothing that is too large for them only is refused."""
+    monkeypatch.setenv("KVLATHE_ALONE_PAIRS", "0")
+    coded = {key: case for key, case in cases.items() if key[0] < 16}
+    refused = refused_of(host, gpu, coded, workspace=1 << 30)
+    assert refused <= TOO_LARGE[gpu.shared_per_block]
+
+
 def refused_of(
     host: ctypes.CDLL,
     gpu: Gpu,
     cases: Mapping[Key, Problem | CodesProblem],
     flags: int = 0,
+    workspace: int = 0,
 ) -> set[Key]:
     """The cases that the host refuses there. All others fit."""
     refused: set[Key] = set()
     for name, problem in cases.items():
         args = problem.args()
-        args.flags = flags
+        args.flags, args.workspace_bytes = flags, workspace
         found = launch(host, gpu, args)
         if found is None:
             refused.add(name)

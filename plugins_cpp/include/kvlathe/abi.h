@@ -41,7 +41,7 @@ extern "C" {
 #define KVLATHE_API __attribute__((visibility("default")))
 #endif
 
-#define KVLATHE_ABI_VERSION 13
+#define KVLATHE_ABI_VERSION 14
 #define KVLATHE_LANE_COLUMNS 10
 #define KVLATHE_MAX_PARTS 32
 #define KVLATHE_MAX_SLOTS 3
@@ -144,6 +144,10 @@ typedef struct kvlathe_prompts {
    * Sequences take room in their order; from the first that finds none on, they go without. */
   void* copies;
   int64_t copies_bytes;
+  /* null, or whose copies each sequence reads [B]: its own (b), those of another one whose pages
+   * begin with its own and which reads its own, or none (-1). null: a sequence of many new tokens
+   * reads its own. */
+  const int32_t* copies_of;
 } kvlathe_prompts;
 
 /* Attention of one new token for each row over the cached tokens that its row of lengths and page
@@ -206,17 +210,19 @@ KVLATHE_API int32_t kvlathe_cpu_attend_decode(const kvlathe_attend_decode_args* 
 KVLATHE_API int32_t kvlathe_cuda_attend_decode(const kvlathe_attend_decode_args* args,
                                                kvlathe_status* status);
 
-/* Bytes of workspace that kvlathe_cuda_attend_decode needs on the current device for up to `batch`
- * sequences of `heads` lanes. */
+/* Bytes of workspace that kvlathe_cuda_attend_decode uses on the current device for up to `batch`
+ * sequences of `heads` lanes. Those for one sequence are enough for any call; with them many short
+ * sequences take longer. */
 KVLATHE_API int32_t kvlathe_cuda_workspace_bytes(int32_t batch, int32_t heads, int64_t* bytes,
                                                  kvlathe_status* status);
 
 /* Once a step, for all its layers: finds which block attends what in each of `count` calls (host
  * array) and writes it to their `plan`, on the stream of the first. q, o and the workspace are not
- * touched and may be null. The calls that follow must be made with the same arguments otherwise, on
- * the lengths and page tables that are there now; a plan made for another batch, grid, layer or
- * table is found out on the device and not used. With OVERLAP the kernel just before a call must
- * not be this one. Asynchronous; may be captured into a CUDA graph. */
+ * touched and may be null, but workspace_bytes counts. The calls that follow must be made with the
+ * same arguments otherwise, on the lengths and page tables that are there now; a plan made for
+ * another batch, grid, layer or table is found out on the device and not used. With OVERLAP the
+ * kernel just before a call must not be this one. Asynchronous; may be captured into a CUDA
+ * graph. */
 KVLATHE_API int32_t kvlathe_cuda_plan(const kvlathe_attend_decode_args* calls, int32_t count,
                                       kvlathe_status* status);
 

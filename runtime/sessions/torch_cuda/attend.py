@@ -365,15 +365,16 @@ class Spread:
             )
             part.lengths, part.lengths_stride = lengths.data_ptr() + 4 * b, buckets
             part.window = window
-        starts = self.step.cu_seqlens_q.data_ptr()
+        shared = self.step.copies_of
         prompts = Prompts(
             self.prompts.data_ptr(),
-            starts,
+            self.step.cu_seqlens_q.data_ptr(),
             len(lengths),
             self.rows,
             parts,
             copies.data_ptr(),
             copies.numel(),
+            None if shared is None else shared.data_ptr(),
         )
         self._kept += [parts, prompts]
         return prompts

@@ -42,7 +42,8 @@ class StepInputs:
     ``single``: sequence b has exactly row b, or none (a decode step). ``rows``: all rows
     from this one on are of prompt chunks: of sequences that bring LEAST_CHUNK or more.
     ``observed``: where the plan ranks tokens. ``rows_each``: of a sequence that brings no
-    prompt chunk, on the mean. ``mass``: where somebody asks for it.
+    prompt chunk, on the mean. ``mass``: where somebody asks for it. ``copies_of`` int32
+    [B] on the device: as of kvlathe_prompts (abi.h).
     """
 
     cu_seqlens_q: Tensor
@@ -53,3 +54,4 @@ class StepInputs:
     observed: Observed | None = None
     rows_each: float = 1.0
     mass: Mass | None = None
+    copies_of: Tensor | None = None

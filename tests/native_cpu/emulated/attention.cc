@@ -7,17 +7,9 @@
 #include "cuda/decode/attend_bundle.cuh"
 #include "cuda/decode/plan.cu"
 
+#include "host_half.h"
+
 namespace kvlathe::cuda {
-namespace {
-
-// An element whose products a warp's fibers compute.
-struct HostHalf : Half {
-  static void multiply(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    multiply_tiles<Half>(d, a, b0, b1);
-  }
-};
-
-}  // namespace
 
 template <>
 struct Dequantizer<HostHalf> : Dequantizer<Half> {
@@ -58,6 +50,7 @@ const void* decode_kernel_general(bool, bool named) {
 const void* decode_kernel_scored(bool) { return launcher<ScoredParams>(); }
 const void* decode_kernel_16(bool, bool, int) { return unknown(); }
 const void* decode_kernel_codes(bool, bool, int, int) { return unknown(); }
+const void* decode_kernel_alone(bool, bool, int, int) { return unknown(); }
 const void* decode_kernel_any(bool, bool, int) { return unknown(); }
 const void* bundled_kernel_16(bool) { return bundled<Bundled16, 16>(); }
 const void* bundled_kernel_codes(bool, bool, int bits) {

@@ -112,10 +112,16 @@ public:
     for (unsigned i = first; i < end; ++i)
       fibers[i].waits = false;
   }
+  // Lets the other threads run first: this one waits for what they write.
+  void pass() {
+    if (++passes_ > kMostPasses)
+      fail("threads wait for what none writes");
+    pause();
+  }
   unsigned threads() const { return unsigned(fibers_->size()); }
 
 private:
-  static constexpr size_t kStack = 64 << 10;
+  static constexpr size_t kStack = 64 << 10, kMostPasses = 1 << 27;
   struct Fiber {
     ucontext_t first;
     jmp_buf at;
@@ -156,6 +162,7 @@ private:
   std::vector<Fiber> *fibers_ = nullptr;
   jmp_buf scheduler_;
   unsigned left_ = 0;
+  size_t passes_ = 0;
   static inline std::minstd_rand random_{1};
 };
 

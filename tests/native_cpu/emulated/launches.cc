@@ -7,6 +7,7 @@ namespace kvlathe::cuda {
 
 const void* decode_kernel_16(bool, bool, int) { return nullptr; }
 const void* decode_kernel_codes(bool, bool, int, int) { return nullptr; }
+const void* decode_kernel_alone(bool, bool, int, int) { return nullptr; }
 const void* decode_kernel_any(bool, bool, int) { return nullptr; }
 const void* decode_kernel_general(bool, bool) { return nullptr; }
 const void* decode_kernel_scored(bool) { return nullptr; }

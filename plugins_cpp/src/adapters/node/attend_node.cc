@@ -179,7 +179,8 @@ struct Step {
         prompt_parts_of(node, tables, ints(node.places.lengths));
     // What sequences have is on the device: whether all rows are chunks' is not known here.
     const kvlathe_prompts prompts{
-        list, ints(node.places.cu_seqlens_q), batch, tokens, prompt_parts.data(), nullptr, 0};
+        list,   ints(node.places.cu_seqlens_q), batch, tokens, prompt_parts.data(), nullptr, 0,
+        nullptr};
     // The kernel before is append: it writes neither lengths nor page tables, and in a decode step
     // one row a sequence. Other rows read what it writes for the rows before them.
     const int32_t flags = KVLATHE_OVERLAP | (chunks ? 0 : KVLATHE_APPENDED);
@@ -290,16 +291,17 @@ Pieces Node::pieces(const std::vector<NodeInput>& in, int64_t attend) const {
                                                  layer.head.group_size))};
 }
 
-int64_t Node::attend_bytes(int64_t tokens) const {
+// Of one row, which is enough for all: the memory is cleared on each call, and warps that attend
+// alone would use several times as much.
+int64_t Node::attend_bytes() const {
   kvlathe_status status{};
   int64_t bytes = 0;
-  kvlathe::check(kvlathe_cuda_workspace_bytes(int32_t(tokens), layer.head.lanes, &bytes, &status),
-                 status);
+  kvlathe::check(kvlathe_cuda_workspace_bytes(1, layer.head.lanes, &bytes, &status), status);
   return bytes;
 }
 
 size_t Node::workspace_bytes(const std::vector<NodeInput>& in) const {
-  return pieces(in, attend_bytes(in[places.q].dims[0])).bytes();
+  return pieces(in, attend_bytes()).bytes();
 }
 
 size_t Node::workspace_anywhere(const std::vector<NodeInput>& in) const {
@@ -309,7 +311,7 @@ size_t Node::workspace_anywhere(const std::vector<NodeInput>& in) const {
 void Node::run(const std::vector<NodeInput>& in, void* o, void* rows, void* workspace, size_t lent,
                void* stream) const {
   if (in[places.q].dims[0] == 0) return;
-  const int64_t attend = attend_bytes(in[places.q].dims[0]);
+  const int64_t attend = attend_bytes();
   const Pieces size = pieces(in, attend);
   require(size.bytes() <= lent, KVLATHE_TOO_SMALL,
           "this device needs more workspace than the engine holds");

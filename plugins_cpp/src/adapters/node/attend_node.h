@@ -64,7 +64,7 @@ class Node {
 
  private:
   Pieces pieces(const std::vector<NodeInput>& in, int64_t attend) const;
-  int64_t attend_bytes(int64_t tokens) const;
+  int64_t attend_bytes() const;
 };
 
 // Queues zeros (clear.cu). Throws Refusal.

@@ -1,8 +1,10 @@
 // The host of attend_decode: what is refused, which sizes a launch has, and the launch. The kernel
 // is in attend_decode.cuh.
 #include <algorithm>
+#include <cstdlib>
 
 #include "common/decode_call.h"
+#include "cuda/decode/alone.cuh"
 #include "cuda/decode/attend_general.cuh"
 #include "cuda/decode/codes.cuh"
 #include "cuda/decode/kernels.h"
@@ -35,6 +37,20 @@ struct Device {
 
 int64_t workspace_bytes(const Device& device) {
   return int64_t{device.most_blocks()} * 2 * int64_t{sizeof(PartialOf<kMostColumns>)};
+}
+
+// Of calls whose warps attend alone: of the most warps, at the widest ranks and most query heads.
+int64_t alone_bytes(const Device& device) {
+  return int64_t{device.most_blocks()} * kMaxWarps * 2 *
+         int64_t{sizeof(AlonePartial<kMaxRank / 16, 1>)};
+}
+
+// Whether pairs are so many that each warp attends alone. KVLATHE_ALONE_PAIRS: from how many for four
+// SMs on, at any width.
+bool many_pairs(int64_t batch, int64_t heads, int bits, const Device& device) {
+  const char* given = std::getenv("KVLATHE_ALONE_PAIRS");
+  const int64_t least = given ? std::atoll(given) : bits == 8 ? kAlonePairs8 : kAlonePairs;
+  return 4 * batch * heads >= least * device.sms;
 }
 
 void check_cuda_limits(const kvlathe_attend_decode_args& a, const Device& device,
@@ -249,7 +265,7 @@ Launch fit(P& p, const Device& device, int most_warps, int static_bytes) {
   for (int h = 0; h < p.heads; ++h) {
     for (const LaneParams& lane : p.head[h].lane)
       widest = std::max(widest, ring_room(lane.tile_bytes));
-    elements = std::max(elements, most_columns(p) * p.head[h].rank_v);
+    if (!P::kAlone) elements = std::max(elements, most_columns(p) * p.head[h].rank_v);
     widest = std::max(widest, ring_room(most_columns(p) * p.head[h].rank_k * 2));
   }
   for (int halves = codes ? 2 : 3; halves >= 2; --halves) {
@@ -313,6 +329,17 @@ bool overlaps(const kvlathe_attend_decode_args& a, const Device& device) {
   return (a.flags & KVLATHE_OVERLAP) && device.major >= 9;
 }
 
+// The weight of the widest tile.
+template <class P>
+int32_t widest_tile(const P& p) {
+  int32_t widest = 0;
+  for (const auto& head : p.head) {
+    for (const LaneParams& lane : head.lane)
+      widest = std::max(widest, lane.weight * lane.tile_units);
+  }
+  return widest;
+}
+
 template <class P>
 struct Decided {
   const void* kernel;
@@ -329,6 +356,9 @@ Decided<P> decide(const void* kernel, const P& params, const kvlathe_attend_deco
       cudaFuncGetAttributes(&attributes, kernel),
       "this library has no kernel for this device (kvlathe native --cuda-architectures native)");
   call.at = fit(call.p, device, warps, int(attributes.sharedSizeBytes));
+  // The shares of a block's warps differ by less than their number, and each is at least a tile's.
+  if constexpr (P::kAlone)
+    call.p.least_block_weight = call.at.warps * (widest_tile(call.p) + call.at.warps);
   if (overlaps(a, device)) call.p.spare_blocks = call.at.grid / kSpareBlocks;
   if (!a.plan) return call;
   const int64_t bytes = call.at.grid * int64_t{sizeof(PlanRecord)};
@@ -394,9 +424,12 @@ void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads
   if (is_general(a))
     return general(decode_kernel_general(half, false), GeneralParams<KVLATHE_MAX_SLOTS>{});
   const int fill = is_quantized(bits) && a.group_size <= 4 ? 2 : 1;
-  const auto with = [&](const void* kernel, auto parts) {
-    body(decide(kernel, params_of<Params<decltype(parts)::value>>(a, heads, fill), a, device,
+  const auto as = [&](const void* kernel, auto kind) {
+    body(decide(kernel, params_of<decltype(kind)>(a, heads, fill), a, device,
                 most_warps(bits, fill)));
+  };
+  const auto with = [&](const void* kernel, auto parts) {
+    as(kernel, Params<decltype(parts)::value>{});
   };
   using std::integral_constant;
   if (bits == 16) {
@@ -404,6 +437,10 @@ void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads
     if (a.part_count == 1) with(kernel, integral_constant<int, 1>{});
     if (a.part_count == 2) with(kernel, integral_constant<int, 2>{});
     if (a.part_count == 3) with(kernel, integral_constant<int, 3>{});
+  } else if (bits && a.part_count <= 2 &&
+             many_pairs(a.batch, int64_t(heads.size()), bits, device) &&
+             a.workspace_bytes >= alone_bytes(device)) {
+    as(decode_kernel_alone(half, wide, bits, fill), AloneParams{});
   } else if (bits && a.part_count <= 2) {
     with(decode_kernel_codes(half, wide, bits, fill), integral_constant<int, 2>{});
   } else {
@@ -433,7 +470,7 @@ void launch(Decided<P> call, const kvlathe_attend_decode_args& a, bool overlap) 
   check_cuda(cudaLaunchKernelExC(&config, call.kernel, arguments), "launching attend_decode");
 }
 
-void attend_decode(const kvlathe_attend_decode_args& a) {
+void attend_rows(const kvlathe_attend_decode_args& a) {
   const std::vector<Head> heads = checked_heads(a);
   const Device device = Device::current();
   check_cuda_limits(a, device, heads);
@@ -476,12 +513,12 @@ extern "C" int32_t kvlathe_cuda_attend_decode(const kvlathe_attend_decode_args* 
   return kvlathe::run(status, [&] {
     if (!args) throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT, "args is null");
     if (!args->prompts || !kvlathe::cuda::prompt_kernel_here())
-      return kvlathe::cuda::attend_decode(*args);
+      return kvlathe::cuda::attend_rows(*args);
     const auto chunks =
         kvlathe::cuda::prompt_launch_of(*args);  // what it refuses, it refuses before anything runs
     // Rows first: it writes zeros where a row has no length, which may be a chunk's row.
     const auto rows = kvlathe::cuda::single_rows(*args);
-    if (rows.batch) kvlathe::cuda::attend_decode(rows);
+    if (rows.batch) kvlathe::cuda::attend_rows(rows);
     kvlathe::cuda::copy_pages(chunks, args->stream);
     kvlathe::cuda::attend_prompts(chunks, args->stream);
   });
@@ -493,6 +530,10 @@ extern "C" int32_t kvlathe_cuda_workspace_bytes(int32_t batch, int32_t heads, in
     if (!bytes || batch < 0 || heads < 1)
       throw kvlathe::Refusal(KVLATHE_BAD_ARGUMENT,
                              "batch or heads is not positive, or bytes is null");
-    *bytes = kvlathe::cuda::workspace_bytes(kvlathe::cuda::Device::current());
+    const auto device = kvlathe::cuda::Device::current();
+    *bytes =
+        kvlathe::cuda::many_pairs(batch, heads, 4, device)
+            ? std::max(kvlathe::cuda::workspace_bytes(device), kvlathe::cuda::alone_bytes(device))
+            : kvlathe::cuda::workspace_bytes(device);
   });
 }

@@ -1,6 +1,6 @@
 // The compiled variants of attend_decode, by what a call needs. They are spread over files
-// (decode_16.cu, decode_codes.cu, decode_any.cu, decode_general.cu, and bundled_*.cu beside them), so
-// that these are compiled at the same time.
+// (decode_16.cu, decode_codes.cu, decode_alone.cu, decode_any.cu, decode_general.cu, and
+// bundled_*.cu beside them), so that these are compiled at the same time.
 #pragma once
 
 #include "cuda/decode/params.h"
@@ -15,6 +15,9 @@ namespace kvlathe::cuda {
 const void* decode_kernel_16(bool half, bool wide, int parts);
 const void* decode_kernel_codes(bool half, bool wide, int bits, int fill);  // 2 parts
 const void* decode_kernel_any(bool half, bool wide, int fill);              // 3 parts
+
+// Calls of decode_kernel_codes with many pairs a block. Takes AloneParams.
+const void* decode_kernel_alone(bool half, bool wide, int bits, int fill);
 
 // Takes GeneralParams: every form of codes, tokens that a row does not see and, `named`, lanes that
 // name their parts.

@@ -46,6 +46,9 @@ constexpr int kFineShare = (1 << 18) / kWeight;
 // none. It would start when the call before has ended, and be the last to end.
 constexpr int kSpareShare = (1 << 19) / kWeight;
 constexpr int kSpareBlocks = 32;
+// Warps attend alone from so many pairs for four SMs on (attend_alone.cuh). In 8 bit they gain less,
+// and lose at 4 K tokens (docs/performance.md).
+constexpr int kAlonePairs = 7, kAlonePairs8 = 64;
 // A block with less work costs more than it saves.
 constexpr int kLeastBlockWeight = (16 << 10) / kWeight;
 // What a quantized page costs beyond its bytes, and in a general call, whose instructions take longer
@@ -119,6 +122,7 @@ struct Params : SlotTable<(kParts_ > kSlots_)> {
   // Of general calls: a row may see no token at all, and a block may have few threads (finish.cuh).
   static constexpr bool kHides = false, kScored = false;
   static constexpr bool kBundled = false;
+  static constexpr bool kAlone = false;
   static constexpr int kColumns = kMaxGroup;  // query heads of an item of work at most
   const char* pool;
   const uint16_t* q;
@@ -145,6 +149,12 @@ struct Params : SlotTable<(kParts_ > kSlots_)> {
   }
 };
 static_assert(sizeof(Params<KVLATHE_MAX_SLOTS, KVLATHE_MAX_PARTS>) <= 8192);
+
+// Of calls whose warps attend alone (attend_alone.cuh): the weight of a block is divided among its
+// warps, and partials are AlonePartial [blocks, warps, 2].
+struct AloneParams : Params<2> {
+  static constexpr bool kAlone = true;
+};
 
 // What the kernel of general calls (attend_general.cuh) is told beside that. A part has the bits
 // kGeneral where one of its sides has codes. A unit is then the slab of a page, as of a quantized

@@ -28,6 +28,12 @@ struct Run {
   }
 };
 
+// Warps that take the tiles of a span in turn.
+template <class P>
+__device__ int warps_of() {
+  return P::kAlone ? 1 : int(blockDim.x / 32);
+}
+
 // Which tile of a run is this warp's first. Parts are dealt from both ends in turn. So the few
 // tiles of a 16-bit tail and the last ones of a quantized part fall to different warps.
 __device__ inline int turn_of(int part) {
@@ -169,10 +175,10 @@ struct Producer {
         const LaneParams& lane = p.head[walk.span.head].lane[ahead.part];
         const int units = units_of(lane);
         lanes = lanes_of(walk.span.head, ahead.part, lane);
-        ahead.unit = run.first + turn_of(ahead.part) * units;
+        ahead.unit = run.first + (P::kAlone ? 0 : turn_of(ahead.part)) * units;
         ahead.last = run.last;
         ahead.length = run.length;
-        step = blockDim.x / 32 * units;
+        step = warps_of<P>() * units;
       } while (ahead.unit >= ahead.last);
     }
     if (walk.valid) {
@@ -203,7 +209,7 @@ struct Producer {
     const LaneParams& lane = at.lane[ahead.part];
     const int units = units_of(lane), id = ahead_id;
     bulk = kQuantized && is_quantized(p.part_of(ahead.now_head, ahead.part).bits);
-    stride = pinned(blockDim.x / 32 * units);
+    stride = pinned(warps_of<P>() * units);
     tile_bytes = pinned(bulk ? lane.bytes : lane.bytes * units);
     tile_room = pinned(room_of(lane));
     if (bulk) {

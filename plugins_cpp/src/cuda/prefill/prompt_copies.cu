@@ -6,6 +6,9 @@
 // Of lanes with windows few pages are held, and those are copied, too: each tile of the chunk's first
 // tokens would convert them all.
 //
+// Sequences whose pages are the first pages of another one's read its copies (copies_of): a host may
+// give each page of a prompt as a sequence of its own.
+//
 // The room: two counts, then where the copies of each sequence begin, then the (part, page) of each
 // copy, then the copies. Copies of a page have K [tokens][rank] and then V of each lane. Sequences
 // take room in their order while it lasts.
@@ -28,16 +31,25 @@ struct CopyParams {
   P prompts;
   int32_t *count, *left;
   int2* owners;
+  const int32_t* copies_of;  // of kvlathe_prompts
   int32_t slots, parts;
   uint32_t copied;
 };
 static_assert(sizeof(CopyParams<NamedPrompts>) <= 32764);
 
+// Whether copies are made of sequence b's own pages.
+template <class P>
+__device__ bool has_own_copies(const CopyParams<P>& c, int b) {
+  if (c.copies_of) return c.copies_of[b] == b;
+  const int32_t* starts = c.prompts.cu_seqlens_q;
+  return starts[b + 1] - starts[b] >= kLeastCopied;
+}
+
 // Pages of sequence b in a part that are to be copied.
 template <class P>
 __device__ int pages_to_copy(const CopyParams<P>& c, int i, int b) {
   const P& p = c.prompts;
-  if (!(c.copied >> i & 1) || p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b] < kLeastCopied) return 0;
+  if (!(c.copied >> i & 1) || !has_own_copies(c, b)) return 0;
   const int tokens = p.call_part(i).lengths[b * p.call_part(i).lengths_stride];
   return (tokens + p.page_tokens - 1) / p.page_tokens;
 }
@@ -94,6 +106,13 @@ __global__ void __launch_bounds__(kPlaceThreads)
   __shared__ int count, left;
   if (threadIdx.x == 0) count = left = 0;
   __syncthreads();
+  if (c.copies_of) {
+    for (int i = threadIdx.x; i < c.parts * p.batch; i += kPlaceThreads) {
+      const int b = i % p.batch, of = c.copies_of[b];
+      if (of >= 0 && of != b) base[i] = base[i - b + of];
+    }
+    __syncthreads();
+  }
   for (int n = threadIdx.x; n < p.list[kTiles]; n += kPlaceThreads) {
     if (reads_codes(c, p.list[kListHeader + 2 * n])) left = 1;
   }
@@ -195,8 +214,8 @@ void with_params(const PromptLaunch& launch, Body body) {
   const CopyLaunch& copies = launch.copies;
   const auto with = [&](const auto& prompts) {
     using P = std::decay_t<decltype(prompts)>;
-    body(CopyParams<P>{prompts, copies.count, copies.left, copies.owners, copies.slots,
-                       copies.parts, copies.copied});
+    body(CopyParams<P>{prompts, copies.count, copies.left, copies.owners, copies.copies_of,
+                       copies.slots, copies.parts, copies.copied});
   };
   if (copies.general) return with(static_cast<const NamedPrompts&>(launch.params));
   with(static_cast<const PromptParams&>(launch.params));
@@ -234,6 +253,7 @@ CopyLaunch copy_launch_of(const kvlathe_attend_decode_args& a, NamedPrompts& p, 
           counts,
           counts + 1,
           reinterpret_cast<int2*>(at + first),
+          prompts.copies_of,
           a.element,
           0};
 }

@@ -142,8 +142,9 @@ struct CopyLaunch {
   int32_t parts;    // of the call
   uint32_t copied;  // bit i: pages of part i are copied
   bool general;
-  int32_t *count, *left;  // copies made; PromptParams::codes_left
-  int2* owners;           // [slots]: part and page of each
+  int32_t *count, *left;     // copies made; PromptParams::codes_left
+  int2* owners;              // [slots]: part and page of each
+  const int32_t* copies_of;  // of kvlathe_prompts
   int32_t element;
   int shared_bytes;
 };

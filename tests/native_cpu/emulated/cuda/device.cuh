@@ -56,7 +56,13 @@ inline uint32_t fma_halves(uint32_t x, uint32_t y, uint32_t z) {
   };
   return Half::pack(of(0), of(16));
 }
-template <class T> T load_relaxed(const T *at) { return *at; }
+// Who waits for another warp's result reads again and again: others run meanwhile.
+template <class T> T load_relaxed(const T *at) {
+#ifdef KVLATHE_FIBERS
+  Fibers::current().pass();
+#endif
+  return *at;
+}
 template <class T> void store_relaxed(T *at, T x) { *at = x; }
 inline void prefetch(const void *) {}
 inline uint4 load_once(const void *at) { return *static_cast<const uint4 *>(at); }

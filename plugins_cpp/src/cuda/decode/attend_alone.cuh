@@ -1,0 +1,133 @@
+// Decode attention over codes in calls of many short sequences. There a block has several pairs, a
+// pair is a (sequence, head), and where all warps of a block take one pair after the other
+// (attend_decode.cuh), most of their time is what each pair costs beside its pages: codes of its
+// queries in every warp, a barrier, and the wait for the slowest.
+//
+// So here warps attend alone. A warp takes its own share of the row of work, as a block does
+// elsewhere, and meets no other warp. It makes the codes of a pair's queries once, and writes
+// answers from its registers. A pair that crosses the end of a warp leaves a partial result in
+// each, and the warp in which it ends adds them up (alone.cuh).
+//
+// It is a kernel of its own. With both ways in one, both had too few registers.
+#pragma once
+
+#include "cuda/decode/alone.cuh"
+#include "cuda/decode/attend_decode.cuh"
+
+namespace kvlathe::cuda {
+
+// What a warp has in shared memory beside its ring and codes. It is one thing, because one address
+// takes fewer registers than three.
+struct Lone {
+  Walk<AloneParams::kSlots> walk;  // the span that it attends
+  int first;                       // of all warps, the one in which its first span's pair begins
+  Ending ending;                   // its first_block counts warps
+  Runs<AloneParams::kSlots> runs;
+  uint64_t barriers[kSlots];  // of its ring
+};
+
+// Touches what a warp needs soon, as in attend_decode: the queries of its first span, and where it
+// leaves partial results.
+template <int kSteps, int kFill>
+__device__ void warm_up_alone(const AloneParams& p, const Span<AloneParams::kSlots>& span) {
+  const auto& head = p.head[span.head];
+  const auto* q = reinterpret_cast<const char*>(p.q + span.sequence * p.q_stride + head.q_offset);
+  const int lane = threadIdx.x % 32, bytes = query_bytes(p, head);
+  if (lane * 128 < bytes + 128) prefetch(q + min(lane * 128, bytes - 1));
+  if (lane == 31) prefetch(alone_partial<kSteps, kFill>(p, own_warp(), false));
+}
+
+// kBits: 8, 4 or 2, of all quantized parts. kFill: as in attend_decode.
+template <class E, int kSteps, int kBits, int kFill>
+__global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
+    attend_alone(const __grid_constant__ AloneParams p) {
+  constexpr int kParts = AloneParams::kSlots;
+  // Rings of the warps | quantized queries of the warps.
+  KVLATHE_DYNAMIC_SHARED(shared);
+  __shared__ Lone lones[kMaxWarps];
+  const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  Lone& lone = lones[warp];
+  if (threadIdx.x % 32 < kSlots) init_barrier(shared_address(&lone.barriers[threadIdx.x % 32]));
+  const uint32_t codes = kept(shared_address(shared) + warps * p.ring_bytes + warp * p.codes_bytes);
+  Ring ring{uint32_t(kept(shared_address(shared) + warp * p.ring_bytes)), pinned(p.ring_bytes),
+            uint32_t(kept(shared_address(lone.barriers)))};
+
+  const AlonePlan<kParts> plan(p);
+  if (plan.any) warm_up_alone<kSteps, kFill>(p, plan.walk.span);
+  Producer<AloneParams, kBits> producer(p, plan, lone.runs, ring);
+  if (threadIdx.x % 32 == 0)
+    lone.walk = plan.walk, lone.first = plan.first, lone.ending.there = false;
+  publish_barriers();
+  __syncwarp();
+  const auto start = [&] {
+    wait_for_previous_kernel();
+    if (plan.some_empty) write_empty<E>(p, Crew{int(threadIdx.x), int(blockDim.x)});
+  };
+  // Whether the ring is filled while the kernel before this one still runs.
+  bool early = plan.any && p.early;
+  if (!early) {
+    start();
+    if (!plan.any) return;
+  }
+  SoftmaxState<kSteps, kFill> state;
+  state.clear();
+  Slab slab;  // of the run being attended; it has no bytes while that is a 16-bit one
+  // Of the run being attended, as in attend_decode.
+  int part = -1, head = 0, unit = 0, last = 0, tokens = 0, units = 0, bytes = 0;
+  for (;;) {
+    producer.fill(early);
+    if (early) {
+      start();
+      producer.fetch_first_queries();
+      early = false;
+    }
+    if (unit >= last) {  // the next run
+      if (++part == kParts) {
+        end_span<E>(p, state, lone);
+        state.clear();
+        part = 0;
+      }
+      if (!lone.walk.valid) break;
+      head = lone.walk.span.head;
+      const HeadParams<kParts>& at = p.head[head];
+      const Run run(p, lone.walk.span, part);
+      const int room = ring_room(query_bytes(p, at));
+      units = pinned(producer.units_of(at.lane[part]));
+      unit = run.first, last = run.last, tokens = run.length;
+      if (unit >= last) continue;
+      bytes = pinned(producer.room_of(at.lane[part]));
+      const uint32_t queries = ring.wait_oldest(room);
+      if (is_quantized(p.part[part].bits)) {
+        slab.set<kBits, kFill>(p, head, part);
+        quantize_queries<E, kBits, kFill>(codes, queries, p.group_size, at.rank_k, slab.groups,
+                                          p.scale_log2);
+      } else {
+        slab.bytes = 0;
+        for (int i = threadIdx.x % 32 * 4; i < query_bytes(p, at); i += 128)
+          store_word(codes + i, load_word(queries + i));
+      }
+      ring.release_oldest<true>(room);
+      continue;
+    }
+    if (!slab.bytes) {
+      const uint32_t tile = ring.wait_oldest(bytes);
+      const int rows = min(units * kRowTokens, tokens - unit * kRowTokens);
+      state.merge(attend_tile_apart<E, kSteps>(codes, tile, units, rows, p.group_size,
+                                               p.head[head].rank_k, p.head[head].rank_v,
+                                               p.scale_log2));
+      ring.release_oldest<true>(bytes);
+    } else {
+      const uint32_t tile = ring.wait_oldest<true>(bytes);
+      const int rows = min(min(units, last - unit) * p.page_tokens, tokens - unit * p.page_tokens);
+      if (slab.plain)
+        attend_pages<kBits, true>(state, slab, tile, codes, p.page_tokens, rows);
+      else
+        attend_pages<kBits, false>(state, slab, tile, codes, p.page_tokens, rows);
+      ring.release_oldest(bytes);
+    }
+    unit += units;
+  }
+  if (lone.ending.there) end_pair<E, kSteps, kFill>(p, lone.ending);
+}
+
+}  // namespace kvlathe::cuda

@@ -1,0 +1,67 @@
+// Decode attention over codes of one width, by blocks and by warps that attend alone, as a library
+// for a CPU: pointers of its calls are host memory.
+#define KVLATHE_FIBERS
+#include "cuda/cache/spread.cu"
+#include "cuda/decode/attend_alone.cuh"
+#include "cuda/decode/attend_decode.cu"
+#include "cuda/decode/plan.cu"
+#include "host_half.h"
+
+namespace kvlathe::cuda {
+namespace {
+
+template <auto kKernel>
+const void* launcher_of() {
+  static const Launcher one{[](void** arguments, dim3 grid, dim3 block, size_t shared) {
+    cudaLaunchKernel(kKernel, grid, block, arguments, shared, nullptr);
+  }};
+  return &one;
+}
+// At the widest ranks: they take all others.
+template <int kBits>
+const void* codes(int fill) {
+  return fill == 2 ? launcher_of<attend_decode<HostHalf, 2, 8, kBits, 2>>()
+                   : launcher_of<attend_decode<HostHalf, 2, 8, kBits, 1>>();
+}
+template <int kBits>
+const void* alone(int fill) {
+  return fill == 2 ? launcher_of<attend_alone<HostHalf, 8, kBits, 2>>()
+                   : launcher_of<attend_alone<HostHalf, 8, kBits, 1>>();
+}
+inline int calls_alone = 0, multiprocessors = 0;
+
+}  // namespace
+
+const void* decode_kernel_codes(bool, bool, int bits, int fill) {
+  return bits == 8 ? codes<8>(fill) : bits == 4 ? codes<4>(fill) : codes<2>(fill);
+}
+const void* decode_kernel_alone(bool, bool, int bits, int fill) {
+  ++calls_alone;
+  return bits == 8 ? alone<8>(fill) : bits == 4 ? alone<4>(fill) : alone<2>(fill);
+}
+const void* decode_kernel_16(bool, bool, int) { return nullptr; }
+const void* decode_kernel_any(bool, bool, int) { return nullptr; }
+const void* decode_kernel_general(bool, bool) { return nullptr; }
+const void* decode_kernel_scored(bool) { return nullptr; }
+const void* bundled_kernel_16(bool) { return nullptr; }
+const void* bundled_kernel_codes(bool, bool, int) { return nullptr; }
+const void* bundled_kernel_general(bool) { return nullptr; }
+bool prompt_kernel_here() { return false; }
+PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args&) { return {}; }
+void copy_pages(const PromptLaunch&, void*) {}
+void attend_prompts(const PromptLaunch&, void*) {}
+
+}  // namespace kvlathe::cuda
+
+// From now on: as many multiprocessors of 9.0, where calls may overlap. Kernels still copy as on
+// 8.0.
+extern "C" void become(int32_t sms) {
+  kvlathe::cuda::multiprocessors = sms;
+  other_device = [](cudaDeviceAttr which) {
+    if (which == cudaDevAttrComputeCapabilityMajor) return 9;
+    return which == cudaDevAttrMultiProcessorCount ? kvlathe::cuda::multiprocessors : int(which);
+  };
+}
+
+// How often the host has chosen warps that attend alone, in plans and calls.
+extern "C" int32_t alone_chosen() { return kvlathe::cuda::calls_alone; }
