@@ -24,7 +24,7 @@ from kvlathe_vllm.layer import Most
 from tests.support.host_device import HostLibrary
 
 PAGE, BLOCKS, HEADS, DIMS = 64, 4, 8, 128
-MOST = Most(64, 8192)
+MOST = Most(64, 8192, 8192)
 WORKSPACE = 1 << 20
 
 

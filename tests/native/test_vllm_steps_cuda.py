@@ -92,7 +92,7 @@ class Played:
         block = self.engine.blocks[layer]
         size = (MOST * PAGES + 1, 1, PAGE, block.token_bytes)
         cache = torch.zeros(size, dtype=torch.uint8, device="cuda")
-        most = Most(MOST, MOST * PAGE * PAGES)
+        most = Most(MOST, MOST * PAGE * PAGES, PAGE * PAGES)
         return CudaLayer(self.engine, layer, cache, most, DIMS**-0.5, torch.float16)
 
 

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec
 from kvlathe.base.errors import KvlatheError
 from kvlathe_vllm.calls import Call, Calls, Int32, Step
 from kvlathe_vllm.cpu import CpuLayer
-from kvlathe_vllm.gpu_step import FOR_GRAPHS, DecodeBuffers, is_decode, run_next
+from kvlathe_vllm.gpu_step import DecodeBuffers, is_decode, run_next
 from kvlathe_vllm.hosted import Hosted, hosted
 from kvlathe_vllm.layer import Layer, Most
 from kvlathe_vllm.ranks import of_this_rank
@@ -98,7 +98,7 @@ class Maker:
         """``count``: sequences that run at most."""
         self.calls = Calls(engine.plan, count)
         self.buffers: DecodeBuffers | None = None
-        if device.type == "cuda" and FOR_GRAPHS:
+        if device.type == "cuda":
             buckets = len(engine.plan.buckets)
             self.buffers = DecodeBuffers(count, buckets, device)
         self._last: tuple[CommonAttentionMetadata, KvlatheMetadata] | None = None
@@ -153,9 +153,7 @@ class KvlatheBuilder(AttentionMetadataBuilder[KvlatheMetadata]):
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> AttentionCGSupport:
         """Of decode steps, where their numbers lie in buffers that stay."""
-        if FOR_GRAPHS:
-            return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
-        return AttentionCGSupport.NEVER
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(
         self,
@@ -230,7 +228,11 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
         config = get_current_vllm_config()
         self.engine = of_this_rank(config)
         scheduler = config.scheduler_config
-        self.most = Most(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        self.most = Most(
+            scheduler.max_num_seqs,
+            scheduler.max_num_batched_tokens,
+            config.model_config.max_model_len,
+        )
         self.layer: Layer | None = None
         self.kept_sinks: Tensor | None = None
 

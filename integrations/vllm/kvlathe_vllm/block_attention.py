@@ -16,10 +16,11 @@ from kvlathe.runtime.native.cuda import (
     CudaLibrary,
     LayerForm,
 )
+from kvlathe.runtime.sessions.gpu.side_memory import copies_bytes
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention, Spread
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe_vllm.calls import Int32
-from kvlathe_vllm.layer import Layer
+from kvlathe_vllm.layer import Layer, Most
 from kvlathe_vllm.span import Span
 
 
@@ -70,8 +71,13 @@ class Pool:
 class BlockAttention(Attention):
     """Of layer ``own``. Lists of all layers hold it alone."""
 
+    @property
+    def tiled(self) -> bool:
+        """Whether the GPU has a kernel for prompts in tiles."""
+        return bool(self.library.lib.kvlathe_cuda_has_prompt_kernel())
+
     def __init__(
-        self, library: CudaLibrary, layer: Layer, scale: float, rows: int
+        self, library: CudaLibrary, layer: Layer, scale: float, most: Most
     ) -> None:
         self.own = layer.block.layer
         self.span = layer.span
@@ -91,8 +97,15 @@ class BlockAttention(Attention):
             cast(Tensor, Pool(layer.span)),
             [form] * count,
             [layout] * count,
-            rows,
+            most.tokens,
         )
+        device = layer.span.cache.device
+        self.workspace = _shared(_workspaces, len(self.workspace), device)
+        if self.tiled:
+            # Those of more sequences with long pasts find no room, and are converted
+            # where they are attended.
+            size = copies_bytes(layer.plan, most.length + most.tokens)
+            self.copies = _shared(_copies, size, device)
         self.most_bundled = 1
         self.seals = seals(layer.plan)
         self.held = layer.held
@@ -107,6 +120,21 @@ class BlockAttention(Attention):
             for call in own.calls:
                 call.flags &= ~APPENDED
         return own
+
+
+_copies: list[Tensor] = []
+"""Room for 16-bit copies of sealed pages."""
+_workspaces: list[Tensor] = []
+
+
+def _shared(rooms: list[Tensor], size: int, device: torch.device) -> Tensor:
+    """Bytes of every layer, since they run one after the other. Zeros at first."""
+    for room in rooms:
+        if room.device == device and len(room) >= size:
+            return room
+    room = torch.zeros(size, dtype=torch.uint8, device=device)
+    rooms.append(room)
+    return room
 
 
 def plan_together(library: CudaLibrary, spreads: Sequence[Spread], stream: int) -> None:

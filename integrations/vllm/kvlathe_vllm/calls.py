@@ -21,6 +21,8 @@ from kvlathe_vllm.hot_pages import NULL_BLOCK, HotPages
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+NOBODY = -1
+"""Whose copies a piece reads that reads none."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Sealing:
 @dataclass(frozen=True, eq=False)
 class Call:
     """A step of n pieces, whose rows follow one another. ``cu`` [n + 1], ``lengths``
-    [n, buckets] before it, ``blocks`` [n, W], ``hot`` [n, 1].
+    [n, buckets] before it, ``blocks`` [n, W], ``hot`` [n, 1]. ``last`` [n]: the last piece
+    of the same sequence, whose pages begin with those of the others.
 
     ``sealing``: the pages that it fills. ``seals_first``: some piece reads one of them.
     ``kept``: pairs of hot pages; the first's bytes go to the second after the call.
@@ -62,6 +65,7 @@ class Call:
     lengths: Int32
     blocks: Int32
     hot: Int32
+    last: Int32
     sealing: list[Sealing]
     seals_first: bool
     kept: list[tuple[int, int]]
@@ -175,6 +179,7 @@ class Calls:
             lengths=self._lengths(cached, sealed),
             blocks=np.ascontiguousarray(step.table[sequences]),
             hot=hot[:, None],
+            last=_last_of(sequences),
             sealing=sealing,
             seals_first=self._reads(step, pieces, sealing),
             kept=kept,
@@ -218,3 +223,18 @@ class Calls:
         sealed[NULL_BLOCK] = False
         before = (step.table[x.of, : x.first // page] for x in pieces)
         return any(sealed[blocks].any() for blocks in before)
+
+
+def copies_of(call: Call) -> Int32:
+    """Which piece's 16-bit copies of sealed pages each piece reads: those of the last one
+    of its prompt. None for a prompt of one piece, which has few tiles."""
+    own = np.arange(len(call.last), dtype=np.int32)
+    alone = call.last == own
+    alone[1:] &= call.last[:-1] != own[1:]
+    return np.where(alone, NOBODY, call.last).astype(np.int32)
+
+
+def _last_of(sequences: list[int]) -> Int32:
+    """Of each piece, the last one of its sequence; those of one follow one another."""
+    ends = np.searchsorted(sequences, sequences, side="right")
+    return (ends - 1).astype(np.int32)

@@ -61,7 +61,7 @@ class CudaLayer(Layer):
             dtype,
         )
         self.library = library or cuda_library("vLLM with compressed blocks")
-        self.attention = BlockAttention(self.library, self, scale, most.tokens)
+        self.attention = BlockAttention(self.library, self, scale, most)
         self.layers = layers_of(engine)
         self.layers.add(self.attention)
         self.dtype = dtype
@@ -128,6 +128,7 @@ class CudaLayer(Layer):
             page_tables=[blocks if held else hot for held in self.held],
             single=step.single,
             rows=step.rows,
+            copies_of=step.copies_of,
         )
 
     def seal_bucket(self, source: int, target: int, sealing: Sequence[Sealing]) -> None:

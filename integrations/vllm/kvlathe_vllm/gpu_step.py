@@ -1,9 +1,8 @@
 """A step of vLLM on a GPU, and what its layers have in common.
 
-Where ``FOR_GRAPHS``, a decode step's numbers lie where those of the step before lay, so
-that a CUDA graph of vLLM finds them there. A decode step has one new token of each
-sequence. Nothing of it is decided on the host while a layer runs: which pages are sealed
-is a list in device memory.
+A decode step's numbers lie where those of the step before lay, so that a CUDA graph of
+vLLM finds them there. A decode step has one new token of each sequence. Nothing of it is
+decided on the host while a layer runs: which pages are sealed is a list in device memory.
 """
 
 from __future__ import annotations
@@ -19,11 +18,8 @@ from kvlathe.runtime.native.cuda import LEAST_CHUNK
 from kvlathe.runtime.sessions.torch_cuda.attend import Spread
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe_vllm.block_attention import BlockAttention, plan_together
-from kvlathe_vllm.calls import Call, Int32
+from kvlathe_vllm.calls import Call, Int32, copies_of
 
-FOR_GRAPHS = False
-"""Off: no GPU has shown them (docs/vllm.md). Without it decode steps are queued layer by
-layer, as all others are."""
 NO_PAGE = -1
 """In the list of pages to seal."""
 PLACES = 3
@@ -38,9 +34,9 @@ def stream() -> int:
 @dataclass(frozen=True, eq=False)
 class Sent:
     """A step on the device, the same for all layers: the arrays of a Call. ``rows``: as
-    of StepInputs. ``single``: each sequence has one row, and none is sealed before it is
-    attended. ``seals`` int32 [n, PLACES] of a decode step of n sequences that graphs may
-    hold."""
+    of StepInputs. ``copies_of``: too, of a step with prompts. ``single``: each sequence has
+    one row, and none is sealed before it is attended. ``seals`` int32 [n, PLACES] of a
+    decode step of n sequences that graphs may hold."""
 
     cu: Tensor
     lengths: Tensor
@@ -49,6 +45,7 @@ class Sent:
     rows: int
     single: bool
     seals: Tensor | None = None
+    copies_of: Tensor | None = None
 
 
 _sent: list[tuple[Call, Sent]] = []
@@ -89,6 +86,7 @@ def sent(call: Call, device: torch.device) -> Sent:
         on_device(call.hot),
         rows,
         is_decode(call) and not call.seals_first,
+        copies_of=None if is_decode(call) else on_device(copies_of(call)),
     )
 
 

@@ -25,6 +25,8 @@ class Most:
 
     sequences: int
     tokens: int
+    length: int
+    """Of a sequence."""
 
 
 class Layer(ABC):

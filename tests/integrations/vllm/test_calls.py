@@ -21,7 +21,7 @@ from kvlathe.runtime.native.library import find
 from tests.support.block_cases import plan_of
 
 torch = pytest.importorskip("torch")
-from kvlathe_vllm.calls import Calls, Step  # noqa: E402
+from kvlathe_vllm.calls import Calls, Step, copies_of  # noqa: E402
 from kvlathe_vllm.cpu import CpuLayer  # noqa: E402
 from kvlathe_vllm.hosted import Hosted  # noqa: E402
 from kvlathe_vllm.hot_pages import HotPages  # noqa: E402
@@ -145,7 +145,7 @@ def play(engine: Hosted, seed: int, steps: int) -> list[Sequence]:
     room = torch.full((size + 128,), 255, dtype=torch.uint8)
     start = -room.data_ptr() % 128
     cache = room[start : start + size].view(BLOCKS, 1, PAGE, -1)
-    layer = CpuLayer(engine, LAYER, cache, Most(MOST, MOST * 5 * PAGE), SCALE)
+    layer = CpuLayer(engine, LAYER, cache, Most(MOST, MOST * 5 * PAGE, 5 * PAGE), SCALE)
     calls = Calls(engine.plan, MOST)
     free = [int(x) for x in random.permutation(np.arange(1, BLOCKS))]
     running: list[Sequence] = []
@@ -254,6 +254,41 @@ def test_sequences_that_cross_pages_need_no_more_than_their_own() -> None:
             assert sorted(page for _, page in call.kept) == [1, 2, 3]
         sizes = np.full(MOST, PAGE + 2, np.int32)
         ends = ends + sizes
+
+
+@given(
+    before=st.lists(st.integers(0, 3 * PAGE), min_size=1, max_size=MOST),
+    data=st.data(),
+)
+def test_pages_of_a_prompt_read_copies_of_its_last(
+    before: list[int], data: st.DataObject
+) -> None:
+    """What a piece reads copies of begins with all sealed pages that it sees."""
+    each = st.integers(1, 4 * PAGE)
+    sizes = [data.draw(each) for _ in before]
+    starts = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+    ends = np.add(before, sizes).astype(np.int32)
+    tables = np.arange(1, MOST * 8 + 1, dtype=np.int32).reshape(MOST, 8)[: len(sizes)]
+    calls = Calls(plan_of(PAGE), MOST)
+    for b, tokens in enumerate(before):  # as if steps before had begun their pages
+        if tokens % PAGE:
+            calls.pages.begin(int(tables[b, tokens // PAGE]))
+    call = calls.of(Step(starts, ends, tables))
+    whose = copies_of(call)
+    [coded] = [b for b, x in enumerate(calls.plan.buckets) if x.source is not None][:1]
+    pieces = [
+        (first + size - 1) // PAGE - first // PAGE + 1
+        for first, size in zip(before, sizes, strict=True)
+    ]
+    assert sum(pieces) == len(whose)
+    for piece, of in enumerate(whose):
+        sealed = call.lengths[piece, coded]
+        if of < 0:
+            assert pieces[(call.blocks[piece, 0] - 1) // 8] == 1
+            continue
+        assert whose[of] == of and call.lengths[of, coded] >= sealed
+        pages = sealed // PAGE
+        assert (call.blocks[of, :pages] == call.blocks[piece, :pages]).all()
 
 
 def test_rehearsals_with_the_null_block_take_no_page() -> None:

@@ -52,11 +52,15 @@ class HostAttention(BlockAttention):
     """Row by row, and with an append of its own."""
 
     def __init__(
-        self, library: CudaLibrary, layer: CudaLayer, scale: float, rows: int
+        self, library: CudaLibrary, layer: CudaLayer, scale: float, most: Most
     ) -> None:
-        super().__init__(library, layer, scale, rows)
+        super().__init__(library, layer, scale, most)
         self.workspace = on_128(self.workspace)
         self.layer = layer
+
+    @property
+    def tiled(self) -> bool:
+        return False
 
     def _list_size(self, step: StepInputs, tokens: int) -> int:
         return 0
@@ -249,7 +253,7 @@ class Graph:
 
     def __init__(self, engine: Hosted, library: RecordedLibrary) -> None:
         caches = [cache_of(engine, layer) for layer in range(LAYERS)]
-        most = Most(MOST, MOST * 4 * PAGE)
+        most = Most(MOST, MOST * 4 * PAGE, 4 * PAGE)
         made = partial(CudaLayer, dtype=torch.float16, library=library)
         self.layers = [
             made(engine, layer, cache, most, played.SCALE)

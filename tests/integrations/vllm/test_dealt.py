@@ -207,7 +207,7 @@ def attended(engine: Hosted, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Ten
     room = torch.zeros(size + 128, dtype=torch.uint8)
     start = -room.data_ptr() % 128
     cache = room[start : start + size].view(blocks, 1, PAGE, -1)
-    own = CpuLayer(engine, layer, cache, Most(1, 4 * PAGE), 0.3)
+    own = CpuLayer(engine, layer, cache, Most(1, 4 * PAGE, 4 * PAGE), 0.3)
     calls = Calls(engine.plan, 1)
     table = np.arange(1, blocks, dtype=np.int32)[None]
     parts: list[Tensor] = []

@@ -47,7 +47,7 @@ def calls_of_a_layer(native: Native, layers: int) -> Counter[str]:
     start = -room.data_ptr() % 128
     cache = room[start : start + size].view(BLOCKS, 1, PAGE, -1)
     library = CountingLibrary(native)
-    most = Most(2, 2 * PAGE)
+    most = Most(2, 2 * PAGE, 2 * PAGE)
     CudaLayer(engine, last, cache, most, 1.0, torch.float16, library)
     return library.counts
 
