@@ -114,14 +114,15 @@ def _rows(pieces: Sequence[tuple[int, int]], device: int) -> np.ndarray:
 
 
 def _library() -> ModuleType:
+    reasons: list[str] = []
     for name in MODULES:
         try:
             return importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
+        except ImportError as error:  # of a package for another CUDA, too
+            reasons.append(str(error))
     raise KvlatheError(
         "pages cannot travel between workers",
-        "nixl is not installed",
+        f"nixl cannot be imported: {'; '.join(reasons)}",
         "run scripts/dynamo_env.sh (docs/dynamo.md)",
     )
 

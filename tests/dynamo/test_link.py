@@ -177,3 +177,22 @@ def test_a_bad_transfer_costs_the_transfer_alone(
     assert agent.released == 1
     ended = agent.state == "DONE"
     assert bool(agent.told) == bool(link.bytes_read) == ended
+
+
+def test_a_nixl_for_another_cuda_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The package ``nixl`` raises ImportError where the one that it wants is missing."""
+    found = SimpleNamespace()
+    *_, there = linking.MODULES
+
+    def importing(name: str) -> object:
+        if name == there:
+            return found
+        raise ImportError(f"{name} wants another CUDA")
+
+    monkeypatch.setattr(linking.importlib, "import_module", importing)
+    assert linking._library() is found
+    monkeypatch.setattr(linking, "MODULES", linking.MODULES[:-1])
+    with pytest.raises(KvlatheError, match="nixl._api wants another CUDA"):
+        linking._library()
