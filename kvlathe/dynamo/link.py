@@ -114,17 +114,18 @@ def _rows(pieces: Sequence[tuple[int, int]], device: int) -> np.ndarray:
 
 
 def _library() -> ModuleType:
-    reasons: list[str] = []
+    reasons: list[ImportError] = []
     for name in MODULES:
         try:
             return importlib.import_module(name)
         except ImportError as error:  # of a package for another CUDA, too
-            reasons.append(str(error))
+            reasons.append(error)
+    said = "; ".join(map(str, reasons))
     raise KvlatheError(
         "pages cannot travel between workers",
-        f"nixl cannot be imported: {'; '.join(reasons)}",
+        f"nixl cannot be imported: {said}",
         "run scripts/dynamo_env.sh (docs/dynamo.md)",
-    )
+    ) from reasons[-1]
 
 
 def failed(source: Handoff, reason: str) -> KvlatheError:

@@ -194,5 +194,5 @@ def test_a_nixl_for_another_cuda_is_passed_over(
     monkeypatch.setattr(linking.importlib, "import_module", importing)
     assert linking._library() is found
     monkeypatch.setattr(linking, "MODULES", linking.MODULES[:-1])
-    with pytest.raises(KvlatheError, match="nixl._api wants another CUDA"):
+    with pytest.raises(KvlatheError, match=r"nixl\._api wants another CUDA"):
         linking._library()

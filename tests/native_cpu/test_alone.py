@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvlathe.plan.formats import Bits, Tier
+from kvlathe.runtime.native.cuda import Prompts
 from tests.native.codes_problem import CodesProblem
 from tests.native.library import APPENDED, OVERLAP, AttendDecodeArgs, Status
 from tests.native_cpu.test_many_buckets import on_128
@@ -167,3 +168,22 @@ def test_a_pair_crosses_hundreds_of_warps(
     """Some of them add up the results of those before them. A block is spare."""
     problem = problem_of(bits, [64, 25_600, 64, 0, 64], [1, 9, 0, 0, 3])
     Calls(kernels, problem, monkeypatch, sms=20).check()
+
+
+def test_only_many_pairs_of_steps_without_prompts(
+    kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of prompts have no work in a call, and are counted in its batch. What is no
+    number names no number of pairs."""
+    calls = Calls(kernels, problem_of(4, [64], [1]), monkeypatch)
+    args = calls.args()
+    prompts = Prompts(rows=args.batch)
+    before = calls.chosen()
+    for given, beside in (("0", byref(prompts)), ("off", None), ("", None)):
+        monkeypatch.setenv("KVLATHE_ALONE_PAIRS", given)
+        args.prompts = ctypes.cast(beside, ctypes.c_void_p) if beside else None
+        calls._call("kvlathe_cuda_attend_decode", byref(args))
+        assert calls.chosen() == before
+    monkeypatch.delenv("KVLATHE_ALONE_PAIRS")
+    most = calls._bytes("workspace", 1 << 20, 1)
+    assert calls._bytes("workspace", 0, 1) == calls._bytes("workspace", 1, 1) < most

@@ -22,9 +22,9 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheSpec
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe_vllm.calls import Call, Calls, Int32, Step
+from kvlathe_vllm.calls import Call, Calls, Int32, Step, is_decode
 from kvlathe_vllm.cpu import CpuLayer
-from kvlathe_vllm.gpu_step import DecodeBuffers, is_decode, run_next
+from kvlathe_vllm.gpu_step import DecodeBuffers, run_next
 from kvlathe_vllm.hosted import Hosted, hosted
 from kvlathe_vllm.layer import Layer, Most
 from kvlathe_vllm.ranks import of_this_rank
@@ -152,7 +152,7 @@ class KvlatheBuilder(AttentionMetadataBuilder[KvlatheMetadata]):
     def get_cudagraph_support(
         cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
     ) -> AttentionCGSupport:
-        """Of decode steps, where their numbers lie in buffers that stay."""
+        """Decode steps: on a GPU their numbers lie in buffers that stay."""
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(
@@ -176,6 +176,9 @@ def _check(config: VllmConfig) -> None:
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         reason = "a page has its tokens together, and ranks would share them out"
         raise KvlatheError(fact, reason, "leave out --decode-context-parallel-size")
+    if getattr(parallel, "use_ubatching", False):
+        reason = "the numbers of a step lie in one place, and two would run at a time"
+        raise KvlatheError(fact, reason, "leave out --enable-dbo and --ubatch-size")
     if config.speculative_config is not None:
         reason = "a page that is sealed cannot lose tokens again"
         raise KvlatheError(fact, reason, "leave out --speculative-config")

@@ -16,7 +16,7 @@ from kvlathe.runtime.native.cuda import (
     CudaLibrary,
     LayerForm,
 )
-from kvlathe.runtime.sessions.gpu.side_memory import copies_bytes
+from kvlathe.runtime.sessions.gpu.side_memory import LEAST_SHARE, copies_bytes
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention, Spread
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe_vllm.calls import Int32
@@ -68,6 +68,28 @@ class Pool:
         return self.span.bytes
 
 
+class Rooms:
+    """Memory that all layers of an engine use, since they run one after the other on one
+    stream. What a CUDA graph may hold is kept when a layer needs more."""
+
+    def __init__(self) -> None:
+        self._every: dict[str, list[Tensor]] = {}
+
+    def of(self, use: str, size: int, device: torch.device) -> Tensor:
+        """Bytes for a use; zeros at first."""
+        rooms = self._every.setdefault(use, [])
+        for room in rooms:
+            if room.device == device and len(room) >= size:
+                return room
+        if (
+            device.type == "cuda"
+        ):  # zeros would be written when the graph runs, and not now
+            assert not torch.cuda.is_current_stream_capturing()
+        room = torch.zeros(size, dtype=torch.uint8, device=device)
+        rooms.append(room)
+        return room
+
+
 class BlockAttention(Attention):
     """Of layer ``own``. Lists of all layers hold it alone."""
 
@@ -77,8 +99,14 @@ class BlockAttention(Attention):
         return bool(self.library.lib.kvlathe_cuda_has_prompt_kernel())
 
     def __init__(
-        self, library: CudaLibrary, layer: Layer, scale: float, most: Most
+        self,
+        library: CudaLibrary,
+        layer: Layer,
+        scale: float,
+        most: Most,
+        rooms: Rooms,
     ) -> None:
+        self.rooms = rooms
         self.own = layer.block.layer
         self.span = layer.span
         count = self.own + 1
@@ -99,16 +127,32 @@ class BlockAttention(Attention):
             [layout] * count,
             most.tokens,
         )
-        device = layer.span.cache.device
-        self.workspace = _shared(_workspaces, len(self.workspace), device)
         if self.tiled:
-            # Those of more sequences with long pasts find no room, and are converted
-            # where they are attended.
-            size = copies_bytes(layer.plan, most.length + most.tokens)
-            self.copies = _shared(_copies, size, device)
+            self.copies = self._room_for_copies(most)
         self.most_bundled = 1
         self.seals = seals(layer.plan)
         self.held = layer.held
+
+    def _workspace_of(self, size: int) -> Tensor:
+        return self.rooms.of(
+            "workspace",
+            size,
+            self.span.cache.device,
+        )
+
+    def _room_for_copies(self, most: Most) -> Tensor:
+        """For the longest sequence, and as many tokens as a step has, within a share of the
+        GPU. Those of more sequences with long pasts find no room, and are converted where
+        they are attended."""
+        device = self.span.cache.device
+        total = torch.cuda.get_device_properties(device).total_memory
+        size = copies_bytes(self.plan, most.length + most.tokens)
+        share = total // LEAST_SHARE
+        return self.rooms.of(
+            "copies",
+            min(size, share),
+            device,
+        )
 
     def begin(self, spread: Spread, step: StepInputs, tokens: int) -> Spread:
         """The rows of a decode step in the pages of this layer; not planned yet. Pages
@@ -120,21 +164,6 @@ class BlockAttention(Attention):
             for call in own.calls:
                 call.flags &= ~APPENDED
         return own
-
-
-_copies: list[Tensor] = []
-"""Room for 16-bit copies of sealed pages."""
-_workspaces: list[Tensor] = []
-
-
-def _shared(rooms: list[Tensor], size: int, device: torch.device) -> Tensor:
-    """Bytes of every layer, since they run one after the other. Zeros at first."""
-    for room in rooms:
-        if room.device == device and len(room) >= size:
-            return room
-    room = torch.zeros(size, dtype=torch.uint8, device=device)
-    rooms.append(room)
-    return room
 
 
 def plan_together(library: CudaLibrary, spreads: Sequence[Spread], stream: int) -> None:

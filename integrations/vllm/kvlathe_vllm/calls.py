@@ -21,6 +21,8 @@ from kvlathe_vllm.hot_pages import NULL_BLOCK, HotPages
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
+LEAST_COPIED = 128
+"""Rows of a prompt that make copies of its past worth while, as in prompt_copies.cu."""
 NOBODY = -1
 """Whose copies a piece reads that reads none."""
 
@@ -54,8 +56,8 @@ class Sealing:
 @dataclass(frozen=True, eq=False)
 class Call:
     """A step of n pieces, whose rows follow one another. ``cu`` [n + 1], ``lengths``
-    [n, buckets] before it, ``blocks`` [n, W], ``hot`` [n, 1]. ``last`` [n]: the last piece
-    of the same sequence, whose pages begin with those of the others.
+    [n, buckets] before it, ``blocks`` [n, W], ``hot`` [n, 1]. ``of`` [n]: the sequence
+    that a piece is of.
 
     ``sealing``: the pages that it fills. ``seals_first``: some piece reads one of them.
     ``kept``: pairs of hot pages; the first's bytes go to the second after the call.
@@ -65,7 +67,7 @@ class Call:
     lengths: Int32
     blocks: Int32
     hot: Int32
-    last: Int32
+    of: Int32
     sealing: list[Sealing]
     seals_first: bool
     kept: list[tuple[int, int]]
@@ -179,7 +181,7 @@ class Calls:
             lengths=self._lengths(cached, sealed),
             blocks=np.ascontiguousarray(step.table[sequences]),
             hot=hot[:, None],
-            last=_last_of(sequences),
+            of=np.array(sequences, np.int32),
             sealing=sealing,
             seals_first=self._reads(step, pieces, sealing),
             kept=kept,
@@ -225,16 +227,23 @@ class Calls:
         return any(sealed[blocks].any() for blocks in before)
 
 
-def copies_of(call: Call) -> Int32:
-    """Which piece's 16-bit copies of sealed pages each piece reads: those of the last one
-    of its prompt. None for a prompt of one piece, which has few tiles."""
-    own = np.arange(len(call.last), dtype=np.int32)
-    alone = call.last == own
-    alone[1:] &= call.last[:-1] != own[1:]
-    return np.where(alone, NOBODY, call.last).astype(np.int32)
+def is_decode(call: Call) -> bool:
+    """Whether piece i is the one new token of sequence i. Two tokens on both sides of a
+    page's end are two pieces."""
+    if (np.diff(call.cu) != 1).any():
+        return False
+    every = np.arange(len(call.of))
+    return np.array_equal(call.of, every)
 
 
-def _last_of(sequences: list[int]) -> Int32:
-    """Of each piece, the last one of its sequence; those of one follow one another."""
-    ends = np.searchsorted(sequences, sequences, side="right")
-    return (ends - 1).astype(np.int32)
+def copies_of(call: Call, least_rows: int) -> Int32:
+    """Whose 16-bit copies of sealed pages each piece reads: those of the last piece of its
+    prompt, whose pages begin with its own. Nobody's where the prompt brings few rows that
+    are attended in tiles: in pieces of ``least_rows`` or more."""
+    rows = np.diff(call.cu)
+    rows[rows < least_rows] = 0
+    tiled = np.bincount(call.of, rows)
+    pays = tiled >= LEAST_COPIED
+    last = np.searchsorted(call.of, call.of, side="right") - 1
+    last[~pays[call.of]] = NOBODY
+    return last.astype(np.int32)

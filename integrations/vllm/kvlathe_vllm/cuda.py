@@ -61,8 +61,9 @@ class CudaLayer(Layer):
             dtype,
         )
         self.library = library or cuda_library("vLLM with compressed blocks")
-        self.attention = BlockAttention(self.library, self, scale, most)
         self.layers = layers_of(engine)
+        rooms = self.layers.rooms
+        self.attention = BlockAttention(self.library, self, scale, most, rooms)
         self.layers.add(self.attention)
         self.dtype = dtype
         self.weights: dict[str, Tensor] = {}

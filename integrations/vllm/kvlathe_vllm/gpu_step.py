@@ -17,8 +17,8 @@ from torch import Tensor
 from kvlathe.runtime.native.cuda import LEAST_CHUNK
 from kvlathe.runtime.sessions.torch_cuda.attend import Spread
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
-from kvlathe_vllm.block_attention import BlockAttention, plan_together
-from kvlathe_vllm.calls import Call, Int32, copies_of
+from kvlathe_vllm.block_attention import BlockAttention, Rooms, plan_together
+from kvlathe_vllm.calls import Call, Int32, copies_of, is_decode
 
 NO_PAGE = -1
 """In the list of pages to seal."""
@@ -64,11 +64,6 @@ def sent_to(call: Call, device: torch.device) -> Sent:
     return _sent[0][1]
 
 
-def is_decode(call: Call) -> bool:
-    """Each sequence brings one row."""
-    return bool((np.diff(call.cu) == 1).all())
-
-
 def sent(call: Call, device: torch.device) -> Sent:
     """Any step, in memory of its own."""
 
@@ -86,7 +81,7 @@ def sent(call: Call, device: torch.device) -> Sent:
         on_device(call.hot),
         rows,
         is_decode(call) and not call.seals_first,
-        copies_of=None if is_decode(call) else on_device(copies_of(call)),
+        copies_of=None if is_decode(call) else on_device(copies_of(call, LEAST_CHUNK)),
     )
 
 
@@ -154,8 +149,8 @@ class DecodeBuffers:
         self._there = Places(self.block, most, buckets)
 
     def send(self, call: Call, blocks: Tensor) -> Sent:
-        """A decode step. ``blocks`` [n, W]: vLLM's table on the device, in which padding
-        sequences come last.
+        """A decode step, of pieces that are the sequences in their order (`is_decode`).
+        ``blocks`` [n, W]: vLLM's table on the device, in which padding sequences come last.
 
         Whoever made the call has read that table, and so waited for the step before.
         """
@@ -186,6 +181,7 @@ class Layers:
     """Layers whose steps are made together."""
 
     def __init__(self) -> None:
+        self.rooms = Rooms()
         self._of: dict[int, BlockAttention] = {}
         self._offsets: Tensor | None = None
         self._step: tuple[Sent, dict[int, LayerStep]] | None = None

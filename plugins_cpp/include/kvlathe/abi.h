@@ -145,8 +145,8 @@ typedef struct kvlathe_prompts {
   void* copies;
   int64_t copies_bytes;
   /* null, or whose copies each sequence reads [B]: its own (b), those of another one whose pages
-   * begin with its own and which reads its own, or none (-1). null: a sequence of many new tokens
-   * reads its own. */
+   * begin with its own and which reads its own, or none (-1). A copy pays where many rows read it:
+   * with null, a sequence of 128 new tokens or more reads its own. */
   const int32_t* copies_of;
 } kvlathe_prompts;
 
@@ -210,8 +210,8 @@ KVLATHE_API int32_t kvlathe_cpu_attend_decode(const kvlathe_attend_decode_args* 
 KVLATHE_API int32_t kvlathe_cuda_attend_decode(const kvlathe_attend_decode_args* args,
                                                kvlathe_status* status);
 
-/* Bytes of workspace that kvlathe_cuda_attend_decode uses on the current device for up to `batch`
- * sequences of `heads` lanes. Those for one sequence are enough for any call; with them many short
+/* Bytes of workspace that kvlathe_cuda_attend_decode may use on the current device for up to `batch`
+ * sequences of `heads` lanes. Those for no sequence are enough for any call; with them many short
  * sequences take longer. */
 KVLATHE_API int32_t kvlathe_cuda_workspace_bytes(int32_t batch, int32_t heads, int64_t* bytes,
                                                  kvlathe_status* status);

@@ -85,7 +85,7 @@ class Attention:
         self.forms, self.layouts = forms, layouts
         size = max(library.workspace_bytes(most_rows, form.heads) for form in forms)
         bytes_of = partial(torch.zeros, dtype=torch.uint8, device=pool.device)
-        self.workspace, self.copies = bytes_of(size), bytes_of(0)
+        self.workspace, self.copies = self._workspace_of(size), bytes_of(0)
         self.fresh = sum(
             1 << b for b, bucket in enumerate(plan.buckets) if bucket.source is None
         )
@@ -93,6 +93,9 @@ class Attention:
         self.sinks: Sequence[Tensor] = ()
         self.observer = Observer(plan, forms, pool, most_rows)
         self.shares = LargestShares(plan, scales, pool)
+
+    def _workspace_of(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.uint8, device=self.pool.device)
 
     def spread(
         self, step: StepInputs, tokens: int, layers: range | None = None
@@ -106,15 +109,11 @@ class Attention:
         args = SpreadArgs(
             ABI_VERSION, tokens, len(step.lengths), len(self.plan.buckets), self.fresh
         )
-        args.cu_seqlens_q, args.lengths = (
-            step.cu_seqlens_q.data_ptr(),
-            step.lengths.data_ptr(),
-        )
+        args.cu_seqlens_q = step.cu_seqlens_q.data_ptr()
+        args.lengths = step.lengths.data_ptr()
         args.page_tables, args.page_table_widths = done.addresses, done.widths
-        args.sequence_of, args.visible = (
-            done.sequence_of.data_ptr(),
-            done.visible.data_ptr(),
-        )
+        args.sequence_of = done.sequence_of.data_ptr()
+        args.visible = done.visible.data_ptr()
         wanted = done.wanted()
         args.spread_tables, args.stream = _address(wanted), _stream()
         args.parts = len(self.parts)

@@ -21,7 +21,7 @@ from kvlathe.runtime.native.library import find
 from tests.support.block_cases import plan_of
 
 torch = pytest.importorskip("torch")
-from kvlathe_vllm.calls import Calls, Step, copies_of  # noqa: E402
+from kvlathe_vllm.calls import Calls, Step, copies_of, is_decode  # noqa: E402
 from kvlathe_vllm.cpu import CpuLayer  # noqa: E402
 from kvlathe_vllm.hosted import Hosted  # noqa: E402
 from kvlathe_vllm.hot_pages import HotPages  # noqa: E402
@@ -274,21 +274,33 @@ def test_pages_of_a_prompt_read_copies_of_its_last(
         if tokens % PAGE:
             calls.pages.begin(int(tables[b, tokens // PAGE]))
     call = calls.of(Step(starts, ends, tables))
-    whose = copies_of(call)
+    least = 16
+    whose = copies_of(call, least)
     [coded] = [b for b, x in enumerate(calls.plan.buckets) if x.source is not None][:1]
-    pieces = [
-        (first + size - 1) // PAGE - first // PAGE + 1
-        for first, size in zip(before, sizes, strict=True)
-    ]
-    assert sum(pieces) == len(whose)
-    for piece, of in enumerate(whose):
-        sealed = call.lengths[piece, coded]
-        if of < 0:
-            assert pieces[(call.blocks[piece, 0] - 1) // 8] == 1
-            continue
-        assert whose[of] == of and call.lengths[of, coded] >= sealed
-        pages = sealed // PAGE
-        assert (call.blocks[of, :pages] == call.blocks[piece, :pages]).all()
+    rows = np.diff(call.cu)
+    for piece, whom in enumerate(whose):
+        own = call.of == call.of[piece]
+        tiled = rows[own & (rows >= least)].sum()
+        assert (whom >= 0) == (tiled >= 128)
+        if whom >= 0:
+            pages = call.lengths[piece, coded] // PAGE
+            assert whose[whom] == whom and call.of[whom] == call.of[piece]
+            assert call.lengths[whom, coded] == call.lengths[own, coded].max()
+            assert (call.blocks[whom, :pages] == call.blocks[piece, :pages]).all()
+
+
+def test_two_tokens_on_both_sides_of_a_page_are_no_decode_step() -> None:
+    """Each of their pieces has one row, as each sequence that decodes."""
+    calls = Calls(plan_of(PAGE), MOST)
+    tables = np.arange(1, MOST * 8 + 1, dtype=np.int32).reshape(MOST, 8)
+    for b, tokens in enumerate((PAGE - 1, 5, 9)):
+        calls.pages.begin(int(tables[b, tokens // PAGE]))
+    starts = np.array([0, 2, 3, 4], np.int32)
+    crossing = calls.of(Step(starts, np.array([PAGE + 1, 6, 10], np.int32), tables))
+    assert (np.diff(crossing.cu) == 1).all() and not is_decode(crossing)
+    starts = np.array([0, 1, 2, 3], np.int32)
+    single = calls.of(Step(starts, np.array([PAGE + 2, 7, 11], np.int32), tables))
+    assert is_decode(single)
 
 
 def test_rehearsals_with_the_null_block_take_no_page() -> None:

@@ -30,10 +30,10 @@ from kvlathe.runtime.sessions.torch_cuda import attend  # noqa: E402
 from kvlathe.runtime.sessions.torch_cuda.attend import Spread, StepInputs  # noqa: E402
 from kvlathe_vllm import cuda as on_gpu  # noqa: E402
 from kvlathe_vllm import gpu_step  # noqa: E402
-from kvlathe_vllm.block_attention import BlockAttention  # noqa: E402
-from kvlathe_vllm.calls import Calls, Step  # noqa: E402
+from kvlathe_vllm.block_attention import BlockAttention, Rooms  # noqa: E402
+from kvlathe_vllm.calls import Calls, Step, is_decode  # noqa: E402
 from kvlathe_vllm.cuda import CudaLayer  # noqa: E402
-from kvlathe_vllm.gpu_step import DecodeBuffers, is_decode, run_next  # noqa: E402
+from kvlathe_vllm.gpu_step import DecodeBuffers, run_next  # noqa: E402
 from kvlathe_vllm.hosted import Hosted  # noqa: E402
 from kvlathe_vllm.layer import Most  # noqa: E402
 from tests.integrations.vllm import test_calls as played  # noqa: E402
@@ -52,9 +52,14 @@ class HostAttention(BlockAttention):
     """Row by row, and with an append of its own."""
 
     def __init__(
-        self, library: CudaLibrary, layer: CudaLayer, scale: float, most: Most
+        self,
+        library: CudaLibrary,
+        layer: CudaLayer,
+        scale: float,
+        most: Most,
+        rooms: Rooms,
     ) -> None:
-        super().__init__(library, layer, scale, most)
+        super().__init__(library, layer, scale, most, rooms)
         self.workspace = on_128(self.workspace)
         self.layer = layer
 

@@ -291,12 +291,12 @@ Pieces Node::pieces(const std::vector<NodeInput>& in, int64_t attend) const {
                                                  layer.head.group_size))};
 }
 
-// Of one row, which is enough for all: the memory is cleared on each call, and warps that attend
-// alone would use several times as much.
+// The least, which is enough for all: the memory is cleared on each call, and warps that attend alone
+// would use several times as much.
 int64_t Node::attend_bytes() const {
   kvlathe_status status{};
   int64_t bytes = 0;
-  kvlathe::check(kvlathe_cuda_workspace_bytes(1, layer.head.lanes, &bytes, &status), status);
+  kvlathe::check(kvlathe_cuda_workspace_bytes(0, layer.head.lanes, &bytes, &status), status);
   return bytes;
 }
 

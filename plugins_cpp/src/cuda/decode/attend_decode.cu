@@ -45,12 +45,26 @@ int64_t alone_bytes(const Device& device) {
          int64_t{sizeof(AlonePartial<kMaxRank / 16, 1>)};
 }
 
-// Whether pairs are so many that each warp attends alone. KVLATHE_ALONE_PAIRS: from how many for four
-// SMs on, at any width.
-bool many_pairs(int64_t batch, int64_t heads, int bits, const Device& device) {
+// KVLATHE_ALONE_PAIRS, where it is a number: from how many pairs for four SMs on warps attend alone,
+// at any width. Else `otherwise`.
+int64_t alone_pairs(int64_t otherwise) {
   const char* given = std::getenv("KVLATHE_ALONE_PAIRS");
-  const int64_t least = given ? std::atoll(given) : bits == 8 ? kAlonePairs8 : kAlonePairs;
-  return 4 * batch * heads >= least * device.sms;
+  if (!given) return otherwise;
+  char* end = nullptr;
+  const int64_t number = std::strtoll(given, &end, 10);
+  return end == given || *end ? otherwise : number;
+}
+
+// Whether pairs are so many that each warp attends alone.
+bool many_pairs(int64_t batch, int64_t heads, int bits, const Device& device) {
+  return 4 * batch * heads >= alone_pairs(bits == 8 ? kAlonePairs8 : kAlonePairs) * device.sms;
+}
+
+// Whether warps of a call with codes attend alone. Of a step with prompts `batch` counts the rows of
+// some chunks, too, which have no work in it.
+bool is_alone(const kvlathe_attend_decode_args& a, int64_t heads, int bits, const Device& device) {
+  return !a.prompts && many_pairs(a.batch, heads, bits, device) &&
+         a.workspace_bytes >= alone_bytes(device);
 }
 
 void check_cuda_limits(const kvlathe_attend_decode_args& a, const Device& device,
@@ -358,7 +372,8 @@ Decided<P> decide(const void* kernel, const P& params, const kvlathe_attend_deco
   call.at = fit(call.p, device, warps, int(attributes.sharedSizeBytes));
   // The shares of a block's warps differ by less than their number, and each is at least a tile's.
   if constexpr (P::kAlone)
-    call.p.least_block_weight = call.at.warps * (widest_tile(call.p) + call.at.warps);
+    call.p.least_block_weight =
+        std::max(call.p.least_block_weight, call.at.warps * (widest_tile(call.p) + call.at.warps));
   if (overlaps(a, device)) call.p.spare_blocks = call.at.grid / kSpareBlocks;
   if (!a.plan) return call;
   const int64_t bytes = call.at.grid * int64_t{sizeof(PlanRecord)};
@@ -437,9 +452,7 @@ void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads
     if (a.part_count == 1) with(kernel, integral_constant<int, 1>{});
     if (a.part_count == 2) with(kernel, integral_constant<int, 2>{});
     if (a.part_count == 3) with(kernel, integral_constant<int, 3>{});
-  } else if (bits && a.part_count <= 2 &&
-             many_pairs(a.batch, int64_t(heads.size()), bits, device) &&
-             a.workspace_bytes >= alone_bytes(device)) {
+  } else if (bits && a.part_count <= 2 && is_alone(a, int64_t(heads.size()), bits, device)) {
     as(decode_kernel_alone(half, wide, bits, fill), AloneParams{});
   } else if (bits && a.part_count <= 2) {
     with(decode_kernel_codes(half, wide, bits, fill), integral_constant<int, 2>{});
@@ -532,7 +545,7 @@ extern "C" int32_t kvlathe_cuda_workspace_bytes(int32_t batch, int32_t heads, in
                              "batch or heads is not positive, or bytes is null");
     const auto device = kvlathe::cuda::Device::current();
     *bytes =
-        kvlathe::cuda::many_pairs(batch, heads, 4, device)
+        batch && kvlathe::cuda::many_pairs(batch, heads, 4, device)
             ? std::max(kvlathe::cuda::workspace_bytes(device), kvlathe::cuda::alone_bytes(device))
             : kvlathe::cuda::workspace_bytes(device);
   });
