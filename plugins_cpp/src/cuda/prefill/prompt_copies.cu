@@ -282,11 +282,15 @@ void copy_pages(const PromptLaunch& launch, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
   with_params(launch, [&](const auto& params) {
     using P = std::decay_t<decltype(params.prompts)>;
-    place_copies<<<1, kPlaceThreads, 0, on>>>(params);
-    kernel_of<P>(copies.element)<<<8 * launch.grid, kCopyThreads, copies.shared_bytes, on>>>(
-        params);
+    CopyParams<P> given = params;
+    void* arguments[] = {&given};
+    const char* what = "launching copies of pages";
+    check_cuda(cudaLaunchKernel(place_copies<P>, dim3(1), dim3(kPlaceThreads), arguments, 0, on),
+               what);
+    check_cuda(cudaLaunchKernel(kernel_of<P>(copies.element), dim3(8 * launch.grid),
+                                dim3(kCopyThreads), arguments, copies.shared_bytes, on),
+               what);
   });
-  check_cuda(cudaGetLastError(), "launching copies of pages");
 }
 
 }  // namespace kvlathe::cuda
