@@ -50,14 +50,14 @@ def inside(home: Path, *arguments: str | Path) -> tuple[int, dict[str, Any], str
 
 @pytest.fixture(scope="module")
 def engines(home: Path) -> dict[str, Path]:
-    """An uncompressed engine, and one of fewer dimensions that computes on codes. The
-    first is built in this process, which has the libraries of a build already."""
+    """An uncompressed engine, and one of fewer dimensions that computes on codes. They
+    are built in this process, which has the libraries of a build already."""
     sizes = {
         "none": ["--compression", "none"],
         "codes": ["--compression", "hack:bits=8+fdc", "--compression_ratio", "0.55"],
     }
     for name, size in sizes.items():
-        code, built, log = (inside if name == "none" else kvlathe)(
+        code, built, log = inside(
             home,
             "build",
             "--model",

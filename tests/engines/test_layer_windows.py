@@ -17,6 +17,7 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_rules import Window
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.sampling_params import SamplingParams
+from tests.support.nightly import rest_nightly
 
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 PAGE = 16
@@ -27,6 +28,7 @@ MEASURED: dict[str, Any] = {
     "metric": "perplexity",
     "protect": "none",
 }
+BOTH_AND_OTHERS = ("fdc+hack:bits=8", "window:sink=16,recent=64", "auto")
 GREEDY = SamplingParams(30, ignore_eos=True)
 IDS = np.random.default_rng(4).integers(0, 97, 200).tolist()
 
@@ -49,7 +51,9 @@ def answers(model: torch.nn.Module) -> np.ndarray:
         return model(torch.tensor([IDS])).logits[0].numpy()
 
 
-@pytest.mark.parametrize("name", ["mistral-window", "phi3-window"])
+@pytest.mark.parametrize(
+    "name", rest_nightly(["mistral-window", "phi3-window"], "mistral-window")
+)
 def test_an_engine_answers_as_transformers_past_every_window(
     name: str, reference: Reference, tmp_path: Path
 ) -> None:
@@ -72,13 +76,10 @@ def test_an_engine_answers_as_transformers_past_every_window(
 
 @pytest.mark.parametrize(
     "compression",
-    [
-        pytest.param("hack:bits=8", marks=pytest.mark.nightly),
-        pytest.param("fdc", marks=pytest.mark.nightly),
-        "fdc+hack:bits=8",  # both at once
-        "window:sink=16,recent=64",
-        "auto",
-    ],
+    rest_nightly(
+        ["hack:bits=8", "fdc", *BOTH_AND_OTHERS],
+        *BOTH_AND_OTHERS,
+    ),
 )
 def test_compressions_keep_the_windows_of_layers(
     compression: str, reference: Reference, tmp_path: Path

@@ -5,13 +5,13 @@ from __future__ import annotations
 import runpy
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from kvlathe import build
-from kvlathe.engines.request import BuildRequest
-from tests.support.runtime_cases import MODEL, llm
+from kvlathe.export.methods.registry import METHODS
+from tests.support.runtime_cases import MODEL, built_folder, llm
 from tests.support.serving_cases import MODEL_NAME, serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,8 +34,7 @@ def output(name: str, *arguments: object) -> str:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("engine") / "engine"
-    return build(BuildRequest(model=MODEL, output_dir=folder, use_cache=False))
+    return built_folder(tmp_path_factory.mktemp("engine"))
 
 
 def test_generate(engine: Path) -> None:
@@ -49,22 +48,35 @@ def test_openai_client() -> None:
     assert said.startswith(f"model: {MODEL_NAME}\n") and len(said.splitlines()) > 2
 
 
-def test_compressed_stream(
+@pytest.fixture
+def built_here(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:
-    """In this process, which has the libraries of a build already."""
-    path = EXAMPLES / "compressed_stream.py"
-    monkeypatch.setattr(sys, "argv", [str(path), str(MODEL), str(tmp_path / "engine")])
-    monkeypatch.setenv("KVLATHE_CACHE", str(tmp_path / "cache"))
-    runpy.run_path(str(path), run_name="__main__")
-    said = capsys.readouterr().out
+) -> Iterator[Callable[[str], str]]:
+    """What an example prints that builds an engine. It runs in this process, which has the
+    libraries of a build already."""
+
+    def ran(name: str) -> str:
+        arguments = [EXAMPLES / name, MODEL, tmp_path / "engine"]
+        monkeypatch.setattr(sys, "argv", [*map(str, arguments)])
+        monkeypatch.setenv("KVLATHE_CACHE", str(tmp_path / "cache"))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        return capsys.readouterr().out
+
+    methods = dict(METHODS)
+    yield ran
+    METHODS.clear()
+    METHODS.update(methods)
+
+
+def test_compressed_stream(built_here: Callable[[str], str]) -> None:
+    said = built_here("compressed_stream.py")
     assert "of the cache's bytes removed" in said and said.count("\n") == 3
 
 
-def test_own_method(tmp_path: Path) -> None:
-    said = output("own_method.py", MODEL, tmp_path / "engine")
+def test_own_method(built_here: Callable[[str], str]) -> None:
+    said = built_here("own_method.py")
     removed = int(said.split("%")[0])
     assert 40 < removed < 80 and said.count("\n") == 2
 

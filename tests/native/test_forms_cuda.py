@@ -111,9 +111,22 @@ def test_a_step_attends_every_form(cuda: CudaLibrary, case: Case) -> None:
     check(cuda, case)
 
 
-@SLOW
+@settings(SLOW, max_examples=12)
 @given(case=sealed_steps())
 def test_the_cpu_kernels_attend_the_same(library: Library, case: Case) -> None:
+    same_on_the_cpu(library, case)
+
+
+@pytest.mark.nightly
+@SLOW
+@given(case=sealed_steps())
+def test_the_cpu_kernels_attend_many_steps_the_same(
+    library: Library, case: Case
+) -> None:
+    same_on_the_cpu(library, case)
+
+
+def same_on_the_cpu(library: Library, case: Case) -> None:
     out, _ = Call(case).run(Native.load(library.path))
     np.testing.assert_allclose(out, case.expected()[0], rtol=5e-3, atol=5e-3)
 

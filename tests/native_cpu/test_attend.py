@@ -256,19 +256,30 @@ def windowed_case(window: Window, tier: Tier, page: int) -> tuple[Case, Array]:
     return case, case.expected()[0]
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("tier", LONG_TIERS[1::4], ids=["by token", "by rank", "fixed"])
-@pytest.mark.parametrize(
-    "window",
-    [
-        Window(64, 128),
-        Window(0, 0),
-        Window(128, 64, 30),
-        Window.of_tokens(200, 64),
-        Window(64, 1 << 20),
-    ],
-    ids=lambda window: window.words,
+WINDOWS = (
+    Window(64, 128),
+    Window(0, 0),
+    Window(128, 64, 30),
+    Window.of_tokens(200, 64),
+    Window(64, 1 << 20),
 )
+WINDOWED = [
+    pytest.param(
+        window,
+        tier,
+        id=f"{window.words}-{name}",
+        marks=[] if i % 3 == j else pytest.mark.nightly,
+    )
+    for i, window in enumerate(WINDOWS)
+    for j, (name, tier) in enumerate(
+        zip(("by token", "by rank", "fixed"), LONG_TIERS[1::4], strict=True)
+    )
+]
+"""Each window over one format; over every format, nightly."""
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("window", "tier"), WINDOWED)
 def test_windows_of_long_sequences_are_masked_attention(
     native: Native, isa: str, window: Window, tier: Tier
 ) -> None:

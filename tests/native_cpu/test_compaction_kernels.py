@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -41,13 +42,11 @@ from tests.support.emulated import (
     emulated_kernels,
 )
 from tests.support.host_device import HostTorchDevice
+from tests.support.nightly import rest_nightly
 from tests.support.ranking_laws import arena_bytes, on_cpu
 from tests.support.runtime_cases import LIMITS, MODEL
 
-SOME = [
-    pytest.param(kind, marks=[] if kind == "sealed compacted" else pytest.mark.nightly)
-    for kind in laws.KINDS
-]
+SOME = rest_nightly(laws.KINDS, "sealed compacted")
 """Laws of whole answers take long thread by thread: all kinds nightly, and on a GPU."""
 
 
@@ -121,7 +120,9 @@ def in_torch(
     return laws.share_prefixes(llm)
 
 
-@pytest.mark.parametrize("kind", laws.KINDS)
+@pytest.mark.parametrize(
+    "kind", rest_nightly(laws.KINDS, "compacted alike", "sealed compacted")
+)
 def test_scores_and_pairs_are_those_of_the_cpu(
     native: Native, moving: ctypes.CDLL, kind: str
 ) -> None:
@@ -130,8 +131,14 @@ def test_scores_and_pairs_are_those_of_the_cpu(
     laws.scores_and_pairs_are_those_of_the_cpu(ours, theirs, 0.4)
 
 
-@pytest.mark.parametrize("kind", laws.KINDS)
-@pytest.mark.parametrize("keep", [0.25, 0.6])
+@pytest.mark.parametrize(
+    ("kind", "keep"),
+    rest_nightly(
+        itertools.product(laws.KINDS, [0.25, 0.6]),
+        ("compacted", 0.25),
+        ("sealed compacted", 0.6),
+    ),
+)
 def test_answers_are_those_of_attention_with_the_dropped_pairs_masked(
     native: Native, moving: ctypes.CDLL, kind: str, keep: float
 ) -> None:

@@ -34,7 +34,7 @@ from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.text.sampler import Request, Sampler, rows_of
 from kvlathe.runtime.text.sampling_params import SamplingParams
-from tests.native_cpu.test_session import half_engine, manifest
+from tests.native_cpu.test_session import manifest
 from tests.support.device_engines import (
     HostAttention,
     arena,
@@ -52,6 +52,7 @@ from tests.support.session_laws import (
     next_step,
     pages_move_and_come_back,
 )
+from tests.support.turned_cases import half_engine
 
 
 @pytest.fixture

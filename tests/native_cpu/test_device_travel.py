@@ -5,6 +5,7 @@ them."""
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,11 +21,12 @@ from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.requests.held_pages import Departure
 from kvlathe.runtime.sessions.protocols import PageSummer
 from kvlathe.runtime.text.sampling_params import SamplingParams
-from tests.native_cpu.test_session import half_engine
 from tests.support.device_engines import in_torch, on_cpu, on_host
 from tests.support.moved_pages import copied
+from tests.support.nightly import rest_nightly
 from tests.support.runtime_cases import text
 from tests.support.session_laws import device_session
+from tests.support.turned_cases import half_engine
 
 ENGINES = {"onnx": on_host, "torch": in_torch}
 PARAMS = SamplingParams(max_new_tokens=20, ignore_eos=True)
@@ -44,9 +46,13 @@ def left(source: LLM, whole: bool = False) -> Departure:
     return departure
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("there", ENGINES)
-@pytest.mark.parametrize("here", ENGINES)
+@pytest.mark.parametrize(
+    ("here", "there", "whole"),
+    rest_nightly(
+        itertools.product(ENGINES, ENGINES, [False, True]),
+        *((here, there, here == there) for here in ENGINES for there in ENGINES),
+    ),
+)
 def test_a_sequence_goes_on_in_the_pool_of_another_gpu(
     here: str,
     there: str,

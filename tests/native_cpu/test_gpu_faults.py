@@ -19,16 +19,14 @@ import torch
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.scheduling.sequence import Sequence
-from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepKind
-from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
-from kvlathe.runtime.sessions.torch_cuda.device import tensor_of
 from kvlathe.runtime.text.sampling_params import SamplingParams
-from tests.native_cpu.test_session import turned
 from tests.server.test_server_process import running
 from tests.support.device_engines import in_torch
+from tests.support.failing_device import failing, lose
 from tests.support.runtime_cases import LIMITS, text
 from tests.support.serving_cases import Served, post, serving
 from tests.support.session_laws import device_session
+from tests.support.turned_cases import turned
 
 ENGINE = (Path("weights of the decoder alone"), turned()[0])
 SHORT = dataclasses.replace(LIMITS, max_input_len=1024)
@@ -42,7 +40,6 @@ WORDS = (
 )
 FATAL = 8191
 """A token that no other prompt has."""
-Queue = Callable[[Bindings, Bindings, StepKind], None]
 
 
 def engine_threads() -> int:
@@ -62,21 +59,6 @@ def alone(native: Native) -> list[list[int]]:
     with in_torch(native, ENGINE, SHORT) as llm:
         params = SamplingParams(max_new_tokens=6, ignore_eos=True)
         return [llm.generate([prompt], params)[0].token_ids for prompt in PROMPTS]
-
-
-def failing(llm: LLM, check: Callable[[torch.Tensor], None]) -> None:
-    """Steps whose ``check`` of the input ids raises do so when half of the model has run:
-    its pages and buffers are written."""
-    session = device_session(llm)
-    compute = session.compute
-    assert isinstance(compute, TorchCompute)
-    queue = compute.queue
-
-    def queued(inputs: Bindings, outputs: Bindings, kind: StepKind) -> None:
-        queue(inputs, outputs, kind)
-        check(tensor_of(inputs["input_ids"]))
-
-    compute.queue = queued
 
 
 def ask(served: Served, prompt: list[int], **asked: Any) -> httpx.Response:  # noqa: ANN401
@@ -134,22 +116,6 @@ def test_who_finds_no_memory_alone_is_refused_in_a_sentence(
     for answer, expected in zip(answers[1::2], (alone[1], alone[3]), strict=True):
         assert answer.json()["choices"][0]["text"] == decode(expected)
     assert served.idle()
-
-
-def lose(llm: LLM, words: str) -> Callable[..., Any]:
-    """A function after which every call of the device fails, as after a CUDA error."""
-    session = device_session(llm)
-    device = session.device
-
-    def gone(*_: object) -> Any:  # noqa: ANN401  (never)
-        raise torch.AcceleratorError(words)
-
-    def lost(*_: object) -> Any:  # noqa: ANN401  (never)
-        for call in ("wait", "send", "copy", "fetch", "mark", "allocate"):
-            setattr(device, call, gone)
-        gone()
-
-    return lost
 
 
 PLACES = ("a step", "a choice", "a swap", "a seal", "idle")
@@ -235,11 +201,12 @@ from pathlib import Path
 from kvlathe.cli import main
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.library import Native
-from tests.native_cpu.test_gpu_faults import ENGINE, failing, lose
 from tests.support.device_engines import in_torch
+from tests.support.failing_device import failing, lose
+from tests.support.turned_cases import turned
 
 def load(*given, **options):
-    llm = in_torch(Native.load(Path(sys.argv[1])), ENGINE)
+    llm = in_torch(Native.load(Path(sys.argv[1])), (Path("none"), turned()[0]))
     lost = lose(llm, "CUDA error: an illegal memory access was encountered")
     steps = iter(range(60))
     failing(llm, lambda ids: None if next(steps, None) is not None else lost())

@@ -109,13 +109,13 @@ from pathlib import Path
 from kvlathe.cli import main
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.library import Native
-from tests.support.host_ranks import HostRanks
-from tests.native_cpu.test_rank_faults import ENGINE
+from tests.support.host_ranks import Engine, HostRanks
+from tests.support.runtime_cases import MODEL
 
 def load(*given, **options):
     ranks = HostRanks(Native.load(Path(sys.argv[1])), 2)
     print("follower", ranks.ranks.followers[0].process.pid, file=sys.stderr, flush=True)
-    return ranks.llm(ENGINE)
+    return ranks.llm(Engine(str(MODEL), "one"))
 
 LLM.load = load
 main.main(["serve", "lathe-5m", "--port", "0", "--max-waiting", "100"])

@@ -37,6 +37,7 @@ from tests.support import staged_cases
 from tests.support.device_engines import HostAttention, turned
 from tests.support.emulated import RankingLibrary, emulated_kernels
 from tests.support.host_device import HostTorchDevice
+from tests.support.nightly import rest_nightly
 from tests.support.observed_cases import Observation, observations
 from tests.support.ranking_laws import (
     KINDS,
@@ -152,7 +153,7 @@ def test_tokens_move_as_on_the_cpu(
         scores_are_those_of_the_host(session, seed)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", rest_nightly(KINDS, "mixed", "sealed budget"))
 def test_the_session_keeps_the_tokens_of_the_cpu(
     native: Native, kernels: ctypes.CDLL, kind: str
 ) -> None:

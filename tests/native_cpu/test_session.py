@@ -3,24 +3,19 @@ and which one runs is said."""
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-import shutil
-import tempfile
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvlathe.export.bases.basis import Basis, LaneBasis
+from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import fold
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.onnx.model import export_onnx
-from kvlathe.plan.formats import Tier
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import FileRecord, KvBytes, Manifest
-from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as natives
@@ -35,6 +30,7 @@ from kvlathe.runtime.sessions.registry import attention
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support.mixed_cases import model_plan
+from tests.support.nightly import rest_nightly
 from tests.support.ranking_laws import arena_bytes
 from tests.support.runtime_cases import (
     LIMITS,
@@ -43,10 +39,9 @@ from tests.support.runtime_cases import (
     engine_folder,
     forced,
     llm,
-    model_shape,
-    plans,
     text,
 )
+from tests.support.turned_cases import half_engine
 
 
 def native_llm(native: Native, kind: str) -> LLM:
@@ -62,15 +57,21 @@ def native_llm(native: Native, kind: str) -> LLM:
 
 @pytest.mark.parametrize(
     ("kind", "tolerance"),
-    [
-        ("one", 1e-3),
+    rest_nightly(
+        [
+            ("one", 1e-3),
+            ("split", 1e-3),
+            ("sealed", 0.02),
+            ("sealed split", 0.02),
+            ("windowed", 1e-3),
+            ("sealed windows", 0.02),
+            ("compacted", 1e-3),
+        ],
         ("split", 1e-3),
-        ("sealed", 0.02),
         ("sealed split", 0.02),
-        ("windowed", 1e-3),
         ("sealed windows", 0.02),
         ("compacted", 1e-3),
-    ],
+    ),
 )
 def test_logits_are_those_of_the_function(
     native: Native, kind: str, tolerance: float
@@ -117,7 +118,7 @@ def test_ranked_tokens_are_those_of_the_function(native: Native, kind: str) -> N
         np.abs(ours[0] - theirs[0]).max() < 1e-3
     )  # of the prompt, which nothing has compressed yet
     assert np.median(np.abs(ours - theirs)) < 2e-3 and np.abs(ours - theirs).max() < 0.3
-    plain = llm("onnx", "one").logits(ids, range(299, 420))
+    plain = llm("torch", "one").logits(ids, range(299, 420))
     assert (
         np.median(np.abs(ours - plain)) > 0.01
     )  # and they are tokens that make a difference
@@ -138,7 +139,9 @@ def test_a_compacted_prefix_keeps_what_the_function_keeps(native: Native) -> Non
     assert np.abs(found[0] - found[1]).max() < 2e-3
 
 
-@pytest.mark.parametrize("kind", ["one", "sealed"])
+@pytest.mark.parametrize(
+    "kind", rest_nightly(["one", "split", "sealed"], "split", "sealed")
+)
 def test_greedy_answers_are_those_of_the_function(native: Native, kind: str) -> None:
     """Up to the first token whose logit is less than a thousandth from the function's
     best."""
@@ -161,36 +164,6 @@ def test_greedy_answers_are_those_of_the_function(native: Native, kind: str) -> 
                 ids, range(len(ids) - 1, len(ids)), prompt=len(prompt)
             )[0]
             assert logits.max() - logits[ours[same]] < 1e-3
-
-
-def turned() -> tuple[CompressionPlan, Basis]:
-    """Q and K projected, at full rank, by a random orthogonal matrix; 16-bit hot pages,
-    sealed into 8 bit."""
-    plan, d = plans(model_shape())["sealed"], model_shape().head_dim
-    turn = np.linalg.qr(np.random.default_rng(0).normal(size=(d, d)))[0]
-    lanes = tuple(dataclasses.replace(lane, projected=True) for lane in plan.lanes)
-    basis = Basis(
-        {
-            (lane.layer, lane.head): LaneBasis(a=turn, b=turn, centre_k=turn[0])
-            for lane in lanes
-        }
-    )
-    return dataclasses.replace(
-        plan, lanes=lanes, tiers=(Tier(16, 16), *plan.tiers[1:])
-    ), basis
-
-
-@cache
-def half_engine() -> tuple[Path, CompressionPlan]:
-    """Exported in float16; the folder lives as long as the test process."""
-    folder, (plan, basis), checkpoint = (
-        Path(tempfile.mkdtemp(prefix="kvlathe-")),
-        turned(),
-        Checkpoint(MODEL),
-    )
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    export_onnx(checkpoint.spec, plan, fold(checkpoint, plan, basis), folder, "float16")
-    return folder, plan
 
 
 def test_an_engine_in_half_precision_is_that_of_the_function(native: Native) -> None:

@@ -21,6 +21,7 @@ from kvlathe.runtime.requests.engine_thread import Pace
 from kvlathe.runtime.requests.request import Delta, Request
 from kvlathe.runtime.sessions.protocols import StepPlan
 from kvlathe.runtime.text.sampling_params import SamplingParams
+from tests.support.nightly import rest_nightly
 from tests.support.runtime_cases import LIMITS, llm, text
 
 PARAMS = SamplingParams(max_new_tokens=12, ignore_eos=True)
@@ -74,7 +75,7 @@ def test_answers_are_those_of_the_llm_alone(engine: AsyncEngine) -> None:
         assert answers.ends[0].finish_reason == alone.finish_reason
 
 
-@pytest.mark.parametrize("kind", ["split", "sealed"])
+@pytest.mark.parametrize("kind", rest_nightly(["split", "sealed"], "sealed"))
 def test_several_answers_of_one_prompt_compute_it_once(kind: str) -> None:
     model, prompt = llm("torch", kind), list(text(130))
     params = dataclasses.replace(PARAMS, temperature=1.0, seed=7)

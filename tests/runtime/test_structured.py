@@ -21,6 +21,7 @@ from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.structure import Structure
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support.fake_session import SamplesThere
+from tests.support.nightly import rest_nightly
 from tests.support.runtime_cases import llm, text
 
 pytest.importorskip("llguidance", reason="llguidance is not installed")
@@ -76,7 +77,7 @@ def mixed() -> tuple[list[list[int]], list[SamplingParams]]:
     return [list(text(20 + 9 * i, 31 * i)) for i in range(len(asked))], asked
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("runs_ahead", rest_nightly([False, True], True))
 def test_structured_and_plain_requests_answer_together_as_alone(
     runs_ahead: bool,
 ) -> None:
@@ -99,7 +100,7 @@ def test_structured_and_plain_requests_answer_together_as_alone(
     assert reported and len(reported) == len(together[-1].token_ids)
 
 
-@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("runs_ahead", rest_nightly([False, True], True))
 def test_a_bounded_schema_always_gives_valid_json(runs_ahead: bool) -> None:
     with llm("torch", "one") as engine:
         if runs_ahead:

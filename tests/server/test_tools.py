@@ -69,7 +69,7 @@ def test_required_calls_are_calls_in_every_convention(
         parallel_tool_calls=parallel,
         n=2,
         seed=2,
-        max_tokens=400,
+        max_tokens=160,
         temperature=0.8,
     )
     for choice in found.choices:

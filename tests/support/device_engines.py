@@ -33,9 +33,9 @@ from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.native_cpu.library import AttendArgs, Op
-from tests.native_cpu.test_session import turned as turned_plan
 from tests.support.host_device import HostDevice, HostLibrary, HostTorchDevice
 from tests.support.runtime_cases import LIMITS, MODEL
+from tests.support.turned_cases import turned as turned_plan
 
 ENTRIES = {"kvlathe.element_bits": "16", "kvlathe.hot_bits": "16"}
 """The operator of the CPU provider, which reads what is bound where it lies."""

@@ -42,10 +42,10 @@ from kvlathe.runtime.sessions.torch_cuda.ranks import (
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.sessions.torch_cuda.slices import Slices
 from kvlathe.runtime.text.tokenizer import Tokenizer
-from tests.native_cpu.test_session import turned
 from tests.support.device_engines import HostAttention
 from tests.support.host_device import HostLibrary, HostTorchDevice
 from tests.support.runtime_cases import LIMITS, MODEL, model_shape, plans
+from tests.support.turned_cases import turned
 
 ROOT = Path(__file__).resolve().parents[2]
 FAMILY_LIMITS = Limits(4, 256, 400, 512)

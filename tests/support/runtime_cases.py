@@ -18,7 +18,6 @@ from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from, fold
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
-from kvlathe.export.onnx.model import export_onnx
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane, ModelShape
@@ -265,6 +264,8 @@ def engine_folder(kind: str) -> Path:
     """The same, exported once a test run. Read only."""
 
     def exported(folder: Path) -> None:
+        from kvlathe.export.onnx.model import export_onnx
+
         checkpoint, plan = Checkpoint(MODEL), plans(model_shape())[kind]
         export_onnx(checkpoint.spec, plan, fold(checkpoint, plan, Basis()), folder)
 

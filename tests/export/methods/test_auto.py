@@ -39,6 +39,7 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.tasks import metrics
 from kvlathe.tasks.tasks import FolderEncoder
 from tests.support import stats_cases
+from tests.support.nightly import rest_nightly
 from tests.support.priced_cases import priced
 
 LATHE = Path(__file__).resolve().parents[3] / "models" / "lathe-5m"
@@ -296,7 +297,13 @@ def test_a_search_scores_other_methods_beside_its_own_plans(
 
 # -- any model -------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    "name", ["llama-biased-d80-mqa", "gpt2", "phi3", "falcon-7b", "qwen3"]
+    "name",
+    rest_nightly(
+        ["llama-biased-d80-mqa", "gpt2", "phi3", "falcon-7b", "qwen3"],
+        "llama-biased-d80-mqa",
+        "gpt2",
+        "qwen3",
+    ),
 )
 def test_the_gentlest_plan_of_any_family_is_nearly_the_model(
     name: str, reference: Callable[[str], tuple[Path, object]]
@@ -322,6 +329,11 @@ def test_the_gentlest_plan_of_any_family_is_nearly_the_model(
     assert errors[0] < 0.01 and errors[0] < errors[2]
 
 
+def test_what_it_is_chosen_by_is_shown() -> None:
+    assert evidence("auto", stats_cases.stats(0), Options(), priced_plan()) is not None
+
+
+@pytest.mark.nightly
 def test_an_engine_of_a_tiny_model(
     reference: Callable[[str], tuple[Path, object]],
     tmp_path: Path,
@@ -340,7 +352,6 @@ def test_an_engine_of_a_tiny_model(
     )
     engine = LLM.load(build(asked))
     assert engine.manifest is not None and engine.manifest.kv_bytes.removed >= 0.5
-    assert evidence("auto", stats_cases.stats(0), Options(), priced_plan()) is not None
     ids = list(range(60))
     assert np.isfinite(engine.logits(ids, range(60))).all()
 

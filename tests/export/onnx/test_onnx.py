@@ -37,6 +37,7 @@ from kvlathe.plan.plan import Bucket, CompressionPlan
 from tests.export.attention.test_attend import eager, observed_mass
 from tests.support.attend_cases import VIEWS, Case, cases, plan_of
 from tests.support.checkpoints import make
+from tests.support.nightly import rest_nightly
 
 LETTERS = {
     "q": ["T"],
@@ -134,9 +135,20 @@ def through_onnx(case: Case, dtype: int = FLOAT) -> tuple[npt.NDArray, ...]:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(cases())
 def test_function_is_the_eager_op(case: Case) -> None:
+    function_is_the_eager_op(case)
+
+
+@pytest.mark.nightly
+@settings(max_examples=200)
+@given(cases())
+def test_function_is_the_eager_op_in_many_cases(case: Case) -> None:
+    function_is_the_eager_op(case)
+
+
+def function_is_the_eager_op(case: Case) -> None:
     out, rows, *mass = through_onnx(case)
     eager_out, eager_rows = eager(case)
     exact = PlanFacts(case.plan).hot_bits[0] == 32
@@ -152,9 +164,20 @@ def test_function_is_the_eager_op(case: Case) -> None:
         )
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(cases())
 def test_half_precision_function_is_attention(case: Case) -> None:
+    half_precision_function_is_attention(case)
+
+
+@pytest.mark.nightly
+@settings(max_examples=80)
+@given(cases())
+def test_half_precision_function_is_attention_in_many_cases(case: Case) -> None:
+    half_precision_function_is_attention(case)
+
+
+def half_precision_function_is_attention(case: Case) -> None:
     out, rows, *_ = through_onnx(case, HALF)
     expected_out, expected_rows = case.expected()
     np.testing.assert_allclose(rows, expected_rows, rtol=1e-2, atol=3e-2)
@@ -289,12 +312,17 @@ def odd_plan(
 
 @pytest.mark.parametrize(
     ("name", "hot", "removed"),
-    [
-        ("llama", 32, True),
+    rest_nightly(
+        [
+            ("llama", 32, True),
+            ("qwen3", 16, False),
+            ("falcon-40b", 32, False),
+            ("gpt2", 32, True),
+        ],
         ("qwen3", 16, False),
         ("falcon-40b", 32, False),
         ("gpt2", 32, True),
-    ],
+    ),
 )
 def test_exported_is_torch_in_pieces_and_at_once(
     name: str, hot: Bits, removed: bool, tmp_path: Path
@@ -327,7 +355,7 @@ def test_exported_is_torch_in_pieces_and_at_once(
         np.testing.assert_allclose(pieces, expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", rest_nightly(["float32", "float16"], "float16"))
 def test_export_twice_gives_the_same_readable_file(dtype: str, tmp_path: Path) -> None:
     make(tmp_path, "llama")
     checkpoint = Checkpoint(tmp_path)

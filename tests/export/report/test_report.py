@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -88,6 +89,17 @@ def make_data(plan: CompressionPlan | None = None) -> ReportData:
     )
 
 
+@cache
+def page() -> str:
+    """The report of make_data()."""
+    return render(make_data())
+
+
+def words(data: ReportData) -> str:
+    """A report without the charts of its evidence, which take most of the time."""
+    return render(dataclasses.replace(data, evidence=None))
+
+
 class Links(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +137,7 @@ def test_the_page_stands_alone_and_is_small(tmp_path: Path) -> None:
 
 def test_ids_of_the_charts_do_not_collide() -> None:
     """Two charts with one clip path's id would cut each other."""
-    html = render(make_data())
+    html = page()
     ids = parsed(html).ids
     assert len(ids) == len(set(ids))
     assert set(re.findall(r"url\(#([^)]+)\)", html)) | set(
@@ -134,7 +146,7 @@ def test_ids_of_the_charts_do_not_collide() -> None:
 
 
 def test_names_and_commands_are_escaped() -> None:
-    html = render(make_data())
+    html = page()
     assert (
         "<model>" not in html
         and "tiny &amp; &lt;model&gt;" in html
@@ -152,16 +164,13 @@ def test_a_renewed_page_is_the_page_of_the_other_build() -> None:
         "created": "2030-02-03T04:05:06+00:00",
     }
     other = render(dataclasses.replace(data, **told))
-    assert (
-        renewed(render(data), heading(compression=data.plan.compression, **told))
-        == other
-    )
+    assert renewed(page(), heading(compression=data.plan.compression, **told)) == other
     assert other.count('data-field="') == 4
 
 
 def test_the_headline_is_the_ratio_of_the_bytes() -> None:
     data = make_data()
-    html = render(data)
+    html = page()
     assert f"{100 * (1 - data.bytes_per_token / data.bytes_baseline):.1f} %" in html
     assert f"{data.bytes_per_token:,.0f}" in html and "1.012" in html
 
@@ -186,7 +195,7 @@ def test_formats_budgets_and_stages_are_said() -> None:
         observation=ObservationWindow(last=8, accumulated=False),
         stages=stages,
     )
-    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", render(make_data(plan))))
+    text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", words(make_data(plan))))
     assert (
         "1 K 8 bit, V 2 bit 0 to 1 2" in text
         and "2 16 bit 2 to 3 2" in text
@@ -204,7 +213,7 @@ def test_every_rank_is_on_the_heat_map() -> None:
     plan = make_plan(
         dataclasses.replace(SHAPE, layers=3, kv_heads=4, head_dim=128), step=16
     )
-    html = render(make_data(plan))
+    html = words(make_data(plan))
     drawn = re.findall(r">(\d+)</text>", html)
     for lane in plan.lanes:
         assert str(lane.rank_k) in drawn and str(lane.rank_v) in drawn
@@ -231,16 +240,16 @@ def test_bits_of_heads_are_shown_where_pages_are_quantized() -> None:
         3
     )
     assert (held.share == 1).all()
-    html = render(make_data(sealed_plan()))
+    html = words(make_data(sealed_plan()))
     assert "K: bits of a number" in html and "tokens kept" not in html
-    assert "bits of a number" not in render(make_data())
+    assert "bits of a number" not in page()
 
 
 def test_tokens_of_heads_are_shown_where_a_rule_drops_some() -> None:
     plan = sealed_plan(1024)
     held = kept(plan)
     assert held.mean_share == pytest.approx(1024 / held.tokens)
-    assert "tokens kept, % of 4,096" in render(make_data(plan))
+    assert "tokens kept, % of 4,096" in words(make_data(plan))
 
 
 @pytest.mark.parametrize(
@@ -261,12 +270,12 @@ def test_stability_is_said_in_words(missed: float, verdict: str) -> None:
 def test_memory_is_shown_where_it_is_known() -> None:
     data = make_data()
     rows = memory_table(CacheLayout(data.plan), 4096, 3)
-    html = render(dataclasses.replace(data, memory=rows))
+    html = words(dataclasses.replace(data, memory=rows))
     for row in rows:
         for name in ("steady", "peak", "uncompressed", "batch_steady", "batch_peak"):
             assert human_bytes(row[name]) in html
     assert "3 at their peak" in html
-    assert "Memory to plan for" not in render(data)
+    assert "Memory to plan for" not in page()
 
 
 @pytest.mark.parametrize("target", [0.97, None])
@@ -278,14 +287,14 @@ def test_a_search_shows_its_curve(target: float | None) -> None:
         "target": target,
         "points": points,
     }
-    html = render(make_data(make_plan(notes={"curve": curve})))
+    html = words(make_data(make_plan(notes={"curve": curve})))
     assert (
         "3 plans were measured by retrieval" in html and "of other methods" not in html
     )
     assert ("required" in html) == (target is not None)
     left = "Plans that were left as soon as too much had failed: 2."
     assert left not in html
-    cut = render(make_data(make_plan(notes={"curve": curve | {"cut_short": 2}})))
+    cut = words(make_data(make_plan(notes={"curve": curve | {"cut_short": 2}})))
     assert left in cut
 
 
@@ -309,7 +318,7 @@ def test_other_methods_are_lines_of_the_same_chart_and_rows_of_its_table() -> No
         "points": points,
     }
     data = make_data(make_plan(notes={"curve": curve}))
-    html = render(data)
+    html = words(data)
     assert (
         "3 plans were measured by agreement" in html
         and "and 2 of other methods" in html

@@ -22,6 +22,7 @@ from kvlathe.export.search.sealed import reading
 from kvlathe.plan.token_rules import KEEP_ALL, TokenRule, Window
 from kvlathe.tasks import metrics, tasks
 from kvlathe.tasks.line_retrieval import needle
+from tests.support.nightly import rest_nightly
 
 LATHE = Path(__file__).resolve().parents[3] / "models" / "lathe-5m"
 TEXT = LATHE.parents[1] / "data" / "calibration_text.jsonl"
@@ -79,7 +80,7 @@ def test_the_dearest_head_is_the_one_that_finds(tmp_path: Path) -> None:
     assert np.flatnonzero(~np.array(found)).tolist() == [np.argmax(prices)]
 
 
-@pytest.mark.parametrize("also", ["", "+hack:bits=8"])
+@pytest.mark.parametrize("also", rest_nightly(["", "+hack:bits=8"], "+hack:bits=8"))
 def test_a_build_names_the_heads_and_keeps_the_request(
     also: str, tmp_path: Path
 ) -> None:

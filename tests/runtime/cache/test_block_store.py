@@ -4,6 +4,7 @@ disk; what is lost is computed again."""
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 from pathlib import Path
@@ -24,6 +25,7 @@ from kvlathe.runtime.cache.disk_store import DiskStore
 from kvlathe.runtime.cache.parcel import FORM, Origin
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.sampling_params import SamplingParams
+from tests.support.nightly import rest_nightly
 from tests.support.prefix_cases import forget, prefixes, sharing
 from tests.support.runtime_cases import llm, text
 
@@ -64,8 +66,15 @@ def expected() -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("place", ["host", "disk", "both"])
+PLACES = ("host", "disk", "both")
+EVICTED = rest_nightly(
+    itertools.product(KINDS, PLACES),
+    *((kind, PLACES[i % 3]) for i, kind in enumerate(KINDS)),
+)
+"""Each kind in one place; in every place, nightly."""
+
+
+@pytest.mark.parametrize(("kind", "place"), EVICTED)
 def test_an_evicted_prefix_comes_back_and_changes_nothing(
     kind: str, place: str, tmp_path: Path, expected: dict[str, list[int]]
 ) -> None:

@@ -27,6 +27,7 @@ from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
 from kvlathe.runtime.sessions.protocols import TokenRanker
 from kvlathe.runtime.text.sampler import Sampler
 from kvlathe.runtime.text.sampling_params import SamplingParams
+from tests.support.nightly import rest_nightly
 from tests.support.ranking_cases import (
     engine_of,
     sequence_of,
@@ -55,7 +56,7 @@ def own_llm(plan: CompressionPlan, size: int = 1 << 26) -> LLM:
     return engine_of(plan, TorchSession(made, size), size)
 
 
-@pytest.mark.parametrize("kind", RANKED)
+@pytest.mark.parametrize("kind", rest_nightly(RANKED, "budget", "sealed budget"))
 def test_the_exported_engine_is_the_decoder(kind: str) -> None:
     ids, rows = list(text(420)), range(299, 420)
     found = [llm(backend, kind).logits(ids, rows, prompt=300) for backend in BACKENDS]
@@ -65,7 +66,7 @@ def test_the_exported_engine_is_the_decoder(kind: str) -> None:
     )
 
 
-@pytest.mark.parametrize("kind", RANKED)
+@pytest.mark.parametrize("kind", rest_nightly(RANKED, "sealed budget"))
 def test_answers_do_not_depend_on_company_or_arrival(kind: str) -> None:
     engine = llm("torch", kind)
     prompts = [

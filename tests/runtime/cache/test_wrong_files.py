@@ -3,6 +3,7 @@ request fails, nothing wrong is adopted, and closing comes to its end."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ from tests.runtime.cache.test_block_store import (
     stores,
     storing,
 )
+from tests.support.nightly import rest_nightly
 from tests.support.prefix_cases import forget, prefixes, sharing
 from tests.support.runtime_cases import llm
 
@@ -67,8 +69,14 @@ def expected() -> dict[str, list[int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["sealed", "windowed"])
-@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "coded"),
+    rest_nightly(
+        itertools.product(["sealed", "windowed"], [False, True]),
+        ("sealed", True),
+        ("windowed", False),
+    ),
+)
 def test_pages_of_no_block_are_computed_again_and_removed(
     kind: str, coded: bool, tmp_path: Path, expected: dict[str, list[int]]
 ) -> None:

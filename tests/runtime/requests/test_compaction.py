@@ -4,6 +4,7 @@ arithmetic, answers are those of masked attention, pages are shared and come bac
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from tests.support.compaction_cases import (
     masked_logits,
     prompt,
 )
+from tests.support.nightly import rest_nightly
 from tests.support.prefix_cases import forget, prefixes, sharing
 from tests.support.runtime_cases import llm, text
 
@@ -50,8 +52,15 @@ def test_scores_are_the_largest_attention_in_float64(backend: str, kind: str) ->
     forget(engine)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("keep", [0.25, 0.6])
+@pytest.mark.parametrize(
+    ("kind", "keep"),
+    rest_nightly(
+        itertools.product(KINDS, [0.25, 0.6]),
+        ("compacted", 0.25),
+        ("compacted alike", 0.6),
+        ("sealed compacted", 0.6),
+    ),
+)
 def test_answers_are_those_of_attention_with_the_dropped_pairs_masked(
     kind: str, keep: float
 ) -> None:

@@ -51,7 +51,7 @@ class Starved:
 
 @pytest.mark.parametrize("mebibytes", [8, pytest.param(10, marks=pytest.mark.nightly)])
 def test_others_wait_for_the_room_that_it_takes_and_end(mebibytes: int) -> None:
-    params = SamplingParams(max_new_tokens=30, ignore_eos=True)
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
     with cache_of("compacted", mebibytes << 20) as llm:
         others = [llm.sequence(list(text(300, 100 * i)), params) for i in range(4)]
         request = llm.thread.submit(others)

@@ -25,6 +25,7 @@ from kvlathe.runtime.requests.request import Delta
 from kvlathe.runtime.scheduling.sequence import Chunk
 from kvlathe.runtime.sessions.protocols import StepPlan
 from kvlathe.runtime.text.sampling_params import SamplingParams
+from tests.support.nightly import rest_nightly
 from tests.support.runtime_cases import LIMITS, llm, text
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -119,7 +120,9 @@ def test_a_stream_that_is_left_takes_its_pages_with_it(engine: LLM) -> None:
     assert not engine.thread.open and engine.pool.bytes_in_use == 0
 
 
-@pytest.mark.parametrize("kind", ["split", "sealed", "budget"])
+@pytest.mark.parametrize(
+    "kind", rest_nightly(["split", "sealed", "budget"], "sealed", "budget")
+)
 def test_logits_are_exact_beside_running_requests(kind: str) -> None:
     """Even where the cache has no room for both: who runs makes room, and goes on."""
     tokens, rows = list(text(200)), range(150, 199)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import functools
+import itertools
 import json
 import threading
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from kvlathe.runtime.requests.request import Request
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.fake_session import SamplesThere
 from tests.support.moved_pages import copied
+from tests.support.nightly import rest_nightly
 from tests.support.prefix_cases import forget, prefixes, sharing
 from tests.support.runtime_cases import LIMITS, RANKED, llm, model_shape, plans, text
 
@@ -79,16 +81,12 @@ def checked(source: LLM, departure: Departure, target: LLM) -> Arrival:
 
 KINDS = (*SHARED, *RANKED, "mixed")
 WITHIN_A_PAGE = ("one", "sealed windows", "sealed budget", "mixed")
-"""Kinds that move before a page is full, too; the others do so nightly."""
-MOVED = [
-    pytest.param(
-        length,
-        kind,
-        marks=[] if length == 700 or kind in WITHIN_A_PAGE else pytest.mark.nightly,
-    )
-    for length in (37, 700)
-    for kind in KINDS
-]
+"""Kinds that move before a page is full; the others move when some are. Each does both,
+nightly."""
+MOVED = rest_nightly(
+    itertools.product((37, 700), KINDS),
+    *((37 if kind in WITHIN_A_PAGE else 700, kind) for kind in KINDS),
+)
 
 
 @pytest.mark.parametrize(("length", "kind"), MOVED)
@@ -155,8 +153,15 @@ def test_a_sequence_moves_while_its_next_token_is_being_chosen(kind: str) -> Non
         assert finished(target, arrival).sequences[0].answer == expected
 
 
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("kind", ["sealed split", "windowed", "budget"])
+@pytest.mark.parametrize(
+    ("kind", "whole"),
+    rest_nightly(
+        itertools.product(["sealed split", "windowed", "budget"], [False, True]),
+        ("sealed split", True),
+        ("windowed", True),
+        ("budget", False),
+    ),
+)
 def test_pages_go_from_pool_to_pool_without_a_copy_between(
     kind: str, whole: bool
 ) -> None:
@@ -178,7 +183,9 @@ def test_pages_go_from_pool_to_pool_without_a_copy_between(
         assert source.pool.bytes_in_use == target.pool.bytes_in_use == 0
 
 
-@pytest.mark.parametrize("kind", SHARED)
+@pytest.mark.parametrize(
+    "kind", rest_nightly(SHARED, "split", "sealed split", "sealed windows")
+)
 def test_a_prefix_is_found_where_it_was_adopted(kind: str) -> None:
     prompt = list(text(1100))
     source, target = sharing(kind), sharing(kind)

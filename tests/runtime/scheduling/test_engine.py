@@ -16,6 +16,7 @@ from kvlathe.runtime.sessions.host.onnx import OrtSession
 from kvlathe.runtime.sessions.protocols import StepPlan
 from kvlathe.runtime.text.sampler import Sampler
 from kvlathe.runtime.text.sampling_params import SamplingParams
+from tests.support.nightly import rest_nightly
 from tests.support.runtime_cases import (
     BACKENDS,
     LIMITS,
@@ -48,7 +49,7 @@ def until_done(sizes: Iterator[list[int]]) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["one", "split"])
+@pytest.mark.parametrize("kind", rest_nightly(["one", "split"], "split"))
 def test_paged_in_any_chunks_equals_at_once(backend: str, kind: str) -> None:
     engine = llm(backend, kind)
     texts = [text(n, 100 * i) for i, n in enumerate(LENGTHS)]
@@ -107,7 +108,15 @@ def test_greedy_answers_are_the_argmax_of_one_pass() -> None:
         assert entry.logprob == pytest.approx(float(row[token]), abs=1e-3)
 
 
-@pytest.mark.parametrize("kind", ["one", "split", "sealed", "sealed split", *RANKED])
+@pytest.mark.parametrize(
+    "kind",
+    rest_nightly(
+        ["one", "split", "sealed", "sealed split", *RANKED],
+        "split",
+        "sealed split",
+        "sealed budget",
+    ),
+)
 def test_the_cache_holds_what_the_layout_promises(kind: str) -> None:
     engine = llm("torch", kind)
     prompt, new = (300, 90) if kind in RANKED else (100, 40)
@@ -145,7 +154,9 @@ def test_requests_wait_for_room_and_answers_do_not_change() -> None:
     assert max(running) < 4 and tight.pool.bytes_in_use == 0
 
 
-@pytest.mark.parametrize("kind", ["split", "sealed", *RANKED])
+@pytest.mark.parametrize(
+    "kind", rest_nightly(["split", "sealed", *RANKED], "sealed", "sealed budget")
+)
 def test_a_swapped_sequence_goes_on_as_if_nothing_had_happened(kind: str) -> None:
     prompts = [list(text(400 if kind in RANKED else 100)), list(text(70, 200))]
     params = SamplingParams(

@@ -218,7 +218,7 @@ def test_stages_that_keep_everything_are_the_single_graph(
 def test_dropped_rows_are_not_computed_and_the_rows_are_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plan, computed = staged(*THREE), [0, 0, 0]
+    plan, computed = staged(*THREE, split=True), [0, 0, 0]
     run = Graph.run
 
     def counted(graph: Graph, step, source):  # noqa: ANN001, ANN202
@@ -236,7 +236,7 @@ def test_dropped_rows_are_not_computed_and_the_rows_are_reported(
 
 
 def test_the_graphs_share_their_weights_and_hold_their_own_layers() -> None:
-    folder = folder_of(staged(*THREE).to_json())
+    folder = folder_of(staged(*THREE, split=True).to_json())
     names = []
     for i, layers in enumerate([{"0"}, {"1", "2"}, {"3"}]):
         model = onnx.load(folder / f"model.g{i}.onnx", load_external_data=False)
@@ -285,7 +285,8 @@ def test_a_staged_sequence_does_not_depend_on_its_neighbours() -> None:
 def test_rows_that_find_no_memory_to_enter_a_stage_cost_nobody_an_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plan, params = staged(*THREE), SamplingParams(max_new_tokens=4, ignore_eos=True)
+    plan = staged(*THREE, split=True)
+    params = SamplingParams(max_new_tokens=4, ignore_eos=True)
     prompts = [list(text(n, start)) for n, start in ((200, 0), (200, 900))]
     llm = engine(plan)
     expected = [one.token_ids for one in llm.generate(prompts, params)]
@@ -314,6 +315,7 @@ def budgeted(budget: int, *stages: Stage) -> CompressionPlan:
     )
 
 
+@pytest.mark.nightly
 def test_a_budget_as_long_as_the_text_is_the_uncompressed_model() -> None:
     found = engine(budgeted(320, Stage(0), Stage(2, 320))).logits(
         text(300), range(200, 300)

@@ -22,6 +22,7 @@ from kvlathe.runtime.scheduling.fair_queue import FairQueue
 from kvlathe.runtime.scheduling.step_room import PATIENCE
 from kvlathe.runtime.sessions.protocols import StepPlan
 from tests.support.fake_session import FakeSession, RankedSession, SamplesThere, solo
+from tests.support.nightly import rest_nightly
 from tests.support.schedule_cases import (
     KINDS,
     RANKED,
@@ -31,7 +32,7 @@ from tests.support.schedule_cases import (
     sequence_for,
 )
 
-PARTS = [0, 1, *(pytest.param(n, marks=pytest.mark.nightly) for n in range(2, 10))]
+PARTS = rest_nightly(range(10), 0)
 """Of a hundred random schedules each; a nightly run has all thousand."""
 
 

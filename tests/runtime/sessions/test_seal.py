@@ -4,6 +4,7 @@ with exactly those numbers."""
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Literal
 
@@ -26,6 +27,7 @@ from kvlathe.runtime.sessions.protocols import FullPage
 from kvlathe.runtime.text.sampler import Sampler
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.attend_cases import packed
+from tests.support.nightly import rest_nightly
 from tests.support.runtime_cases import (
     BACKENDS,
     HOT,
@@ -330,8 +332,14 @@ def dequantized_reference(kind: str, length: int, grid: int) -> Floats:
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["threes", "fixed"])
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    rest_nightly(
+        itertools.product(["threes", "fixed"], BACKENDS),
+        ("threes", "onnx"),
+        ("fixed", "torch"),
+    ),
+)
 def test_an_engine_of_codes_is_the_dequantized_reference(
     backend: str, kind: str
 ) -> None:
@@ -350,7 +358,10 @@ def test_a_sealing_engine_equals_the_dequantized_reference_and_nearly_the_exact_
     assert (logits.argmax(-1) == exact.argmax(-1)).mean() > 0.97
 
 
-@pytest.mark.parametrize("kind", ["sealed", "sealed split", "coded"])
+@pytest.mark.parametrize(
+    "kind",
+    rest_nightly(["sealed", "sealed split", "coded"], "sealed split", "coded"),
+)
 def test_a_grid_of_one_page_is_decoding_token_by_token(kind: str) -> None:
     engine = llm("torch", kind)
     tokens = list(text(150))

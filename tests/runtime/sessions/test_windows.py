@@ -4,6 +4,7 @@ neighbours, the length of the window, and the scores of a plan that has no engin
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from functools import cache
 
 import numpy as np
@@ -21,6 +22,7 @@ from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.plan.token_rules import Window
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.tokenizer import Tokenizer
+from tests.support.nightly import rest_nightly
 from tests.support.runtime_cases import (
     BACKENDS,
     HOT,
@@ -94,8 +96,14 @@ def test_a_window_longer_than_the_sequence_changes_nothing(window: Window) -> No
     np.testing.assert_allclose(found, plain, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kind", ["windowed", "sealed windows"])
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    rest_nightly(
+        itertools.product(["windowed", "sealed windows"], BACKENDS),
+        ("windowed", "torch"),
+        ("sealed windows", "onnx"),
+    ),
+)
 def test_neither_schedule_nor_neighbours_change_an_answer(
     kind: str, backend: str
 ) -> None:
