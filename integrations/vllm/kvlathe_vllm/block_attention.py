@@ -16,7 +16,7 @@ from kvlathe.runtime.native.cuda import (
     CudaLibrary,
     LayerForm,
 )
-from kvlathe.runtime.sessions.gpu.side_memory import LEAST_SHARE, copies_bytes
+from kvlathe.runtime.sessions.gpu.side_memory import copies_bytes, within_share
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention, Spread
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe_vllm.calls import Int32
@@ -81,9 +81,8 @@ class Rooms:
         for room in rooms:
             if room.device == device and len(room) >= size:
                 return room
-        if (
-            device.type == "cuda"
-        ):  # zeros would be written when the graph runs, and not now
+        if device.type == "cuda":
+            # Zeros would be written when the graph runs, and not now.
             assert not torch.cuda.is_current_stream_capturing()
         room = torch.zeros(size, dtype=torch.uint8, device=device)
         rooms.append(room)
@@ -147,10 +146,9 @@ class BlockAttention(Attention):
         device = self.span.cache.device
         total = torch.cuda.get_device_properties(device).total_memory
         size = copies_bytes(self.plan, most.length + most.tokens)
-        share = total // LEAST_SHARE
         return self.rooms.of(
             "copies",
-            min(size, share),
+            within_share(size, total),
             device,
         )
 

@@ -71,6 +71,7 @@ def sent(call: Call, device: torch.device) -> Sent:
         host = torch.from_numpy(np.ascontiguousarray(numbers))
         return host.to(device)
 
+    decodes = is_decode(call)
     counts = np.diff(call.cu)
     short = np.flatnonzero(counts < LEAST_CHUNK)
     rows = int(call.cu[short[-1] + 1]) if len(short) else 0
@@ -80,8 +81,8 @@ def sent(call: Call, device: torch.device) -> Sent:
         on_device(call.blocks),
         on_device(call.hot),
         rows,
-        is_decode(call) and not call.seals_first,
-        copies_of=None if is_decode(call) else on_device(copies_of(call, LEAST_CHUNK)),
+        decodes and not call.seals_first,
+        copies_of=None if decodes else on_device(copies_of(call, LEAST_CHUNK)),
     )
 
 

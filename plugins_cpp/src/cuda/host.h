@@ -57,4 +57,10 @@ void reserve_shared(Kernel kernel, int bytes) {
   }
 }
 
+inline int log2_of(int x) {
+  int bits = 0;
+  while (x >> (bits + 1)) ++bits;
+  return bits;
+}
+
 }  // namespace kvlathe::cuda

@@ -85,8 +85,14 @@ def room_for_copies(plan: CompressionPlan, limits: Limits, total: int) -> int:
     be more, and some of them find none."""
     chunks = max(1, limits.max_num_tokens // plan.prefill_chunk)
     sequences = min(chunks, limits.max_batch_size)
+    size = copies_bytes(plan, limits.max_seq_len, sequences)
+    return within_share(size, total)
+
+
+def within_share(size: int, total: int) -> int:
+    """``size`` bytes of copies, or as many as a GPU of ``total`` bytes has for them."""
     share = total // LEAST_SHARE
-    return min(copies_bytes(plan, limits.max_seq_len, sequences), share + COPY_HEADER)
+    return min(size, share + COPY_HEADER)
 
 
 def copies_bytes(plan: CompressionPlan, tokens: int, sequences: int = 1) -> int:

@@ -5,18 +5,12 @@
 #include "cuda/decode/attend_alone.cuh"
 #include "cuda/decode/attend_decode.cu"
 #include "cuda/decode/plan.cu"
+#include "absent.h"
 #include "host_half.h"
 
 namespace kvlathe::cuda {
 namespace {
 
-template <auto kKernel>
-const void* launcher_of() {
-  static const Launcher one{[](void** arguments, dim3 grid, dim3 block, size_t shared) {
-    cudaLaunchKernel(kKernel, grid, block, arguments, shared, nullptr);
-  }};
-  return &one;
-}
 // At the widest ranks: they take all others.
 template <int kBits>
 const void* codes(int fill) {
@@ -39,17 +33,6 @@ const void* decode_kernel_alone(bool, bool, int bits, int fill) {
   ++calls_alone;
   return bits == 8 ? alone<8>(fill) : bits == 4 ? alone<4>(fill) : alone<2>(fill);
 }
-const void* decode_kernel_16(bool, bool, int) { return nullptr; }
-const void* decode_kernel_any(bool, bool, int) { return nullptr; }
-const void* decode_kernel_general(bool, bool) { return nullptr; }
-const void* decode_kernel_scored(bool) { return nullptr; }
-const void* bundled_kernel_16(bool) { return nullptr; }
-const void* bundled_kernel_codes(bool, bool, int) { return nullptr; }
-const void* bundled_kernel_general(bool) { return nullptr; }
-bool prompt_kernel_here() { return false; }
-PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args&) { return {}; }
-void copy_pages(const PromptLaunch&, void*) {}
-void attend_prompts(const PromptLaunch&, void*) {}
 
 }  // namespace kvlathe::cuda
 

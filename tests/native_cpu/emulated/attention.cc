@@ -20,13 +20,6 @@ struct CodeNumbers<HostHalf> : CodeNumbers<Half> {};
 
 namespace {
 
-template <auto kKernel>
-const void* launcher_of() {
-  static const Launcher one{[](void** arguments, dim3 grid, dim3 block, size_t shared) {
-    cudaLaunchKernel(kKernel, grid, block, arguments, shared, nullptr);
-  }};
-  return &one;
-}
 template <class P>
 const void* launcher() {
   return launcher_of<attend_general<HostHalf, P>>();

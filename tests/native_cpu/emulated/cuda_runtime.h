@@ -246,6 +246,13 @@ cudaError_t cudaLaunchKernel(void (*kernel)(Params), dim3 grid, dim3 block,
 struct Launcher {
   std::function<void(void **, dim3, dim3, size_t)> run;
 };
+template <auto kKernel> const void *launcher_of() {
+  static const Launcher one{
+      [](void **arguments, dim3 grid, dim3 block, size_t shared) {
+        cudaLaunchKernel(kKernel, grid, block, arguments, shared, nullptr);
+      }};
+  return &one;
+}
 enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;

@@ -2,22 +2,12 @@
 #define KVLATHE_FIBERS
 #include "cuda/cache/spread.cu"
 #include "cuda/decode/attend_decode.cu"
+#include "absent.h"
 
 namespace kvlathe::cuda {
 
-const void* decode_kernel_16(bool, bool, int) { return nullptr; }
 const void* decode_kernel_codes(bool, bool, int, int) { return nullptr; }
 const void* decode_kernel_alone(bool, bool, int, int) { return nullptr; }
-const void* decode_kernel_any(bool, bool, int) { return nullptr; }
-const void* decode_kernel_general(bool, bool) { return nullptr; }
-const void* decode_kernel_scored(bool) { return nullptr; }
-const void* bundled_kernel_16(bool) { return nullptr; }
-const void* bundled_kernel_codes(bool, bool, int) { return nullptr; }
-const void* bundled_kernel_general(bool) { return nullptr; }
-bool prompt_kernel_here() { return false; }
-PromptLaunch prompt_launch_of(const kvlathe_attend_decode_args&) { return {}; }
-void copy_pages(const PromptLaunch&, void*) {}
-void attend_prompts(const PromptLaunch&, void*) {}
 
 // As tests/support/gpus.py has it.
 struct Gpu {

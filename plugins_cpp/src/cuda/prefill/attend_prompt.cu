@@ -30,12 +30,6 @@ void check_prompts(const kvlathe_attend_decode_args& a, const std::vector<Head>&
   }
 }
 
-int log2_of(int x) {
-  int bits = 0;
-  while (x >> (bits + 1)) ++bits;
-  return bits;
-}
-
 // Where a lane lies in the part of its slot i.
 void set_lane(GeneralPrompts& p, int h, int i, const LaneRow& row, const kvlathe_part& part) {
   PromptHead& head = p.head[h];
