@@ -6,14 +6,16 @@ memory, which do not depend on what a model has learnt.
 
 The tokenizer is the shipped one, whose ids are the first of the 128,256; the others
 stand for words of their own, so that every answer has text. Needs torch and safetensors;
-weights are drawn on the GPU where there is one.
+weights are drawn on the GPUs where there are some, several files at a time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import shutil
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
@@ -49,7 +51,9 @@ SHAPES = {
     },
 }
 """What differs from ``CONFIG``."""
-LAYERS_A_SHARD = 4
+LAYERS_A_SHARD = 2
+AT_ONCE = 8
+"""Files that are written at a time where GPUs draw: each is in the host's memory twice."""
 SPREAD = 0.02
 """Standard deviation of a weight."""
 
@@ -82,10 +86,16 @@ def drawn(shape: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
     return values.normal_(0, SPREAD, generator=random).cpu()
 
 
-def write(folder: Path, config: dict, seed: int = 0) -> None:
+def write_shard(path: Path, shard: dict[str, tuple[int, ...]], number: int) -> None:
+    """Its number is its seed."""
+    gpus = torch.cuda.device_count()
+    device = f"cuda:{number % gpus}" if gpus else "cpu"
+    random = torch.Generator(device).manual_seed(number)
+    save_file({key: drawn(shape, random) for key, shape in shard.items()}, path)
+
+
+def write(folder: Path, config: dict) -> None:
     folder.mkdir(parents=True)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    random = torch.Generator(device).manual_seed(seed)
     width, layers = config["hidden_size"], config["num_hidden_layers"]
     ends = {
         "model.embed_tokens.weight": (config["vocab_size"], width),
@@ -99,12 +109,14 @@ def write(folder: Path, config: dict, seed: int = 0) -> None:
             for name, shape in layer_shapes(config).items():
                 shard[f"model.layers.{layer}.{name}"] = shape
         shards.append(shard)
-    places: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {key: drawn(shape, random) for key, shape in shard.items()}
-        save_file(tensors, folder / name)
-        places |= dict.fromkeys(shard, name)
+    numbers = range(1, 1 + len(shards))
+    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in numbers]
+    paths = [folder / name for name in names]
+    workers = AT_ONCE if torch.cuda.is_available() else 1
+    spawn = multiprocessing.get_context("spawn")  # a fork cannot use CUDA
+    with ProcessPoolExecutor(min(workers, len(shards)), spawn) as pool:
+        list(pool.map(write_shard, paths, shards, numbers))
+    places = {key: n for n, shard in zip(names, shards, strict=True) for key in shard}
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(config, indent=1))

@@ -1,7 +1,7 @@
 """One engine on several GPUs beside the same engine on one: decode, prefill, and bytes by
 rank.
 
-  python3 tests/bench/tensor_parallel.py CHECKPOINT --work out --ranks 1 2
+  python3 tests/bench/tensor_parallel.py CHECKPOINT --work out --ranks 1 2 4
 
 CHECKPOINT: for the 8B shape `python3 tests/bench/random_checkpoint.py out/8b`. The engine
 is built once, and loaded by LLM.load for each number of ranks in a process of its own.
