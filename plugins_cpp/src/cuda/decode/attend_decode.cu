@@ -43,25 +43,24 @@ int64_t alone_bytes(const Device& device) {
          int64_t{sizeof(AlonePartial<kMaxRank / 16, 1>)};
 }
 
-// KVLATHE_ALONE_PAIRS, where it is a number: from how many pairs for four SMs on warps attend alone,
-// at any width. Else `otherwise`.
-int64_t alone_pairs(int64_t otherwise) {
+// From how many pairs for four SMs on warps attend alone: KVLATHE_ALONE_PAIRS, where it is a number.
+int64_t alone_pairs() {
   const char* given = std::getenv("KVLATHE_ALONE_PAIRS");
-  if (!given) return otherwise;
+  if (!given) return kAlonePairs;
   char* end = nullptr;
   const int64_t number = std::strtoll(given, &end, 10);
-  return end == given || *end ? otherwise : number;
+  return end == given || *end ? kAlonePairs : number;
 }
 
 // Whether pairs are so many that each warp attends alone.
-bool many_pairs(int64_t batch, int64_t heads, int bits, const Device& device) {
-  return 4 * batch * heads >= alone_pairs(bits == 8 ? kAlonePairs8 : kAlonePairs) * device.sms;
+bool many_pairs(int64_t batch, int64_t heads, const Device& device) {
+  return 4 * batch * heads >= alone_pairs() * device.sms;
 }
 
 // Whether warps of a call with codes attend alone. Of a step with prompts `batch` counts the rows of
 // some chunks, too, which have no work in it.
-bool is_alone(const kvlathe_attend_decode_args& a, int64_t heads, int bits, const Device& device) {
-  return !a.prompts && many_pairs(a.batch, heads, bits, device) &&
+bool is_alone(const kvlathe_attend_decode_args& a, int64_t heads, const Device& device) {
+  return !a.prompts && many_pairs(a.batch, heads, device) &&
          a.workspace_bytes >= alone_bytes(device);
 }
 
@@ -268,7 +267,7 @@ void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads
     if (a.part_count == 1) with(kernel, integral_constant<int, 1>{});
     if (a.part_count == 2) with(kernel, integral_constant<int, 2>{});
     if (a.part_count == 3) with(kernel, integral_constant<int, 3>{});
-  } else if (bits && a.part_count <= 2 && is_alone(a, int64_t(heads.size()), bits, device)) {
+  } else if (bits && a.part_count <= 2 && is_alone(a, int64_t(heads.size()), device)) {
     as(decode_kernel_alone(half, wide, bits, fill), AloneParams{});
   } else if (bits && a.part_count <= 2) {
     with(decode_kernel_codes(half, wide, bits, fill), integral_constant<int, 2>{});
@@ -361,7 +360,7 @@ extern "C" int32_t kvlathe_cuda_workspace_bytes(int32_t batch, int32_t heads, in
                              "batch or heads is not positive, or bytes is null");
     const auto device = kvlathe::cuda::Device::current();
     *bytes =
-        batch && kvlathe::cuda::many_pairs(batch, heads, 4, device)
+        batch && kvlathe::cuda::many_pairs(batch, heads, device)
             ? std::max(kvlathe::cuda::workspace_bytes(device), kvlathe::cuda::alone_bytes(device))
             : kvlathe::cuda::workspace_bytes(device);
   });

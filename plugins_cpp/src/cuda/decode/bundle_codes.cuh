@@ -66,7 +66,7 @@ __device__ void add_tile_products(int32_t (&sums)[kCodeTiles][kPairs][4], uint32
   }
 }
 
-// S in base 2, as scores_of has it.
+// S in base 2, as find_scores has it.
 template <int kBits, int kOnly>
 __device__ void tile_scores_of(TileScores& s, const Slab& slab, const Chunk& chunk,
                                uint32_t codes) {

@@ -6,10 +6,10 @@
 namespace kvlathe::cuda {
 
 // Adds QK^T of kTaken steps of 16 channels to `sums`. k: where this lane's first row lies; q: where
-// the queries of the steps start.
+// the queries of the steps start. lane: of the warp.
 template <int kBits, int kTaken, int kFill>
 __device__ void add_products(int32_t (&sums)[kPairs / kFill][4], uint32_t k, int row_bytes,
-                             uint32_t q) {
+                             uint32_t q, int lane) {
   using C = Codes<kBits>;
   constexpr int kFragments = kPairs / kFill;
   constexpr int kShare = C::kIn / kTaken;  // lane columns that share a word
@@ -17,7 +17,7 @@ __device__ void add_products(int32_t (&sums)[kPairs / kFill][4], uint32_t k, int
   uint32_t b[kTaken / kTogether][kFill * kTogether];
 #pragma unroll
   for (int i = 0; i < kTaken / kTogether; ++i)
-    load_vector(b[i], q + (i * 32 + threadIdx.x % 32) * kFill * kTogether * 4);
+    load_vector(b[i], q + (i * 32 + lane) * kFill * kTogether * 4);
   if constexpr (kBits == 8) {
 #pragma unroll
     for (int p = 0; p < kPairs; p += 2) {
@@ -27,7 +27,7 @@ __device__ void add_products(int32_t (&sums)[kPairs / kFill][4], uint32_t k, int
       multiply_signed(sums[(p + 1) % kFragments], a[2], a[3], b[0][p / kFragments]);
     }
   } else {
-    const int t = threadIdx.x % 4, shift = t % kShare * kTaken * kBits;
+    const int t = lane % 4, shift = t % kShare * kTaken * kBits;
     k += t / kShare * 4;
 #pragma unroll
     for (int p = 0; p < kPairs; ++p) {
@@ -49,17 +49,16 @@ __device__ void add_products(int32_t (&sums)[kPairs / kFill][4], uint32_t k, int
 }
 
 // S in base 2. s[f][2 e + i] is of row g of block e of this lane's pair in fragment f, and of its
-// query i. kOnly: the steps of K's only group, or 0 for any groups.
-template <int kBits, int kFill, int kOnly>
-__device__ void scores_of(float (&s)[kPairs / kFill][4], const Slab& slab, const Chunk& chunk,
-                          uint32_t codes) {
+// query i.
+template <int kBits, int kFill>
+__device__ void find_scores(float (&s)[kPairs / kFill][4], const Slab& slab, const Chunk& chunk,
+                            uint32_t codes) {
   using C = Codes<kBits>;
   constexpr int kFragments = kPairs / kFill;
-  const int row_bytes = kOnly ? kOnly * C::kStepBytes : pinned(slab.row_bytes),
-            count = kOnly ? 1 : slab.groups.count;
+  const int row_bytes = pinned(slab.row_bytes), count = slab.groups.count;
   uint32_t k = chunk.k, q = codes;
-  const uint32_t constants = codes + ((kOnly ? kOnly : slab.steps_k) + count) * 128 * kFill +
-                             threadIdx.x % (4 / kFill) * 16;
+  const uint32_t constants =
+      codes + (slab.steps_k + count) * 128 * kFill + slab.lane % (4 / kFill) * 16;
 #pragma unroll
   for (int f = 0; f < kFragments; ++f) s[f][0] = s[f][1] = s[f][2] = s[f][3] = 0.f;
 #pragma unroll 1
@@ -68,14 +67,14 @@ __device__ void scores_of(float (&s)[kPairs / kFill][4], const Slab& slab, const
 #pragma unroll
     for (int f = 0; f < kFragments; ++f)
       sums[f][0] = sums[f][1] = sums[f][2] = sums[f][3] = kMagicBits;
-    const int steps = kOnly ? kOnly : slab.groups.steps(g);
+    const int steps = slab.groups.steps(g);
     uint32_t at = k;
     const auto take = [&](auto taken) {
-      add_products<kBits, decltype(taken)::value, kFill>(sums, at, row_bytes, q);
+      add_products<kBits, decltype(taken)::value, kFill>(sums, at, row_bytes, q, slab.lane);
       at += decltype(taken)::value * C::kStepBytes, q += decltype(taken)::value * 128 * kFill;
     };
     int rest = steps;
-#pragma unroll kOnly ? 4 : 1
+#pragma unroll 1
     for (; rest > C::kIn / 2; rest -= C::kIn) take(std::integral_constant<int, C::kIn>{});
     if constexpr (C::kIn > 2) {
       if (rest == 2) take(std::integral_constant<int, 2>{});
@@ -100,20 +99,6 @@ __device__ void scores_of(float (&s)[kPairs / kFill][4], const Slab& slab, const
         }
       }
     }
-  }
-}
-
-// scores_of with the commonest shapes as constants: one group of up to four steps. Their loops are
-// unrolled, and addresses become part of the instructions.
-template <int kBits, int kFill>
-__device__ void find_scores(float (&s)[kPairs / kFill][4], const Slab& slab, const Chunk& chunk,
-                            uint32_t codes) {
-  switch (slab.groups.count == 1 ? slab.steps_k : 0) {
-    case 1: return scores_of<kBits, kFill, 1>(s, slab, chunk, codes);
-    case 2: return scores_of<kBits, kFill, 2>(s, slab, chunk, codes);
-    case 3: return scores_of<kBits, kFill, 3>(s, slab, chunk, codes);
-    case 4: return scores_of<kBits, kFill, 4>(s, slab, chunk, codes);
-    default: return scores_of<kBits, kFill, 0>(s, slab, chunk, codes);
   }
 }
 

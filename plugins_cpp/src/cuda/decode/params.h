@@ -46,9 +46,8 @@ constexpr int kFineShare = (1 << 18) / kWeight;
 // none. It would start when the call before has ended, and be the last to end.
 constexpr int kSpareShare = (1 << 19) / kWeight;
 constexpr int kSpareBlocks = 32;
-// Warps attend alone from so many pairs for four SMs on (attend_alone.cuh). In 8 bit they gain less,
-// and lose at 4 K tokens (docs/performance.md).
-constexpr int kAlonePairs = 7, kAlonePairs8 = 64;
+// Warps attend alone from so many pairs for four SMs on (attend_alone.cuh; docs/performance.md).
+constexpr int kAlonePairs = 7;
 // A block with less work costs more than it saves.
 constexpr int kLeastBlockWeight = (16 << 10) / kWeight;
 // What a quantized page costs beyond its bytes, and in a general call, whose instructions take longer
