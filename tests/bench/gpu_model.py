@@ -5,10 +5,11 @@ measured.
 
     time = fixed + max(bytes / read rate, instructions / issue rate)
 
-Bytes, and the H200's times, are those of the table in docs/performance.md. The rest is
-fitted to the same table, but for the instructions of a page of 2 bit and the issue rate,
-which a profile counted. So its errors are those of a fit. How many warps fit a GPU is what the host's own code says;
-the issue rate falls with them. It is a model: nothing of it was run but the H200's rows.
+Bytes, and the H200's times, are those of the table in docs/performance.md. The rest was
+fitted to the run before it, but for the instructions of a page of 2 bit and the issue
+rate, which a profile counted. So its errors are those of a fit. How many warps fit a GPU
+is what the host's own code says; the issue rate falls with them. It is a model: nothing
+of it was run but the H200's rows.
 """
 
 from __future__ import annotations

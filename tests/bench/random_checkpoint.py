@@ -87,7 +87,7 @@ def drawn(shape: tuple[int, ...], random: torch.Generator) -> torch.Tensor:
 
 
 def write_shard(path: Path, shard: dict[str, tuple[int, ...]], number: int) -> None:
-    """Its number is its seed."""
+    """A file of weights. Its number is its seed, and says which GPU draws."""
     gpus = torch.cuda.device_count()
     device = f"cuda:{number % gpus}" if gpus else "cpu"
     random = torch.Generator(device).manual_seed(number)
@@ -112,11 +112,13 @@ def write(folder: Path, config: dict) -> None:
     numbers = range(1, 1 + len(shards))
     names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in numbers]
     paths = [folder / name for name in names]
-    workers = AT_ONCE if torch.cuda.is_available() else 1
+    workers = AT_ONCE if torch.cuda.device_count() else 1
     spawn = multiprocessing.get_context("spawn")  # a fork cannot use CUDA
     with ProcessPoolExecutor(min(workers, len(shards)), spawn) as pool:
         list(pool.map(write_shard, paths, shards, numbers))
-    places = {key: n for n, shard in zip(names, shards, strict=True) for key in shard}
+    places = {
+        key: name for name, shard in zip(names, shards, strict=True) for key in shard
+    }
     index = {"metadata": {}, "weight_map": places}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "config.json").write_text(json.dumps(config, indent=1))

@@ -21,6 +21,7 @@ from tests.native.library import Library
 from tests.support.checkpoints import FAMILIES, make_model
 from tests.support.runtime_cases import MODEL, text
 
+RANKS = (2, 4)
 NAMES = ("llama", "qwen2-g7", "qwen3", "falcon-40b", "gpt2", "olmo2")
 MOST = {"gpt2": 3, "olmo2": 2}
 """Ranks that a model takes: one a query head, or a KV head (docs/scale.md)."""
@@ -31,9 +32,6 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 CLOSE = 0.02
 """Of the largest logit: sums are rounded to 16 bit in another order."""
-
-
-RANKS = (2, 4)
 
 
 @pytest.fixture(scope="module", params=RANKS)

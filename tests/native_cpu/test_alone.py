@@ -170,6 +170,22 @@ def test_a_pair_crosses_hundreds_of_warps(
     Calls(kernels, problem, monkeypatch, sms=20).check()
 
 
+@pytest.mark.parametrize("bits", CODED)
+def test_seven_pairs_for_four_multiprocessors_are_many(
+    kernels: ctypes.CDLL, bits: Bits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In any width, where KVLATHE_ALONE_PAIRS says nothing else. One multiprocessor
+    more, and blocks attend."""
+    most = 4 * len(RANKS)  # of 7 sequences, each of so many pairs as there are heads
+    calls = Calls(kernels, problem_of(bits, [64] * 7, [1] * 7), monkeypatch, most + 1)
+    monkeypatch.delenv("KVLATHE_ALONE_PAIRS")
+    for sms, alone in ((most, 1), (most + 1, 0)):
+        kernels.become(sms)
+        args, before = calls.args(), calls.chosen()
+        calls._call("kvlathe_cuda_attend_decode", byref(args))
+        assert calls.chosen() - before == alone
+
+
 def test_only_many_pairs_of_steps_without_prompts(
     kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:

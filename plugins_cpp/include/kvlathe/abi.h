@@ -211,7 +211,7 @@ KVLATHE_API int32_t kvlathe_cuda_attend_decode(const kvlathe_attend_decode_args*
                                                kvlathe_status* status);
 
 /* Bytes of workspace that kvlathe_cuda_attend_decode may use on the current device for up to `batch`
- * sequences of `heads` lanes. Those for no sequence are enough for any call; with them many short
+ * sequences of `heads` lanes. Those for no sequence are enough for any call; with them many
  * sequences take longer. */
 KVLATHE_API int32_t kvlathe_cuda_workspace_bytes(int32_t batch, int32_t heads, int64_t* bytes,
                                                  kvlathe_status* status);

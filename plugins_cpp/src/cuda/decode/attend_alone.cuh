@@ -1,7 +1,7 @@
-// Decode attention over codes in calls of many short sequences. There a block has several pairs, a
-// pair is a (sequence, head), and where all warps of a block take one pair after the other
-// (attend_decode.cuh), most of their time is what each pair costs beside its pages: codes of its
-// queries in every warp, a barrier, and the wait for the slowest.
+// Decode attention over codes in calls of many pairs. A pair is a (sequence, head). A block has
+// several there, and where all warps of a block take one pair after the other (attend_decode.cuh),
+// most of their time is what each pair costs beside its pages: codes of its queries in every warp, a
+// barrier, and the wait for the slowest.
 //
 // So here warps attend alone. A warp takes its own share of the row of work, as a block does
 // elsewhere, and meets no other warp. It makes the codes of a pair's queries once, and writes

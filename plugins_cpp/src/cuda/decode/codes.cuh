@@ -142,11 +142,11 @@ __device__ int own_token() {
 // How this thread reads the pages of one quantized lane: where its first rows begin in a page, and
 // sizes.
 //
-// Sizes are numbers and not constants of the code, with a piece of it for each shape. Warps of one
-// multiprocessor attend heads of several ranks at a time, and the nearest cache of instructions holds
-// the code of one shape.
+// Sizes are numbers. Code with them as constants, a piece for each rank, is shorter. But warps of
+// one multiprocessor attend heads of several ranks at a time, and the nearest cache of instructions
+// would have to hold all pieces (docs/performance.md). Bundles still have pieces for K.
 struct Slab {
-  int lane;  // of the warp: to ask for it anew takes longer
+  int thread;  // this one's number in its warp: to read it anew takes longer
   int k, k_meta, v, v_meta;
   int bytes = 0;                      // of a page, in the ring; 0 while the run is a 16-bit one
   int row_bytes, meta_stride;         // of a token's K; of a channel's V metadata
@@ -158,15 +158,15 @@ struct Slab {
   __device__ void set(const P& p, int head, int part) {
     using C = Codes<kBits>;
     const auto& at = p.head[head];
-    const auto& of = at.lane[part];
+    const auto& lane = at.lane[part];
     const int l = threadIdx.x % 32, g = l / 4;
-    lane = pinned(l);
-    bytes = of.tile_bytes / of.tile_units;
-    const int gaps = bytes - of.bytes;
+    thread = pinned(l);
+    bytes = lane.tile_bytes / lane.tile_units;
+    const int gaps = bytes - lane.bytes;
     group_shift = p.part[part].groups_v;
     plain = p.page_tokens == kChunkTokens && group_shift == 6;
     steps_k = at.rank_k / 16, steps_v = at.rank_v / 16;
-    groups.set(steps_k, of.groups_k);
+    groups.set(steps_k, lane.groups_k);
     row_bytes = at.rank_k * kBits / 8;
     meta_stride = p.page_tokens >> group_shift << 2;
     if (kBits == 8) {  // this lane gives row l % 8 of matrix l / 8
@@ -174,9 +174,9 @@ struct Slab {
     } else {
       k = C::first_token(g) * row_bytes;
     }
-    k_meta = of.k_meta * 16 + gaps + own_token<kBits, kFill>() * groups.count * 4;
-    v = of.v + gaps + g * (p.page_tokens * kBits / 8) + l % 4 * C::kStepBytes;
-    v_meta = of.v_meta * 16 + gaps + g * meta_stride;
+    k_meta = lane.k_meta * 16 + gaps + own_token<kBits, kFill>() * groups.count * 4;
+    v = lane.v + gaps + g * (p.page_tokens * kBits / 8) + l % 4 * C::kStepBytes;
+    v_meta = lane.v_meta * 16 + gaps + g * meta_stride;
   }
 };
 

@@ -6,10 +6,10 @@
 namespace kvlathe::cuda {
 
 // Adds QK^T of kTaken steps of 16 channels to `sums`. k: where this lane's first row lies; q: where
-// the queries of the steps start. lane: of the warp.
+// the queries of the steps start. thread: this one's number in its warp.
 template <int kBits, int kTaken, int kFill>
 __device__ void add_products(int32_t (&sums)[kPairs / kFill][4], uint32_t k, int row_bytes,
-                             uint32_t q, int lane) {
+                             uint32_t q, int thread) {
   using C = Codes<kBits>;
   constexpr int kFragments = kPairs / kFill;
   constexpr int kShare = C::kIn / kTaken;  // lane columns that share a word
@@ -17,7 +17,7 @@ __device__ void add_products(int32_t (&sums)[kPairs / kFill][4], uint32_t k, int
   uint32_t b[kTaken / kTogether][kFill * kTogether];
 #pragma unroll
   for (int i = 0; i < kTaken / kTogether; ++i)
-    load_vector(b[i], q + (i * 32 + lane) * kFill * kTogether * 4);
+    load_vector(b[i], q + (i * 32 + thread) * kFill * kTogether * 4);
   if constexpr (kBits == 8) {
 #pragma unroll
     for (int p = 0; p < kPairs; p += 2) {
@@ -27,7 +27,7 @@ __device__ void add_products(int32_t (&sums)[kPairs / kFill][4], uint32_t k, int
       multiply_signed(sums[(p + 1) % kFragments], a[2], a[3], b[0][p / kFragments]);
     }
   } else {
-    const int t = lane % 4, shift = t % kShare * kTaken * kBits;
+    const int t = thread % 4, shift = t % kShare * kTaken * kBits;
     k += t / kShare * 4;
 #pragma unroll
     for (int p = 0; p < kPairs; ++p) {
@@ -58,7 +58,7 @@ __device__ void find_scores(float (&s)[kPairs / kFill][4], const Slab& slab, con
   const int row_bytes = pinned(slab.row_bytes), count = slab.groups.count;
   uint32_t k = chunk.k, q = codes;
   const uint32_t constants =
-      codes + (slab.steps_k + count) * 128 * kFill + slab.lane % (4 / kFill) * 16;
+      codes + (slab.steps_k + count) * 128 * kFill + slab.thread % (4 / kFill) * 16;
 #pragma unroll
   for (int f = 0; f < kFragments; ++f) s[f][0] = s[f][1] = s[f][2] = s[f][3] = 0.f;
 #pragma unroll 1
@@ -70,7 +70,7 @@ __device__ void find_scores(float (&s)[kPairs / kFill][4], const Slab& slab, con
     const int steps = slab.groups.steps(g);
     uint32_t at = k;
     const auto take = [&](auto taken) {
-      add_products<kBits, decltype(taken)::value, kFill>(sums, at, row_bytes, q, slab.lane);
+      add_products<kBits, decltype(taken)::value, kFill>(sums, at, row_bytes, q, slab.thread);
       at += decltype(taken)::value * C::kStepBytes, q += decltype(taken)::value * 128 * kFill;
     };
     int rest = steps;

@@ -62,9 +62,10 @@ struct CodeWeights {
 #pragma unroll
     for (int p = 0; p < kPairs; ++p) all[p] = threadIdx.x % 4 / 2 == half ? all[p] : 0u;
   }
-  __device__ void only(uint32_t (&x)[kPairs], int copy, int lane) const {
+  // Those that one copy of the queries meets. thread: this one's number in its warp.
+  __device__ void only(uint32_t (&x)[kPairs], int copy, int thread) const {
 #pragma unroll
-    for (int p = 0; p < kPairs; ++p) x[p] = kFill == 1 || lane / 16 == copy ? all[p] : 0u;
+    for (int p = 0; p < kPairs; ++p) x[p] = kFill == 1 || thread / 16 == copy ? all[p] : 0u;
   }
   // B sum p'. A product with ones gives it in every row, for less than adding across lanes costs.
   __device__ void total(const float (&step)[2], float (&total)[2]) const {
@@ -110,10 +111,10 @@ __device__ void add_values(SoftmaxState<kSteps, kFill>& state, const Slab& slab,
   const float less[2] = {-kMagic * worth[0], -kMagic * worth[1]};
   float total[2];
   p.total(step, total);
-  if (slab.lane < 4 / kFill) state.l[0] += total[0], state.l[1] += total[1];
+  if (slab.thread < 4 / kFill) state.l[0] += total[0], state.l[1] += total[1];
   uint32_t first[kPairs], second[kPairs];
-  p.only(first, 0, slab.lane);
-  if (kFill == 2) p.only(second, 1, slab.lane);
+  p.only(first, 0, slab.thread);
+  if (kFill == 2) p.only(second, 1, slab.thread);
 #pragma unroll
   for (int j = 0; j < kSteps / kFill; ++j) {
     if (j * kFill >= slab.steps_v) break;
@@ -123,7 +124,7 @@ __device__ void add_values(SoftmaxState<kSteps, kFill>& state, const Slab& slab,
     add_channels<kBits, false>(kBits < 8 ? lows : sums, sums, v, v_stride, first);
     if (kFill == 2 && j * kFill + 1 < slab.steps_v) {
       add_channels<kBits, true>(kBits < 8 ? lows : sums, sums, v + 16 * v_stride, v_stride, second);
-      if (slab.lane % 4 >= 2) meta += 16 * meta_stride;
+      if (slab.thread % 4 >= 2) meta += 16 * meta_stride;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
