@@ -217,6 +217,10 @@ def alike(ours: Sequence[Places], theirs: Sequence[Places]) -> float:
     return same / total
 
 
+OTHER_TOKEN = 5e-2
+"""Of the largest logit: how far one moves where another of two tokens stays."""
+
+
 def tokens_stay_as_on_the_cpu(
     ours: LLM,
     theirs: LLM,
@@ -227,16 +231,18 @@ def tokens_stay_as_on_the_cpu(
 ) -> None:
     """Prompt, ranking, sealing, decode, ranking again: the same tokens in the same
     buckets but where two are equally salient to 16 bit, and logits that are close.
-    ``of_prompt``: how close those of the prompt are, of the largest."""
+    ``of_prompt``: how close those of the prompt are, of the largest, where all tokens are
+    the same. Which of two stays is up to the processor's rounding."""
     moves = [recorded(llm) for llm in (ours, theirs)]
     found, expected = (
         llm.logits(ids, range(prompt - 1, len(ids)), prompt=prompt)
         for llm in (ours, theirs)
     )
     assert moves[0], "nothing was ranked"
-    assert alike(*moves) >= share
+    same = alike(*moves)
+    assert same >= share
     largest = np.abs(expected).max()
     difference = np.abs(found - expected)
-    assert difference[0].max() <= of_prompt * largest
+    assert difference[0].max() <= (of_prompt if same == 1 else OTHER_TOKEN) * largest
     assert np.median(difference) <= 5e-3 * largest
     assert (found.argmax(-1) == expected.argmax(-1)).mean() >= 0.95
