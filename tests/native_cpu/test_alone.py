@@ -18,6 +18,7 @@ from tests.native.codes_problem import CodesProblem
 from tests.native.library import APPENDED, OVERLAP, AttendDecodeArgs, Status
 from tests.native_cpu.test_many_buckets import on_128
 from tests.support.emulated import emulated_kernels
+from tests.support.nightly import rest_nightly
 
 RANKS = [(16, 32), (96, 16), (64, 80), (112, 128)]
 NEVER = str(1 << 30)
@@ -161,7 +162,7 @@ def test_other_shapes(
     Calls(kernels, problem, monkeypatch).check()
 
 
-@pytest.mark.parametrize("bits", CODED)
+@pytest.mark.parametrize("bits", rest_nightly(CODED, 4))
 def test_a_pair_crosses_hundreds_of_warps(
     kernels: ctypes.CDLL, bits: Bits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
