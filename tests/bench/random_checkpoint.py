@@ -52,6 +52,7 @@ SHAPES = {
 }
 """What differs from ``CONFIG``."""
 LAYERS_A_SHARD = 2
+"""Few, so that ``AT_ONCE`` files of the 70B shape fit the host."""
 AT_ONCE = 8
 """Files that are written at a time where GPUs draw: each is in the host's memory twice."""
 SPREAD = 0.02

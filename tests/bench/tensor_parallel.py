@@ -7,10 +7,10 @@ CHECKPOINT: for the 8B shape `python3 tests/bench/random_checkpoint.py out/8b`. 
 is built once, and loaded by LLM.load for each number of ranks in a process of its own.
 Decode: ``--batch`` prompts of ``--context`` tokens are computed, then ``--steps`` steps
 in which all of them decode are timed, as the engine runs them in serving: pages reserved
-and sealed, graphs, tokens sampled greedily on the GPUs. Prefill: one prompt of ``--prompt`` tokens through
-LLM.generate, to its first token. Times are of the clock: of a step the mean of
-``--steps``, of a prompt the median of five. Needs torch, GPUs
-and libkvlathe with CUDA kernels; prints one table and one JSON line.
+and sealed, graphs, tokens sampled greedily on the GPUs. Prefill: one prompt of
+``--prompt`` tokens through LLM.generate, to its first token. Times are of the clock: of a
+step the mean of ``--steps``, of a prompt the median of five. Needs torch, GPUs and
+libkvlathe with CUDA kernels; prints one table and one JSON line.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from tests.support import staged_cases
 from tests.support.observed_cases import Observation, observations
 from tests.support.ranking_laws import (
     KINDS,
+    OTHER_TOKEN,
     a_step_that_is_rolled_back_leaves_no_score,
     arena_bytes,
     moves_are_those_of_the_host,
@@ -139,7 +140,7 @@ def test_a_prompt_loses_the_rows_that_it_loses_on_the_cpu(
     ours, theirs = on_gpu(cuda, plan), staged_cases.engine(plan)
     assert isinstance(ours.session, StagedSession)
     # Its last layers have lost rows, and of two that are equally salient another one.
-    tokens_stay_as_on_the_cpu(ours, theirs, list(text(330)), 300, of_prompt=5e-2)
+    tokens_stay_as_on_the_cpu(ours, theirs, list(text(330)), 300, of_prompt=OTHER_TOKEN)
     staged_cases.the_same_rows_stay(ours, theirs)
 
 

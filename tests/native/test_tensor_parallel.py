@@ -1,5 +1,5 @@
-"""Engines on two and on four GPUs, over NCCL, beside the same engines on one: logits, text, graphs,
-and a rank that dies."""
+"""Engines on two and on four GPUs, over NCCL, beside the same engines on one: logits,
+text, graphs, and a rank that dies."""
 
 from __future__ import annotations
 

@@ -146,7 +146,7 @@ __device__ int own_token() {
 // one multiprocessor attend heads of several ranks at a time, and the nearest cache of instructions
 // would have to hold all pieces (docs/performance.md). Bundles still have pieces for K.
 struct Slab {
-  int thread;  // this one's number in its warp: to read it anew takes longer
+  int thread;  // this thread's number in its warp; reading threadIdx at each use takes longer
   int k, k_meta, v, v_meta;
   int bytes = 0;                      // of a page, in the ring; 0 while the run is a 16-bit one
   int row_bytes, meta_stride;         // of a token's K; of a channel's V metadata
