@@ -34,6 +34,17 @@ __device__ inline void copy16(uint32_t to, const void* from, bool valid) {
 #endif
 }
 
+// The same of a number.
+__device__ inline void copy4(int32_t* to, const int32_t* from, bool valid) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(to)), "l"(from),
+               "r"(valid ? 4 : 0)
+               : "memory");
+#else
+  *to = valid ? __ldg(from) : 0;
+#endif
+}
+
 __device__ inline void close_copy_group() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -24,6 +24,7 @@ struct Lone {
   Ending ending;                   // its first_block counts warps
   Runs<AloneParams::kSlots> runs;
   uint64_t barriers[kSlots];  // of its ring
+  Parked parked;
 };
 
 // Touches what a warp needs soon, as in attend_decode: the queries of its first span, and where it
@@ -39,7 +40,7 @@ __device__ void warm_up_alone(const AloneParams& p, const Span<AloneParams::kSlo
 
 // kBits: 8, 4 or 2, of all quantized parts. kFill: as in attend_decode.
 template <class E, int kSteps, int kBits, int kFill>
-__global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
+__global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
     attend_alone(const __grid_constant__ AloneParams p) {
   constexpr int kParts = AloneParams::kSlots;
   // Rings of the warps | quantized queries of the warps.
@@ -49,12 +50,14 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
   Lone& lone = lones[warp];
   if (threadIdx.x % 32 < kSlots) init_barrier(shared_address(&lone.barriers[threadIdx.x % 32]));
   const uint32_t codes = kept(shared_address(shared) + warps * p.ring_bytes + warp * p.codes_bytes);
-  Ring ring{uint32_t(kept(shared_address(shared) + warp * p.ring_bytes)), pinned(p.ring_bytes),
+  Ring ring{{},
+            uint32_t(kept(shared_address(shared) + warp * p.ring_bytes)),
+            pinned(p.ring_bytes),
             uint32_t(kept(shared_address(lone.barriers)))};
 
   const AlonePlan<kParts> plan(p);
   if (plan.any) warm_up_alone<kSteps, kFill>(p, plan.walk.span);
-  Producer<AloneParams, kBits> producer(p, plan, lone.runs, ring);
+  Producer<AloneParams, kBits, true> producer(p, plan, lone.runs, ring, lone.parked);
   if (threadIdx.x % 32 == 0)
     lone.walk = plan.walk, lone.first = plan.first, lone.ending.there = false;
   publish_barriers();
@@ -71,21 +74,27 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
   }
   SoftmaxState<kSteps, kFill> state;
   state.clear();
-  Slab slab;  // of the run being attended; it has no bytes while that is a 16-bit one
-  // Of the run being attended, as in attend_decode.
-  int part = -1, head = 0, unit = 0, last = 0, tokens = 0, units = 0, bytes = 0;
-  for (;;) {
+  Slab slab;  // of the run being attended
+  Turn turn;
+  int part = -1;  // of the run being attended
+  producer.park(turn);
+  for (;;) {  // as in attend_decode
+    producer.take_up();
     producer.fill(early);
     if (early) {
       start();
       producer.fetch_first_queries();
       early = false;
     }
+    producer.recall(turn);
+    auto& [unit, last, head, length, units, bytes, bits] = turn;
     if (unit >= last) {  // the next run
       if (++part == kParts) {
+        producer.park(turn);
         end_span<E>(p, state, lone);
         state.clear();
         part = 0;
+        producer.take_up();
       }
       if (!lone.walk.valid) break;
       head = lone.walk.span.head;
@@ -93,39 +102,48 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
       const Run run(p, lone.walk.span, part);
       const int room = ring_room(query_bytes(p, at));
       units = pinned(producer.units_of(at.lane[part]));
-      unit = run.first, last = run.last, tokens = run.length;
-      if (unit >= last) continue;
-      bytes = pinned(producer.room_of(at.lane[part]));
-      const uint32_t queries = ring.wait_oldest(room);
-      if (is_quantized(p.part[part].bits)) {
-        slab.set<kBits, kFill>(p, head, part);
-        quantize_queries<E, kBits, kFill>(codes, queries, p.group_size, at.rank_k, slab.groups,
-                                          p.scale_log2);
-      } else {
-        slab.bytes = 0;
-        for (int i = threadIdx.x % 32 * 4; i < query_bytes(p, at); i += 128)
-          store_word(codes + i, load_word(queries + i));
+      unit = run.first, last = run.last, length = run.length;
+      if (unit < last) {
+        bytes = pinned(producer.room_of(at.lane[part]));
+        bits = pinned(p.part[part].bits);
+        const uint32_t queries = ring.wait_oldest(room);
+        if (is_quantized(bits)) {
+          slab.set<kBits, kFill>(p, head, part);
+          producer.keep(slab);
+          quantize_queries<E, kBits, kFill>(codes, queries, p.group_size, at.rank_k, slab.groups,
+                                            p.scale_log2);
+        } else {
+          for (int i = threadIdx.x % 32 * 4; i < query_bytes(p, at); i += 128)
+            store_word(codes + i, load_word(queries + i));
+        }
+        ring.release_oldest<true>(room);
       }
-      ring.release_oldest<true>(room);
+      producer.park(turn);
       continue;
     }
-    if (!slab.bytes) {
+    const int taken = unit;
+    unit += units;
+    if (bits == 16) {
       const uint32_t tile = ring.wait_oldest(bytes);
-      const int rows = min(units * kRowTokens, tokens - unit * kRowTokens);
+      const int rows = min(units * kRowTokens, length - taken * kRowTokens);
+      ring.drop_oldest(bytes);
+      producer.park(turn);
       state.merge(attend_tile_apart<E, kSteps>(codes, tile, units, rows, p.group_size,
                                                p.head[head].rank_k, p.head[head].rank_v,
                                                p.scale_log2));
-      ring.release_oldest<true>(bytes);
+      fence_for_bulk_copies();
     } else {
       const uint32_t tile = ring.wait_oldest<true>(bytes);
-      const int rows = min(min(units, last - unit) * p.page_tokens, tokens - unit * p.page_tokens);
+      const int rows =
+          min(min(units, last - taken) * p.page_tokens, length - taken * p.page_tokens);
+      ring.drop_oldest(bytes);
+      producer.park(turn);
+      producer.recall(slab);
       if (slab.plain)
         attend_pages<kBits, true>(state, slab, tile, codes, p.page_tokens, rows);
       else
         attend_pages<kBits, false>(state, slab, tile, codes, p.page_tokens, rows);
-      ring.release_oldest(bytes);
     }
-    unit += units;
   }
   if (lone.ending.there) end_pair<E, kSteps, kFill>(p, lone.ending);
 }

@@ -37,17 +37,21 @@ __global__ void __launch_bounds__(kBundledWarps * 32, kBlocksPerSM)
   __shared__ Block<kParts, P::kColumns> block;
   __shared__ Runs<kParts> runs[kMaxWarps];
   __shared__ __align__(8) uint64_t barriers[kMaxWarps][kSlots];
+  __shared__ Parked parked_of[kQuantized ? kBundledWarps : 1];
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const Crew crew{int(threadIdx.x), int(blockDim.x)};
   if (kQuantized && threadIdx.x % 32 < kSlots)
     init_barrier(shared_address(&barriers[warp][threadIdx.x % 32]));
   auto* buffer = reinterpret_cast<float*>(shared + warps * p.ring_bytes);
   const uint32_t codes = kept(shared_address(buffer + p.merge_floats) + warp * p.codes_bytes);
-  Ring ring{uint32_t(kept(shared_address(shared) + warp * p.ring_bytes)), pinned(p.ring_bytes),
+  Parked& parked = parked_of[kQuantized ? kept(warp) : 0];
+  Ring ring{{},
+            uint32_t(kept(shared_address(shared) + warp * p.ring_bytes)),
+            pinned(p.ring_bytes),
             uint32_t(kept(shared_address(barriers[warp])))};
 
   const Planned<kParts> plan(p);
-  Producer<P, kBits> producer(p, plan, runs[warp], ring);
+  Producer<P, kBits, kQuantized> producer(p, plan, runs[warp], ring, parked);
   if (threadIdx.x == 0) {
     block.walk = plan.walk, block.share = plan.share, block.begin_start = plan.begin_start,
     block.ending.there = false;
@@ -62,16 +66,21 @@ __global__ void __launch_bounds__(kBundledWarps * 32, kBlocksPerSM)
   Slab slab;  // of the run being attended
   Lane16<kSteps> lane16;
   UnseenTail unseen;
-  // As in attend_decode. length: of the run's part.
-  int part = -1, head = 0, unit = 0, last = 0, length = 0, units = 0, bytes = 0;
-  bool coded = false;
-  for (;;) {
+  Turn turn;
+  int part = -1;  // of the run being attended
+  producer.park(turn);
+  for (;;) {  // as in attend_decode
+    producer.take_up();
     producer.fill(false);
+    producer.recall(turn);
+    auto& [unit, last, head, length, units, bytes, bits] = turn;
     if (unit >= last) {  // the next run
       if (++part == kParts) {
+        producer.park(turn);
         finish<E, true>(p, states, buffer, block, crew);
         for (auto& state : states) state.clear();
         part = 0;
+        producer.take_up();
       }
       if (!block.walk.valid) break;
       head = block.walk.span.head;
@@ -80,56 +89,65 @@ __global__ void __launch_bounds__(kBundledWarps * 32, kBlocksPerSM)
       const int room = ring_room(query_bytes(p, at));
       units = pinned(producer.units_of(at.lane[part]));
       unit = run.first + turn_of(part) * units, last = run.last, length = run.length;
-      if (unit >= last) continue;
-      bytes = pinned(producer.room_of(at.lane[part]));
-      coded = kQuantized && is_quantized(p.part[part].bits);
-      const int columns = columns_of(p, head, rows_in(length));
-      const uint32_t queries = ring.wait_oldest(room);
-      if constexpr (kQuantized) {
-        if (coded) {
-          slab.set<kBits, 1>(p, head, part);
+      if (unit < last) {
+        bytes = pinned(producer.room_of(at.lane[part]));
+        bits = kQuantized ? pinned(p.part[part].bits) : 16;
+        const int columns = columns_of(p, head, rows_in(length));
+        const uint32_t queries = ring.wait_oldest(room);
+        if constexpr (kQuantized) {
+          if (bits < 16) {
+            slab.set<kBits, 1>(p, head, part);
+            producer.keep(slab);
 #pragma unroll 1
-          for (int t = 0; t < kStates; ++t)
-            quantize_queries<E, kBits, 1>(codes + t * codes_bytes(1, at.rank_k, slab.groups.count),
-                                          queries + t * kMaxGroup * at.rank_k * 2,
-                                          columns - t * kMaxGroup, at.rank_k, slab.groups,
-                                          p.scale_log2);
+            for (int t = 0; t < kStates; ++t)
+              quantize_queries<E, kBits, 1>(
+                  codes + t * codes_bytes(1, at.rank_k, slab.groups.count),
+                  queries + t * kMaxGroup * at.rank_k * 2, columns - t * kMaxGroup, at.rank_k,
+                  slab.groups, p.scale_log2);
+          } else {
+            for (int i = threadIdx.x % 32 * 4; i < columns * at.rank_k * 2; i += 128)
+              store_word(codes + i, load_word(queries + i));
+          }
         } else {
-          for (int i = threadIdx.x % 32 * 4; i < columns * at.rank_k * 2; i += 128)
-            store_word(codes + i, load_word(queries + i));
+          lane16.set(queries, columns, at.rank_k, at.rank_v);
+          unseen.set(length, first_column(p, head) + threadIdx.x % 4 * 2, p.group_size);
         }
-      } else {
-        lane16.set(queries, columns, at.rank_k, at.rank_v);
-        unseen.set(length, first_column(p, head) + threadIdx.x % 4 * 2, p.group_size);
+        ring.release_oldest<kQuantized>(room);
       }
-      ring.release_oldest<kQuantized>(room);
+      producer.park(turn);
       continue;
     }
-    const uint32_t tile = coded ? ring.wait_oldest<true>(bytes) : ring.wait_oldest(bytes);
-    const int tokens = tokens_in(length);
-    if constexpr (kQuantized) {
-      if (coded) {
-        const int rows =
-            min(min(units, last - unit) * p.page_tokens, tokens - unit * p.page_tokens);
-        if (slab.plain)
-          attend_pages<kBits, true>(states, slab, tile, codes, p.page_tokens, rows);
-        else
-          attend_pages<kBits, false>(states, slab, tile, codes, p.page_tokens, rows);
-      } else {
-        const int rank_k = p.head[head].rank_k, columns = columns_of(p, head, rows_in(length));
-#pragma unroll
-        for (int t = 0; t < kStates; ++t)
-          states[t].merge(attend_bundle_apart<E, kSteps>(
-              codes + t * kMaxGroup * rank_k * 2, tile, units, tokens - unit * kRowTokens, length,
-              first_column(p, head) + t * kMaxGroup, columns - t * kMaxGroup, p.group_size, rank_k,
-              p.head[head].rank_v, p.scale_log2));
-      }
-    } else {
-      attend_tile_of_bundle<E>(states[0], lane16, unseen, tile, units, tokens - unit * kRowTokens,
-                               p.scale_log2);
-    }
-    ring.release_oldest<kQuantized>(bytes);
+    const int taken = unit, tokens = tokens_in(length);
     unit += warps * units;
+    if constexpr (!kQuantized) {
+      const uint32_t tile = ring.wait_oldest(bytes);
+      attend_tile_of_bundle<E>(states[0], lane16, unseen, tile, units, tokens - taken * kRowTokens,
+                               p.scale_log2);
+      ring.drop_oldest(bytes);
+    } else if (bits == 16) {
+      const uint32_t tile = ring.wait_oldest(bytes);
+      ring.drop_oldest(bytes);
+      producer.park(turn);
+      const int rank_k = p.head[head].rank_k, columns = columns_of(p, head, rows_in(length));
+#pragma unroll
+      for (int t = 0; t < kStates; ++t)
+        states[t].merge(attend_bundle_apart<E, kSteps>(
+            codes + t * kMaxGroup * rank_k * 2, tile, units, tokens - taken * kRowTokens, length,
+            first_column(p, head) + t * kMaxGroup, columns - t * kMaxGroup, p.group_size, rank_k,
+            p.head[head].rank_v, p.scale_log2));
+      fence_for_bulk_copies();
+    } else {
+      const uint32_t tile = ring.wait_oldest<true>(bytes);
+      const int rows =
+          min(min(units, last - taken) * p.page_tokens, tokens - taken * p.page_tokens);
+      ring.drop_oldest(bytes);
+      producer.park(turn);
+      producer.recall(slab);
+      if (slab.plain)
+        attend_pages<kBits, true>(states, slab, tile, codes, p.page_tokens, rows);
+      else
+        attend_pages<kBits, false>(states, slab, tile, codes, p.page_tokens, rows);
+    }
   }
   if (block.ending.there)
     finish_pair<E, true>(p, block.ending, reinterpret_cast<float*>(shared), crew);

@@ -256,7 +256,7 @@ void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads
   const int fill = is_quantized(bits) && a.group_size <= 4 ? 2 : 1;
   const auto as = [&](const void* kernel, auto kind) {
     body(decide(kernel, decode_params_of<decltype(kind)>(a, heads, fill), a, device,
-                most_warps(bits, fill)));
+                decltype(kind)::kAlone ? kMaxWarps : most_warps(bits, fill)));
   };
   const auto with = [&](const void* kernel, auto parts) {
     as(kernel, Params<decltype(parts)::value>{});

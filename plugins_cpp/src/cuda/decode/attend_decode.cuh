@@ -72,10 +72,12 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
     attend_decode(const __grid_constant__ Params<kParts> p) {
   // Rings of the warps | merge buffer | quantized queries of the warps.
   KVLATHE_DYNAMIC_SHARED(shared);
+  constexpr bool kQuantized = kBits < 16;
   __shared__ Block<kParts> block;
   __shared__ Runs<kParts> runs[kMaxWarps];
   __shared__ __align__(8) uint64_t barriers[kMaxWarps][kSlots];
-  constexpr bool kQuantized = kBits < 16;
+  constexpr bool kParks = kQuantized && most_warps(kBits, kFill) == kMaxWarps;
+  __shared__ Parked parked_of[kParks ? kMaxWarps : 1];
   warm_up(p);
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const Crew crew{int(threadIdx.x), int(blockDim.x)};
@@ -83,12 +85,15 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
     init_barrier(shared_address(&barriers[warp][threadIdx.x % 32]));
   auto* buffer = reinterpret_cast<float*>(shared + warps * p.ring_bytes);
   const uint32_t codes = kept(shared_address(buffer + p.merge_floats) + warp * p.codes_bytes);
-  Ring ring{uint32_t(kept(shared_address(shared) + warp * p.ring_bytes)), pinned(p.ring_bytes),
+  Parked& parked = parked_of[kParks ? kept(warp) : 0];
+  Ring ring{{},
+            uint32_t(kept(shared_address(shared) + warp * p.ring_bytes)),
+            pinned(p.ring_bytes),
             uint32_t(kept(shared_address(barriers[warp])))};
 
   const Planned<kParts> plan(p);
   if (plan.any) warm_up(p, plan.walk.span);
-  Producer<Params<kParts>, kBits> producer(p, plan, runs[warp], ring);
+  Producer<Params<kParts>, kBits, kParks> producer(p, plan, runs[warp], ring, parked);
   if (threadIdx.x == 0) {
     block.walk = plan.walk, block.share = plan.share, block.begin_start = plan.begin_start,
     block.ending.there = false;
@@ -106,12 +111,13 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
   state.clear();
   Slab slab;  // of the run being attended
   Lane16<kSteps> lane16;
-  // Of the run being attended: its part and head, the next tile, the end, tokens of the part, units
-  // of a tile, bytes of a tile, bits of a number.
-  int part = -1, head = 0, unit = 0, last = 0, tokens = 0, units = 0, bytes = 0, width = 16;
+  Turn turn;
+  int part = -1;  // of the run being attended
+  producer.park(turn);
   // One loop with one copy of the producer in it. A second copy would not fit the instruction
   // caches, which costs more than another turn of the loop.
   for (;;) {
+    producer.take_up();
     producer.fill(early);
     if (early) {
       wait_for_previous_kernel();
@@ -119,11 +125,15 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
       producer.fetch_first_queries();
       early = false;
     }
+    producer.recall(turn);
+    auto& [unit, last, head, length, units, bytes, bits] = turn;
     if (unit >= last) {  // the next run
       if (++part == kParts) {
+        producer.park(turn);
         finish<E>(p, state, buffer, block, crew);
         state.clear();
         part = 0;
+        producer.take_up();
       }
       if (!block.walk.valid) break;
       head = block.walk.span.head;
@@ -131,45 +141,55 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
       const Run run(p, block.walk.span, part);
       const int room = ring_room(query_bytes(p, at));
       units = pinned(producer.units_of(at.lane[part]));
-      unit = run.first + turn_of(part) * units, last = run.last, tokens = run.length;
-      if (unit >= last) continue;
-      bytes = pinned(producer.room_of(at.lane[part]));
-      width = kBits == 16 ? 16 : pinned(p.part[part].bits);
-      const uint32_t queries = ring.wait_oldest(room);
-      if (width == 16) {
-        slab.bytes = 0;
-        if (kQuantized) {  // in shared memory: few tiles have 16 bits, and registers are scarce
+      unit = run.first + turn_of(part) * units, last = run.last, length = run.length;
+      if (unit < last) {
+        bytes = pinned(producer.room_of(at.lane[part]));
+        bits = kBits == 16 ? 16 : pinned(p.part[part].bits);
+        const uint32_t queries = ring.wait_oldest(room);
+        if (bits < 16) {
+          with_width<kBits>(bits, [&](auto constant) {
+            constexpr int kWidth = decltype(constant)::value;
+            slab.set<kWidth, kFill>(p, head, part);
+            producer.keep(slab);
+            quantize_queries<E, kWidth, kFill>(codes, queries, p.group_size, at.rank_k, slab.groups,
+                                               p.scale_log2);
+          });
+        } else if (kQuantized) {
+          // In shared memory: few tiles have 16 bits, and registers are scarce.
           for (int i = threadIdx.x % 32 * 4; i < query_bytes(p, at); i += 128)
             store_word(codes + i, load_word(queries + i));
         } else {
           lane16.set(queries, p.group_size, at.rank_k, at.rank_v);
         }
-      } else {
-        with_width<kBits>(width, [&](auto constant) {
-          constexpr int kWidth = decltype(constant)::value;
-          slab.set<kWidth, kFill>(p, head, part);
-          quantize_queries<E, kWidth, kFill>(codes, queries, p.group_size, at.rank_k, slab.groups,
-                                             p.scale_log2);
-        });
+        ring.release_oldest<kQuantized>(room);
       }
-      ring.release_oldest<kQuantized>(room);
+      producer.park(turn);
       continue;
     }
-    if (!kQuantized || !slab.bytes) {
+    const int taken = unit;
+    unit += warps * units;
+    if constexpr (!kQuantized) {
       const uint32_t tile = ring.wait_oldest(bytes);
-      const int rows = min(units * kRowTokens, tokens - unit * kRowTokens);
-      if constexpr (kQuantized) {
-        state.merge(attend_tile_apart<E, kSteps>(codes, tile, units, rows, p.group_size,
-                                                 p.head[head].rank_k, p.head[head].rank_v,
-                                                 p.scale_log2));
-      } else {
-        attend_tile<E>(state, lane16, tile, units, rows, p.scale_log2);
-      }
-      ring.release_oldest<kQuantized>(bytes);
+      const int rows = min(units * kRowTokens, length - taken * kRowTokens);
+      attend_tile<E>(state, lane16, tile, units, rows, p.scale_log2);
+      ring.drop_oldest(bytes);
+    } else if (bits == 16) {
+      const uint32_t tile = ring.wait_oldest(bytes);
+      const int rows = min(units * kRowTokens, length - taken * kRowTokens);
+      ring.drop_oldest(bytes);
+      producer.park(turn);
+      state.merge(attend_tile_apart<E, kSteps>(codes, tile, units, rows, p.group_size,
+                                               p.head[head].rank_k, p.head[head].rank_v,
+                                               p.scale_log2));
+      fence_for_bulk_copies();
     } else {
       const uint32_t tile = ring.wait_oldest<true>(bytes);
-      const int rows = min(min(units, last - unit) * p.page_tokens, tokens - unit * p.page_tokens);
-      with_width<kBits>(width, [&](auto constant) {
+      const int rows =
+          min(min(units, last - taken) * p.page_tokens, length - taken * p.page_tokens);
+      ring.drop_oldest(bytes);
+      producer.park(turn);
+      producer.recall(slab);
+      with_width<kBits>(bits, [&](auto constant) {
         constexpr int kWidth = decltype(constant)::value;
         if (slab.plain) {
           attend_pages<kWidth, true>(state, slab, tile, codes, p.page_tokens, rows);
@@ -177,9 +197,7 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
           attend_pages<kWidth, false>(state, slab, tile, codes, p.page_tokens, rows);
         }
       });
-      ring.release_oldest(bytes);
     }
-    unit += warps * units;
   }
   if (block.ending.there) finish_pair<E>(p, block.ending, reinterpret_cast<float*>(shared), crew);
 }

@@ -163,16 +163,20 @@ __global__ void __launch_bounds__((P::kBundled ? kBundledWarps : kGeneralWarps) 
   __shared__ Block<kParts, P::kColumns> block;
   __shared__ Runs<kParts> runs[kMaxWarps];
   __shared__ __align__(8) uint64_t barriers[kMaxWarps][kSlots];
+  __shared__ Parked parked_of[P::kBundled ? kBundledWarps : kGeneralWarps];
   const int warp = threadIdx.x / 32, warps = blockDim.x / 32;
   const Crew crew{int(threadIdx.x), int(blockDim.x)};
   if (threadIdx.x % 32 < kSlots) init_barrier(shared_address(&barriers[warp][threadIdx.x % 32]));
   auto* buffer = reinterpret_cast<float*>(shared + warps * p.ring_bytes);
   const uint32_t kept = shared_address(buffer + p.merge_floats) + warp * p.codes_bytes;
-  Ring ring{shared_address(shared) + warp * p.ring_bytes, p.ring_bytes,
+  Parked& parked = parked_of[warp];
+  Ring ring{{},
+            shared_address(shared) + warp * p.ring_bytes,
+            p.ring_bytes,
             shared_address(barriers[warp])};
 
   const Planned<kParts> plan(p);
-  Producer<P, kGeneral> producer(p, plan, runs[warp], ring);
+  Producer<P, kGeneral, true> producer(p, plan, runs[warp], ring, parked);
   if (threadIdx.x == 0) {
     block.walk = plan.walk, block.share = plan.share, block.begin_start = plan.begin_start,
     block.ending.there = false;
@@ -187,19 +191,24 @@ __global__ void __launch_bounds__((P::kBundled ? kBundledWarps : kGeneralWarps) 
   CodedLane codes;
   std::conditional_t<P::kBundled, BundleHides, HiddenTokens> hidden;
   SumsOrder sums;
-  // As in attend_decode. coded: the run's tiles are pages.
-  int part = -1, head = 0, unit = 0, last = 0, tokens = 0, units = 0, bytes = 0;
+  Turn turn;
+  int part = -1;    // of the run being attended
   int in_item = 0;  // with bundles: columns of the item of work
   const auto columns = [&] { return P::kBundled ? in_item : p.group_size; };
-  bool coded = false;
-  for (;;) {
+  producer.park(turn);
+  for (;;) {  // as in attend_decode
+    producer.take_up();
     producer.fill(false);
+    producer.recall(turn);
+    auto& [unit, last, head, length, units, bytes, bits] = turn;
     if (unit >= last) {  // the next run
       if (++part == kParts) {
+        producer.park(turn);
         sums.enter(state, kept, kPlainOrder);
         finish<E, true>(p, state, buffer, block, crew);
         state.clear();
         part = 0;
+        producer.take_up();
       }
       if (!block.walk.valid) break;
       head = block.walk.span.head;
@@ -208,40 +217,45 @@ __global__ void __launch_bounds__((P::kBundled ? kBundledWarps : kGeneralWarps) 
       const int room = ring_room(query_bytes(p, at));
       units = producer.units_of(at.lane[part]);
       unit = run.first + turn_of(part) * units, last = run.last;
-      tokens = tokens_of<P>(run.length);
-      if (unit >= last) continue;
-      bytes = producer.room_of(at.lane[part]);
-      coded = is_quantized(p.part_of(head, part).bits);
-      const auto& form = p.form[p.part_in(head, part)];
-      if constexpr (P::kBundled) {
-        in_item = columns_of(p, head, rows_in(run.length));
-        hidden.load(form, block.walk.span.sequence, run.length,
-                    first_column(p, head) + threadIdx.x % 4 * 2, p.group_size);
-      } else {
-        hidden.load(form, block.walk.span.sequence);
+      length = tokens_of<P>(run.length);
+      if (unit < last) {
+        bytes = producer.room_of(at.lane[part]);
+        bits = p.part_of(head, part).bits;
+        const auto& form = p.form[p.part_in(head, part)];
+        if constexpr (P::kBundled) {
+          in_item = columns_of(p, head, rows_in(run.length));
+          hidden.load(form, block.walk.span.sequence, run.length,
+                      first_column(p, head) + threadIdx.x % 4 * 2, p.group_size);
+        } else {
+          hidden.load(form, block.walk.span.sequence);
+        }
+        const uint32_t queries = ring.wait_oldest(room);
+        if (is_quantized(bits)) {
+          codes.set(p, head, part);
+          sums.enter(state, kept, order_of_sums(codes.values.side));
+          keep_queries(kept, queries, columns(), at.rank_k, order_of_queries(codes.keys.side));
+        } else {
+          sums.enter(state, kept, kPlainOrder);
+          keep_plain_queries(kept, queries, columns(), at.rank_k);
+        }
+        ring.release_oldest<true>(room);
       }
-      const uint32_t queries = ring.wait_oldest(room);
-      if (coded) {
-        codes.set(p, head, part);
-        sums.enter(state, kept, order_of_sums(codes.values.side));
-        keep_queries(kept, queries, columns(), at.rank_k, order_of_queries(codes.keys.side));
-      } else {
-        sums.enter(state, kept, kPlainOrder);
-        keep_plain_queries(kept, queries, columns(), at.rank_k);
-      }
-      ring.release_oldest<true>(room);
+      producer.park(turn);
       continue;
     }
+    const bool coded = is_quantized(bits);
     const uint32_t tile = coded ? ring.wait_oldest<true>(bytes) : ring.wait_oldest(bytes);
     const int size = coded ? p.page_tokens : kRowTokens, first = unit * size,
-              rows = min(min(units, last - unit) * size, tokens - first);
+              rows = min(min(units, last - unit) * size, length - first);
+    unit += warps * units;
+    ring.drop_oldest(bytes);
+    producer.park(turn);
     if (coded)
       attend_pages<E>(p, state, codes, kept, tile, p.head[head].lane[part].bytes,
                       p.part_of(head, part).unit_shift, first, rows, hidden);
     else
       attend_units<E>(p, state, p.head[head], columns(), kept, tile, units, first, rows, hidden);
-    ring.release_oldest<true>(bytes);
-    unit += warps * units;
+    fence_for_bulk_copies();
   }
   if (block.ending.there)
     finish_pair<E, true>(p, block.ending, reinterpret_cast<float*>(shared), crew);

@@ -145,15 +145,18 @@ __device__ int own_token() {
 // Sizes are numbers. Code with them as constants, a piece for each rank, is shorter. But warps of
 // one multiprocessor attend heads of several ranks at a time, and the nearest cache of instructions
 // would have to hold all pieces (docs/performance.md). Bundles still have pieces for K.
-struct Slab {
+struct SlabPlaces {
   int thread;  // this thread's number in its warp; reading threadIdx at each use takes longer
   int k, k_meta, v, v_meta;
-  int bytes = 0;                      // of a page, in the ring; 0 while the run is a 16-bit one
+};
+struct SlabSizes {                    // the same in all threads
+  int bytes;                          // of a page, in the ring
   int row_bytes, meta_stride;         // of a token's K; of a channel's V metadata
   int steps_k, steps_v, group_shift;  // log2 of the tokens of a V group
-  bool plain;                         // pages of 64 tokens, each one group of V
+  int plain;                          // pages of 64 tokens, each one group of V
   Groups groups;                      // of K
-
+};
+struct Slab : SlabPlaces, SlabSizes {
   template <int kBits, int kFill, class P>
   __device__ void set(const P& p, int head, int part) {
     using C = Codes<kBits>;

@@ -4,8 +4,13 @@
 // A load that the stream of tiles must wait for queues behind all bytes on their way, which takes
 // microseconds. So page ids are asked for early: 32 tiles ahead within a run, and at the start of a
 // run for the run after it.
+//
+// Where codes are attended registers are scarce, and what the compiler spills is far away: rings
+// leave the nearest cache hardly any room. So what is not needed while a tile is attended waits in
+// shared memory (Parked), and page ids land there.
 #pragma once
 
+#include "cuda/decode/codes.cuh"
 #include "cuda/decode/schedule.cuh"
 #include "cuda/decode/tile16.cuh"
 
@@ -94,43 +99,130 @@ static __device__ __noinline__ void copy_tile_apart(uint32_t to, const char* k, 
   copy_tile(copies, to, k, v, rows);
 }
 
-// kBits: as in attend_decode.
-template <class P, int kBits>
-struct Producer {
+// What a producer knows of the run in hand. The same in all lanes.
+struct FeedState {
+  int unit = 0;         // the next tile to fetch
+  int taken = 0;        // how many of the 32 addresses that are known are fetched
+  int next_room;        // what the next thing takes in the ring: the queries, or a tile
+  int queries_due = 0;  // the next thing is the queries
+};
+struct Feed : FeedState {
+  int last = 0;    // the end of the run; nothing is left to fetch where `unit` is not below
+  int tile_room;   // of a tile in the ring
+  int tile_bytes;  // of a tile in the pool, or of a quantized page
+  int stride;      // units from one tile of this warp to its next
+  int tile_pages;  // quantized; 0 of a 16-bit run
+  int pieces, piece_bytes;  // quantized: pieces of a page's K, which are set apart in the tile
+  int fine;                 // one unit a tile
+};
+
+// The run being attended. The same in all lanes.
+struct Turn {
+  int unit = 0, last = 0;    // the next tile, the end
+  int head = 0, length = 0;  // length: of the part
+  int units = 0, bytes = 0;  // of a tile
+  int bits = 0;              // of a number
+};
+
+// What a warp needs from tile to tile, but not while it attends one.
+struct alignas(16) Parked {
+  Ring ring;
+  Feed feed;
+  Turn turn;
+  SlabSizes sizes;  // of the run being attended
+  int later_ids[32], ahead_ids[32];
+};
+
+// A page id of each lane that is asked for long before it is needed. In registers, or in shared
+// memory.
+template <bool kParks>
+struct PageIds {
+  int id;
+  __device__ explicit PageIds(int*) {}
+  __device__ void set(int value) { id = value; }
+  __device__ void ask(const int32_t* from, bool valid) { id = valid ? __ldg(from) : 0; }
+  __device__ int get() const { return id; }
+};
+template <>
+struct PageIds<true> {
+  int* ids;
+  __device__ explicit PageIds(int* ids) : ids(ids) {}
+  __device__ int& own() const { return ids[threadIdx.x % 32]; }
+  __device__ void set(int value) { own() = value; }
+  // It is there when the copy group that is closed next has ended.
+  __device__ void ask(const int32_t* from, bool valid) { copy4(&own(), from, valid); }
+  __device__ int get() const { return own(); }
+};
+
+// kBits: as in attend_decode. kParks: ring, feed and turn wait in shared memory while a tile is
+// attended.
+template <class P, int kBits, bool kParks>
+struct Producer : Feed {
   static constexpr int kParts = P::kSlots;
   static constexpr bool kQuantized = kBits < 16, kPieces = kBits == 8 || kBits == 0;
   const P& p;
   Ring& ring;
   Runs<kParts>& runs;
-  bool fine;  // one unit a tile
-
-  // The run in hand.
-  bool any = false, queries_due = false;
-  bool bulk;                // it is quantized: its pages come by bulk copies
-  int unit, last;           // the next tile to fetch, the end of the run
-  int tile_room;            // of a tile in the ring
-  int tile_bytes;           // of a tile in the pool, or of a quantized page
-  int stride;               // units from one tile of this warp to its next
-  int tile_pages;           // quantized
-  int pieces, piece_bytes;  // quantized: pieces of a page's K, which are set apart in the tile
-  int next_room;            // what the next thing takes in the ring: the queries, or a tile
-  Copies copies;            // where all parts are 16 bit
+  Parked& parked;  // where kParks
+  Copies copies;   // where all parts are 16 bit
 
   // Addresses are worked out for 32 tiles at a time, or for 32 quantized pages: one for each lane.
-  const char* from;  // where this lane's tile or page begins; 16 bit: its K
-  int delta_v;       // 16 bit: from there to V
-  int taken;         // how many of the 32 are fetched
-  int later_id;      // the page id of what is this lane's after the 32
-  int ahead_id;      // the page id of what is this lane's in the run ahead
+  const char* from;           // where this lane's tile or page begins; 16 bit: its K
+  int delta_v;                // 16 bit: from there to V
+  PageIds<kParks> later_ids;  // of what is this lane's after the 32
+  PageIds<kParks> ahead_ids;  // of what is this lane's in the run ahead
 
-  __device__ Producer(const P& p, const Planned<kParts>& plan, Runs<kParts>& runs, Ring& ring)
-      : p(p), ring(ring), runs(runs), fine(plan.share < kFineShare) {
+  __device__ Producer(const P& p, const Planned<kParts>& plan, Runs<kParts>& runs, Ring& ring,
+                      Parked& parked)
+      : p(p),
+        ring(ring),
+        runs(runs),
+        parked(parked),
+        later_ids(parked.later_ids),
+        ahead_ids(parked.ahead_ids) {
+    fine = plan.share < kFineShare;
     Runs<kParts> ahead{plan.walk, -1};
     look_ahead(ahead, &plan);
-    if (threadIdx.x % 32 == 0)
+    if (threadIdx.x % 32 == 0) {
       runs.first_sequence = runs.walk.span.sequence, runs.first_head = runs.walk.span.head;
+      if (kParks) parked.ring = ring;
+    }
     __syncwarp();
+    if (kParks) {
+      close_copy_group();
+      wait_copy_groups<0>();
+    }
     take();
+  }
+
+  // Leaves ring, feed and turn in shared memory, if this producer parks. Whole warp.
+  __device__ void park(const Turn& turn) {
+    if constexpr (kParks) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) {
+        static_cast<RingState&>(parked.ring) = ring;
+        static_cast<FeedState&>(parked.feed) = *this;
+        parked.turn = turn;
+      }
+    }
+  }
+  // Takes ring and feed up again. All lanes have read what the ring has dropped.
+  __device__ void take_up() {
+    __syncwarp();
+    if constexpr (kParks) {
+      ring = parked.ring;
+      static_cast<Feed&>(*this) = parked.feed;
+    }
+  }
+  __device__ void recall(Turn& turn) const {
+    if constexpr (kParks) turn = parked.turn;
+  }
+  // The sizes of the run being attended.
+  __device__ void keep(const SlabSizes& sizes) const {
+    if (kParks && threadIdx.x % 32 == 0) parked.sizes = sizes;
+  }
+  __device__ void recall(SlabSizes& sizes) const {
+    if constexpr (kParks) sizes = parked.sizes;
   }
 
   __device__ int units_of(const LaneParams& lane) const { return fine ? 1 : lane.tile_units; }
@@ -142,11 +234,14 @@ struct Producer {
     const PartParams& at = p.part_of(head, part);
     return at.units_per_page == 1 ? unit : int(__umulhi(unit, at.units_per_page_magic));
   }
-  __device__ int load_id(int head, int part, int sequence, int own, int last) const {
+  // Asks for the page id of unit `own` of a part, if it is below `last`.
+  __device__ void ask(PageIds<kParks>& ids, int head, int part, int sequence, int own,
+                      int last) const {
     const PartParams& at = p.part_of(head, part);
-    return own < last ? __ldg(at.page_table + int64_t{sequence} * at.table_stride +
-                              page_of(head, part, own))
-                      : 0;
+    const bool valid = own < last;
+    ids.ask(at.page_table + int64_t{sequence} * at.table_stride +
+                (valid ? page_of(head, part, own) : 0),
+            valid);
   }
 
   // log2 of the pages of a tile, each of which takes a lane.
@@ -184,10 +279,11 @@ struct Producer {
     if (walk.valid) {
       const int own = own_unit(ahead.unit, step, lanes);
       bool known = false;
-      if (plan && plan->is_first(walk.span, ahead.part))
-        ahead_id = plan->id_of(page_of(walk.span.head, ahead.part, own), known);
-      if (!known)
-        ahead_id = load_id(walk.span.head, ahead.part, walk.span.sequence, own, ahead.last);
+      if (plan && plan->is_first(walk.span, ahead.part)) {
+        const int id = plan->id_of(page_of(walk.span.head, ahead.part, own), known);
+        if (known) ahead_ids.set(id);
+      }
+      if (!known) ask(ahead_ids, walk.span.head, ahead.part, walk.span.sequence, own, ahead.last);
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) runs = ahead;
@@ -197,31 +293,37 @@ struct Producer {
   // Makes the run ahead the one in hand.
   __device__ void take() {
     Runs<kParts> ahead = runs;
-    any = ahead.walk.valid;
-    if (!any) return;
-    ahead.now_sequence = ahead.walk.span.sequence, ahead.now_head = ahead.walk.span.head,
-    ahead.now_part = ahead.part;
-    ahead.now_length = ahead.length;
-    unit = ahead.unit, last = ahead.last;
-    queries_due = true;
-    next_room = ring_room(query_bytes(p, p.head[ahead.now_head]));
-    const auto& at = p.head[ahead.now_head];
-    const LaneParams& lane = at.lane[ahead.part];
-    const int units = units_of(lane), id = ahead_id;
-    bulk = kQuantized && is_quantized(p.part_of(ahead.now_head, ahead.part).bits);
-    stride = pinned(warps_of<P>() * units);
-    tile_bytes = pinned(bulk ? lane.bytes : lane.bytes * units);
-    tile_room = pinned(room_of(lane));
-    if (bulk) {
-      tile_pages = units;
-      pieces = kPieces && p.part_of(ahead.now_head, ahead.part).bits == 8
-                   ? p.page_tokens / kPieceTokens
-                   : 0;
-      piece_bytes = kPieceTokens * at.rank_k;
+    if (!ahead.walk.valid) {
+      unit = last = 0;
+    } else {
+      ahead.now_sequence = ahead.walk.span.sequence, ahead.now_head = ahead.walk.span.head,
+      ahead.now_part = ahead.part;
+      ahead.now_length = ahead.length;
+      unit = ahead.unit, last = ahead.last;
+      queries_due = true;
+      next_room = ring_room(query_bytes(p, p.head[ahead.now_head]));
+      const auto& at = p.head[ahead.now_head];
+      const LaneParams& lane = at.lane[ahead.part];
+      const int units = units_of(lane), bits = p.part_of(ahead.now_head, ahead.part).bits;
+      const bool bulk = kQuantized && is_quantized(bits);
+      stride = pinned(warps_of<P>() * units);
+      tile_bytes = pinned(bulk ? lane.bytes : lane.bytes * units);
+      tile_room = pinned(room_of(lane));
+      tile_pages = bulk ? units : 0;
+      if (bulk) {
+        pieces = kPieces && bits == 8 ? p.page_tokens / kPieceTokens : 0;
+        piece_bytes = kPieceTokens * at.rank_k;
+      }
+      if (!kQuantized) copies.set(at.rank_k, at.rank_v, units);
+      // They were asked for before the queries of the run that ends here, and a tile came after.
+      if constexpr (kParks) wait_copy_groups<1>();
+      locate(ahead_ids.get(), ahead.now_sequence, ahead.now_head, ahead.now_part);
+      look_ahead(ahead);
     }
-    if (!kQuantized) copies.set(at.rank_k, at.rank_v, units);
-    locate(id, ahead.now_sequence, ahead.now_head, ahead.now_part);
-    look_ahead(ahead);
+    if constexpr (kParks) {
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) parked.feed = *this;
+    }
   }
 
   // Turns the page ids of the next 32 into addresses, and asks for those of the 32 after them.
@@ -230,25 +332,25 @@ struct Producer {
     const LaneParams& lane = at.lane[part];
     const int lanes = lanes_of(head, part, lane), own = own_unit(unit, stride, lanes);
     from = p.pool + page_id * p.part_of(head, part).page_stride + lane.k;
-    if (!bulk) {
+    if (!tile_pages) {
       const int in_page = own - page_of(head, part, own) * p.part_of(head, part).units_per_page;
       from += in_page * (at.rank_k * 2 * kRowTokens);
       delta_v = lane.v - lane.k + in_page * (at.rank_v - at.rank_k) * 2 * kRowTokens;
     }
-    later_id = load_id(head, part, sequence, own + (32 >> lanes) * stride, last);
+    ask(later_ids, head, part, sequence, own + (32 >> lanes) * stride, last);
     taken = 0;
   }
 
   // Whether the kernel before this one writes nothing of the next tile: with KVLATHE_APPENDED it
   // writes the last row of a 16-bit part at most.
   __device__ bool steady() const {
-    return bulk || (!kQuantized && runs.now_length - unit * kRowTokens > copies.tokens);
+    return tile_pages || (!kQuantized && runs.now_length - unit * kRowTokens > copies.tokens);
   }
 
   // Asks for all that the ring has room for. If `early`, only for steady tiles of the first run:
   // its queries are not there yet.
   __device__ void fill(bool early) {
-    while (any) {
+    while (unit < last) {
       if (early && (queries_due ? ring.tiles != 0 : !steady())) return;
       const uint32_t to = ring.place(next_room);
       if (!to) return;
@@ -265,7 +367,9 @@ struct Producer {
       if (unit >= last) {
         take();
       } else if (taken == 32) {
-        locate(later_id, runs.now_sequence, runs.now_head, runs.now_part);
+        // They were asked for 16 tiles ago or more, of which the ring still waits for a few.
+        if constexpr (kParks) wait_copy_groups<kMostTiles>();
+        locate(later_ids.get(), runs.now_sequence, runs.now_head, runs.now_part);
       }
     }
   }
@@ -342,7 +446,7 @@ struct Producer {
   }
 
   __device__ void fetch(uint32_t to) {
-    if (bulk) return fetch_pages(to);
+    if (tile_pages) return fetch_pages(to);
     const char* k =
         reinterpret_cast<const char*>(__shfl_sync(~0u, reinterpret_cast<uint64_t>(from), taken));
     const char* v = k + __shfl_sync(~0u, delta_v, taken);

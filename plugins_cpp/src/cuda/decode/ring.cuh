@@ -14,14 +14,16 @@ constexpr int kMostCopies = 8;  // 512-byte copies of K, and of V, in a 16-bit t
 // Tiles start at multiples of 512 bytes: the swizzle's pattern.
 __host__ __device__ inline int ring_room(int bytes) { return (bytes + 511) & ~511; }
 
-struct Ring {
-  uint32_t base;
-  int size;
-  uint32_t barriers;       // [kSlots], one a tile; used by bulk copies only
+struct RingState {
   int head = 0, tail = 0;  // where the next tile goes; where the oldest lies
   int used = 0, tiles = 0;
   int slot = 0;         // of the oldest tile
   uint32_t phases = 0;  // bit i: the parity that ends the next wait on barrier i
+};
+struct Ring : RingState {
+  uint32_t base;
+  int size;
+  uint32_t barriers;  // [kSlots], one a tile; used by bulk copies only
 
   // A tile never wraps, so that its addresses are plain. The rest of the ring stays empty instead,
   // and counts as used.
@@ -74,15 +76,20 @@ struct Ring {
     return base + start(tail, bytes);
   }
 
+  // Forgets the oldest tile. Its room may be filled again when all lanes have read it.
+  __device__ void drop_oldest(int bytes) {
+    used -= cost(tail, bytes);
+    tail = start(tail, bytes) + bytes;
+    slot = (slot + 1) & (kSlots - 1);
+    if (--tiles == 0) head = tail = used = 0;  // any tile fits an empty ring
+  }
+
   // kOrdinary: ordinary instructions reached what lay here, and bulk copies may write there next.
   template <bool kOrdinary = false>
   __device__ void release_oldest(int bytes) {
     if (kOrdinary) fence_for_bulk_copies();
     __syncwarp();
-    used -= cost(tail, bytes);
-    tail = start(tail, bytes) + bytes;
-    slot = (slot + 1) & (kSlots - 1);
-    if (--tiles == 0) head = tail = used = 0;  // any tile fits an empty ring
+    drop_oldest(bytes);
   }
 };
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #define copy16 ptx_copy16
+#define copy4 ptx_copy4
 #define multiply_signed ptx_multiply_signed
 #define multiply_unsigned ptx_multiply_unsigned
 #define load_matrices ptx_load_matrices
@@ -18,6 +19,7 @@
 #define exp2_fast ptx_exp2_fast
 #include_next "cuda/device.cuh"
 #undef copy16
+#undef copy4
 #undef multiply_signed
 #undef multiply_unsigned
 #undef load_matrices
@@ -40,6 +42,7 @@ inline void copy16(uint32_t to, const void *from, bool valid) {
   else
     std::memset(memory + to, 0, 16);
 }
+inline void copy4(int32_t *to, const int32_t *from, bool valid) { *to = valid ? *from : 0; }
 inline uint32_t with_bits(uint32_t x, uint32_t mask, uint32_t bits) {
   return (x & mask) | bits;
 }
