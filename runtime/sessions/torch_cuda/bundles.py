@@ -10,7 +10,7 @@ from kvlathe.runtime.native.room import check_layers
 
 MOST_BUNDLED = MAX_BUNDLE
 """Rows of a bundle at most. 1: none."""
-ROWS_THAT_PAY = 4
+ROWS_THAT_PAY = 3
 """Rows of a sequence, on the mean of those without a prompt chunk, from which bundles are
 faster. The kernel of bundles takes single rows, too, but more slowly than theirs
 (docs/native.md)."""
