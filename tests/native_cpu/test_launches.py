@@ -34,8 +34,8 @@ STATIC = {True: 2944, False: 1920}
 """Bytes of static shared memory of the kernels of decode attention as compiled, from
 9.0 on and before it. cuobjdump --dump-resource-usage says them."""
 OF_CODES = {False: 3328, True: 2432}
-"""What those for codes take beside that at most, alone and with bundles: what each warp
-parks there."""
+"""What those for codes take beside that at most, of single rows and with bundles: what
+each warp parks there."""
 OF_BUNDLES = 512
 """What those of calls with bundles take beside that."""
 MIXED = [(16, 96), (96, 16), (32, 48), (64, 64), (48, 32), (80, 16), (16, 16), (96, 96)]

@@ -121,21 +121,20 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
       producer.park(turn);
       continue;
     }
-    const int taken = unit;
+    const int now = unit;
     unit += units;
     if (bits == 16) {
       const uint32_t tile = ring.wait_oldest(bytes);
-      const int rows = min(units * kRowTokens, length - taken * kRowTokens);
+      const int rows = min(units * kRowTokens, length - now * kRowTokens);
       ring.drop_oldest(bytes);
       producer.park(turn);
       state.merge(attend_tile_apart<E, kSteps>(codes, tile, units, rows, p.group_size,
                                                p.head[head].rank_k, p.head[head].rank_v,
                                                p.scale_log2));
-      fence_for_bulk_copies();
+      fence_for_bulk_copies();  // which fill the room that was read by ordinary instructions
     } else {
       const uint32_t tile = ring.wait_oldest<true>(bytes);
-      const int rows =
-          min(min(units, last - taken) * p.page_tokens, length - taken * p.page_tokens);
+      const int rows = min(min(units, last - now) * p.page_tokens, length - now * p.page_tokens);
       ring.drop_oldest(bytes);
       producer.park(turn);
       producer.recall(slab);

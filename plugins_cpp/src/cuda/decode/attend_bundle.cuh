@@ -117,11 +117,11 @@ __global__ void __launch_bounds__(kBundledWarps * 32, kBlocksPerSM)
       producer.park(turn);
       continue;
     }
-    const int taken = unit, tokens = tokens_in(length);
+    const int now = unit, tokens = tokens_in(length);
     unit += warps * units;
     if constexpr (!kQuantized) {
       const uint32_t tile = ring.wait_oldest(bytes);
-      attend_tile_of_bundle<E>(states[0], lane16, unseen, tile, units, tokens - taken * kRowTokens,
+      attend_tile_of_bundle<E>(states[0], lane16, unseen, tile, units, tokens - now * kRowTokens,
                                p.scale_log2);
       ring.drop_oldest(bytes);
     } else if (bits == 16) {
@@ -132,14 +132,13 @@ __global__ void __launch_bounds__(kBundledWarps * 32, kBlocksPerSM)
 #pragma unroll
       for (int t = 0; t < kStates; ++t)
         states[t].merge(attend_bundle_apart<E, kSteps>(
-            codes + t * kMaxGroup * rank_k * 2, tile, units, tokens - taken * kRowTokens, length,
+            codes + t * kMaxGroup * rank_k * 2, tile, units, tokens - now * kRowTokens, length,
             first_column(p, head) + t * kMaxGroup, columns - t * kMaxGroup, p.group_size, rank_k,
             p.head[head].rank_v, p.scale_log2));
-      fence_for_bulk_copies();
+      fence_for_bulk_copies();  // which fill the room that was read by ordinary instructions
     } else {
       const uint32_t tile = ring.wait_oldest<true>(bytes);
-      const int rows =
-          min(min(units, last - taken) * p.page_tokens, tokens - taken * p.page_tokens);
+      const int rows = min(min(units, last - now) * p.page_tokens, tokens - now * p.page_tokens);
       ring.drop_oldest(bytes);
       producer.park(turn);
       producer.recall(slab);

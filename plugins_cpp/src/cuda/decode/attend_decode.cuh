@@ -76,6 +76,7 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
   __shared__ Block<kParts> block;
   __shared__ Runs<kParts> runs[kMaxWarps];
   __shared__ __align__(8) uint64_t barriers[kMaxWarps][kSlots];
+  // Where a block has fewer warps, each has registers enough.
   constexpr bool kParks = kQuantized && most_warps(kBits, kFill) == kMaxWarps;
   __shared__ Parked parked_of[kParks ? kMaxWarps : 1];
   warm_up(p);
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
         if (bits < 16) {
           with_width<kBits>(bits, [&](auto constant) {
             constexpr int kWidth = decltype(constant)::value;
-            slab.set<kWidth, kFill>(p, head, part);
+            slab.set<kWidth, kFill>(p, turn.head, part);
             producer.keep(slab);
             quantize_queries<E, kWidth, kFill>(codes, queries, p.group_size, at.rank_k, slab.groups,
                                                p.scale_log2);
@@ -166,26 +167,25 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
       producer.park(turn);
       continue;
     }
-    const int taken = unit;
+    const int now = unit;
     unit += warps * units;
     if constexpr (!kQuantized) {
       const uint32_t tile = ring.wait_oldest(bytes);
-      const int rows = min(units * kRowTokens, length - taken * kRowTokens);
+      const int rows = min(units * kRowTokens, length - now * kRowTokens);
       attend_tile<E>(state, lane16, tile, units, rows, p.scale_log2);
       ring.drop_oldest(bytes);
     } else if (bits == 16) {
       const uint32_t tile = ring.wait_oldest(bytes);
-      const int rows = min(units * kRowTokens, length - taken * kRowTokens);
+      const int rows = min(units * kRowTokens, length - now * kRowTokens);
       ring.drop_oldest(bytes);
       producer.park(turn);
       state.merge(attend_tile_apart<E, kSteps>(codes, tile, units, rows, p.group_size,
                                                p.head[head].rank_k, p.head[head].rank_v,
                                                p.scale_log2));
-      fence_for_bulk_copies();
+      fence_for_bulk_copies();  // which fill the room that was read by ordinary instructions
     } else {
       const uint32_t tile = ring.wait_oldest<true>(bytes);
-      const int rows =
-          min(min(units, last - taken) * p.page_tokens, length - taken * p.page_tokens);
+      const int rows = min(min(units, last - now) * p.page_tokens, length - now * p.page_tokens);
       ring.drop_oldest(bytes);
       producer.park(turn);
       producer.recall(slab);

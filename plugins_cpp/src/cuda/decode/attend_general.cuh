@@ -255,7 +255,7 @@ __global__ void __launch_bounds__((P::kBundled ? kBundledWarps : kGeneralWarps) 
                       p.part_of(head, part).unit_shift, first, rows, hidden);
     else
       attend_units<E>(p, state, p.head[head], columns(), kept, tile, units, first, rows, hidden);
-    fence_for_bulk_copies();
+    fence_for_bulk_copies();  // which fill the room that was read by ordinary instructions
   }
   if (block.ending.there)
     finish_pair<E, true>(p, block.ending, reinterpret_cast<float*>(shared), crew);

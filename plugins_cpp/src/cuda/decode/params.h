@@ -26,7 +26,8 @@ constexpr int kPieceTokens = 16, kPieceGap = 16;
 #endif
 constexpr int kMaxWarps = KVLATHE_WARPS;
 // Warps of a block of attend_decode<.., kBits, kFill>. 8-bit tiles are so large that shared memory
-// holds the rings of fewer warps. The registers of the others then serve loads on their way.
+// holds the rings of fewer warps. The registers of the others then serve loads on their way. Warps
+// that attend alone (attend_alone.cuh) are kMaxWarps at every width.
 __host__ __device__ constexpr int most_warps(int bits, int fill) {
   return bits == 8 && fill == 2 ? kMaxWarps * 3 / 4 : kMaxWarps;
 }

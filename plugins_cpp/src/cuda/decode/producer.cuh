@@ -99,7 +99,9 @@ static __device__ __noinline__ void copy_tile_apart(uint32_t to, const char* k, 
   copy_tile(copies, to, k, v, rows);
 }
 
-// What a producer knows of the run in hand. The same in all lanes.
+// What a producer knows of the run in hand. The same in all lanes. FeedState is what changes from tile
+// to tile, and is parked each time. The rest is set once a run, by take(), which parks it. Flags are
+// whole words here and below, because words load together.
 struct FeedState {
   int unit = 0;         // the next tile to fetch
   int taken = 0;        // how many of the 32 addresses that are known are fetched
@@ -129,7 +131,7 @@ struct alignas(16) Parked {
   Ring ring;
   Feed feed;
   Turn turn;
-  SlabSizes sizes;  // of the run being attended
+  SlabSizes sizes;  // of the run being attended; general calls have no use for it
   int later_ids[32], ahead_ids[32];
 };
 
@@ -149,8 +151,11 @@ struct PageIds<true> {
   __device__ explicit PageIds(int* ids) : ids(ids) {}
   __device__ int& own() const { return ids[threadIdx.x % 32]; }
   __device__ void set(int value) { own() = value; }
-  // It is there when the copy group that is closed next has ended.
-  __device__ void ask(const int32_t* from, bool valid) { copy4(&own(), from, valid); }
+  // It is there when the copy group that is closed next has ended. A lane that has nothing to ask for
+  // leaves what it has: a copy of zeros might land after the copy that is asked for next.
+  __device__ void ask(const int32_t* from, bool valid) {
+    if (valid) copy4(&own(), from);
+  }
   __device__ int get() const { return own(); }
 };
 
@@ -188,7 +193,7 @@ struct Producer : Feed {
       if (kParks) parked.ring = ring;
     }
     __syncwarp();
-    if (kParks) {
+    if (kParks) {  // for the first page ids: nothing came after them
       close_copy_group();
       wait_copy_groups<0>();
     }
@@ -206,7 +211,8 @@ struct Producer : Feed {
       }
     }
   }
-  // Takes ring and feed up again. All lanes have read what the ring has dropped.
+  // Takes ring and feed up again. From here on fill() may overwrite what the ring has dropped: all
+  // lanes have read it. So it is called in each turn of a loop, also where nothing is parked.
   __device__ void take_up() {
     __syncwarp();
     if constexpr (kParks) {
@@ -315,7 +321,8 @@ struct Producer : Feed {
         piece_bytes = kPieceTokens * at.rank_k;
       }
       if (!kQuantized) copies.set(at.rank_k, at.rank_v, units);
-      // They were asked for before the queries of the run that ends here, and a tile came after.
+      // The page ids are in the copy group of the queries of the run that ends here, and a tile's
+      // group came after it. On GPUs without bulk copies this waits for tiles, too.
       if constexpr (kParks) wait_copy_groups<1>();
       locate(ahead_ids.get(), ahead.now_sequence, ahead.now_head, ahead.now_part);
       look_ahead(ahead);
@@ -367,7 +374,7 @@ struct Producer : Feed {
       if (unit >= last) {
         take();
       } else if (taken == 32) {
-        // They were asked for 16 tiles ago or more, of which the ring still waits for a few.
+        // The page ids were asked for 16 tiles ago or more, each of which closed a copy group.
         if constexpr (kParks) wait_copy_groups<kMostTiles>();
         locate(later_ids.get(), runs.now_sequence, runs.now_head, runs.now_part);
       }

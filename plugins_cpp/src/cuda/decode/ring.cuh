@@ -14,6 +14,7 @@ constexpr int kMostCopies = 8;  // 512-byte copies of K, and of V, in a 16-bit t
 // Tiles start at multiples of 512 bytes: the swizzle's pattern.
 __host__ __device__ inline int ring_room(int bytes) { return (bytes + 511) & ~511; }
 
+// RingState is what changes from tile to tile.
 struct RingState {
   int head = 0, tail = 0;  // where the next tile goes; where the oldest lies
   int used = 0, tiles = 0;
@@ -76,7 +77,8 @@ struct Ring : RingState {
     return base + start(tail, bytes);
   }
 
-  // Forgets the oldest tile. Its room may be filled again when all lanes have read it.
+  // Forgets the oldest tile, which may still be read: its room is filled after the next
+  // Producer::take_up().
   __device__ void drop_oldest(int bytes) {
     used -= cost(tail, bytes);
     tail = start(tail, bytes) + bytes;

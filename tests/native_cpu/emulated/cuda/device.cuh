@@ -42,7 +42,7 @@ inline void copy16(uint32_t to, const void *from, bool valid) {
   else
     std::memset(memory + to, 0, 16);
 }
-inline void copy4(int32_t *to, const int32_t *from, bool valid) { *to = valid ? *from : 0; }
+inline void copy4(int32_t *to, const int32_t *from) { *to = *from; }
 inline uint32_t with_bits(uint32_t x, uint32_t mask, uint32_t bits) {
   return (x & mask) | bits;
 }
