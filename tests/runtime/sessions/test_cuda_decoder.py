@@ -212,9 +212,9 @@ def test_pages_are_read_under_append_only_where_it_writes_one_row_a_sequence(
     }
 
 
-@pytest.mark.parametrize(("each", "bundled"), [(4, True), (3, False), (1, False)])
+@pytest.mark.parametrize(("each", "bundled"), [(3, True), (2, False), (1, False)])
 @pytest.mark.parametrize("chunks", [0, 1, 3])
-def test_rows_are_bundled_where_sequences_bring_four(
+def test_rows_are_bundled_where_sequences_bring_three(
     each: int, bundled: bool, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever prompts come in the same step."""
