@@ -162,7 +162,7 @@ def test_other_shapes(
     Calls(kernels, problem, monkeypatch).check()
 
 
-@pytest.mark.parametrize("bits", rest_nightly(CODED, 4))
+@pytest.mark.parametrize("bits", rest_nightly(CODED))
 def test_a_pair_crosses_hundreds_of_warps(
     kernels: ctypes.CDLL, bits: Bits, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -235,6 +235,7 @@ def test_headers_that_are_named_later_are_taken(tmp_path: Path) -> None:
     assert f"{headers}" in later, "and kept"
 
 
+@pytest.mark.nightly
 def test_cuda_kernels_that_cannot_be_built_are_no_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -205,7 +205,7 @@ def perplexity(tier: Tier | None) -> float:
     return sum((text_sums(llm, window) for window in windows), Sums()).perplexity
 
 
-@pytest.mark.parametrize("bits", rest_nightly(CODED[1:], 4))
+@pytest.mark.parametrize("bits", rest_nightly(CODED[1:]))
 def test_products_of_codes_cost_no_more_than_dequantizing(bits: Bits) -> None:
     """At 8 bit nothing to speak of; at 4 bit what the same codes cost when they are
     dequantized, in either form."""

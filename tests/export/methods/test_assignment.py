@@ -136,7 +136,7 @@ def small(seed: int, windowed: bool = True, paired: bool = False) -> Priced:
 
 
 @pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("share", [0.15, 0.3, 0.6])
+@pytest.mark.parametrize("share", rest_nightly([0.15, 0.3, 0.6], 0.3))
 def test_the_choice_is_the_best_of_all_formats_and_windows(
     share: float, paired: bool
 ) -> None:

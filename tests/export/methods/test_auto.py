@@ -257,6 +257,7 @@ def test_losses_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     np.testing.assert_array_equal(again.window_loss, first.window_loss)
 
 
+@pytest.mark.nightly
 def test_a_search_scores_other_methods_beside_its_own_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

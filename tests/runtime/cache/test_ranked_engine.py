@@ -56,7 +56,7 @@ def own_llm(plan: CompressionPlan, size: int = 1 << 26) -> LLM:
     return engine_of(plan, TorchSession(made, size), size)
 
 
-@pytest.mark.parametrize("kind", rest_nightly(RANKED, "budget", "sealed budget"))
+@pytest.mark.parametrize("kind", rest_nightly(RANKED, "sealed budget"))
 def test_the_exported_engine_is_the_decoder(kind: str) -> None:
     ids, rows = list(text(420)), range(299, 420)
     found = [llm(backend, kind).logits(ids, rows, prompt=300) for backend in BACKENDS]

@@ -291,6 +291,7 @@ print("bye")
 """
 
 
+@pytest.mark.nightly
 def test_the_interpreter_ends_while_an_engine_runs() -> None:
     done = subprocess.run(
         [sys.executable, "-c", EXIT],

@@ -155,7 +155,7 @@ def test_requests_wait_for_room_and_answers_do_not_change() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", rest_nightly(["split", "sealed", *RANKED], "sealed", "sealed budget")
+    "kind", rest_nightly(["split", "sealed", *RANKED], "sealed budget")
 )
 def test_a_swapped_sequence_goes_on_as_if_nothing_had_happened(kind: str) -> None:
     prompts = [list(text(400 if kind in RANKED else 100)), list(text(70, 200))]

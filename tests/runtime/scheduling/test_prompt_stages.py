@@ -325,6 +325,7 @@ def test_a_budget_as_long_as_the_text_is_the_uncompressed_model() -> None:
     )
 
 
+@pytest.mark.nightly
 def test_budgets_hold_in_every_stage_and_neighbours_change_nothing() -> None:
     plan, params = (
         budgeted(128, Stage(0), Stage(2, 320)),
