@@ -33,17 +33,30 @@ Bindings = Mapping[str, DeviceArray]
 
 
 @dataclass(frozen=True)
+class ShortRows:
+    """The sequences of a step that bring rows, but no prompt chunk. ``each``: rows of
+    one, on the mean. ``cached``: their tokens in each bucket, in sum."""
+
+    sequences: int = 0
+    each: float = 1.0
+    cached: tuple[int, ...] = ()
+
+
+NO_SHORT_ROWS = ShortRows()
+
+
+@dataclass(frozen=True)
 class StepKind:
     """What the sequences of a step bring.
 
     ``decode``: one token each, so that a CUDA graph takes the step. ``rows``: all rows
     from this one on are of prompt chunks, long enough to be attended in tiles.
-    ``rows_each``: those that a sequence without such a chunk brings, on the mean.
+    ``short``: of a step that is no decode.
     """
 
     decode: bool
     rows: int
-    rows_each: float = 1.0
+    short: ShortRows = NO_SHORT_ROWS
 
 
 def kind_of(step: StepPlan, widths: Sequence[int]) -> StepKind:
@@ -55,7 +68,9 @@ def kind_of(step: StepPlan, widths: Sequence[int]) -> StepKind:
     if not len(short):
         return StepKind(False, 0)
     rows = int(step.cu_seqlens_q[short[-1] + 1])
-    return StepKind(False, rows, float(counts[short].mean()))
+    cached = tuple(step.lengths[short].sum(axis=0).tolist())
+    each = float(counts[short].mean())
+    return StepKind(False, rows, ShortRows(len(short), each, cached))
 
 
 def _is_decode(step: StepPlan, widths: Sequence[int]) -> bool:

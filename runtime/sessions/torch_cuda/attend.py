@@ -36,7 +36,8 @@ from kvlathe.runtime.native.cuda import (
 )
 from kvlathe.runtime.native.library import ABI_VERSION
 from kvlathe.runtime.native.parts import Part, WindowForm, window_form
-from kvlathe.runtime.sessions.torch_cuda.bundles import bundled_rows, most_bundled
+from kvlathe.runtime.sessions.torch_cuda import bundles
+from kvlathe.runtime.sessions.torch_cuda.bundles import most_bundled
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.mass import LargestShares
 from kvlathe.runtime.sessions.torch_cuda.observer import Observer
@@ -66,6 +67,7 @@ class Attention:
         layouts = [torch.from_numpy(table).to(pool.device) for table in tables]
         self._set_up(library, plan, scales, pool, forms, layouts, most_rows)
         self.most_bundled = most_bundled(library, plan)
+        self.bundle_cost = bundles.cost_of(plan)
         self.sinks = self.shares.sinks = sinks
         if copies is not None:
             self.copies = copies
@@ -97,13 +99,20 @@ class Attention:
     def _workspace_of(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self.pool.device)
 
+    def _rows_together(self, step: StepInputs) -> int:
+        """Of a sequence, at most."""
+        if step.single or self.most_bundled == 1:
+            return 1
+        sms = bundles.multiprocessors(self.pool.device)
+        if bundles.pays(self.bundle_cost, self.plan, step.short, sms):
+            return self.most_bundled
+        return 1
+
     def spread(
         self, step: StepInputs, tokens: int, layers: range | None = None
     ) -> Spread:
         """What each of ``tokens`` rows may read in ``layers`` (None: in all)."""
-        most = 1
-        if not step.single:
-            most = bundled_rows(self.most_bundled, step.rows_each)
+        most = self._rows_together(step)
         done = Spread(step, tokens, self._list_size(step, tokens), self.parts, most > 1)
         done.layers = range(len(self.forms)) if layers is None else layers
         args = SpreadArgs(

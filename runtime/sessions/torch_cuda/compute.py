@@ -132,7 +132,7 @@ class TorchCompute:
             kind.decode,
             kind.rows,
             _observed(inputs) if mass is None else None,
-            kind.rows_each,
+            kind.short,
             mass,
         )
         spread = self.attention.spread(step, len(input_ids), layers)

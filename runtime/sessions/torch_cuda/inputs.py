@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvlathe.runtime.sessions.gpu.step_buffer import NO_SHORT_ROWS, ShortRows
+
 
 @dataclass(frozen=True)
 class Observed:
@@ -41,9 +43,9 @@ class StepInputs:
 
     ``single``: sequence b has exactly row b, or none (a decode step). ``rows``: all rows
     from this one on are of prompt chunks: of sequences that bring LEAST_CHUNK or more.
-    ``observed``: where the plan ranks tokens. ``rows_each``: of a sequence that brings no
-    prompt chunk, on the mean. ``mass``: where somebody asks for it. ``copies_of`` int32
-    [B] on the device: as of kvlathe_prompts (abi.h).
+    ``observed``: where the plan ranks tokens. ``short``: what sequences without a prompt
+    chunk bring. ``mass``: where somebody asks for it. ``copies_of`` int32 [B] on the
+    device: as of kvlathe_prompts (abi.h).
     """
 
     cu_seqlens_q: Tensor
@@ -52,6 +54,6 @@ class StepInputs:
     single: bool
     rows: int
     observed: Observed | None = None
-    rows_each: float = 1.0
+    short: ShortRows = NO_SHORT_ROWS
     mass: Mass | None = None
     copies_of: Tensor | None = None

@@ -36,7 +36,7 @@ from kvlathe.runtime.native.cuda import (
     OVERLAP,
     CudaLibrary,
 )
-from kvlathe.runtime.sessions.gpu.step_buffer import kind_of
+from kvlathe.runtime.sessions.gpu.step_buffer import ShortRows, kind_of
 from kvlathe.runtime.sessions.registry import attention
 from kvlathe.runtime.sessions.torch_cuda import attend as cuda_attend
 from kvlathe.runtime.sessions.torch_cuda import rows
@@ -45,6 +45,8 @@ from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder, read_decod
 from tests.support.checkpoints import FAMILIES, whole_plan
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "lathe-5m"
+LOADS = [(2, 10_000, True), (2, 10, False), (8, 100, True), (1, 10_000, False)]
+"""Rows and cached tokens of a sequence, and whether its rows are attended together."""
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 
 
@@ -212,27 +214,28 @@ def test_pages_are_read_under_append_only_where_it_writes_one_row_a_sequence(
     }
 
 
-@pytest.mark.parametrize(("each", "bundled"), [(3, True), (2, False), (1, False)])
+@pytest.mark.parametrize(("each", "tokens", "bundled"), LOADS)
 @pytest.mark.parametrize("chunks", [0, 1, 3])
-def test_rows_are_bundled_where_sequences_bring_three(
-    each: int, bundled: bool, chunks: int, monkeypatch: pytest.MonkeyPatch
+def test_rows_are_bundled_where_they_pay(
+    each: int, tokens: int, bundled: bool, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever prompts come in the same step."""
     monkeypatch.setattr(cuda_attend, "_stream", lambda: 0)
     counts = [each] * 5 + [100] * chunks
     starts = np.cumsum([0, *counts]).astype(np.int32)
-    plan, tokens = one_bucket(), int(starts[-1])
+    plan, rows_of_step = one_bucket(), int(starts[-1])
     step: Any = SimpleNamespace(
         cu_seqlens_q=starts,
-        input_ids=range(tokens),
+        input_ids=range(rows_of_step),
         logit_rows=(),
         query_offsets=(0,),
         page_tables=(),
+        lengths=np.array([[tokens]] * 5 + [[7000]] * chunks, np.int32),
     )
     kind = kind_of(step, [])
-    assert kind.rows == 5 * each and kind.rows_each == each
+    assert kind.rows == 5 * each and kind.short == ShortRows(5, each, (5 * tokens,))
     scales, pool = [1.0] * plan.model.layers, torch.zeros(1024, dtype=torch.uint8)
-    attention = Attention(SilentLibrary(), plan, scales, pool, tokens)
+    attention = Attention(SilentLibrary(), plan, scales, pool, rows_of_step)
     attention.most_bundled = MAX_BUNDLE
     inputs = StepInputs(
         torch.from_numpy(starts),
@@ -240,9 +243,9 @@ def test_rows_are_bundled_where_sequences_bring_three(
         [torch.zeros(len(counts), 1, dtype=torch.int32)],
         False,
         kind.rows,
-        rows_each=kind.rows_each,
+        short=kind.short,
     )
-    assert {call.flags for call in attention.spread(inputs, tokens).calls} == {
+    assert {call.flags for call in attention.spread(inputs, rows_of_step).calls} == {
         OVERLAP | (BUNDLES if bundled else 0)
     }
 

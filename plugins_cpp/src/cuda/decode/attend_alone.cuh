@@ -116,7 +116,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
           for (int i = threadIdx.x % 32 * 4; i < query_bytes(p, at); i += 128)
             store_word(codes + i, load_word(queries + i));
         }
-        ring.release_oldest<true>(room);
+        fence_for_bulk_copies();  // which fill the queries' room next
+        ring.drop_oldest(room);
       }
       producer.park(turn);
       continue;

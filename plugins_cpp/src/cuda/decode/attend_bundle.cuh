@@ -112,7 +112,8 @@ __global__ void __launch_bounds__(kBundledWarps * 32, kBlocksPerSM)
           lane16.set(queries, columns, at.rank_k, at.rank_v);
           unseen.set(length, first_column(p, head) + threadIdx.x % 4 * 2, p.group_size);
         }
-        ring.release_oldest<kQuantized>(room);
+        if (kQuantized) fence_for_bulk_copies();  // which fill the queries' room next
+        ring.drop_oldest(room);
       }
       producer.park(turn);
       continue;

@@ -162,7 +162,8 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
         } else {
           lane16.set(queries, p.group_size, at.rank_k, at.rank_v);
         }
-        ring.release_oldest<kQuantized>(room);
+        if (kQuantized) fence_for_bulk_copies();  // which fill the queries' room next
+        ring.drop_oldest(room);
       }
       producer.park(turn);
       continue;

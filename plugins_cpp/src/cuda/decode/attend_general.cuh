@@ -238,7 +238,8 @@ __global__ void __launch_bounds__((P::kBundled ? kBundledWarps : kGeneralWarps) 
           sums.enter(state, kept, kPlainOrder);
           keep_plain_queries(kept, queries, columns(), at.rank_k);
         }
-        ring.release_oldest<true>(room);
+        fence_for_bulk_copies();  // which fill the queries' room next
+        ring.drop_oldest(room);
       }
       producer.park(turn);
       continue;

@@ -126,10 +126,11 @@ struct Turn {
   int bits = 0;              // of a number
 };
 
-// What a warp needs from tile to tile, but not while it attends one.
+// What a warp needs from tile to tile, but not while it attends one. The feed is not beside the turn:
+// it is written within fill(), and a wide load of a turn may take its neighbour's last word.
 struct alignas(16) Parked {
-  Ring ring;
   Feed feed;
+  Ring ring;
   Turn turn;
   SlabSizes sizes;  // of the run being attended; general calls have no use for it
   int later_ids[32], ahead_ids[32];

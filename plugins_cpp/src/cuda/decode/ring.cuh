@@ -85,14 +85,6 @@ struct Ring : RingState {
     slot = (slot + 1) & (kSlots - 1);
     if (--tiles == 0) head = tail = used = 0;  // any tile fits an empty ring
   }
-
-  // kOrdinary: ordinary instructions reached what lay here, and bulk copies may write there next.
-  template <bool kOrdinary = false>
-  __device__ void release_oldest(int bytes) {
-    if (kOrdinary) fence_for_bulk_copies();
-    __syncwarp();
-    drop_oldest(bytes);
-  }
 };
 
 // Where chunk c (16 bytes) of row r lies in a tile [rows][chunks]: at r * chunks +
