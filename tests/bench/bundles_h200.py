@@ -122,7 +122,7 @@ def measured(
     alone = Step(library, problem, rows, False)
     found: dict[str, Any] = {"rows": rows, "alone_us": 1e6 * alone.seconds(replays)}
     step = Step(library, problem, rows, True)
-    found["us"] = 1e6 * step.seconds(replays)
+    found["bundle_us"] = 1e6 * step.seconds(replays)
     pairs = [(a.double(), b.double()) for a, b in zip(step.o, alone.o, strict=True)]
     found["apart"] = max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
     return found
@@ -143,7 +143,7 @@ def main() -> None:
     library = Library(a.library.resolve())
     batch, tokens = (int(x) for x in a.case.split("x"))
     print(f"# {torch.cuda.get_device_name()}, {a.case}, 8 heads x {a.group}, {a.ranks}")
-    print(f"{'bits':>4} {'rows':>4} {'alone us':>9} {'us':>8} {'of one':>7}  apart")
+    print(f"{'bits':>4} {'rows':>4} {'alone us':>9} {'bundle':>8} {'of one':>7}  apart")
     results: list[dict[str, Any]] = []
     for bits in map(int, a.bits.split(",")):
         ranks = ranks_of(a.ranks, a.layers, 8, 0)
@@ -152,10 +152,11 @@ def main() -> None:
         for rows in map(int, a.rows.split(",")):
             r = measured(library, problem, rows, a.replays)
             one = one or r["alone_us"]
-            r |= {"bits": bits, "of_one": r["us"] / one}
-            said = f"{bits:>4} {rows:>4} {r['alone_us']:>9.1f} {r['us']:>8.1f}"
-            print(f"{said} {r['of_one']:>7.2f}  {r['apart']:.1e}", flush=True)
-            results.append(r)
+            of_one = r["bundle_us"] / one
+            said = f"{bits:>4} {rows:>4} {r['alone_us']:>9.1f} {r['bundle_us']:>8.1f}"
+            print(f"{said} {of_one:>7.2f}  {r['apart']:.1e}", flush=True)
+            case = {"sequences": batch, "tokens": tokens, "bits": bits}
+            results.append(case | {"group": a.group, "ranks": a.ranks} | r)
         del problem
         torch.cuda.empty_cache()
     device = torch.cuda.get_device_name()

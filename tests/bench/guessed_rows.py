@@ -60,7 +60,11 @@ class Guessing(Speculation):
 
 
 def steps_ms(
-    llm: LLM, attention: Attention, guesses: int, count: int
+    llm: LLM,
+    sequences: list[Sequence],
+    attention: Attention,
+    guesses: int,
+    count: int,
 ) -> dict[str, Any]:
     """Median ms of ``count`` steps ``bundles`` and as many ``alone``."""
     most = {"bundles": attention.most_bundled, "alone": 1}
@@ -72,7 +76,10 @@ def steps_ms(
             attention.most_bundled = at_once
             for turn in range(TURN):
                 started = time.perf_counter()
+                before = sum(len(sequence.tokens) for sequence in sequences)
                 llm.engine.step()
+                made = sum(len(sequence.tokens) for sequence in sequences) - before
+                assert made >= len(sequences), "give a larger --cache-size"
                 if turn:  # a step before it may have been queued the other way
                     seconds[way].append(time.perf_counter() - started)
     attention.most_bundled = most["bundles"]
@@ -98,7 +105,7 @@ def measured(llm: LLM, options: argparse.Namespace) -> list[dict[str, Any]]:
             llm.engine.step()
         attention = session.compute.attention
         return [
-            steps_ms(llm, attention, guesses, options.steps)
+            steps_ms(llm, sequences, attention, guesses, options.steps)
             for guesses in options.guesses
         ]
 

@@ -103,7 +103,12 @@ class Step16:
         short = self.cu_seqlens_q[1:][(counts > 0) & (counts < LEAST_CHUNK)]
         rows = len(self.q) if single else int(short.max()) if len(short) else 0
         inputs = StepInputs(
-            self.cu_seqlens_q.to(device), self.lengths.to(device), tables, single, rows
+            self.cu_seqlens_q.to(device),
+            self.lengths.to(device),
+            tables,
+            single,
+            rows,
+            chunks=bool((counts >= LEAST_CHUNK).any()),
         )
         try:
             spread = attention.spread(inputs, len(self.q))

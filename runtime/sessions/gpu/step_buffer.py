@@ -34,15 +34,14 @@ Bindings = Mapping[str, DeviceArray]
 
 @dataclass(frozen=True)
 class ShortRows:
-    """The sequences of a step that bring rows, but no prompt chunk. ``each``: rows of
-    one, on the mean. ``cached``: their tokens in each bucket, in sum."""
+    """The n sequences of a step that bring rows, but no prompt chunk. ``rows`` [n]: how
+    many. ``cached`` [n, S]: their tokens in each bucket."""
 
-    sequences: int = 0
-    each: float = 1.0
-    cached: tuple[int, ...] = ()
+    rows: Int32
+    cached: Int32
 
 
-NO_SHORT_ROWS = ShortRows()
+NO_SHORT_ROWS = ShortRows(np.zeros(0, np.int32), np.zeros((0, 0), np.int32))
 
 
 @dataclass(frozen=True)
@@ -51,12 +50,13 @@ class StepKind:
 
     ``decode``: one token each, so that a CUDA graph takes the step. ``rows``: all rows
     from this one on are of prompt chunks, long enough to be attended in tiles.
-    ``short``: of a step that is no decode.
+    ``short``: of a step that is no decode. ``chunks``: whether there are such chunks.
     """
 
     decode: bool
     rows: int
     short: ShortRows = NO_SHORT_ROWS
+    chunks: bool = False
 
 
 def kind_of(step: StepPlan, widths: Sequence[int]) -> StepKind:
@@ -66,11 +66,11 @@ def kind_of(step: StepPlan, widths: Sequence[int]) -> StepKind:
     counts = np.diff(step.cu_seqlens_q)
     short = np.flatnonzero((counts > 0) & (counts < LEAST_CHUNK))
     if not len(short):
-        return StepKind(False, 0)
+        return StepKind(False, 0, chunks=True)
     rows = int(step.cu_seqlens_q[short[-1] + 1])
-    cached = tuple(step.lengths[short].sum(axis=0).tolist())
-    each = float(counts[short].mean())
-    return StepKind(False, rows, ShortRows(len(short), each, cached))
+    chunks = bool((counts >= LEAST_CHUNK).any())
+    brought = ShortRows(counts[short], step.lengths[short])
+    return StepKind(False, rows, brought, chunks)
 
 
 def _is_decode(step: StepPlan, widths: Sequence[int]) -> bool:

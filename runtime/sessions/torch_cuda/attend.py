@@ -67,7 +67,6 @@ class Attention:
         layouts = [torch.from_numpy(table).to(pool.device) for table in tables]
         self._set_up(library, plan, scales, pool, forms, layouts, most_rows)
         self.most_bundled = most_bundled(library, plan)
-        self.bundle_cost = bundles.cost_of(plan)
         self.sinks = self.shares.sinks = sinks
         if copies is not None:
             self.copies = copies
@@ -92,6 +91,7 @@ class Attention:
             1 << b for b, bucket in enumerate(plan.buckets) if bucket.source is None
         )
         self.parts = kernel_parts(plan)
+        self.bundle_cost = bundles.cost_of(plan)
         self.sinks: Sequence[Tensor] = ()
         self.observer = Observer(plan, forms, pool, most_rows)
         self.shares = LargestShares(plan, scales, pool)
@@ -202,9 +202,12 @@ class Attention:
         return calls
 
     def _list_size(self, step: StepInputs, tokens: int) -> int:
-        """Bytes of the list of prompt chunks; 0 for a decode step, and where the GPU
-        has no kernel for them."""
-        if step.single or not self.library.lib.kvlathe_cuda_has_prompt_kernel():
+        """Bytes of the list of prompt chunks; 0 for a step without any, and where the
+        GPU has no kernel for them. Without a list no kernel looks for chunks, and warps
+        may attend alone."""
+        if step.single or not step.chunks:
+            return 0
+        if not self.library.lib.kvlathe_cuda_has_prompt_kernel():
             return 0
         return self.library.lib.kvlathe_cuda_prompt_list_bytes(
             tokens, len(step.lengths), self.plan.model.group_size

@@ -133,6 +133,7 @@ class TorchCompute:
             kind.rows,
             _observed(inputs) if mass is None else None,
             kind.short,
+            kind.chunks,
             mass,
         )
         spread = self.attention.spread(step, len(input_ids), layers)

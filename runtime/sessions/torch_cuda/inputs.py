@@ -44,8 +44,8 @@ class StepInputs:
     ``single``: sequence b has exactly row b, or none (a decode step). ``rows``: all rows
     from this one on are of prompt chunks: of sequences that bring LEAST_CHUNK or more.
     ``observed``: where the plan ranks tokens. ``short``: what sequences without a prompt
-    chunk bring. ``mass``: where somebody asks for it. ``copies_of`` int32 [B] on the
-    device: as of kvlathe_prompts (abi.h).
+    chunk bring. ``chunks``: whether any may bring one. ``mass``: where somebody asks for
+    it. ``copies_of`` int32 [B] on the device: as of kvlathe_prompts (abi.h).
     """
 
     cu_seqlens_q: Tensor
@@ -55,5 +55,6 @@ class StepInputs:
     rows: int
     observed: Observed | None = None
     short: ShortRows = NO_SHORT_ROWS
+    chunks: bool = True
     mass: Mass | None = None
     copies_of: Tensor | None = None

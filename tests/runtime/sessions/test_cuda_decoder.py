@@ -36,9 +36,10 @@ from kvlathe.runtime.native.cuda import (
     OVERLAP,
     CudaLibrary,
 )
-from kvlathe.runtime.sessions.gpu.step_buffer import ShortRows, kind_of
+from kvlathe.runtime.sessions.gpu.step_buffer import ShortRows, StepKind, kind_of
 from kvlathe.runtime.sessions.registry import attention
 from kvlathe.runtime.sessions.torch_cuda import attend as cuda_attend
+from kvlathe.runtime.sessions.torch_cuda import compute as cuda_compute
 from kvlathe.runtime.sessions.torch_cuda import rows
 from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
 from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder, read_decoder
@@ -178,11 +179,14 @@ def test_plans_that_the_kernels_do_not_run_are_refused_with_what_to_do() -> None
 
 
 class SilentLibrary(CudaLibrary):
-    """A CudaLibrary that does nothing, on a GPU without the kernel for prompt
-    chunks."""
+    """A CudaLibrary that does nothing, on a GPU with the kernel for prompt chunks or
+    without it."""
 
-    def __init__(self) -> None:
-        library: Any = SimpleNamespace(kvlathe_cuda_has_prompt_kernel=lambda: 0)
+    def __init__(self, chunks: bool = False) -> None:
+        library: Any = SimpleNamespace(
+            kvlathe_cuda_has_prompt_kernel=lambda: int(chunks),
+            kvlathe_cuda_prompt_list_bytes=lambda *_: 64,
+        )
         self.lib = library
 
     def call(self, name: str, *arguments: object) -> None: ...
@@ -233,9 +237,11 @@ def test_rows_are_bundled_where_they_pay(
         lengths=np.array([[tokens]] * 5 + [[7000]] * chunks, np.int32),
     )
     kind = kind_of(step, [])
-    assert kind.rows == 5 * each and kind.short == ShortRows(5, each, (5 * tokens,))
+    assert kind.rows == 5 * each and kind.chunks == (chunks > 0)
+    assert kind.short.rows.tolist() == [each] * 5
+    assert kind.short.cached.tolist() == [[tokens]] * 5
     scales, pool = [1.0] * plan.model.layers, torch.zeros(1024, dtype=torch.uint8)
-    attention = Attention(SilentLibrary(), plan, scales, pool, rows_of_step)
+    attention = Attention(SilentLibrary(True), plan, scales, pool, rows_of_step)
     attention.most_bundled = MAX_BUNDLE
     inputs = StepInputs(
         torch.from_numpy(starts),
@@ -244,10 +250,32 @@ def test_rows_are_bundled_where_they_pay(
         False,
         kind.rows,
         short=kind.short,
+        chunks=kind.chunks,
     )
-    assert {call.flags for call in attention.spread(inputs, rows_of_step).calls} == {
-        OVERLAP | (BUNDLES if bundled else 0)
-    }
+    calls = attention.spread(inputs, rows_of_step).calls
+    assert {call.flags for call in calls} == {OVERLAP | (BUNDLES if bundled else 0)}
+    assert {bool(call.prompts) for call in calls} == {chunks > 0}
+
+
+def test_attention_is_told_what_the_sequences_of_a_step_bring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Told(Exception): ...
+
+    def spread(step: StepInputs, *_: object) -> None:
+        assert step.short is kind.short and step.chunks is kind.chunks
+        raise Told
+
+    monkeypatch.setattr(cuda_compute, "tensor_of", lambda array: array)
+    one = torch.zeros(1, 1, dtype=torch.int32)
+    names = ("input_ids", "positions", "cu_seqlens_q", "lengths", "page_table_0")
+    inputs: Any = dict.fromkeys(names, one)
+    attention: Any = SimpleNamespace(spread=spread)
+    decoder: Any = SimpleNamespace(layers=[None])
+    brought = ShortRows(np.array([2]), np.array([[7]]))
+    for kind in (StepKind(False, 2, brought), StepKind(False, 2, brought, chunks=True)):
+        with pytest.raises(Told):
+            cuda_compute.TorchCompute(decoder, attention).run(inputs, kind, range(1))
 
 
 def test_the_kernel_reads_gate_and_up_where_they_lie_side_by_side() -> None:
