@@ -5,8 +5,8 @@ session chooses them, and each row alone.
   python3 tests/bench/guessed_rows.py out/8b --compression hack:bits=8 --guesses 0 1 3
 
 The engine is built once. ``--batch`` prompts of ``--context`` tokens are computed. Then
-each sequence guesses so many tokens in each step, all of them wrong: a step brings so
-many rows more, and one token a sequence. So times are of the same tokens. Both ways take
+each sequence guesses so many tokens in each step, hardly one of them right: a step
+brings so many rows more, and one token a sequence. Both ways take
 turns, a few steps each, on the same pages; the median of ``--steps`` steps each, by the
 clock, as the engine runs them in serving. 0 guesses: a decode step, which is a CUDA graph
 and runs ahead. Needs torch, a GPU and libkvlathe with CUDA kernels; prints one table and
@@ -78,10 +78,11 @@ def steps_ms(
                 started = time.perf_counter()
                 before = sum(len(sequence.tokens) for sequence in sequences)
                 llm.engine.step()
+                took = time.perf_counter() - started
                 made = sum(len(sequence.tokens) for sequence in sequences) - before
-                assert made >= len(sequences), "give a larger --cache-size"
-                if turn:  # a step before it may have been queued the other way
-                    seconds[way].append(time.perf_counter() - started)
+                if turn:  # the first may have been queued the other way
+                    assert made >= len(sequences), "give a larger --cache-size"
+                    seconds[way].append(took)
     attention.most_bundled = most["bundles"]
     found: dict[str, Any] = {
         way: 1e3 * statistics.median(each) for way, each in seconds.items()

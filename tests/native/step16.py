@@ -108,7 +108,8 @@ class Step16:
             tables,
             single,
             rows,
-            chunks=bool((counts >= LEAST_CHUNK).any()),
+            # Without a chunk a step may look for some all the same.
+            chunks=bool((counts >= LEAST_CHUNK).any()) or self.case.total % 2 == 0,
         )
         try:
             spread = attention.spread(inputs, len(self.q))

@@ -40,7 +40,7 @@ def cuda(library: Library) -> Iterator[CudaLibrary]:
 def attended(cuda: CudaLibrary, case: Case, most: int) -> np.ndarray:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bundles, "MOST_BUNDLED", most)
-        patch.setattr(bundles, "pays", lambda *_: True)
+        patch.setattr(bundles.Bundling, "pays", lambda *_: True)
         step = Step16(case)
         out, memory = step.run(cuda, "cuda")
         step.check_memory(memory)

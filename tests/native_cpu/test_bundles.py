@@ -40,7 +40,7 @@ def library(
     native: Native, kernels: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> AttentionLibrary:
     monkeypatch.setattr(attend, "_stream", lambda: 0)
-    monkeypatch.setattr(bundles, "pays", lambda *_: True)
+    monkeypatch.setattr(bundles.Bundling, "pays", lambda *_: True)
     return AttentionLibrary(native, kernels)
 
 

@@ -32,7 +32,7 @@ Bindings = Mapping[str, DeviceArray]
 """Arrays on the GPU by the name that the exported graph gives them."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ShortRows:
     """The n sequences of a step that bring rows, but no prompt chunk. ``rows`` [n]: how
     many. ``cached`` [n, S]: their tokens in each bucket."""

@@ -37,7 +37,6 @@ from kvlathe.runtime.native.cuda import (
 from kvlathe.runtime.native.library import ABI_VERSION
 from kvlathe.runtime.native.parts import Part, WindowForm, window_form
 from kvlathe.runtime.sessions.torch_cuda import bundles
-from kvlathe.runtime.sessions.torch_cuda.bundles import most_bundled
 from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.mass import LargestShares
 from kvlathe.runtime.sessions.torch_cuda.observer import Observer
@@ -66,7 +65,7 @@ class Attention:
         tables = [layer_table(layout, layer) for layer in every]
         layouts = [torch.from_numpy(table).to(pool.device) for table in tables]
         self._set_up(library, plan, scales, pool, forms, layouts, most_rows)
-        self.most_bundled = most_bundled(library, plan)
+        self.most_bundled = bundles.most_bundled(library, plan)
         self.sinks = self.shares.sinks = sinks
         if copies is not None:
             self.copies = copies
@@ -91,7 +90,7 @@ class Attention:
             1 << b for b, bucket in enumerate(plan.buckets) if bucket.source is None
         )
         self.parts = kernel_parts(plan)
-        self.bundle_cost = bundles.cost_of(plan)
+        self.bundling = bundles.Bundling(plan)
         self.sinks: Sequence[Tensor] = ()
         self.observer = Observer(plan, forms, pool, most_rows)
         self.shares = LargestShares(plan, scales, pool)
@@ -99,20 +98,12 @@ class Attention:
     def _workspace_of(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self.pool.device)
 
-    def _rows_together(self, step: StepInputs) -> int:
-        """Of a sequence, at most."""
-        if step.single or self.most_bundled == 1:
-            return 1
-        sms = bundles.multiprocessors(self.pool.device)
-        if bundles.pays(self.bundle_cost, self.plan, step.short, sms):
-            return self.most_bundled
-        return 1
-
     def spread(
         self, step: StepInputs, tokens: int, layers: range | None = None
     ) -> Spread:
         """What each of ``tokens`` rows may read in ``layers`` (None: in all)."""
-        most = self._rows_together(step)
+        most = 1 if step.single else self.most_bundled
+        most = self.bundling.rows(most, step.short, self.pool.device)
         done = Spread(step, tokens, self._list_size(step, tokens), self.parts, most > 1)
         done.layers = range(len(self.forms)) if layers is None else layers
         args = SpreadArgs(
@@ -203,11 +194,9 @@ class Attention:
 
     def _list_size(self, step: StepInputs, tokens: int) -> int:
         """Bytes of the list of prompt chunks; 0 for a step without any, and where the
-        GPU has no kernel for them. Without a list no kernel looks for chunks, and warps
-        may attend alone."""
-        if step.single or not step.chunks:
-            return 0
-        if not self.library.lib.kvlathe_cuda_has_prompt_kernel():
+        GPU has no kernel for them. Without a list warps may attend alone."""
+        chunks = step.chunks and not step.single
+        if not (chunks and self.library.lib.kvlathe_cuda_has_prompt_kernel()):
             return 0
         return self.library.lib.kvlathe_cuda_prompt_list_bytes(
             tokens, len(step.lengths), self.plan.model.group_size

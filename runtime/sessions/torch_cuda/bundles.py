@@ -4,19 +4,24 @@ abi.h), and when that is faster than each row alone (docs/native.md)."""
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.formats import Tier
-from kvlathe.plan.kernel_parts import kernel_parts
+from kvlathe.plan.kernel_parts import KernelPart, kernel_parts
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import BUNDLES, MAX_BUNDLE, CudaLibrary
 from kvlathe.runtime.native.room import check_layers
 from kvlathe.runtime.sessions.gpu.step_buffer import ShortRows
 from kvlathe.runtime.sessions.protocols import Int32
+
+Float64 = npt.NDArray[np.float64]
 
 MOST_BUNDLED = MAX_BUNDLE
 """Rows of a bundle at most. 1: none."""
@@ -42,8 +47,11 @@ class BundleCost:
     def passes(self, rows: Int32, group_size: int) -> Int32:
         """How often pages of sequences that bring ``rows`` are read."""
         full, rest = np.divmod(rows, MAX_BUNDLE)
-        of_full = math.ceil(MAX_BUNDLE * group_size / self.columns)
-        return full * of_full - (-rest * group_size // self.columns)
+        largest = MAX_BUNDLE * group_size
+        of_largest = math.ceil(largest / self.columns)
+        columns = rest * group_size
+        of_rest = -(-columns // self.columns)
+        return full * of_largest + of_rest
 
 
 COSTS = {
@@ -59,51 +67,100 @@ OTHER_COST = BundleCost(80, 0.5, 0, columns=8)
 
 
 def cost_of(plan: CompressionPlan) -> BundleCost:
-    """Of the kernel that takes bundles of ``plan`` (`is_general` of
-    plugins_cpp/src/cuda/decode/call_params.h)."""
-    parts = kernel_parts(plan)
-    if not plan.model.shifts or any(part.sees_less for part in parts):
+    """Of the kernel that takes bundles of most layers of ``plan``."""
+    of_layer: dict[int, list[KernelPart]] = {}
+    for part in kernel_parts(plan):
+        layers = {plan.lanes[lane].layer for lane in part.lanes}
+        for layer in sorted(layers):
+            own = of_layer.setdefault(layer, [])
+            own.append(part)
+    costs: Counter[BundleCost] = Counter()
+    for parts in of_layer.values():
+        cost = _cost_of_layer(plan, parts)
+        costs[cost] += 1
+    return max(costs, key=costs.__getitem__)
+
+
+def _cost_of_layer(plan: CompressionPlan, parts: Sequence[KernelPart]) -> BundleCost:
+    """As `is_general` of plugins_cpp/src/cuda/decode/call_params.h decides."""
+    if not plan.model.shifts:
         return OTHER_COST
-    tiers = [plan.tiers[bucket.tier] for bucket in plan.buckets]
-    coded = [tier for tier in tiers if tier.k.is_coded or tier.v.is_coded]
-    if not coded:
-        return COSTS[16]
-    of_layer: dict[int, set[int]] = {}
-    for i, part in enumerate(parts):
-        for lane in part.lanes:
-            of_layer.setdefault(plan.lanes[lane].layer, set()).add(i)
-    few = all(len(found) <= 2 for found in of_layer.values())
-    widths = {tier.bits_k for tier in coded}
-    if few and len(widths) == 1 and all(map(_is_plain, coded)):
-        return COSTS.get(widths.pop(), OTHER_COST)
-    return OTHER_COST
+    widths: set[int] = set()
+    for part in parts:
+        bucket = plan.buckets[part.bucket]
+        tier = plan.tiers[bucket.tier]
+        if part.window.exact:
+            return OTHER_COST
+        if tier.bits_k == tier.bits_v == 16:
+            continue
+        if not _is_plain(tier):
+            return OTHER_COST
+        widths.add(tier.bits_k)
+    most_parts = 2 if widths else 3
+    if len(parts) > most_parts or len(widths) > 1:
+        return OTHER_COST
+    width = widths.pop() if widths else 16
+    return COSTS.get(width, OTHER_COST)
 
 
 def _is_plain(tier: Tier) -> bool:
     """Whether products take its codes as they are."""
-    axes, levels = (tier.axis_k, tier.axis_v), {tier.levels_k, tier.levels_v}
-    whole = tier.group_v >= 32 and tier.group_v & (tier.group_v - 1) == 0
-    same = tier.bits_k == tier.bits_v
-    return same and whole and axes == ("rank", "token") and levels == {"even"}
-
-
-def pays(
-    cost: BundleCost, plan: CompressionPlan, short: ShortRows, multiprocessors: int
-) -> bool:
-    """Whether bundles are faster in a step that brings ``short``."""
-    sequences = len(short.rows)
-    if not sequences:
+    if tier.bits_k != tier.bits_v or tier.levels_k != "even":
         return False
-    layers = plan.model.layers
-    lanes = np.array([len(bucket.lanes) for bucket in plan.buckets])
-    kept = sum(not lane.removed for lane in plan.lanes)
-    pages = short.cached @ lanes / (TOKENS * layers * multiprocessors)
-    passes = cost.passes(short.rows, plan.model.group_size)
-    pairs = sequences * kept / (layers * multiprocessors)
-    saved = ((short.rows - passes) * pages).sum()
-    more = cost.page * (passes * pages).sum()
-    more += cost.pair * max(pairs - 1, 0) * passes.mean()
-    return bool(saved >= cost.fixed + more)
+    if tier.axis_k != "rank" or tier.axis_v != "token":
+        return False
+    group = tier.group_v
+    return group >= 32 and group & (group - 1) == 0
+
+
+class Bundling:
+    """Decides in which steps of a plan rows of a sequence are attended together."""
+
+    def __init__(self, plan: CompressionPlan) -> None:
+        self.plan = plan
+        self.cost = cost_of(plan)
+        self._parts = kernel_parts(plan)
+        self._lanes = 0
+        for lane in plan.lanes:
+            if not lane.removed:
+                self._lanes += 1
+
+    def rows(self, most: int, short: ShortRows, device: torch.device) -> int:
+        """Rows of a bundle, at most ``most``, in a step that brings ``short``."""
+        if most > 1 and self.pays(short, multiprocessors(device)):
+            return most
+        return 1
+
+    def pays(self, short: ShortRows, multiprocessors: int) -> bool:
+        """Whether bundles are faster in a step that brings ``short``."""
+        sequences = len(short.rows)
+        if not sequences:
+            return False
+        model = self.plan.model
+        sms = model.layers * multiprocessors
+        pages = self._tokens(short) / TOKENS / sms
+        pairs = sequences * self._lanes / sms
+        cost = self.cost
+        passes = cost.passes(short.rows, model.group_size)
+        read = passes * pages
+        saved = short.rows * pages - read
+        of_pages = cost.page * read.sum()
+        of_pairs = cost.pair * max(pairs - 1, 0)
+        of_pairs *= passes.mean()
+        price = cost.fixed + of_pages + of_pairs
+        return bool(saved.sum() >= price)
+
+    def _tokens(self, short: ShortRows) -> Float64:
+        """That a row of each sequence reads, of all lanes in sum."""
+        tokens = np.zeros(len(short.rows))
+        for part in self._parts:
+            window = part.window
+            seen = window.sink + window.recent
+            seen += self.plan.page_tokens
+            cached = short.cached[:, part.bucket]
+            read = np.minimum(cached, seen)
+            tokens += read * len(part.lanes)
+        return tokens
 
 
 def multiprocessors(device: torch.device) -> int:
