@@ -6,11 +6,10 @@ session chooses them, and each row alone.
 
 The engine is built once. ``--batch`` prompts of ``--context`` tokens are computed. Then
 each sequence guesses so many tokens in each step, hardly one of them right: a step
-brings so many rows more, and one token a sequence. Both ways take
-turns, a few steps each, on the same pages; the median of ``--steps`` steps each, by the
-clock, as the engine runs them in serving. 0 guesses: a decode step, which is a CUDA graph
-and runs ahead. Needs torch, a GPU and libkvlathe with CUDA kernels; prints one table and
-one JSON line.
+brings so many rows more, and one token a sequence. Both ways take turns, a few steps
+each, on the same pages; the median of ``--steps`` steps each, by the clock, as the engine
+runs them in serving. 0 guesses: a decode step, which is a CUDA graph and runs ahead.
+Needs torch, a GPU and libkvlathe with CUDA kernels; prints one table and one JSON line.
 """
 
 from __future__ import annotations

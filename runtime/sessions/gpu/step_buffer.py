@@ -35,7 +35,7 @@ Bindings = Mapping[str, DeviceArray]
 @dataclass(frozen=True, eq=False)
 class ShortRows:
     """The n sequences of a step that bring rows, but no prompt chunk. ``rows`` [n]: how
-    many. ``cached`` [n, S]: their tokens in each bucket."""
+    many each. ``cached`` [n, S]: their tokens in each of S buckets before the step."""
 
     rows: Int32
     cached: Int32
@@ -50,7 +50,8 @@ class StepKind:
 
     ``decode``: one token each, so that a CUDA graph takes the step. ``rows``: all rows
     from this one on are of prompt chunks, long enough to be attended in tiles.
-    ``short``: of a step that is no decode. ``chunks``: whether there are such chunks.
+    ``short``: the other sequences, of a step that is no decode. ``chunks``: whether there
+    are prompt chunks.
     """
 
     decode: bool

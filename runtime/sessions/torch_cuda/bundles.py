@@ -26,17 +26,17 @@ Float64 = npt.NDArray[np.float64]
 MOST_BUNDLED = MAX_BUNDLE
 """Rows of a bundle at most. 1: none."""
 TOKENS = 64
-"""Of the pages that costs are counted in."""
+"""Of a page, as costs count them: of the pages that were timed."""
 
 
 @dataclass(frozen=True)
 class BundleCost:
-    """What bundles take more than single rows, in pages of one KV head: so many could
-    one multiprocessor have read for one row more.
+    """What bundles cost beside single rows. The unit is the time in which one
+    multiprocessor attends one more row over TOKENS tokens of a KV head.
 
-    ``fixed``: of a call. ``page``: of each page that is read. ``pair``: of each
-    (sequence, KV head) above one a multiprocessor. ``columns``: rows times query heads
-    that read pages together; what is more reads them again.
+    ``fixed``: of a call. ``page``: of each page, each time that it is read. ``pair``: of
+    each (sequence, KV head) above one a multiprocessor. ``columns``: rows times query
+    heads that read pages together; what is more reads them again.
     """
 
     fixed: float
@@ -45,7 +45,7 @@ class BundleCost:
     columns: int = 16
 
     def passes(self, rows: Int32, group_size: int) -> Int32:
-        """How often pages of sequences that bring ``rows`` are read."""
+        """[n] from ``rows`` [n] of sequences: how often the pages of each are read."""
         full, rest = np.divmod(rows, MAX_BUNDLE)
         largest = MAX_BUNDLE * group_size
         of_largest = math.ceil(largest / self.columns)
@@ -82,7 +82,8 @@ def cost_of(plan: CompressionPlan) -> BundleCost:
 
 
 def _cost_of_layer(plan: CompressionPlan, parts: Sequence[KernelPart]) -> BundleCost:
-    """As `is_general` of plugins_cpp/src/cuda/decode/call_params.h decides."""
+    """As `is_general` of plugins_cpp/src/cuda/decode/call_params.h decides. Where the
+    two differ a step is slower than it could be, and as right."""
     if not plan.model.shifts:
         return OTHER_COST
     widths: set[int] = set()
@@ -151,7 +152,7 @@ class Bundling:
         return bool(saved.sum() >= price)
 
     def _tokens(self, short: ShortRows) -> Float64:
-        """That a row of each sequence reads, of all lanes in sum."""
+        """[n]: what a row of each sequence reads, in sum over all lanes."""
         tokens = np.zeros(len(short.rows))
         for part in self._parts:
             window = part.window
