@@ -252,6 +252,13 @@ def test_tokens_of_heads_are_shown_where_a_rule_drops_some() -> None:
     assert "tokens kept, % of 4,096" in words(make_data(plan))
 
 
+@pytest.mark.parametrize("plan", [make_plan(), sealed_plan(), sealed_plan(1024)])
+def test_sentences_do_not_run_together(plan: CompressionPlan) -> None:
+    """Jinja drops the line break behind a block."""
+    text = re.sub(r"<[^>]+>", " ", words(make_data(plan)))
+    assert re.findall(r"\w+\.[A-Z]\w*", text) == []
+
+
 @pytest.mark.parametrize(
     ("missed", "verdict"), [(0.002, "Yes."), (0.03, "Nearly."), (0.2, "No.")]
 )
