@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
-import kvlathe
 from kvlathe.base.adapters import read_adapter
 from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.package import FOLDER
 from kvlathe.engines.backends import BACKENDS, backend
 from kvlathe.engines.folder import check_target
 from kvlathe.plan.heads import RANK_MULTIPLE
@@ -191,7 +191,7 @@ class BuildRequest:
 def shipped(name: str, option: str) -> Path:
     """A data file of this project, for where the user gave none. Outside the source
     tree there is none."""
-    path = Path(kvlathe.__file__).parent.parent / "data" / name
+    path = FOLDER.parent / "data" / name
     if not path.is_file():
         raise KvlatheError(
             f"{option} is missing",

@@ -10,6 +10,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from kvlathe.base.package import __version__
+
 if TYPE_CHECKING:
     from kvlathe.engines.build import build
     from kvlathe.runtime.async_engine import AsyncEngine
@@ -17,8 +19,14 @@ if TYPE_CHECKING:
     from kvlathe.runtime.text.sampling_params import SamplingParams
     from kvlathe.runtime.text.structure import Structure
 
-__all__ = ["LLM", "AsyncEngine", "SamplingParams", "Structure", "build"]
-__version__ = "0.1.0"
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "SamplingParams",
+    "Structure",
+    "__version__",
+    "build",
+]
 
 _MODULES = {
     "LLM": "kvlathe.runtime.llm",

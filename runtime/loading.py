@@ -75,7 +75,7 @@ def _in_parallel(
     """The runner on ``ranks`` GPUs, and what one of them keeps of the plan."""
     check_ranks(engine, ranks)
     runner.session(engine.manifest)  # says what is missing
-    from kvlathe.runtime.sessions.torch_cuda.parallel import TensorParallel
+    from kvlathe.runtime.sessions.torch_cuda.shards.parallel import TensorParallel
 
     together = TensorParallel(engine.path, engine.plan, ranks)
     several = dataclasses.replace(

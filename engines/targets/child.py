@@ -8,9 +8,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
-import kvlathe
+from kvlathe.base.package import FOLDER
 
 
 class ChildFailed(Exception):
@@ -22,7 +21,7 @@ def run_module(
 ) -> str:
     """stdout of ``python -m module argument``. Raises ChildFailed if it exits with
     anything but 0."""
-    home = Path(kvlathe.__file__).parent.parent
+    home = FOLDER.parent
     path = os.pathsep.join(filter(None, [str(home), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-P", "-m", module, argument],

@@ -1,7 +1,7 @@
 """The cuda engine: the folded weights, and decoder.json: where each lies and how layers
 are wired (export/model/weights_file.py).
 
-The runtime builds its decoder from these (runtime/sessions/torch_cuda/decoder.py); no
+The runtime builds its decoder from these (runtime/sessions/torch_cuda/model/decoder.py); no
 graph is needed, and none is exported.
 """
 

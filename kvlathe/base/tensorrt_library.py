@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import kvlathe
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
+from kvlathe.base.package import FOLDER
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,7 @@ def find_plugin() -> Path | None:
                 "build it: docs/native.md says how",
             )
         return path.resolve()
-    package = Path(kvlathe.__file__).resolve().parent
-    places = (package / PLUGIN, package.parent / "build" / "native" / PLUGIN)
+    places = (FOLDER / PLUGIN, FOLDER.parent / "build" / "native" / PLUGIN)
     return next((place for place in places if place.is_file()), None)
 
 

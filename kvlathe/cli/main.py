@@ -16,9 +16,9 @@ from typing import NoReturn
 
 import click
 
-from kvlathe import __version__
 from kvlathe.base import console
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.package import __version__
 from kvlathe.cli import bench as cli_bench
 from kvlathe.cli import build as cli_build
 from kvlathe.cli import chat as cli_chat

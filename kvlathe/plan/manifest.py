@@ -24,9 +24,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from kvlathe import __version__
 from kvlathe.base.digests import pieces_digest
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.package import __version__
 from kvlathe.plan import json_fields, replacing
 from kvlathe.plan.json_fields import Count, Positive, PositiveFloat, Sha256
 

@@ -14,7 +14,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from kvlathe import __version__
+from kvlathe.base.package import __version__
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.server.answers import Answerer
 from kvlathe.server.cache_view import CacheView, cache_view

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import kvlathe
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.package import FOLDER
 
 ABI_VERSION = 14
 LIBRARY = "libkvlathe.so"
@@ -88,12 +88,11 @@ def find() -> Found:
     """
     if os.environ.get("KVLATHE_NATIVE") == "0":
         return Found(None, "KVLATHE_NATIVE=0 turns them off. Unset it")
-    package = Path(kvlathe.__file__).parent
     chosen = os.environ.get("KVLATHE_LIBRARY")
     places = (
         [Path(chosen)]
         if chosen
-        else [package / LIBRARY, package.parent / "build" / "native" / LIBRARY]
+        else [FOLDER / LIBRARY, FOLDER.parent / "build" / "native" / LIBRARY]
     )
     path = next((place for place in places if place.is_file()), None)
     if path is None:

@@ -1,7 +1,7 @@
 """What a request's own tokens do to its logits: penalties and biases.
 
 The host turns them into changes of single logits. Where tokens are counted beside the
-logits (runtime/sessions/torch_cuda/counts.py), only the penalties themselves go there.
+logits (runtime/sessions/torch_cuda/sampling/counts.py), only the penalties themselves go there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sampling of a batch: one token for each row of logits, whatever each row asks for.
 
 The host samples with numpy here; a session on a GPU computes the same with its own
-arrays (runtime/sessions/torch_cuda/sampling.py) and sends only tokens back. Both draw
+arrays (runtime/sessions/torch_cuda/sampling/sampling.py) and sends only tokens back. Both draw
 the same token from the same logits: the random numbers are made here, one for each row,
 and do not depend on the logits.
 

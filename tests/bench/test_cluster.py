@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("simpy", reason="simpy is not installed: pip install '.[dev]'")
 
-from tests.bench.cluster import Engine, Job, Shape, simulate
-from tests.bench.scale import Limits, Load, most_users
-from tests.bench.step_times import (
+from benchmarks.cluster import Engine, Job, Shape, simulate
+from benchmarks.scale import Limits, Load, most_users
+from benchmarks.step_times import (
     StepTimes,
     decode_row,
     errors,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bench import gpu_model
+from benchmarks import gpu_model
 from tests.support.gpus import GPUS, H200, Gpu
 
 ROWS = gpu_model.measured()

@@ -9,11 +9,11 @@ from functools import partial
 import numpy as np
 import pytest
 
+from benchmarks import overhead
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.sessions.protocols import Sampling, Session, StepPlan
 from kvlathe.runtime.text.sampler import SamplingRows
 from kvlathe.runtime.text.sampling_params import SamplingParams
-from tests.bench import overhead
 from tests.support.fake_session import SamplesThere
 from tests.support.runtime_cases import llm as engine_of
 

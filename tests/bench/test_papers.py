@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import papers
+from benchmarks.papers import MEASUREMENTS, Builds, Measurement, Row, Settings
 from kvlathe.base.errors import KvlatheError
-from tests.bench import papers
-from tests.bench.papers import MEASUREMENTS, Builds, Measurement, Row, Settings
 
 
 @pytest.mark.parametrize("name", MEASUREMENTS)

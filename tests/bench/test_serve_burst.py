@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import serve_burst as burst
 from kvlathe.bench.client import Outcome
 from kvlathe.bench.load import Request
-from tests.bench import serve_burst as burst
 
 TOLD = (
     "kvlathe_num_requests_running{model_name='m'} 7.0\n",

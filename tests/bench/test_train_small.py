@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import any_text, recall, train_small
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.tasks import tasks
-from tests.bench import any_text, recall, train_small
 
 ROOT = Path(__file__).parents[2]
 TEXTS = any_text.documents([ROOT / "docs", ROOT / "runtime"], 1 << 18)

@@ -17,8 +17,11 @@ from kvlathe.plan import manifest as manifests
 from kvlathe.plan.deal import deal
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.sessions.torch_cuda.decoder import decoder_shapes, read_decoder
-from kvlathe.runtime.sessions.torch_cuda.slices import Slices
+from kvlathe.runtime.sessions.torch_cuda.model.decoder import (
+    decoder_shapes,
+    read_decoder,
+)
+from kvlathe.runtime.sessions.torch_cuda.shards.slices import Slices
 from tests.support.runtime_cases import MODEL, built_folder
 
 

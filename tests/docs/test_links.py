@@ -17,6 +17,7 @@ FOLDERS = (
     "docker",
     "docs",
     "engines",
+    "benchmarks",
     "examples",
     "export",
     "integrations",
@@ -30,7 +31,7 @@ FOLDERS = (
 TARGET = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 SOURCE = re.compile(r"[\w./*{},-]*\w\.(?:py|cc|cu|cuh|h|sh|j2|jinja|toml|yml|yaml)\b")
 COMMAND = re.compile(
-    r"(?:python3?|bash|sh) ((?:tests|scripts|docker|examples)/[\w./-]+\w)"
+    r"(?:python3?|bash|sh) ((?:benchmarks|tests|scripts|docker|examples)/[\w./-]+\w)"
 )
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 OTHERS = {"NvInfer.h", "docker-compose.yml"}

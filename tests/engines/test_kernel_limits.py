@@ -17,7 +17,7 @@ from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.plan.token_rules import KEEP_ALL, Compacted, Window
 from kvlathe.runtime.native.cuda import LEAST_CHUNK
-from kvlathe.runtime.sessions.torch_cuda.rows import WIDEST
+from kvlathe.runtime.sessions.torch_cuda.model.rows import WIDEST
 
 LIMITS = kernel_limits.kernel_limits()
 

@@ -13,7 +13,11 @@ import numpy as np
 import torch
 
 from kvlathe.runtime.native.cuda import BUNDLES, LEAST_CHUNK, CudaLibrary
-from kvlathe.runtime.sessions.torch_cuda.attend import Attention, Spread, StepInputs
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import (
+    Attention,
+    Spread,
+    StepInputs,
+)
 from tests.native.codes_problem import CodesProblem
 from tests.native.library import AttendDecodeArgs
 from tests.native.problem import Problem

@@ -14,7 +14,7 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import LEAST_CHUNK, CudaLibrary
 from kvlathe.runtime.sessions.gpu.side_memory import copies_bytes
-from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention, StepInputs
 from tests.native_cpu.library import Array, reserve
 from tests.support.attend_cases import Case
 

@@ -15,7 +15,7 @@ from kvlathe.plan.formats import Tier
 from kvlathe.runtime.native.cuda import MAX_BUNDLE, CudaLibrary
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.native.room import check_layers
-from kvlathe.runtime.sessions.torch_cuda import bundles
+from kvlathe.runtime.sessions.torch_cuda.attention import bundles
 from tests.native.library import Library
 from tests.native.step16 import Step16, step_of
 from tests.native_cpu.test_bundles import CODES, code_steps, codes_plan

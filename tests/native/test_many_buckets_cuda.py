@@ -15,7 +15,7 @@ from kvlathe.plan.kernel_parts import kernel_parts
 from kvlathe.plan.token_rules import KEEP_ALL, TokenRule, Window
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
-from kvlathe.runtime.sessions.torch_cuda.attend import Attention, Spread
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention, Spread
 from tests.native.library import Library
 from tests.native.step16 import Step16, same_with_copies, step_of
 from tests.native_cpu.library import Call

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
-from kvlathe.runtime.sessions.torch_cuda.coded import CodedLinear, code_table
-from kvlathe.runtime.sessions.torch_cuda.rows import NativeRows
+from kvlathe.runtime.sessions.torch_cuda.model.coded import CodedLinear, code_table
+from kvlathe.runtime.sessions.torch_cuda.model.rows import NativeRows
 from tests.native.library import Library
 from tests.support.product_laws import (
     Shape,

@@ -16,7 +16,7 @@ from kvlathe.plan.plan import Bucket
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.gpu.side_memory import COPY_HEADER, copies_bytes
-from kvlathe.runtime.sessions.torch_cuda.attend import Attention, Spread
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention, Spread
 from tests.native.chunk_problem import ChunkProblem, CodesChunkProblem
 from tests.native.library import Library
 from tests.native.step16 import Step16

@@ -9,7 +9,7 @@ import torch
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
-from kvlathe.runtime.sessions.torch_cuda.rows import FusedRows, NativeRows
+from kvlathe.runtime.sessions.torch_cuda.model.rows import FusedRows, NativeRows
 from tests.native.library import Library
 
 ROUNDING = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}

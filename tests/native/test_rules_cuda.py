@@ -19,11 +19,11 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.torch_cuda.compute import session_of
-from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.device import TorchDevice
-from kvlathe.runtime.sessions.torch_cuda.ranking import RankingSession
-from kvlathe.runtime.sessions.torch_cuda.rows import NativeRows
-from kvlathe.runtime.sessions.torch_cuda.stages import StagedSession
+from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
+from kvlathe.runtime.sessions.torch_cuda.model.rows import NativeRows
+from kvlathe.runtime.sessions.torch_cuda.tokens.ranking import RankingSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.stages import StagedSession
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.native.library import Library

@@ -15,7 +15,7 @@ from kvlathe.base.errors import DeviceLost
 from kvlathe.engines.build import BuildRequest, build
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
-from kvlathe.runtime.sessions.torch_cuda.parallel import LeaderSession
+from kvlathe.runtime.sessions.torch_cuda.shards.parallel import LeaderSession
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.native.library import Library
 from tests.support.checkpoints import FAMILIES, make_model

@@ -18,7 +18,7 @@ from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.plan.token_rules import KEEP_ALL, Window
 from kvlathe.runtime.native.cuda import BUNDLES, MAX_BUNDLE
 from kvlathe.runtime.native.library import Native
-from kvlathe.runtime.sessions.torch_cuda import attend, bundles
+from kvlathe.runtime.sessions.torch_cuda.attention import attend, bundles
 from tests.native.step16 import step_of
 from tests.native_cpu.test_many_buckets import emulated
 from tests.support.attend_cases import Case, plan_of

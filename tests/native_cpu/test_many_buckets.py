@@ -28,12 +28,12 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.cuda import AppendArgs, AttendDecodeArgs, CudaLibrary
 from kvlathe.runtime.native.library import Native, Status
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
-from kvlathe.runtime.sessions.torch_cuda import attend
-from kvlathe.runtime.sessions.torch_cuda.attend import Attention, Spread
+from kvlathe.runtime.sessions.torch_cuda.attention import attend
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention, Spread
+from kvlathe.runtime.sessions.torch_cuda.attention.inputs import StepInputs
 from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
-from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
-from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
+from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.native import step16

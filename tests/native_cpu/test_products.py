@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.native.library import ABI_VERSION, Status
 from kvlathe.runtime.native.products import MOST_ROWS, ProductArgs
-from kvlathe.runtime.sessions.torch_cuda import rows as rows_module
-from kvlathe.runtime.sessions.torch_cuda.coded import code_table
-from kvlathe.runtime.sessions.torch_cuda.rows import NativeRows
+from kvlathe.runtime.sessions.torch_cuda.model import rows as rows_module
+from kvlathe.runtime.sessions.torch_cuda.model.coded import code_table
+from kvlathe.runtime.sessions.torch_cuda.model.rows import NativeRows
 from tests.support.emulated import emulated_kernels
 from tests.support.product_laws import (
     Shape,

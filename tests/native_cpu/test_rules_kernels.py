@@ -23,14 +23,14 @@ from kvlathe.runtime.native.cuda import F16, AttendDecodeArgs, CudaLibrary, Laye
 from kvlathe.runtime.native.library import ABI_VERSION, Native
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.side_memory import scratch_bytes
-from kvlathe.runtime.sessions.torch_cuda.attend import Attention
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
+from kvlathe.runtime.sessions.torch_cuda.attention.inputs import StepInputs
+from kvlathe.runtime.sessions.torch_cuda.attention.observer import Observer
 from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
-from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
-from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
-from kvlathe.runtime.sessions.torch_cuda.observer import Observer
-from kvlathe.runtime.sessions.torch_cuda.ranking import RankingSession
-from kvlathe.runtime.sessions.torch_cuda.stages import StagedSession
+from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
+from kvlathe.runtime.sessions.torch_cuda.tokens.ranking import RankingSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.stages import StagedSession
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support import staged_cases

@@ -26,10 +26,10 @@ from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.session import DeviceSession
 from kvlathe.runtime.sessions.host.native import HalfSession
 from kvlathe.runtime.sessions.protocols import Session
-from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention, StepInputs
 from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
-from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
+from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.native_cpu.library import AttendArgs, Op

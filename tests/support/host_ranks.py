@@ -26,21 +26,21 @@ from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.library import Native
-from kvlathe.runtime.sessions.torch_cuda.attend import Attention
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
 from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
-from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
-from kvlathe.runtime.sessions.torch_cuda.follower import run
-from kvlathe.runtime.sessions.torch_cuda.group import parts
-from kvlathe.runtime.sessions.torch_cuda.parallel import LeaderSession
-from kvlathe.runtime.sessions.torch_cuda.rank_session import RankSession
-from kvlathe.runtime.sessions.torch_cuda.ranks import (
+from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
+from kvlathe.runtime.sessions.torch_cuda.model.group import parts
+from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
+from kvlathe.runtime.sessions.torch_cuda.shards.follower import run
+from kvlathe.runtime.sessions.torch_cuda.shards.parallel import LeaderSession
+from kvlathe.runtime.sessions.torch_cuda.shards.rank_session import RankSession
+from kvlathe.runtime.sessions.torch_cuda.shards.ranks import (
     Ranks,
     environment,
     module_command,
 )
-from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
-from kvlathe.runtime.sessions.torch_cuda.slices import Slices
+from kvlathe.runtime.sessions.torch_cuda.shards.slices import Slices
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support.device_engines import HostAttention
 from tests.support.host_device import HostLibrary, HostTorchDevice

@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from kvlathe.layers.coded_weight import CodedWeight
-from kvlathe.runtime.sessions.torch_cuda.coded import CodedLinear, CodeTable, code_table
-from kvlathe.runtime.sessions.torch_cuda.rows import NativeRows
+from kvlathe.runtime.sessions.torch_cuda.model.coded import (
+    CodedLinear,
+    CodeTable,
+    code_table,
+)
+from kvlathe.runtime.sessions.torch_cuda.model.rows import NativeRows
 
 HALF = 2.0**-11
 LEAST = 2.0**-24

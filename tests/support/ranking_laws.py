@@ -23,7 +23,7 @@ from kvlathe.runtime.sessions.gpu.device import BYTE
 from kvlathe.runtime.sessions.gpu.side_memory import scratch_bytes
 from kvlathe.runtime.sessions.host.pages import HostPages
 from kvlathe.runtime.sessions.protocols import DeviceRanker, FullPage, TokenRanker
-from kvlathe.runtime.sessions.torch_cuda.ranking import RankingSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.ranking import RankingSession
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support.runtime_cases import (
     LIMITS,

@@ -17,8 +17,8 @@ from kvlathe.runtime.native.cuda import (
     LayerForm,
 )
 from kvlathe.runtime.sessions.gpu.side_memory import copies_bytes, within_share
-from kvlathe.runtime.sessions.torch_cuda.attend import Attention, Spread
-from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention, Spread
+from kvlathe.runtime.sessions.torch_cuda.attention.inputs import StepInputs
 from kvlathe_vllm.calls import Int32
 from kvlathe_vllm.layer import Layer, Most
 from kvlathe_vllm.span import Span

@@ -20,8 +20,8 @@ from kvlathe.runtime.native.cuda import (
     cuda_library,
 )
 from kvlathe.runtime.native.library import ABI_VERSION
-from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
-from kvlathe.runtime.sessions.torch_cuda.rows import ELEMENTS
+from kvlathe.runtime.sessions.torch_cuda.attention.inputs import StepInputs
+from kvlathe.runtime.sessions.torch_cuda.model.rows import ELEMENTS
 from kvlathe_vllm.block_attention import BlockAttention
 from kvlathe_vllm.calls import Call, Sealing
 from kvlathe_vllm.gpu_step import Layers, LayerStep, Sent, sent_to, stream

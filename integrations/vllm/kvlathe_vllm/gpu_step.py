@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from kvlathe.runtime.native.cuda import LEAST_CHUNK
-from kvlathe.runtime.sessions.torch_cuda.attend import Spread
-from kvlathe.runtime.sessions.torch_cuda.inputs import StepInputs
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Spread
+from kvlathe.runtime.sessions.torch_cuda.attention.inputs import StepInputs
 from kvlathe_vllm.block_attention import BlockAttention, Rooms, plan_together
 from kvlathe_vllm.calls import Call, Int32, copies_of, is_decode
 

@@ -59,7 +59,7 @@ def scratch_bytes(plan: CompressionPlan) -> int:
 
 def observing_bytes(plan: CompressionPlan, limits: Limits) -> int:
     """What the largest step that observes a prefix takes beside other steps
-    (torch_cuda/mass.py): tiles of scores, the keys of a lane, and what each token is
+    (torch_cuda/attention/mass.py): tiles of scores, the keys of a lane, and what each token is
     given. 0 where no prefix is compacted."""
     if plan.compaction is None:
         return 0

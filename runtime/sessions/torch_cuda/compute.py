@@ -17,20 +17,24 @@ from kvlathe.runtime.sessions.gpu.device import DeviceArray
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.side_memory import room_for_copies, scratch_bytes
 from kvlathe.runtime.sessions.gpu.step_buffer import Bindings, StepKind
-from kvlathe.runtime.sessions.torch_cuda.attend import Attention
-from kvlathe.runtime.sessions.torch_cuda.compacting import CompactingSession
-from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder, read_decoder
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
+from kvlathe.runtime.sessions.torch_cuda.attention.inputs import (
+    Mass,
+    Observed,
+    StepInputs,
+)
 from kvlathe.runtime.sessions.torch_cuda.device import (
     TorchDevice,
     bytes_of,
     memory_bytes,
     tensor_of,
 )
-from kvlathe.runtime.sessions.torch_cuda.inputs import Mass, Observed, StepInputs
-from kvlathe.runtime.sessions.torch_cuda.ranking import RankingSession
-from kvlathe.runtime.sessions.torch_cuda.rows import NativeRows
+from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder, read_decoder
+from kvlathe.runtime.sessions.torch_cuda.model.rows import NativeRows
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
-from kvlathe.runtime.sessions.torch_cuda.stages import StagedSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.compacting import CompactingSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.ranking import RankingSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.stages import StagedSession
 
 
 def open_session(

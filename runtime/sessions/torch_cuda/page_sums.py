@@ -13,7 +13,7 @@ from torch import Tensor
 from kvlathe.plan.page_digest import ROW_WORDS, WEIGHTS
 from kvlathe.runtime.sessions.protocols import Int64
 from kvlathe.runtime.sessions.torch_cuda.device import sent
-from kvlathe.runtime.sessions.torch_cuda.sampling import to_host
+from kvlathe.runtime.sessions.torch_cuda.sampling.sampling import to_host
 
 BATCH = 1 << 22
 """Bytes of pages that are summed at once, a page at least. They are gathered, and their

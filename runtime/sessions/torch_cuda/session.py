@@ -11,10 +11,10 @@ from torch import Tensor
 from kvlathe.runtime.sessions.gpu.device import DeviceArray
 from kvlathe.runtime.sessions.gpu.session import DeviceSession
 from kvlathe.runtime.sessions.protocols import Choose, Int64, Sampling, StepPlan
-from kvlathe.runtime.sessions.torch_cuda import sampling
-from kvlathe.runtime.sessions.torch_cuda.counts import TokenCounts
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of, tensor_of
 from kvlathe.runtime.sessions.torch_cuda.page_sums import PageSums
+from kvlathe.runtime.sessions.torch_cuda.sampling import sampling
+from kvlathe.runtime.sessions.torch_cuda.sampling.counts import TokenCounts
 from kvlathe.runtime.text.sampler import SamplingRows
 
 

@@ -26,8 +26,8 @@ from torch.utils._pytree import tree_flatten  # noqa: E402
 
 from kvlathe.runtime.native.cuda import AttendDecodeArgs, CudaLibrary  # noqa: E402
 from kvlathe.runtime.native.library import find  # noqa: E402
-from kvlathe.runtime.sessions.torch_cuda import attend  # noqa: E402
-from kvlathe.runtime.sessions.torch_cuda.attend import Spread, StepInputs  # noqa: E402
+from kvlathe.runtime.sessions.torch_cuda.attention import attend  # noqa: E402
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Spread, StepInputs  # noqa: E402
 from kvlathe_vllm import cuda as on_gpu  # noqa: E402
 from kvlathe_vllm import gpu_step  # noqa: E402
 from kvlathe_vllm.block_attention import BlockAttention, Rooms  # noqa: E402

@@ -15,7 +15,7 @@ from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.plan.token_rules import Window
 from kvlathe.runtime.native.cuda import MAX_BUNDLE
 from kvlathe.runtime.sessions.gpu.step_buffer import NO_SHORT_ROWS, ShortRows
-from kvlathe.runtime.sessions.torch_cuda.bundles import (
+from kvlathe.runtime.sessions.torch_cuda.attention.bundles import (
     COSTS,
     OTHER_COST,
     Bundling,

@@ -20,14 +20,14 @@ from kvlathe.export.model.weights_file import wiring
 from kvlathe.layers.coded_weight import CodedWeight, middle
 from kvlathe.plan.deal import deal
 from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
-from kvlathe.runtime.sessions.torch_cuda.coded import (
+from kvlathe.runtime.sessions.torch_cuda.model.coded import (
     CodedLinear,
     code_table,
     coded_product,
     fp8_rows,
 )
-from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder
-from kvlathe.runtime.sessions.torch_cuda.slices import Slices
+from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
+from kvlathe.runtime.sessions.torch_cuda.shards.slices import Slices
 from tests.runtime.sessions.test_cuda_decoder import Reference, logits_of
 from tests.support.checkpoints import whole_plan
 

@@ -38,11 +38,11 @@ from kvlathe.runtime.native.cuda import (
 )
 from kvlathe.runtime.sessions.gpu.step_buffer import ShortRows, StepKind, kind_of
 from kvlathe.runtime.sessions.registry import attention
-from kvlathe.runtime.sessions.torch_cuda import attend as cuda_attend
 from kvlathe.runtime.sessions.torch_cuda import compute as cuda_compute
-from kvlathe.runtime.sessions.torch_cuda import rows
-from kvlathe.runtime.sessions.torch_cuda.attend import Attention, StepInputs
-from kvlathe.runtime.sessions.torch_cuda.decoder import TorchDecoder, read_decoder
+from kvlathe.runtime.sessions.torch_cuda.attention import attend as cuda_attend
+from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention, StepInputs
+from kvlathe.runtime.sessions.torch_cuda.model import rows
+from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder, read_decoder
 from tests.support.checkpoints import FAMILIES, whole_plan
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "lathe-5m"

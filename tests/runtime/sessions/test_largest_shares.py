@@ -18,9 +18,9 @@ from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.plan.token_rules import Compacted
-from kvlathe.runtime.sessions.torch_cuda import mass
-from kvlathe.runtime.sessions.torch_cuda.inputs import Mass, StepInputs
-from kvlathe.runtime.sessions.torch_cuda.mass import LargestShares
+from kvlathe.runtime.sessions.torch_cuda.attention import mass
+from kvlathe.runtime.sessions.torch_cuda.attention.inputs import Mass, StepInputs
+from kvlathe.runtime.sessions.torch_cuda.attention.mass import LargestShares
 from tests.support.attend_cases import plan_of
 
 Array = npt.NDArray[np.float64]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvlathe.runtime.sessions.torch_cuda.group import parts
-from kvlathe.runtime.sessions.torch_cuda.rank_sampling import BINS, RankSampler
+from kvlathe.runtime.sessions.torch_cuda.model.group import parts
+from kvlathe.runtime.sessions.torch_cuda.sampling.rank_sampling import BINS, RankSampler
 from kvlathe.runtime.text.sampler import Request, Sampled, SamplingRows, rows_of, sample
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.runtime.text.test_sampler import (

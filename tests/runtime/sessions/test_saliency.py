@@ -15,8 +15,8 @@ from kvlathe.plan.token_rules import ObservationWindow
 from kvlathe.runtime.cache import token_ranking as host
 from kvlathe.runtime.sessions.host import passes
 from kvlathe.runtime.sessions.protocols import Scores
-from kvlathe.runtime.sessions.torch_cuda import saliency as device
-from kvlathe.runtime.sessions.torch_cuda import stages
+from kvlathe.runtime.sessions.torch_cuda.tokens import saliency as device
+from kvlathe.runtime.sessions.torch_cuda.tokens import stages
 
 
 @st.composite

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.sequence import Sequence
 from kvlathe.runtime.sessions.protocols import TokenCounter
-from kvlathe.runtime.sessions.torch_cuda import sampling
-from kvlathe.runtime.sessions.torch_cuda.counts import TokenCounts
+from kvlathe.runtime.sessions.torch_cuda.sampling import sampling
+from kvlathe.runtime.sessions.torch_cuda.sampling.counts import TokenCounts
 from kvlathe.runtime.text.sampler import (
     Request,
     Sampled,

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.runtime.sessions.torch_cuda import sampling
+from kvlathe.runtime.sessions.torch_cuda.sampling import sampling
 from kvlathe.runtime.text.masks import WORD, Masks, no_bits
 from kvlathe.runtime.text.philox import uniform
 from kvlathe.runtime.text.sampler import (

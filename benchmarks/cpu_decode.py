@@ -1,0 +1,289 @@
+"""Decode and prefill on the CPU: our engines, natively and on the ONNX function,
+transformers, ONNX Runtime GenAI. Beside them what no runner passes: reading the bytes
+that a token needs.
+
+  kvlathe build --model M --output-dir out/none kvlathe build --model M --output-dir
+  out/fdc --compression fdc --removal-rate 0.15 python -m
+  onnxruntime_genai.models.builder -i M -o out/genai -p fp32 -e cpu python
+  benchmarks/cpu_decode.py native:out/none native:out/fdc function:out/none
+  transformers:M genai:out/genai reads:out/none reads:out/fdc
+
+One prompt of real text, greedy. Each runner is a process of its own: nothing is shared
+but the machine. A round measures every runner once, rounds are repeated, the best of
+each cell is kept: other load only slows. Decode tokens/s counts all that happens
+between two tokens; prefill is the time to the first token.
+
+``reads``: an engine's weights and the pages of the context are summed up by torch, and
+nothing else is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+Runner = Callable[[list[int], int], tuple[float, float]]
+"""(prompt, new tokens) -> (prefill seconds, decode tokens a second)."""
+
+
+def engine(path: Path, threads: int) -> Runner:
+    from kvlathe.runtime.llm import LLM
+    from kvlathe.runtime.text.sampling_params import SamplingParams
+
+    llm = LLM.load(path, threads=threads, verify=False)
+
+    def run(prompt: list[int], new: int) -> tuple[float, float]:
+        timings = llm.generate(
+            [prompt], SamplingParams(max_new_tokens=new + 1, ignore_eos=True)
+        )[0].timings
+        return timings.prefill_seconds, timings.decode_tokens_per_second
+
+    return run
+
+
+def timed(
+    prefill: Callable[[], None], step: Callable[[], None], new: int
+) -> tuple[float, float]:
+    start = time.perf_counter()
+    prefill()
+    first = time.perf_counter()
+    for _ in range(new):
+        step()
+    return first - start, new / (time.perf_counter() - first)
+
+
+def transformers(path: Path, threads: int) -> Runner:
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32, local_files_only=True
+    )
+
+    @torch.inference_mode()
+    def run(prompt: list[int], new: int) -> tuple[float, float]:
+        cache, ids = DynamicCache(config=model.config), torch.tensor([prompt])
+
+        def step() -> None:
+            nonlocal ids
+            logits = model(
+                ids, past_key_values=cache, use_cache=True, logits_to_keep=1
+            ).logits
+            ids = logits[:, -1:].argmax(-1)
+
+        return timed(step, step, new)
+
+    return run
+
+
+def genai(path: Path, threads: int) -> Runner:
+    import onnxruntime_genai as og
+
+    config = og.Config(str(path))
+    options = {"session_options": {"intra_op_num_threads": threads}}
+    config.overlay(json.dumps({"model": {"decoder": options}}))
+    model = og.Model(config)
+
+    def run(prompt: list[int], new: int) -> tuple[float, float]:
+        params, length = og.GeneratorParams(model), len(prompt) + new + 1
+        params.set_search_options(max_length=length, min_length=length, do_sample=False)
+        generator = og.Generator(model, params)
+
+        def prefill() -> None:
+            generator.append_tokens(prompt)
+            generator.generate_next_token()
+
+        return timed(prefill, generator.generate_next_token, new)
+
+    return run
+
+
+def reads(path: Path, threads: int) -> Runner:
+    import torch
+
+    from kvlathe.plan.engine_folder import open_engine
+    from kvlathe.plan.layout import CacheLayout
+
+    torch.set_num_threads(threads)
+    layout = CacheLayout(open_engine(path).plan)
+    weights = torch.ones(weight_bytes(path) // 4)
+
+    def run(prompt: list[int], new: int) -> tuple[float, float]:
+        pages = torch.ones(layout.bytes_for(len(prompt)) // 4)
+
+        def step() -> None:
+            weights.sum()
+            pages.sum()
+
+        return timed(step, step, new)
+
+    return run
+
+
+def weight_bytes(path: Path) -> int:
+    """Of the matrices that each token is multiplied with."""
+    import onnx
+
+    [file] = path.glob("*.onnx")
+    graph = onnx.load(file, load_external_data=False).graph
+    sizes: dict[str, int] = {}
+    for held in graph.initializer:
+        width = onnx.helper.tensor_dtype_to_np_dtype(held.data_type).itemsize
+        sizes[held.name] = math.prod(held.dims) * width
+    products = [node for node in graph.node if node.op_type in PRODUCTS]
+    read = {name for node in products for name in node.input}
+    return sum(sizes.get(name, 0) for name in read)
+
+
+PRODUCTS = ("MatMul", "Gemm")
+RUNNERS = {
+    "native": engine,
+    "function": engine,
+    "transformers": transformers,
+    "genai": genai,
+    "reads": reads,
+}
+
+
+def child(kind: str, path: Path, threads: int) -> None:
+    """Answer (prompt, new tokens) lines with measurement lines until stdin ends."""
+    with contextlib.redirect_stdout(sys.stderr):
+        run = RUNNERS[kind](path, threads)
+    for line in sys.stdin:
+        prefill, decode = run(*json.loads(line))
+        print(
+            json.dumps(
+                (
+                    prefill,
+                    decode,
+                    resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+                )
+            ),
+            flush=True,
+        )
+
+
+@contextlib.contextmanager
+def started(runner: str, threads: int) -> Generator[subprocess.Popen[str]]:
+    kind, path = runner.split(":", 1)
+    command = [
+        sys.executable,
+        __file__,
+        "--child",
+        kind,
+        path,
+        "--threads",
+        str(threads),
+    ]
+    switch = {"KVLATHE_NATIVE": "0"} if kind == "function" else {}
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {
+        **os.environ,
+        **switch,
+        "PYTHONPATH": paths,
+        "OMP_NUM_THREADS": str(threads),
+    }
+    with subprocess.Popen(
+        command, text=True, stdin=-1, stdout=-1, env=environment
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+
+
+def ask(
+    process: subprocess.Popen[str], prompt: list[int], new: int
+) -> tuple[float, float, float]:
+    assert process.stdin is not None and process.stdout is not None
+    print(json.dumps((prompt, new)), file=process.stdin, flush=True)
+    return tuple(json.loads(process.stdout.readline()))
+
+
+def real_text(tokenizer: Path, count: int) -> list[int]:
+    from kvlathe.runtime.text.tokenizer import Tokenizer
+
+    lines = (ROOT / "data" / "eval_text.jsonl").read_text("utf-8").splitlines()
+    return Tokenizer(tokenizer).encode(
+        " ".join(json.loads(line)["text"] for line in lines[:100])
+    )[:count]
+
+
+def measure(
+    runners: list[str], prompts: dict[int, list[int]], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """One record a runner and context: the best of all rounds."""
+    best = {
+        (r, n): {"prefill_s": float("inf"), "decode_tps": 0.0, "peak_mb": 0.0}
+        for r in runners
+        for n in prompts
+    }
+    for _ in range(args.rounds):
+        for runner in runners:
+            with started(runner, args.threads) as process:
+                ask(process, prompts[min(prompts)][:100], 4)  # warm
+                for context, prompt in prompts.items():
+                    prefill, decode, peak = ask(process, prompt, args.tokens)
+                    cell = best[runner, context]
+                    cell["prefill_s"] = min(cell["prefill_s"], prefill)
+                    cell["decode_tps"] = max(cell["decode_tps"], decode)
+                    cell["peak_mb"] = max(cell["peak_mb"], peak)
+    return [
+        {"runner": runner, "context": context, **cell}
+        for (runner, context), cell in best.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runners", nargs="+", help="KIND:FOLDER, KIND one of " + ", ".join(RUNNERS)
+    )
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 3840])
+    parser.add_argument(
+        "--tokens", type=int, default=64, help="decoded at each context"
+    )
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        child(args.runners[0], Path(args.runners[1]), args.threads)
+        return
+    folder = Path(args.runners[0].split(":", 1)[1])
+    text = real_text(folder, max(args.contexts))
+    records = measure(args.runners, {n: text[:n] for n in sorted(args.contexts)}, args)
+    print(
+        f"{'runner':<36} {'context':>8} {'decode tokens/s':>16} {'prefill s':>10} {'peak MB':>8}"
+    )
+    for r in records:
+        row = f"{r['decode_tps']:>16.1f} {r['prefill_s']:>10.2f} {r['peak_mb']:>8.0f}"
+        print(f"{r['runner']:<36} {r['context']:>8} {row}")
+    print(
+        json.dumps(
+            {
+                "bench": "cpu_decode",
+                "threads": args.threads,
+                "tokens": args.tokens,
+                "results": records,
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()

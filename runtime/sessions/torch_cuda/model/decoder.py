@@ -1,0 +1,400 @@
+"""The decoder of the cuda backend: the folded model in torch, with as few kernels a
+layer as plain torch allows.
+
+What a layer computes is defined in kvlathe/layers/decoder.py, for this backend and for
+the exporter. Here are its products: q, k and v are one, so are gate and up, and the
+products add to the residual themselves. The tensors have the exporter's names; how
+layers are wired comes with them in decoder.json (export/model/weights_file.py).
+
+Sizes: T packed tokens of a step, R logit rows, D hidden size, d head dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kvlathe.layers.decoder import (
+    RowMap,
+    logits,
+    rope_angles,
+    rope_names,
+    run_layer,
+    tied_head,
+)
+from kvlathe.layers.experts import ExpertWeights, run_experts
+from kvlathe.layers.rows import Rows
+from kvlathe.layers.wiring import Wiring
+from kvlathe.runtime.sessions.torch_cuda.model.coded import (
+    CodedLinear,
+    Product,
+    coded_product,
+    taken_code,
+)
+from kvlathe.runtime.sessions.torch_cuda.model.group import Alone, Group
+from kvlathe.runtime.sessions.torch_cuda.model.rows import FusedRows
+
+Angles = tuple[Tensor, Tensor]
+Attend = Callable[
+    [int, Tensor, Tensor, Tensor, Angles | None, Mapping[str, Tensor]], Tensor
+]
+"""(layer, q, k, v, (cos, sin), Attend's weights by name) -> o; K and V are in
+the cache afterwards."""
+
+ALIGNMENT = 8
+"""Elements: rows of q, k and v begin at multiples of 16 bytes."""
+ALONE = Alone()
+Cut = Callable[[str, Tensor], Tensor | None]
+"""What is read of a tensor, by its name; None for nothing."""
+
+
+def _read(folder: Path, index: str) -> dict[str, Any]:
+    return json.loads((folder / index).read_text("utf-8"))
+
+
+def read_decoder(
+    folder: Path, index: str, device: str, cut: Cut | None = None
+) -> tuple[Wiring, dict[str, Tensor]]:
+    """What decoder.json (``index``) describes: the wiring, and the weights on
+    ``device``, read one at a time, whole or as ``cut`` gives them."""
+    raw = _read(folder, index)
+    path = folder / raw["weights"]
+    mapped = torch.from_file(
+        str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
+    )
+
+    def tensor(dtype: str, shape: list[int], offset: int) -> Tensor:
+        kind = getattr(torch, dtype)
+        size = kind.itemsize * torch.Size(shape).numel()
+        return mapped[offset : offset + size].view(kind).view(shape)
+
+    tensors: dict[str, Tensor] = {}
+    for name, entry in raw["tensors"].items():
+        whole = tensor(**entry)
+        part = whole if cut is None else cut(name, whole)
+        if part is not None:
+            tensors[name] = part.contiguous().to(device, copy=True)
+    return Wiring.from_json(raw["wiring"]), tensors
+
+
+def decoder_shapes(folder: Path, index: str) -> dict[str, Tensor]:
+    """The weights that decoder.json (``index``) describes, without their numbers."""
+    shapes: dict[str, Tensor] = {}
+    for name, entry in _read(folder, index)["tensors"].items():
+        kind = getattr(torch, entry["dtype"])
+        shapes[name] = torch.empty(entry["shape"], dtype=kind, device="meta")
+    return shapes
+
+
+class TorchDecoder:
+    """Runs a packed step. ``tensors`` is emptied while the layers take theirs: a large
+    model exists once."""
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        tensors: dict[str, Tensor],
+        rows: Rows | None = None,
+        group: Group = ALONE,
+        first_token: int = 0,
+    ) -> None:
+        """``rows``: norms and gated activations, torch's where it is not given.
+        ``group``: the ranks whose parts of the weights ``tensors`` are one of;
+        ``first_token``: of this rank's part of the vocabulary."""
+        rows = rows or FusedRows()
+        self.wiring, self.group, self.first_token = wiring, group, first_token
+        self.layers = [
+            _Layer(wiring, rows, _taken(tensors, f"layers.{i}."), group)
+            for i in range(len(wiring.scales))
+        ]
+        self.embed = tensors["embed.weight"]
+        self.positions = tensors.get("positions.weight")
+        head = tensors.get("head.weight")
+        bias = tensors.get("head.bias")
+        self.head = tied_head(self.embed) if head is None else _Linear(head, bias)
+        self.norm = _norm(wiring, rows, _taken(tensors, "norm."))
+        self.ropes = _ropes(_taken(tensors, "rope."))
+
+    @property
+    def sinks(self) -> list[Tensor]:
+        """Sink logits [H, G] of each layer; none where the model has none."""
+        found = [layer.projections.get("sinks") for layer in self.layers]
+        return [sinks for sinks in found if sinks is not None]
+
+    @torch.inference_mode()
+    def __call__(
+        self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor, attend: Attend
+    ) -> Tensor:
+        """input_ids, positions [T], logit_rows [R] int32 -> logits [R, V], or of this
+        rank's tokens."""
+        x = self.embedded(input_ids, positions)
+        x = self.run(x, positions, range(len(self.layers)), attend, logit_rows)
+        return self.logits(x)
+
+    def embedded(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """What enters the first layer [T, D]."""
+        x = self._embedded(input_ids)
+        if self.positions is not None:
+            x = x + F.embedding(positions, self.positions)
+        return self.group.sum(x)
+
+    def run(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        layers: range,
+        attend: Attend,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, D] after ``layers``; x itself may hold it, too. With ``rows`` [R], which
+        tokens leave the last of them: [R, D]."""
+        angles = self._angles(positions, x.dtype)
+        ropes = self.wiring.ropes or (0,) * len(self.layers)
+        for i in layers:
+            leave = rows if i == layers[-1] else None
+            x = self.layers[i](x, partial(attend, i), angles[ropes[i]], leave)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """[R, V] of tokens that left the last layer [R, D]."""
+        return logits(x, self.norm, self.head, self.wiring.logit_softcap)
+
+    def _embedded(self, input_ids: Tensor) -> Tensor:
+        """[T, D]: zeros for tokens of other ranks."""
+        if self.group.size == 1:
+            return F.embedding(input_ids, self.embed)
+        places = input_ids - self.first_token
+        foreign = (places < 0) | (places >= len(self.embed))
+        rows = F.embedding(places.masked_fill(foreign, 0), self.embed)
+        return rows.masked_fill_(foreign[:, None], 0)
+
+    def _angles(self, positions: Tensor, dtype: torch.dtype) -> list[Angles | None]:
+        """Of each rotation."""
+        found: list[Angles | None] = []
+        for rope in self.ropes:
+            cos, sin = rope_angles(positions, *rope)
+            found.append((cos.to(dtype), sin.to(dtype)))
+        return found or [None]
+
+
+def _ropes(tensors: dict[str, Tensor]) -> list[Angles]:
+    """Frequencies and amplitudes of each rotation."""
+    found: list[Angles] = []
+    while (names := rope_names(len(found)))[0] in tensors:
+        inv_freq, amplitude = (tensors[name] for name in names)
+        found.append((inv_freq, amplitude))
+    return found
+
+
+class _Linear:
+    """y = x @ weight (+ bias); biases of zeros are left out."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight = weight
+        self.bias = bias if bias is not None and bool(bias.any()) else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return x @ self.weight
+        return torch.addmm(self.bias, x, self.weight)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual += x @ weight + bias, by the product itself."""
+        residual.addmm_(x, self.weight)
+        return residual if self.bias is None else residual.add_(self.bias)
+
+
+class _Output(_Linear):
+    """A product of which every rank has a part: their sum. Rank 0 has the bias."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, group: Group) -> None:
+        super().__init__(weight, bias)
+        self.group = group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.group.sum(super().__call__(x))
+
+    def begin(self, residual: Tensor, x: Tensor) -> Tensor:
+        """What the ranks' sum is ``add_to`` of: on rank 0 that, on others x @ weight.
+        Into ``residual``."""
+        if self.group.rank:
+            return torch.mm(x, self.weight, out=residual)
+        return self.add_to(residual, x)
+
+
+class _Layer:
+    """One layer; ``tensors`` by role."""
+
+    def __init__(
+        self, wiring: Wiring, rows: Rows, tensors: dict[str, Tensor], group: Group
+    ) -> None:
+        self.group = group
+        self.parallel = wiring.parallel
+        self.head_dim = wiring.head_dim
+        self.activation = wiring.activation
+        self.rows = rows
+
+        def norm(role: str) -> RowMap | None:
+            if f"{role}.weight" not in tensors:
+                return None
+            return _norm(wiring, rows, _taken(tensors, f"{role}."))
+
+        self.wide_qk_norm = wiring.wide_qk_norm
+        self.attn_norm = norm("attn_norm")
+        self.attn_out_norm = norm("attn_out_norm")
+        self.mlp_norm = norm("mlp_norm")
+        self.mlp_out_norm = norm("mlp_out_norm")
+        if wiring.wide_qk_norm and group.size > 1:
+            eps = wiring.norm_eps
+            self.q_norm = _wide_norm(tensors.pop("q_norm.weight"), eps, group)
+            self.k_norm = _wide_norm(tensors.pop("k_norm.weight"), eps, group)
+        else:
+            self.q_norm, self.k_norm = norm("q_norm"), norm("k_norm")
+        self.experts = _experts(wiring, _taken(tensors, "experts."))
+        shared_gate = tensors.pop("shared_gate.weight", None)
+        self.shared_gate = None if shared_gate is None else _Linear(shared_gate, None)
+        gate_up_roles = [role for role in ("gate", "up") if _has(tensors, role)]
+        self.is_gated = "gate" in gate_up_roles
+        product = rows.product if isinstance(rows, FusedRows) else coded_product
+        self.qkv_map, self.qkv_widths = _beside(
+            tensors, ["v", "q", "k"], ALIGNMENT, product
+        )
+        if gate_up_roles:
+            both = _beside(tensors, gate_up_roles, 1, product)
+            self.gate_up_map, self.gate_up_widths = both
+        self.o = _output(tensors, "o", group, product)
+        self.down = _output(tensors, "down", group, product) if gate_up_roles else None
+        self.projections = _taken(tensors, "attend.")
+
+    def __call__(
+        self,
+        x: Tensor,
+        attend: Callable[..., Tensor],
+        angles: Angles | None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """x [T, D] becomes the next layer's, in place; with ``rows`` [R], that of these
+        tokens alone, [R, D]."""
+
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            o = attend(q, k, v, angles, self.projections)
+            return o if rows is None else o.index_select(0, rows)
+
+        return run_layer(self, x, attention, rows)
+
+    def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        v, q, k, _ = self.qkv_map(x).split_with_sizes(self.qkv_widths, -1)
+        return q, k, v
+
+    def gate_up(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
+        both = self.gate_up_map(x)
+        if not self.is_gated:
+            return None, both
+        gate, up, _ = both.split_with_sizes(self.gate_up_widths, -1)
+        return gate, up
+
+    def add_o(self, x: Tensor, o: Tensor) -> Tensor:
+        part = self.o.begin(x, o)
+        return part if self.parallel else self.group.sum(part)
+
+    def add_down(self, x: Tensor, inner: Tensor) -> Tensor:
+        assert self.down is not None
+        if self.parallel:  # x is this rank's part of what o gave: one sum for both
+            return self.group.sum(self.down.add_to(x, inner))
+        return self.group.sum(self.down.begin(x, inner))
+
+
+def _has(tensors: dict[str, Tensor], role: str) -> bool:
+    return f"{role}.weight" in tensors or f"{role}.codes" in tensors
+
+
+def _output(
+    tensors: dict[str, Tensor], role: str, group: Group, product: Product
+) -> _Output | CodedLinear:
+    bias = tensors.pop(f"{role}.bias", None)
+    coded = taken_code(tensors, role)
+    if coded is not None:
+        return CodedLinear([coded], bias, product)
+    return _Output(tensors.pop(f"{role}.weight"), bias, group)
+
+
+def _experts(wiring: Wiring, tensors: dict[str, Tensor]) -> RowMap | None:
+    if not tensors or wiring.routing is None:
+        return None
+    routing = wiring.routing
+    activation = wiring.activation
+    weights = ExpertWeights(**tensors)
+    return lambda x: run_experts(x, weights, routing, activation)
+
+
+def _norm(wiring: Wiring, rows: Rows, tensors: dict[str, Tensor]) -> RowMap:
+    weight = tensors["weight"]
+    bias = tensors.get("bias")
+    eps = wiring.norm_eps
+    return lambda x: rows.norm(x, weight, bias, eps)
+
+
+def _wide_norm(weight: Tensor, eps: float, group: Group) -> RowMap:
+    """An RMS norm of rows of which every rank has a part."""
+    width = int(group.sum(torch.tensor([len(weight)], device=weight.device)))
+
+    def norm(x: Tensor) -> Tensor:
+        wide = x.float()
+        squares = group.sum(wide.square().sum(-1, keepdim=True))
+        wide = wide * torch.rsqrt(squares / width + eps)
+        return weight * wide.to(x.dtype)
+
+    return norm
+
+
+def _beside(
+    tensors: dict[str, Tensor], roles: list[str], multiple: int, product: Product
+) -> tuple[_Linear | CodedLinear, list[int]]:
+    """The linear maps ``roles`` as one, padded to a ``multiple`` of columns, and their
+    widths; that of the padding comes last."""
+    if f"{roles[0]}.codes" in tensors:
+        return _codes_beside(tensors, roles, product)
+    weights = [tensors.pop(f"{role}.weight") for role in roles]
+    biases = [tensors.pop(f"{role}.bias", None) for role in roles]
+    widths = [weight.shape[1] for weight in weights]
+    pad = -sum(widths) % multiple
+    first = weights[0]
+    columns = [*weights, first.new_zeros(len(first), pad)]
+    shifts = [
+        first.new_zeros(width) if bias is None else bias
+        for width, bias in zip(widths, biases, strict=True)
+    ]
+    shifts.append(first.new_zeros(pad))
+    whole = _Linear(torch.cat(columns, 1), torch.cat(shifts))
+    return whole, [*widths, pad]
+
+
+def _codes_beside(
+    tensors: dict[str, Tensor], roles: list[str], product: Product
+) -> tuple[CodedLinear, list[int]]:
+    """The same of maps that are codes, whose product fills up its outputs itself."""
+    coded = [taken_code(tensors, role) for role in roles]
+    weights = [weight for weight in coded if weight is not None]
+    biases = [tensors.pop(f"{role}.bias", None) for role in roles]
+    widths = [len(weight.codes) for weight in weights]
+    shifts = [
+        weight.scales.new_zeros(width) if bias is None else bias
+        for width, bias, weight in zip(widths, biases, weights, strict=True)
+    ]
+    return CodedLinear(weights, torch.cat(shifts), product), [*widths, 0]
+
+
+def _taken(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Those whose names begin with ``prefix``, without it, taken out of ``tensors``."""
+    names = [name for name in tensors if name.startswith(prefix)]
+    taken: dict[str, Tensor] = {}
+    for name in names:
+        taken[name.removeprefix(prefix)] = tensors.pop(name)
+    return taken

@@ -1,0 +1,303 @@
+"""Tensor parallelism: one engine on several GPUs of a host (docs/scale.md).
+
+Each GPU has a process. The first one is the leader: it schedules, and its session tells
+the others what to run. All of them run the same step on their own lanes and on their
+own part of the weights.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from kvlathe.base.errors import DeviceLost, KvlatheError
+from kvlathe.plan.deal import Deal, Shares, deal
+from kvlathe.plan.engine_folder import read_plan
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.manifest import DECODER_FILE, Limits
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.native.cuda import cuda_library
+from kvlathe.runtime.sessions.gpu.pages import allocate_pool
+from kvlathe.runtime.sessions.protocols import (
+    Choose,
+    Float32,
+    FullPage,
+    Sampling,
+    StepPlan,
+)
+from kvlathe.runtime.sessions.steps import check_step
+from kvlathe.runtime.sessions.torch_cuda.compute import compute_of
+from kvlathe.runtime.sessions.torch_cuda.device import memory_bytes, require_gpu
+from kvlathe.runtime.sessions.torch_cuda.model.decoder import (
+    TorchDecoder,
+    decoder_shapes,
+    read_decoder,
+)
+from kvlathe.runtime.sessions.torch_cuda.model.group import Group, parts
+from kvlathe.runtime.sessions.torch_cuda.model.rows import NativeRows
+from kvlathe.runtime.sessions.torch_cuda.sampling.sampling import to_host
+from kvlathe.runtime.sessions.torch_cuda.shards import nccl
+from kvlathe.runtime.sessions.torch_cuda.shards.rank_session import (
+    RankDevice,
+    RankSession,
+    nobody_missing,
+)
+from kvlathe.runtime.sessions.torch_cuda.shards.ranks import (
+    Ranks,
+    environment,
+    module_command,
+)
+from kvlathe.runtime.sessions.torch_cuda.shards.slices import Slices
+from kvlathe.runtime.text.sampler import SamplingRows
+
+T = TypeVar("T")
+FOLLOWER = "kvlathe.runtime.sessions.torch_cuda.shards.follower"
+DEVICES = "CUDA_VISIBLE_DEVICES"
+
+
+class Member:
+    """What one rank has on its GPU. A follower's calls come from the leader."""
+
+    def __init__(
+        self, rank: int, size: int, check: Callable[[], None] = nobody_missing
+    ) -> None:
+        """``check``: raises where a rank has died."""
+        require_gpu()
+        self.rank = rank
+        self.size = size
+        self.check = check
+        self.group: Group | None = None
+        self._session: RankSession | None = None
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of its GPU that are free, and all."""
+        return memory_bytes()
+
+    def meet(self, shared: bytes) -> None:
+        """Join the other ranks. Waits for them."""
+        torch.cuda.set_device(0)
+        self.group = nccl.NcclGroup(shared, self.rank, self.size)
+
+    def load(
+        self, folder: Path, shares: Shares, limits: Limits, arena_bytes: int
+    ) -> None:
+        """Load this rank's part of an engine, ``shares`` being what the leader has
+        dealt. Raises KvlatheError where it cannot."""
+        assert self.group is not None
+        dealt = Deal(read_plan(folder), shares)
+        device = RankDevice(self.check)
+        library = cuda_library("the cuda backend")
+        slices = Slices(dealt, self.rank)
+        wiring, tensors = read_decoder(folder, DECODER_FILE, "cuda", slices)
+        first = slices.vocabulary[0]
+        rows = NativeRows(library)
+        decoder = TorchDecoder(wiring, tensors, rows, self.group, first)
+        plan = dealt.plans[self.rank]
+        pool = allocate_pool(device, library, plan, arena_bytes)
+        compute = compute_of(device, library, decoder, plan, limits, pool)
+        borders = parts(plan.model.vocab_size, self.size)
+        self._session = RankSession(
+            device, library, plan, limits, pool, compute, self.group, borders
+        )
+
+    @property
+    def session(self) -> RankSession:
+        assert self._session is not None, "it is loaded first"
+        return self._session
+
+    def obey(self, name: str, *arguments: object) -> object:
+        """Call the session."""
+        return getattr(self.session, name)(*arguments)
+
+
+class LeaderSession:
+    """The session of all ranks: what it does itself it has the others do, too."""
+
+    def __init__(self, ranks: Ranks, own: RankSession) -> None:
+        self.ranks = ranks
+        self.own = own
+        self.strides = CacheLayout(own.plan).page_stride
+        self._wait = torch.cuda.Event.synchronize
+        if isinstance(own.device, RankDevice):
+            self._wait = own.device.settle
+        ranks.watch(partial(_abort, own.group))
+
+    def watch(self, tell: Callable[[], None]) -> None:
+        """As Watched.watch."""
+        self.ranks.watch(tell)
+
+    def close(self) -> None:
+        """End the followers."""
+        self.ranks.close()
+
+    def check(self) -> None:
+        """Raises DeviceLost where a rank has died."""
+        self.ranks.check()
+
+    # -- steps -------------------------------------------------------------------------
+    def run(self, step: StepPlan) -> Float32:
+        """As StepRunner.run."""
+        check_step(step, self.own.limits)
+        return self._together("logits", self._logits, step)
+
+    def _logits(self, step: StepPlan) -> Float32:
+        found: Tensor = self.own.logits(step)
+        return to_host(found, self._wait)()
+
+    def start(self, step: StepPlan) -> Choose:
+        """As TokenSampler.start."""
+        check_step(step, self.own.limits)
+        self._together("start", self.own.start, step)
+        return self._choose
+
+    def _choose(self, rows: SamplingRows) -> Sampling:
+        return self._together("choose", self.own.choose, rows)
+
+    def seal(self, pages: Sequence[FullPage]) -> None:
+        """As PageQuantizer.seal."""
+        self._together("seal", self.own.seal, list(pages))
+
+    def lost(self) -> str:
+        """As OnDevice.lost."""
+        try:
+            self.check()
+        except KvlatheError as lost:
+            return str(lost)
+        return self.own.lost()
+
+    def warm_up(self) -> None:
+        """As OnDevice.warm_up."""
+        self._together("warm_up", self.own.warm_up)
+
+    # -- pages -------------------------------------------------------------------------
+    def copy_page(self, bucket: int, source: int, target: int) -> None:
+        """As PageMover.copy_page."""
+        self._together("copy_page", self.own.copy_page, bucket, source, target)
+
+    def read_page(self, bucket: int, page: int) -> bytes:
+        """As PageMover.read_page: the bytes of all ranks, one after the other."""
+        self.ranks.tell("obey", "read_page", bucket, page, answers=True)
+        own = self.own.read_page(bucket, page)
+        others = [part for part in self.ranks.answers() if isinstance(part, bytes)]
+        return b"".join([own, *others])
+
+    def write_page(self, bucket: int, page: int, data: bytes) -> None:
+        """As PageMover.write_page, of such bytes."""
+        self.check()
+        size = self.strides[bucket]
+        for follower in self.ranks.followers:
+            start = follower.rank * size
+            part = data[start : start + size]
+            follower.tell("obey", ("write_page", bucket, page, part), False)
+        self.own.write_page(bucket, page, data[:size])
+
+    def _together(self, name: str, own: Callable[..., T], *arguments: object) -> T:
+        """What ``own`` gives, while the others call ``name``. Raises DeviceLost where
+        any rank has failed: they no longer keep step."""
+        self.ranks.tell("obey", name, *arguments)
+        try:
+            return own(*arguments)
+        except Exception as error:
+            raise self.ranks.failure(error) from error
+
+
+def _abort(group: Group) -> None:
+    """End work that waits for a missing rank: it never would. In a thread, since NCCL
+    may take its time."""
+    threading.Thread(target=group.abort, daemon=True).start()
+
+
+class TensorParallel:
+    """Loads an engine on several GPUs: a SessionFactory. Its processes start at once."""
+
+    def __init__(self, folder: Path, plan: CompressionPlan, ranks: int) -> None:
+        """Raises KvlatheError for a plan that cannot be dealt, and where there are
+        fewer GPUs than ranks."""
+        self.dealt: Deal = deal(plan, ranks)
+        require_gpu()
+        count = torch.cuda.device_count()
+        if count < ranks:
+            raise KvlatheError(
+                f"{ranks} ranks need {ranks} GPUs",
+                f"torch {torch.__version__} sees {count}",
+                f"give --tensor-parallel-size {count}, or run it where there are more",
+            )
+        self.folder = folder
+        command = module_command(FOLLOWER)
+        self._ranks = Ranks(command, [_environment(r) for r in range(1, ranks)])
+        self._own = Member(0, ranks, self._ranks.check)
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Of the rank with most."""
+        shapes = decoder_shapes(self.folder, DECODER_FILE)
+        sizes: list[int] = []
+        for rank in range(self.dealt.ranks):
+            cut = Slices(self.dealt, rank)
+            own = [cut(name, tensor) for name, tensor in shapes.items()]
+            sizes.append(sum(tensor.nbytes for tensor in own if tensor is not None))
+        return max(sizes)
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of a GPU that are free and all, on the rank with least of each."""
+        self._ranks.tell("memory", answers=True)
+        free, total = self._own.memory()
+        for answer in self._ranks.answers():
+            assert isinstance(answer, tuple)
+            free, total = min(free, answer[0]), min(total, answer[1])
+        return free, total
+
+    def __call__(
+        self,
+        folder: Path,
+        plan: CompressionPlan,
+        limits: Limits,
+        arena_bytes: int,
+        threads: int | None = None,
+    ) -> LeaderSession:
+        """``arena_bytes``: of the cache on each GPU. Raises KvlatheError that names the
+        rank that cannot."""
+        shared = nccl.unique_id()
+        self._all("meet", partial(self._own.meet, shared), shared)
+        order = (folder, self.dealt.shares, limits, arena_bytes)
+        self._all("load", partial(self._own.load, *order), *order)
+        return LeaderSession(self._ranks, self._own.session)
+
+    def _all(self, name: str, own: Callable[[], None], *arguments: object) -> None:
+        """Have every rank call ``name``; this one in a thread, since it may wait for one
+        that has died."""
+        self._ranks.tell(name, *arguments, answers=True)
+        failures: list[Exception] = []
+
+        def work() -> None:
+            try:
+                own()
+            except Exception as error:
+                failures.append(error)
+                self._ranks.close()  # they would wait for this rank
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        try:
+            self._ranks.answers()
+            thread.join()
+        except DeviceLost:
+            if not failures:
+                raise
+        for failure in failures:
+            raise failure
+
+
+def _environment(rank: int) -> dict[str, str]:
+    """Of a follower: it sees one GPU alone."""
+    visible = os.environ.get(DEVICES)
+    names = visible.split(",") if visible else [str(i) for i in range(rank + 1)]
+    local = {name: os.environ.get(name, value) for name, value in nccl.LOCAL.items()}
+    return environment(**local, **{DEVICES: names[rank]})

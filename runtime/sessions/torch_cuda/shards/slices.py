@@ -1,0 +1,165 @@
+"""Slices: the weights of one rank, cut from those of the whole decoder as they are read.
+
+Query heads and their lanes go by the deal (kvlathe/plan/deal.py): columns of q, k and
+v, rows of o. The MLP goes by columns, the embedding and the head by vocabulary (Shoeybi
+et al. 2019, "Megatron-LM"). Norms, RoPE and learned positions are whole everywhere;
+what is added once, rank 0 adds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvlathe.base.errors import KvlatheError
+from kvlathe.plan.deal import Deal, Share
+from kvlathe.plan.heads import Lane
+from kvlathe.runtime.sessions.torch_cuda.model.group import parts
+
+LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+COLUMNS = ("gate.weight", "up.weight", "gate.bias", "up.bias")
+"""Cut in their last dimension, as ``down`` is in its first."""
+ONCE = ("o.bias", "down.bias")
+Width = Callable[[Lane], int]
+
+
+class Slices:
+    """Of rank ``rank``. ``vocabulary``: its first token, and the end."""
+
+    def __init__(self, dealt: Deal, rank: int) -> None:
+        self.plan = dealt.plan
+        self.rank = rank
+        self.ranks = dealt.ranks
+        self.own = dealt.plans[rank]
+        self._shares: dict[int, list[Share]] = {}
+        for share in dealt.shares[rank]:
+            layer = self.plan.lanes[share.lane].layer
+            self._shares.setdefault(layer, []).append(share)
+
+    @cached_property
+    def vocabulary(self) -> tuple[int, int]:
+        return self._part(self.plan.model.vocab_size)
+
+    def __call__(self, name: str, tensor: Tensor) -> Tensor | None:
+        """This rank's part of tensor ``name`` of the whole decoder; None where it has
+        none. A view where that is possible."""
+        if name.endswith(".codes"):
+            raise KvlatheError(
+                f"the engine cannot run on {self.ranks} GPUs",
+                "its weights are codes, which are not cut",
+                "run it on one GPU, or build it without --weights",
+            )
+        if found := LAYER.fullmatch(name):
+            return self._of_layer(int(found[1]), found[2], tensor)
+        first, end = self.vocabulary
+        if name == "embed.weight":
+            return tensor[first:end]
+        if name in ("head.weight", "head.bias"):
+            return tensor[..., first:end]
+        if name == "positions.weight" and self.rank:
+            return None
+        return tensor
+
+    def _of_layer(self, layer: int, role: str, tensor: Tensor) -> Tensor | None:
+        if role in COLUMNS:
+            first, end = self._part(tensor.shape[-1])
+            return tensor[..., first:end]
+        if role == "down.weight":
+            first, end = self._part(len(tensor))
+            return tensor[first:end]
+        if role in ONCE:
+            return None if self.rank else tensor
+        side, _, kind = role.partition(".")
+        if side in ("q", "k"):
+            by_query = side == "q"
+            return self._heads(layer, tensor, -1, _input_dim, by_query)
+        if side == "v":
+            return self._heads(layer, tensor, -1, _rank_v, False)
+        if side == "o":
+            return self._heads(layer, tensor, 0, _rank_v, True)
+        if side in ("q_norm", "k_norm") and len(tensor) != self.plan.model.head_dim:
+            return self._wide_norm(layer, side == "q_norm", tensor)
+        if role == "attend.sinks":
+            return self._sinks(layer, tensor)
+        if side == "attend":
+            return self._projection(layer, kind, tensor)
+        return tensor
+
+    def _wide_norm(self, layer: int, by_query: bool, tensor: Tensor) -> Tensor:
+        """Of all heads together. Ranks add up the squares of their own."""
+        heads = self.plan.model.kv_heads
+        if heads < self.ranks:
+            raise KvlatheError(
+                f"the model cannot run on {self.ranks} ranks",
+                f"its QK-norm is of all heads together, and it has {heads} KV heads",
+                f"give at most {heads} ranks",
+            )
+        return self._heads(layer, tensor, 0, _input_dim, by_query)
+
+    def _part(self, count: int) -> tuple[int, int]:
+        borders = parts(count, self.ranks)
+        return borders[self.rank], borders[self.rank + 1]
+
+    def _heads(
+        self, layer: int, tensor: Tensor, dim: int, width: Width, by_query: bool
+    ) -> Tensor:
+        """The own heads in ``dim``: of each lane, or of each of its query heads, filled
+        up with zeros to as many as this rank has for any lane."""
+        group = self.plan.model.group_size if by_query else 1
+        most = self.own.model.group_size if by_query else 1
+        starts = self._starts(layer, width)
+        pieces: list[Tensor] = []
+        for share in self._shares[layer]:
+            size = width(self.plan.lanes[share.lane])
+            first = share.first if by_query else 0
+            count = share.queries if by_query else 1
+            begin = group * starts[share.lane] + first * size
+            pieces.append(tensor.narrow(dim, begin, count * size))
+            if count < most:
+                shape = list(pieces[-1].shape)
+                shape[dim] = (most - count) * size
+                pieces.append(tensor.new_zeros(shape))
+        return torch.cat(pieces, dim)
+
+    def _starts(self, layer: int, width: Width) -> dict[int, int]:
+        """Where each lane begins among those of its layer."""
+        starts: dict[int, int] = {}
+        at = 0
+        for lane in self.plan.active(layer):
+            starts[layer * self.plan.model.kv_heads + lane.head] = at
+            at += width(lane)
+        return starts
+
+    def _sinks(self, layer: int, tensor: Tensor) -> Tensor:
+        """Sink logits [H, G] of the own query heads; zeros for those of zeros."""
+        places = list(self._starts(layer, _input_dim))
+        shares = self._shares[layer]
+        found = tensor.new_zeros(len(shares), self.own.model.group_size)
+        for row, share in zip(found, shares, strict=True):
+            first = tensor[places.index(share.lane), share.first :]
+            row[: share.queries] = first[: share.queries]
+        return found
+
+    def _projection(self, layer: int, name: str, tensor: Tensor) -> Tensor:
+        """What Attend projects with, as wide as this rank's widest lane."""
+        places = list(self._starts(layer, _input_dim))
+        own = [places.index(share.lane) for share in self._shares[layer]]
+        active = self.own.active(layer)
+        rank = max(lane.rank_k for lane in active)
+        cut = tensor[own][..., :rank]
+        if name == "centre_k":
+            return cut.contiguous()
+        width = max(lane.input_dim for lane in active)
+        return cut[:, :width].contiguous()
+
+
+def _input_dim(lane: Lane) -> int:
+    return lane.input_dim
+
+
+def _rank_v(lane: Lane) -> int:
+    return lane.rank_v

@@ -1,0 +1,205 @@
+"""RankingSession: a TorchSession whose plan ranks tokens. The kernels add what observed rows
+attend to the scores in the pages. Tokens are
+ranked there, too: once a slice of a prompt, and once a page of what follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.manifest import Limits
+from kvlathe.plan.moves import Selection
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.token_fields import token_fields
+from kvlathe.runtime.native.cuda import CudaLibrary
+from kvlathe.runtime.native.observing import DeviceMove, move_tokens
+from kvlathe.runtime.sessions.gpu.device import Device, DeviceArray
+from kvlathe.runtime.sessions.gpu.session import Compute
+from kvlathe.runtime.sessions.gpu.side_memory import SCRATCH_PAGES, scratch_bytes
+from kvlathe.runtime.sessions.protocols import (
+    Choose,
+    Float32,
+    FullPage,
+    Scores,
+    StepPlan,
+)
+from kvlathe.runtime.sessions.torch_cuda.device import bytes_of, sent
+from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.saliency import (
+    ranked,
+    saliency,
+    selected,
+)
+from kvlathe.runtime.sessions.torch_cuda.tokens.scores import DeviceScores
+
+Fields = npt.NDArray[np.int64]
+"""[lanes, fields, 2]: offsets and bytes a token."""
+
+
+class RankingSession(TorchSession):
+    """A TokenRanker. The last ``scratch_bytes`` of its pool are no pages."""
+
+    def __init__(
+        self,
+        device: Device,
+        library: CudaLibrary,
+        plan: CompressionPlan,
+        limits: Limits,
+        pool: DeviceArray,
+        compute: Compute,
+    ) -> None:
+        super().__init__(device, library, plan, limits, pool, compute)
+        self.layout = CacheLayout(plan)
+        self.library = library
+        self._pages_end = pool.nbytes - scratch_bytes(plan)
+        self._scores = DeviceScores(self.layout, bytes_of(pool))
+        self._token_fields: dict[tuple[int, int], Fields] = {}
+
+    def launch(self, step: StepPlan) -> DeviceArray:
+        self._scores.remember(step)
+        return super().launch(step)
+
+    def run(self, step: StepPlan) -> Float32:
+        try:
+            return super().run(step)
+        except BaseException:  # some layers may have added to the scores
+            self.unobserve()
+            raise
+
+    def start(self, step: StepPlan) -> Choose:
+        try:
+            return super().start(step)
+        except BaseException:
+            self.unobserve()
+            raise
+
+    def seal(self, pages: Sequence[FullPage]) -> None:
+        super().seal(pages)
+        for fresh in {full.fresh for full in pages}:
+            own = [full for full in pages if full.fresh == fresh]
+            sources = [full.page for full in own]
+            for i, bucket in enumerate(self.plan.cold(fresh)):
+                targets = [full.cold_pages[i] for full in own]
+                self._scores.carry(fresh, sources, bucket, targets)
+
+    # -- TokenRanker -------------------------------------------------------------------
+    def scores(self, bucket: int, pages: Sequence[int], tokens: int) -> Scores:
+        return self._scores.read(bucket, pages, tokens)
+
+    def forget(self, bucket: int, pages: Sequence[int]) -> None:
+        self._scores.forget(bucket, pages)
+
+    def unobserve(self) -> None:
+        self._scores.undo()
+
+    @torch.inference_mode()
+    def rank(
+        self,
+        selection: Selection,
+        pages: Sequence[int],
+        targets: Sequence[Sequence[int]],
+        seen: npt.NDArray[np.int64] | None,
+        keys: Sequence[int],
+    ) -> None:
+        """As DeviceRanker.rank."""
+        observation = self.plan.observation
+        assert observation is not None
+        bucket = selection.bucket
+        scores = self._scores.of(bucket, pages, selection.length)
+        salient = saliency(
+            observation,
+            scores[0],
+            scores[1] if self.plan.keeps_positions else None,
+            None if seen is None else sent(seen, self._scores.device),
+            sent(keys, self._scores.device),
+        )
+        order = ranked(salient, selection.newest)
+        for target, own in zip(selection.targets, targets, strict=True):
+            places = selected(target, order)
+            self.place(bucket, pages, target.bucket, own, places)
+
+    def move(
+        self,
+        source: int,
+        pages: Sequence[int],
+        target: int,
+        target_pages: Sequence[int],
+        places: npt.NDArray[np.int64],
+    ) -> None:
+        """As TokenRanker.move."""
+        known = sent(places, self._scores.device).int()
+        self.place(source, pages, target, target_pages, known)
+
+    def place(
+        self,
+        source: int,
+        pages: Sequence[int],
+        target: int,
+        target_pages: Sequence[int],
+        places: Tensor,
+    ) -> None:
+        """``move`` to ``places`` int32 [lanes, n] that only the GPU knows. Between buckets
+        tokens go through the scratch pages."""
+        if source == target:
+            self._gather(source, pages, source, target_pages, places)
+            return
+        p = self.plan.page_tokens
+        stride = self.strides[source]
+        first = -(-self._pages_end // stride)
+        for start in range(0, len(target_pages), SCRATCH_PAGES):
+            end = start + SCRATCH_PAGES
+            some = list(target_pages[start:end])
+            count = len(some)
+            end_page = first + count
+            own = list(range(first, end_page))
+            stop = start + count
+            part = places[:, start * p : stop * p]
+            part = part.contiguous()
+            self._gather(source, pages, target, own, part)
+            jobs = [(page, to, 0) for page, to in zip(own, some, strict=True)]
+            self._kernels.seal(source, target, jobs, self.device.stream)
+            self._scores.carry(source, own, target, some)
+
+    def _gather(
+        self,
+        bucket: int,
+        pages: Sequence[int],
+        lanes_of: int,
+        targets: Sequence[int],
+        places: Tensor,
+    ) -> None:
+        """Copy the tokens ``places`` of a bucket, of the lanes that ``lanes_of`` has, to
+        other pages of its layout."""
+        device = self._scores.device
+        source_pages = sent(pages, device).int()
+        target_pages = sent(targets, device).int()
+        kept = places.shape[1]
+        move = DeviceMove(
+            self._fields_of(bucket, lanes_of),
+            self.strides[bucket],
+            source_pages.data_ptr(),
+            target_pages.data_ptr(),
+            places.data_ptr(),
+            kept,
+            len(targets),
+            kept,
+        )
+        pool = (self.pool.address, self.pool.nbytes)
+        stream = self.device.stream
+        move_tokens(self.library, pool, self.plan.page_tokens, move, stream)
+
+    def _fields_of(self, bucket: int, lanes_of: int) -> Fields:
+        """Where a page of ``bucket`` has what moves of a token, in the lanes that
+        ``lanes_of`` has. Made once: a model has hundreds of lanes."""
+        pair = bucket, lanes_of
+        if pair not in self._token_fields:
+            every = token_fields(self.layout, bucket)
+            lanes = sorted(self.plan.buckets[lanes_of].lanes)
+            own = [every[lane] for lane in lanes]
+            self._token_fields[pair] = np.array(own, np.int64)
+        return self._token_fields[pair]
