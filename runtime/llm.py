@@ -161,8 +161,7 @@ class LLM(ClosesAtExit):
         check_counts(host_bytes=sizes.host_bytes, disk_bytes=sizes.disk_bytes)
         mover, origin = self.engine.scheduler.mover, self.exchange.origin
         prefixes = self.exchange.prefixes  # asked first: it may refuse
-        strides = self.layout.page_stride
-        prefixes.stores = open_stores(mover, strides, origin, sizes)
+        prefixes.stores = open_stores(mover, self.layout.page_stride, origin, sizes)
 
     def code_cold_pages(self) -> None:
         """From now on, sequences that wait in the host's memory take fewer bytes there,

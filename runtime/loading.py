@@ -54,8 +54,7 @@ def load_session(engine: EngineFolder, manifest: Manifest, wanted: Wanted) -> Lo
         manifest, layout, runner, wanted.memory_share, wanted.cache_bytes
     )
     work = partial(kind, folder, plan, manifest.limits, size, wanted.threads)
-    weights = int(runner.copies * manifest.size)
-    session = registry.loaded(work, folder, weights, size)
+    session = registry.loaded(work, folder, int(runner.copies * manifest.size), size)
     return Loaded(session, plan, size, words, runner.prompt_tokens)
 
 

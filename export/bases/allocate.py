@@ -61,9 +61,7 @@ def uniform(rows: int, d: int, budget: int) -> Ranks:
     lanes = rows // 2
     most = 2 * whole(d) // RANK_MULTIPLE
     steps = min(budget // (RANK_MULTIPLE * lanes), most)
-    k = max((steps + 1) // 2, 1)
-    v = max(steps // 2, 1)
-    ranks = np.array([k, v]) * RANK_MULTIPLE
+    ranks = np.array([max((steps + 1) // 2, 1), max(steps // 2, 1)]) * RANK_MULTIPLE
     return np.repeat(ranks, lanes)
 
 
@@ -81,8 +79,7 @@ def by_loss(loss: Array, budget: int) -> Ranks:
     cost = np.minimum.accumulate(cost, -1)
     cost[:, 0] = np.inf
     dearest = np.argsort(-cost.ravel(), kind="stable")
-    kept = dearest[: max(budget // RANK_MULTIPLE, rows)]
-    row_of = kept // cost.shape[1]
+    row_of = dearest[: max(budget // RANK_MULTIPLE, rows)] // cost.shape[1]
     return np.bincount(row_of, minlength=rows) * RANK_MULTIPLE
 
 
@@ -128,8 +125,7 @@ def cheapest(
         choices[row] = reached.argmin(0)
         best = reached.min(0)
     enough = best <= best[room] + EXACT * abs(best[room])
-    spent = int(np.flatnonzero(enough)[0])
-    return _traced_back(choices, units, spent)
+    return _traced_back(choices, units, int(np.flatnonzero(enough)[0]))
 
 
 def _one_more_row(best: Array, losses: Array, sizes: Ranks) -> Array:

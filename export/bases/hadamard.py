@@ -19,5 +19,4 @@ def hadamard(rank: int, rng: np.random.Generator) -> Array:
     matrix = np.ones((1, 1))
     while len(matrix) < rank:
         matrix = np.kron(doubling, matrix)
-    signs = rng.choice([-1.0, 1.0], (rank, 1))
-    return signs * matrix / np.sqrt(rank)
+    return rng.choice([-1.0, 1.0], (rank, 1)) * matrix / np.sqrt(rank)

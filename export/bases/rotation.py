@@ -98,8 +98,7 @@ def balanced(covariance: Array, reader: Array) -> Side:
     """
     root = np.linalg.cholesky(ridged(covariance))
     values, vectors = eigen(root.mT @ reader @ root)
-    largest = np.maximum(values[..., :1], 1e-300)
-    safe_values = values.clip(largest * 1e-12)
+    safe_values = values.clip(np.maximum(values[..., :1], 1e-300) * 1e-12)
     scale = np.sqrt(np.sqrt(safe_values))[..., None, :]
     into = np.linalg.solve(root.mT, vectors)
     back = root @ vectors
@@ -110,19 +109,15 @@ def ridged(covariance: Array) -> Array:
     """``covariance`` [..., d, d] plus RIDGE of its mean variance (of 1, where it is
     zero)."""
     d = covariance.shape[-1]
-    trace = np.trace(covariance, axis1=-2, axis2=-1)
-    mean = trace[..., None, None] / d
-    ridge = np.where(mean > 0, RIDGE * mean, 1.0)
-    return covariance + ridge * np.eye(d)
+    mean = np.trace(covariance, axis1=-2, axis2=-1)[..., None, None] / d
+    return covariance + np.where(mean > 0, RIDGE * mean, 1.0) * np.eye(d)
 
 
 def removed_energy(side: Side, covariance: Array, reader: Array) -> Array:
     """[..., d]: mean of (x into_j)^2 (y back_j)^2 for each dim j alone, for independent
     x and y: what its removal costs.
     """
-    of_vectors = column_energy(side.into, covariance)
-    of_readers = column_energy(side.back, reader)
-    return of_vectors * of_readers
+    return column_energy(side.into, covariance) * column_energy(side.back, reader)
 
 
 def column_energy(columns: Array, second: Array) -> Array:
@@ -145,8 +140,7 @@ def rotation(stats: Stats, scores: Side, outputs: Side, centred: bool) -> Rotati
     query_count = stats.shape.group_size * moments.tokens
     unit = SCORE_SHARE * (stats.scale**2)[:, None] * moments.spread / query_count
     keys = moments.second("k", stats.shape.shifts)
-    queries = moments.qq / moments.tokens
-    loss_k = removed_energy(scores, keys, queries) * unit[..., None]
+    loss_k = removed_energy(scores, keys, moments.qq / moments.tokens) * unit[..., None]
     loss_v = removed_energy(outputs, output_covariance(stats, centred), stats.wo_gram)
     return Rotation(
         a=scores.back,
@@ -203,16 +197,14 @@ def plane_energy(stats: Stats) -> Array:
     moments = stats.whole
     q = _planes(moments.qq / moments.tokens)
     k = _planes(moments.second("k", stats.shape.shifts))
-    energy = np.einsum("...pij,...pij->...p", q, k)
-    return energy.clip(0)
+    return np.einsum("...pij,...pij->...p", q, k).clip(0)
 
 
 def _planes(symmetric: Array) -> Array:
     """[..., d, d] -> [..., d/2, 2, 2]: the diagonal blocks of the planes."""
     half = symmetric.shape[-1] // 2
     lanes = symmetric.shape[:-2]
-    split = symmetric.reshape(*lanes, 2, half, 2, half)
-    return np.einsum("...apbp->...pab", split)
+    return np.einsum("...apbp->...pab", symmetric.reshape(*lanes, 2, half, 2, half))
 
 
 # -- stability -------------------------------------------------------------------------
@@ -228,18 +220,15 @@ def element_change(one: Array, other: Array) -> tuple[Array, Array]:
     other = _unit_columns(other)
     overlap = one.mT @ other
     best = np.abs(overlap).argmax(-1)[..., None]
-    best_overlap = np.take_along_axis(overlap, best, -1)
-    sign = np.sign(best_overlap).mT
-    columns = np.broadcast_to(best.mT, one.shape)
-    aligned = np.take_along_axis(other, columns, -1) * sign
+    sign = np.sign(np.take_along_axis(overlap, best, -1)).mT
+    aligned = np.take_along_axis(other, np.broadcast_to(best.mT, one.shape), -1) * sign
     epsilon = np.abs(one).mean((-2, -1))
     delta = np.abs(one - aligned).mean((-2, -1))
     return epsilon, delta
 
 
 def _unit_columns(columns: Array) -> Array:
-    norm = np.linalg.norm(columns, axis=-2, keepdims=True)
-    return columns / np.maximum(norm, 1e-300)
+    return columns / np.maximum(np.linalg.norm(columns, axis=-2, keepdims=True), 1e-300)
 
 
 def principal_angle(one: Array, other: Array) -> float:

@@ -96,8 +96,7 @@ def random_sequences(
     """Sequences of ``length`` ids drawn uniformly, ``tokens`` in all (the last may be
     shorter)."""
     draw = torch.Generator().manual_seed(seed)
-    ids = torch.randint(vocabulary, (tokens,), generator=draw)
-    return list(ids.split(length))
+    return list(torch.randint(vocabulary, (tokens,), generator=draw).split(length))
 
 
 def text_sequences(checkpoint: Checkpoint, path: Path, tokens: int) -> list[Tensor]:
@@ -152,8 +151,7 @@ def calibrate_on(
         starts = _starts(lengths, spec.max_seq_len, seed)
     positions = []
     for start, length in zip(starts, lengths, strict=True):
-        places = torch.arange(start, start + length, device=checkpoint.device)
-        positions.append(places)
+        positions.append(torch.arange(start, start + length, device=checkpoint.device))
     halves = (Moments.zeros(spec.shape), Moments.zeros(spec.shape))
     texts = len(sequences) if with_entropies else 0
     entropies = Entropies.empty(spec.shape, texts)
@@ -202,8 +200,7 @@ def _observe_all(
                     halves[i % 2], layer, before, captured, own.wo_each, attended
                 )
                 if entropies.texts:
-                    heads = _heads(captured)
-                    entropies.observe(i, layer, before, *heads, attended)
+                    entropies.observe(i, layer, before, *_heads(captured), attended)
                 hidden[i] = captured.hidden
                 advance(lengths[i] / spec.layers)
     return grams
@@ -224,8 +221,7 @@ def _starts(lengths: Sequence[int], max_seq_len: int, seed: int) -> list[int]:
 
 
 def _counted(moments: Moments, tokens: int) -> Moments:
-    sums = {name: getattr(moments, name) for name in ARRAYS}
-    return Moments(tokens, **sums)
+    return Moments(tokens, **{name: getattr(moments, name) for name in ARRAYS})
 
 
 class Grams(NamedTuple):
@@ -239,8 +235,7 @@ class Grams(NamedTuple):
 
 
 def _grams(spec: DecoderSpec, runner: LayerRunner) -> Grams:
-    values = runner.w_v.unflatten(1, (spec.kv_heads, -1))
-    by_lane = values.transpose(0, 1).double()
+    by_lane = runner.w_v.unflatten(1, (spec.kv_heads, -1)).transpose(0, 1).double()
     by_head = runner.w_o.unflatten(0, (spec.query_heads, -1)).double()
     wv = by_lane.mT @ by_lane
     wo_each = by_head @ by_head.mT
@@ -262,8 +257,7 @@ def _accumulate(
     what it averages over."""
     q, k, v, o = (heads.transpose(0, 1) for heads in captured[1:])
     lanes = k.shape[0]
-    group = q.shape[0] // lanes
-    values = v.repeat_interleave(group, 0)
+    values = v.repeat_interleave(q.shape[0] // lanes, 0)
     norms = ((values @ wo_gram) * values).sum(
         -1, keepdim=True
     )  # |v_j W_O|^2, [Hq, T, 1]
@@ -292,6 +286,4 @@ def _by_lane(per_head: Tensor, lanes: int) -> Array:
 
 def _heads(captured: Captured) -> tuple[Tensor, Tensor]:
     """q [Hq, T, d] and k [H, T, d], float64."""
-    q = captured.q.transpose(0, 1).double()
-    k = captured.k.transpose(0, 1).double()
-    return q, k
+    return captured.q.transpose(0, 1).double(), captured.k.transpose(0, 1).double()

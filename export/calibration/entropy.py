@@ -57,8 +57,7 @@ def spectrum(x: Tensor) -> Tensor:
     # Both products have the same eigenvalues but for zeros: take the smaller one.
     gram = rows @ rows.mT if n < d else rows.mT @ rows
     counted = away.sum((-2, -1)).clamp(min=1)
-    falling = torch.linalg.eigvalsh(gram).flip(-1)
-    return (falling / counted[..., None]).clamp(min=0.0)
+    return (torch.linalg.eigvalsh(gram).flip(-1) / counted[..., None]).clamp(min=0.0)
 
 
 def elbows(sigma: Tensor) -> Tensor:
@@ -72,15 +71,13 @@ def elbows(sigma: Tensor) -> Tensor:
     count = sigma.shape[-1]
     places = torch.arange(count, device=sigma.device)
     line = first + (last - first) * places / max(count - 1, 1)
-    farthest = (line - sigma).argmax(-1)
-    return farthest.clamp(min=1)
+    return (line - sigma).argmax(-1).clamp(min=1)
 
 
 def entropies_of(sigma: Tensor) -> Tensor:
     """H_k of each spectrum in ``sigma`` [..., d] (nats) at every truncation: [...,
     len(TRUNCATIONS)]."""
-    logarithms = torch.where(sigma > 0, sigma, 1.0).log()
-    sums = -(sigma * logarithms).cumsum(-1)
+    sums = -(sigma * torch.where(sigma > 0, sigma, 1.0).log()).cumsum(-1)
     whole = sigma.shape[-1]
     counts: list[Tensor] = []
     for k in TRUNCATIONS:
@@ -89,8 +86,7 @@ def entropies_of(sigma: Tensor) -> Tensor:
             continue
         count = whole if k == "all" else min(int(k), whole)
         counts.append(torch.full_like(counts[0], count))
-    places = torch.stack(counts, -1) - 1
-    return sums.gather(-1, places)
+    return sums.gather(-1, torch.stack(counts, -1) - 1)
 
 
 def eranks(x: Tensor) -> Tensor:
@@ -189,8 +185,7 @@ class Entropies:
         size = max(LAST, round(WINDOW * tokens))
         kept = []
         for recent in RECENT:
-            places = window(attention, size, recent)
-            of_lanes = places[..., None].expand(-1, -1, d)
+            of_lanes = window(attention, size, recent)[..., None].expand(-1, -1, d)
             kept.append(k.gather(1, of_lanes))
         windows = eranks(torch.stack(kept)).mean(1)
         unit = attention / attention.norm(dim=-1, keepdim=True)
@@ -215,9 +210,7 @@ def lane_eranks(entropies: Entropies, k: str) -> Array:
     """[S, L, H]: a KV head's effective rank is the mean over its query heads."""
     ranks = entropies.queries[..., truncation(k)]
     texts, layers = ranks.shape[:2]
-    kv_heads = entropies.keys.shape[2]
-    groups = ranks.reshape(texts, layers, kv_heads, -1)
-    return groups.mean(-1)
+    return ranks.reshape(texts, layers, entropies.keys.shape[2], -1).mean(-1)
 
 
 def votes(eranks_of: Array) -> npt.NDArray[np.int64]:
@@ -228,8 +221,7 @@ def votes(eranks_of: Array) -> npt.NDArray[np.int64]:
     """
     single = eranks_of.shape[2] == 1
     ranks = eranks_of.swapaxes(1, 2) if single else eranks_of
-    rising = np.argsort(ranks, -1, kind="stable")
-    place = np.argsort(rising, -1, kind="stable")
+    place = np.argsort(np.argsort(ranks, -1, kind="stable"), -1, kind="stable")
     half = -(-ranks.shape[-1] // 2)
     upper = place >= half
     if single:
@@ -255,8 +247,7 @@ def likest_recent(entropies: Entropies, k: str) -> tuple[float, list[float]]:
     whole = entropies.keys[..., at].mean((0, 2))
     trends = entropies.windows[..., at].mean(0).T
     correlations = [_pearson(whole, trend) for trend in trends]
-    best = int(np.argmax(correlations))
-    return RECENT[best], correlations
+    return RECENT[int(np.argmax(correlations))], correlations
 
 
 def _pearson(a: Array, b: Array) -> float:

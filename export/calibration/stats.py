@@ -97,9 +97,7 @@ ARRAYS = tuple(
 
 
 def _outer(x: Array) -> Array:
-    columns = x[..., :, None]
-    rows = x[..., None, :]
-    return columns * rows
+    return x[..., :, None] * x[..., None, :]
 
 
 @dataclass(frozen=True, eq=False)

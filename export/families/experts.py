@@ -77,9 +77,8 @@ def mixtral(config: MixtralConfig) -> Family:
 def qwen2_moe(config: Qwen2MoeConfig) -> Family:
     """Raises KvlatheError where some layers have a plain MLP."""
     _check_every_layer(config)
-    family = _qwen(config)
     return replace(
-        family,
+        _qwen(config),
         names=WITHOUT_MLP | EXPERTS | SHARED,
         intermediate_size=config.shared_expert_intermediate_size,
         qkv_bias=bool(config.qkv_bias),
@@ -91,9 +90,8 @@ def qwen3_moe(config: Qwen3MoeConfig) -> Family:
     """Raises KvlatheError where some layers have a plain MLP."""
     _check_every_layer(config)
     window = config.sliding_window if config.use_sliding_window else 0
-    family = _qwen(config)
     return replace(
-        family,
+        _qwen(config),
         names=WITHOUT_MLP | EXPERTS | QK_NORMS,
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,

@@ -44,8 +44,7 @@ def granite(config: GraniteConfig) -> Family:
         "down": residual,
         "norm": 1 / config.logits_scaling,
     }
-    scale = float(config.attention_multiplier)
-    scales = (scale,) * config.num_hidden_layers
+    scales = (float(config.attention_multiplier),) * config.num_hidden_layers
     return replace(llama(config), factors=factors, scales=scales, settings=MULTIPLIERS)
 
 

@@ -24,8 +24,7 @@ class Typed(Windowed, Protocol):
 
 def every_layer(config: Windowed) -> tuple[int, ...]:
     """``sliding_window`` is that of all layers."""
-    tokens = config.sliding_window or 0
-    return (tokens,) * config.num_hidden_layers
+    return (config.sliding_window or 0,) * config.num_hidden_layers
 
 
 def sliding_layers(config: Typed) -> tuple[int, ...]:

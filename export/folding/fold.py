@@ -54,8 +54,7 @@ class Folded(Mapping[str, Tensor]):
 
 def fold(checkpoint: Checkpoint, plan: CompressionPlan, basis: Basis) -> Folded:
     """Raises KvlatheError if plan, basis and checkpoint do not belong together."""
-    folds = lane_folds(checkpoint.spec, plan, basis)
-    return Folded(_makers(checkpoint, plan, folds))
+    return Folded(_makers(checkpoint, plan, lane_folds(checkpoint.spec, plan, basis)))
 
 
 def decoder_from(

@@ -141,8 +141,7 @@ class Rotator(nn.Module):
         self.ropes = ropes
         for rope in range(ropes):
             for name in rope_names(rope):
-                empty = torch.empty(planes, dtype=torch.float32)
-                self.register_buffer(name, empty)
+                self.register_buffer(name, torch.empty(planes, dtype=torch.float32))
 
     def forward(
         self, positions: Tensor, dtype: torch.dtype

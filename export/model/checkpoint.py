@@ -121,8 +121,7 @@ class Checkpoint:
         if added(self.spec, name):
             return torch.zeros(self.spec.hidden_size, device=self.device)
         if stacked.is_own(self.spec, name):
-            whole = stacked.read(self.spec, name, self._placed)
-            return finite(whole, name)
+            return finite(stacked.read(self.spec, name, self._placed), name)
         experts = expert_names(self.spec, name)
         if experts:
             return self._of_experts(experts)
@@ -136,8 +135,7 @@ class Checkpoint:
     def grid(self, name: str) -> Grid | None:
         """The grid on which the checkpoint has the decoder's map ``name``, its outputs in
         the decoder's order; None where it has floats, or where groups are out of order."""
-        source = stored_name(self.spec, name)
-        codes = self._packed(source)
+        codes = self._packed(stored_name(self.spec, name))
         if codes is None or codes.order is not None:
             return None
         own = codes.grid()
@@ -160,8 +158,7 @@ class Checkpoint:
 
     def _packed(self, name: str) -> PackedMap | None:
         """The folder's map ``name``, where it is stored as codes."""
-        stored = self.aliases.get(name, name)
-        base = stored.removesuffix(".weight")
+        base = self.aliases.get(name, name).removesuffix(".weight")
         if self.packing is None or f"{base}.qweight" not in self._where:
             return None
         return PackedMap(
@@ -186,8 +183,7 @@ class Checkpoint:
         """Rows ``index`` [T] of ``weight(name)``, an embedding, float32 [T, D]: only
         those are read."""
         source = stored_name(self.spec, name)
-        table = cut(self.spec, name, self._read(source))
-        rows = table[index.cpu()]
+        rows = cut(self.spec, name, self._read(source))[index.cpu()]
         numbers = finite(rows.to(self.device).float(), source)
         return scaled(self.spec, name, numbers)
 
@@ -198,8 +194,7 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of the folder's tensor ``name``, from its header."""
-        header = self._where[name].get_slice(name)
-        return tuple(header.get_shape())
+        return tuple(self._where[name].get_slice(name).get_shape())
 
     def _placed(self, name: str) -> Tensor:
         return self._read(name).to(self.device)

@@ -140,8 +140,7 @@ class Decoder(nn.Module):
         if head is None:
             assert self.embed is not None
             head = self.embed.product
-        softcap = self.spec.family.logit_softcap
-        return logits(x, self.norm, head, softcap).float()
+        return logits(x, self.norm, head, self.spec.family.logit_softcap).float()
 
     @torch.inference_mode()
     def logits(self, input_ids: Sequence[int], rows: Sequence[int]) -> Tensor:

@@ -131,10 +131,7 @@ class DecoderLayer(nn.Module):
         return run_layer(self, x, attend, kept), *handed_on
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q = self.q(x)
-        k = self.k(x)
-        v = self.v(x)
-        return q, k, v
+        return self.q(x), self.k(x), self.v(x)
 
     def gate_up(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
         assert self.up is not None

@@ -54,8 +54,7 @@ class FullAttention(nn.Module):
             q = _rotate(q, step.cos, step.sin)
             k = _rotate(k, step.cos, step.sin)
         by_head = [x.transpose(0, 1) for x in (q, k, v)]
-        o = self.attention(*by_head)
-        by_token = o.transpose(0, 1)
+        by_token = self.attention(*by_head).transpose(0, 1)
         return by_token.flatten(1), (q, k, v, by_token)
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -117,8 +116,7 @@ class LayerRunner:
         positions [T] of any offset, all where the weights are."""
         rotation = Rotation(None, None)
         if self._rope is not None:
-            angles = self._rope(positions, torch.float32)
-            rotation = Rotation(*angles[self._rope_of])
+            rotation = Rotation(*self._rope(positions, torch.float32)[self._rope_of])
         after, (q, k, v, o) = self._layer(hidden, rotation)
         return Captured(after, q, k, v, o)
 

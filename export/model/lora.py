@@ -129,8 +129,7 @@ def maps_of(spec: DecoderSpec, aliases: Mapping[str, str]) -> dict[str, Map]:
             continue
         turned = spec.family.in_out and role is None
         inputs, outputs = shape if turned else shape[::-1]
-        stored = aliases.get(name, name)
-        one = Map(stored, inputs, outputs, turned)
+        one = Map(aliases.get(name, name), inputs, outputs, turned)
         for known in (name, *other_names(spec, name)):
             if known.endswith(".weight"):
                 found[known.removesuffix(".weight")] = one
@@ -196,8 +195,7 @@ def _check_shapes(
     adapter: Adapter, config: LoraConfig, file: TensorFile, module: str, own: Map
 ) -> None:
     rank = int(config.rank(module))
-    wanted = {"A": (rank, own.inputs), "B": (own.outputs, rank)}
-    for side, shape in wanted.items():
+    for side, shape in {"A": (rank, own.inputs), "B": (own.outputs, rank)}.items():
         name = tensor_name(module, side)
         header = file.get_slice(name)
         found = tuple(header.get_shape())

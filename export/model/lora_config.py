@@ -94,8 +94,7 @@ def read_lora_config(adapter: Adapter) -> LoraConfig:
     rank = _numbers(path, "r", {"": said.get("r", 8)})
     alpha = _numbers(path, "lora_alpha", {"": said.get("lora_alpha", 8)})
     ranks = _numbers(path, "rank_pattern", said.get("rank_pattern") or {})
-    every = [*rank.values(), *ranks.values()]
-    if min(every) <= 0:
+    if min([*rank.values(), *ranks.values()]) <= 0:
         raise unreadable(path, "a rank is not above 0")
     return LoraConfig(
         path,

@@ -165,8 +165,7 @@ def _numbers(packing: Packing, words: Tensor) -> Tensor:
     numbers = _unpacked(words, packing.bits)
     if packing.method != "awq":
         return numbers
-    by_word = numbers.unflatten(-1, (-1, len(AWQ_ORDER)))
-    return by_word[..., list(AWQ_ORDER)].flatten(-2)
+    return numbers.unflatten(-1, (-1, len(AWQ_ORDER)))[..., list(AWQ_ORDER)].flatten(-2)
 
 
 def _unpacked(words: Tensor, bits: int) -> Tensor:

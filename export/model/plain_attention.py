@@ -47,10 +47,9 @@ class PlainAttention:
         mask = None
         if self.window:
             mask = seen_tokens(q.shape[1], self.window, q.device)
-        out = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             q[None], k[None], v[None], mask, is_causal=mask is None, scale=self.scale
-        )
-        return out[0]
+        )[0]
 
     def shares(self, scores: Tensor, seen: Tensor) -> Tensor:
         """scores [Hq, Q, T], already scaled and lost afterwards, and which are ``seen``
@@ -65,8 +64,7 @@ def softmax_beside(scores: Tensor, sinks: Tensor | None) -> Tensor:
     if sinks is None:
         return scores.softmax(-1)
     term = sinks[:, None, None].to(scores.dtype)
-    lse = torch.logaddexp(scores.logsumexp(-1, keepdim=True), term)
-    return (scores - lse).exp()
+    return (scores - torch.logaddexp(scores.logsumexp(-1, keepdim=True), term)).exp()
 
 
 def seen_tokens(tokens: int, window: int, device: torch.device) -> Tensor:

@@ -46,8 +46,7 @@ def quantized(
             return found
     scales = _not_zero(_scales(groups, form.bits).to(dtype))
     zeros = torch.full_like(scales, middle(form.bits), dtype=torch.float32)
-    codes = _codes(groups, scales.float(), zeros, form.bits)
-    return _coded(codes, scales, zeros, form)
+    return _coded(_codes(groups, scales.float(), zeros, form.bits), scales, zeros, form)
 
 
 def _grouped(weight: Tensor, form: WeightFormat) -> Tensor:
@@ -64,8 +63,7 @@ def _coded(
 
 
 def _codes(groups: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
-    steps = (groups / scales.unsqueeze(-1)).round()
-    shifted = steps + zeros.unsqueeze(-1)
+    shifted = (groups / scales.unsqueeze(-1)).round() + zeros.unsqueeze(-1)
     return shifted.clamp(0, 2**bits - 1).to(torch.uint8)
 
 
@@ -113,8 +111,7 @@ def _repeated(grid: Grid, inputs: int, form: WeightFormat) -> tuple[Tensor, Tens
     """Scales and zeros [N, G] in groups of ``form``, which divide the grid's."""
     times = max(1, form.groups(inputs) // len(grid.scales))
     scales = grid.scales.T.repeat_interleave(times, 1)
-    zeros = grid.zeros.T.repeat_interleave(times, 1)
-    return scales, zeros
+    return scales, grid.zeros.T.repeat_interleave(times, 1)
 
 
 def _on_grid(

@@ -47,8 +47,7 @@ class Rope:
         unturned = len(self.inv_freq) - half
         middle = self.rotary_dim + unturned
         first = [*turned[0], *range(self.rotary_dim, middle)]
-        second = [*turned[1], *range(middle, middle + unturned)]
-        return first + second
+        return [*first, *turned[1], *range(middle, middle + unturned)]
 
     @property
     def still(self) -> Rope:

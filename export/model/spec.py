@@ -140,8 +140,7 @@ def read_spec(
     raw = _text_part(read_config(Path(checkpoint_dir)))
     _refuse_foreign(raw)
     config = _parse(raw)
-    read_family = cast("FamilyReader", FAMILIES[raw["model_type"]])
-    family = read_family(config)
+    family = cast("FamilyReader", FAMILIES[raw["model_type"]])(config)
     _refuse_settings(raw, family)
     served = _served(config.max_position_embeddings, max_seq_len)
     heads = config.num_attention_heads

@@ -113,8 +113,7 @@ def read(spec: DecoderSpec, name: str, stored: Read) -> Tensor:
     if not experts.mxfp4:
         return stored(at)[..., first::step].float().contiguous()
     blocks = stored(f"{at}_blocks")[:, first::step]
-    scales = stored(f"{at}_scales")[:, first::step]
-    return dequantized(blocks, scales).mT.contiguous()
+    return dequantized(blocks, stored(f"{at}_scales")[:, first::step]).mT.contiguous()
 
 
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -122,8 +121,7 @@ def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     levels = torch.tensor([*E2M1, *(-x for x in E2M1)], device=blocks.device)
     pairs = torch.stack([blocks & 15, blocks >> 4], -1)
     numbers = levels[pairs.int()].flatten(-2)
-    exponents = scales.int() - EXPONENT_BIAS
-    return torch.ldexp(numbers, exponents[..., None]).flatten(-2)
+    return torch.ldexp(numbers, (scales.int() - EXPONENT_BIAS)[..., None]).flatten(-2)
 
 
 def _split(name: str) -> tuple[int | None, str]:

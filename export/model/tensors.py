@@ -175,8 +175,7 @@ def _stored_shape(
     if role in ("embed", "head"):
         return (spec.vocab_size, hidden), (spec.vocab_size,)
     if role == "positions":
-        rows = spec.max_positions + spec.family.position_offset
-        return (rows, hidden), ()
+        return (spec.max_positions + spec.family.position_offset, hidden), ()
     if role in NORMS:
         return (hidden,), (hidden,)
     if role in QK_NORMS:
@@ -202,8 +201,7 @@ def _stored_shape(
         "up": inner,
         "gate_up": 2 * inner,
     }
-    inputs = {"o": q, "down": inner}
-    shape = inputs.get(role, hidden), outputs.get(role, hidden)
+    shape = {"o": q, "down": inner}.get(role, hidden), outputs.get(role, hidden)
     return shape if spec.family.in_out else shape[::-1], shape[1:]
 
 
@@ -258,8 +256,7 @@ def cut(spec: DecoderSpec, name: str, stored: Tensor) -> Tensor:
         stored = _unfused(spec, role, stored)
     if spec.rope and role in ("q", "k", *QK_NORMS):
         order = torch.tensor(spec.rope.order, device=stored.device)
-        heads = stored.unflatten(-1, (-1, spec.head_dim))
-        stored = heads[..., order].flatten(-2)
+        stored = stored.unflatten(-1, (-1, spec.head_dim))[..., order].flatten(-2)
     return stored
 
 

@@ -59,8 +59,7 @@ def spectrum(name: str, title: str, values: Array, ranks: Array) -> Markup:
     ``values`` [layers, heads, dimensions], ``ranks`` [layers, heads].
     """
     figure, ax = axes(3.3, HALF)
-    largest = np.maximum(values[..., :1], 1e-300)
-    share = (values / largest).mean(axis=1)
+    share = (values / np.maximum(values[..., :1], 1e-300)).mean(axis=1)
     for layer in spread(len(share), MOST_LINES):
         colour = LAYERS(layer / max(1, len(share) - 1))
         _draw_spectrum(ax, share[layer], ranks[layer].mean(), colour, layer)
@@ -91,9 +90,8 @@ def missed_energy(keys: Array, values: Array) -> Markup:
         ("K", keys, KEY, -0.12),
         ("V", values, VALUE, 0.12),
     ):
-        layer = np.repeat(np.arange(missed.shape[0]), missed.shape[1]) + shift
         ax.plot(
-            layer,
+            np.repeat(np.arange(missed.shape[0]), missed.shape[1]) + shift,
             missed.ravel(),
             "o",
             color=colour,

@@ -105,8 +105,7 @@ def _score_axis(ax: Axes, curve: Mapping[str, Any]) -> None:
     bottom = max(min(scores), lost_below(curve))
     room = top - bottom
     lower = bottom - 0.04 * room
-    upper = top + 0.06 * room
-    ax.set_ylim(lower, upper or None)
+    ax.set_ylim(lower, (top + 0.06 * room) or None)
     ax.set_ylabel(str(curve["metric"]))
 
 
@@ -117,8 +116,7 @@ def _bytes_axis(ax: Axes, sizes: Sizes) -> None:
     ax.set_xscale("log", base=2)
     ax.set_xlim(right=1.06 * most)
     ticks = _halves(most, ax.get_xlim())
-    labels = [cell(tick) for tick in ticks]
-    ax.set_xticks(ticks, labels)
+    ax.set_xticks(ticks, [cell(tick) for tick in ticks])
     ax.set_xticks([], minor=True)
     common = "" if sizes.common is None else f", {cell(sizes.common)} in 16 bit"
     whole = cell(sizes.whole)

@@ -74,8 +74,7 @@ def on_page(chart: Chart) -> Markup:
     """As an <svg> element."""
     with styled_in(ON_PAGES):
         words = "Perplexity and retrieval of every plan against its bytes"
-        figure = _figure(chart, ON_PAGES)
-        return svg(figure, "frontier", words)
+        return svg(_figure(chart, ON_PAGES), "frontier", words)
 
 
 def picture(chart: Chart, title: str, path: Path) -> None:
@@ -128,8 +127,7 @@ def _draw_perplexity(ax: Axes, chart: Chart, colours: Colours) -> None:
     least = min(1, *ratios)
     room = 0.05 * (top - 1)
     lower = least - room
-    upper = top + room
-    ax.set_ylim(lower, upper)
+    ax.set_ylim(lower, top + room)
     ax.set_title(f"perplexity ratio (worse than {chart.top:.3g}: on the upper edge)")
     _bytes_axis(ax, chart)
 
@@ -138,8 +136,7 @@ def _draw_retrieval(ax: Axes, chart: Chart, colours: Colours) -> None:
     count = len(chart.series)
     for i, name in enumerate(chart.series):
         mine = chart.of(name)
-        heights = [plan.retrieval for plan in mine]
-        _draw_series(ax, i, count, mine, heights, colours)
+        _draw_series(ax, i, count, mine, [plan.retrieval for plan in mine], colours)
     chosen = chart.chosen
     _ring(ax, chosen, chosen.retrieval, colours)
     _bound(ax, chart.retrieval, colours)
@@ -168,13 +165,11 @@ def _draw_series(
     colours: Colours,
 ) -> None:
     """One series as a line with markers. The first is drawn strongest."""
-    lefts = [plan.left for plan in plans]
-    pairs = sorted(zip(lefts, heights, strict=True))
+    pairs = sorted(zip([plan.left for plan in plans], heights, strict=True))
     is_first = place == 0
     other = max(0, place - 1)
     marker = MARKERS[other % len(MARKERS)]
-    last = max(1, count - 2)
-    colour = LAYERS(other / last)
+    colour = LAYERS(other / max(1, count - 2))
     ax.plot(
         [left for left, _ in pairs],
         [height for _, height in pairs],
@@ -207,8 +202,7 @@ def _ring(ax: Axes, plan: Shown, height: float, colours: Colours) -> None:
 
 def _bytes_axis(ax: Axes, chart: Chart) -> None:
     """Halves of the uncompressed bytes."""
-    lefts = [plan.left for plan in chart.plans]
-    first = 0.8 * min(lefts)
+    first = 0.8 * min([plan.left for plan in chart.plans])
     ax.set_xscale("log", base=2)
     ax.set_xlim(first, 1.25)
     ticks = [tick for tick in TICKS if tick >= first]

@@ -60,8 +60,7 @@ def _write_numbers(ax: Axes, shown: Map) -> None:
 
 
 def _name_cells(ax: Axes, layers: int, heads: int) -> None:
-    step = max(1, layers // 20)
-    rows = range(0, layers, step)
+    rows = range(0, layers, max(1, layers // 20))
     ax.set_xticks(np.arange(heads) + 0.5, [str(head) for head in range(heads)])
     ax.set_yticks(np.array(rows) + 0.5, [str(layer) for layer in rows])
     ax.set_xlabel("KV head")

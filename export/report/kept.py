@@ -41,9 +41,7 @@ class Kept:
     @property
     def mean_share(self) -> float:
         """Of the tokens, over all heads that are not removed."""
-        there = self.ranks_k > 0
-        shares = self.share[there]
-        return float(shares.mean())
+        return float(self.share[self.ranks_k > 0].mean())
 
 
 def kept(plan: CompressionPlan) -> Kept:

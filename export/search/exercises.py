@@ -80,12 +80,10 @@ def recall(text: Sequence[int], length: int, rng: np.random.Generator) -> Exerci
     size = KEY + VALUE
     count = max(1, length // size - ASKED)
     records = rng.choice(np.asarray(text), (count, size))
-    order = rng.permutation(count)
-    asked = records[order[:ASKED]]
+    asked = records[rng.permutation(count)[:ASKED]]
     ids = np.concatenate([records, asked]).ravel().tolist()
     start = count * size
-    places = range(start, len(ids))
-    values = [place for place in places if place % size >= KEY]
+    values = [place for place in range(start, len(ids)) if place % size >= KEY]
     return Exercise(tuple(ids), start, tuple(values))
 
 
@@ -99,8 +97,7 @@ def _piece(
 ) -> tuple[int, ...]:
     """``length`` tokens of the text from a random place, read round and round."""
     start = int(rng.integers(len(text)))
-    places = range(start, start + length)
-    return tuple(text[place % len(text)] for place in places)
+    return tuple(text[place % len(text)] for place in range(start, start + length))
 
 
 def exercises(
@@ -150,8 +147,7 @@ def _dependent(decoder: Decoder, exercise: Exercise) -> list[int]:
     answers = [exercise.ids[place] for place in exercise.answers]
     labels = torch.tensor(answers, device=whole.device)
     right = whole.argmax(-1) == labels
-    gains = (whole - near).gather(-1, labels[:, None])
-    kept = right & (gains[:, 0] > GAIN)
+    kept = right & ((whole - near).gather(-1, labels[:, None])[:, 0] > GAIN)
     judged = zip(exercise.answers, kept.tolist(), strict=True)
     return [place for place, is_kept in judged if is_kept]
 
@@ -160,5 +156,4 @@ def _before_answers(decoder: Decoder, exercise: Exercise, cut: int) -> torch.Ten
     """Log-probabilities [answers, vocab] before each answer, without the first ``cut``
     tokens."""
     rows = [place - 1 - cut for place in exercise.answers]
-    logits = decoder.logits(exercise.ids[cut:], rows)
-    return logits.log_softmax(-1)
+    return decoder.logits(exercise.ids[cut:], rows).log_softmax(-1)

@@ -46,29 +46,24 @@ class LaneTokens:
             k, v, seen = self._seen_by(block)
             k = _padded(k, width)
             v = _padded(v, width)
-            of_queries = q[None, :, block]
             out = F.scaled_dot_product_attention(
-                of_queries,
+                q[None, :, block],
                 k.expand(1, group, -1, -1),
                 v.expand(1, group, -1, -1),
                 seen[None, None],
                 scale=1.0,
             )
-            own = out[0, ..., :rank_v]
-            outputs.append(own)
+            outputs.append(out[0, ..., :rank_v])
         return torch.cat(outputs, 1)
 
     def _blocks(self, places: Tensor) -> Iterator[Tensor]:
-        pages = max(1, QUERIES // self.page)
-        size = pages * self.page
-        return iter(places.split(size))
+        return iter(places.split(max(1, QUERIES // self.page) * self.page))
 
     def _seen_by(self, queries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values for the queries at these places, and which each one sees, [Q,
         N]. Tokens from the first query's page on come last, as they are."""
         last = int(queries[-1])
-        whole = last // self.page * self.page
-        earlier = self._earlier(queries, whole)
+        earlier = self._earlier(queries, last // self.page * self.page)
         sealed_k = self.sealed_k[earlier]
         sealed_v = self.sealed_v[earlier]
         start = int(queries[0]) // self.page * self.page
@@ -94,21 +89,15 @@ class LaneTokens:
         """Places below ``whole`` that any of the queries sees: windows only move on, so
         the first query sees farthest back."""
         places = torch.arange(whole, device=queries.device)
-        first = queries[:1]
-        hidden = self._hidden(first, places)
-        seen = ~hidden[0]
-        return places[seen]
+        return places[~self._hidden(queries[:1], places)[0]]
 
     def _hidden(self, queries: Tensor, places: Tensor) -> Tensor:
         """[Q, N] behind the lane's window."""
         if self.window is None:
             shape = len(queries), len(places)
             return torch.zeros(shape, dtype=torch.bool, device=places.device)
-        of_queries = queries[None]
-        of_places = places[None]
-        return self.window.hidden(of_queries, of_places)[0]
+        return self.window.hidden(queries[None], places[None])[0]
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
-    missing = width - x.shape[-1]
-    return F.pad(x, (0, missing))
+    return F.pad(x, (0, width - x.shape[-1]))

@@ -68,8 +68,7 @@ def window_losses(
     if kept := recalled(path, 1):
         return kept[0]
     decoder = uncompressed(checkpoint)
-    readings = sources.readings(decoder, form.seed)
-    far = [reading for reading in readings if reading.far]
+    far = [reading for reading in sources.readings(decoder, form.seed) if reading.far]
     page, seed = form.page_tokens, form.seed
     found = losses(decoder, far, _no_forms, [window], page, seed).windows[:, 0]
     remember(path, found)

@@ -170,8 +170,7 @@ def _candidates(grid: Grid, device: torch.device) -> Candidates:
     codes = tuple(x.stored for x in FORMATS)
 
     def tensor(x: Array) -> torch.Tensor:
-        whole = np.ascontiguousarray(x)
-        return torch.tensor(whole, dtype=torch.float32, device=device)
+        return torch.tensor(np.ascontiguousarray(x), dtype=torch.float32, device=device)
 
     @cache
     def candidates(side: str, layer: int, head: int) -> list[Candidate]:
@@ -179,8 +178,7 @@ def _candidates(grid: Grid, device: torch.device) -> Candidates:
         for rank in ranks:
             cut = grid.cut(side, layer, head, rank)
             into = tensor(cut.into)
-            back = tensor(cut.back)
-            made.append(Candidate(into, back, tensor(cut.centre), codes))
+            made.append(Candidate(into, tensor(cut.back), tensor(cut.centre), codes))
         return made
 
     return candidates

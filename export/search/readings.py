@@ -35,8 +35,7 @@ def margin_score(answer: Sequence[int]) -> Scored:
     def score(logits: Tensor, draw: torch.Generator) -> Tensor:
         labels = torch.tensor(answer, device=logits.device)[:, None]
         own = logits.gather(-1, labels)[:, 0]
-        others = logits.scatter(-1, labels, -torch.inf)
-        margin = own - others.amax(-1)
+        margin = own - logits.scatter(-1, labels, -torch.inf).amax(-1)
         coins = torch.randint(2, margin.shape, generator=draw, device=draw.device)
         signs = coins * 2 - 1
         size = margin.detach().abs().clamp(min=LEAST_MARGIN)
@@ -65,8 +64,7 @@ def of_text(windows: Sequence[Sequence[int]], far: bool = False) -> list[Reading
     for window in windows:
         weight = 0.5 / (total * draws)
         rows = range(len(window) - 1)
-        ids = tuple(window)
-        readings.append(Reading(ids, rows, text_score, draws, weight, far))
+        readings.append(Reading(tuple(window), rows, text_score, draws, weight, far))
     return readings
 
 

@@ -91,8 +91,7 @@ class SealedAttend(AttendLayer):
         for start, end in pairwise(step.cu_seqlens_q.tolist()):
             if end > start:
                 rows = slice(start, end)
-                out = self._sequence(q[:, :, rows], k[:, rows], v[:, rows])
-                outputs.append(out)
+                outputs.append(self._sequence(q[:, :, rows], k[:, rows], v[:, rows]))
         return torch.cat(outputs, 2)
 
     def _uncached_at(
@@ -109,8 +108,7 @@ class SealedAttend(AttendLayer):
             return self._fused(q, k, v)
         page = self.plan.page_tokens
         tokens = k.shape[1]
-        softcap = self.plan.model.softcap
-        fresh = _own_page(q, k, v, page, self.windows, softcap)
+        fresh = _own_page(q, k, v, page, self.windows, self.plan.model.softcap)
         fresh = self.settled(fresh)
         whole = (tokens - 1) // page * page
         if not whole:
@@ -179,14 +177,12 @@ class SealedAttend(AttendLayer):
         if self.windows is not None:
             hidden = self.windows.hidden(place[None], token[None])
             hidden = hidden & ~later
-            by_head = hidden[:, None]
-            scores = scores.masked_fill(by_head, NEVER)
+            scores = scores.masked_fill(hidden[:, None], NEVER)
 
         def output(shares: Tensor) -> Tensor:
             by_lane = zip(self.seals, shares, strict=True)
             rounded = [seal.shares(own) for seal, own in by_lane]
-            rounded_shares = torch.stack(rounded).to(values.dtype)
-            out = rounded_shares @ values
+            out = torch.stack(rounded).to(values.dtype) @ values
             return out.to(self.dtype)
 
         return SoftmaxState.of(scores, output)
@@ -214,11 +210,9 @@ def _own_page(
         by_lane: list[Tensor] = []
         for own in places.split(page):
             of_lanes = own[None]
-            hidden_there = windows.hidden(of_lanes, of_lanes)
-            by_lane.append(hidden_there)
+            by_lane.append(windows.hidden(of_lanes, of_lanes))
         hidden = torch.stack(by_lane, 1).flatten(0, 1)
-    queries = by_page.flatten(0, 1)
-    state = SoftmaxState.causal(queries, k, v, hidden, softcap)
+    state = SoftmaxState.causal(by_page.flatten(0, 1), k, v, hidden, softcap)
 
     def in_sequence(x: Tensor) -> Tensor:
         """[H * pages, G, P, ...] -> [H, G, T, ...]."""
@@ -230,9 +224,7 @@ def _own_page(
 
 def _rows(state: SoftmaxState, rows: slice) -> SoftmaxState:
     """Of some queries."""
-    lse = state.lse[:, :, rows]
-    out = state.out[:, :, rows]
-    return SoftmaxState(lse, out)
+    return SoftmaxState(state.lse[:, :, rows], state.out[:, :, rows])
 
 
 @dataclass(frozen=True)
@@ -349,8 +341,7 @@ def _fitted(x: Tensor, form: Format, along: int) -> Tensor:
     wide = x.double()
     ends = form.top / 2
     squares = wide.square()
-    energy = squares.sum(along, keepdim=True)
-    mean = energy / x.shape[along]
+    mean = squares.sum(along, keepdim=True) / x.shape[along]
     magnitude = NORMAL_TOP[form.bits] * mean.sqrt()
     worth, read = _nearest(x, form, magnitude)
     for _ in range(FITS - 1):
@@ -358,8 +349,7 @@ def _fitted(x: Tensor, form: Format, along: int) -> Tensor:
         products = wide * levels
         squares = levels.square()
         product = products.sum(along, keepdim=True)
-        square = squares.sum(along, keepdim=True)
-        best = ends * product / square
+        best = ends * product / squares.sum(along, keepdim=True)
         magnitude = best.abs()
         worth, read = _nearest(x, form, magnitude)
     return read
@@ -367,15 +357,10 @@ def _fitted(x: Tensor, form: Format, along: int) -> Tensor:
 
 def _nearest(x: Tensor, form: Format, magnitude: Tensor) -> tuple[Tensor, Tensor]:
     """What the nearest codes for a magnitude are worth, and what they stand for."""
-    table = np.array(form.table)
-    of_byte = table[nearest_codes(form)]
-    halves = magnitude.float().half()
-    stored = halves.float()
+    of_byte = np.array(form.table)[nearest_codes(form)]
+    stored = magnitude.float().half().float()
     scale = stored * float(TWO_255THS)
     above = x + stored
-    exact = torch.where(scale > 0, above / scale, 0.0)
-    whole = exact.round()
-    nearest = whole.clamp(0, form.top)
+    nearest = torch.where(scale > 0, above / scale, 0.0).round().clamp(0, form.top)
     worth = torch.tensor(of_byte, device=x.device)[nearest.int()]
-    read = worth * scale - stored
-    return worth, read
+    return worth, worth * scale - stored

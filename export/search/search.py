@@ -221,8 +221,7 @@ def _shown(variants: Sequence[Variant], gentlest: float) -> list[tuple[Variant, 
     shown = []
     for of_request in sizes.values():
         by_ratio = sorted(of_request, key=lambda size: size[1])
-        middle = (len(by_ratio) - 1) // 2
-        shown.append(by_ratio[middle])
+        shown.append(by_ratio[(len(by_ratio) - 1) // 2])
     return shown
 
 

@@ -129,8 +129,7 @@ def _lanes(
     for head in range(heads):
         own_pull = pull[:, :, head].transpose(1, 2)
         lane_q = q[head, ..., :d]
-        lane_k = k[head, :, :d]
-        lanes.append(ObservedLane(lane_q, lane_k, v[:, head], own_pull))
+        lanes.append(ObservedLane(lane_q, k[head, :, :d], v[:, head], own_pull))
     return lanes
 
 
@@ -239,10 +238,8 @@ class LaneMoves:
         """Sum of squared moves for each window: its sink, and [T], the first token after
         the sink that the query at each place sees."""
         for sink, first in firsts:
-            of_queries = first[self.queries.places]
-            recent = self.places >= of_queries[:, None]
-            in_sink = self.places < sink
-            seen = self.shares * (recent | in_sink)
+            recent = self.places >= first[self.queries.places][:, None]
+            seen = self.shares * (recent | (self.places < sink))
             whole = seen.sum(-1, keepdim=True)
             if self.attention.sinks is not None:
                 whole = whole + 1 - self.shares.sum(-1, keepdim=True)
@@ -251,8 +248,7 @@ class LaneMoves:
     def _moved(self, after: Tensor) -> Tensor:
         """after [S, G, R] -> one number, left where it is: reading it would make a GPU
         wait for every form. The query heads of a token move together."""
-        moves = (after - self.before).sum(1)
-        squares = moves.square() * self.queries.weights
+        squares = (after - self.before).sum(1).square() * self.queries.weights
         return squares.sum()
 
 
@@ -297,8 +293,7 @@ def losses(
             for i, lane in enumerate(observed_lanes):
                 layer, head = divmod(i, heads)
                 queries = Queries.drawn(lane.pull, draw)
-                own = _attention(decoder, layer, head)
-                moves = LaneMoves(lane, page, queries, own)
+                moves = LaneMoves(lane, page, queries, _attention(decoder, layer, head))
                 if reading.far:
                     of_windows[i] = _plus(of_windows[i], reading, moves.windows(firsts))
                     continue
@@ -313,8 +308,7 @@ def _attention(decoder: Decoder, layer: int, head: int) -> PlainAttention:
     """Of one lane of the uncompressed model, whose queries come scaled."""
     attend = cast(AttendLayer, decoder.layers[str(layer)].attend)
     sinks = attend.sinks[head] if decoder.plan.model.sinks else None
-    own = PlainAttention.of(decoder.spec, layer, sinks)
-    return dataclasses.replace(own, scale=1.0)
+    return dataclasses.replace(PlainAttention.of(decoder.spec, layer, sinks), scale=1.0)
 
 
 def _plus(losses: Array, reading: Reading, moved: Iterable[Tensor]) -> Array:

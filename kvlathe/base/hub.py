@@ -125,8 +125,7 @@ def _fetched(name: str, revision: str | None) -> Path:
 
 def offline() -> bool:
     """Whether the user forbids the network."""
-    said = os.environ.get("HF_HUB_OFFLINE", "")
-    return said.upper() in ("1", "ON", "YES", "TRUE")
+    return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
 
 
 def _refusal(name: str, revision: str | None, error: Exception) -> KvlatheError:

@@ -43,11 +43,10 @@ def read_backend(folder: Path) -> tokenizers.Tokenizer:
     where there is none."""
     path = folder / "tokenizer.json"
     if not path.is_file():
-        remedy = "load it with transformers' AutoTokenizer and save_pretrained it into that folder"
         raise KvlatheError(
             f"{folder} has no tokenizer.json",
             "no other form of a tokenizer is read",
-            remedy,
+            "load it with transformers' AutoTokenizer and save_pretrained it into that folder",
         )
     try:
         backend = tokenizers.Tokenizer.from_str(path.read_text("utf-8"))

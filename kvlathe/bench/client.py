@@ -39,14 +39,12 @@ class Outcome:
 
     @property
     def between_tokens_seconds(self) -> list[float]:
-        pairs = itertools.pairwise(self.arrivals)
-        return [after - before for before, after in pairs]
+        return [after - before for before, after in itertools.pairwise(self.arrivals)]
 
     def normalized_seconds(self, now: float) -> float:
         """From when it was due to its end (so far: to ``now``), for each token of the
         answer."""
-        end = self.ended or now
-        return (end - self.due) / self.request.new_tokens
+        return ((self.ended or now) - self.due) / self.request.new_tokens
 
 
 async def open_loop(

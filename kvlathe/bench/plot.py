@@ -49,8 +49,7 @@ def draw(
         for i, (name, points) in enumerate(curves.items()):
             rate = largest[name]
             label = f"{name}: {rate:.3g}/s"
-            line = Line(f"C{i}", label, rate)
-            _draw_line(axis, measure, points, line)
+            _draw_line(axis, measure, points, Line(f"C{i}", label, rate))
         axis.set(xlabel="requests/s", ylabel=label, ylim=(0, None))
         axis.grid(alpha=0.3)
     axes[0].axhline(limit, color="black", linewidth=0.8, linestyle="--", label="limit")

@@ -186,8 +186,7 @@ def typical(load: Sequence[Request], count: int) -> list[Request]:
     parts. Any few of a trace with short answers and long prompts can be half as slow
     again as the mean of all."""
     order = sorted(load, key=lambda request: len(request.prompt) / request.new_tokens)
-    odd = range(1, 2 * count, 2)
-    middles = (number * len(order) // (2 * count) for number in odd)
+    middles = (number * len(order) // (2 * count) for number in range(1, 2 * count, 2))
     return [order[at] for at in middles]
 
 

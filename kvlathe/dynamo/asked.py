@@ -87,8 +87,7 @@ def _params(request: Fields, room: int) -> SamplingParams:
     given["logprobs"] = output.get("logprobs")
     given["prompt_logprobs"] = output.get("prompt_logprobs")
     # SamplingParams looks at every value, whatever its type is.
-    make = cast(type, SamplingParams)
-    return make(**given)
+    return cast(type, SamplingParams)(**given)
 
 
 def _stop_ids(stop: Fields) -> list[int]:

@@ -63,8 +63,7 @@ class Load:
     @property
     def used(self) -> int:
         """Blocks' worth of pages of running sequences."""
-        blocks = self._engine.bytes_used / self._block_bytes
-        return min(self.total, round(blocks))
+        return min(self.total, round(self._engine.bytes_used / self._block_bytes))
 
     @property
     def hit_rate(self) -> float | None:

@@ -76,11 +76,10 @@ class Decoding:
         for before, after in pairwise(times):
             seconds = after - before
             parts.append(1e3 * seconds)
-        size = f"{parcel.page_bytes:,}"
         log.info(
             "%s bytes of %d tokens came from %s in %d pieces:"
             " reserved in %.1f ms, read in %.1f, checked in %.1f",
-            size,
+            f"{parcel.page_bytes:,}",
             parcel.cached,
             source.agent,
             len(pieces),

@@ -78,11 +78,10 @@ def said_before(parcel: Parcel) -> Delta:
     """What a sequence had said where it comes from."""
     running = parcel.running
     assert running is not None
-    tokens = parcel.tokens[running.prompt_tokens :]
     return Delta(
         index=0,
         text="",
-        token_ids=tuple(tokens),
+        token_ids=tuple(parcel.tokens[running.prompt_tokens :]),
         logprobs=tuple(logprobs_of(running.logprobs)),
         prompt_logprobs=tuple(logprobs_of(running.prompt_logprobs)),
     )

@@ -62,8 +62,7 @@ def serve(folder: Path, settings: Settings) -> None:
         try:
             asyncio.run(backend.Worker(worker, config).run())
         except Exception as error:  # Dynamo's own, whose kinds are not told apart
-            reason = str(error)
-            raise KvlatheError("the worker has stopped", reason) from error
+            raise KvlatheError("the worker has stopped", str(error)) from error
     log.info("stopped")
 
 

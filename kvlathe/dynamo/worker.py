@@ -73,8 +73,7 @@ class KvlatheWorker(backend.LLMEngine):
         mode = self._served.mode
         self._begin(self._report())
         if mode != "agg":
-            memory = self._llm.exchange.memory
-            link = Link(f"kvlathe-{worker_id:x}", memory)
+            link = Link(f"kvlathe-{worker_id:x}", self._llm.exchange.memory)
             if mode == "prefill":
                 self._prefilling = Prefilling(self._engine, link)
                 self._begin(self._prefilling.watch())
@@ -112,8 +111,7 @@ class KvlatheWorker(backend.LLMEngine):
         await asyncio.to_thread(self._engine.close, self._served.drain_seconds)
 
     def _begin(self, work: Coroutine[object, object, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.append(task)
+        self._tasks.append(asyncio.get_running_loop().create_task(work))
 
     # -- for the router ----------------------------------------------------------------
     async def kv_event_sources(self) -> list[object]:
@@ -166,8 +164,7 @@ class KvlatheWorker(backend.LLMEngine):
     async def _chunks(
         self, asked: Asked, request: Fields, context: Context
     ) -> AsyncGenerator[Chunk, None]:
-        prefilled = part_of(request, "prefill_result")
-        handed = part_of(prefilled, "disaggregated_params")
+        handed = part_of(part_of(request, "prefill_result"), "disaggregated_params")
         if self._prefilling:
             yield await self._prefilling.chunk(asked)
             return

@@ -50,8 +50,7 @@ def is_code(text: str) -> bool:
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     if not lines:
         return False
-    ends = sum(line.endswith(CODE_ENDINGS) for line in lines)
-    return ends >= CODE_SHARE * len(lines)
+    return sum(line.endswith(CODE_ENDINGS) for line in lines) >= CODE_SHARE * len(lines)
 
 
 def openings(
@@ -87,8 +86,7 @@ def _last_tokens(encoder: Encoder, text: str, tokens: int) -> tuple[int, ...]:
     while len(ids) > tokens:
         share = tokens / len(ids)
         kept = int(len(text) * share)
-        most = len(text) - 1
-        text = text[-min(most, kept) :]
+        text = text[-min(len(text) - 1, kept) :]
         ids = encoder.encode(text)
     return tuple(ids)
 

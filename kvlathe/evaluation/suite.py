@@ -56,8 +56,7 @@ def run_suite(
     """
     continuations.require_libraries()
     models = [model for model in (engine, baseline) if model is not None]
-    longest = longest_input(engine, baseline)
-    asked = _asked(engine, models, text, exam, longest)
+    asked = _asked(engine, models, text, exam, longest_input(engine, baseline))
     maps = [_heat(model, asked.needles) for model in models]
     shares = [float(np.mean(list(heat.values()))) for heat in maps]
     new = exam.new_tokens
@@ -174,9 +173,8 @@ def _predicting(
     own = scores["perplexity"]
     if baseline is None:
         return [_score("text", "perplexity", [own])]
-    reference = own / scores["perplexity_ratio"]
     return [
-        _score("text", "perplexity", [own, reference]),
+        _score("text", "perplexity", [own, own / scores["perplexity_ratio"]]),
         _score("text", "agreement with the baseline", [scores["agreement"]]),
         _score("text", "KL from the baseline, nats a token", [scores["kl"]]),
     ]
@@ -229,6 +227,5 @@ def _writing(
     references = [opening.text for opening in asked]
     scores = [_score(task, metric, [compare(own, references) for own in texts])]
     if len(texts) > 1:
-        beside = f"{metric} with the baseline's"
-        scores.append(_score(task, beside, [compare(*texts)]))
+        scores.append(_score(task, f"{metric} with the baseline's", [compare(*texts)]))
     return scores

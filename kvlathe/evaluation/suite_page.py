@@ -31,10 +31,9 @@ def write_page(
     result: Mapping[str, Any], path: Path, report: Path | None = None
 ) -> None:
     """``result`` of run_suite as HTML. ``report``: the engine's own page, to link to."""
-    environment = jinja2.Environment(
+    template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=False
-    )
-    template = environment.from_string(TEMPLATE.read_text("utf-8"))
+    ).from_string(TEMPLATE.read_text("utf-8"))
     page = template.render(
         **result,
         report=_link(path, report),

@@ -101,8 +101,7 @@ class Options:
 def key_of(candidate: Candidate, options: Options, exam: Exam) -> str:
     """What a point is kept under: all that decides its numbers. Raises KvlatheError for
     a request that cannot be built."""
-    nowhere = options.output / "engines" / NO_ENGINE
-    order = accept(options.request(candidate, nowhere))
+    order = accept(options.request(candidate, options.output / "engines" / NO_ENGINE))
     return cache.key_of({"engine": order.key, "exam": exam.facts})
 
 
@@ -131,8 +130,7 @@ class Measuring:
         if candidate == UNCOMPRESSED:
             return self._examined(candidate, self.baseline)
         with tempfile.TemporaryDirectory(dir=self.baseline.parent) as scratch:
-            folder = Path(scratch) / NO_ENGINE
-            engine = build(self.options.request(candidate, folder))
+            engine = build(self.options.request(candidate, Path(scratch) / NO_ENGINE))
             return self._examined(candidate, engine)
 
     def _examined(self, candidate: Candidate, engine: Path) -> Point:

@@ -22,10 +22,9 @@ def write(
     """The page and the picture of a ``result``, where it says that they are."""
     measured = [point for point in points if point.measured]
     chart = chart_of(measured, bound, chosen)
-    environment = jinja2.Environment(
+    template = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=False
-    )
-    template = environment.from_string(TEMPLATE.read_text("utf-8"))
+    ).from_string(TEMPLATE.read_text("utf-8"))
     text = template.render(
         result=result,
         measured=sorted(measured, key=lambda point: -(point.left or 0.0)),

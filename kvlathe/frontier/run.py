@@ -109,8 +109,7 @@ def _all_measured(
     ):
         baseline = Path(scratch) / "uncompressed"
         build(options.request(UNCOMPRESSED, baseline))
-        measuring = Measuring(options, exam, baseline)
-        found |= _measured(measuring, missing, paths, jobs)
+        found |= _measured(Measuring(options, exam, baseline), missing, paths, jobs)
     return found
 
 
@@ -135,8 +134,7 @@ def _measured(
     shared = dataclasses.replace(measuring.options, threads=max(1, each))
     measuring = dataclasses.replace(measuring, options=shared)
     spawn = multiprocessing.get_context("spawn")
-    level = console.log.level
-    with ProcessPoolExecutor(jobs, spawn, _say_from, (level,)) as pool:
+    with ProcessPoolExecutor(jobs, spawn, _say_from, (console.log.level,)) as pool:
         kept = [paths[candidate] for candidate in others]
         points = pool.map(measuring.point, others, kept)
         shown = progress(points, "measuring plans", len(others))
@@ -160,8 +158,7 @@ def _pioneers(
 
 def _say_from(level: int) -> None:
     """A process that measures logs as this one does."""
-    names = {10: "debug", 20: "info", 30: "warning"}
-    console.setup(names.get(level, "error"))
+    console.setup({10: "debug", 20: "info", 30: "warning"}.get(level, "error"))
 
 
 # -- telling ---------------------------------------------------------------------------

@@ -32,8 +32,7 @@ class CodedWeight:
         """The weights [N, K], float32; what fills up the last group is left out."""
         if self.codes.is_floating_point():
             return self.codes[:, 0].float() * self.scales.float()
-        numbers = unpacked(self.codes, self.bits).float()
-        centred = numbers - self.middles()
+        centred = unpacked(self.codes, self.bits).float() - self.middles()
         weights = centred * self.scales.float().unsqueeze(-1)
         return weights.flatten(1)[:, :inputs]
 
@@ -41,8 +40,7 @@ class CodedWeight:
         """The code that stands for 0, of each group or of all: [N, G, 1] or one."""
         if self.zeros is None:
             return torch.tensor(float(middle(self.bits)), device=self.codes.device)
-        zeros = unpacked(self.zeros, self.bits)
-        own = zeros[:, : self.scales.shape[1]]
+        own = unpacked(self.zeros, self.bits)[:, : self.scales.shape[1]]
         return own.unsqueeze(-1).float()
 
 
@@ -56,9 +54,7 @@ def packed(numbers: Tensor, bits: int) -> Tensor:
         return numbers
     if numbers.shape[-1] % NIBBLES:
         numbers = torch.nn.functional.pad(numbers, (0, 1))
-    low = numbers[..., ::NIBBLES]
-    high = numbers[..., 1::NIBBLES]
-    return low | (high << 4)
+    return numbers[..., ::NIBBLES] | (numbers[..., 1::NIBBLES] << 4)
 
 
 def unpacked(codes: Tensor, bits: int) -> Tensor:

@@ -151,16 +151,14 @@ def _mlp_inner(layer: Layer, x: Tensor) -> Tensor:
 def _qk_norm(layer: Layer, norm: RowMap, x: Tensor) -> Tensor:
     if layer.wide_qk_norm:
         return norm(x)
-    heads = x.unflatten(-1, (-1, layer.head_dim))
-    return norm(heads).flatten(-2)
+    return norm(x.unflatten(-1, (-1, layer.head_dim))).flatten(-2)
 
 
 def rope_angles(
     positions: Tensor, inv_freq: Tensor, amplitude: Tensor
 ) -> tuple[Tensor, Tensor]:
     """positions [T], inv_freq and amplitude [d/2] -> cos, sin [T, d/2], float32."""
-    rows = positions.float().unsqueeze(-1)
-    angles = rows * inv_freq
+    angles = positions.float().unsqueeze(-1) * inv_freq
     cos = angles.cos() * amplitude
     sin = angles.sin() * amplitude
     return cos, sin

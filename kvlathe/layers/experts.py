@@ -54,8 +54,7 @@ def run_experts(
     every = x.unsqueeze(0)
     gate = _biased(every @ weights.gate, weights.gate_bias)
     up = _biased(every @ weights.up, weights.up_bias)
-    inner = _gated(gate, up, routing, activation)
-    counted = inner * shares.T.unsqueeze(-1)
+    counted = _gated(gate, up, routing, activation) * shares.T.unsqueeze(-1)
     out = (counted @ weights.down).sum(0)
     return out if weights.down_bias is None else out + shares @ weights.down_bias
 
@@ -80,8 +79,7 @@ def _shares(x: Tensor, weights: ExpertWeights, routing: Routing) -> Tensor:
     logits = x @ router
     if weights.router_bias is not None:
         logits = logits + weights.router_bias
-    every = logits.float().softmax(-1)
-    values, places = every.topk(routing.chosen, -1)
+    values, places = logits.float().softmax(-1).topk(routing.chosen, -1)
     if routing.normalized:
         values = values / values.sum(-1, keepdim=True)
     experts = torch.arange(router.shape[1], device=x.device)

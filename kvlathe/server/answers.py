@@ -102,15 +102,14 @@ class Answerer(Jobs):
             made = await self.engine.compact(tokens, request.keep, tenant)
         except KvlatheError as error:
             raise refusal(error, param) from error
-        reply = Prefix(
+        return Prefix(
             model=self.model,
             tokens=made.tokens,
             kept=made.kept,
             kv_bytes=made.bytes,
             kv_bytes_whole=made.whole_bytes,
             seconds=made.seconds,
-        )
-        return reply.model_dump()
+        ).model_dump()
 
     # -- jobs to answers ---------------------------------------------------------------
     async def whole(self, job: Job, tenant: str) -> Json:

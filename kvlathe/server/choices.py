@@ -185,8 +185,7 @@ class Chat(Kind):
 
     def _report(self, report: TokenLogprob) -> Json:
         tops = [self._likely(token, logprob) for token, logprob in report.top]
-        own = self._likely(report.token_id, report.logprob)
-        return {**own, "top_logprobs": tops}
+        return {**self._likely(report.token_id, report.logprob), "top_logprobs": tops}
 
     def _likely(self, token: int, logprob: float) -> Json:
         return {

@@ -87,13 +87,12 @@ class Jobs:
         self._check_count(1, request.n or 1)
         prompt = self._encode(text, "messages", False)
         left = max(1, self.llm.most_tokens - len(prompt))
-        tokens = (
+        params = self._params(
+            request,
             request.max_completion_tokens
             or request.max_tokens
-            or min(left, self.max_new_tokens)
-        )
-        params = self._params(
-            request, tokens, (request.top_logprobs or 0) if request.logprobs else None
+            or min(left, self.max_new_tokens),
+            (request.top_logprobs or 0) if request.logprobs else None,
         )
         kind = Chat(self.llm.tokenizer, bool(request.logprobs))
         if calling:

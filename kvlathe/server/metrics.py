@@ -101,10 +101,9 @@ class Metrics:
         self._errors = self._counter("http_errors", said, "status")
 
     def _histogram(self, name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(
+        return Histogram(
             f"kvlathe_{name}", said, LABELS, buckets=buckets, registry=self.registry
-        )
-        return family.labels(self.model)
+        ).labels(self.model)
 
     def _counter(self, name: str, said: str, *labels: str) -> Counter:
         return Counter(
@@ -164,10 +163,8 @@ class Growth(Collector):
         name = "kvlathe_time_per_output_token_seconds"
         said = "Between two tokens of one answer."
         between = HistogramMetricFamily(name, said, labels=LABELS)
-        bounds = (*FAST, float("inf"))
-        names = map(floatToGoString, bounds)
-        counts = accumulate(self._counts)
-        buckets = list(zip(names, counts, strict=True))
+        names = map(floatToGoString, (*FAST, float("inf")))
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
         between.add_metric([self._model], buckets, self._seconds)
         yield between
 

@@ -123,8 +123,7 @@ class ToolParser:
             self._raw = self._mark
             self._inside, self._started, self._behind = True, True, False
             return True
-        keep = self._possible_mark()
-        said, self._held = self._split(keep)
+        said, self._held = self._split(self._possible_mark())
         if said := self._spoken(said):
             self._started, self._behind = True, False
             found.append(Piece(said))

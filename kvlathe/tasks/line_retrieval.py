@@ -78,8 +78,7 @@ def needle(
     values = rng.integers(0, 100_000, len(names)).tolist()
 
     def made(lines: int) -> Question:
-        asked = prompt(names[:lines], values, depth)
-        return question(encoder, *asked)
+        return question(encoder, *prompt(names[:lines], values, depth))
 
     counts = range(
         LEAST_LINES, min(len(names), max(LEAST_LINES, tokens // TOKENS_OF_A_LINE)) + 1
@@ -94,9 +93,8 @@ def needle(
         if candidate.tokens <= tokens:
             return Needle(tokens, depth, candidate)
         lines -= 1  # names differ in length: one line fewer may ask for a longer one
-    fact = f"a line retrieval prompt of {tokens} tokens cannot be made"
     raise KvlatheError(
-        fact,
+        f"a line retrieval prompt of {tokens} tokens cannot be made",
         "two lines and a question are longer with this tokenizer",
         "ask for longer prompts",
     )

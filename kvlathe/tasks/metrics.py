@@ -25,8 +25,7 @@ def log_softmax(logits: Logits) -> Values:
     """[n, vocab] -> [n, vocab] float64."""
     largest = logits.max(-1, keepdims=True)
     shifted = logits.astype(np.float64) - largest
-    sums = np.exp(shifted).sum(-1, keepdims=True)
-    return shifted - np.log(sums)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
 def nll(logits: Logits, targets: Ids) -> Values:
@@ -60,8 +59,7 @@ def agree(reference: Logits, logits: Logits) -> npt.NDArray[np.bool_]:
 def exact(logits: Logits, targets: Ids) -> bool:
     """Whether greedy decoding says all of ``targets``. Teacher forcing and greedy
     generation agree on this question."""
-    likeliest = logits.argmax(-1)
-    return bool((likeliest == np.asarray(targets)).all())
+    return bool((logits.argmax(-1) == np.asarray(targets)).all())
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,10 +137,8 @@ def question(encoder: Encoder, prompt: str, answer: str) -> Question:
 def answered(oracle: LogitsOracle, question: Question) -> bool:
     """Whether greedy decoding gives the whole answer."""
     ids = question.prompt + question.answer
-    rows = range(len(question.prompt) - 1, len(ids) - 1)
-    logits = oracle.logits(ids, rows)
-    answer = np.array(question.answer)
-    return metrics.exact(logits, answer)
+    logits = oracle.logits(ids, range(len(question.prompt) - 1, len(ids) - 1))
+    return metrics.exact(logits, np.array(question.answer))
 
 
 def _rows(path: Path, keys: tuple[str, ...]) -> list[dict[str, str]]:

@@ -95,13 +95,12 @@ class TritonPythonModel:
             pass
 
     def _call(self, inputs: list[Any], request_id: str, outputs: list[str]) -> Any:  # noqa: ANN401
-        request = pb.InferenceRequest(
+        return pb.InferenceRequest(
             model_name=self.token_model,
             request_id=request_id,
             inputs=inputs,
             requested_output_names=outputs,
-        )
-        return request.exec(decoupled=True)
+        ).exec(decoupled=True)
 
 
 def strings(item: bytes) -> np.ndarray:

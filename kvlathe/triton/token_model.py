@@ -230,8 +230,7 @@ def stop_words(call: Call) -> list[list[int]]:
         return []
     tokens, ends = table.reshape(2, -1).tolist()
     borders = [0, *(end for end in ends if end >= 0)]
-    pairs = itertools.pairwise(borders)
-    is_rising = all(a < b for a, b in pairs)
+    is_rising = all(a < b for a, b in itertools.pairwise(borders))
     if not is_rising or borders[-1] > len(tokens):
         raise KvlatheError(
             "stop_words_list is malformed",

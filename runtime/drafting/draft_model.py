@@ -61,8 +61,7 @@ class DraftModel:
         if most < 1 or sequence.pending:
             return ()
         copy = self._copy(sequence)
-        came = sequence.tokens[copy.seen :]
-        judge(copy.guess, came, 0, (copy.rates, self._rates))
+        judge(copy.guess, sequence.tokens[copy.seen :], 0, (copy.rates, self._rates))
         copy.guess = []
         copy.rests += 1
         if copy.rests % RETRY == 0:
@@ -136,14 +135,12 @@ class DraftModel:
         chunks: list[Chunk] = []
         try:
             for sequence in going:
-                guess = guesses[sequence]
-                chunks.append(self._chunk(sequence, forks, guess))
+                chunks.append(self._chunk(sequence, forks, guesses[sequence]))
         except OutOfPages:
             for chunk in chunks:
                 self._pool.rollback(chunk.reservation)
             raise
-        logits = self._engine.run(chunks)
-        tokens = self._sampled(going, guesses, logits)
+        tokens = self._sampled(going, guesses, self._engine.run(chunks))
         for sequence, token in zip(going, tokens, strict=True):
             guesses[sequence].append(token)
         going_on: list[Sequence] = []

@@ -65,8 +65,7 @@ def match(tokens: npt.NDArray[np.int32]) -> tuple[int, int]:
         if length == LONGEST:
             break
         before = places[places >= length] - length
-        same = tokens[before] == tokens[newest - length]
-        places = before[same] + length
+        places = before[tokens[before] == tokens[newest - length]] + length
     return length, place
 
 

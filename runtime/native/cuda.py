@@ -316,9 +316,7 @@ def layer_tables(layout: CacheLayout, layer: int) -> dict[int, npt.NDArray[np.in
     for i, part in enumerate(kernel_parts(plan)):
         table = layout.lane_table(part.bucket)
         lanes = table[:, 0] * heads + table[:, 1]
-        of_layer = table[:, 0] == layer
-        mine = np.isin(lanes, part.lanes)
-        rows = table[of_layer & mine]
+        rows = table[(table[:, 0] == layer) & np.isin(lanes, part.lanes)]
         if len(rows):
             found[i] = rows.copy()
     return found
@@ -360,12 +358,11 @@ class PageKernels:
     def seal_args(self, fresh: int, cold: int, stream: int) -> SealArgs:
         """What seals pages of ``fresh`` into ``cold``; no pages yet."""
         tier = self.plan.tiers[self.plan.buckets[cold].tier]
-        stochastic = tier.rounding == "stochastic"
         args = SealArgs(
             ABI_VERSION,
             self.element,
             self.plan.page_tokens,
-            int(stochastic),
+            int(tier.rounding == "stochastic"),
             self.plan.seed,
         )
         args.span_k, args.span_v = tier.k.span, tier.v.span

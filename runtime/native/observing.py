@@ -102,10 +102,8 @@ class LayerScores:
         fields: list[list[int]] = []
         for lane in sorted(plan.buckets[bucket].lanes):
             if plan.lanes[lane].layer == layer:
-                own = score_fields(self.layout, bucket, lane)
-                fields.append([at for at, _ in own])
-        columns = np.array(fields, np.int32).T
-        return [np.ascontiguousarray(column) for column in columns]
+                fields.append([at for at, _ in score_fields(self.layout, bucket, lane)])
+        return [np.ascontiguousarray(column) for column in np.array(fields, np.int32).T]
 
     def observe(
         self, call: AttendDecodeArgs, step: DeviceStep, states: tuple[int, int]

@@ -47,8 +47,7 @@ def part_of(layout: CacheLayout, bucket: int, lanes: npt.NDArray[np.int32]) -> P
     ``lanes``: rows of the bucket's lane table. They must outlive the part.
     """
     plan = layout.plan
-    tier = plan.tiers[plan.buckets[bucket].tier]
-    part = Part(*format_fields(tier))
+    part = Part(*format_fields(plan.tiers[plan.buckets[bucket].tier]))
     part.lane_count = len(lanes)
     part.lanes = lanes.ctypes.data
     part.page_stride = layout.page_stride[bucket]

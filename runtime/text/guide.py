@@ -264,8 +264,7 @@ def source_of(structure: Structure) -> str:
             raise ValueError(EMPTY)
         schema = dict[str, object]()
     check_settings(schema)
-    make = LLMatcher.grammar_from_json_schema
-    return make(schema, overrides=SETTINGS)
+    return LLMatcher.grammar_from_json_schema(schema, overrides=SETTINGS)
 
 
 def check_settings(schema: dict[str, object]) -> None:
@@ -317,8 +316,7 @@ def limits() -> LLParserLimits:
 
 def reason_of(said: str) -> str:
     """llguidance's error in a line: without the parser's state and drawings."""
-    plain = said.partition("<non-verbose/>")[0]
-    lines = [line.strip() for line in plain.splitlines()]
+    lines = [line.strip() for line in said.partition("<non-verbose/>")[0].splitlines()]
     worth = [line for line in lines if line and not line.startswith(("^", "|"))]
     named = [line for line in worth if line.startswith("error: ")]
     first = "".join(worth[:1])

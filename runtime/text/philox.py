@@ -25,8 +25,7 @@ def uniform(seeds: UInt64, counts: UInt64) -> Float64:
     Generator(Philox(key=seed)).random() gives at its call of that number."""
     blocks = counts // np.uint64(4) + np.uint64(1)
     words = philox(seeds, blocks)  # [n, 4]
-    places = (counts % np.uint64(4)).astype(int)
-    chosen = np.take_along_axis(words, places[:, None], 1)
+    chosen = np.take_along_axis(words, (counts % np.uint64(4)).astype(int)[:, None], 1)
     top = chosen[:, 0] >> np.uint64(11)  # 53 bits: exact in a double
     return top.astype(np.float64) * 2.0**-53
 

@@ -183,8 +183,7 @@ def _draws(requests: Sequence[Request], temperature: Float32) -> Float64:
         samplers: list[Sampler] = [one.sampler for one in drawing]
         numbers = [one.sampler.drawn + one.ahead for one in drawing]
         seeds = np.array([sampler.seed for sampler in samplers], np.uint64)
-        drawn = np.array(numbers, np.uint64)
-        draws[random] = uniform(seeds, drawn)
+        draws[random] = uniform(seeds, np.array(numbers, np.uint64))
     return draws
 
 
@@ -240,8 +239,7 @@ def _place(weights: Float32, draw: float) -> int:
     own = weights[start : start + BLOCK]
     inside = before + np.cumsum(own, dtype=np.float64)
     last = int(np.flatnonzero(own)[-1])  # a token of weight 0 is never drawn
-    place = min(int(np.searchsorted(inside, target, "right")), last)
-    return start + place
+    return start + min(int(np.searchsorted(inside, target, "right")), last)
 
 
 def _block_sums(weights: Float32) -> Float64:
@@ -309,8 +307,7 @@ def _nucleus(weights: Float32, top_p: float) -> npt.NDArray[np.intp]:
         if weights[likely].sum(dtype=np.float64) > wanted:
             places = likely
     order = places[np.argsort(-weights[places], kind="stable")]
-    running = np.cumsum(weights[order], dtype=np.float64)
-    before = np.concatenate([[0.0], running[:-1]])
+    before = np.concatenate([[0.0], np.cumsum(weights[order], dtype=np.float64)[:-1]])
     inside = before < wanted
     inside[0] = True  # also where the share is too small a number
     return np.sort(order[inside])

@@ -86,12 +86,11 @@ class Structure:
     @property
     def said(self) -> str:
         """The kind in words."""
-        names = {
+        return {
             "json_schema": "JSON schema",
             "regex": "regular expression",
             "calls": "tools",
-        }
-        return names.get(self.kind, self.kind)
+        }.get(self.kind, self.kind)
 
     @classmethod
     def json(cls, schema: object = ANY_OBJECT) -> Structure:

@@ -77,8 +77,7 @@ class Tokenizer:
 
     def starts(self, text: str) -> list[int]:
         """Where each token of ``encode(text)`` begins in the text, in characters."""
-        offsets = self._encoded(text, True).offsets
-        return [start for start, _ in offsets]
+        return [start for start, _ in self._encoded(text, True).offsets]
 
     def _encoded(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         """As a batch: unlike ``encode``, that lets other threads run meanwhile.
@@ -242,8 +241,7 @@ class TextStream:
             before = tokenizer.alone(self._ids[anchor])
         else:
             before = tokenizer.decode(self._ids[anchor : self._shown])
-        text = tokenizer.decode(self._ids[anchor:])
-        return text[len(before) :]
+        return tokenizer.decode(self._ids[anchor:])[len(before) :]
 
     def _accept(self, piece: str) -> str:
         self._anchor, self._shown = self._shown, len(self._ids)
@@ -262,8 +260,7 @@ class TextStream:
     def _possible_stop(self, text: str) -> int:
         """Length of the longest end of ``text`` that begins a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
-        sizes = range(min(longest, len(text)), 0, -1)
-        for size in sizes:
+        for size in range(min(longest, len(text)), 0, -1):
             end = text[-size:]
             if any(stop.startswith(end) for stop in self._stop):
                 return size

@@ -41,8 +41,7 @@ def main() -> None:
     from llguidance import LLParserLimits, LLTokenizer
 
     text = setup["tokenizer"]
-    size = setup["vocabulary"]
-    vocabulary = LLTokenizer(text, n_vocab=size, eos_token=setup["ends"])
+    vocabulary = LLTokenizer(text, n_vocab=setup["vocabulary"], eos_token=setup["ends"])
     limits = LLParserLimits(**setup["limits"])
     say("")
     for line in sys.stdin:
@@ -85,8 +84,7 @@ def bound_memory(more: int) -> None:
     """Take so many bytes more at most."""
     if not PAGES.exists():  # no Linux
         return
-    pages = int(PAGES.read_text("ascii").split()[0])
-    most = pages * resource.getpagesize() + more
+    most = int(PAGES.read_text("ascii").split()[0]) * resource.getpagesize() + more
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
