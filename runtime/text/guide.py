@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvlathe")
 T = TypeVar("T")
 SPACE = r" |\n(  ){0,8}"
-"""Between two parts of JSON, at most once: a small model could go on with blanks for
-ever. Eight levels of two blanks, or four of four."""
+"""White space between two parts of JSON, at most once: a small model could go on with
+blanks for ever. Eight levels of two blanks, or four of four."""
 SETTINGS: JsonCompileOptions = {"whitespace_pattern": SPACE, "coerce_one_of": True}
-"""Of the schema compiler. oneOf is read as anyOf: an answer then fits one of them at
-least."""
+"""Settings of the schema compiler. It reads oneOf as anyOf: an answer then fits at
+least one of them."""
 EMPTY = "no text fits it"
 COMPILED = 16
 """Structures that are kept compiled: each holds the lexer states that answers found."""
@@ -49,7 +49,7 @@ REFUSED = 64
 
 
 class Limits(TypedDict):
-    """How much work a structure may be, as llguidance takes it."""
+    """Bounds of the work that a structure may be, as llguidance takes them."""
 
     step_max_items: int
     max_lexer_states: int
@@ -70,7 +70,8 @@ class StructureError(KvlatheError):
 
 
 class Guide:
-    """Where one answer is in its structure. ``failure``: why it cannot go on."""
+    """The place of one answer in its structure. ``failure``: why it cannot go on, or
+    None."""
 
     def __init__(self, matcher: LLMatcher, said: str, vocabulary: int) -> None:
         self._matcher = matcher
@@ -143,7 +144,8 @@ class Guides:
             trials.close()
 
     def _known(self, structure: Structure) -> LLMatcher | None:
-        """What was compiled before. Raises what was refused before."""
+        """The matcher of a structure that was compiled before. Raises the error of one
+        that was refused before."""
         with self._lock:
             if refused := self._refused.get(structure):
                 raise StructureError(refused.fact, refused.reason, refused.remedy)
@@ -198,7 +200,8 @@ class Guides:
         return made
 
     def _tries(self, seconds: float) -> Trials:
-        """The process that compiles on trial. It starts while this one does the same."""
+        """The process that compiles on trial. It starts while this one does the
+        same."""
         if self._closed:
             raise EngineStopped("the engine is closed", "no structure is compiled now")
         if seconds not in self._trials:
@@ -229,9 +232,11 @@ class Guides:
         try:
             return LLTokenizer(text, n_vocab=self._vocabulary, eos_token=ends)
         except Exception as error:  # it raises what it likes
-            fact = "this engine's answers cannot be structured"
-            reason = f"its tokenizer is of a kind that is not known: {error}"
-            raise StructureError(fact, reason, "leave the structure out") from error
+            raise StructureError(
+                "this engine's answers cannot be structured",
+                f"its tokenizer is of a kind that is not known: {error}",
+                "leave the structure out",
+            ) from error
 
 
 def masks_of(guides: Sequence[Guide | None]) -> Masks | None:
@@ -285,9 +290,8 @@ def rules_of(tools: dict[str, dict[str, object]], calls: Calls) -> str:
     lines = [f"start: {opened} {one} {rest} {quoted(calls.end)}"]
     for i, (name, schema) in enumerate(tools.items()):
         check_settings(schema)
-        settings = {"x-guidance": SETTINGS}
         head = f'{{"name": {json.dumps(name)}, "{calls.key}": '
-        body = json.dumps(schema | settings)
+        body = json.dumps(schema | {"x-guidance": SETTINGS})
         lines.append(f'call_{i}: {quoted(head)} %json {body} "}}"')
     names = " | ".join(f"call_{i}" for i in range(len(tools)))
     return "\n".join([*lines, f"call: {names}"])
@@ -308,7 +312,7 @@ def quoted(text: str) -> str:
 
 
 def limits() -> LLParserLimits:
-    """How much work a structure may be."""
+    """LIMITS as llguidance's own object."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(**LIMITS)

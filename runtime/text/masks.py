@@ -30,8 +30,9 @@ def no_bits(rows: int, vocabulary: int) -> Bits:
 def masked(logits: npt.NDArray[np.float32], masks: Masks) -> npt.NDArray[np.float32]:
     """The logits [R, vocab] with -inf for tokens that may not follow."""
     result = logits.copy()
-    wide = masks.bits.view(np.uint8)
-    allowed = np.unpackbits(wide, axis=1, count=logits.shape[1], bitorder="little")
+    allowed = np.unpackbits(
+        masks.bits.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little"
+    )
     for row, own in zip(masks.rows.tolist(), allowed, strict=True):
         np.copyto(result[row], -np.inf, where=own == 0)
     return result

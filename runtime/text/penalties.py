@@ -1,7 +1,8 @@
-"""What a request's own tokens do to its logits: penalties and biases.
+"""Penalties and biases: changes that a request's own tokens make to its logits.
 
 The host turns them into changes of single logits. Where tokens are counted beside the
-logits (runtime/sessions/torch_cuda/sampling/counts.py), only the penalties themselves go there.
+logits (runtime/sessions/torch_cuda/sampling/counts.py), only the penalties themselves
+go there.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ Int64 = npt.NDArray[np.int64]
 
 
 class Sampler:
-    """How one request samples: its parameters, its seed (a new one where it has none),
-    and how many tokens it has drawn."""
+    """State of one request's sampling: its parameters, its seed (a new one where it has
+    none), and how many tokens it has drawn."""
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
@@ -34,9 +35,10 @@ class Sampler:
 @dataclass(eq=False, slots=True)
 class Request:
     """One row's request. ``context``: the prompt, of ``prompt_tokens`` tokens, and the
-    answer so far. ``guide``: of an answer that has a structure. ``ahead``: tokens before it
-    that are only guessed; its random number is that of the token it would be. ``pending``:
-    tokens after the context that were chosen and that the host does not know."""
+    answer so far. ``guide``: of an answer that has a structure. ``ahead``: tokens
+    before it that are only guessed; its random number is that of the token it would be.
+    ``pending``: tokens after the context that were chosen and that the host does not
+    know."""
 
     sampler: Sampler
     context: Sequence[int]
@@ -63,8 +65,8 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Of rows whose tokens are counted where the logits are: P of the R ``rows``, their
-    ``requests``, and the penalties of each [P]."""
+    """Penalties of rows whose tokens are counted beside the logits: P of the R
+    ``rows``, their ``requests``, and the penalties of each [P]."""
 
     rows: Int64
     requests: tuple[Request, ...]
@@ -74,7 +76,7 @@ class Penalties:
 
 
 def penalties_of(requests: Sequence[Request]) -> Penalties | None:
-    """Of the rows that are counted; None where no row is."""
+    """Collect the rows that are counted; None where no row is."""
     asked: list[Request] = []
     rows: list[int] = []
     for row, request in enumerate(requests):

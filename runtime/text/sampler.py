@@ -1,9 +1,9 @@
 """Sampling of a batch: one token for each row of logits, whatever each row asks for.
 
 The host samples with numpy here; a session on a GPU computes the same with its own
-arrays (runtime/sessions/torch_cuda/sampling/sampling.py) and sends only tokens back. Both draw
-the same token from the same logits: the random numbers are made here, one for each row,
-and do not depend on the logits.
+arrays (runtime/sessions/torch_cuda/sampling/sampling.py) and sends only tokens back.
+Both draw the same token from the same logits: the random numbers are made here, one for
+each row, and do not depend on the logits.
 
 The order is that of transformers' generate: repetition penalty, presence and frequency
 penalties and the logit bias, the mask of what may follow, temperature, top-k, top-p,
@@ -42,13 +42,14 @@ BLOCK = 128
 MOST_LIKELY = 256
 """Tokens among which a nucleus is looked for before the whole vocabulary is sorted."""
 NO_TOKEN = -1
-"""In the place of a token where a row's logits are not numbers."""
+"""Stands in the place of a token where a row's logits are not numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """What R rows ask for. ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and
-    ``min_p`` 0 are off. ``draws``: each row's random number in [0, 1).
+    """Sampling parameters of R rows, one array a field [R]. ``temperature`` 0 is
+    greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off. ``draws``: each row's
+    random number in [0, 1).
 
     ``logprobs``: how many of the most likely tokens to report; -1 for none, not even
     the chosen one.
@@ -95,7 +96,7 @@ class Sampled:
         return token
 
     def logprob(self, row: int, top: int) -> TokenLogprob:
-        """Of the row's token and of its ``top`` most likely ones."""
+        """Report the row's token and its ``top`` most likely ones."""
         best = zip(
             self.top_tokens[row, :top].tolist(),
             self.top_logprobs[row, :top].tolist(),
@@ -128,7 +129,7 @@ def rows_of(requests: Sequence[Request], masks: Masks | None = None) -> Sampling
 
 
 def _asked(params: Sequence[SamplingParams]) -> SamplingRows:
-    """What the parameters alone say."""
+    """Rows from the parameters alone: nothing is drawn yet."""
     logprobs = [-1 if p.logprobs is None else p.logprobs for p in params]
     temperature = [p.temperature for p in params]
     top_k = [p.top_k for p in params]
@@ -145,7 +146,8 @@ def _asked(params: Sequence[SamplingParams]) -> SamplingRows:
 
 
 class StepRows:
-    """``rows_of``, step after step: what the same requests ask for is not made again."""
+    """``rows_of``, step after step: what the same requests ask for is not made
+    again."""
 
     def __init__(self) -> None:
         self._params: list[SamplingParams] = []
@@ -229,8 +231,8 @@ def _draw(logits: Float32, highest: np.float32, rows: SamplingRows, row: int) ->
 
 
 def _place(weights: Float32, draw: float) -> int:
-    """Where the cumulative weight passes the share ``draw`` of its end. The sums of
-    blocks are searched first: a running sum of a whole vocabulary takes longer."""
+    """Find where the cumulative weight passes the share ``draw`` of its end. The sums
+    of blocks are searched first: a running sum of a whole vocabulary takes longer."""
     ends = np.cumsum(_block_sums(weights))
     target = draw * ends[-1]
     block = min(int(np.searchsorted(ends, target, "right")), len(ends) - 1)

@@ -33,7 +33,7 @@ class Range:
 
 
 MOST = 2**31 - 1
-"""Of counts of tokens: what a 32-bit integer holds."""
+"""Largest count of tokens: a 32-bit integer holds no more."""
 
 RANGES = {
     "max_new_tokens": Range(1, MOST, "a whole number from 1 to 2^31 - 1", whole=True),
@@ -68,8 +68,8 @@ class SamplingParams:
     the likeliest tokens to report beside each chosen one, None: report nothing;
     ``prompt_logprobs``: the same for the prompt's own tokens, and then
     ``max_new_tokens`` may be 0. ``structure``: what the answer must look like
-    (docs/structured.md). ``skip_special_tokens`` False: the text has special tokens too,
-    but for the one that ends it.
+    (docs/structured.md). ``skip_special_tokens`` False: the text has special tokens
+    too, but for the one that ends it.
 
     Raises KvlatheError for a value of another type or out of its range.
     """

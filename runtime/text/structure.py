@@ -19,9 +19,9 @@ MOST_CHARACTERS = {
     "grammar": 1 << 13,
     "calls": 1 << 16,
 }
-"""Of a text of each kind: compiling a longer one could take seconds."""
+"""Most characters of each kind's text: compiling a longer one could take seconds."""
 MOST_LINES = 400
-"""Of a grammar: rules that name each other are followed recursively."""
+"""Most lines of a grammar: rules that name each other are followed recursively."""
 MOST_PATTERNS = 1 << 12
 """Characters of all regular expressions of a JSON schema."""
 MOST_MULTIPLES = 20_000
@@ -31,15 +31,18 @@ MOST_COMMON = 100_000
 """Their least common multiple, in units of the finest: where several hold for one
 number, one automaton counts all."""
 MOST_DIGITS = 300
-"""Of a number: more are beyond what JSON numbers are read into."""
+"""Most digits of a number: JSON numbers are read into types that hold no more."""
 ANY_OBJECT = {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """How a model writes 1 to ``most`` calls of tools: ``begin`` (a text, or a special
-    token's id) and ``opens``, each call as JSON with its arguments under ``key``, between ``before``
-    and ``after``, with ``between`` from one to the next, and ``end``."""
+    """The form in which a model writes 1 to ``most`` calls of tools.
+
+    ``begin`` (a text, or a special token's id) and ``opens`` come first, then each call
+    as JSON with its arguments under ``key``, between ``before`` and ``after``.
+    ``between`` stands from one call to the next, and ``end`` after the last.
+    """
 
     begin: str | int
     opens: str
@@ -74,8 +77,11 @@ class Structure:
         if not isinstance(self.text, str) or not self.text:
             raise refused(f"the {self.said} is {self.text!r:.60}", "it must be a text")
         if len(self.text) > most:
-            fact = f"the {self.said} has {len(self.text):,} characters"
-            raise refused(fact, f"at most {most:,} are taken", "make it smaller")
+            raise refused(
+                f"the {self.said} has {len(self.text):,} characters",
+                f"at most {most:,} are taken",
+                "make it smaller",
+            )
         if self.kind == "json_schema":
             _check_schema(_parsed(self.text))
         if self.kind == "calls":
@@ -182,8 +188,11 @@ def _check_multiples(multiples: Sequence[Decimal]) -> None:
             f"they add up to more than {MOST_MULTIPLES:,} units of their last digit, "
             f"or have a common multiple above {MOST_COMMON:,}"
         )
-        remedy = "leave multipleOf out, or round it"
-        raise refused("the JSON schema's multipleOf are too large", reason, remedy)
+        raise refused(
+            "the JSON schema's multipleOf are too large",
+            reason,
+            "leave multipleOf out, or round it",
+        )
 
 
 def _pattern_size(schema: dict[str, object]) -> int:
@@ -197,7 +206,8 @@ def _pattern_size(schema: dict[str, object]) -> int:
 
 
 def _multiple(value: object) -> list[Decimal]:
-    """What ``multipleOf`` says, rounded as it is counted; nothing where it is none."""
+    """The number that ``multipleOf`` gives, rounded as it is counted; nothing where it
+    is none."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value:
         return []
     return [Decimal(f"{min(abs(value), 1e9):.12f}").normalize()]
@@ -206,8 +216,14 @@ def _multiple(value: object) -> list[Decimal]:
 def _check_grammar(text: str) -> None:
     lines = text.count("\n") + 1
     if lines > MOST_LINES:
-        fact = f"the grammar has {lines:,} lines"
-        raise refused(fact, f"at most {MOST_LINES} are taken", "make it smaller")
+        raise refused(
+            f"the grammar has {lines:,} lines",
+            f"at most {MOST_LINES} are taken",
+            "make it smaller",
+        )
     if "%json" in text:
-        remedy = "give the schema alone, as json_schema"
-        raise refused("the grammar has %json", "schemas are checked apart", remedy)
+        raise refused(
+            "the grammar has %json",
+            "schemas are checked apart",
+            "give the schema alone, as json_schema",
+        )

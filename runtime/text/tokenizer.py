@@ -23,11 +23,11 @@ from kvlathe.base.chat_template import chat_template, sandbox
 from kvlathe.base.errors import KvlatheError
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
-"""What a decoder writes for bytes that are no character (yet)."""
+"""The character that a decoder writes for bytes that are no character (yet)."""
 
 
 BYTE = re.compile("<0x([0-9A-F]{2})>")
-"""How SentencePiece's vocabularies write a byte that is no character."""
+"""The form in which SentencePiece's vocabularies write a byte that is no character."""
 
 
 @functools.cache
@@ -76,11 +76,12 @@ class Tokenizer:
         return self._encoded(text, add_special_tokens).ids
 
     def starts(self, text: str) -> list[int]:
-        """Where each token of ``encode(text)`` begins in the text, in characters."""
+        """Offsets in the text, in characters, at which the tokens of ``encode(text)``
+        begin."""
         return [start for start, _ in self._encoded(text, True).offsets]
 
     def _encoded(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
-        """As a batch: unlike ``encode``, that lets other threads run meanwhile.
+        """Encode as a batch: unlike ``encode``, that lets other threads run meanwhile.
 
         Raises KvlatheError for a lone surrogate, as JSON can spell one: it is no text.
         """
@@ -102,15 +103,15 @@ class Tokenizer:
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def alone(self, token: int) -> str:
-        """What ``decode`` makes of one token."""
+        """``decode`` of one token, remembered."""
         text = self._alone.get(token)
         if text is None:
             text = self._alone[token] = self.decode((token,))
         return text
 
     def piece(self, token: int) -> bytes:
-        """What a token writes after others, maybe part of a character. Of a special
-        token, which writes nothing, its name. Empty without tokenizer.json."""
+        """Bytes that a token writes after others, maybe part of a character. A special
+        token writes nothing: its name is given. Empty without tokenizer.json."""
         if token not in self._pieces:
             self._pieces[token] = self._piece(token)
         return self._pieces[token]
@@ -140,7 +141,7 @@ class Tokenizer:
 
     @functools.cached_property
     def special_names(self) -> dict[int, str]:
-        """Of the special tokens that do not end a text."""
+        """Names of the special tokens that do not end a text, by id."""
         ids = self.special_ids.difference(self.eos_ids)
         return {token: self.backend.id_to_token(token) or "" for token in ids}
 
@@ -228,7 +229,7 @@ class TextStream:
         return self._accept(piece + name)
 
     def close(self) -> str:
-        """No more tokens: what was held back, broken characters included."""
+        """End the stream: the text that was held back, broken characters included."""
         if self.stopped:
             return ""
         piece = self._accept(self._new_text())
@@ -261,7 +262,6 @@ class TextStream:
         """Length of the longest end of ``text`` that begins a stop string."""
         longest = max((len(stop) for stop in self._stop), default=1) - 1
         for size in range(min(longest, len(text)), 0, -1):
-            end = text[-size:]
-            if any(stop.startswith(end) for stop in self._stop):
+            if any(stop.startswith(text[-size:]) for stop in self._stop):
                 return size
         return 0

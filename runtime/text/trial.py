@@ -2,8 +2,8 @@
 too long or too much memory ends that one and no other. ``trials.py`` starts it.
 
 Standard input has lines of JSON: first what is the same for all, then a grammar a line.
-Standard output answers each: why it cannot be compiled, empty where it can; or with what
-code its process ended.
+Standard output answers each: why it cannot be compiled, empty where it can; or with
+what code its process ended.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def main() -> None:
     sys.path[:] = setup["path"]
     from llguidance import LLParserLimits, LLTokenizer
 
-    text = setup["tokenizer"]
-    vocabulary = LLTokenizer(text, n_vocab=setup["vocabulary"], eos_token=setup["ends"])
+    vocabulary = LLTokenizer(
+        setup["tokenizer"], n_vocab=setup["vocabulary"], eos_token=setup["ends"]
+    )
     limits = LLParserLimits(**setup["limits"])
     say("")
     for line in sys.stdin:

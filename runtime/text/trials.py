@@ -23,7 +23,7 @@ QUICK, SLOW = 0.25, 2.0
 """Seconds of a processor that compiling one structure may take. Most take milliseconds.
 What takes longer than the first is tried again where only such ones wait for it."""
 BYTES = 256 << 20
-"""Of memory that compiling one may take, beside the stack. Most take less than 30 MB."""
+"""Most memory that compiling one may take, beside the stack. Few take 30 MB."""
 STACK = 256 << 20
 """Bytes of stack to compile on: rules that name each other are followed recursively."""
 TOO_SLOW = f"compiling it takes more than {SLOW:g} s of a processor"
@@ -70,7 +70,7 @@ class Trials:
         self._process.wait()
 
     def _start(self) -> None:
-        """It makes itself ready while this process goes on."""
+        """Start the process. It makes itself ready while this one goes on."""
         self._ready = False
         self._process = subprocess.Popen(
             [sys.executable or "python3", "-P", str(PROGRAM)],
