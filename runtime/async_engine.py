@@ -43,7 +43,7 @@ MAX_WAITING = 256
 MAX_COMPACTIONS = 5
 """Compactions at a time: one runs, and the others wait for it."""
 RETRY_SECONDS = 5
-"""Where nobody knows how long another try had better wait."""
+"""The wait before another try, where nobody knows a better one."""
 
 
 class Busy(KvlatheError):
@@ -197,7 +197,7 @@ class AsyncEngine(ClosesAtExit):
 
     @property
     def compactions(self) -> int:
-        """Those that run or wait."""
+        """Compactions that run or wait."""
         return self._compactions
 
     @property
@@ -251,8 +251,9 @@ class AsyncEngine(ClosesAtExit):
                 RETRY_SECONDS,
             )
         if not self.alive:
-            reason = "it was closed or has failed"
-            raise Closing("the engine does not run", reason, RETRY_SECONDS)
+            raise Closing(
+                "the engine does not run", "it was closed or has failed", RETRY_SECONDS
+            )
         scheduler = self.llm.engine.scheduler
         places = self.llm.limits.max_batch_size - len(scheduler.running)
         free = 0 if scheduler.blocked else places

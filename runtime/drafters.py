@@ -1,4 +1,4 @@
-"""What guesses the tokens of an engine, by its name."""
+"""Drafters by name: they guess the next tokens of an engine."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ NGRAM = "ngram"
 """Prompt look-up, as vLLM calls it."""
 
 THREADS = 1
-"""Of a draft engine. Those of two engines would wait for work beside each other, and take
-the other's time."""
+"""Threads of a draft engine. Threads of two engines would wait for work beside each
+other, and take each other's time."""
 
 
 def check_speculation(plan: CompressionPlan) -> None:
@@ -45,7 +45,8 @@ def check_speculation(plan: CompressionPlan) -> None:
 
 
 def drafter(name: str | Path, engine: Engine, tokenizer: Tokenizer) -> Drafter:
-    """Of an engine. Raises KvlatheError where it cannot be."""
+    """Make the drafter ``name`` for an engine. Raises KvlatheError where the engine
+    cannot have one."""
     check_speculation(engine.pool.plan)
     if name == NGRAM:
         return PromptLookup()
@@ -83,5 +84,4 @@ def draft_engine(
     found = load_session(opened, opened.manifest, wanted)
     pool = PagePool(layout, found.cache_bytes)
     limits = dataclasses.replace(limits, max_batch_size=count)
-    scheduler = Scheduler(pool, found.session, limits)
-    return Engine(found.session, pool, scheduler, ())
+    return Engine(found.session, pool, Scheduler(pool, found.session, limits), ())

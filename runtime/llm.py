@@ -69,7 +69,7 @@ from kvlathe.runtime.text.tokenizer import Tokenizer
 Params = SamplingParams | Items[SamplingParams] | None
 """One for all prompts, one for each, or None: the defaults."""
 SAVE_SECONDS = 10.0
-"""For which an LLM that closes writes shared prefixes to disk."""
+"""Most time for which an LLM that closes writes shared prefixes to disk."""
 
 
 class LLM(ClosesAtExit):
@@ -123,13 +123,13 @@ class LLM(ClosesAtExit):
         ``gpu_memory_utilization`` (a share of the GPU's memory) leaves beside the
         weights. Memory of the host is taken as it is used. ``threads``: of the
         processor; by default one a core. ``verify``: check that the files are those
-        that were built, else only their sizes.
-        ``share_prefixes``: requests that have ended leave their pages to later ones
-        that begin alike, until room is needed; None: where the plan allows it.
-        ``device``: cpu, cuda or auto; None: KVLATHE_DEVICE, or else auto.
-        ``max_batch_size``: sequences that run at once, at most and by default the
-        engine's. ``stores``: where shared prefixes go whose pages had to (docs/travel.md).
-        ``tensor_parallel_size``: GPUs to use (docs/scale.md), each with ``cache_bytes``.
+        that were built, else only their sizes. ``share_prefixes``: requests that have
+        ended leave their pages to later ones that begin alike, until room is needed;
+        None: where the plan allows it. ``device``: cpu, cuda or auto; None:
+        KVLATHE_DEVICE, or else auto. ``max_batch_size``: sequences that run at once, at
+        most and by default the engine's. ``stores``: where shared prefixes go whose
+        pages had to (docs/travel.md). ``tensor_parallel_size``: GPUs to use
+        (docs/scale.md), each with ``cache_bytes``.
 
         Raises KvlatheError where the folder is incomplete or changed, or its backend
         cannot run here.
@@ -142,8 +142,9 @@ class LLM(ClosesAtExit):
         limits = lowered(opened.manifest.limits, max_batch_size)
         manifest = dataclasses.replace(opened.manifest, limits=limits)
         log.info("loading %s", folder)
-        share = memory_share(gpu_memory_utilization)
-        wanted = Wanted(device, ranks, share, cache_bytes, threads)
+        wanted = Wanted(
+            device, ranks, memory_share(gpu_memory_utilization), cache_bytes, threads
+        )
         found = load_session(opened, manifest, wanted)
         given = (found.session, found.plan, limits, Tokenizer(folder))
         llm = cls(*given, found.cache_bytes, share_prefixes)
@@ -164,15 +165,14 @@ class LLM(ClosesAtExit):
         prefixes.stores = open_stores(mover, self.layout.page_stride, origin, sizes)
 
     def code_cold_pages(self) -> None:
-        """From now on, sequences that wait in the host's memory take fewer bytes there,
+        """Code sequences that wait in the host's memory: they take fewer bytes there,
         and moving them takes longer (docs/cold_pages.md). To be called before the first
         request.
 
         Raises KvlatheError where the library for it is missing.
         """
         refuse_ranks(self.plan)
-        codec = ZstdPages(self.layout)
-        mover = ColdPages(self.session, codec)
+        mover = ColdPages(self.session, ZstdPages(self.layout))
         scheduler = self.engine.scheduler
         scheduler.mover = mover
         if scheduler.prefixes and scheduler.prefixes.stores:
@@ -183,10 +183,11 @@ class LLM(ClosesAtExit):
         speculative: str | Path = "ngram",
         num_speculative_tokens: int = MOST_DRAFTS,
     ) -> None:
-        """From now on, guess tokens and verify several in a step where that is faster
-        (docs/speculative.md). ``ngram``: as they followed before; else by a draft engine,
-        the folder of a smaller one. ``num_speculative_tokens``: at once, of an answer.
-        To be called before the first request. Raises KvlatheError where it cannot be.
+        """Guess tokens, and verify several in a step where that is faster
+        (docs/speculative.md). ``ngram``: as they followed before; else by a draft
+        engine, the folder of a smaller one. ``num_speculative_tokens``: at once, of an
+        answer. To be called before the first request. Raises KvlatheError where it
+        cannot be.
         """
         check_counts(num_speculative_tokens=num_speculative_tokens)
         guessing = drafter(speculative, self.engine, self.tokenizer)
@@ -197,7 +198,8 @@ class LLM(ClosesAtExit):
     def close(self) -> None:
         """End the engine's thread, and what it computes with a KvlatheError. Later
         requests are refused. The memory goes back with the object. Where there is a
-        disk cache, shared prefixes are written to it first, for SAVE_SECONDS at most."""
+        disk cache, shared prefixes are written to it first, for SAVE_SECONDS at
+        most."""
         prefixes = self.engine.scheduler.prefixes
         self._sequences.guides.close()
         try:
@@ -270,8 +272,9 @@ class LLM(ClosesAtExit):
     ) -> Answer:
         """The answer to ``messages`` ({"role": ..., "content": ...}) through the
         checkpoint's chat template."""
-        text = self.tokenizer.chat_prompt(messages)
-        prompt = self.tokenizer.encode(text, add_special_tokens=False)
+        prompt = self.tokenizer.encode(
+            self.tokenizer.chat_prompt(messages), add_special_tokens=False
+        )
         return self.generate([prompt], params)[0]
 
     # -- prefixes ----------------------------------------------------------------------
@@ -324,8 +327,9 @@ class LLM(ClosesAtExit):
         def too_long(tokens: int) -> bool:
             return not self.pool.has_room_for(tokens)
 
-        lengths = range(1, self.limits.max_seq_len + 1)
-        return bisect.bisect_right(lengths, False, key=too_long)
+        return bisect.bisect_right(
+            range(1, self.limits.max_seq_len + 1), False, key=too_long
+        )
 
     # -- requests ----------------------------------------------------------------------
     def encode(self, prompt: Prompt) -> list[int]:

@@ -18,7 +18,7 @@ from kvlathe.runtime.sessions.registry import Runner
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """How an engine is to be loaded; fields as LLM.load has them."""
+    """Settings of a load; LLM.load has the same fields."""
 
     device: str | None
     ranks: int

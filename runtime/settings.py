@@ -1,4 +1,4 @@
-"""What is refused of the numbers that an engine is loaded with."""
+"""Checks of the numbers that an engine is loaded with."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ It draws each token as the large model will, with the same parameters and the sa
 random number. So both choose the same token wherever they nearly agree.
 
 Its cache follows the sequences: what is known of them is cached and sealed there as in
-any decode. Guesses are appended to a fork of the pages, which is given up afterwards. So
-nothing stays of them, and no page is ever sealed with one.
+any decode. Guesses are appended to a fork of the pages, which is given up afterwards.
+So nothing stays of them, and no page is ever sealed with one.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ RETRY = 16
 
 @dataclass(eq=False, slots=True)
 class Copy:
-    """What the draft engine has of a sequence: ``known`` are its tokens there. ``guess``: the
-    last one, of the tokens that followed ``seen``. ``rests``: looks since."""
+    """A sequence's copy in the draft engine: ``known`` are its tokens there. ``guess``:
+    the last one, of the tokens that followed ``seen``. ``rests``: looks since."""
 
     known: Sequence
     rates: Rates
@@ -56,7 +56,7 @@ class DraftModel:
         self._copies: dict[Sequence, Copy] = {}
 
     def chances(self, sequence: Sequence, most: int) -> Items[float]:
-        """As Drafter.chances."""
+        """Drafter.chances."""
         most = min(most, self._limits.max_seq_len - len(sequence.tokens))
         if most < 1 or sequence.pending:
             return ()
@@ -69,7 +69,7 @@ class DraftModel:
         return [copy.rates.of(place) for place in range(most)]
 
     def draft(self, counts: Mapping[Sequence, int]) -> list[list[int]]:
-        """As Drafter.draft: all sequences together, a token of each in a step. Of one
+        """Drafter.draft: all sequences together, a token of each in a step. Of one
         whose prompt is not cached here, a step of the prompt is computed instead."""
         guesses: dict[Sequence, list[int]] = {one: [] for one in counts}
         going = [one for one in counts if self._is_ready(one)][: self._together]
@@ -90,7 +90,7 @@ class DraftModel:
         return list(guesses.values())
 
     def forget(self, sequence: Sequence) -> None:
-        """As Drafter.forget."""
+        """Drafter.forget."""
         copy = self._copies.pop(sequence, None)
         if copy is not None:
             self._pool.release(copy.known.table)
@@ -98,15 +98,17 @@ class DraftModel:
     def _copy(self, sequence: Sequence) -> Copy:
         copy = self._copies.get(sequence)
         if copy is None:
-            known = self._open(sequence, [])
-            copy = self._copies[sequence] = Copy(known, self._rates.copy(OWN))
+            copy = self._copies[sequence] = Copy(
+                self._open(sequence, []), self._rates.copy(OWN)
+            )
         return copy
 
     def _open(self, sequence: Sequence, tokens: list[int]) -> Sequence:
         """A sequence of the draft engine, without pages."""
-        grid = self._pool.plan.prefill_chunk
         prompt, table = sequence.prompt_tokens, self._pool.open()
-        return Sequence(tokens, prompt, table, grid, sequence.sampler)
+        return Sequence(
+            tokens, prompt, table, self._pool.plan.prefill_chunk, sequence.sampler
+        )
 
     def _is_ready(self, sequence: Sequence) -> bool:
         """Cache a step's worth of what is not cached, but for the newest token; whether
@@ -118,8 +120,7 @@ class DraftModel:
             return True
         count = min(left, known.next_tokens(self._limits.max_num_tokens))
         try:
-            seal = known.seals_after(count)
-            room = self._pool.reserve(known.table, count, seal)
+            room = self._pool.reserve(known.table, count, known.seals_after(count))
             self._engine.run([Chunk(known, count, room)])
         except (OutOfPages, OutOfMemory):
             return False

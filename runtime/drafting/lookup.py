@@ -37,7 +37,7 @@ class Text:
     guess: list[int] = field(default_factory=list[int])
 
     def extend(self, tokens: Items[int]) -> None:
-        """These came."""
+        """Append ``tokens``, the sequence's newest."""
         end = self.count + len(tokens)
         if end > len(self.tokens):
             self.tokens = np.resize(self.tokens, 2 * end)
@@ -50,13 +50,13 @@ class Text:
         self.length, place = match(self.tokens[: self.count])
         if self.length >= SHORTEST:
             period = self.count - 1 - place
-            offsets = np.arange(most) % period
-            self.guess = self.tokens[place + 1 + offsets].tolist()
+            self.guess = self.tokens[place + 1 + np.arange(most) % period].tolist()
 
 
 def match(tokens: npt.NDArray[np.int32]) -> tuple[int, int]:
-    """How many of the newest of ``tokens`` were there before, side by side, and the place
-    of the last of them there. 0 where the very newest was not."""
+    """(length, place): the longest run of newest ``tokens`` that stood there before,
+    side by side, and the place of its last token there. Length 0 where the very newest
+    is new."""
     newest = len(tokens) - 1
     places = np.flatnonzero(tokens[:newest] == tokens[newest])
     length, place = 0, -1
@@ -77,7 +77,7 @@ class PromptLookup:
         self._texts: dict[Sequence, Text] = {}
 
     def chances(self, sequence: Sequence, most: int) -> Items[float]:
-        """As Drafter.chances."""
+        """Drafter.chances."""
         text = self._texts.get(sequence)
         if text is None:
             rates = self._rates.copy(OWN)
@@ -91,9 +91,9 @@ class PromptLookup:
         return [text.rates.of(kind) for kind in kinds]
 
     def draft(self, counts: Mapping[Sequence, int]) -> list[list[int]]:
-        """As Drafter.draft."""
+        """Drafter.draft."""
         return [self._texts[one].guess[:count] for one, count in counts.items()]
 
     def forget(self, sequence: Sequence) -> None:
-        """As Drafter.forget."""
+        """Drafter.forget."""
         self._texts.pop(sequence, None)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 
 OWN = 0.1
-"""What the newest guess counts, for the sequence that it was made for."""
+"""Weight of the newest guess, for the sequence that it was made for."""
 EVERYBODY = 0.02
 """The same, for those that come after it."""
 
 
 class Rates:
-    """For each kind of guess the share that was right. ``weight``: of the newest."""
+    """Share of right guesses, by kind of guess. ``weight``: that of the newest."""
 
     def __init__(self, shares: Items[float], weight: float) -> None:
         self._shares, self._weight = list(shares), weight
@@ -29,8 +29,8 @@ class Rates:
 
 
 def judge(guess: Items[int], came: Items[int], first: int, known: Items[Rates]) -> None:
-    """A guess was made, and these tokens came: count those that were right, and the first
-    that was not. Token i of it is of the kind ``first`` + i."""
+    """A guess was made, and these tokens came: count those that were right, and the
+    first that was not. Token i of it is of the kind ``first`` + i."""
     for place, (guessed, token) in enumerate(zip(guess, came, strict=False)):
         for rates in known:
             rates.add(first + place, guessed == token)

@@ -82,7 +82,8 @@ class PageWriter:
     def __init__(
         self, native: Native, plan: CompressionPlan, threads: int = 1, isa: int = 0
     ) -> None:
-        """``threads``: to start for a call. ``isa``: kvlathe_isa of cpu.h; 0: the best."""
+        """``threads``: to start for a call. ``isa``: kvlathe_isa of cpu.h; 0: the
+        best."""
         self.native = native
         self.plan = plan
         self.threads = threads
@@ -124,7 +125,7 @@ class PageWriter:
             )
 
     def _places(self, positions: Sequence[Positions]) -> npt.NDArray[np.uint32]:
-        """Of every lane's tokens in their sequence, modulo 2^32 [lanes, P]."""
+        """Places of every lane's tokens in their sequence, modulo 2^32 [lanes, P]."""
         count = np.arange(self.plan.page_tokens)
         of_lanes = [
             at.astype(np.int64) if isinstance(at, np.ndarray) else at + count

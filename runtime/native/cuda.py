@@ -1,5 +1,5 @@
-"""The CUDA entries of libkvlathe.so (abi.h, cache.h, rows.h, products.h) by ctypes; pointers are
-device addresses. No torch."""
+"""The CUDA entries of libkvlathe.so (abi.h, cache.h, rows.h, products.h) by ctypes;
+pointers are device addresses. No torch."""
 
 from __future__ import annotations
 
@@ -290,7 +290,7 @@ class LayerForm:
         self.fresh = [int(bucket.source is None) for bucket in plan.buckets]
         own = layer_tables(layout, layer)
         self.places = list(own)
-        """Of its parts among those of the plan."""
+        """Numbers of its parts among those of the plan."""
         every = kernel_parts(plan)
         own_parts = [every[i] for i in self.places]
         self.buckets = [part.bucket for part in own_parts]
@@ -308,7 +308,7 @@ class LayerForm:
 
 
 def layer_tables(layout: CacheLayout, layer: int) -> dict[int, npt.NDArray[np.int32]]:
-    """By the place of a part in ``kernel_parts``: its rows of the lane table that are of
+    """Place of a part in ``kernel_parts`` -> its rows of the lane table that are of
     one layer. Parts without lanes there are left out."""
     plan = layout.plan
     heads = plan.model.kv_heads
@@ -356,7 +356,7 @@ class PageKernels:
         self.library.call("cuda_seal", byref(args))
 
     def seal_args(self, fresh: int, cold: int, stream: int) -> SealArgs:
-        """What seals pages of ``fresh`` into ``cold``; no pages yet."""
+        """Arguments that seal pages of ``fresh`` into ``cold``; no pages yet."""
         tier = self.plan.tiers[self.plan.buckets[cold].tier]
         args = SealArgs(
             ABI_VERSION,

@@ -71,7 +71,8 @@ class CudaMoveArgs(Structure):
 
 @dataclass(frozen=True)
 class DeviceStep:
-    """What observe reads of a step; numbers that are not sizes are device addresses.
+    """Fields of a step that observe reads; numbers that are not sizes are device
+    addresses.
 
     ``tokens`` T, ``batch`` B, ``most_rows``: observed rows of one sequence at most.
     ``lengths`` [B, S], ``page_tables`` and ``widths`` of S buckets.
@@ -90,14 +91,16 @@ class DeviceStep:
 
 
 class LayerScores:
-    """Where the pages of one layer hold what its lanes' tokens are ranked by."""
+    """Offsets in the pages of one layer at which the numbers lie by which its lanes'
+    tokens are ranked."""
 
     def __init__(self, layout: CacheLayout, layer: int, form: LayerForm) -> None:
         self.library, self.form, self.layout = form.library, form, layout
         self._offsets = [self._offsets_of(b, layer) for b in form.buckets]
 
     def _offsets_of(self, bucket: int, layer: int) -> list[Offsets]:
-        """Of the layer's lanes: attention, then positions where they are kept."""
+        """Offsets of the layer's lanes: attention, then positions where they are
+        kept."""
         plan = self.layout.plan
         fields: list[list[int]] = []
         for lane in sorted(plan.buckets[bucket].lanes):

@@ -1,8 +1,8 @@
 """Whether the GPU of this machine has the shared memory that a plan needs.
 
-``python -m kvlathe.runtime.native.room PLAN_FILE`` is how a build asks, in a child process.
-It prints nothing where it has, and where this machine has no GPU or no kernels for one. Else
-fact, reason and remedy, as JSON.
+``python -m kvlathe.runtime.native.room PLAN_FILE`` is how a build asks, in a child
+process. It prints nothing where it has, and where this machine has no GPU or no kernels
+for one. Else fact, reason and remedy, as JSON.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ def check_room(library: CudaLibrary, plan: CompressionPlan) -> None:
     try:
         check_layers(library, plan)
     except KvlatheError as error:
-        fact = "this engine does not run on this GPU"
-        raise KvlatheError(fact, error.reason, _less_room(plan)) from error
+        raise KvlatheError(
+            "this engine does not run on this GPU", error.reason, _less_room(plan)
+        ) from error
 
 
 def check_layers(library: CudaLibrary, plan: CompressionPlan, flags: int = 0) -> None:
-    """Raise KvlatheError where this GPU cannot attend some layer of ``plan`` in calls with
-    ``flags``."""
+    """Raise KvlatheError where this GPU cannot attend some layer of ``plan`` in calls
+    with ``flags``."""
     layout = CacheLayout(plan)
     for layer in (x for x in range(plan.model.layers) if plan.active(x)):
         form = LayerForm(library, layout, layer)
@@ -57,7 +58,7 @@ def check_layers(library: CudaLibrary, plan: CompressionPlan, flags: int = 0) ->
 
 
 def _less_room(plan: CompressionPlan) -> str:
-    """What makes tiles smaller."""
+    """The remedy: settings that make tiles smaller."""
     least = kernel_limits()["kLeastCodedPage"]
     pages = ""
     if plan.page_tokens > least:
@@ -66,7 +67,8 @@ def _less_room(plan: CompressionPlan) -> str:
 
 
 def refusal(plan: CompressionPlan) -> KvlatheError | None:
-    """What this machine's GPU says of a plan; None also where it has no GPU."""
+    """The refusal of this machine's GPU for a plan; None where it takes the plan, or
+    where there is no GPU."""
     native = find().native
     if native is None or not native.cuda:
         return None
