@@ -1,4 +1,4 @@
-"""How LoRA adapters are asked for: a folder, and how much of it is added."""
+"""Requests for LoRA adapters: a folder, and the factor with which it is added."""
 
 from __future__ import annotations
 

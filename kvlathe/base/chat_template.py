@@ -92,7 +92,7 @@ def chat_template(folder: Path) -> str | None:
 
 
 def _default(entries: list[object]) -> object:
-    """Of [{"name": ..., "template": ...}, ...], the template named default."""
+    """The template named default in [{"name": ..., "template": ...}, ...]."""
     for entry in entries:
         if isinstance(entry, dict) and entry.get("name") == "default":
             return entry.get("template")

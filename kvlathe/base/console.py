@@ -1,4 +1,4 @@
-"""What a person sees: log lines, progress bars and messages on stderr, results on
+"""Output for people: log lines, progress bars and messages on stderr, results on
 stdout, tables in one style.
 
 Standard output carries results alone, so that it can be piped; everything else goes to
@@ -36,7 +36,7 @@ SLOW_SECONDS = 2.0
 """Work that takes longer than this says so: with a bar on a terminal, with log lines
 elsewhere."""
 LINE_SECONDS = 30.0
-"""Between two log lines about the same work."""
+"""Seconds between two log lines about the same work."""
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 log = logging.getLogger("kvlathe")
@@ -90,8 +90,7 @@ def working(
     every LINE_SECONDS, and when it is done.
     """
     started = time.monotonic()
-    shown = _bar if err.is_terminal else _lines
-    with shown(description, total, unit) as advance:
+    with (_bar if err.is_terminal else _lines)(description, total, unit) as advance:
         yield advance
     seconds = time.monotonic() - started
     if seconds > SLOW_SECONDS:
@@ -161,7 +160,7 @@ def _bar(description: str, total: float | None, unit: str) -> Generator[Advance]
 
 
 class Count(ProgressColumn):
-    """How many of how many; only how many where nobody knows of how many."""
+    """Column "done/total"; only "done" where the total is not known."""
 
     def render(self, task: Task) -> Text:
         unit = "bytes" if task.fields.get("unit") == "bytes" else ""
@@ -172,7 +171,7 @@ class Count(ProgressColumn):
 
 
 class Rate(ProgressColumn):
-    """How much a second, of what has a unit."""
+    """Column "so much a second", for tasks that have a unit."""
 
     def render(self, task: Task) -> Text:
         unit = task.fields.get("unit")

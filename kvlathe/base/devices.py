@@ -1,6 +1,8 @@
-"""What --device and KVLATHE_DEVICE may say, and how much of a GPU is used. Which device a word means depends on what
-runs there: runtime/sessions/registry.py for engines, export/model/device.py for the
-original model."""
+"""Words of --device and KVLATHE_DEVICE, and the share of a GPU that is used.
+
+The device that a word means depends on what runs there: runtime/sessions/registry.py
+decides for engines, export/model/device.py for the original model.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""SHA-256 of files on all cores: one hashes about 1.7 GB a second, and the system's cache
-gives several times that."""
+"""SHA-256 of files on all cores: one hashes about 1.7 GB a second, and the system's
+cache gives several times that."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ BLOCK = 1 << 20
 
 
 def sha256_file(path: Path) -> str:
-    """As ``sha256sum`` gives it."""
+    """Digest of a file as ``sha256sum`` gives it."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def sha256_files(paths: Sequence[Path]) -> list[str]:
-    """That of every file, in order. One that this process hashed before and that was not
-    touched since is not read again."""
+    """Digests of all files, in order. One that this process hashed before and that was
+    not touched since is not read again."""
     with ThreadPoolExecutor(machine.cores()) as threads:
         return list(threads.map(_remembered, paths))
 
@@ -43,8 +43,8 @@ def _hashed(path: Path, *_touched: int) -> str:
 
 
 def pieces_digest(path: Path) -> str:
-    """The SHA-256 of the SHA-256s of a file's pieces of PIECE bytes, hashed side by side;
-    of a file that is one piece, simply its SHA-256."""
+    """The SHA-256 of the SHA-256s of a file's pieces of PIECE bytes, hashed side by
+    side; of a file that is one piece, simply its SHA-256."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if size <= PIECE:
@@ -60,7 +60,7 @@ def pieces_digest(path: Path) -> str:
 
 
 def _piece(file: int, start: int, end: int) -> bytes:
-    """Of bytes [start, end). A read may give fewer than were asked for."""
+    """Digest of bytes [start, end). A read may give fewer than were asked for."""
     digest = hashlib.sha256()
     block = memoryview(bytearray(BLOCK))
     while start < end:

@@ -30,4 +30,4 @@ class EngineStopped(KvlatheError):
 
 
 class DeviceLost(EngineStopped):
-    """What an engine runs on computes nothing any more. No request can be answered."""
+    """The engine's device computes nothing any more. No request can be answered."""

@@ -1,11 +1,12 @@
-"""How the packages are installed that only some commands need: kvlathe's extras."""
+"""Extras of kvlathe: packages that only some commands need. Commands that install
+them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-"""What holds the package: a checkout, or a folder of installed packages."""
+"""The folder that holds the package: a checkout, or a folder of installed packages."""
 
 
 def pip_install(extra: str, where: Path = CHECKOUT) -> str:

@@ -20,7 +20,7 @@ from kvlathe.base.tokenizer_files import FILES, read_object
 
 PART = r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_])?"
 NAME = re.compile(rf"(?!.*(?:\.\.|--)){PART}/{PART}")
-"""As the Hub takes them."""
+"""Names as the Hub takes them."""
 INDEX = "model.safetensors.index.json"
 WANTED = ("config.json", "*.safetensors", INDEX, *FILES)
 UNWANTED = ("*/*", "consolidated*")
@@ -42,9 +42,11 @@ def checkpoint_folder(model: Path, revision: str | None = None) -> Path:
     name = model.as_posix()
     if model.exists() or not NAME.fullmatch(name):
         if revision is not None:
-            reason = "a folder has no revisions"
-            remedy = "leave --revision out, or give a name such as org/model"
-            raise KvlatheError(f"--revision {revision} cannot be had", reason, remedy)
+            raise KvlatheError(
+                f"--revision {revision} cannot be had",
+                "a folder has no revisions",
+                "leave --revision out, or give a name such as org/model",
+            )
         return model
     if revision is None and model.parent.is_dir():
         raise _mistyped(model)
@@ -60,18 +62,21 @@ def checkpoint_folder(model: Path, revision: str | None = None) -> Path:
 
 
 def _mistyped(model: Path) -> KvlatheError:
-    """Of a name that is missing in a folder that is there."""
+    """The error for a name that is missing in a folder that is there."""
     others = sorted(path.name for path in model.parent.iterdir() if path.is_dir())
     near = difflib.get_close_matches(model.name, others, SHOWN) or others[:SHOWN]
     reason = f"there is a folder {model.parent}, and nothing of that name in it"
     if near:
         reason += f", but {', '.join(near)}"
-    remedy = "name a folder, or say --revision main to ask the Hub for it"
-    return KvlatheError(f"there is no checkpoint folder {model}", reason, remedy)
+    return KvlatheError(
+        f"there is no checkpoint folder {model}",
+        reason,
+        "name a folder, or say --revision main to ask the Hub for it",
+    )
 
 
 def model_name(folder: Path) -> str:
-    """What a checkpoint is called: its folder's name, or the Hub's for a snapshot."""
+    """A checkpoint's name: its folder's, or the Hub's for a snapshot."""
     whole = folder.resolve()
     repository = whole.parent.parent.name
     if whole.parent.name == SNAPSHOTS and repository.startswith(REPOSITORY):
@@ -80,7 +85,7 @@ def model_name(folder: Path) -> str:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """What a build needs and the folder does not have."""
+    """Files that a build needs and the folder does not have."""
     wanted = ["config.json"]
     if (folder / INDEX).is_file():
         shards = read_object(folder / INDEX).get("weight_map")
@@ -129,7 +134,7 @@ def offline() -> bool:
 
 
 def _refusal(name: str, revision: str | None, error: Exception) -> KvlatheError:
-    """What huggingface_hub raised, in words."""
+    """An error of huggingface_hub in words."""
     from huggingface_hub import errors
 
     at = f" at {revision}" if revision else ""

@@ -1,4 +1,4 @@
-"""What the CUDA kernels have a bound on, by its name in C++.
+"""Bounds of the CUDA kernels, by their names in C++.
 
 The kernels' own header says the numbers, and nothing repeats them. A checkout has it,
 and so has an installed package.

@@ -1,5 +1,5 @@
-"""What of the machine this process may use: memory and processors, as the machine has
-and its control groups allow.
+"""Memory and processors that this process may use: those of the machine, as far as its
+control groups allow.
 
 A container's limits are those of control groups: a process that ignores them is killed
 for memory, or stands still for a part of each period because more threads run than it
@@ -20,7 +20,7 @@ log = logging.getLogger("kvlathe")
 
 
 def memory_bytes(root: Path = ROOT) -> int:
-    """Of the machine, or less where a control group allows less."""
+    """Memory of the machine in bytes, or less where a control group allows less."""
     most = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for folder in _folders(root, "memory"):
         most += _numbers(folder / "memory.max") + _numbers(
@@ -37,7 +37,7 @@ def cores(root: Path = ROOT) -> int:
 
 
 def threads(wanted: int | None, root: Path = ROOT) -> int:
-    """How many threads compute: ``wanted``, or OMP_NUM_THREADS, or one a core.
+    """Number of threads that compute: ``wanted``, or OMP_NUM_THREADS, or one a core.
 
     More than this process has processors for are not started; a warning says so.
     """
@@ -58,8 +58,8 @@ def threads(wanted: int | None, root: Path = ROOT) -> int:
 
 
 def processors(root: Path = ROOT) -> int:
-    """Hardware threads this process may use, at most the processor time that its control
-    groups give it."""
+    """Hardware threads this process may use, at most the processor time that its
+    control groups give it."""
     most = [len(_usable())]
     for folder in _folders(root, "cpu"):
         limit = _numbers(folder / "cpu.max")

@@ -38,7 +38,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def within_memory(work: Callable[[], T], fact: str, remedy: str) -> T:
-    """What ``work`` gives. Raises OutOfMemory with ``fact`` where memory was missing.
+    """Return the result of ``work``. Raises OutOfMemory with ``fact`` where memory was
+    missing.
 
     The library's own error does not go on: its traceback would hold the memory of what
     has failed while less of it is tried.

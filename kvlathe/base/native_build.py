@@ -33,7 +33,7 @@ def _sources() -> Path:
 
 SOURCES = _sources()
 HOME = ROOT / "build" / "native"
-"""In a checkout: where the library is built, and looked for afterwards
+"""The folder of a checkout in which the library is built and looked for
 (runtime/native/library.py). An installed package keeps it beside its modules."""
 
 

@@ -39,7 +39,7 @@ REPLACE = "replace it with the checkpoint's own file"
 
 
 def read_backend(folder: Path) -> tokenizers.Tokenizer:
-    """What tokenizer.json says, without its truncation and padding. Raises KvlatheError
+    """Read tokenizer.json, without its truncation and padding. Raises KvlatheError
     where there is none."""
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -76,7 +76,8 @@ def _text(entry: object) -> str | None:
 
 
 def has_backend(folder: Path) -> bool:
-    """Without one an engine takes and gives token ids only."""
+    """Whether there is a tokenizer.json. Without it an engine takes and gives token ids
+    only."""
     return (folder / "tokenizer.json").is_file()
 
 
@@ -92,8 +93,11 @@ def eos_ids(folder: Path, backend: tokenizers.Tokenizer | None) -> tuple[int, ..
         given = read_object(folder / file).get("eos_token_id")
         ids = given if isinstance(given, list) else [] if given is None else [given]
         if any(type(one) is not int or one < 0 for one in ids):
-            fact = f"{folder / file} gives eos_token_id {json.dumps(given)}"
-            raise KvlatheError(fact, "token ids are whole numbers", REPLACE)
+            raise KvlatheError(
+                f"{folder / file} gives eos_token_id {json.dumps(given)}",
+                "token ids are whole numbers",
+                REPLACE,
+            )
         if ids:
             return tuple(ids)
     token = (
