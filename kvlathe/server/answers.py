@@ -1,5 +1,5 @@
-"""From requests to answers: text to tokens, deltas of the engine to responses, whole or
-as a stream of events."""
+"""Path from requests to answers: text to tokens, deltas of the engine to responses,
+whole or as a stream of events."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ AGAIN = {"Retry-After": str(RETRY_SECONDS)}
 
 @dataclass(slots=True)
 class Spent:
-    """Tokens of a request's choices. ``guesses``: of each choice, those that were guessed
-    and those that were right."""
+    """Tokens of a request's choices. ``guesses``: of each choice, those that were
+    guessed and those that were right."""
 
     generated: int = 0
     guesses: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -84,8 +84,12 @@ class Answerer(Jobs):
         if not request.structure_param:
             return await asyncio.to_thread(make)
         if self._structured >= max(1, self.engine.max_waiting):
-            said = "too many requests wait for their structures to be compiled"
-            raise ApiError(429, said, code="queue_full", headers=AGAIN)
+            raise ApiError(
+                429,
+                "too many requests wait for their structures to be compiled",
+                code="queue_full",
+                headers=AGAIN,
+            )
         self._structured += 1
         try:
             loop = asyncio.get_running_loop()
@@ -194,8 +198,9 @@ class Answerer(Jobs):
 
 def says(delta: Delta) -> bool:
     """Whether there is anything in it for a client."""
-    reports = delta.logprobs or delta.prompt_logprobs
-    return bool(delta.text or reports or delta.finish_reason)
+    return bool(
+        delta.text or delta.logprobs or delta.prompt_logprobs or delta.finish_reason
+    )
 
 
 def failed(delta: Delta) -> ApiError | None:

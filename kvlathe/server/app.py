@@ -64,7 +64,7 @@ STREAM = {
     }
 }
 UNBUFFERED = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-"""Of streams. nginx would collect them otherwise."""
+"""Headers of streams. Without them nginx would collect the pieces."""
 
 MAX_BODY = 4 << 20
 T = TypeVar("T")
@@ -72,7 +72,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the paths answer from. ``started``: Unix seconds."""
+    """The objects that all paths answer from. ``started``: Unix seconds."""
 
     engine: AsyncEngine
     metrics: Metrics
@@ -83,8 +83,12 @@ class Service:
         """Raises ApiError where another model is asked for."""
         model = self.answerer.model
         if name != model:
-            said = f"The model `{name}` does not exist: this server has `{model}`"
-            raise ApiError(404, said, "model", "model_not_found")
+            raise ApiError(
+                404,
+                f"The model `{name}` does not exist: this server has `{model}`",
+                "model",
+                "model_not_found",
+            )
 
     def card(self) -> ModelCard:
         """The model that is served."""
@@ -246,7 +250,7 @@ def add_operations(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/cache", responses={401: ERRORS[401]}, tags=["operations"])
     async def cache() -> CacheView:
-        """What the pages of the KV cache hold at the moment, by layer and head."""
+        """The contents of the KV cache's pages at the moment, by layer and head."""
         return cache_view(engine, service.answerer.model)
 
     @app.get("/docs", response_class=HTMLResponse, include_in_schema=False)
@@ -260,7 +264,7 @@ def add_operations(app: FastAPI, service: Service) -> None:
 
 
 async def while_connected(request: Request, answer: Awaitable[T]) -> T:
-    """What ``answer`` comes to, given up as soon as the client has gone."""
+    """Await ``answer``; cancel it as soon as the client has gone."""
     work = asyncio.ensure_future(answer)
     gone = asyncio.ensure_future(disconnected(request))
     try:

@@ -21,7 +21,7 @@ class HeadBytes(BaseModel):
 
 
 class CacheView(BaseModel):
-    """What the pages of the cache hold at the moment."""
+    """The contents of the cache's pages at the moment."""
 
     model: str
     page_tokens: int
@@ -63,7 +63,7 @@ def cache_view(engine: AsyncEngine, model: str) -> CacheView:
 
 
 def heads_of(llm: LLM) -> list[HeadBytes]:
-    """Of every KV head, by layer and head."""
+    """Bytes of every KV head, by layer and head."""
     layout, plan = llm.layout, llm.plan
     now, long = [0] * len(plan.lanes), [0.0] * len(plan.lanes)
     held = layout.all_held(layout.long)

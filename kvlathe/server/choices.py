@@ -1,5 +1,5 @@
-"""How an answer's choices are written in each of the two APIs: their texts, and what is
-reported of their tokens."""
+"""Choices of an answer as each of the two APIs writes them: texts, and reports on
+tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Kind(ABC):
         self.tokenizer = tokenizer
 
     def opening(self, index: int) -> Json | None:
-        """What a stream says of a choice before its text."""
+        """The first piece of a choice's stream, before its text."""
         return None
 
     @abstractmethod
@@ -37,8 +37,8 @@ class Kind(ABC):
         return self.choice(delta)
 
     def token(self, token: int) -> str:
-        """How a token is shown. One that is part of a character: its bytes, as OpenAI
-        does (several that read alike would be one entry of top_logprobs)."""
+        """A token as clients see it. One that is part of a character: its bytes, as
+        OpenAI does (several that read alike would be one entry of top_logprobs)."""
         piece = self.tokenizer.piece(token)
         try:
             return piece.decode()
@@ -57,22 +57,22 @@ class Echo:
 
 
 class Spans:
-    """Where each token of a text begins, in characters. A token that continues a
-    character begins where that does."""
+    """Starts of the tokens of a text, in characters. A token that continues a character
+    begins where that does."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer, self._at = tokenizer, 0
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def begin(self, echo: Echo) -> list[int]:
-        """Of a prompt that comes first."""
+        """Starts of the tokens of a prompt that comes first."""
         if echo.starts is None:
             return [self.start(token) for token in echo.ids]
         self._at = len(echo.text)
         return echo.starts
 
     def start(self, token: int) -> int:
-        """Of the next token."""
+        """Start of the next token."""
         begun = self._at
         if token not in self._tokenizer.special_ids:
             self._at += len(self._characters.decode(self._tokenizer.piece(token)))
@@ -167,8 +167,7 @@ class Chat(Kind):
         )
 
     def chunk(self, delta: Delta) -> Json | None:
-        content = {"content": delta.text} if delta.text else {}
-        return self._with("delta", content, delta)
+        return self._with("delta", {"content": delta.text} if delta.text else {}, delta)
 
     def _with(self, name: str, value: Json, delta: Delta) -> Json:
         logprobs = (

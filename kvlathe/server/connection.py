@@ -11,7 +11,7 @@ import asyncio
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADER_SECONDS = 60.0
-"""How long a client may take to send a request's headers."""
+"""Most time that a client may take to send a request's headers."""
 
 
 class Connection(H11Protocol):

@@ -1,5 +1,5 @@
-"""How models write tool calls: a record for each convention of the chat templates that
-transformers ships. A template shows its own by what it writes."""
+"""Conventions of tool calls: one record for each way in which the chat templates that
+transformers ships write them. A template shows its own by its text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvlathe.runtime.text.tokenizer import Tokenizer
 from kvlathe.server.fields import Json
 
 MOST_CALLS = 16
-"""In one answer that must call: a small model would go on for ever."""
+"""Most calls in one answer that must call: a small model would go on for ever."""
 SHORT = 9
 """Characters of a call's id that Mistral's templates take."""
 
@@ -23,10 +23,10 @@ SHORT = 9
 class Convention:
     """A call is ``{"name": ..., KEY: {...}}``.
 
-    ``begin`` and ``opens`` stand before calls and ``end`` after them; in between ``before`` and
-    ``after`` stand around each, and ``between`` from one to the next. ``bare``: ``begin``
-    may be missing where the answer begins with a call. ``shows``: what a template
-    writes that has this convention.
+    ``begin`` and ``opens`` stand before calls and ``end`` after them; in between
+    ``before`` and ``after`` stand around each, and ``between`` from one to the next.
+    ``bare``: ``begin`` may be missing where the answer begins with a call. ``shows``:
+    what a template writes that has this convention.
     """
 
     shows: str
@@ -49,8 +49,8 @@ class Convention:
     def structure(
         self, tools: Mapping[str, Json | bool], several: bool, tokenizer: Tokenizer
     ) -> Structure:
-        """Of an answer that must call: one of ``tools`` (name -> JSON schema), or
-        several times. Raises KvlatheError."""
+        """The structure of an answer that must call one of ``tools`` (name -> JSON
+        schema); ``several``: any number of times. Raises KvlatheError."""
         begin: str | int = "" if self.bare else self.begin
         special = {name: token for token, name in tokenizer.special_names.items()}
         if begin in special:
@@ -83,12 +83,12 @@ LLAMA = Convention(
 )
 CONVENTIONS = (HERMES, MISTRAL, LLAMA)
 OTHERS = ("<function=", "[ARGS]")
-"""What templates write whose calls are no JSON objects."""
+"""Marks of templates whose calls are no JSON objects."""
 
 
 def convention_of(template: str) -> Convention | None:
-    """How a template's model calls tools; None where it takes none, or calls in a way
-    that is not known."""
+    """The convention of a template's model; None where it takes no tools, or calls them
+    in a way that is not known."""
     if "tools" not in template or any(other in template for other in OTHERS):
         return None
     escaped = template.replace('\\"', '"')

@@ -55,8 +55,7 @@ def resolved(api: Schema, schema: Schema) -> Schema:
     """The schema that a reference names, or the schema itself."""
     if "$ref" not in schema:
         return schema
-    name = schema["$ref"].rsplit("/", 1)[1]
-    return api["components"]["schemas"][name]
+    return api["components"]["schemas"][schema["$ref"].rsplit("/", 1)[1]]
 
 
 def type_of(api: Schema, schema: Schema) -> str:

@@ -85,7 +85,7 @@ class ApiError(HTTPException):
 
 
 def refusal(error: KvlatheError, param: str | None) -> ApiError:
-    """What a refusal of the engine is in HTTP."""
+    """A refusal of the engine as an HTTP error."""
     if isinstance(error, Busy):
         again = {"Retry-After": str(error.retry_after)}
         status, code = (
@@ -97,8 +97,7 @@ def refusal(error: KvlatheError, param: str | None) -> ApiError:
     if isinstance(error, EngineStopped | OutOfPages | OutOfMemory):
         # No fault of the request: it may succeed later, here or elsewhere.
         again = {"Retry-After": str(RETRY_SECONDS)}
-        stopped = isinstance(error, EngineStopped)
-        code = "shutting_down" if stopped else "out_of_memory"
+        code = "shutting_down" if isinstance(error, EngineStopped) else "out_of_memory"
         return ApiError(503, str(error), code=code, headers=again)
     if "is too long" in error.fact or "does not fit" in error.fact:
         return ApiError(400, f"{param}: {error}", param, "context_length_exceeded")
@@ -108,7 +107,7 @@ def refusal(error: KvlatheError, param: str | None) -> ApiError:
 
 
 def unexpected(error: Exception) -> ApiError:
-    """What is no refusal: a fault of the server's own."""
+    """The HTTP error for a fault of the server itself."""
     return ApiError(
         500, f"the server failed ({type(error).__name__}); its log says more"
     )

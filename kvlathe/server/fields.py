@@ -1,5 +1,5 @@
-"""What the fields of requests have in common: numbers and lists as JSON has them, and
-fields that are refused or ignored."""
+"""Kinds of fields in requests: numbers and lists as JSON has them, and fields that are
+refused or ignored."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def wholes(values: object) -> object:
 
 
 def allowed(name: str) -> Interval:
-    """What Python takes for this parameter, HTTP takes too."""
+    """The interval of a parameter: HTTP takes the numbers that Python takes."""
     span = RANGES[name]
     if span.open_low:
         return Interval(gt=span.low, le=span.high)

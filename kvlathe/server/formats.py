@@ -1,5 +1,5 @@
-"""What an answer must look like, as clients say it: ``response_format`` as the OpenAI API
-has it, ``structured_outputs`` as vLLM has it."""
+"""Structures of answers as clients ask for them: ``response_format`` of the OpenAI API,
+``structured_outputs`` of vLLM."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ResponseFormat(Strict):
 
 
 class StructuredOutputs(Strict):
-    """As in vLLM: exactly one."""
+    """The one structure that is given; as in vLLM, exactly one must be."""
 
     json_: Json | bool | str | None = Field(
         None, alias="json", description="A JSON schema."

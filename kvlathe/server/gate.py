@@ -21,7 +21,7 @@ from kvlathe.server.errors import ApiError, unexpected
 
 log = logging.getLogger("kvlathe")
 BODY_SECONDS = 60.0
-"""How long a client may take to send a request's body."""
+"""Most time that a client may take to send a request's body."""
 
 REQUEST_ID = re.compile(rb"[\w.:-]{1,128}")
 

@@ -1,5 +1,5 @@
-"""From requests to jobs: texts to tokens, fields to sampling parameters. Tokenizing takes a
-while, so all of this runs in a worker thread."""
+"""Jobs from requests: texts to tokens, fields to sampling parameters. Tokenizing takes
+a while, so all of this runs in a worker thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvlathe.server.schema import ChatRequest, CompletionRequest, PrefixRequest
 from kvlathe.server.tool_answers import ToolChat
 
 DEFAULT_TOKENS = 16
-"""Of a completion that does not say max_tokens, as the OpenAI API has it."""
+"""max_tokens of a completion that gives none, as in the OpenAI API."""
 
 
 @dataclass(slots=True)
@@ -102,8 +102,8 @@ class Jobs:
         return self._job(request, [prompt], params, request.n or 1, "messages", kind)
 
     def _calling(self, request: ChatRequest) -> Convention | None:
-        """How the model is to write calls; None where it is to make none. Raises
-        ApiError where it cannot."""
+        """The convention in which the model is to write calls; None where it is to make
+        none. Raises ApiError where it cannot."""
         if not request.tools or request.tool_choice == "none":
             return None
         found = convention_of(self.llm.tokenizer.chat_template or "")
@@ -121,8 +121,12 @@ class Jobs:
             return params
         several = request.parallel_tool_calls is not False
         if params.structure is not None:
-            said = "tool_choice: the answer cannot be a call and have a response_format"
-            raise ApiError(400, said, "tool_choice", "invalid_value")
+            raise ApiError(
+                400,
+                "tool_choice: the answer cannot be a call and have a response_format",
+                "tool_choice",
+                "invalid_value",
+            )
         try:
             structure = calling.structure(called, several, self.llm.tokenizer)
             self.llm.compile(structure)
@@ -134,8 +138,9 @@ class Jobs:
     def prefix(self, request: PrefixRequest) -> list[int]:
         """The tokens of a prefix that is to be compacted."""
         if request.messages is not None:
-            text = self._framed(request.messages, False)
-            return self._encode(text, "messages", False)
+            return self._encode(
+                self._framed(request.messages, False), "messages", False
+            )
         assert request.prompt is not None
         if isinstance(request.prompt, str):
             return self._encode(request.prompt, "prompt", True)
@@ -183,8 +188,8 @@ class Jobs:
             ) from error
 
     def _check_count(self, prompts: int, n: int) -> None:
-        """Before anything is made of them: a body of a few megabytes can ask for
-        millions."""
+        """Check ids before anything is made of them: a body of a few megabytes can ask
+        for millions."""
         try:
             self.engine.check_count(prompts * n)
         except KvlatheError as error:

@@ -115,7 +115,7 @@ class Metrics:
         self.registry.register(State(engine, self.model))
 
     def text(self) -> bytes:
-        """In Prometheus's text format."""
+        """The metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
     def failed(self, status: int) -> None:
@@ -141,8 +141,8 @@ class Metrics:
 
 
 class Growth(Collector):
-    """Tokens as they come. The engine's thread alone counts them, many in a step, so that
-    it takes no lock."""
+    """Tokens as they come. The engine's thread alone counts them, many in a step, so
+    that it takes no lock."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -151,7 +151,7 @@ class Growth(Collector):
         self._seconds = 0.0
 
     def observe(self, seconds: float) -> None:
-        """Between two tokens of one answer."""
+        """Seconds between two tokens of one answer."""
         self._counts[bisect_left(FAST, seconds)] += 1
         self._seconds += seconds
 
@@ -170,7 +170,7 @@ class Growth(Collector):
 
 
 class State(Collector):
-    """What an engine's scheduler and pool say at the moment."""
+    """State of an engine's scheduler and pool at the moment of a scrape."""
 
     def __init__(self, engine: AsyncEngine, model: str) -> None:
         self._engine, self._model = engine, model
@@ -258,8 +258,8 @@ class State(Collector):
     def _store_counters(
         self, prefixes: PrefixCache | None
     ) -> Iterator[tuple[str, str, float]]:
-        """Of evicted prefixes that came back; in tokens, as the hits that they are
-        among."""
+        """Counters of evicted prefixes that came back, in tokens. They are among the
+        hits."""
         stores = self._stores
         if prefixes is None or stores is None:
             return

@@ -1,4 +1,4 @@
-"""What clients hear: the OpenAI API's answers, for its description at /docs."""
+"""Replies to clients: the OpenAI API's answers, for its description at /docs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 
 class CompletionTokensDetails(BaseModel):
-    """Of tokens that the server guessed (docs/speculative.md)."""
+    """Counts of tokens that the server guessed (docs/speculative.md)."""
 
     accepted_prediction_tokens: int = Field(description="Right, so in the answer.")
     rejected_prediction_tokens: int = Field(description="Wrong; not in the answer.")
@@ -49,7 +49,7 @@ class CompletionChoice(BaseModel):
 
 
 class Completion(BaseModel):
-    """Also the form of a stream's chunks, whose texts add up."""
+    """A completion, whole or as a chunk of a stream, whose texts add up."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"

@@ -38,8 +38,8 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of one server. Bytes, tokens, seconds. ``keys``: API keys, none if empty.
-    ``cache_bytes`` None: LLM's default."""
+    """Settings of one server, in bytes, tokens and seconds. ``keys``: API keys, none if
+    empty. ``cache_bytes`` None: LLM's default."""
 
     host: str
     port: int
@@ -69,10 +69,9 @@ class Settings:
 
     @property
     def stores(self) -> StoreSizes | None:
-        """Where evicted prefixes go, where somebody asked."""
+        """Stores for evicted prefixes; None where nobody asked for one."""
         sizes = (self.host_cache_bytes, self.disk_cache, self.disk_cache_bytes)
-        asked = sizes[:2] != (None, None)
-        return StoreSizes(*sizes) if asked else None
+        return StoreSizes(*sizes) if sizes[:2] != (None, None) else None
 
 
 class Server(uvicorn.Server):
@@ -88,7 +87,7 @@ class Server(uvicorn.Server):
 
     @property
     def fault(self) -> BaseException | None:
-        """What ended the engine, where nobody asked for it."""
+        """The error that ended the engine; None where it runs or was closed."""
         return self.engine.llm.thread.fault
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -146,7 +145,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def capacity(llm: LLM) -> str:
-    """How much runs at once, and on what."""
+    """One line: tokens and sequences that have room at once, and the device."""
     tokens = int(llm.pool.arena_bytes / llm.layout.bytes_per_token())
     where = " on each GPU" if llm.plan.is_part else ""
     return (
@@ -180,7 +179,7 @@ def serve(folder: Path, settings: Settings) -> None:
 BACKLOG = 2048
 """Connections that wait to be taken; uvicorn's own."""
 TURN_SECONDS = 0.0005
-"""How long a thread of Python holds others up at most. The engine's thread prepares a
+"""Longest turn of a Python thread while others wait. The engine's thread prepares a
 step in a millisecond or two; by default each wait for its turn may take five."""
 
 
@@ -209,8 +208,9 @@ def _serve(llm: LLM, settings: Settings, folder: str, bound: socket.socket) -> N
         bound.listen(BACKLOG)  # who reads the next line may connect
         address = f"http://{settings.host}:{bound.getsockname()[1]}"
         log.info("serving %s on %s (API: %s/docs)", name, address, address)
-        config = http_config(app, close_seconds=5)
-        server = Server(config, engine, settings.drain_seconds)
+        server = Server(
+            http_config(app, close_seconds=5), engine, settings.drain_seconds
+        )
         asyncio.run(server.serve([bound]))
     if server.fault:
         raise KvlatheError(
@@ -245,7 +245,8 @@ def load(folder: Path, settings: Settings) -> LLM:
 
 
 def say_what_is_served(llm: LLM, settings: Settings) -> None:
-    """How much runs at once, and what whoever started the server may not want."""
+    """Log the capacity, and warn of settings that may surprise whoever started the
+    server."""
     log.info("%s", capacity(llm))
     if llm.most_tokens < llm.limits.max_seq_len:
         log.warning(

@@ -1,5 +1,5 @@
-"""What clients say: the OpenAI API's completions and chat completions, with the
-extensions that vLLM has too. What they hear is in replies.py.
+"""Requests of clients: the OpenAI API's completions and chat completions, with the
+extensions that vLLM has too. replies.py has the answers.
 
 Fields of the OpenAI API that would change the answer in a way an engine cannot are
 refused unless they ask for nothing; those that change nothing about the text are
@@ -51,7 +51,7 @@ class StreamOptions(Strict):
 
 
 class Sampled(Strict):
-    """What both kinds of request have in common."""
+    """Fields that both kinds of request have."""
 
     model: str = Field(description="The served model's name, as /v1/models lists it.")
     temperature: float | None = Field(
@@ -181,8 +181,8 @@ class Sampled(Strict):
         return None
 
     def structure(self) -> Structure | None:
-        """What the answer must look like. Raises KvlatheError for a structure that is
-        none."""
+        """The structure that the answer must have; None for any text. Raises
+        KvlatheError for a structure that is none."""
         if self.structured_outputs is not None:
             return self.structured_outputs.structure()
         return self.response_format.structure() if self.response_format else None
@@ -193,7 +193,7 @@ class Sampled(Strict):
         logprobs: int | None,
         prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        """What the engine is asked for."""
+        """The request as the engine's SamplingParams."""
         given: Json = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "top_p": self.top_p,
@@ -251,8 +251,7 @@ class CompletionRequest(Sampled):
     @field_validator("best_of")
     @classmethod
     def _best_of(cls, value: int | None, info: ValidationInfo) -> int | None:
-        choices = info.data.get("n") or 1
-        return unsupported(None if value == choices else value)
+        return unsupported(None if value == (info.data.get("n") or 1) else value)
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -348,7 +347,7 @@ class ChatRequest(Sampled):
 
     @property
     def tools_for_template(self) -> list[Json]:
-        """As templates take them."""
+        """Tools as templates take them."""
         return [tool.model_dump(exclude_none=True) for tool in self.tools or []]
 
     @property

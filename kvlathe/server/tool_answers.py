@@ -49,7 +49,7 @@ class ToolChat(Chat):
         return self._said("delta", said, delta)
 
     def _pieces(self, delta: Delta) -> list[Piece]:
-        """What a delta adds, after those before it."""
+        """Pieces that a delta adds to those before it."""
         parser = self._parsers.setdefault(delta.index, ToolParser(self._convention))
         pieces = parser.push(delta.text)
         return pieces + parser.close() if delta.finish_reason else pieces

@@ -18,8 +18,8 @@ FILLER = " \t\r\n"
 
 @dataclass(slots=True)
 class Piece:
-    """What a text added: plain text, or to call number ``index`` its name or more of
-    its arguments."""
+    """One addition of a text: plain text, or the name of call number ``index``, or more
+    of its arguments."""
 
     text: str = ""
     index: int = -1
@@ -28,15 +28,16 @@ class Piece:
 
 
 class Value:
-    """Where a JSON value ends that begins with { or [, or ``depth`` of them earlier."""
+    """Search for the end of a JSON value that begins with { or [, or ``depth`` of them
+    earlier."""
 
     def __init__(self, depth: int = 0) -> None:
         self._depth, self._string, self._escaped = depth, False, False
         self.begun = False
 
     def end(self, text: str) -> int:
-        """How many characters of ``text`` belong to it; -1 for all, and more to
-        come."""
+        """Number of characters of ``text`` that belong to the value; -1 for all, and
+        more to come."""
         self.begun = self.begun or bool(text)
         for place, character in enumerate(text):
             if self._string:
@@ -61,8 +62,9 @@ class Value:
 
 
 class ToolParser:
-    """Of one answer. Pieces of text go in, and pieces of text and calls come out. What
-    looks like a call and is none comes out as text. ``calls``: how many there were."""
+    """Parser of one answer. Pieces of text go in, and pieces of text and calls come
+    out. Text that looks like a call and is none comes out as text. ``calls``: their
+    number so far."""
 
     def __init__(self, convention: Convention) -> None:
         self._convention = convention
@@ -86,7 +88,7 @@ class ToolParser:
         return self._read(last=False)
 
     def close(self) -> list[Piece]:
-        """No more text."""
+        """End of the text."""
         found = self._read(last=True)
         rest, self._held = self._held, ""
         cut = self._inside and self._value is None and not self._behind
@@ -130,7 +132,7 @@ class ToolParser:
         return False
 
     def _spoken(self, text: str) -> str:
-        """Without the blanks that follow a call."""
+        """Text without the blanks that follow a call."""
         return text.lstrip() if self._behind else text
 
     def _bare(self) -> bool:
@@ -216,7 +218,7 @@ class ToolParser:
         return True
 
     def _skip(self, rest: Value) -> bool:
-        """What the call's object says behind its arguments, up to its end."""
+        """Skip the rest of the call's object, behind its arguments. True at its end."""
         if not rest.begun:
             self._held = self._held.lstrip(FILLER)
             if self._held and self._held[0] not in ",}":
@@ -234,7 +236,7 @@ class ToolParser:
         self._raw = ""
 
     def _next(self) -> bool:
-        """After a call: what closes it is dropped, and another may follow."""
+        """Text after a call: what closes it is dropped, and another may follow."""
         closing = self._convention.after.strip()
         rest = self._held.lstrip(FILLER + "}],;")
         self._held = rest
@@ -253,7 +255,7 @@ class ToolParser:
         return False
 
     def _give_up(self, found: list[Piece]) -> None:
-        """It was no call: it is text."""
+        """Give the held text out as text: it was no call."""
         self._inside, self._started = False, True
         found.append(Piece(self._raw + self._held))
         self._held = self._raw = ""

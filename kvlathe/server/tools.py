@@ -36,8 +36,8 @@ class Function(Strict):
 
     @property
     def schema_(self) -> Json:
-        """Of the arguments, which are an object. A tool that names no parameters takes
-        none."""
+        """JSON schema of the arguments, which are an object. A tool that names no
+        parameters takes none."""
         if self.parameters:
             return {**self.parameters, "type": OBJECT}
         return {"type": OBJECT, "properties": {}, "additionalProperties": False}
