@@ -36,8 +36,7 @@ def show_curves(result: Result) -> None:
         largest.append([server[key] for key in OF_SERVER])
         for point in server["points"]:
             numbers = [value for key, value in point.items() if key != "within"]
-            within = "yes" if point["within"] else "no"
-            rows.append((server["name"], *numbers, within))
+            rows.append((server["name"], *numbers, "yes" if point["within"] else "no"))
     trace = f"{result['trace']} x {result['scale']:.3g}"
     title = f"{trace}, {result['requests']} requests a run; seconds"
     console.print_table(title, COLUMNS, rows)

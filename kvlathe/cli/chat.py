@@ -35,7 +35,7 @@ HELP = "/reset begins anew, /quit ends; Ctrl-C ends an answer"
 
 
 class Conversation:
-    """What was said so far, and what goes on from it."""
+    """The turns so far, and the answers that go on from them."""
 
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
         self._llm, self._params, self._system = llm, params, system
@@ -70,8 +70,9 @@ class Conversation:
 
     def _answered(self, pieces: list[str]) -> Answer:
         llm = self._llm
-        text = llm.tokenizer.chat_prompt(self.turns)
-        prompt = llm.tokenizer.encode(text, add_special_tokens=False)
+        prompt = llm.tokenizer.encode(
+            llm.tokenizer.chat_prompt(self.turns), add_special_tokens=False
+        )
         stream = llm.stream(prompt, self._fitting(len(prompt)))
         try:
             while True:
@@ -85,8 +86,7 @@ class Conversation:
 
     def _fitting(self, prompt: int) -> SamplingParams:
         """The parameters, with as many new tokens as have room."""
-        left = max(1, self._llm.most_tokens - prompt)
-        count = min(self._params.max_new_tokens, left)
+        count = min(self._params.max_new_tokens, max(1, self._llm.most_tokens - prompt))
         return dataclasses.replace(self._params, max_new_tokens=count)
 
     def _told(self, answer: Answer) -> str:
@@ -200,7 +200,8 @@ def talk(conversation: Conversation) -> None:
 
 
 def asked() -> str | None:
-    """The next line, None at the end of the input. Ctrl-C on an empty line is no end."""
+    """The next line, None at the end of the input. Ctrl-C on an empty line is no
+    end."""
     while True:
         try:
             text = input("> ")

@@ -1,5 +1,5 @@
-"""What commands share: options of one meaning, --log-level, --json, and a standard output
-that carries results alone."""
+"""Parts that commands share: options of one meaning, --log-level, --json, and a
+standard output that carries results alone."""
 
 from __future__ import annotations
 
@@ -61,8 +61,7 @@ class Size(SizeParam):
             return value
         number = str(value).strip().upper().removesuffix("B").removesuffix("I")
         last = number[-1:]
-        is_unit = last in UNITS and not last.isdigit()
-        unit = last if is_unit else ""
+        unit = last if last in UNITS and not last.isdigit() else ""
         try:
             size = int(float(number.removesuffix(unit)) * UNITS[unit])
         except (ValueError, OverflowError):
@@ -225,8 +224,7 @@ def show_pairs(result: Result) -> None:
 
 def write(piece: str) -> None:
     """Print a piece of a model's text as it comes. No terminal obeys it."""
-    terminal = sys.stdout.isatty()
-    click.echo(console.shown(piece) if terminal else piece, nl=False)
+    click.echo(console.shown(piece) if sys.stdout.isatty() else piece, nl=False)
 
 
 def check_text(option: str, text: str) -> None:

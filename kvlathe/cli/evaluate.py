@@ -34,8 +34,8 @@ NAMES = {
 
 
 def show_scores(result: Result) -> None:
-    """What was measured, one row a score, and on what; what was not measured is left
-    out."""
+    """Print the scores, one row each, and the texts that they were measured on. Scores
+    that were not measured are left out."""
     if "heat_map" in result:
         show_suite(result)
         return
@@ -230,8 +230,9 @@ def _check_usage(
     if text is None and retrieval is None and not whole:
         raise click.UsageError("Give --text, --retrieval or both, or --suite.")
     if whole and retrieval is not None:
-        said = "--suite makes its own questions: leave --retrieval out."
-        raise click.UsageError(said)
+        raise click.UsageError(
+            "--suite makes its own questions: leave --retrieval out."
+        )
     if report is not None and not whole:
         raise click.UsageError("--report goes with --suite.")
 

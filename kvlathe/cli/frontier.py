@@ -1,5 +1,5 @@
-"""``kvlathe frontier``: several plans of one model, what each keeps and costs, and which
-to take."""
+"""``kvlathe frontier``: several plans of one model, what each keeps and costs, and
+which to take."""
 
 from __future__ import annotations
 
@@ -154,10 +154,10 @@ def frontier_command(
 ) -> Result:
     """Measure several plans of a model and name the one to take.
 
-    Each plan is built, run and examined as a user's engine would be. The one to take has
-    the fewest bytes of those that keep perplexity within --bound and retrieval within
-    0.01 of the uncompressed model. What was measured is kept in --output: the same
-    command goes on where it was stopped.
+    Each plan is built, run and examined as a user's engine would be. The one to take
+    has the fewest bytes of those that keep perplexity within --bound and retrieval
+    within 0.01 of the uncompressed model. What was measured is kept in --output: the
+    same command goes on where it was stopped.
     """
     from kvlathe.frontier.measure import Options
     from kvlathe.frontier.points import candidate
@@ -166,16 +166,14 @@ def frontier_command(
     texts = " ".join(compressions).split()
     asked = []
     shares = _ratios(ratios)
-    by_default = (*SINGLE, BY_RATIO)
-    for request in texts or by_default:
+    for request in texts or (*SINGLE, BY_RATIO):
         if request != BY_RATIO:
             asked.append(request)
             continue
         for share in shares:
             asked.append(f"{request}@{share:g}")
     candidates = [candidate(request) for request in asked]
-    sizes = (windows, window_tokens, questions, bound, jobs)
-    exam = Asked(text, retrieval, *sizes)
+    exam = Asked(text, retrieval, windows, window_tokens, questions, bound, jobs)
     folder = checkpoint_folder(model, revision)
     options = Options(folder, output, **built)  # type: ignore[arg-type]
     return frontier(candidates, options, exam, strict=bool(texts))
@@ -190,8 +188,11 @@ def _ratios(text: str) -> list[float]:
         except ValueError:
             share = -1.0
         if not 0 <= share < 1:
-            fact = f"--ratios {text} cannot be used"
-            raise KvlatheError(fact, f"{word!r} is no share", "write 0.8,0.9")
+            raise KvlatheError(
+                f"--ratios {text} cannot be used",
+                f"{word!r} is no share",
+                "write 0.8,0.9",
+            )
         shares.append(share)
     return shares
 

@@ -104,8 +104,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _system_error(error: OSError) -> str:
-    """What the operating system refused. Output that is lost is not written again when
-    Python ends."""
+    """A refusal of the operating system in words. Output that is lost is not written
+    again when Python ends."""
     reason = (error.strerror or str(error)).lower()
     if error.filename is not None:
         refused = KvlatheError(f"{error.filename} cannot be used", reason)

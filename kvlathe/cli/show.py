@@ -34,9 +34,9 @@ FACTS = (
     "kv_bytes_per_token_baseline",
     "kv_bytes_per_token_16bit",
 )
-"""What ``kvlathe inspect`` shows first."""
+"""Facts that ``kvlathe inspect`` shows first."""
 BUILT = ("model", "compression", "backend", "compute_dtype", "weights", "weight_bytes")
-"""Of these, what the manifest knows by the same name."""
+"""Those that the manifest has under the same name."""
 
 
 def facts(result: Result) -> list[tuple[str, object]]:
@@ -76,7 +76,8 @@ def show_engine(result: Result) -> None:
 
 
 def show_memory(rows: list[dict[str, int]]) -> None:
-    """What a server needs (plan/memory.py): of one sequence, and of a full batch."""
+    """Print the memory that a server needs (plan/memory.py), for one sequence and for a
+    full batch."""
     names = ("steady", "peak", "uncompressed", "batch_steady", "batch_peak", "together")
     lines = []
     for row in rows:
@@ -117,7 +118,7 @@ def rank_table(
 
 
 def ranks_of(plan: CompressionPlan, ranks: int, tokens: int) -> list[dict[str, Any]]:
-    """What each of several GPUs holds of a sequence of ``tokens`` tokens. Raises
+    """Rows with the part of a sequence of ``tokens`` tokens that each GPU holds. Raises
     KvlatheError for a plan that cannot be dealt to so many."""
     from kvlathe.plan.deal import deal
 
