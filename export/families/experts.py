@@ -44,7 +44,7 @@ COUNTS = ("num_experts", "num_local_experts")
 
 
 class Sparse(Protocol):
-    """What says which layers have experts."""
+    """Fields of a configuration that say which layers have experts."""
 
     @property
     def num_hidden_layers(self) -> int: ...
@@ -100,7 +100,8 @@ def qwen3_moe(config: Qwen3MoeConfig) -> Family:
 
 
 def olmoe(config: OlmoeConfig) -> Family:
-    """QK-norms are of all heads together. Raises KvlatheError for clipped q, k and v."""
+    """QK-norms are of all heads together. Raises KvlatheError for clipped q, k and
+    v."""
     if config.clip_qkv is not None:
         raise KvlatheError(
             f"config.json sets clip_qkv to {config.clip_qkv:g}",

@@ -31,7 +31,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one kind of checkpoint names its tensors and wires its layers.
+    """Names of tensors and wiring of layers of one kind of checkpoint.
 
     ``names``: role -> checkpoint tensor name without ``.weight`` / ``.bias``; ``{i}``
     stands for the layer. Roles are ``embed positions norm head`` once, and ``attn_norm
@@ -69,22 +69,23 @@ class Family:
     scales: tuple[float, ...] | None = None
     """Softmax scale of each layer; None is 1/sqrt(head_dim) everywhere."""
     ropes: tuple[str | None, ...] = ()
-    """Which rotation each layer has: a key of ``rope_parameters``, or None where its
+    """The rotation of each layer: a key of ``rope_parameters``, or None where its
     positions do not turn. Empty where ``rope_parameters`` is the one of all layers."""
     interleaved: bool = False
     """RoPE turns neighbouring dims of the checkpoint, (2j, 2j + 1)."""
     norm_bias: bool = True
     """Layer norms have biases."""
     norm_offset: float = 0.0
-    """What stands beside a norm's stored weight: Gemma multiplies by 1 + weight."""
+    """The number added to a norm's stored weight: Gemma multiplies by 1 + weight."""
     wide_qk_norm: bool = False
     """QK-norms are of all heads together, not of each."""
     head_bias: bool = False
     position_offset: int = 0
     """Rows of the table of positions before the first token's."""
     experts: Experts | None = None
-    """In place of the MLP, or beside it: where there are ``gate up down`` too, they are
-    of an expert that every token passes, weighed by the sigmoid of ``shared_gate``."""
+    """Experts in place of the MLP, or beside it: where there are ``gate up down`` too,
+    they are of an expert that every token passes, weighed by the sigmoid of
+    ``shared_gate``."""
     factors: Mapping[str, float] = field(default_factory=dict)
     """Role -> what its stored tensors are multiplied by: multipliers of embeddings, of
     residuals and of logits (``norm``)."""
@@ -93,6 +94,7 @@ class Family:
     logit_softcap: float = 0.0
     """Logits are cap * tanh(logits / cap); 0 leaves them."""
     beside: tuple[str, ...] = ()
-    """Other parts of a model, whose text part this is: how their tensors' names begin."""
+    """Other parts of a model, whose text part this is: how their tensors' names
+    begin."""
     settings: tuple[str, ...] = ()
-    """Of FOREIGN_SETTINGS (export/model/spec.py), those that this record has heard."""
+    """Names among FOREIGN_SETTINGS (export/model/spec.py) that this record obeys."""

@@ -1,5 +1,5 @@
-"""gpt-oss: sinks beside the scores, windows in every other layer, experts with biases and
-a bounded SwiGLU, stored as numbers or in MXFP4."""
+"""gpt-oss: sinks beside the scores, windows in every other layer, experts with biases
+and a bounded SwiGLU, stored as numbers or in MXFP4."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ OWN = {
 
 
 ALPHA, LIMIT = 1.702, 7.0
-"""Of the SwiGLU. An older transformers has them in its model, and not in its config."""
+"""Constants of the SwiGLU. An older transformers has them in its model, and not in its
+config."""
 
 
 def gpt_oss(config: GptOssConfig) -> Family:

@@ -8,7 +8,7 @@ from kvlathe.export.families.family import Family
 
 
 class LlamaLike(Protocol):
-    """What is read of a configuration; others spell it alike."""
+    """Fields that are read of a configuration; other families spell them alike."""
 
     @property
     def rms_norm_eps(self) -> float: ...

@@ -50,11 +50,10 @@ def granite(config: GraniteConfig) -> Family:
 
 def smollm3(config: SmolLM3Config) -> Family:
     """Some layers have no positions."""
-    turned = config.no_rope_layers or ()
     return replace(
         llama(config),
         windows=sliding_layers(config),
-        ropes=tuple("" if turns else None for turns in turned),
+        ropes=tuple("" if turns else None for turns in config.no_rope_layers or ()),
         settings=("no_rope_layers",),
     )
 

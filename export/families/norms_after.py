@@ -58,7 +58,8 @@ def olmo3(config: Olmo3Config) -> Family:
 
 
 def exaone4(config: Exaone4Config) -> Family:
-    """Where some layers have windows, the others have no positions."""
+    """A record of EXAONE 4. If some layers have windows, the others have no
+    positions."""
     windows = sliding_layers(config)
     ropes: tuple[str | None, ...] = ()
     if config.sliding_window is not None:

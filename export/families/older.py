@@ -48,7 +48,7 @@ OPT_NAMES = {
     "head": "lm_head",
 }
 OPT_ROWS = 2
-"""Of the table of positions, that no token has."""
+"""Rows at the start of the table of positions that belong to no token."""
 LAYER_NORM_EPS = 1e-5
 """torch's own, which OPT leaves."""
 

@@ -1,5 +1,5 @@
-"""Why a model type has no record: what of it an engine cannot keep or compute, as far as
-its configuration says."""
+"""Why a model type has no record: what of it an engine cannot keep or compute, as far
+as its configuration says."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ STATEFUL = ("linear_attention", "mamba", "conv", "recurrent")
 
 
 def why_unknown(raw: Mapping[str, object]) -> str:
-    """Of a config.json whose model type is none of ours."""
+    """The reason why a config.json's model type is none of ours."""
     kind = str(raw.get("model_type"))
     if kind in BY_TYPE:
         return BY_TYPE[kind]

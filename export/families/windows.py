@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class Windowed(Protocol):
-    """What is read of such a configuration."""
+    """Fields that are read of a configuration with windows."""
 
     @property
     def num_hidden_layers(self) -> int: ...

@@ -1,5 +1,5 @@
-"""The weights of a decoder beside attention, as modules: linear maps, norms, tables, the
-angles of RoPE. What a norm computes is said in kvlathe/layers."""
+"""The weights of a decoder beside attention, as modules: linear maps, norms, tables,
+the angles of RoPE. What a norm computes is said in kvlathe/layers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def linear(
     dtype: torch.dtype,
     form: WeightFormat | None,
 ) -> AnyLinear:
-    """In ``dtype``, or with weights in ``form``."""
+    """A linear map in ``dtype``, or with weights in ``form``."""
     if form is None:
         return Linear(inputs, outputs, bias, dtype)
     return CodedLinear(inputs, outputs, bias, dtype, form)
@@ -99,9 +99,8 @@ class Norm(nn.Module):
     def __init__(self, kind: str, size: int, eps: float, dtype: torch.dtype) -> None:
         super().__init__()
         self.eps = eps
-        has_bias = kind == "layer"
         self.weight = fixed(torch.empty(size, dtype=dtype))
-        self.bias = fixed(torch.empty(size, dtype=dtype)) if has_bias else None
+        self.bias = fixed(torch.empty(size, dtype=dtype)) if kind == "layer" else None
 
     def forward(self, x: Tensor) -> Tensor:
         return ROWS.norm(x, self.weight, self.bias, self.eps)
@@ -125,7 +124,7 @@ class Table(nn.Module):
 def table(
     rows: int, width: int, dtype: torch.dtype, form: WeightFormat | None
 ) -> Table | CodedTable:
-    """In ``dtype``, or in ``form``."""
+    """A table in ``dtype``, or in ``form``."""
     if form is None:
         return Table(rows, width, dtype)
     return CodedTable(rows, width, dtype, form)

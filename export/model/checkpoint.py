@@ -133,8 +133,9 @@ class Checkpoint:
         return scaled(self.spec, name, weight)
 
     def grid(self, name: str) -> Grid | None:
-        """The grid on which the checkpoint has the decoder's map ``name``, its outputs in
-        the decoder's order; None where it has floats, or where groups are out of order."""
+        """The grid on which the checkpoint has the decoder's map ``name``, its outputs
+        in the decoder's order; None where it has floats, or where groups are out of
+        order."""
         codes = self._packed(stored_name(self.spec, name))
         if codes is None or codes.order is not None:
             return None
@@ -184,8 +185,7 @@ class Checkpoint:
         those are read."""
         source = stored_name(self.spec, name)
         rows = cut(self.spec, name, self._read(source))[index.cpu()]
-        numbers = finite(rows.to(self.device).float(), source)
-        return scaled(self.spec, name, numbers)
+        return scaled(self.spec, name, finite(rows.to(self.device).float(), source))
 
     def tensor(self, name: str) -> Tensor:
         """The folder's tensor ``name``, float32, as stored. Raises as ``weight``
@@ -208,8 +208,7 @@ class Checkpoint:
         stored = self._stored(name)
         if not self._is_merged(name):
             return stored
-        placed = stored.to(self.device)
-        return self._merged.added(self.aliases.get(name, name), placed)
+        return self._merged.added(self.aliases.get(name, name), stored.to(self.device))
 
     def _is_merged(self, name: str) -> bool:
         return self._merged.changes(self.aliases.get(name, name))
@@ -231,8 +230,9 @@ class Checkpoint:
             ) from error
 
     def _lacks(self, name: str) -> KvlatheError:
-        fact = f"{self.path} lacks the tensor {name}"
-        return KvlatheError(fact, "the decoder needs it", DOWNLOAD)
+        return KvlatheError(
+            f"{self.path} lacks the tensor {name}", "the decoder needs it", DOWNLOAD
+        )
 
     # -- checks on opening -------------------------------------------------------------
     def _refuse_codes(self, adapters: Sequence[Adapter]) -> None:
@@ -244,8 +244,8 @@ class Checkpoint:
             )
 
     def _with_real_head(self, spec: DecoderSpec) -> DecoderSpec:
-        """As transformers does: a head that differs from the embedding is not tied,
-        whatever config.json says."""
+        """Compare as transformers does: a head that differs from the embedding is not
+        tied, whatever config.json says."""
         embed, head = (
             f"{spec.family.names[role]}.weight" for role in ("embed", "head")
         )

@@ -37,12 +37,12 @@ class CodedMap(nn.Module):
         self.form = form
         self.inputs, self.outputs = inputs, outputs
         self.codes = _fixed(outputs, groups, width, dtype=kind)
-        of_scales = torch.float32 if is_float else dtype
-        self.scales = _fixed(outputs, groups, dtype=of_scales)
+        self.scales = _fixed(
+            outputs, groups, dtype=torch.float32 if is_float else dtype
+        )
         self.zeros = None
         if form.zeros:
-            zeros = -(-groups * form.bits // 8)
-            self.zeros = _fixed(outputs, zeros, dtype=torch.uint8)
+            self.zeros = _fixed(outputs, -(-groups * form.bits // 8), dtype=torch.uint8)
 
     @property
     def weight(self) -> Tensor:
@@ -89,8 +89,8 @@ class CodedLinear(CodedMap):
 
 
 class CodedTable(CodedMap):
-    """Picks rows of W^T [rows, width], in 8 bits. ``product`` makes it the head of a model that
-    ties them: the codes exist once."""
+    """Picks rows of W^T [rows, width], in 8 bits. ``product`` makes it the head of a
+    model that ties them: the codes exist once."""
 
     def __init__(
         self, rows: int, width: int, dtype: torch.dtype, form: WeightFormat

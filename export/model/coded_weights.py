@@ -19,8 +19,8 @@ GridOf = Callable[[str], Grid | None]
 
 
 def form_of(name: str, formats: WeightFormats) -> WeightFormat | None:
-    """Of the weight ``name`` (``layers.0.q.weight``); None for one that stays as it
-    is."""
+    """The format of the weight ``name`` (``layers.0.q.weight``); None for one that
+    stays as it is."""
     *layer, role, kind = name.split(".")
     if kind != "weight":
         return None
@@ -34,8 +34,8 @@ def no_grid(name: str) -> Grid | None:
 
 
 class CodedWeights(Mapping[str, Tensor]):
-    """``weights``, whose maps are named ``.codes``, ``.scales`` and ``.zeros``. The last
-    one that was quantized is kept: all of its parts are asked for in turn."""
+    """``weights``, whose maps are named ``.codes``, ``.scales`` and ``.zeros``. The
+    last one that was quantized is kept: all of its parts are asked for in turn."""
 
     def __init__(
         self,
@@ -73,8 +73,9 @@ class CodedWeights(Mapping[str, Tensor]):
         name = f"{base}.weight"
         weight = self._weights[name]
         rows = weight if base == "embed" else weight.T
-        form = self._forms[base]
-        coded = quantized(rows.contiguous(), form, self._dtype, self._grid_of(name))
+        coded = quantized(
+            rows.contiguous(), self._forms[base], self._dtype, self._grid_of(name)
+        )
         self._last = base, coded
         return coded
 

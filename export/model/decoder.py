@@ -23,7 +23,8 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.weight_formats import PLAIN, WeightFormats
 
 FEW = 0.5
-"""Of a sequence's tokens: where fewer are asked for, the last layer computes no others."""
+"""Share of a sequence's tokens: if fewer are asked for, the last layer computes no
+others."""
 
 
 class Decoder(nn.Module):
@@ -32,10 +33,10 @@ class Decoder(nn.Module):
     State names are those of ``fold``: ``embed.weight`` [V, D], ``positions.weight``,
     ``layers.<i>.<role>.weight`` [in, out], ``layers.<i>.attend.proj_q`` ...,
     ``norm.weight``, ``head.weight`` [D, V] (absent when tied). ``rope.*`` stay float32
-    whatever ``dtype`` is: a half cannot hold a frequency. Where ``formats`` has codes, a
-    weight is ``.codes``, ``.scales`` and ``.zeros`` (export/model/coded_weights.py). With ``stage`` only that
-    stage of the plan: its layers under their own names, reading and giving hidden
-    states where the model does not begin or end.
+    whatever ``dtype`` is: a half cannot hold a frequency. Where ``formats`` has codes,
+    a weight is ``.codes``, ``.scales`` and ``.zeros`` (export/model/coded_weights.py).
+    With ``stage`` only that stage of the plan: its layers under their own names,
+    reading and giving hidden states where the model does not begin or end.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Decoder(nn.Module):
         return x, torch.cat(rows, -1), *(torch.cat(of_layer, 1) for of_layer in mass)
 
     def _logits(self, x: Tensor) -> Tensor:
-        """Of rows [R, D] that the last layer gave: of no others are they wanted."""
+        """[R, D] -> [R, vocab]: logits of rows that the last layer gave."""
         assert self.norm is not None
         head = self.head
         if head is None:
@@ -177,6 +178,6 @@ class Decoder(nn.Module):
 
 
 def _head(spec: DecoderSpec, dtype: torch.dtype, formats: WeightFormats) -> AnyLinear:
-    """Of a model that does not tie it."""
+    """The head of a model that does not tie it to the embedding."""
     hidden, vocabulary = spec.hidden_size, spec.vocab_size
     return linear(hidden, vocabulary, spec.family.head_bias, dtype, formats.table)

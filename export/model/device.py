@@ -1,5 +1,5 @@
-"""Where the original model runs while an engine is made: the one place that decides it,
-and what is done ahead there.
+"""The device of the original model while an engine is made: the one place that decides
+it, and the work that is done ahead there.
 
 All of export/ computes where the checkpoint's tensors are (Checkpoint.device). Products
 in float32 are products in float32 on a GPU too: torch's default, without TF32.

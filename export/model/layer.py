@@ -1,4 +1,5 @@
-"""DecoderLayer: the weights of one layer, one tensor a role, around an attention module.
+"""DecoderLayer: the weights of one layer, one tensor a role, around an attention
+module.
 
 How they are wired is kvlathe/layers/decoder.py.
 """
@@ -36,7 +37,7 @@ class Widths:
 
     @classmethod
     def folded(cls, plan: CompressionPlan, layer: int) -> Widths:
-        """Of a layer whose plan is folded into its weights."""
+        """Widths of a layer whose plan is folded into its weights."""
         lanes = plan.active(layer)
         group = plan.model.group_size
         k = sum(lane.input_dim for lane in lanes)
@@ -45,7 +46,7 @@ class Widths:
 
     @classmethod
     def whole(cls, spec: DecoderSpec) -> Widths:
-        """Of a layer as the checkpoint has it."""
+        """Widths of a layer as the checkpoint has it."""
         q = spec.query_heads * spec.head_dim
         kv = spec.kv_heads * spec.head_dim
         return cls(q=q, k=kv, v=kv, o=q)
@@ -127,8 +128,7 @@ class DecoderLayer(nn.Module):
             handed_on.extend(more)
             return o if rows is None else o.index_select(0, rows)
 
-        kept = places if rows is None else rows
-        return run_layer(self, x, attend, kept), *handed_on
+        return run_layer(self, x, attend, places if rows is None else rows), *handed_on
 
     def qkv(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.q(x), self.k(x), self.v(x)
@@ -136,8 +136,7 @@ class DecoderLayer(nn.Module):
     def gate_up(self, x: Tensor) -> tuple[Tensor | None, Tensor]:
         assert self.up is not None
         up = self.up(x)
-        gate = None if self.gate is None else self.gate(x)
-        return gate, up
+        return None if self.gate is None else self.gate(x), up
 
     def add_o(self, x: Tensor, o: Tensor) -> Tensor:
         return x + self.o(o)

@@ -53,7 +53,7 @@ class Map:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """What one adapter adds to one map."""
+    """The product B @ A that one adapter adds to one map."""
 
     file: TensorFile
     module: str
@@ -61,11 +61,9 @@ class Product:
     turned: bool
 
     def matrix(self, device: torch.device) -> Tensor:
-        """As the checkpoint has the map, float32. Raises KvlatheError for numbers that
-        cannot be read, or are not finite."""
-        a = self._read("A").to(device)
-        b = self._read("B").to(device)
-        product = self.scale * (b @ a)
+        """The product as the checkpoint has the map, float32. Raises KvlatheError for
+        numbers that cannot be read, or are not finite."""
+        product = self.scale * (self._read("B").to(device) @ self._read("A").to(device))
         return product.T if self.turned else product
 
     def _read(self, side: str) -> Tensor:
@@ -80,9 +78,9 @@ class Product:
 
 
 class Merged:
-    """What ``adapters`` add to the maps of a checkpoint, by the checkpoint's names of
-    them. ``base``: the checkpoint's folder. ``digest`` tells adapters apart; it is empty
-    where nothing is added.
+    """Products that ``adapters`` add to the maps of a checkpoint, by the checkpoint's
+    names of the maps. ``base``: the checkpoint's folder. ``digest`` tells adapters
+    apart; it is empty where nothing is added.
 
     Opening reads headers only. Raises KvlatheError for an adapter that is more than
     LoRA of maps, or of another model.
@@ -157,25 +155,30 @@ def _digest(adapter: Adapter) -> bytes:
 def _products(
     adapter: Adapter, config: LoraConfig, maps: Mapping[str, Map]
 ) -> list[tuple[str, Product]]:
-    """Beside the checkpoint's names of their maps."""
+    """Products of an adapter, each with the checkpoint's name of its map."""
     file = open_tensors(adapter.folder / WEIGHTS)
     found: list[tuple[str, Product]] = []
     for module in _modules(adapter, file):
         if module not in maps:
-            reason = f"the model has no map {module} that LoRA can be added to"
-            raise refused(adapter, reason, OTHER_BASE)
+            raise refused(
+                adapter,
+                f"the model has no map {module} that LoRA can be added to",
+                OTHER_BASE,
+            )
         if not config.names(module):
             raise unreadable(config.path, f"target_modules does not name {module}")
         own = maps[module]
         _check_shapes(adapter, config, file, module, own)
-        scale = adapter.weight * config.scale(module)
-        product = Product(file, module, scale, own.turned)
+        product = Product(
+            file, module, adapter.weight * config.scale(module), own.turned
+        )
         found.append((own.stored, product))
     return found
 
 
 def _modules(adapter: Adapter, file: TensorFile) -> list[str]:
-    """What the file has A and B of. Raises KvlatheError for anything else in it."""
+    """Modules of which the file has A and B. Raises KvlatheError for anything else in
+    it."""
     names = set(file.keys())
     modules: set[str] = set()
     for name in sorted(names):

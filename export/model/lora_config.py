@@ -15,7 +15,7 @@ from kvlathe.base.tokenizer_files import read_object
 from kvlathe.export.model.shards import PICKLES
 
 Numbers = Mapping[str, float]
-"""By name of a map, or by an expression that such names match."""
+"""Values by name of a map, or by an expression that such names match."""
 LARGEST = 1e30
 FOREIGN = {
     "use_dora": "it is DoRA, which scales each output after the sum",
@@ -53,24 +53,24 @@ class LoraConfig:
     def names(self, module: str) -> bool:
         """Whether target_modules has a map of the model."""
         if isinstance(self.modules, str):
-            every = self.modules == "all-linear"
-            return every or self._matches(self.modules, module)
+            return self.modules == "all-linear" or self._matches(self.modules, module)
         ends = (f".{end}" for end in self.modules)
         return module in self.modules or module.endswith(tuple(ends))
 
     def rank(self, module: str) -> float:
-        """That of A and B of a map."""
+        """Rank of A and B of a map."""
         return self._of(self.ranks, module, self.r)
 
     def scale(self, module: str) -> float:
-        """What B @ A of a map is multiplied by: alpha / r (LoRA, arXiv 2106.09685), or
+        """The factor of B @ A of a map: alpha / r (LoRA, arXiv 2106.09685), or
         alpha / sqrt(r) (rsLoRA, arXiv 2312.03732)."""
         rank = self.rank(module)
         below = rank**0.5 if self.square_root else rank
         return self._of(self.alphas, module, self.alpha) / below
 
     def _of(self, by_name: Numbers, module: str, default: float) -> float:
-        """As PEFT: the first name or expression that the module's name ends with."""
+        """Look up as PEFT does: the first name or expression that the module's name
+        ends with."""
         for name, number in by_name.items():
             if self._matches(rf"(?:.*\.)?(?:{name})", module):
                 return number
@@ -80,13 +80,14 @@ class LoraConfig:
         try:
             return re.fullmatch(expression, module) is not None
         except (re.error, RecursionError) as error:
-            reason = f"{expression!r} is no regular expression ({error})"
-            raise unreadable(self.path, reason) from error
+            raise unreadable(
+                self.path, f"{expression!r} is no regular expression ({error})"
+            ) from error
 
 
 def read_lora_config(adapter: Adapter) -> LoraConfig:
-    """Raises KvlatheError for a folder that holds no adapter, and for what merging would
-    leave out."""
+    """Raises KvlatheError for a folder that holds no adapter, and for what merging
+    would leave out."""
     _check_files(adapter)
     path = adapter.folder / CONFIG
     said = cast("dict[str, object]", read_object(path))
@@ -119,8 +120,11 @@ def refused(adapter: Adapter, reason: str, remedy: str = REMEDY) -> KvlatheError
 def _check_files(adapter: Adapter) -> None:
     folder = adapter.folder
     if not folder.is_dir():
-        fact = f"there is no folder {folder}"
-        raise KvlatheError(fact, "--lora names it", "give the folder of an adapter")
+        raise KvlatheError(
+            f"there is no folder {folder}",
+            "--lora names it",
+            "give the folder of an adapter",
+        )
     missing = [path.name for path in adapter.files if not path.is_file()]
     if not missing:
         return

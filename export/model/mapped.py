@@ -16,18 +16,16 @@ def _libc() -> ctypes.CDLL:
 
 
 def forget(view: Tensor, copy: Tensor) -> None:
-    """Let go of the memory of ``view``, a tensor in a mapped file that ``copy`` was made
-    of. The file and the system's cache of it stay; reading it again maps it again.
+    """Let go of the memory of ``view``, a tensor in a mapped file that ``copy`` was
+    made of. The file and the system's cache of it stay; reading it again maps it again.
 
     Nothing happens where ``copy`` is no copy.
     """
-    storage = view.untyped_storage().data_ptr()
-    if copy.untyped_storage().data_ptr() == storage:
+    if copy.untyped_storage().data_ptr() == view.untyped_storage().data_ptr():
         return
     page = mmap.PAGESIZE
     start = -(-view.data_ptr() // page) * page
     end = (view.data_ptr() + view.nbytes) // page * page
     if end > start:
-        address = ctypes.c_void_p(start)
         length = ctypes.c_size_t(end - start)
-        _libc().madvise(address, length, mmap.MADV_DONTNEED)
+        _libc().madvise(ctypes.c_void_p(start), length, mmap.MADV_DONTNEED)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 WORD = 32
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word AWQ has the first output, the second ..."""
+"""Places in a word of the first output, the second ..., in AWQ's order."""
 LEAST_GROUP = 16
 PARTS = ("qweight", "qzeros", "scales")
 Read = Callable[[str], Tensor]
@@ -35,8 +35,8 @@ Read = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class Packing:
-    """``group``: inputs, 0 for all of them. ``symmetric``: whether every zero is the middle
-    code. ``less_one``: whether zeros are stored so."""
+    """``group``: inputs, 0 for all of them. ``symmetric``: whether every zero is the
+    middle code. ``less_one``: whether zeros are stored so."""
 
     method: str
     bits: int
@@ -48,7 +48,7 @@ class Packing:
         return -(-inputs // self.group) if self.group else 1
 
     def shapes(self, inputs: int, outputs: int) -> dict[str, tuple[int, int]]:
-        """Of a map's parts."""
+        """Shapes of a map's stored parts."""
         groups = self.groups(inputs)
         words = self.bits * outputs // WORD
         weight = (self.bits * inputs // WORD, outputs)
@@ -60,8 +60,8 @@ class Packing:
 
 
 def read_packing(config: Settings) -> Packing | None:
-    """What config.json says; None for weights that are no codes. Raises KvlatheError for
-    codes that are not read."""
+    """Read the packing from config.json; None for weights that are no codes. Raises
+    KvlatheError for codes that are not read."""
     said = config.get("quantization_config") or config.get("compression_config")
     if not said or has_mxfp4(config):
         return None
@@ -90,7 +90,8 @@ def read_packing(config: Settings) -> Packing | None:
 
 
 def has_mxfp4(config: Settings) -> bool:
-    """Whether experts are in MXFP4, which become numbers as they are read (stacked.py)."""
+    """Whether experts are in MXFP4, which become numbers as they are read
+    (stacked.py)."""
     said = config.get("quantization_config")
     if not isinstance(said, dict) or config.get("model_type") != "gpt_oss":
         return False
@@ -98,8 +99,11 @@ def has_mxfp4(config: Settings) -> bool:
 
 
 def _refused(how: str, reason: str) -> KvlatheError:
-    fact = f"the checkpoint is quantized {how}"
-    return KvlatheError(fact, reason, "give the checkpoint it was made from")
+    return KvlatheError(
+        f"the checkpoint is quantized {how}",
+        reason,
+        "give the checkpoint it was made from",
+    )
 
 
 class PackedMap:
@@ -118,7 +122,8 @@ class PackedMap:
         outputs: int,
         shape_of: Callable[[str], tuple[int, ...] | None],
     ) -> set[str]:
-        """The names of its parts. Raises KvlatheError where one is missing or misshapen."""
+        """The names of its parts. Raises KvlatheError where one is missing or
+        misshapen."""
         wanted = self.packing.shapes(inputs, outputs)
         for part, shape in wanted.items():
             if shape_of(f"{self.name}.{part}") != shape:
@@ -135,8 +140,7 @@ class PackedMap:
         if not self._ordered:
             return None
         order = self._read(f"{self.name}.g_idx").long()
-        same = torch.equal(order, self._regular(len(order)))
-        return None if same else order
+        return None if torch.equal(order, self._regular(len(order))) else order
 
     def grid(self) -> Grid:
         """Scales and zeros [G, N]."""

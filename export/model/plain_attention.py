@@ -1,5 +1,5 @@
-"""PlainAttention: a layer's attention over one whole sequence at full rank, as the model
-itself computes it. Calibration and the price of forms read its softmax."""
+"""PlainAttention: a layer's attention over one whole sequence at full rank, as the
+model itself computes it. Calibration and the price of forms read its softmax."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvlathe.export.model.spec import DecoderSpec
 
 @dataclass(frozen=True)
 class PlainAttention:
-    """Scores are scale * q.k; ``window``: tokens that a query sees, its own included (0:
-    all); ``softcap`` bounds scores where it is not 0; ``sinks`` [Hq]: a logit of each
-    query head beside its scores, or None."""
+    """Scores are scale * q.k; ``window``: tokens that a query sees, its own included
+    (0: all); ``softcap`` bounds scores where it is not 0; ``sinks`` [Hq]: a logit of
+    each query head beside its scores, or None."""
 
     scale: float
     window: int = 0
@@ -54,8 +54,9 @@ class PlainAttention:
     def shares(self, scores: Tensor, seen: Tensor) -> Tensor:
         """scores [Hq, Q, T], already scaled and lost afterwards, and which are ``seen``
         [Q, T] -> what each counts; with sinks, less than 1 in all."""
-        bounded = capped(scores, self.softcap)
-        return softmax_beside(bounded.masked_fill_(~seen, -torch.inf), self.sinks)
+        return softmax_beside(
+            capped(scores, self.softcap).masked_fill_(~seen, -torch.inf), self.sinks
+        )
 
 
 def softmax_beside(scores: Tensor, sinks: Tensor | None) -> Tensor:

@@ -118,7 +118,7 @@ def read_rope(
 
 
 def _parameters(config: PreTrainedConfig, family: Family, kind: str) -> dict[str, Any]:
-    """Those of layers of a ``kind``; refuses what ``read_rope`` cannot read."""
+    """Parameters of layers of a ``kind``; refuses what ``read_rope`` cannot read."""
     parameters = config.rope_parameters or {}
     if kind:
         parameters = parameters.get(kind) or {}
@@ -141,7 +141,8 @@ def _parameters(config: PreTrainedConfig, family: Family, kind: str) -> dict[str
 
 @dataclass(frozen=True)
 class Turning:
-    """How transformers turns layers of one ``kind``: their ``parameters``."""
+    """RoPE of layers of one ``kind``, as transformers computes it from
+    ``parameters``."""
 
     config: PreTrainedConfig
     parameters: dict[str, Any]
@@ -167,10 +168,8 @@ class Turning:
 
         form = self.parameters["rope_type"]
         if form != "default":
-            make = ROPE_INIT_FUNCTIONS[form]
             more = {"layer_type": self.kind} if self.kind else {}
-            return make(self.config, seq_len=max_seq_len, **more)
-        factor = self.parameters.get("partial_rotary_factor", 1.0)
-        dim = int(self.head_dim * factor)
+            return ROPE_INIT_FUNCTIONS[form](self.config, seq_len=max_seq_len, **more)
+        dim = int(self.head_dim * self.parameters.get("partial_rotary_factor", 1.0))
         exponents = torch.arange(0, dim, 2, dtype=torch.float) / dim
         return 1.0 / (self.parameters["rope_theta"] ** exponents), 1.0

@@ -1,4 +1,4 @@
-"""Which files of a checkpoint folder hold its weights: safetensors, and no pickles."""
+"""Files of a checkpoint folder that hold its weights: safetensors, and no pickles."""
 
 from __future__ import annotations
 

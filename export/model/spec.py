@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     """Each family's function takes its own config class, which _parse has made."""
 
 Settings = dict[str, Any]
-"""What config.json holds."""
+"""The fields of config.json."""
 TEXT_PARTS = {"gemma3": "gemma3_text"}
 """Model types of which the part that reads and writes text is run -> that part's."""
 FOREIGN_SETTINGS = (
@@ -100,8 +100,8 @@ class DecoderSpec:
 
     @property
     def rope_note(self) -> str:
-        """Where results differ from transformers: fact, reason and remedy. Empty where
-        they do not."""
+        """A note on results that differ from transformers: fact, reason and remedy.
+        Empty where they do not."""
         short = self.rope.short_length if self.rope else None
         if short is None:
             return ""
@@ -120,7 +120,7 @@ class DecoderSpec:
         return tuple(tokens if tokens < self.max_seq_len else 0 for tokens in given)
 
     def scale(self, layer: int) -> float:
-        """What the scores q.k of a layer are multiplied by before the softmax."""
+        """The factor of a layer's scores q.k before the softmax."""
         scales = self.family.scales
         if scales is None:
             return self.head_dim**-0.5
@@ -134,8 +134,8 @@ def read_spec(
     (default: as long as the model's).
 
     Raises KvlatheError for a missing or unreadable config.json, an unsupported family,
-    and every setting that would change the result and is not supported (ALiBi, quantized
-    weights, ...).
+    and every setting that would change the result and is not supported (ALiBi,
+    quantized weights, ...).
     """
     raw = _text_part(read_config(Path(checkpoint_dir)))
     _refuse_foreign(raw)
@@ -166,7 +166,7 @@ def read_spec(
 
 
 def read_config(folder: Path) -> Settings:
-    """What config.json holds. Raises KvlatheError where it cannot be read."""
+    """Read config.json. Raises KvlatheError where it cannot be read."""
     if not folder.is_dir():
         raise KvlatheError(
             f"there is no checkpoint folder {folder}",
@@ -194,7 +194,7 @@ def read_config(folder: Path) -> Settings:
 
 
 def _text_part(raw: Settings) -> Settings:
-    """Of a model that also reads images: what it says of text."""
+    """The part for text of a model that also reads images."""
     model_type = raw.get("model_type")
     text = raw.get("text_config")
     if model_type not in TEXT_PARTS or not isinstance(text, dict):

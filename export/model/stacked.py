@@ -19,7 +19,7 @@ Read = Callable[[str], Tensor]
 """The folder's tensor of a name, as it is stored."""
 SINKS = "attend.sinks"
 MAPS = {"gate": "experts_gate_up", "up": "experts_gate_up", "down": "experts_down"}
-"""Of the decoder's ``experts.<name>`` -> role."""
+"""Name in the decoder's ``experts.<name>`` -> role."""
 STACKED = (
     "experts.router",
     "experts.router_bias",
@@ -31,7 +31,7 @@ ROLES = {
 }
 """The family's roles that such tensors are stored under."""
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""What codes stand for; with the highest bit, their negatives."""
+"""Values of the codes; with the highest bit, their negatives."""
 BLOCK = 32
 EXPONENT_BIAS = 127
 
@@ -82,7 +82,7 @@ def stored_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
 
 
 def bytes_names(spec: DecoderSpec) -> set[str]:
-    """Those that hold bytes, not numbers."""
+    """Stored tensors that hold bytes, not numbers."""
     ends = ("_blocks", "_scales")
     return {name for name in stored_shapes(spec) if name.endswith(ends)}
 
@@ -119,8 +119,7 @@ def read(spec: DecoderSpec, name: str, stored: Read) -> Tensor:
 def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
     """blocks uint8 [..., n, 16], scales uint8 [..., n] -> float32 [..., 32 n]."""
     levels = torch.tensor([*E2M1, *(-x for x in E2M1)], device=blocks.device)
-    pairs = torch.stack([blocks & 15, blocks >> 4], -1)
-    numbers = levels[pairs.int()].flatten(-2)
+    numbers = levels[torch.stack([blocks & 15, blocks >> 4], -1).int()].flatten(-2)
     return torch.ldexp(numbers, (scales.int() - EXPONENT_BIAS)[..., None]).flatten(-2)
 
 

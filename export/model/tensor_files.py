@@ -22,7 +22,7 @@ class Header(Protocol):
 
 
 class TensorFile(Protocol):
-    """What is used of safetensors' open file."""
+    """The methods of safetensors' open file that are used."""
 
     def keys(self) -> Iterable[str]: ...
     def get_tensor(self, name: str) -> Tensor: ...

@@ -1,5 +1,5 @@
-"""Which tensors a model has: their names and shapes in the checkpoint, and how the
-decoder's own are cut out of them.
+"""Tensors of a model: their names and shapes in the checkpoint, and the cuts that make
+the decoder's own of them.
 
 The decoder's names are ``embed.weight``, ``layers.<i>.<role>.weight`` and so on,
 whatever the family calls them; the roles are those of Family. A *stored* tensor is the
@@ -41,8 +41,8 @@ EXPERT_ROLES = {
     "experts.up": "experts_up",
     "experts.down": "experts_down",
 }
-"""What the decoder calls the tensors of a layer's experts -> role. Each holds those of
-all of them."""
+"""The decoder's name of a tensor of a layer's experts -> role. Each tensor holds all
+experts."""
 NORMS = ("attn_norm", "attn_out_norm", "mlp_norm", "mlp_out_norm", "norm")
 QK_NORMS = ("q_norm", "k_norm")
 
@@ -122,8 +122,7 @@ def split_name(name: str) -> tuple[int | None, str, str]:
     """``layers.3.q.weight`` -> (3, "q", "weight"); no layer for the tensors around the
     layers."""
     *layer, role, kind = name.removeprefix("layers.").split(".")
-    index = int(layer[0]) if layer else None
-    return index, role, kind
+    return int(layer[0]) if layer else None, role, kind
 
 
 def stored_name(spec: DecoderSpec, name: str) -> str:
@@ -136,9 +135,9 @@ def stored_name(spec: DecoderSpec, name: str) -> str:
 
 
 def other_names(spec: DecoderSpec, name: str) -> list[str]:
-    """What a checkpoint may call its tensor ``name`` instead: base models lack the first
-    part (``transformer.h.0...`` is ``h.0...``), text parts of larger models have one
-    more."""
+    """Other names that a checkpoint may have for its tensor ``name``: base models lack
+    the first part (``transformer.h.0...`` is ``h.0...``), text parts of larger models
+    have one more."""
     first, _, bare = name.partition(".")
     if not spec.family.beside:
         return [bare]

@@ -34,7 +34,7 @@ AT_ONCE = 1 << 26
 
 @dataclass(frozen=True)
 class Place:
-    """Where a weight lies in the data file, in bytes, and as what it is stored."""
+    """Place of a weight in the data file, in bytes, with its shape and type."""
 
     offset: int
     shape: tuple[int, ...]
@@ -42,8 +42,7 @@ class Place:
 
     @property
     def size(self) -> int:
-        count = torch.Size(self.shape).numel()
-        return self.dtype.itemsize * count
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
 
     @property
     def end(self) -> int:
@@ -51,7 +50,7 @@ class Place:
 
     @property
     def next(self) -> int:
-        """Where another weight may begin."""
+        """The first offset at which another weight may begin."""
         return -(-self.end // ALIGN) * ALIGN
 
 
@@ -115,7 +114,7 @@ def _stored(name: str, tensor: Tensor, place: Place) -> Tensor:
 
 
 def _on_host(tensor: Tensor) -> Iterator[memoryview]:
-    """Its bytes, in pieces; a piece is gone when the next one is asked for."""
+    """Bytes of a tensor, in pieces; a piece is gone when the next one is asked for."""
     flat = tensor.view(-1).view(torch.uint8)
     if not tensor.is_cuda:
         yield flat.numpy().data
@@ -138,9 +137,9 @@ def write_decoder(
     device: torch.device = CPU,
     formats: WeightFormats = PLAIN,
 ) -> None:
-    """Write ``out_dir``/model.onnx.data, and decoder.json: where each weight lies and how
-    layers are wired. Runtimes that build the decoder themselves need no more. ``weights``
-    are in ``formats``. Raises as ``write_weights``."""
+    """Write ``out_dir``/model.onnx.data, and decoder.json: where each weight lies and
+    how layers are wired. Runtimes that build the decoder themselves need no more.
+    ``weights`` are in ``formats``. Raises as ``write_weights``."""
     places = decoder_places(spec, plan, DTYPES[dtype], formats)
     log.info("folding and writing weights")
     write_weights(out_dir / WEIGHTS_FILE, places, weights, device)
@@ -159,7 +158,7 @@ def decoder_places(
     dtype: torch.dtype,
     formats: WeightFormats = PLAIN,
 ) -> dict[str, Place]:
-    """Of every tensor of the decoder, in the order of its layers."""
+    """Places of all tensors of the decoder, in the order of its layers."""
     with torch.device("meta"):
         state = Decoder(spec, plan, dtype, None, formats).state_dict()
     places: dict[str, Place] = {}
@@ -181,7 +180,7 @@ def _entry(place: Place) -> dict[str, object]:
 
 
 def wiring(spec: DecoderSpec) -> Wiring:
-    """For runtimes that build the decoder from its weights."""
+    """A file for runtimes that build the decoder from its weights."""
     experts = spec.family.experts
     return Wiring(
         norm=spec.family.norm,
