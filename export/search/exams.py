@@ -33,8 +33,8 @@ FEW_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Exam:
-    """What plans are scored on, as token ids: ``questions`` for retrieval, ``windows``
-    of text for the other metrics.
+    """Texts or questions that plans are scored on, as token ids: ``questions`` for
+    retrieval, ``windows`` of text for the other metrics.
     """
 
     metric: Metric
@@ -43,8 +43,7 @@ class Exam:
 
     @property
     def digest(self) -> str:
-        text = json.dumps(dataclasses.asdict(self))
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(json.dumps(dataclasses.asdict(self)).encode()).hexdigest()
 
     @property
     def fewer(self) -> Exam:
@@ -55,7 +54,7 @@ class Exam:
 
     @property
     def described(self) -> str:
-        """For people and reports."""
+        """The exam in words, for people and reports."""
         if self.questions:
             return f"exact match of {len(self.questions)} answers"
         longest = max(map(len, self.windows))
@@ -90,13 +89,13 @@ def read_exam(
                 f"sequences end at {longest} tokens",
                 "give shorter ones",
             )
-        count = min(QUESTIONS, len(fitting))
-        even = np.linspace(0, len(fitting) - 1, count).round()
+        even = np.linspace(0, len(fitting) - 1, min(QUESTIONS, len(fitting))).round()
         places = np.unique(even.astype(int))
         return Exam(metric, questions=tuple(fitting[place] for place in places))
     documents = tasks.encode_documents(encoder, tasks.read_texts(path)[::-1])
-    length = min(WINDOW_TOKENS, longest)
-    windows = tasks.windows(documents, encoder.eos_id, WINDOWS, length)
+    windows = tasks.windows(
+        documents, encoder.eos_id, WINDOWS, min(WINDOW_TOKENS, longest)
+    )
     tokens = sum(map(len, windows))
     if tokens < FEW_TOKENS:
         log.warning(
@@ -162,9 +161,8 @@ def asked(
     tokens = [question.tokens for question in exam.questions]
     others = [place for place in range(count) if place not in failed]
     others.sort(key=lambda place: tokens[place])
-    order = [*failed, *others]
     wrong = 0
-    for done, place in enumerate(progress(order, "questions"), 1):
+    for done, place in enumerate(progress([*failed, *others], "questions"), 1):
         if tasks.answered(oracle, exam.questions[place]):
             continue
         wrong += 1
@@ -179,5 +177,4 @@ def asked(
 
 def says(oracle: tasks.LogitsOracle, window: Sequence[int]) -> npt.NDArray[np.int64]:
     """The next token after every place of the window but its last."""
-    rows = range(len(window) - 1)
-    return oracle.logits(window, rows).argmax(-1)
+    return oracle.logits(window, range(len(window) - 1)).argmax(-1)

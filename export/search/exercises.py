@@ -3,10 +3,10 @@
 Text alone prices what a head adds to the next word, and most of that is near. A head
 that finds what was said thousands of tokens ago is then cheap to cut, until somebody
 asks. So a passage comes, then other text, and then the passage again: models copy it
-(induction, Olsson et al. 2022, arXiv 2209.11895). And records of a key and a value come,
-and some of their keys again. What is scored are the places that the model gets right
-with the first copy in sight and would not get as well without it. No data of the user
-are read, and none of a benchmark: the tokens are those of the calibration.
+(induction, Olsson et al. 2022, arXiv 2209.11895). And records of a key and a value
+come, and some of their keys again. What is scored are the places that the model gets
+right with the first copy in sight and would not get as well without it. No data of the
+user are read, and none of a benchmark: the tokens are those of the calibration.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ GAIN = 1.0
 TRIES = 3
 """Exercises that are made for each one wanted; a model fails some."""
 DRAWS = 2
-"""Of the margins' signs, each a backward pass."""
+"""Draws of the margins' signs, each a backward pass."""
 WEIGHT = 0.1
-"""Of an exercise's price beside text: margins that move by a third of themselves (a mean
-square of 0.1) count as 0.01 nats."""
+"""Weight of an exercise's price beside text: margins that move by a third of themselves
+(a mean square of 0.1) count as 0.01 nats."""
 FEW = 4
 """An exercise with fewer places that depend on the first copy is not taken."""
 
@@ -141,9 +141,8 @@ def exercises(
 def _dependent(decoder: Decoder, exercise: Exercise) -> list[int]:
     """The places of the answers that the model gets right, and would give GAIN nats
     less where it saw only what is near."""
-    cut = max(0, exercise.start - NEAR)
     whole = _before_answers(decoder, exercise, 0)
-    near = _before_answers(decoder, exercise, cut)
+    near = _before_answers(decoder, exercise, max(0, exercise.start - NEAR))
     answers = [exercise.ids[place] for place in exercise.answers]
     labels = torch.tensor(answers, device=whole.device)
     right = whole.argmax(-1) == labels

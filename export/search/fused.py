@@ -17,7 +17,7 @@ from torch import Tensor
 from kvlathe.export.attention.windows import LaneWindows
 
 QUERIES = 512
-"""Of a block, rounded to whole pages."""
+"""Queries of a block, rounded to whole pages."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class LaneTokens:
     window: LaneWindows | None
 
     def attended(self, q: Tensor, places: Tensor | None = None) -> Tensor:
-        """q [G, T, Rk], scaled -> [G, T, Rv], or [G, R, Rv] at ``places`` [R], ascending.
-        Widths are evened out, which fused kernels want."""
+        """q [G, T, Rk], scaled -> [G, T, Rv], or [G, R, Rv] at ``places`` [R],
+        ascending. Widths are evened out, which fused kernels want."""
         group = q.shape[0]
         rank_v = self.v.shape[-1]
         width = max(q.shape[-1], rank_v)
@@ -94,8 +94,9 @@ class LaneTokens:
     def _hidden(self, queries: Tensor, places: Tensor) -> Tensor:
         """[Q, N] behind the lane's window."""
         if self.window is None:
-            shape = len(queries), len(places)
-            return torch.zeros(shape, dtype=torch.bool, device=places.device)
+            return torch.zeros(
+                (len(queries), len(places)), dtype=torch.bool, device=places.device
+            )
         return self.window.hidden(queries[None], places[None])[0]
 
 

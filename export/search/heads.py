@@ -1,4 +1,4 @@
-"""Which heads see everything, by what a window costs each of them.
+"""Choice of the heads that see everything, by the loss that a window costs each.
 
 Every lane alone gets the window; what the model's answers then lose is measured as for
 all prices (sensitivity.py), on the readings that ask for what is far.

@@ -43,26 +43,27 @@ from kvlathe.plan.formats import Tier
 from kvlathe.plan.plan import CompressionPlan
 
 WINDOWS, QUESTIONS = 2, 4
-"""Of an exam, what sensitivity is measured on: gradients of many tokens say more than
-scores of many texts."""
+"""Parts of an exam that sensitivity is measured on: gradients of many tokens say more
+than scores of many texts."""
 EXERCISES = 1
-"""Of each kind."""
+"""Exercises of each kind."""
 NEAR_TOKENS = 1024
-"""Of an exercise on which forms are priced."""
+"""Tokens of an exercise on which forms are priced."""
 FAR_TOKENS = 4096
-"""Of the longest reading on which windows are priced."""
+"""Tokens of the longest reading on which windows are priced."""
 FAR_QUESTIONS = 2
 FORETOLD = 0.1
-"""Nats a token: a search begins where this is foretold. By then answers begin to fail."""
+"""Nats a token: a search begins where this is foretold. By then answers begin to
+fail."""
 GUESSED = 0.002
-"""Of the bytes, how well that place is known."""
+"""Share of the bytes within which that place is found."""
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What sensitivity is measured on: exams' texts and questions, and exercises made of
-    the texts' tokens where ``exercised``. Windows are priced on sequences of up to
-    ``tokens`` tokens, the length that is served."""
+    """Sources of the readings that sensitivity is measured on: exams' texts and
+    questions, and exercises made of the texts' tokens where ``exercised``. Windows are
+    priced on sequences of up to ``tokens`` tokens, the length that is served."""
 
     exams: Sequence[Exam]
     tokens: int
@@ -112,7 +113,8 @@ class Sources:
 
 
 PRICED = 3
-"""Of the remembered losses: how they are measured."""
+"""Version of the way in which losses are measured; remembered ones have it in their
+key."""
 
 
 def priced(
@@ -151,18 +153,20 @@ def priced(
 def uncompressed(checkpoint: Checkpoint) -> Decoder:
     """The model as it is, to take gradients of."""
     spec = checkpoint.spec
-    has_rope = spec.rope is not None
     settings = CacheSettings(32, layer_windows=spec.windows)
-    whole = compose("none", spec.shape, has_rope, None, Options(), settings)
+    whole = compose(
+        "none", spec.shape, spec.rope is not None, None, Options(), settings
+    )
     return decoder_from(checkpoint, *whole)
 
 
 def _measured(checkpoint: Checkpoint, grid: Grid, sources: Sources) -> Losses:
     decoder = uncompressed(checkpoint)
     readings = sources.readings(decoder, grid.seed)
-    page = grid.page_tokens
     candidates = _candidates(grid, checkpoint.device)
-    return losses(decoder, readings, candidates, grid.windows, page, grid.seed)
+    return losses(
+        decoder, readings, candidates, grid.windows, grid.page_tokens, grid.seed
+    )
 
 
 def _candidates(grid: Grid, device: torch.device) -> Candidates:
@@ -197,12 +201,11 @@ def variant(request: str, prices: Priced, form: CacheSettings) -> Variant:
         return plan_of(request, prices, choice, form)
 
     def guess() -> float:
-        """Where prices foretell a loss of FORETOLD."""
+        """The share removed at which prices foretell a loss of FORETOLD."""
         low, high = gentlest, most
         while high - low > GUESSED:
             middle = (low + high) / 2
-            choice = prices.chosen(int((1 - middle) * whole + 1e-6))
-            if prices.lost(choice) <= FORETOLD:
+            if prices.lost(prices.chosen(int((1 - middle) * whole + 1e-6))) <= FORETOLD:
                 low = middle
             else:
                 high = middle
@@ -225,8 +228,9 @@ def plan_of(
 ) -> Made:
     """One form for every lane, as a plan."""
     stats = prices.grid.stats
-    hot = Tier(form.bits, form.bits)
-    chosen = auto.made(prices.grid, choice, hot, form.layer_windows)
+    chosen = auto.made(
+        prices.grid, choice, Tier(form.bits, form.bits), form.layer_windows
+    )
     plan = CompressionPlan(
         stats.shape,
         chosen.lanes,

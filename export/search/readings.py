@@ -13,7 +13,7 @@ from kvlathe.tasks import tasks
 
 TEXT_DRAWS, QUESTION_DRAWS = 2, 4
 FAR_DRAWS = 2
-"""Of a long text or question: a draw there costs as much as many of a short one."""
+"""Draws of a long text or question: one there costs as much as many of a short one."""
 LEAST_MARGIN = 0.5
 """Logits: below this an answer is as good as undecided, and its margin says nothing of
 how sure it was."""

@@ -73,7 +73,7 @@ class Scores:
         self._write()
 
     def forget(self, name: str) -> None:
-        """What is not known is left."""
+        """Remove a score, if it is known."""
         if self.known.pop(name, None) is not None:
             self._write()
 

@@ -71,7 +71,7 @@ class SealedAttend(AttendLayer):
 
     @cached_property
     def seals(self) -> list[Seal]:
-        """How each active lane of this layer is sealed."""
+        """The seal of each active lane of this layer."""
         heads = self.plan.model.kv_heads
         tiers: dict[int, Tier] = {}
         for bucket in self.plan.buckets:
@@ -138,8 +138,8 @@ class SealedAttend(AttendLayer):
         whole = (k.shape[1] - 1) // page * page
         outputs = []
         for head, seal in enumerate(self.seals):
-            sealed = seal(k[head, :whole], v[head, :whole])
             window = self.windows and self.windows.of(head)
+            sealed = seal(k[head, :whole], v[head, :whole])
             lane = LaneTokens(k[head], v[head], *sealed, page, window)
             outputs.append(lane.attended(q[head], places))
         return torch.stack(outputs)
@@ -182,8 +182,7 @@ class SealedAttend(AttendLayer):
         def output(shares: Tensor) -> Tensor:
             by_lane = zip(self.seals, shares, strict=True)
             rounded = [seal.shares(own) for seal, own in by_lane]
-            out = torch.stack(rounded).to(values.dtype) @ values
-            return out.to(self.dtype)
+            return (torch.stack(rounded).to(values.dtype) @ values).to(self.dtype)
 
         return SoftmaxState.of(scores, output)
 
@@ -206,9 +205,8 @@ def _own_page(
     by_page = q.unflatten(2, (pages, page)).transpose(1, 2)
     hidden = None
     if windows is not None:
-        places = torch.arange(pages * page, device=q.device)
         by_lane: list[Tensor] = []
-        for own in places.split(page):
+        for own in torch.arange(pages * page, device=q.device).split(page):
             of_lanes = own[None]
             by_lane.append(windows.hidden(of_lanes, of_lanes))
         hidden = torch.stack(by_lane, 1).flatten(0, 1)
@@ -223,14 +221,14 @@ def _own_page(
 
 
 def _rows(state: SoftmaxState, rows: slice) -> SoftmaxState:
-    """Of some queries."""
+    """The state of some queries."""
     return SoftmaxState(state.lse[:, :, rows], state.out[:, :, rows])
 
 
 @dataclass(frozen=True)
 class Seal:
-    """What sealing in ``tier`` (None: nothing) does to one lane, and what attending its
-    codes does to q and to shares.
+    """Effect of sealing one lane in ``tier`` (None: none), and of attending its codes
+    on q and on shares.
 
     A lane narrower than the widest of its layer comes padded; only its own ranks are
     coded.
@@ -244,9 +242,10 @@ class Seal:
         """k, v [whole pages, rank] -> the same as they are read back, float32."""
         if self.tier is None:
             return k, v
-        read_k = self._read_back(k, self.lane.rank_k, self.tier.k, 0)
-        read_v = self._read_back(v, self.lane.rank_v, self.tier.v, 1)
-        return read_k, read_v
+        return (
+            self._read_back(k, self.lane.rank_k, self.tier.k, 0),
+            self._read_back(v, self.lane.rank_v, self.tier.v, 1),
+        )
 
     def _read_back(self, x: Tensor, rank: int, form: Format, side: int) -> Tensor:
         """x [whole pages, at least rank] with its first ``rank`` dims rounded; ``side``
@@ -255,8 +254,7 @@ class Seal:
             return x
         own = x[:, :rank].float()
         padding = x[:, rank:].float()
-        dither = self._noise(own, side)
-        own = rounded(own, form, self.plan.page_tokens, dither)
+        own = rounded(own, form, self.plan.page_tokens, self._noise(own, side))
         return torch.cat([own, padding], -1)
 
     def _noise(self, x: Tensor, side: int) -> Tensor | None:
@@ -272,8 +270,7 @@ class Seal:
         if tier is None or tier.arithmetic == "float" or not tier.k.is_coded:
             return q
         sizes = tier.k.group_sizes(self.lane.rank_k, self.plan.page_tokens)
-        padding = q.shape[-1] - sum(sizes)
-        *groups, rest = q.float().split([*sizes, padding], -1)
+        *groups, rest = q.float().split([*sizes, q.shape[-1] - sum(sizes)], -1)
         coded = [self._in_codes(group, integer.LEVELS_Q) for group in groups]
         return torch.cat([*coded, rest], -1)
 
@@ -346,17 +343,15 @@ def _fitted(x: Tensor, form: Format, along: int) -> Tensor:
     worth, read = _nearest(x, form, magnitude)
     for _ in range(FITS - 1):
         levels = worth.double() - ends
-        products = wide * levels
         squares = levels.square()
-        product = products.sum(along, keepdim=True)
-        best = ends * product / squares.sum(along, keepdim=True)
-        magnitude = best.abs()
+        product = (wide * levels).sum(along, keepdim=True)
+        magnitude = (ends * product / squares.sum(along, keepdim=True)).abs()
         worth, read = _nearest(x, form, magnitude)
     return read
 
 
 def _nearest(x: Tensor, form: Format, magnitude: Tensor) -> tuple[Tensor, Tensor]:
-    """What the nearest codes for a magnitude are worth, and what they stand for."""
+    """(levels, values) of the nearest codes for a magnitude."""
     of_byte = np.array(form.table)[nearest_codes(form)]
     stored = magnitude.float().half().float()
     scale = stored * float(TWO_255THS)

@@ -37,13 +37,14 @@ bytes, and to FINE of those that are left."""
 FINE = 0.15
 
 BESIDE = 0.4
-"""Where between its ends a variant is scored that only stands beside others."""
+"""Place between its ends at which a variant is scored that only stands beside
+others."""
 
 SCHEMA = 3
-"""Of the remembered scores."""
+"""Version of the remembered scores."""
 
 AT_MOST = "at most"
-"""Before the name of a score that a plan cannot exceed."""
+"""Prefix of the name of a score that a plan cannot exceed."""
 
 
 # -- the search ------------------------------------------------------------------------
@@ -71,9 +72,10 @@ class Searcher:
 
     def _uncompressed(self) -> Made:
         spec = self.checkpoint.spec
-        has_rope = spec.rope is not None
         settings = CacheSettings(32, layer_windows=spec.windows)
-        return compose("none", spec.shape, has_rope, None, Options(), settings)
+        return compose(
+            "none", spec.shape, spec.rope is not None, None, Options(), settings
+        )
 
     def score(self, variant: Variant, ratio: float) -> float:
         name = f"{variant.name} {float(ratio)!r}"
@@ -84,8 +86,8 @@ class Searcher:
         )
 
     def reaches(self, variant: Variant, ratio: float, needed: float) -> bool:
-        """Whether a plan scores at least ``needed``. One that does not may be left before
-        it is through; what it scores at most is then remembered."""
+        """Whether a plan scores at least ``needed``. One that does not may be left
+        before it is through; what it scores at most is then remembered."""
         name = f"{variant.name} {float(ratio)!r}"
         bound = f"{AT_MOST} {name}"
         known = self.scores.known
@@ -93,8 +95,7 @@ class Searcher:
             return self.score(variant, ratio) >= needed
         if known.get(bound, 1.0) < needed:
             return False
-        oracle = self.oracle(variant.plan(ratio))
-        found = asked(self.exam, oracle, needed, self.failed)
+        found = asked(self.exam, self.oracle(variant.plan(ratio)), needed, self.failed)
         at_most = "" if found.whole else "at most "
         log.info(
             "%s, %.1f%% removed: retrieval %s%.4g",
@@ -129,8 +130,7 @@ class Searcher:
 
     def points(self) -> Iterator[tuple[Variant, float, float]]:
         """(variant, ratio, score) of all that was measured."""
-        every = (*self.variants, *self.beside)
-        by_name = {variant.name: variant for variant in every}
+        by_name = {variant.name: variant for variant in (*self.variants, *self.beside)}
         for point, value in self.scores.known.items():
             name, _, ratio = point.rpartition(" ")
             if name in by_name:
@@ -151,13 +151,12 @@ def search(
 
     Perplexity scores by its inverse: accuracy 0.99 allows a ratio of 1 / 0.99.
     ``remembered``: a folder for scores. ``known_by``: what they depend on beside the
-    exam. ``beside``: scored at one size of each request for comparison. The measured points are the
-    plan's notes["curve"]. Raises KvlatheError, naming the best there is, if
-    nothing can be removed.
+    exam. ``beside``: scored at one size of each request for comparison. The measured
+    points are the plan's notes["curve"]. Raises KvlatheError, naming the best there is,
+    if nothing can be removed.
     """
     text = json.dumps((SCHEMA, repr(known_by), exam.digest))
-    key = hashlib.sha256(text.encode()).hexdigest()[:32]
-    scores = Scores.open(remembered, key)
+    scores = Scores.open(remembered, hashlib.sha256(text.encode()).hexdigest()[:32])
     searcher = Searcher(checkpoint, variants, exam, scores, beside)
     baseline = searcher.baseline()
     _require_score(baseline, exam)
@@ -206,11 +205,11 @@ def _require_score(baseline: float, exam: Exam) -> None:
 
 
 def _shown(variants: Sequence[Variant], gentlest: float) -> list[tuple[Variant, float]]:
-    """Where to score what stands beside others: of each request one size, the middle
-    one.
+    """Points at which to score variants that stand beside others: one size of each
+    request, the middle one.
 
-    What has one size is left out if it is larger than all of theirs: it loses next to
-    nothing, and scoring it takes as long as any.
+    A variant of one size is left out if it is larger than all of theirs: it loses next
+    to nothing, and scoring it takes as long as any.
     """
     sizes: dict[str, list[tuple[Variant, float]]] = {}
     for variant in variants:
@@ -232,8 +231,9 @@ def largest(
     resolution: float = RESOLUTION,
     guess: float | None = None,
 ) -> float | None:
-    """The largest ratio in [least, most], to ``resolution`` and FINE, found to reach the score
-    that is needed, by bisection; None if ``least`` does not. A ratio of 0 always does.
+    """The largest ratio in [least, most], to ``resolution`` and FINE, found to reach
+    the score that is needed, by bisection; None if ``least`` does not. A ratio of 0
+    always does.
 
     From a ``guess`` it steps up, or down, each step twice as long as the one before,
     until it has one ratio that reaches and one that does not. The ends are scored last,
@@ -256,8 +256,7 @@ def largest(
         step *= 2
     if low == least and least > EXACT and not reaches(least):
         return None
-    reaches_end = high == most > least and reaches(most)
-    return most if reaches_end else low
+    return most if high == most > least and reaches(most) else low
 
 
 def _refuse(searcher: Searcher, accuracy: float, baseline: float) -> NoReturn:
@@ -283,8 +282,8 @@ def _refuse(searcher: Searcher, accuracy: float, baseline: float) -> NoReturn:
 
 
 def _curve(searcher: Searcher, accuracy: float, baseline: float) -> dict[str, Any]:
-    """What report.html draws: each point's bytes are its plan's own, all padding
-    counted; ``of`` names its line."""
+    """The curves that report.html draws: each point's bytes are its plan's own, all
+    padding counted; ``of`` names its line."""
     points = []
     for variant, ratio, value in searcher.points():
         plan, _ = variant.plan(ratio)

@@ -39,7 +39,7 @@ from kvlathe.plan.token_rules import Window
 Array = npt.NDArray[np.floating]
 
 QUERIES = 256
-"""Of a sequence, drawn to attend with every form."""
+"""Queries of a sequence that are drawn to attend with every form."""
 EVEN = 0.25
 """Share of the draws that goes to all queries alike; a small gradient may still belong
 to a large change."""
@@ -128,16 +128,17 @@ def _lanes(
     lanes = []
     for head in range(heads):
         own_pull = pull[:, :, head].transpose(1, 2)
-        lane_q = q[head, ..., :d]
-        lanes.append(ObservedLane(lane_q, k[head, :, :d], v[:, head], own_pull))
+        lanes.append(
+            ObservedLane(q[head, ..., :d], k[head, :, :d], v[:, head], own_pull)
+        )
     return lanes
 
 
 # -- one lane's losses -----------------------------------------------------------------
 @dataclass(frozen=True)
 class Queries:
-    """Some queries of a sequence: their places [R], ascending, and what each one's share
-    in a sum over all of them counts [R]: one over its chance to be here."""
+    """Some queries of a sequence: their places [R], ascending, and what each one's
+    share in a sum over all of them counts [R]: one over its chance to be here."""
 
     places: Tensor
     weights: Tensor
@@ -235,8 +236,8 @@ class LaneMoves:
                 yield self._moved((self.pull * out).sum(-1))
 
     def windows(self, firsts: Iterable[tuple[int, Tensor]]) -> Iterator[Tensor]:
-        """Sum of squared moves for each window: its sink, and [T], the first token after
-        the sink that the query at each place sees."""
+        """Sum of squared moves for each window: its sink, and [T], the first token
+        after the sink that the query at each place sees."""
         for sink, first in firsts:
             recent = self.places >= first[self.queries.places][:, None]
             seen = self.shares * (recent | (self.places < sink))
@@ -248,8 +249,7 @@ class LaneMoves:
     def _moved(self, after: Tensor) -> Tensor:
         """after [S, G, R] -> one number, left where it is: reading it would make a GPU
         wait for every form. The query heads of a token move together."""
-        squares = (after - self.before).sum(1).square() * self.queries.weights
-        return squares.sum()
+        return ((after - self.before).sum(1).square() * self.queries.weights).sum()
 
 
 Candidates = Callable[[str, int, int], list[Candidate]]
@@ -258,7 +258,7 @@ Candidates = Callable[[str, int, int], list[Candidate]]
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """What each form costs, in units of the score: ``forms`` [2 * lanes, options], K
+    """Cost of each form, in units of the score: ``forms`` [2 * lanes, options], K
     lanes then V lanes; ``windows`` [lanes, windows]."""
 
     forms: Array
@@ -273,7 +273,8 @@ def losses(
     page: int,
     seed: int = 0,
 ) -> Losses:
-    """What each code of each form, and each window, costs, summed over ``readings``.
+    """Measure the cost of each code of each form, and of each window, summed over
+    ``readings``.
 
     ``decoder`` is the uncompressed model; ``page`` tokens are read as they are before
     they are coded. Readings that are ``far`` price the windows, the others the forms.
@@ -305,7 +306,7 @@ def losses(
 
 
 def _attention(decoder: Decoder, layer: int, head: int) -> PlainAttention:
-    """Of one lane of the uncompressed model, whose queries come scaled."""
+    """Attention of one lane of the uncompressed model, whose queries come scaled."""
     attend = cast(AttendLayer, decoder.layers[str(layer)].attend)
     sinks = attend.sinks[head] if decoder.plan.model.sinks else None
     return dataclasses.replace(PlainAttention.of(decoder.spec, layer, sinks), scale=1.0)
@@ -316,14 +317,14 @@ def _plus(losses: Array, reading: Reading, moved: Iterable[Tensor]) -> Array:
     squares = list(moved)
     if not squares:
         return losses
-    together = torch.stack(squares).double()
-    return losses + reading.weight * together.cpu().numpy()
+    return losses + reading.weight * torch.stack(squares).double().cpu().numpy()
 
 
 def _first_seen(
     window: Window, tokens: int, page: int, device: torch.device
 ) -> tuple[int, Tensor]:
-    """Its sink, and for every place the first token after the sink that it sees."""
+    """The window's sink, and for every place the first token after the sink that it
+    sees."""
     whole_pages = -(-tokens // page) * page
     firsts = [window.first_seen(place, page) for place in range(whole_pages)]
     return window.sink, torch.tensor(firsts, device=device)
