@@ -36,8 +36,7 @@ def by_rate(spectrum: Array, rate: float) -> Ranks:
     tails = np.cumsum(spectrum[:, ::-1], -1)[:, ::-1]
     removed = tails / total  # [rows, d]: the share that goes with dims i..
     count = (removed > rate + EXACT).sum(-1)
-    blocks = -(-count // RANK_MULTIPLE)
-    return np.maximum(blocks, 1) * RANK_MULTIPLE
+    return np.maximum(-(-count // RANK_MULTIPLE), 1) * RANK_MULTIPLE
 
 
 def rate_within(spectrum: Array, budget: int) -> float:
@@ -84,7 +83,7 @@ def by_loss(loss: Array, budget: int) -> Ranks:
 
 
 MOST_CELLS = 1 << 27
-"""Of the table that ``cheapest`` fills, a byte or two each."""
+"""Most cells of the table that ``cheapest`` fills, a byte or two each."""
 
 
 def require(budget: int, least: int) -> None:
@@ -106,9 +105,9 @@ def cheapest(
 
     ``loss``, ``cost`` [rows, options], costs positive. Exact, by dynamic programming
     over the budget (multiple-choice knapsack), unless that is more than MOST_CELLS
-    steps: costs are then rounded up to a coarser unit. So they are where the budget would
-    have more than ``most_units``. What cannot lower the sum is not
-    spent. Raises KvlatheError if the cheapest options cost more than the budget.
+    steps: costs are then rounded up to a coarser unit. So they are where the budget
+    would have more than ``most_units``. What cannot lower the sum is not spent. Raises
+    KvlatheError if the cheapest options cost more than the budget.
     """
     require(budget, int(cost.min(-1).sum()))
     rows, options = loss.shape

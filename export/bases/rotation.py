@@ -32,7 +32,7 @@ calibration saw nothing (dead channels, fewer tokens than dims), at an error far
 the first removed direction's."""
 
 SCORE_SHARE = 0.15
-"""What a score error costs of what it would if it moved attention freely. Errors of
+"""Cost of a score error, as a share of its cost if it moved attention freely. Errors of
 different keys partly cancel: 0.04 to 0.18 if they were independent, 1 if they
 conspired. Chosen on text held out of calibration (docs/basis.md)."""
 
@@ -77,8 +77,7 @@ def eigen(symmetric: Array) -> tuple[Array, Array]:
     values, vectors = np.linalg.eigh(symmetric)
     falling = values[..., ::-1]
     # Products with columns in reverse take several times as long.
-    columns = np.ascontiguousarray(vectors[..., ::-1])
-    return falling.clip(0), columns
+    return falling.clip(0), np.ascontiguousarray(vectors[..., ::-1])
 
 
 def shared(*grams: Array) -> Side:
@@ -101,8 +100,7 @@ def balanced(covariance: Array, reader: Array) -> Side:
     safe_values = values.clip(np.maximum(values[..., :1], 1e-300) * 1e-12)
     scale = np.sqrt(np.sqrt(safe_values))[..., None, :]
     into = np.linalg.solve(root.mT, vectors)
-    back = root @ vectors
-    return Side(into * scale, back / scale, np.sqrt(values))
+    return Side(into * scale, root @ vectors / scale, np.sqrt(values))
 
 
 def ridged(covariance: Array) -> Array:
@@ -168,8 +166,7 @@ def output_covariance(stats: Stats, centred: bool) -> Array:
     if not centred:
         return second
     mean = output_mean(stats)
-    outer = mean[..., :, None] * mean[..., None, :]
-    return second - outer
+    return second - mean[..., :, None] * mean[..., None, :]
 
 
 def balanced_rotation(stats: Stats) -> Rotation:
@@ -178,16 +175,14 @@ def balanced_rotation(stats: Stats) -> Rotation:
     docs/basis.md has the measurements."""
     moments = stats.whole
     centred = stats.shape.shifts
-    queries = moments.qq / moments.tokens
-    scores = balanced(moments.second("k", centred), queries)
+    scores = balanced(moments.second("k", centred), moments.qq / moments.tokens)
     outputs = balanced(output_covariance(stats, centred), stats.wo_gram)
     return rotation(stats, scores, outputs, centred)
 
 
 def score_gram(moments: Moments, centred: bool) -> Array:
     """[L, H, d, d] Gram matrix of all queries and keys of a lane, stacked."""
-    keys = moments.second("k", centred) * moments.tokens
-    return moments.qq + keys
+    return moments.qq + moments.second("k", centred) * moments.tokens
 
 
 # -- RoPE planes -----------------------------------------------------------------------
@@ -203,8 +198,9 @@ def plane_energy(stats: Stats) -> Array:
 def _planes(symmetric: Array) -> Array:
     """[..., d, d] -> [..., d/2, 2, 2]: the diagonal blocks of the planes."""
     half = symmetric.shape[-1] // 2
-    lanes = symmetric.shape[:-2]
-    return np.einsum("...apbp->...pab", symmetric.reshape(*lanes, 2, half, 2, half))
+    return np.einsum(
+        "...apbp->...pab", symmetric.reshape(*symmetric.shape[:-2], 2, half, 2, half)
+    )
 
 
 # -- stability -------------------------------------------------------------------------
@@ -222,9 +218,7 @@ def element_change(one: Array, other: Array) -> tuple[Array, Array]:
     best = np.abs(overlap).argmax(-1)[..., None]
     sign = np.sign(np.take_along_axis(overlap, best, -1)).mT
     aligned = np.take_along_axis(other, np.broadcast_to(best.mT, one.shape), -1) * sign
-    epsilon = np.abs(one).mean((-2, -1))
-    delta = np.abs(one - aligned).mean((-2, -1))
-    return epsilon, delta
+    return np.abs(one).mean((-2, -1)), np.abs(one - aligned).mean((-2, -1))
 
 
 def _unit_columns(columns: Array) -> Array:

@@ -3,9 +3,9 @@ lane's q, k, v and output.
 
 One layer's weights are in memory at a time (on a GPU also those of the next, which is
 read meanwhile), and one sequence of one layer's activations beside the hidden states of
-all. Sums are float64 wherever they are computed. Text is spread over the positions that are served, so
-that the statistics know all of RoPE's angles; random tokens start at 0, as in the paper
-they come from (docs/basis.md has both).
+all. Sums are float64 wherever they are computed. Text is spread over the positions that
+are served, so that the statistics know all of RoPE's angles; random tokens start at 0,
+as in the paper they come from (docs/basis.md has both).
 """
 
 from __future__ import annotations
@@ -153,8 +153,7 @@ def calibrate_on(
     for start, length in zip(starts, lengths, strict=True):
         positions.append(torch.arange(start, start + length, device=checkpoint.device))
     halves = (Moments.zeros(spec.shape), Moments.zeros(spec.shape))
-    texts = len(sequences) if with_entropies else 0
-    entropies = Entropies.empty(spec.shape, texts)
+    entropies = Entropies.empty(spec.shape, len(sequences) if with_entropies else 0)
     grams = _observe_all(checkpoint, sequences, positions, halves, entropies)
     even, odd = halves
     for half in halves:
@@ -207,9 +206,9 @@ def _observe_all(
 
 
 def _starts(lengths: Sequence[int], max_seq_len: int, seed: int) -> list[int]:
-    """The position at which each sequence begins. Sequences of every length up to ``max_seq_len`` are
-    served and all start at 0, so position t is met in proportion to 1 - t /
-    max_seq_len. Multiples of the golden ratio spread evenly in either half too.
+    """The position at which each sequence begins. Sequences of every length up to
+    ``max_seq_len`` are served and all start at 0, so position t is met in proportion to
+    1 - t / max_seq_len. Multiples of the golden ratio spread evenly in either half too.
     """
     start = float(np.random.default_rng(seed).random())
     starts = []
@@ -225,9 +224,9 @@ def _counted(moments: Moments, tokens: int) -> Moments:
 
 
 class Grams(NamedTuple):
-    """Gram matrices of one layer's weights: ``wv`` W_V^T W_V [H, d, d]; ``wo`` W_O W_O^T
-    summed over each lane's query heads [H, d, d]; ``wo_each`` that of every query head
-    [Hq, d, d]."""
+    """Gram matrices of one layer's weights: ``wv`` W_V^T W_V [H, d, d]; ``wo`` W_O
+    W_O^T summed over each lane's query heads [H, d, d]; ``wo_each`` that of every query
+    head [Hq, d, d]."""
 
     wv: Array
     wo: Array
@@ -280,8 +279,7 @@ def _accumulate(
 
 def _by_lane(per_head: Tensor, lanes: int) -> Array:
     """[heads, ...] summed over the heads of each lane: [lanes, ...]."""
-    of_lanes = per_head.unflatten(0, (lanes, -1))
-    return of_lanes.sum(1).cpu().numpy()
+    return per_head.unflatten(0, (lanes, -1)).sum(1).cpu().numpy()
 
 
 def _heads(captured: Captured) -> tuple[Tensor, Tensor]:

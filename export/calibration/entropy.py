@@ -61,7 +61,7 @@ def spectrum(x: Tensor) -> Tensor:
 
 
 def elbows(sigma: Tensor) -> Tensor:
-    """How many eigenvalues of each spectrum in ``sigma`` [..., d] come before its elbow:
+    """Number of eigenvalues of each spectrum in ``sigma`` [..., d] before its elbow:
     the place farthest below the line between its ends.
 
     At least 1. (The paper names Thorndike 1953 and no formula.)
@@ -97,7 +97,7 @@ def eranks(x: Tensor) -> Tensor:
 
 # -- attention of the newest tokens ----------------------------------------------------
 def last_attention(q: Tensor, k: Tensor, attention: PlainAttention) -> Tensor:
-    """What the last LAST tokens attend to, summed over them and over a lane's query
+    """Attention of the last LAST tokens, summed over them and over a lane's query
     heads: [H, n].
 
     q [Hq, n, d], k [H, n, d] of a whole causal text.

@@ -36,8 +36,8 @@ Make = Callable[[], Tensor]
 
 
 class Folded(Mapping[str, Tensor]):
-    """The Decoder's whole state by name, float32. A tensor is read and folded when it is
-    asked for, and again when it is asked for again."""
+    """The Decoder's whole state by name, float32. A tensor is read and folded when it
+    is asked for, and again when it is asked for again."""
 
     def __init__(self, makers: dict[str, Make]) -> None:
         self._makers = makers
@@ -202,8 +202,7 @@ def _readers(
 def _output(readers: Readers) -> Tensor:
     rows = []
     for lane, outputs in readers():
-        product = lane.out.to(outputs.device) @ outputs
-        rows.append(product.float().flatten(0, 1))
+        rows.append((lane.out.to(outputs.device) @ outputs).float().flatten(0, 1))
     return torch.cat(rows)
 
 
@@ -232,9 +231,8 @@ def _projections(
     q = [padded(lane.proj_q, width, rank) for lane in lanes]
     k = [padded(lane.proj_k, width, rank) for lane in lanes]
     centres = [padded(lane.centre[None], 1, rank)[0] for lane in lanes]
-    state = {"proj_q": q, "proj_k": k, "centre_k": centres}
     makers: dict[str, Make] = {}
-    for name, of_lanes in state.items():
+    for name, of_lanes in {"proj_q": q, "proj_k": k, "centre_k": centres}.items():
         stacked = torch.stack(of_lanes).float()
         makers[f"layers.{layer}.attend.{name}"] = partial(stacked.to, device)
     return makers

@@ -1,4 +1,4 @@
-"""What a host multiplies its heads with, where the checkpoint stays as it is.
+"""Matrices that a host multiplies its heads with, where the checkpoint stays as it is.
 
 A host such as vLLM hands over q, k and v of every head after RoPE, in the checkpoint's
 order of dimensions, and takes back o of every head. So each lane has
@@ -44,8 +44,8 @@ def write_heads(
 
 
 def _matrices(fold: LaneFold, order: list[int]) -> dict[str, Tensor]:
-    """``q``, ``k`` [d, rank_k] and ``centre`` [rank_k]; ``v`` [d, rank_v], ``o`` [rank_v,
-    d] and ``shift`` [d]. float64."""
+    """``q``, ``k`` [d, rank_k] and ``centre`` [rank_k]; ``v`` [d, rank_v], ``o``
+    [rank_v, d] and ``shift`` [d]. float64."""
     keys = fold.k @ fold.proj_k
     q = _in_order(fold.q @ fold.proj_q, order)
     k = _in_order(keys, order)

@@ -20,7 +20,8 @@ from kvlathe.plan.plan import CompressionPlan
 
 @dataclass(frozen=True)
 class LaneFold:
-    """What happens to one lane, all float64: d = head_dim, I = the lane's input_dim.
+    """Matrices that enter the weights for one lane, all float64: d = head_dim, I = the
+    lane's input_dim.
 
     ``q``, ``k`` [d, I] and ``shift_k`` [d] enter W_Q and W_K; ``proj_q``, ``proj_k``
     [I, rank_k] and ``centre`` [rank_k] are for Attend; ``v`` [d, rank_v], ``out``
@@ -113,8 +114,7 @@ def _dims(lane: Lane, d: int) -> list[int]:
     halves, then their second halves."""
     if lane.rope != "planes":
         return list(range(d))
-    half = d // 2
-    return [*lane.planes, *(plane + half for plane in lane.planes)]
+    return [*lane.planes, *(plane + d // 2 for plane in lane.planes)]
 
 
 def _check_lane(spec: DecoderSpec, lane: Lane, given: LaneBasis) -> None:

@@ -5,9 +5,9 @@ For lane (KV head) h with its query heads g, and orthogonal S:
     V   W_V <- W_V S,  b_V <- b_V S,  W_O[g] <- S^T W_O[g]      (v S S^T = v)
     K   W_K <- W_K S,  b_K <- b_K S,  the same of W_Q and b_Q   (q S (k S)^T = q k^T)
 
-K turns only where nothing stands between W_K and the scores: no norm of q and k, and the
-dims that RoPE leaves alone. S spreads every channel over all of them, so that one scale
-a token serves them better, in any engine that quantizes its cache (QuaRot, arXiv
+K turns only where nothing stands between W_K and the scores: no norm of q and k, and
+the dims that RoPE leaves alone. S spreads every channel over all of them, so that one
+scale a token serves them better, in any engine that quantizes its cache (QuaRot, arXiv
 2404.00456). Tensors stay where they are, in their own number format: they are rounded
 once more. Peak memory: one file of weights, and copies of one tensor.
 """
@@ -34,7 +34,7 @@ QUERIES, KEYS, VALUES, OUTPUTS = "q", "k", "v", "o"
 
 @dataclass(frozen=True)
 class HeadRotations:
-    """Of every lane of a model, drawn from ``seed``."""
+    """Random rotations of every lane of a model, drawn from ``seed``."""
 
     spec: DecoderSpec
     seed: int
@@ -93,7 +93,8 @@ class RotatedCheckpoint:
             save_file(tensors, folder / file.name, {"format": "pt"})
 
     def rotated(self, name: str, stored: Tensor) -> Tensor:
-        """The folder's tensor ``name``, rotated; itself where it has no part in that."""
+        """The folder's tensor ``name``, rotated; itself where it has no part in
+        that."""
         result = stored
         for own, layer, role in self._parts.get(name, ()):
             if result is stored:
@@ -103,8 +104,8 @@ class RotatedCheckpoint:
 
     @cached_property
     def _parts(self) -> dict[str, list[tuple[str, int, str]]]:
-        """Of each of the folder's tensors that changes: the decoder's tensors in it,
-        their layers and roles."""
+        """Stored tensor that changes -> the decoder's tensors in it, their layers and
+        roles."""
         found: dict[str, list[tuple[str, int, str]]] = {}
         for own, layer, role in self._changed():
             stored = stored_name(self._checkpoint.spec, own)

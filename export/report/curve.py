@@ -15,8 +15,8 @@ from kvlathe.base.console import cell
 from kvlathe.export.report.figure import KEY, LAYERS, MUTED, VALUE, axes, styled, svg
 
 LOST = 0.25
-"""Of the uncompressed score. The chart ends there: below it no plan is of use, and all
-are far apart."""
+"""Share of the uncompressed score at which the chart ends: no plan below it is of use,
+and all are far apart."""
 MARKERS = "sD^vP*X"
 
 
@@ -71,8 +71,9 @@ def _draw_group(
     points = []
     for point in curve["points"]:
         if _group(point) == name:
-            left = whole * (1 - float(point["removed"]))
-            points.append((left, float(point["score"])))
+            points.append(
+                (whole * (1 - float(point["removed"])), float(point["score"]))
+            )
     bytes_left, scores = np.array(sorted(points)).T
     first = place == 0
     other = place - 1

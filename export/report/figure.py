@@ -1,4 +1,4 @@
-"""How charts look: matplotlib in, inline SVG out, in colours that follow the page's
+"""Style of charts: matplotlib in, inline SVG out, in colours that follow the page's
 light or dark setting.
 
 Matplotlib knows no CSS. So charts are drawn in marker colours, which the page's
@@ -87,12 +87,12 @@ def axes(height: float, width: float = WIDTH) -> tuple[Figure, Axes]:
 
 
 Colours = Mapping[str, str]
-"""What marker colours stand for: LIGHT in pictures, themselves on pages."""
+"""Marker colour -> the colour that is drawn: LIGHT in pictures, itself on pages."""
 ON_PAGES: Colours = dict(zip(VARIABLES, VARIABLES, strict=True))
 
 
 def styled_in(colours: Colours) -> AbstractContextManager[None]:
-    """What is drawn inside has STYLE in these colours."""
+    """Context in which charts are drawn with STYLE in these colours."""
     style = {name: colours.get(str(value), value) for name, value in STYLE.items()}
     return mpl.rc_context(style)
 
@@ -121,20 +121,20 @@ def svg(figure: Figure, name: str, description: str) -> Markup:
 
 
 def _without_size(drawn: str) -> str:
-    """Without width and height: the page decides."""
+    """Drop width and height: the page decides."""
     for side in ("width", "height"):
         drawn = re.sub(rf'(<svg[^>]*?) {side}="[^"]*"', r"\1", drawn, count=1)
     return drawn
 
 
 def _with_own_ids(drawn: str, name: str) -> str:
-    """With ``name`` before every id and every use of one."""
+    """Put ``name`` before every id and every use of one."""
     drawn = drawn.replace('id="', f'id="{name}-')
     drawn = drawn.replace("url(#", f"url(#{name}-")
     return drawn.replace('xlink:href="#', f'xlink:href="#{name}-')
 
 
 def spread(count: int, most: int) -> list[int]:
-    """At most ``most`` of 0 .. count-1, evenly spread, both ends included."""
+    """Choose at most ``most`` of 0 .. count-1, evenly spread, both ends included."""
     places = np.linspace(0, count - 1, min(count, most))
     return sorted({round(place) for place in places})

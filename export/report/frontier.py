@@ -34,8 +34,8 @@ TICKS = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625)
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """One plan. ``series``: plans that a line joins. ``left``: bytes, of the uncompressed
-    cache in 16 bit."""
+    """One plan. ``series``: plans that a line joins. ``left``: bytes, of the
+    uncompressed cache in 16 bit."""
 
     series: str
     left: float
@@ -56,7 +56,7 @@ class Chart:
 
     @property
     def series(self) -> list[str]:
-        """In the order of the plans, the strongest first."""
+        """Points in the order of the plans, the strongest first."""
         names = dict.fromkeys(plan.series for plan in self.plans)
         return sorted(names, key=lambda name: name != self.first)
 
@@ -66,34 +66,32 @@ class Chart:
 
     @property
     def top(self) -> float:
-        """Of the perplexity panel."""
+        """Upper end of the perplexity panel."""
         return 1 + ROOM * max(self.perplexity - 1, 0.002)
 
 
 def on_page(chart: Chart) -> Markup:
-    """As an <svg> element."""
+    """Draw the chart as an <svg> element."""
     with styled_in(ON_PAGES):
         words = "Perplexity and retrieval of every plan against its bytes"
         return svg(_figure(chart, ON_PAGES), "frontier", words)
 
 
 def picture(chart: Chart, title: str, path: Path) -> None:
-    """As a PNG in light colours."""
+    """Write the chart as a PNG in light colours."""
     with styled_in(LIGHT):
         figure = _figure(chart, LIGHT)
-        ink = LIGHT[INK]
-        page = LIGHT[PAGE]
         figure.suptitle(
             title,
             x=0.01,
             ha="left",
-            color=ink,
+            color=LIGHT[INK],
         )
         figure.savefig(
             path,
             format="png",
             dpi=160,
-            facecolor=page,
+            facecolor=LIGHT[PAGE],
         )
 
 
@@ -123,8 +121,7 @@ def _draw_perplexity(ax: Axes, chart: Chart, colours: Colours) -> None:
     chosen = chart.chosen
     _ring(ax, chosen, chosen.perplexity_ratio, colours)
     _bound(ax, chart.perplexity, colours)
-    ratios = [plan.perplexity_ratio for plan in chart.plans]
-    least = min(1, *ratios)
+    least = min(1, *[plan.perplexity_ratio for plan in chart.plans])
     room = 0.05 * (top - 1)
     lower = least - room
     ax.set_ylim(lower, top + room)
@@ -146,7 +143,7 @@ def _draw_retrieval(ax: Axes, chart: Chart, colours: Colours) -> None:
 
 
 def _bound(ax: Axes, height: float, colours: Colours) -> None:
-    """What a plan may cost."""
+    """Draw the bound of a plan's loss at ``height``."""
     ax.axhline(
         height,
         color=colours[VALUE],
@@ -185,7 +182,7 @@ def _draw_series(
 
 
 def _ring(ax: Axes, plan: Shown, height: float, colours: Colours) -> None:
-    """Around the plan to take."""
+    """Draw a ring around the plan to take."""
     ax.plot(
         [plan.left],
         [height],

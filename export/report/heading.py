@@ -1,5 +1,5 @@
-"""What a report says about its build and not about its engine: another build of the
-same engine renews it.
+"""The heading of a report: facts about its build and not about its engine. Another
+build of the same engine renews it.
 
 The template marks each such element with ``data-field``; its text is escaped, so it
 ends at the next ``<``.

@@ -1,4 +1,5 @@
-"""What a plan keeps of every head, as arrays [layers, KV heads]."""
+"""Ranks, bits and tokens that a plan keeps of every head, as arrays [layers, KV
+heads]."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ Array = npt.NDArray[np.floating]
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Of every head, in a sequence of ``tokens`` tokens.
+    """Arrays [layers, KV heads] for a sequence of ``tokens`` tokens.
 
     ``ranks_*`` in dimensions, ``bits_*`` of a cached number (the mean over the head's
     tokens, metadata aside), ``share`` of the tokens.
@@ -30,22 +31,20 @@ class Kept:
 
     @property
     def mean_bits(self) -> float:
-        """Of a cached number, over all that is cached."""
+        """Mean bits of a cached number, over all that is cached."""
         numbers = self.share * (self.ranks_k + self.ranks_v)
         bits_k = self.ranks_k * self.bits_k
         bits_v = self.ranks_v * self.bits_v
-        bits = self.share * (bits_k + bits_v)
-        total = max(1.0, numbers.sum())
-        return float(bits.sum() / total)
+        return float((self.share * (bits_k + bits_v)).sum() / max(1.0, numbers.sum()))
 
     @property
     def mean_share(self) -> float:
-        """Of the tokens, over all heads that are not removed."""
+        """Mean share of the tokens, over all heads that are not removed."""
         return float(self.share[self.ranks_k > 0].mean())
 
 
 def kept(plan: CompressionPlan) -> Kept:
-    """What every head keeps of the longest sequence that the model takes."""
+    """Compute the arrays for the longest sequence that the model takes."""
     layout = CacheLayout(plan)
     held_tokens = layout.all_held(layout.long)
     held = np.zeros(len(plan.lanes))

@@ -122,7 +122,7 @@ def _curve_facts(data: ReportData) -> dict[str, object] | None:
 
 
 def _facts(data: ReportData) -> dict[str, object]:
-    """How the engine was made: the plan's plain notes, then what the builder adds."""
+    """Facts about the build: the plan's plain notes, then the builder's own."""
     plain = {
         k: v for k, v in data.plan.notes.items() if isinstance(v, str | int | float)
     }
@@ -142,16 +142,15 @@ def _charts(data: ReportData) -> dict[str, Markup]:
         missed_k, missed_v = data.evidence.missed_k, data.evidence.missed_v
         drawn["stability"] = charts.missed_energy(100 * missed_k, 100 * missed_v)
     if (curve := plan.notes.get("curve")) and curve["points"]:
-        same = data.bytes_16bit == data.bytes_baseline
-        common = None if same else data.bytes_16bit
+        common = None if data.bytes_16bit == data.bytes_baseline else data.bytes_16bit
         sizes = Sizes(data.bytes_baseline, data.bytes_per_token, common)
         drawn["curve"] = accuracy_curve(curve, sizes)
     return drawn
 
 
 def _maps(plan: CompressionPlan, held: Kept) -> dict[str, Markup]:
-    """Heat maps of the heads: ranks always, bits where pages are quantized, tokens where
-    a rule drops some."""
+    """Heat maps of the heads: ranks always, bits where pages are quantized, tokens
+    where a rule drops some."""
     dims = plan.model.head_dim
     whole = f"{held.ranks_k.size * dims:,}"
     shown = [
@@ -173,8 +172,9 @@ def _maps(plan: CompressionPlan, held: Kept) -> dict[str, Markup]:
         shown.append(Map("bits_k", "K: bits of a number", held.bits_k, top, 1))
         shown.append(Map("bits_v", "V: bits of a number", held.bits_v, top, 1))
     if held.mean_share < 1:
-        title = f"tokens kept, % of {held.tokens:,}"
-        shown.append(Map("share", title, 100 * held.share, 100))
+        shown.append(
+            Map("share", f"tokens kept, % of {held.tokens:,}", 100 * held.share, 100)
+        )
     return {one.name: heat_map(one) for one in shown}
 
 
@@ -208,7 +208,8 @@ def _byte_rows(data: ReportData) -> list[tuple[str, float, float]]:
 
 
 def _share_of_keys(plan: CompressionPlan) -> float:
-    """Of the bytes of K and V, metadata included, in a long sequence."""
+    """The keys' share of the bytes of K and V, metadata included, in a long
+    sequence."""
     layout, k, v = CacheLayout(plan), 0, 0
     for b in (b for b in range(len(plan.buckets)) if not plan.cold(b)):
         keys = sum(
