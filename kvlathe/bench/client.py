@@ -23,7 +23,7 @@ CHECK_SECONDS = 0.25
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request. Times are seconds of the same clock; ``arrivals``:
+    """The fate of one request. Times are seconds of the same clock; ``arrivals``:
     when each piece came."""
 
     request: Request
@@ -42,8 +42,8 @@ class Outcome:
         return [after - before for before, after in itertools.pairwise(self.arrivals)]
 
     def normalized_seconds(self, now: float) -> float:
-        """From when it was due to its end (so far: to ``now``), for each token of the
-        answer."""
+        """Seconds from the due time to the end (or to ``now``, where it has not ended),
+        for each token of the answer."""
         return ((self.ended or now) - self.due) / self.request.new_tokens
 
 
@@ -109,8 +109,8 @@ async def _send(
 
 
 def _missing(outcome: Outcome) -> str | None:
-    """What a stream that is over lacks. Latency for each token means nothing where
-    there are fewer than asked for."""
+    """The fault of a stream that is over; None where it is whole. Latency for each
+    token means nothing where there are fewer than asked for."""
     if outcome.ended is None:
         return "its stream ended early"
     wanted, got = outcome.request.new_tokens, outcome.tokens

@@ -1,5 +1,5 @@
-"""What a load test sends: lengths as in the papers' traces, prompts cut from real text,
-Poisson arrivals.
+"""Requests of a load test: lengths as in the papers' traces, prompts cut from real
+text, Poisson arrivals.
 
 A paper gives a trace's mean, least and largest length. A beta distribution over [least,
 largest] with that mean is the plainest one that keeps all three (a lognormal or gamma
@@ -47,7 +47,7 @@ def draw(
 
 
 def scale_for(trace: Trace, limit: int, fit: bool) -> float:
-    """What every length is multiplied by: 1, or less where the longest request would
+    """The factor of every length: 1, or less where the longest request would
     pass ``limit`` tokens.
 
     ``fit`` stretches short traces too, so that their longest request just fits.

@@ -1,5 +1,4 @@
-"""How latency grows with the request rate, and the largest rate whose latency is still
-good.
+"""Latency by request rate, and the largest rate whose latency is still good.
 
 Latency is the papers' normalized latency: seconds from a request's arrival to its last
 token, for each token of its answer, averaged over requests (vLLM, Kwon et al. 2023;
@@ -20,7 +19,8 @@ from kvlathe.bench.client import Outcome, open_loop
 from kvlathe.bench.load import Request, gaps
 
 SETTLE_SECONDS = 1.0
-"""Between two runs, so that a server forgets the requests that were left."""
+"""Pause between two runs, in seconds, so that a server forgets the requests that were
+left."""
 
 MOST_DOUBLINGS = 12
 
@@ -55,8 +55,8 @@ class Point:
 
 
 def least_latency(outcomes: Sequence[Outcome], now: float) -> float:
-    """What the mean normalized latency can not fall below any more: requests under way
-    have taken what they took."""
+    """The least value that the mean normalized latency can still have, in seconds a
+    token: requests under way have taken their time already."""
     return sum(max(0.0, outcome.normalized_seconds(now)) for outcome in outcomes) / len(
         outcomes
     )
@@ -135,8 +135,8 @@ def search(start: float, tolerance: float) -> Search:
 def in_turns(
     searches: Sequence[Search], observation: Callable[[int, float], Point]
 ) -> list[tuple[float, list[Point]]]:
-    """What each search returns; they take turns, so that a machine that slows down
-    slows all of them."""
+    """Results of all searches. They take turns, so that a machine that slows down slows
+    all of them."""
     rates, results = (
         {i: next(search) for i, search in enumerate(searches)},
         dict[int, tuple[float, list[Point]]](),

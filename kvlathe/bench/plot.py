@@ -61,8 +61,8 @@ def draw(
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """How a server is drawn: its colour, its name in the legend, and its largest rate
-    in requests a second."""
+    """Drawing of a server: its colour, its name in the legend, and its largest rate in
+    requests a second."""
 
     colour: str
     label: str
@@ -90,6 +90,4 @@ def _finished(points: Sequence[Point], rate: float) -> bool:
 
 
 def _columns(pairs: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    firsts = [first for first, _ in pairs]
-    seconds = [second for _, second in pairs]
-    return firsts, seconds
+    return [first for first, _ in pairs], [second for _, second in pairs]

@@ -30,20 +30,20 @@ from kvlathe.plan import manifest as manifests
 from kvlathe.runtime.text.tokenizer import Tokenizer
 
 IDLE_REQUESTS = 6
-"""That are sent alone to learn the idle latency, which stands for that of the whole
-load."""
+"""Requests that are sent alone to learn the idle latency, which stands for that of the
+whole load."""
 
 WARM_REQUESTS = 2
 
 FIRST_RATE = 4
-"""Where the search begins, in rates at which requests would just follow one another, if
-each took its idle time. A server that batches takes more than 1; a run above the limit
-is left early, and one far below it is the longest."""
+"""The first rate of the search, in rates at which requests would just follow one
+another, if each took its idle time. A server that batches takes more than 1; a run
+above the limit is left early, and one far below it is the longest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """As on the command line (``kvlathe bench-serve --help``)."""
+    """Options as on the command line (``kvlathe bench-serve --help``)."""
 
     trace: str = "humaneval"
     fit: bool = False
@@ -121,7 +121,7 @@ def _described(
     idle: Sequence[float],
     searched: Sequence[tuple[float, list[Point]]],
 ) -> list[dict[str, object]]:
-    """Of each server: what was measured, and its rate against the first one's."""
+    """One row a server: its points, and its rate against the first one's."""
     base = searched[0][0]
     rows = []
     for name, latency, (rate, points) in zip(names, idle, searched, strict=True):

@@ -19,7 +19,7 @@ class Trace:
 
     @property
     def longest(self) -> float:
-        """Of a request: prompt and answer."""
+        """Most tokens of a request, prompt and answer."""
         return self.prompt.largest + self.answer.largest
 
 

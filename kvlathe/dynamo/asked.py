@@ -1,4 +1,4 @@
-"""What Dynamo's frontend asks a worker for: its preprocessed request, in our terms.
+"""Requests of Dynamo's frontend to a worker, preprocessed there, in our terms.
 
 The frontend has rendered the chat template and tokenized. It detokenizes, too, and cuts
 stop strings off. What this engine cannot do is refused in a sentence.
@@ -23,14 +23,14 @@ NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
 )
-"""Of its sampling options, under the names that they have here."""
+"""Its sampling options that have the same names here."""
 DEFAULTS = {"temperature": 1.0}
-"""Where the API's own differ from those of SamplingParams."""
+"""Defaults of the API that differ from those of SamplingParams."""
 REFUSED = {
     "sampling_options": ("guided_decoding", "use_beam_search"),
     "stop_conditions": ("min_tokens", "max_thinking_tokens"),
 }
-"""What must be absent, off or 0."""
+"""Fields that must be absent, off or 0."""
 
 
 @dataclass(frozen=True, slots=True)

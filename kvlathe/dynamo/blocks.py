@@ -1,4 +1,4 @@
-"""Which prefixes a worker holds, and how full it is, for the router."""
+"""Prefixes that a worker holds, and its load, for the router."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Publisher(Protocol):
 
 
 class BlockEvents:
-    """Passes on what the prefix cache keeps and gives up (a BlockObserver). It is called
-    in the engine's thread."""
+    """Passes on what the prefix cache keeps and gives up (a BlockObserver). It is
+    called in the engine's thread."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
@@ -53,7 +53,7 @@ def name_of(key: bytes) -> int:
 
 
 class Load:
-    """How full an engine is, in blocks of ``block`` tokens."""
+    """Load of an engine, in blocks of ``block`` tokens."""
 
     def __init__(self, engine: AsyncEngine, block: int) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""What a frontend reads of a model: its tokenizer and a config.json. Engines keep no
+"""The card of a model, for frontends: its tokenizer and a config.json. Engines keep no
 config.json, so the few fields that a frontend reads are written from the manifest.
 
 Frontends refuse workers of one model whose cards lie in different places, so the place
@@ -22,7 +22,7 @@ COPIED = (
     "generation_config.json",
     "chat_template.jinja",
 )
-"""Of the engine, those that it has."""
+"""Files of an engine that go into the card, as far as it has them."""
 
 
 def card_of(engine: Path, llm: LLM) -> Path:
@@ -40,9 +40,10 @@ def card_of(engine: Path, llm: LLM) -> Path:
     try:
         _write(folder, files)
     except OSError as error:
-        reason = f"{folder} cannot be written ({error.strerror})"
         raise KvlatheError(
-            "frontends would find no tokenizer", reason, "set KVLATHE_CACHE"
+            "frontends would find no tokenizer",
+            f"{folder} cannot be written ({error.strerror})",
+            "set KVLATHE_CACHE",
         ) from error
     return folder
 

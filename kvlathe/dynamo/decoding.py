@@ -1,5 +1,5 @@
-"""The decode worker's part: pages come from the prefill worker's pool into this one, and
-the sequence goes on."""
+"""The decode worker's part: pages come from the prefill worker's pool into this one,
+and the sequence goes on."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from kvlathe.runtime.requests.held_pages import Arrival
 from kvlathe.runtime.requests.request import OnDelta, Request
 
 MOST_SECONDS = 30.0
-"""That a request waits for its pages: a peer that takes longer is gone or stalls."""
+"""Seconds that a request waits for its pages: a peer that takes longer is gone or
+stalls."""
 
 
 class Decoding:
-    """Of one worker."""
+    """Decode side of one worker: it fetches pages from prefill workers and goes on."""
 
     def __init__(self, engine: AsyncEngine, link: Link, following: Following) -> None:
         self._exchange = engine.llm.exchange
@@ -88,7 +89,8 @@ class Decoding:
         return arrival
 
     async def _expect(self, parcel: Parcel) -> Arrival:
-        """Where the request is cancelled meanwhile, the pages are given back."""
+        """Reserve pages for a parcel. Where the request is cancelled meanwhile, they
+        are given back."""
         expecting = asyncio.create_task(
             asyncio.to_thread(self._exchange.expect, parcel)
         )

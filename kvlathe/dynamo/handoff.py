@@ -1,6 +1,6 @@
-"""What a prefill worker hands to a decode worker through the frontend: a sequence's
-parcel, and where its pages are to be had; or, of an answer that ended with its first
-token, that token."""
+"""Handoff from a prefill worker to a decode worker, through the frontend: a sequence's
+parcel, and the place of its pages. An answer that ended with its first token is handed
+over as that token."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvlathe.runtime.text.sampling_params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Handoff:
-    """``name`` of the departure at its worker, which ``agent`` reaches with ``metadata``
-    (base64, NIXL's own); its pool begins at ``address``."""
+    """``name`` of the departure at its worker, which ``agent`` reaches with
+    ``metadata`` (base64, NIXL's own); its pool begins at ``address``."""
 
     name: str
     agent: str
@@ -36,7 +36,7 @@ class Handoff:
         return Region(self.address, self.size, self.device)
 
     def to_fields(self) -> dict[str, object]:
-        """As JSON may hold it."""
+        """The handoff as JSON."""
         fields: dict[str, object] = {}
         for name in ("name", "agent", "metadata", "address", "size", "device"):
             fields[name] = getattr(self, name)
@@ -75,7 +75,7 @@ def asked_again(parcel: Parcel, params: SamplingParams) -> Parcel:
 
 
 def said_before(parcel: Parcel) -> Delta:
-    """What a sequence had said where it comes from."""
+    """The delta of all that a sequence had said where it comes from."""
     running = parcel.running
     assert running is not None
     return Delta(

@@ -27,7 +27,7 @@ KINDS = {"cpu": "DRAM", "cuda": "VRAM"}
 
 
 class Link:
-    """Of one worker. ``metadata``: what a peer needs to reach it."""
+    """NIXL agent of one worker. ``metadata``: bytes that a peer needs to reach it."""
 
     def __init__(self, name: str, region: Region) -> None:
         library = _library()
@@ -129,7 +129,7 @@ def _library() -> ModuleType:
 
 
 def failed(source: Handoff, reason: str) -> KvlatheError:
-    """What is raised where pages could not be had."""
+    """The error for pages that could not be had."""
     return KvlatheError(
         f"pages of {source.agent} did not arrive", reason, "compute them here"
     )

@@ -21,7 +21,7 @@ from kvlathe.runtime.requests.request import Delta
 from kvlathe.runtime.scheduling.sequence import Sequence
 
 LEASE_SECONDS = 60.0
-"""After which pages that nobody has read are given back."""
+"""Seconds after which pages that nobody has read are given back."""
 WATCH_SECONDS = 0.01
 SPARE = 256
 """Tokens that a sequence might get before its pages leave."""
@@ -34,7 +34,8 @@ class Held:
 
 
 class Prefilling:
-    """Of one worker. ``handed``: bytes of pages that were offered so far."""
+    """Prefill side of one worker. ``handed``: bytes of pages that were offered so
+    far."""
 
     def __init__(self, engine: AsyncEngine, link: Link) -> None:
         self._engine, self._link = engine, link
@@ -73,8 +74,9 @@ class Prefilling:
         if departure is not None:
             handed = self._hold(departure).to_fields()
             seconds = time.perf_counter() - begun
-            count = len(asked.tokens)
-            log.info("%d tokens are held after %.1f ms", count, 1e3 * seconds)
+            log.info(
+                "%d tokens are held after %.1f ms", len(asked.tokens), 1e3 * seconds
+            )
         return chunk | {"disaggregated_params": handed}
 
     def _hold(self, departure: Departure) -> Handoff:
@@ -115,7 +117,7 @@ class Prefilling:
 
 
 def _first(sequence: Sequence) -> Delta:
-    """What a sequence has said when it leaves."""
+    """The delta of all that a sequence has said when it leaves."""
     reason = sequence.finish_reason
     return Delta(
         index=0,

@@ -30,7 +30,7 @@ constants = importlib.import_module("dynamo.common.constants")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of one worker. ``folder``: of discovery by file; None: Dynamo's own."""
+    """Settings of one worker. ``folder``: for discovery by file; None: Dynamo's own."""
 
     mode: Mode
     discovery: str
@@ -81,7 +81,7 @@ def _load(folder: Path, settings: Settings) -> LLM:
 
 
 def _environment(settings: Settings) -> None:
-    """What Dynamo and NIXL read from variables. Those that are set stay."""
+    """Set the variables that Dynamo and NIXL read. Those that are set stay."""
     for name in HOSTS:
         os.environ.setdefault(name, settings.host)
     if settings.host == LOOPBACK:  # UCX listens on every interface otherwise

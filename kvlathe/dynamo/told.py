@@ -1,4 +1,4 @@
-"""What a worker tells Dynamo's frontend: a delta of ours as one of its chunks."""
+"""Chunks for Dynamo's frontend, made of our deltas."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def top_of(one: TokenLogprob) -> list[dict[str, object]]:
 def prompt_of(
     logprobs: Sequence[TokenLogprob],
 ) -> list[dict[str, dict[str, float]] | None]:
-    """Of the prompt's tokens; none is known of the first one."""
+    """Log-probabilities of the prompt's tokens; None for the first one."""
     found: list[dict[str, dict[str, float]] | None] = [None]
     for one in logprobs:
         place = {str(token): {"logprob": value} for token, value in one.top}
@@ -77,8 +77,8 @@ def prompt_of(
 
 
 def cut(chunk: Chunk, most: int) -> Chunk:
-    """The first chunk of an answer of at most ``most`` tokens: a prefill worker may have
-    gone a few tokens further than it was asked to. It ends where it is full."""
+    """The first chunk of an answer of at most ``most`` tokens: a prefill worker may
+    have gone a few tokens further than it was asked to. It ends where it is full."""
     tokens = cast(list[int], chunk["token_ids"])
     if len(tokens) < most:
         return chunk

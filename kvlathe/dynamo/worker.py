@@ -23,7 +23,7 @@ from kvlathe.runtime.requests.request import OnDelta, Request
 
 Mode = Literal["agg", "prefill", "decode"]
 SNAPSHOT_SECONDS = 0.1
-"""Between two reports of the load."""
+"""Seconds between two reports of the load."""
 
 # Dynamo has no types to check against, and may be missing: not an import statement.
 backend = importlib.import_module("dynamo.common.backend")
@@ -203,8 +203,8 @@ class Snapshots(Protocol):
 
 
 def translated(error: Exception) -> Exception:
-    """As Dynamo's frontends understand it: a worker that ends has its requests sent to
-    another one, and what is wrong about a request goes back to its client."""
+    """The error as Dynamo's frontends understand it. Requests of a worker that ends go
+    to another one; a refusal of a request goes back to its client."""
     if isinstance(error, Closing | EngineStopped | DeviceLost):
         return exceptions.EngineShutdown(str(error))
     if isinstance(error, Busy):

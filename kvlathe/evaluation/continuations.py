@@ -1,5 +1,5 @@
-"""What an engine writes of its own accord: the next line of code, and the continuation
-of a text.
+"""Tasks that an engine answers in its own words: the next line of code, and the
+continuation of a text.
 
 A line of code is compared by edit similarity (normalized Indel distance of the stripped
 lines, as in LongBench's code completion), a continuation by ROUGE-1 (F1 of single
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 CODE_ENDINGS = tuple("{};:,)")
 CODE_SHARE = 0.5
-"""Of a document's lines that end as lines of code do: from this on it counts as
+"""Share of lines that end as lines of code do, from which a document counts as
 code."""
 
 BEFORE = 400
@@ -85,8 +85,7 @@ def _last_tokens(encoder: Encoder, text: str, tokens: int) -> tuple[int, ...]:
     ids = encoder.encode(text)
     while len(ids) > tokens:
         share = tokens / len(ids)
-        kept = int(len(text) * share)
-        text = text[-min(len(text) - 1, kept) :]
+        text = text[-min(len(text) - 1, int(len(text) * share)) :]
         ids = encoder.encode(text)
     return tuple(ids)
 

@@ -30,12 +30,12 @@ SCORES = (
     "kl",
 )
 RANKED_PROMPT = 0.75
-"""Of a window, where tokens are ranked by their prompt: the prompt's share; what
-follows it is scored."""
+"""The prompt's share of a window, where tokens are ranked by their prompt. The rest of
+the window is scored."""
 
 
 class Model(tasks.LogitsOracle, Protocol):
-    """What is asked of an LLM here: logits of any places of a sequence, its limits,
+    """An LLM as the evaluation uses it: logits of any places of a sequence, its limits,
     plan and tokenizer.
 
     Where the plan ranks the tokens of a prompt, the prompt is what comes before the
@@ -85,8 +85,11 @@ def evaluate(
         questions = tasks.read_questions(retrieval, engine.tokenizer, every)
     fitting = [question for question in questions if question.tokens <= longest]
     if questions and not fitting:
-        reason = f"inputs end at {longest} tokens"
-        raise KvlatheError(f"no question of {retrieval} fits", reason, "shorten them")
+        raise KvlatheError(
+            f"no question of {retrieval} fits",
+            f"inputs end at {longest} tokens",
+            "shorten them",
+        )
     on: dict[str, object] = {"kv_bytes": BYTES_OF}
     if text:
         result |= text_scores(engine, baseline, cut)
@@ -122,7 +125,7 @@ def _sizes(engine: Model) -> dict[str, object]:
 def _text_facts(
     engine: Model, text: Path, windows: list[list[int]]
 ) -> dict[str, object]:
-    """What the scores on ``text`` were measured on."""
+    """Facts about the text that the scores were measured on."""
     tokens = len(windows[0])
     facts: dict[str, object] = {
         "file": text.name,
@@ -153,8 +156,8 @@ def longest_input(engine: Model, baseline: Model | None) -> int:
 
 
 def require_comparable(engine: Model, baseline: Model) -> None:
-    """Raise KvlatheError for two engines of different models: numbers of one against the
-    other would say nothing about a compression."""
+    """Raise KvlatheError for two engines of different models: numbers of one against
+    the other would say nothing about a compression."""
     fact = "the engines cannot be compared"
     remedy = "name two engines that were built from one checkpoint"
     ours, theirs = (model.plan.model.vocab_size for model in (engine, baseline))
@@ -166,8 +169,9 @@ def require_comparable(engine: Model, baseline: Model) -> None:
         return
     if engine.manifest.model_digest != baseline.manifest.model_digest:
         names = f"{engine.manifest.model} and {baseline.manifest.model}"
-        reason = f"{names} differ in their weights or their config.json"
-        raise KvlatheError(fact, reason, remedy)
+        raise KvlatheError(
+            fact, f"{names} differ in their weights or their config.json", remedy
+        )
 
 
 def vocabulary(model: Model) -> dict[str, int] | None:

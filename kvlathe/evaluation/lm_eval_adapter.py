@@ -29,10 +29,10 @@ from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.tasks import metrics
 
 NEW_TOKENS = 256
-"""Of an answer where a task does not say: the harness's own default."""
+"""Most tokens of an answer where a task gives none: the harness's own default."""
 
 HARNESS_NAMES = {"batch_size", "max_batch_size", "device"}
-"""What the harness adds to ``model_args`` by itself."""
+"""Names that the harness adds to ``model_args`` by itself."""
 
 LENGTH_NAMES = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 SAMPLING_NAMES = (
@@ -87,8 +87,8 @@ class EngineLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without context stands behind: the beginning of a text where the
-        model has one."""
+        """The token before a text without context: the model's beginning of a text, or
+        else its end."""
         begin = self.llm.tokenizer.special.get("bos_token")
         if begin is None:
             return self.eot_token_id
@@ -102,8 +102,8 @@ class EngineLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
-        """As the tokenizer frames any text, unless it has its beginning already (from a
-        chat template)."""
+        """Encode as the tokenizer frames any text, unless it has its beginning already
+        (from a chat template)."""
         begin = self.llm.tokenizer.special.get("bos_token")
         if add_special_tokens is None:
             add_special_tokens = not (begin and string.startswith(begin))

@@ -1,5 +1,5 @@
-"""What ``kvlathe eval`` measured, kept with the engine: evaluation.json, and the
-accuracy section of report.html."""
+"""Scores of ``kvlathe eval``, kept with the engine: evaluation.json, and the accuracy
+section of report.html."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 BLOCK = re.compile(r"<!--measured-->.*?<!--/measured-->", re.DOTALL)
 """The place in report.html that shows the scores."""
 Sources = Mapping[str, Any]
-"""What an evaluation says of its texts and questions."""
+"""Facts of an evaluation about its texts and questions."""
 SCORES = {
     "perplexity_ratio": ("perplexity ratio", "1 is uncompressed, lower is better"),
     "perplexity": ("perplexity", "of this engine"),
     "agreement": ("agreement", "share of equal next tokens"),
     "retrieval_exact_match": ("line retrieval", "share of exact answers"),
 }
-"""What is shown, in this order: score, (name, meaning)."""
+"""Scores that are shown, in this order: score -> (name, meaning)."""
 
 
 OF_SUITE = {
@@ -113,8 +113,8 @@ class Kept:
 
 
 def read(folder: Path, manifest: Manifest) -> Kept:
-    """What was kept of this engine; empty where there is nothing, or where it is of
-    another plan."""
+    """Read the scores that were kept of this engine; empty where there are none, or
+    where they are of another plan."""
     try:
         record = json.loads((folder / EVALUATION_FILE).read_text("utf-8"))
         if record["plan_digest"] != manifest.plan_digest:

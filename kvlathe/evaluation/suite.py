@@ -29,8 +29,8 @@ CONTEXT = 3000
 
 @dataclass(frozen=True, slots=True)
 class Exam:
-    """How much is asked. ``repeats`` questions at each length and depth; ``samples``
-    lines of code and as many continuations of ``new_tokens`` tokens behind
+    """Size of the examination. ``repeats`` questions at each length and depth;
+    ``samples`` lines of code and as many continuations of ``new_tokens`` tokens behind
     ``prompt_tokens``.
     """
 
@@ -216,8 +216,8 @@ def _writing(
     asked: Sequence[continuations.Opening],
     new_tokens: int,
 ) -> list[dict[str, Any]]:
-    """Against the documents, and of the engine against the baseline's own texts.
-    Nothing where nothing was asked."""
+    """Scores of texts against the documents, and of the engine's texts against the
+    baseline's. None where nothing was asked."""
     if not asked:
         return []
     compare = continuations.rouge_1

@@ -31,8 +31,8 @@ NO_ENGINE = "engine"
 
 @dataclass(frozen=True, slots=True)
 class Exam:
-    """What every engine is measured on. ``tokens``: of the sequence whose bytes count;
-    None: the longest that the engine takes."""
+    """Texts and questions that every engine is measured on. ``tokens``: the length of
+    the sequence whose bytes count; None: the longest that the engine takes."""
 
     text: Path
     retrieval: Path
@@ -51,7 +51,8 @@ class Exam:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """As on the command line (``kvlathe frontier --help``), for every build alike."""
+    """Options as on the command line (``kvlathe frontier --help``), for every build
+    alike."""
 
     model: Path
     output: Path
@@ -99,8 +100,8 @@ class Options:
 
 
 def key_of(candidate: Candidate, options: Options, exam: Exam) -> str:
-    """What a point is kept under: all that decides its numbers. Raises KvlatheError for
-    a request that cannot be built."""
+    """The key of a point in the cache: a digest of all that decides its numbers. Raises
+    KvlatheError for a request that cannot be built."""
     order = accept(options.request(candidate, options.output / "engines" / NO_ENGINE))
     return cache.key_of({"engine": order.key, "exam": exam.facts})
 

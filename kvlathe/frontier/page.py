@@ -44,7 +44,7 @@ def write(
 
 
 def chart_of(points: Sequence[Point], bound: Bound, chosen: Point) -> Chart:
-    """What is drawn of the points that were measured."""
+    """The chart of the points that were measured."""
     shown = {point.name: _shown(point) for point in points}
     counts: dict[str, int] = {}
     for plan in shown.values():

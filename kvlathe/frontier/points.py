@@ -1,5 +1,4 @@
-"""What a frontier is made of: candidates, what was measured of each, and which one to
-take."""
+"""Parts of a frontier: candidates, their measured points, and the choice of one."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from pathlib import Path
 from kvlathe.base.errors import KvlatheError
 
 RETRIEVAL_MARGIN = 0.01
-"""Of all answers, that a plan may lose beside the uncompressed model."""
+"""Share of all answers that a plan may lose beside the uncompressed model."""
 ROUNDING = 1e-9
 
 
@@ -35,8 +34,8 @@ class Candidate:
 class Point:
     """A candidate and what was measured of its engine.
 
-    ``kv_bytes``: of a sequence of ``tokens`` tokens, the mean over where in its last page
-    it stands. ``left``: that share of the uncompressed 16-bit cache. ``note``: why
+    ``kv_bytes``: of a sequence of ``tokens`` tokens, the mean over where in its last
+    page it stands. ``left``: that share of the uncompressed 16-bit cache. ``note``: why
     nothing was measured; the numbers are then None.
     """
 
@@ -68,7 +67,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """What a plan may cost: ``perplexity``, a ratio, and retrieval beside that of the
+    """Bound of a plan's loss: ``perplexity``, a ratio, and retrieval beside that of the
     ``uncompressed`` model."""
 
     perplexity: float
@@ -103,10 +102,11 @@ def candidate(text: str) -> Candidate:
     try:
         return Candidate(compression, float(ratio))
     except ValueError:
-        fact = f"{text} cannot be used"
-        reason = f"{ratio!r} is no share of the bytes"
-        remedy = "write COMPRESSION or COMPRESSION@0.9"
-        raise KvlatheError(fact, reason, remedy) from None
+        raise KvlatheError(
+            f"{text} cannot be used",
+            f"{ratio!r} is no share of the bytes",
+            "write COMPRESSION or COMPRESSION@0.9",
+        ) from None
 
 
 def questions_every(retrieval: Path, most: int) -> int:
@@ -115,7 +115,8 @@ def questions_every(retrieval: Path, most: int) -> int:
     try:
         lines = retrieval.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        remedy = "give a .jsonl file in UTF-8"
-        raise KvlatheError(f"{retrieval} cannot be read", str(error), remedy) from error
+        raise KvlatheError(
+            f"{retrieval} cannot be read", str(error), "give a .jsonl file in UTF-8"
+        ) from error
     count = sum(bool(line.strip()) for line in lines)
     return max(1, -(-count // most))

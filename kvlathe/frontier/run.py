@@ -38,7 +38,7 @@ POINTS = "points"
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """How much is measured, and what a plan may cost."""
+    """Options of the measurement, and the loss that a plan may have."""
 
     text: Path | None = None
     retrieval: Path | None = None
@@ -91,7 +91,8 @@ def _exam(options: Options, asked: Asked) -> Exam:
 def _all_measured(
     paths: dict[Candidate, Path], options: Options, exam: Exam, jobs: int
 ) -> dict[Candidate, Point]:
-    """What was measured before, and the rest. Nothing is built where all is there."""
+    """Points of all candidates: those that were kept, and the rest measured now.
+    Nothing is built where all are there."""
     found: dict[Candidate, Point] = {}
     for candidate, path in paths.items():
         point = kept_at(path)
@@ -119,8 +120,8 @@ def _measured(
     paths: dict[Candidate, Path],
     jobs: int,
 ) -> dict[Candidate, Point]:
-    """With several ``jobs`` the first candidate of each compression goes alone: what it
-    calibrates and prices is kept, and the others find it."""
+    """Measure all. With several ``jobs`` the first candidate of each compression goes
+    alone: what it calibrates and prices is kept, and the others find it."""
     first, others = list(missing), list[Candidate]()
     if jobs > 1:
         first, others = _pioneers(missing)
@@ -136,8 +137,9 @@ def _measured(
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, spawn, _say_from, (console.log.level,)) as pool:
         kept = [paths[candidate] for candidate in others]
-        points = pool.map(measuring.point, others, kept)
-        shown = progress(points, "measuring plans", len(others))
+        shown = progress(
+            pool.map(measuring.point, others, kept), "measuring plans", len(others)
+        )
         found |= zip(others, shown, strict=True)
     return found
 
@@ -145,7 +147,8 @@ def _measured(
 def _pioneers(
     candidates: Sequence[Candidate],
 ) -> tuple[list[Candidate], list[Candidate]]:
-    """Those that calibrate or price what others share, and the others."""
+    """Split candidates: those that calibrate or price what others share, and the
+    rest."""
     first: list[Candidate] = []
     others: list[Candidate] = []
     seen: set[str] = set()

@@ -33,8 +33,7 @@ class CodedWeight:
         if self.codes.is_floating_point():
             return self.codes[:, 0].float() * self.scales.float()
         centred = unpacked(self.codes, self.bits).float() - self.middles()
-        weights = centred * self.scales.float().unsqueeze(-1)
-        return weights.flatten(1)[:, :inputs]
+        return (centred * self.scales.float().unsqueeze(-1)).flatten(1)[:, :inputs]
 
     def middles(self) -> Tensor:
         """The code that stands for 0, of each group or of all: [N, G, 1] or one."""
@@ -61,5 +60,4 @@ def unpacked(codes: Tensor, bits: int) -> Tensor:
     """uint8 [..., n * bits / 8] -> [..., n]."""
     if bits == 8:
         return codes
-    pairs = torch.stack([codes & 15, codes >> 4], -1)
-    return pairs.flatten(-2)
+    return torch.stack([codes & 15, codes >> 4], -1).flatten(-2)

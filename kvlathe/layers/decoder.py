@@ -25,7 +25,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Layer(Protocol):
-    """What a decoder layer is made of. A norm that the model does not have is None."""
+    """Parts of a decoder layer. A norm that the model does not have is None."""
 
     @property
     def parallel(self) -> bool: ...
@@ -94,8 +94,8 @@ def run_layer(
     through theirs first. Where it has norms of outputs, those of W_O and W_down pass
     through theirs before they are added (Gemma 2, OLMo 2).
 
-    With ``places`` [R] the output is that of these tokens alone, [R, D]: ``attend`` then
-    gives o of no others.
+    With ``places`` [R] the output is that of these tokens alone, [R, D]: ``attend``
+    then gives o of no others.
     """
     normed = x if layer.attn_norm is None else layer.attn_norm(x)
     # Before a: add_o may overwrite x.
@@ -165,7 +165,7 @@ def rope_angles(
 
 
 def rope_names(rope: int) -> tuple[str, str]:
-    """What the frequencies and amplitudes of a model's rotation are called."""
+    """Names of the frequencies and amplitudes of a model's rotation number ``rope``."""
     end = f"_{rope}" if rope else ""
     return f"inv_freq{end}", f"amplitude{end}"
 

@@ -15,9 +15,9 @@ from kvlathe.layers.activations import ACTIVATIONS
 
 @dataclass(frozen=True)
 class Routing:
-    """How many experts a token passes, and whether their weights sum to 1. Where
-    ``limit`` is not 0, experts compute gate sigmoid(alpha gate) (up + 1), with gate at
-    most ``limit`` and up within it (gpt-oss, arXiv 2508.10925)."""
+    """Routing of tokens to experts: how many a token passes, and whether their weights
+    sum to 1. Where ``limit`` is not 0, experts compute gate sigmoid(alpha gate) (up +
+    1), with gate at most ``limit`` and up within it (gpt-oss, arXiv 2508.10925)."""
 
     chosen: int
     normalized: bool
@@ -74,7 +74,7 @@ def _gated(gate: Tensor, up: Tensor, routing: Routing, activation: str) -> Tenso
 
 
 def _shares(x: Tensor, weights: ExpertWeights, routing: Routing) -> Tensor:
-    """What each expert counts for each token, [T, E] float32: 0 for most."""
+    """Weight of each expert for each token, [T, E] float32: 0 for most."""
     router = weights.router
     logits = x @ router
     if weights.router_bias is not None:

@@ -1,5 +1,5 @@
-"""What compression costs: perplexity, next-token agreement, KL divergence and exact
-match, from logits. Numpy alone.
+"""Metrics of the loss by compression: perplexity, next-token agreement, KL divergence
+and exact match, from logits. Numpy alone.
 
 All of them take logits [n, vocab] of the same n places. ``nll`` and ``kl`` are in nats.
 """
@@ -23,8 +23,7 @@ entries."""
 
 def log_softmax(logits: Logits) -> Values:
     """[n, vocab] -> [n, vocab] float64."""
-    largest = logits.max(-1, keepdims=True)
-    shifted = logits.astype(np.float64) - largest
+    shifted = logits.astype(np.float64) - logits.max(-1, keepdims=True)
     return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
 
 
@@ -38,15 +37,14 @@ def nll(logits: Logits, targets: Ids) -> Values:
 
 
 def kl(reference: Logits, logits: Logits) -> Values:
-    """KL(reference || logits) of each row: the nats lost by predicting with ``logits`` what ``reference`` knows.
-    [n].
+    """KL(reference || logits) of each row: the nats lost by predicting with ``logits``
+    what ``reference`` knows. [n].
     """
 
     def rows(s: slice) -> Values:
         p = log_softmax(reference[s])
         q = log_softmax(logits[s])
-        terms = np.exp(p) * (p - q)
-        return terms.sum(-1)
+        return (np.exp(p) * (p - q)).sum(-1)
 
     return _joined(rows(s) for s in _slices(len(logits)))
 

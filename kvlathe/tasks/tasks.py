@@ -1,4 +1,4 @@
-"""What accuracy is measured on, as token ids: windows of text to predict, and questions
+"""Tasks that measure accuracy, as token ids: windows of text to predict, and questions
 with one right answer.
 
 Text: documents joined by the end-of-text id and cut into windows, each predicted alone.
@@ -50,8 +50,8 @@ class FolderEncoder:
 
     @property
     def eos_id(self) -> int:
-        """What separates documents. Raises KvlatheError where the model has no such
-        token."""
+        """The token that separates documents. Raises KvlatheError where the model has
+        no such token."""
         return tokenizer_files.separator(self._eos_ids)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

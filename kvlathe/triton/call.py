@@ -1,5 +1,5 @@
-"""What both Triton models share: reading a request's tensors, answering it, and
-noticing that its client has gone.
+"""Calls of Triton, for both models: read a request's tensors, answer it, and notice
+that its client has gone.
 
 ``triton_python_backend_utils`` exists only inside Triton's Python backend: this and its
 users are imported there alone.
@@ -18,7 +18,7 @@ import triton_python_backend_utils as pb  # pyright: ignore[reportMissingImports
 from kvlathe.base.errors import KvlatheError
 
 WATCH_SECONDS = 0.05
-"""How long a request may go on after its client has gone."""
+"""Most time that a request goes on after its client has gone."""
 
 
 class Call:

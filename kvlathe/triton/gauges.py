@@ -1,5 +1,5 @@
-"""What the token model adds to Triton's /metrics: how busy the engine is. ``kvlathe
-serve`` uses the same names."""
+"""Gauges that the token model adds to Triton's /metrics: how busy the engine is.
+``kvlathe serve`` uses the same names."""
 
 from __future__ import annotations
 

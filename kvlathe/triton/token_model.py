@@ -33,7 +33,7 @@ from kvlathe.triton.gauges import Gauges
 
 @dataclass(eq=False, slots=True)
 class Answer:
-    """What a call has got so far. ``stops``: token sequences of two or more that end
+    """The answer to a call so far. ``stops``: token sequences of two or more that end
     it."""
 
     call: Call
@@ -59,7 +59,8 @@ class Answer:
         return delta.finish_reason
 
     def send(self, reason: str | None) -> None:
-        """What was not sent yet; with ``reason`` it is the last response."""
+        """Send the tokens that were not sent yet; with ``reason``, as the last
+        response."""
         new = self.ids[self.sent :]
         outputs = {
             "output_ids": np.array([new], np.int32),
