@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,7 +28,7 @@ from kvlathe.export.attention.windows import NEVER, LaneWindows
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.search.dither import noise
 from kvlathe.export.search.fused import LaneTokens
-from kvlathe.plan.codec import FITS, TWO_255THS, nearest_codes
+from kvlathe.plan.codec import FITS, nearest_codes, worths
 from kvlathe.plan.formats import NORMAL_TOP, Format, Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import CompressionPlan
@@ -323,7 +322,7 @@ def rounded(x: Tensor, form: Format, page: int, dither: Tensor | None = None) ->
 def _coded(x: Tensor, dither: Tensor | None, form: Format, along: int) -> Tensor:
     """One group along an axis: codes for the metadata that halves can hold, and what
     they stand for."""
-    if form.has_fixed_levels:
+    if form.coding == "normal":
         return _fitted(x, form, along)
     top = form.top
     low = x.amin(along, keepdim=True)
@@ -337,7 +336,7 @@ def _coded(x: Tensor, dither: Tensor | None, form: Format, along: int) -> Tensor
 
 
 def _fitted(x: Tensor, form: Format, along: int) -> Tensor:
-    """One group of fixed levels, fitted as kvlathe/plan/codec.py does it."""
+    """One group of normal codes, fitted as kvlathe/plan/codec.py does it."""
     wide = x.double()
     ends = form.top / 2
     squares = wide.square()
@@ -357,9 +356,9 @@ def _fitted(x: Tensor, form: Format, along: int) -> Tensor:
 
 def _nearest(x: Tensor, form: Format, magnitude: Tensor) -> tuple[Tensor, Tensor]:
     """What the nearest codes for a magnitude are worth, and what they stand for."""
-    of_byte = np.array(form.table)[nearest_codes(form)]
+    of_byte = worths(form)[nearest_codes(form)]
     stored = magnitude.float().half().float()
-    scale = stored * float(TWO_255THS)
+    scale = stored * form.decoding.step
     above = x + stored
     nearest = torch.where(scale > 0, above / scale, 0.0).round().clamp(0, form.top)
     worth = torch.tensor(of_byte, device=x.device)[nearest.int()]

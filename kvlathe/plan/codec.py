@@ -14,8 +14,8 @@ groups. The rounding of scale and minimum to half is part of the code: codes are
 for the rounded pair. A constant group has scale 0 and is exact to half. Where a tier
 stores sums, those of each group's codes follow in the same order, little-endian.
 
-Where levels are the normal's, a group has one half, the magnitude m of its outermost
-levels:
+Those are affine codes. A group of normal ones has one half, the magnitude m of its
+outermost levels:
 
     x ~ m (2 table[code] / 255 - 1),   m of least squared error, found in FITS passes from m = NORMAL_TOP sqrt(mean x^2)
 
@@ -44,7 +44,6 @@ Positions = int | npt.NDArray[np.integer]
 FITS = 5
 """Passes over a group of fixed levels: codes for a scale, then the best scale for the
 codes (Lloyd's iteration on one number)."""
-TWO_255THS = np.float32(2 / 255)
 FLOATS = {16: np.dtype(np.float16), 32: np.dtype(np.float32)}
 
 
@@ -102,7 +101,7 @@ class PageMatrix:
         return page[self.data : self.data + size].reshape(self._rows, -1)
 
     def _metadata(self, page: Bytes) -> npt.NDArray[np.float16]:
-        """[rows, groups, 2]: (scale, minimum); [rows, groups, 1] of fixed levels."""
+        """[rows, groups, 2]: (scale, minimum); [rows, groups, 1] without a minimum."""
         groups = len(self.groups)
         pairs = self._rows * groups
         size = pairs * self.format.group_bytes
@@ -126,11 +125,8 @@ class PageMatrix:
         if not self.groups:
             return self._floats(page).astype(np.float32)
         scale, minimum = self._spread(self._metadata(page))
-        packed = self._code_bytes(page)
-        codes = unpack(packed, self.format.bits)
-        table = np.array(self.format.table, np.uint8)
-        worth = table[codes]
-        values = worth * scale + minimum
+        codes = unpack(self._code_bytes(page), self.format)
+        values = worths(self.format)[codes] * scale + minimum
         return values if self.format.along_rank else values.T
 
     def write(self, page: Bytes, values: Floats, position: Positions = 0) -> None:
@@ -143,7 +139,7 @@ class PageMatrix:
         rows = values if self.format.along_rank else np.ascontiguousarray(values.T)
         metadata = self._metadata(page)
         codes = self._coded(rows, metadata, position)
-        self._code_bytes(page)[:] = pack(codes, self.format.bits)
+        self._code_bytes(page)[:] = pack(codes, self.format)
         if self.format.sums:
             self._write_sums(page, codes)
 
@@ -151,7 +147,7 @@ class PageMatrix:
         self, rows: Floats, metadata: npt.NDArray[np.float16], position: Positions
     ) -> Bytes:
         """Codes of ``rows``; their scales and minima go into ``metadata``."""
-        if self.format.has_fixed_levels:
+        if self.format.coding == "normal":
             return self._fitted(rows, metadata)
         span, top = self.format.span, self.format.top
         low = np.minimum.reduceat(rows, self._starts, axis=1)
@@ -169,7 +165,7 @@ class PageMatrix:
         return codes.astype(np.uint8)
 
     def _fitted(self, rows: Floats, metadata: npt.NDArray[np.float16]) -> Bytes:
-        """Codes of fixed levels; their magnitudes go into ``metadata``. Sums are double,
+        """Normal codes; their magnitudes go into ``metadata``. Sums are double,
         so that the order of adding decides nothing."""
         wide = rows.astype(np.float64)
         squares = wide * wide
@@ -185,7 +181,7 @@ class PageMatrix:
     def _nearest(
         self, rows: Floats, metadata: npt.NDArray[np.float16], magnitude: Doubles
     ) -> Bytes:
-        """Codes of fixed levels for these magnitudes [rows, groups], which go into
+        """Normal codes for these magnitudes [rows, groups], which go into
         ``metadata``."""
         metadata[..., 0] = magnitude.astype(np.float32)
         exact = self._exact(rows, metadata)
@@ -197,8 +193,7 @@ class PageMatrix:
     def _best_magnitude(self, rows: Doubles, codes: Bytes) -> Doubles:
         """Of least squared error for these codes, [rows, groups]."""
         ends = self.format.top / 2
-        table = np.array(self.format.table)
-        levels = table[codes] - ends
+        levels = worths(self.format)[codes] - ends
         products = rows * levels
         squares = levels * levels
         along = np.add.reduceat(products, self._starts, axis=1)
@@ -232,10 +227,14 @@ class PageMatrix:
         halves = metadata.astype(np.float32)
         wide = np.repeat(halves, self.groups, axis=1)
         first = wide[..., 0]
-        if self.format.has_fixed_levels:
-            return first * TWO_255THS, -first
-        minimum = wide[..., 1]
-        return first, minimum
+        decoding = self.format.decoding
+        minimum = wide[..., 1] if decoding.has_minimum else first * decoding.lowest
+        return first * np.float32(decoding.step), minimum
+
+
+def worths(form: Format) -> npt.NDArray[np.uint8 | np.float32]:
+    """What each code is worth: whole numbers as bytes, others as float32."""
+    return np.array(form.table, np.uint8 if form.decoding.is_whole else np.float32)
 
 
 def nearest_codes(form: Format) -> Bytes:
@@ -311,7 +310,7 @@ def element_places(form: Format, rank: int, tokens: int) -> tuple[Places, Places
 
     Code i of b bits is bits (i * b) % 8 and up of byte i * b // 8 (lowest bits first;
     codes of 3 bits: kvlathe/plan/packing.py). The (scale, minimum) of group j are halves 2 j
-    and 2 j + 1 of the metadata; its magnitude is half j where levels are fixed.
+    and 2 j + 1 of the metadata; without a minimum, its scale is half j.
     """
     token = np.arange(tokens)[:, None]
     channel = np.arange(rank)[None, :]

@@ -50,7 +50,7 @@ def formats(draw: st.DrawFn, bits: Bits) -> Format:
     axis = draw(st.sampled_from(AXES))
     group = draw(st.sampled_from([16, 32, 48, 128]))
     if bits in NORMAL and axis == "rank" and draw(st.booleans()):
-        return Format(bits, axis, group, levels="normal")
+        return Format(bits, axis, group, coding="normal")
     return Format(bits, axis, group, draw(SPANS))
 
 
@@ -103,7 +103,7 @@ def test_what_is_read_is_near_and_stays_what_it_is(
     read = matrix.read(bytes_)
     if not form.is_coded:
         np.testing.assert_array_equal(read, values)
-    elif form.span == 1.0 and not form.has_fixed_levels:
+    elif form.span == 1.0 and form.has_minimum:
         along = 1 if form.along_rank else 0
         starts = np.cumsum((0, *matrix.groups[:-1]))
         high = np.maximum.reduceat(values, starts, axis=along)
@@ -146,7 +146,7 @@ def test_fixed_levels_are_the_nearest_and_their_scale_the_best(
 ) -> None:
     """In float64. The nearest level is looked up by a byte, so a code may be off by one
     part in 255. The scale loses no more than that of the numbers' deviation."""
-    form, page = Format(bits, "rank", 128, levels="normal"), 16
+    form, page = Format(bits, "rank", 128, coding="normal"), 16
     matrix, values = matrix_of(form, rank, page), numbers(seed, page, rank)
     bytes_ = np.zeros(form.page_bytes(rank, page), np.uint8)
     matrix.write(bytes_, values)
@@ -168,7 +168,7 @@ def test_fixed_levels_are_the_nearest_and_their_scale_the_best(
 def test_normal_numbers_lose_what_the_levels_promise(bits: Bits, loss: float) -> None:
     """Max 1960, table 1: the mean squared error of a normal number of variance 1. One
     scale of 128 numbers' own is a little better."""
-    form, page = Format(bits, "rank", 128, levels="normal"), 512
+    form, page = Format(bits, "rank", 128, coding="normal"), 512
     matrix = matrix_of(form, 128, page)
     values = np.random.default_rng(bits).normal(size=(page, 128)).astype(np.float32)
     bytes_ = np.zeros(form.page_bytes(128, page), np.uint8)
@@ -187,7 +187,7 @@ def test_torch_reads_what_numpy_writes(
     form = data.draw(formats(bits))
     if not form.is_coded:
         return
-    drawn = drawn and not form.has_fixed_levels
+    drawn = drawn and form.has_minimum
     key = noise_key(seed, 0, 0, 0) if drawn else None
     matrix, values = matrix_of(form, rank, page, key), numbers(seed, page, rank)
     bytes_ = np.zeros(form.page_bytes(rank, page), np.uint8)
@@ -219,10 +219,10 @@ def test_the_cpu_library_writes_the_same_bytes(
     if native is None:
         pytest.skip("the CPU library is not built here")
     k, v = data.draw(formats(bits)), data.draw(formats(bits))
-    fixed = k.has_fixed_levels or v.has_fixed_levels
-    drawn = drawn and not fixed
+    affine = all(form.has_minimum for form in (k, v) if form.is_coded)
+    drawn = drawn and affine
     sums = sums and k.along_rank and v.along_tokens and page % v.group == 0
-    sums = sums and not fixed
+    sums = sums and affine
     tier = Tier(
         k.bits,
         v.bits,
@@ -235,8 +235,8 @@ def test_the_cpu_library_writes_the_same_bytes(
         sums=sums,
         span_k=k.span,
         span_v=v.span,
-        levels_k=k.levels,
-        levels_v=v.levels,
+        coding_k=k.coding,
+        coding_v=v.coding,
     )
     shape = ModelShape(1, 1, 1, rank, rank, 16, 1024)
     lanes = (Lane(0, 0, rank, rank, rank),)

@@ -208,7 +208,7 @@ def fixed_tiers(
 ) -> st.SearchStrategy[Tier]:
     """V's levels, or both sides', are the normal's."""
     bits, rank = st.sampled_from(sorted(NORMAL)), st.just("rank")
-    normal, either = st.just("normal"), st.sampled_from(["even", "normal"])
+    normal, either = st.just("normal"), st.sampled_from(["affine", "normal"])
     return st.builds(
         Tier,
         bits,
@@ -218,8 +218,8 @@ def fixed_tiers(
         groups,
         groups,
         st.just(arithmetic),
-        levels_k=either,
-        levels_v=normal,
+        coding_k=either,
+        coding_v=normal,
     )
 
 
@@ -567,7 +567,7 @@ class Case:
         ]
         sizes = groups_along_rank(rank, form.group) if by_rank else along_tokens
         count = len(sizes) * len(lines)
-        if form.levels == "normal":
+        if form.coding == "normal":
             half = np.abs(self.rng.normal(size=count)).astype(np.float16)
             self._write(meta, half)
             pairs = half.astype(np.float64)[:, None] * [2 / 255, -1]

@@ -27,7 +27,7 @@ def _tiers(bits: Bits) -> list[Tier]:
 def _fixed(bits: Bits) -> Tier:
     """Levels of the normal."""
     return Tier(
-        bits, bits, "rank", "rank", 32, 48, levels_k="normal", levels_v="normal"
+        bits, bits, "rank", "rank", 32, 48, coding_k="normal", coding_v="normal"
     )
 
 

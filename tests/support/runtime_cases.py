@@ -39,7 +39,7 @@ from tests.support.made_once import made_once
 MODEL = Path(__file__).resolve().parents[2] / "models" / "lathe-5m"
 HOT, U8 = Tier(32, 32), Tier(8, 8, "rank", "token", 64, 64)
 U3 = Tier(3, 3, "rank", "token", 64, 64)
-N4 = Tier(4, 4, "rank", "rank", 64, 64, levels_k="normal", levels_v="normal")
+N4 = Tier(4, 4, "rank", "rank", 64, 64, coding_k="normal", coding_v="normal")
 FOUR = Tier(4, 4, "rank", "rank", 64, 64, rounding="stochastic")
 NORMALIZED = ObservationWindow(recent=0.05, random=0.05, normalized=True)
 HEAVY = ObservationWindow(recent=1.0, pooling=5, noise=0.5)

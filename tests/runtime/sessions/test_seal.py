@@ -198,7 +198,7 @@ def test_a_sealed_page_holds_the_codes_that_the_layout_promises(
             expected, codes, pairs = quantized(values, bits, axis, group)
             row = x.rank if axis == "rank" else PAGE
             stored = page[data : data + values.size * bits // 8]
-            lines = unpack(stored.reshape(-1, row * bits // 8), bits)
+            lines = unpack(stored.reshape(-1, row * bits // 8), part.format)
             np.testing.assert_array_equal(packed(lines, bits), stored)
             found = lines.ravel().tolist()
             halves = page[meta : meta + 4 * len(pairs)].view(np.float16).reshape(-1, 2)
@@ -224,10 +224,11 @@ def test_a_sealed_page_holds_the_codes_that_the_layout_promises(
 
 
 @given(bits=st.sampled_from([2, 3, 4, 8]), seed=st.integers(0, 99))
-def test_packing_comes_back(bits: int, seed: int) -> None:
+def test_packing_comes_back(bits: Bits, seed: int) -> None:
+    form = Format(bits, "rank", 16)
     codes = np.random.default_rng(seed).integers(0, 2**bits, (5, 48)).astype(np.uint8)
-    np.testing.assert_array_equal(unpack(pack(codes, bits), bits), codes)
-    np.testing.assert_array_equal(pack(codes, bits).ravel(), packed(codes, bits))
+    np.testing.assert_array_equal(unpack(pack(codes, form), form), codes)
+    np.testing.assert_array_equal(pack(codes, form).ravel(), packed(codes, bits))
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -323,7 +324,7 @@ def dequantized_reference(kind: str, length: int, grid: int) -> Floats:
                 for part, form in ((k, tier.k), (v, tier.v)):
                     row = engine.session.rows[0][page]
                     values = part.read(row)
-                    if form.levels == "normal":
+                    if form.coding == "normal":
                         part.write(row, fitted(values, form))
                         continue
                     shape = form.bits, form.axis, form.group
