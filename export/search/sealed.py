@@ -26,11 +26,11 @@ from kvlathe.export.attention.softmax_state import SoftmaxState, capped
 from kvlathe.export.attention.step import StepTensors
 from kvlathe.export.attention.windows import NEVER, LaneWindows
 from kvlathe.export.model.decoder import Decoder
-from kvlathe.export.search.dither import noise
 from kvlathe.export.search.fused import LaneTokens
 from kvlathe.plan.codec import FITS, nearest_codes, worths
 from kvlathe.plan.formats import NORMAL_TOP, Format, Tier
 from kvlathe.plan.heads import Lane
+from kvlathe.plan.noise import noise, noise_key
 from kvlathe.plan.plan import CompressionPlan
 
 SCORES_AT_ONCE = 1 << 21
@@ -261,8 +261,8 @@ class Seal:
     def _noise(self, x: Tensor, side: int) -> Tensor | None:
         if self.tier is None or self.tier.rounding == "nearest":
             return None
-        key = (self.plan.seed, self.lane.layer, self.lane.head, side)
-        return noise(key, *x.shape).to(x.device)
+        key = noise_key(self.plan.seed, self.lane.layer, self.lane.head, side)
+        return torch.from_numpy(noise(key, 0, *x.shape)).to(x.device)
 
     def queries(self, q: Tensor) -> Tensor:
         """q [G, T, Rk] as the product with codes takes it: 8-bit codes in the groups of

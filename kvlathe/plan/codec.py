@@ -34,6 +34,7 @@ import numpy.typing as npt
 
 from kvlathe.plan.formats import NORMAL_TOP, Format
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.noise import noise, noise_key
 from kvlathe.plan.packing import pack, unpack
 
 Bytes = npt.NDArray[np.uint8]
@@ -218,7 +219,7 @@ class PageMatrix:
         end = self.sums + low_bytes.size
         page[self.sums : end] = low_bytes.ravel()
 
-    def _noise(self, key: int, position: Positions) -> Floats:
+    def _noise(self, key: int, position: Positions) -> Doubles:
         drawn = noise(key, position, self.tokens, self.rank)
         return drawn if self.format.along_rank else drawn.T
 
@@ -244,40 +245,6 @@ def nearest_codes(form: Format) -> Bytes:
     apart = np.abs(worth - form.table)
     nearest = apart.argmin(1)
     return nearest.astype(np.uint8)
-
-
-def mixed(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """MurmurHash3's finalizer: every bit of x moves every bit of the result."""
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> np.uint32(16))
-
-
-def noise_key(*numbers: int) -> int:
-    """A hash of ``numbers`` (taken modulo 2^32), in order: key <- mixed((key xor
-    number) + 0x9E3779B9), from 0."""
-    key = np.zeros(1, np.uint32)
-    for number in numbers:
-        key = mixed((key ^ np.uint32(number & 0xFFFFFFFF)) + np.uint32(0x9E3779B9))
-    return int(key[0])
-
-
-def noise(key: int, position: Positions, tokens: int, rank: int) -> Floats:
-    """Multiples of 2^-24 in [0, 1), [tokens, rank]: of a token and channel c, the first
-    24 bits of noise_key(numbers of ``key``, the token's position, c). ``position`` as
-    in PageMatrix.write.
-    """
-    positions = (
-        position.astype(np.int64)
-        if isinstance(position, np.ndarray)
-        else np.arange(position, position + tokens)
-    )
-    token = (positions & 0xFFFFFFFF).astype(np.uint32)[:, None]
-    channel = np.arange(rank, dtype=np.uint32)[None, :]
-    step = np.uint32(0x9E3779B9)
-    return (
-        mixed((mixed((np.uint32(key) ^ token) + step) ^ channel) + step) >> np.uint32(8)
-    ) * np.float32(2**-24)
 
 
 def matrices(

@@ -24,10 +24,11 @@ from kvlathe.export.onnx.attend import OPSET
 from kvlathe.export.onnx.body import FLOAT, Body
 from kvlathe.export.onnx.pages import PageReader, Places
 from kvlathe.export.search import sealed
-from kvlathe.plan.codec import PageMatrix, element_places, matrices, noise, noise_key
+from kvlathe.plan.codec import PageMatrix, element_places, matrices
 from kvlathe.plan.formats import ALIGN, NORMAL, NORMAL_TOP, Axis, Bits, Format, Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.noise import noise, noise_key
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.runtime.native.cpu import PageWriter
 from kvlathe.runtime.native.library import find

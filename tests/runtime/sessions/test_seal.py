@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.codec import FITS, matrices, noise, noise_key, pack, unpack
+from kvlathe.plan.codec import FITS, matrices, pack, unpack
 from kvlathe.plan.formats import NORMAL, NORMAL_TOP, Bits, Format, Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.noise import noise, noise_key
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
