@@ -324,6 +324,8 @@ def _coded(x: Tensor, dither: Tensor | None, form: Format, along: int) -> Tensor
     they stand for."""
     if form.coding == "normal":
         return _fitted(x, form, along)
+    if form.coding == "float8":
+        return _as_floats(x, form, along)
     top = form.top
     low = x.amin(along, keepdim=True)
     width = x.amax(along, keepdim=True) - low
@@ -352,6 +354,18 @@ def _fitted(x: Tensor, form: Format, along: int) -> Tensor:
         magnitude = best.abs()
         worth, read = _nearest(x, form, magnitude)
     return read
+
+
+def _as_floats(x: Tensor, form: Format, along: int) -> Tensor:
+    """One group of 8-bit floats: their scale is the least half that clips nothing."""
+    largest = x.abs().amax(along, keepdim=True) / form.top
+    largest = largest.clamp(max=torch.finfo(torch.float16).max)
+    nearest = largest.half()
+    above = (nearest.view(torch.int16) + 1).view(torch.float16)
+    scale = torch.where(nearest.float() < largest, above, nearest).float()
+    exact = torch.where(scale > 0, x / scale, 0.0)
+    codes = exact.clamp(-form.top, form.top).to(torch.float8_e4m3fn)
+    return codes.float() * scale
 
 
 def _nearest(x: Tensor, form: Format, magnitude: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,11 @@ outermost levels:
 
     x ~ m (2 table[code] / 255 - 1),   m of least squared error, found in FITS passes from m = NORMAL_TOP sqrt(mean x^2)
 
+A group of 8-bit floats has one half as well, its scale, rounded up so that nothing
+clips. Codes are E4M3, the nearest to x / scale, of two the even one:
+
+    x ~ scale e4m3[code],   scale = the least half from max |x| / 448 up
+
 Codes are rounded to the nearest, or up where a hash of the plan's seed, the lane, K or
 V, the token's position and the channel (``noise``) falls below the fraction: no bias,
 no state, the same page from the same tokens.
@@ -150,6 +155,8 @@ class PageMatrix:
         """Codes of ``rows``; their scales and minima go into ``metadata``."""
         if self.format.coding == "normal":
             return self._fitted(rows, metadata)
+        if self.format.coding == "float8":
+            return self._as_floats(rows, metadata)
         span, top = self.format.span, self.format.top
         low = np.minimum.reduceat(rows, self._starts, axis=1)
         high = np.maximum.reduceat(rows, self._starts, axis=1)
@@ -178,6 +185,12 @@ class PageMatrix:
             magnitude = self._best_magnitude(wide, codes)
             codes = self._nearest(rows, metadata, magnitude)
         return codes
+
+    def _as_floats(self, rows: Floats, metadata: npt.NDArray[np.float16]) -> Bytes:
+        """Codes of 8-bit floats; their scales go into ``metadata``."""
+        largest = np.maximum.reduceat(np.abs(rows), self._starts, axis=1)
+        metadata[..., 0] = half_from(largest / np.float32(self.format.top))
+        return e4m3_codes(self._exact(rows, metadata))
 
     def _nearest(
         self, rows: Floats, metadata: npt.NDArray[np.float16], magnitude: Doubles
@@ -236,6 +249,25 @@ class PageMatrix:
 def worths(form: Format) -> npt.NDArray[np.uint8 | np.float32]:
     """What each code is worth: whole numbers as bytes, others as float32."""
     return np.array(form.table, np.uint8 if form.decoding.is_whole else np.float32)
+
+
+def half_from(x: npt.NDArray[np.floating]) -> npt.NDArray[np.float16]:
+    """The least half from each number up; the largest half of all where there is none.
+    No number is below 0."""
+    x = np.minimum(x, np.finfo(np.float16).max)
+    nearest = x.astype(np.float16)
+    above = np.nextafter(nearest, np.float16(np.inf))
+    return np.where(nearest < x, above, nearest)
+
+
+def e4m3_codes(x: Floats) -> Bytes:
+    """The nearest 8-bit floats, of two the even one; those beyond 448 are 448. A number
+    of the binade 2^e is a whole multiple of 2^(e - 3), e from -6 up."""
+    size = np.minimum(np.abs(x), np.float32(448))
+    _, exponent = np.frexp(np.maximum(size, np.float32(2**-6)))  # e + 1
+    multiple = np.rint(np.ldexp(size, 4 - exponent))  # 8 to 16; less below 2^-6
+    code = 8 * (exponent + 5) + multiple.astype(np.int32)
+    return (code | np.signbit(x) << 7).astype(np.uint8)
 
 
 def nearest_codes(form: Format) -> Bytes:

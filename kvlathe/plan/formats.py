@@ -14,7 +14,7 @@ from typing import Literal
 
 Bits = Literal[32, 16, 8, 4, 3, 2]
 Axis = Literal["rank", "token"]
-Coding = Literal["affine", "normal"]
+Coding = Literal["affine", "normal", "float8"]
 Side = Literal["k", "v"]
 
 ALIGN = 128
@@ -47,7 +47,8 @@ class Decoding:
     ``has_minimum`` is false, ``lowest`` times the first. ``is_whole``: codes are worth
     whole numbers from 0 to 255, which products of integers take. ``widths`` are the
     bits that codes may have. ``axis_number`` is that of a coding whose groups run along
-    the rank alone (kvlathe_axis of abi.h). ``letter`` and ``note`` name its formats.
+    the rank alone (kvlathe_axis of abi.h); ``has_one_group``: a token then has one
+    (WHOLE_RANK). ``letter`` and ``note`` name its formats.
     """
 
     letter: str
@@ -59,10 +60,23 @@ class Decoding:
     lowest: float = 0.0
     is_whole: bool = True
     axis_number: int | None = None
+    has_one_group: bool = False
 
 
 def _themselves(bits: Bits) -> tuple[int, ...]:
     return tuple(range(1 << bits))
+
+
+def _e4m3(bits: Bits) -> tuple[float, ...]:
+    """A sign, 4 bits of exponent with the bias 7 and 3 of the mantissa. The last code of
+    either sign is no number, and is never written; there are no infinities."""
+    positive: list[float] = []
+    for code in range(1 << bits - 1):
+        exponent, mantissa = divmod(code, 8)
+        whole = mantissa + 8 * (exponent > 0)
+        positive.append(math.ldexp(whole, max(exponent, 1) - 10))
+    positive[-1] = math.nan
+    return (*positive, *(-x for x in positive))
 
 
 DECODINGS: dict[Coding, Decoding] = {
@@ -76,9 +90,19 @@ DECODINGS: dict[Coding, Decoding] = {
         lowest=-1.0,
         axis_number=2,
     ),
+    "float8": Decoding(
+        "f",
+        " (float)",
+        (8,),
+        _e4m3,
+        is_whole=False,
+        axis_number=3,
+        has_one_group=True,
+    ),
 }
 """Every coding. ``affine``: levels lie evenly between a group's minimum and its maximum.
-``normal``: levels are those of a normal number around 0 (NORMAL)."""
+``normal``: levels are those of a normal number around 0 (NORMAL). ``float8``: codes are
+8-bit floats, E4M3 of the OCP 8-bit Floating Point Specification (2023)."""
 AXES: tuple[Axis, ...] = ("rank", "token")
 """By their number in the layer table (kvlathe_axis of abi.h)."""
 
@@ -125,7 +149,7 @@ class Format:
 
     @property
     def name(self) -> str:
-        """For example ``u4``; ``n4`` where levels are the normal's."""
+        """For example ``u4``; ``n4`` where levels are the normal's, ``f8`` of floats."""
         if self.is_coded:
             return f"{self.decoding.letter}{self.bits}"
         return NAMES[self.bits]
@@ -157,7 +181,8 @@ class Format:
         if not self.is_coded:
             return True
         own_axis = self.decoding.axis_number is None or self.axis == "rank"
-        return own_axis and self.bits in self.decoding.widths
+        own_group = not self.decoding.has_one_group or self.group == WHOLE_RANK
+        return own_axis and own_group and self.bits in self.decoding.widths
 
     @property
     def axis_number(self) -> int:
@@ -203,7 +228,7 @@ class Format:
     @property
     def top(self) -> float:
         """What the largest code is worth."""
-        return max(self.table)
+        return max(filter(math.isfinite, self.table))
 
     @property
     def runs(self) -> int:

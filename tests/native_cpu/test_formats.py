@@ -19,7 +19,7 @@ from tests.support.format_cases import CODED_BITS, TIERS
 
 HERE = Path(__file__).parent
 PLUGINS = HERE.parents[1] / "plugins_cpp"
-LETTERS = {"affine": "u", "normal": "n"}
+LETTERS = {"affine": "u", "normal": "n", "float8": "f"}
 RANKS, GROUPS, PAGES = (16, 48, 96, 112, 128), (16, 32, 48, 64, 128), (16, 64, 96)
 
 Answer = list[int]
@@ -89,10 +89,10 @@ def buckets() -> Table:
 
 
 def tables() -> Table:
-    """What codes are worth."""
+    """What codes are worth that products of integers take."""
     table: Table = {}
     for form in every_format():
-        if form.is_coded:
+        if form.is_coded and form.decoding.is_whole:
             worth = [int(x) for x in form.table]
             table[f"table {form.bits} {form.axis_number}"] = worth
     return table

@@ -69,6 +69,26 @@ def test_turboquant_rotates_and_has_one_scale_a_token(
 
 
 @pytest.mark.parametrize(
+    "request_name", ["fp8", "fdc+fp8", "h2o:budget=128+fp8", "window:recent=64+fp8"]
+)
+def test_fp8_holds_a_byte_a_number_and_a_half_a_token(
+    request_name: str, made_up: Stats
+) -> None:
+    """Whatever chooses ranks or tokens beside it. Tokens lie one by one, so any may go."""
+    plan = plan_of(request_name, made_up)
+    layout, page = CacheLayout(plan), plan.page_tokens
+    cold = [b for b in range(len(plan.buckets)) if plan.buckets[b].source is not None]
+    assert cold
+    for part in (
+        x for b in cold for pair in matrices(layout, b).values() for x in pair
+    ):
+        assert part.format.page_bytes(part.rank, page) == page * part.rank + aligned(
+            2 * page
+        )
+        assert [size for _, size in part.fields] == [part.rank, 2]
+
+
+@pytest.mark.parametrize(
     ("name", "group_k", "group_v"),
     [("kivi", 32, 32), ("kivi:group=64", 64, 64), ("kvquant", 64, 128)],
 )

@@ -8,6 +8,7 @@ import itertools
 import math
 from typing import Literal
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -128,6 +129,19 @@ def fitted(x: Floats, form: Format) -> Floats:
             part = row[at : at + size].astype(np.float64)
             out[token, at : at + size] = fitted_group(part, form)
             at += size
+    return out
+
+
+def as_floats(x: Floats) -> Floats:
+    """Token by token: what x [tokens, rank] becomes in 8-bit floats under one scale."""
+    out = np.zeros_like(x)
+    for token, row in enumerate(x):
+        scale = np.float32(np.abs(row).max() / np.float32(448))
+        half = np.float16(scale)
+        while np.float32(half) < scale:
+            half = np.nextafter(half, np.float16(np.inf))
+        codes = (row / np.float32(half)).astype(ml_dtypes.float8_e4m3fn)
+        out[token] = codes.astype(np.float32) * np.float32(half)
     return out
 
 
@@ -328,6 +342,9 @@ def dequantized_reference(kind: str, length: int, grid: int) -> Floats:
                     if form.coding == "normal":
                         part.write(row, fitted(values, form))
                         continue
+                    if form.coding == "float8":
+                        part.write(row, as_floats(values))
+                        continue
                     shape = form.bits, form.axis, form.group
                     part.write(row, quantized(values, *shape)[0])
         done = sequence.cached // 64
@@ -337,9 +354,10 @@ def dequantized_reference(kind: str, length: int, grid: int) -> Floats:
 @pytest.mark.parametrize(
     ("kind", "backend"),
     rest_nightly(
-        itertools.product(["threes", "fixed"], BACKENDS),
+        itertools.product(["threes", "fixed", "floats"], BACKENDS),
         ("threes", "onnx"),
         ("fixed", "torch"),
+        ("floats", "onnx"),
     ),
 )
 def test_an_engine_of_codes_is_the_dequantized_reference(
