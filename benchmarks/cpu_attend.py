@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from kvlathe.plan.engine_folder import read_plan  # noqa: E402
-from kvlathe.plan.formats import Axis, Levels, Tier  # noqa: E402
+from kvlathe.plan.formats import Axis, Coding, Tier  # noqa: E402
 from kvlathe.plan.heads import Lane, ModelShape  # noqa: E402
 from kvlathe.plan.layer_table import layer_table  # noqa: E402
 from kvlathe.plan.layout import CacheLayout  # noqa: E402
@@ -60,8 +60,8 @@ def plan_of(form: str, ranks: list[int]) -> CompressionPlan:
     """``ranks`` in turn; the full width is not projected."""
     number, _, axes = form.partition(":")
     bits, (axis_k, axis_v) = bits_of(int(number)), PAIRS[axes or "rank,token"]
-    levels: Levels = "normal" if axes == "normal" else "even"
-    tier = Tier(bits, bits, axis_k, axis_v, levels_k=levels, levels_v=levels)
+    coding: Coding = "normal" if axes == "normal" else "affine"
+    tier = Tier(bits, bits, axis_k, axis_v, coding_k=coding, coding_v=coding)
     places = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
     chosen = [
         (ranks[i % len(ranks)], ranks[(i + 1) % len(ranks)]) for i in range(len(places))

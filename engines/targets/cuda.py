@@ -67,14 +67,11 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
 
 
 def _hot_refusal(plan: CompressionPlan) -> Refusal | None:
-    bits: set[int] = set()
     for bucket in plan.buckets:
-        if bucket.source is None:
-            k, v = plan.tiers[bucket.tier].formats
-            bits |= {k.bits, v.bits}
-    if bits == {16}:
-        return None
-    return f"its hot pages have {max(bits)} bits", "build with --kv_bits 16"
+        hot = plan.tiers[bucket.tier]
+        if bucket.source is None and not (hot.k.is_half and hot.v.is_half):
+            return f"its hot pages have {hot.widest} bits", "build with --kv_bits 16"
+    return None
 
 
 def _coded_refusal(plan: CompressionPlan) -> Refusal | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvlathe.export.attention import integer
 from kvlathe.export.attention.softmax_state import means_of, scores_of, widened
 from kvlathe.export.attention.tables import PlanFacts
-from kvlathe.plan.codec import TWO_255THS
+from kvlathe.plan.codec import worths
 from kvlathe.plan.formats import Format
 from kvlathe.plan.packing import byte_codes
 from kvlathe.plan.plan import CompressionPlan
@@ -81,9 +81,9 @@ class CachedTokens:
     def _stored(self, x: str) -> Tensor:
         form = self.tier.of(x)
         if form.is_coded:
-            metadata = self.metadata(x)
-            scale, minimum = (self._spread(x, part) for part in metadata)
-            return self.codes(x) * scale + minimum
+            scale, minimum = self.metadata(x)
+            values = self.codes(x) * self._spread(x, scale)
+            return values if minimum is None else values + self._spread(x, minimum)
         page_tokens = self.layer.plan.page_tokens
         tokens = torch.arange(page_tokens, device=self.pages.device).unsqueeze(1)
         page_elements = self.stride * 8 // form.bits
@@ -97,9 +97,10 @@ class CachedTokens:
 
     def coded(self, x: str) -> integer.Coded:
         """K or V for integer products."""
-        return integer.Coded(
-            self.codes(x), *self.metadata(x), self.sums(x) if self.tier.sums else None
-        )
+        scale, minimum = self.metadata(x)
+        assert minimum is not None  # whole numbers have one (Decoding.is_whole)
+        sums = self.sums(x) if self.tier.sums else None
+        return integer.Coded(self.codes(x), scale, minimum, sums)
 
     def sums(self, x: str) -> Tensor:
         """The stored sums of the groups' codes, float."""
@@ -114,7 +115,7 @@ class CachedTokens:
         return _by_lane(sums)
 
     def codes(self, x: str) -> Tensor:
-        """What each code is worth, uint8 [Hs, N, R]."""
+        """What each code is worth [Hs, N, R]: uint8 where it is a whole number."""
         form = self.tier.of(x)
         facts = self.layer.facts
         first_rows = (self.pages * self.stride)[:, None]
@@ -138,30 +139,33 @@ class CachedTokens:
         steps = self.layer.facts.steps(self.bucket, x)
         return part.repeat_interleave(steps, 1)
 
-    def metadata(self, x: str) -> tuple[Tensor, Tensor]:
-        """Scale and minimum float: [Hs, N, g] of groups along the rank, [Hs, N/n, R]
-        along the tokens."""
+    def metadata(self, x: str) -> tuple[Tensor, Tensor | None]:
+        """Scale and minimum float, None where it is 0: [Hs, N, g] of groups along the
+        rank, [Hs, N/n, R] along the tokens."""
         rows = (self.pages * (self.stride // 2))[:, None] + self._table(f"{x}_meta")
         meta, at = (
             self.pools["pool_f16"][rows].flatten(1).float(),
             self._table(f"{x}_meta_at"),
         )
         first = _by_lane(meta[:, at])
-        if self.tier.of(x).has_fixed_levels:
-            return first * float(TWO_255THS), -first
-        return first, _by_lane(meta[:, at + 1])
+        decoding = self.tier.of(x).decoding
+        if decoding.has_minimum:
+            return first, _by_lane(meta[:, at + 1])
+        minimum = first * decoding.lowest if decoding.lowest else None
+        return first * decoding.step, minimum
 
     def _table(self, name: str) -> Tensor:
         return self.layer.table(f"{name}_{self.bucket}")
 
 
 def unpacked(data: Tensor, form: Format) -> Tensor:
-    """Bytes [..., runs, n] -> what the codes are worth, uint8 [..., n * together]."""
-    if form.bits == 8:
+    """Bytes [..., runs, n] -> what the codes are worth [..., n * together]: uint8 where
+    it is a whole number."""
+    if not form.needs_table:
         return data.squeeze(-2)
     device = data.device
     shares = torch.from_numpy(byte_codes(form)).to(device)
-    table = torch.tensor(form.table, dtype=torch.uint8, device=device)
+    table = torch.from_numpy(worths(form)).to(device)
     runs = torch.arange(form.runs, device=device)[:, None]
     by_run = shares[runs, data.int()]
     codes = by_run.sum(-3)

@@ -16,7 +16,7 @@ from typing import Any
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.methods.options import Decision, chosen
-from kvlathe.plan.formats import Tier
+from kvlathe.plan.formats import Coding, Tier
 
 SUMMARY = "quantize full pages to 8, 4, 3 or 2 bit and compute on the codes"
 CHOICES: dict[str, tuple[Any, ...]] = {
@@ -36,6 +36,8 @@ groups then run along the rank, too. ``sums=stored`` is the paper's form: Q and 
 asymmetric, sums of codes in the page.
 """
 
+CODINGS: dict[str, Coding] = {"even": "affine", "normal": "normal"}
+"""What the option ``levels`` says."""
 SIZES = {"bits": ("2", "3", "4", "8")}
 
 
@@ -73,8 +75,8 @@ def plan(written: dict[str, str], page_tokens: int) -> Decision:
         arithmetic=settings["arithmetic"],
         rounding=settings["rounding"],
         sums=settings["sums"] == "stored",
-        levels_k=levels,
-        levels_v=levels,
+        coding_k=CODINGS[levels],
+        coding_v=CODINGS[levels],
     )
     return Decision(cold=tier, hadamard=settings["hadamard"])
 

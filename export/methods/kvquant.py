@@ -14,13 +14,11 @@ from __future__ import annotations
 from typing import Any
 
 from kvlathe.export.methods.options import Decision, chosen
-from kvlathe.plan.formats import Tier
+from kvlathe.plan.formats import WHOLE_RANK, Tier
 
 SUMMARY = "comparison: quantize to 4 bit, one scale a channel of K and a token of V"
 CHOICES: dict[str, tuple[Any, ...]] = {"bits": (4, 2, 8)}
 SIZES = {"bits": ("2", "4", "8")}
-WHOLE = 1 << 12
-"""Channels in a group of V: more than any head has."""
 
 
 def plan(written: dict[str, str], page_tokens: int) -> Decision:
@@ -34,6 +32,6 @@ def plan(written: dict[str, str], page_tokens: int) -> Decision:
             axis_k="token",
             axis_v="rank",
             group_k=page_tokens,
-            group_v=WHOLE,
+            group_v=WHOLE_RANK,
         )
     )

@@ -12,13 +12,11 @@ stays as it is. Codes are dequantized, then multiplied.
 from __future__ import annotations
 
 from kvlathe.export.methods.options import Decision, chosen
-from kvlathe.plan.formats import Tier
+from kvlathe.plan.formats import WHOLE_RANK, Tier
 
 SUMMARY = "comparison: rotate, then fixed levels of 4, 3 or 2 bit and one scale a token"
 CHOICES: dict[str, tuple[int, ...]] = {"bits": (4, 3, 2)}
 SIZES = {"bits": ("2", "3", "4")}
-WHOLE = 1 << 12
-"""Channels in a group: more than any head has."""
 
 
 def plan(written: dict[str, str], page_tokens: int) -> Decision:
@@ -30,9 +28,9 @@ def plan(written: dict[str, str], page_tokens: int) -> Decision:
         bits,
         axis_k="rank",
         axis_v="rank",
-        group_k=WHOLE,
-        group_v=WHOLE,
-        levels_k="normal",
-        levels_v="normal",
+        group_k=WHOLE_RANK,
+        group_v=WHOLE_RANK,
+        coding_k="normal",
+        coding_v="normal",
     )
     return Decision(cold=tier, hadamard="kv")

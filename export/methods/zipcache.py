@@ -21,7 +21,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.methods.budgets import sliced
 from kvlathe.export.methods.forms import SPAN
 from kvlathe.export.methods.options import Decision, chosen
-from kvlathe.plan.formats import Tier
+from kvlathe.plan.formats import WHOLE_RANK, Tier
 from kvlathe.plan.token_rules import ObservationWindow
 
 SUMMARY = "tokens that few probe rows attend get 2 bit, the salient ones 4"
@@ -45,8 +45,6 @@ PROBES = {
 }
 """Shares of a window that are recent and random: a tenth of the rows together, or every
 row."""
-WHOLE = 1 << 16
-"""Channels of a group: all that a lane has."""
 
 
 def plan(written: dict[str, str], page_tokens: int) -> Decision:
@@ -96,8 +94,8 @@ def _settings(written: dict[str, str]) -> dict[str, Any]:
 def _tier(bits: Any, settings: dict[str, Any], page_tokens: int) -> Tier:  # noqa: ANN401 (2, 4 or 8)
     span = SPAN["rank"][bits] if settings["ends"] == "cut" else 1.0
     if settings["keys"] == "channel":
-        return Tier(bits, bits, "token", "rank", page_tokens, WHOLE, span_k=span)
-    return Tier(bits, bits, "rank", "rank", WHOLE, WHOLE, span_k=span)
+        return Tier(bits, bits, "token", "rank", page_tokens, WHOLE_RANK, span_k=span)
+    return Tier(bits, bits, "rank", "rank", WHOLE_RANK, WHOLE_RANK, span_k=span)
 
 
 def _share(text: str) -> float:

@@ -29,6 +29,8 @@ from kvlathe.export.onnx.windows import WindowMasks
 from kvlathe.plan.plan import CompressionPlan
 
 DOMAIN, NAME, OPSET = "kvlathe", "Attend", 21
+FLOATS = {16: HALF, 32: FLOAT}
+"""The onnx type of hot numbers, by their bits."""
 
 
 @dataclass(frozen=True)
@@ -191,12 +193,12 @@ class _Writer:
 
     def hot(self, x: str, part: int) -> str:
         bits = self.facts.hot_bits[part]
-        return self.body.cast(x, _float_type(bits))
+        return self.body.cast(x, FLOATS[bits])
 
     def rows(self, k: str, v: str) -> None:
         """The output ``rows`` from k' [H, T, Rk] and packed v'."""
         b = self.body
-        wide = _float_type(max(self.facts.hot_bits))
+        wide = FLOATS[max(self.facts.hot_bits)]
         by_token = b.transpose(k, 1, 0, 2)  # [N, H, Rk]
         units = b.reshape(by_token, 0, -1, self.plan.unit)
         kept = b.gather(units, "row_units", 1)
@@ -382,7 +384,3 @@ class _Writer:
         )  # [H, G, T, Rv/u, u]
         out = b.reshape(b.transpose(out, 2, 0, 1, 3, 4), 0, -1, u)
         b.output("o", b.reshape(b.gather(out, "o_units", 1), 0, -1))
-
-
-def _float_type(bits: int) -> int:
-    return HALF if bits == 16 else FLOAT

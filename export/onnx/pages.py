@@ -14,7 +14,7 @@ import numpy as np
 from kvlathe.export.attention.tables import PlanFacts
 from kvlathe.export.onnx import integer as onnx_integer
 from kvlathe.export.onnx.body import FLOAT, INT32, Body
-from kvlathe.plan.codec import TWO_255THS
+from kvlathe.plan.codec import worths
 from kvlathe.plan.formats import Format
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.packing import byte_codes
@@ -122,14 +122,15 @@ class PageReader:
                 b.reshape(b.gather(form.pool, rows, 0), 0, 0, 0, 0, -1),
                 self.dtype,
             )
-        coded = self.coded(x, tokens)
-        codes, scale, minimum = b.cast(coded.codes, FLOAT), coded.scale, coded.minimum
+        scale, minimum = self.metadata(x, tokens)
+        codes = b.cast(self.codes(x, tokens), FLOAT)
         if form.along_rank:
-            member = b.unsqueeze(
-                b.cast(f"{x}_groups_{bucket}", FLOAT), 1, 2
-            )  # [Hs, 1, 1, g, R]
-            scale, minimum = (b.op("MatMul", part, member) for part in (scale, minimum))
-            return b.cast(b.op("Add", b.op("Mul", codes, scale), minimum), self.dtype)
+            groups = b.cast(f"{x}_groups_{bucket}", FLOAT)
+            member = b.unsqueeze(groups, 1, 2)  # [Hs, 1, 1, g, R]
+            values = b.op("Mul", codes, b.op("MatMul", scale, member))
+            if minimum is not None:
+                values = b.op("Add", values, b.op("MatMul", minimum, member))
+            return b.cast(values, self.dtype)
         parts = (
             b.op("Shape", scale, start=0, end=4),
             b.const([self.facts.steps(bucket, x)]),
@@ -138,10 +139,10 @@ class PageReader:
         codes = b.op(
             "Reshape", codes, b.op("Concat", *parts, axis=0)
         )  # [Hs, 1, B, N/n, n, R]
-        scale, minimum = (b.unsqueeze(part, 4) for part in (scale, minimum))
-        return b.cast(
-            self.joined(b.op("Add", b.op("Mul", codes, scale), minimum)), self.dtype
-        )
+        values = b.op("Mul", codes, b.unsqueeze(scale, 4))
+        if minimum is not None:
+            values = b.op("Add", values, b.unsqueeze(minimum, 4))
+        return b.cast(self.joined(values), self.dtype)
 
     def joined(self, x: str) -> str:
         """[Hs, 1, B, i, j, R] -> [Hs, 1, B, i * j, R]."""
@@ -154,8 +155,16 @@ class PageReader:
         return b.op("Reshape", x, b.op("Concat", *sizes, axis=0))
 
     def coded(self, x: str, tokens: Places) -> onnx_integer.Coded:
-        """K or V of a bucket as it is stored: codes [Hs, 1, B, N, R], metadata one
-        number a group."""
+        """K or V of a bucket for products of integers: codes [Hs, 1, B, N, R], metadata
+        one number a group."""
+        scale, minimum = self.metadata(x, tokens)
+        assert minimum is not None  # whole numbers have one (Decoding.is_whole)
+        tier, steps = self.facts.tier(tokens.bucket), self.facts.steps(tokens.bucket, x)
+        sums = self.sums(x, tokens, steps) if tier.sums else None
+        return onnx_integer.Coded(self.codes(x, tokens), scale, minimum, sums)
+
+    def metadata(self, x: str, tokens: Places) -> tuple[str, str | None]:
+        """Scale and minimum of each group, float; no minimum where it is 0."""
         b, bucket = self.body, tokens.bucket
         meta = self.per_page("pool_f16", f"{x}_meta_{bucket}", 16, tokens)
         steps = self.facts.steps(bucket, x)
@@ -163,20 +172,18 @@ class PageReader:
         halves = b.reshape(meta, -1)
         first = b.gather(halves, scale_at, 0)
         first = b.cast(first, FLOAT)
-        codes = self.codes(x, tokens)
-        if self.facts.format(bucket, x).has_fixed_levels:
-            scale = b.op("Mul", first, b.float(TWO_255THS))
-            minimum = b.op("Neg", first)
-            return onnx_integer.Coded(codes, scale, minimum)
-        minimum_at = b.op("Add", scale_at, b.int32(1))
-        minimum = b.gather(halves, minimum_at, 0)
-        minimum = b.cast(minimum, FLOAT)
-        has_sums = self.facts.tier(bucket).sums
-        sums = self.sums(x, tokens, steps) if has_sums else None
-        return onnx_integer.Coded(codes, first, minimum, sums)
+        decoding = self.facts.format(bucket, x).decoding
+        if decoding.has_minimum:
+            minimum_at = b.op("Add", scale_at, b.int32(1))
+            return first, b.cast(b.gather(halves, minimum_at, 0), FLOAT)
+        scale = b.op("Mul", first, b.float(decoding.step))
+        if not decoding.lowest:
+            return scale, None
+        return scale, b.op("Mul", first, b.float(decoding.lowest))
 
     def codes(self, x: str, tokens: Places) -> str:
-        """What the codes of a bucket are worth, uint8 [Hs, 1, B, N, R]."""
+        """What the codes of a bucket are worth [Hs, 1, B, N, R]: uint8 where it is a
+        whole number."""
         b, bucket, page = self.body, tokens.bucket, self.plan.page_tokens
         form = self.facts.format(bucket, x)
         size = self.facts.piece(form)
@@ -211,17 +218,17 @@ class PageReader:
 
     def unpacked(self, data: str, form: Format, size: int) -> str:
         """Pieces of ``size`` bytes [Hs, 1, B, N, n, size] -> what their codes are worth,
-        uint8 [Hs, 1, B, N, n / runs, codes]. A byte's codes are looked up: shifting it by each
+        [Hs, 1, B, N, n / runs, codes], uint8 or float. A byte's codes are looked up: shifting it by each
         of their places is ten times slower in ONNX Runtime."""
         b = self.body
-        if form.bits == 8:
+        if not form.needs_table:
             return data
         shares = byte_codes(form)
-        table = np.array(form.table, np.uint8)
+        table = worths(form)
         data = b.cast(data, INT32)
         data = b.reshape(data, 0, 0, 0, 0, -1, form.runs, size)
         if form.runs == 1:
-            of_byte = b.const(table[shares[0]], np.uint8)
+            of_byte = b.const(table[shares[0]], table.dtype.type)
             worth = b.gather(of_byte, data, 0)
         else:
             firsts = 256 * np.arange(form.runs)[:, None]
@@ -229,7 +236,7 @@ class PageReader:
             in_run = b.op("Add", data, b.int32(firsts))
             share = b.gather(of_byte, in_run, 0)
             codes = b.op("ReduceSum", share, b.const([5]), keepdims=0)
-            worth = b.gather(b.const(table, np.uint8), codes, 0)
+            worth = b.gather(b.const(table, table.dtype.type), codes, 0)
         return b.reshape(worth, 0, 0, 0, 0, -1, size * form.together)
 
     def per_page(self, pool: str, rows: str, bits: int, tokens: Places) -> str:

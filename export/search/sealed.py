@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,11 +26,11 @@ from kvlathe.export.attention.softmax_state import SoftmaxState, capped
 from kvlathe.export.attention.step import StepTensors
 from kvlathe.export.attention.windows import NEVER, LaneWindows
 from kvlathe.export.model.decoder import Decoder
-from kvlathe.export.search.dither import noise
 from kvlathe.export.search.fused import LaneTokens
-from kvlathe.plan.codec import FITS, TWO_255THS, nearest_codes
+from kvlathe.plan.codec import FITS, nearest_codes, worths
 from kvlathe.plan.formats import NORMAL_TOP, Format, Tier
 from kvlathe.plan.heads import Lane
+from kvlathe.plan.noise import noise, noise_key
 from kvlathe.plan.plan import CompressionPlan
 
 SCORES_AT_ONCE = 1 << 21
@@ -260,8 +259,8 @@ class Seal:
     def _noise(self, x: Tensor, side: int) -> Tensor | None:
         if self.tier is None or self.tier.rounding == "nearest":
             return None
-        key = (self.plan.seed, self.lane.layer, self.lane.head, side)
-        return noise(key, *x.shape).to(x.device)
+        key = noise_key(self.plan.seed, self.lane.layer, self.lane.head, side)
+        return torch.from_numpy(noise(key, 0, *x.shape)).to(x.device)
 
     def queries(self, q: Tensor) -> Tensor:
         """q [G, T, Rk] as the product with codes takes it: 8-bit codes in the groups of
@@ -320,8 +319,10 @@ def rounded(x: Tensor, form: Format, page: int, dither: Tensor | None = None) ->
 def _coded(x: Tensor, dither: Tensor | None, form: Format, along: int) -> Tensor:
     """One group along an axis: codes for the metadata that halves can hold, and what
     they stand for."""
-    if form.has_fixed_levels:
+    if form.coding == "normal":
         return _fitted(x, form, along)
+    if form.coding == "float8":
+        return _as_floats(x, form, along)
     top = form.top
     low = x.amin(along, keepdim=True)
     width = x.amax(along, keepdim=True) - low
@@ -334,7 +335,7 @@ def _coded(x: Tensor, dither: Tensor | None, form: Format, along: int) -> Tensor
 
 
 def _fitted(x: Tensor, form: Format, along: int) -> Tensor:
-    """One group of fixed levels, fitted as kvlathe/plan/codec.py does it."""
+    """One group of normal codes, fitted as kvlathe/plan/codec.py does it."""
     wide = x.double()
     ends = form.top / 2
     squares = wide.square()
@@ -350,11 +351,23 @@ def _fitted(x: Tensor, form: Format, along: int) -> Tensor:
     return read
 
 
+def _as_floats(x: Tensor, form: Format, along: int) -> Tensor:
+    """One group of 8-bit floats: their scale is the least half that clips nothing."""
+    largest = x.abs().amax(along, keepdim=True) / form.top
+    largest = largest.clamp(max=torch.finfo(torch.float16).max)
+    nearest = largest.half()
+    above = (nearest.view(torch.int16) + 1).view(torch.float16)
+    scale = torch.where(nearest.float() < largest, above, nearest).float()
+    exact = torch.where(scale > 0, x / scale, 0.0)
+    codes = exact.clamp(-form.top, form.top).to(torch.float8_e4m3fn)
+    return codes.float() * scale
+
+
 def _nearest(x: Tensor, form: Format, magnitude: Tensor) -> tuple[Tensor, Tensor]:
     """(levels, values) of the nearest codes for a magnitude."""
-    of_byte = np.array(form.table)[nearest_codes(form)]
+    of_byte = worths(form)[nearest_codes(form)]
     stored = magnitude.float().half().float()
-    scale = stored * float(TWO_255THS)
+    scale = stored * form.decoding.step
     above = x + stored
     nearest = torch.where(scale > 0, above / scale, 0.0).round().clamp(0, form.top)
     worth = torch.tensor(of_byte, device=x.device)[nearest.int()]

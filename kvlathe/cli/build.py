@@ -187,7 +187,8 @@ def size_options(command: Callable[..., Any]) -> Callable[..., Any]:
     default="none",
     show_default=True,
     help="auto (ranks and bits of each head, measured), fdc (rotate and truncate), zack (calibrated on text), "
-    "hack:bits=8|4|3|2 (quantize), zipcache (bits by saliency), uncomp, h2o, snapkv, keyformer (budgets of tokens), "
+    "hack:bits=8|4|3|2 (quantize), fp8 (8-bit floats), zipcache (bits by saliency), "
+    "uncomp, h2o, snapkv, keyformer (budgets of tokens), "
     "window (first and newest tokens), duo (the same, heads chosen by measured loss), kvzip (compacts prefixes), "
     "kivi, kvquant, turboquant, compositions such as fdc+hack:bits=8, or none. "
     "docs/methods.md has their options.",

@@ -103,14 +103,17 @@ def _check_tiers(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> N
                 f"{tier} covers more than a group's range, or none of it",
                 "spans are above 0 and at most 1",
             )
-        if tier.sums and (tier.arithmetic != "int" or tier.v.axis != "token"):
+        if tier.sums and (tier.arithmetic != "int" or tier.v.along_rank):
             refuse(
                 f"{tier} stores sums of codes", "only products of integers read them"
             )
-        fixed = tier.k.has_fixed_levels or tier.v.has_fixed_levels
-        if fixed and (tier.sums or tier.rounding != "nearest"):
+        coded = [form for form in tier.formats if form.is_coded]
+        if tier.arithmetic == "int" and not all(x.decoding.is_whole for x in coded):
+            refuse(f"{tier} multiplies integers", "its codes are worth other numbers")
+        affine = all(form.has_minimum for form in coded)
+        if not affine and (tier.sums or tier.rounding != "nearest"):
             refuse(
-                f"{tier} has fixed levels",
+                f"{tier} has groups without a minimum",
                 "their codes are the nearest, and nothing reads their sums",
             )
 
@@ -140,7 +143,7 @@ def _check_buckets(plan: CompressionPlan, refuse: Callable[[str, str], None]) ->
             "each new token has one place for each lane",
         )
     hot_tiers = [plan.tiers[b.tier] for b in plan.buckets if b.source is None]
-    if len({(tier.k.bits, tier.v.bits) for tier in hot_tiers}) > 1:
+    if len({(tier.k.name, tier.v.name) for tier in hot_tiers}) > 1:
         refuse(
             "fresh buckets differ in number format",
             "Attend writes all fresh rows in one hot format",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from kvlathe.plan.formats import NORMAL, Format
+from kvlathe.plan.formats import Format
 
 if TYPE_CHECKING:
     from kvlathe.plan.plan import CompressionPlan
@@ -74,10 +74,11 @@ def _check_format(form: Format, refuse: Refuse) -> None:
             f"groups have {form.group} elements",
             f"they have {least} or more",
         )
-    if form.has_fixed_levels and (form.bits not in NORMAL or not form.along_rank):
+    if not form.is_possible:
+        widths = " or ".join(map(str, form.decoding.widths))
         refuse(
-            f"{form} has normal levels",
-            "tables are for 4, 3 and 2 bits, groups then run along the rank",
+            f"{form} has {form.coding} codes",
+            f"they have {widths} bits, in groups along the rank",
         )
 
 

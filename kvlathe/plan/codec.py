@@ -14,10 +14,15 @@ groups. The rounding of scale and minimum to half is part of the code: codes are
 for the rounded pair. A constant group has scale 0 and is exact to half. Where a tier
 stores sums, those of each group's codes follow in the same order, little-endian.
 
-Where levels are the normal's, a group has one half, the magnitude m of its outermost
-levels:
+Those are affine codes. A group of normal ones has one half, the magnitude m of its
+outermost levels:
 
     x ~ m (2 table[code] / 255 - 1),   m of least squared error, found in FITS passes from m = NORMAL_TOP sqrt(mean x^2)
+
+A group of 8-bit floats has one half as well, its scale, rounded up so that nothing
+clips. Codes are E4M3, the nearest to x / scale, of two the even one:
+
+    x ~ scale e4m3[code],   scale = the least half from max |x| / 448 up
 
 Codes are rounded to the nearest, or up where a hash of the plan's seed, the lane, K or
 V, the token's position and the channel (``noise``) falls below the fraction: no bias,
@@ -34,6 +39,7 @@ import numpy.typing as npt
 
 from kvlathe.plan.formats import NORMAL_TOP, Format
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.noise import noise, noise_key
 from kvlathe.plan.packing import pack, unpack
 
 Bytes = npt.NDArray[np.uint8]
@@ -44,7 +50,6 @@ Positions = int | npt.NDArray[np.integer]
 FITS = 5
 """Passes over a group of fixed levels: codes for a scale, then the best scale for the
 codes (Lloyd's iteration on one number)."""
-TWO_255THS = np.float32(2 / 255)
 FLOATS = {16: np.dtype(np.float16), 32: np.dtype(np.float32)}
 
 
@@ -102,7 +107,7 @@ class PageMatrix:
         return page[self.data : self.data + size].reshape(self._rows, -1)
 
     def _metadata(self, page: Bytes) -> npt.NDArray[np.float16]:
-        """[rows, groups, 2]: (scale, minimum); [rows, groups, 1] of fixed levels."""
+        """[rows, groups, 2]: (scale, minimum); [rows, groups, 1] without a minimum."""
         groups = len(self.groups)
         pairs = self._rows * groups
         size = pairs * self.format.group_bytes
@@ -126,11 +131,8 @@ class PageMatrix:
         if not self.groups:
             return self._floats(page).astype(np.float32)
         scale, minimum = self._spread(self._metadata(page))
-        packed = self._code_bytes(page)
-        codes = unpack(packed, self.format.bits)
-        table = np.array(self.format.table, np.uint8)
-        worth = table[codes]
-        values = worth * scale + minimum
+        codes = unpack(self._code_bytes(page), self.format)
+        values = worths(self.format)[codes] * scale + minimum
         return values if self.format.along_rank else values.T
 
     def write(self, page: Bytes, values: Floats, position: Positions = 0) -> None:
@@ -143,7 +145,7 @@ class PageMatrix:
         rows = values if self.format.along_rank else np.ascontiguousarray(values.T)
         metadata = self._metadata(page)
         codes = self._coded(rows, metadata, position)
-        self._code_bytes(page)[:] = pack(codes, self.format.bits)
+        self._code_bytes(page)[:] = pack(codes, self.format)
         if self.format.sums:
             self._write_sums(page, codes)
 
@@ -151,8 +153,10 @@ class PageMatrix:
         self, rows: Floats, metadata: npt.NDArray[np.float16], position: Positions
     ) -> Bytes:
         """Codes of ``rows``; their scales and minima go into ``metadata``."""
-        if self.format.has_fixed_levels:
+        if self.format.coding == "normal":
             return self._fitted(rows, metadata)
+        if self.format.coding == "float8":
+            return self._as_floats(rows, metadata)
         span, top = self.format.span, self.format.top
         low = np.minimum.reduceat(rows, self._starts, axis=1)
         high = np.maximum.reduceat(rows, self._starts, axis=1)
@@ -169,7 +173,7 @@ class PageMatrix:
         return codes.astype(np.uint8)
 
     def _fitted(self, rows: Floats, metadata: npt.NDArray[np.float16]) -> Bytes:
-        """Codes of fixed levels; their magnitudes go into ``metadata``. Sums are double,
+        """Normal codes; their magnitudes go into ``metadata``. Sums are double,
         so that the order of adding decides nothing."""
         wide = rows.astype(np.float64)
         squares = wide * wide
@@ -182,10 +186,16 @@ class PageMatrix:
             codes = self._nearest(rows, metadata, magnitude)
         return codes
 
+    def _as_floats(self, rows: Floats, metadata: npt.NDArray[np.float16]) -> Bytes:
+        """Codes of 8-bit floats; their scales go into ``metadata``."""
+        largest = np.maximum.reduceat(np.abs(rows), self._starts, axis=1)
+        metadata[..., 0] = half_from(largest / np.float32(self.format.top))
+        return e4m3_codes(self._exact(rows, metadata))
+
     def _nearest(
         self, rows: Floats, metadata: npt.NDArray[np.float16], magnitude: Doubles
     ) -> Bytes:
-        """Codes of fixed levels for these magnitudes [rows, groups], which go into
+        """Normal codes for these magnitudes [rows, groups], which go into
         ``metadata``."""
         metadata[..., 0] = magnitude.astype(np.float32)
         exact = self._exact(rows, metadata)
@@ -197,8 +207,7 @@ class PageMatrix:
     def _best_magnitude(self, rows: Doubles, codes: Bytes) -> Doubles:
         """Of least squared error for these codes, [rows, groups]."""
         ends = self.format.top / 2
-        table = np.array(self.format.table)
-        levels = table[codes] - ends
+        levels = worths(self.format)[codes] - ends
         products = rows * levels
         squares = levels * levels
         along = np.add.reduceat(products, self._starts, axis=1)
@@ -223,7 +232,7 @@ class PageMatrix:
         end = self.sums + low_bytes.size
         page[self.sums : end] = low_bytes.ravel()
 
-    def _noise(self, key: int, position: Positions) -> Floats:
+    def _noise(self, key: int, position: Positions) -> Doubles:
         drawn = noise(key, position, self.tokens, self.rank)
         return drawn if self.format.along_rank else drawn.T
 
@@ -232,10 +241,33 @@ class PageMatrix:
         halves = metadata.astype(np.float32)
         wide = np.repeat(halves, self.groups, axis=1)
         first = wide[..., 0]
-        if self.format.has_fixed_levels:
-            return first * TWO_255THS, -first
-        minimum = wide[..., 1]
-        return first, minimum
+        decoding = self.format.decoding
+        minimum = wide[..., 1] if decoding.has_minimum else first * decoding.lowest
+        return first * np.float32(decoding.step), minimum
+
+
+def worths(form: Format) -> npt.NDArray[np.uint8 | np.float32]:
+    """What each code is worth: whole numbers as bytes, others as float32."""
+    return np.array(form.table, np.uint8 if form.decoding.is_whole else np.float32)
+
+
+def half_from(x: npt.NDArray[np.floating]) -> npt.NDArray[np.float16]:
+    """The least half from each number up; the largest half of all where there is none.
+    No number is below 0."""
+    x = np.minimum(x, np.finfo(np.float16).max)
+    nearest = x.astype(np.float16)
+    above = np.nextafter(nearest, np.float16(np.inf))
+    return np.where(nearest < x, above, nearest)
+
+
+def e4m3_codes(x: Floats) -> Bytes:
+    """The nearest 8-bit floats, of two the even one; those beyond 448 are 448. A number
+    of the binade 2^e is a whole multiple of 2^(e - 3), e from -6 up."""
+    size = np.minimum(np.abs(x), np.float32(448))
+    _, exponent = np.frexp(np.maximum(size, np.float32(2**-6)))  # e + 1
+    multiple = np.rint(np.ldexp(size, 4 - exponent))  # 8 to 16; less below 2^-6
+    code = 8 * (exponent + 5) + multiple.astype(np.int32)
+    return (code | np.signbit(x) << 7).astype(np.uint8)
 
 
 def nearest_codes(form: Format) -> Bytes:
@@ -245,40 +277,6 @@ def nearest_codes(form: Format) -> Bytes:
     apart = np.abs(worth - form.table)
     nearest = apart.argmin(1)
     return nearest.astype(np.uint8)
-
-
-def mixed(x: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """MurmurHash3's finalizer: every bit of x moves every bit of the result."""
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> np.uint32(16))
-
-
-def noise_key(*numbers: int) -> int:
-    """A hash of ``numbers`` (taken modulo 2^32), in order: key <- mixed((key xor
-    number) + 0x9E3779B9), from 0."""
-    key = np.zeros(1, np.uint32)
-    for number in numbers:
-        key = mixed((key ^ np.uint32(number & 0xFFFFFFFF)) + np.uint32(0x9E3779B9))
-    return int(key[0])
-
-
-def noise(key: int, position: Positions, tokens: int, rank: int) -> Floats:
-    """Multiples of 2^-24 in [0, 1), [tokens, rank]: of a token and channel c, the first
-    24 bits of noise_key(numbers of ``key``, the token's position, c). ``position`` as
-    in PageMatrix.write.
-    """
-    positions = (
-        position.astype(np.int64)
-        if isinstance(position, np.ndarray)
-        else np.arange(position, position + tokens)
-    )
-    token = (positions & 0xFFFFFFFF).astype(np.uint32)[:, None]
-    channel = np.arange(rank, dtype=np.uint32)[None, :]
-    step = np.uint32(0x9E3779B9)
-    return (
-        mixed((mixed((np.uint32(key) ^ token) + step) ^ channel) + step) >> np.uint32(8)
-    ) * np.float32(2**-24)
 
 
 def matrices(
@@ -311,7 +309,7 @@ def element_places(form: Format, rank: int, tokens: int) -> tuple[Places, Places
 
     Code i of b bits is bits (i * b) % 8 and up of byte i * b // 8 (lowest bits first;
     codes of 3 bits: kvlathe/plan/packing.py). The (scale, minimum) of group j are halves 2 j
-    and 2 j + 1 of the metadata; its magnitude is half j where levels are fixed.
+    and 2 j + 1 of the metadata; without a minimum, its scale is half j.
     """
     token = np.arange(tokens)[:, None]
     channel = np.arange(rank)[None, :]

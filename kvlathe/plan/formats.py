@@ -8,12 +8,13 @@ kvlathe/plan/codec.py. This module imports the standard library alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 Bits = Literal[32, 16, 8, 4, 3, 2]
 Axis = Literal["rank", "token"]
-Levels = Literal["even", "normal"]
+Coding = Literal["affine", "normal", "float8"]
 Side = Literal["k", "v"]
 
 ALIGN = 128
@@ -21,7 +22,9 @@ ALIGN = 128
 NAMES: dict[Bits, str] = {32: "f32", 16: "f16", 8: "u8", 4: "u4", 3: "u3", 2: "u2"}
 """Every number of bits that a format may have, and what it is called."""
 META_BYTES = 4
-"""Of one quantization group of even levels: its scale and its minimum, IEEE halves."""
+"""Bytes of an affine group's metadata: its scale and its minimum, IEEE halves."""
+WHOLE_RANK = 1 << 12
+"""Channels of a group that is all of a token's: more than any head has."""
 NORMAL: dict[Bits, tuple[int, ...]] = {
     2: (0, 89, 166, 255),
     3: (0, 48, 83, 113, 142, 172, 207, 255),
@@ -31,6 +34,77 @@ NORMAL: dict[Bits, tuple[int, ...]] = {
 bits: in 255 parts of the range that they span, so that products take them as bytes."""
 NORMAL_TOP: dict[Bits, float] = {2: 1.5104176, 3: 2.1519457, 4: 2.7325896}
 """The largest level, in standard deviations."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How the codes of a coding become numbers.
+
+        x = scale * worth[code] + minimum
+
+    ``worth`` makes the table of what each code is worth. A group's scale is ``step``
+    times the first half of its metadata. Its minimum is the second half or, where
+    ``has_minimum`` is false, ``lowest`` times the first. ``is_whole``: codes are worth
+    whole numbers from 0 to 255, which products of integers take. ``widths`` are the
+    bits that codes may have. ``axis_number`` is that of a coding whose groups run along
+    the rank alone (kvlathe_axis of abi.h); ``has_one_group``: a token then has one
+    (WHOLE_RANK). ``letter`` and ``note`` name its formats.
+    """
+
+    letter: str
+    note: str
+    widths: tuple[Bits, ...]
+    worth: Callable[[Bits], tuple[float, ...]]
+    has_minimum: bool = False
+    step: float = 1.0
+    lowest: float = 0.0
+    is_whole: bool = True
+    axis_number: int | None = None
+    has_one_group: bool = False
+
+
+def _themselves(bits: Bits) -> tuple[int, ...]:
+    return tuple(range(1 << bits))
+
+
+def _e4m3(bits: Bits) -> tuple[float, ...]:
+    """A sign, 4 bits of exponent with the bias 7 and 3 of the mantissa. The last code of
+    either sign is no number, and is never written; there are no infinities."""
+    positive: list[float] = []
+    for code in range(1 << bits - 1):
+        exponent, mantissa = divmod(code, 8)
+        whole = mantissa + 8 * (exponent > 0)
+        positive.append(math.ldexp(whole, max(exponent, 1) - 10))
+    positive[-1] = math.nan
+    return (*positive, *(-x for x in positive))
+
+
+DECODINGS: dict[Coding, Decoding] = {
+    "affine": Decoding("u", "", (8, 4, 3, 2), _themselves, has_minimum=True),
+    "normal": Decoding(
+        "n",
+        " (normal)",
+        (4, 3, 2),
+        NORMAL.__getitem__,
+        step=2 / 255,
+        lowest=-1.0,
+        axis_number=2,
+    ),
+    "float8": Decoding(
+        "f",
+        " (float)",
+        (8,),
+        _e4m3,
+        is_whole=False,
+        axis_number=3,
+        has_one_group=True,
+    ),
+}
+"""Every coding. ``affine``: levels lie evenly between a group's minimum and its maximum.
+``normal``: levels are those of a normal number around 0 (NORMAL). ``float8``: codes are
+8-bit floats, E4M3 of the OCP 8-bit Floating Point Specification (2023)."""
+AXES: tuple[Axis, ...] = ("rank", "token")
+"""By their number in the layer table (kvlathe_axis of abi.h)."""
 
 
 def aligned(size: int) -> int:
@@ -57,15 +131,13 @@ class Format:
     """How K or V of one lane is stored: as IEEE numbers, or in codes.
 
     IEEE numbers (16 and 32 bits) lie [token][rank]. Codes of fewer bits come in groups
-    of ``group`` elements along ``axis``, each group with one (scale, minimum) pair:
-    [token][rank] where groups run along the rank, [rank][token] where they run along
-    the tokens of a page. Codes of 3 bits lie in blocks of three runs of bytes, others
-    in one run (kvlathe/plan/codec.py). ``span``: the middle part of a group's range that codes cover.
-    ``sums``: the sum of each group's codes is stored, too. IEEE numbers have no groups,
-    and ignore all five.
-
-    ``levels``: ``even`` ones between a group's minimum and its maximum, or those of a
-    ``normal`` number around 0 (NORMAL): a group then has one scale and no minimum.
+    of ``group`` elements along ``axis``, each group with a scale and, in some codings,
+    a minimum: [token][rank] where groups run along the rank, [rank][token] where they
+    run along the tokens of a page. Codes of 3 bits lie in blocks of three runs of
+    bytes, others in one run (kvlathe/plan/packing.py). ``span``: the middle part of a
+    group's range that affine codes cover. ``sums``: the sum of each group's codes is
+    stored, too. ``coding``: how a code becomes a number (DECODINGS). IEEE numbers have
+    no groups, and ignore all five.
     """
 
     bits: Bits
@@ -73,26 +145,50 @@ class Format:
     group: int
     span: float = 1.0
     sums: bool = False
-    levels: Levels = "even"
+    coding: Coding = "affine"
 
     @property
     def name(self) -> str:
-        """For example ``u4``; ``n4`` where levels are the normal's."""
-        if self.has_fixed_levels:
-            return f"n{self.bits}"
+        """For example ``u4``; ``n4`` where levels are the normal's, ``f8`` of floats."""
+        if self.is_coded:
+            return f"{self.decoding.letter}{self.bits}"
         return NAMES[self.bits]
 
     @property
     def words(self) -> str:
         """For people."""
-        if self.has_fixed_levels:
-            return f"{self.bits} bit (normal)"
-        return f"{self.bits} bit"
+        note = self.decoding.note if self.is_coded else ""
+        return f"{self.bits} bit{note}"
 
     @property
     def is_coded(self) -> bool:
-        """Whether elements are codes that a group's scale and minimum give sense to."""
+        """Whether elements are codes that a group's metadata gives sense to."""
         return self.bits < 16
+
+    @property
+    def is_half(self) -> bool:
+        """Whether elements are IEEE halves."""
+        return self.bits == 16
+
+    @property
+    def decoding(self) -> Decoding:
+        """How codes become numbers."""
+        return DECODINGS[self.coding]
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether codes of this width and axis can be decoded as ``coding`` says."""
+        if not self.is_coded:
+            return True
+        own_axis = self.decoding.axis_number is None or self.axis == "rank"
+        own_group = not self.decoding.has_one_group or self.group == WHOLE_RANK
+        return own_axis and own_group and self.bits in self.decoding.widths
+
+    @property
+    def axis_number(self) -> int:
+        """The axis of the layer table (kvlathe_axis of abi.h)."""
+        number = self.decoding.axis_number if self.is_coded else None
+        return AXES.index(self.axis) if number is None else number
 
     @property
     def along_rank(self) -> bool:
@@ -110,24 +206,29 @@ class Format:
         return not self.along_tokens
 
     @property
-    def has_fixed_levels(self) -> bool:
-        """Whether codes are numbers of a level table, with one scale a group."""
-        if not self.is_coded:
-            return False
-        return self.levels == "normal"
+    def has_minimum(self) -> bool:
+        """Whether a group of codes has a minimum beside its scale."""
+        return self.is_coded and self.decoding.has_minimum
 
     @property
-    def table(self) -> tuple[int, ...]:
+    def is_packed(self) -> bool:
+        """Whether a byte holds several codes."""
+        return self.bits < 8
+
+    @property
+    def needs_table(self) -> bool:
+        """Whether a byte must be looked up: it is not one code that is worth itself."""
+        return self.is_packed or self.decoding.worth is not _themselves
+
+    @property
+    def table(self) -> tuple[float, ...]:
         """What each code is worth, in units of the group's scale above its minimum."""
-        if self.has_fixed_levels:
-            return NORMAL[self.bits]
-        count = 1 << self.bits
-        return tuple(range(count))
+        return self.decoding.worth(self.bits)
 
     @property
-    def top(self) -> int:
+    def top(self) -> float:
         """What the largest code is worth."""
-        return self.table[-1]
+        return max(filter(math.isfinite, self.table))
 
     @property
     def runs(self) -> int:
@@ -143,9 +244,9 @@ class Format:
 
     @property
     def halves(self) -> int:
-        """IEEE halves of one group's metadata: its scale and its minimum, or the
-        magnitude of its outermost levels."""
-        return 1 if self.has_fixed_levels else 2
+        """IEEE halves of one group's metadata: its scale and, where it has one, its
+        minimum."""
+        return 2 if self.has_minimum else 1
 
     @property
     def group_bytes(self) -> int:
@@ -168,6 +269,11 @@ class Format:
     def sum_bytes(self) -> int:
         """Bytes of one group's stored sum."""
         return sum_bytes(self.bits, self.group)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of an element, or of what holds codes of fewer bits."""
+        return max(1, self.bits // 8)
 
     def element_bytes(self, count: int) -> int:
         """Bytes of ``count`` elements, without metadata."""
@@ -210,7 +316,7 @@ class Format:
 class Tier:
     """The formats of K and of V, and how they are computed.
 
-    ``bits_*``, ``axis_*``, ``group_*``, ``span_*``, ``levels_*`` and ``sums`` are the
+    ``bits_*``, ``axis_*``, ``group_*``, ``span_*``, ``coding_*`` and ``sums`` are the
     fields of the two formats, which ``k`` and ``v`` return.
     ``arithmetic`` = int: QK^T and PV are taken on the codes, nothing is dequantized.
     K's groups then run along the rank, which the product sums over; V's along the
@@ -236,18 +342,18 @@ class Tier:
     sums: bool = False
     span_k: float = 1.0
     span_v: float = 1.0
-    levels_k: Levels = "even"
-    levels_v: Levels = "even"
+    coding_k: Coding = "affine"
+    coding_v: Coding = "affine"
 
     @property
     def k(self) -> Format:
         shape = self.bits_k, self.axis_k, self.group_k
-        return Format(*shape, self.span_k, self.sums, self.levels_k)
+        return Format(*shape, self.span_k, self.sums, self.coding_k)
 
     @property
     def v(self) -> Format:
         shape = self.bits_v, self.axis_v, self.group_v
-        return Format(*shape, self.span_v, self.sums, self.levels_v)
+        return Format(*shape, self.span_v, self.sums, self.coding_v)
 
     def of(self, side: str) -> Format:
         """The format of K or of V: ``side`` is "k" or "v"."""

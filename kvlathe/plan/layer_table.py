@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.plan.formats import Format, Tier
+from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
@@ -40,16 +40,7 @@ BUCKET_FORM = (
 def format_fields(tier: Tier) -> tuple[int, int, int, int, int, int]:
     """The first six of BUCKET_FORM: what native code is told of a bucket's formats."""
     k, v = tier.formats
-    axis_k = _axis(k)
-    axis_v = _axis(v)
-    return k.bits, v.bits, axis_k, axis_v, k.group, v.group
-
-
-def _axis(form: Format) -> int:
-    """0 is rank, 1 token, 2 rank with levels of the normal (kvlathe_axis of abi.h)."""
-    if form.has_fixed_levels:
-        return 2
-    return int(form.axis == "token")
+    return k.bits, v.bits, k.axis_number, v.axis_number, k.group, v.group
 
 
 def layer_table(layout: CacheLayout, layer: int) -> npt.NDArray[np.int32]:

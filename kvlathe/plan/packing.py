@@ -24,27 +24,27 @@ BLOCK = 64
 """Codes of 3 bits that are packed together."""
 
 
-def pack(codes: Bytes, bits: int) -> Bytes:
-    """[rows, n] codes below 2^bits as [rows, n * bits / 8] bytes, the first code in the
-    lowest bits; those of 3 bits in blocks."""
-    if bits == 8:
+def pack(codes: Bytes, form: Format) -> Bytes:
+    """[rows, n] codes of ``form`` as [rows, n * bits / 8] bytes, the first code in the
+    lowest bits; those of several runs in blocks."""
+    if not form.is_packed:
         return codes
-    if bits == 3:
+    if form.runs > 1:
         return packed_threes(codes)
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
+    shifts = np.arange(0, 8, form.bits, dtype=np.uint8)
     return np.bitwise_or.reduce(
         codes.reshape(len(codes), -1, len(shifts)) << shifts, axis=2
     )
 
 
-def unpack(packed: Bytes, bits: int) -> Bytes:
+def unpack(packed: Bytes, form: Format) -> Bytes:
     """The inverse of ``pack``."""
-    if bits == 8:
+    if not form.is_packed:
         return packed
-    if bits == 3:
+    if form.runs > 1:
         return unpacked_threes(packed)
-    shifts = np.arange(0, 8, bits, dtype=np.uint8)
-    mask = np.uint8((1 << bits) - 1)
+    shifts = np.arange(0, 8, form.bits, dtype=np.uint8)
+    mask = np.uint8((1 << form.bits) - 1)
     return ((packed[..., None] >> shifts) & mask).reshape(len(packed), -1)
 
 
@@ -57,7 +57,7 @@ def byte_codes(form: Format) -> Bytes:
     for run in range(runs):
         alone[run, :, run] = every_byte
     rows = alone.reshape(-1, runs)
-    codes = unpack(rows, form.bits)
+    codes = unpack(rows, form)
     return codes.reshape(runs, 256, -1)
 
 

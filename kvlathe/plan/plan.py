@@ -33,7 +33,7 @@ from kvlathe.plan.token_rules import (
     Window,
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 Fields = dict[str, Any]
 """What JSON has of a dataclass: values by the names of its fields."""
 WARNINGS = ("ranks", "rope", "reach", "uncentred")

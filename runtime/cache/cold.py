@@ -119,11 +119,9 @@ def parts_of(layout: CacheLayout, bucket: int) -> list[Part]:
     stride = layout.page_stride[bucket]
     known = [*keys, *values, *k_scales, *v_scales]
     rest = _between(known, stride)
-    k_width = _width(tier.k.bits)
-    v_width = _width(tier.v.bits)
     kinds = [
-        (keys, k_width),
-        (values, v_width),
+        (keys, tier.k.unit_bytes),
+        (values, tier.v.unit_bytes),
         (k_scales, 2),
         (v_scales, 2),
         (rest, 1),
@@ -146,11 +144,6 @@ def _data(matrix: PageMatrix) -> Range:
 def _scales(matrix: PageMatrix) -> Range:
     size = matrix.format.meta_bytes(matrix.rank, matrix.tokens)
     return matrix.meta, matrix.meta + size
-
-
-def _width(bits: int) -> int:
-    """Bytes of a number; codes are coded as the bytes that hold them."""
-    return max(1, bits // 8)
 
 
 def _between(ranges: Sequence[Range], stride: int) -> list[Range]:

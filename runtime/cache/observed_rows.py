@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.plan.codec import noise, noise_key
+from kvlathe.plan.noise import noise, noise_key
 from kvlathe.plan.plan import CompressionPlan
 
 DRAWS = 1

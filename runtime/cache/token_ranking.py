@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.plan.codec import noise, noise_key
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.moves import Selection, Target
+from kvlathe.plan.noise import noise, noise_key
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_rules import ObservationWindow
 from kvlathe.runtime.cache.observed_rows import ObservedRows

@@ -85,7 +85,7 @@ FORMS = [
     Tier(4, 8),
     Tier(4, 4, "token", "rank"),
     Tier(3, 3),
-    Tier(2, 2, "rank", "rank", levels_v="normal"),
+    Tier(2, 2, "rank", "rank", coding_v="normal"),
 ]
 
 

@@ -77,7 +77,7 @@ TIERS = [
     *CODED_TIERS,
     Tier(3, 3, "rank", "token", 32, 64, rounding="stochastic"),
     Tier(3, 8, "token", "rank", 48, 48, span_k=0.7),
-    Tier(4, 3, "rank", "rank", levels_k="normal", levels_v="normal"),
+    Tier(4, 3, "rank", "rank", coding_k="normal", coding_v="normal"),
     Tier(8, 8),
     Tier(4, 4, "rank", "token", 32, 16),
     Tier(2, 2, "rank", "rank", 48, 32),

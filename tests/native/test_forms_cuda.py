@@ -29,14 +29,14 @@ SLOW = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 RANKS = ((48, 64), (128, 16), (16, 128), (112, 80))
-NORMAL: dict[str, Any] = {"levels_k": "normal", "levels_v": "normal"}
+NORMAL: dict[str, Any] = {"coding_k": "normal", "coding_v": "normal"}
 TIERS = (
     Tier(3, 3),
     Tier(3, 3, group_k=32, group_v=32),
     Tier(4, 4, "rank", "rank", **NORMAL),
     Tier(3, 3, "rank", "rank", 48, 32, **NORMAL),
     Tier(2, 2, "rank", "rank", **NORMAL),
-    Tier(4, 4, "rank", "rank", levels_v="normal"),
+    Tier(4, 4, "rank", "rank", coding_v="normal"),
     Tier(8, 8, "token", "rank"),
     Tier(4, 4, "token", "rank", 32, 48),
     Tier(2, 2, "token", "rank", 16, 32),
@@ -47,7 +47,7 @@ TIERS = (
     Tier(4, 8, "token", "rank"),
     Tier(16, 4, "rank", "rank"),
     Tier(2, 16, "token", "rank"),
-    Tier(3, 2, "token", "rank", levels_v="normal"),
+    Tier(3, 2, "token", "rank", coding_v="normal"),
 )
 
 

@@ -126,8 +126,8 @@ LONG_TIERS = [
     Tier(8, 8, "token", "rank", 32, 48),
     Tier(3, 3, "rank", "token", 32, 16),
     Tier(3, 3, "token", "rank", 64, 48),
-    Tier(2, 4, "rank", "rank", 64, 32, levels_k="normal", levels_v="normal"),
-    Tier(3, 3, "rank", "rank", 128, 128, levels_k="normal", levels_v="normal"),
+    Tier(2, 4, "rank", "rank", 64, 32, coding_k="normal", coding_v="normal"),
+    Tier(3, 3, "rank", "rank", 128, 128, coding_k="normal", coding_v="normal"),
 ]
 
 
@@ -221,7 +221,7 @@ def largest(call: Call) -> Call:
             ):
                 halves = part.view(np.float16)
                 halves[:] = 1
-                if form.levels == "even":
+                if form.has_minimum:
                     halves[::2], halves[1::2] = 1 / (2**form.bits - 1), -0.5
     for name, value in {"q": 0.1, "cos": 1, "sin": 0, "proj_q": 1 / 64}.items():
         call.arrays[name][:] = value

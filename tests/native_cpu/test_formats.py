@@ -19,8 +19,7 @@ from tests.support.format_cases import CODED_BITS, TIERS
 
 HERE = Path(__file__).parent
 PLUGINS = HERE.parents[1] / "plugins_cpp"
-AXES = ("rank", "token", "normal")
-"""By their number in C++."""
+LETTERS = {"affine": "u", "normal": "n", "float8": "f"}
 RANKS, GROUPS, PAGES = (16, 48, 96, 112, 128), (16, 32, 48, 64, 128), (16, 64, 96)
 
 Answer = list[int]
@@ -41,7 +40,7 @@ def widths() -> Table:
         views = sum(1 << i for i, pool in enumerate(POOLS) if pool in form.pools)
         answer = [1, form.is_coded, views]
         if form.is_coded:
-            answer += [form.bits < 8, form.runs, form.together, 2**form.bits - 1]
+            answer += [form.is_packed, form.runs, form.together, 2**form.bits - 1]
         table[f"width {form.bits}"] = answer
     return table
 
@@ -71,9 +70,10 @@ def groups() -> Table:
 def in_bucket(tier: Tier) -> Answer:
     answer: Answer = []
     for form in tier.formats:
-        axis = AXES.index("normal" if form.has_fixed_levels else form.axis)
-        answer += [form.bits, axis, form.group, form.is_coded, form.along_tokens]
-        answer += [form.has_fixed_levels, form.halves]
+        fixed = form.is_coded and form.coding == "normal"
+        answer += [form.bits, form.axis_number, form.group]
+        answer += [form.is_coded, form.along_tokens, fixed]
+        answer.append(form.halves if form.is_coded else 2)
     return [*answer, tier.is_coded]
 
 
@@ -89,12 +89,12 @@ def buckets() -> Table:
 
 
 def tables() -> Table:
-    """What codes are worth."""
+    """What codes are worth that products of integers take."""
     table: Table = {}
     for form in every_format():
-        axis = AXES.index("normal" if form.has_fixed_levels else form.axis)
-        if form.is_coded:
-            table[f"table {form.bits} {axis}"] = list(form.table)
+        if form.is_coded and form.decoding.is_whole:
+            worth = [int(x) for x in form.table]
+            table[f"table {form.bits} {form.axis_number}"] = worth
     return table
 
 
@@ -106,7 +106,7 @@ def threes() -> Table:
         if code < count:
             codes = np.zeros((1, count), np.uint8)
             codes[0, [code, code + 2]] = 1
-            at, second = np.flatnonzero(pack(codes, 3)[0])
+            at, second = np.flatnonzero(pack(codes, Format(3, "rank", 64))[0])
             table[f"threes {code} {count}"] = [int(at), int(second - at)]
     return table
 
@@ -137,6 +137,6 @@ def test_both_sides_say_the_same(program: Path, table: Callable[[], Table]) -> N
 
 def test_a_name_says_the_bits_and_whether_there_are_codes() -> None:
     for form in every_format():
-        kind = "n" if form.has_fixed_levels else "u" if form.is_coded else "f"
+        kind = LETTERS[form.coding] if form.is_coded else "f"
         assert form.name == f"{kind}{form.bits}"
     assert {form.bits for form in every_format()} == set(NAMES)

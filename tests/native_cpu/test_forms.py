@@ -30,8 +30,8 @@ TIERS = [
     Tier(8, 4, "token", "rank", 64, 32),
     Tier(2, 16, "token", "rank", 16, 16),
     Tier(16, 4, "rank", "rank"),
-    *(Tier(b, b, "rank", "rank", levels_k="normal", levels_v="normal") for b in (4, 3)),
-    Tier(2, 3, "rank", "token", 32, 64, levels_k="normal"),
+    *(Tier(b, b, "rank", "rank", coding_k="normal", coding_v="normal") for b in (4, 3)),
+    Tier(2, 3, "rank", "token", 32, 64, coding_k="normal"),
 ]
 
 

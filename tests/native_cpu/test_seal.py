@@ -38,8 +38,8 @@ FIXED = st.builds(
     axis_v=st.just("rank"),
     group_k=GROUPS,
     group_v=GROUPS,
-    levels_k=st.just("normal"),
-    levels_v=st.just("normal"),
+    coding_k=st.just("normal"),
+    coding_v=st.just("normal"),
 )
 COUNTED = st.builds(
     Tier,

@@ -10,13 +10,21 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import torch
 from hypothesis import strategies as st
 
 from kvlathe.export.attention.step import StepTensors
-from kvlathe.plan.formats import NORMAL, Bits, Format, Tier, groups_along_rank
+from kvlathe.plan.formats import (
+    NORMAL,
+    WHOLE_RANK,
+    Bits,
+    Format,
+    Tier,
+    groups_along_rank,
+)
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket, CompressionPlan
@@ -200,7 +208,8 @@ def quantized_tiers(arithmetic: str = "float") -> st.SearchStrategy[Tier]:
         )
         by_rank = st.builds(Tier, bits, bits, rank, rank, groups, groups, products)
         return by_token | by_rank | fixed
-    return st.builds(Tier, bits, bits, axes, axes, st.just(32), groups) | fixed
+    evenly = st.builds(Tier, bits, bits, axes, axes, st.just(32), groups)
+    return evenly | fixed | float_tiers()
 
 
 def fixed_tiers(
@@ -208,7 +217,7 @@ def fixed_tiers(
 ) -> st.SearchStrategy[Tier]:
     """V's levels, or both sides', are the normal's."""
     bits, rank = st.sampled_from(sorted(NORMAL)), st.just("rank")
-    normal, either = st.just("normal"), st.sampled_from(["even", "normal"])
+    normal, either = st.just("normal"), st.sampled_from(["affine", "normal"])
     return st.builds(
         Tier,
         bits,
@@ -218,9 +227,18 @@ def fixed_tiers(
         groups,
         groups,
         st.just(arithmetic),
-        levels_k=either,
-        levels_v=normal,
+        coding_k=either,
+        coding_v=normal,
     )
+
+
+def float_tiers() -> st.SearchStrategy[Tier]:
+    """V's codes, or both sides', are 8-bit floats."""
+    one_group, axis = st.just(WHOLE_RANK), st.just("rank")
+    shape = (axis, axis, one_group, one_group)
+    either, floats = st.sampled_from(["affine", "float8"]), st.just("float8")
+    eight = st.just(8)
+    return st.builds(Tier, eight, eight, *shape, coding_k=either, coding_v=floats)
 
 
 def fresh_buckets(lanes: list[Lane]) -> list[list[Bucket]]:
@@ -561,13 +579,19 @@ class Case:
         by_rank = form.axis == "rank"
         shape = (tokens, rank) if by_rank else (rank, tokens)
         lines = self.rng.integers(0, 1 << bits, shape)
+        if form.coding == "float8":
+            lines[lines % 128 == 127] = 0  # no number, never written
         self._write(at, packed(lines, bits))
         along_tokens = [
             min(form.group, tokens - i) for i in range(0, tokens, form.group)
         ]
         sizes = groups_along_rank(rank, form.group) if by_rank else along_tokens
         count = len(sizes) * len(lines)
-        if form.levels == "normal":
+        if form.coding == "float8":
+            half = np.abs(self.rng.normal(size=count) / 448).astype(np.float16)
+            self._write(meta, half)
+            pairs = half.astype(np.float64)[:, None] * [1, 0]
+        elif form.coding == "normal":
             half = np.abs(self.rng.normal(size=count)).astype(np.float16)
             self._write(meta, half)
             pairs = half.astype(np.float64)[:, None] * [2 / 255, -1]
@@ -585,6 +609,9 @@ class Case:
             ]
             self._write(sums, np.frombuffer(b"".join(totals), np.uint8))
         worth = np.array(form.table)[lines]
+        if form.coding == "float8":
+            theirs = lines.astype(np.uint8).view(ml_dtypes.float8_e4m3fn)
+            worth = theirs.astype(np.float64)
         pair = iter(pairs)
         values = [
             np.concatenate([x * s + m for x, (s, m) in zip(split(line, sizes), pair)])  # noqa: B905

@@ -3,7 +3,18 @@ hold an implementation to kvlathe/plan/codec.py. A new format joins it by its na
 
 from __future__ import annotations
 
-from kvlathe.plan.formats import NAMES, NORMAL, Bits, Format, Tier
+import dataclasses
+
+from kvlathe.plan.formats import (
+    DECODINGS,
+    NAMES,
+    WHOLE_RANK,
+    Axis,
+    Bits,
+    Coding,
+    Format,
+    Tier,
+)
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from tests.support.attend_cases import plan_of
@@ -24,15 +35,31 @@ def _tiers(bits: Bits) -> list[Tier]:
     ]
 
 
-def _fixed(bits: Bits) -> Tier:
-    """Levels of the normal."""
-    return Tier(
-        bits, bits, "rank", "rank", 32, 48, levels_k="normal", levels_v="normal"
-    )
+def tier_of(k: Format, v: Format) -> Tier:
+    """Pages of these two formats, read as floats."""
+    sizes = (k.bits, v.bits, k.axis, v.axis, k.group, v.group)
+    tier = Tier(*sizes, span_k=k.span, span_v=v.span)
+    return dataclasses.replace(tier, coding_k=k.coding, coding_v=v.coding)
 
 
+def _along_rank(bits: Bits, coding: Coding) -> Tier:
+    """Of a coding whose groups run along the rank alone."""
+    groups = (WHOLE_RANK,) * 2 if DECODINGS[coding].has_one_group else (32, 48)
+    axis: Axis = "rank"
+    return tier_of(*(Format(bits, axis, n, coding=coding) for n in groups))
+
+
+Kind = tuple[Bits, Coding]
+BY_RANK: list[Kind] = [
+    (bits, coding)
+    for coding, decoding in DECODINGS.items()
+    if decoding.axis_number is not None
+    for bits in decoding.widths
+]
+KINDS: list[Kind] = [*((bits, "affine") for bits in BITS), *BY_RANK]
+"""Every width in every coding that it may have."""
 TIERS = [tier for bits in BITS for tier in _tiers(bits)]
-TIERS += [_fixed(bits) for bits in NORMAL]
+TIERS += [_along_rank(*kind) for kind in BY_RANK]
 CODED_TIERS = [tier for tier in TIERS if tier.is_coded]
 
 

@@ -16,7 +16,7 @@ from tests.support.attend_cases import Case, plan_of, scored
 from tests.support.runtime_cases import model_shape, plan_for
 
 HOT = Tier(16, 16)
-NORMAL: dict[str, Any] = {"levels_k": "normal", "levels_v": "normal"}
+NORMAL: dict[str, Any] = {"coding_k": "normal", "coding_v": "normal"}
 TIERS = (
     Tier(8, 8),
     Tier(4, 4),
@@ -45,7 +45,7 @@ SEALED: tuple[Kind, ...] = (
     (Tier(4, 4), NEAR),
     (Tier(4, 8, "token", "rank"), KEEP_ALL),
     (Tier(8, 8), NEWEST),
-    (Tier(8, 4, "rank", "rank", levels_v="normal"), NEWEST),
+    (Tier(8, 4, "rank", "rank", coding_v="normal"), NEWEST),
 )
 OF_LANES = (0, 1, 2, 3, 4, 0, 5, 1)
 """The two heads of every layer of lathe-5m see different windows."""

@@ -37,7 +37,7 @@ COLD = (
     Tier(4, 4, "rank", "rank", 32, 32),
     Tier(2, 4, "rank", "rank", 64, 64),
     Tier(3, 3, "rank", "rank", 64, 64),
-    Tier(4, 4, "rank", "rank", 64, 64, levels_k="normal", levels_v="normal"),
+    Tier(4, 4, "rank", "rank", 64, 64, coding_k="normal", coding_v="normal"),
 )
 
 ALONG_TOKENS = (

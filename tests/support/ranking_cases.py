@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 from hypothesis import strategies as st
 
-from kvlathe.plan.codec import noise, noise_key
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import ModelShape
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.noise import noise, noise_key
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.plan.token_rules import (
     Budget,

@@ -19,7 +19,7 @@ from kvlathe.export.folding.fold import decoder_from, fold
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.plan import manifest as manifests
-from kvlathe.plan.formats import Tier
+from kvlathe.plan.formats import WHOLE_RANK, Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import KvBytes, Limits, Manifest
@@ -39,7 +39,17 @@ from tests.support.made_once import made_once
 MODEL = Path(__file__).resolve().parents[2] / "models" / "lathe-5m"
 HOT, U8 = Tier(32, 32), Tier(8, 8, "rank", "token", 64, 64)
 U3 = Tier(3, 3, "rank", "token", 64, 64)
-N4 = Tier(4, 4, "rank", "rank", 64, 64, levels_k="normal", levels_v="normal")
+N4 = Tier(4, 4, "rank", "rank", 64, 64, coding_k="normal", coding_v="normal")
+F8 = Tier(
+    8,
+    8,
+    "rank",
+    "rank",
+    WHOLE_RANK,
+    WHOLE_RANK,
+    coding_k="float8",
+    coding_v="float8",
+)
 FOUR = Tier(4, 4, "rank", "rank", 64, 64, rounding="stochastic")
 NORMALIZED = ObservationWindow(recent=0.05, random=0.05, normalized=True)
 HEAVY = ObservationWindow(recent=1.0, pooling=5, noise=0.5)
@@ -114,6 +124,13 @@ def plans(
         "fixed": plan_for(
             shape,
             (HOT, N4),
+            (Bucket(0, every), Bucket(1, every, source=0)),
+            page,
+            chunk,
+        ),
+        "floats": plan_for(
+            shape,
+            (HOT, F8),
             (Bucket(0, every), Bucket(1, every, source=0)),
             page,
             chunk,

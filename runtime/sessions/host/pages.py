@@ -319,7 +319,7 @@ def check_supported(plan: CompressionPlan) -> None:
 
     for i, bucket in enumerate(plan.buckets):
         tier = plan.tiers[bucket.tier]
-        if bucket.source is None and tier.k.bits != tier.v.bits:
+        if bucket.source is None and tier.k.name != tier.v.name:
             refuse(
                 f"new K has {tier.k.bits} bits and new V {tier.v.bits}",
                 "a step writes one format",

@@ -61,11 +61,31 @@ def test_turboquant_rotates_and_has_one_scale_a_token(
     for pair in matrices(layout, 1).values():
         for part in pair:
             own = part.format.meta_bytes(part.rank, page)
-            assert part.format.has_fixed_levels and own == aligned(2 * page)
+            assert part.format.coding == "normal" and own == aligned(2 * page)
     for at in basis.values():
         assert at.a is not None and at.o_v is not None
         np.testing.assert_allclose(at.a @ at.a.T, np.eye(len(at.a)), atol=1e-12)
         np.testing.assert_allclose(at.o_v @ at.o_v.T, np.eye(len(at.o_v)), atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "request_name", ["fp8", "fdc+fp8", "h2o:budget=128+fp8", "window:recent=64+fp8"]
+)
+def test_fp8_holds_a_byte_a_number_and_a_half_a_token(
+    request_name: str, made_up: Stats
+) -> None:
+    """Whatever chooses ranks or tokens beside it. Tokens lie one by one, so any may go."""
+    plan = plan_of(request_name, made_up)
+    layout, page = CacheLayout(plan), plan.page_tokens
+    cold = [b for b in range(len(plan.buckets)) if plan.buckets[b].source is not None]
+    assert cold
+    for part in (
+        x for b in cold for pair in matrices(layout, b).values() for x in pair
+    ):
+        assert part.format.page_bytes(part.rank, page) == page * part.rank + aligned(
+            2 * page
+        )
+        assert [size for _, size in part.fields] == [part.rank, 2]
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_costs_are_those_of_the_kernel_that_takes_the_plan() -> None:
     assert cost_of(plan_of(Tier(8, 8), Tier(4, 4))) is OTHER_COST
     assert cost_of(plan_of(Tier(4, 4), Tier(4, 4, group_v=32))) is OTHER_COST
     assert cost_of(plan_of(Tier(4, 4, axis_k="token"))) is OTHER_COST
-    assert cost_of(plan_of(Tier(4, 4, levels_k="normal"))) is OTHER_COST
+    assert cost_of(plan_of(Tier(4, 4, coding_k="normal"))) is OTHER_COST
     assert cost_of(plan_of(Tier(4, 4, group_v=16))) is OTHER_COST
     assert cost_of(plan_of(Tier(4, 4, group_v=48))) is OTHER_COST
     assert cost_of(plan_of(Tier(16, 4))) is OTHER_COST

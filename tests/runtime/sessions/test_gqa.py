@@ -170,7 +170,7 @@ def test_codes_and_attention_are_those_of_quantized_group_query_attention(
             data = host.rows[1][COLD][
                 part.data : part.data + WIDTH * PAGE * bits // 8
             ].reshape(WIDTH, -1)
-            np.testing.assert_array_equal(unpack(data, bits).T, theirs[h])
+            np.testing.assert_array_equal(unpack(data, part.format).T, theirs[h])
 
     layer = AttendLayer(plan, 0, SCALE)
     step = StepTensors(

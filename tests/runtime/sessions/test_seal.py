@@ -8,6 +8,7 @@ import itertools
 import math
 from typing import Literal
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -15,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.codec import FITS, matrices, noise, noise_key, pack, unpack
+from kvlathe.plan.codec import FITS, matrices, pack, unpack
 from kvlathe.plan.formats import NORMAL, NORMAL_TOP, Bits, Format, Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.noise import noise, noise_key
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
@@ -130,6 +132,19 @@ def fitted(x: Floats, form: Format) -> Floats:
     return out
 
 
+def as_floats(x: Floats) -> Floats:
+    """Token by token: what x [tokens, rank] becomes in 8-bit floats under one scale."""
+    out = np.zeros_like(x)
+    for token, row in enumerate(x):
+        scale = np.float32(np.abs(row).max() / np.float32(448))
+        half = np.float16(scale)
+        while np.float32(half) < scale:
+            half = np.nextafter(half, np.float16(np.inf))
+        codes = (row / np.float32(half)).astype(ml_dtypes.float8_e4m3fn)
+        out[token] = codes.astype(np.float32) * np.float32(half)
+    return out
+
+
 def fitted_group(x: npt.NDArray[np.float64], form: Format) -> npt.NDArray[np.float64]:
     """A number goes to the level nearest to its byte; of two, to the lower one."""
     table = np.array(NORMAL[form.bits])
@@ -198,7 +213,7 @@ def test_a_sealed_page_holds_the_codes_that_the_layout_promises(
             expected, codes, pairs = quantized(values, bits, axis, group)
             row = x.rank if axis == "rank" else PAGE
             stored = page[data : data + values.size * bits // 8]
-            lines = unpack(stored.reshape(-1, row * bits // 8), bits)
+            lines = unpack(stored.reshape(-1, row * bits // 8), part.format)
             np.testing.assert_array_equal(packed(lines, bits), stored)
             found = lines.ravel().tolist()
             halves = page[meta : meta + 4 * len(pairs)].view(np.float16).reshape(-1, 2)
@@ -224,10 +239,11 @@ def test_a_sealed_page_holds_the_codes_that_the_layout_promises(
 
 
 @given(bits=st.sampled_from([2, 3, 4, 8]), seed=st.integers(0, 99))
-def test_packing_comes_back(bits: int, seed: int) -> None:
+def test_packing_comes_back(bits: Bits, seed: int) -> None:
+    form = Format(bits, "rank", 16)
     codes = np.random.default_rng(seed).integers(0, 2**bits, (5, 48)).astype(np.uint8)
-    np.testing.assert_array_equal(unpack(pack(codes, bits), bits), codes)
-    np.testing.assert_array_equal(pack(codes, bits).ravel(), packed(codes, bits))
+    np.testing.assert_array_equal(unpack(pack(codes, form), form), codes)
+    np.testing.assert_array_equal(pack(codes, form).ravel(), packed(codes, bits))
 
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
@@ -323,8 +339,11 @@ def dequantized_reference(kind: str, length: int, grid: int) -> Floats:
                 for part, form in ((k, tier.k), (v, tier.v)):
                     row = engine.session.rows[0][page]
                     values = part.read(row)
-                    if form.levels == "normal":
+                    if form.coding == "normal":
                         part.write(row, fitted(values, form))
+                        continue
+                    if form.coding == "float8":
+                        part.write(row, as_floats(values))
                         continue
                     shape = form.bits, form.axis, form.group
                     part.write(row, quantized(values, *shape)[0])
@@ -335,9 +354,10 @@ def dequantized_reference(kind: str, length: int, grid: int) -> Floats:
 @pytest.mark.parametrize(
     ("kind", "backend"),
     rest_nightly(
-        itertools.product(["threes", "fixed"], BACKENDS),
+        itertools.product(["threes", "fixed", "floats"], BACKENDS),
         ("threes", "onnx"),
         ("fixed", "torch"),
+        ("floats", "onnx"),
     ),
 )
 def test_an_engine_of_codes_is_the_dequantized_reference(

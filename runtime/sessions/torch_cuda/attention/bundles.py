@@ -92,7 +92,7 @@ def _cost_of_layer(plan: CompressionPlan, parts: Sequence[KernelPart]) -> Bundle
         tier = plan.tiers[bucket.tier]
         if part.window.exact:
             return OTHER_COST
-        if tier.bits_k == tier.bits_v == 16:
+        if not tier.is_coded:
             continue
         if not _is_plain(tier):
             return OTHER_COST
@@ -106,9 +106,9 @@ def _cost_of_layer(plan: CompressionPlan, parts: Sequence[KernelPart]) -> Bundle
 
 def _is_plain(tier: Tier) -> bool:
     """Whether products take its codes as they are."""
-    if tier.bits_k != tier.bits_v or tier.levels_k != "even":
+    if tier.k.name != tier.v.name or not tier.k.has_minimum:
         return False
-    if tier.axis_k != "rank" or tier.axis_v != "token":
+    if not (tier.k.along_rank and tier.v.along_tokens):
         return False
     group = tier.group_v
     return group >= 32 and group & (group - 1) == 0

@@ -9,13 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvlathe.plan.moves import Target
+from kvlathe.plan.noise import UNIT, drawn
 from kvlathe.plan.token_rules import ObservationWindow
 
 LARGEST = torch.finfo(torch.float32).max
 LEAST = torch.finfo(torch.float32).tiny
-WORD = 0xFFFFFFFF
-"""Hashes are numbers of 32 bits."""
-STEP = 0x9E3779B9
 
 
 def saliency(
@@ -55,23 +53,12 @@ def saliency(
 
 
 def gumbel(keys: Tensor, position: Tensor) -> Tensor:
-    """A Gumbel variate for each token, float64 [lanes, n]: of plan/codec.py's noise of
-    its lane's key and its position."""
-    token = position.long() & WORD
-    mixed = _mixed((token ^ keys[:, None]) + STEP)
-    mixed = _mixed(mixed + STEP)  # channel 0
-    uniform = (mixed >> 8) * 2.0**-24
-    uniform = uniform.double()
+    """A Gumbel variate for each token, float64 [lanes, n]: of kvlathe/plan/noise.py's
+    noise of its lane's key and its position, in channel 0."""
+    token = position.long()
+    uniform = drawn(keys[:, None], token, torch.zeros_like(token)).double() * UNIT
     uniform = uniform.clamp(2.0**-25, 1 - 2.0**-25)
     return -torch.log(-torch.log(uniform))
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """As mixed of plan/codec.py, of the last 32 bits."""
-    x = x & WORD
-    x = (x ^ (x >> 16)) * 0x85EBCA6B & WORD
-    x = (x ^ (x >> 13)) * 0xC2B2AE35 & WORD
-    return x ^ (x >> 16)
 
 
 def ranked(salient: Tensor, newest: int) -> Tensor:

@@ -1,0 +1,31 @@
+"""8-bit floats: full pages are E4M3 (OCP 8-bit Floating Point Specification, 2023) with
+one scale for each token and head, of K and of V.
+
+What GPUs convert in one instruction: attention reads them as the floats they are, and
+nothing is calibrated. A float's error is a share of the number itself, so a rotation,
+which evens out sizes, would gain nothing, and there are no options.
+docs/quantization.md has the bytes and measurements.
+"""
+
+from __future__ import annotations
+
+from kvlathe.export.methods.options import Decision, chosen
+from kvlathe.plan.formats import WHOLE_RANK, Tier
+
+SUMMARY = "full pages as 8-bit floats (e4m3), one scale a token and head"
+TIER = Tier(
+    8,
+    8,
+    axis_k="rank",
+    axis_v="rank",
+    group_k=WHOLE_RANK,
+    group_v=WHOLE_RANK,
+    coding_k="float8",
+    coding_v="float8",
+)
+
+
+def plan(written: dict[str, str], page_tokens: int) -> Decision:
+    """The tier that full pages are sealed in. Raises KvlatheError for any option."""
+    chosen(written, {})
+    return Decision(cold=TIER)
