@@ -20,7 +20,9 @@
  * [rank][page_tokens / group]. Metadata is a pair of IEEE halves (scale, minimum) for each group:
  * x = scale * code + minimum. Axis rank_normal is axis rank whose codes stand for levels of a normal
  * number, bytes of a table (NORMAL of kvlathe/plan/formats.py), with one half m for each group:
- * x = m (2 table[code] / 255 - 1).
+ * x = m (2 table[code] / 255 - 1). Axis rank_float8 is axis rank whose codes are floats of 8 bits
+ * (e4m3 without infinities, OCP 8-bit floating point), with one half for each group:
+ * x = scale * code.
  *
  * Every function returns a kvlathe_code and, where `status` is not null, writes the same code and
  * one sentence to it. A refusal happens before any launch and before anything is written. No
@@ -68,7 +70,8 @@ enum kvlathe_element { KVLATHE_F32 = 0, KVLATHE_F16 = 1, KVLATHE_BF16 = 2 };
 enum kvlathe_axis {
   KVLATHE_AXIS_RANK = 0,
   KVLATHE_AXIS_TOKEN = 1,
-  KVLATHE_AXIS_RANK_NORMAL = 2 /* 4, 3 or 2 bits */
+  KVLATHE_AXIS_RANK_NORMAL = 2, /* 4, 3 or 2 bits */
+  KVLATHE_AXIS_RANK_FLOAT8 = 3  /* 8 bits */
 };
 
 /* One bucket, or some of its lanes. `lanes` is host memory; `page_table` and `lengths` are where the kernel runs (device

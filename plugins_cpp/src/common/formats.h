@@ -1,41 +1,69 @@
 // The number formats of cached tokens: the one place where C++ and CUDA ask what a format is.
 //
-// A format is (bits, axis, group). 32 and 16 bits are floats. 8, 4, 3 and 2 bits are codes with a
-// scale and a minimum for each group of elements, x = scale * code + minimum:
+// A format is (bits, axis, group). 32 and 16 bits are floats, [token][rank]. 8, 4, 3 and 2 bits are
+// codes, in groups of elements that share metadata:
 //
-//   axis rank    a row is a token: [token][rank], groups along the channels
-//   axis token   a row is a channel: [rank][token], groups along the page's tokens
-//   rank_normal  as axis rank, with a level table in the place of codes and one half a group
+//   axis rank         x = scale * code + minimum        a row is a token: [token][rank], groups along the channels
+//   axis token        x = scale * code + minimum        a row is a channel: [rank][token], groups along the page's tokens
+//   axis rank_normal  x = m (2 level[code] / 255 - 1)   as axis rank; levels of a table, 4, 3 or 2 bits
+//   axis rank_float8  x = scale * e4m3(code)            as axis rank; 8 bits (float8.h)
 //
-// The same facts in Python: kvlathe/plan/formats.py. A new format starts in these two files.
+// Metadata are IEEE halves: (scale, minimum), or m, or scale. No other file compares bits: it asks
+// one of the questions here. The same facts in Python: kvlathe/plan/formats.py. A new format starts
+// in these two files.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kvlathe/abi.h"
 
+// ANYWHERE: on a GPU, too. INLINED: always, and there as well.
 #if defined(__CUDACC__)
 #define KVLATHE_ANYWHERE __host__ __device__
+#define KVLATHE_INLINED __host__ __device__ __forceinline__
 #else
 #define KVLATHE_ANYWHERE
+#define KVLATHE_INLINED inline __attribute__((always_inline))
 #endif
 
 namespace kvlathe {
 
+// -- widths -----------------------------------------------------------------------------------
+
 // Codes with metadata, or else floats.
 KVLATHE_ANYWHERE constexpr bool is_quantized(int bits) { return bits < 16; }
+KVLATHE_ANYWHERE constexpr bool is_single(int bits) { return bits == 32; }
+KVLATHE_ANYWHERE constexpr bool is_half(int bits) { return bits == 16; }  // or bfloat16
+
+// Of codes: below a byte one byte holds several, the first in its low bits.
+KVLATHE_ANYWHERE constexpr bool is_packed(int bits) { return bits < 8; }
+KVLATHE_ANYWHERE constexpr bool is_byte(int bits) { return bits == 8; }
+KVLATHE_ANYWHERE constexpr bool is_nibble(int bits) { return bits == 4; }
+KVLATHE_ANYWHERE constexpr bool is_crumb(int bits) { return bits == 2; }
+// Codes of 3 bits lie in blocks: three runs of bytes, one byte of each holding eight codes
+// (kvlathe/plan/packing.py).
+KVLATHE_ANYWHERE constexpr bool in_blocks(int bits) { return bits == 3; }
 
 KVLATHE_ANYWHERE constexpr bool is_width(int bits) {
-  return bits == 32 || bits == 16 || bits == 8 || (bits >= 2 && bits <= 4);
+  return is_single(bits) || is_half(bits) || is_byte(bits) || is_nibble(bits) || in_blocks(bits) ||
+         is_crumb(bits);
 }
 
-// Below 8 bits a byte holds several codes, the first in its low bits.
-KVLATHE_ANYWHERE constexpr bool is_packed(int bits) { return bits < 8; }
+// Runs body(bits) with the bits of codes as a constant.
+template <class Body>
+KVLATHE_INLINED void for_bits(int bits, Body body) {
+  switch (bits) {
+    case 8: body(std::integral_constant<int, 8>{}); break;
+    case 4: body(std::integral_constant<int, 4>{}); break;
+    case 3: body(std::integral_constant<int, 3>{}); break;
+    case 2: body(std::integral_constant<int, 2>{}); break;
+  }
+}
 
-// Codes of 3 bits lie in blocks of 64, a row's last one of what is left: three runs of bytes, one
-// byte of each holding eight codes (kvlathe/plan/packing.py).
+// A block has 64 codes, a row's last one what is left.
 constexpr int kBlockCodes = 64;
-KVLATHE_ANYWHERE constexpr int runs_of(int bits) { return bits == 3 ? 3 : 1; }
+KVLATHE_ANYWHERE constexpr int runs_of(int bits) { return in_blocks(bits) ? 3 : 1; }
 KVLATHE_ANYWHERE constexpr int codes_together(int bits) { return 8 * runs_of(bits) / bits; }
 
 // Where code 8 t of a row of `count` begins: byte `at` of the row, `run` bytes before its second run.
@@ -48,7 +76,7 @@ KVLATHE_ANYWHERE constexpr Threes threes_at(int64_t code, int64_t count) {
           (left < kBlockCodes ? left : int64_t{kBlockCodes}) / 8};
 }
 
-// The largest code: the steps between a group's minimum and its maximum.
+// The largest code of even levels: the steps between a group's minimum and its maximum.
 KVLATHE_ANYWHERE constexpr int levels_of(int bits) { return (1 << bits) - 1; }
 
 // Bytes of one lane's codes (or elements) of K or V in a page.
@@ -62,8 +90,47 @@ constexpr PoolView kPoolViews[] = {kPoolF32, kPoolF16, kPoolU8};  // in the orde
 
 // The views in which a format is read: the metadata of codes is halves.
 constexpr int pool_views(int bits) {
-  return bits == 32 ? kPoolF32 : bits == 16 ? kPoolF16 : kPoolU8 | kPoolF16;
+  return is_single(bits) ? kPoolF32 : is_half(bits) ? kPoolF16 : kPoolU8 | kPoolF16;
 }
+
+// -- codings ----------------------------------------------------------------------------------
+
+// How codes become numbers (DECODINGS of kvlathe/plan/formats.py).
+enum class Coding : uint8_t { kAffine, kNormal, kFloat8 };
+
+// Of codes whose groups run along such an axis (kvlathe_axis).
+KVLATHE_ANYWHERE constexpr Coding coding_of(int axis) {
+  return axis == KVLATHE_AXIS_RANK_NORMAL   ? Coding::kNormal
+         : axis == KVLATHE_AXIS_RANK_FLOAT8 ? Coding::kFloat8
+                                            : Coding::kAffine;
+}
+// Whether a group has a minimum beside its scale.
+KVLATHE_ANYWHERE constexpr bool has_minimum(Coding coding) { return coding == Coding::kAffine; }
+// Whether codes stand for the levels of a table (kNormal).
+KVLATHE_ANYWHERE constexpr bool has_levels(Coding coding) { return coding == Coding::kNormal; }
+// Whether codes are floats themselves (float8.h).
+KVLATHE_ANYWHERE constexpr bool has_floats(Coding coding) { return coding == Coding::kFloat8; }
+// Whether codes are worth whole numbers, 0 to 255: products of integers take them.
+KVLATHE_ANYWHERE constexpr bool is_whole(Coding coding) { return !has_floats(coding); }
+// Whether codes of so many bits are coded so.
+KVLATHE_ANYWHERE constexpr bool has_width(Coding coding, int bits) {
+  return has_levels(coding) ? is_packed(bits) : !has_floats(coding) || is_byte(bits);
+}
+// IEEE halves of a group's metadata.
+KVLATHE_ANYWHERE constexpr int metadata_halves(Coding coding) {
+  return has_minimum(coding) ? 2 : 1;
+}
+
+// Codes whose form is known when code for them is compiled.
+template <int bits_, Coding coding_ = Coding::kAffine>
+struct Codes {
+  static constexpr int bits = bits_, runs = runs_of(bits);
+  static constexpr int planes = codes_together(bits);  // codes in one byte of each run
+  static constexpr bool packed = is_packed(bits), blocks = in_blocks(bits);
+  static constexpr Coding coding = coding_;
+  static constexpr bool levels = has_levels(coding), floats = has_floats(coding);
+  static constexpr int meta_bytes = 2 * metadata_halves(coding);
+};
 
 // Levels of a normal number (NORMAL and NORMAL_TOP of kvlathe/plan/formats.py), for 2, 3 and 4 bits.
 constexpr uint8_t kNormal[3][16] = {
@@ -82,7 +149,7 @@ constexpr int kFits = 5;  // FITS of kvlathe/plan/codec.py
 constexpr float kTwo255ths = 2.f / 255.f;
 constexpr double kNormalTop[3] = {1.5104176, 2.1519457, 2.7325896};
 
-// A group's metadata: two IEEE halves, (scale, minimum).
+// Metadata of a group with a minimum.
 constexpr int kPairBytes = 4;
 
 // The sum of a group's codes, where a format stores it: in as many bytes as the largest sum takes.
@@ -122,11 +189,12 @@ struct Format {
 
   bool quantized() const { return is_quantized(bits); }
   bool by_channel() const { return quantized() && axis == KVLATHE_AXIS_TOKEN; }
-  bool fixed_levels() const { return quantized() && axis == KVLATHE_AXIS_RANK_NORMAL; }
-
-  // IEEE halves of a group's metadata.
-  int halves() const { return fixed_levels() ? 1 : 2; }
-  // What each code is worth; null: the code itself.
+  // Of codes.
+  Coding coding() const { return coding_of(axis); }
+  bool fixed_levels() const { return quantized() && has_levels(coding()); }
+  bool float8() const { return quantized() && has_floats(coding()); }
+  int halves() const { return metadata_halves(coding()); }
+  // What each code is worth; null: the code itself, or the float that it is.
   const uint8_t* table() const { return fixed_levels() ? kNormal[bits - 2] : nullptr; }
 };
 

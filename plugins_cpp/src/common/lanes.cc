@@ -24,10 +24,11 @@ void check_format(const Format& format) {
       is_width(format.bits), KVLATHE_BAD_ARGUMENT,
       "a bucket has " + std::to_string(format.bits) + " bits: 32, 16, 8, 4, 3 or 2 are possible");
   if (!format.quantized()) return;
-  require(format.axis >= KVLATHE_AXIS_RANK && format.axis <= KVLATHE_AXIS_RANK_NORMAL,
+  require(format.axis >= KVLATHE_AXIS_RANK && format.axis <= KVLATHE_AXIS_RANK_FLOAT8,
           KVLATHE_BAD_ARGUMENT, "a bucket's axis is neither rank nor token");
-  require(!format.fixed_levels() || format.bits <= 4, KVLATHE_BAD_ARGUMENT,
-          "levels of the normal are for 4, 3 and 2 bits");
+  require(has_width(format.coding(), format.bits), KVLATHE_BAD_ARGUMENT,
+          format.fixed_levels() ? "levels of the normal are for 4, 3 and 2 bits"
+                                : "codes that are floats have 8 bits");
   require(format.group > 0 && format.group % kRankMultiple == 0, KVLATHE_UNSUPPORTED,
           "a quantization group is no multiple of 16");
 }

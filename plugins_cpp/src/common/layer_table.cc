@@ -25,7 +25,7 @@ Layer::Layer(std::vector<int32_t> numbers) : table(std::move(numbers)) {
           "page_tokens is no positive multiple of 16");
   require(head.group_size >= 1 && head.planes >= 0, KVLATHE_BAD_ARGUMENT,
           "the layer table is damaged");
-  require(head.hot_bits == 16 || head.hot_bits == 32, KVLATHE_BAD_ARGUMENT,
+  require(is_half(head.hot_bits) || is_single(head.hot_bits), KVLATHE_BAD_ARGUMENT,
           "new tokens are neither 16 nor 32 bit");
   require(table.size() * sizeof(int32_t) >=
               sizeof head + head.lanes * sizeof(LaneForm) + head.buckets * sizeof(BucketForm),

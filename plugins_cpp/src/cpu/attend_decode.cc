@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "common/decode_call.h"
+#include "common/float8.h"
 #include "cpu/numbers.h"
 
 namespace kvlathe {
@@ -29,7 +30,7 @@ void store(void* base, int64_t index, int32_t element, float value) {
 // Code number `index` of a row of `count`: low bits first, or in blocks of three runs.
 uint32_t packed_code(const uint8_t* row, int64_t index, int64_t count, int bits) {
   const int64_t together = codes_together(bits), place = index % together;
-  if (bits != 3) return row[index / together] >> (place * bits) & uint32_t(levels_of(bits));
+  if (!in_blocks(bits)) return row[index / together] >> (place * bits) & uint32_t(levels_of(bits));
   const Threes block = threes_at(index, count);
   const uint8_t* byte = row + block.at;
   if (place < 6) return byte[place / 2 * block.run] >> (place % 2 * 3) & 7u;
@@ -60,8 +61,10 @@ struct Slab {
     const uint32_t code = packed_code(row, by_token ? token : channel, count, bits);
     const int64_t g = group_of(token, channel);
     const Format format{bits, axis, group};
-    if (!format.fixed_levels())
+    if (has_minimum(format.coding()))
       return float_of_half(meta[2 * g]) * float(code) + float_of_half(meta[2 * g + 1]);
+    if (format.float8())
+      return float_of_half(meta[g]) * (float_of_half(small_half_of(uint8_t(code))) * kFloat8Unit);
     const float magnitude = float_of_half(meta[g]);
     return magnitude * kTwo255ths * float(format.table()[code]) - magnitude;
   }

@@ -25,7 +25,7 @@ struct PiecesOfTwo {
 
   // Shifts are by 16 bits at a time; what comes from the neighbour is masked.
   __m256i codes(int i, int plane) const {
-    if constexpr (W::bits == 8) return packed[i];
+    if constexpr (!W::packed) return packed[i];
     const __m256i own = plane ? _mm256_srli_epi16(packed[i], W::bits * plane) : packed[i];
     return worth_of<W>(low_bits(own, W::bits), table);
   }
@@ -85,7 +85,7 @@ inline __m256i join(__m256i a, __m256i b, __m256i c, __m256i d) {
 template <class W, int M>
 inline void four(const uint8_t* at, const Rows& rows, const Section& section,
                  const Prepared* const* x, __m256i table, int first, __m256i (*out)[4]) {
-  using Pieces = std::conditional_t<W::bits == 3, BlocksOfTwo<W>, PiecesOfTwo<W>>;
+  using Pieces = std::conditional_t<W::blocks, BlocksOfTwo<W>, PiecesOfTwo<W>>;
   Products<W> sums[M][2];
   Pieces pieces(at, rows, section, table);
   for (int p = section.first; p < section.first + section.pieces; ++p) {
@@ -126,7 +126,7 @@ void dots_of_codes(const Rows& rows, const Section* sections, int count, const P
       __m256 scale, minimum;
       four<W, M>(at, rows, sections[k], x, table, 0, dots);
       four<W, M>(at + 2 * rows.stride, rows, sections[k], x, table, 2, dots);
-      affine_of_eight<W::fixed>(rows, r, sections[k].group, scale, minimum);
+      affine_of_eight<W::levels>(rows, r, sections[k].group, scale, minimum);
       for (int m = 0; m < M; ++m) {
         const __m256 sums =
             _mm256_cvtepi32_ps(join(dots[m][0], dots[m][1], dots[m][2], dots[m][3]));
@@ -159,8 +159,8 @@ void dots_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t 
 
 void integer_dots(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m,
                   bool add, bool again, float* scratch) {
-  with_width(rows, [&](auto width) {
-    dots_of<decltype(width)>(x, ldx, rows, out, ldo, m, add, again, scratch);
+  with_codes(rows, [&](auto codes) {
+    dots_of<decltype(codes)>(x, ldx, rows, out, ldo, m, add, again, scratch);
   });
 }
 

@@ -18,8 +18,9 @@ constexpr Order order_of(int bits) {
   Order order{};
   for (int i = 0; i < 64; ++i) {
     const int planes = 8 / bits, piece = 16 * planes;
-    order.element[i] = uint8_t(bits == 3 ? i % 8 * 8 + column[i / 8]
-                                         : i / piece * piece + planes * (i % 16) + i % piece / 16);
+    order.element[i] =
+        uint8_t(in_blocks(bits) ? i % 8 * 8 + column[i / 8]
+                                : i / piece * piece + planes * (i % 16) + i % piece / 16);
   }
   return order;
 }
@@ -28,7 +29,7 @@ constexpr Order kOrder = order_of(bits);
 
 template <int bits>
 inline int8x16x4_t in_planes(const int8x16x4_t& x) {
-  if constexpr (bits == 8) return x;
+  if constexpr (is_byte(bits)) return x;
   int8x16x4_t out;
   for (int i = 0; i < 4; ++i) out.val[i] = vqtbl4q_s8(x, vld1q_u8(kOrder<bits>.element + 16 * i));
   return out;
@@ -65,9 +66,9 @@ void prepare(const float* x, const Rows& rows, const Section* sections, int coun
   for (int k = 0; k < count; ++k) {
     const Section& section = sections[k];
     int32x4_t total = vdupq_n_s32(0);
-    int at = section.first * (W::bits == 3 ? kBlockCodes : 128 / W::bits);
+    int at = section.first * (W::blocks ? kBlockCodes : 128 / W::bits);
     int from = section.start;
-    if (W::bits == 3) from -= (rows.first + from) % kBlockCodes;  // its block's begin
+    if (W::blocks) from -= (rows.first + from) % kBlockCodes;  // its block's begin
     for (; from < section.end; from += 64, at += 64) {
       int8x16x4_t high, low;
       total = vaddq_s32(total, integers(x, from, section.start, section.end, per_unit, high, low));
@@ -134,7 +135,7 @@ struct BlocksOfRows {
 template <class W, int M>
 inline void dots_of_rows(const uint8_t* at, const Rows& rows, const Section& section,
                          const Prepared* const* x, Bytes table, Ints* out) {
-  using Pieces = std::conditional_t<W::bits == 3, BlocksOfRows<W>, PiecesOfRows<W>>;
+  using Pieces = std::conditional_t<W::blocks, BlocksOfRows<W>, PiecesOfRows<W>>;
   Products sums[M][4];
   Pieces pieces(at, rows, section);
   for (int p = section.first; p < section.first + section.pieces; ++p) {
@@ -204,8 +205,8 @@ void dots_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t 
 
 void integer_dots(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m,
                   bool add, bool again, float* scratch) {
-  with_width(rows, [&](auto width) {
-    dots_of<decltype(width)>(x, ldx, rows, out, ldo, m, add, again, scratch);
+  with_codes(rows, [&](auto codes) {
+    dots_of<decltype(codes)>(x, ldx, rows, out, ldo, m, add, again, scratch);
   });
 }
 

@@ -19,8 +19,8 @@ template <int bits>
 inline __m512i as_planes(__m512i packed) {
   const __m512i across = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __m512i ordered = _mm512_permutexvar_epi32(across, packed);
-  if constexpr (bits == 8) return ordered;
-  if constexpr (bits == 4) {
+  if constexpr (is_byte(bits)) return ordered;
+  if constexpr (is_nibble(bits)) {
     const __m512i apart =
         _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
     return _mm512_permutex_epi64(_mm512_shuffle_epi8(ordered, apart), 0xd8);
@@ -90,13 +90,13 @@ __attribute__((always_inline)) inline void split(const float* x, const Rows& row
   for (int k = 0; k < count; ++k) {
     const Section& section = sections[k];
     __m512i total = _mm512_setzero_si512(), high, low;
-    int at = section.first * (bits == 3 ? kBlockCodes : 128 / bits);
+    int at = section.first * (in_blocks(bits) ? kBlockCodes : 128 / bits);
     int from = section.start;
-    if (bits == 3) from -= (rows.first + from) % kBlockCodes;  // its block's begin
+    if (in_blocks(bits)) from -= (rows.first + from) % kBlockCodes;  // its block's begin
     for (; from < section.end; from += 64, at += 64) {
       const __m512i own = integers(x, from, section.start, section.end, per_unit, high, low);
       total = _mm512_add_epi32(total, own);
-      if constexpr (bits == 3) {
+      if constexpr (in_blocks(bits)) {
         const int64_t run = threes_of(rows, from).run;
         store_block(out.high + at, high, run);
         store_block(out.low + at, low, run);
@@ -132,7 +132,7 @@ inline __m512i join(__m512i a, __m512i b, __m512i c, __m512i d) {
 // In each lane of 128 bits.
 template <class W>
 inline __m512i table_of(const Rows& rows) {
-  if constexpr (!W::fixed) return _mm512_setzero_si512();
+  if constexpr (!W::levels) return _mm512_setzero_si512();
   return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)level_table(rows)));
 }
 
@@ -149,7 +149,7 @@ inline __m512i codes_of(const __m512i* packed, int apart, int plane, __m512i tab
     return _mm512_and_si512(x, _mm512_set1_epi8(char((1 << bits) - 1)));
   };
   __m512i code = packed[0];
-  if constexpr (W::bits == 3) {
+  if constexpr (W::blocks) {
     if (plane < 6) {
       const __m512i own = packed[plane / 2 * apart];
       code = cut(plane % 2 ? _mm512_srli_epi16(own, 3) : own, 3);
@@ -157,10 +157,10 @@ inline __m512i codes_of(const __m512i* packed, int apart, int plane, __m512i tab
       const __m512i low = cut(_mm512_srli_epi16(packed[(plane - 6) * apart], 6), 2);
       code = with_tops(low, _mm512_srli_epi16(packed[2 * apart], unsigned(plane - 2)));
     }
-  } else if constexpr (W::bits < 8) {
+  } else if constexpr (W::packed) {
     code = cut(plane ? _mm512_srli_epi16(code, unsigned(W::bits * plane)) : code, W::bits);
   }
-  return W::fixed ? _mm512_shuffle_epi8(table, code) : code;
+  return W::levels ? _mm512_shuffle_epi8(table, code) : code;
 }
 
 // How a block of 3-bit codes comes apart: its first two runs lie in one vector, the third twice in
@@ -189,8 +189,8 @@ struct Opened {
 
   explicit Opened(const Rows& rows)
       : table(table_of<W>(rows)),
-        whole(W::bits == 3 ? kBlockCodes / 8 : 0),
-        last(W::bits == 3 ? (rows.whole - 1) % kBlockCodes / 8 + 1 : 0) {}
+        whole(W::blocks ? kBlockCodes / 8 : 0),
+        last(W::blocks ? (rows.whole - 1) % kBlockCodes / 8 + 1 : 0) {}
 };
 
 // Pieces of 16 rows whose codes lie in one run.
@@ -257,7 +257,7 @@ struct BlocksOfRows {
       const __m512i low = _mm512_and_si512(_mm512_srli_epi16(pair[i], 6), _mm512_set1_epi8(3));
       code = with_tops(low, _mm512_srlv_epi16(third[i], shifts.tops));
     }
-    return W::fixed ? _mm512_shuffle_epi8(opened.table, code) : code;
+    return W::levels ? _mm512_shuffle_epi8(opened.table, code) : code;
   }
 };
 
@@ -265,7 +265,7 @@ struct BlocksOfRows {
 template <class W, int M>
 inline void sixteen(const uint8_t* at, const Rows& rows, const Section& section,
                     const Prepared* const* x, const Opened<W>& opened, __m512i* out) {
-  using Pieces = std::conditional_t<W::bits == 3, BlocksOfRows<W>, PiecesOfRows<W>>;
+  using Pieces = std::conditional_t<W::blocks, BlocksOfRows<W>, PiecesOfRows<W>>;
   constexpr int planes = Pieces::planes;
   __m512i high[M][4], low[M][4];
   for (int m = 0; m < M; ++m) {
@@ -323,9 +323,9 @@ inline void load_magnitudes(const Rows& rows, int first, int group, __m512& scal
 }
 
 // (scale, minimum) of one group of 16 rows.
-template <bool fixed>
+template <bool levels>
 inline void load_pairs(const Rows& rows, int first, int group, __m512& scale, __m512& minimum) {
-  if (fixed) return load_magnitudes(rows, first, group, scale, minimum);
+  if (levels) return load_magnitudes(rows, first, group, scale, minimum);
   const int32_t* at =
       reinterpret_cast<const int32_t*>(rows.meta + first * rows.meta_stride) + group;
   const int32_t groups = int32_t(rows.meta_stride / 2);
@@ -363,7 +363,7 @@ void dots_of_codes(const Rows& rows, const Section* sections, int count, const P
       __m512i dots[M];
       __m512 scale, minimum;
       sixteen<W, M>(at, rows, sections[k], x, opened, dots);
-      load_pairs<W::fixed>(rows, r, sections[k].group, scale, minimum);
+      load_pairs<W::levels>(rows, r, sections[k].group, scale, minimum);
       for (int m = 0; m < M; ++m) {
         total[m] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x[m]->sums[k]), total[m]);
         total[m] = _mm512_fmadd_ps(_mm512_mul_ps(scale, _mm512_set1_ps(x[m]->unit)),
@@ -394,8 +394,8 @@ void dots_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t 
 
 void integer_dots(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m,
                   bool add, bool again, float* scratch) {
-  with_width(rows, [&](auto width) {
-    dots_of<decltype(width)>(x, ldx, rows, out, ldo, m, add, again, scratch);
+  with_codes(rows, [&](auto codes) {
+    dots_of<decltype(codes)>(x, ldx, rows, out, ldo, m, add, again, scratch);
   });
 }
 

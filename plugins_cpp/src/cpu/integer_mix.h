@@ -23,7 +23,7 @@ struct Scaled {
 };
 static_assert(sizeof(Scaled) <= kDotScratch * sizeof(float), "kDotScratch is too small");
 
-template <bool fixed>
+template <bool levels>
 void scale_rows(const float* x, const Rows& rows, int group, Scaled& out) {
   alignas(64) float scaled[kMostRows];
   __m512 lowest = _mm512_setzero_ps(), most = lowest;
@@ -31,7 +31,7 @@ void scale_rows(const float* x, const Rows& rows, int group, Scaled& out) {
     const __mmask16 real =
         rows.rows - r < 16 ? __mmask16((1 << (rows.rows - r)) - 1) : __mmask16(0xffff);
     __m512 scale, minimum;
-    load_pairs<fixed>(rows, r, group, scale, minimum);  // past the last row they may be anything
+    load_pairs<levels>(rows, r, group, scale, minimum);  // past the last row they may be anything
     const __m512 values = _mm512_maskz_loadu_ps(real, x + r),
                  product = _mm512_maskz_mul_ps(real, values, scale);
     lowest = _mm512_mask3_fmadd_ps(values, minimum, lowest, real);
@@ -181,7 +181,7 @@ template <class W, int M>
 inline void mix_piece(const Piece<W>* pieces, int groups, const Scaled* const* x, __m512i table,
                       __m512 (*out)[4]) {
   __m512 planes[M][4];
-  if constexpr (W::bits != 3) {
+  if constexpr (!W::blocks) {
     mix_planes<W, M, W::planes>(pieces, groups, x, table, 0, 1, planes);
     for (int m = 0; m < M; ++m) in_order<W::planes>(planes[m], 1, out[m]);
   } else {
@@ -221,9 +221,9 @@ void mix_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t l
   for (int chunk = 0, end; chunk < rows.inner / 16; chunk = end) {
     end = group_end(rows, chunk);
     for (int i = 0; i < m; ++i)
-      scale_rows<W::fixed>(x + i * ldx, rows, rows.group_of[chunk], *form(i));
+      scale_rows<W::levels>(x + i * ldx, rows, rows.group_of[chunk], *form(i));
     for (int column = 16 * chunk, next; column < 16 * end; column = next) {
-      next = W::bits == 3 ? block_end(rows, column) : column + Piece<W>::columns;
+      next = W::blocks ? block_end(rows, column) : column + Piece<W>::columns;
       if (next > 16 * end) next = 16 * end;
       Piece<W> pieces[kMostRows / 16];
       for (int g = 0; g < groups; ++g) {
@@ -250,8 +250,8 @@ void integer_mix(const float* x, int64_t ldx, const Rows& all, float* out, int64
     rows.data += first * rows.stride, rows.meta += first * rows.meta_stride,
         rows.ahead += first * rows.ahead_step;
     rows.rows = all.rows - first < kMostRows ? all.rows - first : kMostRows;
-    with_width(rows, [&](auto width) {
-      mix_of<decltype(width)>(x, ldx, rows, out, ldo, m, add, scratch);
+    with_codes(rows, [&](auto codes) {
+      mix_of<decltype(codes)>(x, ldx, rows, out, ldo, m, add, scratch);
     });
   }
 }

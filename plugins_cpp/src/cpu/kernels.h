@@ -8,6 +8,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "common/formats.h"
+
 namespace kvlathe {
 
 // Tokens that are attended together, at most; 16 or more, dividing the page.
@@ -25,7 +27,8 @@ struct Rows {
   int64_t stride, meta_stride;  // bytes; halves
   int32_t rows, inner;
   int16_t bits, first, whole;
-  bool by_channel, fixed;  // fixed: codes stand for levels of a table (kNormal of formats.h)
+  bool by_channel;
+  Coding coding;  // of codes
   uint8_t group_of[kMostRow / 16];
   const uint8_t* ahead;  // while reading row r, fetch ahead_step bytes at ahead + r * ahead_step:
                          // what is read next
@@ -33,8 +36,8 @@ struct Rows {
 };
 static_assert(sizeof(Rows) <= 128, "clearing more takes a tenth of a step's attention");
 
-// How numbers become codes.
-struct Coding {
+// How numbers become codes of even levels.
+struct QuantizeOptions {
   float span, edge;  // the middle part of a group's range that codes cover, and the part below it:
                      // (1 - span) / 2
   const uint32_t* noise;  // of each token, before its channels are hashed in; null: to the nearest
@@ -85,7 +88,7 @@ struct Kernels {
   void (*store)(const float* src, const float* centre, int n, int bits, void* dst);
 
   // Codes and (scale, minimum) of x [rows, inner] into the memory that `rows` describes.
-  void (*quantize)(const float* x, int64_t ldx, const Rows& rows, const Coding& coding);
+  void (*quantize)(const float* x, int64_t ldx, const Rows& rows, const QuantizeOptions& options);
 };
 
 constexpr int kDotScratch = 2160;  // floats for each row of x: room for its integer form

@@ -44,7 +44,7 @@ void scale_rows(const float* x, int64_t ldx, const Rows& rows, int group, Scaled
   for (int r = 0; r < rows.rows; r += 8) {
     const __m256i real = first_of(rows.rows - r);
     __m256 scale, minimum;
-    affine_of_eight<W::fixed>(rows, r, group, scale, minimum);
+    affine_of_eight<W::levels>(rows, r, group, scale, minimum);
     // past the last row they may be anything
     scale = _mm256_and_ps(scale, _mm256_castsi256_ps(real));
     minimum = _mm256_and_ps(minimum, _mm256_castsi256_ps(real));
@@ -110,8 +110,8 @@ struct Piece {
     const auto shifted = [&](int run, int bits) {
       return bits ? _mm256_srli_epi16(of_run[run][vector], bits) : of_run[run][vector];
     };
-    if constexpr (W::bits == 8) return of_run[0][vector];
-    if constexpr (W::bits != 3)
+    if constexpr (!W::packed) return of_run[0][vector];
+    if constexpr (!W::blocks)
       return worth_of<W>(low_bits(shifted(0, W::bits * plane), W::bits), table);
     if (plane < 6) return worth_of<W>(low_bits(shifted(plane / 2, plane % 2 * 3), 3), table);
     const __m256i top = _mm256_and_si256(shifted(W::runs - 1, plane - 2), _mm256_set1_epi8(4));
@@ -207,7 +207,7 @@ void mix_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t l
       }
     }
     for (int column = 16 * chunk, next; column < 16 * end; column = next) {
-      next = W::bits == 3 ? block_end(rows, column) : column + Piece<W>::columns;
+      next = W::blocks ? block_end(rows, column) : column + Piece<W>::columns;
       if (next > 16 * end) next = 16 * end;
       Piece<W> pieces[kMostRows / 8];
       for (int g = 0; g < groups; ++g) {
@@ -234,8 +234,8 @@ void integer_mix(const float* x, int64_t ldx, const Rows& all, float* out, int64
     rows.data += first * rows.stride, rows.meta += first * rows.meta_stride,
         rows.ahead += first * rows.ahead_step;
     rows.rows = all.rows - first < kMostRows ? all.rows - first : kMostRows;
-    with_width(rows, [&](auto width) {
-      mix_of<decltype(width)>(x, ldx, rows, out, ldo, m, add, scratch);
+    with_codes(rows, [&](auto codes) {
+      mix_of<decltype(codes)>(x, ldx, rows, out, ldo, m, add, scratch);
     });
   }
 }

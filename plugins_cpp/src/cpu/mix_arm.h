@@ -90,7 +90,7 @@ struct Piece {
   }
 
   Bytes codes(int vector, int plane) const {
-    if constexpr (W::bits != 3) return bits_from(of_run[0][vector], W::bits * plane, W::bits);
+    if constexpr (!W::blocks) return bits_from(of_run[0][vector], W::bits * plane, W::bits);
     if (plane < 6) return bits_from(of_run[plane / 2][vector], plane % 2 * 3, 3);
     const Bytes top = of_run[W::runs - 1][vector] >> uint8_t(plane - 2) & uint8_t(4);
     return bits_from(of_run[plane - 6][vector], 6, 2) | top;
@@ -185,7 +185,7 @@ void mix_of(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t l
       }
     }
     for (int column = 16 * chunk, next; column < 16 * end; column = next) {
-      next = W::bits == 3 ? block_end(rows, column) : column + Piece<W>::columns;
+      next = W::blocks ? block_end(rows, column) : column + Piece<W>::columns;
       if (next > 16 * end) next = 16 * end;
       Piece<W> pieces[kMostRows / kLanes];
       for (int g = 0; g < groups; ++g) {
@@ -212,8 +212,8 @@ void integer_mix(const float* x, int64_t ldx, const Rows& all, float* out, int64
     rows.data += first * rows.stride, rows.meta += first * rows.meta_stride,
         rows.ahead += first * rows.ahead_step;
     rows.rows = all.rows - first < kMostRows ? all.rows - first : kMostRows;
-    with_width(rows, [&](auto width) {
-      mix_of<decltype(width)>(x, ldx, rows, out, ldo, m, add, scratch);
+    with_codes(rows, [&](auto codes) {
+      mix_of<decltype(codes)>(x, ldx, rows, out, ldo, m, add, scratch);
     });
   }
 }

@@ -40,12 +40,12 @@ inline __m256i integers(const float* x, int from, int begin, int end, __m256 per
 // 64 bytes in the order of planes of pieces.
 template <int bits>
 inline void in_planes(__m256i* x) {
-  if constexpr (bits == 4) {
+  if constexpr (is_nibble(bits)) {
     const __m256i apart = _mm256_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15, 0,
                                            2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
     for (int i = 0; i < 2; ++i)
       x[i] = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(x[i], apart), 0xd8);
-  } else if constexpr (bits == 2) {
+  } else if constexpr (is_crumb(bits)) {
     const __m256i apart = _mm256_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15, 0,
                                            4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m256i across = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
@@ -54,7 +54,7 @@ inline void in_planes(__m256i* x) {
     const __m256i even = _mm256_unpacklo_epi64(x[0], x[1]), odd = _mm256_unpackhi_epi64(x[0], x[1]);
     x[0] = _mm256_permute2x128_si256(even, odd, 0x20);
     x[1] = _mm256_permute2x128_si256(even, odd, 0x31);
-  } else if constexpr (bits == 3) {
+  } else if constexpr (in_blocks(bits)) {
     // elements 8 t + c: columns 0 and 2, 1 and 3, 4 and 5, 6 and 7 form a plane
     constexpr int column[8] = {0, 2, 1, 3, 4, 5, 6, 7};
     alignas(32) uint8_t from[64], to[64];
@@ -75,9 +75,9 @@ void prepare(const float* x, const Rows& rows, const Section* sections, int coun
   for (int k = 0; k < count; ++k) {
     const Section& section = sections[k];
     __m256i total = _mm256_setzero_si256(), high[2], low[2];
-    int at = section.first * (W::bits == 3 ? kBlockCodes : 128 / W::bits);
+    int at = section.first * (W::blocks ? kBlockCodes : 128 / W::bits);
     int from = section.start;
-    if (W::bits == 3) from -= (rows.first + from) % kBlockCodes;  // its block's begin
+    if (W::blocks) from -= (rows.first + from) % kBlockCodes;  // its block's begin
     for (; from < section.end; from += 64, at += 64) {
       for (int i = 0; i < 2; ++i) {
         const __m256i own =

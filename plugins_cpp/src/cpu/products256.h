@@ -69,7 +69,7 @@ template <class W>
 using Products = Fused;
 #else
 template <class W>
-using Products = std::conditional_t<W::bits == 8 || W::fixed, Wide, Narrow>;
+using Products = std::conditional_t<!W::packed || W::levels, Wide, Narrow>;
 #endif
 
 // 16 bytes, or 8, of each of two rows.
@@ -89,12 +89,12 @@ inline __m256i low_bits(__m256i x, int bits) {
 // What the levels of `rows` are worth, in each lane of 128 bits.
 template <class W>
 inline __m256i table256(const Rows& rows) {
-  if constexpr (!W::fixed) return _mm256_setzero_si256();
+  if constexpr (!W::levels) return _mm256_setzero_si256();
   return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)level_table(rows)));
 }
 template <class W>
 inline __m256i worth_of(__m256i codes, __m256i table) {
-  return W::fixed ? _mm256_shuffle_epi8(table, codes) : codes;
+  return W::levels ? _mm256_shuffle_epi8(table, codes) : codes;
 }
 
 inline float highest(__m256 x) {
@@ -140,12 +140,12 @@ inline __m256i dwords_of_pairs(const int32_t* at, int which) {
 }
 
 // (scale, minimum) of one group of rows first .. first + 7.
-template <bool fixed>
+template <bool levels>
 inline void affine_of_eight(const Rows& rows, int first, int group, __m256& scale,
                             __m256& minimum) {
   const int64_t apart = rows.meta_stride;
   const uint16_t* at = rows.meta + first * apart;
-  if constexpr (!fixed) {
+  if constexpr (!levels) {
     const auto* pairs = reinterpret_cast<const int32_t*>(at);
     const __m256i found =
         apart == 4 ? dwords_of_pairs(pairs, group) : dwords_of_rows(pairs + group, int(apart / 2));

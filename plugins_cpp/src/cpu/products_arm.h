@@ -82,7 +82,7 @@ struct Products {
 
 // Codes that come as code - 128.
 template <class W>
-constexpr bool is_centred = !Products::words && (W::bits == 8 || W::fixed);
+constexpr bool is_centred = !Products::words && (!W::packed || W::levels);
 
 // Bytes of x, whose sums of four neighbours are wanted: 128 * high + low as words (even, odd).
 inline void as_words(int8x16_t& high, int8x16_t& low) {
@@ -98,19 +98,19 @@ inline void as_words(int8x16_t& high, int8x16_t& low) {
 // The bits of each byte from `shift` on.
 inline Bytes bits_from(Bytes x, int shift, int bits) {
   const Bytes own = shift ? x >> uint8_t(shift) : x;
-  return shift + bits == 8 ? own : own & uint8_t((1 << bits) - 1);
+  return shift + is_byte(bits) ? own : own & uint8_t((1 << bits) - 1);
 }
 
 // What codes are worth, as Products takes it. `table`: table_of.
 template <class W>
 inline Bytes worth_of(Bytes codes, Bytes table) {
-  if constexpr (W::fixed) return look_up(table, codes);
+  if constexpr (W::levels) return look_up(table, codes);
   return is_centred<W> ? codes ^ table : codes;
 }
 template <class W>
 inline Bytes table_of(const Rows& rows) {
   const Bytes half = halves_of(is_centred<W> ? 128 : 0, is_centred<W> ? 128 : 0);
-  if constexpr (!W::fixed) return half;
+  if constexpr (!W::levels) return half;
   return repeated(level_table(rows)) ^ half;
 }
 
@@ -118,7 +118,7 @@ inline Bytes table_of(const Rows& rows) {
 template <class W>
 inline void affine_of_rows(const Rows& rows, int first, int group, Floats& scale, Floats& minimum) {
   const uint16_t* at = rows.meta + first * rows.meta_stride;
-  if constexpr (W::fixed) {
+  if constexpr (W::levels) {
     const Floats magnitude = load_magnitudes(at + group, rows.meta_stride);
     scale = magnitude * kTwo255ths, minimum = -magnitude;
   } else {

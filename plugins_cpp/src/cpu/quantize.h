@@ -2,6 +2,7 @@
 // kvlathe/plan/codec.py. Included by kernels.cc only.
 #pragma once
 
+#include "common/float8.h"
 #include "common/formats.h"
 #include "cpu/rows_ahead.h"
 #include "cpu/vector.h"
@@ -12,7 +13,7 @@ namespace {
 void store_row(const float* src, const float* centre, int n, int bits, void* dst) {
   for (int i = 0; i < n; i += kLanes) {
     const Floats x = centre ? load(src + i) - load(centre + i) : load(src + i);
-    if (bits == 32) {
+    if (is_single(bits)) {
       store(static_cast<float*>(dst) + i, x);
     } else {
       store_half(static_cast<uint16_t*>(dst) + i, x);
@@ -31,7 +32,7 @@ inline void pack_threes(const uint8_t* codes, int64_t run, uint8_t* out) {
 void pack(const uint8_t* codes, const Rows& rows, uint8_t* out) {
   const int each = codes_together(rows.bits);
   for (int i = 0; i < rows.inner; i += each, codes += each) {
-    if (rows.bits == 3) {
+    if (in_blocks(rows.bits)) {
       const Threes place = threes_of(rows, i);
       pack_threes(codes, place.run, out + place.at);
       continue;
@@ -63,14 +64,14 @@ inline Floats drawn(Floats x, Floats noise) {
 
 // (scale, minimum) of elements begin .. end - 1 as halves, without contraction: they are
 // kvlathe/plan/codec.py's to the bit.
-void choose_pair(const float* x, int begin, int end, float levels, const Coding& coding,
+void choose_pair(const float* x, int begin, int end, float levels, const QuantizeOptions& options,
                  uint16_t* pair) {
   Floats low = load(x + begin), high = low;
   for (int i = begin; i < end; i += kLanes)
     low = -larger(-low, -load(x + i)), high = larger(high, load(x + i));
   const float least = -largest(-low), width = largest(high) - least;
-  volatile float below = width * coding.edge;
-  pair[0] = to_half(width * coding.span / levels);
+  volatile float below = width * options.edge;
+  pair[0] = to_half(width * options.span / levels);
   pair[1] = to_half(least + below);
 }
 
@@ -136,38 +137,60 @@ void quantize_fixed(const float* x, int64_t ldx, const Rows& rows) {
   }
 }
 
+// Floats of 8 bits: the least scale with which no element of a group is beyond the largest code.
+void quantize_floats(const float* x, int64_t ldx, const Rows& rows) {
+  for (int r = 0; r < rows.rows; ++r, x += ldx) {
+    auto* meta = const_cast<uint16_t*>(rows.meta + r * rows.meta_stride);
+    auto* codes = const_cast<uint8_t*>(rows.data) + r * rows.stride;
+    for (int chunk = 0, end; chunk < rows.inner / 16; chunk = end) {
+      end = group_end(rows, chunk);
+      Floats most{};
+      for (int i = 16 * chunk; i < 16 * end; i += kLanes)
+        most = larger(most, larger(load(x + i), -load(x + i)));
+      const float wanted = largest(most) / kFloat8Top;
+      uint16_t& half = meta[rows.group_of[chunk]];
+      half = to_half(wanted);
+      half = least_half(wanted, half, from_half(half));
+      const float scale = from_half(half);
+      for (int i = 16 * chunk; i < 16 * end; ++i)
+        codes[i] = scale > 0 ? float8_of(x[i] / scale) : 0;
+    }
+  }
+}
+
 // The codes are chosen for the scale and minimum as halves, as kvlathe/plan/codec.py does.
-void quantize(const float* x, int64_t ldx, const Rows& rows, const Coding& coding) {
-  if (rows.fixed) return quantize_fixed(x, ldx, rows);
+void quantize(const float* x, int64_t ldx, const Rows& rows, const QuantizeOptions& options) {
+  if (has_levels(rows.coding)) return quantize_fixed(x, ldx, rows);
+  if (has_floats(rows.coding)) return quantize_floats(x, ldx, rows);
   const float levels = float(levels_of(rows.bits)), round = 12582912.f;
   UnsignedInts count_up;
   for (int i = 0; i < kLanes; ++i) count_up[i] = uint32_t(i);
-  uint8_t* next_sum = coding.sums;
+  uint8_t* next_sum = options.sums;
   uint8_t codes[kMostRow];
   for (int r = 0; r < rows.rows; ++r, x += ldx) {
     auto* meta = const_cast<uint16_t*>(rows.meta + r * rows.meta_stride);
     for (int chunk = 0, end; chunk < rows.inner / 16; chunk = end) {
       end = group_end(rows, chunk);
       uint16_t* pair = meta + 2 * rows.group_of[chunk];
-      choose_pair(x, 16 * chunk, 16 * end, levels, coding, pair);
+      choose_pair(x, 16 * chunk, 16 * end, levels, options, pair);
       const float scale = from_half(pair[0]), minimum = from_half(pair[1]);
       for (int i = 16 * chunk; i < 16 * end; i += kLanes) {
         Floats code{};
         if (scale > 0) code = (load(x + i) - minimum) / scale;
         code = -larger(-larger(code, Floats{}), all(-levels));
-        if (!coding.noise) {
+        if (!options.noise) {
           code = code + round - round;
         } else if (rows.by_channel) {
-          code = drawn(code, noise_of(load(coding.noise + i), UnsignedInts{} + uint32_t(r)));
+          code = drawn(code, noise_of(load(options.noise + i), UnsignedInts{} + uint32_t(r)));
         } else {
-          code = drawn(code, noise_of(UnsignedInts{} + coding.noise[r], count_up + uint32_t(i)));
+          code = drawn(code, noise_of(UnsignedInts{} + options.noise[r], count_up + uint32_t(i)));
         }
         store_bytes(codes + i, code);
       }
-      if (!coding.sums) continue;
+      if (!options.sums) continue;
       uint32_t sum = 0;
       for (int i = 16 * chunk; i < 16 * end; ++i) sum += codes[i];
-      for (int byte = 0; byte < coding.sum_bytes; ++byte) *next_sum++ = uint8_t(sum >> (8 * byte));
+      for (int byte = 0; byte < options.sum_bytes; ++byte) *next_sum++ = uint8_t(sum >> (8 * byte));
     }
     pack(codes, rows, const_cast<uint8_t*>(rows.data) + r * rows.stride);
   }

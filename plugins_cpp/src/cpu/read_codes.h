@@ -9,6 +9,7 @@
 
 #include <cstring>
 
+#include "common/float8.h"
 #include "common/formats.h"
 #include "cpu/products.h"
 #include "cpu/rows_ahead.h"
@@ -27,21 +28,32 @@
 namespace kvlathe {
 namespace {
 
+// How elements of a row are loaded. bytes: of each, where it is spread; 0: it is read as it lies.
 struct Singles {
-  static constexpr bool quantized = false;
+  static constexpr bool quantized = false, minima = false;
+  static constexpr int bytes = 0;
   static Floats get(const uint8_t* row, int i) {
     return load(reinterpret_cast<const float*>(row) + i);
   }
 };
 struct Halves {
-  static constexpr bool quantized = false;
+  static constexpr bool quantized = false, minima = false;
+  static constexpr int bytes = 0;
   static Floats get(const uint8_t* row, int i) {
     return load_half(reinterpret_cast<const uint16_t*>(row) + i);
   }
 };
-struct Codes {
-  static constexpr bool quantized = true;
+// Codes that are spread over a byte each.
+struct ByteCodes {
+  static constexpr bool quantized = true, minima = true;
+  static constexpr int bytes = 1;
   static Floats get(const uint8_t* row, int i) { return load_bytes(row + i); }
+};
+// Floats of 8 bits that are spread over a half each, 2^8 times smaller (small_half_of).
+struct SmallHalves {
+  static constexpr bool quantized = true, minima = false;
+  static constexpr int bytes = 2;
+  static Floats get(const uint8_t* row, int i) { return Halves::get(row, i); }
 };
 
 #if defined(__AVX2__)
@@ -49,7 +61,7 @@ struct Codes {
 // halves.
 template <int bits>
 inline __m128i spread_pairs(const uint8_t* packed) {
-  if (bits == 4) {
+  if (is_nibble(bits)) {
     const __m128i wide = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i*)packed));
     return _mm_and_si128(_mm_or_si128(wide, _mm_slli_epi16(wide, 4)), _mm_set1_epi8(15));
   }
@@ -90,18 +102,19 @@ inline void spread_blocks(const uint8_t* packed, const Rows& rows, __m128i table
     __m128i codes[4];
     spread_threes(packed + place.at, place.run, codes);
     for (int j = 0; j < 4; ++j)
-      _mm_storeu_si128((__m128i*)(out + i + 16 * j), worth_of(codes[j], rows.fixed, table));
+      _mm_storeu_si128((__m128i*)(out + i + 16 * j),
+                       worth_of(codes[j], has_levels(rows.coding), table));
   }
 }
 
 // What a row's codes are worth, as bytes.
 void spread(const uint8_t* packed, const Rows& rows, uint8_t* out) {
   __m128i table = _mm_setzero_si128();
-  if (rows.fixed) table = _mm_loadu_si128((const __m128i*)level_table(rows));
-  if (rows.bits == 3) return spread_blocks(packed, rows, table, out);
+  if (has_levels(rows.coding)) table = _mm_loadu_si128((const __m128i*)level_table(rows));
+  if (in_blocks(rows.bits)) return spread_blocks(packed, rows, table, out);
   for (int i = 0; i < rows.inner; i += 16, packed += 2 * rows.bits) {
-    const __m128i codes = rows.bits == 4 ? spread_pairs<4>(packed) : spread_pairs<2>(packed);
-    _mm_storeu_si128((__m128i*)(out + i), worth_of(codes, rows.fixed, table));
+    const __m128i codes = is_nibble(rows.bits) ? spread_pairs<4>(packed) : spread_pairs<2>(packed);
+    _mm_storeu_si128((__m128i*)(out + i), worth_of(codes, has_levels(rows.coding), table));
   }
 }
 #elif !defined(KVLATHE_NEON)
@@ -109,7 +122,7 @@ void spread(const uint8_t* packed, const Rows& rows, uint8_t* out) {
 inline uint64_t spread_eight(const uint8_t* packed, int bits) {
   uint64_t x = 0;
   std::memcpy(&x, packed, size_t(bits));
-  if (bits == 4) {
+  if (is_nibble(bits)) {
     x = (x | x << 16) & 0x0000ffff0000ffffu;
     x = (x | x << 8) & 0x00ff00ff00ff00ffu;
     return (x | x << 4) & 0x0f0f0f0f0f0f0f0fu;
@@ -132,26 +145,34 @@ inline uint64_t spread_threes(const uint8_t* packed, int64_t run) {
 void spread(const uint8_t* packed, const Rows& rows, uint8_t* out) {
   for (int i = 0; i < rows.inner; i += 8, out += 8) {
     const Threes place = threes_of(rows, i);
-    const uint64_t x = rows.bits == 3 ? spread_threes(packed + place.at, place.run)
-                                      : spread_eight(packed + i / 8 * rows.bits, rows.bits);
+    const uint64_t x = in_blocks(rows.bits) ? spread_threes(packed + place.at, place.run)
+                                            : spread_eight(packed + i / 8 * rows.bits, rows.bits);
     std::memcpy(out, &x, 8);
-    for (int j = 0; rows.fixed && j < 8; ++j) out[j] = level_table(rows)[out[j]];
+    for (int j = 0; has_levels(rows.coding) && j < 8; ++j) out[j] = level_table(rows)[out[j]];
   }
 }
 #endif
 
+// A row of floats of 8 bits as halves, 2^8 times smaller.
+inline void spread_floats(const uint8_t* codes, int count, uint8_t* out) {
+  for (int i = 0; i < count; ++i) {
+    const uint16_t half = small_half_of(codes[i]);
+    std::memcpy(out + 2 * i, &half, sizeof half);
+  }
+}
+
 // Four rows (those past the last repeat it) times M rows of x.
-template <class Format, int M>
+template <class Element, int M>
 void dot4(const Rows& rows, const uint8_t* const* at, const uint16_t* const* meta, const float* x,
           int64_t ldx, const float* sums_of_x, float (*out)[4]) {
   Floats total[M][4] = {};
   float constant[M][4] = {};
   for (int chunk = 0, end; chunk < rows.inner / 16; chunk = end) {
-    end = Format::quantized ? group_end(rows, chunk) : rows.inner / 16;
+    end = Element::quantized ? group_end(rows, chunk) : rows.inner / 16;
     Floats part[M][4] = {};
     for (int i = 16 * chunk; i < 16 * end; i += kLanes) {
-      const Floats row[4] = {Format::get(at[0], i), Format::get(at[1], i), Format::get(at[2], i),
-                             Format::get(at[3], i)};
+      const Floats row[4] = {Element::get(at[0], i), Element::get(at[1], i), Element::get(at[2], i),
+                             Element::get(at[3], i)};
       for (int m = 0; m < M; ++m) {
         const Floats factor = load(x + m * ldx + i);
         for (int j = 0; j < 4; ++j) part[m][j] += factor * row[j];
@@ -159,10 +180,10 @@ void dot4(const Rows& rows, const uint8_t* const* at, const uint16_t* const* met
     }
     for (int j = 0; j < 4; ++j) {
       const int group = rows.group_of[chunk];
-      const Affine own = Format::quantized ? affine_of(rows, meta[j], group) : Affine{1.f, 0.f};
+      const Affine own = Element::quantized ? affine_of(rows, meta[j], group) : Affine{1.f, 0.f};
       for (int m = 0; m < M; ++m) {
-        total[m][j] += Format::quantized ? part[m][j] * own.scale : part[m][j];
-        if (Format::quantized) constant[m][j] += own.minimum * sums_of_x[m * 64 + group];
+        total[m][j] += Element::quantized ? part[m][j] * own.scale : part[m][j];
+        if (Element::minima) constant[m][j] += own.minimum * sums_of_x[m * 64 + group];
       }
     }
   }
@@ -172,7 +193,7 @@ void dot4(const Rows& rows, const uint8_t* const* at, const uint16_t* const* met
   }
 }
 
-template <class Format>
+template <class Element>
 void dots_as(const Rows& rows, const float* x, int64_t ldx, float* out, int64_t ldo, int m,
              bool add, const float* sums_of_x) {
   for (int r = 0; r < rows.rows; r += 4) {
@@ -180,20 +201,22 @@ void dots_as(const Rows& rows, const float* x, int64_t ldx, float* out, int64_t 
     fetch_ahead(rows, r, 4);
     const uint8_t* at[4];
     const uint16_t* meta[4];
-    uint8_t bytes[4][kMostRow + 48];
+    alignas(64) uint8_t bytes[4][Element::bytes * kMostRow + 64];
     for (int j = 0; j < 4; ++j) {
       const int row = r + (j < count ? j : count - 1);
       at[j] = rows.data + row * rows.stride;
       meta[j] = rows.meta + row * rows.meta_stride;
-      if (is_packed(rows.bits)) spread(at[j], rows, bytes[j]), at[j] = bytes[j];
+      if (Element::bytes == 1 && is_packed(rows.bits))
+        spread(at[j], rows, bytes[j]), at[j] = bytes[j];
+      if (Element::bytes == 2) spread_floats(at[j], rows.inner, bytes[j]), at[j] = bytes[j];
     }
     for (int i = 0; i < m; i += 2) {
       float result[2][4];
       const float *from = x + i * ldx, *known = sums_of_x + i * 64;
       if (i + 1 < m) {
-        dot4<Format, 2>(rows, at, meta, from, ldx, known, result);
+        dot4<Element, 2>(rows, at, meta, from, ldx, known, result);
       } else {
-        dot4<Format, 1>(rows, at, meta, from, ldx, known, result);
+        dot4<Element, 1>(rows, at, meta, from, ldx, known, result);
       }
       for (int k = i; k < m && k < i + 2; ++k) {
         float* to = out + k * ldo + r;
@@ -205,8 +228,9 @@ void dots_as(const Rows& rows, const float* x, int64_t ldx, float* out, int64_t 
 
 void dots(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add,
           bool again, float* scratch) {
-  if (rows.bits == 32) return dots_as<Singles>(rows, x, ldx, out, ldo, m, add, scratch);
-  if (rows.bits == 16) return dots_as<Halves>(rows, x, ldx, out, ldo, m, add, scratch);
+  if (is_single(rows.bits)) return dots_as<Singles>(rows, x, ldx, out, ldo, m, add, scratch);
+  if (is_half(rows.bits)) return dots_as<Halves>(rows, x, ldx, out, ldo, m, add, scratch);
+  if (has_floats(rows.coding)) return dots_as<SmallHalves>(rows, x, ldx, out, ldo, m, add, scratch);
 #if defined(__AVX2__) || defined(KVLATHE_NEON)
   integer_dots(x, ldx, rows, out, ldo, m, add, again, scratch);
 #else
@@ -218,31 +242,42 @@ void dots(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo
       scratch[i * 64 + rows.group_of[chunk]] = sum(total);
     }
   }
-  dots_as<Codes>(rows, x, ldx, out, ldo, m, add, scratch);
+  dots_as<ByteCodes>(rows, x, ldx, out, ldo, m, add, scratch);
 #endif
 }
 
+// One row of codes, spread as Element loads them, as floats.
+template <class Element>
+inline void unpack_row(const Rows& rows, const uint8_t* row, const uint16_t* meta, float* to) {
+  for (int chunk = 0; chunk < rows.inner / 16; ++chunk) {
+    const Affine own = affine_of(rows, meta, rows.group_of[chunk]);
+    const Floats scale = all(own.scale), minimum = all(own.minimum);
+    for (int i = 16 * chunk; i < 16 * (chunk + 1); i += kLanes) {
+      const Floats scaled = Element::get(row, i) * scale;
+      store(to + i, Element::minima ? scaled + minimum : scaled);
+    }
+  }
+}
+
 const float* unpack(const Rows& rows, float* out, int64_t* ld) {
-  if (rows.bits == 32) {
+  if (is_single(rows.bits)) {
     *ld = rows.stride / 4;
     return reinterpret_cast<const float*>(rows.data);
   }
   *ld = rows.inner;
-  uint8_t bytes[kMostRow + 48];
+  alignas(64) uint8_t bytes[SmallHalves::bytes * kMostRow + 64];
   for (int r = 0; r < rows.rows; ++r) {
     const uint8_t* row = rows.data + r * rows.stride;
-    float* to = out + int64_t{r} * rows.inner;
-    if (rows.bits == 16) {
-      for (int i = 0; i < rows.inner; i += kLanes) store(to + i, Halves::get(row, i));
-      continue;
-    }
-    if (is_packed(rows.bits)) spread(row, rows, bytes), row = bytes;
     const uint16_t* meta = rows.meta + r * rows.meta_stride;
-    for (int chunk = 0; chunk < rows.inner / 16; ++chunk) {
-      const Affine own = affine_of(rows, meta, rows.group_of[chunk]);
-      const Floats scale = all(own.scale), minimum = all(own.minimum);
-      for (int i = 16 * chunk; i < 16 * (chunk + 1); i += kLanes)
-        store(to + i, Codes::get(row, i) * scale + minimum);
+    float* to = out + int64_t{r} * rows.inner;
+    if (is_half(rows.bits)) {
+      for (int i = 0; i < rows.inner; i += kLanes) store(to + i, Halves::get(row, i));
+    } else if (has_floats(rows.coding)) {
+      spread_floats(row, rows.inner, bytes);
+      unpack_row<SmallHalves>(rows, bytes, meta, to);
+    } else {
+      if (is_packed(rows.bits)) spread(row, rows, bytes), row = bytes;
+      unpack_row<ByteCodes>(rows, row, meta, to);
     }
   }
   return out;
@@ -251,9 +286,10 @@ const float* unpack(const Rows& rows, float* out, int64_t* ld) {
 void mix(const float* x, int64_t ldx, const Rows& rows, float* out, int64_t ldo, int m, bool add,
          float* scratch) {
 #if defined(__AVX2__) || defined(KVLATHE_NEON)
-  if (is_quantized(rows.bits)) return integer_mix(x, ldx, rows, out, ldo, m, add, scratch);
+  if (is_quantized(rows.bits) && is_whole(rows.coding))
+    return integer_mix(x, ldx, rows, out, ldo, m, add, scratch);
 #endif
-  if (rows.bits == 16) {
+  if (is_half(rows.bits)) {
     const auto* halves = reinterpret_cast<const uint16_t*>(rows.data);
     const Product<uint16_t> product{x, halves, out, ldx, rows.stride / 2, ldo, rows.rows, add};
     return multiply_as(product, m, rows.inner);

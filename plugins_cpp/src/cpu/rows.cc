@@ -11,7 +11,7 @@ void by_channel(Rows& rows, const Format& format, int32_t rank, int64_t page_tok
   rows.stride = page_tokens * format.bits / 8,
   rows.meta_stride = 2 * token_groups(int(page_tokens), format.group);
   rows.first = int16_t(within), rows.whole = int16_t(page_tokens);
-  if (format.bits != 3) rows.data += within * format.bits / 8;
+  if (!in_blocks(format.bits)) rows.data += within * format.bits / 8;
   for (int j = 0; j < rows.inner / 16; ++j)
     rows.group_of[j] = uint8_t((within + 16 * j) / format.group);
 }
@@ -21,7 +21,7 @@ void by_channel(Rows& rows, const Format& format, int32_t rank, int64_t page_tok
 void along_rank(Rows& rows, const Format& format, int32_t rank, int64_t within) {
   const RankGroups groups(rank, format.group);
   rows.whole = int16_t(rank);
-  rows.fixed = format.fixed_levels();
+  rows.coding = format.coding();
   rows.meta_stride = format.halves() * groups.count;
   rows.meta += within * rows.meta_stride;
   for (int step = 0, group = 0; group < groups.count; ++group) {

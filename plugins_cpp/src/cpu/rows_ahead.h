@@ -2,6 +2,7 @@
 // kernels.cc only.
 #pragma once
 
+#include "common/float8.h"
 #include "common/formats.h"
 #include "cpu/kernels.h"
 #include "cpu/vector.h"
@@ -21,9 +22,11 @@ struct Affine {
   float scale, minimum;
 };
 
-// `meta`: a row's metadata. A group of fixed levels has one half, the magnitude of the outermost.
+// `meta`: a row's metadata. A group of fixed levels has one half, the magnitude of the outermost. Of
+// floats the scale is that of small halves (small_half_of).
 inline Affine affine_of(const Rows& rows, const uint16_t* meta, int group) {
-  if (!rows.fixed) return {from_half(meta[2 * group]), from_half(meta[2 * group + 1])};
+  if (has_minimum(rows.coding)) return {from_half(meta[2 * group]), from_half(meta[2 * group + 1])};
+  if (has_floats(rows.coding)) return {from_half(meta[group]) * kFloat8Unit, 0.f};
   const float magnitude = from_half(meta[group]);
   return {magnitude * kTwo255ths, -magnitude};
 }

@@ -67,7 +67,8 @@ std::vector<uint32_t> noise_of(const kvlathe_cpu_seal_args& a, const uint32_t* p
 }
 
 // K or V of one lane.
-void seal(const Kernels& kernels, const Rows& from, const Rows& to, const Coding& coding) {
+void seal(const Kernels& kernels, const Rows& from, const Rows& to,
+          const QuantizeOptions& options) {
   thread_local Buffer buffer;
   const int64_t size = int64_t{from.rows} * from.inner;
   float *packed = buffer.floats(size_t(2 * size)), *turned = packed + size;
@@ -81,7 +82,7 @@ void seal(const Kernels& kernels, const Rows& from, const Rows& to, const Coding
   }
   if (to.by_channel)
     kernels.transpose(x, ld, turned, from.rows, from.rows, from.inner), x = turned, ld = from.rows;
-  kernels.quantize(x, ld, to, coding);
+  kernels.quantize(x, ld, to, options);
 }
 
 // K (which 0) or V (1) of one lane of one page.
@@ -98,16 +99,16 @@ void seal_slab(const kvlathe_cpu_seal_args& a, const Kernels& kernels,
   const int64_t to_at = which ? to.v : to.k, to_meta = which ? to.v_meta : to.k_meta;
   const int32_t groups = which ? to.groups_v : to.groups_k, rank = which ? to.rank_v : to.rank_k;
   const std::vector<uint32_t> noise = noise_of(a, page.positions, to, which);
-  Coding coding{};
-  coding.span = float(span);
-  coding.edge = float((1 - span) / 2);
-  coding.noise = noise.empty() ? nullptr : noise.data();
+  QuantizeOptions options{};
+  options.span = float(span);
+  options.edge = float((1 - span) / 2);
+  options.noise = noise.empty() ? nullptr : noise.data();
   if (a.sums) {
-    coding.sums = target + sums_at(to_meta, groups);
-    coding.sum_bytes = sum_bytes(now.bits, now.group);
+    options.sums = target + sums_at(to_meta, groups);
+    options.sum_bytes = sum_bytes(now.bits, now.group);
   }
   seal(kernels, rows_of(source, at, meta, rank, was, p, 0, p),
-       rows_of(target, to_at, to_meta, rank, now, p, 0, p), coding);
+       rows_of(target, to_at, to_meta, rank, now, p, 0, p), options);
 }
 
 }  // namespace

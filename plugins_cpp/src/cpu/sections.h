@@ -38,7 +38,7 @@ static_assert(sizeof(Prepared) <= kDotScratch * sizeof(float), "kDotScratch is t
 
 // Pieces that hold the elements start .. stop - 1.
 inline int pieces_of(const Rows& rows, int start, int stop) {
-  if (rows.bits == 3)
+  if (in_blocks(rows.bits))
     return (rows.first + stop + kBlockCodes - 1) / kBlockCodes - (rows.first + start) / kBlockCodes;
   return ((stop - start) * rows.bits + 127) / 128;
 }
@@ -57,25 +57,15 @@ int sections_of(const Rows& rows, Section* out) {
   return count;
 }
 
-// How codes are read: of `bits` bits, worth themselves or, with `fixed`, what a table says.
-template <int bits_, bool fixed_>
-struct Width {
-  static constexpr int bits = bits_, runs = runs_of(bits), planes = codes_together(bits);
-  static constexpr bool fixed = fixed_;
-};
-
-// Calls `body` with the Width of codes of `rows`.
+// Calls `body` with the Codes of `rows`: those that are worth whole numbers.
 template <class Body>
-inline void with_width(const Rows& rows, Body body) {
-  switch (rows.bits + (rows.fixed ? 16 : 0)) {
-    case 8: return body(Width<8, false>{});
-    case 4: return body(Width<4, false>{});
-    case 3: return body(Width<3, false>{});
-    case 2: return body(Width<2, false>{});
-    case 16 + 4: return body(Width<4, true>{});
-    case 16 + 3: return body(Width<3, true>{});
-    case 16 + 2: return body(Width<2, true>{});
-  }
+inline void with_codes(const Rows& rows, Body body) {
+  for_bits(rows.bits, [&](auto bits) {
+    if constexpr (has_width(Coding::kNormal, bits)) {
+      if (has_levels(rows.coding)) return body(Codes<bits, Coding::kNormal>{});
+    }
+    body(Codes<bits>{});
+  });
 }
 
 }  // namespace

@@ -53,12 +53,12 @@ constexpr Cut kTwos = cut_of(2), kFours = cut_of(4), kThrees = cut_of_threes(fal
 // 2 `bits` bytes, of each run two.
 inline uint8x16_t bytes_of_sixteen(const uint8_t* packed, const Rows& rows, int i) {
   uint8_t bytes[16] = {};
-  if (rows.bits == 3) {
+  if (in_blocks(rows.bits)) {
     const Threes place = threes_of(rows, i);
     for (int run = 0; run < 3; ++run)
       std::memcpy(bytes + 2 * run, packed + place.at + run * place.run, 2);
   } else {
-    std::memcpy(bytes, packed + i / 8 * rows.bits, rows.bits == 4 ? 8 : 4);
+    std::memcpy(bytes, packed + i / 8 * rows.bits, 2 * rows.bits);
   }
   return vld1q_u8(bytes);
 }
@@ -66,12 +66,12 @@ inline uint8x16_t bytes_of_sixteen(const uint8_t* packed, const Rows& rows, int 
 // What a row's codes are worth, as bytes.
 void spread(const uint8_t* packed, const Rows& rows, uint8_t* out) {
   const uint8x16_t table = vld1q_u8(level_table(rows));
-  const Cut& cut = rows.bits == 4 ? kFours : rows.bits == 2 ? kTwos : kThrees;
+  const Cut& cut = is_nibble(rows.bits) ? kFours : is_crumb(rows.bits) ? kTwos : kThrees;
   for (int i = 0; i < rows.inner; i += 16) {
     const uint8x16_t bytes = bytes_of_sixteen(packed, rows, i);
     uint8x16_t codes = cut.of(bytes);
-    if (rows.bits == 3) codes = vorrq_u8(codes, kTops.of(bytes));
-    vst1q_u8(out + i, rows.fixed ? vqtbl1q_u8(table, codes) : codes);
+    if (in_blocks(rows.bits)) codes = vorrq_u8(codes, kTops.of(bytes));
+    vst1q_u8(out + i, has_levels(rows.coding) ? vqtbl1q_u8(table, codes) : codes);
   }
 }
 
