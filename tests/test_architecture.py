@@ -218,6 +218,10 @@ def test_the_import_rule_can_refuse() -> None:
     assert may_import("engines/build.py", "kvlathe.export.folding.fold")
     assert not may_import("kvlathe/plan/plan.py", "kvlathe.tasks.metrics")
     assert may_import("kvlathe/cli/main.py", "kvlathe.export.folding.fold")
+    rooms = "kvlathe.runtime.sessions.torch_cuda"
+    mass = "runtime/sessions/torch_cuda/attention/mass.py"
+    assert may_import(mass, f"{rooms}.model.rows")
+    assert not may_import(mass, f"{rooms}.shards.nccl")
     assert METHODS.search("use_fdc") and not METHODS.search("fdcx")
 
 

@@ -61,7 +61,7 @@ COSTS = {
     2: BundleCost(150, 0.7, 75),
 }
 """By the bits of codes of one width, or 16 where nothing is quantized: chosen on an H100
-(tests/runtime/sessions/bundle_times.json)."""
+(tests/runtime/sessions/torch_cuda/attention/bundle_times.json)."""
 OTHER_COST = BundleCost(80, 0.5, 0, columns=8)
 """Of all other forms. They were not timed: it is that of 8 bits, with their columns."""
 

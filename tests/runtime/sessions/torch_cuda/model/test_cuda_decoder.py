@@ -45,7 +45,7 @@ from kvlathe.runtime.sessions.torch_cuda.model import rows
 from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder, read_decoder
 from tests.support.checkpoints import FAMILIES, whole_plan
 
-MODEL = Path(__file__).resolve().parents[3] / "models" / "lathe-5m"
+MODEL = Path(__file__).resolve().parents[5] / "models" / "lathe-5m"
 LOADS = [(2, 10_000, True), (2, 10, False), (8, 100, True), (1, 10_000, False)]
 """Rows and cached tokens of a sequence, and whether its rows are attended together."""
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]

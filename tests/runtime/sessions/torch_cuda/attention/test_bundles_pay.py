@@ -24,7 +24,7 @@ from kvlathe.runtime.sessions.torch_cuda.attention.bundles import (
 from tests.support.checkpoints import whole_plan
 
 MEASURED = json.loads(Path(__file__).with_name("bundle_times.json").read_text("utf-8"))
-MODEL = Path(__file__).resolve().parents[3] / "models" / "lathe-5m"
+MODEL = Path(__file__).resolve().parents[5] / "models" / "lathe-5m"
 SMS = 132
 """Of the GPU that the times are of."""
 HEADS = 8

@@ -28,7 +28,10 @@ from kvlathe.runtime.sessions.torch_cuda.model.coded import (
 )
 from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.shards.slices import Slices
-from tests.runtime.sessions.test_cuda_decoder import Reference, logits_of
+from tests.runtime.sessions.torch_cuda.model.test_cuda_decoder import (
+    Reference,
+    logits_of,
+)
 from tests.support.checkpoints import whole_plan
 
 FP8 = WeightFormat("fp8", 0)
