@@ -48,8 +48,13 @@ def functions(path: Path) -> Iterator[Function]:
 
 
 def length(function: Function) -> int:
-    """Lines of a function, its signature and docstring included, its decorators not."""
-    return (function.end_lineno or function.lineno) - function.lineno + 1
+    """Lines of a function with its signature. Decorators and the docstring, which may
+    hold an example, do not count."""
+    lines = (function.end_lineno or function.lineno) - function.lineno + 1
+    if ast.get_docstring(function) is None:
+        return lines
+    prose = function.body[0]
+    return lines - ((prose.end_lineno or prose.lineno) - prose.lineno + 1)
 
 
 def long_modules(path: Path) -> list[str]:
