@@ -214,7 +214,7 @@ class Bench:
         lengths = np.array([table.lengths for table in self.tables], np.int32)
         reserved = [self.pool.reserve(table, 1, True) for table in self.tables]
         for b, one in enumerate(reserved):
-            if one.moves:
+            if one.change:
                 self.refresh(b)
         ids = np.zeros(self.batch, np.int32)
         after = None if first else self.starts[:-1]
@@ -229,12 +229,12 @@ class Bench:
             after,
         )
         sampling = self.session.start(plan)(self.greedy)
-        full = [page for one in reserved if one.moves for page in one.moves.seals]
-        if full:
-            self.session.seal(full)
+        moves = [one.change.moves for one in reserved if one.change]
+        if any(moves):
+            self.session.apply(moves)
         for b, one in enumerate(reserved):
             self.pool.commit(one)
-            if one.moves:
+            if one.change:
                 self.refresh(b)
         self.positions = self.positions + 1
         return sampling
@@ -293,8 +293,8 @@ class Bench:
         ids = (rows + first) * 7919 % SHAPE.vocab_size
         step = StepPlan(ids, rows + first, bounds, rows, lengths, pages, last)
         logits = tensor_of(self.session.launch(step))
-        if one.moves and one.moves.seals:
-            self.session.seal(one.moves.seals)
+        if one.change and one.change.moves:
+            self.session.apply([one.change.moves])
         self.pool.commit(one)
         return logits
 

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.tensor_parallel import MOST_NEW, build
 from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.scheduling.parts.speculation import Speculation
 from kvlathe.runtime.scheduling.sequence import Sequence
-from kvlathe.runtime.scheduling.speculation import Speculation
 from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
 from kvlathe.runtime.text.sampling_params import SamplingParams
 
@@ -68,7 +68,7 @@ def steps_ms(
     """Median ms of ``count`` steps ``bundles`` and as many ``alone``."""
     most = {"bundles": attention.most_bundled, "alone": 1}
     speculation = Guessing(Wrong() if guesses else None, guesses)
-    llm.engine.scheduler.speculation = speculation
+    llm.engine.speculate(speculation)
     seconds: dict[str, list[float]] = {way: [] for way in most}
     while len(seconds["alone"]) < count:
         for way, at_once in most.items():

@@ -44,13 +44,12 @@ from benchmarks.serve_burst import (
 )
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.sessions.protocols import OnDevice, StepPlan
+from kvlathe.runtime.sessions.protocols import StepPlan
 from kvlathe.runtime.text.sampler import Request, Sampler, SamplingRows, rows_of
 from kvlathe.runtime.text.sampling_params import SamplingParams
 
 STEPS = ("start", "run")
-CALLS = (*STEPS, "seal", "copy_page", "read_page", "write_page")
-RANKING = ("scores", "forget", "move", "rank", "unobserve")
+CALLS = (*STEPS, "apply", "roll_back", "read_page", "write_page")
 REPLAYS = 20
 WARM_TOKENS, WARM_ANSWER = 64, 8
 MILLI = 1e3
@@ -97,13 +96,12 @@ class Spent:
 def recorded(session: object) -> Generator[list[Call]]:
     """What a session is asked for while the block runs, in order."""
     calls: list[Call] = []
-    names = [name for name in (*CALLS, *RANKING) if hasattr(session, name)]
-    for name in names:
+    for name in CALLS:
         setattr(session, name, partial(_noted, calls, name, getattr(session, name)))
     try:
         yield calls
     finally:
-        for name in names:
+        for name in CALLS:
             delattr(session, name)
 
 
@@ -322,8 +320,7 @@ def measure(
     http = all_over_http(folder, shapes, settings.flags, log)
     rows: list[dict[str, Any]] = []
     with LLM.load(folder, **asdict(settings)) as llm:
-        if isinstance(llm.session, OnDevice):
-            llm.session.warm_up()
+        llm.session.warm_up()
         for load, shape in shapes.items():
             found = rows_of_load(llm, load, shape, http[load])
             rows += found

@@ -42,7 +42,6 @@ from benchmarks.serve_burst import Shape
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.sessions.protocols import OnDevice
 from kvlathe.runtime.text.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -245,8 +244,7 @@ def watched(llm: LLM) -> Generator[dict[str, int]]:
 def measured(llm: LLM, folder: Path, shape: Shape) -> Row:
     """What a load of an engine takes."""
     count, prompt, new = shape
-    if isinstance(llm.session, OnDevice):
-        llm.session.warm_up()
+    llm.session.warm_up()
     for before in warmed(shape):
         generated(llm, before)
     with watched(llm) as most:

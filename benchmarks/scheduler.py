@@ -26,9 +26,11 @@ from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.scheduling.engine import Engine
+from kvlathe.runtime.scheduling.prompt import Whole
 from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Sequence
-from kvlathe.runtime.sessions.protocols import FullPage, StepPlan
+from kvlathe.runtime.sessions.page_moves import PageMoves
+from kvlathe.runtime.sessions.protocols import Session, StepPlan
 from kvlathe.runtime.text.sampler import Sampler
 from kvlathe.runtime.text.sampling_params import SamplingParams
 
@@ -36,14 +38,13 @@ MOST_MS = {32: 1.0, 256: 2.5}
 VOCABULARY = 16
 
 
-class Idle:
+class Idle(Session):
     """A session whose every next token is 0."""
 
     def run(self, step: StepPlan) -> np.ndarray:
         return np.zeros((len(step.logit_rows), VOCABULARY), np.float32)
 
-    def seal(self, pages: Items[FullPage]) -> None: ...
-    def copy_page(self, bucket: int, source: int, target: int) -> None: ...
+    def apply(self, moves: Items[PageMoves]) -> None: ...
     def write_page(self, bucket: int, page: int, data: bytes) -> None: ...
     def read_page(self, bucket: int, page: int) -> bytes:
         return b""
@@ -82,15 +83,13 @@ def milliseconds(
             prompt,
             len(prompt),
             pool.open(),
-            plan.prefill_chunk,
+            Whole.cut(len(prompt), plan.prefill_chunk),
             Sampler(params),
             arrival=i,
         )
         while count := sequence.next_tokens(plan.prefill_chunk):
             pool.commit(
-                pool.reserve(
-                    sequence.table, count, sequence.seals_at(sequence.cached + count)
-                )
+                pool.reserve(sequence.table, count, sequence.seals_after(count))
             )
             sequence.cached += count
         sequence.tokens.append(0)
@@ -98,7 +97,7 @@ def milliseconds(
     found = []
     for _ in range(steps):
         started = np.array([time.thread_time(), time.perf_counter()])
-        chunks = engine.scheduler.schedule()
+        chunks = engine.scheduler.schedule().chunks
         engine.run(chunks)
         found.append(
             1e3 * (np.array([time.thread_time(), time.perf_counter()]) - started)

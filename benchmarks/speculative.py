@@ -23,7 +23,7 @@ import click
 from kvlathe.base.console import print_table
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.answer import Answer
-from kvlathe.runtime.scheduling.speculation import MOST_DRAFTS, Speculation
+from kvlathe.runtime.scheduling.parts.speculation import MOST_DRAFTS, Speculation
 from kvlathe.runtime.text.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,7 +60,7 @@ class Turns:
         self, made: Speculation, prompts: list[list[int]], params: SamplingParams
     ) -> tuple[float, list[Answer]]:
         """Seconds of decoding, and the answers."""
-        self.llm.engine.scheduler.speculation = made
+        self.llm.engine.speculate(made)
         answers = self.llm.generate(prompts, params)
         return max(one.timings.decode_seconds for one in answers), answers
 

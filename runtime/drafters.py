@@ -16,9 +16,8 @@ from kvlathe.runtime.drafting.draft_model import DraftModel
 from kvlathe.runtime.drafting.lookup import PromptLookup
 from kvlathe.runtime.loading import Wanted, load_session
 from kvlathe.runtime.scheduling.engine import Engine
+from kvlathe.runtime.scheduling.parts.speculation import Drafter
 from kvlathe.runtime.scheduling.scheduler import Scheduler
-from kvlathe.runtime.scheduling.speculation import Drafter
-from kvlathe.runtime.sessions.protocols import TokenSampler
 from kvlathe.runtime.text.tokenizer import Tokenizer
 
 NGRAM = "ngram"
@@ -50,7 +49,7 @@ def drafter(name: str | Path, engine: Engine, tokenizer: Tokenizer) -> Drafter:
     check_speculation(engine.pool.plan)
     if name == NGRAM:
         return PromptLookup()
-    if isinstance(engine.session, TokenSampler):
+    if "samples" in engine.session.capabilities:
         raise KvlatheError(
             f"{name} cannot guess for this engine",
             "draft engines run on the CPU alone, and it runs on a GPU",

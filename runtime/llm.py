@@ -57,9 +57,9 @@ from kvlathe.runtime.requests.sequences import (
     token_ids,
 )
 from kvlathe.runtime.scheduling.engine import Engine
+from kvlathe.runtime.scheduling.parts.speculation import MOST_DRAFTS, Speculation
 from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Sequence
-from kvlathe.runtime.scheduling.speculation import MOST_DRAFTS, Speculation
 from kvlathe.runtime.sessions.protocols import Session
 from kvlathe.runtime.settings import check_counts, lowered, memory_share, refuse_ranks
 from kvlathe.runtime.text.sampling_params import SamplingParams
@@ -191,8 +191,8 @@ class LLM(ClosesAtExit):
         """
         check_counts(num_speculative_tokens=num_speculative_tokens)
         guessing = drafter(speculative, self.engine, self.tokenizer)
-        scheduler, ends = self.engine.scheduler, self.engine.stop_ids
-        scheduler.speculation = Speculation(guessing, num_speculative_tokens, ends)
+        ends = self.engine.stop_ids
+        self.engine.speculate(Speculation(guessing, num_speculative_tokens, ends))
 
     # -- life --------------------------------------------------------------------------
     def close(self) -> None:

@@ -166,13 +166,13 @@ def own_statements(body: Sequence[ast.AST]) -> Iterator[ast.AST]:
 def assigned_names(function: Function) -> Iterator[tuple[str, int]]:
     """(name, last line) of every assignment of a function to one plain name."""
     for node in own_statements(function.body):
-        target: ast.expr | None = None
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            target = node.targets[0]
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
         elif isinstance(node, ast.AnnAssign) and node.value is not None:
-            target = node.target
-        if isinstance(target, ast.Name):
-            yield target.id, node.end_lineno or node.lineno
+            targets = [node.target]
+        if len(targets) == 1 and isinstance(name := targets[0], ast.Name):
+            yield name.id, getattr(node, "end_lineno", 0)
 
 
 def one_use(path: Path) -> tuple[int, list[str]]:

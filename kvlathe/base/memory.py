@@ -51,5 +51,13 @@ def within_memory(work: Callable[[], T], fact: str, remedy: str) -> T:
     except Exception as error:
         if not out_of_memory(error):
             raise
-        reason = str(error).partition("\n")[0][:MOST_WORDS] or type(error).__name__
-    raise OutOfMemory(fact, reason, remedy)
+        missing = missing_memory(error, fact, remedy)
+    raise missing
+
+
+def missing_memory(error: Exception, fact: str, remedy: str) -> OutOfMemory:
+    """An ``out_of_memory`` error in our words, with the reason in its own."""
+    if isinstance(error, OutOfMemory):
+        return error
+    reason = str(error).partition("\n")[0][:MOST_WORDS] or type(error).__name__
+    return OutOfMemory(fact, reason, remedy)

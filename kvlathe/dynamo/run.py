@@ -15,7 +15,6 @@ from kvlathe.dynamo.worker import KvlatheWorker, Mode, Served, backend
 from kvlathe.engines.folder import sigterm_interrupts
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.sessions.protocols import OnDevice
 
 LOOPBACK = "127.0.0.1"
 HOSTS = (
@@ -75,8 +74,7 @@ def _load(folder: Path, settings: Settings) -> LLM:
         device=settings.device,
         max_batch_size=settings.max_batch_size,
     )
-    if isinstance(llm.session, OnDevice):  # else the first users would wait
-        llm.session.warm_up()
+    llm.session.warm_up()  # else the first users would wait
     return llm
 
 

@@ -25,8 +25,7 @@ from kvlathe.engines.folder import sigterm_interrupts
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.cache.block_store import DISK_CACHE_BYTES, StoreSizes
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.scheduling.speculation import MOST_DRAFTS
-from kvlathe.runtime.sessions.protocols import OnDevice
+from kvlathe.runtime.scheduling.parts.speculation import MOST_DRAFTS
 from kvlathe.server.app import create_app
 from kvlathe.server.connection import Connection
 from kvlathe.server.gate import BODY_SECONDS
@@ -238,9 +237,8 @@ def load(folder: Path, settings: Settings) -> LLM:
         llm.speculate(settings.speculative, settings.num_speculative_tokens)
     if settings.prompt_tokens is not None:
         llm.engine.scheduler.prompt_tokens = settings.prompt_tokens
-    if isinstance(llm.session, OnDevice):  # else the first users would wait
-        fact = "there is no memory for the CUDA graphs of decode steps"
-        within_memory(llm.session.warm_up, fact, LESS_MEMORY)
+    fact = "there is no memory for the CUDA graphs of decode steps"
+    within_memory(llm.session.warm_up, fact, LESS_MEMORY)  # else first users wait
     return llm
 
 

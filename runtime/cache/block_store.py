@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.runtime.cache.cold import ColdPages
 from kvlathe.runtime.cache.disk_store import DiskStore, Stored, bytes_of
 from kvlathe.runtime.cache.page_table import Pages
-from kvlathe.runtime.cache.parcel import PLAIN, Origin
-from kvlathe.runtime.sessions.protocols import PageMover
+from kvlathe.runtime.cache.parcel import Origin
+from kvlathe.runtime.sessions.protocols import PLAIN, PageMover
 
 DISK_CACHE_BYTES = 1 << 34
 """Of a disk store, unless asked otherwise."""
@@ -108,7 +107,7 @@ class BlockStores:
         may have been asked yet."""
         self.mover = mover
         if self.disk is not None:
-            self.disk.use(coding_of(mover))
+            self.disk.use(mover.coding)
 
     def __contains__(self, key: bytes) -> bool:
         on_host = self.host is not None and key in self.host
@@ -159,7 +158,7 @@ class BlockStores:
         they are decoded."""
         if [len(of_bucket) for of_bucket in stored] != list(counts):
             return False
-        if coding_of(self.mover) != PLAIN:
+        if self.mover.coding != PLAIN:
             return True
         for of_bucket, size in zip(stored, self._page_bytes, strict=True):
             if any(len(page) != size for page in of_bucket):
@@ -187,11 +186,6 @@ class BlockStores:
             self.disk.close()
 
 
-def coding_of(mover: PageMover) -> str:
-    """What the bytes are that it reads."""
-    return mover.coding if isinstance(mover, ColdPages) else PLAIN
-
-
 def open_stores(
     mover: PageMover, page_bytes: Sequence[int], origin: Origin, sizes: StoreSizes
 ) -> BlockStores:
@@ -199,7 +193,7 @@ def open_stores(
     disk, host = None, None
     if sizes.folder is not None:
         folder = Path(sizes.folder)
-        disk = DiskStore(folder, sizes.disk_bytes, origin, coding_of(mover))
+        disk = DiskStore(folder, sizes.disk_bytes, origin, mover.coding)
     if sizes.host_bytes is not None:
         host = HostStore(sizes.host_bytes, disk)
     return BlockStores(mover, page_bytes, host, disk)

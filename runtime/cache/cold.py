@@ -261,7 +261,7 @@ def _damaged(reason: str) -> KvlatheError:
     return KvlatheError(fact, reason, "compute the sequence again")
 
 
-class ColdPages:
+class ColdPages(PageMover):
     """PageMover: the pages of ``mover``, encoded where they are read and decoded where
     they are written."""
 
@@ -269,9 +269,6 @@ class ColdPages:
         self._mover = mover
         self._codec = codec
         self.coding = codec.name
-
-    def copy_page(self, bucket: int, source: int, target: int) -> None:
-        self._mover.copy_page(bucket, source, target)
 
     def read_page(self, bucket: int, page: int) -> bytes:
         plain = self._mover.read_page(bucket, page)

@@ -26,7 +26,6 @@ from kvlathe.plan.json_fields import Sha256
 from kvlathe.runtime.cache.parcel import (
     FORM,
     MOST_SAID,
-    PLAIN,
     BytesLike,
     Origin,
     PageList,
@@ -36,6 +35,7 @@ from kvlathe.runtime.cache.parcel import (
     said,
     unpack,
 )
+from kvlathe.runtime.sessions.protocols import PLAIN
 
 MOST_WAITING = 1 << 29
 """Bytes that wait for the disk. Where it is slower than what comes, blocks are lost."""

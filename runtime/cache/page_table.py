@@ -1,5 +1,5 @@
 """Page tables, and what a step does to them. Data only: PagePool fills these records,
-the engine carries them out."""
+a step has the session carry them out."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvlathe.plan.moves import Selection
-from kvlathe.runtime.sessions.protocols import FullPage, Int32
+from kvlathe.runtime.sessions.page_moves import Copy, PageMoves
+from kvlathe.runtime.sessions.protocols import Int32
 
 Pages = list[list[int]]
 """For each bucket page ids, oldest first."""
@@ -66,47 +66,27 @@ class PageTable:
         return self._rows
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """Copy on write, to be done before the step runs."""
-
-    bucket: int
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ranking:
-    """A ``selection`` to be made after the seals, among the tokens in ``pages``.
-    ``targets``: the new pages of each of the selection's targets."""
-
-    selection: Selection
-    pages: tuple[int, ...]
-    targets: tuple[tuple[int, ...], ...]
-
-
 @dataclass(eq=False, slots=True)
-class PageMoves:
+class PageChange:
     """What a step does to the pages of one sequence beside writing new tokens.
 
     ``taken``: all pages that it took. ``before``: the table's pages if it is rolled
-    back. ``after``: its pages once the step is committed. ``drops``: whether pages that
-    it had or took leave then.
+    back. ``after``: its pages once the step is committed. ``copies``: what the session
+    does before the step runs; ``moves``: after it. ``drops``: whether pages that it had
+    or took leave then.
     """
 
     taken: Pages
     before: Pages
     after: Pages
-    copies: list[Copy] = field(default_factory=list)
-    seals: list[FullPage] = field(default_factory=list)
-    rankings: list[Ranking] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list[Copy])
+    moves: PageMoves = field(default_factory=PageMoves)
     drops: bool = False
 
     def keep(self, pages: Pages) -> None:
         """Nothing moves after the step, and of its pages only these stay."""
         self.after = pages
-        self.seals = []
-        self.rankings = []
+        self.moves = PageMoves()
         self.drops = True
 
 
@@ -114,15 +94,16 @@ class PageMoves:
 class Reservation:
     """Room for more ``tokens`` of one sequence (in each bucket).
 
-    ``lengths``: of its table once it is committed. ``seals``: whether pages are
-    sealed and tokens moved after the new tokens. ``moves``: None where its pages stay what they are.
+    ``lengths``: of its table once it is committed. ``seals``: whether pages are sealed
+    and tokens moved after the new tokens. ``change``: None where its pages stay what
+    they are.
     """
 
     table: PageTable
     tokens: list[int]
     lengths: list[int]
     seals: bool
-    moves: PageMoves | None = None
+    change: PageChange | None = None
 
 
 @dataclass(frozen=True, slots=True)

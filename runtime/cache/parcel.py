@@ -28,6 +28,7 @@ from kvlathe.plan.json_fields import Count, Positive, PositiveFloat, Sha256
 from kvlathe.plan.manifest import BASIS_FILE, Manifest
 from kvlathe.plan.page_digest import page_digest
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.sessions.protocols import PLAIN
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -40,8 +41,6 @@ MARK = NAME + f"{FORM}\n".encode()
 HEAD = struct.Struct(f"<{len(MARK)}sI32s")
 MOST_SAID = 1 << 26
 """Bytes of a description: a larger one is none of ours."""
-PLAIN = "plain"
-"""The coding of pages that are as the pool has them."""
 BytesLike = bytes | memoryview
 Nested = Mapping[str, Mapping[str, Mapping[str, object]]]
 

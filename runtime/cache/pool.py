@@ -19,15 +19,14 @@ from kvlathe.plan.moves import Moves, Selection
 from kvlathe.plan.placement import Placement
 from kvlathe.runtime.cache.arena import OutOfPages, PageArena
 from kvlathe.runtime.cache.page_table import (
-    Copy,
-    PageMoves,
+    PageChange,
     Pages,
     PageTable,
-    Ranking,
     Reservation,
     Swapped,
 )
-from kvlathe.runtime.sessions.protocols import FullPage, PageMover
+from kvlathe.runtime.sessions.page_moves import Copy, FullPage, PageSelection
+from kvlathe.runtime.sessions.protocols import PageMover
 
 
 class PagePool(PageArena):
@@ -39,6 +38,7 @@ class PagePool(PageArena):
         self.layout = layout
         self.plan = layout.plan
         self.demand = PageDemand(layout)
+        self._ranked = self.plan.ranked
         self._placements = layout.placements
         self._fresh = [placed.buckets[0] for placed in self._placements]
         self._sealed = [len(placed.buckets) > 1 for placed in self._placements]
@@ -83,7 +83,7 @@ class PagePool(PageArena):
         ``table.pages`` then includes the new pages of the fresh buckets. Raises
         OutOfPages; nothing was taken then.
         """
-        if tokens == 1 and not self.plan.ranked and self._has_room(table, seal):
+        if tokens == 1 and not self._ranked and self._has_room(table, seal):
             lengths = list(map(add, table.lengths, self._one))
             return Reservation(table, self._one, lengths, seal)
         arriving = self._arriving(tokens)
@@ -103,7 +103,7 @@ class PagePool(PageArena):
             ids + list(islice(spare[b], appended[b]))
             for b, ids in enumerate(table.pages)
         ]
-        done = PageMoves(taken, table.pages, during)
+        done = PageChange(taken, table.pages, during)
         for b in shared:
             self._copy(done, table, b, next(spare[b]))
         for placed, move in moves:
@@ -179,7 +179,7 @@ class PagePool(PageArena):
                     counts[target.bucket] += target.pages(self.plan.page_tokens)
         return counts
 
-    def _copy(self, done: PageMoves, table: PageTable, b: int, target: int) -> None:
+    def _copy(self, done: PageChange, table: PageTable, b: int, target: int) -> None:
         """The page that is written next is shared: write to ``target``, a copy."""
         during = done.after[b]
         place = table.lengths[b] // self.plan.page_tokens
@@ -188,7 +188,7 @@ class PagePool(PageArena):
 
     def _move(
         self,
-        done: PageMoves,
+        done: PageChange,
         placed: Placement,
         move: Moves,
         lengths: list[int],
@@ -211,7 +211,7 @@ class PagePool(PageArena):
 
     def _seal(
         self,
-        done: PageMoves,
+        done: PageChange,
         placed: Placement,
         seals: int,
         lengths: list[int],
@@ -224,7 +224,7 @@ class PagePool(PageArena):
         targets = [list(islice(spare[c], seals)) for c in cold]
         for i, cold_pages in enumerate(zip(*targets, strict=True)):
             page = done.after[fresh][i]
-            done.seals.append(FullPage(fresh, page, cold_pages, first + i * p))
+            done.moves.seals.append(FullPage(fresh, page, cold_pages, first + i * p))
         del done.after[fresh][:seals]
         lengths[fresh] -= seals * p
         for c, pages in zip(cold, targets, strict=True):
@@ -233,7 +233,7 @@ class PagePool(PageArena):
 
     def _select(
         self,
-        done: PageMoves,
+        done: PageChange,
         selection: Selection,
         lengths: list[int],
         spare: list[Iterator[int]],
@@ -250,7 +250,8 @@ class PagePool(PageArena):
             targets.append(pages)
             done.after[target.bucket] += pages
             lengths[target.bucket] += target.tokens
-        done.rankings.append(Ranking(selection, source, tuple(targets)))
+        one = PageSelection(selection, source, tuple(targets))
+        done.moves.selections.append(one)
 
     def to_page_end(self, table: PageTable) -> int:
         """Tokens, at least 1, that fill a page which is being filled: where nothing is
@@ -262,7 +263,7 @@ class PagePool(PageArena):
         """Of the tokens that a step was to add, only the first ``tokens`` count: fewer
         than fill a page, so that nothing seals or leaves. The others' rows stay behind
         those that count, and are written over."""
-        assert done.moves is not None, "one token is not cut"
+        assert done.change is not None, "one token is not cut"
         table, arriving = done.table, self._arriving(tokens)
         done.tokens = arriving
         done.lengths = list(map(add, table.lengths, arriving))
@@ -271,26 +272,27 @@ class PagePool(PageArena):
         for b, ids in enumerate(table.pages):
             needed = -(-done.lengths[b] // p)
             kept.append(ids[:needed] if arriving[b] else ids)
-        done.moves.keep(kept)
+        done.change.keep(kept)
 
     def commit(self, done: Reservation) -> None:
         """The step has run and its moves are done: the tokens are there."""
-        table, moves = done.table, done.moves
+        table, change = done.table, done.change
         table.lengths = done.lengths
         table.arrived = list(map(add, table.arrived, done.tokens))
-        if moves is None:
+        if change is None:
             return
-        table.pages = moves.after
-        if moves.copies or moves.seals or moves.rankings or moves.drops:
-            for b, after in enumerate(moves.after):
-                for page in {*moves.before[b], *moves.taken[b]}.difference(after):
+        table.pages = change.after
+        moves = change.moves
+        if change.copies or moves.seals or moves.selections or change.drops:
+            for b, after in enumerate(change.after):
+                for page in {*change.before[b], *change.taken[b]}.difference(after):
                     self._drop(b, page)
 
     def rollback(self, done: Reservation) -> None:
         """The step did not happen: every page goes back, the table is what it was."""
-        if done.moves:
-            done.table.pages = done.moves.before
-            self.drop(done.moves.taken)
+        if done.change:
+            done.table.pages = done.change.before
+            self.drop(done.change.taken)
 
     # -- whole sequences ---------------------------------------------------------------
     def fork(self, table: PageTable) -> PageTable:

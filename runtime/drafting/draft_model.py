@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from kvlathe.base.memory import OutOfMemory
 from kvlathe.runtime.cache.arena import OutOfPages
 from kvlathe.runtime.drafting.rates import EVERYBODY, OWN, Rates, judge
-from kvlathe.runtime.scheduling.choosing import Rows
 from kvlathe.runtime.scheduling.engine import Engine
-from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
+from kvlathe.runtime.scheduling.prompt import Whole
+from kvlathe.runtime.scheduling.sequence import Chunk, PrefillChunk, Rows, Sequence
 from kvlathe.runtime.text.sampler import NO_TOKEN, Request, rows_of, sample
 
 AT_FIRST = [0.7] * 16
@@ -106,9 +106,8 @@ class DraftModel:
     def _open(self, sequence: Sequence, tokens: list[int]) -> Sequence:
         """A sequence of the draft engine, without pages."""
         prompt, table = sequence.prompt_tokens, self._pool.open()
-        return Sequence(
-            tokens, prompt, table, self._pool.plan.prefill_chunk, sequence.sampler
-        )
+        path = Whole.cut(prompt, self._pool.plan.prefill_chunk)
+        return Sequence(tokens, prompt, table, path, sequence.sampler)
 
     def _is_ready(self, sequence: Sequence) -> bool:
         """Cache a step's worth of what is not cached, but for the newest token; whether
@@ -120,8 +119,9 @@ class DraftModel:
             return True
         count = min(left, known.next_tokens(self._limits.max_num_tokens))
         try:
-            room = self._pool.reserve(known.table, count, known.seals_after(count))
-            self._engine.run([Chunk(known, count, room)])
+            seal = known.seals_after(count)
+            room = self._pool.reserve(known.table, count, seal)
+            self._engine.run([PrefillChunk(known, count, room)])
         except (OutOfPages, OutOfMemory):
             return False
         return known.cached == len(known.tokens) - 1
@@ -167,10 +167,10 @@ class DraftModel:
                 forks[sequence] = fork
             fork.tokens.append(guess[-1])
             room = self._pool.reserve(fork.table, 1)
-            return Chunk(fork, 1, room, (0,))
+            return PrefillChunk(fork, 1, room, (0,))
         count = len(known.tokens) - known.cached
         room = self._pool.reserve(known.table, count, seal=True)
-        return Chunk(known, count, room, (count - 1,))
+        return PrefillChunk(known, count, room, (count - 1,))
 
     def _sampled(
         self,

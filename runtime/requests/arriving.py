@@ -9,7 +9,8 @@ from operator import add
 
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime.cache.hot_rows import pages_of
-from kvlathe.runtime.cache.parcel import PLAIN, Base, Parcel, damaged
+from kvlathe.runtime.cache.parcel import Base, Parcel, damaged
+from kvlathe.runtime.sessions.protocols import PLAIN
 
 
 def check_buckets(layout: CacheLayout, parcel: Parcel) -> None:

@@ -19,18 +19,19 @@ import time
 from collections.abc import Generator
 from functools import partial
 
-import numpy as np
-
 from kvlathe.base.errors import KvlatheError
-from kvlathe.base.memory import LESS_MEMORY, OutOfMemory, within_memory
 from kvlathe.runtime.cache.kept_pairs import Floats, Places, kept_places
 from kvlathe.runtime.cache.page_table import PageTable
 from kvlathe.runtime.requests.engine_thread import EngineThread
 from kvlathe.runtime.requests.sequences import SequenceFactory
 from kvlathe.runtime.scheduling.engine import Engine
-from kvlathe.runtime.scheduling.sequence import Chunk
+from kvlathe.runtime.scheduling.parts.compaction import PairScores
+from kvlathe.runtime.scheduling.sequence import PrefillChunk
 from kvlathe.runtime.scheduling.sequence import Sequence as Request
-from kvlathe.runtime.sessions.protocols import StepPlan, TokenRanker
+from kvlathe.runtime.scheduling.step import DONE, Step, StepPart
+from kvlathe.runtime.scheduling.step_room import StepRoom
+from kvlathe.runtime.sessions.page_moves import PageMoves, Relocation
+from kvlathe.runtime.sessions.protocols import Float32
 from kvlathe.runtime.text.sampler import Sampler
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
@@ -63,8 +64,7 @@ class CompactionResult:
 
 class Compaction:
     """Of the prompt ``tokens``, of which the share ``keep`` stays (None: the plan's).
-    Everything but the constructor runs in the engine's thread. ``scores`` [kept lanes,
-    tokens]: of each pair, once ``steps`` has ended.
+    Everything but the constructor runs in the engine's thread.
 
     Raises KvlatheError where the engine cannot compact, or the prompt is too short or
     too long.
@@ -83,14 +83,14 @@ class Compaction:
         self._engine, self._factory, self._tokenizer = engine, factory, tokenizer
         self._plan, self._salt = engine.pool.plan, salt
         self._keep = _share(engine, keep)
-        prefixes, session = engine.scheduler.prefixes, engine.session
-        if prefixes is None or not isinstance(session, TokenRanker):
+        prefixes = engine.scheduler.prefixes
+        if prefixes is None or "moves_tokens" not in engine.session.capabilities:
             raise KvlatheError(
                 "this engine keeps no prefixes",
                 "it was loaded without sharing",
                 "load it with share_prefixes",
             )
-        self._prefixes, self._mover = prefixes, session
+        self._prefixes = prefixes
         self._count = len(tokens) // prefixes.block * prefixes.block
         if not self._count:
             remedy = "give a longer one"
@@ -103,9 +103,7 @@ class Compaction:
             )
         self._tokens = tokens[: self._count]
         self._part = self._in_cache(min(PART, self._room()))
-        lanes = [i for i, lane in enumerate(self._plan.lanes) if not lane.removed]
-        self._row_of = {lane: i for i, lane in enumerate(lanes)}
-        self.scores = np.zeros((len(lanes), self._count), np.float32)
+        self._scores = PairScores(self._plan, self._count)
         self._affordable = engine.scheduler.limits.max_num_tokens
 
     def _room(self) -> int:
@@ -119,6 +117,11 @@ class Compaction:
                 "give a shorter one, or build with a larger --max-seq-len",
             )
         return room
+
+    @property
+    def scores(self) -> Float32:
+        """[kept lanes, tokens]: of each pair, once ``steps`` has ended."""
+        return self._scores.scores
 
     @property
     def _instruction(self) -> int:
@@ -152,7 +155,7 @@ class Compaction:
 
     def steps(self) -> Generator[None, None, CompactionResult]:
         """One step of the model at a time. Closing it gives the pages back."""
-        with self._engine.scheduler.guest():
+        with self._engine.scheduler.borrowed_pages():
             return (yield from self._steps())
 
     def _steps(self) -> Generator[None, None, CompactionResult]:
@@ -206,58 +209,28 @@ class Compaction:
         with half of them, down to a page. Nobody else is told: observed steps need more
         memory than others of as many tokens. Raises OutOfMemory.
         """
-        call = self._observe if observed else self._engine.session.run
+        parts: list[StepPart] = [self._scores] if observed else []
+        context = dataclasses.replace(
+            self._engine.context,
+            room=StepRoom(),
+            parts=parts,
+            purpose=f"to compact a prefix of {self._count:,} tokens",
+        )
         room, page = self._engine.scheduler.room, self._plan.page_tokens
-        fact = f"there is no memory to compact a prefix of {self._count:,} tokens"
         while True:
             count = min(left, room.of(self._affordable))
-            chunk = self._chunk(sequence, count)
-            work = partial(self._engine.attempt, [chunk], call)
-            try:
-                within_memory(work, fact, LESS_MEMORY)
-            except OutOfMemory:
-                if count <= page:
-                    raise
-            else:
+            step = Step(context, [self._chunk(sequence, count)], chooses=False)
+            outcome = step.launch()
+            if outcome is DONE:
                 return
+            if outcome.kind == "failed" or count <= page:
+                assert outcome.error is not None
+                raise outcome.error
             self._affordable = max(page, count // 2)
 
-    def _chunk(self, sequence: Request, count: int) -> Chunk:
+    def _chunk(self, sequence: Request, count: int) -> PrefillChunk:
         reserve = partial(self._engine.pool.reserve, sequence.table, count)
-        return Chunk(sequence, count, self._engine.scheduler.make_room(reserve))
-
-    def _observe(self, step: StepPlan) -> None:
-        """Run a step, and take the largest that its rows give each token."""
-        page = self._plan.page_tokens
-        lanes = len(self.scores)
-        widths: list[int] = []
-        for table in step.page_tables:
-            pages = table.shape[1]
-            widths.append(pages * page)
-        fresh = len(step.query_offsets)
-        places = sum(widths) + fresh
-        given = np.zeros((1, lanes, places), np.float32)
-        tokens = len(step.input_ids)
-        weights = np.full(tokens, -1, np.float32)
-        observing = {"observation_weights": weights, "observed_attention": given}
-        observed = dataclasses.replace(step, **observing)
-        self._engine.session.run(observed)
-        start = 0
-        for b, width in enumerate(widths):
-            bucket = self._plan.buckets[b]
-            if bucket.source is None:
-                rows = self._rows(b)
-                end = start + self._count
-                cached = given[0, rows, start:end]
-                known = self.scores[rows]
-                most = np.maximum(known, cached)
-                self.scores[rows] = most
-            start += width
-
-    def _rows(self, bucket: int) -> list[int]:
-        """Where the scores of a bucket's lanes are."""
-        lanes = sorted(self._plan.buckets[bucket].lanes)
-        return [self._row_of[lane] for lane in lanes]
+        return PrefillChunk(sequence, count, self._engine.scheduler.make_room(reserve))
 
     def _compact(self, table: PageTable) -> PageTable:
         """The pairs that stay, in pages of their own, and remember them."""
@@ -268,7 +241,7 @@ class Compaction:
         page = self._plan.page_tokens
         scores: list[Floats] = []
         for bucket in sources:
-            rows = self._rows(bucket)
+            rows = self._scores.rows(bucket)
             scores.append(self.scores[rows])
         places = kept_places(scores, self._keep, page)
         kept: dict[int, Places] = dict(zip(sources, places, strict=True))
@@ -281,11 +254,14 @@ class Compaction:
         pool = self._engine.pool
         take = partial(pool.take, counts)
         pages = self._engine.scheduler.make_room(take)
+        relocations: list[Relocation] = []
         try:
             for bucket, source in sources.items():
                 ids, target = table.pages[source], pages[bucket]
                 if target:
-                    self._mover.move(source, ids, bucket, target, kept[bucket])
+                    moved = Relocation(source, ids, bucket, target, kept[bucket])
+                    relocations.append(moved)
+            self._engine.session.apply([PageMoves(relocations=relocations)])
         except BaseException:
             pool.drop(pages)
             raise
@@ -299,7 +275,7 @@ class Compaction:
         pool = self._engine.pool
         lane_tokens = [0] * len(self.scores)
         for bucket, length in enumerate(table.lengths):
-            for row in self._rows(bucket):
+            for row in self._scores.rows(bucket):
                 lane_tokens[row] = max(lane_tokens[row], length)
         size = 0
         for ids, stride in zip(table.pages, pool.strides, strict=True):

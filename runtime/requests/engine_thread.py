@@ -24,11 +24,11 @@ from kvlathe.base.errors import DeviceLost, EngineStopped, KvlatheError
 from kvlathe.runtime.requests.request import OnDelta, Request
 from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.sequence import Sequence
-from kvlathe.runtime.sessions.protocols import Session, Watched
+from kvlathe.runtime.sessions.protocols import Session
 
 T = TypeVar("T")
 PAUSE = 0.01
-"""Seconds until it is tried again where nobody finds a page before a guest leaves."""
+"""Seconds until it is tried again where nobody finds a page before borrowed ones come back."""
 log = logging.getLogger("kvlathe")
 
 
@@ -85,7 +85,7 @@ class EngineThread:
         self._closed = False
         self._fault: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._watched: Watched | None = None
+        self._watched: Session | None = None
         self._stopping = False  # the thread's own: it has seen that it is to end
         self._pauses = False  # its own, too: the last step did nothing
 
@@ -167,8 +167,6 @@ class EngineThread:
     def watch(self, session: Session) -> None:
         """Notice a process of the session that dies while nothing runs, and end them
         with this thread; where it has processes."""
-        if not isinstance(session, Watched):
-            return
         self._watched = session
         thread, check = weakref.ref(self), weakref.WeakMethod(session.check)
 

@@ -15,7 +15,7 @@ from kvlathe.runtime.cache.pool import Reservation
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.requests.sequences import SequenceFactory
 from kvlathe.runtime.scheduling.engine import Engine
-from kvlathe.runtime.scheduling.sequence import Chunk
+from kvlathe.runtime.scheduling.sequence import PrefillChunk
 from kvlathe.runtime.text.sampler import Sampler
 from kvlathe.runtime.text.sampling_params import SamplingParams
 
@@ -89,7 +89,7 @@ class ForcedText:
         offsets = []
         if sequence.sees_logits:
             offsets = [i for i, place in enumerate(places) if place in wanted]
-        chunk = Chunk(sequence, count, self._reserve(count), offsets)
+        chunk = PrefillChunk(sequence, count, self._reserve(count), offsets)
         rows = self._engine.run([chunk])
         return dict(zip((places[i] for i in offsets), rows, strict=True))
 

@@ -16,12 +16,7 @@ from kvlathe.runtime.cache.page_table import Pages, PageTable
 from kvlathe.runtime.cache.parcel import Parcel, pack
 from kvlathe.runtime.requests.engine_thread import EngineThread
 from kvlathe.runtime.scheduling.engine import Engine
-from kvlathe.runtime.sessions.protocols import (
-    Int64,
-    PageSummer,
-    PoolMemory,
-    Region,
-)
+from kvlathe.runtime.sessions.protocols import Int64, Region, Session
 
 BATCH = 1 << 26
 """Bytes that are read or written between two steps: others wait for them."""
@@ -47,8 +42,8 @@ class Hold:
     def __init__(self, engine: Engine, table: PageTable) -> None:
         self.table = table
         self._pool = engine.pool
-        self._guest = ExitStack()
-        self._guest.enter_context(engine.scheduler.guest())
+        self._borrowed = ExitStack()
+        self._borrowed.enter_context(engine.scheduler.borrowed_pages())
 
     def take(self) -> PageTable:
         """The table, which is the caller's now."""
@@ -58,12 +53,12 @@ class Hold:
 
     def leave(self) -> None:
         """Keep the pages for who knows how long: nobody is to wait for them."""
-        self._guest.close()
+        self._borrowed.close()
 
     def close(self) -> None:
         """Give the pages back; nobody waits for them any more."""
         self._pool.release(self.table)
-        self._guest.close()
+        self._borrowed.close()
 
 
 class HeldPages(ClosesAtExit):
@@ -101,7 +96,7 @@ class HeldPages(ClosesAtExit):
         pages itself, their bytes stay where they are."""
         session = self._engine.session
         found: list[list[str]] = [[] for _ in ids]
-        if not isinstance(session, PageSummer):
+        if "page_sums" not in session.capabilities:
             for bucket, page in self._read(ids):
                 digest = page_digest(page)
                 found[bucket].append(digest)
@@ -217,15 +212,16 @@ class Arrival(HeldPages):
         return self._hold.take()
 
 
-def _sums_of(session: PageSummer, ids: Items[Items[int]]) -> list[Callable[[], Int64]]:
+def _sums_of(session: Session, ids: Items[Items[int]]) -> list[Callable[[], Int64]]:
     """Of the pages of each bucket."""
     return [session.row_sums(bucket, pages) for bucket, pages in enumerate(ids)]
 
 
-def memory_of(engine: Engine) -> PoolMemory:
-    """Where a pool is. Raises KvlatheError where nobody said."""
+def memory_of(engine: Engine) -> Session:
+    """The session, which says where its pool is. Raises KvlatheError where it does
+    not."""
     session = engine.session
-    if isinstance(session, PoolMemory):
+    if "pool_memory" in session.capabilities:
         return session
     raise KvlatheError(
         "pages cannot go by address",

@@ -51,7 +51,7 @@ def resumed(factory: SequenceFactory, parcel: Parcel, salt: bytes) -> Sequence:
     sequence.cached = parcel.cached
     sequence.salt = salt
     if parcel.cached >= running.prompt_tokens:
-        sequence.prompt_stages = None
+        sequence.path = sequence.path.after
     sequence.sampler.seed = running.seed
     sequence.sampler.drawn = running.drawn
     sequence.logprobs = logprobs_of(running.logprobs)

@@ -12,7 +12,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.observed_rows import ObservedRows
 from kvlathe.runtime.cache.pool import PagePool
-from kvlathe.runtime.scheduling.prompt_stages import PromptStages
+from kvlathe.runtime.scheduling.prompt import path_of
 from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Sequence
 from kvlathe.runtime.text.guide import Guides
@@ -86,17 +86,15 @@ class SequenceFactory:
     ) -> Sequence:
         """A sequence whose first ``prompt`` tokens are its prompt, computed in chunks
         that end at multiples of ``grid``."""
-        staged = len(self._plan.passes(prompt)) > 1
         observes = self._plan.observation is not None
         return Sequence(
             tokens,
             prompt,
             self._pool.open(),
-            grid,
+            path_of(self._plan, prompt, grid),
             sampler,
             text,
             observed_rows=ObservedRows(self._plan, prompt) if observes else None,
-            prompt_stages=PromptStages(self._plan, prompt, grid) if staged else None,
         )
 
     def check(self, tokens: Items[int], new: int) -> None:

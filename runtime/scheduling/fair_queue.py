@@ -19,15 +19,15 @@ from kvlathe.runtime.scheduling.sequence import Sequence
 
 class FairQueue:
     """Waiting sequences. Those that ran before and had to leave (``push_back``) go
-    first, oldest first."""
+    first, oldest first. ``entered``: everybody who waits, and the virtual time at which
+    each came."""
 
     def __init__(self) -> None:
         # Virtual time, in tokens.
         self._clock = 0
         # When each tenant's last turn ends, in virtual time.
         self._ends: dict[bytes, int] = {}
-        # Everybody who waits, and the virtual time at which each came.
-        self._waiting: dict[Sequence, int] = {}
+        self.entered: dict[Sequence, int] = {}
         # One line for each tenant, none of them empty.
         self._lines: dict[bytes, OrderedDict[Sequence, None]] = {}
         # Those that ran before, oldest first.
@@ -35,24 +35,24 @@ class FairQueue:
         self._arrivals = 0
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self.entered)
 
     def __contains__(self, sequence: Sequence) -> bool:
-        return sequence in self._waiting
+        return sequence in self.entered
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(list(self._waiting))
+        return iter(list(self.entered))
 
     def push(self, sequence: Sequence) -> None:
         """Queue a sequence that has not run yet."""
         sequence.arrival = self._arrivals
         self._arrivals += 1
-        self._waiting[sequence] = self._clock
+        self.entered[sequence] = self._clock
         self._lines.setdefault(sequence.salt, OrderedDict())[sequence] = None
 
     def push_back(self, sequence: Sequence) -> None:
         """Return a sequence that was popped: it comes before all that never were."""
-        self._waiting[sequence] = self._clock
+        self.entered[sequence] = self._clock
         bisect.insort(self._back, sequence, key=lambda s: s.arrival)
 
     def peek(self) -> Sequence | None:
@@ -76,7 +76,7 @@ class FairQueue:
 
     def remove(self, sequence: Sequence) -> None:
         """Take a waiting sequence out, wherever it is."""
-        del self._waiting[sequence]
+        del self.entered[sequence]
         if sequence in self._back:
             self._back.remove(sequence)
         else:
@@ -84,11 +84,11 @@ class FairQueue:
             del line[sequence]
             if not line:
                 del self._lines[sequence.salt]
-        if not self._waiting:
+        if not self.entered:
             self._ends.clear()  # everybody is idle: nobody is owed anything
 
     def _start(self, head: Sequence) -> int:
         """Of the first in a tenant's line, in virtual time."""
-        arrived = self._waiting[head]
+        arrived = self.entered[head]
         last_end = self._ends.get(head.salt, 0)
         return max(arrived, last_end)

@@ -39,10 +39,8 @@ def pack(
         logit_rows=_logit_rows(chunks, starts),
         after=_after(chunks, starts, chosen) if chosen else None,
     )
-    if any(sequence.prompt_stages for sequence in sequences):
-        step = _staged(step, chunks)
-    if any(sequence.observed_rows for sequence in sequences):
-        step = _observed(step, chunks)
+    if graphs := max([sequence.path.graphs for sequence in sequences]):
+        step = _staged(step, chunks, graphs)
     return step
 
 
@@ -60,7 +58,7 @@ def _after(
     after = np.full(int(starts[-1]), -1, np.int32)
     for chunk, end in zip(chunks, starts[1:].tolist(), strict=True):
         sequence = chunk.sequence
-        if sequence.pending and sequence.completes(chunk.count):
+        if sequence.pending and chunk.completes:
             after[end - 1] = rows[sequence]
     return after if (after >= 0).any() else None
 
@@ -83,30 +81,14 @@ def _page_table(rows: Items[Int32]) -> Int32:
     return table
 
 
-def _observed(step: StepPlan, chunks: Items[Chunk]) -> StepPlan:
-    """The step with the observation weights of its rows."""
-    weights = np.zeros(len(step.input_ids), np.float32)
-    for chunk, start in zip(chunks, step.cu_seqlens_q[:-1].tolist(), strict=True):
-        observed = chunk.sequence.observed_rows
-        if observed is None:
-            continue
-        rows = slice(start, start + chunk.count)
-        positions = step.positions[rows]
-        first, last = positions[[0, -1]].tolist()
-        known = observed.weights(chunk.sequence.tokens, first, last + 1)
-        weights[rows] = known[positions - first]
-    return dataclasses.replace(step, observation_weights=weights)
-
-
-def _staged(step: StepPlan, chunks: Items[Chunk]) -> StepPlan:
-    """The step with the rows of prompts that pass stages: those that are still there."""
-    prompts = [chunk.sequence.prompt_stages for chunk in chunks]
-    graphs = next(prompt.plan.graphs for prompt in prompts if prompt)
+def _staged(step: StepPlan, chunks: Items[Chunk], graphs: int) -> StepPlan:
+    """The step with the rows of prompts that pass some of ``graphs`` stages: those that
+    are still there."""
     every_stage = np.array([0, graphs], np.int32)
     stages = np.tile(every_stage, (len(chunks), 1))
     step = dataclasses.replace(step, stages=stages)
     passes: list[PassRows | None] = []
-    for i, (prompt, chunk) in enumerate(zip(prompts, chunks, strict=True)):
-        tokens = chunk.sequence.tokens
-        passes.append(prompt.enter(step, i, tokens) if prompt else None)
+    for place, chunk in enumerate(chunks):
+        sequence = chunk.sequence
+        passes.append(sequence.path.enter(step, place, sequence.tokens))
     return dataclasses.replace(step, passes=tuple(passes))

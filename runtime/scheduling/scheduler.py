@@ -18,7 +18,8 @@ import contextlib
 import time
 from collections.abc import Callable, Generator
 from collections.abc import Sequence as Items
-from typing import TypeVar
+from operator import attrgetter
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,10 +31,15 @@ from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.scheduling.admission import Admission, Costs
 from kvlathe.runtime.scheduling.fair_queue import FairQueue
-from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
+from kvlathe.runtime.scheduling.parts.speculation import Speculation
+from kvlathe.runtime.scheduling.sequence import (
+    Chunk,
+    DecodeChunk,
+    PrefillChunk,
+    Sequence,
+)
 from kvlathe.runtime.scheduling.shared_prompts import SharedPrompts
-from kvlathe.runtime.scheduling.speculation import Speculation
-from kvlathe.runtime.scheduling.step_room import StepRoom, tokens_of
+from kvlathe.runtime.scheduling.step_room import StepRoom
 from kvlathe.runtime.sessions.protocols import PageMover
 
 T = TypeVar("T")
@@ -43,8 +49,22 @@ PROMPT_TOKENS = 512
 REPORTED = 512
 """Prompt tokens whose logits are reported, in one step: their rows cross to the host."""
 
-FIRST = (0,)
-"""What wants logits in a chunk of one token."""
+ONLY_ROW = (0,)  # logit rows of a one-token chunk
+
+
+class Scheduled(NamedTuple):
+    """What the next step computes: the newest token of each answer, and parts of
+    prompts. Their pages are reserved; the shortest come first."""
+
+    decodes: list[DecodeChunk]
+    prefills: list[PrefillChunk]
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """All of them, the shortest first."""
+        chunks: list[Chunk] = [*self.decodes, *self.prefills]
+        chunks.sort(key=attrgetter("count"))
+        return chunks
 
 
 class Scheduler:
@@ -76,9 +96,9 @@ class Scheduler:
         self._swapped: dict[Sequence, Swapped] = {}
         self._shared = SharedPrompts(pool)
         self._blocked = False
-        self._guests = 0
+        self._borrowers = 0
         self.stalled = False
-        """Whether the last step had no chunks, and a guest's pages may come back."""
+        """Whether the last step had no chunks, and borrowed pages may come back."""
         pool.reclaim = self._reclaim
 
     @property
@@ -135,28 +155,32 @@ class Scheduler:
             self.remember(sequence)
 
     # -- one step ----------------------------------------------------------------------
-    def schedule(self) -> list[Chunk]:
-        """The next step's chunks, their pages reserved, the shortest first. Empty only
-        if nothing is left to compute, or all wait for tokens that are being chosen."""
+    def schedule(self) -> Scheduled:
+        """The next step's chunks. None only if nothing is left to compute, or all wait
+        for tokens that are being chosen."""
         self._admit()
         for sequence in self.running:
-            self._shared.lead(sequence)
-        chunks: list[Chunk] = []
+            if sequence.shared_prompt is not None:
+                self._shared.lead(sequence)
+        decodes: list[DecodeChunk] = []
+        prefills: list[PrefillChunk] = []
         try:
-            self._decodes(chunks)
-            while not self._prompts(chunks) and not chunks and len(self.running) > 1:
+            self._decode(decodes)
+            others = len(self.running) > len(decodes)
+            while others and not self._prefill(prefills, decodes):
+                if decodes or prefills or len(self.running) == 1:
+                    break
                 self.preempt()
         except BaseException:
-            for chunk in chunks:
+            for chunk in (*decodes, *prefills):
                 self.pool.rollback(chunk.reservation)
             raise
-        chunks.sort(key=lambda chunk: chunk.count)
-        self.stalled = not chunks and self._guests > 0
-        return chunks
+        self.stalled = not decodes and not prefills and self._borrowers > 0
+        return Scheduled(decodes, prefills)
 
     def forked(self) -> list[Sequence]:
         """As SharedPrompts.forked, of those that run."""
-        return self._shared.forked(self.running)
+        return self._shared.forked(self.running) if self._shared.computed else []
 
     def prompt_done(self, sequence: Sequence, logits: np.ndarray | None) -> None:
         """The prompt is cached: others may continue it. ``logits`` [vocab] follow it;
@@ -164,10 +188,12 @@ class Scheduler:
         self.remember(sequence)
         self._shared.done(sequence, logits)
 
-    def again(self, chunk: Chunk, count: int) -> Chunk:
-        """The first ``count`` tokens of a chunk after its step was rolled back, their
-        pages reserved anew; none that were guessed."""
-        return self._chunk(chunk.sequence, 1 if chunk.drafts else count)
+    def again(self, chunk: Chunk) -> Chunk:
+        """A chunk after its step was rolled back, its pages reserved anew; none for
+        guesses."""
+        if chunk.is_prefill:
+            return self._prefill_chunk(chunk.sequence, chunk.count)
+        return self._decode_chunk(chunk.sequence, ())
 
     def ran(
         self, chunks: Items[Chunk], tokens: int, seconds: float, ahead: bool = True
@@ -175,28 +201,38 @@ class Scheduler:
         """A step has run; ``tokens`` without those that were guessed. ``ahead``: as
         Speculation.ran."""
         self.costs.ran(tokens, len(chunks), seconds)
-        if tokens == len(chunks):
-            self.speculation.ran(chunks, seconds, ahead)
+        if self.speculation.drafter is not None:
+            self.speculation.tried(chunks)
+            if tokens == len(chunks):
+                self.speculation.ran(chunks, seconds, ahead)
 
-    def _decodes(self, chunks: list[Chunk]) -> None:
+    @property
+    def _step_tokens(self) -> int:
+        """Tokens that a step may take."""
+        limit, most = self.limits.max_num_tokens, self.room.most
+        return limit if most is None else min(limit, most)
+
+    def _decode(self, chunks: list[DecodeChunk]) -> None:
         """One token of each decoding sequence; where pages run out, the youngest
         leaves."""
-        decoding = [s for s in self.running if s.decoding and not s.waits]
-        most = self.room.of(self.limits.max_num_tokens)
+        decoding = [s for s in self.running if s.decodes]
+        most = self._step_tokens
         del decoding[most:]
-        left = most - len(decoding)
-        guesses = self.speculation.guesses(decoding, self.pool, left)
+        guesses: dict[Sequence, list[int]] = {}
+        if self.speculation.drafter is not None:
+            left = most - len(decoding)
+            guesses = self.speculation.guesses(decoding, self.pool, left)
         while len(chunks) < len(decoding):
             sequence = decoding[len(chunks)]
             try:
-                chunks.append(self._decode(sequence, guesses.get(sequence, ())))
+                chunks.append(self._decode_chunk(sequence, guesses.get(sequence, ())))
             except OutOfPages:
-                if len(self.running) == 1 and not self._guests:
+                if len(self.running) == 1 and not self._borrowers:
                     raise
                 if self.preempt() is decoding[-1]:
                     decoding.pop()
 
-    def _decode(self, sequence: Sequence, guess: Items[int]) -> Chunk:
+    def _decode_chunk(self, sequence: Sequence, guess: Items[int]) -> DecodeChunk:
         """Its newest token and, where there are pages for it, what is guessed to
         follow."""
         count = 1 + len(guess)
@@ -205,17 +241,18 @@ class Scheduler:
         except OutOfPages:
             if not guess:
                 raise
-            return self._decode(sequence, ())
-        return Chunk(sequence, count, room, range(count) if guess else FIRST, guess)
+            return self._decode_chunk(sequence, ())
+        wanted = range(count) if guess else ONLY_ROW
+        return DecodeChunk(sequence, count, room, wanted, completes=True, drafts=guess)
 
-    def _prompts(self, chunks: list[Chunk]) -> bool:
-        """Prompt chunks into what is left of the step. False if the pages ran out: the
-        rest waits."""
-        if len(chunks) == len(self.running):
-            return True
-        limit = self.room.of(self.limits.max_num_tokens)
-        taken = tokens_of(chunks)
-        room = min(limit - taken, self.prompt_tokens) if chunks else limit
+    def _prefill(self, chunks: list[PrefillChunk], decodes: Items[DecodeChunk]) -> bool:
+        """Prompt chunks into what is left of a step of ``decodes``. False if the pages
+        ran out: the rest waits."""
+        limit = self._step_tokens
+        room = limit
+        if decodes:
+            taken = sum([chunk.count for chunk in decodes])
+            room = min(limit - taken, self.prompt_tokens)
         reported = REPORTED
         for sequence in self._in_turn():
             if sequence.decoding or sequence.follows or sequence.waits:
@@ -230,9 +267,9 @@ class Scheduler:
             if count < min(whole, self.pool.plan.page_tokens):
                 break  # not worth a step
             try:
-                chunks.append(self._chunk(sequence, count))
+                chunks.append(self._prefill_chunk(sequence, count))
             except OutOfPages:
-                if len(self.running) == 1 and not self._guests:
+                if len(self.running) == 1 and not self._borrowers:
                     raise
                 self._blocked = True
                 return False
@@ -247,32 +284,35 @@ class Scheduler:
             return self.running
         return sorted(self.running, key=lambda sequence: not sequence.in_chunk)
 
-    def _chunk(self, sequence: Sequence, count: int) -> Chunk:
+    def _prefill_chunk(self, sequence: Sequence, count: int) -> PrefillChunk:
         self._remember_windows(sequence)
         reservation = self.pool.reserve(
             sequence.table, sequence.arriving(count), sequence.seals_after(count)
         )
-        wanted: Items[int] = ()
-        if sequence.cached < sequence.prompt_tokens and sequence.reports_prompt:
+        in_prompt = sequence.cached < sequence.prompt_tokens
+        reports = in_prompt and sequence.reports_prompt
+        completes = sequence.completes(count)
+        wanted: Items[int] = (count - 1,) if completes else ()
+        if reports:
             wanted = range(count)
-        elif sequence.completes(count):
-            wanted = (count - 1,)
-        return Chunk(sequence, count, reservation, wanted)
+        needs_logits = reports or (in_prompt and sequence.leads)
+        return PrefillChunk(
+            sequence, count, reservation, wanted, completes, needs_logits
+        )
 
     # -- coming and going --------------------------------------------------------------
     def _admit(self) -> None:
         """Let those who wait run, in order, until one of them finds no room."""
-        while len(self.running) < self.limits.max_batch_size:
+        while self.waiting.entered and len(self.running) < self.limits.max_batch_size:
             sequence = self.waiting.peek()
-            if sequence is None:
-                return
+            assert sequence is not None
             if self.running and not self._expects_room(sequence):
                 self._blocked = True
                 return
             try:
                 self._prepare(sequence)
             except OutOfPages:
-                if not self.running and not self._guests:
+                if not self.running and not self._borrowers:
                     raise
                 self._blocked = True
                 return
@@ -307,14 +347,15 @@ class Scheduler:
             del self._swapped[sequence]
 
     @contextlib.contextmanager
-    def guest(self) -> Generator[None]:
-        """Around work that holds pages from one step to the next and does not run here.
-        While it lasts, who finds no page waits: the guest's come back."""
-        self._guests += 1
+    def borrowed_pages(self) -> Generator[None]:
+        """Context for work outside the scheduler that keeps pages across steps
+        (compaction). While open, running out of pages means wait, not fail: these pages
+        will be returned."""
+        self._borrowers += 1
         try:
             yield
         finally:
-            self._guests -= 1
+            self._borrowers -= 1
             self._blocked = False
 
     def make_room(self, take: Callable[[], T]) -> T:

@@ -1,4 +1,5 @@
-"""Sequence: one request on its way through the engine. Chunk: its part of one step."""
+"""Sequence: one request on its way through the engine. Chunk: its part of one step, a
+PrefillChunk or a DecodeChunk."""
 
 from __future__ import annotations
 
@@ -6,17 +7,27 @@ import math
 import time
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
+from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.cache.observed_rows import ObservedRows
 from kvlathe.runtime.cache.page_table import PageTable, Reservation
-from kvlathe.runtime.scheduling.prompt_stages import PromptStages
-from kvlathe.runtime.sessions.protocols import StepPlan
+from kvlathe.runtime.scheduling.prompt import PromptPath
+from kvlathe.runtime.sessions.protocols import PassRows
 from kvlathe.runtime.text.guide import Guide
 from kvlathe.runtime.text.sampler import Request, Sampler, TokenLogprob, logprob
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import TextStream
+
+Rows = npt.NDArray[np.float32]
+"""Logits, [rows, vocab]."""
+Choice = tuple[int | KvlatheError | None, TokenLogprob | None]
+"""A sequence's next token, or why it has none, and its log-probability if reported."""
+NO_TOKEN: Choice = (None, None)
+"""Of a sequence that does not grow in a step."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,9 +49,7 @@ class Sequence:
     """Prompt and answer in ``tokens``; K and V of the first ``cached`` of them are in
     the pages of ``table``.
 
-    ``chunk``: a prompt is cut, and its full pages sealed, at multiples of so many
-    tokens. While decoding, pages seal as they fill. So when pages seal depends on the
-    sequence, never on the schedule.
+    ``path``: how the rows of its prompt pass the layers, and when its pages seal.
 
     ``guide``: where the answer is in its structure, where it is to have one.
 
@@ -49,9 +58,9 @@ class Sequence:
 
     ``salt``: the tenant. Sequences share pages with those of the same salt, and take
     turns with the others. ``observed_rows``: which rows are observed, where the plan has
-    an observation window. ``prompt_stages``: while the prompt passes the stages of its
-    plan one after the other; ``prompt_rows``: the rows that each layer computed, once it
-    has. ``shared_prompt``: where several answers to one prompt were asked for.
+    an observation window. ``prompt_rows``: the rows that each layer computed, once a
+    prompt has passed the stages of its plan. ``shared_prompt``: where several answers to
+    one prompt were asked for.
 
     ``drafted``: tokens that were guessed for it and tried; ``accepted``: of these, those that
     are in its answer.
@@ -66,7 +75,7 @@ class Sequence:
     tokens: list[int]
     prompt_tokens: int
     table: PageTable
-    chunk: int
+    path: PromptPath
     sampler: Sampler
     text: TextStream | None = None
     guide: Guide | None = None
@@ -74,7 +83,6 @@ class Sequence:
     pending: int = 0
     salt: bytes = b""
     observed_rows: ObservedRows | None = None
-    prompt_stages: PromptStages | None = None
     prompt_rows: list[int] | None = None
     shared_prompt: SharedPrompt | None = None
     arrival: int = 0
@@ -140,6 +148,14 @@ class Sequence:
         """Whether its next chunk is just its newest token."""
         return self.cached + 1 == self.length > self.prompt_tokens
 
+    @property
+    def decodes(self) -> bool:
+        """Whether the next step takes its newest token, known here or not."""
+        length = len(self.tokens) + self.pending
+        if self.cached + 1 != length or length <= self.prompt_tokens:
+            return False
+        return not self.pending or self.grows
+
     def sharable(self, seals: bool) -> list[int]:
         """Tokens whose pages another sequence would compute alike: where pages seal,
         those of the prompt."""
@@ -153,91 +169,56 @@ class Sequence:
         """Tokens it may come to."""
         return self.prompt_tokens + self.params.max_new_tokens
 
+    # -- what the next rows mean, which its path says ----------------------------------
     def next_tokens(self, budget: int) -> int:
-        """How many tokens its next chunk takes where a step has room for ``budget``
+        """How many rows its next chunk takes where a step has room for ``budget``
         more."""
-        if self.prompt_stages:
-            return self.prompt_stages.next_rows(budget)
-        if self.cached >= self.prompt_tokens:
-            end = self.length
-        else:
-            border = (self.cached // self.chunk + 1) * self.chunk
-            end = min(border, self.prompt_tokens)
-        return min(end - self.cached, budget)
+        return self.path.next_rows(self.cached, self.length, budget)
 
     @property
     def in_chunk(self) -> bool:
-        """Whether a chunk of its prompt has begun and not ended: its tokens are hot."""
-        in_prompt = self.cached < self.prompt_tokens
-        return in_prompt and self.cached % self.chunk > 0
+        """As PromptPath.in_chunk."""
+        return self.path.in_chunk(self.cached)
 
-    def seals_at(self, end: int) -> bool:
-        """Whether pages seal and tokens move once ``end`` tokens are cached.
-
-        They do at the prompt's end and in decoding; within a prompt at multiples of
-        ``chunk`` or, where tokens are ranked, after each slice.
-        """
-        if end >= self.prompt_tokens:
-            return True
-        observation = self.observed_rows and self.observed_rows.observation
-        step = observation.slice_tokens if observation else self.chunk
-        return step > 0 and end % step == 0
-
-    # What the next ``count`` tokens mean. Of a prompt that passes stages, they are rows
-    # of one pass.
     def arriving(self, count: int) -> int | list[int]:
-        """How many reach each bucket; one number where all buckets get them."""
-        if self.prompt_stages:
-            return self.prompt_stages.arriving(count)
-        return count
+        """As PromptPath.arriving."""
+        return self.path.arriving(count)
 
     def places(self, count: int) -> Items[int]:
-        """Where they are among the sequence's tokens."""
-        if self.prompt_stages:
-            return self.prompt_stages.places(count)
-        return range(self.cached, self.cached + count)
+        """As PromptPath.places."""
+        return self.path.places(self.cached, count)
 
     @property
     def sees_logits(self) -> bool:
-        """Whether they pass the last stage."""
-        return self.prompt_stages is None or self.prompt_stages.last
+        """As PromptPath.sees_logits."""
+        return self.path.sees_logits
 
     def stop(self, count: int) -> int:
-        """How many of the sequence's tokens have come once they are cached, or their
-        pass ends."""
-        if self.prompt_stages:
-            return self.prompt_tokens
-        return self.cached + count
+        """As PromptPath.stop."""
+        return self.path.stop(self.cached, count)
 
     def seals_after(self, count: int) -> bool:
-        """Whether pages seal and tokens move after them."""
-        if self.prompt_stages:
-            return count == self.prompt_stages.left
-        return self.seals_at(self.cached + count)
+        """As PromptPath.seals."""
+        return self.path.seals(self.cached, count)
 
     def ends_prompt(self, count: int) -> bool:
-        """Whether the prompt, or its pass, ends with them."""
-        if self.prompt_stages:
-            return count == self.prompt_stages.left
-        return self.cached < self.prompt_tokens <= self.cached + count
+        """As PromptPath.ends."""
+        return self.path.ends(self.cached, count)
 
     def completes(self, count: int) -> bool:
         """Whether every known token is cached then, so that the next one can be
         chosen."""
-        if self.prompt_stages:
-            return self.prompt_stages.last and count == self.prompt_stages.left
-        return self.cached + count == self.length
+        return self.path.completes(self.cached, count, self.length)
 
-    def advance(self, count: int, step: StepPlan, place: int) -> None:
-        """Record that ``count`` tokens were computed: the sequence ``place`` of a step
-        that has run."""
-        stages = self.prompt_stages
-        if stages is None:
-            self.cached += count
-        elif stages.advance(count, step.passes[place] if step.passes else None):
-            self.cached = self.prompt_tokens
-            self.prompt_rows = stages.rows
-            self.prompt_stages = None
+    def advance(self, count: int, rows: PassRows | None) -> None:
+        """Record that the next ``count`` rows were computed, which were ``rows`` of
+        their step."""
+        path = self.path
+        added = path.advance(count, rows)
+        self.cached += added
+        if added and path.rows is not None:  # the last pass of a prompt has ended
+            self.prompt_rows = path.rows
+            self.path = path.after
 
     @property
     def reports_prompt(self) -> bool:
@@ -256,7 +237,8 @@ class Sequence:
     @property
     def grows(self) -> bool:
         """Whether a next token is wanted; else only the prompt was asked about."""
-        return self.length < self.most_tokens
+        most = self.prompt_tokens + self.sampler.params.max_new_tokens
+        return len(self.tokens) + self.pending < most
 
     @property
     def request(self) -> Request:
@@ -284,7 +266,9 @@ class Sequence:
         """No more tokens, and why."""
         self.finish_reason = reason
         self.error = error
-        self.prompt_stages = None  # hidden states go, whoever still holds the sequence
+        self.path = (
+            self.path.after
+        )  # hidden states go, whoever still holds the sequence
         self.last_token = self.last_token or time.perf_counter()
         self.first_token = self.first_token or self.last_token
         if self.text:
@@ -293,36 +277,67 @@ class Sequence:
 
 @dataclass(eq=False, slots=True)
 class Chunk:
-    """The next ``count`` uncached tokens of a sequence, room for them, and which of
-    them want logits (0-based).
+    """A sequence's part of one step: its next ``count`` rows, room for them, and which
+    of them want logits (0-based).
 
-    ``drafts``: the last of them are guesses at tokens that the sequence does not have yet.
-    Once the step has run, ``count`` is without those that were wrong.
+    ``completes``: whether the sequence's next token can be chosen after it.
+    ``needs_logits``: whether the host must see logits: to report the prompt's, or for
+    others that continue the same prompt. ``drafts``: its last rows are of tokens that are
+    guessed. Once the step has run, ``logits``
+    [wanted, vocab] are what the wanted rows gave, where the host has them; ``choices``
+    the tokens that follow, where the sequence grows, and ``count`` is without guesses
+    that were wrong.
     """
 
     sequence: Sequence
     count: int
     reservation: Reservation
     wanted: Items[int] = ()
+    completes: bool = False
+    needs_logits: bool = False
     drafts: Items[int] = ()
-
-    @property
-    def completes(self) -> bool:
-        """Whether the sequence's next token can be chosen after it."""
-        if self.drafts:
-            return True
-        return bool(self.wanted) and self.sequence.completes(self.count)
+    logits: Rows | None = None
+    choices: Items[Choice] = ()
+    is_prefill: ClassVar[bool] = False
 
     @property
     def ids(self) -> list[int]:
         """Its tokens; 0 for those that are not known."""
-        known = self.sequence.ids(self.count - len(self.drafts))
-        return [*known, *self.drafts]
+        return self.sequence.ids(self.count)
 
     @property
     def requests(self) -> list[Request]:
-        """What the choice of each token that follows it depends on: of the next one
-        and, where it has drafts, of those after them."""
+        """What the choice of each token that follows it depends on."""
+        return [self.sequence.request]
+
+    def advance(self, rows: PassRows | None) -> None:
+        """Record that it was computed, as ``rows`` of its step."""
+        self.sequence.advance(self.count, rows)
+
+    def first(self, count: int) -> Chunk:
+        """The same with ``count`` rows, to be reserved anew."""
+        return replace(self, count=count)
+
+
+class PrefillChunk(Chunk):
+    """Tokens of a prompt, or of a sequence that is computed again."""
+
+    __slots__ = ()
+    is_prefill = True
+
+
+class DecodeChunk(Chunk):
+    """The newest token of an answer and, behind it, ``drafts``."""
+
+    __slots__ = ()
+
+    @property
+    def ids(self) -> list[int]:
+        return [*self.sequence.ids(1), *self.drafts]
+
+    @property
+    def requests(self) -> list[Request]:
+        """Of the next token and, where it has drafts, of those after them."""
         sequence = self.sequence
         first = sequence.request
         requests = [first]
@@ -330,6 +345,12 @@ class Chunk:
             context: Items[int] = sequence.tokens
             if sequence.params.has_penalties:
                 context = [*sequence.tokens, *self.drafts[:ahead]]
-            row = replace(first, context=context, ahead=ahead)
-            requests.append(row)
+            requests.append(replace(first, context=context, ahead=ahead))
         return requests
+
+    def advance(self, rows: PassRows | None) -> None:
+        self.sequence.cached += self.count
+
+    def first(self, count: int) -> DecodeChunk:
+        """Without guesses: its newest token alone."""
+        return replace(self, count=1, drafts=())

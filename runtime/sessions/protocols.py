@@ -1,27 +1,26 @@
-"""What a session is: small protocols, and the values that they exchange.
-
-A session is a loaded engine with the memory of its pages. It runs steps, moves pages,
-and quantizes pages; a session whose engine ranks tokens also ranks them, and one on a GPU
-samples there. Callers ask for the protocol that they need.
-"""
+"""Session: a loaded engine with the memory of its pages, and the values that it
+exchanges with whoever runs it."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.moves import Selection
 from kvlathe.plan.plan import CompressionPlan
+from kvlathe.runtime.sessions.page_moves import PageMoves
 from kvlathe.runtime.text.sampler import Sampled, SamplingRows
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
+PLAIN = "plain"
+"""The coding of pages whose bytes are those of the pool."""
 
 
 class HiddenRows(Protocol):
@@ -117,21 +116,6 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class FullPage:
-    """A full page to be sealed: ``page`` of fresh bucket ``fresh``.
-
-    ``cold_pages``: one page of each of its cold buckets, in the order of
-    ``plan.cold(fresh)``. ``position``: place of the page's first token in its sequence.
-    Stochastic rounding depends on it.
-    """
-
-    fresh: int
-    page: int
-    cold_pages: tuple[int, ...]
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
 class Scores:
     """Scores of a sequence's tokens in one bucket, [lanes of the bucket, tokens].
 
@@ -143,40 +127,6 @@ class Scores:
     position: Int32 | None
 
 
-class StepRunner(Protocol):
-    """Runs steps."""
-
-    def run(self, step: StepPlan) -> Float32:
-        """Logits [R, vocab].
-
-        Writes the step's K and V to the places after ``lengths`` in the fresh buckets.
-        Adds what observed rows attended to the scores of the pages. Where
-        ``step.observed_attention`` is given, it holds the observed rows' attention
-        afterwards, of all kept lanes, layer by layer. Where ``step.stages`` is given,
-        computes only the layers that each sequence passes; ``step.passes`` then holds
-        what its tokens leave with. A step that fails may be run again.
-
-        Raises KvlatheError for a step that is larger than the engine was built for.
-        """
-        ...
-
-
-class PageMover(Protocol):
-    """Moves whole pages between steps."""
-
-    def copy_page(self, bucket: int, source: int, target: int) -> None:
-        """Copy on write."""
-        ...
-
-    def read_page(self, bucket: int, page: int) -> bytes:
-        """Swap out: the page's bytes."""
-        ...
-
-    def write_page(self, bucket: int, page: int, data: bytes) -> None:
-        """Swap in."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Region:
     """Memory that a network card or another process may be given: ``size`` bytes from
@@ -186,92 +136,6 @@ class Region:
     address: int
     size: int
     device: str
-
-
-@runtime_checkable
-class PoolMemory(Protocol):
-    """Has its pages in one range of memory, page by page as the layout says. Others may
-    read there, and write to pages that nobody here has."""
-
-    @property
-    def region(self) -> Region:
-        """The pool: page i of a bucket begins at i times the bucket's page stride."""
-        ...
-
-    def mark(self) -> Callable[[], None]:
-        """A function that waits, in any thread, until what was asked so far is done.
-        Before that a step that still runs may write to pages that were given back."""
-        ...
-
-
-@runtime_checkable
-class PageSummer(Protocol):
-    """Sums pages where they lie, so that their digests need no copy of them."""
-
-    def row_sums(self, bucket: int, pages: Sequence[int]) -> Callable[[], Int64]:
-        """[pages, rows]: the sums of each page's rows (kvlathe/plan/page_digest.py), as
-        the page is after what was asked so far. The function waits for them, in any
-        thread."""
-        ...
-
-
-class PageQuantizer(Protocol):
-    """Quantizes full pages between steps."""
-
-    def seal(self, pages: Sequence[FullPage]) -> None:
-        """Quantize each page into one page of each of its cold buckets."""
-        ...
-
-
-@runtime_checkable
-class TokenRanker(Protocol):
-    """Scores the tokens of a plan that ranks them, and moves them between buckets."""
-
-    def scores(self, bucket: int, pages: Sequence[int], tokens: int) -> Scores:
-        """Scores of the first ``tokens`` tokens in ``pages`` of a bucket."""
-        ...
-
-    def move(
-        self,
-        source: int,
-        pages: Sequence[int],
-        target: int,
-        target_pages: Sequence[int],
-        places: npt.NDArray[np.int64],
-    ) -> None:
-        """Write a sequence's tokens, with their scores, into new pages of ``target``.
-
-        ``places`` [lanes of the target, n]: for each lane (in lane order) the places of
-        its tokens in ``pages`` of bucket ``source``, ascending. Within a bucket the
-        bytes stay what they are. Between buckets the number format changes, and the
-        target's pages are filled.
-        """
-        ...
-
-    def forget(self, bucket: int, pages: Sequence[int]) -> None:
-        """Set the observed attention of all tokens in ``pages`` to 0."""
-        ...
-
-    def unobserve(self) -> None:
-        """Restore the scores from before the last ``run``: its step is rolled back."""
-        ...
-
-
-@runtime_checkable
-class DeviceRanker(Protocol):
-    """A TokenRanker that also ranks, where the scores are, so that nothing waits."""
-
-    def rank(
-        self,
-        selection: Selection,
-        pages: Sequence[int],
-        targets: Sequence[Sequence[int]],
-        seen: npt.NDArray[np.int64] | None,
-        keys: Sequence[int],
-    ) -> None:
-        """Make a selection among the tokens in ``pages``; ``targets`` are new pages of each
-        of its targets. ``seen``, ``keys``: as in cache/token_ranking.py."""
-        ...
 
 
 class Sampling(Protocol):
@@ -286,75 +150,125 @@ Choose = Callable[[SamplingRows], Sampling]
 """Chooses tokens from the logits of a step that may still run; the rows say what each of
 them asks for."""
 
+Capability = Literal[
+    "samples", "counts_tokens", "moves_tokens", "pool_memory", "page_sums"
+]
+"""What a session may be able to do beside what every session does.
 
-@runtime_checkable
-class TokenSampler(Protocol):
-    """Samples where the logits are, so that only tokens cross to the host."""
+- ``samples``: chooses tokens where the logits are (``start``), so that only tokens cross
+  to the host.
+- ``counts_tokens``: counts the tokens of answers where it chooses them, for rows that
+  ask for it (``SamplingRows.penalties``).
+- ``moves_tokens``: keeps scores of tokens, and carries out ``PageMoves.selections``,
+  ``relocations`` and ``resets``.
+- ``pool_memory``: has its pages in one range of memory, page by page as the layout says
+  (``region``, ``mark``). Others may read there, and write to pages that nobody here has.
+- ``page_sums``: sums pages where they lie (``row_sums``), so that their digests need no
+  copy of them.
+"""
 
+
+class PageMover(Protocol):
+    """Takes whole pages out of a pool and puts them back. ``coding``: how their bytes
+    are coded outside."""
+
+    coding: str = PLAIN
+
+    def read_page(self, bucket: int, page: int) -> bytes:
+        """Swap out: the page's bytes."""
+        ...
+
+    def write_page(self, bucket: int, page: int, data: bytes) -> None:
+        """Swap in."""
+        ...
+
+
+class Session(PageMover):
+    """A loaded engine with the memory of its pages. It runs steps, and carries out moves
+    of pages between them. What else it can do is in its ``capabilities``; a caller asks
+    there before it calls one of the last methods here."""
+
+    capabilities: frozenset[Capability] = frozenset()
+
+    @abstractmethod
+    def run(self, step: StepPlan) -> Float32:
+        """Logits [R, vocab].
+
+        Writes the step's K and V to the places after ``lengths`` in the fresh buckets.
+        Adds what observed rows attended to the scores of the pages. Where
+        ``step.observed_attention`` is given, it holds the observed rows' attention
+        afterwards, of all kept lanes, layer by layer. Where ``step.stages`` is given,
+        computes only the layers that each sequence passes; ``step.passes`` then holds
+        what its tokens leave with. A step that fails may be run again.
+
+        Raises KvlatheError for a step that is larger than the engine was built for.
+        """
+        ...
+
+    @abstractmethod
+    def apply(self, moves: Sequence[PageMoves]) -> None:
+        """Carry out moves between two steps: all copies first, then all seals together,
+        then what moves tokens, sequence by sequence, then the resets."""
+        ...
+
+    def roll_back(self) -> None:
+        """The last step, which has run, did not happen: scores are what they were before
+        it."""
+
+    # -- whatever it runs on -----------------------------------------------------------
+    def lost(self) -> str:
+        """Why it computes nothing any more; empty while it does. Waits for what was
+        asked so far."""
+        return ""
+
+    def warm_up(self) -> None:
+        """Make now what steps would make when they are first needed. Raises
+        KvlatheError where memory is missing."""
+
+    def watch(self, tell: Callable[[], None]) -> None:
+        """Where it is made of several processes: ``tell`` is called, in some thread,
+        once one of them has died."""
+
+    def check(self) -> None:
+        """Raises DeviceLost where one of them has."""
+
+    def close(self) -> None:
+        """End them."""
+
+    # -- capabilities ------------------------------------------------------------------
     def start(self, step: StepPlan) -> Choose:
-        """Run a step as ``StepRunner.run`` does. What it returns chooses a token for
+        """``samples``: run a step as ``run`` does. What it returns chooses a token for
         each of its R rows of logits, and is to be called before the next step.
 
         Neither waits: the next step may be given before the tokens are there, and
         ``StepPlan.after`` then names them. So may pages be moved and sealed.
         """
-        ...
+        raise NotImplementedError("samples")
+
+    @property
+    def region(self) -> Region:
+        """``pool_memory``: page i of a bucket begins at i times the bucket's page
+        stride."""
+        raise NotImplementedError("pool_memory")
+
+    def mark(self) -> Callable[[], None]:
+        """``pool_memory``: a function that waits, in any thread, until what was asked so
+        far is done. Before that a step that still runs may write to pages that were
+        given back."""
+        raise NotImplementedError("pool_memory")
+
+    def row_sums(self, bucket: int, pages: Sequence[int]) -> Callable[[], Int64]:
+        """``page_sums``: [pages, rows], the sums of each page's rows
+        (kvlathe/plan/page_digest.py), as the page is after what was asked so far. The
+        function waits for them, in any thread."""
+        raise NotImplementedError("page_sums")
 
 
-@runtime_checkable
-class TokenCounter(Protocol):
-    """A TokenSampler that counts the tokens of answers where it chooses them, for rows
-    that ask for it (``SamplingRows.penalties``)."""
-
-    counts_tokens: bool
-
-
-@runtime_checkable
-class OnDevice(Protocol):
-    """Runs on something that can be lost while the process lives."""
-
-    def lost(self) -> str:
-        """Why it computes nothing any more; empty while it does. Waits for it."""
-        ...
-
-    def warm_up(self) -> None:
-        """Make now what steps would make when they are first needed. Raises
-        KvlatheError where memory is missing."""
-        ...
-
-
-@runtime_checkable
-class Watched(Protocol):
-    """Is made of several processes, each of which may die while nothing runs."""
-
-    def watch(self, tell: Callable[[], None]) -> None:
-        """``tell`` is called, in some thread, once one of them has died."""
-        ...
-
-    def check(self) -> None:
-        """Raises DeviceLost where one has."""
-        ...
-
-    def close(self) -> None:
-        """End them."""
-        ...
-
-
-class Session(StepRunner, PageMover, PageQuantizer, Protocol):
-    """What every engine needs of its session."""
-
-
-def ranker_of(session: Session, plan: CompressionPlan) -> TokenRanker | None:
-    """The session as a ranker of tokens; None where ``plan`` ranks none.
-
-    Raises KvlatheError where ``plan`` ranks tokens and the session cannot.
-    """
-    if not plan.ranked:
-        return None
-    if isinstance(session, TokenRanker):
-        return session
-    raise KvlatheError(
-        "this engine cannot run here",
-        f"its plan ranks tokens and {type(session).__name__} keeps no scores",
-        "run it with --device cpu, or build it without a token rule",
-    )
+def check_session(session: Session, plan: CompressionPlan) -> None:
+    """Raises KvlatheError where ``plan`` ranks tokens and the session keeps no scores."""
+    if plan.ranked and "moves_tokens" not in session.capabilities:
+        raise KvlatheError(
+            "this engine cannot run here",
+            f"its plan ranks tokens and {type(session).__name__} keeps no scores",
+            "run it with --device cpu, or build it without a token rule",
+        )

@@ -32,7 +32,7 @@ class Ahead:
 
     def __init__(self, session: Session) -> None:
         self.inner = SamplesThere(session)
-        self.seal = session.seal
+        self.apply = session.apply
         self.events: list[str] = []
 
     def start(self, step: StepPlan) -> Callable[[SamplingRows], Sampling]:
@@ -72,7 +72,8 @@ def tokens_of(landed: list[overhead.Landed]) -> Counter[int]:
 def test_the_bare_loop_computes_the_same_tokens(llm: LLM) -> None:
     tokens, calls = answered(llm)
     assert tokens_of(overhead.bare(llm.session, calls)) == tokens
-    assert "seal" in {name for name, _ in calls}
+    applied = [args[0] for name, args in calls if name == "apply"]
+    assert any(one.seals for moves in applied for one in moves)
     assert "run" not in vars(llm.session)
     spent = overhead.spent_bare(llm.session, calls)
     assert spent.prompts > 0

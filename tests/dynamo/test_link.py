@@ -161,7 +161,7 @@ def test_a_bad_transfer_costs_the_transfer_alone(
                 if state == "PROC":
                     again = decoding.fetch(asked, handoff.to_fields())
                     assert await again is None
-                    assert target.engine.scheduler._guests == 0
+                    assert target.engine.scheduler._borrowers == 0
                     taken = target.pool.bytes_in_use
                     assert taken - before >= departure.parcel.page_bytes
                     agent.state = "DONE"

@@ -115,17 +115,17 @@ def test_ranking_waits_for_nothing(
     llm = on_gpu(cuda, ranked_plan(kind))
     session = llm.session
     assert isinstance(session, RankingSession)
-    rank, ranked = session.rank, []
+    select, ranked = session.select, []
 
-    def strict(*given: Any) -> None:  # noqa: ANN401  (as DeviceRanker.rank)
+    def strict(*given: Any) -> None:  # noqa: ANN401  (as RankingSession.select)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            rank(*given)
+            select(*given)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         ranked.append(given)
 
-    monkeypatch.setattr(session, "rank", strict)
+    monkeypatch.setattr(session, "select", strict)
     params = SamplingParams(max_new_tokens=80, temperature=0.0, ignore_eos=True)
     [answer] = llm.generate([list(text(300))], params)
     assert len(answer.token_ids) == 80

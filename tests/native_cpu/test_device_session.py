@@ -29,7 +29,7 @@ from kvlathe.runtime.sessions.gpu.pages import allocate_pool
 from kvlathe.runtime.sessions.gpu.session import DeviceSession
 from kvlathe.runtime.sessions.gpu.step_buffer import graph_batch_sizes
 from kvlathe.runtime.sessions.gpu.tensorrt import TensorRTCompute
-from kvlathe.runtime.sessions.protocols import FullPage, OnDevice
+from kvlathe.runtime.sessions.page_moves import FullPage
 from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.text.sampler import Request, Sampler, rows_of
@@ -96,7 +96,7 @@ def test_a_warm_session_captures_nothing_more(
     llm = in_torch(native, engine)
     session = device_session(llm)
     device = session.device
-    assert isinstance(session, OnDevice) and isinstance(device, HostDevice)
+    assert isinstance(device, HostDevice)
     session.warm_up()
     captured = device.captures
     assert captured == len(graph_batch_sizes(LIMITS.max_batch_size))

@@ -177,8 +177,8 @@ def break_at(place: str, llm: LLM, lost: Callable[..., Any]) -> None:
         land = engine._land
 
         def landing() -> list[Sequence]:
-            if engine._flight is not None:
-                sampling: Any = engine._flight.sampling
+            if engine._launched is not None:
+                sampling: Any = engine._launched._sampling
                 sampling.result = lost
             return land()
 

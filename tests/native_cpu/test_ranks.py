@@ -15,6 +15,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.runtime.native.library import Native
+from kvlathe.runtime.sessions.page_moves import Copy, PageMoves
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.checkpoints import FAMILIES
 from tests.support.host_ranks import (
@@ -139,7 +140,7 @@ def test_pages_move_and_come_back(ranks_of: Callable[[int], HostRanks]) -> None:
     size = 2 * session.strides[0]
     data = bytes(np.random.default_rng(1).integers(0, 255, size, np.uint8))
     session.write_page(0, 3, data)
-    session.copy_page(0, 3, 5)
+    session.apply([PageMoves(copies=[Copy(0, 3, 5)])])
     assert session.read_page(0, 5) == data == session.read_page(0, 3)
 
 

@@ -12,7 +12,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.answer import Answer
-from kvlathe.runtime.scheduling.speculation import Speculation
+from kvlathe.runtime.scheduling.parts.speculation import Speculation
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.structure import Structure
 from kvlathe.server.answers import Answerer

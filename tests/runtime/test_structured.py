@@ -50,7 +50,7 @@ CODE = Structure.regex(r"[A-Z]{2}-[0-9]{3,5}")
 
 def ahead(engine: LLM) -> LLM:
     """Steps run ahead of their tokens, as on a GPU."""
-    engine.engine.sampler = SamplesThere(engine.session)
+    engine.engine.session = SamplesThere(engine.session)
     return engine
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
+from kvlathe.runtime.scheduling.parts.speculation import Drafter, Speculation
 from kvlathe.runtime.scheduling.row_costs import RowCosts
 from kvlathe.runtime.scheduling.sequence import Sequence
-from kvlathe.runtime.scheduling.speculation import Drafter, Speculation
 from tests.support.fake_session import VOCABULARY, following
 
 

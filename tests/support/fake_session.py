@@ -26,7 +26,8 @@ from kvlathe.plan.token_rules import Window
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.sessions.host import passes
 from kvlathe.runtime.sessions.host.pages import HostPages
-from kvlathe.runtime.sessions.protocols import FullPage, Int32, StepPlan, StepRunner
+from kvlathe.runtime.sessions.page_moves import PageMoves
+from kvlathe.runtime.sessions.protocols import Capability, Int32, Session, StepPlan
 from kvlathe.runtime.sessions.shares import whole
 from kvlathe.runtime.text import sampler
 from kvlathe.runtime.text.sampler import Sampled, SamplingRows
@@ -56,13 +57,30 @@ def solo(prompt: Items[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-class SamplesThere:
+class SamplesThere(Session):
     """Samples where the logits of ``session`` are, as sessions on a GPU do: the tokens
     of a step are known there before they are known to the host."""
 
-    def __init__(self, session: StepRunner) -> None:
+    def __init__(self, session: Session) -> None:
         self.session = session
+        more: frozenset[Capability] = frozenset({"samples"})
+        self.capabilities = session.capabilities | more
         self.tokens = np.zeros(0, np.int64)
+
+    def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
+        return self.session.run(step)
+
+    def apply(self, moves: Items[PageMoves]) -> None:
+        self.session.apply(moves)
+
+    def roll_back(self) -> None:
+        self.session.roll_back()
+
+    def read_page(self, bucket: int, page: int) -> bytes:
+        return self.session.read_page(bucket, page)
+
+    def write_page(self, bucket: int, page: int, data: bytes) -> None:
+        self.session.write_page(bucket, page, data)
 
     def start(self, step: StepPlan) -> Callable[[SamplingRows], Known]:
         if step.after is not None:
@@ -89,7 +107,7 @@ class Known:
         return self.sampled
 
 
-class FakeSession:
+class FakeSession(Session):
     """``broken``: steps that have this token in them raise. ``largest``: tokens and
     sequences of the largest step. ``affordable``: steps of more tokens run out of memory, once
     they have written to their pages."""
@@ -163,14 +181,16 @@ class FakeSession:
                 assert sink + gone <= seen, "a page left that a query sees"
         return whole
 
-    def seal(self, pages: Items[FullPage]) -> None:
-        for full in pages:
-            cold = self.plan.cold(full.fresh)
-            for bucket, target in zip(cold, full.cold_pages, strict=True):
-                self.pages[bucket][target] = self.pages[full.fresh][full.page]
-
-    def copy_page(self, bucket: int, source: int, target: int) -> None:
-        self.pages[bucket][target] = self.pages[bucket][source]
+    def apply(self, moves: Items[PageMoves]) -> None:
+        for one in moves:
+            assert not (one.selections or one.relocations or one.resets)
+            for copy in one.copies:
+                pages = self.pages[copy.bucket]
+                pages[copy.target] = pages[copy.source]
+            for full in one.seals:
+                cold = self.plan.cold(full.fresh)
+                for bucket, target in zip(cold, full.cold_pages, strict=True):
+                    self.pages[bucket][target] = self.pages[full.fresh][full.page]
 
     def read_page(self, bucket: int, page: int) -> bytes:
         return self.pages[bucket][page].tobytes()
@@ -205,7 +225,7 @@ def attention(
     )
 
 
-class RankedSession(HostPages):
+class RankedSession(HostPages, Session):
     """Real pages, in formats as of ``exact``: the K of a token is its id everywhere,
     its V its position. Hidden states carry both from stage to stage. ``broken``,
     ``largest`` and ``affordable`` as in FakeSession; every ``faulty``-th move of tokens in steps of

@@ -24,10 +24,11 @@ from kvlathe.plan.token_rules import (
     split_tokens,
 )
 from kvlathe.runtime.cache.observed_rows import ObservedRows
-from kvlathe.runtime.cache.token_ranking import saliency
 from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.scheduling.prompt import path_of
 from kvlathe.runtime.scheduling.sequence import Sequence
 from kvlathe.runtime.sessions.host.pages import HostPages
+from kvlathe.runtime.sessions.host.saliency import saliency
 from kvlathe.runtime.sessions.protocols import Scores, Session, StepPlan
 from kvlathe.runtime.text.sampler import Sampler
 from kvlathe.runtime.text.sampling_params import SamplingParams
@@ -106,7 +107,7 @@ def observed_rows() -> st.SearchStrategy[ObservationWindow]:
     )
 
 
-class Numbers(HostPages):
+class Numbers(HostPages, Session):
     """A session whose token at position i has K and V i / 8 everywhere, and whose rows
     attend at random: the same for a (lane, row, token), whatever the step."""
 
@@ -175,7 +176,8 @@ class Numbers(HostPages):
 
 
 def attention(lane: int, row: int, tokens: npt.NDArray) -> npt.NDArray[np.float32]:
-    return noise(noise_key(lane, row), np.asarray(tokens), len(tokens), 1)[:, 0]
+    drawn = noise(noise_key(lane, row), np.asarray(tokens), len(tokens), 1)
+    return drawn[:, 0].astype(np.float32)
 
 
 def exact(plan: CompressionPlan) -> CompressionPlan:
@@ -312,7 +314,7 @@ def sequence_of(engine: LLM, tokens: list[int], prompt: int) -> Sequence:
         tokens,
         prompt,
         engine.pool.open(),
-        engine.plan.prefill_chunk,
+        path_of(engine.plan, prompt, engine.plan.prefill_chunk),
         Sampler(SamplingParams()),
         observed_rows=observed_rows,
     )

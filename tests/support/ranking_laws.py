@@ -22,7 +22,7 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.sessions.gpu.device import BYTE
 from kvlathe.runtime.sessions.gpu.side_memory import scratch_bytes
 from kvlathe.runtime.sessions.host.pages import HostPages
-from kvlathe.runtime.sessions.protocols import DeviceRanker, FullPage, TokenRanker
+from kvlathe.runtime.sessions.page_moves import FullPage
 from kvlathe.runtime.sessions.torch_cuda.tokens.ranking import RankingSession
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support.runtime_cases import (
@@ -166,9 +166,11 @@ def a_step_that_is_rolled_back_leaves_no_score(ours: LLM, theirs: LLM) -> None:
     found: list[npt.NDArray[np.float32]] = []
     for llm in (ours, theirs):
         session, table = llm.session, llm.pool.open()
-        assert isinstance(session, TokenRanker)
+        assert isinstance(session, RankingSession | HostPages)
 
-        def scores(session: TokenRanker = session, table: PageTable = table) -> Any:  # noqa: ANN401
+        def scores(
+            session: RankingSession | HostPages = session, table: PageTable = table
+        ) -> Any:  # noqa: ANN401
             return session.scores(bucket, table.pages[bucket], 6).attention.copy()
 
         weights = np.ones(1, np.float32)
@@ -179,7 +181,7 @@ def a_step_that_is_rolled_back_leaves_no_score(ours: LLM, theirs: LLM) -> None:
         step = next_step(llm, table, 60)
         llm.session.run(dataclasses.replace(step, observation_weights=weights))
         assert (scores() > before).all()
-        session.unobserve()
+        session.roll_back()
         np.testing.assert_array_equal(scores(), before)
         found.append(before)
         llm.pool.release(table)
@@ -191,19 +193,17 @@ def a_step_that_is_rolled_back_leaves_no_score(ours: LLM, theirs: LLM) -> None:
 
 def recorded(llm: LLM) -> list[Places]:
     """Every move of an engine from now on: [lanes, n] places that stay."""
-    ranking = llm.engine.ranking
-    assert ranking is not None
     moves: list[Places] = []
-    ranker: Any = ranking.ranker
-    name = "place" if isinstance(ranker, DeviceRanker) else "move"
-    inner = getattr(ranker, name)
+    session: Any = llm.session
+    name = "place" if isinstance(session, RankingSession) else "move"
+    inner = getattr(session, name)
 
-    def recording(*given: Any) -> None:  # noqa: ANN401  (as TokenRanker.move)
+    def recording(*given: Any) -> None:  # noqa: ANN401  (as HostPages.move)
         places = torch.as_tensor(given[-1])
         moves.append(places.cpu().numpy().copy())
         inner(*given)
 
-    setattr(ranker, name, recording)
+    setattr(session, name, recording)
     return moves
 
 

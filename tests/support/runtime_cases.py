@@ -27,7 +27,8 @@ from kvlathe.plan.memory import memory_table
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.plan.token_rules import Budget, Compacted, ObservationWindow, Share, Window
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
+from kvlathe.runtime.scheduling.prompt import Whole
+from kvlathe.runtime.scheduling.sequence import PrefillChunk, Sequence
 from kvlathe.runtime.sessions.host.onnx import OrtSession
 from kvlathe.runtime.sessions.host.pages import HostPages
 from kvlathe.runtime.sessions.protocols import Session, StepPlan
@@ -234,7 +235,7 @@ def ranked_plans(
     }
 
 
-class TorchSession(HostPages):
+class TorchSession(HostPages, Session):
     """The decoder in torch over the same pages: what an exported engine is compared
     with."""
 
@@ -381,7 +382,13 @@ def forced(
     """
     chunk, sampler = llm.plan.prefill_chunk, Sampler(SamplingParams())
     sequences = [
-        Sequence(list(text), len(text), llm.pool.open(), chunk, sampler)
+        Sequence(
+            list(text),
+            len(text),
+            llm.pool.open(),
+            Whole.cut(len(text), chunk),
+            sampler,
+        )
         for text in texts
     ]
     found: list[list[npt.NDArray[np.float32]]] = [[] for _ in texts]
@@ -389,9 +396,9 @@ def forced(
         chunks, owners = [], []
         for i, (sequence, size) in enumerate(zip(sequences, sizes, strict=True)):
             if count := min(size, len(sequence.tokens) - sequence.cached):
-                seal = sequence.seals_at(sequence.cached + count)
+                seal = sequence.seals_after(count)
                 chunks.append(
-                    Chunk(
+                    PrefillChunk(
                         sequence,
                         count,
                         llm.pool.reserve(sequence.table, count, seal),

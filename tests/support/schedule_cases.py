@@ -19,10 +19,10 @@ from kvlathe.runtime.cache.page_table import PageTable
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.scheduling.engine import Engine
-from kvlathe.runtime.scheduling.prompt_stages import PromptStages
+from kvlathe.runtime.scheduling.parts.speculation import Drafter
+from kvlathe.runtime.scheduling.prompt import PromptPath, Staged, path_of
 from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Sequence, SharedPrompt
-from kvlathe.runtime.scheduling.speculation import Drafter
 from kvlathe.runtime.text.sampler import Sampler
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.drafts import trying
@@ -99,6 +99,15 @@ def engine_for(
     )
 
 
+def fake_of(engine: Engine) -> FakeSession | RankedSession:
+    """The session that computes, wherever its tokens are chosen."""
+    session: object = engine.session
+    if isinstance(session, SamplesThere):
+        session = session.session
+    assert isinstance(session, FakeSession | RankedSession)
+    return session
+
+
 def holds(pool: PagePool, tokens: int) -> bool:
     """Whether it surely has room for a sequence of ``tokens`` tokens."""
     return pool.has_room_for(tokens, LIMITS.max_input_len)
@@ -113,22 +122,16 @@ def sequence_for(
 ) -> Sequence:
     params = SamplingParams(max_new_tokens=new, **asked)
     plan, sampler = engine.pool.plan, Sampler(params)
-    prompt_stages = (
-        PromptStages(plan, len(prompt), plan.prefill_chunk)
-        if len(plan.passes(len(prompt))) > 1
-        else None
-    )
     observed_rows = ObservedRows(plan, len(prompt))
     table = engine.pool.open()
     return Sequence(
         list(prompt),
         len(prompt),
         table,
-        plan.prefill_chunk,
+        path_of(plan, len(prompt), plan.prefill_chunk),
         sampler,
         salt=salt,
         observed_rows=observed_rows,
-        prompt_stages=prompt_stages,
     )
 
 
@@ -192,17 +195,16 @@ def check_ranked(engine: Engine) -> None:
     assert set(scheduler._swapped) == {s for s in scheduler.waiting if s.admitted}
     promised = 0
     for sequence in scheduler.running:
-        table, prompt_stages, held = sequence.table, sequence.prompt_stages, []
+        table, held = sequence.table, []
+        staged = staged_path(sequence.path)
         passed = range(
-            prompt_stages.stages.start
-            if prompt_stages
-            else pool.plan.graphs * (sequence.cached > 0)
+            staged.stages.start if staged else pool.plan.graphs * (sequence.cached > 0)
         )
         ranked = {b for stage in passed for b in pool.plan.buckets_of(stage)}
         for b, bucket in enumerate(pool.plan.buckets):
             arrived = table.arrived[b if bucket.source is None else bucket.source]
             if b not in ranked or (
-                not prompt_stages and sequence.cached < sequence.prompt_tokens
+                not staged and sequence.cached < sequence.prompt_tokens
             ):
                 held.append(0 if bucket.source is not None else arrived)
             else:
@@ -216,10 +218,14 @@ def check_ranked(engine: Engine) -> None:
     assert pool.bytes_in_use == promised
 
 
+def staged_path(path: PromptPath) -> Staged | None:
+    """Where a prompt passes the stages of its plan."""
+    return path if isinstance(path, Staged) else None
+
+
 def progress(everyone: list[Sequence]) -> list[object]:
     return [
-        (s.cached, len(s.tokens), s.prompt_stages and sum(s.prompt_stages.rows))
-        for s in everyone
+        (s.cached, len(s.tokens), s.path.rows and sum(s.path.rows)) for s in everyone
     ]
 
 
@@ -236,16 +242,15 @@ def play(
         bool(random.integers(2)) and sharable,
         faulty=9,
     )
-    scheduler, session, everyone = engine.scheduler, engine.session, []
-    assert isinstance(session, FakeSession | RankedSession)
+    scheduler, session, everyone = engine.scheduler, fake_of(engine), []
     session.affordable = memory
     if seed % 2:
-        engine.sampler = SamplesThere(session)
+        engine.session = SamplesThere(session)
     if random.random() < 0.5:
         ends = random.integers(0, BROKEN, 8)
         engine.stop_ids = frozenset(ends.tolist())
     if drafter is not None:
-        scheduler.speculation = trying(drafter, engine.stop_ids)
+        engine.speculate(trying(drafter, engine.stop_ids))
     scheduler.costs.token.add(
         float(random.choice([1e-9, 1.0]))
     )  # computing again is free, or dear

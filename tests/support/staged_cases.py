@@ -19,6 +19,7 @@ from kvlathe.plan.formats import Tier
 from kvlathe.plan.plan import Bucket, CompressionPlan, Stage
 from kvlathe.plan.token_rules import Budget, ObservationWindow, TokenRule
 from kvlathe.runtime.llm import LLM
+from kvlathe.runtime.scheduling.prompt import Staged
 from kvlathe.runtime.sessions.host.onnx import OrtSession
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
@@ -97,9 +98,9 @@ def rows_that_stay(llm: LLM, ids: Items[int]) -> list[Items[int]]:
     llm.engine.scheduler.add(sequence)
     found: list[Items[int]] = []
     while not sequence.finish_reason:
-        stages = sequence.prompt_stages
-        if stages is not None and not stages.computed:
-            found.append(stages.places(stages.count))
+        path = sequence.path
+        if isinstance(path, Staged) and not path.computed:
+            found.append(path.places(0, path.count))
         llm.engine.step()
     return found
 

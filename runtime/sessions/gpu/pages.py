@@ -12,7 +12,8 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import CudaLibrary, PageKernels
 from kvlathe.runtime.native.room import check_room
 from kvlathe.runtime.sessions.gpu.device import BYTE, Device, DeviceArray
-from kvlathe.runtime.sessions.protocols import FullPage, Region
+from kvlathe.runtime.sessions.page_moves import FullPage, PageMoves
+from kvlathe.runtime.sessions.protocols import Capability, PageMover, Region
 
 
 def allocate_pool(
@@ -27,8 +28,10 @@ def allocate_pool(
     return device.allocate(size // 128 * 128, "a cache")
 
 
-class DevicePages:
+class DevicePages(PageMover):
     """The pages of a plan in ``pool``, sealed by the native library."""
+
+    capabilities: frozenset[Capability] = frozenset({"pool_memory"})
 
     def __init__(
         self,
@@ -45,16 +48,23 @@ class DevicePages:
 
     @property
     def region(self) -> Region:
-        """As PoolMemory.region."""
+        """As Session.region."""
         return Region(self.pool.address, self.pool.nbytes, self.device.name)
 
     def mark(self) -> Callable[[], None]:
-        """As PoolMemory.mark."""
+        """As Session.mark."""
         return self.device.mark()
 
+    def apply(self, moves: Sequence[PageMoves]) -> None:
+        """As Session.apply, of moves of whole pages."""
+        for one in moves:
+            for copy in one.copies:
+                self.copy_page(copy.bucket, copy.source, copy.target)
+        self.seal([full for one in moves for full in one.seals])
+
     def seal(self, pages: Sequence[FullPage]) -> None:
-        """As PageQuantizer.seal: one call of the library for each pair of buckets. A
-        rank may have no lanes of some."""
+        """Quantize each page into one page of each of its cold buckets: one call of the
+        library for each pair of buckets. A rank may have no lanes of some."""
         jobs: defaultdict[tuple[int, int], list[tuple[int, int, int]]]
         jobs = defaultdict(list)
         for full in pages:

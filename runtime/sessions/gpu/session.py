@@ -35,7 +35,7 @@ from kvlathe.runtime.sessions.gpu.step_buffer import (
     graph_batch_sizes,
     kind_of,
 )
-from kvlathe.runtime.sessions.protocols import Float32, StepPlan
+from kvlathe.runtime.sessions.protocols import Float32, Session, StepPlan
 from kvlathe.runtime.sessions.steps import check_step
 
 NOTHING: Bindings = {}
@@ -62,7 +62,7 @@ class Compute(Protocol):
         ...
 
 
-class DeviceSession(DevicePages):
+class DeviceSession(DevicePages, Session):
     """A session with its pages in ``pool`` (allocate_pool), computed by ``compute``."""
 
     def __init__(
@@ -87,7 +87,7 @@ class DeviceSession(DevicePages):
 
     # -- steps -------------------------------------------------------------------------
     def run(self, step: StepPlan) -> Float32:
-        """As StepRunner.run."""
+        """As Session.run."""
         return self.device.fetch(self.launch(step))
 
     def launch(self, step: StepPlan) -> DeviceArray:
@@ -114,7 +114,7 @@ class DeviceSession(DevicePages):
         return self._rows_of(logits, len(step.logit_rows))
 
     def lost(self) -> str:
-        """As OnDevice.lost. A GPU's fault stays: every later call tells of it."""
+        """As Session.lost. A GPU's fault stays: every later call tells of it."""
         try:
             self.device.wait()
         except Exception as fault:
@@ -122,7 +122,7 @@ class DeviceSession(DevicePages):
         return ""
 
     def warm_up(self) -> None:
-        """As OnDevice.warm_up: capture the graph of every batch size."""
+        """As Session.warm_up: capture the graph of every batch size."""
         for size in self.batch_sizes:
             self._graph_of(size)
 

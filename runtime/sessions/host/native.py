@@ -49,6 +49,7 @@ class NativeSession(OrtSession):
         assert chosen is not None
         self.library = chosen
         super().__init__(folder, plan, limits, arena_bytes, threads)
+        self._observes_seldom = plan.observes and not plan.ranked
         self._writer = PageWriter(
             self.library, plan
         )  # on this thread: under a millisecond a page
@@ -66,8 +67,7 @@ class NativeSession(OrtSession):
     def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
         """As OrtSession.run. Where tokens are never ranked, a step without weights
         observes nothing, and the operator is told so."""
-        rests = self.plan.observes and not self.plan.ranked
-        if rests and step.observation_weights is None:
+        if self._observes_seldom and step.observation_weights is None:
             nothing = np.zeros(0, np.float32)
             step = dataclasses.replace(step, observation_weights=nothing)
         return super().run(step)

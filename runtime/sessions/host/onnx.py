@@ -24,8 +24,8 @@ from kvlathe.plan.plan import CompressionPlan, graph_files
 from kvlathe.runtime.sessions.host import passes
 from kvlathe.runtime.sessions.host.pages import HostPages, typed_views
 from kvlathe.runtime.sessions.host.ragged import by_size
-from kvlathe.runtime.sessions.protocols import StepPlan
-from kvlathe.runtime.sessions.shares import Share
+from kvlathe.runtime.sessions.protocols import Session, StepPlan
+from kvlathe.runtime.sessions.shares import Share, whole
 from kvlathe.runtime.sessions.steps import check_step
 
 
@@ -127,7 +127,7 @@ class Graph:
         ]
 
 
-class OrtSession(HostPages):
+class OrtSession(HostPages, Session):
     """Loads ``folder``'s graphs with an arena of ``arena_bytes``. Raises KvlatheError
     if ONNX Runtime refuses one."""
 
@@ -153,6 +153,8 @@ class OrtSession(HostPages):
         ]
         for graph in self.graphs:
             graph.bind(self.memory)
+        # Whether a step passes one graph as it is, and nothing is observed.
+        self._one_graph = self.shares is whole and not plan.stages and not plan.observes
 
     def options(self, threads: int | None) -> ort.SessionOptions:
         """How ONNX Runtime opens the model."""
@@ -170,6 +172,10 @@ class OrtSession(HostPages):
         """Logits [R, vocab]; the step's rows are in the pool afterwards. Raises
         KvlatheError beyond the profile."""
         check_step(step, self.limits)
+        if self._one_graph:
+            out, rows = self.graphs[0].run(step, None)
+            self.append(step, rows)
+            return out.astype(np.float32, copy=False)
         vocabulary = self.plan.model.vocab_size
         logits = np.empty((len(step.logit_rows), vocabulary), np.float32)
         hidden = passes.entering(step, self._width)

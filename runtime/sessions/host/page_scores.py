@@ -135,7 +135,7 @@ class PageScores:
 
     # -- between steps -----------------------------------------------------------------
     def read(self, bucket: int, pages: Sequence[int], tokens: int) -> Scores:
-        """As TokenRanker.scores."""
+        """Scores of the first ``tokens`` tokens in ``pages`` of a bucket."""
         table = self.rows[bucket][list(pages)]
 
         def flat(kind: np.dtype) -> np.ndarray:
@@ -149,7 +149,7 @@ class PageScores:
         )
 
     def forget(self, bucket: int, pages: Sequence[int]) -> None:
-        """As TokenRanker.forget."""
+        """Set the observed attention of all tokens in ``pages`` to 0."""
         if self._scored[bucket]:
             self._field(bucket, self.rows[bucket], ATTENTION)[list(pages)] = 0
 

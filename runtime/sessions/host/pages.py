@@ -25,7 +25,15 @@ from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_fields import token_fields
 from kvlathe.runtime.sessions.host import huge_pages
 from kvlathe.runtime.sessions.host.page_scores import PageScores
-from kvlathe.runtime.sessions.protocols import FullPage, Region, Scores, StepPlan
+from kvlathe.runtime.sessions.host.saliency import ranked, saliency, selected
+from kvlathe.runtime.sessions.page_moves import FullPage, PageMoves, PageSelection
+from kvlathe.runtime.sessions.protocols import (
+    Capability,
+    PageMover,
+    Region,
+    Scores,
+    StepPlan,
+)
 
 INT32_UNITS = 2**31 - 1
 
@@ -42,13 +50,15 @@ class _Scatter:
     step: npt.NDArray[np.intp]  # [n]
 
 
-class HostPages:
+class HostPages(PageMover):
     """The pool's memory for a plan: ``arena_bytes`` of zeroed, page-aligned memory that
     costs nothing until touched.
 
     ``views`` holds it as typed arrays [n, unit] of the formats that Attend reads
     (pool_f32, pool_f16, pool_u8).
     """
+
+    capabilities: frozenset[Capability] = frozenset({"moves_tokens", "pool_memory"})
 
     def __init__(self, layout: CacheLayout, arena_bytes: int) -> None:
         check_supported(layout.plan)
@@ -141,16 +151,31 @@ class HostPages:
 
     @property
     def region(self) -> Region:
-        """As PoolMemory.region."""
+        """As Session.region."""
         return Region(self.memory.ctypes.data, self.memory.nbytes, "cpu")
 
     def mark(self) -> Callable[[], None]:
-        """As PoolMemory.mark: nothing is left to do once a call returns."""
+        """As Session.mark: nothing is left to do once a call returns."""
         return lambda: None
 
     # -- pages change between steps ----------------------------------------------------
+    def apply(self, moves: Sequence[PageMoves]) -> None:
+        """As Session.apply."""
+        for one in moves:
+            for copy in one.copies:
+                self.copy_page(copy.bucket, copy.source, copy.target)
+        self.seal([full for one in moves for full in one.seals])
+        for one in moves:
+            for selection in one.selections:
+                self.select(selection)
+            for x in one.relocations:
+                self.move(x.source, x.pages, x.target, x.target_pages, x.places)
+        for one in moves:
+            for reset in one.resets:
+                self.forget(reset.bucket, reset.pages)
+
     def seal(self, pages: Sequence[FullPage]) -> None:
-        """As PageQuantizer.seal."""
+        """Quantize each page into one page of each of its cold buckets."""
         for full in pages:
             self._seal_one(full)
 
@@ -180,6 +205,18 @@ class HostPages:
             for matrix, hot in zip(pair, self.matrices[fresh][index], strict=True):
                 matrix.write(self.rows[cold][target], hot.read(source), position)
 
+    def select(self, one: PageSelection) -> None:
+        """Order the tokens of a bucket by saliency, and move them to their targets."""
+        observation, selection = self.plan.observation, one.selection
+        assert observation is not None
+        scores = self.scores(selection.bucket, one.pages, selection.length)
+        salient = saliency(observation, scores, one.seen, one.keys)
+        parts = selected(selection, ranked(salient, selection.newest))
+        for target, pages, places in zip(
+            selection.targets, one.targets, parts, strict=True
+        ):
+            self.move(selection.bucket, one.pages, target.bucket, pages, places)
+
     def move(
         self,
         source: int,
@@ -188,7 +225,7 @@ class HostPages:
         target_pages: Sequence[int],
         places: npt.NDArray[np.int64],
     ) -> None:
-        """As TokenRanker.move. Raises KvlatheError if the source's tokens cannot leave
+        """As Relocation. Raises KvlatheError if the source's tokens cannot leave
         their groups."""
         lanes = list(self.matrices[target])
         if source == target:
@@ -249,15 +286,15 @@ class HostPages:
                 target[rows, columns] = packed.reshape(len(rows), -1)
 
     def scores(self, bucket: int, pages: Sequence[int], tokens: int) -> Scores:
-        """As TokenRanker.scores."""
+        """Scores of the first ``tokens`` tokens in ``pages`` of a bucket."""
         return self.page_scores.read(bucket, pages, tokens)
 
-    def unobserve(self) -> None:
-        """As TokenRanker.unobserve."""
+    def roll_back(self) -> None:
+        """As Session.roll_back."""
         self.page_scores.undo()
 
     def forget(self, bucket: int, pages: Sequence[int]) -> None:
-        """As TokenRanker.forget."""
+        """Set the observed attention of all tokens in ``pages`` to 0."""
         self.page_scores.forget(bucket, pages)
 
     def copy_page(self, bucket: int, source: int, target: int) -> None:

@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 
 from kvlathe.runtime.sessions.gpu.device import DeviceArray
+from kvlathe.runtime.sessions.gpu.pages import DevicePages
 from kvlathe.runtime.sessions.gpu.session import DeviceSession
-from kvlathe.runtime.sessions.protocols import Choose, Int64, Sampling, StepPlan
+from kvlathe.runtime.sessions.protocols import (
+    Capability,
+    Choose,
+    Int64,
+    Sampling,
+    StepPlan,
+)
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of, tensor_of
 from kvlathe.runtime.sessions.torch_cuda.page_sums import PageSums
 from kvlathe.runtime.sessions.torch_cuda.sampling import sampling
@@ -22,12 +29,14 @@ class TorchSession(DeviceSession):
     """A DeviceSession whose tokens are sampled on the GPU: logits never leave it, and
     the next step takes its tokens there."""
 
-    counts_tokens = True
+    capabilities: frozenset[Capability] = DevicePages.capabilities.union(
+        ("samples", "counts_tokens", "page_sums")
+    )
     _tokens: Tensor | None = None  # of the step before
     _counts: TokenCounts | None = None
 
     def start(self, step: StepPlan) -> Choose:
-        """As TokenSampler.start."""
+        """As Session.start."""
         return partial(self._choose, tensor_of(self.launch(step)))
 
     def _choose(self, logits: Tensor, rows: SamplingRows) -> Sampling:
@@ -42,7 +51,7 @@ class TorchSession(DeviceSession):
         return PageSums(bytes_of(self.pool))
 
     def row_sums(self, bucket: int, pages: Sequence[int]) -> Callable[[], Int64]:
-        """As PageSummer.row_sums."""
+        """As Session.row_sums."""
         return self._page_sums.of(self.strides[bucket], pages)
 
     @torch.inference_mode()

@@ -32,6 +32,7 @@ from kvlathe.runtime.cache.arena import OutOfPages, slab_size
 from kvlathe.runtime.cache.page_table import PageTable, Reservation
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.sessions.host.pages import HostPages
+from kvlathe.runtime.sessions.page_moves import PageMoves
 from kvlathe.runtime.sessions.protocols import StepPlan
 
 PAGE = 16
@@ -113,14 +114,14 @@ class PoolMachine(RuleBasedStateMachine):
             page_tables=tuple(np.array([ids or [0]], np.int32) for ids in table.pages),
             logit_rows=np.zeros(0, np.int32),
         )
-        for copy in reservation.moves.copies if reservation.moves else ():
+        for copy in reservation.change.copies if reservation.change else ():
             self.host.copy_page(copy.bucket, copy.source, copy.target)
         rows = np.repeat(
             np.array(values, self.host.hot)[:, None], self.host.row_width, axis=1
         )
         self.host.append(step, rows)
-        if reservation.moves:
-            self.host.seal(reservation.moves.seals)
+        if reservation.change:
+            self.host.apply([reservation.change.moves])
         return values
 
     @rule(target=sequences)
@@ -173,15 +174,15 @@ class PoolMachine(RuleBasedStateMachine):
             reservation = self.pool.reserve(sequence.table, count, seal=True)
         except OutOfPages:
             return
-        moves = reservation.moves
-        assert moves is not None
-        unsealed = dataclasses.replace(moves, seals=[])
-        values = self.fill(sequence, dataclasses.replace(reservation, moves=unsealed))
+        change = reservation.change
+        assert change is not None
+        unsealed = dataclasses.replace(change, moves=PageMoves())
+        values = self.fill(sequence, dataclasses.replace(reservation, change=unsealed))
         kept = 1 + int(right * (count - 1))
         if kept < count:
             self.pool.shorten(reservation, kept)
-            assert not (moves.seals or moves.rankings)
-        self.host.seal(moves.seals)
+            assert not change.moves
+        self.host.apply([change.moves])
         self.pool.commit(reservation)
         sequence.values = sequence.values + values[:kept]
 

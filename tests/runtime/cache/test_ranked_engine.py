@@ -21,10 +21,11 @@ from kvlathe.plan.token_rules import (
 )
 from kvlathe.runtime.cache.observed_rows import ObservedRows
 from kvlathe.runtime.cache.prefix import PrefixCache
-from kvlathe.runtime.cache.token_ranking import saliency
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
-from kvlathe.runtime.sessions.protocols import TokenRanker
+from kvlathe.runtime.scheduling.prompt import Whole
+from kvlathe.runtime.scheduling.sequence import PrefillChunk, Sequence
+from kvlathe.runtime.sessions.host.pages import HostPages
+from kvlathe.runtime.sessions.host.saliency import saliency
 from kvlathe.runtime.text.sampler import Sampler
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.nightly import rest_nightly
@@ -127,7 +128,9 @@ def test_one_share_of_everything_is_a_plain_tier() -> None:
     )
     ids = list(text(330))
     engine = own_llm(plain)
-    sequence = Sequence(ids, 320, engine.pool.open(), 512, Sampler(SamplingParams()))
+    sequence = Sequence(
+        ids, 320, engine.pool.open(), Whole.cut(320, 512), Sampler(SamplingParams())
+    )
     found = []
     for count in (
         320,
@@ -135,7 +138,9 @@ def test_one_share_of_everything_is_a_plain_tier() -> None:
     ):  # a prompt that seals once, then a decode before the next page is full
         reservation = engine.pool.reserve(sequence.table, count, True)
         found.append(
-            engine.engine.run([Chunk(sequence, count, reservation, range(count))])
+            engine.engine.run(
+                [PrefillChunk(sequence, count, reservation, range(count))]
+            )
         )
     logits = own_llm(ranked).logits(ids, range(319, 330), prompt=320)
     assert np.abs(logits[1:] - found[1]).max() < 1e-3
@@ -163,9 +168,13 @@ def test_the_ranking_agrees_with_the_attention_of_transformers(
         attended = model(torch.tensor([ids]), output_attentions=True).attentions
     sequence = sequence_of(engine, [*ids, 0], count)
     engine.engine.run(
-        [Chunk(sequence, count, engine.pool.reserve(sequence.table, count, False))]
+        [
+            PrefillChunk(
+                sequence, count, engine.pool.reserve(sequence.table, count, False)
+            )
+        ]
     )
-    assert isinstance(engine.session, TokenRanker)
+    assert isinstance(engine.session, HostPages)
     scores = engine.session.scores(0, sequence.table.pages[0], count)
     found = saliency(observation, scores, ObservedRows(plan, count).seen(ids, count))
     for i, of_layer in enumerate(attended):

@@ -20,7 +20,7 @@ from kvlathe.plan.token_rules import (
 from kvlathe.runtime.cache.observed_rows import ObservedRows
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.scheduling.sequence import Chunk
+from kvlathe.runtime.scheduling.sequence import PrefillChunk
 from tests.support.ranking_cases import (
     PAGE,
     SHAPE,
@@ -109,7 +109,7 @@ def test_tokens_are_where_they_rank_under_any_schedule(
             )
             count = min(int(random.integers(1, 60)), most, s.next_tokens(1000))
             chunks.append(
-                Chunk(
+                PrefillChunk(
                     s, count, engine.pool.reserve(s.table, count, s.seals_after(count))
                 )
             )
@@ -139,15 +139,15 @@ def test_tokens_are_where_they_rank_under_any_schedule(
     assert engine.pool.bytes_in_use == 0
 
 
-def fail(engine: LLM, session: Numbers, chunks: list[Chunk]) -> None:
+def fail(engine: LLM, session: Numbers, chunks: list[PrefillChunk]) -> None:
     """The step runs, then something breaks: everything is as before."""
     before = engine.pool.pages_in_use
-    moves = [chunk.reservation.moves for chunk in chunks if chunk.reservation.moves]
-    taken = sum(len(ids) for move in moves for ids in move.taken)
+    changes = [chunk.reservation.change for chunk in chunks if chunk.reservation.change]
+    taken = sum(len(ids) for change in changes for ids in change.taken)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(session, "seal", broken)
         patch.setattr(session, "move", broken)
-        if any(move.seals or move.rankings for move in moves):
+        if any(change.moves for change in changes):
             with pytest.raises(RuntimeError, match="broken"):
                 engine.engine.run(chunks)
         else:

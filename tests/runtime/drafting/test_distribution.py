@@ -15,9 +15,9 @@ from scipy.stats import chisquare
 
 from kvlathe.plan.manifest import Limits
 from kvlathe.runtime.scheduling.engine import Engine
+from kvlathe.runtime.scheduling.parts.speculation import Speculation
 from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Sequence
-from kvlathe.runtime.scheduling.speculation import Speculation
 from kvlathe.runtime.sessions.protocols import StepPlan
 from tests.support.drafts import FreeRows
 from tests.support.fake_session import FakeSession, SamplesThere
@@ -68,10 +68,9 @@ def engine(on_device: bool, guesses: bool) -> Engine:
     scheduler = Scheduler(made.pool, session, LIMITS)
     made = Engine(session, made.pool, scheduler, ())
     if on_device:
-        made.sampler = SamplesThere(session)
+        made.session = SamplesThere(session)
     if guesses:
-        scheduler.speculation = Speculation(Guesser(), 2)
-        scheduler.speculation.costs = FreeRows()
+        made.speculate(Speculation(Guesser(), 2)).costs = FreeRows()
     return made
 
 

@@ -77,7 +77,7 @@ def test_answers_are_what_they_are_without_a_draft_model() -> None:
     prompts = [list(text(90)), list(text(40, 500))]
     plain = engine.generate(prompts, params)
     model = DraftModel(draft)
-    made = engine.engine.scheduler.speculation = trying(model)
+    made = engine.engine.speculate(trying(model))
     guessed = engine.generate(prompts, params)
     assert [one.token_ids for one in guessed] == [one.token_ids for one in plain]
     assert all(one.accepted > 0.8 * one.drafted > 8 for one in guessed), (

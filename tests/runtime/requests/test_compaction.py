@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.cache.kept_pairs import kept_places
 from kvlathe.runtime.requests import compaction
 from kvlathe.runtime.requests.compaction import Compaction
+from kvlathe.runtime.sessions.page_moves import PageMoves
 from kvlathe.runtime.sessions.protocols import StepPlan
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.compaction_cases import (
@@ -199,16 +201,14 @@ class QueuesOnly:
             self.lost()
         return rows
 
-    def move(self, *given: object) -> None:
+    def apply(self, moves: Sequence[PageMoves]) -> None:
         self.owed += 1
-        self.session.move(*given)
+        self.session.apply(moves)
 
     def lost(self) -> str:
         self.now += self.owed
         self.owed = 0
         return ""
-
-    def warm_up(self) -> None: ...
 
     def perf_counter(self) -> float:
         return self.now
@@ -226,9 +226,9 @@ def test_seconds_are_those_of_work_that_is_done(
     queue.owed = 7  # of somebody else
     monkeypatch.setattr(compaction, "time", queue)
     made = engine.compact(prompt()[:PREFIX], 0.5)
-    parts, buckets = -(-PREFIX // PART), 1
+    parts, moves = -(-PREFIX // PART), 1
     assert made.prefill_seconds == 1
-    assert made.seconds == 1 + parts + buckets
+    assert made.seconds == 1 + parts + moves
     forget(engine)
 
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,6 @@ import pytest
 from kvlathe.base.errors import EngineStopped, KvlatheError
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.request import Delta
-from kvlathe.runtime.scheduling.sequence import Chunk
 from kvlathe.runtime.sessions.protocols import StepPlan
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.nightly import rest_nightly
@@ -187,7 +187,7 @@ def test_what_a_failing_step_had_ended_is_told_of(
     late = engine.sequence(PROMPTS[0], LONG)
     late.deadline = time.perf_counter()
 
-    def faulty() -> list[Chunk]:
+    def faulty() -> NoReturn:
         monkeypatch.undo()
         raise ValueError("no more")
 

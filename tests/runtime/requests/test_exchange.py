@@ -146,7 +146,7 @@ def test_a_sequence_moves_while_its_next_token_is_being_chosen(kind: str) -> Non
     with llm("torch", kind) as source, llm("torch", kind) as target:
         expected = source.generate([prompt], SAMPLED)[0].token_ids
         for engine in (source, target):
-            engine.engine.sampler = SamplesThere(engine.session)
+            engine.engine.session = SamplesThere(engine.session)
         with moved(source, prompt, 4) as departure:
             arrival = target.exchange.unpack(departure.packed())
         assert source.pool.bytes_in_use == 0

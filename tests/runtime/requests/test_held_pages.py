@@ -9,6 +9,7 @@ import pytest
 
 from kvlathe.base.errors import EngineStopped
 from kvlathe.runtime.requests.held_pages import HeldPages
+from kvlathe.runtime.scheduling.scheduler import Scheduled
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.prefix_cases import forget, sharing
 from tests.support.runtime_cases import llm, text
@@ -33,7 +34,7 @@ def test_who_finds_no_page_waits_until_held_ones_come_back(kind: str) -> None:
     steps = 0
     schedule = engine.engine.scheduler.schedule
 
-    def counted() -> list:
+    def counted() -> Scheduled:
         nonlocal steps
         steps += 1
         return schedule()
@@ -55,9 +56,9 @@ def test_closing_twice_lets_others_wait_for_whoever_is_left() -> None:
     scheduler = engine.engine.scheduler
     first.close()
     first.close()
-    assert scheduler._guests == 1
+    assert scheduler._borrowers == 1
     second.close()
-    assert scheduler._guests == 0
+    assert scheduler._borrowers == 0
     forget(engine)
 
 

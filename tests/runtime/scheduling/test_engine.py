@@ -323,7 +323,7 @@ def test_one_prompt_is_through_before_the_next_where_nothing_seals(
     scheduler = engine.engine.scheduler
     for length in (900, 300):
         scheduler.add(engine.sequence(list(text(length)), SamplingParams()))
-    chunks = scheduler.schedule()
+    chunks = scheduler.schedule().chunks
     assert [chunk.count for chunk in chunks] == first
     for chunk in chunks:
         engine.pool.rollback(chunk.reservation)

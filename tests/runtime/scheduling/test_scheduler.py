@@ -21,13 +21,14 @@ from kvlathe.runtime.scheduling.admission import Admission, Costs
 from kvlathe.runtime.scheduling.fair_queue import FairQueue
 from kvlathe.runtime.scheduling.step_room import PATIENCE
 from kvlathe.runtime.sessions.protocols import StepPlan
-from tests.support.fake_session import FakeSession, RankedSession, SamplesThere, solo
+from tests.support.fake_session import FakeSession, SamplesThere, solo
 from tests.support.nightly import rest_nightly
 from tests.support.schedule_cases import (
     KINDS,
     RANKED,
     check,
     engine_for,
+    fake_of,
     play,
     sequence_for,
 )
@@ -87,8 +88,7 @@ def test_steps_that_find_no_memory_are_cut_until_they_do(
     starved = 0
     for seed, memory in enumerate((1, 2, 7, 20)):
         engine, _, _ = play(seed, kind, memory)
-        session: object = engine.session
-        assert isinstance(session, FakeSession | RankedSession)
+        session = fake_of(engine)
         starved += session.largest[0] > memory
     assert starved == 4
 
@@ -181,7 +181,7 @@ def test_who_gets_two_tokens_in_a_step_is_told_of_once() -> None:
     """One lands from the step before, and one comes from a step that is waited for,
     because somebody's prompt is reported."""
     engine = engine_for("one", 600)
-    engine.sampler = SamplesThere(engine.session)
+    engine.session = SamplesThere(engine.session)
     first = sequence_for(engine, [1] * 10, 3)
     engine.scheduler.add(first)
     engine.step()
@@ -196,7 +196,7 @@ def test_who_gets_two_tokens_in_a_step_is_told_of_once() -> None:
 
 def test_answers_go_ahead_beside_one_whose_prompt_was_reported() -> None:
     engine = engine_for("one", 600)
-    engine.sampler = SamplesThere(engine.session)
+    engine.session = SamplesThere(engine.session)
     sequences = [
         sequence_for(engine, [1] * 10, 8),
         sequence_for(engine, [2] * 10, 8, prompt_logprobs=0),
@@ -213,7 +213,7 @@ def test_answers_go_ahead_beside_one_whose_prompt_was_reported() -> None:
 def test_who_looks_back_gets_a_token_every_step(asked: dict[str, Any]) -> None:
     """The step runs ahead; only the choice of its token waits for the one before."""
     engine = engine_for("one", 600)
-    engine.sampler = SamplesThere(engine.session)
+    engine.session = SamplesThere(engine.session)
     sequences = [sequence_for(engine, [1] * 10, 8, **asked) for _ in range(2)]
     sequences.append(sequence_for(engine, [2] * 10, 8))
     for sequence in sequences:
@@ -229,7 +229,7 @@ def test_who_looks_back_gets_a_token_every_step(asked: dict[str, Any]) -> None:
 def test_a_choice_that_fails_ends_its_step_alone() -> None:
     engine = engine_for("one", 600)
     sampler = SamplesThere(engine.session)
-    engine.sampler = sampler
+    engine.session = sampler
     sequences = [sequence_for(engine, [1] * 10, 8, presence_penalty=1.0)]
     engine.scheduler.add(sequences[0])
     engine.step()
@@ -240,7 +240,7 @@ def test_a_choice_that_fails_ends_its_step_alone() -> None:
 
     sampler.choose = broken
     assert engine.step() == sequences, "told of once, though a token landed too"
-    assert sequences[0].finish_reason == "error" and engine._flight is None
+    assert sequences[0].finish_reason == "error" and engine._launched is None
     sampler.choose = choose
     assert engine.pool.bytes_in_use == 0
 
@@ -248,12 +248,12 @@ def test_a_choice_that_fails_ends_its_step_alone() -> None:
 def test_nothing_flies_once_nobody_waits() -> None:
     """Else the time until the next request would count as that of a step."""
     engine = engine_for("one", 600)
-    engine.sampler = SamplesThere(engine.session)
+    engine.session = SamplesThere(engine.session)
     engine.stop_ids = frozenset(solo([1] * 10, 2)[1:])
     thread = EngineThread(engine)
     request = thread.submit([sequence_for(engine, [1] * 10, 5)])
     assert request.done.wait(30)
-    assert thread.call(lambda: engine._flight) is None
+    assert thread.call(lambda: engine._launched) is None
     thread.close()
     assert request.sequences[0].finish_reason == "stop"
 

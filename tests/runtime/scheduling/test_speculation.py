@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlathe.runtime.scheduling import speculation
+from kvlathe.runtime.scheduling.parts import speculation
+from kvlathe.runtime.scheduling.parts.speculation import PATIENCE, Speculation
 from kvlathe.runtime.scheduling.row_costs import LEAST, STALE, RowCosts
 from kvlathe.runtime.scheduling.sequence import Sequence
-from kvlathe.runtime.scheduling.speculation import PATIENCE, Speculation
 from kvlathe.runtime.text.sampler import Sampled, SamplingRows
 from tests.support.drafts import FreeRows, Prophet, trying
 from tests.support.fake_session import Known, SamplesThere, solo
@@ -60,8 +60,8 @@ def test_right_guesses_take_fewer_steps(kind: str, on_device: bool) -> None:
     """A page is filled in as many steps as guesses of six and the page's end make."""
     engine = engine_for(kind, 400)
     if on_device:
-        engine.sampler = SamplesThere(engine.session)
-    made = engine.scheduler.speculation = trying(Prophet(1, 0))
+        engine.session = SamplesThere(engine.session)
+    made = engine.speculate(trying(Prophet(1, 0)))
     drafter = cast(Prophet, made.drafter)
     drafter.chances = lambda sequence, most: [0.9] * most
     sequence = sequence_for(engine, [1, 2, 3], 60)
@@ -79,7 +79,7 @@ def test_a_guess_never_passes_what_ends_an_answer() -> None:
     engine = engine_for("sealed", 400)
     answer = solo([5, 6], 40)
     engine.stop_ids = frozenset([answer[30]])
-    engine.scheduler.speculation = trying(Prophet(1, 0), engine.stop_ids)
+    engine.speculate(trying(Prophet(1, 0), engine.stop_ids))
     sequence = sequence_for(engine, [5, 6], 40)
     engine.scheduler.add(sequence)
     while not sequence.finish_reason:
@@ -95,7 +95,7 @@ def test_a_drafter_that_fails_is_asked_again_after_a_pause(
 ) -> None:
     monkeypatch.setattr(speculation, "PAUSE", 10)
     engine = engine_for("one", 400)
-    made = engine.scheduler.speculation = trying(Prophet(1, 0))
+    made = engine.speculate(trying(Prophet(1, 0)))
     drafter = cast(Prophet, made.drafter)
     works = drafter.draft
     drafter.draft = lambda counts: []
@@ -235,10 +235,10 @@ def test_a_device_that_runs_ahead_stops_guessing_where_it_does_not_pay(
     """Every guess is right, one at a time. The host takes 0.7 ms a step: beside steps
     without guesses, but between those with some."""
     engine = engine_for("one", 2000)
-    session = engine.sampler = Timed(engine.session)
+    session = engine.session = Timed(engine.session)
     session.clock, session.longer = Clock(), longer
     monkeypatch.setattr(time, "perf_counter", lambda: session.clock.now)
-    made = engine.scheduler.speculation = Speculation(Prophet(1, 0), most=1)
+    made = engine.speculate(Speculation(Prophet(1, 0), most=1))
     sequence = sequence_for(engine, [1, 2], 1500)
     engine.scheduler.add(sequence)
     while not sequence.finish_reason:

@@ -25,7 +25,7 @@ from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.runtime.sessions.host.pages import HostPages
-from kvlathe.runtime.sessions.protocols import FullPage
+from kvlathe.runtime.sessions.page_moves import FullPage
 from tests.export.onnx.test_onnx import session
 from tests.support.format_cases import bits_of
 

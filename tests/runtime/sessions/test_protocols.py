@@ -11,7 +11,7 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket
 from kvlathe.plan.token_rules import Budget, ObservationWindow
 from kvlathe.runtime.cache.pool import PagePool
-from kvlathe.runtime.sessions.protocols import ranker_of
+from kvlathe.runtime.sessions.protocols import check_session
 from tests.support.checkpoints import full_plan
 from tests.support.fake_session import SHAPE, FakeSession, RankedSession
 
@@ -26,7 +26,7 @@ def test_a_session_without_scores_refuses_a_plan_that_ranks_tokens() -> None:
     )
     pool = PagePool(CacheLayout(ranking), 1 << 20)
     scoreless, scoring = FakeSession(ranking, pool), RankedSession(ranking, pool)
-    assert ranker_of(scoreless, plain) is None
-    assert ranker_of(scoring, ranking) is scoring
+    check_session(scoreless, plain)
+    check_session(scoring, ranking)
     with pytest.raises(KvlatheError, match="FakeSession keeps no scores"):
-        ranker_of(scoreless, ranking)
+        check_session(scoreless, ranking)

@@ -23,9 +23,10 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.noise import noise, noise_key
 from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.runtime.llm import LLM
-from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
+from kvlathe.runtime.scheduling.prompt import Whole
+from kvlathe.runtime.scheduling.sequence import PrefillChunk, Sequence
 from kvlathe.runtime.sessions.host.pages import HostPages, check_supported
-from kvlathe.runtime.sessions.protocols import FullPage
+from kvlathe.runtime.sessions.page_moves import FullPage
 from kvlathe.runtime.text.sampler import Sampler
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.attend_cases import packed
@@ -324,14 +325,20 @@ def dequantized_reference(kind: str, length: int, grid: int) -> Floats:
     tier = plan.tiers[plan.buckets[1].tier]
     engine = llm("torch", "one")
     sequence = Sequence(
-        list(text(length)), length, engine.pool.open(), grid, Sampler(SamplingParams())
+        list(text(length)),
+        length,
+        engine.pool.open(),
+        Whole.cut(length, grid),
+        Sampler(SamplingParams()),
     )
     found, done = [], 0
     while sequence.cached < length:
         count = sequence.next_tokens(length)
         reservation = engine.pool.reserve(sequence.table, count)
         found.append(
-            engine.engine.run([Chunk(sequence, count, reservation, range(count))])
+            engine.engine.run(
+                [PrefillChunk(sequence, count, reservation, range(count))]
+            )
         )
         assert isinstance(engine.session, HostPages)
         for page in sequence.table.pages[0][done : sequence.cached // 64]:
@@ -385,13 +392,15 @@ def test_a_sealing_engine_equals_the_dequantized_reference_and_nearly_the_exact_
 def test_a_grid_of_one_page_is_decoding_token_by_token(kind: str) -> None:
     engine = llm("torch", kind)
     tokens = list(text(150))
-    sequence = Sequence(tokens, 1, engine.pool.open(), 512, Sampler(SamplingParams()))
+    sequence = Sequence(
+        tokens, 1, engine.pool.open(), Whole.cut(1, 512), Sampler(SamplingParams())
+    )
     decoded = []
-    for place in range(150):
-        reservation = engine.pool.reserve(
-            sequence.table, 1, sequence.seals_at(place + 1)
+    for _ in range(150):
+        reservation = engine.pool.reserve(sequence.table, 1, sequence.seals_after(1))
+        decoded.append(
+            engine.engine.run([PrefillChunk(sequence, 1, reservation, (0,))])[0]
         )
-        decoded.append(engine.engine.run([Chunk(sequence, 1, reservation, (0,))])[0])
     engine.pool.release(sequence.table)
     assert_same(engine.logits(tokens, range(150)), np.stack(decoded), kind)
 
@@ -400,16 +409,22 @@ def logits_under(engine: LLM, step_tokens: int) -> Floats:
     """All logits of a 700-token prompt on the plan's own grid, no step larger than
     ``step_tokens``."""
     sequence = Sequence(
-        list(text(700)), 700, engine.pool.open(), 512, Sampler(SamplingParams())
+        list(text(700)),
+        700,
+        engine.pool.open(),
+        Whole.cut(700, 512),
+        Sampler(SamplingParams()),
     )
     found = []
     while sequence.cached < 700:
         count = sequence.next_tokens(step_tokens)
         reservation = engine.pool.reserve(
-            sequence.table, count, sequence.seals_at(sequence.cached + count)
+            sequence.table, count, sequence.seals_after(count)
         )
         found.append(
-            engine.engine.run([Chunk(sequence, count, reservation, range(count))])
+            engine.engine.run(
+                [PrefillChunk(sequence, count, reservation, range(count))]
+            )
         )
         assert sequence.table.lengths[1] == (
             0 if sequence.cached < 512 else 512 if sequence.cached < 700 else 640

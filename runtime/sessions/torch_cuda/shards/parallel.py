@@ -25,11 +25,13 @@ from kvlathe.plan.manifest import DECODER_FILE, Limits
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import cuda_library
 from kvlathe.runtime.sessions.gpu.pages import allocate_pool
+from kvlathe.runtime.sessions.page_moves import PageMoves
 from kvlathe.runtime.sessions.protocols import (
+    Capability,
     Choose,
     Float32,
-    FullPage,
     Sampling,
+    Session,
     StepPlan,
 )
 from kvlathe.runtime.sessions.steps import check_step
@@ -117,8 +119,10 @@ class Member:
         return getattr(self.session, name)(*arguments)
 
 
-class LeaderSession:
+class LeaderSession(Session):
     """The session of all ranks: what it does itself it has the others do, too."""
+
+    capabilities: frozenset[Capability] = frozenset({"samples"})
 
     def __init__(self, ranks: Ranks, own: RankSession) -> None:
         self.ranks = ranks
@@ -130,7 +134,7 @@ class LeaderSession:
         ranks.watch(partial(_abort, own.group))
 
     def watch(self, tell: Callable[[], None]) -> None:
-        """As Watched.watch."""
+        """As Session.watch."""
         self.ranks.watch(tell)
 
     def close(self) -> None:
@@ -143,7 +147,7 @@ class LeaderSession:
 
     # -- steps -------------------------------------------------------------------------
     def run(self, step: StepPlan) -> Float32:
-        """As StepRunner.run."""
+        """As Session.run."""
         check_step(step, self.own.limits)
         return self._together("logits", self._logits, step)
 
@@ -152,7 +156,7 @@ class LeaderSession:
         return to_host(found, self._wait)()
 
     def start(self, step: StepPlan) -> Choose:
-        """As TokenSampler.start."""
+        """As Session.start."""
         check_step(step, self.own.limits)
         self._together("start", self.own.start, step)
         return self._choose
@@ -160,12 +164,12 @@ class LeaderSession:
     def _choose(self, rows: SamplingRows) -> Sampling:
         return self._together("choose", self.own.choose, rows)
 
-    def seal(self, pages: Sequence[FullPage]) -> None:
-        """As PageQuantizer.seal."""
-        self._together("seal", self.own.seal, list(pages))
+    def apply(self, moves: Sequence[PageMoves]) -> None:
+        """As Session.apply."""
+        self._together("apply", self.own.apply, list(moves))
 
     def lost(self) -> str:
-        """As OnDevice.lost."""
+        """As Session.lost."""
         try:
             self.check()
         except KvlatheError as lost:
@@ -173,14 +177,10 @@ class LeaderSession:
         return self.own.lost()
 
     def warm_up(self) -> None:
-        """As OnDevice.warm_up."""
+        """As Session.warm_up."""
         self._together("warm_up", self.own.warm_up)
 
     # -- pages -------------------------------------------------------------------------
-    def copy_page(self, bucket: int, source: int, target: int) -> None:
-        """As PageMover.copy_page."""
-        self._together("copy_page", self.own.copy_page, bucket, source, target)
-
     def read_page(self, bucket: int, page: int) -> bytes:
         """As PageMover.read_page: the bytes of all ranks, one after the other."""
         self.ranks.tell("obey", "read_page", bucket, page, answers=True)

@@ -86,7 +86,7 @@ class RankSession(TorchSession):
         return end - first
 
     def start(self, step: StepPlan) -> Choose:
-        """As TokenSampler.start, by all ranks."""
+        """As Session.start, by all ranks."""
         self._own = tensor_of(self.launch(step))
         return self.choose
 

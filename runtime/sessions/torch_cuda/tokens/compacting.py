@@ -16,7 +16,7 @@ class CompactingSession(RankingSession):
     """Moves tokens as a RankingSession does; its pages hold no scores."""
 
     def run(self, step: StepPlan) -> Float32:
-        """As StepRunner.run. A step that is observed is never a graph."""
+        """As Session.run. A step that is observed is never a graph."""
         given = step.observed_attention
         if given is None:
             return super().run(step)

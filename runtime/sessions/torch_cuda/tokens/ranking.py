@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
-from kvlathe.plan.moves import Selection
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_fields import token_fields
 from kvlathe.runtime.native.cuda import CudaLibrary
@@ -21,10 +20,11 @@ from kvlathe.runtime.native.observing import DeviceMove, move_tokens
 from kvlathe.runtime.sessions.gpu.device import Device, DeviceArray
 from kvlathe.runtime.sessions.gpu.session import Compute
 from kvlathe.runtime.sessions.gpu.side_memory import SCRATCH_PAGES, scratch_bytes
+from kvlathe.runtime.sessions.page_moves import FullPage, PageMoves, PageSelection
 from kvlathe.runtime.sessions.protocols import (
+    Capability,
     Choose,
     Float32,
-    FullPage,
     Scores,
     StepPlan,
 )
@@ -42,7 +42,11 @@ Fields = npt.NDArray[np.int64]
 
 
 class RankingSession(TorchSession):
-    """A TokenRanker. The last ``scratch_bytes`` of its pool are no pages."""
+    """Moves tokens. The last ``scratch_bytes`` of its pool are no pages."""
+
+    capabilities: frozenset[Capability] = TorchSession.capabilities.union(
+        ("moves_tokens",)
+    )
 
     def __init__(
         self,
@@ -68,15 +72,26 @@ class RankingSession(TorchSession):
         try:
             return super().run(step)
         except BaseException:  # some layers may have added to the scores
-            self.unobserve()
+            self.roll_back()
             raise
 
     def start(self, step: StepPlan) -> Choose:
         try:
             return super().start(step)
         except BaseException:
-            self.unobserve()
+            self.roll_back()
             raise
+
+    def apply(self, moves: Sequence[PageMoves]) -> None:
+        super().apply(moves)
+        for one in moves:
+            for selection in one.selections:
+                self.select(selection)
+            for x in one.relocations:
+                self.move(x.source, x.pages, x.target, x.target_pages, x.places)
+        for one in moves:
+            for reset in one.resets:
+                self.forget(reset.bucket, reset.pages)
 
     def seal(self, pages: Sequence[FullPage]) -> None:
         super().seal(pages)
@@ -87,41 +102,35 @@ class RankingSession(TorchSession):
                 targets = [full.cold_pages[i] for full in own]
                 self._scores.carry(fresh, sources, bucket, targets)
 
-    # -- TokenRanker -------------------------------------------------------------------
+    # -- tokens ------------------------------------------------------------------------
     def scores(self, bucket: int, pages: Sequence[int], tokens: int) -> Scores:
         return self._scores.read(bucket, pages, tokens)
 
     def forget(self, bucket: int, pages: Sequence[int]) -> None:
         self._scores.forget(bucket, pages)
 
-    def unobserve(self) -> None:
+    def roll_back(self) -> None:
         self._scores.undo()
 
     @torch.inference_mode()
-    def rank(
-        self,
-        selection: Selection,
-        pages: Sequence[int],
-        targets: Sequence[Sequence[int]],
-        seen: npt.NDArray[np.int64] | None,
-        keys: Sequence[int],
-    ) -> None:
-        """As DeviceRanker.rank."""
-        observation = self.plan.observation
+    def select(self, one: PageSelection) -> None:
+        """Order the tokens of a bucket by saliency, and move them to their targets.
+        Nothing waits: the order is made where the scores are."""
+        observation, selection = self.plan.observation, one.selection
         assert observation is not None
         bucket = selection.bucket
-        scores = self._scores.of(bucket, pages, selection.length)
+        scores = self._scores.of(bucket, one.pages, selection.length)
         salient = saliency(
             observation,
             scores[0],
             scores[1] if self.plan.keeps_positions else None,
-            None if seen is None else sent(seen, self._scores.device),
-            sent(keys, self._scores.device),
+            None if one.seen is None else sent(one.seen, self._scores.device),
+            sent(one.keys, self._scores.device),
         )
         order = ranked(salient, selection.newest)
-        for target, own in zip(selection.targets, targets, strict=True):
+        for target, own in zip(selection.targets, one.targets, strict=True):
             places = selected(target, order)
-            self.place(bucket, pages, target.bucket, own, places)
+            self.place(bucket, one.pages, target.bucket, own, places)
 
     def move(
         self,
@@ -131,7 +140,7 @@ class RankingSession(TorchSession):
         target_pages: Sequence[int],
         places: npt.NDArray[np.int64],
     ) -> None:
-        """As TokenRanker.move."""
+        """As Relocation."""
         known = sent(places, self._scores.device).int()
         self.place(source, pages, target, target_pages, known)
 

@@ -1,5 +1,5 @@
 """Which tokens are the most salient, by torch where their scores are: as
-runtime/cache/token_ranking.py, which says what each number means, to the bit but for
+runtime/sessions/host/saliency.py, which says what each number means, to the bit but for
 logarithms of noise."""
 
 from __future__ import annotations

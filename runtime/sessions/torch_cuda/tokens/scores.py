@@ -74,7 +74,7 @@ class DeviceScores:
 
     # -- between steps -----------------------------------------------------------------
     def read(self, bucket: int, pages: Sequence[int], tokens: int) -> Scores:
-        """As TokenRanker.scores. Waits for the GPU."""
+        """Scores of the first ``tokens`` tokens in ``pages`` of a bucket. Waits for the GPU."""
         arrays = [x.cpu().numpy() for x in self.of(bucket, pages, tokens)]
         position = arrays[1] if self.plan.keeps_positions else None
         return Scores(arrays[0], position)
@@ -109,7 +109,7 @@ class DeviceScores:
         return total
 
     def forget(self, bucket: int, pages: Sequence[int]) -> None:
-        """As TokenRanker.forget."""
+        """Set the observed attention of all tokens in ``pages`` to 0."""
         if bucket in self._fields and len(pages):
             places = sent(pages, self.device)
             # A plain 0 would be copied from the host, which waits for the GPU.

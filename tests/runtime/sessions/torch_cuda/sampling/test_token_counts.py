@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.sequence import Sequence
-from kvlathe.runtime.sessions.protocols import TokenCounter
+from kvlathe.runtime.sessions.protocols import Capability, Session
 from kvlathe.runtime.sessions.torch_cuda.sampling import sampling
 from kvlathe.runtime.sessions.torch_cuda.sampling.counts import TokenCounts
 from kvlathe.runtime.text.sampler import (
@@ -92,10 +92,10 @@ def test_counts_choose_what_the_host_chooses(
 class CountsThere(SamplesThere):
     """Samples with torch, and counts tokens there."""
 
-    counts_tokens = True
-
-    def __init__(self, session: Any) -> None:  # noqa: ANN401
+    def __init__(self, session: Session) -> None:
         super().__init__(session)
+        more: frozenset[Capability] = frozenset({"counts_tokens"})
+        self.capabilities = self.capabilities | more
         self.counts = TokenCounts(VOCABULARY, CPU)
         self.counted = 0
 
@@ -137,8 +137,7 @@ def test_stops_that_are_found_late_leave_no_count_behind() -> None:
     host = answers(engine_for("one", 900), stops)
     engine = engine_for("one", 900)
     counter = CountsThere(engine.session)
-    assert isinstance(counter, TokenCounter)
-    engine.sampler = counter
+    engine.session = counter
     assert answers(engine, stops) == host
     assert counter.counted > 20
     assert {len(answer) for answer in host} != {10 + i for i in range(6)}

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from kvlathe.plan.moves import Selection, Target
 from kvlathe.plan.token_rules import ObservationWindow
-from kvlathe.runtime.cache import token_ranking as host
 from kvlathe.runtime.sessions.host import passes
+from kvlathe.runtime.sessions.host import saliency as host
 from kvlathe.runtime.sessions.protocols import Scores
 from kvlathe.runtime.sessions.torch_cuda.tokens import saliency as device
 from kvlathe.runtime.sessions.torch_cuda.tokens import stages

@@ -2,7 +2,8 @@
 (speculative decoding, Leviathan et al. 2023, arXiv 2211.17192).
 
 A guess stays only if the model chooses the same token with the same random number. So
-answers are what they are without guesses. How many rows are worth their time follows
+answers are what they are without guesses. As the part of a step it says which guesses
+stay, once the step has run. How many rows are worth their time follows
 from how often such guesses were right, and from what rows have cost so far.
 """
 
@@ -17,7 +18,8 @@ from typing import Protocol
 
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.scheduling.row_costs import RowCosts
-from kvlathe.runtime.scheduling.sequence import Chunk, Sequence
+from kvlathe.runtime.scheduling.sequence import Choice, Chunk, Sequence
+from kvlathe.runtime.scheduling.step import Step, StepPart
 
 log = logging.getLogger("kvlathe")
 MOST_DRAFTS = 8
@@ -49,7 +51,7 @@ class Drafter(Protocol):
         ...
 
 
-class Speculation:
+class Speculation(StepPart):
     """Decides which tokens of which sequences are guessed; without a ``drafter`` none.
     ``most``: of one sequence in one step. ``stop_ids``: tokens that end answers, which
     are never guessed.
@@ -161,23 +163,49 @@ class Speculation:
                 return tokens[:place]
         return tokens
 
-    def tried(self, chunk: Chunk) -> None:
-        """The guesses of a chunk were verified."""
-        sequence, right = chunk.sequence, chunk.count - 1
-        self.drafts += 1
-        self.drafted += len(chunk.drafts)
-        self.accepted += right
-        sequence.drafted += len(chunk.drafts)
-        sequence.accepted += right
+    def after(self, step: Step) -> None:
+        """Of the guesses that were tried, keep those that were right and the token after
+        them. The room of the others is given back when the step is committed."""
+        for chunk in step.chunks:
+            if not chunk.drafts:
+                continue
+            chunk.choices = kept(chunk.drafts, chunk.choices)
+            count = len(chunk.choices)
+            if count < chunk.count:
+                step.context.pool.shorten(chunk.reservation, count)
+                chunk.count = count
+
+    def undo(self, step: Step) -> None:
+        """No guess was tried."""
+        for chunk in step.chunks:
+            chunk.choices = ()
+
+    def tried(self, chunks: Items[Chunk]) -> None:
+        """Count the guesses that were tried, and those that were right."""
+        for chunk in chunks:
+            if chunk.drafts and chunk.choices:
+                sequence, stayed = chunk.sequence, chunk.count - 1
+                self.drafts += 1
+                self.drafted += len(chunk.drafts)
+                self.accepted += stayed
+                sequence.drafted += len(chunk.drafts)
+                sequence.accepted += stayed
 
     def ran(self, chunks: Items[Chunk], seconds: float, ahead: bool) -> None:
         """A step of decodes alone has run, and this long after the one before it its
         tokens were known. ``ahead``: it was prepared while that one ran, or steps never
         are."""
-        if self.drafter is None:
-            return
         rows = sum(len(chunk.drafts) for chunk in chunks)
         if rows or ahead:
             self.costs.ran(rows, len(chunks), seconds)
         else:
             self.costs.began_again(len(chunks), seconds)
+
+
+def kept(guesses: Items[int], choices: Items[Choice]) -> Items[Choice]:
+    """The choices up to the first that was guessed wrong, which is the last one whose
+    row has seen only tokens that count."""
+    for place, guessed in enumerate(guesses):
+        if choices[place][0] != guessed:
+            return choices[: place + 1]
+    return choices

@@ -1,0 +1,87 @@
+"""Which tokens of each lane are the most salient (token_rules.ObservationWindow), from
+the scores in their pages, in numpy. torch_cuda/saliency.py computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.plan.codec import noise
+from kvlathe.plan.moves import Selection, Target
+from kvlathe.plan.token_rules import ObservationWindow
+from kvlathe.runtime.sessions.protocols import Scores
+
+Floats = npt.NDArray[np.float32]
+UNSEEN = np.finfo(np.float32).max
+"""The saliency of a token that no row has observed: before all that are known."""
+
+
+def saliency(
+    observation: ObservationWindow,
+    scores: Scores,
+    seen: npt.NDArray[np.int64] | None = None,
+    keys: Sequence[int] = (),
+) -> Floats:
+    """[lanes, n] from the scores of n tokens. ``seen``: observed rows at or after each
+    position, for a normalized observation window; ``keys``: of each lane's noise, for a noisy
+    one."""
+    salient = scores.attention.astype(np.float32, copy=True)
+    if observation.normalized:
+        assert seen is not None and scores.position is not None
+        rows = seen[scores.position]
+        means = salient / np.maximum(rows, 1)
+        salient = np.where(rows > 0, means, UNSEEN).astype(np.float32)
+    if observation.pooling > 1:
+        salient = pooled(salient, observation.pooling)
+    if observation.noise:
+        assert scores.position is not None
+        positive = np.maximum(salient, np.finfo(np.float32).tiny)
+        logs = np.log(positive.astype(np.float64))
+        salient = logs + observation.noise * gumbel(keys, scores.position)
+    return salient.astype(np.float32)
+
+
+def gumbel(keys: Sequence[int], positions: npt.NDArray[np.int32]) -> Floats:
+    """A Gumbel variate for each token [lanes, n], from its lane's key and its
+    position."""
+    by_lane = zip(keys, positions, strict=True)
+    drawn = [noise(key, places, len(places), 1).T for key, places in by_lane]
+    uniform = np.clip(np.concatenate(drawn), 2.0**-25, 1 - 2.0**-25)
+    return -np.log(-np.log(uniform))
+
+
+def pooled(x: Floats, width: int) -> Floats:
+    """The largest of the ``width`` (odd) neighbours around each place; fewer at the
+    ends. [lanes, n]"""
+    half = width // 2
+    margins = ((0, 0), (half, half))
+    padded = np.pad(x, margins, constant_values=-np.inf)
+    neighbours = np.lib.stride_tricks.sliding_window_view(padded, width, axis=1)
+    return neighbours.max(-1)
+
+
+def ranked(salient: Floats, newest: int) -> npt.NDArray[np.int64]:
+    """Places [lanes, n], the most salient first (of equals the older); the ``newest``
+    places before all others."""
+    first = salient.copy()
+    first[:, first.shape[1] - newest :] = np.inf
+    return np.argsort(-first, axis=1, kind="stable")
+
+
+def selected(
+    selection: Selection, order: npt.NDArray[np.int64]
+) -> list[npt.NDArray[np.int64]]:
+    """For each part of a selection the places [lanes, n] that it gets, ascending: tokens
+    stay in the order of age."""
+    return [
+        np.sort(order[:, places_in_order(target)], axis=1)
+        for target in selection.targets
+    ]
+
+
+def places_in_order(target: Target) -> npt.NDArray[np.int64]:
+    """All ranks in the spans of a target."""
+    spans = [np.arange(*span) for span in target.spans]
+    return np.concatenate(spans)
