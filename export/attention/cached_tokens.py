@@ -115,7 +115,7 @@ class CachedTokens:
         return _by_lane(sums)
 
     def codes(self, x: str) -> Tensor:
-        """What each code is worth [Hs, N, R]: uint8 where it is a whole number."""
+        """The worth of each code [Hs, N, R]: uint8 where it is a whole number."""
         form = self.tier.of(x)
         facts = self.layer.facts
         first_rows = (self.pages * self.stride)[:, None]

@@ -103,7 +103,7 @@ def _tier(k: SideFormat, v: SideFormat, page_tokens: int) -> Tier:
 
 def _group(form: SideFormat, page_tokens: int) -> int:
     """Numbers of a quantization group. Groups of tokens end with their page."""
-    return min(GROUP, page_tokens) if form.axis == "token" else GROUP
+    return min(GROUP, page_tokens) if form.stored.along_tokens else GROUP
 
 
 def _cut(lane: Lane, rank_k: int, rank_v: int, grid: Grid) -> tuple[Lane, LaneBasis]:

@@ -182,8 +182,8 @@ class PageReader:
         return scale, b.op("Mul", first, b.float(decoding.lowest))
 
     def codes(self, x: str, tokens: Places) -> str:
-        """What the codes of a bucket are worth [Hs, 1, B, N, R]: uint8 where it is a
-        whole number."""
+        """The worth of a bucket's codes [Hs, 1, B, N, R]: uint8 where it is a whole
+        number."""
         b, bucket, page = self.body, tokens.bucket, self.plan.page_tokens
         form = self.facts.format(bucket, x)
         size = self.facts.piece(form)

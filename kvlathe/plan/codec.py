@@ -247,7 +247,7 @@ class PageMatrix:
 
 
 def worths(form: Format) -> npt.NDArray[np.uint8 | np.float32]:
-    """What each code is worth: whole numbers as bytes, others as float32."""
+    """The worth of each code: whole numbers as bytes, others as float32."""
     return np.array(form.table, np.uint8 if form.decoding.is_whole else np.float32)
 
 

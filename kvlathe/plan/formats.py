@@ -38,7 +38,7 @@ NORMAL_TOP: dict[Bits, float] = {2: 1.5104176, 3: 2.1519457, 4: 2.7325896}
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How the codes of a coding become numbers.
+    """A coding's record: its codes become numbers so.
 
         x = scale * worth[code] + minimum
 
@@ -128,7 +128,7 @@ def sum_bytes(bits: int, group: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How K or V of one lane is stored: as IEEE numbers, or in codes.
+    """The form in which K or V of one lane is stored: IEEE numbers, or codes.
 
     IEEE numbers (16 and 32 bits) lie [token][rank]. Codes of fewer bits come in groups
     of ``group`` elements along ``axis``, each group with a scale and, in some codings,
@@ -172,7 +172,7 @@ class Format:
 
     @property
     def decoding(self) -> Decoding:
-        """How codes become numbers."""
+        """The record of the coding."""
         return DECODINGS[self.coding]
 
     @property

@@ -80,6 +80,8 @@ def test_the_method_of_the_page_loses_more_than_the_best_basis(
     assert np.median(lost[..., 32] / least[..., 32]) > 1.05
 
 
-def test_the_format_of_the_page_is_read_as_it_is_written() -> None:
-    ((_, example),) = blocks("format.md")
+def test_the_format_of_the_page_is_in_the_product_and_read_as_it_is_written() -> None:
+    *quoted, (_, example) = blocks("format.md")
+    for where, code in quoted:
+        assert code in (ROOT / where.removeprefix("file=")).read_text("utf-8")
     exec(example, {})

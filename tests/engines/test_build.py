@@ -34,6 +34,7 @@ from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.export.model.weights_file import Place
 from kvlathe.export.onnx import model as model_of
 from kvlathe.plan import manifest as manifests
+from kvlathe.plan.engine_folder import read_plan
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
@@ -248,6 +249,28 @@ def test_a_compressed_engine_has_fewer_bytes(
     )
     assert logits(less).shape == logits(engine).shape
     assert "<svg" in (less / "report.html").read_text()
+
+
+def test_an_engine_of_8_bit_floats_has_half_the_bytes_and_nearly_the_logits(
+    engine: Path,
+    request_for: Callable[..., BuildRequest],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A byte a number and a half a token of each K and V. By the graph alone, as
+    runtimes without our kernels run it."""
+    monkeypatch.setenv("KVLATHE_NATIVE", "0")
+    floats = build(request_for(compression="fp8", prefill_chunk=64))
+    shape = read_plan(floats).model
+    heads = shape.layers * shape.kv_heads
+    per_token = manifests.verify(floats).kv_bytes.per_token
+    assert per_token == 2 * heads * (shape.head_dim + 2)
+    tokens = np.random.default_rng(0).integers(0, shape.vocab_size, 200).tolist()
+    whole, coded = (
+        LLM.load(folder).logits(tokens, range(200)) for folder in (engine, floats)
+    )
+    np.testing.assert_allclose(coded[:64], whole[:64], atol=1e-4)
+    apart = np.abs(coded - whole).max()
+    assert 1e-4 < apart < 0.1 * np.abs(whole).max()
 
 
 def test_engines_cache_in_16_bit_unless_they_are_asked_for_32(

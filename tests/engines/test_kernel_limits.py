@@ -12,6 +12,7 @@ import pytest
 from kvlathe.base import kernel_limits
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.targets import cuda, onnxruntime
+from kvlathe.export.methods import fp8
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.plan import Bucket, CompressionPlan
@@ -86,6 +87,7 @@ FORMS = [
     Tier(4, 4, "token", "rank"),
     Tier(3, 3),
     Tier(2, 2, "rank", "rank", coding_v="normal"),
+    fp8.TIER,
 ]
 
 

@@ -10,18 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import assume
 
-from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.formats import Tier
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime.native.attend import AttendArgs
-from kvlathe.runtime.native.cpu import PageWriter
 from kvlathe.runtime.native.library import ABI_VERSION, Native, Status
 from tests.support.aarch64 import Guest
 from tests.support.attend_cases import Case
-from tests.support.format_cases import sealing_plan
 
 AUTO, PORTABLE, AVX2, AVX512, AVX512_VNNI, AVX_VNNI, NEON, NEON_DOT, SVE = range(9)
 Array = npt.NDArray[Any]
@@ -62,24 +57,6 @@ class Op:
         status = Status()
         if self.lib.kvlathe_cpu_attend(self.layer, byref(args), byref(status)):
             raise Refused(status.message.decode())
-
-
-def refusal(native: Native, tier: Tier) -> str:
-    """Why a library takes no pages of a tier, as it says itself; empty where it does."""
-    plan = sealing_plan(tier)
-    hot, cold = CacheLayout(plan).page_stride
-    page = [aligned(np.zeros(size, np.uint8)) for size in (hot, cold)]
-    try:
-        PageWriter(native, plan).seal(0, 1, [(page[0], page[1], [0, 0])])
-    except KvlatheError as error:
-        return str(error)
-    return ""
-
-
-def skip_refused(native: Native, tier: Tier) -> None:
-    """Skip a test of a tier that the library here refuses."""
-    if reason := refusal(native, tier):
-        pytest.skip(f"the library here does not take {tier.k.words}: {reason}")
 
 
 def aligned(values: Array, offset: int = 0) -> Array:
@@ -170,7 +147,6 @@ class Call:
         except Refused as refusal:
             if "is not available on this machine" in str(refusal):
                 pytest.skip(str(refusal))
-            assume("a bucket's axis is" not in str(refusal))  # skip_refused says so
             raise
         return self.o[: self.case.total], self.rows[: self.case.total]
 

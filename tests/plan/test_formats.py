@@ -51,7 +51,7 @@ from kvlathe.plan.plan import Bucket, CompressionPlan
 from kvlathe.runtime.native.cpu import PageWriter
 from kvlathe.runtime.native.library import find
 from kvlathe.runtime.sessions.host.pages import typed_views
-from tests.native_cpu.library import Call, aligned, skip_refused
+from tests.native_cpu.library import Call, aligned
 from tests.support.attend_cases import Case
 from tests.support.format_cases import KINDS, TIERS, Kind, sealing_plan, tier_of
 
@@ -281,7 +281,6 @@ def test_the_cpu_library_writes_the_same_bytes(
     if native is None:
         pytest.skip("the CPU library is not built here")
     k, v = data.draw(formats(kind)), data.draw(formats(kind))
-    skip_refused(native, tier_of(k, v))
     affine = all(form.has_minimum for form in (k, v) if form.is_coded)
     drawn = drawn and affine
     sums = sums and k.along_rank and v.along_tokens and page % v.group == 0
@@ -373,7 +372,6 @@ def test_the_cpu_library_attends_it(tier: Tier) -> None:
     native = find().native
     if native is None:
         pytest.skip("the CPU library is not built here")
-    skip_refused(native, tier)
     case = Case(sealing_plan(tier), 0, [1, 9], [[7, 192], [30, 64]], seed=3)
     out, _ = Call(case).run(native)
     expected, _ = case.expected()
