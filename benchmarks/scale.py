@@ -25,8 +25,7 @@ import numpy as np
 from benchmarks.support.cluster import Engine, Job, Shape, simulate
 from benchmarks.support.commands import parser_of
 from benchmarks.support.step_times import Build, fitted, measured
-from kvlathe.bench.load import draw, gaps
-from kvlathe.bench.traces import TRACES, Trace
+from kvlathe.bench.load import TRACES, Trace, draw, gaps
 
 GBIT = 1e9 / 8
 FEWEST = 300
