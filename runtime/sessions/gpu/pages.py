@@ -54,7 +54,7 @@ class DevicePages:
 
     def seal(self, pages: Sequence[FullPage]) -> None:
         """As PageQuantizer.seal: one call of the library for each pair of buckets. A
-        rank may have no lanes of some."""
+        shard may have no lanes of some."""
         jobs: defaultdict[tuple[int, int], list[tuple[int, int, int]]]
         jobs = defaultdict(list)
         for full in pages:
