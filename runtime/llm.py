@@ -134,9 +134,11 @@ class LLM(ClosesAtExit):
         Raises KvlatheError where the folder is incomplete or changed, or its backend
         cannot run here.
         """
-        num_shards = tensor_parallel_size
-        counts = {"threads": threads, "cache_bytes": cache_bytes}
-        check_counts(tensor_parallel_size=num_shards, **counts)
+        check_counts(
+            tensor_parallel_size=tensor_parallel_size,
+            threads=threads,
+            cache_bytes=cache_bytes,
+        )
         folder = Path(engine_dir)
         opened = open_engine(folder, deep=verify)
         limits = lowered(opened.manifest.limits, max_batch_size)
@@ -144,7 +146,7 @@ class LLM(ClosesAtExit):
         log.info("loading %s", folder)
         wanted = Wanted(
             device,
-            num_shards,
+            tensor_parallel_size,
             memory_share(gpu_memory_utilization),
             cache_bytes,
             threads,
