@@ -1,10 +1,10 @@
 """One engine on several GPUs beside the same engine on one: decode, prefill, and bytes by
-rank.
+shard.
 
-  python3 -m benchmarks.tensor_parallel CHECKPOINT --work out --ranks 1 2 4
+  python3 -m benchmarks.tensor_parallel CHECKPOINT --work out --shards 1 2 4
 
 CHECKPOINT: for the 8B shape `python3 -m benchmarks.random_checkpoint out/8b`. The engine
-is built once, and loaded by LLM.load for each number of ranks in a process of its own.
+is built once, and loaded by LLM.load for each number of shards in a process of its own.
 Decode: ``--batch`` prompts of ``--context`` tokens are computed, then ``--steps`` steps
 in which all of them decode are timed, as the engine runs them in serving: pages reserved
 and sealed, graphs, tokens sampled greedily on the GPUs. Prefill: one prompt of
@@ -93,21 +93,21 @@ def prefill(llm: LLM, options: argparse.Namespace) -> dict[str, float]:
     return {"prefill_ms": 1e3 * median, "prefill_tokens_s": options.prompt / median}
 
 
-def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """In a process of its own: of one number of ranks."""
+def measure(options: argparse.Namespace, num_shards: int) -> dict[str, Any]:
+    """In a process of its own: of one number of shards."""
     engine = build(options)
     opened = open_engine(engine, deep=False)
-    dealt = deal(opened.plan, ranks)
-    size = options.cache_size and options.cache_size // ranks
-    with LLM.load(engine, size, verify=False, tensor_parallel_size=ranks) as llm:
+    dealt = deal(opened.plan, num_shards)
+    size = options.cache_size and options.cache_size // num_shards
+    with LLM.load(engine, size, verify=False, tensor_parallel_size=num_shards) as llm:
         session: Any = llm.session
         session.warm_up()
-        found: dict[str, Any] = {"ranks": ranks}
+        found: dict[str, Any] = {"shards": num_shards}
         found |= prefill(llm, options) | decode(llm, options)
         found["cache_bytes_a_gpu"] = llm.pool.arena_bytes
     filled = dealt.filled(options.context)
     found["kv_bytes_by_rank"] = list(filled)
-    found["kv_worst_over_mean"] = max(filled) * ranks / sum(filled)
+    found["kv_worst_over_mean"] = max(filled) * num_shards / sum(filled)
     found["page_bytes_over_mean"] = dealt.balance(options.context)
     return found
 
@@ -116,7 +116,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--work", type=Path, default=Path("out"))
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--compression", default="none")
     parser.add_argument("--more", nargs="*", default=[], help="options of the build")
     parser.add_argument("--cache-size", type=int, help="bytes, of all GPUs together")
@@ -131,9 +131,9 @@ def main() -> None:
         return
     build(options)
     rows: list[dict[str, Any]] = []
-    for ranks in options.ranks:
+    for num_shards in options.shards:
         command = [sys.executable, "-m", "benchmarks.tensor_parallel", *sys.argv[1:]]
-        command += ["--only", str(ranks)]
+        command += ["--only", str(num_shards)]
         done = subprocess.run(
             command, env=os.environ, stdout=subprocess.PIPE, text=True, check=True
         )
@@ -142,12 +142,12 @@ def main() -> None:
         for name in ("step_ms", "prefill_ms"):
             row[f"{name}_speedup"] = rows[0][name] / row[name]
     print(
-        f"{'GPUs':>5}{'decode ms':>11}{'x':>6}{'prefill ms':>12}{'x':>6}  KV GB by rank"
+        f"{'GPUs':>5}{'decode ms':>11}{'x':>6}{'prefill ms':>12}{'x':>6}  KV GB by shard"
     )
     for row in rows:
         sizes = " ".join(f"{size / 1e9:.3f}" for size in row["kv_bytes_by_rank"])
         print(
-            f"{row['ranks']:>5}{row['step_ms']:>11.2f}{row['step_ms_speedup']:>6.2f}"
+            f"{row['shards']:>5}{row['step_ms']:>11.2f}{row['step_ms_speedup']:>6.2f}"
             f"{row['prefill_ms']:>12.1f}{row['prefill_ms_speedup']:>6.2f}  {sizes}"
         )
     named = {name: getattr(options, name) for name in ("batch", "context", "prompt")}

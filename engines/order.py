@@ -271,7 +271,7 @@ def _with_weights(request: BuildRequest, checkpoint: Checkpoint) -> BuildRequest
 
 
 def _check_weights(request: BuildRequest, checkpoint: Checkpoint) -> None:
-    """Experts are products of three dimensions, ranks cut weights between codes, 4 bits
+    """Experts are products of three dimensions, shards cut weights between codes, 4 bits
     are not rounded to 4 bits again, and the cuda backend has its own groups."""
     spec = checkpoint.spec
     if request.weight_formats.maps is None:

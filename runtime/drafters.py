@@ -10,7 +10,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.rank_plan import RankPlan
+from kvlathe.plan.shard_plan import ShardPlan
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.drafting.draft_model import DraftModel
 from kvlathe.runtime.drafting.lookup import PromptLookup
@@ -35,7 +35,7 @@ def check_speculation(plan: CompressionPlan) -> None:
             "its plan ranks tokens by what all rows attend, those of wrong guesses too"
         )
         remedy = "leave --speculative out, or build without a token rule"
-    elif isinstance(plan, RankPlan):
+    elif isinstance(plan, ShardPlan):
         fact = "it is spread over several GPUs"
         remedy = "leave --speculative out, or run it on one GPU"
     else:

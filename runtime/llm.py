@@ -56,7 +56,7 @@ from kvlathe.runtime.scheduling.parts.speculation import MOST_DRAFTS, Speculatio
 from kvlathe.runtime.scheduling.scheduler import Scheduler
 from kvlathe.runtime.scheduling.sequence import Sequence
 from kvlathe.runtime.sessions.protocols import Session
-from kvlathe.runtime.settings import check_counts, lowered, memory_share, refuse_ranks
+from kvlathe.runtime.settings import check_counts, lowered, memory_share, refuse_shards
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.structure import Structure
 from kvlathe.runtime.text.tokenizer import Tokenizer
@@ -146,16 +146,22 @@ class LLM(ClosesAtExit):
         Raises KvlatheError where the folder is incomplete or changed, or its backend
         cannot run here.
         """
-        ranks = tensor_parallel_size
-        counts = {"threads": threads, "cache_bytes": cache_bytes}
-        check_counts(tensor_parallel_size=ranks, **counts)
+        check_counts(
+            tensor_parallel_size=tensor_parallel_size,
+            threads=threads,
+            cache_bytes=cache_bytes,
+        )
         folder = Path(engine_dir)
         opened = open_engine(folder, deep=verify)
         limits = lowered(opened.manifest.limits, max_batch_size)
         manifest = dataclasses.replace(opened.manifest, limits=limits)
         log.info("loading %s", folder)
         wanted = Wanted(
-            device, ranks, memory_share(gpu_memory_utilization), cache_bytes, threads
+            device,
+            tensor_parallel_size,
+            memory_share(gpu_memory_utilization),
+            cache_bytes,
+            threads,
         )
         found = load_session(opened, manifest, wanted)
         given = (found.session, found.plan, limits, Tokenizer(folder))
@@ -183,7 +189,7 @@ class LLM(ClosesAtExit):
 
         Raises KvlatheError where the library for it is missing.
         """
-        refuse_ranks(self.plan)
+        refuse_shards(self.plan)
         mover = ColdPages(self.session, ZstdPages(self.layout))
         scheduler = self.engine.scheduler
         scheduler.mover = mover
@@ -317,7 +323,7 @@ class LLM(ClosesAtExit):
     def exchange(self) -> Exchange:
         """Prefixes and running sequences leave for another engine of the same build, or
         come from one (docs/travel.md)."""
-        refuse_ranks(self.plan)
+        refuse_shards(self.plan)
         origin = Origin.of(self.plan, self.manifest)
         return Exchange(self.engine, self.thread, self._sequences, origin)
 

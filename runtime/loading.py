@@ -21,7 +21,7 @@ class Wanted:
     """Settings of a load; LLM.load has the same fields."""
 
     device: str | None
-    ranks: int
+    num_shards: int
     memory_share: float
     cache_bytes: int | None
     threads: int | None
@@ -45,9 +45,9 @@ def load_session(engine: EngineFolder, manifest: Manifest, wanted: Wanted) -> Lo
     folder, plan = engine.path, engine.plan
     runner = registry.runner(manifest, folder, wanted.device)
     words = runner.attention(manifest)
-    if wanted.ranks > 1:
-        runner, plan = _in_parallel(engine, runner, wanted.ranks)
-        words += f", on {wanted.ranks} GPUs"
+    if wanted.num_shards > 1:
+        runner, plan = _in_parallel(engine, runner, wanted.num_shards)
+        words += f", on {wanted.num_shards} GPUs"
     layout = CacheLayout(plan)
     kind = runner.session(manifest)  # says what is missing
     size = registry.cache_bytes(
@@ -58,25 +58,25 @@ def load_session(engine: EngineFolder, manifest: Manifest, wanted: Wanted) -> Lo
     return Loaded(session, plan, size, words, runner.prompt_tokens)
 
 
-def check_ranks(engine: EngineFolder, ranks: int) -> None:
+def check_shards(engine: EngineFolder, num_shards: int) -> None:
     """Raises KvlatheError for an engine that runs on one device alone."""
-    if ranks > 1 and engine.manifest.backend != "cuda":
+    if num_shards > 1 and engine.manifest.backend != "cuda":
         raise KvlatheError(
-            f"{engine.path} cannot run on {ranks} GPUs",
+            f"{engine.path} cannot run on {num_shards} GPUs",
             f"it was built for {engine.manifest.backend}",
             "build it with --backend cuda",
         )
 
 
 def _in_parallel(
-    engine: EngineFolder, runner: Runner, ranks: int
+    engine: EngineFolder, runner: Runner, num_shards: int
 ) -> tuple[Runner, CompressionPlan]:
-    """The runner on ``ranks`` GPUs, and what one of them keeps of the plan."""
-    check_ranks(engine, ranks)
+    """The runner on ``num_shards`` GPUs, and what one of them keeps of the plan."""
+    check_shards(engine, num_shards)
     runner.session(engine.manifest)  # says what is missing
     from kvlathe.runtime.sessions.torch_cuda.shards.parallel import TensorParallel
 
-    together = TensorParallel(engine.path, engine.plan, ranks)
+    together = TensorParallel(engine.path, engine.plan, num_shards)
     several = dataclasses.replace(
         runner,
         session=lambda _: together,

@@ -7,7 +7,7 @@ import dataclasses
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.rank_plan import RankPlan
+from kvlathe.plan.shard_plan import ShardPlan
 from kvlathe.runtime.text.sampling_params import is_number
 
 
@@ -46,12 +46,12 @@ def lowered(limits: Limits, max_batch_size: int | None) -> Limits:
     return dataclasses.replace(limits, max_batch_size=max_batch_size)
 
 
-def refuse_ranks(plan: CompressionPlan) -> None:
-    """Raises KvlatheError where ``plan`` is one rank's, for what takes whole pages out
+def refuse_shards(plan: CompressionPlan) -> None:
+    """Raises KvlatheError where ``plan`` is one shard's, for what takes whole pages out
     of an engine."""
-    if isinstance(plan, RankPlan):
+    if isinstance(plan, ShardPlan):
         raise KvlatheError(
-            f"pages of {plan.ranks} ranks stay in their engine",
-            "each rank has its part of every page",
+            f"pages of {plan.num_shards} shards stay in their engine",
+            "each shard has its part of every page",
             "run the engine on one GPU",
         )

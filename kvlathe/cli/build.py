@@ -25,7 +25,7 @@ from kvlathe.cli.common import (
     reports,
     show_pairs,
 )
-from kvlathe.cli.show import memory_of, ranks_of, show_memory, show_ranks
+from kvlathe.cli.show import memory_of, shards_of, show_memory, show_shards
 from kvlathe.engines.rotation import CHECKPOINT
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.engine_folder import open_engine
@@ -61,7 +61,7 @@ def show_build(result: Result) -> None:
     ]
     console.print_pairs(f"{result['model']}, {result['compression']}", rows)
     show_memory(result["memory"])
-    show_ranks(result["ranks"], result["tokens"])
+    show_shards(result["shards"], result["tokens"])
     show_phases(result["phases"])
 
 
@@ -312,8 +312,8 @@ def build_command(
     return {**described, "seconds": seconds, "phases": of_phases}
 
 
-def describe(engine: Path, ranks: int = 1) -> Result:
-    """What a finished engine folder promises, on ``ranks`` GPUs."""
+def describe(engine: Path, num_shards: int = 1) -> Result:
+    """What a finished engine folder promises, on ``num_shards`` GPUs."""
     opened = open_engine(engine, deep=False)
     manifest = opened.manifest
     sizes = manifest.kv_bytes
@@ -330,7 +330,7 @@ def describe(engine: Path, ranks: int = 1) -> Result:
         "kv_bytes_removed": sizes.removed,
         "memory": memory_of(opened.plan, manifest),
         "tokens": manifest.limits.max_seq_len,
-        "ranks": ranks_of(opened.plan, ranks, manifest.limits.max_seq_len),
+        "shards": shards_of(opened.plan, num_shards, manifest.limits.max_seq_len),
         "report": str(engine / manifests.REPORT_FILE),
     }
 

@@ -187,11 +187,11 @@ def eval_command(
     text = (text or shipped("eval_text.jsonl", "--text")) if whole else text
     share = gpu_memory_utilization
     # Both are there at once: the baseline leaves half of a GPU to the engine.
-    ranks = tensor_parallel_size
+    num_shards = tensor_parallel_size
     reference = None
     if baseline:
-        reference = _loaded(baseline, threads, device, share / 2, ranks)
-    llm = _loaded(engine, threads, device, share, ranks)
+        reference = _loaded(baseline, threads, device, share / 2, num_shards)
+    llm = _loaded(engine, threads, device, share, num_shards)
     if not whole or text is None:
         scores = evaluate(
             llm, reference, text, retrieval, windows, window_tokens, every
@@ -209,9 +209,9 @@ def eval_command(
 
 
 def _loaded(
-    engine: Path, threads: int | None, device: str | None, share: float, ranks: int
+    engine: Path, threads: int | None, device: str | None, share: float, num_shards: int
 ) -> LLM:
-    """An engine in ``share`` of the memory of ``ranks`` GPUs, or on the CPU."""
+    """An engine in ``share`` of the memory of ``num_shards`` GPUs, or on the CPU."""
     from kvlathe.runtime.llm import LLM
 
     return LLM.load(
@@ -219,7 +219,7 @@ def _loaded(
         threads=threads,
         device=device,
         gpu_memory_utilization=share,
-        tensor_parallel_size=ranks,
+        tensor_parallel_size=num_shards,
     )
 
 

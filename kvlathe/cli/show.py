@@ -69,7 +69,7 @@ def show_engine(result: Result) -> None:
         [tuple(bucket.values()) for bucket in result["buckets"]],
     )
     show_memory(result["memory"])
-    show_ranks(result["ranks"], result["limits"]["max_seq_len"])
+    show_shards(result["shards"], result["limits"]["max_seq_len"])
     for stage in result["stages"][1:]:
         name = f"tokens of a prompt from layer {stage['first_layer']} on"
         console.print_pairs("", [(name, stage["tokens"])])
@@ -117,24 +117,26 @@ def rank_table(
     return ("layer", *(f"head {h}" for h in range(heads))), rows
 
 
-def ranks_of(plan: CompressionPlan, ranks: int, tokens: int) -> list[dict[str, Any]]:
+def shards_of(
+    plan: CompressionPlan, num_shards: int, tokens: int
+) -> list[dict[str, Any]]:
     """Rows with the part of a sequence of ``tokens`` tokens that each GPU holds. Raises
     KvlatheError for a plan that cannot be dealt to so many."""
     from kvlathe.plan.deal import deal
 
-    if ranks == 1:
+    if num_shards == 1:
         return []
-    dealt = deal(plan, ranks)
+    dealt = deal(plan, num_shards)
     taken = dealt.taken(tokens)
     return [
-        {"rank": rank, "heads": len(shares), "filled": filled, "taken": taken}
-        for rank, (shares, filled) in enumerate(
-            zip(dealt.shares, dealt.filled(tokens), strict=True)
+        {"shard": shard, "heads": len(lane_shards), "filled": filled, "taken": taken}
+        for shard, (lane_shards, filled) in enumerate(
+            zip(dealt.shards, dealt.filled(tokens), strict=True)
         )
     ]
 
 
-def show_ranks(rows: list[dict[str, Any]], tokens: int) -> None:
+def show_shards(rows: list[dict[str, Any]], tokens: int) -> None:
     columns = ("GPU", "KV heads", "bytes of them", "bytes of its pages")
     lines = [tuple(row.values()) for row in rows]
     if lines:
@@ -150,11 +152,11 @@ def inspect_command(engine: Path, tensor_parallel_size: int) -> Result:
     what runs its attention. With --tensor-parallel-size also what each GPU holds."""
     from kvlathe.evaluation import record
     from kvlathe.plan.layout import CacheLayout
-    from kvlathe.runtime.loading import check_ranks
+    from kvlathe.runtime.loading import check_shards
     from kvlathe.runtime.sessions.registry import attention
 
     opened = open_engine(engine)
-    check_ranks(opened, tensor_parallel_size)
+    check_shards(opened, tensor_parallel_size)
     manifest = opened.manifest
     plan = opened.plan
     layout = CacheLayout(plan)
@@ -174,7 +176,7 @@ def inspect_command(engine: Path, tensor_parallel_size: int) -> Result:
         "evaluation": kept.scores,
         "evaluated_on": kept.measured_on,
         "memory": memory_of(plan, manifest),
-        "ranks": ranks_of(plan, tensor_parallel_size, manifest.limits.max_seq_len),
+        "shards": shards_of(plan, tensor_parallel_size, manifest.limits.max_seq_len),
         "bytes_on_disk": manifest.size,
         "limits": dataclasses.asdict(manifest.limits),
         "warnings": {

@@ -1,12 +1,12 @@
-"""Which rank of tensor parallelism has which KV heads (docs/scale.md).
+"""A deal: which shard of a model has which KV heads (docs/scale.md).
 
-Every rank has about equally many lanes of each layer, so that none waits for another.
-Lanes differ in bytes, so which of them it has is chosen over all layers together: ranks
-then hold about the same bytes in every bucket. A layer with fewer lanes than ranks has
+Every shard has about equally many lanes of each layer, so that none waits for another.
+Lanes differ in bytes, so which of them it has is chosen over all layers together: shards
+then hold about the same bytes in every bucket. A layer with fewer lanes than shards has
 some lanes twice, each time with other query heads.
 
 The problem is that of number partitioning (Karmarkar and Karp 1982), with a vector of
-bytes a lane and a count a layer. Lanes are dealt largest first; then two ranks exchange
+bytes a lane and a count a layer. Lanes are dealt largest first; then two shards exchange
 lanes of a layer while that brings their bytes together.
 """
 
@@ -25,24 +25,24 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import Bucket, CompressionPlan, Fields
-from kvlathe.plan.rank_plan import RankPlan
+from kvlathe.plan.shard_plan import ShardPlan
 
 Load = npt.NDArray[np.float64]
-"""Of a lane or a rank: its weighted bytes in each bucket, and their sum."""
+"""Of a lane or a shard: its weighted bytes in each bucket, and their sum."""
 ENOUGH = 1.002
-"""The largest rank beside the mean, from which on nothing more is tried."""
+"""The largest shard beside the mean, from which on nothing more is tried."""
 ROUNDS, EXCHANGES = 8, 16
-"""Times that all pairs of ranks are tried, and exchanges of each time."""
+"""Times that all pairs of shards are tried, and exchanges of each time."""
 MOST_PAIRED = 600
 """Exchanges among which the best two are looked for."""
 LEAST_GAIN = 1e-6
-"""Of two ranks' difference, squared."""
+"""Of two shards' difference, squared."""
 NOTHING = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What a rank has of a lane: its K and V, and the query heads from ``first`` on of
+class LaneShard:
+    """What a shard has of a lane: its K and V, and the query heads from ``first`` on of
     those that read it."""
 
     lane: int
@@ -50,112 +50,116 @@ class Share:
     queries: int
 
 
-Shares = tuple[tuple[Share, ...], ...]
-"""Of each rank, by lane."""
+Shards = tuple[tuple[LaneShard, ...], ...]
+"""The lane_shards of each shard, by lane."""
 
 
 @dataclass(frozen=True)
 class Deal:
-    """What every rank has of a plan."""
+    """What every shard has of a plan."""
 
     plan: CompressionPlan
-    shares: Shares
+    shards: Shards
 
     @property
-    def ranks(self) -> int:
-        return len(self.shares)
+    def num_shards(self) -> int:
+        return len(self.shards)
 
     @cached_property
-    def plans(self) -> tuple[RankPlan, ...]:
-        """What each rank keeps. Pages have the same size everywhere."""
+    def plans(self) -> tuple[ShardPlan, ...]:
+        """What each shard keeps. Pages have the same size everywhere."""
         strides = [layout.filled for layout in self._layouts]
         largest = tuple(map(max, zip(*strides, strict=True)))
         return tuple(dataclasses.replace(own, strides=largest) for own in self._own)
 
     @cached_property
-    def _own(self) -> tuple[RankPlan, ...]:
-        return tuple(_rank_plan(self, rank) for rank in range(self.ranks))
+    def _own(self) -> tuple[ShardPlan, ...]:
+        return tuple(_shard_plan(self, shard) for shard in range(self.num_shards))
 
     @cached_property
     def _layouts(self) -> tuple[CacheLayout, ...]:
         return tuple(CacheLayout(own) for own in self._own)
 
     def filled(self, tokens: int) -> tuple[int, ...]:
-        """Bytes that the lanes of each rank take of a sequence of ``tokens`` tokens."""
+        """Bytes that the lanes of each shard take of a sequence of ``tokens`` tokens."""
         return tuple(layout.bytes_for(tokens) for layout in self._layouts)
 
     def taken(self, tokens: int) -> int:
-        """Bytes of the pages of such a sequence on every rank: what is filled of them,
-        and what the largest rank has more."""
+        """Bytes of the pages of such a sequence on every shard: what is filled of them,
+        and what the largest shard has more."""
         return CacheLayout(self.plans[0]).bytes_for(tokens)
 
     def balance(self, tokens: int) -> float:
         """``taken`` over the mean of ``filled``."""
-        return self.taken(tokens) * self.ranks / sum(self.filled(tokens))
+        return self.taken(tokens) * self.num_shards / sum(self.filled(tokens))
 
 
-def deal(plan: CompressionPlan, ranks: int, by_layer: bool = False) -> Deal:
+def deal(plan: CompressionPlan, num_shards: int, by_layer: bool = False) -> Deal:
     """``by_layer``: bring bytes together in each layer by itself, for hosts whose pages
-    are of one layer. Raises KvlatheError where some rank would have no query head of a
-    layer, and where ranks would have to rank tokens together."""
-    if ranks > 1 and plan.observes:
+    are of one layer. Raises KvlatheError where some shard would have no query head of a
+    layer, and where shards would have to rank tokens together."""
+    if num_shards > 1 and plan.observes:
         raise KvlatheError(
-            f"the plan cannot be dealt to {ranks} ranks",
+            f"the plan cannot be dealt to {num_shards} shards",
             "it ranks tokens by the attention of all heads",
             "run it on one GPU, or build it without a token rule",
         )
-    layers = [_shares_of(plan, layer, ranks) for layer in range(plan.model.layers)]
+    layers = [
+        _lane_shards_of(plan, layer, num_shards) for layer in range(plan.model.layers)
+    ]
     loads = _loads(plan)
     together = [[layer] for layer in layers] if by_layer else [layers]
-    hands: list[list[Share]] = [[] for _ in range(ranks)]
+    hands: list[list[LaneShard]] = [[] for _ in range(num_shards)]
     for group in together:
-        for hand, own in zip(hands, _hands_of(group, loads, ranks), strict=True):
+        for hand, own in zip(hands, _hands_of(group, loads, num_shards), strict=True):
             hand += own
     return Deal(plan, tuple(tuple(sorted(hand, key=_lane_of)) for hand in hands))
 
 
 def _hands_of(
-    layers: Sequence[Sequence[Share]], loads: Mapping[int, Load], ranks: int
-) -> Iterator[list[Share]]:
-    """What each rank has of some layers, whose bytes are brought together."""
-    table = _Table(loads, ranks)
-    for shares in layers:
-        table.add(shares)
+    layers: Sequence[Sequence[LaneShard]], loads: Mapping[int, Load], num_shards: int
+) -> Iterator[list[LaneShard]]:
+    """What each shard has of some layers, whose bytes are brought together."""
+    table = _Table(loads, num_shards)
+    for lane_shards in layers:
+        table.add(lane_shards)
     for _ in range(ROUNDS):
         if table.even or not table.improve():
             break
     return table.dealt()
 
 
-def _lane_of(share: Share) -> int:
-    return share.lane
+def _lane_of(lane_shard: LaneShard) -> int:
+    return lane_shard.lane
 
 
-def _shares_of(plan: CompressionPlan, layer: int, ranks: int) -> list[Share]:
+def _lane_shards_of(
+    plan: CompressionPlan, layer: int, num_shards: int
+) -> list[LaneShard]:
     """What is dealt of a layer: its lanes, or as many parts of them as there are
-    ranks. Lanes of fewest bytes are the first to be there more often."""
+    shards. Lanes of fewest bytes are the first to be there more often."""
     heads, group = plan.model.kv_heads, plan.model.group_size
     lanes = [layer * heads + lane.head for lane in plan.active(layer)]
     queries = len(lanes) * group
-    if queries < ranks:
+    if queries < num_shards:
         raise KvlatheError(
-            f"the plan cannot be dealt to {ranks} ranks",
+            f"the plan cannot be dealt to {num_shards} shards",
             f"layer {layer} has {queries} query heads that are kept",
-            f"give at most {queries} ranks",
+            f"give at most {queries} shards",
         )
-    if len(lanes) >= ranks:
-        return [Share(lane, 0, group) for lane in lanes]
+    if len(lanes) >= num_shards:
+        return [LaneShard(lane, 0, group) for lane in lanes]
     by_size = sorted(lanes, key=lambda lane: _kept(plan.lanes[lane]))
-    copies, more = divmod(ranks, len(lanes))
-    shares: list[Share] = []
+    copies, more = divmod(num_shards, len(lanes))
+    lane_shards: list[LaneShard] = []
     for place, lane in enumerate(by_size):
         is_more = place < more
         count = copies + is_more
         borders = [group * i // count for i in range(count + 1)]
         for first, end in pairwise(borders):
             queries = end - first
-            shares.append(Share(lane, first, queries))
-    return shares
+            lane_shards.append(LaneShard(lane, first, queries))
+    return lane_shards
 
 
 def _kept(lane: Lane) -> int:
@@ -181,8 +185,8 @@ def _loads(plan: CompressionPlan) -> dict[int, Load]:
 
 @dataclass(frozen=True, slots=True)
 class _Swap:
-    """Of a layer: which of its shares two ranks exchange, by their places, and what the
-    first one loses by it."""
+    """An exchange between two shards in a layer: the places of the lane shards that are
+    given and taken, and what the first one loses by it."""
 
     layer: int
     given: int
@@ -191,41 +195,43 @@ class _Swap:
 
 
 class _Table:
-    """Ranks with what they were dealt. The sum of the squares of their loads falls with
+    """Shards with what they were dealt. The sum of the squares of their loads falls with
     every exchange; it is least where all are equal."""
 
-    def __init__(self, loads: Mapping[int, Load], ranks: int) -> None:
+    def __init__(self, loads: Mapping[int, Load], num_shards: int) -> None:
         self.loads = loads
         columns = len(next(iter(loads.values())))
-        self.sums = np.zeros((ranks, columns))
-        self.layers: list[list[list[Share]]] = []
+        self.sums = np.zeros((num_shards, columns))
+        self.layers: list[list[list[LaneShard]]] = []
 
-    def dealt(self) -> Iterator[list[Share]]:
-        """What each rank has."""
-        for rank in range(len(self.sums)):
-            yield [share for hands in self.layers for share in hands[rank]]
+    def dealt(self) -> Iterator[list[LaneShard]]:
+        """What each shard has."""
+        for shard in range(len(self.sums)):
+            yield [lane_shard for hands in self.layers for lane_shard in hands[shard]]
 
     @property
     def even(self) -> bool:
-        """Whether no bucket of any rank is much above the mean."""
+        """Whether no bucket of any shard is much above the mean."""
         return bool((self.sums.max(0) <= ENOUGH * self.sums.mean(0)).all())
 
-    def add(self, shares: Sequence[Share]) -> None:
-        """Deal a layer: the largest first, each to the rank that has least."""
-        ranks = range(len(self.sums))
-        hands: list[list[Share]] = [[] for _ in ranks]
+    def add(self, lane_shards: Sequence[LaneShard]) -> None:
+        """Deal a layer: the largest first, each to the shard that has least."""
+        shards = range(len(self.sums))
+        hands: list[list[LaneShard]] = [[] for _ in shards]
         self.layers.append(hands)
-        by_size = sorted(shares, key=lambda share: -self.loads[share.lane][-1])
-        for share in by_size:
-            load = self.loads[share.lane]
+        by_size = sorted(
+            lane_shards, key=lambda lane_shard: -self.loads[lane_shard.lane][-1]
+        )
+        for lane_shard in by_size:
+            load = self.loads[lane_shard.lane]
             fewest = min(map(len, hands))
-            open_ranks = [rank for rank in ranks if len(hands[rank]) == fewest]
-            rank = min(open_ranks, key=lambda r: float(self.sums[r] @ load))
-            hands[rank].append(share)
-            self.sums[rank] += load
+            open_shards = [shard for shard in shards if len(hands[shard]) == fewest]
+            shard = min(open_shards, key=lambda s: float(self.sums[s] @ load))
+            hands[shard].append(lane_shard)
+            self.sums[shard] += load
 
     def improve(self) -> bool:
-        """Let every two ranks exchange what brings them together; whether any did."""
+        """Let every two shards exchange what brings them together; whether any did."""
         changed = False
         for a, b in combinations(range(len(self.sums)), 2):
             for _ in range(EXCHANGES):
@@ -235,7 +241,7 @@ class _Table:
         return changed
 
     def _exchange(self, a: int, b: int) -> bool:
-        """Make the best exchange between two ranks, or the best two in two layers;
+        """Make the best exchange between two shards, or the best two in two layers;
         False where none helps."""
         swaps = list(self._swaps(a, b))
         moved = np.array([swap.moved for swap in swaps]).reshape(len(swaps), -1)
@@ -265,9 +271,9 @@ class _Table:
             for (i, given), (j, taken) in product(mine, theirs):
                 yield _Swap(layer, i, j, given - taken)
 
-    def _offers(self, hand: Sequence[Share]) -> list[tuple[int, Load]]:
-        """The places of what a rank has, with their loads."""
-        return [(i, self.loads[share.lane]) for i, share in enumerate(hand)]
+    def _offers(self, hand: Sequence[LaneShard]) -> list[tuple[int, Load]]:
+        """The places of what a shard has, with their loads."""
+        return [(i, self.loads[lane_shard.lane]) for i, lane_shard in enumerate(hand)]
 
 
 def _best(swaps: Sequence[_Swap], moved: Load, costs: Load) -> tuple[float, list[int]]:
@@ -288,7 +294,7 @@ def _best(swaps: Sequence[_Swap], moved: Load, costs: Load) -> tuple[float, list
     return cost, list(divmod(place, len(swaps)))
 
 
-def _hand(hands: list[list[Share]], a: int, b: int, swap: _Swap) -> None:
+def _hand(hands: list[list[LaneShard]], a: int, b: int, swap: _Swap) -> None:
     """Exchange what a swap names."""
     given = [] if swap.given == NOTHING else [hands[a].pop(swap.given)]
     taken = [] if swap.taken == NOTHING else [hands[b].pop(swap.taken)]
@@ -296,15 +302,15 @@ def _hand(hands: list[list[Share]], a: int, b: int, swap: _Swap) -> None:
     hands[b] += given
 
 
-def _rank_plan(dealt: Deal, rank: int) -> RankPlan:
-    """The plan of one rank, with pages of its own size."""
-    plan, shares = dealt.plan, dealt.shares[rank]
-    own = {share.lane for share in shares}
+def _shard_plan(dealt: Deal, shard: int) -> ShardPlan:
+    """The plan of one shard, with pages of its own size."""
+    plan, lane_shards = dealt.plan, dealt.shards[shard]
+    own = {lane_shard.lane for lane_shard in lane_shards}
     buckets: list[Bucket] = []
     for bucket in plan.buckets:
         kept = [lane for lane in bucket.lanes if lane in own]
         buckets.append(dataclasses.replace(bucket, lanes=tuple(kept)))
-    group = max(share.queries for share in shares)
+    group = max(lane_shard.queries for lane_shard in lane_shards)
     queries = group * plan.model.kv_heads
     fields: Fields = {}
     for field in dataclasses.fields(plan):
@@ -312,7 +318,7 @@ def _rank_plan(dealt: Deal, rank: int) -> RankPlan:
     fields["model"] = dataclasses.replace(plan.model, query_heads=queries)
     fields["lanes"] = tuple(_lanes_of(plan, own))
     fields["buckets"] = tuple(buckets)
-    return RankPlan(**fields, rank=rank, ranks=dealt.ranks)
+    return ShardPlan(**fields, shard=shard, num_shards=dealt.num_shards)
 
 
 def _lanes_of(plan: CompressionPlan, own: Set[int]) -> Iterator[Lane]:

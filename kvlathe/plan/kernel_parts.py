@@ -30,7 +30,7 @@ class KernelPart:
 
 
 def kernel_parts(plan: CompressionPlan) -> list[KernelPart]:
-    """Bucket after bucket. One without lanes, as a rank may have, is a part as well: page
+    """Bucket after bucket. One without lanes, as a shard may have, is a part as well: page
     tables and lengths are by bucket."""
     windows = _windows(plan)
     sealed: dict[int, int] = {}

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from kvlathe.plan.formats import META_BYTES, aligned
 from kvlathe.plan.placement import Placement
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.rank_plan import RankPlan
+from kvlathe.plan.shard_plan import ShardPlan
 
 TABLE_COLUMNS = (
     "layer",
@@ -99,14 +99,14 @@ class CacheLayout:
     @cached_property
     def page_stride(self) -> tuple[int, ...]:
         """Bytes of a page of each bucket."""
-        if isinstance(self.plan, RankPlan) and self.plan.strides:
+        if isinstance(self.plan, ShardPlan) and self.plan.strides:
             return self.plan.strides
         return self.filled
 
     @cached_property
     def filled(self) -> tuple[int, ...]:
         """Bytes of a page of each bucket that hold something: all of them, but for a
-        rank that has less than another one."""
+        shard that has less than another one."""
         return tuple(
             size + self._score_bytes(b) for b, (_, size) in enumerate(self._placed)
         )

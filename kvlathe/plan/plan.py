@@ -133,7 +133,7 @@ class CompressionPlan:
 
     @property
     def is_part(self) -> bool:
-        """Whether it is what one rank keeps, which may be nothing of a bucket."""
+        """Whether it is what one shard keeps, which may be nothing of a bucket."""
         return False
 
     @property

@@ -43,7 +43,7 @@ def test_inspect_shows_what_each_gpu_holds(engine: Path) -> None:
     options = [str(engine), "--json", "--tensor-parallel-size", "2"]
     done = CliRunner().invoke(inspect_command, options)
     assert done.exit_code == 0, done.output
-    rows = json.loads(done.stdout)["ranks"]
+    rows = json.loads(done.stdout)["shards"]
     dealt = deal(open_engine(engine).plan, 2)
     assert [row["filled"] for row in rows] == list(dealt.filled(512))
     assert [row["heads"] for row in rows] == [4, 4]
@@ -53,7 +53,7 @@ def test_inspect_shows_what_each_gpu_holds(engine: Path) -> None:
 def test_refusals_say_what_would_do(engine: Path, tmp_path: Path) -> None:
     with pytest.raises(KvlatheError, match="needs a GPU"):
         LLM.load(engine, tensor_parallel_size=2)
-    with pytest.raises(KvlatheError, match=r"dealt to 5 ranks.*at most 4 ranks"):
+    with pytest.raises(KvlatheError, match=r"dealt to 5 shards.*at most 4 shards"):
         LLM.load(engine, tensor_parallel_size=5)
     with pytest.raises(KvlatheError, match="tensor_parallel_size is 0"):
         LLM.load(engine, tensor_parallel_size=0)
@@ -67,13 +67,13 @@ def test_refusals_say_what_would_do(engine: Path, tmp_path: Path) -> None:
     with pytest.raises(KvlatheError, match="runs on one device"):
         build(wrong)
     many = dataclasses.replace(wrong, backend="cuda", tensor_parallel_size=5)
-    with pytest.raises(KvlatheError, match="at most 4 ranks"):
+    with pytest.raises(KvlatheError, match="at most 4 shards"):
         build(many)
     assert not (tmp_path / "x").exists()
 
 
-def test_ranks_read_every_weight_once(engine: Path) -> None:
-    """Of what is cut; norms are everywhere, and rank 0 has what is added once."""
+def test_shards_read_every_weight_once(engine: Path) -> None:
+    """Of what is cut; norms are everywhere, and shard 0 has what is added once."""
     dealt = deal(open_engine(engine).plan, 2)
     name = manifests.DECODER_FILE
     shapes = decoder_shapes(engine, name)

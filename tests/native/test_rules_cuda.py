@@ -22,7 +22,7 @@ from kvlathe.runtime.sessions.torch_cuda.compute import session_of
 from kvlathe.runtime.sessions.torch_cuda.device import TorchDevice
 from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
 from kvlathe.runtime.sessions.torch_cuda.model.rows import NativeRows
-from kvlathe.runtime.sessions.torch_cuda.tokens.ranking import RankingSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.evicting import EvictingSession
 from kvlathe.runtime.sessions.torch_cuda.tokens.stages import StagedSession
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
@@ -93,7 +93,7 @@ def test_scores_grow_by_what_observed_rows_attend(
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_move_as_on_the_cpu(cuda: CudaLibrary, kind: str) -> None:
     session = on_gpu(cuda, ranked_plan(kind)).session
-    assert isinstance(session, RankingSession)
+    assert isinstance(session, EvictingSession)
     for seed in range(5):
         moves_are_those_of_the_host(session, seed)
         scores_are_those_of_the_host(session, seed)
@@ -114,10 +114,10 @@ def test_ranking_waits_for_nothing(
     """torch raises where the host would wait for the GPU."""
     llm = on_gpu(cuda, ranked_plan(kind))
     session = llm.session
-    assert isinstance(session, RankingSession)
+    assert isinstance(session, EvictingSession)
     select, ranked = session.select, []
 
-    def strict(*given: Any) -> None:  # noqa: ANN401  (as RankingSession.select)
+    def strict(*given: Any) -> None:  # noqa: ANN401  (as EvictingSession.select)
         torch.cuda.set_sync_debug_mode("error")
         try:
             select(*given)
@@ -154,7 +154,7 @@ def pair(
     options = {**SIZES, **METHODS[request.param]}
     folder = tmp_path_factory.mktemp("engines")
     with engine_pair(folder, cuda.path, options) as engines:
-        assert isinstance(engines[0].session, RankingSession)
+        assert isinstance(engines[0].session, EvictingSession)
         yield engines
 
 

@@ -29,7 +29,7 @@ from kvlathe.runtime.sessions.torch_cuda.attention.observer import Observer
 from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
 from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
-from kvlathe.runtime.sessions.torch_cuda.tokens.ranking import RankingSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.evicting import EvictingSession
 from kvlathe.runtime.sessions.torch_cuda.tokens.stages import StagedSession
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.tokenizer import Tokenizer
@@ -114,7 +114,7 @@ def in_torch(native: Native, kernels: ctypes.CDLL, plan: CompressionPlan) -> LLM
     scales = list(wired.scales)
     attention = RankingAttention(native, library, plan, scales, bytes_of(pool))
     compute = TorchCompute(TorchDecoder(wired, tensors), cast(Attention, attention))
-    kind = StagedSession if plan.stages else RankingSession
+    kind = StagedSession if plan.stages else EvictingSession
     session = kind(device, library, plan, LIMITS, pool, compute)
     return LLM(session, plan, LIMITS, Tokenizer(MODEL), size)
 
@@ -147,7 +147,7 @@ def test_tokens_move_as_on_the_cpu(
     native: Native, kernels: ctypes.CDLL, kind: str
 ) -> None:
     session = in_torch(native, kernels, ranked_plan(kind)).session
-    assert isinstance(session, RankingSession)
+    assert isinstance(session, EvictingSession)
     for seed in range(3):
         moves_are_those_of_the_host(session, seed)
         scores_are_those_of_the_host(session, seed)
@@ -170,7 +170,7 @@ def test_requests_side_by_side_are_answered_as_alone(
     """Prompts of several lengths and their decodes, padded to sizes of graphs; tokens
     that the next step takes from where they were sampled. No score comes to the host."""
     llm = in_torch(native, kernels, ranked_plan("budget"))
-    monkeypatch.delattr(RankingSession, "scores")
+    monkeypatch.delattr(EvictingSession, "scores")
     params = SamplingParams(max_new_tokens=40, temperature=0.0, ignore_eos=True)
     prompts = [list(text(n, 100 * n)) for n in (40, 90)]
     together = llm.generate(prompts, params)

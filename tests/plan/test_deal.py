@@ -1,4 +1,4 @@
-"""Dealing KV heads to ranks: every query head once, every layer evenly, bytes alike."""
+"""Dealing KV heads to shards: every query head once, every layer evenly, bytes alike."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.nightly import rest_nightly
 from tests.support.priced_cases import priced
 
 MOST = 1.03
-"""Bytes that a rank sets aside, over the mean of what ranks fill."""
+"""Bytes that a shard sets aside, over the mean of what shards fill."""
 
 
 @st.composite
@@ -60,27 +60,27 @@ def plans(draw: st.DrawFn) -> CompressionPlan:
 def every_head_is_dealt_once(dealt: Deal) -> None:
     plan = dealt.plan
     heads: Counter[tuple[int, int]] = Counter()
-    for shares in dealt.shares:
-        for share in shares:
-            queries = range(share.first, share.first + share.queries)
-            heads.update((share.lane, query) for query in queries)
+    for lane_shards in dealt.shards:
+        for lane_shard in lane_shards:
+            queries = range(lane_shard.first, lane_shard.first + lane_shard.queries)
+            heads.update((lane_shard.lane, query) for query in queries)
     kept = [i for i, lane in enumerate(plan.lanes) if not lane.removed]
     group = range(plan.model.group_size)
     assert heads == Counter({(lane, query): 1 for lane in kept for query in group})
 
 
 @settings(max_examples=150)
-@given(plan=plans(), ranks=st.integers(1, 6))
-def test_every_query_head_has_one_rank_and_every_layer_is_dealt_evenly(
-    plan: CompressionPlan, ranks: int
+@given(plan=plans(), num_shards=st.integers(1, 6))
+def test_every_query_head_has_one_shard_and_every_layer_is_dealt_evenly(
+    plan: CompressionPlan, num_shards: int
 ) -> None:
     group, layers = plan.model.group_size, range(plan.model.layers)
     fewest = min(len(plan.active(layer)) for layer in layers)
-    if fewest * group < ranks:
-        with pytest.raises(KvlatheError, match=f"at most {fewest * group} ranks|ranks"):
-            deal(plan, ranks)
+    if fewest * group < num_shards:
+        with pytest.raises(KvlatheError, match=f"at most {fewest * group} shards"):
+            deal(plan, num_shards)
         return
-    dealt = deal(plan, ranks)
+    dealt = deal(plan, num_shards)
     every_head_is_dealt_once(dealt)
     for layer in layers:
         counts = [len(own.active(layer)) for own in dealt.plans]
@@ -88,14 +88,14 @@ def test_every_query_head_has_one_rank_and_every_layer_is_dealt_evenly(
 
 
 @settings(max_examples=100)
-@given(plan=plans(), ranks=st.integers(1, 4))
+@given(plan=plans(), num_shards=st.integers(1, 4))
 def test_pages_have_one_size_and_hold_the_own_lanes(
-    plan: CompressionPlan, ranks: int
+    plan: CompressionPlan, num_shards: int
 ) -> None:
-    """A page's number says where it is on every rank; what a rank lays out lies inside,
+    """A page's number says where it is on every shard; what a shard lays out lies inside,
     and is what it lays out alone."""
     try:
-        dealt = deal(plan, ranks)
+        dealt = deal(plan, num_shards)
     except KvlatheError:
         return
     strides = {CacheLayout(own).page_stride for own in dealt.plans}
@@ -103,16 +103,18 @@ def test_pages_have_one_size_and_hold_the_own_lanes(
     largest = strides.pop()
     filled = [CacheLayout(own).filled for own in dealt.plans]
     assert largest == tuple(np.max(filled, axis=0))
-    for own, shares in zip(dealt.plans, dealt.shares, strict=True):
+    for own, lane_shards in zip(dealt.plans, dealt.shards, strict=True):
         layout = CacheLayout(own)
-        assert own.model.group_size == max(share.queries for share in shares)
+        assert own.model.group_size == max(
+            lane_shard.queries for lane_shard in lane_shards
+        )
         for bucket in range(len(own.buckets)):
             rows = layout.lane_table(bucket)
             assert set(own.buckets[bucket].lanes) <= set(plan.buckets[bucket].lanes)
             assert (rows[:, 4:8] <= largest[bucket]).all()
         for layer in range(plan.model.layers):
             assert len(layer_table(CacheLayout(own), layer))
-    if ranks == 1:
+    if num_shards == 1:
         assert filled[0] == CacheLayout(plan).page_stride
 
 
@@ -120,7 +122,7 @@ SHAPE = ModelShape(32, 32, 8, 32, 96, 50, 32768)
 
 
 AUTO = {2: (MOST, MOST), 3: (MOST, 1.06), 4: (MOST, 1.08), 8: (1.13, 1.29)}
-"""For ``auto`` in 13 buckets, by ranks: bytes held by the fullest rank, and set aside."""
+"""For ``auto`` in 13 buckets, by shards: bytes held by the fullest shard, and set aside."""
 
 
 @cache
@@ -148,35 +150,39 @@ def auto_plan(ratio: float) -> CompressionPlan:
 
 
 def worst(dealt: Deal, tokens: int) -> float:
-    """What the fullest rank holds, over the mean."""
+    """What the fullest shard holds, over the mean."""
     filled = dealt.filled(tokens)
-    return max(filled) * dealt.ranks / sum(filled)
+    return max(filled) * dealt.num_shards / sum(filled)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_ranks_hold_the_same_bytes_of_what_methods_make(ranks: int) -> None:
+@pytest.mark.parametrize("num_shards", [2, 3, 4, 8])
+def test_shards_hold_the_same_bytes_of_what_methods_make(num_shards: int) -> None:
     for name, plan in method_plans().items():
-        dealt = deal(plan, ranks)
+        dealt = deal(plan, num_shards)
         for tokens in (plan.prefill_chunk, 8192, 32768):
             assert worst(dealt, tokens) <= dealt.balance(tokens) <= MOST, name
 
 
 @pytest.mark.parametrize("ratio", rest_nightly([0.6, 0.8, 0.9], 0.8))
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_ranks_hold_about_the_same_bytes_of_auto(ranks: int, ratio: float) -> None:
-    """It has thirteen buckets here. A page has one size on every rank, so each of them
-    costs what its fullest rank has more."""
-    dealt = deal(auto_plan(ratio), ranks)
+@pytest.mark.parametrize("num_shards", [2, 3, 4, 8])
+def test_shards_hold_about_the_same_bytes_of_auto(
+    num_shards: int, ratio: float
+) -> None:
+    """It has thirteen buckets here. A page has one size on every shard, so each of them
+    costs what its fullest shard has more."""
+    dealt = deal(auto_plan(ratio), num_shards)
     for tokens in (8192, 32768):
-        assert worst(dealt, tokens) <= AUTO[ranks][0]
-        assert dealt.balance(tokens) <= AUTO[ranks][1]
+        assert worst(dealt, tokens) <= AUTO[num_shards][0]
+        assert dealt.balance(tokens) <= AUTO[num_shards][1]
 
 
 @settings(max_examples=10)
-@given(seed=st.integers(0, 999), ranks=st.sampled_from([2, 3, 4, 6, 8]))
-def test_ranks_set_aside_the_same_bytes_of_a_large_model(seed: int, ranks: int) -> None:
+@given(seed=st.integers(0, 999), num_shards=st.sampled_from([2, 3, 4, 6, 8]))
+def test_shards_set_aside_the_same_bytes_of_a_large_model(
+    seed: int, num_shards: int
+) -> None:
     """32 layers of 8 heads, any ranks, two formats: pages are no larger than 1.03 of
-    what ranks hold on average."""
+    what shards hold on average."""
     rng = np.random.default_rng(seed)
     shape = ModelShape(32, 32, 8, 128, 4096, 128256, 131072)
     pairs = (16 * rng.integers(1, 9, (32, 8, 2))).tolist()
@@ -190,20 +196,20 @@ def test_ranks_set_aside_the_same_bytes_of_a_large_model(seed: int, ranks: int) 
     four = tuple(i for i in every if i not in eight)
     buckets = (Bucket(0, every), Bucket(1, eight, 0), Bucket(2, four, 0))
     tiers = (Tier(16, 16), Tier(8, 8), Tier(4, 4))
-    dealt = deal(CompressionPlan(shape, lanes, tiers, buckets), ranks)
+    dealt = deal(CompressionPlan(shape, lanes, tiers, buckets), num_shards)
     for tokens in (100, 8192, 131072):
         assert dealt.balance(tokens) <= MOST
 
 
-def test_ranks_beyond_the_heads_hold_some_twice() -> None:
+def test_shards_beyond_the_heads_hold_some_twice() -> None:
     plan = method_plans()["fdc"]
-    for ranks in (12, 16, 32):
-        dealt = deal(plan, ranks)
+    for num_shards in (12, 16, 32):
+        dealt = deal(plan, num_shards)
         assert all(len(own.active(0)) == 1 for own in dealt.plans)
         assert dealt.balance(32768) <= MOST
         copies = sum(dealt.filled(8192)) / CacheLayout(plan).bytes_for(8192)
-        assert 1 < copies <= ranks / SHAPE.kv_heads * 1.01
-    with pytest.raises(KvlatheError, match=r"has 32 query heads.*at most 32 ranks"):
+        assert 1 < copies <= num_shards / SHAPE.kv_heads * 1.01
+    with pytest.raises(KvlatheError, match=r"has 32 query heads.*at most 32 shards"):
         deal(plan, 33)
 
 
@@ -215,6 +221,6 @@ def test_a_plan_that_ranks_tokens_is_not_dealt() -> None:
         buckets=(Bucket(0, every, None, Budget(128)),),
         observation=ObservationWindow(last=8),
     )
-    assert deal(budget, 1).ranks == 1
+    assert deal(budget, 1).num_shards == 1
     with pytest.raises(KvlatheError, match="attention of all heads"):
         deal(budget, 2)

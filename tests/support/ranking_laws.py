@@ -23,7 +23,7 @@ from kvlathe.runtime.sessions.gpu.device import BYTE
 from kvlathe.runtime.sessions.gpu.side_memory import scratch_bytes
 from kvlathe.runtime.sessions.host.pages import HostPages
 from kvlathe.runtime.sessions.page_moves import FullPage
-from kvlathe.runtime.sessions.torch_cuda.tokens.ranking import RankingSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.evicting import EvictingSession
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support.runtime_cases import (
     LIMITS,
@@ -61,7 +61,7 @@ def on_cpu(plan: CompressionPlan) -> LLM:
 # -- pages -----------------------------------------------------------------------------
 
 
-def moves_are_those_of_the_host(session: RankingSession, seed: int) -> None:
+def moves_are_those_of_the_host(session: EvictingSession, seed: int) -> None:
     """Tokens of random pages: within each bucket that drops some, and into each that
     takes some; then sealed pages with their scores. Byte for byte."""
     plan, rng = session.plan, np.random.default_rng(seed)
@@ -97,7 +97,7 @@ def moves_are_those_of_the_host(session: RankingSession, seed: int) -> None:
 
 
 def _move(
-    session: RankingSession,
+    session: EvictingSession,
     host: HostPages,
     source: int,
     target: int,
@@ -135,7 +135,7 @@ def _distinct_pages(
     return found
 
 
-def scores_are_those_of_the_host(session: RankingSession, seed: int) -> None:
+def scores_are_those_of_the_host(session: EvictingSession, seed: int) -> None:
     """What is read of random pages, and what is left once some are forgotten."""
     plan, rng = session.plan, np.random.default_rng(seed)
     size = session.pool.nbytes - scratch_bytes(plan)
@@ -166,10 +166,10 @@ def a_step_that_is_rolled_back_leaves_no_score(ours: LLM, theirs: LLM) -> None:
     found: list[npt.NDArray[np.float32]] = []
     for llm in (ours, theirs):
         session, table = llm.session, llm.pool.open()
-        assert isinstance(session, RankingSession | HostPages)
+        assert isinstance(session, EvictingSession | HostPages)
 
         def scores(
-            session: RankingSession | HostPages = session, table: PageTable = table
+            session: EvictingSession | HostPages = session, table: PageTable = table
         ) -> Any:  # noqa: ANN401
             return session.scores(bucket, table.pages[bucket], 6).attention.copy()
 
@@ -195,7 +195,7 @@ def recorded(llm: LLM) -> list[Places]:
     """Every move of an engine from now on: [lanes, n] places that stay."""
     moves: list[Places] = []
     session: Any = llm.session
-    name = "place" if isinstance(session, RankingSession) else "move"
+    name = "place" if isinstance(session, EvictingSession) else "move"
     inner = getattr(session, name)
 
     def recording(*given: Any) -> None:  # noqa: ANN401  (as HostPages.move)

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, for laws of what they compute together."""
+"""Shards as threads of one process, for laws of what they compute together."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from torch import Tensor
 
 T = TypeVar("T")
 PATIENCE = 60.0
-"""Seconds after which a rank that nobody joins fails."""
+"""Seconds after which a shard that nobody joins fails."""
 
 
 class ThreadGroup:
-    """A Group of threads, which share ``table``."""
+    """A ShardGroup of threads, which share ``table``."""
 
     def __init__(
-        self, rank: int, table: list[Tensor], meeting: threading.Barrier
+        self, shard: int, table: list[Tensor], meeting: threading.Barrier
     ) -> None:
-        self.rank, self.size = rank, len(table)
+        self.shard, self.size = shard, len(table)
         self._table, self._meeting = table, meeting
 
     def gather(self, x: Tensor) -> Tensor:
-        self._table[self.rank] = x
+        self._table[self.shard] = x
         self._meeting.wait(PATIENCE)
         every = torch.stack(self._table)
         self._meeting.wait(PATIENCE)
@@ -38,16 +38,16 @@ class ThreadGroup:
         self._meeting.abort()
 
 
-def on_ranks(
+def on_shards(
     size: int, work: Callable[[ThreadGroup], T], kind: type[ThreadGroup] = ThreadGroup
 ) -> list[T]:
-    """What each rank gets of ``work``."""
+    """What each shard gets of ``work``."""
     table = [torch.zeros(0)] * size
     meeting = threading.Barrier(size)
 
-    def run(rank: int) -> T:
+    def run(shard: int) -> T:
         try:
-            return work(kind(rank, table, meeting))
+            return work(kind(shard, table, meeting))
         except BaseException:
             meeting.abort()
             raise

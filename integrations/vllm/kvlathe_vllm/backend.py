@@ -27,7 +27,7 @@ from kvlathe_vllm.cpu import CpuLayer
 from kvlathe_vllm.gpu_step import DecodeBuffers, run_next
 from kvlathe_vllm.hosted import Hosted, hosted
 from kvlathe_vllm.layer import Layer, Most
-from kvlathe_vllm.ranks import of_this_rank
+from kvlathe_vllm.worker import of_this_worker
 
 Sizes = tuple[Tensor, Most, float]
 """Of a layer: its blocks, what a step brings at most, the scale of its scores."""
@@ -140,7 +140,7 @@ class KvlatheBuilder(AttentionMetadataBuilder[KvlatheMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        engine = of_this_rank(vllm_config)
+        engine = of_this_worker(vllm_config)
         _check(vllm_config)
         count = vllm_config.scheduler_config.max_num_seqs
         key = (str(engine.folder), count)
@@ -174,7 +174,7 @@ def _check(config: VllmConfig) -> None:
     parallel, model = config.parallel_config, config.model_config
     fact = "vLLM cannot run so with compressed blocks"
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
-        reason = "a page has its tokens together, and ranks would share them out"
+        reason = "a page has its tokens together, and workers would share them out"
         raise KvlatheError(fact, reason, "leave out --decode-context-parallel-size")
     if getattr(parallel, "use_ubatching", False):
         reason = "the numbers of a step lie in one place, and two would run at a time"
@@ -229,7 +229,7 @@ class KvlatheImpl(AttentionImpl[KvlatheMetadata]):
         self.softcap = logits_soft_cap or 0.0
         self.sinks = sinks
         config = get_current_vllm_config()
-        self.engine = of_this_rank(config)
+        self.engine = of_this_worker(config)
         scheduler = config.scheduler_config
         self.most = Most(
             scheduler.max_num_seqs,

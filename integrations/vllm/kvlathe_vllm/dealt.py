@@ -1,10 +1,11 @@
-"""Heads dealt to the ranks of vLLM's tensor parallelism. No vLLM here.
+"""Heads dealt to the shards of vLLM's tensor parallelism, which vLLM calls ranks. No
+vLLM here.
 
-vLLM gives rank r the r-th part of a layer's heads in the order of the checkpoint, and
-every rank blocks of equal bytes. So the KV heads of a layer are put into an order in which
-ranks have about equal bytes, tensors of the checkpoint are read in that order, and a block
-is as large as the largest rank's. Where a layer has fewer KV heads than there are ranks,
-several ranks have the same one, each with other query heads.
+vLLM gives shard r the r-th part of a layer's heads in the order of the checkpoint, and
+every shard blocks of equal bytes. So the KV heads of a layer are put into an order in
+which shards have about equal bytes, tensors of the checkpoint are read in that order,
+and a block is as large as the largest shard's. Where a layer has fewer KV heads than
+there are shards, several shards have the same one, each with other query heads.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.deal import Deal, Share, deal
+from kvlathe.plan.deal import Deal, LaneShard, deal
 from kvlathe.plan.layer_block import in_blocks
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
@@ -34,21 +35,23 @@ Named = tuple[str, Tensor]
 
 
 class Dealt:
-    """``whole``, dealt to so many ranks."""
+    """``whole``, dealt to so many shards."""
 
-    def __init__(self, whole: Hosted, ranks: int) -> None:
+    def __init__(self, whole: Hosted, num_shards: int) -> None:
         """Raises KvlatheError for a plan that cannot be."""
         model = whole.plan.model
-        fact = f"vLLM cannot deal these heads to {ranks} ranks"
+        fact = f"vLLM cannot deal these heads to {num_shards} shards"
         if any(lane.removed for lane in whole.plan.lanes):
             reason = "the plan removes heads, and another one answers for each of them"
             remedy = "start it with --tensor-parallel-size 1, or keep all heads"
             raise KvlatheError(fact, reason, remedy)
-        if max(model.kv_heads, ranks) % min(model.kv_heads, ranks):
+        if max(model.kv_heads, num_shards) % min(model.kv_heads, num_shards):
             reason = f"a layer has {model.kv_heads} KV heads"
-            raise KvlatheError(fact, reason, "give a number of ranks that divides them")
-        self.whole, self.ranks = whole, ranks
-        self.orders = _orders(whole.plan, ranks)
+            raise KvlatheError(
+                fact, reason, "give a number of shards that divides them"
+            )
+        self.whole, self.num_shards = whole, num_shards
+        self.orders = _orders(whole.plan, num_shards)
         """Of each layer: its KV heads as vLLM has them."""
 
     @property
@@ -59,10 +62,10 @@ class Dealt:
 
     @cached_property
     def engines(self) -> tuple[Hosted, ...]:
-        """Of each rank."""
+        """Of each shard."""
         plan = self.whole.plan
         plans = Deal(
-            plan, tuple(self._shares(rank) for rank in range(self.ranks))
+            plan, tuple(self._lane_shards(shard) for shard in range(self.num_shards))
         ).plans
         own = [dataclasses.replace(self.whole, plan=plan) for plan in plans]
         least: list[int] = []
@@ -70,23 +73,23 @@ class Dealt:
             least.append(max(engine.token_bytes(layer) for engine in own))
         return tuple(dataclasses.replace(one, least=tuple(least)) for one in own)
 
-    def _shares(self, rank: int) -> tuple[Share, ...]:
+    def _lane_shards(self, shard: int) -> tuple[LaneShard, ...]:
         """In the order of lanes."""
         model = self.whole.plan.model
-        copies = max(1, self.ranks // model.kv_heads)
+        copies = max(1, self.num_shards // model.kv_heads)
         each = model.group_size // copies
-        heads = max(1, model.kv_heads // self.ranks)
-        first = rank // copies * heads
-        shares: list[Share] = []
+        heads = max(1, model.kv_heads // self.num_shards)
+        first = shard // copies * heads
+        lane_shards: list[LaneShard] = []
         for layer, order in enumerate(self.orders):
             for head in sorted(order[first : first + heads]):
                 lane = layer * model.kv_heads + head
-                shares.append(Share(lane, rank % copies * each, each))
-        return tuple(shares)
+                lane_shards.append(LaneShard(lane, shard % copies * each, each))
+        return tuple(lane_shards)
 
     @property
     def padding(self) -> float:
-        """Bytes of a token's blocks on all ranks, over those that hold something."""
+        """Bytes of a token's blocks on all shards, over those that hold something."""
         layers = range(self.whole.plan.model.layers)
         taken = sum(one.token_bytes(i) for one in self.engines for i in layers)
         filled = sum(one.blocks[i].token_bytes for one in self.engines for i in layers)
@@ -94,7 +97,7 @@ class Dealt:
 
     def arranged(self, tensors: Iterable[Named]) -> Iterator[Named]:
         """The tensors of a checkpoint, by the names of transformers. Those of attention
-        have their heads in the order of vLLM's ranks: rows of q, k, v [heads * d, ...],
+        have their heads in the order of vLLM's shards: rows of q, k, v [heads * d, ...],
         columns of o [hidden, query heads * d]. Raises KvlatheError where one is not
         known to have heads, and where some are missing."""
         changed = self.changed
@@ -139,8 +142,7 @@ class Dealt:
         is_plain = kind == "sinks" or path[1:] in (["weight"], ["bias"])
         if not is_plain or sum(rows) != size[0]:
             raise _unknown(f"{name} of shape {size} is not known to have {kv} KV heads")
-        parts = [_rows(part, kv, order) for part in tensor.split(rows)]
-        return torch.cat(parts)
+        return torch.cat([_rows(part, kv, order) for part in tensor.split(rows)])
 
 
 def _rows(tensor: Tensor, heads: int, order: Sequence[int]) -> Tensor:
@@ -149,29 +151,29 @@ def _rows(tensor: Tensor, heads: int, order: Sequence[int]) -> Tensor:
     return by_head[list(order)].flatten(0, 1)
 
 
-def _orders(plan: CompressionPlan, ranks: int) -> list[tuple[int, ...]]:
+def _orders(plan: CompressionPlan, num_shards: int) -> list[tuple[int, ...]]:
     """As the checkpoint has them, where another order saves no bytes."""
     heads = plan.model.kv_heads
     plain = tuple(range(heads))
-    if heads <= ranks:
+    if heads <= num_shards:
         return [plain] * plan.model.layers
     sizes = lane_sizes(plan)
-    hands = deal(plan, ranks, by_layer=True).shares
+    hands = deal(plan, num_shards, by_layer=True).shards
     orders: list[tuple[int, ...]] = []
     for layer in range(plan.model.layers):
         order: list[int] = []
-        for shares in hands:
-            own = [share.lane for share in shares]
+        for lane_shards in hands:
+            own = [lane_shard.lane for lane_shard in lane_shards]
             order += [lane % heads for lane in own if lane // heads == layer]
         of_layer = sizes[layer * heads : (layer + 1) * heads]
         candidates = (plain, tuple(order))
-        orders.append(min(candidates, key=partial(largest, of_layer, ranks)))
+        orders.append(min(candidates, key=partial(largest, of_layer, num_shards)))
     return orders
 
 
-def largest(sizes: Sequence[int], ranks: int, order: Sequence[int]) -> int:
-    """Bytes of the rank that has most."""
-    each = len(order) // ranks
+def largest(sizes: Sequence[int], num_shards: int, order: Sequence[int]) -> int:
+    """Bytes of the shard that has most."""
+    each = len(order) // num_shards
     found: list[int] = []
     for first in range(0, len(order), each):
         found.append(sum(sizes[head] for head in order[first : first + each]))
@@ -201,7 +203,7 @@ def _place(name: str) -> tuple[int, list[str]]:
 
 def _unknown(reason: str) -> KvlatheError:
     return KvlatheError(
-        "the heads of this checkpoint cannot be dealt to ranks",
+        "the heads of this checkpoint cannot be dealt to shards",
         reason,
         "start vLLM with --tensor-parallel-size 1, or build with equal heads",
     )

@@ -27,7 +27,7 @@ class LayerHeads:
         self.matrices = [engine.matrices(lane) for lane in self.lanes]
         own = [lane.head for lane in self.lanes]
         here = own if plan.is_part else list(range(plan.model.kv_heads))
-        """KV heads that q, k, v and o have here: a rank of several has its own alone."""
+        """KV heads that q, k, v and o have here: one shard of several has its own alone."""
         self.kept = [here.index(head) for head in own]
         self.all_kept = len(own) == len(here)
         self.sources: list[int] = []

@@ -30,9 +30,9 @@ Matrices = Mapping[str, Float32]
 
 @dataclass(frozen=True)
 class Hosted:
-    """``plan``: as pages of vLLM hold it, with q and k whole and after RoPE; of a rank
-    (dealt.py), what that rank keeps. ``heads``: of (layer, KV head). ``least``: bytes of
-    a token that blocks of each layer have at least, as other ranks need them."""
+    """``plan``: as pages of vLLM hold it, with q and k whole and after RoPE; of a shard
+    (dealt.py), what that shard keeps. ``heads``: of (layer, KV head). ``least``: bytes of
+    a token that blocks of each layer have at least, as other shards need them."""
 
     folder: Path
     plan: CompressionPlan

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe_vllm.hosted import named
-from kvlathe_vllm.ranks import of_this_rank, read_as_dealt
+from kvlathe_vllm.worker import of_this_worker, read_as_dealt
 
 BACKEND = "kvlathe_vllm.backend.KvlatheBackend"
 NAME = "CUSTOM"
@@ -49,7 +49,7 @@ def _spec(layer_name: str, spec: KVCacheSpec, config: VllmConfig) -> KVCacheSpec
     """The layer's blocks as raw bytes. Raises KvlatheError for what a plan cannot be."""
     from vllm.model_executor.models.utils import extract_layer_index
 
-    engine = of_this_rank(config)
+    engine = of_this_worker(config)
     if type(spec) is not FullAttentionSpec:
         raise KvlatheError(
             f"{layer_name} cannot have compressed blocks",

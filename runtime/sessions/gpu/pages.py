@@ -64,7 +64,7 @@ class DevicePages(PageMover):
 
     def seal(self, pages: Sequence[FullPage]) -> None:
         """Quantize each page into one page of each of its cold buckets: one call of the
-        library for each pair of buckets. A rank may have no lanes of some."""
+        library for each pair of buckets. A shard may have no lanes of some."""
         jobs: defaultdict[tuple[int, int], list[tuple[int, int, int]]]
         jobs = defaultdict(list)
         for full in pages:

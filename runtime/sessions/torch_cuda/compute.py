@@ -33,7 +33,7 @@ from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder, read
 from kvlathe.runtime.sessions.torch_cuda.model.rows import NativeRows
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.sessions.torch_cuda.tokens.compacting import CompactingSession
-from kvlathe.runtime.sessions.torch_cuda.tokens.ranking import RankingSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.evicting import EvictingSession
 from kvlathe.runtime.sessions.torch_cuda.tokens.stages import StagedSession
 
 
@@ -70,7 +70,7 @@ def session_of(
         return StagedSession(device, library, plan, limits, pool, compute)
     session = TorchSession
     if plan.observes:
-        session = RankingSession if plan.ranked else CompactingSession
+        session = EvictingSession if plan.ranked else CompactingSession
     return session(device, library, plan, limits, pool, compute)
 
 

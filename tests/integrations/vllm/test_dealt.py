@@ -1,5 +1,5 @@
-"""Heads dealt to ranks as vLLM cuts them: every rank's blocks have equal bytes, its share
-of the checkpoint is that of its heads, and together ranks attend what one attends."""
+"""Heads dealt to shards as vLLM cuts them: every shard's blocks have equal bytes, its share
+of the checkpoint is that of its heads, and together shards attend what one attends."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.integrations.vllm.test_calls import heads_of  # noqa: E402
 
 PAGE, DIMS, LAYERS, HIDDEN = 16, 32, 2, 24
 MOST = 1.1
-"""Bytes of the largest rank, over those in the best order."""
+"""Bytes of the largest shard, over those in the best order."""
 PREFIX = "model.layers.{}.self_attn."
 
 
@@ -58,49 +58,51 @@ def engine_with(plan: CompressionPlan, seed: int = 0) -> Hosted:
     return Hosted(Path("engine"), plan, heads_of(plan, seed))
 
 
-def cut(x: Tensor, rank: int, ranks: int) -> Tensor:
-    """As vLLM's column-parallel layers cut rows: the rank's part, or the one that it
+def cut(x: Tensor, shard: int, num_shards: int) -> Tensor:
+    """As vLLM's column-parallel layers cut rows: the shard's part, or the one that it
     shares with others."""
-    return x.chunk(ranks)[rank]
+    return x.chunk(num_shards)[shard]
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[Hosted, int]:
     heads, group = draw(st.sampled_from([1, 2, 4, 8])), draw(st.sampled_from([2, 4]))
-    ranks = draw(st.sampled_from([2, 4, 8]))
-    ranks = min(ranks, heads * group)
+    num_shards = draw(st.sampled_from([2, 4, 8]))
+    num_shards = min(num_shards, heads * group)
     alike = draw(st.booleans())
     plan = plan_with(heads, group, draw(st.integers(0, 1 << 20)), alike)
-    return engine_with(plan), ranks
+    return engine_with(plan), num_shards
 
 
 @settings(max_examples=60, deadline=None)
 @given(case=cases())
 def test_blocks_have_equal_bytes_and_hold_every_head(case: tuple[Hosted, int]) -> None:
-    whole, ranks = case
-    dealt, heads = Dealt(whole, ranks), whole.plan.model.kv_heads
+    whole, num_shards = case
+    dealt, heads = Dealt(whole, num_shards), whole.plan.model.kv_heads
     for layer in range(LAYERS):
         sizes = {engine.token_bytes(layer) for engine in dealt.engines}
         own = [engine.blocks[layer].token_bytes for engine in dealt.engines]
         assert sizes == {max(own)}
-        copies = max(1, ranks // heads)
+        copies = max(1, num_shards // heads)
         found = [x.head for one in dealt.engines for x in one.plan.active(layer)]
         assert sorted(found) == sorted(list(range(heads)) * copies)
         assert found[::copies] == list(dealt.orders[layer])
     assert dealt.padding >= 1
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_largest_rank_is_nearly_as_small_as_it_can_be(ranks: int) -> None:
+@pytest.mark.parametrize("num_shards", [2, 4])
+def test_the_largest_shard_is_nearly_as_small_as_it_can_be(num_shards: int) -> None:
     """Of each layer, against every order that there is."""
     for seed in range(12):
         whole = engine_with(plan_with(4, 2, seed))
         sizes = lane_sizes(whole.plan)
-        for layer, order in enumerate(Dealt(whole, ranks).orders):
+        for layer, order in enumerate(Dealt(whole, num_shards).orders):
             own = sizes[4 * layer : 4 * layer + 4]
-            every = [largest(own, ranks, x) for x in itertools.permutations(range(4))]
-            found = largest(own, ranks, order)
-            assert found <= largest(own, ranks, range(4))
+            every = [
+                largest(own, num_shards, x) for x in itertools.permutations(range(4))
+            ]
+            found = largest(own, num_shards, order)
+            assert found <= largest(own, num_shards, range(4))
             assert found <= MOST * min(every)
 
 
@@ -129,8 +131,8 @@ def checkpoint(plan: CompressionPlan, fused: bool) -> dict[str, Tensor]:
 def test_a_rank_reads_the_weights_of_its_heads(
     case: tuple[Hosted, int], fused: bool
 ) -> None:
-    whole, ranks = case
-    dealt, model = Dealt(whole, ranks), whole.plan.model
+    whole, num_shards = case
+    dealt, model = Dealt(whole, num_shards), whole.plan.model
     kv, group = model.kv_heads, model.group_size
     tensors = checkpoint(whole.plan, fused)
     read = dict(dealt.arranged(tensors.items()))
@@ -138,7 +140,7 @@ def test_a_rank_reads_the_weights_of_its_heads(
     for name in tensors:
         if "norm" in name or "rotary" in name or "embed" in name:
             assert torch.equal(read[name], tensors[name])
-    copies, each = max(1, ranks // kv), model.query_heads // ranks
+    copies, each = max(1, num_shards // kv), model.query_heads // num_shards
     sizes = [model.query_heads * DIMS, kv * DIMS, kv * DIMS]
     for layer in range(LAYERS):
         own = {k.removeprefix(PREFIX.format(layer)): x for k, x in read.items()}
@@ -149,20 +151,22 @@ def test_a_rank_reads_the_weights_of_its_heads(
                 ):
                     own[f"{part}_proj.{kind}"] = x
         assert torch.equal(own["o_proj.bias"], torch.arange(HIDDEN))
-        for rank, engine in enumerate(dealt.engines):
+        for shard, engine in enumerate(dealt.engines):
             heads = [lane.head for lane in engine.plan.active(layer)]
             queries = [h * group + g for h in heads for g in range(group)]
             if copies > 1:
-                first = rank % copies * each
+                first = shard % copies * each
                 queries = queries[first : first + each]
-            assert cut(own["sinks"], rank, ranks).tolist() == queries
+            assert cut(own["sinks"], shard, num_shards).tolist() == queries
             for kind in ("weight", "bias"):
-                assert heads_in(cut(own[f"q_proj.{kind}"], rank, ranks)) == queries
+                assert (
+                    heads_in(cut(own[f"q_proj.{kind}"], shard, num_shards)) == queries
+                )
                 for name in ("k_proj", "v_proj"):
                     x = own[f"{name}.{kind}"]
-                    part = cut(x, rank // copies, min(kv, ranks))
+                    part = cut(x, shard // copies, min(kv, num_shards))
                     assert heads_in(part) == heads
-            assert heads_in(cut(own["o_proj.weight"].T, rank, ranks)) == queries
+            assert heads_in(cut(own["o_proj.weight"].T, shard, num_shards)) == queries
 
 
 def heads_in(rows: Tensor) -> list[int]:
@@ -176,12 +180,12 @@ def heads_in(rows: Tensor) -> list[int]:
 @pytest.mark.skipif(find().native is None, reason="no native library")
 @settings(max_examples=15, deadline=None)
 @given(case=cases(), seed=st.integers(0, 99))
-def test_ranks_attend_what_one_attends(case: tuple[Hosted, int], seed: int) -> None:
+def test_shards_attend_what_one_attends(case: tuple[Hosted, int], seed: int) -> None:
     """A prompt of pages and a half, then a token, in every layer."""
-    whole, ranks = case
+    whole, num_shards = case
     model = whole.plan.model
     group = model.group_size
-    dealt = Dealt(whole, ranks)
+    dealt = Dealt(whole, num_shards)
     random = np.random.default_rng(seed)
     for layer in range(LAYERS):
         q, k, v = (
@@ -189,10 +193,10 @@ def test_ranks_attend_what_one_attends(case: tuple[Hosted, int], seed: int) -> N
             for n in (model.query_heads, model.kv_heads, model.kv_heads)
         )
         want = attended(whole, layer, q, k, v)
-        for rank, engine in enumerate(dealt.engines):
+        for shard, engine in enumerate(dealt.engines):
             heads = [lane.head for lane in engine.plan.active(layer)]
-            each = model.query_heads // ranks
-            first = rank % max(1, ranks // model.kv_heads) * each
+            each = model.query_heads // num_shards
+            first = shard % max(1, num_shards // model.kv_heads) * each
             queries = [h * group + g for h in heads for g in range(group)]
             queries = queries[first : first + each] if len(heads) == 1 else queries
             got = attended(engine, layer, q[:, queries], k[:, heads], v[:, heads])

@@ -46,7 +46,7 @@ OF_DEVICE = (
     else ("--dtype", "float32", "--enforce-eager")
 )
 OURS = "cuda" if ON_GPU else "onnxruntime"
-RANKS, CORES = ("--tensor-parallel-size", "2"), "0|1"
+TWO_SHARDS, CORES = ("--tensor-parallel-size", "2"), "0|1"
 NEW = 60
 Ids = Sequence[int]
 
@@ -111,7 +111,7 @@ def serving(
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "integrations/vllm")]),
         "KVLATHE_VLLM": str(engine),
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": CORES if RANKS[0] in options else "auto",
+        "VLLM_CPU_OMP_THREADS_BIND": CORES if TWO_SHARDS[0] in options else "auto",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
@@ -216,9 +216,9 @@ def unlike_heads(folder: Path) -> Path:
     return folder
 
 
-def test_ranks_of_vllm_write_what_our_engine_writes(tmp_path: Path) -> None:
-    """Heads that keep unlike ranks are read in another order, so that ranks have about
-    the same bytes. What a block of the largest rank takes says how many tokens fit."""
+def test_shards_of_vllm_write_what_our_engine_writes(tmp_path: Path) -> None:
+    """Heads that keep unlike ranks are read in another order, so that shards have about
+    the same bytes. What a block of the largest shard takes says how many tokens fit."""
     if os.cpu_count() == 1 or ON_GPU:
         pytest.skip("it takes two cores")
     model, compression = unlike_heads(tmp_path / "model"), "fdc+hack:bits=8"
@@ -229,7 +229,7 @@ def test_ranks_of_vllm_write_what_our_engine_writes(tmp_path: Path) -> None:
     asked = prompts()
     with LLM.load(ours, threads=1) as llm:
         wanted = [list(answer.token_ids) for answer in llm.generate(asked, params)]
-    with serving(theirs, tmp_path, *RANKS, model=model) as server:
+    with serving(theirs, tmp_path, *TWO_SHARDS, model=model) as server:
         first = server.complete(asked)
         again = server.complete(asked)
         tokens, log = server.tokens, server.log.read_text()
@@ -238,7 +238,7 @@ def test_ranks_of_vllm_write_what_our_engine_writes(tmp_path: Path) -> None:
     assert unlike <= 1
     per_token = sum(map(dealt.engines[0].token_bytes, range(4)))
     assert GIB / per_token * 0.999 < tokens <= GIB / per_token
-    assert "heads are dealt to 2 ranks" in log and "Traceback" not in log
+    assert "heads are dealt to 2 shards" in log and "Traceback" not in log
 
 
 @pytest.mark.parametrize("option", ["--enable-lora", "--load-format=runai_streamer"])
@@ -248,7 +248,7 @@ def test_weights_that_would_miss_the_order_are_refused(
     """Before any is read: they would land on other heads without a word."""
     model = unlike_heads(tmp_path / "model")
     theirs = built(tmp_path, "fdc+hack:bits=8", "vllm", model)
-    options = (*RANKS, option)
+    options = (*TWO_SHARDS, option)
     with (
         pytest.raises(AssertionError),
         serving(theirs, tmp_path, *options, model=model),

@@ -38,8 +38,8 @@ from kvlathe.runtime.sessions.torch_cuda.model.coded import (
     coded_product,
     taken_code,
 )
-from kvlathe.runtime.sessions.torch_cuda.model.group import Alone, Group
 from kvlathe.runtime.sessions.torch_cuda.model.rows import FusedRows
+from kvlathe.runtime.sessions.torch_cuda.model.shard_group import OneShard, ShardGroup
 
 Angles = tuple[Tensor, Tensor]
 Attend = Callable[
@@ -50,7 +50,7 @@ the cache afterwards."""
 
 ALIGNMENT = 8
 """Elements: rows of q, k and v begin at multiples of 16 bytes."""
-ALONE = Alone()
+ONE_SHARD = OneShard()
 Cut = Callable[[str, Tensor], Tensor | None]
 """What is read of a tensor, by its name; None for nothing."""
 
@@ -102,12 +102,12 @@ class TorchDecoder:
         wiring: Wiring,
         tensors: dict[str, Tensor],
         rows: Rows | None = None,
-        group: Group = ALONE,
+        group: ShardGroup = ONE_SHARD,
         first_token: int = 0,
     ) -> None:
         """``rows``: norms and gated activations, torch's where it is not given.
-        ``group``: the ranks whose parts of the weights ``tensors`` are one of;
-        ``first_token``: of this rank's part of the vocabulary."""
+        ``group``: the shards of the weights, of which ``tensors`` are one;
+        ``first_token``: of this shard's part of the vocabulary."""
         rows = rows or FusedRows()
         self.wiring, self.group, self.first_token = wiring, group, first_token
         self.layers = [
@@ -133,7 +133,7 @@ class TorchDecoder:
         self, input_ids: Tensor, positions: Tensor, logit_rows: Tensor, attend: Attend
     ) -> Tensor:
         """input_ids, positions [T], logit_rows [R] int32 -> logits [R, V], or of this
-        rank's tokens."""
+        shard's tokens."""
         x = self.embedded(input_ids, positions)
         x = self.run(x, positions, range(len(self.layers)), attend, logit_rows)
         return self.logits(x)
@@ -167,7 +167,7 @@ class TorchDecoder:
         return logits(x, self.norm, self.head, self.wiring.logit_softcap)
 
     def _embedded(self, input_ids: Tensor) -> Tensor:
-        """[T, D]: zeros for tokens of other ranks."""
+        """[T, D]: zeros for tokens of other shards."""
         if self.group.size == 1:
             return F.embedding(input_ids, self.embed)
         places = input_ids - self.first_token
@@ -212,9 +212,9 @@ class _Linear:
 
 
 class _Output(_Linear):
-    """A product of which every rank has a part: their sum. Rank 0 has the bias."""
+    """A product of which every shard has a part: their sum. Shard 0 has the bias."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, group: Group) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, group: ShardGroup) -> None:
         super().__init__(weight, bias)
         self.group = group
 
@@ -222,9 +222,9 @@ class _Output(_Linear):
         return self.group.sum(super().__call__(x))
 
     def begin(self, residual: Tensor, x: Tensor) -> Tensor:
-        """What the ranks' sum is ``add_to`` of: on rank 0 that, on others x @ weight.
+        """What the shards' sum is ``add_to`` of: on shard 0 that, on others x @ weight.
         Into ``residual``."""
-        if self.group.rank:
+        if self.group.shard:
             return torch.mm(x, self.weight, out=residual)
         return self.add_to(residual, x)
 
@@ -233,7 +233,7 @@ class _Layer:
     """One layer; ``tensors`` by role."""
 
     def __init__(
-        self, wiring: Wiring, rows: Rows, tensors: dict[str, Tensor], group: Group
+        self, wiring: Wiring, rows: Rows, tensors: dict[str, Tensor], group: ShardGroup
     ) -> None:
         self.group = group
         self.parallel = wiring.parallel
@@ -306,7 +306,7 @@ class _Layer:
 
     def add_down(self, x: Tensor, inner: Tensor) -> Tensor:
         assert self.down is not None
-        if self.parallel:  # x is this rank's part of what o gave: one sum for both
+        if self.parallel:  # x is this shard's part of what o gave: one sum for both
             return self.group.sum(self.down.add_to(x, inner))
         return self.group.sum(self.down.begin(x, inner))
 
@@ -316,7 +316,7 @@ def _has(tensors: dict[str, Tensor], role: str) -> bool:
 
 
 def _output(
-    tensors: dict[str, Tensor], role: str, group: Group, product: Product
+    tensors: dict[str, Tensor], role: str, group: ShardGroup, product: Product
 ) -> _Output | CodedLinear:
     bias = tensors.pop(f"{role}.bias", None)
     coded = taken_code(tensors, role)
@@ -341,8 +341,8 @@ def _norm(wiring: Wiring, rows: Rows, tensors: dict[str, Tensor]) -> RowMap:
     return lambda x: rows.norm(x, weight, bias, eps)
 
 
-def _wide_norm(weight: Tensor, eps: float, group: Group) -> RowMap:
-    """An RMS norm of rows of which every rank has a part."""
+def _wide_norm(weight: Tensor, eps: float, group: ShardGroup) -> RowMap:
+    """An RMS norm of rows of which every shard has a part."""
     width = int(group.sum(torch.tensor([len(weight)], device=weight.device)))
 
     def norm(x: Tensor) -> Tensor:

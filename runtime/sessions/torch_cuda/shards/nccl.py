@@ -1,4 +1,4 @@
-"""A Group over NCCL, by ctypes: torch brings the library along.
+"""A ShardGroup over NCCL, by ctypes: torch brings the library along.
 
 Calls go to the current stream, without a stream or an event of their own. So a CUDA
 graph holds them like any kernel. Numbers are those of nccl.h, NCCL 2.
@@ -37,12 +37,12 @@ TYPES = {
     torch.bfloat16: 9,
 }
 LOCAL = {"NCCL_SOCKET_IFNAME": "lo"}
-"""Ranks are processes of one host: NCCL finds them by loopback, and listens nowhere
+"""Workers are processes of one host: NCCL finds them by loopback, and listens nowhere
 else."""
 
 
 class UniqueId(Structure):
-    """What the ranks of one communicator know it by."""
+    """What the workers of one communicator know it by."""
 
     _fields_ = [("internal", c_char * UNIQUE_ID_BYTES)]
 
@@ -54,7 +54,7 @@ def library() -> ctypes.CDLL:
         lib = ctypes.CDLL("libnccl.so.2")  # torch has loaded it
     except OSError as error:
         raise KvlatheError(
-            "several ranks need NCCL",
+            "several workers need NCCL",
             str(error),
             "install a torch that was built for CUDA",
         ) from error
@@ -78,7 +78,7 @@ def _call(name: str, *arguments: object) -> None:
 
 
 def unique_id() -> bytes:
-    """Of a new communicator; its first rank makes it. Others reach it by loopback,
+    """Of a new communicator; its first worker makes it. Others reach it by loopback,
     where NCCL_SOCKET_IFNAME says nothing else."""
     for name, value in LOCAL.items():
         os.environ.setdefault(name, value)
@@ -88,15 +88,15 @@ def unique_id() -> bytes:
 
 
 class NcclGroup:
-    """A Group of processes with one GPU each. Making it waits for all of them."""
+    """A ShardGroup of processes with one GPU each. Making it waits for all of them."""
 
-    def __init__(self, shared: bytes, rank: int, size: int) -> None:
+    def __init__(self, shared: bytes, shard: int, size: int) -> None:
         """``shared``: the ``unique_id`` of all. Raises KvlatheError where NCCL does."""
-        self.rank = rank
+        self.shard = shard
         self.size = size
         self._comm = c_void_p()
         known = UniqueId.from_buffer_copy(shared)
-        _call("ncclCommInitRank", byref(self._comm), size, known, rank)
+        _call("ncclCommInitRank", byref(self._comm), size, known, shard)
 
     def sum(self, x: Tensor) -> Tensor:
         address = x.data_ptr()

@@ -1,8 +1,8 @@
 """Tensor parallelism: one engine on several GPUs of a host (docs/scale.md).
 
-Each GPU has a process. The first one is the leader: it schedules, and its session tells
-the others what to run. All of them run the same step on their own lanes and on their
-own part of the weights.
+Each GPU has a shard of the model, and a process for it: a worker. The first worker is
+the leader: it schedules, and its session tells the others what to run. All of them run
+the same step on their own lanes and on their own part of the weights.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvlathe.base.errors import DeviceLost, KvlatheError
-from kvlathe.plan.deal import Deal, Shares, deal
+from kvlathe.plan.deal import Deal, Shards, deal
 from kvlathe.plan.engine_folder import read_plan
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import DECODER_FILE, Limits
@@ -42,21 +42,24 @@ from kvlathe.runtime.sessions.torch_cuda.model.decoder import (
     decoder_shapes,
     read_decoder,
 )
-from kvlathe.runtime.sessions.torch_cuda.model.group import Group, parts
 from kvlathe.runtime.sessions.torch_cuda.model.rows import NativeRows
+from kvlathe.runtime.sessions.torch_cuda.model.shard_group import (
+    ShardGroup,
+    shard_borders,
+)
 from kvlathe.runtime.sessions.torch_cuda.sampling.sampling import to_host
 from kvlathe.runtime.sessions.torch_cuda.shards import nccl
-from kvlathe.runtime.sessions.torch_cuda.shards.rank_session import (
-    RankDevice,
-    RankSession,
+from kvlathe.runtime.sessions.torch_cuda.shards.shard_session import (
+    ShardDevice,
+    ShardSession,
     nobody_missing,
 )
-from kvlathe.runtime.sessions.torch_cuda.shards.ranks import (
-    Ranks,
+from kvlathe.runtime.sessions.torch_cuda.shards.slices import Slices
+from kvlathe.runtime.sessions.torch_cuda.shards.workers import (
+    Workers,
     environment,
     module_command,
 )
-from kvlathe.runtime.sessions.torch_cuda.shards.slices import Slices
 from kvlathe.runtime.text.sampler import SamplingRows
 
 T = TypeVar("T")
@@ -64,53 +67,54 @@ FOLLOWER = "kvlathe.runtime.sessions.torch_cuda.shards.follower"
 DEVICES = "CUDA_VISIBLE_DEVICES"
 
 
-class Member:
-    """What one rank has on its GPU. A follower's calls come from the leader."""
+class Worker:
+    """The process of one shard, with what that has on its GPU. A follower's calls come
+    from the leader."""
 
     def __init__(
-        self, rank: int, size: int, check: Callable[[], None] = nobody_missing
+        self, shard: int, size: int, check: Callable[[], None] = nobody_missing
     ) -> None:
-        """``check``: raises where a rank has died."""
+        """``check``: raises where a worker has died."""
         require_gpu()
-        self.rank = rank
+        self.shard = shard
         self.size = size
         self.check = check
-        self.group: Group | None = None
-        self._session: RankSession | None = None
+        self.group: ShardGroup | None = None
+        self._session: ShardSession | None = None
 
     def memory(self) -> tuple[int, int]:
         """Bytes of its GPU that are free, and all."""
         return memory_bytes()
 
     def meet(self, shared: bytes) -> None:
-        """Join the other ranks. Waits for them."""
+        """Join the other workers. Waits for them."""
         torch.cuda.set_device(0)
-        self.group = nccl.NcclGroup(shared, self.rank, self.size)
+        self.group = nccl.NcclGroup(shared, self.shard, self.size)
 
     def load(
-        self, folder: Path, shares: Shares, limits: Limits, arena_bytes: int
+        self, folder: Path, shards: Shards, limits: Limits, arena_bytes: int
     ) -> None:
-        """Load this rank's part of an engine, ``shares`` being what the leader has
+        """Load this shard's part of an engine, ``shards`` being what the leader has
         dealt. Raises KvlatheError where it cannot."""
         assert self.group is not None
-        dealt = Deal(read_plan(folder), shares)
-        device = RankDevice(self.check)
+        dealt = Deal(read_plan(folder), shards)
+        device = ShardDevice(self.check)
         library = cuda_library("the cuda backend")
-        slices = Slices(dealt, self.rank)
+        slices = Slices(dealt, self.shard)
         wiring, tensors = read_decoder(folder, DECODER_FILE, "cuda", slices)
         first = slices.vocabulary[0]
         rows = NativeRows(library)
         decoder = TorchDecoder(wiring, tensors, rows, self.group, first)
-        plan = dealt.plans[self.rank]
+        plan = dealt.plans[self.shard]
         pool = allocate_pool(device, library, plan, arena_bytes)
         compute = compute_of(device, library, decoder, plan, limits, pool)
-        borders = parts(plan.model.vocab_size, self.size)
-        self._session = RankSession(
+        borders = shard_borders(plan.model.vocab_size, self.size)
+        self._session = ShardSession(
             device, library, plan, limits, pool, compute, self.group, borders
         )
 
     @property
-    def session(self) -> RankSession:
+    def session(self) -> ShardSession:
         assert self._session is not None, "it is loaded first"
         return self._session
 
@@ -120,30 +124,30 @@ class Member:
 
 
 class LeaderSession(Session):
-    """The session of all ranks: what it does itself it has the others do, too."""
+    """The session of all shards: what it does itself it has the others do, too."""
 
     capabilities: frozenset[Capability] = frozenset({"samples"})
 
-    def __init__(self, ranks: Ranks, own: RankSession) -> None:
-        self.ranks = ranks
+    def __init__(self, workers: Workers, own: ShardSession) -> None:
+        self.workers = workers
         self.own = own
         self.strides = CacheLayout(own.plan).page_stride
         self._wait = torch.cuda.Event.synchronize
-        if isinstance(own.device, RankDevice):
+        if isinstance(own.device, ShardDevice):
             self._wait = own.device.settle
-        ranks.watch(partial(_abort, own.group))
+        workers.watch(partial(_abort, own.group))
 
     def watch(self, tell: Callable[[], None]) -> None:
         """As Session.watch."""
-        self.ranks.watch(tell)
+        self.workers.watch(tell)
 
     def close(self) -> None:
         """End the followers."""
-        self.ranks.close()
+        self.workers.close()
 
     def check(self) -> None:
-        """Raises DeviceLost where a rank has died."""
-        self.ranks.check()
+        """Raises DeviceLost where a worker has died."""
+        self.workers.check()
 
     # -- steps -------------------------------------------------------------------------
     def run(self, step: StepPlan) -> Float32:
@@ -182,34 +186,34 @@ class LeaderSession(Session):
 
     # -- pages -------------------------------------------------------------------------
     def read_page(self, bucket: int, page: int) -> bytes:
-        """As PageMover.read_page: the bytes of all ranks, one after the other."""
-        self.ranks.tell("obey", "read_page", bucket, page, answers=True)
+        """As PageMover.read_page: the bytes of all shards, one after the other."""
+        self.workers.tell("obey", "read_page", bucket, page, answers=True)
         own = self.own.read_page(bucket, page)
-        others = [part for part in self.ranks.answers() if isinstance(part, bytes)]
+        others = [part for part in self.workers.answers() if isinstance(part, bytes)]
         return b"".join([own, *others])
 
     def write_page(self, bucket: int, page: int, data: bytes) -> None:
         """As PageMover.write_page, of such bytes."""
         self.check()
         size = self.strides[bucket]
-        for follower in self.ranks.followers:
-            start = follower.rank * size
+        for follower in self.workers.followers:
+            start = follower.shard * size
             part = data[start : start + size]
             follower.tell("obey", ("write_page", bucket, page, part), False)
         self.own.write_page(bucket, page, data[:size])
 
     def _together(self, name: str, own: Callable[..., T], *arguments: object) -> T:
         """What ``own`` gives, while the others call ``name``. Raises DeviceLost where
-        any rank has failed: they no longer keep step."""
-        self.ranks.tell("obey", name, *arguments)
+        any worker has failed: they no longer keep step."""
+        self.workers.tell("obey", name, *arguments)
         try:
             return own(*arguments)
         except Exception as error:
-            raise self.ranks.failure(error) from error
+            raise self.workers.failure(error) from error
 
 
-def _abort(group: Group) -> None:
-    """End work that waits for a missing rank: it never would. In a thread, since NCCL
+def _abort(group: ShardGroup) -> None:
+    """End work that waits for a missing worker: it never would. In a thread, since NCCL
     may take its time."""
     threading.Thread(target=group.abort, daemon=True).start()
 
@@ -217,39 +221,41 @@ def _abort(group: Group) -> None:
 class TensorParallel:
     """Loads an engine on several GPUs: a SessionFactory. Its processes start at once."""
 
-    def __init__(self, folder: Path, plan: CompressionPlan, ranks: int) -> None:
+    def __init__(self, folder: Path, plan: CompressionPlan, num_shards: int) -> None:
         """Raises KvlatheError for a plan that cannot be dealt, and where there are
-        fewer GPUs than ranks."""
-        self.dealt: Deal = deal(plan, ranks)
+        fewer GPUs than shards."""
+        self.dealt: Deal = deal(plan, num_shards)
         require_gpu()
         count = torch.cuda.device_count()
-        if count < ranks:
+        if count < num_shards:
             raise KvlatheError(
-                f"{ranks} ranks need {ranks} GPUs",
+                f"{num_shards} shards need {num_shards} GPUs",
                 f"torch {torch.__version__} sees {count}",
                 f"give --tensor-parallel-size {count}, or run it where there are more",
             )
         self.folder = folder
         command = module_command(FOLLOWER)
-        self._ranks = Ranks(command, [_environment(r) for r in range(1, ranks)])
-        self._own = Member(0, ranks, self._ranks.check)
+        self._workers = Workers(
+            command, [_environment(r) for r in range(1, num_shards)]
+        )
+        self._own = Worker(0, num_shards, self._workers.check)
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Of the rank with most."""
+        """Of the shard with most."""
         shapes = decoder_shapes(self.folder, DECODER_FILE)
         sizes: list[int] = []
-        for rank in range(self.dealt.ranks):
-            cut = Slices(self.dealt, rank)
+        for shard in range(self.dealt.num_shards):
+            cut = Slices(self.dealt, shard)
             own = [cut(name, tensor) for name, tensor in shapes.items()]
             sizes.append(sum(tensor.nbytes for tensor in own if tensor is not None))
         return max(sizes)
 
     def memory(self) -> tuple[int, int]:
-        """Bytes of a GPU that are free and all, on the rank with least of each."""
-        self._ranks.tell("memory", answers=True)
+        """Bytes of a GPU that are free and all, on the GPU with least of each."""
+        self._workers.tell("memory", answers=True)
         free, total = self._own.memory()
-        for answer in self._ranks.answers():
+        for answer in self._workers.answers():
             assert isinstance(answer, tuple)
             free, total = min(free, answer[0]), min(total, answer[1])
         return free, total
@@ -263,17 +269,17 @@ class TensorParallel:
         threads: int | None = None,
     ) -> LeaderSession:
         """``arena_bytes``: of the cache on each GPU. Raises KvlatheError that names the
-        rank that cannot."""
+        worker that cannot."""
         shared = nccl.unique_id()
         self._all("meet", partial(self._own.meet, shared), shared)
-        order = (folder, self.dealt.shares, limits, arena_bytes)
+        order = (folder, self.dealt.shards, limits, arena_bytes)
         self._all("load", partial(self._own.load, *order), *order)
-        return LeaderSession(self._ranks, self._own.session)
+        return LeaderSession(self._workers, self._own.session)
 
     def _all(self, name: str, own: Callable[[], None], *arguments: object) -> None:
-        """Have every rank call ``name``; this one in a thread, since it may wait for one
+        """Have every worker call ``name``; this one in a thread, since it may wait for one
         that has died."""
-        self._ranks.tell(name, *arguments, answers=True)
+        self._workers.tell(name, *arguments, answers=True)
         failures: list[Exception] = []
 
         def work() -> None:
@@ -281,12 +287,12 @@ class TensorParallel:
                 own()
             except Exception as error:
                 failures.append(error)
-                self._ranks.close()  # they would wait for this rank
+                self._workers.close()  # they would wait for this worker
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         try:
-            self._ranks.answers()
+            self._workers.answers()
             thread.join()
         except DeviceLost:
             if not failures:
@@ -295,9 +301,9 @@ class TensorParallel:
             raise failure
 
 
-def _environment(rank: int) -> dict[str, str]:
+def _environment(shard: int) -> dict[str, str]:
     """Of a follower: it sees one GPU alone."""
     visible = os.environ.get(DEVICES)
-    names = visible.split(",") if visible else [str(i) for i in range(rank + 1)]
+    names = visible.split(",") if visible else [str(i) for i in range(shard + 1)]
     local = {name: os.environ.get(name, value) for name, value in nccl.LOCAL.items()}
-    return environment(**local, **{DEVICES: names[rank]})
+    return environment(**local, **{DEVICES: names[shard]})

@@ -1,9 +1,9 @@
-"""Slices: the weights of one rank, cut from those of the whole decoder as they are read.
+"""Slices: the weights of one shard, cut from those of the decoder as they are read.
 
 Query heads and their lanes go by the deal (kvlathe/plan/deal.py): columns of q, k and
 v, rows of o. The MLP goes by columns, the embedding and the head by vocabulary (Shoeybi
 et al. 2019, "Megatron-LM"). Norms, RoPE and learned positions are whole everywhere;
-what is added once, rank 0 adds.
+what is added once, shard 0 adds.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.deal import Deal, Share
+from kvlathe.plan.deal import Deal, LaneShard
 from kvlathe.plan.heads import Lane
-from kvlathe.runtime.sessions.torch_cuda.model.group import parts
+from kvlathe.runtime.sessions.torch_cuda.model.shard_group import shard_borders
 
 LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 COLUMNS = ("gate.weight", "up.weight", "gate.bias", "up.bias")
@@ -28,28 +28,28 @@ Width = Callable[[Lane], int]
 
 
 class Slices:
-    """Of rank ``rank``. ``vocabulary``: its first token, and the end."""
+    """Cuts for shard ``shard``. ``vocabulary``: its first token, and the end."""
 
-    def __init__(self, dealt: Deal, rank: int) -> None:
+    def __init__(self, dealt: Deal, shard: int) -> None:
         self.plan = dealt.plan
-        self.rank = rank
-        self.ranks = dealt.ranks
-        self.own = dealt.plans[rank]
-        self._shares: dict[int, list[Share]] = {}
-        for share in dealt.shares[rank]:
-            layer = self.plan.lanes[share.lane].layer
-            self._shares.setdefault(layer, []).append(share)
+        self.shard = shard
+        self.num_shards = dealt.num_shards
+        self.own = dealt.plans[shard]
+        self._lane_shards: dict[int, list[LaneShard]] = {}
+        for lane_shard in dealt.shards[shard]:
+            layer = self.plan.lanes[lane_shard.lane].layer
+            self._lane_shards.setdefault(layer, []).append(lane_shard)
 
     @cached_property
     def vocabulary(self) -> tuple[int, int]:
         return self._part(self.plan.model.vocab_size)
 
     def __call__(self, name: str, tensor: Tensor) -> Tensor | None:
-        """This rank's part of tensor ``name`` of the whole decoder; None where it has
+        """This shard's part of tensor ``name`` of the whole decoder; None where it has
         none. A view where that is possible."""
         if name.endswith(".codes"):
             raise KvlatheError(
-                f"the engine cannot run on {self.ranks} GPUs",
+                f"the engine cannot run on {self.num_shards} GPUs",
                 "its weights are codes, which are not cut",
                 "run it on one GPU, or build it without --weights",
             )
@@ -60,7 +60,7 @@ class Slices:
             return tensor[first:end]
         if name in ("head.weight", "head.bias"):
             return tensor[..., first:end]
-        if name == "positions.weight" and self.rank:
+        if name == "positions.weight" and self.shard:
             return None
         return tensor
 
@@ -72,7 +72,7 @@ class Slices:
             first, end = self._part(len(tensor))
             return tensor[first:end]
         if role in ONCE:
-            return None if self.rank else tensor
+            return None if self.shard else tensor
         side, _, kind = role.partition(".")
         if side in ("q", "k"):
             by_query = side == "q"
@@ -90,40 +90,40 @@ class Slices:
         return tensor
 
     def _wide_norm(self, layer: int, by_query: bool, tensor: Tensor) -> Tensor:
-        """Of all heads together. Ranks add up the squares of their own."""
+        """Of all heads together. Shards add up the squares of their own."""
         heads = self.plan.model.kv_heads
-        if heads < self.ranks:
+        if heads < self.num_shards:
             raise KvlatheError(
-                f"the model cannot run on {self.ranks} ranks",
+                f"the model cannot run on {self.num_shards} shards",
                 f"its QK-norm is of all heads together, and it has {heads} KV heads",
-                f"give at most {heads} ranks",
+                f"give at most {heads} shards",
             )
         return self._heads(layer, tensor, 0, _input_dim, by_query)
 
     def _part(self, count: int) -> tuple[int, int]:
-        borders = parts(count, self.ranks)
-        return borders[self.rank], borders[self.rank + 1]
+        borders = shard_borders(count, self.num_shards)
+        return borders[self.shard], borders[self.shard + 1]
 
     def _heads(
         self, layer: int, tensor: Tensor, dim: int, width: Width, by_query: bool
     ) -> Tensor:
         """The own heads in ``dim``: of each lane, or of each of its query heads, filled
-        up with zeros to as many as this rank has for any lane."""
+        up with zeros to as many as this shard has for any lane."""
         group = self.plan.model.group_size if by_query else 1
         most = self.own.model.group_size if by_query else 1
         starts = self._starts(layer, width)
-        pieces: list[Tensor] = []
-        for share in self._shares[layer]:
-            size = width(self.plan.lanes[share.lane])
-            first = share.first if by_query else 0
-            count = share.queries if by_query else 1
-            begin = group * starts[share.lane] + first * size
-            pieces.append(tensor.narrow(dim, begin, count * size))
+        parts: list[Tensor] = []
+        for lane_shard in self._lane_shards[layer]:
+            size = width(self.plan.lanes[lane_shard.lane])
+            first = lane_shard.first if by_query else 0
+            count = lane_shard.queries if by_query else 1
+            begin = group * starts[lane_shard.lane] + first * size
+            parts.append(tensor.narrow(dim, begin, count * size))
             if count < most:
-                shape = list(pieces[-1].shape)
+                shape = list(parts[-1].shape)
                 shape[dim] = (most - count) * size
-                pieces.append(tensor.new_zeros(shape))
-        return torch.cat(pieces, dim)
+                parts.append(tensor.new_zeros(shape))
+        return torch.cat(parts, dim)
 
     def _starts(self, layer: int, width: Width) -> dict[int, int]:
         """Where each lane begins among those of its layer."""
@@ -137,17 +137,17 @@ class Slices:
     def _sinks(self, layer: int, tensor: Tensor) -> Tensor:
         """Sink logits [H, G] of the own query heads; zeros for those of zeros."""
         places = list(self._starts(layer, _input_dim))
-        shares = self._shares[layer]
-        found = tensor.new_zeros(len(shares), self.own.model.group_size)
-        for row, share in zip(found, shares, strict=True):
-            first = tensor[places.index(share.lane), share.first :]
-            row[: share.queries] = first[: share.queries]
+        lane_shards = self._lane_shards[layer]
+        found = tensor.new_zeros(len(lane_shards), self.own.model.group_size)
+        for row, lane_shard in zip(found, lane_shards, strict=True):
+            first = tensor[places.index(lane_shard.lane), lane_shard.first :]
+            row[: lane_shard.queries] = first[: lane_shard.queries]
         return found
 
     def _projection(self, layer: int, name: str, tensor: Tensor) -> Tensor:
-        """What Attend projects with, as wide as this rank's widest lane."""
+        """What Attend projects with, as wide as this shard's widest lane."""
         places = list(self._starts(layer, _input_dim))
-        own = [places.index(share.lane) for share in self._shares[layer]]
+        own = [places.index(lane_shard.lane) for lane_shard in self._lane_shards[layer]]
         active = self.own.active(layer)
         rank = max(lane.rank_k for lane in active)
         cut = tensor[own][..., :rank]

@@ -9,11 +9,11 @@ from kvlathe.runtime.sessions.gpu.step_buffer import StepForm, kind_of
 from kvlathe.runtime.sessions.protocols import Float32, StepPlan
 from kvlathe.runtime.sessions.steps import check_step
 from kvlathe.runtime.sessions.torch_cuda.device import tensor_of
-from kvlathe.runtime.sessions.torch_cuda.tokens.ranking import RankingSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.evicting import EvictingSession
 
 
-class CompactingSession(RankingSession):
-    """Moves tokens as a RankingSession does; its pages hold no scores."""
+class CompactingSession(EvictingSession):
+    """Moves tokens as an EvictingSession does; its pages hold no scores."""
 
     def run(self, step: StepPlan) -> Float32:
         """As Session.run. A step that is observed is never a graph."""

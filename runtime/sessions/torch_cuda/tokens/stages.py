@@ -1,4 +1,4 @@
-"""StagedSession: a RankingSession whose prompts lose rows between the stages of its plan.
+"""StagedSession: an EvictingSession whose prompts lose rows between the stages of its plan.
 
 Layers that the same sequences pass are queued together, over these sequences alone. What
 leaves them stays on the GPU, and so do the places of the rows that stay: the host knows
@@ -30,7 +30,7 @@ from kvlathe.runtime.sessions.protocols import Int32, PassRows, StepPlan
 from kvlathe.runtime.sessions.shares import segments
 from kvlathe.runtime.sessions.steps import check_step
 from kvlathe.runtime.sessions.torch_cuda.device import tensor_of
-from kvlathe.runtime.sessions.torch_cuda.tokens.ranking import RankingSession
+from kvlathe.runtime.sessions.torch_cuda.tokens.evicting import EvictingSession
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ class LayerCompute(Compute, Protocol):
     def logits(self, inputs: Bindings, x: Tensor) -> Tensor: ...
 
 
-class StagedSession(RankingSession):
+class StagedSession(EvictingSession):
     """A session of a plan with stages."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""RankingSession: a TorchSession whose plan ranks tokens. The kernels add what observed rows
+"""EvictingSession: a TorchSession whose plan ranks tokens. The kernels add what observed rows
 attend to the scores in the pages. Tokens are
 ranked there, too: once a slice of a prompt, and once a page of what follows."""
 
@@ -41,7 +41,7 @@ Fields = npt.NDArray[np.int64]
 """[lanes, fields, 2]: offsets and bytes a token."""
 
 
-class RankingSession(TorchSession):
+class EvictingSession(TorchSession):
     """Moves tokens. The last ``scratch_bytes`` of its pool are no pages."""
 
     capabilities: frozenset[Capability] = TorchSession.capabilities.union(

@@ -1,7 +1,7 @@
-"""Sampling by several ranks, each with the logits of its part of the vocabulary.
+"""Sampling by several shards, each with the logits of its part of the vocabulary.
 
 Every row's token is that of sampling.py on all logits, but for the rounding of sums.
-Ranks exchange a few numbers a row and never their logits: the highest one, sums of
+Shards exchange a few numbers a row and never their logits: the highest one, sums of
 weights, and for top-k and top-p sums in bins. The bins are of the weights' bits, ten at
 a time: three rounds find the least weight that stays (a radix select).
 """
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kvlathe.runtime.sessions.torch_cuda.model.group import Group
+from kvlathe.runtime.sessions.torch_cuda.model.shard_group import ShardGroup
 from kvlathe.runtime.sessions.torch_cuda.sampling.sampling import (
     Sampling,
     Wait,
@@ -33,11 +33,11 @@ LEAST = 1e-300
 """Of a mass that is wanted: above 0."""
 
 
-class RankSampler:
-    """Samples with the other ranks of ``group``. ``first``: this rank's first token;
+class ShardedSampler:
+    """Samples with the other shards of ``group``. ``first``: this shard's first token;
     ``vocab``: tokens of all. ``wait``: until an event has come."""
 
-    def __init__(self, group: Group, first: int, vocab: int, wait: Wait) -> None:
+    def __init__(self, group: ShardGroup, first: int, vocab: int, wait: Wait) -> None:
         self.group = group
         self.first = first
         self.vocab = vocab
@@ -68,7 +68,7 @@ class RankSampler:
         return Sampling(tokens, rows, logprobs, self.vocab, self.wait)
 
     def _from(self, owner: Tensor, places: Tensor) -> Tensor:
-        """The token of each row, from the rank ``owner`` [R], whose ``places`` [R] says
+        """The token of each row, from the shard ``owner`` [R], whose ``places`` [R] says
         it."""
         every = self.group.gather(places + self.first)
         return every.gather(0, owner[None])[0]
@@ -108,11 +108,11 @@ class RankSampler:
         totals = self.group.gather(cumulative[:, -1])
         ends = totals.cumsum(dim=0)
         target = draws * ends[-1]
-        ranks = torch.arange(len(totals), device=weights.device)
-        last = torch.where(totals > 0, ranks[:, None], 0).amax(dim=0)
+        shards = torch.arange(len(totals), device=weights.device)
+        last = torch.where(totals > 0, shards[:, None], 0).amax(dim=0)
         owner = torch.minimum((ends <= target).sum(dim=0), last)
-        rank = self.group.rank
-        rest = target - (ends[rank] - totals[rank])
+        shard = self.group.shard
+        rest = target - (ends[shard] - totals[shard])
         place = torch.searchsorted(cumulative, rest[:, None], right=True)[:, 0]
         return self._from(owner, torch.minimum(place, last_drawable(weights)))
 
@@ -137,7 +137,7 @@ class RankSampler:
         """Of tokens with the weight ``least``, the first ones that together reach what
         is ``missing``."""
         counts = ties.cumsum(dim=1)
-        before = self.group.gather(counts[:, -1])[: self.group.rank].sum(dim=0)
+        before = self.group.gather(counts[:, -1])[: self.group.shard].sum(dim=0)
         place = counts - 1 + before[:, None]
         return ties & (place * least.double()[:, None] < missing[:, None])
 

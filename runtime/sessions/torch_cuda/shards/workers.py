@@ -1,4 +1,4 @@
-"""Ranks: the processes that follow the leader of tensor parallelism, as it sees them.
+"""Workers: the processes that follow the leader of tensor parallelism, as it sees them.
 
 The leader's process schedules, and tells every follower what it does itself. What it
 tells goes through a pair of sockets, and no port is opened. A follower ends when its
@@ -34,15 +34,15 @@ LOOK_SECONDS = 0.1
 
 
 class Follower:
-    """Rank ``rank``: a process that obeys. ``tell`` it, then ``answer`` where it was to
-    say something."""
+    """The worker of ``shard``, a process that obeys. ``tell`` it, then ``answer`` where
+    it was to say something."""
 
     def __init__(
-        self, rank: int, command: Sequence[str], environment: Mapping[str, str]
+        self, shard: int, command: Sequence[str], environment: Mapping[str, str]
     ) -> None:
         """``command``: a process that follows the socket that its last argument
         numbers."""
-        self.rank = rank
+        self.shard = shard
         self.ended = threading.Event()
         self.closing = False
         self._failure = ""
@@ -62,7 +62,7 @@ class Follower:
         """From now on, in a thread: take what it says. ``ended``: called where it ends
         and nobody asked it to."""
         thread = threading.Thread(
-            target=self._listen, args=(ended,), name="kvlathe-rank", daemon=True
+            target=self._listen, args=(ended,), name="kvlathe-worker", daemon=True
         )
         thread.start()
 
@@ -115,8 +115,8 @@ class Follower:
             self.process.wait()
 
 
-class Ranks:
-    """The followers of a leader, which is rank 0 of ``size``."""
+class Workers:
+    """The followers of a leader, which is worker 0 of ``size``."""
 
     def __init__(
         self, command: Sequence[str], environments: Sequence[Mapping[str, str]]
@@ -127,14 +127,14 @@ class Ranks:
         self.followers: list[Follower] = []
         # No thread holds this object: it ends its processes when it goes.
         self._finalizer = weakref.finalize(self, _close, self.followers)
-        for rank, own in enumerate(environments, 1):
-            numbered = [*command, str(rank), str(self.size)]
-            self.followers.append(Follower(rank, numbered, own))
+        for shard, own in enumerate(environments, 1):
+            numbered = [*command, str(shard), str(self.size)]
+            self.followers.append(Follower(shard, numbered, own))
         for follower in self.followers:
             follower.listen(partial(_call_all, self._watchers))
 
     def watch(self, tell: Callable[[], None]) -> None:
-        """``tell`` is called, in a thread of its own, once a rank has died."""
+        """``tell`` is called, in a thread of its own, once a worker has died."""
         self._watchers.append(tell)
         if any(follower.ended.is_set() for follower in self.followers):
             tell()
@@ -156,14 +156,14 @@ class Ranks:
         for follower in self.followers:
             if follower.ended.is_set():
                 raise DeviceLost(
-                    f"rank {follower.rank} of {self.size} has ended",
+                    f"worker {follower.shard} of {self.size} has ended",
                     follower.words,
                     "mend that, and start again",
                 )
 
     def failure(self, error: Exception) -> DeviceLost:
-        """What a call of all ranks has come to that failed here: who has died, or that
-        this rank no longer keeps step with the others."""
+        """What a call of all workers has come to that failed here: who has died, or that
+        this worker no longer keeps step with the others."""
         until = time.monotonic() + NEWS_SECONDS
         while time.monotonic() < until:
             try:
@@ -173,7 +173,7 @@ class Ranks:
             time.sleep(LOOK_SECONDS / 10)
         remedy = LESS_MEMORY if out_of_memory(error) else "mend that"
         reason = str(error).partition("\n")[0] or type(error).__name__
-        fact = f"rank 0 of {self.size} has failed, and the others wait for it"
+        fact = f"worker 0 of {self.size} has failed, and the others wait for it"
         return DeviceLost(fact, reason, f"{remedy}, and start again")
 
     def close(self) -> None:

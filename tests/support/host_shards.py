@@ -1,7 +1,7 @@
-"""Ranks of tensor parallelism on a CPU: processes that exchange numbers by gloo, with
+"""Shards of tensor parallelism on a CPU: processes that exchange numbers by gloo, with
 the sessions of the cuda backend in host memory.
 
-``python -m tests.support.host_ranks RANK SIZE SOCKET`` is a follower.
+``python -m tests.support.host_shards SHARD SIZE SOCKET`` is a follower.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.weights_file import wiring
-from kvlathe.plan.deal import Deal, Shares, deal
+from kvlathe.plan.deal import Deal, Shards, deal
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
@@ -30,17 +30,17 @@ from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention
 from kvlathe.runtime.sessions.torch_cuda.compute import TorchCompute
 from kvlathe.runtime.sessions.torch_cuda.device import bytes_of
 from kvlathe.runtime.sessions.torch_cuda.model.decoder import TorchDecoder
-from kvlathe.runtime.sessions.torch_cuda.model.group import parts
+from kvlathe.runtime.sessions.torch_cuda.model.shard_group import shard_borders
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.sessions.torch_cuda.shards.follower import run
 from kvlathe.runtime.sessions.torch_cuda.shards.parallel import LeaderSession
-from kvlathe.runtime.sessions.torch_cuda.shards.rank_session import RankSession
-from kvlathe.runtime.sessions.torch_cuda.shards.ranks import (
-    Ranks,
+from kvlathe.runtime.sessions.torch_cuda.shards.shard_session import ShardSession
+from kvlathe.runtime.sessions.torch_cuda.shards.slices import Slices
+from kvlathe.runtime.sessions.torch_cuda.shards.workers import (
+    Workers,
     environment,
     module_command,
 )
-from kvlathe.runtime.sessions.torch_cuda.shards.slices import Slices
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support.device_engines import HostAttention
 from tests.support.host_device import HostLibrary, HostTorchDevice
@@ -52,13 +52,13 @@ FAMILY_LIMITS = Limits(4, 256, 400, 512)
 
 
 class HostGroup:
-    """A Group by gloo, on loopback alone."""
+    """A ShardGroup by gloo, on loopback alone."""
 
-    def __init__(self, store: str, rank: int, size: int) -> None:
+    def __init__(self, store: str, shard: int, size: int) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        self.rank, self.size = rank, size
+        self.shard, self.size = shard, size
         gloo: Any = dist  # half of it has types
-        self._gloo = gloo.ProcessGroupGloo(gloo.FileStore(store, size), rank, size)
+        self._gloo = gloo.ProcessGroupGloo(gloo.FileStore(store, size), shard, size)
 
     def sum(self, x: Tensor) -> Tensor:
         self._gloo.allreduce([x]).wait()
@@ -75,7 +75,7 @@ class HostGroup:
 
 @dataclass(frozen=True)
 class Engine:
-    """What every rank can make by itself. ``folder``: a checkpoint. ``kind``: of
+    """What every shard can make by itself. ``folder``: a checkpoint. ``kind``: of
     ``engine_plan``."""
 
     folder: str
@@ -114,12 +114,12 @@ def dealt(engine: Engine, size: int) -> Deal:
 
 
 def check(engine: Engine, size: int) -> None:
-    """Raises KvlatheError where so many ranks cannot have parts of an engine."""
+    """Raises KvlatheError where so many shards cannot have parts of an engine."""
     plan, basis = plan_and_basis(engine)
     known = deal(plan, size)
     state = decoder_from(Checkpoint(Path(engine.folder)), plan, basis).state_dict()
-    for rank in range(size):
-        cut = Slices(known, rank)
+    for shard in range(size):
+        cut = Slices(known, shard)
         for name, tensor in state.items():
             cut(name, tensor)
 
@@ -152,26 +152,26 @@ def arena(plan: CompressionPlan) -> int:
     )
 
 
-class HostMember:
+class HostWorker:
     """As parallel.Member, in host memory."""
 
-    def __init__(self, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, shard: int, size: int) -> None:
+        self.shard, self.size = shard, size
         self.group: HostGroup | None = None
-        self.session: RankSession | None = None
+        self.session: ShardSession | None = None
 
     def meet(self, store: str) -> None:
-        self.group = HostGroup(store, self.rank, self.size)
+        self.group = HostGroup(store, self.shard, self.size)
 
-    def load(self, engine: Engine, shares: Shares) -> None:
+    def load(self, engine: Engine, shards: Shards) -> None:
         assert self.group
         checkpoint, (plan, basis) = (
             Checkpoint(Path(engine.folder)),
             plan_and_basis(engine),
         )
         state = decoder_from(checkpoint, plan, basis).state_dict()
-        known = Deal(plan, shares)
-        cut = Slices(known, self.rank)
+        known = Deal(plan, shards)
+        cut = Slices(known, self.shard)
         tensors: dict[str, Tensor] = {}
         for name, whole in state.items():
             part = cut(name, whole)
@@ -180,13 +180,13 @@ class HostMember:
         wired = wiring(checkpoint.spec)
         native = Native.load(Path(os.environ["KVLATHE_LIBRARY"]))
         device, library = HostTorchDevice(), HostLibrary(native)
-        own = known.plans[self.rank]
+        own = known.plans[self.shard]
         pool = device.allocate(arena(own), "a cache")
         attention = HostAttention(native, own, wired.scales, bytes_of(pool))
         decoder = TorchDecoder(wired, tensors, None, self.group, cut.vocabulary[0])
         compute = TorchCompute(decoder, cast(Attention, attention))
-        borders = parts(plan.model.vocab_size, self.size)
-        self.session = RankSession(
+        borders = shard_borders(plan.model.vocab_size, self.size)
+        self.session = ShardSession(
             device, library, own, engine.limits, pool, compute, self.group, borders
         )
 
@@ -197,35 +197,35 @@ class HostMember:
         raise MemoryError(words)
 
 
-class HostRanks:
+class HostShards:
     """A leader with its followers, which load one engine after the other."""
 
     def __init__(self, native: Native, size: int) -> None:
         path = {"PYTHONPATH": str(ROOT), "KVLATHE_LIBRARY": str(native.path)}
         os.environ["KVLATHE_LIBRARY"] = str(native.path)
         given = environment() | path | {"OMP_NUM_THREADS": "1"}
-        command = module_command("tests.support.host_ranks")
-        self.ranks = Ranks(command, [given] * (size - 1))
-        self.own = HostMember(0, size)
+        command = module_command("tests.support.host_shards")
+        self.workers = Workers(command, [given] * (size - 1))
+        self.own = HostWorker(0, size)
         store = Path(tempfile.mkdtemp()) / "store"
-        self.ranks.tell("meet", str(store), answers=True)
+        self.workers.tell("meet", str(store), answers=True)
         self.own.meet(str(store))
-        self.ranks.answers()
+        self.workers.answers()
 
     def session(self, engine: Engine) -> LeaderSession:
-        shares = dealt(engine, self.ranks.size).shares
-        self.ranks.tell("load", engine, shares, answers=True)
-        self.own.load(engine, shares)
-        self.ranks.answers()
+        shards = dealt(engine, self.workers.size).shards
+        self.workers.tell("load", engine, shards, answers=True)
+        self.own.load(engine, shards)
+        self.workers.answers()
         assert self.own.session
-        return LeaderSession(self.ranks, self.own.session)
+        return LeaderSession(self.workers, self.own.session)
 
     def llm(self, engine: Engine, share_prefixes: bool = False) -> LLM:
-        session, plan = self.session(engine), dealt(engine, self.ranks.size).plans[0]
+        session, plan = self.session(engine), dealt(engine, self.workers.size).plans[0]
         limits, size = engine.limits, arena(plan)
         return LLM(session, plan, limits, Tokenizer(MODEL), size, share_prefixes)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run(HostMember)
+    run(HostWorker)

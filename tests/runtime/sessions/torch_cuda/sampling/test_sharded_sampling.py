@@ -1,4 +1,4 @@
-"""Ranks that see a part of the vocabulary each choose what one process chooses, and
+"""Shards that see a part of the vocabulary each choose what one process chooses, and
 exchange few numbers."""
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvlathe.runtime.sessions.torch_cuda.model.group import parts
-from kvlathe.runtime.sessions.torch_cuda.sampling.rank_sampling import BINS, RankSampler
+from kvlathe.runtime.sessions.torch_cuda.model.shard_group import shard_borders
+from kvlathe.runtime.sessions.torch_cuda.sampling.sharded_sampling import (
+    BINS,
+    ShardedSampler,
+)
 from kvlathe.runtime.text.sampler import Request, Sampled, SamplingRows, rows_of, sample
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.runtime.text.test_sampler import (
@@ -21,7 +24,7 @@ from tests.runtime.text.test_sampler import (
     random_masks,
     request,
 )
-from tests.support.thread_group import ThreadGroup, on_ranks
+from tests.support.thread_group import ThreadGroup, on_shards
 
 wait = torch.cuda.Event.synchronize  # there are no events on a CPU
 
@@ -33,15 +36,15 @@ def by_ranks(
     kind: type[ThreadGroup] = ThreadGroup,
 ) -> list[Sampled]:
     vocab = logits.shape[1]
-    borders = parts(vocab, size)
+    borders = shard_borders(vocab, size)
 
     def work(group: ThreadGroup) -> Sampled:
-        first, end = borders[group.rank : group.rank + 2]
+        first, end = borders[group.shard : group.shard + 2]
         own = torch.from_numpy(logits[:, first:end].copy())
-        sampler = RankSampler(group, first, vocab, wait)
+        sampler = ShardedSampler(group, first, vocab, wait)
         return sampler.sample(own, rows).result()
 
-    return on_ranks(size, work, kind)
+    return on_shards(size, work, kind)
 
 
 @settings(max_examples=100)
@@ -52,7 +55,7 @@ def by_ranks(
     guided=st.booleans(),
     size=st.integers(1, 5),
 )
-def test_ranks_draw_what_the_host_draws(
+def test_shards_draw_what_the_host_draws(
     batch: list[Request], seed: int, equal: bool, guided: bool, size: int
 ) -> None:
     masks = random_masks(seed, len(batch)) if guided else None

@@ -1,7 +1,7 @@
 """Bytes that vLLM's tensor parallelism sets aside in equal blocks, over those that heads
 fill: with the KV heads of each layer in the order of the checkpoint, and as they are dealt.
 
-    PYTHONPATH=.:integrations/vllm python -m benchmarks.vllm_ranks out/hosted
+    PYTHONPATH=.:integrations/vllm python -m benchmarks.vllm_shards out/hosted
 
 Folders of `kvlathe build --backend vllm`; without one, plans of statistics that are made
 up: 32 layers of 8 KV heads.
@@ -31,18 +31,18 @@ def engines() -> Iterator[tuple[str, Hosted]]:
 
 
 def main() -> None:
-    print("| plan | ranks | order of the checkpoint | dealt |\n|---|---|---|---|")
+    print("| plan | shards | order of the checkpoint | dealt |\n|---|---|---|---|")
     found: list[tuple[str, int, float, float]] = []
     for name, whole in engines():
         model = whole.plan.model
-        for ranks in (2, 4, 8):
-            if ranks > model.kv_heads:
+        for num_shards in (2, 4, 8):
+            if num_shards > model.kv_heads:
                 continue
-            dealt, plain = Dealt(whole, ranks), Dealt(whole, ranks)
+            dealt, plain = Dealt(whole, num_shards), Dealt(whole, num_shards)
             plain.orders = [tuple(range(model.kv_heads))] * model.layers
-            row = (name, ranks, plain.padding, dealt.padding)
+            row = (name, num_shards, plain.padding, dealt.padding)
             found.append(row)
-            print(f"| {name} | {ranks} | {row[2]:.3f} | {row[3]:.3f} |")
+            print(f"| {name} | {num_shards} | {row[2]:.3f} | {row[3]:.3f} |")
     print(json.dumps({"padding": found}))
 
 

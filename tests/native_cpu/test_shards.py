@@ -18,9 +18,9 @@ from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.page_moves import Copy, PageMoves
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.checkpoints import FAMILIES
-from tests.support.host_ranks import (
+from tests.support.host_shards import (
     Engine,
-    HostRanks,
+    HostShards,
     alone,
     check,
     plan_and_basis,
@@ -37,24 +37,24 @@ Reference = Callable[[str], tuple[Path, torch.nn.Module]]
 
 
 @pytest.fixture(scope="module")
-def ranks_of(native: Native) -> Iterator[Callable[[int], HostRanks]]:
-    """So many ranks, which many tests may load engines on."""
-    made: list[HostRanks] = []
+def shards_of(native: Native) -> Iterator[Callable[[int], HostShards]]:
+    """So many shards, which many tests may load engines on."""
+    made: list[HostShards] = []
 
     @cache
-    def ranks(size: int) -> HostRanks:
-        made.append(HostRanks(native, size))
+    def shards(size: int) -> HostShards:
+        made.append(HostShards(native, size))
         return made[-1]
 
-    yield ranks
+    yield shards
     for one in made:
-        one.ranks.close()
+        one.workers.close()
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", rest_nightly(FAMILIES, *ARCHITECTURES))
 def test_logits_are_those_of_one_process(
-    name: str, size: int, reference: Reference, ranks_of: Callable[[int], HostRanks]
+    name: str, size: int, reference: Reference, shards_of: Callable[[int], HostShards]
 ) -> None:
     """Prompts in chunks beside decodes, of every family: what the exporter defines."""
     folder = str(reference(name)[0])
@@ -62,10 +62,10 @@ def test_logits_are_those_of_one_process(
     spec = Checkpoint(Path(folder)).spec
     most = spec.kv_heads if spec.family.wide_qk_norm else spec.query_heads
     if size > most:
-        with pytest.raises(KvlatheError, match=f"give at most {most} ranks|Give at"):
+        with pytest.raises(KvlatheError, match=f"give at most {most} shards|Give at"):
             check(engine, size)
         return
-    llm = ranks_of(size).llm(engine)
+    llm = shards_of(size).llm(engine)
     rng = np.random.default_rng(size)
     texts = [rng.integers(0, 97, n).tolist() for n in (40, 21, 90)]
     schedule = [(17, 20, 64), (1, 1, 1), (22, 0, 25)]
@@ -87,12 +87,12 @@ CLOSE = {"one": 1e-5, "windowed": 1e-5, "sealed split": 0.02, "turned": 0.02}
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", CLOSE)
-def test_plans_of_every_kind_run_on_ranks(
-    kind: str, size: int, native: Native, ranks_of: Callable[[int], HostRanks]
+def test_plans_of_every_kind_run_on_shards(
+    kind: str, size: int, native: Native, shards_of: Callable[[int], HostShards]
 ) -> None:
     """Two buckets, sealed pages, windows, 16-bit pages with projections."""
     engine = Engine(LATHE, kind)
-    ours, theirs = ranks_of(size).llm(engine), alone(native, engine)
+    ours, theirs = shards_of(size).llm(engine), alone(native, engine)
     found, expected = (forced(llm, TEXTS, SCHEDULE) for llm in (ours, theirs))
     for a, b in zip(found, expected, strict=True):
         assert np.abs(a - b).max() < CLOSE[kind] * np.abs(b).max()
@@ -100,12 +100,12 @@ def test_plans_of_every_kind_run_on_ranks(
 
 
 def test_text_is_that_of_one_process(
-    native: Native, ranks_of: Callable[[int], HostRanks]
+    native: Native, shards_of: Callable[[int], HostShards]
 ) -> None:
     """Greedy and drawn, with penalties and log-probabilities, prompts in chunks; and
     pages that are shared, forked, swapped out and back."""
     engine = Engine(LATHE, "one")
-    ours = ranks_of(2).llm(engine, share_prefixes=True)
+    ours = shards_of(2).llm(engine, share_prefixes=True)
     theirs = alone(native, engine)
     every = [
         SamplingParams(max_new_tokens=24, ignore_eos=True, logprobs=3),
@@ -130,13 +130,13 @@ def test_text_is_that_of_one_process(
     logits = [llm.logits(PROMPTS[1], range(20, 30)) for llm in (ours, theirs)]
     np.testing.assert_allclose(logits[0], logits[1], atol=1e-3)
     with pytest.raises(KvlatheError, match="stay in their engine"):
-        _ = ours.exchange.memory  # each rank has a part of every page
+        _ = ours.exchange.memory  # each shard has a part of every page
     ours.thread.stop()
 
 
-def test_pages_move_and_come_back(ranks_of: Callable[[int], HostRanks]) -> None:
-    """Those of all ranks, one after the other."""
-    session = ranks_of(2).session(Engine(LATHE, "turned"))
+def test_pages_move_and_come_back(shards_of: Callable[[int], HostShards]) -> None:
+    """Those of all shards, one after the other."""
+    session = shards_of(2).session(Engine(LATHE, "turned"))
     size = 2 * session.strides[0]
     data = bytes(np.random.default_rng(1).integers(0, 255, size, np.uint8))
     session.write_page(0, 3, data)
@@ -145,9 +145,9 @@ def test_pages_move_and_come_back(ranks_of: Callable[[int], HostRanks]) -> None:
 
 
 def test_a_sequence_that_was_swapped_out_is_answered_as_before(
-    ranks_of: Callable[[int], HostRanks], monkeypatch: pytest.MonkeyPatch
+    shards_of: Callable[[int], HostShards], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = ranks_of(2).llm(Engine(LATHE, "turned"))
+    llm = shards_of(2).llm(Engine(LATHE, "turned"))
     params = SamplingParams(max_new_tokens=40, ignore_eos=True)
     prompts = PROMPTS[1:3]
     before = [llm.generate([prompt], params)[0].token_ids for prompt in prompts]
@@ -168,6 +168,6 @@ def test_a_sequence_that_was_swapped_out_is_answered_as_before(
             lambda: scheduler.preempt() if len(scheduler.running) > 1 else None
         )
     llm.thread.wait(request)
-    assert set(sizes) == {2}  # of both ranks
+    assert set(sizes) == {2}  # of both shards
     assert [sequence.tokens[-40:] for sequence in sequences] == before
     llm.thread.stop()

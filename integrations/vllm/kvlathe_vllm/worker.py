@@ -1,4 +1,5 @@
-"""Which rank of vLLM's tensor parallelism this process is, and what it keeps."""
+"""Which shard this worker of vLLM has (vLLM's rank of tensor parallelism), and what it
+keeps."""
 
 from __future__ import annotations
 
@@ -27,29 +28,29 @@ BY_NAME = (
 """Formats of checkpoints that DefaultModelLoader reads by the names of transformers."""
 RANDOM = "dummy"
 _made: list[Dealt] = []
-"""Of this process; none where another backend attends, or one rank has all heads."""
+"""Of this process; none where another backend attends, or one shard has all heads."""
 
 
-def of_this_rank(config: VllmConfig) -> Hosted:
+def of_this_worker(config: VllmConfig) -> Hosted:
     """Raises KvlatheError where heads cannot be dealt."""
     whole = hosted(config.additional_config)
-    ranks = config.parallel_config.tensor_parallel_size
-    if ranks == 1:
+    num_shards = config.parallel_config.tensor_parallel_size
+    if num_shards == 1:
         return whole
-    rank = get_tensor_model_parallel_rank()
-    if not _made or _made[0].whole is not whole or _made[0].ranks != ranks:
-        made = Dealt(whole, ranks)
+    shard = get_tensor_model_parallel_rank()
+    if not _made or _made[0].whole is not whole or _made[0].num_shards != num_shards:
+        made = Dealt(whole, num_shards)
         if made.changed:
             _check_reading(config)
         _made[:] = [made]
-        if rank == 0:
+        if shard == 0:
             log.info(
-                "heads are dealt to %d ranks; blocks have %.3f times the bytes that"
+                "heads are dealt to %d shards; blocks have %.3f times the bytes that"
                 " they hold",
-                ranks,
+                num_shards,
                 made.padding,
             )
-    return _made[0].engines[rank]
+    return _made[0].engines[shard]
 
 
 def _check_reading(config: VllmConfig) -> None:
@@ -64,14 +65,14 @@ def _check_reading(config: VllmConfig) -> None:
         reason = "a trainer sends weights in an order of its own"
     if reason:
         raise KvlatheError(
-            "heads of unlike bytes cannot be dealt to ranks here",
+            "heads of unlike bytes cannot be dealt to shards here",
             f"they are put into another order, and {reason}",
             "start vLLM without it, or with --tensor-parallel-size 1",
         )
 
 
 def read_as_dealt() -> None:
-    """vLLM's ranks cut tensors in their order, so they are read in that of the deal. The
+    """vLLM's workers cut tensors in their order, so they are read in that of the deal. The
     layers of a model, which deal, are made before its weights are read."""
     before = DefaultModelLoader.get_all_weights
 

@@ -1,4 +1,4 @@
-"""A rank that dies: everybody is told, the server ends in words, and no process stays."""
+"""A worker that dies: everybody is told, the server ends in words, and no process stays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.native_cpu.test_gpu_faults import ended
 from tests.server.test_server_process import ROOT
-from tests.support.host_ranks import Engine, HostRanks
+from tests.support.host_shards import Engine, HostShards
 from tests.support.runtime_cases import MODEL, text
 
 ENGINE = Engine(str(MODEL), "one")
@@ -29,10 +29,10 @@ LONG = SamplingParams(max_new_tokens=800, ignore_eos=True)
 
 
 @pytest.fixture
-def ranks(native: Native) -> Iterator[HostRanks]:
-    made = HostRanks(native, 2)
+def workers(native: Native) -> Iterator[HostShards]:
+    made = HostShards(native, 2)
     yield made
-    made.ranks.close()
+    made.workers.close()
 
 
 def gone(process: int) -> bool:
@@ -49,55 +49,55 @@ def gone(process: int) -> bool:
     return False
 
 
-def test_a_rank_that_dies_idle_ends_the_engine(ranks: HostRanks) -> None:
-    llm = ranks.llm(ENGINE)
+def test_a_worker_that_dies_idle_ends_the_engine(workers: HostShards) -> None:
+    llm = workers.llm(ENGINE)
     llm.generate([list(text(9))], SamplingParams(max_new_tokens=2))
-    ranks.ranks.followers[0].process.kill()
+    workers.workers.followers[0].process.kill()
     until = time.monotonic() + 20
     while llm.thread.fault is None and time.monotonic() < until:
         time.sleep(0.01)
     said = str(llm.thread.fault)
     assert isinstance(llm.thread.fault, DeviceLost)
-    assert said.startswith("rank 1 of 2 has ended: its process was ended by SIGKILL")
-    with pytest.raises(DeviceLost, match="rank 1 of 2"):
+    assert said.startswith("worker 1 of 2 has ended: its process was ended by SIGKILL")
+    with pytest.raises(DeviceLost, match="worker 1 of 2"):
         llm.generate([list(text(9))])
     llm.close()
 
 
 @pytest.mark.nightly
-def test_a_rank_out_of_memory_is_named(ranks: HostRanks) -> None:
+def test_a_worker_out_of_memory_is_named(workers: HostShards) -> None:
     """It says so before it ends; requests that run end with its words."""
-    llm = ranks.llm(ENGINE)
+    llm = workers.llm(ENGINE)
     request = llm.thread.submit([llm.sequence(list(text(9)), LONG)])
     time.sleep(0.5)
-    ranks.ranks.tell("fail", "CUDA out of memory. Tried to allocate 2.00 GiB")
-    with pytest.raises(DeviceLost, match=r"rank 1 of 2 has ended.*allocate 2.00 GiB"):
+    workers.workers.tell("fail", "CUDA out of memory. Tried to allocate 2.00 GiB")
+    with pytest.raises(DeviceLost, match=r"worker 1 of 2 has ended.*allocate 2.00 GiB"):
         llm.thread.wait(request)
     llm.close()
 
 
 @pytest.mark.nightly
 def test_a_leader_that_fails_in_a_step_ends_the_engine(
-    ranks: HostRanks, monkeypatch: pytest.MonkeyPatch
+    workers: HostShards, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others wait for it in the middle of a step: it cannot try again."""
-    llm = ranks.llm(ENGINE)
-    own = ranks.own.session
+    llm = workers.llm(ENGINE)
+    own = workers.own.session
     assert own
 
     def out_of_memory(*_: object) -> None:
         raise MemoryError("CUDA out of memory. Tried to allocate 3.00 GiB")
 
     monkeypatch.setattr(own, "start", out_of_memory)
-    with pytest.raises(DeviceLost, match=r"rank 0 of 2 has failed.*3.00 GiB.*start"):
+    with pytest.raises(DeviceLost, match=r"worker 0 of 2 has failed.*3.00 GiB.*start"):
         llm.generate([list(text(9))], LONG)
     llm.close()
 
 
 @pytest.mark.nightly
 def test_followers_end_with_their_engine(native: Native) -> None:
-    made = HostRanks(native, 2)
-    process = made.ranks.followers[0].process
+    made = HostShards(native, 2)
+    process = made.workers.followers[0].process
     llm = made.llm(ENGINE)
     llm.close()
     assert process.returncode == 0
@@ -109,18 +109,18 @@ from pathlib import Path
 from kvlathe.cli import main
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.library import Native
-from tests.support.host_ranks import Engine, HostRanks
+from tests.support.host_shards import Engine, HostShards
 from tests.support.runtime_cases import MODEL
 
 def load(*given, **options):
-    ranks = HostRanks(Native.load(Path(sys.argv[1])), 2)
-    print("follower", ranks.ranks.followers[0].process.pid, file=sys.stderr, flush=True)
-    return ranks.llm(Engine(str(MODEL), "one"))
+    shards = HostShards(Native.load(Path(sys.argv[1])), 2)
+    print("follower", shards.workers.followers[0].process.pid, file=sys.stderr, flush=True)
+    return shards.llm(Engine(str(MODEL), "one"))
 
 LLM.load = load
 main.main(["serve", "lathe-5m", "--port", "0", "--max-waiting", "100"])
 """
-"""A server with two ranks."""
+"""A server with two shards."""
 
 
 def serving(native: Native) -> tuple[subprocess.Popen[str], int, str]:
@@ -142,7 +142,7 @@ def serving(native: Native) -> tuple[subprocess.Popen[str], int, str]:
     return server, follower, address
 
 
-def test_a_killed_rank_ends_the_server_once_everybody_is_told(native: Native) -> None:
+def test_a_killed_worker_ends_the_server_once_everybody_is_told(native: Native) -> None:
     """In the middle of streams and of answers; those that wait are told, too."""
     server, follower, url = serving(native)
     try:
@@ -156,7 +156,7 @@ def test_a_killed_rank_ends_the_server_once_everybody_is_told(native: Native) ->
     assert server.returncode == 1
     assert all(status in (500, 503) for status, _ in answers[1:])
     assert all('"error"' in body for _, body in answers)
-    assert "rank 1 of 2 has ended: its process was ended by SIGKILL" in said
+    assert "worker 1 of 2 has ended: its process was ended by SIGKILL" in said
     assert said.rstrip().endswith("Start it again.")
 
 

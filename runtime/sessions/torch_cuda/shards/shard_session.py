@@ -1,4 +1,4 @@
-"""RankSession: one rank of tensor parallelism. Ranks make the same calls in the same
+"""ShardSession: one shard of a model. Shards make the same calls in the same
 order, with the same page numbers; each has its own lanes in the pages."""
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from kvlathe.plan.manifest import Limits
-from kvlathe.plan.rank_plan import RankPlan
+from kvlathe.plan.shard_plan import ShardPlan
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.sessions.gpu.device import Device, DeviceArray
 from kvlathe.runtime.sessions.gpu.session import Compute
 from kvlathe.runtime.sessions.protocols import Choose, Sampling, StepPlan
 from kvlathe.runtime.sessions.torch_cuda.device import TorchDevice, tensor_of
-from kvlathe.runtime.sessions.torch_cuda.model.group import Group
-from kvlathe.runtime.sessions.torch_cuda.sampling.rank_sampling import RankSampler
+from kvlathe.runtime.sessions.torch_cuda.model.shard_group import ShardGroup
+from kvlathe.runtime.sessions.torch_cuda.sampling.sharded_sampling import ShardedSampler
 from kvlathe.runtime.sessions.torch_cuda.session import TorchSession
 from kvlathe.runtime.text.sampler import SamplingRows
 
@@ -29,8 +29,8 @@ def nobody_missing() -> None:
     """A follower's check: its process ends with the leader's."""
 
 
-class RankDevice(TorchDevice):
-    """A GPU whose work never ends where a rank has died: ``check`` raises then, and is
+class ShardDevice(TorchDevice):
+    """A GPU whose work never ends where a worker has died: ``check`` raises then, and is
     called while something is waited for."""
 
     def __init__(self, check: Callable[[], None] = nobody_missing) -> None:
@@ -56,37 +56,37 @@ class RankDevice(TorchDevice):
         return settled
 
 
-class RankSession(TorchSession):
+class ShardSession(TorchSession):
     """A TorchSession with the logits of its part of the vocabulary."""
 
     def __init__(
         self,
         device: Device,
         library: CudaLibrary,
-        plan: RankPlan,
+        plan: ShardPlan,
         limits: Limits,
         pool: DeviceArray,
         compute: Compute,
-        group: Group,
+        group: ShardGroup,
         borders: Sequence[int],
     ) -> None:
-        """``borders``: the first token of each rank's part, and the vocabulary's end."""
+        """``borders``: the first token of each shard's part, and the vocabulary's end."""
         self.group, self.borders = group, tuple(borders)
         self._own: Tensor | None = None
         super().__init__(device, library, plan, limits, pool, compute)
         wait = torch.cuda.Event.synchronize
-        if isinstance(device, RankDevice):
+        if isinstance(device, ShardDevice):
             wait = device.settle
-        first, vocab = self.borders[group.rank], self.borders[-1]
-        self._sampler = RankSampler(group, first, vocab, wait)
+        first, vocab = self.borders[group.shard], self.borders[-1]
+        self._sampler = ShardedSampler(group, first, vocab, wait)
 
     @property
     def columns(self) -> int:
-        first, end = self.borders[self.group.rank :][:2]
+        first, end = self.borders[self.group.shard :][:2]
         return end - first
 
     def start(self, step: StepPlan) -> Choose:
-        """As Session.start, by all ranks."""
+        """As Session.start, by all shards."""
         self._own = tensor_of(self.launch(step))
         return self.choose
 
@@ -99,11 +99,11 @@ class RankSession(TorchSession):
 
     @torch.inference_mode()
     def logits(self, step: StepPlan) -> Tensor:
-        """[R, vocab] float32 on the GPU, of all ranks. For what the host must see."""
+        """[R, vocab] float32 on the GPU, of all shards. For what the host must see."""
         own = tensor_of(self.launch(step))
         sizes = torch.tensor(self.borders).diff().tolist()
         padded = own.new_zeros(len(own), max(sizes))
         padded[:, : self.columns] = own
         every = self.group.gather(padded)
-        parts = [every[rank][:, :size] for rank, size in enumerate(sizes)]
+        parts = [every[shard][:, :size] for shard, size in enumerate(sizes)]
         return torch.cat(parts, 1)
