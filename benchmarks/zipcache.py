@@ -42,8 +42,8 @@ from kvlathe.export.onnx.model import export_onnx
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.memory import bytes_left
+from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.token_rules import ObservationWindow
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
 from kvlathe.runtime.sessions.host.native import NativeSession

@@ -51,13 +51,11 @@ def kept(plan: CompressionPlan) -> Kept:
     held = np.zeros(len(plan.lanes))
     bits_k = np.zeros(len(plan.lanes))
     bits_v = np.zeros(len(plan.lanes))
-    for index, bucket in enumerate(plan.buckets):
-        tokens = held_tokens[index]
-        tier = plan.tiers[bucket.tier]
+    for bucket, tokens in zip(plan.index.buckets, held_tokens, strict=True):
         lanes = list(bucket.lanes)
         held[lanes] += tokens
-        bits_k[lanes] += tokens * tier.k.bits
-        bits_v[lanes] += tokens * tier.v.bits
+        bits_k[lanes] += tokens * bucket.tier.k.bits
+        bits_v[lanes] += tokens * bucket.tier.v.bits
     at_least_one = np.maximum(held, 1)
     ranks_k = np.array([lane.rank_k for lane in plan.lanes], float)
     ranks_v = np.array([lane.rank_v for lane in plan.lanes], float)

@@ -24,7 +24,8 @@ import numpy.typing as npt
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket, CompressionPlan, Fields
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.plan_data import Fields
 from kvlathe.plan.rank_plan import RankPlan
 
 Load = npt.NDArray[np.float64]
@@ -98,7 +99,7 @@ def deal(plan: CompressionPlan, ranks: int, by_layer: bool = False) -> Deal:
     """``by_layer``: bring bytes together in each layer by itself, for hosts whose pages
     are of one layer. Raises KvlatheError where some rank would have no query head of a
     layer, and where ranks would have to rank tokens together."""
-    if ranks > 1 and plan.observes:
+    if ranks > 1 and plan.index.observes:
         raise KvlatheError(
             f"the plan cannot be dealt to {ranks} ranks",
             "it ranks tokens by the attention of all heads",
@@ -135,7 +136,7 @@ def _shares_of(plan: CompressionPlan, layer: int, ranks: int) -> list[Share]:
     """What is dealt of a layer: its lanes, or as many parts of them as there are
     ranks. Lanes of fewest bytes are the first to be there more often."""
     heads, group = plan.model.kv_heads, plan.model.group_size
-    lanes = [layer * heads + lane.head for lane in plan.active(layer)]
+    lanes = [layer * heads + lane.head for lane in plan.index.active(layer)]
     queries = len(lanes) * group
     if queries < ranks:
         raise KvlatheError(
@@ -166,7 +167,7 @@ def _loads(plan: CompressionPlan) -> dict[int, Load]:
     """Of each lane: its bytes in each bucket, by what the bucket's pages weigh in
     short sequences and in the longest; and their sum."""
     layout = CacheLayout(plan)
-    buckets = len(plan.buckets)
+    buckets = len(plan.index.buckets)
     weights = np.zeros(buckets)
     for tokens in (plan.prefill_chunk, plan.model.max_positions):
         weights += np.array(layout.all_held(tokens)) / layout.bytes_for(tokens)
@@ -300,10 +301,12 @@ def _rank_plan(dealt: Deal, rank: int) -> RankPlan:
     """The plan of one rank, with pages of its own size."""
     plan, shares = dealt.plan, dealt.shares[rank]
     own = {share.lane for share in shares}
-    buckets: list[Bucket] = []
-    for bucket in plan.buckets:
-        kept = [lane for lane in bucket.lanes if lane in own]
-        buckets.append(dataclasses.replace(bucket, lanes=tuple(kept)))
+    groups = [
+        dataclasses.replace(
+            group, lanes=tuple(lane for lane in group.lanes if lane in own)
+        )
+        for group in plan.groups
+    ]
     group = max(share.queries for share in shares)
     queries = group * plan.model.kv_heads
     fields: Fields = {}
@@ -311,7 +314,7 @@ def _rank_plan(dealt: Deal, rank: int) -> RankPlan:
         fields[field.name] = getattr(plan, field.name)
     fields["model"] = dataclasses.replace(plan.model, query_heads=queries)
     fields["lanes"] = tuple(_lanes_of(plan, own))
-    fields["buckets"] = tuple(buckets)
+    fields["groups"] = tuple(groups)
     return RankPlan(**fields, rank=rank, ranks=dealt.ranks)
 
 

@@ -1,5 +1,5 @@
 """TokenRanking: which tokens of each lane are the most salient
-(token_rules.ObservationWindow), and where they go (moves.Selection)."""
+(observation.ObservationWindow), and where they go (moves.Selection)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy.typing as npt
 from kvlathe.plan.codec import noise, noise_key
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.moves import Selection, Target
+from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.token_rules import ObservationWindow
 from kvlathe.runtime.cache.observed_rows import ObservedRows
 from kvlathe.runtime.cache.page_table import Ranking, Reservation
 from kvlathe.runtime.sessions.protocols import (
@@ -86,11 +86,11 @@ class TokenRanking:
         if self.observation.accumulated or not done.seals:
             return
         page = self.layout.plan.page_tokens
-        for placed in self.layout.placements:
-            fresh = placed.buckets[0]
-            full = done.table.arrived[fresh] % page == 0
-            if done.tokens[fresh] and (window_ended or full):
-                for bucket in placed.buckets:
+        for route in self.layout.plan.index.routes:
+            hot = route.buckets[0]
+            full = done.table.arrived[hot] % page == 0
+            if done.tokens[hot] and (window_ended or full):
+                for bucket in route.buckets:
                     self.ranker.forget(bucket, done.table.pages[bucket])
 
     def undo(self) -> None:
@@ -169,6 +169,5 @@ def places_in_order(target: Target) -> npt.NDArray[np.int64]:
 
 def noise_keys(plan: CompressionPlan, bucket: int) -> list[int]:
     """Of each lane of a bucket, in lane order."""
-    indices = sorted(plan.buckets[bucket].lanes)
-    lanes = [plan.lanes[index] for index in indices]
+    lanes = [plan.lanes[index] for index in plan.index.buckets[bucket].lanes]
     return [noise_key(plan.seed, lane.layer, lane.head, 2) for lane in lanes]

@@ -71,7 +71,7 @@ class SequenceFactory:
         matter, as many chunks as a step takes, so that one prompt is through before the
         next begins."""
         grid = self._plan.prefill_chunk
-        if self._plan.cuts_prompts:
+        if self._plan.index.cuts_prompts:
             return grid
         most = self._scheduler.limits.max_num_tokens
         return max(1, most // grid) * grid
@@ -86,7 +86,7 @@ class SequenceFactory:
     ) -> Sequence:
         """A sequence whose first ``prompt`` tokens are its prompt, computed in chunks
         that end at multiples of ``grid``."""
-        staged = len(self._plan.passes(prompt)) > 1
+        staged = len(self._plan.index.passes(prompt)) > 1
         observes = self._plan.observation is not None
         return Sequence(
             tokens,

@@ -101,7 +101,7 @@ def _observed(step: StepPlan, chunks: Items[Chunk]) -> StepPlan:
 def _staged(step: StepPlan, chunks: Items[Chunk]) -> StepPlan:
     """The step with the rows of prompts that pass stages: those that are still there."""
     prompts = [chunk.sequence.prompt_stages for chunk in chunks]
-    graphs = next(prompt.plan.graphs for prompt in prompts if prompt)
+    graphs = next(prompt.plan.index.graphs for prompt in prompts if prompt)
     every_stage = np.array([0, graphs], np.int32)
     stages = np.tile(every_stage, (len(chunks), 1))
     step = dataclasses.replace(step, stages=stages)

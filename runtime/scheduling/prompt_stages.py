@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvlathe.plan.plan import CompressionPlan, Pass
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.stages import Pass
 from kvlathe.runtime.sessions.protocols import HiddenRows, Int32, PassRows, StepPlan
 
 
@@ -41,7 +42,7 @@ class PromptStages:
     _left: HiddenRows | None = None
 
     def __post_init__(self) -> None:
-        self._passes = list(self.plan.passes(self.tokens))
+        self._passes = list(self.plan.index.passes(self.tokens))
         self.rows = [0] * self.plan.model.layers
 
     @property
@@ -84,9 +85,9 @@ class PromptStages:
 
     def arriving(self, count: int) -> list[int]:
         """How many of ``count`` rows of this pass reach each bucket."""
-        reached = [0] * len(self.plan.buckets)
+        reached = [0] * len(self.plan.index.buckets)
         for stage in self.stages:
-            for bucket in self.plan.buckets_of(stage):
+            for bucket in self.plan.index.buckets_of(stage):
                 reached[bucket] = count
         return reached
 
@@ -134,7 +135,7 @@ class PromptStages:
         whether that was the prompt's last."""
         assert rows is not None
         for stage in self.stages:
-            for layer in self.plan.layers_of(stage):
+            for layer in self.plan.index.layers_of(stage):
                 self.rows[layer] += count
         self._left = rows.left
         self.computed += count

@@ -121,7 +121,7 @@ class FullPage:
     """A full page to be sealed: ``page`` of fresh bucket ``fresh``.
 
     ``cold_pages``: one page of each of its cold buckets, in the order of
-    ``plan.cold(fresh)``. ``position``: place of the page's first token in its sequence.
+    ``plan.index.buckets[fresh].cold``. ``position``: place of the page's first token in its sequence.
     Stochastic rounding depends on it.
     """
 
@@ -349,7 +349,7 @@ def ranker_of(session: Session, plan: CompressionPlan) -> TokenRanker | None:
 
     Raises KvlatheError where ``plan`` ranks tokens and the session cannot.
     """
-    if not plan.ranked:
+    if not plan.index.ranked:
         return None
     if isinstance(session, TokenRanker):
         return session

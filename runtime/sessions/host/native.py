@@ -24,7 +24,6 @@ from kvlathe.runtime.native.cpu import PageWriter
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.host import huge_pages
 from kvlathe.runtime.sessions.host.onnx import OrtSession
-from kvlathe.runtime.sessions.host.pages import hot_bits
 from kvlathe.runtime.sessions.protocols import StepPlan
 from kvlathe.runtime.sessions.shares import whole
 
@@ -57,7 +56,9 @@ class NativeSession(OrtSession):
     def options(self, threads: int | None) -> ort.SessionOptions:
         options = super().options(threads)
         options.add_session_config_entry("kvlathe.element_bits", str(self.element_bits))
-        options.add_session_config_entry("kvlathe.hot_bits", str(hot_bits(self.plan)))
+        options.add_session_config_entry(
+            "kvlathe.hot_bits", str(self.plan.index.hot_bits)
+        )
         options.register_custom_ops_library(str(self.library.path))
         return options
 
@@ -66,7 +67,7 @@ class NativeSession(OrtSession):
     def run(self, step: StepPlan) -> npt.NDArray[np.float32]:
         """As OrtSession.run. Where tokens are never ranked, a step without weights
         observes nothing, and the operator is told so."""
-        rests = self.plan.observes and not self.plan.ranked
+        rests = self.plan.index.observes and not self.plan.index.ranked
         if rests and step.observation_weights is None:
             nothing = np.zeros(0, np.float32)
             step = dataclasses.replace(step, observation_weights=nothing)

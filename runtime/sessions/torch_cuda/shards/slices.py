@@ -129,7 +129,7 @@ class Slices:
         """Where each lane begins among those of its layer."""
         starts: dict[int, int] = {}
         at = 0
-        for lane in self.plan.active(layer):
+        for lane in self.plan.index.active(layer):
             starts[layer * self.plan.model.kv_heads + lane.head] = at
             at += width(lane)
         return starts

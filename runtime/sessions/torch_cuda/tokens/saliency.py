@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvlathe.plan.moves import Target
-from kvlathe.plan.token_rules import ObservationWindow
+from kvlathe.plan.observation import ObservationWindow
 
 LARGEST = torch.finfo(torch.float32).max
 LEAST = torch.finfo(torch.float32).tiny
