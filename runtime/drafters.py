@@ -31,7 +31,7 @@ the other's time."""
 
 def check_speculation(plan: CompressionPlan) -> None:
     """Raises KvlatheError where guesses that are wrong would leave something behind."""
-    if plan.ranked:
+    if plan.index.ranked:
         fact = (
             "its plan ranks tokens by what all rows attend, those of wrong guesses too"
         )

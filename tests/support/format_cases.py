@@ -4,8 +4,10 @@ hold an implementation to kvlathe/plan/codec.py. A new format joins it by its na
 from __future__ import annotations
 
 from kvlathe.plan.formats import NAMES, NORMAL, Bits, Format, Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
-from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.lives import SEAL
+from kvlathe.plan.plan import CompressionPlan
 from tests.support.attend_cases import plan_of
 
 BITS: list[Bits] = sorted(NAMES)
@@ -42,5 +44,5 @@ def sealing_plan(tier: Tier, page: int = 64) -> CompressionPlan:
         Lane(0, 0, 64, 48, 80, projected=True),
         Lane(0, 1, 64, 64, 16, projected=True),
     ]
-    buckets = [Bucket(0, (0, 1)), Bucket(1, (0, 1), source=0)]
-    return plan_of(lanes, [Tier(32, 32), tier], buckets, 64, 2, page)
+    groups = [Group((0, 1), Tier(32, 32), (tier,), SEAL)]
+    return plan_of(lanes, groups, 64, 2, page)
