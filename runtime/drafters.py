@@ -35,7 +35,9 @@ def check_speculation(plan: CompressionPlan) -> None:
         fact = (
             "its plan ranks tokens by what all rows attend, those of wrong guesses too"
         )
-        remedy = "leave --speculative out, or build without a token rule"
+        remedy = (
+            "leave --speculative out, or build with a compression that ranks no tokens"
+        )
     elif isinstance(plan, RankPlan):
         fact = "it is spread over several GPUs"
         remedy = "leave --speculative out, or run it on one GPU"

@@ -103,7 +103,7 @@ def deal(plan: CompressionPlan, ranks: int, by_layer: bool = False) -> Deal:
         raise KvlatheError(
             f"the plan cannot be dealt to {ranks} ranks",
             "it ranks tokens by the attention of all heads",
-            "run it on one GPU, or build it without a token rule",
+            "run it on one GPU, or build it with a compression that ranks no tokens",
         )
     layers = [_shares_of(plan, layer, ranks) for layer in range(plan.model.layers)]
     loads = _loads(plan)

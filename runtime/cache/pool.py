@@ -304,7 +304,7 @@ class PagePool(PageArena):
                 "this sequence cannot be forked",
                 "its engine ranks tokens by what later ones attend, so two continuations"
                 " keep different ones",
-                "send the prompt again, or build without one that chooses tokens",
+                "send the prompt again, or build with a compression that ranks no tokens",
             )
         self.share(table.pages)
         pages: Pages = [list(ids) for ids in table.pages]

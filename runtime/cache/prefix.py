@@ -47,7 +47,7 @@ class PrefixCache:
             raise KvlatheError(
                 "this engine cannot share prefixes",
                 "it ranks the tokens of a prompt by what later ones attend, so equal prefixes do not stay equal",
-                "load it without sharing, or build without one that chooses tokens",
+                "load it without sharing, or build with a compression that ranks no tokens",
             )
         self.pool, plan = pool, pool.plan
         self.seals = plan.index.seals

@@ -356,5 +356,5 @@ def ranker_of(session: Session, plan: CompressionPlan) -> TokenRanker | None:
     raise KvlatheError(
         "this engine cannot run here",
         f"its plan ranks tokens and {type(session).__name__} keeps no scores",
-        "run it with --device cpu, or build it without a token rule",
+        "run it with --device cpu, or build it with a compression that ranks no tokens",
     )

@@ -180,11 +180,7 @@ class Step16:
         i: int,
     ) -> tuple[Array, Array]:
         index = lane.layer * self.plan.model.kv_heads + lane.head
-        bucket = next(
-            s
-            for s, x in enumerate(self.plan.index.buckets)
-            if x.source is None and index in x.lanes
-        )
+        bucket = self.plan.index.hot_bucket[index]
         offsets = layout.lane_offsets(bucket, index)
         page, place = divmod(
             int(self.case.lengths[b, bucket]) + i, self.plan.page_tokens

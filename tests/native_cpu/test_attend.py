@@ -80,11 +80,7 @@ def appended_where_promised(call: Call, before: np.ndarray, rows: np.ndarray) ->
     v_at = ranks[:, 0].sum() + np.cumsum(ranks[:, 1]) - ranks[:, 1]
     for h, lane in enumerate(case.lanes):
         index = lane.layer * plan.model.kv_heads + lane.head
-        bucket = next(
-            s
-            for s, x in enumerate(plan.index.buckets)
-            if x.source is None and index in x.lanes
-        )
+        bucket = plan.index.hot_bucket[index]
         offsets, row = layout.lane_offsets(bucket, index), 0
         for b, count in enumerate(case.queries):
             for i in range(count):

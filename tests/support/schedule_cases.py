@@ -231,7 +231,7 @@ def play(
 ) -> tuple[Engine, list[Sequence], Counter[str]]:
     """One random schedule, checked after every step. ``memory``: tokens of the largest
     step that finds memory. ``drafter``: guesses tokens, and all are tried."""
-    random, sharable = np.random.default_rng(seed), plan_of(kind).sharable
+    random, sharable = np.random.default_rng(seed), plan_of(kind).index.sharable
     engine = engine_for(
         kind,
         int(random.integers(170, 220)),

@@ -71,7 +71,7 @@ def test_stages_that_lose_no_token_of_a_prompt_are_one_pass() -> None:
     assert plan.index.passes(60) == (Pass(0, 3, 60),)
     assert plan.index.passes(80) == (Pass(0, 2, 80), Pass(2, 3, 64))
     assert plan.index.passes(500) == (Pass(0, 1, 500), Pass(1, 2, 96), Pass(2, 3, 64))
-    assert staged(Stage(0), Stage(2, 64), Stage(3, 64)).passes(500) == (
+    assert staged(Stage(0), Stage(2, 64), Stage(3, 64)).index.passes(500) == (
         Pass(0, 1, 500),
         Pass(1, 3, 64),
     )

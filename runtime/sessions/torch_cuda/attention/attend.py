@@ -300,7 +300,7 @@ class Spread:
         if list_size or self.windowed or bundled:
             self.row_lengths = new(tokens, len(parts))
         self.hidden = None
-        if any(part.window.exact for part in parts):
+        if any(part.sight.exact for part in parts):
             self.hidden = new(tokens, len(parts), 2)
         self.prompts = new(list_size // 4) if list_size else None
         self.calls, self.plan = (AttendDecodeArgs * 0)(), new(0)
@@ -348,7 +348,7 @@ class Spread:
             )
             part.lengths = self.row_lengths.data_ptr() + 4 * place
             part.lengths_stride = self.row_lengths.shape[1]
-            if self.hidden is not None and self.parts[place].window.exact:
+            if self.hidden is not None and self.parts[place].sight.exact:
                 first = self.hidden.data_ptr()
                 offset = 8 * place
                 part.hidden = first + offset

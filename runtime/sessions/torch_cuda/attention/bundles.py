@@ -89,7 +89,7 @@ def _cost_of_layer(plan: CompressionPlan, parts: Sequence[KernelPart]) -> Bundle
     widths: set[int] = set()
     for part in parts:
         tier = plan.index.buckets[part.bucket].tier
-        if part.window.exact:
+        if part.sight.exact:
             return OTHER_COST
         if tier.bits_k == tier.bits_v == 16:
             continue
@@ -154,11 +154,8 @@ class Bundling:
         """[n]: what a row of each sequence reads, in sum over all lanes."""
         tokens = np.zeros(len(short.rows))
         for part in self._parts:
-            window = part.window
-            seen = window.sink + window.recent
-            seen += self.plan.page_tokens
-            cached = short.cached[:, part.bucket]
-            read = np.minimum(cached, seen)
+            seen = part.sight.most + self.plan.page_tokens
+            read = np.minimum(short.cached[:, part.bucket], seen)
             tokens += read * len(part.lanes)
         return tokens
 

@@ -148,7 +148,7 @@ class Slices:
         """What Attend projects with, as wide as this rank's widest lane."""
         places = list(self._starts(layer, _input_dim))
         own = [places.index(share.lane) for share in self._shares[layer]]
-        active = self.own.active(layer)
+        active = self.own.index.active(layer)
         rank = max(lane.rank_k for lane in active)
         cut = tensor[own][..., :rank]
         if name == "centre_k":
