@@ -302,9 +302,7 @@ def _rank_plan(dealt: Deal, rank: int) -> RankPlan:
     plan, shares = dealt.plan, dealt.shares[rank]
     own = {share.lane for share in shares}
     groups = [
-        dataclasses.replace(
-            group, lanes=tuple(lane for lane in group.lanes if lane in own)
-        )
+        dataclasses.replace(group, lanes=tuple(filter(own.__contains__, group.lanes)))
         for group in plan.groups
     ]
     group = max(share.queries for share in shares)

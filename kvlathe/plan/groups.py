@@ -7,6 +7,7 @@ A group has no number of another: which page lists there are follows from all gr
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -62,6 +63,10 @@ class Group:
     def tiers(self) -> tuple[Tier, ...]:
         """The hot one, then the cold ones."""
         return (self.hot, *self.cold)
+
+    def moved(self, by: int) -> Group:
+        """The group where lanes are counted from lane ``by`` on."""
+        return dataclasses.replace(self, lanes=tuple(lane - by for lane in self.lanes))
 
     @property
     def seals(self) -> bool:

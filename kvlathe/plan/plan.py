@@ -55,9 +55,7 @@ class CompressionPlan(PlanData):
             for lane in self.lanes[first:end]
         ]
         groups = [
-            dataclasses.replace(
-                group, lanes=tuple(lane - first for lane in group.lanes)
-            )
+            group.moved(first)
             for group in self.groups
             if self.lanes[group.lanes[0]].layer in layers
         ]

@@ -96,7 +96,7 @@ def stride() -> Iterator[dict[str, Any]]:
     """The life of the page, known by its kind."""
     (_, life), (_, law) = blocks("token_rule.md")
     module: dict[str, Any] = {}
-    exec(life, module)
+    exec(compile(life, "token_rule.md", "exec", dont_inherit=True), module)
     yield module | {"law": law}
     del module["LIVES"]["stride"]
 

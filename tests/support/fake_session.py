@@ -21,6 +21,7 @@ import numpy.typing as npt
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import ModelShape
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.lives import Divide
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.sessions.host import passes
@@ -351,7 +352,7 @@ class RankedSession(HostPages):
     ) -> npt.NDArray[np.int64]:
         """Ids and positions [2, n] of what a lane holds, bucket by bucket, then of the
         rows ``own``, unless it has them since an earlier pass. No token is there twice;
-        where no tokens are dropped, all are there."""
+        where tokens are divided, all are there."""
         buckets = (
             i
             for i, bucket in enumerate(self.plan.index.buckets)
@@ -366,8 +367,8 @@ class RankedSession(HostPages):
             len(set(found[1].tolist())) == found.shape[1]
             and found[1].max() == step.positions[own[-1]]
         )
-        drops = self.plan.index.groups[lane].life.drops
-        assert drops or found.shape[1] == step.positions[own[-1]] + 1
+        divided = isinstance(self.plan.index.groups[lane].life, Divide)
+        assert not divided or found.shape[1] == step.positions[own[-1]] + 1
         return found.astype(np.int64)
 
     def move(
