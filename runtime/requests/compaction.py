@@ -320,7 +320,7 @@ def _share(engine: Engine, keep: float | None) -> float:
     if share is None:
         raise KvlatheError(
             "this engine cannot compact a prefix",
-            "no group of its plan lives so",
+            "its plan keeps prefixes whole",
             "build it with a compression that compacts prefixes",
         )
     share = share if keep is None else keep
