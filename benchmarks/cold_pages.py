@@ -181,7 +181,7 @@ def measured(model: Path, request: str, count: int) -> Iterator[dict[str, Any]]:
     about = {"request": request, "bytes a page": len(pages[0])}
     for name, codec in codecs(layout, bucket):
         yield {**about, "codec": name, **row(codec, pages)}
-    keys = layout.plan.tiers[layout.plan.buckets[bucket].tier].k
+    keys = layout.plan.index.buckets[bucket].tier.k
     if find_spec("constriction") and keys.along_rank and keys.bits in (2, 4, 8):
         found = by_channel(layout, bucket, pages)
         yield {**about, "codec": "K's codes, ANS by channel", **found}

@@ -35,11 +35,13 @@ import numpy.typing as npt
 from benchmarks.support.commands import parser_of
 from kvlathe.plan.engine_folder import read_plan
 from kvlathe.plan.formats import Axis, Coding, Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
+from kvlathe.plan.index import Bucket
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import Window
+from kvlathe.plan.lives import KEEP, SEAL
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.library import ABI_VERSION, Native, find
 from tests.native_cpu.library import AttendArgs, Op, aligned
 from tests.support.format_cases import bits_of
@@ -69,22 +71,18 @@ def plan_of(form: str, ranks: list[int]) -> CompressionPlan:
         for at, rank in zip(places, chosen, strict=True)
     ]
     every = tuple(range(len(lanes)))
-    buckets, tiers = [Bucket(0, every)], [tier]
+    own = Group(every, tier, life=KEEP)
     if tier.is_coded:
-        buckets, tiers = (
-            [Bucket(0, every), Bucket(1, every, source=0)],
-            [Tier(32, 32), tier],
-        )
+        own = Group(every, Tier(32, 32), (tier,), SEAL)
     shape = ModelShape(LAYERS, HEADS * GROUP, HEADS, WIDTH, 512, 8192, 4096)
-    return CompressionPlan(shape, tuple(lanes), tuple(tiers), tuple(buckets))
+    return CompressionPlan(shape, tuple(lanes), (own,))
 
 
 def held(bucket: Bucket, fresh: int, sealed: int) -> int:
     """Tokens of a sequence that has ``fresh`` tokens and ``sealed`` ones."""
-    if bucket.source is None:
+    if bucket.is_hot:
         return fresh
-    rule = bucket.tokens
-    return min(sealed, rule.most) if isinstance(rule, Window) else sealed
+    return bucket.life.kept(sealed)
 
 
 class Steps:
@@ -106,8 +104,10 @@ class Steps:
             plan.page_tokens,
             CacheLayout(plan),
         )
-        cold = max(0, context - hot) // page * page if plan.tiers[-1].is_coded else 0
-        counts = [held(bucket, context - cold, cold) for bucket in plan.buckets]
+        cold = (
+            max(0, context - hot) // page * page if plan.index.tiers[-1].is_coded else 0
+        )
+        counts = [held(bucket, context - cold, cold) for bucket in plan.index.buckets]
         lengths = np.array([counts] * rows, np.int32)
         self.memory, tables = self.pool(
             plan, [-(-(n + 1) // page) for n in counts], rows, rng
@@ -142,10 +142,10 @@ class Steps:
             at = (first + count * rows) * stride
         memory = aligned(np.zeros(at, np.uint8))
         for (first, count), stride, bucket in zip(
-            spans, strides, plan.buckets, strict=True
+            spans, strides, plan.index.buckets, strict=True
         ):
             part = memory[first * stride : (first + count) * stride]
-            bits = plan.tiers[bucket.tier].bits_k
+            bits = bucket.tier.bits_k
             if bits >= 16:
                 part.view(np.float16 if bits == 16 else np.float32)[:] = rng.normal(
                     size=len(part) * 8 // bits
@@ -164,7 +164,7 @@ class Steps:
         self, plan: CompressionPlan, layer: int, lengths: Array, tables: list[Array], rows: int, threads: int,
         rng: np.random.Generator,
     ) -> AttendArgs:  # fmt: skip
-        lanes, group = plan.active(layer), plan.model.group_size
+        lanes, group = plan.index.active(layer), plan.model.group_size
         normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
         widest = max(lane.rank_k for lane in lanes)
         ranks_v = sum(lane.rank_v for lane in lanes)

@@ -29,10 +29,12 @@ from benchmarks.support.commands import parser_of
 from benchmarks.support.gpu import ranks_of, repeated
 from kvlathe.layers.wiring import Wiring
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.lives import KEEP, SEAL
 from kvlathe.plan.manifest import Limits
-from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.arena import OutOfPages
 from kvlathe.runtime.cache.page_table import PageTable
 from kvlathe.runtime.cache.pool import PagePool
@@ -62,13 +64,9 @@ def plan_of(kind: str, chunk: int = 512) -> CompressionPlan:
         for h, pair in enumerate(row)
     )
     every = tuple(range(len(lanes)))
-    tiers, buckets = (Tier(16, 16),), (Bucket(0, every),)
-    if kind == "ranks8":
-        tiers, buckets = (
-            (*tiers, Tier(8, 8, arithmetic="int")),
-            (*buckets, Bucket(1, every, source=0)),
-        )
-    return CompressionPlan(SHAPE, lanes, tiers, buckets, 64, chunk, compression=kind)
+    cold = (Tier(8, 8, arithmetic="int"),) if kind == "ranks8" else ()
+    group = Group(every, Tier(16, 16), cold, SEAL if cold else KEEP)
+    return CompressionPlan(SHAPE, lanes, (group,), 64, chunk, compression=kind)
 
 
 def weights_of(plan: CompressionPlan, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -85,7 +83,7 @@ def weights_of(plan: CompressionPlan, dtype: torch.dtype) -> dict[str, torch.Ten
 
     hidden, d, found = SHAPE.hidden_size, SHAPE.head_dim, {}
     for i in range(SHAPE.layers):
-        lanes = plan.active(i)
+        lanes = plan.index.active(i)
         v, rank = sum(lane.rank_v for lane in lanes), max(lane.rank_k for lane in lanes)
         layer = {
             "attn_norm.weight": ones(hidden), "mlp_norm.weight": ones(hidden),
@@ -94,7 +92,7 @@ def weights_of(plan: CompressionPlan, dtype: torch.dtype) -> dict[str, torch.Ten
             "gate.weight": random_(hidden, INNER), "up.weight": random_(hidden, INNER),
             "down.weight": random_(INNER, hidden),
         }  # fmt: skip
-        if plan.projected:
+        if plan.index.projected:
             layer |= {
                 f"attend.proj_{x}": random_(d, len(lanes) * rank).view(
                     len(lanes), d, rank

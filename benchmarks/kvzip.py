@@ -106,7 +106,7 @@ def retrieval(llm: LLM, all_of: list[Context], reused: bool) -> float:
             ids = [*asked.prompt, *asked.answer]
             rows = range(len(asked.prompt) - 1, len(ids) - 1)
             prompt = len(context.prefix) if reused else None
-            logits = llm.logits(ids, rows, prompt if llm.plan.ranked else None)
+            logits = llm.logits(ids, rows, prompt if llm.plan.index.ranked else None)
             right.append(bool((logits.argmax(-1) == asked.answer).all()))
     return float(np.mean(right))
 
@@ -116,7 +116,7 @@ def loss_behind(llm: LLM, windows: list[list[int]], first: int) -> float:
     each: list[float] = []
     for window in windows:
         rows = range(first, len(window) - 1)
-        logits = llm.logits(window, rows, first if llm.plan.ranked else None)
+        logits = llm.logits(window, rows, first if llm.plan.index.ranked else None)
         each.append(losses(logits, window[first + 1 :]))
     return float(np.mean(each))
 

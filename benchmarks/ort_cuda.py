@@ -36,7 +36,7 @@ def decode_step(llm: LLM, batch: int, tokens: int) -> StepPlan:
         tables.append(table)
     widths = [
         max(len(table.pages[b]) for table in tables) or 1
-        for b in range(len(llm.plan.buckets))
+        for b in range(len(llm.plan.index.buckets))
     ]
     pages = [np.zeros((batch, width), np.int32) for width in widths]
     for b, page_table in enumerate(pages):

@@ -20,10 +20,12 @@ import numpy as np
 
 from benchmarks.support.commands import parser_of
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.lives import SEAL
 from kvlathe.plan.manifest import Limits
-from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.scheduling.engine import Engine
 from kvlathe.runtime.scheduling.prompt import Whole
@@ -55,11 +57,13 @@ def plans() -> dict[str, CompressionPlan]:
     lanes = tuple(Lane(0, h, 16, 16, 16) for h in range(2))
     hot, cold = Tier(16, 16), Tier(8, 8)
     forms = {
-        "one bucket": ((hot,), (Bucket(0, (0, 1)),)),
-        "two buckets": ((hot,), (Bucket(0, (0,)), Bucket(0, (1,)))),
-        "sealed": ((hot, cold), (Bucket(0, (0, 1)), Bucket(1, (0, 1), source=0))),
+        "one bucket": (Group((0, 1), hot),),
+        "two buckets": (Group((0,), hot), Group((1,), hot)),
+        "sealed": (Group((0, 1), hot, (cold,), SEAL),),
     }
-    return {name: CompressionPlan(shape, lanes, *form) for name, form in forms.items()}
+    return {
+        name: CompressionPlan(shape, lanes, groups) for name, groups in forms.items()
+    }
 
 
 def milliseconds(

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
-from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.lives import SEAL
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.library import find
 from kvlathe_vllm.cuda import CudaLayer
 from kvlathe_vllm.hosted import Hosted
@@ -46,9 +48,8 @@ def engine_of(layers: int) -> Hosted:
         Lane(i // HEADS, i % HEADS, DIMS, DIMS, DIMS, "none") for i in of_layers
     )
     every = tuple(of_layers)
-    buckets = (Bucket(0, every), Bucket(1, every, source=0))
-    tiers = (Tier(16, 16), Tier(4, 4))
-    plan = CompressionPlan(shape, lanes, tiers, buckets, PAGE, PAGE)
+    groups = (Group(every, Tier(16, 16), (Tier(4, 4),), SEAL),)
+    plan = CompressionPlan(shape, lanes, groups, PAGE, PAGE)
     return Hosted(Path("engine"), plan, {})
 
 

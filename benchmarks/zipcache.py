@@ -39,11 +39,12 @@ from kvlathe.export.methods.options import Options
 from kvlathe.export.methods.zipcache import ratio
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.onnx.model import export_onnx
+from kvlathe.plan.formats import Tier
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.memory import bytes_left
+from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.token_rules import ObservationWindow
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native import library as native
 from kvlathe.runtime.sessions.host.native import NativeSession
@@ -64,13 +65,19 @@ Change = Callable[[CompressionPlan], CompressionPlan]
 
 def uniform(bits: int) -> Change:
     """The same buckets, all in ``bits`` bits."""
-    return lambda plan: dataclasses.replace(
-        plan,
-        tiers=(
-            plan.tiers[0],
-            *([next(t for t in plan.tiers[1:] if t.bits_k == bits)] * 2),
-        ),
+    return lambda plan: with_cold(
+        plan, lambda cold: (next(t for t in cold if t.bits_k == bits),) * len(cold)
     )
+
+
+def with_cold(
+    plan: CompressionPlan, change: Callable[[tuple[Tier, ...]], tuple[Tier, ...]]
+) -> CompressionPlan:
+    """The plan with other cold tiers."""
+    groups = [
+        dataclasses.replace(group, cold=change(group.cold)) for group in plan.groups
+    ]
+    return dataclasses.replace(plan, groups=tuple(groups))
 
 
 def probed(**asked: Any) -> Change:  # noqa: ANN401  Probe's fields
@@ -81,8 +88,10 @@ def probed(**asked: Any) -> Change:  # noqa: ANN401  Probe's fields
 
 def wide_values(plan: CompressionPlan) -> CompressionPlan:
     """Sealed values in 16 bit: what holds values that were quantized elsewhere."""
-    tiers = (dataclasses.replace(tier, bits_v=16) for tier in plan.tiers[1:])
-    return dataclasses.replace(plan, tiers=(plan.tiers[0], *tiers))
+    return with_cold(
+        plan,
+        lambda cold: tuple(dataclasses.replace(tier, bits_v=16) for tier in cold),
+    )
 
 
 ROWS: dict[str, tuple[str, Change | None]] = {
@@ -213,7 +222,7 @@ class Bench:
             f"zipcache:{','.join(filter(None, (salient, options)))}"
         )
         quantized = (
-            {b: plan.tiers[plan.buckets[b].tier].bits_v for b in (1, 2)}
+            {b: plan.index.buckets[b].tier.bits_v for b in (1, 2)}
             if change is wide_values
             else None
         )

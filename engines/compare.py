@@ -133,9 +133,9 @@ def _runner(folder: Path, backend: str) -> Any:  # noqa: ANN401  polygraphy's ru
 def raw_step(plan: CompressionPlan) -> dict[str, npt.NDArray[Any]]:
     """Inputs of docs/attend.md for a prefill of two sequences of random tokens with
     nothing cached."""
-    half, buckets = RUNTIME_TOKENS // 2, range(len(plan.buckets))
+    half, buckets = RUNTIME_TOKENS // 2, range(len(plan.index.buckets))
     once = np.arange(half, dtype=np.int32)
-    units = max(CacheLayout(plan).page_stride) // plan.unit
+    units = max(CacheLayout(plan).page_stride) // plan.index.unit
     tokens = np.random.default_rng(plan.seed).integers(
         0, plan.model.vocab_size, RUNTIME_TOKENS
     )
@@ -147,7 +147,7 @@ def raw_step(plan: CompressionPlan) -> dict[str, npt.NDArray[Any]]:
         "lengths": np.zeros((2, len(buckets)), np.int32),
         "logit_rows": np.arange(RUNTIME_TOKENS, dtype=np.int32),
         **{f"page_table_{b}": np.zeros((2, 1), np.int32) for b in buckets},
-        "pool_f32": np.zeros((units // 4, plan.unit), np.float32),
-        "pool_f16": np.zeros((units // 2, plan.unit), np.float16),
-        "pool_u8": np.zeros((units, plan.unit), np.uint8),
+        "pool_f32": np.zeros((units // 4, plan.index.unit), np.float32),
+        "pool_f16": np.zeros((units // 2, plan.index.unit), np.float16),
+        "pool_u8": np.zeros((units, plan.index.unit), np.uint8),
     }

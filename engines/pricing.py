@@ -60,12 +60,10 @@ def named_heads(
     """The request with the heads named that see everything."""
     from kvlathe.export.methods.composition import verify
     from kvlathe.export.search.heads import named
-    from kvlathe.plan.token_rules import Window
 
     asked = request.compression
     known = verify(asked, options_of(request), settings.page_tokens)
     (window,) = known.tokens
-    assert isinstance(window, Window)
     sources = sources_of(request, checkpoint)
     return named(asked, checkpoint, window, settings, sources, remembered)
 

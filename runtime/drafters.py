@@ -30,11 +30,13 @@ other, and take each other's time."""
 
 def check_speculation(plan: CompressionPlan) -> None:
     """Raises KvlatheError where guesses that are wrong would leave something behind."""
-    if plan.ranked:
+    if plan.index.ranked:
         fact = (
             "its plan ranks tokens by what all rows attend, those of wrong guesses too"
         )
-        remedy = "leave --speculative out, or build without a token rule"
+        remedy = (
+            "leave --speculative out, or build with a compression that ranks no tokens"
+        )
     elif isinstance(plan, ShardPlan):
         fact = "it is spread over several GPUs"
         remedy = "leave --speculative out, or run it on one GPU"

@@ -100,7 +100,7 @@ class LLM(ClosesAtExit):
         self.session = session
         self.layout = CacheLayout(plan)
         self.pool = PagePool(self.layout, cache_bytes)
-        share = plan.sharable if share_prefixes is None else share_prefixes
+        share = plan.index.sharable if share_prefixes is None else share_prefixes
         prefixes = PrefixCache(self.pool) if share else None
         scheduler = Scheduler(self.pool, session, limits, prefixes)
         self.engine = Engine(session, self.pool, scheduler, tokenizer.eos_ids)
@@ -335,7 +335,7 @@ class LLM(ClosesAtExit):
     @property
     def sharable(self) -> bool:
         """Whether sequences that begin alike may share what they begin with."""
-        return self.plan.sharable
+        return self.plan.index.sharable
 
     @property
     def most_tokens(self) -> int:

@@ -20,7 +20,6 @@ from kvlathe.plan.kernel_forms import (
     forms_refusal,
     ranking_refusal,
 )
-from kvlathe.plan.kernel_parts import kernel_parts, most_in_a_layer, most_slots
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
 
@@ -57,8 +56,8 @@ def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> Non
 def check_plan(name: str, plan: CompressionPlan) -> None:
     """Raise KvlatheError unless the CUDA kernels keep and attend the pages of this
     plan."""
-    check_token_ranking(name, plan.observes)
-    check_windows(name, plan.windowed)
+    check_token_ranking(name, plan.index.observes)
+    check_windows(name, plan.index.sees_less)
     refusal = _hot_refusal(plan) or _coded_refusal(plan) or _size_refusal(plan)
     refusal = refusal or ranking_refusal(plan)
     if refusal is not None:
@@ -67,21 +66,20 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
 
 
 def _hot_refusal(plan: CompressionPlan) -> Refusal | None:
-    for bucket in plan.buckets:
-        hot = plan.tiers[bucket.tier]
-        if bucket.source is None and not (hot.k.is_half and hot.v.is_half):
-            return f"its hot pages have {hot.widest} bits", "build with --kv_bits 16"
-    return None
+    bits = {form.bits for form in plan.index.hot_tier.formats}
+    if bits == {16}:
+        return None
+    return f"its hot pages have {max(bits)} bits", "build with --kv_bits 16"
 
 
 def _coded_refusal(plan: CompressionPlan) -> Refusal | None:
     """Of quantized pages."""
-    if any(tier.sums for tier in plan.tiers):
+    if any(tier.sums for tier in plan.index.tiers):
         reason = "its pages store sums of codes, which the kernels do not read"
         return reason, "choose a compression without stored sums"
     if refusal := forms_refusal(plan):
         return refusal
-    coded = any(plan.tiers[bucket.tier].is_coded for bucket in plan.buckets)
+    coded = any(bucket.tier.is_coded for bucket in plan.index.buckets)
     least, most = (kernel_limits()[name] for name in ("kLeastCodedPage", "kMaxPage"))
     page = plan.page_tokens
     fits = least <= page <= most and page & (page - 1) == 0
@@ -96,12 +94,12 @@ def _coded_refusal(plan: CompressionPlan) -> Refusal | None:
 
 def _size_refusal(plan: CompressionPlan) -> Refusal | None:
     """Of what the kernels have a bound on."""
-    lanes = max(len(plan.active(layer)) for layer in range(plan.model.layers))
+    lanes = max(len(plan.index.active(layer)) for layer in range(plan.model.layers))
     widest = max(max(lane.rank_k, lane.rank_v) for lane in plan.lanes)
     inputs = max(lane.input_dim for lane in plan.lanes)
-    buckets, group = len(kernel_parts(plan)), plan.model.group_size
-    slots = most_slots(plan)
-    observed = most_in_a_layer(plan) if plan.ranked else 0
+    buckets, group = len(plan.index.parts), plan.model.group_size
+    slots = plan.index.most_slots
+    observed = plan.index.most_in_a_layer if plan.index.ranked else 0
     sizes = (
         (
             f"it has {buckets} buckets, one for each window or head",
@@ -120,7 +118,7 @@ def _size_refusal(plan: CompressionPlan) -> Refusal | None:
         if size > most:
             reason = f"{fact}, and the kernels take {most} at most"
             remedy = "choose --backend onnxruntime, or compress more"
-            if name == "kMaxBuckets" and plan.compaction and plan.compaction.apart:
+            if name == "kMaxBuckets" and plan.index.compaction is not None:
                 remedy = "write heads=same, or choose --backend onnxruntime"
             return reason, remedy
     return None

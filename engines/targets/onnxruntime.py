@@ -42,7 +42,7 @@ def gpus(plan: CompressionPlan, dtype: str) -> tuple[str, ...]:
         cuda.check_plan("cuda", plan)
     except KvlatheError:
         return ()
-    if plan.observes or plan.stages or node_refusal(plan):
+    if plan.index.observes or plan.stages or node_refusal(plan):
         return ()
     return cuda.ARCHITECTURES if dtype == "float16" else ()
 
@@ -72,7 +72,7 @@ def build(name: str, folder: Path, plan: CompressionPlan, limits: Limits) -> Non
 
 def _wanted(plan: CompressionPlan, stage: int) -> list[str]:
     """The tensors of docs/attend.md that the graph of every plan has."""
-    tables = [f"page_table_{b}" for b in range(len(plan.buckets_of(stage)))]
+    tables = [f"page_table_{b}" for b in range(len(plan.index.buckets_of(stage)))]
     return [
         "input_ids" if stage == 0 else "hidden",
         "positions",
@@ -81,7 +81,7 @@ def _wanted(plan: CompressionPlan, stage: int) -> list[str]:
         "lengths",
         "logit_rows",
         *tables,
-        "logits" if stage == plan.graphs - 1 else "next_hidden",
+        "logits" if stage == plan.index.graphs - 1 else "next_hidden",
         "rows",
     ]
 

@@ -142,18 +142,14 @@ def check_plan(name: str, plan: CompressionPlan) -> None:
             "it has a graph for each group of layers, and an engine holds one",
             "compress in one group (stages=1), or build for onnxruntime",
         )
-    check_token_ranking(name, plan.observes)
-    check_windows(name, plan.windowed)
+    check_token_ranking(name, plan.index.observes)
+    check_windows(name, plan.index.sees_less)
     if find_plugin() is not None:
         cuda.check_plan(name, plan)
         if refusal := node_refusal(plan):
             raise KvlatheError(f"the backend {name} cannot run this plan", *refusal)
         return
-    coded = [
-        plan.tiers[b.tier]
-        for b in plan.buckets
-        if plan.tiers[b.tier].arithmetic == "int"
-    ]
+    coded = [b.tier for b in plan.index.buckets if b.tier.arithmetic == "int"]
     if bits := sorted(
         {form.bits for tier in coded for form in tier.formats if form.is_coded}
     ):
@@ -242,19 +238,22 @@ def _profile(
 ) -> dict[str, Shapes]:
     """Shapes of docs/attend.md's inputs. The pool may hold every page that the limits
     allow, in every bucket."""
-    buckets = range(len(plan.buckets))
+    buckets = range(len(plan.index.buckets))
     most = -(-limits.max_seq_len // plan.page_tokens)
     batch, pages = (
         (1, limits.max_batch_size, limits.max_batch_size),
         (1, -(-most // 2), most),
     )
     units = [
-        limits.max_batch_size * m * sum(CacheLayout(plan).page_stride) // plan.unit
+        limits.max_batch_size
+        * m
+        * sum(CacheLayout(plan).page_stride)
+        // plan.index.unit
         for m in pages
     ]
     widths = {"f32": 4, "f16": 2, "u8": 1}
     pools = {
-        f"pool_{name}": _pool_shapes(units, width, plan.unit)
+        f"pool_{name}": _pool_shapes(units, width, plan.index.unit)
         for name, width in widths.items()
     }
     sizes = {

@@ -7,10 +7,8 @@ from pathlib import Path
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.backends import Built
-from kvlathe.plan.layer_block import seals
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.token_rules import KEEP_ALL
 
 Refusal = tuple[str, str]
 """A reason and a remedy."""
@@ -37,7 +35,7 @@ def _layers_refusal(plan: CompressionPlan) -> Refusal | None:
     if plan.stages:
         reason = "later layers drop tokens of a prompt, and vLLM computes all in each"
         return reason, "compress in one group (stages=1), or choose another backend"
-    if plan.compaction is not None:
+    if plan.index.compaction is not None:
         reason = "it compacts prefixes, and vLLM shares them as whole blocks"
         return reason, OTHER
     return None
@@ -45,17 +43,17 @@ def _layers_refusal(plan: CompressionPlan) -> Refusal | None:
 
 def _tokens_refusal(plan: CompressionPlan) -> Refusal | None:
     """Its block table has one length for all heads of a sequence."""
-    if plan.windowed:
+    if plan.index.sees_less:
         reason = "heads have windows, and vLLM frees a block for all heads at once"
         return reason, OTHER
-    if any(bucket.tokens != KEEP_ALL for bucket in plan.buckets):
+    if plan.index.ranked or plan.index.drops:
         reason = "heads keep unlike tokens, and vLLM has one block table for all heads"
         return reason, OTHER
     return None
 
 
 def _grid_refusal(plan: CompressionPlan) -> Refusal | None:
-    if seals(plan) and plan.prefill_chunk != plan.page_tokens:
+    if plan.index.seals and plan.prefill_chunk != plan.page_tokens:
         reason = (
             f"pages of a prompt would be sealed every {plan.prefill_chunk} tokens, and "
             "vLLM shares prefixes by the page"

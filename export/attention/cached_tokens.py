@@ -50,7 +50,7 @@ class CachedTokens:
         self.pools = pools
         self.count = count
         self.tier, self.integer = layer.facts.tier(bucket), layer.facts.integer(bucket)
-        self.stride = layer.strides[bucket] // layer.plan.unit
+        self.stride = layer.strides[bucket] // layer.plan.index.unit
 
     def scores(self, q: Tensor) -> Tensor:
         """q [Hs, G, Q, Rk] -> [Hs, G, Q, N]."""

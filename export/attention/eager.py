@@ -58,7 +58,7 @@ class AttendLayer(nn.Module):
         self.facts = PlanFacts(plan)
         self.sizes = LayerTables(plan, layer)
         self.strides = CacheLayout(plan).page_stride
-        if plan.projected:
+        if plan.index.projected:
             identity = torch.eye(self.sizes.D, self.sizes.Rk, dtype=dtype).repeat(
                 self.sizes.H, 1, 1
             )
@@ -78,7 +78,7 @@ class AttendLayer(nn.Module):
     @property
     def windows(self) -> LaneWindows | None:
         """What the lanes see of the tokens before them; None where they see all."""
-        if not self.plan.windowed:
+        if not self.plan.index.sees_less:
             return None
         sink, recent, exact = (
             self.table(f"window_{x}") for x in ("sink", "recent", "exact")
@@ -94,7 +94,7 @@ class AttendLayer(nn.Module):
         """
         if torch.compiler.is_exporting():
             return self._node(q, k, v, step)
-        u = self.plan.unit
+        u = self.plan.index.unit
         q, k = self.prepare(q, k, step.cos, step.sin)
         k, v = self._hot(k, 0), self._hot(v, 1)
         rows = torch.cat(
@@ -109,7 +109,11 @@ class AttendLayer(nn.Module):
         else:
             o = self._uncached(q, k, v, step)
         o = gathered(o.permute(2, 0, 1, 3).flatten(1), self.table("o_units"), u)
-        return (o, rows) if not self.plan.observes else (o, rows, self.mass(q, k, step))
+        return (
+            (o, rows)
+            if not self.plan.index.observes
+            else (o, rows, self.mass(q, k, step))
+        )
 
     # -- fresh tokens ------------------------------------------------------------------
     def prepare(
@@ -120,7 +124,7 @@ class AttendLayer(nn.Module):
         s = self.sizes
         q = self._rotated(q, "q", s.G, cos, sin).permute(1, 2, 0, 3) * self.scale
         k = self._rotated(k, "k", 1, cos, sin)[:, :, 0].transpose(0, 1)
-        if self.plan.projected:
+        if self.plan.index.projected:
             return q @ self.proj_q.unsqueeze(
                 1
             ), k @ self.proj_k - self.centre_k.unsqueeze(1)
@@ -212,7 +216,7 @@ class AttendLayer(nn.Module):
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> Tensor:
         shape = (*q.shape[:3], self.sizes.Rv)
         out = q.new_zeros(shape)
-        buckets = range(len(self.plan.buckets))
+        buckets = range(len(self.plan.index.buckets))
         for b, rows in sequences(step):
             own_q = q[:, :, rows]
             own_k = k[:, rows]
@@ -265,7 +269,7 @@ class AttendLayer(nn.Module):
         count = int(step.lengths[b, bucket])
         end = -(-count // page) * page
         tokens = torch.arange(end, device=step.lengths.device)[None]
-        is_fresh = self.plan.buckets[bucket].source is None
+        is_fresh = self.plan.index.buckets[bucket].is_hot
         if is_fresh:
             sealed = self._held("window_sealed", b, step)
             tokens = tokens + sealed
@@ -311,7 +315,7 @@ class AttendLayer(nn.Module):
         """
         widths = [
             table.shape[1] * self.plan.page_tokens for table in step.page_tables
-        ] or [0] * len(self.plan.buckets)
+        ] or [0] * len(self.plan.index.buckets)
         mass = q.new_zeros(
             (len(step.lengths), self.sizes.H, sum(widths) + len(step.query_offsets)),
             dtype=torch.float32,
@@ -327,7 +331,7 @@ class AttendLayer(nn.Module):
                 )
                 shares = self._shares(torch.cat(list(parts), -1))
                 weights = step.observation_weights[rows][observed].to(shares.dtype)
-                if self.plan.compaction:
+                if self.plan.index.compaction:
                     seen = (shares * -weights[:, None]).amax((1, 2))
                 else:
                     seen = torch.einsum("hgrn,r->hn", shares, weights)

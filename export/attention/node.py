@@ -23,7 +23,7 @@ ATTRIBUTES = {"plugin_namespace": "kvlathe", "plugin_version": "1"}
 def node_inputs(plan: CompressionPlan, layer: int) -> list[str]:
     """Names of the node's inputs, in order. They are the same for every layer of a
     plan."""
-    form, buckets = PlanFacts(plan), range(len(plan.buckets))
+    form, buckets = PlanFacts(plan), range(len(plan.index.buckets))
     names = [
         "q",
         "k",
@@ -34,9 +34,9 @@ def node_inputs(plan: CompressionPlan, layer: int) -> list[str]:
         "lengths",
     ]
     names += [f"page_table_{i}" for i in buckets] + list(form.pools)
-    names += ["proj_q", "proj_k", "centre_k"] if plan.projected else []
+    names += ["proj_q", "proj_k", "centre_k"] if plan.index.projected else []
     names += ["sinks"] if plan.model.sinks else []
-    names += ["observation_weights"] if plan.observes else []
+    names += ["observation_weights"] if plan.index.observes else []
     return names + list(LayerTables(plan, layer))
 
 
@@ -55,8 +55,8 @@ def attend_node(
     width_rows = sum(lane.rank_k + lane.rank_v for lane in sizes.lanes)
     shapes: list[tuple[int, ...]] = [(tokens, width_o), (tokens, width_rows)]
     types = [*dtypes]
-    if plan.observes:
-        tables = [values[f"page_table_{i}"] for i in range(len(plan.buckets))]
+    if plan.index.observes:
+        tables = [values[f"page_table_{i}"] for i in range(len(plan.index.buckets))]
         places = sum(_size(table, 1) for table in tables) * plan.page_tokens
         places += _size(values["query_offsets"], 0)
         shapes.append((_size(values["lengths"], 0), sizes.H, places))

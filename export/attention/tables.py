@@ -2,7 +2,7 @@
 the cache's pages.
 
 The eager op and the ONNX function gather by the same arrays, so one place knows the
-addresses. A *unit* is ``plan.unit`` elements: what one gather moves. A lane narrower
+addresses. A *unit* is ``plan.index.unit`` elements: what one gather moves. A lane narrower
 than the widest of its layer repeats its first unit (or code) of the same token, which
 is finite: padded K columns meet zero columns of q', padded V columns are dropped when o
 is packed.
@@ -60,26 +60,23 @@ class PlanFacts:
         widths = (
             lane.input_dim // (1 if lane.rope == "none" else 2) for lane in self._active
         )
-        return math.gcd(self.plan.unit, *widths)
+        return math.gcd(self.plan.index.unit, *widths)
 
     @cached_property
     def shared(self) -> bool:
         """Every bucket holds every lane."""
         return all(
-            len(bucket.lanes) == len(self._active) for bucket in self.plan.buckets
+            len(bucket.lanes) == len(self._active) for bucket in self.plan.index.buckets
         )
 
     @cached_property
     def hot_bits(self) -> tuple[int, int]:
         """Bits in which fresh K and V are rounded and stored."""
-        tier = next(
-            self.plan.tiers[b.tier] for b in self.plan.buckets if b.source is None
-        )
+        tier = self.plan.index.hot_tier
         return tier.k.bits, tier.v.bits
 
     def tier(self, bucket: int) -> Tier:
-        index = self.plan.buckets[bucket].tier
-        return self.plan.tiers[index]
+        return self.plan.index.buckets[bucket].tier
 
     def integer(self, bucket: int) -> tuple[bool, bool]:
         """Whether K and V of a bucket are multiplied as codes."""
@@ -95,7 +92,7 @@ class PlanFacts:
         """Codes that one gather moves: of a token, or of a channel in a page."""
         page = self.plan.page_tokens
         if form.along_rank:
-            return self.plan.unit
+            return self.plan.index.unit
         if form.runs == 1:
             return page
         return math.gcd(page, BLOCK)
@@ -116,8 +113,8 @@ class PlanFacts:
         """The typed views of the cache that the plan's tiers need (quantization
         metadata is read as halves)."""
         names: set[str] = set()
-        for bucket in self.plan.buckets:
-            for form in self.plan.tiers[bucket.tier].formats:
+        for tier in self.plan.index.tiers:
+            for form in tier.formats:
                 names |= form.pools
         return tuple(name for name in POOLS if name in names)
 
@@ -159,18 +156,18 @@ class LayerTables(dict[str, Int32]):
             PlanFacts(plan),
             CacheLayout(plan),
         )
-        self.lanes = plan.active(layer)
+        self.lanes = plan.index.active(layer)
         self.H, self.G = len(self.lanes), plan.model.group_size
         self.D = max(lane.input_dim for lane in self.lanes)
         self.Rk = max(lane.rank_k for lane in self.lanes)
         self.Rv = max(lane.rank_v for lane in self.lanes)
-        self.W = self.D if plan.projected else self.Rk
+        self.W = self.D if plan.index.projected else self.Rk
         if not self.facts.even:
             self._inputs()
         self._packing()
-        for bucket in range(len(plan.buckets)):
+        for bucket in range(len(plan.index.buckets)):
             self._bucket(bucket)
-        if plan.windowed:
+        if plan.index.sees_less:
             for name, values in window_tables(plan, layer).items():
                 self._put(name, values)
         self._put("layout", layer_table(self.layout, layer))
@@ -223,7 +220,7 @@ class LayerTables(dict[str, Int32]):
         return self.plan.model.head_dim // 2
 
     def _packing(self) -> None:
-        u, g = self.plan.unit, self.G
+        u, g = self.plan.index.unit, self.G
         ranks_k = np.array([lane.rank_k // u for lane in self.lanes])
         ranks_v = np.array([lane.rank_v // u for lane in self.lanes])
         self._put(
@@ -238,7 +235,7 @@ class LayerTables(dict[str, Int32]):
         held = [
             h
             for h, lane in enumerate(self.lanes)
-            if first + lane.head in self.plan.buckets[bucket].lanes
+            if first + lane.head in self.plan.index.buckets[bucket].lanes
         ]
         if not self.facts.shared:
             places = np.full(self.H, -1)
@@ -264,7 +261,7 @@ class LayerTables(dict[str, Int32]):
             # looks at
             places = [
                 element_places(form, rank, self.plan.page_tokens)
-                for rank in ranks or [self.plan.unit]
+                for rank in ranks or [self.plan.index.unit]
             ]
             code_places = [code for code, _ in places]
             self._codes(name, widest, at or [0], form, code_places)
@@ -283,7 +280,7 @@ class LayerTables(dict[str, Int32]):
     def _units(
         self, name: str, ranks: list[int], widest: int, offsets: list[int], bits: int
     ) -> None:
-        u = self.plan.unit
+        u = self.plan.index.unit
         steps = np.array(ranks or [0]) // u
         first = np.array(offsets or [0]) * 8 // bits // u
         self._put(
@@ -301,7 +298,7 @@ class LayerTables(dict[str, Int32]):
     ) -> None:
         """Bytes of the codes of each lane, by the ``places`` [P, rank] of single ones; offsets_of
         begin ``at`` these bytes."""
-        u, p = self.plan.unit, self.plan.page_tokens
+        u, p = self.plan.index.unit, self.plan.page_tokens
         rows = [form.element_bytes(place.size) // u for place in places]
         most = max(rows)
         self._put(name % "codes", _rows_from([x // u for x in at], rows, most))
@@ -338,7 +335,7 @@ class LayerTables(dict[str, Int32]):
     ) -> None:
         """``size`` elements for each group number, in unit rows that begin ``at`` these
         elements of a page."""
-        u = self.plan.unit
+        u = self.plan.index.unit
         rows = [-(-size * (int(numbers.max()) + 1) // u) for numbers in groups]
         most = max(rows)
         self._put(name % kind, _rows_from([x // u for x in at], rows, most))

@@ -2,7 +2,7 @@
 
 H lanes, Q queries, N tokens. Places count the tokens that a lane holds, sealed ones
 first; pages that are gone are whole, so places do as well as positions
-(plan/token_rules.py, Window).
+(plan/lives.py, Sight).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from kvlathe.plan.lives import NO_END
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.token_rules import NO_END
 
 NEVER = -1e30
 """A score that no softmax sees beside others. Finite: all of a part may be hidden."""
@@ -69,14 +69,13 @@ def window_tables(
 ) -> dict[str, npt.NDArray[np.generic]]:
     """The arrays of a layer by node input name (LayerTables)."""
     first = layer * plan.model.kv_heads
-    lanes = [first + lane.head for lane in plan.active(layer)]
-    held = [np.isin(lanes, bucket.lanes) for bucket in plan.buckets]
-    sealed = [bucket.source is not None for bucket in plan.buckets]
+    lanes = [first + lane.head for lane in plan.index.active(layer)]
+    held = [np.isin(lanes, bucket.lanes) for bucket in plan.index.buckets]
+    sealed = [not bucket.is_hot for bucket in plan.index.buckets]
     numbers: list[tuple[int, int, int]] = []
     for lane in lanes:
-        window = plan.window(lane)
-        exact = window.exact or NO_END
-        numbers.append((window.sink, window.recent, exact))
+        sight = plan.index.sight(lane)
+        numbers.append((sight.sink, sight.recent, sight.exact or NO_END))
     holds = np.stack(held, 1)
     by_name = np.array(numbers).T[:, :, None]
     sink, recent, exact = by_name

@@ -91,7 +91,7 @@ def _makers(
     for layer, lanes in folds.items():
         makers |= _inputs(checkpoint, layer, lanes)
         makers |= _outputs(checkpoint, plan, layer, lanes)
-        if plan.projected:
+        if plan.index.projected:
             makers |= _projections(layer, lanes, device)
         if plan.model.sinks:
             name = f"layers.{layer}.attend.sinks"
@@ -193,7 +193,7 @@ def _readers(
     spec = checkpoint.spec
     weight = checkpoint.weight(f"layers.{layer}.o.weight")
     heads = weight.unflatten(0, (spec.kv_heads, spec.group_size, spec.head_dim))
-    sources = [plan.lane(layer, head).fill_from for head in range(spec.kv_heads)]
+    sources = [plan.index.lane(layer, head).fill_from for head in range(spec.kv_heads)]
     for lane in lanes:
         filled = [head for head, source in enumerate(sources) if source == lane.head]
         yield lane, heads[[lane.head, *filled]].sum(0, dtype=torch.double)

@@ -53,13 +53,13 @@ def lane_folds(
         )
     folds: dict[int, list[LaneFold]] = {layer: [] for layer in range(spec.layers)}
     for layer, of_layer in folds.items():
-        if spec.family.wide_qk_norm and len(plan.active(layer)) < spec.kv_heads:
+        if spec.family.wide_qk_norm and len(plan.index.active(layer)) < spec.kv_heads:
             raise KvlatheError(
                 f"the plan removes heads of layer {layer}",
                 "this model's QK-norm is of all heads together",
                 "choose a compression that keeps every head",
             )
-        for lane in plan.active(layer):
+        for lane in plan.index.active(layer):
             given = basis.get((layer, lane.head), LaneBasis())
             _check_centres(spec, lane, given)
             of_layer.append(_lane_fold(spec, lane, given))

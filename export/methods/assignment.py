@@ -34,7 +34,7 @@ CLOSE = 1.005
 @dataclass(frozen=True, eq=False)
 class Assignment:
     """For every lane the options of its K and V and its window, places in ``Grid``'s
-    options and rules: [lanes] each."""
+    options and lives: [lanes] each."""
 
     k: Places
     v: Places
@@ -52,16 +52,16 @@ class Assignment:
 @dataclass(frozen=True)
 class Allowed:
     """What one plan uses: pairs of K's and V's format, places in FORMATS, and token
-    rules, places in ``Grid.rules``."""
+    lives, places in ``Grid.lives``."""
 
     pairs: tuple[tuple[int, int], ...]
-    rules: tuple[int, ...]
+    lives: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Priced:
     """The grid with its prices: ``loss`` [2 lanes, options], K lanes then V lanes;
-    ``window_loss`` [lanes, rules], 0 where all tokens are kept. ``paired``: a lane takes
+    ``window_loss`` [lanes, lives], 0 where all tokens are kept. ``paired``: a lane takes
     PAIRS.
     """
 
@@ -145,7 +145,7 @@ class Priced:
 
     def _front(self, lane: int, allowed: Allowed) -> Array:
         """The lane's ways that no other beats in both loss and bytes, fewest bytes
-        first: rows of loss, bytes, K's option, V's option, rule."""
+        first: rows of loss, bytes, K's option, V's option, life."""
         ways = []
         for k, v in allowed.pairs:
             row = self.lanes + lane
@@ -160,11 +160,11 @@ class Priced:
             bytes_k = self.grid.bytes[of_k]
             bytes_v = self.grid.bytes[of_v]
             sizes = bytes_k + bytes_v
-            for rule in allowed.rules:
-                of_window = self.window_loss[lane, rule]
+            for life in allowed.lives:
+                of_window = self.window_loss[lane, life]
                 whole = loss + of_window
-                cost = sizes[:, rule]
-                which = np.full(len(loss), rule)
+                cost = sizes[:, life]
+                which = np.full(len(loss), life)
                 columns = [whole, cost, of_k, of_v, which]
                 way = np.stack(columns, 1)
                 ways.append(way)
@@ -186,9 +186,9 @@ class Priced:
         places = range(len(FORMATS))
         return list(itertools.product(places, places))
 
-    def _rule_sets(self) -> list[tuple[int, ...]]:
+    def _life_sets(self) -> list[tuple[int, ...]]:
         """All tokens, and as many windows as a plan may have."""
-        places = range(1, len(self.grid.rules))
+        places = range(1, len(self.grid.lives))
         count = min(MOST_WINDOWS, len(places))
         windows = itertools.combinations(places, count)
         return [(0, *few) for few in windows]
@@ -208,31 +208,31 @@ class Priced:
         budget is a bound (Lagrange).
         """
         pair_sets = self._pair_sets()
-        rule_sets = self._rule_sets()
+        life_sets = self._life_sets()
         pair_at = {pair: i for i, pair in enumerate(self._format_pairs)}
         rows: list[list[int]] = []
         for pairs in pair_sets:
             rows.append([pair_at[pair] for pair in pairs])
         members = np.array(rows)
-        bounds = np.full((len(pair_sets), len(rule_sets)), -np.inf)
+        bounds = np.full((len(pair_sets), len(life_sets)), -np.inf)
         dearest = max(self.loss.max(), self.window_loss.max())
         scale = dearest / self.grid.bytes.min()
         prices = scale * np.geomspace(1e-12, 1, PRICES)
         for price in prices:
-            by_set = self._paid(price)[members].min(1)  # [sets, lanes, rules]
-            for i, rules in enumerate(rule_sets):
-                least = by_set[..., list(rules)].min(-1).sum(-1)
+            by_set = self._paid(price)[members].min(1)  # [sets, lanes, lives]
+            for i, lives in enumerate(life_sets):
+                least = by_set[..., list(lives)].min(-1).sum(-1)
                 bound = least - price * budget
                 bounds[:, i] = np.maximum(bounds[:, i], bound)
-        every = itertools.product(pair_sets, rule_sets)
-        allowed = [Allowed(pairs, rules) for pairs, rules in every]
+        every = itertools.product(pair_sets, life_sets)
+        allowed = [Allowed(pairs, lives) for pairs, lives in every]
         lower = bounds.ravel()
         order = np.argsort(lower, kind="stable")
         return [(float(lower[i]), allowed[i]) for i in order]
 
     def _paid(self, price: float) -> Array:
-        """[pairs, lanes, rules]: least loss + price x bytes of each pair of formats
-        under each rule."""
+        """[pairs, lanes, lives]: least loss + price x bytes of each pair of formats
+        in each life."""
         priced = self.loss[:, :, None] + price * self.grid.bytes
         keys = []
         values = []

@@ -21,14 +21,14 @@ from kvlathe.export.bases.basis import Basis, LaneBasis
 from kvlathe.export.bases.rotation import Rotation, balanced_rotation
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.assignment import Assignment
-from kvlathe.export.methods.buckets import layer_rules
 from kvlathe.export.methods.forms import GROUP, Grid, SideFormat
+from kvlathe.export.methods.groups import layer_lives
 from kvlathe.export.methods.lowrank import full_lanes
 from kvlathe.export.methods.options import Options
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
-from kvlathe.plan.plan import Bucket
-from kvlathe.plan.token_rules import TokenRule
+from kvlathe.plan.lives import Life
 
 SUMMARY = "ranks, bits and tokens of each head, chosen together by measured sensitivity"
 CALIBRATION: Literal["random", "text"] = "text"
@@ -42,50 +42,38 @@ def rotate(stats: Stats, options: Options) -> Rotation:
 # -- a choice as a plan ----------------------------------------------------------------
 @dataclass(frozen=True)
 class Chosen:
-    """What a plan is made of. ``tiers`` are cold; every lane is in the bucket of one of
-    them."""
+    """What a plan is made of."""
 
     lanes: tuple[Lane, ...]
     basis: Basis
-    tiers: tuple[Tier, ...]
-    buckets: tuple[Bucket, ...]
+    groups: tuple[Group, ...]
 
 
 def made(
     grid: Grid, choice: Assignment, hot: Tier, windows: Sequence[int] = ()
 ) -> Chosen:
-    """Lanes, matrices and buckets of one form for every lane. ``windows``: as in
+    """Lanes, matrices and groups of one form for every lane. ``windows``: as in
     CacheSettings.layer_windows."""
-    own = layer_rules(windows, grid.page_tokens)
+    own = layer_lives(windows, grid.page_tokens)
     whole = full_lanes(grid.stats.shape, grid.stats.rope)
     lanes: list[Lane] = []
     basis = Basis()
-    members: dict[tuple[Tier, TokenRule], list[int]] = {}
+    members: dict[tuple[Tier, Life], list[int]] = {}
     forms = zip(whole, choice.k, choice.v, choice.window, strict=True)
-    for index, (lane, option_k, option_v, rule) in enumerate(forms):
+    for index, (lane, option_k, option_v, window) in enumerate(forms):
         rank_k, k = grid.options[option_k]
         rank_v, v = grid.options[option_v]
-        tier = _tier(k, v, grid.page_tokens)
-        chosen = grid.rules[rule]
-        tokens = own.get(lane.layer) or chosen
-        kind = tier, tokens
-        of_kind = members.setdefault(kind, [])
-        of_kind.append(index)
+        life = own.get(lane.layer) or grid.lives[window]
+        kind = _tier(k, v, grid.page_tokens), life
+        members.setdefault(kind, []).append(index)
         at = lane.layer, lane.head
-        cut, turned = _cut(lane, rank_k, rank_v, grid)
-        basis[at] = turned
+        cut, basis[at] = _cut(lane, rank_k, rank_v, grid)
         lanes.append(cut)
-    cold = dict.fromkeys(tier for tier, _ in members)
-    tiers = (hot, *cold)
-    every = range(len(lanes))
-    fresh = Bucket(0, tuple(every))
-    buckets = [fresh]
-    for (tier, tokens), of_kind in members.items():
-        place = tiers.index(tier, 1)
-        held = tuple(of_kind)
-        bucket = Bucket(place, held, source=0, tokens=tokens)
-        buckets.append(bucket)
-    return Chosen(tuple(lanes), basis, tiers, tuple(buckets))
+    groups = [
+        Group(tuple(of_kind), hot, (cold,), life)
+        for (cold, life), of_kind in members.items()
+    ]
+    return Chosen(tuple(lanes), basis, tuple(groups))
 
 
 def _tier(k: SideFormat, v: SideFormat, page_tokens: int) -> Tier:

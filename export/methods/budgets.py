@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.methods.options import Decision, known_only
-from kvlathe.plan.token_rules import Budget, ObservationWindow
+from kvlathe.plan.lives import Budget
+from kvlathe.plan.observation import ObservationWindow
 
 BUDGET = 512
 """Tokens, unless asked otherwise; and tokens of a slice."""

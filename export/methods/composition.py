@@ -14,14 +14,14 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.bases import allocate
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.calibration.stats import Stats
-from kvlathe.export.methods.buckets import (
-    buckets,
+from kvlathe.export.methods.channels import scaled
+from kvlathe.export.methods.groups import (
     cold_tier,
-    layer_rules,
-    rules_of,
+    groups,
+    layer_lives,
+    lives_of,
     without,
 )
-from kvlathe.export.methods.channels import scaled
 from kvlathe.export.methods.hadamard import rotated
 from kvlathe.export.methods.lowrank import full_lanes, low_rank, within
 from kvlathe.export.methods.options import (
@@ -40,8 +40,8 @@ from kvlathe.export.methods.registry import (
 )
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import ModelShape
+from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.token_rules import ObservationWindow
 
 Made = tuple[CompressionPlan, Basis]
 
@@ -181,7 +181,7 @@ def _statistics(name: str, stats: Stats | None) -> Stats:
 
 
 def _joined(decisions: list[tuple[RequestedMethod, Decision]]) -> Decision:
-    """Number format and token rules, each decided by at most one method."""
+    """Number format and lives, each decided by at most one method."""
     formats = [(one, made) for one, made in decisions if made.cold or made.split]
     tokens = [(one, made) for one, made in decisions if made.tokens or made.split]
     _only_one("the number format of full pages", [one for one, _ in formats])
@@ -248,24 +248,22 @@ def _composed(
     """Fresh tokens in the cache's own format; full pages, tokens and stages as
     ``joined``."""
     assert ranks.lanes is not None
-    own = layer_rules(settings.layer_windows, settings.page_tokens)
+    own = layer_lives(settings.layer_windows, settings.page_tokens)
     if own:
         check_layer_windows(request, joined)
     lanes = without(ranks.lanes, joined.removed)
     basis = ranks.basis
-    tiers = [Tier(settings.bits, settings.bits), *(tier for tier, _ in joined.split)]
     if joined.cold is not None:
         lanes, basis = rotated(
             lanes, basis, shape.head_dim, joined.cold, joined.hadamard, settings.seed
         )
-        tiers.append(joined.cold)
     if joined.scales:
         basis = scaled(lanes, basis, _statistics(request, stats), joined.scales)
+    hot = Tier(settings.bits, settings.bits)
     plan = CompressionPlan(
         model=shape,
         lanes=lanes,
-        tiers=tuple(tiers),
-        buckets=buckets(lanes, joined, rules_of(lanes, joined, own)),
+        groups=groups(lanes, hot, joined, lives_of(lanes, joined, own)),
         page_tokens=settings.page_tokens,
         prefill_chunk=settings.prefill_chunk,
         seed=settings.seed,
@@ -297,7 +295,7 @@ def _whole_ranks(plan: CompressionPlan, whole: int) -> str:
     """Fact, reason and remedy, as in a KvlatheError."""
     fact = f"{plan.compression} removes no dimension of any head"
     if whole <= allocate.RANK_MULTIPLE:
-        coded = any(tier.is_coded for tier in plan.tiers)
+        coded = any(tier.is_coded for tier in plan.index.tiers)
         remedy = (
             "Leave the part that lowers ranks out"
             if coded
@@ -307,7 +305,7 @@ def _whole_ranks(plan: CompressionPlan, whole: int) -> str:
             f"{fact}: ranks are multiples of {allocate.RANK_MULTIPLE} and the heads "
             f"have {plan.model.head_dim} dimensions. {remedy}."
         )
-    if any(tier.is_coded for tier in plan.tiers):
+    if any(tier.is_coded for tier in plan.index.tiers):
         return (
             f"{fact}: its number formats alone reach what was asked for. Ask for more "
             "(--compression-ratio), for ranks (--removal-rate), or leave it out."

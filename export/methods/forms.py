@@ -17,7 +17,7 @@ from kvlathe.export.bases.rotation import Rotation, balanced, balanced_rotation
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.plan.formats import Format
 from kvlathe.plan.heads import RANK_MULTIPLE
-from kvlathe.plan.token_rules import KEEP_ALL, TokenRule, Window
+from kvlathe.plan.lives import SEAL, Life, Window
 
 Array = npt.NDArray[np.floating]
 Places = npt.NDArray[np.int64]
@@ -107,30 +107,30 @@ class Grid:
         return np.array(sizes)
 
     @cached_property
-    def rules(self) -> list[TokenRule]:
-        """Which tokens a lane may keep: all of them, or the windows that are smaller."""
+    def lives(self) -> list[Life]:
+        """How a lane's tokens may live: all of them stay, or the windows that are
+        smaller."""
         page = self.page_tokens
         sink = _whole_pages(SINK, page)
         windows = [Window(sink, _whole_pages(newest, page)) for newest in NEWEST]
-        fitting = [rule for rule in windows if rule.most < self.tokens // page * page]
-        return [KEEP_ALL, *(fitting if self.windowed else ())]
+        fitting = [life for life in windows if life.most < self.tokens // page * page]
+        return [SEAL, *(fitting if self.windowed else ())]
 
     @property
-    def windows(self) -> list[Window]:
-        """Those of ``rules``."""
-        return [rule for rule in self.rules if isinstance(rule, Window)]
+    def windows(self) -> list[Life]:
+        """Those of ``lives`` that see less than all tokens."""
+        return [life for life in self.lives if life.sees.is_less]
 
     @cached_property
     def pages(self) -> Places:
-        """Full pages that each of ``rules`` holds of the sequence."""
+        """Full pages that each of ``lives`` holds of the sequence."""
         page = self.page_tokens
         whole = self.tokens // page * page
-        tokens = [rule.kept(whole) for rule in self.rules]
-        return np.array(tokens) // page
+        return np.array([life.kept(whole) for life in self.lives]) // page
 
     @cached_property
     def bytes(self) -> Places:
-        """Of one side of a lane under each rule, [options, rules]."""
+        """Of one side of a lane in each life, [options, lives]."""
         sealed = np.outer(self.sizes, self.pages)
         ranks = [rank for rank, _ in self.options]
         numbers = np.array(ranks) * self.page_tokens

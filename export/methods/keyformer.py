@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kvlathe.export.methods.budgets import budget
 from kvlathe.export.methods.options import Decision
-from kvlathe.plan.token_rules import ObservationWindow
+from kvlathe.plan.observation import ObservationWindow
 
 SUMMARY = (
     "comparison: keep the newest tokens and those of most attention, with Gumbel noise"

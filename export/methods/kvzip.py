@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.methods.options import Decision, chosen
-from kvlathe.plan.token_rules import Compacted
+from kvlathe.plan.lives import Compact
 
 SUMMARY = "shared prefixes can be compacted to the KV pairs that repeating them needs"
 KEEP = 0.3
@@ -23,13 +23,13 @@ def plan(written: dict[str, str], page_tokens: int) -> Decision:
     text = own.pop("keep", str(KEEP))
     settings = chosen(own, {"heads": ("each", "same")})
     try:
-        rule = Compacted(float(text), settings["heads"] == "each")
+        life = Compact(float(text))
     except ValueError:
-        rule = Compacted(0)
-    if rule.problem(page_tokens):
+        life = Compact(0)
+    if life.problem(page_tokens):
         raise KvlatheError(
             f"keep={text} cannot be used",
             "it is a share of the KV pairs, above 0 and at most 1",
             f"write keep={KEEP}",
         )
-    return Decision(tokens=(rule,))
+    return Decision(tokens=(life,), apart=settings["heads"] == "each")

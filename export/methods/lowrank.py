@@ -16,10 +16,11 @@ from kvlathe.export.bases.basis import Basis, LaneBasis
 from kvlathe.export.bases.rotation import Rotation, plane_energy
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.options import DEFAULT_RATE, Decision, Options
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import RANK_MULTIPLE, Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import KEEP_ALL, Window
+from kvlathe.plan.lives import KEEP, SEAL
+from kvlathe.plan.plan import CompressionPlan
 
 Array = npt.NDArray[np.floating]
 
@@ -165,20 +166,19 @@ def within(
 def left(plan: CompressionPlan, bits: int) -> float:
     """Share of the bytes of the uncompressed cache, in ``bits`` a number, that ``plan``
     keeps of a long sequence. What the model's own windows leave out is in neither."""
-    whole = [_without_own_window(bucket) for bucket in plan.buckets]
-    seen = dataclasses.replace(plan, buckets=tuple(whole))
+    whole = [_without_own_window(group) for group in plan.groups]
+    seen = dataclasses.replace(plan, groups=tuple(whole))
     numbers = 2 * len(plan.lanes) * plan.model.head_dim
     uncompressed = numbers * bits / 8
     return CacheLayout(seen).bytes_per_token() / uncompressed
 
 
-def _without_own_window(bucket: Bucket) -> Bucket:
+def _without_own_window(group: Group) -> Group:
     """Windows to the token are a model's; those that a method chooses are whole
     pages."""
-    rule = bucket.tokens
-    if isinstance(rule, Window) and rule.exact:
-        return dataclasses.replace(bucket, tokens=KEEP_ALL)
-    return bucket
+    if not group.life.sees.exact:
+        return group
+    return dataclasses.replace(group, life=SEAL if group.cold else KEEP)
 
 
 # -- one lane --------------------------------------------------------------------------

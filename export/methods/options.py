@@ -13,8 +13,9 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.bases.basis import Basis
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane
-from kvlathe.plan.plan import Stage
-from kvlathe.plan.token_rules import Compacted, ObservationWindow, TokenRule, Window
+from kvlathe.plan.lives import Life
+from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.stages import Stage
 
 Scales = Literal["", "k", "v", "kv"]
 """Whose channels are divided by a factor each (channels.py)."""
@@ -96,9 +97,10 @@ class Decision:
     ``lanes`` with their ``basis``: the ranks. ``cold``: the number format that full
     pages are quantized to. ``split``: several of them instead, each with its share of
     the tokens, the most salient first. ``hadamard``, ``scales``: the sides that are
-    rotated, or scaled by statistics, before that. ``tokens``: which tokens each lane
-    keeps, one rule for all lanes or one each; ``observation``: what they are ranked by.
-    ``whole_heads``: (layer, head) of lanes that keep all tokens whatever the rule.
+    rotated, or scaled by statistics, before that. ``tokens``: how each lane's
+    tokens live, one life for all lanes or one each; ``observation``: what they are ranked
+    by. ``apart``: whether every lane is a group of its own.
+    ``whole_heads``: (layer, head) of lanes that keep all tokens whatever the life.
     ``stages`` of the layers. ``removed``: lanes that are filled from another head, lane
     -> head. ``notes`` are for people.
     """
@@ -109,7 +111,8 @@ class Decision:
     split: tuple[tuple[Tier, float], ...] = ()
     hadamard: Hadamard = "none"
     scales: Scales = ""
-    tokens: tuple[TokenRule, ...] = ()
+    tokens: tuple[Life, ...] = ()
+    apart: bool = False
     observation: ObservationWindow | None = None
     whole_heads: tuple[tuple[int, int], ...] = ()
     stages: tuple[Stage, ...] = ()
@@ -119,19 +122,17 @@ class Decision:
     @property
     def has_budget(self) -> bool:
         """Whether lanes keep a number of tokens, not a share of them or all."""
-        return any(rule.drops for rule in self.tokens)
+        return any(life.drops for life in self.tokens)
 
     @property
     def compacts(self) -> bool:
         """Whether prefixes can be compacted."""
-        found = [isinstance(rule, Compacted) for rule in self.tokens]
-        return any(found)
+        return any(life.compaction is not None for life in self.tokens)
 
     @property
     def windowed(self) -> bool:
         """Whether lanes see a window of the tokens."""
-        found = [isinstance(rule, Window) for rule in self.tokens]
-        return any(found)
+        return any(life.sees.is_less for life in self.tokens)
 
 
 @dataclass(frozen=True, slots=True)

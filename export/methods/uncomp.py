@@ -26,8 +26,9 @@ from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.budgets import sliced
 from kvlathe.export.methods.options import Decision, known_only, unknown
 from kvlathe.plan.heads import ModelShape
-from kvlathe.plan.plan import Stage
-from kvlathe.plan.token_rules import Budget, ObservationWindow
+from kvlathe.plan.lives import Budget
+from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.stages import Stage
 
 SUMMARY = "keep a budget of tokens for each group of heads, fewer hidden states in later layers; calibrated on text"
 CALIBRATION: Literal["random", "text"] = "text"
@@ -113,9 +114,9 @@ def _read(key: str, text: str, default: object) -> Any:  # noqa: ANN401  the fie
 def outline(written: dict[str, str], page_tokens: int) -> Decision:
     """That there are budgets, and by what tokens are ranked. Raises KvlatheError for
     options no model can have."""
-    rules = (Budget(size) for size in _budgets(read(written), page_tokens))
+    lives = (Budget(size) for size in _budgets(read(written), page_tokens))
     observation = sliced(OBSERVATION, written, SLICE)
-    return Decision(tokens=tuple(rules), observation=observation)
+    return Decision(tokens=tuple(lives), observation=observation)
 
 
 def check(written: dict[str, str], shape: ModelShape) -> None:
@@ -186,10 +187,10 @@ def choose(
     budgets = _budgets(settings, page_tokens)
     groups = _groups(settings, votes, mean_eranks, removed, seed)
     hidden = entropies.hidden[..., entropy.truncation(settings.k)].mean(0)
-    rules = [Budget(size, recent=round(recent * size)) for size in budgets]
+    lives = [Budget(size, recent=round(recent * size)) for size in budgets]
     return Decision(
         removed=removed,
-        tokens=tuple(rules[group] for group in groups),
+        tokens=tuple(lives[group] for group in groups),
         observation=sliced(OBSERVATION, written, settings.slice),
         stages=_stages(settings, hidden, shape),
         notes={

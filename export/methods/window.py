@@ -10,7 +10,7 @@ from __future__ import annotations
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.methods.options import Decision, known_only
 from kvlathe.plan.heads import ModelShape
-from kvlathe.plan.token_rules import NO_END, Window
+from kvlathe.plan.lives import NO_END, Window
 
 SUMMARY = "heads see their first and their newest tokens, but for those that are named"
 SINK, RECENT = 64, 256
@@ -28,10 +28,10 @@ def plan(written: dict[str, str], page_tokens: int) -> Decision:
     recent = _count(written, "recent", RECENT)
     pages_of_sink = -(-sink // page_tokens)
     pages_of_recent = -(-recent // page_tokens)
-    rule = Window(pages_of_sink * page_tokens, pages_of_recent * page_tokens)
+    life = Window(pages_of_sink * page_tokens, pages_of_recent * page_tokens)
     whole = written.get("whole", "")
     heads = [_head(text) for text in whole.split("/") if text]
-    return Decision(tokens=(rule,), whole_heads=tuple(heads))
+    return Decision(tokens=(life,), whole_heads=tuple(heads))
 
 
 def check(written: dict[str, str], shape: ModelShape) -> None:

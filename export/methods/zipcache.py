@@ -22,7 +22,7 @@ from kvlathe.export.methods.budgets import sliced
 from kvlathe.export.methods.forms import SPAN
 from kvlathe.export.methods.options import Decision, chosen
 from kvlathe.plan.formats import WHOLE_RANK, Tier
-from kvlathe.plan.token_rules import ObservationWindow
+from kvlathe.plan.observation import ObservationWindow
 
 SUMMARY = "tokens that few probe rows attend get 2 bit, the salient ones 4"
 CHOICES: dict[str, tuple[Any, ...]] = {

@@ -49,7 +49,7 @@ class Decoder(nn.Module):
     ) -> None:
         super().__init__()
         part = plan if stage is None else plan.part(stage)
-        layers = range(spec.layers) if stage is None else plan.layers_of(stage)
+        layers = range(spec.layers) if stage is None else plan.index.layers_of(stage)
         self.spec, self.plan, self.dtype = spec, part, dtype
         self.first, self.last = layers[0] == 0, layers[-1] == spec.layers - 1
         tied = self.last and spec.tied_head
@@ -152,13 +152,13 @@ class Decoder(nn.Module):
     def read(self, input_ids: Sequence[int], rows: Sequence[int]) -> Tensor:
         """The same, where gradients may be taken."""
         count = len(input_ids)
-        lengths = [[0] * len(self.plan.buckets)]
+        lengths = [[0] * len(self.plan.index.buckets)]
 
         def ints(numbers: object) -> Tensor:
             return torch.tensor(numbers, dtype=torch.int32, device=self.device)
 
         logit_rows, places = ints(rows), None
-        if 0 < len(rows) < FEW * count and not self.plan.observes:
+        if 0 < len(rows) < FEW * count and not self.plan.index.observes:
             places, logit_rows = logit_rows.long().unique(return_inverse=True)
         return self(
             ints(input_ids),

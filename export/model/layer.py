@@ -38,7 +38,7 @@ class Widths:
     @classmethod
     def folded(cls, plan: CompressionPlan, layer: int) -> Widths:
         """Widths of a layer whose plan is folded into its weights."""
-        lanes = plan.active(layer)
+        lanes = plan.index.active(layer)
         group = plan.model.group_size
         k = sum(lane.input_dim for lane in lanes)
         v = sum(lane.rank_v for lane in lanes)

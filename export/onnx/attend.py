@@ -49,7 +49,7 @@ class SoftmaxState:
 
 def output_names(plan: CompressionPlan) -> list[str]:
     names = ["o", "rows"]
-    if plan.observes:
+    if plan.index.observes:
         names.append("mass")
     return names
 
@@ -82,7 +82,7 @@ class _Writer:
         # For each bucket: which sequences have nothing there, [B, 1].
         self.empty: list[str] = []
         self.windows = (
-            WindowMasks(self.body, plan, self.facts) if plan.windowed else None
+            WindowMasks(self.body, plan, self.facts) if plan.index.sees_less else None
         )
 
     def write(self) -> None:
@@ -93,7 +93,7 @@ class _Writer:
         )  # [H, G, T, W]
         k = b.transpose(b.reshape(self.rotated("k", 1), 0, 0, -1), 1, 0, 2)  # [H, T, W]
         q = b.op("Mul", q, b.cast(b.attribute("scale"), self.dtype))
-        if self.plan.projected:
+        if self.plan.index.projected:
             q = b.op("MatMul", q, b.unsqueeze("proj_q", 1))
             k = b.op("Sub", b.op("MatMul", k, "proj_k"), b.unsqueeze("centre_k", 1))
         k, v = self.hot(k, 0), self.hot("v", 1)
@@ -104,10 +104,12 @@ class _Writer:
             self.causal if self.windows is None else self.windows.fresh(self.causal)
         )
         states = [self.state(self.scores(q, k), self.weighted(v), causal)]
-        states += [self.cached(q, bucket) for bucket in range(len(self.plan.buckets))]
+        states += [
+            self.cached(q, bucket) for bucket in range(len(self.plan.index.buckets))
+        ]
         parts = self.parts(states)
         self.pack(self.merged(states, parts))
-        if self.plan.observes:
+        if self.plan.index.observes:
             self.mass(states, parts)
 
     # -- the step: shared by all layers ------------------------------------------------
@@ -167,7 +169,7 @@ class _Writer:
                 b.op("Mul", b.gather(x, b.const([1, 0]), 2), sin),
             )
         x = b.reshape(x, 0, -1, heads, width)
-        if self.plan.projected or width == lane.rank_k:
+        if self.plan.index.projected or width == lane.rank_k:
             return x
         return b.op("Pad", x, b.const([0] * 7 + [lane.rank_k - width]))
 
@@ -200,7 +202,7 @@ class _Writer:
         b = self.body
         wide = FLOATS[max(self.facts.hot_bits)]
         by_token = b.transpose(k, 1, 0, 2)  # [N, H, Rk]
-        units = b.reshape(by_token, 0, -1, self.plan.unit)
+        units = b.reshape(by_token, 0, -1, self.plan.index.unit)
         kept = b.gather(units, "row_units", 1)
         packed = b.reshape(kept, 0, -1)
         k_rows = b.cast(packed, wide)
@@ -213,7 +215,7 @@ class _Writer:
         tokens."""
         b = self.body
         v = b.gather(
-            b.reshape(v, 0, -1, self.plan.unit), "v_units", 1
+            b.reshape(v, 0, -1, self.plan.index.unit), "v_units", 1
         )  # [T, H, Rv/u, u]
         v = b.reshape(b.transpose(v, 1, 0, 2, 3), 0, 0, -1)
         return tuple(b.unsqueeze(b.gather(x, self.own_rows, 1), 1) for x in (k, v))  # type: ignore[return-value]
@@ -364,7 +366,7 @@ class _Writer:
         """weights [H, G, B, 1, Q], shares [H, G, B, Q, N] -> [H, B, N]: the sum or, where
         prefixes are compacted, the largest (of weights below 0)."""
         b = self.body
-        if self.plan.compaction:
+        if self.plan.index.compaction:
             each = b.op("Neg", b.transpose(weights, 0, 1, 2, 4, 3))
             given = b.op("Mul", each, shares)
             return b.op("ReduceMax", given, b.const([1, 3]), keepdims=0)
@@ -377,7 +379,7 @@ class _Writer:
 
     def pack(self, out: str) -> None:
         """[H, G, B, Q, Rv] -> the output ``o``."""
-        b, u = self.body, self.plan.unit
+        b, u = self.body, self.plan.index.unit
         shape = b.op("Concat", b.const([0, 0]), self.count, b.const([-1, u]), axis=0)
         out = b.gather(
             b.op("Reshape", out, shape), self.places, 2

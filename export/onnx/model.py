@@ -147,7 +147,7 @@ def _example(decoder: Decoder) -> tuple[tuple[object, ...], tuple[object, ...]]:
     """Inputs of the decoder with no two sizes alike, and the letters of their dynamic
     sizes."""
     plan = decoder.plan
-    form, buckets = PlanFacts(plan), range(len(plan.buckets))
+    form, buckets = PlanFacts(plan), range(len(plan.index.buckets))
     sizes = {"T": 11, "B": 3, "B+1": 4, "Q": 5, "R": 7}
     letters = {name: torch.export.Dim(name.replace("+1", "_plus_1")) for name in sizes}
 
@@ -161,7 +161,7 @@ def _example(decoder: Decoder) -> tuple[tuple[object, ...], tuple[object, ...]]:
         "pool_u8": torch.uint8,
     }
     pools = {
-        name: torch.zeros(64 + i, plan.unit, dtype=types[name])
+        name: torch.zeros(64 + i, plan.index.unit, dtype=types[name])
         for i, name in enumerate(form.pools)
     }
     tables = [torch.zeros(sizes["B"], 13 + i, dtype=torch.int32) for i in buckets]
@@ -187,7 +187,7 @@ def _example(decoder: Decoder) -> tuple[tuple[object, ...], tuple[object, ...]]:
         pools,
         ints("R"),
     )
-    if not plan.observes:
+    if not plan.index.observes:
         return arguments, dims
     return (*arguments, ints("T").float()), (*dims, t)
 
@@ -212,14 +212,16 @@ def _quiet() -> Generator[None]:
 def _tidy(model: ir.Model, decoder: Decoder) -> None:
     graph, plan = model.graph, decoder.plan
     renamed = {"source": "input_ids" if decoder.first else "hidden"}
-    renamed |= {f"page_tables_{i}": f"page_table_{i}" for i in range(len(plan.buckets))}
+    renamed |= {
+        f"page_tables_{i}": f"page_table_{i}" for i in range(len(plan.index.buckets))
+    }
     renamed |= {f"pools_{name}": name for name in PlanFacts(plan).pools}
     for value in graph.inputs:
         value.name = renamed.get(value.name or "", value.name)
     names = (
         "logits" if decoder.last else "next_hidden",
         "rows",
-        *(["mass"] if plan.observes else []),
+        *(["mass"] if plan.index.observes else []),
     )
     for value, name in zip(graph.outputs, names, strict=True):
         value.name = name
@@ -317,7 +319,7 @@ def place_weights(model: ir.Model, places: dict[str, Place]) -> None:
 def place_tables(model: ir.Model, plan: CompressionPlan, stage: int) -> None:
     """The layout arrays are small: they stay in the model file."""
     part = plan.part(stage)
-    for i, layer in enumerate(plan.layers_of(stage)):
+    for i, layer in enumerate(plan.index.layers_of(stage)):
         for name, table in LayerTables(part, i).items():
             key = f"layers.{layer}.attend.{name}"
             model.graph.initializers[key].const_value = ir.tensor(table, name=key)

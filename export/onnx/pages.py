@@ -56,7 +56,7 @@ class Places:
 
     def _stride(self, bits: int) -> str:
         elements = self.stride * 8 // bits
-        units = elements // self.plan.unit
+        units = elements // self.plan.index.unit
         return self.body.int32(units)
 
     def base(self, bits: int) -> str:

@@ -61,7 +61,7 @@ class WindowMasks:
         b = self.body
         bucket = tokens.bucket
         places = tokens.every
-        is_fresh = self.plan.buckets[bucket].source is None
+        is_fresh = self.plan.index.buckets[bucket].is_hot
         if is_fresh:
             sealed = b.unsqueeze(self.sealed, 1, 3, 4)
             places = b.op("Add", sealed, places)

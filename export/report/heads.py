@@ -53,9 +53,8 @@ def kept(plan: CompressionPlan) -> Kept:
     held = np.zeros(len(plan.lanes))
     bits_k = np.zeros(len(plan.lanes))
     bits_v = np.zeros(len(plan.lanes))
-    for index, bucket in enumerate(plan.buckets):
-        tokens = held_tokens[index]
-        tier = plan.tiers[bucket.tier]
+    for bucket, tokens in zip(plan.index.buckets, held_tokens, strict=True):
+        tier = bucket.tier
         lanes = list(bucket.lanes)
         held[lanes] += tokens
         bits_k[lanes] += tokens * tier.k.bits

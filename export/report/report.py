@@ -135,7 +135,7 @@ def _charts(data: ReportData) -> dict[str, Markup]:
     """The charts that this plan has data for, by name."""
     plan = data.plan
     drawn = {"bytes": charts.bytes_bars(_byte_rows(data))}
-    for i in range(len(plan.buckets)):
+    for i in range(len(plan.index.buckets)):
         drawn[f"page{i}"] = charts.page_map(plan, i)
     if data.evidence is not None:
         missed_k, missed_v = data.evidence.missed_k, data.evidence.missed_v
@@ -166,7 +166,7 @@ def _maps(plan: CompressionPlan, held: Kept) -> dict[str, Markup]:
             dims,
         ),
     ]
-    if any(tier.is_coded for tier in plan.tiers):
+    if any(tier.is_coded for tier in plan.index.tiers):
         top = float(max(held.bits_k.max(), held.bits_v.max()))
         shown.append(Map("bits_k", "K: bits of a number", held.bits_k, top, 1))
         shown.append(Map("bits_v", "V: bits of a number", held.bits_v, top, 1))
@@ -192,7 +192,7 @@ def _byte_rows(data: ReportData) -> list[tuple[str, float, float]]:
     """(label, bytes of K, bytes of V) of one token: uncompressed in 16 bit, in the
     engine's format, and this engine."""
     share = _share_of_keys(data.plan)
-    same = f"uncompressed, {data.plan.hot_bits} bit"
+    same = f"uncompressed, {data.plan.index.hot_bits} bit"
     rows = [("uncompressed, 16 bit", data.bytes_16bit / 2, data.bytes_16bit / 2)]
     if same != rows[0][0]:
         rows.append((same, data.bytes_baseline / 2, data.bytes_baseline / 2))
@@ -210,13 +210,14 @@ def _share_of_keys(plan: CompressionPlan) -> float:
     """The keys' share of the bytes of K and V, metadata included, in a long
     sequence."""
     layout, k, v = CacheLayout(plan), 0, 0
-    for b in (b for b in range(len(plan.buckets)) if not plan.cold(b)):
-        keys = sum(
-            (offsets := layout.lane_offsets(b, lane)).v - offsets.k
-            for lane in plan.buckets[b].lanes
-        )
-        held = layout.held(b, layout.long)
-        values = layout.scores_at(b) - keys
-        k += held * keys
-        v += held * values
+    held = layout.all_held(layout.long)
+    for bucket in plan.index.buckets:
+        if bucket.stays:
+            b = bucket.number
+            keys = sum(
+                (offsets := layout.lane_offsets(b, lane)).v - offsets.k
+                for lane in bucket.lanes
+            )
+            k += held[b] * keys
+            v += held[b] * (layout.scores_at(b) - keys)
     return k / (k + v)

@@ -18,7 +18,7 @@ from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search.measured import PRICED, Sources, examined, uncompressed
 from kvlathe.export.search.remembered import recalled, remember
 from kvlathe.export.search.sensitivity import Candidate, losses
-from kvlathe.plan.token_rules import Window
+from kvlathe.plan.lives import Life
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Named:
 def named(
     request: str,
     checkpoint: Checkpoint,
-    window: Window,
+    window: Life,
     form: CacheSettings,
     sources: Sources,
     remembered: Path | None = None,
@@ -48,7 +48,7 @@ def named(
 
 def window_losses(
     checkpoint: Checkpoint,
-    window: Window,
+    window: Life,
     form: CacheSettings,
     sources: Sources,
     remembered: Path | None = None,
@@ -60,7 +60,7 @@ def window_losses(
         form.page_tokens,
         form.seed,
         sources.digest,
-        window.words,
+        window.words(),
         PRICED,
     )
     key = hashlib.sha256(json.dumps(known_by).encode()).hexdigest()[:32]

@@ -137,7 +137,7 @@ def priced(
         form.seed,
         sources.digest,
         [(code.bits, code.axis, code.span) for code in FORMATS],
-        [rule.words for rule in grid.rules],
+        [life.words() for life in grid.lives],
     )
     key = hashlib.sha256(json.dumps(known_by).encode()).hexdigest()[:32]
     path = None if remembered is None else remembered / f"{key}.npz"
@@ -234,8 +234,7 @@ def plan_of(
     plan = CompressionPlan(
         stats.shape,
         chosen.lanes,
-        chosen.tiers,
-        chosen.buckets,
+        chosen.groups,
         page_tokens=form.page_tokens,
         prefill_chunk=form.prefill_chunk,
         seed=form.seed,

@@ -45,13 +45,13 @@ def reading(decoder: Decoder) -> Decoder:
     depends on later queries.
     """
     plan = decoder.plan
-    if plan.ranked or plan.stages:
+    if plan.index.ranked or plan.stages:
         raise KvlatheError(
             "this plan cannot be scored before it is built",
             "it chooses tokens by the attention they get",
             "choose its options, and look at kvlathe eval",
         )
-    if any(bucket.source is not None for bucket in plan.buckets):
+    if plan.index.seals:
         for layer in decoder.layers.values():
             assert isinstance(layer.attend, AttendLayer)
             layer.attend = SealedAttend.of(layer.attend)
@@ -70,17 +70,12 @@ class SealedAttend(AttendLayer):
 
     @cached_property
     def seals(self) -> list[Seal]:
-        """The seal of each active lane of this layer."""
-        heads = self.plan.model.kv_heads
-        tiers: dict[int, Tier] = {}
-        for bucket in self.plan.buckets:
-            if bucket.source is not None:
-                tier = self.plan.tiers[bucket.tier]
-                tiers |= dict.fromkeys(bucket.lanes, tier)
+        """How each active lane of this layer is sealed."""
+        index = self.plan.index
         seals = []
         for lane in self.sizes.lanes:
-            tier = tiers.get(lane.layer * heads + lane.head)
-            seals.append(Seal(self.plan, lane, tier))
+            cold = index.groups[index.number(lane.layer, lane.head)].cold
+            seals.append(Seal(self.plan, lane, cold[0] if cold else None))
         return seals
 
     def _uncached(self, q: Tensor, k: Tensor, v: Tensor, step: StepTensors) -> Tensor:
@@ -126,7 +121,7 @@ class SealedAttend(AttendLayer):
     @cached_property
     def is_plain(self) -> bool:
         """Whether attention is one softmax over numbers as they are read back."""
-        by_codes = any(tier.arithmetic != "float" for tier in self.plan.tiers)
+        by_codes = any(tier.arithmetic != "float" for tier in self.plan.index.tiers)
         return self.plan.model.shifts and not by_codes
 
     def _fused(

@@ -34,7 +34,7 @@ from kvlathe.export.model.plain_attention import PlainAttention, seen_tokens
 from kvlathe.export.search.readings import Reading
 from kvlathe.export.search.sealed import rounded
 from kvlathe.plan.formats import Format
-from kvlathe.plan.token_rules import Window
+from kvlathe.plan.lives import Life, Sight
 
 Array = npt.NDArray[np.floating]
 
@@ -269,7 +269,7 @@ def losses(
     decoder: Decoder,
     readings: Sequence[Reading],
     forms: Candidates,
-    windows: Sequence[Window],
+    windows: Sequence[Life],
     page: int,
     seed: int = 0,
 ) -> Losses:
@@ -289,7 +289,7 @@ def losses(
     for reading in progress(readings, "measuring sensitivity"):
         observed_lanes = observed(decoder, reading, draw)
         tokens = len(reading.ids)
-        firsts = [_first_seen(window, tokens, page, device) for window in windows]
+        firsts = [_first_seen(window.sees, tokens, page, device) for window in windows]
         with torch.inference_mode():
             for i, lane in enumerate(observed_lanes):
                 layer, head = divmod(i, heads)
@@ -321,10 +321,10 @@ def _plus(losses: Array, reading: Reading, moved: Iterable[Tensor]) -> Array:
 
 
 def _first_seen(
-    window: Window, tokens: int, page: int, device: torch.device
+    sight: Sight, tokens: int, page: int, device: torch.device
 ) -> tuple[int, Tensor]:
     """The window's sink, and for every place the first token after the sink that it
     sees."""
     whole_pages = -(-tokens // page) * page
-    firsts = [window.first_seen(place, page) for place in range(whole_pages)]
-    return window.sink, torch.tensor(firsts, device=device)
+    firsts = [sight.first_seen(place, page) for place in range(whole_pages)]
+    return sight.sink, torch.tensor(firsts, device=device)

@@ -188,7 +188,7 @@ def inspect_command(engine: Path, tensor_parallel_size: int) -> Result:
         "lanes": [dataclasses.asdict(lane) for lane in plan.lanes],
         "buckets": [dict(zip(fields, row, strict=True)) for row in layout.described()],
         "stages": [dataclasses.asdict(stage) for stage in plan.stages],
-        "tiers": [dataclasses.asdict(tier) for tier in plan.tiers],
+        "tiers": [dataclasses.asdict(tier) for tier in plan.index.tiers],
         "versions": dict(manifest.versions),
         "plan_digest": manifest.plan_digest,
     }

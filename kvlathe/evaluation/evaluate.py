@@ -131,7 +131,7 @@ def _text_facts(
         "windows": len(windows),
         "window_tokens": tokens,
     }
-    if engine.plan.ranked:
+    if engine.plan.index.ranked:
         facts["scored_tokens"] = len(scored_rows(engine, tokens))
     return facts
 
@@ -194,7 +194,7 @@ def scored_rows(model: Model, tokens: int) -> range:
     on.
     """
     first = 0
-    if model.plan.ranked and tokens > 2:
+    if model.plan.index.ranked and tokens > 2:
         first = int(RANKED_PROMPT * tokens) - 1
     return range(first, tokens - 1)
 

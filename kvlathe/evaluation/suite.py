@@ -134,7 +134,7 @@ def kv_bytes(layout: CacheLayout, tokens: int = CONTEXT) -> dict[str, Any]:
     plan = layout.plan
     numbers = 2 * plan.model.layers * plan.model.kv_heads * plan.model.head_dim * tokens
     held = layout.bytes_for(tokens)
-    hot = plan.hot_bits
+    hot = plan.index.hot_bits
     sizes: dict[str, Any] = {"tokens": tokens, "kv_bytes": held, "hot_bits": hot}
     for name, bits in (("16bit", 16), ("hot_format", hot)):
         whole = numbers * bits // 8

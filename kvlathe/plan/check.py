@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.check_sizes import check_sizes
+from kvlathe.plan.check_sizes import Refuse, check_sizes
+from kvlathe.plan.groups import MEND
 from kvlathe.plan.heads import RANK_MULTIPLE
-from kvlathe.plan.token_rules import KEEP_ALL, Share
-
-if TYPE_CHECKING:
-    from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.plan_data import PlanData
+from kvlathe.plan.stages import layers_of
 
 
-def check(plan: CompressionPlan) -> None:
+def check(plan: PlanData) -> None:
     """Raise KvlatheError unless the plan obeys every rule written at its classes."""
 
     def refuse(fact: str, reason: str) -> None:
-        raise KvlatheError(fact, reason, "mend the method that made this plan")
+        raise KvlatheError(fact, reason, MEND)
 
     if plan.page_tokens % RANK_MULTIPLE or plan.page_tokens <= 0:
         refuse(
@@ -33,14 +29,13 @@ def check(plan: CompressionPlan) -> None:
     check_sizes(plan, refuse)
     _check_lanes(plan, refuse)
     _check_tiers(plan, refuse)
-    _check_buckets(plan, refuse)
-    _check_rules(plan, refuse)
+    _check_groups(plan, refuse)
     _check_observation(plan, refuse)
     _check_compaction(plan, refuse)
     _check_stages(plan, refuse)
 
 
-def _check_lanes(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> None:
+def _check_lanes(plan: PlanData, refuse: Refuse) -> None:
     """One lane for each layer and KV head, and what each caches."""
     m = plan.model
     if len(plan.lanes) != m.layers * m.kv_heads or [
@@ -58,11 +53,9 @@ def _check_lanes(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> N
                 f"ranks are multiples of {RANK_MULTIPLE}",
             )
         if lane.removed:
-            keeper = (
-                None
-                if lane.fill_from is None
-                else plan.lane(lane.layer, lane.fill_from)
-            )
+            keeper = None
+            if lane.fill_from is not None:
+                keeper = plan.lanes[lane.layer * m.kv_heads + lane.fill_from]
             if keeper is None or keeper.removed or lane.rank_v:
                 refuse(
                     f"{where} is removed",
@@ -87,9 +80,9 @@ def _check_lanes(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> N
             )
 
 
-def _check_tiers(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> None:
+def _check_tiers(plan: PlanData, refuse: Refuse) -> None:
     """Number formats that can be computed."""
-    for tier in plan.tiers:
+    for tier in dict.fromkeys(tier for group in plan.groups for tier in group.tiers):
         if tier.arithmetic == "int" and (
             tier.k.along_tokens
             or (tier.v.along_tokens and plan.page_tokens % tier.v.group)
@@ -118,95 +111,40 @@ def _check_tiers(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> N
             )
 
 
-def _check_buckets(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> None:
-    """Every kept lane has one bucket for new tokens, in the one hot format; sealed ones
-    follow from it."""
-    fresh: list[int] = []
-    for i, bucket in enumerate(plan.buckets):
-        if not 0 <= bucket.tier < len(plan.tiers):
-            refuse(f"bucket {i} names tier {bucket.tier}", "no such tier")
-        if bucket.source is None:
-            fresh += bucket.lanes
-            if plan.tiers[bucket.tier].is_coded:
-                refuse(
-                    f"bucket {i} takes new tokens in {plan.tiers[bucket.tier]}",
-                    "fresh tokens are 16 or 32 bit",
-                )
-        elif not set(bucket.lanes) <= set(plan.buckets[bucket.source].lanes):
-            refuse(
-                f"bucket {i} seals lanes that its source lacks",
-                "a page seals only what it holds",
-            )
-    if sorted(fresh) != [i for i, lane in enumerate(plan.lanes) if not lane.removed]:
+def _check_groups(plan: PlanData, refuse: Refuse) -> None:
+    """Every kept lane is in one group, all groups have one hot format, and lives go with
+    the page."""
+    lanes = sorted(lane for group in plan.groups for lane in group.lanes)
+    if lanes != [i for i, lane in enumerate(plan.lanes) if not lane.removed]:
         refuse(
-            "some lane is in no fresh bucket, or in two",
+            "some lane is in no group, or in two",
             "each new token has one place for each lane",
         )
-    hot_tiers = [plan.tiers[b.tier] for b in plan.buckets if b.source is None]
-    if len({(tier.k.name, tier.v.name) for tier in hot_tiers}) > 1:
+    if len({(group.hot.bits_k, group.hot.bits_v) for group in plan.groups}) > 1:
         refuse(
-            "fresh buckets differ in number format",
-            "Attend writes all fresh rows in one hot format",
+            "groups differ in the format of new tokens",
+            "Attend writes all new rows in one hot format",
         )
+    for i, group in enumerate(plan.groups):
+        if problem := group.life.problem(plan.page_tokens):
+            refuse(f"group {i}: {problem[0]}", problem[1])
 
 
-def _check_rules(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> None:
-    """Token rules go with the buckets they stand at."""
-    for i, bucket in enumerate(plan.buckets):
-        rule, tier = bucket.tokens, plan.tiers[bucket.tier]
-        if problem := rule.problem(plan.page_tokens):
-            refuse(f"bucket {i}: {problem[0]}", problem[1])
-        by_token = tier.k.along_tokens or tier.v.along_tokens
-        if rule.drops and rule.by_saliency and by_token:
-            refuse(
-                f"bucket {i} drops tokens of {tier}",
-                "groups along the tokens cannot lose any: group along the rank",
-            )
-        if bucket.source is None:
-            _check_placement(plan, i, refuse)
-
-
-def _check_placement(
-    plan: CompressionPlan, fresh: int, refuse: Callable[[str, str], None]
-) -> None:
-    """The rules of a fresh bucket and of its cold ones go together."""
-    bucket, cold = plan.buckets[fresh], plan.cold(fresh)
-    rules = [plan.buckets[c].tokens for c in cold]
-    if bucket.tokens.divides or (rules and bucket.tokens != KEEP_ALL):
-        refuse(
-            f"fresh bucket {fresh} has a rule of its own",
-            "only what drops tokens stands there, where nothing is sealed",
-        )
-    if not any(rule.divides for rule in rules):
-        return
-    shares = [rule.share for rule in rules if isinstance(rule, Share)]
-    whole = all(set(plan.buckets[c].lanes) == set(bucket.lanes) for c in cold)
-    missing = 1 - sum(shares)
-    if not whole or len(shares) < len(rules) or abs(missing) > 1e-9:
-        refuse(
-            f"the tokens of bucket {fresh} are not divided",
-            "its cold buckets hold all of its lanes, in shares that sum to 1",
-        )
-
-
-def _check_observation(
-    plan: CompressionPlan, refuse: Callable[[str, str], None]
-) -> None:
+def _check_observation(plan: PlanData, refuse: Refuse) -> None:
     """There is an observation window where tokens are chosen, it observes some row of every window,
     and nowhere else is one."""
-    choosing = bool(plan.stages) or any(
-        bucket.tokens.by_saliency for bucket in plan.buckets
-    )
+    choosing = bool(plan.stages) or any(group.life.by_saliency for group in plan.groups)
     observation = plan.observation
-    if observation is not None and plan.windowed:
+    sees_less = any(group.life.sees.is_less for group in plan.groups)
+    if observation is not None and sees_less:
         refuse(
             "the plan has windows beside an observation window",
             "what is observed counts every token of every lane",
         )
     if choosing != (observation is not None):
         refuse(
-            "the plan has an observation window and no rule, or a rule and no observation window",
-            "a rule chooses by what an observation window observes",
+            "the plan has an observation window and no life that chooses, or such a life and none",
+            "a life chooses by what an observation window observes",
         )
     if observation is None:
         return
@@ -239,29 +177,28 @@ def _check_observation(
         refuse(f"{observation} cannot be computed", "pooling is odd, noise at least 0")
 
 
-def _check_compaction(
-    plan: CompressionPlan, refuse: Callable[[str, str], None]
-) -> None:
+def _check_compaction(plan: PlanData, refuse: Refuse) -> None:
     """Where prefixes are compacted, nothing else chooses tokens, and no code depends on
     a token's position."""
-    if plan.compaction is None:
+    shares = {group.life.compaction for group in plan.groups}
+    if shares == {None}:
         return
-    held = [bucket.tokens for i, bucket in enumerate(plan.buckets) if not plan.cold(i)]
-    if any(rule != plan.compaction for rule in held):
+    if len(shares) > 1:
         refuse(
             "the plan compacts prefixes of some lanes",
             "one share of the KV pairs is of all lanes",
         )
-    if any(tier.rounding == "stochastic" for tier in plan.tiers):
+    tiers = [tier for group in plan.groups for tier in group.tiers]
+    if any(tier.rounding == "stochastic" for tier in tiers):
         refuse(
             "the plan compacts prefixes and rounds stochastically",
             "a page of chosen tokens has no one position to draw from",
         )
 
 
-def _check_stages(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> None:
+def _check_stages(plan: PlanData, refuse: Refuse) -> None:
     """Stages cover the layers in order, lose tokens and never gain any, and share no
-    bucket."""
+    group."""
     if not plan.stages:
         return
     firsts, tokens = (
@@ -283,12 +220,13 @@ def _check_stages(plan: CompressionPlan, refuse: Callable[[str, str], None]) -> 
             f"{tokens} tokens enter the stages",
             f"no token comes back, and more than the {least} last ones stay",
         )
-    for i, bucket in enumerate(plan.buckets):
-        layers = {plan.lanes[lane].layer for lane in bucket.lanes}
+    for i, group in enumerate(plan.groups):
+        layers = {plan.lanes[lane].layer for lane in group.lanes}
         if not layers or not any(
-            layers <= {*plan.layers_of(stage)} for stage in range(len(plan.stages))
+            layers <= {*layers_of(plan.stages, plan.model.layers, stage)}
+            for stage in range(len(plan.stages))
         ):
             refuse(
-                f"bucket {i} holds the layers {sorted(layers)}",
-                "a bucket has one length, so one stage",
+                f"group {i} holds the layers {sorted(layers)}",
+                "a group has one length, so one stage",
             )

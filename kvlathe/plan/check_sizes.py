@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from kvlathe.plan.formats import Format
-
-if TYPE_CHECKING:
-    from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.plan_data import PlanData
 
 Refuse = Callable[[str, str], None]
 
@@ -19,7 +16,7 @@ LEAST_GROUP = 16
 """Groups along the rank are multiples of so many channels."""
 
 
-def check_sizes(plan: CompressionPlan, refuse: Refuse) -> None:
+def check_sizes(plan: PlanData, refuse: Refuse) -> None:
     """The model's shape, the lanes' and groups' sizes, and every index."""
     for field in fields(plan.model):
         if field.name in ("softcap", "sinks"):
@@ -37,13 +34,13 @@ def check_sizes(plan: CompressionPlan, refuse: Refuse) -> None:
     if not 0 < plan.prefill_chunk < MOST or abs(plan.seed) >= 1 << 63:
         refuse("prefill_chunk or seed is out of range", "kernels take them as numbers")
     _check_lane_sizes(plan, refuse)
-    for tier in plan.tiers:
+    for tier in dict.fromkeys(tier for group in plan.groups for tier in group.tiers):
         for form in tier.formats:
             _check_format(form, refuse)
     _check_indices(plan, refuse)
 
 
-def _check_lane_sizes(plan: CompressionPlan, refuse: Refuse) -> None:
+def _check_lane_sizes(plan: PlanData, refuse: Refuse) -> None:
     elements = 0
     for lane in plan.lanes:
         sizes = (lane.input_dim, lane.rank_k, lane.rank_v)
@@ -82,19 +79,10 @@ def _check_format(form: Format, refuse: Refuse) -> None:
         )
 
 
-def _check_indices(plan: CompressionPlan, refuse: Refuse) -> None:
-    if not plan.buckets:
-        refuse("the plan has no bucket", "new tokens need one")
-    for i, bucket in enumerate(plan.buckets):
-        known = all(0 <= lane < len(plan.lanes) for lane in bucket.lanes)
-        if not known or not (bucket.lanes or plan.is_part):
-            refuse(f"bucket {i} names the lanes {bucket.lanes}", "no such lanes")
-        if len({*bucket.lanes}) != len(bucket.lanes):
-            refuse(f"bucket {i} holds a lane twice", "a lane has one place in a page")
-        source = bucket.source
-        if source is None:
-            continue
-        if not 0 <= source < len(plan.buckets):
-            refuse(f"bucket {i} seals bucket {source}", "no such bucket")
-        if plan.buckets[source].source is not None:
-            refuse(f"bucket {i} seals bucket {source}", "only fresh pages are sealed")
+def _check_indices(plan: PlanData, refuse: Refuse) -> None:
+    if not plan.groups:
+        refuse("the plan has no group", "new tokens need one")
+    for i, group in enumerate(plan.groups):
+        known = all(0 <= lane < len(plan.lanes) for lane in group.lanes)
+        if not known or not (group.lanes or plan.is_part):
+            refuse(f"group {i} names the lanes {group.lanes}", "no such lanes")

@@ -285,10 +285,10 @@ def matrices(
     """For each lane of a bucket (index into plan.lanes) where its K and its V are and
     how they are written."""
     plan = layout.plan
-    tier, p = plan.tiers[plan.buckets[bucket].tier], plan.page_tokens
+    tier, p = plan.index.buckets[bucket].tier, plan.page_tokens
     drawn = tier.rounding == "stochastic"
     made = {}
-    for index in sorted(plan.buckets[bucket].lanes):
+    for index in plan.index.buckets[bucket].lanes:
         lane, offsets = plan.lanes[index], layout.lane_offsets(bucket, index)
         at = (lane.layer, lane.head)
         key_k = noise_key(plan.seed, *at, 0) if drawn else None

@@ -24,7 +24,8 @@ import numpy.typing as npt
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket, CompressionPlan, Fields
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.plan_data import Fields
 from kvlathe.plan.shard_plan import ShardPlan
 
 Load = npt.NDArray[np.float64]
@@ -98,11 +99,11 @@ def deal(plan: CompressionPlan, num_shards: int, by_layer: bool = False) -> Deal
     """``by_layer``: bring bytes together in each layer by itself, for hosts whose pages
     are of one layer. Raises KvlatheError where some shard would have no query head of a
     layer, and where shards would have to rank tokens together."""
-    if num_shards > 1 and plan.observes:
+    if num_shards > 1 and plan.index.observes:
         raise KvlatheError(
             f"the plan cannot be dealt to {num_shards} shards",
             "it ranks tokens by the attention of all heads",
-            "run it on one GPU, or build it without a token rule",
+            "run it on one GPU, or build it with a compression that ranks no tokens",
         )
     layers = [
         _lane_shards_of(plan, layer, num_shards) for layer in range(plan.model.layers)
@@ -139,7 +140,7 @@ def _lane_shards_of(
     """What is dealt of a layer: its lanes, or as many parts of them as there are
     shards. Lanes of fewest bytes are the first to be there more often."""
     heads, group = plan.model.kv_heads, plan.model.group_size
-    lanes = [layer * heads + lane.head for lane in plan.active(layer)]
+    lanes = [layer * heads + lane.head for lane in plan.index.active(layer)]
     queries = len(lanes) * group
     if queries < num_shards:
         raise KvlatheError(
@@ -170,7 +171,7 @@ def _loads(plan: CompressionPlan) -> dict[int, Load]:
     """Of each lane: its bytes in each bucket, by what the bucket's pages weigh in
     short sequences and in the longest; and their sum."""
     layout = CacheLayout(plan)
-    buckets = len(plan.buckets)
+    buckets = len(plan.index.buckets)
     weights = np.zeros(buckets)
     for tokens in (plan.prefill_chunk, plan.model.max_positions):
         weights += np.array(layout.all_held(tokens)) / layout.bytes_for(tokens)
@@ -306,10 +307,10 @@ def _shard_plan(dealt: Deal, shard: int) -> ShardPlan:
     """The plan of one shard, with pages of its own size."""
     plan, lane_shards = dealt.plan, dealt.shards[shard]
     own = {lane_shard.lane for lane_shard in lane_shards}
-    buckets: list[Bucket] = []
-    for bucket in plan.buckets:
-        kept = [lane for lane in bucket.lanes if lane in own]
-        buckets.append(dataclasses.replace(bucket, lanes=tuple(kept)))
+    groups = [
+        dataclasses.replace(group, lanes=tuple(filter(own.__contains__, group.lanes)))
+        for group in plan.groups
+    ]
     group = max(lane_shard.queries for lane_shard in lane_shards)
     queries = group * plan.model.kv_heads
     fields: Fields = {}
@@ -317,7 +318,7 @@ def _shard_plan(dealt: Deal, shard: int) -> ShardPlan:
         fields[field.name] = getattr(plan, field.name)
     fields["model"] = dataclasses.replace(plan.model, query_heads=queries)
     fields["lanes"] = tuple(_lanes_of(plan, own))
-    fields["buckets"] = tuple(buckets)
+    fields["groups"] = tuple(groups)
     return ShardPlan(**fields, shard=shard, num_shards=dealt.num_shards)
 
 

@@ -36,7 +36,6 @@ class Lane:
     planes: tuple[int, ...] = ()
     projected: bool = False
     fill_from: int | None = None
-    shard: int = 0
 
     @property
     def removed(self) -> bool:

@@ -14,11 +14,10 @@ Refusal = tuple[str, str]
 
 def forms_refusal(plan: CompressionPlan) -> Refusal | None:
     """Of the first of its quantized pages that may not be; None where all may."""
-    for bucket in plan.buckets:
-        tier = plan.tiers[bucket.tier]
-        if not tier.is_coded:
+    for bucket in plan.index.buckets:
+        if not bucket.tier.is_coded:
             continue
-        refusal = _group_refusal(tier.formats, plan.page_tokens)
+        refusal = _group_refusal(bucket.tier.formats, plan.page_tokens)
         if refusal is not None:
             return refusal
     return None
@@ -36,7 +35,7 @@ def node_refusal(plan: CompressionPlan) -> Refusal | None:
 
 def ranking_refusal(plan: CompressionPlan) -> Refusal | None:
     """Of what ranks its tokens; None where the kernels do it."""
-    if not plan.ranked:
+    if not plan.index.ranked:
         return None
     if not plan.model.shifts:
         reason = "the model bounds its scores or has sink logits"
@@ -49,7 +48,7 @@ def ranking_refusal(plan: CompressionPlan) -> Refusal | None:
     if observation is not None and observation.special:
         reason = "it observes tokens by their ids, which the host learns too late"
         return reason, "choose another backend"
-    if any(tier.rounding == "stochastic" for tier in plan.tiers):
+    if any(tier.rounding == "stochastic" for tier in plan.index.tiers):
         reason = "tokens that are ranked would be rounded at random"
         return reason, "round to the nearest"
     return None
@@ -61,10 +60,10 @@ def _ranks_its_rows(plan: CompressionPlan) -> bool:
     observation = plan.observation
     if observation is None or observation.recent or observation.random:
         return False
-    layers = {plan.layers_of(stage)[-1] for stage in range(len(plan.stages) - 1)}
-    for b, bucket in enumerate(plan.buckets):
+    layers = {plan.index.layers_of(stage)[-1] for stage in range(len(plan.stages) - 1)}
+    for bucket in plan.index.buckets:
         own = {plan.lanes[lane].layer for lane in bucket.lanes}
-        if bucket.source is None and layers & own and not plan.scored(b):
+        if bucket.is_hot and layers & own and not bucket.scored:
             return False
     return True
 

@@ -5,8 +5,8 @@ bytes in each layer. Its block then holds, of P tokens of a layer, what pages of
 buckets hold of that layer, bucket after bucket. Full pages are in it. Pages that will be
 sealed are not: 16-bit rows of the newest tokens lie in hot pages beside the blocks.
 
-    block     bucket, bucket, ...   sealed ones, and those that are never sealed
-    hot page  bucket, ...           fresh ones whose full pages are sealed
+    block     bucket, bucket, ...   those from which no tokens go on
+    hot page  bucket, ...           hot ones whose full pages are sealed
 """
 
 from __future__ import annotations
@@ -28,16 +28,6 @@ from kvlathe.plan.plan import CompressionPlan
 Int32 = npt.NDArray[np.int32]
 OFFSETS = slice(TABLE_COLUMNS.index("k"), TABLE_COLUMNS.index("v_meta") + 1)
 """Columns of a lane table that count bytes from a page's start."""
-
-
-def in_blocks(plan: CompressionPlan) -> tuple[bool, ...]:
-    """Of each bucket: whether a host's blocks hold its pages."""
-    return tuple(not plan.cold(b) for b in range(len(plan.buckets)))
-
-
-def seals(plan: CompressionPlan) -> bool:
-    """Whether there are hot pages."""
-    return not all(in_blocks(plan))
 
 
 def bare(plan: CompressionPlan, projected: Collection[int]) -> CompressionPlan:
@@ -67,11 +57,16 @@ class LayerBlock:
         return self.layout.plan
 
     @cached_property
+    def _stay(self) -> tuple[bool, ...]:
+        """Of each bucket: whether blocks hold its pages."""
+        return tuple(bucket.stays for bucket in self.plan.index.buckets)
+
+    @cached_property
     def _shares(self) -> tuple[tuple[int, int], ...]:
         """Of each bucket: where the layer's lanes begin in its page, and their bytes."""
         layout = self.layout
         shares: list[tuple[int, int]] = []
-        for b in range(len(self.plan.buckets)):
+        for b in range(len(self._stay)):
             first = 0
             total = 0
             for lane, size in layout.lane_bytes(b).items():
@@ -89,14 +84,14 @@ class LayerBlock:
         start."""
         ends = {True: 0, False: 0}
         bases: list[int] = []
-        for blocked, (_, size) in zip(in_blocks(self.plan), self._shares, strict=True):
+        for blocked, (_, size) in zip(self._stay, self._shares, strict=True):
             bases.append(ends[blocked])
             ends[blocked] += size
         return tuple(bases)
 
     def _bytes(self, blocked: bool) -> int:
         total = 0
-        for held, share in zip(in_blocks(self.plan), self._shares, strict=True):
+        for held, share in zip(self._stay, self._shares, strict=True):
             _, size = share
             if held == blocked:
                 total += size
@@ -132,11 +127,11 @@ class LayerBlock:
         """The layer table (kvlathe/plan/layer_table.py) of such pages. Strides: bytes
         from a block, or a hot page, to the next."""
         table = layer_table(self.layout, self.layer)
-        lanes = len(self.plan.active(self.layer))
+        lanes = len(self.plan.index.active(self.layer))
         at = len(TABLE_HEADER) + lanes * len(LANE_FORM)
         stride_at = BUCKET_FORM.index("page_stride")
         rows_at = BUCKET_FORM.index("lanes_at")
-        for bucket, held in enumerate(in_blocks(self.plan)):
+        for bucket, held in enumerate(self._stay):
             form = table[at : at + len(BUCKET_FORM)]
             form[stride_at] = block_stride if held else hot_stride
             rows = self.rows(bucket).reshape(-1)

@@ -50,14 +50,14 @@ def layer_table(layout: CacheLayout, layer: int) -> npt.NDArray[np.int32]:
         TABLE_HEADER | LANE_FORM of each lane | BUCKET_FORM of each bucket | lane tables of the buckets | RoPE planes
 
     ``*_at`` are places in this array (``planes_at`` 0: plane i turns pair i); ``fresh``
-    of a lane is the bucket that takes its new tokens; ``sink``, ``recent``, ``exact``
-    are its window (token_rules.Window). ``rope``: whether anything turns.
+    of a lane is its hot bucket; ``sink``, ``recent``, ``exact``
+    say what it sees (lives.Sight). ``rope``: whether anything turns.
     ``input_dim``, ``rank_k`` of the header: the widest.
     ``pools``: bits 1, 2, 4 for the views pool_f32, pool_f16, pool_u8 that the op is
     given.
     """
     plan = layout.plan
-    lanes = plan.active(layer)
+    lanes = plan.index.active(layer)
     tables = _lane_tables(layout, layer)
     header = _header(plan, layer)
     lanes_end = len(header) + len(lanes) * len(LANE_FORM)
@@ -71,22 +71,22 @@ def layer_table(layout: CacheLayout, layer: int) -> npt.NDArray[np.int32]:
 
 def _lane_tables(layout: CacheLayout, layer: int) -> list[npt.NDArray[np.int32]]:
     """Of each bucket the rows of its lane table that are of this layer."""
-    tables = map(layout.lane_table, range(len(layout.plan.buckets)))
+    tables = map(layout.lane_table, range(len(layout.plan.index.buckets)))
     return [table[table[:, 0] == layer] for table in tables]
 
 
 def _header(plan: CompressionPlan, layer: int) -> tuple[int, ...]:
     """TABLE_HEADER of a layer."""
-    lanes = plan.active(layer)
+    lanes = plan.index.active(layer)
     turns = any(lane.rope != "none" for lane in plan.lanes if not lane.removed)
-    tiers = [plan.tiers[bucket.tier] for bucket in plan.buckets]
+    tiers = [bucket.tier for bucket in plan.index.buckets]
     views = {view for tier in tiers for form in tier.formats for view in form.pools}
     pools = sum(1 << i for i, view in enumerate(POOLS) if view in views)
     widest_input = max(lane.input_dim for lane in lanes)
     widest_k = max(lane.rank_k for lane in lanes)
     return (
-        TABLE_VERSION, layer, plan.page_tokens, plan.model.group_size, len(lanes), len(plan.buckets),
-        plan.model.head_dim // 2, plan.projected, turns, plan.hot_bits, widest_input, widest_k, pools,
+        TABLE_VERSION, layer, plan.page_tokens, plan.model.group_size, len(lanes), len(plan.index.buckets),
+        plan.model.head_dim // 2, plan.index.projected, turns, plan.index.hot_bits, widest_input, widest_k, pools,
     )  # fmt: skip
 
 
@@ -97,10 +97,10 @@ def _bucket_forms(
     ``at``."""
     plan = layout.plan
     forms: list[int] = []
-    for b, bucket in enumerate(plan.buckets):
-        tier, table = plan.tiers[bucket.tier], tables[b]
-        is_fresh = bucket.source is None
-        forms += (*format_fields(tier), layout.page_stride[b], is_fresh, len(table), at)
+    for bucket, table in zip(plan.index.buckets, tables, strict=True):
+        stride = layout.page_stride[bucket.number]
+        formats = format_fields(bucket.tier)
+        forms += (*formats, stride, bucket.is_hot, len(table), at)
         at += table.size
     return forms
 
@@ -116,19 +116,11 @@ def _lane_forms(
         own = lane.planes if lane.rope == "planes" else ()
         planes_at = at + len(planes) if lane.rope == "planes" else 0
         turns = lane.rope != "none"
-        fresh = _fresh_bucket(plan, lane)
-        window = plan.window(lane.layer * plan.model.kv_heads + lane.head)
+        number = plan.index.number(lane.layer, lane.head)
+        fresh = plan.index.hot_bucket[number]
+        sight = plan.index.sight(number)
         rows += (lane.head, lane.input_dim, turns, planes_at)
         rows += (lane.projected, lane.rank_k, lane.rank_v, fresh)
-        rows += (window.sink, window.recent, window.exact)
+        rows += (sight.sink, sight.recent, sight.exact)
         planes += own
     return rows, planes
-
-
-def _fresh_bucket(plan: CompressionPlan, lane: Lane) -> int:
-    """The bucket that takes the new tokens of a lane."""
-    index = lane.layer * plan.model.kv_heads + lane.head
-    for i, bucket in enumerate(plan.buckets):
-        if bucket.source is None and index in bucket.lanes:
-            return i
-    raise LookupError(f"lane {index} is in no fresh bucket")

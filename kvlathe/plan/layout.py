@@ -3,7 +3,7 @@ C++ read the same table.
 
     arena | page 0 | page 1 | ...                      a page is one contiguous range: one memcpy moves it
     page  | layer 0: lane, lane, ... | layer 1: ... |  P tokens of every lane of the bucket, all layers
-          | scores |                                   where the bucket's tokens are ranked (CompressionPlan.scored)
+          | scores |                                   where the bucket's tokens are ranked (Bucket.scored)
     lane  | K | K metadata | V | V metadata |          each part 128-byte aligned; ranks are never padded
 
     address = base + page_id * page_stride[bucket] + offsets.k          (layer and lane offsets are already in them)
@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.plan.formats import META_BYTES, aligned
-from kvlathe.plan.placement import Placement
+from kvlathe.plan.index import Bucket
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.shard_plan import ShardPlan
 
@@ -73,14 +73,13 @@ class CacheLayout:
 
     @cached_property
     def _placed(self) -> tuple[tuple[dict[int, LaneOffsets], int], ...]:
-        buckets = range(len(self.plan.buckets))
-        return tuple(self._place(bucket) for bucket in buckets)
+        return tuple(self._place(bucket) for bucket in self.plan.index.buckets)
 
-    def _place(self, bucket: int) -> tuple[dict[int, LaneOffsets], int]:
-        tier = self.plan.tiers[self.plan.buckets[bucket].tier]
+    def _place(self, bucket: Bucket) -> tuple[dict[int, LaneOffsets], int]:
+        tier = bucket.tier
         p = self.plan.page_tokens
         at, offsets_of = 0, {}
-        for index in sorted(self.plan.buckets[bucket].lanes):
+        for index in bucket.lanes:
             lane = self.plan.lanes[index]
             k = at
             k_meta = k + tier.k.data_bytes(lane.rank_k, p)
@@ -108,7 +107,10 @@ class CacheLayout:
         """Bytes of a page of each bucket that hold something: all of them, but for a
         shard that has less than another one."""
         return tuple(
-            size + self._score_bytes(b) for b, (_, size) in enumerate(self._placed)
+            size + self._score_bytes(bucket)
+            for bucket, (_, size) in zip(
+                self.plan.index.buckets, self._placed, strict=True
+            )
         )
 
     def lane_bytes(self, bucket: int) -> dict[int, int]:
@@ -123,14 +125,12 @@ class CacheLayout:
         """Where the scores of a bucket begin, in bytes from its page's start."""
         return self._placed[bucket][1]
 
-    def _score_bytes(self, bucket: int) -> int:
+    def _score_bytes(self, bucket: Bucket) -> int:
         """Of a page: what ranking its tokens needs is kept with them, and counted."""
-        if not self.plan.scored(bucket):
+        if not bucket.scored:
             return 0
-        fields = 8 if self.plan.keeps_positions else 4
-        return aligned(
-            fields * len(self.plan.buckets[bucket].lanes) * self.plan.page_tokens
-        )
+        fields = 8 if self.plan.index.keeps_positions else 4
+        return aligned(fields * len(bucket.lanes) * self.plan.page_tokens)
 
     def lane_table(self, bucket: int) -> npt.NDArray[np.int32]:
         """[lanes of the bucket, TABLE_COLUMNS] int32: what C++ reads. Sorted by (layer,
@@ -139,12 +139,12 @@ class CacheLayout:
 
     @cached_property
     def _lane_tables(self) -> tuple[npt.NDArray[np.int32], ...]:
-        return tuple(map(self._lane_table, range(len(self.plan.buckets))))
+        return tuple(map(self._lane_table, self.plan.index.buckets))
 
-    def _lane_table(self, bucket: int) -> npt.NDArray[np.int32]:
+    def _lane_table(self, bucket: Bucket) -> npt.NDArray[np.int32]:
         rows = []
-        for index in sorted(self.plan.buckets[bucket].lanes):
-            lane, s = self.plan.lanes[index], self.lane_offsets(bucket, index)
+        for index in bucket.lanes:
+            lane, s = self.plan.lanes[index], self.lane_offsets(bucket.number, index)
             rows.append(
                 (
                     lane.layer,
@@ -177,24 +177,27 @@ class CacheLayout:
     @property
     def bounded(self) -> bool:
         """Whether a token costs less, the longer its sequence is."""
-        return any(bucket.tokens.drops for bucket in self.plan.buckets)
+        return self.plan.index.drops
 
     def described(self) -> list[tuple[int, str, str, int, int, str]]:
         """For people, of each bucket: its number, number format, layers, lanes, bytes
         of a page, which tokens."""
         rows = []
-        for i, bucket in enumerate(self.plan.buckets):
-            tier, rule = self.plan.tiers[bucket.tier], bucket.tokens
-            k, v = tier.formats
-            same = k.words == v.words
-            bits = k.words if same else f"K {k.words}, V {v.words}"
+        for i, bucket in enumerate(self.plan.index.buckets):
+            k, v = (form.words for form in bucket.tier.formats)
             layers = sorted({self.plan.lanes[lane].layer for lane in bucket.lanes})
             where = str(layers[0])
             if layers[1:]:
                 where += f" to {layers[-1]}"
-            tokens = "until they are sealed" if self.plan.cold(i) else rule.words
             rows.append(
-                (i, bits, where, len(bucket.lanes), self.page_stride[i], tokens)
+                (
+                    i,
+                    k if k == v else f"K {k}, V {v}",
+                    where,
+                    len(bucket.lanes),
+                    self.page_stride[i],
+                    bucket.words,
+                )
             )
         return rows
 
@@ -206,33 +209,17 @@ class CacheLayout:
         a long sequence).
         """
         total = 0
-        for b, held in enumerate(self.all_held(tokens)):
-            if not (sealed and self.plan.cold(b)):
-                pages = -(-held // self.plan.page_tokens)
-                total += pages * self.page_stride[b]
+        held = self.all_held(tokens)
+        for bucket in self.plan.index.buckets:
+            if bucket.stays or not sealed:
+                pages = -(-held[bucket.number] // self.plan.page_tokens)
+                total += pages * self.page_stride[bucket.number]
         return total
 
-    @cached_property
-    def placements(self) -> tuple[Placement, ...]:
-        """Of the fresh buckets, in order."""
-        return tuple(
-            self.plan.placement(b)
-            for b, bucket in enumerate(self.plan.buckets)
-            if bucket.source is None
-        )
-
     def all_held(self, tokens: int) -> list[int]:
-        """Tokens in each bucket once ``tokens`` have reached the fresh ones and
-        moved."""
-        held = [0] * len(self.plan.buckets)
-        for placed in self.placements:
-            for bucket, count in zip(placed.buckets, placed.held(tokens), strict=True):
+        """Tokens in each bucket once ``tokens`` have reached the hot ones and moved."""
+        held = [0] * len(self.page_stride)
+        for route in self.plan.index.routes:
+            for bucket, count in zip(route.buckets, route.held(tokens), strict=True):
                 held[bucket] = count
         return held
-
-    def held(self, bucket: int, tokens: int) -> int:
-        """``all_held`` of one bucket."""
-        source = self.plan.buckets[bucket].source
-        fresh = bucket if source is None else source
-        placed = next(x for x in self.placements if x.buckets[0] == fresh)
-        return placed.held(tokens)[placed.buckets.index(bucket)]

@@ -46,7 +46,7 @@ def _row(layout: CacheLayout, tokens: int, batch: int) -> dict[str, int]:
     steady = layout.bytes_for(tokens)
     peak = max(demand.bytes(pages) for pages in demand.moments(tokens))
     numbers = 2 * model.layers * model.kv_heads * model.head_dim * tokens
-    staged = len(layout.plan.passes(tokens)) > 1
+    staged = len(layout.plan.index.passes(tokens)) > 1
     return {
         "tokens": tokens,
         "batch": batch,

@@ -1,5 +1,5 @@
 """Moves: which tokens of a sequence go to which bucket once a step has cached more of
-them. Counts only; placement.py decides them."""
+them. Counts only; lives.py decides them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """``seals``: full pages at the front of the fresh bucket that are quantized into
+    """``seals``: full pages at the front of the hot bucket that are quantized into
     each of its cold ones; then ``selections`` are made, then ``drops``."""
 
     seals: int = 0

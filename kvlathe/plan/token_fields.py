@@ -14,13 +14,14 @@ Field = tuple[int, int]
 def score_fields(layout: CacheLayout, bucket: int, lane: int) -> list[Field]:
     """Attention (float32) and then, where the plan keeps it, position (int32) of a lane's
     tokens; none where the bucket's tokens are not ranked."""
-    if not layout.plan.scored(bucket):
+    index = layout.plan.index
+    if not index.buckets[bucket].scored:
         return []
-    lanes, p = sorted(layout.plan.buckets[bucket].lanes), layout.plan.page_tokens
-    size = 4 * p
+    lanes = index.buckets[bucket].lanes
+    size = 4 * layout.plan.page_tokens
     attention = layout.scores_at(bucket) + size * lanes.index(lane)
     fields = [(attention, 4)]
-    if layout.plan.keeps_positions:
+    if index.keeps_positions:
         fields.append((attention + size * len(lanes), 4))
     return fields
 

@@ -68,7 +68,11 @@ def heads_of(llm: LLM) -> list[HeadBytes]:
     now, long = [0] * len(plan.lanes), [0.0] * len(plan.lanes)
     held = layout.all_held(layout.long)
     for bucket, pages in enumerate(llm.pool.pages_in_use):
-        most = 0 if plan.cold(bucket) else -(-held[bucket] // plan.page_tokens)
+        most = (
+            0
+            if plan.index.buckets[bucket].cold
+            else -(-held[bucket] // plan.page_tokens)
+        )
         for lane, size in layout.lane_bytes(bucket).items():
             now[lane] += pages * size
             long[lane] += most * size / layout.long

@@ -114,8 +114,7 @@ def parts_of(layout: CacheLayout, bucket: int) -> list[Part]:
         if v.format.is_coded:
             v_scales.append(_scales(v))
     plan = layout.plan
-    own = plan.buckets[bucket]
-    tier = plan.tiers[own.tier]
+    tier = plan.index.buckets[bucket].tier
     stride = layout.page_stride[bucket]
     known = [*keys, *values, *k_scales, *v_scales]
     rest = _between(known, stride)
@@ -175,7 +174,7 @@ class ZstdPages:
         import zstandard
 
         self._strides = layout.page_stride
-        buckets = range(len(layout.plan.buckets))
+        buckets = range(len(layout.plan.index.buckets))
         self._parts = [parts_of(layout, bucket) for bucket in buckets]
         self._coder = zstandard.ZstdCompressor(level=level)
         self._decoder = zstandard.ZstdDecompressor()

@@ -37,9 +37,10 @@ class HotRows:
                 if not matrix.token_major:
                     return None
                 fields += matrix.fields
-        if plan.scored(bucket):
-            lanes = len(plan.buckets[bucket].lanes)
-            kinds = 2 if plan.keeps_positions else 1
+        own = plan.index.buckets[bucket]
+        if own.scored:
+            lanes = len(own.lanes)
+            kinds = 2 if plan.index.keeps_positions else 1
             first = layout.scores_at(bucket)
             for i in range(lanes * kinds):
                 offset = first + 4 * plan.page_tokens * i

@@ -14,9 +14,9 @@ from operator import add
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.demand import PageDemand
+from kvlathe.plan.index import Route
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.moves import Moves, Selection
-from kvlathe.plan.placement import Placement
 from kvlathe.runtime.cache.arena import OutOfPages, PageArena
 from kvlathe.runtime.cache.page_table import (
     PageChange,
@@ -38,12 +38,11 @@ class PagePool(PageArena):
         self.layout = layout
         self.plan = layout.plan
         self.demand = PageDemand(layout)
-        self._ranked = self.plan.ranked
-        self._placements = layout.placements
-        self._fresh = [placed.buckets[0] for placed in self._placements]
-        self._sealed = [len(placed.buckets) > 1 for placed in self._placements]
-        # One token more in each fresh bucket.
-        self._one = [int(b in self._fresh) for b in range(len(self.strides))]
+        self._routes = self.plan.index.routes
+        self._hot = [route.buckets[0] for route in self._routes]
+        self._sealed = [len(route.buckets) > 1 for route in self._routes]
+        # One token more in each hot bucket.
+        self._one = [int(bucket.is_hot) for bucket in self.plan.index.buckets]
 
     def open(self) -> PageTable:
         """The table of a sequence without tokens."""
@@ -67,8 +66,8 @@ class PagePool(PageArena):
         """Tokens, at least 1, that a decode adds up to the next time that tokens can
         move."""
         for count in range(1, self.plan.page_tokens):
-            for placed in self._placements:
-                if placed.can_move(table.arrived[placed.buckets[0]] + count):
+            for route in self._routes:
+                if route.can_move(table.arrived[route.buckets[0]] + count):
                     return count
         return self.plan.page_tokens
 
@@ -77,19 +76,19 @@ class PagePool(PageArena):
         self, table: PageTable, tokens: int | Sequence[int], seal: bool = False
     ) -> Reservation:
         """Take every page that appending ``tokens`` tokens can need: one number for
-        each fresh bucket, or a number for each bucket. With ``seal`` also the pages
+        each hot bucket, or a number for each bucket. With ``seal`` also the pages
         that the moves after it fill.
 
-        ``table.pages`` then includes the new pages of the fresh buckets. Raises
+        ``table.pages`` then includes the new pages of the hot buckets. Raises
         OutOfPages; nothing was taken then.
         """
-        if tokens == 1 and not self._ranked and self._has_room(table, seal):
+        if tokens == 1 and not self.plan.index.ranked and self._has_room(table, seal):
             lengths = list(map(add, table.lengths, self._one))
             return Reservation(table, self._one, lengths, seal)
         arriving = self._arriving(tokens)
         lengths = list(map(add, table.lengths, arriving))
         appended = self._appended(table, arriving, lengths)
-        shared = [b for b in self._fresh if arriving[b] and self._shares(table, b)]
+        shared = [b for b in self._hot if arriving[b] and self._shares(table, b)]
         moves = self._moves(table, arriving, lengths) if seal else []
         try:
             taken = self.take(self._counts(appended, shared, moves))
@@ -106,9 +105,9 @@ class PagePool(PageArena):
         done = PageChange(taken, table.pages, during)
         for b in shared:
             self._copy(done, table, b, next(spare[b]))
-        for placed, move in moves:
-            first = table.arrived[placed.buckets[0]] - table.lengths[placed.buckets[0]]
-            self._move(done, placed, move, lengths, first, spare)
+        for route, move in moves:
+            first = table.arrived[route.buckets[0]] - table.lengths[route.buckets[0]]
+            self._move(done, route, move, lengths, first, spare)
         table.pages = during
         return Reservation(table, arriving, lengths, seal, done)
 
@@ -116,7 +115,7 @@ class PagePool(PageArena):
         """Whether one token more fills none of the pages that are there and are its
         own, and none waits to be sealed: most steps of a decode."""
         p = self.plan.page_tokens
-        for b, sealed in zip(self._fresh, self._sealed, strict=True):
+        for b, sealed in zip(self._hot, self._sealed, strict=True):
             place, used = divmod(table.lengths[b], p)
             if not 0 < used < p - 1 or (seal and place and sealed):
                 return False
@@ -150,29 +149,29 @@ class PagePool(PageArena):
 
     def _moves(
         self, table: PageTable, arriving: list[int], lengths: list[int]
-    ) -> list[tuple[Placement, Moves]]:
+    ) -> list[tuple[Route, Moves]]:
         """What moves once the step's tokens are there."""
-        pending: list[tuple[Placement, Moves]] = []
-        for placed in self._placements:
-            b = placed.buckets[0]
+        pending: list[tuple[Route, Moves]] = []
+        for route in self._routes:
+            b = route.buckets[0]
             if arriving[b]:
-                move = placed.moves(lengths, table.arrived[b] + arriving[b])
-                pending.append((placed, move))
+                move = route.moves(lengths, table.arrived[b] + arriving[b])
+                pending.append((route, move))
         return pending
 
     def _counts(
         self,
         appended: list[int],
         shared: list[int],
-        moves: list[tuple[Placement, Moves]],
+        moves: list[tuple[Route, Moves]],
     ) -> list[int]:
         """Pages of each bucket: to append to, to copy to, to seal into and to move
         to."""
         counts = list(appended)
         for b in shared:
             counts[b] += 1
-        for placed, move in moves:
-            for c in placed.buckets[1:]:
+        for route, move in moves:
+            for c in route.buckets[1:]:
                 counts[c] += move.seals
             for selection in move.selections:
                 for target in selection.targets:
@@ -189,19 +188,19 @@ class PagePool(PageArena):
     def _move(
         self,
         done: PageChange,
-        placed: Placement,
+        route: Route,
         move: Moves,
         lengths: list[int],
         first: int,
         spare: list[Iterator[int]],
     ) -> None:
-        """Give the moves of a placement their pages; ``done.after`` and ``lengths``
-        become the table's. ``first``: position of the fresh bucket's first token."""
+        """Give the moves of a route their pages; ``done.after`` and ``lengths``
+        become the table's. ``first``: position of the hot bucket's first token."""
         if not (move.seals or move.selections or move.drops):
             return
         done.after = [list(ids) for ids in done.after]
         if move.seals:
-            self._seal(done, placed, move.seals, lengths, first, spare)
+            self._seal(done, route, move.seals, lengths, first, spare)
         for selection in move.selections:
             self._select(done, selection, lengths, spare)
         for drop in move.drops:
@@ -212,21 +211,21 @@ class PagePool(PageArena):
     def _seal(
         self,
         done: PageChange,
-        placed: Placement,
+        route: Route,
         seals: int,
         lengths: list[int],
         first: int,
         spare: list[Iterator[int]],
     ) -> None:
-        """The first ``seals`` pages of the fresh bucket go to each of its cold ones."""
-        fresh, *cold = placed.buckets
+        """The first ``seals`` pages of the hot bucket go to each of its cold ones."""
+        hot, *cold = route.buckets
         p = self.plan.page_tokens
         targets = [list(islice(spare[c], seals)) for c in cold]
         for i, cold_pages in enumerate(zip(*targets, strict=True)):
-            page = done.after[fresh][i]
-            done.moves.seals.append(FullPage(fresh, page, cold_pages, first + i * p))
-        del done.after[fresh][:seals]
-        lengths[fresh] -= seals * p
+            page = done.after[hot][i]
+            done.moves.seals.append(FullPage(hot, page, cold_pages, first + i * p))
+        del done.after[hot][:seals]
+        lengths[hot] -= seals * p
         for c, pages in zip(cold, targets, strict=True):
             done.after[c] += pages
             lengths[c] += seals * p
@@ -257,7 +256,7 @@ class PagePool(PageArena):
         """Tokens, at least 1, that fill a page which is being filled: where nothing is
         ranked, pages seal or leave only then."""
         p = self.plan.page_tokens
-        return min(p - table.lengths[b] % p for b in self._fresh)
+        return min(p - table.lengths[b] % p for b in self._hot)
 
     def shorten(self, done: Reservation, tokens: int) -> None:
         """Of the tokens that a step was to add, only the first ``tokens`` count: fewer
@@ -299,14 +298,14 @@ class PagePool(PageArena):
         """A second sequence over the same pages; whoever writes to a shared page first
         gets its own copy.
 
-        Raises KvlatheError where a token rule forbids it.
+        Raises KvlatheError where a life forbids it.
         """
-        if not self.plan.sharable:
+        if not self.plan.index.sharable:
             raise KvlatheError(
                 "this sequence cannot be forked",
                 "its engine ranks tokens by what later ones attend, so two continuations"
                 " keep different ones",
-                "send the prompt again, or build without a token rule",
+                "send the prompt again, or build with a compression that ranks no tokens",
             )
         self.share(table.pages)
         pages: Pages = [list(ids) for ids in table.pages]

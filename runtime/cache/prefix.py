@@ -6,10 +6,10 @@ continuation). Its key hashes the plan, a salt (tenants do not see each other's 
 and every token id up to its end. The cache is one more owner of the block's pages, and
 gives the least recently used ones up when the pool runs out.
 
-Of a bucket with a window, a block has the pages that a sequence holds which ends there:
-its sink and the window before its end. Only a sequence that was just there can give
-them, so blocks are whole prefill chunks and the scheduler remembers a prompt before
-each of its chunks. A block without those pages does not end a match.
+Of a bucket whose pages leave, a block has those that a sequence holds which ends there
+(Life.shared): its first ones and the newest before its end. Only a sequence that was
+just there can give them, so blocks are whole prefill chunks and the scheduler remembers
+a prompt before each of its chunks. A block without those pages does not end a match.
 
 A block that is given up goes to a store, where there is one, and comes back from there
 when a prompt begins with it (block_store.py).
@@ -29,7 +29,6 @@ from operator import add
 import numpy as np
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.token_rules import Window
 from kvlathe.runtime.cache.arena import OutOfPages
 from kvlathe.runtime.cache.block_observer import BlockObserver
 from kvlathe.runtime.cache.block_store import BlockStores
@@ -40,32 +39,29 @@ from kvlathe.runtime.cache.pool import PagePool
 class PrefixCache:
     """Of one pool. ``hits`` counts tokens that were not computed again.
 
-    Raises KvlatheError where the plan's token rules forbid sharing.
+    Raises KvlatheError where the plan's lives forbid sharing.
     """
 
     def __init__(self, pool: PagePool) -> None:
-        if not pool.plan.sharable:
+        if not pool.plan.index.sharable:
             raise KvlatheError(
                 "this engine cannot share prefixes",
                 "it ranks the tokens of a prompt by what later ones attend, so equal prefixes do not stay equal",
-                "load it without sharing, or build without a token rule",
+                "load it without sharing, or build with a compression that ranks no tokens",
             )
         self.pool, plan = pool, pool.plan
-        self.seals = any(bucket.source is not None for bucket in plan.buckets)
-        self.windowed = plan.windowed
-        coarse = self.seals or self.windowed
+        self.seals = plan.index.seals
+        self.drops = plan.index.drops
+        coarse = self.seals or self.drops
         self.block = plan.prefill_chunk if coarse else plan.page_tokens
         self.hits = 0
         self.stores: BlockStores | None = None
         self.observer: BlockObserver | None = None
         self._seed = plan.digest.encode()
-        self._windows = [
-            b for b, x in enumerate(plan.buckets) if isinstance(x.tokens, Window)
-        ]
-        self._kept = [
-            not plan.cold(b) and b not in self._windows
-            for b in range(len(plan.buckets))
-        ]  # buckets whose pages stay
+        stays = [bucket for bucket in plan.index.buckets if bucket.stays]
+        self._leaving = [bucket.number for bucket in stays if bucket.life.drops]
+        kept = {bucket.number for bucket in stays if not bucket.life.drops}
+        self._kept = [b in kept for b in range(len(pool.strides))]
         self._blocks: OrderedDict[bytes, Block] = OrderedDict()
         self._compacted: list[CompactedPrefix] = []  # the last used one last
         pool.reclaim = self.reclaim
@@ -120,11 +116,11 @@ class PrefixCache:
             for ids, own in zip(table.pages, block.pages, strict=True):
                 ids += own
         if blocks:
-            for b in self._windows:
+            for b in self._leaving:
                 table.pages[b] = list(blocks[-1].pages[b])
         self.pool.share(table.pages)
         table.arrived = [
-            cached if bucket.source is None else 0 for bucket in self.pool.plan.buckets
+            cached if bucket.is_hot else 0 for bucket in self.pool.plan.index.buckets
         ]
         return table, cached
 
@@ -233,15 +229,15 @@ class PrefixCache:
         page = self.pool.plan.page_tokens
         held = self.pool.layout.all_held(end)
         counts = [self.block // page if kept else 0 for kept in self._kept]
-        for b in self._windows:
+        for b in self._leaving:
             counts[b] = held[b] // page
         return counts
 
     def _bring_back(
         self, key: bytes, known: Block | None, ends: bool, end: int
     ) -> Block | None:
-        """Give an evicted block its pages, and where it ``ends`` its windows; None where
-        its store or the pool cannot. It ends after ``end`` tokens."""
+        """Give an evicted block its pages, and where it ``ends`` those that leave;
+        None where its store or the pool cannot. It ends after ``end`` tokens."""
         if self.stores is None:
             return None
         stored = self.stores.get(key, self._counts(end))
@@ -249,7 +245,7 @@ class PrefixCache:
             return None
         counts = [0] * len(stored)
         for b, pages in enumerate(stored):
-            if ends if b in self._windows else known is None:
+            if ends if b in self._leaving else known is None:
                 counts[b] = len(pages)
         if known is not None:
             self._blocks.move_to_end(key)
@@ -262,10 +258,10 @@ class PrefixCache:
             self.pool.drop(taken)
             return None
         if known is None:
-            known = Block(taken, ends or not self._windows)
+            known = Block(taken, ends or not self._leaving)
             self._blocks[key] = known
         else:
-            for b in self._windows:
+            for b in self._leaving:
                 known.pages[b] = taken[b]
             known.ends = True
         return known
@@ -292,7 +288,7 @@ class PrefixCache:
                     at = first + i * pages
                     own.append(ids[at : at + pages] if kept else [])
                 self.pool.share(own)
-                self._blocks[key] = Block(own, not self._windows)
+                self._blocks[key] = Block(own, not self._leaving)
             block = self._blocks[key]
             if not block.ends:
                 end = start + (i + 1) * self.block
@@ -301,42 +297,34 @@ class PrefixCache:
             before = key
 
     def _end(self, block: Block, table: PageTable, end: int) -> None:
-        """Give a block that ends after ``end`` tokens its windows, if ``table`` still
-        holds all of their pages."""
+        """Give a block that ends after ``end`` tokens the pages that leave, if
+        ``table`` still holds all of them."""
         found: Pages = [[] for _ in table.pages]
-        held = self.pool.layout.all_held(end)
-        for b in self._windows:
-            ids = self._window(table, b, end, held[b])
+        for b in self._leaving:
+            ids = self._held(table, b, end)
             if ids is None:
                 return
             found[b] = ids
         self.pool.share(found)
-        for b in self._windows:
+        for b in self._leaving:
             block.pages[b] = found[b]
         block.ends = True
 
-    def _window(
-        self, table: PageTable, b: int, end: int, held: int
-    ) -> list[int] | None:
-        """The pages of bucket ``b`` of a sequence of ``end`` tokens that holds ``held``
-        of them there; None where one is gone from ``table``."""
-        bucket, page = self.pool.plan.buckets[b], self.pool.plan.page_tokens
-        assert isinstance(bucket.tokens, Window)
-        ids = table.pages[b]
-        reached = table.arrived[b]
-        source = bucket.source
-        if source is not None:
-            reached = table.arrived[source] - table.lengths[source]
+    def _held(self, table: PageTable, b: int, end: int) -> list[int] | None:
+        """The pages of bucket ``b`` of a sequence that ends after ``end`` tokens; None
+        where one is gone from ``table``."""
+        bucket, page = self.pool.plan.index.buckets[b], self.pool.plan.page_tokens
+        first, newest = (tokens // page for tokens in bucket.life.shared(end))
+        reached = table.arrived[bucket.hot]
+        if not bucket.is_hot:
+            reached -= table.lengths[bucket.hot]
         gone = (reached - table.lengths[b]) // page
-        sink = min(held, bucket.tokens.sink) // page
-        recent = held // page - sink
-        last = end // page
-        first = last - recent  # of the window, among all pages
-        lost = gone > 0 and first < sink + gone
-        if reached < end or (lost and recent > 0):
+        start = end // page - newest  # the newest ones, among all pages
+        lost = gone > 0 and start < first + gone
+        if reached < end or (lost and newest > 0):
             return None
-        start = first - gone
-        return ids[:sink] + ids[start : start + recent]
+        start -= gone
+        return table.pages[b][:first] + table.pages[b][start : start + newest]
 
     def reclaim(self) -> bool:
         """Give up the least recently used block or, once there is none, compacted

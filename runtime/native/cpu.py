@@ -92,7 +92,7 @@ class PageWriter:
         lib.kvlathe_cpu_seal.argtypes = [POINTER(SealArgs), POINTER(Status)]
         lib.kvlathe_cpu_move.argtypes = [POINTER(MoveArgs), POINTER(Status)]
         layout = CacheLayout(plan)
-        self._tables = [layout.lane_table(b) for b in range(len(plan.buckets))]
+        self._tables = [layout.lane_table(b) for b in range(len(layout.page_stride))]
         self._parts = [
             part_of(layout, b, table) for b, table in enumerate(self._tables)
         ]
@@ -100,7 +100,7 @@ class PageWriter:
     def seal(self, fresh: int, cold: int, pages: Sequence[SealedPage]) -> None:
         """Quantize ``pages`` of bucket ``fresh`` into pages of bucket ``cold``: every
         lane of ``cold``, the bytes that HostPages.encode writes."""
-        tier = self.plan.tiers[self.plan.buckets[cold].tier]
+        tier = self.plan.index.buckets[cold].tier
         stochastic = tier.rounding == "stochastic"
         nothing = np.zeros((1, 1), np.uint32)
         places = [self._places(page[2]) if stochastic else nothing for page in pages]

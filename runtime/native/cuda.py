@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.plan.kernel_parts import kernel_parts
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
@@ -283,16 +282,15 @@ class LayerForm:
         self.library, self.handle = library, c_void_p()
         table = layer_table(layout, layer)
         library.call("layer_create", table.ctypes.data, table.size, byref(self.handle))
-        lanes, group = plan.active(layer), plan.model.group_size
+        lanes, group = plan.index.active(layer), plan.model.group_size
         self.heads = len(lanes)
         self.queries = group * sum(lane.rank_k for lane in lanes)
         self.out = group * sum(lane.rank_v for lane in lanes)
-        self.fresh = [int(bucket.source is None) for bucket in plan.buckets]
+        self.fresh = [int(bucket.is_hot) for bucket in plan.index.buckets]
         own = layer_tables(layout, layer)
         self.places = list(own)
-        """Numbers of its parts among those of the plan."""
-        every = kernel_parts(plan)
-        own_parts = [every[i] for i in self.places]
+        """Of its parts among those of the plan."""
+        own_parts = [plan.index.parts[i] for i in self.places]
         self.buckets = [part.bucket for part in own_parts]
         self.windows = [window_among(part, own_parts) for part in own_parts]
         self._tables = list(own.values())
@@ -308,12 +306,12 @@ class LayerForm:
 
 
 def layer_tables(layout: CacheLayout, layer: int) -> dict[int, npt.NDArray[np.int32]]:
-    """Place of a part in ``kernel_parts`` -> its rows of the lane table that are of
+    """By the place of a part in ``plan.index.parts``: its rows of the lane table that are of
     one layer. Parts without lanes there are left out."""
     plan = layout.plan
     heads = plan.model.kv_heads
     found: dict[int, npt.NDArray[np.int32]] = {}
-    for i, part in enumerate(kernel_parts(plan)):
+    for i, part in enumerate(plan.index.parts):
         table = layout.lane_table(part.bucket)
         lanes = table[:, 0] * heads + table[:, 1]
         rows = table[(table[:, 0] == layer) & np.isin(lanes, part.lanes)]
@@ -342,7 +340,7 @@ class PageKernels:
             element,
         )
         layout = CacheLayout(plan)
-        self._tables = [layout.lane_table(b) for b in range(len(plan.buckets))]
+        self._tables = [layout.lane_table(b) for b in range(len(layout.page_stride))]
         self.parts = [part_of(layout, b, table) for b, table in enumerate(self._tables)]
 
     def seal(
@@ -356,8 +354,8 @@ class PageKernels:
         self.library.call("cuda_seal", byref(args))
 
     def seal_args(self, fresh: int, cold: int, stream: int) -> SealArgs:
-        """Arguments that seal pages of ``fresh`` into ``cold``; no pages yet."""
-        tier = self.plan.tiers[self.plan.buckets[cold].tier]
+        """What seals pages of ``fresh`` into ``cold``; no pages yet."""
+        tier = self.plan.index.buckets[cold].tier
         args = SealArgs(
             ABI_VERSION,
             self.element,

@@ -103,7 +103,7 @@ class LayerScores:
         kept."""
         plan = self.layout.plan
         fields: list[list[int]] = []
-        for lane in sorted(plan.buckets[bucket].lanes):
+        for lane in plan.index.buckets[bucket].lanes:
             if plan.lanes[lane].layer == layer:
                 fields.append([at for at, _ in score_fields(self.layout, bucket, lane)])
         return [np.ascontiguousarray(column) for column in np.array(fields, np.int32).T]

@@ -9,7 +9,7 @@ from ctypes import Structure, c_int32, c_int64, c_void_p
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.plan.kernel_parts import KernelPart
+from kvlathe.plan.index import KernelPart
 from kvlathe.plan.layer_table import format_fields
 from kvlathe.plan.layout import CacheLayout
 
@@ -47,7 +47,7 @@ def part_of(layout: CacheLayout, bucket: int, lanes: npt.NDArray[np.int32]) -> P
     ``lanes``: rows of the bucket's lane table. They must outlive the part.
     """
     plan = layout.plan
-    part = Part(*format_fields(plan.tiers[plan.buckets[bucket].tier]))
+    part = Part(*format_fields(plan.index.buckets[bucket].tier))
     part.lane_count = len(lanes)
     part.lanes = lanes.ctypes.data
     part.page_stride = layout.page_stride[bucket]
@@ -55,22 +55,21 @@ def part_of(layout: CacheLayout, bucket: int, lanes: npt.NDArray[np.int32]) -> P
 
 
 def window_form(part: KernelPart) -> WindowForm:
-    """The window that the lanes of a part see; its buckets are those of the plan."""
-    window = part.window
-    form = WindowForm(window.sink, window.recent, window.exact)
+    """What the lanes of a part see; its buckets are those of the plan."""
+    sight = part.sight
+    form = WindowForm(sight.sink, sight.recent, sight.exact)
     form.sealed = part.sealed
     form.fresh = part.fresh
     return form
 
 
 def window_among(own: KernelPart, parts: Sequence[KernelPart]) -> WindowForm:
-    """The window that the lanes of a part see, its buckets as places in ``parts``, the
-    parts of a layer. Sealed parts with one window have equally many tokens, so any of
-    them does."""
+    """What the lanes of a part see, its buckets as places in ``parts``, those of a layer.
+    Sealed parts that live alike have equally many tokens, so any of them does."""
     window = window_form(own)
     window.sealed = -1
     for i, part in enumerate(parts):
-        if (part.fresh, part.window) != (own.fresh, own.window):
+        if (part.fresh, part.life) != (own.fresh, own.life):
             continue
         if part.bucket == own.fresh:
             window.fresh = i

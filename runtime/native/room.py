@@ -39,7 +39,7 @@ def check_layers(library: CudaLibrary, plan: CompressionPlan, flags: int = 0) ->
     """Raise KvlatheError where this GPU cannot attend some layer of ``plan`` in calls
     with ``flags``."""
     layout = CacheLayout(plan)
-    for layer in (x for x in range(plan.model.layers) if plan.active(x)):
+    for layer in (x for x in range(plan.model.layers) if plan.index.active(x)):
         form = LayerForm(library, layout, layer)
         sizes = (
             ABI_VERSION,

@@ -72,24 +72,20 @@ def _check_prefix(layout: CacheLayout, parcel: Parcel, known: int) -> None:
 
 
 def _check_running(layout: CacheLayout, parcel: Parcel) -> None:
-    """What has arrived in a fresh bucket is there or in its cold ones, but for what
-    their rules drop or divide."""
+    """What has arrived in a hot bucket is there or in its cold ones, but for what
+    lives drop or divide."""
     cached, own = _before(layout, parcel)
-    buckets = layout.plan.buckets
-    for placed in layout.placements:
-        fresh, *cold = placed.buckets
-        arrived = parcel.arrived[fresh]
+    held = [now - before for now, before in zip(parcel.lengths, own, strict=True)]
+    for bucket in layout.plan.index.buckets:
+        arrived = parcel.arrived[bucket.hot]
         if arrived != parcel.cached and not layout.plan.stages:
-            raise damaged(f"bucket {fresh} does not have what is cached")
-        for b in cold or [fresh]:
-            rule = buckets[b].tokens
-            if rule.drops or rule.divides:
-                continue
-            held = parcel.lengths[b] - own[b]
-            if cold:
-                held += parcel.lengths[fresh] - own[fresh]
-            if held != arrived - cached:
-                raise damaged(f"bucket {b} does not hold what has arrived")
+            raise damaged(f"bucket {bucket.hot} does not have what is cached")
+        stays_whole = bucket.stays and not bucket.life.drops and bucket.life.seals
+        there = held[bucket.number]
+        if not bucket.is_hot:
+            there += held[bucket.hot]
+        if stays_whole and there != arrived - cached:
+            raise damaged(f"bucket {bucket.number} does not hold what has arrived")
 
 
 def _before(layout: CacheLayout, parcel: Parcel) -> tuple[int, Items[int]]:
@@ -110,7 +106,7 @@ def _check_base(layout: CacheLayout, base: Base, parcel: Parcel) -> None:
     fits &= list(base.pages) == expected
     if len(base.lengths) != len(parcel.ids) or not fits:
         raise damaged("its compacted prefix does not have the pages that it says")
-    if layout.plan.compaction is None or base.cached > parcel.cached:
+    if layout.plan.index.compaction is None or base.cached > parcel.cached:
         raise damaged("its compacted prefix is none of this plan, or longer than it")
 
 

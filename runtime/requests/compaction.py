@@ -139,7 +139,7 @@ class Compaction:
         while True:
             tokens = self._count + self._instruction + part
             pages = -(-tokens // page)
-            wanted = [pages if b.source is None else 0 for b in self._plan.buckets]
+            wanted = [pages if b.is_hot else 0 for b in self._plan.index.buckets]
             if pool.fits([wanted]):
                 return part
             if part <= page:
@@ -234,10 +234,8 @@ class Compaction:
 
     def _compact(self, table: PageTable) -> PageTable:
         """The pairs that stay, in pages of their own, and remember them."""
-        sources: dict[int, int] = {}
-        for placed in self._engine.pool.layout.placements:
-            fresh, *cold = placed.buckets
-            sources |= dict.fromkeys(cold or (fresh,), fresh)
+        index = self._plan.index
+        sources = {b.number: b.hot for b in index.buckets if b.stays}
         page = self._plan.page_tokens
         scores: list[Floats] = []
         for bucket in sources:
@@ -245,7 +243,7 @@ class Compaction:
             scores.append(self.scores[rows])
         places = kept_places(scores, self._keep, page)
         kept: dict[int, Places] = dict(zip(sources, places, strict=True))
-        lengths = [0] * len(self._plan.buckets)
+        lengths = [0] * len(index.buckets)
         counts = list(lengths)
         for bucket, of_lanes in kept.items():
             length = of_lanes.shape[1]
@@ -296,14 +294,14 @@ class Compaction:
 
 def _share(engine: Engine, keep: float | None) -> float:
     """The share that stays: as asked, or the plan's."""
-    rule = engine.pool.plan.compaction
-    if rule is None:
+    share = engine.pool.plan.index.compaction
+    if share is None:
         raise KvlatheError(
             "this engine cannot compact a prefix",
-            "its plan has no rule for it",
+            "its plan keeps prefixes whole",
             "build it with a compression that compacts prefixes",
         )
-    share = rule.keep if keep is None else keep
+    share = share if keep is None else keep
     if not 0 < share <= 1:
         raise KvlatheError(
             f"a prefix cannot keep {share} of its KV pairs",

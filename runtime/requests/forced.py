@@ -37,10 +37,12 @@ class ForcedText:
         factory.check(tokens, 0)
         plan = engine.pool.plan
         self._engine, self._tokens, self._rows = engine, tokens, rows
-        self._ranked = plan.ranked
+        self._ranked = plan.index.ranked
         self._prompt = self._prompt_tokens(prompt)
-        seals = any(bucket.source is not None for bucket in plan.buckets)
-        grid = plan.page_tokens if seals and not plan.ranked else plan.prefill_chunk
+        seals = plan.index.seals
+        grid = (
+            plan.page_tokens if seals and not plan.index.ranked else plan.prefill_chunk
+        )
         sampler = Sampler(SamplingParams())
         self._sequence = factory.open(tokens, self._prompt, grid, sampler)
 

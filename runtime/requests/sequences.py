@@ -71,7 +71,7 @@ class SequenceFactory:
         matter, as many chunks as a step takes, so that one prompt is through before the
         next begins."""
         grid = self._plan.prefill_chunk
-        if self._plan.cuts_prompts:
+        if self._plan.index.cuts_prompts:
             return grid
         most = self._scheduler.limits.max_num_tokens
         return max(1, most // grid) * grid

@@ -17,7 +17,8 @@ from typing import Protocol
 
 import numpy as np
 
-from kvlathe.plan.plan import CompressionPlan, Pass
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.stages import Pass
 from kvlathe.runtime.sessions.protocols import HiddenRows, Int32, PassRows, StepPlan
 
 
@@ -180,12 +181,12 @@ class Staged:
     _left: HiddenRows | None = None
 
     def __post_init__(self) -> None:
-        self._passes = list(self.plan.passes(self.tokens))
+        self._passes = list(self.plan.index.passes(self.tokens))
         self.rows = [0] * self.plan.model.layers
 
     @property
     def graphs(self) -> int:
-        return self.plan.graphs
+        return self.plan.index.graphs
 
     @property
     def after(self) -> Whole:
@@ -234,9 +235,9 @@ class Staged:
 
     def arriving(self, count: int) -> list[int]:
         """The buckets in the layers of this pass get them."""
-        reached = [0] * len(self.plan.buckets)
+        reached = [0] * len(self.plan.index.buckets)
         for stage in self.stages:
-            for bucket in self.plan.buckets_of(stage):
+            for bucket in self.plan.index.buckets_of(stage):
                 reached[bucket] = count
         return reached
 
@@ -293,7 +294,7 @@ class Staged:
         """The whole prompt is cached with the last row of the last pass."""
         assert rows is not None
         for stage in self.stages:
-            for layer in self.plan.layers_of(stage):
+            for layer in self.plan.index.layers_of(stage):
                 self.rows[layer] += count
         self._left = rows.left
         self.computed += count
@@ -316,7 +317,7 @@ class Staged:
 def path_of(plan: CompressionPlan, tokens: int, chunk: int) -> PromptPath:
     """The path of a prompt of ``tokens`` tokens that is cut at multiples of ``chunk``.
     Where tokens are ranked, they move after each slice of the prompt."""
-    if len(plan.passes(tokens)) > 1:
+    if len(plan.index.passes(tokens)) > 1:
         return Staged(plan, tokens, chunk)
     if plan.observation is None:
         return Whole.cut(tokens, chunk)

@@ -90,7 +90,7 @@ class Scheduler:
         self.costs = Costs()
         self.room = StepRoom()
         self.admission = Admission(pool, self.costs, limits.max_num_tokens)
-        self._seals = any(b.source is not None for b in pool.plan.buckets)
+        self._seals = pool.plan.index.seals
         self.preemptions = 0
         self.queries = 0
         self._swapped: dict[Sequence, Swapped] = {}
@@ -140,7 +140,7 @@ class Scheduler:
     def remember(self, sequence: Sequence) -> None:
         """Let later sequences with the same prefix share what is cached, where the
         plan allows."""
-        if self.prefixes and self.pool.plan.sharable:
+        if self.prefixes and self.pool.plan.index.sharable:
             self.prefixes.add(
                 sequence.table, sequence.sharable(self.prefixes.seals), sequence.salt
             )
@@ -149,7 +149,7 @@ class Scheduler:
         """Keep for others the windows at a border of a prompt's chunks: the next chunk
         may drop their pages."""
         prefixes, cached = self.prefixes, sequence.cached
-        if prefixes is None or not prefixes.windowed or not cached:
+        if prefixes is None or not prefixes.drops or not cached:
             return
         if cached <= sequence.prompt_tokens and cached % prefixes.block == 0:
             self.remember(sequence)
@@ -391,7 +391,7 @@ class Scheduler:
     def _recomputes(self, sequence: Sequence, size: int) -> bool:
         """Whether a sequence of ``size`` bytes had better be computed again than moved
         to the host and back."""
-        if sequence.table.base or not self.pool.plan.recomputable:
+        if sequence.table.base or not self.pool.plan.index.recomputable:
             return False
         return self.costs.recompute_is_cheaper(sequence.cached, size)
 

@@ -266,9 +266,9 @@ class Session(PageMover):
 
 def check_session(session: Session, plan: CompressionPlan) -> None:
     """Raises KvlatheError where ``plan`` ranks tokens and the session keeps no scores."""
-    if plan.ranked and "moves_tokens" not in session.capabilities:
+    if plan.index.ranked and "moves_tokens" not in session.capabilities:
         raise KvlatheError(
             "this engine cannot run here",
             f"its plan ranks tokens and {type(session).__name__} keeps no scores",
-            "run it with --device cpu, or build it without a token rule",
+            "run it with --device cpu, or build it with a compression that ranks no tokens",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,14 @@ from kvlathe.export.bases.rotation import balanced_rotation
 from kvlathe.export.methods import registry
 from kvlathe.export.methods.composition import CacheSettings, compose
 from kvlathe.export.methods.options import Options
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.lives import Window
+from kvlathe.plan.plan import CompressionPlan
 from tests.docs.pages import ROOT
 from tests.export.model import test_families
+from tests.runtime.sessions import test_windows
 from tests.support import checkpoints, stats_cases
+from tests.support.runtime_cases import forced, text
 
 PAGES = ROOT / "docs" / "extending"
 BLOCK = re.compile(r"^```python *([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -85,3 +91,42 @@ def test_the_format_of_the_page_is_in_the_product_and_read_as_it_is_written() ->
     for where, code in quoted:
         assert code in (ROOT / where.removeprefix("file=")).read_text("utf-8")
     exec(example, {})
+
+
+@pytest.fixture
+def stride() -> Iterator[dict[str, Any]]:
+    """The life of the page, known by its kind."""
+    (_, life), (_, law) = blocks("token_rule.md")
+    module: dict[str, Any] = {}
+    exec(compile(life, "token_rule.md", "exec", dont_inherit=True), module)
+    yield module | {"law": law}
+    del module["LIVES"]["stride"]
+
+
+def test_the_life_of_the_page_keeps_the_law(stride: dict[str, Any]) -> None:
+    exec(stride["law"], stride)
+
+
+def test_the_life_of_the_page_answers_as_the_window_that_sees_the_same(
+    stride: dict[str, Any],
+) -> None:
+    """Pages that nobody sees may leave at any time: alone, beside others, hot, sealed,
+    and from a file."""
+    page, cold = test_windows.PAGE, Tier(8, 8, "rank", "token", 32, 64)
+    window, life = Window(page, page), stride["Stride"](page, page, 3 * page)
+    schedule = [(512,), (64,), (100,), *[(1,)] * 3]
+    whole = test_windows.plan_of((Window(0, 1 << 20), window))
+    first, last = whole.groups
+    for tier in ((), (cold,)):
+        found: list[Any] = []
+        for own in (window, life):
+            groups = (
+                dataclasses.replace(first, cold=tier),
+                dataclasses.replace(last, cold=tier, life=own),
+            )
+            plan = dataclasses.replace(whole, groups=groups)
+            read = CompressionPlan.from_json(plan.to_json())
+            assert read == plan
+            llm = test_windows.llm_of(read)
+            found.append(forced(llm, [text(679)], schedule)[0])
+        np.testing.assert_allclose(found[0], found[1], rtol=1e-4, atol=1e-4)

@@ -14,49 +14,65 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.targets import cuda, onnxruntime
 from kvlathe.export.methods import fp8
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import KEEP_ALL, Compacted, Window
+from kvlathe.plan.lives import KEEP, SEAL, Compact, Divide, Life, Window
+from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import LEAST_CHUNK
 from kvlathe.runtime.sessions.torch_cuda.model.rows import WIDEST
 
 LIMITS = kernel_limits.kernel_limits()
 
 
+HOT = Tier(16, 16)
+
+
 def plan_of(
-    lanes: int = 1, group: int = 1, rank: int = 64, inputs: int = 64, buckets: int = 1
+    lanes: int = 1,
+    group: int = 1,
+    rank: int = 64,
+    inputs: int = 64,
+    groups: int = 1,
+    life: Life = KEEP,
 ) -> CompressionPlan:
-    """16-bit pages; each bucket beyond the first holds one lane."""
+    """16-bit pages; each group beyond the first holds one lane."""
     shape = ModelShape(1, lanes * group, lanes, inputs, 64, 100, 512)
     every = tuple(
         Lane(0, head, inputs, rank, rank, projected=True) for head in range(lanes)
     )
-    first = Bucket(0, tuple(range(lanes - buckets + 1)))
-    others = [Bucket(0, (lanes - 1 - i,)) for i in range(buckets - 1)]
-    return CompressionPlan(shape, every, (Tier(16, 16),), (first, *others))
+    first = Group(tuple(range(lanes - groups + 1)), HOT, life=life)
+    others = [Group((lanes - 1 - i,), HOT, life=life) for i in range(groups - 1)]
+    return CompressionPlan(shape, every, (first, *others))
 
 
-def sealed_into(count: int) -> CompressionPlan:
-    """One head whose full pages go into so many buckets."""
-    tiers = (Tier(16, 16), Tier(8, 8))
-    cold = [Bucket(1, (0,), source=0) for _ in range(count)]
-    return dataclasses.replace(plan_of(), tiers=tiers, buckets=(Bucket(0, (0,)), *cold))
+def divided_into(count: int) -> CompressionPlan:
+    """One head whose tokens are divided among so many cold tiers."""
+    life = Divide((1 / count,) * count)
+    return dataclasses.replace(
+        plan_of(),
+        groups=(Group((0,), HOT, (Tier(8, 8),) * count, life),),
+        observation=ObservationWindow(last=8),
+    )
+
+
+def sealed_in(tier: Tier, page: int = 64) -> CompressionPlan:
+    """Codes behind the 16-bit pages."""
+    groups = (Group((0,), HOT, (tier,), SEAL),)
+    return dataclasses.replace(
+        plan_of(), groups=groups, page_tokens=page, prefill_chunk=page
+    )
 
 
 def coded(page: int = 64, group_k: int = 32, group_v: int = 32) -> CompressionPlan:
-    """4-bit pages behind the 16-bit ones."""
-    tiers = (Tier(16, 16), Tier(4, 4, group_k=group_k, group_v=group_v))
-    buckets = (Bucket(0, (0,)), Bucket(1, (0,), source=0))
-    return dataclasses.replace(
-        plan_of(), tiers=tiers, buckets=buckets, page_tokens=page, prefill_chunk=page
-    )
+    return sealed_in(Tier(4, 4, group_k=group_k, group_v=group_v), page)
 
 
 @pytest.mark.parametrize(
     ("name", "plan", "step"),
     [
-        ("kMaxBuckets", lambda n: plan_of(lanes=n, buckets=n), 1),
-        ("kMaxSlots", lambda n: sealed_into(n - 1), 1),
+        ("kMaxBuckets", lambda n: plan_of(lanes=n, groups=n), 1),
+        ("kMaxSlots", lambda n: divided_into(n - 1), 1),
         ("kMaxLanes", lambda n: plan_of(lanes=n), 1),
         ("kMaxGroup", lambda n: plan_of(group=n), 1),
         ("kMaxRank", lambda n: plan_of(rank=n), 16),
@@ -93,7 +109,7 @@ FORMS = [
 
 @pytest.mark.parametrize("tier", FORMS, ids=str)
 def test_every_form_is_taken(tier: Tier) -> None:
-    plan = dataclasses.replace(coded(), tiers=(Tier(16, 16), tier))
+    plan = sealed_in(tier)
     cuda.check_plan("cuda", plan)
     assert onnxruntime.gpus(plan, "float16") == cuda.ARCHITECTURES
 
@@ -101,22 +117,19 @@ def test_every_form_is_taken(tier: Tier) -> None:
 def test_every_window_of_a_bucket_counts() -> None:
     """What a build refuses."""
     most = LIMITS["kMaxBuckets"]
-    tiers = (Tier(16, 16), Tier(8, 8))
 
     def plan_with(windows: int) -> CompressionPlan:
-        cold = [
-            Bucket(1, (i,), source=0, tokens=Window(64, 64 * i)) for i in range(windows)
+        groups = [
+            Group((i,), HOT, (Tier(8, 8),), Window(64, 64 * i)) for i in range(windows)
         ]
-        fresh = Bucket(0, tuple(range(windows)))
-        plan = plan_of(lanes=windows)
-        return dataclasses.replace(plan, tiers=tiers, buckets=(fresh, *cold))
+        return dataclasses.replace(plan_of(lanes=windows), groups=tuple(groups))
 
     cuda.check_plan("cuda", plan_with(most // 2))
     with pytest.raises(KvlatheError, match=f"has {most + 2} buckets"):
         cuda.check_plan("cuda", plan_with(most // 2 + 1))
     with_windows = plan_with(most // 2)
-    buckets = [dataclasses.replace(b, tokens=KEEP_ALL) for b in with_windows.buckets]
-    without = dataclasses.replace(with_windows, buckets=tuple(buckets))
+    groups = [dataclasses.replace(group, life=SEAL) for group in with_windows.groups]
+    without = dataclasses.replace(with_windows, groups=tuple(groups))
     cuda.check_plan("cuda", without)
     for plan in (with_windows, without):
         assert onnxruntime.gpus(plan, "float16") == cuda.ARCHITECTURES
@@ -126,10 +139,8 @@ def test_every_window_of_a_bucket_counts() -> None:
 def test_prefixes_compacted_head_by_head_take_a_bucket_a_head(apart: bool) -> None:
     """What is refused says how all heads share one."""
     most = LIMITS["kMaxBuckets"]
-    plan = plan_of(lanes=most + 1, buckets=most + 1 if apart else 1)
-    rule = Compacted(0.3, apart)
-    buckets = [dataclasses.replace(bucket, tokens=rule) for bucket in plan.buckets]
-    plan = dataclasses.replace(plan, buckets=tuple(buckets))
+    groups = most + 1 if apart else 1
+    plan = plan_of(lanes=most + 1, groups=groups, life=Compact(0.3))
     if not apart:
         cuda.check_plan("cuda", plan)
         assert not onnxruntime.gpus(plan, "float16")
@@ -142,9 +153,8 @@ def test_prefixes_compacted_head_by_head_take_a_bucket_a_head(apart: bool) -> No
 
 def test_groups_that_no_kernel_reads_are_refused() -> None:
     for tier in (Tier(4, 4, group_v=48), Tier(4, 4, "token", "rank", 128, 64)):
-        plan = dataclasses.replace(coded(), tiers=(Tier(16, 16), tier))
         with pytest.raises(KvlatheError, match="divide a page"):
-            cuda.check_plan("cuda", plan)
+            cuda.check_plan("cuda", sealed_in(tier))
 
 
 def test_the_runtime_knows_the_same_numbers() -> None:

@@ -13,8 +13,8 @@ import torch
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import BuildRequest, build
+from kvlathe.plan.lives import Window
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.token_rules import Window
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from tests.support.nightly import rest_nightly
@@ -70,8 +70,8 @@ def test_an_engine_answers_as_transformers_past_every_window(
             every = model(torch.tensor([said])).logits[0].argmax(-1)
         assert list(answer.token_ids) == every[119:-1].tolist()
         plan = llm.plan
-    held = [plan.placement(0).held(n)[0] for n in (60, 150, 500)]
-    assert max(held) <= plan.window(0).recent + PAGE
+    held = [plan.index.route(0).held(n)[0] for n in (60, 150, 500)]
+    assert max(held) <= plan.index.sight(0).recent + PAGE
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,8 @@ def test_compressions_keep_the_windows_of_layers(
     measured = MEASURED if compression == "auto" else {}
     engine = built(folder, tmp_path / "engine", compression, **PAGES, **measured)
     plan = CompressionPlan.from_json((engine / "plan.json").read_text())
-    windows = [plan.window(i) for i in range(len(plan.lanes))]
-    assert windows[2:] == [Window.of_tokens(33, 64)] * 4
+    windows = [plan.index.sight(i) for i in range(len(plan.lanes))]
+    assert windows[2:] == [Window.of_tokens(33, 64).sees] * 4
     assert windows[0] != windows[2]
     expected = answers(model)
     if compression.startswith("window"):
@@ -116,4 +116,4 @@ def test_windows_that_nothing_leaves_are_none(
     folder, _ = reference("mistral-window")
     engine = built(folder, tmp_path / "engine", "h2o", max_seq_len=40)
     plan = CompressionPlan.from_json((engine / "plan.json").read_text())
-    assert not plan.windowed
+    assert not plan.index.sees_less

@@ -26,11 +26,12 @@ from kvlathe.engines.targets.layers import PLUGIN, check_attention, required_nod
 from kvlathe.engines.targets.tensorrt import profiles
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.lives import SEAL, Window
 from kvlathe.plan.manifest import Limits
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import Window
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.sessions.gpu.tensorrt import TensorRTCompute
 
 MODEL = Path(__file__).parents[2] / "models" / "lathe-5m"
@@ -51,35 +52,28 @@ def without_plugin(monkeypatch: pytest.MonkeyPatch) -> str:
     return "" if named == "0" else named
 
 
-def two_buckets() -> CompressionPlan:
+def two_groups() -> CompressionPlan:
     lanes = tuple(
         Lane(0, head, 32, 32, 16 + 16 * head, projected=True) for head in range(2)
     )
     shape = ModelShape(1, 4, 2, 32, 64, 97, 512)
-    return CompressionPlan(
-        shape, lanes, (Tier(16, 16),), (Bucket(0, (0,)), Bucket(0, (1,))), 64, 64
-    )
+    groups = (Group((0,), Tier(16, 16)), Group((1,), Tier(16, 16)))
+    return CompressionPlan(shape, lanes, groups, 64, 64)
 
 
 def test_products_of_codes_are_refused_without_the_plugin() -> None:
     """The parser has no MatMulInteger."""
-    plain = two_buckets()
-    tiers = (*plain.tiers, Tier(4, 8, "rank", "token", 32, 64, "int"))
-    coded = CompressionPlan(
-        plain.model,
-        plain.lanes,
-        tiers,
-        (Bucket(0, (0, 1)), Bucket(1, (0, 1), 0)),
-        64,
-        64,
-    )
+    plain = two_groups()
+    cold = (Tier(4, 8, "rank", "token", 32, 64, "int"),)
+    groups = (Group((0, 1), Tier(16, 16), cold, SEAL),)
+    coded = CompressionPlan(plain.model, plain.lanes, groups, 64, 64)
     with pytest.raises(KvlatheError, match=r"codes of 4 and 8 bits.*MatMulInteger"):
         tensorrt.check_plan("tensorrt_rtx", coded)
 
 
 # -- shapes ----------------------------------------------------------------------------
 def test_profiles_are_ordered_and_hold_what_the_limits_allow() -> None:
-    plan = two_buckets()
+    plan = two_groups()
     decode, mixed = profiles(plan, LIMITS)
     assert (
         decode.keys()
@@ -157,14 +151,13 @@ def test_a_float16_engine_for_the_cpu_names_the_gpus_that_run_its_graph(
         "sm_90" in onnxruntime.gpus(plan, "float16")
         and onnxruntime.gpus(plan, "float32") == ()
     )
-    other = (*plan.tiers, Tier(4, 4, "rank", "token", 32, 48))
-    every = plan.buckets[0].lanes
-    sealed = dataclasses.replace(
-        plan, tiers=other, buckets=(*plan.buckets, Bucket(1, every, 0))
-    )
+    (group,) = plan.groups
+    cold = (Tier(4, 4, "rank", "token", 32, 48),)
+    coded = dataclasses.replace(group, cold=cold, life=SEAL)
+    sealed = dataclasses.replace(plan, groups=(coded,))
     assert onnxruntime.gpus(sealed, "float16") == ()
-    window = dataclasses.replace(plan.buckets[0], tokens=Window(64, 128))
-    windowed = dataclasses.replace(plan, buckets=(window,))
+    window = dataclasses.replace(group, life=Window(64, 128))
+    windowed = dataclasses.replace(plan, groups=(window,))
     assert onnxruntime.gpus(windowed, "float16") == cuda.ARCHITECTURES
 
 

@@ -18,9 +18,9 @@ from kvlathe.export.folding.host_heads import write_heads
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.plan.layer_block import LayerBlock
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.lives import Window
 from kvlathe.plan.manifest import verify
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.token_rules import Window
 from kvlathe_vllm.hosted import VARIABLE, hosted, named, open_hosted
 from tests.support.block_cases import plan_of
 from tests.support.checkpoints import full_plan, random_basis
@@ -117,8 +117,8 @@ def test_a_dry_run_counts_no_weights(model: Path, tmp_path: Path) -> None:
 
 
 def windowed(plan: CompressionPlan) -> CompressionPlan:
-    bucket = dataclasses.replace(plan.buckets[0], tokens=Window(16, 32))
-    return dataclasses.replace(plan, buckets=(bucket,))
+    group = dataclasses.replace(plan.groups[0], life=Window(16, 32))
+    return dataclasses.replace(plan, groups=(group,))
 
 
 @pytest.mark.parametrize(

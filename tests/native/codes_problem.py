@@ -10,9 +10,12 @@ import numpy as np
 import torch
 
 from kvlathe.plan.formats import Tier, groups_along_rank
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.lives import KEEP, SEAL, Divide
+from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.plan import CompressionPlan
 from tests.native.library import ABI_VERSION, BF16, F16, AttendDecodeArgs, Part
 
 LEVELS_Q, LEVELS_P, PARTITION = 127, 255, 64
@@ -24,10 +27,9 @@ def plan_of(
     group: int,
     tiers: Sequence[Tier],
     page_tokens: int,
-    absent: Sequence[int] = (),
 ) -> CompressionPlan:
-    """A 16-bit fresh bucket (tail) over every lane, a sealed one for each of ``tiers``
-    over all but ``absent``."""
+    """A 16-bit hot bucket (tail) over every lane, and a cold one for each of ``tiers``:
+    tokens are divided among several."""
     heads = len(ranks[0])
     lanes = tuple(
         Lane(layer, head, 128, rank_k, rank_v, projected=True)
@@ -37,14 +39,16 @@ def plan_of(
     shape = ModelShape(
         len(ranks), heads * group, heads, 128, heads * group * 128, 1000, 1 << 20
     )
-    every = tuple(range(len(lanes)))
-    held = tuple(lane for lane in every if lane not in absent)
-    buckets = (
-        Bucket(0, every),
-        *(Bucket(1 + i, held, source=0) for i in range(len(tiers))),
-    )
+    count = len(tiers)
+    divide = Divide((1 / count,) * count) if count else KEEP
+    life = SEAL if count == 1 else divide
     return CompressionPlan(
-        shape, lanes, (Tier(16, 16), *tiers), buckets, page_tokens, 8 * page_tokens
+        shape,
+        lanes,
+        (Group(tuple(range(len(lanes))), Tier(16, 16), tuple(tiers), life),),
+        page_tokens,
+        8 * page_tokens,
+        observation=ObservationWindow(last=1) if life.by_saliency else None,
     )
 
 
@@ -56,8 +60,8 @@ def unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 @dataclass
 class CodesProblem:
-    """``sealed[b][i]``: tokens of sequence b in sealed bucket i (not of lanes
-    ``absent``), ``tails[b]`` in the tail."""
+    """``sealed[b][i]``: tokens of sequence b in cold bucket i, ``tails[b]`` in the
+    tail."""
 
     ranks: Sequence[Sequence[tuple[int, int]]]
     sealed: Sequence[Sequence[int]]
@@ -69,12 +73,11 @@ class CodesProblem:
     device: str = "cpu"
     seed: int = 0
     scale: float = 128**-0.5
-    absent: Sequence[int] = ()
     layout: CacheLayout = field(init=False)
 
     def __post_init__(self) -> None:
         self.layout = CacheLayout(
-            plan_of(self.ranks, self.group, self.tiers, self.page_tokens, self.absent)
+            plan_of(self.ranks, self.group, self.tiers, self.page_tokens)
         )
         self.generator = torch.Generator(self.device).manual_seed(self.seed)
         self.lengths = np.array(
@@ -167,7 +170,7 @@ class CodesProblem:
         parts = (Part * buckets)()
         self.kept = getattr(self, "kept", [])
         for i, part in enumerate(parts):
-            tier = self.layout.plan.tiers[i]
+            tier = self.layout.plan.index.buckets[i].tier
             rows = self.rows(i, layer)
             self.kept.append(rows)
             part.bits_k, part.bits_v = tier.bits_k, tier.bits_v

@@ -18,7 +18,7 @@ def inputs_of(step: Step16, memory: Tensor) -> dict[str, Tensor]:
 
     Plugins take no unsigned bytes, so the view of bytes is signed.
     """
-    case, unit = step.case, step.plan.unit
+    case, unit = step.case, step.plan.index.unit
     whole = memory[: len(memory) // (2 * unit) * (2 * unit)]
     values = {name: getattr(step, name) for name in GIVEN}
     for s, table in enumerate(step.tables):

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.plan import CompressionPlan
 from tests.native.library import ABI_VERSION, BF16, F16, F32, AttendDecodeArgs, Part
 
 ELEMENTS = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
@@ -21,7 +22,7 @@ ELEMENTS = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
 def plan_of(
     ranks: Sequence[Sequence[tuple[int, int]]], group: int, tier: Tier, page_tokens: int
 ) -> CompressionPlan:
-    """``ranks[layer][head]`` = (rank_k, rank_v); one bucket that holds every lane."""
+    """``ranks[layer][head]`` = (rank_k, rank_v); one group that holds every lane."""
     heads = len(ranks[0])
     lanes = tuple(
         Lane(layer, head, 128, rank_k, rank_v, projected=True)
@@ -34,8 +35,7 @@ def plan_of(
     return CompressionPlan(
         shape,
         lanes,
-        (tier,),
-        (Bucket(0, tuple(range(len(lanes)))),),
+        (Group(tuple(range(len(lanes))), tier),),
         page_tokens,
         8 * page_tokens,
     )

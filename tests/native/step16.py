@@ -45,12 +45,10 @@ class Step16:
     @staticmethod
     def takes(plan: CompressionPlan, windows: bool = False) -> bool:
         """``windows``: whether what runs it shows them."""
-        if plan.windowed and not windows:
+        if plan.index.sees_less and not windows:
             return False
-        hot = all(
-            plan.tiers[b.tier].bits_k == 16 for b in plan.buckets if b.source is None
-        )
-        return hot and len(plan.buckets) <= 3 and not plan.observes
+        hot = all(b.tier.bits_k == 16 for b in plan.index.buckets if b.is_hot)
+        return hot and len(plan.index.buckets) <= 3 and not plan.index.observes
 
     def __init__(self, case: Case) -> None:
         self.case, self.plan = case, case.plan
@@ -141,7 +139,7 @@ class Step16:
         if not out.size:
             return
         expected = self.case.expected()[0]
-        if any(tier.is_coded for tier in self.plan.tiers):
+        if any(tier.is_coded for tier in self.plan.index.tiers):
             assert np.abs(out - expected).mean() <= 2e-2 * np.abs(expected).max(
                 initial=1e-9
             )
@@ -182,11 +180,7 @@ class Step16:
         i: int,
     ) -> tuple[Array, Array]:
         index = lane.layer * self.plan.model.kv_heads + lane.head
-        bucket = next(
-            s
-            for s, x in enumerate(self.plan.buckets)
-            if x.source is None and index in x.lanes
-        )
+        bucket = self.plan.index.hot_bucket[index]
         offsets = layout.lane_offsets(bucket, index)
         page, place = divmod(
             int(self.case.lengths[b, bucket]) + i, self.plan.page_tokens

@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, assume, given, settings
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.codec import matrices
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket
+from kvlathe.plan.lives import SEAL
 from kvlathe.runtime.native.cuda import CudaLibrary, PageKernels, SealPage
 from kvlathe.runtime.native.library import Native
 from tests.native.library import Library
@@ -62,7 +63,7 @@ def test_a_larger_step(cuda: CudaLibrary, queries: list[int]) -> None:
         Lane(0, 1, 128, 128, 128),
         Lane(0, 2, 20, 16, 16, "planes", (0, 3, 4, 9, 17, 20, 21, 40, 63, 60), True),
     ]
-    plan = plan_of(lanes, [Tier(16, 16)], [Bucket(0, (0, 1, 2))], 128, 4, 64)
+    plan = plan_of(lanes, [Group((0, 1, 2), Tier(16, 16))], 128, 4, 64)
     case = Case(plan, 0, queries, [[n] for n in range(60, 60 + len(queries))], seed=1)
     case.scale = (
         0.05  # wide lanes: sharper scores would show the rounding of q', not a fault
@@ -91,22 +92,18 @@ TIERS = [
 
 
 def sealing(tier: Tier, page: int, cold: tuple[int, ...] = (0, 1, 3, 5)) -> CacheLayout:
-    """Two layers of three lanes; the cold bucket holds ``cold``."""
+    """Two layers of three lanes; those of ``cold`` are sealed."""
     lanes = [
         Lane(layer, h, 128, *ranks, projected=True)
         for layer in range(2)
         for h, ranks in enumerate(RANKS)
     ]
-    return CacheLayout(
-        plan_of(
-            lanes,
-            [Tier(16, 16), tier],
-            [Bucket(0, tuple(range(6))), Bucket(1, cold, 0)],
-            128,
-            2,
-            page,
-        )
-    )
+    hot = Tier(16, 16)
+    kept = tuple(lane for lane in range(6) if lane not in cold)
+    groups = [Group(cold, hot, (tier,), SEAL)]
+    if kept:
+        groups.append(Group(kept, hot))
+    return CacheLayout(plan_of(lanes, groups, 128, 2, page))
 
 
 RANKS = [(128, 48), (80, 16), (16, 112)]

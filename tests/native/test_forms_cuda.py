@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import KEEP_ALL, Window
+from kvlathe.plan.lives import SEAL, Window
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
 from tests.native.library import Library
@@ -66,12 +67,11 @@ def sealed_plan(
     lanes = [
         Lane(0, h, 64, *RANKS[h % len(RANKS)], projected=True) for h in range(2 * count)
     ]
-    rule = window or KEEP_ALL
-    every = tuple(range(2 * count))
-    buckets = [Bucket(0, every)]
-    for i in range(count):
-        buckets.append(Bucket(1 + i, (2 * i, 2 * i + 1), source=0, tokens=rule))
-    return plan_of(lanes, [Tier(16, 16), *tiers], buckets, 64, group, page)
+    groups = [
+        Group((2 * i, 2 * i + 1), Tier(16, 16), (tier,), window or SEAL)
+        for i, tier in enumerate(tiers)
+    ]
+    return plan_of(lanes, groups, 64, group, page)
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Heads of one layer in many buckets on a GPU: formats and windows mixed behind one fresh
+"""Heads of one layer in many buckets on a GPU: formats and windows mixed behind one hot
 bucket. Ragged steps of prompt chunks, short ones and decode rows, through the session's own
 calls, against float64 attention masked token by token."""
 
@@ -11,8 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from kvlathe.plan.kernel_parts import kernel_parts
-from kvlathe.plan.token_rules import KEEP_ALL, TokenRule, Window
+from kvlathe.plan.lives import SEAL, Life, Window
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.torch_cuda.attention.attend import Attention, Spread
@@ -81,13 +80,13 @@ def test_long_contexts_in_as_many_buckets_as_there_can_be(
     cuda: CudaLibrary, page: int
 ) -> None:
     """Blocks share pairs and take several, prompts skip stages: each head sees its own
-    window of one fresh bucket."""
-    rules: list[TokenRule] = [KEEP_ALL, Window(page, 2 * page), Window(0, page)]
-    rules.append(Window.of_tokens(100, page))
-    kinds = [(tier, rule) for tier in TIERS[:7] for rule in rules]
+    window of one hot bucket."""
+    lives: list[Life] = [SEAL, Window(page, 2 * page), Window(0, page)]
+    lives.append(Window.of_tokens(100, page))
+    kinds = [(tier, life) for tier in TIERS[:7] for life in lives]
     plan = mixed_plan(kinds, range(len(kinds)), page, 256 // page)
-    assert len(kernel_parts(plan)) == 32
-    kept = {rule: (2 + i) * page for i, rule in enumerate(rules[1:])}
+    assert len(plan.index.parts) == 32
+    kept = {life: (2 + i) * page for i, life in enumerate(lives[1:])}
     lengths = [
         lengths_of(plan, tail, whole * page, kept)
         for tail, whole in ((70, 40), (1, 90), (0, 3), (page, 20))
@@ -99,11 +98,11 @@ def test_long_contexts_in_as_many_buckets_as_there_can_be(
 def test_a_step_of_few_rows_is_planned_as_it_is_attended(cuda: CudaLibrary) -> None:
     """Decodes alone, many sequences: planned calls give the same bits as unplanned
     ones."""
-    rules: list[TokenRule] = [KEEP_ALL, Window(64, 128)]
-    kinds = [(tier, rule) for tier in TIERS[:13] for rule in rules]
+    lives: list[Life] = [SEAL, Window(64, 128)]
+    kinds = [(tier, life) for tier in TIERS[:13] for life in lives]
     plan = mixed_plan(kinds, range(len(kinds)), 64, 2)
     lengths = [
-        lengths_of(plan, 1 + i, 64 * (i % 9), {rules[1]: 64 * (i % 4)})
+        lengths_of(plan, 1 + i, 64 * (i % 9), {lives[1]: 64 * (i % 4)})
         for i in range(40)
     ]
     case = step_of(plan, [1] * 40, lengths, 7)

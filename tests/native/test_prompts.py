@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
-from kvlathe.plan.plan import Bucket
+from kvlathe.plan.lives import SEAL
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.gpu.side_memory import COPY_HEADER, copies_bytes
@@ -225,17 +226,23 @@ def test_sharp_softmax_with_a_late_maximum(library: Library, cuda: CudaLibrary) 
 
 
 def test_two_buckets_of_16_bits(cuda: CudaLibrary) -> None:
-    """A lane's past in a cold 16-bit bucket and in its own; another lane without the
-    cold one; RoPE and projection."""
+    """A lane's past in a cold 16-bit bucket and in its hot one; another lane that has a
+    hot one alone; RoPE and projection."""
     lanes = [
         Lane(0, 0, 64, 48, 80, projected=True),
         Lane(0, 1, 64, 32, 16, projected=True),
     ]
-    plan = plan_of(
-        lanes, [Tier(16, 16)], [Bucket(0, (0, 1)), Bucket(0, (0,), source=0)], 64, 4, 64
-    )
+    hot = Tier(16, 16)
+    groups = [Group((0,), hot, (hot,), SEAL), Group((1,), hot)]
+    plan = plan_of(lanes, groups, 64, 4, 64)
     step = Step16(
-        Case(plan, 0, [40, 1, 17, 200], [[70, 64], [3, 64], [0, 128], [0, 0]], seed=4)
+        Case(
+            plan,
+            0,
+            [40, 1, 17, 200],
+            [[70, 64, 70], [3, 64, 3], [0, 128, 0], [0, 0, 0]],
+            seed=4,
+        )
     )
     out, memory = step.run(cuda, "cuda")
     step.check_memory(memory)
@@ -281,14 +288,13 @@ def check_codes(
 def test_chunks_after_sealed_pages(
     library: Library, cuda: CudaLibrary, bits: Bits, dtype: torch.dtype
 ) -> None:
-    """Ragged: chunks and single rows, with and without sealed tokens and a tail before;
-    lanes that seal nothing."""
-    for absent in ((), (2, 7)):
-        tier = Tier(bits, bits)
-        problem = CodesChunkProblem(
-            [MIXED], PASTS, TAILS, [tier], dtype=dtype, chunks=CHUNKS, absent=absent
-        )
-        check_codes(library, cuda, problem, times=2)
+    """Ragged: chunks and single rows, with and without sealed tokens and a tail
+    before."""
+    tier = Tier(bits, bits)
+    problem = CodesChunkProblem(
+        [MIXED], PASTS, TAILS, [tier], dtype=dtype, chunks=CHUNKS
+    )
+    check_codes(library, cuda, problem, times=2)
 
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
@@ -336,7 +342,6 @@ def test_two_sealed_tiers_beside_16_bits(library: Library, cuda: CudaLibrary) ->
             tails,
             tiers,
             chunks=[134, 40, 150, 140],
-            absent=[0],
             knows_rows=True,
         )
         check_codes(library, cuda, problem, times=2)

@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from kvlathe.plan.formats import Axis, Bits, Tier, groups_along_rank
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.lives import SEAL
+from kvlathe.plan.plan import CompressionPlan
 from tests.native.library import ABI_VERSION, F32, AttendDecodeArgs, Library, Part
 
 PAGE, RANK_K, RANK_V, GROUP = 64, 80, 48, 3
@@ -17,7 +19,7 @@ AXES = {"rank": 0, "token": 1}
 
 
 def layout_of(tier: Tier) -> CacheLayout:
-    """One lane: a 32-bit fresh bucket and the quantized bucket under test (bucket
+    """One lane: a 32-bit hot bucket and the quantized bucket under test (bucket
     1)."""
     lane = Lane(0, 0, 128, RANK_K, RANK_V, projected=True)
     shape = ModelShape(1, GROUP, 1, 128, 128 * GROUP, 100, 4096)
@@ -25,8 +27,7 @@ def layout_of(tier: Tier) -> CacheLayout:
         CompressionPlan(
             shape,
             (lane,),
-            (Tier(32, 32), tier),
-            (Bucket(0, (0,)), Bucket(1, (0,), source=0)),
+            (Group((0,), Tier(32, 32), (tier,), SEAL),),
             PAGE,
         )
     )

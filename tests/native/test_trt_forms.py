@@ -14,10 +14,9 @@ from hypothesis import HealthCheck, given, settings
 
 from kvlathe.base.kernel_limits import kernel_limits
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
-from kvlathe.plan.kernel_parts import kernel_parts
-from kvlathe.plan.plan import Bucket
-from kvlathe.plan.token_rules import KEEP_ALL, TokenRule, Window
+from kvlathe.plan.lives import SEAL, Life, Window
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
 from tests.native import test_forms_cuda as forms
@@ -112,25 +111,22 @@ def test_long_prompts_in_a_window(
     ranks = enumerate(windows.RANKS)
     lanes = [Lane(0, h, 64, *pair, projected=True) for h, pair in ranks]
     every = tuple(range(len(lanes)))
-    buckets = [Bucket(0, every, tokens=window)]
-    tiers = [Tier(16, 16)]
+    cold = () if tier is None else (tier,)
     lengths = [[700], [0], [64], [5]]
-    if tier is not None:
-        tiers.append(tier)
-        buckets = [Bucket(0, every), Bucket(1, every, source=0, tokens=window)]
+    if cold:
         lengths = [[n, 640 * i] for i, (n,) in enumerate(lengths)]
-    plan = plan_of(lanes, tiers, buckets, 64, 4, 64)
+    plan = plan_of(lanes, [Group(every, Tier(16, 16), cold, window)], 64, 4, 64)
     check(host, cuda, step_of(plan, [900, 1500, 1, 33], lengths, 2), PRODUCTS)
 
 
 def test_as_many_parts_as_there_can_be(host: Host, cuda: CudaLibrary) -> None:
-    """Every head with a format and a window of its own, of one fresh bucket."""
-    rules: list[TokenRule] = [KEEP_ALL, Window(64, 128), Window(0, 64)]
-    rules.append(Window.of_tokens(100, 64))
-    kinds = [(tier, rule) for tier in mixed.TIERS[:7] for rule in rules]
+    """Every head with a format and a window of its own, of one hot bucket."""
+    lives: list[Life] = [SEAL, Window(64, 128), Window(0, 64)]
+    lives.append(Window.of_tokens(100, 64))
+    kinds = [(tier, life) for tier in mixed.TIERS[:7] for life in lives]
     plan = mixed.mixed_plan(kinds, range(len(kinds)), 64, 4)
-    assert len(kernel_parts(plan)) == kernel_limits()["kMaxBuckets"]
-    kept = {rule: (2 + i) * 64 for i, rule in enumerate(rules[1:])}
+    assert len(plan.index.parts) == kernel_limits()["kMaxBuckets"]
+    kept = {life: (2 + i) * 64 for i, life in enumerate(lives[1:])}
     lengths = [
         mixed.lengths_of(plan, tail, 64 * pages, kept)
         for tail, pages in ((70, 40), (1, 90), (0, 3), (64, 20))
@@ -146,7 +142,7 @@ def test_layers_of_a_plan_as_auto_makes_it(
 ) -> None:
     """Buckets without heads of the layer are among its inputs; ranks are whole."""
     plan = mixed.model_plan(128)
-    kept: dict[TokenRule, int] = {mixed.NEAR: 128, mixed.NEWEST: 128}
+    kept: dict[Life, int] = {mixed.NEAR: 128, mixed.NEWEST: 128}
     lengths = [
         mixed.lengths_of(plan, tail, whole, kept)
         for tail, whole in ((5, 640), (63, 128), (0, 2048))

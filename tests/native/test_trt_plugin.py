@@ -16,10 +16,11 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket
+from kvlathe.plan.lives import KEEP, SEAL
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
 from tests.native.library import Library
@@ -41,13 +42,10 @@ def two_lanes(
         Lane(0, 0, 64, 48, 80, projected=True),
         Lane(0, 1, 64, 32, 16, projected=True),
     ]
-    tiers, buckets = [Tier(16, 16)], [Bucket(0, (0, 1))]
-    if tier:
-        tiers, buckets = [*tiers, tier], [*buckets, Bucket(1, (0, 1), source=0)]
+    cold = (tier,) if tier else ()
+    groups = [Group((0, 1), Tier(16, 16), cold, SEAL if tier else KEEP)]
     lengths = [[70] + [cold] * (tier is not None) for cold in sealed]
-    return Case(
-        plan_of(lanes, tiers, buckets, 64, 4, 64), 0, list(queries), lengths, seed=4
-    )
+    return Case(plan_of(lanes, groups, 64, 4, 64), 0, list(queries), lengths, seed=4)
 
 
 @pytest.mark.parametrize("tier", [None, Tier(8, 8), Tier(4, 2)], ids=str)
@@ -115,8 +113,7 @@ def test_what_contradicts_the_layout_is_refused_in_words(host: Host) -> None:
 def test_32_bit_pages_are_refused(host: Host) -> None:
     plan = plan_of(
         [Lane(0, 0, 32, 16, 16, projected=True)],
-        [Tier(32, 32)],
-        [Bucket(0, (0,))],
+        [Group((0,), Tier(32, 32))],
         32,
         2,
         16,
@@ -149,7 +146,8 @@ def test_answers_and_pages_on_the_gpu(host: Host, case: Case) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     assume(
-        Step16.takes(case.plan) and not any(tier.is_coded for tier in case.plan.tiers)
+        Step16.takes(case.plan)
+        and not any(tier.is_coded for tier in case.plan.index.tiers)
     )
     call = Call(case, host, "cuda")
     out, rows, memory = call.run()

@@ -22,8 +22,10 @@ torch = pytest.importorskip("torch")
 from torch import Tensor  # noqa: E402
 
 from kvlathe.plan.formats import Tier  # noqa: E402
+from kvlathe.plan.groups import Group  # noqa: E402
 from kvlathe.plan.heads import Lane, ModelShape  # noqa: E402
-from kvlathe.plan.plan import Bucket, CompressionPlan  # noqa: E402
+from kvlathe.plan.lives import KEEP, SEAL  # noqa: E402
+from kvlathe.plan.plan import CompressionPlan  # noqa: E402
 from kvlathe_vllm.calls import Calls, Step  # noqa: E402
 from kvlathe_vllm.cuda import CudaLayer  # noqa: E402
 from kvlathe_vllm.gpu_step import DecodeBuffers, run_next  # noqa: E402
@@ -50,11 +52,9 @@ def engine_of(sealed: bool) -> Hosted:
         for head in range(HEADS)
     )
     every = tuple(range(len(lanes)))
-    tiers, buckets = [Tier(16, 16)], [Bucket(0, every)]
-    if sealed:
-        tiers.append(Tier(4, 4))
-        buckets.append(Bucket(1, every, source=0))
-    plan = CompressionPlan(shape, lanes, tuple(tiers), tuple(buckets), PAGE, PAGE)
+    cold = (Tier(4, 4),) if sealed else ()
+    group = Group(every, Tier(16, 16), cold, SEAL if sealed else KEEP)
+    plan = CompressionPlan(shape, lanes, (group,), PAGE, PAGE)
     return Hosted(Path("engine"), plan, {})
 
 
@@ -65,7 +65,7 @@ class Played:
         self.engine = engine
         self.calls = Calls(engine.plan, MOST)
         self.layers: list[CudaLayer] = []
-        buckets = len(engine.plan.buckets)
+        buckets = len(engine.plan.index.buckets)
         device = torch.device("cuda")
         self.buffers = DecodeBuffers(MOST, buckets, device) if in_buffers else None
         self.table = torch.zeros(MOST, PAGES, dtype=torch.int32, device=device)

@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import KEEP_ALL, Window
+from kvlathe.plan.lives import KEEP, Window
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
 from tests.native.library import Library
@@ -57,13 +58,9 @@ def windowed_plans(draw: st.DrawFn) -> CompressionPlan:
     lanes = [Lane(0, h, 64, *ranks, projected=True) for h, ranks in enumerate(RANKS)]
     window = draw(windows(page))
     tier = draw(st.sampled_from([None, *CODES]))
-    alone = Bucket(0, (1,))
-    if tier is None:
-        buckets = [alone, Bucket(0, (0, 2, 3), tokens=window)]
-        return plan_of(lanes, [Tier(16, 16)], buckets, 64, group, page)
-    sealed = Bucket(1, (0, 2, 3), source=1, tokens=window)
-    buckets = [alone, Bucket(0, (0, 2, 3)), sealed]
-    return plan_of(lanes, [Tier(16, 16), tier], buckets, 64, group, page)
+    hot, cold = Tier(16, 16), () if tier is None else (tier,)
+    groups = [Group((1,), hot), Group((0, 2, 3), hot, cold, window)]
+    return plan_of(lanes, groups, 64, group, page)
 
 
 @st.composite
@@ -75,7 +72,7 @@ def windowed_steps(draw: st.DrawFn) -> Case:
     fresh = st.integers(0, 5 * plan.page_tokens)
     pages = st.integers(0, 6).map(lambda n: n * plan.page_tokens)
     lengths = [
-        [draw(fresh if b.source is None else pages) for b in plan.buckets]
+        [draw(fresh if b.is_hot else pages) for b in plan.index.buckets]
         for _ in range(batch)
     ]
     return step_of(plan, queries, lengths, draw(st.integers(0, 99)))
@@ -110,14 +107,11 @@ def test_long_prompts(cuda: CudaLibrary, tier: Tier | None, window: Window) -> N
     nothing of its first stage."""
     lanes = [Lane(0, h, 64, *ranks, projected=True) for h, ranks in enumerate(RANKS)]
     every = tuple(range(len(lanes)))
-    buckets = [Bucket(0, every, tokens=window)]
-    tiers = [Tier(16, 16)]
+    cold = () if tier is None else (tier,)
     lengths = [[700], [0], [64], [5]]
-    if tier is not None:
-        tiers.append(tier)
-        buckets = [Bucket(0, every), Bucket(1, every, source=0, tokens=window)]
+    if cold:
         lengths = [[n, 640 * i] for i, (n,) in enumerate(lengths)]
-    plan = plan_of(lanes, tiers, buckets, 64, 4, 64)
+    plan = plan_of(lanes, [Group(every, Tier(16, 16), cold, window)], 64, 4, 64)
     check(cuda, step_of(plan, [900, 1500, 1, 33], lengths, 2))
 
 
@@ -126,10 +120,8 @@ def test_a_window_that_holds_all_changes_nothing(cuda: CudaLibrary) -> None:
     lanes = [Lane(0, h, 64, *ranks, projected=True) for h, ranks in enumerate(RANKS)]
     every = tuple(range(len(lanes)))
     outs: list[np.ndarray] = []
-    for rule in (KEEP_ALL, Window(0, 1 << 20)):
-        plan = plan_of(
-            lanes, [Tier(16, 16)], [Bucket(0, every, tokens=rule)], 64, 4, 64
-        )
+    for life in (KEEP, Window(0, 1 << 20)):
+        plan = plan_of(lanes, [Group(every, Tier(16, 16), life=life)], 64, 4, 64)
         case = step_of(plan, [300, 1, 5], [[130], [70], [9]], 3)
         outs.append(Step16(case).run(cuda, "cuda")[0])
     np.testing.assert_allclose(outs[0], outs[1], atol=2e-3)

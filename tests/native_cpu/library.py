@@ -82,8 +82,7 @@ class Call:
         self.memory, self.tables = reserve(case)
         hot = (
             np.float16
-            if next(plan.tiers[b.tier] for b in plan.buckets if b.source is None).bits_k
-            == 16
+            if next(b.tier for b in plan.index.buckets if b.is_hot).bits_k == 16
             else np.float32
         )
         group, rows = plan.model.group_size, len(self.q)
@@ -105,7 +104,7 @@ class Call:
         self.mass = np.full(
             (len(case.lengths), len(case.lanes), places), np.nan, np.float32
         )
-        if plan.observes:
+        if plan.index.observes:
             self.arrays |= {
                 "observation_weights": case.weights.astype(np.float32),
                 "mass": self.mass,
@@ -158,8 +157,8 @@ def reserve(case: Case) -> tuple[Array, list[Array]]:
 
     plan, strides = case.plan, CacheLayout(case.plan).page_stride
     at, tables = case.memory.nbytes, []
-    for s, bucket in enumerate(plan.buckets):
-        fresh = np.array(case.queries) * (bucket.source is None)
+    for s, bucket in enumerate(plan.index.buckets):
+        fresh = np.array(case.queries) * (bucket.is_hot)
         needed = -(-(case.lengths[:, s] + fresh) // plan.page_tokens)
         table = np.zeros((len(needed), max(1, int(needed.max()))), np.int32)
         for b, count in enumerate(needed):

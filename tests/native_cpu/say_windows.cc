@@ -1,6 +1,6 @@
 // Answers questions about windows from common/windows.h: a line of integers for
 // each line of input. test_windows.py asks, and compares the answers with
-// kvlathe/plan/token_rules.py.
+// kvlathe/plan/lives.py.
 #include <iostream>
 #include <string>
 

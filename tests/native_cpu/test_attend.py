@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlathe.plan.formats import Bits, Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket
-from kvlathe.plan.token_rules import Window
+from kvlathe.plan.lives import SEAL, Window
 from kvlathe.runtime.native.library import Native
 from tests.native_cpu.library import (
     AVX2,
@@ -59,7 +59,7 @@ def test_native_is_plain_attention(
 
 @settings(max_examples=80)
 @given(
-    case=cases().filter(lambda case: case.plan.observes),
+    case=cases().filter(lambda case: case.plan.index.observes),
     threads=st.integers(1, 4),
 )
 def test_native_mass_is_what_observed_rows_attend(
@@ -80,11 +80,7 @@ def appended_where_promised(call: Call, before: np.ndarray, rows: np.ndarray) ->
     v_at = ranks[:, 0].sum() + np.cumsum(ranks[:, 1]) - ranks[:, 1]
     for h, lane in enumerate(case.lanes):
         index = lane.layer * plan.model.kv_heads + lane.head
-        bucket = next(
-            s
-            for s, x in enumerate(plan.buckets)
-            if x.source is None and index in x.lanes
-        )
+        bucket = plan.index.hot_bucket[index]
         offsets, row = layout.lane_offsets(bucket, index), 0
         for b, count in enumerate(case.queries):
             for i in range(count):
@@ -110,8 +106,7 @@ def long_case(tier: Tier, page: int) -> tuple[Case, Array]:
         Lane(0, 0, 64, 48, 80, projected=True),
         Lane(0, 1, 64, 64, 16, projected=True),
     ]
-    buckets = [Bucket(0, (0, 1)), Bucket(1, (0, 1), source=0)]
-    plan = plan_of(lanes, [Tier(32, 32), tier], buckets, 64, 3, page)
+    plan = plan_of(lanes, [Group((0, 1), Tier(32, 32), (tier,), SEAL)], 64, 3, page)
     lengths = [[7, 20 * page], [300, 1000 // page * page], [5, 0], [1500, 3]]
     case = Case(plan, 0, [1, 200, 0, 1], lengths, seed=page, spare=2)
     return case, case.expected()[0]
@@ -163,9 +158,9 @@ def test_long_sequences_are_cut_into_spans_and_tiles(
 @pytest.mark.parametrize("width", [96, 160, 192, 256])
 def test_wide_heads_are_plain_attention(native: Native, isa: str, width: int) -> None:
     """Decodes and a chunk, over hot pages and codes."""
-    buckets = [Bucket(0, (0,)), Bucket(1, (0,), source=0)]
-    tiers = [Tier(32, 32), Tier(8, 8, "rank", "token", 32, 16)]
-    plan = plan_of([Lane(0, 0, width, width, width)], tiers, buckets, width, 2, 32)
+    cold = (Tier(8, 8, "rank", "token", 32, 16),)
+    groups = [Group((0,), Tier(32, 32), cold, SEAL)]
+    plan = plan_of([Lane(0, 0, width, width, width)], groups, width, 2, 32)
     case = Case(plan, 0, [1, 40, 1], [[7, 64], [0, 0], [30, 0]], seed=width)
     found = Call(case, ISAS[isa]).run(native)[0]
     expected = case.expected()[0]
@@ -181,8 +176,7 @@ def nearly_full_case(tier: Tier) -> tuple[Case, Array]:
         Lane(0, 0, 64, 48, 80, projected=True),
         Lane(0, 1, 64, 64, 32, projected=True),
     ]
-    buckets = [Bucket(0, (0, 1)), Bucket(1, (0, 1), source=0)]
-    plan = plan_of(lanes, [Tier(32, 32), tier], buckets, 64, 3, 64)
+    plan = plan_of(lanes, [Group((0, 1), Tier(32, 32), (tier,), SEAL)], 64, 3, 64)
     lengths = [[7, 64 + 60], [3, 60], [0, 128 + 63], [60, 64 + 49], [9, 256 + 61]]
     case = Case(plan, 0, [1, 1, 1, 1, 20], lengths, seed=60)
     case.scale = 0.01
@@ -207,7 +201,7 @@ def largest(call: Call) -> Call:
     """The call with the largest code everywhere in its sealed pages, one scale, and
     queries whose channels are all alike after their projection."""
     plan, layout = call.case.plan, CacheLayout(call.case.plan)
-    tier, size = plan.tiers[1], layout.page_stride[1]
+    tier, size = plan.index.tiers[1], layout.page_stride[1]
     used = -(-call.case.lengths[:, 1:] // plan.page_tokens)
     held = np.arange(call.tables[1].shape[1]) < used
     for page in call.tables[1][held]:
@@ -247,8 +241,9 @@ def windowed_case(window: Window, tier: Tier, page: int) -> tuple[Case, Array]:
         Lane(0, 0, 32, 32, 48, projected=True),
         Lane(0, 1, 32, 16, 32, projected=True),
     ]
-    buckets = [Bucket(0, (0, 1)), Bucket(1, (0,), 0, window), Bucket(1, (1,), 0)]
-    plan = plan_of(lanes, [Tier(32, 32), tier], buckets, 32, 3, page)
+    hot, cold = Tier(32, 32), (tier,)
+    groups = [Group((0,), hot, cold, window), Group((1,), hot, cold, SEAL)]
+    plan = plan_of(lanes, groups, 32, 3, page)
     held = min(window.most, 20 * page)
     lengths = [[7, held, 20 * page], [page + 9, held + page, 0], [300, held, 9 * page]]
     lengths += [[page - 1, page, page], [40, 12 * page, 12 * page]]
@@ -267,7 +262,7 @@ WINDOWED = [
     pytest.param(
         window,
         tier,
-        id=f"{window.words}-{name}",
+        id=f"{window.words()}-{name}",
         marks=[] if i % 3 == j else pytest.mark.nightly,
     )
     for i, window in enumerate(WINDOWS)

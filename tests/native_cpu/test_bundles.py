@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from kvlathe.base.kernel_limits import kernel_limits
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import KEEP_ALL, Window
+from kvlathe.plan.lives import KEEP, SEAL, Life, Window
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import BUNDLES, MAX_BUNDLE
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.torch_cuda.attention import attend, bundles
@@ -76,14 +77,13 @@ def test_bundles_over_every_form_are_masked_attention(
 def codes_plan(
     tiers: Sequence[Tier], lanes: int, group: int, page: int, window: bool = False
 ) -> CompressionPlan:
-    """Lanes in one 16-bit bucket, and behind it in pages of each tier."""
+    """Lanes in one 16-bit bucket, and behind it in pages of the tiers in turn."""
     every = tuple(range(lanes))
     heads = [Lane(0, h, 64, *RANKS[h % len(RANKS)], projected=True) for h in every]
-    rule = Window(page, page) if window else KEEP_ALL
-    buckets = [Bucket(0, every)]
-    for i in range(len(tiers)):
-        buckets.append(Bucket(1 + i, every, source=0, tokens=rule))
-    return plan_of(heads, [Tier(16, 16), *tiers], buckets, 64, group, page)
+    life: Life = Window(page, page) if window else (SEAL if tiers else KEEP)
+    count, hot = len(tiers), Tier(16, 16)
+    groups = [Group(every[i::count], hot, (tiers[i],), life) for i in range(count)]
+    return plan_of(heads, groups or [Group(every, hot, life=life)], 64, group, page)
 
 
 @st.composite
@@ -116,7 +116,7 @@ def test_bundles_over_codes_are_masked_attention(
     library: AttentionLibrary, case: Case
 ) -> None:
     """Products of codes round queries and shares to 8 bits."""
-    check(library, case, 1e-2 if len(case.plan.tiers) > 1 else 2e-3)
+    check(library, case, 1e-2 if len(case.plan.index.tiers) > 1 else 2e-3)
 
 
 @pytest.mark.parametrize("tier", CODES, ids=str)

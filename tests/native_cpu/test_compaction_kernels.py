@@ -4,7 +4,6 @@ tokens and attend them run on a CPU thread by thread (tests/native_cpu/emulated)
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import itertools
 from collections.abc import Mapping
 from typing import Any, cast
@@ -45,6 +44,7 @@ from tests.support.host_device import HostTorchDevice
 from tests.support.nightly import rest_nightly
 from tests.support.ranking_laws import arena_bytes, on_cpu
 from tests.support.runtime_cases import LIMITS, MODEL
+from tests.support.tiers import with_tiers
 
 SOME = rest_nightly(laws.KINDS, "sealed compacted")
 """Laws of whole answers take long thread by thread: all kinds nightly, and on a GPU."""
@@ -170,6 +170,6 @@ def test_the_kernels_attend_lanes_that_keep_different_numbers(
 ) -> None:
     plan = laws.compacting_plan("sealed compacted")
     eight = Tier(8, 8, "token", "token", 32, 32)
-    plan = dataclasses.replace(plan, tiers=(plan.tiers[0], eight))
+    plan = with_tiers(plan, (plan.index.tiers[0], eight))
     ours = in_torch(native, BothLibrary(native, kernels, moving), plan)
     laws.answers_are_those_of_masked_attention(ours, 0.4, 2e-2)

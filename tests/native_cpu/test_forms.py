@@ -12,10 +12,11 @@ import pytest
 
 from kvlathe.plan.codec import matrices
 from kvlathe.plan.formats import Format, Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layer_table import format_fields
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket
+from kvlathe.plan.lives import SEAL
 from tests.support.attend_cases import plan_of
 
 HERE = Path(__file__).parent
@@ -79,8 +80,8 @@ def test_codes_become_the_numbers_that_they_mean(
     program: Path, tier: Tier, page: int
 ) -> None:
     lanes = [Lane(0, h, 128, *ranks, projected=True) for h, ranks in enumerate(RANKS)]
-    buckets = [Bucket(0, (0, 1, 2)), Bucket(1, (0, 1, 2), source=0)]
-    layout = CacheLayout(plan_of(lanes, [Tier(16, 16), tier], buckets, 128, 2, page))
+    groups = [Group((0, 1, 2), Tier(16, 16), (tier,), SEAL)]
+    layout = CacheLayout(plan_of(lanes, groups, 128, 2, page))
     rng = np.random.default_rng(page)
     fields = format_fields(tier)
     valid = page // 2 - 21

@@ -17,8 +17,10 @@ import torch
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.formats import Bits, Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
-from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.lives import KEEP, SEAL
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import BUNDLES
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.native.room import check_room
@@ -219,11 +221,9 @@ def plan_at(key: Key) -> CompressionPlan:
     ranks = MIXED if said == "mixed" else WHOLE
     lanes = [Lane(0, h, 128, *pair, projected=True) for h, pair in enumerate(ranks)]
     every = tuple(range(len(lanes)))
-    tiers, buckets = [Tier(16, 16)], [Bucket(0, every)]
-    if bits < 16:
-        tiers.append(Tier(bits, bits, arithmetic="int"))
-        buckets.append(Bucket(1, every, source=0))
-    return plan_of(lanes, tiers, buckets, 128, group, page)
+    cold = (Tier(bits, bits, arithmetic="int"),) if bits < 16 else ()
+    own = Group(every, Tier(16, 16), cold, SEAL if cold else KEEP)
+    return plan_of(lanes, [own], 128, group, page)
 
 
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)

@@ -20,7 +20,6 @@ from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.weights_file import wiring
-from kvlathe.plan.kernel_parts import kernel_parts
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
@@ -175,7 +174,7 @@ def test_a_step_over_many_buckets_is_masked_attention(
     library: AttentionLibrary, case: Case
 ) -> None:
     """Every lane has the tokens of its own buckets, and sees its own window of them."""
-    parts = kernel_parts(case.plan)
+    parts = case.plan.index.parts
     with pytest.MonkeyPatch.context() as patch:
         out = emulated(library, case, patch)
     assert library.calls[-1] == len(parts)

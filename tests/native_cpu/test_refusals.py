@@ -14,10 +14,11 @@ import pytest
 from kvlathe.base import native_build
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket
+from kvlathe.plan.lives import SEAL
 from kvlathe.runtime.native import library as natives
 from kvlathe.runtime.native.cpu import PageWriter
 from kvlathe.runtime.native.library import Native
@@ -26,7 +27,7 @@ from tests.support.attend_cases import Case, plan_of
 
 
 def small_case() -> Case:
-    plan = plan_of([Lane(0, 0, 32, 32, 16)], [Tier(32, 32)], [Bucket(0, (0,))], 32, 2)
+    plan = plan_of([Lane(0, 0, 32, 32, 16)], [Group((0,), Tier(32, 32))], 32, 2)
     return Case(plan, 0, [2, 1], [[20], [3]], seed=0)
 
 
@@ -135,8 +136,7 @@ def test_a_shortened_layer_table_is_refused(
 def test_a_page_at_a_crooked_address_is_not_sealed(native: Native) -> None:
     plan = plan_of(
         [Lane(0, 0, 32, 32, 16)],
-        [Tier(32, 32), Tier(8, 8)],
-        [Bucket(0, (0,)), Bucket(1, (0,), 0)],
+        [Group((0,), Tier(32, 32), (Tier(8, 8),), SEAL)],
         32,
         2,
     )

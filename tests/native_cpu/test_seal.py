@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.codec import Positions
 from kvlathe.plan.formats import Bits, Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.lives import SEAL
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cpu import PageWriter
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.host.pages import HostPages
@@ -61,8 +63,7 @@ def sealing_plan(tier: Tier, hot: Bits, page: int, seed: int = 0) -> Compression
     ]
     plan = plan_of(
         lanes,
-        [Tier(hot, hot), tier],
-        [Bucket(0, (0, 1)), Bucket(1, (0, 1), source=0)],
+        [Group((0, 1), Tier(hot, hot), (tier,), SEAL)],
         64,
         2,
         page,

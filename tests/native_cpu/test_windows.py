@@ -1,4 +1,4 @@
-"""What the CUDA kernels leave out of a window's pages is what token_rules.Window hides:
+"""What the CUDA kernels leave out of a window's pages is what lives.Sight hides:
 plugins_cpp/src/common/windows.h, asked by a program."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvlathe.plan.token_rules import SEES_ALL, Window
+from kvlathe.plan.lives import SEES_ALL, Sight, Window
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "plugins_cpp"
@@ -48,7 +48,7 @@ class Row:
     the last."""
 
     page: int
-    window: Window
+    window: Sight
     sealed: int
     fresh: int
 
@@ -72,11 +72,11 @@ def rows(draw: st.DrawFn) -> Row:
     page = draw(st.sampled_from(PAGES))
     pages = st.integers(0, 3)
     sink = draw(pages) * page
-    window = Window(sink, draw(pages) * page)
+    window = Sight(sink, draw(pages) * page)
     kind = draw(st.sampled_from(["page", "token", "all"]))
     if kind == "token":
         held = Window.of_tokens(draw(st.integers(1, 3 * page)), page)
-        window = Window(sink, held.recent, held.exact)
+        window = Sight(sink, held.recent, held.exact)
     if kind == "all":
         window = SEES_ALL
     sealed = draw(st.integers(0, 8)) * page

@@ -18,15 +18,18 @@ from kvlathe.export.methods.options import Options
 from kvlathe.export.search import measured
 from kvlathe.plan.deal import Deal, deal
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import Budget, ObservationWindow, Window
+from kvlathe.plan.lives import SEAL, Budget, Window
+from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.plan import CompressionPlan
 from tests.support import stats_cases
 from tests.support.nightly import rest_nightly
 from tests.support.priced_cases import priced
 
+HOT = Tier(16, 16)
 MOST = 1.03
 """Bytes that a shard sets aside, over the mean of what shards fill."""
 
@@ -51,10 +54,12 @@ def plans(draw: st.DrawFn) -> CompressionPlan:
     kept = [i for i, lane in enumerate(lanes) if not lane.removed]
     eight = tuple(i for i in kept if rng.random() < 0.5)
     four = tuple(i for i in kept if i not in eight)
-    cold = (Bucket(1, eight, 0), Bucket(2, four, 0, Window(64, 128)))
-    buckets = (Bucket(0, tuple(kept)), *(b for b in cold if b.lanes))
-    tiers = (Tier(16, 16), Tier(8, 8), Tier(4, 4))
-    return CompressionPlan(shape, tuple(lanes), tiers, buckets)
+    groups = (
+        Group(eight, HOT, (Tier(8, 8),), SEAL),
+        Group(four, HOT, (Tier(4, 4),), Window(64, 128)),
+    )
+    kept_groups = tuple(group for group in groups if group.lanes)
+    return CompressionPlan(shape, tuple(lanes), kept_groups)
 
 
 def every_head_is_dealt_once(dealt: Deal) -> None:
@@ -75,7 +80,7 @@ def test_every_query_head_has_one_shard_and_every_layer_is_dealt_evenly(
     plan: CompressionPlan, num_shards: int
 ) -> None:
     group, layers = plan.model.group_size, range(plan.model.layers)
-    fewest = min(len(plan.active(layer)) for layer in layers)
+    fewest = min(len(plan.index.active(layer)) for layer in layers)
     if fewest * group < num_shards:
         with pytest.raises(KvlatheError, match=f"at most {fewest * group} shards"):
             deal(plan, num_shards)
@@ -83,7 +88,7 @@ def test_every_query_head_has_one_shard_and_every_layer_is_dealt_evenly(
     dealt = deal(plan, num_shards)
     every_head_is_dealt_once(dealt)
     for layer in layers:
-        counts = [len(own.active(layer)) for own in dealt.plans]
+        counts = [len(own.index.active(layer)) for own in dealt.plans]
         assert max(counts) - min(counts) <= 1 and min(counts) > 0
 
 
@@ -108,9 +113,11 @@ def test_pages_have_one_size_and_hold_the_own_lanes(
         assert own.model.group_size == max(
             lane_shard.queries for lane_shard in lane_shards
         )
-        for bucket in range(len(own.buckets)):
+        for bucket in range(len(own.index.buckets)):
             rows = layout.lane_table(bucket)
-            assert set(own.buckets[bucket].lanes) <= set(plan.buckets[bucket].lanes)
+            assert set(own.index.buckets[bucket].lanes) <= set(
+                plan.index.buckets[bucket].lanes
+            )
             assert (rows[:, 4:8] <= largest[bucket]).all()
         for layer in range(plan.model.layers):
             assert len(layer_table(CacheLayout(own), layer))
@@ -194,9 +201,11 @@ def test_shards_set_aside_the_same_bytes_of_a_large_model(
     every = tuple(range(len(lanes)))
     eight = tuple(i for i in every if rng.random() < 0.4)
     four = tuple(i for i in every if i not in eight)
-    buckets = (Bucket(0, every), Bucket(1, eight, 0), Bucket(2, four, 0))
-    tiers = (Tier(16, 16), Tier(8, 8), Tier(4, 4))
-    dealt = deal(CompressionPlan(shape, lanes, tiers, buckets), num_shards)
+    groups = (
+        Group(eight, HOT, (Tier(8, 8),), SEAL),
+        Group(four, HOT, (Tier(4, 4),), SEAL),
+    )
+    dealt = deal(CompressionPlan(shape, lanes, groups), num_shards)
     for tokens in (100, 8192, 131072):
         assert dealt.balance(tokens) <= MOST
 
@@ -205,7 +214,7 @@ def test_shards_beyond_the_heads_hold_some_twice() -> None:
     plan = method_plans()["fdc"]
     for num_shards in (12, 16, 32):
         dealt = deal(plan, num_shards)
-        assert all(len(own.active(0)) == 1 for own in dealt.plans)
+        assert all(len(own.index.active(0)) == 1 for own in dealt.plans)
         assert dealt.balance(32768) <= MOST
         copies = sum(dealt.filled(8192)) / CacheLayout(plan).bytes_for(8192)
         assert 1 < copies <= num_shards / SHAPE.kv_heads * 1.01
@@ -215,10 +224,10 @@ def test_shards_beyond_the_heads_hold_some_twice() -> None:
 
 def test_a_plan_that_ranks_tokens_is_not_dealt() -> None:
     plan = method_plans()["fdc"]
-    every = plan.buckets[0].lanes
+    every = plan.index.buckets[0].lanes
     budget = dataclasses.replace(
         plan,
-        buckets=(Bucket(0, every, None, Budget(128)),),
+        groups=(Group(every, HOT, life=Budget(128)),),
         observation=ObservationWindow(last=8),
     )
     assert deal(budget, 1).num_shards == 1

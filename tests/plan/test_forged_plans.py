@@ -14,23 +14,28 @@ from hypothesis import strategies as st
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import Budget, ObservationWindow
+from kvlathe.plan.lives import Budget, Divide
+from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.plan import CompressionPlan
 
 SHAPE = ModelShape(2, 4, 2, 32, 128, 256, 2048)
 LANES = tuple(
     Lane(i, h, 32, 32, 16, projected=True) for i in range(2) for h in range(2)
 )
 EVERY = (0, 1, 2, 3)
-PLAIN = CompressionPlan(SHAPE, LANES, (Tier(16, 16),), (Bucket(0, EVERY),))
+HOT, COLD = Tier(16, 16), Tier(4, 4, "rank", "rank", 32, 16)
+PLAIN = CompressionPlan(SHAPE, LANES, (Group(EVERY, HOT),))
 SEALED = CompressionPlan(
     SHAPE,
     LANES,
-    (Tier(16, 16), Tier(4, 4, "rank", "rank", 32, 16)),
-    (Bucket(0, EVERY), Bucket(1, EVERY, 0, Budget(128, 8))),
+    (
+        Group(EVERY[:2], HOT, (COLD,), Budget(128, 8)),
+        Group(EVERY[2:], HOT, (COLD, COLD), Divide((0.5, 0.5))),
+    ),
     observation=ObservationWindow(last=8, random=0.1),
 )
 PLANS = [json.loads(plan.to_json()) for plan in (PLAIN, SEALED)]
@@ -82,7 +87,7 @@ def judge(text: str) -> None:
         plan = CompressionPlan.from_json(text)
         assert CacheLayout(plan).bytes_for(100) >= 0
         for layer in range(plan.model.layers):
-            if plan.active(layer):
+            if plan.index.active(layer):
                 layer_table(CacheLayout(plan), layer)
     except KvlatheError as refusal:
         assert refusal.fact and refusal.reason

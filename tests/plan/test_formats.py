@@ -44,10 +44,12 @@ from kvlathe.plan.formats import (
     Format,
     Tier,
 )
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.lives import SEAL
 from kvlathe.plan.noise import noise, noise_key
-from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cpu import PageWriter
 from kvlathe.runtime.native.library import find
 from kvlathe.runtime.sessions.host.pages import typed_views
@@ -293,9 +295,8 @@ def test_the_cpu_library_writes_the_same_bytes(
     )
     shape = ModelShape(1, 1, 1, rank, rank, 16, 1024)
     lanes = (Lane(0, 0, rank, rank, rank),)
-    buckets = (Bucket(0, (0,)), Bucket(1, (0,), source=0))
-    hot = Tier(32, 32)
-    plan = CompressionPlan(shape, lanes, (hot, tier), buckets, page, page, seed)
+    groups = (Group((0,), Tier(32, 32), (tier,), SEAL),)
+    plan = CompressionPlan(shape, lanes, groups, page, page, seed)
     layout = CacheLayout(plan)
     source = aligned(np.zeros(layout.page_stride[0], np.uint8))
     expected = np.zeros(layout.page_stride[1], np.uint8)
@@ -317,7 +318,7 @@ def page_reading_model(plan: CompressionPlan) -> tuple[bytes, Body]:
     for x in "kv":
         body.output(x, reader.read(x, places))
     types = {"pool_f32": np.float32, "pool_f16": np.float16, "pool_u8": np.uint8}
-    shapes = dict.fromkeys(types, (None, plan.unit))
+    shapes = dict.fromkeys(types, (None, plan.index.unit))
     types |= dict.fromkeys(("lengths", "page_table_1"), np.int32)
     shapes |= dict.fromkeys(("lengths", "page_table_1"), (None, None))
     used = {name for node in body.nodes for name in node.input}
@@ -352,7 +353,7 @@ def test_the_onnx_function_reads_what_numpy_writes(tier: Tier) -> None:
                 values = numbers(4 * i + 2 * lane + side, page, matrix.rank)
                 matrix.write(memory[i * stride : (i + 1) * stride], values)
     model, body = page_reading_model(plan)
-    feeds = dict(typed_views(memory, plan.unit))
+    feeds = dict(typed_views(memory, plan.index.unit))
     feeds["lengths"] = np.array([[0, 2 * page]], np.int32)
     feeds["page_table_1"] = np.array([[1, 0]], np.int32)
     used = {name for node in body.nodes for name in node.input}

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from kvlathe.plan.kernel_forms import ranking_refusal
+from kvlathe.plan.lives import KEEP
+from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.token_rules import KEEP_ALL, ObservationWindow
 from tests.support.ranking_laws import KINDS, ranked_plan
 from tests.support.runtime_cases import (
     compacting_plans,
@@ -58,8 +59,8 @@ def test_what_no_kernel_does_is_refused(kind: str) -> None:
 def test_stages_are_taken_where_pages_have_what_their_rows_are_ranked_by() -> None:
     plan = PLANS["budget"]
     assert ranking_refusal(plan) is None
-    whole = dataclasses.replace(plan.buckets[0], tokens=KEEP_ALL)
-    unscored = dataclasses.replace(plan, buckets=(whole, *plan.buckets[1:]))
+    whole = dataclasses.replace(plan.groups[0], life=KEEP)
+    unscored = dataclasses.replace(plan, groups=(whole, *plan.groups[1:]))
     drawn = dataclasses.replace(plan, observation=ObservationWindow(random=0.1, last=8))
     for refused in (unscored, drawn):
         refusal = ranking_refusal(refused)

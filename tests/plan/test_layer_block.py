@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvlathe.plan.layer_block import LayerBlock, bare, in_blocks, seals
+from kvlathe.plan.layer_block import LayerBlock, bare
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
 from tests.support.block_cases import plan_of
@@ -17,8 +17,8 @@ def test_blocks_of_all_layers_are_the_pages_of_a_plan(page: int, sealed: bool) -
     layout = CacheLayout(plan)
     blocks = [LayerBlock(layout, layer) for layer in range(plan.model.layers)]
     strides = layout.page_stride
-    held = in_blocks(plan)
-    assert seals(plan) == sealed
+    held = [bucket.stays for bucket in plan.index.buckets]
+    assert plan.index.seals == sealed
     of_blocks = sum(
         size for size, blocked in zip(strides, held, strict=True) if blocked
     )
@@ -38,11 +38,11 @@ def test_lanes_of_a_block_lie_apart_and_inside(page: int) -> None:
         block = LayerBlock(layout, layer)
         for blocked, end in ((True, block.block_bytes), (False, block.hot_bytes)):
             taken: list[tuple[int, int]] = []
-            for b, held in enumerate(in_blocks(plan)):
-                if held != blocked:
+            for bucket in plan.index.buckets:
+                if bucket.stays != blocked:
                     continue
-                tier = plan.tiers[plan.buckets[b].tier]
-                for row in block.rows(b).tolist():
+                tier = bucket.tier
+                for row in block.rows(bucket.number).tolist():
                     _, _, rank_k, rank_v, k, k_meta, v, v_meta, *_ = row
                     taken.append((k, tier.k.data_bytes(rank_k, page)))
                     taken.append((k_meta, tier.k.meta_bytes(rank_k, page)))

@@ -21,7 +21,7 @@ def test_a_sequence_holds_steady_bytes_and_never_more_than_the_peak(kind: str) -
     table, most = pool.open(), 0
     for start in range(0, 200, layout.plan.prefill_chunk):
         count = min(layout.plan.prefill_chunk, 200 - start)
-        settles = start + count == 200 or not layout.plan.ranked
+        settles = start + count == 200 or not layout.plan.index.ranked
         done = pool.reserve(table, count, settles)
         most = max(most, pool.bytes_in_use)
         pool.commit(done)

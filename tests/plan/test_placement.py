@@ -1,18 +1,30 @@
-"""The law of placements: ``held``, ``moves`` and ``worst_pages`` agree with a simulation
+"""The law of lives: ``held``, ``moves`` and ``worst`` agree with a simulation
 that counts tokens one by one and pages one by one."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlathe.plan import json_fields
-from kvlathe.plan.placement import Placement, placement
-from kvlathe.plan.plan import Bucket
-from kvlathe.plan.token_rules import KEEP_ALL, Budget, Share, TokenRule, Window
+from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
+from kvlathe.plan.index import Lived, Route
+from kvlathe.plan.lives import (
+    KEEP,
+    LIVES,
+    SEAL,
+    Budget,
+    Compact,
+    Divide,
+    Life,
+    Paging,
+    Window,
+)
 
 PAGE = 16
 
@@ -24,23 +36,48 @@ def windows() -> st.SearchStrategy[Window]:
     return st.builds(Window, pages, pages) | exact
 
 
+def divisions() -> st.SearchStrategy[Divide]:
+    weights = st.lists(st.integers(1, 9), min_size=1, max_size=3)
+    return weights.map(lambda ws: Divide(tuple(w / sum(ws) for w in ws)))
+
+
+EVERY: dict[str, st.SearchStrategy[Life]] = {
+    "keep": st.just(KEEP),
+    "seal": st.just(SEAL),
+    "window": windows(),
+    "budget": st.builds(Budget, st.integers(1, 4).map(lambda n: n * PAGE)),
+    "divide": divisions(),
+    "compact": st.builds(Compact, st.sampled_from([0.3, 1.0])),
+}
+"""Lives of each kind."""
+
+
+def route_of(lives: list[tuple[Life, int]], step: int) -> Route:
+    """The route of groups with so many cold tiers that have one hot bucket. Buckets are
+    numbered on."""
+    groups: list[Lived] = []
+    end = 1
+    for life, cold in lives:
+        buckets = (0, *range(end, end + cold))
+        groups.append(Lived(life, buckets, Paging(PAGE, cold, step)))
+        end += cold
+    return Route.of(groups)
+
+
 @st.composite
-def placements(draw: st.DrawFn) -> Placement:
-    """One bucket, sealed buckets or divided ones, whose prompts settle at their end or
-    on a grid."""
-    budgets = st.builds(Budget, st.integers(1, 4).map(lambda n: n * PAGE))
-    one = st.just(KEEP_ALL) | budgets | windows()
+def placements(draw: st.DrawFn, kinds: tuple[str, ...] = tuple(EVERY)) -> Route:
+    """One group of any life, or up to three that are sealed together, whose prompts move
+    at their end or on a grid."""
     step = draw(st.sampled_from([0, PAGE, 2 * PAGE, 5 * PAGE]))
-    kind = draw(st.sampled_from(["one", "sealed", "divided"]))
-    rules: list[TokenRule] = []
-    if kind == "divided":
-        weights = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
-        rules += [Share(weight / sum(weights)) for weight in weights]
-    else:
-        most = 1 if kind == "one" else 3
-        rules += draw(st.lists(one, min_size=1, max_size=most))
-    buckets = range(1 if kind == "one" else 1 + len(rules))
-    return placement(tuple(buckets), tuple(rules), PAGE, step)
+    kind = draw(st.sampled_from(kinds))
+    life = draw(EVERY[kind])
+    cold = draw(st.sampled_from([*life.cold_tiers]))
+    lives = [(life, cold)]
+    if cold and life.seals:
+        sealed = [kind for kind in EVERY if kind not in ("keep", "divide")]
+        for other in draw(st.lists(st.sampled_from(sealed), max_size=2)):
+            lives.append((draw(EVERY[other]), 1))
+    return route_of(lives, step)
 
 
 def pages(tokens: int) -> int:
@@ -51,7 +88,7 @@ class Simulation:
     """Counts of one sequence. ``peak``: the most pages of each bucket at one time; what
     moves fill is taken before anything is given back."""
 
-    def __init__(self, placed: Placement) -> None:
+    def __init__(self, placed: Route) -> None:
         self.placed = placed
         self.lengths = [0 for _ in placed.buckets]
         self.peak = [0 for _ in placed.buckets]
@@ -94,16 +131,18 @@ class Simulation:
             self.peak[i] = max(self.peak[i], pages(length) + more[i])
 
 
-@settings(max_examples=300)
+@pytest.mark.parametrize("kind", LIVES)
+@settings(max_examples=100)
 @given(
-    placed=placements(),
+    data=st.data(),
     prompt=st.integers(1, 200),
     more=st.integers(0, 150),
     chunk=st.sampled_from([PAGE, 2 * PAGE]),
 )
 def test_what_is_held_moved_and_needed_agrees_with_counting(
-    placed: Placement, prompt: int, more: int, chunk: int
+    data: st.DataObject, kind: str, prompt: int, more: int, chunk: int
 ) -> None:
+    placed = data.draw(placements((kind,)))
     simulation, step = Simulation(placed), placed.prompt_step
     while simulation.arrived < prompt:
         end = min(prompt, (simulation.arrived // chunk + 1) * chunk)
@@ -124,7 +163,7 @@ def test_what_is_held_moved_and_needed_agrees_with_counting(
 @settings(max_examples=100)
 @given(placed=placements(), tokens=st.integers(1, 300))
 def test_worst_pages_are_reached_but_for_a_page_or_two(
-    placed: Placement, tokens: int
+    placed: Route, tokens: int
 ) -> None:
     """Over all prompts up to the length: what is reserved is not idle."""
     reached = [0 for _ in placed.buckets]
@@ -138,7 +177,7 @@ def test_worst_pages_are_reached_but_for_a_page_or_two(
             simulation.step(1, True)
         reached = list(map(max, reached, simulation.peak))
     worst = placed.worst_pages(tokens, tokens)
-    slack = 2 + 2 * len(placed.rules)
+    slack = 2 + 2 * max(1, len(placed.buckets) - 1)
     assert all(most <= now + slack for now, most in zip(reached, worst, strict=True))
 
 
@@ -149,7 +188,7 @@ def test_no_page_leaves_that_a_later_query_sees(
 ) -> None:
     """Positions one by one: the pages that are there hold what each query sees, and at
     its turn the oldest of them is seen."""
-    placed = placement((0,), (window,), PAGE, 2 * PAGE)
+    placed = route_of([(window, 0)], 2 * PAGE)
     held: list[int] = []
     for n in range(prompt + more + 1):
         newest = {
@@ -164,8 +203,11 @@ def test_no_page_leaves_that_a_later_query_sees(
             assert set(held) <= seen
         if settled and window.exact:
             assert len(set(held) - seen) < 2 * PAGE
+        if settled and n % PAGE == 0:
+            first, newest = window.shared(n)
+            assert held == [*range(first), *range(n - newest, n)]
         # Places tell the same as positions: whole pages are gone.
-        first = window.first_seen(len(held), PAGE)
+        first = window.sees.first_seen(len(held), PAGE)
         of_places = {
             t for i, t in enumerate([*held, n]) if i < window.sink or i >= first
         }
@@ -176,21 +218,28 @@ def test_no_page_leaves_that_a_later_query_sees(
                 del held[drop.first * PAGE : (drop.first + drop.pages) * PAGE]
 
 
-def bucket_of(tokens: object) -> Bucket:
-    """A bucket whose rule JSON describes as ``tokens``."""
-    fields = {"tier": 0, "lanes": [0], "source": None, "tokens": tokens}
-    return json_fields.read(Bucket, fields, "bucket")
+def group_of(life: object) -> Group:
+    """A group whose life JSON describes so."""
+    hot = json.loads(json.dumps(dataclasses.asdict(Tier(16, 16))))
+    cold = [hot] if life == {"kind": "seal"} else []
+    fields = {"lanes": [0], "hot": hot, "cold": cold, "life": life}
+    return json_fields.read(Group, fields, "group")
 
 
-@given(placed=placements())
-def test_a_rule_is_what_its_file_form_says(placed: Placement) -> None:
-    for rule in placed.rules:
-        assert bucket_of(dataclasses.asdict(rule)).tokens == rule
-        assert rule.problem(PAGE) is None
+@pytest.mark.parametrize("kind", LIVES)
+@given(data=st.data())
+def test_a_life_is_what_its_file_form_says(data: st.DataObject, kind: str) -> None:
+    life = data.draw(EVERY[kind])
+    most = life.cold_tiers[-1]
+    made = Group((0,), Tier(16, 16), (Tier(8, 8, "rank", "rank"),) * most, life)
+    fields = json.loads(json.dumps(dataclasses.asdict(made)))
+    assert json_fields.read(Group, fields, "group") == made
+    assert life.problem(PAGE) is None
 
 
-def test_a_rule_with_fields_of_another_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"bucket\.tokens .*recent"):
-        bucket_of({"kind": "all", "recent": 1})
-    with pytest.raises(ValueError, match=r"bucket\.tokens\.kind is not one of all"):
-        bucket_of({"kind": "nothing"})
+def test_a_life_with_fields_of_another_is_refused() -> None:
+    assert group_of({"kind": "seal"}).life == SEAL
+    with pytest.raises(ValueError, match=r"group\.life .*recent"):
+        group_of({"kind": "keep", "recent": 1})
+    with pytest.raises(ValueError, match=r"group\.life\.kind is not one of keep"):
+        group_of({"kind": "nothing"})

@@ -23,10 +23,11 @@ from kvlathe.bench.load import TRACES, Request
 from kvlathe.bench.measure import Point, Target
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
-from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.pool import PagePool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,8 +35,7 @@ LANES = tuple(Lane(i, h, 64, 64, 64) for i in range(2) for h in range(2))
 PLAN = CompressionPlan(
     ModelShape(2, 2, 2, 64, 128, 1000, 4096),
     LANES,
-    (Tier(32, 32),),
-    (Bucket(0, (0, 1, 2, 3)),),
+    (Group((0, 1, 2, 3), Tier(32, 32)),),
 )
 
 

@@ -90,4 +90,4 @@ def test_an_engine_without_the_rule_says_so() -> None:
     with serving(sharing("split")) as found:
         reply = post(found, "prefixes", prompt=list(text(100)))
     assert reply.status_code == 400
-    assert "no rule for it" in reply.json()["error"]["message"]
+    assert "keeps prefixes whole" in reply.json()["error"]["message"]

@@ -8,6 +8,7 @@ group by group and token by token.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 import ml_dtypes
@@ -25,10 +26,12 @@ from kvlathe.plan.formats import (
     Tier,
     groups_along_rank,
 )
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import Budget, Compacted, ObservationWindow, Share, Window
+from kvlathe.plan.lives import SEAL, Budget, Compact, Divide, Window
+from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.plan import CompressionPlan
 
 Array = npt.NDArray[np.float64]
 VIEWS = {"pool_f32": np.float32, "pool_f16": np.float16, "pool_u8": np.uint8}
@@ -36,8 +39,7 @@ VIEWS = {"pool_f32": np.float32, "pool_f16": np.float16, "pool_u8": np.uint8}
 
 def plan_of(
     lanes: list[Lane],
-    tiers: list[Tier],
-    buckets: list[Bucket],
+    groups: Sequence[Group],
     head_dim: int,
     group: int,
     page: int = 16,
@@ -47,8 +49,7 @@ def plan_of(
     return CompressionPlan(
         shape,
         tuple(lanes),
-        tuple(tiers),
-        tuple(buckets),
+        tuple(groups),
         page_tokens=page,
         prefill_chunk=page,
     )
@@ -103,17 +104,13 @@ def plans(
                 )
             )
     hot: Bits = draw(st.sampled_from(HOT_BITS))
-    tiers, buckets = [Tier(hot, hot)], draw(st.sampled_from(fresh_buckets(lanes)))
-    for source in range(len(buckets)):
-        if buckets[source].source is None and draw(st.booleans()):
-            tiers.append(draw(quantized_tiers(arithmetic)))
-            buckets = [
-                *buckets,
-                Bucket(len(tiers) - 1, buckets[source].lanes, source=source),
-            ]
-    plan = plan_of(
-        lanes, tiers, buckets, head_dim, group, draw(st.sampled_from([16, 32]))
-    )
+    groups = draw(st.sampled_from(groupings(lanes, Tier(hot, hot))))
+    for i, one in enumerate(groups):
+        if not one.cold and draw(st.booleans()):
+            cold = (draw(quantized_tiers(arithmetic)),)
+            groups[i] = dataclasses.replace(one, cold=cold, life=SEAL)
+    page = draw(st.sampled_from([16, 32]))
+    plan = plan_of(lanes, groups, head_dim, group, page)
     if has_scoring:
         plan = scored(plan, draw)
     kind = draw(st.sampled_from(["plain", "observing", "windowed", "compacting"]))
@@ -134,59 +131,38 @@ def scored(plan: CompressionPlan, draw: st.DrawFn) -> CompressionPlan:
 
 
 def windowed(plan: CompressionPlan, draw: st.DrawFn) -> CompressionPlan:
-    """The plan where some buckets whose pages stay have a window, to the page or to the
-    token. Of two cold buckets of one lane, none has."""
+    """The plan where some groups have a window, to the page or to the token."""
     page = plan.page_tokens
     by_page = st.builds(Window, *[st.integers(0, 3).map(lambda n: n * page)] * 2)
     exact = st.integers(1, 3 * page).map(lambda n: Window.of_tokens(n, page))
     both = st.builds(lambda a, b: dataclasses.replace(a, sink=b.sink), exact, by_page)
-    buckets = list(plan.buckets)
-    for i, bucket in enumerate(plan.buckets):
-        source = i if bucket.source is None else bucket.source
-        cold = plan.cold(source)
-        if (cold == (i,) or not cold) and draw(st.booleans()):
-            buckets[i] = dataclasses.replace(bucket, tokens=draw(by_page | both))
-    return dataclasses.replace(plan, buckets=tuple(buckets))
+    groups = [
+        dataclasses.replace(group, life=draw(by_page | both))
+        if draw(st.booleans())
+        else group
+        for group in plan.groups
+    ]
+    return dataclasses.replace(plan, groups=tuple(groups))
 
 
 def compacting(plan: CompressionPlan) -> CompressionPlan:
     """The plan where prefixes can be compacted."""
-    rule = Compacted(0.5)
-    buckets = [
-        bucket if plan.cold(i) else dataclasses.replace(bucket, tokens=rule)
-        for i, bucket in enumerate(plan.buckets)
-    ]
-    return dataclasses.replace(plan, buckets=tuple(buckets))
+    groups = [dataclasses.replace(group, life=Compact(0.5)) for group in plan.groups]
+    return dataclasses.replace(plan, groups=tuple(groups))
 
 
 def observing(plan: CompressionPlan) -> CompressionPlan:
-    """The plan with an observation window: what was sealed whole is divided in two shares, what stays
-    has a budget."""
-    buckets = list(plan.buckets)
-    for i, bucket in enumerate(plan.buckets):
-        if (
-            bucket.source is not None
-            and plan.cold(bucket.source) == (i,)
-            and whole(plan, i)
-        ):
-            buckets[i] = dataclasses.replace(bucket, tokens=Share(0.5))
-            buckets.append(buckets[i])
-        elif bucket.source is None and not plan.cold(i):
-            buckets[i] = dataclasses.replace(bucket, tokens=Budget(plan.page_tokens))
-    chosen = any(bucket.tokens.by_saliency for bucket in buckets)
-    return dataclasses.replace(
-        plan,
-        buckets=tuple(buckets),
-        observation=ObservationWindow(last=1) if chosen else None,
-    )
-
-
-def whole(plan: CompressionPlan, cold: int) -> bool:
-    """Whether a cold bucket holds every lane of its source."""
-    source = plan.buckets[cold].source
-    return source is not None and set(plan.buckets[cold].lanes) == set(
-        plan.buckets[source].lanes
-    )
+    """The plan with an observation window: what was sealed is divided in two shares, what
+    stays hot has a budget."""
+    groups: list[Group] = []
+    for group in plan.groups:
+        own = dataclasses.replace(group, cold=(), life=Budget(plan.page_tokens))
+        if group.cold:
+            shared = Divide((0.5, 0.5))
+            own = dataclasses.replace(group, cold=2 * group.cold, life=shared)
+        groups.append(own)
+    observation = ObservationWindow(last=1)
+    return dataclasses.replace(plan, groups=tuple(groups), observation=observation)
 
 
 def quantized_tiers(arithmetic: str = "float") -> st.SearchStrategy[Tier]:
@@ -241,14 +217,14 @@ def float_tiers() -> st.SearchStrategy[Tier]:
     return st.builds(Tier, eight, eight, *shape, coding_k=either, coding_v=floats)
 
 
-def fresh_buckets(lanes: list[Lane]) -> list[list[Bucket]]:
-    """All lanes together; even and odd ones apart; all together with a cold bucket for
-    some of them."""
+def groupings(lanes: list[Lane], hot: Tier) -> list[list[Group]]:
+    """All lanes together; even and odd ones apart; all but one with cold pages in the
+    format of the hot ones."""
     kept = tuple(i for i, lane in enumerate(lanes) if not lane.removed)
     return [
-        [Bucket(0, kept)],
-        [Bucket(0, kept[::2]), Bucket(0, kept[1::2])],
-        [Bucket(0, kept), Bucket(0, kept[1:], source=0)],
+        [Group(kept, hot)],
+        [Group(kept[::2], hot), Group(kept[1::2], hot)],
+        [Group(kept[:1], hot), Group(kept[1:], hot, (hot,), SEAL)],
     ]
 
 
@@ -280,9 +256,11 @@ class Case:
             spare,
             np.random.default_rng(seed),
         )
-        self.lanes, self.total = plan.active(layer), sum(queries)
+        self.lanes, self.total = plan.index.active(layer), sum(queries)
         self.queries = queries + [0] * spare
-        self.lengths = np.array(lengths + [[0] * len(plan.buckets)] * spare, np.int32)
+        self.lengths = np.array(
+            lengths + [[0] * len(plan.index.buckets)] * spare, np.int32
+        )
         normal, heads = self.rng.normal, range(plan.model.group_size)
         self.q = [
             [normal(size=(self.total, lane.input_dim)) for _ in heads]
@@ -296,7 +274,7 @@ class Case:
         sinks = normal(size=shape) if plan.model.sinks else np.full(shape, -np.inf)
         self.sinks = sinks.astype(np.float32).astype(np.float64)
         self.weights = self.rng.integers(0, 2, self.total).astype(np.float32)
-        if plan.compaction:
+        if plan.index.compaction:
             self.weights = -self.weights
         self.cached: dict[
             tuple[int, int, int], tuple[Array, Array]
@@ -333,7 +311,7 @@ class Case:
         sinks = {"sinks": torch.from_numpy(self.sinks.astype(np.float32))}
         if not self.plan.model.sinks:
             sinks = {}
-        if not self.plan.projected:
+        if not self.plan.index.projected:
             return sinks
         wide, rank = (
             max(lane.input_dim for lane in self.lanes),
@@ -364,7 +342,9 @@ class Case:
             torch.from_numpy(self.lengths),
             [torch.from_numpy(table) for table in self.tables],
             {
-                n: torch.from_numpy(self.memory.view(kind).reshape(-1, self.plan.unit))
+                n: torch.from_numpy(
+                    self.memory.view(kind).reshape(-1, self.plan.index.unit)
+                )
                 for n, kind in VIEWS.items()
             },
             torch.from_numpy(
@@ -376,9 +356,7 @@ class Case:
     def expected(self) -> tuple[Array, Array]:
         """o and rows of the real tokens in float64; only the hot format and the cache
         are rounded."""
-        hot = next(
-            self.plan.tiers[b.tier] for b in self.plan.buckets if b.source is None
-        ).bits_k
+        hot = self.plan.index.hot_bits
         outs, keys, values = [], [], []
         for lane, qs, k, v, (a, b, centre), sinks in zip(
             self.lanes,
@@ -406,9 +384,7 @@ class Case:
     def expected_mass(self) -> Array:
         """Observed attention [B, H, N] in float64, head by head and row by row: its
         sum or, where prefixes are compacted, the largest."""
-        hot = next(
-            self.plan.tiers[b.tier] for b in self.plan.buckets if b.source is None
-        ).bits_k
+        hot = self.plan.index.hot_bits
         widths = [table.shape[1] * self.plan.page_tokens for table in self.tables]
         starts = np.cumsum([0, *widths])
         mass = np.zeros(
@@ -434,7 +410,7 @@ class Case:
                         p = self._shares(np.concatenate(keys) @ q[row], sink)
                         own, given = mass[s, h], self.weights[row] * p
                         places = np.concatenate(at)
-                        if self.plan.compaction:
+                        if self.plan.index.compaction:
                             own[places] = np.maximum(own[places], -given)
                         else:
                             own[places] += given
@@ -462,8 +438,8 @@ class Case:
         tokens so far."""
         out, start = np.zeros((self.total, lane.rank_v)), 0
         buckets = sorted(
-            range(len(self.plan.buckets)),
-            key=lambda s: self.plan.buckets[s].source is None,
+            range(len(self.plan.index.buckets)),
+            key=lambda s: self.plan.index.buckets[s].is_hot,
         )
         for b, count in enumerate(self.queries):
             old = [
@@ -484,16 +460,15 @@ class Case:
         """Of ``count`` tokens that a lane holds, sealed ones first, those that the
         newest one's query sees."""
         index = lane.layer * self.plan.model.kv_heads + lane.head
-        rules = [b.tokens for b in self.plan.buckets if index in b.lanes]
+        sight = self.plan.index.sight(index)
         page, seen = self.plan.page_tokens, set(range(count))
-        for rule in rules:
-            if isinstance(rule, Window):
-                own = (count - 1) // page
-                pages = {own - i for i in range(rule.recent // page + 1)}
-                newest = {t for t in seen if t // page in pages}
-                if rule.exact:
-                    newest = set(range(count)[-rule.exact :])
-                seen = newest | {t for t in seen if t < rule.sink}
+        if sight.is_less:
+            own = (count - 1) // page
+            pages = {own - i for i in range(sight.recent // page + 1)}
+            newest = {t for t in seen if t // page in pages}
+            if sight.exact:
+                newest = set(range(count)[-sight.exact :])
+            seen = newest | {t for t in seen if t < sight.sink}
         return sorted(seen)
 
     # -- the cache ---------------------------------------------------------------------
@@ -526,7 +501,7 @@ class Case:
                 for lane in self.lanes:
                     if (
                         lane.layer * self.plan.model.kv_heads + lane.head
-                        in self.plan.buckets[s].lanes
+                        in self.plan.index.buckets[s].lanes
                     ):
                         self.cached[b, s, lane.head] = self._fill(
                             s, lane, row, int(self.lengths[b, s])
@@ -537,7 +512,7 @@ class Case:
     ) -> tuple[Array, Array]:
         """Write ``length`` random tokens of one lane; the K and V that a reader must
         see."""
-        tier = self.plan.tiers[self.plan.buckets[bucket].tier]
+        tier = self.plan.index.buckets[bucket].tier
         offsets = self.layout.lane_offsets(
             bucket, lane.layer * self.plan.model.kv_heads + lane.head
         )
@@ -667,6 +642,15 @@ def rounded(x: Array, bits: int) -> Array:
     return stored.astype(np.float64)
 
 
+def _live_alike(plan: CompressionPlan, lengths: list[int]) -> None:
+    """Of one sequence: what lives alike holds equally many sealed tokens."""
+    held: dict[object, int] = {}
+    for bucket in plan.index.buckets:
+        if not bucket.is_hot:
+            key = bucket.hot, bucket.life
+            lengths[bucket.number] = held.setdefault(key, lengths[bucket.number])
+
+
 @st.composite
 def cases(draw: st.DrawFn, arithmetic: str = "float", has_scoring: bool = True) -> Case:
     """Ragged steps of random plans: prefill, decode and idle sequences, empty and full
@@ -676,12 +660,14 @@ def cases(draw: st.DrawFn, arithmetic: str = "float", has_scoring: bool = True) 
         st.lists(st.integers(0, 5), min_size=batch, max_size=batch).filter(any)
     )
     length = st.one_of(st.just(0), st.integers(0, 3 * plan.page_tokens))
-    lengths = [[draw(length) for _ in plan.buckets] for _ in range(batch)]
-    if plan.windowed:  # only full pages are sealed
-        whole = [1 if b.source is None else plan.page_tokens for b in plan.buckets]
+    lengths = [[draw(length) for _ in plan.index.buckets] for _ in range(batch)]
+    if plan.index.sees_less:  # only full pages are sealed
+        whole = [1 if b.is_hot else plan.page_tokens for b in plan.index.buckets]
         lengths = [
             [n // p * p for n, p in zip(row, whole, strict=True)] for row in lengths
         ]
+        for row in lengths:
+            _live_alike(plan, row)
     return Case(
         plan,
         draw(st.integers(0, 1)),

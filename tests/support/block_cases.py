@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
-from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.lives import SEAL
+from kvlathe.plan.plan import CompressionPlan
 
 HOT = Tier(16, 16)
 
@@ -25,16 +27,11 @@ def plan_of(page: int, sealed: bool = True, layers: int = 2) -> CompressionPlan:
             lanes.append(Lane(layer, head, 32, rank_k, rank_v, "none", (), True))
     of_head = {h: tuple(4 * layer + h for layer in range(layers)) for h in range(4)}
     kept = tuple(sorted(of_head[0] + of_head[1] + of_head[3]))
-    if not sealed:
-        return CompressionPlan(
-            shape, tuple(lanes), (HOT,), (Bucket(0, kept),), page, page
+    groups = (Group(kept, HOT),)
+    if sealed:
+        groups = (
+            Group(of_head[0], HOT, (Tier(8, 8, group_v=16),), SEAL),
+            Group(of_head[3], HOT),
+            Group(of_head[1], HOT, (Tier(4, 4, "rank", "rank", 16, 16),), SEAL),
         )
-    tiers = (HOT, Tier(8, 8, group_v=16), Tier(4, 4, "rank", "rank", 16, 16))
-    buckets = (
-        Bucket(0, of_head[0]),
-        Bucket(1, of_head[0], source=0),
-        Bucket(0, of_head[3]),
-        Bucket(0, of_head[1]),
-        Bucket(2, of_head[1], source=3),
-    )
-    return CompressionPlan(shape, tuple(lanes), tiers, buckets, page, page)
+    return CompressionPlan(shape, tuple(lanes), groups, page, page)

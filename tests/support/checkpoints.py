@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from kvlathe.export.bases.basis import Basis, LaneBasis
 from kvlathe.export.model.spec import DecoderSpec
 from kvlathe.plan.formats import Bits, Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import KEEP_ALL, Window
+from kvlathe.plan.lives import KEEP, Window
+from kvlathe.plan.plan import CompressionPlan
 
 torch.set_num_threads(1)  # tiny matrices: threads would only wait for one another
 transformers.logging.set_verbosity_error()
@@ -373,7 +374,7 @@ def make_model(
 def full_plan(
     shape: ModelShape, rope: bool = True, projected: bool = False, bits: Bits = 32
 ) -> CompressionPlan:
-    """Every dim of every lane kept, ranks rounded up to 16; one bucket, page 16."""
+    """Every dim of every lane kept, ranks rounded up to 16; one group, page 16."""
     d = shape.head_dim
     rank = -(-d // 16) * 16
     lanes = tuple(
@@ -383,10 +384,8 @@ def full_plan(
         for layer in range(shape.layers)
         for head in range(shape.kv_heads)
     )
-    buckets = (Bucket(0, tuple(range(len(lanes)))),)
-    return CompressionPlan(
-        shape, lanes, (Tier(bits, bits),), buckets, page_tokens=16, prefill_chunk=32
-    )
+    groups = (Group(tuple(range(len(lanes))), Tier(bits, bits)),)
+    return CompressionPlan(shape, lanes, groups, page_tokens=16, prefill_chunk=32)
 
 
 def whole_plan(
@@ -397,11 +396,11 @@ def whole_plan(
     by_window: dict[int, list[int]] = {}
     for i, lane in enumerate(plan.lanes):
         by_window.setdefault(spec.windows[lane.layer], []).append(i)
-    buckets = []
+    groups = []
     for window, lanes in by_window.items():
-        rule = Window.of_tokens(window, plan.page_tokens) if window else KEEP_ALL
-        buckets.append(Bucket(0, tuple(lanes), tokens=rule))
-    return dataclasses.replace(plan, buckets=tuple(buckets))
+        life = Window.of_tokens(window, plan.page_tokens) if window else KEEP
+        groups.append(Group(tuple(lanes), Tier(bits, bits), life=life))
+    return dataclasses.replace(plan, groups=tuple(groups))
 
 
 def random_basis(plan: CompressionPlan, seed: int, orthogonal: bool) -> Basis:

@@ -3,7 +3,6 @@ answered behind it are those of the session on the CPU, and of float64."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +23,7 @@ from tests.support.compaction_cases import (
 )
 from tests.support.prefix_cases import forget, prefixes
 from tests.support.runtime_cases import compacting_plans, model_shape
+from tests.support.tiers import with_tiers
 
 Places = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float32]
@@ -34,7 +34,7 @@ PARAMS = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
 def compacting_plan(kind: str) -> CompressionPlan:
     """Of lathe-5m, with 16-bit hot pages."""
     plan = compacting_plans(model_shape())[kind]
-    return dataclasses.replace(plan, tiers=(Tier(16, 16), *plan.tiers[1:]))
+    return with_tiers(plan, (Tier(16, 16),))
 
 
 def share_prefixes(llm: LLM) -> LLM:
@@ -51,7 +51,7 @@ def compacted(llm: LLM, ids: list[int], keep: float) -> tuple[Compaction, list[P
     def recording(
         source: int, pages: list[int], target: int, targets: list[int], places: Places
     ) -> None:
-        lanes = sorted(llm.plan.buckets[target].lanes)
+        lanes = llm.plan.index.buckets[target].lanes
         kept.update(zip(lanes, places, strict=True))
         move(source, pages, target, targets, places)
 
@@ -112,7 +112,7 @@ def nothing_changes_where_all_pairs_stay(llm: LLM) -> None:
     plain = llm.logits(ids, rows)
     made = llm.compact(ids[:PREFIX], 1.0)
     assert made.kept == 1 and made.bytes == made.whole_bytes
-    if not any(tier.is_coded for tier in llm.plan.tiers):
+    if not any(tier.is_coded for tier in llm.plan.index.tiers):
         difference = np.abs(llm.logits(ids, rows) - plain)
         assert difference.max() <= 1e-2 * np.abs(plain).max()
     [found] = llm.generate([ids], PARAMS)

@@ -120,7 +120,7 @@ class HostAttention:
         weights: Mapping[str, Tensor],
     ) -> Tensor:
         group = self.plan.model.group_size
-        width = sum(group * lane.rank_v for lane in self.plan.active(layer))
+        width = sum(group * lane.rank_v for lane in self.plan.index.active(layer))
         floats = {"q": q, "k": k, "v": v, **weights}
         if angles is not None:
             floats |= {"cos": angles[0], "sin": angles[1]}

@@ -21,8 +21,8 @@ import numpy.typing as npt
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import ModelShape
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.lives import Divide
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.token_rules import Window
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.sessions.host import passes
 from kvlathe.runtime.sessions.host.pages import HostPages
@@ -31,6 +31,7 @@ from kvlathe.runtime.sessions.protocols import Capability, Int32, Session, StepP
 from kvlathe.runtime.sessions.shares import whole
 from kvlathe.runtime.text import sampler
 from kvlathe.runtime.text.sampler import Sampled, SamplingRows
+from tests.support.tiers import with_tiers
 
 VOCABULARY = 251
 SHAPE = ModelShape(
@@ -153,9 +154,9 @@ class FakeSession(Session):
         """Write a sequence's tokens into its fresh buckets; every lane must give back
         the same tokens, or those of its window. All of them."""
         p, found = self.plan.page_tokens, {}
-        for s, bucket in enumerate(self.plan.buckets):
+        for s, bucket in enumerate(self.plan.index.buckets):
             length, table = int(step.lengths[b, s]), step.page_tables[s][b]
-            if bucket.source is None:
+            if bucket.is_hot:
                 places = np.arange(length, length + len(fresh))
                 self.pages[s][table[places // p], places % p] = fresh
                 length += len(fresh)
@@ -163,21 +164,22 @@ class FakeSession(Session):
             found[s] = self.pages[s][table[places // p], places % p]
         held = [
             (
-                self.plan.buckets[c].tokens,
-                np.concatenate([*([found[c]] * (c != s)), found[s]]),
+                bucket.life,
+                np.concatenate(
+                    [*([found[bucket.number]] * (not bucket.is_hot)), found[bucket.hot]]
+                ),
             )
-            for s, bucket in enumerate(self.plan.buckets)
-            if bucket.source is None
-            for c in self.plan.cold(s) or (s,)
+            for bucket in self.plan.index.buckets
+            if bucket.stays
         ]
-        whole = next(tokens for rule, tokens in held if not rule.drops)
-        for rule, tokens in held:
+        whole = next(tokens for life, tokens in held if not life.drops)
+        for life, tokens in held:
             gone = len(whole) - len(tokens)
-            sink = rule.sink if isinstance(rule, Window) else 0
+            sink = life.sees.sink
             expected = np.concatenate([whole[:sink], whole[sink + gone :]])
             assert np.array_equal(tokens, expected)
-            if isinstance(rule, Window) and gone:
-                seen = rule.first_seen(len(whole) - len(fresh), p)
+            if gone:
+                seen = life.sees.first_seen(len(whole) - len(fresh), p)
                 assert sink + gone <= seen, "a page left that a query sees"
         return whole
 
@@ -188,7 +190,7 @@ class FakeSession(Session):
                 pages = self.pages[copy.bucket]
                 pages[copy.target] = pages[copy.source]
             for full in one.seals:
-                cold = self.plan.cold(full.fresh)
+                cold = self.plan.index.buckets[full.fresh].cold
                 for bucket, target in zip(cold, full.cold_pages, strict=True):
                     self.pages[bucket][target] = self.pages[full.fresh][full.page]
 
@@ -199,12 +201,13 @@ class FakeSession(Session):
         self.pages[bucket][page] = np.frombuffer(data, np.int32)
 
 
+EXACT = (Tier(32, 32), Tier(32, 16), Tier(16, 32), Tier(16, 16))
+
+
 def exact(plan: CompressionPlan) -> CompressionPlan:
     """In formats that hold small integers exactly, so that tokens can be told apart in
     every bucket."""
-    return dataclasses.replace(
-        plan, tiers=(Tier(32, 32), Tier(32, 16), Tier(16, 32), Tier(16, 16))
-    )
+    return with_tiers(plan, EXACT)
 
 
 def attention(
@@ -248,7 +251,7 @@ class RankedSession(HostPages, Session):
         )
         hidden = passes.entering(step, 3)
         logits, observed = np.zeros((len(step.logit_rows), VOCABULARY), np.float32), []
-        for stage in range(self.plan.graphs):
+        for stage in range(self.plan.index.graphs):
             for share in whole(step, stage):
                 tokens = np.stack([share.step.input_ids, share.step.positions], 1)
                 assert stage == 0 or np.array_equal(
@@ -260,7 +263,7 @@ class RankedSession(HostPages, Session):
                 given = self.of_stage(share.step, mass, stage)
                 passes.observe(self.plan, step, share, given, stage)
                 observed.append((share.step, given, stage))
-                if stage == self.plan.graphs - 1:
+                if stage == self.plan.index.graphs - 1:
                     logits[share.logits] = self.answers(share.step)
         if self.broken in step.input_ids:
             raise RuntimeError("broken")
@@ -274,8 +277,8 @@ class RankedSession(HostPages, Session):
         """Rows as HostPages.append takes them: of each layer the ids for every K, then
         the positions for every V."""
         found = []
-        for layer in self.plan.layers_of(stage):
-            lanes = self.plan.active(layer)
+        for layer in self.plan.index.layers_of(stage):
+            lanes = self.plan.index.active(layer)
             found += [np.repeat(tokens[:, :1], sum(lane.rank_k for lane in lanes), 1)]
             found += [np.repeat(tokens[:, 1:], sum(lane.rank_v for lane in lanes), 1)]
         return np.concatenate(found, 1).astype(self.hot)
@@ -319,8 +322,8 @@ class RankedSession(HostPages, Session):
                 step.positions[rows].astype(np.int64),
                 step.positions[start:stop].astype(np.int64),
             )
-            for bucket in self.plan.buckets_of(stage) if len(rows) else ():
-                for lane in self.plan.buckets[bucket].lanes:
+            for bucket in self.plan.index.buckets_of(stage) if len(rows) else ():
+                for lane in self.plan.index.buckets[bucket].lanes:
                     mass, known = (
                         found[b, self.lanes.index(lane)],
                         self.held(step, b, bucket, lane)[1],
@@ -328,7 +331,7 @@ class RankedSession(HostPages, Session):
                     mass[ends[bucket] : ends[bucket] + len(known)] += attention(
                         lane, at, known
                     )
-                    if self.plan.buckets[bucket].source is None:
+                    if self.plan.index.buckets[bucket].is_hot:
                         mass[ends[-1] : ends[-1] + len(own)] += attention(lane, at, own)
         return found
 
@@ -339,9 +342,11 @@ class RankedSession(HostPages, Session):
         ends = np.cumsum(
             [0, *(table.shape[1] * self.plan.page_tokens for table in step.page_tables)]
         )
-        places = [np.arange(ends[b], ends[b + 1]) for b in self.plan.buckets_of(stage)]
+        places = [
+            np.arange(ends[b], ends[b + 1]) for b in self.plan.index.buckets_of(stage)
+        ]
         places = np.concatenate([*places, np.arange(ends[-1], mass.shape[2])])
-        layers = self.plan.layers_of(stage)
+        layers = self.plan.index.layers_of(stage)
         lanes = [
             i
             for i, lane in enumerate(self.lanes)
@@ -369,7 +374,9 @@ class RankedSession(HostPages, Session):
         rows ``own``, unless it has them since an earlier pass. No token is there twice;
         where tokens are divided, all are there."""
         buckets = (
-            i for i, bucket in enumerate(self.plan.buckets) if lane in bucket.lanes
+            i
+            for i, bucket in enumerate(self.plan.index.buckets)
+            if lane in bucket.lanes
         )
         held = np.concatenate(
             [self.held(step, b, bucket, lane) for bucket in buckets], 1
@@ -380,7 +387,7 @@ class RankedSession(HostPages, Session):
             len(set(found[1].tolist())) == found.shape[1]
             and found[1].max() == step.positions[own[-1]]
         )
-        divided = any(bucket.tokens.divides for bucket in self.plan.buckets)
+        divided = isinstance(self.plan.index.groups[lane].life, Divide)
         assert not divided or found.shape[1] == step.positions[own[-1]] + 1
         return found.astype(np.int64)
 

@@ -15,8 +15,10 @@ from kvlathe.plan.formats import (
     Format,
     Tier,
 )
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
-from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.lives import SEAL
+from kvlathe.plan.plan import CompressionPlan
 from tests.support.attend_cases import plan_of
 
 BITS: list[Bits] = sorted(NAMES)
@@ -69,5 +71,5 @@ def sealing_plan(tier: Tier, page: int = 64) -> CompressionPlan:
         Lane(0, 0, 64, 48, 80, projected=True),
         Lane(0, 1, 64, 64, 16, projected=True),
     ]
-    buckets = [Bucket(0, (0, 1)), Bucket(1, (0, 1), source=0)]
-    return plan_of(lanes, [Tier(32, 32), tier], buckets, 64, 2, page)
+    groups = [Group((0, 1), Tier(32, 32), (tier,), SEAL)]
+    return plan_of(lanes, groups, 64, 2, page)

@@ -9,9 +9,10 @@ from typing import Any
 from hypothesis import strategies as st
 
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import KEEP_ALL, TokenRule, Window
+from kvlathe.plan.lives import SEAL, Life, Window
+from kvlathe.plan.plan import CompressionPlan
 from tests.support.attend_cases import Case, plan_of, scored
 from tests.support.runtime_cases import model_shape, plan_for
 
@@ -37,13 +38,13 @@ TIERS = (
     Tier(2, 3, "rank", "rank", 48, 32),
 )
 RANKS = ((48, 64), (128, 16), (16, 128), (32, 32), (96, 80), (80, 112), (64, 48))
-Kind = tuple[Tier, TokenRule]
+Kind = tuple[Tier, Life]
 NEAR, NEWEST = Window(64, 64), Window(0, 128)
 SEALED: tuple[Kind, ...] = (
-    (Tier(8, 8), KEEP_ALL),
+    (Tier(8, 8), SEAL),
     (Tier(8, 8, "token", "rank"), NEAR),
     (Tier(4, 4), NEAR),
-    (Tier(4, 8, "token", "rank"), KEEP_ALL),
+    (Tier(4, 8, "token", "rank"), SEAL),
     (Tier(8, 8), NEWEST),
     (Tier(8, 4, "rank", "rank", coding_v="normal"), NEWEST),
 )
@@ -53,58 +54,52 @@ OF_LANES = (0, 1, 2, 3, 4, 0, 5, 1)
 
 def model_plan(chunk: int) -> CompressionPlan:
     """Of lathe-5m, for whole sessions."""
-    tiers = [HOT, *dict.fromkeys(tier for tier, _ in SEALED)]
-    buckets = [Bucket(0, tuple(range(len(OF_LANES))))]
-    for kind, (tier, rule) in enumerate(SEALED):
+    groups = []
+    for kind, (tier, life) in enumerate(SEALED):
         lanes = tuple(lane for lane, of in enumerate(OF_LANES) if of == kind)
-        place = tiers.index(tier, 1)
-        buckets.append(Bucket(place, lanes, source=0, tokens=rule))
-    return plan_for(model_shape(), tuple(tiers), tuple(buckets), 64, chunk)
+        groups.append(Group(lanes, HOT, (tier,), life))
+    return plan_for(model_shape(), tuple(groups), 64, chunk)
 
 
 def mixed_plan(
     kinds: Sequence[Kind], of: Sequence[int], page: int, group: int, apart: bool = False
 ) -> CompressionPlan:
     """One layer whose lane i is sealed into the bucket of ``kinds[of[i]]``. ``apart``: the
-    last lane has a fresh bucket of its own, with a window, and is never sealed."""
+    last lane has a hot bucket of its own, with a window, and is never sealed."""
     lanes: list[Lane] = []
     members: dict[int, list[int]] = {}
     for i, kind in enumerate(of):
         ranks = RANKS[i % len(RANKS)]
         lanes.append(Lane(0, i, 64, *ranks, projected=True))
         members.setdefault(kind, []).append(i)
-    sealed = tuple(range(len(of)))
-    buckets = [Bucket(0, sealed)]
+    groups: list[Group] = []
+    for kind, of_kind in members.items():
+        tier, life = kinds[kind]
+        groups.append(Group(tuple(of_kind), HOT, (tier,), life))
     if apart:
         lanes.append(Lane(0, len(of), 64, 80, 96, projected=True))
-        own = Bucket(0, (len(of),), tokens=Window(page, page))
-        buckets.append(own)
-    tiers = [HOT, *dict.fromkeys(tier for tier, _ in kinds)]
-    for kind, of_kind in members.items():
-        tier, rule = kinds[kind]
-        place = tiers.index(tier, 1)
-        buckets.append(Bucket(place, tuple(of_kind), source=0, tokens=rule))
-    return plan_of(lanes, tiers, buckets, 64, group, page)
+        groups.insert(1, Group((len(of),), HOT, life=Window(page, page)))
+    return plan_of(lanes, groups, 64, group, page)
 
 
 def lengths_of(
-    plan: CompressionPlan, tail: int, whole: int, kept: dict[TokenRule, int]
+    plan: CompressionPlan, tail: int, whole: int, kept: dict[Life, int]
 ) -> list[int]:
-    """Tokens of one sequence in every bucket: ``tail`` in fresh ones, ``whole`` where all
+    """Tokens of one sequence in every bucket: ``tail`` in hot ones, ``whole`` where all
     are sealed, ``kept`` under each window."""
     lengths: list[int] = []
-    for bucket in plan.buckets:
-        held = kept.get(bucket.tokens, whole)
-        lengths.append(tail if bucket.source is None else held)
+    for bucket in plan.index.buckets:
+        held = kept.get(bucket.life, whole)
+        lengths.append(tail if bucket.is_hot else held)
     return lengths
 
 
 @st.composite
 def kinds_of(draw: st.DrawFn, page: int, most: int) -> list[Kind]:
-    """Formats and token rules of cold buckets, up to ``most``."""
+    """Formats and lives of cold buckets, up to ``most``."""
     exact = Window.of_tokens(draw(st.integers(1, 3 * page)), page)
-    rules = [KEEP_ALL, Window(page, 2 * page), Window(0, page), exact]
-    every = [(tier, rule) for tier in TIERS for rule in rules]
+    lives = [SEAL, Window(page, 2 * page), Window(0, page), exact]
+    every = [(tier, life) for tier in TIERS for life in lives]
     return draw(
         st.lists(st.sampled_from(every), min_size=4, max_size=most, unique=True)
     )
@@ -135,10 +130,10 @@ def mixed_steps(
     lengths: list[list[int]] = []
     for _ in range(batch):
         whole = draw(st.integers(0, 5)) * page
-        kept: dict[TokenRule, int] = {}
-        for _, rule in kinds:
-            if isinstance(rule, Window) and rule not in kept:
-                kept[rule] = draw(st.integers(0, 4)) * page
+        kept: dict[Life, int] = {}
+        for _, life in kinds:
+            if life.drops and life not in kept:
+                kept[life] = draw(st.integers(0, 4)) * page
         tail = draw(st.integers(0, 2 * page))
         lengths.append(lengths_of(plan, tail, whole, kept))
     case = Case(plan, 0, rows, lengths, draw(st.integers(0, 99)))

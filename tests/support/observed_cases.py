@@ -3,7 +3,7 @@ them."""
 
 from __future__ import annotations
 
-import dataclasses
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,21 +13,16 @@ from hypothesis import strategies as st
 
 from kvlathe.plan.codec import matrices
 from kvlathe.plan.formats import Tier
-from kvlathe.plan.heads import Lane
+from kvlathe.plan.groups import Group
+from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.lives import Budget, Divide
+from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.plan.token_fields import score_fields
-from kvlathe.plan.token_rules import (
-    KEEP_ALL,
-    Budget,
-    ObservationWindow,
-    Share,
-    TokenRule,
-)
 from kvlathe.runtime.native.cuda import F16, AttendDecodeArgs, CudaLibrary, LayerForm
 from kvlathe.runtime.native.library import ABI_VERSION
 from kvlathe.runtime.native.observing import DeviceStep, LayerScores
-from tests.support.attend_cases import plan_of
 
 Array = npt.NDArray[Any]
 Key = tuple[int, int, int]  # sequence, bucket, lane
@@ -61,26 +56,20 @@ def ranked_plans(draw: st.DrawFn) -> CompressionPlan:
         for layer in range(layers)
         for head in range(heads)
     ]
-    every = tuple(range(len(lanes)))
-    tiers, buckets = [Tier(16, 16)], [Bucket(0, every)]
-    rules: list[TokenRule] = [Budget(page)]
+    group_of = partial(Group, tuple(range(len(lanes))), Tier(16, 16))
     kinds = ["hot", "sealed", "divided"] if page >= 64 else ["hot"]
     kind = draw(st.sampled_from(kinds))
+    own = group_of(life=Budget(page))
     if kind == "sealed":
-        tiers.append(draw(st.sampled_from(COLD)))
-        rules = [KEEP_ALL, *rules]
+        own = group_of((draw(st.sampled_from(COLD)),), Budget(page))
     if kind == "divided":
         some = st.sampled_from([*COLD, *ALONG_TOKENS])
-        tiers += [draw(some), draw(some)]
-        rules = [KEEP_ALL, Share(0.5), Share(0.5)]
-    buckets += [Bucket(i, every, 0) for i in range(1, len(tiers))]
-    plan = plan_of(lanes, tiers, buckets, 128, group, page)
-    pairs = zip(buckets, rules, strict=True)
-    buckets = [dataclasses.replace(bucket, tokens=rule) for bucket, rule in pairs]
-    normalized = draw(st.booleans())
-    observation = ObservationWindow(recent=0.5, normalized=normalized)
-    ranked = tuple(buckets)
-    return dataclasses.replace(plan, buckets=ranked, observation=observation)
+        own = group_of((draw(some), draw(some)), Divide((0.5, 0.5)))
+    shape = ModelShape(layers, heads * group, heads, 128, 64, 97, 256)
+    observation = ObservationWindow(recent=0.5, normalized=draw(st.booleans()))
+    return CompressionPlan(
+        shape, tuple(lanes), (own,), page, page, observation=observation
+    )
 
 
 class Observation:
@@ -111,7 +100,7 @@ class Observation:
         self.row_starts = np.searchsorted(self.rows, self.starts).astype(np.int32)
         self.positions = self.rng.integers(0, 1 << 20, total).astype(np.int32)
         self.group = plan.model.group_size
-        width = self.group * sum(lane.rank_k for lane in plan.active(self.layer))
+        width = self.group * sum(lane.rank_k for lane in plan.index.active(self.layer))
         self.q = self.rng.normal(size=(total, width)).astype(np.float16)
         self.keys: dict[Key, Array] = {}
         self.old: dict[Key, Array] = {}
@@ -125,7 +114,7 @@ class Observation:
 
     def held(self, b: int, bucket: int) -> int:
         """Tokens of a sequence in a bucket, with those of the step."""
-        fresh = self.plan.buckets[bucket].source is None
+        fresh = self.plan.index.buckets[bucket].is_hot
         return int(self.lengths[b, bucket]) + fresh * self.queries[b]
 
     # -- the pool ----------------------------------------------------------------------
@@ -214,7 +203,7 @@ class Observation:
     def _seen(self, b: int, new: int, keys: dict[int, Array]) -> dict[int, int]:
         counts: dict[int, int] = {}
         for s in keys:
-            fresh = self.plan.buckets[s].source is None
+            fresh = self.plan.index.buckets[s].is_hot
             counts[s] = int(self.lengths[b, s]) + fresh * new
         return counts
 
@@ -297,7 +286,7 @@ def observations(draw: st.DrawFn, most: int = 70) -> Observation:
     for _ in range(batch):
         hot = draw(st.integers(0, 2 * p))
         cold = p * draw(st.integers(0, 2))
-        lengths.append([cold if b.source is not None else hot for b in plan.buckets])
+        lengths.append([cold if not b.is_hot else hot for b in plan.index.buckets])
     share = draw(st.sampled_from([0.0, 0.1, 1.0]))
     seed, room = draw(st.integers(0, 99)), draw(st.sampled_from([1, 3, 20]))
     return Observation(plan, queries, lengths, share, seed, room)

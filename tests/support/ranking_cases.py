@@ -12,17 +12,12 @@ import numpy.typing as npt
 from hypothesis import strategies as st
 
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import ModelShape
-from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.lives import Budget, Divide, split_tokens
 from kvlathe.plan.noise import noise, noise_key
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import (
-    Budget,
-    ObservationWindow,
-    Share,
-    TokenRule,
-    split_tokens,
-)
+from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.observed_rows import ObservedRows
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.scheduling.prompt import path_of
@@ -40,6 +35,7 @@ from tests.support.runtime_cases import (
     NORMALIZED,
     plan_for,
 )
+from tests.support.tiers import with_tiers
 
 PAGE = 16
 SHAPE = ModelShape(2, 4, 2, 16, 32, 97, 4096)
@@ -54,37 +50,34 @@ EVERY = (0, 1, 2, 3)
 
 @st.composite
 def plans(draw: st.DrawFn) -> CompressionPlan:
-    """One fresh bucket or two, each divided, or with budgets, hot or sealed; observations of
+    """One group or two, each divided, or with budgets, hot or sealed; observations of
     every kind."""
-    buckets: list[Bucket] = []
+    hot, *cold = TIERS
+    groups: list[Group] = []
     for lanes in draw(st.sampled_from([[EVERY], [(0, 3), (1, 2)]])):
-        kind, fresh = draw(st.sampled_from(["divided", "hot", "sealed"])), len(buckets)
+        kind = draw(st.sampled_from(["divided", "hot", "sealed"]))
         if kind == "hot":
-            buckets.append(Bucket(0, lanes, None, draw(budgets())))
-            continue
-        buckets.append(Bucket(0, lanes))
-        if kind == "divided":
+            groups.append(Group(lanes, hot, life=draw(budgets())))
+        elif kind == "divided":
             weights = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3))
-            shares = [w / sum(weights) for w in weights]
-            buckets += [
-                Bucket(i % 3 + 1, lanes, fresh, Share(s)) for i, s in enumerate(shares)
-            ]
+            shares = tuple(w / sum(weights) for w in weights)
+            groups.append(Group(lanes, hot, tuple(cold[: len(shares)]), Divide(shares)))
         else:
             parts = draw(st.sampled_from([[lanes], [lanes[:1], lanes[1:]]]))
-            buckets += [
-                Bucket(1 + i, part, fresh, draw(budgets()))
+            groups += [
+                Group(part, hot, (cold[i],), draw(budgets()))
                 for i, part in enumerate(parts)
             ]
     shape = dataclasses.replace(
         SHAPE, head_dim=draw(st.sampled_from([16, 48]))
     )  # scores then break the cells of rows
-    lanes = plan_for(shape, TIERS, (Bucket(0, EVERY),)).lanes
+    lanes = plan_for(shape, (Group(EVERY, hot),)).lanes
     return CompressionPlan(
-        shape, lanes, TIERS, tuple(buckets), PAGE, 2 * PAGE, 7, draw(observed_rows())
+        shape, lanes, tuple(groups), PAGE, 2 * PAGE, 7, draw(observed_rows())
     )
 
 
-def budgets() -> st.SearchStrategy[TokenRule]:
+def budgets() -> st.SearchStrategy[Budget]:
     return st.builds(
         lambda pages, recent: Budget(pages * PAGE, recent=recent),
         st.integers(1, 4),
@@ -146,7 +139,7 @@ class Numbers(HostPages, Session):
     ) -> None:
         at = 0
         for bucket, width in enumerate(widths):
-            if lane in self.plan.buckets[bucket].lanes:
+            if lane in self.plan.index.buckets[bucket].lanes:
                 held = self.positions(
                     bucket,
                     lane,
@@ -183,9 +176,7 @@ def attention(lane: int, row: int, tokens: npt.NDArray) -> npt.NDArray[np.float3
 def exact(plan: CompressionPlan) -> CompressionPlan:
     """In formats that hold multiples of 1/8 exactly, so that tokens can be told apart
     in every bucket."""
-    return dataclasses.replace(
-        plan, tiers=(Tier(32, 32), Tier(32, 16), Tier(16, 32), Tier(16, 16))
-    )
+    return with_tiers(plan, (Tier(32, 32), Tier(32, 16), Tier(16, 32), Tier(16, 16)))
 
 
 def expected(
@@ -193,16 +184,16 @@ def expected(
 ) -> list[dict[int, list[int]]]:
     """The positions that each lane of each bucket holds, simulated token by token in
     plain Python."""
-    layout, page = CacheLayout(plan), plan.page_tokens
+    page = plan.page_tokens
     assert plan.observation
     flags = ObservedRows(plan, prompt).weights(tokens_of(seed), 0, total)
     held: list[dict[int, list[int]]] = [
-        {lane: [] for lane in bucket.lanes} for bucket in plan.buckets
+        {lane: [] for lane in bucket.lanes} for bucket in plan.index.buckets
     ]
     mass: defaultdict[tuple[int, int], float] = defaultdict(float)
     for n in range(1, total + 1):
-        for b, bucket in enumerate(plan.buckets):
-            for lane in bucket.lanes if bucket.source is None else ():
+        for b, bucket in enumerate(plan.index.buckets):
+            for lane in bucket.lanes if bucket.is_hot else ():
                 held[b][lane].append(n - 1)
         for lane in EVERY if flags[n - 1] else ():
             known = sorted(i for places in held for i in places.get(lane, []))
@@ -212,11 +203,11 @@ def expected(
                 mass[lane, i] += float(value)
         if n < prompt and not slice_ends(plan, n):
             continue
-        for f, fresh in enumerate(plan.buckets):
-            if fresh.source is not None:
+        for fresh in plan.index.buckets:
+            if not fresh.is_hot:
                 continue
             for lane in fresh.lanes:
-                _settled(plan, layout, held, mass, flags, f, lane, n)
+                _settled(plan, held, mass, flags, fresh.number, lane, n)
             if not plan.observation.accumulated and (n == prompt or n % page == 0):
                 mass = defaultdict(
                     float,
@@ -231,12 +222,11 @@ def expected(
 
 def slice_ends(plan: CompressionPlan, tokens: int) -> bool:
     """Whether a slice of a prompt ends there."""
-    return plan.prompt_step > 0 and tokens % plan.prompt_step == 0
+    return plan.index.prompt_step > 0 and tokens % plan.index.prompt_step == 0
 
 
 def _settled(
     plan: CompressionPlan,
-    layout: CacheLayout,
     held: list[dict[int, list[int]]],
     mass: dict[tuple[int, int], float],
     flags: npt.NDArray,
@@ -246,7 +236,7 @@ def _settled(
 ) -> None:
     observation, cold = (
         plan.observation,
-        [c for c in plan.cold(f) if lane in plan.buckets[c].lanes],
+        [c for c in plan.index.buckets[f].cold if lane in plan.index.buckets[c].lanes],
     )
     assert observation
 
@@ -269,21 +259,23 @@ def _settled(
             tokens, key=lambda i: (i not in forced, 0 if i in forced else -found[i], i)
         )
 
-    if any(plan.buckets[c].tokens.divides for c in cold):
-        _divide(layout, held, f, cold, lane, n, order(held[f][lane], 0))
+    life = plan.index.groups[lane].life
+    if isinstance(life, Divide):
+        _divide(life, held, f, cold, lane, n, order(held[f][lane], 0))
         return
+    assert isinstance(life, Budget)
     for c in cold:
         full = len(held[f][lane]) // plan.page_tokens * plan.page_tokens
         held[c][lane] += held[f][lane][:full]
         del held[f][lane][:full]
     for b in cold or [f]:
-        rule, tail = plan.buckets[b].tokens, 0 if cold else n % plan.page_tokens
-        if len(held[b][lane]) > (most := rule.most + tail):
-            held[b][lane] = sorted(order(held[b][lane], rule.newest + tail)[:most])
+        tail = 0 if cold else n % plan.page_tokens
+        if len(held[b][lane]) > (most := life.budget + tail):
+            held[b][lane] = sorted(order(held[b][lane], life.recent + tail)[:most])
 
 
 def _divide(
-    layout: CacheLayout,
+    life: Divide,
     held: list[dict[int, list[int]]],
     f: int,
     cold: list[int],
@@ -291,8 +283,7 @@ def _divide(
     n: int,
     order: list[int],
 ) -> None:
-    rules = [layout.plan.buckets[c].tokens for c in cold]
-    shares = split_tokens([r.share for r in rules if isinstance(r, Share)], n)
+    shares = split_tokens(life.shares, n)
     left: list[int] = []
     for c, count in zip(cold, shares, strict=True):
         own = order[: count - len(held[c][lane])]

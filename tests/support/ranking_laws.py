@@ -33,6 +33,7 @@ from tests.support.runtime_cases import (
     ranked_plans,
 )
 from tests.support.session_laws import next_step
+from tests.support.tiers import with_tiers
 
 Places = npt.NDArray[np.int64]
 KINDS = ("mixed", "budget", "sealed budget")
@@ -41,8 +42,8 @@ KINDS = ("mixed", "budget", "sealed budget")
 def ranked_plan(kind: str) -> CompressionPlan:
     """Of lathe-5m: 16-bit hot pages, and nothing that is rounded at random."""
     plan = ranked_plans(model_shape())[kind]
-    tiers = [dataclasses.replace(t, rounding="nearest") for t in plan.tiers[1:]]
-    return dataclasses.replace(plan, tiers=(Tier(16, 16), *tiers))
+    tiers = [dataclasses.replace(t, rounding="nearest") for t in plan.index.tiers[1:]]
+    return with_tiers(plan, (Tier(16, 16), *tiers))
 
 
 def arena_bytes(plan: CompressionPlan, tokens: int = 4096) -> int:
@@ -77,16 +78,17 @@ def moves_are_those_of_the_host(session: EvictingSession, seed: int) -> None:
         found = session.device.fetch(session.pool.view(0, (size,), BYTE))
         np.testing.assert_array_equal(found, host.memory[:size])
 
-    for source, bucket in enumerate(plan.buckets):
-        cold = plan.cold(source)
-        into = [c for c in cold if plan.buckets[c].tokens.divides]
-        if bucket.tokens.drops:
+    for bucket in plan.index.buckets:
+        source, cold = bucket.number, bucket.cold
+        seals = bucket.life.seals
+        into = [] if seals else [*cold]
+        if bucket.stays and bucket.life.drops:
             into.append(source)
         for target in into:
             filled()
             _move(session, host, source, target, rng)
             compare()
-        if cold and not plan.buckets[cold[0]].tokens.divides:
+        if cold and seals:
             filled()
             ids = _distinct_pages(host, (source, *cold), [3] * (1 + len(cold)), rng)
             columns = zip(*ids, strict=True)
@@ -109,7 +111,7 @@ def _move(
         taken -= int(rng.integers(0, p))
     counts = [-(-held // p), -(-taken // p)]
     pages, targets = _distinct_pages(host, (source, target), counts, rng)
-    lanes = len(plan.buckets[target].lanes)
+    lanes = len(plan.index.buckets[target].lanes)
     rows = [np.sort(rng.permutation(held)[:taken]) for _ in range(lanes)]
     places = np.stack(rows)
     for side in (session, host):
@@ -143,8 +145,8 @@ def scores_are_those_of_the_host(session: EvictingSession, seed: int) -> None:
     memory = rng.normal(size=size // 2).astype(np.float16).view(np.uint8)
     host.memory[:size] = memory
     session.device.send(session.pool.view(0, (size,), BYTE), memory)
-    for bucket in range(len(plan.buckets)):
-        if not plan.scored(bucket):
+    for bucket in range(len(plan.index.buckets)):
+        if not plan.index.buckets[bucket].scored:
             continue
         ids = _distinct_pages(host, (bucket,), [9], rng)[0]
         tokens = 9 * plan.page_tokens - int(rng.integers(plan.page_tokens))
@@ -162,7 +164,7 @@ def scores_are_those_of_the_host(session: EvictingSession, seed: int) -> None:
 def a_step_that_is_rolled_back_leaves_no_score(ours: LLM, theirs: LLM) -> None:
     """Decodes whose rows are observed: scores are the other session's; what a step has
     added is gone when it is rolled back."""
-    bucket = next(b for b in range(9) if ours.plan.scored(b))
+    bucket = next(b for b in range(9) if ours.plan.index.buckets[b].scored)
     found: list[npt.NDArray[np.float32]] = []
     for llm in (ours, theirs):
         session, table = llm.session, llm.pool.open()

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterable
 from collections.abc import Sequence as Items
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +20,14 @@ from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.formats import WHOLE_RANK, Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.lives import SEAL, Budget, Compact, Divide, Window
 from kvlathe.plan.manifest import KvBytes, Limits, Manifest
 from kvlathe.plan.memory import memory_table
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import Budget, Compacted, ObservationWindow, Share, Window
+from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.scheduling.prompt import Whole
 from kvlathe.runtime.scheduling.sequence import PrefillChunk, Sequence
@@ -69,8 +71,7 @@ LIMITS = Limits(
 
 def plan_for(
     shape: ModelShape,
-    tiers: tuple[Tier, ...],
-    buckets: tuple[Bucket, ...],
+    groups: tuple[Group, ...],
     page: int = 64,
     chunk: int = 512,
     observation: ObservationWindow | None = None,
@@ -83,8 +84,7 @@ def plan_for(
     return CompressionPlan(
         shape,
         lanes,
-        tiers,
-        buckets,
+        groups,
         page_tokens=page,
         prefill_chunk=chunk,
         observation=observation,
@@ -94,58 +94,23 @@ def plan_for(
 def plans(
     shape: ModelShape, page: int = 64, chunk: int = 512
 ) -> dict[str, CompressionPlan]:
-    """The same model over one bucket, two buckets (even and odd lanes), and with full
-    pages sealed into 8 bit, or into 4 bit with attention on the codes."""
+    """The same model in one group, in two (even and odd lanes), and with full pages
+    sealed into 8 bit, or into 4 bit with attention on the codes."""
     every = tuple(range(shape.layers * shape.kv_heads))
-    split = (Bucket(0, every[::2]), Bucket(0, every[1::2]))
+    plan_of = partial(plan_for, shape, page=page, chunk=chunk)
     return {
-        "one": plan_for(shape, (HOT,), (Bucket(0, every),), page, chunk),
-        "split": plan_for(shape, (HOT,), split, page, chunk),
-        "sealed": plan_for(
-            shape,
-            (HOT, U8),
-            (Bucket(0, every), Bucket(1, every, source=0)),
-            page,
-            chunk,
-        ),
-        "coded": plan_for(
-            shape,
-            (HOT, CODED),
-            (Bucket(0, every), Bucket(1, every, source=0)),
-            page,
-            chunk,
-        ),
-        "threes": plan_for(
-            shape,
-            (HOT, U3),
-            (Bucket(0, every), Bucket(1, every, source=0)),
-            page,
-            chunk,
-        ),
-        "fixed": plan_for(
-            shape,
-            (HOT, N4),
-            (Bucket(0, every), Bucket(1, every, source=0)),
-            page,
-            chunk,
-        ),
-        "floats": plan_for(
-            shape,
-            (HOT, F8),
-            (Bucket(0, every), Bucket(1, every, source=0)),
-            page,
-            chunk,
-        ),
-        "sealed split": plan_for(
-            shape,
-            (HOT, U8, Tier(16, 16)),
+        "one": plan_of((Group(every, HOT),)),
+        "split": plan_of((Group(every[::2], HOT), Group(every[1::2], HOT))),
+        "sealed": plan_of((Group(every, HOT, (U8,), SEAL),)),
+        "coded": plan_of((Group(every, HOT, (CODED,), SEAL),)),
+        "threes": plan_of((Group(every, HOT, (U3,), SEAL),)),
+        "fixed": plan_of((Group(every, HOT, (N4,), SEAL),)),
+        "floats": plan_of((Group(every, HOT, (F8,), SEAL),)),
+        "sealed split": plan_of(
             (
-                Bucket(0, every),
-                Bucket(1, every[:1], source=0),
-                Bucket(2, every[1:], source=0),
-            ),
-            page,
-            chunk,
+                Group(every[:1], HOT, (U8,), SEAL),
+                Group(every[1:], HOT, (Tier(16, 16),), SEAL),
+            )
         ),
         **compacting_plans(shape, page, chunk),
         **windowed_plans(shape, page, chunk),
@@ -159,17 +124,15 @@ def compacting_plans(
     """Plans whose prefixes can be compacted: each lane apart, hot or sealed, or all
     alike."""
     every = tuple(range(shape.layers * shape.kv_heads))
-    apart = tuple(Bucket(0, (lane,), None, Compacted(0.5)) for lane in every)
-    alike = (Bucket(0, every, None, Compacted(0.5, False)),)
-    sealed = (
-        Bucket(0, every),
-        *(Bucket(1, (lane,), 0, Compacted(0.5)) for lane in every),
-    )
+    half = Compact(0.5)
+    apart = tuple(Group((lane,), HOT, life=half) for lane in every)
     eight = Tier(8, 8, "rank", "token", 32, min(page, 64))
+    sealed = tuple(Group((lane,), HOT, (eight,), half) for lane in every)
+    plan_of = partial(plan_for, shape, page=page, chunk=chunk)
     return {
-        "compacted": plan_for(shape, (HOT,), apart, page, chunk),
-        "compacted alike": plan_for(shape, (HOT,), alike, page, chunk),
-        "sealed compacted": plan_for(shape, (HOT, eight), sealed, page, chunk),
+        "compacted": plan_of(apart),
+        "compacted alike": plan_of((Group(every, HOT, life=half),)),
+        "sealed compacted": plan_of(sealed),
     }
 
 
@@ -180,21 +143,17 @@ def windowed_plans(
     all, or to the token."""
     every = tuple(range(shape.layers * shape.kv_heads))
     window, exact = Window(page, page), Window.of_tokens(3 * page // 2, page)
-    fresh = (
-        Bucket(0, every[-1:]),
-        Bucket(0, every[:-1:2], None, window),
-        Bucket(0, every[1:-1:2], None, exact),
+    hot = (
+        Group(every[-1:], HOT),
+        Group(every[:-1:2], HOT, life=window),
+        Group(every[1:-1:2], HOT, life=exact),
     )
-    fresh = tuple(bucket for bucket in fresh if bucket.lanes)
-    cold = (
-        Bucket(0, every),
-        Bucket(1, every[:-1], 0, window),
-        Bucket(1, every[-1:], 0),
-    )
-    eight = Tier(8, 8, "rank", "token", 32, min(page, 64))
+    cold = (Tier(8, 8, "rank", "token", 32, min(page, 64)),)
+    sealed = (Group(every[:-1], HOT, cold, window), Group(every[-1:], HOT, cold, SEAL))
+    plan_of = partial(plan_for, shape, page=page, chunk=chunk)
     return {
-        "windowed": plan_for(shape, (HOT,), fresh, page, chunk),
-        "sealed windows": plan_for(shape, (HOT, eight), cold, page, chunk),
+        "windowed": plan_of(tuple(group for group in hot if group.lanes)),
+        "sealed windows": plan_of(sealed),
     }
 
 
@@ -205,33 +164,24 @@ def ranked_plans(
     budgets, hot or sealed."""
     every = tuple(range(shape.layers * shape.kv_heads))
     budgets = [Budget(n * page, recent=r) for n, r in ((2, 0), (3, 16))]
-    cold = (
-        Bucket(0, every),
-        Bucket(1, every[1:], 0, budgets[0]),
-        Bucket(2, every[:1], 0, budgets[1]),
+    eight, divide = Tier(8, 8, "rank", "rank"), Divide((0.6, 0.4))
+    sealed = (
+        Group(every[1:], HOT, (FOUR,), budgets[0]),
+        Group(every[:1], HOT, (eight,), budgets[1]),
     )
-    divided = (
-        Bucket(0, every),
-        Bucket(1, every, 0, Share(0.6)),
-        Bucket(2, every, 0, Share(0.4)),
+    hot = (
+        Group(every[::2], HOT, life=budgets[0]),
+        Group(every[1::2], HOT, life=budgets[1]),
     )
-    fresh = (
-        Bucket(0, every[::2], None, budgets[0]),
-        Bucket(0, every[1::2], None, budgets[1]),
-    )
-    eight = Tier(8, 8, "rank", "rank")
+    last = ObservationWindow(last=8, accumulated=False)
+    plan_of = partial(plan_for, shape, page=page, chunk=chunk)
     return {
-        "mixed": plan_for(shape, (HOT, *MIXED), divided, page, chunk, NORMALIZED),
-        "divided": plan_for(shape, (HOT, U8, FOUR), divided, page, chunk, NORMALIZED),
-        "budget": plan_for(
-            shape,
-            (HOT,),
-            fresh,
-            page,
-            chunk,
-            ObservationWindow(last=8, accumulated=False),
+        "mixed": plan_of((Group(every, HOT, MIXED, divide),), observation=NORMALIZED),
+        "divided": plan_of(
+            (Group(every, HOT, (U8, FOUR), divide),), observation=NORMALIZED
         ),
-        "sealed budget": plan_for(shape, (HOT, FOUR, eight), cold, page, chunk, HEAVY),
+        "budget": plan_of(hot, observation=last),
+        "sealed budget": plan_of(sealed, observation=HEAVY),
     }
 
 
@@ -338,7 +288,7 @@ def llm(backend: str, kind: str, tokens: int = 8192, limits: Limits = LIMITS) ->
     size = layout.bytes_for(tokens) + 8 * len(layout.page_stride) * max(
         layout.page_stride
     )
-    if layout.plan.ranked:
+    if layout.plan.index.ranked:
         size += memory_table(layout, tokens, 1)[-1]["peak"]
     return LLM(
         session(backend, kind, size, limits),

@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from kvlathe.plan.groups import Group
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.lives import KEEP, Budget
 from kvlathe.plan.manifest import Limits
-from kvlathe.plan.plan import Bucket, CompressionPlan, Stage
-from kvlathe.plan.token_rules import KEEP_ALL, Budget, ObservationWindow
+from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.stages import Stage
 from kvlathe.runtime.cache.observed_rows import ObservedRows
 from kvlathe.runtime.cache.page_table import PageTable
 from kvlathe.runtime.cache.pool import PagePool
@@ -57,17 +60,17 @@ def staged(budgets: bool) -> CompressionPlan:
     """Three layers, of which the second computes 48 rows of a prompt and the third
     24."""
     shape = dataclasses.replace(SHAPE, layers=3)
-    rules = [Budget(16 * n, recent=8) for n in (3, 2, 1)] if budgets else [KEEP_ALL] * 3
-    buckets = tuple(
-        Bucket(0, (2 * i, 2 * i + 1), None, rule) for i, rule in enumerate(rules)
+    lives = [Budget(16 * n, recent=8) for n in (3, 2, 1)] if budgets else [KEEP] * 3
+    groups = tuple(
+        Group((2 * i, 2 * i + 1), HOT, life=life) for i, life in enumerate(lives)
     )
-    whole = plan_for(shape, (HOT,), (Bucket(0, tuple(range(6))),), 16, 32)
+    whole = plan_for(shape, (Group(tuple(range(6)), HOT),), 16, 32)
     stages, observation = (
         (Stage(0), Stage(1, 48), Stage(2, 24)),
         ObservationWindow(last=8, accumulated=not budgets),
     )
     return dataclasses.replace(
-        whole, buckets=buckets, stages=stages, observation=observation
+        whole, groups=groups, stages=stages, observation=observation
     )
 
 
@@ -85,12 +88,12 @@ def engine_for(
     size = layout.bytes_for(tokens) + 2 * len(layout.page_stride) * max(
         layout.page_stride
     )
-    while plan.ranked and not holds(PagePool(layout, size), tokens):
+    while plan.index.ranked and not holds(PagePool(layout, size), tokens):
         size += min(layout.page_stride)
     pool = PagePool(layout, size)
     session = (
         RankedSession(plan, pool, broken, faulty)
-        if plan.ranked
+        if plan.index.ranked
         else FakeSession(plan, pool, broken)
     )
     prefixes = PrefixCache(pool) if share else None
@@ -184,7 +187,7 @@ def check(engine: Engine, everyone: list[Sequence]) -> None:
         )
     arrivals = [s.arrival for s in scheduler.running]
     assert arrivals == sorted(arrivals)
-    if pool.plan.ranked:
+    if pool.plan.index.ranked:
         check_ranked(engine)
 
 
@@ -198,17 +201,19 @@ def check_ranked(engine: Engine) -> None:
         table, held = sequence.table, []
         staged = staged_path(sequence.path)
         passed = range(
-            staged.stages.start if staged else pool.plan.graphs * (sequence.cached > 0)
+            staged.stages.start
+            if staged
+            else pool.plan.index.graphs * (sequence.cached > 0)
         )
-        ranked = {b for stage in passed for b in pool.plan.buckets_of(stage)}
-        for b, bucket in enumerate(pool.plan.buckets):
-            arrived = table.arrived[b if bucket.source is None else bucket.source]
+        ranked = {b for stage in passed for b in pool.plan.index.buckets_of(stage)}
+        for b, bucket in enumerate(pool.plan.index.buckets):
+            arrived = table.arrived[bucket.hot]
             if b not in ranked or (
                 not staged and sequence.cached < sequence.prompt_tokens
             ):
-                held.append(0 if bucket.source is not None else arrived)
+                held.append(0 if not bucket.is_hot else arrived)
             else:
-                held.append(layout.held(b, arrived))
+                held.append(layout.all_held(arrived)[b])
         assert table.lengths == held
         promised += sum(
             -(-n // pool.plan.page_tokens) * size
@@ -234,7 +239,7 @@ def play(
 ) -> tuple[Engine, list[Sequence], Counter[str]]:
     """One random schedule, checked after every step. ``memory``: tokens of the largest
     step that finds memory. ``drafter``: guesses tokens, and all are tried."""
-    random, sharable = np.random.default_rng(seed), plan_of(kind).sharable
+    random, sharable = np.random.default_rng(seed), plan_of(kind).index.sharable
     engine = engine_for(
         kind,
         int(random.integers(170, 220)),

@@ -16,8 +16,11 @@ from kvlathe.export.folding.fold import fold
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.onnx.model import export_onnx
 from kvlathe.plan.formats import Tier
-from kvlathe.plan.plan import Bucket, CompressionPlan, Stage
-from kvlathe.plan.token_rules import Budget, ObservationWindow, TokenRule
+from kvlathe.plan.groups import Group
+from kvlathe.plan.lives import Budget
+from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.stages import Stage
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.scheduling.prompt import Staged
 from kvlathe.runtime.sessions.host.onnx import OrtSession
@@ -44,21 +47,19 @@ def lanes_of(stages: Items[Stage]) -> list[tuple[int, ...]]:
 
 def budgeted_stages(cold: Tier | None = None) -> CompressionPlan:
     """Even and odd heads of each stage keep budgets of their own, hot or sealed."""
-    rules: list[TokenRule] = [Budget(128, recent=16), Budget(192)]
-    buckets: list[Bucket] = []
-    for lanes in lanes_of(THREE):
-        source = None if cold is None else len(buckets)
-        if source is not None:
-            buckets.append(Bucket(0, lanes))
-        for part, rule in zip((lanes[::2], lanes[1::2]), rules, strict=True):
-            buckets.append(Bucket(0 if cold is None else 1, part, source, rule))
     hot = Tier(16, 16)
-    tiers = (hot,) if cold is None else (hot, cold)
-    whole = plan_for(SHAPE, (hot,), (Bucket(0, tuple(range(SHAPE.layers * LANES))),))
+    groups = [
+        Group(part, hot, () if cold is None else (cold,), life)
+        for lanes in lanes_of(THREE)
+        for part, life in (
+            (lanes[::2], Budget(128, recent=16)),
+            (lanes[1::2], Budget(192)),
+        )
+    ]
+    whole = plan_for(SHAPE, (Group(tuple(range(SHAPE.layers * LANES)), hot),))
     return dataclasses.replace(
         whole,
-        tiers=tiers,
-        buckets=tuple(buckets),
+        groups=tuple(groups),
         stages=THREE,
         observation=EIGHT,
         prefill_chunk=128,

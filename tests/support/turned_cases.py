@@ -15,6 +15,7 @@ from kvlathe.plan.formats import Tier
 from kvlathe.plan.plan import CompressionPlan
 from tests.support.made_once import made_once
 from tests.support.runtime_cases import MODEL, model_shape, plans
+from tests.support.tiers import with_tiers
 
 
 def turned() -> tuple[CompressionPlan, Basis]:
@@ -29,9 +30,8 @@ def turned() -> tuple[CompressionPlan, Basis]:
             for lane in lanes
         }
     )
-    return dataclasses.replace(
-        plan, lanes=lanes, tiers=(Tier(16, 16), *plan.tiers[1:])
-    ), basis
+    projected = dataclasses.replace(plan, lanes=lanes)
+    return with_tiers(projected, (Tier(16, 16),)), basis
 
 
 @cache

@@ -99,7 +99,7 @@ class Maker:
         self.calls = Calls(engine.plan, count)
         self.buffers: DecodeBuffers | None = None
         if device.type == "cuda":
-            buckets = len(engine.plan.buckets)
+            buckets = len(engine.plan.index.buckets)
             self.buffers = DecodeBuffers(count, buckets, device)
         self._last: tuple[CommonAttentionMetadata, KvlatheMetadata] | None = None
 

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvlathe.plan.layer_block import LayerBlock, in_blocks, seals
+from kvlathe.plan.layer_block import LayerBlock
 from kvlathe.runtime.native.cuda import (
     APPENDED,
     AttendDecodeArgs,
@@ -44,13 +44,12 @@ class BlockForm(LayerForm):
             table.size,
             byref(self.handle),
         )
-        held = in_blocks(block.plan)
         self.own_rows = [block.rows(b) for b in self.buckets]
         for i, bucket in enumerate(self.buckets):
             part = self.parts[i]
             part.lanes = self.own_rows[i].ctypes.data
             part.page_stride = block.hot_bytes
-            if held[bucket]:
+            if block.plan.index.buckets[bucket].stays:
                 part.page_stride = stride
 
 
@@ -129,7 +128,7 @@ class BlockAttention(Attention):
         if self.tiled:
             self.copies = self._room_for_copies(most)
         self.most_bundled = 1
-        self.seals = seals(layer.plan)
+        self.seals = layer.plan.index.seals
         self.held = layer.held
 
     def _workspace_of(self, size: int) -> Tensor:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from kvlathe.plan.layer_block import in_blocks, seals
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe_vllm.hot_pages import NULL_BLOCK, HotPages
 
@@ -108,7 +107,7 @@ class Calls:
         cached = step.lengths - queries
         pieces: list[Piece] = []
         kept: list[tuple[int, int]] = []
-        if seals(self.plan):
+        if self.plan.index.seals:
             self._touch(step, cached, queries)
             with self.pages.step():
                 for b in np.flatnonzero(queries).tolist():
@@ -190,11 +189,10 @@ class Calls:
     def _lengths(self, cached: Int64, sealed: Int64) -> Int32:
         """[n, buckets]: what each bucket holds of each sequence."""
         columns: list[Int64] = []
-        held = in_blocks(self.plan)
-        for b, bucket in enumerate(self.plan.buckets):
-            if not held[b]:
+        for bucket in self.plan.index.buckets:
+            if not bucket.stays:
                 columns.append(cached - sealed)
-            elif bucket.source is None:
+            elif bucket.is_hot:
                 columns.append(cached)
             else:
                 columns.append(sealed)
@@ -203,7 +201,7 @@ class Calls:
 
     def _sealing(self, step: Step, pieces: list[Piece]) -> list[Sealing]:
         page = self.plan.page_tokens
-        if not seals(self.plan):
+        if not self.plan.index.seals:
             return []
         full = [piece for piece in pieces if piece.end % page == 0]
         found: list[Sealing] = []

@@ -69,9 +69,9 @@ class CpuLayer(Layer):
     def _unsealed(self, step: Call) -> Int32:
         """Lengths without what is sealed."""
         lengths = step.lengths.copy()
-        for b, bucket in enumerate(self.plan.buckets):
-            if bucket.source is not None:
-                lengths[:, b] = 0
+        for bucket in self.plan.index.buckets:
+            if not bucket.is_hot:
+                lengths[:, bucket.number] = 0
         return lengths
 
     def _attend(
@@ -129,8 +129,7 @@ class CpuLayer(Layer):
         return np.array(ids, np.int32)
 
     def seal_bucket(self, source: int, target: int, sealing: Sequence[Sealing]) -> None:
-        bucket = self.plan.buckets[target]
-        tier = self.plan.tiers[bucket.tier]
+        tier = self.plan.index.buckets[target].tier
         page = self.plan.page_tokens
         count = len(sealing)
         firsts = np.array([x.position for x in sealing])

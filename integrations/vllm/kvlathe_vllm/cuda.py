@@ -146,10 +146,11 @@ class CudaLayer(Layer):
 
     def _seal_listed(self, step: LayerStep) -> None:
         """Pages of a list on the device."""
-        for target, bucket in enumerate(self.plan.buckets):
-            if bucket.source is None or not len(self.rows[target]):
+        for bucket in self.plan.index.buckets:
+            target = bucket.number
+            if bucket.is_hot or not len(self.rows[target]):
                 continue
-            args = self._seal_args(bucket.source, target)
+            args = self._seal_args(bucket.hot, target)
             address = step.seals.data_ptr()
             args.pages = cast(address, POINTER(SealPage))
             args.page_count = len(step.seals)
@@ -157,8 +158,7 @@ class CudaLayer(Layer):
 
     def _seal_args(self, source: int, target: int) -> SealArgs:
         """No pages yet."""
-        bucket = self.plan.buckets[target]
-        tier = self.plan.tiers[bucket.tier]
+        tier = self.plan.index.buckets[target].tier
         args = SealArgs(ABI_VERSION)
         args.element = ELEMENTS[self.dtype]
         args.page_tokens = self.plan.page_tokens

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.deal import Deal, LaneShard, deal
-from kvlathe.plan.layer_block import in_blocks
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe_vllm.hosted import Hosted
@@ -184,9 +183,9 @@ def lane_sizes(plan: CompressionPlan) -> list[int]:
     """Bytes of each lane in a block."""
     layout = CacheLayout(plan)
     sizes = [0] * len(plan.lanes)
-    for bucket, held in enumerate(in_blocks(plan)):
-        for lane, size in layout.lane_bytes(bucket).items():
-            sizes[lane] += size * held
+    for bucket in plan.index.buckets:
+        for lane, size in layout.lane_bytes(bucket.number).items():
+            sizes[lane] += size * bucket.stays
     return sizes
 
 

@@ -20,7 +20,7 @@ class LayerHeads:
         self, engine: Hosted, layer: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         plan = engine.plan
-        self.lanes = plan.active(layer)
+        self.lanes = plan.index.active(layer)
         self.group = plan.model.group_size
         self.dims = plan.model.head_dim
         self.dtype = dtype
@@ -33,7 +33,7 @@ class LayerHeads:
         self.sources: list[int] = []
         """Of each of these heads: which lane answers for it."""
         for head in here:
-            filled = plan.lane(layer, head).fill_from
+            filled = plan.index.lane(layer, head).fill_from
             source = head if filled is None else filled
             self.sources.append(own.index(source))
         self.kept_at = torch.tensor(self.kept, device=device)

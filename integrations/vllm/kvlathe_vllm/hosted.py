@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.plan.heads import Lane, ModelShape
-from kvlathe.plan.layer_block import LayerBlock, bare, seals
+from kvlathe.plan.layer_block import LayerBlock, bare
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import HEADS_FILE
 from kvlathe.plan.plan import CompressionPlan
@@ -53,7 +53,7 @@ class Hosted:
 
     @property
     def seals(self) -> bool:
-        return seals(self.plan)
+        return self.plan.index.seals
 
     def matrices(self, lane: Lane) -> Matrices:
         return self.heads.get((lane.layer, lane.head), {})

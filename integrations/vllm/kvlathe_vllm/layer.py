@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlathe.plan.layer_block import in_blocks
 from kvlathe.plan.layer_table import format_fields
 from kvlathe.runtime.native.parts import Part
 from kvlathe_vllm.calls import Call, Sealing
@@ -61,11 +60,11 @@ class Layer(ABC):
             cache.device,
             dtype,
         )
-        self.held = in_blocks(self.plan)
+        self.held = [bucket.stays for bucket in self.plan.index.buckets]
         ranks = [lane.rank_v for lane in self.heads.lanes]
         self.width = self.heads.group * sum(ranks)
         """Of a row of o'."""
-        buckets = range(len(self.plan.buckets))
+        buckets = range(len(self.plan.index.buckets))
         self.rows = [self.block.rows(b) for b in buckets]
 
     @abstractmethod
@@ -107,15 +106,14 @@ class Layer(ABC):
         """The bytes of kvlathe/plan/codec.py."""
         if not sealing:
             return
-        for target, bucket in enumerate(self.plan.buckets):
-            if bucket.source is not None and len(self.rows[target]):
-                self.seal_bucket(bucket.source, target, sealing)
+        for bucket in self.plan.index.buckets:
+            if not bucket.is_hot and len(self.rows[bucket.number]):
+                self.seal_bucket(bucket.hot, bucket.number, sealing)
 
     def part(self, bucket: int) -> Part:
         """The layer's lanes of a bucket; no page table yet."""
         rows = self.rows[bucket]
-        tier = self.plan.tiers[self.plan.buckets[bucket].tier]
-        part = Part(*format_fields(tier))
+        part = Part(*format_fields(self.plan.index.buckets[bucket].tier))
         part.lane_count = len(rows)
         part.lanes = rows.ctypes.data
         part.page_stride = self.block.hot_bytes

@@ -95,7 +95,7 @@ typedef struct kvlathe_part {
   int64_t hidden_stride; /* in elements */
 } kvlathe_part;
 
-/* What the lanes of a part see (Window of kvlathe/plan/token_rules.py). The query at place p sees
+/* What the lanes of a part see (Sight of kvlathe/plan/lives.py). The query at place p sees
  * place t <= p where t < sink, or t >= p / P * P - recent and, where exact is not 0, t > p - exact.
  * P: tokens of a page. Places count the tokens of bucket `sealed` (-1: there is none) before those
  * of bucket `fresh`, which takes the new ones. Both name the same two. recent = KVLATHE_NO_END: it

@@ -1,5 +1,5 @@
 // What a query sees of the tokens before it: the equations of Window in
-// kvlathe/plan/token_rules.py.
+// kvlathe/plan/lives.py.
 #pragma once
 
 #include "common/formats.h"

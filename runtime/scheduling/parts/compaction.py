@@ -27,8 +27,7 @@ class PairScores(StepPart):
 
     def rows(self, bucket: int) -> list[int]:
         """Where the scores of a bucket's lanes are."""
-        lanes = sorted(self._plan.buckets[bucket].lanes)
-        return [self._row_of[lane] for lane in lanes]
+        return [self._row_of[lane] for lane in self._plan.index.buckets[bucket].lanes]
 
     def before(self, step: Step, plan: StepPlan) -> StepPlan:
         """All rows of a step of one sequence are observed. What they attend comes as
@@ -47,7 +46,7 @@ class PairScores(StepPart):
         assert self._given is not None
         start = 0
         for b, width in enumerate(self._widths):
-            if self._plan.buckets[b].source is None:
+            if self._plan.index.buckets[b].is_hot:
                 rows = self.rows(b)
                 end = start + self.scores.shape[1]
                 cached = self._given[0, rows, start:end]

@@ -14,8 +14,8 @@ import numpy as np
 
 from kvlathe.plan.codec import noise_key
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.token_rules import ObservationWindow
 from kvlathe.runtime.cache.page_table import PageChange
 from kvlathe.runtime.scheduling.sequence import Chunk
 from kvlathe.runtime.scheduling.step import Step, StepPart
@@ -94,16 +94,15 @@ class TokenRanking(StepPart):
         ended = chunk.sequence.ends_prompt(chunk.count)
         page = self.layout.plan.page_tokens
         resets: list[ScoreReset] = []
-        for placed in self.layout.placements:
-            fresh = placed.buckets[0]
-            arrived = done.table.arrived[fresh] + done.tokens[fresh]
-            if done.tokens[fresh] and (ended or arrived % page == 0):
-                resets += [ScoreReset(b, change.after[b]) for b in placed.buckets]
+        for route in self.layout.plan.index.routes:
+            hot = route.buckets[0]
+            arrived = done.table.arrived[hot] + done.tokens[hot]
+            if done.tokens[hot] and (ended or arrived % page == 0):
+                resets += [ScoreReset(b, change.after[b]) for b in route.buckets]
         return resets
 
 
 def noise_keys(plan: CompressionPlan, bucket: int) -> list[int]:
     """Of each lane of a bucket, in lane order."""
-    indices = sorted(plan.buckets[bucket].lanes)
-    lanes = [plan.lanes[index] for index in indices]
+    lanes = [plan.lanes[index] for index in plan.index.buckets[bucket].lanes]
     return [noise_key(plan.seed, lane.layer, lane.head, 2) for lane in lanes]

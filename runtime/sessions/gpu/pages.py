@@ -68,10 +68,10 @@ class DevicePages(PageMover):
         jobs: defaultdict[tuple[int, int], list[tuple[int, int, int]]]
         jobs = defaultdict(list)
         for full in pages:
-            cold = self.plan.cold(full.fresh)
+            cold = self.plan.index.buckets[full.fresh].cold
             for bucket, target in zip(cold, full.cold_pages, strict=True):
                 job = (full.page, target, full.position)
-                if self.plan.buckets[bucket].lanes:
+                if self.plan.index.buckets[bucket].lanes:
                     jobs[full.fresh, bucket].append(job)
         for (fresh, bucket), of_pair in jobs.items():
             self._kernels.seal(fresh, bucket, of_pair, self.device.stream)

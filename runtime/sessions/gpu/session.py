@@ -81,7 +81,7 @@ class DeviceSession(DevicePages, Session):
         self.batch_sizes = graph_batch_sizes(limits.max_batch_size)
         self._graphs: dict[int, DecodeGraph] = {}
         self._buffer = StepBuffer(device, StepForm.largest(plan, limits))
-        self._inputs = {**self._query_offsets(), **pool_views(pool, plan.unit)}
+        self._inputs = {**self._query_offsets(), **pool_views(pool, plan.index.unit)}
         self._logits = self._logits_of(limits.max_batch_size)
         self._outputs = self._allocate_outputs()
 
@@ -98,7 +98,7 @@ class DeviceSession(DevicePages, Session):
         if kind.decode:
             self._graph_of(rows).run(step, self.complete)
             return self._rows_of(self._logits, rows)
-        form = StepForm.of(step, self.compute.least_rows, self.plan.ranked)
+        form = StepForm.of(step, self.compute.least_rows, self.plan.index.ranked)
         return self.launch_alone(step, form, kind)
 
     def launch_alone(
@@ -135,7 +135,7 @@ class DeviceSession(DevicePages, Session):
         """The CUDA graph that decodes ``batch`` sequences."""
         size = next(n for n in self.batch_sizes if n >= batch)
         if size not in self._graphs:
-            form = StepForm(size, size, size, self.widths, self.plan.ranked)
+            form = StepForm(size, size, size, self.widths, self.plan.index.ranked)
             buffer = StepBuffer(self.device, form)
             inputs = buffer.bindings(form)
             kind = StepKind(True, size)
@@ -212,7 +212,7 @@ def pool_views(pool: DeviceArray, unit: int) -> Bindings:
 
 def tensor_types(plan: CompressionPlan) -> dict[str, np.dtype]:
     """The arrays that a graph may read and write here, and their types."""
-    form = StepForm(1, 1, 1, (1,) * len(plan.buckets))
+    form = StepForm(1, 1, 1, (1,) * len(plan.index.buckets))
     types = dict.fromkeys([*form.shapes, "query_offsets"], INT32)
     types |= {"pool_f16": HALF, "pool_u8": BYTE, "logits": FLOAT, "rows": HALF}
     return types

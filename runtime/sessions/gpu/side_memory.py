@@ -4,7 +4,6 @@ and what steps take that observe a prefix which is compacted."""
 
 from __future__ import annotations
 
-from kvlathe.plan.kernel_parts import kernel_parts
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.manifest import Limits
 from kvlathe.plan.plan import CompressionPlan
@@ -32,7 +31,7 @@ def side_bytes(
 ) -> int:
     """All of it on a GPU of ``total`` bytes. ``copies``: whether its kernels read any."""
     staged = 0
-    if len(plan.passes(limits.max_seq_len)) > 1:
+    if len(plan.index.passes(limits.max_seq_len)) > 1:
         rows = STAGED_PROMPTS * STAGED_COPIES * limits.max_seq_len
         staged = rows * plan.model.hidden_size * HALF
     own = staged
@@ -47,13 +46,11 @@ def scratch_bytes(plan: CompressionPlan) -> int:
     """Memory behind the pages of a plan: the tokens that change their format meet
     there."""
     strides = CacheLayout(plan).page_stride
-    compacts = plan.compaction is not None
+    compacts = plan.index.compaction is not None
     largest = 0
-    for bucket in plan.buckets:
-        if bucket.source is None:
-            continue
-        if bucket.tokens.by_saliency or compacts:
-            largest = max(largest, strides[bucket.source])
+    for bucket in plan.index.buckets:
+        if not bucket.is_hot and (bucket.life.by_saliency or compacts):
+            largest = max(largest, strides[bucket.hot])
     return (SCRATCH_PAGES + 1) * largest
 
 
@@ -61,7 +58,7 @@ def observing_bytes(plan: CompressionPlan, limits: Limits) -> int:
     """What the largest step that observes a prefix takes beside other steps
     (torch_cuda/attention/mass.py): tiles of scores, the keys of a lane, and what each token is
     given. 0 where no prefix is compacted."""
-    if plan.compaction is None:
+    if plan.index.compaction is None:
         return 0
     page = plan.page_tokens
     rows = limits.max_num_tokens
@@ -73,8 +70,8 @@ def observing_bytes(plan: CompressionPlan, limits: Limits) -> int:
     widest = plan.model.head_dim
     of_a_lane = keys * widest * KEY
     places = rows
-    for bucket in plan.buckets:
-        places += keys if bucket.source is None else page
+    for bucket in plan.index.buckets:
+        places += keys if bucket.is_hot else page
     given = len(plan.lanes) * places * SCORE
     return scores + of_a_lane + given
 
@@ -100,14 +97,10 @@ def copies_bytes(plan: CompressionPlan, tokens: int, sequences: int = 1) -> int:
     layer whose copies are largest; 0 where no page is coded (prompt_copies.cu)."""
     page = plan.page_tokens
     layers: list[int] = [0] * plan.model.layers
-    for part in kernel_parts(plan):
-        bucket = plan.buckets[part.bucket]
-        if not plan.tiers[bucket.tier].is_coded:
+    for part in plan.index.parts:
+        if not plan.index.buckets[part.bucket].tier.is_coded:
             continue
-        held = tokens
-        if part.sees_less:
-            window = part.window.most + page
-            held = min(tokens, window)
+        held = min(tokens, part.sight.most + page) if part.sees_less else tokens
         pages = -(-held // page)
         its_layers = {plan.lanes[lane].layer for lane in part.lanes}
         for layer in its_layers:
@@ -115,7 +108,7 @@ def copies_bytes(plan: CompressionPlan, tokens: int, sequences: int = 1) -> int:
     size = 0
     for layer, copied in enumerate(layers):
         width = 0
-        for lane in plan.active(layer):
+        for lane in plan.index.active(layer):
             width += lane.rank_k
             width += lane.rank_v
         a_page = HALF * page * width

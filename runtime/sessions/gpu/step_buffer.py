@@ -121,8 +121,8 @@ class StepForm:
         """Of any step that an engine takes."""
         pages = -(-limits.max_seq_len // plan.page_tokens) + 1
         tokens = limits.max_num_tokens
-        widths = (pages,) * len(plan.buckets)
-        return cls(tokens, limits.max_batch_size, tokens, widths, plan.observes)
+        widths = (pages,) * len(plan.index.buckets)
+        return cls(tokens, limits.max_batch_size, tokens, widths, plan.index.observes)
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -205,16 +205,14 @@ def decode_widths(plan: CompressionPlan, limits: Limits) -> tuple[int, ...]:
     p = plan.page_tokens
     most = -(-limits.max_seq_len // p)
     hot = -(-min(limits.max_seq_len, plan.prefill_chunk + p) // p) + 1
-    widths = [most] * len(plan.buckets)
-    for b, bucket in enumerate(plan.buckets):
-        if bucket.source is not None:
-            continue
-        placed = plan.placement(b)
-        worst = placed.worst_pages(limits.max_seq_len, limits.max_seq_len)
-        for other, pages in zip(placed.buckets, worst, strict=True):
-            widths[other] = min(most, pages)
-        if len(placed.buckets) > 1:
-            widths[b] = min(hot, most)
+    widths = [most] * len(plan.index.buckets)
+    for route in plan.index.routes:
+        worst = route.worst_pages(limits.max_seq_len, limits.max_seq_len)
+        for bucket, pages in zip(route.buckets, worst, strict=True):
+            widths[bucket] = min(most, pages)
+        first, *cold = route.buckets
+        if cold:
+            widths[first] = min(hot, most)
     return tuple(widths)
 
 

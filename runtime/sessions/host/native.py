@@ -24,7 +24,6 @@ from kvlathe.runtime.native.cpu import PageWriter
 from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.host import huge_pages
 from kvlathe.runtime.sessions.host.onnx import OrtSession
-from kvlathe.runtime.sessions.host.pages import hot_bits
 from kvlathe.runtime.sessions.protocols import StepPlan
 from kvlathe.runtime.sessions.shares import whole
 
@@ -49,7 +48,7 @@ class NativeSession(OrtSession):
         assert chosen is not None
         self.library = chosen
         super().__init__(folder, plan, limits, arena_bytes, threads)
-        self._observes_seldom = plan.observes and not plan.ranked
+        self._observes_seldom = plan.index.observes and not plan.index.ranked
         self._writer = PageWriter(
             self.library, plan
         )  # on this thread: under a millisecond a page
@@ -58,7 +57,9 @@ class NativeSession(OrtSession):
     def options(self, threads: int | None) -> ort.SessionOptions:
         options = super().options(threads)
         options.add_session_config_entry("kvlathe.element_bits", str(self.element_bits))
-        options.add_session_config_entry("kvlathe.hot_bits", str(hot_bits(self.plan)))
+        options.add_session_config_entry(
+            "kvlathe.hot_bits", str(self.plan.index.hot_bits)
+        )
         options.register_custom_ops_library(str(self.library.path))
         return options
 

@@ -48,13 +48,13 @@ class Graph:
         self.stage, self.plan, self.buckets = (
             stage,
             plan.part(stage),
-            plan.buckets_of(stage),
+            plan.index.buckets_of(stage),
         )
         self._inputs = {entry.name: entry.type for entry in self._session.get_inputs()}
         self._outputs = [entry.name for entry in self._session.get_outputs()]
-        layers = plan.layers_of(stage)
+        layers = plan.index.layers_of(stage)
         self.lanes = slice(
-            plan.kept_before(layers.start), plan.kept_before(layers.stop)
+            plan.index.kept_before(layers.start), plan.index.kept_before(layers.stop)
         )
         self.pool: dict[str, ort.OrtValue] = {}
         self._check_sizes(path)
@@ -63,7 +63,7 @@ class Graph:
         """Raises KvlatheError where the graph was exported for another plan: it would
         fail in its first step, or read rows as what they are not."""
         lanes = (lane for lane in self.plan.lanes if not lane.removed)
-        pool = dict.fromkeys(POOLS, self.plan.unit)
+        pool = dict.fromkeys(POOLS, self.plan.index.unit)
         widths = pool | {
             "lengths": len(self.buckets),
             "logits": self.plan.model.vocab_size,
@@ -81,7 +81,7 @@ class Graph:
 
     def bind(self, memory: npt.NDArray[np.uint8]) -> None:
         """Read the cache from ``memory``."""
-        views = typed_views(memory, self.plan.unit)
+        views = typed_views(memory, self.plan.index.unit)
         self.pool = {
             n: ort.OrtValue.ortvalue_from_numpy(view)
             for n, view in views.items()
@@ -154,7 +154,9 @@ class OrtSession(HostPages, Session):
         for graph in self.graphs:
             graph.bind(self.memory)
         # Whether a step passes one graph as it is, and nothing is observed.
-        self._one_graph = self.shares is whole and not plan.stages and not plan.observes
+        self._one_graph = (
+            self.shares is whole and not plan.stages and not plan.index.observes
+        )
 
     def options(self, threads: int | None) -> ort.SessionOptions:
         """How ONNX Runtime opens the model."""

@@ -30,12 +30,12 @@ class PageScores:
         self.layout = layout
         self.plan = layout.plan
         self.rows = rows
-        self._lanes = [sorted(bucket.lanes) for bucket in self.plan.buckets]
-        self._scored = [self.plan.scored(b) for b in range(len(self.plan.buckets))]
+        self._lanes = [bucket.lanes for bucket in self.plan.index.buckets]
+        self._scored = [bucket.scored for bucket in self.plan.index.buckets]
         # Of each bucket, its lanes among those of its stage.
         self._stage_lanes: dict[int, slice | list[int]] = {}
-        for stage in range(self.plan.graphs):
-            for bucket in self.plan.buckets_of(stage):
+        for stage in range(self.plan.index.graphs):
+            for bucket in self.plan.index.buckets_of(stage):
                 lanes = _stage_lanes(self.plan, stage, self._lanes[bucket])
                 self._stage_lanes[bucket] = lanes
         self._undo: list[tuple[int, npt.NDArray[np.int32], Float32]] = []
@@ -66,7 +66,7 @@ class PageScores:
     def _add(self, step: StepPlan, attention: Float32, stage: int) -> None:
         """Add one part. N counts the places of the stage's buckets, then the step's new
         tokens."""
-        buckets = self.plan.buckets_of(stage)
+        buckets = self.plan.index.buckets_of(stage)
         pages = [step.page_tables[b].shape[1] for b in buckets]
         ends = np.cumsum([0, *pages]) * self.plan.page_tokens
         for bucket, start, end in zip(buckets, ends[:-1], ends[1:], strict=True):
@@ -85,9 +85,9 @@ class PageScores:
         for b, (start, stop) in enumerate(pairwise(starts)):
             if start == stop:
                 continue
-            new = stop - start if self.plan.buckets[bucket].source is None else 0
+            new = stop - start if self.plan.index.buckets[bucket].is_hot else 0
             self._add_to_sequence(step, bucket, b, cached[b], fresh[b, :, :new])
-            if new and self.plan.keeps_positions:
+            if new and self.plan.index.keeps_positions:
                 self._keep_positions(step, bucket, b)
 
     def _add_to_sequence(
@@ -145,7 +145,7 @@ class PageScores:
             return every[:, :tokens]
 
         return Scores(
-            flat(ATTENTION), flat(POSITION) if self.plan.keeps_positions else None
+            flat(ATTENTION), flat(POSITION) if self.plan.index.keeps_positions else None
         )
 
     def forget(self, bucket: int, pages: Sequence[int]) -> None:
@@ -161,7 +161,7 @@ class PageScores:
         place_of = self._lanes[source].index
         places = [place_of(lane) for lane in self._lanes[target]]
         kinds: list[np.dtype] = [ATTENTION]
-        if self.plan.keeps_positions:
+        if self.plan.index.keeps_positions:
             kinds.append(POSITION)
         for kind in kinds:
             known = self._field(source, page[None], kind)
@@ -173,7 +173,7 @@ class PageScores:
     ) -> list[Positions]:
         """Of each lane's tokens in a page [page_stride] where they are kept, [P]; else
         0."""
-        if not (self._scored[bucket] and self.plan.keeps_positions):
+        if not (self._scored[bucket] and self.plan.index.keeps_positions):
             return [0] * len(lanes)
         known = self._field(bucket, page[None], POSITION)[0]
         return [known[self._lanes[bucket].index(lane)] for lane in sorted(lanes)]
@@ -184,12 +184,12 @@ def _stage_lanes(
 ) -> slice | list[int]:
     """Where a bucket's ``lanes`` are among the kept ones of its stage; a slice, which
     copies nothing, if all are."""
-    layers = plan.layers_of(stage)
+    layers = plan.index.layers_of(stage)
     kept = [
         i
         for i, lane in enumerate(plan.lanes)
         if lane.layer in layers and not lane.removed
     ]
-    if kept == list(lanes):
+    if kept == [*lanes]:
         return slice(None)
     return [kept.index(lane) for lane in lanes]

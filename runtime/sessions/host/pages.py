@@ -63,16 +63,16 @@ class HostPages(PageMover):
     def __init__(self, layout: CacheLayout, arena_bytes: int) -> None:
         check_supported(layout.plan)
         self.layout, self.plan = layout, layout.plan
-        unit = self.plan.unit
+        unit = self.plan.index.unit
         size = -(-max(arena_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         self.memory = np.frombuffer(huge_pages.reserve(size), np.uint8)
         self.rows = [
             self.memory[: size // stride * stride].reshape(-1, stride)
             for stride in layout.page_stride
         ]
-        self.matrices = [matrices(layout, b) for b in range(len(self.plan.buckets))]
+        self.matrices = [matrices(layout, b) for b in range(len(layout.page_stride))]
         self.page_scores = PageScores(layout, self.rows)
-        self.hot = FLOATS[hot_bits(self.plan)]
+        self.hot = FLOATS[self.plan.index.hot_bits]
         self.row_width = sum(lane.rank_k + lane.rank_v for lane in self.plan.lanes)
         self.views = typed_views(self.memory, unit)
         if size // (unit * self.hot.itemsize) > INT32_UNITS:
@@ -89,25 +89,26 @@ class HostPages(PageMover):
         )
         fresh = (
             stride
-            for b, stride in zip(self.plan.buckets, layout.page_stride, strict=True)
-            if b.source is None
+            for b, stride in zip(
+                self.plan.index.buckets, layout.page_stride, strict=True
+            )
+            if b.is_hot
         )
         self._grain = gcd(*ranks, *(stride // self.hot.itemsize for stride in fresh))
         self._cell = np.dtype((np.void, self._grain * self.hot.itemsize))
         self._cells = self.memory[
             : size // self._cell.itemsize * self._cell.itemsize
         ].view(self._cell)
-        self._scatters = [self._scatters_of(stage) for stage in range(self.plan.graphs)]
+        self._scatters = [
+            self._scatters_of(stage) for stage in range(self.plan.index.graphs)
+        ]
 
     def _scatters_of(self, stage: int) -> list[_Scatter]:
         """Of the fresh buckets in the layers of a stage."""
         starts = row_offsets(self.plan, stage)
-        fresh = (
-            b
-            for b in self.plan.buckets_of(stage)
-            if self.plan.buckets[b].source is None
-        )
-        return [self._scatter(b, starts) for b in fresh]
+        index = self.plan.index
+        hot = [b for b in index.buckets_of(stage) if index.buckets[b].is_hot]
+        return [self._scatter(b, starts) for b in hot]
 
     def _scatter(self, bucket: int, starts: dict[int, tuple[int, int]]) -> _Scatter:
         size, cells = self._cell.itemsize, []
@@ -182,7 +183,7 @@ class HostPages(PageMover):
     def _seal_one(self, full: FullPage) -> None:
         fresh = full.fresh
         source = self.rows[fresh][full.page]
-        cold = self.plan.cold(fresh)
+        cold = self.plan.index.buckets[fresh].cold
         for bucket, target in zip(cold, full.cold_pages, strict=True):
             positions = [full.position] * len(self.matrices[bucket])
             self.encode(fresh, source, bucket, target, positions)
@@ -323,8 +324,8 @@ def row_offsets(plan: CompressionPlan, stage: int = 0) -> dict[int, tuple[int, i
     """Where K and V of each kept lane of a stage begin in a token's row: layer by
     layer, K of all lanes, then V."""
     offsets, at, heads = {}, 0, plan.model.kv_heads
-    for layer in plan.layers_of(stage):
-        indices = [layer * heads + lane.head for lane in plan.active(layer)]
+    for layer in plan.index.layers_of(stage):
+        indices = [layer * heads + lane.head for lane in plan.index.active(layer)]
         width_k = sum(plan.lanes[i].rank_k for i in indices)
         k, v = at, at + width_k
         for i in indices:
@@ -343,31 +344,12 @@ def typed_views(memory: npt.NDArray[np.uint8], unit: int) -> dict[str, np.ndarra
     }
 
 
-def hot_bits(plan: CompressionPlan) -> int:
-    """Bits of the one format in which new tokens are written."""
-    return plan.hot_bits
-
-
 def check_supported(plan: CompressionPlan) -> None:
     """Refuse a plan whose pages this runtime cannot keep: raises KvlatheError."""
-
-    def refuse(fact: str, reason: str) -> None:
-        raise KvlatheError(fact, reason, "build the engine with another plan")
-
-    for i, bucket in enumerate(plan.buckets):
-        tier = plan.tiers[bucket.tier]
-        if bucket.source is None and tier.k.name != tier.v.name:
-            refuse(
-                f"new K has {tier.k.bits} bits and new V {tier.v.bits}",
-                "a step writes one format",
-            )
-        if plan.cold(i) and plan.buckets[plan.cold(i)[0]].tokens.divides:
-            continue  # divided: CompressionPlan has checked that they hold all lanes
-        sealed = sorted(
-            lane for cold in plan.cold(i) for lane in plan.buckets[cold].lanes
+    tier = plan.index.hot_tier
+    if tier.k.bits != tier.v.bits:
+        raise KvlatheError(
+            f"new K has {tier.k.bits} bits and new V {tier.v.bits}",
+            "a step writes one format",
+            "build the engine with another plan",
         )
-        if sealed and sealed != sorted(bucket.lanes):
-            refuse(
-                f"a lane of bucket {i} seals into no bucket or into two",
-                "its tokens have one place",
-            )

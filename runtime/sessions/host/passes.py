@@ -1,4 +1,4 @@
-"""Hidden states of prompts that pass stages (plan.Stage), in host memory."""
+"""Hidden states of prompts that pass stages (stages.Stage), in host memory."""
 
 from __future__ import annotations
 
@@ -121,27 +121,18 @@ def _given(
 ) -> Masses:
     """[end], what the rows of a pass so far were given in the last layer of a stage, by
     all lanes together. ``attended`` [lanes of the stage, N]."""
-    buckets = plan.buckets_of(stage)
+    buckets = plan.index.buckets_of(stage)
     widths = [step.page_tables[b].shape[1] for b in buckets]
     firsts = np.cumsum([0, *widths]) * plan.page_tokens
-    layer = plan.layers_of(stage)[-1]
-    lanes = plan.active(layer)
+    layer = plan.index.layers_of(stage)[-1]
+    lanes = plan.index.active(layer)
     new = part.end - part.start
     own = attended[-len(lanes) :]
     total = np.zeros(part.end)
     for lane, given in zip(lanes, own, strict=True):
-        index = layer * plan.model.kv_heads + lane.head
-        bucket = _fresh_bucket(plan, index)
+        bucket = plan.index.hot_bucket[plan.index.number(layer, lane.head)]
         cached = given[firsts[buckets.index(bucket)] :]
         fresh = given[firsts[-1] :]
         total[: part.start] += cached[: part.start]
         total[part.start :] += fresh[:new]
     return total
-
-
-def _fresh_bucket(plan: CompressionPlan, lane: int) -> int:
-    """The bucket that new tokens of a lane reach."""
-    for b, bucket in enumerate(plan.buckets):
-        if bucket.source is None and lane in bucket.lanes:
-            return b
-    raise AssertionError("a lane that is not removed is in a fresh bucket")

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvlathe.plan.codec import noise
 from kvlathe.plan.moves import Selection, Target
-from kvlathe.plan.token_rules import ObservationWindow
+from kvlathe.plan.observation import ObservationWindow
 from kvlathe.runtime.sessions.protocols import Scores
 
 Floats = npt.NDArray[np.float32]

@@ -69,8 +69,8 @@ def session_of(
     if plan.stages:
         return StagedSession(device, library, plan, limits, pool, compute)
     session = TorchSession
-    if plan.observes:
-        session = EvictingSession if plan.ranked else CompactingSession
+    if plan.index.observes:
+        session = EvictingSession if plan.index.ranked else CompactingSession
     return session(device, library, plan, limits, pool, compute)
 
 

@@ -42,11 +42,11 @@ def observed_mass(case: Case) -> npt.NDArray[np.floating]:
 
 
 @settings(max_examples=60)
-@given(cases().filter(lambda case: case.plan.observes))
+@given(cases().filter(lambda case: case.plan.index.observes))
 def test_probe_mass_is_what_observed_rows_attend(case: Case) -> None:
     found = observed_mass(case)
     np.testing.assert_allclose(found, case.expected_mass(), rtol=3e-3, atol=3e-3)
-    if case.plan.compaction or case.plan.model.sinks:
+    if case.plan.index.compaction or case.plan.model.sinks:
         return
     starts = np.cumsum([0, *case.queries])
     rows = [case.weights[a:z].sum() for a, z in pairwise(starts)]

@@ -18,9 +18,10 @@ from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.onnx.attend import NAME
 from kvlathe.plan.formats import Axis, Bits, Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket
+from kvlathe.plan.lives import SEAL
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from kvlathe.tasks.metrics import Sums
@@ -104,9 +105,9 @@ def plan_in(tier: Tier) -> Case:
         for layer in range(2)
         for head in range(2)
     ]
-    buckets = [Bucket(0, (0, 1, 2, 3)), Bucket(1, (0, 1, 2, 3), source=0)]
+    groups = [Group((0, 1, 2, 3), Tier(32, 32), (tier,), SEAL)]
     return Case(
-        plan_of(lanes, [Tier(32, 32), tier], buckets, 32, 2),
+        plan_of(lanes, groups, 32, 2),
         0,
         [1, 4],
         [[3, 32], [0, 48]],
@@ -196,8 +197,8 @@ def perplexity(tier: Tier | None) -> float:
     ``tier``."""
     shape, windows = model_shape(), [text(768, 768 * i) for i in range(3)]
     every = tuple(range(shape.layers * shape.kv_heads))
-    cold = (Bucket(1, every, source=0),) if tier else ()
-    plan = plan_for(shape, (HOT, *((tier,) if tier else ())), (Bucket(0, every), *cold))
+    group = Group(every, HOT, (tier,), SEAL) if tier else Group(every, HOT)
+    plan = plan_for(shape, (group,))
     layout = CacheLayout(plan)
     size = layout.bytes_for(1024) + 8 * sum(layout.page_stride)
     pages = TorchSession(decoder_from(Checkpoint(MODEL), plan, Basis()), size)

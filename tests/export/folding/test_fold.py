@@ -94,7 +94,7 @@ def test_factors_of_planes_fold_through_rope(name: str, reference: Reference) ->
         return  # any basis folds, or none
     plan, ids = whole_plan(checkpoint.spec), ids_for(checkpoint, 70)
     decoder = decoder_from(checkpoint, plan, plane_scales(plan))
-    assert not plan.projected and not torch.equal(
+    assert not plan.index.projected and not torch.equal(
         decoder.state_dict()["layers.0.k.weight"],
         checkpoint.weight("layers.0.k.weight"),
     )
@@ -208,8 +208,8 @@ def test_a_removed_lane_is_filled_from_its_keeper(tmp_path: Path) -> None:
         for x in plan.lanes
     )
     kept = tuple(i for i, lane in enumerate(lanes) if not lane.removed)
-    bucket = dataclasses.replace(plan.buckets[0], lanes=kept)
-    plan = dataclasses.replace(plan, lanes=lanes, buckets=(bucket,))
+    group = dataclasses.replace(plan.groups[0], lanes=kept)
+    plan = dataclasses.replace(plan, lanes=lanes, groups=(group,))
     for place in fills:
         del basis[place]
     ids = ids_for(checkpoint)
@@ -439,7 +439,7 @@ class PlainAttention(torch.nn.Module):
         later = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
         outputs = []
         for head in range(self.plan.model.kv_heads):
-            filler = self.plan.lane(self.layer, head).fill_from
+            filler = self.plan.index.lane(self.layer, head).fill_from
             lane = head if filler is None else filler
             keys, values = self.cached(
                 k[:, lane].double(),

@@ -23,7 +23,6 @@ from kvlathe.export.methods.composition import CacheSettings
 from kvlathe.export.methods.forms import FORMATS, PAIRS, Grid
 from kvlathe.export.search import measured
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.token_rules import Window
 from tests.support.nightly import rest_nightly
 from tests.support.priced_cases import priced
 
@@ -90,23 +89,23 @@ def test_a_budget_in_few_units_is_kept_and_costs_little(most: int) -> None:
 def program(
     found: Priced,
     pairs: Iterable[tuple[int, int]],
-    rules: Sequence[int],
+    lives: Sequence[int],
     budget: int,
 ) -> float:
-    """The least loss within some pairs of formats and some rules, as a mixed integer
+    """The least loss within some pairs of formats and some lives, as a mixed integer
     program: x picks one way for each lane."""
     format_of = [FORMATS.index(form) for _, form in found.grid.options]
     options = range(len(format_of))
     ways = [
-        (k, v, rule)
+        (k, v, life)
         for k, v in itertools.product(options, repeat=2)
         if (format_of[k], format_of[v]) in set(pairs)
-        for rule in rules
+        for life in lives
     ]
-    k, v, rule = np.array(ways).T
+    k, v, life = np.array(ways).T
     lanes, sizes = found.lanes, found.grid.sizes
-    loss = found.loss[:lanes, k] + found.loss[lanes:, v] + found.window_loss[:, rule]
-    pages = found.grid.pages[rule]
+    loss = found.loss[:lanes, k] + found.loss[lanes:, v] + found.window_loss[:, life]
+    pages = found.grid.pages[life]
     ranks = np.array([rank for rank, _ in found.grid.options])
     hot = (ranks[k] + ranks[v]) * 64 * 2  # a page of 16-bit numbers
     cost = np.tile((sizes[k] + sizes[v]) * pages + hot, (lanes, 1))
@@ -131,8 +130,8 @@ def small(seed: int, windowed: bool = True, paired: bool = False) -> Priced:
     keep = [0, 1, whole.lanes, whole.lanes + 1]
     grid = Grid(whole.grid.stats, 64, 0, 512, 16, windowed)
     grid.__dict__["options"] = grid.options[:12]
-    rules = len(grid.rules)
-    return Priced(grid, whole.loss[keep, :12], whole.window_loss[:2, :rules], paired)
+    lives = len(grid.lives)
+    return Priced(grid, whole.loss[keep, :12], whole.window_loss[:2, :lives], paired)
 
 
 @pytest.mark.parametrize("paired", [False, True])
@@ -142,11 +141,11 @@ def test_the_choice_is_the_best_of_all_formats_and_windows(
 ) -> None:
     found = small(4, paired=paired)
     budget = found.least + int(share * (found.most - found.least))
-    rules = list(itertools.combinations(range(1, len(found.grid.rules)), 2))
+    sets = list(itertools.combinations(range(1, len(found.grid.lives)), 2))
     best = min(
         program(found, pairs, (0, *windows), budget)
         for pairs in found._pair_sets()
-        for windows in rules or [()]
+        for windows in sets or [()]
     )
     choice = found.chosen(budget)
     assert found.bytes(choice) <= budget
@@ -169,7 +168,7 @@ def test_kernels_that_read_pairs_get_them_and_no_windows(share: float) -> None:
     plan, _ = measured.plan_of("auto", found, choice, FORM)
     cuda.check_plan("cuda", plan)
     pairs = {(FORMATS[k], FORMATS[v]) for k, v in found._format_pairs}
-    assert pairs == set(PAIRS) and not plan.windowed
+    assert pairs == set(PAIRS) and not plan.index.sees_less
     assert found.bytes(choice) <= budget
     with pytest.raises(KvlatheError, match="cannot be reached"):
         found.chosen(found.least - 1)
@@ -185,11 +184,11 @@ def test_a_plan_has_the_bytes_and_few_formats_and_windows(share: float) -> None:
     layout, tokens = CacheLayout(plan), found.grid.tokens
     held = layout.bytes_for(tokens) + layout.page_stride[0]
     assert held == found.bytes(choice) <= budget
-    windows = {bucket.tokens for bucket in plan.buckets if bucket.tokens.drops}
-    assert all(isinstance(rule, Window) for rule in windows)
+    windows = {group.life for group in plan.groups if group.life.drops}
+    assert all(life.sees.is_less for life in windows)
     assert len(windows) <= assignment.MOST_WINDOWS
     for side in (0, 1):
-        formats = {tier.formats[side] for tier in plan.tiers[1:]}
+        formats = {tier.formats[side] for tier in plan.index.tiers[1:]}
         assert len(formats) <= assignment.MOST_FORMATS
 
 

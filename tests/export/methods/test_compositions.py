@@ -38,11 +38,7 @@ def test_composition_commutes_and_keeps_what_each_decides(
     )
     ranks, exact = compose(name, made_up.shape, True, made_up, options, FORM)
     formats, _ = compose(quantized, made_up.shape, True, None, Options(), FORM)
-    assert (
-        one.lanes == ranks.lanes
-        and one.tiers == formats.tiers
-        and one.buckets == formats.buckets
-    )
+    assert one.lanes == ranks.lanes and one.groups == formats.groups
     assert all(
         y.a_v is not None and np.array_equal(x.a_v, y.a_v)
         for x, y in zip(basis.values(), exact.values(), strict=True)
@@ -77,7 +73,7 @@ def test_fp8_holds_a_byte_a_number_and_a_half_a_token(
     """Whatever chooses ranks or tokens beside it. Tokens lie one by one, so any may go."""
     plan = plan_of(request_name, made_up)
     layout, page = CacheLayout(plan), plan.page_tokens
-    cold = [b for b in range(len(plan.buckets)) if plan.buckets[b].source is not None]
+    cold = [b.number for b in plan.index.buckets if not b.is_hot]
     assert cold
     for part in (
         x for b in cold for pair in matrices(layout, b).values() for x in pair
@@ -98,7 +94,7 @@ def test_comparison_plans_group_keys_by_channel_and_values_by_token(
     """A channel of K scaled up and a token of V scaled up leave the relative error of
     all others where it was."""
     plan = plan_of(name, made_up)
-    (fresh, cold), rng = plan.buckets, np.random.default_rng(0)
+    (fresh, cold), rng = plan.index.buckets, np.random.default_rng(0)
     (k, v) = next(iter(matrices(CacheLayout(plan), 1).values()))
     page = np.zeros(CacheLayout(plan).page_stride[1], np.uint8)
     values = rng.normal(size=(plan.page_tokens, k.rank)).astype(np.float32)
@@ -115,11 +111,8 @@ def test_comparison_plans_group_keys_by_channel_and_values_by_token(
     assert len(k.groups) == plan.page_tokens // group_k and len(v.groups) == -(
         -v.rank // group_v
     )
-    assert (
-        cold.source == 0
-        and not plan.tiers[fresh.tier].is_coded
-        and plan.tiers[cold.tier].arithmetic == "float"
-    )
+    assert cold.hot == 0 and not fresh.tier.is_coded
+    assert cold.tier.arithmetic == "float"
 
 
 @pytest.mark.parametrize("ratio", [0.75, 0.8, 0.9])
@@ -193,9 +186,9 @@ def test_a_hadamard_rotation_changes_no_product(
             np.testing.assert_allclose(x, y, atol=1e-9)
         assert (lane.rank_k, lane.rank_v) == (other.rank_k, other.rank_v)
         assert lane.projected == other.projected or (
-            sides in ("k", "kv") or plan.projected
+            sides in ("k", "kv") or plan.index.projected
         )
-    if sides == "auto" and rope and not plan.projected:
+    if sides == "auto" and rope and not plan.index.projected:
         assert turned_plan == dataclasses.replace(
             plan, compression=turned_plan.compression
         )

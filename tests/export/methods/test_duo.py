@@ -14,7 +14,7 @@ from kvlathe.export.methods import duo, window
 from kvlathe.export.methods.composition import compose
 from kvlathe.export.methods.options import Options, parse
 from kvlathe.export.methods.registry import with_heads
-from kvlathe.plan.token_rules import KEEP_ALL, Window
+from kvlathe.plan.lives import SEAL, Window
 from tests.support.method_cases import FORM
 
 HEADS = 2
@@ -55,11 +55,11 @@ def test_where_every_head_sees_everything_nothing_changes(made_up: Stats) -> Non
     plain, _ = compose("none", shape, True, None, Options(), FORM)
     request = with_heads("duo:share=1", losses, shape.kv_heads)
     same, _ = compose(request, shape, True, None, Options(), FORM)
-    assert same.buckets == plain.buckets and same.lanes == plain.lanes
+    assert same.groups == plain.groups and same.lanes == plain.lanes
     request = with_heads("duo:share=0,sink=0,recent=100", losses, shape.kv_heads)
     none, _ = compose(request, shape, True, None, Options(), FORM)
-    (bucket,) = none.buckets
-    assert bucket.tokens == Window(0, 128)
+    (group,) = none.groups
+    assert group.life == Window(0, 128)
 
 
 def test_it_composes_with_formats_and_keeps_their_options(made_up: Stats) -> None:
@@ -69,9 +69,9 @@ def test_it_composes_with_formats_and_keeps_their_options(made_up: Stats) -> Non
     request = with_heads("duo:share=0.05+hack:bits=4", losses, shape.kv_heads)
     assert request.endswith("+hack:bits=4")
     plan, _ = compose(request, shape, True, None, Options(), FORM)
-    rules = {bucket.tokens: bucket.lanes for bucket in plan.buckets if bucket.tier}
-    assert rules[KEEP_ALL] == (1,)
-    assert rules[Window(window.SINK, window.RECENT)] == (0, *range(2, len(losses)))
+    lives = {group.life: group.lanes for group in plan.groups}
+    assert lives[SEAL] == (1,)
+    assert lives[Window(window.SINK, window.RECENT)] == (0, *range(2, len(losses)))
 
 
 @pytest.mark.parametrize("text", ["2", "-0.1", "many", "nan"])

@@ -52,7 +52,7 @@ def test_nothing_removed_is_the_uncompressed_plan(name: str, rope: bool) -> None
     plan, basis = compose(
         name, stats.shape, rope, stats, Options(removal_rate=0.0), FORM
     )
-    assert plan.lanes == plan_of("none", stats).lanes and not plan.projected
+    assert plan.lanes == plan_of("none", stats).lanes and not plan.index.projected
     assert all(
         value is None
         for lane in basis.values()
@@ -66,7 +66,7 @@ def test_without_rope_nothing_is_projected_at_run_time(name: str) -> None:
     plan, basis = compose(
         name, stats.shape, False, stats, Options(compression_ratio=0.4), FORM
     )
-    assert not plan.projected and {lane.rope for lane in plan.lanes} == {"none"}
+    assert not plan.index.projected and {lane.rope for lane in plan.lanes} == {"none"}
     assert all(lane.input_dim == lane.rank_k for lane in plan.lanes)
     assert any(lane.a is not None for lane in basis.values())
     with pytest.raises(KvlatheError, match="no RoPE"):
@@ -75,7 +75,9 @@ def test_without_rope_nothing_is_projected_at_run_time(name: str) -> None:
 
 def test_chosen_planes_are_those_of_most_energy(made_up: Stats) -> None:
     plan = plan_of("fdc", made_up, rope_fold="planes", compression_ratio=0.5)
-    assert any(lane.rope == "planes" for lane in plan.lanes) and not plan.projected
+    assert (
+        any(lane.rope == "planes" for lane in plan.lanes) and not plan.index.projected
+    )
     moments = made_up.whole
     for lane in plan.lanes:
         at, half = (lane.layer, lane.head), made_up.shape.head_dim // 2
@@ -97,9 +99,9 @@ def test_a_removal_rate_means_the_same_bytes_in_every_way(
     papers = plan_of("fdc", made_up, removal_rate=0.1)
     other = plan_of("fdc", made_up, removal_rate=0.1, **way)
     assert (
-        papers.kept_dims - 0.13
-        < other.kept_dims
-        <= papers.kept_dims + (0.05 if way.get("centre") else 1e-9)
+        papers.index.kept_dims - 0.13
+        < other.index.kept_dims
+        <= papers.index.kept_dims + (0.05 if way.get("centre") else 1e-9)
     )
 
 

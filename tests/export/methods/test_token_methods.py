@@ -17,8 +17,8 @@ from kvlathe.export.methods.options import Options
 from kvlathe.export.methods.registry import calibration
 from kvlathe.export.methods.zipcache import ratio
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.lives import Compact, Divide
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.token_rules import Compacted
 from tests.support.runtime_cases import model_shape
 from tests.support.stats_cases import stats as made_up
 
@@ -43,22 +43,16 @@ def test_the_papers_ratios() -> None:
 
 def test_a_split_is_two_formats_of_the_same_tokens() -> None:
     made = plan("zipcache:high=4,low=2,salient=0.6")
-    hot, high, low = made.buckets
-    assert [made.tiers[b.tier].bits_k for b in (high, low)] == [
-        4,
-        2,
-    ] and high.lanes == low.lanes == hot.lanes
-    assert [getattr(b.tokens, "share", None) for b in (high, low)] == [0.6, 0.4]
+    (group,) = made.groups
+    assert [tier.bits_k for tier in group.cold] == [4, 2]
+    assert group.life == Divide((0.6, 0.4))
     assert made.observation and (
         made.observation.recent,
         made.observation.random,
         made.observation.normalized,
     ) == (0.05, 0.05, True)
-    assert [made.tiers[b.tier].span_k for b in (high, low)] == [
-        0.95,
-        0.65,
-    ] and high.tokens.divides
-    assert all(tier.span_k == 1 for tier in plan("zipcache:ends=kept").tiers)
+    assert [tier.span_k for tier in group.cold] == [0.95, 0.65]
+    assert all(tier.span_k == 1 for tier in plan("zipcache:ends=kept").index.tiers)
     assert plan("zipcache:salient=1").observation is None
     tokens, shape = 1 << 16, made.model
     plain = 2 * shape.layers * shape.kv_heads * shape.head_dim * 2 * tokens
@@ -142,23 +136,22 @@ def test_what_a_request_calibrates_on() -> None:
 
 @pytest.mark.parametrize("name", ["h2o", "snapkv", "keyformer"])
 def test_budgets_are_whole_pages_and_go_with_other_formats(name: str) -> None:
-    assert {b.tokens.most for b in plan(f"{name}:budget=250").buckets} == {256}
-    both = plan(f"{name}+hack:bits=4")
-    assert [b.tokens.kind for b in both.buckets] == ["all", "budget"] and both.tiers[
-        1
-    ].axis_v == "rank"
+    assert {group.life.most for group in plan(f"{name}:budget=250").groups} == {256}
+    (both,) = plan(f"{name}+hack:bits=4").groups
+    assert both.life.kind == "budget" and both.cold[0].axis_v == "rank"
 
 
 def test_prefixes_are_compacted_head_by_head_or_alike_in_any_format() -> None:
     lanes = tuple(range(len(plan("none").lanes)))
     apart, alike = plan("kvzip:keep=0.2"), plan("kvzip:heads=same")
-    assert [bucket.lanes for bucket in apart.buckets] == [(lane,) for lane in lanes]
-    assert apart.compaction == Compacted(0.2) and apart.sharable and apart.observes
-    assert [bucket.lanes for bucket in alike.buckets] == [lanes]
+    assert [group.lanes for group in apart.groups] == [(lane,) for lane in lanes]
+    assert {group.life for group in apart.groups} == {Compact(0.2)}
+    assert apart.index.sharable and apart.index.observes
+    assert [group.lanes for group in alike.groups] == [lanes]
     sealed = plan("kvzip+hack:bits=4")
-    hot, *cold = sealed.buckets
+    hot, *cold = sealed.index.buckets
     assert hot.lanes == lanes and [b.lanes for b in cold] == [(i,) for i in lanes]
-    assert sealed.tiers[1].axis_v == "token"
+    assert sealed.index.tiers[1].axis_v == "token"
     assert CompressionPlan.from_json(sealed.to_json()) == sealed
 
 

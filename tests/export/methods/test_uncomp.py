@@ -19,7 +19,9 @@ from kvlathe.export.methods.options import Options
 from kvlathe.export.methods.registry import calibration, check_model
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.plan.heads import ModelShape
-from kvlathe.plan.plan import CompressionPlan, Stage
+from kvlathe.plan.lives import Budget
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.stages import Stage
 from tests.support import stats_cases
 from tests.support.checkpoints import make_model, sizes
 
@@ -45,8 +47,8 @@ def plan(request: str, made: Stats | None = None) -> CompressionPlan:
 
 
 def budgets(found: CompressionPlan) -> list[list[int]]:
-    """[layer][head]: the budget of the bucket that a lane ends up in."""
-    kept = {i: b.tokens.most for b in found.buckets for i in b.lanes if b.tokens.drops}
+    """[layer][head]: the budget of the group that a lane is in."""
+    kept = {lane: group.life.most for group in found.groups for lane in group.lanes}
     heads = found.model.kv_heads
     return [
         [kept.get(layer * heads + h, 0) for h in range(heads)]
@@ -85,8 +87,8 @@ def test_stages_begin_where_the_rank_falls_and_sizes_go_down_in_equal_steps() ->
         Stage(2, 2560),
         Stage(3, 1024),
     )
-    for bucket in plan("uncomp").buckets:
-        assert len({lane // 4 >= 2 for lane in bucket.lanes}) == 1
+    for group in plan("uncomp").groups:
+        assert len({lane // 4 >= 2 for lane in group.lanes}) == 1
 
 
 def test_a_layer_with_a_single_kv_head_is_ranked_across_layers() -> None:
@@ -96,16 +98,19 @@ def test_a_layer_with_a_single_kv_head_is_ranked_across_layers() -> None:
     assert budgets(plan("uncomp:stages=1", made)) == [[512], [256], [512], [256]]
 
 
+def recent(found: CompressionPlan) -> set[int]:
+    """The newest tokens that budgets keep."""
+    lives = [group.life for group in found.groups]
+    return {life.recent for life in lives if isinstance(life, Budget)}
+
+
 def test_recent_tokens_take_the_share_whose_trend_fits_best() -> None:
     made = stats()
     made.entropies.keys[:] = np.array([1.0, 4.0, 2.0, 3.0])[:, None, None]
     made.entropies.windows[:] = np.array([4.0, 3.0, 2.0, 1.0])[:, None, None]
     made.entropies.windows[:, :, 2] = np.array([1.0, 4.0, 2.0, 3.0])[:, None]
-    assert {b.tokens.newest for b in plan("uncomp", made).buckets} == {64, 128}
-    assert {b.tokens.newest for b in plan("uncomp:recent=0.5", made).buckets} == {
-        128,
-        256,
-    }
+    assert recent(plan("uncomp", made)) == {64, 128}
+    assert recent(plan("uncomp:recent=0.5", made)) == {128, 256}
     assert plan("uncomp", made).notes["recent"] == entropy.RECENT[2]
 
 
@@ -128,10 +133,10 @@ def test_removed_heads_are_those_of_least_rank_and_take_the_most_alike() -> None
 )
 def test_compositions_seal_into_a_cold_bucket_for_each_budget(request_: str) -> None:
     found = plan(request_)
-    cold = [b for b in found.buckets if b.source is not None]
-    assert {b.tokens.most for b in cold} == {256, 512}
-    assert all(found.tiers[b.tier].axis_v == "rank" for b in cold)
-    assert all(b.tokens.kind == "all" for b in found.buckets if b.source is None)
+    cold = [bucket for bucket in found.index.buckets if not bucket.is_hot]
+    assert {bucket.life.most for bucket in cold} == {256, 512}
+    assert all(bucket.tier.axis_v == "rank" for bucket in cold)
+    assert all(group.seals for group in found.groups)
     assert calibration(request_) == "text"
 
 

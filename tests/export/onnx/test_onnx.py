@@ -31,9 +31,10 @@ from kvlathe.export.onnx.attend import DOMAIN, NAME, OPSET, attend_function
 from kvlathe.export.onnx.body import FLOAT, HALF
 from kvlathe.export.onnx.model import export_onnx
 from kvlathe.plan.formats import Bits, Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.plan import CompressionPlan
 from tests.export.attention.test_attend import eager, observed_mass
 from tests.support.attend_cases import VIEWS, Case, cases, plan_of
 from tests.support.checkpoints import make
@@ -97,7 +98,7 @@ def one_node(
         helper.make_tensor_value_info(n, t, ["T", n])
         for n, t in (("o", dtype), ("rows", hot))
     ]
-    if case.plan.observes:
+    if case.plan.index.observes:
         outputs.append(helper.make_tensor_value_info("mass", FLOAT, ["B", "H", "N"]))
     node = helper.make_node(
         NAME,
@@ -203,7 +204,7 @@ class Pages:
             self.tables.append(ids.reshape(batch, count))
         self.memory = np.full(-(-first // 256) * 256, 255, np.uint8)
         self.views = {
-            name: self.memory.view(VIEWS[name]).reshape(-1, plan.unit)
+            name: self.memory.view(VIEWS[name]).reshape(-1, plan.index.unit)
             for name in PlanFacts(plan).pools
         }
 
@@ -211,7 +212,7 @@ class Pages:
         """Append one token's row to its places in the fresh buckets."""
         heads, at = self.plan.model.kv_heads, 0
         for layer in range(self.plan.model.layers):
-            lanes = self.plan.active(layer)
+            lanes = self.plan.index.active(layer)
             for part in ("k", "v"):
                 for lane in lanes:
                     rank = getattr(lane, f"rank_{part}")
@@ -227,7 +228,7 @@ class Pages:
     def _put(
         self, index: int, part: str, sequence: int, place: int, values: npt.NDArray
     ) -> None:
-        for b, bucket in enumerate(self.plan.buckets):
+        for b, bucket in enumerate(self.plan.index.buckets):
             if index in bucket.lanes:
                 page, token = (
                     self.tables[b][sequence, place // self.plan.page_tokens],
@@ -260,7 +261,7 @@ def run_in_chunks(
             "cu_seqlens_q": [0, *itertools.accumulate(counts)],
             "query_offsets": range(max(counts)),
             "logit_rows": range(len(ids)),
-            "lengths": [[s] * len(plan.buckets) for s in seen],
+            "lengths": [[s] * len(plan.index.buckets) for s in seen],
         }
         feeds = {
             name: np.array(value, np.int32) for name, value in arrays.items()
@@ -305,8 +306,8 @@ def odd_plan(
             **cut, centre_k=rng.normal(size=d) / 9, centre_v=rng.normal(size=d) / 9
         )
     kept = [i for i, lane in enumerate(lanes) if not lane.removed]
-    buckets = [Bucket(0, tuple(kept[::2])), Bucket(0, tuple(kept[1::2]))]
-    plan = plan_of(lanes, [Tier(hot, hot)], buckets, d, shape.group_size)
+    groups = [Group(tuple(kept[i::2]), Tier(hot, hot)) for i in range(2)]
+    plan = plan_of(lanes, groups, d, shape.group_size)
     return dataclasses.replace(plan, model=shape), basis
 
 

@@ -23,11 +23,14 @@ from kvlathe.export.report.report import (
 )
 from kvlathe.export.report.stability import stability
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.lives import SEAL, Budget
 from kvlathe.plan.memory import memory_table
-from kvlathe.plan.plan import Bucket, CompressionPlan, Stage
-from kvlathe.plan.token_rules import Budget, KeepAll, ObservationWindow
+from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.stages import Stage
 
 SHAPE = ModelShape(
     layers=4,
@@ -55,12 +58,10 @@ def make_plan(
         for layer in range(shape.layers)
         for head in range(shape.kv_heads)
     )
-    bucket = Bucket(tier=0, lanes=tuple(range(len(lanes))))
     return CompressionPlan(
         shape,
         lanes,
-        (Tier(32, 32),),
-        (bucket,),
+        (Group(tuple(range(len(lanes))), Tier(32, 32)),),
         compression="<b>demo</b>",
         notes=notes or {},
     )
@@ -177,21 +178,16 @@ def test_the_headline_is_the_ratio_of_the_bytes() -> None:
 
 def test_formats_budgets_and_stages_are_said() -> None:
     lanes = tuple(Lane(layer, 0, 64, 64, 64) for layer in range(4))
-    tiers = (Tier(16, 16), Tier(8, 2, "rank", "rank"))
-    rule = Budget(512)
-    buckets = (
-        Bucket(0, (0, 1)),
-        Bucket(1, (0, 1), 0, rule),
-        Bucket(0, (2, 3)),
-        Bucket(1, (2, 3), 2, rule),
+    cold = (Tier(8, 2, "rank", "rank"),)
+    groups = tuple(
+        Group(own, Tier(16, 16), cold, Budget(512)) for own in ((0, 1), (2, 3))
     )
     shape = dataclasses.replace(SHAPE, kv_heads=1, max_positions=2048)
     stages = (Stage(0), Stage(2, 1024))
     plan = CompressionPlan(
         shape,
         lanes,
-        tiers,
-        buckets,
+        groups,
         observation=ObservationWindow(last=8, accumulated=False),
         stages=stages,
     )
@@ -223,15 +219,13 @@ def sealed_plan(budget: int = 0) -> CompressionPlan:
     """Two heads a layer; head 0 is sealed in 4 bit, head 1 in 2."""
     shape = dataclasses.replace(SHAPE, layers=2)
     lanes = tuple(Lane(i // 2, i % 2, 64, 64, 64) for i in range(4))
-    tiers = (Tier(16, 16), Tier(4, 4, axis_v="rank"), Tier(2, 2, axis_v="rank"))
-    rule = Budget(budget) if budget else KeepAll()
-    buckets = (
-        Bucket(0, (0, 1, 2, 3)),
-        Bucket(1, (0, 2), 0, rule),
-        Bucket(2, (1, 3), 0, rule),
+    life = Budget(budget) if budget else SEAL
+    groups = (
+        Group((0, 2), Tier(16, 16), (Tier(4, 4, axis_v="rank"),), life),
+        Group((1, 3), Tier(16, 16), (Tier(2, 2, axis_v="rank"),), life),
     )
     window = ObservationWindow(last=8) if budget else None
-    return CompressionPlan(shape, lanes, tiers, buckets, observation=window)
+    return CompressionPlan(shape, lanes, groups, observation=window)
 
 
 def test_bits_of_heads_are_shown_where_pages_are_quantized() -> None:

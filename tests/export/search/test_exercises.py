@@ -17,7 +17,7 @@ from kvlathe.export.methods.options import Options
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.search import exercises, readings, sensitivity
-from kvlathe.plan.token_rules import Window
+from kvlathe.plan.lives import Window
 from kvlathe.tasks import tasks
 
 LATHE = Path(__file__).resolve().parents[3] / "models" / "lathe-5m"

@@ -19,7 +19,7 @@ from kvlathe.export.search import heads
 from kvlathe.export.search.exams import Exam, TorchOracle, read_exam
 from kvlathe.export.search.measured import Sources
 from kvlathe.export.search.sealed import reading
-from kvlathe.plan.token_rules import KEEP_ALL, TokenRule, Window
+from kvlathe.plan.lives import KEEP, SEAL, Life, Window
 from kvlathe.tasks import metrics, tasks
 from kvlathe.tasks.line_retrieval import needle
 from tests.support.nightly import rest_nightly
@@ -92,10 +92,7 @@ def test_a_build_names_the_heads_and_keeps_the_request(
     assert plan.compression == asked
     found = str(plan.notes["heads by measured loss"])
     assert found.startswith("window:sink=64,recent=128,whole=") and found.endswith(also)
-    lanes_of: dict[TokenRule, int] = {Window(64, 128): 0, KEEP_ALL: 0}
-    for bucket in plan.buckets:
-        is_last = bucket.source is not None or not also
-        if is_last:
-            lanes_of[bucket.tokens] += len(bucket.lanes)
-    assert lanes_of == {Window(64, 128): 6, KEEP_ALL: 2}
+    whole: Life = SEAL if also else KEEP
+    lanes_of = {group.life: len(group.lanes) for group in plan.groups}
+    assert lanes_of == {Window(64, 128): 6, whole: 2}
     assert "512 tokens" in plan.notes["reach"]

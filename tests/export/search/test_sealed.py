@@ -3,6 +3,8 @@ and against the codec."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -16,10 +18,12 @@ from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search import sealed
 from kvlathe.plan import codec
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import ObservationWindow, Share
+from kvlathe.plan.lives import SEAL, Divide
+from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.plan import CompressionPlan
 from tests.support.runtime_cases import MODEL, decoder, llm, model_shape, plans, text
 
 PAGE = 64
@@ -35,11 +39,9 @@ def one_lane(
     tier: Tier, rank_k: int, rank_v: int, page: int, seed: int
 ) -> CompressionPlan:
     lanes = (Lane(0, 0, rank_k, rank_k, rank_v, "none"),)
-    buckets = (Bucket(0, (0,)), Bucket(1, (0,), source=0))
+    groups = (Group((0,), Tier(32, 32), (tier,), SEAL),)
     shape = ModelShape(1, 2, 1, max(rank_k, rank_v), 64, 97, 256)
-    return CompressionPlan(
-        shape, lanes, (Tier(32, 32), tier), buckets, page, page, seed
-    )
+    return CompressionPlan(shape, lanes, groups, page, page, seed)
 
 
 bits, axes, groups = (
@@ -130,15 +132,11 @@ def test_every_length_has_its_own_last_page(
 
 def test_a_plan_that_chooses_tokens_is_refused() -> None:
     shape = model_shape()
-    every = tuple(range(shape.layers * shape.kv_heads))
     plan = plans(shape)["sealed"]
-    halves = [Bucket(1, every, 0, Share(0.5)) for _ in range(2)]
-    chosen = CompressionPlan(
-        shape,
-        plan.lanes,
-        plan.tiers,
-        (Bucket(0, every), *halves),
-        observation=ObservationWindow(last=8),
+    (group,) = plan.groups
+    halves = dataclasses.replace(group, cold=2 * group.cold, life=Divide((0.5, 0.5)))
+    chosen = dataclasses.replace(
+        plan, groups=(halves,), observation=ObservationWindow(last=8)
     )
     with pytest.raises(KvlatheError, match="chooses tokens"):
         sealed.reading(decoder_from(Checkpoint(MODEL), chosen, Basis()))

@@ -186,7 +186,7 @@ def test_a_search_keeps_its_promise_and_is_a_lookup_afterwards(
     )
     assert curve["baseline"] == pytest.approx(search.score(exam, whole, said), rel=1e-4)
     assert reached >= curve["target"] == 0.5 * curve["baseline"]
-    removed = 1 - plan.kept_dims
+    removed = 1 - plan.index.kept_dims
     assert (
         max(
             point["removed"]
@@ -224,7 +224,9 @@ def test_a_search_chooses_bits_that_a_request_leaves_open(
     enough = [
         name for name in names if scores.get(name, 0.0) >= plan.notes["curve"]["target"]
     ]
-    assert plan.compression == enough[0] and plan.tiers[1].bits_k == int(enough[0][-1])
+    assert plan.compression == enough[0] and plan.index.tiers[1].bits_k == int(
+        enough[0][-1]
+    )
 
 
 def test_accuracy_out_of_reach_names_the_best_there_is(

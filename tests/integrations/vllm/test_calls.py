@@ -64,8 +64,8 @@ def coded(plan: CompressionPlan, lane: int, x: Floats, side: str) -> Floats:
     """K or V [n, rank] of a lane as sealed pages give it back, float64; the tail in 16
     bit."""
     hot = x.astype(np.float16).astype(np.float64)
-    for b, bucket in enumerate(plan.buckets):
-        if bucket.source is None or lane not in bucket.lanes:
+    for b, bucket in enumerate(plan.index.buckets):
+        if bucket.is_hot or lane not in bucket.lanes:
             continue
         layout = CacheLayout(plan)
         found = matrices(layout, b)[lane]
@@ -83,7 +83,7 @@ def expected(engine: Hosted, q: Floats, k: Floats, v: Floats) -> Floats:
     plan = engine.plan
     out = np.zeros((len(q), HEADS * GROUP, DIMS))
     for head in range(HEADS):
-        lane = plan.lane(LAYER, head)
+        lane = plan.index.lane(LAYER, head)
         source = head if lane.fill_from is None else lane.fill_from
         own = engine.heads[LAYER, source]
         index = LAYER * HEADS + source
@@ -276,7 +276,7 @@ def test_pages_of_a_prompt_read_copies_of_its_last(
     call = calls.of(Step(starts, ends, tables))
     least = 16
     whose = copies_of(call, least)
-    [coded] = [b for b, x in enumerate(calls.plan.buckets) if x.source is not None][:1]
+    coded = next(b.number for b in calls.plan.index.buckets if not b.is_hot)
     rows = np.diff(call.cu)
     for piece, whom in enumerate(whose):
         own = call.of == call.of[piece]

@@ -114,10 +114,10 @@ class HostAttention(BlockAttention):
 
     def _write(self, spread: Spread, head: int, keys: Tensor, values: Tensor) -> None:
         own, page = self.layer, played.PAGE
-        for b, bucket in enumerate(own.plan.buckets):
+        for b, bucket in enumerate(own.plan.index.buckets):
             table = own.rows[b]
             found = table[table[:, 1] == head]
-            if bucket.source is not None or not len(found):
+            if not bucket.is_hot or not len(found):
                 continue
             stride = own.span.block_stride if own.held[b] else own.block.hot_bytes
             for row in range(len(keys)):
@@ -266,7 +266,7 @@ class Graph:
         ]
         self.layer = self.layers[played.LAYER]
         self.calls = Calls(engine.plan, MOST)
-        buckets = len(engine.plan.buckets)
+        buckets = len(engine.plan.index.buckets)
         self.buffers = DecodeBuffers(MOST, buckets, torch.device("cpu"))
         self.table = torch.zeros(MOST, self.WIDTH, dtype=torch.int32)
         width = played.HEADS * played.DIMS

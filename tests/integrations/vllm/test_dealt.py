@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
-from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.lives import SEAL
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.library import find
 from tests.support.block_cases import plan_of
 
@@ -48,10 +50,12 @@ def plan_with(
     every = tuple(range(len(lanes)))
     eight = tuple(i for i in every if alike or random.random() < 0.5)
     four = tuple(i for i in every if i not in eight)
-    cold = (Bucket(1, eight, 0), Bucket(2, four, 0))
-    buckets = (Bucket(0, every), *(bucket for bucket in cold if bucket.lanes))
-    tiers = (Tier(16, 16), Tier(8, 8, group_v=16), Tier(4, 4, group_k=16, group_v=16))
-    return CompressionPlan(shape, tuple(lanes), tiers, buckets, PAGE, PAGE)
+    coded = (
+        (eight, Tier(8, 8, group_v=16)),
+        (four, Tier(4, 4, group_k=16, group_v=16)),
+    )
+    groups = [Group(own, Tier(16, 16), (tier,), SEAL) for own, tier in coded if own]
+    return CompressionPlan(shape, tuple(lanes), tuple(groups), PAGE, PAGE)
 
 
 def engine_with(plan: CompressionPlan, seed: int = 0) -> Hosted:
@@ -84,7 +88,7 @@ def test_blocks_have_equal_bytes_and_hold_every_head(case: tuple[Hosted, int]) -
         own = [engine.blocks[layer].token_bytes for engine in dealt.engines]
         assert sizes == {max(own)}
         copies = max(1, num_shards // heads)
-        found = [x.head for one in dealt.engines for x in one.plan.active(layer)]
+        found = [x.head for one in dealt.engines for x in one.plan.index.active(layer)]
         assert sorted(found) == sorted(list(range(heads)) * copies)
         assert found[::copies] == list(dealt.orders[layer])
     assert dealt.padding >= 1
@@ -152,7 +156,7 @@ def test_a_rank_reads_the_weights_of_its_heads(
                     own[f"{part}_proj.{kind}"] = x
         assert torch.equal(own["o_proj.bias"], torch.arange(HIDDEN))
         for shard, engine in enumerate(dealt.engines):
-            heads = [lane.head for lane in engine.plan.active(layer)]
+            heads = [lane.head for lane in engine.plan.index.active(layer)]
             queries = [h * group + g for h in heads for g in range(group)]
             if copies > 1:
                 first = shard % copies * each
@@ -194,7 +198,7 @@ def test_shards_attend_what_one_attends(case: tuple[Hosted, int], seed: int) -> 
         )
         want = attended(whole, layer, q, k, v)
         for shard, engine in enumerate(dealt.engines):
-            heads = [lane.head for lane in engine.plan.active(layer)]
+            heads = [lane.head for lane in engine.plan.index.active(layer)]
             each = model.query_heads // num_shards
             first = shard % max(1, num_shards // model.kv_heads) * each
             queries = [h * group + g for h in heads for g in range(group)]

@@ -24,10 +24,11 @@ from hypothesis.stateful import (
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import Window
+from kvlathe.plan.lives import SEAL, Window
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.arena import OutOfPages, slab_size
 from kvlathe.runtime.cache.page_table import PageTable, Reservation
 from kvlathe.runtime.cache.pool import PagePool
@@ -43,38 +44,37 @@ LANES = tuple(
     for i in range(2)
     for h in range(2)
 )
-TIERS = (
+EVERY = (0, 1, 2, 3)
+HOT, EIGHT, PLAIN, MIXED = (
     Tier(32, 32),
     Tier(8, 8, "rank", "token", 32, 16),
     Tier(16, 16),
     Tier(4, 2, "token", "rank", 16, 16),
 )
-BUCKETS = {
-    "one": (Bucket(0, (0, 1, 2, 3)),),
-    "even and odd": (Bucket(0, (0, 2)), Bucket(0, (1, 3))),
+GROUPS = {
+    "one": (Group(EVERY, HOT),),
+    "even and odd": (Group((0, 2), HOT), Group((1, 3), HOT)),
     "sealed": (
-        Bucket(0, (0, 1, 2)),
-        Bucket(0, (3,)),
-        Bucket(1, (0, 2), 0),
-        Bucket(2, (1,), 0),
+        Group((0, 2), HOT, (EIGHT,), SEAL),
+        Group((3,), HOT),
+        Group((1,), HOT, (PLAIN,), SEAL),
     ),
     "windowed": (
-        Bucket(0, (0, 2), tokens=Window(PAGE, 2 * PAGE)),
-        Bucket(0, (1,)),
-        Bucket(0, (3,), tokens=Window.of_tokens(20, PAGE)),
+        Group((0, 2), HOT, life=Window(PAGE, 2 * PAGE)),
+        Group((1,), HOT),
+        Group((3,), HOT, life=Window.of_tokens(20, PAGE)),
     ),
     "sealed windows": (
-        Bucket(0, (0, 1, 2, 3)),
-        Bucket(1, (0, 2), 0, Window(0, PAGE)),
-        Bucket(2, (1, 3), 0),
+        Group((0, 2), HOT, (EIGHT,), Window(0, PAGE)),
+        Group((1, 3), HOT, (PLAIN,), SEAL),
     ),
-    "packed": (Bucket(2, (0, 1, 2, 3)), Bucket(3, (0, 1, 2, 3), 0)),
+    "packed": (Group(EVERY, PLAIN, (MIXED,), SEAL),),
 }
 
 
 def plan_of(kind: str) -> CompressionPlan:
     return CompressionPlan(
-        SHAPE, LANES, TIERS, BUCKETS[kind], page_tokens=PAGE, prefill_chunk=2 * PAGE
+        SHAPE, LANES, GROUPS[kind], page_tokens=PAGE, prefill_chunk=2 * PAGE
     )
 
 
@@ -89,7 +89,7 @@ class Sequence:
 class PoolMachine(RuleBasedStateMachine):
     sequences = Bundle("sequences")
 
-    @initialize(kind=st.sampled_from(sorted(BUCKETS)), pages=st.integers(8, 60))
+    @initialize(kind=st.sampled_from(sorted(GROUPS)), pages=st.integers(8, 60))
     def build(self, kind: str, pages: int) -> None:
         self.plan = plan_of(kind)
         layout = CacheLayout(self.plan)
@@ -210,7 +210,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def owners_are_tables(self) -> None:
-        for bucket in range(len(self.plan.buckets)):
+        for bucket in range(len(self.plan.index.buckets)):
             held = Counter(
                 page for sequence in self.live for page in sequence.table.pages[bucket]
             )
@@ -242,36 +242,36 @@ class PoolMachine(RuleBasedStateMachine):
             assert [len(ids) for ids in table.pages] == [
                 -(-n // PAGE) for n in table.lengths
             ]
-            for b, bucket in enumerate(self.plan.buckets):
-                if bucket.source is None:
-                    for c in self.plan.cold(b) or (b,):
-                        held = table.lengths[b] + (table.lengths[c] if c != b else 0)
-                        gone = len(sequence.values) - held
-                        most = self.plan.buckets[c].tokens.most
-                        assert gone >= 0 and gone % PAGE == 0
-                        assert gone == 0 or table.lengths[c] >= most
+            for bucket in self.plan.index.buckets:
+                if bucket.stays:
+                    held = own = table.lengths[bucket.number]
+                    if not bucket.is_hot:
+                        held += table.lengths[bucket.hot]
+                    gone = len(sequence.values) - held
+                    assert gone >= 0 and gone % PAGE == 0
+                    assert gone == 0 or own >= bucket.life.most
 
     def held_values(self, sequence: Sequence, b: int) -> Floats:
         """The values that bucket ``b`` holds: in order, without the pages between its
         sink and its window."""
-        bucket, length = self.plan.buckets[b], sequence.table.lengths[b]
+        bucket, length = self.plan.index.buckets[b], sequence.table.lengths[b]
         values = np.array(sequence.values, float)
-        hot = sequence.table.lengths[b if bucket.source is None else bucket.source]
-        if bucket.source is not None:
+        hot = sequence.table.lengths[bucket.hot]
+        if not bucket.is_hot:
             values = values[: len(values) - hot]
-        elif self.plan.cold(b):
+        elif bucket.cold:
             return values[len(values) - hot :]
         gone = len(values) - length
-        sink = bucket.tokens.sink if isinstance(bucket.tokens, Window) else 0
+        sink = bucket.life.sees.sink
         return np.concatenate([values[:sink], values[sink + gone :]])
 
     @invariant()
     def everyone_reads_what_it_wrote(self) -> None:
         for sequence in self.live:
-            for b, bucket in enumerate(self.plan.buckets):
+            for b, bucket in enumerate(self.plan.index.buckets):
                 length = sequence.table.lengths[b]
                 expected = self.held_values(sequence, b)
-                if self.plan.tiers[bucket.tier].bits_k < 8:
+                if bucket.tier.bits_k < 8:
                     continue  # 16 levels over a page of different numbers: lossy
                 for pair in self.host.matrices[b].values():
                     for part in pair:
@@ -321,7 +321,7 @@ def test_any_slab_holds_a_page_of_every_bucket_and_one_bucket_wastes_nothing(
         assert all(size // stride - (size % stride > 0) for stride in strides)
 
 
-@pytest.mark.parametrize("kind", sorted(BUCKETS))
+@pytest.mark.parametrize("kind", sorted(GROUPS))
 def test_what_fits_is_granted(kind: str) -> None:
     layout = CacheLayout(plan_of(kind))
     pool = PagePool(layout, 40 * max(layout.page_stride) * len(layout.page_stride))
@@ -358,7 +358,7 @@ def test_an_arena_below_a_page_is_refused() -> None:
 
 
 def test_bytes_of_a_sequence_are_the_layouts_promise() -> None:
-    for kind in BUCKETS:
+    for kind in GROUPS:
         layout = CacheLayout(plan_of(kind))
         pool = PagePool(layout, 200 * max(layout.page_stride) * len(layout.page_stride))
         table = pool.open()

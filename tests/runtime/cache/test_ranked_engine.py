@@ -13,12 +13,10 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import (
-    Budget,
-    ObservationWindow,
-    Share,
-)
+from kvlathe.plan.groups import Group
+from kvlathe.plan.lives import SEAL, Budget, Divide
+from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.cache.observed_rows import ObservedRows
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.llm import LLM
@@ -101,8 +99,8 @@ def test_teacher_forcing_is_decoding() -> None:
 def test_a_budget_for_everything_is_no_rule() -> None:
     shape = model_shape()
     every = tuple(range(shape.layers * shape.kv_heads))
-    roomy = Bucket(0, every, None, Budget(1024))
-    plan = plan_for(shape, (HOT,), (roomy,), observation=HEAVY)
+    roomy = Group(every, HOT, life=Budget(1024))
+    plan = plan_for(shape, (roomy,), observation=HEAVY)
     ids, rows = list(text(400)), range(199, 399)
     plain = llm("torch", "one").logits(ids, rows)
     assert np.abs(own_llm(plan).logits(ids, rows, prompt=200) - plain).max() < 1e-3
@@ -116,16 +114,9 @@ def test_one_share_of_everything_is_a_plain_tier() -> None:
     tier = dataclasses.replace(
         U8, axis_v="rank"
     )  # by token: where a token lies does not matter
-    rule = Share(1.0)
-    ranked = plan_for(
-        shape,
-        (HOT, tier),
-        (Bucket(0, every), Bucket(1, every, 0, rule)),
-        observation=NORMALIZED,
-    )
-    plain = plan_for(
-        shape, (HOT, tier), (Bucket(0, every), Bucket(1, every, 0)), chunk=512
-    )
+    divided = Group(every, HOT, (tier,), Divide((1.0,)))
+    ranked = plan_for(shape, (divided,), observation=NORMALIZED)
+    plain = plan_for(shape, (Group(every, HOT, (tier,), SEAL),), chunk=512)
     ids = list(text(330))
     engine = own_llm(plain)
     sequence = Sequence(
@@ -222,4 +213,4 @@ def test_a_prompt_outside_the_text_is_refused() -> None:
     for prompt in (0, 11):
         with pytest.raises(KvlatheError, match="a prompt of"):
             engine.logits(list(text(10)), [9], prompt=prompt)
-    assert decoder("divided").plan.ranked
+    assert decoder("divided").plan.index.ranked

@@ -13,10 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.observation import ObservationWindow
 from kvlathe.plan.plan import CompressionPlan
-from kvlathe.plan.token_rules import (
-    ObservationWindow,
-)
 from kvlathe.runtime.cache.observed_rows import ObservedRows
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.llm import LLM
@@ -127,8 +125,8 @@ def test_tokens_are_where_they_rank_under_any_schedule(
     promised = 0
     for i, (s, n) in enumerate(zip(live, lengths, strict=True)):
         held = expected(plan, n[0], sum(n), i)
-        for b, bucket in enumerate(plan.buckets):
-            assert s.table.lengths[b] == layout.held(b, sum(n))
+        for b, bucket in enumerate(plan.index.buckets):
+            assert s.table.lengths[b] == layout.all_held(sum(n))[b]
             for lane in bucket.lanes:
                 found = session.positions(b, lane, s.table.pages[b], s.table.lengths[b])
                 assert found.tolist() == held[b][lane]
@@ -177,8 +175,8 @@ def test_a_sequence_never_needs_more_pages_than_its_worst(
     assert all(known <= most for known, most in zip(worst, unknown, strict=True))
     while done < prompt + more:
         count = min(chunk, prompt - done) if done < prompt else 1
-        if plan.prompt_step and done < prompt:
-            count = min(count, plan.prompt_step - done % plan.prompt_step)
+        if plan.index.prompt_step and done < prompt:
+            count = min(count, plan.index.prompt_step - done % plan.index.prompt_step)
         settles = done + count >= prompt or slice_ends(plan, done + count)
         reservation = pool.reserve(table, count, settles)
         assert all(
@@ -188,6 +186,4 @@ def test_a_sequence_never_needs_more_pages_than_its_worst(
         done += count
         if done >= prompt:
             assert pool.bytes_in_use == layout.bytes_for(done)
-            assert table.lengths == [
-                layout.held(b, done) for b in range(len(plan.buckets))
-            ]
+            assert table.lengths == layout.all_held(done)

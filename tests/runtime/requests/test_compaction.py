@@ -169,7 +169,7 @@ def test_a_compaction_that_finds_no_room_gives_everything_back() -> None:
 @pytest.mark.parametrize(
     ("kind", "tokens", "keep", "said"),
     [
-        ("one", PREFIX, None, "no rule"),
+        ("one", PREFIX, None, "keeps prefixes whole"),
         ("compacted", 40, None, "blocks of 64"),
         ("sealed compacted", 400, None, r"blocks of 512[\s\S]*--prefill-chunk"),
         ("compacted", PREFIX, 1.5, "a share"),

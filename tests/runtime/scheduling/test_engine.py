@@ -128,7 +128,7 @@ def test_the_cache_holds_what_the_layout_promises(kind: str) -> None:
         if sequence.answered and not sequence.finish_reason:
             cached, lengths = sequence.cached, sequence.table.lengths
             assert engine.pool.bytes_in_use == engine.layout.bytes_for(cached)
-            held = [engine.layout.held(b, cached) for b in range(len(lengths))]
+            held = engine.layout.all_held(cached)
             assert lengths == held
     assert engine.pool.bytes_in_use == 0
 

@@ -16,9 +16,12 @@ import torch
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.layer_runner import LayerRunner, embed
+from kvlathe.plan.groups import Group
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket, CompressionPlan, Pass, Stage
-from kvlathe.plan.token_rules import Budget, ObservationWindow
+from kvlathe.plan.lives import Budget
+from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.plan import CompressionPlan
+from kvlathe.plan.stages import Pass, Stage
 from kvlathe.runtime.native import library as native
 from kvlathe.runtime.sessions.host.native import NativeSession
 from kvlathe.runtime.sessions.host.onnx import Graph, OrtSession
@@ -35,21 +38,18 @@ from tests.support.staged_cases import LANES, SHAPE, engine, folder_of
 
 
 def staged(*stages: Stage, split: bool = False) -> CompressionPlan:
-    """Every lane whole; a bucket for each stage, or two of them (even and odd
+    """Every lane whole; a group for each stage, or two of them (even and odd
     heads)."""
     ends = [*(s.first_layer for s in stages[1:]), SHAPE.layers]
-    buckets = []
+    groups: list[Group] = []
     for stage, end in zip(stages, ends, strict=True):
         lanes = tuple(range(stage.first_layer * LANES, end * LANES))
-        buckets += (
-            [Bucket(0, lanes[::2]), Bucket(0, lanes[1::2])]
-            if split
-            else [Bucket(0, lanes)]
-        )
-    whole = plan_for(SHAPE, (HOT,), (Bucket(0, tuple(range(SHAPE.layers * LANES))),))
+        parts = (lanes[::2], lanes[1::2]) if split else (lanes,)
+        groups += [Group(part, HOT) for part in parts]
+    whole = plan_for(SHAPE, (Group(tuple(range(SHAPE.layers * LANES)), HOT),))
     return dataclasses.replace(
         whole,
-        buckets=tuple(buckets),
+        groups=tuple(groups),
         stages=stages,
         observation=ObservationWindow(last=8),
     )
@@ -68,10 +68,10 @@ def test_stages_survive_the_plan_file_and_change_its_digest() -> None:
 
 def test_stages_that_lose_no_token_of_a_prompt_are_one_pass() -> None:
     plan = staged(*THREE)
-    assert plan.passes(60) == (Pass(0, 3, 60),)
-    assert plan.passes(80) == (Pass(0, 2, 80), Pass(2, 3, 64))
-    assert plan.passes(500) == (Pass(0, 1, 500), Pass(1, 2, 96), Pass(2, 3, 64))
-    assert staged(Stage(0), Stage(2, 64), Stage(3, 64)).passes(500) == (
+    assert plan.index.passes(60) == (Pass(0, 3, 60),)
+    assert plan.index.passes(80) == (Pass(0, 2, 80), Pass(2, 3, 64))
+    assert plan.index.passes(500) == (Pass(0, 1, 500), Pass(1, 2, 96), Pass(2, 3, 64))
+    assert staged(Stage(0), Stage(2, 64), Stage(3, 64)).index.passes(500) == (
         Pass(0, 1, 500),
         Pass(1, 3, 64),
     )
@@ -81,11 +81,11 @@ def test_the_parts_of_a_plan_are_laid_out_as_the_whole() -> None:
     plan = staged(*THREE, split=True)
     seen = []
     for stage in range(3):
-        part, first = plan.part(stage), plan.layers_of(stage)[0]
+        part, first = plan.part(stage), plan.index.layers_of(stage)[0]
         seen += [
             dataclasses.replace(lane, layer=lane.layer + first) for lane in part.lanes
         ]
-        for i, bucket in enumerate(plan.buckets_of(stage)):
+        for i, bucket in enumerate(plan.index.buckets_of(stage)):
             assert (
                 CacheLayout(part).page_stride[i]
                 == CacheLayout(plan).page_stride[bucket]
@@ -308,10 +308,10 @@ def test_rows_that_find_no_memory_to_enter_a_stage_cost_nobody_an_answer(
 # -- with token budgets ----------------------------------------------------------------
 def budgeted(budget: int, *stages: Stage) -> CompressionPlan:
     plan = staged(*stages, split=True)
-    rule = Budget(budget, recent=16)
-    buckets = tuple(dataclasses.replace(bucket, tokens=rule) for bucket in plan.buckets)
+    life = Budget(budget, recent=16)
+    groups = tuple(dataclasses.replace(group, life=life) for group in plan.groups)
     return dataclasses.replace(
-        plan, buckets=buckets, observation=ObservationWindow(last=8, accumulated=False)
+        plan, groups=groups, observation=ObservationWindow(last=8, accumulated=False)
     )
 
 

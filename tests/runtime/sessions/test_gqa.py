@@ -21,9 +21,11 @@ from kvlathe.export.attention.eager import AttendLayer
 from kvlathe.export.attention.step import StepTensors
 from kvlathe.plan.codec import unpack
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.lives import SEAL
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.sessions.host.pages import HostPages
 from kvlathe.runtime.sessions.page_moves import FullPage
 from tests.export.onnx.test_onnx import session
@@ -151,12 +153,10 @@ def test_codes_and_attention_are_those_of_quantized_group_query_attention(
     shape = ModelShape(1, HEADS * GROUP, HEADS, WIDTH, 64, 97, 256)
     lanes = tuple(Lane(0, h, WIDTH, WIDTH, WIDTH, "none") for h in range(HEADS))
     tier = Tier(bits_of(bits), bits_of(bits), "token", "token", PAGE, PAGE)
-    buckets = (Bucket(0, (0, 1)), Bucket(1, (0, 1), source=0))
     plan = CompressionPlan(
         shape,
         lanes,
-        (Tier(32, 32), tier),
-        buckets,
+        (Group((0, 1), Tier(32, 32), (tier,), SEAL),),
         page_tokens=PAGE,
         prefill_chunk=PAGE,
     )

@@ -8,8 +8,8 @@ import pytest
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket
-from kvlathe.plan.token_rules import Budget, ObservationWindow
+from kvlathe.plan.lives import Budget
+from kvlathe.plan.observation import ObservationWindow
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.sessions.protocols import check_session
 from tests.support.checkpoints import full_plan
@@ -18,10 +18,9 @@ from tests.support.fake_session import SHAPE, FakeSession, RankedSession
 
 def test_a_session_without_scores_refuses_a_plan_that_ranks_tokens() -> None:
     plain = full_plan(SHAPE, True)
-    every = plain.buckets[0].lanes
     ranking = dataclasses.replace(
         plain,
-        buckets=(Bucket(0, every, None, Budget(128)),),
+        groups=(dataclasses.replace(plain.groups[0], life=Budget(128)),),
         observation=ObservationWindow(last=8),
     )
     pool = PagePool(CacheLayout(ranking), 1 << 20)

@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.codec import FITS, matrices, pack, unpack
 from kvlathe.plan.formats import NORMAL, NORMAL_TOP, Bits, Format, Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.lives import SEAL
 from kvlathe.plan.noise import noise, noise_key
-from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.scheduling.prompt import Whole
 from kvlathe.runtime.scheduling.sequence import PrefillChunk, Sequence
@@ -77,10 +79,8 @@ def small_plan(tier: Tier, hot: Tier) -> CompressionPlan:
         Lane(0, 0, 64, 48, 64, projected=True),
         Lane(0, 1, 64, 16, 80, projected=True),
     )
-    buckets = (Bucket(0, (0, 1)), Bucket(1, (0, 1), source=0))
-    return CompressionPlan(
-        shape, lanes, (hot, tier), buckets, page_tokens=PAGE, prefill_chunk=PAGE
-    )
+    groups = (Group((0, 1), hot, (tier,), SEAL),)
+    return CompressionPlan(shape, lanes, groups, page_tokens=PAGE, prefill_chunk=PAGE)
 
 
 def group_sizes(n: int, group: int, of_rank: bool) -> list[int]:
@@ -322,7 +322,7 @@ def dequantized_reference(kind: str, length: int, grid: int) -> Floats:
     """The unsealed engine, its full pages rounded in place by the element-wise
     quantizer where ``kind`` seals them."""
     plan = plans(model_shape())[kind]
-    tier = plan.tiers[plan.buckets[1].tier]
+    tier = plan.index.buckets[1].tier
     engine = llm("torch", "one")
     sequence = Sequence(
         list(text(length)),
@@ -465,19 +465,10 @@ def test_an_engine_that_computes_on_codes_is_the_torch_decoder_that_does() -> No
     assert (logits.argmax(-1) == exact.argmax(-1)).mean() > 0.8
 
 
-@pytest.mark.parametrize(
-    ("buckets", "said"),
-    [
-        ((Bucket(0, (0, 1)), Bucket(1, (0,), 0)), "seals into no bucket"),
-        ((Bucket(0, (0, 1)), Bucket(1, (0, 1), 0), Bucket(1, (1,), 0)), "or into two"),
-    ],
-)
-def test_plans_that_this_runtime_cannot_keep_are_refused(
-    buckets: tuple[Bucket, ...], said: str
-) -> None:
+def test_plans_that_this_runtime_cannot_keep_are_refused() -> None:
     shape = ModelShape(1, 2, 2, 32, 64, 64, 256)
-    with pytest.raises(KvlatheError, match=said):
-        check_supported(plan_for(shape, (HOT, Tier(8, 8)), buckets))
+    with pytest.raises(KvlatheError, match="a step writes one format"):
+        check_supported(plan_for(shape, (Group((0, 1), Tier(16, 32)),)))
 
 
 def test_dropping_tokens_from_groups_along_tokens_is_refused() -> None:

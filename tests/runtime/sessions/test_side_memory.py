@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.lives import Window
 from kvlathe.plan.manifest import Limits
-from kvlathe.plan.plan import Bucket
-from kvlathe.plan.token_rules import Window
 from kvlathe.runtime.sessions.gpu.side_memory import (
     COPY_HEADER,
     HALF,
@@ -43,11 +42,11 @@ def test_room_holds_what_a_sequence_of_any_length_has_sealed(
     room = copies_bytes(plan, tokens) - COPY_HEADER
     for layer in range(plan.model.layers):
         lanes = {i for i, lane in enumerate(plan.lanes) if lane.layer == layer}
-        elements = sum(x.rank_k + x.rank_v for x in plan.active(layer))
+        elements = sum(x.rank_k + x.rank_v for x in plan.index.active(layer))
         pages = [
-            layout.held(i, length) // plan.page_tokens
-            for i, bucket in enumerate(plan.buckets)
-            if bucket.source is not None and lanes & set(bucket.lanes)
+            layout.all_held(length)[i] // plan.page_tokens
+            for i, bucket in enumerate(plan.index.buckets)
+            if not bucket.is_hot and lanes & set(bucket.lanes)
         ]
         assert sum(pages) * plan.page_tokens * elements * HALF <= room
 
@@ -64,9 +63,9 @@ def test_room_is_for_as_many_pasts_as_a_step_has_whole_chunks(
 
 def test_windows_need_no_more_room_for_longer_sequences() -> None:
     plan = PLANS["sealed windows"]
-    every, page = plan.buckets[0].lanes, plan.page_tokens
-    windows = Bucket(1, every, 0, Window(page, page))
-    plan = replace(plan, buckets=(Bucket(0, every), windows))
+    every, page = plan.index.buckets[0].lanes, plan.page_tokens
+    own = replace(plan.groups[0], lanes=every, life=Window(page, page))
+    plan = replace(plan, groups=(own,))
     short, long = (copies_bytes(plan, tokens) for tokens in (1 << 10, 1 << 20))
     assert 0 < short == long
 
@@ -100,12 +99,12 @@ def test_a_plan_that_compacts_has_room_for_what_its_steps_compute(
     tile = np.broadcast_to(np.float32(0), (at_once, group, keys)).nbytes
     gathered = np.broadcast_to(np.float16(0), (keys, head)).nbytes
     wanted = 4 * tile + gathered + 2 * gathered
-    fresh = [bucket for bucket in plan.buckets if bucket.source is None]
+    fresh = [bucket for bucket in plan.index.buckets if bucket.is_hot]
     places = len(fresh) * keys + rows
     wanted += np.broadcast_to(np.float32(0), (len(plan.lanes), places)).nbytes
     found = observing_bytes(plan, limits)
-    assert wanted <= found <= 2 * wanted + (len(plan.buckets) << 20)
-    cold = any(bucket.source is not None for bucket in plan.buckets)
+    assert wanted <= found <= 2 * wanted + (len(plan.index.buckets) << 20)
+    cold = any(not bucket.is_hot for bucket in plan.index.buckets)
     a_page = CacheLayout(plan).page_stride[0]
     scratch = (SCRATCH_PAGES + 1) * a_page if cold else 0
     assert side_bytes(plan, limits, ENDLESS, copies=False) == found + scratch

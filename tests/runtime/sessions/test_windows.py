@@ -17,9 +17,10 @@ from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.search import sealed
+from kvlathe.plan.groups import Group
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import Window
+from kvlathe.plan.lives import Window
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support.nightly import rest_nightly
@@ -47,8 +48,8 @@ WINDOWS = (Window(PAGE, 2 * PAGE), Window.of_tokens(100, PAGE))
 def plan_of(windows: tuple[Window, ...]) -> CompressionPlan:
     shape = model_shape()
     every = range(shape.layers * shape.kv_heads)
-    buckets = [Bucket(0, tuple(every[i::2]), None, x) for i, x in enumerate(windows)]
-    return plan_for(shape, (HOT,), tuple(buckets))
+    groups = [Group(tuple(every[i::2]), HOT, life=x) for i, x in enumerate(windows)]
+    return plan_for(shape, tuple(groups))
 
 
 def llm_of(plan: CompressionPlan) -> LLM:
@@ -125,8 +126,9 @@ def test_neither_schedule_nor_neighbours_change_an_answer(
 
 def test_a_plan_with_sealed_windows_is_scored_as_its_engine_computes() -> None:
     plan = plans(model_shape())["sealed windows"]
-    exact = dataclasses.replace(plan.buckets[2], tokens=Window.of_tokens(40, PAGE))
-    plan = dataclasses.replace(plan, buckets=(*plan.buckets[:2], exact))
+    first, last = plan.groups
+    exact = dataclasses.replace(last, life=Window.of_tokens(40, PAGE))
+    plan = dataclasses.replace(plan, groups=(first, exact))
     scored = sealed.reading(decoder_from(Checkpoint(MODEL), plan, Basis()))
     found = scored.logits(text(420), range(420)).numpy()
     difference = np.abs(found - llm_of(plan).logits(text(420), range(420)))

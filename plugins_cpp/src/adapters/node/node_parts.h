@@ -1,5 +1,5 @@
-// The parts in which a node takes the buckets of its layer, as kernel_parts of
-// kvlathe/plan/kernel_parts.py has them for a plan.
+// The parts in which a node takes the buckets of its layer, as PlanIndex.parts of
+// kvlathe/plan/index.py has them for a plan.
 #pragma once
 
 #include <cstdint>

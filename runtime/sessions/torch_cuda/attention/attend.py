@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kvlathe.plan.kernel_parts import KernelPart, kernel_parts
+from kvlathe.plan.index import KernelPart
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
@@ -87,9 +87,9 @@ class Attention:
         bytes_of = partial(torch.zeros, dtype=torch.uint8, device=pool.device)
         self.workspace, self.copies = self._workspace_of(size), bytes_of(0)
         self.fresh = sum(
-            1 << b for b, bucket in enumerate(plan.buckets) if bucket.source is None
+            1 << bucket.number for bucket in plan.index.buckets if bucket.is_hot
         )
-        self.parts = kernel_parts(plan)
+        self.parts = plan.index.parts
         self.bundling = bundles.Bundling(plan)
         self.sinks: Sequence[Tensor] = ()
         self.observer = Observer(plan, forms, pool, most_rows)
@@ -107,7 +107,11 @@ class Attention:
         done = Spread(step, tokens, self._list_size(step, tokens), self.parts, most > 1)
         done.layers = range(len(self.forms)) if layers is None else layers
         args = SpreadArgs(
-            ABI_VERSION, tokens, len(step.lengths), len(self.plan.buckets), self.fresh
+            ABI_VERSION,
+            tokens,
+            len(step.lengths),
+            len(self.plan.index.buckets),
+            self.fresh,
         )
         args.cu_seqlens_q = step.cu_seqlens_q.data_ptr()
         args.lengths = step.lengths.data_ptr()
@@ -258,7 +262,9 @@ class Attention:
         )
         args.page_tables, args.page_table_widths = spread.addresses, spread.widths
         args.layout = self.layouts[layer].data_ptr()
-        for name in ("proj_q", "proj_k", "centre_k") if self.plan.projected else ():
+        for name in (
+            ("proj_q", "proj_k", "centre_k") if self.plan.index.projected else ()
+        ):
             setattr(args, name, weights[name].data_ptr())
         args.pool, args.pool_bytes = self.pool.data_ptr(), self.pool.numel()
         args.q_out, args.q_out_stride, args.stream = (
@@ -294,7 +300,7 @@ class Spread:
         if list_size or self.windowed or bundled:
             self.row_lengths = new(tokens, len(parts))
         self.hidden = None
-        if any(part.window.exact for part in parts):
+        if any(part.sight.exact for part in parts):
             self.hidden = new(tokens, len(parts), 2)
         self.prompts = new(list_size // 4) if list_size else None
         self.calls, self.plan = (AttendDecodeArgs * 0)(), new(0)
@@ -342,7 +348,7 @@ class Spread:
             )
             part.lengths = self.row_lengths.data_ptr() + 4 * place
             part.lengths_stride = self.row_lengths.shape[1]
-            if self.hidden is not None and self.parts[place].window.exact:
+            if self.hidden is not None and self.parts[place].sight.exact:
                 first = self.hidden.data_ptr()
                 offset = 8 * place
                 part.hidden = first + offset

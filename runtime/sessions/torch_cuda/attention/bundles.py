@@ -14,7 +14,7 @@ import torch
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.plan.formats import Tier
-from kvlathe.plan.kernel_parts import KernelPart, kernel_parts
+from kvlathe.plan.index import KernelPart
 from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import BUNDLES, MAX_BUNDLE, CudaLibrary
 from kvlathe.runtime.native.room import check_layers
@@ -69,7 +69,7 @@ OTHER_COST = BundleCost(80, 0.5, 0, columns=8)
 def cost_of(plan: CompressionPlan) -> BundleCost:
     """Of the kernel that takes bundles of most layers of ``plan``."""
     of_layer: dict[int, list[KernelPart]] = {}
-    for part in kernel_parts(plan):
+    for part in plan.index.parts:
         layers = {plan.lanes[lane].layer for lane in part.lanes}
         for layer in sorted(layers):
             own = of_layer.setdefault(layer, [])
@@ -88,9 +88,8 @@ def _cost_of_layer(plan: CompressionPlan, parts: Sequence[KernelPart]) -> Bundle
         return OTHER_COST
     widths: set[int] = set()
     for part in parts:
-        bucket = plan.buckets[part.bucket]
-        tier = plan.tiers[bucket.tier]
-        if part.window.exact:
+        tier = plan.index.buckets[part.bucket].tier
+        if part.sight.exact:
             return OTHER_COST
         if not tier.is_coded:
             continue
@@ -120,7 +119,7 @@ class Bundling:
     def __init__(self, plan: CompressionPlan) -> None:
         self.plan = plan
         self.cost = cost_of(plan)
-        self._parts = kernel_parts(plan)
+        self._parts = plan.index.parts
         self._lanes = 0
         for lane in plan.lanes:
             if not lane.removed:
@@ -155,11 +154,8 @@ class Bundling:
         """[n]: what a row of each sequence reads, in sum over all lanes."""
         tokens = np.zeros(len(short.rows))
         for part in self._parts:
-            window = part.window
-            seen = window.sink + window.recent
-            seen += self.plan.page_tokens
-            cached = short.cached[:, part.bucket]
-            read = np.minimum(cached, seen)
+            seen = part.sight.most + self.plan.page_tokens
+            read = np.minimum(short.cached[:, part.bucket], seen)
             tokens += read * len(part.lanes)
         return tokens
 

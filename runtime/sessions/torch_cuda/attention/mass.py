@@ -39,8 +39,8 @@ class LargestShares:
         kept = [i for i, lane in enumerate(plan.lanes) if not lane.removed]
         self._row_of = {lane: row for row, lane in enumerate(kept)}
         self._fresh: dict[int, int] = {}
-        for b, bucket in enumerate(plan.buckets):
-            if bucket.source is None:
+        for b, bucket in enumerate(plan.index.buckets):
+            if bucket.is_hot:
                 self._fresh |= dict.fromkeys(bucket.lanes, b)
 
     def queue(self, layer: int, queries: Tensor, step: StepInputs) -> None:
@@ -62,7 +62,7 @@ class LargestShares:
         observed = mass.rows[b]
         own = queries[observed]
         column = 0
-        for place, lane in enumerate(self.plan.active(layer)):
+        for place, lane in enumerate(self.plan.index.active(layer)):
             index = layer * self.plan.model.kv_heads + lane.head
             bucket = self._fresh[index]
             cached = mass.lengths[b][bucket]

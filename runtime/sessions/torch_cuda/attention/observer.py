@@ -26,7 +26,7 @@ class Observer:
     ) -> None:
         """``most_rows``: tokens of the largest step."""
         self.layers: list[LayerScores] = []
-        if not plan.ranked:
+        if not plan.index.ranked:
             return
         layout = CacheLayout(plan)
         self.layers = [LayerScores(layout, i, form) for i, form in enumerate(forms)]

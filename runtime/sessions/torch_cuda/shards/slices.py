@@ -129,7 +129,7 @@ class Slices:
         """Where each lane begins among those of its layer."""
         starts: dict[int, int] = {}
         at = 0
-        for lane in self.plan.active(layer):
+        for lane in self.plan.index.active(layer):
             starts[layer * self.plan.model.kv_heads + lane.head] = at
             at += width(lane)
         return starts
@@ -148,7 +148,7 @@ class Slices:
         """What Attend projects with, as wide as this shard's widest lane."""
         places = list(self._starts(layer, _input_dim))
         own = [places.index(lane_shard.lane) for lane_shard in self._lane_shards[layer]]
-        active = self.own.active(layer)
+        active = self.own.index.active(layer)
         rank = max(lane.rank_k for lane in active)
         cut = tensor[own][..., :rank]
         if name == "centre_k":

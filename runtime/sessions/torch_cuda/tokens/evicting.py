@@ -98,7 +98,7 @@ class EvictingSession(TorchSession):
         for fresh in {full.fresh for full in pages}:
             own = [full for full in pages if full.fresh == fresh]
             sources = [full.page for full in own]
-            for i, bucket in enumerate(self.plan.cold(fresh)):
+            for i, bucket in enumerate(self.plan.index.buckets[fresh].cold):
                 targets = [full.cold_pages[i] for full in own]
                 self._scores.carry(fresh, sources, bucket, targets)
 
@@ -123,7 +123,7 @@ class EvictingSession(TorchSession):
         salient = saliency(
             observation,
             scores[0],
-            scores[1] if self.plan.keeps_positions else None,
+            scores[1] if self.plan.index.keeps_positions else None,
             None if one.seen is None else sent(one.seen, self._scores.device),
             sent(one.keys, self._scores.device),
         )
@@ -208,7 +208,7 @@ class EvictingSession(TorchSession):
         pair = bucket, lanes_of
         if pair not in self._token_fields:
             every = token_fields(self.layout, bucket)
-            lanes = sorted(self.plan.buckets[lanes_of].lanes)
+            lanes = self.plan.index.buckets[lanes_of].lanes
             own = [every[lane] for lane in lanes]
             self._token_fields[pair] = np.array(own, np.int64)
         return self._token_fields[pair]

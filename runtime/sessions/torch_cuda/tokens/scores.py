@@ -25,7 +25,7 @@ class DeviceScores:
         self.device = pool.device
         self._fields: dict[int, list[Tensor]] = {}
         for bucket, stride in enumerate(layout.page_stride):
-            if self.plan.scored(bucket):
+            if self.plan.index.buckets[bucket].scored:
                 pages = pool.numel() // stride
                 end = pages * stride
                 table = pool[:end].view(pages, stride)
@@ -36,11 +36,11 @@ class DeviceScores:
     def _fields_of(self, bucket: int, table: Tensor) -> list[Tensor]:
         """Attention float32, then position int32 where it is kept: views [pages, lanes,
         P]."""
-        lanes, p = len(self.plan.buckets[bucket].lanes), self.plan.page_tokens
+        lanes, p = len(self.plan.index.buckets[bucket].lanes), self.plan.page_tokens
         size = 4 * lanes * p
         start = self.layout.scores_at(bucket)
         kinds = [torch.float32]
-        if self.plan.keeps_positions:
+        if self.plan.index.keeps_positions:
             kinds.append(torch.int32)
         fields: list[Tensor] = []
         for kind in kinds:
@@ -76,7 +76,7 @@ class DeviceScores:
     def read(self, bucket: int, pages: Sequence[int], tokens: int) -> Scores:
         """Scores of the first ``tokens`` tokens in ``pages`` of a bucket. Waits for the GPU."""
         arrays = [x.cpu().numpy() for x in self.of(bucket, pages, tokens)]
-        position = arrays[1] if self.plan.keeps_positions else None
+        position = arrays[1] if self.plan.index.keeps_positions else None
         return Scores(arrays[0], position)
 
     def of(self, bucket: int, pages: Sequence[int], tokens: int) -> list[Tensor]:
@@ -97,10 +97,10 @@ class DeviceScores:
         pages = -(-tokens // self.plan.page_tokens)
         total = torch.zeros(tokens, dtype=torch.float64, device=self.device)
         for index, fields in self._fields.items():
-            bucket = self.plan.buckets[index]
+            bucket = self.plan.index.buckets[index]
             lanes = sorted(bucket.lanes)
             own = [i for i, lane in enumerate(lanes) if lane // heads == layer]
-            if bucket.source is None and own:
+            if bucket.is_hot and own:
                 places = sent(tables[index][:pages], self.device)
                 every = fields[0][places]
                 of_lanes = every[:, sent(own, self.device)]
@@ -136,8 +136,8 @@ class DeviceScores:
         """The places among a bucket's lanes of those that a target has, on the GPU."""
         pair = source, target
         if pair not in self._shared:
-            lanes = sorted(self.plan.buckets[source].lanes)
-            wanted = sorted(self.plan.buckets[target].lanes)
+            lanes = self.plan.index.buckets[source].lanes
+            wanted = self.plan.index.buckets[target].lanes
             own = np.searchsorted(lanes, wanted)
             self._shared[pair] = sent(own, self.device)
         return self._shared[pair]

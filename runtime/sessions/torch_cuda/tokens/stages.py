@@ -117,7 +117,7 @@ class StagedSession(EvictingSession):
         logits = self._rows_of(self.room_for(rows), rows)
         every = np.arange(len(step.lengths))
         hidden = _entering(step)
-        for i, (stages, share) in enumerate(segments(step, self.plan.graphs)):
+        for i, (stages, share) in enumerate(segments(step, self.plan.index.graphs)):
             inputs = self._send(i, share.step)
             sequences = every[share.sequences].tolist()
             own = [hidden[b] for b in sequences if b in hidden]
@@ -130,7 +130,7 @@ class StagedSession(EvictingSession):
                 layers,
                 x,
             )
-            if stages.stop == self.plan.graphs:
+            if stages.stop == self.plan.index.graphs:
                 computed = self.staged.logits(inputs, x)
                 tensor_of(logits).copy_(computed)
             counts = np.diff(share.step.cu_seqlens_q)
@@ -140,8 +140,8 @@ class StagedSession(EvictingSession):
         return logits
 
     def _layers_of(self, stages: range) -> range:
-        first = self.plan.layers_of(stages[0])
-        last = self.plan.layers_of(stages[-1])
+        first = self.plan.index.layers_of(stages[0])
+        last = self.plan.index.layers_of(stages[-1])
         return range(first.start, last.stop)
 
     def _send(self, place: int, step: StepPlan) -> Bindings:
@@ -184,7 +184,7 @@ class StagedSession(EvictingSession):
         """What the rows of a pass were given in its last layer, [rows]."""
         assert step.stages is not None
         last = int(step.stages[sequence, 1]) - 1
-        layers = self.plan.layers_of(last)
+        layers = self.plan.index.layers_of(last)
         tables = [table[sequence] for table in step.page_tables]
         return self._scores.given(
             layers[-1],

@@ -11,8 +11,9 @@ import pytest
 
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.plan.formats import Bits, Tier
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import Window
+from kvlathe.plan.groups import Group
+from kvlathe.plan.lives import SEAL, Window
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.native.cuda import MAX_BUNDLE
 from kvlathe.runtime.sessions.gpu.step_buffer import NO_SHORT_ROWS, ShortRows
 from kvlathe.runtime.sessions.torch_cuda.attention.bundles import (
@@ -40,49 +41,45 @@ def plan_of(*tiers: Tier, heads: int = HEADS, group: int = 4) -> CompressionPlan
     model = dataclasses.replace(
         plan.model, layers=1, kv_heads=heads, query_heads=heads * group
     )
-    every = tuple(range(heads))
-    buckets = [Bucket(0, every)]
-    buckets += [
-        Bucket(1 + i, every[i :: len(tiers)], source=0) for i in range(len(tiers))
+    every, hot = tuple(range(heads)), Tier(16, 16)
+    groups = [
+        Group(every[i :: len(tiers)], hot, (tier,), SEAL)
+        for i, tier in enumerate(tiers)
     ]
     return dataclasses.replace(
-        plan,
-        model=model,
-        lanes=lanes,
-        tiers=(Tier(16, 16), *tiers),
-        buckets=tuple(buckets),
+        plan, model=model, lanes=lanes, groups=tuple(groups) or (Group(every, hot),)
     )
 
 
 def windowed(plan: CompressionPlan, exact: int) -> CompressionPlan:
     """Every row sees its own page and the 1,024 tokens before that."""
-    *others, last = plan.buckets
-    last = dataclasses.replace(last, tokens=Window(0, 1024, exact))
-    return dataclasses.replace(plan, buckets=(*others, last))
+    *others, last = plan.groups
+    last = dataclasses.replace(last, life=Window(0, 1024, exact))
+    return dataclasses.replace(plan, groups=(*others, last))
 
 
 def layered(plan: CompressionPlan, layers: int) -> CompressionPlan:
-    """The plan of one layer so many times, each layer in buckets of its own."""
+    """The plan of one layer so many times, each layer in groups of its own."""
     heads = len(plan.lanes)
-    buckets: list[Bucket] = []
-    for layer in range(layers):
-        first = layer * len(plan.buckets)
-        for bucket in plan.buckets:
-            own = tuple(lane + layer * heads for lane in bucket.lanes)
-            source = None if bucket.source is None else first
-            buckets.append(dataclasses.replace(bucket, lanes=own, source=source))
+    groups = [
+        dataclasses.replace(
+            group, lanes=tuple(lane + layer * heads for lane in group.lanes)
+        )
+        for layer in range(layers)
+        for group in plan.groups
+    ]
     lanes = tuple(
         dataclasses.replace(lane, layer=layer)
         for layer in range(layers)
         for lane in plan.lanes
     )
     model = dataclasses.replace(plan.model, layers=layers)
-    return dataclasses.replace(plan, model=model, lanes=lanes, buckets=tuple(buckets))
+    return dataclasses.replace(plan, model=model, lanes=lanes, groups=tuple(groups))
 
 
 def short_rows(plan: CompressionPlan, rows: list[int], tokens: list[int]) -> ShortRows:
     """Sequences that bring ``rows`` and have ``tokens`` in the last bucket."""
-    cached = np.zeros((len(rows), len(plan.buckets)), np.int32)
+    cached = np.zeros((len(rows), len(plan.index.buckets)), np.int32)
     cached[:, -1] = tokens
     return ShortRows(np.array(rows, np.int32), cached)
 
@@ -166,7 +163,9 @@ def test_layers_are_as_one_of_them() -> None:
         for tokens in (256, 1024, 4096, 16384, 65536):
             for rows in (1, 2, 3, 4, 8):
                 short = even(one, sequences, rows, tokens)
-                every = ShortRows(short.rows, np.tile(short.cached, 3))
+                hot, cold = short.cached.T
+                columns = [hot if b.is_hot else cold for b in three.index.buckets]
+                every = ShortRows(short.rows, np.stack(columns, 1))
                 assert Bundling(three).pays(every, SMS) == Bundling(one).pays(
                     short, SMS
                 )
@@ -216,8 +215,8 @@ def test_a_rank_counts_its_own_heads() -> None:
         else lane
         for lane in whole.lanes
     )
-    buckets = tuple(dataclasses.replace(bucket, lanes=(0,)) for bucket in whole.buckets)
-    rank = dataclasses.replace(whole, lanes=lanes, buckets=buckets)
+    groups = tuple(dataclasses.replace(group, lanes=(0,)) for group in whole.groups)
+    rank = dataclasses.replace(whole, lanes=lanes, groups=groups)
     single = plan_of(Tier(4, 4), heads=1)
     for sequences in (16, 64, 256, 512):
         for tokens in (256, 1024, 4096, 16384):

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from kvlathe.plan.codec import matrices
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.layout import CacheLayout
-from kvlathe.plan.plan import Bucket, CompressionPlan
-from kvlathe.plan.token_rules import Compacted
+from kvlathe.plan.lives import Compact
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.sessions.torch_cuda.attention import mass
 from kvlathe.runtime.sessions.torch_cuda.attention.inputs import Mass, StepInputs
 from kvlathe.runtime.sessions.torch_cuda.attention.mass import LargestShares
@@ -38,10 +39,9 @@ def compacting_plan(apart: bool, softcap: float) -> CompressionPlan:
         for head, rank in enumerate(RANKS)
     ]
     kept = [i for i, lane in enumerate(lanes) if not lane.removed]
-    groups = [(i,) for i in kept] if apart else [tuple(kept)]
-    rule = Compacted(0.5, apart)
-    buckets = [Bucket(0, lanes_of, None, rule) for lanes_of in groups]
-    plan = plan_of(lanes, [Tier(16, 16)], buckets, 48, GROUP, PAGE)
+    together = [(i,) for i in kept] if apart else [tuple(kept)]
+    groups = [Group(own, Tier(16, 16), life=Compact(0.5)) for own in together]
+    plan = plan_of(lanes, groups, 48, GROUP, PAGE)
     return dataclasses.replace(
         plan, model=dataclasses.replace(plan.model, softcap=softcap)
     )
@@ -56,7 +56,7 @@ class Case:
     ) -> None:
         self.plan, self.layout, self.queries = plan, CacheLayout(plan), queries
         self.rng = rng = np.random.default_rng(seed)
-        batch, buckets = len(queries), len(plan.buckets)
+        batch, buckets = len(queries), len(plan.index.buckets)
         self.lengths = rng.integers(0, 3 * PAGE, (batch, buckets))
         self.starts = [0, *np.cumsum(queries).tolist()]
         every = range(self.starts[-1])
@@ -123,7 +123,7 @@ class Case:
         for row, index in enumerate(kept):
             lane = self.plan.lanes[index]
             bucket = next(
-                b for b, x in enumerate(self.plan.buckets) if index in x.lanes
+                b for b, x in enumerate(self.plan.index.buckets) if index in x.lanes
             )
             own = [i for i in kept if self.plan.lanes[i].layer == lane.layer]
             at = own.index(index)

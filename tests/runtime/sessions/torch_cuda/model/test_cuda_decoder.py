@@ -27,7 +27,10 @@ from kvlathe.export.model.weights_file import wiring
 from kvlathe.layers.wiring import Wiring
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.formats import Tier
-from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.groups import Group
+from kvlathe.plan.lives import SEAL, Divide
+from kvlathe.plan.observation import ObservationWindow
+from kvlathe.plan.plan import CompressionPlan
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.native.cuda import (
     APPENDED,
@@ -56,7 +59,7 @@ def logits_of(twin: TorchDecoder, decoder: Decoder, ids: Tensor) -> Tensor:
     count, starts = len(ids), torch.tensor([0, len(ids)], dtype=torch.int32)
     offsets, lengths = (
         torch.arange(count, dtype=torch.int32),
-        torch.zeros(1, len(decoder.plan.buckets), dtype=torch.int32),
+        torch.zeros(1, len(decoder.plan.index.buckets), dtype=torch.int32),
     )
 
     def attend(
@@ -134,25 +137,26 @@ def test_an_engine_folder_holds_what_the_decoder_needs(tmp_path: Path) -> None:
         assert "NOT run here" in attention(manifest)
 
 
-def one_bucket() -> CompressionPlan:
+HOT = Tier(16, 16)
+
+
+def one_group() -> CompressionPlan:
     plan = whole_plan(Checkpoint(MODEL).spec)
-    return dataclasses.replace(
-        plan, tiers=(Tier(16, 16),), buckets=(Bucket(0, plan.buckets[0].lanes),)
-    )
+    return dataclasses.replace(plan, groups=(Group(plan.groups[0].lanes, HOT),))
 
 
 def test_plans_that_the_kernels_do_not_run_are_refused_with_what_to_do() -> None:
-    plan = one_bucket()
-    every = plan.buckets[0].lanes
+    plan = one_group()
+    every = plan.groups[0].lanes
     cuda.check_plan("cuda", plan)
-    stored = dataclasses.replace(
+    sums = Tier(8, 8, group_v=16, arithmetic="int", sums=True)
+    stored = dataclasses.replace(plan, groups=(Group(every, HOT, (sums,), SEAL),))
+    many = dataclasses.replace(
         plan,
-        tiers=(Tier(16, 16), Tier(8, 8, group_v=16, arithmetic="int", sums=True)),
-        buckets=(Bucket(0, every), Bucket(1, every, 0)),
+        groups=(Group(every, HOT, (HOT, HOT, HOT), Divide((0.5, 0.25, 0.25))),),
+        observation=ObservationWindow(last=8),
     )
-    cold = tuple(Bucket(0, every, 0) for _ in range(3))
-    many = dataclasses.replace(plan, buckets=(Bucket(0, every), *cold))
-    hot = dataclasses.replace(plan, tiers=(Tier(32, 32),))
+    hot = dataclasses.replace(plan, groups=(Group(every, Tier(32, 32)),))
     queries = dataclasses.replace(
         plan, model=dataclasses.replace(plan.model, query_heads=9 * plan.model.kv_heads)
     )
@@ -161,10 +165,13 @@ def test_plans_that_the_kernels_do_not_run_are_refused_with_what_to_do() -> None
         plan,
         model=dataclasses.replace(plan.model, layers=1, query_heads=65, kv_heads=65),
         lanes=layer,
-        buckets=(Bucket(0, tuple(range(65))),),
+        groups=(Group(tuple(range(65)), HOT),),
     )
     pages = dataclasses.replace(
-        stored, tiers=(Tier(16, 16), Tier(8, 8)), page_tokens=512, prefill_chunk=512
+        plan,
+        groups=(Group(every, HOT, (Tier(8, 8),), SEAL),),
+        page_tokens=512,
+        prefill_chunk=512,
     )
     for refused, words in (
         (stored, "sums of codes"),
@@ -204,7 +211,7 @@ def test_pages_are_read_under_append_only_where_it_writes_one_row_a_sequence(
 ) -> None:
     """The rows of a prompt read what append writes for the rows before them."""
     monkeypatch.setattr(cuda_attend, "_stream", lambda: 0)
-    plan, tokens = one_bucket(), 2 if single else 40
+    plan, tokens = one_group(), 2 if single else 40
     scales, pool = [1.0] * plan.model.layers, torch.zeros(1024, dtype=torch.uint8)
     attention = Attention(SilentLibrary(), plan, scales, pool, tokens)
     starts, lengths = (
@@ -227,7 +234,7 @@ def test_rows_are_bundled_where_they_pay(
     monkeypatch.setattr(cuda_attend, "_stream", lambda: 0)
     counts = [each] * 5 + [100] * chunks
     starts = np.cumsum([0, *counts]).astype(np.int32)
-    plan, rows_of_step = one_bucket(), int(starts[-1])
+    plan, rows_of_step = one_group(), int(starts[-1])
     step: Any = SimpleNamespace(
         cu_seqlens_q=starts,
         input_ids=range(rows_of_step),

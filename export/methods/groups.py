@@ -1,4 +1,4 @@
-"""Buckets of a plan: lanes that keep equally many tokens in one number format, stage by
+"""Groups of a plan: lanes whose tokens live alike in the same number formats, stage by
 stage."""
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from itertools import pairwise
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.methods.options import Decision
 from kvlathe.plan.formats import Tier
+from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
-from kvlathe.plan.plan import Bucket, Stage
-from kvlathe.plan.token_rules import KEEP_ALL, Compacted, Share, TokenRule, Window
+from kvlathe.plan.lives import KEEP, SEAL, Divide, Life, Window
+from kvlathe.plan.stages import Stage
 
 
 def without(lanes: Sequence[Lane], removed: Mapping[int, int]) -> tuple[Lane, ...]:
@@ -25,8 +26,8 @@ def without(lanes: Sequence[Lane], removed: Mapping[int, int]) -> tuple[Lane, ..
     return tuple(left)
 
 
-def layer_rules(windows: Sequence[int], page_tokens: int) -> dict[int, Window]:
-    """The rule of each layer whose queries see so many tokens in the model itself; 0 is
+def layer_lives(windows: Sequence[int], page_tokens: int) -> dict[int, Window]:
+    """The life in each layer whose queries see so many tokens in the model itself; 0 is
     all of them."""
     return {
         layer: Window.of_tokens(tokens, page_tokens)
@@ -35,50 +36,42 @@ def layer_rules(windows: Sequence[int], page_tokens: int) -> dict[int, Window]:
     }
 
 
-def rules_of(
+def lives_of(
     lanes: Sequence[Lane], chosen: Decision, own: Mapping[int, Window]
-) -> list[TokenRule]:
-    """Which tokens each lane keeps: what its layer sees in the model, by ``own``, or
-    what was chosen."""
-    rules = chosen.tokens or (KEEP_ALL,)
-    if len(rules) == 1:
-        rules = rules * len(lanes)
-    kept: list[TokenRule] = []
-    for lane, rule in zip(lanes, rules, strict=True):
-        whole = (lane.layer, lane.head) in chosen.whole_heads
-        by_choice = KEEP_ALL if whole else rule
-        kept.append(own.get(lane.layer, by_choice))
+) -> list[Life]:
+    """How the tokens of each lane live: by what its layer sees in the model, which is
+    ``own``, or as was chosen."""
+    whole = KEEP if chosen.cold is None else SEAL
+    lives = chosen.tokens or (whole,)
+    if len(lives) == 1:
+        lives = lives * len(lanes)
+    kept: list[Life] = []
+    for lane, life in zip(lanes, lives, strict=True):
+        is_whole = (lane.layer, lane.head) in chosen.whole_heads
+        kept.append(own.get(lane.layer, whole if is_whole else life))
     return kept
 
 
-def buckets(
-    lanes: Sequence[Lane], chosen: Decision, rules: Sequence[TokenRule]
-) -> tuple[Bucket, ...]:
-    """The fresh bucket of each stage and, where full pages change their format, the
-    cold ones they go to: one for each of the ``rules``, or each lane.
-    """
-    made: list[Bucket] = []
+def groups(
+    lanes: Sequence[Lane], hot: Tier, chosen: Decision, lives: Sequence[Life]
+) -> tuple[Group, ...]:
+    """Of each stage one group for each life, or for each lane. ``hot``: the format of
+    new tokens; full pages change theirs as was chosen."""
+    made: list[Group] = []
     for layers in _layers(chosen.stages, lanes[-1].layer + 1):
-        kept: list[int] = []
-        by_rule: dict[tuple[TokenRule, int], list[int]] = {}
+        by_life: dict[tuple[Life, int], list[int]] = {}
         for i, lane in enumerate(lanes):
             if lane.layer in layers and not lane.removed:
-                kept.append(i)
-                rule = rules[i]
-                apart = isinstance(rule, Compacted) and rule.apart
-                by_rule.setdefault((rule, i if apart else 0), []).append(i)
-        fresh = len(made)
+                apart = i if chosen.apart else 0
+                by_life.setdefault((lives[i], apart), []).append(i)
         if chosen.split:
-            made.append(Bucket(0, tuple(kept)))
-            for tier, (_, share) in enumerate(chosen.split, start=1):
-                made.append(Bucket(tier, tuple(kept), fresh, Share(share)))
-        elif chosen.cold is None:
-            for (rule, _), of_rule in by_rule.items():
-                made.append(Bucket(0, tuple(of_rule), tokens=rule))
-        else:
-            made.append(Bucket(0, tuple(kept)))
-            for (rule, _), of_rule in by_rule.items():
-                made.append(Bucket(1, tuple(of_rule), fresh, rule))
+            tiers, shares = zip(*chosen.split, strict=True)
+            kept = sorted(lane for of_life in by_life.values() for lane in of_life)
+            made.append(Group(tuple(kept), hot, tiers, Divide(shares)))
+            continue
+        cold = () if chosen.cold is None else (chosen.cold,)
+        for (life, _), of_life in by_life.items():
+            made.append(Group(tuple(of_life), hot, cold, life))
     return tuple(made)
 
 
@@ -103,7 +96,7 @@ def cold_tier(chosen: Decision) -> Tier | None:
         )
     if (
         tier is None
-        or not any(rule.drops and rule.by_saliency for rule in chosen.tokens)
+        or not any(life.drops and life.by_saliency for life in chosen.tokens)
         or not tier.v.is_coded
     ):
         return tier

@@ -1,0 +1,449 @@
+"""Lives: which tokens of a group stay in the cache, where they are, when they move, and
+what queries see of them.
+
+A group's tokens arrive in its hot tier. A life is said in counts of one sequence, so its
+answers are the same whatever else is in the batch. Pages hold P tokens. A life speaks of
+whole pages; the page that is being filled always stays. Each life answers five
+questions, and nobody else asks what kind it is:
+
+    held(n)            tokens in the hot tier and in each cold one, once n have arrived
+    moves(...)         what to do so that ``held`` comes true
+    worst(n, prompt)   pages of each tier that a sequence can need at one time
+    shared(n)          the tokens of a prefix of n that a sequence holds which ends there
+    sees               the three numbers of the mask
+
+Budgets and divisions choose tokens by saliency (CompressionPlan.observation). A window
+goes by position: its pages leave as they are, and nothing is ranked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import ClassVar
+
+from kvlathe.plan.moves import NOTHING, Drop, Moves, Selection, Span, Target
+
+Problem = tuple[str, str]
+"""A fact and the reason why it cannot be."""
+NO_END = 1 << 30
+"""Tokens that no sequence has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """What a query sees of the tokens before it. The query at position p sees token t
+    where
+
+        t < sink   or   p // P * P - recent <= t <= p
+
+    for pages of P tokens: its own page and ``recent`` tokens before that page. So what
+    it sees follows from its position alone. Both numbers are whole pages. ``exact``:
+    where it is not 0, the query sees at most so many of its newest tokens, its own
+    included, and ``recent`` is the pages that hold them.
+
+    Only whole pages between the two leave the cache. So the same rule holds for places
+    among the tokens that are held, and nobody needs to know what is gone.
+    """
+
+    sink: int = 0
+    recent: int = NO_END
+    exact: int = 0
+
+    @property
+    def is_less(self) -> bool:
+        """Whether it is less than all that came before."""
+        return self.recent < NO_END or self.exact > 0
+
+    @property
+    def most(self) -> int:
+        """Tokens of full pages that are seen at most."""
+        return self.sink + self.recent
+
+    def first_seen(self, place: int, page_tokens: int) -> int:
+        """The first token after the sink that the query at ``place`` sees."""
+        to_the_page = place // page_tokens * page_tokens - self.recent
+        if not self.exact:
+            return to_the_page
+        return max(to_the_page, place - self.exact + 1)
+
+
+SEES_ALL = Sight()
+
+
+@dataclass(frozen=True, slots=True)
+class Paging:
+    """What a life's counts depend on beside its own numbers.
+
+    ``page``: tokens of a page, P. ``cold``: how many cold tiers its group has.
+    ``prompt_step``: a prompt's tokens move each time that so many of them are cached, and
+    at its end (0: only there). In a decode they may move after each token.
+    """
+
+    page: int
+    cold: int = 0
+    prompt_step: int = 0
+
+    def whole(self, tokens: int) -> int:
+        """Of ``tokens`` tokens, those in full pages."""
+        return tokens // self.page * self.page
+
+    def pages(self, tokens: int) -> int:
+        """Pages that hold ``tokens`` tokens."""
+        return -(-tokens // self.page)
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What every life answers, and how full pages live as a rule: where there is a cold
+    tier they are sealed into it, and the page that is being filled stays hot; then those
+    that the life does not keep leave the tier where they are.
+
+    ``by_saliency``: it chooses tokens by saliency, so the plan says what a token is
+    ranked by; else pages leave by position, after the sink the oldest first. ``drops``:
+    some tokens leave the cache. ``seals``: full pages become cold as they are, so that
+    groups of such lives can have one hot page together.
+    """
+
+    by_saliency: ClassVar[bool] = False
+    drops: ClassVar[bool] = False
+    seals: ClassVar[bool] = True
+
+    kind: str = field(default="", init=False)
+
+    # -- the life's own numbers --------------------------------------------------------
+    @property
+    def cold_tiers(self) -> range:
+        """How many cold tiers its group may have."""
+        return range(2)
+
+    @property
+    def sees(self) -> Sight:
+        """What queries see of its tokens."""
+        return SEES_ALL
+
+    @property
+    def most(self) -> int:
+        """Tokens of full pages that it keeps at most."""
+        return self.sees.most
+
+    @property
+    def compaction(self) -> float | None:
+        """The share of a prefix's KV pairs that stays when the prefix is compacted; None
+        where none can be."""
+        return None
+
+    def words(self, cold: int = 0) -> str:
+        """For people: which tokens are in the cold tier ``cold``, or in the hot one where
+        there is no other."""
+        return "all"
+
+    def problem(self, page_tokens: int) -> Problem | None:
+        """What is wrong with its numbers, where a page holds ``page_tokens``."""
+        return None
+
+    def ranks_in(self, tier: int) -> bool:
+        """Whether tokens are ranked while they are in a tier: 0 is the hot one, then the
+        cold ones. Pages have their scores there."""
+        return self.by_saliency
+
+    # -- counts ------------------------------------------------------------------------
+    def kept(self, whole: int) -> int:
+        """How many of ``whole`` tokens in full pages stay."""
+        return min(whole, self.most)
+
+    def held(self, tokens: int, at: Paging) -> tuple[int, ...]:
+        """Tokens in the hot tier and in each cold one, once ``tokens`` have arrived and
+        moved."""
+        whole = at.whole(tokens)
+        kept = self.kept(whole)
+        tail = tokens - whole
+        return (tail, kept) if at.cold else (kept + tail,)
+
+    def shared(self, tokens: int) -> tuple[int, int]:
+        """Of a prefix of ``tokens`` tokens, whole pages: how many of its first and how
+        many of its newest a sequence has which ends there."""
+        kept = self.kept(tokens)
+        first = min(kept, self.sees.sink)
+        return first, kept - first
+
+    def moves(
+        self, buckets: Sequence[int], lengths: Sequence[int], arrived: int, at: Paging
+    ) -> Moves:
+        """What to move so that ``held(arrived)`` comes true. ``buckets``: of the hot tier
+        and of each cold one; ``lengths``: tokens in all buckets of the plan, those of this
+        step included."""
+        bucket = buckets[-1]
+        length = lengths[bucket]
+        seals = 0
+        if at.cold:
+            seals = lengths[buckets[0]] // at.page
+            length += seals * at.page
+        held = self.held(arrived, at)[-1]
+        if length <= held:
+            return Moves(seals) if seals else NOTHING
+        tail = 0 if at.cold else arrived % at.page
+        return self._cut(seals, bucket, length, held, tail, at)
+
+    def _cut(
+        self, seals: int, bucket: int, length: int, held: int, tail: int, at: Paging
+    ) -> Moves:
+        """``seals`` pages are sealed, then ``bucket`` goes from ``length`` tokens back to
+        ``held``. Its ``tail`` newest tokens are in a page that is being filled."""
+        pages = (length - held) // at.page
+        return Moves(seals, drops=(Drop(bucket, self.sees.sink // at.page, pages),))
+
+    def worst(self, tokens: int, prompt: int, at: Paging) -> tuple[int, ...]:
+        """Pages of each tier that a sequence growing to ``tokens`` tokens, of which up to
+        ``prompt`` are its prompt, can need at one time."""
+        decode = self._peak(tokens, self._decode_step(at), at)
+        begin = self._peak(prompt, at.prompt_step or prompt, at)
+        return tuple(map(max, decode, begin))
+
+    def _decode_step(self, at: Paging) -> int:
+        """Tokens between two moves of a decode."""
+        return at.page
+
+    def _peak(self, tokens: int, step: int, at: Paging) -> tuple[int, ...]:
+        """Pages of each tier that are needed at one time by up to ``tokens`` tokens that
+        move every ``step``; the pages that moves fill are beside those that they
+        empty."""
+        whole = at.whole(tokens)
+        chooses = self.by_saliency and self.kept(whole) < whole
+        moved = at.pages(self.most) if chooses else 0  # kept tokens go to new pages
+        if at.cold:
+            cold = at.pages(min(whole, self.most + step)) + moved
+            return at.pages(min(tokens, step)), cold
+        # What is chosen of a prompt ends with a page in part.
+        part = chooses and step > at.page and tokens > self.most + at.page
+        return (at.pages(min(tokens, self.most + step)) + moved + part,)
+
+
+@dataclass(frozen=True, slots=True)
+class Keep(Life):
+    """Every token stays in the hot tier."""
+
+    kind: str = field(default="keep", init=False)
+
+    @property
+    def cold_tiers(self) -> range:
+        return range(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Seal(Life):
+    """Every token stays. Full pages are sealed."""
+
+    kind: str = field(default="seal", init=False)
+
+    @property
+    def cold_tiers(self) -> range:
+        return range(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Window(Life):
+    """The first ``sink`` tokens and the newest pages; a page leaves when the window has
+    passed it. Queries see the same (Sight has the numbers)."""
+
+    drops: ClassVar[bool] = True
+
+    sink: int
+    recent: int
+    exact: int = 0
+    kind: str = field(default="window", init=False)
+
+    @classmethod
+    def of_tokens(cls, tokens: int, page_tokens: int) -> Window:
+        """The newest ``tokens`` tokens, to the token: sliding-window attention."""
+        pages = -(-(tokens - 1) // page_tokens)
+        return cls(0, pages * page_tokens, tokens)
+
+    @property
+    def sees(self) -> Sight:
+        return Sight(self.sink, self.recent, self.exact)
+
+    def words(self, cold: int = 0) -> str:
+        newest = f"{self.exact or self.recent:,} newest"
+        return f"{self.sink:,} first, {newest}" if self.sink else newest
+
+    def problem(self, page_tokens: int) -> Problem | None:
+        for name, tokens in (("first", self.sink), ("newest", self.recent)):
+            is_possible = 0 <= tokens < NO_END
+            if not is_possible or tokens % page_tokens:
+                fact = f"it has a window of {tokens} {name} tokens"
+                return fact, f"windows are whole pages of {page_tokens}"
+        held = self.of_tokens(self.exact, page_tokens).recent
+        if self.exact < 0 or (self.exact and self.recent != held):
+            fact = f"it holds {self.recent} tokens to show {self.exact}"
+            return fact, "it holds the pages of those that it shows"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Budget(Life):
+    """The ``budget`` most salient tokens, whole pages. The newest n mod P stay beside
+    them, hot.
+
+    ``recent``: this many of its tokens are the newest ones, whatever their saliency.
+    """
+
+    by_saliency: ClassVar[bool] = True
+    drops: ClassVar[bool] = True
+
+    budget: int
+    recent: int = 0
+    kind: str = field(default="budget", init=False)
+
+    @property
+    def most(self) -> int:
+        return self.budget
+
+    def words(self, cold: int = 0) -> str:
+        return f"{self.budget:,}"
+
+    def problem(self, page_tokens: int) -> Problem | None:
+        if self.budget <= 0 or self.budget % page_tokens:
+            fact = f"it has a budget of {self.budget} tokens"
+            return fact, f"budgets are whole pages of {page_tokens}"
+        if not 0 <= self.recent <= self.budget:
+            fact = f"{self.recent} newest tokens exceed the budget of {self.budget}"
+            return fact, "they are part of it"
+        return None
+
+    def _cut(
+        self, seals: int, bucket: int, length: int, held: int, tail: int, at: Paging
+    ) -> Moves:
+        kept = Target(bucket, ((0, held),))
+        return Moves(seals, (Selection(bucket, length, self.recent + tail, (kept,)),))
+
+
+@dataclass(frozen=True, slots=True)
+class Divide(Life):
+    """Every token stays. Cold tiers share them by saliency: the first has ``shares[0]``
+    of them, the most salient. ``split_tokens`` says how many are whose.
+
+    A cold tier has those that fill pages. The others wait in the hot tier, and are ranked
+    again with the next ones.
+    """
+
+    by_saliency: ClassVar[bool] = True
+    seals: ClassVar[bool] = False
+
+    shares: tuple[float, ...]
+    kind: str = field(default="divide", init=False)
+
+    @property
+    def cold_tiers(self) -> range:
+        count = len(self.shares)
+        return range(count, count + 1)
+
+    def words(self, cold: int = 0) -> str:
+        return f"{self.shares[cold]:.0%} by saliency"
+
+    def problem(self, page_tokens: int) -> Problem | None:
+        for share in self.shares:
+            if not 0 < share <= 1:
+                fact = f"it keeps a share of {share}"
+                return fact, "a share is above 0 and at most 1"
+        if abs(1 - sum(self.shares)) > ROUNDING:
+            return f"it divides tokens by {self.shares}", "shares sum to 1"
+        return None
+
+    def ranks_in(self, tier: int) -> bool:
+        return tier == 0
+
+    def held(self, tokens: int, at: Paging) -> tuple[int, ...]:
+        cold = [at.whole(count) for count in split_tokens(self.shares, tokens)]
+        return (tokens - sum(cold), *cold)
+
+    def moves(
+        self, buckets: Sequence[int], lengths: Sequence[int], arrived: int, at: Paging
+    ) -> Moves:
+        """The most salient tokens go to the first cold tier, the least salient to the
+        last. Each gets from its end of the ranks what fills its pages."""
+        hot, *cold = buckets
+        _, *held = self.held(arrived, at)
+        counts = split_tokens(self.shares, arrived)
+        wanted = [count - lengths[c] for c, count in zip(cold, counts, strict=True)]
+        sealed: list[Target] = []
+        left: list[Span] = []
+        start = 0
+        for bucket, total, end in zip(cold, held, accumulate(wanted), strict=True):
+            count = total - lengths[bucket]
+            first = start if bucket != cold[-1] else end - count
+            sealed.append(Target(bucket, ((first, first + count),)))
+            left += [(start, first), (first + count, end)]
+            start = end
+        targets = [target for target in sealed if target.tokens]
+        if not targets:
+            return NOTHING
+        rest = tuple(span for span in left if span[0] < span[1])
+        if rest:
+            targets.append(Target(hot, rest))
+        return Moves(0, (Selection(hot, lengths[hot], 0, tuple(targets)),))
+
+    def _decode_step(self, at: Paging) -> int:
+        return 1
+
+    def _peak(self, tokens: int, step: int, at: Paging) -> tuple[int, ...]:
+        waiting = len(self.shares) * (at.page - 1)
+        length = min(tokens, step + waiting)
+        # Where tokens move, a page of them does; the others go to new pages.
+        rest = min(max(0, length - at.page), waiting)
+        _, *held = self.held(tokens, at)
+        return (at.pages(length) + at.pages(rest), *map(at.pages, held))
+
+
+@dataclass(frozen=True, slots=True)
+class Compact(Life):
+    """Every token stays. Of a prefix that is compacted on request, before later sequences
+    begin with it, the share ``keep`` of the KV pairs stays
+    (runtime/requests/compaction.py). Each group then keeps its own number of tokens.
+    """
+
+    keep: float
+    kind: str = field(default="compact", init=False)
+
+    @property
+    def compaction(self) -> float | None:
+        return self.keep
+
+    def words(self, cold: int = 0) -> str:
+        return f"all; {self.keep:.0%} of a compacted prefix"
+
+    def problem(self, page_tokens: int) -> Problem | None:
+        if not 0 < self.keep <= 1:
+            fact = f"it keeps a share of {self.keep}"
+            return fact, "a share is above 0 and at most 1"
+        return None
+
+
+ROUNDING = 1e-9
+"""Of shares that sum to 1."""
+KEEP = Keep()
+SEAL = Seal()
+LIVES: Mapping[str, type[Life]] = {
+    "keep": Keep,
+    "seal": Seal,
+    "window": Window,
+    "budget": Budget,
+    "divide": Divide,
+    "compact": Compact,
+}
+"""The lives by their ``kind``."""
+
+
+def split_tokens(shares: Sequence[float], tokens: int) -> tuple[int, ...]:
+    """How many of ``tokens`` tokens each of the ``shares``, which sum to 1, has:
+    round(share * tokens), the last share what is left. No count falls as ``tokens``
+    grows, and each further token adds one to one of them.
+    """
+    counts: list[int] = []
+    left, whole = tokens, 1.0
+    for share in shares[:-1]:
+        counts.append(round(share / whole * left))
+        left -= counts[-1]
+        whole -= share
+    return (*counts, left)
