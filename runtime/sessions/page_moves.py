@@ -32,7 +32,7 @@ class FullPage:
     """A full page to be sealed: ``page`` of fresh bucket ``fresh``.
 
     ``cold_pages``: one page of each of its cold buckets, in the order of
-    ``plan.cold(fresh)``. ``position``: place of the page's first token in its sequence.
+    ``plan.index.buckets[fresh].cold``. ``position``: place of the page's first token in its sequence.
     Stochastic rounding depends on it.
     """
 
