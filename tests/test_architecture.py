@@ -75,6 +75,33 @@ TORCH_CUDA: dict[str, set[str]] = {
 """The same for the rooms of runtime/sessions/torch_cuda, the third level, and for what
 lies beside them."""
 
+SCHEDULING: dict[str, set[str]] = {
+    "prompt": set(),
+    "step_room": set(),
+    "sequence": {"prompt"},
+    "packing": {"sequence"},
+    "choosing": {"sequence"},
+    "step": {"choosing", "packing", "sequence", "step_room"},
+    "admission": {"sequence"},
+    "row_costs": {"admission"},
+    "parts": {"row_costs", "sequence", "step"},
+    "fair_queue": {"sequence"},
+    "shared_prompts": {"sequence"},
+    "scheduler": {
+        *("admission", "fair_queue", "parts", "sequence", "shared_prompts"),
+        "step_room",
+    },
+    "engine": {"choosing", "parts", "scheduler", "sequence", "step"},
+}
+"""The same for the modules of runtime/scheduling, and the parts of a step: a part knows
+steps, and no step knows its parts."""
+
+DEEPER: dict[tuple[str, ...], dict[str, set[str]]] = {
+    ("runtime", "sessions", "torch_cuda"): TORCH_CUDA,
+    ("runtime", "scheduling"): SCHEDULING,
+}
+"""Rooms that have a table of their own."""
+
 CONDUCTORS = {
     "engines/order.py",
     "engines/planning.py",
@@ -189,8 +216,10 @@ def may_import(name: str, module: str) -> bool:
         if mine[0] == "engines" and theirs[0] == "export":
             return name in CONDUCTORS
         return theirs[0] in MAY_SEE[mine[0]]
-    if mine[:3] == theirs[:3] == ["runtime", "sessions", "torch_cuda"]:
-        return _may_see(TORCH_CUDA, mine[3:], theirs[3:])
+    for room, table in DEEPER.items():
+        depth = len(room)
+        if tuple(mine[:depth]) == tuple(theirs[:depth]) == room:
+            return _may_see(table, mine[depth:], theirs[depth:])
     return _may_see(INSIDE.get(mine[0], {}), mine[1:], theirs[1:])
 
 
@@ -209,7 +238,7 @@ def test_imports_follow_the_table_of_rooms(path: Path) -> None:
 
 
 def test_the_tables_have_no_circle() -> None:
-    for table in (MAY_SEE, *INSIDE.values(), TORCH_CUDA):
+    for table in (MAY_SEE, *INSIDE.values(), *DEEPER.values()):
         graphlib.TopologicalSorter(table).prepare()
 
 
@@ -226,6 +255,9 @@ def test_the_import_rule_can_refuse() -> None:
     mass = "runtime/sessions/torch_cuda/attention/mass.py"
     assert may_import(mass, f"{rooms}.model.rows")
     assert not may_import(mass, f"{rooms}.shards.nccl")
+    step = "runtime/scheduling/step.py"
+    assert may_import(step, "kvlathe.runtime.scheduling.packing")
+    assert not may_import(step, "kvlathe.runtime.scheduling.parts.ranking")
     assert METHODS.search("use_fdc") and not METHODS.search("fdcx")
 
 

@@ -90,8 +90,8 @@ class Engine:
             self._launched = step
             changed += self._choose(step)
         else:
-            if step.unknown:  # its tokens are waited for first, and may end sequences
-                step.give_back()
+            if self._launched and step.unknown:
+                step.give_back()  # tokens that land may end its sequences
             changed += self._land()
             changed += self._run(step)
         return list(dict.fromkeys(changed))  # some have got two tokens

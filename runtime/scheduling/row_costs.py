@@ -6,21 +6,12 @@ import math
 
 from kvlathe.runtime.scheduling.admission import Mean
 
-FADES = 0.95
-"""What a step counts beside the next one."""
-FORGOTTEN = 0.99
-"""What is left of it after a step without more rows: who stopped guessing because of a few
-slow steps tries again."""
-SUPPOSED = ((1, 0.3), (9, 0.9))
-"""Before there is evidence: rows, and by which share of itself they prolong a step of
-one."""
-LEAST = 3
-"""Steps without more rows that are measured before any has more: the first may hold
-what happens once."""
-LARGEST = 4.0
-"""Times the usual: a step that takes longer was held up by something else."""
-STALE = 64
-"""Steps with more rows, after which one without tells again what that takes."""
+DECAY = 0.95  # weight of an observation relative to the next
+IDLE_DECAY = 0.99  # the same over a step without more rows: guessing is tried again
+PRIOR = ((1, 0.3), (9, 0.9))  # (extra rows, slowdown) before any measurement
+MIN_PLAIN_STEPS = 3  # without more rows, before any has more: the first may be slow
+MAX_SLOWDOWN = 4.0  # a step that takes longer was held up by something else
+MAX_AGE = 64  # steps with more rows until one without is measured again
 
 
 class RowCosts:
@@ -28,8 +19,8 @@ class RowCosts:
 
     def __init__(self) -> None:
         self._plain: dict[int, Mean] = {}
-        # Of weights, x, y, x x and x y, where y is a share of a step; by the size of
-        # steps. Large ones may run otherwise: not in a CUDA graph, say.
+        # Sums of weights, x, y, x x and x y, where x is rows and y the slowdown; by the
+        # size of steps. Large ones may run otherwise: not in a CUDA graph, say.
         self._sums: dict[int, list[float]] = {}
         self._since = 0
         self._last: float | None = None  # x of the step before, if it had more rows
@@ -39,11 +30,11 @@ class RowCosts:
         mean = self._plain.setdefault(sequences, Mean())
         if mean.count:
             usual = mean.value * self._longer(rows, sequences)
-            seconds = min(seconds, LARGEST * usual)
+            seconds = min(seconds, MAX_SLOWDOWN * usual)
         self._last = None
         if not rows:
             self._since = 0
-            self._fade(sequences, FORGOTTEN)
+            self._fade(sequences, IDLE_DECAY)
             mean.add(seconds)
             return
         self._since += 1
@@ -57,7 +48,7 @@ class RowCosts:
         mean = self._plain.get(sequences)
         if self._last is not None and mean is not None and mean.count:
             times = seconds / mean.value
-            longer = min(times, LARGEST) - 1
+            longer = min(times, MAX_SLOWDOWN) - 1
             longer = max(longer, 0.0)
             sums = self._fade(sequences, 1.0)
             sums[2] += longer
@@ -68,7 +59,9 @@ class RowCosts:
         """How many times as long a step takes with ``rows`` more rows. Infinite where
         it had better be measured first how long one takes without."""
         mean = self._plain.get(sequences)
-        if rows and (mean is None or mean.count < LEAST or self._since > STALE):
+        if rows and (
+            mean is None or mean.count < MIN_PLAIN_STEPS or self._since > MAX_AGE
+        ):
             return math.inf
         return self._longer(rows, sequences)
 
@@ -91,19 +84,19 @@ class RowCosts:
         return self._sums[size]
 
     def _add(self, sequences: int, x: float, y: float) -> None:
-        sums = self._fade(sequences, FADES)
+        sums = self._fade(sequences, DECAY)
         for place, value in enumerate((1, x, y, x * x, x * y)):
             sums[place] += value
 
     def _line(self, sequences: int) -> tuple[float, float]:
-        """The line through what was seen and, lightly, what was supposed."""
+        """(first, slope) of the least-squares line through the observations and PRIOR."""
         count, x, y, xx, xy = self._fade(sequences, 1.0)
-        for supposed, share in SUPPOSED:
+        for extra, slowdown in PRIOR:
             count += 1
-            x += supposed
-            y += share
-            xx += supposed * supposed
-            xy += supposed * share
+            x += extra
+            y += slowdown
+            xx += extra * extra
+            xy += extra * slowdown
         spread = count * xx - x * x
         slope = (count * xy - x * y) / spread
         slope = max(0.0, slope)

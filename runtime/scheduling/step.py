@@ -36,19 +36,21 @@ from kvlathe.runtime.sessions.protocols import Choose, Sampling, Session, StepPl
 from kvlathe.runtime.text.guide import masks_of
 from kvlathe.runtime.text.sampler import StepRows, sample
 
+Kind = Literal["done", "out_of_memory", "failed"]
+State = Literal["reserved", "given back", "launched", "landed"]
+NO_LOGITS: Rows = np.zeros((0, 0), np.float32)
+NO_ROOM = "an earlier step of as many tokens found no memory"
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What came of a launch. Unless it is done, ``error`` says why not."""
 
-    kind: Literal["done", "out_of_memory", "failed"]
+    kind: Kind
     error: Exception | None = None
 
 
 DONE = Outcome("done")
-NO_LOGITS: Rows = np.zeros((0, 0), np.float32)
-NO_ROOM = "an earlier step of as many tokens found no memory"
-State = Literal["reserved", "given back", "launched", "landed"]
 
 
 class StepPart(Protocol):
@@ -174,7 +176,7 @@ class Step:
         changes = [c.reservation.change for c in self.chunks if c.reservation.change]
         try:
             plan = self._plan(changes)
-            self._run(plan)
+            self._compute(plan)
             for part in context.parts:
                 part.after(self)
             if moves := [change.moves for change in changes if change.moves]:
@@ -196,7 +198,7 @@ class Step:
             plan = part.before(self, plan)
         return plan
 
-    def _run(self, plan: StepPlan) -> None:
+    def _compute(self, plan: StepPlan) -> None:
         """Run it, and choose the tokens that follow; where it flies, have them chosen."""
         context, session = self.context, self.context.session
         if self.flies:
@@ -243,6 +245,7 @@ class Step:
         except Exception as worse:  # the device is gone, perhaps
             error = worse
         finally:
+            self._forget()
             self.give_back()
         if not isinstance(error, Exception):
             raise error
@@ -254,6 +257,13 @@ class Step:
         # A library's own error does not go on: its traceback would hold the memory of
         # what has failed while less of it is tried.
         return Outcome("out_of_memory", missing_memory(error, fact, LESS_MEMORY))
+
+    def _forget(self) -> None:
+        """Drop what it has computed: less of it is tried, in the memory that this takes."""
+        self._choose = self._sampling = None
+        self.logits = NO_LOGITS
+        for chunk in self.chunks:
+            chunk.logits, chunk.choices = None, ()
 
     def _commit(self, plan: StepPlan) -> None:
         """From now on its tokens are cached, and those that follow may be awaited."""
@@ -308,7 +318,7 @@ class Step:
             chunk.sequence.pending -= 1
 
     # -- retry -------------------------------------------------------------------------
-    def retry(self, kind: str) -> list[Step]:
+    def retry(self, kind: Kind) -> list[Step]:
         """The smaller steps that are to be reserved and run in its place: two halves of
         its chunks; of a single one the first half of its tokens where there was no
         memory, or its newest token without guesses. None: it has failed by itself."""

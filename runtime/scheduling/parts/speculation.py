@@ -175,11 +175,6 @@ class Speculation(StepPart):
                 step.context.pool.shorten(chunk.reservation, count)
                 chunk.count = count
 
-    def undo(self, step: Step) -> None:
-        """No guess was tried."""
-        for chunk in step.chunks:
-            chunk.choices = ()
-
     def tried(self, chunks: Items[Chunk]) -> None:
         """Count the guesses that were tried, and those that were right."""
         for chunk in chunks:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvlathe.runtime.scheduling.parts import speculation
 from kvlathe.runtime.scheduling.parts.speculation import PATIENCE, Speculation
-from kvlathe.runtime.scheduling.row_costs import LEAST, STALE, RowCosts
+from kvlathe.runtime.scheduling.row_costs import MAX_AGE, MIN_PLAIN_STEPS, RowCosts
 from kvlathe.runtime.scheduling.sequence import Sequence
 from kvlathe.runtime.text.sampler import Sampled, SamplingRows
 from tests.support.drafts import FreeRows, Prophet, trying
@@ -158,7 +158,7 @@ def test_costs_are_learnt_from_steps(
 ) -> None:
     costs = RowCosts()
     assert costs.times(3, 1) == np.inf, "nothing is known"
-    for _ in range(LEAST - 1):
+    for _ in range(MIN_PLAIN_STEPS - 1):
         costs.ran(0, 1, 0.01)
         assert costs.times(3, 1) == np.inf, "the first steps may hold anything"
     for count in rows:
@@ -175,7 +175,7 @@ def test_costs_are_learnt_from_steps(
     for _ in range(600):
         costs.ran(0, 1, 0.01)
     assert costs.times(4, 1) < 1.7, "nobody would ever try again"
-    for _ in range(STALE + 1):
+    for _ in range(MAX_AGE + 1):
         costs.ran(1, 1, 0.01)
     assert costs.times(1, 1) == np.inf, "what a step takes without is to be seen again"
 
