@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
@@ -51,4 +50,3 @@ def test_modules_without_a_command_lie_in_support() -> None:
 def test_a_name_within_another_is_no_use_of_it() -> None:
     assert usage("scale").search("python -m benchmarks.scale --gpus 8")
     assert not usage("scale").search("python -m benchmarks.scale_measured out/none")
-    assert Path(__file__).parent.name == FOLDER.name
