@@ -1,10 +1,5 @@
-"""LLM: an engine folder in, text out. What the command line, the evaluation and servers
-use.
-
-    with LLM.load("engine") as llm:
-        params = SamplingParams(max_new_tokens=32)
-        for answer in llm.generate(["def main():", "# How to install"], params):
-            print(answer.text, answer.timings.decode_tokens_per_second)
+"""LLM: an engine folder in, text out. The command line, the evaluation and servers use
+it.
 
 Any number of threads and tasks may ask at the same time: one thread runs the engine
 (requests/engine_thread.py), and each of its steps serves them all.
@@ -73,7 +68,23 @@ SAVE_SECONDS = 10.0
 
 
 class LLM(ClosesAtExit):
-    """An engine with its tokenizer and its cache, for callers in any thread."""
+    """An engine with its tokenizer and its cache, for callers in any thread.
+
+    ``engine`` is a folder that ``kvlathe build`` wrote:
+
+    >>> from kvlathe import LLM, SamplingParams
+    >>> llm = LLM.load(engine)
+    >>> params = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    >>> answers = llm.generate(["def main():", "# How to install"], params)
+    >>> [(answer.finish_reason, len(answer.token_ids)) for answer in answers]
+    [('length', 8), ('length', 8)]
+
+    A stream gives the same text in pieces. Closing the LLM ends its thread:
+
+    >>> "".join(llm.stream("def main():", params)) == answers[0].text
+    True
+    >>> llm.close()
+    """
 
     def __init__(
         self,
@@ -119,17 +130,18 @@ class LLM(ClosesAtExit):
         """Load an engine folder.
 
         ``cache_bytes``: size of the KV cache; by default max_batch_size sequences of
-        max_seq_len tokens, at most half of the machine's memory, or what
-        ``gpu_memory_utilization`` (a share of the GPU's memory) leaves beside the
-        weights. Memory of the host is taken as it is used. ``threads``: of the
-        processor; by default one a core. ``verify``: check that the files are those
-        that were built, else only their sizes. ``share_prefixes``: requests that have
-        ended leave their pages to later ones that begin alike, until room is needed;
-        None: where the plan allows it. ``device``: cpu, cuda or auto; None:
-        KVLATHE_DEVICE, or else auto. ``max_batch_size``: sequences that run at once, at
-        most and by default the engine's. ``stores``: where shared prefixes go whose
-        pages had to (docs/travel.md). ``tensor_parallel_size``: GPUs to use
-        (docs/scale.md), each with ``cache_bytes``.
+            max_seq_len tokens, at most half of the machine's memory. On a GPU: what
+            ``gpu_memory_utilization``, a share of its memory, leaves beside the weights.
+            Memory of the host is taken as it is used.
+        ``threads``: of the processor; by default one a core.
+        ``verify``: check that the files are those that were built, else only their sizes.
+        ``share_prefixes``: requests that have ended leave their pages to later ones that
+            begin alike, until room is needed; None: where the plan allows it.
+        ``device``: cpu, cuda or auto; None: KVLATHE_DEVICE, or else auto.
+        ``max_batch_size``: sequences that run at once, at most and by default the
+            engine's.
+        ``stores``: places for shared prefixes whose pages were needed (docs/travel.md).
+        ``tensor_parallel_size``: GPUs to use (docs/scale.md), each with ``cache_bytes``.
 
         Raises KvlatheError where the folder is incomplete or changed, or its backend
         cannot run here.

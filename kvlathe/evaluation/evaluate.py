@@ -62,15 +62,13 @@ def evaluate(
     window_tokens: int = tasks.WINDOW_TOKENS,
     every: int = tasks.EVERY,
 ) -> dict[str, Any]:
-    """Bytes, and accuracy over the first ``windows`` windows of ``window_tokens``
-    tokens of ``text`` and over every ``every``-th question of ``retrieval``. Keys:
-
-    ``kv_bytes_per_token``, ``kv_bytes_removed`` (fraction, against the uncompressed
-    cache in the same number format),
-    ``perplexity``, ``perplexity_ratio``, ``agreement`` (share of equal next tokens),
-    ``kl`` (baseline || engine, nats a token), ``retrieval_exact_match``, and
-    ``measured_on``, which says what. A score is None where its file or baseline is
-    missing.
+    """Measure bytes, and accuracy over the first ``windows`` windows of
+    ``window_tokens`` tokens of ``text`` and every ``every``-th question of
+    ``retrieval``. Keys: ``kv_bytes_per_token``, ``kv_bytes_removed`` (fraction, against
+    the uncompressed cache in the same number format), ``perplexity``,
+    ``perplexity_ratio``, ``agreement`` (share of equal next tokens), ``kl`` (baseline
+    || engine, nats a token), ``retrieval_exact_match``, and ``measured_on``, which says
+    what. A score is None where its file or baseline is missing.
 
     Windows shrink to what both engines take; longer questions are left out. Raises
     KvlatheError before anything runs if the engines have different vocabularies or a
@@ -78,7 +76,6 @@ def evaluate(
     """
     longest = longest_input(engine, baseline)
     tokens = min(window_tokens, longest)
-    result = _sizes(engine)
     cut = cut_windows(engine, text, windows, tokens) if text else []
     questions: list[tasks.Question] = []
     if retrieval:
@@ -90,6 +87,7 @@ def evaluate(
             f"inputs end at {longest} tokens",
             "shorten them",
         )
+    result = _sizes(engine)
     on: dict[str, object] = {"kv_bytes": BYTES_OF}
     if text:
         result |= text_scores(engine, baseline, cut)
