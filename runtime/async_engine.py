@@ -1,16 +1,7 @@
 """AsyncEngine: an LLM for servers. A bounded queue, tenants that take turns, deadlines,
 and several answers of one prompt.
 
-    with AsyncEngine(LLM.load("engine")) as engine:
-        # From any thread:
-        request = engine.submit([[5, 17, 9]], SamplingParams(), on_delta=print)
-        engine.cancel(request)
-        # In asyncio:
-        async for delta in engine.stream([[5, 17, 9]], SamplingParams()):
-            print(delta.text, end="")
-
-Requests are answered by the LLM's own thread (requests/engine_thread.py); what happens
-comes back as deltas.
+The LLM's own thread (requests/engine_thread.py) answers requests; deltas come back.
 """
 
 from __future__ import annotations
@@ -61,7 +52,27 @@ class Closing(Busy):
 
 class AsyncEngine(ClosesAtExit):
     """Serves requests from any thread with ``llm``, which it closes in the end. At most
-    ``max_waiting`` sequences wait for their turn; more are Busy."""
+    ``max_waiting`` sequences wait for their turn; more are Busy.
+
+    ``engine`` is a folder that ``kvlathe build`` wrote:
+
+    >>> import asyncio
+    >>> from kvlathe import LLM, AsyncEngine, SamplingParams
+    >>> served = AsyncEngine(LLM.load(engine), max_waiting=64)
+    >>> async def tokens():
+    ...     params = SamplingParams(max_new_tokens=4, ignore_eos=True)
+    ...     deltas = served.stream([[5, 17, 9]], params, n=2, tenant="alice")
+    ...     return [token async for delta in deltas for token in delta.token_ids]
+    >>> len(asyncio.run(tokens()))
+    8
+
+    Threads call ``submit``, whose request they may cancel:
+
+    >>> request = served.submit([[5, 17, 9]], SamplingParams(), on_delta=lambda delta: None)
+    >>> served.cancel(request)
+    >>> served.close(seconds=10)
+    True
+    """
 
     def __init__(
         self, llm: LLM, max_waiting: int = MAX_WAITING, observer: Observer | None = None

@@ -57,7 +57,15 @@ OPTIONAL = frozenset({"seed", "logprobs", "prompt_logprobs"})
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """What one request asks for.
+    """Parameters of one request.
+
+    >>> params = SamplingParams(max_new_tokens=32, temperature=0.8, top_p=0.9, stop="\\n")
+    >>> params.stop_strings
+    ('\\n',)
+    >>> SamplingParams(top_p=1.5)
+    Traceback (most recent call last):
+        ...
+    kvlathe.base.errors.KvlatheError: top_p is 1.5: it must be above 0 and at most 1. Change it.
 
     ``temperature`` 0 is greedy; ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off.
     ``presence_penalty`` is taken from the logit of every token that the answer has,

@@ -1,5 +1,5 @@
-"""Structure: what an answer must look like, as data. Which tokens it leaves at each
-place: guide.py."""
+"""Structure: the form that an answer must have, as data. guide.py says which tokens it
+leaves at each place."""
 
 from __future__ import annotations
 
@@ -56,9 +56,17 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """What an answer must look like. ``kind``: one of KINDS; ``text``: a JSON schema as
-    JSON, a regular expression that the whole answer matches (Rust's syntax), a grammar
-    (Lark's syntax), or tools and how they are called, as ``Structure.calls`` writes it.
+    """The form that an answer must have. A request names it as
+    ``SamplingParams(structure=...)``.
+
+    >>> Structure.choice(["yes", "no"])
+    Structure(kind='regex', text='yes|no')
+    >>> Structure.json({"type": "integer"})
+    Structure(kind='json_schema', text='{"type": "integer"}')
+
+    ``kind``: one of KINDS; ``text``: a JSON schema as JSON, a regular expression that
+    the whole answer matches (Rust's syntax), a grammar (Lark's syntax), or tools and how
+    they are called, as ``Structure.calls`` writes it.
 
     Raises KvlatheError for a text that is none, or so large that it could hold others
     up. What only compiling finds, the engine refuses.
