@@ -28,8 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.cluster import Engine, Job, Shape, simulate
 from benchmarks.step_times import Build, fitted, measured
-from kvlathe.bench.load import draw, gaps
-from kvlathe.bench.traces import TRACES, Trace
+from kvlathe.bench.load import TRACES, Trace, draw, gaps
 
 GBIT = 1e9 / 8
 FEWEST = 300

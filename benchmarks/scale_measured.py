@@ -39,8 +39,7 @@ from benchmarks.cluster import Engine, Job, Shape, simulate
 from benchmarks.serve_burst import burst, model_of, served
 from benchmarks.step_times import Row, decode_row, fitted, prompt_row
 from kvlathe.bench.client import Outcome, open_loop
-from kvlathe.bench.load import Request, draw, gaps
-from kvlathe.bench.traces import Lengths
+from kvlathe.bench.load import Lengths, Request, draw, gaps
 from kvlathe.plan.engine_folder import read_plan
 from kvlathe.plan.layout import CacheLayout
 from tests.support.dynamo_cluster import Cluster

@@ -16,12 +16,12 @@ from kvlathe.export.families.llama_like import (
     ernie,
     granite,
     helium,
+    mistral,
     nemotron,
     seed_oss,
     smollm3,
     starcoder2,
 )
-from kvlathe.export.families.mistral import mistral
 from kvlathe.export.families.norms_after import exaone4, glm, glm4, olmo2, olmo3
 from kvlathe.export.families.older import gpt_neox, opt, phi
 from kvlathe.export.families.phi3 import phi3

@@ -1,5 +1,5 @@
-"""Granite, SmolLM3, Helium, Ernie 4.5, Arcee, Seed-OSS and StarCoder2: Llama with a few
-differences."""
+"""Mistral, Granite, SmolLM3, Helium, Ernie 4.5, Arcee, Seed-OSS, Nemotron and StarCoder2:
+Llama with a few differences."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
         Ernie4_5Config,
         GraniteConfig,
         HeliumConfig,
+        MistralConfig,
         NemotronConfig,
         SeedOssConfig,
         SmolLM3Config,
         Starcoder2Config,
     )
+
 
 MULTIPLIERS = (
     "attention_multiplier",
@@ -33,6 +35,19 @@ STARCODER_MLP = {
     "up": "model.layers.{i}.mlp.c_fc",
     "down": "model.layers.{i}.mlp.c_proj",
 }
+
+
+def mistral(config: MistralConfig) -> Family:
+    """Llama without biases. The first release has a window in every layer."""
+    return Family(
+        names=NAMES,
+        norm="rms",
+        norm_eps=config.rms_norm_eps,
+        activation=config.hidden_act,
+        kv_heads=config.num_key_value_heads,
+        intermediate_size=config.intermediate_size,
+        windows=every_layer(config),
+    )
 
 
 def granite(config: GraniteConfig) -> Family:

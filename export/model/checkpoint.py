@@ -24,12 +24,11 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.model import stacked
 from kvlathe.export.model.device import CPU
 from kvlathe.export.model.lora import Merged, maps_of
-from kvlathe.export.model.mapped import forget
 from kvlathe.export.model.packed import PackedMap, Packing, read_packing
 from kvlathe.export.model.quantize import Grid
 from kvlathe.export.model.shards import DOWNLOAD, weight_files
 from kvlathe.export.model.spec import DecoderSpec, read_config, read_spec
-from kvlathe.export.model.tensor_files import DTYPES, finite, open_tensors
+from kvlathe.export.model.tensor_files import DTYPES, finite, forget, open_tensors
 from kvlathe.export.model.tensors import (
     added,
     cut,

@@ -15,7 +15,7 @@ from kvlathe.export.families import FAMILIES, Family
 from kvlathe.export.families.unknown import why_unknown
 from kvlathe.export.model.packed import has_mxfp4, read_packing
 from kvlathe.export.model.rope import Rope, read_ropes
-from kvlathe.layers.activations import ACTIVATIONS
+from kvlathe.layers.rows import ACTIVATIONS
 from kvlathe.plan.heads import ModelShape
 
 if TYPE_CHECKING:

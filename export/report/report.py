@@ -20,8 +20,7 @@ from kvlathe.export.methods.evidence import Evidence
 from kvlathe.export.report import charts
 from kvlathe.export.report.curve import Sizes, accuracy_curve, lost_below
 from kvlathe.export.report.heading import heading
-from kvlathe.export.report.heads import Map, heat_map
-from kvlathe.export.report.kept import Kept, kept
+from kvlathe.export.report.heads import Kept, Map, heat_map, kept
 from kvlathe.export.report.stability import stability
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan

@@ -1,5 +1,5 @@
-"""Requests of a load test: lengths as in the papers' traces, prompts cut from real
-text, Poisson arrivals.
+"""Requests of a load test: the papers' traces, prompts cut from real text, Poisson
+arrivals.
 
 A paper gives a trace's mean, least and largest length. A beta distribution over [least,
 largest] with that mean is the plainest one that keeps all three (a lognormal or gamma
@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.bench.traces import Lengths, Trace
 
 CONCENTRATION = 4.0
 """a + b of the beta distribution: 2 would be flat for a mean in the middle, larger is
@@ -27,6 +26,36 @@ narrower."""
 
 FEWEST_NEW = 2
 """Tokens of an answer: time between tokens needs two."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of a trace's prompts or answers."""
+
+    mean: float
+    least: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    prompt: Lengths
+    answer: Lengths
+
+    @property
+    def longest(self) -> float:
+        """Most tokens of a request, prompt and answer."""
+        return self.prompt.largest + self.answer.largest
+
+
+TRACES = {
+    "imdb": Trace(Lengths(315, 106, 821), Lengths(37, 16, 87)),
+    "arxiv": Trace(Lengths(6300, 1600, 14100), Lengths(243, 29, 464)),
+    "cocktail": Trace(Lengths(16200, 9400, 28800), Lengths(159, 44, 246)),
+    "humaneval": Trace(Lengths(204, 75, 697), Lengths(139, 11, 552)),
+    "pg19": Trace(Lengths(277, 138, 419), Lengths(61500, 24300, 97500)),
+}
+"""ZACK, table 3; HACK, table 4 (the same four); FDC, table 6 (pg19)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
 from kvlathe.bench import measure, plot
-from kvlathe.bench.load import Request, documents, requests, scale_for
+from kvlathe.bench.load import TRACES, Request, documents, requests, scale_for
 from kvlathe.bench.measure import Point, Target
 from kvlathe.bench.servers import (
     batch_is_small,
@@ -24,7 +24,6 @@ from kvlathe.bench.servers import (
     served_model,
     serving,
 )
-from kvlathe.bench.traces import TRACES
 from kvlathe.engines.folder import sigterm_interrupts
 from kvlathe.plan import manifest as manifests
 from kvlathe.runtime.text.tokenizer import Tokenizer

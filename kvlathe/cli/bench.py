@@ -12,7 +12,7 @@ import click
 from kvlathe.base import console
 from kvlathe.base.errors import KvlatheError
 from kvlathe.base.extras import pip_install
-from kvlathe.bench.traces import TRACES
+from kvlathe.bench.load import TRACES
 from kvlathe.cli.common import PATH, THREADS, Result, reports
 
 COLUMNS = (

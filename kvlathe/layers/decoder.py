@@ -16,8 +16,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlathe.layers.activations import ACTIVATIONS
-from kvlathe.layers.rows import Rows
+from kvlathe.layers.rows import ACTIVATIONS, Rows
 
 RowMap = Callable[[Tensor], Tensor]
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvlathe.layers.activations import ACTIVATIONS
+from kvlathe.layers.rows import ACTIVATIONS
 
 
 @dataclass(frozen=True)

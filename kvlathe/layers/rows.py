@@ -1,12 +1,34 @@
-"""Row-wise ops of a decoder layer: norms, and activation(gate) * up."""
+"""Row-wise ops of a decoder layer: norms, activations, and activation(gate) * up."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlathe.layers.activations import ACTIVATIONS
+_tanh_gelu = partial(F.gelu, approximate="tanh")
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "relu2": _relu_squared,
+    "gelu": F.gelu,
+    "gelu_python": F.gelu,
+    "gelu_new": _tanh_gelu,
+    "gelu_fast": _tanh_gelu,
+    "gelu_pytorch_tanh": _tanh_gelu,
+}
+"""Activations by their names in Hugging Face configurations (transformers' ACT2FN). A
+model with another is refused."""
 
 
 class Rows:

@@ -18,13 +18,11 @@ from kvlathe.base.package import __version__
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.server.answers import Answerer
 from kvlathe.server.cache_view import CacheView, cache_view
-from kvlathe.server.chat_page import POLICY, chat_page
-from kvlathe.server.docs_page import docs_page
 from kvlathe.server.errors import ApiError, ErrorResponse, handle
-from kvlathe.server.gate import BODY_SECONDS, Gate
+from kvlathe.server.gate import BODY_SECONDS, Gate, Methods
 from kvlathe.server.jobs import Job
-from kvlathe.server.methods import Methods
 from kvlathe.server.metrics import Metrics
+from kvlathe.server.pages import POLICY, chat_page, docs_page
 from kvlathe.server.replies import (
     ChatCompletion,
     Completion,

@@ -1,5 +1,5 @@
-"""Gate: what is checked before a request is read. Keys, sizes, and what every response
-carries. Plain ASGI.
+"""Gate: checks before a request is read (keys and sizes), headers of every response, and
+HEAD and OPTIONS for every path that has an answer. Plain ASGI.
 
 Every response says ``x-request-id``: the client's own, where it sent one, or a new one.
 At log level debug each has a line in the log with it.
@@ -15,6 +15,8 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvlathe.server.errors import ApiError, unexpected
@@ -157,3 +159,33 @@ class Gate:
             code="body_timeout",
             headers={"Connection": "close"},
         )
+
+
+class Methods:
+    """HEAD is answered as GET without a body; OPTIONS names what a path allows, without
+    a key."""
+
+    def __init__(self, app: ASGIApp, routes: Sequence[BaseRoute]) -> None:
+        self.app, self.routes = app, routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+        elif scope["method"] == "HEAD":
+            # The HTTP server knows the real method and sends no body.
+            await self.app({**scope, "method": "GET"}, receive, send)
+        elif scope["method"] == "OPTIONS" and (allowed := self._allowed(scope)):
+            response = Response(status_code=204, headers={"Allow": allowed})
+            await response(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def _allowed(self, scope: Scope) -> str:
+        """Methods of the path's routes; empty if there is no such path."""
+        methods: set[str] = set()
+        for route in self.routes:
+            if isinstance(route, Route) and route.matches(scope)[0] != Match.NONE:
+                methods |= route.methods or set()
+        if "GET" in methods:
+            methods.add("HEAD")
+        return ", ".join(sorted({*methods, "OPTIONS"})) if methods else ""

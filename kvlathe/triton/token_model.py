@@ -28,7 +28,39 @@ from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.request import Delta, Request
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.triton.call import Call, Watch, folder
-from kvlathe.triton.gauges import Gauges
+
+GAUGES = {
+    "kvlathe_num_requests_running": "Sequences in the batch",
+    "kvlathe_num_requests_waiting": "Sequences that wait for their turn",
+    "kvlathe_kv_cache_usage_perc": "Share of the KV cache's bytes in use by running sequences (0 to 1)",
+}
+"""Gauges in Triton's /metrics: how busy the engine is. ``kvlathe serve`` uses the same
+names."""
+
+
+class Gauges:
+    """Gauges with the model's name as label: a server may hold several repositories of
+    ours."""
+
+    def __init__(self, engine: AsyncEngine, model: str) -> None:
+        self._engine = engine
+        self._families = [
+            pb.MetricFamily(name, said, pb.MetricFamily.GAUGE)
+            for name, said in GAUGES.items()
+        ]
+        self._gauges = [
+            family.Metric(labels={"model": model}) for family in self._families
+        ]
+
+    def report(self) -> None:
+        engine = self._engine
+        values = (
+            engine.running,
+            engine.waiting,
+            engine.bytes_used / engine.llm.pool.arena_bytes,
+        )
+        for gauge, value in zip(self._gauges, values, strict=True):
+            gauge.set(float(value))
 
 
 @dataclass(eq=False, slots=True)

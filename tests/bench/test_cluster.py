@@ -187,7 +187,7 @@ def test_one_link_carries_one_prompt_at_a_time() -> None:
 
 # -- users -----------------------------------------------------------------------------
 def test_twice_the_gpus_carry_twice_the_users() -> None:
-    from kvlathe.bench.traces import TRACES
+    from kvlathe.bench.load import TRACES
 
     engine = Engine(TIMES, 1, 100_000, most_running=32)
     load = Load(TRACES["humaneval"], interval=10, hit=0, seconds=100)

@@ -276,7 +276,7 @@ def test_kubernetes_objects_are_valid_and_belong_together() -> None:
     assert claims == [by_kind["PersistentVolumeClaim"]["metadata"]["name"]]
     gauges = re.findall(
         r'"(kvlathe_\w+)":',
-        (ROOT / "kvlathe/triton/gauges.py").read_text(encoding="utf-8"),
+        (ROOT / "kvlathe/triton/token_model.py").read_text(encoding="utf-8"),
     )
     scaled = [
         metric["pods"]["metric"]["name"]

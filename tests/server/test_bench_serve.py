@@ -19,9 +19,8 @@ from aiohttp import web
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.bench import load, measure, run, servers
-from kvlathe.bench.load import Request
+from kvlathe.bench.load import TRACES, Request
 from kvlathe.bench.measure import Point, Target
-from kvlathe.bench.traces import TRACES
 from kvlathe.plan import manifest as manifests
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane, ModelShape

@@ -10,7 +10,7 @@ import httpx2 as httpx
 import pytest
 
 from kvlathe.runtime.llm import LLM
-from kvlathe.server.chat_page import POLICY
+from kvlathe.server.pages import POLICY
 from tests.support.browser import CHROMIUM, Page, browsing
 from tests.support.runtime_cases import built_folder, llm
 from tests.support.serving_cases import KEY, Served, serving, with_template

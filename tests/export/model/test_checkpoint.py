@@ -15,7 +15,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
-from kvlathe.export.model.mapped import forget
+from kvlathe.export.model.tensor_files import forget
 from kvlathe.export.model.tensors import added
 from tests.support.checkpoints import FAMILIES, make_model, sizes, whole_plan
 

@@ -14,7 +14,7 @@ import pytest
 from kvlathe.base.console import human_bytes
 from kvlathe.export.methods.evidence import Evidence
 from kvlathe.export.report.heading import heading, renewed
-from kvlathe.export.report.kept import kept
+from kvlathe.export.report.heads import kept
 from kvlathe.export.report.report import (
     ReportData,
     _byte_rows,

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlathe.layers.activations import ACTIVATIONS
-from kvlathe.layers.rows import Rows
+from kvlathe.layers.rows import ACTIVATIONS, Rows
 from kvlathe.runtime.native.cuda import BF16, F16, CudaLibrary, RowsArgs
 from kvlathe.runtime.native.library import ABI_VERSION
 from kvlathe.runtime.native.products import MOST_ROWS, ProductArgs

@@ -1,5 +1,5 @@
-"""The page /docs: the API's description as a table of fields for each path. It loads
-nothing from elsewhere."""
+"""Pages for browsers: / is a chat with the cache beside it, /docs the API's description
+as a table of fields for each path. They load nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -8,8 +8,20 @@ from typing import Any
 
 import jinja2
 
-TEMPLATE = Path(__file__).with_name("docs.html.j2")
+from kvlathe.base.pages import STYLE
+
+POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'self'; "
+    "frame-ancestors 'none'"
+)
+"""Content-Security-Policy of the chat: a browser holds the page to that."""
 Schema = dict[str, Any]
+
+
+def chat_page(model: str) -> str:
+    """HTML of the chat with the served ``model``."""
+    return _template("chat.html.j2").render(model=model, style=STYLE)
 
 
 def docs_page(api: Schema) -> str:
@@ -19,9 +31,14 @@ def docs_page(api: Schema) -> str:
         for path, methods in api["paths"].items()
         for method, said in methods.items()
     ]
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True)
-    template = environment.from_string(TEMPLATE.read_text("utf-8"))
+    template = _template("docs.html.j2", trim_blocks=True)
     return template.render(info=api["info"], operations=operations)
+
+
+def _template(name: str, trim_blocks: bool = False) -> jinja2.Template:
+    environment = jinja2.Environment(autoescape=True, trim_blocks=trim_blocks)
+    text = Path(__file__).with_name(name).read_text("utf-8")
+    return environment.from_string(text)
 
 
 def operation(api: Schema, method: str, path: str, said: Schema) -> Schema:
