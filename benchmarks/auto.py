@@ -47,7 +47,7 @@ from kvlathe.export.methods.options import Options
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.report.curve import Sizes, accuracy_curve
 from kvlathe.export.search.exams import TorchOracle, read_exam
-from kvlathe.export.search.measured import Sources, plan_of, priced, variant
+from kvlathe.export.search.measured import Sources, plan_of, price, variant
 from kvlathe.export.search.sealed import reading
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.memory import bytes_left
@@ -123,7 +123,7 @@ class Bench:
                 targets = np.array(window[1:])
                 sums += Sums.of(self._logits(oracle, window), targets, known)
                 base += Sums.of(known, targets)
-            right = [tasks.answered(oracle, question) for question in self.questions]
+            right = [tasks.answers(oracle, question) for question in self.questions]
         found = {
             "method": method,
             "asked": asked,
@@ -386,7 +386,7 @@ def main(
         exams.append(read_exam(checkpoint, "retrieval", None, questions))
     form = dataclasses.replace(FORM, paired=paired, windowed=not paired)
     sources = Sources(exams, target_len)
-    found = priced(checkpoint, stats, form, sources, cache.curves_folder())
+    found = price(checkpoint, stats, form, sources, cache.curves_folder())
     spec = checkpoint.spec
     none = compose("none", spec.shape, spec.rope is not None, None, Options(), FORM)
     wanted = RATIOS if frontier else sorted({*at, *ratios})
