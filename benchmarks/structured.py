@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.support.commands import parser_of
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.guide import Guide, Guides
-from kvlathe.runtime.text.masks import Masks, masked, no_bits
+from kvlathe.runtime.text.masks import Masks, apply_masks, no_bits
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.runtime.text.structure import Structure
 from kvlathe.runtime.text.tokenizer import Tokenizer
@@ -89,7 +89,7 @@ def masks(tokenizer: Tokenizer, repeats: int) -> None:
     applied = Masks(np.zeros(1, np.int64), no_bits(1, vocabulary))
     started = time.perf_counter()
     for _ in range(100):
-        masked(logits, applied)
+        apply_masks(logits, applied)
     seconds = (time.perf_counter() - started) / 100
     print(f"applied on the host: {1e6 * seconds:.0f} us a row")
 

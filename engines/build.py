@@ -150,7 +150,7 @@ def rotate(request: BuildRequest) -> list[int]:
 def _renew(folder: Path, kept: Manifest, request: BuildRequest) -> None:
     """Make the report and the manifest of a cached engine, copied to ``folder``, speak
     of this build."""
-    from kvlathe.export.report.heading import heading, renewed
+    from kvlathe.export.report.heading import heading, renew
 
     described = dataclasses.replace(
         kept,
@@ -162,7 +162,7 @@ def _renew(folder: Path, kept: Manifest, request: BuildRequest) -> None:
     fields = heading(
         described.model, described.compression, described.command, described.created
     )
-    page.write_text(renewed(page.read_text("utf-8"), fields), "utf-8")
+    page.write_text(renew(page.read_text("utf-8"), fields), "utf-8")
     files = {**kept.files, REPORT_FILE: manifests.record_of(page)}
     manifests.write(folder, dataclasses.replace(described, files=files))
 

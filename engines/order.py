@@ -70,7 +70,7 @@ class Order:
         for field in dataclasses.fields(self.request):
             if field.name not in NOT_IN_KEY:
                 facts[field.name] = _content(getattr(self.request, field.name))
-        facts["device"] = devices.asked(self.request.device)
+        facts["device"] = devices.requested(self.request.device)
         facts["sizes"] = (self.request.batch, self.request.chunk)
         facts["model"] = _digests(self.request.model)
         facts["lora"] = [_adapter_facts(text) for text in self.request.lora]

@@ -70,7 +70,7 @@ def open_checkpoint(
         import torch
 
         from kvlathe.export.model.checkpoint import Checkpoint
-        from kvlathe.export.model.device import chosen
+        from kvlathe.export.model.device import choose_device
     except ImportError as error:
         missing = f"{error.name} is not installed"
         raise KvlatheError(
@@ -81,7 +81,7 @@ def open_checkpoint(
     if workers:
         torch.set_num_threads(workers)
     adapters = [read_adapter(text) for text in lora]
-    return Checkpoint(model, max_seq_len, chosen(device), adapters)
+    return Checkpoint(model, max_seq_len, choose_device(device), adapters)
 
 
 def resolved(request: BuildRequest) -> BuildRequest:

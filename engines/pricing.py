@@ -76,11 +76,11 @@ def variant_of(
     remembered: Path | None,
 ) -> Variant:
     """The plans that measuring the model's sensitivity opens."""
-    from kvlathe.export.search.measured import priced, variant
+    from kvlathe.export.search.measured import price, variant
 
     assert stats is not None
     sources = sources_of(request, checkpoint)
-    prices = priced(checkpoint, stats, form, sources, remembered)
+    prices = price(checkpoint, stats, form, sources, remembered)
     return variant(request.compression, prices, form)
 
 

@@ -21,7 +21,7 @@ def check_gpu(plan_file: Path, built: Built, device: str | None) -> None:
     """Raise KvlatheError where an engine would run on GPUs alone, and the one of this
     machine lacks the shared memory. ``device``: of the build; on a CPU nobody knows which
     GPU it is for."""
-    if devices.asked(device) == "cpu" or "cpu" in built.architectures:
+    if devices.requested(device) == "cpu" or "cpu" in built.architectures:
         return
     try:
         said = run_module(MODULE, str(plan_file))

@@ -80,14 +80,14 @@ def eigen(symmetric: Array) -> tuple[Array, Array]:
     return falling.clip(0), np.ascontiguousarray(vectors[..., ::-1])
 
 
-def shared(*grams: Array) -> Side:
+def shared_basis(*grams: Array) -> Side:
     """``svd``: the right singular vectors of matrices stacked on top of each other,
     given their Gram matrices X^T X."""
     values, vectors = eigen(np.sum(grams, axis=0))
     return Side(vectors, vectors, np.sqrt(values))
 
 
-def balanced(covariance: Array, reader: Array) -> Side:
+def balanced_basis(covariance: Array, reader: Array) -> Side:
     """The best pair for rows x of ``covariance`` that are read through inner products
     with vectors y of Gram ``reader``.
 
@@ -95,15 +95,16 @@ def balanced(covariance: Array, reader: Array) -> Side:
     into back^T) y^T)^2 among all rank-j pairs, for every j. Columns are scaled so that
     x into and y back have equal variances.
     """
-    root = np.linalg.cholesky(ridged(covariance))
+    root = np.linalg.cholesky(add_ridge(covariance))  # covariance = root root^T
     values, vectors = eigen(root.mT @ reader @ root)
     safe_values = values.clip(np.maximum(values[..., :1], 1e-300) * 1e-12)
+    # the fourth root: half of a singular value on each side
     scale = np.sqrt(np.sqrt(safe_values))[..., None, :]
-    into = np.linalg.solve(root.mT, vectors)
+    into = np.linalg.solve(root.mT, vectors)  # root^-T V
     return Side(into * scale, root @ vectors / scale, np.sqrt(values))
 
 
-def ridged(covariance: Array) -> Array:
+def add_ridge(covariance: Array) -> Array:
     """``covariance`` [..., d, d] plus RIDGE of its mean variance (of 1, where it is
     zero)."""
     d = covariance.shape[-1]
@@ -134,8 +135,10 @@ def rotation(stats: Stats, scores: Side, outputs: Side, centred: bool) -> Rotati
     centred = centred and stats.shape.shifts
     moments = stats.whole
     zero = np.zeros_like(moments.k)
+    # [L, 1, 1]
     hidden = np.maximum(moments.hidden / moments.tokens, 1e-30)[:, None, None]
     query_count = stats.shape.group_size * moments.tokens
+    # [L, H]
     unit = SCORE_SHARE * (stats.scale**2)[:, None] * moments.spread / query_count
     keys = moments.second("k", stats.shape.shifts)
     loss_k = removed_energy(scores, keys, moments.qq / moments.tokens) * unit[..., None]
@@ -175,8 +178,8 @@ def balanced_rotation(stats: Stats) -> Rotation:
     docs/basis.md has the measurements."""
     moments = stats.whole
     centred = stats.shape.shifts
-    scores = balanced(moments.second("k", centred), moments.qq / moments.tokens)
-    outputs = balanced(output_covariance(stats, centred), stats.wo_gram)
+    scores = balanced_basis(moments.second("k", centred), moments.qq / moments.tokens)
+    outputs = balanced_basis(output_covariance(stats, centred), stats.wo_gram)
     return rotation(stats, scores, outputs, centred)
 
 
@@ -214,8 +217,8 @@ def element_change(one: Array, other: Array) -> tuple[Array, Array]:
     """
     one = _unit_columns(one)
     other = _unit_columns(other)
-    overlap = one.mT @ other
-    best = np.abs(overlap).argmax(-1)[..., None]
+    overlap = one.mT @ other  # [..., d, d]: cosines of columns
+    best = np.abs(overlap).argmax(-1)[..., None]  # [..., d, 1]
     sign = np.sign(np.take_along_axis(overlap, best, -1)).mT
     aligned = np.take_along_axis(other, np.broadcast_to(best.mT, one.shape), -1) * sign
     return np.abs(one).mean((-2, -1)), np.abs(one - aligned).mean((-2, -1))

@@ -234,8 +234,9 @@ class Grams(NamedTuple):
 
 
 def _grams(spec: DecoderSpec, runner: LayerRunner) -> Grams:
+    # [H, D, d]
     by_lane = runner.w_v.unflatten(1, (spec.kv_heads, -1)).transpose(0, 1).double()
-    by_head = runner.w_o.unflatten(0, (spec.query_heads, -1)).double()
+    by_head = runner.w_o.unflatten(0, (spec.query_heads, -1)).double()  # [Hq, d, D]
     wv = by_lane.mT @ by_lane
     wo_each = by_head @ by_head.mT
     wo = wo_each.unflatten(0, (spec.kv_heads, -1)).sum(1)
@@ -254,19 +255,20 @@ def _accumulate(
     d]. ``spread`` is the mean
     |v W_O|^2 that a token attends to, less |o W_O|^2 of what it gets: the variance of
     what it averages over."""
+    # [Hq, T, d], k and v [H, T, d]
     q, k, v, o = (heads.transpose(0, 1) for heads in captured[1:])
     lanes = k.shape[0]
-    values = v.repeat_interleave(q.shape[0] // lanes, 0)
+    values = v.repeat_interleave(q.shape[0] // lanes, 0)  # [Hq, T, d]
     norms = ((values @ wo_gram) * values).sum(
         -1, keepdim=True
     )  # |v_j W_O|^2, [Hq, T, 1]
-    mean_norm = attended(q, k, norms.expand_as(values))[..., 0]
-    norm_of_mean = ((o @ wo_gram) * o).sum(-1)
-    spread = (mean_norm - norm_of_mean).double().sum(-1)
+    mean_norm = attended(q, k, norms.expand_as(values))[..., 0]  # [Hq, T]
+    norm_of_mean = ((o @ wo_gram) * o).sum(-1)  # |o W_O|^2, [Hq, T]
+    spread = (mean_norm - norm_of_mean).double().sum(-1)  # [Hq]
     for name, heads in (("q", q), ("k", k), ("v", v), ("o", o)):
         vectors = heads.double()
-        outer = vectors.mT @ vectors
-        total = vectors.sum(1)
+        outer = vectors.mT @ vectors  # [heads, d, d]
+        total = vectors.sum(1)  # [heads, d]
         getattr(sums, 2 * name)[layer] += _by_lane(outer, lanes)
         getattr(sums, name)[layer] += _by_lane(total, lanes)
     sums.spread[layer] += _by_lane(spread, lanes)

@@ -53,7 +53,7 @@ def spectrum(x: Tensor) -> Tensor:
     rows = x - x.mean(-2, keepdim=True)
     size = rows.norm(dim=-1, keepdim=True)
     away = size > 1e-12 * x.abs().max()
-    rows = torch.where(away, rows / size, 0.0)
+    rows = torch.where(away, rows / size, 0.0)  # unit vectors [..., n, d]
     # Both products have the same eigenvalues but for zeros: take the smaller one.
     gram = rows @ rows.mT if n < d else rows.mT @ rows
     counted = away.sum((-2, -1)).clamp(min=1)
@@ -70,7 +70,7 @@ def elbows(sigma: Tensor) -> Tensor:
     last = sigma[..., -1:]
     count = sigma.shape[-1]
     places = torch.arange(count, device=sigma.device)
-    line = first + (last - first) * places / max(count - 1, 1)
+    line = first + (last - first) * places / max(count - 1, 1)  # [..., d]
     return (line - sigma).argmax(-1).clamp(min=1)
 
 
@@ -105,9 +105,9 @@ def last_attention(q: Tensor, k: Tensor, attention: PlainAttention) -> Tensor:
     lanes, n, d = k.shape
     first = max(0, n - LAST)
     rows = torch.arange(first, n, device=k.device)
-    queries = q[:, first:].reshape(lanes, -1, len(rows), d)
-    scores = queries @ k[:, None].mT * attention.scale
-    by_row = seen_tokens(n, attention.window, k.device)[rows]
+    queries = q[:, first:].reshape(lanes, -1, len(rows), d)  # [H, G, R, d]
+    scores = queries @ k[:, None].mT * attention.scale  # [H, G, R, n]
+    by_row = seen_tokens(n, attention.window, k.device)[rows]  # [R, n]
     shares = attention.shares(scores.flatten(0, 1), by_row)
     return shares.unflatten(0, (lanes, -1)).sum((1, 2))
 
@@ -181,14 +181,14 @@ class Entropies:
         """Fill in one layer of one text: hidden [n, D], q [Hq, n, d], k [H, n, d]."""
         at = (text, layer)
         tokens, d = k.shape[1:]
-        attention = last_attention(q, k, attended)
+        attention = last_attention(q, k, attended)  # [H, n]
         size = max(LAST, round(WINDOW * tokens))
         kept = []
         for recent in RECENT:
             of_lanes = window(attention, size, recent)[..., None].expand(-1, -1, d)
             kept.append(k.gather(1, of_lanes))
-        windows = eranks(torch.stack(kept)).mean(1)
-        unit = attention / attention.norm(dim=-1, keepdim=True)
+        windows = eranks(torch.stack(kept)).mean(1)  # [len(RECENT), len(TRUNCATIONS)]
+        unit = attention / attention.norm(dim=-1, keepdim=True)  # [H, n]
         found = (
             (self.hidden, eranks(hidden)),
             (self.queries, eranks(q)),
@@ -244,8 +244,8 @@ def likest_recent(entropies: Entropies, k: str) -> tuple[float, list[float]]:
     and every share's Pearson correlation (0 where a trend is flat).
     """
     at = truncation(k)
-    whole = entropies.keys[..., at].mean((0, 2))
-    trends = entropies.windows[..., at].mean(0).T
+    whole = entropies.keys[..., at].mean((0, 2))  # [L]
+    trends = entropies.windows[..., at].mean(0).T  # [len(RECENT), L]
     correlations = [_pearson(whole, trend) for trend in trends]
     return RECENT[int(np.argmax(correlations))], correlations
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kvlathe.export.bases.basis import Basis
-from kvlathe.export.folding.lane_fold import LaneFold, lane_folds, padded
+from kvlathe.export.folding.lane_fold import LaneFold, lane_folds, pad
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.model.device import ahead
@@ -228,9 +228,9 @@ def _projections(
     the layer."""
     width = max(lane.proj_q.shape[0] for lane in lanes)
     rank = max(lane.proj_q.shape[1] for lane in lanes)
-    q = [padded(lane.proj_q, width, rank) for lane in lanes]
-    k = [padded(lane.proj_k, width, rank) for lane in lanes]
-    centres = [padded(lane.centre[None], 1, rank)[0] for lane in lanes]
+    q = [pad(lane.proj_q, width, rank) for lane in lanes]
+    k = [pad(lane.proj_k, width, rank) for lane in lanes]
+    centres = [pad(lane.centre[None], 1, rank)[0] for lane in lanes]
     makers: dict[str, Make] = {}
     for name, of_lanes in {"proj_q": q, "proj_k": k, "centre_k": centres}.items():
         stacked = torch.stack(of_lanes).float()

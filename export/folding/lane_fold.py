@@ -202,8 +202,8 @@ def _pair(
             f"has {left} {list(m.shape)} and {right} {list(n.shape)}",
             f"the plan has {rows} dims and rank {rank}",
         )
-    first = padded(_double(lane, left, m), rows, rank)
-    second = padded(_double(lane, right, n), rank, rows)
+    first = pad(_double(lane, left, m), rows, rank)
+    second = pad(_double(lane, right, n), rank, rows)
     return first, second
 
 
@@ -241,7 +241,7 @@ def _zeros(size: int) -> Tensor:
     return torch.zeros(size, dtype=torch.double, device="cpu")
 
 
-def padded(m: Tensor, rows: int, columns: int) -> Tensor:
+def pad(m: Tensor, rows: int, columns: int) -> Tensor:
     """``m`` with zeros below and to the right, up to [rows, columns]."""
     right = columns - m.shape[1]
     below = rows - m.shape[0]

@@ -14,7 +14,7 @@ from kvlathe.export.bases.rotation import (
     balanced_rotation,
     rotation,
     score_gram,
-    shared,
+    shared_basis,
 )
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.options import Options
@@ -28,5 +28,5 @@ def rotate(stats: Stats, options: Options) -> Rotation:
     if options.basis == "balanced":
         return balanced_rotation(stats)
     centre = options.centre and stats.shape.shifts
-    scores = shared(score_gram(stats.whole, centre))
-    return rotation(stats, scores, shared(stats.wv_gram), centre)
+    scores = shared_basis(score_gram(stats.whole, centre))
+    return rotation(stats, scores, shared_basis(stats.wv_gram), centre)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from kvlathe.export.bases import allocate
 from kvlathe.export.bases.hadamard import hadamard
-from kvlathe.export.bases.rotation import Rotation, balanced, balanced_rotation
+from kvlathe.export.bases.rotation import Rotation, balanced_basis, balanced_rotation
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.plan.formats import Format
 from kvlathe.plan.heads import RANK_MULTIPLE
@@ -160,7 +160,7 @@ class Grid:
         readers = self.stats.wo_gram[at]
         stored = into.T @ self._values[at] @ into
         read = back.T @ readers @ back
-        axes = balanced(stored, read)
+        axes = balanced_basis(stored, read)
         into = into @ axes.into @ turn
         back = back @ axes.back @ turn
         return Cut(into, back, bases.centre_v[at])

@@ -14,7 +14,7 @@ from kvlathe.export.bases.rotation import (
     balanced_rotation,
     rotation,
     score_gram,
-    shared,
+    shared_basis,
 )
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.methods.options import Options
@@ -31,6 +31,6 @@ def rotate(stats: Stats, options: Options) -> Rotation:
     centre = options.centre and stats.shape.shifts
     moments = stats.whole
     values = moments.second("v", centre) * moments.tokens
-    scores = shared(score_gram(moments, centre))
-    outputs = shared(values, stats.wo_gram)
+    scores = shared_basis(score_gram(moments, centre))
+    outputs = shared_basis(values, stats.wo_gram)
     return rotation(stats, scores, outputs, centre)

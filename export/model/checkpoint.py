@@ -30,11 +30,11 @@ from kvlathe.export.model.shards import DOWNLOAD, weight_files
 from kvlathe.export.model.spec import DecoderSpec, read_config, read_spec
 from kvlathe.export.model.tensor_files import DTYPES, finite, forget, open_tensors
 from kvlathe.export.model.tensors import (
-    added,
+    apply_factor,
     cut,
     expert_names,
+    is_added,
     other_names,
-    scaled,
     stored_name,
     stored_shapes,
     weight_names,
@@ -117,7 +117,7 @@ class Checkpoint:
         dims of q and k (weights, biases and norms) in Rope's canonical order. Raises
         KvlatheError if it cannot be read or is not finite.
         """
-        if added(self.spec, name):
+        if is_added(self.spec, name):
             return torch.zeros(self.spec.hidden_size, device=self.device)
         if stacked.is_own(self.spec, name):
             return finite(stacked.read(self.spec, name, self._placed), name)
@@ -129,7 +129,7 @@ class Checkpoint:
         part = cut(self.spec, name, stored.to(self.device))
         weight = finite(part.contiguous().float(), source)
         self._forget(source, stored, weight)
-        return scaled(self.spec, name, weight)
+        return apply_factor(self.spec, name, weight)
 
     def grid(self, name: str) -> Grid | None:
         """The grid on which the checkpoint has the decoder's map ``name``, its outputs
@@ -142,7 +142,7 @@ class Checkpoint:
         scales, zeros = (self._turned(x) for x in (own.scales, own.zeros))
         scales = cut(self.spec, name, scales)
         zeros = cut(self.spec, name, zeros)
-        return Grid(scaled(self.spec, name, scales), zeros)
+        return Grid(apply_factor(self.spec, name, scales), zeros)
 
     @cached_property
     def disordered(self) -> str:
@@ -184,7 +184,9 @@ class Checkpoint:
         those are read."""
         source = stored_name(self.spec, name)
         rows = cut(self.spec, name, self._read(source))[index.cpu()]
-        return scaled(self.spec, name, finite(rows.to(self.device).float(), source))
+        return apply_factor(
+            self.spec, name, finite(rows.to(self.device).float(), source)
+        )
 
     def tensor(self, name: str) -> Tensor:
         """The folder's tensor ``name``, float32, as stored. Raises as ``weight``

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from kvlathe.export.model.quantize import Grid, quantized
+from kvlathe.export.model.quantize import Grid, quantize
 from kvlathe.layers.coded_weight import CodedWeight
 from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
 
@@ -73,7 +73,7 @@ class CodedWeights(Mapping[str, Tensor]):
         name = f"{base}.weight"
         weight = self._weights[name]
         rows = weight if base == "embed" else weight.T
-        coded = quantized(
+        coded = quantize(
             rows.contiguous(), self._forms[base], self._dtype, self._grid_of(name)
         )
         self._last = base, coded

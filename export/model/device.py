@@ -22,10 +22,10 @@ Made = TypeVar("Made")
 CPU = torch.device("cpu")
 
 
-def chosen(name: str | None) -> torch.device:
+def choose_device(name: str | None) -> torch.device:
     """The device called ``name`` (kvlathe/base/devices.py); auto is a GPU where torch
     sees one. Raises KvlatheError where there is none and one was asked for."""
-    asked = devices.asked(name)
+    asked = devices.requested(name)
     has_gpu = torch.cuda.is_available()
     if asked == "cuda" and not has_gpu:
         raise KvlatheError(

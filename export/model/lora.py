@@ -24,7 +24,7 @@ from kvlathe.base.hub import model_name
 from kvlathe.export.model.lora_config import (
     LoraConfig,
     read_lora_config,
-    refused,
+    refusal,
     unreadable,
 )
 from kvlathe.export.model.spec import DecoderSpec
@@ -160,7 +160,7 @@ def _products(
     found: list[tuple[str, Product]] = []
     for module in _modules(adapter, file):
         if module not in maps:
-            raise refused(
+            raise refusal(
                 adapter,
                 f"the model has no map {module} that LoRA can be added to",
                 OTHER_BASE,
@@ -184,13 +184,13 @@ def _modules(adapter: Adapter, file: TensorFile) -> list[str]:
     for name in sorted(names):
         parts = NAME.fullmatch(name)
         if parts is None:
-            raise refused(adapter, f"{name} in it is no LoRA of a linear map")
+            raise refusal(adapter, f"{name} in it is no LoRA of a linear map")
         modules.add(parts[1])
     for module in sorted(modules):
         for side in "AB":
             name = tensor_name(module, side)
             if name not in names:
-                raise refused(adapter, f"it lacks {name}", "save the adapter again")
+                raise refusal(adapter, f"it lacks {name}", "save the adapter again")
     return sorted(modules)
 
 
@@ -206,7 +206,7 @@ def _check_shapes(
             reason = (
                 f"{name} has shape {list(found)}, and the model takes {list(shape)}"
             )
-            raise refused(adapter, reason, OTHER_BASE)
+            raise refusal(adapter, reason, OTHER_BASE)
         if header.get_dtype() not in DTYPES:
             reason = f"{name} is stored as {header.get_dtype()}"
-            raise refused(adapter, reason, f"save it as one of {', '.join(DTYPES)}")
+            raise refusal(adapter, reason, f"save it as one of {', '.join(DTYPES)}")

@@ -113,7 +113,7 @@ def unreadable(path: Path, reason: str) -> KvlatheError:
     return KvlatheError(f"{path} cannot be read", reason, "save the adapter again")
 
 
-def refused(adapter: Adapter, reason: str, remedy: str = REMEDY) -> KvlatheError:
+def refusal(adapter: Adapter, reason: str, remedy: str = REMEDY) -> KvlatheError:
     return KvlatheError(f"{adapter.folder} cannot be merged", reason, remedy)
 
 
@@ -145,17 +145,17 @@ def _check_files(adapter: Adapter) -> None:
 def _refuse_foreign(adapter: Adapter, said: Mapping[str, object]) -> None:
     kind = said.get("peft_type")
     if kind != "LORA":
-        raise refused(adapter, f"its peft_type is {kind!r}, and LORA is read")
+        raise refusal(adapter, f"its peft_type is {kind!r}, and LORA is read")
     for name, reason in FOREIGN.items():
         if said.get(name):
-            raise refused(adapter, f"{reason} ({name})")
+            raise refusal(adapter, f"{reason} ({name})")
     bias = said.get("bias", "none")
     if bias != "none":
-        raise refused(adapter, f"it trains biases (bias is {bias!r})")
+        raise refusal(adapter, f"it trains biases (bias is {bias!r})")
     start = said.get("init_lora_weights", True)
     if start not in PLAIN_STARTS:
         reason = f"init_lora_weights {start!r} changes the model's own weights too"
-        raise refused(adapter, reason)
+        raise refusal(adapter, reason)
 
 
 def _numbers(path: Path, name: str, said: object) -> Numbers:

@@ -75,16 +75,16 @@ def read_packing(config: Settings) -> Packing | None:
         known = str(stored).lower() == "gemm"
         symmetric = False
     else:
-        raise _refused(f"by {method!r}", "only GPTQ and AWQ are read")
+        raise _refusal(f"by {method!r}", "only GPTQ and AWQ are read")
     if not known:
-        raise _refused(f"in the layout {stored!r}", f"{method} is not read so")
+        raise _refusal(f"in the layout {stored!r}", f"{method} is not read so")
     bits = said.get("bits", 4)
     group = said.get("group_size", 128)
     if bits not in ((4,) if method == "awq" else (4, 8)):
-        raise _refused(f"to {bits} bits", f"{method} is read in 4 bits, and GPTQ in 8")
+        raise _refusal(f"to {bits} bits", f"{method} is read in 4 bits, and GPTQ in 8")
     group = 0 if group == -1 else group
     if group and (group < LEAST_GROUP or group & (group - 1)):
-        raise _refused(f"in groups of {group}", "groups are powers of two from 16 up")
+        raise _refusal(f"in groups of {group}", "groups are powers of two from 16 up")
     less_one = method == "gptq" and stored == "gptq"
     return Packing(method, bits, group, symmetric, less_one)
 
@@ -98,7 +98,7 @@ def has_mxfp4(config: Settings) -> bool:
     return said.get("quant_method") == "mxfp4"
 
 
-def _refused(how: str, reason: str) -> KvlatheError:
+def _refusal(how: str, reason: str) -> KvlatheError:
     return KvlatheError(
         f"the checkpoint is quantized {how}",
         reason,
@@ -155,7 +155,7 @@ class PackedMap:
         if self.packing.method == "awq":
             codes = _numbers(self.packing, words)
         else:
-            codes = _unpacked(words.T.contiguous(), self.packing.bits).T
+            codes = _unpack(words.T.contiguous(), self.packing.bits).T
         own, order = self.grid(), self.order
         group = self._regular(len(codes)) if order is None else order
         return (codes - own.zeros[group]) * own.scales[group]
@@ -166,13 +166,13 @@ class PackedMap:
 
 def _numbers(packing: Packing, words: Tensor) -> Tensor:
     """Words along the outputs: [..., N * bits / 32] -> [..., N]."""
-    numbers = _unpacked(words, packing.bits)
+    numbers = _unpack(words, packing.bits)
     if packing.method != "awq":
         return numbers
     return numbers.unflatten(-1, (-1, len(AWQ_ORDER)))[..., list(AWQ_ORDER)].flatten(-2)
 
 
-def _unpacked(words: Tensor, bits: int) -> Tensor:
+def _unpack(words: Tensor, bits: int) -> Tensor:
     """int32 [..., n] -> [..., n * 32 / bits], the lowest bits first."""
     shifts = torch.arange(0, WORD, bits, dtype=torch.int32)
     numbers = (words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlathe.layers.coded_weight import CodedWeight, middle, packed
+from kvlathe.layers.coded_weight import CodedWeight, middle, pack
 from kvlathe.plan.weight_formats import WeightFormat
 
 FP8 = torch.float8_e4m3fn
@@ -31,46 +31,46 @@ class Grid:
     zeros: Tensor
 
 
-def quantized(
+def quantize(
     weight: Tensor, form: WeightFormat, dtype: torch.dtype, grid: Grid | None = None
 ) -> CodedWeight:
     """``weight`` [N, K] float32 as codes with scales in ``dtype``: on ``grid`` where it
     lies on it, else rounded to the nearest of a grid of its own."""
     if form.name == "fp8":
         return _fp8(weight)
-    groups = _grouped(weight, form)
+    groups = _split_groups(weight, form)  # [N, G, g]
     if grid is not None:
-        scales, zeros = _repeated(grid, weight.shape[1], form)
+        scales, zeros = _repeat(grid, weight.shape[1], form)
         found = _on_grid(groups, scales, zeros, form, dtype)
         if found is not None:
             return found
     scales = _not_zero(_scales(groups, form.bits).to(dtype))
     zeros = torch.full_like(scales, middle(form.bits), dtype=torch.float32)
-    return _coded(_codes(groups, scales.float(), zeros, form.bits), scales, zeros, form)
+    return _pack(_codes(groups, scales.float(), zeros, form.bits), scales, zeros, form)
 
 
-def _grouped(weight: Tensor, form: WeightFormat) -> Tensor:
+def _split_groups(weight: Tensor, form: WeightFormat) -> Tensor:
     """[N, K] -> [N, G, g], filled up with zeros."""
     missing = -weight.shape[1] % form.group
     return F.pad(weight, (0, missing)).unflatten(1, (-1, form.group))
 
 
-def _coded(
+def _pack(
     codes: Tensor, scales: Tensor, zeros: Tensor, form: WeightFormat
 ) -> CodedWeight:
-    kept = packed(zeros.to(torch.uint8), form.bits) if form.zeros else None
-    return CodedWeight(packed(codes, form.bits), scales, kept, form.bits)
+    kept = pack(zeros.to(torch.uint8), form.bits) if form.zeros else None
+    return CodedWeight(pack(codes, form.bits), scales, kept, form.bits)
 
 
 def _codes(groups: Tensor, scales: Tensor, zeros: Tensor, bits: int) -> Tensor:
-    shifted = (groups / scales.unsqueeze(-1)).round() + zeros.unsqueeze(-1)
+    shifted = (groups / scales.unsqueeze(-1)).round() + zeros.unsqueeze(-1)  # [N, G, g]
     return shifted.clamp(0, 2**bits - 1).to(torch.uint8)
 
 
 def _scales(groups: Tensor, bits: int) -> Tensor:
     """[N, G]. In 8 bits the largest weight is the last code. In 4 bits it is the first
     one, on whichever side of 0 it lies: there is one more code there."""
-    largest = groups.abs().amax(-1)
+    largest = groups.abs().amax(-1)  # [N, G]
     if bits == 8:
         return largest / (middle(bits) - 1)
     signed = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
@@ -88,9 +88,9 @@ def _least_error(groups: Tensor, scales: Tensor, bits: int) -> Tensor:
     low, high = -middle(bits), middle(bits) - 1
     for shrink in SHRINK.tolist():
         tried = scales * shrink
-        steps = groups / tried.unsqueeze(-1)
+        steps = groups / tried.unsqueeze(-1)  # [N, G, g]
         near = steps.round().clamp(low, high)
-        error = (near - steps).square().sum(-1) * tried.square()
+        error = (near - steps).square().sum(-1) * tried.square()  # [N, G]
         better = error < least
         best = torch.where(better, tried, best)
         least = torch.where(better, error, least)
@@ -106,7 +106,7 @@ def _fp8(weight: Tensor) -> CodedWeight:
 
 
 # -- on a grid that is given -----------------------------------------------------------
-def _repeated(grid: Grid, inputs: int, form: WeightFormat) -> tuple[Tensor, Tensor]:
+def _repeat(grid: Grid, inputs: int, form: WeightFormat) -> tuple[Tensor, Tensor]:
     """Scales and zeros [N, G] in groups of ``form``, which divide the grid's."""
     times = max(1, form.groups(inputs) // len(grid.scales))
     scales = grid.scales.T.repeat_interleave(times, 1)
@@ -131,4 +131,4 @@ def _on_grid(
     allowed = OFF_GRID * scales.abs().unsqueeze(-1)
     if bool(((found - groups).abs() > allowed).any()):
         return None
-    return _coded(codes, kept, zeros, form)
+    return _pack(codes, kept, zeros, form)

@@ -112,13 +112,13 @@ def read(spec: DecoderSpec, name: str, stored: Read) -> Tensor:
     assert experts is not None
     if not experts.mxfp4:
         return stored(at)[..., first::step].float().contiguous()
-    blocks = stored(f"{at}_blocks")[:, first::step]
-    return dequantized(blocks, stored(f"{at}_scales")[:, first::step]).mT.contiguous()
+    blocks = stored(f"{at}_blocks")[:, first::step]  # [E, out, n, 16]
+    return dequantize(blocks, stored(f"{at}_scales")[:, first::step]).mT.contiguous()
 
 
-def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
+def dequantize(blocks: Tensor, scales: Tensor) -> Tensor:
     """blocks uint8 [..., n, 16], scales uint8 [..., n] -> float32 [..., 32 n]."""
-    levels = torch.tensor([*E2M1, *(-x for x in E2M1)], device=blocks.device)
+    levels = torch.tensor([*E2M1, *(-x for x in E2M1)], device=blocks.device)  # [16]
     numbers = levels[torch.stack([blocks & 15, blocks >> 4], -1).int()].flatten(-2)
     return torch.ldexp(numbers, (scales.int() - EXPONENT_BIAS)[..., None]).flatten(-2)
 

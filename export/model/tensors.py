@@ -82,11 +82,11 @@ def _kinds(spec: DecoderSpec, place: str) -> Iterator[str]:
     role = place.rsplit(".", 1)[-1]
     if _stored_role(spec, role) is not None:
         yield f"{place}.weight"
-        if biased(spec, role) or added(spec, f"{place}.bias"):
+        if has_bias(spec, role) or is_added(spec, f"{place}.bias"):
             yield f"{place}.bias"
 
 
-def added(spec: DecoderSpec, name: str) -> bool:
+def is_added(spec: DecoderSpec, name: str) -> bool:
     """Whether the decoder's tensor ``name`` is not in the checkpoint, and zeros: the
     bias of a layer norm that has none."""
     _, role, kind = split_name(name)
@@ -103,7 +103,7 @@ def _stored_role(spec: DecoderSpec, role: str) -> str | None:
     )
 
 
-def biased(spec: DecoderSpec, role: str) -> bool:
+def has_bias(spec: DecoderSpec, role: str) -> bool:
     family = spec.family
     if role in NORMS:
         return family.norm == "layer" and family.norm_bias
@@ -160,7 +160,7 @@ def stored_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
             at = name.replace("{i}", str(layer)).replace("{e}", str(expert))
             if role != "head" or not spec.tied_head:
                 shapes[f"{at}.weight"] = weight
-            if biased(spec, role):
+            if has_bias(spec, role):
                 shapes[f"{at}.bias"] = bias
     return shapes
 
@@ -222,7 +222,7 @@ def qk_norm_width(spec: DecoderSpec, role: str) -> int:
     return heads * spec.head_dim
 
 
-def scaled(spec: DecoderSpec, name: str, tensor: Tensor) -> Tensor:
+def apply_factor(spec: DecoderSpec, name: str, tensor: Tensor) -> Tensor:
     """The decoder's tensor ``name``, float32, from the numbers that are stored: with
     the family's factor, and with what stands beside a norm's weight.
 

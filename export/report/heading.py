@@ -24,7 +24,7 @@ def heading(model: str, compression: str, command: str, created: str) -> dict[st
     }
 
 
-def renewed(page: str, fields: dict[str, str]) -> str:
+def renew(page: str, fields: dict[str, str]) -> str:
     """The page with its fields' text replaced."""
 
     def field(match: re.Match[str]) -> str:

@@ -132,7 +132,7 @@ def score(
     equal to ``said``, what the uncompressed model says next in each window.
     """
     if exam.metric == "retrieval":
-        return asked(exam, oracle, 0.0, []).most
+        return ask(exam, oracle, 0.0, []).most
     if exam.metric == "perplexity":
         windows = progress(exam.windows, "windows")
         first, *others = [tasks.text_sums(oracle, window) for window in windows]
@@ -152,7 +152,7 @@ class Answered:
     whole: bool
 
 
-def asked(
+def ask(
     exam: Exam, oracle: tasks.LogitsOracle, needed: float, failed: list[int]
 ) -> Answered:
     """Asks until so many fail that ``needed`` is out of reach. Those in ``failed`` come
@@ -163,7 +163,7 @@ def asked(
     others.sort(key=lambda place: tokens[place])
     wrong = 0
     for done, place in enumerate(progress([*failed, *others], "questions"), 1):
-        if tasks.answered(oracle, exam.questions[place]):
+        if tasks.answers(oracle, exam.questions[place]):
             continue
         wrong += 1
         if place in failed:

@@ -38,14 +38,14 @@ class LaneTokens:
         group = q.shape[0]
         rank_v = self.v.shape[-1]
         width = max(q.shape[-1], rank_v)
-        q = _padded(q, width)
+        q = _pad(q, width)  # [G, T, width]
         if places is None:
             places = torch.arange(q.shape[1], device=self.k.device)
         outputs: list[Tensor] = []
         for block in self._blocks(places):
             k, v, seen = self._seen_by(block)
-            k = _padded(k, width)
-            v = _padded(v, width)
+            k = _pad(k, width)
+            v = _pad(v, width)
             out = F.scaled_dot_product_attention(
                 q[None, :, block],
                 k.expand(1, group, -1, -1),
@@ -68,18 +68,18 @@ class LaneTokens:
         sealed_v = self.sealed_v[earlier]
         start = int(queries[0]) // self.page * self.page
         fresh = torch.arange(start, last + 1, device=queries.device)
-        k = torch.cat([sealed_k, self.k[fresh]])
-        v = torch.cat([sealed_v, self.v[fresh]])
-        rows = queries[:, None]
-        places = torch.cat([earlier, fresh])
+        k = torch.cat([sealed_k, self.k[fresh]])  # [N, Rk]
+        v = torch.cat([sealed_v, self.v[fresh]])  # [N, Rv]
+        rows = queries[:, None]  # [Q, 1]
+        places = torch.cat([earlier, fresh])  # [N]
         hidden = self._hidden(queries, places)
         own_page = rows // self.page
         of_page = places // self.page
-        in_earlier = of_page < own_page
-        in_own = of_page == own_page
+        in_earlier = of_page < own_page  # [Q, N]: sealed, so a page before the query's
+        in_own = of_page == own_page  # [Q, N]: still hot
         count = len(earlier)
-        in_earlier[:, count:] = False
-        in_own[:, :count] = False
+        in_earlier[:, count:] = False  # tokens that are not read back
+        in_own[:, :count] = False  # tokens that are
         seen = in_earlier | in_own
         seen &= places <= rows
         seen &= ~hidden
@@ -100,5 +100,5 @@ class LaneTokens:
         return self.window.hidden(queries[None], places[None])[0]
 
 
-def _padded(x: Tensor, width: int) -> Tensor:
+def _pad(x: Tensor, width: int) -> Tensor:
     return F.pad(x, (0, width - x.shape[-1]))

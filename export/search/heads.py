@@ -15,8 +15,8 @@ from kvlathe.export.methods.composition import CacheSettings
 from kvlathe.export.methods.forms import Array
 from kvlathe.export.methods.registry import with_heads
 from kvlathe.export.model.checkpoint import Checkpoint
-from kvlathe.export.search.measured import PRICED, Sources, examined, uncompressed
-from kvlathe.export.search.remembered import recalled, remember
+from kvlathe.export.search.measured import PRICED, Sources, exam_note, uncompressed
+from kvlathe.export.search.remembered import recall, remember
 from kvlathe.export.search.sensitivity import Candidate, losses
 from kvlathe.plan.lives import Life
 
@@ -43,7 +43,7 @@ def named(
     lost = window_losses(checkpoint, window, form, sources, remembered)
     whole = with_heads(request, lost.tolist(), spec.kv_heads)
     notes = {"heads by measured loss": whole}
-    return Named(whole, notes | examined(sources.tokens, spec.max_seq_len))
+    return Named(whole, notes | exam_note(sources.tokens, spec.max_seq_len))
 
 
 def window_losses(
@@ -65,7 +65,7 @@ def window_losses(
     )
     key = hashlib.sha256(json.dumps(known_by).encode()).hexdigest()[:32]
     path = None if remembered is None else remembered / f"{key}.npz"
-    if kept := recalled(path, 1):
+    if kept := recall(path, 1):
         return kept[0]
     decoder = uncompressed(checkpoint)
     far = [reading for reading in sources.readings(decoder, form.seed) if reading.far]

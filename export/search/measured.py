@@ -32,7 +32,7 @@ from kvlathe.export.model.decoder import Decoder
 from kvlathe.export.search.exams import Exam
 from kvlathe.export.search.exercises import exercises
 from kvlathe.export.search.readings import Reading, of_questions, of_text
-from kvlathe.export.search.remembered import recalled, remember
+from kvlathe.export.search.remembered import recall, remember
 from kvlathe.export.search.sensitivity import (
     Candidate,
     Candidates,
@@ -117,7 +117,7 @@ PRICED = 3
 key."""
 
 
-def priced(
+def price(
     checkpoint: Checkpoint,
     stats: Stats,
     form: CacheSettings,
@@ -141,7 +141,7 @@ def priced(
     )
     key = hashlib.sha256(json.dumps(known_by).encode()).hexdigest()[:32]
     path = None if remembered is None else remembered / f"{key}.npz"
-    if kept := recalled(path, 2):
+    if kept := recall(path, 2):
         forms, windows = kept
         return Priced(grid, forms, windows, form.paired)
     found = _measured(checkpoint, grid, sources)
@@ -242,13 +242,13 @@ def plan_of(
         notes={
             "calibration": stats.source,
             "expected loss": prices.lost(choice),
-            **examined(prices.grid.tokens, stats.shape.max_positions),
+            **exam_note(prices.grid.tokens, stats.shape.max_positions),
         },
     )
     return plan, chosen.basis
 
 
-def examined(tokens: int, served: int) -> dict[str, str]:
+def exam_note(tokens: int, served: int) -> dict[str, str]:
     """Notes of what was priced on sequences of up to ``tokens`` tokens, and a warning
     where longer ones are ``served``."""
     longest = min(tokens, FAR_TOKENS)

@@ -15,7 +15,7 @@ from kvlathe.base.console import log
 from kvlathe.export.methods.forms import Array
 
 
-def recalled(path: Path | None, count: int) -> list[Array] | None:
+def recall(path: Path | None, count: int) -> list[Array] | None:
     """The ``count`` arrays of a file; None where there is none that can be read."""
     if path is None or not path.is_file():
         return None

@@ -161,15 +161,16 @@ class SealedAttend(AttendLayer):
         page = self.plan.page_tokens
         end = start + q.shape[2]
         count = min(keys.shape[1], (end - 1) // page * page)  # tokens that any can read
-        keys = keys[:, None, :count]
-        values = values[:, None, :count]
+        keys = keys[:, None, :count]  # [H, 1, N, Rk]
+        values = values[:, None, :count]  # [H, 1, N, Rv]
         place = torch.arange(start, end, device=q.device)
         token = torch.arange(count, device=q.device)
+        # [T, N]: not before the query's page
         later = token[None, :] // page >= place[:, None] // page
-        scores = capped(q @ keys.mT, self.plan.model.softcap)
+        scores = capped(q @ keys.mT, self.plan.model.softcap)  # [H, G, T, N]
         scores = scores.masked_fill(later, -torch.inf)
         if self.windows is not None:
-            hidden = self.windows.hidden(place[None], token[None])
+            hidden = self.windows.hidden(place[None], token[None])  # [H, T, N]
             hidden = hidden & ~later
             scores = scores.masked_fill(hidden[:, None], NEVER)
 
@@ -192,18 +193,19 @@ def _own_page(
     """Causal attention of every token over what it sees of its own page."""
     tokens = k.shape[1]
     missing = -tokens % page
-    q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v))
+    q, k, v = (F.pad(x, (0, 0, 0, missing)) for x in (q, k, v))  # to whole pages
+    # [H * pages, P, rank]
     k, v = (x.unflatten(-2, (-1, page)).flatten(0, 1) for x in (k, v))
     heads = q.shape[0]
     pages = q.shape[2] // page
-    by_page = q.unflatten(2, (pages, page)).transpose(1, 2)
+    by_page = q.unflatten(2, (pages, page)).transpose(1, 2)  # [H, pages, G, P, Rk]
     hidden = None
     if windows is not None:
         by_lane: list[Tensor] = []
         for own in torch.arange(pages * page, device=q.device).split(page):
             of_lanes = own[None]
             by_lane.append(windows.hidden(of_lanes, of_lanes))
-        hidden = torch.stack(by_lane, 1).flatten(0, 1)
+        hidden = torch.stack(by_lane, 1).flatten(0, 1)  # [H * pages, P, P]
     state = SoftmaxState.causal(by_page.flatten(0, 1), k, v, hidden, softcap)
 
     def in_sequence(x: Tensor) -> Tensor:
@@ -264,6 +266,7 @@ class Seal:
         if tier is None or tier.arithmetic == "float" or not tier.k.is_coded:
             return q
         sizes = tier.k.group_sizes(self.lane.rank_k, self.plan.page_tokens)
+        # each [G, T, g]
         *groups, rest = q.float().split([*sizes, q.shape[-1] - sum(sizes)], -1)
         coded = [self._in_codes(group, integer.LEVELS_Q) for group in groups]
         return torch.cat([*coded, rest], -1)
@@ -278,7 +281,7 @@ class Seal:
         t = self.tier
         if t is None or t.arithmetic == "float" or not t.v.along_tokens:
             return shares
-        split = shares.float().unflatten(-1, (-1, t.v.group))
+        split = shares.float().unflatten(-1, (-1, t.v.group))  # [G, T, N / g, g]
         coded = self._in_codes(split, integer.LEVELS).flatten(-2)
         return coded / coded.sum(-1, keepdim=True).clamp(min=integer.LEAST_SCALE)
 
@@ -301,6 +304,7 @@ def rounded(x: Tensor, form: Format, page: int, dither: Tensor | None = None) ->
     """
     sizes = list(form.group_sizes(x.shape[-1], page))
     along = -1 if form.along_rank else -2
+    # each [pages, P, g], or [pages, g, rank] along tokens
     groups = x.unflatten(0, (-1, page)).split(sizes, along)
     dithers: Sequence[Tensor | None] = [None] * len(sizes)
     if dither is not None:

@@ -27,7 +27,7 @@ from kvlathe.export.methods.composition import CacheSettings, Made, compose
 from kvlathe.export.methods.options import Options
 from kvlathe.export.methods.variants import EXACT, Variant, removed
 from kvlathe.export.model.checkpoint import Checkpoint
-from kvlathe.export.search.exams import Exam, TorchOracle, asked, says, score
+from kvlathe.export.search.exams import Exam, TorchOracle, ask, says, score
 from kvlathe.export.search.remembered import Scores
 from kvlathe.export.search.sealed import reading
 
@@ -95,7 +95,7 @@ class Searcher:
             return self.score(variant, ratio) >= needed
         if known.get(bound, 1.0) < needed:
             return False
-        found = asked(self.exam, self.oracle(variant.plan(ratio)), needed, self.failed)
+        found = ask(self.exam, self.oracle(variant.plan(ratio)), needed, self.failed)
         at_most = "" if found.whole else "at most "
         log.info(
             "%s, %.1f%% removed: retrieval %s%.4g",
@@ -184,7 +184,7 @@ def _best(
             least = max(least, best[0] + RESOLUTION)
             if least > variant.most or not searcher.reaches(variant, least, needed):
                 continue
-        ratio = largest(
+        ratio = largest_ratio(
             lambda ratio, of=variant: searcher.reaches(of, ratio, needed),
             least,
             variant.most,
@@ -224,7 +224,7 @@ def _shown(variants: Sequence[Variant], gentlest: float) -> list[tuple[Variant, 
     return shown
 
 
-def largest(
+def largest_ratio(
     reaches: Callable[[float], bool],
     least: float,
     most: float,

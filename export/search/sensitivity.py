@@ -71,7 +71,7 @@ class ObservedLane:
 
 
 # -- observing -------------------------------------------------------------------------
-def observed(
+def observe(
     decoder: Decoder, reading: Reading, draw: torch.Generator
 ) -> list[ObservedLane]:
     """Every lane, layer by layer. ``decoder`` is the uncompressed model."""
@@ -108,7 +108,7 @@ def observed(
         pulls.append(torch.autograd.grad(score, changes, retain_graph=left > 0))
     lanes = []
     for i, of_layer in enumerate(zip(*pulls, strict=True)):
-        pull = torch.stack(of_layer)
+        pull = torch.stack(of_layer)  # [S, T, H G d]
         if i in places_of:
             tokens = pull.new_zeros((len(pull), len(reading.ids), pull.shape[-1]))
             pull = tokens.index_copy(1, places_of[i], pull)
@@ -123,11 +123,11 @@ def _lanes(
     v [T, H ..], pull [S, T, H G ..], all padded beyond the head's d dims."""
     d = decoder.spec.head_dim
     heads, group = q.shape[:2]
-    v = v.unflatten(-1, (heads, -1))[..., :d]
-    pull = pull.unflatten(-1, (heads, group, -1))[..., :d]
+    v = v.unflatten(-1, (heads, -1))[..., :d]  # [T, H, d]
+    pull = pull.unflatten(-1, (heads, group, -1))[..., :d]  # [S, T, H, G, d]
     lanes = []
     for head in range(heads):
-        own_pull = pull[:, :, head].transpose(1, 2)
+        own_pull = pull[:, :, head].transpose(1, 2)  # [S, G, T, d]
         lanes.append(
             ObservedLane(q[head, ..., :d], k[head, :, :d], v[:, head], own_pull)
         )
@@ -149,7 +149,7 @@ class Queries:
     ) -> Queries:
         """About ``count`` queries, by the size of their gradients in ``pull`` [S, G, T,
         d]. Sums over them are those over all T on average (Horvitz and Thompson)."""
-        size = pull.square().sum((0, 1, 3)).sqrt()
+        size = pull.square().sum((0, 1, 3)).sqrt()  # [T]
         tokens = len(size)
         even = torch.full_like(size, 1 / tokens)
         total = size.sum()
@@ -188,19 +188,20 @@ class LaneMoves:
         self.v = F.pad(lane.v, (0, 0, 0, missing))
         self.page = page
         self.queries = queries
-        self.q = lane.q[:, queries.places]
-        self.pull = lane.pull[:, :, queries.places]
+        self.q = lane.q[:, queries.places]  # [G, R, d]
+        self.pull = lane.pull[:, :, queries.places]  # [S, G, R, d]
         device = queries.device
         self.places = torch.arange(len(self.k), device=device)
         self.attention = attention
         every = seen_tokens(len(self.k), attention.window, device)
         self.seen = every[queries.places]  # [R, T]
         self.page_of = queries.places // page
+        # [R, T]: a token of the query's page
         self.own = self.places // page == self.page_of[:, None]
-        self.shares = self._softmax(self.q @ self.k.mT)
+        self.shares = self._softmax(self.q @ self.k.mT)  # [G, R, T]
         # What a share of each value adds to the scores, [S, G, R, T].
         self.worth = self.pull @ self.v.mT
-        self.before = self._worth_of(self.shares)
+        self.before = self._worth_of(self.shares)  # [S, G, R]
 
     def _softmax(self, scores: Tensor) -> Tensor:
         return self.attention.shares(scores, self.seen)
@@ -212,12 +213,13 @@ class LaneMoves:
         """Sum of squared moves for each code of each form of K."""
         rows = torch.arange(len(self.page_of), device=self.queries.device)
         for form in forms:
-            kept = (self.k - form.centre) @ form.into
-            q = self.q @ form.back
-            own_page = kept.unflatten(0, (-1, self.page))[self.page_of]
+            kept = (self.k - form.centre) @ form.into  # [T, rank]
+            q = self.q @ form.back  # [G, R, rank]
+            own_page = kept.unflatten(0, (-1, self.page))[self.page_of]  # [R, P, rank]
+            # [R, G, P]: scores of hot tokens
             fresh = torch.einsum("grd,rpd->rgp", q, own_page)
             for code in form.codes:
-                scores = q @ rounded(kept, code, self.page).mT
+                scores = q @ rounded(kept, code, self.page).mT  # [G, R, T]
                 pages = scores.unflatten(-1, (-1, self.page))  # [G, R, pages, P]
                 pages[:, rows, self.page_of] = fresh.transpose(0, 1)
                 shares = self._softmax(scores)
@@ -228,8 +230,8 @@ class LaneMoves:
         elsewhere = self.shares.masked_fill(self.own, 0.0)
         here = self.shares - elsewhere
         for form in forms:
-            kept = (self.v - form.centre) @ form.into
-            fresh = here @ kept
+            kept = (self.v - form.centre) @ form.into  # [T, rank]
+            fresh = here @ kept  # [G, R, rank]
             for code in form.codes:
                 sealed = elsewhere @ rounded(kept, code, self.page)
                 out = (sealed + fresh) @ form.back.mT + form.centre
@@ -239,9 +241,9 @@ class LaneMoves:
         """Sum of squared moves for each window: its sink, and [T], the first token
         after the sink that the query at each place sees."""
         for sink, first in firsts:
-            recent = self.places >= first[self.queries.places][:, None]
-            seen = self.shares * (recent | (self.places < sink))
-            whole = seen.sum(-1, keepdim=True)
+            recent = self.places >= first[self.queries.places][:, None]  # [R, T]
+            seen = self.shares * (recent | (self.places < sink))  # [G, R, T]
+            whole = seen.sum(-1, keepdim=True)  # [G, R, 1]
             if self.attention.sinks is not None:
                 whole = whole + 1 - self.shares.sum(-1, keepdim=True)
             yield self._moved(self._worth_of(seen / whole))
@@ -287,7 +289,7 @@ def losses(
     of_values: list[Array] = [np.zeros(1)] * lanes
     of_windows: list[Array] = [np.zeros(len(windows))] * lanes
     for reading in progress(readings, "measuring sensitivity"):
-        observed_lanes = observed(decoder, reading, draw)
+        observed_lanes = observe(decoder, reading, draw)
         tokens = len(reading.ids)
         firsts = [_first_seen(window.sees, tokens, page, device) for window in windows]
         with torch.inference_mode():

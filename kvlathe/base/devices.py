@@ -17,7 +17,7 @@ GPU_MEMORY_UTILIZATION = 0.9
 asked otherwise."""
 
 
-def asked(device: str | None) -> str:
+def requested(device: str | None) -> str:
     """``device``, one of DEVICES; None: what KVLATHE_DEVICE says, or else auto. Raises
     KvlatheError for another word."""
     wanted = device or os.environ.get(VARIABLE) or "auto"

@@ -181,7 +181,7 @@ def chat_command(
 
 def talk(conversation: Conversation) -> None:
     """Ask and answer until the user ends it."""
-    while (text := asked()) is not None:
+    while (text := ask()) is not None:
         if text in ("/quit", "/exit"):
             return
         if text == "/reset":
@@ -199,7 +199,7 @@ def talk(conversation: Conversation) -> None:
             click.echo(f"[{said}]", err=True)
 
 
-def asked() -> str | None:
+def ask() -> str | None:
     """The next line, None at the end of the input. Ctrl-C on an empty line is no
     end."""
     while True:

@@ -15,7 +15,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.dynamo.asked import Asked
 from kvlathe.dynamo.following import Context, Following
 from kvlathe.dynamo.handoff import Handoff, asked_again, said_before
-from kvlathe.dynamo.link import Link, failed
+from kvlathe.dynamo.link import Link, failure
 from kvlathe.dynamo.told import Chunk, Told, cut
 from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.cache.parcel import Parcel
@@ -54,7 +54,7 @@ class Decoding:
 
     async def _fetch(self, asked: Asked, source: Handoff) -> Arrival:
         if source.agent in self._late.values():
-            raise failed(source, "an earlier transfer from there has not ended")
+            raise failure(source, "an earlier transfer from there has not ended")
         times = [time.perf_counter()]
         parcel = asked_again(source.parcel, asked.params)
         arrival = await self._expect(parcel)
@@ -65,7 +65,7 @@ class Decoding:
             reading = asyncio.create_task(self._link.read(source, pieces))
             await asyncio.wait([reading], timeout=MOST_SECONDS)
             if not reading.done():
-                raise failed(source, f"not there after {MOST_SECONDS:g} s")
+                raise failure(source, f"not there after {MOST_SECONDS:g} s")
             reading.result()
             times.append(time.perf_counter())
             await asyncio.to_thread(arrival.check)

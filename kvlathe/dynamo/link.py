@@ -56,7 +56,7 @@ class Link:
         except KvlatheError:
             raise
         except Exception as error:  # NIXL's own kinds, one for each status
-            raise failed(source, f"{type(error).__name__}: {error}") from error
+            raise failure(source, f"{type(error).__name__}: {error}") from error
 
     def release(self, source: Handoff) -> None:
         """Tell the worker of ``source`` that its pages are not needed any more."""
@@ -93,7 +93,7 @@ class Link:
         finally:
             agent.release_xfer_handle(handle)
         if state != "DONE":
-            raise failed(source, f"NIXL says {state}")
+            raise failure(source, f"NIXL says {state}")
         self.bytes_read += sum(piece.size for piece in pieces)
 
 
@@ -128,7 +128,7 @@ def _library() -> ModuleType:
     ) from reasons[-1]
 
 
-def failed(source: Handoff, reason: str) -> KvlatheError:
+def failure(source: Handoff, reason: str) -> KvlatheError:
     """The error for pages that could not be had."""
     return KvlatheError(
         f"pages of {source.agent} did not arrive", reason, "compute them here"

@@ -156,7 +156,7 @@ class KvlatheWorker(backend.LLMEngine):
                 async for chunk in chunks:
                     yield chunk
         except Exception as error:
-            raise translated(error) from error
+            raise translate(error) from error
 
     async def abort(self, context: Context) -> None:
         self._following.abort(context)
@@ -202,7 +202,7 @@ class Snapshots(Protocol):
     def publish(self, rank: int, snapshot: object) -> None: ...
 
 
-def translated(error: Exception) -> Exception:
+def translate(error: Exception) -> Exception:
     """The error as Dynamo's frontends understand it. Requests of a worker that ends go
     to another one; a refusal of a request goes back to its client."""
     if isinstance(error, Closing | EngineStopped | DeviceLost):

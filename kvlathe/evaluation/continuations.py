@@ -90,9 +90,7 @@ def _last_tokens(encoder: Encoder, text: str, tokens: int) -> tuple[int, ...]:
     return tuple(ids)
 
 
-def written(
-    llm: LLM, asked: Sequence[Opening], new_tokens: int, what: str
-) -> list[str]:
+def write(llm: LLM, asked: Sequence[Opening], new_tokens: int, what: str) -> list[str]:
     """The engine's greedy continuations of ``new_tokens`` tokens."""
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     log.info("%s: %d texts", what, len(asked))

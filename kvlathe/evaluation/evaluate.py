@@ -139,7 +139,7 @@ def _text_facts(
 def _exact_match(engine: Model, questions: list[tasks.Question]) -> float:
     """The share of questions that are answered to the letter."""
     asked = progress(questions, "answering questions")
-    right = [tasks.answered(engine, question) for question in asked]
+    right = [tasks.answers(engine, question) for question in asked]
     return sum(right) / len(right)
 
 

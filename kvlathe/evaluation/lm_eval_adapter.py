@@ -184,7 +184,7 @@ class EngineLM(TemplateLM):
         return texts
 
     def _answer(self, requests: Sequence[Any]) -> list[str]:
-        params = [sampling(request.args[1]) for request in requests]
+        params = [sampling_params(request.args[1]) for request in requests]
         prompts = []
         for request, own in zip(requests, params, strict=True):
             prompts.append(self._prompt(request.args[0], own))
@@ -217,7 +217,7 @@ class EngineLM(TemplateLM):
         return str(self.engine.resolve()).replace("/", "__")
 
 
-def sampling(wanted: dict[str, Any]) -> SamplingParams:
+def sampling_params(wanted: dict[str, Any]) -> SamplingParams:
     """The parameters that a task's ``gen_kwargs`` ask for; greedy unless they
     sample."""
     known = {"until", "do_sample", *LENGTH_NAMES, *SAMPLING_NAMES}

@@ -76,8 +76,8 @@ def run_suite(
         "passages": len(asked.passages),
     }
     return {
-        "engine": described(engine),
-        "baseline": None if baseline is None else described(baseline),
+        "engine": describe(engine),
+        "baseline": None if baseline is None else describe(baseline),
         "bytes": kv_bytes(engine.layout),
         "scores": scores,
         "heat_map": _heat_map(asked.needles, maps),
@@ -115,7 +115,7 @@ def _asked(
     return Asked(windows, needles, openings(True), openings(False), before)
 
 
-def described(llm: LLM) -> dict[str, str]:
+def describe(llm: LLM) -> dict[str, str]:
     manifest = llm.manifest
     if manifest is None:
         return {}
@@ -185,7 +185,7 @@ def _heat(model: LLM, needles: Sequence[Needle]) -> dict[tuple[float, int], floa
     right: dict[tuple[float, int], list[bool]] = {}
     for needle in progress(needles, "finding lines"):
         answers = right.setdefault((needle.depth, needle.tokens), [])
-        answers.append(tasks.answered(model, needle.question))
+        answers.append(tasks.answers(model, needle.question))
     return {place: float(np.mean(answers)) for place, answers in right.items()}
 
 
@@ -223,7 +223,7 @@ def _writing(
     compare = continuations.rouge_1
     if task == "code completion":
         compare = continuations.edit_similarity
-    texts = [continuations.written(model, asked, new_tokens, task) for model in models]
+    texts = [continuations.write(model, asked, new_tokens, task) for model in models]
     references = [opening.text for opening in asked]
     scores = [_score(task, metric, [compare(own, references) for own in texts])]
     if len(texts) > 1:

@@ -82,7 +82,7 @@ class Bound:
         return is_fluent and point.retrieval >= least - ROUNDING
 
 
-def taken(points: Sequence[Point], bound: Bound) -> Point:
+def choose(points: Sequence[Point], bound: Bound) -> Point:
     """The plan of fewest bytes that costs no more than ``bound`` allows; of equals the
     one with the lower perplexity. The uncompressed one always is allowed."""
     fitting = [point for point in points if bound.holds(point)]

@@ -28,7 +28,7 @@ from kvlathe.frontier.measure import (
     kept_at,
     key_of,
 )
-from kvlathe.frontier.points import Bound, Candidate, Point, questions_every, taken
+from kvlathe.frontier.points import Bound, Candidate, Point, choose, questions_every
 
 Result = dict[str, object]
 DATA_FILE, PLOT_FILE, PAGE_FILE = "frontier.json", "frontier.png", "frontier.html"
@@ -168,7 +168,7 @@ def _say_from(level: int) -> None:
 def _told(points: list[Point], options: Options, exam: Exam, bound: float) -> Result:
     """The result, and the files that show it."""
     allowed = Bound(bound, points[0])
-    chosen = taken(points, allowed)
+    chosen = choose(points, allowed)
     rows: list[Result] = []
     for point in points:
         rows.append(point.to_json() | {"within": allowed.holds(point)})

@@ -32,14 +32,14 @@ class CodedWeight:
         """The weights [N, K], float32; what fills up the last group is left out."""
         if self.codes.is_floating_point():
             return self.codes[:, 0].float() * self.scales.float()
-        centred = unpacked(self.codes, self.bits).float() - self.middles()
+        centred = unpack(self.codes, self.bits).float() - self.middles()
         return (centred * self.scales.float().unsqueeze(-1)).flatten(1)[:, :inputs]
 
     def middles(self) -> Tensor:
         """The code that stands for 0, of each group or of all: [N, G, 1] or one."""
         if self.zeros is None:
             return torch.tensor(float(middle(self.bits)), device=self.codes.device)
-        own = unpacked(self.zeros, self.bits)[:, : self.scales.shape[1]]
+        own = unpack(self.zeros, self.bits)[:, : self.scales.shape[1]]
         return own.unsqueeze(-1).float()
 
 
@@ -47,7 +47,7 @@ def middle(bits: int) -> int:
     return 1 << (bits - 1)
 
 
-def packed(numbers: Tensor, bits: int) -> Tensor:
+def pack(numbers: Tensor, bits: int) -> Tensor:
     """uint8 [..., n] -> [..., n * bits / 8 rounded up]; bits 4 or 8."""
     if bits == 8:
         return numbers
@@ -56,7 +56,7 @@ def packed(numbers: Tensor, bits: int) -> Tensor:
     return numbers[..., ::NIBBLES] | (numbers[..., 1::NIBBLES] << 4)
 
 
-def unpacked(codes: Tensor, bits: int) -> Tensor:
+def unpack(codes: Tensor, bits: int) -> Tensor:
     """uint8 [..., n * bits / 8] -> [..., n]."""
     if bits == 8:
         return codes

@@ -121,10 +121,10 @@ class Answerer(Jobs):
         parts: dict[int, list[Delta]] = {}
         async with aclosing(self._deltas(job, tenant)) as deltas:
             async for delta in deltas:
-                if failure := failed(delta):
+                if failure := error_of(delta):
                     raise failure
                 parts.setdefault(delta.index, []).append(delta)
-        choices = [job.kind.choice(joined(parts[index])) for index in sorted(parts)]
+        choices = [job.kind.choice(join(parts[index])) for index in sorted(parts)]
         spent = Spent()
         for said in parts.values():
             for delta in said:
@@ -146,7 +146,7 @@ class Answerer(Jobs):
         async with aclosing(self._deltas(job, tenant)) as deltas:
             async for delta in deltas:
                 spent.add(delta)
-                if failure := failed(delta):
+                if failure := error_of(delta):
                     if not opened:
                         raise failure
                     yield event(failure.body)
@@ -203,7 +203,7 @@ def says(delta: Delta) -> bool:
     )
 
 
-def failed(delta: Delta) -> ApiError | None:
+def error_of(delta: Delta) -> ApiError | None:
     """The error that a delta is, if it is one."""
     if delta.finish_reason == "error":
         if isinstance(delta.error, StructureError):  # the request's own fault
@@ -232,7 +232,7 @@ def failed(delta: Delta) -> ApiError | None:
     return None
 
 
-def joined(deltas: list[Delta]) -> Delta:
+def join(deltas: list[Delta]) -> Delta:
     """All that was said of one choice."""
     return Delta(
         deltas[0].index,

@@ -53,7 +53,7 @@ def cache_view(engine: AsyncEngine, model: str) -> CacheView:
         total_bytes=llm.pool.arena_bytes,
         running_bytes=used,
         running_tokens=sum(sequence.cached for sequence in running),
-        running_uncompressed=uncompressed(llm, running, used),
+        running_uncompressed=uncompressed_bytes(llm, running, used),
         kept_bytes=max(0, llm.pool.bytes_in_use - used),
         uncompressed_per_token=baseline / lanes,
         heads=heads_of(llm),
@@ -83,7 +83,7 @@ def heads_of(llm: LLM) -> list[HeadBytes]:
     return sorted(found, key=lambda head: (head.layer, head.head))
 
 
-def uncompressed(llm: LLM, sequences: Iterable[Sequence], own: int) -> int:
+def uncompressed_bytes(llm: LLM, sequences: Iterable[Sequence], own: int) -> int:
     """Bytes of pages of the same number of tokens, uncompressed in the same number
     format, shared ones once: in proportion to their ``own`` bytes, as sharing is not
     compression. 0 where nobody knows."""

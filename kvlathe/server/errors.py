@@ -106,7 +106,7 @@ def refusal(error: KvlatheError, param: str | None) -> ApiError:
     )
 
 
-def unexpected(error: Exception) -> ApiError:
+def unexpected_error(error: Exception) -> ApiError:
     """The HTTP error for a fault of the server itself."""
     return ApiError(
         500, f"the server failed ({type(error).__name__}); its log says more"

@@ -36,7 +36,7 @@ def wholes(values: object) -> object:
     return [whole(item) if type(item) is float else item for item in items]
 
 
-def allowed(name: str) -> Interval:
+def interval_of(name: str) -> Interval:
     """The interval of a parameter: HTTP takes the numbers that Python takes."""
     span = RANGES[name]
     if span.open_low:

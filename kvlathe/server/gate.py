@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvlathe.server.errors import ApiError, unexpected
+from kvlathe.server.errors import ApiError, unexpected_error
 
 log = logging.getLogger("kvlathe")
 BODY_SECONDS = 60.0
@@ -68,7 +68,7 @@ class Gate:
             await self.app(scope, self._counted(receive), send)
         except Exception as error:
             if not begun:  # Starlette would answer outside of this gate
-                await unexpected(error).response()(scope, receive, send)
+                await unexpected_error(error).response()(scope, receive, send)
             raise  # into the log
 
     def _watched(

@@ -26,7 +26,7 @@ from kvlathe.runtime.async_engine import AsyncEngine
 from kvlathe.runtime.cache.block_store import BlockStores
 from kvlathe.runtime.cache.prefix import PrefixCache
 from kvlathe.runtime.scheduling.sequence import Sequence
-from kvlathe.server.cache_view import uncompressed
+from kvlathe.server.cache_view import uncompressed_bytes
 
 FAST = (
     0.001,
@@ -191,7 +191,7 @@ class State(Collector):
         engine, pool = self._engine, self._engine.llm.pool
         used = engine.bytes_used
         running = list(engine.llm.engine.scheduler.running)
-        saved = uncompressed(engine.llm, running, used) - used
+        saved = uncompressed_bytes(engine.llm, running, used) - used
         kept = pool.bytes_in_use - used
         share = used / pool.arena_bytes
         yield RUNNING, "Sequences that run.", engine.running

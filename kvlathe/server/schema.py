@@ -29,7 +29,7 @@ from kvlathe.server.fields import (
     Refused,
     Strict,
     TokenIds,
-    allowed,
+    interval_of,
     unsupported,
 )
 from kvlathe.server.formats import ResponseFormat, StructuredOutputs
@@ -50,14 +50,14 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = Field(None, description="Ignored.")
 
 
-class Sampled(Strict):
+class SampledRequest(Strict):
     """Fields that both kinds of request have."""
 
     model: str = Field(description="The served model's name, as /v1/models lists it.")
     temperature: float | None = Field(
         None, ge=0, le=2, description="0 always takes the likeliest. Default: 1."
     )
-    top_p: Annotated[float, allowed("top_p")] | None = Field(
+    top_p: Annotated[float, interval_of("top_p")] | None = Field(
         None,
         description="Draw from the likeliest tokens of joint mass top_p.",
     )
@@ -73,9 +73,11 @@ class Sampled(Strict):
         lt=2**63,
         description="Same seed, same text; choice i adds i.",
     )
-    presence_penalty: Annotated[float, allowed("presence_penalty")] | None = Field(None)
-    frequency_penalty: Annotated[float, allowed("frequency_penalty")] | None = Field(
+    presence_penalty: Annotated[float, interval_of("presence_penalty")] | None = Field(
         None
+    )
+    frequency_penalty: Annotated[float, interval_of("frequency_penalty")] | None = (
+        Field(None)
     )
     logit_bias: dict[str, float] | None = Field(
         None, description="Token id -> what is added to its logit, +-100."
@@ -92,12 +94,12 @@ class Sampled(Strict):
         lt=2**31,
         description="Extension: draw from the k likeliest only; 0 and -1 are off.",
     )
-    min_p: Annotated[float, allowed("min_p")] | None = Field(
+    min_p: Annotated[float, interval_of("min_p")] | None = Field(
         None,
         description="Extension: drop what is less likely than this share.",
     )
-    repetition_penalty: Annotated[float, allowed("repetition_penalty")] | None = Field(
-        None, description="Extension; counts the prompt too."
+    repetition_penalty: Annotated[float, interval_of("repetition_penalty")] | None = (
+        Field(None, description="Extension; counts the prompt too.")
     )
     ignore_eos: bool | None = Field(
         None, description="Extension: go on past the end-of-text token."
@@ -117,7 +119,7 @@ class Sampled(Strict):
     )
 
     @model_validator(mode="after")
-    def _one_structure(self) -> Sampled:
+    def _one_structure(self) -> SampledRequest:
         formats = self.response_format
         if self.structured_outputs and formats and formats.type != "text":
             raise PydanticCustomError(
@@ -221,7 +223,7 @@ class Sampled(Strict):
         )
 
 
-class CompletionRequest(Sampled):
+class CompletionRequest(SampledRequest):
     """POST /v1/completions."""
 
     prompt: (
@@ -287,7 +289,7 @@ class PrefixRequest(Strict):
         return self
 
 
-class ChatRequest(Sampled):
+class ChatRequest(SampledRequest):
     """POST /v1/chat/completions."""
 
     messages: Items[Message] = Field(min_length=1)

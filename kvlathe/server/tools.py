@@ -83,11 +83,11 @@ class Called(BaseModel):
         said = self.model_dump(exclude_none=True)
         arguments = self.function.arguments
         if isinstance(arguments, str):
-            said["function"]["arguments"] = parsed(arguments)
+            said["function"]["arguments"] = parse_arguments(arguments)
         return said
 
 
-def parsed(arguments: str) -> object:
+def parse_arguments(arguments: str) -> object:
     """The arguments of a call; the text itself where it is no JSON."""
     try:
         return json.loads(arguments)

@@ -134,7 +134,7 @@ def question(encoder: Encoder, prompt: str, answer: str) -> Question:
     return Question(tuple(asked), tuple(behind))
 
 
-def answered(oracle: LogitsOracle, question: Question) -> bool:
+def answers(oracle: LogitsOracle, question: Question) -> bool:
     """Whether greedy decoding gives the whole answer."""
     ids = question.prompt + question.answer
     logits = oracle.logits(ids, range(len(question.prompt) - 1, len(ids) - 1))

@@ -205,7 +205,7 @@ def config_text(
         ),
         *(f"output {_tensor(t)}" for t in outputs),
         *(
-            f"parameters {{ key: {quoted(k)} value {{ string_value: {quoted(v)} }} }}"
+            f"parameters {{ key: {quote(k)} value {{ string_value: {quote(v)} }} }}"
             for k, v in parameters.items()
         ),
     ]
@@ -217,7 +217,7 @@ def _tensor(tensor: Tensor, more: str = "") -> str:
     return f'{{ name: "{tensor.name}" data_type: TYPE_{tensor.kind} dims: [ {dims} ]{more} }}'
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """A protobuf text string: bytes outside printable ASCII as octal escapes."""
     plain = (
         chr(b) if 32 <= b < 127 and b not in b'"\\' else f"\\{b:03o}"

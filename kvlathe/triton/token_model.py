@@ -162,7 +162,7 @@ class TritonPythonModel:
             )
         answer.request = self.engine.submit(
             [prompt(call)],
-            sampling(call),
+            sampling_params(call),
             lambda delta: self.work.put(
                 functools.partial(self._pass_on, answer, delta)
             ),
@@ -230,7 +230,7 @@ def prompt(call: Call) -> list[int]:
     return ids.reshape(-1)[:length].tolist()
 
 
-def sampling(call: Call) -> SamplingParams:
+def sampling_params(call: Call) -> SamplingParams:
     """TensorRT-LLM's inputs as our parameters. ``runtime_top_p`` 0 is off there; a
     negative ``end_id`` ends nothing."""
     if call.one("beam_width", 1) != 1:

@@ -67,7 +67,7 @@ class HostLayer:
         if self.lib.kvlathe_layer_create(
             address, table.size, byref(self.handle), byref(status)
         ):
-            raise _refused("a layer cannot be read", status)
+            raise _refusal("a layer cannot be read", status)
 
     def __del__(self) -> None:
         self.lib.kvlathe_layer_destroy(self.handle)
@@ -76,8 +76,8 @@ class HostLayer:
         """Append and attend. Raises KvlatheError with the library's words."""
         status = Status()
         if self.lib.kvlathe_cpu_attend(self.handle, byref(args), byref(status)):
-            raise _refused("a step cannot be attended", status)
+            raise _refusal("a step cannot be attended", status)
 
 
-def _refused(fact: str, status: Status) -> KvlatheError:
+def _refusal(fact: str, status: Status) -> KvlatheError:
     return KvlatheError(fact, status.message.decode(), "report this")

@@ -253,7 +253,7 @@ def runner(
     ``device`` None: what KVLATHE_DEVICE says, or else auto: what suits the engine.
     Raises KvlatheError where nothing here runs it.
     """
-    wanted = devices.asked(device)
+    wanted = devices.requested(device)
     if manifest.backend not in RUNNERS:
         raise KvlatheError(
             f"the engine {name} was built for {manifest.backend}",

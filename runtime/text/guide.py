@@ -282,17 +282,17 @@ def rules_of(tools: dict[str, dict[str, object]], calls: Calls) -> str:
     """The grammar of an answer that calls ``tools`` (name -> schema), as
     ``structure.Calls`` says."""
     begin = calls.begin
-    opened = f"<[{begin}]>" if isinstance(begin, int) else quoted(begin)
-    one = f"{quoted(calls.before)} call {quoted(calls.after)}"
+    opened = f"<[{begin}]>" if isinstance(begin, int) else quote(begin)
+    one = f"{quote(calls.before)} call {quote(calls.after)}"
     more = calls.most - 1
-    rest = f"({quoted(calls.between)} {one}){{0,{more}}}" if more else ""
-    opened += f" {quoted(calls.opens)}"
-    lines = [f"start: {opened} {one} {rest} {quoted(calls.end)}"]
+    rest = f"({quote(calls.between)} {one}){{0,{more}}}" if more else ""
+    opened += f" {quote(calls.opens)}"
+    lines = [f"start: {opened} {one} {rest} {quote(calls.end)}"]
     for i, (name, schema) in enumerate(tools.items()):
         check_settings(schema)
         head = f'{{"name": {json.dumps(name)}, "{calls.key}": '
         body = json.dumps(schema | {"x-guidance": SETTINGS})
-        lines.append(f'call_{i}: {quoted(head)} %json {body} "}}"')
+        lines.append(f'call_{i}: {quote(head)} %json {body} "}}"')
     names = " | ".join(f"call_{i}" for i in range(len(tools)))
     return "\n".join([*lines, f"call: {names}"])
 
@@ -306,7 +306,7 @@ def keep(
         kept.popitem(last=False)
 
 
-def quoted(text: str) -> str:
+def quote(text: str) -> str:
     """A text in a grammar; nothing for an empty one."""
     return json.dumps(text) if text else ""
 

@@ -27,7 +27,9 @@ def no_bits(rows: int, vocabulary: int) -> Bits:
     return np.zeros((rows, -(-vocabulary // WORD)), np.int32)
 
 
-def masked(logits: npt.NDArray[np.float32], masks: Masks) -> npt.NDArray[np.float32]:
+def apply_masks(
+    logits: npt.NDArray[np.float32], masks: Masks
+) -> npt.NDArray[np.float32]:
     """The logits [R, vocab] with -inf for tokens that may not follow."""
     result = logits.copy()
     allowed = np.unpackbits(

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.runtime.text.masks import Masks, masked
+from kvlathe.runtime.text.masks import Masks, apply_masks
 from kvlathe.runtime.text.penalties import (
     Changes,
     Penalties,
@@ -193,10 +193,10 @@ def _draws(requests: Sequence[Request], temperature: Float32) -> Float64:
 def sample(logits: Float32, rows: SamplingRows) -> Sampled:
     """A token for each row of ``logits`` [R, vocab] float32, which stay as they are. A
     row whose logits are not numbers gets NO_TOKEN."""
-    final = logits if rows.changes is None else changed(logits, rows.changes)
+    final = logits if rows.changes is None else apply_changes(logits, rows.changes)
     if rows.masks is not None:
-        final = masked(final, rows.masks)
-    best = final.argmax(axis=1)
+        final = apply_masks(final, rows.masks)
+    best = final.argmax(axis=1)  # [R]
     tokens = best.astype(np.int64)
     highest = final[np.arange(len(best)), best]
     valid = np.isfinite(highest)
@@ -206,7 +206,7 @@ def sample(logits: Float32, rows: SamplingRows) -> Sampled:
     return _reported(logits, tokens, rows)
 
 
-def changed(logits: Float32, changes: Changes) -> Float32:
+def apply_changes(logits: Float32, changes: Changes) -> Float32:
     """The logits [R, vocab] after penalties and biases."""
     result = logits.copy()
     places = (changes.rows, changes.tokens)
@@ -233,12 +233,13 @@ def _draw(logits: Float32, highest: np.float32, rows: SamplingRows, row: int) ->
 def _place(weights: Float32, draw: float) -> int:
     """Find where the cumulative weight passes the share ``draw`` of its end. The sums
     of blocks are searched first: a running sum of a whole vocabulary takes longer."""
-    ends = np.cumsum(_block_sums(weights))
+    ends = np.cumsum(_block_sums(weights))  # cumulative weight at each block's end
     target = draw * ends[-1]
     block = min(int(np.searchsorted(ends, target, "right")), len(ends) - 1)
     start = block * BLOCK
     before = ends[block - 1] if block else 0.0
     own = weights[start : start + BLOCK]
+    # the same at each token of the block
     inside = before + np.cumsum(own, dtype=np.float64)
     last = int(np.flatnonzero(own)[-1])  # a token of weight 0 is never drawn
     return start + min(int(np.searchsorted(inside, target, "right")), last)

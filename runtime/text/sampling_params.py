@@ -148,17 +148,17 @@ class SamplingParams:
 
     def _check_stop(self) -> None:
         strings = [self.stop] if isinstance(self.stop, str) else self.stop
-        if not all(isinstance(text, str) and text for text in listed(strings)):
+        if not all(isinstance(text, str) and text for text in elements_of(strings)):
             raise self._refusal("stop", "a string or a list of strings, none empty")
         object.__setattr__(self, "stop", tuple(strings))
 
     def _check_tokens(self) -> None:
-        ids = listed(self.stop_ids)
+        ids = elements_of(self.stop_ids)
         if not all(is_number(token, whole=True) for token in ids):
             raise self._refusal("stop_ids", "a list of token ids")
         object.__setattr__(self, "stop_ids", tuple(ids))
-        for entry in listed(self.logit_bias):
-            pair = listed(entry)
+        for entry in elements_of(self.logit_bias):
+            pair = elements_of(entry)
             if len(pair) != 2 or not is_number(pair[0], whole=True):
                 raise self._refusal("logit_bias", "pairs of a token id and a number")
             if not BIAS.holds(pair[1]):
@@ -180,7 +180,7 @@ def is_number(value: object, whole: bool = False) -> TypeGuard[float]:
     return isinstance(value, numbers.Integral) if whole else math.isfinite(value)
 
 
-def listed(value: object) -> list[object]:
+def elements_of(value: object) -> list[object]:
     """The elements of a list; what is none, text and bytes included, as the one element
     None, which no check takes."""
     if isinstance(value, str | bytes | bytearray) or not isinstance(value, Iterable):

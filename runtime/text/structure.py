@@ -78,14 +78,14 @@ class Structure:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             said = ", ".join(KINDS)
-            raise refused(
+            raise refusal(
                 f"structure kind is {self.kind!r:.60}", f"it is one of {said}"
             )
         most = MOST_CHARACTERS[self.kind]
         if not isinstance(self.text, str) or not self.text:
-            raise refused(f"the {self.said} is {self.text!r:.60}", "it must be a text")
+            raise refusal(f"the {self.said} is {self.text!r:.60}", "it must be a text")
         if len(self.text) > most:
-            raise refused(
+            raise refusal(
                 f"the {self.said} has {len(self.text):,} characters",
                 f"at most {most:,} are taken",
                 "make it smaller",
@@ -115,7 +115,7 @@ class Structure:
         try:
             return cls("json_schema", json.dumps(schema, allow_nan=False))
         except (TypeError, ValueError, RecursionError) as error:
-            raise refused("the JSON schema cannot be read", str(error)) from error
+            raise refusal("the JSON schema cannot be read", str(error)) from error
 
     @classmethod
     def calls(cls, calls: Calls, tools: Mapping[str, object]) -> Structure:
@@ -138,7 +138,7 @@ class Structure:
         """One of ``options``."""
         texts = [option for option in options if isinstance(option, str) and option]
         if not texts or len(texts) < len(options):
-            raise refused("the choices are none", "they must be texts, none empty")
+            raise refusal("the choices are none", "they must be texts, none empty")
         return cls("regex", "|".join(map(literal, texts)))
 
 
@@ -147,7 +147,7 @@ def literal(text: str) -> str:
     return "".join(c if c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text)
 
 
-def refused(fact: str, reason: str, remedy: str = "correct it") -> KvlatheError:
+def refusal(fact: str, reason: str, remedy: str = "correct it") -> KvlatheError:
     return KvlatheError(fact, reason, remedy)
 
 
@@ -156,9 +156,9 @@ def _parsed(text: str) -> dict[str, object] | bool:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise refused("the JSON schema is no JSON", str(error)) from error
+        raise refusal("the JSON schema is no JSON", str(error)) from error
     if not isinstance(schema, dict | bool):
-        raise refused("the JSON schema is no schema", "one is an object, true or false")
+        raise refusal("the JSON schema is no schema", "one is an object, true or false")
     return schema
 
 
@@ -176,10 +176,10 @@ def _check_schema(schema: object) -> None:
             multiples += _multiple(value.get("multipleOf"))
         elif isinstance(value, int) and abs(value) >= 10**MOST_DIGITS:
             fact = f"the JSON schema has a number of over {MOST_DIGITS} digits"
-            raise refused(fact, "it is beyond what JSON readers hold")
+            raise refusal(fact, "it is beyond what JSON readers hold")
     if patterns > MOST_PATTERNS:
         fact = f"the JSON schema's patterns have {patterns:,} characters"
-        raise refused(fact, f"at most {MOST_PATTERNS:,} are taken", "make them shorter")
+        raise refusal(fact, f"at most {MOST_PATTERNS:,} are taken", "make them shorter")
     _check_multiples(multiples)
 
 
@@ -196,7 +196,7 @@ def _check_multiples(multiples: Sequence[Decimal]) -> None:
             f"they add up to more than {MOST_MULTIPLES:,} units of their last digit, "
             f"or have a common multiple above {MOST_COMMON:,}"
         )
-        raise refused(
+        raise refusal(
             "the JSON schema's multipleOf are too large",
             reason,
             "leave multipleOf out, or round it",
@@ -224,13 +224,13 @@ def _multiple(value: object) -> list[Decimal]:
 def _check_grammar(text: str) -> None:
     lines = text.count("\n") + 1
     if lines > MOST_LINES:
-        raise refused(
+        raise refusal(
             f"the grammar has {lines:,} lines",
             f"at most {MOST_LINES} are taken",
             "make it smaller",
         )
     if "%json" in text:
-        raise refused(
+        raise refusal(
             "the grammar has %json",
             "schemas are checked apart",
             "give the schema alone, as json_schema",

@@ -49,7 +49,7 @@ def main() -> None:
         child = os.fork()  # it has the vocabulary
         if not child:
             bounds = Bounds(setup["seconds"], setup["bytes"], setup["stack"])
-            alone(bounds, partial(tried, vocabulary, json.loads(line), limits))
+            alone(bounds, partial(try_compile, vocabulary, json.loads(line), limits))
         _, status = os.waitpid(child, 0)
         if code := os.waitstatus_to_exitcode(status):
             say(code)
@@ -69,7 +69,7 @@ def alone(bounds: Bounds, work: Callable[[list[str]], None]) -> None:
     os._exit(0 if found else 1)
 
 
-def tried(
+def try_compile(
     vocabulary: LLTokenizer, source: str, limits: LLParserLimits, found: list[str]
 ) -> None:
     """Find why it cannot be compiled. An answer's first mask belongs to it."""

@@ -237,14 +237,18 @@ def test_the_harness_s_command_line_runs_an_engine(
 
 
 def test_sampling_is_what_a_task_asks_for() -> None:
-    from kvlathe.evaluation.lm_eval_adapter import sampling
+    from kvlathe.evaluation.lm_eval_adapter import sampling_params
 
-    assert sampling({"until": "x", "max_gen_toks": 9}).stop == ("x",)
-    assert sampling({"until": ["a", ""]}).max_new_tokens == 256
-    greedy = sampling({"do_sample": False, "temperature": 0.9})
-    assert greedy.temperature == 0 and sampling({"temperature": 0.9}).temperature == 0.9
+    assert sampling_params({"until": "x", "max_gen_toks": 9}).stop == ("x",)
+    assert sampling_params({"until": ["a", ""]}).max_new_tokens == 256
+    greedy = sampling_params({"do_sample": False, "temperature": 0.9})
+    assert (
+        greedy.temperature == 0
+        and sampling_params({"temperature": 0.9}).temperature == 0.9
+    )
     assert np.isclose(
-        sampling({"do_sample": True, "temperature": 0.5, "top_p": 0.9}).top_p, 0.9
+        sampling_params({"do_sample": True, "temperature": 0.5, "top_p": 0.9}).top_p,
+        0.9,
     )
 
 

@@ -21,7 +21,7 @@ from kvlathe.export.methods.composition import CacheSettings, compose
 from kvlathe.export.methods.options import Options as Asked
 from kvlathe.frontier import measure
 from kvlathe.frontier.measure import UNCOMPRESSED, Options
-from kvlathe.frontier.points import Bound, Candidate, Point, candidate, taken
+from kvlathe.frontier.points import Bound, Candidate, Point, candidate, choose
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.memory import bytes_left
 from tests.support.runtime_cases import MODEL, model_shape
@@ -50,7 +50,7 @@ def test_the_plan_to_take_is_the_smallest_that_is_allowed(
     others: list[Point], most: float
 ) -> None:
     bound = Bound(most, PLAIN)
-    chosen = taken([PLAIN, *others], bound)
+    chosen = choose([PLAIN, *others], bound)
     assert bound.holds(chosen)
     assert chosen.perplexity_ratio is not None and chosen.retrieval is not None
     assert chosen.perplexity_ratio <= most + 1e-6 and chosen.retrieval >= 0.89 - 1e-6

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from kvlathe.export.bases import allocate
 from kvlathe.export.bases.rotation import (
-    balanced,
+    add_ridge,
+    balanced_basis,
     element_change,
     energy_missed,
     principal_angle,
     removed_energy,
-    ridged,
-    shared,
+    shared_basis,
 )
 from kvlathe.plan.heads import RANK_MULTIPLE
 from tests.support.method_cases import psd, seeds
@@ -37,9 +37,9 @@ def test_balanced_loses_least_of_any_pair_at_every_rank(
     rng = np.random.default_rng(seed)
     seen, reader = psd(rng, d, 2 * d, sharp_x), psd(rng, d, 2 * d, sharp_y)
     best, rotated, covariance = (
-        balanced(seen, reader),
-        shared(seen, reader),
-        ridged(seen),
+        balanced_basis(seen, reader),
+        shared_basis(seen, reader),
+        add_ridge(seen),
     )
     any_pair = rng.normal(size=(d, d))
     others = [
@@ -67,7 +67,7 @@ def test_bases_are_exact_at_full_rank_whatever_calibration_saw(
     covariance, reader = (
         psd(rng, d, round(share * d), 3.0) for share in (seen, rng.random())
     )
-    for side in (balanced(covariance, reader), shared(covariance, reader)):
+    for side in (balanced_basis(covariance, reader), shared_basis(covariance, reader)):
         np.testing.assert_allclose(side.into @ side.back.T, np.eye(d), atol=1e-7)
         assert (np.diff(side.spectrum) <= 1e-12 * max(side.spectrum[0], 1)).all() and (
             side.spectrum >= 0
@@ -77,7 +77,7 @@ def test_bases_are_exact_at_full_rank_whatever_calibration_saw(
 def test_balanced_axes_carry_the_same_in_queries_and_keys() -> None:
     rng = np.random.default_rng(0)
     seen, reader = psd(rng, 32, 64, 2.0), psd(rng, 32, 64, 4.0)
-    side, covariance = balanced(seen, reader), ridged(seen)
+    side, covariance = balanced_basis(seen, reader), add_ridge(seen)
     x, y = (side.into.T @ covariance @ side.into, side.back.T @ reader @ side.back)
     np.testing.assert_allclose(x, np.diag(side.spectrum), atol=1e-8)
     np.testing.assert_allclose(y, np.diag(side.spectrum), atol=1e-8)
@@ -95,7 +95,7 @@ def test_shared_is_the_svd_of_the_stack() -> None:
     _, values, vectors = np.linalg.svd(
         np.concatenate([queries, keys]), full_matrices=False
     )
-    side = shared(queries.T @ queries, keys.T @ keys)
+    side = shared_basis(queries.T @ queries, keys.T @ keys)
     np.testing.assert_allclose(side.spectrum, values)
     np.testing.assert_allclose(np.abs(np.sum(side.into * vectors.T, 0)), 1)
 

@@ -194,7 +194,7 @@ def test_the_gradients_seen_are_those_of_the_score() -> None:
     read = sensitivity.Reading(
         ids, range(47), lambda logits, draw: logits.square().mean(), 1, 1.0
     )
-    observed = sensitivity.observed(decoder, read, torch.Generator())
+    observed = sensitivity.observe(decoder, read, torch.Generator())
     lane = observed[decoder.spec.kv_heads + 1]
     before = decoder.logits(ids, range(47)).square().mean()
     steepness = lane.pull.square().sum()
@@ -231,7 +231,7 @@ def test_prices_foretell_what_is_lost_and_dealing_them_wrongly_loses_more() -> N
     assert not set(texts) & set(windows(6, 512))
     exam = search.Exam("perplexity", windows=tuple(windows(2, 512)))
     sources = measured.Sources([exam], 512, exercised=False)
-    found = measured.priced(checkpoint, stats, FORM, sources)
+    found = measured.price(checkpoint, stats, FORM, sources)
     plan, basis = measured.variant("auto", found, FORM).at(0.75)
     lost, expected = kl_of(plan, basis, texts), plan.notes["expected loss"]
     assert expected / 2 < lost < 2 * expected
@@ -250,9 +250,9 @@ def brief(*ids: int) -> measured.Sources:
 
 def test_losses_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, stats, _ = lathe()
-    first = measured.priced(checkpoint, stats, FORM, brief(), tmp_path)
+    first = measured.price(checkpoint, stats, FORM, brief(), tmp_path)
     monkeypatch.setattr(measured, "losses", None)
-    again = measured.priced(checkpoint, stats, FORM, brief(), tmp_path)
+    again = measured.price(checkpoint, stats, FORM, brief(), tmp_path)
     np.testing.assert_array_equal(again.loss, first.loss)
     np.testing.assert_array_equal(again.window_loss, first.window_loss)
 
@@ -264,7 +264,7 @@ def test_a_search_scores_other_methods_beside_its_own_plans(
     """Of those smaller than its gentlest the middle one, each method one line of the
     chart; asked again, nothing is scored."""
     checkpoint, stats, _ = lathe()
-    found = measured.priced(checkpoint, stats, FORM, brief())
+    found = measured.price(checkpoint, stats, FORM, brief())
     own = measured.variant("auto", found, FORM)
     others = for_comparison(stats.shape, True, stats, FORM)
     exam = search.Exam("perplexity", windows=(windows(3, 150)[2],))
@@ -315,7 +315,7 @@ def test_the_gentlest_plan_of_any_family_is_nearly_the_model(
         checkpoint, random_sequences(spec.vocab_size, 1024, 0, 256), 0, {}, spread=False
     )
     ids = tuple(random_sequences(spec.vocab_size, 200, 1, 200)[0].tolist())
-    found = measured.priced(checkpoint, stats, FORM, brief(*ids))
+    found = measured.price(checkpoint, stats, FORM, brief(*ids))
     assert np.isfinite(found.loss).all() and (found.loss > 0).all()
     family = measured.variant("auto", found, FORM)
     whole = decoder_from(

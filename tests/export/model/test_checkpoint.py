@@ -16,7 +16,7 @@ from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.tensor_files import forget
-from kvlathe.export.model.tensors import added
+from kvlathe.export.model.tensors import is_added
 from tests.support.checkpoints import FAMILIES, make_model, sizes, whole_plan
 
 Reference = Callable[[str], tuple[Path, torch.nn.Module]]
@@ -57,7 +57,7 @@ def test_every_weight_is_there_once_in_the_decoders_shape(
         for where, parameter in model.named_parameters()
         if not any(part in where for part in spec.family.beside)
     ]
-    held = [t.numel() for weight, t in tensors.items() if not added(spec, weight)]
+    held = [t.numel() for weight, t in tensors.items() if not is_added(spec, weight)]
     unread = spec.family.position_offset * spec.hidden_size
     assert sum(held) + unread == sum(p.numel() for p in parameters)
     if unread or spec.family.factors or spec.family.norm_offset:

@@ -22,8 +22,8 @@ from kvlathe.export.folding.fold import decoder_from, fold
 from kvlathe.export.methods.composition import CacheSettings, compose
 from kvlathe.export.methods.options import Options
 from kvlathe.export.model.checkpoint import Checkpoint
-from kvlathe.export.model.device import CPU, _one_ahead, chosen
-from kvlathe.export.search.measured import Sources, priced
+from kvlathe.export.model.device import CPU, _one_ahead, choose_device
+from kvlathe.export.search.measured import Sources, price
 from kvlathe.export.search.sealed import reading
 from kvlathe.export.search.search import Exam
 from kvlathe.plan.plan import CompressionPlan
@@ -89,9 +89,9 @@ def test_a_measurement_makes_nothing_on_another_device(tiny: Checkpoint) -> None
     sources = Sources([exam], 128)
     stats = statistics(tiny, text)
     form = CacheSettings(16, 16, 16)
-    expected = priced(tiny, stats, form, sources)
+    expected = price(tiny, stats, form, sources)
     with nothing_by_default():
-        found = priced(tiny, stats, form, sources)
+        found = price(tiny, stats, form, sources)
     np.testing.assert_array_equal(found.loss, expected.loss)
     np.testing.assert_array_equal(found.window_loss, expected.window_loss)
 
@@ -99,16 +99,16 @@ def test_a_measurement_makes_nothing_on_another_device(tiny: Checkpoint) -> None
 def test_a_word_names_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("KVLATHE_DEVICE", raising=False)
-    assert chosen(None) == chosen("auto") == chosen("cpu") == CPU
+    assert choose_device(None) == choose_device("auto") == choose_device("cpu") == CPU
     with pytest.raises(KvlatheError, match="torch sees no GPU"):
-        chosen("cuda")
+        choose_device("cuda")
     monkeypatch.setenv("KVLATHE_DEVICE", "cuda")
-    assert chosen("cpu") == CPU
+    assert choose_device("cpu") == CPU
     with pytest.raises(KvlatheError, match="torch sees no GPU"):
-        chosen(None)
+        choose_device(None)
     monkeypatch.setenv("KVLATHE_DEVICE", "tpu")
     with pytest.raises(KvlatheError, match="no device 'tpu'"):
-        chosen(None)
+        choose_device(None)
 
 
 def test_one_thing_is_made_ahead_and_what_fails_is_said() -> None:
@@ -140,7 +140,7 @@ def test_statistics_of_a_gpu_are_those_of_the_cpu() -> None:
     by less than 2e-5 of its array's largest number, effective ranks by a
     hundredth: a window may keep another token of equal attention."""
     here = Checkpoint(MODEL)
-    there = Checkpoint(MODEL, device=chosen("cuda"))
+    there = Checkpoint(MODEL, device=choose_device("cuda"))
     sequences = random_sequences(here.spec.vocab_size, 4096, 0, 1024)
     on_cpu, on_gpu = (statistics(x, sequences) for x in (here, there))
     for name in ARRAYS:
@@ -162,7 +162,7 @@ def test_weights_folded_on_a_gpu_are_those_of_the_cpu() -> None:
     """The same plan: products are float64 on both, so float32 weights differ in the last
     digit at most."""
     here = Checkpoint(MODEL)
-    there = Checkpoint(MODEL, device=chosen("cuda"))
+    there = Checkpoint(MODEL, device=choose_device("cuda"))
     sequences = random_sequences(here.spec.vocab_size, 2048, 0, 1024)
     plan, basis = plan_of(here, statistics(here, sequences))
     on_gpu = fold(there, plan, basis)

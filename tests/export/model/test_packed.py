@@ -24,7 +24,7 @@ from kvlathe.export.folding.fold import decoder_from, fold
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.coded_weights import CodedWeights
 from kvlathe.export.model.packed import PackedMap, Packing, read_packing
-from kvlathe.layers.coded_weight import CodedWeight, unpacked
+from kvlathe.layers.coded_weight import CodedWeight, unpack
 from kvlathe.plan.weight_formats import WeightFormat, WeightFormats
 from tests.support.checkpoints import make_model, sizes, whole_plan
 
@@ -183,7 +183,7 @@ def keeps_its_codes(opened: Checkpoint, packing: Packing) -> None:
         )
         inputs = weights[name].shape[0]
         torch.testing.assert_close(kept.matrix(inputs).T, weights[name], rtol=0, atol=0)
-        assert int(unpacked(kept.codes, form.bits).max()) == (1 << form.bits) - 1
+        assert int(unpack(kept.codes, form.bits).max()) == (1 << form.bits) - 1
 
 
 def test_an_engine_has_the_groups_of_its_checkpoint(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor
 
-from kvlathe.export.model.quantize import Grid, quantized
-from kvlathe.layers.coded_weight import CodedWeight, middle, packed, unpacked
+from kvlathe.export.model.quantize import Grid, quantize
+from kvlathe.layers.coded_weight import CodedWeight, middle, pack, unpack
 from kvlathe.plan.weight_formats import WeightFormat
 
 FP8 = WeightFormat("fp8", 0)
@@ -43,7 +43,7 @@ def spread(scales: Tensor, form: WeightFormat, inputs: int) -> Tensor:
 @given(weights(), FORMS)
 def test_eight_bits_lie_within_half_a_step(weight: Tensor, form: WeightFormat) -> None:
     form = WeightFormat("int8", form.group, form.zeros)
-    coded = quantized(weight, form, torch.float32)
+    coded = quantize(weight, form, torch.float32)
     error = (coded.matrix(weight.shape[1]) - weight).abs()
     assert bool((error <= 0.501 * spread(coded.scales, form, weight.shape[1])).all())
 
@@ -53,7 +53,7 @@ def test_four_bits_err_no_more_than_plain_rounding(
     weight: Tensor, form: WeightFormat
 ) -> None:
     form = WeightFormat("int4", form.group, form.zeros)
-    coded = quantized(weight, form, torch.float32)
+    coded = quantize(weight, form, torch.float32)
     error = (coded.matrix(weight.shape[1]) - weight).square()
     # The largest of a group is code -8; what lies beyond 7 on the other side is cut.
     inputs = weight.shape[1]
@@ -69,7 +69,7 @@ def test_four_bits_err_no_more_than_plain_rounding(
 
 @given(weights())
 def test_fp8_keeps_four_binary_digits(weight: Tensor) -> None:
-    coded = quantized(weight, FP8, torch.float16)
+    coded = quantize(weight, FP8, torch.float16)
     error = (coded.matrix(weight.shape[1]) - weight).abs()
     least = coded.scales * 2.0**-10  # half of e4m3's smallest number
     assert bool((error <= torch.maximum(weight.abs() / 16, least) * 1.001).all())
@@ -88,12 +88,12 @@ def test_what_lies_on_a_grid_keeps_its_codes(
     of_group = torch.arange(inputs) // (times * form.group)
     weight = (codes - zeros[of_group]) * scales[of_group]
     grid = Grid(scales, zeros.float())
-    found = quantized(weight.T.contiguous(), form, torch.float32, grid)
-    kept = unpacked(found.codes, form.bits).flatten(1)
+    found = quantize(weight.T.contiguous(), form, torch.float32, grid)
+    kept = unpack(found.codes, form.bits).flatten(1)
     assert torch.equal(kept, codes.T.to(torch.uint8))
     moved = (weight + 0.3 * scales[of_group]).T.contiguous()
-    left = quantized(moved, form, torch.float32, grid)
-    own = quantized(moved, form, torch.float32)
+    left = quantize(moved, form, torch.float32, grid)
+    own = quantize(moved, form, torch.float32)
     assert torch.equal(left.codes, own.codes) and torch.equal(left.scales, own.scales)
 
 
@@ -101,7 +101,7 @@ def test_what_lies_on_a_grid_keeps_its_codes(
 def test_unpacking_undoes_packing(count: int, bits: int, seed: int) -> None:
     torch.manual_seed(seed)
     numbers = torch.randint(0, 1 << bits, (3, count), dtype=torch.uint8)
-    assert torch.equal(unpacked(packed(numbers, bits), bits)[:, :count], numbers)
+    assert torch.equal(unpack(pack(numbers, bits), bits)[:, :count], numbers)
 
 
 def product(x: Tensor, coded: CodedWeight, form: WeightFormat) -> Tensor:
@@ -140,7 +140,7 @@ def test_onnx_runtime_multiplies_what_the_codes_stand_for(
     weight: Tensor, form: WeightFormat, rows: int
 ) -> None:
     """Within what rounding each group of a row to 8 bits may cost."""
-    coded = quantized(weight, form, torch.float32)
+    coded = quantize(weight, form, torch.float32)
     if coded.zeros is not None:
         shifted = torch.full_like(coded.zeros, middle(form.bits) + 1)
         if form.bits == 4:
@@ -163,6 +163,6 @@ def test_onnx_runtime_multiplies_what_the_codes_stand_for(
 
 @pytest.mark.parametrize("form", [WeightFormat("int4", 64), WeightFormat("int8", 128)])
 def test_bytes_are_counted_as_they_lie(form: WeightFormat) -> None:
-    coded = quantized(torch.randn(7, 300), form, torch.float16)
+    coded = quantize(torch.randn(7, 300), form, torch.float16)
     size = coded.codes.nbytes + coded.scales.nbytes
     assert form.bytes_of(300, 7, 2) == size

@@ -13,7 +13,7 @@ import pytest
 
 from kvlathe.base.console import human_bytes
 from kvlathe.export.methods.evidence import Evidence
-from kvlathe.export.report.heading import heading, renewed
+from kvlathe.export.report.heading import heading, renew
 from kvlathe.export.report.heads import kept
 from kvlathe.export.report.report import (
     ReportData,
@@ -165,7 +165,7 @@ def test_a_renewed_page_is_the_page_of_the_other_build() -> None:
         "created": "2030-02-03T04:05:06+00:00",
     }
     other = render(dataclasses.replace(data, **told))
-    assert renewed(page(), heading(compression=data.plan.compression, **told)) == other
+    assert renew(page(), heading(compression=data.plan.compression, **told)) == other
     assert other.count('data-field="') == 4
 
 

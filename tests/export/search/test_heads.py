@@ -76,7 +76,7 @@ def test_the_dearest_head_is_the_one_that_finds(tmp_path: Path) -> None:
     found = []
     for lane in range(len(prices)):
         oracle = TorchOracle(windowed(checkpoint, lane))
-        found.append(tasks.answered(oracle, asked))
+        found.append(tasks.answers(oracle, asked))
     assert np.flatnonzero(~np.array(found)).tolist() == [np.argmax(prices)]
 
 

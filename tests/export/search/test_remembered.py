@@ -8,21 +8,21 @@ from typing import IO
 import numpy as np
 import pytest
 
-from kvlathe.export.search.remembered import recalled, remember
+from kvlathe.export.search.remembered import recall, remember
 
 FORMS = np.arange(12.0).reshape(3, 4)
 
 
 def test_what_was_remembered_comes_back(tmp_path: Path) -> None:
     path = tmp_path / "losses" / "a.npz"
-    assert recalled(path, 1) is None
+    assert recall(path, 1) is None
     remember(path, FORMS, -FORMS)
-    kept = recalled(path, 2)
+    kept = recall(path, 2)
     assert kept is not None
     np.testing.assert_array_equal(kept, [FORMS, -FORMS])
-    assert recalled(path, 3) is None
+    assert recall(path, 3) is None
     remember(None, FORMS)
-    assert recalled(None, 1) is None
+    assert recall(None, 1) is None
 
 
 def test_a_damaged_file_is_as_none(tmp_path: Path) -> None:
@@ -31,10 +31,10 @@ def test_a_damaged_file_is_as_none(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for size in range(0, len(whole), 7):
         path.write_bytes(whole[:size])
-        assert recalled(path, 1) is None
+        assert recall(path, 1) is None
     at = whole.index(FORMS.tobytes())
     path.write_bytes(whole[:at] + b"x" + whole[at + 1 :])
-    assert recalled(path, 1) is None
+    assert recall(path, 1) is None
 
 
 def test_a_stopped_write_leaves_what_was_there(
@@ -51,6 +51,6 @@ def test_a_stopped_write_leaves_what_was_there(
     with pytest.raises(KeyboardInterrupt):
         remember(path, -FORMS)
     assert list(tmp_path.iterdir()) == [path]
-    kept = recalled(path, 1)
+    kept = recall(path, 1)
     assert kept is not None
     np.testing.assert_array_equal(kept[0], FORMS)

@@ -35,10 +35,12 @@ def test_bisection_finds_the_edge(
     edge: float, most: float, guess: float | None
 ) -> None:
     """Wherever it begins."""
-    found = search.largest(lambda ratio: ratio <= edge, 0.0, most, 0.01, guess)
+    found = search.largest_ratio(lambda ratio: ratio <= edge, 0.0, most, 0.01, guess)
     assert found is not None and found <= edge
     assert found >= min(edge, most) - 0.01 - 1e-6
-    floor = search.largest(lambda ratio: ratio <= edge, most / 2, most, 0.01, guess)
+    floor = search.largest_ratio(
+        lambda ratio: ratio <= edge, most / 2, most, 0.01, guess
+    )
     assert (floor is None) == (edge < most / 2)
 
 
@@ -49,7 +51,7 @@ def test_ends_are_not_scored_where_the_middle_decides() -> None:
         asked.append(ratio)
         return ratio <= 0.6
 
-    assert search.largest(reaches, 0.2, 0.9, 0.01) == pytest.approx(0.6, abs=0.01)
+    assert search.largest_ratio(reaches, 0.2, 0.9, 0.01) == pytest.approx(0.6, abs=0.01)
     assert len(asked) == 7 and not {0.2, 0.9} & set(asked)
 
 
@@ -61,7 +63,7 @@ def test_a_good_guess_saves_scores(guess: float, scores: int) -> None:
         asked.append(ratio)
         return ratio <= 0.6
 
-    found = search.largest(reaches, 0.2, 0.99, 0.01, guess)
+    found = search.largest_ratio(reaches, 0.2, 0.99, 0.01, guess)
     assert found is not None and 0.59 <= found <= 0.6
     assert len(asked) == scores
 
@@ -91,7 +93,7 @@ def test_questions_end_where_too_many_have_failed(right: set[int], needed: int) 
     exam = exams.Exam("retrieval", tuple(made))
     failed: list[int] = []
     first = Oracle(exam, right)
-    found = exams.asked(exam, first, needed / 10, failed)
+    found = exams.ask(exam, first, needed / 10, failed)
     reached = len(right) >= needed
     assert (found.most >= needed / 10) == reached
     assert found.most >= len(right) / 10 - 1e-9
@@ -99,7 +101,7 @@ def test_questions_end_where_too_many_have_failed(right: set[int], needed: int) 
         assert found.most == pytest.approx(len(right) / 10)
         assert set(failed) == set(range(10)) - right
     again = Oracle(exam, right)
-    assert exams.asked(exam, again, needed / 10, failed).most == found.most
+    assert exams.ask(exam, again, needed / 10, failed).most == found.most
     if not reached:
         assert len(again.asked) == 11 - needed <= len(first.asked)
 

@@ -28,7 +28,7 @@ def test_gradients_of_few_places_are_those_of_a_whole_run(
 
     def lanes() -> list[sensitivity.ObservedLane]:
         draw = torch.Generator().manual_seed(0)
-        return sensitivity.observed(decoder, reading, draw)
+        return sensitivity.observe(decoder, reading, draw)
 
     few = lanes()
     monkeypatch.setattr(decoders, "FEW", 0.0)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.text.guide import Guide, Guides, StructureError, masks_of
-from kvlathe.runtime.text.masks import Masks, masked
+from kvlathe.runtime.text.masks import Masks, apply_masks
 from kvlathe.runtime.text.structure import Structure
 from kvlathe.runtime.text.tokenizer import Tokenizer
 from tests.support.runtime_cases import MODEL
@@ -41,7 +41,7 @@ def allowed(guide: Guide) -> set[int]:
     masks = masks_of([guide])
     assert masks
     logits = np.zeros((1, VOCABULARY), np.float32)
-    return set(np.flatnonzero(np.isfinite(masked(logits, masks))[0]).tolist())
+    return set(np.flatnonzero(np.isfinite(apply_masks(logits, masks))[0]).tolist())
 
 
 def begins_one(text: bytes, whole: list[bytes]) -> bool:
@@ -207,7 +207,7 @@ def test_a_vocabulary_that_is_larger_than_the_tokenizers_is_never_used() -> None
         (VOCABULARY + 131) // 32,
     )
     logits = np.zeros((1, VOCABULARY + 100), np.float32)
-    assert not np.isfinite(masked(logits, masks)[0, VOCABULARY:]).any()
+    assert not np.isfinite(apply_masks(logits, masks)[0, VOCABULARY:]).any()
 
 
 def test_blanks_between_parts_of_json_come_to_an_end() -> None:

@@ -29,8 +29,8 @@ from kvlathe.runtime.text.sampler import (
     Request,
     Sampler,
     StepRows,
+    apply_changes,
     at_least,
-    changed,
     kept,
     logprob,
     rows_of,
@@ -220,7 +220,7 @@ def test_kept_tokens_have_the_probabilities_of_transformers(
     )
     logits = logits_of(seed, 1)
     rows = rows_of([Request(Sampler(asked), context, len(context))])
-    penalized = logits if rows.changes is None else changed(logits, rows.changes)
+    penalized = logits if rows.changes is None else apply_changes(logits, rows.changes)
     places, weights = kept(
         penalized[0],
         penalized.max(),

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvlathe.layers.coded_weight import CodedWeight, middle, unpacked
+from kvlathe.layers.coded_weight import CodedWeight, middle, unpack
 
 FP8 = torch.float8_e4m3fn
 MOST = torch.finfo(FP8).max
@@ -54,7 +54,7 @@ class CodeTable:
     def widened(self, dtype: torch.dtype) -> Tensor:
         """The weights of 4 bits [N, K]."""
         groups = len(self.scales)
-        codes = unpacked(self.codes, 4)
+        codes = unpack(self.codes, 4)
         numbers = codes.unflatten(1, (groups, -1)).float()
         zeros = middle(4) if self.zeros is None else self.zeros.T.unsqueeze(-1)
         scales = self.scales.T.unsqueeze(-1)

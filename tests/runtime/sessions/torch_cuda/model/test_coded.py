@@ -15,7 +15,7 @@ from kvlathe.export.folding.fold import fold
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.model.coded_weights import CodedWeights
 from kvlathe.export.model.decoder import Decoder
-from kvlathe.export.model.quantize import quantized
+from kvlathe.export.model.quantize import quantize
 from kvlathe.export.model.weights_file import wiring
 from kvlathe.layers.coded_weight import CodedWeight, middle
 from kvlathe.plan.deal import deal
@@ -58,7 +58,7 @@ def needs_fp8(device: str) -> None:
 
 
 def coded(outputs: int, inputs: int, form: WeightFormat, device: str) -> CodedWeight:
-    found = quantized(torch.randn(outputs, inputs) / inputs**0.5, form, torch.float16)
+    found = quantize(torch.randn(outputs, inputs) / inputs**0.5, form, torch.float16)
     zeros = found.zeros
     if zeros is not None:
         one_more = middle(4) + 1
