@@ -23,6 +23,7 @@ from tests.native.library import Library
 from tests.native.step16 import Step16, same_with_copies, step_of
 from tests.native_cpu.library import Call
 from tests.support.attend_cases import Case, plan_of
+from tests.support.mixed_cases import FLOATS
 
 SLOW = settings(
     deadline=None,
@@ -49,6 +50,7 @@ TIERS = (
     Tier(16, 4, "rank", "rank"),
     Tier(2, 16, "token", "rank"),
     Tier(3, 2, "token", "rank", coding_v="normal"),
+    *FLOATS,
 )
 
 

@@ -28,6 +28,7 @@ from tests.native_cpu.library import (
     Call,
 )
 from tests.support.attend_cases import Array, Case, cases, plan_of
+from tests.support.mixed_cases import FLOATS
 
 ISAS = {
     "portable": PORTABLE,
@@ -123,6 +124,7 @@ LONG_TIERS = [
     Tier(3, 3, "token", "rank", 64, 48),
     Tier(2, 4, "rank", "rank", 64, 32, coding_k="normal", coding_v="normal"),
     Tier(3, 3, "rank", "rank", 128, 128, coding_k="normal", coding_v="normal"),
+    *FLOATS[:3],
 ]
 
 

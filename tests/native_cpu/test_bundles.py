@@ -25,6 +25,7 @@ from tests.native_cpu.test_many_buckets import emulated
 from tests.support.attend_cases import Case, plan_of
 from tests.support.emulated import AttentionLibrary
 from tests.support.mixed_cases import mixed_steps
+from tests.support.runtime_cases import F8
 
 SOME = settings(
     deadline=None,
@@ -119,7 +120,7 @@ def test_bundles_over_codes_are_masked_attention(
     check(library, case, 1e-2 if len(case.plan.index.tiers) > 1 else 2e-3)
 
 
-@pytest.mark.parametrize("tier", CODES, ids=str)
+@pytest.mark.parametrize("tier", [*CODES, F8], ids=str)
 def test_rows_do_not_depend_on_their_bundle(
     library: AttentionLibrary, tier: Tier
 ) -> None:

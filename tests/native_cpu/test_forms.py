@@ -18,6 +18,7 @@ from kvlathe.plan.layer_table import format_fields
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import SEAL
 from tests.support.attend_cases import plan_of
+from tests.support.mixed_cases import FLOATS
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "plugins_cpp"
@@ -33,6 +34,7 @@ TIERS = [
     Tier(16, 4, "rank", "rank"),
     *(Tier(b, b, "rank", "rank", coding_k="normal", coding_v="normal") for b in (4, 3)),
     Tier(2, 3, "rank", "token", 32, 64, coding_k="normal"),
+    *FLOATS,
 ]
 
 

@@ -23,6 +23,7 @@ from kvlathe.runtime.native.library import Native
 from kvlathe.runtime.sessions.host.pages import HostPages
 from tests.native_cpu.library import AUTO, AVX2, NEON, PORTABLE
 from tests.support.attend_cases import plan_of
+from tests.support.mixed_cases import FLOATS
 
 GROUPS = st.sampled_from([16, 32, 48, 64])
 AXES = st.sampled_from(["rank", "token"])
@@ -86,7 +87,7 @@ def filled(plan: CompressionPlan, seed: int) -> HostPages:
 @settings(max_examples=150)
 @given(
     isa=st.sampled_from([PORTABLE, AVX2, NEON, AUTO]),
-    tier=TIERS | FIXED | COUNTED,
+    tier=TIERS | FIXED | COUNTED | st.sampled_from(FLOATS),
     hot=st.sampled_from([16, 32]),
     page=st.sampled_from([16, 64, 80]),
     seed=st.integers(0, 2**33),

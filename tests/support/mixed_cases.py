@@ -3,6 +3,7 @@ fresh bucket, as a build chooses them. And random steps of them."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,10 +15,18 @@ from kvlathe.plan.heads import Lane
 from kvlathe.plan.lives import SEAL, Life, Window
 from kvlathe.plan.plan import CompressionPlan
 from tests.support.attend_cases import Case, plan_of, scored
-from tests.support.runtime_cases import model_shape, plan_for
+from tests.support.runtime_cases import F8, model_shape, plan_for
 
 HOT = Tier(16, 16)
 NORMAL: dict[str, Any] = {"coding_k": "normal", "coding_v": "normal"}
+FLOATS = (
+    F8,
+    dataclasses.replace(F8, bits_v=4, axis_v="token", group_v=32, coding_v="affine"),
+    dataclasses.replace(F8, bits_k=3, axis_k="token", group_k=32, coding_k="affine"),
+    dataclasses.replace(F8, bits_k=16, group_k=64, coding_k="affine"),
+    dataclasses.replace(F8, bits_v=4, group_v=48, coding_v="normal"),
+)
+"""Of 8 bits: K and V, and one of them beside other formats."""
 TIERS = (
     Tier(8, 8),
     Tier(4, 4),
@@ -36,6 +45,7 @@ TIERS = (
     Tier(3, 4, "token", "token", 64, 16),
     Tier(8, 2, "token", "token", 16, 32),
     Tier(2, 3, "rank", "rank", 48, 32),
+    *FLOATS,
 )
 RANKS = ((48, 64), (128, 16), (16, 128), (32, 32), (96, 80), (80, 112), (64, 48))
 Kind = tuple[Tier, Life]
@@ -47,8 +57,9 @@ SEALED: tuple[Kind, ...] = (
     (Tier(4, 8, "token", "rank"), SEAL),
     (Tier(8, 8), NEWEST),
     (Tier(8, 4, "rank", "rank", coding_v="normal"), NEWEST),
+    (F8, SEAL),
 )
-OF_LANES = (0, 1, 2, 3, 4, 0, 5, 1)
+OF_LANES = (0, 1, 2, 3, 4, 6, 5, 1)
 """The two heads of every layer of lathe-5m see different windows."""
 
 

@@ -23,6 +23,7 @@ from kvlathe.plan.token_fields import score_fields
 from kvlathe.runtime.native.cuda import F16, AttendDecodeArgs, CudaLibrary, LayerForm
 from kvlathe.runtime.native.library import ABI_VERSION
 from kvlathe.runtime.native.observing import DeviceStep, LayerScores
+from tests.support.runtime_cases import F8
 
 Array = npt.NDArray[Any]
 Key = tuple[int, int, int]  # sequence, bucket, lane
@@ -33,6 +34,7 @@ COLD = (
     Tier(2, 4, "rank", "rank", 64, 64),
     Tier(3, 3, "rank", "rank", 64, 64),
     Tier(4, 4, "rank", "rank", 64, 64, coding_k="normal", coding_v="normal"),
+    F8,
 )
 
 ALONG_TOKENS = (

@@ -13,9 +13,11 @@ from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import SEAL
 from tests.support.attend_cases import plan_of
 from tests.support.format_cases import CODED_TIERS
+from tests.support.mixed_cases import FLOATS
 
 TIERS = [
     *CODED_TIERS,
+    *FLOATS,
     Tier(3, 3, "rank", "token", 32, 64, rounding="stochastic"),
     Tier(3, 8, "token", "rank", 48, 48, span_k=0.7),
     Tier(4, 3, "rank", "rank", coding_k="normal", coding_v="normal"),
