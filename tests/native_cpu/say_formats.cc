@@ -7,8 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "common/float8.h"
 #include "common/formats.h"
 #include "common/layer_table.h"
+#include "cpu/numbers.h"
 
 namespace kvlathe {
 namespace {
@@ -53,6 +55,19 @@ Numbers of_table(const Format &format) {
   return worth;
 }
 
+// What a float of 8 bits is worth, in 512ths.
+Numbers of_float8(int code) {
+  const float small = float_of_half(small_half_of(uint8_t(code)));
+  return {int64_t(small * kFloat8Unit * 512)};
+}
+
+// The code nearest to the float with such bits, and the least half from it up.
+Numbers of_float(uint32_t bits) {
+  const float x = float_of_bits(bits);
+  const uint16_t nearest = half_of_float(x);
+  return {float8_of(x), least_half(x, nearest, float_of_half(nearest))};
+}
+
 // Where code `code` of a row of `count` codes of 3 bits begins, and its run.
 Numbers of_threes(int64_t code, int64_t count) {
   const Threes place = threes_at(code, count);
@@ -90,6 +105,10 @@ Numbers answer(const std::string &question, const Numbers &x) {
     return {token_groups(number(0), number(1))};
   if (question == "table")
     return of_table({number(0), number(1), 16});
+  if (question == "float8")
+    return of_float8(number(0));
+  if (question == "float")
+    return of_float(uint32_t(x.at(0)));
   if (question == "threes")
     return of_threes(x.at(0), x.at(1));
   if (question == "bucket")

@@ -4,6 +4,7 @@ kvlathe/plan/formats.py says."""
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -12,7 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvlathe.plan.formats import META_BYTES, NAMES, Format, Tier, aligned, sum_bytes
+from kvlathe.plan.codec import e4m3_codes, half_from
+from kvlathe.plan.formats import (
+    META_BYTES,
+    NAMES,
+    WHOLE_RANK,
+    Format,
+    Tier,
+    aligned,
+    sum_bytes,
+)
 from kvlathe.plan.layer_table import POOLS, format_fields
 from kvlathe.plan.packing import pack
 from tests.support.format_cases import CODED_BITS, TIERS
@@ -21,6 +31,11 @@ HERE = Path(__file__).parent
 PLUGINS = HERE.parents[1] / "plugins_cpp"
 LETTERS = {"affine": "u", "normal": "n", "float8": "f"}
 RANKS, GROUPS, PAGES = (16, 48, 96, 112, 128), (16, 32, 48, 64, 128), (16, 64, 96)
+
+COMPARISON = re.compile(
+    r"\bk?[Bb]its(_[kv])?\)? *([=!]=|[<>]=?) *\d|\d *([=!]=|<|>) *k?[Bb]its"
+)
+"""Of the bits of a format with a number, in C++."""
 
 Answer = list[int]
 Table = dict[str, Answer]
@@ -98,6 +113,27 @@ def tables() -> Table:
     return table
 
 
+def floats() -> Table:
+    """What 8-bit floats are worth; and the nearest of them, and the least half, of random
+    numbers, of those between two codes, and of their neighbours."""
+    worth = np.array(Format(8, "rank", WHOLE_RANK, coding="float8").table, np.float32)
+    table: Table = {}
+    for code in np.flatnonzero(np.isfinite(worth)):
+        table[f"float8 {code}"] = [int(512 * worth[code])]
+    positive = worth[:127]
+    middles = (positive[1:] + positive[:-1]) / 2
+    rng = np.random.default_rng(0)
+    several = np.exp(rng.normal(0, 3, 500)).astype(np.float32)
+    sizes = np.concatenate([positive, middles, several, np.float32([449, 6e4])])
+    sizes = np.concatenate([np.nextafter(sizes, np.float32(to)) for to in (0, 1e30)])
+    numbers = np.concatenate([sizes, middles, positive, -sizes, -middles])
+    halves = half_from(np.maximum(numbers, 0)).view(np.uint16)
+    codes = e4m3_codes(numbers)
+    for x, code, half in zip(numbers.view(np.uint32), codes, halves, strict=True):
+        table[f"float {x}"] = [int(code), int(half)]
+    return table
+
+
 def threes() -> Table:
     """Where each eight codes of 3 bits lie: the first codes of their bytes alone are
     not 0."""
@@ -123,7 +159,9 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-@pytest.mark.parametrize("table", [widths, sizes, groups, buckets, tables, threes])
+@pytest.mark.parametrize(
+    "table", [widths, sizes, groups, buckets, tables, floats, threes]
+)
 def test_both_sides_say_the_same(program: Path, table: Callable[[], Table]) -> None:
     expected = table()
     questions = "\n".join(expected)
@@ -140,3 +178,28 @@ def test_a_name_says_the_bits_and_whether_there_are_codes() -> None:
         kind = LETTERS[form.coding] if form.is_coded else "f"
         assert form.name == f"{kind}{form.bits}"
     assert {form.bits for form in every_format()} == set(NAMES)
+
+
+@pytest.mark.parametrize(
+    "line", ["if (kBits == 8)", "side.bits < 16 ?", "bits_k != 3", "16 == bits"]
+)
+def test_a_comparison_is_found(line: str) -> None:
+    assert COMPARISON.search(line)
+
+
+@pytest.mark.parametrize("line", ["1 << bits", "bits = 16", "bits >> 20", "kBits / 8"])
+def test_arithmetic_is_no_comparison(line: str) -> None:
+    assert not COMPARISON.search(line)
+
+
+def test_no_other_file_compares_bits() -> None:
+    """A format that none of them knows by its width needs no change there."""
+    found: list[str] = []
+    for path in (PLUGINS / "src").rglob("*.*"):
+        if path.name == "formats.h":
+            continue
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+            code = line.split("//")[0]
+            if COMPARISON.search(code):
+                found.append(f"{path.name}:{number}: {code.strip()}")
+    assert not found

@@ -61,6 +61,20 @@ KVLATHE_INLINED void for_bits(int bits, Body body) {
   }
 }
 
+// The same of 8, 4 and 2 bits, which the kernels of codes on a GPU read; or else runs other().
+struct Nothing {
+  KVLATHE_ANYWHERE void operator()() const {}
+};
+template <class Body, class Other = Nothing>
+KVLATHE_INLINED void for_known_bits(int bits, Body body, Other other = {}) {
+  switch (bits) {
+    case 8: body(std::integral_constant<int, 8>{}); break;
+    case 4: body(std::integral_constant<int, 4>{}); break;
+    case 2: body(std::integral_constant<int, 2>{}); break;
+    default: other();
+  }
+}
+
 // A block has 64 codes, a row's last one what is left.
 constexpr int kBlockCodes = 64;
 KVLATHE_ANYWHERE constexpr int runs_of(int bits) { return in_blocks(bits) ? 3 : 1; }
@@ -127,6 +141,7 @@ struct CodeForm {
   static constexpr int bits = bits_, runs = runs_of(bits);
   static constexpr int planes = codes_together(bits);  // codes in one byte of each run
   static constexpr bool packed = is_packed(bits), blocks = in_blocks(bits);
+  static constexpr bool nibbles = is_nibble(bits), crumbs = is_crumb(bits);
   static constexpr Coding coding = coding_;
   static constexpr bool levels = has_levels(coding), floats = has_floats(coding);
 };

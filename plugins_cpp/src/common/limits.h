@@ -1,4 +1,4 @@
-// How large things may be: every limit of the kernels, and the words that refuse more.
+// Limits: the largest sizes that the kernels take, and the words that refuse more.
 //
 // Python reads the numbers from this file and refuses a plan beyond them when an engine is built
 // or loaded (kvlathe/base/kernel_limits.py). So each stands on a line of its own.

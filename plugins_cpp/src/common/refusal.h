@@ -1,4 +1,4 @@
-// How the library refuses: one exception inside, one status at the C boundary.
+// Refusals: one exception inside the library, one status at the C boundary.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// What a query sees of the tokens before it: the equations of Window in
+// Windows: the tokens that a query sees of those before it. The equations are those of Window in
 // kvlathe/plan/lives.py.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Where a lane's K or V lies in a page, as Rows (kernels.h).
+// The place of a lane's K or V in a page, as Rows (kernels.h).
 #pragma once
 
 #include "common/formats.h"

@@ -1,5 +1,5 @@
-// What integer products with codes share on every instruction set: how the elements of a row are cut
-// into sections and pieces, and the integer form of x. Included by kernels.cc only.
+// Sections and pieces of a row of codes, and the integer form of x: integer products share them on
+// every instruction set. Included by kernels.cc only.
 //
 // x becomes a 15-bit integer, 128 * high + low with both in a signed byte: x ~ unit * (128 high +
 // low). Per group of a row

@@ -43,8 +43,8 @@ int sve_bits() {
 
 // Vectors of 128 bits are NEON's.
 const Kernels* sve_kernels() {
-  const int bits = sve_bits();
-  return bits == 256 ? &kSve256 : bits == 512 ? &kSve512 : nullptr;
+  const int vector = sve_bits();
+  return vector == 256 ? &kSve256 : vector == 512 ? &kSve512 : nullptr;
 }
 #endif
 

@@ -1,4 +1,4 @@
-// Which of the compiled kernels run on this machine.
+// The choice among the compiled kernels: those that run on this machine.
 #pragma once
 
 #include "cpu/kernels.h"

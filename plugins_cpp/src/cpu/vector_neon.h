@@ -1,4 +1,4 @@
-// What integer products on Arm need of vectors (products_arm.h), with 128 bits: NEON.
+// Vectors of 128 bits for integer products on Arm (products_arm.h): NEON.
 #pragma once
 
 #include <arm_neon.h>

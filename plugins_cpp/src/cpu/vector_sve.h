@@ -1,4 +1,4 @@
-// What integer products on Arm need of vectors (products_arm.h), with SVE vectors of a length that is
+// SVE vectors for integer products on Arm (products_arm.h), of a length that is
 // known here: two or four segments of 128 bits.
 #pragma once
 

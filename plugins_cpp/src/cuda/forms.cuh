@@ -46,11 +46,11 @@ struct Dequantizer<Bfloat> {
 // Loads eight codes, and gives each a byte.
 template <int kBits>
 __device__ __forceinline__ void load_codes(uint32_t (&codes)[2], uint32_t from) {
-  if constexpr (kBits == 8) {
+  if constexpr (is_byte(kBits)) {
     load_vector(codes, from);
   } else {
     uint32_t even, odd;
-    if constexpr (kBits == 4) {
+    if constexpr (is_nibble(kBits)) {
       const uint32_t x = load_word(from);
       even = x & 0x0f0f0f0f, odd = x >> 4 & 0x0f0f0f0f;
     } else {
@@ -96,7 +96,7 @@ __device__ inline void load_threes(uint32_t (&codes)[2], uint32_t from, int run)
 template <int kBits>
 __device__ __forceinline__ void load_row_codes(uint32_t (&codes)[2], uint32_t row, int code,
                                                int count) {
-  if constexpr (kBits == 3) {
+  if constexpr (in_blocks(kBits)) {
     const Threes place = threes_at(code, count);
     load_threes(codes, row + int(place.at), int(place.run));
   } else {
@@ -112,7 +112,7 @@ __device__ __forceinline__ uint32_t levels_of_codes(uint32_t codes) {
   uint32_t x = (codes | codes >> 4) & 0x00ff00ff;
   x = (x | x >> 8) & 0xffff;  // half a byte each: which byte of two words
   const uint32_t low = __byte_perm(a, b, x & 0x7777);
-  if constexpr (kBits < 4) return low;
+  if constexpr (!is_nibble(kBits)) return low;
   return __byte_perm(low, __byte_perm(c, d, x & 0x7777), 0x3210 | (x & 0x8888) >> 1);
 }
 
@@ -128,7 +128,7 @@ __device__ __forceinline__ void convert_tokens(const FormRows& from, int token, 
   const int row = threadIdx.x % 16, half = threadIdx.x % 32 / 16, steps = from.rank / 16;
   const int least = steps / from.groups, longer = steps - least * from.groups;
   const uint32_t codes = from.codes + (token + row) * (from.rank * kBits / 8);
-  const bool fixed = kBits < 8 && from.side.fixed_levels();
+  const bool fixed = CodeForm<kBits>::packed && from.side.fixed_levels();
   const int meta_bytes = from.side.meta_bytes<false>();
   uint32_t meta = from.meta + (token + row) * from.groups * meta_bytes;
   int step = 0;
@@ -143,7 +143,7 @@ __device__ __forceinline__ void convert_tokens(const FormRows& from, int token, 
     for (const int end = step + least + (group < longer); step < end; ++step) {
       uint32_t x[2], y[4];
       load_row_codes<kBits>(x, codes, 16 * step + 8 * half, from.rank);
-      if constexpr (kBits < 8) {
+      if constexpr (is_packed(kBits)) {
         if (fixed) x[0] = levels_of_codes<kBits>(x[0]), x[1] = levels_of_codes<kBits>(x[1]);
       }
 #pragma unroll
@@ -231,20 +231,13 @@ __device__ __forceinline__ void convert_form(const FormRows& from, int token, in
   if constexpr (kFloat8) {
     if (from.side.float8()) return convert_floats<E>(from, token, valid, to);
   }
-  const auto convert = [&](auto bits) {
+  for_bits(from.side.bits, [&](auto bits) {
     constexpr int kBits = decltype(bits)::value;
     if (from.side.by_channel())
       convert_channels<E, kBits>(from, token, group, valid, to);
     else
       convert_tokens<E, kBits>(from, token, valid, to);
-  };
-  using std::integral_constant;
-  switch (from.side.bits) {
-    case 8: convert(integral_constant<int, 8>{}); break;
-    case 4: convert(integral_constant<int, 4>{}); break;
-    case 3: convert(integral_constant<int, 3>{}); break;
-    case 2: convert(integral_constant<int, 2>{}); break;
-  }
+  });
 }
 
 }  // namespace kvlathe::cuda

@@ -1,4 +1,4 @@
-// What the hosts of all kernels share: refusals, and errors of the device.
+// Helpers of every kernel's host: refusals, errors of the device, shared memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -34,9 +34,9 @@ inline void check_element(int32_t element) {
 // Whether the kernels of codes (decode_codes.cu, prompt_codes.cuh) read a part. Those of general
 // calls read the others.
 inline bool known_codes(const kvlathe_part& part) {
-  return part.bits_k == part.bits_v && part.bits_k != 3 && part.axis_k == KVLATHE_AXIS_RANK &&
-         part.axis_v == KVLATHE_AXIS_TOKEN && is_power_of_two(part.group_v) &&
-         part.group_v >= kLeastCodedGroup;
+  return part.bits_k == part.bits_v && !in_blocks(part.bits_k) &&
+         part.axis_k == KVLATHE_AXIS_RANK && part.axis_v == KVLATHE_AXIS_TOKEN &&
+         is_power_of_two(part.group_v) && part.group_v >= kLeastCodedGroup;
 }
 
 // Whether a call, or a list of pages, has floats of 8 bits: kernels of their own read and write them.

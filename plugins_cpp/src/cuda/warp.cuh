@@ -1,4 +1,4 @@
-// What the threads of a block do together, for kernels that tests also run on a CPU. The tests have
+// Joint actions of a block's threads, for kernels that tests also run on a CPU. The tests have
 // a file of this name with the same functions (tests/native_cpu/emulated).
 #pragma once
 

@@ -240,7 +240,7 @@ void check(const Layer& layer, const kvlathe_append_args& a) {
   check_element(a.element);
   check_device(a.element);
   require(a.tokens >= 0, KVLATHE_BAD_ARGUMENT, "tokens is negative");
-  require(t.hot_bits == 16, KVLATHE_UNSUPPORTED,
+  require(is_half(t.hot_bits), KVLATHE_UNSUPPORTED,
           "the CUDA kernels append to 16-bit pages and the plan's hot pages have 32 bits");
   check_bucket_count(t.buckets);
   check_lane_count(t.lanes);

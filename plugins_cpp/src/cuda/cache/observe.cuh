@@ -1,4 +1,4 @@
-// What observed rows give the tokens that they attend. Two kernels: the state (m, l) of every
+// Observed attention: the probabilities that observed rows give to tokens, summed. Two kernels: the state (m, l) of every
 // observed row's softmax, and then, for 64 tokens of a lane at a time, the sum of their
 // probabilities. A token's score has one writer, so nothing is added atomically.
 //

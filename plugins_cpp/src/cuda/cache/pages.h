@@ -1,4 +1,4 @@
-// What seal refuses of whole pages, before it starts: their lanes may be those of all layers.
+// Checks of whole pages before they are sealed: their lanes may be those of all layers.
 #pragma once
 
 #include "common/lanes.h"
@@ -19,7 +19,7 @@ inline void check_pages(const kvlathe_part& part, int32_t page_tokens, const voi
           "the pool is smaller than one page");
   check_aligned(pool, kOffsetBytes, "the pool");
   check_lanes(part, page_tokens);
-  require(part.bits_k != 32 && part.bits_v != 32, KVLATHE_UNSUPPORTED,
+  require(!is_single(part.bits_k) && !is_single(part.bits_v), KVLATHE_UNSUPPORTED,
           "a part has 32 bits: CUDA pages have 16 or fewer");
   for (int32_t i = 0; i < part.lane_count; ++i) {
     check_cuda_ranks(lanes_of(part)[i].rank_k, lanes_of(part)[i].rank_v);

@@ -107,7 +107,7 @@ __device__ void seal_group(const SealForm& p, const SealSlab& slab, const Group&
 
 // Writes codes i .. i + 7 of a row of `count` codes of 4, 3 or 2 bits.
 __device__ void store_eight(char* row, int bits, int i, int count, const uint32_t (&codes)[8]) {
-  if (bits == 3) {  // kvlathe/plan/packing.py
+  if (in_blocks(bits)) {  // kvlathe/plan/packing.py
     const Threes place = threes_at(i, count);
     const uint32_t six = codes[6], seven = codes[7];
     const uint32_t last[3] = {six & 3, seven & 3, six >> 2 | seven >> 2 << 1};
@@ -118,7 +118,7 @@ __device__ void store_eight(char* row, int bits, int i, int count, const uint32_
   }
   uint32_t word = 0;
   for (int k = 0; k < 8; ++k) word |= codes[k] << k * bits;
-  if (bits == 4)
+  if (is_nibble(bits))
     *reinterpret_cast<uint32_t*>(row + i / 2) = word;
   else
     *reinterpret_cast<uint16_t*>(row + i / 4) = uint16_t(word);
@@ -226,12 +226,12 @@ __device__ void seal_any_group(const SealForm& p, const SealSlab& slab, const Gr
     if (slab.span == SealSlab::kFloats) return seal_floats(slab, group, index, inner, page, value);
   }
   if (slab.span == SealSlab::kFixedLevels) {
-    if (slab.bits == 4) seal_fixed<4>(slab, group, index, inner, page, value);
-    if (slab.bits == 3) seal_fixed<3>(slab, group, index, inner, page, value);
-    if (slab.bits == 2) seal_fixed<2>(slab, group, index, inner, page, value);
+    if (is_nibble(slab.bits)) seal_fixed<4>(slab, group, index, inner, page, value);
+    if (in_blocks(slab.bits)) seal_fixed<3>(slab, group, index, inner, page, value);
+    if (is_crumb(slab.bits)) seal_fixed<2>(slab, group, index, inner, page, value);
     return;
   }
-  if (slab.bits != 3)
+  if (!in_blocks(slab.bits))
     return seal_group<E>(p, slab, group, index, values, pitch, inner, position, page);
   seal_threes(slab, group, index, inner, page, value, [&](float x, int i) {
     if (!p.stochastic) return rintf(x);
@@ -337,8 +337,7 @@ void check(const kvlathe_cuda_seal_args& a) {
   check_pages(*a.target, a.page_tokens, a.pool, a.pool_bytes);
   require(a.span_k > 0 && a.span_k <= 1 && a.span_v > 0 && a.span_v <= 1, KVLATHE_BAD_ARGUMENT,
           "a span is not above 0 and at most 1");
-  require(a.source->bits_k == 16 && a.source->bits_v == 16, KVLATHE_UNSUPPORTED,
-          "the source is quantized already");
+  require(!any_quantized(*a.source), KVLATHE_UNSUPPORTED, "the source is quantized already");
 }
 
 template <class P, class E, SealKinds kKinds>
@@ -360,7 +359,7 @@ auto launcher_of(SealKinds kinds) {
 SealKinds kinds_of(const kvlathe_part& target) {
   if (any_float8(target)) return SealKinds::kFloats;
   for (const Format& format : {format_k(target), format_v(target)})
-    if (format.bits == 3 || format.fixed_levels()) return SealKinds::kAny;
+    if (in_blocks(format.bits) || format.fixed_levels()) return SealKinds::kAny;
   return SealKinds::kEven;
 }
 

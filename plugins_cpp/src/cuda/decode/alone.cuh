@@ -1,5 +1,5 @@
-// What warps that attend alone (attend_alone.cuh) have in place of a block's plan, and of what a
-// block does where a span ends. Warps of all blocks are counted one after the other.
+// The plan of a warp that attends alone (attend_alone.cuh), and the end of its spans: as blocks have
+// them elsewhere. Warps of all blocks are counted one after the other.
 #pragma once
 
 #include "cuda/decode/finish.cuh"

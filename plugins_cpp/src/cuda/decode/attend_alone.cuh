@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, kBlocksPerSM)
     }
     const int now = unit;
     unit += units;
-    if (bits == 16) {
+    if (is_half(bits)) {
       const uint32_t tile = ring.wait_oldest(bytes);
       const int rows = min(units * kRowTokens, length - now * kRowTokens);
       ring.drop_oldest(bytes);

@@ -31,7 +31,7 @@ template <class E, class P, int kSteps, int kBits>
 __global__ void __launch_bounds__(kBundledWarps * 32, kBlocksPerSM)
     attend_bundles(const __grid_constant__ P p) {
   constexpr int kParts = P::kSlots, kStates = P::kColumns / kMaxGroup;
-  constexpr bool kQuantized = kBits < 16;
+  constexpr bool kQuantized = is_quantized(kBits);
   // Rings of the warps | merge buffer | quantized queries of the warps.
   KVLATHE_DYNAMIC_SHARED(shared);
   __shared__ Block<kParts, P::kColumns> block;
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kBundledWarps * 32, kBlocksPerSM)
         const int columns = columns_of(p, head, rows_in(length));
         const uint32_t queries = ring.wait_oldest(room);
         if constexpr (kQuantized) {
-          if (bits < 16) {
+          if (is_quantized(bits)) {
             slab.set<kBits, 1>(p, head, part);
             producer.keep(slab);
 #pragma unroll 1
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kBundledWarps * 32, kBlocksPerSM)
       attend_tile_of_bundle<E>(states[0], lane16, unseen, tile, units, tokens - now * kRowTokens,
                                p.scale_log2);
       ring.drop_oldest(bytes);
-    } else if (bits == 16) {
+    } else if (is_half(bits)) {
       const uint32_t tile = ring.wait_oldest(bytes);
       ring.drop_oldest(bytes);
       producer.park(turn);

@@ -81,7 +81,7 @@ __device__ void attend_pages(State& state, const Slab& slab, uint32_t tile, uint
       const int first = token & (page_tokens - 1);
       const uint32_t page = tile + (token >= page_tokens ? slab.bytes : 0);
       const Chunk chunk{page + slab.k + first * slab.row_bytes +
-                            (kBits == 8 ? first / kPieceTokens * kPieceGap : 0),
+                            (Codes<kBits>::packed ? 0 : first / kPieceTokens * kPieceGap),
                         page + slab.k_meta + first * slab.groups.count * 4,
                         page + slab.v + first * kBits / 8,
                         page + slab.v_meta + (first >> slab.group_shift) * 4};

@@ -231,7 +231,7 @@ void decided_bundled(const kvlathe_attend_decode_args& a, const std::vector<Head
     body(decide_bundled<BundledFloat8>(bundled_kernel_float8(half), a, heads, device));
   } else if (is_general(a)) {
     body(decide_bundled<BundledGeneral>(bundled_kernel_general(half), a, heads, device));
-  } else if (bits == 16) {
+  } else if (is_half(bits)) {
     body(decide_bundled<Bundled16>(bundled_kernel_16(half), a, heads, device));
   } else {
     body(decide_bundled<BundledCodes>(bundled_kernel_codes(half, wide, bits), a, heads, device));
@@ -265,14 +265,15 @@ void decided(const kvlathe_attend_decode_args& a, const std::vector<Head>& heads
     as(kernel, Params<decltype(parts)::value>{});
   };
   using std::integral_constant;
-  if (bits == 16) {
+  if (is_half(bits)) {
     const void* kernel = decode_kernel_16(half, wide, a.part_count);
     if (a.part_count == 1) with(kernel, integral_constant<int, 1>{});
     if (a.part_count == 2) with(kernel, integral_constant<int, 2>{});
     if (a.part_count == 3) with(kernel, integral_constant<int, 3>{});
-  } else if (bits && a.part_count <= 2 && is_alone(a, int64_t(heads.size()), device)) {
+  } else if (bits != kSeveralWidths && a.part_count <= 2 &&
+             is_alone(a, int64_t(heads.size()), device)) {
     as(decode_kernel_alone(half, wide, bits, fill), AloneParams{});
-  } else if (bits && a.part_count <= 2) {
+  } else if (bits != kSeveralWidths && a.part_count <= 2) {
     with(decode_kernel_codes(half, wide, bits, fill), integral_constant<int, 2>{});
   } else {
     with(decode_kernel_any(half, wide, fill), integral_constant<int, 3>{});

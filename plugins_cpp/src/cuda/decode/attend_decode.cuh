@@ -38,15 +38,15 @@ __device__ void warm_up(const Params<kParts>& p, const Span<kParts>& span) {
   if (at < bytes + 128) prefetch(q + min(at, bytes - 1));
 }
 
-// Runs `body` with the bits of a code as a constant: kBits, or `bits` where kBits is 0.
+// Runs `body` with the bits of a code as a constant: kBits, or `bits` where those are several.
 template <int kBits, class Body>
 __device__ void with_width(int bits, Body body) {
-  if constexpr (kBits == 8 || kBits == 4 || kBits == 2) {
+  if constexpr (kBits != kSeveralWidths && is_quantized(kBits)) {
     body(std::integral_constant<int, kBits>{});
-  } else if constexpr (kBits == 0) {
-    if (bits == 8) body(std::integral_constant<int, 8>{});
-    if (bits == 4) body(std::integral_constant<int, 4>{});
-    if (bits == 2) body(std::integral_constant<int, 2>{});
+  } else if constexpr (kBits == kSeveralWidths) {
+    if (is_byte(bits)) body(std::integral_constant<int, 8>{});
+    if (is_nibble(bits)) body(std::integral_constant<int, 4>{});
+    if (is_crumb(bits)) body(std::integral_constant<int, 2>{});
   }
 }
 
@@ -65,14 +65,15 @@ __device__ __noinline__ SoftmaxState<kSteps> attend_tile_apart(uint32_t queries,
   return state;
 }
 
-// kBits: 16 where all parts have 16 bits; 8, 4 or 2 where all quantized parts have that; 0 for any.
+// kBits: 16 where all parts have 16 bits; 8, 4 or 2 where all quantized parts have that; or
+// kSeveralWidths.
 // kFill: 2 where quantized parts meet at most 4 query heads (attend_codes.cuh), else 1.
 template <class E, int kParts, int kSteps, int kBits, int kFill>
 __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
     attend_decode(const __grid_constant__ Params<kParts> p) {
   // Rings of the warps | merge buffer | quantized queries of the warps.
   KVLATHE_DYNAMIC_SHARED(shared);
-  constexpr bool kQuantized = kBits < 16;
+  constexpr bool kQuantized = is_quantized(kBits);
   __shared__ Block<kParts> block;
   __shared__ Runs<kParts> runs[kMaxWarps];
   __shared__ __align__(8) uint64_t barriers[kMaxWarps][kSlots];
@@ -145,9 +146,9 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
       unit = run.first + turn_of(part) * units, last = run.last, length = run.length;
       if (unit < last) {
         bytes = pinned(producer.room_of(at.lane[part]));
-        bits = kBits == 16 ? 16 : pinned(p.part[part].bits);
+        bits = kQuantized ? pinned(p.part[part].bits) : 16;
         const uint32_t queries = ring.wait_oldest(room);
-        if (bits < 16) {
+        if (is_quantized(bits)) {
           with_width<kBits>(bits, [&](auto constant) {
             constexpr int kWidth = decltype(constant)::value;
             slab.set<kWidth, kFill>(p, turn.head, part);
@@ -175,7 +176,7 @@ __global__ void __launch_bounds__(most_warps(kBits, kFill) * 32, kBlocksPerSM)
       const int rows = min(units * kRowTokens, length - now * kRowTokens);
       attend_tile<E>(state, lane16, tile, units, rows, p.scale_log2);
       ring.drop_oldest(bytes);
-    } else if (bits == 16) {
+    } else if (is_half(bits)) {
       const uint32_t tile = ring.wait_oldest(bytes);
       const int rows = min(units * kRowTokens, length - now * kRowTokens);
       ring.drop_oldest(bytes);

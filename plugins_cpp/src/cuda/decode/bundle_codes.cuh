@@ -29,7 +29,7 @@ __device__ void add_tile_products(int32_t (&sums)[kCodeTiles][kPairs][4], uint32
     for (int i = 0; i < kTaken / kTogether; ++i)
       load_vector(b[t][i], q + t * tile_bytes + (i * 32 + threadIdx.x % 32) * kTogether * 4);
   }
-  if constexpr (kBits == 8) {
+  if constexpr (is_byte(kBits)) {
 #pragma unroll
     for (int p = 0; p < kPairs; p += 2) {
       uint32_t a[4];
@@ -154,8 +154,8 @@ __device__ void add_tile_channels(TileSums& lows, TileSums& highs, uint32_t v, i
   load_vector(first, v);
   load_vector(second, v + 8 * v_stride);
   const auto take = [](const uint32_t (&words)[kBits / 2], int pair) {
-    const uint32_t word = kBits == 2 ? words[0] >> pair / 2 * 4 : words[pair / C::kIn];
-    return word & C::kMask << (kBits < 8 ? pair % 2 * kBits : 0);
+    const uint32_t word = C::crumbs ? words[0] >> pair / 2 * 4 : words[pair / C::kIn];
+    return word & C::kMask << (C::packed ? pair % 2 * kBits : 0);
   };
 #pragma unroll
   for (int odd = 0; odd < 2; ++odd) {
@@ -163,7 +163,7 @@ __device__ void add_tile_channels(TileSums& lows, TileSums& highs, uint32_t v, i
                            take(second, 2 + odd)};
 #pragma unroll
     for (int t = 0; t < kCodeTiles; ++t)
-      multiply_unsigned(odd && kBits < 8 ? highs[t] : lows[t], a[0], a[1], a[2], a[3],
+      multiply_unsigned(odd && C::packed ? highs[t] : lows[t], a[0], a[1], a[2], a[3],
                         p[t].all[2 * odd], p[t].all[2 * odd + 1]);
   }
 }
@@ -195,7 +195,7 @@ __device__ void add_tile_values(TileStates<kSteps>& states, const Slab& slab, ui
 #pragma unroll
       for (int i = 0; i < 4; ++i) lows[t][i] = 0, sums[t][i] = kMagicBits;
     }
-    add_tile_channels<kBits>(kBits < 8 ? lows : sums, sums, v, v_stride, p);
+    add_tile_channels<kBits>(C::packed ? lows : sums, sums, v, v_stride, p);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 group = meta_at(v_meta + (i < 2 ? 0 : 8 * meta_stride));

@@ -1,3 +1,4 @@
+// attend_bundles over 16-bit parts, compiled.
 #include "cuda/decode/attend_bundle.cuh"
 #include "cuda/decode/kernels.h"
 

@@ -1,3 +1,4 @@
+// attend_bundles over codes of one width, compiled.
 #include "cuda/decode/attend_bundle.cuh"
 #include "cuda/decode/kernels.h"
 
@@ -12,7 +13,9 @@ const void* kernel(bool wide) {
 
 template <class E>
 const void* kernel(bool wide, int bits) {
-  return bits == 8 ? kernel<E, 8>(wide) : bits == 4 ? kernel<E, 4>(wide) : kernel<E, 2>(wide);
+  const void* found = nullptr;
+  for_known_bits(bits, [&](auto known) { found = kernel<E, decltype(known)::value>(wide); });
+  return found;
 }
 
 }  // namespace

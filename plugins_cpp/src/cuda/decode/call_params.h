@@ -1,4 +1,5 @@
-// What the kernels of decode attention are told of a call: Params, and what is derived from it.
+// Kernel parameters of one call of decode attention: Params and what is derived from it, filled by
+// the host.
 #pragma once
 
 #include <algorithm>
@@ -11,12 +12,12 @@
 
 namespace kvlathe::cuda {
 
-// Of the quantized parts: 8, 4 or 2; 16: there are none; 0: they have several widths.
+// Of the quantized parts: 8, 4 or 2, or kSeveralWidths; 16: there are none.
 inline int bits_of_codes(const kvlathe_attend_decode_args& a) {
   int bits = 16;
   for (int i = 0; i < a.part_count; ++i) {
     const int one = a.parts[i].bits_k;
-    if (is_quantized(one)) bits = bits == 16 || bits == one ? one : 0;
+    if (is_quantized(one)) bits = is_half(bits) || bits == one ? one : kSeveralWidths;
   }
   return bits;
 }
@@ -24,7 +25,7 @@ inline int bits_of_codes(const kvlathe_attend_decode_args& a) {
 // Whether the call is for attend_general. With bundles there is no other kernel for several widths.
 inline bool is_general(const kvlathe_attend_decode_args& a) {
   const int bits = bits_of_codes(a);
-  const bool mixed = bits == 0 || (bits < 16 && a.part_count > 2);
+  const bool mixed = bits == kSeveralWidths || (is_quantized(bits) && a.part_count > 2);
   return names_parts(a.part_count) || is_scored(a) || ((a.flags & KVLATHE_BUNDLES) && mixed) ||
          std::any_of(a.parts, a.parts + a.part_count, [](const kvlathe_part& part) {
            return part.hidden || (any_quantized(part) && !known_codes(part));
@@ -90,7 +91,8 @@ inline LaneParams lane_params_codes(const LaneRow& row, const kvlathe_part& part
           "the lane of head " + std::to_string(row.head) +
               " is not in the order K, metadata, V, metadata");
   const int32_t copied = (of_v.meta + 15) / 16 * 16;
-  const int32_t gaps = part.bits_k == 8 && !general ? page_tokens / kPieceTokens * kPieceGap : 0;
+  const int32_t gaps =
+      is_byte(part.bits_k) && !general ? page_tokens / kPieceTokens * kPieceGap : 0;
   const int32_t units = 2 * (copied + gaps) <= kPagesBytes ? 2 : 1;
   return {row.k,
           v,

@@ -1,4 +1,4 @@
-// How a warp reads pages of codes, and queries as codes. The products with K (codes_scores.cuh) and
+// The layout of pages of codes, and of queries as codes, in the lanes of a warp. The products with K (codes_scores.cuh) and
 // with V (codes_values.cuh) share it. attend_codes.cuh says how pages are attended.
 #pragma once
 
@@ -21,11 +21,13 @@ __device__ inline float short_mantissa(float x) {
 // How a lane of a warp finds codes. In fragments it has row or column g = lane / 4 and t = lane %
 // 4.
 template <int kBits>
-struct Codes {
-  static constexpr int kIn = 8 / kBits;  // codes in a byte
+struct Codes : CodeForm<kBits> {
+  static constexpr int kIn = Codes::planes;  // codes in a byte
   // What a code is worth that stays in the higher bits of its byte.
-  static constexpr int kHigh = kBits < 8 ? 1 << kBits : 1;
-  static constexpr uint32_t kMask = kBits == 8 ? ~0u : kBits == 4 ? 0x0f0f0f0fu : 0x03030303u;
+  static constexpr int kHigh = Codes::packed ? 1 << kBits : 1;
+  static constexpr uint32_t kMask = !Codes::packed   ? ~0u
+                                    : Codes::nibbles ? 0x0f0f0f0fu
+                                                     : 0x03030303u;
   // Of 16 codes. Lane column t owns as many of a channel's 64 tokens.
   static constexpr int kStepBytes = 2 * kBits;
 
@@ -172,7 +174,7 @@ struct Slab : SlabPlaces, SlabSizes {
     groups.set(steps_k, lane.groups_k);
     row_bytes = at.rank_k * kBits / 8;
     meta_stride = p.page_tokens >> group_shift << 2;
-    if (kBits == 8) {  // this lane gives row l % 8 of matrix l / 8
+    if (!C::packed) {  // this lane gives row l % 8 of matrix l / 8
       k = (C::first_token(l % 8) + C::token(l / 8 % 2, l / 16)) * row_bytes + l % 8 / 2 * kPieceGap;
     } else {
       k = C::first_token(g) * row_bytes;

@@ -18,7 +18,7 @@ __device__ void add_products(int32_t (&sums)[kPairs / kFill][4], uint32_t k, int
 #pragma unroll
   for (int i = 0; i < kTaken / kTogether; ++i)
     load_vector(b[i], q + (i * 32 + thread) * kFill * kTogether * 4);
-  if constexpr (kBits == 8) {
+  if constexpr (is_byte(kBits)) {
 #pragma unroll
     for (int p = 0; p < kPairs; p += 2) {
       uint32_t a[4];

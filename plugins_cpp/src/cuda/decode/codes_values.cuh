@@ -89,13 +89,13 @@ __device__ void add_channels(int32_t (&lows)[4], int32_t (&highs)[4], uint32_t v
   load_vector(first, v);
   load_vector(second, v + 8 * v_stride);
   const auto take = [](const uint32_t (&words)[kBits / 2], int pair) {
-    const uint32_t word = kBits == 2 ? words[0] >> pair / 2 * 4 : words[pair / C::kIn];
-    return word & C::kMask << (kBits < 8 ? pair % 2 * kBits : 0);
+    const uint32_t word = C::crumbs ? words[0] >> pair / 2 * 4 : words[pair / C::kIn];
+    return word & C::kMask << (C::packed ? pair % 2 * kBits : 0);
   };
   constexpr int kTo = kTurn ? 2 : 0;
   multiply_unsigned(lows, take(first, kTo), take(second, kTo), take(first, 2 - kTo),
                     take(second, 2 - kTo), p[0], p[1]);
-  multiply_unsigned(kBits < 8 ? highs : lows, take(first, kTo + 1), take(second, kTo + 1),
+  multiply_unsigned(C::packed ? highs : lows, take(first, kTo + 1), take(second, kTo + 1),
                     take(first, 3 - kTo), take(second, 3 - kTo), p[2], p[3]);
 }
 
@@ -121,9 +121,9 @@ __device__ void add_values(SoftmaxState<kSteps, kFill>& state, const Slab& slab,
     // The sums start at the bits of kMagic, so that they need no conversion to floats.
     int32_t lows[4] = {0, 0, 0, 0}, sums[4] = {kMagicBits, kMagicBits, kMagicBits, kMagicBits};
     uint32_t meta = v_meta;
-    add_channels<kBits, false>(kBits < 8 ? lows : sums, sums, v, v_stride, first);
+    add_channels<kBits, false>(C::packed ? lows : sums, sums, v, v_stride, first);
     if (kFill == 2 && j * kFill + 1 < slab.steps_v) {
-      add_channels<kBits, true>(kBits < 8 ? lows : sums, sums, v + 16 * v_stride, v_stride, second);
+      add_channels<kBits, true>(C::packed ? lows : sums, sums, v + 16 * v_stride, v_stride, second);
       if (slab.thread % 4 >= 2) meta += 16 * meta_stride;
     }
 #pragma unroll

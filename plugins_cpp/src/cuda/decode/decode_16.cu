@@ -1,3 +1,4 @@
+// attend_decode over 16-bit parts, compiled.
 #include "cuda/decode/attend_decode.cuh"
 #include "cuda/decode/kernels.h"
 

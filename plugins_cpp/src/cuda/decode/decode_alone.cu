@@ -1,3 +1,4 @@
+// attend_alone, compiled.
 #include "cuda/decode/attend_alone.cuh"
 #include "cuda/decode/kernels.h"
 #include "cuda/decode/variants.h"

@@ -1,3 +1,4 @@
+// attend_decode over codes of several widths, compiled.
 #include "cuda/decode/attend_decode.cuh"
 #include "cuda/decode/kernels.h"
 
@@ -5,9 +6,9 @@ namespace kvlathe::cuda {
 namespace {
 template <class E>
 const void* kernel(bool wide, int fill) {
-  if (fill == 2) return reinterpret_cast<const void*>(attend_decode<E, 3, 8, 0, 2>);
-  return wide ? reinterpret_cast<const void*>(attend_decode<E, 3, 8, 0, 1>)
-              : reinterpret_cast<const void*>(attend_decode<E, 3, 6, 0, 1>);
+  if (fill == 2) return reinterpret_cast<const void*>(attend_decode<E, 3, 8, kSeveralWidths, 2>);
+  return wide ? reinterpret_cast<const void*>(attend_decode<E, 3, 8, kSeveralWidths, 1>)
+              : reinterpret_cast<const void*>(attend_decode<E, 3, 6, kSeveralWidths, 1>);
 }
 }  // namespace
 

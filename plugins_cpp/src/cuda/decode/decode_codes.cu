@@ -1,3 +1,4 @@
+// attend_decode over codes of one width, compiled.
 #include "cuda/decode/attend_decode.cuh"
 #include "cuda/decode/kernels.h"
 #include "cuda/decode/variants.h"

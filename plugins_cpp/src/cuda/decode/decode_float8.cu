@@ -1,5 +1,4 @@
-// The kernels of decode attention for calls with floats of 8 bits: attend_general, which reads them
-// here alone.
+// attend_general for calls with floats of 8 bits, which it reads here alone, compiled.
 #include "cuda/decode/attend_general.cuh"
 #include "cuda/decode/kernels.h"
 

@@ -1,3 +1,4 @@
+// attend_general, compiled.
 #include "cuda/decode/attend_general.cuh"
 #include "cuda/decode/kernels.h"
 

@@ -1,4 +1,4 @@
-// What is done where a span ends. The warps of a block merge their states; so do the blocks that
+// The end of a span. The warps of a block merge their states; so do the blocks that
 // share a pair, a (sequence, head), through device memory.
 #pragma once
 

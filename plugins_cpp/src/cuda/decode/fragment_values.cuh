@@ -1,4 +1,4 @@
-// What 64 tokens of a page of codes add to the sums of values (fragments.cuh).
+// The sums of values, and what 64 tokens of a page of codes add to them (fragments.cuh).
 #pragma once
 
 #include "cuda/decode/fragments.cuh"

@@ -1,4 +1,4 @@
-// What one launch of attend_decode is told, by value. The host decides all sizes.
+// Kernel parameters of one launch of attend_decode, by value. The host decides all sizes.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +28,7 @@ constexpr int kMaxWarps = KVLATHE_WARPS;
 // holds the rings of fewer warps. The registers of the others then serve loads on their way. Warps
 // that attend alone (attend_alone.cuh) are kMaxWarps at every width.
 __host__ __device__ constexpr int most_warps(int bits, int fill) {
-  return bits == 8 && fill == 2 ? kMaxWarps * 3 / 4 : kMaxWarps;
+  return is_byte(bits) && fill == 2 ? kMaxWarps * 3 / 4 : kMaxWarps;
 }
 // And of attend_general, which needs more registers than 8 warps would leave it.
 constexpr int kGeneralWarps = kMaxWarps * 3 / 4;
@@ -54,6 +54,9 @@ constexpr int kLeastBlockWeight = (16 << 10) / kWeight;
 // than its bytes and are as many at every width.
 constexpr int kTileWeight = (1 << 10) / kWeight;
 constexpr int kGeneralTileWeight = (1 << 14) / kWeight;
+
+// The bits of codes in a call where parts have several, and in the kernel that takes any.
+constexpr int kSeveralWidths = 0;
 
 struct PartParams {
   const int32_t* page_table;

@@ -1,4 +1,4 @@
-// What plan.cu needs to know of a call of attend_decode. schedule.cuh says how work is divided.
+// The sizes of a call of attend_decode that plan.cu plans with. schedule.cuh says how work is divided.
 #pragma once
 
 #include "cuda/decode/params.h"

@@ -165,7 +165,8 @@ struct PageIds<true> {
 template <class P, int kBits, bool kParks>
 struct Producer : Feed {
   static constexpr int kParts = P::kSlots;
-  static constexpr bool kQuantized = kBits < 16, kPieces = kBits == 8 || kBits == 0;
+  static constexpr bool kQuantized = is_quantized(kBits),
+                        kPieces = is_byte(kBits) || kBits == kSeveralWidths;
   const P& p;
   Ring& ring;
   Runs<kParts>& runs;
@@ -318,7 +319,7 @@ struct Producer : Feed {
       tile_room = pinned(room_of(lane));
       tile_pages = bulk ? units : 0;
       if (bulk) {
-        pieces = kPieces && bits == 8 ? p.page_tokens / kPieceTokens : 0;
+        pieces = kPieces && is_byte(bits) ? p.page_tokens / kPieceTokens : 0;
         piece_bytes = kPieceTokens * at.rank_k;
       }
       if (!kQuantized) copies.set(at.rank_k, at.rank_v, units);

@@ -1,4 +1,4 @@
-// Which block attends what. Decode is bound by the bytes it reads, and ranks and lengths differ. So
+// The division of work among blocks. Decode is bound by the bytes it reads, and ranks and lengths differ. So
 // all work stands in one row, and block c takes bytes [c, c + 1) x share of it, rounded up to whole
 // tiles.
 //

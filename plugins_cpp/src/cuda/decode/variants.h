@@ -1,8 +1,9 @@
-// Which of the compiled kernels for codes a call takes.
+// The choice among the compiled kernels for codes.
 #pragma once
 
 #include <type_traits>
 
+#include "common/formats.h"
 #include "cuda/device.cuh"
 
 namespace kvlathe::cuda {
@@ -19,9 +20,9 @@ const void* codes_variant(bool half, bool wide, int bits, int fill, Find find) {
                 : find(element, integral_constant<int, 6>{}, width, integral_constant<int, 1>{});
   };
   const auto of = [&](auto element) {
-    return bits == 8   ? sized(element, integral_constant<int, 8>{})
-           : bits == 4 ? sized(element, integral_constant<int, 4>{})
-                       : sized(element, integral_constant<int, 2>{});
+    const void* found = nullptr;
+    for_known_bits(bits, [&](auto known) { found = sized(element, known); });
+    return found;
   };
   return half ? of(Half{}) : of(Bfloat{});
 }

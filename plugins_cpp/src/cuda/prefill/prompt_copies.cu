@@ -195,14 +195,12 @@ __global__ void __launch_bounds__(kCopyThreads)
     const auto take = [&](const auto& lane) {
       copy_piece<E>(p, head, lane, owner.y, token, copy, buffer);
     };
-    switch (of.bits) {
-      case 8: take(KnownLane<8>{p, head, slot, of}); break;
-      case 4: take(KnownLane<4>{p, head, slot, of}); break;
-      case 2: take(KnownLane<2>{p, head, slot, of}); break;
-      default:
-        if constexpr (P::kGeneral)
-          take(FormLane<P::kFloat8>{p, head, slot, of, p.sides_of(h, slot), p.groups[h][slot]});
-    }
+    for_known_bits(
+        of.bits, [&](auto bits) { take(KnownLane<decltype(bits)::value>{p, head, slot, of}); },
+        [&] {
+          if constexpr (P::kGeneral)
+            take(FormLane<P::kFloat8>{p, head, slot, of, p.sides_of(h, slot), p.groups[h][slot]});
+        });
     __syncthreads();  // the next piece goes where this one was
   }
 #endif

@@ -247,20 +247,17 @@ struct Fetcher {
     const int keys = keys_of(p, tile, part, from.lengths[tile.sequence * from.lengths_stride]);
     const int32_t* pages = from.page_table + int64_t{tile.sequence} * from.table_stride;
     if (!keys) return;
-    if (from.bits < 16 && p.copy_base) {
+    if (is_quantized(from.bits) && p.copy_base) {
       const int base = __ldg(p.copy_base + part * p.batch + tile.sequence);
       if (base >= 0)
         return fetch_elements(head, copies_of(p, head), keys, [base](int i) { return base + i; });
     }
-    switch (from.bits) {
-      case 16:
-        fetch_elements(head, elements_of(p, head, part, from), keys,
-                       [pages](int i) { return __ldg(pages + i); });
-        break;
-      case 8: fetch_codes<8>(head, part, pages, keys); break;
-      case 4: fetch_codes<4>(head, part, pages, keys); break;
-      case 2: fetch_codes<2>(head, part, pages, keys); break;
-    }
+    for_known_bits(
+        from.bits, [&](auto bits) { fetch_codes<decltype(bits)::value>(head, part, pages, keys); },
+        [&] {
+          fetch_elements(head, elements_of(p, head, part, from), keys,
+                         [pages](int i) { return __ldg(pages + i); });
+        });
   }
 
   // Whether this launch takes a tile.
@@ -272,7 +269,7 @@ struct Fetcher {
     for (int i = 0; i < p.parts; ++i) {
       if (!(head.parts >> i & 1)) continue;
       const PromptPart& part = p.part_of(tile.head, i);
-      if (part.bits < 16 && part.lengths[tile.sequence * part.lengths_stride] &&
+      if (is_quantized(part.bits) && part.lengths[tile.sequence * part.lengths_stride] &&
           p.copy_base[p.call_part_of(tile.head, i) * p.batch + tile.sequence] < 0)
         return true;
     }

@@ -1,4 +1,4 @@
-// How a general call fetches: stages that windows hide from all rows of a tile are left out, and
+// Fetching for general calls: stages that windows hide from all rows of a tile are left out, and
 // codes may have any form (forms.cuh). The forms that prompt_codes.cuh knows are converted there.
 #pragma once
 
@@ -169,23 +169,24 @@ __device__ void fetch_general(Fetcher& f, const PromptTile& tile, int part) {
   const PromptPart& of = p.part_of(tile.head, part);
   const int32_t* pages = of.page_table + int64_t{tile.sequence} * of.table_stride;
   int base = -1;  // of copies
-  if (of.bits < 16 && p.copy_base)
+  if (is_quantized(of.bits) && p.copy_base)
     base = __ldg(p.copy_base + p.call_part_of(tile.head, part) * p.batch + tile.sequence);
-  const bool as_they_are = of.bits == 16 || base >= 0;
+  const bool as_they_are = is_half(of.bits) || base >= 0;
   const Elements elements = base < 0 ? elements_of(p, head, part, of) : copies_of(p, head);
   const auto id_of = [pages, base](int i) { return base < 0 ? __ldg(pages + i) : base + i; };
   const PartPages from{head,  part, of,
                        pages, keys, TileWindow(p, tile, part, kStageTokens, before)};
   if (as_they_are) return fetch_seen_elements(f, from, elements, id_of);
-  switch (of.bits) {
-    case 8: fetch_seen_codes(f, from, KnownLane<8>{p, head, part, of}); break;
-    case 4: fetch_seen_codes(f, from, KnownLane<4>{p, head, part, of}); break;
-    case 2: fetch_seen_codes(f, from, KnownLane<2>{p, head, part, of}); break;
-    default:
-      fetch_seen_codes(f, from,
-                       FormLane<Fetcher::kFloat8>{p, head, part, of, p.sides_of(tile.head, part),
-                                                  p.groups[tile.head][part]});
-  }
+  for_known_bits(
+      of.bits,
+      [&](auto bits) {
+        fetch_seen_codes(f, from, KnownLane<decltype(bits)::value>{p, head, part, of});
+      },
+      [&] {
+        fetch_seen_codes(f, from,
+                         FormLane<Fetcher::kFloat8>{p, head, part, of, p.sides_of(tile.head, part),
+                                                    p.groups[tile.head][part]});
+      });
 }
 
 #endif

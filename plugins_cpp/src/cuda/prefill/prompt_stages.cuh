@@ -1,4 +1,4 @@
-// What the warpgroups of attend_prompt share: the tiles being attended, barriers, and stages of
+// Shared memory of attend_prompt's warpgroups: the tiles being attended, barriers, and stages of
 // K | V in shared memory.
 #pragma once
 

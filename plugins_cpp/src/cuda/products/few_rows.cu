@@ -245,21 +245,21 @@ ProductParams params_of(const kvlathe_product_args& a) {
   check_version(a.abi_version);
   require(a.element == KVLATHE_F16, KVLATHE_UNSUPPORTED,
           "products with codes compute with F16 elements only");
-  require(a.bits == 8 || a.bits == 4, KVLATHE_UNSUPPORTED, "codes must have 8 bits or 4");
-  const int inputs = a.bits == 8 ? E4m3::kInputs : Nibbles::kInputs;
+  require(is_byte(a.bits) || is_nibble(a.bits), KVLATHE_UNSUPPORTED, "codes must have 8 bits or 4");
+  const int inputs = is_byte(a.bits) ? E4m3::kInputs : Nibbles::kInputs;
   require(a.inputs > 0 && a.inputs % inputs == 0 && a.outputs > 0 && a.outputs % kTile == 0,
           KVLATHE_BAD_ARGUMENT,
           "inputs must be a multiple of " + std::to_string(inputs) + " and outputs of 16");
-  require(a.bits == 8 ||
+  require(is_byte(a.bits) ||
               (is_power_of_two(a.group) && a.group >= Nibbles::kInputs && a.inputs % a.group == 0),
           KVLATHE_BAD_ARGUMENT, "groups must be a power of two from 32 on that divides inputs");
-  require(a.bits == 8 || a.scale_stride >= a.outputs, KVLATHE_BAD_ARGUMENT,
+  require(is_byte(a.bits) || a.scale_stride >= a.outputs, KVLATHE_BAD_ARGUMENT,
           "scales of a group must hold all outputs");
   require(a.codes && a.scales && a.out, KVLATHE_BAD_ARGUMENT, "codes, scales or out is null");
   for (const void* pointer : {a.x, a.codes, static_cast<const void*>(a.out)})
     check_aligned(pointer, 16, "x, codes or out");
   int group_shift = 0;
-  while (a.bits == 4 && Nibbles::kInputs << group_shift < a.group) ++group_shift;
+  while (is_nibble(a.bits) && Nibbles::kInputs << group_shift < a.group) ++group_shift;
   return {static_cast<const char*>(a.codes),
           a.scales,
           a.zeros,
@@ -315,13 +315,13 @@ void product(const kvlathe_product_args& a) {
           KVLATHE_MISALIGNED,
           "rows of x must start at multiples of 16 bytes, and rows hold all columns");
   if (!a.rows) return;
-  if (a.bits == 8) return multiply<E4m3>(p, a.stream);
+  if (is_byte(a.bits)) return multiply<E4m3>(p, a.stream);
   multiply<Nibbles>(p, a.stream);
 }
 
 void widen(const kvlathe_product_args& a) {
   const ProductParams p = params_of(a);
-  require(a.bits == 4 && a.outputs <= 65535, KVLATHE_UNSUPPORTED,
+  require(is_nibble(a.bits) && a.outputs <= 65535, KVLATHE_UNSUPPORTED,
           "up to 65535 outputs of 4 bits are widened at once");
   constexpr int kThreads = 128;
   const int pieces = p.row_bytes / kPiece;
