@@ -42,7 +42,7 @@ def rotate(stats: Stats, options: Options) -> Rotation:
 # -- a choice as a plan ----------------------------------------------------------------
 @dataclass(frozen=True)
 class Chosen:
-    """What a plan is made of."""
+    """Lanes, matrices and groups that a plan is made of."""
 
     lanes: tuple[Lane, ...]
     basis: Basis
@@ -64,8 +64,7 @@ def made(
         rank_k, k = grid.options[option_k]
         rank_v, v = grid.options[option_v]
         life = own.get(lane.layer) or grid.lives[window]
-        kind = _tier(k, v, grid.page_tokens), life
-        members.setdefault(kind, []).append(index)
+        members.setdefault((_tier(k, v, grid.page_tokens), life), []).append(index)
         at = lane.layer, lane.head
         cut, basis[at] = _cut(lane, rank_k, rank_v, grid)
         lanes.append(cut)

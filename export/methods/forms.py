@@ -108,8 +108,7 @@ class Grid:
 
     @cached_property
     def lives(self) -> list[Life]:
-        """How a lane's tokens may live: all of them stay, or the windows that are
-        smaller."""
+        """Lives that a lane may have: all tokens stay, or the windows that are smaller."""
         page = self.page_tokens
         sink = _whole_pages(SINK, page)
         windows = [Window(sink, _whole_pages(newest, page)) for newest in NEWEST]
@@ -130,7 +129,7 @@ class Grid:
 
     @cached_property
     def bytes(self) -> Places:
-        """Of one side of a lane in each life, [options, lives]."""
+        """Bytes of one side of a lane in each life, [options, lives]."""
         sealed = np.outer(self.sizes, self.pages)
         ranks = [rank for rank, _ in self.options]
         numbers = np.array(ranks) * self.page_tokens

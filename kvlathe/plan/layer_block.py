@@ -117,8 +117,7 @@ class LayerBlock:
         """[lanes of the layer there, TABLE_COLUMNS]: the bucket's lane table, counted from
         a block's or a hot page's start."""
         table = self.layout.lane_table(bucket)
-        here = table[:, 0] == self.layer
-        own = table[here]
+        own = table[table[:, 0] == self.layer]
         first, _ = self._shares[bucket]
         own[:, OFFSETS] += self.bases[bucket] - first
         return np.ascontiguousarray(own)
