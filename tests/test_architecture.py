@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from kvlathe.plan.lives import LIVES
+
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("export", "engines", "runtime")
 """Top-level folders; kvlathe/export and its like are links to them."""
@@ -240,6 +242,28 @@ def test_imports_follow_the_table_of_rooms(path: Path) -> None:
 def test_the_tables_have_no_circle() -> None:
     for table in (MAY_SEE, *INSIDE.values(), *DEEPER.values()):
         graphlib.TopologicalSorter(table).prepare()
+
+
+def test_the_contract_has_no_circle() -> None:
+    """Among the modules of kvlathe/plan, imports for types alone included."""
+    graph: dict[str, set[str]] = {}
+    for path in (ROOT / "kvlathe" / "plan").glob("*.py"):
+        names = {name for name in imports(path) if name.startswith("kvlathe.plan.")}
+        graph[f"kvlathe.plan.{path.stem}"] = names
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_nobody_asks_of_which_kind_a_life_is() -> None:
+    """A life answers for itself, so that a new one needs no other file."""
+    kinds = {life.__name__ for life in LIVES.values()}
+    places: list[str] = []
+    for path in sources():
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+                names = {x.id for x in ast.walk(node) if isinstance(x, ast.Name)}
+                if names & kinds:
+                    places.append(f"{name_of(path)} line {node.lineno}")
+    assert not places
 
 
 def test_the_import_rule_can_refuse() -> None:
