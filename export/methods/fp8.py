@@ -1,10 +1,10 @@
 """8-bit floats: full pages are E4M3 (OCP 8-bit Floating Point Specification, 2023) with
 one scale for each token and head, of K and of V.
 
-What GPUs convert in one instruction: attention reads them as the floats they are, and
-nothing is calibrated. A float's error is a share of the number itself, so a rotation,
-which evens out sizes, would gain nothing, and there are no options.
-docs/quantization.md has the bytes and measurements.
+Nothing is calibrated, and attention reads the codes as the floats that they are. Nothing
+is rotated either: a float's error is a share of the number itself, so evening out sizes
+gains little (docs/quantization.md, which has the bytes and measurements). So there are
+no options.
 """
 
 from __future__ import annotations
