@@ -32,7 +32,7 @@ from benchmarks.support.options import several_models
 from kvlathe.base.console import print_table
 from kvlathe.engines.build import build
 from kvlathe.engines.request import BuildRequest
-from kvlathe.export.methods.registry import calibration
+from kvlathe.export.methods.compression import parse
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.runtime.llm import LLM
 from kvlathe.tasks import tasks
@@ -141,7 +141,7 @@ class Bench:
         """Build and load an engine; kept for the bench's life."""
         folder = self.folder / request.replace(":", "_").replace("=", "_")
         if not folder.exists():
-            source = calibration(request)
+            source = parse(request).calibration
             own = None if source == "random" else source
             build(
                 BuildRequest(self.model, folder, compression=request, calibration=own)

@@ -33,7 +33,7 @@ from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import build, calibrate_to
 from kvlathe.engines.request import BuildRequest
 from kvlathe.evaluation.evaluate import evaluate
-from kvlathe.export.methods.registry import calibration
+from kvlathe.export.methods.compression import parse
 from kvlathe.plan.memory import bytes_left
 from kvlathe.runtime.llm import LLM
 
@@ -136,7 +136,7 @@ class Bench:
     def engine(self, model: Path, request: str, bits: KvBits | None = None) -> LLM:
         self.built += 1
         request, _, ratio = request.partition("@")
-        kind = calibration(request)
+        kind = parse(request).calibration
         request_of = BuildRequest(
             model,
             self.folder / f"engine{self.built}",

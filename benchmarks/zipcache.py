@@ -35,6 +35,7 @@ from kvlathe.evaluation.evaluate import text_scores
 from kvlathe.export.bases.basis import Basis
 from kvlathe.export.folding.fold import fold
 from kvlathe.export.methods.composition import CacheSettings, compose
+from kvlathe.export.methods.compression import parse
 from kvlathe.export.methods.options import Options
 from kvlathe.export.methods.zipcache import ratio
 from kvlathe.export.model.checkpoint import Checkpoint
@@ -197,7 +198,9 @@ class Bench:
 
     def made(self, request: str, bits: Any = 16) -> Made:  # noqa: ANN401  16 or 32
         shape, rope = self.checkpoint.spec.shape, self.checkpoint.spec.rope is not None
-        return compose(request, shape, rope, self.stats, Options(), CacheSettings(bits))
+        return compose(
+            parse(request), shape, rope, self.stats, Options(), CacheSettings(bits)
+        )
 
     def engine(self, made: Made, quantized: dict[int, int] | None = None) -> LLM:
         """Exported and loaded; ``quantized``: bits of the values of each cold bucket,

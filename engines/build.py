@@ -1,7 +1,7 @@
 """One engine from one checkpoint: plan, fold, export, build, report, and one rename.
 
-Here the steps are put in order; with order.py, planning.py and pricing.py the only
-module of engines/ that calls export's verbs. The heavy ones are imported where they are used, so
+Here the steps are put in order; with order.py, job.py, planning.py and pricing.py the
+only module of engines/ that calls export's verbs. The heavy ones are imported where they are used, so
 that a refusal needs no torch. Nothing is written before the request is known to be
 possible (order.py), and nothing remains of a build that did not finish.
 """
@@ -23,7 +23,8 @@ from kvlathe.base.tokenizer_files import FILES, GENERATION, read_object
 from kvlathe.engines import cache
 from kvlathe.engines.backends import BACKENDS
 from kvlathe.engines.folder import appearing
-from kvlathe.engines.order import Job, accept, check_room, prepare
+from kvlathe.engines.job import Job, check_room, prepare
+from kvlathe.engines.order import Order, accept
 from kvlathe.engines.phases import phase
 from kvlathe.engines.planning import (
     Planned,
@@ -66,7 +67,7 @@ def preview(request: BuildRequest) -> dict[str, Any]:
     order = accept(request)
     job = prepare(order)
     spec = job.checkpoint.spec
-    plan = plan_for(order.request, job.checkpoint).plan
+    plan = plan_for(order, job.checkpoint).plan
     order.backend.check_plan(request.backend, plan)
     request = job.order.request
     sizes = kv_bytes(order.request, plan)
@@ -176,7 +177,7 @@ def _make(job: Job, folder: Path) -> None:
     tokenizer, report, manifest."""
     request, checkpoint = job.order.request, job.checkpoint
     log.info("planning %s", request.compression)
-    planned = plan_for(request, checkpoint)
+    planned = plan_for(job.order, checkpoint)
     plan = planned.plan
     job.order.backend.check_plan(request.backend, plan)
     deal(plan, request.tensor_parallel_size)  # raises where it cannot be
@@ -196,7 +197,7 @@ def _make(job: Job, folder: Path) -> None:
     described = _describe(job, planned, made_from)
     log.info("writing the report")
     with phase("writing the report"):
-        _report(folder, described, planned)
+        _report(folder, job.order, described, planned)
     log.info("signing the files")
     with phase("signing the files"):
         manifests.write(folder, described, _unchanged(made_from, folder))
@@ -294,14 +295,14 @@ def _architectures(job: Job, plan: CompressionPlan) -> tuple[str, ...]:
     return (*every, *onnxruntime.gpus(plan, request.compute_dtype))
 
 
-def _report(folder: Path, described: Manifest, planned: Planned) -> None:
+def _report(folder: Path, order: Order, described: Manifest, planned: Planned) -> None:
     from kvlathe.export.methods.evidence import evidence
     from kvlathe.export.report.report import ReportData, write_report
 
     stats, seen = planned.stats, None
     facts: dict[str, object] = {}
     if stats is not None:
-        seen = evidence(described.compression, stats, planned.options, planned.plan)
+        seen = evidence(order.compression, stats, order.options, planned.plan)
         facts = {f"calibration {name}": value for name, value in stats.source.items()}
     facts["weights"] = described.weights
     facts["bytes of the weights"] = described.weight_bytes

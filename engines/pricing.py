@@ -1,7 +1,7 @@
-"""What a request asks of the methods, and what measuring the model opens: prices of forms
+"""What an order asks of the methods, and what measuring the model opens: prices of forms
 and of windows.
 
-With order.py, planning.py and build.py the only module of engines/ that calls export's
+With order.py, job.py, planning.py and build.py the only module of engines/ that calls export's
 verbs.
 """
 
@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvlathe.engines.backends import BACKENDS
+from kvlathe.engines.order import Order
 from kvlathe.engines.request import BuildRequest
 
 if TYPE_CHECKING:
     from kvlathe.export.calibration.stats import Stats
     from kvlathe.export.methods.composition import CacheSettings
-    from kvlathe.export.methods.options import Options
     from kvlathe.export.methods.variants import Variant
     from kvlathe.export.model.checkpoint import Checkpoint
     from kvlathe.export.model.spec import DecoderSpec
@@ -38,38 +38,22 @@ def cache_settings(request: BuildRequest, spec: DecoderSpec) -> CacheSettings:
     )
 
 
-def options_of(request: BuildRequest) -> Options:
-    from kvlathe.export.methods.options import Options
-
-    return Options(
-        removal_rate=request.removal_rate,
-        compression_ratio=request.compression_ratio,
-        basis=request.basis,
-        allocation=request.allocation,
-        rope_fold=request.rope_fold,
-        centre=request.centre,
-    )
-
-
 def named_heads(
-    request: BuildRequest,
+    order: Order,
     checkpoint: Checkpoint,
     settings: CacheSettings,
     remembered: Path | None,
 ) -> Named:
-    """The request with the heads named that see everything."""
-    from kvlathe.export.methods.composition import verify
+    """The compression with the heads named that see everything."""
     from kvlathe.export.search.heads import named
 
-    asked = request.compression
-    known = verify(asked, options_of(request), settings.page_tokens)
-    (window,) = known.tokens
-    sources = sources_of(request, checkpoint)
-    return named(asked, checkpoint, window, settings, sources, remembered)
+    (window,) = order.outline.tokens
+    sources = sources_of(order.request, checkpoint)
+    return named(order.compression, checkpoint, window, settings, sources, remembered)
 
 
 def variant_of(
-    request: BuildRequest,
+    order: Order,
     checkpoint: Checkpoint,
     stats: Stats | None,
     form: CacheSettings,
@@ -79,9 +63,9 @@ def variant_of(
     from kvlathe.export.search.measured import price, variant
 
     assert stats is not None
-    sources = sources_of(request, checkpoint)
+    sources = sources_of(order.request, checkpoint)
     prices = price(checkpoint, stats, form, sources, remembered)
-    return variant(request.compression, prices, form)
+    return variant(order.compression, prices, form)
 
 
 def sources_of(request: BuildRequest, checkpoint: Checkpoint) -> Sources:

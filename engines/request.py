@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Literal, get_args, get_origin, get_type_hints
 
 from kvlathe.base.adapters import read_adapter
-from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
+from kvlathe.base.flags import flag_of
 from kvlathe.base.package import FOLDER
 from kvlathe.engines.backends import BACKENDS, backend
 from kvlathe.engines.folder import check_target
@@ -21,12 +21,8 @@ from kvlathe.plan.weight_formats import BITS, FLOATS, PLAIN, WeightFormats
 MOST = 1 << 31
 """Counts are below it: kernels take them as 32-bit integers."""
 DTYPE_BYTES = {"float32": 4, "float16": 2}
-OF_ACCURACY = ("metric", "text", "retrieval")
-"""Options that say how --accuracy is measured."""
-OF_BASES = ("basis", "allocation", "rope_fold", "centre")
-OF_COMPRESSION = (*OF_BASES, "calibration", "calibration_tokens", "stats")
-"""Options that say how a compression removes."""
-
+HOW_MUCH = ("removal_rate", "compression_ratio", "accuracy")
+"""Fields that say how much to remove: one at most."""
 PATHS = ("model", "output_dir", "text", "retrieval", "stats")
 COUNTS = (
     "max_batch_size",
@@ -43,9 +39,7 @@ COUNTS = (
 TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     **dict.fromkeys(PATHS, ((Path,), "path")),
     **dict.fromkeys((*COUNTS, "seed", "kv_bits"), ((int,), "whole number")),
-    **dict.fromkeys(
-        ("removal_rate", "compression_ratio", "accuracy"), ((int, float), "number")
-    ),
+    **dict.fromkeys(HOW_MUCH, ((int, float), "number")),
     "lora": ((tuple,), "tuple of texts"),
     **dict.fromkeys(("centre", "overwrite", "use_cache"), ((bool,), "truth value")),
     **dict.fromkeys(
@@ -181,7 +175,7 @@ class BuildRequest:
         )
         if limits.max_input_len > max_seq_len:
             raise _refused(
-                f"--max_input_len {limits.max_input_len}",
+                f"{flag_of('max_input_len')} {limits.max_input_len}",
                 f"sequences end at {max_seq_len} tokens",
                 "lower it",
             )
@@ -284,33 +278,21 @@ def _check_choices(request: BuildRequest) -> None:
             if allowed and value is not None and value not in allowed:
                 said = ", ".join(map(str, allowed))
                 raise _refused(
-                    f"--{name} {value}", "it is unknown", f"choose one of {said}"
+                    f"{flag_of(name)} {value}", "it is unknown", f"choose one of {said}"
                 )
 
 
 def _check_target(request: BuildRequest) -> None:
-    targets = {
-        "--removal-rate": request.removal_rate,
-        "--compression-ratio": request.compression_ratio,
-        "--accuracy": request.accuracy,
-    }
-    given = [name for name, value in targets.items() if value is not None]
+    given = [name for name in HOW_MUCH if getattr(request, name) is not None]
     if len(given) > 1:
-        raise _refused(
-            " and ".join(given), "each of them says how much to compress", "give one"
-        )
-    if given and request.compression == "none":
-        raise _refused(
-            f"{given[0]} with --compression none",
-            "it removes nothing",
-            "name a compression",
-        )
+        flags = " and ".join(map(flag_of, given))
+        raise _refused(flags, "each of them says how much to compress", "give one")
     for name in given:
-        if not 0 <= (targets[name] or 0) < 1 and not (
-            name == "--accuracy" and targets[name] == 1
-        ):
+        value = getattr(request, name)
+        is_whole = name == "accuracy" and value == 1
+        if not (0 <= value < 1 or is_whole):
             raise _refused(
-                f"{name} {targets[name]}",
+                f"{flag_of(name)} {value}",
                 "it is a fraction",
                 "give a number from 0 to 1",
             )
@@ -320,64 +302,31 @@ def _check_target(request: BuildRequest) -> None:
             "a Stats file is a finished calibration",
             "give one of them",
         )
-    if request.protect not in ("retrieval", "none"):
-        raise _refused(
-            f"--protect {request.protect}",
-            "it is retrieval or none",
-            "choose one of these",
-        )
     for path in (request.text, request.retrieval, request.stats):
         if path is not None and not path.is_file():
             raise _refused(f"{path}", "there is no such file", "name one that exists")
 
 
-def warn_unheard(request: BuildRequest, measures: bool, by_heads: bool) -> None:
-    """Say which options nothing will look at: scripts pass the same flags to every
-    build. A default is not given.
-
-    ``measures``: the compression chooses by measurements of its own, so that it hears
-    what these are taken on.
-    """
-    given = [
-        f.name
-        for f in dataclasses.fields(request)
-        if getattr(request, f.name) != f.default
-    ]
-    for name in given:
-        flag = f"--{name.replace('_', '-')}"
-        if name in (
-            OF_BASES
-            if measures
-            else OF_COMPRESSION
-            if request.compression == "none"
-            else ()
-        ):
-            log.warning(
-                "%s has no effect with --compression %s", flag, request.compression
-            )
-        hears = request.accuracy is not None or measures or by_heads
-        if name in OF_ACCURACY and not hears:
-            log.warning("%s has no effect without --accuracy", flag)
-
-
 def _check_sizes(request: BuildRequest) -> None:
     for name in COUNTS:
         if (value := getattr(request, name)) is not None and not 0 < value < MOST:
-            raise _refused(f"--{name} {value}", "it is a count", "give 1 to 2^31 - 1")
+            raise _refused(
+                f"{flag_of(name)} {value}", "it is a count", "give 1 to 2^31 - 1"
+            )
     if not 0 <= request.seed < 1 << 63:
         raise _refused(
             f"--seed {request.seed}", "it is out of range", "give 0 to 2^63 - 1"
         )
     if request.tokens_per_block % RANK_MULTIPLE:
         raise _refused(
-            f"--tokens_per_block {request.tokens_per_block}",
+            f"{flag_of('tokens_per_block')} {request.tokens_per_block}",
             f"pages are multiples of {RANK_MULTIPLE} tokens",
             "give 64 or 128",
         )
     if request.chunk % request.tokens_per_block:
         page = request.tokens_per_block
         raise _refused(
-            f"--prefill_chunk {request.chunk}",
+            f"{flag_of('prefill_chunk')} {request.chunk}",
             f"chunks are whole pages of {page} tokens",
             "give a multiple",
         )
@@ -388,7 +337,7 @@ def _check_sizes(request: BuildRequest) -> None:
             f"every sequence ({request.batch})"
         )
         raise _refused(
-            f"--max_num_tokens {request.max_num_tokens}",
+            f"{flag_of('max_num_tokens')} {request.max_num_tokens}",
             need,
             "raise it or lower --prefill_chunk",
         )

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from kvlathe.export.bases.basis import Basis, LaneBasis
 from kvlathe.export.bases.rotation import Rotation, balanced_rotation
@@ -24,19 +23,26 @@ from kvlathe.export.methods.assignment import Assignment
 from kvlathe.export.methods.forms import GROUP, Grid, SideFormat
 from kvlathe.export.methods.groups import layer_lives
 from kvlathe.export.methods.lowrank import full_lanes
-from kvlathe.export.methods.options import Options
+from kvlathe.export.methods.method import Method
+from kvlathe.export.methods.options import NoOptions, Options
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane
 from kvlathe.plan.lives import Life
 
-SUMMARY = "ranks, bits and tokens of each head, chosen together by measured sensitivity"
-CALIBRATION: Literal["random", "text"] = "text"
-
 
 def rotate(stats: Stats, options: Options) -> Rotation:
     """The balanced basis."""
     return balanced_rotation(stats)
+
+
+METHOD = Method(
+    "ranks, bits and tokens of each head, chosen together by measured sensitivity",
+    NoOptions(),
+    rotate=rotate,
+    calibration="text",
+    measured=True,
+)
 
 
 # -- a choice as a plan ----------------------------------------------------------------

@@ -7,8 +7,6 @@ its query heads), ranks in multiples of 16, and the options of Options.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from kvlathe.export.bases.rotation import (
     Rotation,
     balanced_rotation,
@@ -17,10 +15,8 @@ from kvlathe.export.bases.rotation import (
     shared_basis,
 )
 from kvlathe.export.calibration.stats import Stats
+from kvlathe.export.methods.method import Method
 from kvlathe.export.methods.options import Options
-
-SUMMARY = "rotate and drop dimensions; calibrated on random tokens"
-CALIBRATION: Literal["random", "text"] = "random"
 
 
 def rotate(stats: Stats, options: Options) -> Rotation:
@@ -30,3 +26,11 @@ def rotate(stats: Stats, options: Options) -> Rotation:
     centre = options.centre and stats.shape.shifts
     scores = shared_basis(score_gram(stats.whole, centre))
     return rotation(stats, scores, shared_basis(stats.wv_gram), centre)
+
+
+METHOD = Method(
+    "rotate and drop dimensions; calibrated on random tokens",
+    Options(),
+    rotate=rotate,
+    calibration="random",
+)

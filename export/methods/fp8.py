@@ -9,10 +9,10 @@ no options.
 
 from __future__ import annotations
 
-from kvlathe.export.methods.options import Decision, chosen
+from kvlathe.export.methods.method import Decision, Method
+from kvlathe.export.methods.options import NoOptions
 from kvlathe.plan.formats import WHOLE_RANK, Tier
 
-SUMMARY = "full pages as 8-bit floats (e4m3), one scale a token and head"
 TIER = Tier(
     8,
     8,
@@ -25,7 +25,13 @@ TIER = Tier(
 )
 
 
-def plan(written: dict[str, str], page_tokens: int) -> Decision:
-    """The tier that full pages are sealed in. Raises KvlatheError for any option."""
-    chosen(written, {})
+def plan(options: NoOptions, page_tokens: int) -> Decision:
+    """The tier that full pages are sealed in."""
     return Decision(cold=TIER)
+
+
+METHOD = Method(
+    "full pages as 8-bit floats (e4m3), one scale a token and head",
+    NoOptions(),
+    plan=plan,
+)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from kvlathe.base.errors import KvlatheError
-from kvlathe.export.methods.options import Decision
+from kvlathe.export.methods.method import Decision
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import Lane

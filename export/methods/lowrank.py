@@ -15,7 +15,8 @@ from kvlathe.export.bases import allocate
 from kvlathe.export.bases.basis import Basis, LaneBasis
 from kvlathe.export.bases.rotation import Rotation, plane_energy
 from kvlathe.export.calibration.stats import Stats
-from kvlathe.export.methods.options import DEFAULT_RATE, Decision, Options
+from kvlathe.export.methods.method import Decision
+from kvlathe.export.methods.options import DEFAULT_RATE, Options
 from kvlathe.plan.groups import Group
 from kvlathe.plan.heads import RANK_MULTIPLE, Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout

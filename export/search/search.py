@@ -24,6 +24,7 @@ from kvlathe.base.console import log
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.methods.composition import CacheSettings, Made, compose
+from kvlathe.export.methods.compression import UNCOMPRESSED
 from kvlathe.export.methods.options import Options
 from kvlathe.export.methods.variants import EXACT, Variant, removed
 from kvlathe.export.model.checkpoint import Checkpoint
@@ -74,7 +75,7 @@ class Searcher:
         spec = self.checkpoint.spec
         settings = CacheSettings(32, layer_windows=spec.windows)
         return compose(
-            "none", spec.shape, spec.rope is not None, None, Options(), settings
+            UNCOMPRESSED, spec.shape, spec.rope is not None, None, Options(), settings
         )
 
     def score(self, variant: Variant, ratio: float) -> float:

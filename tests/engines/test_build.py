@@ -418,11 +418,10 @@ def test_calibration_is_kept_as_a_file_and_in_the_cache(
         lambda *_: pytest.fail("calibrated again"),
     )
     loaded = planning.statistics(
-        request_for(compression="fdc", stats=tmp_path / "model.npz"), checkpoint
+        accept(request_for(compression="fdc", stats=tmp_path / "model.npz")),
+        checkpoint,
     )
-    cached = planning.statistics(
-        planning.resolved(request_for(compression="fdc")), checkpoint
-    )
+    cached = planning.statistics(accept(request_for(compression="fdc")), checkpoint)
     assert loaded is not None and cached is not None
     assert written.digest == loaded.digest
     assert written.entropies.texts > 0
@@ -430,7 +429,8 @@ def test_calibration_is_kept_as_a_file_and_in_the_cache(
     other = planning.open_checkpoint(reference("qwen2-g7")[0])
     with pytest.raises(KvlatheError, match="another model"):
         planning.statistics(
-            request_for(compression="fdc", stats=tmp_path / "model.npz"), other
+            accept(request_for(compression="fdc", stats=tmp_path / "model.npz")),
+            other,
         )
 
 
@@ -461,16 +461,16 @@ def test_a_dry_run_counts_bytes_and_writes_nothing(
         ({"compression": "fdc", "compression_ratio": 0.99}, "0.99 cannot be reached"),
         ({"compression": "zip"}, "unknown"),
         ({"stats": Path("nowhere.npz"), "compression": "fdc"}, "no such file"),
-        ({"max_batch_size": 0}, "--max_batch_size 0"),
+        ({"max_batch_size": 0}, "--max-batch-size 0"),
         ({"tokens_per_block": 40}, "multiples of 16"),
         ({"prefill_chunk": 100}, "whole pages"),
-        ({"max_num_tokens": 10}, "--max_num_tokens 10"),
+        ({"max_num_tokens": 10}, "--max-num-tokens 10"),
         ({"max_seq_len": 513}, "513"),
-        ({"max_seq_len": 256, "max_input_len": 300}, "--max_input_len 300"),
-        ({"kv_bits": 8}, "--kv_bits 8"),
+        ({"max_seq_len": 256, "max_input_len": 300}, "--max-input-len 300"),
+        ({"kv_bits": 8}, "--kv-bits 8"),
         ({"compression": "auto", "metric": "speed"}, "--metric speed"),
         ({"compression": "fdc", "basis": "qr"}, "--basis qr .* svd, balanced"),
-        ({"prefill_chunk": 1 << 36}, "--prefill_chunk 68719476736"),
+        ({"prefill_chunk": 1 << 36}, "--prefill-chunk 68719476736"),
         ({"seed": 1 << 80}, "--seed .* out of range"),
         ({"seed": -1}, "--seed -1"),
         ({"dtype": "bfloat16"}, "--dtype bfloat16"),

@@ -77,6 +77,6 @@ def test_statistics_are_of_the_adapters_too(folders: Folders, tmp_path: Path) ->
     calibrate_to(folder, stats, "random", lora=(str(adapter),))
     asked = request(folder, adapter, compression="fdc", stats=stats)
     adapted = planning.open_checkpoint(folder, lora=asked.lora)
-    assert planning.statistics(asked, adapted) is not None
+    assert planning.statistics(accept(asked), adapted) is not None
     with pytest.raises(KvlatheError, match="another model"):
-        planning.statistics(asked, planning.open_checkpoint(folder))
+        planning.statistics(accept(asked), planning.open_checkpoint(folder))

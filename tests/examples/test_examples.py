@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvlathe.export.methods.registry import METHODS
+from kvlathe.export.methods.registry import methods
 from tests.support.runtime_cases import MODEL, built_folder, llm
 from tests.support.serving_cases import MODEL_NAME, serving
 
@@ -64,10 +64,10 @@ def built_here(
         runpy.run_path(sys.argv[0], run_name="__main__")
         return capsys.readouterr().out
 
-    methods = dict(METHODS)
+    before = dict(methods())
     yield ran
-    METHODS.clear()
-    METHODS.update(methods)
+    methods().clear()
+    methods().update(before)
 
 
 def test_compressed_stream(built_here: Callable[[str], str]) -> None:

@@ -18,6 +18,7 @@ from kvlathe.cli.main import run
 from kvlathe.engines.order import accept
 from kvlathe.engines.request import BuildRequest
 from kvlathe.export.methods.composition import CacheSettings, compose
+from kvlathe.export.methods.compression import parse
 from kvlathe.export.methods.options import Options as Asked
 from kvlathe.frontier import measure
 from kvlathe.frontier.measure import UNCOMPRESSED, Options
@@ -63,7 +64,7 @@ def test_the_plan_to_take_is_the_smallest_that_is_allowed(
 def test_bytes_are_those_of_whole_pages() -> None:
     """Plain attention in 16 bit: what is too much is the empty rest of the last page."""
     form = CacheSettings(16, 64)
-    plan, _ = compose("none", model_shape(), True, None, Asked(), form)
+    plan, _ = compose(parse("none"), model_shape(), True, None, Asked(), form)
     shares = [640 / tokens for tokens in range(576, 640)]
     shares[0] = 1.0  # its pages are full
     expected = sum(shares) / len(shares)

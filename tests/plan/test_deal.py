@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kvlathe.base.errors import KvlatheError
 from kvlathe.export.methods.composition import CacheSettings, compose
+from kvlathe.export.methods.compression import parse
 from kvlathe.export.methods.options import Options
 from kvlathe.export.search import measured
 from kvlathe.plan.deal import Deal, deal
@@ -145,7 +146,7 @@ def method_plans() -> dict[str, CompressionPlan]:
     found: dict[str, CompressionPlan] = {}
     for request, options in asked.items():
         given = Options(**options)
-        found[request] = compose(request, SHAPE, True, stats, given, form)[0]
+        found[request] = compose(parse(request), SHAPE, True, stats, given, form)[0]
     return found
 
 

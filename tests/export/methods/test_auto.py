@@ -24,6 +24,7 @@ from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.methods import auto
 from kvlathe.export.methods.composition import CacheSettings, compose
+from kvlathe.export.methods.compression import UNCOMPRESSED, parse
 from kvlathe.export.methods.evidence import evidence
 from kvlathe.export.methods.forms import Grid
 from kvlathe.export.methods.options import Options
@@ -173,7 +174,7 @@ def lathe() -> tuple[Checkpoint, Stats, Decoder]:
     stats = calibrate_on(
         checkpoint, [torch.tensor(ids) for ids in windows(6, 512)], 0, {}
     )
-    none = compose("none", stats.shape, True, None, Options(), CacheSettings(32))
+    none = compose(UNCOMPRESSED, stats.shape, True, None, Options(), CacheSettings(32))
     return checkpoint, stats, decoder_from(checkpoint, *none)
 
 
@@ -320,7 +321,9 @@ def test_the_gentlest_plan_of_any_family_is_nearly_the_model(
     family = measured.variant("auto", found, FORM)
     whole = decoder_from(
         checkpoint,
-        *compose("none", spec.shape, spec.rope is not None, None, Options(), FORM),
+        *compose(
+            UNCOMPRESSED, spec.shape, spec.rope is not None, None, Options(), FORM
+        ),
     )
     expected, errors = whole.logits(ids, range(200)), []
     for ratio in (family.least, (family.least + family.most) / 2, family.most):
@@ -331,7 +334,10 @@ def test_the_gentlest_plan_of_any_family_is_nearly_the_model(
 
 
 def test_what_it_is_chosen_by_is_shown() -> None:
-    assert evidence("auto", stats_cases.stats(0), Options(), priced_plan()) is not None
+    assert (
+        evidence(parse("auto"), stats_cases.stats(0), Options(), priced_plan())
+        is not None
+    )
 
 
 @pytest.mark.nightly
@@ -370,7 +376,7 @@ def priced_plan() -> CompressionPlan:
             "auto and hack cannot be composed: auto chooses",
         ),
         ({"compression": "fdc+auto"}, "fdc and auto cannot be composed"),
-        ({"compression": "auto:bits=4"}, "auto takes none"),
+        ({"compression": "auto:bits=4"}, "of auto is unknown: it has none"),
         (
             {"compression": "auto", "removal_rate": 0.1},
             "--removal-rate cannot be used with auto",

@@ -15,8 +15,8 @@ from kvlathe.export.calibration import entropy
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.methods.composition import CacheSettings, compose, verify
+from kvlathe.export.methods.compression import parse
 from kvlathe.export.methods.options import Options
-from kvlathe.export.methods.registry import calibration, check_model
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.plan.heads import ModelShape
 from kvlathe.plan.lives import Budget
@@ -43,7 +43,9 @@ def stats(shape: ModelShape = SHAPE) -> Stats:
 
 def plan(request: str, made: Stats | None = None) -> CompressionPlan:
     made = made or stats()
-    return compose(request, made.shape, True, made, Options(), CacheSettings(32))[0]
+    return compose(
+        parse(request), made.shape, True, made, Options(), CacheSettings(32)
+    )[0]
 
 
 def budgets(found: CompressionPlan) -> list[list[int]]:
@@ -137,7 +139,7 @@ def test_compositions_seal_into_a_cold_bucket_for_each_budget(request_: str) -> 
     assert {bucket.life.most for bucket in cold} == {256, 512}
     assert all(bucket.tier.axis_v == "rank" for bucket in cold)
     assert all(group.seals for group in found.groups)
-    assert calibration(request_) == "text"
+    assert parse(request_).calibration == "text"
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_a_group_that_would_keep_less_than_a_page_is_explained(
     request_: str, said: str
 ) -> None:
     with pytest.raises(KvlatheError, match=said):
-        verify(request_, Options(), 64)
+        verify(parse(request_), Options(), 64)
 
 
 @pytest.mark.parametrize(
@@ -196,14 +198,14 @@ def test_what_no_model_of_this_shape_can_have_is_refused_before_calibration(
     request_: str, said: str
 ) -> None:
     with pytest.raises(KvlatheError, match=said):
-        check_model(request_, stats().shape)
+        parse(request_).check_model(stats().shape)
 
 
 def test_a_share_of_the_bytes_is_refused_beside_a_budget() -> None:
     made = stats()
     with pytest.raises(KvlatheError, match="depends on the sequence's length"):
         compose(
-            "uncomp+fdc",
+            parse("uncomp+fdc"),
             made.shape,
             True,
             made,
@@ -223,7 +225,7 @@ def test_a_removed_head_gives_the_output_of_the_one_that_fills_it(
     checkpoint = Checkpoint(tmp_path)
     made = stats_cases.stats(3, checkpoint.spec.shape)
     found, basis = compose(
-        "uncomp:removed=2,stages=1",
+        parse("uncomp:removed=2,stages=1"),
         made.shape,
         True,
         made,

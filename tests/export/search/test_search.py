@@ -20,6 +20,7 @@ from kvlathe.export.calibration.calibrate import calibrate_on, random_sequences
 from kvlathe.export.calibration.stats import Stats
 from kvlathe.export.folding.fold import decoder_from
 from kvlathe.export.methods.composition import compose
+from kvlathe.export.methods.compression import UNCOMPRESSED, parse
 from kvlathe.export.methods.options import Options
 from kvlathe.export.methods.variants import removed, variants
 from kvlathe.export.model.checkpoint import Checkpoint
@@ -150,7 +151,7 @@ def searched(
 ) -> tuple[CompressionPlan, Basis]:
     checkpoint, stats = lathe
     options = Options(basis="balanced")
-    found = variants(request, stats.shape, stats.rope, stats, options, FORM)
+    found = variants(parse(request), stats.shape, stats.rope, stats, options, FORM)
     return search.search(
         checkpoint, found, accuracy, exam, (stats.digest, options, FORM), kept
     )
@@ -179,7 +180,7 @@ def test_a_search_keeps_its_promise_and_is_a_lookup_afterwards(
     curve = plan.notes["curve"]
     whole = search.TorchOracle(
         decoder_from(
-            lathe[0], *compose("none", plan.model, True, None, Options(), FORM)
+            lathe[0], *compose(UNCOMPRESSED, plan.model, True, None, Options(), FORM)
         )
     )
     said = [search.says(whole, window) for window in exam.windows]
@@ -211,7 +212,12 @@ def test_a_search_chooses_bits_that_a_request_leaves_open(
     checkpoint, stats = lathe
     form = dataclasses.replace(FORM, page_tokens=32, prefill_chunk=32)
     found = variants(
-        "hack:group=32,arithmetic=float", stats.shape, True, None, Options(), form
+        parse("hack:group=32,arithmetic=float"),
+        stats.shape,
+        True,
+        None,
+        Options(),
+        form,
     )
     names = [family.name for family in found]
     assert names == [
@@ -244,6 +250,8 @@ def test_accuracy_out_of_reach_names_the_best_there_is(
     "request_name", ["fdc", "fdc+hack:bits=4", "hack", "zack+hack"]
 )
 def test_a_family_reaches_what_it_says(request_name: str, made_up: Stats) -> None:
-    for family in variants(request_name, made_up.shape, True, made_up, Options(), FORM):
+    for family in variants(
+        parse(request_name), made_up.shape, True, made_up, Options(), FORM
+    ):
         for ratio in {family.least, (family.least + family.most) / 2, family.most}:
             assert removed(family.plan(ratio)[0], FORM.bits) >= ratio - 1e-9
