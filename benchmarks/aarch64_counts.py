@@ -2,7 +2,7 @@
 token and row: counted under qemu, not timed.
 
     apt-get install g++-aarch64-linux-gnu qemu-user
-    python benchmarks/aarch64_counts.py [--formats 16 8 4 3 2]
+    python -m benchmarks.aarch64_counts [--formats 16 8 4 3 2]
 
 Formats and shape are those of cpu_attend.py, all six layers. Counted is what 1,024
 tokens more take. A vector instruction counts as one, whatever its length.
@@ -10,7 +10,6 @@ tokens more take. A vector instruction counts as one, whatever its length.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -18,9 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.cpu_attend import LAYERS, Steps, plan_of
+from benchmarks.support.commands import parser_of
 from kvlathe.plan.layer_table import layer_table
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.plan import CompressionPlan
@@ -57,7 +55,7 @@ def instructions(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--formats", nargs="+", default=["16", "8", "4", "3", "2"])
     asked = parser.parse_args()
     print(f"{'format':<14}" + "".join(f"{name:>16}" for name in MACHINES))

@@ -1,15 +1,15 @@
 """What compression costs, through the engine: the papers' rule against its reference
 points, and the balanced basis against it.
 
-    python benchmarks/accuracy.py [--model DIR ...] [--text F] [--retrieval F]
+    python -m benchmarks.accuracy [--model DIR ...] [--text F] [--retrieval F]
     [--calibration F] [--windows 8] [--every 3]
 
-1. FDC on random tokens at the removal rates of REFERENCE (4 x 2048 tokens, float32): kept within p 0.01, perplexity
-ratio 0.01 and
-   retrieval 0.06 of points measured once by an independent implementation.
-2. Bases and allocations on the same calibration text at the same bytes: excess perplexity (ratio - 1) of each over
-``svd``.
-   Wanted of ``balanced``: at most 0.75. Uniform ranks are the papers' ablation.
+1. FDC on random tokens at the removal rates of REFERENCE (4 x 2048 tokens, float32):
+   ``ok`` within p 0.01, perplexity ratio 0.01 and retrieval 0.06 of points that an
+   independent implementation measured once.
+2. Bases and allocations on the same calibration text at the same bytes: excess
+   perplexity (ratio - 1) of each over ``svd``; ``ok`` for ``balanced``: at most 0.75.
+   Uniform ranks are the papers' ablation.
 
 Every engine is built, loaded and measured as a user's would be. One table and one JSON
 line; 27M parameters take minutes.
@@ -17,10 +17,9 @@ line; 27M parameters take minutes.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -28,17 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
-import numpy.typing as npt
 
-from kvlathe.base.console import cell, print_table
+from benchmarks.support.commands import DATA
+from benchmarks.support.options import several_models, table_and_json
+from benchmarks.support.remembering import Remembering
+from kvlathe.base.console import cell
 from kvlathe.engines.build import build, calibrate_to
 from kvlathe.engines.request import BuildRequest
 from kvlathe.evaluation.evaluate import evaluate
 from kvlathe.runtime.llm import LLM
-
-ROOT = Path(__file__).resolve().parents[1]
-DATA = ROOT / "data"
 
 REFERENCE: dict[str, tuple[tuple[float, float, float, float], ...]] = {
     "lathe-27m": (
@@ -72,27 +69,6 @@ COLUMNS = (
     "kl",
     "ok",
 )
-
-
-class Remembering:
-    """The uncompressed engine: it predicts each window once, however many engines are
-    compared with it."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.limits, self.tokenizer, self.manifest = (
-            llm.limits,
-            llm.tokenizer,
-            llm.manifest,
-        )
-        self.plan, self._llm, self._known = llm.plan, llm, {}
-
-    def logits(
-        self, token_ids: Sequence[int], rows: Sequence[int]
-    ) -> npt.NDArray[np.float32]:
-        key = (tuple(token_ids), tuple(rows))
-        if key not in self._known:
-            self._known[key] = self._llm.logits(token_ids, rows)
-        return self._known[key]
 
 
 @dataclass(frozen=True)
@@ -212,13 +188,7 @@ PARTS = {"reference": reference_points, "bases": bases}
 
 
 @click.command()
-@click.option(
-    "--model",
-    "models",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    default=[ROOT / "models" / "lathe-5m"],
-)
+@several_models
 @click.option(
     "--text", type=click.Path(path_type=Path), default=DATA / "eval_text.jsonl"
 )
@@ -251,12 +221,7 @@ def main(models: tuple[Path, ...], part: str, **settings: Any) -> None:  # noqa:
                     flush=True,
                 )
                 rows.append(found)
-    print_table(
-        "Accuracy through the engine",
-        COLUMNS,
-        [[found.get(name) for name in COLUMNS] for found in rows],
-    )
-    print(json.dumps({"benchmark": "accuracy", "rows": rows}))
+    table_and_json("accuracy", "Accuracy through the engine", COLUMNS, rows)
 
 
 if __name__ == "__main__":

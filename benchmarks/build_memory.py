@@ -2,8 +2,8 @@
 parameters (bf16, random weights) peak memory may be its size + 2 GB; of a given one
 there is no bound.
 
-    python benchmarks/build_memory.py [--folder DIR] [--compression fdc]
-    python benchmarks/build_memory.py --model out/8b --compression fdc+hack:bits=8 \\
+    python -m benchmarks.build_memory [--folder DIR] [--compression fdc]
+    python -m benchmarks.build_memory --model out/8b --compression fdc+hack:bits=8 \\
         --backend cuda --dtype float16 --gpu-memory 12
 
 The build runs in a child process; its resident set, and that of the processes it
@@ -30,6 +30,7 @@ import tokenizers
 import torch
 from safetensors.torch import save_file
 
+from benchmarks.support.commands import parser_of
 from kvlathe.base.console import human_bytes, print_table
 
 GB = 1_000_000_000
@@ -210,9 +211,7 @@ def options_of(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, help="where to work (needs about 7 GB)")
     parser.add_argument("--model", type=Path, help="a checkpoint, not a synthetic one")
     parser.add_argument("--compression", default="fdc")

@@ -1,7 +1,7 @@
 """Decode attention with several rows a sequence: in bundles (KVLATHE_BUNDLES of abi.h),
 and each row alone, as before.
 
-    python benchmarks/bundles_h200.py --library build/native/libkvlathe.so
+    python -m benchmarks.bundles_h200 --library build/native/libkvlathe.so
 
 Rows are the newest tokens of their sequence, each of which sees those before it. Time is
 that of one call, as in decode_h200.py: one on each layer of a pool, in a CUDA graph,
@@ -12,18 +12,16 @@ and one JSON line.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.decode_h200 import problem_of, ranks_of, seconds_a_call
+from benchmarks.decode_h200 import problem_of
+from benchmarks.support.commands import parser_of
+from benchmarks.support.gpu import ranks_of, seconds_a_call
 from kvlathe.runtime.native.cuda import BUNDLES, MAX_BUNDLE
 from tests.native.codes_problem import CodesProblem
 from tests.native.library import OVERLAP, AttendDecodeArgs, Library
@@ -129,7 +127,7 @@ def measured(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--library", type=Path, required=True)
     parser.add_argument("--case", default="16x32768")
     parser.add_argument("--bits", default="4", help="comma-separated: 16, 8, 4, 2")

@@ -1,7 +1,7 @@
 """Products of a decoder layer of an 8B model on a GPU, by the format of its weights and
 the number of rows: microseconds of a layer's four, in CUDA graphs.
 
-  python benchmarks/coded_products.py [--library NAME=libkvlathe.so ...]
+  python -m benchmarks.coded_products [--library NAME=libkvlathe.so ...]
 
 ``few`` is kvlathe_cuda_product, 16 rows a call; ``torch`` is _scaled_mm of rows in
 e4m3; ``widened`` are codes that become halves for torch. Each graph has several layers,
@@ -10,13 +10,10 @@ so that no weights are left in the L2 cache.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
-import sys
 from collections.abc import Callable
 from ctypes import byref
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.support.commands import parser_of
+from benchmarks.support.gpu import graph_of, repeated
 from kvlathe.runtime.native.cuda import CudaLibrary, cuda_library
 from kvlathe.runtime.native.library import Status
 from kvlathe.runtime.sessions.torch_cuda.model import rows as rows_module
@@ -82,26 +79,10 @@ def multiply_of(form: str, rows: NativeRows) -> Multiply:
 @torch.inference_mode()
 def microseconds(multiply: Multiply, x: Tensor, weights: list[Any]) -> float:
     """Of one product: the best of 5 times 10 replays."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        multiply(x, weights[0])
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for own in weights:
-            multiply(x, own)
-    best = float("inf")
-    for _ in range(5):
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        graph.replay()
-        start.record()
-        for _ in range(10):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end))
-    return best * 100 / len(weights)
+    graph = graph_of(lambda i: multiply(x, weights[i]), len(weights))
+    graph.replay()
+    best = min(repeated(graph.replay, 10) for _ in range(5))
+    return best * 1e3 / len(weights)
 
 
 def measured(rows: NativeRows, forms: list[str]) -> dict[str, dict[int, list[float]]]:
@@ -142,7 +123,7 @@ def shown(name: str, found: dict[str, dict[int, list[float]]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--library", action="append", default=[], metavar="NAME=PATH")
     args = parser.parse_args()
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """What codecs save of real pages, and how fast they are on one core.
 
-    python benchmarks/cold_pages.py [--model DIR ...] [--only REQUEST ...] [--pages 32]
+    python -m benchmarks.cold_pages [--model DIR ...] [--only REQUEST ...] [--pages 32]
 
 Every request is built, and windows of ``data/eval_text.jsonl`` go through its cache. The
 pages that its last bucket then holds (sealed ones, where the plan seals) are encoded one
@@ -12,7 +12,6 @@ the others read the page as it lies. Codecs that are not installed are left out:
 from __future__ import annotations
 
 import functools
-import json
 import tempfile
 import time
 import zlib
@@ -25,9 +24,10 @@ from typing import Any
 import click
 import numpy as np
 import numpy.typing as npt
-from accuracy import DATA, ROOT
 
-from kvlathe.base.console import log, print_table
+from benchmarks.support.commands import DATA
+from benchmarks.support.options import several_models, table_and_json
+from kvlathe.base.console import log
 from kvlathe.engines.build import build
 from kvlathe.engines.request import BuildRequest
 from kvlathe.plan.codec import matrices
@@ -188,13 +188,7 @@ def measured(model: Path, request: str, count: int) -> Iterator[dict[str, Any]]:
 
 
 @click.command()
-@click.option(
-    "--model",
-    "models",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    default=(ROOT / "models" / "lathe-5m",),
-)
+@several_models
 @click.option("--only", multiple=True, help="Requests.")
 @click.option("--pages", default=32, show_default=True)
 def main(models: tuple[Path, ...], only: tuple[str, ...], pages: int) -> None:
@@ -204,11 +198,7 @@ def main(models: tuple[Path, ...], only: tuple[str, ...], pages: int) -> None:
         rows: list[dict[str, Any]] = []
         for request in only or REQUESTS:
             rows += measured(model, request, pages)
-        cells = [[line[name] for name in COLUMNS] for line in rows]
-        print_table(model.name, COLUMNS, cells)
-        print(
-            json.dumps({"benchmark": "cold_pages", "model": model.name, "rows": rows})
-        )
+        table_and_json("cold_pages", model.name, COLUMNS, rows, model=model.name)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 a model, over a random cache.
 
     kvlathe native
-    python benchmarks/cpu_attend.py [--formats 32 16 8 4 2] [--contexts 512 2048 3840]
+    python -m benchmarks.cpu_attend [--formats 32 16 8 4 2] [--contexts 512 2048 3840]
         [--rows 1 8] [--ranks 96 112] [--engines ENGINE ...] [--against OTHER/libkvlathe.so]
 
 A format is BITS, groups along the rank for K and along the tokens for V;
@@ -19,7 +19,6 @@ how much longer the one in use takes.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import itertools
 import json
@@ -33,19 +32,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from kvlathe.plan.engine_folder import read_plan  # noqa: E402
-from kvlathe.plan.formats import Axis, Coding, Tier  # noqa: E402
-from kvlathe.plan.heads import Lane, ModelShape  # noqa: E402
-from kvlathe.plan.layer_table import layer_table  # noqa: E402
-from kvlathe.plan.layout import CacheLayout  # noqa: E402
-from kvlathe.plan.plan import Bucket, CompressionPlan  # noqa: E402
-from kvlathe.plan.token_rules import Window  # noqa: E402
-from kvlathe.runtime.native.library import ABI_VERSION, Native, find  # noqa: E402
-from tests.native_cpu.library import AttendArgs, Op, aligned  # noqa: E402
-from tests.support.format_cases import bits_of  # noqa: E402
+from benchmarks.support.commands import parser_of
+from kvlathe.plan.engine_folder import read_plan
+from kvlathe.plan.formats import Axis, Coding, Tier
+from kvlathe.plan.heads import Lane, ModelShape
+from kvlathe.plan.layer_table import layer_table
+from kvlathe.plan.layout import CacheLayout
+from kvlathe.plan.plan import Bucket, CompressionPlan
+from kvlathe.plan.token_rules import Window
+from kvlathe.runtime.native.library import ABI_VERSION, Native, find
+from tests.native_cpu.library import AttendArgs, Op, aligned
+from tests.support.format_cases import bits_of
 
 AXES: tuple[Axis, ...] = ("rank", "token")
 PAIRS = {",".join(pair): pair for pair in itertools.product(AXES, AXES)}
@@ -227,9 +224,7 @@ def native() -> Native:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--formats", nargs="+", default=["32", "16", "8", "4", "2"])
     parser.add_argument("--engines", type=Path, nargs="+", default=[])
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 3840])

@@ -32,7 +32,8 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.support.commands import DATA, ROOT, parser_of
+
 Runner = Callable[[list[int], int], tuple[float, float]]
 """(prompt, new tokens) -> (prefill seconds, decode tokens a second)."""
 
@@ -180,7 +181,8 @@ def started(runner: str, threads: int) -> Generator[subprocess.Popen[str]]:
     kind, path = runner.split(":", 1)
     command = [
         sys.executable,
-        __file__,
+        "-m",
+        "benchmarks.cpu_decode",
         "--child",
         kind,
         path,
@@ -214,7 +216,7 @@ def ask(
 def real_text(tokenizer: Path, count: int) -> list[int]:
     from kvlathe.runtime.text.tokenizer import Tokenizer
 
-    lines = (ROOT / "data" / "eval_text.jsonl").read_text("utf-8").splitlines()
+    lines = (DATA / "eval_text.jsonl").read_text("utf-8").splitlines()
     return Tokenizer(tokenizer).encode(
         " ".join(json.loads(line)["text"] for line in lines[:100])
     )[:count]
@@ -246,9 +248,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "runners", nargs="+", help="KIND:FOLDER, KIND one of " + ", ".join(RUNNERS)
     )
@@ -285,5 +285,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     main()

@@ -1,7 +1,7 @@
 """The cuda backend end to end on one GPU, Llama-3.1-8B shape with random weights:
 decode, capacity, a long request.
 
-  python3 benchmarks/cuda_backend.py --library build/native/libkvlathe.so
+  python3 -m benchmarks.cuda_backend --library build/native/libkvlathe.so
 
 Plans: ``none`` (16 bit, full rank, nothing projected), ``ranks`` (16 bit, ranks 16 to
 96, mean 51.2 for K and for V) and ``ranks8`` (the same, full pages sealed into 8 bit).
@@ -16,10 +16,8 @@ line.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,9 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.decode_h200 import ranks_of
+from benchmarks.support.commands import parser_of
+from benchmarks.support.gpu import ranks_of, repeated
 from kvlathe.layers.wiring import Wiring
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane, ModelShape
@@ -305,17 +302,8 @@ class Bench:
             for size, g in sorted(self.session._graphs.items())
             if size >= self.batch
         )
-        first, last = (
-            torch.cuda.Event(enable_timing=True),
-            torch.cuda.Event(enable_timing=True),
-        )
         torch.cuda.synchronize()
-        first.record()
-        for _ in range(20):
-            replay()
-        last.record()
-        torch.cuda.synchronize()
-        return first.elapsed_time(last) * 1e-3 / 20
+        return repeated(replay, 20) * 1e-3
 
     def profile(self) -> list[tuple[str, int, float]]:
         """(kernel, calls, microseconds) of one captured step, the longest first."""
@@ -346,9 +334,7 @@ def show(r: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--library", type=Path, required=True)
     parser.add_argument("--plans", default="none,ranks,ranks8", help="comma-separated")
     parser.add_argument(

@@ -1,7 +1,7 @@
 """What our decode attention is compared with, in one run on the same pages: one layer,
 on one GPU.
 
-  python3 benchmarks/decode_baselines.py --library build/native/libkvlathe.so
+  python3 -m benchmarks.decode_baselines --library build/native/libkvlathe.so
 
   palu         K and V in low rank, K before RoPE: all columns of K are rebuilt and turned inside the attention
   dequantize   codes to a 16-bit buffer in device memory, then our 16-bit kernel (unpacked); and in registers, with
@@ -27,7 +27,6 @@ import json
 import math
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -37,9 +36,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.decode_h200 import give_plans, lengths_of, ranks_of, seconds_a_call
+from benchmarks.decode_h200 import give_plans
+from benchmarks.support.commands import parser_of
+from benchmarks.support.gpu import lengths_of, ranks_of, seconds_a_call
 from kvlathe.plan.formats import Tier
 from tests.native.codes_problem import CodesProblem
 from tests.native.library import OVERLAP, Library
@@ -47,7 +46,7 @@ from tests.native.problem import Problem
 from tests.support.format_cases import bits_of
 
 if TYPE_CHECKING:
-    from benchmarks.triton_calls import TritonCall, Tuning, UnpackThenAttend
+    from benchmarks.support.triton_calls import TritonCall, Tuning, UnpackThenAttend
 
     Call = TritonCall | UnpackThenAttend
 
@@ -187,7 +186,7 @@ class Bench:
     ) -> tuple[float, tuple[float, float], str]:
         """Seconds, (error, allowed) and the tuning of the fastest right one; the first
         wrong one if one is wrong."""
-        from benchmarks.triton_calls import TritonCall
+        from benchmarks.support.triton_calls import TritonCall
 
         calls = (
             TritonCall(problem, form, rule, tuning, self.processors, sums)
@@ -239,7 +238,7 @@ class Bench:
         )
 
     def dequantize(self, case: Case) -> Iterator[Row]:
-        from benchmarks.triton_calls import UnpackThenAttend
+        from benchmarks.support.triton_calls import UnpackThenAttend
 
         problem = case.problem(self.a)
         assert isinstance(problem, CodesProblem)
@@ -288,7 +287,7 @@ class Bench:
         )
 
     def sums(self, case: Case) -> Iterator[Row]:
-        from benchmarks.triton_calls import store_sums
+        from benchmarks.support.triton_calls import store_sums
 
         problem = case.problem(self.a, sums=True)
         assert isinstance(problem, CodesProblem)
@@ -340,14 +339,14 @@ Wanted = tuple[str, int, str, bool]
 
 
 def tunings(form: str) -> list[Tuning]:
-    from benchmarks.triton_calls import Tuning
+    from benchmarks.support.triton_calls import Tuning
 
     return [Tuning(*x) for x in SWEEPS[form]]
 
 
 def compile_one(job: tuple[str, int, str, int, int, int, int, int, int]) -> None:
     """One kernel of a sweep into Triton's cache."""
-    from benchmarks.triton_decode import attend
+    from benchmarks.support.triton_decode import attend
 
     form, bits, sums, dim_k, dim_v, group, warps, stages, tile = job
     number, half, real, byte = torch.int32, torch.float16, torch.float32, torch.uint8
@@ -425,9 +424,7 @@ def forms_of(work: Sequence[tuple[str, Case]]) -> list[Wanted]:
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--library", type=Path, required=True)
     parser.add_argument(
         "--what",

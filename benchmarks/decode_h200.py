@@ -1,7 +1,7 @@
 """Decode attention over compressed pages against FlashInfer: one layer, 16, 8, 4 or 2
 bit, on one GPU.
 
-  python3 benchmarks/decode_h200.py --library build/native/libkvlathe.so --baseline
+  python3 -m benchmarks.decode_h200 --library build/native/libkvlathe.so --baseline
   flashinfer.txt
 
 Timing: one call on each of ``--layers`` layers of one page-first pool (rotating
@@ -26,18 +26,15 @@ import argparse
 import itertools
 import json
 import math
-import random
 import re
-import statistics
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.support.commands import parser_of
+from benchmarks.support.gpu import STEPS, lengths_of, ranks_of, seconds_a_call
 from kvlathe.plan.formats import Tier
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
@@ -49,93 +46,6 @@ from tests.support.format_cases import bits_of
 
 READ_RATE = 4.58e12
 """Bytes a second that the best public decode kernel read on an H200."""
-
-# ranks / 16 of eight heads; a layer takes one row, permuted, for K and one for V
-STEPS = {
-    "mixed": (
-        [1, 2, 2, 3, 3, 4, 5, 6],
-        [1, 2, 2, 3, 3, 4, 4, 6],
-        [1, 2, 2, 3, 3, 4, 5, 6],
-        [1, 2, 2, 3, 3, 4, 4, 6],
-    ),
-    "mixed48": ([1, 1, 2, 3, 3, 4, 4, 6],),
-    "uniform48": ([3] * 8,),
-    "uniform64": ([4] * 8,),
-    "mixed26": ([1, 1, 1, 1, 2, 2, 2, 3],),
-    "mixed38": ([1, 1, 2, 2, 2, 3, 3, 5],),
-    "uniform96": ([6] * 8,),
-    "full": ([8] * 8,),
-}
-MIXED_EXTRA = [
-    1,
-    2,
-    2,
-    3,
-    3,
-    4,
-    5,
-    6,
-]  # every fifth layer, so that the mean over five layers is 51.2
-
-
-def ranks_of(
-    kind: str, layers: int, heads: int, seed: int
-) -> list[list[tuple[int, int]]]:
-    """[layers][heads] of (rank_k, rank_v)."""
-    draw, rows = random.Random(seed), STEPS[kind]
-
-    def row(layer: int) -> list[int]:
-        steps = (
-            MIXED_EXTRA
-            if kind == "mixed" and layer % 5 == 4
-            else rows[layer % 5 % len(rows)]
-        )
-        steps = [steps[i % len(steps)] for i in range(heads)]
-        draw.shuffle(steps)
-        return [16 * x for x in steps]
-
-    return [list(zip(row(layer), row(layer), strict=True)) for layer in range(layers)]
-
-
-def lengths_of(batch: int, tokens: int, kind: str) -> list[int]:
-    """Tokens of each sequence; ``zipf`` is a heavy tail with the same total as
-    ``even``."""
-    if kind == "even":
-        return [tokens] * batch
-    draw = random.Random(0)
-    raw = [
-        min(max(tokens * 0.25 / draw.random() ** 0.75, 256), 8 * tokens)
-        for _ in range(batch)
-    ]
-    lengths = [max(1, round(x * batch * tokens / sum(raw))) for x in raw]
-    lengths[0] += batch * tokens - sum(lengths)
-    return lengths
-
-
-def seconds_a_call(call: Callable[[int], None], calls: int, replays: int) -> float:
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for i in range(min(calls, 3)):
-            call(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            call(i)
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = (
-            torch.cuda.Event(enable_timing=True),
-            torch.cuda.Event(enable_timing=True),
-        )
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e-3 / calls)
-    return statistics.median(times)
 
 
 def baseline_of(path: Path | None, model: str) -> dict[tuple[int, int, str], float]:
@@ -288,9 +198,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--library", type=Path, required=True)
     parser.add_argument("--baseline", type=Path)
     parser.add_argument("--baseline-model", default="llama8b")

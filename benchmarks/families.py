@@ -1,7 +1,7 @@
 """Every model type that transformers knows as a causal LM, tried: works, or refused with a
 reason.
 
-    python benchmarks/families.py [MODEL_TYPE ...] [--markdown]
+    python -m benchmarks.families [MODEL_TYPE ...] [--markdown]
 
 A type that works is measured on the last of its tiny random checkpoints
 (tests/support/checkpoints.py; tests hold the others), far past every window.
@@ -25,7 +25,6 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kvlathe.base.console import print_table, progress
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import BuildRequest, build

@@ -2,8 +2,8 @@
 decode_h200.py's --baseline reads.
 
   pip install flashinfer-python==0.6.18
-  python3 benchmarks/flashinfer_decode.py | tee flashinfer.txt
-  python3 benchmarks/decode_h200.py --library build/native/libkvlathe.so --baseline flashinfer.txt
+  python3 -m benchmarks.flashinfer_decode | tee flashinfer.txt
+  python3 -m benchmarks.decode_h200 --library build/native/libkvlathe.so --baseline flashinfer.txt
 
 Backends: ``fa2_tc`` (tensor cores) and ``xqa`` (TensorRT-LLM's), both compiled when
 first asked for: minutes, with nvcc and ninja. One page is K and V of all heads (HND);
@@ -18,17 +18,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.decode_h200 import seconds_a_call
+from benchmarks.support.commands import parser_of
+from benchmarks.support.gpu import seconds_a_call
 
 TYPES = {"fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
@@ -139,9 +136,7 @@ def measure(cache: Cache, backend: str, replays: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", default="16x32768,64x16384,16x4096,1x32768")
     parser.add_argument("--kv", default="fp16,fp8", help="comma-separated")
     parser.add_argument("--backends", default="fa2_tc,xqa", help="comma-separated")

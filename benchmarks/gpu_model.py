@@ -1,7 +1,7 @@
 """A model of decode attention's time on GPUs that were not there, beside what an H200
 measured.
 
-    python benchmarks/gpu_model.py
+    python -m benchmarks.gpu_model
 
     time = fixed + max(bytes / read rate, instructions / issue rate)
 
@@ -16,13 +16,10 @@ from __future__ import annotations
 
 import ctypes
 import re
-import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.native_cpu.test_launches import launch, problems
 from tests.support.emulated import emulated_kernels

@@ -1,8 +1,8 @@
 """Steps of a batch in which tokens are guessed: rows of a sequence in bundles, where the
 session chooses them, and each row alone.
 
-  python3 benchmarks/random_checkpoint.py out/8b
-  python3 benchmarks/guessed_rows.py out/8b --compression hack:bits=8 --guesses 0 1 3
+  python3 -m benchmarks.random_checkpoint out/8b
+  python3 -m benchmarks.guessed_rows out/8b --compression hack:bits=8 --guesses 0 1 3
 
 The engine is built once. ``--batch`` prompts of ``--context`` tokens are computed. Then
 each sequence guesses so many tokens in each step, hardly one of them right: a step
@@ -17,15 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.support.commands import parser_of
 from benchmarks.tensor_parallel import MOST_NEW, build
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.scheduling.parts.speculation import Speculation
@@ -115,7 +113,7 @@ def measured(llm: LLM, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--work", type=Path, default=Path("out"))
     parser.add_argument("--compression", default="none")

@@ -1,7 +1,7 @@
 """What handing a prompt's pages from one GPU to another takes, over HTTP with NVIDIA
 Dynamo: one worker computes prompts, another one what follows, beside one that does both.
 
-    python3 benchmarks/handoff.py out/none out/hack4 --prompts 8192 8222 --new 128
+    python3 -m benchmarks.handoff out/none out/hack4 --prompts 8192 8222 --new 128
 
 Each engine gets a frontend and three workers at the same time: prefill and alone on the
 first GPU, decode on the second one (``--gpus 0 0``: all on one). Prompts are random tokens,
@@ -28,8 +28,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.support.commands import parser_of
 from kvlathe.base.console import print_table
 from kvlathe.bench.client import Outcome, open_loop
 from kvlathe.bench.load import Request
@@ -204,7 +203,7 @@ def show_completion(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("engines", nargs="*", type=Path, metavar="ENGINE")
     parser.add_argument("--show", type=Path, help="rows of other runs, a line each")
     parser.add_argument("--prompts", nargs="+", type=int, default=[8192])

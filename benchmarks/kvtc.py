@@ -1,7 +1,7 @@
 """KVTC (arXiv 2511.01815) as far as stored bytes and accuracy go, beside pages that can
 be attended. For comparison only.
 
-    python benchmarks/kvtc.py [--model DIR ...] [--ratio 8 --ratio 16 --ratio 32] [--windows 4]
+    python -m benchmarks.kvtc [--model DIR ...] [--ratio 8 --ratio 16 --ratio 32] [--windows 4]
 
 It stores a cache and cannot attend it: every token's keys, their RoPE undone, are one row
 over all layers and heads, and values likewise; PCA with a mean, bits by dynamic
@@ -18,7 +18,6 @@ same 512 tokens; their pages are coded as they lie by runtime/cache/cold.py, too
 
 from __future__ import annotations
 
-import json
 import tempfile
 import zlib
 from collections.abc import Sequence
@@ -29,9 +28,10 @@ from typing import Any
 import click
 import numpy as np
 import numpy.typing as npt
-from accuracy import DATA, ROOT
 
-from kvlathe.base.console import log, print_table
+from benchmarks.support.commands import DATA
+from benchmarks.support.options import several_models, table_and_json
+from kvlathe.base.console import log
 from kvlathe.engines.build import build
 from kvlathe.engines.request import BuildRequest
 from kvlathe.export.model.spec import read_spec
@@ -318,13 +318,7 @@ def kvtc_rows(
 
 
 @click.command()
-@click.option(
-    "--model",
-    "models",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    default=(ROOT / "models" / "lathe-5m",),
-)
+@several_models
 @click.option("--ratio", "ratios", multiple=True, type=float, default=(8.0, 16.0, 32.0))
 @click.option("--windows", "count", default=4, show_default=True)
 @click.option("--beside", multiple=True, default=BESIDE, help="Requests beside it.")
@@ -360,9 +354,8 @@ def main(
                         "perplexity ratio": sums.perplexity / plain,
                     }
                     lines.append(line)
-        cells = [[line.get(name) for name in COLUMNS] for line in lines]
-        print_table(f"{model.name}: prompts of {PROMPT} tokens", COLUMNS, cells)
-        print(json.dumps({"benchmark": "kvtc", "model": model.name, "rows": lines}))
+        title = f"{model.name}: prompts of {PROMPT} tokens"
+        table_and_json("kvtc", title, COLUMNS, lines, model=model.name)
 
 
 if __name__ == "__main__":

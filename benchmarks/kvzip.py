@@ -1,7 +1,7 @@
 """Compacted prefixes beside budgets of tokens: several questions about one context, and
 the text that goes on.
 
-    python benchmarks/kvzip.py [--model DIR ...] [--only REQUEST ...] [--tokens N] [--json-lines FILE]
+    python -m benchmarks.kvzip [--model DIR ...] [--only REQUEST ...] [--tokens N] [--json-lines FILE]
 
 A context is lines of a line retrieval prompt of N tokens, without its question; then come
 questions about lines at several depths. A compacted prefix is made once, and every
@@ -26,8 +26,9 @@ from typing import Any
 import click
 import numpy as np
 import numpy.typing as npt
-from accuracy import DATA, ROOT
 
+from benchmarks.support.commands import DATA
+from benchmarks.support.options import several_models
 from kvlathe.base.console import print_table
 from kvlathe.engines.build import build
 from kvlathe.engines.request import BuildRequest
@@ -189,13 +190,7 @@ class Bench:
 
 
 @click.command()
-@click.option(
-    "--model",
-    "models",
-    type=Path,
-    multiple=True,
-    default=[ROOT / "models" / "lathe-5m"],
-)
+@several_models
 @click.option("--only", multiple=True, default=REQUESTS)
 @click.option("--keep", "keeps", type=float, multiple=True, default=KEEPS)
 @click.option("--tokens", default=1536, show_default=True)

@@ -1,7 +1,7 @@
 """Every method, the comparison plans and compositions in one table, through exported
 engines.
 
-    python benchmarks/methods.py [--model DIR ...] [--only REQUEST ...] [--quick]
+    python -m benchmarks.methods [--model DIR ...] [--only REQUEST ...] [--quick]
     [--json-lines FILE]
 
 Bytes are those of all pages of a sequence of 3,072 tokens: scales, sums, scores,
@@ -16,7 +16,6 @@ One table and one JSON line a model; rows appear on stderr as they are measured.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from functools import cached_property
@@ -24,10 +23,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import click
-from accuracy import DATA, ROOT, Remembering
-from palu import low_rank_checkpoint
 
-from kvlathe.base.console import print_table
+from benchmarks.support import options
+from benchmarks.support.commands import DATA
+from benchmarks.support.options import several_models, table_and_json, tell
+from benchmarks.support.palu import low_rank_checkpoint
+from benchmarks.support.remembering import Remembering
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import build, calibrate_to
 from kvlathe.engines.request import BuildRequest
@@ -179,13 +180,7 @@ class Bench:
 
 
 @click.command()
-@click.option(
-    "--model",
-    "models",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    default=(ROOT / "models" / "lathe-5m",),
-)
+@several_models
 @click.option(
     "--only",
     multiple=True,
@@ -207,11 +202,7 @@ class Bench:
 @click.option("--window-tokens", default=2048, show_default=True)
 @click.option("--every", default=3, show_default=True)
 @click.option("--threads", type=int)
-@click.option(
-    "--json-lines",
-    type=click.Path(path_type=Path),
-    help="Append every row here as it is measured.",
-)
+@options.json_lines
 def main(
     models: tuple[Path, ...],
     only: tuple[str, ...],
@@ -237,26 +228,10 @@ def main(
             rows = []
             for request in chosen:
                 rows.append(bench.row(request))
-                line = json.dumps({"model": model.name, **rows[-1]})
-                click.echo(line, err=True)
-                if json_lines is not None:
-                    with json_lines.open("a", encoding="utf-8") as stream:
-                        stream.write(line + "\n")
+                tell({"model": model.name, **rows[-1]}, json_lines)
         title = f"{model.name}; bytes of {CONTEXT} tokens against 16 bit"
-        print_table(
-            title, COLUMNS, [[row.get(name) for name in COLUMNS] for row in rows]
-        )
-        print(
-            json.dumps(
-                {
-                    "benchmark": "methods",
-                    "model": model.name,
-                    "context": CONTEXT,
-                    **asked,
-                    "rows": rows,
-                }
-            )
-        )
+        about = {"model": model.name, "context": CONTEXT, **asked}
+        table_and_json("methods", title, COLUMNS, rows, **about)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Steps of one model through ONNX Runtime's CUDA provider and through the cuda backend,
 in one run on one GPU.
 
-  python benchmarks/ort_cuda.py models/lathe-5m --compression none --batch 8 --tokens
+  python -m benchmarks.ort_cuda models/lathe-5m --compression none --batch 8 --tokens
   2048
 
 Both build from the checkpoint in float16. Times are by the clock, around whole steps
@@ -11,16 +11,13 @@ rounds. Needs onnxruntime-gpu, cuda-python and torch.
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.support.commands import parser_of
 from kvlathe.engines.build import BuildRequest, build
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.sessions.protocols import StepPlan
@@ -80,9 +77,7 @@ def seconds(llm: LLM, step: StepPlan, rounds: int = 5, steps: int = 50) -> float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("model", type=Path)
     parser.add_argument("--compression", default="none")
     parser.add_argument("--removal-rate", type=float)

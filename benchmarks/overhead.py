@@ -1,6 +1,6 @@
 """What scheduling, sampling and HTTP cost beside the bare loop of steps.
 
-  python3 benchmarks/overhead.py out/hack4 --loads 64x2000+128 16x7600+256
+  python3 -m benchmarks.overhead out/hack4 --loads 64x2000+128 16x7600+256
 
 Each load of an engine's folder is answered three times: over HTTP (``kvlathe serve``,
 clients in this process), by ``LLM.generate`` in this process, and bare. The bare loop
@@ -16,11 +16,9 @@ the bare loop. A load that fails is a row.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import random
-import sys
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -31,8 +29,6 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.serve_burst import (
     HIGHEST_ID,
     LOWEST_ID,
@@ -42,6 +38,7 @@ from benchmarks.serve_burst import (
     served,
     shape_of,
 )
+from benchmarks.support.commands import parser_of, show
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.sessions.protocols import StepPlan
@@ -180,21 +177,14 @@ def graph_ms(session: Any, calls: list[Call]) -> float | None:  # noqa: ANN401
     """Milliseconds of the graph of a decode step in the middle; None without graphs."""
     if not hasattr(session, "_graph_of"):
         return None
-    import torch
+    from benchmarks.support.gpu import repeated
 
     decodes = [step for step in steps_of(calls) if not has_prompts(step)]
     most = max(len(step.logit_rows) for step in decodes)
     full = [step for step in decodes if len(step.logit_rows) == most]
     step = replace(full[len(full) // 2], after=None)
     session.start(step)(greedy_of(calls)[most]).result()
-    replay = session._graph_of(most).replay
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    first.record()
-    for _ in range(REPLAYS):
-        replay()
-    last.record()
-    last.synchronize()
-    return first.elapsed_time(last) / REPLAYS
+    return repeated(session._graph_of(most).replay, REPLAYS)
 
 
 # -- the whole engine, without and with HTTP -------------------------------------------
@@ -286,15 +276,6 @@ def rows_of_load(
     return rows
 
 
-def show(row: dict[str, Any]) -> None:
-    cells: list[str] = []
-    for key, width in COLUMNS.items():
-        value = row.get(key, "")
-        text = f"{value:.3f}" if isinstance(value, float) else str(value)
-        cells.append(f"{text:>{width}}")
-    print("".join(cells).rstrip(), row.get("error", ""), flush=True)
-
-
 @dataclass(frozen=True)
 class Settings:
     cache_bytes: int | None
@@ -325,14 +306,12 @@ def measure(
             found = rows_of_load(llm, load, shape, http[load])
             rows += found
             for row in found:
-                show(row)
+                show(COLUMNS, row, ".3f")
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("engine", type=Path)
     parser.add_argument("--loads", nargs="+", default=["64x2000+128"])
     parser.add_argument("--cache-size", type=int, help="bytes, in all three")
@@ -342,7 +321,7 @@ def main() -> None:
     options = parser.parse_args()
     shapes = {load: shape_of(load) for load in options.loads}
     settings = Settings(options.cache_size, options.threads, options.device)
-    show({key: key for key in COLUMNS})
+    show(COLUMNS, {key: key for key in COLUMNS}, ".3f")
     rows = measure(options.engine, shapes, settings, options.log)
     print(json.dumps({"engine": str(options.engine), "rows": rows}))
 

@@ -1,8 +1,8 @@
 """The papers' own measurements in their own shapes, through built engines: ours beside
 theirs.
 
-  python3 benchmarks/random_checkpoint.py out/8b
-  python3 benchmarks/papers.py --model out/8b --engines out/engines --only zipcache
+  python3 -m benchmarks.random_checkpoint out/8b
+  python3 -m benchmarks.papers --model out/8b --engines out/engines --only zipcache
 
 Engines are built by ``kvlathe build`` where ``--engines`` has no folder of their name, one
 at a time, and go when they were measured unless ``--keep``. Every load is answered by
@@ -20,7 +20,6 @@ its time is that of ``fdc`` with the attention of benchmarks/decode_baselines.py
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -28,24 +27,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.overhead import MILLI, Spent, generated, prompts_of, warmed
 from benchmarks.serve_burst import Shape
+from benchmarks.support.commands import meanwhile, parser_of
 from kvlathe.base.errors import KvlatheError
 from kvlathe.runtime.cache.pool import PagePool
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.sampling_params import SamplingParams
 
-ROOT = Path(__file__).resolve().parents[1]
-BASELINES = ROOT / "benchmarks" / "decode_baselines.py"
+BASELINES = "benchmarks.decode_baselines"
 LOOK_SECONDS = 0.02
 POSITIONS = 8192
 """Of the model that UNComp measured: its stages go down from there."""
@@ -224,21 +220,15 @@ def shortened(model: Path, config: Row, folder: Path, positions: int) -> Path:
 def watched(llm: LLM) -> Generator[dict[str, int]]:
     """The most bytes of pages in use and the most sequences that run while the block
     does."""
-    most, over = {"bytes": 0, "running": 0}, threading.Event()
+    most = {"bytes": 0, "running": 0}
 
     def look() -> None:
-        while not over.wait(LOOK_SECONDS):
-            running = len(llm.engine.scheduler.running)
-            most["bytes"] = max(most["bytes"], llm.pool.bytes_in_use)
-            most["running"] = max(most["running"], running)
+        running = len(llm.engine.scheduler.running)
+        most["bytes"] = max(most["bytes"], llm.pool.bytes_in_use)
+        most["running"] = max(most["running"], running)
 
-    watch = threading.Thread(target=look)
-    watch.start()
-    try:
+    with meanwhile(look, LOOK_SECONDS):
         yield most
-    finally:
-        over.set()
-        watch.join()
 
 
 def measured(llm: LLM, folder: Path, shape: Shape) -> Row:
@@ -338,7 +328,7 @@ def palu_row(fdc: Row, load: Shape) -> Row:
     row: Row = {"measurement": "fdc", "engine": "palu", "load": fdc.get("load", "")}
     library = os.environ.get("KVLATHE_LIBRARY", "")
     case = f"{load[0]}x{load[1] + load[2] // 2}"
-    command = [sys.executable, str(BASELINES), "--library", library, "--what", "palu"]
+    command = [sys.executable, "-m", BASELINES, "--library", library, "--what", "palu"]
     command += ["--cases", case, "--ranks", "uniform64"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode or "token_ms" not in fdc:
@@ -381,9 +371,7 @@ def shorter(wanted: Measurement, divisor: int) -> Measurement:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--engines", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, metavar="NAME")

@@ -1,7 +1,7 @@
 """Prefill attention over compressed pages against torch's scaled_dot_product_attention
 at full rank, on one GPU.
 
-  python3 benchmarks/prefill_h200.py --library build/native/libkvlathe.so
+  python3 -m benchmarks.prefill_h200 --library build/native/libkvlathe.so
 
 Both sides run in this process: SDPA (flash and cuDNN) on ``--heads`` KV heads x
 ``--group`` query heads x ``--dim``, ours on the same heads with the ranks ``mixed`` (16
@@ -21,8 +21,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.decode_h200 import ranks_of
+from benchmarks.support.commands import parser_of
+from benchmarks.support.gpu import milliseconds, ranks_of
 from kvlathe.plan.formats import Tier
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
@@ -43,23 +40,6 @@ from tests.native.library import Library
 from tests.support.format_cases import bits_of
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
-
-
-def milliseconds(call: Callable[[], object], repeats: int) -> float:
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        start, end = (
-            torch.cuda.Event(enable_timing=True),
-            torch.cuda.Event(enable_timing=True),
-        )
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
 
 
 def baselines(a: argparse.Namespace, tokens: int) -> dict[str, float]:
@@ -245,9 +225,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--library", type=Path, required=True)
     parser.add_argument(
         "--cases",

@@ -1,7 +1,7 @@
 """Prefill on products of 8-bit codes, as HACK does it, beside our 16-bit prefill and
 torch's: one layer, on one GPU.
 
-  python3 benchmarks/prefill_integer.py --library build/native/libkvlathe.so
+  python3 -m benchmarks.prefill_integer --library build/native/libkvlathe.so
 
 q and k get 8 bits in groups of up to 64 along the rank, v in groups of 64 tokens; the
 softmax's weights get 8 bits in registers, and both products are products of codes (Eq.
@@ -27,7 +27,6 @@ import itertools
 import json
 import multiprocessing
 import os
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -37,18 +36,17 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import sdpa_kernel
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.decode_baselines import missing
-from benchmarks.decode_h200 import ranks_of, seconds_a_call
 from benchmarks.prefill_h200 import BACKENDS, error_of
+from benchmarks.support.commands import parser_of
+from benchmarks.support.gpu import ranks_of, seconds_a_call
 from kvlathe.runtime.native.cuda import CudaLibrary
 from kvlathe.runtime.native.library import Native
 from tests.native.chunk_problem import ChunkProblem
 from tests.native.library import Library
 
 if TYPE_CHECKING:
-    from benchmarks.triton_prompt import PromptCall, Shape
+    from benchmarks.support.triton_prompt import PromptCall, Shape
 
 TUNINGS = "128/4/3,128/8/3,64/4/3,128/4/2,64/4/2"
 FORMS = ("products", "uncorrected", "symmetric", "asymmetric", "half")
@@ -60,14 +58,14 @@ def tunings(text: str) -> list[tuple[int, int, int]]:
 
 
 def compile_one(job: tuple[str, Shape, tuple[int, int, int], int]) -> None:
-    from benchmarks.triton_prompt import compile_kernel
+    from benchmarks.support.triton_prompt import compile_kernel
 
     compile_kernel(*job)
 
 
 def compile_all(a: argparse.Namespace) -> None:
     """All that will be asked for, in parallel."""
-    from benchmarks.triton_prompt import shape_of
+    from benchmarks.support.triton_prompt import shape_of
 
     kinds = a.ranks.split(",")
     shapes = {
@@ -162,7 +160,7 @@ class Bench:
         return min(found)
 
     def measure(self, tokens: int, kind: str) -> dict[str, Any]:
-        from benchmarks.triton_prompt import PromptCall
+        from benchmarks.support.triton_prompt import PromptCall
 
         ranks = ranks_of(kind, self.a.layers, self.a.heads, 0)
         problem = ChunkProblem(
@@ -204,9 +202,7 @@ COLUMNS = (
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--library", type=Path, required=True)
     parser.add_argument(
         "--cases", default="8192,32768", help="comma-separated tokens, multiples of 128"

@@ -14,7 +14,6 @@ GPU's kernels in groups (kernel_times.py).
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import statistics
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from benchmarks.support.commands import parser_of
 from kvlathe import LLM, SamplingParams
 from kvlathe.base.console import print_table
 
@@ -97,7 +97,7 @@ def rows_of(
 
 def profiled(engines: dict[str, LLM], load: Load, seed: int) -> dict[str, Any]:
     """Milliseconds by engine and group of kernels, as a table and a record."""
-    from benchmarks.kernel_times import kernel_times
+    from benchmarks.support.kernel_times import kernel_times
 
     found = {
         name: kernel_times(partial(run, llm, load, seed))
@@ -118,7 +118,7 @@ def profiled(engines: dict[str, LLM], load: Load, seed: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("engines", nargs="+", metavar="NAME=FOLDER")
     parser.add_argument("--loads", nargs="+", default=LOADS)
     parser.add_argument("--repeats", type=int, default=5)

@@ -1,8 +1,8 @@
 """Writes a checkpoint of random weights in the shape of Llama-3.1-8B or 70B: for time and
 memory, which do not depend on what a model has learnt.
 
-  python3 benchmarks/random_checkpoint.py out/8b --tokenizer models/lathe-5m
-  python3 benchmarks/random_checkpoint.py out/70b --shape 70b --layers 10
+  python3 -m benchmarks.random_checkpoint out/8b --tokenizer models/lathe-5m
+  python3 -m benchmarks.random_checkpoint out/70b --shape 70b --layers 10
 
 The tokenizer is the shipped one, whose ids are the first of the 128,256; the others
 stand for words of their own, so that every answer has text. Needs torch and safetensors;
@@ -11,7 +11,6 @@ weights are drawn on the GPUs where there are some, several files at a time.
 
 from __future__ import annotations
 
-import argparse
 import json
 import multiprocessing
 import shutil
@@ -20,6 +19,8 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+
+from benchmarks.support.commands import parser_of
 
 VOCAB_SIZE = 128256
 CONFIG = {
@@ -137,7 +138,7 @@ def write_tokenizer(source: Path, folder: Path, vocab_size: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokenizer", type=Path, default=Path("models/lathe-5m"))
     parser.add_argument("--shape", choices=SHAPES, default="8b")

@@ -1,7 +1,7 @@
 """What one scale a token costs V, before and after its heads are rotated
 (``kvlathe build --backend hf``).
 
-    python benchmarks/rotated.py --model DIR
+    python -m benchmarks.rotated --model DIR
 
 transformers runs both; its cache is written through a quantizer of 8, 4 or 3 bits, one
 scale and one minimum for each row of a head. Prints the relative error of V's rows and
@@ -12,7 +12,6 @@ values look like those of models with outlier channels.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -25,10 +24,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from benchmarks.support.commands import DATA, parser_of
 from kvlathe.base.console import print_table
 from kvlathe.engines.build import BuildRequest, rotate
 
-ROOT = Path(__file__).resolve().parents[1]
 LARGER = 20.0
 COLUMNS = ("checkpoint", "bits", "relative error of V", "perplexity", "ratio")
 
@@ -106,10 +105,10 @@ def with_outliers(source: Path, folder: Path, channels: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--outliers", type=int, default=0)
-    parser.add_argument("--text", type=Path, default=ROOT / "data" / "eval_text.jsonl")
+    parser.add_argument("--text", type=Path, default=DATA / "eval_text.jsonl")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024)
     given = parser.parse_args()

@@ -1,8 +1,8 @@
 """Which shape of a cluster for how many users: a simulation, fed with measured step times.
 
-  python benchmarks/scale.py
-  python benchmarks/scale.py --trace cocktail --gpus 16 --links 10 400 --hits 0 0.9
-  python benchmarks/scale.py --gpus 8 64 256 1000 --shares 0 0.375 --links 100 --hits 0.5
+  python -m benchmarks.scale
+  python -m benchmarks.scale --trace cocktail --gpus 16 --links 10 400 --hits 0 0.9
+  python -m benchmarks.scale --gpus 8 64 256 1000 --shares 0 0.375 --links 100 --hits 0.5
 
 A user sends a request every `--interval` seconds on average; all together they are a
 Poisson process. Lengths are those of a paper's trace. A shape carries so many users as
@@ -16,18 +16,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.cluster import Engine, Job, Shape, simulate
-from benchmarks.step_times import Build, fitted, measured
+from benchmarks.support.cluster import Engine, Job, Shape, simulate
+from benchmarks.support.commands import parser_of
+from benchmarks.support.step_times import Build, fitted, measured
 from kvlathe.bench.load import draw, gaps
 from kvlathe.bench.traces import TRACES, Trace
 
@@ -170,7 +167,7 @@ def show(row: Mapping[str, object]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add("--trace", choices=[name for name in TRACES if name != "pg19"], default="arxiv")
     add("--builds", nargs="+", default=["none", "hack:bits=4"])

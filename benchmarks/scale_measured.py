@@ -2,8 +2,8 @@
 them in turn, or one prefill and one decode worker of Dynamo.
 
   kvlathe build --model models/lathe-5m --output-dir out/none
-  python benchmarks/scale_measured.py out/none --workers 2 --rates 2 4
-  scripts/dynamo_env.sh && python benchmarks/scale_measured.py out/none --dynamo --rates 0.5 1
+  python -m benchmarks.scale_measured out/none --workers 2 --rates 2 4
+  scripts/dynamo_env.sh && python -m benchmarks.scale_measured out/none --dynamo --rates 0.5 1
 
 Step times are measured first, over HTTP, on all servers at the same time, since they
 share the machine: prompts of several lengths, answers beside one another. Then a rate is
@@ -21,9 +21,7 @@ import itertools
 import json
 import re
 import statistics
-import sys
 import tempfile
-import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -33,11 +31,10 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.cluster import Engine, Job, Shape, simulate
 from benchmarks.serve_burst import burst, model_of, served
-from benchmarks.step_times import Row, decode_row, fitted, prompt_row
+from benchmarks.support.cluster import Engine, Job, Shape, simulate
+from benchmarks.support.commands import meanwhile, parser_of
+from benchmarks.support.step_times import Row, decode_row, fitted, prompt_row
 from kvlathe.bench.client import Outcome, open_loop
 from kvlathe.bench.load import Request, draw, gaps
 from kvlathe.bench.traces import Lengths
@@ -135,28 +132,10 @@ def split_steps(url: str, seeds: Iterator[int]) -> list[Row]:
     """Of two workers, each while the other has work of its own kind."""
     answering = partial(burst, url, 1, 64, 16)
     prompting = partial(first_token, url, PROMPT_SIZES[-1])
-    with beside(lambda: answering(next(seeds))):
+    with meanwhile(lambda: answering(next(seeds))):
         rows = prompt_rows(url, seeds)
-    with beside(lambda: prompting(next(seeds))):
+    with meanwhile(lambda: prompting(next(seeds))):
         return rows + decode_rows(url, seeds)
-
-
-@contextmanager
-def beside(work: Callable[[], object]) -> Generator[None]:
-    """Work is done again and again by a thread."""
-    over = threading.Event()
-
-    def again() -> None:
-        while not over.is_set():
-            work()
-
-    thread = threading.Thread(target=again)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def prompt_rows(url: str, seeds: Iterator[int]) -> list[Row]:
@@ -296,7 +275,7 @@ def compared(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("engine", type=Path)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--dynamo", action="store_true")

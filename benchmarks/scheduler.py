@@ -1,7 +1,7 @@
 """What a step costs before and after the model: schedule, pages, step arrays, commit. A
 session that computes nothing.
 
-python benchmarks/scheduler.py [--steps 200] [--context 2048]
+python -m benchmarks.scheduler [--steps 200] [--context 2048]
 
 Prints a table and one JSON line; fails above 1 ms a step of processor time at 32
 sequences or 2.5 ms at 256. Wall time stands beside it: what other processes take is not
@@ -11,7 +11,6 @@ bucket, two buckets, and pages that seal.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
@@ -19,6 +18,7 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
+from benchmarks.support.commands import parser_of
 from kvlathe.plan.formats import Tier
 from kvlathe.plan.heads import Lane, ModelShape
 from kvlathe.plan.layout import CacheLayout
@@ -108,9 +108,7 @@ def milliseconds(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument(
         "--context", type=int, default=2048, help="tokens cached by each sequence"

@@ -1,8 +1,8 @@
 """What servers do with many requests at once, over HTTP: tokens a second, time to the
 first token, time between tokens, sequences that run.
 
-  python3 benchmarks/serve_burst.py out/engine --loads 64x2000+128 16x7600+256 1x7600+256
-  python3 benchmarks/serve_burst.py none=out/none 'fp16=vllm serve out/8b --port {port}'
+  python3 -m benchmarks.serve_burst out/engine --loads 64x2000+128 16x7600+256 1x7600+256
+  python3 -m benchmarks.serve_burst none=out/none 'fp16=vllm serve out/8b --port {port}'
 
 A server is the folder of an engine (``kvlathe serve`` is started), a command that has
 ``{port}`` in it (any OpenAI-compatible server), or the URL of one that runs already;
@@ -26,7 +26,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 from collections.abc import Generator
@@ -36,8 +35,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.support.commands import meanwhile, parser_of, show
 from kvlathe.bench.client import Outcome, open_loop
 from kvlathe.bench.load import Request
 
@@ -136,22 +134,16 @@ def model_of(url: str) -> str:
 def most_running(url: str) -> Generator[list[float]]:
     """A list with the most sequences that ran at once, as the server's metrics say; 0
     where it has none."""
-    most, over = [0.0], threading.Event()
+    most = [0.0]
 
     def look() -> None:
-        while not over.wait(LOOK_SECONDS):
-            with suppress(OSError):
-                with urllib.request.urlopen(f"{url}/metrics", timeout=5) as response:
-                    said = RUNNING.findall(response.read().decode())
-                most[0] = max(most[0], *map(float, said), 0.0)
+        with suppress(OSError):
+            with urllib.request.urlopen(f"{url}/metrics", timeout=5) as response:
+                said = RUNNING.findall(response.read().decode())
+            most[0] = max(most[0], *map(float, said), 0.0)
 
-    watch = threading.Thread(target=look)
-    watch.start()
-    try:
+    with meanwhile(look, LOOK_SECONDS):
         yield most
-    finally:
-        over.set()
-        watch.join()
 
 
 def burst(url: str, count: int, prompt: int, new: int, seed: int) -> dict[str, Any]:
@@ -234,16 +226,6 @@ def rows_of(
         yield row | {"error": str(error)}
 
 
-def show(row: dict[str, Any]) -> None:
-    """A row of the table; an error takes the place of the numbers."""
-    cells: list[str] = []
-    for key, width in COLUMNS.items():
-        value = row.get(key, "")
-        text = f"{value:.4g}" if isinstance(value, float) else str(value)
-        cells.append(f"{text:>{width}}")
-    print("".join(cells).rstrip(), row.get("error", ""), flush=True)
-
-
 def shape_of(load: str) -> Shape:
     if not (match := LOAD.fullmatch(load)):
         raise SystemExit("a load is COUNTxPROMPT+NEW, such as 64x2000+128")
@@ -252,7 +234,7 @@ def shape_of(load: str) -> Shape:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("servers", nargs="+", metavar="[NAME=]SERVER")
     parser.add_argument("--loads", nargs="+", default=["64x2000+128"])
     parser.add_argument("--logs", type=Path, help="a folder for what servers say")
@@ -260,10 +242,10 @@ def main() -> None:
     options = parser.parse_args()
     shapes = {load: shape_of(load) for load in options.loads}
     rows: list[dict[str, Any]] = []
-    show({key: key for key in COLUMNS})
+    show(COLUMNS, {key: key for key in COLUMNS}, ".4g")
     for server in options.servers:
         for row in rows_of(server, shapes, options.serve, options.logs):
-            show(row)
+            show(COLUMNS, row, ".4g")
             rows.append(row)
     print(json.dumps({"servers": options.servers, "rows": rows}))
 

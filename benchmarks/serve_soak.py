@@ -1,7 +1,7 @@
 """Many streaming clients for minutes against a real server process: no error, no leak,
 every output as alone.
 
-python benchmarks/serve_soak.py --engine out/fdc [--clients 200] [--seconds 120]
+python -m benchmarks.serve_soak --engine out/fdc [--clients 200] [--seconds 120]
 [--rounds 4] [--prompts 40]
 
 Each client streams one request after another; a few leave in the middle. The load comes
@@ -14,7 +14,6 @@ exact.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -30,6 +29,7 @@ import httpx2 as httpx
 import numpy as np
 import openai
 
+from benchmarks.support.commands import parser_of
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.answer import Answer
 from kvlathe.runtime.text.sampling_params import SamplingParams
@@ -189,9 +189,7 @@ def parted(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--engine", type=Path, required=True)
     parser.add_argument("--clients", type=int, default=200)
     parser.add_argument(

@@ -1,6 +1,6 @@
 """What speculation gains, and what it costs where nothing repeats.
 
-    python benchmarks/speculative.py ENGINE ... [--speculative ngram|DRAFT_ENGINE] [--rounds 5]
+    python -m benchmarks.speculative ENGINE ... [--speculative ngram|DRAFT_ENGINE] [--rounds 5]
     [--new-tokens 192] [--threads 2]
 
 Each text is continued with speculation and without, in turns; the best of the rounds
@@ -20,20 +20,20 @@ from typing import Any
 
 import click
 
+from benchmarks.support.commands import DATA, ROOT
 from kvlathe.base.console import print_table
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.requests.answer import Answer
 from kvlathe.runtime.scheduling.parts.speculation import MOST_DRAFTS, Speculation
 from kvlathe.runtime.text.sampling_params import SamplingParams
 
-ROOT = Path(__file__).resolve().parents[1]
 RECORD = '{{"id": {0}, "name": "item {0}", "price": {1}, "stock": true}}'
 CODE = ("runtime/cache/pool.py", "runtime/cache/prefix.py")
 
 
 def texts(llm: LLM) -> dict[str, list[list[int]]]:
     """Prompts by kind."""
-    lines = (ROOT / "data" / "eval_text.jsonl").read_text("utf-8").splitlines()
+    lines = (DATA / "eval_text.jsonl").read_text("utf-8").splitlines()
     documents = [llm.encode(json.loads(line)["text"]) for line in lines]
     documents = [document for document in documents if len(document) > 900][:4]
     code = [llm.encode((ROOT / name).read_text("utf-8")) for name in CODE]

@@ -1,13 +1,14 @@
 """Speed of the whole path on this machine: build times, decode against transformers,
 and the cost of a larger pool.
 
-    python benchmarks/speed.py --model models/lathe-5m [--context 2048] [--new-tokens
+    python -m benchmarks.speed --model models/lathe-5m [--context 2048] [--new-tokens
     128] [--rate 0.15]
 
 Both sides run in one process: same weights in float32, same prompt, same number of
 threads, as many greedy tokens. Decode speed is the median over ``--repeats``
 interleaved rounds of tokens after the first divided by their seconds. One table and one
-JSON line; exit code 1 where a target is missed.
+JSON line; exit code 1 where a bound of AT_MOST or AT_LEAST does not
+hold.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import click
 import numpy as np
 
+from benchmarks.support.options import one_model
 from kvlathe.base.console import err, print_table
 from kvlathe.engines.build import build
 from kvlathe.engines.request import BuildRequest
@@ -44,7 +46,7 @@ AT_LEAST = {
     "decode_none_over_transformers": 1,
     "decode_compressed_over_transformers": 1,
 }
-"""Targets by measure."""
+"""Bounds by measure."""
 
 
 def seconds(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -105,11 +107,7 @@ def step_seconds(llm: LLM, prompt: list[int], new: int) -> float:
 
 
 @click.command()
-@click.option(
-    "--model",
-    type=click.Path(path_type=Path, exists=True),
-    default=Path("models/lathe-5m"),
-)
+@one_model
 @click.option("--context", default=2048, help="prompt tokens")
 @click.option("--new-tokens", default=128)
 @click.option("--rate", default=0.15, help="removal rate of the compressed engine")
@@ -124,15 +122,15 @@ def main(
         )
     rows = [(name, value, *judged(name, value)) for name, value in result.items()]
     title = f"{model.name}, {context} tokens of context, {threads} threads"
-    print_table(title, ("measure", "value", "target", "ok"), rows, console=err)
+    print_table(title, ("measure", "value", "bound", "ok"), rows, console=err)
     ok = all(row[-1] is not False for row in rows)
     print(json.dumps({**result, "ok": ok}))
     sys.exit(not ok)
 
 
 def judged(name: str, value: float) -> tuple[str | None, bool | None]:
-    """The target of measure ``name`` in words, and whether ``value`` meets it; None
-    where there is no target."""
+    """The bound of measure ``name`` in words, and whether ``value`` meets it; None
+    where there is none."""
     if name in AT_MOST:
         return f"at most {AT_MOST[name]}", value <= AT_MOST[name]
     if name in AT_LEAST:

@@ -1,12 +1,11 @@
 """What structured answers cost: a mask by itself, and answers with and without one.
 
-``python benchmarks/structured.py --engine E [--tokenizer tokenizer.json]``
+``python -m benchmarks.structured --engine E [--tokenizer tokenizer.json]``
 ``--tokenizer``: of which vocabulary masks are timed; the engine's by default.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.support.commands import parser_of
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.guide import Guide, Guides
 from kvlathe.runtime.text.masks import Masks, masked, no_bits
@@ -53,7 +53,7 @@ STRUCTURES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--engine", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path)
     parser.add_argument("--repeats", type=int, default=20)

@@ -1,9 +1,9 @@
 """One engine on several GPUs beside the same engine on one: decode, prefill, and bytes by
 rank.
 
-  python3 benchmarks/tensor_parallel.py CHECKPOINT --work out --ranks 1 2 4
+  python3 -m benchmarks.tensor_parallel CHECKPOINT --work out --ranks 1 2 4
 
-CHECKPOINT: for the 8B shape `python3 benchmarks/random_checkpoint.py out/8b`. The engine
+CHECKPOINT: for the 8B shape `python3 -m benchmarks.random_checkpoint out/8b`. The engine
 is built once, and loaded by LLM.load for each number of ranks in a process of its own.
 Decode: ``--batch`` prompts of ``--context`` tokens are computed, then ``--steps`` steps
 in which all of them decode are timed, as the engine runs them in serving: pages reserved
@@ -25,8 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks.support.commands import parser_of
 from kvlathe.plan.deal import deal
 from kvlathe.plan.engine_folder import open_engine
 from kvlathe.runtime.llm import LLM
@@ -114,7 +113,7 @@ def measure(options: argparse.Namespace, ranks: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--work", type=Path, default=Path("out"))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
@@ -133,7 +132,8 @@ def main() -> None:
     build(options)
     rows: list[dict[str, Any]] = []
     for ranks in options.ranks:
-        command = [sys.executable, *sys.argv, "--only", str(ranks)]
+        command = [sys.executable, "-m", "benchmarks.tensor_parallel", *sys.argv[1:]]
+        command += ["--only", str(ranks)]
         done = subprocess.run(
             command, env=os.environ, stdout=subprocess.PIPE, text=True, check=True
         )

@@ -31,8 +31,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.any_text import END, Corpus
-from benchmarks.recall import DIGITS, Records, slices
+from benchmarks.support.any_text import END, Corpus
+from benchmarks.support.commands import parser_of
+from benchmarks.support.recall import DIGITS, Records, slices
 
 
 @dataclass(frozen=True)
@@ -333,7 +334,7 @@ def begin(shape: Shape, folder: Path | None) -> Qwen3ForCausalLM:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--from", dest="start", type=Path, help="Go on from a folder.")
     parser.add_argument("--seconds", type=float, default=150.0, help="Of training.")

@@ -1,7 +1,7 @@
 """What pages that travel save: evicted prefixes from the host's memory and from disk,
 swap, and a sequence in another engine, beside computing the same tokens again.
 
-    python benchmarks/travel.py --model DIR [--only REQUEST ...] [--folder DIR] [--rounds 5]
+    python -m benchmarks.travel --model DIR [--only REQUEST ...] [--folder DIR] [--rounds 5]
 
 Every request is built. A prompt of n tokens and one more is asked for its first token:
 computed, with its prefix in the pool, in the host's memory, on disk with the system's
@@ -20,8 +20,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import click
-from accuracy import DATA
 
+from benchmarks.support.commands import DATA
 from kvlathe.base.console import print_table
 from kvlathe.engines.build import build
 from kvlathe.engines.request import BuildRequest

@@ -1,8 +1,8 @@
 """Token budgets by entropy and hidden states dropped in prefill: time, rows computed,
 bytes, retrieval, perplexity.
 
-    python benchmarks/uncomp.py [--model DIR] [--only REQUEST ...] [--no-speed]
-    [--json-lines FILE] python benchmarks/uncomp.py --model DIR --only-speed
+    python -m benchmarks.uncomp [--model DIR] [--only REQUEST ...] [--no-speed]
+    [--json-lines FILE] python -m benchmarks.uncomp --model DIR --only-speed
     [--prompt-tokens 3500] [--rounds 5]
 
 Prefill: seconds from submission to the first token of one prompt, the best of
@@ -16,7 +16,6 @@ length, against the uncompressed cache in 16 bit. One table and one JSON line.
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import click
-from accuracy import DATA, ROOT, Remembering
 
-from kvlathe.base.console import print_table
+from benchmarks.support import options
+from benchmarks.support.commands import DATA
+from benchmarks.support.options import one_model, table_and_json, tell
+from benchmarks.support.remembering import Remembering
 from kvlathe.base.errors import KvlatheError
 from kvlathe.engines.build import build, calibrate_to
 from kvlathe.engines.planning import bytes_per_token
@@ -195,11 +196,7 @@ class Bench:
 
 
 @click.command()
-@click.option(
-    "--model",
-    type=click.Path(exists=True, path_type=Path),
-    default=ROOT / "models" / "lathe-5m",
-)
+@one_model
 @click.option(
     "--only", multiple=True, help="Requests in place of the list in this file."
 )
@@ -215,11 +212,7 @@ class Bench:
 @click.option("--windows", default=8, show_default=True, help="Of text.")
 @click.option("--every", default=3, show_default=True, help="Every n-th question.")
 @click.option("--threads", type=int)
-@click.option(
-    "--json-lines",
-    type=click.Path(path_type=Path),
-    help="Append every row here as it is measured.",
-)
+@options.json_lines
 def main(
     model: Path,
     only: tuple[str, ...],
@@ -247,26 +240,11 @@ def main(
             rows.append(
                 bench.row(request, prompt, rounds if speed or only_speed else 0, exam)
             )
-            line = json.dumps({"model": model.name, **rows[-1]})
-            click.echo(line, err=True)
-            if json_lines is not None:
-                with json_lines.open("a", encoding="utf-8") as stream:
-                    stream.write(line + "\n")
+            tell({"model": model.name, **rows[-1]}, json_lines)
         columns = [column for column in COLUMNS if any(column in row for row in rows)]
         title = f"{model.name}, prompt of {prompt_tokens} tokens, {type(bench.whole.session).__name__}"
-        print_table(
-            title, columns, [[row.get(column) for column in columns] for row in rows]
-        )
-        print(
-            json.dumps(
-                {
-                    "benchmark": "uncomp",
-                    "model": model.name,
-                    "prompt_tokens": prompt_tokens,
-                    "rows": rows,
-                }
-            )
-        )
+        about = {"model": model.name, "prompt_tokens": prompt_tokens}
+        table_and_json("uncomp", title, columns, rows, **about)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Seconds in which the vLLM plugin makes the layers of a model of the 8B shape, in Python
 alone: nothing is launched, and no GPU is needed.
 
-    PYTHONPATH=.:integrations/vllm python benchmarks/vllm_layers.py 8 16 32
+    PYTHONPATH=.:integrations/vllm python -m benchmarks.vllm_layers 8 16 32
 """
 
 from __future__ import annotations

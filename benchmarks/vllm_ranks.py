@@ -1,7 +1,7 @@
 """Bytes that vLLM's tensor parallelism sets aside in equal blocks, over those that heads
 fill: with the KV heads of each layer in the order of the checkpoint, and as they are dealt.
 
-    PYTHONPATH=.:integrations/vllm python benchmarks/vllm_ranks.py out/hosted
+    PYTHONPATH=.:integrations/vllm python -m benchmarks.vllm_ranks out/hosted
 
 Folders of `kvlathe build --backend vllm`; without one, plans of statistics that are made
 up: 32 layers of 8 KV heads.

@@ -1,7 +1,7 @@
 """The texts of vLLM with our pages, over HTTP, beside those of our own engine of the same
 plan; and where they part, by how much either prefers its token.
 
-  python3 benchmarks/vllm_texts.py out/ours 'vllm serve MODEL --port {port} ...'
+  python3 -m benchmarks.vllm_texts out/ours 'vllm serve MODEL --port {port} ...'
 
 Greedy answers to prompts of unlike lengths, two of which begin alike; all at once, then
 again with their prefixes cached. Where two texts part, both have seen the same tokens. So
@@ -11,22 +11,18 @@ engine. Two tokens whose gap is that of rounding are a tie. Prints a table, and 
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 from benchmarks.serve_burst import model_of, served
+from benchmarks.support.commands import DATA, LATHE_5M, parser_of
 from kvlathe.runtime.llm import LLM
 from kvlathe.runtime.text.sampling_params import SamplingParams
 from kvlathe.tasks.tasks import FolderEncoder
 
-ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = (3, 64, 200, 641, 130, 1000)
 """Of prompts: one ends with a page of 64 tokens."""
 SHARED, OWN = 256, 90
@@ -47,7 +43,7 @@ class Answer:
 
 def prompts(model: Path) -> list[Ids]:
     encoder = FolderEncoder(model)
-    lines = (ROOT / "data/eval_text.jsonl").read_text("utf-8").splitlines()
+    lines = (DATA / "eval_text.jsonl").read_text("utf-8").splitlines()
     texts = [json.loads(line)["text"] for line in lines[: len(LENGTHS)]]
     every = [list(encoder.encode(text)) for text in texts]
     cut = [ids[:size] for ids, size in zip(every, LENGTHS, strict=True)]
@@ -143,10 +139,10 @@ def show(rows: Sequence[dict], new: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("engine", type=Path, help="ours")
     parser.add_argument("server", help="vLLM: a command with {port}, or a URL")
-    parser.add_argument("--model", type=Path, default=ROOT / "models/lathe-5m")
+    parser.add_argument("--model", type=Path, default=LATHE_5M)
     parser.add_argument("--new", type=int, default=100)
     parser.add_argument("--log", type=Path, help="a file for what vLLM says")
     options = parser.parse_args()

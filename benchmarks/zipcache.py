@@ -1,7 +1,7 @@
 """Tokens in two formats by saliency: the paper's formulas beside the pool's bytes, and
 what each choice is worth.
 
-    python benchmarks/zipcache.py [--model DIR] [--windows 4] [--salient 0.6] [--only
+    python -m benchmarks.zipcache [--model DIR] [--windows 4] [--salient 0.6] [--only
     NAME ...]
 
 Every row is an exported engine. Windows of 2,048 tokens of ``eval_text.jsonl``: 1,536
@@ -16,8 +16,6 @@ it is compared with). One table of ratios, one of rows, one JSON line.
 from __future__ import annotations
 
 import dataclasses
-import json
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +23,11 @@ from typing import Any
 
 import click
 import numpy as np
-from accuracy import DATA, ROOT, Remembering
-from methods import CONTEXT
 
+from benchmarks.methods import CONTEXT
+from benchmarks.support.commands import DATA
+from benchmarks.support.options import one_model, table_and_json, tell
+from benchmarks.support.remembering import Remembering
 from kvlathe.base import tokenizer_files
 from kvlathe.base.console import print_table
 from kvlathe.engines.planning import calibrated
@@ -274,11 +274,7 @@ class Bench:
 
 
 @click.command()
-@click.option(
-    "--model",
-    type=click.Path(exists=True, path_type=Path),
-    default=ROOT / "models" / "lathe-5m",
-)
+@one_model
 @click.option("--windows", default=4, show_default=True)
 @click.option("--salient", default=0.6, show_default=True)
 @click.option("--threads", default=1, show_default=True)
@@ -296,20 +292,11 @@ def main(
         ratios = bench.ratios()
         for what in only or ROWS:
             rows.append(bench.row(what))
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+            tell(rows[-1])
     print_table("16-bit bytes over compressed ones", ("scheme", "ratio"), ratios)
     title = f"{model.name}, {windows} windows, bytes at {CONTEXT} tokens"
-    print_table(title, COLUMNS, [[row[name] for name in COLUMNS] for row in rows])
-    print(
-        json.dumps(
-            {
-                "benchmark": "zipcache",
-                "model": model.name,
-                "ratios": dict(ratios),
-                "rows": rows,
-            }
-        )
-    )
+    about = {"model": model.name, "ratios": dict(ratios)}
+    table_and_json("zipcache", title, COLUMNS, rows, **about)
 
 
 if __name__ == "__main__":

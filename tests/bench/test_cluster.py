@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("simpy", reason="simpy is not installed: pip install '.[dev]'")
 
-from benchmarks.cluster import Engine, Job, Shape, simulate
 from benchmarks.scale import Limits, Load, most_users
-from benchmarks.step_times import (
+from benchmarks.support.cluster import Engine, Job, Shape, simulate
+from benchmarks.support.step_times import (
     StepTimes,
     decode_row,
     errors,

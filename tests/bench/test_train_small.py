@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import any_text, recall, train_small
+from benchmarks import train_small
+from benchmarks.support import any_text, recall
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.tasks import tasks
 

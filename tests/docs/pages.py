@@ -22,7 +22,7 @@ def pages() -> list[Path]:
     ours = [
         path for path in (ROOT / "docs").rglob("*.md") if HISTORY not in path.parents
     ]
-    return sorted([*ours, *ROOT.glob("*.md")])
+    return sorted([*ours, *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"])
 
 
 def name_of(page: Path) -> str:

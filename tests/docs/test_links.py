@@ -31,8 +31,9 @@ FOLDERS = (
 TARGET = re.compile(r"(?<!`)\[[^\]]*\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 SOURCE = re.compile(r"[\w./*{},-]*\w\.(?:py|cc|cu|cuh|h|sh|j2|jinja|toml|yml|yaml)\b")
 COMMAND = re.compile(
-    r"(?:python3?|bash|sh) ((?:benchmarks|tests|scripts|docker|examples)/[\w./-]+\w)"
+    r"(?:python3?|bash|sh) ((?:tests|scripts|docker|examples)/[\w./-]+\w)"
 )
+MODULE = re.compile(r"python3? -m (benchmarks\.[a-z]\w*)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 OTHERS = {"NvInfer.h", "docker-compose.yml"}
 """Files that pages name and other projects own."""
@@ -83,10 +84,11 @@ def missing_files(page: Path) -> list[str]:
     """Names of source files on a page that no file of the repository has.
 
     Outside of code blocks every such name counts, by its whole path or its end. In code
-    blocks only the scripts that commands run count.
+    blocks only the scripts and benchmarks that commands run count.
     """
     text = page.read_text(encoding="utf-8")
     names = set(COMMAND.findall(text))
+    names |= {f"{name.replace('.', '/')}.py" for name in MODULE.findall(text)}
     names |= {name for name in SOURCE.findall(FENCE.sub("", text)) if "*" not in name}
     names = {name.removeprefix("../").removeprefix("./") for name in names}
     return sorted(name for name in names - tails() - OTHERS if "{" not in name)
@@ -104,6 +106,9 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 def test_the_link_test_can_fail(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# One\n[a](gone.md), [b](#one), [c](#two), `export/gone.py`\n")
+    page.write_text(
+        "# One\n[a](gone.md), [b](#one), [c](#two), `export/gone.py`\n\n"
+        "    python -m benchmarks.gone\n"
+    )
     assert broken_links(page) == ["gone.md", "#two"]
-    assert missing_files(page) == ["export/gone.py"]
+    assert missing_files(page) == ["benchmarks/gone.py", "export/gone.py"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmarks.decode_baselines import Case, arguments, comparisons, forms_of
-from benchmarks.work_lists import WHOLE, WorkList, longest_first, work_list
+from benchmarks.support.work_lists import WHOLE, WorkList, longest_first, work_list
 from kvlathe.plan.formats import Bits, Tier
 from tests.native.chunk_problem import ChunkProblem
 from tests.native.codes_problem import CodesProblem
@@ -150,7 +150,7 @@ def device() -> str:
 def test_16_bit_kernels(
     device: str, form: str, rule: str, ranks: list[list[tuple[int, int]]]
 ) -> None:
-    from benchmarks.triton_calls import TritonCall, Tuning
+    from benchmarks.support.triton_calls import TritonCall, Tuning
 
     problem = Problem(ranks, [300, 17, 128, 64, 1], device=device)
     tuning = (
@@ -177,7 +177,7 @@ def test_16_bit_kernels(
 def test_kernels_on_codes(
     device: str, form: str, sums: str, bits: Bits, ranks: list[list[tuple[int, int]]]
 ) -> None:
-    from benchmarks.triton_calls import TritonCall, Tuning, store_sums
+    from benchmarks.support.triton_calls import TritonCall, Tuning, store_sums
 
     tier = Tier(bits, bits, arithmetic="int", sums=sums == "stored")
     problem = CodesProblem(
@@ -194,7 +194,7 @@ def test_kernels_on_codes(
 
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_unpacked_pages_are_what_the_codes_mean(device: str, bits: Bits) -> None:
-    from benchmarks.triton_calls import Unpacked
+    from benchmarks.support.triton_calls import Unpacked
 
     tier = Tier(bits, bits, arithmetic="int")
     problem = CodesProblem(MIXED, [[128], [64]], [33, 5], [tier], device=device)
@@ -227,7 +227,7 @@ def test_unpacked_pages_are_what_the_codes_mean(device: str, bits: Bits) -> None
 )
 def test_prompts_in_integers(device: str, form: str) -> None:
     """Every shape of a head; both kinds of tile."""
-    from benchmarks.triton_prompt import PromptCall
+    from benchmarks.support.triton_prompt import PromptCall
 
     problem = ChunkProblem(
         [[(16, 32), (96, 80), (64, 64)]],

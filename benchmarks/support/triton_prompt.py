@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from benchmarks import triton_prefill as kernels
+from benchmarks.support import triton_prefill as kernels
 from kvlathe.plan.formats import groups_along_rank
 from tests.native.chunk_problem import ChunkProblem
 

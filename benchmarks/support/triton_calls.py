@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from benchmarks import triton_decode as kernels
-from benchmarks.triton_codes import unpack
-from benchmarks.work_lists import WorkList, work_list
+from benchmarks.support import triton_decode as kernels
+from benchmarks.support.triton_codes import unpack
+from benchmarks.support.work_lists import WorkList, work_list
 from kvlathe.plan.formats import groups_along_rank, sum_bytes
 from tests.native.codes_problem import CodesProblem, unpacked
 from tests.native.library import AttendDecodeArgs, Library

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 import simpy
 
-from benchmarks.step_times import StepTimes
+from benchmarks.support.step_times import StepTimes
 
 LOOKED_AT = 16
 """Workers that the router compares."""

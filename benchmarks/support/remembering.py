@@ -1,0 +1,31 @@
+"""The uncompressed engine that others are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvlathe.runtime.llm import LLM
+
+
+class Remembering:
+    """The uncompressed engine: it predicts each window once, however many engines are
+    compared with it."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.limits, self.tokenizer, self.manifest = (
+            llm.limits,
+            llm.tokenizer,
+            llm.manifest,
+        )
+        self.plan, self._llm, self._known = llm.plan, llm, {}
+
+    def logits(
+        self, token_ids: Sequence[int], rows: Sequence[int]
+    ) -> npt.NDArray[np.float32]:
+        key = (tuple(token_ids), tuple(rows))
+        if key not in self._known:
+            self._known[key] = self._llm.logits(token_ids, rows)
+        return self._known[key]
