@@ -8,21 +8,15 @@ import pytest
 from benchmarks import gpu_model
 from tests.support.gpus import GPUS, H200, Gpu
 
-ROWS = gpu_model.measured()
+ROWS = gpu_model.MEASURED
 NEAR = 0.16
 """Of the measured time, in small calls too; in the large ones 0.05, and 0.09 where warps
 attended alone when the table was made, which the model does not know: 64 x 16 K in 4 and
 2 bit."""
 
 
-def test_every_row_of_the_table_is_read() -> None:
-    cases = {(row.sequences, row.tokens) for row in ROWS}
-    assert cases == {(16, 32768), (64, 16384), (16, 4096), (1, 32768)}
-    assert len(ROWS) == 16
-
-
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_it_says_what_was_measured(row: gpu_model.Row) -> None:
+def test_the_model_says_what_was_measured(row: gpu_model.Row) -> None:
     error = abs(gpu_model.expected(row, H200) / row.seconds - 1)
     large = 0.09 if row.sequences == 64 and row.bits < 8 else 0.05
     assert error <= (large if row.size > 100e6 and row.pages > 1 << 15 else NEAR)
