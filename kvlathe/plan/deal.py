@@ -105,6 +105,14 @@ def deal(plan: CompressionPlan, num_shards: int, by_layer: bool = False) -> Deal
             "it ranks tokens by the attention of all heads",
             "run it on one GPU, or build it with a compression that ranks no tokens",
         )
+    kept = [len(plan.index.active(layer)) for layer in range(plan.model.layers)]
+    queries = min(kept) * plan.model.group_size
+    if queries < num_shards:
+        raise KvlatheError(
+            f"the plan cannot be dealt to {num_shards} shards",
+            f"layer {kept.index(min(kept))} has {queries} query heads that are kept",
+            f"give at most {queries} shards",
+        )
     layers = [
         _lane_shards_of(plan, layer, num_shards) for layer in range(plan.model.layers)
     ]
@@ -141,13 +149,6 @@ def _lane_shards_of(
     shards. Lanes of fewest bytes are the first to be there more often."""
     heads, group = plan.model.kv_heads, plan.model.group_size
     lanes = [layer * heads + lane.head for lane in plan.index.active(layer)]
-    queries = len(lanes) * group
-    if queries < num_shards:
-        raise KvlatheError(
-            f"the plan cannot be dealt to {num_shards} shards",
-            f"layer {layer} has {queries} query heads that are kept",
-            f"give at most {queries} shards",
-        )
     if len(lanes) >= num_shards:
         return [LaneShard(lane, 0, group) for lane in lanes]
     by_size = sorted(lanes, key=lambda lane: _kept(plan.lanes[lane]))
