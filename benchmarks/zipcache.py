@@ -37,7 +37,6 @@ from kvlathe.export.folding.fold import fold
 from kvlathe.export.methods.composition import CacheSettings, compose
 from kvlathe.export.methods.compression import parse
 from kvlathe.export.methods.options import Options
-from kvlathe.export.methods.zipcache import ratio
 from kvlathe.export.model.checkpoint import Checkpoint
 from kvlathe.export.onnx.model import export_onnx
 from kvlathe.plan.formats import Tier
@@ -62,6 +61,21 @@ PUNCTUATION = set(".,;:!?()[]{}\"'`-=<>/\\|*#_\n")
 COLUMNS = ("what", "bytes left", "perplexity ratio", "agreement", "kl")
 Made = tuple[CompressionPlan, Basis]
 Change = Callable[[CompressionPlan], CompressionPlan]
+
+
+def ratio(
+    scheme: str, batch: int, width: int, tokens: int, bits: float = 4, group: int = 32
+) -> float:
+    """The paper's compression ratios (section 3): 16-bit K and V of ``batch`` x
+    ``tokens`` x ``width`` over codes and 16-bit scales and zeros. ``scheme``:
+    groupwise, tokenwise, or separable (K by channel, V by token and channel)."""
+    values = batch * width * tokens
+    parameters = {
+        "groupwise": 4 * values / group,
+        "tokenwise": 4 * batch * tokens,
+        "separable": 3 * width + 2 * batch * tokens,
+    }
+    return 32 * values / (2 * bits * values + 16 * parameters[scheme])
 
 
 def uniform(bits: int) -> Change:

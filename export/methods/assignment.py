@@ -40,14 +40,6 @@ class Assignment:
     v: Places
     window: Places
 
-    def shuffled(self, rng: np.random.Generator) -> Assignment:
-        """The same forms dealt to other lanes: equal bytes, no adaptation."""
-        order = rng.permutation(len(self.k))
-        k = self.k[order]
-        v = self.v[order]
-        window = self.window[order]
-        return Assignment(k, v, window)
-
 
 @dataclass(frozen=True)
 class Allowed:

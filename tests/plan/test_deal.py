@@ -154,7 +154,7 @@ def method_plans() -> dict[str, CompressionPlan]:
 def auto_plan(ratio: float) -> CompressionPlan:
     """Forms and windows by losses that differ a thousandfold."""
     found = priced(1, shape=SHAPE)
-    return measured.variant("auto", found, CacheSettings(16)).at(ratio)[0]
+    return measured.variant(parse("auto"), found, CacheSettings(16)).at(ratio)[0]
 
 
 def worst(dealt: Deal, tokens: int) -> float:

@@ -41,7 +41,7 @@ from kvlathe.tasks import metrics
 from kvlathe.tasks.tasks import FolderEncoder
 from tests.support import stats_cases
 from tests.support.nightly import rest_nightly
-from tests.support.priced_cases import priced
+from tests.support.priced_cases import priced, shuffle
 
 LATHE = Path(__file__).resolve().parents[3] / "models" / "lathe-5m"
 TEXT = LATHE.parents[1] / "data" / "calibration_text.jsonl"
@@ -55,7 +55,7 @@ def test_a_plan_removes_the_share_that_was_asked_for(ratio: float, rope: bool) -
     found = priced(1, rope)
     shape, tokens = found.grid.stats.shape, found.grid.tokens
     whole = 4 * shape.layers * shape.kv_heads * shape.head_dim * tokens
-    variant = measured.variant("auto", found, FORM)
+    variant = measured.variant(parse("auto"), found, FORM)
     assert variant.least < ratio < variant.most
     plan, basis = variant.at(ratio)
     assert CacheLayout(plan).bytes_for(tokens - 1) <= (1 - ratio) * whole
@@ -82,7 +82,7 @@ def test_sequences_that_were_not_examined_are_warned_of(
         found.grid, stats=dataclasses.replace(stats, shape=shape)
     )
     longer = dataclasses.replace(found, grid=grid)
-    plan, _ = measured.variant("auto", longer, FORM).at(0.8)
+    plan, _ = measured.variant(parse("auto"), longer, FORM).at(0.8)
     assert plan.notes["priced on"] == "sequences of up to 2,048 tokens"
     assert ("and serves 2,049" in str(plan.notes.get("reach"))) == warns
 
@@ -233,12 +233,12 @@ def test_prices_foretell_what_is_lost_and_dealing_them_wrongly_loses_more() -> N
     exam = search.Exam("perplexity", windows=tuple(windows(2, 512)))
     sources = measured.Sources([exam], 512, exercised=False)
     found = measured.price(checkpoint, stats, FORM, sources)
-    plan, basis = measured.variant("auto", found, FORM).at(0.75)
+    plan, basis = measured.variant(parse("auto"), found, FORM).at(0.75)
     lost, expected = kl_of(plan, basis, texts), plan.notes["expected loss"]
     assert expected / 2 < lost < 2 * expected
     choice = found.chosen(int(0.25 * 2048 * 512))
-    dealt = choice.shuffled(np.random.default_rng(0))
-    worse, its_basis = measured.plan_of("auto", found, dealt, FORM)
+    dealt = shuffle(choice)
+    worse, its_basis = measured.plan_of(parse("auto"), found, dealt, FORM)
     assert CacheLayout(worse).bytes_for(512) == CacheLayout(plan).bytes_for(512)
     assert kl_of(worse, its_basis, texts) > 1.3 * lost
 
@@ -266,7 +266,7 @@ def test_a_search_scores_other_methods_beside_its_own_plans(
     chart; asked again, nothing is scored."""
     checkpoint, stats, _ = lathe()
     found = measured.price(checkpoint, stats, FORM, brief())
-    own = measured.variant("auto", found, FORM)
+    own = measured.variant(parse("auto"), found, FORM)
     others = for_comparison(stats.shape, True, stats, FORM)
     exam = search.Exam("perplexity", windows=(windows(3, 150)[2],))
     plan, _ = search.search(checkpoint, [own], 0.98, exam, (), tmp_path, others)
@@ -318,7 +318,7 @@ def test_the_gentlest_plan_of_any_family_is_nearly_the_model(
     ids = tuple(random_sequences(spec.vocab_size, 200, 1, 200)[0].tolist())
     found = measured.price(checkpoint, stats, FORM, brief(*ids))
     assert np.isfinite(found.loss).all() and (found.loss > 0).all()
-    family = measured.variant("auto", found, FORM)
+    family = measured.variant(parse("auto"), found, FORM)
     whole = decoder_from(
         checkpoint,
         *compose(
@@ -365,7 +365,7 @@ def test_an_engine_of_a_tiny_model(
 
 def priced_plan() -> CompressionPlan:
     found = priced(0)
-    return measured.variant("auto", found, FORM).at(0.8)[0]
+    return measured.variant(parse("auto"), found, FORM).at(0.8)[0]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""Methods that make tokens unequal: what they plan, what they refuse, and the formulas
-of the paper."""
+"""Methods that make tokens unequal: what they plan and what they refuse."""
 
 from __future__ import annotations
 
@@ -15,7 +14,6 @@ from kvlathe.export.methods.channels import scaled
 from kvlathe.export.methods.composition import CacheSettings, compose
 from kvlathe.export.methods.compression import parse
 from kvlathe.export.methods.options import Options
-from kvlathe.export.methods.zipcache import ratio
 from kvlathe.plan.layout import CacheLayout
 from kvlathe.plan.lives import Compact, Divide
 from kvlathe.plan.plan import CompressionPlan
@@ -32,15 +30,6 @@ def plan(request: str) -> CompressionPlan:
     return compose(
         parse(request), model_shape(), True, stats(), Options(), CacheSettings()
     )[0]
-
-
-def test_the_papers_ratios() -> None:
-    sizes = (8, 4096, 4096)
-    found = [
-        round(ratio(scheme, *sizes), 3)
-        for scheme in ("groupwise", "tokenwise", "separable")
-    ]
-    assert found == [3.2, 3.992, 3.995]
 
 
 def test_a_split_is_two_formats_of_the_same_tokens() -> None:
